@@ -1,0 +1,461 @@
+"""The configuration: frozen dataclasses, YAML, dotted overrides, and errors that say what to do.
+
+Every instance is valid: each section converts and checks its own fields when it is made, also by
+`dataclasses.replace`. Checks that look at files or at the number of ranks are in `ithaka.train.check`.
+This file imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import operator
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import yaml
+
+
+class ConfigError(ValueError):
+    """Something the user can put right: names the field, its value, the rule it breaks and the way out."""
+
+
+def setting(default: Any, **limits: float) -> Any:
+    """A field with limits (at_least, at_most, above, below), which do not apply to None or to words."""
+    return field(default=default, metadata=limits)
+
+
+class Section:
+    """Base of the sections: converts and checks every field."""
+
+    section: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        cls: Any = type(self)
+        hints = _hints(cls)
+        for entry in dataclasses.fields(self):  # type: ignore[arg-type]
+            name = f"{self.section}.{entry.name}"
+            value = _convert(name, getattr(self, entry.name), hints[entry.name])
+            _check_limits(name, value, entry.metadata)
+            object.__setattr__(self, entry.name, value)
+
+
+@dataclass(frozen=True)
+class ModelConfig(Section):
+    section: ClassVar[str] = "model"
+
+    # A Hugging Face directory, or a config.json alone to train from scratch. null: the embedded model.
+    path: Path | None = None
+    # Which embedded model to train when path is null.
+    embedded: Literal["small", "base"] = "small"
+    # Dtype of the computation. auto: bfloat16 (with float32 master weights) on a GPU, float32 on CPU.
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+
+
+@dataclass(frozen=True)
+class DataConfig(Section):
+    section: ClassVar[str] = "data"
+
+    # Text file, directory of sources, JSONL, Parquet or token arrays. null: Python's standard library.
+    path: Path | None = None
+    # The same kinds, for validation. null: hold out validation_fraction of the documents of data.path.
+    validation_path: Path | None = None
+    # Share of the documents held out when validation_path is null.
+    validation_fraction: float = setting(0.02, at_least=0, below=1)
+    # The field of a JSONL or Parquet record that holds the text.
+    text_field: str = "text"
+    # null: the model's own (bytes for an embedded model). bytes: one token per byte. Else a directory.
+    tokenizer: str | None = None
+    # Tokens per sequence.
+    context: int = setting(4096, at_least=2)
+
+
+@dataclass(frozen=True)
+class ParallelConfig(Section):
+    section: ClassVar[str] = "parallel"
+
+    # Local ranks to start. auto: one per GPU, or 2 on CPU. Under torchrun its own number of ranks counts.
+    ranks: int | Literal["auto"] = setting("auto", at_least=1)
+    # Ranks that share one sequence; the rest are data parallel. all: every rank.
+    cp: int | Literal["all"] = setting("all", at_least=1)
+    # Query heads, over all cp ranks, whose attention is computed at once. all: plain Ulysses.
+    heads_per_stage: int | Literal["all"] = setting("all", at_least=1)
+
+
+@dataclass(frozen=True)
+class MemoryConfig(Section):
+    section: ClassVar[str] = "memory"
+
+    # full: keep each layer's input only and compute the rest again in backward. none: keep everything.
+    checkpoint: Literal["none", "full"] = "full"
+    # Where kept activations live: none = on the device.
+    offload: Literal["none", "host", "disk"] = "none"
+    # Local tokens per tile of token-wise work (norms, projections, MLP). all: one tile.
+    tile_tokens: int | Literal["all"] = setting(8192, at_least=1)
+    # Layers that keep attention's output instead of computing it again in backward.
+    keep_attention: int | Literal["none", "all"] = setting("none", at_least=0)
+    # Keep parameters, gradients and optimizer state in host memory and update them there.
+    offload_optimizer: bool = False
+    # Directory of the disk tier. null: the system's temporary directory.
+    disk_path: Path | None = None
+
+
+@dataclass(frozen=True)
+class AttentionConfig(Section):
+    section: ClassVar[str] = "attention"
+
+    # auto: the fastest kernel installed that the device can run. Else one of ithaka.ops.attention by name.
+    kernel: str = "auto"
+    # Tokens per query block and per key/value block. null: derived from the size of the cache.
+    block_q: int | None = setting(None, at_least=1)
+    block_kv: int | None = setting(None, at_least=1)
+
+
+@dataclass(frozen=True)
+class OptimConfig(Section):
+    section: ClassVar[str] = "optim"
+
+    # Peak learning rate of AdamW.
+    lr: float = setting(3e-4, at_least=0)
+    betas: tuple[float, float] = setting((0.9, 0.95), at_least=0, below=1)
+    eps: float = setting(1e-8, above=0)
+    # Applied to matrices only: not to norms and biases.
+    weight_decay: float = setting(0.1, at_least=0)
+    # After the warm-up: down a half cosine to min_lr_ratio * lr at train.steps, or constant.
+    schedule: Literal["cosine", "constant"] = "cosine"
+    # Steps in which the learning rate rises from 0 to lr.
+    warmup_steps: int = setting(0, at_least=0)
+    min_lr_ratio: float = setting(0.1, at_least=0, at_most=1)
+    # Largest norm of the whole gradient. null: no clipping.
+    clip_norm: float | None = setting(1.0, above=0)
+
+
+@dataclass(frozen=True)
+class TrainConfig(Section):
+    section: ClassVar[str] = "train"
+
+    # Optimizer steps in the whole run, over all resumptions.
+    steps: int = setting(1000, at_least=1)
+    # Sequences per data-parallel rank and micro-step.
+    batch: int = setting(1, at_least=1)
+    # Micro-steps per optimizer step.
+    accumulate: int = setting(1, at_least=1)
+    # Validate every so many steps. 0: only at the end.
+    validate_every: int = setting(100, at_least=0)
+    # Sequences per validation, over all ranks. 0: never validate.
+    validate_sequences: int = setting(8, at_least=0)
+    # Save every so many steps. 0: only at the end.
+    save_every: int = setting(100, at_least=0)
+    # Complete checkpoints to keep; older ones are removed.
+    keep_last: int = setting(2, at_least=1)
+    # Seed of the initial weights and of the order of the data.
+    seed: int = setting(0, at_least=0)
+    # torch.compile for the token-wise work.
+    compile: bool = False
+    # Write TensorBoard events into the run directory (needs the extra: pip install ithaka[tensorboard]).
+    tensorboard: bool = False
+    # Where the run is written. null: runs/<date>-<time>.
+    run_dir: Path | None = None
+
+
+@dataclass(frozen=True)
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+
+SECTIONS: dict[str, type[Section]] = {
+    cls.section: cls
+    for cls in (
+        ModelConfig,
+        DataConfig,
+        ParallelConfig,
+        MemoryConfig,
+        AttentionConfig,
+        OptimConfig,
+        TrainConfig,
+    )
+}
+
+# What `ithaka train` does without a file, beyond the defaults above: a run to watch on 2 cores, or on GPUs.
+CPU_DEFAULT: dict[str, dict[str, Any]] = {
+    "model": {"embedded": "small"},
+    "data": {"context": 4096},
+    "parallel": {"ranks": 2, "cp": "all"},
+    "memory": {"checkpoint": "none"},
+    "optim": {"lr": 3e-3, "warmup_steps": 5},
+    "train": {"steps": 60, "validate_every": 20, "validate_sequences": 4, "save_every": 30},
+}
+GPU_DEFAULT: dict[str, dict[str, Any]] = {
+    "model": {"embedded": "base"},
+    "data": {"context": 128 * 1024},
+    "parallel": {"ranks": "auto", "cp": "all"},
+    "memory": {"checkpoint": "full", "keep_attention": "all"},
+    "optim": {"lr": 1e-3, "warmup_steps": 10},
+    "train": {"steps": 100, "validate_every": 25, "validate_sequences": 4, "save_every": 50},
+}
+
+# Byte-level vocabulary of the embedded models: 256 bytes, then these, padded to a multiple of 8.
+BOS, EOS, PAD, BYTE_VOCAB = 256, 257, 258, 264
+
+
+def embedded_model(name: Literal["small", "base"]) -> dict[str, Any]:
+    """A Hugging Face `config.json` as a dict: small has 2.9 million parameters, base 142 million."""
+    sizes: dict[str, dict[str, Any]] = {
+        "small": {
+            "hidden_size": 256,
+            "intermediate_size": 704,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "max_position_embeddings": 32 * 1024,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+        "base": {
+            "hidden_size": 1024,
+            "intermediate_size": 2816,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "max_position_embeddings": 1024 * 1024,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        },
+    }
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "vocab_size": BYTE_VOCAB,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+        **sizes[name],
+    }
+
+
+def load(
+    path: Path | None = None, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None
+) -> Config:
+    """The resolved configuration: defaults, then `base`, the YAML file, the `section.key=value` overrides."""
+    tree: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    _merge(tree, base or {}, "the defaults")
+    if path is not None:
+        _merge(tree, _read_yaml(path), str(path))
+    for override in overrides:
+        section, key, value = _parse_override(override)
+        _merge(tree, {section: {key: value}}, "--set")
+    return parse(tree)
+
+
+def parse(tree: Mapping[str, Any]) -> Config:
+    """A Config from nested mappings; unknown names, wrong types and values out of range raise ConfigError."""
+    known: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    _merge(known, tree, "the configuration")
+    return Config(**{name: SECTIONS[name](**values) for name, values in known.items()})  # type: ignore[arg-type]
+
+
+def to_dict(config: Config) -> dict[str, dict[str, Any]]:
+    """Nested dicts of plain YAML values; `parse` gives the same Config back."""
+    return {
+        section: {key: _plain(value) for key, value in values.items()}
+        for section, values in dataclasses.asdict(config).items()
+    }
+
+
+def to_yaml(config: Config) -> str:
+    """The whole configuration as YAML; loading it gives the same Config back."""
+    return yaml.safe_dump(to_dict(config), sort_keys=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _read_yaml(path: Path) -> Mapping[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ConfigError(f"config={path} cannot be read ({reason}); give the path of a YAML file") from None
+    except yaml.YAMLError as error:
+        where = " ".join(str(error).split())
+        raise ConfigError(f"config={path} is not valid YAML: {where}; correct that line") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(
+            f"config={path} holds no mapping; write sections such as `train:` with keys below them"
+        )
+    return tree
+
+
+def _parse_override(override: str) -> tuple[str, str, Any]:
+    name, equals, text = override.partition("=")
+    section, dot, key = name.strip().partition(".")
+    if not (equals and dot and section and key):
+        raise ConfigError(
+            f"--set {override} is not section.key=value; write for example --set train.steps=100"
+        )
+    try:
+        return section, key, yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(
+            f"{section}.{key}={text} is not a YAML value; quote it: {section}.{key}='\"...\"'"
+        ) from None
+
+
+def _merge(into: dict[str, dict[str, Any]], tree: Mapping[str, Any], source: str) -> None:
+    """Lay the sections of `tree` over `into`, refusing names that do not exist."""
+    for section, values in tree.items():
+        if section not in SECTIONS:
+            raise ConfigError(f"{section} in {source} is not a section; {_did_you_mean(section, SECTIONS)}")
+        if values is None:
+            continue
+        if not isinstance(values, Mapping):
+            raise ConfigError(
+                f"{section}={values!r} in {source} is not a mapping; write `{section}:` with keys below it"
+            )
+        keys = [entry.name for entry in dataclasses.fields(SECTIONS[section])]  # type: ignore[arg-type]
+        for key, value in values.items():
+            if key not in keys:
+                raise ConfigError(
+                    f"{section}.{key}={value} is not a setting; {_did_you_mean(key, keys, section)}"
+                )
+            into[section][key] = value
+
+
+def _did_you_mean(name: object, known: Iterable[str], section: str | None = None) -> str:
+    prefix = f"{section}." if section else ""
+    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {prefix}{close[0]}?"
+    return "use one of " + ", ".join(prefix + entry for entry in known)
+
+
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+class _Mismatch(Exception):
+    """A value that is not of the type asked for."""
+
+
+def _convert(name: str, value: Any, hint: Any) -> Any:
+    try:
+        return _as(value, hint)
+    except _Mismatch:
+        shown = str(value).lower() if isinstance(value, bool) else "null" if value is None else value
+        raise ConfigError(f"{name}={shown} is not accepted; use {_describe(hint)}") from None
+
+
+def _as(value: Any, hint: Any) -> Any:
+    """`value` as the type `hint`, or _Mismatch."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return _as_first_of(value, typing.get_args(hint))
+    if typing.get_origin(hint) is Literal:
+        return _accept(value, isinstance(value, str) and value in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        return _as_tuple(value, typing.get_args(hint))
+    if hint is int:
+        return _as_int(value)
+    if hint is float:
+        return _as_float(value)
+    if hint is Path:
+        return Path(
+            _accept(value, isinstance(value, Path) or (isinstance(value, str) and value != ""))
+        ).expanduser()
+    return _accept(value, isinstance(value, hint))
+
+
+def _accept(value: Any, good: bool) -> Any:
+    if not good:
+        raise _Mismatch
+    return value
+
+
+def _as_first_of(value: Any, hints: tuple[Any, ...]) -> Any:
+    for hint in hints:
+        try:
+            return _as(value, hint)
+        except _Mismatch:
+            continue
+    raise _Mismatch
+
+
+def _as_tuple(value: Any, hints: tuple[Any, ...]) -> tuple[Any, ...]:
+    _accept(value, isinstance(value, list | tuple) and len(value) == len(hints))
+    return tuple(_as(part, hint) for part, hint in zip(value, hints, strict=True))
+
+
+def parse_count(text: str) -> int | None:
+    """A count as people write it: 128K = 128 * 2^10, 1M = 2^20, 1.5M. None when it is no whole number."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KM]?)", text.strip(), re.IGNORECASE)
+    if not match:
+        return None
+    count = float(match[1]) * {"": 1, "K": 2**10, "M": 2**20}[match[2].upper()]
+    return int(count) if count == int(count) else None
+
+
+def _as_int(value: Any) -> int:
+    if isinstance(value, str):
+        value = parse_count(value)
+    return _accept(value, isinstance(value, int) and not isinstance(value, bool))
+
+
+def _as_float(value: Any) -> float:
+    # YAML 1.1 reads 3e-4 as text: it wants 3.0e-4.
+    try:
+        number = float(_accept(value, isinstance(value, int | float | str) and not isinstance(value, bool)))
+    except ValueError:
+        raise _Mismatch from None
+    return _accept(number, number == number and abs(number) != float("inf"))
+
+
+def _describe(hint: Any) -> str:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(_describe(part) for part in typing.get_args(hint))
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        return f"a list of {len(typing.get_args(hint))} numbers"
+    names = {int: "a whole number", float: "a number", bool: "true or false"}
+    return {**names, str: "text", Path: "a path", type(None): "null"}[hint]
+
+
+_LIMITS: dict[str, tuple[Callable[[float, float], bool], str]] = {
+    "at_least": (operator.ge, "at least"),
+    "at_most": (operator.le, "at most"),
+    "above": (operator.gt, "more than"),
+    "below": (operator.lt, "less than"),
+}
+
+
+def _check_limits(name: str, value: Any, limits: Mapping[str, float]) -> None:
+    for number in value if isinstance(value, tuple) else (value,):
+        if not isinstance(number, int | float):
+            continue
+        for limit, bound in limits.items():
+            holds, words = _LIMITS[limit]
+            if not holds(number, bound):
+                raise ConfigError(f"{name}={number} is out of range; use {words} {bound}")
