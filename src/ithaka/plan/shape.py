@@ -1,0 +1,229 @@
+"""The shape of a model, read from a Hugging Face `config.json` without torch and without transformers.
+
+D hidden size, H query heads, G key/value heads, K head dim, F MLP size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ithaka.config import ConfigError
+
+Bias = Literal["never", "always", "by config"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What `config.json` leaves unsaid about a model_type. Defaults are those of transformers' config class."""
+
+    # "by config": the keys attention_bias and mlp_bias decide.
+    qkv_bias: Bias = "never"
+    out_bias: Bias = "never"
+    mlp_bias: Bias = "never"
+    # RMS norms of size K on queries and keys.
+    qk_norm: bool = False
+    # all: sliding_window, if any, holds in every layer. switched: by use_sliding_window, and per layer.
+    window: Literal["none", "all", "switched"] = "none"
+    default_window: int | None = None
+    default_kv_heads: int | None = None
+    default_head_dim: int | None = None
+    default_max_positions: int = 2048
+    # Keys of mixture-of-experts families: number of experts, experts per token, size of one expert.
+    expert_keys: tuple[str, str, str] | None = None
+
+
+# To add a family: one line here, one in model/families.py, one case in tests/test_shape.py.
+# qwen3_moe: expert_keys=("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+# mixtral: expert_keys=("num_local_experts", "num_experts_per_tok", "intermediate_size")
+FAMILIES: dict[str, Family] = {
+    "llama": Family(qkv_bias="by config", out_bias="by config", mlp_bias="by config"),
+    "mistral": Family(window="all", default_window=4096, default_kv_heads=8, default_max_positions=131072),
+    "qwen2": Family(
+        qkv_bias="always",
+        window="switched",
+        default_window=4096,
+        default_kv_heads=32,
+        default_max_positions=32768,
+    ),
+    "qwen3": Family(
+        qkv_bias="by config",
+        out_bias="by config",
+        qk_norm=True,
+        window="switched",
+        default_window=4096,
+        default_kv_heads=32,
+        default_head_dim=128,
+        default_max_positions=32768,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    family: str
+    num_layers: int
+    hidden: int  # D
+    heads: int  # H
+    kv_heads: int  # G
+    head_dim: int  # K
+    mlp: int  # F, of one expert where there are experts
+    vocab: int  # V
+    tied: bool  # the output projection is the embedding
+    max_positions: int  # the longest sequence the checkpoint was made for
+    windows: tuple[int | None, ...]  # per layer: tokens a query sees, itself included; None: all before it
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    num_experts: int = 0  # 0: a dense MLP
+    experts_per_token: int = 0
+
+    @property
+    def window(self) -> int | None:
+        """The window of the layers that have one; None when no layer has."""
+        return next((window for window in self.windows if window is not None), None)
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of one layer: q, k, v and o projections, biases, q and k norms."""
+        q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        weights = self.hidden * (2 * q_size + 2 * kv_size)
+        biases = self.qkv_bias * (q_size + 2 * kv_size) + self.out_bias * self.hidden
+        return weights + biases + self.qk_norm * 2 * self.head_dim
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Of one layer: gate, up and down projections of every expert, biases, router."""
+        one = 3 * self.hidden * self.mlp + self.mlp_bias * (2 * self.mlp + self.hidden)
+        return one * max(self.num_experts, 1) + self.num_experts * self.hidden
+
+    @property
+    def layer_parameters(self) -> int:
+        return self.attention_parameters + self.mlp_parameters + 2 * self.hidden
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Embedding and output projection, counted once when tied."""
+        return self.vocab * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def num_parameters(self) -> int:
+        return self.num_layers * self.layer_parameters + self.embedding_parameters + self.hidden
+
+
+def read_shape(path: Path) -> ModelShape:
+    """The shape of the model in a Hugging Face directory, or of a `config.json` given by its own path."""
+    file = path / "config.json" if path.is_dir() else path
+    return shape_from_config(read_json(file), str(path))
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file of a model; ConfigError when it is missing or is no JSON object."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"model.path={file} cannot be read ({error.strerror}); give a model directory or a config.json"
+        ) from None
+    except ValueError:
+        raise ConfigError(
+            f"model.path={file} is not valid JSON; copy the model's config.json again"
+        ) from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"model.path={file} holds no JSON object; copy the model's config.json again")
+    return values
+
+
+def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> ModelShape:
+    """The shape a `config.json` describes; `source` names it in errors."""
+    name = values.get("model_type")
+    if name not in FAMILIES:
+        raise ConfigError(
+            f"model_type={name} of {source} is not supported; use one of the families {', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[name]
+    hidden = _count(values, "hidden_size", source)
+    num_layers = _count(values, "num_hidden_layers", source)
+    heads = _count(values, "num_attention_heads", source)
+    kv_heads = _count(values, "num_key_value_heads", source, family.default_kv_heads or heads, null=heads)
+    if heads % kv_heads:
+        raise ConfigError(
+            f"num_key_value_heads={kv_heads} of {source} does not divide num_attention_heads={heads}; "
+            "correct the model's config.json"
+        )
+    num_experts, experts_per_token, mlp = _read_mlp(values, family, source)
+    head_dim = family.default_head_dim or hidden // heads
+    return ModelShape(
+        family=name,
+        num_layers=num_layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=_count(values, "head_dim", source, head_dim, null=hidden // heads),
+        mlp=mlp,
+        vocab=_count(values, "vocab_size", source),
+        tied=bool(values.get("tie_word_embeddings", False)),
+        max_positions=_count(values, "max_position_embeddings", source, family.default_max_positions),
+        windows=_read_windows(values, family, num_layers, source),
+        qkv_bias=_has_bias(family.qkv_bias, values.get("attention_bias", False)),
+        out_bias=_has_bias(family.out_bias, values.get("attention_bias", False)),
+        mlp_bias=_has_bias(family.mlp_bias, values.get("mlp_bias", False)),
+        qk_norm=family.qk_norm,
+        num_experts=num_experts,
+        experts_per_token=experts_per_token,
+    )
+
+
+def _count(
+    values: Mapping[str, Any], key: str, source: str, default: int | None = None, null: int | None = None
+) -> int:
+    """A positive whole number: `default` when the key is absent, `null` when it is there without a value."""
+    value = values.get(key, default)
+    if value is None and key in values:
+        value = null
+    if value is None:
+        raise ConfigError(f"{key} of {source} is missing; add it to the model's config.json")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(
+            f"{key}={value} of {source} is no positive whole number; correct the model's config.json"
+        )
+    return value
+
+
+def _has_bias(bias: Bias, by_config: Any) -> bool:
+    return bias == "always" or (bias == "by config" and bool(by_config))
+
+
+def _read_mlp(values: Mapping[str, Any], family: Family, source: str) -> tuple[int, int, int]:
+    """(number of experts, experts per token, MLP size); (0, 0, F) for a dense model."""
+    if family.expert_keys is None:
+        return 0, 0, _count(values, "intermediate_size", source)
+    experts, per_token, size = (_count(values, key, source) for key in family.expert_keys)
+    return experts, per_token, size
+
+
+def _read_windows(
+    values: Mapping[str, Any], family: Family, num_layers: int, source: str
+) -> tuple[int | None, ...]:
+    """Each layer's window, by the same rules as transformers."""
+    window = values.get("sliding_window", family.default_window)
+    if family.window == "none" or window is None:
+        return (None,) * num_layers
+    if family.window == "all":
+        return (_count({"sliding_window": window}, "sliding_window", source),) * num_layers
+    if not values.get("use_sliding_window", False):
+        return (None,) * num_layers
+    first = values.get("max_window_layers", 28)
+    kinds = values.get("layer_types") or [
+        "sliding_attention" if i >= first else "" for i in range(num_layers)
+    ]
+    if len(kinds) != num_layers:
+        raise ConfigError(
+            f"layer_types of {source} has {len(kinds)} entries for num_hidden_layers={num_layers}; "
+            "correct the model's config.json"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -1,0 +1,134 @@
+"""Shapes read from config.json agree with the models transformers builds from the same file."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ithaka.config import ConfigError, embedded_model
+from ithaka.plan.shape import read_shape, shape_from_config
+
+SMALL = {
+    "vocab_size": 99,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+CASES = [
+    {"model_type": "llama"},
+    {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "head_dim": 16},
+    {"model_type": "llama", "tie_word_embeddings": True, "num_key_value_heads": None, "head_dim": None},
+    {"model_type": "mistral", "sliding_window": None},
+    {"model_type": "mistral", "sliding_window": 64, "head_dim": 12},
+    {"model_type": "mistral"},
+    {"model_type": "qwen2"},
+    {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1},
+    {"model_type": "qwen2", "tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 32},
+    {"model_type": "qwen3"},
+    {"model_type": "qwen3", "attention_bias": True, "head_dim": 24},
+    {
+        "model_type": "qwen3",
+        "use_sliding_window": True,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+]
+
+
+def windows_of(config):
+    """Each layer's window as transformers' own attention modules see it."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values()))[:60])
+def test_shape_agrees_with_transformers(case, tmp_path):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | case))
+    shape = read_shape(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    attention = model.model.layers[0].self_attn
+    assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.layer_parameters == sum(p.numel() for p in model.model.layers[0].parameters())
+    assert (shape.num_layers, shape.hidden, shape.vocab) == (3, 48, 99)
+    assert shape.heads * shape.head_dim == attention.q_proj.weight.shape[0]
+    assert shape.kv_heads * shape.head_dim == attention.k_proj.weight.shape[0]
+    assert shape.head_dim == attention.head_dim
+    assert shape.qkv_bias == (attention.q_proj.bias is not None)
+    assert shape.out_bias == (attention.o_proj.bias is not None)
+    assert shape.qk_norm == hasattr(attention, "q_norm")
+    assert shape.tied == (model.lm_head.weight is model.model.embed_tokens.weight)
+    assert shape.windows == windows_of(config)
+    # What transformers writes back describes the same model.
+    config.save_pretrained(tmp_path / "again")
+    assert read_shape(tmp_path / "again" / "config.json") == shape
+
+
+def test_llama3_8b_has_its_published_size():
+    shape = shape_from_config(
+        {
+            "model_type": "llama",
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+        }
+    )
+    assert shape.num_parameters == 8_030_261_248
+    assert (shape.head_dim, shape.window) == (128, None)
+
+
+@pytest.mark.parametrize("name, low, high", [("small", 2e6, 6e6), ("base", 1e8, 2e8)])
+def test_embedded_models_have_fewer_kv_heads_than_query_heads(name, low, high):
+    shape = shape_from_config(embedded_model(name))
+    assert low < shape.num_parameters < high
+    assert 1 < shape.kv_heads < shape.heads
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"model_type": "gpt2"}, ["model_type=gpt2", "llama, mistral, qwen2, qwen3"]),
+        ({"model_type": None}, ["model_type=None", "llama"]),
+        ({"hidden_size": None}, ["hidden_size", "missing"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers=0", "positive"]),
+        ({"vocab_size": "big"}, ["vocab_size=big", "positive"]),
+        ({"num_key_value_heads": 4}, ["num_key_value_heads=4", "num_attention_heads=6"]),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["full_attention"]},
+            ["layer_types", "1 entries", "num_hidden_layers=3"],
+        ),
+    ],
+)
+def test_bad_config_json_is_refused_by_name(change, words):
+    with pytest.raises(ConfigError) as error:
+        shape_from_config(SMALL | {"model_type": "llama"} | change, "some/model")
+    for word in [*words, "some/model"]:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "content, words", [(None, "cannot be read"), ("{", "valid JSON"), ("[]", "JSON object")]
+)
+def test_unreadable_config_json_is_refused(content, words, tmp_path):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=words) as error:
+        read_shape(tmp_path)
+    assert "model.path=" in str(error.value) and "config.json" in str(error.value)
+
+
+def test_shape_and_config_need_no_torch():
+    code = "import sys, ithaka.plan.shape, ithaka.config; print({'torch', 'transformers'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
