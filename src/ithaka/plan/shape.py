@@ -18,7 +18,7 @@ Bias = Literal["never", "always", "by config"]
 
 @dataclass(frozen=True)
 class Family:
-    """What `config.json` leaves unsaid about a model_type. Defaults are those of transformers' config class."""
+    """What `config.json` leaves unsaid about a model_type. Defaults are those of transformers."""
 
     # "by config": the keys attention_bias and mlp_bias decide.
     qkv_bias: Bias = "never"
