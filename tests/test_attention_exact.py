@@ -1,0 +1,138 @@
+"""Attention against its plain twin in fp64: output, lse and every gradient; wrong indices show at 1e-10."""
+
+import pytest
+import torch
+
+from ithaka.config import ConfigError
+from ithaka.ops.attention import attention, attention_backward
+from ithaka.ops.reference import attention_reference
+
+SCALE = 0.37
+
+
+def inputs(num_tokens, n, m, head_dim=16, dtype=torch.float64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    shapes = [
+        (num_tokens, n, head_dim),
+        (num_tokens, m, head_dim),
+        (num_tokens, m, head_dim),
+        (num_tokens, n, head_dim),
+    ]
+    return [torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for s in shapes]
+
+
+def both(q, k, v, dout, *, kernel="auto", blocks=None, **mask):
+    """(out, lse, dq, dk, dv) of the op, and of the twin in fp64."""
+    out, lse = attention(q, k, v, scale=SCALE, kernel=kernel, blocks=blocks, **mask)
+    grads = attention_backward(dout, q, k, v, out, lse, scale=SCALE, kernel=kernel, blocks=blocks, **mask)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    ref_out, ref_lse = attention_reference(*leaves, scale=SCALE, **mask)
+    ref_grads = torch.autograd.grad(ref_out, leaves, dout.double())
+    return (out, lse, *grads), (ref_out, ref_lse, *ref_grads)
+
+
+def assert_equal(ours, theirs, tolerance=1e-10):
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), ours, theirs, strict=True):
+        assert torch.isfinite(a).all(), name
+        assert (a - b).abs().max() <= tolerance * b.abs().max().clamp(min=1), name
+
+
+MASKS = {
+    "causal": {},
+    "bidirectional": {"causal": False},
+    "window 9": {"window": 9},
+    "window 1": {"window": 1},
+    "window 2": {"window": 2},
+    "window 40": {"window": 40},
+    "window over": {"window": 500},
+    "docs": {"docs": (0, 1, 30, 31, 64, 101)},
+    "equal docs": {"docs": (0, 20, 40, 60, 80, 101)},
+    "equal docs, window": {"docs": (0, 20, 40, 60, 80, 101), "window": 6},
+    "docs, bidirectional": {"docs": (0, 20, 40, 60, 60, 101), "causal": False},
+    "docs, window": {"docs": (0, 3, 60, 101), "window": 12},
+}
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "reference"])
+@pytest.mark.parametrize("heads", [(1, 1), (2, 2), (4, 2), (6, 2), (8, 1)], ids=str)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_fp64_matches_the_twin(mask, heads, kernel):
+    for blocks in [None, (32, 16), (16, 32), (7, 5), (200, 16), (1, 1)] if kernel == "cpu" else [(32, 16)]:
+        if blocks == (1, 1) and heads != (4, 2):
+            continue
+        ours, theirs = both(*inputs(101, *heads), kernel=kernel, blocks=blocks, **MASKS[mask])
+        assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 15, 16, 17, 33])
+@pytest.mark.parametrize("causal", [True, False])
+def test_odd_lengths(num_tokens, causal):
+    assert_equal(*both(*inputs(num_tokens, 4, 2), causal=causal, blocks=(16, 8)))
+
+
+@pytest.mark.parametrize("head_dim", [8, 20, 64, 96, 128, 192, 256])
+def test_head_dims(head_dim):
+    assert_equal(*both(*inputs(40, 2, 1, head_dim), blocks=(16, 16)))
+
+
+def test_strided_inputs():
+    fused = torch.randn(50, 8 + 2 + 2, 16, dtype=torch.float64)
+    q, k, v = fused.split([8, 2, 2], 1)
+    dout = torch.randn(8, 50, 16, dtype=torch.float64).transpose(0, 1)
+    assert_equal(*both(q, k, v, dout, blocks=(16, 16)))
+
+
+def test_no_tokens():
+    q, k, v, dout = inputs(0, 2, 1)
+    out, lse = attention(q, k, v, scale=1.0)
+    assert out.shape == (0, 2, 16) and lse.shape == (2, 0)
+    assert attention_backward(dout, q, k, v, out, lse, scale=1.0)[1].shape == (0, 1, 16)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 1), (6, 2)], ids=str)
+@pytest.mark.parametrize("mask", ["causal", "bidirectional", "window 9", "equal docs", "docs, window"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sixteen_bits_lose_no_more_than_plain_pytorch(mask, heads, dtype):
+    """Many small blocks: sums kept in 16 bits instead of fp32 would be several times worse."""
+    q, k, v, dout = inputs(101, *heads, dtype=dtype)
+    ours, theirs = both(q, k, v, dout, blocks=(8, 8), **MASKS[mask])
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    plain_out, plain_lse = attention_reference(*leaves, scale=SCALE, **MASKS[mask])
+    plain = (plain_out, plain_lse, *torch.autograd.grad(plain_out, leaves, dout))
+    for name, a, p, t in zip(("out", "lse", "dq", "dk", "dv"), ours, plain, theirs, strict=True):
+        assert (a - t).norm() <= 2 * (p - t).norm(), name
+
+
+def test_split_sums_are_bitwise_fp32_sums():
+    """dq's fp32 bits live half in dq and half in dk: the result must be the fp32 sum rounded once."""
+    q, k, v, dout = inputs(96, 2, 2, dtype=torch.bfloat16)
+    out, lse = attention(q, k, v, scale=SCALE, blocks=(32, 16))
+    dq, _, _ = attention_backward(dout, q, k, v, out, lse, scale=SCALE, blocks=(32, 16))
+    from ithaka.ops.kernels import CPU
+    from ithaka.ops.pairs import key_major
+
+    total = torch.zeros(96, 2, 16)
+    for group in key_major((0, 96), causal=True, window=None, block_q=32, block_kv=16):
+        for p in group.pairs:
+            rows, cols = slice(p.q0, p.q0 + p.rows), slice(p.k0, p.k0 + p.keys)
+            views = [
+                x[at].transpose(0, 1)[None]
+                for x, at in ((dout, rows), (q, rows), (k, cols), (v, cols), (out, rows))
+            ]
+            total[rows] += CPU.backward(*views, lse[None, :, rows], SCALE, p.mask == "causal")[0][
+                0
+            ].transpose(0, 1)
+    assert torch.equal(dq, total.bfloat16())
+
+
+def test_wrong_calls_are_refused():
+    q, k, v, _ = inputs(10, 3, 2)
+    with pytest.raises(ConfigError, match="3 query heads"):
+        attention(q, k, v, scale=1.0)
+    q, k, v, _ = inputs(10, 2, 2)
+    with pytest.raises(ConfigError, match="window=3"):
+        attention(q, k, v, scale=1.0, window=3, causal=False)
+    with pytest.raises(ConfigError, match="docs"):
+        attention(q, k, v, scale=1.0, docs=(0, 9))
+    with pytest.raises(ConfigError, match="nonsense"):
+        attention(q, k, v, scale=1.0, kernel="nonsense")

@@ -1,0 +1,98 @@
+"""The schedule alone: every visible (row, key) once, nothing else, nothing beyond a kernel's range."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ithaka.ops.pairs import CAUSAL, EDGE, key_major, query_major
+
+
+def visible(docs, causal, window):
+    return {
+        (i, j)
+        for a, b in zip(docs, docs[1:], strict=False)
+        for i in range(a, b)
+        for j in range(a, i + 1 if causal else b)
+        if window is None or j > i - window
+    }
+
+
+def visits(groups):
+    for group in groups:
+        for c in range(group.count):
+            for p in group.pairs:
+                for i in range(p.rows):
+                    for j in range(p.keys):
+                        if (p.mask == CAUSAL and j > i) or (p.mask == EDGE and j < i):
+                            continue
+                        yield p.q0 + i + c * group.step, p.k0 + j + c * group.step
+
+
+def owned(groups):
+    return [
+        group.start + c * group.step + t
+        for group in groups
+        for c in range(group.count)
+        for t in range(group.length)
+    ]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=5),
+    equal=st.integers(1, 4),
+    causal=st.booleans(),
+    window=st.none() | st.integers(1, 14),
+    block_q=st.integers(1, 16),
+    block_kv=st.integers(1, 16),
+)
+def test_every_visible_pair_once(lengths, equal, causal, window, block_q, block_kv):
+    docs = [0]
+    for length in lengths:
+        for _ in range(equal):
+            docs.append(docs[-1] + length)
+    settings_ = dict(causal=causal, window=window if causal else None, block_q=block_q, block_kv=block_kv)
+    expected = sorted(visible(docs, causal, settings_["window"]))
+    for order in (query_major, key_major):
+        groups = list(order(tuple(docs), **settings_))
+        assert sorted(visits(groups)) == expected
+        assert sorted(owned(groups)) == list(range(docs[-1]))
+        for group in groups:
+            for p in group.pairs:
+                assert p.mask not in (CAUSAL, EDGE) or p.rows == p.keys
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_owner_is_final_when_its_group_ends(window):
+    """Backward relies on it: key-major ascends over final rows, reversed query-major over final keys."""
+    settings_ = dict(causal=True, window=window, block_q=8, block_kv=4)
+    done = set()
+    for group in key_major((0, 41), **settings_):
+        rows = {i for i, _ in visits([group])}
+        assert not rows & done
+        done |= set(owned([group]))
+    done = set()
+    for group in reversed(list(query_major((0, 41), **settings_))):
+        keys = {j for _, j in visits([group])}
+        assert not keys & done
+        done |= set(owned([group]))
+
+
+@pytest.mark.parametrize("window", [5, 8, 9, 17, 100])
+def test_batched_bands_never_overlap(window):
+    """Gradients of one batched call are added without atomics, on either side."""
+    for order in (query_major, key_major):
+        for group in order((0, 300), causal=True, window=window, block_q=64, block_kv=64):
+            for p in group.pairs:
+                assert group.count == 1 or group.step >= max(p.rows, p.keys)
+
+
+def test_short_window_is_a_few_batched_calls():
+    groups = list(query_major((0, 1 << 20), causal=True, window=4096, block_q=1 << 17, block_kv=1 << 16))
+    assert sum(len(group.pairs) for group in groups) < 40
+
+
+def test_equal_documents_share_calls():
+    docs = tuple(range(0, 1_024_001, 1024))
+    groups = list(query_major(docs, causal=True, window=None, block_q=1 << 17, block_kv=1 << 16))
+    assert len(groups) == 8 and groups[0].count == 128
