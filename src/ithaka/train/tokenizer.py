@@ -1,0 +1,154 @@
+"""Text <-> token ids: a Hugging Face tokenizer, or bytes. Both save as Hugging Face directories."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from ithaka.config import ConfigError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer as the data code and the loop need it.
+
+    `encode` adds no special tokens; `document_prefix` holds what the tokenizer itself puts before a text
+    (bos for Llama, nothing for Qwen) and `eos_id`, where there is one, ends each document.
+    """
+
+    def __init__(self, hf: Any):
+        self.hf = hf
+        self.bos_id: int | None = hf.bos_token_id
+        self.eos_id: int | None = hf.eos_token_id
+        # Ids may have holes and added tokens: what a model must hold is the largest id, not the count.
+        self.vocab_size: int = max(hf.get_vocab().values()) + 1
+        adds_bos = self.bos_id is not None and hf("a")["input_ids"][:1] == [self.bos_id]
+        self.document_prefix: tuple[int, ...] = (self.bos_id,) if adds_bos and self.bos_id is not None else ()
+
+    @property
+    def pad_id(self) -> int:
+        """What fills the end of an epoch; its labels are ignored, so any valid id will do."""
+        candidates = (self.hf.pad_token_id, self.eos_id)
+        return next((i for i in candidates if i is not None), 0)
+
+    def encode(self, text: str) -> np.ndarray:
+        """-> int32 [tokens], without special tokens."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """-> one int32 array a text; the tokenizers library spreads a batch over the cores."""
+        if not texts:
+            return []
+        # verbose=False: documents longer than model_max_length are what this library is for.
+        encoded = self.hf(
+            list(texts), add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False,
+            verbose=False, truncation=False, padding=False,
+        )  # fmt: skip
+        return [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
+
+    def decode(self, ids: Any) -> str:
+        return self.hf.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write a directory that `AutoTokenizer.from_pretrained` loads and that gives the same ids."""
+        self.hf.save_pretrained(str(directory))
+
+
+class ByteTokenizer(Tokenizer):
+    """Ids 0..255 are the bytes of the UTF-8 text, then bos, eos and pad.
+
+    It is a byte-level BPE without merges, so that any program reading Hugging Face tokenizers agrees with
+    it; the special tokens are never read from text, so "<|eos|>" in a document is seven bytes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_byte_backend())
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
+
+
+def _byte_backend() -> PreTrainedTokenizerFast:
+    vocab = {char: byte for byte, char in enumerate(_byte_alphabet())}
+    backend = Backend(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|bos|>", eos_token="<|eos|>", pad_token="<|pad|>",
+        split_special_tokens=True, clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+
+
+def _byte_alphabet() -> list[str]:
+    """The printable character that stands for each byte in byte-level BPE, GPT-2's table."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(256))
+    return [chr(byte) if byte in printable else chr(256 + next(others)) for byte in range(256)]
+
+
+def load(name: str | None, model_path: Path | None) -> Tokenizer:
+    """The tokenizer `data.tokenizer` names: "bytes", a directory, a tokenizer.json, or None = the model's.
+
+    An embedded model (`model_path` None) is a byte model. Raises ConfigError where there is none.
+    """
+    if name == "bytes" or (name is None and model_path is None):
+        return ByteTokenizer()
+    if name is not None:
+        return _load(Path(name).expanduser(), f"data.tokenizer={name}")
+    assert model_path is not None
+    return _load(_directory(model_path), f"model.path={model_path}")
+
+
+def has_tokenizer(model_path: Path) -> bool:
+    return any((_directory(model_path) / name).is_file() for name in TOKENIZER_FILES)
+
+
+def _directory(model_path: Path) -> Path:
+    return model_path.parent if model_path.suffix == ".json" else model_path
+
+
+def _load(path: Path, field: str) -> Tokenizer:
+    if path.name == "tokenizer.json" and path.is_file():
+        return Tokenizer(PreTrainedTokenizerFast(tokenizer_file=str(path)))
+    if not path.is_dir():
+        raise ConfigError(f"{field} is not a directory with a tokenizer; give one, or data.tokenizer=bytes")
+    if not has_tokenizer(path):
+        raise ConfigError(f"{field} holds no tokenizer.json; set data.tokenizer to a directory or to bytes")
+    if not (path / "tokenizer_config.json").is_file() and (path / "tokenizer.json").is_file():
+        return Tokenizer(_bare(path))
+    try:
+        hf = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(
+            f"{field}: tokenizer not loaded ({error}); repair it or set data.tokenizer"
+        ) from error
+    return Tokenizer(hf)
+
+
+def _bare(path: Path) -> PreTrainedTokenizerFast:
+    """A tokenizer.json alone names no eos; the model's config.json beside it may."""
+    hf = PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
+    config = path / "config.json"
+    eos = json.loads(config.read_text()).get("eos_token_id") if config.is_file() else None
+    eos = eos[0] if isinstance(eos, list) and eos else eos
+    if isinstance(eos, int):
+        hf.eos_token = hf.convert_ids_to_tokens(eos)
+    return hf
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raise ConfigError where the tokenizer can give an id that the model has no embedding for."""
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"the tokenizer's vocabulary of {tokenizer.vocab_size} exceeds model vocab_size={vocab_size}; "
+            "use the model's own tokenizer (data.tokenizer), or a model with a larger vocabulary"
+        )
