@@ -1,0 +1,246 @@
+"""Checkpoints of a run, and the way from one to a Hugging Face directory.
+
+    RUN_DIR/model/                         config.json and tokenizer files: what export needs besides the
+    weights RUN_DIR/checkpoints/step-00000100/     torch.distributed.checkpoint files and state.json
+    RUN_DIR/latest                         one line, the name of the newest complete checkpoint
+
+A checkpoint is written under a name that begins with a dot, synced, renamed, and only then named by `latest`;
+so whatever moment a run is killed at, `latest` names a complete one.  Every rank must see the same RUN_DIR.
+
+Tensors and RNG states go through torch.distributed.checkpoint, all else is JSON.  We pickle nothing
+ourselves, but torch keeps its own index (`.metadata`) as a pickle: resume and export only run directories you
+trust.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from ithaka.config import ConfigError
+
+FORMAT = 1
+STATE_FILE = "state.json"
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+# Saving
+
+
+def _sync_directory(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replaces `path` by a file with `text`: after a crash it holds the old text or the new, nothing
+    between."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    _sync_directory(path.parent)
+
+
+def _rng_tensors(rank: int) -> dict[str, Tensor]:
+    """Torch's generators on this rank.  ithaka draws from no other global one; data order has its own
+    state."""
+    states = {f"{rank}.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states[f"{rank}.cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _model_and_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
+    """The optimizer's hyperparameters are left out: they come from the config, and the rate from the step."""
+    weights, optim = get_state_dict(model, optimizer)
+    return weights, optim
+
+
+def save(
+    run_dir: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    keep_last: int,
+) -> Path:
+    """Called by every rank after the same step; returns the checkpoint's directory once `latest` names it.
+
+    `state` is JSON with an int "step"; rank 0's is stored.  Then all but the `keep_last` newest checkpoints
+    up to this step are removed."""
+    rank, root = dist.get_rank(), run_dir / "checkpoints"
+    final = root / step_name(state["step"])
+    temporary = root / f".tmp-{final.name}"
+    if rank == 0:
+        root.mkdir(parents=True, exist_ok=True)
+        for stale in root.glob(".tmp-*"):
+            shutil.rmtree(stale)
+        temporary.mkdir()
+    dist.barrier()
+    weights, optim = _model_and_moments(model, optimizer)
+    tensors = {"model": weights, "moments": optim["state"], "rng": _rng_tensors(rank)}
+    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary, sync_files=True))
+    dist.barrier()
+    if rank == 0:
+        _publish(run_dir, temporary, final, state)
+        _prune(root, state["step"], keep_last)
+    dist.barrier()
+    return final
+
+
+def _publish(run_dir: Path, temporary: Path, final: Path, state: dict[str, Any]) -> None:
+    sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
+    record = {"format": FORMAT, "world_size": dist.get_world_size(), **state, "file_bytes": sizes}
+    write_atomic(temporary / STATE_FILE, json.dumps(record, indent=1))
+    if final.exists():  # left by a run that went on from an earlier checkpoint
+        shutil.rmtree(final)
+    os.rename(temporary, final)
+    _sync_directory(final.parent)
+    write_atomic(run_dir / "latest", final.name + "\n")
+
+
+def _prune(root: Path, step: int, keep_last: int) -> None:
+    """Checkpoints beyond `step` stay: they are another continuation, which the user may still want."""
+    old = [path for path in _all_checkpoints(root) if path.name <= step_name(step)]
+    for path in old[:-keep_last]:
+        shutil.rmtree(path)
+
+
+def _all_checkpoints(root: Path) -> list[Path]:
+    return sorted(path for path in root.glob("step-*") if path.is_dir())
+
+
+# Finding and loading
+
+
+def problem(path: Path) -> str | None:
+    """Why the checkpoint at `path` cannot be used, or None: every file is there with the size it was written
+    with and torch's index can be read."""
+    if not path.is_dir():
+        return "it does not exist"
+    try:
+        record = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+        sizes = record["file_bytes"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{STATE_FILE} is missing or damaged"
+    if record.get("format") != FORMAT:
+        return f"its format is {record.get('format')}, this ithaka reads {FORMAT}"
+    for name, num_bytes in sizes.items():
+        file = path / name
+        if not file.is_file():
+            return f"file {name} is missing"
+        if file.stat().st_size != num_bytes:
+            return f"file {name} holds {file.stat().st_size} bytes, {num_bytes} were written"
+    try:
+        dcp.FileSystemReader(path).read_metadata()
+    except Exception as error:  # a damaged pickle can raise anything
+        return f"its index .metadata cannot be read ({type(error).__name__})"
+    return None
+
+
+def find(run_dir: Path) -> Path:
+    """The complete checkpoint named by RUN_DIR/latest, else a ConfigError.
+
+    An earlier one is never taken silently, because that repeats work and rewrites the metrics: the error says
+    which is usable and how to choose it."""
+    run_dir = Path(run_dir)
+    if not run_dir.is_dir():
+        raise ConfigError(f"run directory {run_dir} does not exist; give the directory of an earlier run")
+    try:
+        name = (run_dir / "latest").read_text(encoding="utf-8").strip()
+    except OSError:
+        name = ""
+    root = run_dir / "checkpoints"
+    path = root / name
+    reason = problem(path) if name else f"{run_dir / 'latest'} is missing or empty"
+    if reason is None:
+        return path
+    usable = [other for other in reversed(_all_checkpoints(root)) if other != path and problem(other) is None]
+    what = f"checkpoint {path} cannot be used: {reason}" if name else f"no checkpoint to use: {reason}"
+    if not usable:
+        raise ConfigError(f"{what}; the run directory holds no other complete checkpoint, start the run anew")
+    raise ConfigError(
+        f"{what}; {usable[0].name} is complete, to use it: echo {usable[0].name} > {run_dir / 'latest'}"
+    )
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    return json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+
+
+def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Called by every rank: fills model, optimizer and RNG from the checkpoint and returns its state.
+
+    Shards are cut anew when the number of ranks differs; RNG states belong to ranks, so then the generators
+    keep the seeds they have."""
+    state, rank = read_state(path), dist.get_rank()
+    weights, optim = _model_and_moments(model, optimizer)
+    tensors: dict[str, Any] = {"model": weights, "moments": optim["state"]}
+    same_ranks = state["world_size"] == dist.get_world_size()
+    reader = dcp.FileSystemReader(path)
+    if same_ranks:
+        saved = reader.read_metadata().state_dict_metadata
+        tensors["rng"] = {k: v for k, v in _rng_tensors(rank).items() if f"rng.{k}" in saved}
+    dcp.load(tensors, storage_reader=reader)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optim)
+    for key, rng in tensors.get("rng", {}).items():
+        (torch.cuda.set_rng_state if key.endswith(".cuda") else torch.set_rng_state)(rng)
+    return state
+
+
+# Export
+
+
+def export(run_dir: Path, out_dir: Path, dtype: torch.dtype | None = None) -> Path:
+    """Writes the latest checkpoint of `run_dir` as a Hugging Face directory; returns `out_dir`.
+
+    One process, without a process group; the whole model passes through host memory.  Weights keep the
+    precision of the master weights (float32 in a usual run) unless `dtype` is given, so logits are those of
+    the trained model."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    run_dir, out_dir = Path(run_dir), Path(out_dir)
+    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+        raise ConfigError(f"output directory {out_dir} exists and is not empty; give a new or empty one")
+    weights = _full_weights(find(run_dir))
+    if dtype is not None:
+        weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(run_dir / "model"))
+    model.load_state_dict(weights, assign=True)
+    model.tie_weights()
+    temporary = out_dir.with_name(f".tmp-{out_dir.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(run_dir / "model", temporary)
+    model.save_pretrained(temporary)
+    os.replace(temporary, out_dir)
+    return out_dir
+
+
+def _full_weights(path: Path) -> dict[str, Tensor]:
+    reader = dcp.FileSystemReader(path)
+    weights = {
+        name.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load({"model": weights}, storage_reader=reader, no_dist=True)
+    return weights

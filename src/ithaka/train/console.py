@@ -1,0 +1,237 @@
+"""What a run says while it goes: rank 0's console, metrics.jsonl and TensorBoard.
+
+The same record per step goes everywhere; `metrics.jsonl` holds one JSON object per line with the keys of
+`Record`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console as RichConsole
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ithaka.config import ConfigError
+
+# Dense bf16 peak in TFLOP/s, by a part of the name CUDA gives the device; the first match counts.
+PEAK_BF16_TFLOPS = (
+    ("B300", 2250.0),
+    ("B200", 2250.0),
+    ("GH200", 989.0),
+    ("H200", 989.0),
+    ("H100 PCIe", 756.0),
+    ("H100 NVL", 835.0),
+    ("H100", 989.0),
+    ("H800", 989.0),
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("L40S", 362.0),
+    ("RTX 4090", 165.0),
+    ("RTX 3090", 71.0),
+)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One optimizer step over all ranks.  Step 0 stands for the state before the first update."""
+
+    step: int  # updates done
+    loss: float | None  # mean over the valid tokens of the whole global batch, before the update
+    val_loss: float | None  # mean over the valid tokens of the validation set, after the update
+    lr: float | None
+    grad_norm: float | None  # before clipping
+    tokens: int  # input tokens read since the beginning of the run
+    label_tokens: int  # valid labels of this step: the divisor of the loss
+    tokens_per_s: float | None  # input tokens per second of this step
+    step_s: float | None  # without validation and saving
+    mfu: float | None  # None where the device's peak is not known
+    device_peak_bytes: int | None  # largest of any rank since the start; None on CPU
+    host_peak_bytes: int  # largest resident size of any rank's process since the start
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 FLOP/s of a GPU in the table, else None."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((tflops * 1e12 for part, tflops in PEAK_BF16_TFLOPS if part in name), None)
+
+
+def flops_per_token(
+    num_matmul_params: int, num_layers: int, num_heads: int, head_dim: int, context: int
+) -> float:
+    """Useful FLOPs of forward and backward per token: 6 per parameter, and causal attention over half the
+    context.
+
+    Recomputation does not count.  Attention is counted as if each sequence were one document without a
+    window, so MFU is overstated for packed short documents."""
+    return 6.0 * num_matmul_params + 6.0 * num_layers * num_heads * head_dim * context
+
+
+def host_peak_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def amount(value: float) -> str:
+    """12345 -> '12.3K'."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if value >= size:
+            return f"{value / size:.3g}{unit}" if value < 999.5 * size else f"{value / size:.0f}{unit}"
+    return f"{value:.3g}"
+
+
+def gibibytes(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def describe(record: Record) -> str:
+    """The record on one line; what was not measured is left out."""
+    parts = []
+    if record.loss is not None:
+        parts.append(f"loss {record.loss:.4f}")
+    if record.val_loss is not None:
+        parts.append(f"val {record.val_loss:.4f}")
+    if record.lr is not None and record.grad_norm is not None:
+        parts += [f"lr {record.lr:.2e}", f"grad {record.grad_norm:.3f}"]
+    if record.tokens_per_s is not None:
+        parts.append(f"{amount(record.tokens_per_s)} tok/s")
+    if record.mfu is not None:
+        parts.append(f"mfu {100 * record.mfu:.1f}%")
+    if record.device_peak_bytes is not None:
+        parts.append(f"device {gibibytes(record.device_peak_bytes)}")
+    parts.append(f"host {gibibytes(record.host_peak_bytes)}")
+    return "  ".join(parts)
+
+
+class Metrics:
+    """Appends records to metrics.jsonl, each line flushed.  A resumed run first drops the lines after `step`,
+    which belong to work lost with the old process and will be done again."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= step] if step else []
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        os.replace(temporary, path)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+
+    def write(self, record: Record) -> None:
+        self._file.write(json.dumps(asdict(record)) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """A killed process may leave half a line at the end."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [line for line in lines[:-1] if line]
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in _whole_lines(path)]
+
+
+def tensorboard_writer(run_dir: Path, step: int = 0) -> Any:
+    """Events after `step` of an earlier process are hidden by TensorBoard itself."""
+    check_tensorboard()
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if step else None)
+
+
+def _write_events(writer: Any, record: Record) -> None:
+    for key, value in asdict(record).items():
+        if key != "step" and value is not None:
+            writer.add_scalar(key, value, record.step)
+    writer.flush()
+
+
+def check_tensorboard() -> None:
+    try:
+        import torch.utils.tensorboard  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            "train.tensorboard=true needs an extra; pip install 'ithaka[tensorboard]', or set it to false"
+        ) from None
+
+
+class Console:
+    """Shows a run on rank 0 and keeps its files; on other ranks (`active=False`) every method does nothing.
+
+    On a terminal a progress bar with an estimate of the time left, else a plain line per step."""
+
+    def __init__(
+        self, run_dir: Path, num_steps: int, step: int = 0, tensorboard: bool = False, active: bool = True
+    ):
+        self.active = active
+        self.num_steps = num_steps
+        self._progress: Progress | None = None
+        if not active:
+            return
+        self._rich = RichConsole(highlight=False, soft_wrap=True)
+        self._metrics = Metrics(run_dir / "metrics.jsonl", step)
+        self._events = tensorboard_writer(run_dir, step) if tensorboard else None
+
+    def start_progress(self, step: int) -> None:
+        if not self.active or not self._rich.is_terminal:
+            return
+        self._progress = Progress(
+            TextColumn("[bold]train"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[status]}"),
+            console=self._rich,
+        )
+        self._task = self._progress.add_task("train", total=self.num_steps, completed=step, status="")
+        self._progress.start()
+
+    def say(self, text: str) -> None:
+        """Prints `text` as it is, above the progress bar where there is one."""
+        if self.active:
+            self._rich.print(escape(text))
+
+    def facts(self, title: str, facts: dict[str, str]) -> None:
+        if not self.active:
+            return
+        width = max(len(key) for key in facts)
+        self._rich.print(f"[bold]{escape(title)}[/bold]")
+        for key, value in facts.items():
+            self._rich.print(f"  {key:<{width}}  {escape(value)}")
+
+    def step(self, record: Record) -> None:
+        if not self.active:
+            return
+        self._metrics.write(record)
+        if self._events is not None:
+            _write_events(self._events, record)
+        if self._progress is None:
+            self.say(f"step {record.step}/{self.num_steps}  {describe(record)}")
+            return
+        self._progress.update(self._task, completed=record.step, status=describe(record))
+        if record.val_loss is not None:
+            self.say(f"step {record.step}/{self.num_steps}  validation loss {record.val_loss:.4f}")
+
+    def stop_progress(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def close(self) -> None:
+        self.stop_progress()
+        if self.active:
+            self._metrics.close()
+            if self._events is not None:
+                self._events.close()

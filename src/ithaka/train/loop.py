@@ -1,0 +1,516 @@
+"""One step, one loop.  `run` is what every rank executes; `train_step` is the step, without files or console.
+
+B rows of S tokens per data-parallel rank and micro-step; V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from ithaka.config import Config, ConfigError, embedded_model, to_yaml
+from ithaka.dist.mesh import Mesh, make_mesh
+from ithaka.model.build import Settings, build_model
+from ithaka.model.layer import LayerOptions
+from ithaka.train import checkpoint
+from ithaka.train.console import (
+    Console,
+    Record,
+    amount,
+    check_tensorboard,
+    flops_per_token,
+    gibibytes,
+    host_peak_bytes,
+    peak_flops,
+    read_metrics,
+)
+from ithaka.train.data import Batch, Tokenizer, TrainData, load_tokenizer, num_valid, open_data
+from ithaka.train.optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate
+
+SAMPLE_PROMPT_TOKENS = 64
+SAMPLE_NEW_TOKENS = 128
+SAMPLE_MAX_PARAMS = 1_000_000_000
+SAMPLE_TEMPERATURE = 0.8
+
+
+class Diverged(RuntimeError):
+    """Loss or gradient is not finite any more."""
+
+
+class OutOfMemoryError(RuntimeError):
+    """The launcher turns it into exit code 3."""
+
+
+# The step
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Global figures of one step, the same on every rank."""
+
+    loss: float
+    grad_norm: float
+    label_tokens: int
+
+
+def count_labels(batches: Iterable[Batch], mesh: Mesh) -> int:
+    """Valid labels after the shift, over these micro-batches and all data-parallel ranks.  One all-reduce."""
+    count = sum(num_valid(batch.labels) for batch in batches)
+    # The ranks of a cp group hold the same batch: one of them counts it.
+    total = torch.tensor(count if mesh.cp_rank == 0 else 0)
+    dist.all_reduce(total)
+    return int(total)
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[Batch],
+    *,
+    lr: float,
+    clip_norm: float | None,
+    mesh: Mesh,
+) -> StepResult:
+    """One update from this rank's micro-batches.
+
+    The number of valid labels of the whole global batch is known before the first forward, so every
+    micro-step is weighted by its tokens and gradients are divided once."""
+    label_tokens = count_labels(batches, mesh)
+    set_learning_rate(optimizer, lr)
+    total_loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for batch in batches:
+        loss = model(**batch._asdict(), num_items_in_batch=max(label_tokens, 1)).loss
+        loss.backward()
+        total_loss += loss.detach()
+    norm = clip_gradients(model.parameters(), clip_norm, mesh.device)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return StepResult(float(total_loss), float(norm), label_tokens)
+
+
+@torch.no_grad()
+def validation_loss(model: nn.Module, batches: Iterable[Batch], mesh: Mesh) -> float | None:
+    """Mean over all valid labels of all ranks; every rank passes the same number of batches.  None without
+    any."""
+    was_training = model.training
+    model.eval()
+    total, num_labels = torch.zeros((), dtype=torch.float64, device=mesh.device), 0
+    for batch in batches:
+        out = model(**batch._asdict())
+        total += out.loss.double() * out.num_tokens
+        num_labels += out.num_tokens
+    model.train(was_training)
+    return float(total) / num_labels if num_labels else None
+
+
+@torch.no_grad()
+def sample(model: nn.Module, prompt: Sequence[int], mesh: Mesh, *, seed: int, stop: int | None) -> list[int]:
+    """Up to SAMPLE_NEW_TOKENS token ids continuing `prompt`; every rank takes part and gets the same.
+
+    Each token costs a whole forward of one fixed length (no cache); what stands right of the last token
+    cannot be seen by it."""
+    was_training = model.training
+    model.eval()
+    length = len(prompt) + SAMPLE_NEW_TOKENS
+    ids_BS = torch.zeros(1, length, dtype=torch.long, device=mesh.device)
+    ids_BS[0, : len(prompt)] = torch.tensor(list(prompt))
+    generator = torch.Generator().manual_seed(seed)
+    for at in range(len(prompt), length):
+        logits_V = model(input_ids=ids_BS).logits[0, at - 1].float().cpu()
+        token = torch.multinomial(torch.softmax(logits_V / SAMPLE_TEMPERATURE, -1), 1, generator=generator)
+        dist.broadcast(token, 0)
+        ids_BS[0, at] = token.item()
+        if token.item() == stop:
+            length = at
+            break
+    model.train(was_training)
+    return ids_BS[0, len(prompt) : length].tolist()
+
+
+# Stopping
+
+
+class StopRequest:
+    """Ctrl-C or SIGTERM.  The first asks the loop to stop after the step; a second leaves at once with 128 +
+    signal.
+
+    Signals within half a second are one: a terminal sends Ctrl-C to every process, and a launcher such as
+    torchrun passes it on once more."""
+
+    SAME_S = 0.5
+
+    def __init__(self) -> None:
+        self.asked_at: float | None = None
+        self._old: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._old[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.asked_at is None:
+            self.asked_at = now
+        elif now - self.asked_at > self.SAME_S:
+            os._exit(128 + number)
+
+
+# The run
+
+
+class Trainer:
+    """Model, optimizer and data of one run on this rank, and how far it is."""
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        model: PreTrainedModel,
+        data: TrainData,
+        tokenizer: Tokenizer | None,
+    ):
+        assert config.train.run_dir is not None, "resolved before the ranks start: one name for all of them"
+        self.config, self.mesh, self.model, self.data, self.tokenizer = config, mesh, model, data, tokenizer
+        self.run_dir = config.train.run_dir
+        self.optimizer = make_optimizer(model, config.optim)
+        self.step = 0
+        self.tokens = 0
+        self.saved_step = 0
+
+    def load(self, path: Path) -> None:
+        state = checkpoint.load(path, self.model, self.optimizer)
+        self.step = self.saved_step = state["step"]
+        self.tokens = state["tokens"]
+        self.data.load_state_dict(state["data"])
+
+    def save(self) -> None:
+        """Does nothing when this step is saved already."""
+        if self.saved_step == self.step:
+            return
+        state = {"step": self.step, "tokens": self.tokens, "data": self.data.state_dict()}
+        checkpoint.save(self.run_dir, self.model, self.optimizer, state, self.config.train.keep_last)
+        self.saved_step = self.step
+
+    def advance(self) -> tuple[StepResult, float, int]:
+        """One step: its result, its learning rate and its input tokens over all ranks."""
+        batches = [self.data.next_batch() for _ in range(self.config.train.accumulate)]
+        lr = learning_rate(self.step, self.config.optim, self.config.train.steps)
+        clip_norm = self.config.optim.clip_norm
+        result = train_step(self.model, self.optimizer, batches, lr=lr, clip_norm=clip_norm, mesh=self.mesh)
+        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+            raise Diverged(
+                f"step {self.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}. "
+                f"{_last_checkpoint(self.config)} Try a lower optim.lr or more optim.warmup_steps."
+            )
+        num_tokens = sum(batch.input_ids.numel() for batch in batches) * self.mesh.dp_size
+        self.step += 1
+        self.tokens += num_tokens
+        return result, lr, num_tokens
+
+    def validate(self) -> float | None:
+        batches = self.data.validation_batches(self.config.train.validate_sequences)
+        return validation_loss(self.model, batches, self.mesh)
+
+    def due(self, every: int) -> bool:
+        """Whether something done every so many steps (0: only at the end) is done after this one."""
+        return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
+
+
+def run(config: Config, resume: Path | None = None) -> None:
+    """The whole run on this rank, with torchrun's variables set (or none, for a single process).
+
+    `config` is resolved (train.run_dir set); `resume` is the run directory to go on from.  Returns when all
+    steps are done, or when asked to stop, after saving.  Raises ConfigError, OutOfMemoryError or Diverged
+    with all that the user needs to know."""
+    ours = not dist.is_initialized()
+    with StopRequest() as stop:
+        try:
+            train(prepare(config, resume), stop)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise OutOfMemoryError(_explain_out_of_memory(config, error)) from error
+    # Only after success: with a rank gone this would wait for it.
+    if ours:
+        dist.destroy_process_group()
+
+
+def prepare(config: Config, resume: Path | None) -> Trainer:
+    """Everything that can refuse the configuration comes before anything is written."""
+    if config.train.tensorboard:
+        check_tensorboard()
+    found = checkpoint.find(resume) if resume is not None else None
+    trainer = _build(config)
+    if found is not None:
+        trainer.load(found)
+    if trainer.step >= config.train.steps:
+        raise ConfigError(
+            f"train.steps={config.train.steps} is reached already by checkpoint {found}; "
+            f"to go on give more: --set train.steps={2 * trainer.step}"
+        )
+    if trainer.mesh.rank == 0:
+        _write_run_dir(trainer)
+    return trainer
+
+
+def _build(config: Config) -> Trainer:
+    mesh = make_mesh(_num_ranks() if config.parallel.cp == "all" else config.parallel.cp)
+    torch.manual_seed(config.train.seed + mesh.rank)
+    source = config.model.path or embedded_model(config.model.embedded)
+    model = build_model(source, mesh, _settings(config, mesh.device), seed=config.train.seed)
+    tokenizer = load_tokenizer(config.data, config.model.path)
+    data = open_data(
+        config.data,
+        tokenizer=tokenizer,
+        seed=config.train.seed,
+        dp_rank=mesh.dp_rank,
+        dp_size=mesh.dp_size,
+        batch=config.train.batch,
+        vocab_size=model.config.vocab_size,
+        eos_id=_eos_id(model.config) if tokenizer is None else None,
+    )
+    return Trainer(config, mesh, model, data, tokenizer)
+
+
+def _num_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _settings(config: Config, device: torch.device) -> Settings:
+    """The configuration as the model needs it; what it cannot do yet is refused."""
+    memory, attention = config.memory, config.attention
+    if isinstance(memory.keep_attention, int):
+        raise ConfigError(f"memory.keep_attention={memory.keep_attention} is not possible yet; use all")
+    if config.train.compile:
+        raise ConfigError("train.compile=true is not possible yet; use false")
+    if (attention.block_q is None) != (attention.block_kv is None):
+        raise ConfigError("attention.block_q and attention.block_kv go together; set both or neither")
+    tier = "device" if memory.offload == "none" else memory.offload
+    keep_attention = memory.checkpoint == "none" or memory.keep_attention == "all"
+    blocks = (attention.block_q, attention.block_kv) if attention.block_q and attention.block_kv else None
+    return Settings(
+        dtype=_dtype(config.model.dtype, device),
+        heads_per_stage=None if config.parallel.heads_per_stage == "all" else config.parallel.heads_per_stage,
+        layer=LayerOptions(
+            tile_tokens=None if memory.tile_tokens == "all" else memory.tile_tokens,
+            keep_input=tier,
+            keep_attention=tier if keep_attention else None,
+            kernel=attention.kernel,
+            blocks=blocks,
+        ),
+        offload_optimizer=memory.offload_optimizer,
+    )
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, name)
+
+
+def _eos_id(model_config: Any) -> int | None:
+    eos = model_config.eos_token_id
+    return eos[0] if isinstance(eos, list) and eos else eos
+
+
+def _write_run_dir(trainer: Trainer) -> None:
+    """The resolved configuration, and what export needs besides weights."""
+    folder = trainer.run_dir / "model"
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpoint.write_atomic(trainer.run_dir / "config.yaml", to_yaml(trainer.config))
+    trainer.model.config.save_pretrained(folder)
+    if getattr(trainer.model, "generation_config", None) is not None:
+        trainer.model.generation_config.save_pretrained(folder)
+    if trainer.tokenizer is not None:
+        trainer.tokenizer.save_pretrained(folder)
+
+
+def train(trainer: Trainer, stop: StopRequest) -> None:
+    """From where `trainer` is to train.steps, or to the first step after which any rank was asked to stop."""
+    settings = trainer.config.train
+    active = trainer.mesh.rank == 0
+    console = Console(trainer.run_dir, settings.steps, trainer.step, settings.tensorboard, active)
+    try:
+        console.facts("ithaka", _header(trainer))
+        console.start_progress(trainer.step)
+        asked = _steps(trainer, stop, console)
+        console.stop_progress()
+        if asked and trainer.step < settings.steps:
+            console.say(f"Stopped as asked after step {trainer.step}, which is saved.")
+            console.say(f"Go on with: ithaka train --resume {trainer.run_dir}")
+        else:
+            _finish(trainer, console)
+    finally:
+        console.close()
+
+
+def _steps(trainer: Trainer, stop: StopRequest, console: Console) -> bool:
+    """Trains, validates, saves; returns whether a stop was asked for."""
+    settings = trainer.config.train
+    flops = _flops_per_token(trainer)
+    if trainer.step == 0 and settings.validate_every:
+        val_loss = trainer.validate()
+        _, peaks = _agree(stop, trainer.mesh)
+        console.step(Record(0, None, val_loss, None, None, 0, 0, None, None, None, *peaks))
+    asked = False
+    while trainer.step < settings.steps and not asked:
+        start = time.perf_counter()
+        result, lr, num_tokens = trainer.advance()
+        step_s = time.perf_counter() - start
+        val_loss = trainer.validate() if trainer.due(settings.validate_every) else None
+        asked, (device_peak, host_peak) = _agree(stop, trainer.mesh)
+        console.step(
+            Record(
+                step=trainer.step,
+                loss=result.loss,
+                val_loss=val_loss,
+                lr=lr,
+                grad_norm=result.grad_norm,
+                tokens=trainer.tokens,
+                label_tokens=result.label_tokens,
+                tokens_per_s=num_tokens / step_s,
+                step_s=step_s,
+                mfu=_mfu(trainer.mesh, flops * num_tokens / step_s),
+                device_peak_bytes=device_peak,
+                host_peak_bytes=host_peak,
+            )
+        )
+        if asked or trainer.due(settings.save_every):
+            trainer.save()
+    return asked
+
+
+def _agree(stop: StopRequest, mesh: Mesh) -> tuple[bool, tuple[int | None, int]]:
+    """Whether any rank was asked to stop, and the largest memory peaks (device, host).  One all-reduce on the
+    host, after each step, so that all ranks stop after the same one."""
+    on_gpu = mesh.device.type == "cuda"
+    device_peak = torch.cuda.max_memory_allocated(mesh.device) if on_gpu else 0
+    shared = torch.tensor([stop.asked_at is not None, device_peak, host_peak_bytes()], dtype=torch.int64)
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+    asked, device_peak, host_peak = shared.tolist()
+    return bool(asked), (device_peak if on_gpu else None, host_peak)
+
+
+# What is said about a run
+
+
+def _num_params(model: PreTrainedModel) -> int:
+    return sum(param.numel() for param in model.parameters())
+
+
+def _flops_per_token(trainer: Trainer) -> float:
+    model = trainer.model
+    shape = model.config
+    embedding = model.get_input_embeddings().weight
+    # The embedding is read, not multiplied, unless it is the output head as well.
+    lookup_only = 0 if shape.tie_word_embeddings else embedding.numel()
+    head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    return flops_per_token(
+        _num_params(model) - lookup_only,
+        shape.num_hidden_layers,
+        shape.num_attention_heads,
+        head_dim,
+        trainer.config.data.context,
+    )
+
+
+def _mfu(mesh: Mesh, flops_per_s: float) -> float | None:
+    peak = peak_flops(mesh.device)
+    return None if peak is None else flops_per_s / (peak * mesh.world_size)
+
+
+def _header(trainer: Trainer) -> dict[str, str]:
+    config, mesh = trainer.config, trainer.mesh
+    device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
+    tokens = config.train.batch * config.train.accumulate * mesh.dp_size * config.data.context
+    model = trainer.model
+    facts = {
+        "model": f"{config.model.path or model.config.model_type}, {amount(_num_params(model))} parameters",
+        "ranks": f"{mesh.world_size} ({device}) = {mesh.dp_size} data x {mesh.cp_size} context parallel",
+        "context": f"{config.data.context} tokens, {amount(tokens)} per step, {config.train.steps} steps",
+        "run": str(trainer.run_dir),
+    }
+    if trainer.step:
+        facts["resumed"] = f"after step {trainer.step}"
+    return facts
+
+
+def _finish(trainer: Trainer, console: Console) -> None:
+    text = _sample_text(trainer)
+    if not console.active:
+        return
+    records = read_metrics(trainer.run_dir / "metrics.jsonl")
+    console.facts("done", _summary(trainer, records))
+    console.say(text)
+
+
+def _summary(trainer: Trainer, records: list[dict[str, Any]]) -> dict[str, str]:
+    losses = [r["val_loss"] for r in records if r["val_loss"] is not None]
+    rates = [r["tokens_per_s"] for r in records if r["tokens_per_s"]]
+    last = records[-1]
+    device = "" if last["device_peak_bytes"] is None else f"device {gibibytes(last['device_peak_bytes'])}, "
+    facts = {"validation loss": f"{losses[0]:.4f} -> {losses[-1]:.4f}"} if losses else {}
+    if rates:
+        facts["speed"] = f"{amount(sorted(rates)[len(rates) // 2])} tokens/s (median step)"
+    facts["peak memory"] = f"{device}host {gibibytes(last['host_peak_bytes'])} per rank"
+    facts["export"] = f"ithaka export {trainer.run_dir} OUT_DIR"
+    facts["train longer"] = f"ithaka train --resume {trainer.run_dir} --set train.steps={2 * trainer.step}"
+    return facts
+
+
+def _prompt(trainer: Trainer) -> list[int]:
+    """The first tokens of the first sequence held out, or of the training data where nothing is."""
+    held_out = trainer.data.validation_sequences(max(trainer.config.train.validate_sequences, 1))
+    ids_S = held_out[0].ids if held_out else trainer.data.next_batch().input_ids[0]
+    return [int(token) for token in ids_S[:SAMPLE_PROMPT_TOKENS]]
+
+
+def _last_checkpoint(config: Config) -> str:
+    run_dir = config.train.run_dir
+    assert run_dir is not None
+    latest = run_dir / "latest"
+    if not latest.exists():
+        return "There is no checkpoint yet."
+    return f"The last checkpoint is {run_dir / 'checkpoints' / latest.read_text().strip()}."
+
+
+def _explain_out_of_memory(config: Config, error: BaseException) -> str:
+    rank, context = os.environ.get("RANK", "0"), config.data.context
+    return (
+        f"Out of memory on rank {rank} with data.context={context}: {str(error).splitlines()[0]}\n"
+        f"{_last_checkpoint(config)} What needs less: more ranks (parallel.cp), a shorter data.context,\n"
+        "memory.checkpoint=full, memory.offload=host, memory.offload_optimizer=true; for example\n"
+        f"  ithaka train --resume {config.train.run_dir} --set memory.offload=host"
+    )
+
+
+def _sample_text(trainer: Trainer) -> str:
+    """A continuation of the beginning of the validation set, or why there is none.  Every rank takes part."""
+    num_params = _num_params(trainer.model)
+    if num_params > SAMPLE_MAX_PARAMS:
+        return f"No sample: {amount(num_params)} parameters take too long without a cache; export the model."
+    if trainer.tokenizer is None:
+        return "No sample: there is no tokenizer to write it with."
+    prompt = _prompt(trainer)
+    tokens = sample(
+        trainer.model, prompt, trainer.mesh, seed=trainer.config.train.seed, stop=trainer.tokenizer.eos_id
+    )
+    decode = trainer.tokenizer.decode
+    return f"Sample, continuing {decode(prompt)!r}:\n{decode(tokens)}"

@@ -1,0 +1,100 @@
+"""Optimizer, learning-rate schedule and gradient clipping.
+
+Under FSDP2 every parameter, gradient and moment is a DTensor sharded over the whole mesh, so each rank
+updates its own share and only the gradient norm communicates (one scalar).  With `memory.offload_optimizer`
+FSDP2 keeps the shards and their gradients in host memory; the same code then runs the fused CPU AdamW there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from ithaka.config import OptimConfig
+
+
+def learning_rate(step: int, optim: OptimConfig, num_steps: int) -> float:
+    """Rate of update `step` (0 is the first): a straight warm-up, then constant or a cosine down to
+    `min_lr_ratio * lr`, reached at the last of `num_steps` updates.  Pure, so a resumed run needs only the
+    step."""
+    if step < optim.warmup_steps:
+        return optim.lr * (step + 1) / optim.warmup_steps
+    if optim.schedule == "constant":
+        return optim.lr
+    decay_steps = max(num_steps - 1 - optim.warmup_steps, 1)
+    progress = min((step - optim.warmup_steps) / decay_steps, 1.0)
+    ratio = optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
+    return optim.lr * ratio
+
+
+def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters.  Weight decay acts on matrices (embeddings among them, as in
+    nanoGPT and the Hugging Face trainer) and not on vectors (norms, biases).  The rate is set anew before
+    every update."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in params if p.ndim >= 2]
+    vectors = [p for p in params if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": optim.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]],
+        lr=optim.lr,
+        betas=(optim.betas[0], optim.betas[1]),
+        eps=optim.eps,
+        fused=all(p.device.type in ("cpu", "cuda") for p in params),
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def _local_gradients(params: Iterable[nn.Parameter], rank: int) -> tuple[list[Tensor], list[Tensor]]:
+    """(every local gradient, those this rank counts in the norm): each element of a gradient is counted by
+    exactly one rank, which is its holder if it is sharded and rank 0 if every rank holds the same."""
+    grads, counted = [], []
+    for param in params:
+        if param.grad is None:
+            continue
+        grad = param.grad
+        sharded = isinstance(grad, DTensor)
+        if isinstance(grad, DTensor):
+            # A replicated mesh dim would count an element several times; ithaka shards over the whole mesh.
+            assert all(isinstance(p, Shard) for p in grad.placements), grad.placements
+            grad = grad.to_local()
+        grads.append(grad)
+        if sharded or rank == 0:
+            counted.append(grad)
+    return grads, counted
+
+
+@torch.no_grad()
+def clip_gradients(params: Iterable[nn.Parameter], max_norm: float | None, device: torch.device) -> Tensor:
+    """Scales all gradients so that their global norm is at most `max_norm` (None: measures only).
+
+    Returns the norm before clipping over all ranks, a scalar on `device`.  Nothing waits for the device,
+    except when the gradients live in host memory.  `torch.nn.utils.clip_grad_norm_` would reduce on the
+    gradients' own device, for which there may be no process group when they are offloaded."""
+    ready = dist.is_initialized()
+    grads, counted = _local_gradients(params, dist.get_rank() if ready else 0)
+    wide = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
+    square = torch.zeros((), dtype=wide, device=device)
+    filled = [g for g in counted if g.numel()]
+    if filled:
+        norms = torch._foreach_norm(filled, 2.0, dtype=wide)
+        square += torch.stack(norms).square().sum().to(device)
+    if ready:
+        dist.all_reduce(square)
+    norm = square.sqrt()
+    if max_norm is not None and grads:
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        torch._foreach_mul_(grads, factor.to(grads[0].device))
+    return norm
