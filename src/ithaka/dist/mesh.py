@@ -1,0 +1,82 @@
+"""The only file that makes process groups: data-parallel x context-parallel, FSDP2 over all of it."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ithaka.config import ConfigError
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this process stands. `cp` ranks share a sequence; ranks of one cp group are neighbours."""
+
+    fsdp: DeviceMesh  # one axis over every rank: parameters are sharded over all of it
+    grid: DeviceMesh  # axes dp, cp
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        return self.fsdp.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        return self.fsdp.size()
+
+    @property
+    def cp_group(self) -> dist.ProcessGroup:
+        return self.grid.get_group("cp")
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup:
+        return self.grid.get_group("dp")
+
+    @property
+    def cp_rank(self) -> int:
+        return self.grid.get_local_rank("cp")
+
+    @property
+    def cp_size(self) -> int:
+        return self.grid.size(1)
+
+    @property
+    def dp_rank(self) -> int:
+        return self.grid.get_local_rank("dp")
+
+    @property
+    def dp_size(self) -> int:
+        return self.grid.size(0)
+
+
+def make_mesh(cp: int = 1, device: torch.device | str | None = None) -> Mesh:
+    """Starts torch.distributed from torchrun's variables (or alone) where nobody has, and lays out dp x cp."""
+    chosen = torch.device(device) if device is not None else default_device()
+    if not dist.is_initialized():
+        _start_process_group(chosen)
+    world_size = dist.get_world_size()
+    if cp < 1 or world_size % cp:
+        divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        raise ConfigError(f"parallel.cp={cp} does not divide the {world_size} ranks; use {divisors}")
+    fsdp = init_device_mesh(chosen.type, (world_size,), mesh_dim_names=("fsdp",))
+    grid = init_device_mesh(chosen.type, (world_size // cp, cp), mesh_dim_names=("dp", "cp"))
+    return Mesh(fsdp, grid, chosen)
+
+
+def default_device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _start_process_group(device: torch.device) -> None:
+    # gloo beside NCCL: checkpoints and small host-side agreements need a CPU backend.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

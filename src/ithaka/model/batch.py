@@ -1,0 +1,112 @@
+"""A batch of rows -> this rank's share of one packed sequence.
+
+Shapes: B rows of N tokens; S the flat sequence of B * N tokens, padded to a multiple of the cp ranks; s = S / cp.
+Rows are documents of the packed sequence, and so are documents inside rows: there is no batch dimension below.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ithaka.ops.loss import IGNORED
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one cp rank works on."""
+
+    ids_s: Tensor
+    positions_s: Tensor
+    labels_s: Tensor | None  # already shifted
+    docs: tuple[int, ...]  # cumulative document starts of the whole sequence, then S
+    num_valid: int  # valid labels of the whole batch, all cp ranks together
+
+
+def take_share(
+    input_ids: Tensor,
+    labels: Tensor | None,
+    position_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    document_ids: Tensor | None,
+    cp_rank: int,
+    cp_size: int,
+) -> Share:
+    """Cuts [B, N] inputs, the same on every rank of the cp group, into this rank's contiguous tokens."""
+    _check_shapes(
+        input_ids,
+        labels=labels,
+        position_ids=position_ids,
+        attention_mask=attention_mask,
+        document_ids=document_ids,
+    )
+    if attention_mask is not None:
+        attention_mask = attention_mask.bool()
+        _check_mask(attention_mask, labels)
+    starts_BN = _document_starts(input_ids, position_ids, attention_mask, document_ids)
+    shifted = None if labels is None else F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    if position_ids is None:
+        position_ids = _positions(starts_BN if document_ids is not None else None, input_ids)
+
+    num_tokens = input_ids.numel()
+    padding = -num_tokens % cp_size
+    s = (num_tokens + padding) // cp_size
+
+    def mine(rows: Tensor, fill: int) -> Tensor:
+        return F.pad(rows.reshape(-1), (0, padding), value=fill)[cp_rank * s : (cp_rank + 1) * s].contiguous()
+
+    ends = [num_tokens] if padding else []
+    return Share(
+        ids_s=mine(input_ids, 0),
+        positions_s=mine(position_ids, 0),
+        labels_s=None if shifted is None else mine(shifted, IGNORED),
+        docs=(*starts_BN.reshape(-1).nonzero()[:, 0].tolist(), *ends, num_tokens + padding),
+        num_valid=0 if shifted is None else int((shifted != IGNORED).sum()),
+    )
+
+
+def _check_shapes(input_ids: Tensor, **others: Tensor | None) -> None:
+    if input_ids.dim() != 2 or input_ids.numel() == 0:
+        raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; it must be [batch, tokens], not empty")
+    for name, value in others.items():
+        if value is not None and value.shape != input_ids.shape:
+            expected = tuple(input_ids.shape)
+            raise ValueError(f"{name} has shape {tuple(value.shape)}; it must match input_ids, {expected}")
+
+
+def _check_mask(mask_BN: Tensor, labels: Tensor | None) -> None:
+    """A row's tokens must be one run, and padding must carry no label: anything else would be ignored silently."""
+    runs = (mask_BN[:, 1:] & ~mask_BN[:, :-1]).sum(1) + mask_BN[:, 0]
+    if int(runs.max()) > 1:
+        row = int(runs.argmax())
+        raise ValueError(f"attention_mask row {row} has holes; only padding before and after a row is supported")
+    if labels is not None and bool(((labels != IGNORED) & ~mask_BN).any()):
+        raise ValueError(f"labels must be {IGNORED} where attention_mask is 0")
+
+
+def _document_starts(
+    input_ids: Tensor, position_ids: Tensor | None, mask: Tensor | None, document_ids: Tensor | None
+) -> Tensor:
+    """[B, N] bool, true at the first token of every document; padding is a document of its own.
+
+    Where only position_ids are given, a position that does not follow its neighbour starts a document, which is
+    Hugging Face's own rule for packed sequences.
+    """
+    starts = torch.zeros_like(input_ids, dtype=torch.bool)
+    starts[:, 0] = True
+    if document_ids is not None:
+        starts[:, 1:] |= document_ids[:, 1:] != document_ids[:, :-1]
+    elif position_ids is not None and mask is None:
+        starts[:, 1:] |= position_ids[:, 1:] != position_ids[:, :-1] + 1
+    if mask is not None:
+        starts[:, 1:] |= mask[:, 1:] != mask[:, :-1]
+    return starts
+
+
+def _positions(starts_BN: Tensor | None, input_ids: Tensor) -> Tensor:
+    """Tokens since the start of the row, or of the document."""
+    index_BN = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+    if starts_BN is None:
+        return index_BN
+    return index_BN - torch.where(starts_BN, index_BN, 0).cummax(dim=1).values

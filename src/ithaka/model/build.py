@@ -1,0 +1,223 @@
+"""Meta init, swap layers, FSDP2, load weights: the one place where parallelism is applied to a model."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import MethodType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from ithaka.config import ConfigError
+from ithaka.dist.mesh import Mesh, make_mesh
+from ithaka.memory.store import Store
+from ithaka.model.batch import Share, take_share
+from ithaka.model.families import check_supported, layer_parts
+from ithaka.model.layer import LayerOptions, StreamedLayer
+from ithaka.model.weights import init_weights, load_weights
+from ithaka.ops.loss import linear_cross_entropy
+from ithaka.plan.heads import head_table
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a model is laid out, beside cp. The defaults are the plain ones: every technique is off."""
+
+    dtype: torch.dtype | None = None  # of the computation; None: the parameters' own
+    heads_per_stage: int | None = None  # None: all heads at once, which is plain Ulysses
+    layer: LayerOptions = LayerOptions()
+    offload_optimizer: bool = False
+
+
+@dataclass
+class ParallelOutput(ModelOutput):
+    """`loss` is the mean over the valid labels of the whole global batch, the same on every rank."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    num_tokens: int | None = None
+
+
+def parallelize(
+    model: PreTrainedModel, cp: int = 1, *, mesh: Mesh | None = None, settings: Settings = Settings()
+) -> PreTrainedModel:
+    """Swaps the layers for streamed ones and applies FSDP2, in place. Parameter names stay Hugging Face's.
+
+    `cp` ranks share a sequence; the rest of the world is data parallel. Afterwards the model takes
+    `(input_ids, labels, position_ids, attention_mask, document_ids, num_items_in_batch)`, the same full batch on
+    every rank of a cp group. Gradients arrive sharded and already summed over all ranks.
+    """
+    check_supported(model)
+    config = model.config
+    mesh = mesh or make_mesh(cp)
+    if mesh.cp_size > config.num_attention_heads:
+        raise ConfigError(
+            f"parallel.cp={mesh.cp_size} exceeds the {config.num_attention_heads} query heads; "
+            f"use at most {config.num_attention_heads}"
+        )
+    _shard(model, mesh, settings)
+    _swap_forwards(model, mesh, settings)
+    return model
+
+
+def build_model(
+    source: Path | dict, mesh: Mesh, settings: Settings = Settings(), *, seed: int = 0
+) -> PreTrainedModel:
+    """A parallel model from a Hugging Face directory, a config.json or a config's dict.
+
+    Built on the meta device; weights go straight from the safetensors files into this rank's shards, or, where
+    there are none, are drawn from `seed`: the same values for any number of ranks.
+    """
+    config = _hf_config(source)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=_master_dtype(settings.dtype))
+    parallelize(model, mesh=mesh, settings=settings)
+    storage = torch.device("cpu") if settings.offload_optimizer else mesh.device
+    model.to_empty(device=storage)
+    rotary = model.model.rotary_emb
+    model.model.rotary_emb.__init__(config)  # its buffers are computed, not loaded
+    rotary.to(mesh.device)
+    directory = source if isinstance(source, Path) and source.is_dir() else None
+    if directory is not None and any(directory.glob("*.safetensors")):
+        load_weights(model, directory)
+    else:
+        init_weights(model, seed)
+    return model
+
+
+def _hf_config(source: Path | dict):
+    if isinstance(source, dict):
+        return AutoConfig.for_model(**source)
+    return AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=True)
+
+
+def _master_dtype(compute: torch.dtype | None) -> torch.dtype:
+    return torch.float64 if compute == torch.float64 else torch.float32
+
+
+def _shard(model: PreTrainedModel, mesh: Mesh, settings: Settings) -> None:
+    """FSDP2 over every rank, one unit per layer. Gradients are summed: the loss is divided once, globally."""
+    dtype = settings.dtype or model.dtype
+    half = dtype in (torch.bfloat16, torch.float16)
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if half else None)
+    offload = CPUOffloadPolicy() if settings.offload_optimizer else OffloadPolicy()
+
+    def shard(module: nn.Module) -> None:
+        fully_shard(module, mesh=mesh.fsdp, mp_policy=precision, offload_policy=offload)
+
+    for layer in model.model.layers:
+        shard(layer)
+    if model.lm_head.weight is not model.model.embed_tokens.weight:  # tied ones stay with the root
+        shard(model.model.embed_tokens)
+        shard(model.lm_head)
+    shard(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _swap_forwards(model: PreTrainedModel, mesh: Mesh, settings: Settings) -> None:
+    config = model.config
+    store = Store()
+    table = head_table(
+        config.num_attention_heads, config.num_key_value_heads, mesh.cp_size, settings.heads_per_stage
+    )
+    for index, layer in enumerate(model.model.layers):
+        layer.gradient_checkpointing = False
+        layer.forward = StreamedLayer(
+            layer,
+            layer_parts(model, index),
+            model.model.rotary_emb,
+            mesh.cp_group,
+            table,
+            store,
+            settings.layer,
+        )
+    model.lm_head.forward = _Head(model.model.norm, model.lm_head, mesh)
+    model.forward = MethodType(_Forward(mesh), model)
+
+
+class _Head:
+    """Takes the place of lm_head's forward, so that FSDP2 has its weight ready: the loss, or logits."""
+
+    def __init__(self, norm: nn.Module, lm_head: nn.Linear, mesh: Mesh) -> None:
+        self.norm, self.lm_head, self.mesh = norm, lm_head, mesh
+
+    def __call__(self, x_sD: Tensor, labels_s: Tensor | None) -> Tensor:
+        if labels_s is not None:
+            return linear_cross_entropy(x_sD, labels_s, self.norm, self.lm_head.weight)
+        logits_sV = self.norm(x_sD) @ self.lm_head.weight.t()
+        return _GatherTokens.apply(logits_sV, self.mesh.cp_group)  # type: ignore
+
+
+class _Forward:
+    """The model's forward. A class only to carry the mesh; bound to the model as a method."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        num_items_in_batch: int | None = None,
+    ) -> ParallelOutput:
+        mesh = self.mesh
+        inputs = (input_ids, labels, position_ids, attention_mask, document_ids)
+        on_device = [None if t is None else t.to(mesh.device) for t in inputs]
+        share = take_share(*on_device, mesh.cp_rank, mesh.cp_size)  # type: ignore[arg-type]
+        x_sD = model.model.embed_tokens(share.ids_s)
+        for layer in model.model.layers:
+            x_sD = layer(x_sD, share.positions_s, share.docs)
+        if share.labels_s is None:
+            logits_SV = model.lm_head(x_sD, None)[: input_ids.numel()]
+            return ParallelOutput(logits=logits_SV.unflatten(0, input_ids.shape))
+        total = model.lm_head(x_sD, share.labels_s)
+        num_tokens = self._count(share)
+        loss = _GlobalSum.apply(total / max(num_items_in_batch or num_tokens, 1), mesh.fsdp.get_group())
+        return ParallelOutput(loss=loss, num_tokens=num_tokens)
+
+    def _count(self, share: Share) -> int:
+        """Valid labels of the global batch: cp ranks all know their own batch's."""
+        if self.mesh.dp_size == 1:
+            return share.num_valid
+        count = torch.tensor(share.num_valid, device=self.mesh.device)
+        dist.all_reduce(count, group=self.mesh.dp_group)
+        return int(count)
+
+
+class _GlobalSum(torch.autograd.Function):
+    """The sum over ranks; backward passes the gradient on as it is, since FSDP2 sums what ranks contribute."""
+
+    @staticmethod
+    def forward(ctx, value, group):
+        total = value.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, dtotal):
+        return dtotal, None
+
+
+class _GatherTokens(torch.autograd.Function):
+    """All tokens of the sequence on every rank; backward takes this rank's own, which nobody else contributes."""
+
+    @staticmethod
+    def forward(ctx, local_sV, group):
+        ctx.rank, ctx.s = group.rank(), len(local_sV)
+        whole_SV = local_sV.new_empty(group.size() * len(local_sV), local_sV.shape[1])
+        dist.all_gather_into_tensor(whole_SV, local_sV.contiguous(), group=group)
+        return whole_SV
+
+    @staticmethod
+    def backward(ctx, dwhole_SV):
+        return dwhole_SV[ctx.rank * ctx.s : (ctx.rank + 1) * ctx.s], None

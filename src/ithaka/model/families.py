@@ -1,0 +1,98 @@
+"""Hugging Face module names and quirks, one entry per family; refuses by name what the layer does not compute."""
+
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ithaka.config import ConfigError
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """The parts of one decoder layer: y = x + attention(norm1(x)); y + mlp(norm2(y))."""
+
+    norm1: nn.Module
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
+    norm2: nn.Module
+    mlp: nn.Module
+    head_dim: int
+    scale: float
+    window: int | None
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names below a decoder layer. Families that differ only in values share an entry's defaults."""
+
+    qk_norm: bool = False
+    windowed: str | None = None  # "model": one window for all layers; "layer": config.layer_types says which
+
+
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(windowed="model"),
+    "qwen2": Family(windowed="layer"),
+    "qwen3": Family(qk_norm=True, windowed="layer"),
+}
+
+# RoPE kinds whose frequencies are fixed; "dynamic" and "longrope" change them with the sequence length.
+FIXED_ROPE = ("default", "linear", "llama3", "yarn")
+
+
+def layer_parts(model: PreTrainedModel, index: int) -> LayerParts:
+    family = FAMILIES[model.config.model_type]
+    layer = model.model.layers[index]
+    attn = layer.self_attn
+    return LayerParts(
+        norm1=layer.input_layernorm,
+        q_proj=attn.q_proj,
+        k_proj=attn.k_proj,
+        v_proj=attn.v_proj,
+        o_proj=attn.o_proj,
+        q_norm=attn.q_norm if family.qk_norm else None,
+        k_norm=attn.k_norm if family.qk_norm else None,
+        norm2=layer.post_attention_layernorm,
+        mlp=layer.mlp,
+        head_dim=attn.head_dim,
+        scale=attn.scaling,
+        window=_window(model.config, family, index),
+    )
+
+
+def _window(config, family: Family, index: int) -> int | None:
+    if family.windowed == "model":
+        return config.sliding_window
+    if family.windowed == "layer" and config.layer_types[index] == "sliding_attention":
+        return config.sliding_window
+    return None
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Refuses, by name, a model with something the streamed layer would not compute."""
+    config = model.config
+    if config.model_type not in FAMILIES:
+        raise ConfigError(
+            f"model_type={config.model_type} is not a supported family; use one of {', '.join(FAMILIES)}"
+        )
+    if getattr(config, "attention_dropout", 0.0):
+        raise ConfigError(
+            f"attention_dropout={config.attention_dropout} is not supported; set it to 0.0 in config.json"
+        )
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope not in FIXED_ROPE:
+        raise ConfigError(f"rope_type={rope} changes with the length; use one of {', '.join(FIXED_ROPE)}")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p:
+            raise ConfigError(f"{name} is dropout with p={module.p}, which is not supported; set it to 0")
+    for index in range(config.num_hidden_layers):
+        attn = model.model.layers[index].self_attn
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            if type(getattr(attn, name)) is not nn.Linear:
+                kind = type(getattr(attn, name)).__name__
+                raise ConfigError(f"layers.{index}.self_attn.{name} is a {kind}; only nn.Linear is supported")

@@ -1,0 +1,77 @@
+"""Token-wise work in tiles, forward and backward.
+
+A tile is a run of this rank's tokens. Token-wise modules (norms, MLP, MoE) are black boxes: run per tile,
+differentiated per tile with local autograd, their weight gradients summed over tiles in fp32 and rounded once.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+def tile_slices(num_tokens: int, tile_tokens: int | None) -> list[slice]:
+    """Runs of at most `tile_tokens` tokens that cover `num_tokens` (None: one run)."""
+    step = max(1, min(tile_tokens or num_tokens, num_tokens))
+    return [slice(first, min(first + step, num_tokens)) for first in range(0, num_tokens, step)]
+
+
+class GradSum:
+    """Gradients summed over tiles and stages: fp32 from the second addition on, rounded once at the end."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, Tensor] = {}
+
+    def add(self, param: Tensor, grad: Tensor | None) -> None:
+        """Adds to the sum kept for `param`; takes `grad` over, so the caller must not use it again."""
+        if grad is None:
+            return
+        have = self._sums.get(id(param))
+        self._sums[id(param)] = grad if have is None else have.to(sum_dtype(have.dtype)).add_(grad)
+
+    def add_heads(self, param: Tensor, heads_n: Tensor, grad: Tensor | None) -> None:
+        """Adds `grad` [n * K, ...] to the rows of `heads` (repeats allowed) in the sum for `param` [H * K, ...]."""
+        if grad is None:
+            return
+        have = self._sums.get(id(param))
+        if have is None:
+            have = torch.zeros(param.shape, dtype=sum_dtype(param.dtype), device=param.device)
+        self._sums[id(param)] = have = have.to(sum_dtype(have.dtype))
+        head_dim = grad.shape[0] // len(heads_n)
+        rows = have.view(-1, head_dim, *have.shape[1:])
+        rows.index_add_(0, heads_n, grad.view(-1, head_dim, *grad.shape[1:]).to(rows.dtype))
+
+    def take(self, param: Tensor) -> Tensor | None:
+        """The sum for `param`, which is then forgotten; in the dtype it was summed in."""
+        return self._sums.pop(id(param), None)
+
+    def take_as(self, param: Tensor) -> Tensor | None:
+        """The sum for `param`, rounded to its dtype: what autograd hands on."""
+        grad = self.take(param)
+        return None if grad is None else grad.to(param.dtype)
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32, or wider if the values are."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def weight_grad(dout_tN: Tensor, in_tD: Tensor) -> Tensor:
+    """dout^T @ in for one tile, [N, D], in fp32 where the device multiplies bf16 into fp32."""
+    if dout_tN.is_cuda and dout_tN.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(dout_tN.t(), in_tD, out_dtype=torch.float32)
+    return dout_tN.t() @ in_tD
+
+
+def tile_backward(
+    f: Callable[[Tensor], Tensor], params: Iterable[nn.Parameter], x: Tensor, dy: Tensor, grads: GradSum
+) -> Tensor:
+    """dx of y = f(x) for one tile by local autograd; gradients of `params` are added to `grads`."""
+    wanted = [p for p in params if p.requires_grad]
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        y = f(x)
+    dx, *dparams = torch.autograd.grad(y, [x, *wanted], dy, allow_unused=True)
+    for param, grad in zip(wanted, dparams, strict=True):
+        grads.add(param, grad)
+    return dx

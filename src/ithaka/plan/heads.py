@@ -1,0 +1,125 @@
+"""Which heads when: one table, made once, that everything else reads.
+
+A rank takes a contiguous run of the checkpoint's query heads (Hugging Face pairs query head h with kv head
+h // (H / G)), a few slots per stage. The kv heads it needs arrive in *loads* just before their first use and
+stay until their last, so k and v of a group move once. Where heads do not divide, slots stay EMPTY: the
+exchange carries them as filler, and their owner computes nothing for them.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+EMPTY = -1
+
+
+@dataclass(frozen=True)
+class Read:
+    """Slots [first, last) of a stage attend to kv slot `kv_slot` of load `load`."""
+
+    first: int
+    last: int
+    load: int
+    kv_slot: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """kv heads that travel together. Tuples are indexed [rank][slot]."""
+
+    kv_heads: tuple[tuple[int, ...], ...]
+    first_stage: int
+    last_stage: int  # over all ranks: their gradients travel back together
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.kv_heads[0])
+
+
+@dataclass(frozen=True)
+class Stage:
+    query_heads: tuple[tuple[int, ...], ...]  # [rank][slot]
+    load: int | None  # the load that arrives with this stage
+    reads: tuple[tuple[Read, ...], ...]  # [rank]
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.query_heads[0])
+
+    def is_full(self, rank: int) -> bool:
+        return EMPTY not in self.query_heads[rank]
+
+
+@dataclass(frozen=True)
+class HeadTable:
+    stages: tuple[Stage, ...]
+    loads: tuple[Load, ...]
+
+    def loads_ending(self, stage: int) -> list[int]:
+        return [i for i, load in enumerate(self.loads) if load.last_stage == stage]
+
+
+def flat(heads: tuple[tuple[int, ...], ...]) -> list[int]:
+    """[rank][slot] heads in the order they lie in the exchange, with head 0 standing in for empty slots."""
+    return [max(head, 0) for of_rank in heads for head in of_rank]
+
+
+@cache
+def head_table(num_heads: int, num_kv_heads: int, cp: int, heads_per_stage: int | None = None) -> HeadTable:
+    """The table for `num_heads` query and `num_kv_heads` kv heads over `cp` ranks, `heads_per_stage` at once.
+
+    `heads_per_stage` is a multiple of cp (None: all heads, which is plain Ulysses).
+    """
+    assert num_heads % num_kv_heads == 0 and 1 <= cp <= num_heads
+    most = -(-num_heads // cp)
+    slots = most if heads_per_stage is None else min(most, heads_per_stage // cp)
+    assert slots >= 1, "heads_per_stage must be at least cp"
+    num_stages = -(-most // slots)
+    bounds = [rank * num_heads // cp for rank in range(cp + 1)]
+    group_size = num_heads // num_kv_heads
+    query_heads = [
+        tuple(_slots(range(bounds[r], bounds[r + 1]), i * slots, slots) for r in range(cp))
+        for i in range(num_stages)
+    ]
+    return _with_loads(query_heads, cp, group_size)
+
+
+def _slots(heads: range, first: int, count: int) -> tuple[int, ...]:
+    taken = tuple(heads[first : first + count])
+    return taken + (EMPTY,) * (count - len(taken))
+
+
+def _with_loads(query_heads: list[tuple[tuple[int, ...], ...]], cp: int, group_size: int) -> HeadTable:
+    held: list[dict[int, tuple[int, int]]] = [{} for _ in range(cp)]  # per rank: kv head -> (load, slot)
+    arrivals: list[tuple[tuple[tuple[int, ...], ...], int]] = []
+    stages: list[Stage] = []
+    for i, of_ranks in enumerate(query_heads):
+        needed = [list(dict.fromkeys(h // group_size for h in heads if h != EMPTY)) for heads in of_ranks]
+        new = [[g for g in needed[r] if g not in held[r]] for r in range(cp)]
+        width = max(len(n) for n in new)
+        load = len(arrivals) if width else None
+        if load is not None:
+            arrivals.append((tuple(tuple(n) + (EMPTY,) * (width - len(n)) for n in new), i))
+        for r in range(cp):
+            kept = {g: where for g, where in held[r].items() if g in needed[r]}
+            held[r] = kept | {g: (len(arrivals) - 1, slot) for slot, g in enumerate(new[r])}
+        reads = tuple(_reads(of_ranks[r], held[r], group_size) for r in range(cp))
+        stages.append(Stage(of_ranks, load, reads))
+    loads = tuple(Load(kv, first, _last_use(stages, i)) for i, (kv, first) in enumerate(arrivals))
+    return HeadTable(tuple(stages), loads)
+
+
+def _reads(heads: tuple[int, ...], held: dict[int, tuple[int, int]], group_size: int) -> tuple[Read, ...]:
+    reads: list[Read] = []
+    for slot, head in enumerate(heads):
+        if head == EMPTY:
+            break
+        load, kv_slot = held[head // group_size]
+        if reads and (reads[-1].load, reads[-1].kv_slot) == (load, kv_slot):
+            reads[-1] = Read(reads[-1].first, slot + 1, load, kv_slot)
+        else:
+            reads.append(Read(slot, slot + 1, load, kv_slot))
+    return tuple(reads)
+
+
+def _last_use(stages: list[Stage], load: int) -> int:
+    return max(i for i, stage in enumerate(stages) for reads in stage.reads for r in reads if r.load == load)

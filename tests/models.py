@@ -1,0 +1,64 @@
+"""Small random models of every family, with values that differ per head and per parameter."""
+
+from types import MethodType
+
+import torch
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def tiny_config(family: str, heads: int = 4, kv_heads: int = 2, **changes):
+    """Llama gets biases and tied embeddings in turn, Mistral a window, Qwen2 one windowed layer, Qwen3 a wide head."""
+    special = {
+        "llama": {"attention_bias": True, "tie_word_embeddings": True},
+        "mistral": {"sliding_window": 5},
+        "qwen2": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+        "qwen3": {"head_dim": 16},
+    }[family]
+    values = {
+        "vocab_size": 61,
+        "hidden_size": 8 * heads,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 512,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return AutoConfig.for_model(family, **{**values, **special, **changes})
+
+
+def tiny_model(config, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    """Every parameter random, norms and biases included, the same for the same config."""
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for param in model.parameters():
+            noise = torch.randn(param.shape, generator=generator, dtype=torch.float64)
+            param.copy_((1.0 + 0.3 * noise) if param.dim() == 1 else 0.25 * noise)
+    if dtype == torch.float64:
+        _widen_norms(model)
+    return model.train()
+
+
+def _widen_norms(model: PreTrainedModel) -> None:
+    """Hugging Face's RMSNorm rounds to fp32 inside. In fp64 that rounding turns differences of 1e-16 into 1e-8 now
+    and then, on either side of a comparison; in fp64 models the norms therefore compute in fp64.
+    """
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = MethodType(_wide_norm, module)
+
+
+def _wide_norm(self, x: torch.Tensor) -> torch.Tensor:
+    return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+
+def plain_loss(model: PreTrainedModel, ids, labels, **inputs):
+    """Plain Hugging Face logits, cross-entropy in the model's own precision (its own loss rounds to fp32)."""
+    logits = model(input_ids=ids, **inputs).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)

@@ -1,0 +1,60 @@
+"""A group of gloo processes that serves many cases: started once, a fresh process group per case."""
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+class Ranks:
+    """`run(n, f, *args)` calls f(*args) on n ranks at once and returns what each returned."""
+
+    def __init__(self, size: int) -> None:
+        context = mp.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for _ in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, num_ranks: int, function: Callable, *args: Any, timeout_s: float = 120) -> list[Any]:
+        with tempfile.TemporaryDirectory() as directory:
+            store = os.path.join(directory, "store")
+            for rank in range(num_ranks):
+                self._pipes[rank].send((function, args, rank, num_ranks, store))
+            answers = []
+            for rank in range(num_ranks):
+                if not self._pipes[rank].poll(timeout_s):
+                    self.close()
+                    raise TimeoutError(f"rank {rank} of {num_ranks} did not answer in {timeout_s} s")
+                answers.append(self._pipes[rank].recv())
+        failures = [f"rank {rank}:\n{error}" for rank, (_, error) in enumerate(answers) if error]
+        assert not failures, "\n".join(failures)
+        return [value for value, _ in answers]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+
+def _serve(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        function, args, rank, num_ranks, store = pipe.recv()
+        try:
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+            answer = (function(*args), None)
+        except BaseException:
+            answer = (None, traceback.format_exc())
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        pipe.send(answer)

@@ -1,0 +1,88 @@
+"""Loss and every parameter's gradient equal plain Hugging Face's, on 1, 2 and 4 ranks, for every family."""
+
+import pytest
+import torch
+from models import FAMILIES, plain_loss, tiny_config, tiny_model
+
+from ithaka.dist.mesh import make_mesh
+from ithaka.model.build import Settings, parallelize
+from ithaka.model.layer import LayerOptions
+
+TOLERANCE = 1e-10
+STAGED = [  # family, heads, kv heads, cp, heads per stage
+    ("llama", 4, 2, 1, 1),
+    ("qwen2", 8, 2, 2, 2),
+    ("qwen3", 8, 4, 2, 4),
+    ("mistral", 9, 3, 2, 2),
+    ("qwen2", 7, 1, 4, 4),
+    ("llama", 28, 4, 4, 8),
+]
+
+
+def batch(config, rows: int, tokens: int):
+    generator = torch.Generator().manual_seed(11)
+    ids = torch.randint(config.vocab_size, (rows, tokens), generator=generator)
+    return ids, ids.clone()
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm().clamp_min(1e-30))
+
+
+def compare(family, heads, kv_heads, cp, dp, rows, tokens, settings=Settings(), ignore_first=0, changes=None):
+    """One rank's part: each data-parallel rank takes its own rows. Returns the worst relative errors."""
+    config = tiny_config(family, heads, kv_heads, **(changes or {}))
+    ids, labels = batch(config, rows * dp, tokens)
+    labels[:, :ignore_first] = -100
+    plain = tiny_model(config)
+    expected = plain_loss(plain, ids, labels)
+    expected.backward()
+
+    mesh = make_mesh(cp)
+    model = parallelize(tiny_model(config), mesh=mesh, settings=settings)
+    mine = slice(mesh.dp_rank * rows, (mesh.dp_rank + 1) * rows)
+    out = model(input_ids=ids[mine], labels=labels[mine])
+    out.loss.backward()
+
+    errors = {"loss": relative(out.loss.detach(), expected.detach())}
+    wanted = dict(plain.named_parameters())
+    for name, param in model.named_parameters():
+        assert param.grad is not None, f"{name} has no gradient"
+        errors[name] = relative(param.grad.full_tensor(), wanted[name].grad)
+    assert set(errors) == {"loss", *wanted}
+    assert out.num_tokens == int((labels[:, 1:] != -100).sum())
+    return errors
+
+
+def check(errors_of_ranks) -> None:
+    for errors in errors_of_ranks:
+        wrong = {name: error for name, error in errors.items() if not error < TOLERANCE}
+        assert not wrong
+
+
+@pytest.mark.parametrize("cp,dp", [(1, 1), (2, 1), (4, 1), (2, 2), (1, 2)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_on_every_mesh(ranks, family, cp, dp):
+    check(ranks.run(cp * dp, compare, family, 4, 2, cp, dp, 2, 19))
+
+
+@pytest.mark.parametrize("heads,kv_heads", [(8, 8), (8, 4), (8, 2), (8, 1), (9, 3), (5, 5), (7, 1)])
+@pytest.mark.parametrize("cp", [2, 4])
+def test_kv_heads_above_equal_and_below_cp(ranks, heads, kv_heads, cp):
+    check(ranks.run(cp, compare, "llama", heads, kv_heads, cp, 1, 1, 21))
+
+
+def test_a_shard_without_valid_labels(ranks):
+    check(ranks.run(4, compare, "llama", 4, 2, 4, 1, 1, 16, Settings(), 9))
+
+
+@pytest.mark.parametrize("keep_attention", [None, "device"])
+@pytest.mark.parametrize("tile_tokens", [None, 5])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("family,heads,kv_heads,cp,heads_per_stage", STAGED)
+def test_stages_tiles_and_kept_attention(
+    ranks, family, heads, kv_heads, cp, heads_per_stage, overlap, tile_tokens, keep_attention
+):
+    options = LayerOptions(tile_tokens=tile_tokens, keep_attention=keep_attention, overlap=overlap)
+    settings = Settings(heads_per_stage=heads_per_stage, layer=options)
+    check(ranks.run(cp, compare, family, heads, kv_heads, cp, 1, 1, 21, settings))
