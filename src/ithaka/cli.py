@@ -1,0 +1,154 @@
+"""The `ithaka` command: parsing and printing only."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import ithaka
+from ithaka.config import CPU_DEFAULT, GPU_DEFAULT, Config, ConfigError, load
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Train standard transformers on sequences of 100 thousand to 10 million tokens.",
+)
+
+EXIT_CONFIG = 2
+
+
+def main() -> None:
+    app()
+
+
+def explains_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """A ConfigError becomes one line on stderr and exit code 2."""
+
+    @functools.wraps(command)
+    def explained(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except ConfigError as error:
+            # Under torchrun all ranks of a node see the same: one of them says it.
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                print(f"ConfigError: {error}", file=sys.stderr, flush=True)
+            raise typer.Exit(EXIT_CONFIG) from None
+
+    return explained
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        print(f"ithaka {ithaka.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+@explains_errors
+def train(
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="CONFIG.yaml", help="Settings; without: a small model to watch."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Local ranks; by default one per GPU, or 2 on CPU.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="RUN_DIR", help="Continue a run from its latest checkpoint.")
+    ] = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where to write the run; by default runs/<date>-<time>."),
+    ] = None,
+) -> None:
+    """Train a model: the one CONFIG.yaml names, or without it a small one on Python's own sources."""
+    from ithaka.train import launch
+    from ithaka.train.check import check_run
+
+    changes = [*(overrides or [])]
+    changes += [f"parallel.ranks={ranks}"] if ranks is not None else []
+    gpus = launch.num_gpus()
+    resolved = resolve(config, changes, resume, run_dir, gpus)
+    num_ranks = launch.decide_ranks(resolved.parallel.ranks, gpus)
+    check_run(resolved, num_ranks, resume)
+    raise typer.Exit(launch.run_ranks(train_rank, (resolved, resume), num_ranks))
+
+
+def train_rank(config: Config, resume: Path | None) -> None:
+    """What every rank runs."""
+    from ithaka.train.loop import run
+
+    run(config, resume)
+
+
+def resolve(
+    file: Path | None, changes: list[str], resume: Path | None, run_dir: Path | None, gpus: int
+) -> Config:
+    """The configuration of the run, with its run directory set."""
+    if resume is None:
+        config = load(file, changes, _embedded_default(file, changes, gpus))
+        run_dir = run_dir or config.train.run_dir or default_run_dir()
+    else:
+        config = _resumed(file, changes, resume, run_dir)
+        run_dir = resume
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, run_dir=run_dir))
+
+
+def _embedded_default(file: Path | None, changes: list[str], gpus: int) -> dict[str, dict[str, Any]]:
+    """Made for the embedded models: a model of the user's own starts from the plain defaults instead."""
+    own_model = any(change.replace(" ", "").startswith("model.path=") for change in changes)
+    if file is not None or own_model:
+        return {}
+    return GPU_DEFAULT if gpus else CPU_DEFAULT
+
+
+def _resumed(file: Path | None, changes: list[str], resume: Path, run_dir: Path | None) -> Config:
+    if file is not None:
+        raise ConfigError(f"config={file} cannot be given with --resume {resume}; change settings with --set")
+    if run_dir is not None:
+        raise ConfigError(f"--run-dir {run_dir} cannot be given with --resume {resume}; leave it out")
+    if not (resume / "config.yaml").is_file():
+        raise ConfigError(f"--resume {resume} holds no config.yaml; give the directory of an earlier run")
+    return load(resume / "config.yaml", changes)
+
+
+def default_run_dir() -> Path:
+    """A new name per run, the same on every rank: under torchrun it comes from the job, not the clock."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    job = os.environ["TORCHELASTIC_RUN_ID"]
+    return Path("runs") / f"torchrun-{job if job != 'none' else os.environ['MASTER_PORT']}"
+
+
+@app.command()
+@explains_errors
+def export(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The directory of a run.")],
+    out_dir: Annotated[Path, typer.Argument(metavar="OUT_DIR", help="A new or empty directory.")],
+) -> None:
+    """Write the latest checkpoint of a run as a Hugging Face directory."""
+    from ithaka.train import checkpoint
+
+    checkpoint.export(run_dir, out_dir)
+    print(f"exported to {out_dir}")

@@ -1,0 +1,228 @@
+"""Ranks are started, told of signals, and reported on once; none is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ithaka.config import ConfigError
+from ithaka.train import launch
+
+# What the ranks of these tests run: module-level, so that a started process can import it.
+
+
+def write_environment(folder: Path) -> None:
+    names = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "OMP_NUM_THREADS",
+    )
+    (folder / os.environ["RANK"]).write_text(" ".join(os.environ[name] for name in names))
+
+
+def fail(rank: str, kind: str) -> None:
+    if os.environ.get("RANK", "0") != rank:
+        time.sleep(60)
+    if kind == "config":
+        raise ConfigError("parallel.cp=6 does not divide the 8 ranks; use 1, 2, 4 or 8")
+    if kind == "memory":
+        raise MemoryError("no room")
+    if kind == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise RuntimeError("boom")
+
+
+def fail_everywhere() -> None:
+    raise RuntimeError("boom on all")
+
+
+def finish_step_then_stop(folder: Path, patience_s: float = 20.0) -> None:
+    """Like the training loop: the first signal sets a flag, and the work goes on for a moment."""
+    asked: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    rank = os.environ["RANK"]
+    (folder / f"ready{rank}").write_text(str(os.getpid()))
+    deadline = time.monotonic() + patience_s
+    while not asked and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.5)
+    (folder / f"saved{rank}").write_text(" ".join(map(str, asked)))
+
+
+def not_yet_training(folder: Path) -> None:
+    (folder / f"ready{os.environ['RANK']}").write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+def fail_while_saving(folder: Path) -> None:
+    finish_step_then_stop(folder)
+    raise OSError("disk full")
+
+
+def never_stop(folder: Path) -> None:
+    signal.signal(signal.SIGINT, lambda number, frame: None)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    (folder / f"ready{os.environ['RANK']}").write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+def started(function: str, folder: Path) -> tuple[subprocess.Popen, list[int]]:
+    """A parent in a process group of its own, as a shell starts it, and the pids of its two ranks."""
+    code = f"""
+        import sys, pathlib, test_launch
+        from ithaka.train import launch
+        if __name__ == "__main__":
+            sys.exit(launch.run_ranks(test_launch.{function}, (pathlib.Path({str(folder)!r}),), 2))
+    """
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    ready = [folder / "ready0", folder / "ready1"]
+    deadline = time.monotonic() + 30
+    while not all(file.exists() and file.read_text() for file in ready):
+        assert time.monotonic() < deadline and parent.poll() is None, parent.communicate()[1]
+        time.sleep(0.02)
+    return parent, [int(file.read_text()) for file in ready]
+
+
+def gone(pids: list[int], within_s: float = 5.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_ranks_get_torchruns_variables(tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(launch, "_num_cores", lambda: 6)
+    assert launch.run_ranks(write_environment, (tmp_path,), 2) == 0
+    first, second = ((tmp_path / name).read_text().split() for name in "01")
+    assert first[:5] == ["0", "0", "2", "2", "127.0.0.1"]
+    assert second[:5] == ["1", "1", "2", "2", "127.0.0.1"]
+    assert first[5] == second[5] and int(first[5]) > 0
+    assert first[6] == second[6] == "3"
+    assert "RANK" not in os.environ
+
+
+@pytest.mark.parametrize(
+    "kind, code, words",
+    [
+        ("config", 2, "parallel.cp=6"),
+        ("memory", 3, "MemoryError: no room"),
+        ("other", 1, "RuntimeError: boom"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failing_rank_ends_the_others_and_gives_its_exit_code(kind, code, words, rank, capsys, monkeypatch):
+    monkeypatch.setattr(launch, "GRACE_S", 0.2)
+    start = time.monotonic()
+    assert launch.run_ranks(fail, (str(rank), kind), 2) == code
+    assert time.monotonic() - start < 15
+    error = capsys.readouterr().err
+    assert error.count(words) == 1
+    assert ("Traceback" in error) == (kind != "config")
+    assert no_child_is_left()
+
+
+def no_child_is_left() -> bool:
+    """But for one small process that multiprocessing keeps."""
+    return all("resource_tracker" in " ".join(p.cmdline()) for p in psutil.Process().children(recursive=True))
+
+
+def test_a_killed_rank_is_named(capsys, monkeypatch):
+    monkeypatch.setattr(launch, "GRACE_S", 0.2)
+    assert launch.run_ranks(fail, ("1", "killed"), 2) == 1
+    assert "rank 1 was killed by SIGKILL" in capsys.readouterr().err
+
+
+def test_an_error_on_all_ranks_is_printed_once(capfd):
+    assert launch.run_ranks(fail_everywhere, (), 3) == 1
+    assert capfd.readouterr().err.count("RuntimeError: boom on all") == 1
+
+
+def test_one_rank_runs_in_this_process(capsys):
+    assert launch.run_ranks(fail, ("0", "config"), 1) == 2
+    assert capsys.readouterr().err.startswith("ConfigError: parallel.cp=6")
+
+
+def test_under_torchrun_the_ranks_are_there_already(tmp_path, monkeypatch):
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert launch.decide_ranks(2, gpus=0) == 8
+    assert launch.run_ranks(write_environment, (tmp_path,), 8) == 0
+    assert [file.name for file in tmp_path.iterdir()] == ["5"]
+
+
+def test_ranks_by_default_one_per_gpu():
+    assert launch.decide_ranks("auto", gpus=4) == 4
+    assert launch.decide_ranks("auto", gpus=0) == 2
+    assert launch.decide_ranks(3, gpus=0) == 3
+    with pytest.raises(ConfigError, match="parallel.ranks=8 exceeds the GPUs found; use at most 4"):
+        launch.decide_ranks(8, gpus=4)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_first_signal_lets_every_rank_finish_and_save(number, tmp_path):
+    parent, pids = started("finish_step_then_stop", tmp_path)
+    if number == signal.SIGINT:
+        os.killpg(parent.pid, number)  # as a terminal does: to every process of the group
+    else:
+        os.kill(parent.pid, number)
+    assert parent.wait(20) == 0
+    # Exactly once: a second one would have ended the rank before it saved.
+    assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == [str(int(number))] * 2
+    assert gone(pids)
+
+
+def test_signal_before_training_begins_stops_the_run(tmp_path):
+    parent, pids = started("not_yet_training", tmp_path)
+    os.kill(parent.pid, signal.SIGINT)
+    assert parent.wait(10) == 130
+    assert "Traceback" not in parent.communicate()[1]
+    assert gone(pids)
+
+
+def test_failure_to_save_after_a_signal_is_told(tmp_path):
+    parent, pids = started("fail_while_saving", tmp_path)
+    os.kill(parent.pid, signal.SIGTERM)
+    assert parent.wait(20) == 1
+    assert parent.communicate()[1].count("OSError: disk full") == 1
+    assert gone(pids)
+
+
+def test_second_signal_ends_all_at_once(tmp_path):
+    parent, pids = started("never_stop", tmp_path)
+    os.kill(parent.pid, signal.SIGINT)
+    time.sleep(0.3)
+    assert parent.poll() is None
+    os.kill(parent.pid, signal.SIGINT)
+    assert parent.wait(10) == 130
+    assert "at once" in parent.communicate()[1]
+    assert gone(pids)
+
+
+def test_ranks_do_not_outlive_a_killed_parent(tmp_path):
+    parent, pids = started("never_stop", tmp_path)
+    parent.kill()
+    parent.wait()
+    assert gone(pids)
