@@ -1,0 +1,36 @@
+# make train    train the embedded default (settings: make train ARGS="--set train.steps=100")
+# make test     everything the continuous integration checks
+# make lint     the part of it that takes seconds
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+# Without an NVIDIA driver a fixed torch; with one, whatever pip chooses for it.
+TORCH  := $(shell nvidia-smi >/dev/null 2>&1 || echo torch==2.13.0)
+
+.PHONY: train test lint clean
+
+train: $(STAMP)
+	$(BIN)/ithaka train $(ARGS)
+
+test: lint
+	$(BIN)/pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(STAMP): pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "ithaka needs Python 3.11 or newer, $(PYTHON) is `$(PYTHON) --version 2>&1`;" \
+	       "name another: make PYTHON=python3.12" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@if [ -n "$(TORCH)" ]; then echo "pip install $(TORCH)"; $(BIN)/python -m pip install -q $(TORCH); fi
+	$(BIN)/python -m pip install -q -e '.[dev]'
+	@touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
