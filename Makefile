@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "ithaka needs Python 3.11 or newer, $(PYTHON) is `$(PYTHON) --version 2>&1`;" \
 	       "name another: make PYTHON=python3.12" >&2; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@if [ -n "$(TORCH)" ]; then echo "pip install $(TORCH)"; $(BIN)/python -m pip install -q $(TORCH); fi
 	$(BIN)/python -m pip install -q -e '.[dev]'
 	@touch $(STAMP)
