@@ -316,6 +316,8 @@ def _parse_override(override: str) -> tuple[str, str, Any]:
         raise ConfigError(
             f"--set {override} is not section.key=value; write for example --set train.steps=100"
         )
+    if not text.strip():
+        raise ConfigError(f"{section}.{key}= has no value; write one, or null for none")
     try:
         return section, key, yaml.safe_load(text)
     except yaml.YAMLError:

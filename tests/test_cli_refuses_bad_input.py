@@ -1,0 +1,227 @@
+"""Bad input ends with exit code 2, one line that says what to do, no process started and nothing written."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import ithaka
+from ithaka.cli import app
+from ithaka.config import CPU_DEFAULT, GPU_DEFAULT, embedded_model, load, to_yaml
+from ithaka.train import launch
+
+TEXT = "the quick brown fox jumps over the lazy dog\n" * 50
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty working directory, on a machine without GPUs and not under torchrun."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(launch, "num_gpus", lambda: 0)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Records what would be started instead of starting it."""
+    calls = []
+
+    def run_ranks(function, args, num_ranks):
+        calls.append((*args, num_ranks))
+        return 0
+
+    monkeypatch.setattr(launch, "run_ranks", run_ranks)
+    return calls
+
+
+def contents(folder):
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def refused(folder, started, arguments, words):
+    before = contents(folder)
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("ConfigError: ") and result.stderr.count("\n") == 1
+    for word in words:
+        assert word in result.stderr
+    assert result.stdout == "" and started == [] and contents(folder) == before
+
+
+def write_model(folder, **changes):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(embedded_model("small") | changes))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["missing.yaml"], ["config=missing.yaml", "No such file", "YAML file"]),
+        (["--set", "train.stepz=5"], ["train.stepz=5", "did you mean train.steps?"]),
+        (["--set", "data.context=0"], ["data.context=0", "at least 2"]),
+        (
+            ["--set", "parallel.cp=6", "--ranks", "8"],
+            ["parallel.cp=6 does not divide the 8 ranks; use 1, 2, 4 or 8"],
+        ),
+        (["--set", "parallel.cp=4"], ["parallel.cp=4", "the 2 ranks", "--ranks 4"]),
+        (["--set", "parallel.cp=3", "--ranks", "1"], ["parallel.cp=3", "1 rank;", "use 1;"]),
+        (
+            ["--set", "parallel.cp=16", "--ranks", "16"],
+            ["parallel.cp=16", "8 query heads", "use 1, 2, 4 or 8"],
+        ),
+        (["--ranks", "16"], ["parallel.cp=all (16 ranks)", "8 query heads", "use 1, 2, 4 or 8"]),
+        (["--ranks", "0"], ["parallel.ranks=0", "at least 1"]),
+        (
+            ["--set", "parallel.heads_per_stage=3"],
+            ["parallel.heads_per_stage=3", "parallel.cp=2", "2, 4, 6 or 8"],
+        ),
+        (["--set", "parallel.heads_per_stage=10"], ["parallel.heads_per_stage=10", "8 query heads"]),
+        (["--set", "memory.keep_attention=5"], ["memory.keep_attention=5", "4 layers", "all"]),
+        (["--set", "memory.disk_path=nowhere"], ["memory.disk_path=nowhere", "create it"]),
+        (["--set", "model.path=nowhere"], ["model.path=nowhere", "No such file", "config.json"]),
+        (["--set", "data.path=nowhere.txt"], ["nowhere.txt", "does not exist"]),
+        (["--set", "data.validation_path=nowhere.txt"], ["nowhere.txt", "does not exist"]),
+        (["--set", "data.tokenizer=nowhere"], ["data.tokenizer=nowhere", "tokenizer"]),
+        (["--resume", "nowhere"], ["--resume nowhere", "config.yaml", "earlier run"]),
+        (["--resume", "nowhere", "run.yaml"], ["config=run.yaml", "--resume", "--set"]),
+        (["--resume", "nowhere", "--run-dir", "other"], ["--run-dir other", "--resume"]),
+    ],
+    ids=lambda value: " ".join(value) if value and value[0].startswith("--") else None,
+)
+def test_refused_before_anything_starts(arguments, words, folder, started):
+    refused(folder, started, ["train", *arguments], words)
+
+
+def test_run_directory_of_another_run(folder, started):
+    (folder / "old").mkdir()
+    (folder / "old" / "config.yaml").write_text("")
+    refused(
+        folder, started, ["train", "--run-dir", "old"], ["train.run_dir=old", "--run-dir", "--resume old"]
+    )
+    refused(folder, started, ["train", "--set", "train.run_dir=old"], ["train.run_dir=old"])
+
+
+def test_run_directory_that_is_a_file(folder, started):
+    (folder / "old").write_text("")
+    for name in ("old", "old/new"):
+        refused(folder, started, ["train", "--run-dir", name], [f"train.run_dir={name}", "is a file"])
+
+
+def test_resume_without_a_checkpoint(folder, started):
+    (folder / "run").mkdir()
+    (folder / "run" / "config.yaml").write_text(to_yaml(load(base=CPU_DEFAULT)))
+    refused(folder, started, ["train", "--resume", "run"], ["run", "checkpoint"])
+
+
+@pytest.mark.parametrize(
+    "make", [lambda path: path.write_text(""), lambda path: path.mkdir()], ids=["file", "directory"]
+)
+def test_empty_data(make, folder, started):
+    make(folder / "corpus")
+    refused(folder, started, ["train", "--set", "data.path=corpus"], ["corpus"])
+
+
+def test_tokenizer_larger_than_the_model(folder, started):
+    write_model(folder / "model", vocab_size=200)
+    arguments = ["train", "--set", "model.path=model", "--set", "data.tokenizer=bytes"]
+    refused(folder, started, arguments, ["259", "vocab_size=200"])
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"model_type": "gpt2"}, ["model_type=gpt2", "llama"]),
+        ({"num_attention_heads": None}, ["num_attention_heads"]),
+    ],
+)
+def test_model_that_is_not_supported(changes, words, folder, started):
+    write_model(folder / "model", **changes)
+    refused(folder, started, ["train", "--set", "model.path=model"], ["model", *words])
+
+
+def test_pickled_weights_are_not_taken_for_training_from_scratch(folder, started):
+    (write_model(folder / "model") / "pytorch_model.bin").write_bytes(b"")
+    words = ["model.path=model", "pytorch_model.bin", "safetensors", "config.json"]
+    refused(folder, started, ["train", "--set", "model.path=model", "--set", "data.tokenizer=bytes"], words)
+
+
+def test_more_ranks_than_gpus(folder, started, monkeypatch):
+    monkeypatch.setattr(launch, "num_gpus", lambda: 2)
+    refused(folder, started, ["train", "--ranks", "4"], ["parallel.ranks=4", "at most 2"])
+
+
+def test_export_of_what_is_no_run(folder, started):
+    refused(folder, started, ["export", "nowhere", "out"], ["nowhere", "does not exist"])
+
+
+# And what is right does start.
+
+
+def test_defaults_start_two_ranks_that_share_a_sequence(folder, started):
+    result = CliRunner().invoke(app, ["train", "--set", "train.steps=7"])
+    assert result.exit_code == 0, result.output
+    [(config, resume, num_ranks)] = started
+    assert (num_ranks, resume, config.parallel.cp, config.train.steps) == (2, None, "all", 7)
+    assert config.data.context == CPU_DEFAULT["data"]["context"] >= 4096
+    assert config.train.run_dir.parent.name == "runs" and contents(folder) == {}
+
+
+def test_gpus_get_a_larger_model_and_128k(folder, started, monkeypatch):
+    monkeypatch.setattr(launch, "num_gpus", lambda: 4)
+    assert CliRunner().invoke(app, ["train"]).exit_code == 0
+    [(config, _, num_ranks)] = started
+    assert (num_ranks, config.model.embedded, config.data.context) == (4, "base", 128 * 1024)
+    assert config.optim.lr == GPU_DEFAULT["optim"]["lr"]
+
+
+def test_own_model_starts_from_plain_defaults(folder, started):
+    write_model(folder / "model")
+    (folder / "text.txt").write_text(TEXT)
+    arguments = [
+        "train",
+        "--set",
+        "model.path=model",
+        "--set",
+        "data.path=text.txt",
+        "--set",
+        "data.tokenizer=bytes",
+    ]
+    result = CliRunner().invoke(app, [*arguments, "--ranks", "1", "--run-dir", "here"])
+    assert result.exit_code == 0, result.output
+    [(config, _, num_ranks)] = started
+    assert (num_ranks, str(config.train.run_dir), config.optim.lr) == (1, "here", 3e-4)
+
+
+def test_resume_takes_the_saved_settings(folder, started, monkeypatch):
+    from ithaka.train import checkpoint
+
+    monkeypatch.setattr(checkpoint, "find", lambda run_dir: run_dir)
+    (folder / "run").mkdir()
+    (folder / "run" / "config.yaml").write_text(to_yaml(load(overrides=["train.seed=5"], base=CPU_DEFAULT)))
+    result = CliRunner().invoke(app, ["train", "--resume", "run", "--set", "train.steps=99", "--ranks", "1"])
+    assert result.exit_code == 0, result.output
+    [(config, resume, num_ranks)] = started
+    assert (config.train.seed, config.train.steps, num_ranks) == (5, 99, 1)
+    assert str(resume) == str(config.train.run_dir) == "run"
+
+
+def test_under_torchrun_all_ranks_name_the_same_run_directory(folder, started, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job7")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert CliRunner().invoke(app, ["train"]).exit_code == 0
+    assert {str(config.train.run_dir) for config, _, _ in started} == {"runs/torchrun-job7"}
+
+
+def test_exit_code_of_the_ranks_is_that_of_the_command(folder, monkeypatch):
+    monkeypatch.setattr(launch, "run_ranks", lambda function, args, num_ranks: 3)
+    assert CliRunner().invoke(app, ["train"]).exit_code == 3
+
+
+def test_version(folder):
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"ithaka {ithaka.__version__}\n")

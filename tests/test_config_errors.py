@@ -1,0 +1,157 @@
+"""The configuration is strict: what it does not understand it refuses, with field, value and way out."""
+
+import dataclasses
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ithaka.config import (
+    CPU_DEFAULT,
+    GPU_DEFAULT,
+    SECTIONS,
+    Config,
+    ConfigError,
+    MemoryConfig,
+    ParallelConfig,
+    TrainConfig,
+    load,
+    parse,
+    to_yaml,
+)
+
+
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        ("data.contxt=5", ["data.contxt=5", "did you mean data.context?"]),
+        ("dta.context=5", ["dta", "did you mean data?"]),
+        ("banana.x=5", ["banana", "use one of model, data"]),
+        ("optim.zzz=5", ["optim.zzz=5", "use one of optim.lr"]),
+        ("data.context=0", ["data.context=0", "at least 2"]),
+        ("data.context=long", ["data.context=long", "a whole number"]),
+        ("data.context=1.5", ["data.context=1.5", "a whole number"]),
+        ("data.context=true", ["data.context=true", "a whole number"]),
+        ("data.context=null", ["data.context=null", "a whole number"]),
+        ("data.context=1G", ["data.context=1G", "a whole number"]),
+        ("data.path=", ["data.path=", "no value", "null"]),
+        ("data.path=''", ["data.path=", "a path or null"]),
+        ("data.validation_fraction=1", ["data.validation_fraction=1", "less than 1"]),
+        ("parallel.cp=0", ["parallel.cp=0", "at least 1"]),
+        ("parallel.cp=most", ["parallel.cp=most", "a whole number or all"]),
+        ("memory.checkpoint=some", ["memory.checkpoint=some", "none or full"]),
+        ("memory.keep_attention=-1", ["memory.keep_attention=-1", "at least 0"]),
+        ("memory.offload_optimizer=1", ["memory.offload_optimizer=1", "true or false"]),
+        ("model.dtype=fp8", ["model.dtype=fp8", "bfloat16"]),
+        ("optim.betas=0.9", ["optim.betas=0.9", "a list of 2 numbers"]),
+        ("optim.betas=[0.9, 1.0]", ["optim.betas=1.0", "less than 1"]),
+        ("optim.lr=nan", ["optim.lr=nan", "a number"]),
+        ("optim.lr=-1e-3", ["optim.lr=-0.001", "at least 0"]),
+        ("optim.clip_norm=0", ["optim.clip_norm=0", "more than 0"]),
+        ("optim.min_lr_ratio=2", ["optim.min_lr_ratio=2", "at most 1"]),
+        ("train.steps=0", ["train.steps=0", "at least 1"]),
+        ("train.steps", ["--set train.steps", "section.key=value"]),
+        ("steps=5", ["--set steps=5", "section.key=value"]),
+        ("train.steps=[", ["train.steps=[", "YAML"]),
+    ],
+)
+def test_bad_override_names_field_value_and_way_out(override, words):
+    with pytest.raises(ConfigError) as error:
+        load(overrides=[override])
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (None, ["run.yaml", "No such file"]),
+        ("train: {steps: 5", ["run.yaml", "not valid YAML", "line 1"]),
+        ("- a\n- b\n", ["run.yaml", "no mapping"]),
+        ("train: 5\n", ["train=5", "not a mapping"]),
+        ("trian:\n  steps: 5\n", ["trian", "run.yaml", "did you mean train?"]),
+        ("train:\n  step: 5\n", ["train.step=5", "did you mean train.steps?"]),
+        ("train:\n  steps: many\n", ["train.steps=many", "a whole number"]),
+        ("5: {}\n", ["5 in", "use one of model"]),
+    ],
+)
+def test_bad_file_names_place_and_way_out(content, words, tmp_path):
+    file = tmp_path / "run.yaml"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError) as error:
+        load(file)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_binary_file_is_refused(tmp_path):
+    (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00\x01")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load(tmp_path / "run.yaml")
+
+
+def test_later_settings_win(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("train:\n  steps: 7\n  batch: 3\ndata:\n")
+    config = load(file, ["train.steps=9"], base={"train": {"steps": 5, "batch": 2, "seed": 1}})
+    assert (config.train.steps, config.train.batch, config.train.seed) == (9, 3, 1)
+    assert config.data == Config().data
+
+
+@pytest.mark.parametrize(
+    "text, tokens",
+    [("4096", 4096), ("128K", 131072), ("1M", 1 << 20), ("1.5M", 3 << 19), ("10m", 10 << 20), ("0.5k", 512)],
+)
+def test_token_counts_as_people_write_them(text, tokens):
+    assert load(overrides=[f"data.context={text}"]).data.context == tokens
+
+
+def test_numbers_in_scientific_notation():
+    assert load(overrides=["optim.lr=3e-4"]).optim.lr == 3e-4
+    assert load(overrides=["optim.lr=1"]).optim.lr == 1.0
+
+
+def test_words_and_numbers_share_a_field():
+    assert load(overrides=["memory.keep_attention=3"]).memory.keep_attention == 3
+    assert load(overrides=["memory.keep_attention=all"]).memory.keep_attention == "all"
+    assert load(overrides=["optim.clip_norm=null"]).optim.clip_norm is None
+
+
+@pytest.mark.parametrize("base", [{}, CPU_DEFAULT, GPU_DEFAULT], ids=["plain", "cpu", "gpu"])
+def test_defaults_are_valid_and_survive_yaml(base, tmp_path):
+    config = load(overrides=["data.path=some/text.jsonl", "optim.betas=[0.8, 0.9]"], base=base)
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert load(tmp_path / "config.yaml") == config
+
+
+def test_every_setting_is_in_the_saved_file():
+    saved = yaml.safe_load(to_yaml(Config()))
+    for name, cls in SECTIONS.items():
+        assert list(saved[name]) == [field.name for field in dataclasses.fields(cls)]
+
+
+def test_python_construction_is_checked_too():
+    with pytest.raises(ConfigError, match="train.steps=0"):
+        dataclasses.replace(TrainConfig(), steps=0)
+    with pytest.raises(ConfigError, match="parallel.cp"):
+        ParallelConfig(cp=1.5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tile=st.one_of(st.just("all"), st.integers(1, 1 << 40)),
+    keep=st.one_of(st.sampled_from(["none", "all"]), st.integers(0, 200)),
+    eps=st.floats(1e-300, 1e300),
+    field=st.text(min_size=1),
+)
+def test_any_valid_value_survives_yaml(tile, keep, eps, field):
+    tree = {
+        "memory": {"tile_tokens": tile, "keep_attention": keep},
+        "optim": {"eps": eps},
+        "data": {"text_field": field},
+    }
+    config = parse(tree)
+    assert config.memory == MemoryConfig(tile_tokens=tile, keep_attention=keep)
+    assert parse(yaml.safe_load(to_yaml(config))) == config
