@@ -134,7 +134,7 @@ class SequenceStream:
             if piece is None:
                 return False
             # After a seek the first piece is the one `offset` counts in; every other is read from its start.
-            if (place, piece.cursor) != (self.position.unit, self.position.cursor) or self._piece is not None:
+            if (place, piece.cursor) != (self.position.unit, self.position.cursor):
                 self.position.offset = 0
             self.position.unit, self.position.cursor, self._piece = place, piece.cursor, piece
         return True

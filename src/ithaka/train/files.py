@@ -88,7 +88,7 @@ def _walk(directory: Path) -> Iterator[File]:
         if hidden or not path.is_file() or not path.stat().st_size:
             continue
         kind = KINDS.get(path.suffix)
-        if kind or _looks_like_text(path):
+        if kind or (path.suffix not in NAMED_KINDS and _looks_like_text(path)):
             yield File(path, kind or "text", named=False)
 
 

@@ -29,7 +29,8 @@ class Piece:
 
 
 class Unit(Protocol):
-    path: Path
+    @property
+    def path(self) -> Path: ...
 
     @property
     def identity(self) -> tuple[int, ...]:
@@ -59,7 +60,7 @@ class Share:
 
 
 def scramble(values: np.ndarray, *key: int) -> np.ndarray:
-    """A hash of each value under `key`, uint64 (splitmix64): ours, so that no library update reorders data."""
+    """A hash of each value under `key`, uint64 (splitmix64): ours, so no library update reorders data."""
     state = np.zeros(len(values), dtype=np.uint64)
     with np.errstate(over="ignore"):
         for part in (*key, values):

@@ -1,0 +1,199 @@
+"""The global stream is the same for any number of ranks, and continues bit for bit from its state."""
+
+import itertools
+import json
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+
+from ithaka.config import ConfigError, DataConfig
+from ithaka.train import rows, sources
+from ithaka.train.data import ByteTokenizer, num_valid, open_data
+from test_data_sources import TEXTS, write_jsonl, write_parquet
+
+BYTES = ByteTokenizer()
+KINDS = ["text", "directory", "jsonl", "parquet", "tokens"]
+
+
+@pytest.fixture(params=KINDS)
+def data(request, tmp_path, monkeypatch):
+    """A config over each kind of source, with pieces so small that a sequence spans many and many span it."""
+    monkeypatch.setattr(sources, "TEXT_PIECE_BYTES", 50)
+    monkeypatch.setattr(sources, "PIECE_TOKENS", 50)
+    monkeypatch.setattr(rows, "JSONL_UNIT_BYTES", 300)
+    monkeypatch.setattr(rows, "PARQUET_PIECE_ROWS", 7)
+    path = {
+        "text": lambda: write_text(tmp_path / "a.txt"),
+        "directory": lambda: write_directory(tmp_path),
+        "jsonl": lambda: write_jsonl(tmp_path / "a.jsonl", TEXTS[:40]),
+        "parquet": lambda: write_parquet(tmp_path / "a.parquet", TEXTS[:40], row_group_size=15),
+        "tokens": lambda: write_tokens(tmp_path / "a.npy"),
+    }[request.param]()
+    return DataConfig(path=path, context=64, validation_fraction=0.1)
+
+
+def write_text(path):
+    path.write_text("\n".join(TEXTS[:40]))
+    return path
+
+
+def write_directory(path):
+    for i, text in enumerate(TEXTS[:40]):
+        (path / f"{i:02}.txt").write_text(text)
+    return path
+
+
+def write_tokens(path):
+    np.save(path, np.random.RandomState(0).randint(0, 259, 2000))
+    return path
+
+
+def opened(data, rank=0, size=1, batch=1, seed=5):
+    return open_data(data, tokenizer=BYTES, seed=seed, dp_rank=rank, dp_size=size, batch=batch)
+
+
+def global_rows(streams, steps):
+    """All ranks' rows in global order: sequence i of a batch is row i // size of rank i % size."""
+    found = []
+    for _ in range(steps):
+        batches = [torch.stack(list(stream.next_batch()), dim=1) for stream in streams]  # [B, 3, S] each
+        found += [row for group in zip(*batches, strict=True) for row in group]
+    return found
+
+
+def assert_equal(one, two):
+    assert len(one) == len(two)
+    for a, b in zip(one, two, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_global_stream_does_not_depend_on_the_ranks(data):
+    reference = opened(data)
+    alone = global_rows([reference], 120)
+    assert reference.stream.position.epoch > 1  # epochs end inside a batch
+    for size, batch in [(1, 4), (2, 1), (2, 3), (4, 2), (3, 1)]:
+        streams = [opened(data, rank, size, batch) for rank in range(size)]
+        assert_equal(
+            global_rows(streams, 120 // (size * batch)), alone[: 120 // (size * batch) * size * batch]
+        )
+
+
+def test_resume_anywhere_in_two_epochs_is_bitwise(data):
+    reference = opened(data)
+    states, expected = [], []
+    while reference.stream.position.epoch < 2:
+        states.append(json.dumps(reference.state_dict()))
+        expected += global_rows([reference], 1)
+    assert len(states) > 20
+    for i in range(0, len(states), 3):
+        resumed = opened(data)
+        resumed.load_state_dict(json.loads(states[i]))
+        assert_equal(global_rows([resumed], min(5, len(expected) - i)), expected[i : i + 5])
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4)])
+def test_resume_on_another_number_of_ranks_continues_the_stream(data, before, after):
+    expected = global_rows([opened(data)], 60)
+    streams = [opened(data, rank, before) for rank in range(before)]
+    done = global_rows(streams, 20 // before)
+    states = [stream.state_dict() for stream in streams]
+    assert all(state == states[0] for state in states) and states[0]["sequences"] == 20
+    resumed = [opened(data, rank, after) for rank in range(after)]
+    for stream in resumed:
+        stream.load_state_dict(json.loads(json.dumps(states[0])))
+    assert_equal(done + global_rows(resumed, 40 // after), expected)
+
+
+def test_resuming_reads_only_the_piece_it_stopped_in(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "TEXT_PIECE_BYTES", 50)
+    data = DataConfig(path=write_text(tmp_path / "a.txt"), context=16, validation_fraction=0)
+    stream = opened(data)
+    for _ in range(50):
+        stream.next_batch()
+    resumed = opened(data)
+    resumed.load_state_dict(stream.state_dict())
+    read, encode = [], BYTES.encode
+    monkeypatch.setattr(BYTES, "encode", lambda text: read.append(text) or encode(text))
+    resumed.next_batch()
+    assert len(read) <= 2
+
+
+def test_a_seed_gives_another_order(tmp_path):
+    data = DataConfig(path=write_directory(tmp_path), context=64)
+    one, same, other = (global_rows([opened(data, seed=seed)], 10) for seed in (1, 1, 2))
+    assert_equal(one, same)
+    assert not torch.equal(torch.stack(one), torch.stack(other))
+
+
+def test_state_of_other_data_is_refused(tmp_path):
+    data = DataConfig(path=write_directory(tmp_path), context=64)
+    state = opened(data).state_dict()
+    with pytest.raises(ConfigError, match="train.seed are not those of the checkpoint"):
+        opened(data, seed=6).load_state_dict(state)
+    (tmp_path / "00.txt").write_text("longer than it was before")
+    with pytest.raises(ConfigError, match="data.path, its files"):
+        opened(data).load_state_dict(state)
+
+
+def test_validation_is_fixed_and_apart_from_training(data):
+    stream = opened(data)
+    first = [batch.input_ids for batch in stream.validation_batches(3)]
+    stream.next_batch()
+    again = [batch.input_ids for batch in stream.validation_batches(3)]
+    assert 1 <= len(first) <= 3
+    assert_equal(first, again)
+    assert_equal(first[:1], [batch.input_ids for batch in stream.validation_batches(1)])
+    assert_equal(first, [batch.input_ids for batch in opened(data, seed=99).validation_batches(3)])
+    held_out = sum(sequence.length for sequence in stream.validation_sequences(10**6))
+    seen = 0
+    while stream.stream.position.epoch == 0:
+        sequence = stream.stream.next()
+        seen += sequence.length * (stream.stream.position.epoch == 0)
+    assert 0 < held_out < seen / 2
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 5])
+def test_validation_has_as_many_batches_on_every_rank_and_each_label_once(data, count):
+    whole = list(opened(data).validation_batches(count))
+    expected = sum(num_valid(batch.labels) for batch in whole)
+    for size, batch in [(2, 1), (2, 2), (4, 1)]:
+        ranks = [list(opened(data, rank, size, batch).validation_batches(count)) for rank in range(size)]
+        assert {len(batches) for batches in ranks} == {-(-len(whole) // (size * batch))}
+        assert sum(num_valid(b.labels) for b in itertools.chain(*ranks)) == expected
+        assert all(b.input_ids.shape == (batch, 64) for b in itertools.chain(*ranks))
+        real = [
+            row.sum() for b in itertools.chain(*ranks) for row in b.input_ids if row.tolist() != [258] * 64
+        ]
+        assert sorted(map(int, real)) == sorted(int(b.input_ids.sum()) for b in whole)
+
+
+def test_validation_path_and_none(tmp_path):
+    (tmp_path / "train.txt").write_text("train " * 50)
+    (tmp_path / "other.txt").write_text("other")
+    data = DataConfig(path=tmp_path / "train.txt", validation_path=tmp_path / "other.txt", context=8)
+    (sequence,) = opened(data).validation_sequences(5)
+    assert sequence.ids.tolist() == [*b"other", 257, 258, 258]
+    without = opened(DataConfig(path=tmp_path / "train.txt", validation_fraction=0, context=8))
+    assert list(without.validation_batches(5)) == []
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "tokens"])
+def test_memory_is_that_of_a_piece_and_a_sequence_not_of_the_file(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(sources, "TEXT_PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(sources, "PIECE_TOKENS", 1 << 16)
+    monkeypatch.setattr(rows, "JSONL_UNIT_BYTES", 1 << 16)
+    path = tmp_path / {"text": "a.txt", "jsonl": "a.jsonl", "tokens": "a.npy"}[kind]
+    if kind == "tokens":
+        np.save(path, np.zeros(1 << 23, np.int32))
+    else:
+        path.write_text(('{"text": "' + "x" * 1011 + '"}\n') * (1 << 13))
+    data = opened(DataConfig(path=path, context=1 << 12))
+    data.next_batch()
+    tracemalloc.start()
+    while data.stream.position.epoch == 0:
+        data.stream.next()
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert path.stat().st_size >= 1 << 23 and peak_bytes < 1 << 21

@@ -1,0 +1,99 @@
+"""Byte ids are the bytes; what is saved loads with AutoTokenizer and gives the same ids."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from ithaka import config
+from ithaka.config import ConfigError, DataConfig
+from ithaka.train.data import ByteTokenizer, Tokenizer, check, load_tokenizer
+
+BYTES = ByteTokenizer()
+WORDS = ["<unk>", "<s>", "</s>", "a", "b", "c"]
+
+
+def word_tokenizer(adds_bos: bool = False) -> PreTrainedTokenizerFast:
+    backend = Backend(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if adds_bos:
+        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>", model_max_length=2
+    )
+
+
+@pytest.fixture(scope="module")
+def reloaded(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tokenizer")
+    BYTES.save_pretrained(directory)
+    return AutoTokenizer.from_pretrained(directory)
+
+
+def test_byte_ids_are_those_of_the_embedded_models():
+    assert (BYTES.bos_id, BYTES.eos_id, BYTES.pad_id) == (config.BOS, config.EOS, config.PAD)
+    assert BYTES.vocab_size == 259 <= config.BYTE_VOCAB
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text())
+def test_bytes_equal_the_saved_tokenizer(reloaded, text):
+    ids = BYTES.encode(text).tolist()
+    assert ids == list(text.encode())
+    assert reloaded(text)["input_ids"] == ids
+    assert reloaded.decode(ids) == BYTES.decode(ids) == text
+
+
+def test_every_byte_is_its_own_id_and_special_names_in_text_are_text(reloaded):
+    for text in ["".join(map(chr, range(0x250))), "<|eos|><|bos|> <|pad|>", "  a .\r\n\tb , c", "\0", ""]:
+        assert reloaded(text)["input_ids"] == BYTES.encode(text).tolist() == list(text.encode())
+    assert reloaded.convert_tokens_to_ids(["<|bos|>", "<|eos|>", "<|pad|>"]) == [256, 257, 258]
+
+
+def test_hugging_face_directory_gives_its_own_ids(tmp_path):
+    word_tokenizer().save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(DataConfig(tokenizer=str(tmp_path)))
+    assert tokenizer.encode("a b zzz c").tolist() == [3, 4, 0, 5]
+    assert (tokenizer.eos_id, tokenizer.vocab_size, tokenizer.document_prefix) == (2, 6, ())
+    assert [ids.tolist() for ids in tokenizer.encode_batch(["a", "", "b c"])] == [[3], [], [4, 5]]
+
+
+def test_bos_is_a_prefix_only_where_the_tokenizer_adds_it():
+    tokenizer = Tokenizer(word_tokenizer(adds_bos=True))
+    assert tokenizer.document_prefix == (1,)
+    assert tokenizer.encode("a b").tolist() == [3, 4]
+
+
+def test_none_is_the_models_tokenizer(tmp_path):
+    word_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    for path in (tmp_path, tmp_path / "config.json"):
+        tokenizer = load_tokenizer(DataConfig(), path)
+        assert tokenizer is not None and tokenizer.vocab_size == 6
+    assert isinstance(load_tokenizer(DataConfig(), None), ByteTokenizer)
+    assert isinstance(load_tokenizer(DataConfig(tokenizer="bytes"), tmp_path), ByteTokenizer)
+
+
+def test_tokenizer_json_alone_takes_eos_from_the_models_config(tmp_path):
+    word_tokenizer().backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [2, 1]}))
+    assert load_tokenizer(DataConfig(), tmp_path).eos_id == 2
+    assert load_tokenizer(DataConfig(tokenizer=str(tmp_path / "tokenizer.json"))).encode("c").tolist() == [5]
+
+
+def test_missing_tokenizers_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"data.tokenizer=.*nowhere is not a directory"):
+        load_tokenizer(DataConfig(tokenizer=str(tmp_path / "nowhere")))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"model.path=.*holds no tokenizer.json; set data.tokenizer"):
+        load_tokenizer(DataConfig(), tmp_path)
+
+
+def test_vocabulary_larger_than_the_models_is_refused():
+    with pytest.raises(ConfigError, match="vocabulary of 259 exceeds model vocab_size=256"):
+        check(DataConfig(), 256)
+    check(DataConfig(), 259)
