@@ -80,6 +80,7 @@ def write_model(folder, **changes):
         ),
         (["--set", "parallel.heads_per_stage=10"], ["parallel.heads_per_stage=10", "8 query heads"]),
         (["--set", "memory.keep_attention=5"], ["memory.keep_attention=5", "4 layers", "all"]),
+        (["--set", "attention.kernel=magic"], ["attention.kernel=magic", "use auto, "]),
         (["--set", "memory.disk_path=nowhere"], ["memory.disk_path=nowhere", "create it"]),
         (["--set", "model.path=nowhere"], ["model.path=nowhere", "No such file", "config.json"]),
         (["--set", "data.path=nowhere.txt"], ["nowhere.txt", "does not exist"]),

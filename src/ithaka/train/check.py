@@ -17,6 +17,7 @@ def check_run(config: Config, num_ranks: int, resume: Path | None) -> None:
     check_heads(config, shape, check_cp(config, num_ranks, shape))
     check_memory(config, shape)
     check_weights(config.model.path)
+    check_kernel(config)
     if resume is not None:
         check_resume(resume)
     # Late, because it imports transformers.
@@ -73,6 +74,15 @@ def check_memory(config: Config, shape: ModelShape) -> None:
         raise ConfigError(f"memory.disk_path={disk} is not a directory; create it, or leave it null")
     if disk is not None and not os.access(disk, os.W_OK):
         raise ConfigError(f"memory.disk_path={disk} cannot be written; give another directory")
+
+
+def check_kernel(config: Config) -> None:
+    """The name only: whether the device can run the kernel is for the ranks to say, who own the devices."""
+    from ithaka.ops.kernels import KERNELS
+
+    name = config.attention.kernel
+    if name not in ("auto", *KERNELS):
+        raise ConfigError(f"attention.kernel={name} is not a kernel; use auto, {', '.join(KERNELS)}")
 
 
 def check_weights(path: Path | None) -> None:
