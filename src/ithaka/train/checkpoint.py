@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +70,6 @@ def _rng_tensors(rank: int) -> dict[str, Tensor]:
     return states
 
 
-def _model_and_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
-    """The optimizer's hyperparameters are left out: they come from the config, and the rate from the step."""
-    weights, optim = get_state_dict(model, optimizer)
-    return weights, optim
-
-
 def save(
     run_dir: Path,
     model: nn.Module,
@@ -95,7 +90,8 @@ def save(
             shutil.rmtree(stale)
         temporary.mkdir()
     dist.barrier()
-    weights, optim = _model_and_moments(model, optimizer)
+    weights, optim = get_state_dict(model, optimizer)
+    # Without the optimizer's hyperparameters: they come from the config, and the rate from the step.
     tensors = {"model": weights, "moments": optim["state"], "rng": _rng_tensors(rank)}
     dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary, sync_files=True))
     dist.barrier()
@@ -192,7 +188,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     Shards are cut anew when the number of ranks differs; RNG states belong to ranks, so then the generators
     keep the seeds they have."""
     state, rank = read_state(path), dist.get_rank()
-    weights, optim = _model_and_moments(model, optimizer)
+    weights, optim = get_state_dict(model, optimizer)
     tensors: dict[str, Any] = {"model": weights, "moments": optim["state"]}
     same_ranks = state["world_size"] == dist.get_world_size()
     reader = dcp.FileSystemReader(path)
@@ -242,5 +238,7 @@ def _full_weights(path: Path) -> dict[str, Tensor]:
         for name, entry in reader.read_metadata().state_dict_metadata.items()
         if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
     }
-    dcp.load({"model": weights}, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():  # torch remarks that there is no process group; none is wanted
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load({"model": weights}, storage_reader=reader, no_dist=True)
     return weights

@@ -5,12 +5,13 @@ B rows of S tokens per data-parallel rank and micro-step; V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from ithaka.config import Config, ConfigError, embedded_model, to_yaml
@@ -101,42 +103,51 @@ def train_step(
     return StepResult(float(total_loss), float(norm), label_tokens)
 
 
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    yield
+    model.train(was_training)
+    if isinstance(model, FSDPModule):
+        model.reshard()  # a root keeps its gathered parameters after forward, expecting a backward
+
+
 @torch.no_grad()
 def validation_loss(model: nn.Module, batches: Iterable[Batch], mesh: Mesh) -> float | None:
     """Mean over all valid labels of all ranks; every rank passes the same number of batches.  None without
     any."""
-    was_training = model.training
-    model.eval()
     total, num_labels = torch.zeros((), dtype=torch.float64, device=mesh.device), 0
-    for batch in batches:
-        out = model(**batch._asdict())
-        total += out.loss.double() * out.num_tokens
-        num_labels += out.num_tokens
-    model.train(was_training)
+    with _evaluating(model):
+        for batch in batches:
+            out = model(**batch._asdict())
+            total += out.loss.double() * out.num_tokens
+            num_labels += out.num_tokens
     return float(total) / num_labels if num_labels else None
 
 
 @torch.no_grad()
-def sample(model: nn.Module, prompt: Sequence[int], mesh: Mesh, *, seed: int, stop: int | None) -> list[int]:
-    """Up to SAMPLE_NEW_TOKENS token ids continuing `prompt`; every rank takes part and gets the same.
+def sample(
+    model: nn.Module, prompt: Sequence[int], num_tokens: int, mesh: Mesh, *, seed: int, stop: int | None
+) -> list[int]:
+    """Up to `num_tokens` token ids continuing `prompt`; every rank takes part and gets the same.
 
     Each token costs a whole forward of one fixed length (no cache); what stands right of the last token
     cannot be seen by it."""
-    was_training = model.training
-    model.eval()
-    length = len(prompt) + SAMPLE_NEW_TOKENS
+    length = len(prompt) + num_tokens
     ids_BS = torch.zeros(1, length, dtype=torch.long, device=mesh.device)
     ids_BS[0, : len(prompt)] = torch.tensor(list(prompt))
     generator = torch.Generator().manual_seed(seed)
-    for at in range(len(prompt), length):
-        logits_V = model(input_ids=ids_BS).logits[0, at - 1].float().cpu()
-        token = torch.multinomial(torch.softmax(logits_V / SAMPLE_TEMPERATURE, -1), 1, generator=generator)
-        dist.broadcast(token, 0)
-        ids_BS[0, at] = token.item()
-        if token.item() == stop:
-            length = at
-            break
-    model.train(was_training)
+    with _evaluating(model):
+        for at in range(len(prompt), length):
+            logits_V = model(input_ids=ids_BS).logits[0, at - 1].float().cpu()
+            weights_V = torch.softmax(logits_V / SAMPLE_TEMPERATURE, -1)
+            token = torch.multinomial(weights_V, 1, generator=generator)
+            dist.broadcast(token, 0)
+            if token.item() == stop:
+                length = at
+                break
+            ids_BS[0, at] = token.item()
     return ids_BS[0, len(prompt) : length].tolist()
 
 
@@ -479,7 +490,7 @@ def _prompt(trainer: Trainer) -> list[int]:
     """The first tokens of the first sequence held out, or of the training data where nothing is."""
     held_out = trainer.data.validation_sequences(max(trainer.config.train.validate_sequences, 1))
     ids_S = held_out[0].ids if held_out else trainer.data.next_batch().input_ids[0]
-    return [int(token) for token in ids_S[:SAMPLE_PROMPT_TOKENS]]
+    return [int(token) for token in ids_S[: min(SAMPLE_PROMPT_TOKENS, len(ids_S) // 2)]]
 
 
 def _last_checkpoint(config: Config) -> str:
@@ -509,8 +520,14 @@ def _sample_text(trainer: Trainer) -> str:
     if trainer.tokenizer is None:
         return "No sample: there is no tokenizer to write it with."
     prompt = _prompt(trainer)
+    room = trainer.config.data.context - len(prompt)
     tokens = sample(
-        trainer.model, prompt, trainer.mesh, seed=trainer.config.train.seed, stop=trainer.tokenizer.eos_id
+        trainer.model,
+        prompt,
+        min(SAMPLE_NEW_TOKENS, room),
+        trainer.mesh,
+        seed=trainer.config.train.seed,
+        stop=trainer.tokenizer.eos_id,
     )
     decode = trainer.tokenizer.decode
     return f"Sample, continuing {decode(prompt)!r}:\n{decode(tokens)}"

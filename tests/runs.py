@@ -1,0 +1,100 @@
+"""Tiny training runs: a model of two layers on a page of text, in milliseconds per step."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ithaka.config import Config, parse
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 264,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "pad_token_id": 258,
+}
+
+
+def tiny_run(folder: Path, *, model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
+    """A resolved configuration whose files are all below `folder`; sections change the defaults here."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"tie_word_embeddings": True, **MODEL, **(model or {})}))
+    texts = folder / "texts"
+    texts.mkdir(exist_ok=True)
+    for number in range(40):
+        words = [f"Document {number}:", *map(str, range(number, 3 * number))]
+        (texts / f"{number:02d}.txt").write_text(" ".join(words))
+    tree = {
+        "model": {"path": str(folder / "config.json")},
+        "data": {"path": str(texts), "tokenizer": "bytes", "context": 61, "validation_fraction": 0.2},
+        "optim": {"lr": 1e-2, "warmup_steps": 2},
+        "train": {
+            "run_dir": str(folder / "run"),
+            "steps": 6,
+            "save_every": 2,
+            "keep_last": 3,
+            "validate_every": 3,
+            "accumulate": 2,
+        },
+    }
+    return parse({name: {**tree.get(name, {}), **sections.get(name, {})} for name in {**tree, **sections}})
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from ithaka.config import load
+from ithaka.train.launch import run_ranks
+from ithaka.train.loop import run
+if __name__ == "__main__":
+    config, resume, num_ranks = sys.argv[1:]
+    sys.exit(run_ranks(run, (load(Path(config)), Path(resume) if resume else None), int(num_ranks)))
+"""
+
+
+def start_process(config: Config, num_ranks: int, resume: bool = False) -> subprocess.Popen:
+    """The run in processes of its own, as the command line starts it."""
+    from ithaka.config import to_yaml
+
+    run_dir = config.train.run_dir
+    assert run_dir is not None
+    program, settings = run_dir.parent / "program.py", run_dir.parent / "config.yaml"
+    program.write_text(PROGRAM)
+    settings.write_text(to_yaml(config))
+    return subprocess.Popen(
+        [sys.executable, str(program), str(settings), str(run_dir) if resume else "", str(num_ranks)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for(condition, process: subprocess.Popen, timeout_s: float = 90) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.01)
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def numbers(run_dir: Path) -> list[tuple]:
+    """What must not differ between two runs that are the same, bit for bit."""
+    keys = ("step", "loss", "val_loss", "lr", "grad_norm", "tokens", "label_tokens")
+    return [tuple(record[key] for key in keys) for record in metrics(run_dir)]

@@ -1,0 +1,105 @@
+"""What is on disk after a run, and what happens when part of it is damaged."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ithaka.config import ConfigError, load
+from ithaka.train import checkpoint
+from ithaka.train.loop import run
+from runs import tiny_run
+
+
+@pytest.fixture(scope="module")
+def trained(ranks, tmp_path_factory):
+    """A finished run of 6 steps on 2 ranks, with checkpoints of steps 4 and 6 kept."""
+    folder = tmp_path_factory.mktemp("trained")
+    config = tiny_run(folder, train={"steps": 6, "save_every": 2, "keep_last": 2})
+    (folder / "run/checkpoints/.tmp-step-00000001").mkdir(parents=True)  # as a killed save leaves it
+    ranks.run(2, run, config)
+    return config
+
+
+@pytest.fixture
+def run_dir(trained, tmp_path) -> Path:
+    return shutil.copytree(trained.train.run_dir, tmp_path / "copy")
+
+
+def test_only_the_last_checkpoints_stay_and_latest_names_the_newest(trained, run_dir):
+    names = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    assert names == ["step-00000004", "step-00000006"]
+    assert (run_dir / "latest").read_text() == "step-00000006\n"
+    assert checkpoint.find(run_dir).name == "step-00000006"
+    assert load(run_dir / "config.yaml") == trained
+
+
+def test_state_is_json_and_data_files_hold_tensors_only(run_dir):
+    path = checkpoint.find(run_dir)
+    state = json.loads((path / "state.json").read_text())
+    assert (state["step"], state["world_size"]) == (6, 2)
+    entries = checkpoint.dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    assert all(isinstance(entry, checkpoint.TensorStorageMetadata) for entry in entries.values())
+    assert {name.split(".")[0] for name in entries} == {"model", "moments", "rng"}
+
+
+def damaged(run_dir, kind):
+    path = run_dir / "checkpoints/step-00000006"
+    if kind == "truncated":
+        data = path / "__1_0.distcp"
+        data.write_bytes(data.read_bytes()[:-1])
+    elif kind == "same size, index unreadable":
+        index = path / ".metadata"
+        index.write_bytes(bytes(index.stat().st_size))
+    elif kind == "gone":
+        shutil.rmtree(path)
+    else:
+        (path / kind).unlink()
+
+
+@pytest.mark.parametrize(
+    "kind,reason",
+    [
+        ("truncated", r"__1_0.distcp holds \d+ bytes, \d+ were written"),
+        ("__0_0.distcp", "file __0_0.distcp is missing"),
+        (".metadata", "file .metadata is missing"),
+        ("state.json", "state.json is missing or damaged"),
+        ("same size, index unreadable", "its index .metadata cannot be read"),
+        ("gone", "it does not exist"),
+    ],
+)
+def test_damage_is_named_and_the_previous_checkpoint_usable(trained, run_dir, ranks, kind, reason):
+    damaged(run_dir, kind)
+    with pytest.raises(ConfigError, match=reason) as error:
+        checkpoint.find(run_dir)
+    command = str(error.value).split("to use it: ")[1]
+    assert command == f"echo step-00000004 > {run_dir / 'latest'}"
+    (run_dir / "latest").write_text("step-00000004\n")
+    assert checkpoint.find(run_dir).name == "step-00000004"
+    if kind == "truncated":
+        before = (trained.train.run_dir / "metrics.jsonl").read_text()
+        config = tiny_run(run_dir.parent, train={"run_dir": str(run_dir), "steps": 6, "save_every": 2})
+        ranks.run(2, run, config, run_dir)
+        losses, again = ([json.loads(line)["loss"] for line in text.splitlines()]
+                         for text in (before, (run_dir / "metrics.jsonl").read_text()))  # fmt: skip
+        assert losses == again
+        assert checkpoint.find(run_dir).name == "step-00000006"  # written anew over the damaged one
+
+
+def test_without_any_usable_checkpoint_the_error_says_so(run_dir, tmp_path):
+    (run_dir / "latest").unlink()
+    with pytest.raises(ConfigError, match="latest is missing.*echo step-00000006"):
+        checkpoint.find(run_dir)
+    shutil.rmtree(run_dir / "checkpoints")
+    with pytest.raises(ConfigError, match="no other complete checkpoint"):
+        checkpoint.find(run_dir)
+    with pytest.raises(ConfigError, match="does not exist"):
+        checkpoint.find(tmp_path / "nowhere")
+
+
+def test_pruning_leaves_later_checkpoints_alone(tmp_path):
+    for step in (2, 4, 6, 8):
+        (tmp_path / checkpoint.step_name(step)).mkdir()
+    checkpoint._prune(tmp_path, 6, keep_last=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000006", "step-00000008"]

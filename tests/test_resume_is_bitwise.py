@@ -1,0 +1,75 @@
+"""A run that was stopped, killed or moved goes on as if nothing had happened."""
+
+import dataclasses
+import shutil
+import signal
+
+import psutil
+import pytest
+
+from ithaka.train.loop import run
+from runs import metrics, numbers, start_process, tiny_run, wait_for
+
+
+def moved(config, run_dir):
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, run_dir=run_dir))
+
+
+def resumed_copy(config, folder, step):
+    """The run as it was when step `step` had been saved, but with the metrics of all that came after."""
+    again = moved(config, folder)
+    shutil.copytree(config.train.run_dir, folder)
+    (folder / "latest").write_text(f"step-{step:08d}\n")
+    return again
+
+
+@pytest.mark.parametrize("num_ranks,cp", [(1, 1), (2, 2), (2, 1)])
+def test_resumed_run_repeats_every_number(ranks, tmp_path, num_ranks, cp):
+    config = tiny_run(tmp_path, parallel={"cp": cp})
+    ranks.run(num_ranks, run, config)
+    whole = numbers(config.train.run_dir)
+    assert [record[0] for record in whole] == [0, 1, 2, 3, 4, 5, 6]
+    again = resumed_copy(config, tmp_path / "again", step=2)
+    ranks.run(num_ranks, run, again, again.train.run_dir)
+    assert numbers(again.train.run_dir) == whole
+
+
+def test_resume_on_other_ranks_agrees_up_to_rounding(ranks, tmp_path):
+    config = tiny_run(tmp_path, train={"steps": 6, "save_every": 2, "keep_last": 3})
+    ranks.run(2, run, config)
+    again = resumed_copy(config, tmp_path / "again", step=2)
+    ranks.run(1, run, again, again.train.run_dir)
+    losses, others = ([r["loss"] for r in metrics(c.train.run_dir)[3:]] for c in (config, again))
+    assert others == pytest.approx(losses, rel=1e-5)
+
+
+def test_killed_run_resumes_bit_for_bit(ranks, tmp_path):
+    whole = tiny_run(tmp_path, train={"steps": 30, "save_every": 4})
+    killed = moved(whole, tmp_path / "killed")
+    ranks.run(2, run, whole)
+    process = start_process(killed, 2)
+    wait_for(lambda: len(metrics_so_far(killed.train.run_dir)) > 10, process)
+    everyone = [*psutil.Process(process.pid).children(recursive=True), process]
+    for victim in everyone:
+        victim.send_signal(signal.SIGKILL)
+    assert process.wait(10) == -signal.SIGKILL
+    process = start_process(killed, 2, resume=True)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    told = ("2 (CPU) = 1 data x 2 context parallel", "resumed", "step 30/30", "Sample", "ithaka export")
+    assert [part for part in told if part not in output] == []
+    assert numbers(killed.train.run_dir) == numbers(whole.train.run_dir)
+
+
+def metrics_so_far(run_dir):
+    path = run_dir / "metrics.jsonl"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_finished_run_is_not_resumed_without_more_steps(ranks, tmp_path):
+    config = tiny_run(tmp_path, train={"steps": 1})
+    ranks.run(1, run, config)
+    before = (tmp_path / "run/metrics.jsonl").read_bytes()
+    with pytest.raises(AssertionError, match=r"train.steps=1 is reached already.*--set train.steps=2"):
+        ranks.run(1, run, config, config.train.run_dir)
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == before

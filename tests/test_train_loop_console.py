@@ -1,0 +1,149 @@
+"""What a run tells: console, metrics.jsonl, TensorBoard; and how it stops."""
+
+import io
+import json
+import signal
+
+import pytest
+import torch
+from rich.console import Console as RichConsole
+
+from ithaka.config import ConfigError
+from ithaka.train import console as console_module
+from ithaka.train import loop
+from ithaka.train.console import Console, Metrics, Record, amount, flops_per_token
+from ithaka.train.loop import Diverged, StopRequest, run
+from runs import metrics, start_process, tiny_run, wait_for
+
+
+def record(step: int, **changes) -> Record:
+    values = dict(
+        step=step, loss=2.5, val_loss=None, lr=1e-3, grad_norm=0.7, tokens=100 * step, label_tokens=99,
+        tokens_per_s=12345.0, step_s=0.5, mfu=None, device_peak_bytes=None, host_peak_bytes=3 * 2**30,
+    )  # fmt: skip
+    return Record(**{**values, **changes})
+
+
+def test_run_writes_every_step_to_metrics(ranks, tmp_path):
+    config = tiny_run(tmp_path, train={"steps": 4, "validate_every": 2})
+    ranks.run(2, run, config)
+    lines = metrics(config.train.run_dir)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert [line["val_loss"] is not None for line in lines] == [True, False, True, False, True]
+    assert lines[-1]["val_loss"] < lines[0]["val_loss"]
+    keys = "step loss val_loss lr grad_norm tokens tokens_per_s step_s mfu device_peak_bytes host_peak_bytes"
+    assert set(keys.split()) <= set(lines[1])
+    assert [line["tokens"] for line in lines] == [2 * 61 * step for step in range(5)]
+    assert all(line["host_peak_bytes"] > 2**20 and line["mfu"] is None for line in lines)
+
+
+def test_resumed_metrics_drop_lost_steps_and_half_lines(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
+    file = Metrics(path, 2)
+    file.write(record(3))
+    file.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+    Metrics(path, 0).close()
+    assert path.read_text() == ""
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_console_has_a_bar_on_a_terminal_and_plain_lines_elsewhere(tmp_path, monkeypatch, terminal):
+    output = io.StringIO()
+    screen = {"file": output, "force_terminal": terminal, "width": 160}
+    monkeypatch.setattr(console_module, "RichConsole", lambda **given: RichConsole(**given, **screen))
+    shown = Console(tmp_path, num_steps=3)
+    shown.start_progress(0)
+    shown.step(record(1))
+    shown.step(record(2, val_loss=2.25, mfu=0.431, device_peak_bytes=2**30))
+    shown.say("[bold] is text")
+    shown.close()
+    text = output.getvalue()
+    assert ("\x1b[" in text) == terminal
+    for part in (
+        "loss 2.5000",
+        "2.2500",
+        "lr 1.00e-03",
+        "12.3K tok/s",
+        "mfu 43.1%",
+        "device 1.00 GiB",
+        "[bold] is text",
+    ):
+        assert part in text
+    assert terminal == ("━" in text)  # the bar
+
+
+def test_tensorboard_gets_the_same_numbers_or_names_its_extra(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    shown = Console(tmp_path, num_steps=3, tensorboard=True)
+    shown.step(record(1))
+    shown.close()
+    assert list((tmp_path / "tensorboard").iterdir())
+    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match=r"ithaka\[tensorboard\]"):
+        console_module.check_tensorboard()
+
+
+def test_flops_and_peaks(monkeypatch):
+    assert (
+        flops_per_token(1000, num_layers=2, num_heads=3, head_dim=4, context=10)
+        == 6 * 1000 + 6 * 2 * 3 * 4 * 10
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    assert console_module.peak_flops(torch.device("cuda")) == 989e12
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Unknown 9")
+    assert console_module.peak_flops(torch.device("cuda")) is None
+    assert console_module.peak_flops(torch.device("cpu")) is None
+    assert [amount(n) for n in (7, 999, 12345, 2_890_000, 8e9)] == ["7", "999", "12.3K", "2.89M", "8B"]
+
+
+def test_sigterm_finishes_the_step_saves_and_leaves_quietly(tmp_path):
+    train = {"steps": 100_000, "save_every": 0, "validate_every": 0}
+    config = tiny_run(tmp_path, train=train)
+    process = start_process(config, 2)
+    wait_for(lambda: len(metrics(config.train.run_dir)) >= 2, process)
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    last = metrics(config.train.run_dir)[-1]["step"]
+    assert f"Stopped as asked after step {last}" in output
+    assert (config.train.run_dir / "latest").read_text() == f"step-{last:08d}\n"
+
+
+def test_a_second_signal_leaves_at_once_but_an_echo_does_not(monkeypatch):
+    left = []
+    monkeypatch.setattr("os._exit", left.append)
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)  # torchrun passing it on
+        assert stop.asked_at is not None and left == []
+        stop.asked_at -= 1.0
+        signal.raise_signal(signal.SIGINT)
+    assert left == [130]
+
+
+def diverging(config):
+    with pytest.raises(Diverged, match="step 2: loss nan.*no checkpoint yet"):
+        run(config)
+    return True
+
+
+def test_a_run_that_diverges_stops_and_saves_nothing(ranks, tmp_path):
+    train = {"steps": 20, "save_every": 0, "validate_every": 0}
+    config = tiny_run(tmp_path, train=train, optim={"lr": 1e38, "warmup_steps": 0, "clip_norm": None})
+    assert all(ranks.run(2, diverging, config))
+    assert not (tmp_path / "run/latest").exists()
+
+
+def test_out_of_memory_is_explained_with_the_last_checkpoint(tmp_path, monkeypatch):
+    config = tiny_run(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/latest").write_text("step-00000004\n")
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(loop, "prepare", full)
+    with pytest.raises(loop.OutOfMemoryError, match=r"(?s)data.context=61.*2 GiB.*step-00000004.*--resume"):
+        run(config)

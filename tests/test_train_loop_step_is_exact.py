@@ -1,0 +1,122 @@
+"""One step against plain PyTorch: unequal micro-batches, two data-parallel ranks, clipping, AdamW."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ithaka.config import OptimConfig
+from ithaka.dist.mesh import make_mesh
+from ithaka.model.build import parallelize
+from ithaka.train.data import Batch
+from ithaka.train.loop import sample, train_step, validation_loss
+from ithaka.train.optim import clip_gradients, learning_rate, make_optimizer
+from models import tiny_config, tiny_model
+
+OPTIM = OptimConfig(lr=1e-2, weight_decay=0.3, clip_norm=0.05)
+NUM_MICRO = 2
+
+
+def batches_of(dp_rank: int) -> list[Batch]:
+    """Every micro-batch has another number of valid labels; one has none."""
+    made = []
+    for micro in range(NUM_MICRO):
+        generator = torch.Generator().manual_seed(10 * dp_rank + micro)
+        ids_BS = torch.randint(61, (1, 13), generator=generator)
+        labels_BS = ids_BS.clone()
+        labels_BS[:, : 13 if (dp_rank, micro) == (1, 0) else 2 + 5 * micro + dp_rank] = -100
+        made.append(Batch(ids_BS, labels_BS, torch.zeros_like(ids_BS)))
+    return made
+
+
+def our_steps(num_steps: int, cp: int, family: str):
+    mesh = make_mesh(cp)
+    model = parallelize(tiny_model(tiny_config(family)), mesh=mesh)
+    optimizer = make_optimizer(model, OPTIM)
+    results = [
+        train_step(model, optimizer, batches_of(mesh.dp_rank), lr=1e-2, clip_norm=OPTIM.clip_norm, mesh=mesh)
+        for _ in range(num_steps)
+    ]
+    val = validation_loss(model, batches_of(mesh.dp_rank), mesh)
+    weights = {name: param.full_tensor().detach() for name, param in model.named_parameters()}
+    return results, val, weights
+
+
+def summed_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    logits = model(batch.input_ids).logits[:, :-1].flatten(0, 1)
+    return nn.functional.cross_entropy(logits, batch.labels[:, 1:].flatten(), reduction="sum")
+
+
+def plain_steps(num_steps: int, dp_size: int, family: str):
+    model = tiny_model(tiny_config(family))
+    decayed = [param for param in model.parameters() if param.ndim == 2]
+    others = [param for param in model.parameters() if param.ndim < 2]
+    groups = [
+        {"params": decayed, "weight_decay": OPTIM.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=OPTIM.betas, eps=OPTIM.eps)
+    batches = [batch for rank in range(dp_size) for batch in batches_of(rank)]
+    count = sum(int((batch.labels[:, 1:] != -100).sum()) for batch in batches)
+    results = []
+    for _ in range(num_steps):
+        loss = sum(summed_loss(model, batch) for batch in batches) / count
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append((loss.item(), norm.item(), count))
+    with torch.no_grad():
+        val = float(sum(summed_loss(model, batch) for batch in batches)) / count
+    return results, val, {name: param.detach() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "num_ranks,cp,family", [(1, 1, "llama"), (2, 1, "llama"), (2, 2, "qwen3"), (4, 2, "qwen2")]
+)
+def test_steps_equal_plain_pytorch(ranks, num_ranks, cp, family):
+    expected, expected_val, weights = plain_steps(3, num_ranks // cp, family)
+    for results, val, ours in ranks.run(num_ranks, our_steps, 3, cp, family):
+        for result, (loss, norm, count) in zip(results, expected, strict=True):
+            assert (result.loss, result.grad_norm) == pytest.approx((loss, norm), rel=1e-9)
+            assert result.label_tokens == count
+        assert val == pytest.approx(expected_val, rel=1e-9)
+        for name, weight in weights.items():
+            torch.testing.assert_close(ours[name], weight, rtol=1e-8, atol=1e-9, msg=name)
+
+
+def test_clipping_off_leaves_gradients_and_measures():
+    params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(1))]
+    params[0].grad, params[1].grad = torch.full((3,), 2.0), torch.full((2, 2), -1.0)
+    assert clip_gradients(params, None, torch.device("cpu")).item() == pytest.approx(4.0)
+    assert params[0].grad.tolist() == [2.0] * 3
+    clip_gradients(params, 8.0, torch.device("cpu"))
+    assert params[0].grad.tolist() == [2.0] * 3
+    clip_gradients(params, 1.0, torch.device("cpu"))
+    assert params[0].grad.tolist() == pytest.approx([0.5] * 3)
+    assert clip_gradients(params[2:], 1.0, torch.device("cpu")).item() == 0.0
+
+
+def test_learning_rate_warms_up_then_follows_the_cosine_to_its_end():
+    optim = OptimConfig(lr=2.0, warmup_steps=4, min_lr_ratio=0.25)
+    rates = [learning_rate(step, optim, 11) for step in range(12)]
+    assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
+    assert rates[4] == 2.0 and rates[10] == pytest.approx(0.5) and rates[11] == pytest.approx(0.5)
+    assert rates[7] == pytest.approx(0.5 + 1.5 * 0.5)  # half-way
+    assert all(earlier >= later for earlier, later in zip(rates[4:], rates[5:], strict=False))
+    constant = OptimConfig(lr=2.0, warmup_steps=1, schedule="constant")
+    assert [learning_rate(step, constant, 3) for step in range(3)] == [2.0, 2.0, 2.0]
+    assert math.isfinite(learning_rate(0, OptimConfig(), 1))
+
+
+def sampled(cp: int):
+    mesh = make_mesh(cp)
+    model = parallelize(tiny_model(tiny_config("llama")), mesh=mesh)
+    return sample(model, [5, 6, 7], 9, mesh, seed=4, stop=None)
+
+
+def test_every_rank_gets_the_same_sample(ranks):
+    alone = ranks.run(1, sampled, 1)[0]
+    assert len(alone) == 9 and len(set(alone)) > 1
+    assert ranks.run(2, sampled, 2) == [alone, alone]
