@@ -17,6 +17,7 @@ STAGED = [  # family, heads, kv heads, cp, heads per stage
     ("qwen2", 7, 1, 4, 4),
     ("llama", 28, 4, 4, 8),
 ]
+TIERS = [("device", None), ("device", "device"), ("host", None), ("host", "host"), ("disk", "disk")]
 
 
 def batch(config, rows: int, tokens: int):
@@ -76,13 +77,19 @@ def test_a_shard_without_valid_labels(ranks):
     check(ranks.run(4, compare, "llama", 4, 2, 4, 1, 1, 16, Settings(), 9))
 
 
-@pytest.mark.parametrize("keep_attention", [None, "device"])
+@pytest.mark.parametrize("keep_input,keep_attention", TIERS)
 @pytest.mark.parametrize("tile_tokens", [None, 5])
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("family,heads,kv_heads,cp,heads_per_stage", STAGED)
 def test_stages_tiles_and_kept_attention(
-    ranks, family, heads, kv_heads, cp, heads_per_stage, overlap, tile_tokens, keep_attention
+    ranks, family, heads, kv_heads, cp, heads_per_stage, overlap, tile_tokens, keep_input, keep_attention
 ):
-    options = LayerOptions(tile_tokens=tile_tokens, keep_attention=keep_attention, overlap=overlap)
+    options = LayerOptions(tile_tokens, True, keep_input, keep_attention, overlap)
     settings = Settings(heads_per_stage=heads_per_stage, layer=options)
+    check(ranks.run(cp, compare, family, heads, kv_heads, cp, 1, 1, 21, settings))
+
+
+@pytest.mark.parametrize("family,heads,kv_heads,cp,heads_per_stage", STAGED)
+def test_keeping_everything(ranks, family, heads, kv_heads, cp, heads_per_stage):
+    settings = Settings(heads_per_stage=heads_per_stage, layer=LayerOptions(checkpoint=False))
     check(ranks.run(cp, compare, family, heads, kv_heads, cp, 1, 1, 21, settings))

@@ -39,11 +39,35 @@ def start_heads_to_tokens(t_SnK: torch.Tensor, group: dist.ProcessGroup) -> Exch
 
 
 def tokens_to_heads(t_csnK: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    return start_tokens_to_heads(t_csnK, group).wait()
+    """[c, s, n, K] -> [S, n, K], at once. Differentiable."""
+    return _TokensToHeads.apply(t_csnK, group)  # type: ignore[no-any-return]
 
 
 def heads_to_tokens(t_SnK: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    return start_heads_to_tokens(t_SnK, group).wait()
+    """[S, n, K] -> [c, s, n, K], at once. Differentiable."""
+    return _HeadsToTokens.apply(t_SnK, group)  # type: ignore[no-any-return]
+
+
+class _TokensToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, t_csnK, group):
+        ctx.group = group
+        return start_tokens_to_heads(t_csnK, group).wait()
+
+    @staticmethod
+    def backward(ctx, dt_SnK):
+        return start_heads_to_tokens(dt_SnK.contiguous(), ctx.group).wait(), None
+
+
+class _HeadsToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, t_SnK, group):
+        ctx.group = group
+        return start_heads_to_tokens(t_SnK, group).wait()
+
+    @staticmethod
+    def backward(ctx, dt_csnK):
+        return start_tokens_to_heads(dt_csnK.contiguous(), ctx.group).wait(), None
 
 
 def _start(send: torch.Tensor, shape: tuple[int, ...], group: dist.ProcessGroup) -> Exchange:

@@ -1,6 +1,6 @@
 """Meta init, swap layers, FSDP2, load weights: the one place where parallelism is applied to a model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MethodType
 
@@ -19,6 +19,7 @@ from ithaka.model.families import check_supported, layer_parts
 from ithaka.model.layer import LayerOptions, StreamedLayer
 from ithaka.model.weights import init_weights, load_weights
 from ithaka.ops.loss import linear_cross_entropy
+from ithaka.ops.tiles import apply_norm
 from ithaka.plan.heads import head_table
 
 
@@ -29,7 +30,13 @@ class Settings:
     dtype: torch.dtype | None = None  # of the computation; None: the parameters' own
     heads_per_stage: int | None = None  # None: all heads at once, which is plain Ulysses
     layer: LayerOptions = LayerOptions()
+    keep_attention_layers: int | None = None  # layers for which layer.keep_attention holds; None: all
     offload_optimizer: bool = False
+
+    def of_layer(self, index: int) -> LayerOptions:
+        if self.keep_attention_layers is None or index < self.keep_attention_layers:
+            return self.layer
+        return replace(self.layer, keep_attention=None)
 
 
 @dataclass
@@ -122,20 +129,21 @@ def _shard(model: PreTrainedModel, mesh: Mesh, settings: Settings) -> None:
 
 def _swap_forwards(model: PreTrainedModel, mesh: Mesh, settings: Settings) -> None:
     config = model.config
-    store = Store()
+    store = Store(mesh.device)
     table = head_table(
         config.num_attention_heads, config.num_key_value_heads, mesh.cp_size, settings.heads_per_stage
     )
     for index, layer in enumerate(model.model.layers):
         layer.gradient_checkpointing = False
         layer.forward = StreamedLayer(
+            f"layer {index}",
             layer,
             layer_parts(model, index),
             model.model.rotary_emb,
             mesh.cp_group,
             table,
             store,
-            settings.layer,
+            settings.of_layer(index),
         )
     model.lm_head.forward = _Head(model.model.norm, model.lm_head, mesh)
     model.forward = MethodType(_Forward(mesh), model)
@@ -150,7 +158,7 @@ class _Head:
     def __call__(self, x_sD: Tensor, labels_s: Tensor | None) -> Tensor:
         if labels_s is not None:
             return linear_cross_entropy(x_sD, labels_s, self.norm, self.lm_head.weight)
-        logits_sV = self.norm(x_sD) @ self.lm_head.weight.t()
+        logits_sV = apply_norm(self.norm, x_sD) @ self.lm_head.weight.t()
         return _GatherTokens.apply(logits_sV, self.mesh.cp_group)  # type: ignore
 
 

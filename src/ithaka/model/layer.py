@@ -8,18 +8,26 @@ Kept for backward: the layer's input, and attention's output with its log-sum-ex
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ithaka.dist.exchange import Exchange, heads_to_tokens, start_heads_to_tokens, start_tokens_to_heads
+from ithaka.dist.exchange import (
+    Exchange,
+    heads_to_tokens,
+    start_heads_to_tokens,
+    start_tokens_to_heads,
+    tokens_to_heads,
+)
 from ithaka.memory.store import Kept, Store
 from ithaka.model.families import LayerParts
 from ithaka.ops.attention import attention, attention_backward
 from ithaka.ops.stages import HeadSlice, Projection, take_head_columns
-from ithaka.ops.tiles import GradSum, sum_dtype, tile_backward, tile_slices, weight_grad
+from ithaka.ops.tiles import GradSum, apply_norm, sum_dtype, tile_backward, tile_slices, weight_grad
+from ithaka.phases import phase
 from ithaka.plan.heads import EMPTY, HeadTable, Stage, flat
 
 Docs = tuple[int, ...]
@@ -30,6 +38,7 @@ class LayerOptions:
     """What the plan decided for one layer."""
 
     tile_tokens: int | None = None  # None: all of this rank's tokens at once
+    checkpoint: bool = True  # False: ordinary autograd keeps everything, and nothing below is used
     keep_input: str = "device"  # tier of the layer's input
     keep_attention: str | None = None  # tier of attention's output; None: computed again in backward
     overlap: bool = True  # project and send the next stage while this one attends
@@ -45,6 +54,11 @@ class Saved:
     docs: Docs
     x: Kept
     attended: list[tuple[Kept, Kept]] = field(default_factory=list)  # per stage: out_csnK, lse_nS
+
+    def settle(self) -> None:
+        """The device memory of what was handed to the store is free for others."""
+        for kept in [self.x, *(part for pair in self.attended for part in pair)]:
+            kept.settle()
 
 
 @dataclass
@@ -63,6 +77,7 @@ class StreamedLayer:
 
     def __init__(
         self,
+        name: str,
         layer: nn.Module,
         parts: LayerParts,
         rotary: nn.Module,
@@ -71,7 +86,7 @@ class StreamedLayer:
         store: Store,
         options: LayerOptions,
     ) -> None:
-        self.layer, self.parts, self.rotary, self.group = layer, parts, rotary, group
+        self.name, self.layer, self.parts, self.rotary, self.group = name, layer, parts, rotary, group
         self.table, self.store, self.options = table, store, options
         self.rank = group.rank()
         self.q = Projection(parts.q_proj, parts.q_norm, True, parts.head_dim)
@@ -80,9 +95,19 @@ class StreamedLayer:
         self._indices: dict[tuple[tuple[int, ...], ...], Tensor] = {}
 
     def __call__(self, x_sD: Tensor, positions_s: Tensor, docs: Docs) -> Tensor:
+        if torch.is_grad_enabled() and not self.options.checkpoint:
+            return self.keep_everything(x_sD, Saved(positions_s, docs, Kept(x_sD)))
         if torch.is_grad_enabled():
             return _LayerFunction.apply(x_sD, self, positions_s, docs, *self.layer.parameters())  # type: ignore
-        return self.forward(x_sD, Saved(positions_s, docs, Kept(x_sD)), keep=False)
+        with phase(self.name), phase("forward"):
+            return self.forward(x_sD, Saved(positions_s, docs, Kept(x_sD)), keep=False)
+
+    def keep_everything(self, x_sD: Tensor, saved: Saved) -> Tensor:
+        """The layer as ordinary differentiable ops around the attention of all stages: nothing is recomputed."""
+        projected = [t for stage in self.table.stages for t in self._project(saved, self._slices(stage))]
+        outs = _KeptAttention.apply(self, saved.docs, *projected)
+        y_sD = x_sD + self.parts.o_proj(self._all_heads(list(outs)))
+        return y_sD + self._mlp(y_sD)
 
     # ---- forward
 
@@ -93,58 +118,67 @@ class StreamedLayer:
         for stage, out_csnK, lse_nS in self._attend(saved):
             self._add_attention_output(y_sD, stage, out_csnK)
             if keep and self.options.keep_attention is not None:
+                for part in saved.attended[-1] if saved.attended else ():
+                    part.settle()
                 saved.attended.append(self._keep_attention(out_csnK, lse_nS, self.options.keep_attention))
-        for rows in tile_slices(len(y_sD), self.options.tile_tokens):
-            y_sD[rows] += self._mlp(y_sD[rows])
+        with phase("mlp"):
+            for rows in tile_slices(len(y_sD), self.options.tile_tokens):
+                y_sD[rows] += self._mlp(y_sD[rows])
+        saved.settle()
         return y_sD
 
     def _attend(self, saved: Saved) -> Iterator[tuple[Stage, Tensor, Tensor]]:
         """Attention, stage by stage: yields the stage, its output back on the tokens' ranks, and its lse."""
         kv: dict[int, list[Tensor]] = {}
-        for i, (stage, (q_SnK,), arrived) in enumerate(self._stages(saved, lambda _: [])):
+        for i, stage, (q_SnK,), arrived in self._stages(saved, lambda _: []):
             if stage.load is not None:
                 kv[stage.load] = arrived
-            out_SnK, lse_nS = self._attention(stage, q_SnK, kv, saved.docs)
-            del q_SnK
-            yield stage, heads_to_tokens(out_SnK, self.group), lse_nS
+            with phase("attention"):
+                out_SnK, lse_nS = self._attention(stage, q_SnK, kv, saved.docs)
             for load in self.table.loads_ending(i):
                 del kv[load]
+            done = [(stage, heads_to_tokens(out_SnK, self.group), lse_nS)]
+            del q_SnK, arrived, out_SnK, lse_nS
+            yield done.pop()  # leaves no reference here
 
-    def _stages(self, saved: Saved, also) -> Iterator[tuple[Stage, list[Tensor], list[Tensor]]]:
+    def _stages(self, saved: Saved, also) -> Iterator[tuple[int, Stage, list[Tensor], list[Tensor]]]:
         """Yields every stage with its received q, `also(stage)` (more tokens-sharded tensors), and new k, v.
 
         With overlap, the next stage is projected and sent before this one is handed out.
         """
         stages = self.table.stages
-        sent = self._send(0, saved, also)
+        ahead = 1 if self.options.overlap else 0
+        sent = [self._send(i, saved, also) for i in range(min(ahead, len(stages)))]
         for i, stage in enumerate(stages):
-            received = sent.wait()
-            more = i + 1 < len(stages)
-            if more and self.options.overlap:
-                sent = self._send(i + 1, saved, also)
-            yield stage, *received
-            del received
-            if more and not self.options.overlap:
-                sent = self._send(i + 1, saved, also)
+            if i + ahead < len(stages):
+                sent.append(self._send(i + ahead, saved, also))
+            received = [sent.pop(0).wait()]
+            yield i, stage, *received.pop()  # leaves no reference here
 
     def _send(self, i: int, saved: Saved, also) -> Sent:
         stage = self.table.stages[i]
+        with phase("projections"):
+            q_csnK, *kv = self._project(saved, self._slices(stage))
+            tensors = [q_csnK, *also(stage)]
+        return Sent(
+            [start_tokens_to_heads(t, self.group) for t in tensors],
+            [start_tokens_to_heads(t, self.group) for t in kv],
+        )
+
+    def _slices(self, stage: Stage) -> list[HeadSlice]:
+        """The heads to project for a stage: its queries, and the keys and values that arrive with it."""
         slices = [HeadSlice.of(self.q, self._heads(stage.query_heads))]
         if stage.load is not None:
             kv_heads = self._heads(self.table.loads[stage.load].kv_heads)
             slices += [HeadSlice.of(self.k, kv_heads), HeadSlice.of(self.v, kv_heads)]
-        q_csnK, *kv = self._project(saved, slices)
-        return Sent(
-            [start_tokens_to_heads(t, self.group) for t in [q_csnK, *also(stage)]],
-            [start_tokens_to_heads(t, self.group) for t in kv],
-        )
+        return slices
 
     def _project(self, saved: Saved, slices: list[HeadSlice]) -> list[Tensor]:
         """Each slice's heads for all local tokens, in exchange layout [c, s, n, K]."""
         num_tokens, c = len(saved.positions_s), self.group.size()
         sent: list[Tensor] = []
-        for rows, x_tD in saved.x.tiles(tile_slices(num_tokens, self.options.tile_tokens)):
-            h_tD = self.parts.norm1(x_tD)
+        for rows, x_tD in self._input_tiles(saved):
+            h_tD = apply_norm(self.parts.norm1, x_tD)
             cos_tK, sin_tK = self._rotation(h_tD, saved.positions_s[rows])
             for i, part in enumerate(slices):
                 t_tcnK = part.forward(h_tD, cos_tK, sin_tK).unflatten(1, (c, -1))
@@ -178,7 +212,7 @@ class StreamedLayer:
             y_sD[rows].addmm_(out_tN, weight_DN.t())
 
     def _mlp(self, y_tD: Tensor) -> Tensor:
-        return self.parts.mlp(self.parts.norm2(y_tD[None]))[0]
+        return self.parts.mlp(apply_norm(self.parts.norm2, y_tD)[None])[0]
 
     def _keep_attention(self, out_csnK: Tensor, lse_nS: Tensor, tier: str) -> tuple[Kept, Kept]:
         return self.store.keep(out_csnK, tier), self.store.keep(lse_nS, tier)
@@ -190,22 +224,24 @@ class StreamedLayer:
         attended = saved.attended or [
             self._keep_attention(out, lse, "device") for _, out, lse in self._attend(saved)
         ]
-        self._mlp_backward(saved, attended, dy_sD, grads)
+        with phase("mlp"):
+            self._mlp_backward(saved, attended, dy_sD, grads)
         dh_sD = self._attention_backward(saved, attended, dy_sD, grads)
-        norm = self.parts.norm1
-        for rows, x_tD in saved.x.tiles(tile_slices(len(dy_sD), self.options.tile_tokens)):
-            dy_sD[rows] += tile_backward(norm, norm.parameters(), x_tD, dh_sD[rows], grads)
+        norm1 = partial(apply_norm, self.parts.norm1)
+        for rows, x_tD in self._input_tiles(saved):
+            dy_sD[rows] += tile_backward(norm1, self.parts.norm1.parameters(), x_tD, dh_sD[rows], grads)
         return dy_sD
 
     def _mlp_backward(
         self, saved: Saved, attended: list[tuple[Kept, Kept]], dy_sD: Tensor, grads: GradSum
     ) -> None:
         """dy becomes the gradient at the sum of x and attention; also the output projection's weight gradient."""
-        outs = [out.fetch() for out, _ in attended]
         o_proj = self.parts.o_proj
         params = [*self.parts.norm2.parameters(), *self.parts.mlp.parameters()]
-        for rows, x_tD in saved.x.tiles(tile_slices(len(dy_sD), self.options.tile_tokens)):
-            out_tN = self._all_heads(outs, rows)
+        slices = tile_slices(len(dy_sD), self.options.tile_tokens)
+        outs = [out.tiles(slices, dim=1) for out, _ in attended]
+        for (rows, x_tD), *outs_ctnK in zip(self._input_tiles(saved), *outs, strict=True):
+            out_tN = self._all_heads(outs_ctnK)
             middle_tD = x_tD + o_proj(out_tN)
             dy_sD[rows] += tile_backward(self._mlp, params, middle_tD, dy_sD[rows], grads)
             if o_proj.weight.requires_grad:
@@ -213,13 +249,13 @@ class StreamedLayer:
             if o_proj.bias is not None and o_proj.bias.requires_grad:
                 grads.add(o_proj.bias, dy_sD[rows].sum(0, dtype=sum_dtype(dy_sD.dtype)))
 
-    def _all_heads(self, outs: list[Tensor], rows: slice) -> Tensor:
+    def _all_heads(self, outs_ctnK: list[Tensor]) -> Tensor:
         """One tile of attention's output with the heads of all stages in the checkpoint's order, [t, H * K]."""
         H, K = self.parts.o_proj.in_features // self.parts.head_dim, self.parts.head_dim
-        out_tHK = outs[0].new_empty(rows.stop - rows.start, H, K)
-        for stage, out_csnK in zip(self.table.stages, outs, strict=True):
+        out_tHK = outs_ctnK[0].new_empty(outs_ctnK[0].shape[1], H, K)
+        for stage, out_ctnK in zip(self.table.stages, outs_ctnK, strict=True):
             filled = [i for i, head in enumerate(h for r in stage.query_heads for h in r) if head != EMPTY]
-            out_tnK = out_csnK[:, rows].transpose(0, 1).flatten(1, 2)
+            out_tnK = out_ctnK.transpose(0, 1).flatten(1, 2)
             heads = self._heads(stage.query_heads)
             if len(filled) < len(heads):
                 where = torch.tensor(filled, device=heads.device)
@@ -239,19 +275,26 @@ class StreamedLayer:
         def also(stage: Stage) -> list[Tensor]:
             return [kept[id(stage)][0].fetch(), self._output_grad(stage, dy_sD)]
 
-        for i, (stage, (q, out, dout), arrived) in enumerate(self._stages(saved, also)):
+        for i, stage, (q, out, dout), arrived in self._stages(saved, also):
             if stage.load is not None:
                 kv[stage.load] = arrived
-                dkv[stage.load] = [None] * (2 * self.table.loads[stage.load].num_slots)
+                dkv[stage.load] = self._no_grads_yet(stage.load)
             lse_nS = kept[id(stage)][1].fetch()
-            dq = self._stage_backward(stage, (dout, q, out, lse_nS), kv, dkv, saved.docs)
-            del q, out, dout
+            with phase("attention"):
+                dq = self._stage_backward(stage, (dout, q, out, lse_nS), kv, dkv, saved.docs)
+            del q, out, dout, lse_nS, arrived
             back = [(self.q, stage.query_heads, start_heads_to_tokens(dq, self.group))]
             del dq
             for load in self.table.loads_ending(i):
                 back += self._send_back(load, kv.pop(load), dkv.pop(load))
-            self._project_backward(saved, [(p, h, e.wait()) for p, h, e in back], dh_sD, grads)
+            with phase("projections"):
+                self._project_backward(saved, [(p, h, e.wait()) for p, h, e in back], dh_sD, grads)
+            del back
         return dh_sD
+
+    def _no_grads_yet(self, load: int) -> list[Tensor | None]:
+        """Room for dk and dv of every kv slot in turn."""
+        return [None] * (2 * self.table.loads[load].num_slots)
 
     def _output_grad(self, stage: Stage, dy_sD: Tensor) -> Tensor:
         """dout [c, s, n, K] of a stage, from the gradient at the output projection."""
@@ -299,8 +342,8 @@ class StreamedLayer:
         """Takes the gradients of projected heads [c, s, n, K] back to norm1's output and to the weights."""
         slices = [(HeadSlice.of(proj, self._heads(heads)), d_csnK) for proj, heads, d_csnK in arrived]
         sums = GradSum()
-        for rows, x_tD in saved.x.tiles(tile_slices(len(dh_sD), self.options.tile_tokens)):
-            h_tD = self.parts.norm1(x_tD)
+        for rows, x_tD in self._input_tiles(saved):
+            h_tD = apply_norm(self.parts.norm1, x_tD)
             cos_tK, sin_tK = self._rotation(h_tD, saved.positions_s[rows])
             for part, d_csnK in slices:
                 d_tnK = d_csnK[:, rows].transpose(0, 1).flatten(1, 2)
@@ -309,6 +352,10 @@ class StreamedLayer:
             part.finish(grads, sums)
 
     # ---- shared
+
+    def _input_tiles(self, saved: Saved) -> Iterator[tuple[slice, Tensor]]:
+        slices = tile_slices(len(saved.positions_s), self.options.tile_tokens)
+        return zip(slices, saved.x.tiles(slices), strict=True)
 
     def _rotation(self, h_tD: Tensor, positions_t: Tensor) -> tuple[Tensor, Tensor]:
         cos_1tK, sin_1tK = self.rotary(h_tD, positions_t[None])
@@ -338,11 +385,55 @@ class _LayerFunction(torch.autograd.Function):
     def forward(ctx, x_sD, layer, positions_s, docs, *params):
         ctx.layer, ctx.params = layer, params
         ctx.saved = Saved(positions_s, docs, layer.store.keep(x_sD, layer.options.keep_input))
-        return layer.forward(x_sD, ctx.saved, keep=True)
+        with phase(layer.name), phase("forward"):
+            return layer.forward(x_sD, ctx.saved, keep=True)
 
     @staticmethod
     def backward(ctx, dy_sD):
         grads = GradSum()
-        dx_sD = ctx.layer.backward(ctx.saved, dy_sD.contiguous(), grads)
+        with phase(ctx.layer.name), phase("backward"):
+            dx_sD = ctx.layer.backward(ctx.saved, dy_sD.contiguous(), grads)
         ctx.saved = None
         return dx_sD, None, None, None, *(grads.take_as(p) for p in ctx.params)
+
+
+class _KeptAttention(torch.autograd.Function):
+    """Exchange, attention and exchange back of every stage, as one node that keeps q, k, v, out and lse.
+
+    One node and not several, because autograd orders nodes by what a rank's graph looks like, and ranks with empty
+    slots have other graphs: their collectives would not meet.
+    """
+
+    @staticmethod
+    def forward(ctx, layer, docs, *projected):
+        ctx.layer, ctx.docs = layer, docs
+        ctx.kv, ctx.kept = {}, []
+        sent = iter(projected)
+        outs = []
+        for stage in layer.table.stages:
+            q_SnK = tokens_to_heads(next(sent), layer.group)
+            if stage.load is not None:
+                ctx.kv[stage.load] = [tokens_to_heads(next(sent), layer.group) for _ in "kv"]
+            out_SnK, lse_nS = layer._attention(stage, q_SnK, ctx.kv, docs)
+            ctx.kept.append((q_SnK, out_SnK, lse_nS))
+            outs.append(heads_to_tokens(out_SnK, layer.group))
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx, *douts):
+        layer, dkv = ctx.layer, {}
+        dq: list[Tensor] = []
+        dloads: dict[int, list[Tensor]] = {}
+        for i, (stage, (q, out, lse), dout_csnK) in enumerate(zip(layer.table.stages, ctx.kept, douts, strict=True)):
+            if stage.load is not None:
+                dkv[stage.load] = layer._no_grads_yet(stage.load)
+            dout = tokens_to_heads(dout_csnK.contiguous(), layer.group)
+            d_SnK = layer._stage_backward(stage, (dout, q, out, lse), ctx.kv, dkv, ctx.docs)
+            dq.append(heads_to_tokens(d_SnK, layer.group))
+            for load in layer.table.loads_ending(i):
+                back = layer._send_back(load, ctx.kv[load], dkv.pop(load))
+                dloads[load] = [exchange.wait() for _, _, exchange in back]
+        grads: list[Tensor] = []
+        for stage, d in zip(layer.table.stages, dq, strict=True):
+            grads += [d, *(dloads[stage.load] if stage.load is not None else [])]
+        return None, None, *grads

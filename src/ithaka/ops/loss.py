@@ -3,10 +3,12 @@
 Shapes: s tokens on this rank, t in a tile, D hidden, V vocabulary.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
-from ithaka.ops.tiles import GradSum, sum_dtype, tile_backward, tile_slices, weight_grad
+from ithaka.ops.tiles import GradSum, apply_norm, sum_dtype, tile_backward, tile_slices, weight_grad
 
 IGNORED = -100
 LOGITS_TILE_BYTES = 2**28  # of fp32 logits
@@ -31,7 +33,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = x_sD.new_zeros((), dtype=sum_dtype(x_sD.dtype))
         lse_s = x_sD.new_empty(len(x_sD), dtype=total.dtype)
         for rows in tile_slices(len(x_sD), logits_tile_tokens(len(weight_VD))):
-            logits_tV = (norm(x_sD[rows]) @ weight_VD.t()).to(total.dtype)
+            logits_tV = (apply_norm(norm, x_sD[rows]) @ weight_VD.t()).to(total.dtype)
             lse_s[rows] = logits_tV.logsumexp(-1)
             valid_t, target_t1 = _targets(labels_s[rows])
             losses_t = lse_s[rows] - logits_tV.gather(1, target_t1)[:, 0]
@@ -47,12 +49,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grads = GradSum()
         dx_sD = torch.empty_like(x_sD)
         for rows in tile_slices(len(x_sD), logits_tile_tokens(len(weight_VD))):
-            h_tD = norm(x_sD[rows])
+            h_tD = apply_norm(norm, x_sD[rows])
             dlogits_tV = _logits_grad(h_tD @ weight_VD.t(), labels_s[rows], lse_s[rows], dtotal)
             if weight_VD.requires_grad:
                 grads.add(weight_VD, weight_grad(dlogits_tV, h_tD))
             dh_tD = dlogits_tV @ weight_VD
-            dx_sD[rows] = tile_backward(norm, ctx.norm_params, x_sD[rows], dh_tD, grads)
+            dx_sD[rows] = tile_backward(partial(apply_norm, norm), ctx.norm_params, x_sD[rows], dh_tD, grads)
         weights = [grads.take_as(p) for p in (weight_VD, *ctx.norm_params)]
         return dx_sD, None, None, *weights
 

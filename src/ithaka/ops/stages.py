@@ -5,11 +5,12 @@ Heads are taken from the weights in the checkpoint's order; nothing is permuted 
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from ithaka.ops.tiles import GradSum, sum_dtype, tile_backward, weight_grad
+from ithaka.ops.tiles import GradSum, apply_norm, sum_dtype, tile_backward, weight_grad
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class HeadSlice:
         """[t, n, K]: projected, normed, turned."""
         t_tnK = self._linear(h_tD)
         if self.projection.norm is not None:
-            t_tnK = self.projection.norm(t_tnK)
+            t_tnK = apply_norm(self.projection.norm, t_tnK)
         return rope(t_tnK, cos_tK, sin_tK) if self.projection.rotates else t_tnK
 
     def backward(
@@ -53,7 +54,7 @@ class HeadSlice:
             d_tnK = rope(d_tnK, cos_tK, -sin_tK)  # a rotation's transpose turns the other way
         norm = self.projection.norm
         if norm is not None:
-            d_tnK = tile_backward(norm, norm.parameters(), self._linear(h_tD), d_tnK, grads)
+            d_tnK = tile_backward(partial(apply_norm, norm), norm.parameters(), self._linear(h_tD), d_tnK, grads)
         d_tN = d_tnK.flatten(1)
         if self.projection.linear.weight.requires_grad:
             sums.add(self.weight, weight_grad(d_tN, h_tD))
@@ -74,12 +75,12 @@ class HeadSlice:
 
 def take_heads(rows: Tensor, heads_n: Tensor, head_dim: int) -> Tensor:
     """The rows of `heads` from [H * K, ...], as [n * K, ...]."""
-    return rows.detach().view(-1, head_dim, *rows.shape[1:]).index_select(0, heads_n).flatten(0, 1)
+    return rows.view(-1, head_dim, *rows.shape[1:]).index_select(0, heads_n).flatten(0, 1)
 
 
 def take_head_columns(weight_DN: Tensor, heads_n: Tensor, head_dim: int) -> Tensor:
     """The columns of `heads` from [D, H * K], as [D, n * K]."""
-    return weight_DN.detach().unflatten(1, (-1, head_dim)).index_select(1, heads_n).flatten(1)
+    return weight_DN.unflatten(1, (-1, head_dim)).index_select(1, heads_n).flatten(1)
 
 
 def rope(t_tnK: Tensor, cos_tK: Tensor, sin_tK: Tensor) -> Tensor:

@@ -1,0 +1,81 @@
+"""One process standing for rank 0 of N: collectives copy locally, everything else is real.
+
+Data stays finite and random, never uninitialised and never zero, because both change what a GPU measures.
+What arrives is not what other ranks would have sent; shapes, buffers and kernels are.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+BACKEND = "loopback"
+
+
+class LoopbackGroup(dist.ProcessGroup):
+    """torch names some collectives differently in 2.11 and 2.13; both names are here."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._size = size
+        self._name = ""
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name  # the C++ side keeps names in backends, of which there are none here
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def size(self) -> int:
+        return self._size
+
+    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+        return BACKEND
+
+    def allreduce(self, tensors, opts=None):
+        return _done(tensors)
+
+    def broadcast(self, tensors, opts=None):
+        return _done(tensors)
+
+    def barrier(self, opts=None):
+        return _done([])
+
+    def allgather(self, outputs, inputs, opts=None):
+        for gathered, own in zip(outputs, inputs, strict=True):
+            for into in gathered:
+                into.detach().copy_(own)
+        return _done(outputs)
+
+    def all_gather_single(self, output, own, opts=None):
+        output.detach().view(self._size, -1).copy_(own.detach().reshape(1, -1).expand(self._size, -1))
+        return _done([output])
+
+    def reduce_scatter_single(self, output, whole, opts=None):
+        output.detach().copy_(whole.detach().view(-1)[: output.numel()].view_as(output))
+        return _done([output])
+
+    def all_to_all_single(self, output, own, output_splits=None, input_splits=None, opts=None):
+        output.detach().copy_(own)
+        return _done([output])
+
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+
+
+def start_loopback(num_ranks: int) -> None:
+    """Makes this process rank 0 of `num_ranks` to torch.distributed."""
+    if BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND, _create, devices=["cpu", "cuda"])
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=num_ranks)
+
+
+def _create(store, rank: int, size: int, timeout) -> LoopbackGroup:
+    return LoopbackGroup(rank, size)
+
+
+def _done(result) -> dist.Work:
+    future: Future = Future()
+    future.set_result(result)
+    return torch._C._distributed_c10d._create_work_from_future(future)
