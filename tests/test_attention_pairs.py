@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ithaka.ops.pairs import CAUSAL, EDGE, key_major, query_major
+from ithaka.ops.pairs import CAUSAL, EDGE, key_major, largest_call, query_major, spans_of, split_ragged
 
 
 def visible(docs, causal, window):
@@ -20,12 +20,14 @@ def visible(docs, causal, window):
 def visits(groups):
     for group in groups:
         for c in range(group.count):
-            for p in group.pairs:
+            for p, d in ((pair, d) for pair in group.pairs for d in range(pair.count)):
+                assert group.count == 1 or p.count == 1
+                shift = c * group.step + d * p.step
                 for i in range(p.rows):
                     for j in range(p.keys):
                         if (p.mask == CAUSAL and j > i) or (p.mask == EDGE and j < i):
                             continue
-                        yield p.q0 + i + c * group.step, p.k0 + j + c * group.step
+                        yield p.q0 + i + shift, p.k0 + j + shift
 
 
 def owned(groups):
@@ -45,16 +47,18 @@ def owned(groups):
     window=st.none() | st.integers(1, 14),
     block_q=st.integers(1, 16),
     block_kv=st.integers(1, 16),
+    grain=st.integers(1, 5),
 )
-def test_every_visible_pair_once(lengths, equal, causal, window, block_q, block_kv):
+def test_every_visible_pair_once(lengths, equal, causal, window, block_q, block_kv, grain):
     docs = [0]
     for length in lengths:
         for _ in range(equal):
             docs.append(docs[-1] + length)
     settings_ = dict(causal=causal, window=window if causal else None, block_q=block_q, block_kv=block_kv)
+    settings_["grain"] = grain
     expected = sorted(visible(docs, causal, settings_["window"]))
     for order in (query_major, key_major):
-        groups = list(order(tuple(docs), **settings_))
+        groups = list(order(spans_of(tuple(docs)), **settings_))
         assert sorted(visits(groups)) == expected
         assert sorted(owned(groups)) == list(range(docs[-1]))
         for group in groups:
@@ -67,12 +71,12 @@ def test_owner_is_final_when_its_group_ends(window):
     """Backward relies on it: key-major ascends over final rows, reversed query-major over final keys."""
     settings_ = dict(causal=True, window=window, block_q=8, block_kv=4)
     done = set()
-    for group in key_major((0, 41), **settings_):
+    for group in key_major([(0, 41)], **settings_):
         rows = {i for i, _ in visits([group])}
         assert not rows & done
         done |= set(owned([group]))
     done = set()
-    for group in reversed(list(query_major((0, 41), **settings_))):
+    for group in reversed(list(query_major([(0, 41)], **settings_))):
         keys = {j for _, j in visits([group])}
         assert not keys & done
         done |= set(owned([group]))
@@ -82,17 +86,59 @@ def test_owner_is_final_when_its_group_ends(window):
 def test_batched_bands_never_overlap(window):
     """Gradients of one batched call are added without atomics, on either side."""
     for order in (query_major, key_major):
-        for group in order((0, 300), causal=True, window=window, block_q=64, block_kv=64):
+        for group in order([(0, 300)], causal=True, window=window, block_q=64, block_kv=64):
             for p in group.pairs:
                 assert group.count == 1 or group.step >= max(p.rows, p.keys)
+                assert p.count == 1 or p.step >= max(p.rows, p.keys)
 
 
 def test_short_window_is_a_few_batched_calls():
-    groups = list(query_major((0, 1 << 20), causal=True, window=4096, block_q=1 << 17, block_kv=1 << 16))
+    groups = list(query_major([(0, 1 << 20)], causal=True, window=4096, block_q=1 << 17, block_kv=1 << 16))
     assert sum(len(group.pairs) for group in groups) < 40
 
 
 def test_equal_documents_share_calls():
     docs = tuple(range(0, 1_024_001, 1024))
-    groups = list(query_major(docs, causal=True, window=None, block_q=1 << 17, block_kv=1 << 16))
+    groups = list(query_major(spans_of(docs), causal=True, window=None, block_q=1 << 17, block_kv=1 << 16))
     assert len(groups) == 8 and groups[0].count == 128
+
+
+@pytest.mark.parametrize("row_elements", [128, 4096, 64 * 256])
+def test_no_call_beyond_the_index_range_at_16m(row_elements):
+    """Arithmetic on the schedule alone, with the blocks `attention` would take for 60 MB of L2."""
+    most = (2**31 - 1) // row_elements
+    blocks = dict(block_q=min(1 << 17, most), block_kv=min(1 << 16, most))
+    tokens = 1 << 24
+    for spans in (
+        [(0, tokens)],
+        [(i << 10, 1 << 10) for i in range(tokens >> 10)],
+        [(0, 5), (5, tokens - 5)],
+    ):
+        for mask in (
+            {"causal": True, "window": None},
+            {"causal": True, "window": 4096},
+            {"causal": False, "window": None},
+        ):
+            for order in (query_major, key_major):
+                assert largest_call(order(spans, **mask, **blocks), row_elements) <= 2**31 - 1
+
+
+def test_short_unequal_documents_are_chunked():
+    spans = [(0, 3), (3, 4), (7, 50), (57, 2), (59, 9), (68, 9), (77, 1)]
+    blocked, chunks = split_ragged(spans, short=10, block=16)
+    assert blocked == [(7, 50), (57, 2), (59, 9), (68, 9), (77, 1)]
+    assert chunks == [[(0, 3), (3, 4)]]
+    blocked, chunks = split_ragged([(0, 5), (5, 6), (11, 5), (16, 2)], short=10, block=16)
+    assert blocked == [(16, 2)] and chunks == [[(0, 5), (5, 6), (11, 5)]]
+
+
+def test_grain_leaves_few_shapes():
+    """Thirty documents of thirty lengths, and hardly more shapes than blocks for the kernel that plans."""
+    lengths = [9000 + 1717 * i for i in range(30)]
+    docs = tuple(sum(lengths[:i]) for i in range(31))
+    groups = query_major(
+        spans_of(docs), causal=True, window=None, block_q=1 << 17, block_kv=1 << 16, grain=4096
+    )
+    pairs = [p for g in groups for p in g.pairs]
+    regular = {(p.rows, p.keys, p.mask, p.count) for p in pairs if p.rows % 4096 == 0 and p.keys % 4096 == 0}
+    assert len(regular) < 40

@@ -1,19 +1,21 @@
 """Which block pairs attention visits, and in what order: plain integers, no torch.
 
-A **pair** is a run of query rows against a run of keys with one of three masks (i, j count from the pair's own
-corner):
+A **pair** is a run of query rows against a run of keys with one of three masks (i, j count from the pair's
+own corner):
 
     full    every row sees every key
     causal  square, row i sees keys j <= i
-    edge    square, row i sees keys j >= i: the far end of a sliding window. Read backwards (last row first, last
-            key first) it *is* causal, so every kernel with a causal flag can do it.
+    edge    square, row i sees keys j >= i: the far end of a sliding window. Read backwards (last row first,
+            last key first) it *is* causal, so every kernel with a causal flag can do it.
 
-A **group** is one block that owns fp32 accumulators, and all the pairs that add to it. `count` > 1 is the same
-group again, `count` times, each `step` tokens further on: equal documents, or the blocks of a window, as one
-batched kernel call. All positions are tokens of the packed sequence.
+A **group** is one block that owns fp32 accumulators, and all the pairs that add to it. `count` > 1 is the
+same group (or pair) again, `count` times, each `step` tokens further on, as one batched kernel call: equal
+documents, the blocks of a window, the squares along a diagonal; never both a group and its pairs. All
+positions are tokens of the packed sequence.
 
-Two orders. Query-major: the owner is a run of query rows. Key-major: the owner is a run of keys. Key-major is the
-query-major schedule of the reversed document with the parts of q and k exchanged (`_mirror`), masks unchanged.
+Two orders. Query-major: the owner is a run of query rows. Key-major: the owner is a run of keys. Key-major is
+the query-major schedule of the reversed document with the parts of q and k exchanged (`_mirror`), masks
+unchanged.
 """
 
 from collections.abc import Iterator
@@ -25,13 +27,15 @@ FULL, CAUSAL, EDGE = "full", "causal", "edge"
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """rows [q0, q0 + rows) against keys [k0, k0 + keys)."""
+    """rows [q0, q0 + rows) against keys [k0, k0 + keys); `count` times, every `step` tokens."""
 
     q0: int
     rows: int
     k0: int
     keys: int
     mask: str
+    count: int = 1
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,7 @@ class Group:
     pairs: tuple[Pair, ...]
     count: int = 1
     step: int = 0
+    whole: bool = False  # one pair, and no other group meets its rows or keys
 
     @property
     def stop(self) -> int:
@@ -50,36 +55,87 @@ class Group:
         return self.start + (self.count - 1) * self.step + self.length
 
 
+Span = tuple[int, int]  # first token, tokens
+
+
+def spans_of(docs: tuple[int, ...]) -> list[Span]:
+    """The documents between cumulative starts; empty ones are left out."""
+    return [(a, b - a) for a, b in zip(docs, docs[1:], strict=False) if b > a]
+
+
 def query_major(
-    docs: tuple[int, ...], *, causal: bool, window: int | None, block_q: int, block_kv: int
+    spans: list[Span], *, causal: bool, window: int | None, block_q: int, block_kv: int, grain: int = 1
 ) -> Iterator[Group]:
-    """Groups that own query rows, ascending. Every row of every document is owned exactly once."""
-    for start, length, run in _runs(docs):
-        groups = _document(length, causal, window, block_q, block_kv, alone=run == 1)
+    """Groups that own query rows, ascending. Every row of every document is owned exactly once.
+
+    `grain`: a document's last rows and keys are split off where they fill no multiple of it, so that
+    documents of all lengths need few different shapes of a kernel that has to plan each of them.
+    """
+    for start, length, run in _runs(spans):
+        groups = _document(length, causal, window, block_q, block_kv, grain, alone=run == 1)
         yield from _repeat(groups, start, length, run, block_q)
 
 
 def key_major(
-    docs: tuple[int, ...], *, causal: bool, window: int | None, block_q: int, block_kv: int
+    spans: list[Span], *, causal: bool, window: int | None, block_q: int, block_kv: int, grain: int = 1
 ) -> Iterator[Group]:
     """Groups that own keys, ascending. Every key of every document is owned exactly once."""
-    for start, length, run in _runs(docs):
-        groups = _document(length, causal, window, block_kv, block_q, alone=run == 1)
+    for start, length, run in _runs(spans):
+        groups = _document(length, causal, window, block_kv, block_q, grain, alone=run == 1)
         mirrored = [_mirror(group, length) for group in reversed(groups)]
         yield from _repeat(mirrored, start, length, run, block_kv)
 
 
-def _runs(docs: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
-    """(start, length, how many neighbours of that length in a row); empty documents are left out."""
-    spans = [(a, b - a) for a, b in zip(docs, docs[1:], strict=False) if b > a]
-    for length, equal in groupby(spans, key=lambda span: span[1]):
-        run = list(equal)
-        yield run[0][0], length, len(run)
+def split_ragged(spans: list[Span], *, short: int, block: int) -> tuple[list[Span], list[list[Span]]]:
+    """(documents for block pairs, chunks of short unequal documents for a varlen kernel).
+
+    A chunk is at least two neighbours of at most `short` tokens each, `block` tokens together. Equal
+    documents stay with the block pairs when a run of them has `short` tokens: they batch there, on a faster
+    kernel.
+    """
+    blocked: list[Span] = []
+    chunks: list[list[Span]] = []
+    for start, length, run in _runs(spans):
+        documents = [(start + i * length, length) for i in range(run)]
+        if length > short or (run > 1 and run * length >= short):
+            blocked += documents
+        else:
+            _append(chunks, documents, block)
+    lone = [chunk for chunk in chunks if len(chunk) == 1]
+    return sorted(blocked + [chunk[0] for chunk in lone]), [chunk for chunk in chunks if len(chunk) > 1]
+
+
+def _append(chunks: list[list[Span]], documents: list[Span], block: int) -> None:
+    for start, length in documents:
+        last = chunks[-1] if chunks else []
+        if last and sum(last[-1]) == start and start + length - last[0][0] <= block:
+            last.append((start, length))
+        else:
+            chunks.append([(start, length)])
+
+
+def largest_call(groups: Iterator[Group] | list[Group], row_elements: int) -> int:
+    """Elements from the first to the last that any one kernel call of this schedule can address."""
+    return max(
+        ((g.count - 1) * g.step + (p.count - 1) * p.step + max(p.rows, p.keys)) * row_elements
+        for g in groups
+        for p in g.pairs
+    )
+
+
+def _runs(spans: list[Span]) -> Iterator[tuple[int, int, int]]:
+    """(start, length, how many neighbours of that length in a row)."""
+    for _, equal in groupby(
+        enumerate(spans), key=lambda item: (item[1][1], item[1][0] - item[0] * item[1][1])
+    ):
+        run = [span for _, span in equal]
+        yield *run[0], len(run)
 
 
 def _repeat(groups: list[Group], start: int, length: int, run: int, block: int) -> Iterator[Group]:
     """Equal documents side by side, as many per batched call as one block has tokens."""
-    batch = max(1, block // length)
+    nested = any(pair.count > 1 for group in groups for pair in group.pairs)
+    batch = 1 if nested else max(1, block // length)
     for first in range(0, run, batch):
         count = min(batch, run - first)
         for group in groups:
@@ -88,13 +144,19 @@ def _repeat(groups: list[Group], start: int, length: int, run: int, block: int) 
 
 
 def _document(
-    length: int, causal: bool, window: int | None, block: int, other: int, *, alone: bool
+    length: int, causal: bool, window: int | None, block: int, other: int, grain: int, *, alone: bool
 ) -> list[Group]:
     """Query-major groups of one document that starts at 0; `block` rows per owner, `other` keys per pair."""
+    windowed = causal and window is not None and window < length
+    grain = grain if alone else 1
+    if length <= min(block, other) and length % grain == 0 and not windowed:
+        pair = Pair(0, length, 0, length, CAUSAL if causal else FULL)
+        return [Group(0, length, (pair,), whole=True)]
     if not causal:
-        return [_group(a, e, _full(a, e, 0, length, other)) for a, e in _cut(0, length, block)]
-    if window is None or window >= length:
-        return [_causal(a, e, other) for a, e in _cut(0, length, block)]
+        return [_group(a, e, _full(a, e, 0, length, other, grain)) for a, e in _cut(0, length, block, grain)]
+    if not windowed:
+        return [_causal(a, e, other) for a, e in _cut(0, length, block, grain)]
+    assert window is not None
     # Rows below `window` see everything before them; only the rows after that have an edge.
     head = [_causal(a, e, other) for a, e in _cut(0, window, block)]
     return head + _bands(length, window, block, other, batched=alone)
@@ -103,8 +165,8 @@ def _document(
 def _bands(length: int, window: int, block: int, other: int, *, batched: bool) -> list[Group]:
     """Rows [window, length): a causal square, whole keys between, and an edge square `window` - 1 keys back.
 
-    The band's rows are a power of two of at least half the window, so that the keys of neighbouring bands in one
-    batched call never overlap (their gradients are added without atomics).
+    The band's rows are a power of two of at least half the window, so that the keys of neighbouring bands in
+    one batched call never overlap (their gradients are added without atomics).
     """
     rows = 1 if window <= 2 else min(1 << ((window - 1).bit_length() - 1), 1 << (block.bit_length() - 1))
     full_bands, rest = divmod(length - window, rows)
@@ -124,36 +186,60 @@ def _band(a: int, e: int, window: int, other: int) -> Group:
     """Rows [a, e), e - a < window (or one row): row i sees keys (i - window, i]."""
     rows, oldest = e - a, a - window + 1
     if window == 1:
-        return _group(a, e, _diagonal(a, e, other))
+        return _group(a, e, _squares(a, e, other))
     edge = [Pair(a, rows, oldest, rows, EDGE)]
-    return _group(a, e, edge + _full(a, e, oldest + rows, a, other) + _diagonal(a, e, other))
+    return _group(a, e, edge + _full(a, e, oldest + rows, a, other) + _squares(a, e, other))
 
 
 def _causal(a: int, e: int, other: int) -> Group:
-    return _group(a, e, _full(a, e, 0, a, other) + _diagonal(a, e, other))
+    size = min(e - a, other)
+    diagonal = _squares(a, e, other) if (e - a) % size else _halved_squares(a, e, size, other // 4)
+    return _group(a, e, _full(a, e, 0, a, other) + diagonal)
 
 
-def _diagonal(a: int, e: int, other: int) -> list[Pair]:
-    """Rows [a, e) against their own keys: causal squares of `other`, and the full rectangles below them."""
+def _squares(a: int, e: int, size: int) -> list[Pair]:
+    """Rows [a, e) against their own keys: causal squares along the diagonal, full rectangles below them."""
     pairs = []
-    for c, d in _cut(a, e, other):
+    for c, d in _cut(a, e, size):
         pairs.append(Pair(c, d - c, c, d - c, CAUSAL))
         if d < e:
             pairs.append(Pair(d, e - d, c, d - c, FULL))
     return pairs
 
 
-def _full(a: int, e: int, k_start: int, k_stop: int, other: int) -> list[Pair]:
-    return [Pair(a, e - a, c, d - c, FULL) for c, d in _cut(k_start, k_stop, other)]
+def _halved_squares(a: int, e: int, size: int, least: int) -> list[Pair]:
+    """As `_squares`, with each causal square halved again and again: more of the work in full rectangles.
+
+    A kernel is slower on one large triangle, whose rows are of very different length, than on a rectangle
+    and two small triangles. All rectangles of one size are one batched call, and so are the triangles.
+    """
+    pairs = [pair for pair in _squares(a, e, size) if pair.mask == FULL]
+    while size % 2 == 0 and size > max(1, least):
+        half, count = size // 2, (e - a) // size
+        pairs.append(Pair(a + half, half, a, half, FULL, count, size if count > 1 else 0))
+        size = half
+    count = (e - a) // size
+    return [*pairs, Pair(a, size, a, size, CAUSAL, count, size if count > 1 else 0)]
+
+
+def _full(a: int, e: int, k_start: int, k_stop: int, other: int, grain: int = 1) -> list[Pair]:
+    return [Pair(a, e - a, c, d - c, FULL) for c, d in _cut(k_start, k_stop, other, grain)]
 
 
 def _group(a: int, e: int, pairs: list[Pair]) -> Group:
     return Group(a, e - a, tuple(pairs))
 
 
-def _cut(start: int, stop: int, block: int) -> Iterator[tuple[int, int]]:
+def _cut(start: int, stop: int, block: int, grain: int = 1) -> Iterator[tuple[int, int]]:
+    """Runs of `block`; the last, shorter one in two where only its first part is a multiple of `grain`."""
     for a in range(start, stop, block):
-        yield a, min(a + block, stop)
+        e = min(a + block, stop)
+        middle = a + (e - a) // grain * grain
+        if e - a < block and a < middle < e:
+            yield a, middle
+            yield middle, e
+        else:
+            yield a, e
 
 
 def _shift(group: Group, by: int) -> Group:
@@ -168,5 +254,11 @@ def _mirror(group: Group, length: int) -> Group:
     def flip(at: int, size: int) -> int:
         return length - at - size - back
 
-    pairs = tuple(Pair(flip(p.k0, p.keys), p.keys, flip(p.q0, p.rows), p.rows, p.mask) for p in group.pairs)
-    return replace(group, start=flip(group.start, group.length), pairs=pairs)
+    def flip_pair(p: Pair) -> Pair:
+        pair_back = (p.count - 1) * p.step
+        q0, k0 = flip(p.k0, p.keys) - pair_back, flip(p.q0, p.rows) - pair_back
+        return replace(p, q0=q0, rows=p.keys, k0=k0, keys=p.rows)
+
+    return replace(
+        group, start=flip(group.start, group.length), pairs=tuple(flip_pair(pair) for pair in group.pairs)
+    )

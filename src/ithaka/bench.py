@@ -1,0 +1,204 @@
+"""`ithaka bench attention`: sustained TFLOP/s per kernel, length, heads and block size, as table and JSON.
+
+Random data, a warm-up, then calls back to back for several seconds; the median of the second half counts,
+since a chip that has just woken up is faster than one that has been working.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from ithaka.config import ConfigError, parse_count
+from ithaka.ops.attention import attention, attention_backward, default_blocks
+from ithaka.ops.kernels import available_kernels, resolve_kernel
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """One measurement. `documents` equal ones share the tokens; blocks=None derives them from the L2 size."""
+
+    num_tokens: int
+    heads: int = 1
+    kv_heads: int = 1
+    head_dim: int = 128
+    kernel: str = "auto"
+    blocks: tuple[int, int] | None = None
+    causal: bool = True
+    window: int | None = None
+    documents: int = 1
+
+    @property
+    def docs(self) -> tuple[int, ...]:
+        return tuple(i * self.num_tokens // self.documents for i in range(self.documents + 1))
+
+
+@dataclass(frozen=True)
+class AttentionRow:
+    kernel: str
+    tokens: int
+    documents: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block_q: int
+    block_kv: int
+    window: int | None
+    causal: bool
+    forward_s: float
+    forward_tflops: float
+    backward_s: float | None
+    backward_tflops: float | None
+
+
+def attention_flops(case: AttentionCase) -> int:
+    """Of the forward pass: 4 K for every row and visible key; a causal row sees half of them on average."""
+    seen = 0
+    for start, stop in zip(case.docs, case.docs[1:], strict=False):
+        length = stop - start
+        if not case.causal:
+            seen += length * length
+        elif case.window is None or case.window >= length:
+            seen += length * length // 2
+        else:
+            seen += case.window * length - case.window**2 // 2
+    return 4 * case.head_dim * case.heads * seen
+
+
+def measure_attention(
+    case: AttentionCase, *, device: torch.device, dtype: torch.dtype, seconds: float, backward: bool
+) -> AttentionRow:
+    kernel = resolve_kernel(case.kernel, device, dtype, case.head_dim).name
+    blocks = case.blocks or default_blocks(device, kernel, case.head_dim * dtype.itemsize)
+    how = dict(
+        scale=case.head_dim**-0.5, causal=case.causal, window=case.window, docs=case.docs, kernel=kernel,
+        blocks=case.blocks,
+    )  # fmt: skip
+    shape = (case.num_tokens, case.heads, case.head_dim)
+    q, dout = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+    kv_shape = (case.num_tokens, case.kv_heads, case.head_dim)
+    k, v = (torch.randn(kv_shape, device=device, dtype=dtype) for _ in range(2))
+    flops = attention_flops(case)
+    forward_s = sustained(lambda: attention(q, k, v, **how), device, seconds)
+    backward_s = None
+    if backward:
+        out, lse = attention(q, k, v, **how)
+        backward_s = sustained(lambda: attention_backward(dout, q, k, v, out, lse, **how), device, seconds)
+    return AttentionRow(
+        kernel, case.num_tokens, case.documents, case.heads, case.kv_heads, case.head_dim, *blocks,
+        case.window, case.causal, forward_s, flops / forward_s / 1e12,
+        backward_s, 2.5 * flops / backward_s / 1e12 if backward_s else None,
+    )  # fmt: skip
+
+
+def sustained(call: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """Median seconds of a call in the second half of `seconds` of calls; at least three after a warm-up."""
+    call()
+    times: list[float] = []
+    begin = time.perf_counter()
+    while len(times) < (3 if seconds else 1) or time.perf_counter() - begin < seconds:
+        times.append(_timed(call, device))
+    return statistics.median(times[len(times) // 2 :])
+
+
+def _timed(call: Callable[[], object], device: torch.device) -> float:
+    _synchronize(device)
+    begin = time.perf_counter()
+    call()
+    _synchronize(device)
+    return time.perf_counter() - begin
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def table(rows: Iterable[AttentionRow]) -> str:
+    """Aligned columns, one line per row."""
+    names = [field.name for field in fields(AttentionRow)]
+    lines = [names] + [[_cell(getattr(row, name)) for name in names] for row in rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
+    return "\n".join("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+# --- command line -----------------------------------------------------------------------------------------
+
+bench_app = typer.Typer(no_args_is_help=True, help="Measure what this machine gives.")
+
+
+@bench_app.callback()
+def _bench() -> None:
+    """Keeps `attention` a subcommand while it is the only one."""
+
+
+@bench_app.command("attention")
+def bench_attention(
+    tokens: Annotated[str, typer.Option(help="lengths, such as 256K,1M")] = "16K,64K",
+    heads: Annotated[int, typer.Option(min=1)] = 1,
+    kv_heads: Annotated[int, typer.Option(min=1)] = 1,
+    head_dim: Annotated[int, typer.Option(min=1)] = 128,
+    kernels: Annotated[str, typer.Option(help="names, auto or all")] = "auto",
+    blocks: Annotated[str, typer.Option(help="q x kv tokens, such as auto,128Kx64K")] = "auto",
+    documents: Annotated[int, typer.Option(min=1, help="equal documents packed in the tokens")] = 1,
+    window: Annotated[int | None, typer.Option(min=1)] = None,
+    bidirectional: Annotated[bool, typer.Option("--bidirectional")] = False,
+    backward: Annotated[bool, typer.Option("--backward/--forward-only")] = True,
+    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "",
+    seconds: Annotated[float, typer.Option(help="how long each figure is held")] = 3.0,
+    json_path: Annotated[Path | None, typer.Option("--json", help="also write the rows here")] = None,
+) -> None:
+    """TFLOP/s of attention, forward and backward, sustained on random data."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = _dtype(dtype, device)
+    names = available_kernels(device, chosen, head_dim) if kernels == "all" else kernels.split(",")
+    rows = []
+    for name in names:
+        for num_tokens in map(_tokens, tokens.split(",")):
+            for block in map(_blocks, blocks.split(",")):
+                case = AttentionCase(
+                    num_tokens, heads, kv_heads, head_dim, name, block, not bidirectional, window, documents
+                )
+                rows.append(
+                    measure_attention(case, device=device, dtype=chosen, seconds=seconds, backward=backward)
+                )
+    print(table(rows))
+    if json_path is not None:
+        json_path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    name = name or ("bfloat16" if device.type == "cuda" else "float32")
+    if name not in DTYPES:
+        raise ConfigError(f"--dtype={name} is not a dtype; use {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _tokens(text: str) -> int:
+    count = parse_count(text.strip())
+    if not count:
+        raise ConfigError(f"{text!r} is not a number of tokens; write 65536, 64K or 1M")
+    return count
+
+
+def _blocks(text: str) -> tuple[int, int] | None:
+    if text.strip() == "auto":
+        return None
+    block_q, x, block_kv = text.partition("x")
+    if not x:
+        raise ConfigError(f"--blocks={text} is not q x kv; write 128Kx64K or auto")
+    return _tokens(block_q), _tokens(block_kv)

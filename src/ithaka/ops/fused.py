@@ -1,0 +1,126 @@
+"""The two element-wise steps between attention kernels, each in one pass over memory where Triton is there.
+
+Shapes: B = pairs in the batch, h = heads, t = tokens of a block, K = head dim. Tensors may be strided except
+in K.
+"""
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of PyTorch come without it
+    triton = None
+
+
+def merge(sum_out_BhtK: Tensor, sum_lse_Bht: Tensor, out_BhtK: Tensor, lse_Bht: Tensor) -> None:
+    """Add one pair's softmax to the running one, in place. `sum_lse` may be -inf (nothing yet), `lse` not."""
+    if triton is not None and sum_out_BhtK.is_cuda and sum_out_BhtK.dtype == torch.float32:
+        _launch(_merge_kernel, sum_out_BhtK, sum_lse_Bht, out_BhtK, lse_Bht)
+        return
+    new_lse = torch.logaddexp(sum_lse_Bht, lse_Bht)
+    sum_out_BhtK.mul_((sum_lse_Bht - new_lse).exp_()[..., None])
+    sum_out_BhtK.addcmul_(out_BhtK.to(sum_out_BhtK.dtype), (lse_Bht - new_lse).exp_()[..., None])
+    sum_lse_Bht.copy_(new_lse)
+
+
+def split_add(high_BhtK: Tensor, low_BhtK: Tensor, x_BhtK: Tensor) -> None:
+    """Add x to fp32 numbers whose upper 16 bits lie in `high` and lower 16 bits in `low` (both int16)."""
+    if triton is not None and high_BhtK.is_cuda:
+        _launch(_split_add_kernel, high_BhtK, low_BhtK, x_BhtK)
+        return
+    bits = (split_join(high_BhtK, low_BhtK) + x_BhtK).view(torch.int32)
+    high_BhtK.copy_(bits >> 16)
+    low_BhtK.copy_(bits)  # keeps the lower 16 bits
+
+
+def split_round(grad_BhtK: Tensor, high_BhtK: Tensor, low_BhtK: Tensor) -> None:
+    """Write the split numbers, rounded, into `grad`, whose memory `high` may share."""
+    if triton is not None and grad_BhtK.is_cuda:
+        _launch(_split_round_kernel, grad_BhtK, high_BhtK, low_BhtK)
+    else:
+        grad_BhtK.copy_(split_join(high_BhtK, low_BhtK))
+
+
+def split_join(high: Tensor, low: Tensor) -> Tensor:
+    """The fp32 numbers themselves."""
+    return ((high.to(torch.int32) << 16) | (low.to(torch.int32) & 0xFFFF)).view(torch.float32)
+
+
+_ROWS = 32
+
+
+def _launch(kernel, *tensors: Tensor) -> None:
+    B, h, t, K = tensors[0].shape
+    assert all(x.stride(-1) == 1 for x in tensors if x.dim() == 4)
+    strides = [s for x in tensors for s in x.stride()[:3]]
+    tiles = triton.cdiv(t, _ROWS)
+    kernel[(tiles * B * h,)](
+        *tensors, *strides, h, t, tiles, K, ROWS=_ROWS, COLS=triton.next_power_of_2(K), num_warps=4
+    )
+
+
+if triton is not None:
+
+    @triton.jit
+    def _place(h, t, tiles, ROWS: tl.constexpr):
+        """Which repetition, head and rows this program has; 64-bit, since strides times rows pass 2^31."""
+        at = tl.program_id(0).to(tl.int64)
+        rows = (at % tiles) * ROWS + tl.arange(0, ROWS)
+        return at // tiles // h, at // tiles % h, rows
+
+    @triton.jit
+    def _merge_kernel(
+        sum_out, sum_lse, out, lse, sb, sh, st, ub, uh, ut, ob, oh, ot, lb, lh, lt, h, t, tiles, K,
+        ROWS: tl.constexpr, COLS: tl.constexpr,
+    ):  # fmt: skip
+        b, head, rows = _place(h, t, tiles, ROWS)
+        cols = tl.arange(0, COLS)
+        seen = rows < t
+        inside = seen[:, None] & (cols < K)[None, :]
+        sum_lse += b * ub + head * uh + rows * ut
+        sum_out += b * sb + head * sh + rows[:, None] * st + cols[None, :]
+        old = tl.load(sum_lse, seen, other=0.0)
+        new = tl.load(lse + b * lb + head * lh + rows * lt, seen, other=0.0)
+        top = tl.maximum(old, new)
+        total = top + tl.log(tl.exp(old - top) + tl.exp(new - top))
+        x = tl.load(sum_out, inside, other=0.0) * tl.exp(old - total)[:, None]
+        y = tl.load(out + b * ob + head * oh + rows[:, None] * ot + cols[None, :], inside, other=0.0)
+        tl.store(sum_out, x + y.to(tl.float32) * tl.exp(new - total)[:, None], inside)
+        tl.store(sum_lse, total, seen)
+
+    @triton.jit
+    def _split_add_kernel(
+        high, low, x, hb, hh, ht, lb, lh, lt, xb, xh, xt, h, t, tiles, K,
+        ROWS: tl.constexpr, COLS: tl.constexpr,
+    ):  # fmt: skip
+        b, head, rows = _place(h, t, tiles, ROWS)
+        cols = tl.arange(0, COLS)
+        inside = (rows < t)[:, None] & (cols < K)[None, :]
+        high += b * hb + head * hh + rows[:, None] * ht + cols[None, :]
+        low += b * lb + head * lh + rows[:, None] * lt + cols[None, :]
+        x += b * xb + head * xh + rows[:, None] * xt + cols[None, :]
+        bits = (tl.load(high, inside, other=0).to(tl.int32) << 16) | (
+            tl.load(low, inside, other=0).to(tl.int32) & 0xFFFF
+        )
+        total = bits.to(tl.float32, bitcast=True) + tl.load(x, inside, other=0.0).to(tl.float32)
+        bits = total.to(tl.int32, bitcast=True)
+        tl.store(high, (bits >> 16).to(tl.int16), inside)
+        tl.store(low, bits.to(tl.int16), inside)
+
+    @triton.jit
+    def _split_round_kernel(
+        grad, high, low, gb, gh, gt, hb, hh, ht, lb, lh, lt, h, t, tiles, K,
+        ROWS: tl.constexpr, COLS: tl.constexpr,
+    ):  # fmt: skip
+        b, head, rows = _place(h, t, tiles, ROWS)
+        cols = tl.arange(0, COLS)
+        inside = (rows < t)[:, None] & (cols < K)[None, :]
+        high += b * hb + head * hh + rows[:, None] * ht + cols[None, :]
+        low += b * lb + head * lh + rows[:, None] * lt + cols[None, :]
+        grad += b * gb + head * gh + rows[:, None] * gt + cols[None, :]
+        bits = (tl.load(high, inside, other=0).to(tl.int32) << 16) | (
+            tl.load(low, inside, other=0).to(tl.int32) & 0xFFFF
+        )
+        tl.store(grad, bits.to(tl.float32, bitcast=True).to(grad.dtype.element_ty), inside)
