@@ -307,27 +307,40 @@ def _num_ranks() -> int:
 def _settings(config: Config, device: torch.device) -> Settings:
     """The configuration as the model needs it; what it cannot do yet is refused."""
     memory, attention = config.memory, config.attention
-    if isinstance(memory.keep_attention, int):
-        raise ConfigError(f"memory.keep_attention={memory.keep_attention} is not possible yet; use all")
-    if config.train.compile:
-        raise ConfigError("train.compile=true is not possible yet; use false")
-    if (attention.block_q is None) != (attention.block_kv is None):
-        raise ConfigError("attention.block_q and attention.block_kv go together; set both or neither")
+    _check_possible(config)
     tier = "device" if memory.offload == "none" else memory.offload
-    keep_attention = memory.checkpoint == "none" or memory.keep_attention == "all"
+    layers = memory.keep_attention
     blocks = (attention.block_q, attention.block_kv) if attention.block_q and attention.block_kv else None
     return Settings(
         dtype=_dtype(config.model.dtype, device),
         heads_per_stage=None if config.parallel.heads_per_stage == "all" else config.parallel.heads_per_stage,
         layer=LayerOptions(
             tile_tokens=None if memory.tile_tokens == "all" else memory.tile_tokens,
+            checkpoint=memory.checkpoint == "full",
             keep_input=tier,
-            keep_attention=tier if keep_attention else None,
+            keep_attention=None if layers == "none" else tier,
             kernel=attention.kernel,
             blocks=blocks,
         ),
+        keep_attention_layers=layers if isinstance(layers, int) else None,
         offload_optimizer=memory.offload_optimizer,
     )
+
+
+def _check_possible(config: Config) -> None:
+    memory, attention = config.memory, config.attention
+    if config.train.compile:
+        raise ConfigError("train.compile=true is not possible yet; use false")
+    if memory.checkpoint == "none" and memory.offload != "none":
+        raise ConfigError(
+            f"memory.offload={memory.offload} has no effect with memory.checkpoint=none; "
+            "use memory.checkpoint=full, or memory.offload=none"
+        )
+    if (attention.block_q is None) != (attention.block_kv is None):
+        raise ConfigError(
+            f"attention.block_q={attention.block_q} and attention.block_kv={attention.block_kv} go together; "
+            "set both or neither"
+        )
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
