@@ -253,10 +253,12 @@ class KeptOnHost(Kept):
             self._source = None
 
     def prefetch(self) -> None:
-        if self._coming is None:
+        if self._coming is None and self._source is None:
             self._coming = self._copy_in(None, 0)
 
     def fetch(self) -> Tensor:
+        if self._source is not None:
+            return self._source
         self.prefetch()
         assert self._coming is not None
         (tensor, done), self._coming = self._coming, None
@@ -264,6 +266,9 @@ class KeptOnHost(Kept):
         return tensor
 
     def tiles(self, slices: list[slice], dim: int = 0) -> Iterator[Tensor]:
+        if self._source is not None:
+            yield from Kept(self._source).tiles(slices, dim)
+            return
         coming = self._copy_in(slices[0], dim)
         for i in range(len(slices)):
             tile, done = coming

@@ -6,7 +6,8 @@ K head dim. Tokens-sharded [c, s, n, K] and heads-sharded [S, n, K] as in dist/e
 Kept for backward: the layer's input, and attention's output with its log-sum-exp where the options say so.
 """
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ from ithaka.phases import phase
 from ithaka.plan.heads import EMPTY, HeadTable, Stage, flat
 
 Docs = tuple[int, ...]
+Arrived = tuple[HeadSlice, Tensor]  # heads, and their gradient in exchange layout
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class StreamedLayer:
         self.q = Projection(parts.q_proj, parts.q_norm, True, parts.head_dim)
         self.k = Projection(parts.k_proj, parts.k_norm, True, parts.head_dim)
         self.v = Projection(parts.v_proj, None, False, parts.head_dim)
+        self.ahead = 2 if options.overlap else 1  # stages under way at once
         self._indices: dict[tuple[tuple[int, ...], ...], Tensor] = {}
 
     def __call__(self, x_sD: Tensor, positions_s: Tensor, docs: Docs) -> Tensor:
@@ -104,7 +107,7 @@ class StreamedLayer:
 
     def keep_everything(self, x_sD: Tensor, saved: Saved) -> Tensor:
         """The layer as ordinary differentiable ops around the attention of all stages: nothing is recomputed."""
-        projected = [t for stage in self.table.stages for t in self._project(saved, self._slices(stage))]
+        projected = [t for stage in self.table.stages for t in self._walk(saved, self._slices(stage))]
         outs = _KeptAttention.apply(self, saved.docs, *projected)
         y_sD = x_sD + self.parts.o_proj(self._all_heads(list(outs)))
         return y_sD + self._mlp(y_sD)
@@ -129,8 +132,10 @@ class StreamedLayer:
 
     def _attend(self, saved: Saved) -> Iterator[tuple[Stage, Tensor, Tensor]]:
         """Attention, stage by stage: yields the stage, its output back on the tokens' ranks, and its lse."""
-        kv: dict[int, list[Tensor]] = {}
-        for i, stage, (q_SnK,), arrived in self._stages(saved, lambda _: []):
+        stages, kv = self.table.stages, dict[int, list[Tensor]]()
+        sent = deque(self._project_and_send(saved, stage) for stage in stages[: self.ahead])
+        for i, stage in enumerate(stages):
+            (q_SnK,), arrived = sent.popleft().wait()
             if stage.load is not None:
                 kv[stage.load] = arrived
             with phase("attention"):
@@ -140,30 +145,17 @@ class StreamedLayer:
             done = [(stage, heads_to_tokens(out_SnK, self.group), lse_nS)]
             del q_SnK, arrived, out_SnK, lse_nS
             yield done.pop()  # leaves no reference here
+            if i + self.ahead < len(stages):
+                sent.append(self._project_and_send(saved, stages[i + self.ahead]))
 
-    def _stages(self, saved: Saved, also) -> Iterator[tuple[int, Stage, list[Tensor], list[Tensor]]]:
-        """Yields every stage with its received q, `also(stage)` (more tokens-sharded tensors), and new k, v.
-
-        With overlap, the next stage is projected and sent before this one is handed out.
-        """
-        stages = self.table.stages
-        ahead = 1 if self.options.overlap else 0
-        sent = [self._send(i, saved, also) for i in range(min(ahead, len(stages)))]
-        for i, stage in enumerate(stages):
-            if i + ahead < len(stages):
-                sent.append(self._send(i + ahead, saved, also))
-            received = [sent.pop(0).wait()]
-            yield i, stage, *received.pop()  # leaves no reference here
-
-    def _send(self, i: int, saved: Saved, also) -> Sent:
-        stage = self.table.stages[i]
+    def _project_and_send(self, saved: Saved, stage: Stage) -> Sent:
         with phase("projections"):
-            q_csnK, *kv = self._project(saved, self._slices(stage))
-            tensors = [q_csnK, *also(stage)]
-        return Sent(
-            [start_tokens_to_heads(t, self.group) for t in tensors],
-            [start_tokens_to_heads(t, self.group) for t in kv],
-        )
+            q_csnK, *kv = self._walk(saved, project=self._slices(stage))
+            return self._send([q_csnK], kv)
+
+    def _send(self, tensors: list[Tensor], kv: list[Tensor]) -> Sent:
+        started = [start_tokens_to_heads(t, self.group) for t in [*tensors, *kv]]
+        return Sent(started[: len(tensors)], started[len(tensors) :])
 
     def _slices(self, stage: Stage) -> list[HeadSlice]:
         """The heads to project for a stage: its queries, and the keys and values that arrive with it."""
@@ -173,19 +165,39 @@ class StreamedLayer:
             slices += [HeadSlice.of(self.k, kv_heads), HeadSlice.of(self.v, kv_heads)]
         return slices
 
-    def _project(self, saved: Saved, slices: list[HeadSlice]) -> list[Tensor]:
-        """Each slice's heads for all local tokens, in exchange layout [c, s, n, K]."""
-        num_tokens, c = len(saved.positions_s), self.group.size()
-        sent: list[Tensor] = []
+    def _walk(
+        self,
+        saved: Saved,
+        project: list[HeadSlice],
+        arrived: list[Arrived] | None = None,
+        dh_sD: Tensor | None = None,
+        grads: GradSum | None = None,
+        then: Callable[[slice, Tensor], None] | None = None,
+    ) -> list[Tensor]:
+        """One walk over the tiles of x, which may have to come from the store.
+
+        Takes the gradients of the `arrived` heads back to `dh` and `grads`, projects the heads `project` into
+        exchange layout [c, s, n, K], which it returns, and calls `then` with each tile's rows and x.
+        """
+        num_tokens, c, K = len(saved.positions_s), self.group.size(), self.parts.head_dim
+        sums = GradSum()
+        projected = [
+            part.weight.new_empty(c, num_tokens, len(part.heads_n) // c, K) for part in project
+        ]
         for rows, x_tD in self._input_tiles(saved):
             h_tD = apply_norm(self.parts.norm1, x_tD)
             cos_tK, sin_tK = self._rotation(h_tD, saved.positions_s[rows])
-            for i, part in enumerate(slices):
-                t_tcnK = part.forward(h_tD, cos_tK, sin_tK).unflatten(1, (c, -1))
-                if len(sent) <= i:
-                    sent.append(t_tcnK.new_empty(c, num_tokens, *t_tcnK.shape[2:]))
-                sent[i][:, rows] = t_tcnK.transpose(0, 1)
-        return sent
+            for part, d_csnK in arrived or ():
+                d_tnK = d_csnK[:, rows].transpose(0, 1).flatten(1, 2)
+                dh_sD[rows] += part.backward(d_tnK, h_tD, cos_tK, sin_tK, grads, sums)  # type: ignore
+            for part, into in zip(project, projected, strict=True):
+                t_tnK = part.forward(h_tD, cos_tK, sin_tK)
+                into[:, rows] = t_tnK.unflatten(1, (c, -1)).transpose(0, 1)
+            if then is not None:
+                then(rows, x_tD)
+        for part, _ in arrived or ():
+            part.finish(grads, sums)  # type: ignore
+        return projected
 
     def _attention(
         self, stage: Stage, q_SnK: Tensor, kv: dict[int, list[Tensor]], docs: Docs
@@ -226,10 +238,7 @@ class StreamedLayer:
         ]
         with phase("mlp"):
             self._mlp_backward(saved, attended, dy_sD, grads)
-        dh_sD = self._attention_backward(saved, attended, dy_sD, grads)
-        norm1 = partial(apply_norm, self.parts.norm1)
-        for rows, x_tD in self._input_tiles(saved):
-            dy_sD[rows] += tile_backward(norm1, self.parts.norm1.parameters(), x_tD, dh_sD[rows], grads)
+        self._attention_backward(saved, attended, dy_sD, grads)
         return dy_sD
 
     def _mlp_backward(
@@ -265,32 +274,47 @@ class StreamedLayer:
 
     def _attention_backward(
         self, saved: Saved, attended: list[tuple[Kept, Kept]], dy_sD: Tensor, grads: GradSum
-    ) -> Tensor:
-        """The gradient at norm1's output."""
-        dh_sD = torch.zeros_like(dy_sD)
-        kv: dict[int, list[Tensor]] = {}
-        dkv: dict[int, list[Tensor | None]] = {}
-        kept = {id(stage): pair for stage, pair in zip(self.table.stages, attended, strict=True)}
+    ) -> None:
+        """Adds to dy the gradient that comes through attention and norm1, which makes it dx."""
+        stages, dh_sD = self.table.stages, torch.zeros_like(dy_sD)
+        kv, dkv = dict[int, list[Tensor]](), dict[int, list[Tensor | None]]()
+        norm1, weights = partial(apply_norm, self.parts.norm1), list(self.parts.norm1.parameters())
 
-        def also(stage: Stage) -> list[Tensor]:
-            return [kept[id(stage)][0].fetch(), self._output_grad(stage, dy_sD)]
+        def send(i: int, projected: list[Tensor]) -> Sent:
+            q_csnK, *new_kv = projected
+            return self._send([q_csnK, attended[i][0].fetch(), self._output_grad(stages[i], dy_sD)], new_kv)
 
-        for i, stage, (q, out, dout), arrived in self._stages(saved, also):
+        def through_norm(rows: slice, x_tD: Tensor) -> None:
+            dy_sD[rows] += tile_backward(norm1, weights, x_tD, dh_sD[rows], grads)
+
+        with phase("projections"):
+            sent = deque(
+                send(i, self._walk(saved, self._slices(stage))) for i, stage in enumerate(stages[: self.ahead])
+            )
+        for i, stage in enumerate(stages):
+            (q, out, dout), new_kv = sent.popleft().wait()
+            following = i + self.ahead
+            if following < len(stages):
+                attended[following][0].prefetch()
             if stage.load is not None:
-                kv[stage.load] = arrived
-                dkv[stage.load] = self._no_grads_yet(stage.load)
-            lse_nS = kept[id(stage)][1].fetch()
+                kv[stage.load], dkv[stage.load] = new_kv, self._no_grads_yet(stage.load)
             with phase("attention"):
-                dq = self._stage_backward(stage, (dout, q, out, lse_nS), kv, dkv, saved.docs)
-            del q, out, dout, lse_nS, arrived
+                dq = self._stage_backward(stage, (dout, q, out, attended[i][1].fetch()), kv, dkv, saved.docs)
+            del q, out, dout, new_kv
             back = [(self.q, stage.query_heads, start_heads_to_tokens(dq, self.group))]
             del dq
             for load in self.table.loads_ending(i):
                 back += self._send_back(load, kv.pop(load), dkv.pop(load))
             with phase("projections"):
-                self._project_backward(saved, [(p, h, e.wait()) for p, h, e in back], dh_sD, grads)
-            del back
-        return dh_sD
+                arrived = [(HeadSlice.of(p, self._heads(heads)), e.wait()) for p, heads, e in back]
+                del back
+                project = self._slices(stages[following]) if following < len(stages) else []
+                last = i + 1 == len(stages)
+                projected = self._walk(saved, project, arrived, dh_sD, grads, through_norm if last else None)
+                del arrived
+                if projected:
+                    sent.append(send(following, projected))
+                del projected
 
     def _no_grads_yet(self, load: int) -> list[Tensor | None]:
         """Room for dk and dv of every kv slot in turn."""
@@ -337,19 +361,6 @@ class StreamedLayer:
                     if grad is not None:
                         d_SmK[:, slot : slot + 1] = grad
             yield projection, heads, start_heads_to_tokens(d_SmK, self.group)
-
-    def _project_backward(self, saved: Saved, arrived, dh_sD: Tensor, grads: GradSum) -> None:
-        """Takes the gradients of projected heads [c, s, n, K] back to norm1's output and to the weights."""
-        slices = [(HeadSlice.of(proj, self._heads(heads)), d_csnK) for proj, heads, d_csnK in arrived]
-        sums = GradSum()
-        for rows, x_tD in self._input_tiles(saved):
-            h_tD = apply_norm(self.parts.norm1, x_tD)
-            cos_tK, sin_tK = self._rotation(h_tD, saved.positions_s[rows])
-            for part, d_csnK in slices:
-                d_tnK = d_csnK[:, rows].transpose(0, 1).flatten(1, 2)
-                dh_sD[rows] += part.backward(d_tnK, h_tD, cos_tK, sin_tK, grads, sums)
-        for part, _ in slices:
-            part.finish(grads, sums)
 
     # ---- shared
 
