@@ -21,17 +21,16 @@ from ithaka.dist.exchange import (
     heads_to_tokens,
     start_heads_to_tokens,
     start_tokens_to_heads,
-    tokens_to_heads,
 )
 from ithaka.memory.store import Kept, Store
 from ithaka.model.families import LayerParts
-from ithaka.ops.attention import attention, attention_backward
-from ithaka.ops.stages import HeadSlice, Projection, take_head_columns
+from ithaka.ops.stages import HeadSlice, HeldHeads, Projection, stages_attention, take_head_columns
 from ithaka.ops.tiles import GradSum, apply_norm, sum_dtype, tile_backward, tile_slices, weight_grad
 from ithaka.phases import phase
 from ithaka.plan.heads import EMPTY, HeadTable, Stage, flat
 
 Docs = tuple[int, ...]
+Heads = tuple[tuple[int, ...], ...]  # [rank][slot]
 Arrived = tuple[HeadSlice, Tensor]  # heads, and their gradient in exchange layout
 
 
@@ -95,7 +94,7 @@ class StreamedLayer:
         self.k = Projection(parts.k_proj, parts.k_norm, True, parts.head_dim)
         self.v = Projection(parts.v_proj, None, False, parts.head_dim)
         self.ahead = 2 if options.overlap else 1  # stages under way at once
-        self._indices: dict[tuple[tuple[int, ...], ...], Tensor] = {}
+        self._indices: dict[Heads, Tensor] = {}
 
     def __call__(self, x_sD: Tensor, positions_s: Tensor, docs: Docs) -> Tensor:
         if torch.is_grad_enabled() and not self.options.checkpoint:
@@ -108,8 +107,8 @@ class StreamedLayer:
     def keep_everything(self, x_sD: Tensor, saved: Saved) -> Tensor:
         """The layer as ordinary differentiable ops around the attention of all stages: nothing is recomputed."""
         projected = [t for stage in self.table.stages for t in self._walk(saved, self._slices(stage))]
-        outs = _KeptAttention.apply(self, saved.docs, *projected)
-        y_sD = x_sD + self.parts.o_proj(self._all_heads(list(outs)))
+        outs = stages_attention(self.table, self.group, self._how(saved.docs), projected)
+        y_sD = x_sD + self.parts.o_proj(self._all_heads(outs))
         return y_sD + self._mlp(y_sD)
 
     # ---- forward
@@ -132,18 +131,17 @@ class StreamedLayer:
 
     def _attend(self, saved: Saved) -> Iterator[tuple[Stage, Tensor, Tensor]]:
         """Attention, stage by stage: yields the stage, its output back on the tokens' ranks, and its lse."""
-        stages, kv = self.table.stages, dict[int, list[Tensor]]()
+        stages, held = self.table.stages, HeldHeads(self.table, self.rank, self._how(saved.docs))
         sent = deque(self._project_and_send(saved, stage) for stage in stages[: self.ahead])
         for i, stage in enumerate(stages):
-            (q_SnK,), arrived = sent.popleft().wait()
-            if stage.load is not None:
-                kv[stage.load] = arrived
+            (q_SnK,), new_kv = sent.popleft().wait()
+            held.arrive(stage, new_kv)
             with phase("attention"):
-                out_SnK, lse_nS = self._attention(stage, q_SnK, kv, saved.docs)
+                out_SnK, lse_nS = held.attend(stage, q_SnK)
             for load in self.table.loads_ending(i):
-                del kv[load]
+                held.drop(load)
             done = [(stage, heads_to_tokens(out_SnK, self.group), lse_nS)]
-            del q_SnK, arrived, out_SnK, lse_nS
+            del q_SnK, new_kv, out_SnK, lse_nS
             yield done.pop()  # leaves no reference here
             if i + self.ahead < len(stages):
                 sent.append(self._project_and_send(saved, stages[i + self.ahead]))
@@ -198,23 +196,6 @@ class StreamedLayer:
         for part, _ in arrived or ():
             part.finish(grads, sums)  # type: ignore
         return projected
-
-    def _attention(
-        self, stage: Stage, q_SnK: Tensor, kv: dict[int, list[Tensor]], docs: Docs
-    ) -> tuple[Tensor, Tensor]:
-        reads = stage.reads[self.rank]
-        outs = []
-        for read in reads:
-            k_S1K, v_S1K = (t[:, read.kv_slot : read.kv_slot + 1] for t in kv[read.load])
-            outs.append(attention(q_SnK[:, read.first : read.last], k_S1K, v_S1K, **self._how(docs)))
-        if len(outs) == 1 and stage.is_full(self.rank):
-            return outs[0]
-        out_SnK = torch.zeros_like(q_SnK)
-        lse_nS = q_SnK.new_zeros(q_SnK.shape[1], q_SnK.shape[0], dtype=sum_dtype(q_SnK.dtype))
-        for read, (out, lse) in zip(reads, outs, strict=True):
-            out_SnK[:, read.first : read.last] = out
-            lse_nS[read.first : read.last] = lse
-        return out_SnK, lse_nS
 
     def _add_attention_output(self, y_sD: Tensor, stage: Stage, out_csnK: Tensor) -> None:
         heads = self._heads(stage.query_heads)
@@ -277,7 +258,7 @@ class StreamedLayer:
     ) -> None:
         """Adds to dy the gradient that comes through attention and norm1, which makes it dx."""
         stages, dh_sD = self.table.stages, torch.zeros_like(dy_sD)
-        kv, dkv = dict[int, list[Tensor]](), dict[int, list[Tensor | None]]()
+        held = HeldHeads(self.table, self.rank, self._how(saved.docs))
         norm1, weights = partial(apply_norm, self.parts.norm1), list(self.parts.norm1.parameters())
 
         def send(i: int, projected: list[Tensor]) -> Sent:
@@ -296,18 +277,19 @@ class StreamedLayer:
             following = i + self.ahead
             if following < len(stages):
                 attended[following][0].prefetch()
-            if stage.load is not None:
-                kv[stage.load], dkv[stage.load] = new_kv, self._no_grads_yet(stage.load)
+            held.arrive(stage, new_kv)
             with phase("attention"):
-                dq = self._stage_backward(stage, (dout, q, out, attended[i][1].fetch()), kv, dkv, saved.docs)
+                dq = held.attend_backward(stage, dout, q, out, attended[i][1].fetch())
             del q, out, dout, new_kv
-            back = [(self.q, stage.query_heads, start_heads_to_tokens(dq, self.group))]
+            leaving = [(self.q, stage.query_heads, dq)]
             del dq
             for load in self.table.loads_ending(i):
-                back += self._send_back(load, kv.pop(load), dkv.pop(load))
+                dk_SmK, dv_SmK = held.take_grads(load)
+                heads = self.table.loads[load].kv_heads
+                leaving += [(self.k, heads, dk_SmK), (self.v, heads, dv_SmK)]
+                del dk_SmK, dv_SmK
             with phase("projections"):
-                arrived = [(HeadSlice.of(p, self._heads(heads)), e.wait()) for p, heads, e in back]
-                del back
+                arrived = self._bring_back(leaving)
                 project = self._slices(stages[following]) if following < len(stages) else []
                 last = i + 1 == len(stages)
                 projected = self._walk(saved, project, arrived, dh_sD, grads, through_norm if last else None)
@@ -316,9 +298,11 @@ class StreamedLayer:
                     sent.append(send(following, projected))
                 del projected
 
-    def _no_grads_yet(self, load: int) -> list[Tensor | None]:
-        """Room for dk and dv of every kv slot in turn."""
-        return [None] * (2 * self.table.loads[load].num_slots)
+    def _bring_back(self, leaving: list[tuple[Projection, Heads, Tensor]]) -> list[Arrived]:
+        """Gradients of heads [S, n, K] -> on the tokens' ranks [c, s, n, K]; empties `leaving`."""
+        under_way = [(p, heads, start_heads_to_tokens(d_SnK, self.group)) for p, heads, d_SnK in leaving]
+        leaving.clear()
+        return [(HeadSlice.of(p, self._heads(heads)), exchange.wait()) for p, heads, exchange in under_way]
 
     def _output_grad(self, stage: Stage, dy_sD: Tensor) -> Tensor:
         """dout [c, s, n, K] of a stage, from the gradient at the output projection."""
@@ -330,38 +314,6 @@ class StreamedLayer:
             dout_csnK[:, rows] = dout_tcnK.transpose(0, 1)
         return dout_csnK
 
-    def _stage_backward(self, stage: Stage, tensors, kv, dkv, docs: Docs) -> Tensor:
-        """dq [S, n, K] of this rank's heads; dk and dv are added to `dkv`."""
-        dout, q, out, lse_nS = tensors
-        dq_SnK: Tensor | None = None
-        for read in stage.reads[self.rank]:
-            at = slice(read.first, read.last)
-            k, v = (t[:, read.kv_slot : read.kv_slot + 1] for t in kv[read.load])
-            dq, dk, dv = attention_backward(
-                dout[:, at], q[:, at], k, v, out[:, at], lse_nS[at], **self._how(docs)
-            )
-            sums = dkv[read.load]
-            for slot, grad in ((2 * read.kv_slot, dk), (2 * read.kv_slot + 1, dv)):
-                have = sums[slot]
-                sums[slot] = grad if have is None else have.to(sum_dtype(have.dtype)).add_(grad)
-            if dq.shape == q.shape:
-                return dq
-            dq_SnK = torch.zeros_like(q) if dq_SnK is None else dq_SnK
-            dq_SnK[:, at] = dq
-        return torch.zeros_like(q) if dq_SnK is None else dq_SnK
-
-    def _send_back(self, load: int, kv: list[Tensor], dkv: list[Tensor | None]):
-        heads = self.table.loads[load].kv_heads
-        for projection, like, grads in ((self.k, kv[0], dkv[0::2]), (self.v, kv[1], dkv[1::2])):
-            if len(grads) == 1 and grads[0] is not None:
-                d_SmK = grads[0].to(like.dtype)
-            else:
-                d_SmK = torch.zeros_like(like)
-                for slot, grad in enumerate(grads):
-                    if grad is not None:
-                        d_SmK[:, slot : slot + 1] = grad
-            yield projection, heads, start_heads_to_tokens(d_SmK, self.group)
-
     # ---- shared
 
     def _input_tiles(self, saved: Saved) -> Iterator[tuple[slice, Tensor]]:
@@ -372,7 +324,7 @@ class StreamedLayer:
         cos_1tK, sin_1tK = self.rotary(h_tD, positions_t[None])
         return cos_1tK[0], sin_1tK[0]
 
-    def _heads(self, heads: tuple[tuple[int, ...], ...]) -> Tensor:
+    def _heads(self, heads: Heads) -> Tensor:
         if heads not in self._indices:
             device = self.parts.q_proj.weight.device
             self._indices[heads] = torch.tensor(flat(heads), device=device)
@@ -406,45 +358,3 @@ class _LayerFunction(torch.autograd.Function):
             dx_sD = ctx.layer.backward(ctx.saved, dy_sD.contiguous(), grads)
         ctx.saved = None
         return dx_sD, None, None, None, *(grads.take_as(p) for p in ctx.params)
-
-
-class _KeptAttention(torch.autograd.Function):
-    """Exchange, attention and exchange back of every stage, as one node that keeps q, k, v, out and lse.
-
-    One node and not several, because autograd orders nodes by what a rank's graph looks like, and ranks with empty
-    slots have other graphs: their collectives would not meet.
-    """
-
-    @staticmethod
-    def forward(ctx, layer, docs, *projected):
-        ctx.layer, ctx.docs = layer, docs
-        ctx.kv, ctx.kept = {}, []
-        sent = iter(projected)
-        outs = []
-        for stage in layer.table.stages:
-            q_SnK = tokens_to_heads(next(sent), layer.group)
-            if stage.load is not None:
-                ctx.kv[stage.load] = [tokens_to_heads(next(sent), layer.group) for _ in "kv"]
-            out_SnK, lse_nS = layer._attention(stage, q_SnK, ctx.kv, docs)
-            ctx.kept.append((q_SnK, out_SnK, lse_nS))
-            outs.append(heads_to_tokens(out_SnK, layer.group))
-        return tuple(outs)
-
-    @staticmethod
-    def backward(ctx, *douts):
-        layer, dkv = ctx.layer, {}
-        dq: list[Tensor] = []
-        dloads: dict[int, list[Tensor]] = {}
-        for i, (stage, (q, out, lse), dout_csnK) in enumerate(zip(layer.table.stages, ctx.kept, douts, strict=True)):
-            if stage.load is not None:
-                dkv[stage.load] = layer._no_grads_yet(stage.load)
-            dout = tokens_to_heads(dout_csnK.contiguous(), layer.group)
-            d_SnK = layer._stage_backward(stage, (dout, q, out, lse), ctx.kv, dkv, ctx.docs)
-            dq.append(heads_to_tokens(d_SnK, layer.group))
-            for load in layer.table.loads_ending(i):
-                back = layer._send_back(load, ctx.kv[load], dkv.pop(load))
-                dloads[load] = [exchange.wait() for _, _, exchange in back]
-        grads: list[Tensor] = []
-        for stage, d in zip(layer.table.stages, dq, strict=True):
-            grads += [d, *(dloads[stage.load] if stage.load is not None else [])]
-        return None, None, *grads

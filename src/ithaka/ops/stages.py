@@ -1,16 +1,22 @@
-"""The heads of one stage: projected from tokens into exchange layout, and back.
+"""The heads of one stage: projected from tokens into exchange layout, attended to by their owner, and back.
 
-Shapes: t tokens of a tile, D hidden, n = c * slots heads of the stage over all c ranks, K head dim, H all heads.
+Shapes: t tokens of a tile, S of the sequence, D hidden, K head dim, H all heads; in projections n = c * slots heads
+of the stage over all c ranks; in attention n query slots and m kv slots of this rank.
 Heads are taken from the weights in the checkpoint's order; nothing is permuted on disk.
 """
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from ithaka.dist.exchange import heads_to_tokens, tokens_to_heads
+from ithaka.ops.attention import attention, attention_backward
 from ithaka.ops.tiles import GradSum, apply_norm, sum_dtype, tile_backward, weight_grad
+from ithaka.plan.heads import HeadTable, Read, Stage
 
 
 @dataclass(frozen=True)
@@ -88,3 +94,106 @@ def rope(t_tnK: Tensor, cos_tK: Tensor, sin_tK: Tensor) -> Tensor:
     first, second = t_tnK.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return t_tnK * cos_tK[:, None] + turned * sin_tK[:, None]
+
+
+class HeldHeads:
+    """k and v of the loads this rank holds during one pass over the stages, and attention to them."""
+
+    def __init__(self, table: HeadTable, rank: int, how: dict[str, Any]) -> None:
+        self.table, self.rank, self.how = table, rank, how
+        self._kv: dict[int, list[Tensor]] = {}
+        self._sums: dict[int, list[Tensor]] = {}  # dk, dv in fp32: several stages add to them
+
+    def arrive(self, stage: Stage, kv: list[Tensor]) -> None:
+        """Takes the k_SmK and v_SmK that came with a stage, if any did."""
+        if stage.load is not None:
+            self._kv[stage.load] = kv
+
+    def drop(self, load: int) -> None:
+        del self._kv[load]
+
+    def attend(self, stage: Stage, q_SnK: Tensor) -> tuple[Tensor, Tensor]:
+        """out_SnK and lse_nS of this rank's slots; zero in empty ones."""
+        reads = stage.reads[self.rank]
+        if len(reads) == 1 and stage.is_full(self.rank):
+            return attention(q_SnK, *self._slot(self._kv, reads[0]), **self.how)
+        out_SnK = torch.zeros_like(q_SnK)
+        lse_nS = q_SnK.new_zeros(q_SnK.shape[1], q_SnK.shape[0], dtype=sum_dtype(q_SnK.dtype))
+        for read in reads:
+            at = slice(read.first, read.last)
+            out_SnK[:, at], lse_nS[at] = attention(q_SnK[:, at], *self._slot(self._kv, read), **self.how)
+        return out_SnK, lse_nS
+
+    def attend_backward(self, stage: Stage, dout: Tensor, q: Tensor, out: Tensor, lse_nS: Tensor) -> Tensor:
+        """dq_SnK of this rank's slots, zero in empty ones; dk and dv are added to what their load has."""
+        reads = stage.reads[self.rank]
+        if len(reads) == 1 and stage.is_full(self.rank):
+            return self._read_backward(reads[0], dout, q, out, lse_nS)
+        dq_SnK = torch.zeros_like(q)
+        for read in reads:
+            at = slice(read.first, read.last)
+            dq_SnK[:, at] = self._read_backward(read, dout[:, at], q[:, at], out[:, at], lse_nS[at])
+        return dq_SnK
+
+    def take_grads(self, load: int) -> tuple[Tensor, Tensor]:
+        """dk_SmK and dv_SmK of a load, rounded once to its dtype; the load is dropped."""
+        k_SmK, v_SmK = self._kv.pop(load)
+        dk_SmK, dv_SmK = self._sums.pop(load, None) or (torch.zeros_like(k_SmK), torch.zeros_like(v_SmK))
+        return dk_SmK.to(k_SmK.dtype), dv_SmK.to(v_SmK.dtype)
+
+    def _read_backward(self, read: Read, dout: Tensor, q: Tensor, out: Tensor, lse_nS: Tensor) -> Tensor:
+        if read.load not in self._sums:
+            wide = sum_dtype(q.dtype)
+            self._sums[read.load] = [torch.zeros_like(t, dtype=wide) for t in self._kv[read.load]]
+        k_S1K, v_S1K = self._slot(self._kv, read)
+        dq, dk, dv = attention_backward(dout, q, k_S1K, v_S1K, out, lse_nS, **self.how)
+        for total, grad in zip(self._slot(self._sums, read), (dk, dv), strict=True):
+            total += grad
+        return dq
+
+    @staticmethod
+    def _slot(of_loads: dict[int, list[Tensor]], read: Read) -> list[Tensor]:
+        return [t[:, read.kv_slot : read.kv_slot + 1] for t in of_loads[read.load]]
+
+
+def stages_attention(
+    table: HeadTable, group: dist.ProcessGroup, how: dict[str, Any], projected: list[Tensor]
+) -> list[Tensor]:
+    """Exchange, attention and exchange back of all stages, differentiable; keeps q, k, v, out and lse.
+
+    `projected`: per stage q_csnK, and k_csmK, v_csmK where a load arrives. Returns out_csnK of every stage.
+    """
+    return list(_StagesAttention.apply(table, group, how, *projected))
+
+
+class _StagesAttention(torch.autograd.Function):
+    """One node and not several: autograd orders nodes by what a rank's graph looks like, and ranks with empty slots
+    have other graphs, so that their collectives would not meet.
+    """
+
+    @staticmethod
+    def forward(ctx, table, group, how, *projected):
+        ctx.table, ctx.group, ctx.kept = table, group, []
+        ctx.held = HeldHeads(table, group.rank(), how)
+        arriving = iter([tokens_to_heads(t, group) for t in projected])
+        outs = []
+        for stage in table.stages:
+            q_SnK = next(arriving)
+            ctx.held.arrive(stage, [] if stage.load is None else [next(arriving), next(arriving)])
+            out_SnK, lse_nS = ctx.held.attend(stage, q_SnK)
+            ctx.kept.append((q_SnK, out_SnK, lse_nS))
+            outs.append(heads_to_tokens(out_SnK, group))
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx, *douts_csnK):
+        table, group = ctx.table, ctx.group
+        dqs = []
+        for stage, dout_csnK, (q, out, lse) in zip(table.stages, douts_csnK, ctx.kept, strict=True):
+            dout = tokens_to_heads(dout_csnK.contiguous(), group)
+            dqs.append(heads_to_tokens(ctx.held.attend_backward(stage, dout, q, out, lse), group))
+        grads = []
+        for stage, dq in zip(table.stages, dqs, strict=True):
+            dkv = () if stage.load is None else ctx.held.take_grads(stage.load)
+            grads += [dq, *(heads_to_tokens(d, group) for d in dkv)]
+        return None, None, None, *grads
