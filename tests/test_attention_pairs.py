@@ -47,15 +47,15 @@ def owned(groups):
     window=st.none() | st.integers(1, 14),
     block_q=st.integers(1, 16),
     block_kv=st.integers(1, 16),
-    grain=st.integers(1, 5),
+    halve=st.booleans(),
 )
-def test_every_visible_pair_once(lengths, equal, causal, window, block_q, block_kv, grain):
+def test_every_visible_pair_once(lengths, equal, causal, window, block_q, block_kv, halve):
     docs = [0]
     for length in lengths:
         for _ in range(equal):
             docs.append(docs[-1] + length)
     settings_ = dict(causal=causal, window=window if causal else None, block_q=block_q, block_kv=block_kv)
-    settings_["grain"] = grain
+    settings_["halve"] = halve
     expected = sorted(visible(docs, causal, settings_["window"]))
     for order in (query_major, key_major):
         groups = list(order(spans_of(tuple(docs)), **settings_))
@@ -103,42 +103,29 @@ def test_equal_documents_share_calls():
     assert len(groups) == 8 and groups[0].count == 128
 
 
+MASKS = [dict(causal=True, window=None), dict(causal=True, window=4096), dict(causal=False, window=None)]
+
+
 @pytest.mark.parametrize("row_elements", [128, 4096, 64 * 256])
-def test_no_call_beyond_the_index_range_at_16m(row_elements):
-    """Arithmetic on the schedule alone, with the blocks `attention` would take for 60 MB of L2."""
-    most = (2**31 - 1) // row_elements
-    blocks = dict(block_q=min(1 << 17, most), block_kv=min(1 << 16, most))
-    tokens = 1 << 24
-    for spans in (
-        [(0, tokens)],
-        [(i << 10, 1 << 10) for i in range(tokens >> 10)],
-        [(0, 5), (5, tokens - 5)],
-    ):
-        for mask in (
-            {"causal": True, "window": None},
-            {"causal": True, "window": 4096},
-            {"causal": False, "window": None},
-        ):
-            for order in (query_major, key_major):
-                assert largest_call(order(spans, **mask, **blocks), row_elements) <= 2**31 - 1
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_no_call_beyond_the_index_range_at_16m(row_elements, mask):
+    """Arithmetic on the schedule alone, with the blocks `attention` takes for 60 MB of L2."""
+    most, tokens = (2**31 - 1) // row_elements, 1 << 24
+    short = [(i << 10, 1 << 10) for i in range(tokens >> 10)]
+    for spans in ([(0, tokens)], short, [(0, 5), (5, tokens - 5)]):
+        for order, block_q in ((query_major, 1 << 17), (query_major, 1 << 18), (key_major, 1 << 18)):
+            blocks = dict(block_q=min(block_q, most), block_kv=min(1 << 16, most))
+            assert largest_call(order(spans, halve=True, **mask, **blocks), row_elements) <= 2**31 - 1
 
 
-def test_short_unequal_documents_are_chunked():
-    spans = [(0, 3), (3, 4), (7, 50), (57, 2), (59, 9), (68, 9), (77, 1)]
-    blocked, chunks = split_ragged(spans, short=10, block=16)
-    assert blocked == [(7, 50), (57, 2), (59, 9), (68, 9), (77, 1)]
+def test_the_longest_varlen_chunk_is_a_block():
+    spans = [(i * 1000 + i * (i - 1) // 2, 1000 + i) for i in range(500)]
+    blocked, chunks = split_ragged(spans, short=8192, block=1 << 17)
+    assert not blocked and all(sum(length for _, length in chunk) <= 1 << 17 for chunk in chunks)
+    assert sorted(span for chunk in chunks for span in chunk) == spans
+
+
+def test_only_short_unequal_neighbours_are_chunked():
+    blocked, chunks = split_ragged([(0, 3), (3, 4), (7, 50), (57, 2), (59, 9), (68, 9)], short=10, block=16)
+    assert blocked == [(7, 50), (57, 2), (59, 9), (68, 9)]
     assert chunks == [[(0, 3), (3, 4)]]
-    blocked, chunks = split_ragged([(0, 5), (5, 6), (11, 5), (16, 2)], short=10, block=16)
-    assert blocked == [(16, 2)] and chunks == [[(0, 5), (5, 6), (11, 5)]]
-
-
-def test_grain_leaves_few_shapes():
-    """Thirty documents of thirty lengths, and hardly more shapes than blocks for the kernel that plans."""
-    lengths = [9000 + 1717 * i for i in range(30)]
-    docs = tuple(sum(lengths[:i]) for i in range(31))
-    groups = query_major(
-        spans_of(docs), causal=True, window=None, block_q=1 << 17, block_kv=1 << 16, grain=4096
-    )
-    pairs = [p for g in groups for p in g.pairs]
-    regular = {(p.rows, p.keys, p.mask, p.count) for p in pairs if p.rows % 4096 == 0 and p.keys % 4096 == 0}
-    assert len(regular) < 40

@@ -53,9 +53,8 @@ class Kernel:
     head_dims: tuple[int, int] = (256, 8)  # largest, and a multiple of
     varlen: Varlen | None = None
     activate: Callable[[], None] = lambda: None
-    stand_in: "Kernel | None" = None  # for pairs with fewer rows or keys than `smallest`, or off the `grain`
+    stand_in: "Kernel | None" = None  # for pairs with fewer rows or keys than `smallest`
     smallest: int = 1
-    grain: int = 1
 
 
 # --- PyTorch's CPU flash kernel ---------------------------------------------------------------------------
@@ -244,11 +243,10 @@ def _activate(impl: str | None) -> Callable[[], None]:
 
 _VARLEN = Varlen("flash", _flash_varlen_forward, _flash_varlen_backward)
 _FLASH = Kernel("flash", _flash_forward, _flash_backward, varlen=_VARLEN, activate=_activate(None))
-# cuDNN refuses pairs of a single row and key and was seen to crash on others of a few; and it takes 0.13 s to
-# plan each new shape (H200, both directions), too long for documents that come once.
+# cuDNN refuses a pair of one row and one key, and was seen to crash on others of a few.
 _CUDNN = Kernel(
     "cudnn", _cudnn_forward, _cudnn_backward, varlen=_VARLEN, activate=_activate(None),
-    stand_in=_FLASH, smallest=128, grain=4096,
+    stand_in=_FLASH, smallest=128,
 )  # fmt: skip
 KERNELS = {
     kernel.name: kernel

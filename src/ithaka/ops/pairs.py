@@ -64,24 +64,23 @@ def spans_of(docs: tuple[int, ...]) -> list[Span]:
 
 
 def query_major(
-    spans: list[Span], *, causal: bool, window: int | None, block_q: int, block_kv: int, grain: int = 1
+    spans: list[Span], *, causal: bool, window: int | None, block_q: int, block_kv: int, halve: bool = False
 ) -> Iterator[Group]:
     """Groups that own query rows, ascending. Every row of every document is owned exactly once.
 
-    `grain`: a document's last rows and keys are split off where they fill no multiple of it, so that
-    documents of all lengths need few different shapes of a kernel that has to plan each of them.
+    `halve`: cut the squares on the diagonal further (`_halved_squares`).
     """
     for start, length, run in _runs(spans):
-        groups = _document(length, causal, window, block_q, block_kv, grain, alone=run == 1)
+        groups = _document(length, causal, window, block_q, block_kv, halve, alone=run == 1)
         yield from _repeat(groups, start, length, run, block_q)
 
 
 def key_major(
-    spans: list[Span], *, causal: bool, window: int | None, block_q: int, block_kv: int, grain: int = 1
+    spans: list[Span], *, causal: bool, window: int | None, block_q: int, block_kv: int, halve: bool = False
 ) -> Iterator[Group]:
     """Groups that own keys, ascending. Every key of every document is owned exactly once."""
     for start, length, run in _runs(spans):
-        groups = _document(length, causal, window, block_kv, block_q, grain, alone=run == 1)
+        groups = _document(length, causal, window, block_kv, block_q, halve, alone=run == 1)
         mirrored = [_mirror(group, length) for group in reversed(groups)]
         yield from _repeat(mirrored, start, length, run, block_kv)
 
@@ -144,21 +143,20 @@ def _repeat(groups: list[Group], start: int, length: int, run: int, block: int) 
 
 
 def _document(
-    length: int, causal: bool, window: int | None, block: int, other: int, grain: int, *, alone: bool
+    length: int, causal: bool, window: int | None, block: int, other: int, halve: bool, *, alone: bool
 ) -> list[Group]:
     """Query-major groups of one document that starts at 0; `block` rows per owner, `other` keys per pair."""
     windowed = causal and window is not None and window < length
-    grain = grain if alone else 1
-    if length <= min(block, other) and length % grain == 0 and not windowed:
+    if length <= min(block, other) and not windowed:
         pair = Pair(0, length, 0, length, CAUSAL if causal else FULL)
         return [Group(0, length, (pair,), whole=True)]
     if not causal:
-        return [_group(a, e, _full(a, e, 0, length, other, grain)) for a, e in _cut(0, length, block, grain)]
+        return [_group(a, e, _full(a, e, 0, length, other)) for a, e in _cut(0, length, block)]
     if not windowed:
-        return [_causal(a, e, other) for a, e in _cut(0, length, block, grain)]
+        return [_causal(a, e, other, halve) for a, e in _cut(0, length, block)]
     assert window is not None
     # Rows below `window` see everything before them; only the rows after that have an edge.
-    head = [_causal(a, e, other) for a, e in _cut(0, window, block)]
+    head = [_causal(a, e, other, False) for a, e in _cut(0, window, block)]
     return head + _bands(length, window, block, other, batched=alone)
 
 
@@ -191,9 +189,10 @@ def _band(a: int, e: int, window: int, other: int) -> Group:
     return _group(a, e, edge + _full(a, e, oldest + rows, a, other) + _squares(a, e, other))
 
 
-def _causal(a: int, e: int, other: int) -> Group:
+def _causal(a: int, e: int, other: int, halve: bool) -> Group:
     size = min(e - a, other)
-    diagonal = _squares(a, e, other) if (e - a) % size else _halved_squares(a, e, size, other // 4)
+    halve = halve and (e - a) % size == 0
+    diagonal = _halved_squares(a, e, size, other // 8) if halve else _squares(a, e, other)
     return _group(a, e, _full(a, e, 0, a, other) + diagonal)
 
 
@@ -210,8 +209,9 @@ def _squares(a: int, e: int, size: int) -> list[Pair]:
 def _halved_squares(a: int, e: int, size: int, least: int) -> list[Pair]:
     """As `_squares`, with each causal square halved again and again: more of the work in full rectangles.
 
-    A kernel is slower on one large triangle, whose rows are of very different length, than on a rectangle
-    and two small triangles. All rectangles of one size are one batched call, and so are the triangles.
+    Forward kernels are slower on a large triangle, whose rows are of very different length, than on a
+    rectangle and two small triangles (backward kernels are not). All rectangles of one size are one batched
+    call, and so are the triangles.
     """
     pairs = [pair for pair in _squares(a, e, size) if pair.mask == FULL]
     while size % 2 == 0 and size > max(1, least):
@@ -222,24 +222,17 @@ def _halved_squares(a: int, e: int, size: int, least: int) -> list[Pair]:
     return [*pairs, Pair(a, size, a, size, CAUSAL, count, size if count > 1 else 0)]
 
 
-def _full(a: int, e: int, k_start: int, k_stop: int, other: int, grain: int = 1) -> list[Pair]:
-    return [Pair(a, e - a, c, d - c, FULL) for c, d in _cut(k_start, k_stop, other, grain)]
+def _full(a: int, e: int, k_start: int, k_stop: int, other: int) -> list[Pair]:
+    return [Pair(a, e - a, c, d - c, FULL) for c, d in _cut(k_start, k_stop, other)]
 
 
 def _group(a: int, e: int, pairs: list[Pair]) -> Group:
     return Group(a, e - a, tuple(pairs))
 
 
-def _cut(start: int, stop: int, block: int, grain: int = 1) -> Iterator[tuple[int, int]]:
-    """Runs of `block`; the last, shorter one in two where only its first part is a multiple of `grain`."""
+def _cut(start: int, stop: int, block: int) -> Iterator[tuple[int, int]]:
     for a in range(start, stop, block):
-        e = min(a + block, stop)
-        middle = a + (e - a) // grain * grain
-        if e - a < block and a < middle < e:
-            yield a, middle
-            yield middle, e
-        else:
-            yield a, e
+        yield a, min(a + block, stop)
 
 
 def _shift(group: Group, by: int) -> Group:
