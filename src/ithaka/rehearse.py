@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from ithaka.dist.loopback import start_loopback
 from ithaka.dist.mesh import Mesh, default_device, make_mesh
-from ithaka.model.build import Settings, build_model
+from ithaka.model.build import build_model
+from ithaka.model.settings import Settings
 from ithaka.phases import listening
 from ithaka.profile import Timeline
 

@@ -229,8 +229,11 @@ class Kept:
         """The whole tensor on the device, ready for the current stream. May be called again."""
         return self._tensor
 
-    def tiles(self, slices: list[slice], dim: int = 0) -> Iterator[Tensor]:
-        """Tile after tile along `dim` (0 or 1), the next one on its way while this one is used."""
+    def tiles(self, slices: list[slice], dim: int = 0, hold: bool = False) -> Iterator[Tensor]:
+        """Tile after tile along `dim` (0 or 1), the next one on its way while this one is used.
+
+        `hold`: the tiles (dim 0) stay on the device, so that the next walk finds them there.
+        """
         for rows in slices:
             yield self._tensor[rows] if dim == 0 else self._tensor[:, rows]
 
@@ -265,17 +268,19 @@ class KeptOnHost(Kept):
         self.store.wait(done)
         return tensor
 
-    def tiles(self, slices: list[slice], dim: int = 0) -> Iterator[Tensor]:
+    def tiles(self, slices: list[slice], dim: int = 0, hold: bool = False) -> Iterator[Tensor]:
         if self._source is not None:
             yield from Kept(self._source).tiles(slices, dim)
             return
-        coming = self._copy_in(slices[0], dim)
+        held = torch.empty(self.shape, dtype=self.dtype, device=self.store.device) if hold else None
+        coming = self._copy_in(slices[0], dim, held)
         for i in range(len(slices)):
             tile, done = coming
             if i + 1 < len(slices):
-                coming = self._copy_in(slices[i + 1], dim)
+                coming = self._copy_in(slices[i + 1], dim, held)
             self.store.wait(done)
             yield tile
+        self._source = held
 
     def _copy_out(self, tensor: Tensor, slab: Slab) -> "torch.cuda.Event | None":
         store = self.store
@@ -287,11 +292,17 @@ class KeptOnHost(Kept):
         assert self._slab is not None
         return self._slab.view(self.shape, self.dtype)
 
-    def _copy_in(self, rows: slice | None, dim: int) -> tuple[Tensor, "torch.cuda.Event | None"]:
+    def _copy_in(
+        self, rows: slice | None, dim: int, held: Tensor | None = None
+    ) -> tuple[Tensor, "torch.cuda.Event | None"]:
+        """Starts copying `rows` (None: all) to their place in `held`, or to memory of their own."""
         store, host = self.store, self._host()
         rows = rows or slice(0, self.shape[dim])
         shape = (*self.shape[:dim], rows.stop - rows.start, *self.shape[dim + 1 :])
-        tensor = torch.empty(shape, dtype=self.dtype, device=store.device)
+        if held is not None:
+            tensor = held[rows]
+        else:
+            tensor = torch.empty(shape, dtype=self.dtype, device=store.device)
         # Each part is contiguous on both sides: the host would first make a copy of anything else.
         parts = zip(tensor, host, strict=True) if dim == 1 else [(tensor, host)]
         with store.on(store.in_stream, store.mark(), self._copied_out):

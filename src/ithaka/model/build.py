@@ -1,6 +1,6 @@
 """Meta init, swap layers, FSDP2, load weights: the one place where parallelism is applied to a model."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
 
@@ -16,27 +16,12 @@ from ithaka.dist.mesh import Mesh, make_mesh
 from ithaka.memory.store import Store
 from ithaka.model.batch import Share, take_share
 from ithaka.model.families import check_supported, layer_parts
-from ithaka.model.layer import LayerOptions, StreamedLayer
+from ithaka.model.layer import StreamedLayer
+from ithaka.model.settings import PLAIN, Settings
 from ithaka.model.weights import init_weights, load_weights
 from ithaka.ops.loss import linear_cross_entropy
 from ithaka.ops.tiles import apply_norm
 from ithaka.plan.heads import head_table
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How a model is laid out, beside cp. The defaults are the plain ones: every technique is off."""
-
-    dtype: torch.dtype | None = None  # of the computation; None: the parameters' own
-    heads_per_stage: int | None = None  # None: all heads at once, which is plain Ulysses
-    layer: LayerOptions = LayerOptions()
-    keep_attention_layers: int | None = None  # layers for which layer.keep_attention holds; None: all
-    offload_optimizer: bool = False
-
-    def of_layer(self, index: int) -> LayerOptions:
-        if self.keep_attention_layers is None or index < self.keep_attention_layers:
-            return self.layer
-        return replace(self.layer, keep_attention=None)
 
 
 @dataclass
@@ -49,7 +34,7 @@ class ParallelOutput(ModelOutput):
 
 
 def parallelize(
-    model: PreTrainedModel, cp: int = 1, *, mesh: Mesh | None = None, settings: Settings = Settings()
+    model: PreTrainedModel, cp: int = 1, *, mesh: Mesh | None = None, settings: Settings = PLAIN
 ) -> PreTrainedModel:
     """Swaps the layers for streamed ones and applies FSDP2, in place. Parameter names stay Hugging Face's.
 
@@ -71,7 +56,7 @@ def parallelize(
 
 
 def build_model(
-    source: Path | dict, mesh: Mesh, settings: Settings = Settings(), *, seed: int = 0
+    source: Path | dict, mesh: Mesh, settings: Settings = PLAIN, *, seed: int = 0
 ) -> PreTrainedModel:
     """A parallel model from a Hugging Face directory, a config.json or a config's dict.
 
@@ -129,7 +114,7 @@ def _shard(model: PreTrainedModel, mesh: Mesh, settings: Settings) -> None:
 
 def _swap_forwards(model: PreTrainedModel, mesh: Mesh, settings: Settings) -> None:
     config = model.config
-    store = Store(mesh.device)
+    store = Store(mesh.device, host_bytes=settings.host_bytes, disk_path=settings.disk_path)
     table = head_table(
         config.num_attention_heads, config.num_key_value_heads, mesh.cp_size, settings.heads_per_stage
     )
@@ -146,7 +131,7 @@ def _swap_forwards(model: PreTrainedModel, mesh: Mesh, settings: Settings) -> No
             settings.of_layer(index),
         )
     model.lm_head.forward = _Head(model.model.norm, model.lm_head, mesh)
-    model.forward = MethodType(_Forward(mesh), model)
+    model.forward = MethodType(_Forward(mesh), model)  # type: ignore[method-assign]
 
 
 class _Head:
@@ -179,9 +164,9 @@ class _Forward:
         num_items_in_batch: int | None = None,
     ) -> ParallelOutput:
         mesh = self.mesh
-        inputs = (input_ids, labels, position_ids, attention_mask, document_ids)
-        on_device = [None if t is None else t.to(mesh.device) for t in inputs]
-        share = take_share(*on_device, mesh.cp_rank, mesh.cp_size)  # type: ignore[arg-type]
+        more = (labels, position_ids, attention_mask, document_ids)
+        on_device = [None if t is None else t.to(mesh.device) for t in more]
+        share = take_share(input_ids.to(mesh.device), *on_device, cp_rank=mesh.cp_rank, cp_size=mesh.cp_size)
         x_sD = model.model.embed_tokens(share.ids_s)
         for layer in model.model.layers:
             x_sD = layer(x_sD, share.positions_s, share.docs)

@@ -25,7 +25,7 @@ from ithaka.dist.exchange import (
 from ithaka.memory.store import Kept, Store
 from ithaka.model.families import LayerParts
 from ithaka.ops.stages import HeadSlice, HeldHeads, Projection, stages_attention, take_head_columns
-from ithaka.ops.tiles import GradSum, apply_norm, sum_dtype, tile_backward, tile_slices, weight_grad
+from ithaka.ops.tiles import GradSum, apply_norm, sum_dtype, tile_backward, tile_slices
 from ithaka.phases import phase
 from ithaka.plan.heads import EMPTY, HeadTable, Stage, flat
 
@@ -42,9 +42,11 @@ class LayerOptions:
     checkpoint: bool = True  # False: ordinary autograd keeps everything, and nothing below is used
     keep_input: str = "device"  # tier of the layer's input
     keep_attention: str | None = None  # tier of attention's output; None: computed again in backward
-    overlap: bool = True  # project and send the next stage while this one attends
+    hold_input: bool = True  # in backward the input comes to the device once; False: tile by tile, every time
+    overlap: bool = True  # send the next stage, and fetch what it needs, while this one attends
     kernel: str = "auto"
     blocks: tuple[int, int] | None = None
+    compile: bool = False  # torch.compile for the MLP
 
 
 @dataclass
@@ -90,6 +92,7 @@ class StreamedLayer:
         self.name, self.layer, self.parts, self.rotary, self.group = name, layer, parts, rotary, group
         self.table, self.store, self.options = table, store, options
         self.rank = group.rank()
+        self.mlp = torch.compile(parts.mlp) if options.compile else parts.mlp
         self.q = Projection(parts.q_proj, parts.q_norm, True, parts.head_dim)
         self.k = Projection(parts.k_proj, parts.k_norm, True, parts.head_dim)
         self.v = Projection(parts.v_proj, None, False, parts.head_dim)
@@ -205,7 +208,7 @@ class StreamedLayer:
             y_sD[rows].addmm_(out_tN, weight_DN.t())
 
     def _mlp(self, y_tD: Tensor) -> Tensor:
-        return self.parts.mlp(apply_norm(self.parts.norm2, y_tD)[None])[0]
+        return self.mlp(apply_norm(self.parts.norm2, y_tD)[None])[0]
 
     def _keep_attention(self, out_csnK: Tensor, lse_nS: Tensor, tier: str) -> tuple[Kept, Kept]:
         return self.store.keep(out_csnK, tier), self.store.keep(lse_nS, tier)
@@ -235,7 +238,7 @@ class StreamedLayer:
             middle_tD = x_tD + o_proj(out_tN)
             dy_sD[rows] += tile_backward(self._mlp, params, middle_tD, dy_sD[rows], grads)
             if o_proj.weight.requires_grad:
-                grads.add(o_proj.weight, weight_grad(dy_sD[rows], out_tN))
+                grads.add_product(o_proj.weight, dy_sD[rows], out_tN)
             if o_proj.bias is not None and o_proj.bias.requires_grad:
                 grads.add(o_proj.bias, dy_sD[rows].sum(0, dtype=sum_dtype(dy_sD.dtype)))
 
@@ -275,7 +278,7 @@ class StreamedLayer:
         for i, stage in enumerate(stages):
             (q, out, dout), new_kv = sent.popleft().wait()
             following = i + self.ahead
-            if following < len(stages):
+            if self.options.overlap and following < len(stages):
                 attended[following][0].prefetch()
             held.arrive(stage, new_kv)
             with phase("attention"):
@@ -318,7 +321,7 @@ class StreamedLayer:
 
     def _input_tiles(self, saved: Saved) -> Iterator[tuple[slice, Tensor]]:
         slices = tile_slices(len(saved.positions_s), self.options.tile_tokens)
-        return zip(slices, saved.x.tiles(slices), strict=True)
+        return zip(slices, saved.x.tiles(slices, hold=self.options.hold_input), strict=True)
 
     def _rotation(self, h_tD: Tensor, positions_t: Tensor) -> tuple[Tensor, Tensor]:
         cos_1tK, sin_1tK = self.rotary(h_tD, positions_t[None])

@@ -8,10 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ithaka.ops.tiles import GradSum, apply_norm, sum_dtype, tile_backward, tile_slices, weight_grad
+from ithaka.ops.tiles import GradSum, apply_norm, sum_dtype, tile_backward, tile_slices
 
 IGNORED = -100
-LOGITS_TILE_BYTES = 2**28  # of fp32 logits
+LOGITS_TILE_BYTES = 2**29  # of fp32 logits
 
 
 def logits_tile_tokens(vocab: int) -> int:
@@ -52,7 +52,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             h_tD = apply_norm(norm, x_sD[rows])
             dlogits_tV = _logits_grad(h_tD @ weight_VD.t(), labels_s[rows], lse_s[rows], dtotal)
             if weight_VD.requires_grad:
-                grads.add(weight_VD, weight_grad(dlogits_tV, h_tD))
+                grads.add_product(weight_VD, dlogits_tV, h_tD)
             dh_tD = dlogits_tV @ weight_VD
             dx_sD[rows] = tile_backward(partial(apply_norm, norm), ctx.norm_params, x_sD[rows], dh_tD, grads)
         weights = [grads.take_as(p) for p in (weight_VD, *ctx.norm_params)]

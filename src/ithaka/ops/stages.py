@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ithaka.dist.exchange import heads_to_tokens, tokens_to_heads
 from ithaka.ops.attention import attention, attention_backward
-from ithaka.ops.tiles import GradSum, apply_norm, sum_dtype, tile_backward, weight_grad
+from ithaka.ops.tiles import GradSum, apply_norm, sum_dtype, tile_backward
 from ithaka.plan.heads import HeadTable, Read, Stage
 
 
@@ -63,7 +63,7 @@ class HeadSlice:
             d_tnK = tile_backward(partial(apply_norm, norm), norm.parameters(), self._linear(h_tD), d_tnK, grads)
         d_tN = d_tnK.flatten(1)
         if self.projection.linear.weight.requires_grad:
-            sums.add(self.weight, weight_grad(d_tN, h_tD))
+            sums.add_product(self.weight, d_tN, h_tD)
         if self.bias is not None and self.projection.linear.bias.requires_grad:
             sums.add(self.bias, d_tN.sum(0, dtype=sum_dtype(d_tN.dtype)))
         return d_tN @ self.weight

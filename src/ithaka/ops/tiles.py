@@ -29,6 +29,17 @@ class GradSum:
         have = self._sums.get(id(param))
         self._sums[id(param)] = grad if have is None else have.to(sum_dtype(have.dtype)).add_(grad)
 
+    def add_product(self, param: Tensor, dout_tN: Tensor, in_tD: Tensor) -> None:
+        """Adds the weight gradient of one tile, dout^T @ in; on a GPU straight into the fp32 sum."""
+        if not dout_tN.is_cuda or dout_tN.dtype not in (torch.bfloat16, torch.float16):
+            self.add(param, dout_tN.t() @ in_tD)
+            return
+        have = self._sums.get(id(param))
+        if have is None:
+            self._sums[id(param)] = torch.mm(dout_tN.t(), in_tD, out_dtype=torch.float32)
+        else:
+            torch.addmm(have, dout_tN.t(), in_tD, out_dtype=torch.float32, out=have)
+
     def add_heads(self, param: Tensor, heads_n: Tensor, grad: Tensor | None) -> None:
         """Adds `grad` [n * K, ...] to the rows of `heads` (repeats allowed) in the sum for `param` [H * K, ...]."""
         if grad is None:
@@ -54,13 +65,6 @@ class GradSum:
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp32, or wider if the values are."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def weight_grad(dout_tN: Tensor, in_tD: Tensor) -> Tensor:
-    """dout^T @ in for one tile, [N, D], in fp32 where the device multiplies bf16 into fp32."""
-    if dout_tN.is_cuda and dout_tN.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(dout_tN.t(), in_tD, out_dtype=torch.float32)
-    return dout_tN.t() @ in_tD
 
 
 def apply_norm(module: nn.Module, x: Tensor) -> Tensor:

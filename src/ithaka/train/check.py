@@ -69,7 +69,17 @@ def check_memory(config: Config, shape: ModelShape) -> None:
         raise ConfigError(
             f"memory.keep_attention={kept} exceeds the {shape.num_layers} layers of the model; use all"
         )
+    if config.memory.checkpoint == "none" and config.memory.offload != "none":
+        raise ConfigError(
+            f"memory.offload={config.memory.offload} has no effect with memory.checkpoint=none; "
+            "use memory.checkpoint=full, or memory.offload=none"
+        )
     disk = config.memory.disk_path
+    if disk is not None and config.memory.offload != "disk":
+        raise ConfigError(
+            f"memory.disk_path={disk} has no effect with memory.offload={config.memory.offload}; "
+            "use memory.offload=disk, or leave it null"
+        )
     if disk is not None and not disk.is_dir():
         raise ConfigError(f"memory.disk_path={disk} is not a directory; create it, or leave it null")
     if disk is not None and not os.access(disk, os.W_OK):
@@ -79,6 +89,12 @@ def check_memory(config: Config, shape: ModelShape) -> None:
 def check_kernel(config: Config) -> None:
     """The name only: whether the device can run the kernel is for the ranks to say, who own the devices."""
     from ithaka.ops.kernels import KERNELS
+
+    block_q, block_kv = config.attention.block_q, config.attention.block_kv
+    if (block_q is None) != (block_kv is None):
+        raise ConfigError(
+            f"attention.block_q={block_q} and attention.block_kv={block_kv} go together; set both or neither"
+        )
 
     name = config.attention.kernel
     if name not in ("auto", *KERNELS):

@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 
 from ithaka.config import Config, ConfigError, embedded_model, to_yaml
 from ithaka.dist.mesh import Mesh, make_mesh
-from ithaka.model.build import Settings, build_model
-from ithaka.model.layer import LayerOptions
+from ithaka.model.build import build_model
+from ithaka.model.settings import settings_of
 from ithaka.train import checkpoint
 from ithaka.train.console import (
     Console,
@@ -285,7 +285,7 @@ def _build(config: Config) -> Trainer:
     mesh = make_mesh(_num_ranks() if config.parallel.cp == "all" else config.parallel.cp)
     torch.manual_seed(config.train.seed + mesh.rank)
     source = config.model.path or embedded_model(config.model.embedded)
-    model = build_model(source, mesh, _settings(config, mesh.device), seed=config.train.seed)
+    model = build_model(source, mesh, settings_of(config, mesh.device), seed=config.train.seed)
     tokenizer = load_tokenizer(config.data, config.model.path)
     data = open_data(
         config.data,
@@ -302,51 +302,6 @@ def _build(config: Config) -> Trainer:
 
 def _num_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _settings(config: Config, device: torch.device) -> Settings:
-    """The configuration as the model needs it; what it cannot do yet is refused."""
-    memory, attention = config.memory, config.attention
-    _check_possible(config)
-    tier = "device" if memory.offload == "none" else memory.offload
-    layers = memory.keep_attention
-    blocks = (attention.block_q, attention.block_kv) if attention.block_q and attention.block_kv else None
-    return Settings(
-        dtype=_dtype(config.model.dtype, device),
-        heads_per_stage=None if config.parallel.heads_per_stage == "all" else config.parallel.heads_per_stage,
-        layer=LayerOptions(
-            tile_tokens=None if memory.tile_tokens == "all" else memory.tile_tokens,
-            checkpoint=memory.checkpoint == "full",
-            keep_input=tier,
-            keep_attention=None if layers == "none" else tier,
-            kernel=attention.kernel,
-            blocks=blocks,
-        ),
-        keep_attention_layers=layers if isinstance(layers, int) else None,
-        offload_optimizer=memory.offload_optimizer,
-    )
-
-
-def _check_possible(config: Config) -> None:
-    memory, attention = config.memory, config.attention
-    if config.train.compile:
-        raise ConfigError("train.compile=true is not possible yet; use false")
-    if memory.checkpoint == "none" and memory.offload != "none":
-        raise ConfigError(
-            f"memory.offload={memory.offload} has no effect with memory.checkpoint=none; "
-            "use memory.checkpoint=full, or memory.offload=none"
-        )
-    if (attention.block_q is None) != (attention.block_kv is None):
-        raise ConfigError(
-            f"attention.block_q={attention.block_q} and attention.block_kv={attention.block_kv} go together; "
-            "set both or neither"
-        )
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return getattr(torch, name)
 
 
 def _eos_id(model_config: Any) -> int | None:
