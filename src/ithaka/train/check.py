@@ -75,15 +75,15 @@ def check_memory(config: Config, shape: ModelShape) -> None:
             "use memory.checkpoint=full, or memory.offload=none"
         )
     disk = config.memory.disk_path
+    if disk is not None and not disk.is_dir():
+        raise ConfigError(f"memory.disk_path={disk} is not a directory; create it, or leave it null")
+    if disk is not None and not os.access(disk, os.W_OK):
+        raise ConfigError(f"memory.disk_path={disk} cannot be written; give another directory")
     if disk is not None and config.memory.offload != "disk":
         raise ConfigError(
             f"memory.disk_path={disk} has no effect with memory.offload={config.memory.offload}; "
             "use memory.offload=disk, or leave it null"
         )
-    if disk is not None and not disk.is_dir():
-        raise ConfigError(f"memory.disk_path={disk} is not a directory; create it, or leave it null")
-    if disk is not None and not os.access(disk, os.W_OK):
-        raise ConfigError(f"memory.disk_path={disk} cannot be written; give another directory")
 
 
 def check_kernel(config: Config) -> None:
