@@ -96,12 +96,16 @@ def attention_backward(
     docs: tuple[int, ...] | None = None,
     kernel: str = "auto",
     blocks: tuple[int, int] | None = None,
+    sums: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq_SnK, dk_SmK, dv_SmK (contiguous, the inputs' dtype) from `attention`'s inputs and its results."""
+    """dq_SnK, dk_SmK, dv_SmK (contiguous, the inputs' dtype) from `attention`'s inputs and its results.
+
+    `sums`: fp32 (fp64 for fp64) dk_SmK and dv_SmK that other calls have added to already; this call adds its own,
+    block by block, and returns them as dk and dv.
+    """
     job = _job(q_SnK, k_SmK, v_SmK, scale, causal, window, docs, kernel, blocks, backward=True)
-    dq_SnK, dk_SmK, dv_SmK = (
-        torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_SnK, k_SmK, v_SmK)
-    )
+    dq_SnK = torch.empty(q_SnK.shape, dtype=q_SnK.dtype, device=q_SnK.device)
+    dk_SmK, dv_SmK = sums or (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k_SmK, v_SmK))
     lse_mrS = lse_nS.unflatten(0, (-1, job.repeat))
     for heads in job.head_slices():
         queries = [
@@ -114,8 +118,8 @@ def attention_backward(
             )
             for r in range(job.repeat)
         ]
-        keys = _Keys(*(x[:, heads] for x in (k_SmK, v_SmK, dk_SmK, dv_SmK)))
-        if job.repeat == 1:
+        keys = _Keys(*(x[:, heads] for x in (k_SmK, v_SmK, dk_SmK, dv_SmK)), add=sums is not None)
+        if job.repeat == 1 and sums is None:
             _backward_key_major(job, queries[0], keys)
         else:
             _backward_query_major(job, queries, keys)
@@ -369,14 +373,15 @@ class _Keys:
     v: Tensor
     dk: Tensor
     dv: Tensor
+    add: bool = False  # dk and dv are fp32 sums to add to
 
 
 class _BlockSum:
     """fp32 sums of the owner's run only; `finish` rounds them into the gradient."""
 
-    def __init__(self, grad_ShK: Tensor, group: Group, dtype: torch.dtype):
+    def __init__(self, grad_ShK: Tensor, group: Group, dtype: torch.dtype, add: bool = False):
         self.grad, self.start = _rows(grad_ShK, group, group.start, group.length), group.start
-        self.dtype = dtype
+        self.dtype, self.add_to_grad = dtype, add
         self.sum: Tensor | None = None
 
     def add(self, pair: Pair, start: int, x_BhtK: Tensor) -> None:
@@ -391,18 +396,22 @@ class _BlockSum:
 
     def finish(self) -> None:
         assert self.sum is not None
-        self.grad.copy_(self.sum)
+        if self.add_to_grad:
+            self.grad.add_(self.sum)
+        else:
+            self.grad.copy_(self.sum)
 
 
 class _SplitSum:
     """fp32 sums over all tokens: high halves in the 16-bit gradient's own memory, low halves in `low`.
 
-    A gradient of 32 or 64 bits is its own sum.
+    A gradient of 32 or 64 bits is its own sum, which may have been begun by others (`add`).
     """
 
-    def __init__(self, grad_ShK: Tensor, low_ShK: Tensor):
+    def __init__(self, grad_ShK: Tensor, low_ShK: Tensor, add: bool = False):
         self.grad, self.split = grad_ShK, grad_ShK.element_size() == 2
-        grad_ShK.zero_()
+        if not add:
+            grad_ShK.zero_()
         if self.split:
             self.high, self.low = grad_ShK.view(torch.int16), low_ShK.view(torch.int16)
             self.low.zero_()
@@ -453,7 +462,7 @@ def _backward_key_major(job: _Job, query: _Query, keys: _Keys) -> None:
         if dq is None or group.whole:
             _backward_whole(job, group, [query], keys)
             continue
-        dk, dv = (_BlockSum(x, group, job.sum_dtype) for x in (keys.dk, keys.dv))
+        dk, dv = (_BlockSum(x, group, job.sum_dtype, keys.add) for x in (keys.dk, keys.dv))
         for pair in group.pairs:
             pair_dq, pair_dk, pair_dv = _backward_pair(job, group, pair, query, keys)
             dq.add(_repeats(group, pair), pair.q0, pair_dq)
@@ -470,8 +479,8 @@ def _backward_query_major(job: _Job, queries: list[_Query], keys: _Keys) -> None
     groups = list(job.query_major())
     dk = dv = None
     if not all(group.whole for group in groups):
-        dk = _SplitSum(keys.dk, _low_half(job, keys.dk, queries[0].dq))
-        dv = _SplitSum(keys.dv, _low_half(job, keys.dv, queries[1].dq))
+        dk = _SplitSum(keys.dk, _low_half(job, keys.dk, queries[0].dq), keys.add)
+        dv = _SplitSum(keys.dv, _low_half(job, keys.dv, queries[min(1, job.repeat - 1)].dq), keys.add)
     for group in reversed(groups):
         if dk is None or dv is None or group.whole:
             _backward_whole(job, group, queries, keys)
@@ -508,7 +517,7 @@ def _finish_late(job: _Job, sums: list[_SplitSum | None]) -> None:
 
 def _backward_whole(job: _Job, group: Group, queries: list[_Query], keys: _Keys) -> None:
     """Documents that are one pair each: dq is final at once, dk and dv after the last query head."""
-    dk, dv = (_BlockSum(x, group, job.sum_dtype) for x in (keys.dk, keys.dv))
+    dk, dv = (_BlockSum(x, group, job.sum_dtype, keys.add) for x in (keys.dk, keys.dv))
     for query in queries:
         pair_dq, pair_dk, pair_dv = _backward_pair(job, group, group.pairs[0], query, keys)
         _rows(query.dq, group, group.start, group.length).copy_(pair_dq)
@@ -521,7 +530,7 @@ def _backward_whole(job: _Job, group: Group, queries: list[_Query], keys: _Keys)
 def _backward_chunk(job: _Job, chunk: _Chunk, queries: list[_Query], keys: _Keys) -> None:
     assert job.kernel.varlen is not None
     at = slice(chunk.start, chunk.stop)
-    dk, dv = (_BlockSum(x, chunk.group, job.sum_dtype) for x in (keys.dk, keys.dv))
+    dk, dv = (_BlockSum(x, chunk.group, job.sum_dtype, keys.add) for x in (keys.dk, keys.dv))
     for query in queries:
         inputs = (query.dout[at], query.q[at], keys.k[at], keys.v[at], query.out[at], query.lse[:, at])
         query.dq[at], chunk_dk, chunk_dv = job.kernel.varlen.backward(

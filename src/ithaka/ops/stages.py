@@ -146,10 +146,10 @@ class HeldHeads:
             wide = sum_dtype(q.dtype)
             self._sums[read.load] = [torch.zeros_like(t, dtype=wide) for t in self._kv[read.load]]
         k_S1K, v_S1K = self._slot(self._kv, read)
-        dq, dk, dv = attention_backward(dout, q, k_S1K, v_S1K, out, lse_nS, **self.how)
-        for total, grad in zip(self._slot(self._sums, read), (dk, dv), strict=True):
-            total += grad
-        return dq
+        dk_S1K, dv_S1K = self._slot(self._sums, read)
+        return attention_backward(
+            dout, q, k_S1K, v_S1K, out, lse_nS, **self.how, sums=(dk_S1K, dv_S1K)
+        )[0]
 
     @staticmethod
     def _slot(of_loads: dict[int, list[Tensor]], read: Read) -> list[Tensor]:
