@@ -1,44 +1,144 @@
-"""Names for what the schedule is doing now. Costs one comparison where nobody listens."""
+"""Names for what the schedule does now and for what holds memory. Nearly free where nobody listens."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from torch import Tensor
+
+Path = tuple[str, ...]
+
+# What holds memory. A map stacks its bytes by these names, in this order.
+PARAMETERS = "parameters"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer"
+UNSHARDED = "unsharded weights"
+RESIDUAL = "residual stream"
+STAGE = "stage buffers"
+KEPT = {"device": "kept on device", "host": "kept on host", "disk": "kept on disk"}
+MLP = "MLP tile"
+LOSS = "loss tile"
+OTHER = "other"
+HOLDERS = (
+    PARAMETERS,
+    GRADIENTS,
+    OPTIMIZER,
+    UNSHARDED,
+    RESIDUAL,
+    STAGE,
+    KEPT["device"],
+    MLP,
+    LOSS,
+    OTHER,
+)
+
+# What memory made in a phase is for, unless `holding` or `tag` says otherwise.
+HOLDER_OF_PHASE = {
+    "embedding": RESIDUAL,
+    "forward": RESIDUAL,
+    "backward": RESIDUAL,
+    "projections": STAGE,
+    "attention": STAGE,
+    "mlp": MLP,
+    "loss": LOSS,
+    "optimizer": OPTIMIZER,
+}
+
 
 class Listener(Protocol):
-    def enter(self, path: tuple[str, ...]) -> None: ...
+    def enter(self, path: Path) -> None: ...
 
-    def leave(self, path: tuple[str, ...]) -> None: ...
+    def leave(self, path: Path) -> None: ...
+
+
+class Watcher(Protocol):
+    """Watches memory; is told only what the schedule knows better than the phase says."""
+
+    def tag(self, tensor: Tensor, holder: str) -> None: ...
+
+    def holder_changed(self) -> None: ...
 
 
 class _State:
-    listener: Listener | None = None
-    path: tuple[str, ...] = ()
+    listeners: tuple[Listener, ...] = ()
+    watchers: tuple[Watcher, ...] = ()
+    path: Path = ()
+    holder: str = OTHER
+
+
+def current_phase() -> Path:
+    return _State.path
+
+
+def current_holder() -> str:
+    return _State.holder
 
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
     """Marks the code inside as `name`, below the phases around it."""
-    if _State.listener is None:
+    if not _State.listeners:
         yield
         return
-    outer = _State.path
-    _State.path = (*outer, name)
-    _State.listener.enter(_State.path)
+    outer, outer_holder = _State.path, _State.holder
+    path = _State.path = (*outer, name)
+    _State.holder = HOLDER_OF_PHASE.get(name, outer_holder)
+    for listener in _State.listeners:
+        listener.enter(path)
     try:
         yield
     finally:
-        if _State.listener is not None:
-            _State.listener.leave(_State.path)
-        _State.path = outer
+        for listener in _State.listeners:
+            listener.leave(path)
+        _State.path, _State.holder = outer, outer_holder
+
+
+@contextmanager
+def holding(holder: str) -> Iterator[None]:
+    """Memory made inside is for `holder`."""
+    if not _State.watchers:
+        yield
+        return
+    outer = _State.holder
+    _set_holder(holder)
+    try:
+        yield
+    finally:
+        _set_holder(outer)
+
+
+def _set_holder(holder: str) -> None:
+    _State.holder = holder
+    for watcher in _State.watchers:
+        watcher.holder_changed()
+
+
+def tag(tensor: Tensor, holder: str) -> Tensor:
+    """From now on `tensor`'s memory is for `holder`."""
+    for watcher in _State.watchers:
+        watcher.tag(tensor, holder)
+    return tensor
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Tells `listener` of every phase entered and left inside. One at a time."""
-    assert _State.listener is None, "somebody is listening already"
-    _State.listener = listener
+    """Tells `listener` of every phase entered and left inside."""
+    _State.listeners = (*_State.listeners, listener)
     try:
         yield
     finally:
-        _State.listener = None
+        _State.listeners = _without(_State.listeners, listener)
+
+
+@contextmanager
+def watching(watcher: Watcher) -> Iterator[None]:
+    """Tells `watcher` of every tag and every `holding` inside."""
+    _State.watchers = (*_State.watchers, watcher)
+    try:
+        yield
+    finally:
+        _State.watchers = _without(_State.watchers, watcher)
+
+
+def _without(entries: tuple, entry: object) -> tuple:
+    return tuple(e for e in entries if e is not entry)

@@ -19,6 +19,7 @@ class Phase:
         if isinstance(self.start, float):
             assert isinstance(self.stop, float)
             return self.stop - self.start
+        assert isinstance(self.stop, torch.cuda.Event)
         return self.start.elapsed_time(self.stop) / 1e3
 
 

@@ -1,0 +1,100 @@
+"""LiveBytes counts every storage once, from its first tensor to its death."""
+
+import torch
+
+from allocations import allocator_peak
+from ithaka.phases import holding, phase, tag
+from ithaka.profile import LiveBytes
+
+KIB = 1024  # bytes of 256 floats
+
+
+def floats(num_kib: int) -> torch.Tensor:
+    return torch.ones(num_kib * 256)
+
+
+def test_views_and_in_place_work_count_nothing():
+    with LiveBytes(scratch=False) as live:
+        x = floats(4)
+        view = x[256:].view(-1, 2)
+        x.add_(1)
+        del x
+        assert live.now_bytes == 4 * KIB
+        del view
+        assert live.now_bytes == 0
+    assert live.peak_bytes == 4 * KIB
+
+
+def test_older_storages_count_only_when_registered():
+    older, given = floats(8), floats(2)
+    with LiveBytes() as live:
+        live.register(given, "parameters")
+        made = older.view(2, -1)[0] + given.sum()
+        assert live.now_bytes == 2 * KIB + made.nbytes
+        older = None  # its death is none of our business
+        assert live.now_bytes == 2 * KIB + made.nbytes
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        kept = x.clone()
+        ctx.save_for_backward(kept)
+        return 2 * kept
+
+    @staticmethod
+    def backward(ctx, dy):
+        with phase("backward"):
+            scratch = floats(16)
+            scratch.zero_()
+            return 2 * dy * ctx.saved_tensors[0]
+
+
+def test_what_autograd_functions_make_and_keep_is_seen():
+    x = floats(4).requires_grad_()
+    with LiveBytes() as live:
+        y = Doubled.apply(x)
+        assert live.now_bytes == 8 * KIB, "y, and what is kept for backward"
+        y.backward(torch.ones_like(y))
+        del y
+        assert live.now_bytes == 4 * KIB, "the gradient"
+    assert live.peaks[("backward",)] == live.peak_bytes
+    assert live.at_peak()[0].num_bytes == 16 * KIB
+    assert live.at_peak()[0].line.startswith("tests/test_live_bytes.py:")
+    assert live.phase_at_peak == ("backward",)
+
+
+def test_resized_storages_are_followed():
+    with LiveBytes() as live:
+        x = floats(4)
+        x.untyped_storage().resize_(0)
+        assert live.now_bytes == 0
+        x.untyped_storage().resize_(2 * KIB)
+        assert live.now_bytes == 2 * KIB
+        x.resize_(768)
+        assert live.now_bytes == 3 * KIB
+
+
+def test_holders_come_from_the_phase_the_block_or_the_tag():
+    with LiveBytes() as live, phase("mlp"):
+        tile = floats(3)
+        with holding("stage buffers"):
+            q = floats(2)
+        kept = tag(floats(1), "kept on device")
+
+    now = {h.holder: h.num_bytes for h in live.at_peak()}
+    assert now == {"MLP tile": 3 * KIB, "stage buffers": 2 * KIB, "kept on device": KIB}
+    del tile, q, kept
+
+
+def attend() -> None:
+    """Autograd, C++ operations with scratch memory of their own, and views that outlive their base."""
+    q, k, v = (torch.randn(2, 4, 512, 64, requires_grad=True) for _ in range(3))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    (torch.cat([out[:, :2], out[:, 2:].sin()], dim=1) ** 2).sum().backward()
+
+
+def test_peak_is_what_the_allocator_says():
+    with LiveBytes() as live:
+        attend()
+    assert abs(live.peak_bytes - allocator_peak(attend)) < 0.02 * live.peak_bytes
