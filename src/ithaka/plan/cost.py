@@ -1,0 +1,842 @@
+"""Bytes, FLOPs and seconds of a training step: pure arithmetic on a model's shape, a layout and the hardware.
+
+S tokens of the packed sequence, s = S / cp of them on this rank, t of a tile, D hidden, H and G query and kv
+heads, K head dim, F MLP size, V vocabulary, n and m query and kv slots per rank and stage.
+X = s * D * element bytes, T = S * n * K * element bytes (a stage tensor), U the same for m kv slots.
+
+The byte formulas follow model/layer.py moment by moment; tests compare them with what is live there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, lru_cache
+from typing import Any, Literal
+
+from ithaka.plan.hardware import GIB, Hardware
+from ithaka.plan.heads import HeadTable, head_table
+from ithaka.plan.shape import ModelShape
+
+Tier = Literal["device", "host", "disk"]
+TileWork = Literal["none", "project", "project backward", "mlp", "mlp backward", "attend"]
+
+# ---- rates, fitted to the rehearsals in LOG.md; refit them here
+MATMUL_SHARE = 0.89  # of the hardware's matmul rate, in the layer's linear work (MLP forward at 1M: 0.072 s)
+COPY_SHARE = 0.9  # of the PCIe rate, in copies tile by tile
+MLP_PASSES = (8, 24)  # reads and writes of [s, F] by element-wise kernels, forward and backward
+WALK_PASSES = (4, 5)  # of [s, D], per walk over the tiles
+HEAD_PASSES = (12, 30)  # of each projected head's [s, K]: RoPE, layout, sums
+LOGIT_BYTES = 48  # moved per logit by the loss's element-wise kernels
+UPDATE_BYTES = 28  # moved per parameter by AdamW: read p, g, m, v and write p, m, v
+
+# ---- bytes
+LOGITS_TILE_BYTES = 2**28  # of ops/loss.py: fp32 logits of a tile
+BLOCK_TOKENS = 128 * 1024  # of ops/attention.py: rows of a query block
+BLOCK_BUFFERS = 4  # fp32 buffers of a block in flight inside attention
+RESERVE_BYTES = 2 * GIB  # CUDA context, NCCL, cuBLAS and cuDNN workspaces
+RESERVE_SHARE = 0.05  # of the GPU: fragmentation
+HOST_RESERVE_SHARE = 0.05  # of a node's memory: the system, file cache
+HOST_PROCESS_BYTES = 6 * 10**9  # per rank: Python, torch, data
+FIRST_LAYER = "backward, first layer"  # the phase in which only its own kept tensors are left
+DISK_STATION_LAYERS = 3  # layers in host memory on their way to or from disk
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Every setting that decides bytes or seconds."""
+
+    cp: int = 1
+    heads_per_stage: int | None = None  # None: all heads
+    tile_tokens: int | None = None  # None: all of a rank's tokens
+    checkpoint: bool = True
+    input_tier: Tier = "device"  # of the layers' inputs
+    keep_attention: int = 0  # layers that keep attention's output
+    attention_tier: Tier = "device"
+    offload_optimizer: bool = False
+    overlap: bool = True
+    element_bytes: int = 2
+    sum_bytes: int = 4  # of gradient sums and log-sum-exps
+
+    def slots(self, shape: ModelShape) -> Slots:
+        return _slots(shape.heads, shape.kv_heads, self.cp, self.heads_per_stage)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One micro-step of one cp group: `batch` sequences of `context` tokens, packed into one."""
+
+    context: int
+    batch: int = 1
+    document_tokens: int | None = None  # length of the packed documents; None: one per sequence
+
+    @property
+    def tokens(self) -> int:
+        return self.context * self.batch
+
+    def local_tokens(self, cp: int) -> int:
+        return -(-self.tokens // cp)
+
+    def pairs(self, window: int | None) -> float:
+        """Query-key pairs that a head visits."""
+        length = min(self.document_tokens or self.context, self.context)
+        if window is None or window >= length:
+            return self.tokens * length / 2
+        return self.tokens / length * (window * length - window**2 / 2)
+
+
+# ---- which heads when, in numbers
+
+
+@dataclass(frozen=True)
+class StageSlots:
+    """Slots per rank around one stage."""
+
+    new_kv: int  # kv slots that arrive with it
+    held: int  # kv slots held while it attends
+    left: int  # kv slots held once its last uses are over
+    widest: int  # query slots of its widest read, over all ranks
+    split: bool  # whether some rank puts its output together from several reads, or has empty slots
+
+
+@dataclass(frozen=True)
+class Slots:
+    query: int  # per rank and stage
+    stages: tuple[StageSlots, ...]
+
+    @property
+    def all_kv(self) -> int:
+        return sum(stage.new_kv for stage in self.stages)
+
+    @property
+    def most_new_kv(self) -> int:
+        return max(stage.new_kv for stage in self.stages)
+
+
+@cache
+def _slots(heads: int, kv_heads: int, cp: int, heads_per_stage: int | None) -> Slots:
+    table = head_table(heads, kv_heads, cp, heads_per_stage)
+    return Slots(table.stages[0].num_slots, tuple(_stage_slots(table, i) for i in range(len(table.stages))))
+
+
+def _stage_slots(table: HeadTable, i: int) -> StageSlots:
+    stage = table.stages[i]
+    return StageSlots(
+        new_kv=0 if stage.load is None else table.loads[stage.load].num_slots,
+        held=sum(load.num_slots for load in table.loads if load.first_stage <= i <= load.last_stage),
+        left=sum(load.num_slots for load in table.loads if load.first_stage <= i < load.last_stage),
+        widest=max((read.last - read.first for reads in stage.reads for read in reads), default=0),
+        split=any(len(reads) != 1 or not stage.is_full(rank) for rank, reads in enumerate(stage.reads)),
+    )
+
+
+# ---- bytes of one layer: moments
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is live at one point of a layer's schedule, above weights, their gradients and what is kept.
+
+    stream: full-length tensors of the residual stream. stages: tensors of heads, exchange buffers included.
+    outputs: attention outputs computed again. tiles: what work at this point needs whatever s is, by `tile`.
+    """
+
+    phase: str
+    stream: int = 0
+    stages: int = 0
+    outputs: int = 0
+    tile: TileWork = "none"
+    tiles: int = 0
+
+    @property
+    def rest(self) -> int:
+        return self.stream + self.stages + self.outputs
+
+    @property
+    def total(self) -> int:
+        return self.rest + self.tiles
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """The sizes a layer's schedule is made of, on one rank."""
+
+    shape: ModelShape
+    layout: Layout
+    s: int
+
+    @cached_property
+    def slots(self) -> Slots:
+        return self.layout.slots(self.shape)
+
+    @cached_property
+    def num_stages(self) -> int:
+        return len(self.slots.stages)
+
+    @cached_property
+    def x(self) -> int:
+        return self.s * self.shape.hidden * self.layout.element_bytes
+
+    @cached_property
+    def slot(self) -> int:
+        """One head of every token."""
+        return self.layout.cp * self.s * self.shape.head_dim * self.layout.element_bytes
+
+    @cached_property
+    def q(self) -> int:
+        """T."""
+        return self.slots.query * self.slot
+
+    @cached_property
+    def lse(self) -> int:
+        return self.layout.cp * self.s * self.slots.query * self.layout.sum_bytes
+
+    @cached_property
+    def ahead(self) -> int:
+        return 2 if self.layout.overlap else 1
+
+    @cached_property
+    def exchanged(self) -> bool:
+        """Whether an exchange has a buffer of its own to receive into."""
+        return self.layout.cp > 1
+
+    def kv(self, stage: int) -> int:
+        """k and v that arrive with a stage: 2 U."""
+        return 2 * self.slots.stages[stage].new_kv * self.slot
+
+    def held(self, stage: int) -> int:
+        """k and v held while a stage attends."""
+        return 2 * self.slots.stages[stage].held * self.slot
+
+    def left(self, stage: int) -> int:
+        """k and v held once a stage's last uses are over."""
+        return 2 * self.slots.stages[stage].left * self.slot
+
+    def widened(self, num_bytes: int) -> int:
+        """The same elements in the dtype of sums."""
+        return num_bytes // self.layout.element_bytes * self.layout.sum_bytes
+
+    def part(self, stage: int, num_bytes: int) -> int:
+        """Of a tensor of all slots, the widest read's, where it is not the tensor itself."""
+        slots = self.slots.stages[stage]
+        return num_bytes * slots.widest // self.slots.query if slots.split else 0
+
+    def with_tile(self, moment: Moment, fetched: bool) -> Moment:
+        return replace(moment, tiles=tile_bytes(self.shape, self.layout, self.s, moment.tile, fetched))
+
+
+def tile_bytes(shape: ModelShape, layout: Layout, s: int, work: TileWork, fetched: bool) -> int:
+    """What token-wise work on a tile, or attention on a block, has live; `fetched`: outputs from the store.
+
+    Counted by hand from the kernels of a GPU: close, and small beside the rest at the lengths this is for.
+    """
+    if work == "none":
+        return 0
+    t, e, slots = min(layout.tile_tokens or s, s), layout.element_bytes, layout.slots(shape)
+    if work == "attend":
+        return BLOCK_BUFFERS * min(BLOCK_TOKENS, layout.cp * s) * shape.head_dim * layout.sum_bytes
+    mlp = shape.mlp * max(shape.experts_per_token, 1)
+    streamed = 0 if layout.input_tier == "device" else 2  # a tile of x at work, and the next on its way
+    if work == "mlp":
+        return t * e * (2 * shape.hidden + 3 * mlp)
+    if work == "mlp backward":
+        outputs = (3 if fetched else 1) * shape.heads * shape.head_dim
+        return (
+            t * e * (streamed * shape.hidden + outputs + 5 * shape.hidden + 7 * mlp)
+            + shape.mlp_parameters * e
+        )
+    width = layout.cp * slots.query * shape.head_dim
+    kv_width = 2 * layout.cp * slots.most_new_kv * shape.head_dim
+    if work == "project":
+        return (width + kv_width) * shape.hidden * e + t * e * (2 * shape.hidden + 5 * width)
+    weights = 2 * (width + kv_width) * shape.hidden * e + 2 * width * shape.hidden * layout.sum_bytes
+    return weights + t * e * ((3 + streamed) * shape.hidden + 5 * width)
+
+
+def attend_moments(b: LayerBytes, phase: str, stream: int, keeps_outputs: bool) -> Iterator[Moment]:
+    """Attention of all stages (`_attend`): in forward, and again in backward where its output was not kept.
+
+    `keeps_outputs`: every stage's output stays on the device for the rest of the pass.
+    """
+    f, out = 2 if b.exchanged else 1, b.q + b.lse
+    project, attend = f"{phase} projections", f"{phase} attention"
+
+    def flying(first: int, last: int) -> int:
+        return sum(f * (b.q + b.kv(j)) for j in range(first, min(last, b.num_stages)))
+
+    for i in range(min(b.ahead, b.num_stages)):
+        yield Moment(project, stream, flying(0, i) + b.q + b.kv(i), 0, "project")
+        yield Moment(project, stream, flying(0, i + 1))
+    for i in range(b.num_stages):
+        before = out * (i if keeps_outputs else min(i, 1))
+        later = flying(i + 1, i + b.ahead)
+        yield Moment(attend, stream, b.q + later + b.held(i) + out + b.part(i, out), before, "attend")
+        # What arrived with this stage stays until its output is on its way, even if this was its last use.
+        held = max(b.left(i), min(b.held(i), b.left(i) + b.kv(i)))
+        yield Moment(attend, stream, b.q + later + held + out + (f - 1) * b.q, before)
+        if (new := i + b.ahead) < b.num_stages:
+            after = out * (i + 1 if keeps_outputs else 1)
+            yield Moment(project, stream, later + b.left(i) + b.q + b.kv(new), after, "project")
+            yield Moment(project, stream, later + b.left(i) + f * (b.q + b.kv(new)), after)
+
+
+def forward_moments(b: LayerBytes, keeps: bool) -> Iterator[Moment]:
+    """x and y all the time; attention, then the MLP. `keeps`: outputs stay on the device, as kept."""
+    for moment in attend_moments(b, "forward", 2 * b.x, False):
+        yield replace(moment, outputs=0) if keeps else moment
+    yield Moment("forward mlp", 2 * b.x, 0, 0 if keeps else b.q + b.lse, "mlp")
+
+
+def mlp_backward_moment(b: LayerBytes, outputs: int) -> Moment:
+    """dy, one tile of everything else. `outputs`: attention outputs computed again, all stages."""
+    return Moment("backward mlp", b.x, 0, outputs, "mlp backward")
+
+
+def attention_backward_moments(b: LayerBytes, outputs: int, fetched: bool) -> Iterator[Moment]:
+    """dy and dh all the time. `fetched`: attention's output comes from the store, a stage at a time."""
+    stream, attend, project = 2 * b.x, "backward attention", "backward projections"
+    out = b.q if fetched else 0  # else it is there already, among `outputs` or what is kept
+
+    def sent(j: int) -> int:
+        return 2 * b.q + out + b.kv(j)
+
+    def received(j: int) -> int:
+        return 3 * b.q + b.kv(j) if b.exchanged else 0
+
+    def flying(first: int, last: int) -> int:
+        return sum(sent(j) + received(j) for j in range(first, min(last, b.num_stages)))
+
+    for i in range(min(b.ahead, b.num_stages)):
+        yield Moment(project, stream, flying(0, i) + sent(i), outputs, "project")
+        yield Moment(project, stream, flying(0, i + 1), outputs)
+    for i in range(b.num_stages):
+        following, more = i + b.ahead, i + b.ahead < b.num_stages
+        later = flying(i + 1, following) + out * more  # the output after those is prefetched
+        sums = b.widened(b.held(i))
+        own = (3 if b.exchanged or fetched else 2) * b.q + (b.lse if fetched else 0)
+        grads = b.q + b.part(i, b.q)  # dq; dk and dv go straight into the sums
+        yield Moment(attend, stream, own + later + b.held(i) + sums + grads, outputs, "attend")
+        ending = b.held(i) - b.left(i)
+        rounded = ending if b.layout.sum_bytes != b.layout.element_bytes else 0
+        yield Moment(attend, stream, b.q + later + b.held(i) + sums + rounded, outputs)
+        left = b.left(i) + b.widened(b.left(i)) + later
+        back = b.q + ending
+        yield Moment(project, stream, (2 if b.exchanged else 1) * back + left, outputs)
+        new = b.q + b.kv(following) if more else 0
+        yield Moment(project, stream, back + new + left, outputs, "project backward")
+        if more:
+            yield Moment(project, stream, left - out + sent(following) + received(following), outputs)
+
+
+def layer_moments(shape: ModelShape, layout: Layout, s: int, kept: bool) -> Iterator[Moment]:
+    """Every moment of a layer's forward and backward on one rank; `kept`: attention's output is kept."""
+    b = LayerBytes(shape, layout, s)
+    fetched = kept and layout.attention_tier != "device"
+    yield from forward_moments(b, keeps=kept and not fetched)
+    outputs = 0
+    if not kept:
+        yield from attend_moments(b, "backward again", b.x, True)
+        outputs = b.num_stages * (b.q + b.lse)
+    yield mlp_backward_moment(b, outputs)
+    yield from attention_backward_moments(b, outputs, fetched)
+
+
+def layer_peak(shape: ModelShape, layout: Layout, s: int, kept: bool, direction: str) -> Moment:
+    """The moment of "forward" or "backward" at which most is live."""
+    fetched = kept and layout.attention_tier != "device"
+    alike = (
+        layout.cp,
+        layout.heads_per_stage,
+        layout.tile_tokens,
+        layout.input_tier != "device",
+        layout.overlap,
+    )
+    return _layer_peak(shape, alike, (layout.element_bytes, layout.sum_bytes), s, kept, fetched)[direction]
+
+
+@lru_cache(maxsize=8192)
+def _layer_peak(
+    shape: ModelShape, alike: tuple[Any, ...], sizes: tuple[int, int], s: int, kept: bool, fetched: bool
+) -> dict[str, Moment]:
+    cp, heads_per_stage, tile_tokens, streamed, overlap = alike
+    layout = Layout(cp, heads_per_stage, tile_tokens, input_tier="host" if streamed else "device")
+    layout = replace(layout, element_bytes=sizes[0], sum_bytes=sizes[1])
+    b = LayerBytes(shape, layout, s)
+    highest = _highest(shape, cp, heads_per_stage, overlap, *sizes, s, kept, fetched)
+    return {
+        direction: max((b.with_tile(m, fetched) for m in moments), key=lambda m: m.total)
+        for direction, moments in highest.items()
+    }
+
+
+@lru_cache(maxsize=4096)
+def _highest(
+    shape: ModelShape,
+    cp: int,
+    heads_per_stage: int | None,
+    overlap: bool,
+    element_bytes: int,
+    sum_bytes: int,
+    s: int,
+    kept: bool,
+    fetched: bool,
+) -> dict[str, list[Moment]]:
+    """By direction: for each kind of work on tiles, the moment at which most else is live."""
+    layout = Layout(
+        cp,
+        heads_per_stage,
+        overlap=overlap,
+        element_bytes=element_bytes,
+        sum_bytes=sum_bytes,
+        attention_tier="host" if fetched else "device",
+    )
+    highest: dict[str, dict[str, Moment]] = {"forward": {}, "backward": {}}
+    for moment in layer_moments(shape, layout, s, kept):
+        of_kind = highest[moment.phase.partition(" ")[0]]
+        if moment.tile not in of_kind or moment.rest > of_kind[moment.tile].rest:
+            of_kind[moment.tile] = moment
+    return {direction: list(of_kind.values()) for direction, of_kind in highest.items()}
+
+
+def layer_peak_bytes(shape: ModelShape, layout: Layout, s: int, kept: bool = True) -> int:
+    """Peak live bytes of one layer, forward and backward, above weights, gradients and what is kept."""
+    return max(layer_peak(shape, layout, s, kept, direction).total for direction in ("forward", "backward"))
+
+
+def kept_attention_bytes(shape: ModelShape, layout: Layout, s: int) -> int:
+    """out and lse of one layer on one rank, all stages, empty slots included."""
+    b = LayerBytes(shape, layout, s)
+    return b.num_stages * (b.q + b.lse)
+
+
+def everything_bytes(shape: ModelShape, layout: Layout, s: int) -> int:
+    """What ordinary autograd keeps of a layer (checkpoint=none): inputs of matmuls, norms and products."""
+    e = layout.element_bytes
+    q_width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    mlp = 4 * shape.mlp * max(shape.experts_per_token, 1)
+    return s * e * (4 * shape.hidden + 3 * q_width + 2 * kv_width + mlp) + s * shape.heads * layout.sum_bytes
+
+
+# ---- bytes of a step
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Who holds how much, at the moment of the highest need. gpu: per GPU. host, disk: per node."""
+
+    phase: str
+    gpu: dict[str, int] = field(hash=False)
+    host: dict[str, int] = field(hash=False)
+    disk: dict[str, int] = field(hash=False)
+    gpu_bytes: int  # what there is
+    host_bytes: int
+    disk_bytes: int
+
+    @property
+    def gpu_peak(self) -> int:
+        return sum(self.gpu.values())
+
+    @property
+    def host_peak(self) -> int:
+        return sum(self.host.values())
+
+    @property
+    def disk_peak(self) -> int:
+        return sum(self.disk.values())
+
+    def excess(self) -> dict[str, float]:
+        """Need over what there is, per tier; the plan fits when none is above 1."""
+        pairs = {
+            "GPU": (self.gpu_peak, self.gpu_bytes),
+            "host": (self.host_peak, self.host_bytes),
+            "disk": (self.disk_peak, self.disk_bytes),
+        }
+        return {name: need / max(have, 1) for name, (need, have) in pairs.items()}
+
+    @property
+    def fits(self) -> bool:
+        return all(
+            need <= have
+            for need, have in (
+                (self.gpu_peak, self.gpu_bytes),
+                (self.host_peak, self.host_bytes),
+                (self.disk_peak, self.disk_bytes),
+            )
+        )
+
+
+def memory(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Ledger:
+    """The ledger of a step, at its highest phase."""
+    phases = list(gpu_phases(shape, layout, hardware, work))
+    name, gpu = max(phases, key=lambda phase: sum(phase[1].values()))
+    gpu["reserve"] = RESERVE_BYTES + int(RESERVE_SHARE * hardware.gpu.memory_bytes)
+    host, disk = _outside(shape, layout, hardware, work)
+    return Ledger(
+        name, gpu, host, disk, hardware.gpu.memory_bytes, hardware.host_bytes, hardware.disk_bytes
+    )  # fmt: skip
+
+
+def attention_room(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> int:
+    """The most layers whose attention outputs fit into `layout.attention_tier`, beside everything else."""
+
+    def fits(count: int) -> bool:
+        return memory(shape, replace(layout, keep_attention=count), hardware, work).fits
+
+    if fits(shape.num_layers):  # nothing is computed again then, which frees room on the device
+        return shape.num_layers
+    if shape.num_layers == 1 or not fits(1):
+        return 0
+    one, tier = replace(layout, keep_attention=1), layout.attention_tier
+    each = kept_attention_bytes(shape, layout, work.local_tokens(layout.cp))
+    ledger = memory(shape, one, hardware, work)
+    if tier == "device":
+        phases = gpu_phases(shape, one, hardware, work)
+        growing = max(sum(holders.values()) for name, holders in phases if name != FIRST_LAYER)
+        free = ledger.gpu_bytes - ledger.gpu["reserve"] - growing
+    elif tier == "host":
+        free, each = ledger.host_bytes - ledger.host_peak, each * hardware.gpus_per_node
+    else:
+        free, each = ledger.disk_bytes - ledger.disk_peak, each * hardware.gpus_per_node
+    return min(shape.num_layers - 1, 1 + free // each)
+
+
+def gpu_phases(
+    shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
+) -> Iterator[tuple[str, dict[str, int]]]:
+    """(phase, holder -> bytes) on one GPU, reserve left out: the phases that can be the highest."""
+    s, e, num_layers = work.local_tokens(layout.cp), layout.element_bytes, shape.num_layers
+    x = s * shape.hidden * e
+    head, layer = shape.vocab * shape.hidden, shape.layer_parameters
+    share = _states(shape, layout, hardware)
+    inputs, outputs = _kept_on_device(shape, layout, s)
+    any_kept, any_again = layout.keep_attention > 0, layout.keep_attention < num_layers
+
+    def peak(direction: str) -> Moment:
+        if not layout.checkpoint:
+            return _everything_moment(shape, layout, s)
+        kinds = [kept for kept, there in ((True, any_kept), (False, any_again)) if there]
+        return max((layer_peak(shape, layout, s, kept, direction) for kept in kinds), key=lambda m: m.total)
+
+    def with_layer(moment: Moment, weights: int, sums: int, grads: float, kept: int) -> dict[str, int]:
+        return {
+            "parameters": share["parameters"],
+            "gradients": int(share["gradients"] * grads) + sums,
+            "optimizer": share["optimizer"],
+            "layer weights": weights,
+            "residual stream": moment.stream,
+            "stage buffers": moment.stages + moment.outputs,
+            "tiles": moment.tiles,
+            "kept activations": kept,
+        }
+
+    sums = 2 * layer * layout.sum_bytes  # this layer's, and the last one's on its way to its shards
+    head_sum = head * layout.sum_bytes
+    # x of the layer at work is among its residual stream in forward, and kept in backward.
+    yield "forward", with_layer(peak("forward"), 2 * layer * e, 0, 0, (num_layers - 1) * inputs + outputs)
+    yield (
+        "loss",
+        {
+            **with_layer(Moment("loss", 2 * x), head * e + layer * e, 0, 0, num_layers * inputs + outputs),
+            "loss tile": 2 * head_sum + 2 * LOGITS_TILE_BYTES,
+        },
+    )
+    everything = num_layers * inputs + outputs
+    backward = peak("backward")
+    yield (
+        "backward, last layer",
+        with_layer(backward, 2 * layer * e, sums // 2 + head_sum, head / _all(shape), everything),
+    )
+    own = outputs // layout.keep_attention if layout.keep_attention else 0
+    yield FIRST_LAYER, with_layer(backward, layer * e + head * e, sums, 1, inputs + own)
+
+
+def _all(shape: ModelShape) -> int:
+    return max(shape.num_parameters, 1)
+
+
+def _states(shape: ModelShape, layout: Layout, hardware: Hardware) -> dict[str, int]:
+    """fp32 master weights, gradients and AdamW's two moments: this rank's shards on the device."""
+    count = 0 if layout.offload_optimizer else -(-shape.num_parameters // hardware.num_gpus)
+    return {"parameters": 4 * count, "gradients": 4 * count, "optimizer": 8 * count}
+
+
+def _kept_on_device(shape: ModelShape, layout: Layout, s: int) -> tuple[int, int]:
+    """(bytes per layer of inputs, bytes of all layers' attention outputs) kept on the device."""
+    if not layout.checkpoint:
+        return everything_bytes(shape, layout, s), 0
+    inputs = s * shape.hidden * layout.element_bytes if layout.input_tier == "device" else 0
+    kept = layout.keep_attention if layout.attention_tier == "device" else 0
+    return inputs, kept * kept_attention_bytes(shape, layout, s)
+
+
+def _everything_moment(shape: ModelShape, layout: Layout, s: int) -> Moment:
+    """Beside what is kept: the stream and its gradient, and one matmul's gradients of the MLP."""
+    e = layout.element_bytes
+    return Moment("everything kept", 2 * s * shape.hidden * e, 0, 0, 3 * s * shape.mlp * e)
+
+
+def _outside(
+    shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Holders in a node's host memory and on its disk."""
+    s, ranks = work.local_tokens(layout.cp), hardware.gpus_per_node
+    inputs = shape.num_layers * s * shape.hidden * layout.element_bytes
+    one_output = kept_attention_bytes(shape, layout, s)
+    outputs = layout.keep_attention * one_output
+    if not layout.checkpoint:
+        inputs = outputs = 0
+    host, disk = {"layer inputs": 0, "kept attention": 0}, {"layer inputs": 0, "kept attention": 0}
+    station = 0
+    if layout.checkpoint and layout.input_tier != "device":
+        (host if layout.input_tier == "host" else disk)["layer inputs"] = ranks * inputs
+        station += inputs // shape.num_layers if layout.input_tier == "disk" else 0
+    if outputs and layout.attention_tier != "device":
+        (host if layout.attention_tier == "host" else disk)["kept attention"] = ranks * outputs
+        station += one_output if layout.attention_tier == "disk" else 0
+    host["on the way to disk"] = ranks * DISK_STATION_LAYERS * station
+    states = -(-shape.num_parameters // hardware.num_gpus) * 16 if layout.offload_optimizer else 0
+    host["parameters, gradients, optimizer"] = ranks * states
+    host["reserve"] = ranks * HOST_PROCESS_BYTES + int(HOST_RESERVE_SHARE * hardware.host_bytes)
+    return host, disk
+
+
+# ---- seconds
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """What a GPU's time goes to. Copies and exchanges count only where nothing hides them."""
+
+    attention: float = 0.0
+    linear: float = 0.0
+    exchange: float = 0.0
+    copies: float = 0.0
+    update: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.attention + self.linear + self.exchange + self.copies + self.update
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(
+            self.attention + other.attention,
+            self.linear + other.linear,
+            self.exchange + other.exchange,
+            self.copies + other.copies,
+            self.update + other.update,
+        )
+
+    def times(self, count: float) -> Seconds:
+        return Seconds(
+            self.attention * count,
+            self.linear * count,
+            self.exchange * count,
+            self.copies * count,
+            self.update * count,
+        )
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """One layer's forward and backward, and the parts a rehearsal measures (its names)."""
+
+    forward: Seconds
+    backward: Seconds
+    parts: dict[str, float] = field(hash=False)
+
+    @property
+    def total(self) -> float:
+        return self.forward.total + self.backward.total
+
+
+def layer_seconds(
+    shape: ModelShape, layout: Layout, hardware: Hardware, work: Work, window: int | None, kept: bool
+) -> LayerSeconds:
+    """Seconds of one layer on the rank with the most heads."""
+    linear = _Linear(shape, layout, hardware, work.local_tokens(layout.cp))
+    heads = -(-shape.heads // layout.cp)
+    flops = 4 * shape.head_dim * heads * work.pairs(window)
+    attend = flops / hardware.gpu.attention_forward_flops
+    attend_back = 2.5 * flops / hardware.gpu.attention_backward_flops
+    pcie = hardware.gpu.pcie_bytes_s * COPY_SHARE
+    x, out = linear.x, kept_attention_bytes(shape, layout, linear.s) if kept else 0
+    from_store = layout.checkpoint and layout.input_tier != "device"
+    fetched = out if layout.attention_tier != "device" and layout.checkpoint else 0
+
+    projections, mlp = linear.projections(False), linear.mlp(False)
+    ex_forward, ex_backward = _exchange_seconds(shape, layout, hardware, linear.s)
+    again = Seconds() if kept or not layout.checkpoint else Seconds(attend, linear.project_only(), ex_forward)
+    busy = projections + attend + mlp
+    copy_out = max(0.0, (x * from_store + fetched) / pcie - busy)
+    write = _disk_seconds(shape, layout, hardware, linear.s, kept)
+    gather, reduce = _shard_seconds(shape, layout, hardware)
+    forward = Seconds(
+        attend, projections + mlp, ex_forward + max(0.0, gather - busy), copy_out + max(0.0, write - busy)
+    )
+    mlp_back, projections_back = linear.mlp(True), linear.projections(True)
+    walks = linear.num_stages + (2 if layout.overlap else 1)
+    wait_mlp = max(0.0, (x * from_store + fetched) / pcie - mlp_back)
+    wait_walks = max(0.0, walks * x * from_store / pcie - projections_back)
+    busy_back = mlp_back + projections_back + attend_back + again.total
+    backward = Seconds(
+        attend_back,
+        mlp_back + projections_back,
+        ex_backward + max(0.0, gather + reduce - busy_back),
+        wait_mlp + wait_walks + max(0.0, write - busy_back),
+    )
+    parts = {
+        "forward projections": projections - linear.output(),
+        "forward attention": attend,
+        "forward mlp": mlp,
+        "backward mlp": mlp_back + wait_mlp,
+        "backward projections": projections_back + wait_walks,
+        "backward attention": attend_back,
+    }
+    return LayerSeconds(forward, backward + again, parts)
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """Token-wise work of one layer on one rank: matmuls, and kernels that only move bytes."""
+
+    shape: ModelShape
+    layout: Layout
+    hardware: Hardware
+    s: int
+
+    @cached_property
+    def x(self) -> int:
+        return self.s * self.shape.hidden * self.layout.element_bytes
+
+    @cached_property
+    def num_stages(self) -> int:
+        return len(self.layout.slots(self.shape).stages)
+
+    @cached_property
+    def projected(self) -> int:
+        """Width of q, k and v as projected: empty and repeated slots included."""
+        slots = self.layout.slots(self.shape)
+        return (self.num_stages * slots.query + 2 * slots.all_kv) * self.layout.cp * self.shape.head_dim
+
+    def matmul(self, width: float, depth: float) -> float:
+        return 2 * self.s * width * depth / (self.hardware.gpu.matmul_flops * MATMUL_SHARE)
+
+    def moving(self, num_bytes: float) -> float:
+        return num_bytes / self.hardware.gpu.memory_bytes_s
+
+    def output(self) -> float:
+        return self.matmul(self.shape.hidden, self.shape.heads * self.shape.head_dim)
+
+    def project_only(self) -> float:
+        walks = self.num_stages * WALK_PASSES[0] * self.x
+        heads = HEAD_PASSES[0] * self.s * self.projected * self.layout.element_bytes
+        return self.matmul(self.shape.hidden, self.projected) + self.moving(walks + heads)
+
+    def projections(self, backward: bool) -> float:
+        if not backward:
+            return self.project_only() + self.output()
+        again = 3 if self.layout.checkpoint else 2
+        walks = (self.num_stages + 1) * WALK_PASSES[1] * self.x
+        heads = HEAD_PASSES[1] * self.s * self.projected * self.layout.element_bytes
+        sums = self.sums(self.projected * self.shape.hidden)
+        return (
+            again * self.matmul(self.shape.hidden, self.projected)
+            + self.output()
+            + self.moving(walks + heads)
+            + sums
+        )
+
+    def mlp(self, backward: bool) -> float:
+        width = self.shape.mlp * max(self.shape.experts_per_token, 1)
+        moved = self.moving(MLP_PASSES[backward] * self.s * width * self.layout.element_bytes)
+        one = self.matmul(3 * self.shape.hidden, width)
+        if not backward:
+            return one + moved
+        again = 3 if self.layout.checkpoint else 2
+        return again * one + 2 * self.output() + moved + self.sums(self.shape.mlp_parameters)
+
+    def sums(self, num_parameters: int) -> float:
+        """Weight gradients read, added and written once per tile."""
+        tiles = -(-self.s // (self.layout.tile_tokens or self.s))
+        moved = num_parameters * (2 * self.layout.sum_bytes + 2 * self.layout.element_bytes)
+        return (tiles - 1) * self.moving(moved)
+
+
+def _exchange_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, s: int) -> tuple[float, float]:
+    """(forward, backward) seconds of all-to-alls that nothing hides."""
+    if layout.cp == 1:
+        return 0.0, 0.0
+    b = LayerBytes(shape, layout, s)
+    kv = sum(b.kv(i) for i in range(b.num_stages))
+    queries = b.num_stages * b.q
+    hidden = layout.overlap and b.num_stages > 1
+    arriving = b.q + b.kv(0) if hidden else queries + kv
+    arriving_back = 3 * b.q + b.kv(0) if hidden else 3 * queries + kv
+    time_of = _AllToAll(layout.cp, hardware)
+    return time_of(arriving + queries), time_of(arriving_back + queries + kv)
+
+
+@dataclass(frozen=True)
+class _AllToAll:
+    cp: int
+    hardware: Hardware
+
+    def __call__(self, num_bytes: int) -> float:
+        """Each rank keeps 1/cp; what leaves the node goes over the network at the same time as the rest."""
+        inside = min(self.cp, self.hardware.gpus_per_node)
+        near = num_bytes * (inside - 1) / self.cp / self.hardware.gpu.link_bytes_s
+        far = num_bytes * (self.cp - inside) / self.cp / self.hardware.network_bytes_s
+        return max(near, far)
+
+
+def _shard_seconds(shape: ModelShape, layout: Layout, hardware: Hardware) -> tuple[float, float]:
+    """(all-gather of a layer's weights, reduce-scatter of its gradients), over all ranks."""
+    world = hardware.num_gpus
+    if world == 1 and not layout.offload_optimizer:
+        return 0.0, 0.0
+    rate = hardware.gpu.link_bytes_s if hardware.num_nodes == 1 else hardware.network_bytes_s
+    moved = shape.layer_parameters * (world - 1) / world / rate
+    from_host = shape.layer_parameters / world * 4 / hardware.gpu.pcie_bytes_s * layout.offload_optimizer
+    return moved * layout.element_bytes + from_host, moved * layout.sum_bytes + from_host
+
+
+def _disk_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, s: int, kept: bool) -> float:
+    """A layer's bytes through the node's disk, one way; no layer gains from another's surplus."""
+    num_bytes = 0
+    if layout.checkpoint and layout.input_tier == "disk":
+        num_bytes += s * shape.hidden * layout.element_bytes
+    if layout.checkpoint and kept and layout.attention_tier == "disk":
+        num_bytes += kept_attention_bytes(shape, layout, s)
+    return num_bytes * hardware.gpus_per_node / hardware.disk_bytes_s
+
+
+def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
+    """One optimizer step with one micro-step: all layers, the loss and the update."""
+    total = _loss_seconds(shape, layout, hardware, work)
+    layers: dict[tuple[int | None, bool], int] = {}
+    for i, window in enumerate(shape.windows):
+        key = (window, i < layout.keep_attention)
+        layers[key] = layers.get(key, 0) + 1
+    for (window, kept), count in layers.items():
+        layer = layer_seconds(shape, layout, hardware, work, window, kept)
+        total = total + (layer.forward + layer.backward).times(count)
+    return total + Seconds(update=_update_seconds(shape, layout, hardware))
+
+
+def _loss_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
+    """Logits twice, their two gradients, and the kernels between. Gathering lm_head hides nowhere."""
+    linear = _Linear(shape, layout, hardware, work.local_tokens(layout.cp))
+    logits = linear.s * shape.vocab
+    world = hardware.num_gpus
+    rate = hardware.gpu.link_bytes_s if hardware.num_nodes == 1 else hardware.network_bytes_s
+    moved = 3 * shape.vocab * shape.hidden * layout.element_bytes * (world - 1) / world / rate
+    return Seconds(
+        linear=4 * linear.matmul(shape.hidden, shape.vocab) + linear.moving(LOGIT_BYTES * logits),
+        exchange=moved,
+    )
+
+
+def _update_seconds(shape: ModelShape, layout: Layout, hardware: Hardware) -> float:
+    if layout.offload_optimizer:
+        return UPDATE_BYTES * shape.num_parameters / hardware.num_nodes / hardware.host_update_bytes_s
+    return UPDATE_BYTES * shape.num_parameters / hardware.num_gpus / hardware.gpu.memory_bytes_s

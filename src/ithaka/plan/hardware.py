@@ -1,0 +1,222 @@
+"""GPU and host facts, each with its source, and the machines made of them.
+
+Rates are what a program gets, not what a data sheet promises: the H200's were measured, the others' are their
+published peak times the share of its own peak that the H200 reaches. `--gpu-file` replaces them by your own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ithaka.config import ConfigError
+
+GIB = 2**30
+GPUS_PER_NODE = 8
+
+# Assumptions about the machine around the GPUs, printed with every plan.
+HOST_BYTES_PER_GPU = 256 * 10**9  # 2 TB for 8: what 8-GPU nodes are sold with
+DISK_BYTES_S = 4e9  # per node, either direction: one data-centre NVMe disk, read and write at once
+HOST_UPDATE_BYTES_S = 200e9  # per node: what a fused AdamW on the CPUs streams through host memory
+NETWORK_BYTES_S = 50e9  # per GPU and direction: one 400 Gb/s adapter each
+LINK_SHARE = 0.8  # of NVLink's or the network's published rate, in large collectives
+
+H200_PEAK = 989e12  # published, dense bf16
+H200_MATMUL = 790e12
+H200_ATTENTION_FORWARD = 589e12
+H200_ATTENTION_BACKWARD = 530e12
+H200_PCIE = 55e9
+PCIE_SHARE = H200_PCIE / 63e9  # of a PCIe 5.0 x16 link's payload rate
+
+MEASURED = "measured here on an H200 (LOG.md)"
+SAME_CHIP = "the H200's, measured here: the same chip with other memory"
+SCALED = "published peak x the share of its peak that the H200 was measured to reach"
+SHEET = "NVIDIA data sheet"
+CAPACITY = "capacity as PyTorch reports it"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One accelerator. `sources` says where each figure is from."""
+
+    name: str
+    memory_bytes: int
+    matmul_flops: float  # bf16, large matrices
+    attention_forward_flops: float  # causal, long sequences, head dim 128
+    attention_backward_flops: float
+    memory_bytes_s: float
+    pcie_bytes_s: float  # each way
+    link_bytes_s: float  # each way, to the other GPUs of the node
+    l2_bytes: int
+    sources: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """`num_nodes` nodes of `gpus_per_node` GPUs. Host and disk figures are per node."""
+
+    gpu: Gpu
+    gpus_per_node: int = 1
+    num_nodes: int = 1
+    host_bytes: int = HOST_BYTES_PER_GPU
+    disk_bytes: int = 0
+    disk_bytes_s: float = DISK_BYTES_S
+    network_bytes_s: float = NETWORK_BYTES_S
+    host_update_bytes_s: float = HOST_UPDATE_BYTES_S
+
+    @property
+    def num_gpus(self) -> int:
+        return self.gpus_per_node * self.num_nodes
+
+    @property
+    def name(self) -> str:
+        nodes = f"{self.num_nodes}x" if self.num_nodes > 1 else ""
+        return f"{nodes}{self.gpus_per_node}x{self.gpu.name}"
+
+
+def _gpu(
+    name: str,
+    gibibytes: float,
+    peak: float,
+    memory_tb_s: float,
+    pcie: float,
+    link: float,
+    l2_mb: int,
+    **known: Any,
+) -> Gpu:
+    """A GPU from its data sheet: peak in TFLOP/s (dense bf16, fp32 sums), links in GB/s each way."""
+    share = peak * 1e12 / H200_PEAK
+    values = {
+        "memory_bytes": int(gibibytes * GIB),
+        "matmul_flops": H200_MATMUL * share,
+        "attention_forward_flops": H200_ATTENTION_FORWARD * share,
+        "attention_backward_flops": H200_ATTENTION_BACKWARD * share,
+        "memory_bytes_s": memory_tb_s * 1e12,
+        "pcie_bytes_s": pcie * 1e9 * PCIE_SHARE,
+        "link_bytes_s": link * 1e9 * LINK_SHARE,
+        "l2_bytes": l2_mb * 10**6,
+    }
+    rates = known.get("rates", SCALED)
+    sources = {
+        "memory_bytes": CAPACITY,
+        **dict.fromkeys(("matmul_flops", "attention_forward_flops", "attention_backward_flops"), rates),
+        "memory_bytes_s": SHEET,
+        "pcie_bytes_s": known.get(
+            "pcie_source", "PCIe rate x the share of it that the H200 was measured to reach"
+        ),
+        "link_bytes_s": f"{SHEET}, x {LINK_SHARE} (assumed)",
+        "l2_bytes": SHEET,
+    }
+    return Gpu(name, **values, sources=sources)
+
+
+# name, GiB, peak TFLOP/s, memory TB/s, PCIe GB/s, link GB/s, L2 MB. Cards without NVLink talk over PCIe.
+_PUBLISHED: list[Gpu] = [
+    _gpu("H100-80GB", 79.1, 989, 3.35, 63, 450, 50, rates=SAME_CHIP),
+    _gpu("H200-141GB", 139.8, 989, 4.8, 63, 450, 60, rates=MEASURED, pcie_source=MEASURED),
+    _gpu("A100-80GB", 79.1, 312, 2.04, 31.5, 300, 40),
+    _gpu("A100-40GB", 39.4, 312, 1.555, 31.5, 300, 40),
+    _gpu("B200-180GB", 178.3, 2250, 7.7, 63, 900, 126),
+    _gpu("L40S-48GB", 44.4, 362, 0.864, 31.5, 31.5, 96),
+    _gpu("RTX4090-24GB", 23.6, 165, 1.008, 31.5, 31.5, 72),
+    _gpu("RTX5090-32GB", 31.4, 209.5, 1.792, 63, 63, 96),
+]
+
+_CPU = Gpu(
+    name="CPU",
+    memory_bytes=16 * GIB,
+    matmul_flops=1e11,
+    attention_forward_flops=5e10,
+    attention_backward_flops=5e10,
+    memory_bytes_s=2e10,
+    pcie_bytes_s=1e10,
+    link_bytes_s=5e9,
+    l2_bytes=32 * 10**6,
+    sources=dict.fromkeys(
+        ("matmul_flops", "attention_forward_flops", "attention_backward_flops", "memory_bytes_s"),
+        "assumed: a laptop's order of magnitude; measure your own",
+    )
+    | dict.fromkeys(("memory_bytes", "pcie_bytes_s", "link_bytes_s", "l2_bytes"), "assumed"),
+)
+
+GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in [*_PUBLISHED, _CPU]}
+
+
+def find_gpu(name: str) -> Gpu:
+    """By its name, or by the beginning of it where only one fits: H200, RTX4090."""
+    wanted = name.upper().replace(" ", "").replace("_", "")
+    fitting = [gpu for key, gpu in GPUS.items() if key.upper() == wanted] or [
+        gpu for key, gpu in GPUS.items() if key.upper().startswith(wanted + "-")
+    ]
+    if len(fitting) != 1:
+        raise ConfigError(
+            f"--gpus {name} is not one known GPU; use one of {', '.join(GPUS)}, or --gpu-file with your own"
+        )
+    return fitting[0]
+
+
+def parse_gpus(text: str, gpu: Gpu | None = None) -> Hardware:
+    """'8xH100-80GB', '2x8xH100-80GB' (nodes x GPUs), 'H200'; with `gpu` also '8', '2x8'.
+
+    More than 8 without a number of nodes are nodes of 8 where that divides.
+    """
+    match = re.fullmatch(r"(?:(\d+)x)??(?:(\d+)x)?([A-Za-z].*)", text.strip())
+    if gpu is not None and (plain := re.fullmatch(r"(?:(\d+)x)?(\d+)", text.strip())):
+        nodes, count, name = plain[1], plain[2], ""
+    elif match:
+        nodes, count, name = match[1], match[2] or "1", match[3]
+    else:
+        raise ConfigError(f"--gpus {text} is not understood; write for example 8xH100-80GB or 2x8xH100-80GB")
+    num_nodes, per_node = int(nodes or 1), int(count)
+    if num_nodes < 1 or per_node < 1:
+        raise ConfigError(f"--gpus {text} counts no GPU; write for example 8xH100-80GB")
+    if nodes is None and per_node > GPUS_PER_NODE and per_node % GPUS_PER_NODE == 0:
+        num_nodes, per_node = per_node // GPUS_PER_NODE, GPUS_PER_NODE
+    return Hardware(gpu or find_gpu(name), per_node, num_nodes, host_bytes=HOST_BYTES_PER_GPU * per_node)
+
+
+def parse_bytes(text: str, name: str) -> int:
+    """'2TB' (10^12), '1.5TiB' (2^40), '80GB'; `name` is the option, for errors."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    if not match:
+        raise ConfigError(f"{name} {text} is not a number of bytes; write for example 2TB or 512GiB")
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+
+
+def read_gpu(file: Path) -> Gpu:
+    """A GPU from a JSON file with the fields of `Gpu`; `based_on` names a known one for those left out."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "no valid JSON"
+        raise ConfigError(f"--gpu-file {file} cannot be read ({reason}); give a JSON file") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"--gpu-file {file} holds no JSON object; write fields such as memory_bytes")
+    names = [entry.name for entry in dataclasses.fields(Gpu)]
+    for key in values:
+        if key not in (*names, "based_on"):
+            raise ConfigError(f"--gpu-file {file}: {key} is not a field; use {', '.join(names)} or based_on")
+    return _complete(values, file, names)
+
+
+def _complete(values: dict[str, Any], file: Path, names: list[str]) -> Gpu:
+    start = dataclasses.asdict(find_gpu(values["based_on"])) if "based_on" in values else {}
+    given = {key: value for key, value in values.items() if key not in ("based_on", "sources")}
+    missing = [
+        key for key in names if key not in start and key not in given and key not in ("name", "sources")
+    ]
+    if missing:
+        raise ConfigError(
+            f"--gpu-file {file} lacks {', '.join(missing)}; add them, or based_on with a known GPU"
+        )
+    for key, value in given.items():
+        if key != "name" and (not isinstance(value, int | float) or isinstance(value, bool) or value <= 0):
+            raise ConfigError(f"--gpu-file {file}: {key}={value} is no positive number; correct it")
+    sources = start.get("sources", {}) | dict.fromkeys(given, str(file)) | values.get("sources", {})
+    whole = {key: int(given[key]) for key in ("memory_bytes", "l2_bytes") if key in given}
+    return Gpu(**{"name": file.stem, **start, **given, **whole, "sources": sources})

@@ -1,0 +1,339 @@
+"""Tries plans, returns the fastest that fits.
+
+The search is exhaustive over what matters and takes the best value at once where one direction is always
+better: larger tiles are never slower, a nearer tier is never slower, and a layer's time does not depend on its
+neighbours', so that either no layer keeps attention's output or as many as there is room for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ithaka.config import ConfigError
+from ithaka.plan.cost import (
+    Layout,
+    Ledger,
+    Seconds,
+    Tier,
+    Work,
+    attention_room,
+    memory,
+    step_seconds,
+)
+from ithaka.plan.hardware import Hardware
+from ithaka.plan.shape import ModelShape
+
+TILES = (16384, 8192, 4096, 2048)
+TIERS: tuple[Tier, ...] = ("device", "host", "disk")
+CONTEXT_GRAIN = 1024  # per rank: longest contexts are multiples of this many tokens per rank
+RUNNERS_UP = 3
+WORTH_SHOWING = 0.8  # plans slower than this share of the best are not looked at further
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout with what it costs. `limited_by`: what takes most time or, if it does not fit, the tier."""
+
+    shape: ModelShape
+    hardware: Hardware
+    work: Work
+    layout: Layout
+    ledger: Ledger
+    seconds: Seconds
+    runners_up: tuple[Plan, ...] = field(default=(), repr=False)
+    tried: int = 1
+
+    @property
+    def fits(self) -> bool:
+        return self.ledger.fits
+
+    @property
+    def step_s(self) -> float:
+        return self.seconds.total
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        return self.work.tokens / self.layout.cp / self.step_s
+
+    @property
+    def limited_by(self) -> str:
+        if not self.fits:
+            return worst_tier(self.ledger)
+        shares = {name: getattr(self.seconds, name) for name in ("attention", "linear", "exchange", "copies")}
+        return max(shares, key=lambda name: shares[name])
+
+
+Candidate = tuple[Layout, Ledger]
+
+
+def evaluate(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Plan:
+    """What one layout costs, whether it fits or not."""
+    return _costed(shape, layout, memory(shape, layout, hardware, work), hardware, work)
+
+
+def _costed(shape: ModelShape, layout: Layout, ledger: Ledger, hardware: Hardware, work: Work) -> Plan:
+    return Plan(shape, hardware, work, layout, ledger, step_seconds(shape, layout, hardware, work))
+
+
+def choose(
+    shape: ModelShape,
+    hardware: Hardware,
+    context: int | Work,
+    fixed: Mapping[str, Any] | None = None,
+) -> Plan:
+    """The fastest plan that fits, in tokens per second and GPU; without one, the plan that misses by least.
+
+    `fixed` holds fields of `Layout` that the user decided: they win, and are checked.
+    """
+    work = context if isinstance(context, Work) else Work(context)
+    fixed = dict(fixed or {})
+    check_fixed(shape, hardware, fixed)
+    fitting: list[Plan] = []
+    misses: list[Candidate] = []
+    best, tried = 0.0, 0
+    for bound, cp, stage in sorted(_bounded(shape, hardware, work, fixed), key=lambda entry: -entry[0]):
+        if bound < WORTH_SHOWING * best:
+            break
+        for layout, ledger in _candidates(Layout(cp, stage), shape, hardware, work, fixed):
+            tried += 1
+            if ledger.fits:
+                fitting.append(_costed(shape, layout, ledger, hardware, work))
+                best = max(best, fitting[-1].tokens_per_s_per_gpu)
+            else:
+                misses.append((layout, ledger))
+    if not fitting:
+        return replace(_costed(shape, *_nearest(misses), hardware, work), tried=tried)
+    ranked = sorted(fitting, key=_rank)
+    return replace(ranked[0], runners_up=_different(ranked), tried=tried)
+
+
+def longest(
+    shape: ModelShape, hardware: Hardware, fixed: Mapping[str, Any] | None = None, batch: int = 1
+) -> tuple[int, str]:
+    """(longest context that fits, what stops a longer one: GPU, host, disk or heads); 0 when none fits."""
+    fixed = dict(fixed or {})
+    check_fixed(shape, hardware, fixed)
+    grain = CONTEXT_GRAIN * max(_cps(shape, hardware, fixed))
+    low, high = 0, 1
+    while _fits(shape, hardware, Work(high * grain, batch), fixed):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _fits(shape, hardware, Work(middle * grain, batch), fixed):
+            low = middle
+        else:
+            high = middle
+    return low * grain, _stopped_by(shape, hardware, Work(high * grain, batch), fixed)
+
+
+def check_fixed(shape: ModelShape, hardware: Hardware, fixed: Mapping[str, Any]) -> None:
+    """Refuses settings that no layout can have."""
+    ranks, cp, stage = hardware.num_gpus, fixed.get("cp"), fixed.get("heads_per_stage")
+    if cp is not None and (ranks % cp or cp > shape.heads):
+        fitting = ", ".join(str(n) for n in _divisors(ranks) if n <= shape.heads)
+        raise ConfigError(
+            f"parallel.cp={cp} does not divide the {ranks} ranks or exceeds the {shape.heads} query heads; "
+            f"use {fitting}"
+        )
+    if stage is not None and not any(stage % n == 0 for n in _cps(shape, hardware, fixed)):
+        raise ConfigError(
+            f"parallel.heads_per_stage={stage} is no multiple of parallel.cp={cp}; use {cp} or all"
+        )
+    kept = fixed.get("keep_attention")
+    if kept is not None and not 0 <= kept <= shape.num_layers:
+        raise ConfigError(
+            f"memory.keep_attention={kept} exceeds the {shape.num_layers} layers of the model; use all"
+        )
+
+
+def worst_tier(ledger: Ledger) -> str:
+    excess = ledger.excess()
+    return max(excess, key=lambda tier: excess[tier])
+
+
+# ---- candidates
+
+
+def _bounded(
+    shape: ModelShape, hardware: Hardware, work: Work, fixed: Mapping[str, Any]
+) -> Iterator[tuple[float, int, int | None]]:
+    """(speed with everything on the device and nothing computed again, cp, heads per stage)."""
+    for cp in _cps(shape, hardware, fixed):
+        for stage in _stage_widths(shape, cp, fixed):
+            ideal = Layout(cp, stage, _tiles(fixed)[0], keep_attention=shape.num_layers)
+            seconds = min(
+                step_seconds(shape, replace(ideal, overlap=overlap), hardware, work).total
+                for overlap in (True, False)
+            )
+            yield work.tokens / cp / seconds, cp, stage
+
+
+def _candidates(
+    start: Layout, shape: ModelShape, hardware: Hardware, work: Work, fixed: Mapping[str, Any]
+) -> Iterator[Candidate]:
+    """Plans with one cp and stage width: per tier of attention's outputs, the nearest places first.
+
+    Places farther away are slower with all else equal, so they are not tried once nothing is missing.
+    """
+    for tier in _attention_tiers(shape, hardware, fixed):
+        for place in _places(hardware, fixed):
+            base = replace(start, **place, **tier, checkpoint=fixed.get("checkpoint", True))
+            complete = yield from _tiled(base, shape, hardware, work, fixed)
+            if complete:
+                break
+
+
+def _tiled(
+    base: Layout, shape: ModelShape, hardware: Hardware, work: Work, fixed: Mapping[str, Any]
+) -> Generator[Candidate, None, bool]:
+    """With and without overlap, from the largest tile down to one with room for all; True: nothing missing."""
+    most = fixed.get("keep_attention", shape.num_layers if base.keep_attention else 0)
+    complete = True
+    for overlap in _either(fixed, "overlap", (True, False)):
+        for tile in _tiles(fixed):
+            layout = replace(base, overlap=overlap, tile_tokens=tile)
+            if most and "keep_attention" not in fixed:
+                layout = replace(layout, keep_attention=attention_room(shape, layout, hardware, work))
+            if layout.keep_attention < min(most, 1):
+                complete = False
+                continue
+            ledger = memory(shape, layout, hardware, work)
+            yield layout, ledger
+            if ledger.fits and layout.keep_attention == most:
+                complete &= tile == _tiles(fixed)[0]
+                break
+            complete = False
+    return complete
+
+
+def _attention_tiers(
+    shape: ModelShape, hardware: Hardware, fixed: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Where attention's outputs go, and that some do (1 stands for as many as there is room for)."""
+    wanted = fixed.get("keep_attention")
+    if fixed.get("checkpoint", True) and wanted != 0:
+        for tier in _tiers(fixed.get("attention_tier"), hardware):
+            yield {"attention_tier": tier, "keep_attention": wanted or 1}
+    if not wanted:
+        yield {"attention_tier": fixed.get("attention_tier") or "device", "keep_attention": 0}
+
+
+def _places(hardware: Hardware, fixed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for offload in _either(fixed, "offload_optimizer", (False, True)):
+        for tier in _tiers(fixed.get("input_tier"), hardware):
+            yield {"input_tier": tier, "offload_optimizer": offload}
+
+
+def _fits(shape: ModelShape, hardware: Hardware, work: Work, fixed: Mapping[str, Any]) -> bool:
+    return any(memory(shape, layout, hardware, work).fits for layout in _leanest(shape, hardware, fixed))
+
+
+def _leanest(shape: ModelShape, hardware: Hardware, fixed: Mapping[str, Any]) -> Iterator[Layout]:
+    """Layouts that can be the last to fit: most ranks per sequence, narrowest stage, smallest tile.
+
+    Kept by all layers, attention's output needs the store but no room on the device to compute it again: so
+    all or none.
+    """
+    cp = max(_cps(shape, hardware, fixed))
+    widths = _stage_widths(shape, cp, fixed)
+    start = Layout(
+        cp,
+        min(widths, key=lambda width: width or shape.heads),
+        _tiles(fixed)[-1],
+        overlap=fixed.get("overlap", False),
+        checkpoint=fixed.get("checkpoint", True),
+    )
+    for tier in _attention_tiers(shape, hardware, fixed):
+        if tier["keep_attention"] and "keep_attention" not in fixed:
+            tier["keep_attention"] = shape.num_layers
+        for place in _places(hardware, fixed):
+            yield replace(start, **place, **tier)
+
+
+def _stopped_by(shape: ModelShape, hardware: Hardware, work: Work, fixed: Mapping[str, Any]) -> str:
+    """The tier that the nearest miss lacks; heads, when more of them would let more ranks share a sequence."""
+    misses = [(layout, memory(shape, layout, hardware, work)) for layout in _leanest(shape, hardware, fixed)]
+    tier = worst_tier(_nearest(misses)[1])
+    capped = "cp" not in fixed and max(_cps(shape, hardware, fixed)) < hardware.num_gpus
+    return "heads" if tier == "GPU" and capped else tier
+
+
+def _cps(shape: ModelShape, hardware: Hardware, fixed: Mapping[str, Any]) -> list[int]:
+    if "cp" in fixed:
+        return [fixed["cp"]]
+    return [n for n in _divisors(hardware.num_gpus) if n <= shape.heads]
+
+
+def _stage_widths(shape: ModelShape, cp: int, fixed: Mapping[str, Any]) -> list[int | None]:
+    """All heads at once, half of them, a quarter, ... one per rank."""
+    if "heads_per_stage" in fixed:
+        width = fixed["heads_per_stage"]
+        return [width] if width is None or width % cp == 0 else []
+    widths, slots = [], -(-shape.heads // cp)
+    while slots:
+        widths.append(slots * cp)
+        slots //= 2
+    return [*widths]
+
+
+def _tiers(wanted: Tier | None, hardware: Hardware) -> tuple[Tier, ...]:
+    if wanted is not None:
+        return (wanted,)
+    return TIERS if hardware.disk_bytes else TIERS[:2]
+
+
+def _tiles(fixed: Mapping[str, Any]) -> tuple[int | None, ...]:
+    return (fixed["tile_tokens"],) if "tile_tokens" in fixed else TILES
+
+
+def _either(fixed: Mapping[str, Any], name: str, values: tuple[bool, ...]) -> tuple[bool, ...]:
+    return (fixed[name],) if name in fixed else values
+
+
+def _divisors(count: int) -> list[int]:
+    return [n for n in range(1, count + 1) if count % n == 0]
+
+
+# ---- ranking
+
+
+def _rank(plan: Plan) -> tuple[Any, ...]:
+    """Fastest first; between equals the one that needs least, nearest to the device."""
+    layout = plan.layout
+    return (
+        -plan.tokens_per_s_per_gpu,
+        plan.ledger.gpu_peak,
+        plan.ledger.host_peak,
+        TIERS.index(layout.input_tier),
+        TIERS.index(layout.attention_tier),
+        layout.cp,
+        layout.heads_per_stage or plan.shape.heads,
+    )
+
+
+def _nearest(misses: list[Candidate]) -> Candidate:
+    """The one whose worst tier is exceeded least."""
+    return min(misses, key=lambda miss: max(miss[1].excess().values()))
+
+
+def _different(ranked: list[Plan]) -> tuple[Plan, ...]:
+    """The best plans of other kinds: with another cp, stage, tier, or number of layers kept."""
+
+    def kind(plan: Plan) -> tuple[Any, ...]:
+        a = plan.layout
+        return (
+            a.cp,
+            a.heads_per_stage,
+            a.input_tier,
+            a.attention_tier if a.keep_attention else None,
+            a.offload_optimizer,
+        )
+
+    seen, others = {kind(ranked[0])}, []
+    for plan in ranked[1:]:
+        if kind(plan) not in seen:
+            seen.add(kind(plan))
+            others.append(plan)
+    return tuple(others[:RUNNERS_UP])
