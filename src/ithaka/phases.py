@@ -40,7 +40,9 @@ HOLDER_OF_PHASE = {
     "projections": STAGE,
     "attention": STAGE,
     "mlp": MLP,
-    "loss": LOSS,
+    "exchange": STAGE,
+    "loss forward": LOSS,
+    "loss backward": LOSS,
     "optimizer": OPTIMIZER,
 }
 
@@ -80,17 +82,41 @@ def phase(name: str) -> Iterator[None]:
     if not _State.listeners:
         yield
         return
-    outer, outer_holder = _State.path, _State.holder
-    path = _State.path = (*outer, name)
-    _State.holder = HOLDER_OF_PHASE.get(name, outer_holder)
-    for listener in _State.listeners:
-        listener.enter(path)
+    outer = _enter(name)
     try:
         yield
     finally:
-        for listener in _State.listeners:
-            listener.leave(path)
-        _State.path, _State.holder = outer, outer_holder
+        _leave(outer)
+
+
+def _enter(name: str) -> tuple[Path, str]:
+    outer = _State.path, _State.holder
+    _State.path = (*_State.path, name)
+    _State.holder = HOLDER_OF_PHASE.get(name, _State.holder)
+    for listener in _State.listeners:
+        listener.enter(_State.path)
+    return outer
+
+
+def _leave(outer: tuple[Path, str]) -> None:
+    for listener in _State.listeners:
+        listener.leave(_State.path)
+    _State.path, _State.holder = outer
+
+
+def mark_backward(x: Tensor, y: Tensor, *names: str) -> Tensor:
+    """Returns y; what ordinary autograd does between y's gradient and x's is then in the phases `names`."""
+    if not (_State.listeners and x.requires_grad and y.requires_grad):
+        return y
+    outer: list[tuple[Path, str]] = []
+    y.register_hook(lambda _: outer.extend(_enter(name) for name in names))
+
+    def leave(_: Tensor) -> None:
+        while outer:
+            _leave(outer.pop())
+
+    x.register_hook(leave)
+    return y
 
 
 @contextmanager

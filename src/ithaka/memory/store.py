@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ithaka.phases import KEPT, tag
+
 TIERS = ("device", "host", "disk")
 
 
@@ -88,6 +90,12 @@ class SlabPool:
         with self._changed:
             self.num_writing += 1
 
+    @property
+    def busy_bytes(self) -> int:
+        """Of tensors that are kept now; the rest waits to be used again."""
+        with self._changed:
+            return self.used_bytes - sum(size * len(slabs) for size, slabs in self._free.items())
+
     def has_room(self, num_bytes: int) -> bool:
         with self._changed:
             return bool(self._free.get(num_bytes)) or self._has_room(num_bytes)
@@ -135,6 +143,10 @@ class DiskFile:
     def give(self, offset: int, num_bytes: int) -> None:
         self._free.setdefault(num_bytes, []).append(offset)
 
+    @property
+    def busy_bytes(self) -> int:
+        return self.used_bytes - sum(size * len(offsets) for size, offsets in self._free.items())
+
     def write(self, data: memoryview, offset: int) -> None:
         while data:
             written = os.pwrite(self._file.fileno(), data[: 2**30], offset)
@@ -177,7 +189,7 @@ class Store:
         """Starts keeping `tensor`, which must not be written before `settle`."""
         assert tier in TIERS, tier
         if tier == "device":
-            return Kept(tensor)
+            return Kept(tag(tensor, KEPT["device"]))
         return (KeptOnHost if tier == "host" else KeptOnDisk)(tensor.contiguous(), self)
 
     def submit(self, work, *args) -> Future:

@@ -21,6 +21,7 @@ from ithaka.model.settings import PLAIN, Settings
 from ithaka.model.weights import init_weights, load_weights
 from ithaka.ops.loss import linear_cross_entropy
 from ithaka.ops.tiles import apply_norm
+from ithaka.phases import phase
 from ithaka.plan.heads import head_table
 
 
@@ -167,7 +168,8 @@ class _Forward:
         more = (labels, position_ids, attention_mask, document_ids)
         on_device = [None if t is None else t.to(mesh.device) for t in more]
         share = take_share(input_ids.to(mesh.device), *on_device, cp_rank=mesh.cp_rank, cp_size=mesh.cp_size)
-        x_sD = model.model.embed_tokens(share.ids_s)
+        with phase("embedding"):
+            x_sD = model.model.embed_tokens(share.ids_s)
         for layer in model.model.layers:
             x_sD = layer(x_sD, share.positions_s, share.docs)
         if share.labels_s is None:

@@ -26,7 +26,7 @@ from ithaka.memory.store import Kept, Store
 from ithaka.model.families import LayerParts
 from ithaka.ops.stages import HeadSlice, HeldHeads, Projection, stages_attention, take_head_columns
 from ithaka.ops.tiles import GradSum, apply_norm, sum_dtype, tile_backward, tile_slices
-from ithaka.phases import phase
+from ithaka.phases import KEPT, STAGE, holding, mark_backward, phase
 from ithaka.plan.heads import EMPTY, HeadTable, Stage, flat
 
 Docs = tuple[int, ...]
@@ -109,10 +109,12 @@ class StreamedLayer:
 
     def keep_everything(self, x_sD: Tensor, saved: Saved) -> Tensor:
         """The layer as ordinary differentiable ops around the attention of all stages: nothing is recomputed."""
-        projected = [t for stage in self.table.stages for t in self._walk(saved, self._slices(stage))]
-        outs = stages_attention(self.table, self.group, self._how(saved.docs), projected)
-        y_sD = x_sD + self.parts.o_proj(self._all_heads(outs))
-        return y_sD + self._mlp(y_sD)
+        with phase(self.name), phase("forward"), holding(KEPT["device"]):
+            projected = [t for stage in self.table.stages for t in self._walk(saved, self._slices(stage))]
+            outs = stages_attention(self.table, self.group, self._how(saved.docs), projected)
+            middle_sD = x_sD + self.parts.o_proj(self._all_heads(outs))
+            y_sD = middle_sD + self._mlp(middle_sD)
+        return mark_backward(x_sD, y_sD, self.name, "backward")
 
     # ---- forward
 
@@ -139,11 +141,12 @@ class StreamedLayer:
         for i, stage in enumerate(stages):
             (q_SnK,), new_kv = sent.popleft().wait()
             held.arrive(stage, new_kv)
-            with phase("attention"):
+            with phase("attention"), phase(f"stage {i}"):
                 out_SnK, lse_nS = held.attend(stage, q_SnK)
             for load in self.table.loads_ending(i):
                 held.drop(load)
-            done = [(stage, heads_to_tokens(out_SnK, self.group), lse_nS)]
+            with phase("exchange"):
+                done = [(stage, heads_to_tokens(out_SnK, self.group), lse_nS)]
             del q_SnK, new_kv, out_SnK, lse_nS
             yield done.pop()  # leaves no reference here
             if i + self.ahead < len(stages):
@@ -200,6 +203,7 @@ class StreamedLayer:
             part.finish(grads, sums)  # type: ignore
         return projected
 
+    @phase("projections")
     def _add_attention_output(self, y_sD: Tensor, stage: Stage, out_csnK: Tensor) -> None:
         heads = self._heads(stage.query_heads)
         weight_DN = take_head_columns(self.parts.o_proj.weight, heads, self.parts.head_dim)
@@ -281,13 +285,14 @@ class StreamedLayer:
             if self.options.overlap and following < len(stages):
                 attended[following][0].prefetch()
             held.arrive(stage, new_kv)
-            with phase("attention"):
+            with phase("attention"), phase(f"stage {i}"):
                 dq = held.attend_backward(stage, dout, q, out, attended[i][1].fetch())
             del q, out, dout, new_kv
             leaving = [(self.q, stage.query_heads, dq)]
             del dq
             for load in self.table.loads_ending(i):
-                dk_SmK, dv_SmK = held.take_grads(load)
+                with holding(STAGE):
+                    dk_SmK, dv_SmK = held.take_grads(load)
                 heads = self.table.loads[load].kv_heads
                 leaving += [(self.k, heads, dk_SmK), (self.v, heads, dv_SmK)]
                 del dk_SmK, dv_SmK

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ithaka.ops.tiles import GradSum, apply_norm, sum_dtype, tile_backward, tile_slices
+from ithaka.phases import RESIDUAL, phase, tag
 
 IGNORED = -100
 LOGITS_TILE_BYTES = 2**29  # of fp32 logits
@@ -29,6 +30,7 @@ def linear_cross_entropy(x_sD: Tensor, labels_s: Tensor, norm: nn.Module, weight
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
+    @phase("loss forward")
     def forward(ctx, x_sD, labels_s, norm, weight_VD, *norm_params):
         total = x_sD.new_zeros((), dtype=sum_dtype(x_sD.dtype))
         lse_s = x_sD.new_empty(len(x_sD), dtype=total.dtype)
@@ -43,11 +45,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
+    @phase("loss backward")
     def backward(ctx, dtotal):
         x_sD, labels_s, lse_s = ctx.saved_tensors
         norm, weight_VD = ctx.norm, ctx.weight
         grads = GradSum()
-        dx_sD = torch.empty_like(x_sD)
+        dx_sD = tag(torch.empty_like(x_sD), RESIDUAL)
         for rows in tile_slices(len(x_sD), logits_tile_tokens(len(weight_VD))):
             h_tD = apply_norm(norm, x_sD[rows])
             dlogits_tV = _logits_grad(h_tD @ weight_VD.t(), labels_s[rows], lse_s[rows], dtotal)

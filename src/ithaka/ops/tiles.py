@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from ithaka.phases import GRADIENTS, tag
+
 
 def tile_slices(num_tokens: int, tile_tokens: int | None) -> list[slice]:
     """Runs of at most `tile_tokens` tokens that cover `num_tokens` (None: one run)."""
@@ -27,7 +29,7 @@ class GradSum:
         if grad is None:
             return
         have = self._sums.get(id(param))
-        self._sums[id(param)] = grad if have is None else have.to(sum_dtype(have.dtype)).add_(grad)
+        self._put(param, grad if have is None else have.to(sum_dtype(have.dtype)).add_(grad))
 
     def add_product(self, param: Tensor, dout_tN: Tensor, in_tD: Tensor) -> None:
         """Adds the weight gradient of one tile, dout^T @ in; on a GPU straight into the fp32 sum."""
@@ -36,7 +38,7 @@ class GradSum:
             return
         have = self._sums.get(id(param))
         if have is None:
-            self._sums[id(param)] = torch.mm(dout_tN.t(), in_tD, out_dtype=torch.float32)
+            self._put(param, torch.mm(dout_tN.t(), in_tD, out_dtype=torch.float32))
         else:
             torch.addmm(have, dout_tN.t(), in_tD, out_dtype=torch.float32, out=have)
 
@@ -47,7 +49,7 @@ class GradSum:
         have = self._sums.get(id(param))
         if have is None:
             have = torch.zeros(param.shape, dtype=sum_dtype(param.dtype), device=param.device)
-        self._sums[id(param)] = have = have.to(sum_dtype(have.dtype))
+        have = self._put(param, have.to(sum_dtype(have.dtype)))
         head_dim = grad.shape[0] // len(heads_n)
         rows = have.view(-1, head_dim, *have.shape[1:])
         rows.index_add_(0, heads_n, grad.view(-1, head_dim, *grad.shape[1:]).to(rows.dtype))
@@ -59,7 +61,11 @@ class GradSum:
     def take_as(self, param: Tensor) -> Tensor | None:
         """The sum for `param`, rounded to its dtype: what autograd hands on."""
         grad = self.take(param)
-        return None if grad is None else grad.to(param.dtype)
+        return None if grad is None else tag(grad.to(param.dtype), GRADIENTS)
+
+    def _put(self, param: Tensor, grad: Tensor) -> Tensor:
+        self._sums[id(param)] = tag(grad, GRADIENTS)
+        return grad
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -27,6 +27,7 @@ from ithaka.config import Config, ConfigError, embedded_model, to_yaml
 from ithaka.dist.mesh import Mesh, make_mesh
 from ithaka.model.build import build_model
 from ithaka.model.settings import settings_of
+from ithaka.phases import phase
 from ithaka.train import checkpoint
 from ithaka.train.console import (
     Console,
@@ -97,8 +98,9 @@ def train_step(
         loss = model(**batch._asdict(), num_items_in_batch=max(label_tokens, 1)).loss
         loss.backward()
         total_loss += loss.detach()
-    norm = clip_gradients(model.parameters(), clip_norm, mesh.device)
-    optimizer.step()
+    with phase("optimizer"):
+        norm = clip_gradients(model.parameters(), clip_norm, mesh.device)
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return StepResult(float(total_loss), float(norm), label_tokens)
 
