@@ -57,4 +57,7 @@ def _serve(pipe: Connection) -> None:
             answer = (None, traceback.format_exc())
         if dist.is_initialized():
             dist.destroy_process_group()
-        pipe.send(answer)
+        try:
+            pipe.send(answer)
+        except Exception:  # what it returned cannot be sent
+            pipe.send((None, traceback.format_exc()))

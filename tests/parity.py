@@ -1,0 +1,92 @@
+"""A parallel model beside plain Hugging Face's on the same inputs: loss, logits and every gradient."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ithaka.dist.mesh import Mesh, make_mesh
+from ithaka.model.build import parallelize
+from ithaka.model.settings import PLAIN, Settings
+from models import tiny_config, tiny_model
+
+TOLERANCE = 1e-10
+Errors = dict[str, float]
+
+
+def parallel(cp: int, config=None, settings: Settings = PLAIN) -> tuple[nn.Module, Mesh]:
+    mesh = make_mesh(cp)
+    return parallelize(tiny_model(config or tiny_config("llama")), mesh=mesh, settings=settings), mesh
+
+
+def random_ids(*shape: int, vocab: int = 61) -> Tensor:
+    return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(11))
+
+
+def plain_sum(model: nn.Module, ids: Tensor, labels: Tensor, **inputs) -> Tensor:
+    """Hugging Face's logits, and the sum of the losses in the model's own precision (its own rounds to fp32).
+
+    Without a cache, with which it would not look for documents in position_ids.
+    """
+    logits = model(input_ids=ids, use_cache=False, **inputs).logits
+    return F.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+    )
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """The norm of the difference in units of b's, or as it is where b is zero."""
+    size = float(b.norm())
+    return float((a - b).norm()) / (size or 1.0)
+
+
+def gradient_errors(model: nn.Module, plain: nn.Module) -> Errors:
+    """Relative errors of all gradients; a parameter without one in `plain` must have none in `model`."""
+    wanted = {name: param.grad for name, param in plain.named_parameters()}
+    errors: Errors = {}
+    for name, param in model.named_parameters():
+        expected = wanted.pop(name)
+        assert (param.grad is None) == (expected is None), f"{name}: gradient {param.grad}, not {expected}"
+        if expected is not None:
+            errors[name] = relative(param.grad.full_tensor(), expected)
+    assert not wanted
+    return errors
+
+
+def check(errors_of_ranks: list[Errors]) -> None:
+    for errors in errors_of_ranks:
+        assert errors
+        wrong = {name: error for name, error in errors.items() if not error < TOLERANCE}
+        assert not wrong
+
+
+def compare_with(
+    plain_loss: Callable[[nn.Module], Tensor],
+    cp: int,
+    config=None,
+    settings: Settings = PLAIN,
+    freeze: Callable[[str], bool] | None = None,
+    **inputs,
+) -> Errors:
+    """One rank's part: `inputs` to the parallel model, whose loss must be `plain_loss` of the plain one.
+
+    Tensors in `inputs` have the rows of all data-parallel ranks, of which each takes its own.
+    """
+    plain = tiny_model(config or tiny_config("llama"))
+    model, mesh = parallel(cp, config, settings)
+    for each in (plain, model):
+        for name, param in each.named_parameters():
+            param.requires_grad_(freeze is None or not freeze(name))
+    expected = plain_loss(plain)
+    expected.backward()
+    out = model(**{name: _rows(value, mesh) for name, value in inputs.items()})
+    out.loss.backward()
+    return {"loss": relative(out.loss.detach(), expected.detach()), **gradient_errors(model, plain)}
+
+
+def _rows(value, mesh: Mesh):
+    if not isinstance(value, Tensor) or not value.dim():
+        return value
+    rows = len(value) // mesh.dp_size
+    return value[mesh.dp_rank * rows : (mesh.dp_rank + 1) * rows]

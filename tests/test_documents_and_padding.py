@@ -1,0 +1,184 @@
+"""position_ids, document_ids and attention_mask mean what they mean to plain Hugging Face, or are refused."""
+
+import pytest
+import torch
+
+from models import tiny_config
+from parity import check, compare_with, parallel, plain_sum, random_ids
+
+LENGTHS = (7, 1, 9, 4)  # documents; on 2 and 4 ranks they end in the middle of shards
+
+
+def packed_inputs(rows: int = 1):
+    """ids, labels, document ids and positions of rows of documents of LENGTHS; no label crosses documents."""
+    ids = random_ids(rows, sum(LENGTHS))
+    documents = torch.cat([torch.full((n,), 3 * i) for i, n in enumerate(LENGTHS)]).expand_as(ids)
+    positions = torch.cat([torch.arange(n) for n in LENGTHS]).expand_as(ids)
+    return ids, ids.masked_fill(positions == 0, -100), documents, positions
+
+
+def alone(plain, ids, labels):
+    """The mean loss of plain Hugging Face run on each document by itself."""
+    total = torch.zeros((), dtype=torch.float64)
+    for row in range(len(ids)):
+        for document, targets in zip(ids[row].split(LENGTHS), labels[row].split(LENGTHS), strict=True):
+            if len(document) > 1:
+                total = total + plain_sum(plain, document[None], targets[None])
+    return total / (labels[:, 1:] != -100).sum()
+
+
+def with_documents(family, cp, rows, how):
+    ids, labels, documents, positions = packed_inputs(rows)
+    inputs = {"document_ids": documents} if how == "documents" else {"position_ids": positions}
+    return compare_with(
+        lambda plain: alone(plain, ids, labels),
+        cp,
+        tiny_config(family),
+        input_ids=ids,
+        labels=labels,
+        **inputs,
+    )
+
+
+@pytest.mark.parametrize("how", ["documents", "positions"])
+@pytest.mark.parametrize(
+    "family,cp,rows", [("llama", 1, 1), ("mistral", 2, 2), ("qwen2", 4, 1), ("qwen3", 2, 1)]
+)
+def test_documents_are_as_if_alone(ranks, family, cp, rows, how):
+    check(ranks.run(cp, with_documents, family, cp, rows, how))
+
+
+def with_positions(family, cp, offset, labels_cross):
+    """Hugging Face finds the documents in position_ids by itself; here we give both the same."""
+    ids, labels, _, positions = packed_inputs(2)
+    labels, positions = (ids if labels_cross else labels), positions + offset
+    count = (labels[:, 1:] != -100).sum()
+    return compare_with(
+        lambda plain: plain_sum(plain, ids, labels, position_ids=positions) / count,
+        cp,
+        tiny_config(family),
+        input_ids=ids,
+        labels=labels,
+        position_ids=positions,
+    )
+
+
+@pytest.mark.parametrize(
+    "family,cp,offset,labels_cross", [("llama", 1, 0, True), ("qwen2", 2, 5, True), ("llama", 4, 3, False)]
+)
+def test_packed_position_ids_are_read_as_hugging_face_reads_them(ranks, family, cp, offset, labels_cross):
+    check(ranks.run(cp, with_positions, family, cp, offset, labels_cross))
+
+
+def with_positions_and_documents(cp):
+    """Documents rule what is attended to; positions only turn. Equal to a mask of blocks for Hugging Face."""
+    ids, labels, documents, _ = packed_inputs()
+    positions = 2 * torch.arange(ids.shape[1])[None]
+    same = documents[0, :, None] == documents[0, None, :]
+    blocks = (same & torch.ones_like(same).tril())[None, None]
+    count = (labels[:, 1:] != -100).sum()
+    return compare_with(
+        lambda plain: plain_sum(plain, ids, labels, position_ids=positions, attention_mask=blocks) / count,
+        cp,
+        input_ids=ids,
+        labels=labels,
+        position_ids=positions,
+        document_ids=documents,
+    )
+
+
+def test_positions_and_documents_together(ranks):
+    check(ranks.run(2, with_positions_and_documents, 2))
+
+
+def with_padding(family, cp, side, given_positions):
+    """Rows of 15, 9 and 12 valid tokens of 15."""
+    ids, lengths = random_ids(3, 15), torch.tensor([[15], [9], [12]])
+    index = torch.arange(15).expand_as(ids)
+    mask = index < lengths if side == "right" else index >= 15 - lengths
+    labels = ids.masked_fill(~mask, -100)
+    if side == "left":
+        labels[torch.arange(3), 15 - lengths[:, 0]] = -100  # its prediction would come from padding
+    more = {"position_ids": (mask.long().cumsum(1) - 1).clamp_min(0)} if given_positions else {}
+    inputs = {"attention_mask": mask.long(), **more}
+    count = (labels[:, 1:] != -100).sum()
+    return compare_with(
+        lambda plain: plain_sum(plain, ids, labels, **inputs) / count,
+        cp,
+        tiny_config(family),
+        input_ids=ids,
+        labels=labels,
+        **inputs,
+    )
+
+
+@pytest.mark.parametrize("given_positions", [False, True])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family,cp", [("llama", 1), ("mistral", 2), ("qwen3", 4)])
+def test_padding_is_honoured(ranks, family, cp, side, given_positions):
+    check(ranks.run(cp, with_padding, family, cp, side, given_positions))
+
+
+def refusals():
+    model, _ = parallel(1)
+    ids = random_ids(2, 6)
+    hole, padded, left = (torch.ones_like(ids) for _ in range(3))
+    hole[1, 2], padded[0, 5], left[1, :2] = 0, 0, 0
+    some = ids.clone()
+    some[1, :2] = -100
+    cases = [
+        {"input_ids": ids, "attention_mask": hole},
+        {"input_ids": ids, "labels": ids, "attention_mask": padded},
+        {"input_ids": ids, "labels": some, "attention_mask": left},
+        {"input_ids": ids, "labels": ids, "attention_mask": torch.zeros_like(ids)},
+        {"input_ids": ids[0]},
+        {"input_ids": ids[:, :0]},
+        {"input_ids": ids, "labels": ids[:, 1:]},
+        {"input_ids": ids, "labels": ids[:1]},
+        {"input_ids": ids, "position_ids": torch.arange(5)[None]},
+        {"input_ids": ids, "document_ids": torch.zeros(2, 7).long()},
+        {"input_ids": ids, "attention_mask": torch.ones(2, 1, 6, 6)},
+    ]
+    messages = []
+    for case in cases:
+        with pytest.raises(ValueError) as caught:
+            model(**case)
+        messages.append(str(caught.value))
+    with pytest.raises(TypeError, match="output_hidden_states"):
+        model(input_ids=ids, output_hidden_states=True)
+    return messages
+
+
+def test_what_would_be_ignored_is_refused(ranks):
+    (messages,) = ranks.run(1, refusals)
+    expected = [
+        "attention_mask row 1 has holes",
+        "labels must be -100 where attention_mask is 0",
+        "labels row 1: the first token after padding",
+        "labels must be -100 where attention_mask is 0",
+        "input_ids has shape (6,)",
+        "input_ids has shape (2, 0)",
+        "labels has shape (2, 5)",
+        "labels has shape (1, 6)",
+        "position_ids has shape (1, 5)",
+        "document_ids has shape (2, 7)",
+        "attention_mask has shape (2, 1, 6, 6)",
+    ]
+    assert [message[: len(start)] for message, start in zip(messages, expected, strict=True)] == expected
+
+
+def one_row_of_positions(cp):
+    """[1, N] positions stand for every row, as with Hugging Face."""
+    ids = random_ids(2, 9)
+    positions = torch.arange(9)[None] + 4
+    return compare_with(
+        lambda plain: plain_sum(plain, ids, ids, position_ids=positions) / 16,
+        cp,
+        input_ids=ids,
+        labels=ids,
+        position_ids=positions,
+    )
+
+
+def test_one_row_of_position_ids_serves_every_row(ranks):
+    check(ranks.run(2, one_row_of_positions, 2))

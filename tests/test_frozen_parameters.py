@@ -1,0 +1,42 @@
+"""Frozen parameters get no gradient and everything else stays exact."""
+
+import pytest
+
+from ithaka.model.layer import LayerOptions
+from ithaka.model.settings import Settings
+from models import tiny_config
+from parity import check, compare_with, plain_sum, random_ids
+
+FROZEN = {
+    "embedding": lambda name: "embed_tokens" in name,
+    "all but the norms": lambda name: "norm" not in name,
+    "norms": lambda name: "norm" in name,
+    "first layer": lambda name: "embed_tokens" in name or "layers.0" in name,
+    "last layer": lambda name: "layers.1" in name,
+    "attention": lambda name: "self_attn" in name,
+    "all but k and v": lambda name: "k_proj" not in name and "v_proj" not in name,
+    "all but the head": lambda name: "lm_head" not in name,
+    "mlp": lambda name: "mlp" in name,
+    "biases": lambda name: name.endswith("bias"),
+}
+
+
+def compare(what, cp, checkpoint):
+    ids = random_ids(1, 13)
+    config = tiny_config("llama", tie_word_embeddings=False)
+    settings = Settings(heads_per_stage=cp, layer=LayerOptions(tile_tokens=3, checkpoint=checkpoint))
+    return compare_with(
+        lambda plain: plain_sum(plain, ids, ids) / 12,
+        cp,
+        config,
+        settings,
+        freeze=FROZEN[what],
+        input_ids=ids,
+        labels=ids,
+    )
+
+
+@pytest.mark.parametrize("checkpoint", [True, False])
+@pytest.mark.parametrize("what", FROZEN)
+def test_the_others_stay_exact(ranks, what, checkpoint):
+    check(ranks.run(2, compare, what, 2, checkpoint))

@@ -1,0 +1,52 @@
+"""Without labels every rank gets the whole batch's logits, equal to Hugging Face's, and differentiable."""
+
+import pytest
+import torch
+
+from models import FAMILIES, tiny_config, tiny_model
+from parity import check, gradient_errors, parallel, random_ids, relative
+
+
+def own_loss(logits):
+    """Anything of the user's own; looks at every logit."""
+    weight = torch.linspace(-1, 2, logits.numel(), dtype=logits.dtype).view_as(logits)
+    return (weight * logits.tanh()).sum() + logits[:, 0].square().mean()
+
+
+def compare(family, cp, tokens):
+    config, ids = tiny_config(family), random_ids(2, tokens)
+    plain, (model, _) = tiny_model(config), parallel(cp, config)
+    expected, out = plain(input_ids=ids).logits, model(input_ids=ids)
+    assert out.loss is None and out.logits.shape == (2, tokens, 61)
+    own_loss(expected).backward()
+    own_loss(out.logits).backward()
+    return {"logits": relative(out.logits.detach(), expected.detach()), **gradient_errors(model, plain)}
+
+
+@pytest.mark.parametrize("cp,tokens", [(1, 9), (2, 9), (4, 11)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_the_gradients_of_a_loss_on_them(ranks, family, cp, tokens):
+    check(ranks.run(cp, compare, family, cp, tokens))
+
+
+def of_each_batch():
+    """Data-parallel ranks each get the logits of their own rows."""
+    config, ids = tiny_config("llama"), random_ids(2, 7)
+    model, mesh = parallel(2, config)
+    mine = ids[mesh.dp_rank][None]
+    return {"logits": relative(model(input_ids=mine).logits, tiny_model(config)(input_ids=mine).logits)}
+
+
+def test_logits_belong_to_the_rows_given(ranks):
+    check(ranks.run(4, of_each_batch))
+
+
+def without_logits():
+    model, _ = parallel(1)
+    ids = random_ids(1, 8)
+    out = model(input_ids=ids, labels=ids)
+    return out.logits, out.num_tokens, list(out.keys())
+
+
+def test_no_logits_with_labels(ranks):
+    assert ranks.run(1, without_logits) == [(None, 7, ["loss", "num_tokens"])]

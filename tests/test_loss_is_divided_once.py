@@ -1,0 +1,95 @@
+"""The loss is the mean over the valid labels of the whole global batch, not of means of ranks or micro-steps."""
+
+import pytest
+import torch
+
+from models import tiny_config, tiny_model
+from parity import check, compare_with, gradient_errors, parallel, plain_sum, random_ids, relative
+
+
+def uneven_labels(rows: int, tokens: int):
+    """ids and labels of rows with different numbers of valid labels; the last row has none."""
+    ids = random_ids(rows, tokens)
+    labels = ids.clone()
+    for row in range(rows):
+        labels[row, : row * tokens // (rows - 1)] = -100
+    return ids, labels
+
+
+def uneven_rows(cp):
+    ids, labels = uneven_labels(4, 13)
+    count = (labels[:, 1:] != -100).sum()
+    return compare_with(lambda plain: plain_sum(plain, ids, labels) / count, cp, input_ids=ids, labels=labels)
+
+
+@pytest.mark.parametrize("cp,dp", [(1, 1), (2, 1), (4, 1), (1, 4), (2, 2)])
+def test_rows_with_different_numbers_of_labels(ranks, cp, dp):
+    """With dp = 4 the last rank has no valid label at all."""
+    check(ranks.run(cp * dp, uneven_rows, cp))
+
+
+def in_micro_batches(cp):
+    """Rows 0..3 in one batch against rows 0, 1..2 and 3 in three micro-steps, gradients summed in .grad."""
+    ids, labels = uneven_labels(4, 13)
+    count = int((labels[:, 1:] != -100).sum())
+    plain, (model, mesh) = tiny_model(tiny_config("llama")), parallel(cp)
+    expected = plain_sum(plain, ids, labels) / count
+    expected.backward()
+    loss = torch.zeros((), dtype=torch.float64)
+    tokens = []
+    for rows in ([0], [1, 2], [3]) if mesh.dp_size == 1 else ([0, 3], [1, 2]):
+        mine = rows if mesh.dp_size == 1 else rows[mesh.dp_rank : mesh.dp_rank + 1]
+        out = model(input_ids=ids[mine], labels=labels[mine], num_items_in_batch=count)
+        out.loss.backward()
+        loss += out.loss.detach()
+        tokens.append(out.num_tokens)
+    assert sum(tokens) == count and len(set(tokens)) > 1
+    return {"loss": relative(loss, expected.detach()), **gradient_errors(model, plain)}
+
+
+@pytest.mark.parametrize("cp,dp", [(1, 1), (2, 1), (2, 2), (4, 1)])
+def test_micro_batches_equal_one_big_batch(ranks, cp, dp):
+    check(ranks.run(cp * dp, in_micro_batches, cp))
+
+
+def tensor_of_items():
+    """Hugging Face's Trainer hands the count over as a tensor."""
+    ids = random_ids(1, 9)
+    return compare_with(
+        lambda plain: plain_sum(plain, ids, ids) / 31,
+        1,
+        input_ids=ids,
+        labels=ids,
+        num_items_in_batch=torch.tensor(31),
+    )
+
+
+def test_number_of_items_as_a_tensor(ranks):
+    check(ranks.run(1, tensor_of_items))
+
+
+def without_labels(cp):
+    model, _ = parallel(cp)
+    ids = random_ids(2, 9)
+    out = model(input_ids=ids, labels=torch.full_like(ids, -100))
+    out.loss.backward()
+    largest = max(float(param.grad.full_tensor().abs().max()) for param in model.parameters())
+    return float(out.loss.detach()), out.num_tokens, largest
+
+
+@pytest.mark.parametrize("num_ranks,cp", [(1, 1), (2, 2), (2, 1)])
+def test_no_valid_label_anywhere_is_zero_and_not_nan(ranks, num_ranks, cp):
+    assert ranks.run(num_ranks, without_labels, cp) == [(0.0, 0, 0.0)] * num_ranks
+
+
+def label_of_a_shard_start(at):
+    """Only the label at `at` is valid: the token before it, perhaps on another rank, predicts it."""
+    ids = random_ids(1, 8)
+    labels = torch.full_like(ids, -100)
+    labels[0, at] = ids[0, at]
+    return compare_with(lambda plain: plain_sum(plain, ids, labels), 4, input_ids=ids, labels=labels)
+
+
+@pytest.mark.parametrize("at", [2, 4, 6, 7])
+def test_labels_are_shifted_before_they_are_sharded(ranks, at):
+    check(ranks.run(4, label_of_a_shard_start, at))

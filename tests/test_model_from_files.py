@@ -1,0 +1,198 @@
+"""build_model: weights from Hugging Face directories, or drawn from a seed; damaged ones are refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ithaka.config import ConfigError
+from ithaka.dist.mesh import make_mesh
+from ithaka.model.build import build_model
+from ithaka.model.settings import PLAIN, Settings
+from ithaka.model.weights import local_rows
+from models import FAMILIES, tiny_config, tiny_model
+
+FP64 = Settings(dtype=torch.float64)
+
+
+def save(folder, family="llama", dtype=torch.float32, max_shard_size="1GB", **changes):
+    """A Hugging Face directory as transformers writes it, and its weights."""
+    model = tiny_model(tiny_config(family, **changes), dtype)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model.state_dict()
+
+
+def whole_weights(source, settings=PLAIN):
+    """What a rank's shards add up to, with the parameters' dtype."""
+    model = build_model(source, make_mesh(1), settings)
+    return {name: param.full_tensor() for name, param in model.state_dict().items()}
+
+
+def assert_same(loaded, saved):
+    assert set(loaded) == set(saved)
+    for name, tensor in saved.items():
+        assert torch.equal(loaded[name].to(tensor.dtype), tensor), name
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("max_shard_size", ["1GB", "8KB"])
+def test_weights_of_a_directory(ranks, tmp_path, num_ranks, tied, max_shard_size):
+    saved = save(tmp_path, max_shard_size=max_shard_size, tie_word_embeddings=tied)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (max_shard_size == "8KB")
+    for loaded in ranks.run(num_ranks, whole_weights, tmp_path):
+        assert_same(loaded, saved)
+
+
+def test_bfloat16_files_become_float32_masters(ranks, tmp_path):
+    saved = save(tmp_path, dtype=torch.bfloat16)
+    (loaded,) = ranks.run(1, whole_weights, tmp_path, Settings(dtype=torch.bfloat16))
+    assert {tensor.dtype for tensor in loaded.values()} == {torch.float32}
+    assert_same(loaded, saved)
+
+
+def loss_of(source, cp):
+    ids = torch.arange(18).view(2, 9) * 7 % 61
+    return float(build_model(source, make_mesh(cp), FP64)(input_ids=ids, labels=ids).loss.detach())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_loaded_model_computes_what_hugging_face_computes(ranks, tmp_path, family):
+    """In fp64 with Hugging Face's own norms, which round to fp32 inside, and with its rotary frequencies."""
+    save(tmp_path, family)
+    ids = torch.arange(18).view(2, 9) * 7 % 61
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    expected = float(plain(input_ids=ids, labels=ids).loss.detach())
+    for loss in ranks.run(2, loss_of, tmp_path, 2):
+        assert abs(loss - expected) < 1e-6 * expected
+
+
+def seen_from(source, seed):
+    """The whole weights, and which rows of them this rank holds."""
+    model = build_model(source, make_mesh(1), seed=seed)
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    return (
+        {name: param.full_tensor() for name, param in params.items()},
+        {name: local_rows(param) for name, param in params.items()},
+    )
+
+
+def test_a_seed_gives_the_same_weights_on_any_number_of_ranks(ranks, tmp_path):
+    config = tiny_config("qwen2", hidden_size=64, vocab_size=301)
+    config.save_pretrained(tmp_path)
+    source = tmp_path / "config.json"
+    ((one, _),) = ranks.run(1, seen_from, source, 5)
+    for num_ranks in (2, 4):
+        for whole, local in ranks.run(num_ranks, seen_from, source, 5):
+            assert_same(whole, one)
+            for name, (part, rows) in local.items():
+                assert torch.equal(part, one[name][rows]), name
+    ((other, _),) = ranks.run(1, seen_from, source, 6)
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert not torch.equal(one[name], other[name])
+    assert not torch.equal(one[name], one[name.replace("1", "0")]), "layers must differ"
+    _compare_with_initial_values_of_hugging_face(config, one)
+
+
+def _compare_with_initial_values_of_hugging_face(config, drawn) -> None:
+    from transformers import AutoModelForCausalLM
+
+    for name, theirs in AutoModelForCausalLM.from_config(config).named_parameters():
+        ours = drawn[name]
+        if theirs.std() == 0:
+            assert torch.equal(ours, theirs.detach()), name
+        else:
+            assert abs(ours.std() / theirs.std() - 1) < 0.1, name
+            assert abs(ours.mean()) < 5 * ours.std() / ours.numel() ** 0.5, name
+
+
+def build_error(source):
+    with pytest.raises(ConfigError) as caught:
+        build_model(source, make_mesh(1))
+    return str(caught.value)
+
+
+def changed(folder, change):
+    """Applies `change` to the tensors of the one file in `folder`."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_a_missing_tensor_is_named(ranks, tmp_path):
+    save(tmp_path)
+    changed(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    (message,) = ranks.run(1, build_error, tmp_path)
+    assert (
+        "no tensor model.layers.1.mlp.up_proj.weight (1 missing in all)" in message
+        and str(tmp_path) in message
+    )
+
+
+def test_an_untied_head_must_be_in_the_file(ranks, tmp_path):
+    save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    (message,) = ranks.run(1, build_error, tmp_path)
+    assert "no tensor lm_head.weight" in message
+
+
+def test_a_wrong_shape_is_named(ranks, tmp_path):
+    save(tmp_path)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    changed(tmp_path, lambda tensors: tensors.update({name: torch.zeros(8, 32)}))
+    (message,) = ranks.run(1, build_error, tmp_path)
+    assert name in message and "(8, 32)" in message and "(16, 32)" in message
+
+
+def test_a_tensor_too_many_is_named(ranks, tmp_path):
+    save(tmp_path)
+    changed(tmp_path, lambda tensors: tensors.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(2)}))
+    (message,) = ranks.run(1, build_error, tmp_path)
+    assert "holds model.layers.2.mlp.up_proj.weight" in message
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5, 200, -100])
+def test_a_truncated_file_is_named(ranks, tmp_path, num_bytes):
+    save(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:num_bytes])
+    (message,) = ranks.run(1, build_error, tmp_path)
+    assert "model.safetensors" in message and "safetensors file" in message
+
+
+def test_a_missing_shard_is_named(ranks, tmp_path):
+    save(tmp_path, max_shard_size="8KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.unlink()
+    (message,) = ranks.run(1, build_error, tmp_path)
+    assert shard.name in message
+
+
+def test_an_index_that_names_a_tensor_its_file_does_not_hold(ranks, tmp_path):
+    save(tmp_path, max_shard_size="8KB")
+    first, second = sorted(tmp_path.glob("*.safetensors"))[:2]
+    second.write_bytes(first.read_bytes())
+    (message,) = ranks.run(1, build_error, tmp_path)
+    assert "no tensor model.layers" in message
+
+
+def test_other_safetensors_files_are_left_alone(ranks, tmp_path):
+    """Mistral's directories also hold the same weights under their own names."""
+    saved = save(tmp_path)
+    save_file({"layers.0.attention.wq.weight": torch.zeros(2)}, tmp_path / "consolidated.safetensors")
+    (loaded,) = ranks.run(1, whole_weights, tmp_path)
+    assert_same(loaded, saved)
+
+
+def test_quantised_weights_are_refused(ranks, tmp_path):
+    save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    quantised = {**config, "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(quantised))
+    (message,) = ranks.run(1, build_error, tmp_path)
+    assert "gptq" in message and "model.path" in message

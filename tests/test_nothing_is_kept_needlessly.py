@@ -1,0 +1,82 @@
+"""Forwards without a backward: none asked for, dropped, or two before one backward."""
+
+import gc
+
+import pytest
+import torch
+
+from ithaka.model.layer import LayerOptions
+from ithaka.model.settings import Settings
+from models import tiny_config, tiny_model
+from parity import check, gradient_errors, parallel, plain_sum, random_ids, relative
+
+TIERS = ("device", "host", "disk")
+
+
+def offloaded(tier: str) -> Settings:
+    return Settings(layer=LayerOptions(tile_tokens=4, keep_input=tier, keep_attention=tier))
+
+
+def store_of(model):
+    return model.model.layers[0].forward.store
+
+
+def without_grad(tier):
+    model, _ = parallel(2, settings=offloaded(tier))
+    ids = random_ids(2, 9)
+    with torch.no_grad():
+        out = model(input_ids=ids, labels=ids)
+        logits = model(input_ids=ids).logits
+    assert out.loss.grad_fn is None and logits.grad_fn is None
+    store = store_of(model)
+    kept = (store.pool.peak_bytes, store.disk.used_bytes)
+    return float(out.loss), float(model(input_ids=ids, labels=ids).loss.detach()), kept
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_without_grad_nothing_is_kept_and_the_loss_is_the_same(ranks, tier):
+    for loss, with_graph, kept in ranks.run(2, without_grad, tier):
+        assert loss == with_graph
+        assert kept == (0, 0)
+
+
+def drop_graphs(tier):
+    model, _ = parallel(2, settings=offloaded(tier))
+    ids, store, used = random_ids(1, 9), None, []
+    for _ in range(3):
+        loss = model(input_ids=ids, labels=ids).loss
+        del loss
+        gc.collect()
+        store = store_of(model)
+        if store._threads is not None:
+            store._threads.shutdown(wait=True)
+            store._threads = None
+        free_bytes = sum(size * len(slabs) for size, slabs in store.pool._free.items())
+        used.append((store.pool.used_bytes, store.disk.used_bytes))
+        assert free_bytes == store.pool.used_bytes, "a slab is still owned"
+    model(input_ids=ids, labels=ids).loss.backward()
+    return used
+
+
+@pytest.mark.parametrize("tier", ("host", "disk"))
+def test_a_dropped_graph_leaks_nothing(ranks, tier):
+    for used in ranks.run(2, drop_graphs, tier):
+        assert used[0][0 if tier == "host" else 1] > 0
+        assert used[0] == used[1] == used[2]
+
+
+def two_forwards(cp, settings):
+    config, first, second = tiny_config("qwen2"), random_ids(1, 11), random_ids(2, 6).flip(1)
+    plain, (model, _) = tiny_model(config), parallel(cp, config, settings)
+    expected = plain_sum(plain, first, first) / 10 + 3 * plain_sum(plain, second, second) / 10
+    expected.backward()
+    losses = [model(input_ids=ids, labels=ids).loss for ids in (first, second)]
+    total = losses[0] + 3 * losses[1]
+    total.backward()
+    return {"loss": relative(total.detach(), expected.detach()), **gradient_errors(model, plain)}
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("cp", [1, 2])
+def test_two_forwards_before_one_backward(ranks, cp, tier):
+    check(ranks.run(cp, two_forwards, cp, offloaded(tier)))

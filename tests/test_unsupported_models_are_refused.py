@@ -1,0 +1,118 @@
+"""What the streamed layer would not compute is refused by name, before anything is changed."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    LlamaConfig,
+)
+
+from ithaka.config import ConfigError
+from ithaka.dist.mesh import make_mesh
+from ithaka.model.build import parallelize
+from ithaka.model.families import check_supported
+from ithaka.model.settings import Settings
+from models import tiny_config
+
+
+def on_meta(config, kind=AutoModelForCausalLM):
+    with torch.device("meta"):
+        return kind.from_config(config)
+
+
+def refused(model) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_supported(model)
+    return str(caught.value)
+
+
+def test_an_unknown_family():
+    message = refused(on_meta(GPT2Config(n_layer=1, n_embd=8, n_head=2)))
+    assert "model_type=gpt2" in message and "qwen3" in message
+
+
+def test_a_model_without_a_language_head():
+    config = tiny_config("llama", num_labels=2)
+    assert "LlamaForSequenceClassification" in refused(on_meta(config, AutoModelForSequenceClassification))
+
+
+def test_attention_dropout():
+    assert "attention_dropout=0.1" in refused(on_meta(tiny_config("llama", attention_dropout=0.1)))
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_rope_that_changes_with_the_length(rope_type):
+    rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0}
+    if rope_type == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
+    assert f"rope_type={rope_type}" in refused(on_meta(tiny_config("llama", rope_parameters=rope)))
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "llama3", "yarn"])
+def test_rope_with_fixed_frequencies_is_taken(rope_type):
+    rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if rope_type == "llama3" else {}
+    check_supported(on_meta(tiny_config("llama", rope_parameters=rope)))
+
+
+class LoraLinear(nn.Linear):
+    """Stands for PEFT's wrapper and for quantised linears: a linear map with something more to it."""
+
+
+@pytest.mark.parametrize(
+    "where", ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+)
+def test_a_wrapped_projection(where):
+    model = on_meta(tiny_config("llama"))
+    parent = model.model.layers[1].get_submodule(where.partition(".")[0])
+    setattr(parent, where.partition(".")[2], LoraLinear(32, 32, device="meta"))
+    message = refused(model)
+    assert f"layers.1.{where}" in message and "LoraLinear" in message
+
+
+def test_a_wrapped_head():
+    model = on_meta(tiny_config("qwen3"))
+    model.lm_head = LoraLinear(32, 61, device="meta")
+    assert "lm_head is a LoraLinear" in refused(model)
+
+
+def test_a_head_with_a_bias():
+    model = on_meta(tiny_config("qwen3"))
+    model.lm_head = nn.Linear(32, 61, device="meta")
+    assert "lm_head has a bias" in refused(model)
+
+
+def test_dropout_inside_the_mlp():
+    model = on_meta(tiny_config("mistral"))
+    model.model.layers[0].mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.1))
+    assert "model.layers.0.mlp.act_fn.1 is dropout with p=0.1" in refused(model)
+
+
+def bad_layouts():
+    """On two ranks: cp that does not divide them, exceeds the heads, or does not divide a stage."""
+    model = on_meta(LlamaConfig(**tiny_config("llama", heads=1, kv_heads=1).to_diff_dict()))
+    wide = on_meta(tiny_config("llama"))
+    messages = []
+    for call in (
+        lambda: parallelize(wide, cp=3),
+        lambda: parallelize(model, cp=2),
+        lambda: parallelize(wide, cp=2, settings=Settings(heads_per_stage=3)),
+        lambda: parallelize(wide, cp=2, settings=Settings(heads_per_stage=1)),
+        lambda: make_mesh(0),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            call()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_layouts_that_cannot_be(ranks):
+    for messages in ranks.run(2, bad_layouts):
+        assert "cp=3 does not divide the 2 ranks; use 1, 2" in messages[0]
+        assert "cp=2 exceeds the 1 query heads" in messages[1]
+        assert "heads_per_stage=3" in messages[2] and "multiple of cp=2" in messages[2]
+        assert "heads_per_stage=1" in messages[3]
+        assert "cp=0" in messages[4]
