@@ -33,7 +33,12 @@ def take_share(
     cp_rank: int,
     cp_size: int,
 ) -> Share:
-    """Cuts [B, N] inputs, the same on every rank of the cp group, into this rank's contiguous tokens."""
+    """Cuts [B, N] inputs, the same on every rank of the cp group, into this rank's contiguous tokens.
+
+    position_ids may be [1, N], for every row the same.
+    """
+    if position_ids is not None and position_ids.shape == (1, input_ids.shape[-1]):
+        position_ids = position_ids.expand_as(input_ids)
     _check_shapes(
         input_ids,
         labels=labels,
@@ -68,7 +73,9 @@ def take_share(
 
 def _check_shapes(input_ids: Tensor, **others: Tensor | None) -> None:
     if input_ids.dim() != 2 or input_ids.numel() == 0:
-        raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; it must be [batch, tokens], not empty")
+        raise ValueError(
+            f"input_ids has shape {tuple(input_ids.shape)}; it must be [batch, tokens], not empty"
+        )
     for name, value in others.items():
         if value is not None and value.shape != input_ids.shape:
             expected = tuple(input_ids.shape)
@@ -76,13 +83,28 @@ def _check_shapes(input_ids: Tensor, **others: Tensor | None) -> None:
 
 
 def _check_mask(mask_BN: Tensor, labels: Tensor | None) -> None:
-    """A row's tokens must be one run, and padding must carry no label: anything else would be ignored silently."""
-    runs = (mask_BN[:, 1:] & ~mask_BN[:, :-1]).sum(1) + mask_BN[:, 0]
+    """A row's tokens must be one run, and padding must neither carry nor predict a label.
+
+    Anything else would be ignored silently.
+    """
+    begins_BN = mask_BN[:, 1:] & ~mask_BN[:, :-1]
+    runs = begins_BN.sum(1) + mask_BN[:, 0]
     if int(runs.max()) > 1:
         row = int(runs.argmax())
-        raise ValueError(f"attention_mask row {row} has holes; only padding before and after a row is supported")
-    if labels is not None and bool(((labels != IGNORED) & ~mask_BN).any()):
+        raise ValueError(
+            f"attention_mask row {row} has holes; only padding before and after a row is supported"
+        )
+    if labels is None:
+        return
+    if bool(((labels != IGNORED) & ~mask_BN).any()):
         raise ValueError(f"labels must be {IGNORED} where attention_mask is 0")
+    predicted_by_padding = ((labels[:, 1:] != IGNORED) & begins_BN).any(1)
+    if bool(predicted_by_padding.any()):
+        row = int(predicted_by_padding.int().argmax())
+        raise ValueError(
+            f"labels row {row}: the first token after padding has a label, which padding would have to predict; "
+            f"set it to {IGNORED}"
+        )
 
 
 def _document_starts(

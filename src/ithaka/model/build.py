@@ -7,7 +7,13 @@ from types import MethodType
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -46,11 +52,7 @@ def parallelize(
     check_supported(model)
     config = model.config
     mesh = mesh or make_mesh(cp)
-    if mesh.cp_size > config.num_attention_heads:
-        raise ConfigError(
-            f"parallel.cp={mesh.cp_size} exceeds the {config.num_attention_heads} query heads; "
-            f"use at most {config.num_attention_heads}"
-        )
+    _check_heads(config.num_attention_heads, mesh.cp_size, settings.heads_per_stage)
     _shard(model, mesh, settings)
     _swap_forwards(model, mesh, settings)
     return model
@@ -84,7 +86,21 @@ def build_model(
 def _hf_config(source: Path | dict):
     if isinstance(source, dict):
         return AutoConfig.for_model(**source)
-    return AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=True)
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=True)
+    quantised = getattr(config, "quantization_config", None)
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
+        raise ConfigError(f"model.path={source} is quantised ({method}); give weights in bfloat16 or float32")
+    return config
+
+
+def _check_heads(num_heads: int, cp: int, heads_per_stage: int | None) -> None:
+    if cp > num_heads:
+        raise ConfigError(f"parallel.cp={cp} exceeds the {num_heads} query heads; use at most {num_heads}")
+    if heads_per_stage is not None and (heads_per_stage < cp or heads_per_stage % cp):
+        raise ConfigError(
+            f"parallel.heads_per_stage={heads_per_stage} is not a multiple of cp={cp}; use {cp} or {2 * cp}"
+        )
 
 
 def _master_dtype(compute: torch.dtype | None) -> torch.dtype:

@@ -80,6 +80,8 @@ def check_supported(model: PreTrainedModel) -> None:
         raise ConfigError(
             f"model_type={config.model_type} is not a supported family; use one of {', '.join(FAMILIES)}"
         )
+    if not hasattr(model, "lm_head"):
+        raise ConfigError(f"{type(model).__name__} has no lm_head; load the model with AutoModelForCausalLM")
     if getattr(config, "attention_dropout", 0.0):
         raise ConfigError(
             f"attention_dropout={config.attention_dropout} is not supported; set it to 0.0 in config.json"
@@ -90,9 +92,18 @@ def check_supported(model: PreTrainedModel) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p:
             raise ConfigError(f"{name} is dropout with p={module.p}, which is not supported; set it to 0")
+    _check_linear(model, "lm_head")  # its weight is used directly, like those of attention
+    if model.lm_head.bias is not None:
+        raise ConfigError("lm_head has a bias, which is not supported")
     for index in range(config.num_hidden_layers):
-        attn = model.model.layers[index].self_attn
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            if type(getattr(attn, name)) is not nn.Linear:
-                kind = type(getattr(attn, name)).__name__
-                raise ConfigError(f"layers.{index}.self_attn.{name} is a {kind}; only nn.Linear is supported")
+            _check_linear(model, f"model.layers.{index}.self_attn.{name}")
+
+
+def _check_linear(model: PreTrainedModel, name: str) -> None:
+    """Refuses wrappers, such as LoRA's, and quantised kinds: what they add to a weight would be lost."""
+    kind = type(model.get_submodule(name))
+    if kind is not nn.Linear:
+        raise ConfigError(
+            f"{name} is a {kind.__name__}; only nn.Linear is supported there: merge adapters, dequantise weights"
+        )

@@ -1,7 +1,10 @@
 """Weights straight from safetensors into shards, or drawn from a seed; no rank ever holds the whole model."""
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -11,6 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from ithaka.config import ConfigError
+from ithaka.plan.shape import read_json
 
 
 @torch.no_grad()
@@ -21,7 +25,9 @@ def load_weights(model: PreTrainedModel, directory: Path) -> None:
     params = dict(model.named_parameters())  # names a tied weight once, as the embedding
     missing = sorted(set(params) - set(where))
     if missing:
-        raise ConfigError(f"model.path={directory} has no tensor {missing[0]} ({len(missing)} missing in all)")
+        raise ConfigError(
+            f"model.path={directory} has no tensor {missing[0]} ({len(missing)} missing in all)"
+        )
     extra = sorted(k for k in set(where) - set(params) if not _is_derived(k, tied))
     if extra:
         raise ConfigError(f"model.path={directory} holds {extra[0]}, which the model does not have")
@@ -29,7 +35,7 @@ def load_weights(model: PreTrainedModel, directory: Path) -> None:
     for name in params:
         by_file.setdefault(where[name], []).append(name)
     for path, names in by_file.items():
-        with safe_open(path, framework="pt") as file:
+        with _opened(path) as file:
             for name in names:
                 _copy_shard(params[name], file.get_slice(name), f"{path.name}: {name}")
 
@@ -55,14 +61,41 @@ def _is_derived(name: str, tied: bool) -> bool:
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
+    """Which file holds which tensor. Files that are none of the model's, such as an adapter's, are left alone."""
     found: dict[str, Path] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as file:
-                found.update((name, path) for name in file.keys())  # noqa: SIM118 (not a dict)
-        except Exception as error:
-            raise ConfigError(f"model.path: {path.name} is not a readable safetensors file ({error})") from error
+    for path in _weight_files(directory):
+        with _opened(path) as file:
+            found.update((name, path) for name in file.keys())  # noqa: SIM118 (not a dict)
     return found
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """Hugging Face's rule: one file of the usual name, else those an index names; else all there are."""
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        return sorted(directory.glob("*.safetensors"))
+    names = sorted(set(read_json(index).get("weight_map", {}).values()))
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing:
+        raise ConfigError(
+            f"model.path={directory} has no file {missing[0]} ({len(missing)} missing in all), which "
+            f"{index.name} names; copy the model again"
+        )
+    return [directory / name for name in names]
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        file = safe_open(path, framework="pt")
+    except Exception as error:
+        raise ConfigError(
+            f"model.path: {path.name} is not a whole safetensors file ({error}); copy it again"
+        ) from error
+    with file:
+        yield file
 
 
 def _copy_shard(param: Tensor, stored, what: str) -> None:
