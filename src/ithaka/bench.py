@@ -50,6 +50,7 @@ class AttentionRow:
     kv_heads: int
     head_dim: int
     block_q: int
+    backward_block_q: int
     block_kv: int
     window: int | None
     causal: bool
@@ -77,7 +78,9 @@ def measure_attention(
     case: AttentionCase, *, device: torch.device, dtype: torch.dtype, seconds: float, backward: bool
 ) -> AttentionRow:
     kernel = resolve_kernel(case.kernel, device, dtype, case.head_dim).name
-    blocks = case.blocks or default_blocks(device, kernel, case.head_dim * dtype.itemsize)
+    row_bytes = case.head_dim * dtype.itemsize
+    block_q, block_kv = case.blocks or default_blocks(device, kernel, row_bytes)
+    backward_block_q, _ = case.blocks or default_blocks(device, kernel, row_bytes, backward=True)
     how = dict(
         scale=case.head_dim**-0.5, causal=case.causal, window=case.window, docs=case.docs, kernel=kernel,
         blocks=case.blocks,
@@ -93,14 +96,17 @@ def measure_attention(
         out, lse = attention(q, k, v, **how)
         backward_s = sustained(lambda: attention_backward(dout, q, k, v, out, lse, **how), device, seconds)
     return AttentionRow(
-        kernel, case.num_tokens, case.documents, case.heads, case.kv_heads, case.head_dim, *blocks,
-        case.window, case.causal, forward_s, flops / forward_s / 1e12,
+        kernel, case.num_tokens, case.documents, case.heads, case.kv_heads, case.head_dim,
+        block_q, backward_block_q, block_kv, case.window, case.causal, forward_s, flops / forward_s / 1e12,
         backward_s, 2.5 * flops / backward_s / 1e12 if backward_s else None,
     )  # fmt: skip
 
 
 def sustained(call: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Median seconds of a call in the second half of `seconds` of calls; at least three after a warm-up."""
+    """Median seconds of a call in the second half of `seconds` of calls; at least three after a warm-up.
+
+    seconds=0 is one call after the warm-up, for lengths that take minutes.
+    """
     call()
     times: list[float] = []
     begin = time.perf_counter()
