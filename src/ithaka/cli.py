@@ -24,6 +24,7 @@ app = typer.Typer(
 )
 
 EXIT_CONFIG = 2
+EXIT_DOES_NOT_FIT = 3  # as for running out of memory
 
 
 def main() -> None:
@@ -139,6 +140,43 @@ def default_run_dir() -> Path:
         return Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     job = os.environ["TORCHELASTIC_RUN_ID"]
     return Path("runs") / f"torchrun-{job if job != 'none' else os.environ['MASTER_PORT']}"
+
+
+@app.command()
+@explains_errors
+def plan(
+    model: Annotated[str, typer.Argument(help="A model directory, a config.json, or a name: llama3-8b.")],
+    gpus: Annotated[str, typer.Option(help="For example 8xH100-80GB, or 2x8xH100-80GB for two nodes.")],
+    context: Annotated[str, typer.Option(help="Tokens per sequence: 131072, 128K, 1M.")] = "128K",
+    host_memory: Annotated[
+        str | None, typer.Option(help="Host memory per node: 2TB, 512GiB. By default 256 GB per GPU.")
+    ] = None,
+    disk: Annotated[str | None, typer.Option(help="Disk per node for activations; by default none.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per micro-step.")] = 1,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Decide one setting.")
+    ] = None,
+    gpu_file: Annotated[Path | None, typer.Option(help="A GPU of your own, as JSON; then --gpus 8.")] = None,
+    max_context: Annotated[bool, typer.Option("--max-context", help="The longest that fits.")] = False,
+    ladder: Annotated[bool, typer.Option("--ladder", help="What each technique buys.")] = False,
+    sweep: Annotated[str | None, typer.Option(metavar="heads_per_stage", help="What it trades.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="With --sweep: also a plot.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Say what fits and how fast it will be, before anything is rented or started."""
+    from ithaka.plan import ask
+    from ithaka.plan.hardware import find_hardware
+
+    hardware = find_hardware(gpus, gpu_file, host_memory, disk)
+    question = ask.question(model, hardware, context, batch, overrides or [])
+    if ladder:
+        print(ask.ladder(question, as_json))
+    elif sweep is not None:
+        print(ask.sweep(question, sweep, plot, as_json))
+    else:
+        text, fits = ask.plan(question, max_context, as_json)
+        print(text)
+        raise typer.Exit(0 if fits else EXIT_DOES_NOT_FIT)
 
 
 @app.command()

@@ -434,10 +434,12 @@ class Ledger:
 
     @property
     def gpu_peak(self) -> int:
+        """With the reserve."""
         return sum(self.gpu.values())
 
     @property
     def host_peak(self) -> int:
+        """With the reserve."""
         return sum(self.host.values())
 
     @property

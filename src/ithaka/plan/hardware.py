@@ -220,3 +220,15 @@ def _complete(values: dict[str, Any], file: Path, names: list[str]) -> Gpu:
     sources = start.get("sources", {}) | dict.fromkeys(given, str(file)) | values.get("sources", {})
     whole = {key: int(given[key]) for key in ("memory_bytes", "l2_bytes") if key in given}
     return Gpu(**{"name": file.stem, **start, **given, **whole, "sources": sources})
+
+
+def find_hardware(
+    gpus: str, gpu_file: Path | None = None, host_memory: str | None = None, disk: str | None = None
+) -> Hardware:
+    """The machine that the options of a command describe; host memory and disk are per node."""
+    hardware = parse_gpus(gpus, read_gpu(gpu_file) if gpu_file else None)
+    if host_memory is not None:
+        hardware = dataclasses.replace(hardware, host_bytes=parse_bytes(host_memory, "--host-memory"))
+    if disk is not None:
+        hardware = dataclasses.replace(hardware, disk_bytes=parse_bytes(disk, "--disk"))
+    return hardware

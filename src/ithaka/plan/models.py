@@ -1,11 +1,15 @@
 """Built-in model names: shapes only, as the config.json of their public checkpoints gives them."""
 
+from pathlib import Path
 from typing import Any
 
 from ithaka.config import ConfigError
+from ithaka.plan.shape import ModelShape, read_shape, shape_from_config
 
 
-def _model(family: str, layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, vocab: int, **more: Any):
+def _model(
+    family: str, layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, vocab: int, **more: Any
+):
     return {
         "model_type": family,
         "num_hidden_layers": layers,
@@ -36,5 +40,14 @@ MODELS: dict[str, dict[str, Any]] = {
 def model_config(name: str) -> dict[str, Any]:
     """The config.json of a built-in model, as a dict."""
     if name not in MODELS:
-        raise ConfigError(f"model={name} is neither a path nor a built-in name; use one of {', '.join(MODELS)}")
+        raise ConfigError(
+            f"model={name} is neither a path nor a built-in name; use one of {', '.join(MODELS)}"
+        )
     return dict(MODELS[name])
+
+
+def find_shape(model: str) -> ModelShape:
+    """The shape of a built-in model, a Hugging Face directory or a config.json."""
+    if model not in MODELS and Path(model).exists():
+        return read_shape(Path(model))
+    return shape_from_config(model_config(model), model)

@@ -1,8 +1,8 @@
 """Tries plans, returns the fastest that fits.
 
 The search is exhaustive over what matters and takes the best value at once where one direction is always
-better: larger tiles are never slower, a nearer tier is never slower, and a layer's time does not depend on its
-neighbours', so that either no layer keeps attention's output or as many as there is room for.
+better: larger tiles and nearer tiers are never slower, and a layer's time does not depend on others, so
+either no layer keeps attention's output or as many as there is room for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,58 @@ TILES = (16384, 8192, 4096, 2048)
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 CONTEXT_GRAIN = 1024  # per rank: longest contexts are multiples of this many tokens per rank
 RUNNERS_UP = 3
-WORTH_SHOWING = 0.8  # plans slower than this share of the best are not looked at further
+WORTH_SHOWING = 0.9  # plans slower than this share of the best are not looked at further
+
+
+# Settings of the configuration that a plan decides, and the field of `Layout` each of them is.
+SETTINGS = {
+    "parallel.cp": "cp",
+    "parallel.heads_per_stage": "heads_per_stage",
+    "memory.checkpoint": "checkpoint",
+    "memory.offload": "input_tier",
+    "memory.tile_tokens": "tile_tokens",
+    "memory.keep_attention": "keep_attention",
+    "memory.offload_optimizer": "offload_optimizer",
+}
+_WORDS: dict[str, dict[Any, Any]] = {  # of the configuration -> of a layout
+    "parallel.heads_per_stage": {"all": None},
+    "memory.checkpoint": {"full": True, "none": False},
+    "memory.offload": {"none": "device"},
+    "memory.tile_tokens": {"all": None},
+    "memory.keep_attention": {"none": 0},
+}
+
+
+def fixed_settings(chosen: Mapping[str, Any], shape: ModelShape, num_ranks: int) -> dict[str, Any]:
+    """What the user decided (`{"parallel.cp": 8, "memory.offload": "host"}`), as fields of `Layout`."""
+    fixed = {}
+    for name, value in chosen.items():
+        if name not in SETTINGS:
+            raise ConfigError(f"{name}={value} is not decided by a plan; use one of {', '.join(SETTINGS)}")
+        fixed[SETTINGS[name]] = _WORDS.get(name, {}).get(value, value)
+    if fixed.get("cp") == "all":
+        fixed["cp"] = num_ranks
+    if fixed.get("keep_attention") == "all":
+        fixed["keep_attention"] = shape.num_layers
+    return fixed
+
+
+def settings_of(plan: Plan) -> dict[str, Any]:
+    """The plan in the words of the configuration; where attention's outputs go, and overlap, come last."""
+    words = {name: {new: old for old, new in pairs.items()} for name, pairs in _WORDS.items()}
+    layout, settings = plan.layout, {}
+    for name, entry in SETTINGS.items():
+        value = getattr(layout, entry)
+        settings[name] = words.get(name, {}).get(value, value)
+    if layout.keep_attention == plan.shape.num_layers:
+        settings["memory.keep_attention"] = "all"
+    if (layout.heads_per_stage or 0) >= plan.shape.heads:
+        settings["parallel.heads_per_stage"] = "all"
+    return {
+        **settings,
+        "keep_attention_tier": layout.attention_tier if layout.keep_attention else None,
+        "overlap": layout.overlap,
+    }
 
 
 @dataclass(frozen=True)
@@ -188,7 +239,7 @@ def _candidates(
 def _tiled(
     base: Layout, shape: ModelShape, hardware: Hardware, work: Work, fixed: Mapping[str, Any]
 ) -> Generator[Candidate, None, bool]:
-    """With and without overlap, from the largest tile down to one with room for all; True: nothing missing."""
+    """With and without overlap, from the largest tile down to one with room for all; True: all there."""
     most = fixed.get("keep_attention", shape.num_layers if base.keep_attention else 0)
     complete = True
     for overlap in _either(fixed, "overlap", (True, False)):
@@ -253,7 +304,7 @@ def _leanest(shape: ModelShape, hardware: Hardware, fixed: Mapping[str, Any]) ->
 
 
 def _stopped_by(shape: ModelShape, hardware: Hardware, work: Work, fixed: Mapping[str, Any]) -> str:
-    """The tier that the nearest miss lacks; heads, when more of them would let more ranks share a sequence."""
+    """The tier that the nearest miss lacks; heads, when more of them would let more ranks share."""
     misses = [(layout, memory(shape, layout, hardware, work)) for layout in _leanest(shape, hardware, fixed)]
     tier = worst_tier(_nearest(misses)[1])
     capped = "cp" not in fixed and max(_cps(shape, hardware, fixed)) < hardware.num_gpus

@@ -1,0 +1,391 @@
+"""Plans as text, JSON and a plot."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from typing import Any
+from xml.sax.saxutils import escape
+
+from rich.console import Console
+from rich.table import Table
+
+from ithaka.plan.compare import Point, Rung
+from ithaka.plan.cost import RESERVE_BYTES, RESERVE_SHARE
+from ithaka.plan.hardware import GIB
+from ithaka.plan.search import Plan, evaluate, settings_of
+
+WIDTH = 110
+BAR = 46
+# A letter per holder, so that a bar can be read without colours.
+LETTERS = {
+    "parameters": "P",
+    "gradients": "G",
+    "optimizer": "O",
+    "layer weights": "W",
+    "residual stream": "X",
+    "stage buffers": "S",
+    "tiles": "t",
+    "kept activations": "K",
+    "loss tile": "L",
+    "layer inputs": "X",
+    "kept attention": "K",
+    "on the way to disk": "d",
+    "parameters, gradients, optimizer": "O",
+    "reserve": "r",
+}
+PARTS = ("attention", "linear", "exchange", "copies", "update")
+
+
+def as_dict(plan: Plan, max_context: int | None = None, limited_by: str | None = None) -> dict[str, Any]:
+    """gpu_*: per GPU. host_*, disk_*: per node. Peaks leave the reserve out, which stands beside them."""
+    ledger = plan.ledger
+    result: dict[str, Any] = {
+        "fits": plan.fits,
+        "context": plan.work.context,
+        "batch": plan.work.batch,
+        "gpus": plan.hardware.name,
+        "settings": settings_of(plan),
+        "gpu_peak_bytes": ledger.gpu_peak - ledger.gpu["reserve"],
+        "gpu_reserve_bytes": ledger.gpu["reserve"],
+        "gpu_bytes": ledger.gpu_bytes,
+        "host_peak_bytes": ledger.host_peak - ledger.host["reserve"],
+        "host_reserve_bytes": ledger.host["reserve"],
+        "host_bytes": ledger.host_bytes,
+        "disk_peak_bytes": ledger.disk_peak,
+        "disk_bytes": ledger.disk_bytes,
+        "step_s": plan.step_s,
+        "tokens_per_s_per_gpu": plan.tokens_per_s_per_gpu,
+        "sequences_per_step": plan.hardware.num_gpus // plan.layout.cp * plan.work.batch,
+        "limited_by": limited_by or plan.limited_by,
+        "peak_phase": ledger.phase,
+        "gpu_holders": ledger.gpu,
+        "host_holders": ledger.host,
+        "disk_holders": ledger.disk,
+        "seconds": {name: getattr(plan.seconds, name) for name in PARTS},
+        "runners_up": [_short(other) for other in plan.runners_up],
+    }
+    if max_context is not None:
+        result["max_context"] = max_context
+    return result
+
+
+def _short(plan: Plan) -> dict[str, Any]:
+    return {
+        "settings": settings_of(plan),
+        "step_s": plan.step_s,
+        "tokens_per_s_per_gpu": plan.tokens_per_s_per_gpu,
+        "gpu_peak_bytes": plan.ledger.gpu_peak - plan.ledger.gpu["reserve"],
+        "host_peak_bytes": plan.ledger.host_peak - plan.ledger.host["reserve"],
+    }
+
+
+# ---- text
+
+
+def as_text(plan: Plan, model: str, max_context: int | None = None, limited_by: str | None = None) -> str:
+    """The whole answer: does it fit, settings and reasons, memory, time, other plans."""
+    lines = []
+    if max_context is not None:
+        lines += [_longest_line(plan, model, max_context, limited_by or ""), ""]
+    lines += [
+        _headline(plan, model),
+        "",
+        *_settings_lines(plan),
+        "",
+        *_memory_lines(plan),
+        "",
+        *_time_lines(plan),
+    ]
+    if plan.runners_up:
+        lines += ["", "Other plans", *_runner_lines(plan)]
+    return "\n".join([*lines, "", *_assumptions(plan)])
+
+
+def _longest_line(plan: Plan, model: str, context: int, limited_by: str) -> str:
+    if context == 0:
+        return f"No context of {model} fits on {plan.hardware.name}: {limited_by} memory is too small."
+    where = f"{model} on {plan.hardware.name}"
+    return f"Longest context of {where}: {tokens(context)} tokens, limited by {limited_by}."
+
+
+def _headline(plan: Plan, model: str) -> str:
+    what = f"{model}, {tokens(plan.work.context)} tokens, {plan.hardware.name}"
+    if plan.fits:
+        speed = f"{plan.tokens_per_s_per_gpu:.4g} tok/s per GPU, {duration(plan.step_s)} per step"
+        return f"{what}: fits, {speed} (most of it {plan.limited_by})"
+    excess = plan.ledger.excess()[plan.limited_by]
+    more = (
+        f"{excess:.2f} times what there is"
+        if plan.ledger.disk_bytes or plan.limited_by != "disk"
+        else "no disk"
+    )
+    return f"{what}: does not fit. The nearest plan needs too much of {plan.limited_by}: {more}"
+
+
+def _settings_lines(plan: Plan) -> list[str]:
+    reasons = _reasons(plan)
+    width = max(len(name) for name in reasons)
+    settings = settings_of(plan)
+    return [f"  {name.ljust(width)}  {_plain(settings[name]):>6}   {why}" for name, why in reasons.items()]
+
+
+def _plain(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+
+
+def _reasons(plan: Plan) -> dict[str, str]:
+    layout, hardware = plan.layout, plan.hardware
+    groups = hardware.num_gpus // layout.cp
+    sequences = "one sequence" if groups == 1 else f"{groups} sequences"
+    reasons = {
+        "parallel.cp": f"{layout.cp} of {hardware.num_gpus} GPUs share a sequence: {sequences} at once",
+        "parallel.heads_per_stage": _stage_reason(plan),
+        "memory.tile_tokens": "tokens per tile of norms, projections and MLP",
+        "memory.offload": _input_reason(plan),
+        "memory.keep_attention": _keep_reason(plan),
+    }
+    if layout.keep_attention:
+        reasons["keep_attention_tier"] = "where attention's output is kept"
+    where = "host" if layout.offload_optimizer else "device"
+    reasons["memory.offload_optimizer"] = f"parameters, gradients and AdamW's state are kept on the {where}"
+    reasons["overlap"] = (
+        "the next stage's exchange runs under this stage's attention"
+        if layout.overlap
+        else "one stage's tensors at a time: overlap would cost more than it hides, or not fit"
+    )
+    if not layout.checkpoint:
+        reasons = {"memory.checkpoint": "everything is kept, nothing computed again", **reasons}
+    return reasons
+
+
+def _stage_reason(plan: Plan) -> str:
+    layout, heads = plan.layout, plan.shape.heads
+    width = layout.heads_per_stage or heads
+    if width >= heads:
+        return "all heads at once (plain Ulysses): there is room"
+    wider = evaluate(
+        plan.shape, replace(layout, heads_per_stage=min(2 * width, heads)), plan.hardware, plan.work
+    )
+    why = "more at once would be slower" if wider.fits else f"more at once does not fit ({wider.limited_by})"
+    return f"{width // layout.cp} per GPU at a time: {why}"
+
+
+def _input_reason(plan: Plan) -> str:
+    size = plan.work.local_tokens(plan.layout.cp) * plan.shape.hidden * plan.layout.element_bytes
+    where = {"device": "on the device", "host": "in host memory", "disk": "on disk"}[plan.layout.input_tier]
+    return f"layer inputs ({gib(size * plan.shape.num_layers)} per GPU) are kept {where}"
+
+
+def _keep_reason(plan: Plan) -> str:
+    layout, num_layers = plan.layout, plan.shape.num_layers
+    if not layout.keep_attention:
+        return "backward computes attention's output again: no room to keep it"
+    without = evaluate(plan.shape, replace(layout, keep_attention=0), plan.hardware, plan.work)
+    saved = duration(without.step_s - plan.step_s)
+    return f"{layout.keep_attention} of {num_layers} layers keep attention's output: saves {saved} per step"
+
+
+def _memory_lines(plan: Plan) -> list[str]:
+    ledger = plan.ledger
+    lines = _tier_lines(f"GPU memory, each (highest in: {ledger.phase})", ledger.gpu, ledger.gpu_bytes)
+    lines += _tier_lines("Host memory, per node", ledger.host, ledger.host_bytes)
+    if ledger.disk_peak or ledger.disk_bytes:
+        lines += _tier_lines("Disk, per node", ledger.disk, ledger.disk_bytes)
+    return lines
+
+
+def _tier_lines(title: str, holders: dict[str, int], have: int) -> list[str]:
+    need = sum(holders.values())
+    shown = {name: size for name, size in holders.items() if size >= have / 1000 or size >= GIB // 4}
+    legend = ", ".join(f"{LETTERS[name]} {name} {size / GIB:.1f}" for name, size in shown.items())
+    lines = [f"{title}: {need / GIB:.1f} of {have / GIB:.1f} GiB", f"  [{_bar(shown, max(have, need))}]"]
+    return [*lines, *_wrapped(legend)]
+
+
+def _bar(holders: dict[str, int], have: int) -> str:
+    cells, end = "", 0
+    for name, size in holders.items():
+        end += size
+        cells += LETTERS[name] * (round(end / max(have, 1) * BAR) - len(cells))
+    return cells[:BAR].ljust(BAR, ".")
+
+
+def _wrapped(text: str) -> list[str]:
+    lines = [""]
+    for part in text.split(", "):
+        if len(lines[-1]) + len(part) > WIDTH - 6:
+            lines.append("")
+        lines[-1] += (", " if lines[-1] else "") + part
+    return ["   " + line for line in lines]
+
+
+def _time_lines(plan: Plan) -> list[str]:
+    shares = [(name, getattr(plan.seconds, name)) for name in PARTS]
+    split = ", ".join(f"{name} {duration(s)} ({s / plan.step_s:.1%})" for name, s in shares)
+    return [f"Time per step: {duration(plan.step_s)}", *_wrapped(split)]
+
+
+def _runner_lines(plan: Plan) -> list[str]:
+    table = _table(
+        "cp", "heads/stage", "inputs", "attention kept", "optimizer", "tok/s/GPU", "GPU GiB", "host GiB"
+    )
+    for other in (plan, *plan.runners_up):
+        a = other.layout
+        kept = f"{a.keep_attention} on {a.attention_tier}" if a.keep_attention else "none"
+        table.add_row(
+            str(a.cp),
+            _plain(settings_of(other)["parallel.heads_per_stage"]),
+            a.input_tier,
+            kept,
+            "host" if a.offload_optimizer else "device",
+            f"{other.tokens_per_s_per_gpu:.4g}",
+            f"{other.ledger.gpu_peak / GIB:.1f}",
+            f"{other.ledger.host_peak / GIB:.0f}",
+        )
+    return _rendered(table)
+
+
+def _assumptions(plan: Plan) -> list[str]:
+    gpu, hardware = plan.hardware.gpu, plan.hardware
+    reserve = f"{RESERVE_BYTES / GIB:.0f} GiB + {RESERVE_SHARE:.0%} of each GPU"
+    return [
+        f"Reserved: {reserve} (context, collectives, workspaces, fragmentation). Of a node's host memory:",
+        "5 % and 6 GB per GPU. Exchange and disk rates are assumed, not measured:",
+        f"{gpu.link_bytes_s / 1e9:.0f} GB/s per GPU inside a node, {hardware.network_bytes_s / 1e9:.0f} GB/s "
+        f"between nodes, disk {hardware.disk_bytes_s / 1e9:.0f} GB/s per node.",
+        f"Rates of {gpu.name}: {gpu.sources.get('attention_forward_flops', 'not stated')}.",
+    ]
+
+
+# ---- tables
+
+
+def ladder_text(rungs: list[Rung], model: str) -> str:
+    first = rungs[-1].plan
+    table = _table("", f"GPU GiB at {tokens(first.work.context)}", "fits", "tok/s/GPU", "longest context")
+    for rung in rungs:
+        plan = rung.plan
+        table.add_row(
+            rung.name,
+            f"{plan.ledger.gpu_peak / GIB:,.1f}",
+            "yes" if plan.fits else f"no: {plan.limited_by}",
+            f"{plan.tokens_per_s_per_gpu:.4g}" if plan.fits else "-",
+            tokens(rung.max_context) if rung.max_context else "none",
+        )
+    return "\n".join([f"What each technique buys: {model} on {first.hardware.name}", *_rendered(table)])
+
+
+def ladder_dict(rungs: list[Rung]) -> list[dict[str, Any]]:
+    return [{"name": r.name, "max_context": r.max_context, **as_dict(r.plan)} for r in rungs]
+
+
+def sweep_text(points: list[Point], model: str) -> str:
+    plan = points[0].plan
+    table = _table("heads_per_stage", "GPU GiB", "fits", "tok/s/GPU", "longest context")
+    for point in points:
+        table.add_row(
+            str(point.heads_per_stage),
+            f"{point.plan.ledger.gpu_peak / GIB:.1f}",
+            "yes" if point.plan.fits else f"no: {point.plan.limited_by}",
+            f"{point.plan.tokens_per_s_per_gpu:.4g}",
+            tokens(point.max_context) if point.max_context else "none",
+        )
+    title = f"{model}, {tokens(plan.work.context)} tokens, {plan.hardware.name}, cp={plan.layout.cp}"
+    return "\n".join([title, *_rendered(table), "", *_dots(points)])
+
+
+def sweep_dict(points: list[Point]) -> list[dict[str, Any]]:
+    return [
+        {"heads_per_stage": p.heads_per_stage, "max_context": p.max_context, **as_dict(p.plan)}
+        for p in points
+    ]
+
+
+def _dots(points: list[Point]) -> list[str]:
+    """GPU memory as bars, one line per point."""
+    most = max(p.plan.ledger.gpu_peak for p in points)
+    return [
+        f"{p.heads_per_stage:>5} {'#' * round(BAR * p.plan.ledger.gpu_peak / most):<{BAR}}"
+        f" {p.plan.ledger.gpu_peak / GIB:6.1f} GiB {p.plan.tokens_per_s_per_gpu:8.1f} tok/s"
+        for p in points
+    ]
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
+    return table
+
+
+def _rendered(table: Table) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=WIDTH, color_system=None, highlight=False).print(table)
+    return ["  " + line.rstrip() for line in out.getvalue().splitlines()]
+
+
+# ---- plot
+
+
+def sweep_svg(points: list[Point], model: str) -> str:
+    """GPU memory across, longest context up: one dot per heads_per_stage."""
+    width, height, left, top, bottom = 640, 360, 80, 40, 60
+    xs = [p.plan.ledger.gpu_peak / GIB for p in points]
+    ys = [p.max_context / 2**20 for p in points]
+    x_end, y_end = 1.15 * max(xs), 1.15 * max(*ys, 0.001)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return left + x / x_end * (width - left - 30), height - bottom - y / y_end * (height - top - bottom)
+
+    dots = []
+    for x, y, point in zip(xs, ys, points, strict=True):
+        cx, cy = place(x, y)
+        label = f"{point.heads_per_stage} heads, {point.plan.tokens_per_s_per_gpu:.4g} tok/s"
+        dots.append(f'<circle cx="{cx:.1f}" cy="{cy:.1f}" r="5" fill="#1f6feb"/>')
+        dots.append(f'<text x="{cx + 8:.1f}" y="{cy - 6:.1f}">{escape(label)}</text>')
+    plan = points[0].plan
+    title = f"{model} on {plan.hardware.name}: heads_per_stage at {tokens(plan.work.context)} tokens"
+    x_axis, (x0, y0), (x1, _), (_, y1) = "", place(0, 0), place(x_end, 0), place(0, y_end)
+    for i in range(1, 5):
+        x, y = x_end * i / 5, y_end * i / 5
+        (px, _), (_, py) = place(x, 0), place(0, y)
+        x_axis += f'<text x="{px:.1f}" y="{y0 + 18:.1f}" text-anchor="middle">{x:.0f}</text>'
+        x_axis += f'<text x="{x0 - 8:.1f}" y="{py + 4:.1f}" text-anchor="end">{y:.1f}M</text>'
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+            'font-family="sans-serif" font-size="12">',
+            f'<rect width="{width}" height="{height}" fill="white"/>',
+            f'<text x="{left}" y="22" font-size="14">{escape(title)}</text>',
+            f'<path d="M{x0:.1f} {y1:.1f} V{y0:.1f} H{x1:.1f}" fill="none" stroke="#444"/>',
+            x_axis,
+            f'<text x="{(x0 + x1) / 2:.1f}" y="{height - 16}" text-anchor="middle">GPU memory, GiB</text>',
+            f'<text x="{left}" y="{top}" text-anchor="end">longest context</text>',
+            *dots,
+            "</svg>",
+            "",
+        ]
+    )
+
+
+# ---- numbers for people
+
+
+def tokens(count: int) -> str:
+    for unit, name in ((2**20, "M"), (2**10, "K")):
+        if count >= unit:
+            return f"{count / unit:.4g}{name}"
+    return str(count)
+
+
+def gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"
+
+
+def duration(seconds: float) -> str:
+    if seconds >= 7200:
+        return f"{seconds / 3600:.1f} h"
+    if seconds >= 120:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
