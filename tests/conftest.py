@@ -2,8 +2,24 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from pathlib import Path
+
 import pytest
+import torch
+
 from ranks import Ranks
+
+GPU_TESTS = Path(__file__).parent / "gpu"
+
+
+def pytest_collection_modifyitems(items):
+    """Tests marked `gpu`, and all of tests/gpu, need a CUDA device."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device; torch finds none")
+    for item in items:
+        if item.get_closest_marker("gpu") or GPU_TESTS in item.path.parents:
+            item.add_marker(skip)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The loss is the mean over the valid labels of the global batch, not a mean of means of ranks or micro-steps."""
+"""The loss is the mean over the valid labels of the global batch, whatever ranks and micro-steps hold of it."""
 
 import pytest
 import torch

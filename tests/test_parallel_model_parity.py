@@ -2,11 +2,14 @@
 
 import pytest
 import torch
-from models import FAMILIES, plain_loss, tiny_config, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ithaka.dist.mesh import make_mesh
-from ithaka.model.build import Settings, parallelize
+from ithaka.model.build import parallelize
 from ithaka.model.layer import LayerOptions
+from ithaka.model.settings import PLAIN, Settings
+from models import FAMILIES, plain_loss, tiny_config, tiny_model
 
 TOLERANCE = 1e-10
 STAGED = [  # family, heads, kv heads, cp, heads per stage
@@ -30,7 +33,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm().clamp_min(1e-30))
 
 
-def compare(family, heads, kv_heads, cp, dp, rows, tokens, settings=Settings(), ignore_first=0, changes=None):
+def compare(family, heads, kv_heads, cp, dp, rows, tokens, settings=PLAIN, ignore_first=0, changes=None):
     """One rank's part: each data-parallel rank takes its own rows. Returns the worst relative errors."""
     config = tiny_config(family, heads, kv_heads, **(changes or {}))
     ids, labels = batch(config, rows * dp, tokens)
@@ -74,19 +77,57 @@ def test_kv_heads_above_equal_and_below_cp(ranks, heads, kv_heads, cp):
 
 
 def test_a_shard_without_valid_labels(ranks):
-    check(ranks.run(4, compare, "llama", 4, 2, 4, 1, 1, 16, Settings(), 9))
+    check(ranks.run(4, compare, "llama", 4, 2, 4, 1, 1, 16, PLAIN, 9))
 
 
-@pytest.mark.parametrize("keep_input,keep_attention", TIERS)
-@pytest.mark.parametrize("tile_tokens", [None, 5])
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("family,heads,kv_heads,cp,heads_per_stage", STAGED)
+def every_pair():
+    """Each row of STAGED with every tier; overlap and tiles take turns, so that all four meet every row and tier."""
+    for i, row in enumerate(STAGED):
+        for j, tiers in enumerate(TIERS):
+            yield *row, bool((i + j) % 2), 5 if (i // 2 + j // 2 + i) % 2 else None, *tiers
+
+
+@pytest.mark.parametrize(
+    "family,heads,kv_heads,cp,heads_per_stage,overlap,tile_tokens,keep_input,keep_attention",
+    list(every_pair()),
+)
 def test_stages_tiles_and_kept_attention(
     ranks, family, heads, kv_heads, cp, heads_per_stage, overlap, tile_tokens, keep_input, keep_attention
 ):
     options = LayerOptions(tile_tokens, True, keep_input, keep_attention, overlap)
     settings = Settings(heads_per_stage=heads_per_stage, layer=options)
     check(ranks.run(cp, compare, family, heads, kv_heads, cp, 1, 1, 21, settings))
+
+
+def test_the_selection_has_every_pair():
+    cases = list(every_pair())
+    for overlap in (True, False):
+        for tile_tokens in (None, 5):
+            chosen = [case for case in cases if case[5] == overlap and case[6] == tile_tokens]
+            assert len({case[7:] for case in chosen}) == len(TIERS)
+            assert len({case[:5] for case in chosen}) == len(STAGED)
+
+
+@st.composite
+def layouts(draw) -> tuple:
+    """family, heads, kv heads, cp, rows, tokens, settings."""
+    kv_heads, group_size = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    heads = kv_heads * group_size
+    cp = draw(st.sampled_from([n for n in (1, 2, 4) if n <= heads]))
+    per_rank = draw(st.none() | st.integers(1, -(-heads // cp)))
+    keep_input, keep_attention = draw(st.sampled_from(TIERS))
+    tile_tokens = draw(st.none() | st.integers(1, 12))
+    options = LayerOptions(tile_tokens, True, keep_input, keep_attention, draw(st.booleans()))
+    settings = Settings(heads_per_stage=None if per_rank is None else per_rank * cp, layer=options)
+    family, rows, tokens = draw(st.sampled_from(FAMILIES)), draw(st.integers(1, 3)), draw(st.integers(3, 24))
+    return family, heads, kv_heads, cp, rows, tokens, settings
+
+
+@settings(max_examples=15, derandomize=True, deadline=None)
+@given(layout=layouts())
+def test_any_layout(ranks, layout):
+    family, heads, kv_heads, cp, rows, tokens, settings = layout
+    check(ranks.run(cp, compare, family, heads, kv_heads, cp, 1, rows, tokens, settings))
 
 
 @pytest.mark.parametrize("family,heads,kv_heads,cp,heads_per_stage", STAGED)
