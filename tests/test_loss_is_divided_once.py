@@ -1,4 +1,4 @@
-"""The loss is the mean over the valid labels of the global batch, whatever ranks and micro-steps hold of it."""
+"""The loss is the mean over the valid labels of the global batch, however ranks and micro-steps divide it."""
 
 import pytest
 import torch

@@ -81,7 +81,7 @@ def test_a_shard_without_valid_labels(ranks):
 
 
 def every_pair():
-    """Each row of STAGED with every tier; overlap and tiles take turns, so that all four meet every row and tier."""
+    """Each row of STAGED with every tier; overlap and tiles take turns: all four meet every row and tier."""
     for i, row in enumerate(STAGED):
         for j, tiers in enumerate(TIERS):
             yield *row, bool((i + j) % 2), 5 if (i // 2 + j // 2 + i) % 2 else None, *tiers
