@@ -165,6 +165,14 @@ class TrainConfig(Section):
 
 
 @dataclass(frozen=True)
+class ProfileConfig(Section):
+    section: ClassVar[str] = "profile"
+
+    # Profile every so many steps, rank 0: trace, memory map, phase times in the run directory. 0: never.
+    every: int = setting(0, at_least=0)
+
+
+@dataclass(frozen=True)
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -173,6 +181,7 @@ class Config:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
 SECTIONS: dict[str, type[Section]] = {
@@ -185,6 +194,7 @@ SECTIONS: dict[str, type[Section]] = {
         AttentionConfig,
         OptimConfig,
         TrainConfig,
+        ProfileConfig,
     )
 }
 

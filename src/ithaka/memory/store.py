@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ithaka.phases import KEPT, tag
+from ithaka.phases import KEPT, phase, tag
 
 TIERS = ("device", "host", "disk")
 
@@ -294,6 +294,7 @@ class KeptOnHost(Kept):
             yield tile
         self._source = held
 
+    @phase("copies")
     def _copy_out(self, tensor: Tensor, slab: Slab) -> "torch.cuda.Event | None":
         store = self.store
         with store.on(store.out_stream, store.mark(), slab.busy):
@@ -304,6 +305,7 @@ class KeptOnHost(Kept):
         assert self._slab is not None
         return self._slab.view(self.shape, self.dtype)
 
+    @phase("copies")
     def _copy_in(
         self, rows: slice | None, dim: int, held: Tensor | None = None
     ) -> tuple[Tensor, "torch.cuda.Event | None"]:

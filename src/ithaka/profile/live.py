@@ -44,6 +44,7 @@ class LiveBytes:
 
     scratch: bool = True
     now_bytes: int = 0
+    registered_bytes: int = 0
     ledger: Ledger = field(default_factory=Ledger)
     _live: dict[int, _Live] = field(default_factory=dict)  # by the address of the C++ storage
     _older: dict[int, weakref.ref] = field(default_factory=dict)
@@ -96,7 +97,8 @@ class LiveBytes:
             local = local_tensor(tensor)
             self._older.pop(local.untyped_storage()._cdata, None)
             if not self._knows(local):
-                self._add(local, holder, "")
+                self._add_tensor(local, holder, "")
+                self.registered_bytes += local.untyped_storage().nbytes()
             self.tag(local, holder)
 
     def tag(self, tensor: Tensor, holder: str) -> None:
@@ -120,21 +122,25 @@ class LiveBytes:
 
     def saw_input(self, tensor: Tensor) -> None:
         """A storage first met as an input is older than we are."""
-        if not self._knows(tensor):
-            storage = tensor.untyped_storage()
+        storage = tensor.untyped_storage()
+        if not self._knows(tensor) and storage.nbytes():
             key = storage._cdata
             self._older[key] = weakref.ref(storage, lambda _: self._older.pop(key, None))
 
     def saw_output(self, tensor: Tensor) -> None:
         if not self._knows(tensor):
             line, holder = read(stack())
-            self._add(tensor, holder or current_holder(), line)
+            self._add_tensor(tensor, holder or current_holder(), line)
         else:
             self.resized(tensor.untyped_storage())
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         live = self._live.get(storage._cdata)
-        if live is not None and live.num_bytes != storage.nbytes():
+        if live is None and storage._cdata not in self._older:
+            # FSDP2 keeps empty storages from step to step and fills them when their time comes.
+            line, holder = read(stack())
+            self._add(storage, (storage.nbytes(),), "uint8", holder or current_holder(), line)
+        elif live is not None and live.num_bytes != storage.nbytes():
             self._note(live, -live.num_bytes)
             live.num_bytes = storage.nbytes()
             self._note(live, live.num_bytes, born_at=storage.data_ptr())
@@ -143,11 +149,15 @@ class LiveBytes:
         key = tensor.untyped_storage()._cdata
         return key in self._live or key in self._older
 
-    def _add(self, tensor: Tensor, holder: str, line: str) -> None:
-        storage = tensor.untyped_storage()
-        key, index = storage._cdata, len(self.ledger.holdings)
+    def _add_tensor(self, tensor: Tensor, holder: str, line: str) -> None:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self.ledger.holdings.append(Holding(holder, current_phase(), tuple(tensor.shape), dtype, line))
+        self._add(tensor.untyped_storage(), tuple(tensor.shape), dtype, holder, line)
+
+    def _add(
+        self, storage: torch.UntypedStorage, shape: tuple[int, ...], dtype: str, holder: str, line: str
+    ) -> None:
+        key, index = storage._cdata, len(self.ledger.holdings)
+        self.ledger.holdings.append(Holding(holder, current_phase(), shape, dtype, line))
         ref = weakref.ref(storage, partial(self._died, key))
         live = self._live[key] = _Live(index, ref, holder, storage.nbytes())
         self._note(live, live.num_bytes, born_at=storage.data_ptr())
@@ -232,7 +242,8 @@ class _resizes:
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             result = plain(storage, size)
-            self.live.resized(storage)
+            if storage.device.type == "cpu":
+                self.live.resized(storage)
             return result
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]

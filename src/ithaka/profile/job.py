@@ -1,0 +1,58 @@
+"""What a run's step is, as the planner sees it: for the plan's figures beside the measured ones."""
+
+from dataclasses import dataclass
+
+from ithaka.config import ConfigError
+from ithaka.phases import KEPT, MLP, UNSHARDED
+from ithaka.plan.cost import Layout, Work, gpu_phases
+from ithaka.plan.hardware import Gpu, Hardware, find_gpu
+from ithaka.plan.shape import ModelShape
+from ithaka.profile.flops import Part, device_rate, layer_flops, loss_flops
+
+# The planner's names for the map's holders, where they differ.
+_AS_MAPPED = {"layer weights": UNSHARDED, "tiles": MLP, "kept activations": KEPT["device"]}
+
+
+@dataclass(frozen=True)
+class Job:
+    shape: ModelShape
+    layout: Layout
+    work: Work
+    micro_steps: int
+    num_ranks: int
+    gpu: Gpu  # the CPU's entry where there is none
+
+    @property
+    def knows_rate(self) -> bool:
+        return self.gpu.name != "CPU"
+
+    def planned(self) -> dict[str, int]:
+        """Bytes per holder on one rank, at the planned peak."""
+        hardware = Hardware(self.gpu, gpus_per_node=self.num_ranks)
+        phases = gpu_phases(self.shape, self.layout, hardware, self.work)
+        _, holders = max(phases, key=lambda phase: sum(phase[1].values()))
+        return {_AS_MAPPED.get(name, name): num_bytes for name, num_bytes in holders.items() if num_bytes}
+
+    def flops(self) -> dict[tuple[str, ...], float]:
+        """By phase: (layer, direction, part) or the loss's; of one rank and one step."""
+        cp, layout = self.layout.cp, self.layout
+        found: dict[Part, float] = dict(loss_flops(self.shape, self.work, cp))
+        for index in range(self.shape.num_layers):
+            kept = not layout.checkpoint or index < layout.keep_attention
+            window = self.shape.windows[index]
+            parts = layer_flops(self.shape, self.work, cp, window, kept, layout.checkpoint)
+            found |= {(f"layer {index}", *part): flops for part, flops in parts.items()}
+        return {part: flops * self.micro_steps for part, flops in found.items()}
+
+    def rate(self, path: tuple[str, ...]) -> float | None:
+        return device_rate(self.gpu, path[1:] or path) if self.knows_rate else None
+
+
+def gpu_named(name: str) -> Gpu:
+    """The hardware table's entry for what CUDA calls a device, else the CPU's (no rates are told then)."""
+    for part in reversed(name.replace("NVIDIA", "").split()):
+        try:
+            return find_gpu(part)
+        except ConfigError:
+            continue
+    return find_gpu("CPU")
