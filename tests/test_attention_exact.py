@@ -139,16 +139,18 @@ def test_wrong_calls_are_refused():
 
 @pytest.mark.parametrize("heads,kv_heads", [(1, 1), (2, 2), (4, 1), (6, 2)])
 @pytest.mark.parametrize("docs", [(0, 50), (0, 7, 8, 31, 50)])
-def test_gradients_are_added_to_sums_that_others_began(heads, kv_heads, docs):
+@pytest.mark.parametrize("window", [None, 11])
+def test_gradients_are_added_to_sums_that_others_began(heads, kv_heads, docs, window):
     torch.manual_seed(2)
     q, dout = (torch.randn(50, heads, 16, dtype=torch.float64) for _ in range(2))
     k, v = (torch.randn(50, kv_heads, 16, dtype=torch.float64) for _ in range(2))
-    how = {"scale": 0.25, "docs": docs, "blocks": (16, 8)}
+    how = {"scale": 0.25, "docs": docs, "blocks": (16, 8), "window": window}
     out, lse = attention(q, k, v, **how)
     dq, dk, dv = attention_backward(dout, q, k, v, out, lse, **how)
     begun = [torch.randn_like(k), torch.randn_like(v)]
     sums = (begun[0].clone(), begun[1].clone())
     dq_again, *_ = attention_backward(dout, q, k, v, out, lse, **how, sums=sums)
+    assert dq_again.data_ptr() == out.data_ptr()
     torch.testing.assert_close(dq_again, dq, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(sums[0], begun[0] + dk, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(sums[1], begun[1] + dv, rtol=1e-12, atol=1e-12)

@@ -101,10 +101,10 @@ def attention_backward(
     """dq_SnK, dk_SmK, dv_SmK (contiguous, the inputs' dtype) from `attention`'s inputs and its results.
 
     `sums`: fp32 (fp64 for fp64) dk_SmK and dv_SmK that other calls have added to already; this call adds its own,
-    block by block, and returns them as dk and dv.
+    block by block, and returns them as dk and dv. It then also writes dq over `out`, whose rows it has done with.
     """
     job = _job(q_SnK, k_SmK, v_SmK, scale, causal, window, docs, kernel, blocks, backward=True)
-    dq_SnK = torch.empty(q_SnK.shape, dtype=q_SnK.dtype, device=q_SnK.device)
+    dq_SnK = torch.empty(q_SnK.shape, dtype=q_SnK.dtype, device=q_SnK.device) if sums is None else out_SnK
     dk_SmK, dv_SmK = sums or (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k_SmK, v_SmK))
     lse_mrS = lse_nS.unflatten(0, (-1, job.repeat))
     for heads in job.head_slices():

@@ -125,31 +125,24 @@ class HeldHeads:
         return out_SnK, lse_nS
 
     def attend_backward(self, stage: Stage, dout: Tensor, q: Tensor, out: Tensor, lse_nS: Tensor) -> Tensor:
-        """dq_SnK of this rank's slots, zero in empty ones; dk and dv are added to what their load has."""
-        reads = stage.reads[self.rank]
-        if len(reads) == 1 and stage.is_full(self.rank):
-            return self._read_backward(reads[0], dout, q, out, lse_nS)
-        dq_SnK = torch.zeros_like(q)
-        for read in reads:
+        """dq_SnK of this rank's slots, written over `out` (empty slots stay zero); dk, dv join their load's sums."""
+        for read in stage.reads[self.rank]:
             at = slice(read.first, read.last)
-            dq_SnK[:, at] = self._read_backward(read, dout[:, at], q[:, at], out[:, at], lse_nS[at])
-        return dq_SnK
+            if read.load not in self._sums:
+                wide = sum_dtype(q.dtype)
+                self._sums[read.load] = [torch.zeros_like(t, dtype=wide) for t in self._kv[read.load]]
+            k_S1K, v_S1K = self._slot(self._kv, read)
+            dk_S1K, dv_S1K = self._slot(self._sums, read)
+            attention_backward(
+                dout[:, at], q[:, at], k_S1K, v_S1K, out[:, at], lse_nS[at], **self.how, sums=(dk_S1K, dv_S1K)
+            )
+        return out
 
     def take_grads(self, load: int) -> tuple[Tensor, Tensor]:
         """dk_SmK and dv_SmK of a load, rounded once to its dtype; the load is dropped."""
         k_SmK, v_SmK = self._kv.pop(load)
         dk_SmK, dv_SmK = self._sums.pop(load, None) or (torch.zeros_like(k_SmK), torch.zeros_like(v_SmK))
         return dk_SmK.to(k_SmK.dtype), dv_SmK.to(v_SmK.dtype)
-
-    def _read_backward(self, read: Read, dout: Tensor, q: Tensor, out: Tensor, lse_nS: Tensor) -> Tensor:
-        if read.load not in self._sums:
-            wide = sum_dtype(q.dtype)
-            self._sums[read.load] = [torch.zeros_like(t, dtype=wide) for t in self._kv[read.load]]
-        k_S1K, v_S1K = self._slot(self._kv, read)
-        dk_S1K, dv_S1K = self._slot(self._sums, read)
-        return attention_backward(
-            dout, q, k_S1K, v_S1K, out, lse_nS, **self.how, sums=(dk_S1K, dv_S1K)
-        )[0]
 
     @staticmethod
     def _slot(of_loads: dict[int, list[Tensor]], read: Read) -> list[Tensor]:
@@ -191,7 +184,8 @@ class _StagesAttention(torch.autograd.Function):
         dqs = []
         for stage, dout_csnK, (q, out, lse) in zip(table.stages, douts_csnK, ctx.kept, strict=True):
             dout = tokens_to_heads(dout_csnK.contiguous(), group)
-            dqs.append(heads_to_tokens(ctx.held.attend_backward(stage, dout, q, out, lse), group))
+            dq = ctx.held.attend_backward(stage, dout, q, out.clone(), lse)
+            dqs.append(heads_to_tokens(dq, group))
         grads = []
         for stage, dq in zip(table.stages, dqs, strict=True):
             dkv = () if stage.load is None else ctx.held.take_grads(stage.load)
