@@ -96,11 +96,58 @@ def train(
     raise typer.Exit(launch.run_ranks(train_rank, (resolved, resume), num_ranks))
 
 
-def train_rank(config: Config, resume: Path | None) -> None:
+def train_rank(config: Config, resume: Path | None, only_profile: bool = False) -> None:
     """What every rank runs."""
     from ithaka.train.loop import run
 
-    run(config, resume)
+    run(config, resume, only_profile)
+
+
+@app.command()
+@explains_errors
+def profile(
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="CONFIG.yaml", help="Settings; without: a small model to watch."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to run; the last one is profiled.")] = 3,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Local ranks; by default one per GPU, or 2 on CPU.")
+    ] = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where to write; by default runs/<date>-<time>."),
+    ] = None,
+) -> None:
+    """Run a few steps of a training run and show where memory and time go. Nothing is saved but that."""
+    from ithaka.train import launch
+    from ithaka.train.check import check_run
+
+    changes = [*(overrides or []), f"train.steps={steps}", f"profile.every={steps}"]
+    changes += ["train.validate_every=0", "train.validate_sequences=0"]
+    changes += [f"parallel.ranks={ranks}"] if ranks is not None else []
+    gpus = launch.num_gpus()
+    resolved = resolve(config, changes, None, run_dir, gpus)
+    num_ranks = launch.decide_ranks(resolved.parallel.ranks, gpus)
+    check_run(resolved, num_ranks, None)
+    raise typer.Exit(launch.run_ranks(train_rank, (resolved, None, True), num_ranks))
+
+
+@app.command()
+@explains_errors
+def report(
+    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Runs, side by side.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="By default in the first run's directory.")
+    ] = None,
+) -> None:
+    """Write one HTML page about a run, or about several beside each other. It opens without a network."""
+    from ithaka.report import write_report
+
+    print(write_report(run_dirs, out))
 
 
 def resolve(

@@ -28,7 +28,7 @@ class Report:
 class Progress:
     """Listens to phases during a step and calls `say` every `every_s` seconds, from a thread of its own.
 
-    On a GPU the host runs ahead: a phase counts as reached when the device has passed an event recorded there.
+    On a GPU the host runs ahead: a phase is reached when the device has passed an event recorded there.
     """
 
     def __init__(
@@ -89,8 +89,7 @@ class Progress:
     def _device_at(self) -> tuple[Path, float, float]:
         with self._lock:
             while self._ahead and (self._ahead[0][0] is None or self._ahead[0][0].query()):
-                _, *at = self._ahead.popleft()
-                self._at = (at[0], at[1], at[2])
+                self._at = self._ahead.popleft()[1:]
         return self._at
 
 

@@ -11,6 +11,7 @@ import os
 import resource
 import sys
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ithaka.config import ConfigError
+from ithaka.profile.progress import Report
 
 # Dense bf16 peak in TFLOP/s, by a part of the name CUDA gives the device; the first match counts.
 PEAK_BF16_TFLOPS = (
@@ -112,9 +114,25 @@ def describe(record: Record) -> str:
     return "  ".join(parts)
 
 
+def describe_progress(report: Report) -> str:
+    """A step under way on one line."""
+    parts = [report.phase or "starting", f"{report.percent:.0f}%"]
+    if report.eta_s is not None:
+        parts.append(f"{duration(report.eta_s)} left")
+    if report.flops_s is not None:
+        parts.append(f"{report.flops_s / 1e12:.3g} TFLOP/s per rank")
+    return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """5025 -> '1:23:45'."""
+    return str(timedelta(seconds=round(seconds)))
+
+
 class Metrics:
-    """Appends records to metrics.jsonl, each line flushed.  A resumed run first drops the lines after `step`,
-    which belong to work lost with the old process and will be done again."""
+    """Appends records to metrics.jsonl, each line flushed; progress of a long step goes between them.  A
+    resumed run first drops the lines after `step`, which belong to work lost with the old process and will
+    be done again."""
 
     def __init__(self, path: Path, step: int) -> None:
         kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= step] if step else []
@@ -123,8 +141,12 @@ class Metrics:
         os.replace(temporary, path)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
 
-    def write(self, record: Record) -> None:
-        self._file.write(json.dumps(asdict(record)) + "\n")
+    def write(self, record: Record | Report) -> None:
+        values = asdict(record)
+        if isinstance(record, Report):
+            values = {"step": record.step, "progress": values}
+        # One call per line: progress comes from a thread of its own.
+        self._file.write(json.dumps(values) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -140,7 +162,9 @@ def _whole_lines(path: Path) -> list[str]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in _whole_lines(path)]
+    """The records of whole steps."""
+    records = [json.loads(line) for line in _whole_lines(path)]
+    return [record for record in records if "progress" not in record]
 
 
 def tensorboard_writer(run_dir: Path, step: int = 0) -> Any:
@@ -223,6 +247,17 @@ class Console:
         self._progress.update(self._task, completed=record.step, status=describe(record))
         if record.val_loss is not None:
             self.say(f"step {record.step}/{self.num_steps}  validation loss {record.val_loss:.4f}")
+
+    def progress(self, report: Report) -> None:
+        """Where a long step is."""
+        if not self.active:
+            return
+        self._metrics.write(report)
+        text = describe_progress(report)
+        if self._progress is None:
+            self.say(f"step {report.step}/{self.num_steps} under way: {text}")
+        else:
+            self._progress.update(self._task, status=text)
 
     def stop_progress(self) -> None:
         if self._progress is not None:

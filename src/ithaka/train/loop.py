@@ -28,6 +28,7 @@ from ithaka.dist.mesh import Mesh, make_mesh
 from ithaka.model.build import build_model
 from ithaka.model.settings import settings_of
 from ithaka.phases import phase
+from ithaka.report import write_report
 from ithaka.train import checkpoint
 from ithaka.train.console import (
     Console,
@@ -42,6 +43,7 @@ from ithaka.train.console import (
 )
 from ithaka.train.data import Batch, Tokenizer, TrainData, load_tokenizer, num_valid, open_data
 from ithaka.train.optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate
+from ithaka.train.watch import Watch, write_facts
 
 SAMPLE_PROMPT_TOKENS = 64
 SAMPLE_NEW_TOKENS = 128
@@ -248,16 +250,16 @@ class Trainer:
         return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
 
 
-def run(config: Config, resume: Path | None = None) -> None:
+def run(config: Config, resume: Path | None = None, only_profile: bool = False) -> None:
     """The whole run on this rank, with torchrun's variables set (or none, for a single process).
 
     `config` is resolved (train.run_dir set); `resume` is the run directory to go on from.  Returns when all
     steps are done, or when asked to stop, after saving.  Raises ConfigError, OutOfMemoryError or Diverged
-    with all that the user needs to know."""
+    with all that the user needs to know.  `only_profile`: nothing is saved, and no sample is taken."""
     ours = not dist.is_initialized()
     with StopRequest() as stop:
         try:
-            train(prepare(config, resume), stop)
+            train(prepare(config, resume), stop, only_profile)
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise OutOfMemoryError(_explain_out_of_memory(config, error)) from error
     # Only after success: with a rank gone this would wait for it.
@@ -323,7 +325,7 @@ def _write_run_dir(trainer: Trainer) -> None:
         trainer.tokenizer.save_pretrained(folder)
 
 
-def train(trainer: Trainer, stop: StopRequest) -> None:
+def train(trainer: Trainer, stop: StopRequest, only_profile: bool = False) -> None:
     """From where `trainer` is to train.steps, or to the first step after which any rank was asked to stop."""
     settings = trainer.config.train
     active = trainer.mesh.rank == 0
@@ -331,9 +333,11 @@ def train(trainer: Trainer, stop: StopRequest) -> None:
     try:
         console.facts("ithaka", _header(trainer))
         console.start_progress(trainer.step)
-        asked = _steps(trainer, stop, console)
+        asked = _steps(trainer, stop, console, save=not only_profile)
         console.stop_progress()
-        if asked and trainer.step < settings.steps:
+        if only_profile:
+            _report(trainer, console)
+        elif asked and trainer.step < settings.steps:
             console.say(f"Stopped as asked after step {trainer.step}, which is saved.")
             console.say(f"Go on with: ithaka train --resume {trainer.run_dir}")
         else:
@@ -342,21 +346,25 @@ def train(trainer: Trainer, stop: StopRequest) -> None:
         console.close()
 
 
-def _steps(trainer: Trainer, stop: StopRequest, console: Console) -> bool:
+def _steps(trainer: Trainer, stop: StopRequest, console: Console, save: bool) -> bool:
     """Trains, validates, saves; returns whether a stop was asked for."""
     settings = trainer.config.train
     flops = _flops_per_token(trainer)
+    watch = Watch(trainer.config, trainer.model, trainer.optimizer, trainer.mesh, console)
+    if console.active:
+        write_facts(trainer.run_dir, watch.job, trainer.mesh)
     if trainer.step == 0 and settings.validate_every:
         val_loss = trainer.validate()
         _, peaks = _agree(stop, trainer.mesh)
         console.step(Record(0, None, val_loss, None, None, 0, 0, None, None, None, *peaks))
     asked = False
     while trainer.step < settings.steps and not asked:
-        start = time.perf_counter()
-        result, lr, num_tokens = trainer.advance()
-        step_s = time.perf_counter() - start
+        with watch.step(trainer.step + 1):
+            start = time.perf_counter()
+            result, lr, num_tokens = trainer.advance()
+            step_s = time.perf_counter() - start
         val_loss = trainer.validate() if trainer.due(settings.validate_every) else None
-        asked, (device_peak, host_peak) = _agree(stop, trainer.mesh)
+        asked, (device_peak, host_peak) = _agree(stop, trainer.mesh, watch.device_peak_bytes)
         console.step(
             Record(
                 step=trainer.step,
@@ -373,16 +381,16 @@ def _steps(trainer: Trainer, stop: StopRequest, console: Console) -> bool:
                 host_peak_bytes=host_peak,
             )
         )
-        if asked or trainer.due(settings.save_every):
+        if save and (asked or trainer.due(settings.save_every)):
             trainer.save()
     return asked
 
 
-def _agree(stop: StopRequest, mesh: Mesh) -> tuple[bool, tuple[int | None, int]]:
+def _agree(stop: StopRequest, mesh: Mesh, earlier_peak: int = 0) -> tuple[bool, tuple[int | None, int]]:
     """Whether any rank was asked to stop, and the largest memory peaks (device, host).  One all-reduce on the
     host, after each step, so that all ranks stop after the same one."""
     on_gpu = mesh.device.type == "cuda"
-    device_peak = torch.cuda.max_memory_allocated(mesh.device) if on_gpu else 0
+    device_peak = max(torch.cuda.max_memory_allocated(mesh.device), earlier_peak) if on_gpu else 0
     shared = torch.tensor([stop.asked_at is not None, device_peak, host_peak_bytes()], dtype=torch.int64)
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
     asked, device_peak, host_peak = shared.tolist()
@@ -440,6 +448,17 @@ def _finish(trainer: Trainer, console: Console) -> None:
     records = read_metrics(trainer.run_dir / "metrics.jsonl")
     console.facts("done", _summary(trainer, records))
     console.say(text)
+    checkpoint.write_atomic(trainer.run_dir / "sample.txt", text)
+    _report(trainer, console)
+
+
+def _report(trainer: Trainer, console: Console) -> None:
+    if not console.active:
+        return
+    try:
+        console.say(f"Report: {write_report([trainer.run_dir])}")
+    except Exception as error:  # the run is done and saved: it does not fail for its picture
+        console.say(f"There is no report: {error}")
 
 
 def _summary(trainer: Trainer, records: list[dict[str, Any]]) -> dict[str, str]:

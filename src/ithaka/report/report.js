@@ -1,0 +1,352 @@
+"use strict";
+// Draws the page from the data embedded in it. Sizes are bytes, times are seconds.
+const runs = JSON.parse(document.getElementById("data").textContent);
+const page = document.getElementById("page");
+
+const HOLDER_COLOURS = {
+  "parameters": "#4e79a7", "gradients": "#f28e2b", "optimizer": "#76b7b2", "unsharded weights": "#edc948",
+  "residual stream": "#59a14f", "stage buffers": "#e15759", "kept on device": "#b07aa1", "MLP tile": "#ff9da7",
+  "loss tile": "#9c755f", "other": "#8f979e", "kept on host": "#2b8a9e", "kept on disk": "#7d5ba6",
+};
+const KIND_COLOURS = { compute: "#4e79a7", exchange: "#e15759", copies: "#edc948", idle: "#8f979e" };
+const RUN_COLOURS = ["#4e79a7", "#e15759", "#59a14f", "#b07aa1", "#f28e2b", "#2b8a9e"];
+
+// ---- words
+
+function bytes(n) {
+  if (n == null) return "-";
+  for (const [unit, scale] of [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 1024]])
+    if (Math.abs(n) >= scale) return (n / scale).toFixed(2) + " " + unit;
+  return n + " B";
+}
+function amount(n) {
+  if (n == null) return "-";
+  for (const [unit, scale] of [["T", 1e12], ["B", 1e9], ["M", 1e6], ["K", 1e3]])
+    if (n >= scale) return (n / scale).toPrecision(3) + unit;
+  return Number(n.toPrecision(3)).toString();
+}
+function seconds(s) {
+  if (s == null) return "-";
+  if (s >= 3600) return (s / 3600).toFixed(2) + " h";
+  if (s >= 60) return (s / 60).toFixed(1) + " min";
+  return s >= 1 ? s.toFixed(2) + " s" : (s * 1000).toFixed(s >= 0.01 ? 0 : 2) + " ms";
+}
+function lastOf(values) { return values.filter(v => v != null).at(-1); }
+function median(values) {
+  const there = values.filter(v => v != null).sort((a, b) => a - b);
+  return there.length ? there[there.length >> 1] : null;
+}
+
+// ---- elements
+
+function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  element.append(...children);
+  return element;
+}
+function section(title, note) {
+  const element = make("section", {}, make("h2", {}, title));
+  if (note) element.append(make("p", { class: "note" }, note));
+  page.append(element);
+  return element;
+}
+function perRun(into, draw) {
+  const grid = make("div", { class: "runs" });
+  into.append(grid);
+  for (const run of runs) {
+    const box = make("div");
+    if (runs.length > 1) box.append(make("h3", {}, run.name));
+    grid.append(box);
+    draw(run, box);
+  }
+}
+function table(into, head, rows) {
+  const cell = (tag, value, column) => {
+    const kind = typeof head[column] === "object" ? head[column].kind : "";
+    const made = make(tag, kind ? { class: kind } : {});
+    made.append(...(Array.isArray(value) ? value : [value ?? "-"]));
+    return made;
+  };
+  const names = head.map(h => typeof h === "object" ? h.name : h);
+  const body = rows.map(row => make("tr", {}, ...row.map((v, i) => cell("td", v, i))));
+  into.append(make("div", { class: "scroll" }, make("table", {},
+    make("thead", {}, make("tr", {}, ...names.map((n, i) => cell("th", n, i)))), make("tbody", {}, ...body))));
+}
+function swatch(colour, name) { return [make("span", { class: "swatch", style: `background:${colour}` }), name]; }
+
+// ---- charts: each is drawn again when the theme changes
+
+const charts = [];
+function chart(into, option, tall) {
+  const box = make("div", { class: "chart" + (tall ? " tall" : "") });
+  into.append(box);
+  charts.push({ box, option, live: null });
+}
+function colours() {
+  const style = getComputedStyle(document.documentElement);
+  const of = name => style.getPropertyValue(name).trim();
+  return { back: of("--back"), panel: of("--panel"), ink: of("--ink"), faint: of("--faint"), line: of("--line") };
+}
+function drawAll() {
+  const c = colours();
+  for (const one of charts) {
+    if (one.live) one.live.dispose();
+    one.live = echarts.init(one.box, null, { renderer: "canvas" });
+    one.live.setOption(one.option(c, one.box.clientWidth < 560));
+  }
+}
+function base(c, narrow) {
+  const text = { color: c.ink };
+  return {
+    backgroundColor: "transparent", textStyle: text, animation: false, aria: { enabled: true },
+    legend: { type: "scroll", top: 0, textStyle: text, pageTextStyle: text, pageIconColor: c.ink, pageIconInactiveColor: c.line },
+    grid: { left: narrow ? 58 : 72, right: narrow ? 12 : 24, top: 36, bottom: 78 },
+    tooltip: { trigger: "axis", confine: true, backgroundColor: c.panel, borderColor: c.line, textStyle: { color: c.ink, fontSize: 12 } },
+    dataZoom: [
+      { type: "inside", filterMode: "none" },
+      { type: "slider", height: 22, bottom: 8, filterMode: "none", borderColor: c.line, textStyle: { color: c.faint } },
+    ],
+  };
+}
+function axis(c, extra) {
+  return {
+    axisLine: { lineStyle: { color: c.line } }, axisLabel: { color: c.faint, hideOverlap: true },
+    splitLine: { lineStyle: { color: c.line, opacity: 0.5 } }, nameTextStyle: { color: c.faint }, ...extra,
+  };
+}
+function label(name) { return runs.length > 1 ? name + " " : ""; }
+
+// ---- the run: loss, speed
+
+function summary() {
+  const into = section("Summary");
+  perRun(into, (run, box) => {
+    const m = run.metrics, peak = run.profile && run.profile.memory.peak;
+    const cards = [
+      ["steps", lastOf(m.step) ?? "-"],
+      ["loss", lastOf(m.loss)?.toFixed(4) ?? "-"],
+      ["validation loss", lastOf(m.val_loss)?.toFixed(4) ?? "-"],
+      ["tokens/s (median)", amount(median(m.tokens_per_s))],
+      ["step (median)", seconds(median(m.step_s))],
+      ["MFU (median)", median(m.mfu) == null ? "-" : (100 * median(m.mfu)).toFixed(1) + " %"],
+      ["context", amount(run.config.data.context)],
+      run.device_peak_bytes == null ? ["host peak per rank", bytes(run.host_peak_bytes)] : ["device peak", bytes(run.device_peak_bytes)],
+    ];
+    if (peak && peak.largest.length) cards.push(["largest holder", Object.entries(peak.holders).sort((a, b) => b[1] - a[1])[0][0]]);
+    box.append(make("div", { class: "cards" }, ...cards.map(([name, value]) =>
+      make("div", { class: "card" }, make("b", {}, String(value)), make("span", {}, name)))));
+  });
+}
+function points(run, key) {
+  return run.metrics.step.map((step, i) => [step, run.metrics[key][i]]).filter(p => p[1] != null);
+}
+function curves(title, note, keys, format, log) {
+  const there = runs.some(run => keys.some(([key]) => points(run, key).length));
+  if (!there) return;
+  chart(section(title, note), (c, narrow) => ({
+    ...base(c, narrow),
+    tooltip: { ...base(c, narrow).tooltip, valueFormatter: format },
+    xAxis: axis(c, { type: "value", name: "step", nameLocation: "middle", nameGap: 24, min: "dataMin", max: "dataMax" }),
+    yAxis: axis(c, { type: log ? "log" : "value", scale: true, axisLabel: { color: c.faint, formatter: format } }),
+    series: runs.flatMap((run, r) => keys.map(([key, name, dashed]) => ({
+      name: label(run.name) + name, type: "line", data: points(run, key), sampling: "lttb",
+      showSymbol: points(run, key).length < 40, symbolSize: dashed ? 8 : 4, connectNulls: true,
+      color: RUN_COLOURS[(keys.length > 1 && runs.length === 1 ? (dashed ? 1 : 0) : r) % RUN_COLOURS.length],
+      lineStyle: { width: 2, type: dashed ? "dashed" : "solid" },
+    }))),
+  }));
+}
+
+// ---- memory
+
+function memory() {
+  if (!runs.some(run => run.profile)) return;
+  const into = section("Memory map",
+    "Live bytes of rank 0 over the profiled step, stacked by what holds them. Tap a name to hide it; drag or pinch to zoom.");
+  perRun(into, (run, box) => {
+    if (!run.profile) { box.append(make("p", { class: "note" }, "This run was not profiled: ithaka profile, or profile.every=N.")); return; }
+    const map = run.profile.memory, peak = map.peak;
+    chart(box, (c, narrow) => memoryOption(map, c, narrow), true);
+    box.append(make("h3", {}, "The peak"));
+    const share = 100 * peak.time_s / Math.max(peak.step_s, 1e-9);
+    box.append(make("p", {}, `${bytes(peak.num_bytes)} after ${seconds(peak.time_s)} of ${seconds(peak.step_s)} (${share.toFixed(0)} %), in ${peak.phase || "no phase"}. The allocator measured ${bytes(peak.measured_bytes)}.`));
+    table(box, ["holder", { name: "size", kind: "number" }, { name: "shape", kind: "code wide" }, { name: "made by", kind: "code" }],
+      peak.largest.map(one => [
+        swatch(HOLDER_COLOURS[one.holder] || "#888", one.holder), bytes(one.num_bytes),
+        (one.count > 1 ? one.count + " x " : "") + one.dtype + (one.shape.length ? " [" + one.shape.join(", ") + "]" : ""),
+        (one.line || "there before the step") + (one.phase ? " (" + one.phase + ")" : ""),
+      ]));
+    const planned = peak.planned;
+    const names = [...new Set([...Object.keys(peak.holders), ...Object.keys(planned || {})])];
+    box.append(make("h3", {}, planned ? "Measured and planned at the peak" : "At the peak"));
+    const total = o => Object.values(o).reduce((a, b) => a + b, 0);
+    const number = name => ({ name, kind: "number" });
+    table(box, ["holder", number("measured"), ...(planned ? [number("planned")] : [])],
+      [...names.map(n => [swatch(HOLDER_COLOURS[n] || "#888", n), bytes(peak.holders[n] || 0), ...(planned ? [planned[n] == null ? "-" : bytes(planned[n])] : [])]),
+        ["total", bytes(peak.num_bytes), ...(planned ? [bytes(total(planned))] : [])]]);
+  });
+}
+function memoryOption(map, c, narrow) {
+  const stacked = Object.entries(map.holders).map(([name, values]) => ({
+    name, type: "line", stack: "live", symbol: "none", color: HOLDER_COLOURS[name] || "#888", step: "end",
+    lineStyle: { width: 0 }, areaStyle: { opacity: 0.9 }, emphasis: { focus: "series" },
+    data: values.map((v, i) => [map.time_s[i], v]),
+  }));
+  const beside = Object.entries(map.elsewhere || {}).map(([name, values]) => ({
+    name, type: "line", symbol: "none", color: HOLDER_COLOURS[name], lineStyle: { width: 2, type: "dashed" },
+    data: values.map((v, i) => [map.time_s[i], v]),
+  }));
+  const bands = map.phases.map((p, i) => [
+    { xAxis: p.start_s, name: p.name, itemStyle: { color: i % 2 ? c.ink : "transparent", opacity: i % 2 ? 0.06 : 0 }, label: { show: false } },
+    { xAxis: p.stop_s },
+  ]);
+  if (stacked.length) {
+    stacked[0].markArea = { silent: true, data: bands };
+    stacked[0].markLine = {
+      symbol: "none", silent: true, lineStyle: { color: c.ink, type: "dotted" }, label: { color: c.ink, formatter: "peak" },
+      data: [{ xAxis: map.peak.time_s }],
+    };
+  }
+  const b = base(c, narrow);
+  return {
+    ...b,
+    legend: { ...b.legend, type: narrow ? "scroll" : "plain" },
+    grid: { ...b.grid, top: narrow ? 36 : 64 },
+    tooltip: { ...b.tooltip, formatter: items => memoryTip(map, items) },
+    xAxis: axis(c, { type: "value", name: "seconds into the step", nameLocation: "middle", nameGap: 24, min: 0, max: map.time_s.at(-1), axisLabel: { color: c.faint, hideOverlap: true, formatter: v => String(Number(v.toPrecision(3))) } }),
+    yAxis: axis(c, { type: "value", axisLabel: { color: c.faint, formatter: bytes } }),
+    series: [...stacked, ...beside],
+  };
+}
+function memoryTip(map, items) {
+  if (!items.length) return "";
+  const i = items[0].dataIndex, inside = items.filter(one => map.holders[one.seriesName]);
+  const sum = inside.reduce((a, one) => a + one.value[1], 0);
+  const rows = [...items].reverse().filter(one => one.value[1] > 0)
+    .map(one => `${one.marker}${one.seriesName} <b>${bytes(one.value[1])}</b>`);
+  const phase = map.moments[i] || "between phases";
+  return `${seconds(map.time_s[i])}: ${echarts.format.encodeHTML(phase)}<br>all shown <b>${bytes(sum)}</b><br>${rows.join("<br>")}`;
+}
+
+// ---- time
+
+function addUp(phases, keyOf) {
+  const rows = new Map();
+  for (const phase of phases) {
+    const key = keyOf(phase.path);
+    const row = rows.get(key) || { name: key, compute: 0, exchange: 0, copies: 0, idle: 0, flops: 0, rated: 0, ideal: 0 };
+    for (const kind of Object.keys(KIND_COLOURS)) row[kind] += phase[kind];
+    if (phase.flops) {
+      row.flops += phase.flops; row.rated += phase.compute;
+      if (phase.device_flops_s) row.ideal += phase.flops / phase.device_flops_s;
+    }
+    rows.set(key, row);
+  }
+  return [...rows.values()];
+}
+function partName(path) {
+  if (!path.length) return "between phases";
+  return path[0].startsWith("layer ") ? path.slice(1).join(" ") || "layer" : path.join(" ");
+}
+function times() {
+  if (!runs.some(run => run.profile)) return;
+  const into = section("Where the time goes",
+    "Each instant of the profiled step counts once: compute, else exchange, else copies, else idle.");
+  perRun(into, (run, box) => {
+    if (!run.profile) return;
+    const t = run.profile.times, plain = run.profile.plain_s;
+    const hidden = `Hidden behind compute: exchange ${seconds(t.hidden.exchange)}, copies ${seconds(t.hidden.copies)}.`;
+    const cost = plain ? ` A step without profiling took ${seconds(plain)}, this one ${seconds(run.profile.wall_s)}.` : "";
+    box.append(make("p", { class: "note" }, hidden + cost));
+    const parts = addUp(t.phases, partName).filter(r => total(r) > 0.001 * t.wall_s).sort((a, b) => total(b) - total(a));
+    box.append(make("h3", {}, "By part, all layers"));
+    chart(box, (c, narrow) => barOption(parts, c, narrow), parts.length > 8);
+    const layers = addUp(t.phases.filter(p => p.path.length && p.path[0].startsWith("layer ")), p => p.slice(0, 2).join(" "));
+    if (layers.length) {
+      box.append(make("h3", {}, "By layer"));
+      chart(box, (c, narrow) => barOption(layers.sort(byLayer), c, narrow), true);
+    }
+    const rated = parts.filter(r => r.flops);
+    if (rated.length) {
+      box.append(make("h3", {}, "Rates while computing, per rank"));
+      const number = name => ({ name, kind: "number" });
+      table(box, ["part", number("compute"), number("TFLOP/s"), number("of the device's rate")],
+        rated.map(r => [r.name, seconds(r.rated), (r.flops / r.rated / 1e12).toPrecision(3), r.ideal ? (100 * r.ideal / r.rated).toFixed(0) + " %" : "-"]));
+    }
+  });
+}
+function total(row) { return row.compute + row.exchange + row.copies + row.idle; }
+function byLayer(a, b) {
+  const key = row => { const [, n, direction] = row.name.split(" "); return [Number(n), direction === "backward" ? 1 : 0]; };
+  const [x, y] = [key(a), key(b)];
+  return x[0] - y[0] || x[1] - y[1];
+}
+function barOption(rows, c, narrow) {
+  const b = base(c, narrow), many = rows.length > 16;
+  return {
+    ...b,
+    grid: { left: narrow ? 120 : 160, right: many ? 40 : narrow ? 12 : 24, top: 36, bottom: 34 },
+    dataZoom: many ? [
+      { type: "slider", yAxisIndex: 0, startValue: 0, endValue: 15, width: 18, right: 6, borderColor: c.line, showDetail: false },
+      { type: "inside", yAxisIndex: 0, zoomOnMouseWheel: "ctrl", moveOnMouseWheel: true },
+    ] : [],
+    tooltip: { ...b.tooltip, axisPointer: { type: "shadow" }, valueFormatter: seconds },
+    xAxis: axis(c, { type: "value", axisLabel: { color: c.faint, hideOverlap: true, formatter: seconds } }),
+    yAxis: axis(c, { type: "category", inverse: true, data: rows.map(r => r.name), axisLabel: { color: c.ink, width: narrow ? 110 : 150, overflow: "truncate" } }),
+    series: Object.entries(KIND_COLOURS).map(([kind, colour]) => ({ name: kind, type: "bar", stack: "time", color: colour, data: rows.map(r => r[kind]) })),
+  };
+}
+
+// ---- the rest
+
+function facts() {
+  const into = section("Plan, machine, configuration, sample");
+  perRun(into, (run, box) => {
+    const fold = (title, element, open) => {
+      const made = make("details", open ? { open: "" } : {}, make("summary", {}, title));
+      made.append(element); box.append(made);
+    };
+    if (run.sample) fold("Sample", make("pre", {}, run.sample), true);
+    if (run.plan) { const div = make("div"); plan(run.plan, div); fold("Plan", div, true); }
+    if (run.machine) {
+      const div = make("div");
+      table(div, ["", ""], Object.entries(run.machine).map(([k, v]) => [k, String(v)]));
+      fold("Machine", div, true);
+    }
+    const lines = Object.entries(run.config).flatMap(([name, values]) =>
+      [`${name}:`, ...Object.entries(values || {}).map(([k, v]) => `  ${k}: ${v === null ? "null" : Array.isArray(v) ? "[" + v.join(", ") + "]" : v}`)]);
+    fold("Configuration", make("pre", {}, lines.join("\n")), false);
+  });
+}
+function plan(planned, into) {
+  const rows = Object.entries(planned.layout || {}).map(([k, v]) => [k.replaceAll("_", " "), v === null ? "all" : String(v)]);
+  if (planned.stages) rows.push(["stages", String(planned.stages)]);
+  const peak = planned.peak_bytes && Object.values(planned.peak_bytes).reduce((a, b) => a + b, 0);
+  if (peak) rows.push(["planned peak per rank", bytes(peak)]);
+  for (const [k, v] of Object.entries(planned.seconds || {})) rows.push([`planned ${k} per micro-step`, seconds(v)]);
+  table(into, ["", ""], rows);
+}
+
+// ---- light and dark
+
+const dark = matchMedia("(prefers-color-scheme: dark)");
+let chosen = null;
+function theme() {
+  document.documentElement.classList.toggle("dark", chosen ?? dark.matches);
+  drawAll();
+}
+document.getElementById("theme").addEventListener("click", () => { chosen = !(chosen ?? dark.matches); theme(); });
+dark.addEventListener("change", theme);
+let resizing = 0;
+addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout(drawAll, 150); });
+
+page.replaceChildren();
+summary();
+curves("Loss", "Mean over all valid tokens of the step; validation after the update.", [["loss", "loss", false], ["val_loss", "validation", true]], v => v == null ? "-" : Number(v).toFixed(3));
+curves("Speed", "Input tokens per second, without validation and saving.", [["tokens_per_s", "tokens/s", false]], amount);
+memory();
+times();
+facts();
+theme();
+document.documentElement.dataset.ready = "yes";
