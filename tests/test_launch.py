@@ -210,10 +210,21 @@ def test_failure_to_save_after_a_signal_is_told(tmp_path):
     assert gone(pids)
 
 
+def test_a_signal_that_comes_twice_at_the_same_time_is_one(tmp_path):
+    """`timeout` signals its child, and then the group its child is in."""
+    parent, pids = started("finish_step_then_stop", tmp_path)
+    os.kill(parent.pid, signal.SIGTERM)
+    time.sleep(0.02)
+    os.kill(parent.pid, signal.SIGTERM)
+    assert parent.wait(20) == 0
+    assert [(tmp_path / f"saved{rank}").exists() for rank in (0, 1)] == [True, True]
+    assert gone(pids)
+
+
 def test_second_signal_ends_all_at_once(tmp_path):
     parent, pids = started("never_stop", tmp_path)
     os.kill(parent.pid, signal.SIGINT)
-    time.sleep(0.3)
+    time.sleep(launch.SAME_S + 0.1)
     assert parent.poll() is None
     os.kill(parent.pid, signal.SIGINT)
     assert parent.wait(10) == 130

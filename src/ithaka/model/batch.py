@@ -30,6 +30,7 @@ def take_share(
     position_ids: Tensor | None,
     attention_mask: Tensor | None,
     document_ids: Tensor | None,
+    *,
     cp_rank: int,
     cp_size: int,
 ) -> Share:

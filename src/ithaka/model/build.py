@@ -30,6 +30,9 @@ from ithaka.ops.tiles import apply_norm
 from ithaka.phases import phase
 from ithaka.plan.heads import head_table
 
+# torch 2.13's name, or the one before.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @dataclass
 class ParallelOutput(ModelOutput):
@@ -226,7 +229,7 @@ class _GatherTokens(torch.autograd.Function):
     def forward(ctx, local_sV, group):
         ctx.rank, ctx.s = group.rank(), len(local_sV)
         whole_SV = local_sV.new_empty(group.size() * len(local_sV), local_sV.shape[1])
-        dist.all_gather_into_tensor(whole_SV, local_sV.contiguous(), group=group)
+        all_gather(whole_SV, local_sV.contiguous(), group=group)
         return whole_SV
 
     @staticmethod

@@ -18,6 +18,8 @@ import json
 import os
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -226,9 +228,24 @@ def export(run_dir: Path, out_dir: Path, dtype: torch.dtype | None = None) -> Pa
     temporary = out_dir.with_name(f".tmp-{out_dir.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.copytree(run_dir / "model", temporary)
-    model.save_pretrained(temporary)
+    with _without_progress_bars():
+        model.save_pretrained(temporary)
     os.replace(temporary, out_dir)
     return out_dir
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Of transformers, which has one switch for all of them."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _full_weights(path: Path) -> dict[str, Tensor]:

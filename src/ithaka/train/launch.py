@@ -27,6 +27,7 @@ EXIT_FAILED, EXIT_CONFIG, EXIT_MEMORY = 1, 2, 3
 
 # Ranks that wait for a dead one notice it themselves within seconds (gloo) or never (NCCL).
 GRACE_S = 5.0
+SAME_S = 0.5
 CPU_RANKS = 2
 MAX_REPORT_CHARS = 16_000
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -237,10 +238,18 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _forwarded_signals(ranks: list[Rank]) -> Iterator[list[signal.Signals]]:
-    """Passes the first signal on to the ranks, kills them at the second; yields the signals received."""
+    """Passes the first signal on to the ranks, kills them at the second; yields the signals received.
+
+    Signals within SAME_S are one: `timeout` signals first its child, then the whole group.
+    """
     received: list[signal.Signals] = []
+    first_s = 0.0
 
     def forward(number: int, frame: object) -> None:
+        nonlocal first_s
+        if received and time.monotonic() - first_s < SAME_S:
+            return
+        first_s = first_s or time.monotonic()
         received.append(signal.Signals(number))
         for rank in ranks:
             if rank.process.is_alive() and rank.process.pid is not None:
