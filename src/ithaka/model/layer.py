@@ -154,12 +154,21 @@ class StreamedLayer:
 
     def _project_and_send(self, saved: Saved, stage: Stage) -> Sent:
         with phase("projections"):
-            q_csnK, *kv = self._walk(saved, project=self._slices(stage))
-            return self._send([q_csnK], kv)
+            return self._send(self._walk(saved, self._slices(stage)))
 
-    def _send(self, tensors: list[Tensor], kv: list[Tensor]) -> Sent:
-        started = [start_tokens_to_heads(t, self.group) for t in [*tensors, *kv]]
-        return Sent(started[: len(tensors)], started[len(tensors) :])
+    def _send(self, projected: list[Tensor], also: list[Callable[[], Tensor]] | None = None) -> Sent:
+        """Sends a stage's q, what `also` makes, and k and v where they were projected; empties `projected`.
+
+        Without overlap one after the other, so that only one of them is there twice.
+        """
+        makers = [partial(projected.pop, 0), *(also or []), *[partial(projected.pop, 0)] * (len(projected) - 1)]
+        started = []
+        for make in makers:
+            started.append(start_tokens_to_heads(make(), self.group))
+            if not self.options.overlap:
+                started[-1].wait()
+        num_kv = len(started) - 1 - len(also or [])
+        return Sent(started[: len(started) - num_kv], started[len(started) - num_kv :])
 
     def _slices(self, stage: Stage) -> list[HeadSlice]:
         """The heads to project for a stage: its queries, and the keys and values that arrive with it."""
@@ -269,8 +278,7 @@ class StreamedLayer:
         norm1, weights = partial(apply_norm, self.parts.norm1), list(self.parts.norm1.parameters())
 
         def send(i: int, projected: list[Tensor]) -> Sent:
-            q_csnK, *new_kv = projected
-            return self._send([q_csnK, attended[i][0].fetch(), self._output_grad(stages[i], dy_sD)], new_kv)
+            return self._send(projected, [attended[i][0].fetch, partial(self._output_grad, stages[i], dy_sD)])
 
         def through_norm(rows: slice, x_tD: Tensor) -> None:
             dy_sD[rows] += tile_backward(norm1, weights, x_tD, dh_sD[rows], grads)
@@ -281,13 +289,13 @@ class StreamedLayer:
             )
         for i, stage in enumerate(stages):
             (q, out, dout), new_kv = sent.popleft().wait()
-            following = i + self.ahead
+            lse_nS, following = attended[i][1].fetch(), i + self.ahead
             if self.options.overlap and following < len(stages):
                 attended[following][0].prefetch()
             held.arrive(stage, new_kv)
             with phase("attention"), phase(f"stage {i}"):
-                dq = held.attend_backward(stage, dout, q, out, attended[i][1].fetch())
-            del q, out, dout, new_kv
+                dq = held.attend_backward(stage, dout, q, out, lse_nS)
+            del q, out, dout, new_kv, lse_nS
             leaving = [(self.q, stage.query_heads, dq)]
             del dq
             for load in self.table.loads_ending(i):
@@ -304,7 +312,6 @@ class StreamedLayer:
                 del arrived
                 if projected:
                     sent.append(send(following, projected))
-                del projected
 
     def _bring_back(self, leaving: list[tuple[Projection, Heads, Tensor]]) -> list[Arrived]:
         """Gradients of heads [S, n, K] -> on the tokens' ranks [c, s, n, K]; empties `leaving`."""
