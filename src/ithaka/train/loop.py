@@ -47,7 +47,7 @@ from ithaka.train.watch import Watch, write_facts
 
 SAMPLE_PROMPT_TOKENS = 64
 SAMPLE_NEW_TOKENS = 128
-SAMPLE_MAX_PARAMS = 1_000_000_000
+SAMPLE_MAX_PARAMS = {"cuda": 1_000_000_000, "cpu": 20_000_000}  # above: minutes, without a cache
 SAMPLE_TEMPERATURE = 0.8
 
 
@@ -504,7 +504,7 @@ def _explain_out_of_memory(config: Config, error: BaseException) -> str:
 def _sample_text(trainer: Trainer) -> str:
     """A continuation of the beginning of the validation set, or why there is none.  Every rank takes part."""
     num_params = _num_params(trainer.model)
-    if num_params > SAMPLE_MAX_PARAMS:
+    if num_params > SAMPLE_MAX_PARAMS[trainer.mesh.device.type]:
         return f"No sample: {amount(num_params)} parameters take too long without a cache; export the model."
     if trainer.tokenizer is None:
         return "No sample: there is no tokenizer to write it with."
