@@ -45,7 +45,13 @@ class Job:
         return {part: flops * self.micro_steps for part, flops in found.items()}
 
     def rate(self, path: tuple[str, ...]) -> float | None:
-        return device_rate(self.gpu, path[1:] or path) if self.knows_rate else None
+        """FLOP/s of the device for a phase; for a whole direction of a layer, that of its parts together."""
+        if not self.knows_rate:
+            return None
+        if len(path) != 2:
+            return device_rate(self.gpu, path[1:] or path)
+        parts = {part: flops for part, flops in self.flops().items() if part[:2] == path}
+        return sum(parts.values()) / sum(f / device_rate(self.gpu, part[1:]) for part, f in parts.items())
 
 
 def gpu_named(name: str) -> Gpu:

@@ -163,12 +163,18 @@ def times_as_data(times: Times, job: Job | None) -> dict[str, Any]:
         sums = rows.setdefault(path[:3], dict.fromkeys(CLASSES, 0.0))
         for kind, seconds in row.items():
             sums[kind] += seconds
+    for path in [path for path in rows if len(path) == 2 and not any(_below(r, path) for r in rows)]:
+        flops[path] = sum(f for part, f in flops.items() if _below(part, path))
     return {
         "wall_s": times.wall_s,
         "totals": times.totals,
         "hidden": times.hidden,
         "phases": [_as_row(path, row, flops.get(path), job) for path, row in rows.items()],
     }
+
+
+def _below(path: Path, above: Path) -> bool:
+    return len(path) > len(above) and path[: len(above)] == above
 
 
 def _as_row(path: Path, row: dict[str, float], flops: float | None, job: Job | None) -> dict[str, Any]:

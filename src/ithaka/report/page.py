@@ -25,8 +25,8 @@ def write_report(run_dirs: Sequence[Path], out: Path | None = None) -> Path:
 
 def page(runs: list[dict]) -> str:
     title = html.escape(", ".join(run["name"] for run in runs))
-    # "</" would end the script element early.
-    data = json.dumps(runs, separators=(",", ":")).replace("</", "<\\/")
+    # A "<" of a run's own text could end the script element, or open a comment in it.
+    data = json.dumps(runs, separators=(",", ":")).replace("<", "\\u003c")
     parts = {"title": title, "style": _file("report.css"), "data": data, "charts": _file(CHARTS)}
     parts["script"] = _file("report.js")
     text = _file("page.html")

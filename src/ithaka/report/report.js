@@ -115,6 +115,14 @@ function axis(c, extra) {
     splitLine: { lineStyle: { color: c.line, opacity: 0.5 } }, nameTextStyle: { color: c.faint }, ...extra,
   };
 }
+function byteSteps(most) {
+  // Ticks at round numbers of the unit, about five of them.
+  const unit = 1024 ** Math.floor(Math.log2(Math.max(most, 1)) / 10);
+  const rough = most / unit / 5, scale = 10 ** Math.floor(Math.log10(Math.max(rough, 1e-9)));
+  const step = [1, 2, 5, 10].find(n => n * scale >= rough) * scale * unit;
+  return { interval: step, max: Math.ceil(most / step * 1.02) * step };
+}
+function tick(n) { return n ? bytes(n).replace(/\.?0+ /, " ") : "0"; }
 function label(name) { return runs.length > 1 ? name + " " : ""; }
 
 // ---- the run: loss, speed
@@ -147,9 +155,9 @@ function curves(title, note, keys, format, log) {
   chart(section(title, note), (c, narrow) => ({
     ...base(c, narrow),
     tooltip: { ...base(c, narrow).tooltip, valueFormatter: format },
-    xAxis: axis(c, { type: "value", name: "step", nameLocation: "middle", nameGap: 24, min: "dataMin", max: "dataMax" }),
+    xAxis: axis(c, { type: "value", minInterval: 1, name: "step", nameLocation: "middle", nameGap: 24, min: "dataMin", max: "dataMax" }),
     yAxis: axis(c, { type: log ? "log" : "value", scale: true, axisLabel: { color: c.faint, formatter: format } }),
-    series: runs.flatMap((run, r) => keys.map(([key, name, dashed]) => ({
+    series: runs.flatMap((run, r) => keys.filter(([key]) => points(run, key).length).map(([key, name, dashed]) => ({
       name: label(run.name) + name, type: "line", data: points(run, key), sampling: "lttb",
       showSymbol: points(run, key).length < 40, symbolSize: dashed ? 8 : 4, connectNulls: true,
       color: RUN_COLOURS[(keys.length > 1 && runs.length === 1 ? (dashed ? 1 : 0) : r) % RUN_COLOURS.length],
@@ -190,7 +198,7 @@ function memory() {
 function memoryOption(map, c, narrow) {
   const stacked = Object.entries(map.holders).map(([name, values]) => ({
     name, type: "line", stack: "live", symbol: "none", color: HOLDER_COLOURS[name] || "#888", step: "end",
-    lineStyle: { width: 0 }, areaStyle: { opacity: 0.9 }, emphasis: { focus: "series" },
+    lineStyle: { width: 0 }, areaStyle: { opacity: 0.9 }, emphasis: { disabled: true },
     data: values.map((v, i) => [map.time_s[i], v]),
   }));
   const beside = Object.entries(map.elsewhere || {}).map(([name, values]) => ({
@@ -209,13 +217,15 @@ function memoryOption(map, c, narrow) {
     };
   }
   const b = base(c, narrow);
+  const elsewhere = Object.values(map.elsewhere || {}).flat();
+  const most = elsewhere.reduce((a, v) => Math.max(a, v), map.peak.num_bytes);
   return {
     ...b,
     legend: { ...b.legend, type: narrow ? "scroll" : "plain" },
     grid: { ...b.grid, top: narrow ? 36 : 64 },
     tooltip: { ...b.tooltip, formatter: items => memoryTip(map, items) },
     xAxis: axis(c, { type: "value", name: "seconds into the step", nameLocation: "middle", nameGap: 24, min: 0, max: map.time_s.at(-1), axisLabel: { color: c.faint, hideOverlap: true, formatter: v => String(Number(v.toPrecision(3))) } }),
-    yAxis: axis(c, { type: "value", axisLabel: { color: c.faint, formatter: bytes } }),
+    yAxis: axis(c, { type: "value", min: 0, ...byteSteps(most), axisLabel: { color: c.faint, formatter: tick } }),
     series: [...stacked, ...beside],
   };
 }

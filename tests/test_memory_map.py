@@ -1,0 +1,87 @@
+"""A profiled step: its map adds up to what the allocator measured, and the peak names what made it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ithaka.model.layer import StreamedLayer
+from ithaka.phases import HOLDERS
+from ithaka.train.loop import run
+from runs import tiny_run
+
+MODEL = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 2048}
+MEMORY = {
+    "everything kept": {"checkpoint": "none"},
+    "recomputed": {"checkpoint": "full", "tile_tokens": 256},
+    "attention kept": {"checkpoint": "full", "tile_tokens": 256, "keep_attention": "all"},
+    "on the host": {"checkpoint": "full", "tile_tokens": 256, "offload": "host"},
+}
+
+
+def profiled(folder: Path, memory: dict[str, Any]) -> dict[str, Any]:
+    config = tiny_run(
+        folder,
+        model=MODEL,
+        memory=memory,
+        data={"context": 1024},
+        parallel={"heads_per_stage": 2},
+        train={"steps": 2, "accumulate": 1, "validate_every": 0, "validate_sequences": 0},
+        profile={"every": 2},
+    )
+    run(config, only_profile=True)
+    assert config.train.run_dir is not None
+    assert not (config.train.run_dir / "checkpoints").exists()
+    return json.loads((config.train.run_dir / "profile" / "step-2" / "profile.json").read_text())
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_map_adds_up_to_the_measured_peak(tmp_path, name):
+    data = profiled(tmp_path, MEMORY[name])
+    memory, peak = data["memory"], data["memory"]["peak"]
+    total = max(map(sum, zip(*memory["holders"].values(), strict=True)))
+    assert total == peak["num_bytes"] == sum(peak["holders"].values())
+    assert abs(total - peak["measured_bytes"]) < 0.02 * peak["measured_bytes"]
+    assert peak["holders"].get("other", 0) < 0.05 * total
+    assert set(memory["holders"]) <= set(HOLDERS)
+    assert "kept on device" in peak["holders"] or name == "on the host"
+    assert ("kept on host" in memory["elsewhere"]) == (name == "on the host")
+    spans = [span["name"] for span in memory["phases"]]
+    assert [s for s in spans if "layer" in s] == [
+        "layer 0 forward",
+        "layer 1 forward",
+        "layer 1 backward",
+        "layer 0 backward",
+    ]
+
+
+def test_times_add_up_to_the_step(tmp_path):
+    data = profiled(tmp_path, MEMORY["on the host"])
+    times = data["times"]
+    assert sum(times["totals"].values()) == pytest.approx(times["wall_s"])
+    by_phase = sum(row[kind] for row in times["phases"] for kind in times["totals"])
+    assert by_phase == pytest.approx(times["wall_s"])
+    attention = next(r for r in times["phases"] if r["path"] == ["layer 1", "backward", "attention"])
+    assert attention["compute"] > 0 and attention["flops_s"] > 0
+    assert times["totals"]["copies"] > 0, "kept inputs are copied out and in"
+
+
+def test_planted_hog_is_named_first(tmp_path, monkeypatch):
+    plain, hogs = StreamedLayer._mlp_backward, []
+
+    def with_hog(self, saved, attended, dy_sD, grads):
+        hogs.append(torch.zeros(len(dy_sD), 4096))
+        plain(self, saved, attended, dy_sD, grads)
+        hogs.pop()
+
+    monkeypatch.setattr(StreamedLayer, "_mlp_backward", with_hog)
+    peak = profiled(tmp_path, MEMORY["recomputed"])["memory"]["peak"]
+    first = peak["largest"][0]
+    assert first["num_bytes"] == 1024 * 4096 * 4
+    assert first["shape"] == [1024, 4096]
+    assert "test_memory_map.py" in first["line"] and "with_hog" in first["line"]
+    assert "backward / mlp" in peak["phase"]
+    words = (tmp_path / "run" / "profile" / "step-2" / "peak.txt").read_text()
+    assert words.splitlines()[3].strip().startswith("1. 16.00 MiB")

@@ -1,0 +1,117 @@
+"""The report of a run: one file, complete, that draws itself in a browser without a network."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from browser import Browser, find_browser
+from ithaka.config import ConfigError
+from ithaka.report import write_report
+from ithaka.train.loop import run
+from runs import tiny_run
+
+SIZES = {"desktop": (1200, False), "dark": (1200, True), "phone": (390, False)}
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory) -> Path:
+    """A whole training run with a profile, as the command line leaves it."""
+    folder = tmp_path_factory.mktemp("reported")
+    config = tiny_run(folder, train={"steps": 4, "save_every": 0}, profile={"every": 3})
+    run(config)
+    assert config.train.run_dir is not None
+    return config.train.run_dir
+
+
+def embedded(page: Path) -> list[dict]:
+    text = page.read_text()
+    start = text.index(">", text.index('<script id="data"')) + 1
+    return json.loads(text[start : text.index("</script>", start)])
+
+
+def test_every_run_ends_with_a_report_that_has_everything(run_dir):
+    (run,) = embedded(run_dir / "report.html")
+    assert run["metrics"]["step"] == [0, 1, 2, 3, 4]
+    assert run["config"]["data"]["context"] == 61
+    assert run["machine"]["torch"] and run["plan"]["layout"]["cp"] == 1
+    assert run["sample"].startswith("Sample, continuing")
+    assert run["profile"]["step"] == 3 and run["profile"]["memory"]["holders"]
+
+
+def test_nothing_is_fetched_from_anywhere(run_dir):
+    text = (run_dir / "report.html").read_text()
+    own = text.replace(text[text.index("<script>") : text.rindex("<script>")], "")  # without the library
+    assert "http://" not in own and "https://" not in own
+    assert len(text) < 1_200_000
+
+
+def test_text_of_a_run_cannot_break_out_of_the_page(run_dir, tmp_path):
+    (tmp_path / "config.yaml").write_text((run_dir / "config.yaml").read_text())
+    (tmp_path / "sample.txt").write_text("</script><script>alert(1)</script>")
+    page = write_report([tmp_path])
+    assert embedded(page)[0]["sample"].startswith("</script>")
+    assert page.read_text().count("<script>") == 2
+
+
+def test_a_directory_that_is_no_run_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="holds no config.yaml; give the directory of a run"):
+        write_report([tmp_path])
+
+
+needs_browser = pytest.mark.skipif(
+    find_browser() is None, reason="no Chromium or Chrome is installed: the page cannot be drawn"
+)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with Browser(find_browser() or "") as opened:
+        yield opened
+
+
+# Of each chart: how many of its pixels are not background.
+DRAWN = """[...document.querySelectorAll('.chart')].map(box => {
+  const canvas = box.querySelector('canvas');
+  const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+  let count = 0;
+  for (let i = 3; i < data.length; i += 4) count += data[i] > 0;
+  return count;
+})"""
+
+
+@needs_browser
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("num_runs", [1, 2])
+def test_charts_are_drawn_without_complaints(run_dir, browser, tmp_path, size, num_runs):
+    page = write_report([run_dir] * num_runs, tmp_path / "page.html")
+    width, dark = SIZES[size]
+    browser.open(page, width, dark=dark)
+    assert browser.complaints() == []
+    drawn = browser.evaluate(DRAWN)
+    assert len(drawn) == 2 + 3 * num_runs and min(drawn) > 500
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width, "no sideways scrolling"
+    background = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, background[4:-1].split(","))) < 150) == dark
+
+
+@needs_browser
+def test_holders_can_be_looked_at_and_hidden(run_dir, browser):
+    browser.open(run_dir / "report.html")
+    browser.evaluate("document.querySelectorAll('.chart')[2].scrollIntoView()")
+    box = "document.querySelectorAll('.chart')[2].getBoundingClientRect()"
+    left, top, width, height = browser.evaluate(f"(r => [r.left, r.top, r.width, r.height])({box})")
+    browser.move_mouse(left + width / 2, top + height / 2)
+    tip = "document.querySelectorAll('.chart')[2].innerText"
+    assert "all shown" in browser.evaluate(tip) and "parameters" in browser.evaluate(tip)
+    option = "charts[2].live.getOption()"
+    first = browser.evaluate(f"{option}.series[0].name")
+    browser.evaluate(f"charts[2].live.dispatchAction({{type: 'legendToggleSelect', name: '{first}'}})")
+    assert browser.evaluate(f"{option}.legend[0].selected['{first}']") is False
+    browser.evaluate("charts[2].live.dispatchAction({type: 'dataZoom', start: 20, end: 40})")
+    assert browser.evaluate(f"{option}.dataZoom[0].start") == 20
+    dark = "document.documentElement.classList.contains('dark')"
+    assert browser.evaluate(dark) is False
+    browser.evaluate("document.getElementById('theme').click()")
+    assert browser.evaluate(dark) is True
+    assert browser.complaints() == []
