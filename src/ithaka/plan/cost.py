@@ -574,7 +574,7 @@ def _kept_on_device(shape: ModelShape, layout: Layout, s: int) -> tuple[int, int
 def _everything_moment(shape: ModelShape, layout: Layout, s: int) -> Moment:
     """Beside what is kept: the stream and its gradient, and one matmul's gradients of the MLP."""
     e = layout.element_bytes
-    return Moment("everything kept", 2 * s * shape.hidden * e, 0, 0, 3 * s * shape.mlp * e)
+    return Moment("everything kept", 2 * s * shape.hidden * e, tiles=3 * s * shape.mlp * e)
 
 
 def _outside(

@@ -90,7 +90,7 @@ def _gpu(
 ) -> Gpu:
     """A GPU from its data sheet: peak in TFLOP/s (dense bf16, fp32 sums), links in GB/s each way."""
     share = peak * 1e12 / H200_PEAK
-    values = {
+    values: dict[str, Any] = {
         "memory_bytes": int(gibibytes * GIB),
         "matmul_flops": H200_MATMUL * share,
         "attention_forward_flops": H200_ATTENTION_FORWARD * share,
@@ -205,7 +205,7 @@ def read_gpu(file: Path) -> Gpu:
 
 
 def _complete(values: dict[str, Any], file: Path, names: list[str]) -> Gpu:
-    start = dataclasses.asdict(find_gpu(values["based_on"])) if "based_on" in values else {}
+    start: dict[str, Any] = dataclasses.asdict(find_gpu(values["based_on"])) if "based_on" in values else {}
     given = {key: value for key, value in values.items() if key not in ("based_on", "sources")}
     missing = [
         key for key in names if key not in start and key not in given and key not in ("name", "sources")
@@ -217,9 +217,10 @@ def _complete(values: dict[str, Any], file: Path, names: list[str]) -> Gpu:
     for key, value in given.items():
         if key != "name" and (not isinstance(value, int | float) or isinstance(value, bool) or value <= 0):
             raise ConfigError(f"--gpu-file {file}: {key}={value} is no positive number; correct it")
-    sources = start.get("sources", {}) | dict.fromkeys(given, str(file)) | values.get("sources", {})
+    sources = {**start.get("sources", {}), **dict.fromkeys(given, str(file)), **values.get("sources", {})}
     whole = {key: int(given[key]) for key in ("memory_bytes", "l2_bytes") if key in given}
-    return Gpu(**{"name": file.stem, **start, **given, **whole, "sources": sources})
+    complete: dict[str, Any] = {**start, "name": file.stem, **given, **whole, "sources": sources}
+    return Gpu(**complete)
 
 
 def find_hardware(

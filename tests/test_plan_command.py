@@ -1,0 +1,130 @@
+"""`ithaka plan`: quick, without torch, and the same in text and JSON."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from ithaka.cli import app
+from ithaka.config import ConfigError
+from ithaka.plan.hardware import GPUS, find_gpu, parse_bytes, parse_gpus
+
+ARGS = ["plan", "llama3-8b", "--gpus", "8xH100-80GB", "--host-memory", "2TB", "--context", "1M"]
+
+
+def run(*args: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, list(args))
+    assert result.exit_code == code, result.output
+    return result.stdout
+
+
+def test_needs_no_torch():
+    check = f"import sys; from typer.testing import CliRunner; from ithaka.cli import app\n" \
+        f"assert CliRunner().invoke(app, {ARGS}).exit_code == 0\n" \
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"  # fmt: skip
+    subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_text_and_json_agree():
+    answer, text = json.loads(run(*ARGS, "--json")), run(*ARGS)
+    assert answer["fits"] and f"{answer['tokens_per_s_per_gpu']:.4g} tok/s per GPU" in text
+    for name, value in answer["settings"].items():
+        if name in text:
+            line = next(line for line in text.splitlines() if line.split()[:1] == [name])
+            assert line.split()[1] == (str(value).lower() if isinstance(value, bool) else str(value))
+    need = (answer["gpu_peak_bytes"] + answer["gpu_reserve_bytes"]) / 2**30
+    assert f"{need:.1f} of {answer['gpu_bytes'] / 2**30:.1f} GiB" in text
+    assert sum(answer["seconds"].values()) == pytest.approx(answer["step_s"])
+    assert sum(answer["gpu_holders"].values()) == answer["gpu_peak_bytes"] + answer["gpu_reserve_bytes"]
+
+
+def test_json_has_what_programs_need():
+    answer = json.loads(run(*ARGS, "--max-context", "--json"))
+    wanted = (
+        "fits settings gpu_peak_bytes host_peak_bytes disk_peak_bytes step_s tokens_per_s_per_gpu limited_by"
+    )
+    assert {*wanted.split(), "max_context"} <= set(answer)
+    assert answer["max_context"] == answer["context"] and answer["limited_by"] == "host"
+
+
+def test_what_does_not_fit_has_its_own_exit_code():
+    assert "does not fit" in run("plan", "llama3-70b", "--gpus", "RTX4090", "--context", "1M", code=3)
+
+
+def test_ladder_climbs():
+    rungs = json.loads(run(*ARGS, "--ladder", "--json"))
+    longest = [rung["max_context"] for rung in rungs]
+    assert len(rungs) == 8 and longest == sorted(longest)
+
+
+def test_sweep_shows_the_trade(tmp_path):
+    plot = tmp_path / "sweep.svg"
+    points = json.loads(
+        run(*ARGS, "--set", "parallel.cp=8", "--sweep", "heads_per_stage", "--plot", str(plot), "--json")
+    )
+    assert [p["heads_per_stage"] for p in points] == [8, 16, 32]
+    longest = [p["max_context"] for p in points]
+    assert longest == sorted(longest, reverse=True)
+    assert plot.read_text().count("<circle") == 3
+    assert "heads_per_stage" in run(*ARGS, "--sweep", "heads_per_stage")
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["plan", "no-such", "--gpus", "H200"], "model=no-such"),
+        (["plan", "llama3-8b", "--gpus", "8xH300"], "--gpus H300"),
+        (["plan", "llama3-8b", "--gpus", "0xH200"], "counts no GPU"),
+        (["plan", "llama3-8b", "--gpus", "H200", "--context", "long"], "--context long"),
+        (["plan", "llama3-8b", "--gpus", "H200", "--host-memory", "much"], "--host-memory much"),
+        (["plan", "llama3-8b", "--gpus", "H200", "--sweep", "lr"], "--sweep lr"),
+        (["plan", "llama3-8b", "--gpus", "8", "--gpu-file", "none.json"], "--gpu-file none.json"),
+        (["plan", "llama3-8b", "--gpus", "8xH200", "--set", "parallel.cp=3"], "parallel.cp=3"),
+    ],
+)
+def test_mistakes_are_explained(args, words):
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 2 and words in result.stderr
+
+
+def test_gpu_file(tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"based_on": "H100-80GB", "memory_bytes": 40 * 2**30}))
+    small = json.loads(
+        run(
+            "plan",
+            "llama3-8b",
+            "--gpus",
+            "8",
+            "--gpu-file",
+            str(file),
+            "--max-context",
+            "--disk",
+            "20TB",
+            "--json",
+        )
+    )
+    large = json.loads(run(*ARGS, "--max-context", "--disk", "20TB", "--json"))
+    assert small["gpus"].startswith("8x") and small["max_context"] < large["max_context"]
+    file.write_text(json.dumps({"memory_bytes": 1}))
+    with pytest.raises(ConfigError, match="lacks matmul_flops"):
+        from ithaka.plan.hardware import read_gpu
+
+        read_gpu(file)
+
+
+def test_gpus_are_parsed():
+    assert parse_gpus("2x8xH100-80GB").num_gpus == 16
+    assert parse_gpus("16xH100-80GB") == parse_gpus("2x8xH100-80GB")
+    assert parse_gpus("h200").gpu is find_gpu("H200-141GB")
+    assert parse_bytes("1.5TiB", "") == 3 * 2**39
+    with pytest.raises(ConfigError):
+        find_gpu("A100")  # which one?
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_every_figure_has_its_source(name):
+    fields = set(vars(GPUS[name])) - {"name", "sources"}
+    assert fields == set(GPUS[name].sources)

@@ -1,0 +1,167 @@
+"""The planner's promises: plans fit their ledger, more memory never hurts, explicit settings win."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ithaka.config import ConfigError
+from ithaka.plan.cost import Layout, Work, memory
+from ithaka.plan.hardware import GIB, Hardware, find_gpu
+from ithaka.plan.models import MODELS, find_shape
+from ithaka.plan.search import choose, fixed_settings, longest, settings_of
+
+TB = 10**12
+H100 = find_gpu("H100-80GB")
+NODE = Hardware(H100, 8, 1, host_bytes=2 * TB)
+FEW = settings(max_examples=12, deadline=None)
+
+machines = st.builds(
+    lambda gib, gpus, nodes, host, disk: Hardware(
+        replace(H100, memory_bytes=gib * GIB), gpus, nodes, host_bytes=host * 10**9, disk_bytes=disk * 10**9
+    ),
+    gib=st.integers(16, 200),
+    gpus=st.sampled_from([1, 2, 8]),
+    nodes=st.sampled_from([1, 2]),
+    host=st.integers(32, 4000),
+    disk=st.sampled_from([0, 500, 20000]),
+)
+models = st.sampled_from(["llama3.2-1b", "llama3-8b", "qwen2.5-7b"])
+contexts = st.sampled_from([32 * 2**10, 2**17, 2**19, 2**20, 3 * 2**20])
+
+
+@FEW
+@given(machines, models, contexts)
+def test_chosen_plan_fits_its_own_ledger(machine, model, context):
+    shape = find_shape(model)
+    plan = choose(shape, machine, context)
+    again = memory(shape, plan.layout, machine, Work(context))
+    assert plan.ledger == again
+    assert plan.fits == (
+        again.gpu_peak <= machine.gpu.memory_bytes
+        and again.host_peak <= machine.host_bytes
+        and again.disk_peak <= machine.disk_bytes
+    )
+    assert choose(shape, machine, context) == plan, "the same question has the same answer"
+
+
+@FEW
+@given(machines, models, contexts, st.sampled_from(["gpu", "host", "disk"]), st.floats(1.01, 3.0))
+def test_more_memory_never_hurts(machine, model, context, tier, factor):
+    shape, more = find_shape(model), machine
+    if tier == "gpu":
+        gpu = replace(machine.gpu, memory_bytes=int(machine.gpu.memory_bytes * factor))
+        more = replace(machine, gpu=gpu)
+    elif tier == "host":
+        more = replace(machine, host_bytes=int(machine.host_bytes * factor))
+    else:
+        more = replace(machine, disk_bytes=int(machine.disk_bytes * factor) + 10**9)
+    assert longest(shape, more)[0] >= longest(shape, machine)[0]
+    before, after = choose(shape, machine, context), choose(shape, more, context)
+    if before.fits:
+        assert after.fits and after.tokens_per_s_per_gpu >= before.tokens_per_s_per_gpu
+
+
+@FEW
+@given(machines, models)
+def test_longest_context_fits_and_the_next_does_not(machine, model):
+    shape = find_shape(model)
+    context, limit = longest(shape, machine)
+    assert limit in ("GPU", "host", "disk", "heads")
+    if context:
+        assert choose(shape, machine, context).fits
+        assert not choose(shape, machine, 2 * context).fits
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_built_in_model_has_a_plan(model):
+    assert choose(find_shape(model), replace(NODE, num_nodes=4), 32 * 2**10).fits
+
+
+# ---- the anchors: what is planned today is in LOG.md
+
+
+def test_llama_8b_at_1m_is_faster_than_published():
+    plan = choose(find_shape("llama3-8b"), NODE, 2**20, {"cp": 8})
+    assert plan.fits and plan.tokens_per_s_per_gpu >= 520
+
+
+def test_llama_8b_reaches_further_than_published():
+    shape = find_shape("llama3-8b")
+    context, limit = longest(shape, NODE)
+    assert context >= 6.5 * 2**20 and limit == "host"
+    assert longest(shape, replace(NODE, disk_bytes=10 * TB))[0] >= 10 * 2**20
+
+
+def test_qwen_32b_reaches_4m_on_two_nodes():
+    assert longest(find_shape("qwen3-32b"), replace(NODE, num_nodes=2))[0] >= 4 * 2**20
+
+
+# ---- explicit settings
+
+
+def test_explicit_settings_win():
+    shape = find_shape("llama3-8b")
+    chosen = {
+        "parallel.cp": 2,
+        "parallel.heads_per_stage": 4,
+        "memory.offload": "host",
+        "memory.tile_tokens": 1000,
+        "memory.keep_attention": 3,
+        "memory.offload_optimizer": True,
+    }
+    plan = choose(shape, NODE, 2**17, fixed_settings(chosen, shape, 8))
+    assert {name: settings_of(plan)[name] for name in chosen} == chosen
+
+
+def test_words_of_the_configuration_are_understood():
+    shape = find_shape("llama3-8b")
+    words = {
+        "parallel.cp": "all",
+        "parallel.heads_per_stage": "all",
+        "memory.checkpoint": "full",
+        "memory.offload": "none",
+        "memory.tile_tokens": "all",
+        "memory.keep_attention": "all",
+    }
+    fixed = fixed_settings(words, shape, 8)
+    assert fixed == {
+        "cp": 8,
+        "heads_per_stage": None,
+        "checkpoint": True,
+        "input_tier": "device",
+        "tile_tokens": None,
+        "keep_attention": 32,
+    }
+
+
+@pytest.mark.parametrize(
+    "fixed, words",
+    [
+        ({"cp": 3}, "parallel.cp=3"),
+        ({"cp": 8, "heads_per_stage": 12}, "parallel.heads_per_stage=12"),
+        ({"keep_attention": 33}, "memory.keep_attention=33"),
+    ],
+)
+def test_impossible_settings_are_refused(fixed, words):
+    with pytest.raises(ConfigError, match=words):
+        choose(find_shape("llama3-8b"), NODE, 2**17, fixed)
+
+
+def test_a_setting_that_no_plan_decides_is_refused():
+    with pytest.raises(ConfigError, match="optim.lr=1 is not decided by a plan"):
+        fixed_settings({"optim.lr": 1}, find_shape("llama3-8b"), 8)
+
+
+def test_what_does_not_fit_says_what_is_missing():
+    plan = choose(find_shape("llama3-70b"), Hardware(H100, 1, 1, host_bytes=64 * 10**9), 2**20)
+    assert not plan.fits and plan.limited_by in ("GPU", "host")
+
+
+def test_keeping_attention_costs_bytes_and_saves_seconds():
+    shape, work = find_shape("llama3-8b"), Work(2**20)
+    lean = Layout(8, 8, 8192, input_tier="host", attention_tier="host")
+    kept = memory(shape, replace(lean, keep_attention=32), NODE, work)
+    none = memory(shape, lean, NODE, work)
+    assert kept.host_peak > none.host_peak and kept.gpu_peak < none.gpu_peak
