@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+EXPERTS = ("qwen3_moe", "mixtral")
 
 
 def tiny_config(family: str, heads: int = 4, kv_heads: int = 2, **changes):
@@ -16,6 +17,8 @@ def tiny_config(family: str, heads: int = 4, kv_heads: int = 2, **changes):
         "mistral": {"sliding_window": 5},
         "qwen2": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
         "qwen3": {"head_dim": 16},
+        "qwen3_moe": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     }[family]
     values = {
         "vocab_size": 61,
@@ -34,6 +37,7 @@ def tiny_config(family: str, heads: int = 4, kv_heads: int = 2, **changes):
 
 def tiny_model(config, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     """Every parameter random, norms and biases included, the same for the same config."""
+    config._experts_implementation = "eager"  # grouped_mm, the default of mixtures, has no fp64
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():

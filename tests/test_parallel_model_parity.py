@@ -9,7 +9,7 @@ from ithaka.dist.mesh import make_mesh
 from ithaka.model.build import parallelize
 from ithaka.model.layer import LayerOptions
 from ithaka.model.settings import PLAIN, Settings
-from models import FAMILIES, plain_loss, tiny_config, tiny_model
+from models import EXPERTS, FAMILIES, plain_loss, tiny_config, tiny_model
 
 TOLERANCE = 1e-10
 STAGED = [  # family, heads, kv heads, cp, heads per stage
@@ -134,3 +134,9 @@ def test_any_layout(ranks, layout):
 def test_keeping_everything(ranks, family, heads, kv_heads, cp, heads_per_stage):
     settings = Settings(heads_per_stage=heads_per_stage, layer=LayerOptions(checkpoint=False))
     check(ranks.run(cp, compare, family, heads, kv_heads, cp, 1, 1, 21, settings))
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_mixtures_of_experts(ranks, family):
+    options = LayerOptions(tile_tokens=5, keep_attention="device")
+    check(ranks.run(2, compare, family, 4, 2, 2, 1, 2, 19, Settings(heads_per_stage=2, layer=options)))

@@ -39,6 +39,9 @@ FAMILIES = {
     "mistral": Family(windowed="model"),
     "qwen2": Family(windowed="layer"),
     "qwen3": Family(qk_norm=True, windowed="layer"),
+    # Mixtures of experts: their blocks are token-wise like any MLP.
+    "qwen3_moe": Family(qk_norm=True, windowed="model"),
+    "mixtral": Family(windowed="model"),
 }
 
 # RoPE kinds whose frequencies are fixed; "dynamic" and "longrope" change them with the sequence length.
@@ -86,6 +89,12 @@ def check_supported(model: PreTrainedModel) -> None:
         raise ConfigError(
             f"attention_dropout={config.attention_dropout} is not supported; set it to 0.0 in config.json"
         )
+    for name in ("output_router_logits", "router_jitter_noise"):
+        if getattr(config, name, None):
+            raise ConfigError(
+                f"{name}={getattr(config, name)} is not supported (the router's auxiliary loss and noise are not "
+                "computed); set it to false or 0 in config.json"
+            )
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope not in FIXED_ROPE:
         raise ConfigError(f"rope_type={rope} changes with the length; use one of {', '.join(FIXED_ROPE)}")

@@ -24,6 +24,11 @@ def load_weights(model: PreTrainedModel, directory: Path) -> None:
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     params = dict(model.named_parameters())  # names a tied weight once, as the embedding
     missing = sorted(set(params) - set(where))
+    if missing and any(".experts." in name for name in missing):
+        raise ConfigError(
+            f"model.path={directory} keeps its experts one by one, which cannot go straight into shards yet; load it "
+            "with AutoModelForCausalLM.from_pretrained and pass it to ithaka.parallelize"
+        )
     if missing:
         raise ConfigError(
             f"model.path={directory} has no tensor {missing[0]} ({len(missing)} missing in all)"
@@ -48,7 +53,7 @@ def init_weights(model: PreTrainedModel, seed: int) -> None:
         for name, param in module.named_parameters(recurse=False):
             if name == "bias":
                 param.zero_()
-            elif not isinstance(module, (nn.Linear, nn.Embedding)):
+            elif param.dim() == 1:
                 param.fill_(1.0)  # a norm's weight
             else:
                 _draw_normal(param, std, f"{seed}/{module_name}.{name}")
