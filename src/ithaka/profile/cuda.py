@@ -70,12 +70,7 @@ class AllocatorHistory:
         torch.cuda.reset_peak_memory_stats(self.device)
         self._before = _active_blocks(torch.cuda.memory._snapshot(self.device), self.device)
         torch.cuda.memory._record_memory_history(
-            "all",
-            context="alloc",
-            stacks="python",
-            max_entries=MAX_EVENTS,
-            device=self.device,
-            clear_history=True,
+            "all", context="alloc", stacks="python", max_entries=MAX_EVENTS, device=self.device
         )
         self._start_ns = time.time_ns()
         self._entered.enter_context(listening(self))
@@ -86,7 +81,7 @@ class AllocatorHistory:
 
     def __exit__(self, *error: Any) -> None:
         self._entered.close()
-        torch.cuda.memory._set_memory_metadata("")
+        _set_metadata("")
         self.measured_peak_bytes = torch.cuda.max_memory_allocated(self.device)
         self.snapshot = torch.cuda.memory._snapshot(self.device)
         torch.cuda.memory._record_memory_history(None, device=self.device)
@@ -131,7 +126,7 @@ class AllocatorHistory:
         """Every allocation from now on carries the index of this context."""
         if holder is None:
             holder = next((h for p, h in reversed(self._contexts) if p == path), OTHER)
-        torch.cuda.memory._set_memory_metadata(str(len(self._contexts)))
+        _set_metadata(str(len(self._contexts)))
         self._contexts.append((path, holder))
         self._context_ns.append(time.time_ns())
 
@@ -154,6 +149,8 @@ class AllocatorHistory:
         live = {a: _Span(a, size, self._start_ns, (), OTHER, "") for a, size in self._before.items()}
         spans = list(live.values())
         for event in self.snapshot["device_traces"][self.device.index or 0]:
+            if event["time_us"] * 1000 < self._start_ns - CLOCK_SLACK_NS:
+                continue
             if event["action"] == "alloc":
                 live[event["addr"]] = span = self._span(event)
                 spans.append(span)
@@ -199,6 +196,12 @@ def _assign(seen: _Seen, spans: list[_Span]) -> None:
     at = bisect_right(spans, seen.time_ns + CLOCK_SLACK_NS, key=lambda span: span.start_ns) - 1
     if at >= 0 and (spans[at].stop_ns or 2**62) + CLOCK_SLACK_NS >= seen.time_ns:
         spans[at].seen.append(seen)
+
+
+def _set_metadata(text: str) -> None:
+    """Older versions of torch have none; the clock tells the phase there."""
+    if hasattr(torch.cuda.memory, "_set_memory_metadata"):
+        torch.cuda.memory._set_memory_metadata(text)
 
 
 def _active_blocks(snapshot: dict[str, Any], device: torch.device) -> dict[int, int]:
