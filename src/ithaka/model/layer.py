@@ -24,7 +24,7 @@ from ithaka.dist.exchange import (
 )
 from ithaka.memory.store import Kept, Store
 from ithaka.model.families import LayerParts
-from ithaka.ops.stages import HeadSlice, HeldHeads, Projection, stages_attention, take_head_columns
+from ithaka.ops.stages import HeadSlice, HeldHeads, Projection, signed_sin, stages_attention, take_head_columns
 from ithaka.ops.tiles import GradSum, apply_norm, sum_dtype, tile_backward, tile_slices
 from ithaka.phases import KEPT, STAGE, holding, mark_backward, phase
 from ithaka.plan.heads import EMPTY, HeadTable, Stage, flat
@@ -337,7 +337,7 @@ class StreamedLayer:
 
     def _rotation(self, h_tD: Tensor, positions_t: Tensor) -> tuple[Tensor, Tensor]:
         cos_1tK, sin_1tK = self.rotary(h_tD, positions_t[None])
-        return cos_1tK[0], sin_1tK[0]
+        return cos_1tK[0], signed_sin(sin_1tK[0])
 
     def _heads(self, heads: Heads) -> Tensor:
         if heads not in self._indices:

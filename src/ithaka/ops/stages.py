@@ -90,10 +90,19 @@ def take_head_columns(weight_DN: Tensor, heads_n: Tensor, head_dim: int) -> Tens
 
 
 def rope(t_tnK: Tensor, cos_tK: Tensor, sin_tK: Tensor) -> Tensor:
-    """Rotary position embedding with Hugging Face's half-and-half pairing of dimensions."""
-    first, second = t_tnK.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return t_tnK * cos_tK[:, None] + turned * sin_tK[:, None]
+    """Rotary position embedding with Hugging Face's half-and-half pairing of dimensions.
+
+    `sin_tK` has the signs of the rotation, minus in its first half, so that the other half of a pair is only
+    rolled into place; with -sin the rotation is undone.
+    """
+    rolled_tnK = t_tnK.roll(t_tnK.shape[-1] // 2, -1)
+    return torch.addcmul(t_tnK * cos_tK[:, None], rolled_tnK, sin_tK[:, None])
+
+
+def signed_sin(sin_tK: Tensor) -> Tensor:
+    """Hugging Face's table of sines (the same in both halves) with the signs that `rope` wants."""
+    first, second = sin_tK.chunk(2, dim=-1)
+    return torch.cat((-first, second), dim=-1)
 
 
 class HeldHeads:
