@@ -7,7 +7,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -98,28 +98,27 @@ class Watch:
             yield
             return
         every = self.config.profile.every
+        profile = self._profile() if every and number % every == 0 else None
+        start = time.perf_counter()
         with listening(self._progress):
             self._progress.start(number)
             try:
-                with self._profiled(number) if every and number % every == 0 else self._timed():
+                with profile or nullcontext():
                     yield
             finally:
                 self._progress.stop()
+        if profile is None:
+            self._plain_s.append(time.perf_counter() - start)
+        else:
+            self._write(profile, number)
 
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self._plain_s.append(time.perf_counter() - start)
-
-    @contextmanager
-    def _profiled(self, number: int) -> Iterator[None]:
+    def _profile(self) -> StepProfile:
         if self.mesh.device.type == "cuda":
             earlier = torch.cuda.max_memory_allocated(self.mesh.device)
             self.device_peak_bytes = max(self.device_peak_bytes, earlier)
-        profile = StepProfile(self.model, self.optimizer, self.mesh.device, _store(self.model))
-        with profile:
-            yield
+        return StepProfile(self.model, self.optimizer, self.mesh.device, _store(self.model))
+
+    def _write(self, profile: StepProfile, number: int) -> None:
         run_dir = self.config.train.run_dir
         assert run_dir is not None
         plain = self._plain_s[WARM_UP_STEPS:]
