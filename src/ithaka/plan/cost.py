@@ -212,6 +212,22 @@ class LayerBytes:
         """k and v held once a stage's last uses are over."""
         return 2 * self.slots.stages[stage].left * self.slot
 
+    def under_way(self, made: int, taken: int, stage: int) -> int:
+        """A stage's tensors between their sending and their use: `made` here, `taken` as received, and k, v.
+
+        With overlap the ones sent are held until the ones received are used.
+        """
+        if not self.exchanged:
+            return made + self.kv(stage)
+        both = made + self.kv(stage) if self.layout.overlap else 0
+        return both + taken + self.kv(stage)
+
+    def sending(self, made: int, taken: int, stage: int) -> int:
+        """The most while a stage is sent: without overlap one after the other, so only one is there twice."""
+        if self.layout.overlap or not self.exchanged:
+            return self.under_way(made, taken, stage)
+        return taken + self.kv(stage) + max(self.q, self.kv(stage) // 2)
+
     def widened(self, num_bytes: int) -> int:
         """The same elements in the dtype of sums."""
         return num_bytes // self.layout.element_bytes * self.layout.sum_bytes
@@ -258,26 +274,27 @@ def attend_moments(b: LayerBytes, phase: str, stream: int, keeps_outputs: bool) 
 
     `keeps_outputs`: every stage's output stays on the device for the rest of the pass.
     """
-    f, out = 2 if b.exchanged else 1, b.q + b.lse
+    out = b.q + b.lse
     project, attend = f"{phase} projections", f"{phase} attention"
 
     def flying(first: int, last: int) -> int:
-        return sum(f * (b.q + b.kv(j)) for j in range(first, min(last, b.num_stages)))
+        return sum(b.under_way(b.q, b.q, j) for j in range(first, min(last, b.num_stages)))
 
     for i in range(min(b.ahead, b.num_stages)):
         yield Moment(project, stream, flying(0, i) + b.q + b.kv(i), 0, "project")
-        yield Moment(project, stream, flying(0, i + 1))
+        yield Moment(project, stream, flying(0, i) + b.sending(b.q, b.q, i))
     for i in range(b.num_stages):
         before = out * (i if keeps_outputs else min(i, 1))
         later = flying(i + 1, i + b.ahead)
         yield Moment(attend, stream, b.q + later + b.held(i) + out + b.part(i, out), before, "attend")
         # What arrived with this stage stays until its output is on its way, even if this was its last use.
         held = max(b.left(i), min(b.held(i), b.left(i) + b.kv(i)))
-        yield Moment(attend, stream, b.q + later + held + out + (f - 1) * b.q, before)
+        yield Moment(attend, stream, b.q + later + held + out + b.exchanged * b.q, before)
         if (new := i + b.ahead) < b.num_stages:
             after = out * (i + 1 if keeps_outputs else 1)
-            yield Moment(project, stream, later + b.left(i) + b.q + b.kv(new), after, "project")
-            yield Moment(project, stream, later + b.left(i) + f * (b.q + b.kv(new)), after)
+            others = later + b.left(i)
+            yield Moment(project, stream, others + b.q + b.kv(new), after, "project")
+            yield Moment(project, stream, others + b.sending(b.q, b.q, new), after)
 
 
 def forward_moments(b: LayerBytes, keeps: bool) -> Iterator[Moment]:
@@ -296,36 +313,32 @@ def attention_backward_moments(b: LayerBytes, outputs: int, fetched: bool) -> It
     """dy and dh all the time. `fetched`: attention's output comes from the store, a stage at a time."""
     stream, attend, project = 2 * b.x, "backward attention", "backward projections"
     out = b.q if fetched else 0  # else it is there already, among `outputs` or what is kept
-
-    def sent(j: int) -> int:
-        return 2 * b.q + out + b.kv(j)
-
-    def received(j: int) -> int:
-        return 3 * b.q + b.kv(j) if b.exchanged else 0
+    made, taken = 2 * b.q + out, 3 * b.q  # q, out, dout: as made here, and as received
+    dq = b.q if b.exchanged or fetched else 0  # written over the output
+    lse = b.lse if fetched else 0
 
     def flying(first: int, last: int) -> int:
-        return sum(sent(j) + received(j) for j in range(first, min(last, b.num_stages)))
+        return sum(b.under_way(made, taken, j) for j in range(first, min(last, b.num_stages)))
 
     for i in range(min(b.ahead, b.num_stages)):
-        yield Moment(project, stream, flying(0, i) + sent(i), outputs, "project")
-        yield Moment(project, stream, flying(0, i + 1), outputs)
+        yield Moment(project, stream, flying(0, i) + b.q + b.kv(i), outputs, "project")
+        yield Moment(project, stream, flying(0, i) + b.sending(made, taken, i), outputs)
     for i in range(b.num_stages):
         following, more = i + b.ahead, i + b.ahead < b.num_stages
-        later = flying(i + 1, following) + out * more  # the output after those is prefetched
-        sums = b.widened(b.held(i))
-        own = (3 if b.exchanged or fetched else 2) * b.q + (b.lse if fetched else 0)
-        grads = b.q + b.part(i, b.q)  # dq; dk and dv go straight into the sums
-        yield Moment(attend, stream, own + later + b.held(i) + sums + grads, outputs, "attend")
+        prefetched = out if more and b.layout.overlap else 0
+        later, sums = flying(i + 1, following) + prefetched, b.widened(b.held(i))
+        own = 2 * b.q + dq + lse
+        yield Moment(attend, stream, own + later + b.held(i) + sums, outputs, "attend")
         ending = b.held(i) - b.left(i)
         rounded = ending if b.layout.sum_bytes != b.layout.element_bytes else 0
-        yield Moment(attend, stream, b.q + later + b.held(i) + sums + rounded, outputs)
+        yield Moment(attend, stream, dq + later + b.held(i) + sums + rounded, outputs)
         left = b.left(i) + b.widened(b.left(i)) + later
-        back = b.q + ending
+        back = dq + ending
         yield Moment(project, stream, (2 if b.exchanged else 1) * back + left, outputs)
         new = b.q + b.kv(following) if more else 0
         yield Moment(project, stream, back + new + left, outputs, "project backward")
         if more:
-            yield Moment(project, stream, left - out + sent(following) + received(following), outputs)
+            yield Moment(project, stream, left - prefetched + b.sending(made, taken, following), outputs)
 
 
 def layer_moments(shape: ModelShape, layout: Layout, s: int, kept: bool) -> Iterator[Moment]:

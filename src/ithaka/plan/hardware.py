@@ -218,7 +218,7 @@ def _complete(values: dict[str, Any], file: Path, names: list[str]) -> Gpu:
         if key != "name" and (not isinstance(value, int | float) or isinstance(value, bool) or value <= 0):
             raise ConfigError(f"--gpu-file {file}: {key}={value} is no positive number; correct it")
     sources = {**start.get("sources", {}), **dict.fromkeys(given, str(file)), **values.get("sources", {})}
-    whole = {key: int(given[key]) for key in ("memory_bytes", "l2_bytes") if key in given}
+    whole: dict[str, int] = {key: int(given[key]) for key in ("memory_bytes", "l2_bytes") if key in given}
     complete: dict[str, Any] = {**start, "name": file.stem, **given, **whole, "sources": sources}
     return Gpu(**complete)
 
