@@ -1,116 +1,215 @@
-"""Rank 0 of N on one device: real shards, buffers, copies and kernels; collectives are local copies.
+"""Rank 0 of N on one device: real shards, buffers, copies, kernels and optimizer; collectives are local copies.
 
 X is the bytes of one residual-stream tensor on one rank: s * D * 2.
 """
 
-import dataclasses
+import gc
+import json
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from ithaka.config import OptimConfig
 from ithaka.dist.loopback import start_loopback
 from ithaka.dist.mesh import Mesh, default_device, make_mesh
 from ithaka.model.build import build_model
-from ithaka.model.settings import Settings
-from ithaka.phases import listening
-from ithaka.profile import Timeline
+from ithaka.model.settings import Settings, settings_for
+from ithaka.phases import listening, phase
+from ithaka.plan.cost import Layout, layer_seconds
+from ithaka.plan.search import Plan, evaluate
+from ithaka.profile.timeline import Timeline
+from ithaka.train.optim import make_optimizer
 
 TINY_TOKENS = 1024  # per rank: a run whose activations are nothing beside the weights
-SHORT_DOCUMENT = 128 * 1024
+SHORT_DOCUMENT = 128 * 1024  # with memory_only, attention does not look further back
 
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What was measured. Peaks are above `base_bytes`: parameters, their gradients and the layer's weights."""
+    """What was measured on a model of `num_layers` layers."""
 
+    num_layers: int
     context: int
     x_bytes: int
-    layer_s: float  # forward + backward, the mean over layers
-    forward_s: float
+    base_bytes: int  # the layers' peak at a tiny context: parameters, gradients, weights at work
+    layer_peak_bytes: int  # the layers' peak
+    gpu_peak_bytes: int  # of the whole step
+    host_bytes: int  # kept on the host by this rank
+    disk_bytes: int
+    forward_s: float  # per layer
     backward_s: float
-    base_bytes: int
-    peak_bytes: int  # of the layers
-    total_peak_bytes: int  # of the whole step, everything included
-    host_bytes: int
     parts_s: dict[str, float]  # per layer, by direction and part
-    wall_s: float
+    step_s: float  # of the step of these few layers, the optimizer included
+
+    @property
+    def layer_s(self) -> float:
+        return self.forward_s + self.backward_s
 
     @property
     def peak_x(self) -> float:
-        return self.peak_bytes / self.x_bytes
+        """The layers' peak above parameters and their gradients, in X."""
+        return (self.layer_peak_bytes - self.base_bytes) / self.x_bytes
 
 
 def rehearse(
-    config: dict[str, Any],
+    config: dict[str, Any] | Path,
     *,
     ranks: int,
+    cp: int,
     context: int,
     layers: int,
     settings: Settings,
-    cp: int | None = None,
     memory_only: bool = False,
+    cap_bytes: int | None = None,
     steps: int = 2,
 ) -> Rehearsed:
-    """Runs `steps` training steps without an optimizer as rank 0 of `ranks`; the last one is measured."""
-    if not dist.is_initialized():
-        start_loopback(ranks)
-    mesh = make_mesh(cp or ranks, default_device())
-    model = build_model({**config, "num_hidden_layers": layers}, mesh, settings)
-    tiny = _measure(model, mesh, TINY_TOKENS * mesh.cp_size, memory_only=False, steps=2)
-    base_bytes = _layer_peak(tiny[0])
-    timeline, wall_s, total = _measure(model, mesh, context, memory_only, steps)
-    seconds = timeline.seconds_by(1)
-    x_bytes = context // mesh.cp_size * config["hidden_size"] * 2
-    store = model.model.layers[0].forward.store
-    return Rehearsed(
-        context=context,
-        x_bytes=x_bytes,
-        layer_s=sum(seconds.values()) / layers,
-        forward_s=seconds[("forward",)] / layers,
-        backward_s=seconds[("backward",)] / layers,
-        base_bytes=base_bytes,
-        peak_bytes=_layer_peak(timeline) - base_bytes,
-        total_peak_bytes=total,
-        host_bytes=store.pool.peak_bytes,
-        parts_s={" ".join(k): v / layers for k, v in timeline.seconds_by(1, 2).items()},
-        wall_s=wall_s,
+    """Runs `steps` training steps as rank 0 of `ranks`; the last one is measured.
+
+    `cap_bytes`: what the device may hold. `memory_only`: attention looks at most 128 Ki tokens back, which cuts its
+    mathematics short; every allocation and copy stays.
+    """
+    with _loopback(ranks, cap_bytes) as device:
+        mesh = make_mesh(cp, device)
+        model = build_model(_first_layers(config, layers), mesh, settings)
+        optimizer = make_optimizer(model, OptimConfig(lr=0.0))
+        tiny, _ = _measure(model, optimizer, mesh, TINY_TOKENS * mesh.cp_size, False, 2)
+        timeline, step_s = _measure(model, optimizer, mesh, context, memory_only, steps)
+        seconds = _layers(timeline).seconds_by(2)
+        store = model.model.layers[0].forward.store
+        return Rehearsed(
+            num_layers=layers,
+            context=context,
+            x_bytes=context // mesh.cp_size * model.config.hidden_size * 2,
+            base_bytes=_layer_peak(tiny),
+            layer_peak_bytes=_layer_peak(timeline),
+            gpu_peak_bytes=max(phase.peak_bytes for phase in timeline.phases),
+            host_bytes=store.pool.peak_bytes,
+            disk_bytes=store.disk.used_bytes,
+            forward_s=seconds[("forward",)] / layers,
+            backward_s=seconds[("backward",)] / layers,
+            parts_s={" ".join(k): v / layers for k, v in _layers(timeline).seconds_by(2, 3).items()},
+            step_s=step_s,
+        )
+
+
+def rehearse_plan(
+    plan: Plan, config: dict[str, Any] | Path, layers: int, memory_only: bool = False, steps: int = 2
+) -> tuple[Rehearsed, Plan]:
+    """A plan's own layout, measured on a few layers, and what the plan says of those few layers."""
+    device = default_device()
+    few = replace(plan.shape, num_layers=layers, windows=plan.shape.windows[:layers])
+    layout: Layout = replace(plan.layout, keep_attention=min(plan.layout.keep_attention, layers))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    measured = rehearse(
+        config,
+        ranks=plan.hardware.num_gpus,
+        cp=layout.cp,
+        context=plan.work.tokens,
+        layers=layers,
+        settings=settings_for(layout, dtype),
+        memory_only=memory_only,
+        cap_bytes=plan.hardware.gpu.memory_bytes if device.type == "cuda" else None,
+        steps=steps,
     )
+    work = replace(plan.work, document_tokens=SHORT_DOCUMENT) if memory_only else plan.work
+    return measured, evaluate(few, layout, plan.hardware, work)
+
+
+def compare(plan: Plan, measured: Rehearsed, few: Plan) -> list[tuple[str, float | None, float, str]]:
+    """Rows of (what, planned, measured, unit) for the rehearsed layers, then the step they add up to."""
+    layer = layer_seconds(few.shape, few.layout, few.hardware, few.work, few.layout.keep_attention > 0)
+    modelled_s = (layer.forward + layer.backward).exchange
+    outside_s = measured.step_s - measured.num_layers * measured.layer_s
+    step_s = outside_s + plan.shape.num_layers * (measured.layer_s + modelled_s)
+    gpu_bytes = few.ledger.gpu_peak - few.ledger.gpu["reserve"]
+    ranks = few.hardware.gpus_per_node
+    host_bytes = (few.ledger.host["layer inputs"] + few.ledger.host["kept attention"]) / ranks
+    disk_bytes = few.ledger.disk_peak / ranks
+    gib = 2**30
+    return [
+        ("GPU peak, reserve apart", gpu_bytes / gib, measured.gpu_peak_bytes / gib, "GiB"),
+        ("layer peak above parameters and gradients", None, measured.peak_x, "X"),
+        ("kept on the host", host_bytes / gib, measured.host_bytes / gib, "GiB"),
+        ("kept on disk", disk_bytes / gib, measured.disk_bytes / gib, "GiB"),
+        ("layer forward", layer.forward.total - layer.forward.exchange, measured.forward_s, "s"),
+        ("layer backward", layer.backward.total - layer.backward.exchange, measured.backward_s, "s"),
+        ("exchange per layer, modelled only", modelled_s, modelled_s, "s"),
+        (f"step of {plan.shape.num_layers} layers", plan.step_s, step_s, "s"),
+        ("tokens/s per GPU", plan.tokens_per_s_per_gpu, plan.work.tokens / plan.layout.cp / step_s, ""),
+    ]
+
+
+@contextmanager
+def _loopback(ranks: int, cap_bytes: int | None) -> Iterator[torch.device]:
+    device = default_device()
+    start_loopback(ranks)
+    if device.type == "cuda" and cap_bytes is not None:
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / total), device)
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def _measure(
-    model: PreTrainedModel, mesh: Mesh, context: int, memory_only: bool, steps: int
-) -> tuple[Timeline, float, int]:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(model.config.vocab_size, (1, context), generator=generator)
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    mesh: Mesh,
+    context: int,
+    memory_only: bool,
+    steps: int,
+) -> tuple[Timeline, float]:
+    ids = torch.randint(model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(1))
     documents = torch.arange(context)[None] // SHORT_DOCUMENT if memory_only else None
-    total = 0
     for _ in range(steps):
         timeline = Timeline(mesh.device)
         _synchronize(mesh)
         started = time.perf_counter()
-        with listening(timeline):
+        with listening(timeline), phase("step"):
             loss = model(input_ids=ids, labels=ids, document_ids=documents).loss
             loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
         _synchronize(mesh)
-        wall_s = time.perf_counter() - started
+        step_s = time.perf_counter() - started
         if not torch.isfinite(loss):
             raise RuntimeError(f"the rehearsal's loss is {loss.item()}; its timings would mean nothing")
-        total = max(total, max((p.peak_bytes for p in timeline.phases), default=0))
-    return timeline, wall_s, total
+        del loss
+    return timeline, step_s
+
+
+def _layers(timeline: Timeline) -> Timeline:
+    """The layers' phases only."""
+    chosen = [p for p in timeline.phases if len(p.path) > 1 and p.path[1].startswith("layer ")]
+    return Timeline(timeline.device, chosen)
 
 
 def _layer_peak(timeline: Timeline) -> int:
-    return max(phase.peak_bytes for phase in timeline.phases if len(phase.path) == 2)
+    return max(p.peak_bytes for p in _layers(timeline).phases)
+
+
+def _first_layers(config: dict[str, Any] | Path, layers: int) -> dict[str, Any]:
+    """The config of a model cut to its first layers; weights are drawn, not loaded."""
+    if isinstance(config, Path):
+        file = config / "config.json" if config.is_dir() else config
+        config = json.loads(file.read_text(encoding="utf-8"))
+    few = {**config, "num_hidden_layers": layers}
+    if few.get("layer_types"):
+        few["layer_types"] = few["layer_types"][:layers]
+    return few
 
 
 def _synchronize(mesh: Mesh) -> None:
     if mesh.device.type == "cuda":
         torch.cuda.synchronize(mesh.device)
-
-
-def as_row(result: Rehearsed) -> dict[str, Any]:
-    return {**dataclasses.asdict(result), "peak_x": result.peak_x}

@@ -18,9 +18,9 @@ from ithaka.model.settings import Settings
 pytestmark = pytest.mark.gpu
 
 OPTIONS = [
-    LayerOptions(tile_tokens=96, keep_input="host", keep_attention="host", overlap=True, hold_input=True),
-    LayerOptions(tile_tokens=96, keep_input="host", keep_attention=None, overlap=False, hold_input=False),
-    LayerOptions(tile_tokens=None, keep_input="disk", keep_attention="disk", overlap=True, hold_input=False),
+    LayerOptions(tile_tokens=96, keep_input="host", keep_attention="host", overlap=True),
+    LayerOptions(tile_tokens=96, keep_input="host", keep_attention=None, overlap=False),
+    LayerOptions(tile_tokens=None, keep_input="disk", keep_attention="disk", overlap=True),
     LayerOptions(checkpoint=False),
 ]
 CASES = [("llama", 8, 2, 2), ("qwen2", 7, 1, 2), ("qwen3", 8, 4, 4), ("mistral", 9, 3, 4)]

@@ -42,8 +42,9 @@ class LayerOptions:
     checkpoint: bool = True  # False: ordinary autograd keeps everything, and nothing below is used
     keep_input: str = "device"  # tier of the layer's input
     keep_attention: str | None = None  # tier of attention's output; None: computed again in backward
-    hold_input: bool = True  # in backward the input comes to the device once; False: tile by tile, every time
-    overlap: bool = True  # send the next stage, and fetch what it needs, while this one attends
+    # Memory for time: send the next stage, and fetch what it needs, while this one attends; in backward the input
+    # comes to the device once and stays, instead of tile by tile in every walk.
+    overlap: bool = True
     kernel: str = "auto"
     blocks: tuple[int, int] | None = None
     compile: bool = False  # torch.compile for the MLP
@@ -57,11 +58,23 @@ class Saved:
     docs: Docs
     x: Kept
     attended: list[tuple[Kept, Kept]] = field(default_factory=list)  # per stage: out_csnK, lse_nS
+    before: Callable[[], "Saved | None"] = lambda: None  # the layer below, which backward comes to next
 
     def settle(self) -> None:
         """The device memory of what was handed to the store is free for others."""
-        for kept in [self.x, *(part for pair in self.attended for part in pair)]:
+        for kept in self._all():
             kept.settle()
+
+    def approach(self) -> None:
+        """Starts reading from disk: first all this layer needs, then, where there is room, the next one's."""
+        for kept in self._all():
+            kept.approach(wait=True)
+        following = self.before()
+        for kept in following._all() if following is not None else ():
+            kept.approach()
+
+    def _all(self) -> list[Kept]:
+        return [self.x, *(part for pair in self.attended for part in pair)]
 
 
 @dataclass
@@ -333,7 +346,7 @@ class StreamedLayer:
 
     def _input_tiles(self, saved: Saved) -> Iterator[tuple[slice, Tensor]]:
         slices = tile_slices(len(saved.positions_s), self.options.tile_tokens)
-        return zip(slices, saved.x.tiles(slices, hold=self.options.hold_input), strict=True)
+        return zip(slices, saved.x.tiles(slices, hold=self.options.overlap), strict=True)
 
     def _rotation(self, h_tD: Tensor, positions_t: Tensor) -> tuple[Tensor, Tensor]:
         cos_1tK, sin_1tK = self.rotary(h_tD, positions_t[None])
@@ -363,12 +376,14 @@ class _LayerFunction(torch.autograd.Function):
     def forward(ctx, x_sD, layer, positions_s, docs, *params):
         ctx.layer, ctx.params = layer, params
         ctx.saved = Saved(positions_s, docs, layer.store.keep(x_sD, layer.options.keep_input))
+        ctx.saved.before = layer.store.follow(ctx.saved)
         with phase(layer.name), phase("forward"):
             return layer.forward(x_sD, ctx.saved, keep=True)
 
     @staticmethod
     def backward(ctx, dy_sD):
         grads = GradSum()
+        ctx.saved.approach()
         with phase(ctx.layer.name), phase("backward"):
             dx_sD = ctx.layer.backward(ctx.saved, dy_sD.contiguous(), grads)
         ctx.saved = None

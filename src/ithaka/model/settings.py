@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ithaka.config import Config
 from ithaka.model.layer import LayerOptions
+from ithaka.plan.cost import Layout
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,25 @@ class Settings:
 
 
 PLAIN = Settings()
+
+
+def settings_for(layout: Layout, dtype: torch.dtype, **more: Any) -> Settings:
+    """What a plan decided. `more`: fields of Settings that a plan leaves open."""
+    layer = LayerOptions(
+        tile_tokens=layout.tile_tokens,
+        checkpoint=layout.checkpoint,
+        keep_input=layout.input_tier,
+        keep_attention=layout.attention_tier if layout.keep_attention else None,
+        overlap=layout.overlap,
+    )
+    return Settings(
+        dtype=dtype,
+        heads_per_stage=layout.heads_per_stage,
+        layer=layer,
+        keep_attention_layers=layout.keep_attention,
+        offload_optimizer=layout.offload_optimizer,
+        **more,
+    )
 
 
 def settings_of(config: Config, device: torch.device) -> Settings:

@@ -192,6 +192,11 @@ class LayerBytes:
         return self.layout.cp * self.s * self.slots.query * self.layout.sum_bytes
 
     @cached_property
+    def held_input(self) -> int:
+        """With overlap, an input from the store stays on the device for the whole backward."""
+        return self.x if self.layout.overlap and self.layout.input_tier != "device" else 0
+
+    @cached_property
     def ahead(self) -> int:
         return 2 if self.layout.overlap else 1
 
@@ -252,7 +257,8 @@ def tile_bytes(shape: ModelShape, layout: Layout, s: int, work: TileWork, fetche
     if work == "attend":
         return BLOCK_BUFFERS * min(BLOCK_TOKENS, layout.cp * s) * shape.head_dim * layout.sum_bytes
     mlp = shape.mlp * max(shape.experts_per_token, 1)
-    streamed = 0 if layout.input_tier == "device" else 2  # a tile of x at work, and the next on its way
+    # A tile of x at work, and the next on its way; with overlap both are parts of the whole x.
+    streamed = 0 if layout.input_tier == "device" or layout.overlap else 2
     if work == "mlp":
         return t * e * (2 * shape.hidden + 3 * mlp)
     if work == "mlp backward":
@@ -306,12 +312,12 @@ def forward_moments(b: LayerBytes, keeps: bool) -> Iterator[Moment]:
 
 def mlp_backward_moment(b: LayerBytes, outputs: int) -> Moment:
     """dy, one tile of everything else. `outputs`: attention outputs computed again, all stages."""
-    return Moment("backward mlp", b.x, 0, outputs, "mlp backward")
+    return Moment("backward mlp", b.x + b.held_input, 0, outputs, "mlp backward")
 
 
 def attention_backward_moments(b: LayerBytes, outputs: int, fetched: bool) -> Iterator[Moment]:
     """dy and dh all the time. `fetched`: attention's output comes from the store, a stage at a time."""
-    stream, attend, project = 2 * b.x, "backward attention", "backward projections"
+    stream, attend, project = 2 * b.x + b.held_input, "backward attention", "backward projections"
     out = b.q if fetched else 0  # else it is there already, among `outputs` or what is kept
     made, taken = 2 * b.q + out, 3 * b.q  # q, out, dout: as made here, and as received
     dq = b.q if b.exchanged or fetched else 0  # written over the output
@@ -348,7 +354,7 @@ def layer_moments(shape: ModelShape, layout: Layout, s: int, kept: bool) -> Iter
     yield from forward_moments(b, keeps=kept and not fetched)
     outputs = 0
     if not kept:
-        yield from attend_moments(b, "backward again", b.x, True)
+        yield from attend_moments(b, "backward again", b.x + b.held_input, True)
         outputs = b.num_stages * (b.q + b.lse)
     yield mlp_backward_moment(b, outputs)
     yield from attention_backward_moments(b, outputs, fetched)
@@ -691,7 +697,8 @@ def layer_seconds(
     mlp_back, projections_back = linear.mlp(True), linear.projections(True)
     walks = linear.num_stages + (2 if layout.overlap else 1)
     wait_mlp = max(0.0, (x * from_store + fetched) / pcie - mlp_back)
-    wait_walks = max(0.0, walks * x * from_store / pcie - projections_back)
+    streamed = from_store and not layout.overlap  # else it came with the first walk, and stayed
+    wait_walks = max(0.0, walks * x * streamed / pcie - projections_back)
     busy_back = mlp_back + projections_back + attend_back + again.total
     backward = Seconds(
         attend_back,
