@@ -228,6 +228,53 @@ def plan(
 
 @app.command()
 @explains_errors
+def rehearse(
+    model: Annotated[str, typer.Argument(help="A model directory, a config.json, or a name: llama3-8b.")],
+    gpus: Annotated[str, typer.Option(help="The machine to stand for: 8xH100-80GB, or 2x8xH100-80GB.")],
+    context: Annotated[str, typer.Option(help="Tokens per sequence: 131072, 128K, 1M.")] = "128K",
+    layers: Annotated[int, typer.Option(min=1, help="Layers to run; the rest is extrapolated.")] = 2,
+    host_memory: Annotated[str | None, typer.Option(help="Host memory per node: 2TB, 512GiB.")] = None,
+    disk: Annotated[str | None, typer.Option(help="Disk per node for activations.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per micro-step.")] = 1,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Decide one setting.")
+    ] = None,
+    gpu_file: Annotated[Path | None, typer.Option(help="A GPU of your own, as JSON; then --gpus 8.")] = None,
+    memory_only: Annotated[
+        bool, typer.Option("--memory-only", help="Cut attention short: every allocation, little time.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Run rank 0 of all these GPUs on this one device, and print measured beside planned."""
+    from ithaka.plan import ask, search
+    from ithaka.plan.hardware import find_hardware
+
+    hardware = find_hardware(gpus, gpu_file, host_memory, disk)
+    question = ask.question(model, hardware, context, batch, overrides or [])
+    plan = search.choose(question.shape, hardware, question.work, question.fixed)
+    if not plan.fits:
+        print(ask.plan(question, False, as_json)[0])
+        raise typer.Exit(EXIT_DOES_NOT_FIT)
+
+    from ithaka import rehearsal
+
+    raise typer.Exit(rehearsal.run(plan, model, layers, memory_only, as_json))
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+@explains_errors
+def bench(context: typer.Context) -> None:
+    """Measure this machine: `ithaka bench attention`."""
+    from ithaka.bench import bench_app
+
+    bench_app(context.args, prog_name="ithaka bench")
+
+
+@app.command()
+@explains_errors
 def export(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The directory of a run.")],
     out_dir: Annotated[Path, typer.Argument(metavar="OUT_DIR", help="A new or empty directory.")],

@@ -5,6 +5,7 @@ X is the bytes of one residual-stream tensor on one rank: s * D * 2.
 
 import gc
 import json
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,11 +20,13 @@ from transformers import PreTrainedModel
 from ithaka.config import OptimConfig
 from ithaka.dist.loopback import start_loopback
 from ithaka.dist.mesh import Mesh, default_device, make_mesh
+from ithaka.memory.store import StoreError
 from ithaka.model.build import build_model
 from ithaka.model.settings import Settings, settings_for
 from ithaka.phases import listening, phase
 from ithaka.plan.cost import Layout, layer_seconds
-from ithaka.plan.search import Plan, evaluate
+from ithaka.plan.models import MODELS, model_config
+from ithaka.plan.search import Plan, evaluate, settings_of
 from ithaka.profile.timeline import Timeline
 from ithaka.train.optim import make_optimizer
 
@@ -107,6 +110,7 @@ def rehearse_plan(
     few = replace(plan.shape, num_layers=layers, windows=plan.shape.windows[:layers])
     layout: Layout = replace(plan.layout, keep_attention=min(plan.layout.keep_attention, layers))
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    layout = replace(layout, element_bytes=dtype.itemsize)
     measured = rehearse(
         config,
         ranks=plan.hardware.num_gpus,
@@ -122,9 +126,13 @@ def rehearse_plan(
     return measured, evaluate(few, layout, plan.hardware, work)
 
 
-def compare(plan: Plan, measured: Rehearsed, few: Plan) -> list[tuple[str, float | None, float, str]]:
+Row = tuple[str, float | None, float, str]  # what, planned, measured, unit
+
+
+def compare(plan: Plan, measured: Rehearsed, few: Plan) -> list[Row]:
     """Rows of (what, planned, measured, unit) for the rehearsed layers, then the step they add up to."""
-    layer = layer_seconds(few.shape, few.layout, few.hardware, few.work, few.layout.keep_attention > 0)
+    kept = few.layout.keep_attention > 0
+    layer = layer_seconds(few.shape, few.layout, few.hardware, few.work, few.shape.windows[0], kept)
     modelled_s = (layer.forward + layer.backward).exchange
     outside_s = measured.step_s - measured.num_layers * measured.layer_s
     step_s = outside_s + plan.shape.num_layers * (measured.layer_s + modelled_s)
@@ -213,3 +221,48 @@ def _first_layers(config: dict[str, Any] | Path, layers: int) -> dict[str, Any]:
 def _synchronize(mesh: Mesh) -> None:
     if mesh.device.type == "cuda":
         torch.cuda.synchronize(mesh.device)
+
+
+def run(plan: Plan, model: str, layers: int, memory_only: bool, as_json: bool) -> int:
+    """Rehearses and prints; the exit code, 3 when memory does not suffice."""
+    config = model_config(model) if model in MODELS else Path(model)
+    layers = min(layers, plan.shape.num_layers)
+    try:
+        measured, few = rehearse_plan(plan, config, layers, memory_only, steps=1 if memory_only else 2)
+    except (torch.OutOfMemoryError, StoreError) as error:
+        print(f"out of memory: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"planned peak: {plan.ledger.gpu_peak / 2**30:.1f} GiB in {plan.ledger.phase}; give the plan less memory "
+              "(--gpus with a smaller GPU) or set memory.offload, parallel.heads_per_stage", file=sys.stderr)
+        return 3
+    rows = compare(plan, measured, few)
+    if as_json:
+        values = [{"what": w, "planned": p, "measured": m, "unit": u} for w, p, m, u in rows]
+        print(json.dumps({"settings": settings_of(plan), "rows": values, "parts_s": measured.parts_s}, indent=2))
+    else:
+        print(table(plan, measured, rows, memory_only))
+    return 0
+
+
+def table(plan: Plan, measured: Rehearsed, rows: list[Row], memory_only: bool) -> str:
+    settings = ", ".join(f"{name}={value}" for name, value in settings_of(plan).items() if value is not None)
+    width = max(len(row[0]) for row in rows)
+    lines = [
+        f"rank 0 of {plan.hardware.name}, {measured.context} tokens, {measured.num_layers} of "
+        f"{plan.shape.num_layers} layers, on {_device_name()}",
+        f"settings: {settings}",
+        "",
+        f"{'':{width}}  {'planned':>10}  {'measured':>10}",
+    ]
+    for what, planned, value, unit in rows:
+        shown = "" if planned is None else f"{planned:.3f}"
+        lines.append(f"{what:{width}}  {shown:>10}  {value:10.3f} {unit}")
+    parts = ", ".join(f"{name} {seconds:.4f}" for name, seconds in measured.parts_s.items() if seconds >= 1e-4)
+    lines += ["", f"seconds per layer: {parts}"]
+    if memory_only:
+        lines.append("memory only: attention was cut short, so its times say nothing about training")
+    return "\n".join(lines)
+
+
+def _device_name() -> str:
+    device = default_device()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
