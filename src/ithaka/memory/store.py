@@ -1,8 +1,9 @@
 """Where kept activations live: on the device, in pinned host memory, or on disk.
 
-`keep` returns a handle; the memory behind it goes back to the pool when the handle dies, so a graph that is thrown
-away without a backward leaks nothing. Copies run on their own streams: the compute stream waits for one only where
-its data is used. On a CPU device the tiers are the same with plain memory, so tests run the real code.
+`keep` returns a handle; the memory behind it goes back to the pool when the handle dies, so a graph that is
+thrown away without a backward leaks nothing. Copies run on their own streams: the compute stream waits for
+one only where its data is used. On a CPU device the tiers are the same with plain memory, so tests run the
+real code. Handles die wherever Python collects them, even in the writer's threads: that never waits.
 """
 
 import mmap
@@ -10,9 +11,11 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,7 @@ TIERS = ("device", "host", "disk")
 
 
 class StoreError(RuntimeError):
-    """A tier is full: says which, what was asked for, what there is, and what to change."""
+    """A tier is full or fails: says which, what was asked for, what there is, and what to change."""
 
 
 class Slab:
@@ -42,92 +45,120 @@ class Slab:
         if self._pinned:
             status = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), num_bytes, 0)
             if int(status) != 0:
-                raise StoreError(f"the system refused to pin {num_bytes} bytes of host memory (error {status})")
+                raise StoreError(
+                    f"host memory: the system refused to pin {num_bytes} bytes (error {status}); "
+                    "raise the limit (ulimit -l), or use memory.offload=none or less data.context"
+                )
+
+    @property
+    def memory(self) -> memoryview:
+        return memoryview(self._map)[: len(self.bytes)]
 
     def view(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return self.bytes.view(dtype).view(shape)
 
     def __del__(self) -> None:
         if getattr(self, "_pinned", False) and not sys.is_finalizing():
+            if self.busy is not None:
+                self.busy.synchronize()
             torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
 
 
 class SlabPool:
-    """Slabs by size. Freed slabs wait for the next tensor of their size; they are given up when room is short."""
+    """Slabs by size. Freed ones wait for the next tensor of their size, and go when room is short."""
 
     def __init__(self, budget_bytes: int | None, pin: bool) -> None:
         self.budget_bytes, self.pin = budget_bytes, pin
         self.used_bytes = self.peak_bytes = 0
-        self.num_writing = 0  # slabs that will come back by themselves once they are on disk
+        self.num_expected = 0  # slabs that will come back by themselves, from the disk's threads
         self._free: dict[int, list[Slab]] = {}
         self._changed = threading.Condition()  # over an RLock: a handle may die anywhere, also in here
 
     def take(self, num_bytes: int) -> Slab:
-        """A slab of `num_bytes`. Waits while the disk writer holds what is missing; else a full pool is an error."""
+        """A slab of `num_bytes`. Waits while the disk's threads hold what is missing; else it is an error."""
         with self._changed:
-            while True:
-                free = self._free.get(num_bytes)
-                if free:
-                    return free.pop()
-                if not self._has_room(num_bytes):
-                    self._shrink()
-                if self._has_room(num_bytes):
-                    break
-                if not self.num_writing:
+            while not self._make_room(num_bytes):
+                if not self.num_expected:
                     raise StoreError(self._full(num_bytes))
                 self._changed.wait()
-            self.used_bytes += num_bytes
-            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        return Slab(num_bytes, self.pin)
+            return self._take(num_bytes)
 
-    def give(self, slab: Slab, written: bool = False) -> None:
+    def take_if_room(self, num_bytes: int) -> Slab | None:
         with self._changed:
-            self.num_writing -= written
+            return self._take(num_bytes) if self._make_room(num_bytes) else None
+
+    def give(self, slab: Slab, expected: bool = False) -> None:
+        with self._changed:
+            self.num_expected -= expected
             self._free.setdefault(len(slab.bytes), []).append(slab)
             self._changed.notify_all()
 
-    def expect_written(self) -> None:
+    def expect(self) -> None:
         with self._changed:
-            self.num_writing += 1
+            self.num_expected += 1
+
+    def restart(self, num_bytes: int) -> None:
+        """All is back. Where the first size asked for is a new one, shapes have changed: the old sizes go."""
+        with self._changed:
+            if not self._free.get(num_bytes):
+                self._give_up_free()
 
     @property
     def busy_bytes(self) -> int:
         """Of tensors that are kept now; the rest waits to be used again."""
         with self._changed:
-            return self.used_bytes - sum(size * len(slabs) for size, slabs in self._free.items())
+            return self.used_bytes - _sum_bytes(self._free.copy())
 
-    def has_room(self, num_bytes: int) -> bool:
-        with self._changed:
-            return bool(self._free.get(num_bytes)) or self._has_room(num_bytes)
+    def _take(self, num_bytes: int) -> Slab:
+        free = self._free.get(num_bytes)
+        if free:
+            return free.pop()
+        slab = Slab(num_bytes, self.pin)
+        self.used_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        return slab
+
+    def _make_room(self, num_bytes: int) -> bool:
+        if self._free.get(num_bytes) or self._has_room(num_bytes):
+            return True
+        self._give_up_free()
+        return self._has_room(num_bytes)
 
     def _has_room(self, num_bytes: int) -> bool:
         return self.budget_bytes is None or self.used_bytes + num_bytes <= self.budget_bytes
 
-    def _shrink(self) -> None:
-        self.used_bytes -= sum(size * len(slabs) for size, slabs in self._free.items())
-        self._free.clear()
+    def _give_up_free(self) -> None:
+        free, self._free = self._free, {}  # first: a handle that dies meanwhile gives to the new one
+        self.used_bytes -= _sum_bytes(free)
 
     def _full(self, num_bytes: int) -> str:
         return (
             f"host memory: {num_bytes} more bytes asked for beside {self.used_bytes} kept, with "
-            f"{self.budget_bytes} allowed; use memory.offload=disk, memory.keep_attention=none or less context"
+            f"{self.budget_bytes} allowed; use memory.offload=disk, memory.keep_attention=none, more ranks "
+            "(parallel.cp) or less data.context"
         )
 
 
 class DiskFile:
-    """One file without a name: it goes away with the process, also after kill -9. Space is reserved up front."""
+    """A file without a name: it goes away with the process, also after kill -9. Space is reserved first."""
 
     def __init__(self, directory: Path, budget_bytes: int | None) -> None:
         self.directory, self.budget_bytes = directory, budget_bytes
         self._file: Any = None
         self._free: dict[int, list[int]] = {}
+        self._lock = threading.RLock()  # a handle may die anywhere, also in here
         self.used_bytes = 0
+        self.failure: str | None = None  # of the background writer
 
     def take(self, num_bytes: int) -> int:
-        """An offset with `num_bytes` reserved, so that a full disk shows here and not in the middle of a write."""
-        free = self._free.get(num_bytes)
-        if free:
-            return free.pop()
+        """An offset with `num_bytes` reserved, so that a full disk shows here, not while writing."""
+        with self._lock:
+            if self.failure is not None:
+                raise StoreError(self.failure)
+            free = self._free.get(num_bytes)
+            return free.pop() if free else self._extend(num_bytes)
+
+    def _extend(self, num_bytes: int) -> int:
         if self.budget_bytes is not None and self.used_bytes + num_bytes > self.budget_bytes:
             raise StoreError(self._full(num_bytes, f"{self.budget_bytes} bytes allowed"))
         offset = self.used_bytes
@@ -141,29 +172,55 @@ class DiskFile:
         return offset
 
     def give(self, offset: int, num_bytes: int) -> None:
-        self._free.setdefault(num_bytes, []).append(offset)
+        with self._lock:
+            self._free.setdefault(num_bytes, []).append(offset)
+
+    def restart(self, num_bytes: int) -> None:
+        """All is back. Where the first size asked for is a new one, the file is used from its start again."""
+        with self._lock:
+            if not self._free.get(num_bytes):
+                self._free, self.used_bytes = {}, 0
 
     @property
     def busy_bytes(self) -> int:
-        return self.used_bytes - sum(size * len(offsets) for size, offsets in self._free.items())
+        with self._lock:
+            return self.used_bytes - _sum_bytes(self._free.copy())
 
     def write(self, data: memoryview, offset: int) -> None:
-        while data:
-            written = os.pwrite(self._file.fileno(), data[: 2**30], offset)
-            data, offset = data[written:], offset + written
+        try:
+            while data:
+                written = os.pwrite(self._file.fileno(), data[: 2**30], offset)
+                data, offset = data[written:], offset + written
+        except OSError as error:
+            self.failure = self._failed("write", len(data), error.strerror or str(error))
+            raise StoreError(self.failure) from error
 
     def read(self, into: memoryview, offset: int) -> None:
-        while into:
-            read = os.preadv(self._file.fileno(), [into[: 2**30]], offset)
-            if read == 0:
-                raise StoreError(f"disk: {len(into)} bytes are missing at offset {offset} of the store's file")
-            into, offset = into[read:], offset + read
+        try:
+            while into:
+                read = os.preadv(self._file.fileno(), [into[: 2**30]], offset)
+                if read == 0:
+                    raise OSError(f"the file ends at {offset}")
+                into, offset = into[read:], offset + read
+        except OSError as error:
+            raise StoreError(self._failed("read", len(into), error.strerror or str(error))) from error
+
+    def _failed(self, what: str, num_bytes: int, why: str) -> str:
+        return (
+            f"disk: could not {what} {num_bytes} bytes in {self.directory} ({why}); "
+            "set memory.disk_path to another disk, or use memory.offload=host"
+        )
 
     def _full(self, num_bytes: int, why: str) -> str:
         return (
-            f"disk: {num_bytes} more bytes asked for in {self.directory} beside {self.used_bytes} kept ({why}); "
-            "set memory.disk_path to a larger disk, or use memory.keep_attention=none or less context"
+            f"disk: {num_bytes} more bytes asked for in {self.directory} beside {self.used_bytes} kept "
+            f"({why}); set memory.disk_path to a larger disk, or use memory.keep_attention=none or less "
+            "data.context"
         )
+
+
+def _sum_bytes(free: dict[int, list[Any]]) -> int:
+    return sum(size * len(entries) for size, entries in free.items())
 
 
 class Store:
@@ -184,13 +241,22 @@ class Store:
         self.out_stream = torch.cuda.Stream(self.device) if self.on_gpu else None
         self.in_stream = torch.cuda.Stream(self.device) if self.on_gpu else None
         self._threads: ThreadPoolExecutor | None = None
+        self._latest: Callable[[], Any] = lambda: None
 
     def keep(self, tensor: Tensor, tier: str) -> "Kept":
         """Starts keeping `tensor`, which must not be written before `settle`."""
         assert tier in TIERS, tier
         if tier == "device":
             return Kept(tag(tensor, KEPT["device"]))
+        if not (self.pool.busy_bytes or self.disk.busy_bytes):
+            self.pool.restart(tensor.nbytes)
+            self.disk.restart(tensor.nbytes)
         return (KeptOnHost if tier == "host" else KeptOnDisk)(tensor.contiguous(), self)
+
+    def follow(self, group: Any) -> Callable[[], Any]:
+        """Remembers `group` as the latest; returns a weak reference to the one before it."""
+        before, self._latest = self._latest, weakref.ref(group)
+        return before
 
     def submit(self, work, *args) -> Future:
         if self._threads is None:
@@ -231,8 +297,8 @@ class Kept:
     def settle(self) -> None:
         """Lets go of the tensor that was handed over; its memory is reused once the copy is done."""
 
-    def approach(self) -> None:
-        """Starts bringing the bytes to host memory (from disk), if there is room."""
+    def approach(self, wait: bool = False) -> None:
+        """Starts bringing the bytes to host memory (from disk) if there is room; `wait`: until there is."""
 
     def prefetch(self) -> None:
         """Starts bringing the whole tensor to the device."""
@@ -244,7 +310,7 @@ class Kept:
     def tiles(self, slices: list[slice], dim: int = 0, hold: bool = False) -> Iterator[Tensor]:
         """Tile after tile along `dim` (0 or 1), the next one on its way while this one is used.
 
-        `hold`: the tiles (dim 0) stay on the device, so that the next walk finds them there.
+        `hold`: the tiles (dim 0, all of the tensor) stay on the device, where the next walk finds them.
         """
         for rows in slices:
             yield self._tensor[rows] if dim == 0 else self._tensor[:, rows]
@@ -262,8 +328,8 @@ class KeptOnHost(Kept):
 
     def settle(self) -> None:
         if self._source is not None:
-            # The compute stream waits (the copy is long done by then), so the allocator may reuse the memory in
-            # stream order. record_stream would tie reuse to how far the host runs ahead.
+            # The compute stream waits (the copy is long done by then), so the allocator may reuse the memory
+            # in stream order. record_stream would tie reuse to how far the host runs ahead.
             self.store.wait(self._copied_out)
             self._source = None
 
@@ -281,18 +347,25 @@ class KeptOnHost(Kept):
         return tensor
 
     def tiles(self, slices: list[slice], dim: int = 0, hold: bool = False) -> Iterator[Tensor]:
+        assert dim == 0 or not hold
         if self._source is not None:
             yield from Kept(self._source).tiles(slices, dim)
-            return
+        elif slices:
+            yield from self._tiles_from_host(slices, dim, hold)
+
+    def _tiles_from_host(self, slices: list[slice], dim: int, hold: bool) -> Iterator[Tensor]:
         held = torch.empty(self.shape, dtype=self.dtype, device=self.store.device) if hold else None
         coming = self._copy_in(slices[0], dim, held)
-        for i in range(len(slices)):
-            tile, done = coming
-            if i + 1 < len(slices):
-                coming = self._copy_in(slices[i + 1], dim, held)
-            self.store.wait(done)
-            yield tile
-        self._source = held
+        try:
+            for i in range(len(slices)):
+                tile, done = coming
+                if i + 1 < len(slices):
+                    coming = self._copy_in(slices[i + 1], dim, held)
+                self.store.wait(done)
+                yield tile
+            self._source = held
+        finally:
+            self.store.wait(coming[1])  # a walk that ends early frees memory that is still written to
 
     @phase("copies")
     def _copy_out(self, tensor: Tensor, slab: Slab) -> "torch.cuda.Event | None":
@@ -313,10 +386,8 @@ class KeptOnHost(Kept):
         store, host = self.store, self._host()
         rows = rows or slice(0, self.shape[dim])
         shape = (*self.shape[:dim], rows.stop - rows.start, *self.shape[dim + 1 :])
-        if held is not None:
-            tensor = held[rows]
-        else:
-            tensor = torch.empty(shape, dtype=self.dtype, device=store.device)
+        new = partial(torch.empty, shape, dtype=self.dtype, device=store.device)
+        tensor = new() if held is None else held[rows]
         # Each part is contiguous on both sides: the host would first make a copy of anything else.
         parts = zip(tensor, host, strict=True) if dim == 1 else [(tensor, host)]
         with store.on(store.in_stream, store.mark(), self._copied_out):
@@ -324,73 +395,80 @@ class KeptOnHost(Kept):
                 into.copy_(part[rows], non_blocking=True)
         return tensor, store.mark(store.in_stream)
 
-    def _release(self) -> None:
-        slab, self._slab = self._slab, None
-        if slab is not None:
-            slab.busy = self.store.mark(self.store.in_stream)
-            self.store.pool.give(slab)
+    def _let_go(self) -> None:
+        """Ends what is under way, in stream order; the slab may be used by others after these events."""
+        self.settle()
+        store = self.store
+        if self._coming is not None:
+            store.wait(self._coming[1])
+        if self._slab is not None:
+            with store.on(store.in_stream, self._copied_out):
+                self._slab.busy = store.mark(store.in_stream)
 
     def __del__(self) -> None:
         if sys.is_finalizing() or not hasattr(self, "_copied_out"):
             return
-        self.settle()
-        if self._coming is not None:
-            self.store.wait(self._coming[1])
-        self._release()
+        self._let_go()
+        if self._slab is not None:
+            self.store.pool.give(self._slab)
 
 
 class KeptOnDisk(KeptOnHost):
     """A tensor kept in the store's file; host memory is only a station on its way."""
 
     def __init__(self, tensor: Tensor, store: Store) -> None:
+        super().__init__(tensor, store)
         self._offset = store.disk.take(tensor.nbytes)
         self._reading: Future | None = None
-        super().__init__(tensor, store)
-        store.pool.expect_written()
         slab, self._slab = self._slab, None
         assert slab is not None
+        store.pool.expect()
         self._writing = store.submit(_write, store, slab, self._copied_out, self._offset)
 
-    def approach(self) -> None:
-        if self._reading is None and self.store.pool.has_room(self._num_bytes):
-            self._start_reading()
-
-    @property
-    def _num_bytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
-
-    def _start_reading(self) -> None:
-        self._writing.result()
-        self._slab = self.store.pool.take(self._num_bytes)
-        self._reading = self.store.submit(_read, self.store, self._slab, self._offset)
+    def approach(self, wait: bool = False) -> None:
+        if self._reading is not None:
+            return
+        pool, num_bytes = self.store.pool, self.shape.numel() * self.dtype.itemsize
+        self._slab = pool.take(num_bytes) if wait else pool.take_if_room(num_bytes)
+        if self._slab is not None:
+            self._reading = self.store.submit(_read, self.store, self._slab, self._writing, self._offset)
 
     def _host(self) -> Tensor:
-        if self._reading is None:
-            self._start_reading()
+        self.approach(wait=True)
         assert self._reading is not None
         self._reading.result()
         return super()._host()
 
     def __del__(self) -> None:
         if sys.is_finalizing() or not hasattr(self, "_writing"):
+            super().__del__()
             return
-        self._writing.exception()
-        if self._reading is not None:
-            self._reading.exception()
-        super().__del__()
-        self.store.disk.give(self._offset, self._num_bytes)
+        self._let_go()
+        # Never waits: it may run anywhere, also in a thread or under a lock that the writer needs.
+        if self._slab is not None:
+            self.store.pool.expect()
+        num_bytes = self.shape.numel() * self.dtype.itemsize
+        give = partial(_give, self.store, self._slab, self._offset, num_bytes)
+        (self._reading or self._writing).add_done_callback(give)
 
 
 def _write(store: Store, slab: Slab, copied_out: "torch.cuda.Event | None", offset: int) -> None:
     try:
         if copied_out is not None:
             copied_out.synchronize()
-        store.disk.write(memoryview(slab.bytes.numpy()), offset)
+        store.disk.write(slab.memory, offset)
     finally:
-        store.pool.give(slab, written=True)
+        store.pool.give(slab, expected=True)
 
 
-def _read(store: Store, slab: Slab, offset: int) -> None:
+def _read(store: Store, slab: Slab, writing: Future, offset: int) -> None:
+    writing.result()  # was submitted earlier, so it is done or at work
     if slab.busy is not None:
         slab.busy.synchronize()
-    store.disk.read(memoryview(slab.bytes.numpy()), offset)
+    store.disk.read(slab.memory, offset)
+
+
+def _give(store: Store, slab: Slab | None, offset: int, num_bytes: int, _: Future) -> None:
+    if slab is not None:
+        store.pool.give(slab, expected=True)
+    store.disk.give(offset, num_bytes)

@@ -1,0 +1,431 @@
+"""The store returns what it was given, from every tier, within its budgets, whatever dies when."""
+
+import errno
+import gc
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ithaka.memory import store as store_module
+from ithaka.memory.store import TIERS, Store, StoreError
+from ithaka.ops.tiles import tile_slices
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8)
+SHAPES = ((7, 3), (1, 1), (5,), (0, 4), (3, 0, 2), (2, 9, 3, 4))
+
+
+def numbers(shape, dtype=torch.float32, seed=0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 120, shape, generator=generator).to(dtype)
+
+
+def wait_until(condition, timeout_s=10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.002)
+
+
+def kept(store: Store, tensor: torch.Tensor, tier: str):
+    """A handle whose tensor is written over afterwards, as its memory is used again on a GPU."""
+    source = tensor.clone()
+    handle = store.keep(source, tier)
+    handle.settle()
+    if tier != "device":
+        source.fill_(77)
+    return handle
+
+
+def is_empty(store: Store) -> bool:
+    return store.pool.busy_bytes == 0 and store.disk.busy_bytes == 0 and store.pool.num_expected == 0
+
+
+# Values
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_shape_comes_back_exactly(tier, dtype):
+    store = Store()
+    handles = [kept(store, numbers(shape, dtype, i), tier) for i, shape in enumerate(SHAPES)]
+    for i, (shape, handle) in enumerate(zip(SHAPES, handles, strict=True)):
+        for _ in range(2):
+            back = handle.fetch()
+            assert back.dtype == dtype and torch.equal(back, numbers(shape, dtype, i))
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("hold", [False, True])
+@pytest.mark.parametrize("step", [1, 3, 100, None])
+def test_tiles_of_rows(tier, hold, step):
+    whole, slices = numbers((7, 5)), tile_slices(7, step)
+    handle = kept(Store(), whole, tier)
+    for _ in range(3):
+        tiles = list(handle.tiles(slices, hold=hold))
+        assert [len(tile) for tile in tiles] == [len(whole[rows]) for rows in slices]
+        assert torch.equal(torch.cat(tiles), whole)
+    assert torch.equal(handle.fetch(), whole)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("step", [1, 4, None])
+def test_tiles_along_the_second_dim(tier, step):
+    whole = numbers((2, 9, 3, 4))
+    handle = kept(Store(), whole, tier)
+    assert torch.equal(torch.cat(list(handle.tiles(tile_slices(9, step), dim=1)), 1), whole)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_no_tiles_of_no_tokens(tier):
+    handle = kept(Store(), numbers((0, 4)), tier)
+    assert list(handle.tiles(tile_slices(0, None), hold=True)) == []
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_views_are_kept_as_they_are_seen(tier):
+    whole = numbers((6, 8))
+    for view in (whole.t(), whole[1::2, 3:], whole[2]):
+        assert torch.equal(kept(Store(), view, tier).fetch(), view)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_held_tensor_comes_from_the_store_once(tier, monkeypatch):
+    handle = kept(Store(), numbers((8, 2)), tier)
+    list(handle.tiles(tile_slices(8, 3), hold=True))
+    if tier != "device":
+        monkeypatch.setattr(type(handle), "_copy_in", None)
+    assert torch.equal(torch.cat(list(handle.tiles(tile_slices(8, 2)))), numbers((8, 2)))
+
+
+@pytest.mark.parametrize("tier", ("host", "disk"))
+def test_a_walk_may_end_early(tier):
+    store = Store()
+    handle = kept(store, numbers((8, 2)), tier)
+    next(handle.tiles(tile_slices(8, 3), hold=True))
+    assert torch.equal(handle.fetch(), numbers((8, 2)))
+    del handle
+    wait_until(lambda: is_empty(store))
+
+
+# Handles
+
+
+@pytest.mark.parametrize("tier", ("host", "disk"))
+@pytest.mark.parametrize("use", ["nothing", "approach", "prefetch", "fetch", "tiles"])
+def test_a_dead_handle_gives_everything_back(tier, use):
+    store = Store()
+    for _ in range(2):
+        handle = store.keep(numbers((9, 3)), tier)
+        if use != "nothing":
+            handle.settle()
+            work = getattr(handle, use)
+            list(work(tile_slices(9, 4))) if use == "tiles" else work()
+            del work
+        del handle
+        wait_until(lambda: is_empty(store))
+    one_on_its_way_out_one_in = 2
+    assert store.pool.used_bytes <= one_on_its_way_out_one_in * numbers((9, 3)).nbytes
+
+
+def test_prefetched_bytes_are_the_ones_fetched():
+    handle = kept(Store(), numbers((4, 4)), "host")
+    handle.prefetch()
+    handle.prefetch()
+    assert torch.equal(handle.fetch(), numbers((4, 4))) and torch.equal(handle.fetch(), numbers((4, 4)))
+
+
+def one_step(store: Store, tier: str, length: int) -> None:
+    x = numbers((length, 4))
+    handles = [kept(store, x + i, tier) for i in range(6)]
+    for i in reversed(range(6)):
+        assert torch.equal(handles.pop().fetch(), x + i)
+    wait_until(lambda: is_empty(store))
+
+
+@pytest.mark.parametrize("tier", ("host", "disk"))
+def test_slabs_and_space_are_used_again(tier):
+    store = Store()
+    one_step(store, tier, 50)
+    used = store.disk.used_bytes
+    slabs = {id(s) for slabs in store.pool._free.values() for s in slabs}
+    for _ in range(4):
+        one_step(store, tier, 50)
+        if tier == "host":
+            assert {id(s) for slabs in store.pool._free.values() for s in slabs} == slabs
+    assert store.disk.used_bytes == used
+    assert store.pool.used_bytes <= (6 + 1) * 50 * 4 * 4, "all on their way out, and one in"
+
+
+@pytest.mark.parametrize("tier", ("host", "disk"))
+def test_steps_of_changing_length_do_not_pile_up(tier):
+    store = Store()
+    for length in range(60, 20, -1):
+        one_step(store, tier, length)
+    assert store.pool.peak_bytes <= 2 * 6 * 60 * 16 and store.disk.used_bytes <= 6 * 60 * 16
+
+
+def test_groups_know_the_one_before():
+    class Group:
+        pass
+
+    store, groups = Store(), [Group() for _ in range(2)]
+    assert store.follow(groups[0])() is None
+    before = store.follow(groups[1])
+    assert before() is groups[0]
+    del groups[0]
+    assert before() is None, "the store keeps nothing alive"
+
+
+# Budgets
+
+
+def test_a_full_host_says_what_to_do():
+    store = Store(host_bytes=100)
+    first = store.keep(numbers((20,)), "host")
+    words = r"host memory: 24 more bytes.*80 kept.*100 allowed.*use memory.offload=disk"
+    with pytest.raises(StoreError, match=words):
+        store.keep(numbers((6,)), "host")
+    second = store.keep(numbers((5,)), "host")
+    del first, second
+    assert torch.equal(store.keep(numbers((25,)), "host").fetch(), numbers((25,)))  # free slabs make way
+
+
+def test_a_full_disk_budget_says_what_to_do(tmp_path):
+    store = Store(disk_path=tmp_path, disk_bytes=100)
+    first = kept(store, numbers((20,)), "disk")
+    with pytest.raises(StoreError) as error:
+        store.keep(numbers((6,)), "disk")
+    for words in ("disk: 24 more bytes", str(tmp_path), "80 kept", "100 bytes allowed", "memory.disk_path"):
+        assert words in str(error.value)
+    del error
+    assert torch.equal(first.fetch(), numbers((20,)))
+    del first
+    gc.collect()
+    wait_until(lambda: is_empty(store))
+
+
+def test_a_full_disk_says_what_to_do(monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    store = Store()
+    first = kept(store, numbers((5,)), "disk")
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(StoreError, match=r"disk: 24 more bytes.*No space left on device.*memory.disk_path"):
+        store.keep(numbers((6,)), "disk")
+    assert torch.equal(first.fetch(), numbers((5,)))
+    del first
+    gc.collect()
+    wait_until(lambda: is_empty(store))
+
+
+def test_a_directory_that_is_gone_is_a_clear_error(tmp_path):
+    with pytest.raises(StoreError, match="disk: .*gone.*No such file or directory.*memory.disk_path"):
+        Store(disk_path=tmp_path / "gone").keep(numbers((5,)), "disk")
+
+
+# The disk writer
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """Writes take a while, so that whoever keeps is faster."""
+    write = store_module.DiskFile.write
+
+    def slowly(self, data, offset):
+        time.sleep(0.003)
+        write(self, data, offset)
+
+    monkeypatch.setattr(store_module.DiskFile, "write", slowly)
+
+
+@pytest.mark.parametrize("slabs", [1, 2, 3])
+def test_keeping_waits_for_a_slow_disk(slow_disk, slabs):
+    x = numbers((64, 4))
+    store = Store(host_bytes=slabs * x.nbytes)
+    handles = [kept(store, x + i, "disk") for i in range(30)]
+    assert store.pool.peak_bytes <= slabs * x.nbytes
+    for i in reversed(range(30)):
+        assert torch.equal(handles.pop().fetch(), x + i)
+    wait_until(lambda: is_empty(store))
+
+
+def test_other_sizes_wait_for_a_slow_disk_too(slow_disk):
+    store, sizes = Store(host_bytes=100 * 4), [100, 90, 100, 3, 50, 50, 100, 1]
+    handles = [kept(store, numbers((n,), seed=n), "disk") for n in sizes]
+    while handles:
+        n = sizes.pop()
+        assert torch.equal(handles.pop().fetch(), numbers((n,), seed=n))
+
+
+def test_approaching_takes_only_what_there_is():
+    x = numbers((10,))
+    store = Store(host_bytes=2 * x.nbytes)
+    handles = [kept(store, x + i, "disk") for i in range(4)]
+    wait_until(lambda: store.pool.num_expected == 0)
+    for handle in reversed(handles):
+        handle.approach()
+    assert [handle._reading is not None for handle in handles] == [False, False, True, True]
+    for i in reversed(range(4)):
+        assert torch.equal(handles.pop().fetch(), x + i)
+
+
+@pytest.mark.parametrize("what", ["pwrite", "preadv"])
+def test_a_failing_disk_shows_at_the_next_use(monkeypatch, what):
+    def broken(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    store = Store()
+    monkeypatch.setattr(os, what, broken)
+    handle = kept(store, numbers((5,)), "disk")
+    verb = {"pwrite": "write", "preadv": "read"}[what]
+    words = f"disk: could not {verb} 20 bytes.*Input/output error.*use memory"
+    with pytest.raises(StoreError, match=words):
+        handle.fetch()
+    if what == "pwrite":
+        with pytest.raises(StoreError, match=words):
+            store.keep(numbers((5,)), "disk")
+    del handle
+    gc.collect()
+    wait_until(lambda: is_empty(store))
+
+
+def test_a_failing_writer_wakes_those_who_wait(monkeypatch):
+    def broken(*_):
+        time.sleep(0.01)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", broken)
+    store, handles = Store(host_bytes=2 * 40), []
+    with pytest.raises(StoreError, match="disk: could not write 40 bytes.*No space left"):
+        for i in range(20):
+            handles.append(kept(store, numbers((10,), seed=i), "disk"))
+
+
+def test_handles_die_anywhere(slow_disk):
+    """In other threads, in cycles, and under the pool's own lock while the writer needs it."""
+    x = numbers((40,))
+    store, failures = Store(host_bytes=3 * x.nbytes), []
+
+    def keep_and_lose(seed):
+        choose = random.Random(seed)
+        try:
+            for i in range(15):
+                loop = [kept(store, x + i, choose.choice(("host", "disk")) if seed == 0 else "disk")]
+                if choose.random() < 0.3:
+                    assert torch.equal(loop[0].fetch(), x + i)
+                loop.append(loop)
+                del loop
+                if choose.random() < 0.5:
+                    gc.collect()
+        except StoreError:
+            pass  # cycles that are not collected yet may hold all there is
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=keep_and_lose, args=(seed,), daemon=True) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive(), "deadlock"
+    assert failures == []
+    gc.collect()
+    wait_until(lambda: is_empty(store))
+
+
+def test_a_handle_that_dies_under_the_lock_does_not_wait(slow_disk):
+    store = Store()
+    handle = kept(store, numbers((5,)), "disk")
+    done = threading.Event()
+
+    def lose():
+        nonlocal handle
+        with store.pool._changed:  # as when memory is collected inside take()
+            del handle
+        done.set()
+
+    threading.Thread(target=lose, daemon=True).start()
+    assert done.wait(5), "waits for a writer that waits for the lock"
+    wait_until(lambda: is_empty(store))
+
+
+# Files
+
+
+def test_no_file_is_left_after_kill(tmp_path):
+    program = """
+        import sys, torch
+        from pathlib import Path
+        from ithaka.memory.store import Store
+        store = Store(disk_path=Path(sys.argv[1]))
+        handles = [store.keep(torch.ones(10_000), "disk") for _ in range(5)]
+        assert handles[0].fetch().sum() == 10_000
+        print("kept", flush=True)
+        sys.stdin.read()
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout.readline() == b"kept\n"
+    process.kill()
+    process.communicate()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_file_is_where_it_was_asked_for(tmp_path, monkeypatch):
+    made, temporary = [], tempfile.TemporaryFile
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda dir: made.append(dir) or temporary(dir=dir))
+    for store in (Store(disk_path=tmp_path), Store()):
+        store.keep(numbers((3,)), "host")
+        store.keep(numbers((3,)), "disk").fetch()
+    assert [str(path) for path in made] == [str(tmp_path), tempfile.gettempdir()]
+
+
+# Any order of things
+
+MOVES = ("keep", "fetch", "tiles", "hold", "approach", "prefetch", "drop")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 30)), max_size=40), st.integers(3, 6))
+def test_any_sequence_returns_what_was_kept(moves, slabs):
+    """At most two tensors are kept on the host and two on disk, so that even the smallest pool has room."""
+    store, alive, seed = Store(host_bytes=slabs * 9 * 4 * 4), {}, 0
+    for move, number in moves:
+        tier = ("host", "disk")[number % 2]
+        if move == "keep":
+            x = numbers((1 + number % 9, 4), seed=seed)
+            key, seed = (tier, seed % 2 if tier == "disk" else 0), seed + 1
+            alive.pop(key, None)
+            alive[key] = (x, kept(store, x, tier))
+        elif alive:
+            key = list(alive)[number % len(alive)]
+            x, handle = alive[key]
+            if move == "drop":
+                del alive[key]
+            elif move in ("tiles", "hold"):
+                tiles = handle.tiles(tile_slices(len(x), 1 + number % 4), hold=move == "hold")
+                assert torch.equal(torch.cat(list(tiles)), x)
+            elif move == "fetch":
+                assert torch.equal(handle.fetch(), x)
+            else:
+                getattr(handle, move)()
+            del handle
+    for x, handle in alive.values():
+        assert torch.equal(handle.fetch(), x)
+    alive.clear()
+    handle = None
+    wait_until(lambda: is_empty(store))
