@@ -1,0 +1,111 @@
+"""The GPU's parts of a profile, on made-up events: an allocator's history, and a trace with two streams."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ithaka import phases
+from ithaka.profile.cuda import AllocatorHistory, _Seen
+from ithaka.profile.times import read_times
+
+OURS = str(Path(phases.__file__).parent / "model" / "layer.py")
+FSDP = str(Path(torch.__file__).parent / "distributed" / "fsdp" / "_fully_shard" / "_fsdp_collectives.py")
+MIB = 2**20
+
+
+def event(
+    action: str, time_us: int, address: int, size: int, context: int, *frames: tuple[str, int, str]
+) -> dict:
+    named = [{"filename": file, "line": line, "name": name} for file, line, name in frames]
+    return {
+        "action": action,
+        "time_us": time_us,
+        "addr": address,
+        "size": size,
+        "frames": named,
+        "user_metadata": str(context),
+    }
+
+
+def history(events: list[dict], seen: dict[int, list[_Seen]]) -> AllocatorHistory:
+    made = AllocatorHistory(torch.device("cuda", 0))
+    made._before, made._start_ns = {1: 4 * MIB, 2: MIB}, 1_000_000
+    made._contexts = [((), "other"), (("layer 0", "backward", "mlp"), "MLP tile")]
+    made._context_ns = [0, 1_000_000]
+    made.ledger.marks = [(1_000_000, ("layer 0", "backward", "mlp"))]
+    made.snapshot, made._seen = {"device_traces": [events]}, seen
+    made._fill()
+    return made
+
+
+def test_history_becomes_holders():
+    events = [
+        event("alloc", 2_000, 3, 8 * MIB, 1, (OURS, 77, "_mlp")),
+        event("alloc", 3_000, 4, 2 * MIB, 1, (FSDP, 9, "foreach_reduce"), (OURS, 5, "x")),
+        event("free_requested", 4_000, 3, 8 * MIB, 1),
+        event("alloc", 5_000, 3, 3 * MIB - 100, 1, (OURS, 88, "again")),  # the same address again
+        event("free_requested", 6_000, 1, 4 * MIB, 1),
+    ]
+    seen = {
+        1: [_Seen(1_000_100, (1024, 1024), "float32", "parameters")],
+        3: [
+            _Seen(2_100_000, (2, MIB), "float32", None),
+            _Seen(5_100_000, (3, MIB // 4), "float32", "gradients"),
+        ],
+    }
+    ledger = history(events, seen).ledger
+    assert ledger.peak_bytes == 15 * MIB
+    assert ledger.phase_at(ledger.peak_ns) == ("layer 0", "backward", "mlp")
+    at_peak = {h.holder: h for h in ledger.live_at_peak()}
+    assert {name: h.num_bytes // MIB for name, h in at_peak.items()} == {
+        "MLP tile": 8,
+        "parameters": 4,
+        "gradients": 2,
+        "other": 1,
+    }
+    assert at_peak["MLP tile"].shape == (2, MIB)
+    assert at_peak["MLP tile"].line == "ithaka/model/layer.py:77 in _mlp"
+    assert at_peak["parameters"].shape == (1024, 1024)
+    left = {h.line: h for h in _live_at_the_end(ledger)}
+    assert left["ithaka/model/layer.py:88 in again"].num_bytes == 3 * MIB, "rounded as the allocator does"
+    assert left["ithaka/model/layer.py:88 in again"].holder == "gradients", "tagged after it was made"
+
+
+def _live_at_the_end(ledger):
+    from ithaka.profile.ledger import _live_after
+
+    return _live_after(ledger.changes, ledger.holdings)
+
+
+def span(cat: str, name: str, start: float, stop: float, correlation: int | None = None) -> dict:
+    args = {} if correlation is None else {"correlation": correlation}
+    return {"ph": "X", "cat": cat, "name": name, "tid": 1, "ts": start, "dur": stop - start, "args": args}
+
+
+def test_every_instant_of_two_streams_counts_once(tmp_path):
+    """Layer 0 launches a kernel, a collective and a copy that run long after the host has left it."""
+    second = 1e6
+    events = [
+        span("user_annotation", "ithaka step", 0, 2 * second),
+        span("user_annotation", "ithaka: layer 0", 0, 1 * second),
+        span("user_annotation", "ithaka: layer 0/forward", 0, 1 * second),
+        span("user_annotation", "ithaka: layer 1", 1 * second, 2 * second),
+        span("cuda_runtime", "cudaLaunchKernel", 0.1 * second, 0.2 * second, 1),
+        span("cuda_runtime", "cudaLaunchKernel", 0.2 * second, 0.3 * second, 2),
+        span("cuda_runtime", "cudaMemcpyAsync", 0.3 * second, 0.4 * second, 3),
+        span("cuda_runtime", "cudaLaunchKernel", 1.5 * second, 1.6 * second, 4),
+        span("kernel", "gemm", 1 * second, 4 * second, 1),
+        span("kernel", "ncclDevKernel_SendRecv", 3 * second, 6 * second, 2),
+        span("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 2 * second, 7 * second, 3),
+        span("kernel", "gemm", 8 * second, 9 * second, 4),
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    times = read_times(path)
+    assert times.wall_s == pytest.approx(9)
+    assert times.totals == pytest.approx({"compute": 4, "exchange": 2, "copies": 1, "idle": 2})
+    assert times.hidden == pytest.approx({"exchange": 1, "copies": 2})
+    assert times.phases[("layer 0", "forward")]["compute"] == pytest.approx(3)
+    assert times.phases[("layer 1",)] == pytest.approx({"compute": 1, "exchange": 0, "copies": 0, "idle": 1})
