@@ -9,9 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from ithaka.config import ConfigError
 
@@ -233,3 +237,54 @@ def find_hardware(
     if disk is not None:
         hardware = dataclasses.replace(hardware, disk_bytes=parse_bytes(disk, "--disk"))
     return hardware
+
+
+# ---- this machine
+
+
+@dataclass(frozen=True)
+class Host:
+    """What this machine has to spare now."""
+
+    memory_bytes: int
+    disk_bytes: int
+    disk_path: Path
+
+
+def this_host(disk_path: Path | None = None) -> Host:
+    """`disk_path`: where files would go; None: the system's temporary directory."""
+    folder = disk_path or Path(tempfile.gettempdir())
+    free = [psutil.virtual_memory().available, *cgroup_rooms()]
+    return Host(min(free), shutil.disk_usage(folder).free, folder)
+
+
+def cgroup_rooms(root: Path = Path("/sys/fs/cgroup"), of: Path = Path("/proc/self/cgroup")) -> list[int]:
+    """What each control group around this process still allows; file cache makes way: it counts as free."""
+    rooms = []
+    for line in _read_lines(of):
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        # A container sees its own groups at the top, whatever the path says.
+        top = root / controllers
+        inside = top / path.lstrip("/")
+        groups = [top, *(folder for folder in (inside, *inside.parents) if top in folder.parents)]
+        v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        names = v1 if controllers else ("memory.max", "memory.current", "inactive_file")
+        rooms += [room for group in groups if (room := _cgroup_room(group, *names)) is not None]
+    return rooms
+
+
+def _cgroup_room(group: Path, limit: str, usage: str, cache: str) -> int | None:
+    allowed, used = _read_lines(group / limit), _read_lines(group / usage)
+    if not allowed or not used or not allowed[0].isdigit():
+        return None
+    stat = dict(line.split() for line in _read_lines(group / "memory.stat"))
+    return max(0, int(allowed[0]) - int(used[0]) + int(stat.get(cache, 0)))
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from ithaka.config import Config, ConfigError, embedded_model
 from ithaka.plan.shape import ModelShape, read_shape, shape_from_config
+from ithaka.train import launch
+from ithaka.train.budget import check_budgets
 
 
 def check_run(config: Config, num_ranks: int, resume: Path | None) -> None:
@@ -14,8 +16,10 @@ def check_run(config: Config, num_ranks: int, resume: Path | None) -> None:
     if resume is None:
         check_run_dir(config.train.run_dir)
     shape = model_shape(config)
-    check_heads(config, shape, check_cp(config, num_ranks, shape))
+    cp = check_cp(config, num_ranks, shape)
+    check_heads(config, shape, cp)
     check_memory(config, shape)
+    check_budgets(config, shape, cp, num_ranks, on_gpu=launch.num_gpus() > 0)
     check_weights(config.model.path)
     check_kernel(config)
     if resume is not None:

@@ -1,7 +1,8 @@
 """Starts the ranks of a run on this machine, passes signals on, and reports one error for all of them.
 
 Under torchrun the ranks are there already, and one rank needs no other process: both run in this process.
-Exit codes: 2 for a ConfigError, 3 for out of memory, 1 for other failures, 128 + signal when stopped at once.
+Exit codes: 2 for a ConfigError, 3 for out of memory (device, host or disk), 1 for other failures,
+128 + signal when stopped at once.
 """
 
 from __future__ import annotations

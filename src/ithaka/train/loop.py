@@ -6,6 +6,7 @@ B rows of S tokens per data-parallel rank and micro-step; V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import signal
@@ -25,11 +26,14 @@ from transformers import PreTrainedModel
 
 from ithaka.config import Config, ConfigError, embedded_model, to_yaml
 from ithaka.dist.mesh import Mesh, make_mesh
+from ithaka.memory.store import StoreError
 from ithaka.model.build import build_model
 from ithaka.model.settings import settings_of
 from ithaka.phases import phase
 from ithaka.report import write_report
 from ithaka.train import checkpoint
+from ithaka.train.budget import store_host_bytes
+from ithaka.train.check import model_shape
 from ithaka.train.console import (
     Console,
     Record,
@@ -262,6 +266,8 @@ def run(config: Config, resume: Path | None = None, only_profile: bool = False) 
             train(prepare(config, resume), stop, only_profile)
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise OutOfMemoryError(_explain_out_of_memory(config, error)) from error
+        except StoreError as error:
+            raise OutOfMemoryError(_explain_full_store(config, error)) from error
     # Only after success: with a rank gone this would wait for it.
     if ours:
         dist.destroy_process_group()
@@ -289,7 +295,11 @@ def _build(config: Config) -> Trainer:
     mesh = make_mesh(_num_ranks() if config.parallel.cp == "all" else config.parallel.cp)
     torch.manual_seed(config.train.seed + mesh.rank)
     source = config.model.path or embedded_model(config.model.embedded)
-    model = build_model(source, mesh, settings_of(config, mesh.device), seed=config.train.seed)
+    budget = store_host_bytes(
+        config, model_shape(config), mesh.cp_size, mesh.world_size, mesh.device.type == "cuda"
+    )
+    settings = dataclasses.replace(settings_of(config, mesh.device), host_bytes=budget)
+    model = build_model(source, mesh, settings, seed=config.train.seed)
     tokenizer = load_tokenizer(config.data, config.model.path)
     data = open_data(
         config.data,
@@ -499,6 +509,10 @@ def _explain_out_of_memory(config: Config, error: BaseException) -> str:
         "memory.checkpoint=full, memory.offload=host, memory.offload_optimizer=true; for example\n"
         f"  ithaka train --resume {config.train.run_dir} --set memory.offload=host"
     )
+
+
+def _explain_full_store(config: Config, error: StoreError) -> str:
+    return f"rank {os.environ.get('RANK', '0')}: {error}. {_last_checkpoint(config)}"
 
 
 def _sample_text(trainer: Trainer) -> str:

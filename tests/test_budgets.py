@@ -1,0 +1,137 @@
+"""Host memory and disk are compared with what a run needs before any process starts."""
+
+import psutil
+import pytest
+
+from ithaka.config import ConfigError
+from ithaka.plan import hardware
+from ithaka.plan.hardware import Host, cgroup_rooms, this_host
+from ithaka.train import budget
+from ithaka.train.budget import check_budgets, needs, store_host_bytes
+from ithaka.train.check import check_run, model_shape
+from ithaka.train.loop import _build
+from runs import tiny_run
+
+MIB = 2**20
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A machine with as much to spare as a test says."""
+
+    def make(memory_bytes=2**40, disk_bytes=2**40):
+        host = Host(memory_bytes, disk_bytes, tmp_path)
+        monkeypatch.setattr(budget, "this_host", lambda folder: host)
+
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    make()
+    return make
+
+
+def config_of(folder, context=4096, **memory):
+    return tiny_run(folder, memory=memory, data={"context": context, "path": str(folder / "texts")})
+
+
+def test_needs_are_all_ranks_tensors(machine, tmp_path):
+    """2 layers of [4096, 32] fp32 over 2 ranks; attention: the same and 4 heads' lse."""
+    inputs, kept = 2 * 4096 * 32 * 4, 2 * 4096 * (32 + 4) * 4
+    for tier in ("host", "disk"):
+        config = config_of(tmp_path, offload=tier, keep_attention="all")
+        host, disk = needs(config, model_shape(config), 2, 2, on_gpu=False)
+        holders = {"layer inputs": inputs, "kept attention": kept}
+        station = {"on the way to disk": 3 * (inputs + kept) // 2}
+        assert (host, disk) == ((holders, {}) if tier == "host" else (station, holders))
+    config = config_of(tmp_path, offload="none", keep_attention="all")
+    assert needs(config, model_shape(config), 2, 2, on_gpu=False) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    "memory, room, words",
+    [
+        (
+            {"offload": "host", "keep_attention": "all"},
+            {"memory_bytes": MIB},
+            ["memory.offload=host needs 2.125 MiB of host memory for 2 ranks", "layer inputs 1 MiB",
+             "kept attention 1.125 MiB", "1 MiB are free", "memory.offload=disk", ".keep_attention=none",
+             "data.context=1926 or less"],
+        ),
+        (
+            {"offload": "disk"},
+            {"disk_bytes": MIB // 2},
+            ["memory.offload=disk needs 1 MiB of disk", "512 KiB are free in", "a memory.disk_path with more",
+             "data.context=2048 or less"],
+        ),
+        ({"offload": "disk"}, {"memory_bytes": MIB}, ["on the way to disk 1.5 MiB", "data.context=2730"]),
+        ({"offload_optimizer": True}, {"memory_bytes": 1000}, ["memory.offload_optimizer=true", "=false"]),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_with_figures(machine, tmp_path, memory, room, words):
+    config = config_of(tmp_path, **memory)
+    check_run(config, 2, None)
+    machine(**room)
+    with pytest.raises(ConfigError) as error:
+        check_run(config, 2, None)
+    assert "\n" not in str(error.value)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_the_context_named_as_way_out_fits(machine, tmp_path):
+    machine(memory_bytes=MIB)
+    config = config_of(tmp_path, context=1926, offload="host", keep_attention="all")
+    check_budgets(config, model_shape(config), 2, 2, on_gpu=False)
+
+
+def test_other_nodes_ranks_need_nothing_here(machine, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    config = config_of(tmp_path, offload="host")
+    assert needs(config, model_shape(config), 2, 2, on_gpu=False)[0] == {"layer inputs": MIB // 2}
+
+
+def test_this_machine_has_what_psutil_says(tmp_path):
+    host = this_host(tmp_path)
+    assert 0 < host.memory_bytes <= psutil.virtual_memory().total and host.disk_bytes > 0
+
+
+def group(folder, names, limit, used, cached):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 3\n{names[2]} {cached}\n")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_tightest_control_group_counts(tmp_path, monkeypatch, version):
+    names = {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        2: ("memory.max", "memory.current", "inactive_file"),
+    }[version]
+    top = tmp_path / ("memory" if version == 1 else "")
+    group(top / "a", names, 1000, 600, 100)
+    group(top / "a" / "b", names, 2**62 if version == 1 else "max", 600, 100)
+    of = tmp_path / "cgroup"
+    of.write_text("3:cpuset:/\n4:memory:/a/b\n" if version == 1 else "0::/a/b\n")
+    assert min(cgroup_rooms(tmp_path, of)) == 500
+    monkeypatch.setattr(hardware, "cgroup_rooms", lambda: [500])
+    assert this_host().memory_bytes == 500
+    assert cgroup_rooms(tmp_path, tmp_path / "none") == []
+
+
+def limits(config):
+    trainer = _build(config)
+    store = trainer.model.model.layers[0].forward.store
+    trainer.advance()
+    return store.pool.budget_bytes, store.pool.peak_bytes
+
+
+@pytest.mark.parametrize("tier", ["none", "host", "disk"])
+def test_the_store_gets_its_share(ranks, tmp_path, tier):
+    config = config_of(tmp_path, context=61, offload=tier, keep_attention="all")
+    for allowed, peak in ranks.run(2, limits, config):
+        if tier == "none":
+            assert (allowed, peak) == (None, 0)
+        elif tier == "host":
+            assert peak == 2 * 31 * (32 + 32 + 4) * 4 < allowed
+        else:
+            shape = model_shape(config)
+            assert peak <= allowed == store_host_bytes(config, shape, 2, 2, on_gpu=False) == 3 * 31 * 68 * 4

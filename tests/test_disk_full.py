@@ -1,0 +1,65 @@
+"""A disk that fills up in the middle of a step: one line, no hang, and the last checkpoint goes on."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+from ithaka.config import to_yaml
+from ithaka.train.loop import run
+from runs import numbers, tiny_run
+
+# Rank 1's disk has room for three tensors: the step has begun, and rank 0 waits for rank 1 in an exchange.
+PROGRAM = """
+import errno, os, sys
+from pathlib import Path
+from ithaka.config import load
+from ithaka.train.launch import run_ranks
+from ithaka.train.loop import run
+
+def run_on_a_small_disk(config):
+    calls, reserve = [], os.posix_fallocate
+    def reserve_little(*args):
+        calls.append(args)
+        if len(calls) > 3 and os.environ["RANK"] == "1":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(*args)
+    os.posix_fallocate = reserve_little
+    run(config, config.train.run_dir)
+
+if __name__ == "__main__":
+    sys.exit(run_ranks(run_on_a_small_disk, (load(Path(sys.argv[1])),), 2))
+"""
+
+
+def with_memory(config, **memory):
+    return dataclasses.replace(config, memory=dataclasses.replace(config.memory, **memory))
+
+
+def test_disk_full_in_the_middle_of_a_step(ranks, tmp_path):
+    plan = {"steps": 4, "save_every": 2, "validate_every": 0, "validate_sequences": 0}
+    whole = tiny_run(tmp_path / "whole", parallel={"cp": 2}, train=plan, optim={"schedule": "constant"})
+    ranks.run(2, run, whole)
+    half = dataclasses.replace(
+        whole, train=dataclasses.replace(whole.train, run_dir=tmp_path / "half", steps=2)
+    )
+    ranks.run(2, run, half)
+    half = dataclasses.replace(half, train=dataclasses.replace(half.train, steps=4))
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    full = with_memory(half, offload="disk", keep_attention="all", disk_path=disk)
+    program, settings = tmp_path / "program.py", tmp_path / "config.yaml"
+    program.write_text(PROGRAM)
+    settings.write_text(to_yaml(full))
+    ended = subprocess.run(
+        [sys.executable, str(program), str(settings)], capture_output=True, text=True, timeout=90
+    )
+    last = full.train.run_dir / "checkpoints" / "step-00000002"
+    assert ended.returncode == 3, ended.stderr
+    lines = [line for line in ended.stderr.splitlines() if line.startswith("OutOfMemoryError")]
+    assert len(lines) == 1 and ended.stderr.strip() == lines[0], ended.stderr
+    for words in ("rank 1: disk: ", str(disk), "No space left on device", "memory.disk_path", str(last)):
+        assert words in lines[0]
+    assert list(disk.iterdir()) == [] and last.is_dir()
+    ranks.run(2, run, with_memory(half, offload="host"), Path(half.train.run_dir))
+    assert numbers(half.train.run_dir) == numbers(whole.train.run_dir)
