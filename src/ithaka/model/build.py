@@ -115,7 +115,8 @@ def _shard(model: PreTrainedModel, mesh: Mesh, settings: Settings) -> None:
     dtype = settings.dtype or model.dtype
     half = dtype in (torch.bfloat16, torch.float16)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if half else None)
-    offload = CPUOffloadPolicy() if settings.offload_optimizer else OffloadPolicy()
+    pin = mesh.device.type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=pin) if settings.offload_optimizer else OffloadPolicy()
 
     def shard(module: nn.Module) -> None:
         fully_shard(module, mesh=mesh.fsdp, mp_policy=precision, offload_policy=offload)
