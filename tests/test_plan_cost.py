@@ -10,11 +10,11 @@ from ithaka.plan.cost import (
     Work,
     kept_attention_bytes,
     layer_moments,
-    layer_seconds,
     memory,
 )
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.models import find_shape
+from ithaka.plan.seconds import layer_seconds
 
 LLAMA = find_shape("llama3-8b")
 H200 = parse_gpus("8xH200")

@@ -24,9 +24,10 @@ from ithaka.memory.store import StoreError
 from ithaka.model.build import build_model
 from ithaka.model.settings import Settings, settings_for
 from ithaka.phases import listening, phase
-from ithaka.plan.cost import Layout, layer_seconds
+from ithaka.plan.cost import Layout
 from ithaka.plan.models import MODELS, model_config
 from ithaka.plan.search import Plan, evaluate, settings_of
+from ithaka.plan.seconds import layer_seconds
 from ithaka.profile.timeline import Timeline
 from ithaka.train.optim import make_optimizer
 

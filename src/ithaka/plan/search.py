@@ -12,17 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ithaka.config import ConfigError
-from ithaka.plan.cost import (
-    Layout,
-    Ledger,
-    Seconds,
-    Tier,
-    Work,
-    attention_room,
-    memory,
-    step_seconds,
-)
+from ithaka.plan.cost import Layout, Ledger, Tier, Work, attention_room, memory
 from ithaka.plan.hardware import Hardware
+from ithaka.plan.seconds import Seconds, step_seconds
 from ithaka.plan.shape import ModelShape
 
 TILES = (16384, 8192, 4096, 2048)

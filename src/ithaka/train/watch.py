@@ -19,8 +19,9 @@ from ithaka.config import Config
 from ithaka.dist.mesh import Mesh
 from ithaka.model.settings import settings_of
 from ithaka.phases import listening
-from ithaka.plan.cost import Layout, Work, step_seconds
+from ithaka.plan.cost import Layout, Work
 from ithaka.plan.hardware import Hardware
+from ithaka.plan.seconds import step_seconds
 from ithaka.plan.shape import shape_from_config
 from ithaka.profile.job import Job, gpu_named
 from ithaka.profile.machine import machine

@@ -1,0 +1,262 @@
+"""FLOPs and seconds of a training step: pure arithmetic on a model's shape, a layout and the hardware.
+
+Letters as in plan/cost.py. Rates come from plan/hardware.py; the shares and passes below were fitted to rehearsals on
+an H200 (LOG.md, "planned against rehearsed").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ithaka.plan.cost import LayerBytes, Layout, Work, kept_attention_bytes
+from ithaka.plan.hardware import Hardware
+from ithaka.plan.shape import ModelShape
+
+MATMUL_SHARE = 0.89  # of the hardware's matmul rate, in the layer's linear work (MLP forward at 1M: 0.072 s)
+COPY_SHARE = 0.9  # of the PCIe rate, in copies tile by tile
+MLP_PASSES = (8, 24)  # reads and writes of [s, F] by element-wise kernels, forward and backward
+WALK_PASSES = (4, 5)  # of [s, D], per walk over the tiles
+HEAD_PASSES = (12, 30)  # of each projected head's [s, K]: RoPE, layout, sums
+LOGIT_BYTES = 48  # moved per logit by the loss's element-wise kernels
+UPDATE_BYTES = 28  # moved per parameter by AdamW: read p, g, m, v and write p, m, v
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """What a GPU's time goes to. Copies and exchanges count only where nothing hides them."""
+
+    attention: float = 0.0
+    linear: float = 0.0
+    exchange: float = 0.0
+    copies: float = 0.0
+    update: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.attention + self.linear + self.exchange + self.copies + self.update
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(
+            self.attention + other.attention,
+            self.linear + other.linear,
+            self.exchange + other.exchange,
+            self.copies + other.copies,
+            self.update + other.update,
+        )
+
+    def times(self, count: float) -> Seconds:
+        return Seconds(
+            self.attention * count,
+            self.linear * count,
+            self.exchange * count,
+            self.copies * count,
+            self.update * count,
+        )
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """One layer's forward and backward, and the parts a rehearsal measures (its names)."""
+
+    forward: Seconds
+    backward: Seconds
+    parts: dict[str, float] = field(hash=False)
+
+    @property
+    def total(self) -> float:
+        return self.forward.total + self.backward.total
+
+
+def layer_seconds(
+    shape: ModelShape, layout: Layout, hardware: Hardware, work: Work, window: int | None, kept: bool
+) -> LayerSeconds:
+    """Seconds of one layer on the rank with the most heads."""
+    linear = _Linear(shape, layout, hardware, work.local_tokens(layout.cp))
+    heads = -(-shape.heads // layout.cp)
+    flops = 4 * shape.head_dim * heads * work.pairs(window)
+    attend = flops / hardware.gpu.attention_forward_flops
+    attend_back = 2.5 * flops / hardware.gpu.attention_backward_flops
+    pcie = hardware.gpu.pcie_bytes_s * COPY_SHARE
+    x, out = linear.x, kept_attention_bytes(shape, layout, linear.s) if kept else 0
+    from_store = layout.checkpoint and layout.input_tier != "device"
+    fetched = out if layout.attention_tier != "device" and layout.checkpoint else 0
+
+    projections, mlp = linear.projections(False), linear.mlp(False)
+    ex_forward, ex_backward = _exchange_seconds(shape, layout, hardware, linear.s)
+    again = Seconds() if kept or not layout.checkpoint else Seconds(attend, linear.project_only(), ex_forward)
+    busy = projections + attend + mlp
+    copy_out = max(0.0, (x * from_store + fetched) / pcie - busy)
+    write = _disk_seconds(shape, layout, hardware, linear.s, kept)
+    gather, reduce = _shard_seconds(shape, layout, hardware)
+    forward = Seconds(
+        attend, projections + mlp, ex_forward + max(0.0, gather - busy), copy_out + max(0.0, write - busy)
+    )
+    mlp_back, projections_back = linear.mlp(True), linear.projections(True)
+    walks = linear.num_stages + (2 if layout.overlap else 1)
+    wait_mlp = max(0.0, (x * from_store + fetched) / pcie - mlp_back)
+    streamed = from_store and not layout.overlap  # else it came with the first walk, and stayed
+    wait_walks = max(0.0, walks * x * streamed / pcie - projections_back)
+    busy_back = mlp_back + projections_back + attend_back + again.total
+    backward = Seconds(
+        attend_back,
+        mlp_back + projections_back,
+        ex_backward + max(0.0, gather + reduce - busy_back),
+        wait_mlp + wait_walks + max(0.0, write - busy_back),
+    )
+    parts = {
+        "forward projections": projections - linear.output(),
+        "forward attention": attend,
+        "forward mlp": mlp,
+        "backward mlp": mlp_back + wait_mlp,
+        "backward projections": projections_back + wait_walks,
+        "backward attention": attend_back,
+    }
+    return LayerSeconds(forward, backward + again, parts)
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """Token-wise work of one layer on one rank: matmuls, and kernels that only move bytes."""
+
+    shape: ModelShape
+    layout: Layout
+    hardware: Hardware
+    s: int
+
+    @cached_property
+    def x(self) -> int:
+        return self.s * self.shape.hidden * self.layout.element_bytes
+
+    @cached_property
+    def num_stages(self) -> int:
+        return len(self.layout.slots(self.shape).stages)
+
+    @cached_property
+    def projected(self) -> int:
+        """Width of q, k and v as projected: empty and repeated slots included."""
+        slots = self.layout.slots(self.shape)
+        return (self.num_stages * slots.query + 2 * slots.all_kv) * self.layout.cp * self.shape.head_dim
+
+    def matmul(self, width: float, depth: float) -> float:
+        return 2 * self.s * width * depth / (self.hardware.gpu.matmul_flops * MATMUL_SHARE)
+
+    def moving(self, num_bytes: float) -> float:
+        return num_bytes / self.hardware.gpu.memory_bytes_s
+
+    def output(self) -> float:
+        return self.matmul(self.shape.hidden, self.shape.heads * self.shape.head_dim)
+
+    def project_only(self) -> float:
+        walks = self.num_stages * WALK_PASSES[0] * self.x
+        heads = HEAD_PASSES[0] * self.s * self.projected * self.layout.element_bytes
+        return self.matmul(self.shape.hidden, self.projected) + self.moving(walks + heads)
+
+    def projections(self, backward: bool) -> float:
+        if not backward:
+            return self.project_only() + self.output()
+        again = 3 if self.layout.checkpoint else 2
+        walks = (self.num_stages + 1) * WALK_PASSES[1] * self.x
+        heads = HEAD_PASSES[1] * self.s * self.projected * self.layout.element_bytes
+        sums = self.sums(self.projected * self.shape.hidden)
+        return (
+            again * self.matmul(self.shape.hidden, self.projected)
+            + self.output()
+            + self.moving(walks + heads)
+            + sums
+        )
+
+    def mlp(self, backward: bool) -> float:
+        width = self.shape.mlp * max(self.shape.experts_per_token, 1)
+        moved = self.moving(MLP_PASSES[backward] * self.s * width * self.layout.element_bytes)
+        one = self.matmul(3 * self.shape.hidden, width)
+        if not backward:
+            return one + moved
+        again = 3 if self.layout.checkpoint else 2
+        return again * one + 2 * self.output() + moved + self.sums(self.shape.mlp_parameters)
+
+    def sums(self, num_parameters: int) -> float:
+        """Weight gradients read, added and written once per tile."""
+        tiles = -(-self.s // (self.layout.tile_tokens or self.s))
+        moved = num_parameters * (2 * self.layout.sum_bytes + 2 * self.layout.element_bytes)
+        return (tiles - 1) * self.moving(moved)
+
+
+def _exchange_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, s: int) -> tuple[float, float]:
+    """(forward, backward) seconds of all-to-alls that nothing hides."""
+    if layout.cp == 1:
+        return 0.0, 0.0
+    b = LayerBytes(shape, layout, s)
+    kv = sum(b.kv(i) for i in range(b.num_stages))
+    queries = b.num_stages * b.q
+    hidden = layout.overlap and b.num_stages > 1
+    arriving = b.q + b.kv(0) if hidden else queries + kv
+    arriving_back = 3 * b.q + b.kv(0) if hidden else 3 * queries + kv
+    time_of = _AllToAll(layout.cp, hardware)
+    return time_of(arriving + queries), time_of(arriving_back + queries + kv)
+
+
+@dataclass(frozen=True)
+class _AllToAll:
+    cp: int
+    hardware: Hardware
+
+    def __call__(self, num_bytes: int) -> float:
+        """Each rank keeps 1/cp; what leaves the node goes over the network at the same time as the rest."""
+        inside = min(self.cp, self.hardware.gpus_per_node)
+        near = num_bytes * (inside - 1) / self.cp / self.hardware.gpu.link_bytes_s
+        far = num_bytes * (self.cp - inside) / self.cp / self.hardware.network_bytes_s
+        return max(near, far)
+
+
+def _shard_seconds(shape: ModelShape, layout: Layout, hardware: Hardware) -> tuple[float, float]:
+    """(all-gather of a layer's weights, reduce-scatter of its gradients), over all ranks."""
+    world = hardware.num_gpus
+    if world == 1 and not layout.offload_optimizer:
+        return 0.0, 0.0
+    rate = hardware.gpu.link_bytes_s if hardware.num_nodes == 1 else hardware.network_bytes_s
+    moved = shape.layer_parameters * (world - 1) / world / rate
+    from_host = shape.layer_parameters / world * 4 / hardware.gpu.pcie_bytes_s * layout.offload_optimizer
+    return moved * layout.element_bytes + from_host, moved * layout.sum_bytes + from_host
+
+
+def _disk_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, s: int, kept: bool) -> float:
+    """A layer's bytes through the node's disk, one way; no layer gains from another's surplus."""
+    num_bytes = 0
+    if layout.checkpoint and layout.input_tier == "disk":
+        num_bytes += s * shape.hidden * layout.element_bytes
+    if layout.checkpoint and kept and layout.attention_tier == "disk":
+        num_bytes += kept_attention_bytes(shape, layout, s)
+    return num_bytes * hardware.gpus_per_node / hardware.disk_bytes_s
+
+
+def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
+    """One optimizer step with one micro-step: all layers, the loss and the update."""
+    total = _loss_seconds(shape, layout, hardware, work)
+    layers: dict[tuple[int | None, bool], int] = {}
+    for i, window in enumerate(shape.windows):
+        key = (window, i < layout.keep_attention)
+        layers[key] = layers.get(key, 0) + 1
+    for (window, kept), count in layers.items():
+        layer = layer_seconds(shape, layout, hardware, work, window, kept)
+        total = total + (layer.forward + layer.backward).times(count)
+    return total + Seconds(update=_update_seconds(shape, layout, hardware))
+
+
+def _loss_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
+    """Logits twice, their two gradients, and the kernels between. Gathering lm_head hides nowhere."""
+    linear = _Linear(shape, layout, hardware, work.local_tokens(layout.cp))
+    logits = linear.s * shape.vocab
+    world = hardware.num_gpus
+    rate = hardware.gpu.link_bytes_s if hardware.num_nodes == 1 else hardware.network_bytes_s
+    moved = 3 * shape.vocab * shape.hidden * layout.element_bytes * (world - 1) / world / rate
+    return Seconds(
+        linear=4 * linear.matmul(shape.hidden, shape.vocab) + linear.moving(LOGIT_BYTES * logits),
+        exchange=moved,
+    )
+
+
+def _update_seconds(shape: ModelShape, layout: Layout, hardware: Hardware) -> float:
+    if layout.offload_optimizer:
+        return UPDATE_BYTES * shape.num_parameters / hardware.num_nodes / hardware.host_update_bytes_s
+    return UPDATE_BYTES * shape.num_parameters / hardware.num_gpus / hardware.gpu.memory_bytes_s
