@@ -1,0 +1,109 @@
+"""In backward, what the layer below kept on disk is read while this one works; a small pool only slows it."""
+
+import gc
+import time
+
+import pytest
+
+from ithaka.memory import store as store_module
+from ithaka.model import layer
+from ithaka.model.layer import LayerOptions
+from ithaka.model.settings import Settings
+from models import tiny_config
+from parity import check, compare_with, parallel, plain_sum, random_ids
+
+LAYERS = 4
+X_BYTES = 24 * 32 * 8
+LAYER_BYTES = 2 * X_BYTES + 24 * 4 * 8  # x, attention's output, 4 heads' lse
+SETTINGS = Settings(layer=LayerOptions(tile_tokens=5, keep_input="disk", keep_attention="disk"))
+
+
+def limited(num_bytes: int | None) -> Settings:
+    return Settings(layer=SETTINGS.layer, host_bytes=num_bytes)
+
+
+def config():
+    return tiny_config("llama", num_hidden_layers=LAYERS)
+
+
+def reads_at_start_of_backward(host_bytes):
+    """Per layer, last first: of its own 3 tensors and of the next one's, how many are being read already."""
+    model, _ = parallel(1, config(), limited(host_bytes))
+    ids, seen, backward = random_ids(1, 24), [], layer.StreamedLayer.backward
+
+    def watched(self, saved, *args):
+        below = saved.before()
+        groups = [saved] + ([below] if below is not None else [])
+        seen.append([sum(kept._reading is not None for kept in group._all()) for group in groups])
+        return backward(self, saved, *args)
+
+    layer.StreamedLayer.backward = watched
+    try:
+        loss = model(input_ids=ids, labels=ids).loss
+        store = model.model.layers[0].forward.store
+        while store.pool.num_expected:
+            time.sleep(0.001)
+        loss.backward()
+    finally:
+        layer.StreamedLayer.backward = backward
+    return seen
+
+
+@pytest.mark.parametrize("host_bytes", [None, 3 * LAYER_BYTES])
+def test_the_layer_below_is_read_one_ahead(ranks, host_bytes):
+    (seen,) = ranks.run(1, reads_at_start_of_backward, host_bytes)
+    assert seen == [[3, 3]] * (LAYERS - 1) + [[3]]
+
+
+def test_a_layer_reads_its_own_before_the_next_ones(ranks):
+    (seen,) = ranks.run(1, reads_at_start_of_backward, LAYER_BYTES)
+    assert [own for own, *_ in seen] == [3] * LAYERS
+    assert all(sum(others) == 0 for _, *others in seen)
+
+
+@pytest.mark.parametrize("num_layers", [1.0, 1.6, 3.0])
+@pytest.mark.parametrize("cp", [1, 2])
+def test_small_pools_are_exact(ranks, cp, num_layers):
+    ids = random_ids(1, 24)
+    host_bytes = int(num_layers * LAYER_BYTES / cp)
+    check(ranks.run(cp, small_pool, cp, ids, limited(host_bytes)))
+
+
+def small_pool(cp, ids, settings):
+    write = store_module.DiskFile.write
+
+    def slowly(self, data, offset):
+        time.sleep(0.002)
+        write(self, data, offset)
+
+    store_module.DiskFile.write = slowly
+    try:
+        expected = lambda model: plain_sum(model, ids, ids) / 23  # noqa: E731
+        return compare_with(expected, cp, config(), settings, input_ids=ids, labels=ids)
+    finally:
+        store_module.DiskFile.write = write
+
+
+def used_over_steps(tier):
+    settings = Settings(layer=LayerOptions(tile_tokens=5, keep_input=tier, keep_attention=tier))
+    model, _ = parallel(2, config(), settings)
+    store, used = model.model.layers[0].forward.store, []
+    for _ in range(4):
+        ids = random_ids(1, 24)
+        model(input_ids=ids, labels=ids).loss.backward()
+        gc.collect()
+        while store.pool.busy_bytes or store.disk.busy_bytes:
+            time.sleep(0.001)
+        used.append((store.pool.used_bytes, store.disk.used_bytes))
+    return used
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_steps_use_the_same_memory_again(ranks, tier):
+    for used in ranks.run(2, used_over_steps, tier):
+        kept = LAYERS * LAYER_BYTES // 2
+        if tier == "host":
+            assert used == [(kept, 0)] * 4
+        else:
+            assert {disk for _, disk in used} == {kept}
+            assert max(host for host, _ in used) <= kept + 2 * LAYER_BYTES // 2

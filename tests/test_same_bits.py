@@ -1,0 +1,89 @@
+"""On CPU a step gives the same bits every time, wherever what it keeps lives and whatever overlaps."""
+
+import dataclasses
+import shutil
+
+import pytest
+import torch
+
+from ithaka.dist.mesh import make_mesh
+from ithaka.model.build import parallelize
+from ithaka.model.layer import LayerOptions
+from ithaka.model.settings import Settings
+from ithaka.train.loop import run
+from models import tiny_config, tiny_model
+from parity import random_ids
+from runs import numbers, tiny_run
+
+TIERS = ("device", "host", "disk")
+
+
+def bits_of_a_step(cp, **options):
+    """Loss and all gradients; two steps, of which the second reuses what the first left in the pool."""
+    heads_per_stage = options.pop("heads_per_stage", None)
+    settings = Settings(heads_per_stage=heads_per_stage, layer=LayerOptions(tile_tokens=5, **options))
+    model = tiny_model(tiny_config("qwen3", heads=4, kv_heads=2), torch.float32)
+    model = parallelize(model, mesh=make_mesh(cp), settings=settings)
+    ids, steps = random_ids(2, 13), []
+    for _ in range(2):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        grads = {name: param.grad.full_tensor() for name, param in model.named_parameters()}
+        steps.append({"loss": loss.detach(), **grads})
+        model.zero_grad()
+    different = [name for name in steps[0] if not torch.equal(steps[0][name], steps[1][name])]
+    assert different == [], "two steps differ"
+    return {name: value.numpy() for name, value in steps[0].items()}
+
+
+def compare_variants(cp, heads_per_stage, kept):
+    first, wrong = None, []
+    for overlap in (True, False):
+        for tier in TIERS:
+            how = {"overlap": overlap, "keep_input": tier, "keep_attention": tier if kept else None}
+            bits = bits_of_a_step(cp, heads_per_stage=heads_per_stage, **how)
+            first = first or bits
+            wrong += [(how, name) for name in first if (first[name] != bits[name]).any()]
+    return wrong
+
+
+CASES = [(1, 1, True), (2, None, True), (2, 2, True), (2, 2, False)]
+
+
+@pytest.mark.parametrize("cp, heads_per_stage, kept", CASES)
+def test_bits_do_not_depend_on_tier_or_overlap(ranks, cp, heads_per_stage, kept):
+    for wrong in ranks.run(cp, compare_variants, cp, heads_per_stage, kept):
+        assert wrong == []
+
+
+def with_memory(config, folder, **memory):
+    return dataclasses.replace(
+        config,
+        memory=dataclasses.replace(config.memory, **memory),
+        train=dataclasses.replace(config.train, run_dir=folder),
+    )
+
+
+def test_optimizer_on_the_host_trains_the_same(ranks, tmp_path):
+    """Every number of the run, also after resuming from its own checkpoint and from one made without."""
+    plain = tiny_run(tmp_path, parallel={"cp": 2}, train={"steps": 4, "save_every": 2})
+    offloaded = with_memory(plain, tmp_path / "offloaded", offload_optimizer=True)
+    ranks.run(2, run, plain)
+    ranks.run(2, run, offloaded)
+    expected = numbers(plain.train.run_dir)
+    assert numbers(offloaded.train.run_dir) == expected
+    for made_by in (plain, offloaded):
+        again = with_memory(plain, tmp_path / f"after-{made_by.train.run_dir.name}", offload_optimizer=True)
+        shutil.copytree(made_by.train.run_dir, again.train.run_dir)
+        (again.train.run_dir / "latest").write_text("step-00000002\n")
+        ranks.run(2, run, again, again.train.run_dir)
+        assert numbers(again.train.run_dir) == expected
+
+
+def test_tiers_train_the_same(ranks, tmp_path):
+    plain = tiny_run(tmp_path, parallel={"cp": 2}, train={"steps": 3})
+    ranks.run(2, run, plain)
+    for tier in ("host", "disk"):
+        other = with_memory(plain, tmp_path / tier, offload=tier)
+        ranks.run(2, run, other)
+        assert numbers(other.train.run_dir) == numbers(plain.train.run_dir)

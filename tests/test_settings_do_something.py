@@ -1,0 +1,132 @@
+"""Every setting of memory, parallelism and attention, given in YAML, changes what the layers do."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from ithaka.config import parse
+from ithaka.dist.mesh import make_mesh
+from ithaka.model import build, layer
+from ithaka.model.settings import settings_of
+from ithaka.ops import stages
+from ithaka.profile import LiveBytes
+from models import tiny_config
+from parity import random_ids
+
+CPU = torch.device("cpu")
+
+
+def built(text: str):
+    """A model with settings in YAML after one step; what it held for backward, on the device and off."""
+    settings = settings_of(parse(yaml.safe_load(text) or {}), CPU)
+    model = build.build_model(tiny_config("llama").to_dict(), make_mesh(1), settings)
+    ids = random_ids(1, 24)
+    with LiveBytes() as live:
+        loss = model(input_ids=ids, labels=ids).loss
+        kept_bytes = live.now_bytes
+        store = model.model.layers[0].forward.store
+        held = (store.pool.busy_bytes, store.disk.busy_bytes)
+        loss.backward()
+    return model, kept_bytes, held
+
+
+def streamed(model) -> list[layer.StreamedLayer]:
+    return [each.forward for each in model.model.layers]
+
+
+def test_heads_per_stage_makes_stages():
+    def num_stages(value):
+        model, *_ = built(f"parallel: {{heads_per_stage: {value}}}")
+        return len(streamed(model)[0].table.stages)
+
+    assert [num_stages(value) for value in ("all", 4, 2, 1)] == [1, 1, 2, 4]
+
+
+@pytest.mark.parametrize("tokens, rows", [("all", {24}), (24, {24}), (8, {8}), (5, {5, 4})])
+def test_tile_tokens_cuts_tiles(tokens, rows, monkeypatch):
+    seen = set()
+    mlp = layer.StreamedLayer._mlp
+    monkeypatch.setattr(layer.StreamedLayer, "_mlp", lambda self, y: seen.add(len(y)) or mlp(self, y))
+    built(f"memory: {{tile_tokens: {tokens}}}")
+    assert seen == rows
+
+
+@pytest.mark.parametrize("kept, num_kept", [("none", 0), (0, 0), (1, 1), ("all", 2)])
+def test_keep_attention_saves_attention(kept, num_kept, monkeypatch):
+    calls = []
+    attend = stages.HeldHeads.attend
+    monkeypatch.setattr(stages.HeldHeads, "attend", lambda *args: calls.append(1) or attend(*args))
+    built(f"memory: {{keep_attention: {kept}}}")
+    assert len(calls) == 2 + (2 - num_kept), "once per layer in forward, and again where it was not kept"
+
+
+def test_offload_moves_what_is_kept():
+    x_bytes = 2 * 24 * 32 * 4
+    kept = {tier: built(f"memory: {{offload: {tier}}}")[1:3] for tier in ("none", "host", "disk")}
+    assert {tier: held for tier, (_, held) in kept.items()} == {
+        "none": (0, 0),
+        "host": (x_bytes, 0),
+        "disk": (kept["disk"][1][0], x_bytes),
+    }
+    # The embedding's output is held by nobody else, nor is the first layer's.
+    assert kept["none"][0] - kept["host"][0] == kept["none"][0] - kept["disk"][0] == x_bytes
+
+
+def test_offload_also_moves_attentions_output():
+    held = built("memory: {offload: host, keep_attention: 1}")[2]
+    assert held == (2 * 24 * 32 * 4 + 24 * (32 + 4) * 4, 0)
+
+
+def test_checkpoint_keeps_inputs_only():
+    kept = {value: built(f"memory: {{checkpoint: {value}}}")[1] for value in ("none", "full")}
+    assert kept["none"] > 3 * kept["full"]
+
+
+def test_disk_path_is_where_the_file_is(tmp_path, monkeypatch):
+    made, temporary = [], tempfile.TemporaryFile
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda dir: made.append(Path(dir)) or temporary(dir=dir))
+    built(f"memory: {{offload: disk, disk_path: {tmp_path}}}")
+    assert made == [tmp_path]
+
+
+def test_attention_settings_reach_attention(monkeypatch):
+    seen = []
+    attention = stages.attention
+    monkeypatch.setattr(stages, "attention", lambda *a, **k: seen.append(k) or attention(*a, **k))
+    built("attention: {kernel: reference, block_q: 8, block_kv: 6}")
+    assert {(how["kernel"], how["blocks"]) for how in seen} == {("reference", (8, 6))}
+    built("{}")
+    assert (seen[-1]["kernel"], seen[-1]["blocks"]) == ("auto", None)
+
+
+def test_compile_compiles_the_mlp(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda module: compiled.append(module) or module)
+    model, *_ = built("train: {compile: true}")
+    assert compiled == [each.mlp for each in model.model.layers]
+    built("{}")
+    assert len(compiled) == 2
+
+
+def test_dtype_is_the_computations():
+    for name in ("float32", "bfloat16", "float64"):
+        model, *_ = built(f"model: {{dtype: {name}}}")
+        assert next(model.parameters()).dtype == (torch.float64 if name == "float64" else torch.float32)
+        assert model(input_ids=random_ids(1, 4)).logits.dtype == getattr(torch, name)
+
+
+def test_offload_optimizer_is_fsdps_policy(monkeypatch):
+    seen, shard = [], build.fully_shard
+
+    def watched(module, **how):
+        seen.append(type(how["offload_policy"]).__name__)
+        return shard(module, **how)
+
+    monkeypatch.setattr(build, "fully_shard", watched)
+    for value, policy in (("true", "CPUOffloadPolicy"), ("false", "OffloadPolicy")):
+        built(f"memory: {{offload_optimizer: {value}}}")
+        assert set(seen) == {policy}
+        seen.clear()
