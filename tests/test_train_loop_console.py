@@ -11,7 +11,8 @@ from rich.console import Console as RichConsole
 from ithaka.config import ConfigError
 from ithaka.train import console as console_module
 from ithaka.train import loop
-from ithaka.train.console import Console, Metrics, Record, amount, flops_per_token
+from ithaka.train.loop import num_pairs
+from ithaka.train.console import Console, Metrics, Record, amount, step_flops
 from ithaka.train.loop import Diverged, StopRequest, run
 from runs import metrics, start_process, tiny_run, wait_for
 
@@ -86,10 +87,7 @@ def test_tensorboard_gets_the_same_numbers_or_names_its_extra(tmp_path, monkeypa
 
 
 def test_flops_and_peaks(monkeypatch):
-    assert (
-        flops_per_token(1000, num_layers=2, num_heads=3, head_dim=4, context=10)
-        == 6 * 1000 + 6 * 2 * 3 * 4 * 10
-    )
+    assert step_flops(1000, num_tokens=10, head_size=12, num_pairs=100) == 6 * 1000 * 10 + 12 * 12 * 100
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     assert console_module.peak_flops(torch.device("cuda")) == 989e12
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Unknown 9")
@@ -147,3 +145,15 @@ def test_out_of_memory_is_explained_with_the_last_checkpoint(tmp_path, monkeypat
     monkeypatch.setattr(loop, "prepare", full)
     with pytest.raises(loop.OutOfMemoryError, match=r"(?s)data.context=61.*2 GiB.*step-00000004.*--resume"):
         run(config)
+
+
+def test_pairs_are_counted_inside_documents_and_windows():
+    documents = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, 0]])
+    seen = torch.zeros(10, 10, dtype=torch.int64)
+    flat = documents + torch.tensor([[0], [9]])
+    ids = flat.reshape(-1)
+    for window in (None, 2):
+        i, j = torch.meshgrid(torch.arange(10), torch.arange(10), indexing="ij")
+        visible = (j <= i) & (ids[:, None] == ids[None]) & (j > i - (window or 99))
+        seen += visible.long()
+    assert num_pairs(documents, [None, 2]) == int(seen.sum())

@@ -67,15 +67,12 @@ def peak_flops(device: torch.device) -> float | None:
     return next((tflops * 1e12 for part, tflops in PEAK_BF16_TFLOPS if part in name), None)
 
 
-def flops_per_token(
-    num_matmul_params: int, num_layers: int, num_heads: int, head_dim: int, context: int
-) -> float:
-    """Useful FLOPs of forward and backward per token: 6 per parameter, and causal attention over half the
-    context.
+def step_flops(num_matmul_params: int, num_tokens: int, head_size: int, num_pairs: int) -> float:
+    """Useful FLOPs of forward and backward: 6 per parameter and token, 12 * K per head and query-key pair.
 
-    Recomputation does not count.  Attention is counted as if each sequence were one document without a
-    window, so MFU is overstated for packed short documents."""
-    return 6.0 * num_matmul_params + 6.0 * num_layers * num_heads * head_dim * context
+    `num_pairs` counts the pairs that attention visits, summed over layers; `head_size` is H * K. Recomputation
+    does not count."""
+    return 6.0 * num_matmul_params * num_tokens + 12.0 * head_size * num_pairs
 
 
 def host_peak_bytes() -> int:

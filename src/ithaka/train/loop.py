@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,10 +40,10 @@ from ithaka.train.console import (
     Record,
     amount,
     check_tensorboard,
-    flops_per_token,
     gibibytes,
     host_peak_bytes,
     peak_flops,
+    step_flops,
     read_metrics,
 )
 from ithaka.train.data import Batch, Tokenizer, TrainData, load_tokenizer, num_valid, open_data
@@ -73,15 +74,29 @@ class StepResult:
     loss: float
     grad_norm: float
     label_tokens: int
+    num_pairs: int  # query-key pairs of attention, summed over layers
 
 
-def count_labels(batches: Iterable[Batch], mesh: Mesh) -> int:
-    """Valid labels after the shift, over these micro-batches and all data-parallel ranks.  One all-reduce."""
-    count = sum(num_valid(batch.labels) for batch in batches)
+def count_work(batches: Sequence[Batch], windows: Sequence[int | None], mesh: Mesh) -> tuple[int, int]:
+    """Valid labels after the shift, and query-key pairs of all layers (their windows given), over these
+    micro-batches and all data-parallel ranks.  One all-reduce."""
+    labels = sum(num_valid(batch.labels) for batch in batches)
+    pairs = sum(num_pairs(batch.document_ids, windows) for batch in batches)
     # The ranks of a cp group hold the same batch: one of them counts it.
-    total = torch.tensor(count if mesh.cp_rank == 0 else 0)
+    total = torch.tensor([labels, pairs] if mesh.cp_rank == 0 else [0, 0])
     dist.all_reduce(total)
-    return int(total)
+    return int(total[0]), int(total[1])
+
+
+def num_pairs(document_ids_BS: torch.Tensor, windows: Sequence[int | None]) -> int:
+    """Query-key pairs that causal attention visits inside documents, summed over layers."""
+    rows_B1 = torch.arange(len(document_ids_BS))[:, None] * (int(document_ids_BS.max()) + 1)
+    _, lengths = torch.unique_consecutive(document_ids_BS + rows_B1, return_counts=True)
+    total = 0
+    for window, layers in Counter(windows).items():
+        reach = lengths if window is None else lengths.clamp(max=window)
+        total += layers * int((reach * lengths - reach * (reach - 1) // 2).sum())
+    return total
 
 
 def train_step(
@@ -92,12 +107,13 @@ def train_step(
     lr: float,
     clip_norm: float | None,
     mesh: Mesh,
+    windows: Sequence[int | None] = (),
 ) -> StepResult:
     """One update from this rank's micro-batches.
 
     The number of valid labels of the whole global batch is known before the first forward, so every
     micro-step is weighted by its tokens and gradients are divided once."""
-    label_tokens = count_labels(batches, mesh)
+    label_tokens, pairs = count_work(batches, windows, mesh)
     set_learning_rate(optimizer, lr)
     total_loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for batch in batches:
@@ -108,7 +124,7 @@ def train_step(
         norm = clip_gradients(model.parameters(), clip_norm, mesh.device)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(float(total_loss), float(norm), label_tokens)
+    return StepResult(float(total_loss), float(norm), label_tokens, pairs)
 
 
 @contextlib.contextmanager
@@ -211,6 +227,7 @@ class Trainer:
         self.config, self.mesh, self.model, self.data, self.tokenizer = config, mesh, model, data, tokenizer
         self.run_dir = config.train.run_dir
         self.optimizer = make_optimizer(model, config.optim)
+        self.windows = model_shape(config).windows
         self.step = 0
         self.tokens = 0
         self.saved_step = 0
@@ -234,7 +251,15 @@ class Trainer:
         batches = [self.data.next_batch() for _ in range(self.config.train.accumulate)]
         lr = learning_rate(self.step, self.config.optim, self.config.train.steps)
         clip_norm = self.config.optim.clip_norm
-        result = train_step(self.model, self.optimizer, batches, lr=lr, clip_norm=clip_norm, mesh=self.mesh)
+        result = train_step(
+            self.model,
+            self.optimizer,
+            batches,
+            lr=lr,
+            clip_norm=clip_norm,
+            mesh=self.mesh,
+            windows=self.windows,
+        )
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             raise Diverged(
                 f"step {self.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}. "
@@ -359,7 +384,6 @@ def train(trainer: Trainer, stop: StopRequest, only_profile: bool = False) -> No
 def _steps(trainer: Trainer, stop: StopRequest, console: Console, save: bool) -> bool:
     """Trains, validates, saves; returns whether a stop was asked for."""
     settings = trainer.config.train
-    flops = _flops_per_token(trainer)
     watch = Watch(trainer.config, trainer.model, trainer.optimizer, trainer.mesh, console)
     if console.active:
         write_facts(trainer.run_dir, watch.job, trainer.mesh)
@@ -386,7 +410,7 @@ def _steps(trainer: Trainer, stop: StopRequest, console: Console, save: bool) ->
                 label_tokens=result.label_tokens,
                 tokens_per_s=num_tokens / step_s,
                 step_s=step_s,
-                mfu=_mfu(trainer.mesh, flops * num_tokens / step_s),
+                mfu=_mfu(trainer, num_tokens, result.num_pairs, step_s),
                 device_peak_bytes=device_peak,
                 host_peak_bytes=host_peak,
             )
@@ -414,25 +438,16 @@ def _num_params(model: PreTrainedModel) -> int:
     return sum(param.numel() for param in model.parameters())
 
 
-def _flops_per_token(trainer: Trainer) -> float:
-    model = trainer.model
-    shape = model.config
-    embedding = model.get_input_embeddings().weight
-    # The embedding is read, not multiplied, unless it is the output head as well.
-    lookup_only = 0 if shape.tie_word_embeddings else embedding.numel()
-    head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    return flops_per_token(
-        _num_params(model) - lookup_only,
-        shape.num_hidden_layers,
-        shape.num_attention_heads,
-        head_dim,
-        trainer.config.data.context,
-    )
-
-
-def _mfu(mesh: Mesh, flops_per_s: float) -> float | None:
-    peak = peak_flops(mesh.device)
-    return None if peak is None else flops_per_s / (peak * mesh.world_size)
+def _mfu(trainer: Trainer, num_tokens: int, num_pairs: int, step_s: float) -> float | None:
+    peak = peak_flops(trainer.mesh.device)
+    if peak is None:
+        return None
+    shape = model_shape(trainer.config)
+    # An embedding is read, not multiplied, unless it is the output head as well.
+    lookup_only = 0 if shape.tied else shape.vocab * shape.hidden
+    num_params = _num_params(trainer.model) - lookup_only
+    flops = step_flops(num_params, num_tokens, shape.heads * shape.head_dim, num_pairs)
+    return flops / (step_s * peak * trainer.mesh.world_size)
 
 
 def _header(trainer: Trainer) -> dict[str, str]:
