@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 import ithaka
-from ithaka.config import CPU_DEFAULT, GPU_DEFAULT, Config, ConfigError, load
+from ithaka.config import CPU_DEFAULT, GPU_DEFAULT, Config, ConfigError, given, load
 
 app = typer.Typer(
     add_completion=False,
@@ -92,6 +92,8 @@ def train(
     gpus = launch.num_gpus()
     resolved = resolve(config, changes, resume, run_dir, gpus)
     num_ranks = launch.decide_ranks(resolved.parallel.ranks, gpus)
+    if resume is None:
+        resolved = plan_settings(config, changes, resolved, num_ranks)
     check_run(resolved, num_ranks, resume)
     raise typer.Exit(launch.run_ranks(train_rank, (resolved, resume), num_ranks))
 
@@ -132,6 +134,7 @@ def profile(
     gpus = launch.num_gpus()
     resolved = resolve(config, changes, None, run_dir, gpus)
     num_ranks = launch.decide_ranks(resolved.parallel.ranks, gpus)
+    resolved = plan_settings(config, changes, resolved, num_ranks)
     check_run(resolved, num_ranks, None)
     raise typer.Exit(launch.run_ranks(train_rank, (resolved, None, True), num_ranks))
 
@@ -161,6 +164,21 @@ def resolve(
         config = _resumed(file, changes, resume, run_dir)
         run_dir = resume
     return dataclasses.replace(config, train=dataclasses.replace(config.train, run_dir=run_dir))
+
+
+def plan_settings(file: Path | None, changes: list[str], config: Config, num_ranks: int) -> Config:
+    """What is not given, decided by the planner on a GPU that it knows; prints the plan, once per node."""
+    from ithaka.plan import show
+    from ithaka.train import launch
+    from ithaka.train.planned import planned
+
+    name = launch.gpu_name()
+    told = given(file, changes, _embedded_default(file, changes, launch.num_gpus()))
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    resolved, plan = planned(config, told, num_ranks, local_ranks, name)
+    if plan is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+        print(show.as_text(plan, str(config.model.path or config.model.embedded)), flush=True)
+    return resolved
 
 
 def _embedded_default(file: Path | None, changes: list[str], gpus: int) -> dict[str, dict[str, Any]]:

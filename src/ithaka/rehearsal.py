@@ -212,8 +212,8 @@ def _first_layers(config: dict[str, Any] | Path, layers: int) -> dict[str, Any]:
     """The config of a model cut to its first layers; weights are drawn, not loaded."""
     if isinstance(config, Path):
         file = config / "config.json" if config.is_dir() else config
-        config = json.loads(file.read_text(encoding="utf-8"))
-    few = {**config, "num_hidden_layers": layers}
+        config = dict(json.loads(file.read_text(encoding="utf-8")))
+    few: dict[str, Any] = {**config, "num_hidden_layers": layers}
     if few.get("layer_types"):
         few["layer_types"] = few["layer_types"][:layers]
     return few

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from models import plain_loss, tiny_config, tiny_model
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from ithaka.dist.mesh import make_mesh
 from ithaka.model.build import parallelize
 from ithaka.model.layer import LayerOptions
 from ithaka.model.settings import Settings
+from models import plain_loss, tiny_config, tiny_model
 
 pytestmark = pytest.mark.gpu
 

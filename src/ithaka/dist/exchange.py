@@ -40,12 +40,12 @@ def start_heads_to_tokens(t_SnK: torch.Tensor, group: dist.ProcessGroup) -> Exch
 
 def tokens_to_heads(t_csnK: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[c, s, n, K] -> [S, n, K], at once. Differentiable."""
-    return _TokensToHeads.apply(t_csnK, group)  # type: ignore[no-any-return]
+    return _TokensToHeads.apply(t_csnK, group)
 
 
 def heads_to_tokens(t_SnK: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[S, n, K] -> [c, s, n, K], at once. Differentiable."""
-    return _HeadsToTokens.apply(t_SnK, group)  # type: ignore[no-any-return]
+    return _HeadsToTokens.apply(t_SnK, group)
 
 
 class _TokensToHeads(torch.autograd.Function):

@@ -152,7 +152,7 @@ def _swap_forwards(model: PreTrainedModel, mesh: Mesh, settings: Settings) -> No
             settings.of_layer(index),
         )
     model.lm_head.forward = _Head(model.model.norm, model.lm_head, mesh)
-    model.forward = MethodType(_Forward(mesh), model)  # type: ignore[method-assign]
+    model.forward = MethodType(_Forward(mesh), model)
 
 
 class _Head:
@@ -165,7 +165,7 @@ class _Head:
         if labels_s is not None:
             return linear_cross_entropy(x_sD, labels_s, self.norm, self.lm_head.weight)
         logits_sV = apply_norm(self.norm, x_sD) @ self.lm_head.weight.t()
-        return _GatherTokens.apply(logits_sV, self.mesh.cp_group)  # type: ignore
+        return _GatherTokens.apply(logits_sV, self.mesh.cp_group)
 
 
 class _Forward:

@@ -116,7 +116,7 @@ class StreamedLayer:
         if torch.is_grad_enabled() and not self.options.checkpoint:
             return self.keep_everything(x_sD, Saved(positions_s, docs, Kept(x_sD)))
         if torch.is_grad_enabled():
-            return _LayerFunction.apply(x_sD, self, positions_s, docs, *self.layer.parameters())  # type: ignore
+            return _LayerFunction.apply(x_sD, self, positions_s, docs, *self.layer.parameters())
         with phase(self.name), phase("forward"):
             return self.forward(x_sD, Saved(positions_s, docs, Kept(x_sD)), keep=False)
 
@@ -174,7 +174,9 @@ class StreamedLayer:
 
         Without overlap one after the other, so that only one of them is there twice.
         """
-        makers = [partial(projected.pop, 0), *(also or []), *[partial(projected.pop, 0)] * (len(projected) - 1)]
+        next_projected = partial(projected.pop, 0)
+        makers: list[Callable[[], Tensor]] = [next_projected, *(also or [])]
+        makers += [next_projected] * (len(projected) - 1)
         started = []
         for make in makers:
             started.append(start_tokens_to_heads(make(), self.group))

@@ -53,7 +53,6 @@ def settings_for(layout: Layout, dtype: torch.dtype, **more: Any) -> Settings:
 
 def settings_of(config: Config, device: torch.device) -> Settings:
     memory, attention = config.memory, config.attention
-    tier = "device" if memory.offload == "none" else memory.offload
     kept = memory.keep_attention
     return Settings(
         dtype=_dtype(config.model.dtype, device),
@@ -61,8 +60,9 @@ def settings_of(config: Config, device: torch.device) -> Settings:
         layer=LayerOptions(
             tile_tokens=None if memory.tile_tokens == "all" else memory.tile_tokens,
             checkpoint=memory.checkpoint == "full",
-            keep_input=tier,
-            keep_attention=None if kept == "none" else tier,
+            keep_input=_tier(memory.offload),
+            keep_attention=None if kept == "none" else _tier(memory.attention_offload or memory.offload),
+            overlap=memory.overlap,
             kernel=attention.kernel,
             blocks=(attention.block_q, attention.block_kv) if attention.block_q and attention.block_kv else None,
             compile=config.train.compile,
@@ -73,7 +73,11 @@ def settings_of(config: Config, device: torch.device) -> Settings:
     )
 
 
+def _tier(offload: str) -> str:
+    return "device" if offload == "none" else offload
+
+
 def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return getattr(torch, name)  # type: ignore[no-any-return]
+    return getattr(torch, name)

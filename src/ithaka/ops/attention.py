@@ -118,7 +118,7 @@ def attention_backward(
             )
             for r in range(job.repeat)
         ]
-        keys = _Keys(*(x[:, heads] for x in (k_SmK, v_SmK, dk_SmK, dv_SmK)), add=sums is not None)
+        keys = _Keys(k_SmK[:, heads], v_SmK[:, heads], dk_SmK[:, heads], dv_SmK[:, heads], sums is not None)
         if job.repeat == 1 and sums is None:
             _backward_key_major(job, queries[0], keys)
         else:

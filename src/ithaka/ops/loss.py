@@ -19,13 +19,13 @@ def logits_tile_tokens(vocab: int) -> int:
     return max(1, LOGITS_TILE_BYTES // (4 * vocab))
 
 
-def linear_cross_entropy(x_sD: Tensor, labels_s: Tensor, norm: nn.Module, weight_VD: nn.Parameter) -> Tensor:
+def linear_cross_entropy(x_sD: Tensor, labels_s: Tensor, norm: nn.Module, weight_VD: Tensor) -> Tensor:
     """Sum over valid labels of the cross-entropy of norm(x) @ weight^T, a scalar in fp32 or wider.
 
     Labels are already shifted; IGNORED ones count nothing, and a shard without valid labels gives 0.
     Keeps x and one log-sum-exp per token; logits are computed again in backward.
     """
-    return _LinearCrossEntropy.apply(x_sD, labels_s, norm, weight_VD, *norm.parameters())  # type: ignore
+    return _LinearCrossEntropy.apply(x_sD, labels_s, norm, weight_VD, *norm.parameters())
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

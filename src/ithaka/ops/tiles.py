@@ -78,7 +78,7 @@ def apply_norm(module: nn.Module, x: Tensor) -> Tensor:
     eps = getattr(module, "variance_epsilon", None)
     if x.is_cuda and eps is not None:
         return nn.functional.rms_norm(x, x.shape[-1:], module.weight, eps)  # type: ignore[arg-type]
-    return module(x)  # type: ignore[no-any-return]
+    return module(x)
 
 
 def tile_backward(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 from ithaka.plan.hardware import GIB, Hardware
 from ithaka.plan.heads import HeadTable, head_table
@@ -85,8 +85,7 @@ class StageSlots:
     new_kv: int  # kv slots that arrive with it
     held: int  # kv slots held while it attends
     left: int  # kv slots held once its last uses are over
-    widest: int  # query slots of its widest read, over all ranks
-    split: bool  # whether some rank puts its output together from several reads, or has empty slots
+    part: int  # query slots of the widest read that a rank copies into its output; 0: all are whole outputs
 
 
 @dataclass(frozen=True)
@@ -111,12 +110,17 @@ def _slots(heads: int, kv_heads: int, cp: int, heads_per_stage: int | None) -> S
 
 def _stage_slots(table: HeadTable, i: int) -> StageSlots:
     stage = table.stages[i]
+    copied = [
+        read.last - read.first
+        for rank, reads in enumerate(stage.reads)
+        if len(reads) != 1 or not stage.is_full(rank)
+        for read in reads
+    ]
     return StageSlots(
         new_kv=0 if stage.load is None else table.loads[stage.load].num_slots,
         held=sum(load.num_slots for load in table.loads if load.first_stage <= i <= load.last_stage),
         left=sum(load.num_slots for load in table.loads if load.first_stage <= i < load.last_stage),
-        widest=max((read.last - read.first for reads in stage.reads for read in reads), default=0),
-        split=any(len(reads) != 1 or not stage.is_full(rank) for rank, reads in enumerate(stage.reads)),
+        part=max(copied, default=0),
     )
 
 
@@ -229,10 +233,10 @@ class LayerBytes:
 
     def part(self, stage: int, num_bytes: int) -> int:
         """Of a tensor of all slots, the widest read's, where it is not the tensor itself."""
-        slots = self.slots.stages[stage]
-        return num_bytes * slots.widest // self.slots.query if slots.split else 0
+        return num_bytes * self.slots.stages[stage].part // self.slots.query
 
-    def with_tile(self, moment: Moment, fetched: bool) -> Moment:
+    def with_tile(self, moment: Moment, kept: bool) -> Moment:
+        fetched = kept and self.layout.attention_tier != "device"
         return replace(moment, tiles=tile_bytes(self.shape, self.layout, self.s, moment.tile, fetched))
 
 
@@ -294,10 +298,9 @@ def attend_moments(b: LayerBytes, phase: str, stream: int, keeps_outputs: bool) 
 
 
 def forward_moments(b: LayerBytes, keeps: bool) -> Iterator[Moment]:
-    """x and y all the time; attention, then the MLP. `keeps`: outputs stay on the device, as kept."""
-    for moment in attend_moments(b, "forward", 2 * b.x, False):
-        yield replace(moment, outputs=0) if keeps else moment
-    yield Moment("forward mlp", 2 * b.x, 0, 0 if keeps else b.q + b.lse, "mlp")
+    """x and y all the time; attention, then the MLP. `keeps`: every stage's output stays on the device."""
+    yield from attend_moments(b, "forward", 2 * b.x, keeps)
+    yield Moment("forward mlp", 2 * b.x, 0, (b.num_stages if keeps else 1) * (b.q + b.lse), "mlp")
 
 
 def mlp_backward_moment(b: LayerBytes, outputs: int) -> Moment:
@@ -352,53 +355,32 @@ def layer_moments(shape: ModelShape, layout: Layout, s: int, kept: bool) -> Iter
 
 def layer_peak(shape: ModelShape, layout: Layout, s: int, kept: bool, direction: str) -> Moment:
     """The moment of "forward" or "backward" at which most is live."""
-    fetched = kept and layout.attention_tier != "device"
-    alike = (
+    alike = Layout(
         layout.cp,
         layout.heads_per_stage,
         layout.tile_tokens,
-        layout.input_tier != "device",
-        layout.overlap,
+        input_tier="device" if layout.input_tier == "device" else "host",
+        attention_tier="host" if kept and layout.attention_tier != "device" else "device",
+        overlap=layout.overlap,
+        element_bytes=layout.element_bytes,
+        sum_bytes=layout.sum_bytes,
     )
-    return _layer_peak(shape, alike, (layout.element_bytes, layout.sum_bytes), s, kept, fetched)[direction]
+    return _layer_peak(shape, alike, s, kept)[direction]
 
 
 @lru_cache(maxsize=8192)
-def _layer_peak(
-    shape: ModelShape, alike: tuple[Any, ...], sizes: tuple[int, int], s: int, kept: bool, fetched: bool
-) -> dict[str, Moment]:
-    cp, heads_per_stage, tile_tokens, streamed, overlap = alike
-    layout = Layout(cp, heads_per_stage, tile_tokens, input_tier="host" if streamed else "device")
-    layout = replace(layout, element_bytes=sizes[0], sum_bytes=sizes[1])
+def _layer_peak(shape: ModelShape, layout: Layout, s: int, kept: bool) -> dict[str, Moment]:
     b = LayerBytes(shape, layout, s)
-    highest = _highest(shape, cp, heads_per_stage, overlap, *sizes, s, kept, fetched)
+    highest = _highest(shape, replace(layout, tile_tokens=None), s, kept)
     return {
-        direction: max((b.with_tile(m, fetched) for m in moments), key=lambda m: m.total)
+        direction: max((b.with_tile(m, kept) for m in moments), key=lambda m: m.total)
         for direction, moments in highest.items()
     }
 
 
 @lru_cache(maxsize=4096)
-def _highest(
-    shape: ModelShape,
-    cp: int,
-    heads_per_stage: int | None,
-    overlap: bool,
-    element_bytes: int,
-    sum_bytes: int,
-    s: int,
-    kept: bool,
-    fetched: bool,
-) -> dict[str, list[Moment]]:
+def _highest(shape: ModelShape, layout: Layout, s: int, kept: bool) -> dict[str, list[Moment]]:
     """By direction: for each kind of work on tiles, the moment at which most else is live."""
-    layout = Layout(
-        cp,
-        heads_per_stage,
-        overlap=overlap,
-        element_bytes=element_bytes,
-        sum_bytes=sum_bytes,
-        attention_tier="host" if fetched else "device",
-    )
     highest: dict[str, dict[str, Moment]] = {"forward": {}, "backward": {}}
     for moment in layer_moments(shape, layout, s, kept):
         of_kind = highest[moment.phase.partition(" ")[0]]
@@ -408,7 +390,10 @@ def _highest(
 
 
 def layer_peak_bytes(shape: ModelShape, layout: Layout, s: int, kept: bool = True) -> int:
-    """Peak live bytes of one layer, forward and backward, above weights, gradients and what is kept."""
+    """Peak live bytes of one layer, forward and backward, above weights and gradients.
+
+    Of what is kept on the device it has the layer's own in forward, and none in backward.
+    """
     return max(layer_peak(shape, layout, s, kept, direction).total for direction in ("forward", "backward"))
 
 
@@ -522,11 +507,18 @@ def gpu_phases(
     inputs, outputs = _kept_on_device(shape, layout, s)
     any_kept, any_again = layout.keep_attention > 0, layout.keep_attention < num_layers
 
-    def peak(direction: str) -> Moment:
+    own = outputs // layout.keep_attention if layout.keep_attention else 0
+
+    def peak(direction: str) -> tuple[Moment, int]:
+        """A layer's highest moment, and the attention outputs that other layers keep beside it."""
         if not layout.checkpoint:
-            return _everything_moment(shape, layout, s)
+            return _everything_moment(shape, layout, s), outputs
         kinds = [kept for kept, there in ((True, any_kept), (False, any_again)) if there]
-        return max((layer_peak(shape, layout, s, kept, direction) for kept in kinds), key=lambda m: m.total)
+        found = [
+            (layer_peak(shape, layout, s, kept, direction), outputs - own * (kept and direction == "forward"))
+            for kept in kinds
+        ]
+        return max(found, key=lambda pair: pair[0].total + pair[1])
 
     def with_layer(moment: Moment, weights: int, sums: int, grads: float, kept: int) -> dict[str, int]:
         return {
@@ -543,7 +535,8 @@ def gpu_phases(
     sums = 2 * layer * layout.sum_bytes  # this layer's, and the last one's on its way to its shards
     head_sum = head * layout.sum_bytes
     # x of the layer at work is among its residual stream in forward, and kept in backward.
-    yield "forward", with_layer(peak("forward"), 2 * layer * e, 0, 0, (num_layers - 1) * inputs + outputs)
+    forward, others = peak("forward")
+    yield "forward", with_layer(forward, 2 * layer * e, 0, 0, (num_layers - 1) * inputs + others)
     yield (
         "loss",
         {
@@ -552,12 +545,11 @@ def gpu_phases(
         },
     )
     everything = num_layers * inputs + outputs
-    backward = peak("backward")
+    backward, _ = peak("backward")
     yield (
         "backward, last layer",
         with_layer(backward, 2 * layer * e, sums // 2 + head_sum, head / _all(shape), everything),
     )
-    own = outputs // layout.keep_attention if layout.keep_attention else 0
     yield FIRST_LAYER, with_layer(backward, layer * e + head * e, sums, 1, inputs + own)
 
 

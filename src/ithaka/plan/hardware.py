@@ -163,6 +163,15 @@ def find_gpu(name: str) -> Gpu:
     return fitting[0]
 
 
+def gpu_named(name: str) -> Gpu | None:
+    """The table's entry for what CUDA calls a device ("NVIDIA H100 80GB HBM3"); None where it has none."""
+    text = name.upper().replace(" ", "").replace("GEFORCE", "")
+    fitting = {key: gpu for key, gpu in GPUS.items() if key != "CPU" and key.upper().split("-")[0] in text}
+    if len(fitting) > 1:
+        fitting = {key: gpu for key, gpu in fitting.items() if key.upper().split("-")[-1] in text}
+    return next(iter(fitting.values())) if len(fitting) == 1 else None
+
+
 def parse_gpus(text: str, gpu: Gpu | None = None) -> Hardware:
     """'8xH100-80GB', '2x8xH100-80GB' (nodes x GPUs), 'H200'; with `gpu` also '8', '2x8'.
 

@@ -32,7 +32,9 @@ SETTINGS = {
     "memory.offload": "input_tier",
     "memory.tile_tokens": "tile_tokens",
     "memory.keep_attention": "keep_attention",
+    "memory.attention_offload": "attention_tier",
     "memory.offload_optimizer": "offload_optimizer",
+    "memory.overlap": "overlap",
 }
 _WORDS: dict[str, dict[Any, Any]] = {  # of the configuration -> of a layout
     "parallel.heads_per_stage": {"all": None},
@@ -40,6 +42,7 @@ _WORDS: dict[str, dict[Any, Any]] = {  # of the configuration -> of a layout
     "memory.offload": {"none": "device"},
     "memory.tile_tokens": {"all": None},
     "memory.keep_attention": {"none": 0},
+    "memory.attention_offload": {"none": "device"},
 }
 
 
@@ -49,7 +52,8 @@ def fixed_settings(chosen: Mapping[str, Any], shape: ModelShape, num_ranks: int)
     for name, value in chosen.items():
         if name not in SETTINGS:
             raise ConfigError(f"{name}={value} is not decided by a plan; use one of {', '.join(SETTINGS)}")
-        fixed[SETTINGS[name]] = _WORDS.get(name, {}).get(value, value)
+        if value is not None:
+            fixed[SETTINGS[name]] = _WORDS.get(name, {}).get(value, value)
     if fixed.get("cp") == "all":
         fixed["cp"] = num_ranks
     if fixed.get("keep_attention") == "all":
@@ -58,7 +62,7 @@ def fixed_settings(chosen: Mapping[str, Any], shape: ModelShape, num_ranks: int)
 
 
 def settings_of(plan: Plan) -> dict[str, Any]:
-    """The plan in the words of the configuration; where attention's outputs go, and overlap, come last."""
+    """The plan in the words of the configuration."""
     words = {name: {new: old for old, new in pairs.items()} for name, pairs in _WORDS.items()}
     layout, settings = plan.layout, {}
     for name, entry in SETTINGS.items():
@@ -68,11 +72,9 @@ def settings_of(plan: Plan) -> dict[str, Any]:
         settings["memory.keep_attention"] = "all"
     if (layout.heads_per_stage or 0) >= plan.shape.heads:
         settings["parallel.heads_per_stage"] = "all"
-    return {
-        **settings,
-        "keep_attention_tier": layout.attention_tier if layout.keep_attention else None,
-        "overlap": layout.overlap,
-    }
+    if not layout.keep_attention:
+        settings["memory.attention_offload"] = None
+    return settings
 
 
 @dataclass(frozen=True)

@@ -146,10 +146,10 @@ def _reasons(plan: Plan) -> dict[str, str]:
         "memory.keep_attention": _keep_reason(plan),
     }
     if layout.keep_attention:
-        reasons["keep_attention_tier"] = "where attention's output is kept"
+        reasons["memory.attention_offload"] = "where attention's output is kept"
     where = "host" if layout.offload_optimizer else "device"
     reasons["memory.offload_optimizer"] = f"parameters, gradients and AdamW's state are kept on the {where}"
-    reasons["overlap"] = (
+    reasons["memory.overlap"] = (
         "the next stage's exchange runs under this stage's attention"
         if layout.overlap
         else "one stage's tensors at a time: overlap would cost more than it hides, or not fit"

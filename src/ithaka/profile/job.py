@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
-from ithaka.config import ConfigError
 from ithaka.phases import KEPT, MLP, UNSHARDED
 from ithaka.plan.cost import Layout, Work, gpu_phases
-from ithaka.plan.hardware import Gpu, Hardware, find_gpu
+from ithaka.plan.hardware import Gpu, Hardware
 from ithaka.plan.shape import ModelShape
 from ithaka.profile.flops import Part, device_rate, layer_flops, loss_flops
 
@@ -52,13 +51,3 @@ class Job:
             return device_rate(self.gpu, path[1:] or path)
         parts = {part: flops for part, flops in self.flops().items() if part[:2] == path}
         return sum(parts.values()) / sum(f / device_rate(self.gpu, part[1:]) for part, f in parts.items())
-
-
-def gpu_named(name: str) -> Gpu:
-    """The hardware table's entry for what CUDA calls a device, else the CPU's (no rates are told then)."""
-    for part in reversed(name.replace("NVIDIA", "").split()):
-        try:
-            return find_gpu(part)
-        except ConfigError:
-            continue
-    return find_gpu("CPU")

@@ -49,11 +49,11 @@ def store_host_bytes(
 def _ledger(config: Config, shape: ModelShape, cp: int, num_ranks: int, on_gpu: bool) -> Ledger:
     chosen = {name: operator.attrgetter(name)(config) for name in SETTINGS} | {"parallel.cp": cp}
     fixed = fixed_settings(chosen, shape, num_ranks)
+    fixed.setdefault("attention_tier", fixed["input_tier"])
     sizes = {"float64": 8, "float32": 4, "bfloat16": 2, "auto": 2 if on_gpu else 4}
     element_bytes = sizes[config.model.dtype]
     layout = Layout(
         **fixed,
-        attention_tier=fixed["input_tier"],
         element_bytes=element_bytes,
         sum_bytes=max(4, element_bytes),
     )

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -43,6 +44,18 @@ def num_gpus() -> int:
     return torch.cuda.device_count()
 
 
+def gpu_name() -> str | None:
+    """What the driver calls the first GPU; asked without starting CUDA in this process."""
+    if num_gpus() == 0:
+        return None
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.splitlines()[0].strip() if found.stdout.strip() else None
+
+
 def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
@@ -64,10 +77,8 @@ def run_ranks(function: RankFunction, args: tuple[Any, ...], num_ranks: int) -> 
     The function must be importable and `args` picklable. The first SIGINT or SIGTERM is passed on to the
     ranks, which finish their step and save; the second ends them.
     """
-    if under_torchrun() or num_ranks == 1:
-        outcome = _call(function, args)
-    else:
-        outcome = _run_children(function, args, num_ranks)
+    alone = under_torchrun() or num_ranks == 1
+    outcome = _call(function, args) if alone else _run_children(function, args, num_ranks)
     if outcome.text:
         print(outcome.text, file=sys.stderr, flush=True)
     return outcome.code

@@ -43,8 +43,8 @@ from ithaka.train.console import (
     gibibytes,
     host_peak_bytes,
     peak_flops,
-    step_flops,
     read_metrics,
+    step_flops,
 )
 from ithaka.train.data import Batch, Tokenizer, TrainData, load_tokenizer, num_valid, open_data
 from ithaka.train.optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate

@@ -20,10 +20,10 @@ from ithaka.dist.mesh import Mesh
 from ithaka.model.settings import settings_of
 from ithaka.phases import listening
 from ithaka.plan.cost import Layout, Work
-from ithaka.plan.hardware import Hardware
+from ithaka.plan.hardware import Hardware, find_gpu, gpu_named
 from ithaka.plan.seconds import step_seconds
 from ithaka.plan.shape import shape_from_config
-from ithaka.profile.job import Job, gpu_named
+from ithaka.profile.job import Job
 from ithaka.profile.machine import machine
 from ithaka.profile.progress import Progress
 from ithaka.profile.step import StepProfile
@@ -53,8 +53,9 @@ def job_of(config: Config, model: PreTrainedModel, mesh: Mesh) -> Job:
         sum_bytes=max(4, element_bytes),
     )
     name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
+    gpu = gpu_named(name) or find_gpu("CPU")
     work = Work(config.data.context, config.train.batch)
-    return Job(shape, layout, work, config.train.accumulate, mesh.world_size, gpu_named(name))
+    return Job(shape, layout, work, config.train.accumulate, mesh.world_size, gpu)
 
 
 def write_facts(run_dir: Path, job: Job, mesh: Mesh) -> None:

@@ -1,0 +1,66 @@
+"""What a run does not say, the planner decides on a GPU that it knows; what it says, wins."""
+
+import dataclasses
+
+import pytest
+
+from ithaka.config import ConfigError, given, load
+from ithaka.plan.hardware import gpu_named
+from ithaka.train.planned import planned
+
+H200 = "NVIDIA H200"
+
+
+@pytest.fixture(autouse=True)
+def host(monkeypatch):
+    memory = type("Memory", (), {"total": 2 * 10**12})
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
+
+
+def llama(tmp_path, **changes):
+    path = tmp_path / "config.json"
+    path.write_text(
+        '{"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,'
+        '"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": false}'
+    )
+    overrides = [f"model.path={path}", *(f"{name.replace('__', '.')}={value}" for name, value in changes.items())]
+    return load(None, overrides), given(None, overrides)
+
+
+def test_long_contexts_go_to_the_host_and_given_settings_win(tmp_path):
+    config, told = llama(tmp_path, data__context="2M", memory__tile_tokens=4096)
+    resolved, plan = planned(config, told, 8, 8, H200)
+    assert plan is not None and plan.fits
+    assert resolved.memory.offload == "host" and resolved.memory.keep_attention != "none"
+    assert resolved.memory.tile_tokens == 4096
+    assert resolved.parallel.cp == "all"
+    assert plan.layout.cp == 8
+
+
+def test_a_plan_that_cannot_fit_is_refused_with_the_nearest(tmp_path):
+    config, told = llama(tmp_path, data__context="1M", memory__offload="none", memory__keep_attention="all")
+    with pytest.raises(ConfigError, match=r"1048576 does not fit: .* each GPU, which has .*memory.plan=off"):
+        planned(config, told, 1, 1, H200)
+
+
+def test_off_or_an_unknown_gpu_leaves_the_defaults(tmp_path):
+    config, told = llama(tmp_path, data__context="2M")
+    for name, mode in ((None, "auto"), ("Some Other 9000", "auto"), (H200, "off")):
+        changed = dataclasses.replace(config, memory=dataclasses.replace(config.memory, plan=mode))
+        assert planned(changed, told, 8, 8, name) == (changed, None)
+
+
+@pytest.mark.parametrize(
+    "name,key",
+    [
+        ("NVIDIA H100 80GB HBM3", "H100-80GB"),
+        ("NVIDIA H200", "H200-141GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090-24GB"),
+        ("NVIDIA L40S", "L40S-48GB"),
+    ],
+)
+def test_gpus_are_found_by_the_driver_s_name(name, key):
+    gpu = gpu_named(name)
+    assert gpu is not None and gpu.name == key
