@@ -11,9 +11,8 @@ from rich.console import Console as RichConsole
 from ithaka.config import ConfigError
 from ithaka.train import console as console_module
 from ithaka.train import loop
-from ithaka.train.loop import num_pairs
 from ithaka.train.console import Console, Metrics, Record, amount, step_flops
-from ithaka.train.loop import Diverged, StopRequest, run
+from ithaka.train.loop import Diverged, StopRequest, num_pairs, run
 from runs import metrics, start_process, tiny_run, wait_for
 
 
