@@ -312,6 +312,21 @@ def test_a_failing_writer_wakes_those_who_wait(monkeypatch):
             handles.append(kept(store, numbers((10,), seed=i), "disk"))
 
 
+def test_space_is_not_given_away_while_it_is_written(monkeypatch):
+    write, delays_s = store_module.DiskFile.write, [0.1]
+
+    def first_slowly(self, data, offset):
+        time.sleep(delays_s.pop() if delays_s else 0)
+        write(self, data, offset)
+
+    monkeypatch.setattr(store_module.DiskFile, "write", first_slowly)
+    store = Store()
+    kept(store, numbers((5,), seed=1), "disk")  # dies at once
+    second = kept(store, numbers((5,), seed=2), "disk")
+    wait_until(lambda: store.pool.num_expected == 0)
+    assert torch.equal(second.fetch(), numbers((5,), seed=2))
+
+
 def test_handles_die_anywhere(slow_disk):
     """In other threads, in cycles, and under the pool's own lock while the writer needs it."""
     x = numbers((40,))
