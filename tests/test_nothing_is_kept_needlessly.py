@@ -80,3 +80,19 @@ def two_forwards(cp, settings):
 @pytest.mark.parametrize("cp", [1, 2])
 def test_two_forwards_before_one_backward(ranks, cp, tier):
     check(ranks.run(cp, two_forwards, cp, offloaded(tier)))
+
+
+def backward_twice():
+    config = tiny_config("llama")
+    model = parallelize(tiny_model(config), mesh=make_mesh(1))
+    ids = torch.arange(12)[None] % config.vocab_size
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward(retain_graph=True)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_second_backward_is_refused_in_words(ranks):
+    assert "call the model again" in ranks.run(1, backward_twice)[0]

@@ -384,6 +384,8 @@ class _LayerFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy_sD):
+        if ctx.saved is None:
+            raise RuntimeError("a layer's backward ran already and kept nothing; call the model again, not retain_graph")
         grads = GradSum()
         ctx.saved.approach()
         with phase(ctx.layer.name), phase("backward"):
