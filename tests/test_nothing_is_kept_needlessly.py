@@ -5,6 +5,8 @@ import gc
 import pytest
 import torch
 
+from ithaka.dist.mesh import make_mesh
+from ithaka.model.build import parallelize
 from ithaka.model.layer import LayerOptions
 from ithaka.model.settings import Settings
 from models import tiny_config, tiny_model
