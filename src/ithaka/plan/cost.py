@@ -19,11 +19,13 @@ from ithaka.plan.heads import HeadTable, head_table
 from ithaka.plan.shape import ModelShape
 
 Tier = Literal["device", "host", "disk"]
-TileWork = Literal["none", "project", "project backward", "mlp", "mlp backward", "attend"]
+TileWork = Literal["none", "project", "project backward", "mlp", "mlp backward", "attend", "attend backward"]
 
-LOGITS_TILE_BYTES = 2**28  # of ops/loss.py: fp32 logits of a tile
-BLOCK_TOKENS = 128 * 1024  # of ops/attention.py: rows of a query block
-BLOCK_BUFFERS = 4  # fp32 buffers of a block in flight inside attention
+LOGITS_TILE_BYTES = 2**29  # of ops/loss.py: fp32 logits of a tile
+# Of ops/attention.py: rows of a query block, forward and backward, for a head of 128; as many bytes for others.
+BLOCK_TOKENS = {"attend": 128 * 1024, "attend backward": 256 * 1024}
+BLOCK_BUFFERS = 4  # in the dtype of sums, of a block in flight inside attention
+EMBEDDING_RUN = 10  # tokens whose gradients PyTorch's embedding backward adds up in one row of its buffer
 RESERVE_BYTES = 2 * GIB  # CUDA context, NCCL, cuBLAS and cuDNN workspaces
 RESERVE_SHARE = 0.05  # of the GPU: fragmentation
 HOST_RESERVE_SHARE = 0.05  # of a node's memory: the system, file cache
@@ -133,6 +135,7 @@ class Moment:
 
     stream: full-length tensors of the residual stream. stages: tensors of heads, exchange buffers included.
     outputs: attention outputs computed again. tiles: what work at this point needs whatever s is, by `tile`.
+    sums: the layer's weight gradients so far.
     """
 
     phase: str
@@ -141,6 +144,7 @@ class Moment:
     outputs: int = 0
     tile: TileWork = "none"
     tiles: int = 0
+    sums: int = 0
 
     @property
     def rest(self) -> int:
@@ -148,7 +152,12 @@ class Moment:
 
     @property
     def total(self) -> int:
+        """All but the gradients."""
         return self.rest + self.tiles
+
+    @property
+    def live(self) -> int:
+        return self.total + self.sums
 
 
 @dataclass(frozen=True)
@@ -237,7 +246,22 @@ class LayerBytes:
 
     def with_tile(self, moment: Moment, kept: bool) -> Moment:
         fetched = kept and self.layout.attention_tier != "device"
-        return replace(moment, tiles=tile_bytes(self.shape, self.layout, self.s, moment.tile, fetched))
+        tiles = tile_bytes(self.shape, self.layout, self.s, moment.tile, fetched)
+        return replace(moment, tiles=tiles, sums=self.grad_sums(moment.phase))
+
+    def grad_sums(self, phase: str) -> int:
+        """GradSum of ops/tiles.py: the first tile's MLP gradients are as autograd made them, later sums wide."""
+        if not phase.startswith("backward") or phase.startswith("backward again"):
+            return 0
+        shape, e, wide = self.shape, self.layout.element_bytes, self.layout.sum_bytes
+        tiles = -(-self.s // (self.layout.tile_tokens or self.s))
+        if phase != "backward mlp":
+            attention = shape.layer_parameters - shape.mlp_parameters
+            return attention * wide + shape.mlp_parameters * (wide if tiles > 1 else e)
+        if tiles == 1:
+            return 0
+        output = shape.hidden * shape.heads * shape.head_dim
+        return output * wide + shape.mlp_parameters * (wide if tiles > 2 else e)
 
 
 def tile_bytes(shape: ModelShape, layout: Layout, s: int, work: TileWork, fetched: bool) -> int:
@@ -248,19 +272,20 @@ def tile_bytes(shape: ModelShape, layout: Layout, s: int, work: TileWork, fetche
     if work == "none":
         return 0
     t, e, slots = min(layout.tile_tokens or s, s), layout.element_bytes, layout.slots(shape)
-    if work == "attend":
-        return BLOCK_BUFFERS * min(BLOCK_TOKENS, layout.cp * s) * shape.head_dim * layout.sum_bytes
+    if work in BLOCK_TOKENS:
+        elements = min(BLOCK_TOKENS[work] * 128, layout.cp * s * shape.head_dim)
+        return BLOCK_BUFFERS * elements * layout.sum_bytes
     mlp = shape.mlp * max(shape.experts_per_token, 1)
     # A tile of x at work, and the next on its way; with overlap both are parts of the whole x.
     streamed = 0 if layout.input_tier == "device" or layout.overlap else 2
     if work == "mlp":
         return t * e * (2 * shape.hidden + 3 * mlp)
     if work == "mlp backward":
+        # x + attention, its norm, the MLP's result; gate, its activation, up, and the gradients of the last two and
+        # of their product; the gradient of the last of three weights.
         outputs = (3 if fetched else 1) * shape.heads * shape.head_dim
-        return (
-            t * e * (streamed * shape.hidden + outputs + 5 * shape.hidden + 7 * mlp)
-            + shape.mlp_parameters * e
-        )
+        widths = (3 + streamed) * shape.hidden + outputs + 6 * mlp
+        return t * e * widths + shape.mlp_parameters * e // 3
     width = layout.cp * slots.query * shape.head_dim
     kv_width = 2 * layout.cp * slots.most_new_kv * shape.head_dim
     if work == "project":
@@ -327,7 +352,7 @@ def attention_backward_moments(b: LayerBytes, outputs: int, fetched: bool) -> It
         prefetched = out if more and b.layout.overlap else 0
         later, sums = flying(i + 1, following) + prefetched, b.widened(b.held(i))
         own = 2 * b.q + dq + lse
-        yield Moment(attend, stream, own + later + b.held(i) + sums, outputs, "attend")
+        yield Moment(attend, stream, own + later + b.held(i) + sums, outputs, "attend backward")
         ending = b.held(i) - b.left(i)
         rounded = ending if b.layout.sum_bytes != b.layout.element_bytes else 0
         yield Moment(attend, stream, dq + later + b.held(i) + sums + rounded, outputs)
@@ -373,7 +398,7 @@ def _layer_peak(shape: ModelShape, layout: Layout, s: int, kept: bool) -> dict[s
     b = LayerBytes(shape, layout, s)
     highest = _highest(shape, replace(layout, tile_tokens=None), s, kept)
     return {
-        direction: max((b.with_tile(m, kept) for m in moments), key=lambda m: m.total)
+        direction: max((b.with_tile(m, kept) for m in moments), key=lambda m: m.live)
         for direction, moments in highest.items()
     }
 
@@ -387,14 +412,6 @@ def _highest(shape: ModelShape, layout: Layout, s: int, kept: bool) -> dict[str,
         if moment.tile not in of_kind or moment.rest > of_kind[moment.tile].rest:
             of_kind[moment.tile] = moment
     return {direction: list(of_kind.values()) for direction, of_kind in highest.items()}
-
-
-def layer_peak_bytes(shape: ModelShape, layout: Layout, s: int, kept: bool = True) -> int:
-    """Peak live bytes of one layer, forward and backward, above weights and gradients.
-
-    Of what is kept on the device it has the layer's own in forward, and none in backward.
-    """
-    return max(layer_peak(shape, layout, s, kept, direction).total for direction in ("forward", "backward"))
 
 
 def kept_attention_bytes(shape: ModelShape, layout: Layout, s: int) -> int:
@@ -518,12 +535,13 @@ def gpu_phases(
             (layer_peak(shape, layout, s, kept, direction), outputs - own * (kept and direction == "forward"))
             for kept in kinds
         ]
-        return max(found, key=lambda pair: pair[0].total + pair[1])
+        return max(found, key=lambda pair: pair[0].live + pair[1])
 
-    def with_layer(moment: Moment, weights: int, sums: int, grads: float, kept: int) -> dict[str, int]:
+    def held(moment: Moment, weights: int, arrived: int, waiting: int, kept: int) -> dict[str, int]:
+        """`arrived`: parameters whose gradients are shards already. `waiting`: gradients on their way there."""
         return {
             "parameters": share["parameters"],
-            "gradients": int(share["gradients"] * grads) + sums,
+            "gradients": share["gradients"] * arrived // _all(shape) + waiting + moment.sums,
             "optimizer": share["optimizer"],
             "layer weights": weights,
             "residual stream": moment.stream,
@@ -532,25 +550,36 @@ def gpu_phases(
             "kept activations": kept,
         }
 
-    sums = 2 * layer * layout.sum_bytes  # this layer's, and the last one's on its way to its shards
-    head_sum = head * layout.sum_bytes
+    wide = layout.sum_bytes
+    # Tied, the embedding belongs to FSDP2's root: whole all the time, and its first gradient waits for its second.
+    root, tied_grad = (head * e, head * e) if shape.tied else (0, 0)
+    reduced = (0, 0) if shape.tied else (head, head * wide)  # lm_head's: arrived, and still being sent
     # x of the layer at work is among its residual stream in forward, and kept in backward.
     forward, others = peak("forward")
-    yield "forward", with_layer(forward, 2 * layer * e, 0, 0, (num_layers - 1) * inputs + others)
+    yield "forward", held(forward, root + 2 * layer * e, 0, 0, (num_layers - 1) * inputs + others)
+    everything = num_layers * inputs + outputs
     yield (
         "loss",
         {
-            **with_layer(Moment("loss", 2 * x), head * e + layer * e, 0, 0, num_layers * inputs + outputs),
-            "loss tile": 2 * head_sum + 2 * LOGITS_TILE_BYTES,
+            **held(Moment("loss", 2 * x), head * e + layer * e, 0, 0, everything),
+            "loss tile": head * wide + max(2 * _logits_bytes(shape, s), head * e),
         },
     )
-    everything = num_layers * inputs + outputs
     backward, _ = peak("backward")
-    yield (
-        "backward, last layer",
-        with_layer(backward, 2 * layer * e, sums // 2 + head_sum, head / _all(shape), everything),
-    )
-    yield FIRST_LAYER, with_layer(backward, layer * e + head * e, sums, 1, inputs + own)
+    weights = root + 2 * layer * e
+    yield "backward, last layer", held(backward, weights, reduced[0], reduced[1] + tied_grad, everything)
+    arrived = reduced[0] + (num_layers - 1) * layer
+    sent = layer * wide + tied_grad  # the gradients of the layer above are still being sent
+    yield FIRST_LAYER, held(backward, layer * e + head * e, arrived, sent, inputs + own)
+    # The embedding's dense gradient and the buffer of its kernel; then the gradient and its wide copy to send.
+    rows = s // EMBEDDING_RUN + min(s, shape.vocab)
+    ending = layer * wide + head * e + max(rows * shape.hidden * wide + tied_grad, head * wide)
+    yield "backward, embedding", held(Moment("embedding", x), head * e, arrived + layer, ending, 0)
+    yield "update", held(Moment("update"), root, _all(shape), 0, 0)
+
+
+def _logits_bytes(shape: ModelShape, s: int) -> int:
+    return min(LOGITS_TILE_BYTES, 4 * s * shape.vocab)
 
 
 def _all(shape: ModelShape) -> int:

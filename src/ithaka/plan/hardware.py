@@ -31,8 +31,8 @@ LINK_SHARE = 0.8  # of NVLink's or the network's published rate, in large collec
 
 H200_PEAK = 989e12  # published, dense bf16
 H200_MATMUL = 790e12
-H200_ATTENTION_FORWARD = 589e12
-H200_ATTENTION_BACKWARD = 530e12
+H200_ATTENTION_FORWARD = 594e12
+H200_ATTENTION_BACKWARD = 534e12
 H200_PCIE = 55e9
 PCIE_SHARE = H200_PCIE / 63e9  # of a PCIe 5.0 x16 link's payload rate
 

@@ -1,7 +1,7 @@
 """FLOPs and seconds of a training step: pure arithmetic on a model's shape, a layout and the hardware.
 
-Letters as in plan/cost.py. Rates come from plan/hardware.py; the shares and passes below were fitted to rehearsals on
-an H200 (LOG.md, "planned against rehearsed").
+Letters as in plan/cost.py. Rates come from plan/hardware.py; the shares and passes below were fitted to
+rehearsals on an H200 (LOG.md, "planned against rehearsed").
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from ithaka.plan.shape import ModelShape
 
 MATMUL_SHARE = 0.89  # of the hardware's matmul rate, in the layer's linear work (MLP forward at 1M: 0.072 s)
 COPY_SHARE = 0.9  # of the PCIe rate, in copies tile by tile
-MLP_PASSES = (8, 24)  # reads and writes of [s, F] by element-wise kernels, forward and backward
+MLP_PASSES = (8, 40)  # reads and writes of [s, F] by element-wise kernels, forward and backward
 WALK_PASSES = (4, 5)  # of [s, D], per walk over the tiles
 HEAD_PASSES = (12, 30)  # of each projected head's [s, K]: RoPE, layout, sums
+STAGE_SECONDS = (0.0007, 0.0015)  # per stage whatever s is, forward and backward: slices of weights, launches
+# Of attention's rate at a head dim of 128, at 64: llama3.2-1b rehearsed at 512K (cp 8) and 128K (cp 1).
+NARROW_HEAD_SHARE = (0.73, 0.83)
 LOGIT_BYTES = 48  # moved per logit by the loss's element-wise kernels
 UPDATE_BYTES = 28  # moved per parameter by AdamW: read p, g, m, v and write p, m, v
 
@@ -75,8 +78,8 @@ def layer_seconds(
     linear = _Linear(shape, layout, hardware, work.local_tokens(layout.cp))
     heads = -(-shape.heads // layout.cp)
     flops = 4 * shape.head_dim * heads * work.pairs(window)
-    attend = flops / hardware.gpu.attention_forward_flops
-    attend_back = 2.5 * flops / hardware.gpu.attention_backward_flops
+    rates = attention_rates(hardware, shape.head_dim)
+    attend, attend_back = flops / rates[0], 2.5 * flops / rates[1]
     pcie = hardware.gpu.pcie_bytes_s * COPY_SHARE
     x, out = linear.x, kept_attention_bytes(shape, layout, linear.s) if kept else 0
     from_store = layout.checkpoint and layout.input_tier != "device"
@@ -94,9 +97,9 @@ def layer_seconds(
     )
     mlp_back, projections_back = linear.mlp(True), linear.projections(True)
     walks = linear.num_stages + (2 if layout.overlap else 1)
-    wait_mlp = max(0.0, (x * from_store + fetched) / pcie - mlp_back)
+    wait_mlp = linear.wait((x * from_store + fetched) / pcie, mlp_back)
     streamed = from_store and not layout.overlap  # else it came with the first walk, and stayed
-    wait_walks = max(0.0, walks * x * streamed / pcie - projections_back)
+    wait_walks = linear.wait(walks * x * streamed / pcie, projections_back)
     busy_back = mlp_back + projections_back + attend_back + again.total
     backward = Seconds(
         attend_back,
@@ -113,6 +116,12 @@ def layer_seconds(
         "backward attention": attend_back,
     }
     return LayerSeconds(forward, backward + again, parts)
+
+
+def attention_rates(hardware: Hardware, head_dim: int) -> tuple[float, float]:
+    """FLOP/s forward and backward; narrow heads leave the matmul units waiting for the softmax."""
+    gpu, share = hardware.gpu, NARROW_HEAD_SHARE if head_dim <= 64 else (1.0, 1.0)
+    return gpu.attention_forward_flops * share[0], gpu.attention_backward_flops * share[1]
 
 
 @dataclass(frozen=True)
@@ -138,6 +147,15 @@ class _Linear:
         slots = self.layout.slots(self.shape)
         return (self.num_stages * slots.query + 2 * slots.all_kv) * self.layout.cp * self.shape.head_dim
 
+    @cached_property
+    def num_tiles(self) -> int:
+        return -(-self.s // (self.layout.tile_tokens or self.s))
+
+    def wait(self, copy_s: float, busy_s: float) -> float:
+        """Seconds that copies to the device add to work on the same tiles: the first tile hides behind nothing."""
+        first, others = copy_s / self.num_tiles, 1 - 1 / self.num_tiles
+        return first + max(0.0, others * (copy_s - busy_s))
+
     def matmul(self, width: float, depth: float) -> float:
         return 2 * self.s * width * depth / (self.hardware.gpu.matmul_flops * MATMUL_SHARE)
 
@@ -150,7 +168,8 @@ class _Linear:
     def project_only(self) -> float:
         walks = self.num_stages * WALK_PASSES[0] * self.x
         heads = HEAD_PASSES[0] * self.s * self.projected * self.layout.element_bytes
-        return self.matmul(self.shape.hidden, self.projected) + self.moving(walks + heads)
+        fixed = self.num_stages * STAGE_SECONDS[0]
+        return self.matmul(self.shape.hidden, self.projected) + self.moving(walks + heads) + fixed
 
     def projections(self, backward: bool) -> float:
         if not backward:
@@ -163,6 +182,7 @@ class _Linear:
             again * self.matmul(self.shape.hidden, self.projected)
             + self.output()
             + self.moving(walks + heads)
+            + self.num_stages * STAGE_SECONDS[1]
             + sums
         )
 
@@ -177,9 +197,8 @@ class _Linear:
 
     def sums(self, num_parameters: int) -> float:
         """Weight gradients read, added and written once per tile."""
-        tiles = -(-self.s // (self.layout.tile_tokens or self.s))
         moved = num_parameters * (2 * self.layout.sum_bytes + 2 * self.layout.element_bytes)
-        return (tiles - 1) * self.moving(moved)
+        return (self.num_tiles - 1) * self.moving(moved)
 
 
 def _exchange_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, s: int) -> tuple[float, float]:

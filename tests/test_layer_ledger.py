@@ -1,0 +1,184 @@
+"""The byte ledger of a layer (plan/cost.py) against what is live in model/layer.py, counted storage by storage.
+
+Exact: the full-length tensors (those with a dimension of s or S tokens), at their highest in forward, in backward
+and in backward's parts. Shapes are such that no weight, no tile and no block has a dimension like that.
+Bounded: with what does not grow with s (tiles, attention's blocks, slices of weights) a layer is at most 10 % above
+its ledger, which counts those of a GPU's fused kernels while a CPU runs Hugging Face's own. Weight gradients are no
+part of a layer's ledger.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from ithaka.dist.loopback import LoopbackGroup
+from ithaka.memory.store import Store
+from ithaka.model.families import layer_parts
+from ithaka.model.layer import LayerOptions, StreamedLayer
+from ithaka.phases import GRADIENTS
+from ithaka.plan.cost import Layout, kept_attention_bytes, layer_moments, layer_peak
+from ithaka.plan.heads import head_table
+from ithaka.plan.shape import ModelShape, shape_from_config
+from ithaka.profile import LiveBytes
+from ithaka.profile.ledger import Ledger
+from models import tiny_config, tiny_model
+
+TOKENS = 320  # of a rank
+BLOCKS = (300, 300)  # of attention
+
+
+@dataclass(frozen=True)
+class Case:
+    heads: int
+    kv_heads: int
+    cp: int
+    heads_per_stage: int | None
+    tile_tokens: int | None = 110
+    overlap: bool = True
+    inputs: str = "host"
+    attention: str | None = "host"  # tier; None: computed again
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def layout(self) -> Layout:
+        size = self.dtype.itemsize
+        return Layout(
+            self.cp,
+            self.heads_per_stage,
+            self.tile_tokens,
+            input_tier=self.inputs,  # type: ignore[arg-type]
+            keep_attention=0 if self.attention is None else 1,
+            attention_tier=self.attention or "device",  # type: ignore[arg-type]
+            overlap=self.overlap,
+            element_bytes=size,
+            sum_bytes=max(size, 4),
+        )
+
+
+CASES = [
+    Case(4, 2, 1, None),
+    Case(4, 2, 1, 1),
+    Case(4, 2, 1, 1, overlap=False),
+    Case(8, 2, 2, 2),
+    Case(8, 2, 2, 2, overlap=False),
+    Case(8, 2, 2, 4, overlap=False, inputs="device", attention="device"),
+    Case(8, 2, 2, None, inputs="device", attention="device"),
+    Case(8, 2, 4, 4, overlap=False, attention=None),
+    Case(8, 2, 4, 4, inputs="device", attention=None),
+    Case(8, 8, 2, 4, overlap=False, attention="device"),
+    Case(8, 4, 4, 4, inputs="disk", attention="disk", overlap=False),
+    Case(8, 1, 4, 4, overlap=False),
+    Case(8, 2, 2, 2, tile_tokens=64, overlap=False, dtype=torch.float64),
+    Case(7, 1, 4, 4, overlap=False),  # 7 heads on 4 ranks: an empty slot
+    Case(7, 1, 4, 8),
+    Case(9, 3, 2, 2, attention=None, overlap=False),
+    Case(9, 3, 4, 8, overlap=False),  # ranks whose slots read two kv heads
+    Case(9, 3, 4, None, inputs="device", attention="device"),
+]
+
+
+def name(case: Case) -> str:
+    sharing = f"{case.heads}-{case.kv_heads} cp{case.cp} {case.heads_per_stage} t{case.tile_tokens}"
+    return f"{sharing} {case.overlap} {case.inputs} {case.attention}"
+
+
+# Direction and part of the schedule; no part: all of it.
+EXACT = [
+    ("forward", ""),
+    ("forward", "mlp"),
+    ("backward", ""),
+    ("backward", "mlp"),
+    ("backward", "projections"),
+    ("backward", "attention"),
+]
+
+
+def config_of(case: Case):
+    return tiny_config("llama", case.heads, case.kv_heads, attention_bias=False, tie_word_embeddings=False)
+
+
+def shape_of(case: Case) -> ModelShape:
+    return shape_from_config(config_of(case).to_dict())
+
+
+def run_layer(case: Case, rank: int) -> Ledger:
+    """One layer's forward and backward as rank `rank`; x counts as the residual stream or as kept."""
+    model = tiny_model(config_of(case), case.dtype)
+    group = LoopbackGroup(rank, case.cp)
+    options = LayerOptions(
+        tile_tokens=case.tile_tokens,
+        keep_input=case.inputs,
+        keep_attention=case.attention,
+        overlap=case.overlap,
+        blocks=BLOCKS,
+    )
+    table = head_table(case.heads, case.kv_heads, case.cp, case.heads_per_stage)
+    block = model.model.layers[0]
+    layer = StreamedLayer(
+        "layer", block, layer_parts(model, 0), model.model.rotary_emb, group, table, Store(), options
+    )
+    params, positions_s = list(block.parameters()), torch.arange(TOKENS)
+    leaf_sD = torch.randn(TOKENS, model.config.hidden_size, dtype=case.dtype, requires_grad=True)
+    with LiveBytes(scratch=False) as live:
+        x_sD = leaf_sD * 1.0
+        of_x = get_gradient_edge(x_sD)
+        y_sD = layer(x_sD, positions_s, (0, case.cp * TOKENS))
+        del x_sD
+        of_y, like = get_gradient_edge(y_sD), torch.empty_like(y_sD, device="meta")
+        del y_sD
+        dy_sD = torch.randn_like(like, device="cpu")
+        torch.autograd.grad((of_y,), [of_x, *params], (dy_sD,))
+    return live.ledger
+
+
+def run_ranks(case: Case) -> list[Ledger]:
+    """Ranks with equally many heads do the same."""
+    return [run_layer(case, rank) for rank in range(1 if case.heads % case.cp == 0 else case.cp)]
+
+
+def highest(ledger: Ledger, holdings: Iterable[int], *phases: str) -> int:
+    """The most bytes that these holdings had at once while all of `phases` were open, gradients left out."""
+    chosen, now, most = set(holdings), 0, 0
+    for change in ledger.changes:
+        if change.holding in chosen and change.holder != GRADIENTS:
+            now += change.num_bytes
+        if set(phases) <= set(ledger.phase_at(change.time_ns)):
+            most = max(most, now)
+    return most
+
+
+def full_length(ledger: Ledger, case: Case) -> list[int]:
+    lengths = {TOKENS, TOKENS * case.cp}
+    return [i for i, holding in enumerate(ledger.holdings) if lengths & set(holding.shape)]
+
+
+def kept_on_device(case: Case, direction: str) -> int:
+    """What a step's ledger has among kept activations: in forward, a layer's own are with its moments."""
+    shape, layout = shape_of(case), case.layout
+    if direction == "forward":
+        return 0
+    x = TOKENS * shape.hidden * layout.element_bytes if case.inputs == "device" else 0
+    return x + (kept_attention_bytes(shape, layout, TOKENS) if case.attention == "device" else 0)
+
+
+def planned(case: Case, direction: str, part: str = "") -> int:
+    moments = layer_moments(shape_of(case), case.layout, TOKENS, case.attention is not None)
+    fitting = [m.rest for m in moments if m.phase.startswith(direction) and m.phase.endswith(part)]
+    return max(fitting) + kept_on_device(case, direction)
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_a_layer_is_as_high_as_its_ledger(case):
+    shape, ledgers = shape_of(case), run_ranks(case)
+    for direction, part in EXACT:
+        phases = (direction, part) if part else (direction,)
+        live = max(highest(ledger, full_length(ledger, case), *phases) for ledger in ledgers)
+        assert live == planned(case, direction, part), f"full-length tensors in {direction} {part}"
+    for direction in ("forward", "backward"):
+        live = max(highest(ledger, range(len(ledger.holdings)), direction) for ledger in ledgers)
+        moment = layer_peak(shape, case.layout, TOKENS, case.attention is not None, direction)
+        with_tiles = moment.total + kept_on_device(case, direction)
+        assert planned(case, direction) <= live <= 1.1 * with_tiles, direction
