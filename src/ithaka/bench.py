@@ -1,4 +1,5 @@
 """`ithaka bench attention`: sustained TFLOP/s per kernel, length, heads and block size, as table and JSON.
+`ithaka bench device`: this machine's rates as a file for `ithaka plan --gpu-file`.
 
 Random data, a warm-up, then calls back to back for several seconds; the median of the second half counts,
 since a chip that has just woken up is faster than one that has been working.
@@ -10,14 +11,16 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import psutil
 import torch
 import typer
 
 from ithaka.config import ConfigError, parse_count
 from ithaka.ops.attention import attention, attention_backward, default_blocks
 from ithaka.ops.kernels import available_kernels, resolve_kernel
+from ithaka.plan.hardware import GPUS, gpu_named, parse_bytes
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -142,14 +145,69 @@ def _cell(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+# --- a device ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DeviceSizes:
+    """What is measured on: a square matmul, attention over one head of 128, copies; each held for `seconds`."""
+
+    matrix: int
+    tokens: int
+    copy_bytes: int
+    seconds: float
+
+
+def measure_device(device: torch.device, dtype: torch.dtype, sizes: DeviceSizes) -> dict[str, Any]:
+    """The fields of `plan.hardware.Gpu`, each with its source; links to other devices are not measured."""
+    row = measure_attention(
+        AttentionCase(sizes.tokens), device=device, dtype=dtype, seconds=sizes.seconds, backward=True
+    )
+    assert row.backward_tflops is not None
+    on_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if on_gpu else "CPU"
+    pcie = _pcie_rate(device, sizes) if on_gpu else _copy_rate(device, sizes)
+    known = gpu_named(name) if on_gpu else GPUS["CPU"]
+    measured = f"ithaka bench device, {str(dtype).removeprefix('torch.')}"
+    values: dict[str, Any] = {
+        "matmul_flops": _matmul_rate(device, dtype, sizes),
+        "attention_forward_flops": row.forward_tflops * 1e12,
+        "attention_backward_flops": row.backward_tflops * 1e12,
+        "memory_bytes_s": 2 * _copy_rate(device, sizes),  # read and written
+        "pcie_bytes_s": pcie,
+    }
+    sources = dict.fromkeys(values, measured)
+    values["link_bytes_s"] = known.link_bytes_s if known else pcie
+    sources["link_bytes_s"] = f"not measured: {known.name}'s" if known else "not measured: as over PCIe"
+    properties = torch.cuda.get_device_properties(device) if on_gpu else None
+    values["memory_bytes"] = properties.total_memory if properties else psutil.virtual_memory().total
+    values["l2_bytes"] = properties.L2_cache_size if properties else GPUS["CPU"].l2_bytes
+    sources["memory_bytes"] = "reported by the system"
+    sources["l2_bytes"] = "reported by CUDA" if on_gpu else "assumed"
+    return {"name": name, **values, "sources": sources}
+
+
+def _matmul_rate(device: torch.device, dtype: torch.dtype, sizes: DeviceSizes) -> float:
+    a_nn, b_nn = (torch.randn(sizes.matrix, sizes.matrix, device=device, dtype=dtype) for _ in range(2))
+    into_nn = torch.empty_like(a_nn)
+    return 2 * sizes.matrix**3 / sustained(lambda: torch.mm(a_nn, b_nn, out=into_nn), device, sizes.seconds)
+
+
+def _copy_rate(device: torch.device, sizes: DeviceSizes) -> float:
+    source, into = (torch.ones(sizes.copy_bytes // 4, device=device) for _ in range(2))
+    return source.nbytes / sustained(lambda: into.copy_(source), device, sizes.seconds)
+
+
+def _pcie_rate(device: torch.device, sizes: DeviceSizes) -> float:
+    """Of the slower direction."""
+    here, there = torch.ones(sizes.copy_bytes // 4, device=device), torch.ones(sizes.copy_bytes // 4).pin_memory()
+    copies = (lambda: here.copy_(there, non_blocking=True), lambda: there.copy_(here, non_blocking=True))
+    return here.nbytes / max(sustained(copy, device, sizes.seconds) for copy in copies)
+
+
 # --- command line -----------------------------------------------------------------------------------------
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure what this machine gives.")
-
-
-@bench_app.callback()
-def _bench() -> None:
-    """Keeps `attention` a subcommand while it is the only one."""
 
 
 @bench_app.command("attention")
@@ -185,6 +243,33 @@ def bench_attention(
     print(table(rows))
     if json_path is not None:
         json_path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+@bench_app.command("device")
+def bench_device(
+    out: Annotated[Path, typer.Option("--out", help="the file to write")] = Path("gpu.json"),
+    matrix: Annotated[int | None, typer.Option(min=1, help="rows and columns of the matmul")] = None,
+    tokens: Annotated[str | None, typer.Option(help="length for attention, such as 256K")] = None,
+    copy: Annotated[str | None, typer.Option(help="size of the copies, such as 1GiB")] = None,
+    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "",
+    seconds: Annotated[float, typer.Option(min=0, help="how long each figure is held")] = 3.0,
+) -> None:
+    """Measures matmul, attention and copies here, and writes them for `ithaka plan --gpu-file`."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    large = device.type == "cuda"
+    sizes = DeviceSizes(
+        matrix or (8192 if large else 1024),
+        _tokens(tokens or ("256K" if large else "2K")),
+        max(4, parse_bytes(copy or ("1GiB" if large else "64MiB"), "--copy")),
+        seconds,
+    )
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {out} is no file in an existing directory; give another path")
+    values = measure_device(device, _dtype(dtype, device), sizes)
+    out.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    for name, source in values["sources"].items():
+        print(f"{name:26}{values[name]:>12.4g}   {source}")
+    print(f"written to {out}; use it with: ithaka plan MODEL --gpus 8 --gpu-file {out}")
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

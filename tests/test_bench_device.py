@@ -1,0 +1,30 @@
+"""`ithaka bench device` writes a file that `ithaka plan --gpu-file` reads."""
+
+import pytest
+from typer.testing import CliRunner
+
+from ithaka.cli import app
+from ithaka.plan.hardware import read_gpu
+
+SMALL = ["--matrix", "64", "--tokens", "256", "--copy", "64KiB", "--seconds", "0"]
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
+
+
+def test_plan_reads_what_bench_device_wrote(tmp_path):
+    file = tmp_path / "mine.json"
+    assert run("bench", "device", *SMALL, "--out", file).exit_code == 0
+    gpu = read_gpu(file)
+    assert gpu.memory_bytes > 2**28 and gpu.matmul_flops > 1e6 and gpu.attention_backward_flops > 1e5
+    assert "bench device" in gpu.sources["matmul_flops"] and "not measured" in gpu.sources["link_bytes_s"]
+    plan = run("plan", "llama3.2-1b", "--gpus", "8", "--gpu-file", file, "--context", "4K")
+    assert "llama3.2-1b, 4K tokens, 8x" in plan.output
+
+
+@pytest.mark.parametrize("wrong", [["--copy", "much"], ["--tokens", "0"], ["--dtype", "int3"], ["--out", "."]])
+def test_wrong_options_are_refused_by_name(wrong, tmp_path, capfd):
+    result = run("bench", "device", *SMALL, "--out", str(tmp_path / "x.json"), *wrong)
+    assert result.exit_code == 2
+    assert not (tmp_path / "x.json").exists()
