@@ -6,6 +6,8 @@ import pytest
 
 from ithaka.config import ConfigError, given, load
 from ithaka.plan.hardware import gpu_named
+from ithaka.train.budget import needs, store_host_bytes
+from ithaka.train.check import check_heads, check_memory, model_shape
 from ithaka.train.planned import planned
 
 H200 = "NVIDIA H200"
@@ -13,8 +15,9 @@ H200 = "NVIDIA H200"
 
 @pytest.fixture(autouse=True)
 def host(monkeypatch):
-    memory = type("Memory", (), {"total": 2 * 10**12})
+    memory = type("Memory", (), {"total": 2 * 10**12, "available": 2 * 10**12})
     monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
+    monkeypatch.setattr("ithaka.train.planned._memory_limit", lambda: 2 * 10**12)
 
 
 def llama(tmp_path, **changes):
@@ -64,3 +67,26 @@ def test_off_or_an_unknown_gpu_leaves_the_defaults(tmp_path):
 def test_gpus_are_found_by_the_driver_s_name(name, key):
     gpu = gpu_named(name)
     assert gpu is not None and gpu.name == key
+
+
+@pytest.mark.parametrize("context", ["128K", "2M", "6M"])
+@pytest.mark.parametrize("disk", [False, True])
+def test_the_checks_accept_what_the_planner_chose(tmp_path, context, disk):
+    config, told = llama(tmp_path, data__context=context, **({"memory__disk_path": tmp_path} if disk else {}))
+    resolved, plan = planned(config, told, 8, 8, H200)
+    assert plan is not None
+    shape = model_shape(resolved)
+    check_heads(resolved, shape, 8)
+    check_memory(resolved, shape)
+
+
+def test_the_store_has_room_for_both_tiers(tmp_path):
+    pairs = [(a, b) for a in ("none", "host", "disk") for b in ("none", "host", "disk")]
+    for inputs, outputs in pairs:
+        config, _ = llama(tmp_path, memory__offload=inputs, memory__attention_offload=outputs, memory__keep_attention="all")
+        shape = model_shape(config)
+        host, disk = needs(config, shape, 8, 8, True)
+        budget = store_host_bytes(config, shape, 8, 8, True)
+        assert (budget is None) == (inputs == outputs == "none")
+        if budget is not None and disk:
+            assert budget >= sum(host.get(name, 0) for name in ("layer inputs", "kept attention")) // 8

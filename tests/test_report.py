@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from browser import Browser, find_browser
+from ithaka.cli import train_rank
 from ithaka.config import ConfigError
 from ithaka.report import write_report
-from ithaka.train.loop import run
 from runs import tiny_run
 
 SIZES = {"desktop": (1200, False), "dark": (1200, True), "phone": (390, False)}
@@ -19,7 +19,7 @@ def run_dir(tmp_path_factory) -> Path:
     """A whole training run with a profile, as the command line leaves it."""
     folder = tmp_path_factory.mktemp("reported")
     config = tiny_run(folder, train={"steps": 4, "save_every": 0}, profile={"every": 3})
-    run(config)
+    train_rank(config, None)
     assert config.train.run_dir is not None
     return config.train.run_dir
 

@@ -99,10 +99,21 @@ def train(
 
 
 def train_rank(config: Config, resume: Path | None, only_profile: bool = False) -> None:
-    """What every rank runs."""
+    """What every rank runs; the first one then draws the run."""
     from ithaka.train.loop import run
 
     run(config, resume, only_profile)
+    if os.environ.get("RANK", "0") == "0" and config.train.run_dir is not None:
+        print(f"Report: {report_of(config.train.run_dir)}", flush=True)
+
+
+def report_of(run_dir: Path) -> str:
+    from ithaka.report import write_report
+
+    try:
+        return str(write_report([run_dir]))
+    except Exception as error:  # the run is done and saved: it does not fail for its picture
+        return f"none ({error})"
 
 
 @app.command()

@@ -41,14 +41,15 @@ class Slab:
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)[:num_bytes]
         self.busy: torch.cuda.Event | None = None  # the last owner's copies out of these bytes
-        self._pinned = pin and num_bytes > 0
-        if self._pinned:
+        self._pinned = False
+        if pin and num_bytes > 0:
             status = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), num_bytes, 0)
             if int(status) != 0:
                 raise StoreError(
                     f"host memory: the system refused to pin {num_bytes} bytes (error {status}); "
                     "raise the limit (ulimit -l), or use memory.offload=none or less data.context"
                 )
+            self._pinned = True
 
     @property
     def memory(self) -> memoryview:

@@ -12,6 +12,7 @@ from ithaka.plan.search import SETTINGS, fixed_settings
 from ithaka.plan.shape import ModelShape
 
 # The ledger's names.
+STORED = ("layer inputs", "kept attention", "on the way to disk")
 ON_THE_WAY, STATES = "on the way to disk", "parameters, gradients, optimizer"
 Holders = dict[str, int]
 
@@ -39,11 +40,13 @@ def store_host_bytes(
 ) -> int | None:
     """What one rank's store may hold in host memory: its share of what is free; with the disk tier only what
     is on its way, so that a disk that is too slow slows the run down instead of filling the memory."""
-    if config.memory.offload == "none":
+    local = _local_ranks(num_ranks)
+    host, disk = needs(config, shape, cp, num_ranks, on_gpu)
+    kept = sum(host.get(name, 0) for name in STORED)
+    if not kept and not disk:
         return None
-    share = this_host(config.memory.disk_path).memory_bytes // _local_ranks(num_ranks)
-    host, _ = needs(config, shape, cp, num_ranks, on_gpu)
-    return min(share, host.get(ON_THE_WAY, share * _local_ranks(num_ranks)) // _local_ranks(num_ranks))
+    share = this_host(config.memory.disk_path).memory_bytes // local
+    return min(share, kept // local) if disk else share
 
 
 def _ledger(config: Config, shape: ModelShape, cp: int, num_ranks: int, on_gpu: bool) -> Ledger:

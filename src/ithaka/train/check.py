@@ -73,20 +73,36 @@ def check_memory(config: Config, shape: ModelShape) -> None:
         raise ConfigError(
             f"memory.keep_attention={kept} exceeds the {shape.num_layers} layers of the model; use all"
         )
-    if config.memory.checkpoint == "none" and config.memory.offload != "none":
-        raise ConfigError(
-            f"memory.offload={config.memory.offload} has no effect with memory.checkpoint=none; "
-            "use memory.checkpoint=full, or memory.offload=none"
-        )
+    _check_effects(config)
     disk = config.memory.disk_path
     if disk is not None and not disk.is_dir():
         raise ConfigError(f"memory.disk_path={disk} is not a directory; create it, or leave it null")
     if disk is not None and not os.access(disk, os.W_OK):
         raise ConfigError(f"memory.disk_path={disk} cannot be written; give another directory")
-    if disk is not None and config.memory.offload != "disk":
+    if disk is not None and "disk" not in (config.memory.offload, config.memory.attention_offload):
         raise ConfigError(
             f"memory.disk_path={disk} has no effect with memory.offload={config.memory.offload}; "
             "use memory.offload=disk, or leave it null"
+        )
+
+
+def _check_effects(config: Config) -> None:
+    """A setting that would do nothing is refused: who gave it expects something."""
+    memory = config.memory
+    idle = {}
+    if memory.checkpoint == "none":
+        idle = {"offload": "none", "keep_attention": "none", "overlap": True}
+    for name, plain in idle.items():
+        if getattr(memory, name) != plain:
+            shown = str(getattr(memory, name)).lower()
+            raise ConfigError(
+                f"memory.{name}={shown} has no effect with memory.checkpoint=none; "
+                f"use memory.checkpoint=full, or memory.{name}={str(plain).lower()}"
+            )
+    if memory.attention_offload is not None and memory.keep_attention in ("none", 0):
+        raise ConfigError(
+            f"memory.attention_offload={memory.attention_offload} has no effect with memory.keep_attention=none; "
+            "use memory.keep_attention=all, or leave it null"
         )
 
 

@@ -30,8 +30,8 @@ from ithaka.dist.mesh import Mesh, make_mesh
 from ithaka.memory.store import StoreError
 from ithaka.model.build import build_model
 from ithaka.model.settings import settings_of
+from ithaka.ops.kernels import resolve_kernel
 from ithaka.phases import phase
-from ithaka.report import write_report
 from ithaka.train import checkpoint
 from ithaka.train.budget import store_host_bytes
 from ithaka.train.check import model_shape
@@ -324,6 +324,7 @@ def _build(config: Config) -> Trainer:
         config, model_shape(config), mesh.cp_size, mesh.world_size, mesh.device.type == "cuda"
     )
     settings = dataclasses.replace(settings_of(config, mesh.device), host_bytes=budget)
+    kernel_of(config, mesh)  # refused here, before anything is written
     model = build_model(source, mesh, settings, seed=config.train.seed)
     tokenizer = load_tokenizer(config.data, config.model.path)
     data = open_data(
@@ -337,6 +338,12 @@ def _build(config: Config) -> Trainer:
         eos_id=_eos_id(model.config) if tokenizer is None else None,
     )
     return Trainer(config, mesh, model, data, tokenizer)
+
+
+def kernel_of(config: Config, mesh: Mesh) -> str:
+    """The attention kernel that this device will run."""
+    dtype = settings_of(config, mesh.device).dtype or torch.float32
+    return resolve_kernel(config.attention.kernel, mesh.device, dtype, model_shape(config).head_dim).name
 
 
 def _num_ranks() -> int:
@@ -371,8 +378,8 @@ def train(trainer: Trainer, stop: StopRequest, only_profile: bool = False) -> No
         asked = _steps(trainer, stop, console, save=not only_profile)
         console.stop_progress()
         if only_profile:
-            _report(trainer, console)
-        elif asked and trainer.step < settings.steps:
+            return
+        if asked and trainer.step < settings.steps:
             console.say(f"Stopped as asked after step {trainer.step}, which is saved.")
             console.say(f"Go on with: ithaka train --resume {trainer.run_dir}")
         else:
@@ -459,6 +466,7 @@ def _header(trainer: Trainer) -> dict[str, str]:
         "model": f"{config.model.path or model.config.model_type}, {amount(_num_params(model))} parameters",
         "ranks": f"{mesh.world_size} ({device}) = {mesh.dp_size} data x {mesh.cp_size} context parallel",
         "context": f"{config.data.context} tokens, {amount(tokens)} per step, {config.train.steps} steps",
+        "attention": f"kernel {kernel_of(config, mesh)}",
         "run": str(trainer.run_dir),
     }
     if trainer.step:
@@ -474,16 +482,6 @@ def _finish(trainer: Trainer, console: Console) -> None:
     console.facts("done", _summary(trainer, records))
     console.say(text)
     checkpoint.write_atomic(trainer.run_dir / "sample.txt", text)
-    _report(trainer, console)
-
-
-def _report(trainer: Trainer, console: Console) -> None:
-    if not console.active:
-        return
-    try:
-        console.say(f"Report: {write_report([trainer.run_dir])}")
-    except Exception as error:  # the run is done and saved: it does not fail for its picture
-        console.say(f"There is no report: {error}")
 
 
 def _summary(trainer: Trainer, records: list[dict[str, Any]]) -> dict[str, str]:
@@ -517,12 +515,15 @@ def _last_checkpoint(config: Config) -> str:
 
 
 def _explain_out_of_memory(config: Config, error: BaseException) -> str:
-    rank, context = os.environ.get("RANK", "0"), config.data.context
+    rank, context, run_dir = os.environ.get("RANK", "0"), config.data.context, config.train.run_dir
+    assert run_dir is not None
+    saved = (run_dir / "latest").exists()
+    again = f"ithaka train --resume {run_dir}" if saved else "the same command with another --run-dir and"
     return (
         f"Out of memory on rank {rank} with data.context={context}: {str(error).splitlines()[0]}\n"
         f"{_last_checkpoint(config)} What needs less: more ranks (parallel.cp), a shorter data.context,\n"
         "memory.checkpoint=full, memory.offload=host, memory.offload_optimizer=true; for example\n"
-        f"  ithaka train --resume {config.train.run_dir} --set memory.offload=host"
+        f"  {again} --set memory.offload=host"
     )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import sys
 from collections.abc import Set
+from pathlib import Path
 
 import psutil
 
@@ -22,10 +24,11 @@ def planned(
 ) -> tuple[Config, Plan | None]:
     """`config` with every setting that is not `given` taken from the fastest plan that fits, and that plan.
 
-    Without a GPU that the hardware table knows, or with memory.plan=off, the configuration stays as it is.
+    Without a GPU that the hardware table knows, with memory.plan=off, or in another precision than bfloat16, which
+    is what the table's rates are for, the configuration stays as it is.
     """
     gpu = gpu_named(gpu_name) if gpu_name else None
-    if gpu is None or config.memory.plan == "off":
+    if gpu is None or config.memory.plan == "off" or config.model.dtype not in ("auto", "bfloat16"):
         return config, None
     shape = model_shape(config)
     names = [name for name in SETTINGS if name in given or name == CP]
@@ -38,16 +41,22 @@ def planned(
 
 
 def _hardware(config: Config, gpu, num_ranks: int, local_ranks: int) -> Hardware:
-    """This machine. What is free now differs from rank to rank under torchrun, so the whole memory counts here;
-    what is free is checked against the plan afterwards."""
+    """This machine. What is free now differs from rank to rank under torchrun, so the whole memory, or the control
+    group's limit, counts here; what is free is checked against the plan afterwards."""
     disk = config.memory.disk_path
     return Hardware(
         gpu,
         gpus_per_node=local_ranks,
         num_nodes=max(1, num_ranks // local_ranks),
-        host_bytes=psutil.virtual_memory().total,
+        host_bytes=min(psutil.virtual_memory().total, _memory_limit()),
         disk_bytes=psutil.disk_usage(str(disk)).total if disk is not None else 0,
     )
+
+
+def _memory_limit(file: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
+    """Of a container, where there is one."""
+    text = file.read_text().strip() if file.is_file() else "max"
+    return int(text) if text.isdigit() else sys.maxsize
 
 
 def _with(config: Config, chosen: dict, given: list[str]) -> Config:
@@ -57,6 +66,8 @@ def _with(config: Config, chosen: dict, given: list[str]) -> Config:
         section, key = name.split(".")
         changed = dataclasses.replace(getattr(config, section), **{key: value})
         config = dataclasses.replace(config, **{section: changed})
+    if "disk" not in (config.memory.offload, config.memory.attention_offload):
+        config = dataclasses.replace(config, memory=dataclasses.replace(config.memory, disk_path=None))
     return config
 
 
