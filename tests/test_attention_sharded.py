@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from ithaka.config import ConfigError
-from ithaka.ops.attention import sharded_attention
 from ithaka.ops.reference import attention_reference
+from ithaka.ops.sharded import sharded_attention
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "dit_block.py"
 MASKS = {

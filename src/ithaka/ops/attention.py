@@ -29,11 +29,9 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ithaka.config import ConfigError
-from ithaka.dist.exchange import heads_to_tokens, tokens_to_heads
 from ithaka.ops.fused import merge, split_add, split_round
 from ithaka.ops.kernels import Kernel, resolve_kernel
 from ithaka.ops.pairs import CAUSAL, EDGE, Group, Pair, Span, key_major, query_major, spans_of, split_ragged
@@ -540,103 +538,3 @@ def _backward_chunk(job: _Job, chunk: _Chunk, queries: list[_Query], keys: _Keys
         dv.add(chunk.group.pairs[0], chunk.start, chunk_dv.transpose(0, 1)[None])
     dk.finish()
     dv.finish()
-
-
-# --- the public, differentiable entry ---------------------------------------------------------------------
-
-
-def sharded_attention(
-    q_sHK: Tensor,
-    k_sGK: Tensor,
-    v_sGK: Tensor,
-    group: dist.ProcessGroup | None = None,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    window: int | None = None,
-    docs: tuple[int, ...] | None = None,
-    kernel: str = "auto",
-    blocks: tuple[int, int] | None = None,
-) -> Tensor:
-    """Attention over a sequence whose tokens are spread over the ranks of `group`; differentiable in q, k, v.
-
-    Rank r of c passes tokens [r s, (r + 1) s) of all H query and G kv heads and gets those tokens of out_sHK.
-    `docs` counts tokens of the whole sequence (S = c s). H is a multiple of G; neither needs to divide by c:
-    kv heads that several ranks read travel to each of them, and missing query heads are filled up with zeros.
-    One all-to-all each for q, k, v and out, and as many in backward; keeps q, k, v, out, lse of own heads.
-    """
-    if q_sHK.shape[1] % k_sGK.shape[1]:
-        raise ConfigError(f"{q_sHK.shape[1]} query heads are not a multiple of {k_sGK.shape[1]} kv heads")
-    how = dict(
-        scale=q_sHK.shape[-1] ** -0.5 if scale is None else scale, causal=causal, window=window, docs=docs,
-        kernel=kernel, blocks=blocks,
-    )  # fmt: skip
-    return _ShardedAttention.apply(q_sHK, k_sGK, v_sGK, group, how)
-
-
-class _ShardedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q_sHK: Tensor, k_sGK: Tensor, v_sGK: Tensor, group: Any, how: dict[str, Any]
-    ) -> Tensor:
-        num_heads, num_kv_heads = q_sHK.shape[1], k_sGK.shape[1]
-        query, kv = _rank_heads(num_heads, num_kv_heads, group.size() if group is not None else 1)
-        q = _to_heads(q_sHK, query, group)
-        k, v = (_to_heads(x, kv, group) for x in (k_sGK, v_sGK))
-        out, lse = attention(q, k, v, **how)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.how, ctx.group, ctx.heads = how, group, (query, kv, num_heads, num_kv_heads)
-        return _to_tokens(out, query, num_heads, group)
-
-    @staticmethod
-    def backward(ctx: Any, dout_sHK: Tensor) -> tuple[Tensor | None, ...]:
-        query, kv, num_heads, num_kv_heads = ctx.heads
-        dout = _to_heads(dout_sHK, query, ctx.group)
-        dq, dk, dv = attention_backward(dout, *ctx.saved_tensors, **ctx.how)
-        dq = _to_tokens(dq, query, num_heads, ctx.group)
-        dk, dv = (_to_tokens(x, kv, num_kv_heads, ctx.group) for x in (dk, dv))
-        return dq, dk, dv, None, None
-
-
-def _rank_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[list[int], list[int]]:
-    """Query and kv heads in the order of the ranks that take them, equally many each; -1 is an empty slot.
-
-    Ranks take neighbouring query heads. A rank has each of its kv heads once where its query heads are whole
-    kv groups or lie within one; else once per query head.
-    """
-    slots, repeat = -(-num_heads // num_ranks), num_heads // num_kv_heads
-    query = [h if h < num_heads else -1 for h in range(slots * num_ranks)]
-    if slots * num_ranks == num_heads and (slots % repeat == 0 or repeat % slots == 0):
-        kv = [h // repeat for h in query[:: min(slots, repeat)]]
-    else:
-        kv = [h // repeat if h >= 0 else -1 for h in query]
-    return query, kv
-
-
-def _to_heads(x_sHK: Tensor, heads: list[int], group: Any) -> Tensor:
-    """[s, H, K] -> [S, n, K]: all tokens of this rank's `heads`; zeros in empty slots."""
-    x_snK = x_sHK if heads == list(range(x_sHK.shape[1])) else _take(x_sHK, heads)
-    if group is None:
-        return x_snK.contiguous()
-    x_csnK = x_snK.unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous()
-    return tokens_to_heads(x_csnK, group)
-
-
-def _take(x_sHK: Tensor, heads: list[int]) -> Tensor:
-    taken = x_sHK[:, torch.tensor([max(h, 0) for h in heads], device=x_sHK.device)]
-    empty = [i for i, h in enumerate(heads) if h < 0]
-    if empty:
-        taken[:, empty] = 0
-    return taken
-
-
-def _to_tokens(x_SnK: Tensor, heads: list[int], num_heads: int, group: Any) -> Tensor:
-    """[S, n, K] -> [s, H, K]: a head that several slots hold is their sum, in fp32."""
-    x_snK = x_SnK if group is None else heads_to_tokens(x_SnK, group).transpose(0, 1).flatten(1, 2)
-    if heads == list(range(num_heads)):
-        return x_snK.contiguous()
-    filled = [i for i, h in enumerate(heads) if h >= 0]
-    where = torch.tensor([heads[i] for i in filled], device=x_snK.device)
-    dtype = x_snK.dtype if x_snK.element_size() > 2 else torch.float32
-    total = torch.zeros(x_snK.shape[0], num_heads, x_snK.shape[2], dtype=dtype, device=x_snK.device)
-    return total.index_add_(1, where, x_snK[:, filled].to(dtype)).to(x_snK.dtype)

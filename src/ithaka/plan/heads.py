@@ -69,7 +69,7 @@ def head_table(num_heads: int, num_kv_heads: int, cp: int, heads_per_stage: int 
 
     `heads_per_stage` is a multiple of cp (None: all heads, which is plain Ulysses).
     """
-    assert num_heads % num_kv_heads == 0 and 1 <= cp <= num_heads
+    assert num_heads % num_kv_heads == 0 and cp >= 1
     most = -(-num_heads // cp)
     slots = most if heads_per_stage is None else min(most, heads_per_stage // cp)
     assert slots >= 1, "heads_per_stage must be at least cp"

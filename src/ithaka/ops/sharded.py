@@ -1,0 +1,63 @@
+"""Attention over a sequence spread over ranks, differentiable: the public entry for models of any kind.
+
+Shapes: s tokens on this rank, S = c * s of the sequence on c ranks, H query and G kv heads, K head dim.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ithaka.config import ConfigError
+from ithaka.ops.stages import stages_attention
+from ithaka.plan.heads import EMPTY, flat, head_table
+
+
+class _Alone:
+    """A group of one rank, for processes without torch.distributed."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def sharded_attention(
+    q_sHK: Tensor,
+    k_sGK: Tensor,
+    v_sGK: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    docs: tuple[int, ...] | None = None,
+    kernel: str = "auto",
+    blocks: tuple[int, int] | None = None,
+) -> Tensor:
+    """out_sHK for this rank's tokens; differentiable in q, k and v.
+
+    Rank r of c passes tokens [r s, (r + 1) s) of all H query and G kv heads. `docs` counts tokens of the whole
+    sequence. H is a multiple of G; neither needs to divide by c. One all-to-all each for q, k, v and out, and as
+    many in backward; keeps q, k, v, out and lse of the rank's own heads.
+    """
+    num_heads, num_kv_heads = q_sHK.shape[1], k_sGK.shape[1]
+    ranks = group if group is not None else _Alone()
+    if num_heads % num_kv_heads:
+        raise ConfigError(f"{num_heads} query heads are not a multiple of {num_kv_heads} kv heads")
+    table = head_table(num_heads, num_kv_heads, ranks.size())
+    query_heads, kv_heads = table.stages[0].query_heads, table.loads[0].kv_heads
+    how: dict[str, Any] = {"causal": causal, "window": window, "docs": docs, "kernel": kernel, "blocks": blocks}
+    how |= {"scale": q_sHK.shape[-1] ** -0.5 if scale is None else scale}
+    sent = [_take(x, heads) for x, heads in ((q_sHK, query_heads), (k_sGK, kv_heads), (v_sGK, kv_heads))]
+    (out_csnK,) = stages_attention(table, ranks, how, sent)  # type: ignore[arg-type]
+    slots = [slot for slot, head in enumerate(h for of_rank in query_heads for h in of_rank) if head != EMPTY]
+    return out_csnK.transpose(0, 1).flatten(1, 2)[:, slots]  # a rank's heads follow those of the rank before
+
+
+def _take(x_sHK: Tensor, heads: tuple[tuple[int, ...], ...]) -> Tensor:
+    """The heads in exchange layout [c, s, n, K]."""
+    index = torch.tensor(flat(heads), device=x_sHK.device)
+    return x_sHK.index_select(1, index).unflatten(1, (len(heads), -1)).transpose(0, 1).contiguous()
