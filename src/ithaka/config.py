@@ -116,7 +116,7 @@ class MemoryConfig(Section):
 class AttentionConfig(Section):
     section: ClassVar[str] = "attention"
 
-    # auto: the fastest kernel installed that the device can run. Else one of ithaka.ops.attention by name.
+    # auto: the fastest that was measured and runs on the device. Else one of ithaka/ops/kernels.py by name.
     kernel: str = "auto"
     # Tokens per query block and per key/value block. null: derived from the size of the cache.
     block_q: int | None = setting(None, at_least=1)
