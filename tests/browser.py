@@ -117,11 +117,7 @@ class Browser:
         """Errors, warnings and messages of the page, and requests it made beside its own file."""
         loud = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
         found = [event for event in self.events if event.get("method") in loud]
-        asked = [
-            e["params"]["request"]["url"]
-            for e in self.events
-            if e.get("method") == "Network.requestWillBeSent"
-        ]
+        asked = [e["params"]["request"]["url"] for e in self.events if e.get("method") == "Network.requestWillBeSent"]
         return [*found, *({"request": url} for url in asked if not url.startswith(("file:", "data:")))]
 
     def screenshot(self, path: Path, whole: bool = True) -> Path:

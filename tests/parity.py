@@ -30,9 +30,7 @@ def plain_sum(model: nn.Module, ids: Tensor, labels: Tensor, **inputs) -> Tensor
     Without a cache, with which it would not look for documents in position_ids.
     """
     logits = model(input_ids=ids, use_cache=False, **inputs).logits
-    return F.cross_entropy(
-        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
-    )
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
 
 
 def relative(a: Tensor, b: Tensor) -> float:

@@ -117,9 +117,7 @@ def test_split_sums_are_bitwise_fp32_sums():
             sides = ((dout, rows), (q, rows), (k, cols), (v, cols), (out, rows))
             views = [x[side].transpose(0, 1)[None] for x, side in sides]
             total[rows] += (
-                KERNELS["cpu"]
-                .backward(*views, lse[None, :, rows], SCALE, p.mask == "causal")[0][0]
-                .transpose(0, 1)
+                KERNELS["cpu"].backward(*views, lse[None, :, rows], SCALE, p.mask == "causal")[0][0].transpose(0, 1)
             )
     assert torch.equal(dq, total.bfloat16())
 

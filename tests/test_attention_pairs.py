@@ -32,10 +32,7 @@ def visits(groups):
 
 def owned(groups):
     return [
-        group.start + c * group.step + t
-        for group in groups
-        for c in range(group.count)
-        for t in range(group.length)
+        group.start + c * group.step + t for group in groups for c in range(group.count) for t in range(group.length)
     ]
 
 

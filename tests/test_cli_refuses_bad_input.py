@@ -99,9 +99,7 @@ def test_refused_before_anything_starts(arguments, words, folder, started):
 def test_run_directory_of_another_run(folder, started):
     (folder / "old").mkdir()
     (folder / "old" / "config.yaml").write_text("")
-    refused(
-        folder, started, ["train", "--run-dir", "old"], ["train.run_dir=old", "--run-dir", "--resume old"]
-    )
+    refused(folder, started, ["train", "--run-dir", "old"], ["train.run_dir=old", "--run-dir", "--resume old"])
     refused(folder, started, ["train", "--set", "train.run_dir=old"], ["train.run_dir=old"])
 
 

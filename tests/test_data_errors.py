@@ -32,9 +32,7 @@ def test_empty_data(tmp_path):
     refuse("holds no text to train on", tmp_path / "a.jsonl", validation_fraction=0)
     (tmp_path / "b.jsonl").write_text('{"text": "one row only"}\n')
     refuse("holds no text to train on; give a path with more documents", tmp_path / "b.jsonl")
-    refuse(
-        "data.validation_path=.*a.txt holds no text", tmp_path / "b.jsonl", validation_path=tmp_path / "a.txt"
-    )
+    refuse("data.validation_path=.*a.txt holds no text", tmp_path / "b.jsonl", validation_path=tmp_path / "a.txt")
     (tmp_path / "c.jsonl").write_text('{"text": ""}\n{"text": "b"}\n')
     refuse("data.validation_fraction=0.02 of .* is no document; raise it", tmp_path / "c.jsonl")
     np.save(tmp_path / "a.npy", np.zeros(0, np.uint16))
@@ -96,9 +94,7 @@ def test_token_ids_outside_the_vocabulary_are_named_with_their_position(tmp_path
     tokens = np.full(3_000_000, 7, dtype=np.int32)
     tokens[2_500_000] = bad
     np.save(tmp_path / "a.npy", tokens)
-    refuse(
-        rf"a.npy: token {bad} at position 2500000 is outside the model's vocab_size=264", tmp_path / "a.npy"
-    )
+    refuse(rf"a.npy: token {bad} at position 2500000 is outside the model's vocab_size=264", tmp_path / "a.npy")
 
 
 def test_arrays_that_are_not_tokens(tmp_path):

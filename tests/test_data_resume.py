@@ -75,9 +75,7 @@ def test_the_global_stream_does_not_depend_on_the_ranks(data):
     assert reference.stream.position.epoch > 1  # epochs end inside a batch
     for size, batch in [(1, 4), (2, 1), (2, 3), (4, 2), (3, 1)]:
         streams = [opened(data, rank, size, batch) for rank in range(size)]
-        assert_equal(
-            global_rows(streams, 120 // (size * batch)), alone[: 120 // (size * batch) * size * batch]
-        )
+        assert_equal(global_rows(streams, 120 // (size * batch)), alone[: 120 // (size * batch) * size * batch])
 
 
 def test_resume_anywhere_in_two_epochs_is_bitwise(data):
@@ -163,9 +161,7 @@ def test_validation_has_as_many_batches_on_every_rank_and_each_label_once(data, 
         assert {len(batches) for batches in ranks} == {-(-len(whole) // (size * batch))}
         assert sum(num_valid(b.labels) for b in itertools.chain(*ranks)) == expected
         assert all(b.input_ids.shape == (batch, 64) for b in itertools.chain(*ranks))
-        real = [
-            row.sum() for b in itertools.chain(*ranks) for row in b.input_ids if row.tolist() != [258] * 64
-        ]
+        real = [row.sum() for b in itertools.chain(*ranks) for row in b.input_ids if row.tolist() != [258] * 64]
         assert sorted(map(int, real)) == sorted(int(b.input_ids.sum()) for b in whole)
 
 

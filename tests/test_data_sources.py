@@ -60,11 +60,7 @@ def encoded(texts):
 def test_standard_library_is_the_default():
     files = expand(None)
     names = [file.path.as_posix() for file in files]
-    assert (
-        len(files) > 100
-        and names == sorted(names)
-        and any(name.endswith("/json/decoder.py") for name in names)
-    )
+    assert len(files) > 100 and names == sorted(names) and any(name.endswith("/json/decoder.py") for name in names)
     assert not any(part in name for name in names for part in ("site-packages", "__pycache__", "/test/"))
     check(DataConfig(), 264)
     batch = open_data(DataConfig(context=256), tokenizer=BYTES, seed=0).next_batch()
@@ -114,9 +110,7 @@ def test_jsonl_lines_far_longer_than_a_block_are_read(tmp_path):
     assert read(write_jsonl(tmp_path / "a.ndjson", texts)) == encoded(texts)
 
 
-@pytest.mark.parametrize(
-    "kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())], ids=str
-)
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())], ids=str)
 def test_parquet_gives_each_row_once(tmp_path, kind):
     path = write_parquet(tmp_path / "a.parquet", TEXTS, "content", kind, row_group_size=150)
     assert read(path, field="content") == encoded(TEXTS)
@@ -172,9 +166,7 @@ def test_rows_are_on_one_side_of_the_split(tmp_path, write):
     train, held_out = split(path, 0.2)
     assert sorted(train + held_out) == sorted(encoded(TEXTS))
     assert 20 <= len(held_out) <= 60
-    assert split(path, 0.2, key=(1, 2))[1] != held_out and sorted(split(path, 0.2, key=(1, 2))[1]) == sorted(
-        held_out
-    )
+    assert split(path, 0.2, key=(1, 2))[1] != held_out and sorted(split(path, 0.2, key=(1, 2))[1]) == sorted(held_out)
     few = write(path, TEXTS[:3])
     assert [len(side) for side in split(few, 0.001)] == [2, 1]
 

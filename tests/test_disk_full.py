@@ -40,9 +40,7 @@ def test_disk_full_in_the_middle_of_a_step(ranks, tmp_path):
     plan = {"steps": 4, "save_every": 2, "validate_every": 0, "validate_sequences": 0}
     whole = tiny_run(tmp_path / "whole", parallel={"cp": 2}, train=plan, optim={"schedule": "constant"})
     ranks.run(2, run, whole)
-    half = dataclasses.replace(
-        whole, train=dataclasses.replace(whole.train, run_dir=tmp_path / "half", steps=2)
-    )
+    half = dataclasses.replace(whole, train=dataclasses.replace(whole.train, run_dir=tmp_path / "half", steps=2))
     ranks.run(2, run, half)
     half = dataclasses.replace(half, train=dataclasses.replace(half.train, steps=4))
     disk = tmp_path / "disk"
@@ -51,9 +49,7 @@ def test_disk_full_in_the_middle_of_a_step(ranks, tmp_path):
     program, settings = tmp_path / "program.py", tmp_path / "config.yaml"
     program.write_text(PROGRAM)
     settings.write_text(to_yaml(full))
-    ended = subprocess.run(
-        [sys.executable, str(program), str(settings)], capture_output=True, text=True, timeout=90
-    )
+    ended = subprocess.run([sys.executable, str(program), str(settings)], capture_output=True, text=True, timeout=90)
     last = full.train.run_dir / "checkpoints" / "step-00000002"
     assert ended.returncode == 3, ended.stderr
     lines = [line for line in ended.stderr.splitlines() if line.startswith("OutOfMemoryError")]

@@ -41,9 +41,7 @@ def with_documents(family, cp, rows, how):
 
 
 @pytest.mark.parametrize("how", ["documents", "positions"])
-@pytest.mark.parametrize(
-    "family,cp,rows", [("llama", 1, 1), ("mistral", 2, 2), ("qwen2", 4, 1), ("qwen3", 2, 1)]
-)
+@pytest.mark.parametrize("family,cp,rows", [("llama", 1, 1), ("mistral", 2, 2), ("qwen2", 4, 1), ("qwen3", 2, 1)])
 def test_documents_are_as_if_alone(ranks, family, cp, rows, how):
     check(ranks.run(cp, with_documents, family, cp, rows, how))
 

@@ -117,9 +117,7 @@ def run_layer(case: Case, rank: int) -> Ledger:
     )
     table = head_table(case.heads, case.kv_heads, case.cp, case.heads_per_stage)
     block = model.model.layers[0]
-    layer = StreamedLayer(
-        "layer", block, layer_parts(model, 0), model.model.rotary_emb, group, table, Store(), options
-    )
+    layer = StreamedLayer("layer", block, layer_parts(model, 0), model.model.rotary_emb, group, table, Store(), options)
     params, positions_s = list(block.parameters()), torch.arange(TOKENS)
     leaf_sD = torch.randn(TOKENS, model.config.hidden_size, dtype=case.dtype, requires_grad=True)
     with LiveBytes(scratch=False) as live:

@@ -127,10 +127,7 @@ def test_a_missing_tensor_is_named(ranks, tmp_path):
     save(tmp_path)
     changed(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
     (message,) = ranks.run(1, build_error, tmp_path)
-    assert (
-        "no tensor model.layers.1.mlp.up_proj.weight (1 missing in all)" in message
-        and str(tmp_path) in message
-    )
+    assert "no tensor model.layers.1.mlp.up_proj.weight (1 missing in all)" in message and str(tmp_path) in message
 
 
 def test_an_untied_head_must_be_in_the_file(ranks, tmp_path):

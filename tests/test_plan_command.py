@@ -42,9 +42,7 @@ def test_text_and_json_agree():
 
 def test_json_has_what_programs_need():
     answer = json.loads(run(*ARGS, "--max-context", "--json"))
-    wanted = (
-        "fits settings gpu_peak_bytes host_peak_bytes disk_peak_bytes step_s tokens_per_s_per_gpu limited_by"
-    )
+    wanted = "fits settings gpu_peak_bytes host_peak_bytes disk_peak_bytes step_s tokens_per_s_per_gpu limited_by"
     assert {*wanted.split(), "max_context"} <= set(answer)
     assert answer["max_context"] == answer["context"] and answer["limited_by"] == "host"
 

@@ -83,7 +83,9 @@ def test_the_checks_accept_what_the_planner_chose(tmp_path, context, disk):
 def test_the_store_has_room_for_both_tiers(tmp_path):
     pairs = [(a, b) for a in ("none", "host", "disk") for b in ("none", "host", "disk")]
     for inputs, outputs in pairs:
-        config, _ = llama(tmp_path, memory__offload=inputs, memory__attention_offload=outputs, memory__keep_attention="all")
+        config, _ = llama(
+            tmp_path, memory__offload=inputs, memory__attention_offload=outputs, memory__keep_attention="all"
+        )
         shape = model_shape(config)
         host, disk = needs(config, shape, 8, 8, True)
         budget = store_host_bytes(config, shape, 8, 8, True)

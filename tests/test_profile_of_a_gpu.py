@@ -15,9 +15,7 @@ FSDP = str(Path(torch.__file__).parent / "distributed" / "fsdp" / "_fully_shard"
 MIB = 2**20
 
 
-def event(
-    action: str, time_us: int, address: int, size: int, context: int, *frames: tuple[str, int, str]
-) -> dict:
+def event(action: str, time_us: int, address: int, size: int, context: int, *frames: tuple[str, int, str]) -> dict:
     named = [{"filename": file, "line": line, "name": name} for file, line, name in frames]
     return {
         "action": action,

@@ -118,9 +118,7 @@ def test_bad_config_json_is_refused_by_name(change, words):
         assert word in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "content, words", [(None, "cannot be read"), ("{", "valid JSON"), ("[]", "JSON object")]
-)
+@pytest.mark.parametrize("content, words", [(None, "cannot be read"), ("{", "valid JSON"), ("[]", "JSON object")])
 def test_unreadable_config_json_is_refused(content, words, tmp_path):
     if content is not None:
         (tmp_path / "config.json").write_text(content)

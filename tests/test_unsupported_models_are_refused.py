@@ -62,9 +62,7 @@ class LoraLinear(nn.Linear):
     """Stands for PEFT's wrapper and for quantised linears: a linear map with something more to it."""
 
 
-@pytest.mark.parametrize(
-    "where", ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
-)
+@pytest.mark.parametrize("where", ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"])
 def test_a_wrapped_projection(where):
     model = on_meta(tiny_config("llama"))
     parent = model.model.layers[1].get_submodule(where.partition(".")[0])

@@ -72,9 +72,7 @@ def train(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting.")
     ] = None,
-    ranks: Annotated[
-        int | None, typer.Option(help="Local ranks; by default one per GPU, or 2 on CPU.")
-    ] = None,
+    ranks: Annotated[int | None, typer.Option(help="Local ranks; by default one per GPU, or 2 on CPU.")] = None,
     resume: Annotated[
         Path | None, typer.Option(metavar="RUN_DIR", help="Continue a run from its latest checkpoint.")
     ] = None,
@@ -127,9 +125,7 @@ def profile(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting.")
     ] = None,
-    ranks: Annotated[
-        int | None, typer.Option(help="Local ranks; by default one per GPU, or 2 on CPU.")
-    ] = None,
+    ranks: Annotated[int | None, typer.Option(help="Local ranks; by default one per GPU, or 2 on CPU.")] = None,
     run_dir: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Where to write; by default runs/<date>-<time>."),
@@ -164,9 +160,7 @@ def report(
     print(write_report(run_dirs, out))
 
 
-def resolve(
-    file: Path | None, changes: list[str], resume: Path | None, run_dir: Path | None, gpus: int
-) -> Config:
+def resolve(file: Path | None, changes: list[str], resume: Path | None, run_dir: Path | None, gpus: int) -> Config:
     """The configuration of the run, with its run directory set."""
     if resume is None:
         config = load(file, changes, _embedded_default(file, changes, gpus))

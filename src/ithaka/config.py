@@ -269,9 +269,7 @@ def embedded_model(name: Literal["small", "base"]) -> dict[str, Any]:
     }
 
 
-def load(
-    path: Path | None = None, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None
-) -> Config:
+def load(path: Path | None = None, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None) -> Config:
     """The resolved configuration: defaults, then `base`, the YAML file, the `section.key=value` overrides."""
     tree: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     _merge(tree, base or {}, "the defaults")
@@ -328,9 +326,7 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError(
-            f"config={path} holds no mapping; write sections such as `train:` with keys below them"
-        )
+        raise ConfigError(f"config={path} holds no mapping; write sections such as `train:` with keys below them")
     return tree
 
 
@@ -338,17 +334,13 @@ def _parse_override(override: str) -> tuple[str, str, Any]:
     name, equals, text = override.partition("=")
     section, dot, key = name.strip().partition(".")
     if not (equals and dot and section and key):
-        raise ConfigError(
-            f"--set {override} is not section.key=value; write for example --set train.steps=100"
-        )
+        raise ConfigError(f"--set {override} is not section.key=value; write for example --set train.steps=100")
     if not text.strip():
         raise ConfigError(f"{section}.{key}= has no value; write one, or null for none")
     try:
         return section, key, yaml.safe_load(text)
     except yaml.YAMLError:
-        raise ConfigError(
-            f"{section}.{key}={text} is not a YAML value; quote it: {section}.{key}='\"...\"'"
-        ) from None
+        raise ConfigError(f"{section}.{key}={text} is not a YAML value; quote it: {section}.{key}='\"...\"'") from None
 
 
 def _merge(into: dict[str, dict[str, Any]], tree: Mapping[str, Any], source: str) -> None:
@@ -365,9 +357,7 @@ def _merge(into: dict[str, dict[str, Any]], tree: Mapping[str, Any], source: str
         keys = [entry.name for entry in dataclasses.fields(SECTIONS[section])]  # type: ignore[arg-type]
         for key, value in values.items():
             if key not in keys:
-                raise ConfigError(
-                    f"{section}.{key}={value} is not a setting; {_did_you_mean(key, keys, section)}"
-                )
+                raise ConfigError(f"{section}.{key}={value} is not a setting; {_did_you_mean(key, keys, section)}")
             into[section][key] = value
 
 
@@ -409,9 +399,7 @@ def _as(value: Any, hint: Any) -> Any:
     if hint is float:
         return _as_float(value)
     if hint is Path:
-        return Path(
-            _accept(value, isinstance(value, Path) or (isinstance(value, str) and value != ""))
-        ).expanduser()
+        return Path(_accept(value, isinstance(value, Path) or (isinstance(value, str) and value != ""))).expanduser()
     return _accept(value, isinstance(value, hint))
 
 

@@ -33,9 +33,7 @@ def errors(kernel, mask, heads=(2, 2), head_dim=128, blocks=(512, 256), dtype=to
     ours = (out, *attention_backward(dout, q, k, v, out, lse, kernel=kernel, blocks=blocks, **how))
     exact = _gradients(lambda *x: attention_reference(*x, **how)[0], (q, k, v), dout, torch.float64)
     plain = _gradients(lambda *x: _sdpa(*x, MASKS[mask], how["scale"]), (q, k, v), dout, dtype)
-    return {
-        name: (_error(a, t), _error(p, t)) for name, a, p, t in zip(NAMES, ours, plain, exact, strict=True)
-    }
+    return {name: (_error(a, t), _error(p, t)) for name, a, p, t in zip(NAMES, ours, plain, exact, strict=True)}
 
 
 def _sdpa(q, k, v, mask, scale):

@@ -53,9 +53,7 @@ def test_memory_is_results_and_blocks():
     """No allocation as long as the sequence but the results: the same buffers at 256 Ki and 1 Mi tokens."""
 
     def above(num_tokens):
-        q, k, v, dout = (
-            torch.randn(num_tokens, 1, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4)
-        )
+        q, k, v, dout = (torch.randn(num_tokens, 1, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
         how = dict(scale=0.1, blocks=(32768, 16384))
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

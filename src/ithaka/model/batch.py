@@ -74,9 +74,7 @@ def take_share(
 
 def _check_shapes(input_ids: Tensor, **others: Tensor | None) -> None:
     if input_ids.dim() != 2 or input_ids.numel() == 0:
-        raise ValueError(
-            f"input_ids has shape {tuple(input_ids.shape)}; it must be [batch, tokens], not empty"
-        )
+        raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; it must be [batch, tokens], not empty")
     for name, value in others.items():
         if value is not None and value.shape != input_ids.shape:
             expected = tuple(input_ids.shape)
@@ -92,9 +90,7 @@ def _check_mask(mask_BN: Tensor, labels: Tensor | None) -> None:
     runs = begins_BN.sum(1) + mask_BN[:, 0]
     if int(runs.max()) > 1:
         row = int(runs.argmax())
-        raise ValueError(
-            f"attention_mask row {row} has holes; only padding before and after a row is supported"
-        )
+        raise ValueError(f"attention_mask row {row} has holes; only padding before and after a row is supported")
     if labels is None:
         return
     if bool(((labels != IGNORED) & ~mask_BN).any()):

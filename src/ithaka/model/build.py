@@ -61,9 +61,7 @@ def parallelize(
     return model
 
 
-def build_model(
-    source: Path | dict, mesh: Mesh, settings: Settings = PLAIN, *, seed: int = 0
-) -> PreTrainedModel:
+def build_model(source: Path | dict, mesh: Mesh, settings: Settings = PLAIN, *, seed: int = 0) -> PreTrainedModel:
     """A parallel model from a Hugging Face directory, a config.json or a config's dict.
 
     Built on the meta device; weights go straight from the safetensors files into this rank's shards, or, where
@@ -136,9 +134,7 @@ def _shard(model: PreTrainedModel, mesh: Mesh, settings: Settings) -> None:
 def _swap_forwards(model: PreTrainedModel, mesh: Mesh, settings: Settings) -> None:
     config = model.config
     store = Store(mesh.device, host_bytes=settings.host_bytes, disk_path=settings.disk_path)
-    table = head_table(
-        config.num_attention_heads, config.num_key_value_heads, mesh.cp_size, settings.heads_per_stage
-    )
+    table = head_table(config.num_attention_heads, config.num_key_value_heads, mesh.cp_size, settings.heads_per_stage)
     for index, layer in enumerate(model.model.layers):
         layer.gradient_checkpointing = False
         layer.forward = StreamedLayer(

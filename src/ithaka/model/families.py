@@ -80,9 +80,7 @@ def check_supported(model: PreTrainedModel) -> None:
     """Refuses, by name, a model with something the streamed layer would not compute."""
     config = model.config
     if config.model_type not in FAMILIES:
-        raise ConfigError(
-            f"model_type={config.model_type} is not a supported family; use one of {', '.join(FAMILIES)}"
-        )
+        raise ConfigError(f"model_type={config.model_type} is not a supported family; use one of {', '.join(FAMILIES)}")
     if not hasattr(model, "lm_head"):
         raise ConfigError(f"{type(model).__name__} has no lm_head; load the model with AutoModelForCausalLM")
     if getattr(config, "attention_dropout", 0.0):

@@ -209,9 +209,7 @@ class StreamedLayer:
         """
         num_tokens, c, K = len(saved.positions_s), self.group.size(), self.parts.head_dim
         sums = GradSum()
-        projected = [
-            part.weight.new_empty(c, num_tokens, len(part.heads_n) // c, K) for part in project
-        ]
+        projected = [part.weight.new_empty(c, num_tokens, len(part.heads_n) // c, K) for part in project]
         for rows, x_tD in self._input_tiles(saved):
             h_tD = apply_norm(self.parts.norm1, x_tD)
             cos_tK, sin_tK = self._rotation(h_tD, saved.positions_s[rows])
@@ -245,17 +243,13 @@ class StreamedLayer:
 
     def backward(self, saved: Saved, dy_sD: Tensor, grads: GradSum) -> Tensor:
         """dx, written over dy; weight gradients go to `grads`."""
-        attended = saved.attended or [
-            self._keep_attention(out, lse, "device") for _, out, lse in self._attend(saved)
-        ]
+        attended = saved.attended or [self._keep_attention(out, lse, "device") for _, out, lse in self._attend(saved)]
         with phase("mlp"):
             self._mlp_backward(saved, attended, dy_sD, grads)
         self._attention_backward(saved, attended, dy_sD, grads)
         return dy_sD
 
-    def _mlp_backward(
-        self, saved: Saved, attended: list[tuple[Kept, Kept]], dy_sD: Tensor, grads: GradSum
-    ) -> None:
+    def _mlp_backward(self, saved: Saved, attended: list[tuple[Kept, Kept]], dy_sD: Tensor, grads: GradSum) -> None:
         """dy becomes the gradient at the sum of x and attention; also the output projection's weight gradient."""
         o_proj = self.parts.o_proj
         params = [*self.parts.norm2.parameters(), *self.parts.mlp.parameters()]
@@ -385,7 +379,9 @@ class _LayerFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy_sD):
         if ctx.saved is None:
-            raise RuntimeError("a layer's backward ran already and kept nothing; call the model again, not retain_graph")
+            raise RuntimeError(
+                "a layer's backward ran already and kept nothing; call the model again, not retain_graph"
+            )
         grads = GradSum()
         ctx.saved.approach()
         with phase(ctx.layer.name), phase("backward"):

@@ -30,9 +30,7 @@ def load_weights(model: PreTrainedModel, directory: Path) -> None:
             "with AutoModelForCausalLM.from_pretrained and pass it to ithaka.parallelize"
         )
     if missing:
-        raise ConfigError(
-            f"model.path={directory} has no tensor {missing[0]} ({len(missing)} missing in all)"
-        )
+        raise ConfigError(f"model.path={directory} has no tensor {missing[0]} ({len(missing)} missing in all)")
     extra = sorted(k for k in set(where) - set(params) if not _is_derived(k, tied))
     if extra:
         raise ConfigError(f"model.path={directory} holds {extra[0]}, which the model does not have")

@@ -126,9 +126,7 @@ def attention_backward(
     return dq_SnK, dk_SmK, dv_SmK
 
 
-def default_blocks(
-    device: torch.device, kernel: str, row_bytes: int, backward: bool = False
-) -> tuple[int, int]:
+def default_blocks(device: torch.device, kernel: str, row_bytes: int, backward: bool = False) -> tuple[int, int]:
     """(block_q, block_kv) in tokens, for one head of `row_bytes` per token.
 
     On a GPU the keys and values of a block, read again by every row, fill up to 0.6 of the L2 cache (measured
@@ -259,9 +257,7 @@ def _check(
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
         raise ConfigError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit together")
     if window is not None and (window < 1 or not causal):
-        raise ConfigError(
-            f"window={window} with causal={causal}: a window is at least 1 and needs causal=True"
-        )
+        raise ConfigError(f"window={window} with causal={causal}: a window is at least 1 and needs causal=True")
     if docs[0] != 0 or docs[-1] != q.shape[0] or any(b < a for a, b in zip(docs, docs[1:], strict=False)):
         raise ConfigError(f"docs must rise from 0 to {q.shape[0]} tokens, got {docs[:4]}...{docs[-2:]}")
     if blocks is not None and min(blocks) < 1:
@@ -319,9 +315,7 @@ def _forward_pair(job: _Job, pair: Pair, q: Tensor, k: Tensor, v: Tensor) -> tup
     return out.flip(2), lse.flip(2)
 
 
-def _forward_group(
-    job: _Job, group: Group, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> None:
+def _forward_group(job: _Job, group: Group, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
     """All keys of one run of query rows, merged in fp32 and written once."""
     to_out = _rows(out, group, group.start, group.length)
     to_lse = _lse_rows(lse, group, group.start, group.length)
@@ -341,9 +335,7 @@ def _forward_group(
     to_lse.copy_(pair_lse if one else sum_lse)
 
 
-def _forward_chunk(
-    job: _Job, chunk: _Chunk, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> None:
+def _forward_chunk(job: _Job, chunk: _Chunk, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
     assert job.kernel.varlen is not None
     at = slice(chunk.start, chunk.stop)
     out[at], lse[:, at] = job.kernel.varlen.forward(
@@ -434,9 +426,7 @@ def _low_half(job: _Job, own: Tensor, spare: Tensor) -> Tensor:
     return spare if job.final_by_group or own.element_size() > 2 else torch.empty_like(own)
 
 
-def _backward_pair(
-    job: _Job, group: Group, pair: Pair, query: _Query, keys: _Keys
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_pair(job: _Job, group: Group, pair: Pair, query: _Query, keys: _Keys) -> tuple[Tensor, Tensor, Tensor]:
     """This pair's share of dq, dk, dv, each [B, h, rows or keys, K]."""
     kernel, repeats = job.kernel_for(pair), _repeats(group, pair)
     dout, q, out = (_rows(x, repeats, pair.q0, pair.rows) for x in (query.dout, query.q, query.out))
@@ -451,11 +441,7 @@ def _backward_pair(
 
 def _backward_key_major(job: _Job, query: _Query, keys: _Keys) -> None:
     groups = list(job.key_major())
-    dq = (
-        None
-        if all(group.whole for group in groups)
-        else _SplitSum(query.dq, _low_half(job, query.dq, keys.dk))
-    )
+    dq = None if all(group.whole for group in groups) else _SplitSum(query.dq, _low_half(job, query.dq, keys.dk))
     for group in groups:
         if dq is None or group.whole:
             _backward_whole(job, group, [query], keys)

@@ -124,9 +124,7 @@ def largest_call(groups: Iterator[Group] | list[Group], row_elements: int) -> in
 
 def _runs(spans: list[Span]) -> Iterator[tuple[int, int, int]]:
     """(start, length, how many neighbours of that length in a row)."""
-    for _, equal in groupby(
-        enumerate(spans), key=lambda item: (item[1][1], item[1][0] - item[0] * item[1][1])
-    ):
+    for _, equal in groupby(enumerate(spans), key=lambda item: (item[1][1], item[1][0] - item[0] * item[1][1])):
         run = [span for _, span in equal]
         yield *run[0], len(run)
 
@@ -252,6 +250,4 @@ def _mirror(group: Group, length: int) -> Group:
         q0, k0 = flip(p.k0, p.keys) - pair_back, flip(p.q0, p.rows) - pair_back
         return replace(p, q0=q0, rows=p.keys, k0=k0, keys=p.rows)
 
-    return replace(
-        group, start=flip(group.start, group.length), pairs=tuple(flip_pair(pair) for pair in group.pairs)
-    )
+    return replace(group, start=flip(group.start, group.length), pairs=tuple(flip_pair(pair) for pair in group.pairs))

@@ -23,9 +23,7 @@ def attention_reference(
     return torch.einsum("nst,tnk->snk", scores_nSS.softmax(-1), v_SnK), scores_nSS.logsumexp(-1)
 
 
-def attention_mask(
-    num_tokens: int, *, causal: bool, window: int | None, docs: tuple[int, ...] | None
-) -> Tensor:
+def attention_mask(num_tokens: int, *, causal: bool, window: int | None, docs: tuple[int, ...] | None) -> Tensor:
     """[S, S] bool, True where row i may see key j."""
     i, j = torch.arange(num_tokens)[:, None], torch.arange(num_tokens)[None]
     ends = torch.tensor(docs or (0, num_tokens))[1:]

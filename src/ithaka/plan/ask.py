@@ -28,9 +28,7 @@ def question(model: str, hardware: Hardware, context: str, batch: int, overrides
     """`overrides`: settings as for training, section.key=value."""
     num_tokens = parse_count(context)
     if num_tokens is None or num_tokens < 2:
-        raise ConfigError(
-            f"--context {context} is not a number of tokens; write for example 131072, 128K or 1M"
-        )
+        raise ConfigError(f"--context {context} is not a number of tokens; write for example 131072, 128K or 1M")
     shape = find_shape(model)
     config = load(None, overrides)
     chosen = {}

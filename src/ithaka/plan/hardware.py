@@ -109,9 +109,7 @@ def _gpu(
         "memory_bytes": CAPACITY,
         **dict.fromkeys(("matmul_flops", "attention_forward_flops", "attention_backward_flops"), rates),
         "memory_bytes_s": SHEET,
-        "pcie_bytes_s": known.get(
-            "pcie_source", "PCIe rate x the share of it that the H200 was measured to reach"
-        ),
+        "pcie_bytes_s": known.get("pcie_source", "PCIe rate x the share of it that the H200 was measured to reach"),
         "link_bytes_s": f"{SHEET}, x {LINK_SHARE} (assumed)",
         "l2_bytes": SHEET,
     }
@@ -220,13 +218,9 @@ def read_gpu(file: Path) -> Gpu:
 def _complete(values: dict[str, Any], file: Path, names: list[str]) -> Gpu:
     start: dict[str, Any] = dataclasses.asdict(find_gpu(values["based_on"])) if "based_on" in values else {}
     given = {key: value for key, value in values.items() if key not in ("based_on", "sources")}
-    missing = [
-        key for key in names if key not in start and key not in given and key not in ("name", "sources")
-    ]
+    missing = [key for key in names if key not in start and key not in given and key not in ("name", "sources")]
     if missing:
-        raise ConfigError(
-            f"--gpu-file {file} lacks {', '.join(missing)}; add them, or based_on with a known GPU"
-        )
+        raise ConfigError(f"--gpu-file {file} lacks {', '.join(missing)}; add them, or based_on with a known GPU")
     for key, value in given.items():
         if key != "name" and (not isinstance(value, int | float) or isinstance(value, bool) or value <= 0):
             raise ConfigError(f"--gpu-file {file}: {key}={value} is no positive number; correct it")

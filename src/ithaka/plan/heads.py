@@ -77,8 +77,7 @@ def head_table(num_heads: int, num_kv_heads: int, cp: int, heads_per_stage: int 
     bounds = [rank * num_heads // cp for rank in range(cp + 1)]
     group_size = num_heads // num_kv_heads
     query_heads = [
-        tuple(_slots(range(bounds[r], bounds[r + 1]), i * slots, slots) for r in range(cp))
-        for i in range(num_stages)
+        tuple(_slots(range(bounds[r], bounds[r + 1]), i * slots, slots) for r in range(cp)) for i in range(num_stages)
     ]
     return _with_loads(query_heads, cp, group_size)
 

@@ -7,9 +7,7 @@ from ithaka.config import ConfigError
 from ithaka.plan.shape import ModelShape, read_shape, shape_from_config
 
 
-def _model(
-    family: str, layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, vocab: int, **more: Any
-):
+def _model(family: str, layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, vocab: int, **more: Any):
     return {
         "model_type": family,
         "num_hidden_layers": layers,
@@ -40,9 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def model_config(name: str) -> dict[str, Any]:
     """The config.json of a built-in model, as a dict."""
     if name not in MODELS:
-        raise ConfigError(
-            f"model={name} is neither a path nor a built-in name; use one of {', '.join(MODELS)}"
-        )
+        raise ConfigError(f"model={name} is neither a path nor a built-in name; use one of {', '.join(MODELS)}")
     return dict(MODELS[name])
 
 

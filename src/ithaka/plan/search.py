@@ -183,14 +183,10 @@ def check_fixed(shape: ModelShape, hardware: Hardware, fixed: Mapping[str, Any])
             f"use {fitting}"
         )
     if stage is not None and not any(stage % n == 0 for n in _cps(shape, hardware, fixed)):
-        raise ConfigError(
-            f"parallel.heads_per_stage={stage} is no multiple of parallel.cp={cp}; use {cp} or all"
-        )
+        raise ConfigError(f"parallel.heads_per_stage={stage} is no multiple of parallel.cp={cp}; use {cp} or all")
     kept = fixed.get("keep_attention")
     if kept is not None and not 0 <= kept <= shape.num_layers:
-        raise ConfigError(
-            f"memory.keep_attention={kept} exceeds the {shape.num_layers} layers of the model; use all"
-        )
+        raise ConfigError(f"memory.keep_attention={kept} exceeds the {shape.num_layers} layers of the model; use all")
 
 
 def worst_tier(ledger: Ledger) -> str:
@@ -209,8 +205,7 @@ def _bounded(
         for stage in _stage_widths(shape, cp, fixed):
             ideal = Layout(cp, stage, _tiles(fixed)[0], keep_attention=shape.num_layers)
             seconds = min(
-                step_seconds(shape, replace(ideal, overlap=overlap), hardware, work).total
-                for overlap in (True, False)
+                step_seconds(shape, replace(ideal, overlap=overlap), hardware, work).total for overlap in (True, False)
             )
             yield work.tokens / cp / seconds, cp, stage
 
@@ -253,9 +248,7 @@ def _tiled(
     return complete
 
 
-def _attention_tiers(
-    shape: ModelShape, hardware: Hardware, fixed: Mapping[str, Any]
-) -> Iterator[dict[str, Any]]:
+def _attention_tiers(shape: ModelShape, hardware: Hardware, fixed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Where attention's outputs go, and that some do (1 stands for as many as there is room for)."""
     wanted = fixed.get("keep_attention")
     if fixed.get("checkpoint", True) and wanted != 0:

@@ -130,9 +130,7 @@ def read_json(file: Path) -> dict[str, Any]:
             f"model.path={file} cannot be read ({error.strerror}); give a model directory or a config.json"
         ) from None
     except ValueError:
-        raise ConfigError(
-            f"model.path={file} is not valid JSON; copy the model's config.json again"
-        ) from None
+        raise ConfigError(f"model.path={file} is not valid JSON; copy the model's config.json again") from None
     if not isinstance(values, dict):
         raise ConfigError(f"model.path={file} holds no JSON object; copy the model's config.json again")
     return values
@@ -188,9 +186,7 @@ def _count(
     if value is None:
         raise ConfigError(f"{key} of {source} is missing; add it to the model's config.json")
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(
-            f"{key}={value} of {source} is no positive whole number; correct the model's config.json"
-        )
+        raise ConfigError(f"{key}={value} of {source} is no positive whole number; correct the model's config.json")
     return value
 
 
@@ -206,9 +202,7 @@ def _read_mlp(values: Mapping[str, Any], family: Family, source: str) -> tuple[i
     return experts, per_token, size
 
 
-def _read_windows(
-    values: Mapping[str, Any], family: Family, num_layers: int, source: str
-) -> tuple[int | None, ...]:
+def _read_windows(values: Mapping[str, Any], family: Family, num_layers: int, source: str) -> tuple[int | None, ...]:
     """Each layer's window, by the same rules as transformers."""
     window = values.get("sliding_window", family.default_window)
     if family.window == "none" or window is None:
@@ -218,9 +212,7 @@ def _read_windows(
     if not values.get("use_sliding_window", False):
         return (None,) * num_layers
     first = values.get("max_window_layers", 28)
-    kinds = values.get("layer_types") or [
-        "sliding_attention" if i >= first else "" for i in range(num_layers)
-    ]
+    kinds = values.get("layer_types") or ["sliding_attention" if i >= first else "" for i in range(num_layers)]
     if len(kinds) != num_layers:
         raise ConfigError(
             f"layer_types of {source} has {len(kinds)} entries for num_hidden_layers={num_layers}; "

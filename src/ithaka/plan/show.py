@@ -115,11 +115,7 @@ def _headline(plan: Plan, model: str) -> str:
         speed = f"{plan.tokens_per_s_per_gpu:.4g} tok/s per GPU, {duration(plan.step_s)} per step"
         return f"{what}: fits, {speed} (most of it {plan.limited_by})"
     excess = plan.ledger.excess()[plan.limited_by]
-    more = (
-        f"{excess:.2f} times what there is"
-        if plan.ledger.disk_bytes or plan.limited_by != "disk"
-        else "no disk"
-    )
+    more = f"{excess:.2f} times what there is" if plan.ledger.disk_bytes or plan.limited_by != "disk" else "no disk"
     return f"{what}: does not fit. The nearest plan needs too much of {plan.limited_by}: {more}"
 
 
@@ -164,9 +160,7 @@ def _stage_reason(plan: Plan) -> str:
     width = layout.heads_per_stage or heads
     if width >= heads:
         return "all heads at once (plain Ulysses): there is room"
-    wider = evaluate(
-        plan.shape, replace(layout, heads_per_stage=min(2 * width, heads)), plan.hardware, plan.work
-    )
+    wider = evaluate(plan.shape, replace(layout, heads_per_stage=min(2 * width, heads)), plan.hardware, plan.work)
     why = "more at once would be slower" if wider.fits else f"more at once does not fit ({wider.limited_by})"
     return f"{width // layout.cp} per GPU at a time: {why}"
 
@@ -227,9 +221,7 @@ def _time_lines(plan: Plan) -> list[str]:
 
 
 def _runner_lines(plan: Plan) -> list[str]:
-    table = _table(
-        "cp", "heads/stage", "inputs", "attention kept", "optimizer", "tok/s/GPU", "GPU GiB", "host GiB"
-    )
+    table = _table("cp", "heads/stage", "inputs", "attention kept", "optimizer", "tok/s/GPU", "GPU GiB", "host GiB")
     for other in (plan, *plan.runners_up):
         a = other.layout
         kept = f"{a.keep_attention} on {a.attention_tier}" if a.keep_attention else "none"
@@ -296,10 +288,7 @@ def sweep_text(points: list[Point], model: str) -> str:
 
 
 def sweep_dict(points: list[Point]) -> list[dict[str, Any]]:
-    return [
-        {"heads_per_stage": p.heads_per_stage, "max_context": p.max_context, **as_dict(p.plan)}
-        for p in points
-    ]
+    return [{"heads_per_stage": p.heads_per_stage, "max_context": p.max_context, **as_dict(p.plan)} for p in points]
 
 
 def _dots(points: list[Point]) -> list[str]:

@@ -153,9 +153,7 @@ class LiveBytes:
         dtype = str(tensor.dtype).removeprefix("torch.")
         self._add(tensor.untyped_storage(), tuple(tensor.shape), dtype, holder, line)
 
-    def _add(
-        self, storage: torch.UntypedStorage, shape: tuple[int, ...], dtype: str, holder: str, line: str
-    ) -> None:
+    def _add(self, storage: torch.UntypedStorage, shape: tuple[int, ...], dtype: str, holder: str, line: str) -> None:
         key, index = storage._cdata, len(self.ledger.holdings)
         self.ledger.holdings.append(Holding(holder, current_phase(), shape, dtype, line))
         ref = weakref.ref(storage, partial(self._died, key))

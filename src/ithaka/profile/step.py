@@ -91,9 +91,7 @@ class StepProfile(AbstractContextManager):
         tensors = [*self.model.parameters(), *self.model.buffers()]
         self.memory.register((t for t in tensors if self._is_here(t)), PARAMETERS)
         states = (t for state in self.optimizer.state.values() for t in state.values())
-        self.memory.register(
-            (t for t in states if isinstance(t, torch.Tensor) and self._is_here(t)), OPTIMIZER
-        )
+        self.memory.register((t for t in states if isinstance(t, torch.Tensor) and self._is_here(t)), OPTIMIZER)
 
     def _is_here(self, tensor: torch.Tensor) -> bool:
         return local_tensor(tensor).device.type == self.device.type

@@ -26,18 +26,14 @@ def check_budgets(config: Config, shape: ModelShape, cp: int, num_ranks: int, on
     _check(config, cp, disk, have.disk_bytes, f"disk {ranks}", f"free in {have.disk_path}")
 
 
-def needs(
-    config: Config, shape: ModelShape, cp: int, num_ranks: int, on_gpu: bool
-) -> tuple[Holders, Holders]:
+def needs(config: Config, shape: ModelShape, cp: int, num_ranks: int, on_gpu: bool) -> tuple[Holders, Holders]:
     """(host, disk): bytes per holder on this machine, of all its ranks together."""
     ledger = _ledger(config, shape, cp, num_ranks, on_gpu)
     host = {name: num_bytes for name, num_bytes in ledger.host.items() if num_bytes and name != "reserve"}
     return host, {name: num_bytes for name, num_bytes in ledger.disk.items() if num_bytes}
 
 
-def store_host_bytes(
-    config: Config, shape: ModelShape, cp: int, num_ranks: int, on_gpu: bool
-) -> int | None:
+def store_host_bytes(config: Config, shape: ModelShape, cp: int, num_ranks: int, on_gpu: bool) -> int | None:
     """What one rank's store may hold in host memory: its share of what is free; with the disk tier only what
     is on its way, so that a disk that is too slow slows the run down instead of filling the memory."""
     local = _local_ranks(num_ranks)

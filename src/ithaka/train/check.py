@@ -32,9 +32,7 @@ def check_run(config: Config, num_ranks: int, resume: Path | None) -> None:
 
 def model_shape(config: Config) -> ModelShape:
     if config.model.path is None:
-        return shape_from_config(
-            embedded_model(config.model.embedded), f"model.embedded={config.model.embedded}"
-        )
+        return shape_from_config(embedded_model(config.model.embedded), f"model.embedded={config.model.embedded}")
     return read_shape(config.model.path)
 
 
@@ -45,9 +43,7 @@ def check_cp(config: Config, num_ranks: int, shape: ModelShape) -> int:
     divisors = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
     if cp not in divisors:
         more = f"; or start {cp} ranks with --ranks {cp}" if cp > num_ranks else ""
-        raise ConfigError(
-            f"parallel.cp={asked} does not divide the {_ranks(num_ranks)}; use {_either(divisors)}{more}"
-        )
+        raise ConfigError(f"parallel.cp={asked} does not divide the {_ranks(num_ranks)}; use {_either(divisors)}{more}")
     if cp > shape.heads:
         fitting = [n for n in divisors if n <= shape.heads]
         named = f"{asked} ({_ranks(cp)})" if asked == "all" else asked
@@ -70,9 +66,7 @@ def check_heads(config: Config, shape: ModelShape, cp: int) -> None:
 def check_memory(config: Config, shape: ModelShape) -> None:
     kept = config.memory.keep_attention
     if isinstance(kept, int) and kept > shape.num_layers:
-        raise ConfigError(
-            f"memory.keep_attention={kept} exceeds the {shape.num_layers} layers of the model; use all"
-        )
+        raise ConfigError(f"memory.keep_attention={kept} exceeds the {shape.num_layers} layers of the model; use all")
     _check_effects(config)
     disk = config.memory.disk_path
     if disk is not None and not disk.is_dir():
@@ -145,9 +139,7 @@ def check_run_dir(run_dir: Path | None) -> None:
         )
     existing = next(parent for parent in (run_dir, *run_dir.absolute().parents) if parent.exists())
     if not existing.is_dir():
-        raise ConfigError(
-            f"train.run_dir={run_dir} cannot be created: {existing} is a file; give a directory"
-        )
+        raise ConfigError(f"train.run_dir={run_dir} cannot be created: {existing} is a file; give a directory")
     if not os.access(existing, os.W_OK):
         raise ConfigError(f"train.run_dir={run_dir} cannot be written; give another with --run-dir")
 

@@ -175,9 +175,7 @@ def find(run_dir: Path) -> Path:
     what = f"checkpoint {path} cannot be used: {reason}" if name else f"no checkpoint to use: {reason}"
     if not usable:
         raise ConfigError(f"{what}; the run directory holds no other complete checkpoint, start the run anew")
-    raise ConfigError(
-        f"{what}; {usable[0].name} is complete, to use it: echo {usable[0].name} > {run_dir / 'latest'}"
-    )
+    raise ConfigError(f"{what}; {usable[0].name} is complete, to use it: echo {usable[0].name} > {run_dir / 'latest'}")
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -193,9 +193,7 @@ class Console:
 
     On a terminal a progress bar with an estimate of the time left, else a plain line per step."""
 
-    def __init__(
-        self, run_dir: Path, num_steps: int, step: int = 0, tensorboard: bool = False, active: bool = True
-    ):
+    def __init__(self, run_dir: Path, num_steps: int, step: int = 0, tensorboard: bool = False, active: bool = True):
         self.active = active
         self.num_steps = num_steps
         self._progress: Progress | None = None

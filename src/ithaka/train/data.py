@@ -91,9 +91,7 @@ class SequenceStream:
     of its own. An epoch's last sequence is padded. Holds one piece and one sequence in memory.
     """
 
-    def __init__(
-        self, units: Sequence[Unit], context: int, *, seed: int | None, pad_id: int = 0, repeat: bool = True
-    ):
+    def __init__(self, units: Sequence[Unit], context: int, *, seed: int | None, pad_id: int = 0, repeat: bool = True):
         """`seed` shuffles units and rows anew each epoch; None keeps the order of the files."""
         self.units, self.context, self.seed, self.pad_id, self.repeat = units, context, seed, pad_id, repeat
         self.seek(Position())
@@ -164,9 +162,7 @@ class SequenceStream:
 class TrainData:
     """This rank's batches of the global stream, and a fixed set of validation batches."""
 
-    def __init__(
-        self, stream: SequenceStream, validation: SequenceStream | None, *, rank: int, size: int, batch: int
-    ):
+    def __init__(self, stream: SequenceStream, validation: SequenceStream | None, *, rank: int, size: int, batch: int):
         self.stream, self.validation = stream, validation
         self.rank, self.size, self.batch = rank, size, batch
         self._held_out: tuple[int, list[PackedSequence]] = (-1, [])
@@ -289,7 +285,6 @@ def _units(data: DataConfig, reading: files.Reading) -> tuple[list[Unit], list[U
     if not data.validation_fraction:
         return files.make_units(found, reading), None
     train, held_out = (
-        files.make_units(found, reading, Share(data.validation_fraction, validation))
-        for validation in (False, True)
+        files.make_units(found, reading, Share(data.validation_fraction, validation)) for validation in (False, True)
     )
     return train, held_out

@@ -62,9 +62,7 @@ def expand(path: Path | str | Sequence[Path | str] | None) -> list[File]:
     if path.is_dir():
         found = list(_walk(path))
         if not found:
-            raise ConfigError(
-                f"data path {path} holds no text, JSONL, Parquet or .npy file; name .bin files by a glob"
-            )
+            raise ConfigError(f"data path {path} holds no text, JSONL, Parquet or .npy file; name .bin files by a glob")
         return found
     if path.is_file():
         return [_named(path)]
@@ -82,9 +80,7 @@ def _named(path: Path) -> File:
 
 def _walk(directory: Path) -> Iterator[File]:
     for path in sorted(directory.rglob("*")):
-        hidden = any(
-            part.startswith(".") or part == "__pycache__" for part in path.relative_to(directory).parts
-        )
+        hidden = any(part.startswith(".") or part == "__pycache__" for part in path.relative_to(directory).parts)
         if hidden or not path.is_file() or not path.stat().st_size:
             continue
         kind = KINDS.get(path.suffix)
@@ -182,9 +178,7 @@ def _token_split(array: np.ndarray, fraction: float, eos_id: int | None) -> int:
 def _jsonl_units(file: File, index: int, reading: Reading, share: Share | None) -> list[Unit]:
     size, step = file.path.stat().st_size, rows.JSONL_UNIT_BYTES
     return [
-        JsonlUnit(
-            file.path, low, min(low + step, size), reading.text_field, index, share, _tokenizer(reading)
-        )
+        JsonlUnit(file.path, low, min(low + step, size), reading.text_field, index, share, _tokenizer(reading))
         for low in range(0, size, step)
     ]
 
@@ -205,9 +199,7 @@ def _parquet_units(file: File, index: int, reading: Reading, share: Share | None
 
 def _check_text_column(path: Path, schema: pa.Schema, field: str) -> None:
     if field not in schema.names:
-        raise ConfigError(
-            f"{path} has no field data.text_field={field}; its fields are {', '.join(schema.names)}"
-        )
+        raise ConfigError(f"{path} has no field data.text_field={field}; its fields are {', '.join(schema.names)}")
     kind = schema.field(field).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):

@@ -320,9 +320,7 @@ def _build(config: Config) -> Trainer:
     mesh = make_mesh(_num_ranks() if config.parallel.cp == "all" else config.parallel.cp)
     torch.manual_seed(config.train.seed + mesh.rank)
     source = config.model.path or embedded_model(config.model.embedded)
-    budget = store_host_bytes(
-        config, model_shape(config), mesh.cp_size, mesh.world_size, mesh.device.type == "cuda"
-    )
+    budget = store_host_bytes(config, model_shape(config), mesh.cp_size, mesh.world_size, mesh.device.type == "cuda")
     settings = dataclasses.replace(settings_of(config, mesh.device), host_bytes=budget)
     kernel_of(config, mesh)  # refused here, before anything is written
     model = build_model(source, mesh, settings, seed=config.train.seed)

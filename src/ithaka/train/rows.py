@@ -58,9 +58,7 @@ class JsonlUnit:
             table = pa.json.read_json(
                 pa.BufferReader(raw),
                 read_options=pa.json.ReadOptions(use_threads=False, block_size=len(raw) + 1),
-                parse_options=pa.json.ParseOptions(
-                    explicit_schema=schema, unexpected_field_behavior="ignore"
-                ),
+                parse_options=pa.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"),
             )
         except pa.ArrowInvalid as error:
             raise self._diagnosis(str(error)) from error

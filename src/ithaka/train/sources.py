@@ -134,9 +134,7 @@ class TextUnit:
             return raw.decode()
         except UnicodeDecodeError as error:
             position = self.start + offset + error.start
-            raise ConfigError(
-                f"data file {self.path} is not UTF-8 text at byte {position}; convert it"
-            ) from error
+            raise ConfigError(f"data file {self.path} is not UTF-8 text at byte {position}; convert it") from error
 
     def _decodes(self) -> bool:
         try:
@@ -200,9 +198,7 @@ def open_tokens(path: Path, vocab_size: int) -> np.ndarray:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
-        raise ConfigError(
-            f"{path} cannot be read as a NumPy array ({error}); write it with numpy.save"
-        ) from error
+        raise ConfigError(f"{path} cannot be read as a NumPy array ({error}); write it with numpy.save") from error
     if array.ndim != 1 or array.dtype.kind not in "iu":
         shape = "x".join(map(str, array.shape))
         raise ConfigError(f"{path} holds {array.dtype} [{shape}]; token arrays are 1-D integers")

@@ -128,9 +128,7 @@ def _load(path: Path, field: str) -> Tokenizer:
     try:
         hf = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(
-            f"{field}: tokenizer not loaded ({error}); repair it or set data.tokenizer"
-        ) from error
+        raise ConfigError(f"{field}: tokenizer not loaded ({error}); repair it or set data.tokenizer") from error
     return Tokenizer(hf)
 
 
