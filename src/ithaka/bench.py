@@ -1,5 +1,6 @@
 """`ithaka bench attention`: sustained TFLOP/s per kernel, length, heads and block size, as table and JSON.
 `ithaka bench device`: this machine's rates as a file for `ithaka plan --gpu-file`.
+`ithaka bench ladder`: what each technique buys in memory and costs in time, measured here.
 
 Random data, a warm-up, then calls back to back for several seconds; the median of the second half counts,
 since a chip that has just woken up is faster than one that has been working.
@@ -9,7 +10,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,9 +19,13 @@ import torch
 import typer
 
 from ithaka.config import ConfigError, parse_count
+from ithaka.model.layer import LayerOptions
+from ithaka.model.settings import Settings
 from ithaka.ops.attention import attention, attention_backward, default_blocks
 from ithaka.ops.kernels import available_kernels, resolve_kernel
 from ithaka.plan.hardware import GPUS, gpu_named, parse_bytes
+from ithaka.plan.models import MODELS, find_shape, model_config
+from ithaka.rehearsal import rehearse
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -205,6 +210,26 @@ def _pcie_rate(device: torch.device, sizes: DeviceSizes) -> float:
     return here.nbytes / max(sustained(copy, device, sizes.seconds) for copy in copies)
 
 
+# --- the ladder -------------------------------------------------------------------------------------------
+
+
+def ladder_settings(cp: int, tile_tokens: int, dtype: torch.dtype) -> dict[str, Settings]:
+    """One technique more in every rung."""
+    everything = LayerOptions(checkpoint=False, overlap=False)
+    inputs = replace(everything, checkpoint=True)
+    offload = replace(inputs, keep_input="host")
+    tiles = replace(offload, tile_tokens=tile_tokens)
+    kept = replace(tiles, keep_attention="host")
+    return {
+        "none": Settings(dtype, layer=everything),
+        "+ checkpointing": Settings(dtype, layer=inputs),
+        "+ offload": Settings(dtype, layer=offload),
+        "+ tiles": Settings(dtype, layer=tiles),
+        "+ stages": Settings(dtype, cp, tiles),
+        "+ kept attention": Settings(dtype, cp, kept),
+    }
+
+
 # --- command line -----------------------------------------------------------------------------------------
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure what this machine gives.")
@@ -270,6 +295,36 @@ def bench_device(
     for name, source in values["sources"].items():
         print(f"{name:26}{values[name]:>12.4g}   {source}")
     print(f"written to {out}; use it with: ithaka plan MODEL --gpus 8 --gpu-file {out}")
+
+
+@bench_app.command("ladder")
+def bench_ladder(
+    model: Annotated[str, typer.Argument(help="a model directory, a config.json, or a name: llama3-8b")],
+    context: Annotated[str, typer.Option(help="tokens of the sequence")] = "4K",
+    ranks: Annotated[int, typer.Option(min=1, help="this process stands for rank 0 of so many")] = 2,
+    tile: Annotated[str, typer.Option(help="tokens of a tile")] = "256",
+    layers: Annotated[int, typer.Option(min=1, help="layers to run")] = 2,
+    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "",
+    json_path: Annotated[Path | None, typer.Option("--json", help="also write the rows here")] = None,
+) -> None:
+    """Peak memory and seconds per layer with one technique after the other switched on."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = model_config(model) if model in MODELS else Path(model)
+    find_shape(model)  # says what is wrong with the name
+    chosen, num_tokens = _dtype(dtype, device), _tokens(context)
+    print(f"{'':18}{'peak MiB':>10}{'peak X':>8}{'host MiB':>10}{'forward s':>11}{'backward s':>11}")
+    rows = {}
+    for name, settings in ladder_settings(ranks, _tokens(tile), chosen).items():
+        row = rehearse(
+            config, ranks=ranks, cp=ranks, context=num_tokens, layers=layers, settings=settings
+        )  # fmt: skip
+        rows[name] = asdict(row) | {"peak_x": row.peak_x}
+        activations = (row.layer_peak_bytes - row.base_bytes) / 2**20
+        seconds = f"{row.forward_s:11.4f}{row.backward_s:11.4f}"
+        print(f"{name:18}{activations:10.1f}{row.peak_x:8.2f}{row.host_bytes / 2**20:10.1f}{seconds}")
+    print(f"peak of {layers} layers above the same at few tokens; X is one residual-stream tensor of a rank")
+    if json_path is not None:
+        json_path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

@@ -1,6 +1,6 @@
 """Rank 0 of N on one device: real shards, buffers, copies, kernels and optimizer; collectives are local copies.
 
-X is the bytes of one residual-stream tensor on one rank: s * D * 2.
+X is the bytes of one residual-stream tensor on one rank: s * D * 2 in bf16.
 """
 
 import gc
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ithaka.config import OptimConfig
@@ -23,11 +24,12 @@ from ithaka.dist.mesh import Mesh, default_device, make_mesh
 from ithaka.memory.store import StoreError
 from ithaka.model.build import build_model
 from ithaka.model.settings import Settings, settings_for
-from ithaka.phases import listening, phase
+from ithaka.phases import OPTIMIZER, PARAMETERS, listening, phase
 from ithaka.plan.cost import Layout
 from ithaka.plan.models import MODELS, model_config
 from ithaka.plan.search import Plan, evaluate, settings_of
 from ithaka.plan.seconds import layer_seconds
+from ithaka.profile.live import LiveBytes
 from ithaka.profile.timeline import Timeline
 from ithaka.train.optim import make_optimizer
 
@@ -83,23 +85,25 @@ def rehearse(
         mesh = make_mesh(cp, device)
         model = build_model(_first_layers(config, layers), mesh, settings)
         optimizer = make_optimizer(model, OptimConfig(lr=0.0))
-        tiny, _ = _measure(model, optimizer, mesh, TINY_TOKENS * mesh.cp_size, False, 2)
-        timeline, step_s = _measure(model, optimizer, mesh, context, memory_only, steps)
+        tiny_tokens = _tiny(context // mesh.cp_size) * mesh.cp_size
+        tiny = _measure(model, optimizer, mesh, tiny_tokens, False, 2)
+        measured = _measure(model, optimizer, mesh, context, memory_only, steps)
+        timeline = measured.timeline
         seconds = _layers(timeline).seconds_by(2)
         store = model.model.layers[0].forward.store
         return Rehearsed(
             num_layers=layers,
             context=context,
-            x_bytes=context // mesh.cp_size * model.config.hidden_size * 2,
-            base_bytes=_layer_peak(tiny),
-            layer_peak_bytes=_layer_peak(timeline),
-            gpu_peak_bytes=max(phase.peak_bytes for phase in timeline.phases),
+            x_bytes=context // mesh.cp_size * model.config.hidden_size * (settings.dtype or model.dtype).itemsize,
+            base_bytes=tiny.layer_peak_bytes,
+            layer_peak_bytes=measured.layer_peak_bytes,
+            gpu_peak_bytes=measured.peak_bytes,
             host_bytes=store.pool.peak_bytes,
             disk_bytes=store.disk.used_bytes,
             forward_s=seconds[("forward",)] / layers,
             backward_s=seconds[("backward",)] / layers,
             parts_s={" ".join(k): v / layers for k, v in _layers(timeline).seconds_by(2, 3).items()},
-            step_s=step_s,
+            step_s=measured.step_s,
         )
 
 
@@ -171,6 +175,18 @@ def _loopback(ranks: int, cap_bytes: int | None) -> Iterator[torch.device]:
             torch.cuda.empty_cache()
 
 
+def _tiny(local_tokens: int) -> int:
+    return TINY_TOKENS if local_tokens >= 16 * TINY_TOKENS else max(1, local_tokens // 64)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    timeline: Timeline
+    step_s: float
+    layer_peak_bytes: int
+    peak_bytes: int
+
+
 def _measure(
     model: PreTrainedModel,
     optimizer: torch.optim.Optimizer,
@@ -178,34 +194,53 @@ def _measure(
     context: int,
     memory_only: bool,
     steps: int,
-) -> tuple[Timeline, float]:
+) -> _Measured:
     ids = torch.randint(model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(1))
     documents = torch.arange(context)[None] // SHORT_DOCUMENT if memory_only else None
     for _ in range(steps):
         timeline = Timeline(mesh.device)
         _synchronize(mesh)
         started = time.perf_counter()
-        with listening(timeline), phase("step"):
-            loss = model(input_ids=ids, labels=ids, document_ids=documents).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        with listening(timeline):
+            _step(model, optimizer, ids, documents)
         _synchronize(mesh)
         step_s = time.perf_counter() - started
-        if not torch.isfinite(loss):
-            raise RuntimeError(f"the rehearsal's loss is {loss.item()}; its timings would mean nothing")
-        del loss
-    return timeline, step_s
+    if mesh.device.type != "cuda":
+        layers, peak = _live_peaks(model, optimizer, ids, documents)
+        return _Measured(timeline, step_s, layers, peak)
+    layer_peak = max(p.peak_bytes for p in _layers(timeline).phases)
+    return _Measured(timeline, step_s, layer_peak, max(p.peak_bytes for p in timeline.phases))
+
+
+def _step(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids: Tensor, documents: Tensor | None
+) -> None:
+    with phase("step"):
+        loss = model(input_ids=ids, labels=ids, document_ids=documents).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if not torch.isfinite(loss):
+        raise RuntimeError(f"the rehearsal's loss is {loss.item()}; its timings would mean nothing")
+
+
+def _live_peaks(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids: Tensor, documents: Tensor | None
+) -> tuple[int, int]:
+    """On a CPU: live bytes at their highest in the layers and in the step, parameters and states included."""
+    with LiveBytes(scratch=False) as live:
+        live.register(model.parameters(), PARAMETERS)
+        states = (value for state in optimizer.state.values() for value in state.values())
+        live.register((value for value in states if isinstance(value, Tensor)), OPTIMIZER)
+        _step(model, optimizer, ids, documents)
+    in_layers = [peak for path, peak in live.peaks.items() if len(path) > 1 and path[1].startswith("layer ")]
+    return max(in_layers), live.peak_bytes
 
 
 def _layers(timeline: Timeline) -> Timeline:
     """The layers' phases only."""
     chosen = [p for p in timeline.phases if len(p.path) > 1 and p.path[1].startswith("layer ")]
     return Timeline(timeline.device, chosen)
-
-
-def _layer_peak(timeline: Timeline) -> int:
-    return max(p.peak_bytes for p in _layers(timeline).phases)
 
 
 def _first_layers(config: dict[str, Any] | Path, layers: int) -> dict[str, Any]:
