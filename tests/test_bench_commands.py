@@ -1,10 +1,13 @@
-"""`ithaka bench device` writes a file that `ithaka plan --gpu-file` reads."""
+"""`ithaka bench device` writes what `ithaka plan --gpu-file` reads; `ithaka bench ladder` measures techniques."""
+
+import json
 
 import pytest
 from typer.testing import CliRunner
 
 from ithaka.cli import app
 from ithaka.plan.hardware import read_gpu
+from models import tiny_config
 
 SMALL = ["--matrix", "64", "--tokens", "256", "--copy", "64KiB", "--seconds", "0"]
 
@@ -24,7 +27,18 @@ def test_plan_reads_what_bench_device_wrote(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [["--copy", "much"], ["--tokens", "0"], ["--dtype", "int3"], ["--out", "."]])
-def test_wrong_options_are_refused_by_name(wrong, tmp_path, capfd):
+def test_wrong_options_are_refused_by_name(wrong, tmp_path):
     result = run("bench", "device", *SMALL, "--out", str(tmp_path / "x.json"), *wrong)
     assert result.exit_code == 2
     assert not (tmp_path / "x.json").exists()
+
+
+def test_ladder_measures_every_rung(tmp_path):
+    config = tiny_config("llama", attention_bias=False, tie_word_embeddings=False)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    rows = tmp_path / "rows.json"
+    sizes = ["--context", "256", "--ranks", "2", "--tile", "32", "--json", str(rows)]
+    assert run("bench", "ladder", tmp_path / "config.json", *sizes).exit_code == 0
+    peaks = {name: row["peak_x"] for name, row in json.loads(rows.read_text()).items()}
+    assert len(peaks) == 6
+    assert peaks["none"] > peaks["+ checkpointing"] > peaks["+ tiles"] > peaks["+ kept attention"] > 2
