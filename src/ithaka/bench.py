@@ -262,9 +262,7 @@ def bench_attention(
                 case = AttentionCase(
                     num_tokens, heads, kv_heads, head_dim, name, block, not bidirectional, window, documents
                 )
-                rows.append(
-                    measure_attention(case, device=device, dtype=chosen, seconds=seconds, backward=backward)
-                )
+                rows.append(measure_attention(case, device=device, dtype=chosen, seconds=seconds, backward=backward))
     print(table(rows))
     if json_path is not None:
         json_path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")

@@ -212,9 +212,7 @@ def _measure(
     return _Measured(timeline, step_s, layer_peak, max(p.peak_bytes for p in timeline.phases))
 
 
-def _step(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids: Tensor, documents: Tensor | None
-) -> None:
+def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids: Tensor, documents: Tensor | None) -> None:
     with phase("step"):
         loss = model(input_ids=ids, labels=ids, document_ids=documents).loss
         loss.backward()
@@ -267,8 +265,11 @@ def run(plan: Plan, model: str, layers: int, memory_only: bool, as_json: bool) -
         measured, few = rehearse_plan(plan, config, layers, memory_only, steps=1 if memory_only else 2)
     except (torch.OutOfMemoryError, StoreError) as error:
         print(f"out of memory: {str(error).splitlines()[0]}", file=sys.stderr)
-        print(f"planned peak: {plan.ledger.gpu_peak / 2**30:.1f} GiB in {plan.ledger.phase}; give the plan less memory "
-              "(--gpus with a smaller GPU) or set memory.offload, parallel.heads_per_stage", file=sys.stderr)
+        print(
+            f"planned peak: {plan.ledger.gpu_peak / 2**30:.1f} GiB in {plan.ledger.phase}; give the plan less memory "
+            "(--gpus with a smaller GPU) or set memory.offload, parallel.heads_per_stage",
+            file=sys.stderr,
+        )
         return 3
     rows = compare(plan, measured, few)
     if as_json:
