@@ -602,9 +602,10 @@ def _kept_on_device(shape: ModelShape, layout: Layout, s: int) -> tuple[int, int
 
 
 def _everything_moment(shape: ModelShape, layout: Layout, s: int) -> Moment:
-    """Beside what is kept: the stream and its gradient, and one matmul's gradients of the MLP."""
+    """Beside what is kept: the stream and its gradient, one matmul's gradients of the MLP, the weights' gradients."""
     e = layout.element_bytes
-    return Moment("everything kept", 2 * s * shape.hidden * e, tiles=3 * s * shape.mlp * e)
+    sums = shape.layer_parameters * e
+    return Moment("everything kept", 2 * s * shape.hidden * e, tiles=3 * s * shape.mlp * e, sums=sums)
 
 
 def _outside(
