@@ -290,7 +290,7 @@ def rehearse(
 )
 @explains_errors
 def bench(context: typer.Context) -> None:
-    """Measure this machine: `ithaka bench attention`."""
+    """Measure this machine: `ithaka bench attention`, `ithaka bench device`, `ithaka bench ladder`."""
     from ithaka.bench import bench_app
 
     bench_app(context.args, prog_name="ithaka bench")
