@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from ithaka.config import ConfigError
 from ithaka.ops.attention import attention, attention_backward
-from ithaka.ops.reference import attention_reference
+from ithaka.ops.reference import attention_mask, attention_reference
 
 SCALE = 0.37
 
@@ -87,19 +88,25 @@ def test_no_tokens():
     assert attention_backward(dout, q, k, v, out, lse, scale=1.0)[1].shape == (0, 1, 16)
 
 
-@pytest.mark.parametrize("heads", [(2, 2), (4, 1), (6, 2)], ids=str)
+@pytest.mark.parametrize("heads", [(2, 2), (4, 1)], ids=str)
 @pytest.mark.parametrize("mask", ["causal", "bidirectional", "window 9", "equal docs", "docs, window"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
-def test_sixteen_bits_lose_no_more_than_plain_pytorch(mask, heads, dtype):
-    """Many small blocks: sums kept in 16 bits instead of fp32 would be several times worse."""
-    q, k, v, dout = inputs(101, *heads, dtype=dtype)
-    ours, theirs = both(q, k, v, dout, blocks=(8, 8), **MASKS[mask])
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    plain_out, plain_lse = attention_reference(*leaves, scale=SCALE, **MASKS[mask])
-    plain = (plain_out, plain_lse, *torch.autograd.grad(plain_out, leaves, dout))
-    for name, a, p, t in zip(("out", "lse", "dq", "dk", "dv"), ours, plain, theirs, strict=True):
-        assert (a - t).norm() <= 2 * (p - t).norm(), name
+def test_sixteen_bits_lose_no_more_than_plain_pytorch(mask, heads):
+    """Many small blocks: sums kept in bf16 instead of fp32 would be worse than this by far."""
+    q, k, v, dout = inputs(401, *heads, dtype=torch.bfloat16)
+    how = {"causal": True, "window": None, "docs": None, **MASKS[mask]}
+    if how["docs"]:
+        how["docs"] = tuple(min(4 * end, 401) for end in how["docs"][:-1]) + (401,)
+    ours, theirs = both(q, k, v, dout, blocks=(8, 8), **how)
+    leaves = [x.transpose(0, 1)[None].clone().requires_grad_() for x in (q, k, v)]
+    plain_out = F.scaled_dot_product_attention(
+        *leaves, attn_mask=attention_mask(401, **how), scale=SCALE, enable_gqa=True
+    )
+    plain = (plain_out, *torch.autograd.grad(plain_out, leaves, dout.transpose(0, 1)[None]))
+    for name, a, p, t in zip(
+        ("out", "dq", "dk", "dv"), (ours[0], *ours[2:]), plain, (theirs[0], *theirs[2:]), strict=True
+    ):
+        error, allowed = (a - t).norm() / t.norm(), (p[0].transpose(0, 1) - t).norm() / t.norm()
+        assert error <= 2 * allowed, f"{name}: {error:.1e} against {allowed:.1e}"
 
 
 def test_split_sums_are_bitwise_fp32_sums():
