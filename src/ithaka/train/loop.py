@@ -318,6 +318,7 @@ def prepare(config: Config, resume: Path | None) -> Trainer:
 
 def _build(config: Config) -> Trainer:
     mesh = make_mesh(_num_ranks() if config.parallel.cp == "all" else config.parallel.cp)
+    check_ranks_agree(config)
     torch.manual_seed(config.train.seed + mesh.rank)
     source = config.model.path or embedded_model(config.model.embedded)
     budget = store_host_bytes(config, model_shape(config), mesh.cp_size, mesh.world_size, mesh.device.type == "cuda")
@@ -336,6 +337,20 @@ def _build(config: Config) -> Trainer:
         eos_id=_eos_id(model.config) if tokenizer is None else None,
     )
     return Trainer(config, mesh, model, data, tokenizer)
+
+
+def check_ranks_agree(config: Config) -> None:
+    """Refuses ranks with different settings, whose collectives would wait for each other for ever: under torchrun every
+    node reads its own file, and plans for its own memory."""
+    texts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, to_yaml(config))
+    for rank, text in enumerate(texts):
+        for first, other in zip(texts[0].splitlines(), text.splitlines(), strict=False):
+            if first != other:
+                raise ConfigError(
+                    f"rank 0 has `{first.strip()}` and rank {rank} `{other.strip()}`; give every node the same settings, "
+                    "also those that the planner would choose"
+                )
 
 
 def kernel_of(config: Config, mesh: Mesh) -> str:
