@@ -348,8 +348,8 @@ def check_ranks_agree(config: Config) -> None:
         for first, other in zip(texts[0].splitlines(), text.splitlines(), strict=False):
             if first != other:
                 raise ConfigError(
-                    f"rank 0 has `{first.strip()}` and rank {rank} `{other.strip()}`; give every node the same settings, "
-                    "also those that the planner would choose"
+                    f"rank 0 has `{first.strip()}` and rank {rank} `{other.strip()}`; give every node the same "
+                    "settings, also those that the planner would choose"
                 )
 
 
