@@ -24,6 +24,7 @@ from ithaka.dist.exchange import (
 )
 from ithaka.memory.store import Kept, Store
 from ithaka.model.families import LayerParts
+from ithaka.ops.gated import gated_mlp
 from ithaka.ops.stages import HeadSlice, HeldHeads, Projection, signed_sin, stages_attention, take_head_columns
 from ithaka.ops.tiles import GradSum, apply_norm, sum_dtype, tile_backward, tile_slices
 from ithaka.phases import KEPT, STAGE, holding, mark_backward, phase
@@ -106,6 +107,7 @@ class StreamedLayer:
         self.table, self.store, self.options = table, store, options
         self.rank = group.rank()
         self.mlp = torch.compile(parts.mlp) if options.compile else parts.mlp
+        self.gated = None if options.compile else gated_mlp(parts.mlp)
         self.q = Projection(parts.q_proj, parts.q_norm, True, parts.head_dim)
         self.k = Projection(parts.k_proj, parts.k_norm, True, parts.head_dim)
         self.v = Projection(parts.v_proj, None, False, parts.head_dim)
@@ -143,7 +145,7 @@ class StreamedLayer:
                 saved.attended.append(self._keep_attention(out_csnK, lse_nS, self.options.keep_attention))
         with phase("mlp"):
             for rows in tile_slices(len(y_sD), self.options.tile_tokens):
-                y_sD[rows] += self._mlp(y_sD[rows])
+                self._add_mlp(y_sD[rows])
         saved.settle()
         return y_sD
 
@@ -214,11 +216,9 @@ class StreamedLayer:
             h_tD = apply_norm(self.parts.norm1, x_tD)
             cos_tK, sin_tK = self._rotation(h_tD, saved.positions_s[rows])
             for part, d_csnK in arrived or ():
-                d_tnK = d_csnK[:, rows].transpose(0, 1).flatten(1, 2)
-                dh_sD[rows] += part.backward(d_tnK, h_tD, cos_tK, sin_tK, grads, sums)  # type: ignore
-            for part, into in zip(project, projected, strict=True):
-                t_tnK = part.forward(h_tD, cos_tK, sin_tK)
-                into[:, rows] = t_tnK.unflatten(1, (c, -1)).transpose(0, 1)
+                part.backward(d_csnK[:, rows], h_tD, cos_tK, sin_tK, dh_sD[rows], grads, sums)  # type: ignore
+            for part, into_csnK in zip(project, projected, strict=True):
+                part.forward(h_tD, cos_tK, sin_tK, into_csnK[:, rows])
             if then is not None:
                 then(rows, x_tD)
         for part, _ in arrived or ():
@@ -236,6 +236,12 @@ class StreamedLayer:
     def _mlp(self, y_tD: Tensor) -> Tensor:
         return self.mlp(apply_norm(self.parts.norm2, y_tD)[None])[0]
 
+    def _add_mlp(self, y_tD: Tensor) -> None:
+        if self.gated is None:
+            y_tD += self._mlp(y_tD)
+        else:
+            self.gated.add_to(y_tD, apply_norm(self.parts.norm2, y_tD))
+
     def _keep_attention(self, out_csnK: Tensor, lse_nS: Tensor, tier: str) -> tuple[Kept, Kept]:
         return self.store.keep(out_csnK, tier), self.store.keep(lse_nS, tier)
 
@@ -252,17 +258,25 @@ class StreamedLayer:
     def _mlp_backward(self, saved: Saved, attended: list[tuple[Kept, Kept]], dy_sD: Tensor, grads: GradSum) -> None:
         """dy becomes the gradient at the sum of x and attention; also the output projection's weight gradient."""
         o_proj = self.parts.o_proj
-        params = [*self.parts.norm2.parameters(), *self.parts.mlp.parameters()]
         slices = tile_slices(len(dy_sD), self.options.tile_tokens)
         outs = [out.tiles(slices, dim=1) for out, _ in attended]
         for (rows, x_tD), *outs_ctnK in zip(self._input_tiles(saved), *outs, strict=True):
             out_tN = self._all_heads(outs_ctnK)
             middle_tD = x_tD + o_proj(out_tN)
-            dy_sD[rows] += tile_backward(self._mlp, params, middle_tD, dy_sD[rows], grads)
+            dy_sD[rows] += self._through_mlp(middle_tD, dy_sD[rows], grads)
             if o_proj.weight.requires_grad:
                 grads.add_product(o_proj.weight, dy_sD[rows], out_tN)
             if o_proj.bias is not None and o_proj.bias.requires_grad:
                 grads.add(o_proj.bias, dy_sD[rows].sum(0, dtype=sum_dtype(dy_sD.dtype)))
+
+    def _through_mlp(self, middle_tD: Tensor, dy_tD: Tensor, grads: GradSum) -> Tensor:
+        """The gradient at the MLP's norm, which is beside the residual's."""
+        norm2 = self.parts.norm2
+        if self.gated is None:
+            params = [*norm2.parameters(), *self.parts.mlp.parameters()]
+            return tile_backward(self._mlp, params, middle_tD, dy_tD, grads)
+        dh_tD = self.gated.backward(apply_norm(norm2, middle_tD), dy_tD, grads)
+        return tile_backward(partial(apply_norm, norm2), norm2.parameters(), middle_tD, dh_tD, grads)
 
     def _all_heads(self, outs_ctnK: list[Tensor]) -> Tensor:
         """One tile of attention's output with the heads of all stages in the checkpoint's order, [t, H * K]."""

@@ -1,7 +1,7 @@
-"""The two element-wise steps between attention kernels, each in one pass over memory where Triton is there.
+"""Element-wise steps between the large kernels, each in one pass over memory where Triton is there.
 
-Shapes: B = pairs in the batch, h = heads, t = tokens of a block, K = head dim. Tensors may be strided except
-in K.
+Shapes: B = pairs in the batch (in `rotate`, ranks), h = heads, t = tokens of a block or tile, K = head dim, F width of
+the MLP. Tensors may be strided except in K. Inside, Triton computes in fp32 and rounds once.
 """
 
 import torch
@@ -48,7 +48,43 @@ def split_join(high: Tensor, low: Tensor) -> Tensor:
     return ((high.to(torch.int32) << 16) | (low.to(torch.int32) & 0xFFFF)).view(torch.float32)
 
 
+def rotate(into_BhtK: Tensor, x_BhtK: Tensor, cos_tK: Tensor, sin_tK: Tensor) -> None:
+    """Write x, turned by RoPE with Hugging Face's half-and-half pairing of dimensions, into another tensor.
+
+    `sin_tK` has the signs of the rotation, minus in its first half, so that the other half of a pair is only
+    rolled into place; with -sin the rotation is undone.
+    """
+    if triton is not None and x_BhtK.is_cuda and not x_BhtK.requires_grad and x_BhtK.dtype != torch.float64:
+        cos_BhtK, sin_BhtK = cos_tK.expand(x_BhtK.shape), sin_tK.expand(x_BhtK.shape)
+        _launch(_rotate_kernel, into_BhtK, x_BhtK, cos_BhtK, sin_BhtK)
+        return
+    into_BhtK.copy_(x_BhtK).mul_(cos_tK).addcmul_(x_BhtK.roll(x_BhtK.shape[-1] // 2, -1), sin_tK)
+
+
+def silu_mul(gate_tF: Tensor, up_tF: Tensor) -> None:
+    """silu(gate) * up, written over gate."""
+    if triton is not None and gate_tF.is_cuda and gate_tF.dtype != torch.float64:
+        _launch_flat(_silu_mul_kernel, gate_tF, up_tF)
+    else:
+        torch.nn.functional.silu(gate_tF, inplace=True).mul_(up_tF)
+
+
+def silu_mul_backward(gate_tF: Tensor, up_tF: Tensor, da_tF: Tensor) -> None:
+    """Of a = silu(gate) * up: dgate over gate, dup over up, and a itself over its gradient da."""
+    if triton is not None and gate_tF.is_cuda and gate_tF.dtype != torch.float64:
+        _launch_flat(_silu_mul_backward_kernel, gate_tF, up_tF, da_tF)
+        return
+    for g, u, d in zip(*(x.split(_ROWS) for x in (gate_tF, up_tF, da_tF)), strict=True):
+        sigmoid = g.sigmoid()
+        silu = g * sigmoid
+        a = silu * u
+        g.copy_(torch.addcmul(sigmoid, silu, 1 - sigmoid)).mul_(u).mul_(d)
+        u.copy_(silu).mul_(d)
+        d.copy_(a)
+
+
 _ROWS = 32
+_FLAT = 4096
 
 
 def _launch(kernel, *tensors: Tensor) -> None:
@@ -59,6 +95,12 @@ def _launch(kernel, *tensors: Tensor) -> None:
     kernel[(tiles * B * h,)](
         *tensors, *strides, h, t, tiles, K, ROWS=_ROWS, COLS=triton.next_power_of_2(K), num_warps=4
     )
+
+
+def _launch_flat(kernel, *tensors: Tensor) -> None:
+    assert all(x.is_contiguous() for x in tensors)
+    count = tensors[0].numel()
+    kernel[(triton.cdiv(count, _FLAT),)](*tensors, count, BLOCK=_FLAT, num_warps=8)
 
 
 if triton is not None:
@@ -124,3 +166,42 @@ if triton is not None:
             tl.load(low, inside, other=0).to(tl.int32) & 0xFFFF
         )
         tl.store(grad, bits.to(tl.float32, bitcast=True).to(grad.dtype.element_ty), inside)
+
+    @triton.jit
+    def _rotate_kernel(
+        into, x, cos, sin, ib, ih, it, xb, xh, xt, cb, ch, ct, sb, sh, st, h, t, tiles, K,
+        ROWS: tl.constexpr, COLS: tl.constexpr,
+    ):  # fmt: skip
+        b, head, rows = _place(h, t, tiles, ROWS)
+        cols = tl.arange(0, COLS)
+        inside = (rows < t)[:, None] & (cols < K)[None, :]
+        x += b * xb + head * xh + rows[:, None] * xt
+        cos += b * cb + head * ch + rows[:, None] * ct + cols[None, :]
+        sin += b * sb + head * sh + rows[:, None] * st + cols[None, :]
+        here = tl.load(x + cols[None, :], inside, other=0.0).to(tl.float32)
+        partner = tl.load(x + ((cols + K // 2) % K)[None, :], inside, other=0.0).to(tl.float32)
+        turned = here * tl.load(cos, inside, other=0.0).to(tl.float32)
+        turned += partner * tl.load(sin, inside, other=0.0).to(tl.float32)
+        into += b * ib + head * ih + rows[:, None] * it + cols[None, :]
+        tl.store(into, turned.to(into.dtype.element_ty), inside)
+
+    @triton.jit
+    def _silu_mul_kernel(gate, up, count, BLOCK: tl.constexpr):
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < count
+        g = tl.load(gate + at, inside, other=0.0).to(tl.float32)
+        u = tl.load(up + at, inside, other=0.0).to(tl.float32)
+        tl.store(gate + at, (g * tl.sigmoid(g) * u).to(gate.dtype.element_ty), inside)
+
+    @triton.jit
+    def _silu_mul_backward_kernel(gate, up, da, count, BLOCK: tl.constexpr):
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < count
+        g = tl.load(gate + at, inside, other=0.0).to(tl.float32)
+        u = tl.load(up + at, inside, other=0.0).to(tl.float32)
+        d = tl.load(da + at, inside, other=0.0).to(tl.float32)
+        s = tl.sigmoid(g)
+        silu = g * s
+        tl.store(gate + at, (d * u * (s + silu * (1 - s))).to(gate.dtype.element_ty), inside)
+        tl.store(up + at, (d * silu).to(gate.dtype.element_ty), inside)
+        tl.store(da + at, (silu * u).to(gate.dtype.element_ty), inside)

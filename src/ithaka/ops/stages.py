@@ -1,7 +1,8 @@
 """The heads of one stage: projected from tokens into exchange layout, attended to by their owner, and back.
 
 Shapes: t tokens of a tile, S of the sequence, D hidden, K head dim, H all heads; in projections n = c * slots heads
-of the stage over all c ranks; in attention n query slots and m kv slots of this rank.
+of the stage over all c ranks, or in exchange layout [c, t, n, K] the slots of each; in attention n query slots and
+m kv slots of this rank.
 Heads are taken from the weights in the checkpoint's order; nothing is permuted on disk.
 """
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from ithaka.dist.exchange import heads_to_tokens, tokens_to_heads
 from ithaka.ops.attention import attention, attention_backward
+from ithaka.ops.fused import rotate
 from ithaka.ops.tiles import GradSum, apply_norm, sum_dtype, tile_backward
 from ithaka.plan.heads import HeadTable, Read, Stage
 
@@ -45,19 +47,35 @@ class HeadSlice:
         bias = None if linear.bias is None else take_heads(linear.bias, heads_n, K)
         return cls(projection, heads_n, weight, bias)
 
-    def forward(self, h_tD: Tensor, cos_tK: Tensor, sin_tK: Tensor) -> Tensor:
-        """[t, n, K]: projected, normed, turned."""
+    def forward(self, h_tD: Tensor, cos_tK: Tensor, sin_tK: Tensor, into_ctnK: Tensor) -> None:
+        """Projected, normed, turned, and written into a tile of exchange layout."""
         t_tnK = self._linear(h_tD)
         if self.projection.norm is not None:
             t_tnK = apply_norm(self.projection.norm, t_tnK)
-        return rope(t_tnK, cos_tK, sin_tK) if self.projection.rotates else t_tnK
+        t_ctnK = t_tnK.unflatten(1, (len(into_ctnK), -1)).transpose(0, 1)
+        if self.projection.rotates:
+            rotate(into_ctnK.transpose(1, 2), t_ctnK.transpose(1, 2), cos_tK, sin_tK)
+        else:
+            into_ctnK.copy_(t_ctnK)
 
     def backward(
-        self, d_tnK: Tensor, h_tD: Tensor, cos_tK: Tensor, sin_tK: Tensor, grads: GradSum, sums: GradSum
-    ) -> Tensor:
-        """dh [t, D]. The norm's gradient goes to `grads`; this slice's weight and bias gradients to `sums`."""
+        self,
+        d_ctnK: Tensor,
+        h_tD: Tensor,
+        cos_tK: Tensor,
+        sin_tK: Tensor,
+        dh_tD: Tensor,
+        grads: GradSum,
+        sums: GradSum,
+    ) -> None:
+        """Adds to dh. The norm's gradient goes to `grads`; this slice's weight and bias gradients to `sums`."""
+        c, t, n, K = d_ctnK.shape
+        d_tnK = d_ctnK.new_empty(t, c * n, K)
+        into_cntK = d_tnK.unflatten(1, (c, n)).permute(1, 2, 0, 3)
         if self.projection.rotates:
-            d_tnK = rope(d_tnK, cos_tK, -sin_tK)  # a rotation's transpose turns the other way
+            rotate(into_cntK, d_ctnK.transpose(1, 2), cos_tK, -sin_tK)  # a rotation's transpose turns the other way
+        else:
+            into_cntK.copy_(d_ctnK.transpose(1, 2))
         norm = self.projection.norm
         if norm is not None:
             d_tnK = tile_backward(partial(apply_norm, norm), norm.parameters(), self._linear(h_tD), d_tnK, grads)
@@ -66,7 +84,7 @@ class HeadSlice:
             sums.add_product(self.weight, d_tN, h_tD)
         if self.bias is not None and self.projection.linear.bias.requires_grad:
             sums.add(self.bias, d_tN.sum(0, dtype=sum_dtype(d_tN.dtype)))
-        return d_tN @ self.weight
+        dh_tD.addmm_(d_tN, self.weight)
 
     def finish(self, grads: GradSum, sums: GradSum) -> None:
         """Adds this slice's summed gradients to those of the whole projection."""
@@ -89,18 +107,8 @@ def take_head_columns(weight_DN: Tensor, heads_n: Tensor, head_dim: int) -> Tens
     return weight_DN.unflatten(1, (-1, head_dim)).index_select(1, heads_n).flatten(1)
 
 
-def rope(t_tnK: Tensor, cos_tK: Tensor, sin_tK: Tensor) -> Tensor:
-    """Rotary position embedding with Hugging Face's half-and-half pairing of dimensions.
-
-    `sin_tK` has the signs of the rotation, minus in its first half, so that the other half of a pair is only
-    rolled into place; with -sin the rotation is undone.
-    """
-    rolled_tnK = t_tnK.roll(t_tnK.shape[-1] // 2, -1)
-    return torch.addcmul(t_tnK * cos_tK[:, None], rolled_tnK, sin_tK[:, None])
-
-
 def signed_sin(sin_tK: Tensor) -> Tensor:
-    """Hugging Face's table of sines (the same in both halves) with the signs that `rope` wants."""
+    """Hugging Face's table of sines (the same in both halves) with the signs that `rotate` wants."""
     first, second = sin_tK.chunk(2, dim=-1)
     return torch.cat((-first, second), dim=-1)
 

@@ -250,18 +250,22 @@ class LayerBytes:
         return replace(moment, tiles=tiles, sums=self.grad_sums(moment.phase))
 
     def grad_sums(self, phase: str) -> int:
-        """GradSum of ops/tiles.py: the first tile's MLP gradients are as autograd made them, later sums wide."""
+        """GradSum of ops/tiles.py: wide, but for the first tile's gradients of a mixture, which autograd makes."""
         if not phase.startswith("backward") or phase.startswith("backward again"):
             return 0
         shape, e, wide = self.shape, self.layout.element_bytes, self.layout.sum_bytes
         tiles = -(-self.s // (self.layout.tile_tokens or self.s))
+        gated = not shape.experts_per_token
         if phase != "backward mlp":
             attention = shape.layer_parameters - shape.mlp_parameters
-            return attention * wide + shape.mlp_parameters * (wide if tiles > 1 else e)
+            return attention * wide + shape.mlp_parameters * (wide if gated or tiles > 1 else e)
+        if tiles == 1 and gated:
+            # One weight's while a tile's three widths are there; all of them once the product is gone.
+            return max(shape.mlp_parameters * wide // 3, shape.mlp_parameters * wide - self.s * e * shape.mlp)
         if tiles == 1:
             return 0
         output = shape.hidden * shape.heads * shape.head_dim
-        return output * wide + shape.mlp_parameters * (wide if tiles > 2 else e)
+        return output * wide + shape.mlp_parameters * (wide if gated or tiles > 2 else e)
 
 
 def tile_bytes(shape: ModelShape, layout: Layout, s: int, work: TileWork, fetched: bool) -> int:
@@ -279,11 +283,13 @@ def tile_bytes(shape: ModelShape, layout: Layout, s: int, work: TileWork, fetche
     # A tile of x at work, and the next on its way; with overlap both are parts of the whole x.
     streamed = 0 if layout.input_tier == "device" or layout.overlap else 2
     if work == "mlp":
-        return t * e * (2 * shape.hidden + 3 * mlp)
+        return t * e * (shape.hidden + 2 * mlp if not shape.experts_per_token else 2 * shape.hidden + 3 * mlp)
     if work == "mlp backward":
+        outputs = (3 if fetched else 1) * shape.heads * shape.head_dim
+        if not shape.experts_per_token:  # x + attention, its norm; ops/gated.py's three
+            return t * e * ((2 + streamed) * shape.hidden + outputs + 3 * mlp)
         # x + attention, its norm, the MLP's result; gate, its activation, up, and the gradients of the last two and
         # of their product; the gradient of the last of three weights.
-        outputs = (3 if fetched else 1) * shape.heads * shape.head_dim
         widths = (3 + streamed) * shape.hidden + outputs + 6 * mlp
         return t * e * widths + shape.mlp_parameters * e // 3
     width = layout.cp * slots.query * shape.head_dim

@@ -1,0 +1,49 @@
+"""The Triton kernels of ops/fused.py against plain PyTorch in fp64: strided tensors, odd sizes, 16 and 32 bits."""
+
+import pytest
+import torch
+
+from ithaka.ops.fused import rotate, silu_mul, silu_mul_backward
+
+pytestmark = pytest.mark.gpu
+
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 4e-3}  # of one result: half a unit in the last place
+
+
+def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def close(ours: torch.Tensor, exact: torch.Tensor) -> None:
+    error = (ours.double() - exact).abs() / exact.abs().clamp_min(0.1)
+    assert error.max() < 2 * ROUNDING[ours.dtype]
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("c,n,t,K", [(8, 1, 100, 128), (2, 3, 33, 64), (1, 5, 257, 80), (4, 2, 1, 256)])
+def test_rotation_between_layouts(dtype, c, n, t, K):
+    """From tokens to a slice of exchange layout, and back with the opposite sine."""
+    x_tnK, whole_csnK = draw(t, c * n, K, dtype=dtype), torch.full((c, 2 * t, n, K), 7.0, device="cuda", dtype=dtype)
+    angle_tk = draw(t, K // 2, dtype=torch.float32)
+    cos_tK = torch.cat([angle_tk.cos()] * 2, -1).to(dtype)
+    sin_tK = torch.cat([-angle_tk.sin(), angle_tk.sin()], -1).to(dtype)
+    x_cntK = x_tnK.unflatten(1, (c, n)).permute(1, 2, 0, 3)
+    into_cntK = whole_csnK[:, t:].transpose(1, 2)
+    rotate(into_cntK, x_cntK, cos_tK, sin_tK)
+    x, cos, sin = x_cntK.double(), cos_tK.double(), sin_tK.double()
+    close(into_cntK, x * cos + x.roll(K // 2, -1) * sin)
+    assert (whole_csnK[:, :t] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("shape", [(3, 5), (129, 4096), (1000, 333)])
+def test_gated_product_and_its_gradients(dtype, shape):
+    gate, up, da = (draw(*shape, dtype=dtype) for _ in range(3))
+    leaves = [gate.double().requires_grad_(), up.double().requires_grad_()]
+    a = torch.nn.functional.silu(leaves[0]) * leaves[1]
+    dgate, dup = torch.autograd.grad(a, leaves, da.double())
+    forward = gate.clone()
+    silu_mul(forward, up)
+    silu_mul_backward(gate, up, da)
+    for ours, exact in [(forward, a), (gate, dgate), (up, dup), (da, a)]:
+        close(ours, exact.detach())

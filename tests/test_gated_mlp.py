@@ -1,0 +1,102 @@
+"""The written-out backward of a gated MLP against autograd through Hugging Face's module, in fp64."""
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from ithaka.ops.fused import rotate, silu_mul_backward
+from ithaka.ops.gated import gated_mlp
+from ithaka.ops.tiles import GradSum
+from models import EXPERTS, FAMILIES, tiny_config, tiny_model
+
+
+def make(act: str = "silu", bias: bool = True) -> LlamaMLP:
+    torch.manual_seed(2)
+    config = LlamaConfig(hidden_size=12, num_attention_heads=1, intermediate_size=20, hidden_act=act, mlp_bias=bias)
+    return LlamaMLP(config).double()
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("act", ["silu", "swish", "gelu"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_output_and_every_gradient(act, bias):
+    mlp = make(act, bias)
+    gated, h_tD, dy_tD, y_tD = gated_mlp(mlp), draw(7, 12).requires_grad_(), draw(1, 7, 12)[0], draw(2, 7, 12)[1]
+    plain = mlp(h_tD)
+    expected = torch.autograd.grad(plain, [h_tD, *mlp.parameters()], dy_tD)
+    before = y_tD.clone()
+    with torch.no_grad():
+        gated.add_to(y_tD, h_tD)
+        grads = GradSum()
+        dh_tD = gated.backward(h_tD, dy_tD, grads)
+    torch.testing.assert_close(y_tD, before + plain, rtol=1e-12, atol=1e-12)
+    for ours, theirs in zip([dh_tD, *map(grads.take, mlp.parameters())], expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_frozen_weights_get_no_gradient():
+    mlp = make()
+    mlp.up_proj.weight.requires_grad_(False)
+    grads = GradSum()
+    with torch.no_grad():
+        gated_mlp(mlp).backward(draw(5, 12), draw(1, 5, 12)[0], grads)
+    taken = {name: grads.take(param) is not None for name, param in mlp.named_parameters()}
+    assert taken.pop("up_proj.weight") is False and all(taken.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dense_families_are_known(family):
+    assert gated_mlp(tiny_model(tiny_config(family)).model.layers[0].mlp) is not None
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_mixtures_are_black_boxes(family):
+    assert gated_mlp(tiny_model(tiny_config(family)).model.layers[0].mlp) is None
+
+
+def hook(mlp):
+    mlp.down_proj.register_forward_hook(lambda *args: None)
+
+
+def wrap(mlp):
+    mlp.up_proj = type("LoraLinear", (nn.Linear,), {})(12, 20)
+
+
+def patch(mlp):
+    mlp.forward = lambda x: 2 * x
+
+
+@pytest.mark.parametrize("change", [hook, wrap, patch])
+def test_a_changed_module_is_a_black_box(change):
+    """What a wrapper or hook adds must not be lost."""
+    mlp = make()
+    change(mlp)
+    assert gated_mlp(mlp) is None
+
+
+def test_product_and_its_gradients_are_written_over_their_inputs():
+    gate, up, da = draw(3, 4), draw(1, 3, 4)[0], draw(2, 3, 4)[1]
+    leaves = [gate.clone().requires_grad_(), up.clone().requires_grad_()]
+    a = nn.functional.silu(leaves[0]) * leaves[1]
+    dgate, dup = torch.autograd.grad(a, leaves, da)
+    silu_mul_backward(gate, up, da)
+    for ours, theirs in [(gate, dgate), (up, dup), (da, a.detach())]:
+        torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
+
+
+def test_rotation_is_undone_by_the_opposite_sine():
+    x_BhtK, angle_tk = draw(2, 3, 5, 8), draw(5, 4)
+    cos_tK = torch.cat([angle_tk.cos()] * 2, -1)
+    sin_tK = torch.cat([-angle_tk.sin(), angle_tk.sin()], -1)
+    turned, back = torch.empty_like(x_BhtK), torch.empty_like(x_BhtK)
+    rotate(turned, x_BhtK, cos_tK, sin_tK)
+    rotate(back, turned, cos_tK, -sin_tK)
+    first, second = x_BhtK.chunk(2, -1)
+    pair = first * angle_tk.cos() - second * angle_tk.sin()
+    torch.testing.assert_close(turned.chunk(2, -1)[0], pair, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(back, x_BhtK, rtol=1e-13, atol=1e-13)
