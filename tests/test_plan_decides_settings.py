@@ -3,21 +3,25 @@
 import dataclasses
 
 import pytest
+import torch.distributed as dist
 
 from ithaka.config import ConfigError, given, load
 from ithaka.plan.hardware import gpu_named
 from ithaka.train.budget import needs, store_host_bytes
 from ithaka.train.check import check_heads, check_memory, model_shape
-from ithaka.train.planned import planned
+from ithaka.train.planned import Machine, check_ranks_agree, hardware_of, machines_of_all, planned, this_machine
 
 H200 = "NVIDIA H200"
+
+
+def node(name=H200, host=2 * 10**12, disk=0, gpu=2**62, ranks=8):
+    return Machine(name, gpu, host, disk, ranks)
 
 
 @pytest.fixture(autouse=True)
 def host(monkeypatch):
     memory = type("Memory", (), {"total": 2 * 10**12, "available": 2 * 10**12})
     monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
-    monkeypatch.setattr("ithaka.train.planned._memory_limit", lambda: 2 * 10**12)
 
 
 def llama(tmp_path, **changes):
@@ -32,7 +36,7 @@ def llama(tmp_path, **changes):
 
 def test_long_contexts_go_to_the_host_and_given_settings_win(tmp_path):
     config, told = llama(tmp_path, data__context="2M", memory__tile_tokens=4096)
-    resolved, plan = planned(config, told, 8, 8, H200)
+    resolved, plan = planned(config, told, 8, [node()])
     assert plan is not None and plan.fits
     assert resolved.memory.offload == "host" and resolved.memory.keep_attention != "none"
     assert resolved.memory.tile_tokens == 4096
@@ -43,14 +47,14 @@ def test_long_contexts_go_to_the_host_and_given_settings_win(tmp_path):
 def test_a_plan_that_cannot_fit_is_refused_with_the_nearest(tmp_path):
     config, told = llama(tmp_path, data__context="1M", memory__offload="none", memory__keep_attention="all")
     with pytest.raises(ConfigError, match=r"1048576 does not fit: .* each GPU, which has .*memory.plan=off"):
-        planned(config, told, 1, 1, H200)
+        planned(config, told, 1, [node(ranks=1)])
 
 
 def test_off_or_an_unknown_gpu_leaves_the_defaults(tmp_path):
     config, told = llama(tmp_path, data__context="2M")
     for name, mode in ((None, "auto"), ("Some Other 9000", "auto"), (H200, "off")):
         changed = dataclasses.replace(config, memory=dataclasses.replace(config.memory, plan=mode))
-        assert planned(changed, told, 8, 8, name) == (changed, None)
+        assert planned(changed, told, 8, [node(name)]) == (changed, None)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +77,7 @@ def test_gpus_are_found_by_the_driver_s_name(name, key):
 @pytest.mark.parametrize("disk", [False, True])
 def test_the_checks_accept_what_the_planner_chose(tmp_path, context, disk):
     config, told = llama(tmp_path, data__context=context, **({"memory__disk_path": tmp_path} if disk else {}))
-    resolved, plan = planned(config, told, 8, 8, H200)
+    resolved, plan = planned(config, told, 8, [node(disk=10**13 if disk else 0)])
     assert plan is not None
     shape = model_shape(resolved)
     check_heads(resolved, shape, 8)
@@ -92,3 +96,55 @@ def test_the_store_has_room_for_both_tiers(tmp_path):
         assert (budget is None) == (inputs == outputs == "none")
         if budget is not None and disk:
             assert budget >= sum(host.get(name, 0) for name in ("layer inputs", "kept attention")) // 8
+
+
+def test_of_unequal_machines_the_least_of_each_counts():
+    large = node("NVIDIA H200", host=2 * 10**12, disk=10**12)
+    small = node("NVIDIA A100-SXM4-80GB", host=10**12, disk=2 * 10**12, gpu=70 * 2**30)
+    for machines in ([large, small], [small, large]):
+        hardware = hardware_of(machines, 16)
+        assert (hardware.gpus_per_node, hardware.num_nodes) == (8, 2)
+        assert (hardware.host_bytes, hardware.disk_bytes) == (10**12, 10**12)
+        assert hardware.gpu.memory_bytes == 70 * 2**30
+        assert hardware.gpu.matmul_flops == gpu_named("NVIDIA A100-SXM4-80GB").matmul_flops
+    assert hardware_of([large, node("Some Other 9000")], 16) is None
+
+
+def test_nodes_with_other_numbers_of_ranks_give_each_rank_its_least_share():
+    hardware = hardware_of([node(host=800, ranks=8)] * 8 + [node(host=300, ranks=6)] * 6, 14)
+    assert (hardware.gpus_per_node, hardware.num_nodes, hardware.num_gpus) == (2, 7, 14)
+    assert hardware.host_bytes == 2 * 50
+
+
+def plan_on(folder, host_bytes_by_rank, context_by_rank):
+    """As one of two nodes under torchrun, each with one GPU and as much host memory as given."""
+    rank = dist.get_rank()
+    memory = type("Memory", (), {"total": host_bytes_by_rank[rank]})
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}.items():
+            patch.setenv(name, str(value))
+        patch.setattr("psutil.virtual_memory", lambda: memory)
+        patch.setattr("ithaka.plan.hardware.cgroup_limits", list)
+        patch.setattr("ithaka.train.launch.gpu", lambda: (H200, 2**62))
+        config, told = llama(folder, data__context=context_by_rank[rank])
+        machines = machines_of_all(this_machine(config, 2))
+        try:
+            check_ranks_agree(config)
+        except ConfigError as error:
+            return str(error)
+        resolved, _ = planned(config, told, 2, machines)
+        check_ranks_agree(resolved)
+        alone, _ = planned(config, told, 2, [this_machine(config, 2)])
+    return resolved, alone
+
+
+def test_ranks_on_unequal_nodes_plan_the_same_for_the_smaller_one(ranks, tmp_path):
+    """600 GB have room for the attention outputs of more layers than 200 GB."""
+    (one, rich), (other, poor) = ranks.run(2, plan_on, tmp_path, [600 * 10**9, 200 * 10**9], ["1M", "1M"])
+    assert one == other == poor
+    assert rich.memory != poor.memory
+
+
+def test_ranks_with_other_settings_are_refused_not_waited_for(ranks, tmp_path):
+    for message in ranks.run(2, plan_on, tmp_path, [600 * 10**9] * 2, ["1M", "512K"]):
+        assert message.startswith("rank 0 has `context: 1048576` and rank 1 `context: 524288`; give every node")

@@ -4,14 +4,13 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from ithaka.config import ConfigError, OptimConfig, load
+from ithaka.config import OptimConfig
 from ithaka.dist.mesh import make_mesh
 from ithaka.model.build import parallelize
 from ithaka.train.data import Batch
-from ithaka.train.loop import check_ranks_agree, sample, train_step, validation_loss
+from ithaka.train.loop import sample, train_step, validation_loss
 from ithaka.train.optim import clip_gradients, learning_rate, make_optimizer
 from models import tiny_config, tiny_model
 
@@ -119,17 +118,3 @@ def test_every_rank_gets_the_same_sample(ranks):
     alone = ranks.run(1, sampled, 1)[0]
     assert len(alone) == 9 and len(set(alone)) > 1
     assert ranks.run(2, sampled, 2) == [alone, alone]
-
-
-def agree(tile_tokens_by_rank):
-    config = load(None, [f"memory.tile_tokens={tile_tokens_by_rank[dist.get_rank()]}"])
-    try:
-        check_ranks_agree(config)
-    except ConfigError as error:
-        return str(error)
-
-
-def test_ranks_with_other_settings_are_refused_not_waited_for(ranks):
-    assert ranks.run(2, agree, [64, 64]) == [None, None]
-    for message in ranks.run(2, agree, [64, 128]):
-        assert "rank 0 has `tile_tokens: 64` and rank 1 `tile_tokens: 128`" in message

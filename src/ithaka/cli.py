@@ -98,9 +98,11 @@ def train(
 
 def train_rank(config: Config, resume: Path | None, only_profile: bool = False) -> None:
     """What every rank runs; the first one then draws the run."""
+    from ithaka.dist.mesh import end_process_group
     from ithaka.train.loop import run
 
     run(config, resume, only_profile)
+    end_process_group()  # under torchrun planning has started it
     if os.environ.get("RANK", "0") == "0" and config.train.run_dir is not None:
         print(f"Report: {report_of(config.train.run_dir)}", flush=True)
 
@@ -172,16 +174,18 @@ def resolve(file: Path | None, changes: list[str], resume: Path | None, run_dir:
 
 
 def plan_settings(file: Path | None, changes: list[str], config: Config, num_ranks: int) -> Config:
-    """What is not given, decided by the planner on a GPU that it knows; prints the plan, once per node."""
+    """What is not given, decided by the planner on GPUs that it knows, for all nodes at once; prints the plan."""
     from ithaka.plan import show
     from ithaka.train import launch
-    from ithaka.train.planned import planned
+    from ithaka.train.planned import check_ranks_agree, machines_of_all, planned, this_machine
 
-    name = launch.gpu_name()
+    if launch.num_gpus() == 0:
+        return config
+    machines = machines_of_all(this_machine(config, num_ranks))
+    check_ranks_agree(config)
     told = given(file, changes, _embedded_default(file, changes, launch.num_gpus()))
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
-    resolved, plan = planned(config, told, num_ranks, local_ranks, name)
-    if plan is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+    resolved, plan = planned(config, told, num_ranks, machines)
+    if plan is not None and os.environ.get("RANK", "0") == "0":
         print(show.as_text(plan, str(config.model.path or config.model.embedded)), flush=True)
     return resolved
 

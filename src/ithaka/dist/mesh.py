@@ -54,8 +54,7 @@ class Mesh:
 def make_mesh(cp: int = 1, device: torch.device | str | None = None) -> Mesh:
     """Starts torch.distributed from torchrun's variables (or alone) where nobody has, and lays out dp x cp."""
     chosen = torch.device(device) if device is not None else default_device()
-    if not dist.is_initialized():
-        _start_process_group(chosen)
+    start_process_group(chosen)
     world_size = dist.get_world_size()
     if cp < 1 or world_size % cp:
         divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
@@ -73,10 +72,19 @@ def default_device() -> torch.device:
     return device
 
 
-def _start_process_group(device: torch.device) -> None:
+def start_process_group(device: torch.device | None = None) -> None:
+    """From torchrun's variables, or alone; does nothing where there is one already."""
+    if dist.is_initialized():
+        return
+    device = device or default_device()
     # gloo beside NCCL: checkpoints and small host-side agreements need a CPU backend.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def end_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

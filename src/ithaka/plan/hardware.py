@@ -11,6 +11,7 @@ import json
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,14 @@ def gpu_named(name: str) -> Gpu | None:
     return next(iter(fitting.values())) if len(fitting) == 1 else None
 
 
+def least_gpu(gpus: Sequence[Gpu]) -> Gpu:
+    """What all of them can do: the least of every figure."""
+    names = list(dict.fromkeys(gpu.name for gpu in gpus))
+    figures = [entry.name for entry in dataclasses.fields(Gpu) if entry.name not in ("name", "sources")]
+    least = {figure: min(getattr(gpu, figure) for gpu in gpus) for figure in figures}
+    return dataclasses.replace(gpus[0], name=" and ".join(names), **least)
+
+
 def parse_gpus(text: str, gpu: Gpu | None = None) -> Hardware:
     """'8xH100-80GB', '2x8xH100-80GB' (nodes x GPUs), 'H200'; with `gpu` also '8', '2x8'.
 
@@ -261,9 +270,34 @@ def this_host(disk_path: Path | None = None) -> Host:
     return Host(min(free), shutil.disk_usage(folder).free, folder)
 
 
-def cgroup_rooms(root: Path = Path("/sys/fs/cgroup"), of: Path = Path("/proc/self/cgroup")) -> list[int]:
+def host_capacity() -> int:
+    """This machine's memory, or what the control groups around this process allow of it: the same at any moment."""
+    return min([psutil.virtual_memory().total, *cgroup_limits()])
+
+
+CGROUP = Path("/sys/fs/cgroup")
+OWN_CGROUP = Path("/proc/self/cgroup")
+
+
+def cgroup_rooms(root: Path = CGROUP, of: Path = OWN_CGROUP) -> list[int]:
     """What each control group around this process still allows; file cache makes way: it counts as free."""
     rooms = []
+    for group, limit, usage, cache in _cgroups(root, of):
+        allowed, used = _read_number(group / limit), _read_number(group / usage)
+        if allowed is not None and used is not None:
+            stat = dict(line.split() for line in _read_lines(group / "memory.stat"))
+            rooms.append(max(0, allowed - used + int(stat.get(cache, 0))))
+    return rooms
+
+
+def cgroup_limits(root: Path = CGROUP, of: Path = OWN_CGROUP) -> list[int]:
+    """What each control group around this process allows in all."""
+    limits = (_read_number(group / limit) for group, limit, *_ in _cgroups(root, of))
+    return [limit for limit in limits if limit is not None]
+
+
+def _cgroups(root: Path, of: Path) -> Iterator[tuple[Path, str, str, str]]:
+    """The memory groups around this process, with the names of limit and usage and of the cache's entry."""
     for line in _read_lines(of):
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):
@@ -271,19 +305,16 @@ def cgroup_rooms(root: Path = Path("/sys/fs/cgroup"), of: Path = Path("/proc/sel
         # A container sees its own groups at the top, whatever the path says.
         top = root / controllers
         inside = top / path.lstrip("/")
-        groups = [top, *(folder for folder in (inside, *inside.parents) if top in folder.parents)]
         v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         names = v1 if controllers else ("memory.max", "memory.current", "inactive_file")
-        rooms += [room for group in groups if (room := _cgroup_room(group, *names)) is not None]
-    return rooms
+        for group in (top, *(folder for folder in (inside, *inside.parents) if top in folder.parents)):
+            yield (group, *names)
 
 
-def _cgroup_room(group: Path, limit: str, usage: str, cache: str) -> int | None:
-    allowed, used = _read_lines(group / limit), _read_lines(group / usage)
-    if not allowed or not used or not allowed[0].isdigit():
-        return None
-    stat = dict(line.split() for line in _read_lines(group / "memory.stat"))
-    return max(0, int(allowed[0]) - int(used[0]) + int(stat.get(cache, 0)))
+def _read_number(path: Path) -> int | None:
+    """None where there is no such file, or no limit in it."""
+    lines = _read_lines(path)
+    return int(lines[0]) if lines and lines[0].isdigit() else None
 
 
 def _read_lines(path: Path) -> list[str]:

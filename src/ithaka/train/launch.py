@@ -44,16 +44,17 @@ def num_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def gpu_name() -> str | None:
-    """What the driver calls the first GPU; asked without starting CUDA in this process."""
+def gpu() -> tuple[str, int] | None:
+    """What the driver calls the first GPU, and its bytes; asked without starting CUDA in this process."""
     if num_gpus() == 0:
         return None
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         found = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return found.stdout.splitlines()[0].strip() if found.stdout.strip() else None
+    name, _, mebibytes = found.stdout.partition("\n")[0].rpartition(",")
+    return name.strip(), int(mebibytes) * 2**20 if mebibytes.strip().isdigit() else sys.maxsize
 
 
 def under_torchrun() -> bool:

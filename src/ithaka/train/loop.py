@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from ithaka.config import Config, ConfigError, embedded_model, to_yaml
-from ithaka.dist.mesh import Mesh, make_mesh
+from ithaka.dist.mesh import Mesh, end_process_group, make_mesh, start_process_group
 from ithaka.memory.store import StoreError
 from ithaka.model.build import build_model
 from ithaka.model.settings import settings_of
@@ -48,6 +48,7 @@ from ithaka.train.console import (
 )
 from ithaka.train.data import Batch, Tokenizer, TrainData, load_tokenizer, num_valid, open_data
 from ithaka.train.optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate
+from ithaka.train.planned import check_ranks_agree
 from ithaka.train.watch import Watch, write_facts
 
 SAMPLE_PROMPT_TOKENS = 64
@@ -295,7 +296,7 @@ def run(config: Config, resume: Path | None = None, only_profile: bool = False) 
             raise OutOfMemoryError(_explain_full_store(config, error)) from error
     # Only after success: with a rank gone this would wait for it.
     if ours:
-        dist.destroy_process_group()
+        end_process_group()
 
 
 def prepare(config: Config, resume: Path | None) -> Trainer:
@@ -317,8 +318,9 @@ def prepare(config: Config, resume: Path | None) -> Trainer:
 
 
 def _build(config: Config) -> Trainer:
-    mesh = make_mesh(_num_ranks() if config.parallel.cp == "all" else config.parallel.cp)
+    start_process_group()
     check_ranks_agree(config)
+    mesh = make_mesh(dist.get_world_size() if config.parallel.cp == "all" else config.parallel.cp)
     torch.manual_seed(config.train.seed + mesh.rank)
     source = config.model.path or embedded_model(config.model.embedded)
     budget = store_host_bytes(config, model_shape(config), mesh.cp_size, mesh.world_size, mesh.device.type == "cuda")
@@ -339,28 +341,10 @@ def _build(config: Config) -> Trainer:
     return Trainer(config, mesh, model, data, tokenizer)
 
 
-def check_ranks_agree(config: Config) -> None:
-    """Refuses ranks with different settings, whose collectives would wait for each other for ever: under torchrun every
-    node reads its own file, and plans for its own memory."""
-    texts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, to_yaml(config))
-    for rank, text in enumerate(texts):
-        for first, other in zip(texts[0].splitlines(), text.splitlines(), strict=False):
-            if first != other:
-                raise ConfigError(
-                    f"rank 0 has `{first.strip()}` and rank {rank} `{other.strip()}`; give every node the same "
-                    "settings, also those that the planner would choose"
-                )
-
-
 def kernel_of(config: Config, mesh: Mesh) -> str:
     """The attention kernel that this device will run."""
     dtype = settings_of(config, mesh.device).dtype or torch.float32
     return resolve_kernel(config.attention.kernel, mesh.device, dtype, model_shape(config).head_dim).name
-
-
-def _num_ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _eos_id(model_config: Any) -> int | None:

@@ -1,62 +1,120 @@
-"""What a run does not say about parallelism and memory, the planner decides, before any process starts."""
+"""What a run does not say about parallelism and memory, the planner decides: one plan for all ranks, before any
+allocates anything."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
+import os
 import sys
-from collections.abc import Set
-from pathlib import Path
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
 
 import psutil
+import torch.distributed as dist
 
-from ithaka.config import Config, ConfigError
+from ithaka.config import Config, ConfigError, to_yaml
+from ithaka.dist.mesh import start_process_group
 from ithaka.plan.cost import Work
-from ithaka.plan.hardware import Hardware, gpu_named
+from ithaka.plan.hardware import Gpu, Hardware, gpu_named, host_capacity, least_gpu
 from ithaka.plan.search import SETTINGS, Plan, choose, fixed_settings, settings_of
+from ithaka.train import launch
 from ithaka.train.check import model_shape
 
 CP = "parallel.cp"  # never the planner's: it would change how many sequences a step has
 
 
-def planned(
-    config: Config, given: Set[str], num_ranks: int, local_ranks: int, gpu_name: str | None
-) -> tuple[Config, Plan | None]:
+@dataclass(frozen=True)
+class Machine:
+    """The node of one rank, and what it has in all: what is free now differs from moment to moment, and is checked
+    against the plan afterwards."""
+
+    gpu_name: str | None
+    gpu_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    local_ranks: int
+
+
+def this_machine(config: Config, num_ranks: int) -> Machine:
+    disk = config.memory.disk_path
+    name, gpu_bytes = launch.gpu() or (None, sys.maxsize)
+    return Machine(
+        gpu_name=name,
+        gpu_bytes=gpu_bytes,
+        host_bytes=host_capacity(),
+        disk_bytes=psutil.disk_usage(str(disk)).total if disk is not None else 0,
+        local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)),
+    )
+
+
+def machines_of_all(mine: Machine) -> list[Machine]:
+    """Of every rank where other nodes may take part, that is under torchrun; else of this node."""
+    if not launch.under_torchrun():
+        return [mine]
+    start_process_group()
+    machines = [mine] * dist.get_world_size()
+    dist.all_gather_object(machines, mine)
+    return machines
+
+
+def check_ranks_agree(config: Config) -> None:
+    """Refuses ranks with different settings, whose collectives would wait for each other for ever: under torchrun every
+    node reads its own file."""
+    if not dist.is_initialized():
+        return
+    texts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, to_yaml(config))
+    for rank, text in enumerate(texts):
+        for first, other in zip(texts[0].splitlines(), text.splitlines(), strict=False):
+            if first != other:
+                raise ConfigError(
+                    f"rank 0 has `{first.strip()}` and rank {rank} `{other.strip()}`; give every node the same settings"
+                )
+
+
+def planned(config: Config, given: Set[str], num_ranks: int, machines: Sequence[Machine]) -> tuple[Config, Plan | None]:
     """`config` with every setting that is not `given` taken from the fastest plan that fits, and that plan.
 
-    Without a GPU that the hardware table knows, with memory.plan=off, or in another precision than bfloat16, which
-    is what the table's rates are for, the configuration stays as it is.
+    The same machines give the same plan, so ranks that know of each other's need not talk any further. Without a GPU
+    that the hardware table knows, with memory.plan=off, or in another precision than bfloat16, which is what the
+    table's rates are for, the configuration stays as it is.
     """
-    gpu = gpu_named(gpu_name) if gpu_name else None
-    if gpu is None or config.memory.plan == "off" or config.model.dtype not in ("auto", "bfloat16"):
+    hardware = hardware_of(machines, num_ranks)
+    if hardware is None or config.memory.plan == "off" or config.model.dtype not in ("auto", "bfloat16"):
         return config, None
     shape = model_shape(config)
     names = [name for name in SETTINGS if name in given or name == CP]
     fixed = fixed_settings({n: operator.attrgetter(n)(config) for n in names}, shape, num_ranks)
-    work = Work(config.data.context, config.train.batch)
-    plan = choose(shape, _hardware(config, gpu, num_ranks, local_ranks), work, fixed)
+    plan = choose(shape, hardware, Work(config.data.context, config.train.batch), fixed)
     if not plan.fits:
         raise ConfigError(_refusal(config, plan))
     return _with(config, settings_of(plan), names), plan
 
 
-def _hardware(config: Config, gpu, num_ranks: int, local_ranks: int) -> Hardware:
-    """This machine. What is free now differs from rank to rank under torchrun, so the whole memory, or the control
-    group's limit, counts here; what is free is checked against the plan afterwards."""
-    disk = config.memory.disk_path
+def hardware_of(machines: Sequence[Machine], num_ranks: int) -> Hardware | None:
+    """A machine that every rank's can stand for: of each figure the least; None with a GPU that the table lacks.
+
+    Nodes with different numbers of ranks count as more nodes of as many ranks as divide them all.
+    """
+    gpus = [_gpu(machine) for machine in machines]
+    known = [gpu for gpu in gpus if gpu is not None]
+    if len(known) < len(gpus):
+        return None
+    ranks = math.gcd(*(machine.local_ranks for machine in machines))
     return Hardware(
-        gpu,
-        gpus_per_node=local_ranks,
-        num_nodes=max(1, num_ranks // local_ranks),
-        host_bytes=min(psutil.virtual_memory().total, _memory_limit()),
-        disk_bytes=psutil.disk_usage(str(disk)).total if disk is not None else 0,
+        least_gpu(known),
+        gpus_per_node=ranks,
+        num_nodes=max(1, num_ranks // ranks),
+        host_bytes=min(machine.host_bytes * ranks // machine.local_ranks for machine in machines),
+        disk_bytes=min(machine.disk_bytes * ranks // machine.local_ranks for machine in machines),
     )
 
 
-def _memory_limit(file: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
-    """Of a container, where there is one."""
-    text = file.read_text().strip() if file.is_file() else "max"
-    return int(text) if text.isdigit() else sys.maxsize
+def _gpu(machine: Machine) -> Gpu | None:
+    gpu = gpu_named(machine.gpu_name) if machine.gpu_name else None
+    return gpu and dataclasses.replace(gpu, memory_bytes=min(gpu.memory_bytes, machine.gpu_bytes))
 
 
 def _with(config: Config, chosen: dict, given: list[str]) -> Config:
