@@ -192,8 +192,9 @@ class _Linear:
         one = self.matmul(3 * self.shape.hidden, width)
         if not backward:
             return one + moved
-        again = 3 if self.layout.checkpoint else 2
-        return again * one + 2 * self.output() + moved + self.sums(self.shape.mlp_parameters)
+        # A gated MLP's last product is not computed again; a mixture's is, inside its black box.
+        again = 0 if not self.layout.checkpoint else 1 if self.shape.experts_per_token else 2 / 3
+        return (2 + again) * one + 2 * self.output() + moved + self.sums(self.shape.mlp_parameters)
 
     def sums(self, num_parameters: int) -> float:
         """Weight gradients read, added and written once per tile."""

@@ -20,6 +20,7 @@ def layer_flops(
     output = 2 * s * D * shape.heads * K
     mlp = 2 * s * 3 * D * shape.mlp * max(shape.experts_per_token, 1)
     again = 1 if checkpoint else 0
+    mlp_again = again * (1 if shape.experts_per_token else 2 / 3)  # without a gated MLP's last product
     attend_again = again * (not kept)
     return {
         ("forward", "attention"): attend,
@@ -27,7 +28,7 @@ def layer_flops(
         ("forward", "mlp"): mlp,
         ("backward", "attention"): (2.5 + attend_again) * attend,
         ("backward", "projections"): (2 + again + attend_again) * project + output,
-        ("backward", "mlp"): (2 + again) * mlp + (1 + again) * output,
+        ("backward", "mlp"): (2 + mlp_again) * mlp + (1 + again) * output,
     }
 
 
