@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from ithaka.config import OptimConfig
 from ithaka.dist.loopback import start_loopback
 from ithaka.dist.mesh import Mesh, default_device, make_mesh
-from ithaka.memory.store import StoreError
 from ithaka.model.build import build_model
 from ithaka.model.settings import Settings, settings_for
 from ithaka.phases import OPTIMIZER, PARAMETERS, listening, phase
@@ -31,7 +30,9 @@ from ithaka.plan.search import Plan, evaluate, settings_of
 from ithaka.plan.seconds import layer_seconds
 from ithaka.profile.live import LiveBytes
 from ithaka.profile.timeline import Timeline
+from ithaka.train.launch import EXIT_MEMORY
 from ithaka.train.optim import make_optimizer
+from ithaka.train.shortage import Shortage, Witness, explain, is_shortage
 
 TINY_TOKENS = 1024  # per rank: a run whose activations are nothing beside the weights
 SHORT_DOCUMENT = 128 * 1024  # with memory_only, attention does not look further back
@@ -47,6 +48,7 @@ class Rehearsed:
     base_bytes: int  # the layers' peak at a tiny context: parameters, gradients, weights at work
     layer_peak_bytes: int  # the layers' peak
     gpu_peak_bytes: int  # of the whole step
+    peak_phase: str  # where that was
     host_bytes: int  # kept on the host by this rank
     disk_bytes: int
     forward_s: float  # per layer
@@ -75,16 +77,20 @@ def rehearse(
     memory_only: bool = False,
     cap_bytes: int | None = None,
     steps: int = 2,
+    witness: Witness | None = None,
 ) -> Rehearsed:
     """Runs `steps` training steps as rank 0 of `ranks`; the last one is measured.
 
     `cap_bytes`: what the device may hold. `memory_only`: attention looks at most 128 Ki tokens back, which cuts its
-    mathematics short; every allocation and copy stays.
+    mathematics short; every allocation and copy stays. `witness`: is told where the rehearsal is.
     """
-    with _loopback(ranks, cap_bytes) as device:
+    with _loopback(ranks, cap_bytes) as device, listening(witness) if witness else nullcontext():
         mesh = make_mesh(cp, device)
-        model = build_model(_first_layers(config, layers), mesh, settings)
+        with phase("building the model"):
+            model = build_model(_first_layers(config, layers), mesh, settings)
         optimizer = make_optimizer(model, OptimConfig(lr=0.0))
+        if witness is not None:
+            witness.know(model, optimizer)
         tiny_tokens = _tiny(context // mesh.cp_size) * mesh.cp_size
         tiny = _measure(model, optimizer, mesh, tiny_tokens, False, 2)
         measured = _measure(model, optimizer, mesh, context, memory_only, steps)
@@ -98,6 +104,7 @@ def rehearse(
             base_bytes=tiny.layer_peak_bytes,
             layer_peak_bytes=measured.layer_peak_bytes,
             gpu_peak_bytes=measured.peak_bytes,
+            peak_phase=measured.peak_phase,
             host_bytes=store.pool.peak_bytes,
             disk_bytes=store.disk.used_bytes,
             forward_s=seconds[("forward",)] / layers,
@@ -107,28 +114,37 @@ def rehearse(
         )
 
 
-def rehearse_plan(
-    plan: Plan, config: dict[str, Any] | Path, layers: int, memory_only: bool = False, steps: int = 2
-) -> tuple[Rehearsed, Plan]:
-    """A plan's own layout, measured on a few layers, and what the plan says of those few layers."""
-    device = default_device()
+def of_few_layers(plan: Plan, layers: int, memory_only: bool) -> Plan:
+    """What a plan's own layout costs on its first layers, in the precision of this device."""
     few = replace(plan.shape, num_layers=layers, windows=plan.shape.windows[:layers])
-    layout: Layout = replace(plan.layout, keep_attention=min(plan.layout.keep_attention, layers))
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    layout = replace(layout, element_bytes=dtype.itemsize)
-    measured = rehearse(
-        config,
-        ranks=plan.hardware.num_gpus,
-        cp=layout.cp,
-        context=plan.work.tokens,
-        layers=layers,
-        settings=settings_for(layout, dtype),
-        memory_only=memory_only,
-        cap_bytes=plan.hardware.gpu.memory_bytes if device.type == "cuda" else None,
-        steps=steps,
+    layout: Layout = replace(
+        plan.layout,
+        keep_attention=min(plan.layout.keep_attention, layers),
+        element_bytes=_dtype().itemsize,
     )
     work = replace(plan.work, document_tokens=SHORT_DOCUMENT) if memory_only else plan.work
-    return measured, evaluate(few, layout, plan.hardware, work)
+    return evaluate(few, layout, plan.hardware, work)
+
+
+def rehearse_plan(few: Plan, config: dict[str, Any] | Path, memory_only: bool, witness: Witness) -> Rehearsed:
+    """A plan of few layers, measured."""
+    on_gpu = default_device().type == "cuda"
+    return rehearse(
+        config,
+        ranks=few.hardware.num_gpus,
+        cp=few.layout.cp,
+        context=few.work.tokens,
+        layers=few.shape.num_layers,
+        settings=settings_for(few.layout, _dtype()),
+        memory_only=memory_only,
+        cap_bytes=few.hardware.gpu.memory_bytes if on_gpu else None,
+        steps=1 if memory_only else 2,
+        witness=witness,
+    )
+
+
+def _dtype() -> torch.dtype:
+    return torch.bfloat16 if default_device().type == "cuda" else torch.float32
 
 
 Row = tuple[str, float | None, float, str]  # what, planned, measured, unit
@@ -185,6 +201,7 @@ class _Measured:
     step_s: float
     layer_peak_bytes: int
     peak_bytes: int
+    peak_phase: str
 
 
 def _measure(
@@ -205,11 +222,15 @@ def _measure(
             _step(model, optimizer, ids, documents)
         _synchronize(mesh)
         step_s = time.perf_counter() - started
-    if mesh.device.type != "cuda":
-        layers, peak = _live_peaks(model, optimizer, ids, documents)
-        return _Measured(timeline, step_s, layers, peak)
-    layer_peak = max(p.peak_bytes for p in _layers(timeline).phases)
-    return _Measured(timeline, step_s, layer_peak, max(p.peak_bytes for p in timeline.phases))
+    if mesh.device.type == "cuda":
+        peaks = {p.path: 0 for p in timeline.phases}
+        for p in timeline.phases:
+            peaks[p.path] = max(peaks[p.path], p.peak_bytes)
+    else:
+        peaks = _live_peaks(model, optimizer, ids, documents)
+    in_layers = max(peak for path, peak in peaks.items() if _in_layer(path))
+    highest = max(peaks, key=lambda path: (peaks[path], len(path)))
+    return _Measured(timeline, step_s, in_layers, peaks[highest], " / ".join(highest[1:]) or "outside layers and loss")
 
 
 def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids: Tensor, documents: Tensor | None) -> None:
@@ -224,21 +245,23 @@ def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids: Tensor,
 
 def _live_peaks(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids: Tensor, documents: Tensor | None
-) -> tuple[int, int]:
-    """On a CPU: live bytes at their highest in the layers and in the step, parameters and states included."""
+) -> dict[tuple[str, ...], int]:
+    """On a CPU: live bytes at their highest, by phase; parameters and states included."""
     with LiveBytes(scratch=False) as live:
         live.register(model.parameters(), PARAMETERS)
         states = (value for state in optimizer.state.values() for value in state.values())
         live.register((value for value in states if isinstance(value, Tensor)), OPTIMIZER)
         _step(model, optimizer, ids, documents)
-    in_layers = [peak for path, peak in live.peaks.items() if len(path) > 1 and path[1].startswith("layer ")]
-    return max(in_layers), live.peak_bytes
+    return live.peaks
+
+
+def _in_layer(path: tuple[str, ...]) -> bool:
+    return len(path) > 1 and path[1].startswith("layer ")
 
 
 def _layers(timeline: Timeline) -> Timeline:
     """The layers' phases only."""
-    chosen = [p for p in timeline.phases if len(p.path) > 1 and p.path[1].startswith("layer ")]
-    return Timeline(timeline.device, chosen)
+    return Timeline(timeline.device, [p for p in timeline.phases if _in_layer(p.path)])
 
 
 def _first_layers(config: dict[str, Any] | Path, layers: int) -> dict[str, Any]:
@@ -260,17 +283,14 @@ def _synchronize(mesh: Mesh) -> None:
 def run(plan: Plan, model: str, layers: int, memory_only: bool, as_json: bool) -> int:
     """Rehearses and prints; the exit code, 3 when memory does not suffice."""
     config = model_config(model) if model in MODELS else Path(model)
-    layers = min(layers, plan.shape.num_layers)
+    few, witness = of_few_layers(plan, min(layers, plan.shape.num_layers), memory_only), Witness(default_device())
     try:
-        measured, few = rehearse_plan(plan, config, layers, memory_only, steps=1 if memory_only else 2)
-    except (torch.OutOfMemoryError, StoreError) as error:
-        print(f"out of memory: {str(error).splitlines()[0]}", file=sys.stderr)
-        print(
-            f"planned peak: {plan.ledger.gpu_peak / 2**30:.1f} GiB in {plan.ledger.phase}; give the plan less memory "
-            "(--gpus with a smaller GPU) or set memory.offload, parallel.heads_per_stage",
-            file=sys.stderr,
-        )
-        return 3
+        measured = rehearse_plan(few, config, memory_only, witness)
+    except Exception as error:
+        if not is_shortage(error):
+            raise
+        print(explain(Shortage(error, witness, few, plan), "the same command with"), file=sys.stderr)
+        return EXIT_MEMORY
     rows = compare(plan, measured, few)
     if as_json:
         values = [{"what": w, "planned": p, "measured": m, "unit": u} for w, p, m, u in rows]
@@ -294,7 +314,7 @@ def table(plan: Plan, measured: Rehearsed, rows: list[Row], memory_only: bool) -
         shown = "" if planned is None else f"{planned:.3f}"
         lines.append(f"{what:{width}}  {shown:>10}  {value:10.3f} {unit}")
     parts = ", ".join(f"{name} {seconds:.4f}" for name, seconds in measured.parts_s.items() if seconds >= 1e-4)
-    lines += ["", f"seconds per layer: {parts}"]
+    lines += ["", f"GPU peak in: {measured.peak_phase}", f"seconds per layer: {parts}"]
     if memory_only:
         lines.append("memory only: attention was cut short, so its times say nothing about training")
     return "\n".join(lines)
