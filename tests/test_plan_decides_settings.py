@@ -125,16 +125,15 @@ def plan_on(folder, host_bytes_by_rank, context_by_rank):
             patch.setenv(name, str(value))
         patch.setattr("psutil.virtual_memory", lambda: memory)
         patch.setattr("ithaka.plan.hardware.cgroup_limits", list)
-        patch.setattr("ithaka.train.launch.gpu", lambda: (H200, 2**62))
         config, told = llama(folder, data__context=context_by_rank[rank])
-        machines = machines_of_all(this_machine(config, 2))
+        machines = machines_of_all(this_machine(config, 2, (H200, 2**62)))
         try:
             check_ranks_agree(config)
         except ConfigError as error:
             return str(error)
         resolved, _ = planned(config, told, 2, machines)
         check_ranks_agree(resolved)
-        alone, _ = planned(config, told, 2, [this_machine(config, 2)])
+        alone, _ = planned(config, told, 2, [this_machine(config, 2, (H200, 2**62))])
     return resolved, alone
 
 

@@ -10,7 +10,6 @@ from rich.console import Console as RichConsole
 
 from ithaka.config import ConfigError
 from ithaka.train import console as console_module
-from ithaka.train import loop
 from ithaka.train.console import Console, Metrics, Record, amount, step_flops
 from ithaka.train.loop import Diverged, StopRequest, num_pairs, run
 from runs import metrics, start_process, tiny_run, wait_for
@@ -131,19 +130,6 @@ def test_a_run_that_diverges_stops_and_saves_nothing(ranks, tmp_path):
     config = tiny_run(tmp_path, train=train, optim={"lr": 1e38, "warmup_steps": 0, "clip_norm": None})
     assert all(ranks.run(2, diverging, config))
     assert not (tmp_path / "run/latest").exists()
-
-
-def test_out_of_memory_is_explained_with_the_last_checkpoint(tmp_path, monkeypatch):
-    config = tiny_run(tmp_path)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/latest").write_text("step-00000004\n")
-
-    def full(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-
-    monkeypatch.setattr(loop, "prepare", full)
-    with pytest.raises(loop.OutOfMemoryError, match=r"(?s)data.context=61.*2 GiB.*step-00000004.*--resume"):
-        run(config)
 
 
 def test_pairs_are_counted_inside_documents_and_windows():

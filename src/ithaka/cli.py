@@ -181,7 +181,7 @@ def plan_settings(file: Path | None, changes: list[str], config: Config, num_ran
 
     if launch.num_gpus() == 0:
         return config
-    machines = machines_of_all(this_machine(config, num_ranks))
+    machines = machines_of_all(this_machine(config, num_ranks, launch.gpu()))
     check_ranks_agree(config)
     told = given(file, changes, _embedded_default(file, changes, launch.num_gpus()))
     resolved, plan = planned(config, told, num_ranks, machines)

@@ -1,12 +1,13 @@
 """Names for what the schedule does now and for what holds memory. Nearly free where nobody listens."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
 from torch import Tensor
 
 Path = tuple[str, ...]
+Around = Callable[[Path], AbstractContextManager]
 
 # What holds memory. A map stacks its bytes by these names, in this order.
 PARAMETERS = "parameters"
@@ -64,6 +65,7 @@ class Watcher(Protocol):
 class _State:
     listeners: tuple[Listener, ...] = ()
     watchers: tuple[Watcher, ...] = ()
+    around: tuple[Around, ...] = ()
     path: Path = ()
     holder: str = OTHER
 
@@ -84,7 +86,10 @@ def phase(name: str) -> Iterator[None]:
         return
     outer = _enter(name)
     try:
-        yield
+        with ExitStack() as stack:
+            for make in _State.around:
+                stack.enter_context(make(_State.path))
+            yield
     finally:
         _leave(outer)
 
@@ -154,6 +159,8 @@ def listening(listener: Listener) -> Iterator[None]:
         yield
     finally:
         _State.listeners = _without(_State.listeners, listener)
+        if not _State.listeners:  # an error in backward leaves phases open that only its end would close
+            _State.path, _State.holder = (), OTHER
 
 
 @contextmanager
@@ -164,6 +171,19 @@ def watching(watcher: Watcher) -> Iterator[None]:
         yield
     finally:
         _State.watchers = _without(_State.watchers, watcher)
+
+
+@contextmanager
+def around_phases(make: Around) -> Iterator[None]:
+    """Enters `make(path)` around the code of every phase inside that is one block of code, in its thread.
+
+    Phases of ordinary autograd (`mark_backward`) are none: it restores the thread's state after each node.
+    """
+    _State.around = (*_State.around, make)
+    try:
+        yield
+    finally:
+        _State.around = _without(_State.around, make)
 
 
 def _without(entries: tuple, entry: object) -> tuple:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -283,13 +284,14 @@ def _synchronize(mesh: Mesh) -> None:
 def run(plan: Plan, model: str, layers: int, memory_only: bool, as_json: bool) -> int:
     """Rehearses and prints; the exit code, 3 when memory does not suffice."""
     config = model_config(model) if model in MODELS else Path(model)
-    few, witness = of_few_layers(plan, min(layers, plan.shape.num_layers), memory_only), Witness(default_device())
+    as_run = partial(of_few_layers, layers=min(layers, plan.shape.num_layers), memory_only=memory_only)
+    few, witness = as_run(plan), Witness(default_device())
     try:
         measured = rehearse_plan(few, config, memory_only, witness)
     except Exception as error:
         if not is_shortage(error):
             raise
-        print(explain(Shortage(error, witness, few, plan), "the same command with"), file=sys.stderr)
+        print(explain(Shortage(error, witness, plan, as_run), "the same command with"), file=sys.stderr)
         return EXIT_MEMORY
     rows = compare(plan, measured, few)
     if as_json:

@@ -30,6 +30,10 @@ TIERS = ("device", "host", "disk")
 class StoreError(RuntimeError):
     """A tier is full or fails: says which, what was asked for, what there is, and what to change."""
 
+    @property
+    def tier(self) -> str:
+        return "disk" if str(self).startswith("disk:") else "host"
+
 
 class Slab:
     """A run of host bytes, page-locked where there is a GPU. Pinned once, reused over steps."""

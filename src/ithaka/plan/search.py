@@ -141,7 +141,7 @@ def choose(
     for bound, cp, stage in sorted(_bounded(shape, hardware, work, fixed), key=lambda entry: -entry[0]):
         if bound < WORTH_SHOWING * best:
             break
-        for layout, ledger in _candidates(Layout(cp, stage), shape, hardware, work, fixed):
+        for layout, ledger in _candidates(Layout(cp, stage, **_precision(fixed)), shape, hardware, work, fixed):
             tried += 1
             if ledger.fits:
                 fitting.append(_costed(shape, layout, ledger, hardware, work))
@@ -282,6 +282,7 @@ def _leanest(shape: ModelShape, hardware: Hardware, fixed: Mapping[str, Any]) ->
         _tiles(fixed)[-1],
         overlap=fixed.get("overlap", False),
         checkpoint=fixed.get("checkpoint", True),
+        **_precision(fixed),
     )
     for tier in _attention_tiers(shape, hardware, fixed):
         if tier["keep_attention"] and "keep_attention" not in fixed:
@@ -324,6 +325,10 @@ def _tiers(wanted: Tier | None, hardware: Hardware) -> tuple[Tier, ...]:
 
 def _tiles(fixed: Mapping[str, Any]) -> tuple[int | None, ...]:
     return (fixed["tile_tokens"],) if "tile_tokens" in fixed else TILES
+
+
+def _precision(fixed: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: fixed[name] for name in ("element_bytes", "sum_bytes") if name in fixed}
 
 
 def _either(fixed: Mapping[str, Any], name: str, values: tuple[bool, ...]) -> tuple[bool, ...]:

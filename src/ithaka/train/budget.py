@@ -21,7 +21,7 @@ def check_budgets(config: Config, shape: ModelShape, cp: int, num_ranks: int, on
     """Refuses what certainly does not fit; the rest of what a process needs is not counted."""
     have = this_host(config.memory.disk_path)
     host, disk = needs(config, shape, cp, num_ranks, on_gpu)
-    ranks = f"for {_local_ranks(num_ranks)} ranks"
+    ranks = f"for {local_ranks(num_ranks)} ranks"
     _check(config, cp, host, have.memory_bytes, f"host memory {ranks}", "free")
     _check(config, cp, disk, have.disk_bytes, f"disk {ranks}", f"free in {have.disk_path}")
 
@@ -36,7 +36,7 @@ def needs(config: Config, shape: ModelShape, cp: int, num_ranks: int, on_gpu: bo
 def store_host_bytes(config: Config, shape: ModelShape, cp: int, num_ranks: int, on_gpu: bool) -> int | None:
     """What one rank's store may hold in host memory: its share of what is free; with the disk tier only what
     is on its way, so that a disk that is too slow slows the run down instead of filling the memory."""
-    local = _local_ranks(num_ranks)
+    local = local_ranks(num_ranks)
     host, disk = needs(config, shape, cp, num_ranks, on_gpu)
     kept = sum(host.get(name, 0) for name in STORED)
     if not kept and not disk:
@@ -45,23 +45,24 @@ def store_host_bytes(config: Config, shape: ModelShape, cp: int, num_ranks: int,
     return min(share, kept // local) if disk else share
 
 
-def _ledger(config: Config, shape: ModelShape, cp: int, num_ranks: int, on_gpu: bool) -> Ledger:
+def layout_of(config: Config, shape: ModelShape, cp: int, num_ranks: int, on_gpu: bool) -> Layout:
+    """A configuration's settings as the planner sees them."""
     chosen = {name: operator.attrgetter(name)(config) for name in SETTINGS} | {"parallel.cp": cp}
     fixed = fixed_settings(chosen, shape, num_ranks)
     fixed.setdefault("attention_tier", fixed["input_tier"])
     sizes = {"float64": 8, "float32": 4, "bfloat16": 2, "auto": 2 if on_gpu else 4}
     element_bytes = sizes[config.model.dtype]
-    layout = Layout(
-        **fixed,
-        element_bytes=element_bytes,
-        sum_bytes=max(4, element_bytes),
-    )
-    local = _local_ranks(num_ranks)
+    return Layout(**fixed, element_bytes=element_bytes, sum_bytes=max(4, element_bytes))
+
+
+def _ledger(config: Config, shape: ModelShape, cp: int, num_ranks: int, on_gpu: bool) -> Ledger:
+    layout, local = layout_of(config, shape, cp, num_ranks, on_gpu), local_ranks(num_ranks)
     hardware = Hardware(GPUS["CPU"], gpus_per_node=local, num_nodes=max(1, num_ranks // local))
     return memory(shape, layout, hardware, Work(config.data.context, config.train.batch))
 
 
-def _local_ranks(num_ranks: int) -> int:
+def local_ranks(num_ranks: int) -> int:
+    """Ranks of this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
 
 

@@ -32,6 +32,13 @@ GRACE_S = 5.0
 SAME_S = 0.5
 CPU_RANKS = 2
 MAX_REPORT_CHARS = 16_000
+# Of PyTorch's CPU allocator, of CUDA outside PyTorch's allocator (NCCL, kernels), of cuBLAS.
+MEMORY_WORDS = (
+    "can't allocate memory",
+    "CUDA error: out of memory",
+    "CUDA out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 RankFunction = Callable[..., None]
@@ -104,7 +111,7 @@ def _call(function: RankFunction, args: tuple[Any, ...]) -> Outcome:
     except KeyboardInterrupt:
         return Outcome(128 + signal.SIGINT, "stopped by SIGINT")
     except Exception as error:
-        code = EXIT_MEMORY if _is_out_of_memory(error) else EXIT_FAILED
+        code = EXIT_MEMORY if is_out_of_memory(error) else EXIT_FAILED
         return Outcome(code, _explanation(error))
 
 
@@ -115,10 +122,10 @@ def _explanation(error: Exception) -> str:
     return traceback.format_exc()[-MAX_REPORT_CHARS:].rstrip()
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    # By name and words: torch may not be imported here, and its CPU allocator raises a plain RuntimeError.
+def is_out_of_memory(error: BaseException) -> bool:
+    # By name and words: torch may not be imported here, and only some of its parts raise its own error.
     named = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
-    return named or "can't allocate memory" in str(error)
+    return named or (isinstance(error, RuntimeError) and any(words in str(error) for words in MEMORY_WORDS))
 
 
 # In a child

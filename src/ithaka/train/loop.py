@@ -26,12 +26,11 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from ithaka.config import Config, ConfigError, embedded_model, to_yaml
-from ithaka.dist.mesh import Mesh, end_process_group, make_mesh, start_process_group
-from ithaka.memory.store import StoreError
+from ithaka.dist.mesh import Mesh, default_device, end_process_group, make_mesh, start_process_group
 from ithaka.model.build import build_model
 from ithaka.model.settings import settings_of
 from ithaka.ops.kernels import resolve_kernel
-from ithaka.phases import phase
+from ithaka.phases import listening, phase
 from ithaka.train import checkpoint
 from ithaka.train.budget import store_host_bytes
 from ithaka.train.check import model_shape
@@ -49,6 +48,7 @@ from ithaka.train.console import (
 from ithaka.train.data import Batch, Tokenizer, TrainData, load_tokenizer, num_valid, open_data
 from ithaka.train.optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate
 from ithaka.train.planned import check_ranks_agree
+from ithaka.train.shortage import Shortage, Witness, explain, is_shortage, plan_of_run
 from ithaka.train.watch import Watch, write_facts
 
 SAMPLE_PROMPT_TOKENS = 64
@@ -233,12 +233,14 @@ class Trainer:
         self.tokens = 0
         self.saved_step = 0
 
+    @phase("loading the checkpoint")
     def load(self, path: Path) -> None:
         state = checkpoint.load(path, self.model, self.optimizer)
         self.step = self.saved_step = state["step"]
         self.tokens = state["tokens"]
         self.data.load_state_dict(state["data"])
 
+    @phase("saving")
     def save(self) -> None:
         """Does nothing when this step is saved already."""
         if self.saved_step == self.step:
@@ -271,6 +273,7 @@ class Trainer:
         self.tokens += num_tokens
         return result, lr, num_tokens
 
+    @phase("validation")
     def validate(self) -> float | None:
         batches = self.data.validation_batches(self.config.train.validate_sequences)
         return validation_loss(self.model, batches, self.mesh)
@@ -287,13 +290,16 @@ def run(config: Config, resume: Path | None = None, only_profile: bool = False) 
     steps are done, or when asked to stop, after saving.  Raises ConfigError, OutOfMemoryError or Diverged
     with all that the user needs to know.  `only_profile`: nothing is saved, and no sample is taken."""
     ours = not dist.is_initialized()
-    with StopRequest() as stop:
+    witness = Witness(default_device())
+    with StopRequest() as stop, listening(witness):
         try:
-            train(prepare(config, resume), stop, only_profile)
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            raise OutOfMemoryError(_explain_out_of_memory(config, error)) from error
-        except StoreError as error:
-            raise OutOfMemoryError(_explain_full_store(config, error)) from error
+            trainer = prepare(config, resume)
+            witness.know(trainer.model, trainer.optimizer)
+            train(trainer, stop, only_profile)
+        except Exception as error:
+            if not is_shortage(error):
+                raise
+            raise OutOfMemoryError(_explain_shortage(config, error, witness)) from error
     # Only after success: with a rank gone this would wait for it.
     if ours:
         end_process_group()
@@ -326,7 +332,8 @@ def _build(config: Config) -> Trainer:
     budget = store_host_bytes(config, model_shape(config), mesh.cp_size, mesh.world_size, mesh.device.type == "cuda")
     settings = dataclasses.replace(settings_of(config, mesh.device), host_bytes=budget)
     kernel_of(config, mesh)  # refused here, before anything is written
-    model = build_model(source, mesh, settings, seed=config.train.seed)
+    with phase("building the model"):
+        model = build_model(source, mesh, settings, seed=config.train.seed)
     tokenizer = load_tokenizer(config.data, config.model.path)
     data = open_data(
         config.data,
@@ -511,21 +518,13 @@ def _last_checkpoint(config: Config) -> str:
     return f"The last checkpoint is {run_dir / 'checkpoints' / latest.read_text().strip()}."
 
 
-def _explain_out_of_memory(config: Config, error: BaseException) -> str:
-    rank, context, run_dir = os.environ.get("RANK", "0"), config.data.context, config.train.run_dir
+def _explain_shortage(config: Config, error: Exception, witness: Witness) -> str:
+    run_dir = config.train.run_dir
     assert run_dir is not None
     saved = (run_dir / "latest").exists()
     again = f"ithaka train --resume {run_dir}" if saved else "the same command with another --run-dir and"
-    return (
-        f"Out of memory on rank {rank} with data.context={context}: {str(error).splitlines()[0]}\n"
-        f"{_last_checkpoint(config)} What needs less: more ranks (parallel.cp), a shorter data.context,\n"
-        "memory.checkpoint=full, memory.offload=host, memory.offload_optimizer=true; for example\n"
-        f"  {again} --set memory.offload=host"
-    )
-
-
-def _explain_full_store(config: Config, error: StoreError) -> str:
-    return f"rank {os.environ.get('RANK', '0')}: {error}. {_last_checkpoint(config)}"
+    plan = plan_of_run(config, witness.device)
+    return f"{explain(Shortage(error, witness, plan), again)}\n{_last_checkpoint(config)}"
 
 
 def _sample_text(trainer: Trainer) -> str:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-import os
 import sys
+import tempfile
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
@@ -20,6 +20,7 @@ from ithaka.plan.cost import Work
 from ithaka.plan.hardware import Gpu, Hardware, gpu_named, host_capacity, least_gpu
 from ithaka.plan.search import SETTINGS, Plan, choose, fixed_settings, settings_of
 from ithaka.train import launch
+from ithaka.train.budget import local_ranks
 from ithaka.train.check import model_shape
 
 CP = "parallel.cp"  # never the planner's: it would change how many sequences a step has
@@ -37,15 +38,18 @@ class Machine:
     local_ranks: int
 
 
-def this_machine(config: Config, num_ranks: int) -> Machine:
-    disk = config.memory.disk_path
-    name, gpu_bytes = launch.gpu() or (None, sys.maxsize)
+def this_machine(config: Config, num_ranks: int, gpu: tuple[str, int] | None) -> Machine:
+    """`gpu`: its name and its bytes."""
+    memory = config.memory
+    to_disk = memory.disk_path is not None or "disk" in (memory.offload, memory.attention_offload)
+    disk = memory.disk_path or tempfile.gettempdir()
+    name, gpu_bytes = gpu or (None, sys.maxsize)
     return Machine(
         gpu_name=name,
         gpu_bytes=gpu_bytes,
         host_bytes=host_capacity(),
-        disk_bytes=psutil.disk_usage(str(disk)).total if disk is not None else 0,
-        local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)),
+        disk_bytes=psutil.disk_usage(str(disk)).total if to_disk else 0,
+        local_ranks=local_ranks(num_ranks),
     )
 
 

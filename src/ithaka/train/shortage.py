@@ -1,0 +1,351 @@
+"""Out of memory, explained: where it happened, what was planned and what was measured there, and what would fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ithaka.config import Config
+from ithaka.memory.store import StoreError
+from ithaka.phases import Path
+from ithaka.plan.cost import (
+    FIRST_LAYER,
+    HOST_PROCESS_BYTES,
+    HOST_RESERVE_SHARE,
+    RESERVE_BYTES,
+    RESERVE_SHARE,
+    Ledger,
+    Work,
+    gpu_phases,
+)
+from ithaka.plan.hardware import GPUS, Hardware
+from ithaka.plan.search import SETTINGS, Plan, choose, evaluate, settings_of
+from ithaka.train import launch
+from ithaka.train.budget import layout_of, local_ranks, size
+from ithaka.train.check import model_shape
+from ithaka.train.planned import hardware_of, this_machine
+
+STAND_IN = "H100"  # whose rates a GPU gets that the table does not have: here they only rank plans
+NEXT_SHARE = 0.9  # of what a plan needs, for the next one to try
+MOST_HALVINGS = 12  # of the context, where nothing else helps
+SAME_SPEED = 1.01  # seconds of a step that make no difference
+Holders = dict[str, int]
+
+
+def is_shortage(error: BaseException | None) -> bool:
+    """Of memory on the device or the host, or of room in the store."""
+    return error is not None and (isinstance(error, StoreError) or launch.is_out_of_memory(error))
+
+
+class Witness:
+    """Listens to phases, and remembers where a run was and what it held when memory ran out.
+
+    An error ends the phases that it passes through; the first of them is where it happened.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.path: Path = ()
+        self.before: Path = ()  # the innermost phase left last, for what happens between phases
+        self.used_bytes: int | None = None  # by this process on the device; on a CPU, in all
+        self.process_bytes = 0  # of host memory, in all
+        self.others_bytes = 0  # of a GPU, by other processes and the driver
+        self.scattered_bytes = 0  # held by the allocator in pieces that nobody uses
+        self._owners: tuple[nn.Module, torch.optim.Optimizer] | None = None
+
+    def enter(self, path: Path) -> None:
+        self.path, self.used_bytes = path, None
+
+    def leave(self, path: Path) -> None:
+        if is_shortage(sys.exc_info()[1]):
+            self.measure()
+            return
+        self.path = path[:-1]
+        if path[-1] != "copies" and self.before[: len(path)] != path:
+            self.before = path
+
+    def measure(self) -> None:
+        """Once: what an error lets go of on its way up must not be missing."""
+        if self.used_bytes is not None:
+            return
+        self.used_bytes = self.process_bytes = psutil.Process().memory_info().rss
+        if self.device.type != "cuda":
+            return
+        reserved, (free, total) = torch.cuda.memory_reserved(self.device), torch.cuda.mem_get_info(self.device)
+        self.used_bytes = torch.cuda.memory_allocated(self.device)
+        self.scattered_bytes = reserved - self.used_bytes
+        self.others_bytes = max(0, total - free - reserved)
+
+    def know(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._owners = (model, optimizer)
+
+    def states(self) -> Holders:
+        """What the device holds from step to step, where it is known whose that is."""
+        if self._owners is None:
+            return {}
+        model, optimizer = self._owners
+        states = (value for state in optimizer.state.values() for value in state.values())
+        return {
+            "parameters": self._sum(model.parameters()),
+            "gradients": self._sum(p.grad for p in model.parameters() if p.grad is not None),
+            "optimizer": self._sum(value for value in states if isinstance(value, Tensor)),
+        }
+
+    def _sum(self, tensors: Iterable[Tensor]) -> int:
+        local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+        return sum(t.nbytes for t in local if t.device.type == self.device.type)
+
+    @property
+    def where(self) -> str:
+        if self.path:
+            return f"in {' / '.join(self.path)}"
+        return f"after {' / '.join(self.before)}" if self.before else "before the first phase"
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """What there was too little of, and the plan at work; `as_run`: what was really run of a plan (a rehearsal runs few
+    of its layers)."""
+
+    error: BaseException
+    witness: Witness
+    plan: Plan
+    as_run: Callable[[Plan], Plan] = lambda plan: plan
+
+    @property
+    def tier(self) -> str:
+        if isinstance(self.error, StoreError):
+            return self.error.tier
+        on_host = isinstance(self.error, MemoryError) or "can't allocate memory" in str(self.error)
+        return "host" if on_host and self.witness.device.type == "cuda" else "GPU"
+
+    @property
+    def asked_bytes(self) -> int:
+        """What the allocator says that it was asked for; 0 where it does not say."""
+        found = re.search(r"tried to allocate ([\d.]+) ?(bytes|[KMG]iB)", str(self.error), re.IGNORECASE)
+        units = ("bytes", "kib", "mib", "gib")
+        return int(float(found[1]) * 1024 ** units.index(found[2].lower())) if found else 0
+
+    @property
+    def needed_bytes(self) -> int:
+        return (self.witness.used_bytes or 0) + self.asked_bytes
+
+    @property
+    def path(self) -> Path:
+        return self.witness.path or self.witness.before
+
+    @property
+    def planned_here(self) -> Holders:
+        """What the plan has on the device in the phase in which this happened."""
+        return planned_at(self.as_run(self.plan), self.path)
+
+    def suits(self, plan: Plan) -> bool:
+        """Whether a plan fits that is off by as much as this one was in phases like this one."""
+        if self.tier != "GPU" or not plan.fits:
+            return plan.fits
+        limit = min(sum(self.planned_here.values()), self.needed_bytes)
+        alike = _phases_alike(self.as_run(plan), self.path).values()
+        return max(sum(holders.values()) for holders in alike) < limit
+
+
+def explain(shortage: Shortage, command: str) -> str:
+    """In words. `command`: what takes the settings that would fit, as `--set`."""
+    shortage.witness.measure()
+    lines = [_headline(shortage)]
+    lines += _device_lines(shortage) if shortage.tier == "GPU" else [_outside_line(shortage)]
+    return "\n".join([*lines, *_ways_out(shortage, command)])
+
+
+def _headline(shortage: Shortage) -> str:
+    rank = f"rank {os.environ.get('RANK', '0')}, {shortage.witness.where}"
+    if isinstance(shortage.error, StoreError):
+        return f"{rank}: {shortage.error}"
+    on_gpu = shortage.tier == "GPU" and shortage.witness.device.type == "cuda"
+    used = shortage.witness.used_bytes if on_gpu else shortage.witness.process_bytes
+    asked = f"{size(shortage.asked_bytes)} more were asked for" if shortage.asked_bytes else _first_line(shortage.error)
+    return f"{rank}: no {'GPU' if on_gpu else 'host'} memory left: {asked}, beside {size(used or 0)} in use"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _device_lines(shortage: Shortage) -> Iterator[str]:
+    witness, ledger = shortage.witness, shortage.as_run(shortage.plan).ledger
+    here, states = shortage.planned_here, witness.states()
+    here = {name: here.pop(name) for name in states} | {"all else": sum(here.values())}
+    measured = states | {"all else": (witness.used_bytes or 0) - sum(states.values())}
+    yield f"  {'':<12}{'planned here':>14}{'measured':>14}"
+    for name, num_bytes in here.items():
+        yield f"  {name:<12}{size(num_bytes):>14}{size(measured[name]):>14}"
+    yield f"  {'asked for':<12}{'':>14}{size(shortage.asked_bytes):>14}"
+    yield f"  {'together':<12}{size(sum(here.values())):>14}{size(shortage.needed_bytes):>14}"
+    yield (
+        f"  planned peak: {size(_needs(ledger, 'GPU'))} in {ledger.phase}, with {size(ledger.gpu['reserve'])} in "
+        f"reserve, of {size(ledger.gpu_bytes)}"
+    )
+    yield from _hints(shortage)
+
+
+def _hints(shortage: Shortage) -> Iterator[str]:
+    witness = shortage.witness
+    if witness.device.type != "cuda":
+        yield "  measured is the whole process, with Python and its libraries"
+    if witness.others_bytes > RESERVE_BYTES:
+        yield f"  {size(witness.others_bytes)} of this GPU are held by other processes: end them, or use another GPU"
+    if shortage.asked_bytes and witness.scattered_bytes >= shortage.asked_bytes:
+        yield (
+            f"  {size(witness.scattered_bytes)} are free in pieces that are too small: "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True joins them"
+        )
+
+
+def planned_at(plan: Plan, path: Path) -> Holders:
+    """What the plan has on the device in a phase, by holder, reserve left out; where it names no layer, at most."""
+    alike = _phases_alike(plan, path)
+    layer = next((int(name.split()[1]) for name in path if re.fullmatch(r"layer \d+", name)), None)
+    if layer is None:
+        return max(alike.values(), key=lambda holders: sum(holders.values()))
+    if layer == 0 and FIRST_LAYER in alike:
+        return alike[FIRST_LAYER]
+    # The figures are the last layer's; below it fewer layers have kept something.
+    found = next(iter(alike.values()))
+    return {**found, "kept activations": found["kept activations"] * (layer + 1) // plan.shape.num_layers}
+
+
+def _phases_alike(plan: Plan, path: Path) -> dict[str, Holders]:
+    """The planner's phases in which the same is done as in `path`; all of them, where it knows none."""
+    phases = dict(gpu_phases(plan.shape, plan.layout, plan.hardware, plan.work))
+    layers = [name for name in phases if name.startswith("backward") and name.endswith("layer")]
+    alike = {"loss forward": ["loss"], "loss backward": ["loss"], "optimizer": ["update"], "embedding": ["forward"]}
+    alike |= {"forward": ["forward"], "backward": layers}
+    return {name: phases[name] for part in path for name in alike.get(part, ())} or phases
+
+
+def _outside_line(shortage: Shortage) -> str:
+    ledger = shortage.plan.ledger
+    of_tier = {"host": (ledger.host, ledger.host_bytes), "disk": (ledger.disk, ledger.disk_bytes)}
+    holders, there = of_tier[shortage.tier]
+    parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in holders.items() if num_bytes)
+    return f"  planned per node: {size(sum(holders.values()))} of {size(there)} ({parts})"
+
+
+# ---- what would fit
+
+
+def _ways_out(shortage: Shortage, command: str) -> list[str]:
+    now = shortage.plan
+    following = _following(shortage, now.work)
+    if following is not None:
+        before, after = settings_of(now), settings_of(following)
+        changes = " ".join(f"--set {name}={_yaml(after[name])}" for name in after if after[name] != before[name])
+        return [f"Planned to fit, {_saving(now, following, shortage.tier)}:", f"  {command} {changes}"]
+    shorter = [now.work.context >> halvings for halvings in range(1, MOST_HALVINGS)]
+    works = (dataclasses.replace(now.work, context=context) for context in shorter if context >= now.layout.cp)
+    fitting = next((work.context for work in works if _following(shortage, work)), None)
+    other = f"a new run of {fitting} tokens or more ranks" if fitting else "more ranks"
+    return [f"No settings are planned to fit at {now.work.context} tokens here: use {other}"]
+
+
+def _following(shortage: Shortage, work: Work) -> Plan | None:
+    """The fastest plan that needs less of what ran out, with as few changes as it takes; None: there is none."""
+    now, room = shortage.plan, shortage.needed_bytes
+    while True:
+        found = choose(now.shape, _tighter(shortage, room), work, _fixed(now))
+        if not found.fits:
+            return None
+        if shortage.suits(found):
+            return _with_fewest_changes(shortage, found)
+        room = min(_needs(found.ledger, "GPU") - 1, int(NEXT_SHARE * room))
+
+
+def _with_fewest_changes(shortage: Shortage, plan: Plan) -> Plan:
+    """The settings of now where a plan suits with them and is no slower."""
+    for field in SETTINGS.values():
+        layout = dataclasses.replace(plan.layout, **{field: getattr(shortage.plan.layout, field)})
+        trial = evaluate(plan.shape, layout, plan.hardware, plan.work)
+        if shortage.suits(trial) and trial.step_s <= SAME_SPEED * plan.step_s:
+            plan = trial
+    return plan
+
+
+def _tighter(shortage: Shortage, room: int) -> Hardware:
+    """The machine with less of what ran out; `room`: what a plan may need of the device, beside the reserve."""
+    hardware, ledger = shortage.plan.hardware, shortage.plan.ledger
+    if shortage.tier == "GPU":
+        memory_bytes = min(int((room + RESERVE_BYTES) / (1 - RESERVE_SHARE)), hardware.gpu.memory_bytes)
+        return dataclasses.replace(hardware, gpu=dataclasses.replace(hardware.gpu, memory_bytes=memory_bytes))
+    if shortage.tier == "disk":
+        return dataclasses.replace(hardware, disk_bytes=int(NEXT_SHARE * ledger.disk_peak))
+    allowed = int(NEXT_SHARE * _needs(ledger, "host")) + hardware.gpus_per_node * HOST_PROCESS_BYTES
+    return dataclasses.replace(hardware, host_bytes=int(allowed / (1 - HOST_RESERVE_SHARE)))
+
+
+def _fixed(plan: Plan) -> dict[str, Any]:
+    layout = plan.layout
+    fixed: dict[str, Any] = {
+        "cp": layout.cp,
+        "element_bytes": layout.element_bytes,
+        "sum_bytes": layout.sum_bytes,
+    }
+    if plan.hardware.gpu.name == "CPU":  # its memory is the host's: there is nowhere else to keep anything
+        fixed |= {"input_tier": "device", "attention_tier": "device", "offload_optimizer": False}
+    return fixed
+
+
+def _saving(now: Plan, following: Plan, tier: str) -> str:
+    before, after = (_needs(plan.ledger, tier) for plan in (now, following))
+    where = {"GPU": "per rank", "host": "of a node's host memory", "disk": "of a node's disk"}[tier]
+    saved = f"with {size(before - after)} less {where}"
+    if now.hardware.gpu.name == "CPU":  # its rates are assumed
+        return saved
+    rates = [f"{plan.tokens_per_s_per_gpu:.4g}" for plan in (following, now)]
+    return f"{saved}, at {' instead of '.join(rates)} tokens/s per GPU"
+
+
+def _needs(ledger: Ledger, tier: str) -> int:
+    """At the peak, reserve left out: it differs with what there is."""
+    holders = {"GPU": ledger.gpu, "host": ledger.host, "disk": ledger.disk}[tier]
+    return sum(holders.values()) - holders.get("reserve", 0)
+
+
+def _yaml(value: Any) -> str:
+    return "null" if value is None else str(value).lower()
+
+
+# ---- a training run as a plan
+
+
+def plan_of_run(config: Config, device: torch.device) -> Plan:
+    """The run's own settings, and what they cost on this machine."""
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    shape = model_shape(config)
+    cp = num_ranks if config.parallel.cp == "all" else config.parallel.cp
+    layout = layout_of(config, shape, cp, num_ranks, on_gpu=device.type == "cuda")
+    return evaluate(shape, layout, _hardware(config, device, num_ranks), Work(config.data.context, config.train.batch))
+
+
+def _hardware(config: Config, device: torch.device, num_ranks: int) -> Hardware:
+    if device.type != "cuda":
+        machine, ranks = this_machine(config, num_ranks, None), local_ranks(num_ranks)
+        cpu = dataclasses.replace(GPUS["CPU"], memory_bytes=machine.host_bytes // ranks)
+        # All memory counts as the device's.
+        return Hardware(cpu, ranks, max(1, num_ranks // ranks), host_bytes=sys.maxsize, disk_bytes=machine.disk_bytes)
+    properties = torch.cuda.get_device_properties(device)
+    machine = this_machine(config, num_ranks, (properties.name, properties.total_memory))
+    stand_in = dataclasses.replace(machine, gpu_name=STAND_IN)
+    found = hardware_of([machine], num_ranks) or hardware_of([stand_in], num_ranks)
+    assert found is not None
+    gpu = dataclasses.replace(found.gpu, memory_bytes=properties.total_memory)
+    return dataclasses.replace(found, gpu=gpu)

@@ -1,0 +1,205 @@
+"""Out of memory: where, what was planned and measured there, and which settings would fit; nothing saved is lost."""
+
+import dataclasses
+import functools
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from ithaka.cli import app
+from ithaka.config import load
+from ithaka.dist.mesh import end_process_group
+from ithaka.memory.store import SlabPool, StoreError
+from ithaka.ops.stages import HeldHeads
+from ithaka.phases import current_phase
+from ithaka.plan.cost import Layout, Work
+from ithaka.plan.hardware import parse_gpus
+from ithaka.plan.models import find_shape
+from ithaka.plan.search import evaluate, fixed_settings
+from ithaka.train import launch, loop
+from ithaka.train.loop import run
+from ithaka.train.shortage import Shortage, Witness, explain, is_shortage, plan_of_run, planned_at
+from runs import numbers, tiny_run
+
+GIB = 2**30
+CPU = torch.device("cpu")
+FULL = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1 GiB is free."
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left():
+    yield
+    end_process_group()
+
+
+def fail_in(patch, owner, name, path, error, times=0):
+    """`owner.name` raises `error` when it is called in the phase `path`, after `times` calls there."""
+    plain, calls = getattr(owner, name), []
+
+    @functools.wraps(plain)
+    def failing(*args, **kwargs):
+        if current_phase() == path:
+            calls.append(path)
+            if len(calls) > times:
+                raise error
+        return plain(*args, **kwargs)
+
+    patch.setattr(owner, name, failing)
+
+
+def settings_in(text):
+    return re.findall(r"--set (\S+)", text)
+
+
+def explained(config, name, path, steps_before=0):
+    """A run on this rank that runs out of memory; what it says."""
+    with pytest.MonkeyPatch.context() as patch:
+        times = steps_before * config.train.accumulate
+        fail_in(patch, HeldHeads, name, path, torch.OutOfMemoryError(FULL), times)
+        with pytest.raises(loop.OutOfMemoryError) as caught:
+            run(config)
+        dist.barrier()  # a rank that left early would fail the others in its own way
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name, path",
+    [
+        ("attend", ("layer 0", "forward", "attention", "stage 0")),
+        ("attend", ("layer 1", "backward", "attention", "stage 0")),
+        ("attend_backward", ("layer 1", "backward", "attention", "stage 1")),
+    ],
+)
+def test_the_phase_is_named_on_every_rank(ranks, tmp_path, name, path):
+    train = {"validate_every": 0, "validate_sequences": 0}
+    config = tiny_run(tmp_path, parallel={"cp": 2, "heads_per_stage": 2}, train=train)
+    for text in ranks.run(2, explained, config, name, path):
+        assert f", in {' / '.join(path)}: " in text.splitlines()[0]
+        assert "2.5 GiB more were asked for" in text and "There is no checkpoint yet." in text
+
+
+def test_the_last_checkpoint_goes_on_with_the_settings_that_are_told(tmp_path, capfd):
+    plan = {"steps": 4, "save_every": 2, "validate_every": 0, "validate_sequences": 0}
+    config = tiny_run(tmp_path, train=plan)
+    text = explained(config, "attend_backward", ("layer 1", "backward", "attention", "stage 0"), steps_before=3)
+    assert f"The last checkpoint is {config.train.run_dir / 'checkpoints' / 'step-00000002'}." in text
+    assert f"ithaka train --resume {config.train.run_dir} --set parallel.heads_per_stage=" in text
+    changed = load(config.train.run_dir / "config.yaml", settings_in(text))
+    before, after = (plan_of_run(c, CPU).ledger for c in (config, changed))
+    assert after.gpu_peak < before.gpu_peak
+    assert launch.run_ranks(run, (changed, config.train.run_dir), 1) == 0
+    whole = dataclasses.replace(config, train=dataclasses.replace(config.train, run_dir=tmp_path / "whole"))
+    run(whole)
+    losses = [[record[1] for record in numbers(c.train.run_dir)] for c in (config, whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and len(losses[0]) == 4
+
+
+@pytest.mark.parametrize(
+    "error, code",
+    [
+        (torch.OutOfMemoryError(FULL), 3),
+        (MemoryError(), 3),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."), 3),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"), 3),
+        (RuntimeError("something else"), 1),
+    ],
+)
+def test_exit_code_3_for_memory_only(tmp_path, monkeypatch, capsys, error, code):
+    config = tiny_run(tmp_path)
+    monkeypatch.setattr(loop, "build_model", lambda *_, **__: (_ for _ in ()).throw(error))
+    assert launch.run_ranks(run, (config,), 1) == code
+    said = capsys.readouterr().err
+    assert ("in building the model: " in said) == (code == 3) and ("Traceback" in said) == (code == 1)
+
+
+def test_room_in_the_store_is_explained_like_memory(tmp_path, monkeypatch):
+    config = tiny_run(tmp_path, memory={"offload": "host", "keep_attention": "all"})
+    monkeypatch.setattr(
+        SlabPool, "take", lambda pool, num_bytes: (_ for _ in ()).throw(StoreError(pool._full(num_bytes)))
+    )
+    with pytest.raises(
+        loop.OutOfMemoryError, match=r"(?s)after embedding: host memory: .*planned per node: .*layer inputs"
+    ):
+        run(config)
+
+
+# ---- figures, for GPUs that are not here
+
+
+def llama(context, gpus="8xH100-80GB", **settings):
+    shape, hardware = find_shape("llama3-8b"), parse_gpus(gpus)
+    fixed = fixed_settings(settings, shape, hardware.num_gpus)
+    return evaluate(shape, Layout(**fixed), hardware, Work(context))
+
+
+def shortage(plan, path, used_bytes, error=None):
+    witness = Witness(torch.device("cuda"))
+    witness.path, witness.used_bytes = path, used_bytes
+    return Shortage(error or torch.OutOfMemoryError(FULL), witness, plan)
+
+
+ON_HOST = {"parallel.cp": 8, "memory.offload": "host", "parallel.heads_per_stage": 32, "memory.tile_tokens": 16384}
+BACKWARD = ("layer 31", "backward", "attention", "stage 0")
+
+
+def test_settings_that_fit_need_less_than_what_was_measured_leaves():
+    """5 GiB more than planned: the next plan's peak stays 5 GiB below what there was."""
+    plan = llama(2**20, **{**ON_HOST, "memory.tile_tokens": 8192})
+    here = sum(planned_at(plan, BACKWARD).values())
+    used = here + 5 * GIB - int(2.5 * GIB)
+    text = explain(shortage(plan, BACKWARD, used), "ithaka train --resume run")
+    assert f"{here / GIB:.4g} GiB" in text and f"{(here + 5 * GIB) / GIB:.4g} GiB" in text
+    changed = {name: as_value(value) for name, value in (s.split("=") for s in settings_in(text))}
+    assert "memory.offload" not in changed and "memory.tile_tokens" not in changed  # as good as they are
+    after = llama(2**20, **{**ON_HOST, **changed})
+    assert after.ledger.gpu_peak - after.ledger.gpu["reserve"] < here
+    assert after.ledger.host_peak <= after.ledger.host_bytes
+
+
+def as_value(text):
+    return {"true": True, "false": False, "null": None}.get(text, int(text) if text.isdigit() else text)
+
+
+def test_where_nothing_fits_a_context_that_does_is_told():
+    text = explain(shortage(llama(2**22, **ON_HOST), BACKWARD, 6 * GIB), "again with")
+    [shorter] = re.findall(r"a new run of (\d+) tokens", text)
+    assert 0 < int(shorter) < 2**22 and "more ranks" in text and "--set" not in text
+    lean = {"parallel.heads_per_stage": 8, "memory.overlap": False, "memory.offload_optimizer": True}
+    kept = {"memory.keep_attention": "all", "memory.attention_offload": "host", "memory.tile_tokens": 2048}
+    ledger = llama(int(shorter), **{**ON_HOST, **lean, **kept}).ledger
+    assert ledger.gpu_peak - ledger.gpu["reserve"] < 8.5 * GIB
+
+
+def test_host_memory_and_disk_get_a_plan_that_needs_less_of_them():
+    plan = llama(2**21, **{**ON_HOST, "memory.keep_attention": "all", "memory.attention_offload": "host"})
+    text = explain(shortage(plan, ("layer 9", "forward"), 0, StoreError("host memory: full")), "again with")
+    assert "planned per node: " in text and "kept attention" in text
+    kept = [setting for setting in settings_in(text) if setting.startswith("memory.keep_attention=")]
+    assert kept and 0 < int(kept[0].split("=")[1]) < 32
+    full = shortage(plan, ("layer 9", "forward"), 0, MemoryError())
+    assert full.tier == "host" and is_shortage(full.error)
+
+
+def test_what_is_planned_in_a_phase():
+    plan = llama(2**18, **{**ON_HOST, "memory.offload": "none"})
+    totals = [sum(planned_at(plan, (f"layer {i}", "forward")).values()) for i in range(32)]
+    assert totals == sorted(totals) and len(set(totals)) == 32
+    assert "loss tile" in planned_at(plan, ("loss backward",))
+    peak = plan.ledger.gpu_peak - plan.ledger.gpu["reserve"]
+    assert sum(planned_at(plan, ()).values()) == peak >= max(totals)
+
+
+def test_a_rehearsal_explains_itself_the_same_way(tmp_path, monkeypatch):
+    model = tiny_run(tmp_path).model.path
+    path = ("step", "layer 1", "backward", "attention", "stage 0")
+    fail_in(monkeypatch, HeldHeads, "attend_backward", path, torch.OutOfMemoryError(FULL), times=2)
+    wasteful = ["--set", "memory.checkpoint=full", "--set", "memory.keep_attention=none"]
+    arguments = ["rehearse", str(model), "--gpus", "2xH100-80GB", "--context", "4K", *wasteful]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 3, result.output
+    assert f"in {' / '.join(path)}: " in result.stderr
+    assert "planned peak: " in result.stderr and "optimizer" in result.stderr
+    assert "the same command with --set " in result.stderr
