@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ithaka.ops.fused import rotate, silu_mul, silu_mul_backward
+from ithaka.ops.fused import rotate, row_logsumexp, silu_mul, silu_mul_backward, softmax_grad
 
 pytestmark = pytest.mark.gpu
 
@@ -47,3 +47,17 @@ def test_gated_product_and_its_gradients(dtype, shape):
     silu_mul_backward(gate, up, da)
     for ours, exact in [(forward, a), (gate, dgate), (up, dup), (da, a)]:
         close(ours, exact.detach())
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("t,V", [(3, 5), (130, 4096), (65, 10001)])
+def test_logits_gradient(dtype, t, V):
+    logits, target, scale = draw(t, V, dtype=dtype) * 5, torch.randint(V, (t,), device="cuda"), torch.rand(t).cuda()
+    leaf = logits.double().requires_grad_()
+    losses = torch.nn.functional.cross_entropy(leaf, target, reduction="none")
+    (exact,) = torch.autograd.grad(losses, leaf, scale.double())
+    lse = row_logsumexp(logits)
+    torch.testing.assert_close(lse.double(), leaf.detach().logsumexp(-1), rtol=1e-6, atol=1e-6)
+    softmax_grad(logits, target, lse, scale)
+    assert (logits.double() - exact).abs().max() < 2 * ROUNDING[dtype]
+    assert (logits.double() - exact).norm() / exact.norm() < 2 * ROUNDING[dtype]

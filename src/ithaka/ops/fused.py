@@ -1,7 +1,7 @@
 """Element-wise steps between the large kernels, each in one pass over memory where Triton is there.
 
 Shapes: B = pairs in the batch (in `rotate`, ranks), h = heads, t = tokens of a block or tile, K = head dim, F width of
-the MLP. Tensors may be strided except in K. Inside, Triton computes in fp32 and rounds once.
+the MLP, V vocabulary. Tensors may be strided except in K. Inside, Triton computes in fp32 and rounds once.
 """
 
 import torch
@@ -81,6 +81,29 @@ def silu_mul_backward(gate_tF: Tensor, up_tF: Tensor, da_tF: Tensor) -> None:
         g.copy_(torch.addcmul(sigmoid, silu, 1 - sigmoid)).mul_(u).mul_(d)
         u.copy_(silu).mul_(d)
         d.copy_(a)
+
+
+def row_logsumexp(logits_tV: Tensor) -> Tensor:
+    """log sum exp of every row, in fp32 or wider."""
+    wide = torch.promote_types(logits_tV.dtype, torch.float32)
+    if triton is None or not logits_tV.is_cuda or wide == torch.float64:
+        return logits_tV.to(wide).logsumexp(-1)
+    assert logits_tV.is_contiguous()
+    lse_t = logits_tV.new_empty(len(logits_tV), dtype=wide)
+    _logsumexp_kernel[(len(lse_t),)](logits_tV, lse_t, logits_tV.shape[1], BLOCK=_FLAT, num_warps=8)
+    return lse_t
+
+
+def softmax_grad(logits_tV: Tensor, target_t: Tensor, lse_t: Tensor, scale_t: Tensor) -> None:
+    """(softmax(logits) - one-hot(target)) * scale, written over the logits."""
+    if triton is not None and logits_tV.is_cuda and logits_tV.dtype != torch.float64:
+        assert logits_tV.is_contiguous()
+        (t, V), values = logits_tV.shape, (target_t, lse_t, scale_t.to(torch.float32))
+        _softmax_grad_kernel[(t, triton.cdiv(V, _FLAT))](logits_tV, *values, V, BLOCK=_FLAT, num_warps=8)
+        return
+    p_tV = logits_tV.to(lse_t.dtype).sub_(lse_t[:, None]).exp_()
+    p_tV.scatter_add_(1, target_t[:, None], p_tV.new_full((), -1.0).expand(len(p_tV), 1))
+    logits_tV.copy_(p_tV.mul_(scale_t[:, None]))
 
 
 _ROWS = 32
@@ -205,3 +228,27 @@ if triton is not None:
         tl.store(gate + at, (d * u * (s + silu * (1 - s))).to(gate.dtype.element_ty), inside)
         tl.store(up + at, (d * silu).to(gate.dtype.element_ty), inside)
         tl.store(da + at, (silu * u).to(gate.dtype.element_ty), inside)
+
+    @triton.jit
+    def _logsumexp_kernel(logits, lse, V, BLOCK: tl.constexpr):
+        row = tl.program_id(0).to(tl.int64)
+        cols = tl.arange(0, BLOCK)
+        # Every lane has a maximum and a sum of its own until the end; -1e30 in place of -inf, whose difference is NaN.
+        top = tl.full((BLOCK,), -1e30, tl.float32)
+        total = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, V, BLOCK):
+            x = tl.load(logits + row * V + start + cols, start + cols < V, other=-1e30).to(tl.float32)
+            higher = tl.maximum(top, x)
+            total = total * tl.exp(top - higher) + tl.exp(x - higher)
+            top = higher
+        highest = tl.max(top, 0)
+        tl.store(lse + row, highest + tl.log(tl.sum(total * tl.exp(top - highest), 0)))
+
+    @triton.jit
+    def _softmax_grad_kernel(logits, target, lse, scale, V, BLOCK: tl.constexpr):
+        row = tl.program_id(0).to(tl.int64)
+        cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        at = logits + row * V + cols
+        x = tl.load(at, cols < V, other=0.0).to(tl.float32)
+        p = tl.exp(x - tl.load(lse + row)) - tl.where(cols == tl.load(target + row), 1.0, 0.0)
+        tl.store(at, (p * tl.load(scale + row)).to(logits.dtype.element_ty), cols < V)

@@ -21,7 +21,7 @@ from ithaka.plan.shape import ModelShape
 Tier = Literal["device", "host", "disk"]
 TileWork = Literal["none", "project", "project backward", "mlp", "mlp backward", "attend", "attend backward"]
 
-LOGITS_TILE_BYTES = 2**29  # of ops/loss.py: fp32 logits of a tile
+LOGITS_TILE_BYTES = 2**29  # of ops/loss.py: logits of a tile
 # Of ops/attention.py: rows of a query block, forward and backward, for a head of 128; as many bytes for others.
 BLOCK_TOKENS = {"attend": 128 * 1024, "attend backward": 256 * 1024}
 BLOCK_BUFFERS = 4  # in the dtype of sums, of a block in flight inside attention
@@ -568,11 +568,12 @@ def gpu_phases(
         "loss",
         {
             **held(Moment("loss", 2 * x), head * e + layer * e, 0, 0, everything),
-            "loss tile": head * wide + max(2 * _logits_bytes(shape, s), head * e),
+            "loss tile": head * wide + max(_logits_bytes(shape, layout, s), head * e),
         },
     )
     backward, _ = peak("backward")
-    weights = root + 2 * layer * e
+    # The weights of the layer below are on their way; below the only layer is the embedding.
+    weights = root + 2 * layer * e if num_layers > 1 else layer * e + head * e
     yield "backward, last layer", held(backward, weights, reduced[0], reduced[1] + tied_grad, everything)
     arrived = reduced[0] + (num_layers - 1) * layer
     sent = layer * wide + tied_grad  # the gradients of the layer above are still being sent
@@ -584,8 +585,8 @@ def gpu_phases(
     yield "update", held(Moment("update"), root, _all(shape), 0, 0)
 
 
-def _logits_bytes(shape: ModelShape, s: int) -> int:
-    return min(LOGITS_TILE_BYTES, 4 * s * shape.vocab)
+def _logits_bytes(shape: ModelShape, layout: Layout, s: int) -> int:
+    return min(LOGITS_TILE_BYTES, s * shape.vocab * layout.element_bytes)
 
 
 def _all(shape: ModelShape) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ithaka.plan.cost import LayerBytes, Layout, Work, kept_attention_bytes
+from ithaka.plan.cost import LOGITS_TILE_BYTES, LayerBytes, Layout, Work, kept_attention_bytes
 from ithaka.plan.hardware import Hardware
 from ithaka.plan.shape import ModelShape
 
@@ -21,7 +21,7 @@ HEAD_PASSES = (12, 30)  # of each projected head's [s, K]: RoPE, layout, sums
 STAGE_SECONDS = (0.0007, 0.0015)  # per stage whatever s is, forward and backward: slices of weights, launches
 # Of attention's rate at a head dim of 128, at 64: llama3.2-1b rehearsed at 512K (cp 8) and 128K (cp 1).
 NARROW_HEAD_SHARE = (0.73, 0.83)
-LOGIT_BYTES = 48  # moved per logit by the loss's element-wise kernels
+LOGIT_PASSES = 3  # over the logits by the loss's element-wise kernels: one forward, read and write backward
 UPDATE_BYTES = 28  # moved per parameter by AdamW: read p, g, m, v and write p, m, v
 
 
@@ -264,14 +264,18 @@ def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Wo
 
 
 def _loss_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
-    """Logits twice, their two gradients, and the kernels between. Gathering lm_head hides nowhere."""
+    """Logits twice, their two gradients, the kernels between, and the weight's sum once per tile of logits.
+
+    Gathering lm_head hides nowhere.
+    """
     linear = _Linear(shape, layout, hardware, work.local_tokens(layout.cp))
-    logits = linear.s * shape.vocab
+    logits_bytes = linear.s * shape.vocab * layout.element_bytes
+    sums = logits_bytes / LOGITS_TILE_BYTES * 2 * shape.vocab * shape.hidden * layout.sum_bytes
     world = hardware.num_gpus
     rate = hardware.gpu.link_bytes_s if hardware.num_nodes == 1 else hardware.network_bytes_s
     moved = 3 * shape.vocab * shape.hidden * layout.element_bytes * (world - 1) / world / rate
     return Seconds(
-        linear=4 * linear.matmul(shape.hidden, shape.vocab) + linear.moving(LOGIT_BYTES * logits),
+        linear=4 * linear.matmul(shape.hidden, shape.vocab) + linear.moving(LOGIT_PASSES * logits_bytes + sums),
         exchange=moved,
     )
 
