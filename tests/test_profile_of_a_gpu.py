@@ -8,7 +8,9 @@ import torch
 
 from ithaka import phases
 from ithaka.profile.cuda import AllocatorHistory, _Seen
-from ithaka.profile.times import read_times
+from ithaka.profile.shapes import Shapes
+from ithaka.profile.times import Annotations, read_times
+from ithaka.train.watch import what_to_record
 
 OURS = str(Path(phases.__file__).parent / "model" / "layer.py")
 FSDP = str(Path(torch.__file__).parent / "distributed" / "fsdp" / "_fully_shard" / "_fsdp_collectives.py")
@@ -27,8 +29,8 @@ def event(action: str, time_us: int, address: int, size: int, context: int, *fra
     }
 
 
-def history(events: list[dict], seen: dict[int, list[_Seen]]) -> AllocatorHistory:
-    made = AllocatorHistory(torch.device("cuda", 0))
+def history(events: list[dict], seen: dict[int, list[_Seen]], shapes: Shapes | None = None) -> AllocatorHistory:
+    made = AllocatorHistory(torch.device("cuda", 0), shapes)
     made._before, made._start_ns = {1: 4 * MIB, 2: MIB}, 1_000_000
     made._contexts = [((), "other"), (("layer 0", "backward", "mlp"), "MLP tile")]
     made._context_ns = [0, 1_000_000]
@@ -48,12 +50,11 @@ def test_history_becomes_holders():
     ]
     seen = {
         1: [_Seen(1_000_100, (1024, 1024), "float32", "parameters")],
-        3: [
-            _Seen(2_100_000, (2, MIB), "float32", None),
-            _Seen(5_100_000, (3, MIB // 4), "float32", "gradients"),
-        ],
+        3: [_Seen(5_100_000, (3, MIB // 4), "float32", "gradients")],
     }
-    ledger = history(events, seen).ledger
+    shapes = Shapes(torch.device("cuda", 0))
+    shapes.note(((2, MIB), "float32"), 8 * MIB, "ithaka/model/layer.py:77 in _mlp", ("layer 3", "backward", "mlp"))
+    ledger = history(events, seen, shapes).ledger
     assert ledger.peak_bytes == 15 * MIB
     assert ledger.phase_at(ledger.peak_ns) == ("layer 0", "backward", "mlp")
     at_peak = {h.holder: h for h in ledger.live_at_peak()}
@@ -69,6 +70,27 @@ def test_history_becomes_holders():
     left = {h.line: h for h in _live_at_the_end(ledger)}
     assert left["ithaka/model/layer.py:88 in again"].num_bytes == 3 * MIB, "rounded as the allocator does"
     assert left["ithaka/model/layer.py:88 in again"].holder == "gradients", "tagged after it was made"
+
+
+def test_shape_is_told_by_bytes_alone_only_where_all_were_alike():
+    """C++ makes a gradient tile that Python never sees, in a phase where it saw tensors of that size."""
+    seen_in = ("layer 3", "backward", "mlp")
+    shapes = Shapes(torch.device("cuda", 0))
+    shapes.note(((4, MIB), "bfloat16"), 8 * MIB, "a line", seen_in)
+    shapes.note(((4, MIB), "bfloat16"), 8 * MIB, "another", seen_in)
+    assert shapes.find("a third", 8 * MIB, ("layer 0", "backward", "mlp")) == ((4, MIB), "bfloat16")
+    assert shapes.find("a third", 8 * MIB, ("layer 0", "forward", "mlp")) == ((), "")
+    shapes.note(((2, MIB), "float32"), 8 * MIB, "a fourth", seen_in)
+    assert shapes.find("a third", 8 * MIB, ("layer 0", "backward", "mlp")) == ((), "")
+    assert shapes.find("a fourth", 8 * MIB, ("layer 0", "backward", "mlp")) == ((2, MIB), "float32")
+
+
+def test_times_come_from_the_step_before_when_there_is_one():
+    kinds = [what_to_record(number, 3, in_two=number > 1) for number in range(1, 7)]
+    assert kinds == [None, "times", "profile", None, "times", "profile"]
+    assert [what_to_record(n, 2, in_two=n > 1) for n in (1, 2)] == [None, "profile"], "the first step is no measure"
+    assert [what_to_record(n, 1, in_two=True) for n in (1, 2)] == ["profile", "profile"]
+    assert what_to_record(5, 0, in_two=True) is None
 
 
 def _live_at_the_end(ledger):
@@ -107,3 +129,24 @@ def test_every_instant_of_two_streams_counts_once(tmp_path):
     assert times.hidden == pytest.approx({"exchange": 1, "copies": 2})
     assert times.phases[("layer 0", "forward")]["compute"] == pytest.approx(3)
     assert times.phases[("layer 1",)] == pytest.approx({"compute": 1, "exchange": 0, "copies": 0, "idle": 1})
+
+
+def test_phases_are_written_into_a_trace_by_the_clock(tmp_path):
+    """The trace of a GPU has launches and kernels; the host's operators and annotations are not recorded."""
+    second, base_ns = 10**9, 5 * 10**18
+    phases_seen = Annotations()
+    phases_seen._start_ns, phases_seen._stop_ns = base_ns, base_ns + 4 * second
+    phases_seen._spans = [
+        (base_ns + second, base_ns + 2 * second, ("layer 0", "forward")),
+        (base_ns, base_ns + 3 * second, ("layer 0",)),
+    ]
+    launched = [span("cuda_runtime", "cudaLaunchKernel", at * 1e6, (at + 0.1) * 1e6, at * 10) for at in (0.5, 1.5)]
+    ran = [span("kernel", "gemm", at * 1e6, (at + 1) * 1e6, (at - 1.5) * 10) for at in (2, 3)]
+    trace = {"baseTimeNanoseconds": base_ns, "traceEvents": launched + ran}
+    phases_seen.add_to(trace)
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(trace))
+    times = read_times(path)
+    assert times.wall_s == phases_seen.wall_s == pytest.approx(4)
+    assert times.phases[("layer 0",)]["compute"] == pytest.approx(1)
+    assert times.phases[("layer 0", "forward")]["compute"] == pytest.approx(1)

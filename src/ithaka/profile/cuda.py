@@ -13,27 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from ithaka.phases import OTHER, Path, current_holder, current_phase, listening, watching
 from ithaka.profile.ledger import Change, Holding, Ledger
+from ithaka.profile.shapes import NAMED_BYTES, ROUND_BYTES, Shapes
 from ithaka.profile.where import read
 
-ROUND_BYTES = 512  # the allocator's unit
-NAMED_BYTES = 2**20  # smaller tensors have no shape in the map
 MAX_EVENTS = 2_000_000
 CLOCK_SLACK_NS = 20_000  # between the allocator's clock and Python's
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """A tensor at an address, as Python saw it; `holder` where the schedule named one."""
+    """A tensor at an address, which the schedule named."""
 
     time_ns: int
     shape: tuple[int, ...]
     dtype: str
-    holder: str | None
+    holder: str
 
 
 @dataclass
@@ -52,9 +49,13 @@ class _Span:
 
 @dataclass
 class AllocatorHistory:
-    """Records, while it is entered, what the CUDA allocator does; afterwards `ledger` has it by holder."""
+    """Records, while it is entered, what the CUDA allocator does; afterwards `ledger` has it by holder.
+
+    `shapes`: of this step or one like it; without them only what the schedule names has a shape.
+    """
 
     device: torch.device
+    shapes: Shapes | None = None
     ledger: Ledger = field(default_factory=Ledger)
     measured_peak_bytes: int = 0
     snapshot: dict[str, Any] = field(default_factory=dict)
@@ -75,7 +76,6 @@ class AllocatorHistory:
         self._start_ns = time.time_ns()
         self._entered.enter_context(listening(self))
         self._entered.enter_context(watching(self))
-        self._entered.enter_context(_Shapes(self))
         self.holder_changed()
         return self
 
@@ -103,12 +103,9 @@ class AllocatorHistory:
     def tag(self, tensor: Tensor, holder: str) -> None:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if local.is_cuda:
-            self.saw(local, holder)
-
-    def saw(self, tensor: Tensor, holder: str | None = None) -> None:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        seen = _Seen(time.time_ns(), tuple(tensor.shape), dtype, holder)
-        self._seen.setdefault(tensor.untyped_storage().data_ptr(), []).append(seen)
+            dtype = str(local.dtype).removeprefix("torch.")
+            seen = _Seen(time.time_ns(), tuple(local.shape), dtype, holder)
+            self._seen.setdefault(local.untyped_storage().data_ptr(), []).append(seen)
 
     def enter(self, path: Path) -> None:
         self.ledger.marks.append((time.time_ns(), path))
@@ -171,9 +168,16 @@ class AllocatorHistory:
         at = bisect_right(self._context_ns, at_ns) - 1  # torch without metadata: by the clock
         return self._contexts[max(at, 0)]
 
+    def _shape(self, span: _Span) -> tuple[tuple[int, ...], str]:
+        whole = max(span.seen, key=lambda seen: math.prod(seen.shape), default=None)
+        if whole is not None:
+            return whole.shape, whole.dtype
+        if self.shapes is None or span.num_bytes < NAMED_BYTES:
+            return (), ""
+        return self.shapes.find(span.line, span.num_bytes, span.path)
+
     def _enter_span(self, span: _Span) -> None:
-        first = max((seen for seen in span.seen), key=lambda s: math.prod(s.shape), default=None)
-        shape, dtype = (first.shape, first.dtype) if first else ((), "")
+        shape, dtype = self._shape(span)
         index, holder = len(self.ledger.holdings), span.holder
         self.ledger.holdings.append(Holding(holder, span.path, shape, dtype, span.line))
 
@@ -182,7 +186,7 @@ class AllocatorHistory:
 
         note(span.start_ns, span.num_bytes)
         for seen in span.seen:
-            if seen.holder is not None and seen.holder != holder:
+            if seen.holder != holder:
                 at_ns = max(seen.time_ns, span.start_ns)
                 note(at_ns, -span.num_bytes)
                 holder = seen.holder
@@ -212,20 +216,3 @@ def _active_blocks(snapshot: dict[str, Any], device: torch.device) -> dict[int, 
         for block in segment["blocks"]
         if block["state"] == "active_allocated"
     }
-
-
-class _Shapes(TorchDispatchMode):
-    """Tells the shapes of large tensors: the allocator knows bytes only."""
-
-    def __init__(self, history: AllocatorHistory) -> None:
-        super().__init__()
-        self.history = history
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # comes back with the local tensors
-        out = func(*args, **(kwargs or {}))
-        for leaf in (out,) if isinstance(out, Tensor) else tree_iter(out):
-            if isinstance(leaf, Tensor) and leaf.is_cuda and leaf.nbytes >= NAMED_BYTES:
-                self.history.saw(leaf)
-        return out

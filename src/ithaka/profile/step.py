@@ -1,8 +1,7 @@
-"""Profiles one training step: trace, memory snapshot, memory map, phase times and the peak in words."""
+"""Profiles a training step: trace, memory snapshot, memory map, phase times and the peak in words."""
 
 import gzip
 import json
-import shutil
 import time
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path as FilePath
@@ -10,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
 from ithaka.memory.store import Store
@@ -20,71 +18,129 @@ from ithaka.profile.cuda import AllocatorHistory
 from ithaka.profile.job import Job
 from ithaka.profile.live import LiveBytes, local_tensor
 from ithaka.profile.peak import describe_peak, in_words, memory_map, sampled
-from ithaka.profile.times import CLASSES, PREFIX, STEP, Times, read_times
+from ithaka.profile.shapes import Shapes
+from ithaka.profile.times import CLASSES, Annotations, Times, times_of
 
 PROFILE_FILE = "profile.json"
 
 
+class StepTimes(AbstractContextManager):
+    """Enter it around one step: PyTorch's trace, with phases, and on a GPU the shapes that lines of code make.
+
+    Of a GPU only the device's work and its launches are traced: every operator on the host, too, would make the
+    step a quarter slower. `shapes=False`: without them (a compiled model would be compiled again for them).
+    """
+
+    def __init__(self, device: torch.device, shapes: bool = True) -> None:
+        self.device, self.on_gpu = device, device.type == "cuda"
+        activity = ProfilerActivity.CUDA if self.on_gpu else ProfilerActivity.CPU
+        self.trace = profile(activities=[activity], profile_memory=not self.on_gpu)
+        self.shapes = Shapes(device) if self.on_gpu and shapes else None
+        self.phases = Annotations()
+        self._entered = ExitStack()
+
+    def __enter__(self) -> "StepTimes":
+        self._entered.enter_context(self.trace)
+        self._entered.enter_context(listening(self.phases))
+        if self.shapes is not None:
+            self._entered.enter_context(self.shapes)
+        self.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.stop()
+        self._entered.close()
+
+    def start(self) -> None:
+        """The step begins here."""
+        self.phases.start()
+
+    def stop(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+        self.phases.stop()
+
+    @property
+    def wall_s(self) -> float:
+        return self.phases.wall_s
+
+    def write(self, path: FilePath) -> Times:
+        """The trace as .json.gz. (The profiler's own compression goes line by line, which takes far longer.)"""
+        plain = path.with_suffix("")
+        self.trace.export_chrome_trace(str(plain))
+        trace = json.loads(plain.read_bytes())
+        plain.unlink()
+        self.phases.add_to(trace)
+        path.write_bytes(gzip.compress(json.dumps(trace).encode(), compresslevel=2))
+        return times_of(trace)
+
+
 class StepProfile(AbstractContextManager):
-    """Enter it around one step, then `write`. Nothing is recorded outside of it."""
+    """Enter it around one step, then `write`. Nothing is recorded outside of it.
+
+    `times`: of another step, done already; then only memory is recorded in this one, which makes both cheaper.
+    """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, store: Store | None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        store: Store | None,
+        times: StepTimes | None = None,
+        shapes: bool = True,
     ) -> None:
         self.model, self.optimizer, self.device = model, optimizer, device
         self.on_gpu = device.type == "cuda"
+        assert times is None or self.on_gpu, "on a CPU the trace has the allocator's events of its own step"
+        self.times = times or StepTimes(device, shapes)
+        self.times_too = times is None
         self.memory: LiveBytes | AllocatorHistory
-        self.memory = AllocatorHistory(device) if self.on_gpu else LiveBytes(scratch=False)
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]
-        self.trace = profile(activities=activities, profile_memory=not self.on_gpu)
-        self.marks = _Annotations(store)
+        self.memory = AllocatorHistory(device, self.times.shapes) if self.on_gpu else LiveBytes(scratch=False)
+        self.kept = _Gauge(store)
         self.wall_s = 0.0
         self._entered = ExitStack()
 
     def __enter__(self) -> "StepProfile":
-        self._entered.enter_context(self.trace)
+        if self.times_too:
+            self._entered.enter_context(self.times)
         self._entered.enter_context(self.memory)
         self._register()
-        self._entered.enter_context(listening(self.marks))
-        self._entered.enter_context(record_function(STEP))
-        self.marks.start()
+        self._entered.enter_context(listening(self.kept))
+        self.kept.start()
+        if self.times_too:
+            self.times.start()
         return self
 
     def __exit__(self, *error: Any) -> None:
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
-        self.wall_s = self.marks.elapsed()
+        self.wall_s = self.kept.elapsed()
+        if self.times_too:
+            self.times.stop()
         self._entered.close()
 
     def write(self, folder: FilePath, step: int, job: Job | None, plain_s: float | None) -> str:
         """Writes everything into `folder`; the peak in words. `plain_s`: a step's time without profiling."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._export_trace(folder / "trace.json.gz")
+        times = self.times.write(folder / "trace.json.gz")
         measured = self._finish_memory(folder)
         ledger = self.memory.ledger
         peak = describe_peak(ledger, measured, job.planned() if job is not None else None)
         mapped = memory_map(ledger)
-        mapped["elsewhere"] = self.marks.kept_elsewhere(mapped["time_s"])
+        mapped["elsewhere"] = self.kept.elsewhere(mapped["time_s"])
         data = {
             "step": step,
             "device": str(self.device.type),
-            "wall_s": self.wall_s,
+            "wall_s": max(self.wall_s, self.times.wall_s),
             "plain_s": plain_s,
             "memory": {**mapped, "peak": peak},
-            "times": times_as_data(read_times(folder / "trace.json.gz"), job),
+            "times": times_as_data(times, job),
         }
         words = in_words(peak)
         (folder / PROFILE_FILE).write_text(json.dumps(data), encoding="utf-8")
         (folder / "peak.txt").write_text(words, encoding="utf-8")
         return words
-
-    def _export_trace(self, path: FilePath) -> None:
-        """The profiler's own compression goes line by line, which takes far longer than the step."""
-        plain = path.with_suffix("")
-        self.trace.export_chrome_trace(str(plain))
-        with plain.open("rb") as file, gzip.open(path, "wb", compresslevel=2) as packed:
-            shutil.copyfileobj(file, packed, 2**20)
-        plain.unlink()
 
     def _register(self) -> None:
         """Names what is there before the step begins."""
@@ -101,7 +157,7 @@ class StepProfile(AbstractContextManager):
         if isinstance(self.memory, AllocatorHistory):
             self.memory.save(folder / "memory.pickle")
             return self.memory.measured_peak_bytes
-        allocations = cpu_allocations(self.trace)
+        allocations = cpu_allocations(self.times.trace)
         self.memory.add_scratch(allocations)
         return self.memory.registered_bytes + _highest(allocations)
 
@@ -117,13 +173,12 @@ def _highest(allocations: list) -> int:
     return peak
 
 
-class _Annotations:
-    """Writes phases into the trace, and reads at each how much the store keeps outside the device."""
+class _Gauge:
+    """Reads at each phase how much the store keeps outside the device."""
 
     def __init__(self, store: Store | None) -> None:
         self.store = store
         self.samples: list[tuple[float, int, int]] = []  # seconds, host bytes, disk bytes
-        self._open: list[record_function] = []
         self._start = 0.0
 
     def start(self) -> None:
@@ -133,20 +188,17 @@ class _Annotations:
         return time.perf_counter() - self._start
 
     def enter(self, path: Path) -> None:
-        self._open.append(record_function(PREFIX + "/".join(path)))
-        self._open[-1].__enter__()
         self._sample()
 
     def leave(self, path: Path) -> None:
         self._sample()
-        self._open.pop().__exit__(None, None, None)
 
     def _sample(self) -> None:
         if self.store is not None:
             host, disk = self.store.pool.busy_bytes, self.store.disk.busy_bytes
             self.samples.append((self.elapsed(), host, disk))
 
-    def kept_elsewhere(self, times_s: list[float]) -> dict[str, list[int]]:
+    def elsewhere(self, times_s: list[float]) -> dict[str, list[int]]:
         host = [(at, num_bytes) for at, num_bytes, _ in self.samples]
         disk = [(at, num_bytes) for at, _, num_bytes in self.samples]
         both = {KEPT["host"]: sampled(times_s, host), KEPT["disk"]: sampled(times_s, disk)}

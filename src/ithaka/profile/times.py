@@ -6,6 +6,9 @@ under way, else copies, else idle. What runs beside compute is hidden, and told 
 
 import gzip
 import json
+import os
+import threading
+import time
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -48,14 +51,58 @@ def read_times(trace: FilePath) -> Times:
     """From a Chrome trace of one profiled step (.json or .json.gz)."""
     opened = gzip.open if trace.suffix == ".gz" else open
     with opened(trace, "rb") as file:
-        events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
+        return times_of(json.load(file))
+
+
+def times_of(trace: dict[str, Any]) -> Times:
+    events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     step = next(e for e in events if e["name"] == STEP)
     marks = _Marks(e for e in events if e["name"].startswith(PREFIX) and e["cat"] == "user_annotation")
     on_gpu = any(e["cat"] == "kernel" for e in events)
-    found = list(_gpu_activities(events, marks) if on_gpu else _cpu_activities(events, marks, step["tid"]))
+    found = list(_gpu_activities(events, marks) if on_gpu else _cpu_activities(events, marks, step["args"]["thread"]))
     start = step["ts"]
     stop = max([start + step["dur"], *(a.stop for a in found)]) if on_gpu else start + step["dur"]
     return _partition([a for a in found if a.stop > start and a.start < stop], start, stop)
+
+
+class Annotations:
+    """Listens to phases and writes them into a trace, by the clock: so the host's operators need not be recorded."""
+
+    def __init__(self) -> None:
+        self._open: list[int] = []
+        self._spans: list[tuple[int, int, Path]] = []  # start and stop in ns
+        self._thread = threading.get_native_id()
+        self._start_ns = self._stop_ns = 0
+
+    def start(self) -> None:
+        self._start_ns = time.time_ns()
+
+    def stop(self) -> None:
+        self._stop_ns = time.time_ns()
+
+    @property
+    def wall_s(self) -> float:
+        return (self._stop_ns - self._start_ns) / 1e9
+
+    def enter(self, path: Path) -> None:
+        self._open.append(time.time_ns())
+
+    def leave(self, path: Path) -> None:
+        self._spans.append((self._open.pop(), time.time_ns(), path))
+
+    def add_to(self, trace: dict[str, Any]) -> None:
+        """As a row of their own: on a GPU, backward is another thread."""
+        base_ns = trace.get("baseTimeNanoseconds", 0)
+        row = {"pid": os.getpid(), "tid": 0}
+
+        def span(name: str, start_ns: int, stop_ns: int, **args: Any) -> dict[str, Any]:
+            ts, dur = (start_ns - base_ns) / 1e3, (stop_ns - start_ns) / 1e3
+            return {"ph": "X", "cat": "user_annotation", "name": name, **row, "ts": ts, "dur": dur, "args": args}
+
+        events = trace["traceEvents"]
+        events.append({"ph": "M", "name": "thread_name", **row, "args": {"name": "ithaka"}})
+        events.append(span(STEP, self._start_ns, self._stop_ns, thread=self._thread))
+        events += [span(PREFIX + "/".join(path), start, stop) for start, stop, path in self._spans]
 
 
 class _Marks:

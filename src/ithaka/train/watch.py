@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from ithaka.plan.shape import shape_from_config
 from ithaka.profile.job import Job
 from ithaka.profile.machine import machine
 from ithaka.profile.progress import Progress
-from ithaka.profile.step import StepProfile
+from ithaka.profile.step import StepProfile, StepTimes
 from ithaka.train.console import Console
 
 WARM_UP_STEPS = 1  # slower than the rest: kernels are chosen, memory is taken from the system
@@ -73,6 +73,15 @@ def write_facts(run_dir: Path, job: Job, mesh: Mesh) -> None:
     (run_dir / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
 
 
+def what_to_record(number: int, every: int, in_two: bool) -> Literal["times", "profile", None]:
+    """Step `number` is profiled when its turn has come; `in_two`: its times are recorded in the step before."""
+    if not every:
+        return None
+    if number % every == 0:
+        return "profile"
+    return "times" if in_two and (number + 1) % every == 0 else None
+
+
 class Watch:
     """Stands around every step. On other ranks than 0 it does nothing."""
 
@@ -88,6 +97,7 @@ class Watch:
         self.console = console
         self.device_peak_bytes = 0  # before the allocator's own count was reset by a profile
         self._plain_s: list[float] = []
+        self._times: StepTimes | None = None  # of the step before a profile
         self._progress: Progress | None = None
         if console.active:
             self.job = job_of(config, model, mesh)
@@ -99,26 +109,35 @@ class Watch:
         if self._progress is None:
             yield
             return
-        every = self.config.profile.every
-        profile = self._profile() if every and number % every == 0 else None
+        recorder = self._recorder(number)
         start = time.perf_counter()
         with listening(self._progress):
             self._progress.start(number)
             try:
-                with profile or nullcontext():
+                with recorder or nullcontext():
                     yield
             finally:
                 self._progress.stop()
-        if profile is None:
+        if recorder is None:
             self._plain_s.append(time.perf_counter() - start)
+        elif isinstance(recorder, StepTimes):
+            self._times = recorder
         else:
-            self._write(profile, number)
+            self._times = None
+            self._write(recorder, number)
 
-    def _profile(self) -> StepProfile:
-        if self.mesh.device.type == "cuda":
-            earlier = torch.cuda.max_memory_allocated(self.mesh.device)
+    def _recorder(self, number: int) -> StepProfile | StepTimes | None:
+        device, shapes = self.mesh.device, not self.config.train.compile
+        warm = len(self._plain_s) >= WARM_UP_STEPS
+        kind = what_to_record(number, self.config.profile.every, device.type == "cuda" and warm)
+        if kind is None:
+            return None
+        if kind == "times":
+            return StepTimes(device, shapes)
+        if device.type == "cuda":
+            earlier = torch.cuda.max_memory_allocated(device)
             self.device_peak_bytes = max(self.device_peak_bytes, earlier)
-        return StepProfile(self.model, self.optimizer, self.mesh.device, _store(self.model))
+        return StepProfile(self.model, self.optimizer, device, _store(self.model), self._times, shapes)
 
     def _write(self, profile: StepProfile, number: int) -> None:
         run_dir = self.config.train.run_dir
