@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from ithaka.config import ConfigError, given, load
-from ithaka.plan.hardware import gpu_named
+from ithaka.plan.hardware import gpu_named, peak_flops
 from ithaka.train.budget import needs, store_host_bytes
 from ithaka.train.check import check_heads, check_memory, model_shape
 from ithaka.train.planned import Machine, check_ranks_agree, hardware_of, machines_of_all, planned, this_machine
@@ -66,11 +66,21 @@ def test_off_or_an_unknown_gpu_leaves_the_defaults(tmp_path):
         ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
         ("NVIDIA GeForce RTX 4090", "RTX4090-24GB"),
         ("NVIDIA L40S", "L40S-48GB"),
+        ("NVIDIA H100 PCIe", "H100-80GB on PCIe"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40GB on PCIe"),
     ],
 )
 def test_gpus_are_found_by_the_driver_s_name(name, key):
     gpu = gpu_named(name)
     assert gpu is not None and gpu.name == key
+    assert gpu.matmul_flops < peak_flops(name) <= peak_flops(key)
+
+
+def test_a_card_has_its_own_peak_and_no_nvlink():
+    card, module = gpu_named("NVIDIA H100 PCIe"), gpu_named("NVIDIA H100 80GB HBM3")
+    assert card.attention_forward_flops / module.attention_forward_flops == pytest.approx(756 / 989.4)
+    assert card.link_bytes_s < card.pcie_bytes_s < module.link_bytes_s
+    assert gpu_named("NVIDIA GeForce RTX 5090 Laptop GPU") is None and peak_flops("Some Other 9000") is None
 
 
 @pytest.mark.parametrize("context", ["128K", "2M", "6M"])

@@ -2,6 +2,9 @@
 
 Rates are what a program gets, not what a data sheet promises: the H200's were measured, the others' are their
 published peak times the share of its own peak that the H200 reaches. `--gpu-file` replaces them by your own.
+
+Published figures were compared with public pages that quote the documents named here; what was found nowhere is
+called not verified. Capacities are the least that PyTorch names in out-of-memory messages of public issues.
 """
 
 from __future__ import annotations
@@ -30,18 +33,46 @@ HOST_UPDATE_BYTES_S = 200e9  # per node: what a fused AdamW on the CPUs streams 
 NETWORK_BYTES_S = 50e9  # per GPU and direction: one 400 Gb/s adapter each
 LINK_SHARE = 0.8  # of NVLink's or the network's published rate, in large collectives
 
-H200_PEAK = 989e12  # published, dense bf16
 H200_MATMUL = 790e12
 H200_ATTENTION_FORWARD = 594e12
 H200_ATTENTION_BACKWARD = 534e12
 H200_PCIE = 55e9
-PCIE_SHARE = H200_PCIE / 63e9  # of a PCIe 5.0 x16 link's payload rate
+PCIE_4, PCIE_5 = 31.5e9, 63e9  # payload of 16 lanes, each way
+PCIE_SHARE = H200_PCIE / PCIE_5
 
 MEASURED = "measured here on an H200 (LOG.md)"
 SAME_CHIP = "the H200's, measured here: the same chip with other memory"
-SCALED = "published peak x the share of its peak that the H200 was measured to reach"
-SHEET = "NVIDIA data sheet"
 CAPACITY = "capacity as PyTorch reports it"
+CUDA_L2 = "as CUDA reports it"
+
+# Dense bf16 TFLOP/s with fp32 sums, by a part of the name that CUDA gives a device; the first match counts.
+PEAK_TFLOPS = {
+    "B300": 2250.0,  # NVIDIA Blackwell Ultra datasheet
+    "B200": 2250.0,  # NVIDIA HGX B200 datasheet: 4.5 PFLOP/s with sparsity
+    "GH200": 989.4,
+    "H200 NVL": 835.0,  # NVIDIA H200 datasheet: 1,671 TFLOP/s with sparsity; SXM 1,979
+    "H200": 989.4,
+    "H100 PCIe": 756.0,  # NVIDIA H100 datasheet, as those below: 1,513 TFLOP/s with sparsity
+    "H100 NVL": 835.0,
+    "H100": 989.4,  # SXM5
+    "H800": 989.4,  # not verified: the H100's
+    "A100": 312.0,  # NVIDIA A100 datasheet
+    "A800": 312.0,  # not verified: the A100's
+    "L40S": 362.05,  # NVIDIA L40S datasheet
+    "RTX 4090": 165.2,  # NVIDIA Ada GPU architecture whitepaper
+    "RTX 5090": 209.5,  # NVIDIA RTX Blackwell GPU architecture whitepaper
+    "RTX 3090": 71.0,  # NVIDIA GA102 GPU architecture whitepaper
+}
+
+
+def peak_flops(name: str) -> float | None:
+    """The published peak of what CUDA, or the table below, calls `name`; None where it is not known."""
+    text = _plain(name)
+    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items() if _plain(part) in text), None)
+
+
+def _plain(name: str) -> str:
+    return name.upper().replace(" ", "").replace("_", "")
 
 
 @dataclass(frozen=True)
@@ -86,47 +117,58 @@ class Hardware:
 def _gpu(
     name: str,
     gibibytes: float,
-    peak: float,
     memory_tb_s: float,
     pcie: float,
-    link: float,
-    l2_mb: int,
-    **known: Any,
+    nvlink_gb_s: float | None,
+    l2_mib: int,
+    document: str,
+    **known: str,
 ) -> Gpu:
-    """A GPU from its data sheet: peak in TFLOP/s (dense bf16, fp32 sums), links in GB/s each way."""
-    share = peak * 1e12 / H200_PEAK
-    values: dict[str, Any] = {
-        "memory_bytes": int(gibibytes * GIB),
-        "matmul_flops": H200_MATMUL * share,
-        "attention_forward_flops": H200_ATTENTION_FORWARD * share,
-        "attention_backward_flops": H200_ATTENTION_BACKWARD * share,
-        "memory_bytes_s": memory_tb_s * 1e12,
-        "pcie_bytes_s": pcie * 1e9 * PCIE_SHARE,
-        "link_bytes_s": link * 1e9 * LINK_SHARE,
-        "l2_bytes": l2_mb * 10**6,
-    }
-    rates = known.get("rates", SCALED)
+    """A GPU as `document` has it. NVLink each way; None: over PCIe."""
+    peak, best = peak_flops(name), peak_flops("H200")
+    assert peak is not None and best is not None
+    link = nvlink_gb_s * 1e9 * LINK_SHARE if nvlink_gb_s else pcie * LINK_SHARE
+    scaled = f"{document}: peak x the share of its peak that the H200 was measured to reach"
     sources = {
         "memory_bytes": CAPACITY,
-        **dict.fromkeys(("matmul_flops", "attention_forward_flops", "attention_backward_flops"), rates),
-        "memory_bytes_s": SHEET,
-        "pcie_bytes_s": known.get("pcie_source", "PCIe rate x the share of it that the H200 was measured to reach"),
-        "link_bytes_s": f"{SHEET}, x {LINK_SHARE} (assumed)",
-        "l2_bytes": SHEET,
+        **dict.fromkeys(("matmul_flops", "attention_forward_flops", "attention_backward_flops"), scaled),
+        "memory_bytes_s": document,
+        "pcie_bytes_s": f"{document}: PCIe generation x the share of its rate that the H200 was measured to reach",
+        "link_bytes_s": f"{document}: {'NVLink' if nvlink_gb_s else 'PCIe, no NVLink'}, x {LINK_SHARE} (assumed)",
+        "l2_bytes": CUDA_L2,
     }
-    return Gpu(name, **values, sources=sources)
+    return Gpu(
+        name,
+        memory_bytes=int(gibibytes * GIB),
+        matmul_flops=H200_MATMUL * peak / best,
+        attention_forward_flops=H200_ATTENTION_FORWARD * peak / best,
+        attention_backward_flops=H200_ATTENTION_BACKWARD * peak / best,
+        memory_bytes_s=memory_tb_s * 1e12,
+        pcie_bytes_s=pcie * PCIE_SHARE,
+        link_bytes_s=link,
+        l2_bytes=l2_mib * 2**20,
+        sources=sources | known,
+    )
 
 
-# name, GiB, peak TFLOP/s, memory TB/s, PCIe GB/s, link GB/s, L2 MB. Cards without NVLink talk over PCIe.
+def _rates(source: str) -> dict[str, str]:
+    return dict.fromkeys(("matmul_flops", "attention_forward_flops", "attention_backward_flops"), source)
+
+
+H100, H200 = "NVIDIA H100 datasheet (SXM5)", "NVIDIA H200 datasheet (SXM)"
+A100, B200, L40S = "NVIDIA A100 datasheet (SXM4)", "NVIDIA HGX B200 datasheet", "NVIDIA L40S datasheet"
+ADA, BLACKWELL = "NVIDIA Ada GPU architecture whitepaper", "NVIDIA RTX Blackwell GPU architecture whitepaper"
+
+# name, GiB, memory TB/s, PCIe, NVLink GB/s, L2 MiB, document.
 _PUBLISHED: list[Gpu] = [
-    _gpu("H100-80GB", 79.1, 989, 3.35, 63, 450, 50, rates=SAME_CHIP),
-    _gpu("H200-141GB", 139.8, 989, 4.8, 63, 450, 60, rates=MEASURED, pcie_source=MEASURED),
-    _gpu("A100-80GB", 79.1, 312, 2.04, 31.5, 300, 40),
-    _gpu("A100-40GB", 39.4, 312, 1.555, 31.5, 300, 40),
-    _gpu("B200-180GB", 178.3, 2250, 7.7, 63, 900, 126),
-    _gpu("L40S-48GB", 44.4, 362, 0.864, 31.5, 31.5, 96),
-    _gpu("RTX4090-24GB", 23.6, 165, 1.008, 31.5, 31.5, 72),
-    _gpu("RTX5090-32GB", 31.4, 209.5, 1.792, 63, 63, 96),
+    _gpu("H100-80GB", 79.1, 3.35, PCIE_5, 450, 50, H100, **_rates(SAME_CHIP)),
+    _gpu("H200-141GB", 139.8, 4.8, PCIE_5, 450, 60, H200, **_rates(MEASURED), pcie_bytes_s=MEASURED),
+    _gpu("A100-80GB", 79.1, 2.039, PCIE_4, 300, 40, A100),
+    _gpu("A100-40GB", 39.3, 1.555, PCIE_4, 300, 40, A100),
+    _gpu("B200-180GB", 178.3, 7.7, PCIE_5, 900, 126, B200),
+    _gpu("L40S-48GB", 44.3, 0.864, PCIE_4, None, 96, L40S, l2_bytes="not verified: the L40's, which has the same chip"),
+    _gpu("RTX4090-24GB", 23.5, 1.008, PCIE_4, None, 72, ADA),
+    _gpu("RTX5090-32GB", 31.3, 1.792, PCIE_5, None, 96, BLACKWELL),
 ]
 
 _CPU = Gpu(
@@ -164,11 +206,22 @@ def find_gpu(name: str) -> Gpu:
 
 def gpu_named(name: str) -> Gpu | None:
     """The table's entry for what CUDA calls a device ("NVIDIA H100 80GB HBM3"); None where it has none."""
-    text = name.upper().replace(" ", "").replace("GEFORCE", "")
+    text = _plain(name).replace("GEFORCE", "")
     fitting = {key: gpu for key, gpu in GPUS.items() if key != "CPU" and key.upper().split("-")[0] in text}
     if len(fitting) > 1:
         fitting = {key: gpu for key, gpu in fitting.items() if key.upper().split("-")[-1] in text}
-    return next(iter(fitting.values())) if len(fitting) == 1 else None
+    if len(fitting) != 1 or "LAPTOP" in text:
+        return None
+    gpu = next(iter(fitting.values()))
+    return _as_card(gpu, name) if "PCIE" in text or "NVL" in text else gpu
+
+
+def _as_card(gpu: Gpu, name: str) -> Gpu:
+    """The same chip on a PCIe card: its own peak, and no NVLink to more than one other; memory as the table has it."""
+    share = (peak_flops(name) or 0.0) / (peak_flops(gpu.name) or 1.0)
+    rates = {rate: getattr(gpu, rate) * share for rate in _rates("")}
+    link = gpu.pcie_bytes_s / PCIE_SHARE * LINK_SHARE
+    return dataclasses.replace(gpu, name=f"{gpu.name} on PCIe", link_bytes_s=link, **rates)
 
 
 def least_gpu(gpus: Sequence[Gpu]) -> Gpu:

@@ -15,30 +15,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console as RichConsole
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ithaka.config import ConfigError
 from ithaka.profile.progress import Report
-
-# Dense bf16 peak in TFLOP/s, by a part of the name CUDA gives the device; the first match counts.
-PEAK_BF16_TFLOPS = (
-    ("B300", 2250.0),
-    ("B200", 2250.0),
-    ("GH200", 989.0),
-    ("H200", 989.0),
-    ("H100 PCIe", 756.0),
-    ("H100 NVL", 835.0),
-    ("H100", 989.0),
-    ("H800", 989.0),
-    ("A100", 312.0),
-    ("A800", 312.0),
-    ("L40S", 362.0),
-    ("RTX 4090", 165.0),
-    ("RTX 3090", 71.0),
-)
 
 
 @dataclass(frozen=True)
@@ -57,14 +39,6 @@ class Record:
     mfu: float | None  # None where the device's peak is not known
     device_peak_bytes: int | None  # largest of any rank since the start; None on CPU
     host_peak_bytes: int  # largest resident size of any rank's process since the start
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 FLOP/s of a GPU in the table, else None."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((tflops * 1e12 for part, tflops in PEAK_BF16_TFLOPS if part in name), None)
 
 
 def step_flops(num_matmul_params: int, num_tokens: int, head_size: int, num_pairs: int) -> float:

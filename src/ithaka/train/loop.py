@@ -31,6 +31,7 @@ from ithaka.model.build import build_model
 from ithaka.model.settings import settings_of
 from ithaka.ops.kernels import resolve_kernel
 from ithaka.phases import listening, phase
+from ithaka.plan.hardware import peak_flops
 from ithaka.train import checkpoint
 from ithaka.train.budget import store_host_bytes
 from ithaka.train.check import model_shape
@@ -41,7 +42,6 @@ from ithaka.train.console import (
     check_tensorboard,
     gibibytes,
     host_peak_bytes,
-    peak_flops,
     read_metrics,
     step_flops,
 )
@@ -450,7 +450,8 @@ def _num_params(model: PreTrainedModel) -> int:
 
 
 def _mfu(trainer: Trainer, num_tokens: int, num_pairs: int, step_s: float) -> float | None:
-    peak = peak_flops(trainer.mesh.device)
+    device = trainer.mesh.device
+    peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if peak is None:
         return None
     shape = model_shape(trainer.config)
