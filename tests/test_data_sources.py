@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ithaka.config import DataConfig
@@ -180,6 +180,7 @@ def test_text_files_are_on_one_side_of_the_split(tmp_path, count, fraction, expe
 
 
 @settings(max_examples=100, deadline=None)
+@example(text="00\n", fraction=0.25)  # the middle is before a newline
 @given(text=st.text(min_size=3), fraction=st.floats(0.01, 0.9))
 def test_a_text_file_alone_gives_up_its_end(tmp_path_factory, text, fraction):
     path = tmp_path_factory.mktemp("split") / "a.txt"

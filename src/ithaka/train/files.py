@@ -155,7 +155,8 @@ def _text_split(path: Path, size: int, fraction: float) -> int:
         file.seek(low)
         # One byte more, so that a character which ends at the middle is seen to be whole.
         before = file.read(middle - low + 1)
-    return low + sources.cut(before) if middle else 0
+    # That byte may be a newline, but it is not ours to keep.
+    return low + min(sources.cut(before), middle - low) if middle else 0
 
 
 def _token_units(file: File, reading: Reading, share: Share | None) -> list[Unit]:
