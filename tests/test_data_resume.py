@@ -1,10 +1,13 @@
 """The global stream is the same for any number of ranks, and continues bit for bit from its state."""
 
+import dataclasses
 import itertools
 import json
 import tracemalloc
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -133,6 +136,23 @@ def test_state_of_other_data_is_refused(tmp_path):
     (tmp_path / "00.txt").write_text("longer than it was before")
     with pytest.raises(ConfigError, match="data.path, its files"):
         opened(data).load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("changed", [{"text_field": "other"}, {"validation_fraction": 0.3}, {"validation_fraction": 0}])
+def test_rows_that_are_read_otherwise_are_refused(tmp_path, kind, changed):
+    path, table = tmp_path / f"a.{kind}", {"text": TEXTS[:20], "other": [text[::-1] for text in TEXTS[:20]]}
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table(table), path)
+    else:
+        rows = [{"text": text, "other": other} for text, other in zip(*table.values(), strict=True)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataConfig(path=path, context=64, validation_fraction=0.1)
+    stream = opened(data)
+    stream.next_batch()
+    opened(data).load_state_dict(stream.state_dict())
+    with pytest.raises(ConfigError, match=r"data.text_field, data.validation_fraction, .* of the checkpoint"):
+        opened(dataclasses.replace(data, **changed)).load_state_dict(stream.state_dict())
 
 
 def test_validation_is_fixed_and_apart_from_training(data):

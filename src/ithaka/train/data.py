@@ -205,8 +205,8 @@ class TrainData:
         """Continue where `state_dict` was called, on any number of ranks. The files must be the same."""
         if state["version"] != 1 or state["data"] != self._fingerprint():
             raise ConfigError(
-                "data.path, its files, data.tokenizer or train.seed are not those of the checkpoint; "
-                "put them back, or start a new run"
+                "data.path, its files, data.text_field, data.validation_fraction, data.tokenizer or train.seed are not "
+                "those of the checkpoint; put them back, or start a new run"
             )
         self.stream.seek(Position(**{key: int(state[key]) for key in asdict(Position())}))
 

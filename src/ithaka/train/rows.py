@@ -31,8 +31,8 @@ class JsonlUnit:
     tokenizer: Tokenizer
 
     @property
-    def identity(self) -> tuple[int, ...]:
-        return (self.start, self.stop)
+    def identity(self) -> tuple[object, ...]:
+        return (self.start, self.stop, self.field, self.share)
 
     def pieces(self, cursor: int, key: tuple[int, ...] | None) -> Iterator[Piece]:
         raw = self._lines()
@@ -107,8 +107,8 @@ class ParquetUnit:
     tokenizer: Tokenizer
 
     @property
-    def identity(self) -> tuple[int, ...]:
-        return (self.group, self.num_rows)
+    def identity(self) -> tuple[object, ...]:
+        return (self.group, self.num_rows, self.field, self.share)
 
     def pieces(self, cursor: int, key: tuple[int, ...] | None) -> Iterator[Piece]:
         first_row = 0

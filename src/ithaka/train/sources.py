@@ -33,8 +33,8 @@ class Unit(Protocol):
     def path(self) -> Path: ...
 
     @property
-    def identity(self) -> tuple[int, ...]:
-        """With the file's name, what tells this unit from any other: sizes and ranges."""
+    def identity(self) -> tuple[object, ...]:
+        """With the file's name, what tells this unit from any other: sizes and ranges, and what is read there."""
         ...
 
     def pieces(self, cursor: int, key: tuple[int, ...] | None) -> Iterator[Piece]:
@@ -103,7 +103,7 @@ class TextUnit:
     tokenizer: Tokenizer
 
     @property
-    def identity(self) -> tuple[int, ...]:
+    def identity(self) -> tuple[object, ...]:
         return (self.start, self.stop)
 
     def pieces(self, cursor: int, key: tuple[int, ...] | None) -> Iterator[Piece]:
@@ -165,7 +165,7 @@ class TokenUnit:
     vocab_size: int
 
     @property
-    def identity(self) -> tuple[int, ...]:
+    def identity(self) -> tuple[object, ...]:
         return (self.start, self.stop)
 
     def pieces(self, cursor: int, key: tuple[int, ...] | None) -> Iterator[Piece]:
