@@ -200,29 +200,18 @@ def test_a_full_host_says_what_to_do():
     assert torch.equal(store.keep(numbers((25,)), "host").fetch(), numbers((25,)))  # free slabs make way
 
 
-def test_a_full_disk_budget_says_what_to_do(tmp_path):
-    store = Store(disk_path=tmp_path, disk_bytes=100)
-    first = kept(store, numbers((20,)), "disk")
-    with pytest.raises(StoreError) as error:
-        store.keep(numbers((6,)), "disk")
-    for words in ("disk: 24 more bytes", str(tmp_path), "80 kept", "100 bytes allowed", "memory.disk_path"):
-        assert words in str(error.value)
-    del error
-    assert torch.equal(first.fetch(), numbers((20,)))
-    del first
-    gc.collect()
-    wait_until(lambda: is_empty(store))
-
-
-def test_a_full_disk_says_what_to_do(monkeypatch):
+def test_a_full_disk_says_what_to_do(monkeypatch, tmp_path):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    store = Store()
+    store = Store(disk_path=tmp_path)
     first = kept(store, numbers((5,)), "disk")
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(StoreError, match=r"disk: 24 more bytes.*No space left on device.*memory.disk_path"):
+    words = rf"disk: 24 more bytes.*{tmp_path} beside 20 kept \(No space left on device\).*memory.disk_path"
+    with pytest.raises(StoreError, match=words) as error:
         store.keep(numbers((6,)), "disk")
+    assert error.value.tier == "disk"
+    del error
     assert torch.equal(first.fetch(), numbers((5,)))
     del first
     gc.collect()

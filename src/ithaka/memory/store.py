@@ -147,8 +147,8 @@ class SlabPool:
 class DiskFile:
     """A file without a name: it goes away with the process, also after kill -9. Space is reserved first."""
 
-    def __init__(self, directory: Path, budget_bytes: int | None) -> None:
-        self.directory, self.budget_bytes = directory, budget_bytes
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
         self._file: Any = None
         self._free: dict[int, list[int]] = {}
         self._lock = threading.RLock()  # a handle may die anywhere, also in here
@@ -164,8 +164,6 @@ class DiskFile:
             return free.pop() if free else self._extend(num_bytes)
 
     def _extend(self, num_bytes: int) -> int:
-        if self.budget_bytes is not None and self.used_bytes + num_bytes > self.budget_bytes:
-            raise StoreError(self._full(num_bytes, f"{self.budget_bytes} bytes allowed"))
         offset = self.used_bytes
         try:
             if self._file is None:
@@ -237,12 +235,11 @@ class Store:
         *,
         host_bytes: int | None = None,
         disk_path: Path | None = None,
-        disk_bytes: int | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.on_gpu = self.device.type == "cuda"
         self.pool = SlabPool(host_bytes, pin=self.on_gpu)
-        self.disk = DiskFile(disk_path or Path(tempfile.gettempdir()), disk_bytes)
+        self.disk = DiskFile(disk_path or Path(tempfile.gettempdir()))
         self.out_stream = torch.cuda.Stream(self.device) if self.on_gpu else None
         self.in_stream = torch.cuda.Stream(self.device) if self.on_gpu else None
         self._threads: ThreadPoolExecutor | None = None
