@@ -291,7 +291,8 @@ def run(plan: Plan, model: str, layers: int, memory_only: bool, as_json: bool) -
     except Exception as error:
         if not is_shortage(error):
             raise
-        print(explain(Shortage(error, witness, plan, as_run), "the same command with"), file=sys.stderr)
+        shortage = Shortage(error, witness, plan, as_run)
+        print(explain(shortage, "the same command with", "--context "), file=sys.stderr)
         return EXIT_MEMORY
     rows = compare(plan, measured, few)
     if as_json:

@@ -154,17 +154,19 @@ class Shortage:
         """Whether a plan fits that is off by as much as this one was in phases like this one."""
         if self.tier != "GPU" or not plan.fits:
             return plan.fits
-        limit = min(sum(self.planned_here.values()), self.needed_bytes)
-        alike = _phases_alike(self.as_run(plan), self.path).values()
-        return max(sum(holders.values()) for holders in alike) < limit
+        return self.most_bytes(plan) < min(sum(self.planned_here.values()), self.needed_bytes)
+
+    def most_bytes(self, plan: Plan) -> int:
+        """What a plan has on the device in phases like this one, at most."""
+        return max(sum(holders.values()) for holders in _phases_alike(self.as_run(plan), self.path).values())
 
 
-def explain(shortage: Shortage, command: str) -> str:
-    """In words. `command`: what takes the settings that would fit, as `--set`."""
+def explain(shortage: Shortage, command: str, context_option: str = "--set data.context=") -> str:
+    """In words. `command`: what takes the settings that would fit, as `--set`, and a shorter context."""
     shortage.witness.measure()
     lines = [_headline(shortage)]
     lines += _device_lines(shortage) if shortage.tier == "GPU" else [_outside_line(shortage)]
-    return "\n".join([*lines, *_ways_out(shortage, command)])
+    return "\n".join([*lines, *_ways_out(shortage, command, context_option)])
 
 
 def _headline(shortage: Shortage) -> str:
@@ -244,18 +246,24 @@ def _outside_line(shortage: Shortage) -> str:
 # ---- what would fit
 
 
-def _ways_out(shortage: Shortage, command: str) -> list[str]:
+def _ways_out(shortage: Shortage, command: str, context_option: str) -> Iterator[str]:
     now = shortage.plan
     following = _following(shortage, now.work)
     if following is not None:
-        before, after = settings_of(now), settings_of(following)
-        changes = " ".join(f"--set {name}={_yaml(after[name])}" for name in after if after[name] != before[name])
-        return [f"Planned to fit, {_saving(now, following, shortage.tier)}:", f"  {command} {changes}"]
+        yield f"Planned to fit, {_saving(shortage, following)}:"
+        yield f"  {command}{_changes(now, following)}"
+        return
+    yield f"No settings are planned to fit at {now.work.context} tokens here: use more ranks or less context"
     shorter = [now.work.context >> halvings for halvings in range(1, MOST_HALVINGS)]
     works = (dataclasses.replace(now.work, context=context) for context in shorter if context >= now.layout.cp)
-    fitting = next((work.context for work in works if _following(shortage, work)), None)
-    other = f"a new run of {fitting} tokens or more ranks" if fitting else "more ranks"
-    return [f"No settings are planned to fit at {now.work.context} tokens here: use {other}"]
+    fitting = next((plan for work in works if (plan := _following(shortage, work))), None)
+    if fitting is not None:
+        yield f"  {command} {context_option}{fitting.work.context}{_changes(now, fitting)}"
+
+
+def _changes(now: Plan, following: Plan) -> str:
+    before, after = settings_of(now), settings_of(following)
+    return "".join(f" --set {name}={_yaml(after[name])}" for name in after if after[name] != before[name])
 
 
 def _following(shortage: Shortage, work: Work) -> Plan | None:
@@ -304,14 +312,16 @@ def _fixed(plan: Plan) -> dict[str, Any]:
     return fixed
 
 
-def _saving(now: Plan, following: Plan, tier: str) -> str:
-    before, after = (_needs(plan.ledger, tier) for plan in (now, following))
-    where = {"GPU": "per rank", "host": "of a node's host memory", "disk": "of a node's disk"}[tier]
-    saved = f"with {size(before - after)} less {where}"
+def _saving(shortage: Shortage, following: Plan) -> str:
+    now, tier = shortage.plan, shortage.tier
+    if tier == "GPU":
+        saved = f"{size(shortage.most_bytes(now) - shortage.most_bytes(following))} less there"
+    else:
+        saved = f"{size(_needs(now.ledger, tier) - _needs(following.ledger, tier))} less of a node's {tier}{' memory' if tier == 'host' else ''}"
     if now.hardware.gpu.name == "CPU":  # its rates are assumed
-        return saved
+        return f"with {saved}"
     rates = [f"{plan.tokens_per_s_per_gpu:.4g}" for plan in (following, now)]
-    return f"{saved}, at {' instead of '.join(rates)} tokens/s per GPU"
+    return f"with {saved}, at {' instead of '.join(rates)} tokens/s per GPU"
 
 
 def _needs(ledger: Ledger, tier: str) -> int:
