@@ -317,7 +317,8 @@ def _saving(shortage: Shortage, following: Plan) -> str:
     if tier == "GPU":
         saved = f"{size(shortage.most_bytes(now) - shortage.most_bytes(following))} less there"
     else:
-        saved = f"{size(_needs(now.ledger, tier) - _needs(following.ledger, tier))} less of a node's {tier}{' memory' if tier == 'host' else ''}"
+        where = {"host": "host memory", "disk": "disk"}[tier]
+        saved = f"{size(_needs(now.ledger, tier) - _needs(following.ledger, tier))} less of a node's {where}"
     if now.hardware.gpu.name == "CPU":  # its rates are assumed
         return f"with {saved}"
     rates = [f"{plan.tokens_per_s_per_gpu:.4g}" for plan in (following, now)]
