@@ -27,8 +27,8 @@ PROFILE_FILE = "profile.json"
 class StepTimes(AbstractContextManager):
     """Enter it around one step: PyTorch's trace, with phases, and on a GPU the shapes that lines of code make.
 
-    Of a GPU only the device's work and its launches are traced: every operator on the host, too, would make the
-    step a quarter slower. `shapes=False`: without them (a compiled model would be compiled again for them).
+    Of a GPU only the device's work and its launches are traced: recording every operator on the host costs it a
+    quarter of the step's time again. `shapes=False`: without them (a compiled model would be compiled again for them).
     """
 
     def __init__(self, device: torch.device, shapes: bool = True) -> None:
