@@ -132,17 +132,21 @@ def test_every_instant_of_two_streams_counts_once(tmp_path):
 
 
 def test_phases_are_written_into_a_trace_by_the_clock(tmp_path):
-    """The trace of a GPU has launches and kernels; the host's operators and annotations are not recorded."""
+    """The trace of a GPU has launches and kernels; the host's operators and annotations are not recorded.
+
+    Its clock is another one (seen with torch 2.11, 45 days behind its own base): here at 20 s when the step begins.
+    """
     second, base_ns = 10**9, 5 * 10**18
     phases_seen = Annotations()
-    phases_seen._start_ns, phases_seen._stop_ns = base_ns, base_ns + 4 * second
+    phases_seen._first_ns, phases_seen._start_ns, phases_seen._stop_ns = base_ns, base_ns, base_ns + 4 * second
     phases_seen._spans = [
         (base_ns + second, base_ns + 2 * second, ("layer 0", "forward")),
         (base_ns, base_ns + 3 * second, ("layer 0",)),
     ]
-    launched = [span("cuda_runtime", "cudaLaunchKernel", at * 1e6, (at + 0.1) * 1e6, at * 10) for at in (0.5, 1.5)]
-    ran = [span("kernel", "gemm", at * 1e6, (at + 1) * 1e6, (at - 1.5) * 10) for at in (2, 3)]
-    trace = {"baseTimeNanoseconds": base_ns, "traceEvents": launched + ran}
+    starts = (20, 20.5, 21.5)
+    launched = [span("cuda_runtime", "cudaLaunchKernel", at * 1e6, (at + 0.1) * 1e6, at * 10) for at in starts]
+    ran = [span("kernel", "gemm", at * 1e6, (at + 1) * 1e6, (at - 1.5) * 10) for at in (22, 23)]
+    trace = {"baseTimeNanoseconds": 7 * second, "traceEvents": launched + ran}
     phases_seen.add_to(trace)
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(trace))

@@ -54,6 +54,8 @@ class StepTimes(AbstractContextManager):
     def start(self) -> None:
         """The step begins here."""
         self.phases.start()
+        if self.on_gpu:
+            torch.zeros(1, device=self.device)  # a launch, for the clocks
 
     def stop(self) -> None:
         if self.on_gpu:

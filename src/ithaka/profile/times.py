@@ -66,16 +66,21 @@ def times_of(trace: dict[str, Any]) -> Times:
 
 
 class Annotations:
-    """Listens to phases and writes them into a trace, by the clock: so the host's operators need not be recorded."""
+    """Listens to phases and writes them into a trace, by the clock: so the host's operators need not be recorded.
+
+    A trace of the device's work alone has a clock of its own. Whoever calls `start` makes a launch right after it, the
+    trace's first, which says how the two clocks go together.
+    """
 
     def __init__(self) -> None:
         self._open: list[int] = []
         self._spans: list[tuple[int, int, Path]] = []  # start and stop in ns
         self._thread = threading.get_native_id()
-        self._start_ns = self._stop_ns = 0
+        self._first_ns = self._start_ns = self._stop_ns = 0
 
     def start(self) -> None:
         self._start_ns = time.time_ns()
+        self._first_ns = self._first_ns or self._start_ns
 
     def stop(self) -> None:
         self._stop_ns = time.time_ns()
@@ -92,10 +97,10 @@ class Annotations:
 
     def add_to(self, trace: dict[str, Any]) -> None:
         """As a row of their own: on a GPU, backward is another thread."""
-        base_ns = trace.get("baseTimeNanoseconds", 0)
+        base_ns = self._base_ns(trace)
         row = {"pid": os.getpid(), "tid": 0}
 
-        def span(name: str, start_ns: int, stop_ns: int, **args: Any) -> dict[str, Any]:
+        def span(name: str, start_ns: float, stop_ns: float, **args: Any) -> dict[str, Any]:
             ts, dur = (start_ns - base_ns) / 1e3, (stop_ns - start_ns) / 1e3
             return {"ph": "X", "cat": "user_annotation", "name": name, **row, "ts": ts, "dur": dur, "args": args}
 
@@ -103,6 +108,11 @@ class Annotations:
         events.append({"ph": "M", "name": "thread_name", **row, "args": {"name": "ithaka"}})
         events.append(span(STEP, self._start_ns, self._stop_ns, thread=self._thread))
         events += [span(PREFIX + "/".join(path), start, stop) for start, stop, path in self._spans]
+
+    def _base_ns(self, trace: dict[str, Any]) -> float:
+        """What the trace's times are counted from."""
+        launches = [e["ts"] for e in trace["traceEvents"] if e.get("cat") in _LAUNCHES and e.get("ph") == "X"]
+        return self._first_ns - 1e3 * min(launches) if launches else trace.get("baseTimeNanoseconds", 0)
 
 
 class _Marks:
