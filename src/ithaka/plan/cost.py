@@ -562,25 +562,28 @@ def gpu_phases(
     reduced = (0, 0) if shape.tied else (head, head * wide)  # lm_head's: arrived, and still being sent
     # x of the layer at work is among its residual stream in forward, and kept in backward.
     forward, others = peak("forward")
-    yield "forward", held(forward, root + 2 * layer * e, 0, 0, (num_layers - 1) * inputs + others)
+    ahead = layer * e if hardware.num_gpus > 1 else 0  # of the next layer, on their way; alone there is no way to go
+    yield "forward", held(forward, root + layer * e + ahead, 0, 0, (num_layers - 1) * inputs + others)
     everything = num_layers * inputs + outputs
     yield (
         "loss",
         {
-            **held(Moment("loss", 2 * x), head * e + layer * e, 0, 0, everything),
+            **held(Moment("loss", 2 * x), head * e + ahead, 0, 0, everything),
             "loss tile": head * wide + max(_logits_bytes(shape, layout, s), head * e),
         },
     )
     backward, _ = peak("backward")
-    # The weights of the layer below are on their way; below the only layer is the embedding.
-    weights = root + 2 * layer * e if num_layers > 1 else layer * e + head * e
+    below = ahead if num_layers > 1 else head * e * (hardware.num_gpus > 1 and not shape.tied)
+    weights = root + layer * e + below
     yield "backward, last layer", held(backward, weights, reduced[0], reduced[1] + tied_grad, everything)
     arrived = reduced[0] + (num_layers - 1) * layer
-    sent = layer * wide + tied_grad  # the gradients of the layer above are still being sent
-    yield FIRST_LAYER, held(backward, layer * e + head * e, arrived, sent, inputs + own)
-    # The embedding's dense gradient and the buffer of its kernel; then the gradient and its wide copy to send.
+    sent = layer * wide * (num_layers > 1) + tied_grad  # the gradients of the layer above are still being sent
+    embedding = head * e * (hardware.num_gpus > 1 or shape.tied)
+    yield FIRST_LAYER, held(backward, layer * e + embedding, arrived, sent, inputs + own)
+    # The embedding's dense gradient and the buffer of its kernel, while the first layer's gradients are being sent;
+    # then the gradient and its wide copy to send.
     rows = s // EMBEDDING_RUN + min(s, shape.vocab)
-    ending = layer * wide + head * e + max(rows * shape.hidden * wide + tied_grad, head * wide)
+    ending = head * e + max(layer * wide + rows * shape.hidden * wide + tied_grad, head * wide)
     yield "backward, embedding", held(Moment("embedding", x), head * e, arrived + layer, ending, 0)
     yield "update", held(Moment("update"), root, _all(shape), 0, 0)
 

@@ -13,12 +13,13 @@ from ithaka.plan.cost import LOGITS_TILE_BYTES, LayerBytes, Layout, Work, kept_a
 from ithaka.plan.hardware import Hardware
 from ithaka.plan.shape import ModelShape
 
-MATMUL_SHARE = 0.89  # of the hardware's matmul rate, in the layer's linear work (MLP forward at 1M: 0.072 s)
+MATMUL_SHARE = 0.91  # of the hardware's matmul rate, in the MLP
+PROJECTION_SHARE = (0.72, 0.52)  # the same in projections, whose matrices are slices of few heads
 COPY_SHARE = 0.9  # of the PCIe rate, in copies tile by tile
-MLP_PASSES = (8, 40)  # reads and writes of [s, F] by element-wise kernels, forward and backward
+MLP_PASSES = (3, 28)  # reads and writes of [s, F] by element-wise kernels, forward and backward
 WALK_PASSES = (4, 5)  # of [s, D], per walk over the tiles
-HEAD_PASSES = (12, 30)  # of each projected head's [s, K]: RoPE, layout, sums
-STAGE_SECONDS = (0.0007, 0.0015)  # per stage whatever s is, forward and backward: slices of weights, launches
+HEAD_PASSES = (8, 24)  # of each projected head's [s, K]: RoPE, layout, sums
+STAGE_SECONDS = (0.0004, 0.0007)  # per stage whatever s is, forward and backward: slices of weights, launches
 # Of attention's rate at a head dim of 128, at 64: llama3.2-1b rehearsed at 512K (cp 8) and 128K (cp 1).
 NARROW_HEAD_SHARE = (0.73, 0.83)
 LOGIT_PASSES = 3  # over the logits by the loss's element-wise kernels: one forward, read and write backward
@@ -108,7 +109,7 @@ def layer_seconds(
         wait_mlp + wait_walks + max(0.0, write - busy_back),
     )
     parts = {
-        "forward projections": projections - linear.output(),
+        "forward projections": projections,
         "forward attention": attend,
         "forward mlp": mlp,
         "backward mlp": mlp_back + wait_mlp,
@@ -156,31 +157,32 @@ class _Linear:
         first, others = copy_s / self.num_tiles, 1 - 1 / self.num_tiles
         return first + max(0.0, others * (copy_s - busy_s))
 
-    def matmul(self, width: float, depth: float) -> float:
-        return 2 * self.s * width * depth / (self.hardware.gpu.matmul_flops * MATMUL_SHARE)
+    def matmul(self, width: float, depth: float, share: float = MATMUL_SHARE) -> float:
+        return 2 * self.s * width * depth / (self.hardware.gpu.matmul_flops * share)
 
     def moving(self, num_bytes: float) -> float:
         return num_bytes / self.hardware.gpu.memory_bytes_s
 
-    def output(self) -> float:
-        return self.matmul(self.shape.hidden, self.shape.heads * self.shape.head_dim)
+    def output(self, share: float = MATMUL_SHARE) -> float:
+        return self.matmul(self.shape.hidden, self.shape.heads * self.shape.head_dim, share)
 
     def project_only(self) -> float:
         walks = self.num_stages * WALK_PASSES[0] * self.x
         heads = HEAD_PASSES[0] * self.s * self.projected * self.layout.element_bytes
         fixed = self.num_stages * STAGE_SECONDS[0]
-        return self.matmul(self.shape.hidden, self.projected) + self.moving(walks + heads) + fixed
+        matmul = self.matmul(self.shape.hidden, self.projected, PROJECTION_SHARE[0])
+        return matmul + self.moving(walks + heads) + fixed
 
     def projections(self, backward: bool) -> float:
         if not backward:
-            return self.project_only() + self.output()
+            return self.project_only() + self.output(PROJECTION_SHARE[0])
         again = 3 if self.layout.checkpoint else 2
         walks = (self.num_stages + 1) * WALK_PASSES[1] * self.x
         heads = HEAD_PASSES[1] * self.s * self.projected * self.layout.element_bytes
         sums = self.sums(self.projected * self.shape.hidden)
         return (
-            again * self.matmul(self.shape.hidden, self.projected)
-            + self.output()
+            again * self.matmul(self.shape.hidden, self.projected, PROJECTION_SHARE[1])
+            + self.output(PROJECTION_SHARE[1])
             + self.moving(walks + heads)
             + self.num_stages * STAGE_SECONDS[1]
             + sums
@@ -197,9 +199,8 @@ class _Linear:
         return (2 + again) * one + 2 * self.output() + moved + self.sums(self.shape.mlp_parameters)
 
     def sums(self, num_parameters: int) -> float:
-        """Weight gradients read, added and written once per tile."""
-        moved = num_parameters * (2 * self.layout.sum_bytes + 2 * self.layout.element_bytes)
-        return (self.num_tiles - 1) * self.moving(moved)
+        """Weight gradients read and written once per tile."""
+        return (self.num_tiles - 1) * self.moving(num_parameters * 2 * self.layout.sum_bytes)
 
 
 def _exchange_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, s: int) -> tuple[float, float]:
