@@ -74,6 +74,19 @@ def test_longest_context_fits_and_the_next_does_not(machine, model):
         assert not choose(shape, machine, 2 * context).fits
 
 
+@settings(max_examples=6, deadline=None)
+@given(
+    machines, models, contexts, st.sampled_from([{}, {"tile_tokens": 1000}, {"overlap": True}, {"keep_attention": 2}])
+)
+def test_what_is_not_tried_would_not_fit(machine, model, context, fixed):
+    shape = find_shape(model)
+    plan = choose(shape, machine, context, fixed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ithaka.plan.search._is_hopeless", lambda *_: False)
+        everything = choose(shape, machine, context, fixed)
+    assert plan == everything and plan.runners_up == everything.runners_up
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_every_built_in_model_has_a_plan(model):
     assert choose(find_shape(model), replace(NODE, num_nodes=4), 32 * 2**10).fits

@@ -7,7 +7,7 @@ either no layer keeps attention's output or as many as there is room for.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -88,7 +88,6 @@ class Plan:
     ledger: Ledger
     seconds: Seconds
     runners_up: tuple[Plan, ...] = field(default=(), repr=False)
-    tried: int = 1
 
     @property
     def fits(self) -> bool:
@@ -135,23 +134,11 @@ def choose(
     work = context if isinstance(context, Work) else Work(context)
     fixed = dict(fixed or {})
     check_fixed(shape, hardware, fixed)
-    fitting: list[Plan] = []
-    misses: list[Candidate] = []
-    best, tried = 0.0, 0
-    for bound, cp, stage in sorted(_bounded(shape, hardware, work, fixed), key=lambda entry: -entry[0]):
-        if bound < WORTH_SHOWING * best:
-            break
-        for layout, ledger in _candidates(Layout(cp, stage, **_precision(fixed)), shape, hardware, work, fixed):
-            tried += 1
-            if ledger.fits:
-                fitting.append(_costed(shape, layout, ledger, hardware, work))
-                best = max(best, fitting[-1].tokens_per_s_per_gpu)
-            else:
-                misses.append((layout, ledger))
+    fitting = _fitting(shape, hardware, work, fixed)
     if not fitting:
-        return replace(_costed(shape, *_nearest(misses), hardware, work), tried=tried)
+        return _costed(shape, *_nearest(_misses(shape, hardware, work, fixed)), hardware, work)
     ranked = sorted(fitting, key=_rank)
-    return replace(ranked[0], runners_up=_different(ranked), tried=tried)
+    return replace(ranked[0], runners_up=_different(ranked))
 
 
 def longest(
@@ -197,29 +184,58 @@ def worst_tier(ledger: Ledger) -> str:
 # ---- candidates
 
 
-def _bounded(
-    shape: ModelShape, hardware: Hardware, work: Work, fixed: Mapping[str, Any]
-) -> Iterator[tuple[float, int, int | None]]:
-    """(speed with everything on the device and nothing computed again, cp, heads per stage)."""
+def _fitting(shape: ModelShape, hardware: Hardware, work: Work, fixed: Mapping[str, Any]) -> list[Plan]:
+    """The plans that fit, but for some that are too slow to be shown."""
+    fitting: list[Plan] = []
+    best = 0.0
+    for bound, start in _starts(shape, hardware, work, fixed):
+        if bound < WORTH_SHOWING * best:
+            break
+        for layout, ledger in _candidates(start, shape, hardware, work, fixed, skip_hopeless=True):
+            if ledger.fits:
+                fitting.append(_costed(shape, layout, ledger, hardware, work))
+                best = max(best, fitting[-1].tokens_per_s_per_gpu)
+    return fitting
+
+
+def _misses(shape: ModelShape, hardware: Hardware, work: Work, fixed: Mapping[str, Any]) -> Iterator[Candidate]:
+    """Where nothing fits: everything."""
+    for _, start in _starts(shape, hardware, work, fixed):
+        yield from _candidates(start, shape, hardware, work, fixed, skip_hopeless=False)
+
+
+def _starts(shape: ModelShape, hardware: Hardware, work: Work, fixed: Mapping[str, Any]) -> list[tuple[float, Layout]]:
+    """Fastest first: (speed with everything on the device and nothing computed again, cp and heads per stage)."""
+    starts = []
     for cp in _cps(shape, hardware, fixed):
         for stage in _stage_widths(shape, cp, fixed):
-            ideal = Layout(cp, stage, _tiles(fixed)[0], keep_attention=shape.num_layers)
+            start = Layout(cp, stage, **_precision(fixed))
+            ideal = replace(start, tile_tokens=_tiles(fixed)[0], keep_attention=shape.num_layers)
             seconds = min(
                 step_seconds(shape, replace(ideal, overlap=overlap), hardware, work).total for overlap in (True, False)
             )
-            yield work.tokens / cp / seconds, cp, stage
+            starts.append((work.tokens / cp / seconds, start))
+    return sorted(starts, key=lambda entry: -entry[0])
 
 
 def _candidates(
-    start: Layout, shape: ModelShape, hardware: Hardware, work: Work, fixed: Mapping[str, Any]
+    start: Layout,
+    shape: ModelShape,
+    hardware: Hardware,
+    work: Work,
+    fixed: Mapping[str, Any],
+    skip_hopeless: bool,
 ) -> Iterator[Candidate]:
     """Plans with one cp and stage width: per tier of attention's outputs, the nearest places first.
 
     Places farther away are slower with all else equal, so they are not tried once nothing is missing.
+    `skip_hopeless`: nor are those with room for nothing.
     """
     for tier in _attention_tiers(shape, hardware, fixed):
         for place in _places(hardware, fixed):
             base = replace(start, **place, **tier, checkpoint=fixed.get("checkpoint", True))
+            if skip_hopeless and _is_hopeless(base, shape, hardware, work, fixed):
+                continue
             complete = yield from _tiled(base, shape, hardware, work, fixed)
             if complete:
                 break
@@ -246,6 +262,22 @@ def _tiled(
                 break
             complete = False
     return complete
+
+
+def _is_hopeless(base: Layout, shape: ModelShape, hardware: Hardware, work: Work, fixed: Mapping[str, Any]) -> bool:
+    """Whether nothing can fit with this cp, stage and tiers: not the leanest layout, even without what others save.
+
+    Larger tiles need fewer gradient sums, and overlap needs no tiles of x: that much is taken off.
+    """
+    lean = replace(base, overlap=fixed.get("overlap", False), tile_tokens=_tiles(fixed)[-1])
+    counts = (shape.num_layers, 1) if base.keep_attention and "keep_attention" not in fixed else (base.keep_attention,)
+    tile = min(lean.tile_tokens or work.tokens, work.local_tokens(lean.cp))
+    saved = shape.layer_parameters * lean.sum_bytes + 2 * tile * shape.hidden * lean.element_bytes
+
+    def could_fit(ledger: Ledger) -> bool:
+        return replace(ledger, gpu_bytes=ledger.gpu_bytes + saved).fits
+
+    return not any(could_fit(memory(shape, replace(lean, keep_attention=count), hardware, work)) for count in counts)
 
 
 def _attention_tiers(shape: ModelShape, hardware: Hardware, fixed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -356,7 +388,7 @@ def _rank(plan: Plan) -> tuple[Any, ...]:
     )
 
 
-def _nearest(misses: list[Candidate]) -> Candidate:
+def _nearest(misses: Iterable[Candidate]) -> Candidate:
     """The one whose worst tier is exceeded least."""
     return min(misses, key=lambda miss: max(miss[1].excess().values()))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,7 +88,7 @@ class ModelShape:
         """The window of the layers that have one; None when no layer has."""
         return next((window for window in self.windows if window is not None), None)
 
-    @property
+    @cached_property
     def attention_parameters(self) -> int:
         """Of one layer: q, k, v and o projections, biases, q and k norms."""
         q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -95,22 +96,22 @@ class ModelShape:
         biases = self.qkv_bias * (q_size + 2 * kv_size) + self.out_bias * self.hidden
         return weights + biases + self.qk_norm * 2 * self.head_dim
 
-    @property
+    @cached_property
     def mlp_parameters(self) -> int:
         """Of one layer: gate, up and down projections of every expert, biases, router."""
         one = 3 * self.hidden * self.mlp + self.mlp_bias * (2 * self.mlp + self.hidden)
         return one * max(self.num_experts, 1) + self.num_experts * self.hidden
 
-    @property
+    @cached_property
     def layer_parameters(self) -> int:
         return self.attention_parameters + self.mlp_parameters + 2 * self.hidden
 
-    @property
+    @cached_property
     def embedding_parameters(self) -> int:
         """Embedding and output projection, counted once when tied."""
         return self.vocab * self.hidden * (1 if self.tied else 2)
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         return self.num_layers * self.layer_parameters + self.embedding_parameters + self.hidden
 
