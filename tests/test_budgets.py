@@ -4,8 +4,8 @@ import psutil
 import pytest
 
 from ithaka.config import ConfigError
-from ithaka.plan import hardware
-from ithaka.plan.hardware import Host, cgroup_limits, cgroup_rooms, host_capacity, this_host
+from ithaka.plan import host as this_machine
+from ithaka.plan.host import Host, cgroup_limits, cgroup_rooms, host_capacity, this_host
 from ithaka.train import budget
 from ithaka.train.budget import check_budgets, needs, store_host_bytes
 from ithaka.train.check import check_run, model_shape
@@ -113,9 +113,9 @@ def test_the_tightest_control_group_counts(tmp_path, monkeypatch, version):
     of.write_text("3:cpuset:/\n4:memory:/a/b\n" if version == 1 else "0::/a/b\n")
     assert min(cgroup_rooms(tmp_path, of)) == 500
     assert min(cgroup_limits(tmp_path, of)) == 1000
-    monkeypatch.setattr(hardware, "cgroup_rooms", lambda: [500])
+    monkeypatch.setattr(this_machine, "cgroup_rooms", lambda: [500])
     assert this_host().memory_bytes == 500
-    monkeypatch.setattr(hardware, "cgroup_limits", lambda: [1000])
+    monkeypatch.setattr(this_machine, "cgroup_limits", lambda: [1000])
     assert host_capacity() == 1000
     assert cgroup_rooms(tmp_path, tmp_path / "none") == []
 

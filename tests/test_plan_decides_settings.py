@@ -134,7 +134,7 @@ def plan_on(folder, host_bytes_by_rank, context_by_rank):
         for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}.items():
             patch.setenv(name, str(value))
         patch.setattr("psutil.virtual_memory", lambda: memory)
-        patch.setattr("ithaka.plan.hardware.cgroup_limits", list)
+        patch.setattr("ithaka.plan.host.cgroup_limits", list)
         config, told = llama(folder, data__context=context_by_rank[rank])
         machines = machines_of_all(this_machine(config, 2, (H200, 2**62)))
         try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from html import escape
 from typing import Any
-from xml.sax.saxutils import escape
 
 from rich.console import Console
 from rich.table import Table
@@ -332,7 +332,7 @@ def sweep_svg(points: list[Point], model: str) -> str:
         cx, cy = place(x, y)
         label = f"{point.heads_per_stage} heads, {point.plan.tokens_per_s_per_gpu:.4g} tok/s"
         dots.append(f'<circle cx="{cx:.1f}" cy="{cy:.1f}" r="5" fill="#1f6feb"/>')
-        dots.append(f'<text x="{cx + 8:.1f}" y="{cy - 6:.1f}">{escape(label)}</text>')
+        dots.append(f'<text x="{cx + 8:.1f}" y="{cy - 6:.1f}">{escape(label, quote=False)}</text>')
     plan = points[0].plan
     title = f"{model} on {plan.hardware.name}: heads_per_stage at {tokens(plan.work.context)} tokens"
     x_axis, (x0, y0), (x1, _), (_, y1) = "", place(0, 0), place(x_end, 0), place(0, y_end)
@@ -346,7 +346,7 @@ def sweep_svg(points: list[Point], model: str) -> str:
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
             'font-family="sans-serif" font-size="12">',
             f'<rect width="{width}" height="{height}" fill="white"/>',
-            f'<text x="{left}" y="22" font-size="14">{escape(title)}</text>',
+            f'<text x="{left}" y="22" font-size="14">{escape(title, quote=False)}</text>',
             f'<path d="M{x0:.1f} {y1:.1f} V{y0:.1f} H{x1:.1f}" fill="none" stroke="#444"/>',
             x_axis,
             f'<text x="{(x0 + x1) / 2:.1f}" y="{height - 16}" text-anchor="middle">GPU memory, GiB</text>',

@@ -7,7 +7,8 @@ import os
 
 from ithaka.config import Config, ConfigError
 from ithaka.plan.cost import Layout, Ledger, Work, memory
-from ithaka.plan.hardware import GPUS, Hardware, this_host
+from ithaka.plan.hardware import GPUS, Hardware
+from ithaka.plan.host import this_host
 from ithaka.plan.search import SETTINGS, fixed_settings
 from ithaka.plan.shape import ModelShape
 

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from ithaka.config import Config, ConfigError, to_yaml
 from ithaka.dist.mesh import start_process_group
 from ithaka.plan.cost import Work
-from ithaka.plan.hardware import Gpu, Hardware, gpu_named, host_capacity, least_gpu
+from ithaka.plan.hardware import Gpu, Hardware, gpu_named, least_gpu
+from ithaka.plan.host import host_capacity
 from ithaka.plan.search import SETTINGS, Plan, choose, fixed_settings, settings_of
 from ithaka.train import launch
 from ithaka.train.budget import local_ranks
