@@ -7,6 +7,7 @@ either no layer keeps attention's output or as many as there is room for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +18,8 @@ from ithaka.plan.hardware import Hardware
 from ithaka.plan.seconds import Seconds, step_seconds
 from ithaka.plan.shape import ModelShape
 
-TILES = (16384, 8192, 4096, 2048)
+TILE_BYTES = 2**27  # of x, in the largest tile: the narrower a model, the more tokens outweigh a kernel's launch
+TILE_SIZES = 4  # each half of the one before
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 CONTEXT_GRAIN = 1024  # per rank: longest contexts are multiples of this many tokens per rank
 RUNNERS_UP = 3
@@ -210,7 +212,7 @@ def _starts(shape: ModelShape, hardware: Hardware, work: Work, fixed: Mapping[st
     for cp in _cps(shape, hardware, fixed):
         for stage in _stage_widths(shape, cp, fixed):
             start = Layout(cp, stage, **_precision(fixed))
-            ideal = replace(start, tile_tokens=_tiles(fixed)[0], keep_attention=shape.num_layers)
+            ideal = replace(start, tile_tokens=_tiles(shape, fixed)[0], keep_attention=shape.num_layers)
             seconds = min(
                 step_seconds(shape, replace(ideal, overlap=overlap), hardware, work).total for overlap in (True, False)
             )
@@ -248,7 +250,7 @@ def _tiled(
     most = fixed.get("keep_attention", shape.num_layers if base.keep_attention else 0)
     complete = True
     for overlap in _either(fixed, "overlap", (True, False)):
-        for tile in _tiles(fixed):
+        for tile in _tiles(shape, fixed):
             layout = replace(base, overlap=overlap, tile_tokens=tile)
             if most and "keep_attention" not in fixed:
                 layout = replace(layout, keep_attention=attention_room(shape, layout, hardware, work))
@@ -258,7 +260,7 @@ def _tiled(
             ledger = memory(shape, layout, hardware, work)
             yield layout, ledger
             if ledger.fits and layout.keep_attention == most:
-                complete &= tile == _tiles(fixed)[0]
+                complete &= tile == _tiles(shape, fixed)[0]
                 break
             complete = False
     return complete
@@ -269,7 +271,7 @@ def _is_hopeless(base: Layout, shape: ModelShape, hardware: Hardware, work: Work
 
     Larger tiles need fewer gradient sums, and overlap needs no tiles of x: that much is taken off.
     """
-    lean = replace(base, overlap=fixed.get("overlap", False), tile_tokens=_tiles(fixed)[-1])
+    lean = replace(base, overlap=fixed.get("overlap", False), tile_tokens=_tiles(shape, fixed)[-1])
     counts = (shape.num_layers, 1) if base.keep_attention and "keep_attention" not in fixed else (base.keep_attention,)
     tile = min(lean.tile_tokens or work.tokens, work.local_tokens(lean.cp))
     saved = shape.layer_parameters * lean.sum_bytes + 2 * tile * shape.hidden * lean.element_bytes
@@ -311,7 +313,7 @@ def _leanest(shape: ModelShape, hardware: Hardware, fixed: Mapping[str, Any]) ->
     start = Layout(
         cp,
         min(widths, key=lambda width: width or shape.heads),
-        _tiles(fixed)[-1],
+        _tiles(shape, fixed)[-1],
         overlap=fixed.get("overlap", False),
         checkpoint=fixed.get("checkpoint", True),
         **_precision(fixed),
@@ -355,8 +357,12 @@ def _tiers(wanted: Tier | None, hardware: Hardware) -> tuple[Tier, ...]:
     return TIERS if hardware.disk_bytes else TIERS[:2]
 
 
-def _tiles(fixed: Mapping[str, Any]) -> tuple[int | None, ...]:
-    return (fixed["tile_tokens"],) if "tile_tokens" in fixed else TILES
+def _tiles(shape: ModelShape, fixed: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Tokens per tile to try, largest first."""
+    if "tile_tokens" in fixed:
+        return (fixed["tile_tokens"],)
+    largest = round(math.log2(TILE_BYTES / (Layout.element_bytes * shape.hidden)))
+    return tuple(2 ** (largest - i) for i in range(TILE_SIZES))
 
 
 def _precision(fixed: Mapping[str, Any]) -> dict[str, Any]:
