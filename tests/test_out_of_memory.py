@@ -104,6 +104,7 @@ def test_the_last_checkpoint_goes_on_with_the_settings_that_are_told(tmp_path, c
         (torch.OutOfMemoryError(FULL), 3),
         (MemoryError(), 3),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."), 3),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 64 bytes."), 3),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"), 3),
         (RuntimeError("something else"), 1),
     ],

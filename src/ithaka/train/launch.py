@@ -34,7 +34,7 @@ CPU_RANKS = 2
 MAX_REPORT_CHARS = 16_000
 # Of PyTorch's CPU allocator, of CUDA outside PyTorch's allocator (NCCL, kernels), of cuBLAS.
 MEMORY_WORDS = (
-    "can't allocate memory",
+    "DefaultCPUAllocator",
     "CUDA error: out of memory",
     "CUDA out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",

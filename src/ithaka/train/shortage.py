@@ -127,7 +127,7 @@ class Shortage:
     def tier(self) -> str:
         if isinstance(self.error, StoreError):
             return self.error.tier
-        on_host = isinstance(self.error, MemoryError) or "can't allocate memory" in str(self.error)
+        on_host = isinstance(self.error, MemoryError) or "DefaultCPUAllocator" in str(self.error)
         return "host" if on_host and self.witness.device.type == "cuda" else "GPU"
 
     @property
