@@ -134,17 +134,17 @@ def test_every_instant_of_two_streams_counts_once(tmp_path):
 def test_phases_are_written_into_a_trace_by_the_clock(tmp_path):
     """The trace of a GPU has launches and kernels; the host's operators and annotations are not recorded.
 
-    Its clock is another one (seen with torch 2.11, 45 days behind its own base): here at 20 s when the step begins.
+    Its clock is another one (seen with torch 2.11, 45 days behind its own base): here at 24 s when the step ends.
     """
     second, base_ns = 10**9, 5 * 10**18
     phases_seen = Annotations()
-    phases_seen._first_ns, phases_seen._start_ns, phases_seen._stop_ns = base_ns, base_ns, base_ns + 4 * second
+    phases_seen._start_ns, phases_seen._stop_ns = base_ns, base_ns + 4 * second
     phases_seen._spans = [
         (base_ns + second, base_ns + 2 * second, ("layer 0", "forward")),
         (base_ns, base_ns + 3 * second, ("layer 0",)),
     ]
-    starts = (20, 20.5, 21.5)
-    launched = [span("cuda_runtime", "cudaLaunchKernel", at * 1e6, (at + 0.1) * 1e6, at * 10) for at in starts]
+    launched = [span("cuda_runtime", "cudaLaunchKernel", at * 1e6, (at + 0.1) * 1e6, at * 10) for at in (20.5, 21.5)]
+    launched.append(span("cuda_runtime", "cudaDeviceSynchronize", 22e6, 24e6, 7))
     ran = [span("kernel", "gemm", at * 1e6, (at + 1) * 1e6, (at - 1.5) * 10) for at in (22, 23)]
     trace = {"baseTimeNanoseconds": 7 * second, "traceEvents": launched + ran}
     phases_seen.add_to(trace)

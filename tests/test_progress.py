@@ -15,6 +15,8 @@ from ithaka.plan.shape import shape_from_config
 from ithaka.profile.job import Job
 from ithaka.profile.progress import Progress, Report
 from ithaka.train.console import Console, Metrics, describe_progress, read_metrics
+from ithaka.train.data import Batch
+from ithaka.train.watch import _with_documents
 
 SHAPE = shape_from_config(embedded_model("small"))
 JOB = Job(SHAPE, Layout(heads_per_stage=2), Work(4096), micro_steps=2, num_ranks=1, gpu=find_gpu("CPU"))
@@ -40,9 +42,9 @@ def run_step() -> None:
 
 
 def test_all_work_is_counted_once():
-    progress = Progress(torch.device("cpu"), JOB, lambda report: None)
+    progress = Progress(torch.device("cpu"), lambda report: None)
     with listening(progress):
-        progress.start(1)
+        progress.start(1, JOB)
         run_step()
         _, done, flops = progress._device_at()
         progress.stop()
@@ -51,9 +53,9 @@ def test_all_work_is_counted_once():
 
 
 def test_a_stage_in_the_middle_of_a_layer_counts():
-    progress = Progress(torch.device("cpu"), JOB, lambda report: None)
+    progress = Progress(torch.device("cpu"), lambda report: None)
     with listening(progress):
-        progress.start(1)
+        progress.start(1, JOB)
         with phase("layer 0"), phase("forward"):
             with phase("attention"), phase("stage 0"):
                 pass
@@ -65,9 +67,9 @@ def test_a_stage_in_the_middle_of_a_layer_counts():
 
 def test_reports_come_while_the_step_runs():
     said: list[Report] = []
-    progress = Progress(torch.device("cpu"), JOB, said.append, every_s=0.02)
+    progress = Progress(torch.device("cpu"), said.append, every_s=0.02)
     with listening(progress):
-        progress.start(7)
+        progress.start(7, JOB)
         run_layer(0, "forward")
         with phase("layer 1"), phase("forward"):
             deadline = time.monotonic() + 10
@@ -108,3 +110,10 @@ def test_resuming_drops_progress_of_lost_steps(tmp_path):
 
 def test_nothing_known_is_left_out():
     assert describe_progress(Report(1, "", 0.0, 1.0, None, None)) == "starting  0%"
+
+
+def test_a_step_counts_the_pairs_of_its_documents():
+    """Two documents of 300 and 700 tokens are less work than one of 1000."""
+    ids = torch.tensor([0] * 300 + [1] * 700)[None]
+    job = _with_documents(JOB, [Batch(ids, ids, ids)])
+    assert job.work.pairs(None) / job.work.tokens == pytest.approx((300 * 301 / 2 + 700 * 701 / 2) / 1000)

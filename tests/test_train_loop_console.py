@@ -9,9 +9,10 @@ import torch
 from rich.console import Console as RichConsole
 
 from ithaka.config import ConfigError
+from ithaka.model.batch import num_pairs
 from ithaka.train import console as console_module
 from ithaka.train.console import Console, Metrics, Record, amount, step_flops
-from ithaka.train.loop import Diverged, StopRequest, num_pairs, run
+from ithaka.train.loop import Diverged, StopRequest, run
 from runs import metrics, start_process, tiny_run, wait_for
 
 

@@ -4,6 +4,8 @@ Shapes: B rows of N tokens; S the flat sequence of B * N tokens, padded to a mul
 Rows are documents of the packed sequence, and so are documents inside rows: there is no batch dimension below.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -129,3 +131,14 @@ def _positions(starts_BN: Tensor | None, input_ids: Tensor) -> Tensor:
     if starts_BN is None:
         return index_BN
     return index_BN - torch.where(starts_BN, index_BN, 0).cummax(dim=1).values
+
+
+def num_pairs(document_ids_BS: Tensor, windows: Sequence[int | None]) -> int:
+    """Query-key pairs that causal attention visits inside documents, summed over layers."""
+    rows_B1 = torch.arange(len(document_ids_BS))[:, None] * (int(document_ids_BS.max()) + 1)
+    _, lengths = torch.unique_consecutive(document_ids_BS + rows_B1, return_counts=True)
+    total = 0
+    for window, layers in Counter(windows).items():
+        reach = lengths if window is None else lengths.clamp(max=window)
+        total += layers * int((reach * lengths - reach * (reach - 1) // 2).sum())
+    return total

@@ -31,19 +31,17 @@ class Progress:
     On a GPU the host runs ahead: a phase is reached when the device has passed an event recorded there.
     """
 
-    def __init__(
-        self, device: torch.device, job: Job, say: Callable[[Report], None], every_s: float = REPORT_S
-    ) -> None:
+    def __init__(self, device: torch.device, say: Callable[[Report], None], every_s: float = REPORT_S) -> None:
         self.on_gpu, self.say, self.every_s = device.type == "cuda", say, every_s
-        self._units = _Units(job)
         self._lock = threading.Lock()
         self._ahead: deque[tuple[Any, Path, float, float]] = deque()  # event, phase, work and FLOPs done
         self._at: tuple[Path, float, float] = ((), 0.0, 0.0)
         self._stop: threading.Event | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self, step: int) -> None:
-        self._units.restart()
+    def start(self, step: int, job: Job) -> None:
+        """`job`: what this step has to do."""
+        self._units = _Units(job)
         self._at, self._stop = ((), 0.0, 0.0), threading.Event()
         self._ahead.clear()
         self._thread = threading.Thread(target=self._watch, args=(step, self._stop), daemon=True)
@@ -116,15 +114,12 @@ class _Units:
         whole = [path for path in self.seconds if path[-1] != "stage"]
         self.total = sum(self.seconds[path] for path in whole)
         self.micro_steps = job.micro_steps
-        self.restart()
+        self.done = self.flops = 0.0
+        self._inside = (0.0, 0.0)  # of the direction under way: counted stage by stage
 
     def _add(self, path: Path, work: float, flops: float) -> None:
         self.seconds[path] = self.seconds.get(path, 0.0) + work
         self.flops_of[path] = self.flops_of.get(path, 0.0) + flops
-
-    def restart(self) -> None:
-        self.done = self.flops = 0.0
-        self._inside = (0.0, 0.0)  # of the direction under way: counted stage by stage
 
     def finish(self, path: Path) -> bool:
         """Counts a phase that was left; whether it counts at all."""

@@ -29,10 +29,11 @@ class StepTimes(AbstractContextManager):
 
     Of a GPU only the device's work and its launches are traced: recording every operator on the host costs it a
     quarter of the step's time again. `shapes=False`: without them (a compiled model would be compiled again for them).
+    `job`: what this step has to do.
     """
 
-    def __init__(self, device: torch.device, shapes: bool = True) -> None:
-        self.device, self.on_gpu = device, device.type == "cuda"
+    def __init__(self, device: torch.device, shapes: bool = True, job: Job | None = None) -> None:
+        self.device, self.on_gpu, self.job = device, device.type == "cuda", job
         activity = ProfilerActivity.CUDA if self.on_gpu else ProfilerActivity.CPU
         self.trace = profile(activities=[activity], profile_memory=not self.on_gpu)
         self.shapes = Shapes(device) if self.on_gpu and shapes else None
@@ -54,8 +55,6 @@ class StepTimes(AbstractContextManager):
     def start(self) -> None:
         """The step begins here."""
         self.phases.start()
-        if self.on_gpu:
-            torch.zeros(1, device=self.device)  # a launch, for the clocks
 
     def stop(self) -> None:
         if self.on_gpu:
@@ -91,11 +90,12 @@ class StepProfile(AbstractContextManager):
         store: Store | None,
         times: StepTimes | None = None,
         shapes: bool = True,
+        job: Job | None = None,
     ) -> None:
         self.model, self.optimizer, self.device = model, optimizer, device
         self.on_gpu = device.type == "cuda"
         assert times is None or self.on_gpu, "on a CPU the trace has the allocator's events of its own step"
-        self.times = times or StepTimes(device, shapes)
+        self.times, self.job = times or StepTimes(device, shapes, job), job
         self.times_too = times is None
         self.memory: LiveBytes | AllocatorHistory
         self.memory = AllocatorHistory(device, self.times.shapes) if self.on_gpu else LiveBytes(scratch=False)
@@ -122,13 +122,13 @@ class StepProfile(AbstractContextManager):
             self.times.stop()
         self._entered.close()
 
-    def write(self, folder: FilePath, step: int, job: Job | None, plain_s: float | None) -> str:
+    def write(self, folder: FilePath, step: int, plain_s: float | None) -> str:
         """Writes everything into `folder`; the peak in words. `plain_s`: a step's time without profiling."""
         folder.mkdir(parents=True, exist_ok=True)
         times = self.times.write(folder / "trace.json.gz")
         measured = self._finish_memory(folder)
         ledger = self.memory.ledger
-        peak = describe_peak(ledger, measured, job.planned() if job is not None else None)
+        peak = describe_peak(ledger, measured, self.job.planned() if self.job is not None else None)
         mapped = memory_map(ledger)
         mapped["elsewhere"] = self.kept.elsewhere(mapped["time_s"])
         data = {
@@ -137,7 +137,7 @@ class StepProfile(AbstractContextManager):
             "wall_s": max(self.wall_s, self.times.wall_s),
             "plain_s": plain_s,
             "memory": {**mapped, "peak": peak},
-            "times": times_as_data(times, job),
+            "times": times_as_data(times, self.times.job),
         }
         words = in_words(peak)
         (folder / PROFILE_FILE).write_text(json.dumps(data), encoding="utf-8")

@@ -68,19 +68,18 @@ def times_of(trace: dict[str, Any]) -> Times:
 class Annotations:
     """Listens to phases and writes them into a trace, by the clock: so the host's operators need not be recorded.
 
-    A trace of the device's work alone has a clock of its own. Whoever calls `start` makes a launch right after it, the
-    trace's first, which says how the two clocks go together.
+    A trace of the device's work alone has a clock of its own. Whoever calls `stop` waits for the device right before
+    it, in the trace's last call, which says how the two clocks go together.
     """
 
     def __init__(self) -> None:
         self._open: list[int] = []
         self._spans: list[tuple[int, int, Path]] = []  # start and stop in ns
         self._thread = threading.get_native_id()
-        self._first_ns = self._start_ns = self._stop_ns = 0
+        self._start_ns = self._stop_ns = 0
 
     def start(self) -> None:
         self._start_ns = time.time_ns()
-        self._first_ns = self._first_ns or self._start_ns
 
     def stop(self) -> None:
         self._stop_ns = time.time_ns()
@@ -111,8 +110,8 @@ class Annotations:
 
     def _base_ns(self, trace: dict[str, Any]) -> float:
         """What the trace's times are counted from."""
-        launches = [e["ts"] for e in trace["traceEvents"] if e.get("cat") in _LAUNCHES and e.get("ph") == "X"]
-        return self._first_ns - 1e3 * min(launches) if launches else trace.get("baseTimeNanoseconds", 0)
+        calls = [e["ts"] + e["dur"] for e in trace["traceEvents"] if e.get("cat") in _LAUNCHES and e.get("ph") == "X"]
+        return self._stop_ns - 1e3 * max(calls) if calls else trace.get("baseTimeNanoseconds", 0)
 
 
 class _Marks:

@@ -12,7 +12,6 @@ import os
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from transformers import PreTrainedModel
 
 from ithaka.config import Config, ConfigError, embedded_model, to_yaml
 from ithaka.dist.mesh import Mesh, default_device, end_process_group, make_mesh, start_process_group
+from ithaka.model.batch import num_pairs
 from ithaka.model.build import build_model
 from ithaka.model.settings import settings_of
 from ithaka.ops.kernels import resolve_kernel
@@ -87,17 +87,6 @@ def count_work(batches: Sequence[Batch], windows: Sequence[int | None], mesh: Me
     total = torch.tensor([labels, pairs] if mesh.cp_rank == 0 else [0, 0])
     dist.all_reduce(total)
     return int(total[0]), int(total[1])
-
-
-def num_pairs(document_ids_BS: torch.Tensor, windows: Sequence[int | None]) -> int:
-    """Query-key pairs that causal attention visits inside documents, summed over layers."""
-    rows_B1 = torch.arange(len(document_ids_BS))[:, None] * (int(document_ids_BS.max()) + 1)
-    _, lengths = torch.unique_consecutive(document_ids_BS + rows_B1, return_counts=True)
-    total = 0
-    for window, layers in Counter(windows).items():
-        reach = lengths if window is None else lengths.clamp(max=window)
-        total += layers * int((reach * lengths - reach * (reach - 1) // 2).sum())
-    return total
 
 
 def train_step(
@@ -249,9 +238,13 @@ class Trainer:
         checkpoint.save(self.run_dir, self.model, self.optimizer, state, self.config.train.keep_last)
         self.saved_step = self.step
 
-    def advance(self) -> tuple[StepResult, float, int]:
-        """One step: its result, its learning rate and its input tokens over all ranks."""
-        batches = [self.data.next_batch() for _ in range(self.config.train.accumulate)]
+    def next_batches(self) -> list[Batch]:
+        """This rank's micro-batches of the next step."""
+        return [self.data.next_batch() for _ in range(self.config.train.accumulate)]
+
+    def advance(self, batches: Sequence[Batch] | None = None) -> tuple[StepResult, float, int]:
+        """One step, on the next batches unless given: its result, learning rate and input tokens over all ranks."""
+        batches = batches or self.next_batches()
         lr = learning_rate(self.step, self.config.optim, self.config.train.steps)
         clip_norm = self.config.optim.clip_norm
         result = train_step(
@@ -404,9 +397,10 @@ def _steps(trainer: Trainer, stop: StopRequest, console: Console, save: bool) ->
         console.step(Record(0, None, val_loss, None, None, 0, 0, None, None, None, *peaks))
     asked = False
     while trainer.step < settings.steps and not asked:
-        with watch.step(trainer.step + 1):
-            start = time.perf_counter()
-            result, lr, num_tokens = trainer.advance()
+        start = time.perf_counter()
+        batches = trainer.next_batches()
+        with watch.step(trainer.step + 1, batches):
+            result, lr, num_tokens = trainer.advance(batches)
             step_s = time.perf_counter() - start
         val_loss = trainer.validate() if trainer.due(settings.validate_every) else None
         asked, (device_peak, host_peak) = _agree(stop, trainer.mesh, watch.device_peak_bytes)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from ithaka.config import Config
 from ithaka.dist.mesh import Mesh
+from ithaka.model.batch import num_pairs
 from ithaka.model.settings import settings_of
 from ithaka.phases import listening
 from ithaka.plan.cost import Layout, Work
@@ -28,6 +29,7 @@ from ithaka.profile.machine import machine
 from ithaka.profile.progress import Progress
 from ithaka.profile.step import StepProfile, StepTimes
 from ithaka.train.console import Console
+from ithaka.train.data import Batch
 
 WARM_UP_STEPS = 1  # slower than the rest: kernels are chosen, memory is taken from the system
 
@@ -101,18 +103,19 @@ class Watch:
         self._progress: Progress | None = None
         if console.active:
             self.job = job_of(config, model, mesh)
-            self._progress = Progress(mesh.device, self.job, console.progress)
+            self._progress = Progress(mesh.device, console.progress)
 
     @contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """Around step `number`; profiles it when its turn has come."""
+    def step(self, number: int, batches: Sequence[Batch]) -> Iterator[None]:
+        """Around step `number`, which trains on `batches`; profiles it when its turn has come."""
         if self._progress is None:
             yield
             return
-        recorder = self._recorder(number)
+        job = _with_documents(self.job, batches)
+        recorder = self._recorder(number, job)
         start = time.perf_counter()
         with listening(self._progress):
-            self._progress.start(number)
+            self._progress.start(number, job)
             try:
                 with recorder or nullcontext():
                     yield
@@ -126,26 +129,33 @@ class Watch:
             self._times = None
             self._write(recorder, number)
 
-    def _recorder(self, number: int) -> StepProfile | StepTimes | None:
+    def _recorder(self, number: int, job: Job) -> StepProfile | StepTimes | None:
         device, shapes = self.mesh.device, not self.config.train.compile
         warm = len(self._plain_s) >= WARM_UP_STEPS
         kind = what_to_record(number, self.config.profile.every, device.type == "cuda" and warm)
         if kind is None:
             return None
         if kind == "times":
-            return StepTimes(device, shapes)
+            return StepTimes(device, shapes, job)
         if device.type == "cuda":
             earlier = torch.cuda.max_memory_allocated(device)
             self.device_peak_bytes = max(self.device_peak_bytes, earlier)
-        return StepProfile(self.model, self.optimizer, device, _store(self.model), self._times, shapes)
+        return StepProfile(self.model, self.optimizer, device, _store(self.model), self._times, shapes, job)
 
     def _write(self, profile: StepProfile, number: int) -> None:
         run_dir = self.config.train.run_dir
         assert run_dir is not None
         plain = self._plain_s[WARM_UP_STEPS:]
         folder = run_dir / "profile" / f"step-{number}"
-        words = profile.write(folder, number, self.job, statistics.median(plain) if plain else None)
+        words = profile.write(folder, number, statistics.median(plain) if plain else None)
         self.console.say(f"Profile of step {number}, in {folder}:\n{words}")
+
+
+def _with_documents(job: Job, batches: Sequence[Batch]) -> Job:
+    """With documents of one length that have as many query-key pairs as these batches': what attention's FLOPs are."""
+    num_tokens = sum(batch.input_ids.numel() for batch in batches)
+    pairs = sum(num_pairs(batch.document_ids, [None]) for batch in batches)
+    return dataclasses.replace(job, work=dataclasses.replace(job.work, document_tokens=round(2 * pairs / num_tokens)))
 
 
 def _store(model: nn.Module) -> Any:
