@@ -47,11 +47,17 @@ def test_heads_per_stage_makes_stages():
 
 @pytest.mark.parametrize("tokens, rows", [("all", {24}), (24, {24}), (8, {8}), (5, {5, 4})])
 def test_tile_tokens_cuts_tiles(tokens, rows, monkeypatch):
-    seen = set()
-    mlp = layer.StreamedLayer._mlp
-    monkeypatch.setattr(layer.StreamedLayer, "_mlp", lambda self, y: seen.add(len(y)) or mlp(self, y))
+    seen = {"_add_mlp": set(), "_through_mlp": set()}  # forward and backward
+    for name, lengths in seen.items():
+        method = getattr(layer.StreamedLayer, name)
+
+        def noting(self, tile, *args, method=method, lengths=lengths):
+            lengths.add(len(tile))
+            return method(self, tile, *args)
+
+        monkeypatch.setattr(layer.StreamedLayer, name, noting)
     built(f"memory: {{tile_tokens: {tokens}}}")
-    assert seen == rows
+    assert seen == {"_add_mlp": rows, "_through_mlp": rows}
 
 
 @pytest.mark.parametrize("kept, num_kept", [("none", 0), (0, 0), (1, 1), ("all", 2)])
