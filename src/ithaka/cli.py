@@ -123,7 +123,7 @@ def profile(
         Path | None,
         typer.Argument(metavar="CONFIG.yaml", help="Settings; without: a small model to watch."),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to run; the last one is profiled.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to run; the last one (on a GPU, two) is profiled.")] = 4,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting.")
     ] = None,
