@@ -28,6 +28,8 @@ EXIT_DOES_NOT_FIT = 3  # as for running out of memory
 
 
 def main() -> None:
+    # PyTorch's profiler reads it when torch is imported; without it, its log stands between the lines of a run.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     app()
 
 
