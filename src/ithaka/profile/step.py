@@ -35,7 +35,7 @@ class StepTimes(AbstractContextManager):
     def __init__(self, device: torch.device, shapes: bool = True, job: Job | None = None) -> None:
         self.device, self.on_gpu, self.job = device, device.type == "cuda", job
         activity = ProfilerActivity.CUDA if self.on_gpu else ProfilerActivity.CPU
-        self.trace = profile(activities=[activity], profile_memory=not self.on_gpu)
+        self.trace = profile(activities=[activity], profile_memory=not self.on_gpu, acc_events=True)
         self.shapes = Shapes(device) if self.on_gpu and shapes else None
         self.phases = Annotations()
         self._entered = ExitStack()
