@@ -6,6 +6,9 @@ from torch import nn
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from ithaka.dist.mesh import make_mesh
+from ithaka.model.build import parallelize
+from ithaka.model.settings import Settings
 from ithaka.ops.fused import rotate, silu_mul_backward
 from ithaka.ops.gated import gated_mlp
 from ithaka.ops.tiles import GradSum
@@ -63,6 +66,10 @@ def hook(mlp):
     mlp.down_proj.register_forward_hook(lambda *args: None)
 
 
+def hook_gradients(mlp):
+    mlp.register_full_backward_hook(lambda *args: None)
+
+
 def wrap(mlp):
     mlp.up_proj = type("LoraLinear", (nn.Linear,), {})(12, 20)
 
@@ -71,12 +78,25 @@ def patch(mlp):
     mlp.forward = lambda x: 2 * x
 
 
-@pytest.mark.parametrize("change", [hook, wrap, patch])
+@pytest.mark.parametrize("change", [hook, hook_gradients, wrap, patch])
 def test_a_changed_module_is_a_black_box(change):
     """What a wrapper or hook adds must not be lost."""
     mlp = make()
     change(mlp)
     assert gated_mlp(mlp) is None
+
+
+def test_a_module_changed_after_the_model_was_built_is_a_black_box():
+    model = parallelize(tiny_model(tiny_config("llama")), mesh=make_mesh(1), settings=Settings())
+    ids = torch.arange(12)[None]
+    plain = model(input_ids=ids, labels=ids).loss
+    calls = []
+    mlp = model.model.layers[0].mlp
+    mlp.down_proj.register_forward_hook(lambda module, args, out: calls.append(1) or 2 * out)
+    changed = model(input_ids=ids, labels=ids).loss
+    changed.backward()
+    assert len(calls) == 2, "in forward, and again in backward"
+    assert changed != plain
 
 
 def test_product_and_its_gradients_are_written_over_their_inputs():

@@ -35,7 +35,7 @@ with (Path(__file__).parent / "rehearsed.csv").open(encoding="utf-8") as file:
 
 @pytest.mark.parametrize("row", REHEARSED, ids=lambda row: " ".join(list(row.values())[:7]))
 def test_planned_is_what_was_rehearsed(row):
-    """The peak of the step within 5 %, seconds per layer within 10 %."""
+    """The peak of the step within 5 %, seconds of a layer's forward and backward within 10 % each."""
     shape, work = find_shape(row["model"]), Work(parse_count(row["context"]) or 0)
     cp, layers, kept = int(row["cp"]), int(row["layers"]), row["kept"] == "1"
     shape = replace(shape, num_layers=layers, windows=shape.windows[:layers])
@@ -54,7 +54,7 @@ def test_planned_is_what_was_rehearsed(row):
     if row["forward_s"]:
         layer = layer_seconds(shape, layout, hardware, work, None, kept)
         planned = [part.total - part.exchange for part in (layer.forward, layer.backward)]
-        assert sum(planned) == pytest.approx(float(row["forward_s"]) + float(row["backward_s"]), rel=0.1)
+        assert planned == pytest.approx([float(row["forward_s"]), float(row["backward_s"])], rel=0.1)
 
 
 def test_the_loss_tile_is_the_one_of_the_loss():

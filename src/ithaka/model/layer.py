@@ -24,7 +24,7 @@ from ithaka.dist.exchange import (
 )
 from ithaka.memory.store import Kept, Store
 from ithaka.model.families import LayerParts
-from ithaka.ops.gated import gated_mlp
+from ithaka.ops.gated import GatedMlp, gated_mlp
 from ithaka.ops.stages import HeadSlice, HeldHeads, Projection, signed_sin, stages_attention, take_head_columns
 from ithaka.ops.tiles import GradSum, apply_norm, sum_dtype, tile_backward, tile_slices
 from ithaka.phases import KEPT, STAGE, holding, mark_backward, phase
@@ -107,7 +107,6 @@ class StreamedLayer:
         self.table, self.store, self.options = table, store, options
         self.rank = group.rank()
         self.mlp = torch.compile(parts.mlp) if options.compile else parts.mlp
-        self.gated = None if options.compile else gated_mlp(parts.mlp)
         self.q = Projection(parts.q_proj, parts.q_norm, True, parts.head_dim)
         self.k = Projection(parts.k_proj, parts.k_norm, True, parts.head_dim)
         self.v = Projection(parts.v_proj, None, False, parts.head_dim)
@@ -144,8 +143,9 @@ class StreamedLayer:
                     part.settle()
                 saved.attended.append(self._keep_attention(out_csnK, lse_nS, self.options.keep_attention))
         with phase("mlp"):
+            gated = self._gated()
             for rows in tile_slices(len(y_sD), self.options.tile_tokens):
-                self._add_mlp(y_sD[rows])
+                self._add_mlp(y_sD[rows], gated)
         saved.settle()
         return y_sD
 
@@ -236,11 +236,15 @@ class StreamedLayer:
     def _mlp(self, y_tD: Tensor) -> Tensor:
         return self.mlp(apply_norm(self.parts.norm2, y_tD)[None])[0]
 
-    def _add_mlp(self, y_tD: Tensor) -> None:
-        if self.gated is None:
+    def _gated(self) -> GatedMlp | None:
+        """Asked anew in every pass: hooks and wrappers may come after the model was built."""
+        return None if self.options.compile else gated_mlp(self.parts.mlp)
+
+    def _add_mlp(self, y_tD: Tensor, gated: GatedMlp | None) -> None:
+        if gated is None:
             y_tD += self._mlp(y_tD)
         else:
-            self.gated.add_to(y_tD, apply_norm(self.parts.norm2, y_tD))
+            gated.add_to(y_tD, apply_norm(self.parts.norm2, y_tD))
 
     def _keep_attention(self, out_csnK: Tensor, lse_nS: Tensor, tier: str) -> tuple[Kept, Kept]:
         return self.store.keep(out_csnK, tier), self.store.keep(lse_nS, tier)
@@ -259,23 +263,23 @@ class StreamedLayer:
         """dy becomes the gradient at the sum of x and attention; also the output projection's weight gradient."""
         o_proj = self.parts.o_proj
         slices = tile_slices(len(dy_sD), self.options.tile_tokens)
-        outs = [out.tiles(slices, dim=1) for out, _ in attended]
+        outs, gated = [out.tiles(slices, dim=1) for out, _ in attended], self._gated()
         for (rows, x_tD), *outs_ctnK in zip(self._input_tiles(saved), *outs, strict=True):
             out_tN = self._all_heads(outs_ctnK)
             middle_tD = x_tD + o_proj(out_tN)
-            dy_sD[rows] += self._through_mlp(middle_tD, dy_sD[rows], grads)
+            dy_sD[rows] += self._through_mlp(middle_tD, dy_sD[rows], gated, grads)
             if o_proj.weight.requires_grad:
                 grads.add_product(o_proj.weight, dy_sD[rows], out_tN)
             if o_proj.bias is not None and o_proj.bias.requires_grad:
                 grads.add(o_proj.bias, dy_sD[rows].sum(0, dtype=sum_dtype(dy_sD.dtype)))
 
-    def _through_mlp(self, middle_tD: Tensor, dy_tD: Tensor, grads: GradSum) -> Tensor:
+    def _through_mlp(self, middle_tD: Tensor, dy_tD: Tensor, gated: GatedMlp | None, grads: GradSum) -> Tensor:
         """The gradient at the MLP's norm, which is beside the residual's."""
         norm2 = self.parts.norm2
-        if self.gated is None:
+        if gated is None:
             params = [*norm2.parameters(), *self.parts.mlp.parameters()]
             return tile_backward(self._mlp, params, middle_tD, dy_tD, grads)
-        dh_tD = self.gated.backward(apply_norm(norm2, middle_tD), dy_tD, grads)
+        dh_tD = gated.backward(apply_norm(norm2, middle_tD), dy_tD, grads)
         return tile_backward(partial(apply_norm, norm2), norm2.parameters(), middle_tD, dh_tD, grads)
 
     def _all_heads(self, outs_ctnK: list[Tensor]) -> Tensor:

@@ -1,7 +1,7 @@
 """The gated MLP of Llama-like models, down(act(gate(h)) * up(h)), with its backward written out.
 
 Local autograd would run `down` once more, keep six tensors as wide as the MLP and round every tile's weight
-gradients; here there are three, and the weight gradients go to their fp32 sums.
+gradients; here there are three, and on a GPU the weight gradients go straight to their fp32 sums.
 
 Shapes: t tokens of a tile, D hidden, F width of the MLP.
 """
@@ -60,11 +60,12 @@ def gated_mlp(module: nn.Module) -> GatedMlp | None:
     parts = GatedMlp(module.gate_proj, module.up_proj, module.down_proj, module.act_fn)  # type: ignore[arg-type]
     linears = (parts.gate, parts.up, parts.down)
     plain = all(type(part) is nn.Linear and "forward" not in vars(part) for part in linears)
-    hooked = any(part._forward_hooks or part._forward_pre_hooks for part in (module, *linears))
+    hooked = any(getattr(part, hooks) for part in (module, *linears) for hooks in HOOKS)
     return parts if plain and not hooked else None
 
 
 GATED = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def _is_silu(act: nn.Module) -> bool:

@@ -1,7 +1,8 @@
 """Token-wise work in tiles, forward and backward.
 
-A tile is a run of this rank's tokens. Token-wise modules (norms, MLP, MoE) are black boxes: run per tile,
-differentiated per tile with local autograd, their weight gradients summed over tiles in fp32 and rounded once.
+A tile is a run of this rank's tokens. Token-wise modules (norms, mixtures of experts, MLPs that ops/gated.py does not
+know) are black boxes: run per tile, differentiated per tile with local autograd, their weight gradients summed over
+tiles in fp32 and rounded once.
 """
 
 from collections.abc import Callable, Iterable

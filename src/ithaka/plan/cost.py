@@ -286,7 +286,9 @@ def tile_bytes(shape: ModelShape, layout: Layout, s: int, work: TileWork, fetche
         return t * e * (shape.hidden + 2 * mlp if not shape.experts_per_token else 2 * shape.hidden + 3 * mlp)
     if work == "mlp backward":
         outputs = (3 if fetched else 1) * shape.heads * shape.head_dim
-        if not shape.experts_per_token:  # x + attention, its norm; ops/gated.py's three
+        # x + attention, its norm; ops/gated.py's three. (Compiled, hooked or wrapped MLPs are black boxes and need up
+        # to twice as much: no plan knows of them.)
+        if not shape.experts_per_token:
             return t * e * ((2 + streamed) * shape.hidden + outputs + 3 * mlp)
         # x + attention, its norm, the MLP's result; gate, its activation, up, and the gradients of the last two and
         # of their product; the gradient of the last of three weights.

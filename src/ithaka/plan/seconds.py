@@ -13,10 +13,12 @@ from ithaka.plan.cost import LOGITS_TILE_BYTES, LayerBytes, Layout, Work, kept_a
 from ithaka.plan.hardware import Hardware
 from ithaka.plan.shape import ModelShape
 
-MATMUL_SHARE = 0.91  # of the hardware's matmul rate, in the MLP
-PROJECTION_SHARE = (0.72, 0.52)  # the same in projections, whose matrices are slices of few heads
+# Of the hardware's matmul rate, forward and backward; where weight gradients are summed in fp32 it is lower.
+MLP_SHARE = (0.91, 0.83)
+PROJECTION_SHARE = (0.72, 0.52)  # whose matrices are slices of few heads
+LOSS_SHARE = 0.91
 COPY_SHARE = 0.9  # of the PCIe rate, in copies tile by tile
-MLP_PASSES = (3, 28)  # reads and writes of [s, F] by element-wise kernels, forward and backward
+MLP_PASSES = (3, 6)  # reads and writes of [s, F] by element-wise kernels, forward and backward
 WALK_PASSES = (4, 5)  # of [s, D], per walk over the tiles
 HEAD_PASSES = (8, 24)  # of each projected head's [s, K]: RoPE, layout, sums
 STAGE_SECONDS = (0.0004, 0.0007)  # per stage whatever s is, forward and backward: slices of weights, launches
@@ -157,13 +159,13 @@ class _Linear:
         first, others = copy_s / self.num_tiles, 1 - 1 / self.num_tiles
         return first + max(0.0, others * (copy_s - busy_s))
 
-    def matmul(self, width: float, depth: float, share: float = MATMUL_SHARE) -> float:
+    def matmul(self, width: float, depth: float, share: float) -> float:
         return 2 * self.s * width * depth / (self.hardware.gpu.matmul_flops * share)
 
     def moving(self, num_bytes: float) -> float:
         return num_bytes / self.hardware.gpu.memory_bytes_s
 
-    def output(self, share: float = MATMUL_SHARE) -> float:
+    def output(self, share: float) -> float:
         return self.matmul(self.shape.hidden, self.shape.heads * self.shape.head_dim, share)
 
     def project_only(self) -> float:
@@ -191,12 +193,13 @@ class _Linear:
     def mlp(self, backward: bool) -> float:
         width = self.shape.mlp * max(self.shape.experts_per_token, 1)
         moved = self.moving(MLP_PASSES[backward] * self.s * width * self.layout.element_bytes)
-        one = self.matmul(3 * self.shape.hidden, width)
+        share = MLP_SHARE[backward]
+        one = self.matmul(3 * self.shape.hidden, width, share)
         if not backward:
             return one + moved
         # A gated MLP's last product is not computed again; a mixture's is, inside its black box.
         again = 0 if not self.layout.checkpoint else 1 if self.shape.experts_per_token else 2 / 3
-        return (2 + again) * one + 2 * self.output() + moved + self.sums(self.shape.mlp_parameters)
+        return (2 + again) * one + 2 * self.output(share) + moved + self.sums(self.shape.mlp_parameters)
 
     def sums(self, num_parameters: int) -> float:
         """Weight gradients read and written once per tile."""
@@ -275,10 +278,8 @@ def _loss_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: W
     world = hardware.num_gpus
     rate = hardware.gpu.link_bytes_s if hardware.num_nodes == 1 else hardware.network_bytes_s
     moved = 3 * shape.vocab * shape.hidden * layout.element_bytes * (world - 1) / world / rate
-    return Seconds(
-        linear=4 * linear.matmul(shape.hidden, shape.vocab) + linear.moving(LOGIT_PASSES * logits_bytes + sums),
-        exchange=moved,
-    )
+    matmuls = 4 * linear.matmul(shape.hidden, shape.vocab, LOSS_SHARE)
+    return Seconds(linear=matmuls + linear.moving(LOGIT_PASSES * logits_bytes + sums), exchange=moved)
 
 
 def _update_seconds(shape: ModelShape, layout: Layout, hardware: Hardware) -> float:

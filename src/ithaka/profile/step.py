@@ -45,21 +45,15 @@ class StepTimes(AbstractContextManager):
         self._entered.enter_context(listening(self.phases))
         if self.shapes is not None:
             self._entered.enter_context(self.shapes)
-        self.start()
+        self.phases.start()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.stop()
-        self._entered.close()
-
-    def start(self) -> None:
-        """The step begins here."""
-        self.phases.start()
-
-    def stop(self) -> None:
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.device).synchronize()  # for the clocks: the profiler itself calls the other
         self.phases.stop()
+        self._entered.close()
 
     @property
     def wall_s(self) -> float:
@@ -104,22 +98,18 @@ class StepProfile(AbstractContextManager):
         self._entered = ExitStack()
 
     def __enter__(self) -> "StepProfile":
-        if self.times_too:
-            self._entered.enter_context(self.times)
         self._entered.enter_context(self.memory)
         self._register()
         self._entered.enter_context(listening(self.kept))
         self.kept.start()
         if self.times_too:
-            self.times.start()
+            self._entered.enter_context(self.times)  # last, so that leaving the others is no part of the step
         return self
 
     def __exit__(self, *error: Any) -> None:
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
         self.wall_s = self.kept.elapsed()
-        if self.times_too:
-            self.times.stop()
         self._entered.close()
 
     def write(self, folder: FilePath, step: int, plain_s: float | None) -> str:

@@ -4,15 +4,12 @@ Every instant of the step belongs to one class: compute if anything computes, el
 under way, else copies, else idle. What runs beside compute is hidden, and told separately.
 """
 
-import gzip
-import json
 import os
 import threading
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path as FilePath
 from typing import Any
 
 from ithaka.phases import Path
@@ -22,6 +19,7 @@ STEP = "ithaka step"
 CLASSES = ("compute", "exchange", "copies", "idle")
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
+WAIT = "cudaStreamSynchronize"
 
 
 @dataclass(frozen=True)
@@ -47,14 +45,8 @@ class Times:
         row[kind] += seconds
 
 
-def read_times(trace: FilePath) -> Times:
-    """From a Chrome trace of one profiled step (.json or .json.gz)."""
-    opened = gzip.open if trace.suffix == ".gz" else open
-    with opened(trace, "rb") as file:
-        return times_of(json.load(file))
-
-
 def times_of(trace: dict[str, Any]) -> Times:
+    """From a Chrome trace of one profiled step."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     step = next(e for e in events if e["name"] == STEP)
     marks = _Marks(e for e in events if e["name"].startswith(PREFIX) and e["cat"] == "user_annotation")
@@ -68,8 +60,8 @@ def times_of(trace: dict[str, Any]) -> Times:
 class Annotations:
     """Listens to phases and writes them into a trace, by the clock: so the host's operators need not be recorded.
 
-    A trace of the device's work alone has a clock of its own. Whoever calls `stop` waits for the device right before
-    it, in the trace's last call, which says how the two clocks go together.
+    A trace of the device's work alone has a clock of its own. Whoever calls `stop` waits for a stream right before it:
+    the end of that call, the last of its kind, says how the two clocks go together.
     """
 
     def __init__(self) -> None:
@@ -99,7 +91,7 @@ class Annotations:
         base_ns = self._base_ns(trace)
         row = {"pid": os.getpid(), "tid": 0}
 
-        def span(name: str, start_ns: float, stop_ns: float, **args: Any) -> dict[str, Any]:
+        def span(name: str, start_ns: int, stop_ns: int, **args: Any) -> dict[str, Any]:
             ts, dur = (start_ns - base_ns) / 1e3, (stop_ns - start_ns) / 1e3
             return {"ph": "X", "cat": "user_annotation", "name": name, **row, "ts": ts, "dur": dur, "args": args}
 
@@ -108,10 +100,10 @@ class Annotations:
         events.append(span(STEP, self._start_ns, self._stop_ns, thread=self._thread))
         events += [span(PREFIX + "/".join(path), start, stop) for start, stop, path in self._spans]
 
-    def _base_ns(self, trace: dict[str, Any]) -> float:
+    def _base_ns(self, trace: dict[str, Any]) -> int:
         """What the trace's times are counted from."""
-        calls = [e["ts"] + e["dur"] for e in trace["traceEvents"] if e.get("cat") in _LAUNCHES and e.get("ph") == "X"]
-        return self._stop_ns - 1e3 * max(calls) if calls else trace.get("baseTimeNanoseconds", 0)
+        waits = [e["ts"] + e["dur"] for e in trace["traceEvents"] if e.get("name") == WAIT and e.get("ph") == "X"]
+        return self._stop_ns - round(1e3 * max(waits)) if waits else trace.get("baseTimeNanoseconds", 0)
 
 
 class _Marks:
