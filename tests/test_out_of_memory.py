@@ -120,7 +120,7 @@ def test_exit_code_3_for_memory_only(tmp_path, monkeypatch, capsys, error, code)
 def test_room_in_the_store_is_explained_like_memory(tmp_path, monkeypatch):
     config = tiny_run(tmp_path, memory={"offload": "host", "keep_attention": "all"})
     monkeypatch.setattr(
-        SlabPool, "take", lambda pool, num_bytes: (_ for _ in ()).throw(StoreError(pool._full(num_bytes)))
+        SlabPool, "take", lambda pool, num_bytes: (_ for _ in ()).throw(StoreError("host", pool._full(num_bytes)))
     )
     with pytest.raises(
         loop.OutOfMemoryError, match=r"(?s)after embedding: host memory: .*planned per node: .*layer inputs"
@@ -176,7 +176,7 @@ def test_where_nothing_fits_a_context_that_does_is_told():
 
 def test_host_memory_and_disk_get_a_plan_that_needs_less_of_them():
     plan = llama(2**21, **{**ON_HOST, "memory.keep_attention": "all", "memory.attention_offload": "host"})
-    text = explain(shortage(plan, ("layer 9", "forward"), 0, StoreError("host memory: full")), "again with")
+    text = explain(shortage(plan, ("layer 9", "forward"), 0, StoreError("host", "host memory: full")), "again with")
     assert "planned per node: " in text and "kept attention" in text
     kept = [setting for setting in settings_in(text) if setting.startswith("memory.keep_attention=")]
     assert kept and 0 < int(kept[0].split("=")[1]) < 32

@@ -193,8 +193,9 @@ def test_a_full_host_says_what_to_do():
     store = Store(host_bytes=100)
     first = store.keep(numbers((20,)), "host")
     words = r"host memory: 24 more bytes.*80 kept.*100 allowed.*use memory.offload=disk"
-    with pytest.raises(StoreError, match=words):
+    with pytest.raises(StoreError, match=words) as error:
         store.keep(numbers((6,)), "host")
+    assert error.value.tier == "host"
     second = store.keep(numbers((5,)), "host")
     del first, second
     assert torch.equal(store.keep(numbers((25,)), "host").fetch(), numbers((25,)))  # free slabs make way
@@ -216,6 +217,12 @@ def test_a_full_disk_says_what_to_do(monkeypatch, tmp_path):
     del first
     gc.collect()
     wait_until(lambda: is_empty(store))
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_an_error_knows_its_tier_whatever_it_says(tier):
+    error = StoreError(tier, "no room left")
+    assert (error.tier, str(error)) == (tier, "no room left")
 
 
 def test_a_directory_that_is_gone_is_a_clear_error(tmp_path):

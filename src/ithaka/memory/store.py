@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,9 +30,9 @@ TIERS = ("device", "host", "disk")
 class StoreError(RuntimeError):
     """A tier is full or fails: says which, what was asked for, what there is, and what to change."""
 
-    @property
-    def tier(self) -> str:
-        return "disk" if str(self).startswith("disk:") else "host"
+    def __init__(self, tier: Literal["host", "disk"], message: str) -> None:
+        super().__init__(message)
+        self.tier = tier
 
 
 class Slab:
@@ -50,8 +50,9 @@ class Slab:
             status = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), num_bytes, 0)
             if int(status) != 0:
                 raise StoreError(
+                    "host",
                     f"host memory: the system refused to pin {num_bytes} bytes (error {status}); "
-                    "raise the limit (ulimit -l), or use memory.offload=none or less data.context"
+                    "raise the limit (ulimit -l), or use memory.offload=none or less data.context",
                 )
             self._pinned = True
 
@@ -84,7 +85,7 @@ class SlabPool:
         with self._changed:
             while not self._make_room(num_bytes):
                 if not self.num_expected:
-                    raise StoreError(self._full(num_bytes))
+                    raise StoreError("host", self._full(num_bytes))
                 self._changed.wait()
             return self._take(num_bytes)
 
@@ -159,7 +160,7 @@ class DiskFile:
         """An offset with `num_bytes` reserved, so that a full disk shows here, not while writing."""
         with self._lock:
             if self.failure is not None:
-                raise StoreError(self.failure)
+                raise StoreError("disk", self.failure)
             free = self._free.get(num_bytes)
             return free.pop() if free else self._extend(num_bytes)
 
@@ -170,7 +171,7 @@ class DiskFile:
                 self._file = tempfile.TemporaryFile(dir=self.directory)  # noqa: SIM115 (lives as long as we do)
             os.posix_fallocate(self._file.fileno(), offset, max(num_bytes, 1))
         except OSError as error:
-            raise StoreError(self._full(num_bytes, error.strerror or str(error))) from error
+            raise StoreError("disk", self._full(num_bytes, error.strerror or str(error))) from error
         self.used_bytes += num_bytes
         return offset
 
@@ -196,7 +197,7 @@ class DiskFile:
                 data, offset = data[written:], offset + written
         except OSError as error:
             self.failure = self._failed("write", len(data), error.strerror or str(error))
-            raise StoreError(self.failure) from error
+            raise StoreError("disk", self.failure) from error
 
     def read(self, into: memoryview, offset: int) -> None:
         try:
@@ -206,7 +207,7 @@ class DiskFile:
                     raise OSError(f"the file ends at {offset}")
                 into, offset = into[read:], offset + read
         except OSError as error:
-            raise StoreError(self._failed("read", len(into), error.strerror or str(error))) from error
+            raise StoreError("disk", self._failed("read", len(into), error.strerror or str(error))) from error
 
     def _failed(self, what: str, num_bytes: int, why: str) -> str:
         return (
