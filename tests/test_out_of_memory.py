@@ -1,6 +1,7 @@
 """Out of memory: where, what was planned and measured there, and which settings would fit; nothing saved is lost."""
 
 import dataclasses
+import errno
 import functools
 import re
 
@@ -15,8 +16,8 @@ from ithaka.dist.mesh import end_process_group
 from ithaka.memory.store import SlabPool, StoreError
 from ithaka.ops.stages import HeldHeads
 from ithaka.phases import current_phase
-from ithaka.plan.cost import Layout, Work
 from ithaka.plan.hardware import parse_gpus
+from ithaka.plan.layout import Layout, Work
 from ithaka.plan.models import find_shape
 from ithaka.plan.search import evaluate, fixed_settings
 from ithaka.train import launch, loop
@@ -106,7 +107,13 @@ def test_the_last_checkpoint_goes_on_with_the_settings_that_are_told(tmp_path, c
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."), 3),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 64 bytes."), 3),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"), 3),
+        (RuntimeError("NCCL error, unhandled cuda error. Last error:\nCuda failure 2 'out of memory'"), 3),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), 3),
+        (RuntimeError("CUDA driver error: out of memory"), 3),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), 3),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), 3),  # of mmap
         (RuntimeError("something else"), 1),
+        (OSError(errno.EIO, "Input/output error"), 1),
     ],
 )
 def test_exit_code_3_for_memory_only(tmp_path, monkeypatch, capsys, error, code):

@@ -8,6 +8,7 @@ Exit codes: 2 for a ConfigError, 3 for out of memory (device, host or disk), 1 f
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import signal
@@ -32,13 +33,8 @@ GRACE_S = 5.0
 SAME_S = 0.5
 CPU_RANKS = 2
 MAX_REPORT_CHARS = 16_000
-# Of PyTorch's CPU allocator, of CUDA outside PyTorch's allocator (NCCL, kernels), of cuBLAS.
-MEMORY_WORDS = (
-    "DefaultCPUAllocator",
-    "CUDA error: out of memory",
-    "CUDA out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-)
+# Of CUDA and of what calls it (PyTorch, NCCL, Triton), of PyTorch's CPU allocator, of cuBLAS and cuDNN.
+MEMORY_WORDS = ("out of memory", "DefaultCPUAllocator", "_STATUS_ALLOC_FAILED")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 RankFunction = Callable[..., None]
@@ -124,6 +120,8 @@ def _explanation(error: Exception) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     # By name and words: torch may not be imported here, and only some of its parts raise its own error.
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
     named = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
     return named or (isinstance(error, RuntimeError) and any(words in str(error) for words in MEMORY_WORDS))
 

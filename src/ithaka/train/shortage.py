@@ -26,10 +26,10 @@ from ithaka.plan.cost import (
     RESERVE_BYTES,
     RESERVE_SHARE,
     Ledger,
-    Work,
     gpu_phases,
 )
 from ithaka.plan.hardware import GPUS, Hardware
+from ithaka.plan.layout import Work
 from ithaka.plan.search import SETTINGS, Plan, choose, evaluate, settings_of
 from ithaka.train import launch
 from ithaka.train.budget import layout_of, local_ranks, size
@@ -127,7 +127,7 @@ class Shortage:
     def tier(self) -> str:
         if isinstance(self.error, StoreError):
             return self.error.tier
-        on_host = isinstance(self.error, MemoryError) or "DefaultCPUAllocator" in str(self.error)
+        on_host = isinstance(self.error, MemoryError | OSError) or "DefaultCPUAllocator" in str(self.error)
         return "host" if on_host and self.witness.device.type == "cuda" else "GPU"
 
     @property
