@@ -154,6 +154,15 @@ def test_ranks_on_unequal_nodes_plan_the_same_for_the_smaller_one(ranks, tmp_pat
     assert rich.memory != poor.memory
 
 
+@pytest.mark.parametrize("texts", [["a: 1\n", "a: 1\nb: 2\n"], ["a: 1\nb: 2\n", "a: 1\n"]])
+def test_settings_that_only_one_rank_has_are_refused(monkeypatch, tmp_path, texts):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_gather_object", lambda into, _: into.__setitem__(slice(None), texts))
+    with pytest.raises(ConfigError, match="`b: 2`.*give every node the same settings"):
+        check_ranks_agree(llama(tmp_path)[0])
+
+
 def test_ranks_with_other_settings_are_refused_not_waited_for(ranks, tmp_path):
     for message in ranks.run(2, plan_on, tmp_path, [600 * 10**9] * 2, ["1M", "512K"]):
         assert message.startswith("rank 0 has `context: 1048576` and rank 1 `context: 524288`; give every node")

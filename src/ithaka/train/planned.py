@@ -4,6 +4,7 @@ allocates anything."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import operator
 import sys
@@ -16,9 +17,9 @@ import torch.distributed as dist
 
 from ithaka.config import Config, ConfigError, to_yaml
 from ithaka.dist.mesh import start_process_group
-from ithaka.plan.cost import Work
 from ithaka.plan.hardware import Gpu, Hardware, gpu_named, least_gpu
 from ithaka.plan.host import host_capacity
+from ithaka.plan.layout import Work
 from ithaka.plan.search import SETTINGS, Plan, choose, fixed_settings, settings_of
 from ithaka.train import launch
 from ithaka.train.budget import local_ranks
@@ -72,7 +73,7 @@ def check_ranks_agree(config: Config) -> None:
     texts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(texts, to_yaml(config))
     for rank, text in enumerate(texts):
-        for first, other in zip(texts[0].splitlines(), text.splitlines(), strict=False):
+        for first, other in itertools.zip_longest(texts[0].splitlines(), text.splitlines(), fillvalue=""):
             if first != other:
                 raise ConfigError(
                     f"rank 0 has `{first.strip()}` and rank {rank} `{other.strip()}`; give every node the same settings"
