@@ -10,8 +10,8 @@ from ithaka.memory.store import Store
 from ithaka.model.families import layer_parts
 from ithaka.model.layer import LayerOptions, StreamedLayer
 from ithaka.phases import listening
-from ithaka.plan.cost import Work
 from ithaka.plan.heads import head_table
+from ithaka.plan.layout import Work
 from ithaka.plan.shape import shape_from_config
 from ithaka.profile.flops import layer_flops
 from models import tiny_config, tiny_model

@@ -9,16 +9,11 @@ import pytest
 from ithaka.config import parse_count
 from ithaka.ops import loss
 from ithaka.plan import cost
-from ithaka.plan.cost import (
-    LayerBytes,
-    Layout,
-    Work,
-    kept_attention_bytes,
-    layer_moments,
-    memory,
-)
+from ithaka.plan.cost import memory
 from ithaka.plan.hardware import parse_gpus
+from ithaka.plan.layout import Layout, Work
 from ithaka.plan.models import find_shape
+from ithaka.plan.moments import LayerBytes, kept_attention_bytes, layer_moments
 from ithaka.plan.seconds import layer_seconds
 
 LLAMA = find_shape("llama3-8b")

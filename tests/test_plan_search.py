@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ithaka.config import ConfigError
-from ithaka.plan.cost import Layout, Work, memory
+from ithaka.plan.cost import memory
 from ithaka.plan.hardware import GIB, Hardware, find_gpu
+from ithaka.plan.layout import Layout, Work
 from ithaka.plan.models import MODELS, find_shape
 from ithaka.plan.search import choose, fixed_settings, longest, settings_of
 

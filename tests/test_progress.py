@@ -9,8 +9,8 @@ import torch
 
 from ithaka.config import embedded_model
 from ithaka.phases import listening, phase
-from ithaka.plan.cost import Layout, Work
 from ithaka.plan.hardware import find_gpu
+from ithaka.plan.layout import Layout, Work
 from ithaka.plan.shape import shape_from_config
 from ithaka.profile.job import Job
 from ithaka.profile.progress import Progress, Report

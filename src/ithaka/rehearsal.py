@@ -25,7 +25,7 @@ from ithaka.dist.mesh import Mesh, default_device, make_mesh
 from ithaka.model.build import build_model
 from ithaka.model.settings import Settings, settings_for
 from ithaka.phases import OPTIMIZER, PARAMETERS, listening, phase
-from ithaka.plan.cost import Layout
+from ithaka.plan.layout import Layout
 from ithaka.plan.models import MODELS, model_config
 from ithaka.plan.search import Plan, evaluate, settings_of
 from ithaka.plan.seconds import layer_seconds

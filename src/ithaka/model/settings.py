@@ -8,7 +8,7 @@ import torch
 
 from ithaka.config import Config
 from ithaka.model.layer import LayerOptions
-from ithaka.plan.cost import Layout
+from ithaka.plan.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 
 from ithaka.config import ConfigError, load, parse_count
 from ithaka.plan import compare, search, show
-from ithaka.plan.cost import Work
 from ithaka.plan.hardware import Hardware
+from ithaka.plan.layout import Work
 from ithaka.plan.models import find_shape
 from ithaka.plan.shape import ModelShape
 

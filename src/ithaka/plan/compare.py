@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ithaka.plan.cost import Layout, Work
 from ithaka.plan.hardware import Hardware
+from ithaka.plan.layout import Layout, Work
 from ithaka.plan.search import Plan, choose, evaluate, longest
 from ithaka.plan.shape import ModelShape
 

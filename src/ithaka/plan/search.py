@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ithaka.config import ConfigError
-from ithaka.plan.cost import Layout, Ledger, Tier, Work, attention_room, memory
+from ithaka.plan.cost import Ledger, attention_room, memory
 from ithaka.plan.hardware import Hardware
+from ithaka.plan.layout import Layout, Tier, Work
 from ithaka.plan.seconds import Seconds, step_seconds
 from ithaka.plan.shape import ModelShape
 

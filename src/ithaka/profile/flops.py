@@ -3,8 +3,8 @@
 S tokens of the packed sequence, s = S / cp on this rank, D hidden, H and G query and kv heads, K head dim.
 """
 
-from ithaka.plan.cost import Work
 from ithaka.plan.hardware import Gpu
+from ithaka.plan.layout import Work
 from ithaka.plan.shape import ModelShape
 
 Part = tuple[str, ...]

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from ithaka.phases import KEPT, MLP, UNSHARDED
-from ithaka.plan.cost import Layout, Work, gpu_phases
+from ithaka.plan.cost import gpu_phases
 from ithaka.plan.hardware import Gpu, Hardware
+from ithaka.plan.layout import Layout, Work
 from ithaka.plan.shape import ModelShape
 from ithaka.profile.flops import Part, device_rate, layer_flops, loss_flops
 

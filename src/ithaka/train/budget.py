@@ -6,9 +6,10 @@ import operator
 import os
 
 from ithaka.config import Config, ConfigError
-from ithaka.plan.cost import Layout, Ledger, Work, memory
+from ithaka.plan.cost import Ledger, memory
 from ithaka.plan.hardware import GPUS, Hardware
 from ithaka.plan.host import this_host
+from ithaka.plan.layout import Layout, Work
 from ithaka.plan.search import SETTINGS, fixed_settings
 from ithaka.plan.shape import ModelShape
 

@@ -20,8 +20,8 @@ from ithaka.dist.mesh import Mesh
 from ithaka.model.batch import num_pairs
 from ithaka.model.settings import settings_of
 from ithaka.phases import listening
-from ithaka.plan.cost import Layout, Work
 from ithaka.plan.hardware import Hardware, find_gpu, gpu_named
+from ithaka.plan.layout import Layout, Work
 from ithaka.plan.seconds import step_seconds
 from ithaka.plan.shape import shape_from_config
 from ithaka.profile.job import Job

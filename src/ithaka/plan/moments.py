@@ -1,0 +1,331 @@
+"""Bytes of one decoder layer, moment by moment: pure arithmetic on a model's shape and a layout.
+
+S tokens of the packed sequence, s = S / cp of them on this rank, t of a tile, D hidden, H and G query and kv
+heads, K head dim, F MLP size, n and m query and kv slots per rank and stage.
+X = s * D * element bytes, T = S * n * K * element bytes (a stage tensor), U the same for m kv slots.
+
+The formulas follow model/layer.py; tests compare them with what is live there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Literal
+
+from ithaka.plan.layout import Layout, Slots
+from ithaka.plan.shape import ModelShape
+
+TileWork = Literal["none", "project", "project backward", "mlp", "mlp backward", "attend", "attend backward"]
+
+# Of ops/attention.py: rows of a query block, forward and backward, for a head of 128; as many bytes for others.
+BLOCK_TOKENS = {"attend": 128 * 1024, "attend backward": 256 * 1024}
+BLOCK_BUFFERS = 4  # in the dtype of sums, of a block in flight inside attention
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is live at one point of a layer's schedule, above weights, their gradients and what is kept.
+
+    stream: full-length tensors of the residual stream. stages: tensors of heads, exchange buffers included.
+    outputs: attention outputs computed again. tiles: what work at this point needs whatever s is, by `tile`.
+    sums: the layer's weight gradients so far.
+    """
+
+    phase: str
+    stream: int = 0
+    stages: int = 0
+    outputs: int = 0
+    tile: TileWork = "none"
+    tiles: int = 0
+    sums: int = 0
+
+    @property
+    def rest(self) -> int:
+        return self.stream + self.stages + self.outputs
+
+    @property
+    def total(self) -> int:
+        """All but the gradients."""
+        return self.rest + self.tiles
+
+    @property
+    def live(self) -> int:
+        return self.total + self.sums
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """The sizes a layer's schedule is made of, on one rank."""
+
+    shape: ModelShape
+    layout: Layout
+    s: int
+
+    @cached_property
+    def slots(self) -> Slots:
+        return self.layout.slots(self.shape)
+
+    @cached_property
+    def num_stages(self) -> int:
+        return len(self.slots.stages)
+
+    @cached_property
+    def x(self) -> int:
+        return self.s * self.shape.hidden * self.layout.element_bytes
+
+    @cached_property
+    def slot(self) -> int:
+        """One head of every token."""
+        return self.layout.cp * self.s * self.shape.head_dim * self.layout.element_bytes
+
+    @cached_property
+    def q(self) -> int:
+        """T."""
+        return self.slots.query * self.slot
+
+    @cached_property
+    def lse(self) -> int:
+        return self.layout.cp * self.s * self.slots.query * self.layout.sum_bytes
+
+    @cached_property
+    def held_input(self) -> int:
+        """With overlap, an input from the store stays on the device for the whole backward."""
+        return self.x if self.layout.overlap and self.layout.input_tier != "device" else 0
+
+    @cached_property
+    def ahead(self) -> int:
+        return 2 if self.layout.overlap else 1
+
+    @cached_property
+    def exchanged(self) -> bool:
+        """Whether an exchange has a buffer of its own to receive into."""
+        return self.layout.cp > 1
+
+    def kv(self, stage: int) -> int:
+        """k and v that arrive with a stage: 2 U."""
+        return 2 * self.slots.stages[stage].new_kv * self.slot
+
+    def held(self, stage: int) -> int:
+        """k and v held while a stage attends."""
+        return 2 * self.slots.stages[stage].held * self.slot
+
+    def left(self, stage: int) -> int:
+        """k and v held once a stage's last uses are over."""
+        return 2 * self.slots.stages[stage].left * self.slot
+
+    def under_way(self, made: int, taken: int, stage: int) -> int:
+        """A stage's tensors between their sending and their use: `made` here, `taken` as received, and k, v.
+
+        With overlap the ones sent are held until the ones received are used.
+        """
+        if not self.exchanged:
+            return made + self.kv(stage)
+        both = made + self.kv(stage) if self.layout.overlap else 0
+        return both + taken + self.kv(stage)
+
+    def sending(self, made: int, taken: int, stage: int) -> int:
+        """The most while a stage is sent: without overlap one after the other, so only one is there twice."""
+        if self.layout.overlap or not self.exchanged:
+            return self.under_way(made, taken, stage)
+        return taken + self.kv(stage) + max(self.q, self.kv(stage) // 2)
+
+    def widened(self, num_bytes: int) -> int:
+        """The same elements in the dtype of sums."""
+        return num_bytes // self.layout.element_bytes * self.layout.sum_bytes
+
+    def part(self, stage: int, num_bytes: int) -> int:
+        """Of a tensor of all slots, the widest read's, where it is not the tensor itself."""
+        return num_bytes * self.slots.stages[stage].part // self.slots.query
+
+    def with_tile(self, moment: Moment, kept: bool) -> Moment:
+        fetched = kept and self.layout.attention_tier != "device"
+        tiles = tile_bytes(self.shape, self.layout, self.s, moment.tile, fetched)
+        return replace(moment, tiles=tiles, sums=self.grad_sums(moment.phase))
+
+    def grad_sums(self, phase: str) -> int:
+        """GradSum of ops/tiles.py: wide, but for the first tile's gradients of a mixture, which autograd makes."""
+        if not phase.startswith("backward") or phase.startswith("backward again"):
+            return 0
+        shape, e, wide = self.shape, self.layout.element_bytes, self.layout.sum_bytes
+        tiles = -(-self.s // (self.layout.tile_tokens or self.s))
+        gated = not shape.experts_per_token
+        if phase != "backward mlp":
+            attention = shape.layer_parameters - shape.mlp_parameters
+            return attention * wide + shape.mlp_parameters * (wide if gated or tiles > 1 else e)
+        if tiles == 1 and gated:
+            # One weight's while a tile's three widths are there; all of them once the product is gone.
+            return max(shape.mlp_parameters * wide // 3, shape.mlp_parameters * wide - self.s * e * shape.mlp)
+        if tiles == 1:
+            return 0
+        output = shape.hidden * shape.heads * shape.head_dim
+        return output * wide + shape.mlp_parameters * (wide if gated or tiles > 2 else e)
+
+
+def tile_bytes(shape: ModelShape, layout: Layout, s: int, work: TileWork, fetched: bool) -> int:
+    """What token-wise work on a tile, or attention on a block, has live; `fetched`: outputs from the store.
+
+    Counted by hand from the kernels of a GPU: close, and small beside the rest at the lengths this is for.
+    """
+    if work == "none":
+        return 0
+    t, e, slots = min(layout.tile_tokens or s, s), layout.element_bytes, layout.slots(shape)
+    if work in BLOCK_TOKENS:
+        elements = min(BLOCK_TOKENS[work] * 128, layout.cp * s * shape.head_dim)
+        return BLOCK_BUFFERS * elements * layout.sum_bytes
+    mlp = shape.mlp * max(shape.experts_per_token, 1)
+    # A tile of x at work, and the next on its way; with overlap both are parts of the whole x.
+    streamed = 0 if layout.input_tier == "device" or layout.overlap else 2
+    if work == "mlp":
+        return t * e * (shape.hidden + 2 * mlp if not shape.experts_per_token else 2 * shape.hidden + 3 * mlp)
+    if work == "mlp backward":
+        outputs = (3 if fetched else 1) * shape.heads * shape.head_dim
+        # x + attention, its norm; ops/gated.py's three. (Compiled, hooked or wrapped MLPs are black boxes and need up
+        # to twice as much: no plan knows of them.)
+        if not shape.experts_per_token:
+            return t * e * ((2 + streamed) * shape.hidden + outputs + 3 * mlp)
+        # x + attention, its norm, the MLP's result; gate, its activation, up, and the gradients of the last two and
+        # of their product; the gradient of the last of three weights.
+        widths = (3 + streamed) * shape.hidden + outputs + 6 * mlp
+        return t * e * widths + shape.mlp_parameters * e // 3
+    width = layout.cp * slots.query * shape.head_dim
+    kv_width = 2 * layout.cp * slots.most_new_kv * shape.head_dim
+    if work == "project":
+        return (width + kv_width) * shape.hidden * e + t * e * (2 * shape.hidden + 5 * width)
+    weights = 2 * (width + kv_width) * shape.hidden * e + 2 * width * shape.hidden * layout.sum_bytes
+    return weights + t * e * ((3 + streamed) * shape.hidden + 5 * width)
+
+
+def attend_moments(b: LayerBytes, phase: str, stream: int, keeps_outputs: bool) -> Iterator[Moment]:
+    """Attention of all stages (`_attend`): in forward, and again in backward where its output was not kept.
+
+    `keeps_outputs`: every stage's output stays on the device for the rest of the pass.
+    """
+    out = b.q + b.lse
+    project, attend = f"{phase} projections", f"{phase} attention"
+
+    def flying(first: int, last: int) -> int:
+        return sum(b.under_way(b.q, b.q, j) for j in range(first, min(last, b.num_stages)))
+
+    for i in range(min(b.ahead, b.num_stages)):
+        yield Moment(project, stream, flying(0, i) + b.q + b.kv(i), 0, "project")
+        yield Moment(project, stream, flying(0, i) + b.sending(b.q, b.q, i))
+    for i in range(b.num_stages):
+        before = out * (i if keeps_outputs else min(i, 1))
+        later = flying(i + 1, i + b.ahead)
+        yield Moment(attend, stream, b.q + later + b.held(i) + out + b.part(i, out), before, "attend")
+        # What arrived with this stage stays until its output is on its way, even if this was its last use.
+        held = max(b.left(i), min(b.held(i), b.left(i) + b.kv(i)))
+        yield Moment(attend, stream, b.q + later + held + out + b.exchanged * b.q, before)
+        if (new := i + b.ahead) < b.num_stages:
+            after = out * (i + 1 if keeps_outputs else 1)
+            others = later + b.left(i)
+            yield Moment(project, stream, others + b.q + b.kv(new), after, "project")
+            yield Moment(project, stream, others + b.sending(b.q, b.q, new), after)
+
+
+def forward_moments(b: LayerBytes, keeps: bool) -> Iterator[Moment]:
+    """x and y all the time; attention, then the MLP. `keeps`: every stage's output stays on the device."""
+    yield from attend_moments(b, "forward", 2 * b.x, keeps)
+    yield Moment("forward mlp", 2 * b.x, 0, (b.num_stages if keeps else 1) * (b.q + b.lse), "mlp")
+
+
+def mlp_backward_moment(b: LayerBytes, outputs: int) -> Moment:
+    """dy, one tile of everything else. `outputs`: attention outputs computed again, all stages."""
+    return Moment("backward mlp", b.x + b.held_input, 0, outputs, "mlp backward")
+
+
+def attention_backward_moments(b: LayerBytes, outputs: int, fetched: bool) -> Iterator[Moment]:
+    """dy and dh all the time. `fetched`: attention's output comes from the store, a stage at a time."""
+    stream, attend, project = 2 * b.x + b.held_input, "backward attention", "backward projections"
+    out = b.q if fetched else 0  # else it is there already, among `outputs` or what is kept
+    made, taken = 2 * b.q + out, 3 * b.q  # q, out, dout: as made here, and as received
+    dq = b.q if b.exchanged or fetched else 0  # written over the output
+    lse = b.lse if fetched else 0
+
+    def flying(first: int, last: int) -> int:
+        return sum(b.under_way(made, taken, j) for j in range(first, min(last, b.num_stages)))
+
+    for i in range(min(b.ahead, b.num_stages)):
+        yield Moment(project, stream, flying(0, i) + b.q + b.kv(i), outputs, "project")
+        yield Moment(project, stream, flying(0, i) + b.sending(made, taken, i), outputs)
+    for i in range(b.num_stages):
+        following, more = i + b.ahead, i + b.ahead < b.num_stages
+        prefetched = out if more and b.layout.overlap else 0
+        later, sums = flying(i + 1, following) + prefetched, b.widened(b.held(i))
+        own = 2 * b.q + dq + lse
+        yield Moment(attend, stream, own + later + b.held(i) + sums, outputs, "attend backward")
+        ending = b.held(i) - b.left(i)
+        rounded = ending if b.layout.sum_bytes != b.layout.element_bytes else 0
+        yield Moment(attend, stream, dq + later + b.held(i) + sums + rounded, outputs)
+        left = b.left(i) + b.widened(b.left(i)) + later
+        back = dq + ending
+        yield Moment(project, stream, (2 if b.exchanged else 1) * back + left, outputs)
+        new = b.q + b.kv(following) if more else 0
+        yield Moment(project, stream, back + new + left, outputs, "project backward")
+        if more:
+            yield Moment(project, stream, left - prefetched + b.sending(made, taken, following), outputs)
+
+
+def layer_moments(shape: ModelShape, layout: Layout, s: int, kept: bool) -> Iterator[Moment]:
+    """Every moment of a layer's forward and backward on one rank; `kept`: attention's output is kept."""
+    b = LayerBytes(shape, layout, s)
+    fetched = kept and layout.attention_tier != "device"
+    yield from forward_moments(b, keeps=kept and not fetched)
+    outputs = 0
+    if not kept:
+        yield from attend_moments(b, "backward again", b.x + b.held_input, True)
+        outputs = b.num_stages * (b.q + b.lse)
+    yield mlp_backward_moment(b, outputs)
+    yield from attention_backward_moments(b, outputs, fetched)
+
+
+def layer_peak(shape: ModelShape, layout: Layout, s: int, kept: bool, direction: str) -> Moment:
+    """The moment of "forward" or "backward" at which most is live."""
+    alike = Layout(
+        layout.cp,
+        layout.heads_per_stage,
+        layout.tile_tokens,
+        input_tier="device" if layout.input_tier == "device" else "host",
+        attention_tier="host" if kept and layout.attention_tier != "device" else "device",
+        overlap=layout.overlap,
+        element_bytes=layout.element_bytes,
+        sum_bytes=layout.sum_bytes,
+    )
+    return _layer_peak(shape, alike, s, kept)[direction]
+
+
+@lru_cache(maxsize=8192)
+def _layer_peak(shape: ModelShape, layout: Layout, s: int, kept: bool) -> dict[str, Moment]:
+    b = LayerBytes(shape, layout, s)
+    highest = _highest(shape, replace(layout, tile_tokens=None), s, kept)
+    return {
+        direction: max((b.with_tile(m, kept) for m in moments), key=lambda m: m.live)
+        for direction, moments in highest.items()
+    }
+
+
+@lru_cache(maxsize=4096)
+def _highest(shape: ModelShape, layout: Layout, s: int, kept: bool) -> dict[str, list[Moment]]:
+    """By direction: for each kind of work on tiles, the moment at which most else is live."""
+    highest: dict[str, dict[str, Moment]] = {"forward": {}, "backward": {}}
+    for moment in layer_moments(shape, layout, s, kept):
+        of_kind = highest[moment.phase.partition(" ")[0]]
+        if moment.tile not in of_kind or moment.rest > of_kind[moment.tile].rest:
+            of_kind[moment.tile] = moment
+    return {direction: list(of_kind.values()) for direction, of_kind in highest.items()}
+
+
+def kept_attention_bytes(shape: ModelShape, layout: Layout, s: int) -> int:
+    """out and lse of one layer on one rank, all stages, empty slots included."""
+    b = LayerBytes(shape, layout, s)
+    return b.num_stages * (b.q + b.lse)
+
+
+def everything_bytes(shape: ModelShape, layout: Layout, s: int) -> int:
+    """What ordinary autograd keeps of a layer (checkpoint=none): inputs of matmuls, norms and products."""
+    e = layout.element_bytes
+    q_width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    mlp = 4 * shape.mlp * max(shape.experts_per_token, 1)
+    return s * e * (4 * shape.hidden + 3 * q_width + 2 * kv_width + mlp) + s * shape.heads * layout.sum_bytes
