@@ -12,7 +12,8 @@ from ithaka.config import ConfigError
 from ithaka.model.batch import num_pairs
 from ithaka.train import console as console_module
 from ithaka.train.console import Console, Metrics, Record, amount, step_flops
-from ithaka.train.loop import Diverged, StopRequest, run
+from ithaka.train.loop import Diverged, run
+from ithaka.train.stop import StopRequest
 from runs import metrics, start_process, tiny_run, wait_for
 
 

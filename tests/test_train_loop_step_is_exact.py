@@ -10,8 +10,8 @@ from ithaka.config import OptimConfig
 from ithaka.dist.mesh import make_mesh
 from ithaka.model.build import parallelize
 from ithaka.train.data import Batch
-from ithaka.train.loop import sample, train_step, validation_loss
 from ithaka.train.optim import clip_gradients, learning_rate, make_optimizer
+from ithaka.train.step import sample, train_step, validation_loss
 from models import tiny_config, tiny_model
 
 OPTIM = OptimConfig(lr=1e-2, weight_decay=0.3, clip_norm=0.05)

@@ -1,32 +1,20 @@
-"""One step, one loop.  `run` is what every rank executes; `train_step` is the step, without files or console.
-
-B rows of S tokens per data-parallel rank and micro-step; V vocabulary.
-"""
+"""The loop.  `run` is what every rank executes."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-import os
-import signal
-import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from ithaka.config import Config, ConfigError, embedded_model, to_yaml
 from ithaka.dist.mesh import Mesh, default_device, end_process_group, make_mesh, start_process_group
-from ithaka.model.batch import num_pairs
 from ithaka.model.build import build_model
 from ithaka.model.settings import settings_of
 from ithaka.ops.kernels import resolve_kernel
@@ -45,16 +33,17 @@ from ithaka.train.console import (
     read_metrics,
     step_flops,
 )
-from ithaka.train.data import Batch, Tokenizer, TrainData, load_tokenizer, num_valid, open_data
-from ithaka.train.optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate
+from ithaka.train.data import Batch, Tokenizer, TrainData, load_tokenizer, open_data
+from ithaka.train.optim import learning_rate, make_optimizer
 from ithaka.train.planned import check_ranks_agree
 from ithaka.train.shortage import Shortage, Witness, explain, is_shortage, plan_of_run
+from ithaka.train.step import StepResult, sample, train_step, validation_loss
+from ithaka.train.stop import StopRequest
 from ithaka.train.watch import Watch, write_facts
 
 SAMPLE_PROMPT_TOKENS = 64
 SAMPLE_NEW_TOKENS = 128
 SAMPLE_MAX_PARAMS = {"cuda": 1_000_000_000, "cpu": 20_000_000}  # above: minutes, without a cache
-SAMPLE_TEMPERATURE = 0.8
 
 
 class Diverged(RuntimeError):
@@ -63,143 +52,6 @@ class Diverged(RuntimeError):
 
 class OutOfMemoryError(RuntimeError):
     """The launcher turns it into exit code 3."""
-
-
-# The step
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Global figures of one step, the same on every rank."""
-
-    loss: float
-    grad_norm: float
-    label_tokens: int
-    num_pairs: int  # query-key pairs of attention, summed over layers
-
-
-def count_work(batches: Sequence[Batch], windows: Sequence[int | None], mesh: Mesh) -> tuple[int, int]:
-    """Valid labels after the shift, and query-key pairs of all layers (their windows given), over these
-    micro-batches and all data-parallel ranks.  One all-reduce."""
-    labels = sum(num_valid(batch.labels) for batch in batches)
-    pairs = sum(num_pairs(batch.document_ids, windows) for batch in batches)
-    # The ranks of a cp group hold the same batch: one of them counts it.
-    total = torch.tensor([labels, pairs] if mesh.cp_rank == 0 else [0, 0])
-    dist.all_reduce(total)
-    return int(total[0]), int(total[1])
-
-
-def train_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: Sequence[Batch],
-    *,
-    lr: float,
-    clip_norm: float | None,
-    mesh: Mesh,
-    windows: Sequence[int | None] = (),
-) -> StepResult:
-    """One update from this rank's micro-batches.
-
-    The number of valid labels of the whole global batch is known before the first forward, so every
-    micro-step is weighted by its tokens and gradients are divided once."""
-    label_tokens, pairs = count_work(batches, windows, mesh)
-    set_learning_rate(optimizer, lr)
-    total_loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    for batch in batches:
-        loss = model(**batch._asdict(), num_items_in_batch=max(label_tokens, 1)).loss
-        loss.backward()
-        total_loss += loss.detach()
-    with phase("optimizer"):
-        norm = clip_gradients(model.parameters(), clip_norm, mesh.device)
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return StepResult(float(total_loss), float(norm), label_tokens, pairs)
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    was_training = model.training
-    model.eval()
-    yield
-    model.train(was_training)
-    if isinstance(model, FSDPModule):
-        model.reshard()  # a root keeps its gathered parameters after forward, expecting a backward
-
-
-@torch.no_grad()
-def validation_loss(model: nn.Module, batches: Iterable[Batch], mesh: Mesh) -> float | None:
-    """Mean over all valid labels of all ranks; every rank passes the same number of batches.  None without
-    any."""
-    total, num_labels = torch.zeros((), dtype=torch.float64, device=mesh.device), 0
-    with _evaluating(model):
-        for batch in batches:
-            out = model(**batch._asdict())
-            total += out.loss.double() * out.num_tokens
-            num_labels += out.num_tokens
-    return float(total) / num_labels if num_labels else None
-
-
-@torch.no_grad()
-def sample(
-    model: nn.Module, prompt: Sequence[int], num_tokens: int, mesh: Mesh, *, seed: int, stop: int | None
-) -> list[int]:
-    """Up to `num_tokens` token ids continuing `prompt`; every rank takes part and gets the same.
-
-    Each token costs a whole forward of one fixed length (no cache); what stands right of the last token
-    cannot be seen by it."""
-    length = len(prompt) + num_tokens
-    ids_BS = torch.zeros(1, length, dtype=torch.long, device=mesh.device)
-    ids_BS[0, : len(prompt)] = torch.tensor(list(prompt))
-    generator = torch.Generator().manual_seed(seed)
-    with _evaluating(model):
-        for at in range(len(prompt), length):
-            logits_V = model(input_ids=ids_BS).logits[0, at - 1].float().cpu()
-            weights_V = torch.softmax(logits_V / SAMPLE_TEMPERATURE, -1)
-            token = torch.multinomial(weights_V, 1, generator=generator)
-            dist.broadcast(token, 0)
-            if token.item() == stop:
-                length = at
-                break
-            ids_BS[0, at] = token.item()
-    return ids_BS[0, len(prompt) : length].tolist()
-
-
-# Stopping
-
-
-class StopRequest:
-    """Ctrl-C or SIGTERM.  The first asks the loop to stop after the step; a second leaves at once with 128 +
-    signal.
-
-    Signals within half a second are one: a terminal sends Ctrl-C to every process, and a launcher such as
-    torchrun passes it on once more."""
-
-    SAME_S = 0.5
-
-    def __init__(self) -> None:
-        self.asked_at: float | None = None
-        self._old: dict[int, Any] = {}
-
-    def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._old[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self.asked_at is None:
-            self.asked_at = now
-        elif now - self.asked_at > self.SAME_S:
-            os._exit(128 + number)
-
-
-# The run
 
 
 class Trainer:
