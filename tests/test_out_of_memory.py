@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import functools
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,12 +12,13 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from ithaka.cli import app
-from ithaka.config import load
+from ithaka.config import ConfigError, load
 from ithaka.dist.mesh import end_process_group
 from ithaka.memory.store import SlabPool, StoreError
 from ithaka.ops.stages import HeldHeads
 from ithaka.phases import current_phase
 from ithaka.plan.hardware import parse_gpus
+from ithaka.plan.host import host_capacity
 from ithaka.plan.layout import Layout, Work
 from ithaka.plan.models import find_shape
 from ithaka.plan.search import evaluate, fixed_settings
@@ -124,15 +126,50 @@ def test_exit_code_3_for_memory_only(tmp_path, monkeypatch, capsys, error, code)
     assert ("in building the model: " in said) == (code == 3) and ("Traceback" in said) == (code == 1)
 
 
+@pytest.mark.parametrize("what", ["plan_of_run", "_last_checkpoint"])
+def test_an_explanation_that_fails_hides_nothing(tmp_path, monkeypatch, capsys, what):
+    config = tiny_run(tmp_path)
+    monkeypatch.setattr(loop, "build_model", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError(FULL)))
+    monkeypatch.setattr(loop, what, lambda *_: (_ for _ in ()).throw(ConfigError("field=1 is wrong")))
+    assert launch.run_ranks(run, (config,), 1) == 3
+    said = capsys.readouterr().err
+    assert "in building the model: no host memory left: 2.5 GiB more were asked for" in said
+    assert "field=1 is wrong" in said and "Traceback" not in said
+    assert ("There is no checkpoint yet." in said) == (what == "plan_of_run")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_nodes_with_other_numbers_of_ranks_are_explained(tmp_path, monkeypatch, device):
+    """8 ranks on this node, 4 on another: 12 that 3 divides, not 8."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 12)
+    gpu = SimpleNamespace(name="Some Other 9000", total_memory=30 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    plan = plan_of_run(tiny_run(tmp_path, parallel={"cp": 3}), torch.device(device))
+    assert (plan.hardware.num_nodes, plan.hardware.gpus_per_node) == (3, 4)
+    assert device == "cpu" or plan.hardware.gpu.memory_bytes == 30 * GIB
+    assert "planned peak: " in explain(shortage(plan, BACKWARD, 8 * GIB), "again")
+
+
 def test_room_in_the_store_is_explained_like_memory(tmp_path, monkeypatch):
     config = tiny_run(tmp_path, memory={"offload": "host", "keep_attention": "all"})
     monkeypatch.setattr(
         SlabPool, "take", lambda pool, num_bytes: (_ for _ in ()).throw(StoreError("host", pool._full(num_bytes)))
     )
-    with pytest.raises(
-        loop.OutOfMemoryError, match=r"(?s)after embedding: host memory: .*planned per node: .*layer inputs"
-    ):
+    words = r"(?s)after embedding: host memory: .*planned per node: (\S+ \S+) of (\S+ \S+) \((.*?)\)\n"
+    with pytest.raises(loop.OutOfMemoryError, match=words) as caught:
         run(config)
+    text = str(caught.value)
+    total, there, parts = re.search(words, text).groups()
+    assert as_bytes(there) == pytest.approx(host_capacity(), rel=1e-3) and 0 < as_bytes(total)
+    assert {part.rsplit(" ", 2)[0] for part in parts.split(", ")} == {"layer inputs", "kept attention"}
+    assert max(as_bytes(figure) for figure in re.findall(r"[\d.]\S* (?:bytes|[KMGT]iB)", text)) == as_bytes(there)
+
+
+def as_bytes(text):
+    number, unit = text.split()
+    return float(number) * 1024 ** ["bytes", "KiB", "MiB", "GiB", "TiB"].index(unit)
 
 
 # ---- figures, for GPUs that are not here

@@ -124,6 +124,9 @@ def test_nodes_with_other_numbers_of_ranks_give_each_rank_its_least_share():
     hardware = hardware_of([node(host=800, ranks=8)] * 8 + [node(host=300, ranks=6)] * 6, 14)
     assert (hardware.gpus_per_node, hardware.num_nodes, hardware.num_gpus) == (2, 7, 14)
     assert hardware.host_bytes == 2 * 50
+    hardware = hardware_of([node(host=800, disk=80, ranks=8)], 12)  # all that one rank of such a run can see
+    assert (hardware.gpus_per_node, hardware.num_nodes) == (4, 3)
+    assert (hardware.host_bytes, hardware.disk_bytes) == (400, 40)
 
 
 def plan_on(folder, host_bytes_by_rank, context_by_rank):

@@ -36,7 +36,7 @@ from ithaka.train.console import (
 from ithaka.train.data import Batch, Tokenizer, TrainData, load_tokenizer, open_data
 from ithaka.train.optim import learning_rate, make_optimizer
 from ithaka.train.planned import check_ranks_agree
-from ithaka.train.shortage import Shortage, Witness, explain, is_shortage, plan_of_run
+from ithaka.train.shortage import Shortage, Witness, explain, headline, is_shortage, plan_of_run
 from ithaka.train.step import StepResult, sample, train_step, validation_loss
 from ithaka.train.stop import StopRequest
 from ithaka.train.watch import Watch, write_facts
@@ -366,12 +366,24 @@ def _last_checkpoint(config: Config) -> str:
 
 
 def _explain_shortage(config: Config, error: Exception, witness: Witness) -> str:
+    """Never fails: whatever goes wrong in here, the run has ended for want of memory."""
+    try:
+        words = _shortage_in_words(config, error, witness)
+    except Exception as failure:
+        words = f"{headline(error, witness)}\nNo other settings were found ({type(failure).__name__}: {failure})"
+    try:
+        return f"{words}\n{_last_checkpoint(config)}"
+    except Exception as failure:
+        return f"{words}\nThe last checkpoint cannot be named ({type(failure).__name__}: {failure})"
+
+
+def _shortage_in_words(config: Config, error: Exception, witness: Witness) -> str:
+    witness.measure()  # first: what is told without a plan has it too
     run_dir = config.train.run_dir
     assert run_dir is not None
     saved = (run_dir / "latest").exists()
     again = f"ithaka train --resume {run_dir}" if saved else "the same command with another --run-dir and"
-    plan = plan_of_run(config, witness.device)
-    return f"{explain(Shortage(error, witness, plan), again)}\n{_last_checkpoint(config)}"
+    return explain(Shortage(error, witness, plan_of_run(config, witness.device)), again)
 
 
 def _sample_text(trainer: Trainer) -> str:

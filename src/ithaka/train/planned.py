@@ -100,19 +100,20 @@ def planned(config: Config, given: Set[str], num_ranks: int, machines: Sequence[
 
 
 def hardware_of(machines: Sequence[Machine], num_ranks: int) -> Hardware | None:
-    """A machine that every rank's can stand for: of each figure the least; None with a GPU that the table lacks.
-
-    Nodes with different numbers of ranks count as more nodes of as many ranks as divide them all.
-    """
+    """A machine that every rank's can stand for: of each figure the least; None with a GPU that the table lacks."""
     gpus = [_gpu(machine) for machine in machines]
     known = [gpu for gpu in gpus if gpu is not None]
-    if len(known) < len(gpus):
-        return None
-    ranks = math.gcd(*(machine.local_ranks for machine in machines))
+    return hardware_with(least_gpu(known), machines, num_ranks) if len(known) == len(gpus) else None
+
+
+def hardware_with(gpu: Gpu, machines: Sequence[Machine], num_ranks: int) -> Hardware:
+    """Nodes with different numbers of ranks count as more nodes of as many ranks as divide them all, and `num_ranks`:
+    one rank alone knows its own node only."""
+    ranks = math.gcd(num_ranks, *(machine.local_ranks for machine in machines))
     return Hardware(
-        least_gpu(known),
+        gpu,
         gpus_per_node=ranks,
-        num_nodes=max(1, num_ranks // ranks),
+        num_nodes=num_ranks // ranks,
         host_bytes=min(machine.host_bytes * ranks // machine.local_ranks for machine in machines),
         disk_bytes=min(machine.disk_bytes * ranks // machine.local_ranks for machine in machines),
     )

@@ -28,18 +28,19 @@ from ithaka.plan.cost import (
     Ledger,
     gpu_phases,
 )
-from ithaka.plan.hardware import GPUS, Hardware
+from ithaka.plan.hardware import GPUS, Hardware, find_gpu, gpu_named
 from ithaka.plan.layout import Work
 from ithaka.plan.search import SETTINGS, Plan, choose, evaluate, settings_of
 from ithaka.train import launch
-from ithaka.train.budget import layout_of, local_ranks, size
+from ithaka.train.budget import layout_of, size
 from ithaka.train.check import model_shape
-from ithaka.train.planned import hardware_of, this_machine
+from ithaka.train.planned import hardware_with, this_machine
 
 STAND_IN = "H100"  # whose rates a GPU gets that the table does not have: here they only rank plans
 NEXT_SHARE = 0.9  # of what a plan needs, for the next one to try
 MOST_HALVINGS = 12  # of the context, where nothing else helps
 SAME_SPEED = 1.01  # seconds of a step that make no difference
+UNLIMITED = sys.maxsize  # host memory of a CPU's ranks: all of it counts as the device's
 Holders = dict[str, int]
 
 
@@ -59,7 +60,7 @@ class Witness:
         self.path: Path = ()
         self.before: Path = ()  # the innermost phase left last, for what happens between phases
         self.used_bytes: int | None = None  # by this process on the device; on a CPU, in all
-        self.process_bytes = 0  # of host memory, in all
+        self.process_bytes: int | None = None  # of host memory, in all
         self.others_bytes = 0  # of a GPU, by other processes and the driver
         self.scattered_bytes = 0  # held by the allocator in pieces that nobody uses
         self._owners: tuple[nn.Module, torch.optim.Optimizer] | None = None
@@ -79,8 +80,9 @@ class Witness:
         """Once: what an error lets go of on its way up must not be missing."""
         if self.used_bytes is not None:
             return
-        self.used_bytes = self.process_bytes = psutil.Process().memory_info().rss
+        self.process_bytes = psutil.Process().memory_info().rss
         if self.device.type != "cuda":
+            self.used_bytes = self.process_bytes
             return
         reserved, (free, total) = torch.cuda.memory_reserved(self.device), torch.cuda.mem_get_info(self.device)
         self.used_bytes = torch.cuda.memory_allocated(self.device)
@@ -125,17 +127,11 @@ class Shortage:
 
     @property
     def tier(self) -> str:
-        if isinstance(self.error, StoreError):
-            return self.error.tier
-        on_host = isinstance(self.error, MemoryError | OSError) or "DefaultCPUAllocator" in str(self.error)
-        return "host" if on_host and self.witness.device.type == "cuda" else "GPU"
+        return _tier(self.error, self.witness)
 
     @property
     def asked_bytes(self) -> int:
-        """What the allocator says that it was asked for; 0 where it does not say."""
-        found = re.search(r"tried to allocate ([\d.]+) ?(bytes|[KMG]iB)", str(self.error), re.IGNORECASE)
-        units = ("bytes", "kib", "mib", "gib")
-        return int(float(found[1]) * 1024 ** units.index(found[2].lower())) if found else 0
+        return _asked_bytes(self.error)
 
     @property
     def needed_bytes(self) -> int:
@@ -161,22 +157,38 @@ class Shortage:
         return max(sum(holders.values()) for holders in _phases_alike(self.as_run(plan), self.path).values())
 
 
+def _tier(error: BaseException, witness: Witness) -> str:
+    if isinstance(error, StoreError):
+        return error.tier
+    on_host = isinstance(error, MemoryError | OSError) or "DefaultCPUAllocator" in str(error)
+    return "host" if on_host and witness.device.type == "cuda" else "GPU"
+
+
+def _asked_bytes(error: BaseException) -> int:
+    """What the allocator says that it was asked for; 0 where it does not say."""
+    found = re.search(r"tried to allocate ([\d.]+) ?(bytes|[KMG]iB)", str(error), re.IGNORECASE)
+    units = ("bytes", "kib", "mib", "gib")
+    return int(float(found[1]) * 1024 ** units.index(found[2].lower())) if found else 0
+
+
 def explain(shortage: Shortage, command: str, context_option: str = "--set data.context=") -> str:
     """In words. `command`: what takes the settings that would fit, as `--set`, and a shorter context."""
     shortage.witness.measure()
-    lines = [_headline(shortage)]
+    lines = [headline(shortage.error, shortage.witness)]
     lines += _device_lines(shortage) if shortage.tier == "GPU" else [_outside_line(shortage)]
     return "\n".join([*lines, *_ways_out(shortage, command, context_option)])
 
 
-def _headline(shortage: Shortage) -> str:
-    rank = f"rank {os.environ.get('RANK', '0')}, {shortage.witness.where}"
-    if isinstance(shortage.error, StoreError):
-        return f"{rank}: {shortage.error}"
-    on_gpu = shortage.tier == "GPU" and shortage.witness.device.type == "cuda"
-    used = shortage.witness.used_bytes if on_gpu else shortage.witness.process_bytes
-    asked = f"{size(shortage.asked_bytes)} more were asked for" if shortage.asked_bytes else _first_line(shortage.error)
-    return f"{rank}: no {'GPU' if on_gpu else 'host'} memory left: {asked}, beside {size(used or 0)} in use"
+def headline(error: BaseException, witness: Witness) -> str:
+    """What ran out and where: needs no plan, and nothing that can fail."""
+    rank = f"rank {os.environ.get('RANK', '0')}, {witness.where}"
+    if isinstance(error, StoreError):
+        return f"{rank}: {error}"
+    on_gpu = _tier(error, witness) == "GPU" and witness.device.type == "cuda"
+    used = witness.used_bytes if on_gpu else witness.process_bytes
+    asked = f"{size(_asked_bytes(error))} more were asked for" if _asked_bytes(error) else _first_line(error)
+    beside = f", beside {size(used)} in use" if used is not None else ""
+    return f"{rank}: no {'GPU' if on_gpu else 'host'} memory left: {asked}{beside}"
 
 
 def _first_line(error: BaseException) -> str:
@@ -236,11 +248,12 @@ def _phases_alike(plan: Plan, path: Path) -> dict[str, Holders]:
 
 
 def _outside_line(shortage: Shortage) -> str:
+    """The reserve is left out: nobody holds it."""
     ledger = shortage.plan.ledger
-    of_tier = {"host": (ledger.host, ledger.host_bytes), "disk": (ledger.disk, ledger.disk_bytes)}
+    of_tier = {"host": (ledger.host, _host_bytes(shortage.plan.hardware)), "disk": (ledger.disk, ledger.disk_bytes)}
     holders, there = of_tier[shortage.tier]
-    parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in holders.items() if num_bytes)
-    return f"  planned per node: {size(sum(holders.values()))} of {size(there)} ({parts})"
+    parts = ", ".join(f"{name} {size(held)}" for name, held in holders.items() if held and name != "reserve")
+    return f"  planned per node: {size(_needs(ledger, shortage.tier))} of {size(there)} ({parts})"
 
 
 # ---- what would fit
@@ -349,14 +362,15 @@ def plan_of_run(config: Config, device: torch.device) -> Plan:
 
 def _hardware(config: Config, device: torch.device, num_ranks: int) -> Hardware:
     if device.type != "cuda":
-        machine, ranks = this_machine(config, num_ranks, None), local_ranks(num_ranks)
-        cpu = dataclasses.replace(GPUS["CPU"], memory_bytes=machine.host_bytes // ranks)
-        # All memory counts as the device's.
-        return Hardware(cpu, ranks, max(1, num_ranks // ranks), host_bytes=sys.maxsize, disk_bytes=machine.disk_bytes)
+        machine = this_machine(config, num_ranks, None)
+        cpu = dataclasses.replace(GPUS["CPU"], memory_bytes=machine.host_bytes // machine.local_ranks)
+        return dataclasses.replace(hardware_with(cpu, [machine], num_ranks), host_bytes=UNLIMITED)
     properties = torch.cuda.get_device_properties(device)
+    gpu = gpu_named(properties.name) or find_gpu(STAND_IN)
     machine = this_machine(config, num_ranks, (properties.name, properties.total_memory))
-    stand_in = dataclasses.replace(machine, gpu_name=STAND_IN)
-    found = hardware_of([machine], num_ranks) or hardware_of([stand_in], num_ranks)
-    assert found is not None
-    gpu = dataclasses.replace(found.gpu, memory_bytes=properties.total_memory)
-    return dataclasses.replace(found, gpu=gpu)
+    return hardware_with(dataclasses.replace(gpu, memory_bytes=properties.total_memory), [machine], num_ranks)
+
+
+def _host_bytes(hardware: Hardware) -> int:
+    of_ranks = hardware.gpus_per_node * hardware.gpu.memory_bytes
+    return of_ranks if hardware.host_bytes == UNLIMITED else hardware.host_bytes
