@@ -88,6 +88,14 @@ def test_other_nodes_ranks_need_nothing_here(machine, tmp_path, monkeypatch):
     assert needs(config, model_shape(config), 2, 2, on_gpu=False)[0] == {"layer inputs": MIB // 2}
 
 
+def test_a_node_with_more_ranks_than_others_keeps_their_share_of_the_states(machine, tmp_path, monkeypatch):
+    """8 ranks here and 4 elsewhere: two thirds of what 12 ranks on one machine keep."""
+    config = config_of(tmp_path, offload_optimizer=True)
+    whole = needs(config, model_shape(config), 4, 12, on_gpu=True)[0][budget.STATES]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert needs(config, model_shape(config), 4, 12, on_gpu=True)[0] == {budget.STATES: whole * 8 // 12}
+
+
 def test_this_machine_has_what_psutil_says(tmp_path):
     host = this_host(tmp_path)
     assert 0 < host.memory_bytes <= psutil.virtual_memory().total and host.disk_bytes > 0

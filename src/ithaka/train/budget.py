@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 
@@ -30,9 +31,12 @@ def check_budgets(config: Config, shape: ModelShape, cp: int, num_ranks: int, on
 
 def needs(config: Config, shape: ModelShape, cp: int, num_ranks: int, on_gpu: bool) -> tuple[Holders, Holders]:
     """(host, disk): bytes per holder on this machine, of all its ranks together."""
-    ledger = _ledger(config, shape, cp, num_ranks, on_gpu)
-    host = {name: num_bytes for name, num_bytes in ledger.host.items() if num_bytes and name != "reserve"}
-    return host, {name: num_bytes for name, num_bytes in ledger.disk.items() if num_bytes}
+    # As many ranks as divide all: machines may differ in theirs.
+    ranks = math.gcd(num_ranks, local_ranks(num_ranks))
+    ledger = _ledger(config, shape, cp, Hardware(GPUS["CPU"], ranks, num_ranks // ranks), on_gpu)
+    times = local_ranks(num_ranks) // ranks
+    host = {name: times * num_bytes for name, num_bytes in ledger.host.items() if num_bytes and name != "reserve"}
+    return host, {name: times * num_bytes for name, num_bytes in ledger.disk.items() if num_bytes}
 
 
 def store_host_bytes(config: Config, shape: ModelShape, cp: int, num_ranks: int, on_gpu: bool) -> int | None:
@@ -57,9 +61,8 @@ def layout_of(config: Config, shape: ModelShape, cp: int, num_ranks: int, on_gpu
     return Layout(**fixed, element_bytes=element_bytes, sum_bytes=max(4, element_bytes))
 
 
-def _ledger(config: Config, shape: ModelShape, cp: int, num_ranks: int, on_gpu: bool) -> Ledger:
-    layout, local = layout_of(config, shape, cp, num_ranks, on_gpu), local_ranks(num_ranks)
-    hardware = Hardware(GPUS["CPU"], gpus_per_node=local, num_nodes=max(1, num_ranks // local))
+def _ledger(config: Config, shape: ModelShape, cp: int, hardware: Hardware, on_gpu: bool) -> Ledger:
+    layout = layout_of(config, shape, cp, hardware.num_gpus, on_gpu)
     return memory(shape, layout, hardware, Work(config.data.context, config.train.batch))
 
 
