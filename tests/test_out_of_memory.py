@@ -18,7 +18,7 @@ from ithaka.memory.store import SlabPool, StoreError
 from ithaka.ops.stages import HeldHeads
 from ithaka.phases import current_phase
 from ithaka.plan.hardware import parse_gpus
-from ithaka.plan.host import host_capacity
+from ithaka.plan.host import Host, host_capacity, this_host
 from ithaka.plan.layout import Layout, Work
 from ithaka.plan.models import find_shape
 from ithaka.plan.search import evaluate, fixed_settings
@@ -92,7 +92,7 @@ def test_the_last_checkpoint_goes_on_with_the_settings_that_are_told(tmp_path, c
     assert f"The last checkpoint is {config.train.run_dir / 'checkpoints' / 'step-00000002'}." in text
     assert f"ithaka train --resume {config.train.run_dir} --set parallel.heads_per_stage=" in text
     changed = load(config.train.run_dir / "config.yaml", settings_in(text))
-    before, after = (sum(planned_at(plan_of_run(c, CPU), path).values()) for c in (config, changed))
+    before, after = (sum(planned_at(plan_of_run(c, CPU, this_host()), path).values()) for c in (config, changed))
     assert after < before
     assert launch.run_ranks(run, (changed, config.train.run_dir), 1) == 0
     whole = dataclasses.replace(config, train=dataclasses.replace(config.train, run_dir=tmp_path / "whole"))
@@ -146,9 +146,11 @@ def test_nodes_with_other_numbers_of_ranks_are_explained(tmp_path, monkeypatch, 
     monkeypatch.setattr(dist, "get_world_size", lambda: 12)
     gpu = SimpleNamespace(name="Some Other 9000", total_memory=30 * GIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
-    plan = plan_of_run(tiny_run(tmp_path, parallel={"cp": 3}), torch.device(device))
+    free = Host(memory_bytes=8 * 10**9, disk_bytes=0, disk_path=tmp_path)  # when the run began
+    plan = plan_of_run(tiny_run(tmp_path, parallel={"cp": 3}), torch.device(device), free)
     assert (plan.hardware.num_nodes, plan.hardware.gpus_per_node) == (3, 4)
-    assert device == "cpu" or plan.hardware.gpu.memory_bytes == 30 * GIB
+    if device == "cuda":
+        assert (plan.hardware.gpu.memory_bytes, plan.hardware.host_bytes) == (30 * GIB, 4 * 10**9)
     assert "planned peak: " in explain(shortage(plan, BACKWARD, 8 * GIB), "again")
 
 
@@ -162,7 +164,7 @@ def test_room_in_the_store_is_explained_like_memory(tmp_path, monkeypatch):
         run(config)
     text = str(caught.value)
     total, there, parts = re.search(words, text).groups()
-    assert as_bytes(there) == pytest.approx(host_capacity(), rel=1e-3) and 0 < as_bytes(total)
+    assert as_bytes(there) == pytest.approx(host_capacity(), rel=1e-3) and as_bytes(total) > 0
     assert {part.rsplit(" ", 2)[0] for part in parts.split(", ")} == {"layer inputs", "kept attention"}
     assert max(as_bytes(figure) for figure in re.findall(r"[\d.]\S* (?:bytes|[KMGT]iB)", text)) == as_bytes(there)
 

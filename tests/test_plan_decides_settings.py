@@ -1,27 +1,37 @@
 """What a run does not say, the planner decides on a GPU that it knows; what it says, wins."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from ithaka.config import ConfigError, given, load
 from ithaka.plan.hardware import gpu_named, peak_flops
-from ithaka.train.budget import needs, store_host_bytes
+from ithaka.train.budget import check_budgets, needs, store_host_bytes
 from ithaka.train.check import check_heads, check_memory, model_shape
-from ithaka.train.planned import Machine, check_ranks_agree, hardware_of, machines_of_all, planned, this_machine
+from ithaka.train.planned import Machine, check_ranks_agree, hardware_of, machines_of_all, planned
 
-H200 = "NVIDIA H200"
+H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 
 
 def node(name=H200, host=2 * 10**12, disk=0, gpu=2**62, ranks=8):
     return Machine(name, gpu, host, disk, ranks)
 
 
+def has(patch, total, free, disk_free=10**13):
+    """This machine has so many bytes of host memory, and so many to spare."""
+    memory = SimpleNamespace(total=total, available=free)
+    patch.setattr("psutil.virtual_memory", lambda: memory)
+    patch.setattr("ithaka.plan.host.cgroup_limits", list)
+    patch.setattr("ithaka.plan.host.cgroup_rooms", list)
+    patch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=10**13, free=disk_free))
+
+
 @pytest.fixture(autouse=True)
 def host(monkeypatch):
-    memory = type("Memory", (), {"total": 2 * 10**12, "available": 2 * 10**12})
-    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    has(monkeypatch, 2 * 10**12, 2 * 10**12)
 
 
 def llama(tmp_path, **changes):
@@ -129,24 +139,78 @@ def test_nodes_with_other_numbers_of_ranks_give_each_rank_its_least_share():
     assert (hardware.host_bytes, hardware.disk_bytes) == (400, 40)
 
 
-def plan_on(folder, host_bytes_by_rank, context_by_rank):
-    """As one of two nodes under torchrun, each with one GPU and as much host memory as given."""
+@pytest.mark.parametrize("disk", [False, True])
+@pytest.mark.parametrize("free", [250 * 10**9, 10**12])
+def test_a_plan_has_room_in_what_is_free_and_is_not_refused_for_it(tmp_path, monkeypatch, free, disk):
+    has(monkeypatch, 10**12, free, disk_free=100 * 10**9)
+    to_disk = {"memory__disk_path": tmp_path, "memory__attention_offload": "disk"}
+    config, told = llama(tmp_path, data__context="1M", **(to_disk if disk else {}))
+    resolved, plan = planned(config, told, 8, machines_of_all(config, 8, (H100, 2**62)))
+    assert plan.ledger.host_bytes == free and plan.ledger.disk_bytes == (100 * 10**9 if disk else 0)
+    check_budgets(resolved, model_shape(resolved), 8, 8, on_gpu=True)
+    assert resolved.memory.keep_attention != "none"
+
+
+def test_a_plan_for_unequal_nodes_is_not_refused_on_any(tmp_path, monkeypatch):
+    """8 ranks and 4: each node asks for its own ranks' share of the 12."""
+    config, told = llama(tmp_path, data__context="1K", parallel__cp=4, memory__offload_optimizer="true")
+    file = config.model.path  # more layers, so that the states outweigh the reserve
+    file.write_text(file.read_text().replace('"num_hidden_layers": 32', '"num_hidden_layers": 128'))
+    machines = [node(H100, host=420 * 10**9, ranks=8)] * 8 + [node(H100, host=210 * 10**9, ranks=4)] * 4
+    resolved, plan = planned(config, told, 12, machines)
+    assert plan.fits and resolved.memory.offload_optimizer
+    for machine in (machines[0], machines[-1]):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(machine.local_ranks))
+        has(monkeypatch, machine.host_bytes, machine.host_bytes)
+        check_budgets(resolved, model_shape(resolved), 4, 12, on_gpu=True)
+
+
+def test_a_plan_that_only_lacks_what_is_free_says_so(tmp_path, monkeypatch):
+    has(monkeypatch, 10**12, 60 * 10**9)
+    config, told = llama(tmp_path, data__context="1M", memory__offload="host")
+    with pytest.raises(ConfigError, match=r"GiB of host memory, which has 55\.9 free"):
+        planned(config, told, 8, machines_of_all(config, 8, (H100, 2**62)))
+
+
+def test_a_disk_path_that_is_none_is_refused_before_planning(tmp_path):
+    config, _ = llama(tmp_path, memory__disk_path=tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"^memory.disk_path=\S+nowhere is not a directory; create it"):
+        machines_of_all(config, 8, (H200, 2**62))
+
+
+def gather_on(folder, disk_paths):
+    """As a node under torchrun, each with a disk of its own."""
     rank = dist.get_rank()
-    memory = type("Memory", (), {"total": host_bytes_by_rank[rank]})
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}.items():
             patch.setenv(name, str(value))
-        patch.setattr("psutil.virtual_memory", lambda: memory)
-        patch.setattr("ithaka.plan.host.cgroup_limits", list)
+        config, _ = llama(folder, memory__disk_path=disk_paths[rank])
+        with pytest.raises(ConfigError) as refused:
+            machines_of_all(config, 2, (H200, 2**62))
+    return str(refused.value)
+
+
+def test_where_one_node_is_refused_the_others_do_not_wait(ranks, tmp_path):
+    for message in ranks.run(2, gather_on, tmp_path, [tmp_path, tmp_path / "nowhere"]):
+        assert message.startswith("rank 1: memory.disk_path=") and "nowhere is not a directory" in message
+
+
+def plan_on(folder, host_bytes_by_rank, context_by_rank):
+    """As one of two nodes under torchrun, each with one GPU and as much host memory as given."""
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}.items():
+            patch.setenv(name, str(value))
+        has(patch, host_bytes_by_rank[rank], host_bytes_by_rank[rank])
         config, told = llama(folder, data__context=context_by_rank[rank])
-        machines = machines_of_all(this_machine(config, 2, (H200, 2**62)))
+        machines = machines_of_all(config, 2, (H200, 2**62))
         try:
             check_ranks_agree(config)
         except ConfigError as error:
             return str(error)
         resolved, _ = planned(config, told, 2, machines)
         check_ranks_agree(resolved)
-        alone, _ = planned(config, told, 2, [this_machine(config, 2, (H200, 2**62))])
+        alone, _ = planned(config, told, 2, [machines[rank]])
     return resolved, alone
 
 

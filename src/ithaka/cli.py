@@ -179,11 +179,11 @@ def plan_settings(file: Path | None, changes: list[str], config: Config, num_ran
     """What is not given, decided by the planner on GPUs that it knows, for all nodes at once; prints the plan."""
     from ithaka.plan import show
     from ithaka.train import launch
-    from ithaka.train.planned import check_ranks_agree, machines_of_all, planned, this_machine
+    from ithaka.train.planned import check_ranks_agree, machines_of_all, planned
 
     if launch.num_gpus() == 0:
         return config
-    machines = machines_of_all(this_machine(config, num_ranks, launch.gpu()))
+    machines = machines_of_all(config, num_ranks, launch.gpu())
     check_ranks_agree(config)
     told = given(file, changes, _embedded_default(file, changes, launch.num_gpus()))
     resolved, plan = planned(config, told, num_ranks, machines)

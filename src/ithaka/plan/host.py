@@ -31,7 +31,8 @@ def this_host(disk_path: Path | None = None) -> Host:
 
 
 def host_capacity() -> int:
-    """This machine's memory, or what the control groups around this process allow of it: the same at any moment."""
+    """This machine's memory, or what the control groups around this process allow of it: the same at any moment,
+    and the most that can be free."""
     return min([psutil.virtual_memory().total, *cgroup_limits()])
 
 

@@ -18,6 +18,7 @@ def check_run(config: Config, num_ranks: int, resume: Path | None) -> None:
     shape = model_shape(config)
     cp = check_cp(config, num_ranks, shape)
     check_heads(config, shape, cp)
+    check_disk(config)
     check_memory(config, shape)
     check_budgets(config, shape, cp, num_ranks, on_gpu=launch.num_gpus() > 0)
     check_weights(config.model.path)
@@ -69,15 +70,20 @@ def check_memory(config: Config, shape: ModelShape) -> None:
         raise ConfigError(f"memory.keep_attention={kept} exceeds the {shape.num_layers} layers of the model; use all")
     _check_effects(config)
     disk = config.memory.disk_path
-    if disk is not None and not disk.is_dir():
-        raise ConfigError(f"memory.disk_path={disk} is not a directory; create it, or leave it null")
-    if disk is not None and not os.access(disk, os.W_OK):
-        raise ConfigError(f"memory.disk_path={disk} cannot be written; give another directory")
     if disk is not None and "disk" not in (config.memory.offload, config.memory.attention_offload):
         raise ConfigError(
             f"memory.disk_path={disk} has no effect with memory.offload={config.memory.offload}; "
             "use memory.offload=disk, or leave it null"
         )
+
+
+def check_disk(config: Config) -> None:
+    """Before anyone asks how much room there is."""
+    disk = config.memory.disk_path
+    if disk is not None and not disk.is_dir():
+        raise ConfigError(f"memory.disk_path={disk} is not a directory; create it, or leave it null")
+    if disk is not None and not os.access(disk, os.W_OK):
+        raise ConfigError(f"memory.disk_path={disk} cannot be written; give another directory")
 
 
 def _check_effects(config: Config) -> None:

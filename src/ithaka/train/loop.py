@@ -20,6 +20,7 @@ from ithaka.model.settings import settings_of
 from ithaka.ops.kernels import resolve_kernel
 from ithaka.phases import listening, phase
 from ithaka.plan.hardware import peak_flops
+from ithaka.plan.host import Host, this_host
 from ithaka.train import checkpoint
 from ithaka.train.budget import store_host_bytes
 from ithaka.train.check import model_shape
@@ -135,7 +136,7 @@ def run(config: Config, resume: Path | None = None, only_profile: bool = False) 
     steps are done, or when asked to stop, after saving.  Raises ConfigError, OutOfMemoryError or Diverged
     with all that the user needs to know.  `only_profile`: nothing is saved, and no sample is taken."""
     ours = not dist.is_initialized()
-    witness = Witness(default_device())
+    witness, host = Witness(default_device()), this_host(config.memory.disk_path)
     with StopRequest() as stop, listening(witness):
         try:
             trainer = prepare(config, resume)
@@ -144,7 +145,7 @@ def run(config: Config, resume: Path | None = None, only_profile: bool = False) 
         except Exception as error:
             if not is_shortage(error):
                 raise
-            raise OutOfMemoryError(_explain_shortage(config, error, witness)) from error
+            raise OutOfMemoryError(_explain_shortage(config, error, witness, host)) from error
     # Only after success: with a rank gone this would wait for it.
     if ours:
         end_process_group()
@@ -365,10 +366,10 @@ def _last_checkpoint(config: Config) -> str:
     return f"The last checkpoint is {run_dir / 'checkpoints' / latest.read_text().strip()}."
 
 
-def _explain_shortage(config: Config, error: Exception, witness: Witness) -> str:
+def _explain_shortage(config: Config, error: Exception, witness: Witness, host: Host) -> str:
     """Never fails: whatever goes wrong in here, the run has ended for want of memory."""
     try:
-        words = _shortage_in_words(config, error, witness)
+        words = _shortage_in_words(config, error, witness, host)
     except Exception as failure:
         words = f"{headline(error, witness)}\nNo other settings were found ({type(failure).__name__}: {failure})"
     try:
@@ -377,13 +378,13 @@ def _explain_shortage(config: Config, error: Exception, witness: Witness) -> str
         return f"{words}\nThe last checkpoint cannot be named ({type(failure).__name__}: {failure})"
 
 
-def _shortage_in_words(config: Config, error: Exception, witness: Witness) -> str:
+def _shortage_in_words(config: Config, error: Exception, witness: Witness, host: Host) -> str:
     witness.measure()  # first: what is told without a plan has it too
     run_dir = config.train.run_dir
     assert run_dir is not None
     saved = (run_dir / "latest").exists()
     again = f"ithaka train --resume {run_dir}" if saved else "the same command with another --run-dir and"
-    return explain(Shortage(error, witness, plan_of_run(config, witness.device)), again)
+    return explain(Shortage(error, witness, plan_of_run(config, witness.device, host)), again)
 
 
 def _sample_text(trainer: Trainer) -> str:

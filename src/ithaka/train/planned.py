@@ -8,30 +8,28 @@ import itertools
 import math
 import operator
 import sys
-import tempfile
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-import psutil
 import torch.distributed as dist
 
 from ithaka.config import Config, ConfigError, to_yaml
 from ithaka.dist.mesh import start_process_group
 from ithaka.plan.hardware import Gpu, Hardware, gpu_named, least_gpu
-from ithaka.plan.host import host_capacity
+from ithaka.plan.host import Host, host_capacity, this_host
 from ithaka.plan.layout import Work
 from ithaka.plan.search import SETTINGS, Plan, choose, fixed_settings, settings_of
 from ithaka.train import launch
 from ithaka.train.budget import local_ranks
-from ithaka.train.check import model_shape
+from ithaka.train.check import check_disk, model_shape
 
 CP = "parallel.cp"  # never the planner's: it would change how many sequences a step has
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The node of one rank, and what it has in all: what is free now differs from moment to moment, and is checked
-    against the plan afterwards."""
+    """The node of one rank: what its GPU has in all, and what of host memory and disk is free before the run takes
+    any, which is what the checks before the start and the store go by."""
 
     gpu_name: str | None
     gpu_bytes: int
@@ -40,29 +38,47 @@ class Machine:
     local_ranks: int
 
 
-def this_machine(config: Config, num_ranks: int, gpu: tuple[str, int] | None) -> Machine:
-    """`gpu`: its name and its bytes."""
+def this_machine(config: Config, num_ranks: int, gpu: tuple[str, int] | None, host: Host) -> Machine:
+    """`gpu`: its name and its bytes. `host`: what was free before the run took any."""
     memory = config.memory
     to_disk = memory.disk_path is not None or "disk" in (memory.offload, memory.attention_offload)
-    disk = memory.disk_path or tempfile.gettempdir()
     name, gpu_bytes = gpu or (None, sys.maxsize)
     return Machine(
         gpu_name=name,
         gpu_bytes=gpu_bytes,
-        host_bytes=host_capacity(),
-        disk_bytes=psutil.disk_usage(str(disk)).total if to_disk else 0,
+        host_bytes=min(host_capacity(), host.memory_bytes),
+        disk_bytes=host.disk_bytes if to_disk else 0,
         local_ranks=local_ranks(num_ranks),
     )
 
 
-def machines_of_all(mine: Machine) -> list[Machine]:
-    """Of every rank where other nodes may take part, that is under torchrun; else of this node."""
+def machines_of_all(config: Config, num_ranks: int, gpu: tuple[str, int] | None) -> list[Machine]:
+    """Of every rank where other nodes may take part, that is under torchrun; else of this node.
+
+    What one rank is refused for, all are: the others would wait for it.
+    """
+    answers = _gathered(_machine_or_refusal(config, num_ranks, gpu))
+    for rank, answer in enumerate(answers):
+        if isinstance(answer, str):
+            raise ConfigError(f"rank {rank}: {answer}" if len(answers) > 1 else answer)
+    return [answer for answer in answers if isinstance(answer, Machine)]
+
+
+def _machine_or_refusal(config: Config, num_ranks: int, gpu: tuple[str, int] | None) -> Machine | str:
+    try:
+        check_disk(config)
+    except ConfigError as error:
+        return str(error)
+    return this_machine(config, num_ranks, gpu, this_host(config.memory.disk_path))
+
+
+def _gathered(mine: Machine | str) -> list[Machine | str]:
     if not launch.under_torchrun():
         return [mine]
     start_process_group()
-    machines = [mine] * dist.get_world_size()
-    dist.all_gather_object(machines, mine)
-    return machines
+    answers = [mine] * dist.get_world_size()
+    dist.all_gather_object(answers, mine)
+    return answers
 
 
 def check_ranks_agree(config: Config) -> None:
@@ -139,13 +155,13 @@ def _with(config: Config, chosen: dict, given: list[str]) -> Config:
 def _refusal(config: Config, plan: Plan) -> str:
     ledger = plan.ledger
     pairs = {
-        "each GPU": (ledger.gpu_peak, ledger.gpu_bytes),
-        "host memory": (ledger.host_peak, ledger.host_bytes),
-        "disk": (ledger.disk_peak, ledger.disk_bytes),
+        "each GPU": (ledger.gpu_peak, ledger.gpu_bytes, ""),
+        "host memory": (ledger.host_peak, ledger.host_bytes, " free"),
+        "disk": (ledger.disk_peak, ledger.disk_bytes, " free"),
     }
     short = [
-        f"{need / 2**30:.1f} GiB of {where}, which has {have / 2**30:.1f}"
-        for where, (need, have) in pairs.items()
+        f"{need / 2**30:.1f} GiB of {where}, which has {have / 2**30:.1f}{free}"
+        for where, (need, have, free) in pairs.items()
         if need > have
     ]
     nearest = ", ".join(f"{name}={value}" for name, value in settings_of(plan).items() if value is not None)

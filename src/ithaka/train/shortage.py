@@ -29,6 +29,7 @@ from ithaka.plan.cost import (
     gpu_phases,
 )
 from ithaka.plan.hardware import GPUS, Hardware, find_gpu, gpu_named
+from ithaka.plan.host import Host, host_capacity
 from ithaka.plan.layout import Work
 from ithaka.plan.search import SETTINGS, Plan, choose, evaluate, settings_of
 from ithaka.train import launch
@@ -351,23 +352,24 @@ def _yaml(value: Any) -> str:
 # ---- a training run as a plan
 
 
-def plan_of_run(config: Config, device: torch.device) -> Plan:
-    """The run's own settings, and what they cost on this machine."""
+def plan_of_run(config: Config, device: torch.device, host: Host) -> Plan:
+    """The run's own settings, and what they cost on this machine. `host`: what was free before the run took any."""
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     shape = model_shape(config)
     cp = num_ranks if config.parallel.cp == "all" else config.parallel.cp
     layout = layout_of(config, shape, cp, num_ranks, on_gpu=device.type == "cuda")
-    return evaluate(shape, layout, _hardware(config, device, num_ranks), Work(config.data.context, config.train.batch))
+    hardware = _hardware(config, device, num_ranks, host)
+    return evaluate(shape, layout, hardware, Work(config.data.context, config.train.batch))
 
 
-def _hardware(config: Config, device: torch.device, num_ranks: int) -> Hardware:
+def _hardware(config: Config, device: torch.device, num_ranks: int, host: Host) -> Hardware:
     if device.type != "cuda":
-        machine = this_machine(config, num_ranks, None)
-        cpu = dataclasses.replace(GPUS["CPU"], memory_bytes=machine.host_bytes // machine.local_ranks)
+        machine = this_machine(config, num_ranks, None, host)
+        cpu = dataclasses.replace(GPUS["CPU"], memory_bytes=host_capacity() // machine.local_ranks)
         return dataclasses.replace(hardware_with(cpu, [machine], num_ranks), host_bytes=UNLIMITED)
     properties = torch.cuda.get_device_properties(device)
     gpu = gpu_named(properties.name) or find_gpu(STAND_IN)
-    machine = this_machine(config, num_ranks, (properties.name, properties.total_memory))
+    machine = this_machine(config, num_ranks, (properties.name, properties.total_memory), host)
     return hardware_with(dataclasses.replace(gpu, memory_bytes=properties.total_memory), [machine], num_ranks)
 
 
