@@ -102,7 +102,18 @@ def test_later_settings_win(tmp_path):
 
 @pytest.mark.parametrize(
     "text, tokens",
-    [("4096", 4096), ("128K", 131072), ("1M", 1 << 20), ("1.5M", 3 << 19), ("10m", 10 << 20), ("0.5k", 512)],
+    [
+        ("4096", 4096),
+        ("128K", 131072),
+        ("1M", 1 << 20),
+        ("1.5M", 3 << 19),
+        ("10m", 10 << 20),
+        ("0.5k", 512),
+        ("6.734M", 7061110),
+        ("1.23M", 1289748),
+        ("1_000_000", 1000000),
+        ("1_024.5K", 1049088),
+    ],
 )
 def test_token_counts_as_people_write_them(text, tokens):
     assert load(overrides=[f"data.context={text}"]).data.context == tokens

@@ -16,6 +16,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -424,12 +425,12 @@ def _as_tuple(value: Any, hints: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def parse_count(text: str) -> int | None:
-    """A count as people write it: 128K = 128 * 2^10, 1M = 2^20, 1.5M. None when it is no whole number."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KM]?)", text.strip(), re.IGNORECASE)
+    """A count as people write it: 128K = 128 * 2^10, 1M = 2^20, 6.734M (rounded down), 1_000_000. None: it is none."""
+    match = re.fullmatch(r"(\d+(?:_\d+)*)(?:(\.\d+)?([KM]))?", text.strip(), re.IGNORECASE)
     if not match:
         return None
-    count = float(match[1]) * {"": 1, "K": 2**10, "M": 2**20}[match[2].upper()]
-    return int(count) if count == int(count) else None
+    whole, fraction, unit = match.groups(default="")
+    return int(Fraction(whole.replace("_", "") + fraction) * {"": 1, "K": 2**10, "M": 2**20}[unit.upper()])
 
 
 def _as_int(value: Any) -> int:
