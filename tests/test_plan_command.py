@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from ithaka.cli import app
 from ithaka.config import ConfigError
-from ithaka.plan.hardware import GPUS, find_gpu, parse_bytes, parse_gpus
+from ithaka.plan.hardware import GPUS, find_gpu, find_hardware, parse_bytes, parse_gpus
 
 ARGS = ["plan", "llama3-8b", "--gpus", "8xH100-80GB", "--host-memory", "2TB", "--context", "1M"]
 
@@ -51,6 +51,34 @@ def test_what_does_not_fit_has_its_own_exit_code():
     assert "does not fit" in run("plan", "llama3-70b", "--gpus", "RTX4090", "--context", "1M", code=3)
 
 
+def test_every_tier_that_is_too_small_is_named_with_a_way_out():
+    text = run(*ARGS[:-1], "100M", code=3)
+    assert "times the GPU memory" in text and "times the host memory" in text
+    longest = json.loads(run(*ARGS, "--max-context", "--json"))["max_context"]
+    assert f"({longest}); for more, more host memory, or a disk" in text
+    assert "there is none (--disk 10TB)" in run(*ARGS, "--set", "memory.offload=disk", code=3)
+
+
+GIVEN = {"parallel.heads_per_stage": 8, "memory.keep_attention": "none", "memory.overlap": "false"}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_what_the_user_decided_has_no_other_reason(name):
+    chosen = json.loads(run(*ARGS, "--json"))["reasons"]
+    given = json.loads(run(*ARGS, "--set", f"{name}={GIVEN[name]}", "--json"))["reasons"]
+    assert given[name].endswith(" (as given)") and ":" not in given[name]
+    assert not any("as given" in why for why in chosen.values())
+
+
+def test_reasons_hold():
+    """The search's own reasons: what they say is so."""
+    reasons = json.loads(run(*ARGS, "--max-context", "--json"))["reasons"]
+    assert reasons["parallel.heads_per_stage"] == "1 per GPU at a time: more, with the rest as it is, does not fit"
+    assert reasons["memory.overlap"] == "one stage's tensors at a time: overlap does not fit"
+    everything = json.loads(run(*ARGS[:-1], "64K", "--set", "memory.checkpoint=none", "--json"))["reasons"]
+    assert "memory.keep_attention" not in everything and "memory.checkpoint" in everything
+
+
 def test_ladder_climbs():
     rungs = json.loads(run(*ARGS, "--ladder", "--json"))
     longest = [rung["max_context"] for rung in rungs]
@@ -80,6 +108,10 @@ def test_sweep_shows_the_trade(tmp_path):
         (["plan", "llama3-8b", "--gpus", "H200", "--sweep", "lr"], "--sweep lr"),
         (["plan", "llama3-8b", "--gpus", "8", "--gpu-file", "none.json"], "--gpu-file none.json"),
         (["plan", "llama3-8b", "--gpus", "8xH200", "--set", "parallel.cp=3"], "parallel.cp=3"),
+        ([*ARGS, "--plot", "x.svg"], "add --sweep heads_per_stage"),
+        ([*ARGS, "--ladder", "--max-context"], "--max-context and --ladder"),
+        ([*ARGS, "--sweep", "heads_per_stage", "--max-context"], "--max-context and --sweep"),
+        (["plan", "llama3-8b", "--gpus", "H200", "--host-memory", "10"], "write for example 2TB"),
     ],
 )
 def test_mistakes_are_explained(args, words):
@@ -106,6 +138,8 @@ def test_gpu_file(tmp_path):
     )
     large = json.loads(run(*ARGS, "--max-context", "--disk", "20TB", "--json"))
     assert small["gpus"].startswith("8x") and small["max_context"] < large["max_context"]
+    with pytest.raises(ConfigError, match="--gpus 8xH100 names a GPU beside --gpu-file.* --gpus 8$"):
+        find_hardware("8xH100", file)
     file.write_text(json.dumps({"memory_bytes": 1}))
     with pytest.raises(ConfigError, match="lacks matmul_flops"):
         from ithaka.plan.hardware import read_gpu
@@ -117,7 +151,8 @@ def test_gpus_are_parsed():
     assert parse_gpus("2x8xH100-80GB").num_gpus == 16
     assert parse_gpus("16xH100-80GB") == parse_gpus("2x8xH100-80GB")
     assert parse_gpus("h200").gpu is find_gpu("H200-141GB")
-    assert parse_bytes("1.5TiB", "") == 3 * 2**39
+    assert parse_bytes("1.5TiB", "") == 3 * 2**39 and parse_bytes("80gb", "") == 80 * 10**9
+    assert parse_bytes("10B", "") == 10
     with pytest.raises(ConfigError):
         find_gpu("A100")  # which one?
 

@@ -243,6 +243,9 @@ def plan(
     from ithaka.plan import ask
     from ithaka.plan.hardware import find_hardware
 
+    _refuse_two_answers({"--max-context": max_context, "--ladder": ladder, "--sweep": sweep is not None})
+    if plot is not None and sweep is None:
+        raise ConfigError(f"--plot {plot} draws what --sweep finds; add --sweep heads_per_stage")
     hardware = find_hardware(gpus, gpu_file, host_memory, disk)
     question = ask.question(model, hardware, context, batch, overrides or [])
     if ladder:
@@ -253,6 +256,12 @@ def plan(
         text, fits = ask.plan(question, max_context, as_json)
         print(text)
         raise typer.Exit(0 if fits else EXIT_DOES_NOT_FIT)
+
+
+def _refuse_two_answers(asked: dict[str, bool]) -> None:
+    names = [name for name, wanted in asked.items() if wanted]
+    if len(names) > 1:
+        raise ConfigError(f"{' and '.join(names)} are answers of their own; ask for one at a time")
 
 
 @app.command()

@@ -229,13 +229,15 @@ def least_gpu(gpus: Sequence[Gpu]) -> Gpu:
 
 
 def parse_gpus(text: str, gpu: Gpu | None = None) -> Hardware:
-    """'8xH100-80GB', '2x8xH100-80GB' (nodes x GPUs), 'H200'; with `gpu` also '8', '2x8'.
+    """'8xH100-80GB', '2x8xH100-80GB' (nodes x GPUs), 'H200'; with `gpu`, which has the name, '8' or '2x8'.
 
     More than 8 without a number of nodes are nodes of 8 where that divides.
     """
     match = re.fullmatch(r"(?:(\d+)x)??(?:(\d+)x)?([A-Za-z].*)", text.strip())
     if gpu is not None and (plain := re.fullmatch(r"(?:(\d+)x)?(\d+)", text.strip())):
         nodes, count, name = plain[1], plain[2], ""
+    elif gpu is not None:
+        raise ConfigError(f"--gpus {text} names a GPU beside --gpu-file, which has its own; write for example --gpus 8")
     elif match:
         nodes, count, name = match[1], match[2] or "1", match[3]
     else:
@@ -250,11 +252,11 @@ def parse_gpus(text: str, gpu: Gpu | None = None) -> Hardware:
 
 def parse_bytes(text: str, name: str) -> int:
     """'2TB' (10^12), '1.5TiB' (2^40), '80GB'; `name` is the option, for errors."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)", text.strip(), re.IGNORECASE)
     if not match:
-        raise ConfigError(f"{name} {text} is not a number of bytes; write for example 2TB or 512GiB")
+        raise ConfigError(f"{name} {text} is not a number of bytes with its unit; write for example 2TB or 512GiB")
     base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+    return int(float(match[1]) * base ** " KMGT".index((match[2] or " ").upper()))
 
 
 def read_gpu(file: Path) -> Gpu:
