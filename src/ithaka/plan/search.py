@@ -91,6 +91,9 @@ class Plan:
     ledger: Ledger
     seconds: Seconds
     runners_up: tuple[Plan, ...] = field(default=(), repr=False)
+    given: Mapping[str, Any] = field(
+        default_factory=dict, repr=False, hash=False
+    )  # what the user decided of the layout
 
     @property
     def fits(self) -> bool:
@@ -139,9 +142,9 @@ def choose(
     check_fixed(shape, hardware, fixed)
     fitting = _fitting(shape, hardware, work, fixed)
     if not fitting:
-        return _costed(shape, *_nearest(_misses(shape, hardware, work, fixed)), hardware, work)
+        return replace(_costed(shape, *_nearest(_misses(shape, hardware, work, fixed)), hardware, work), given=fixed)
     ranked = sorted(fitting, key=_rank)
-    return replace(ranked[0], runners_up=_different(ranked))
+    return replace(ranked[0], runners_up=_different(ranked), given=fixed)
 
 
 def longest(

@@ -13,7 +13,8 @@ from rich.table import Table
 from ithaka.plan.compare import Point, Rung
 from ithaka.plan.cost import RESERVE_BYTES, RESERVE_SHARE
 from ithaka.plan.hardware import GIB
-from ithaka.plan.search import Plan, evaluate, settings_of
+from ithaka.plan.moments import kept_attention_bytes
+from ithaka.plan.search import SETTINGS, Plan, evaluate, longest, settings_of
 
 WIDTH = 110
 BAR = 46
@@ -34,6 +35,7 @@ LETTERS = {
     "parameters, gradients, optimizer": "O",
     "reserve": "r",
 }
+PLACES = {"device": "on the device", "host": "in host memory", "disk": "on disk"}
 PARTS = ("attention", "linear", "exchange", "copies", "update")
 
 
@@ -46,6 +48,7 @@ def as_dict(plan: Plan, max_context: int | None = None, limited_by: str | None =
         "batch": plan.work.batch,
         "gpus": plan.hardware.name,
         "settings": settings_of(plan),
+        "reasons": _reasons(plan),
         "gpu_peak_bytes": ledger.gpu_peak - ledger.gpu["reserve"],
         "gpu_reserve_bytes": ledger.gpu["reserve"],
         "gpu_bytes": ledger.gpu_bytes,
@@ -98,7 +101,7 @@ def as_text(plan: Plan, model: str, max_context: int | None = None, limited_by: 
         *_time_lines(plan),
     ]
     if plan.runners_up:
-        lines += ["", "Other plans", *_runner_lines(plan)]
+        lines += ["", "This plan and others", *_runner_lines(plan)]
     return "\n".join([*lines, "", *_assumptions(plan)])
 
 
@@ -106,7 +109,7 @@ def _longest_line(plan: Plan, model: str, context: int, limited_by: str) -> str:
     if context == 0:
         return f"No context of {model} fits on {plan.hardware.name}: {limited_by} memory is too small."
     where = f"{model} on {plan.hardware.name}"
-    return f"Longest context of {where}: {tokens(context)} tokens, limited by {limited_by}."
+    return f"Longest context of {where}: {tokens(context)} tokens ({context}), limited by {limited_by}."
 
 
 def _headline(plan: Plan, model: str) -> str:
@@ -114,9 +117,24 @@ def _headline(plan: Plan, model: str) -> str:
     if plan.fits:
         speed = f"{plan.tokens_per_s_per_gpu:.4g} tok/s per GPU, {duration(plan.step_s)} per step"
         return f"{what}: fits, {speed} (most of it {plan.limited_by})"
-    excess = plan.ledger.excess()[plan.limited_by]
-    more = f"{excess:.2f} times what there is" if plan.ledger.disk_bytes or plan.limited_by != "disk" else "no disk"
-    return f"{what}: does not fit. The nearest plan needs too much of {plan.limited_by}: {more}"
+    return f"{what}: does not fit. The nearest plan needs {_excess(plan)}.\n{_way_out(plan)}"
+
+
+def _excess(plan: Plan) -> str:
+    """Every tier that is too small."""
+    if plan.ledger.disk_peak and not plan.ledger.disk_bytes:
+        return f"{gib(plan.ledger.disk_peak)} of disk, and there is none (--disk 10TB)"
+    words = {"GPU": "GPU memory", "host": "host memory", "disk": "disk"}
+    over = {words[tier]: share for tier, share in plan.ledger.excess().items() if share > 1}
+    return " and ".join(f"{share:.2f} times the {tier} there is" for tier, share in over.items())
+
+
+def _way_out(plan: Plan) -> str:
+    context, stopped_by = longest(plan.shape, plan.hardware, plan.given, plan.work.batch)
+    more = {"host": "more host memory, or a disk (--disk 10TB)", "disk": "more disk"}.get(stopped_by, "more GPUs")
+    if not context:
+        return f"No context fits with these settings: it takes {more}."
+    return f"The longest context that fits is {tokens(context)} ({context}); for more, {more}."
 
 
 def _settings_lines(plan: Plan) -> list[str]:
@@ -131,53 +149,80 @@ def _plain(value: Any) -> str:
 
 
 def _reasons(plan: Plan) -> dict[str, str]:
+    """Per setting what it does here, and why it was chosen; "as given" where the user decided."""
     layout, hardware = plan.layout, plan.hardware
     groups = hardware.num_gpus // layout.cp
     sequences = "one sequence" if groups == 1 else f"{groups} sequences"
+    where = "host" if layout.offload_optimizer else "device"
     reasons = {
         "parallel.cp": f"{layout.cp} of {hardware.num_gpus} GPUs share a sequence: {sequences} at once",
         "parallel.heads_per_stage": _stage_reason(plan),
         "memory.tile_tokens": "tokens per tile of norms, projections and MLP",
-        "memory.offload": _input_reason(plan),
-        "memory.keep_attention": _keep_reason(plan),
     }
-    if layout.keep_attention:
-        reasons["memory.attention_offload"] = "where attention's output is kept"
-    where = "host" if layout.offload_optimizer else "device"
+    if layout.checkpoint:
+        reasons |= {"memory.offload": _input_reason(plan), "memory.keep_attention": _keep_reason(plan)}
+        if layout.keep_attention:
+            reasons["memory.attention_offload"] = _attention_tier_reason(plan)
+        reasons["memory.overlap"] = _overlap_reason(plan)
+    else:
+        reasons["memory.checkpoint"] = "everything is kept, nothing computed again"
     reasons["memory.offload_optimizer"] = f"parameters, gradients and AdamW's state are kept on the {where}"
-    reasons["memory.overlap"] = (
-        "the next stage's exchange runs under this stage's attention"
-        if layout.overlap
-        else "one stage's tensors at a time: overlap would cost more than it hides, or not fit"
-    )
-    if not layout.checkpoint:
-        reasons = {"memory.checkpoint": "everything is kept, nothing computed again", **reasons}
-    return reasons
+    return {name: f"{why} (as given)" if SETTINGS[name] in plan.given else why for name, why in reasons.items()}
+
+
+def _changed(plan: Plan, **changes: Any) -> Plan:
+    return evaluate(plan.shape, replace(plan.layout, **changes), plan.hardware, plan.work)
+
+
+def _decided(plan: Plan, field: str) -> bool:
+    """Whether the search decided it, in favour of something: where nothing fits, there is no reason to give."""
+    return plan.fits and field not in plan.given
 
 
 def _stage_reason(plan: Plan) -> str:
     layout, heads = plan.layout, plan.shape.heads
     width = layout.heads_per_stage or heads
     if width >= heads:
-        return "all heads at once (plain Ulysses): there is room"
-    wider = evaluate(plan.shape, replace(layout, heads_per_stage=min(2 * width, heads)), plan.hardware, plan.work)
-    why = "more at once would be slower" if wider.fits else f"more at once does not fit ({wider.limited_by})"
-    return f"{width // layout.cp} per GPU at a time: {why}"
+        return "all heads at once (plain Ulysses)"
+    what = f"{width // layout.cp} per GPU at a time"
+    if not _decided(plan, "heads_per_stage"):
+        return what
+    wider = _changed(plan, heads_per_stage=min(2 * width, heads))
+    if not wider.fits:
+        return f"{what}: more, with the rest as it is, does not fit"
+    return f"{what}: more at once would be slower" if wider.step_s > plan.step_s else what
 
 
 def _input_reason(plan: Plan) -> str:
     size = plan.work.local_tokens(plan.layout.cp) * plan.shape.hidden * plan.layout.element_bytes
-    where = {"device": "on the device", "host": "in host memory", "disk": "on disk"}[plan.layout.input_tier]
-    return f"layer inputs ({gib(size * plan.shape.num_layers)} per GPU) are kept {where}"
+    return f"layer inputs ({gib(size * plan.shape.num_layers)} per GPU) are kept {PLACES[plan.layout.input_tier]}"
 
 
 def _keep_reason(plan: Plan) -> str:
     layout, num_layers = plan.layout, plan.shape.num_layers
     if not layout.keep_attention:
-        return "backward computes attention's output again: no room to keep it"
-    without = evaluate(plan.shape, replace(layout, keep_attention=0), plan.hardware, plan.work)
-    saved = duration(without.step_s - plan.step_s)
+        again = "backward computes attention's output again"
+        return f"{again}: no room to keep it" if _decided(plan, "keep_attention") else again
+    saved = duration(_changed(plan, keep_attention=0).step_s - plan.step_s)
     return f"{layout.keep_attention} of {num_layers} layers keep attention's output: saves {saved} per step"
+
+
+def _attention_tier_reason(plan: Plan) -> str:
+    layout = plan.layout
+    size = kept_attention_bytes(plan.shape, layout, plan.work.local_tokens(layout.cp)) * layout.keep_attention
+    return f"attention's outputs ({gib(size)} per GPU) are kept {PLACES[layout.attention_tier]}"
+
+
+def _overlap_reason(plan: Plan) -> str:
+    layout = plan.layout
+    if layout.overlap and (layout.cp == 1 or len(layout.slots(plan.shape).stages) == 1):
+        return "in backward a layer's input comes to the device once and stays"
+    if layout.overlap:
+        return "the next stage's exchange runs under this stage's attention"
+    what = "one stage's tensors at a time"
+    if not _decided(plan, "overlap"):
+        return what
+    return f"{what}: overlap " + ("costs more than it hides" if _changed(plan, overlap=True).fits else "does not fit")
 
 
 def _memory_lines(plan: Plan) -> list[str]:
