@@ -138,7 +138,7 @@ function summary() {
       ["tokens/s (median)", amount(median(m.tokens_per_s))],
       ["step (median)", seconds(median(m.step_s))],
       ["MFU (median)", median(m.mfu) == null ? "-" : (100 * median(m.mfu)).toFixed(1) + " %"],
-      ["context", amount(run.config.data.context)],
+      ["context", run.config.data.context + " tokens"],
       run.device_peak_bytes == null ? ["host peak per rank", bytes(run.host_peak_bytes)] : ["device peak", bytes(run.device_peak_bytes)],
     ];
     if (peak && peak.largest.length) cards.push(["largest holder", Object.entries(peak.holders).sort((a, b) => b[1] - a[1])[0][0]]);

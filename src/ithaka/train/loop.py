@@ -317,7 +317,7 @@ def _header(trainer: Trainer) -> dict[str, str]:
     facts = {
         "model": f"{config.model.path or model.config.model_type}, {amount(_num_params(model))} parameters",
         "ranks": f"{mesh.world_size} ({device}) = {mesh.dp_size} data x {mesh.cp_size} context parallel",
-        "context": f"{config.data.context} tokens, {amount(tokens)} per step, {config.train.steps} steps",
+        "context": f"{config.data.context} tokens, {tokens} per step, {config.train.steps} steps",
         "attention": f"kernel {kernel_of(config, mesh)}",
         "run": str(trainer.run_dir),
     }
