@@ -1,5 +1,7 @@
 """Host memory and disk are compared with what a run needs before any process starts."""
 
+import re
+
 import psutil
 import pytest
 
@@ -7,7 +9,7 @@ from ithaka.config import ConfigError
 from ithaka.plan import host as this_machine
 from ithaka.plan.host import Host, cgroup_limits, cgroup_rooms, host_capacity, this_host
 from ithaka.train import budget
-from ithaka.train.budget import check_budgets, needs, store_host_bytes
+from ithaka.train.budget import check_budgets, cpu_needs, needs, store_host_bytes
 from ithaka.train.check import check_run, model_shape
 from ithaka.train.loop import _build
 from runs import tiny_run
@@ -76,10 +78,48 @@ def test_what_does_not_fit_is_refused_with_figures(machine, tmp_path, memory, ro
         assert word in str(error.value)
 
 
-def test_the_context_named_as_way_out_fits(machine, tmp_path):
-    machine(memory_bytes=MIB)
-    config = config_of(tmp_path, context=1926, offload="host", keep_attention="all")
-    check_budgets(config, model_shape(config), 2, 2, on_gpu=False)
+@pytest.mark.parametrize(
+    "on_gpu, memory, room, start",
+    [
+        (True, {"offload": "host", "keep_attention": "all"}, MIB, "memory.offload=host needs 1.1"),
+        (False, {"checkpoint": "none"}, 16 * MIB, "data.context=4096 needs "),
+        (False, {}, 4 * MIB, "data.context=4096 needs "),
+    ],
+)
+def test_the_context_named_as_way_out_is_the_longest_that_fits(machine, tmp_path, on_gpu, memory, room, start):
+    def check(context):
+        config = config_of(tmp_path, context=context, **memory)
+        check_budgets(config, model_shape(config), 2, 2, on_gpu)
+
+    machine(memory_bytes=room)
+    with pytest.raises(ConfigError) as error:
+        check(4096)
+    assert str(error.value).startswith(start)
+    longest = int(re.search(r"data.context=(\d+) or less", str(error.value))[1])
+    check(longest)
+    with pytest.raises(ConfigError):
+        check(longest + 2)
+
+
+def test_without_a_gpu_the_device_is_host_memory(machine, tmp_path):
+    """What is offloaded to the host adds to it; on a GPU neither check counts the device."""
+    plain, offloaded = config_of(tmp_path), config_of(tmp_path, offload="host")
+    assert cpu_needs(offloaded, model_shape(plain), 2, 2)["layer inputs"] == 2 * 4096 * 32 * 4
+    need = sum(cpu_needs(plain, model_shape(plain), 2, 2).values())
+    machine(memory_bytes=need)
+    check_budgets(plain, model_shape(plain), 2, 2, on_gpu=False)
+    machine(memory_bytes=need - 1)
+    check_budgets(plain, model_shape(plain), 2, 2, on_gpu=True)
+    with pytest.raises(ConfigError, match="of memory for 2 ranks without a GPU .* are free; use data.context="):
+        check_budgets(plain, model_shape(plain), 2, 2, on_gpu=False)
+
+
+def test_without_a_gpu_settings_that_make_it_fit_are_named(machine, tmp_path):
+    everything = config_of(tmp_path, checkpoint="none")
+    inputs = config_of(tmp_path)
+    machine(memory_bytes=sum(cpu_needs(inputs, model_shape(inputs), 2, 2).values()))
+    with pytest.raises(ConfigError, match="or less, or memory.checkpoint=full$"):
+        check_budgets(everything, model_shape(everything), 2, 2, on_gpu=False)
 
 
 def test_other_nodes_ranks_need_nothing_here(machine, tmp_path, monkeypatch):
