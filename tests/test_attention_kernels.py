@@ -7,7 +7,8 @@ import torch
 from typer.testing import CliRunner
 
 import ithaka.ops.attention as op
-from ithaka.bench import AttentionCase, attention_flops, bench_app
+from ithaka.bench import AttentionCase, attention_flops
+from ithaka.bench_cli import bench_app
 from ithaka.config import ConfigError
 from ithaka.ops.kernels import KERNELS, Kernel, Varlen, available_kernels, resolve_kernel
 from ithaka.ops.reference import attention_reference

@@ -1,6 +1,8 @@
 """`ithaka bench device` writes what `ithaka plan --gpu-file` reads; `ithaka bench ladder` measures techniques."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -14,6 +16,15 @@ SMALL = ["--matrix", "64", "--tokens", "256", "--copy", "64KiB", "--seconds", "0
 
 def run(*arguments: str):
     return CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
+
+
+def test_help_needs_no_torch():
+    check = "import sys; from typer.testing import CliRunner; from ithaka.cli import app\n" \
+        "for names in (['bench'], ['bench', 'attention'], ['bench', 'device'], ['bench', 'ladder']):\n" \
+        "    shown = CliRunner().invoke(app, [*names, '--help'])\n" \
+        "    assert shown.exit_code == 0 and 'completion' not in shown.output, shown.output\n" \
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"  # fmt: skip
+    subprocess.run([sys.executable, "-c", check], check=True)
 
 
 def test_plan_reads_what_bench_device_wrote(tmp_path):

@@ -1,33 +1,23 @@
-"""`ithaka bench attention`: sustained TFLOP/s per kernel, length, heads and block size, as table and JSON.
-`ithaka bench device`: this machine's rates as a file for `ithaka plan --gpu-file`.
-`ithaka bench ladder`: what each technique buys in memory and costs in time, measured here.
+"""What `ithaka bench` measures: attention's rates, a device's rates, and the settings of the ladder's rungs.
 
 Random data, a warm-up, then calls back to back for several seconds; the median of the second half counts,
 since a chip that has just woken up is faster than one that has been working.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
-from typing import Annotated, Any
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import psutil
 import torch
-import typer
 
-from ithaka.config import ConfigError, parse_count
 from ithaka.model.layer import LayerOptions
 from ithaka.model.settings import Settings
 from ithaka.ops.attention import attention, attention_backward, default_blocks
-from ithaka.ops.kernels import available_kernels, resolve_kernel
-from ithaka.plan.hardware import GPUS, gpu_named, parse_bytes
-from ithaka.plan.models import MODELS, find_shape, model_config
-from ithaka.rehearsal import rehearse
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+from ithaka.ops.kernels import resolve_kernel
+from ithaka.plan.hardware import GPUS, gpu_named
 
 
 @dataclass(frozen=True)
@@ -228,121 +218,3 @@ def ladder_settings(cp: int, tile_tokens: int, dtype: torch.dtype) -> dict[str, 
         "+ stages": Settings(dtype, cp, tiles),
         "+ kept attention": Settings(dtype, cp, kept),
     }
-
-
-# --- command line -----------------------------------------------------------------------------------------
-
-bench_app = typer.Typer(no_args_is_help=True, help="Measure what this machine gives.")
-
-
-@bench_app.command("attention")
-def bench_attention(
-    tokens: Annotated[str, typer.Option(help="lengths, such as 256K,1M")] = "16K,64K",
-    heads: Annotated[int, typer.Option(min=1)] = 1,
-    kv_heads: Annotated[int, typer.Option(min=1)] = 1,
-    head_dim: Annotated[int, typer.Option(min=1)] = 128,
-    kernels: Annotated[str, typer.Option(help="names, auto or all")] = "auto",
-    blocks: Annotated[str, typer.Option(help="q x kv tokens, such as auto,128Kx64K")] = "auto",
-    documents: Annotated[int, typer.Option(min=1, help="equal documents packed in the tokens")] = 1,
-    window: Annotated[int | None, typer.Option(min=1)] = None,
-    bidirectional: Annotated[bool, typer.Option("--bidirectional")] = False,
-    backward: Annotated[bool, typer.Option("--backward/--forward-only")] = True,
-    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "",
-    seconds: Annotated[float, typer.Option(help="how long each figure is held")] = 3.0,
-    json_path: Annotated[Path | None, typer.Option("--json", help="also write the rows here")] = None,
-) -> None:
-    """TFLOP/s of attention, forward and backward, sustained on random data."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    chosen = _dtype(dtype, device)
-    names = available_kernels(device, chosen, head_dim) if kernels == "all" else kernels.split(",")
-    rows = []
-    for name in names:
-        for num_tokens in map(_tokens, tokens.split(",")):
-            for block in map(_blocks, blocks.split(",")):
-                case = AttentionCase(
-                    num_tokens, heads, kv_heads, head_dim, name, block, not bidirectional, window, documents
-                )
-                rows.append(measure_attention(case, device=device, dtype=chosen, seconds=seconds, backward=backward))
-    print(table(rows))
-    if json_path is not None:
-        json_path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-
-
-@bench_app.command("device")
-def bench_device(
-    out: Annotated[Path, typer.Option("--out", help="the file to write")] = Path("gpu.json"),
-    matrix: Annotated[int | None, typer.Option(min=1, help="rows and columns of the matmul")] = None,
-    tokens: Annotated[str | None, typer.Option(help="length for attention, such as 256K")] = None,
-    copy: Annotated[str | None, typer.Option(help="size of the copies, such as 1GiB")] = None,
-    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "",
-    seconds: Annotated[float, typer.Option(min=0, help="how long each figure is held")] = 3.0,
-) -> None:
-    """Measures matmul, attention and copies here, and writes them for `ithaka plan --gpu-file`."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    large = device.type == "cuda"
-    sizes = DeviceSizes(
-        matrix or (8192 if large else 1024),
-        _tokens(tokens or ("256K" if large else "2K")),
-        max(4, parse_bytes(copy or ("1GiB" if large else "64MiB"), "--copy")),
-        seconds,
-    )
-    if out.is_dir() or not out.absolute().parent.is_dir():
-        raise ConfigError(f"--out {out} is no file in an existing directory; give another path")
-    values = measure_device(device, _dtype(dtype, device), sizes)
-    out.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    for name, source in values["sources"].items():
-        print(f"{name:26}{values[name]:>12.4g}   {source}")
-    print(f"written to {out}; use it with: ithaka plan MODEL --gpus 8 --gpu-file {out}")
-
-
-@bench_app.command("ladder")
-def bench_ladder(
-    model: Annotated[str, typer.Argument(help="a model directory, a config.json, or a name: llama3-8b")],
-    context: Annotated[str, typer.Option(help="tokens of the sequence")] = "4K",
-    ranks: Annotated[int, typer.Option(min=1, help="this process stands for rank 0 of so many")] = 2,
-    tile: Annotated[str, typer.Option(help="tokens of a tile")] = "256",
-    layers: Annotated[int, typer.Option(min=1, help="layers to run")] = 2,
-    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "",
-    json_path: Annotated[Path | None, typer.Option("--json", help="also write the rows here")] = None,
-) -> None:
-    """Peak memory and seconds per layer with one technique after the other switched on."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = model_config(model) if model in MODELS else Path(model)
-    find_shape(model)  # says what is wrong with the name
-    chosen, num_tokens = _dtype(dtype, device), _tokens(context)
-    print(f"{'':18}{'peak MiB':>10}{'peak X':>8}{'host MiB':>10}{'forward s':>11}{'backward s':>11}")
-    rows = {}
-    for name, settings in ladder_settings(ranks, _tokens(tile), chosen).items():
-        row = rehearse(
-            config, ranks=ranks, cp=ranks, context=num_tokens, layers=layers, settings=settings
-        )  # fmt: skip
-        rows[name] = asdict(row) | {"peak_x": row.peak_x}
-        activations = (row.layer_peak_bytes - row.base_bytes) / 2**20
-        seconds = f"{row.forward_s:11.4f}{row.backward_s:11.4f}"
-        print(f"{name:18}{activations:10.1f}{row.peak_x:8.2f}{row.host_bytes / 2**20:10.1f}{seconds}")
-    print(f"peak of {layers} layers above the same at few tokens; X is one residual-stream tensor of a rank")
-    if json_path is not None:
-        json_path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    name = name or ("bfloat16" if device.type == "cuda" else "float32")
-    if name not in DTYPES:
-        raise ConfigError(f"--dtype={name} is not a dtype; use {', '.join(DTYPES)}")
-    return DTYPES[name]
-
-
-def _tokens(text: str) -> int:
-    count = parse_count(text.strip())
-    if not count:
-        raise ConfigError(f"{text!r} is not a number of tokens; write 65536, 64K or 1M")
-    return count
-
-
-def _blocks(text: str) -> tuple[int, int] | None:
-    if text.strip() == "auto":
-        return None
-    block_q, x, block_kv = text.partition("x")
-    if not x:
-        raise ConfigError(f"--blocks={text} is not q x kv; write 128Kx64K or auto")
-    return _tokens(block_q), _tokens(block_kv)

@@ -306,7 +306,7 @@ def rehearse(
 @explains_errors
 def bench(context: typer.Context) -> None:
     """Measure this machine: `ithaka bench attention`, `ithaka bench device`, `ithaka bench ladder`."""
-    from ithaka.bench import bench_app
+    from ithaka.bench_cli import bench_app
 
     bench_app(context.args, prog_name="ithaka bench")
 
