@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ithaka.phases import KEPT, MLP, UNSHARDED
+from ithaka.phases import KEPT, MLP, RESIDUAL, UNSHARDED
 from ithaka.plan.cost import gpu_phases
 from ithaka.plan.hardware import Gpu, Hardware
 from ithaka.plan.layout import Layout, Work
@@ -31,7 +31,12 @@ class Job:
         hardware = Hardware(self.gpu, gpus_per_node=self.num_ranks)
         phases = gpu_phases(self.shape, self.layout, hardware, self.work)
         _, holders = max(phases, key=lambda phase: sum(phase[1].values()))
-        return {_AS_MAPPED.get(name, name): num_bytes for name, num_bytes in holders.items() if num_bytes}
+        # What ordinary autograd has on its way is not told apart from the stream's gradients.
+        names = _AS_MAPPED if self.layout.checkpoint else {**_AS_MAPPED, "tiles": RESIDUAL}
+        planned: dict[str, int] = {}
+        for name, num_bytes in holders.items():
+            planned[names.get(name, name)] = planned.get(names.get(name, name), 0) + num_bytes
+        return {name: num_bytes for name, num_bytes in planned.items() if num_bytes}
 
     def flops(self) -> dict[tuple[str, ...], float]:
         """By phase: (layer, direction, part) or the loss's; of one rank and one step."""
