@@ -3,6 +3,7 @@
 import io
 import json
 import signal
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from rich.console import Console as RichConsole
 from ithaka.config import ConfigError
 from ithaka.model.batch import num_pairs
 from ithaka.train import console as console_module
+from ithaka.train import loop
 from ithaka.train.console import Console, Metrics, Record, amount, step_flops
 from ithaka.train.loop import Diverged, run
 from ithaka.train.stop import StopRequest
@@ -84,6 +86,18 @@ def test_tensorboard_gets_the_same_numbers_or_names_its_extra(tmp_path, monkeypa
     monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigError, match=r"ithaka\[tensorboard\]"):
         console_module.check_tensorboard()
+
+
+def test_a_sample_cannot_command_the_terminal(monkeypatch):
+    monkeypatch.setattr(loop, "_num_params", lambda model: 1)
+    monkeypatch.setattr(loop, "_prompt", lambda trainer: [0])
+    monkeypatch.setattr(loop, "sample", lambda *args, **kwargs: [1])
+    trainer = MagicMock()
+    trainer.mesh.device.type, trainer.config.data.context = "cpu", 100
+    texts = ["a\x07", "b\x07\x08\x0e\x1b[2J\r\x7f\x9b\n\té"]
+    trainer.tokenizer.decode = lambda tokens: texts[tokens[0]]
+    shown = r"b\x07\x08\x0e\x1b[2J\x0d\x7f\x9b" + "\n\té"
+    assert loop._sample_text(trainer) == "Sample, continuing 'a\\x07':\n" + shown
 
 
 def test_flops_and_amounts():

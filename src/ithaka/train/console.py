@@ -10,6 +10,7 @@ import json
 import os
 import resource
 import sys
+import unicodedata
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -64,6 +65,11 @@ def amount(value: float) -> str:
 
 def gibibytes(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def visible(text: str) -> str:
+    """Control characters, which a terminal would obey, as \\x1b; newlines and tabs stay."""
+    return "".join(f"\\x{ord(c):02x}" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
 
 
 def describe(record: Record) -> str:

@@ -33,6 +33,7 @@ from ithaka.train.console import (
     host_peak_bytes,
     read_metrics,
     step_flops,
+    visible,
 )
 from ithaka.train.data import Batch, Tokenizer, TrainData, load_tokenizer, open_data
 from ithaka.train.optim import learning_rate, make_optimizer
@@ -405,4 +406,4 @@ def _sample_text(trainer: Trainer) -> str:
         stop=trainer.tokenizer.eos_id,
     )
     decode = trainer.tokenizer.decode
-    return f"Sample, continuing {decode(prompt)!r}:\n{decode(tokens)}"
+    return f"Sample, continuing {decode(prompt)!r}:\n{visible(decode(tokens))}"
