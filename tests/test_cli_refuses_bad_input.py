@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 import ithaka
 from ithaka.cli import app
 from ithaka.config import CPU_DEFAULT, GPU_DEFAULT, embedded_model, load, to_yaml
+from ithaka.outputs import check_file, check_new_folder
 from ithaka.train import launch
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 50
@@ -224,3 +225,36 @@ def test_exit_code_of_the_ranks_is_that_of_the_command(folder, monkeypatch):
 def test_version(folder):
     result = CliRunner().invoke(app, ["--version"])
     assert (result.exit_code, result.stdout) == (0, f"ithaka {ithaka.__version__}\n")
+
+
+@pytest.mark.parametrize("path", ["none/x", "/proc/none", "file/x", "folder"])
+@pytest.mark.parametrize(
+    "option, arguments",
+    [
+        ("--out", ["report", "run"]),
+        ("--plot", ["plan", "llama3-8b", "--gpus", "8xH100-80GB", "--sweep", "heads_per_stage"]),
+        ("--json", ["bench", "ladder", "llama3-8b", "--context", "1M"]),
+        ("--json", ["bench", "attention", "--tokens", "1M"]),
+        ("--out", ["bench", "device", "--tokens", "1M"]),
+    ],
+)
+def test_files_that_cannot_be_written_are_refused_before_the_work(folder, started, option, arguments, path):
+    (folder / "folder").mkdir()
+    (folder / "file").write_text("")
+    (folder / "run").mkdir()
+    (folder / "run" / "config.yaml").write_text("{}")
+    refused(folder, started, [*arguments, option, path], [f"{option}={path} cannot be written: ", "give another path"])
+
+
+@pytest.mark.parametrize("path", ["/proc/none", "/proc/none/deeper", "file/x"])
+def test_a_folder_that_cannot_be_made_is_refused_before_the_export(folder, started, path):
+    (folder / "file").write_text("")
+    refused(folder, started, ["export", "run", path], [f"OUT_DIR={path} cannot be written: ", "give another path"])
+
+
+def test_files_that_can_be_written_are_left_as_they_are(tmp_path):
+    (tmp_path / "old").write_text("old")
+    for name in ("old", "new"):
+        check_file("--out", tmp_path / name)
+    check_new_folder("OUT_DIR", tmp_path / "a" / "b")
+    assert [path.name for path in tmp_path.iterdir()] == ["old"] and (tmp_path / "old").read_text() == "old"

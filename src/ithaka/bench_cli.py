@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ithaka.config import ConfigError, parse_count
+from ithaka.outputs import check_file
 from ithaka.plan.hardware import parse_bytes
 from ithaka.plan.models import MODELS, find_shape, model_config
 
@@ -43,6 +44,8 @@ def bench_attention(
     json_path: Annotated[Path | None, typer.Option("--json", help="also write the rows here")] = None,
 ) -> None:
     """TFLOP/s of attention, forward and backward, sustained on random data."""
+    if json_path is not None:
+        check_file("--json", json_path)
     from ithaka.bench import AttentionCase, measure_attention, table
     from ithaka.dist.mesh import default_device
     from ithaka.ops.kernels import available_kernels
@@ -84,8 +87,7 @@ def bench_device(
         max(4, parse_bytes(copy or ("1GiB" if large else "64MiB"), "--copy")),
         seconds,
     )
-    if out.is_dir() or not out.absolute().parent.is_dir():
-        raise ConfigError(f"--out {out} is no file in an existing directory; give another path")
+    check_file("--out", out)
     values = measure_device(device, _dtype(dtype, device), sizes)
     out.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     for name, source in values["sources"].items():
@@ -104,6 +106,8 @@ def bench_ladder(
     json_path: Annotated[Path | None, typer.Option("--json", help="also write the rows here")] = None,
 ) -> None:
     """Peak memory and seconds per layer with one technique after the other switched on."""
+    if json_path is not None:
+        check_file("--json", json_path)
     find_shape(model)  # says what is wrong with the name
     config = model_config(model) if model in MODELS else Path(model)
     num_tokens, tile_tokens = _tokens(context), _tokens(tile)

@@ -15,6 +15,7 @@ import typer
 
 import ithaka
 from ithaka.config import CPU_DEFAULT, GPU_DEFAULT, Config, ConfigError, given, load
+from ithaka.outputs import check_file, check_new_folder
 
 app = typer.Typer(
     add_completion=False,
@@ -251,6 +252,8 @@ def plan(
     if ladder:
         print(ask.ladder(question, as_json))
     elif sweep is not None:
+        if plot is not None:
+            check_file("--plot", plot)
         print(ask.sweep(question, sweep, plot, as_json))
     else:
         text, fits = ask.plan(question, max_context, as_json)
@@ -296,7 +299,7 @@ def rehearse(
 
     from ithaka import rehearsal
 
-    raise typer.Exit(rehearsal.run(plan, model, layers, memory_only, as_json))
+    raise typer.Exit(rehearsal.run(plan, question.fixed, model, layers, memory_only, as_json))
 
 
 @app.command(
@@ -320,5 +323,6 @@ def export(
     """Write the latest checkpoint of a run as a Hugging Face directory."""
     from ithaka.train import checkpoint
 
+    check_new_folder("OUT_DIR", out_dir)
     checkpoint.export(run_dir, out_dir)
     print(f"exported to {out_dir}")

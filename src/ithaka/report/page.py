@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
+from ithaka.outputs import check_file
 from ithaka.report.data import read_run
 
 CHARTS = "echarts.common.min.js"  # Apache ECharts 6.1.0, as published; see NOTICE.echarts
@@ -17,6 +18,7 @@ def write_report(run_dirs: Sequence[Path], out: Path | None = None) -> Path:
     runs = [read_run(run_dir) for run_dir in run_dirs]
     name = "report.html" if len(runs) == 1 else "report-" + "-".join(run["name"] for run in runs) + ".html"
     path = out or run_dirs[0] / name
+    check_file("--out", path)
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(page(runs), encoding="utf-8")
     os.replace(temporary, path)
