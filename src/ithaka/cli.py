@@ -299,7 +299,7 @@ def rehearse(
 
     from ithaka import rehearsal
 
-    raise typer.Exit(rehearsal.run(plan, model, layers, memory_only, as_json))
+    raise typer.Exit(rehearsal.run(plan, question.fixed, model, layers, memory_only, as_json))
 
 
 @app.command(

@@ -7,7 +7,7 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,18 +19,20 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ithaka.config import OptimConfig
+from ithaka.config import ConfigError, OptimConfig
 from ithaka.dist.loopback import start_loopback
 from ithaka.dist.mesh import Mesh, default_device, make_mesh
 from ithaka.model.build import build_model
 from ithaka.model.settings import Settings, settings_for
 from ithaka.phases import OPTIMIZER, PARAMETERS, listening, phase
+from ithaka.plan.host import this_host
 from ithaka.plan.layout import Layout
 from ithaka.plan.models import MODELS, model_config
-from ithaka.plan.search import Plan, evaluate, settings_of
+from ithaka.plan.search import Plan, choose, evaluate, settings_of
 from ithaka.plan.seconds import layer_seconds
 from ithaka.profile.live import LiveBytes
 from ithaka.profile.timeline import Timeline
+from ithaka.train.budget import size
 from ithaka.train.launch import EXIT_MEMORY
 from ithaka.train.optim import make_optimizer
 from ithaka.train.shortage import Shortage, Witness, explain, is_shortage
@@ -129,7 +131,6 @@ def of_few_layers(plan: Plan, layers: int, memory_only: bool) -> Plan:
 
 def rehearse_plan(few: Plan, config: dict[str, Any] | Path, memory_only: bool, witness: Witness) -> Rehearsed:
     """A plan of few layers, measured."""
-    on_gpu = default_device().type == "cuda"
     return rehearse(
         config,
         ranks=few.hardware.num_gpus,
@@ -138,21 +139,63 @@ def rehearse_plan(few: Plan, config: dict[str, Any] | Path, memory_only: bool, w
         layers=few.shape.num_layers,
         settings=settings_for(few.layout, _dtype()),
         memory_only=memory_only,
-        cap_bytes=few.hardware.gpu.memory_bytes if on_gpu else None,
+        cap_bytes=few.hardware.gpu.memory_bytes if _on_gpu() else None,
         steps=1 if memory_only else 2,
         witness=witness,
     )
 
 
+def _on_gpu() -> bool:
+    return default_device().type == "cuda"
+
+
 def _dtype() -> torch.dtype:
-    return torch.bfloat16 if default_device().type == "cuda" else torch.float32
+    return torch.bfloat16 if _on_gpu() else torch.float32
+
+
+# ---- without a GPU: the device's memory is the host's
+
+
+def check_cpu_memory(few_of: Callable[[Plan, int], Plan], plan: Plan, layers: int, fixed: Mapping[str, Any]) -> None:
+    """Refuses what this machine's free memory does not hold. `few_of`: a plan's first so many layers."""
+    free_bytes, need_bytes = this_host().memory_bytes, cpu_bytes(few_of(plan, layers))
+    if need_bytes <= free_bytes:
+        return
+    fewer = next((n for n in range(layers - 1, 0, -1) if cpu_bytes(few_of(plan, n)) <= free_bytes), None)
+    shorter = _shorter(lambda other: cpu_bytes(few_of(other, layers)) <= free_bytes, plan, fixed)
+    ways = [f"--context {shorter}"] * (shorter is not None) + [f"--layers {fewer}"] * (fewer is not None)
+    if not ways:
+        ways = ["--layers 1 with a short --context on a smaller model, or a machine with more memory"]
+    raise ConfigError(
+        f"--context {plan.work.context} with --layers {layers} needs {size(need_bytes)} of memory without a GPU, "
+        f"and {size(free_bytes)} are free; use {' or '.join(ways)}"
+    )
+
+
+def cpu_bytes(few: Plan) -> int:
+    """What rank 0 of a plan needs, on its device and on its host, reserves apart."""
+    ledger = few.ledger
+    on_host = (ledger.host_peak - ledger.host["reserve"]) // few.hardware.gpus_per_node
+    return ledger.gpu_peak - ledger.gpu["reserve"] + on_host
+
+
+def _shorter(fits: Callable[[Plan], bool], plan: Plan, fixed: Mapping[str, Any]) -> int | None:
+    """A half, a quarter, ... of the plan's context, with the settings chosen anew: the first that fits."""
+    context = plan.work.context
+    while (context := context // 2) >= 2 * plan.hardware.num_gpus:
+        if fits(choose(plan.shape, plan.hardware, replace(plan.work, context=context), fixed)):
+            return context
+    return None
+
+
+# ---- measured beside planned
 
 
 Row = tuple[str, float | None, float, str]  # what, planned, measured, unit
 
 
 def compare(plan: Plan, measured: Rehearsed, few: Plan) -> list[Row]:
-    """Rows of (what, planned, measured, unit) for the rehearsed layers, then the step they add up to."""
+    """Rows of (what, planned, measured, unit) for the rehearsed layers, then, on a GPU, the step they add up to."""
     kept = few.layout.keep_attention > 0
     layer = layer_seconds(few.shape, few.layout, few.hardware, few.work, few.shape.windows[0], kept)
     modelled_s = (layer.forward + layer.backward).exchange
@@ -163,13 +206,18 @@ def compare(plan: Plan, measured: Rehearsed, few: Plan) -> list[Row]:
     host_bytes = (few.ledger.host["layer inputs"] + few.ledger.host["kept attention"]) / ranks
     disk_bytes = few.ledger.disk_peak / ranks
     gib = 2**30
-    return [
-        ("GPU peak, reserve apart", gpu_bytes / gib, measured.gpu_peak_bytes / gib, "GiB"),
+    rows: list[Row] = [
+        (f"{_peak()}, reserve apart", gpu_bytes / gib, measured.gpu_peak_bytes / gib, "GiB"),
         ("layer peak above parameters and gradients", None, measured.peak_x, "X"),
         ("kept on the host", host_bytes / gib, measured.host_bytes / gib, "GiB"),
         ("kept on disk", disk_bytes / gib, measured.disk_bytes / gib, "GiB"),
         ("layer forward", layer.forward.total - layer.forward.exchange, measured.forward_s, "s"),
         ("layer backward", layer.backward.total - layer.backward.exchange, measured.backward_s, "s"),
+    ]
+    if not _on_gpu():  # a CPU's seconds and modelled ones of GPUs make no sum
+        return rows
+    return [
+        *rows,
         ("exchange per layer, modelled only", modelled_s, modelled_s, "s"),
         (f"step of {plan.shape.num_layers} layers", plan.step_s, step_s, "s"),
         ("tokens/s per GPU", plan.tokens_per_s_per_gpu, plan.work.tokens / plan.layout.cp / step_s, ""),
@@ -281,11 +329,16 @@ def _synchronize(mesh: Mesh) -> None:
         torch.cuda.synchronize(mesh.device)
 
 
-def run(plan: Plan, model: str, layers: int, memory_only: bool, as_json: bool) -> int:
-    """Rehearses and prints; the exit code, 3 when memory does not suffice."""
+def run(plan: Plan, fixed: Mapping[str, Any], model: str, layers: int, memory_only: bool, as_json: bool) -> int:
+    """Rehearses and prints; the exit code, 3 when memory does not suffice. `fixed`: what the user decided."""
     config = model_config(model) if model in MODELS else Path(model)
-    as_run = partial(of_few_layers, layers=min(layers, plan.shape.num_layers), memory_only=memory_only)
+    layers = min(layers, plan.shape.num_layers)
+    as_run = partial(of_few_layers, layers=layers, memory_only=memory_only)
     few, witness = as_run(plan), Witness(default_device())
+    if not _on_gpu():
+        check_cpu_memory(partial(of_few_layers, memory_only=memory_only), plan, layers, fixed)
+    if not as_json:
+        print(heading(plan, layers), flush=True)
     try:
         measured = rehearse_plan(few, config, memory_only, witness)
     except Exception as error:
@@ -297,32 +350,42 @@ def run(plan: Plan, model: str, layers: int, memory_only: bool, as_json: bool) -
     rows = compare(plan, measured, few)
     if as_json:
         values = [{"what": w, "planned": p, "measured": m, "unit": u} for w, p, m, u in rows]
-        print(json.dumps({"settings": settings_of(plan), "rows": values, "parts_s": measured.parts_s}, indent=2))
+        answer = {"device": _device_name(), "settings": settings_of(plan), "rows": values, "parts_s": measured.parts_s}
+        print(json.dumps(answer, indent=2))
     else:
-        print(table(plan, measured, rows, memory_only))
+        print(table(measured, rows, memory_only))
     return 0
 
 
-def table(plan: Plan, measured: Rehearsed, rows: list[Row], memory_only: bool) -> str:
+def heading(plan: Plan, layers: int) -> str:
+    """What is about to run."""
     settings = ", ".join(f"{name}={value}" for name, value in settings_of(plan).items() if value is not None)
-    width = max(len(row[0]) for row in rows)
     lines = [
-        f"rank 0 of {plan.hardware.name}, {measured.context} tokens, {measured.num_layers} of "
-        f"{plan.shape.num_layers} layers, on {_device_name()}",
+        f"rank 0 of {plan.hardware.name}, {plan.work.tokens} tokens, {layers} of {plan.shape.num_layers} layers, "
+        f"on {_device_name()}",
         f"settings: {settings}",
-        "",
-        f"{'':{width}}  {'planned':>10}  {'measured':>10}",
     ]
+    if not _on_gpu():
+        lines.append(f"no GPU here: measured times are this CPU's, planned ones are those of {plan.hardware.gpu.name}")
+    return "\n".join(lines)
+
+
+def table(measured: Rehearsed, rows: list[Row], memory_only: bool) -> str:
+    width = max(len(row[0]) for row in rows)
+    lines = ["", f"{'':{width}}  {'planned':>10}  {'measured':>10}"]
     for what, planned, value, unit in rows:
         shown = "" if planned is None else f"{planned:.3f}"
         lines.append(f"{what:{width}}  {shown:>10}  {value:10.3f} {unit}")
     parts = ", ".join(f"{name} {seconds:.4f}" for name, seconds in measured.parts_s.items() if seconds >= 1e-4)
-    lines += ["", f"GPU peak in: {measured.peak_phase}", f"seconds per layer: {parts}"]
+    lines += ["", f"{_peak()} in: {measured.peak_phase}", f"seconds per layer: {parts}"]
     if memory_only:
         lines.append("memory only: attention was cut short, so its times say nothing about training")
     return "\n".join(lines)
 
 
 def _device_name() -> str:
-    device = default_device()
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+    return torch.cuda.get_device_name(default_device()) if _on_gpu() else "the CPU"
+
+
+def _peak() -> str:
+    return "GPU peak" if _on_gpu() else "peak"
