@@ -48,12 +48,14 @@ def test_exported_model_gives_the_trained_logits(ranks, tmp_path, family):
     assert not list(Path(out).glob("*.bin")) and list(Path(out).glob("*.safetensors"))
 
 
-def test_export_in_half_precision_and_refusals(ranks, tmp_path):
+def test_export_in_half_precision_and_refusals(ranks, tmp_path, monkeypatch):
     config = tiny_run(tmp_path, train={"steps": 1})
     ranks.run(1, run, config)
     out = tmp_path / "out"
     out.mkdir()  # empty: may be used
-    checkpoint.export(config.train.run_dir, out, dtype=torch.bfloat16)
+    with monkeypatch.context() as inside:
+        inside.chdir(out)
+        assert checkpoint.export(config.train.run_dir, Path("."), dtype=torch.bfloat16) == out
     assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
     with pytest.raises(ConfigError, match="not empty"):
         checkpoint.export(config.train.run_dir, out)

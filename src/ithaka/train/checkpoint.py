@@ -213,7 +213,7 @@ def export(run_dir: Path, out_dir: Path, dtype: torch.dtype | None = None) -> Pa
     the trained model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    run_dir, out_dir = Path(run_dir), Path(out_dir)
+    run_dir, out_dir = Path(run_dir), Path(out_dir).absolute()
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise ConfigError(f"output directory {out_dir} exists and is not empty; give a new or empty one")
     weights = _full_weights(find(run_dir))
