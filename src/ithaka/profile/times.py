@@ -102,8 +102,11 @@ class Annotations:
 
     def _base_ns(self, trace: dict[str, Any]) -> int:
         """What the trace's times are counted from."""
-        waits = [e["ts"] + e["dur"] for e in trace["traceEvents"] if e.get("name") == WAIT and e.get("ph") == "X"]
-        return self._stop_ns - round(1e3 * max(waits)) if waits else trace.get("baseTimeNanoseconds", 0)
+        calls = [e for e in trace["traceEvents"] if e.get("cat") in _LAUNCHES and e.get("ph") == "X"]
+        waits = [e for e in calls if e["name"] == WAIT] or calls  # in case a version of CUDA does not tell that call
+        if not waits:
+            return trace.get("baseTimeNanoseconds", 0)
+        return self._stop_ns - round(1e3 * max(e["ts"] + e["dur"] for e in waits))
 
 
 class _Marks:
