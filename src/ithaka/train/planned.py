@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ithaka.config import Config, ConfigError, to_yaml
 from ithaka.dist.mesh import start_process_group
 from ithaka.plan.hardware import Gpu, Hardware, gpu_named, least_gpu
-from ithaka.plan.host import Host, host_capacity, this_host
+from ithaka.plan.host import Host, this_host
 from ithaka.plan.layout import Work
 from ithaka.plan.search import SETTINGS, Plan, choose, fixed_settings, settings_of
 from ithaka.train import launch
@@ -46,7 +46,7 @@ def this_machine(config: Config, num_ranks: int, gpu: tuple[str, int] | None, ho
     return Machine(
         gpu_name=name,
         gpu_bytes=gpu_bytes,
-        host_bytes=min(host_capacity(), host.memory_bytes),
+        host_bytes=host.memory_bytes,
         disk_bytes=host.disk_bytes if to_disk else 0,
         local_ranks=local_ranks(num_ranks),
     )
