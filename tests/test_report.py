@@ -95,6 +95,28 @@ def test_charts_are_drawn_without_complaints(run_dir, browser, tmp_path, size, n
     assert (sum(map(int, background[4:-1].split(","))) < 150) == dark
 
 
+# Of each chart and axis: the labels of its ticks.
+LABELS = """charts.flatMap(chart => ['xAxis', 'yAxis'].map(name =>
+  chart.live.getModel().getComponent(name, 0).axis.getViewLabels().map(label => label.formattedLabel)))"""
+
+
+@needs_browser
+@pytest.mark.parametrize("size", SIZES)
+def test_no_two_labels_of_an_axis_are_alike(run_dir, browser, tmp_path, size):
+    """Also where all steps were nearly equally fast, and where a short stretch of the map is looked at."""
+    for name in ("config.yaml", "profile"):
+        (tmp_path / name).symlink_to(run_dir / name)
+    steps = [{"step": i, "loss": 2.5504 + i / 10_000, "tokens_per_s": 12_040.0 + 7 * i} for i in range(9)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    width, dark = SIZES[size]
+    browser.open(write_report([tmp_path]), width, dark=dark)
+    shown = browser.evaluate(LABELS)
+    browser.evaluate("charts[2].live.dispatchAction({type: 'dataZoom', start: 20, end: 21})")
+    shown.append(browser.evaluate(LABELS)[4])
+    assert all(len(labels) == len(set(labels)) > 2 for labels in shown), shown
+    assert shown[3][:2] == ["12.04K", "12.05K"]
+
+
 @needs_browser
 def test_holders_can_be_looked_at_and_hidden(run_dir, browser):
     browser.open(run_dir / "report.html")

@@ -13,17 +13,22 @@ const RUN_COLOURS = ["#4e79a7", "#e15759", "#59a14f", "#b07aa1", "#f28e2b", "#2b
 
 // ---- words
 
+// Names and sizes of units, largest first.
+const BYTES = [[" TiB", 2 ** 40], [" GiB", 2 ** 30], [" MiB", 2 ** 20], [" KiB", 1024], [" B", 1]];
+const AMOUNTS = [["T", 1e12], ["B", 1e9], ["M", 1e6], ["K", 1e3], ["", 1]];
+const SECONDS = [[" h", 3600], [" min", 60], [" s", 1], [" ms", 1e-3]];
+const PLAIN = [["", 1]];
+
+function unitOf(n, units) { return units.find(([, size]) => n >= size) || units.at(-1); }
 function bytes(n) {
   if (n == null) return "-";
-  for (const [unit, scale] of [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 1024]])
-    if (Math.abs(n) >= scale) return (n / scale).toFixed(2) + " " + unit;
-  return n + " B";
+  const [unit, size] = unitOf(n, BYTES);
+  return (n / size).toFixed(size > 1 ? 2 : 0) + unit;
 }
 function amount(n) {
   if (n == null) return "-";
-  for (const [unit, scale] of [["T", 1e12], ["B", 1e9], ["M", 1e6], ["K", 1e3]])
-    if (n >= scale) return (n / scale).toPrecision(3) + unit;
-  return Number(n.toPrecision(3)).toString();
+  const [unit, size] = unitOf(n, AMOUNTS);
+  return (size > 1 ? (n / size).toPrecision(3) : Number(n.toPrecision(3))) + unit;
 }
 function seconds(s) {
   if (s == null) return "-";
@@ -111,18 +116,28 @@ function base(c, narrow) {
 }
 function axis(c, extra) {
   return {
-    axisLine: { lineStyle: { color: c.line } }, axisLabel: { color: c.faint, hideOverlap: true },
-    splitLine: { lineStyle: { color: c.line, opacity: 0.5 } }, nameTextStyle: { color: c.faint }, ...extra,
+    axisLine: { lineStyle: { color: c.line } }, splitLine: { lineStyle: { color: c.line, opacity: 0.5 } },
+    nameTextStyle: { color: c.faint }, nameLocation: "middle", nameGap: 24, ...extra,
+    axisLabel: { color: c.faint, hideOverlap: true, ...extra.axisLabel },
   };
 }
-function byteSteps(most) {
-  // Ticks at round numbers of the unit, about five of them.
-  const unit = 1024 ** Math.floor(Math.log2(Math.max(most, 1)) / 10);
-  const rough = most / unit / 5, scale = 10 ** Math.floor(Math.log10(Math.max(rough, 1e-9)));
-  const step = [1, 2, 5, 10].find(n => n * scale >= rough) * scale * unit;
-  return { interval: step, max: Math.ceil(most / step * 1.02) * step };
+// Without what floating point adds to a number of few digits.
+function exact(n) { return Number(n.toPrecision(12)); }
+// Labels of an axis that goes up to `most`, in one unit. Ticks are round numbers: written in full, no two are alike.
+function inUnitOf(most, units) {
+  const [unit, size] = unitOf(most, units);
+  return n => n ? exact(n / size) + unit : "0";
 }
-function tick(n) { return n ? bytes(n).replace(/\.?0+ /, " ") : "0"; }
+// An axis from 0, with at most about `count` ticks at round numbers of its unit.
+function fromZero(c, most, units, count) {
+  const [, size] = unitOf(most, units);
+  const rough = Math.max(most / size / count, 1e-9), scale = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].find(n => n * scale >= rough) * scale * size;
+  return axis(c, {
+    type: "value", min: 0, interval: step, max: exact(Math.ceil(most / step * 1.02) * step),
+    axisLabel: { formatter: inUnitOf(most, units) },
+  });
+}
 function label(name) { return runs.length > 1 ? name + " " : ""; }
 
 // ---- the run: loss, speed
@@ -149,14 +164,14 @@ function summary() {
 function points(run, key) {
   return run.metrics.step.map((step, i) => [step, run.metrics[key][i]]).filter(p => p[1] != null);
 }
-function curves(title, note, keys, format, log) {
-  const there = runs.some(run => keys.some(([key]) => points(run, key).length));
-  if (!there) return;
+function curves(title, note, keys, format, units) {
+  const most = Math.max(...runs.flatMap(run => keys.flatMap(([key]) => points(run, key).map(p => p[1]))));
+  if (most === -Infinity) return;
   chart(section(title, note), (c, narrow) => ({
     ...base(c, narrow),
     tooltip: { ...base(c, narrow).tooltip, valueFormatter: format },
-    xAxis: axis(c, { type: "value", minInterval: 1, name: "step", nameLocation: "middle", nameGap: 24, min: "dataMin", max: "dataMax" }),
-    yAxis: axis(c, { type: log ? "log" : "value", scale: true, axisLabel: { color: c.faint, formatter: format } }),
+    xAxis: axis(c, { type: "value", minInterval: 1, name: "step", min: "dataMin", max: "dataMax", axisLabel: { formatter: n => Number.isInteger(n) ? String(n) : "" } }),
+    yAxis: axis(c, { type: "value", scale: true, axisLabel: { formatter: inUnitOf(most, units) } }),
     series: runs.flatMap((run, r) => keys.filter(([key]) => points(run, key).length).map(([key, name, dashed]) => ({
       name: label(run.name) + name, type: "line", data: points(run, key), sampling: "lttb",
       showSymbol: points(run, key).length < 40, symbolSize: dashed ? 8 : 4, connectNulls: true,
@@ -224,8 +239,8 @@ function memoryOption(map, c, narrow) {
     legend: { ...b.legend, type: narrow ? "scroll" : "plain" },
     grid: { ...b.grid, top: narrow ? 36 : 64 },
     tooltip: { ...b.tooltip, formatter: items => memoryTip(map, items) },
-    xAxis: axis(c, { type: "value", name: "seconds into the step", nameLocation: "middle", nameGap: 24, min: 0, max: map.time_s.at(-1), axisLabel: { color: c.faint, hideOverlap: true, formatter: v => String(Number(v.toPrecision(3))) } }),
-    yAxis: axis(c, { type: "value", min: 0, ...byteSteps(most), axisLabel: { color: c.faint, formatter: tick } }),
+    xAxis: axis(c, { type: "value", name: "seconds into the step", min: 0, max: map.time_s.at(-1), axisLabel: { showMaxLabel: false, formatter: inUnitOf(1, PLAIN) } }),
+    yAxis: fromZero(c, most, BYTES, 5),
     series: [...stacked, ...beside],
   };
 }
@@ -302,7 +317,7 @@ function barOption(rows, c, narrow) {
       { type: "inside", yAxisIndex: 0, zoomOnMouseWheel: "ctrl", moveOnMouseWheel: true },
     ] : [],
     tooltip: { ...b.tooltip, axisPointer: { type: "shadow" }, valueFormatter: seconds },
-    xAxis: axis(c, { type: "value", axisLabel: { color: c.faint, hideOverlap: true, formatter: seconds } }),
+    xAxis: fromZero(c, Math.max(0, ...rows.map(total)), SECONDS, narrow ? 3 : 5),
     yAxis: axis(c, { type: "category", inverse: true, data: rows.map(r => r.name), axisLabel: { color: c.ink, width: narrow ? 110 : 150, overflow: "truncate" } }),
     series: Object.entries(KIND_COLOURS).map(([kind, colour]) => ({ name: kind, type: "bar", stack: "time", color: colour, data: rows.map(r => r[kind]) })),
   };
@@ -353,8 +368,8 @@ addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout
 
 page.replaceChildren();
 summary();
-curves("Loss", "Mean over all valid tokens of the step; validation after the update.", [["loss", "loss", false], ["val_loss", "validation", true]], v => v == null ? "-" : Number(v).toFixed(3));
-curves("Speed", "Input tokens per second, without validation and saving.", [["tokens_per_s", "tokens/s", false]], amount);
+curves("Loss", "Mean over all valid tokens of the step; validation after the update.", [["loss", "loss", false], ["val_loss", "validation", true]], v => v == null ? "-" : Number(v).toFixed(4), PLAIN);
+curves("Speed", "Input tokens per second, without validation and saving.", [["tokens_per_s", "tokens/s", false]], amount, AMOUNTS);
 memory();
 times();
 facts();
