@@ -51,6 +51,8 @@ def test_shape_agrees_with_transformers(case, tmp_path):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from ithaka.model.families import layer_parts
+
     (tmp_path / "config.json").write_text(json.dumps(SMALL | case))
     shape = read_shape(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
@@ -67,10 +69,30 @@ def test_shape_agrees_with_transformers(case, tmp_path):
     assert shape.out_bias == (attention.o_proj.bias is not None)
     assert shape.qk_norm == hasattr(attention, "q_norm")
     assert shape.tied == (model.lm_head.weight is model.model.embed_tokens.weight)
-    assert shape.windows == windows_of(config)
+    assert shape.windows == windows_of(config) == tuple(layer_parts(model, i).window for i in range(3))
     # What transformers writes back describes the same model.
     config.save_pretrained(tmp_path / "again")
     assert read_shape(tmp_path / "again" / "config.json") == shape
+
+
+@pytest.mark.parametrize(
+    "case, window",
+    [
+        ({"model_type": "llama", "sliding_window": 5}, None),  # its attention does not read that key
+        ({"model_type": "mixtral", "sliding_window": 5}, 5),
+        ({"model_type": "qwen3_moe", "sliding_window": 5, "use_sliding_window": True}, 5),
+        ({"model_type": "qwen3_moe", "sliding_window": 5}, None),
+    ],
+)
+def test_a_layer_has_the_window_of_its_attention(case, window):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ithaka.model.families import layer_parts
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**(SMALL | case)))
+    assert layer_parts(model, 0).window == window
 
 
 def test_llama3_8b_has_its_published_size():

@@ -1,4 +1,4 @@
-"""Hugging Face module names and quirks, one entry per family; refuses by name what the layer does not compute."""
+"""Hugging Face module names and quirks; refuses by name what the layer does not compute."""
 
 from dataclasses import dataclass
 
@@ -6,6 +6,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ithaka.config import ConfigError
+from ithaka.plan.shape import FAMILIES as PLANNED
 
 
 @dataclass(frozen=True)
@@ -26,30 +27,16 @@ class LayerParts:
     window: int | None
 
 
-@dataclass(frozen=True)
-class Family:
-    """Names below a decoder layer. Families that differ only in values share an entry's defaults."""
-
-    qk_norm: bool = False
-    windowed: str | None = None  # "model": one window for all layers; "layer": config.layer_types says which
-
-
-FAMILIES = {
-    "llama": Family(),
-    "mistral": Family(windowed="model"),
-    "qwen2": Family(windowed="layer"),
-    "qwen3": Family(qk_norm=True, windowed="layer"),
-    # Mixtures of experts: their blocks are token-wise like any MLP.
-    "qwen3_moe": Family(qk_norm=True, windowed="model"),
-    "mixtral": Family(windowed="model"),
-}
+# Mixtures of experts are not planned; their blocks are token-wise like any MLP.
+FAMILIES = (*PLANNED, "qwen3_moe", "mixtral")
+# Attention takes the config's window in every layer; that of other families has its own, or none.
+WINDOW_OF_CONFIG = ("mistral", "mixtral")
 
 # RoPE kinds whose frequencies are fixed; "dynamic" and "longrope" change them with the sequence length.
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 def layer_parts(model: PreTrainedModel, index: int) -> LayerParts:
-    family = FAMILIES[model.config.model_type]
     layer = model.model.layers[index]
     attn = layer.self_attn
     return LayerParts(
@@ -58,22 +45,18 @@ def layer_parts(model: PreTrainedModel, index: int) -> LayerParts:
         k_proj=attn.k_proj,
         v_proj=attn.v_proj,
         o_proj=attn.o_proj,
-        q_norm=attn.q_norm if family.qk_norm else None,
-        k_norm=attn.k_norm if family.qk_norm else None,
+        q_norm=getattr(attn, "q_norm", None),
+        k_norm=getattr(attn, "k_norm", None),
         norm2=layer.post_attention_layernorm,
         mlp=layer.mlp,
         head_dim=attn.head_dim,
         scale=attn.scaling,
-        window=_window(model.config, family, index),
+        window=_window(model.config, attn),
     )
 
 
-def _window(config, family: Family, index: int) -> int | None:
-    if family.windowed == "model":
-        return config.sliding_window
-    if family.windowed == "layer" and config.layer_types[index] == "sliding_attention":
-        return config.sliding_window
-    return None
+def _window(config, attn: nn.Module) -> int | None:
+    return config.sliding_window if config.model_type in WINDOW_OF_CONFIG else getattr(attn, "sliding_window", None)
 
 
 def check_supported(model: PreTrainedModel) -> None:

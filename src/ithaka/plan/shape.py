@@ -37,7 +37,7 @@ class Family:
     expert_keys: tuple[str, str, str] | None = None
 
 
-# To add a family: one line here, one in model/families.py, one case in tests/test_shape.py.
+# To add a family: one entry here, one case in tests/test_shape.py and one in tests/models.py.
 # qwen3_moe: expert_keys=("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 # mixtral: expert_keys=("num_local_experts", "num_experts_per_tok", "intermediate_size")
 FAMILIES: dict[str, Family] = {
