@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ithaka.ops.pairs import CAUSAL, EDGE, key_major, largest_call, query_major, spans_of, split_ragged
+from ithaka.ops.pairs import CAUSAL, EDGE, key_major, query_major, spans_of, split_ragged
 
 
 def visible(docs, causal, window):
@@ -101,6 +101,15 @@ def test_equal_documents_share_calls():
 
 
 MASKS = [dict(causal=True, window=None), dict(causal=True, window=4096), dict(causal=False, window=None)]
+
+
+def largest_call(groups, row_elements):
+    """Elements from the first to the last that any one kernel call of this schedule can address."""
+    return max(
+        ((g.count - 1) * g.step + (p.count - 1) * p.step + max(p.rows, p.keys)) * row_elements
+        for g in groups
+        for p in g.pairs
+    )
 
 
 @pytest.mark.parametrize("row_elements", [128, 4096, 64 * 256])

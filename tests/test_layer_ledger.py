@@ -23,8 +23,8 @@ from ithaka.plan.heads import head_table
 from ithaka.plan.layout import Layout
 from ithaka.plan.moments import kept_attention_bytes, layer_moments, layer_peak
 from ithaka.plan.shape import ModelShape, shape_from_config
-from ithaka.profile import LiveBytes
 from ithaka.profile.ledger import Ledger
+from ithaka.profile.live import LiveBytes
 from models import tiny_config, tiny_model
 
 TOKENS = 320  # of a rank

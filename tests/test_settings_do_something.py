@@ -12,7 +12,7 @@ from ithaka.dist.mesh import make_mesh
 from ithaka.model import build, layer
 from ithaka.model.settings import settings_of
 from ithaka.ops import stages
-from ithaka.profile import LiveBytes
+from ithaka.profile.live import LiveBytes
 from models import tiny_config
 from parity import random_ids
 
@@ -26,7 +26,7 @@ def built(text: str):
     ids = random_ids(1, 24)
     with LiveBytes() as live:
         loss = model(input_ids=ids, labels=ids).loss
-        kept_bytes = live.now_bytes
+        kept_bytes = sum(change.num_bytes for change in live.ledger.changes)
         store = model.model.layers[0].forward.store
         held = (store.pool.busy_bytes, store.disk.busy_bytes)
         loss.backward()

@@ -113,15 +113,6 @@ def _append(chunks: list[list[Span]], documents: list[Span], block: int) -> None
             chunks.append([(start, length)])
 
 
-def largest_call(groups: Iterator[Group] | list[Group], row_elements: int) -> int:
-    """Elements from the first to the last that any one kernel call of this schedule can address."""
-    return max(
-        ((g.count - 1) * g.step + (p.count - 1) * p.step + max(p.rows, p.keys)) * row_elements
-        for g in groups
-        for p in g.pairs
-    )
-
-
 def _runs(spans: list[Span]) -> Iterator[tuple[int, int, int]]:
     """(start, length, how many neighbours of that length in a row)."""
     for _, equal in groupby(enumerate(spans), key=lambda item: (item[1][1], item[1][0] - item[0] * item[1][1])):

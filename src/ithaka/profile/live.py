@@ -43,7 +43,6 @@ class LiveBytes:
     """
 
     scratch: bool = True
-    now_bytes: int = 0
     registered_bytes: int = 0
     ledger: Ledger = field(default_factory=Ledger)
     _live: dict[int, _Live] = field(default_factory=dict)  # by the address of the C++ storage
@@ -80,14 +79,6 @@ class LiveBytes:
     def peaks(self) -> dict[Path, int]:
         """The highest point while each phase was open."""
         return self.ledger.phase_peaks()
-
-    @property
-    def phase_at_peak(self) -> Path:
-        return self.ledger.phase_at(self.ledger.peak_ns)
-
-    def at_peak(self) -> list[Holding]:
-        """What was live at the peak, largest first."""
-        return self.ledger.live_at_peak()
 
     # ---- what others tell
 
@@ -170,7 +161,6 @@ class LiveBytes:
         if born_at is not None:
             self._born.setdefault(born_at, []).append((now, len(self.ledger.changes)))
         self.ledger.changes.append(Change(now, live.index, num_bytes, live.holder))
-        self.now_bytes += num_bytes
 
     # ---- what operations took for themselves
 

@@ -8,7 +8,7 @@ import yaml
 
 from ithaka.config import ConfigError
 
-SHOWN = ("step", "loss", "val_loss", "lr", "grad_norm", "tokens_per_s", "step_s", "mfu")
+SHOWN = ("step", "loss", "val_loss", "tokens_per_s", "step_s", "mfu")
 MAX_RECORDS = 5000
 
 
@@ -24,13 +24,11 @@ def read_run(run_dir: Path) -> dict[str, Any]:
         "metrics": {key: [record.get(key) for record in _thinned(records)] for key in SHOWN},
         "device_peak_bytes": last.get("device_peak_bytes"),
         "host_peak_bytes": last.get("host_peak_bytes"),
-        "tokens": last.get("tokens"),
         "config": yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8")),
         "machine": _json(run_dir / "machine.json"),
         "plan": _json(run_dir / "plan.json"),
         "sample": _text(run_dir / "sample.txt"),
         "profile": _json(profile_file) if profile_file else None,
-        "peak_words": _text(profile_file.parent / "peak.txt") if profile_file else None,
     }
 
 
