@@ -145,22 +145,17 @@ class LayerBytes:
         return replace(moment, tiles=tiles, sums=self.grad_sums(moment.phase))
 
     def grad_sums(self, phase: str) -> int:
-        """GradSum of ops/tiles.py: wide, but for the first tile's gradients of a mixture, which autograd makes."""
+        """Bytes of weight gradients as they are summed over tiles (GradSum of ops/tiles.py)."""
         if not phase.startswith("backward") or phase.startswith("backward again"):
             return 0
         shape, e, wide = self.shape, self.layout.element_bytes, self.layout.sum_bytes
-        tiles = -(-self.s // (self.layout.tile_tokens or self.s))
-        gated = not shape.experts_per_token
         if phase != "backward mlp":
-            attention = shape.layer_parameters - shape.mlp_parameters
-            return attention * wide + shape.mlp_parameters * (wide if gated or tiles > 1 else e)
-        if tiles == 1 and gated:
-            # One weight's while a tile's three widths are there; all of them once the product is gone.
+            return shape.layer_parameters * wide
+        if self.s <= (self.layout.tile_tokens or self.s):
+            # One tile: one weight's while its three widths are there; all of them once the product is gone.
             return max(shape.mlp_parameters * wide // 3, shape.mlp_parameters * wide - self.s * e * shape.mlp)
-        if tiles == 1:
-            return 0
         output = shape.hidden * shape.heads * shape.head_dim
-        return output * wide + shape.mlp_parameters * (wide if gated or tiles > 2 else e)
+        return (output + shape.mlp_parameters) * wide
 
 
 def tile_bytes(shape: ModelShape, layout: Layout, s: int, work: TileWork, fetched: bool) -> int:
@@ -174,21 +169,15 @@ def tile_bytes(shape: ModelShape, layout: Layout, s: int, work: TileWork, fetche
     if work in BLOCK_TOKENS:
         elements = min(BLOCK_TOKENS[work] * 128, layout.cp * s * shape.head_dim)
         return BLOCK_BUFFERS * elements * layout.sum_bytes
-    mlp = shape.mlp * max(shape.experts_per_token, 1)
     # A tile of x at work, and the next on its way; with overlap both are parts of the whole x.
     streamed = 0 if layout.input_tier == "device" or layout.overlap else 2
     if work == "mlp":
-        return t * e * (shape.hidden + 2 * mlp if not shape.experts_per_token else 2 * shape.hidden + 3 * mlp)
+        return t * e * (shape.hidden + 2 * shape.mlp)
     if work == "mlp backward":
         outputs = (3 if fetched else 1) * shape.heads * shape.head_dim
         # x + attention, its norm; ops/gated.py's three. (Compiled, hooked or wrapped MLPs are black boxes and need up
         # to twice as much: no plan knows of them.)
-        if not shape.experts_per_token:
-            return t * e * ((2 + streamed) * shape.hidden + outputs + 3 * mlp)
-        # x + attention, its norm, the MLP's result; gate, its activation, up, and the gradients of the last two and
-        # of their product; the gradient of the last of three weights.
-        widths = (3 + streamed) * shape.hidden + outputs + 6 * mlp
-        return t * e * widths + shape.mlp_parameters * e // 3
+        return t * e * ((2 + streamed) * shape.hidden + outputs + 3 * shape.mlp)
     width = layout.cp * slots.query * shape.head_dim
     kv_width = 2 * layout.cp * slots.most_new_kv * shape.head_dim
     if work == "project":
@@ -327,5 +316,5 @@ def everything_bytes(shape: ModelShape, layout: Layout, s: int) -> int:
     """What ordinary autograd keeps of a layer (checkpoint=none): inputs of matmuls, norms and products."""
     e = layout.element_bytes
     q_width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    mlp = 4 * shape.mlp * max(shape.experts_per_token, 1)
-    return s * e * (4 * shape.hidden + 3 * q_width + 2 * kv_width + mlp) + s * shape.heads * layout.sum_bytes
+    widths = 4 * shape.hidden + 3 * q_width + 2 * kv_width + 4 * shape.mlp
+    return s * e * widths + s * shape.heads * layout.sum_bytes

@@ -193,14 +193,12 @@ class _Linear:
         )
 
     def mlp(self, backward: bool) -> float:
-        width = self.shape.mlp * max(self.shape.experts_per_token, 1)
-        moved = self.moving(MLP_PASSES[backward] * self.s * width * self.layout.element_bytes)
+        moved = self.moving(MLP_PASSES[backward] * self.s * self.shape.mlp * self.layout.element_bytes)
         share = MLP_SHARE[backward]
-        one = self.matmul(3 * self.shape.hidden, width, share)
+        one = self.matmul(3 * self.shape.hidden, self.shape.mlp, share)
         if not backward:
             return one + moved
-        # A gated MLP's last product is not computed again; a mixture's is, inside its black box.
-        again = 0 if not self.layout.checkpoint else 1 if self.shape.experts_per_token else 2 / 3
+        again = 2 / 3 if self.layout.checkpoint else 0  # all but the last product (ops/gated.py)
         return (2 + again) * one + 2 * self.output(share) + moved + self.sums(self.shape.mlp_parameters)
 
     def sums(self, num_parameters: int) -> float:

@@ -33,13 +33,9 @@ class Family:
     default_kv_heads: int | None = None
     default_head_dim: int | None = None
     default_max_positions: int = 2048
-    # Keys of mixture-of-experts families: number of experts, experts per token, size of one expert.
-    expert_keys: tuple[str, str, str] | None = None
 
 
 # To add a family: one entry here, one case in tests/test_shape.py and one in tests/models.py.
-# qwen3_moe: expert_keys=("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-# mixtral: expert_keys=("num_local_experts", "num_experts_per_tok", "intermediate_size")
 FAMILIES: dict[str, Family] = {
     "llama": Family(qkv_bias="by config", out_bias="by config", mlp_bias="by config"),
     "mistral": Family(window="all", default_window=4096, default_kv_heads=8, default_max_positions=131072),
@@ -71,7 +67,7 @@ class ModelShape:
     heads: int  # H
     kv_heads: int  # G
     head_dim: int  # K
-    mlp: int  # F, of one expert where there are experts
+    mlp: int  # F
     vocab: int  # V
     tied: bool  # the output projection is the embedding
     max_positions: int  # the longest sequence the checkpoint was made for
@@ -80,8 +76,6 @@ class ModelShape:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    num_experts: int = 0  # 0: a dense MLP
-    experts_per_token: int = 0
 
     @property
     def window(self) -> int | None:
@@ -98,9 +92,8 @@ class ModelShape:
 
     @cached_property
     def mlp_parameters(self) -> int:
-        """Of one layer: gate, up and down projections of every expert, biases, router."""
-        one = 3 * self.hidden * self.mlp + self.mlp_bias * (2 * self.mlp + self.hidden)
-        return one * max(self.num_experts, 1) + self.num_experts * self.hidden
+        """Of one layer: gate, up and down projections, biases."""
+        return 3 * self.hidden * self.mlp + self.mlp_bias * (2 * self.mlp + self.hidden)
 
     @cached_property
     def layer_parameters(self) -> int:
@@ -154,7 +147,6 @@ def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> M
             f"num_key_value_heads={kv_heads} of {source} does not divide num_attention_heads={heads}; "
             "correct the model's config.json"
         )
-    num_experts, experts_per_token, mlp = _read_mlp(values, family, source)
     head_dim = family.default_head_dim or hidden // heads
     return ModelShape(
         family=name,
@@ -163,7 +155,7 @@ def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> M
         heads=heads,
         kv_heads=kv_heads,
         head_dim=_count(values, "head_dim", source, head_dim, null=hidden // heads),
-        mlp=mlp,
+        mlp=_count(values, "intermediate_size", source),
         vocab=_count(values, "vocab_size", source),
         tied=bool(values.get("tie_word_embeddings", False)),
         max_positions=_count(values, "max_position_embeddings", source, family.default_max_positions),
@@ -172,8 +164,6 @@ def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> M
         out_bias=_has_bias(family.out_bias, values.get("attention_bias", False)),
         mlp_bias=_has_bias(family.mlp_bias, values.get("mlp_bias", False)),
         qk_norm=family.qk_norm,
-        num_experts=num_experts,
-        experts_per_token=experts_per_token,
     )
 
 
@@ -193,14 +183,6 @@ def _count(
 
 def _has_bias(bias: Bias, by_config: Any) -> bool:
     return bias == "always" or (bias == "by config" and bool(by_config))
-
-
-def _read_mlp(values: Mapping[str, Any], family: Family, source: str) -> tuple[int, int, int]:
-    """(number of experts, experts per token, MLP size); (0, 0, F) for a dense model."""
-    if family.expert_keys is None:
-        return 0, 0, _count(values, "intermediate_size", source)
-    experts, per_token, size = (_count(values, key, source) for key in family.expert_keys)
-    return experts, per_token, size
 
 
 def _read_windows(values: Mapping[str, Any], family: Family, num_layers: int, source: str) -> tuple[int | None, ...]:

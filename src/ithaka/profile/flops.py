@@ -18,9 +18,9 @@ def layer_flops(
     attend = 4 * K * shape.heads / cp * work.pairs(window)
     project = 2 * s * D * (shape.heads + 2 * shape.kv_heads) * K
     output = 2 * s * D * shape.heads * K
-    mlp = 2 * s * 3 * D * shape.mlp * max(shape.experts_per_token, 1)
+    mlp = 2 * s * 3 * D * shape.mlp
     again = 1 if checkpoint else 0
-    mlp_again = again * (1 if shape.experts_per_token else 2 / 3)  # without a gated MLP's last product
+    mlp_again = again * 2 / 3  # without a gated MLP's last product
     attend_again = again * (not kept)
     return {
         ("forward", "attention"): attend,
