@@ -49,25 +49,22 @@ class Ledger:
     def disk_peak(self) -> int:
         return sum(self.disk.values())
 
-    def excess(self) -> dict[str, float]:
-        """Need over what there is, per tier; the plan fits when none is above 1."""
-        pairs = {
+    @property
+    def tiers(self) -> dict[str, tuple[int, int]]:
+        """What each needs, and what there is."""
+        return {
             "GPU": (self.gpu_peak, self.gpu_bytes),
             "host": (self.host_peak, self.host_bytes),
             "disk": (self.disk_peak, self.disk_bytes),
         }
-        return {name: need / max(have, 1) for name, (need, have) in pairs.items()}
+
+    def excess(self) -> dict[str, float]:
+        """Need over what there is, per tier; the plan fits when none is above 1."""
+        return {name: need / max(have, 1) for name, (need, have) in self.tiers.items()}
 
     @property
     def fits(self) -> bool:
-        return all(
-            need <= have
-            for need, have in (
-                (self.gpu_peak, self.gpu_bytes),
-                (self.host_peak, self.host_bytes),
-                (self.disk_peak, self.disk_bytes),
-            )
-        )
+        return all(need <= have for need, have in self.tiers.values())
 
 
 def memory(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Ledger:
@@ -76,9 +73,7 @@ def memory(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) ->
     name, gpu = max(phases, key=lambda phase: sum(phase[1].values()))
     gpu["reserve"] = RESERVE_BYTES + int(RESERVE_SHARE * hardware.gpu.memory_bytes)
     host, disk = _outside(shape, layout, hardware, work)
-    return Ledger(
-        name, gpu, host, disk, hardware.gpu.memory_bytes, hardware.host_bytes, hardware.disk_bytes
-    )  # fmt: skip
+    return Ledger(name, gpu, host, disk, hardware.gpu.memory_bytes, hardware.host_bytes, hardware.disk_bytes)
 
 
 def attention_room(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> int:
@@ -110,7 +105,7 @@ def gpu_phases(
 ) -> Iterator[tuple[str, dict[str, int]]]:
     """(phase, holder -> bytes) on one GPU, reserve left out: the phases that can be the highest."""
     s, e, num_layers = work.local_tokens(layout.cp), layout.element_bytes, shape.num_layers
-    x = s * shape.hidden * e
+    x = layout.x_bytes(shape, s)
     head, layer = shape.vocab * shape.hidden, shape.layer_parameters
     share = _states(shape, layout, hardware)
     inputs, outputs = _kept_on_device(shape, layout, s)
@@ -192,7 +187,7 @@ def _kept_on_device(shape: ModelShape, layout: Layout, s: int) -> tuple[int, int
     """(bytes per layer of inputs, bytes of all layers' attention outputs) kept on the device."""
     if not layout.checkpoint:
         return everything_bytes(shape, layout, s), 0
-    inputs = s * shape.hidden * layout.element_bytes if layout.input_tier == "device" else 0
+    inputs = layout.x_bytes(shape, s) if layout.input_tier == "device" else 0
     kept = layout.keep_attention if layout.attention_tier == "device" else 0
     return inputs, kept * kept_attention_bytes(shape, layout, s)
 
@@ -201,7 +196,7 @@ def _everything_moment(shape: ModelShape, layout: Layout, s: int) -> Moment:
     """Beside what is kept: the stream and its gradient, one matmul's gradients of the MLP, the weights' gradients."""
     e = layout.element_bytes
     sums = shape.layer_parameters * e
-    return Moment("everything kept", 2 * s * shape.hidden * e, tiles=3 * s * shape.mlp * e, sums=sums)
+    return Moment("everything kept", 2 * layout.x_bytes(shape, s), tiles=3 * s * shape.mlp * e, sums=sums)
 
 
 def _outside(
@@ -209,7 +204,7 @@ def _outside(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Holders in a node's host memory and on its disk."""
     s, ranks = work.local_tokens(layout.cp), hardware.gpus_per_node
-    inputs = shape.num_layers * s * shape.hidden * layout.element_bytes
+    inputs = shape.num_layers * layout.x_bytes(shape, s)
     one_output = kept_attention_bytes(shape, layout, s)
     outputs = layout.keep_attention * one_output
     if not layout.checkpoint:

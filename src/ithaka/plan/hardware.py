@@ -38,6 +38,7 @@ PCIE_SHARE = H200_PCIE / PCIE_5
 
 MEASURED = "measured here on an H200 (LOG.md)"
 SAME_CHIP = "the H200's, measured here: the same chip with other memory"
+LAPTOP = "assumed: a laptop's order of magnitude; measure your own"
 CAPACITY = "capacity as PyTorch reports it"
 CUDA_L2 = "as CUDA reports it"
 
@@ -127,7 +128,7 @@ def _gpu(
     scaled = f"{document}: peak x the share of its peak that the H200 was measured to reach"
     sources = {
         "memory_bytes": CAPACITY,
-        **dict.fromkeys(("matmul_flops", "attention_forward_flops", "attention_backward_flops"), scaled),
+        **_rates(scaled),
         "memory_bytes_s": document,
         "pcie_bytes_s": f"{document}: PCIe generation x the share of its rate that the H200 was measured to reach",
         "link_bytes_s": f"{document}: {'NVLink' if nvlink_gb_s else 'PCIe, no NVLink'}, x {LINK_SHARE} (assumed)",
@@ -177,10 +178,8 @@ _CPU = Gpu(
     pcie_bytes_s=1e10,
     link_bytes_s=5e9,
     l2_bytes=32 * 10**6,
-    sources=dict.fromkeys(
-        ("matmul_flops", "attention_forward_flops", "attention_backward_flops", "memory_bytes_s"),
-        "assumed: a laptop's order of magnitude; measure your own",
-    )
+    sources=_rates(LAPTOP)
+    | {"memory_bytes_s": LAPTOP}
     | dict.fromkeys(("memory_bytes", "pcie_bytes_s", "link_bytes_s", "l2_bytes"), "assumed"),
 )
 
@@ -189,7 +188,7 @@ GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in [*_PUBLISHED, _CPU]}
 
 def find_gpu(name: str) -> Gpu:
     """By its name, or by the beginning of it where only one fits: H200, RTX4090."""
-    wanted = name.upper().replace(" ", "").replace("_", "")
+    wanted = _plain(name)
     fitting = [gpu for key, gpu in GPUS.items() if key.upper() == wanted] or [
         gpu for key, gpu in GPUS.items() if key.upper().startswith(wanted + "-")
     ]

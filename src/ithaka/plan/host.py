@@ -1,7 +1,8 @@
-"""What this machine has: memory, as the control groups around this process allow it, and disk."""
+"""What this machine has: memory, as the control groups around this process allow it, cores and disk."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -34,6 +35,13 @@ def host_capacity() -> int:
     """This machine's memory, or what the control groups around this process allow of it: the same at any moment,
     and the most that can be free."""
     return min([psutil.virtual_memory().total, *cgroup_limits()])
+
+
+def num_cores() -> int:
+    """Those this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def cgroup_rooms(root: Path = CGROUP, of: Path = OWN_CGROUP) -> list[int]:

@@ -34,6 +34,10 @@ class Layout:
     def slots(self, shape: ModelShape) -> Slots:
         return _slots(shape.heads, shape.kv_heads, self.cp, self.heads_per_stage)
 
+    def x_bytes(self, shape: ModelShape, num_tokens: int) -> int:
+        """X: one tensor of the residual stream."""
+        return num_tokens * shape.hidden * self.element_bytes
+
 
 @dataclass(frozen=True)
 class Work:

@@ -73,7 +73,7 @@ class LayerBytes:
 
     @cached_property
     def x(self) -> int:
-        return self.s * self.shape.hidden * self.layout.element_bytes
+        return self.layout.x_bytes(self.shape, self.s)
 
     @cached_property
     def slot(self) -> int:

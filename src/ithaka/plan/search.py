@@ -91,9 +91,7 @@ class Plan:
     ledger: Ledger
     seconds: Seconds
     runners_up: tuple[Plan, ...] = field(default=(), repr=False)
-    given: Mapping[str, Any] = field(
-        default_factory=dict, repr=False, hash=False
-    )  # what the user decided of the layout
+    given: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)  # decided by the user, of the layout
 
     @property
     def fits(self) -> bool:
@@ -278,7 +276,7 @@ def _is_hopeless(base: Layout, shape: ModelShape, hardware: Hardware, work: Work
     lean = replace(base, overlap=fixed.get("overlap", False), tile_tokens=_tiles(shape, fixed)[-1])
     counts = (shape.num_layers, 1) if base.keep_attention and "keep_attention" not in fixed else (base.keep_attention,)
     tile = min(lean.tile_tokens or work.tokens, work.local_tokens(lean.cp))
-    saved = shape.layer_parameters * lean.sum_bytes + 2 * tile * shape.hidden * lean.element_bytes
+    saved = shape.layer_parameters * lean.sum_bytes + 2 * lean.x_bytes(shape, tile)
 
     def could_fit(ledger: Ledger) -> bool:
         return replace(ledger, gpu_bytes=ledger.gpu_bytes + saved).fits

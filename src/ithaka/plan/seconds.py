@@ -140,7 +140,7 @@ class _Linear:
 
     @cached_property
     def x(self) -> int:
-        return self.s * self.shape.hidden * self.layout.element_bytes
+        return self.layout.x_bytes(self.shape, self.s)
 
     @cached_property
     def num_stages(self) -> int:
@@ -235,20 +235,25 @@ class _AllToAll:
 
 def _shard_seconds(shape: ModelShape, layout: Layout, hardware: Hardware) -> tuple[float, float]:
     """(all-gather of a layer's weights, reduce-scatter of its gradients), over all ranks."""
+    count = shape.layer_parameters
+    gather = _collective_seconds(count * layout.element_bytes, hardware)
+    reduce = _collective_seconds(count * layout.sum_bytes, hardware)
+    from_host = count / hardware.num_gpus * 4 / hardware.gpu.pcie_bytes_s * layout.offload_optimizer
+    return gather + from_host, reduce + from_host
+
+
+def _collective_seconds(num_bytes: int, hardware: Hardware) -> float:
+    """An all-gather to `num_bytes` on every rank, or a reduce-scatter from them."""
     world = hardware.num_gpus
-    if world == 1 and not layout.offload_optimizer:
-        return 0.0, 0.0
     rate = hardware.gpu.link_bytes_s if hardware.num_nodes == 1 else hardware.network_bytes_s
-    moved = shape.layer_parameters * (world - 1) / world / rate
-    from_host = shape.layer_parameters / world * 4 / hardware.gpu.pcie_bytes_s * layout.offload_optimizer
-    return moved * layout.element_bytes + from_host, moved * layout.sum_bytes + from_host
+    return num_bytes * (world - 1) / world / rate
 
 
 def _disk_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, s: int, kept: bool) -> float:
     """A layer's bytes through the node's disk, one way; no layer gains from another's surplus."""
     num_bytes = 0
     if layout.checkpoint and layout.input_tier == "disk":
-        num_bytes += s * shape.hidden * layout.element_bytes
+        num_bytes += layout.x_bytes(shape, s)
     if layout.checkpoint and kept and layout.attention_tier == "disk":
         num_bytes += kept_attention_bytes(shape, layout, s)
     return num_bytes * hardware.gpus_per_node / hardware.disk_bytes_s
@@ -275,9 +280,7 @@ def _loss_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: W
     linear = _Linear(shape, layout, hardware, work.local_tokens(layout.cp))
     logits_bytes = linear.s * shape.vocab * layout.element_bytes
     sums = logits_bytes / LOGITS_TILE_BYTES * 2 * shape.vocab * shape.hidden * layout.sum_bytes
-    world = hardware.num_gpus
-    rate = hardware.gpu.link_bytes_s if hardware.num_nodes == 1 else hardware.network_bytes_s
-    moved = 3 * shape.vocab * shape.hidden * layout.element_bytes * (world - 1) / world / rate
+    moved = _collective_seconds(3 * shape.vocab * shape.hidden * layout.element_bytes, hardware)
     matmuls = 4 * linear.matmul(shape.hidden, shape.vocab, LOSS_SHARE)
     return Seconds(linear=matmuls + linear.moving(LOGIT_PASSES * logits_bytes + sums), exchange=moved)
 

@@ -194,8 +194,9 @@ def _stage_reason(plan: Plan) -> str:
 
 
 def _input_reason(plan: Plan) -> str:
-    size = plan.work.local_tokens(plan.layout.cp) * plan.shape.hidden * plan.layout.element_bytes
-    return f"layer inputs ({gib(size * plan.shape.num_layers)} per GPU) are kept {PLACES[plan.layout.input_tier]}"
+    layout, shape = plan.layout, plan.shape
+    size = shape.num_layers * layout.x_bytes(shape, plan.work.local_tokens(layout.cp))
+    return f"layer inputs ({gib(size)} per GPU) are kept {PLACES[layout.input_tier]}"
 
 
 def _keep_reason(plan: Plan) -> str:

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ithaka.phases import OTHER, Path, current_holder, current_phase, listening, watching
 from ithaka.profile.ledger import Change, Holding, Ledger
-from ithaka.profile.shapes import NAMED_BYTES, ROUND_BYTES, Shapes
+from ithaka.profile.live import local_tensor
+from ithaka.profile.shapes import NAMED_BYTES, Shapes, made_as, rounded
 from ithaka.profile.where import read
 
 MAX_EVENTS = 2_000_000
@@ -101,10 +101,9 @@ class AllocatorHistory:
             self.tag(tensor, holder)
 
     def tag(self, tensor: Tensor, holder: str) -> None:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_tensor(tensor)
         if local.is_cuda:
-            dtype = str(local.dtype).removeprefix("torch.")
-            seen = _Seen(time.time_ns(), tuple(local.shape), dtype, holder)
+            seen = _Seen(time.time_ns(), *made_as(local), holder)
             self._seen.setdefault(local.untyped_storage().data_ptr(), []).append(seen)
 
     def enter(self, path: Path) -> None:
@@ -159,8 +158,7 @@ class AllocatorHistory:
         at_ns = event["time_us"] * 1000
         line, fsdp_holder = read((f["filename"], f["line"], f["name"]) for f in event["frames"])
         path, holder = self._context(event.get("user_metadata", ""), at_ns)
-        size = -(-event["size"] // ROUND_BYTES) * ROUND_BYTES
-        return _Span(event["addr"], size, at_ns, path, fsdp_holder or holder, line)
+        return _Span(event["addr"], rounded(event["size"]), at_ns, path, fsdp_holder or holder, line)
 
     def _context(self, metadata: str, at_ns: int) -> tuple[Path, str]:
         if metadata.isdigit():

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_iter
 from ithaka.phases import HOLDER_OF_PHASE, OTHER, Path, current_holder, current_phase, listening, watching
 from ithaka.profile.allocations import Allocation, cpu_allocations
 from ithaka.profile.ledger import Change, Holding, Ledger
+from ithaka.profile.shapes import made_as
 from ithaka.profile.where import read, stack
 
 CLOCK_SLACK_NS = 5_000  # the allocator's events have a clock of their own
@@ -141,8 +142,7 @@ class LiveBytes:
         return key in self._live or key in self._older
 
     def _add_tensor(self, tensor: Tensor, holder: str, line: str) -> None:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        self._add(tensor.untyped_storage(), tuple(tensor.shape), dtype, holder, line)
+        self._add(tensor.untyped_storage(), *made_as(tensor), holder, line)
 
     def _add(self, storage: torch.UntypedStorage, shape: tuple[int, ...], dtype: str, holder: str, line: str) -> None:
         key, index = storage._cdata, len(self.ledger.holdings)

@@ -1,6 +1,5 @@
 """The machine a run ran on, for its report."""
 
-import os
 import platform
 from typing import Any
 
@@ -9,13 +8,14 @@ import torch
 import transformers
 
 import ithaka
+from ithaka.plan.host import num_cores
 
 
 def machine(device: torch.device, num_ranks: int) -> dict[str, Any]:
     """Plain facts, by names to show."""
     facts: dict[str, Any] = {
         "ranks": num_ranks,
-        "CPU": f"{_cpu_name()}, {_num_cores()} cores",
+        "CPU": f"{_cpu_name()}, {num_cores()} cores",
         "host memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
         "system": f"{platform.system()} {platform.release()}",
         "Python": platform.python_version(),
@@ -40,10 +40,3 @@ def _cpu_name() -> str:
     except OSError:
         names = []
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _num_cores() -> int:
-    """Those this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

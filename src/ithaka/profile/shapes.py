@@ -27,6 +27,15 @@ MANY = 12
 Made = tuple[tuple[int, ...], str]  # shape and dtype
 
 
+def made_as(tensor: Tensor) -> Made:
+    return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+
+
+def rounded(num_bytes: int) -> int:
+    """As the allocator counts it."""
+    return -(-num_bytes // ROUND_BYTES) * ROUND_BYTES
+
+
 class Shapes(AbstractContextManager):
     """Enter it around a step; afterwards `find` knows the shapes of tensors that Python code made in it.
 
@@ -62,9 +71,8 @@ class Shapes(AbstractContextManager):
         return (), ""
 
     def note(self, made: Made, num_bytes: int, line: str, path: Path) -> None:
-        rounded = -(-num_bytes // ROUND_BYTES) * ROUND_BYTES
         for where in (line, None):
-            self._made.setdefault((without_layer(path), where, rounded), set()).add(made)
+            self._made.setdefault((without_layer(path), where, rounded(num_bytes)), set()).add(made)
 
     def saw(self, tensor: Tensor, caller: FrameType) -> None:
         """A result of the call that `caller` makes. Views are not what was allocated."""
@@ -75,8 +83,7 @@ class Shapes(AbstractContextManager):
         count = self._looks[key] = self._looks.get(key, 0) + 1
         if count > MANY or tensor._is_view() or tensor.untyped_storage().nbytes() != num_bytes:
             return
-        made = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        self.note(made, num_bytes, read(stack())[0], path)
+        self.note(made_as(tensor), num_bytes, read(stack())[0], path)
 
     def _inside(self, path: Path) -> AbstractContextManager:
         part = without_layer(path)
