@@ -124,6 +124,10 @@ def test_numbers_in_scientific_notation():
     assert load(overrides=["optim.lr=1"]).optim.lr == 1.0
 
 
+def test_off_is_the_word_not_the_yaml_boolean():
+    assert load(overrides=["memory.plan=off"]).memory.plan == "off"
+
+
 def test_words_and_numbers_share_a_field():
     assert load(overrides=["memory.keep_attention=3"]).memory.keep_attention == 3
     assert load(overrides=["memory.keep_attention=all"]).memory.keep_attention == "all"

@@ -392,6 +392,8 @@ def _as(value: Any, hint: Any) -> Any:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return _as_first_of(value, typing.get_args(hint))
     if typing.get_origin(hint) is Literal:
+        if isinstance(value, bool):  # YAML 1.1 reads on and off as true and false
+            value = "on" if value else "off"
         return _accept(value, isinstance(value, str) and value in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
         return _as_tuple(value, typing.get_args(hint))
