@@ -104,32 +104,37 @@ def gpu_phases(
     shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
 ) -> Iterator[tuple[str, dict[str, int]]]:
     """(phase, holder -> bytes) on one GPU, reserve left out: the phases that can be the highest."""
-    s, e, num_layers = work.local_tokens(layout.cp), layout.element_bytes, shape.num_layers
-    x = layout.x_bytes(shape, s)
-    head, layer = shape.vocab * shape.hidden, shape.layer_parameters
-    share = _states(shape, layout, hardware)
-    inputs, outputs = _kept_on_device(shape, layout, s)
-    any_kept, any_again = layout.keep_attention > 0, layout.keep_attention < num_layers
+    step = _Step(shape, layout, hardware, work.local_tokens(layout.cp))
+    yield "forward", step.forward()
+    yield "loss", step.loss()
+    yield "backward, last layer", step.last_layer()
+    yield FIRST_LAYER, step.first_layer()
+    yield "backward, embedding", step.embedding()
+    yield "update", step.held(Moment("update"), weights=step.root, arrived=_all(shape))
 
-    own = outputs // layout.keep_attention if layout.keep_attention else 0
 
-    def peak(direction: str) -> tuple[Moment, int]:
-        """A layer's highest moment, and the attention outputs that other layers keep beside it."""
-        if not layout.checkpoint:
-            return _everything_moment(shape, layout, s), outputs
-        kinds = [kept for kept, there in ((True, any_kept), (False, any_again)) if there]
-        found = [
-            (layer_peak(shape, layout, s, kept, direction), outputs - own * (kept and direction == "forward"))
-            for kept in kinds
-        ]
-        return max(found, key=lambda pair: pair[0].live + pair[1])
+class _Step:
+    """What one GPU holds in the phases of a step. Weights are gathered narrow, gradients are sent wide."""
 
-    def held(moment: Moment, weights: int, arrived: int, waiting: int, kept: int) -> dict[str, int]:
+    def __init__(self, shape: ModelShape, layout: Layout, hardware: Hardware, s: int) -> None:
+        self.shape, self.layout, self.s = shape, layout, s
+        self.alone = hardware.num_gpus == 1
+        self.states = _states(shape, layout, hardware)
+        self.inputs, self.outputs = _kept_on_device(shape, layout, s)
+        self.own_output = self.outputs // layout.keep_attention if layout.keep_attention else 0
+        head, layer, e, wide = shape.vocab * shape.hidden, shape.layer_parameters, layout.element_bytes, layout.sum_bytes
+        self.head, self.wide_head, self.layer, self.wide_layer = head * e, head * wide, layer * e, layer * wide
+        # Tied, the embedding belongs to FSDP2's root: whole all the time, and its first gradient waits for its second.
+        self.root = self.tied_grad = self.head if shape.tied else 0
+        # The next layer's weights, on their way; alone there is no way to go.
+        self.ahead = 0 if self.alone else self.layer
+
+    def held(self, moment: Moment, weights: int, arrived: int = 0, waiting: int = 0, kept: int = 0) -> dict[str, int]:
         """`arrived`: parameters whose gradients are shards already. `waiting`: gradients on their way there."""
         return {
-            "parameters": share["parameters"],
-            "gradients": share["gradients"] * arrived // _all(shape) + waiting + moment.sums,
-            "optimizer": share["optimizer"],
+            "parameters": self.states["parameters"],
+            "gradients": self.states["gradients"] * arrived // _all(self.shape) + waiting + moment.sums,
+            "optimizer": self.states["optimizer"],
             "layer weights": weights,
             "residual stream": moment.stream,
             "stage buffers": moment.stages + moment.outputs,
@@ -137,40 +142,66 @@ def gpu_phases(
             "kept activations": kept,
         }
 
-    wide = layout.sum_bytes
-    # Tied, the embedding belongs to FSDP2's root: whole all the time, and its first gradient waits for its second.
-    root, tied_grad = (head * e, head * e) if shape.tied else (0, 0)
-    reduced = (0, 0) if shape.tied else (head, head * wide)  # lm_head's: arrived, and still being sent
-    # x of the layer at work is among its residual stream in forward, and kept in backward.
-    forward, others = peak("forward")
-    ahead = layer * e if hardware.num_gpus > 1 else 0  # of the next layer, on their way; alone there is no way to go
-    yield "forward", held(forward, root + layer * e + ahead, 0, 0, (num_layers - 1) * inputs + others)
-    everything = num_layers * inputs + outputs
-    yield (
-        "loss",
-        {
-            **held(Moment("loss", 2 * x), head * e + ahead, 0, 0, everything),
-            "loss tile": head * wide + max(_logits_bytes(shape, layout, s), head * e),
-        },
-    )
-    backward, _ = peak("backward")
-    below = ahead if num_layers > 1 else head * e * (hardware.num_gpus > 1 and not shape.tied)
-    weights = root + layer * e + below
-    yield "backward, last layer", held(backward, weights, reduced[0], reduced[1] + tied_grad, everything)
-    arrived = reduced[0] + (num_layers - 1) * layer
-    sent = layer * wide * (num_layers > 1) + tied_grad  # the gradients of the layer above are still being sent
-    embedding = head * e * (hardware.num_gpus > 1 or shape.tied)
-    yield FIRST_LAYER, held(backward, layer * e + embedding, arrived, sent, inputs + own)
-    # The embedding's dense gradient and the buffer of its kernel, while the first layer's gradients are being sent;
-    # then the gradient and its wide copy to send.
-    rows = s // EMBEDDING_RUN + min(s, shape.vocab)
-    ending = head * e + max(layer * wide + rows * shape.hidden * wide + tied_grad, head * wide)
-    yield "backward, embedding", held(Moment("embedding", x), head * e, arrived + layer, ending, 0)
-    yield "update", held(Moment("update"), root, _all(shape), 0, 0)
+    def forward(self) -> dict[str, int]:
+        """In the last layer, whose input is still among its residual stream; later it is kept."""
+        moment, outputs = self.peak("forward")
+        kept = (self.shape.num_layers - 1) * self.inputs + outputs
+        return self.held(moment, self.root + self.layer + self.ahead, kept=kept)
 
+    def loss(self) -> dict[str, int]:
+        x = self.layout.x_bytes(self.shape, self.s)
+        logits = min(LOGITS_TILE_BYTES, self.s * self.shape.vocab * self.layout.element_bytes)
+        holders = self.held(Moment("loss", 2 * x), self.head + self.ahead, kept=self.everything)
+        return {**holders, "loss tile": self.wide_head + max(logits, self.head)}
 
-def _logits_bytes(shape: ModelShape, layout: Layout, s: int) -> int:
-    return min(LOGITS_TILE_BYTES, s * shape.vocab * layout.element_bytes)
+    def last_layer(self) -> dict[str, int]:
+        """While lm_head's gradient is still being sent."""
+        moment, _ = self.peak("backward")
+        below = self.ahead if self.shape.num_layers > 1 else 0 if self.alone or self.shape.tied else self.head
+        waiting = self.tied_grad if self.shape.tied else self.wide_head
+        return self.held(moment, self.root + self.layer + below, self.arrived(0), waiting, self.everything)
+
+    def first_layer(self) -> dict[str, int]:
+        """While the gradients of the layer above are still being sent."""
+        moment, _ = self.peak("backward")
+        embedding = 0 if self.alone and not self.shape.tied else self.head
+        layers_above = self.shape.num_layers - 1
+        waiting = self.wide_layer * (layers_above > 0) + self.tied_grad
+        kept = self.inputs + self.own_output
+        return self.held(moment, self.layer + embedding, self.arrived(layers_above), waiting, kept)
+
+    def embedding(self) -> dict[str, int]:
+        """Its dense gradient and the buffer of its kernel, while the first layer's gradients are being sent; then the
+        gradient and its wide copy to send.
+        """
+        shape, layout = self.shape, self.layout
+        rows = self.s // EMBEDDING_RUN + min(self.s, shape.vocab)
+        buffer = rows * shape.hidden * layout.sum_bytes
+        waiting = self.head + max(self.wide_layer + buffer + self.tied_grad, self.wide_head)
+        x = layout.x_bytes(shape, self.s)
+        return self.held(Moment("embedding", x), self.head, self.arrived(shape.num_layers), waiting)
+
+    @property
+    def everything(self) -> int:
+        """Kept between forward and backward."""
+        return self.shape.num_layers * self.inputs + self.outputs
+
+    def arrived(self, num_layers: int) -> int:
+        """Parameters of lm_head and so many layers."""
+        head = 0 if self.shape.tied else self.shape.vocab * self.shape.hidden
+        return head + num_layers * self.shape.layer_parameters
+
+    def peak(self, direction: str) -> tuple[Moment, int]:
+        """A layer's highest moment, and the attention outputs that other layers keep beside it."""
+        shape, layout = self.shape, self.layout
+        if not layout.checkpoint:
+            return _everything_moment(shape, layout, self.s), self.outputs
+        found = []
+        for kept, num_layers in ((True, layout.keep_attention), (False, shape.num_layers - layout.keep_attention)):
+            if num_layers > 0:
+                own = self.own_output if kept and direction == "forward" else 0
+                found.append((layer_peak(shape, layout, self.s, kept, direction), self.outputs - own))
+        return max(found, key=lambda pair: pair[0].live + pair[1])
 
 
 def _all(shape: ModelShape) -> int:
