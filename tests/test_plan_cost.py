@@ -23,14 +23,14 @@ STREAMED = Layout(
 )  # one query head per rank and stage
 
 # Measured on an H200 (LOG.md, "planned against rehearsed"). tier: of layer inputs, and of attention's output where it
-# is kept. cut_short: attention looked 128 Ki tokens back, in a first step, whose seconds say nothing.
+# is kept. steps: 2, and the second's seconds; or 1, where pinning host memory and cuDNN's planning count as forward.
 with (Path(__file__).parent / "rehearsed.csv").open(encoding="utf-8") as file:
     REHEARSED = list(csv.DictReader(file))
 
 
 @pytest.mark.parametrize("row", REHEARSED, ids=lambda row: " ".join(list(row.values())[:7]))
 def test_planned_is_what_was_rehearsed(row):
-    """The peak of the step within 5 %, seconds of a layer's forward and backward within 10 % each."""
+    """The peak of the step within 5 %, a layer's seconds within 10 %: forward and backward each, after a first step."""
     shape, work = find_shape(row["model"]), Work(parse_count(row["context"]) or 0)
     cp, layers, kept = int(row["cp"]), int(row["layers"]), row["kept"] == "1"
     shape = replace(shape, num_layers=layers, windows=shape.windows[:layers])
@@ -46,10 +46,12 @@ def test_planned_is_what_was_rehearsed(row):
     hardware = parse_gpus(f"{cp}xH200")
     ledger = memory(shape, layout, hardware, work)
     assert (ledger.gpu_peak - ledger.gpu["reserve"]) / 2**30 == pytest.approx(float(row["peak_gib"]), rel=0.05)
-    if row["forward_s"]:
-        layer = layer_seconds(shape, layout, hardware, work, None, kept)
-        planned = [part.total - part.exchange for part in (layer.forward, layer.backward)]
-        assert planned == pytest.approx([float(row["forward_s"]), float(row["backward_s"])], rel=0.1)
+    layer = layer_seconds(shape, layout, hardware, work, None, kept)
+    planned = [part.total - part.exchange for part in (layer.forward, layer.backward)]
+    measured = [float(row["forward_s"]), float(row["backward_s"])]
+    assert sum(planned) == pytest.approx(sum(measured), rel=0.1)
+    if row["steps"] != "1":
+        assert planned == pytest.approx(measured, rel=0.1)
 
 
 def test_the_loss_tile_is_the_one_of_the_loss():
