@@ -1,6 +1,7 @@
 """`ithaka plan`: quick, without torch, and the same in text and JSON."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -38,6 +39,11 @@ def test_text_and_json_agree():
     assert f"{need:.1f} of {answer['gpu_bytes'] / 2**30:.1f} GiB" in text
     assert sum(answer["seconds"].values()) == pytest.approx(answer["step_s"])
     assert sum(answer["gpu_holders"].values()) == answer["gpu_peak_bytes"] + answer["gpu_reserve_bytes"]
+
+
+def test_a_fast_model_has_its_rate_in_digits():
+    text = run("plan", "llama3.2-1b", "--gpus", "1xH200", "--context", "8K")
+    assert re.search(r"fits, \d{5} tok/s per GPU", text) and "e+" not in text
 
 
 def test_json_has_what_programs_need():

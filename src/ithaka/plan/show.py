@@ -115,7 +115,7 @@ def _longest_line(plan: Plan, model: str, context: int, limited_by: str) -> str:
 def _headline(plan: Plan, model: str) -> str:
     what = f"{model}, {tokens(plan.work.context)} tokens, {plan.hardware.name}"
     if plan.fits:
-        speed = f"{plan.tokens_per_s_per_gpu:.4g} tok/s per GPU, {duration(plan.step_s)} per step"
+        speed = f"{rate(plan.tokens_per_s_per_gpu)} tok/s per GPU, {duration(plan.step_s)} per step"
         return f"{what}: fits, {speed} (most of it {plan.limited_by})"
     return f"{what}: does not fit. The nearest plan needs {_excess(plan)}.\n{_way_out(plan)}"
 
@@ -277,7 +277,7 @@ def _runner_lines(plan: Plan) -> list[str]:
             a.input_tier,
             kept,
             "host" if a.offload_optimizer else "device",
-            f"{other.tokens_per_s_per_gpu:.4g}",
+            rate(other.tokens_per_s_per_gpu),
             f"{other.ledger.gpu_peak / GIB:.1f}",
             f"{other.ledger.host_peak / GIB:.0f}",
         )
@@ -293,6 +293,7 @@ def _assumptions(plan: Plan) -> list[str]:
         f"{gpu.link_bytes_s / 1e9:.0f} GB/s per GPU inside a node, {hardware.network_bytes_s / 1e9:.0f} GB/s "
         f"between nodes, disk {hardware.disk_bytes_s / 1e9:.0f} GB/s per node.",
         f"Rates of {gpu.name}: {gpu.sources.get('attention_forward_flops', 'not stated')}.",
+        "Times are of sequences of one document each; shorter documents, packed, take less attention.",
     ]
 
 
@@ -308,7 +309,7 @@ def ladder_text(rungs: list[Rung], model: str) -> str:
             rung.name,
             f"{plan.ledger.gpu_peak / GIB:,.1f}",
             "yes" if plan.fits else f"no: {plan.limited_by}",
-            f"{plan.tokens_per_s_per_gpu:.4g}" if plan.fits else "-",
+            rate(plan.tokens_per_s_per_gpu) if plan.fits else "-",
             tokens(rung.max_context) if rung.max_context else "none",
         )
     return "\n".join([f"What each technique buys: {model} on {first.hardware.name}", *_rendered(table)])
@@ -326,7 +327,7 @@ def sweep_text(points: list[Point], model: str) -> str:
             str(point.heads_per_stage),
             f"{point.plan.ledger.gpu_peak / GIB:.1f}",
             "yes" if point.plan.fits else f"no: {point.plan.limited_by}",
-            f"{point.plan.tokens_per_s_per_gpu:.4g}",
+            rate(point.plan.tokens_per_s_per_gpu),
             tokens(point.max_context) if point.max_context else "none",
         )
     title = f"{model}, {tokens(plan.work.context)} tokens, {plan.hardware.name}, cp={plan.layout.cp}"
@@ -376,7 +377,7 @@ def sweep_svg(points: list[Point], model: str) -> str:
     dots = []
     for x, y, point in zip(xs, ys, points, strict=True):
         cx, cy = place(x, y)
-        label = f"{point.heads_per_stage} heads, {point.plan.tokens_per_s_per_gpu:.4g} tok/s"
+        label = f"{point.heads_per_stage} heads, {rate(point.plan.tokens_per_s_per_gpu)} tok/s"
         dots.append(f'<circle cx="{cx:.1f}" cy="{cy:.1f}" r="5" fill="#1f6feb"/>')
         dots.append(f'<text x="{cx + 8:.1f}" y="{cy - 6:.1f}">{escape(label, quote=False)}</text>')
     plan = points[0].plan
@@ -412,6 +413,11 @@ def tokens(count: int) -> str:
         if count >= unit:
             return f"{count / unit:.4g}{name}"
     return str(count)
+
+
+def rate(per_second: float) -> str:
+    """Four digits, or all before the point where there are more."""
+    return f"{per_second:.4g}" if per_second < 1000 else f"{per_second:.0f}"
 
 
 def gib(num_bytes: float) -> str:

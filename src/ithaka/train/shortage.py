@@ -32,6 +32,7 @@ from ithaka.plan.hardware import GPUS, Hardware, find_gpu, gpu_named
 from ithaka.plan.host import Host, host_capacity
 from ithaka.plan.layout import Work
 from ithaka.plan.search import SETTINGS, Plan, choose, evaluate, settings_of
+from ithaka.plan.show import rate
 from ithaka.train import launch
 from ithaka.train.budget import layout_of, size
 from ithaka.train.check import model_shape
@@ -335,7 +336,7 @@ def _saving(shortage: Shortage, following: Plan) -> str:
         saved = f"{size(_needs(now.ledger, tier) - _needs(following.ledger, tier))} less of a node's {where}"
     if now.hardware.gpu.name == "CPU":  # its rates are assumed
         return f"with {saved}"
-    rates = [f"{plan.tokens_per_s_per_gpu:.4g}" for plan in (following, now)]
+    rates = [rate(plan.tokens_per_s_per_gpu) for plan in (following, now)]
     return f"with {saved}, at {' instead of '.join(rates)} tokens/s per GPU"
 
 
