@@ -6,6 +6,7 @@ import psutil
 import pytest
 
 from ithaka.config import ConfigError
+from ithaka.dist.mesh import make_mesh
 from ithaka.plan import host as this_machine
 from ithaka.plan.host import Host, cgroup_limits, cgroup_rooms, host_capacity, this_host
 from ithaka.train import budget
@@ -169,7 +170,7 @@ def test_the_tightest_control_group_counts(tmp_path, monkeypatch, version):
 
 
 def limits(config):
-    trainer = _build(config)
+    trainer = _build(config, make_mesh(2))
     store = trainer.model.model.layers[0].forward.store
     trainer.advance()
     return store.pool.budget_bytes, store.pool.peak_bytes

@@ -9,7 +9,7 @@ import ithaka
 from ithaka.cli import app
 from ithaka.config import CPU_DEFAULT, GPU_DEFAULT, embedded_model, load, to_yaml
 from ithaka.outputs import check_file, check_new_folder
-from ithaka.train import launch
+from ithaka.train import checkpoint, launch, status, together
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 50
 
@@ -20,6 +20,7 @@ def folder(tmp_path, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(launch, "num_gpus", lambda: 0)
+    monkeypatch.setattr(status, "PATIENCE_S", 60)  # what is slow here says nothing about it
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -195,12 +196,18 @@ def test_own_model_starts_from_plain_defaults(folder, started):
     assert (num_ranks, str(config.train.run_dir), config.optim.lr) == (1, "here", 3e-4)
 
 
-def test_resume_takes_the_saved_settings(folder, started, monkeypatch):
-    from ithaka.train import checkpoint
-
+@pytest.fixture
+def run_dir(folder, monkeypatch):
+    """A run of the default model with a checkpoint after step 5."""
     monkeypatch.setattr(checkpoint, "find", lambda run_dir: run_dir)
+    monkeypatch.setattr(checkpoint, "read_state", lambda path: {"step": 5})
     (folder / "run").mkdir()
     (folder / "run" / "config.yaml").write_text(to_yaml(load(overrides=["train.seed=5"], base=CPU_DEFAULT)))
+    write_model(folder / "run" / "model")
+    return folder / "run"
+
+
+def test_resume_takes_the_saved_settings(run_dir, started):
     result = CliRunner().invoke(app, ["train", "--resume", "run", "--set", "train.steps=99", "--ranks", "1"])
     assert result.exit_code == 0, result.output
     [(config, resume, num_ranks)] = started
@@ -208,7 +215,29 @@ def test_resume_takes_the_saved_settings(folder, started, monkeypatch):
     assert str(resume) == str(config.train.run_dir) == "run"
 
 
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ("train.seed=6", ["train.seed=6 is not the run's 5", "leave it out"]),
+        ("train.run_dir=other", ["train.run_dir", "--resume run", "leave it out"]),
+        ("train.steps=5", ["train.steps=5 is reached already", "--set train.steps=10"]),
+        ("model.embedded=base", ["model.embedded=base has another shape", "new run"]),
+    ],
+)
+def test_what_a_run_cannot_go_on_with_is_refused(run_dir, started, change, words):
+    refused(run_dir.parent, started, ["train", "--resume", "run", "--set", change], words)
+
+
+def test_positions_may_grow_when_a_run_goes_on(run_dir, started):
+    write_model(run_dir.parent / "longer", max_position_embeddings=1 << 20)
+    arguments = ["--set", "model.path=longer", "--set", "data.tokenizer=bytes", "--set", "data.context=8192"]
+    result = CliRunner().invoke(app, ["train", "--resume", "run", *arguments])
+    assert result.exit_code == 0, result.output
+    assert started[0][0].data.context == 8192
+
+
 def test_under_torchrun_all_ranks_name_the_same_run_directory(folder, started, monkeypatch):
+    monkeypatch.setattr(together, "start_process_group", lambda: None)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job7")
     for rank in ("0", "1"):

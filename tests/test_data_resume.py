@@ -107,6 +107,24 @@ def test_resume_on_another_number_of_ranks_continues_the_stream(data, before, af
     assert_equal(done + global_rows(resumed, 40 // after), expected)
 
 
+@pytest.mark.parametrize("context", [16, 100])
+def test_another_context_goes_on_at_the_next_token(data, context):
+    """Inside an epoch, whose end is padded to the context."""
+
+    def tokens(stream, count):
+        sequences = [stream.next() for _ in range(count)]
+        assert stream.position.epoch == 0
+        return np.concatenate([sequence.ids for sequence in sequences])
+
+    expected = tokens(opened(data).stream, 13)
+    stream = opened(data)
+    done = tokens(stream.stream, 5)
+    resumed = opened(dataclasses.replace(data, context=context))
+    resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+    both = np.concatenate([done, tokens(resumed.stream, 500 // context)])
+    assert len(both) >= 800 and np.array_equal(both, expected[: len(both)])
+
+
 def test_resuming_reads_only_the_piece_it_stopped_in(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "TEXT_PIECE_BYTES", 50)
     data = DataConfig(path=write_text(tmp_path / "a.txt"), context=16, validation_fraction=0)

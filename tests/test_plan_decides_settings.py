@@ -10,7 +10,8 @@ from ithaka.config import ConfigError, given, load
 from ithaka.plan.hardware import gpu_named, peak_flops
 from ithaka.train.budget import check_budgets, needs, store_host_bytes
 from ithaka.train.check import check_heads, check_memory, model_shape
-from ithaka.train.planned import Machine, check_ranks_agree, hardware_of, machines_of_all, planned
+from ithaka.train.planned import Machine, check_ranks_agree, check_still_fits, hardware_of, machine_here, planned
+from ithaka.train.together import gathered, together
 
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 
@@ -145,7 +146,7 @@ def test_a_plan_has_room_in_what_is_free_and_is_not_refused_for_it(tmp_path, mon
     has(monkeypatch, 10**12, free, disk_free=100 * 10**9)
     to_disk = {"memory__disk_path": tmp_path, "memory__attention_offload": "disk"}
     config, told = llama(tmp_path, data__context="1M", **(to_disk if disk else {}))
-    resolved, plan = planned(config, told, 8, machines_of_all(config, 8, (H100, 2**62)))
+    resolved, plan = planned(config, told, 8, [machine_here(config, 8, (H100, 2**62))])
     assert plan.ledger.host_bytes == free and plan.ledger.disk_bytes == (100 * 10**9 if disk else 0)
     check_budgets(resolved, model_shape(resolved), 8, 8, on_gpu=True)
     assert resolved.memory.keep_attention != "none"
@@ -169,30 +170,13 @@ def test_a_plan_that_only_lacks_what_is_free_says_so(tmp_path, monkeypatch):
     has(monkeypatch, 10**12, 60 * 10**9)
     config, told = llama(tmp_path, data__context="1M", memory__offload="host")
     with pytest.raises(ConfigError, match=r"GiB of host memory, which has 55\.9 free"):
-        planned(config, told, 8, machines_of_all(config, 8, (H100, 2**62)))
+        planned(config, told, 8, [machine_here(config, 8, (H100, 2**62))])
 
 
 def test_a_disk_path_that_is_none_is_refused_before_planning(tmp_path):
     config, _ = llama(tmp_path, memory__disk_path=tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"^memory.disk_path=\S+nowhere is not a directory; create it"):
-        machines_of_all(config, 8, (H200, 2**62))
-
-
-def gather_on(folder, disk_paths):
-    """As a node under torchrun, each with a disk of its own."""
-    rank = dist.get_rank()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}.items():
-            patch.setenv(name, str(value))
-        config, _ = llama(folder, memory__disk_path=disk_paths[rank])
-        with pytest.raises(ConfigError) as refused:
-            machines_of_all(config, 2, (H200, 2**62))
-    return str(refused.value)
-
-
-def test_where_one_node_is_refused_the_others_do_not_wait(ranks, tmp_path):
-    for message in ranks.run(2, gather_on, tmp_path, [tmp_path, tmp_path / "nowhere"]):
-        assert message.startswith("rank 1: memory.disk_path=") and "nowhere is not a directory" in message
+        machine_here(config, 8, (H200, 2**62))
 
 
 def plan_on(folder, host_bytes_by_rank, context_by_rank):
@@ -203,13 +187,13 @@ def plan_on(folder, host_bytes_by_rank, context_by_rank):
             patch.setenv(name, str(value))
         has(patch, host_bytes_by_rank[rank], host_bytes_by_rank[rank])
         config, told = llama(folder, data__context=context_by_rank[rank])
-        machines = machines_of_all(config, 2, (H200, 2**62))
+        machines = gathered(together(machine_here, config, 2, (H200, 2**62)))
         try:
-            check_ranks_agree(config)
+            together(check_ranks_agree, gathered(config))
         except ConfigError as error:
             return str(error)
         resolved, _ = planned(config, told, 2, machines)
-        check_ranks_agree(resolved)
+        together(check_ranks_agree, gathered(resolved))
         alone, _ = planned(config, told, 2, [machines[rank]])
     return resolved, alone
 
@@ -221,15 +205,25 @@ def test_ranks_on_unequal_nodes_plan_the_same_for_the_smaller_one(ranks, tmp_pat
     assert rich.memory != poor.memory
 
 
-@pytest.mark.parametrize("texts", [["a: 1\n", "a: 1\nb: 2\n"], ["a: 1\nb: 2\n", "a: 1\n"]])
-def test_settings_that_only_one_rank_has_are_refused(monkeypatch, tmp_path, texts):
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist, "all_gather_object", lambda into, _: into.__setitem__(slice(None), texts))
-    with pytest.raises(ConfigError, match="`b: 2`.*give every node the same settings"):
-        check_ranks_agree(llama(tmp_path)[0])
-
-
 def test_ranks_with_other_settings_are_refused_not_waited_for(ranks, tmp_path):
     for message in ranks.run(2, plan_on, tmp_path, [600 * 10**9] * 2, ["1M", "512K"]):
         assert message.startswith("rank 0 has `context: 1048576` and rank 1 `context: 524288`; give every node")
+
+
+def test_a_run_that_goes_on_with_more_context_than_fits_is_told_what_does(tmp_path):
+    config, told = llama(tmp_path, data__context="128K")
+    run, _ = planned(config, told, 8, [node()])
+    for context, fits in (("256K", True), ("2M", False)):
+        data = dataclasses.replace(run.data, context=context)
+        longer, given_now = dataclasses.replace(run, data=data), {"data.context"}
+        if fits:
+            check_still_fits(longer, given_now, 8, [node()])
+            continue
+        with pytest.raises(
+            ConfigError, match=r"data.context=2097152 .* does not fit with the run's settings"
+        ) as refused:
+            check_still_fits(longer, given_now, 8, [node()])
+        words = str(refused.value).split()
+        ways = [word for before, word in zip(words, words[1:], strict=False) if before == "--set"]
+        changed = load(None, [f"model.path={run.model.path}", "data.context=2M", *(way.rstrip(",") for way in ways)])
+        check_still_fits(changed, given_now, 8, [node()])

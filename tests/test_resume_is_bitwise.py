@@ -1,12 +1,15 @@
 """A run that was stopped, killed or moved goes on as if nothing had happened."""
 
+import contextlib
 import dataclasses
+import io
 import shutil
 import signal
 
 import psutil
 import pytest
 
+from ithaka.config import load
 from ithaka.train.loop import run
 from runs import metrics, numbers, start_process, tiny_run, wait_for
 
@@ -73,3 +76,29 @@ def test_finished_run_is_not_resumed_without_more_steps(ranks, tmp_path):
     with pytest.raises(AssertionError, match=r"train.steps=1 is reached already.*--set train.steps=2"):
         ranks.run(1, run, config, config.train.run_dir)
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
+
+
+def go_on(config):
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        run(config, config.train.run_dir)
+    return output.getvalue()
+
+
+def test_changed_settings_are_told_on_the_console_and_kept_with_the_run(ranks, tmp_path):
+    config = tiny_run(tmp_path, train={"steps": 1})
+    ranks.run(1, run, config)
+    for steps, context in ((2, 90), (3, 90)):
+        train = dataclasses.replace(config.train, steps=steps)
+        config = dataclasses.replace(config, train=train, data=dataclasses.replace(config.data, context=context))
+        [output] = ranks.run(1, go_on, config)
+        assert f" {steps} (was {steps - 1})" in output
+        assert ("data.context  90 (was 61); the data goes on at the next token" in output) == (steps == 2)
+    head = [line for line in (tmp_path / "run/config.yaml").read_text().splitlines() if line.startswith("#")]
+    assert [line.split(" (was")[0] for line in head] == [
+        "# after step 1: data.context=90",
+        "# after step 1: train.steps=2",
+        "# after step 2: train.steps=3",
+    ]
+    assert load(tmp_path / "run/config.yaml") == config
+    lines = metrics(config.train.run_dir)
+    assert [line["tokens"] for line in lines] == [0, 2 * 61, 2 * (61 + 90), 2 * (61 + 90 + 90)]

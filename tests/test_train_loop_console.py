@@ -3,6 +3,7 @@
 import io
 import json
 import signal
+import time
 from unittest.mock import MagicMock
 
 import pytest
@@ -13,8 +14,10 @@ from ithaka.config import ConfigError
 from ithaka.model.batch import num_pairs
 from ithaka.train import console as console_module
 from ithaka.train import loop
+from ithaka.train import status as status_module
 from ithaka.train.console import Console, Metrics, Record, amount, step_flops
 from ithaka.train.loop import Diverged, run
+from ithaka.train.status import status
 from ithaka.train.stop import StopRequest
 from runs import metrics, start_process, tiny_run, wait_for
 
@@ -153,3 +156,35 @@ def test_pairs_are_counted_inside_documents_and_windows():
         visible = (j <= i) & (ids[:, None] == ids[None]) & (j > i - (window or 99))
         seen += visible.long()
     assert num_pairs(documents, [None, 2]) == int(seen.sum())
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_takes_long_is_said_at_once_on_a_terminal_and_later_elsewhere(monkeypatch, capsys, terminal):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(status_module, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(
+        status_module, "RichConsole", lambda **given: RichConsole(**given, force_terminal=terminal, width=80)
+    )
+    with status("reading"):
+        assert ("reading" in capsys.readouterr().out) == terminal
+    after = capsys.readouterr().out
+    assert after.endswith("\x1b[1A\x1b[2K") if terminal else after == ""
+    with status("building [it]"):
+        time.sleep(0.5)
+    assert "building [it] ..." in capsys.readouterr().out
+    monkeypatch.setenv("RANK", "1")
+    with status("not said by others"):
+        time.sleep(0.5)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_bar_says_what_is_done_besides_steps(tmp_path, monkeypatch):
+    output = io.StringIO()
+    screen = {"file": output, "force_terminal": True, "width": 160}
+    monkeypatch.setattr(console_module, "RichConsole", lambda **given: RichConsole(**given, **screen))
+    shown = Console(tmp_path, num_steps=3)
+    shown.start_progress(0)
+    with shown.doing("first step"):
+        shown._progress.refresh()
+    shown.close()
+    assert "first step ..." in output.getvalue()

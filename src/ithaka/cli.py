@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import ithaka
 from ithaka.config import CPU_DEFAULT, GPU_DEFAULT, Config, ConfigError, given, load
 from ithaka.outputs import check_file, check_new_folder
+
+if TYPE_CHECKING:
+    from ithaka.train.planned import Machine
 
 app = typer.Typer(
     add_completion=False,
@@ -24,7 +26,6 @@ app = typer.Typer(
     help="Train standard transformers on sequences of 100 thousand to 10 million tokens.",
 )
 
-EXIT_CONFIG = 2
 EXIT_DOES_NOT_FIT = 3  # as for running out of memory
 
 
@@ -42,10 +43,11 @@ def explains_errors(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **kwargs)
         except ConfigError as error:
-            # Under torchrun all ranks of a node see the same: one of them says it.
-            if os.environ.get("LOCAL_RANK", "0") == "0":
-                print(f"ConfigError: {error}", file=sys.stderr, flush=True)
-            raise typer.Exit(EXIT_CONFIG) from None
+            from ithaka.train.launch import outcome_of, tell
+
+            outcome = outcome_of(error)
+            tell(outcome)
+            raise typer.Exit(outcome.code) from None
 
     return explained
 
@@ -86,23 +88,22 @@ def train(
 ) -> None:
     """Train a model: the one CONFIG.yaml names, or without it a small one on Python's own sources."""
     from ithaka.train import launch
-    from ithaka.train.check import check_run
 
     changes = [*(overrides or [])]
     changes += [f"parallel.ranks={ranks}"] if ranks is not None else []
-    gpus = launch.num_gpus()
-    resolved = resolve(config, changes, resume, run_dir, gpus)
-    num_ranks = launch.decide_ranks(resolved.parallel.ranks, gpus)
-    if resume is None:
-        resolved = plan_settings(config, changes, resolved, num_ranks)
-    check_run(resolved, num_ranks, resume)
+    resolved, num_ranks = ready(config, changes, resume, run_dir)
     raise typer.Exit(launch.run_ranks(train_rank, (resolved, resume), num_ranks))
 
 
 def train_rank(config: Config, resume: Path | None, only_profile: bool = False) -> None:
     """What every rank runs; the first one then draws the run."""
-    from ithaka.dist.mesh import end_process_group
-    from ithaka.train.loop import run
+    from ithaka.train.status import status
+
+    with status("starting the ranks"):  # each imports what it needs
+        from ithaka.dist.mesh import end_process_group, start_process_group
+        from ithaka.train.loop import run
+
+        start_process_group()
 
     run(config, resume, only_profile)
     end_process_group()  # under torchrun planning has started it
@@ -138,16 +139,11 @@ def profile(
 ) -> None:
     """Run a few steps of a training run and show where memory and time go. Nothing is saved but that."""
     from ithaka.train import launch
-    from ithaka.train.check import check_run
 
     changes = [*(overrides or []), f"train.steps={steps}", f"profile.every={steps}"]
     changes += ["train.validate_every=0", "train.validate_sequences=0"]
     changes += [f"parallel.ranks={ranks}"] if ranks is not None else []
-    gpus = launch.num_gpus()
-    resolved = resolve(config, changes, None, run_dir, gpus)
-    num_ranks = launch.decide_ranks(resolved.parallel.ranks, gpus)
-    resolved = plan_settings(config, changes, resolved, num_ranks)
-    check_run(resolved, num_ranks, None)
+    resolved, num_ranks = ready(config, changes, None, run_dir)
     raise typer.Exit(launch.run_ranks(train_rank, (resolved, None, True), num_ranks))
 
 
@@ -165,6 +161,47 @@ def report(
     print(write_report(run_dirs, out))
 
 
+def ready(file: Path | None, changes: list[str], resume: Path | None, run_dir: Path | None) -> tuple[Config, int]:
+    """The run that was asked for, with every setting decided and checked, and its ranks. Under torchrun every rank does
+    this, and what one is refused for, all are."""
+    from ithaka.train.status import status
+
+    with status("loading PyTorch"):
+        from ithaka.train.together import gathered, together
+
+    with status("checking settings and data"):
+        asked, machine = together(_asked, file, changes, resume, run_dir)
+        everyone = gathered((asked, machine))
+        return together(_decided, file, changes, resume, everyone)
+
+
+def _asked(file: Path | None, changes: list[str], resume: Path | None, run_dir: Path | None) -> tuple[Config, Machine]:
+    """What this rank was told, and what it has to do it with."""
+    from ithaka.train import launch
+    from ithaka.train.planned import machine_here
+
+    gpus = launch.num_gpus()
+    config = resolve(file, changes, resume, run_dir, gpus)
+    num_ranks = launch.decide_ranks(config.parallel.ranks, gpus)
+    return config, machine_here(config, num_ranks, launch.gpu())
+
+
+def _decided(
+    file: Path | None, changes: list[str], resume: Path | None, everyone: Sequence[tuple[Config, Machine]]
+) -> tuple[Config, int]:
+    """The same on every rank, from what they all were told and have."""
+    from ithaka.train import launch
+    from ithaka.train.check import check_run
+    from ithaka.train.planned import check_ranks_agree
+
+    configs, machines = [config for config, _ in everyone], [machine for _, machine in everyone]
+    check_ranks_agree(configs)
+    num_ranks = launch.decide_ranks(configs[0].parallel.ranks, launch.num_gpus())
+    config = plan_settings(file, changes, resume, configs[0], num_ranks, machines)
+    check_run(config, num_ranks, resume)
+    return config, num_ranks
+
+
 def resolve(file: Path | None, changes: list[str], resume: Path | None, run_dir: Path | None, gpus: int) -> Config:
     """The configuration of the run, with its run directory set."""
     if resume is None:
@@ -176,16 +213,20 @@ def resolve(file: Path | None, changes: list[str], resume: Path | None, run_dir:
     return dataclasses.replace(config, train=dataclasses.replace(config.train, run_dir=run_dir))
 
 
-def plan_settings(file: Path | None, changes: list[str], config: Config, num_ranks: int) -> Config:
-    """What is not given, decided by the planner on GPUs that it knows, for all nodes at once; prints the plan."""
+def plan_settings(
+    file: Path | None, changes: list[str], resume: Path | None, config: Config, num_ranks: int, machines: list[Machine]
+) -> Config:
+    """What is not given, decided by the planner on GPUs that it knows, for all nodes at once; prints the plan. A run
+    that goes on keeps what was decided."""
     from ithaka.plan import show
     from ithaka.train import launch
-    from ithaka.train.planned import check_ranks_agree, machines_of_all, planned
+    from ithaka.train import resume as resuming
+    from ithaka.train.planned import check_still_fits, planned
 
-    if launch.num_gpus() == 0:
+    if resume is not None:
+        if set(resuming.WORK) & set(resuming.changes(resuming.settings_of_run(resume), config)):
+            check_still_fits(config, given(None, changes), num_ranks, machines)
         return config
-    machines = machines_of_all(config, num_ranks, launch.gpu())
-    check_ranks_agree(config)
     told = given(file, changes, _embedded_default(file, changes, launch.num_gpus()))
     resolved, plan = planned(config, told, num_ranks, machines)
     if plan is not None and os.environ.get("RANK", "0") == "0":
@@ -206,6 +247,8 @@ def _resumed(file: Path | None, changes: list[str], resume: Path, run_dir: Path 
         raise ConfigError(f"config={file} cannot be given with --resume {resume}; change settings with --set")
     if run_dir is not None:
         raise ConfigError(f"--run-dir {run_dir} cannot be given with --resume {resume}; leave it out")
+    if "train.run_dir" in given(None, changes):
+        raise ConfigError(f"--set train.run_dir cannot be given with --resume {resume}; leave it out")
     if not (resume / "config.yaml").is_file():
         raise ConfigError(f"--resume {resume} holds no config.yaml; give the directory of an earlier run")
     return load(resume / "config.yaml", changes)

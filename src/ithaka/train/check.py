@@ -9,6 +9,7 @@ from ithaka.config import Config, ConfigError, embedded_model
 from ithaka.plan.shape import ModelShape, read_shape, shape_from_config
 from ithaka.train import launch
 from ithaka.train.budget import check_budgets
+from ithaka.train.resume import check_changes, to_go_on_from
 
 
 def check_run(config: Config, num_ranks: int, resume: Path | None) -> None:
@@ -24,7 +25,8 @@ def check_run(config: Config, num_ranks: int, resume: Path | None) -> None:
     check_weights(config.model.path)
     check_kernel(config)
     if resume is not None:
-        check_resume(resume)
+        to_go_on_from(resume, config)
+        check_changes(resume, config, shape)
     # Late, because it imports transformers.
     from ithaka.train import data
 
@@ -148,12 +150,6 @@ def check_run_dir(run_dir: Path | None) -> None:
         raise ConfigError(f"train.run_dir={run_dir} cannot be created: {existing} is a file; give a directory")
     if not os.access(existing, os.W_OK):
         raise ConfigError(f"train.run_dir={run_dir} cannot be written; give another with --run-dir")
-
-
-def check_resume(run_dir: Path) -> None:
-    from ithaka.train import checkpoint
-
-    checkpoint.find(run_dir)
 
 
 def _ranks(count: int) -> str:

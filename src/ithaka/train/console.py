@@ -11,6 +11,8 @@ import os
 import resource
 import sys
 import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ithaka.config import ConfigError
 from ithaka.profile.progress import Report
+from ithaka.train.status import AGAIN_S, status
 
 
 @dataclass(frozen=True)
@@ -196,6 +199,18 @@ class Console:
         )
         self._task = self._progress.add_task("train", total=self.num_steps, completed=step, status="")
         self._progress.start()
+
+    @contextmanager
+    def doing(self, what: str, again_s: float | None = AGAIN_S) -> Iterator[None]:
+        """Says what is done besides steps: in the progress bar where there is one."""
+        if not self.active:
+            yield
+        elif self._progress is not None:
+            self._progress.update(self._task, status=f"{what} ...")
+            yield
+        else:
+            with status(what, again_s):
+                yield
 
     def say(self, text: str) -> None:
         """Prints `text` as it is, above the progress bar where there is one."""

@@ -206,7 +206,7 @@ class TrainData:
         if state["version"] != 1 or state["data"] != self._fingerprint():
             raise ConfigError(
                 "data.path, its files, data.text_field, data.validation_fraction, data.tokenizer or train.seed are not "
-                "those of the checkpoint; put them back, or start a new run"
+                "those of the checkpoint; put them back, or export the run and start a new one from its weights"
             )
         self.stream.seek(Position(**{key: int(state[key]) for key in asdict(Position())}))
 

@@ -40,6 +40,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 RankFunction = Callable[..., None]
 
 
+class SharedError(ConfigError):
+    """A refusal that every rank has: of all of them, the first tells the user."""
+
+
 def num_gpus() -> int:
     """CUDA devices this process may use."""
     import torch
@@ -83,8 +87,7 @@ def run_ranks(function: RankFunction, args: tuple[Any, ...], num_ranks: int) -> 
     """
     alone = under_torchrun() or num_ranks == 1
     outcome = _call(function, args) if alone else _run_children(function, args, num_ranks)
-    if outcome.text:
-        print(outcome.text, file=sys.stderr, flush=True)
+    tell(outcome)
     return outcome.code
 
 
@@ -94,7 +97,21 @@ class Outcome:
 
     code: int
     text: str = ""
+    shared: bool = False  # every rank ends with the same
     time_s: float = field(default_factory=time.time)
+
+
+def tell(outcome: Outcome) -> None:
+    """Prints its text to stderr; of ranks that share it the first does, and all return once it has: the end of one
+    makes torchrun end the others."""
+    shared = outcome.shared and under_torchrun()
+    if outcome.text and (not shared or os.environ["RANK"] == "0"):
+        print(outcome.text, file=sys.stderr, flush=True)
+    if shared:
+        import torch.distributed as dist
+
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def _call(function: RankFunction, args: tuple[Any, ...]) -> Outcome:
@@ -102,13 +119,17 @@ def _call(function: RankFunction, args: tuple[Any, ...]) -> Outcome:
     try:
         function(*args)
         return Outcome(0)
-    except ConfigError as error:
-        return Outcome(EXIT_CONFIG, f"ConfigError: {error}")
     except KeyboardInterrupt:
         return Outcome(128 + signal.SIGINT, "stopped by SIGINT")
     except Exception as error:
-        code = EXIT_MEMORY if is_out_of_memory(error) else EXIT_FAILED
-        return Outcome(code, _explanation(error))
+        return outcome_of(error)
+
+
+def outcome_of(error: Exception) -> Outcome:
+    """To be called where the error is handled: a traceback may be wanted."""
+    if isinstance(error, ConfigError):
+        return Outcome(EXIT_CONFIG, f"ConfigError: {error}", shared=isinstance(error, SharedError))
+    return Outcome(EXIT_MEMORY if is_out_of_memory(error) else EXIT_FAILED, _explanation(error))
 
 
 def _explanation(error: Exception) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from ithaka.config import Config, ConfigError, embedded_model, to_yaml
+from ithaka.config import Config, embedded_model, to_yaml
 from ithaka.dist.mesh import Mesh, default_device, end_process_group, make_mesh, start_process_group
 from ithaka.model.build import build_model
 from ithaka.model.settings import settings_of
@@ -38,9 +39,12 @@ from ithaka.train.console import (
 from ithaka.train.data import Batch, Tokenizer, TrainData, load_tokenizer, open_data
 from ithaka.train.optim import learning_rate, make_optimizer
 from ithaka.train.planned import check_ranks_agree
+from ithaka.train.resume import changes, history, settings_of_run, to_go_on_from
 from ithaka.train.shortage import Shortage, Witness, explain, headline, is_shortage, plan_of_run
+from ithaka.train.status import status
 from ithaka.train.step import StepResult, sample, train_step, validation_loss
 from ithaka.train.stop import StopRequest
+from ithaka.train.together import gathered, together
 from ithaka.train.watch import Watch, write_facts
 
 SAMPLE_PROMPT_TOKENS = 64
@@ -66,10 +70,12 @@ class Trainer:
         model: PreTrainedModel,
         data: TrainData,
         tokenizer: Tokenizer | None,
+        changed: dict[str, str] | None = None,
     ):
+        """`changed`: the settings that differ from those of the run that goes on, in words."""
         assert config.train.run_dir is not None, "resolved before the ranks start: one name for all of them"
         self.config, self.mesh, self.model, self.data, self.tokenizer = config, mesh, model, data, tokenizer
-        self.run_dir = config.train.run_dir
+        self.run_dir, self.changed = config.train.run_dir, changed or {}
         self.optimizer = make_optimizer(model, config.optim)
         self.windows = model_shape(config).windows
         self.step = 0
@@ -78,10 +84,11 @@ class Trainer:
 
     @phase("loading the checkpoint")
     def load(self, path: Path) -> None:
-        state = checkpoint.load(path, self.model, self.optimizer)
+        """Of the data, the place is set already: it can be refused."""
+        with status("loading the checkpoint"):
+            state = checkpoint.load(path, self.model, self.optimizer)
         self.step = self.saved_step = state["step"]
         self.tokens = state["tokens"]
-        self.data.load_state_dict(state["data"])
 
     @phase("saving")
     def save(self) -> None:
@@ -153,46 +160,49 @@ def run(config: Config, resume: Path | None = None, only_profile: bool = False) 
 
 
 def prepare(config: Config, resume: Path | None) -> Trainer:
-    """Everything that can refuse the configuration comes before anything is written."""
-    if config.train.tensorboard:
-        check_tensorboard()
-    found = checkpoint.find(resume) if resume is not None else None
-    trainer = _build(config)
+    """Everything that can refuse the configuration comes before anything is written, and is refused on all ranks."""
+    start_process_group()
+    together(check_ranks_agree, gathered(config))
+    mesh = make_mesh(dist.get_world_size() if config.parallel.cp == "all" else config.parallel.cp)
+    found = together(_found, config, resume)
+    trainer = together(_build, config, mesh, found)
     if found is not None:
         trainer.load(found)
-    if trainer.step >= config.train.steps:
-        raise ConfigError(
-            f"train.steps={config.train.steps} is reached already by checkpoint {found}; "
-            f"to go on give more: --set train.steps={2 * trainer.step}"
-        )
-    if trainer.mesh.rank == 0:
-        _write_run_dir(trainer)
+    together(_write_run_dir, trainer)
     return trainer
 
 
-def _build(config: Config) -> Trainer:
-    start_process_group()
-    check_ranks_agree(config)
-    mesh = make_mesh(dist.get_world_size() if config.parallel.cp == "all" else config.parallel.cp)
+def _found(config: Config, resume: Path | None) -> Path | None:
+    if config.train.tensorboard:
+        check_tensorboard()
+    return to_go_on_from(resume, config) if resume is not None else None
+
+
+def _build(config: Config, mesh: Mesh, found: Path | None = None) -> Trainer:
+    """Model and data of this rank, the data at the place of the checkpoint; nothing is communicated."""
     torch.manual_seed(config.train.seed + mesh.rank)
     source = config.model.path or embedded_model(config.model.embedded)
     budget = store_host_bytes(config, model_shape(config), mesh.cp_size, mesh.world_size, mesh.device.type == "cuda")
     settings = dataclasses.replace(settings_of(config, mesh.device), host_bytes=budget)
     kernel_of(config, mesh)  # refused here, before anything is written
-    with phase("building the model"):
+    with phase("building the model"), status("building the model"):
         model = build_model(source, mesh, settings, seed=config.train.seed)
-    tokenizer = load_tokenizer(config.data, config.model.path)
-    data = open_data(
-        config.data,
-        tokenizer=tokenizer,
-        seed=config.train.seed,
-        dp_rank=mesh.dp_rank,
-        dp_size=mesh.dp_size,
-        batch=config.train.batch,
-        vocab_size=model.config.vocab_size,
-        eos_id=_eos_id(model.config) if tokenizer is None else None,
-    )
-    return Trainer(config, mesh, model, data, tokenizer)
+    with status("opening the data"):
+        tokenizer = load_tokenizer(config.data, config.model.path)
+        data = open_data(
+            config.data,
+            tokenizer=tokenizer,
+            seed=config.train.seed,
+            dp_rank=mesh.dp_rank,
+            dp_size=mesh.dp_size,
+            batch=config.train.batch,
+            vocab_size=model.config.vocab_size,
+            eos_id=_eos_id(model.config) if tokenizer is None else None,
+        )
+    if found is None:
+        return Trainer(config, mesh, model, data, tokenizer)
+    data.load_state_dict(checkpoint.read_state(found)["data"])
+    return Trainer(config, mesh, model, data, tokenizer, changes(settings_of_run(found.parents[1]), config))
 
 
 def kernel_of(config: Config, mesh: Mesh) -> str:
@@ -207,10 +217,13 @@ def _eos_id(model_config: Any) -> int | None:
 
 
 def _write_run_dir(trainer: Trainer) -> None:
-    """The resolved configuration, and what export needs besides weights."""
+    """The resolved configuration, and what export needs besides weights.  Rank 0 does it."""
+    if trainer.mesh.rank != 0:
+        return
     folder = trainer.run_dir / "model"
     folder.mkdir(parents=True, exist_ok=True)
-    checkpoint.write_atomic(trainer.run_dir / "config.yaml", to_yaml(trainer.config))
+    told = history(trainer.run_dir, trainer.step, trainer.changed) if trainer.step else ""
+    checkpoint.write_atomic(trainer.run_dir / "config.yaml", told + to_yaml(trainer.config))
     trainer.model.config.save_pretrained(folder)
     if getattr(trainer.model, "generation_config", None) is not None:
         trainer.model.generation_config.save_pretrained(folder)
@@ -246,17 +259,22 @@ def _steps(trainer: Trainer, stop: StopRequest, console: Console, save: bool) ->
     if console.active:
         write_facts(trainer.run_dir, watch.job, trainer.mesh)
     if trainer.step == 0 and settings.validate_every:
-        val_loss = trainer.validate()
+        with console.doing("validation before the first step"):
+            val_loss = trainer.validate()
         _, peaks = _agree(stop, trainer.mesh)
         console.step(Record(0, None, val_loss, None, None, 0, 0, None, None, None, *peaks))
-    asked = False
+    asked, first = False, trainer.step + 1
     while trainer.step < settings.steps and not asked:
         start = time.perf_counter()
-        batches = trainer.next_batches()
-        with watch.step(trainer.step + 1, batches):
-            result, lr, num_tokens = trainer.advance(batches)
-            step_s = time.perf_counter() - start
-        val_loss = trainer.validate() if trainer.due(settings.validate_every) else None
+        with console.doing("first step", again_s=None) if trainer.step < first else nullcontext():
+            batches = trainer.next_batches()
+            with watch.step(trainer.step + 1, batches):
+                result, lr, num_tokens = trainer.advance(batches)
+                step_s = time.perf_counter() - start
+        val_loss = None
+        if trainer.due(settings.validate_every):
+            with console.doing("validation"):
+                val_loss = trainer.validate()
         asked, (device_peak, host_peak) = _agree(stop, trainer.mesh, watch.device_peak_bytes)
         console.step(
             Record(
@@ -275,7 +293,8 @@ def _steps(trainer: Trainer, stop: StopRequest, console: Console, save: bool) ->
             )
         )
         if save and (asked or trainer.due(settings.save_every)):
-            trainer.save()
+            with console.doing("saving"):
+                trainer.save()
     return asked
 
 
@@ -324,11 +343,13 @@ def _header(trainer: Trainer) -> dict[str, str]:
     }
     if trainer.step:
         facts["resumed"] = f"after step {trainer.step}"
+    facts |= trainer.changed
     return facts
 
 
 def _finish(trainer: Trainer, console: Console) -> None:
-    text = _sample_text(trainer)
+    with console.doing("writing a sample"):
+        text = _sample_text(trainer)
     if not console.active:
         return
     records = read_metrics(trainer.run_dir / "metrics.jsonl")

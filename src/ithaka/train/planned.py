@@ -11,17 +11,14 @@ import sys
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
 from ithaka.config import Config, ConfigError, to_yaml
-from ithaka.dist.mesh import start_process_group
 from ithaka.plan.hardware import Gpu, Hardware, gpu_named, least_gpu
 from ithaka.plan.host import Host, this_host
 from ithaka.plan.layout import Work
 from ithaka.plan.search import SETTINGS, Plan, choose, fixed_settings, settings_of
-from ithaka.train import launch
 from ithaka.train.budget import local_ranks
 from ithaka.train.check import check_disk, model_shape
+from ithaka.train.resume import shown
 
 CP = "parallel.cp"  # never the planner's: it would change how many sequences a step has
 
@@ -52,42 +49,16 @@ def this_machine(config: Config, num_ranks: int, gpu: tuple[str, int] | None, ho
     )
 
 
-def machines_of_all(config: Config, num_ranks: int, gpu: tuple[str, int] | None) -> list[Machine]:
-    """Of every rank where other nodes may take part, that is under torchrun; else of this node.
-
-    What one rank is refused for, all are: the others would wait for it.
-    """
-    answers = _gathered(_machine_or_refusal(config, num_ranks, gpu))
-    for rank, answer in enumerate(answers):
-        if isinstance(answer, str):
-            raise ConfigError(f"rank {rank}: {answer}" if len(answers) > 1 else answer)
-    return [answer for answer in answers if isinstance(answer, Machine)]
-
-
-def _machine_or_refusal(config: Config, num_ranks: int, gpu: tuple[str, int] | None) -> Machine | str:
-    try:
-        check_disk(config)
-    except ConfigError as error:
-        return str(error)
+def machine_here(config: Config, num_ranks: int, gpu: tuple[str, int] | None) -> Machine:
+    """This rank's, before the run takes anything of it."""
+    check_disk(config)
     return this_machine(config, num_ranks, gpu, this_host(config.memory.disk_path))
 
 
-def _gathered(mine: Machine | str) -> list[Machine | str]:
-    if not launch.under_torchrun():
-        return [mine]
-    start_process_group()
-    answers = [mine] * dist.get_world_size()
-    dist.all_gather_object(answers, mine)
-    return answers
-
-
-def check_ranks_agree(config: Config) -> None:
+def check_ranks_agree(configs: Sequence[Config]) -> None:
     """Refuses ranks with different settings, whose collectives would wait for each other for ever: under torchrun every
     node reads its own file."""
-    if not dist.is_initialized():
-        return
-    texts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, to_yaml(config))
+    texts = [to_yaml(config) for config in configs]
     for rank, text in enumerate(texts):
         for first, other in itertools.zip_longest(texts[0].splitlines(), text.splitlines(), fillvalue=""):
             if first != other:
@@ -113,6 +84,20 @@ def planned(config: Config, given: Set[str], num_ranks: int, machines: Sequence[
     if not plan.fits:
         raise ConfigError(_refusal(config, plan))
     return _with(config, settings_of(plan), names), plan
+
+
+def check_still_fits(config: Config, given: Set[str], num_ranks: int, machines: Sequence[Machine]) -> None:
+    """For a run that goes on with longer or more sequences, with settings that were made for what it had."""
+    try:
+        planned(config, set(SETTINGS), num_ranks, machines)
+    except ConfigError:
+        other, _ = planned(config, given, num_ranks, machines)  # refuses what no settings make fit
+        names = [n for n in SETTINGS if operator.attrgetter(n)(other) != operator.attrgetter(n)(config)]
+        ways = " ".join(f"--set {n}={shown(operator.attrgetter(n)(other))}" for n in names)
+        raise ConfigError(
+            f"data.context={config.data.context} with train.batch={config.train.batch} does not fit with the run's "
+            f"settings; add {ways}, which is planned to fit, or --set memory.plan=off to try anyway"
+        ) from None
 
 
 def hardware_of(machines: Sequence[Machine], num_ranks: int) -> Hardware | None:
