@@ -8,7 +8,7 @@ from typing import Any
 
 from ithaka.plan.hardware import Hardware
 from ithaka.plan.layout import Layout, Work
-from ithaka.plan.search import Plan, choose, evaluate, longest
+from ithaka.plan.search import SETTINGS, Plan, choose, evaluate, longest
 from ithaka.plan.shape import ModelShape
 
 LADDER_TILE = 8192
@@ -47,16 +47,7 @@ def ladder(shape: ModelShape, hardware: Hardware, work: Work) -> list[Rung]:
 
 
 def _rung(name: str, shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Rung:
-    fixed = {
-        "cp": layout.cp,
-        "heads_per_stage": layout.heads_per_stage,
-        "tile_tokens": layout.tile_tokens,
-        "checkpoint": layout.checkpoint,
-        "input_tier": layout.input_tier,
-        "keep_attention": 0,
-        "offload_optimizer": False,
-        "overlap": False,
-    }
+    fixed = {entry: getattr(layout, entry) for entry in SETTINGS.values()}
     context, _ = longest(shape, hardware, fixed, work.batch)
     return Rung(name, evaluate(shape, layout, hardware, work), context)
 

@@ -110,7 +110,7 @@ def gpu_phases(
     yield "backward, last layer", step.last_layer()
     yield FIRST_LAYER, step.first_layer()
     yield "backward, embedding", step.embedding()
-    yield "update", step.held(Moment("update"), weights=step.root, arrived=_all(shape))
+    yield "update", step.held(Moment("update"), weights=step.root, arrived=shape.num_parameters)
 
 
 class _Step:
@@ -122,7 +122,8 @@ class _Step:
         self.states = _states(shape, layout, hardware)
         self.inputs, self.outputs = _kept_on_device(shape, layout, s)
         self.own_output = self.outputs // layout.keep_attention if layout.keep_attention else 0
-        head, layer, e, wide = shape.vocab * shape.hidden, shape.layer_parameters, layout.element_bytes, layout.sum_bytes
+        e, wide = layout.element_bytes, layout.sum_bytes
+        head, layer = shape.vocab * shape.hidden, shape.layer_parameters
         self.head, self.wide_head, self.layer, self.wide_layer = head * e, head * wide, layer * e, layer * wide
         # Tied, the embedding belongs to FSDP2's root: whole all the time, and its first gradient waits for its second.
         self.root = self.tied_grad = self.head if shape.tied else 0
@@ -133,7 +134,7 @@ class _Step:
         """`arrived`: parameters whose gradients are shards already. `waiting`: gradients on their way there."""
         return {
             "parameters": self.states["parameters"],
-            "gradients": self.states["gradients"] * arrived // _all(self.shape) + waiting + moment.sums,
+            "gradients": self.states["gradients"] * arrived // self.shape.num_parameters + waiting + moment.sums,
             "optimizer": self.states["optimizer"],
             "layer weights": weights,
             "residual stream": moment.stream,
@@ -202,10 +203,6 @@ class _Step:
                 own = self.own_output if kept and direction == "forward" else 0
                 found.append((layer_peak(shape, layout, self.s, kept, direction), self.outputs - own))
         return max(found, key=lambda pair: pair[0].live + pair[1])
-
-
-def _all(shape: ModelShape) -> int:
-    return max(shape.num_parameters, 1)
 
 
 def _states(shape: ModelShape, layout: Layout, hardware: Hardware) -> dict[str, int]:

@@ -272,6 +272,7 @@ def layer_moments(shape: ModelShape, layout: Layout, s: int, kept: bool) -> Iter
 
 def layer_peak(shape: ModelShape, layout: Layout, s: int, kept: bool, direction: str) -> Moment:
     """The moment of "forward" or "backward" at which most is live."""
+    # Only what decides the moments, so that layouts that differ in the rest share an entry of the cache.
     alike = Layout(
         layout.cp,
         layout.heads_per_stage,

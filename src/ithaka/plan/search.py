@@ -346,11 +346,12 @@ def _stage_widths(shape: ModelShape, cp: int, fixed: Mapping[str, Any]) -> list[
     if "heads_per_stage" in fixed:
         width = fixed["heads_per_stage"]
         return [width] if width is None or width % cp == 0 else []
-    widths, slots = [], -(-shape.heads // cp)
+    widths: list[int | None] = []
+    slots = -(-shape.heads // cp)
     while slots:
         widths.append(slots * cp)
         slots //= 2
-    return [*widths]
+    return widths
 
 
 def _tiers(wanted: Tier | None, hardware: Hardware) -> tuple[Tier, ...]:

@@ -331,14 +331,14 @@ def sweep_text(points: list[Point], model: str) -> str:
             tokens(point.max_context) if point.max_context else "none",
         )
     title = f"{model}, {tokens(plan.work.context)} tokens, {plan.hardware.name}, cp={plan.layout.cp}"
-    return "\n".join([title, *_rendered(table), "", *_dots(points)])
+    return "\n".join([title, *_rendered(table), "", *_memory_bars(points)])
 
 
 def sweep_dict(points: list[Point]) -> list[dict[str, Any]]:
     return [{"heads_per_stage": p.heads_per_stage, "max_context": p.max_context, **as_dict(p.plan)} for p in points]
 
 
-def _dots(points: list[Point]) -> list[str]:
+def _memory_bars(points: list[Point]) -> list[str]:
     """GPU memory as bars, one line per point."""
     most = max(p.plan.ledger.gpu_peak for p in points)
     return [
@@ -382,12 +382,12 @@ def sweep_svg(points: list[Point], model: str) -> str:
         dots.append(f'<text x="{cx + 8:.1f}" y="{cy - 6:.1f}">{escape(label, quote=False)}</text>')
     plan = points[0].plan
     title = f"{model} on {plan.hardware.name}: heads_per_stage at {tokens(plan.work.context)} tokens"
-    x_axis, (x0, y0), (x1, _), (_, y1) = "", place(0, 0), place(x_end, 0), place(0, y_end)
+    ticks, (x0, y0), (x1, _), (_, y1) = "", place(0, 0), place(x_end, 0), place(0, y_end)
     for i in range(1, 5):
         x, y = x_end * i / 5, y_end * i / 5
         (px, _), (_, py) = place(x, 0), place(0, y)
-        x_axis += f'<text x="{px:.1f}" y="{y0 + 18:.1f}" text-anchor="middle">{x:.0f}</text>'
-        x_axis += f'<text x="{x0 - 8:.1f}" y="{py + 4:.1f}" text-anchor="end">{y:.1f}M</text>'
+        ticks += f'<text x="{px:.1f}" y="{y0 + 18:.1f}" text-anchor="middle">{x:.4g}</text>'
+        ticks += f'<text x="{x0 - 8:.1f}" y="{py + 4:.1f}" text-anchor="end">{y:.4g}M</text>'
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
@@ -395,7 +395,7 @@ def sweep_svg(points: list[Point], model: str) -> str:
             f'<rect width="{width}" height="{height}" fill="white"/>',
             f'<text x="{left}" y="22" font-size="14">{escape(title, quote=False)}</text>',
             f'<path d="M{x0:.1f} {y1:.1f} V{y0:.1f} H{x1:.1f}" fill="none" stroke="#444"/>',
-            x_axis,
+            ticks,
             f'<text x="{(x0 + x1) / 2:.1f}" y="{height - 16}" text-anchor="middle">GPU memory, GiB</text>',
             f'<text x="{left}" y="{top}" text-anchor="end">longest context</text>',
             *dots,

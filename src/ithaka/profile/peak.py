@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 from typing import Any
 
 from ithaka.phases import HOLDERS, Path
@@ -85,17 +86,13 @@ def _stretch(ledger: Ledger) -> tuple[int, int]:
 
 def _spans(ledger: Ledger, start: int, stop: int) -> list[dict[str, Any]]:
     """When each layer's forward and backward, the loss and the optimizer ran."""
-    spans: list[dict[str, Any]] = []
-    current: Path = ()
-    for at, path in [*ledger.marks, (stop, ())]:
-        if path[:2] == current:
-            continue
-        if current and (len(current) == 2 or not current[0].startswith("layer ")):
-            spans[-1]["stop_s"] = (at - start) / 1e9
-        current = path[:2]
-        if current and (len(current) == 2 or not current[0].startswith("layer ")):
-            spans.append({"name": " ".join(current), "start_s": (at - start) / 1e9, "stop_s": 0.0})
-    return spans
+    alike = groupby([*ledger.marks, (stop, ())], key=lambda mark: mark[1][:2])
+    begun = [(path, next(marks)[0]) for path, marks in alike]
+    return [
+        {"name": " ".join(path), "start_s": (at - start) / 1e9, "stop_s": (until - start) / 1e9}
+        for (path, at), (_, until) in pairwise(begun)
+        if len(path) == 2 or (path and not path[0].startswith("layer "))
+    ]
 
 
 def describe_peak(ledger: Ledger, measured_bytes: int, planned: dict[str, int] | None) -> dict[str, Any]:

@@ -104,7 +104,7 @@ class _Units:
         self.flops_of: dict[Path, float] = {}
         stages = len(job.layout.slots(job.shape).stages)
         for path, flops in job.flops().items():
-            work = flops / (job.rate(path) or 1e12)
+            work = flops / (job.rate(path) or 1e12)  # where no rate is known, any: only shares of the step are told
             self._add(path[:2] if len(path) == 3 else path, work, flops)
             if path[-1] == "attention":
                 again = path[1] == "backward" and job.layout.checkpoint

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ithaka.memory.store import Store
 from ithaka.phases import KEPT, OPTIMIZER, PARAMETERS, Path, listening
-from ithaka.profile.allocations import cpu_allocations
+from ithaka.profile.allocations import Allocation, cpu_allocations
 from ithaka.profile.cuda import AllocatorHistory
 from ithaka.profile.job import Job
 from ithaka.profile.live import LiveBytes, local_tensor
@@ -154,7 +154,7 @@ class StepProfile(AbstractContextManager):
         return self.memory.registered_bytes + _highest(allocations)
 
 
-def _highest(allocations: list) -> int:
+def _highest(allocations: list[Allocation]) -> int:
     """The most bytes that were out at once."""
     edges = [(one.start_ns, one.num_bytes) for one in allocations]
     edges += [(one.stop_ns, -one.num_bytes) for one in allocations]
