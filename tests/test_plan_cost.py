@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from ithaka.config import parse_count
-from ithaka.ops import loss
-from ithaka.plan import cost
 from ithaka.plan.cost import memory
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.layout import Layout, Work
@@ -52,10 +50,6 @@ def test_planned_is_what_was_rehearsed(row):
     assert sum(planned) == pytest.approx(sum(measured), rel=0.1)
     if row["steps"] != "1":
         assert planned == pytest.approx(measured, rel=0.1)
-
-
-def test_the_loss_tile_is_the_one_of_the_loss():
-    assert cost.LOGITS_TILE_BYTES == loss.LOGITS_TILE_BYTES
 
 
 # Seconds per layer, one H200 as rank 0 of 8: attention and MLP of forward, attention and MLP of backward.

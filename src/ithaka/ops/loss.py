@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ithaka.ops.fused import row_logsumexp, softmax_grad
 from ithaka.ops.tiles import GradSum, apply_norm, sum_dtype, tile_backward, tile_slices
 from ithaka.phases import RESIDUAL, phase, tag
+from ithaka.plan.cost import LOGITS_TILE_BYTES
 
 IGNORED = -100
-LOGITS_TILE_BYTES = 2**29
 WHOLE_ROWS = 128  # matmuls like multiples of it
 
 

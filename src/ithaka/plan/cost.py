@@ -13,7 +13,7 @@ from ithaka.plan.layout import Layout, Work
 from ithaka.plan.moments import Moment, everything_bytes, kept_attention_bytes, layer_peak
 from ithaka.plan.shape import ModelShape
 
-LOGITS_TILE_BYTES = 2**29  # of ops/loss.py: logits of a tile
+LOGITS_TILE_BYTES = 2**29  # logits of a tile of the loss
 EMBEDDING_RUN = 10  # tokens whose gradients PyTorch's embedding backward adds up in one row of its buffer
 RESERVE_BYTES = 2 * GIB  # CUDA context, NCCL, cuBLAS and cuDNN workspaces
 RESERVE_SHARE = 0.05  # of the GPU: fragmentation
