@@ -3,6 +3,7 @@
 import gzip
 import json
 import time
+import warnings
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path as FilePath
 from typing import Any
@@ -35,13 +36,16 @@ class StepTimes(AbstractContextManager):
     def __init__(self, device: torch.device, shapes: bool = True, job: Job | None = None) -> None:
         self.device, self.on_gpu, self.job = device, device.type == "cuda", job
         activity = ProfilerActivity.CUDA if self.on_gpu else ProfilerActivity.CPU
-        self.trace = profile(activities=[activity], profile_memory=not self.on_gpu, acc_events=True)
+        self.trace = profile(activities=[activity], profile_memory=not self.on_gpu)
         self.shapes = Shapes(device) if self.on_gpu and shapes else None
         self.phases = Annotations()
         self._entered = ExitStack()
 
     def __enter__(self) -> "StepTimes":
-        self._entered.enter_context(self.trace)
+        with warnings.catch_warnings():
+            # PyTorch 2.11 says so where there is one cycle too; acc_events=True, its way out, costs more than the step.
+            warnings.filterwarnings("ignore", message=".*Profiler clears events")
+            self._entered.enter_context(self.trace)
         self._entered.enter_context(listening(self.phases))
         if self.shapes is not None:
             self._entered.enter_context(self.shapes)
