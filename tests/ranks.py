@@ -11,12 +11,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# Imported once, by the process that the ranks are forks of; it runs nothing else and has no threads.
+PRELOAD = ["ithaka.train.loop", "hypothesis", "pytest", "models"]
+
 
 class Ranks:
     """`run(n, f, *args)` calls f(*args) on n ranks at once and returns what each returned."""
 
     def __init__(self, size: int) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
         self._pipes: list[Connection] = []
         self._processes = []
         for _ in range(size):

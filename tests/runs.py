@@ -54,12 +54,12 @@ def tiny_run(folder: Path, *, model: dict[str, Any] | None = None, **sections: d
 PROGRAM = """
 import sys
 from pathlib import Path
+from ithaka.cli import train_rank
 from ithaka.config import load
 from ithaka.train.launch import run_ranks
-from ithaka.train.loop import run
 if __name__ == "__main__":
     config, resume, num_ranks = sys.argv[1:]
-    sys.exit(run_ranks(run, (load(Path(config)), Path(resume) if resume else None), int(num_ranks)))
+    sys.exit(run_ranks(train_rank, (load(Path(config)), Path(resume) if resume else None), int(num_ranks)))
 """
 
 

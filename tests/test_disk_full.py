@@ -15,9 +15,9 @@ import errno, os, sys
 from pathlib import Path
 from ithaka.config import load
 from ithaka.train.launch import run_ranks
-from ithaka.train.loop import run
 
 def run_on_a_small_disk(config):
+    from ithaka.train.loop import run
     calls, reserve = [], os.posix_fallocate
     def reserve_little(*args):
         calls.append(args)
