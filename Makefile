@@ -6,8 +6,11 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+GPU    := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
 # Without an NVIDIA driver a fixed torch; with one, whatever pip chooses for it.
-TORCH  := $(shell nvidia-smi >/dev/null 2>&1 || echo torch==2.13.0)
+TORCH  := $(if $(GPU),,torch==2.13.0)
+# How many tests run at once; on a GPU, whose memory they measure, one.
+TESTS  := $(if $(GPU),0,2)
 
 .PHONY: train test lint clean
 
@@ -15,7 +18,7 @@ train: $(STAMP)
 	$(BIN)/ithaka train $(ARGS)
 
 test: lint
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n $(TESTS) --dist worksteal $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
