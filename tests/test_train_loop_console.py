@@ -184,7 +184,11 @@ def test_the_bar_says_what_is_done_besides_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(console_module, "RichConsole", lambda **given: RichConsole(**given, **screen))
     shown = Console(tmp_path, num_steps=3)
     shown.start_progress(0)
-    with shown.doing("first step"):
+    shown.step(record(1))
+    with shown.doing("saving"):
         shown._progress.refresh()
+    assert "saving ..." in output.getvalue()
+    output.truncate(0)
+    shown._progress.refresh()
+    assert "loss 2.5000" in output.getvalue() and "saving" not in output.getvalue()
     shown.close()
-    assert "first step ..." in output.getvalue()

@@ -206,8 +206,10 @@ class Console:
         if not self.active:
             yield
         elif self._progress is not None:
+            before = self._progress.tasks[0].fields["status"]
             self._progress.update(self._task, status=f"{what} ...")
             yield
+            self._progress.update(self._task, status=before)
         else:
             with status(what, again_s):
                 yield

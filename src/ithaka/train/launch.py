@@ -331,3 +331,5 @@ def _kill(ranks: list[Rank]) -> None:
     for rank in ranks:
         rank.process.join()
         rank.reports.close()
+    if sys.stdout.isatty():
+        print("\x1b[?25h", end="", flush=True)  # the cursor, which rank 0 hides while it shows progress
