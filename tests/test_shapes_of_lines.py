@@ -30,8 +30,8 @@ def trainer(folder, num_layers):
     )
 
 
-def watched(step) -> Shapes:
-    with listening(Timeline(CPU)), Shapes(CPU, LARGE) as shapes:
+def watched(step, share: float = 0.0) -> Shapes:
+    with listening(Timeline(CPU)), Shapes(CPU, LARGE, share) as shapes:
         step()
     return shapes
 
@@ -69,6 +69,24 @@ def test_a_phase_that_only_a_later_layer_has_is_watched_there():
                 torch.zeros(LARGE)
 
     assert watched(step).num_calls == 2
+
+
+def test_a_line_of_one_later_layer_has_a_shape_where_there_is_time_to_watch_all():
+    def step():
+        for _ in range(2):  # micro-steps
+            for i in range(3):
+                with phase(f"layer {i}"), phase("forward"):
+                    torch.zeros(LARGE)
+                    if i == 2:
+                        torch.zeros(3, LARGE)
+
+    def found(shapes):
+        return shapes.find("", 3 * LARGE * 4, ("layer 2", "forward"))
+
+    hurried, thorough = watched(step), watched(step, share=float("inf"))
+    assert found(hurried) == ((), "") and hurried.num_calls == 1
+    assert found(thorough) == ((3, LARGE), "float32")
+    assert thorough.num_calls == 4, "each layer once, not in every micro-step"
 
 
 def test_ordinary_autograd_is_left_alone():

@@ -1,10 +1,12 @@
 """Which shapes a line of code makes: the allocator's history has lines and bytes only.
 
 Watching a call costs several microseconds, more than many kernels take to be launched. All layers run the same
-code, so each phase is watched once, in the first layer that comes to it, and the others are told by line and bytes.
+code, so each phase is watched in the first layer that comes to it, and the others are told by line and bytes. In
+case one of them runs a line of its own, they are watched too as far as that takes little of the step's time.
 """
 
 import sys
+import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import CodeType, FrameType
@@ -23,6 +25,7 @@ ROUND_BYTES = 512  # the allocator's unit
 # A place in the code that makes tensors of one size is looked at so often in a phase: tiles repeat, but a library's
 # line (a Linear's) may serve several of ours.
 MANY = 12
+SHARE = 0.01  # of the time so far that watching may have taken where another layer's phase is watched too
 
 Made = tuple[tuple[int, ...], str]  # shape and dtype
 
@@ -42,16 +45,19 @@ class Shapes(AbstractContextManager):
     What C++ makes for itself, as ordinary autograd does, is not seen.
     """
 
-    def __init__(self, device: torch.device, least_bytes: int = NAMED_BYTES) -> None:
-        self.device, self.least_bytes = device, least_bytes
+    def __init__(self, device: torch.device, least_bytes: int = NAMED_BYTES, share: float = SHARE) -> None:
+        self.device, self.least_bytes, self.share = device, least_bytes, share
         self.num_calls = 0
+        self.spent_s = 0.0
+        self._start_s = 0.0
         self._made: dict[tuple[Path, str | None, int], set[Made]] = {}  # by phase, line (None: any) and bytes
         self._looks: dict[tuple[CodeType, int, int, Path], int] = {}
-        self._parts: set[Path] = set()  # phases watched already, whatever their layer
+        self._watched: set[Path] = set()  # phases, with their layer and without
         self._calls: _Calls | None = None
         self._entered = ExitStack()
 
     def __enter__(self) -> "Shapes":
+        self._start_s = time.perf_counter()
         self._entered.enter_context(around_phases(self._inside))
         return self
 
@@ -86,10 +92,10 @@ class Shapes(AbstractContextManager):
         self.note(made_as(tensor), num_bytes, read(stack())[0], path)
 
     def _inside(self, path: Path) -> AbstractContextManager:
-        part = without_layer(path)
-        if part in self._parts:
+        has_time = self.spent_s < self.share * (time.perf_counter() - self._start_s)
+        if (path if has_time else without_layer(path)) in self._watched:
             return nullcontext()
-        self._parts.add(part)
+        self._watched |= {path, without_layer(path)}
         return nullcontext() if self._calls is not None else self._watch()
 
     def _watch(self) -> AbstractContextManager:
@@ -115,11 +121,12 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **kwargs) if kwargs else func(*args)
-        shapes = self.shapes
+        start_s, shapes = time.perf_counter(), self.shapes
         shapes.num_calls += 1
         for leaf in _tensors(out):
             if leaf.device.type == shapes.device.type and not isinstance(leaf, DTensor):
                 shapes.saw(leaf, sys._getframe(1))
+        shapes.spent_s += time.perf_counter() - start_s
         return out
 
 
