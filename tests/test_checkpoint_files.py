@@ -1,10 +1,12 @@
 """What is on disk after a run, and what happens when part of it is damaged."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from ithaka.config import ConfigError, load
 from ithaka.train import checkpoint
@@ -85,6 +87,25 @@ def test_damage_is_named_and_the_previous_checkpoint_usable(trained, run_dir, ra
                          for text in (before, (run_dir / "metrics.jsonl").read_text()))  # fmt: skip
         assert losses == again
         assert checkpoint.find(run_dir).name == "step-00000006"  # written anew over the damaged one
+
+
+def go_on_with_a_rank_that_cannot_read(config):
+    def read_data(*args):
+        raise OSError("the disk does not answer")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(checkpoint.dcp.FileSystemReader, "read_data", read_data)
+        with pytest.raises(checkpoint.CheckpointError) as error:
+            run(config, config.train.run_dir)
+    return str(error.value)
+
+
+def test_where_one_rank_cannot_read_all_end_and_say_why(run_dir, trained, ranks):
+    train = dataclasses.replace(trained.train, steps=8, run_dir=run_dir)
+    for message in ranks.run(2, go_on_with_a_rank_that_cannot_read, dataclasses.replace(trained, train=train)):
+        path = run_dir / "checkpoints/step-00000006"
+        assert message == f"checkpoint {path} cannot be read: rank 1: OSError: the disk does not answer"
 
 
 def test_without_any_usable_checkpoint_the_error_says_so(run_dir, tmp_path):

@@ -31,9 +31,26 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from ithaka.config import ConfigError
+from ithaka.train.launch import is_out_of_memory
 
 FORMAT = 1
 STATE_FILE = "state.json"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read, on some rank; every rank raises it."""
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """torch raises on all ranks what one of them failed with, but wrapped into something that is no Exception."""
+    try:
+        yield
+    except dcp.CheckpointException as wrapped:
+        rank, (error, _) = next(iter(wrapped.failures.items()))
+        if is_out_of_memory(error):
+            raise error from None
+        raise CheckpointError(f"{what}: rank {rank}: {type(error).__name__}: {error}") from wrapped
 
 
 def step_name(step: int) -> str:
@@ -95,7 +112,8 @@ def save(
     weights, optim = get_state_dict(model, optimizer)
     # Without the optimizer's hyperparameters: they come from the config, and the rate from the step.
     tensors = {"model": weights, "moments": optim["state"], "rng": _rng_tensors(rank)}
-    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary, sync_files=True))
+    with _explained(f"checkpoint {final} cannot be written"):
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary, sync_files=True))
     dist.barrier()
     if rank == 0:
         _publish(run_dir, temporary, final, state)
@@ -195,7 +213,8 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     if same_ranks:
         saved = reader.read_metadata().state_dict_metadata
         tensors["rng"] = {k: v for k, v in _rng_tensors(rank).items() if f"rng.{k}" in saved}
-    dcp.load(tensors, storage_reader=reader)
+    with _explained(f"checkpoint {path} cannot be read"):
+        dcp.load(tensors, storage_reader=reader)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optim)
     for key, rng in tensors.get("rng", {}).items():
         (torch.cuda.set_rng_state if key.endswith(".cuda") else torch.set_rng_state)(rng)
