@@ -137,8 +137,7 @@ def check_weights(path: Path | None) -> None:
 
 def check_run_dir(run_dir: Path | None) -> None:
     """A new run needs a directory that holds no other."""
-    # Under torchrun rank 0 writes the directory while other ranks may still be looking.
-    if run_dir is None or os.environ.get("RANK", "0") != "0":
+    if run_dir is None:
         return
     if (run_dir / "config.yaml").exists():
         raise ConfigError(
