@@ -45,6 +45,7 @@ def tiny_run(folder: Path, *, model: dict[str, Any] | None = None, **sections: d
             "save_every": 2,
             "keep_last": 3,
             "validate_every": 3,
+            "validate_sequences": 4,
             "accumulate": 2,
         },
     }
