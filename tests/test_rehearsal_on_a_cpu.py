@@ -8,7 +8,11 @@ from typer.testing import CliRunner
 
 from ithaka import rehearsal
 from ithaka.cli import app
+from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.host import Host
+from ithaka.plan.layout import Work
+from ithaka.plan.models import find_shape
+from ithaka.plan.search import choose
 from models import tiny_config
 
 
@@ -53,6 +57,17 @@ def test_a_cpu_is_not_shown_as_a_gpu(model):
     assert "\npeak, reserve apart " in result.stdout and "\npeak in: " in result.stdout
     for words in ("GPU peak", "tokens/s per GPU", "step of"):
         assert words not in result.stdout
+
+
+@pytest.mark.parametrize("memory_only", [True, False])
+def test_attention_cut_short_makes_no_step(memory_only, monkeypatch):
+    monkeypatch.setattr(rehearsal, "_on_gpu", lambda: True)
+    plan = choose(find_shape("llama3-8b"), parse_gpus("8xH100"), Work(2**20))
+    few = rehearsal.of_few_layers(plan, 2, memory_only)
+    measured = rehearsal.Rehearsed(2, 2**20, 1, 0, 1, 1, "", 0, 0, 1.0, 2.0, {}, 7.0)
+    rows = {row[0]: row for row in rehearsal.compare(plan, measured, few)}
+    assert ("tokens/s per GPU" in rows) == ("step of 32 layers" in rows) == (not memory_only)
+    assert "layer forward" in rows
 
 
 def test_more_than_is_free_is_refused_with_a_context_that_fits(model, monkeypatch):

@@ -195,7 +195,7 @@ Row = tuple[str, float | None, float, str]  # what, planned, measured, unit
 
 
 def compare(plan: Plan, measured: Rehearsed, few: Plan) -> list[Row]:
-    """Rows of (what, planned, measured, unit) for the rehearsed layers, then, on a GPU, the step they add up to."""
+    """Rows of (what, planned, measured, unit) for the rehearsed layers, then, where it means something, their step."""
     kept = few.layout.keep_attention > 0
     layer = layer_seconds(few.shape, few.layout, few.hardware, few.work, few.shape.windows[0], kept)
     modelled_s = (layer.forward + layer.backward).exchange
@@ -214,7 +214,7 @@ def compare(plan: Plan, measured: Rehearsed, few: Plan) -> list[Row]:
         ("layer forward", layer.forward.total - layer.forward.exchange, measured.forward_s, "s"),
         ("layer backward", layer.backward.total - layer.backward.exchange, measured.backward_s, "s"),
     ]
-    if not _on_gpu():  # a CPU's seconds and modelled ones of GPUs make no sum
+    if not _on_gpu() or few.work != plan.work:  # a CPU's seconds, or attention cut short, make no step of these GPUs
         return rows
     return [
         *rows,
