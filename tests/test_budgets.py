@@ -42,7 +42,7 @@ def test_needs_are_all_ranks_tensors(machine, tmp_path):
         config = config_of(tmp_path, offload=tier, keep_attention="all")
         host, disk = needs(config, model_shape(config), 2, 2, on_gpu=False)
         holders = {"layer inputs": inputs, "kept attention": kept}
-        station = {"on the way to disk": 3 * (inputs + kept) // 2}
+        station = {"on the way to disk": inputs + kept}  # three layers, if there are as many
         assert (host, disk) == ((holders, {}) if tier == "host" else (station, holders))
     config = config_of(tmp_path, offload="none", keep_attention="all")
     assert needs(config, model_shape(config), 2, 2, on_gpu=False) == ({}, {})
@@ -64,7 +64,7 @@ def test_needs_are_all_ranks_tensors(machine, tmp_path):
             ["memory.offload=disk needs 1 MiB of disk", "512 KiB are free in", "a memory.disk_path with more",
              "data.context=2048 or less"],
         ),
-        ({"offload": "disk"}, {"memory_bytes": MIB}, ["on the way to disk 1.5 MiB", "data.context=2730"]),
+        ({"offload": "disk"}, {"memory_bytes": MIB // 2}, ["on the way to disk 1 MiB", "data.context=2048"]),
         ({"offload_optimizer": True}, {"memory_bytes": 1000}, ["memory.offload_optimizer=true", "=false"]),
     ],
 )  # fmt: skip
@@ -186,4 +186,4 @@ def test_the_store_gets_its_share(ranks, tmp_path, tier):
             assert peak == 2 * 31 * (32 + 32 + 4) * 4 < allowed
         else:
             shape = model_shape(config)
-            assert peak <= allowed == store_host_bytes(config, shape, 2, 2, on_gpu=False) == 3 * 31 * 68 * 4
+            assert peak <= allowed == store_host_bytes(config, shape, 2, 2, on_gpu=False) == 2 * 31 * 68 * 4

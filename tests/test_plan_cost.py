@@ -132,3 +132,14 @@ def test_what_grows_with_context_is_linear_in_it():
         return memory(LLAMA, STREAMED, H200, Work(context)).gpu_peak
 
     assert growth(6 * 2**20) - growth(5 * 2**20) == growth(5 * 2**20) - growth(4 * 2**20)
+
+
+def test_what_is_on_the_way_to_disk_is_what_was_rehearsed():
+    """One layer of 15.45M tokens on 8 ranks: 31.148 GiB of host memory on a rank, and as much on disk (LOG.md)."""
+    layout = replace(STREAMED, input_tier="disk", attention_tier="disk", keep_attention=1, offload_optimizer=True)
+    shape = replace(LLAMA, num_layers=1, windows=LLAMA.windows[:1])
+    ledger = memory(shape, layout, parse_gpus("8xH100"), Work(16203776))
+    assert ledger.host["on the way to disk"] / 8 / 2**30 == pytest.approx(31.148, abs=1e-3)
+    assert ledger.disk_peak / 8 / 2**30 == pytest.approx(31.148, abs=1e-3)
+    full = memory(LLAMA, replace(layout, keep_attention=32), parse_gpus("8xH100"), Work(16203776))
+    assert full.host["on the way to disk"] == 3 * ledger.host["on the way to disk"]

@@ -32,7 +32,7 @@ from ithaka.plan.search import Plan, choose, evaluate, settings_of
 from ithaka.plan.seconds import layer_seconds
 from ithaka.profile.live import LiveBytes
 from ithaka.profile.timeline import Timeline
-from ithaka.train.budget import size
+from ithaka.train.budget import STORED, size
 from ithaka.train.launch import EXIT_MEMORY
 from ithaka.train.optim import make_optimizer
 from ithaka.train.shortage import Shortage, Witness, explain, is_shortage
@@ -203,13 +203,13 @@ def compare(plan: Plan, measured: Rehearsed, few: Plan) -> list[Row]:
     step_s = outside_s + plan.shape.num_layers * (measured.layer_s + modelled_s)
     gpu_bytes = few.ledger.gpu_peak - few.ledger.gpu["reserve"]
     ranks = few.hardware.gpus_per_node
-    host_bytes = (few.ledger.host["layer inputs"] + few.ledger.host["kept attention"]) / ranks
+    host_bytes = sum(few.ledger.host[holder] for holder in STORED) / ranks
     disk_bytes = few.ledger.disk_peak / ranks
     gib = 2**30
     rows: list[Row] = [
         (f"{_peak()}, reserve apart", gpu_bytes / gib, measured.gpu_peak_bytes / gib, "GiB"),
         ("layer peak above parameters and gradients", None, measured.peak_x, "X"),
-        ("kept on the host", host_bytes / gib, measured.host_bytes / gib, "GiB"),
+        ("kept on the host, or on the way to disk", host_bytes / gib, measured.host_bytes / gib, "GiB"),
         ("kept on disk", disk_bytes / gib, measured.disk_bytes / gib, "GiB"),
         ("layer forward", layer.forward.total - layer.forward.exchange, measured.forward_s, "s"),
         ("layer backward", layer.backward.total - layer.backward.exchange, measured.backward_s, "s"),

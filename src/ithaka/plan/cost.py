@@ -232,20 +232,19 @@ def _outside(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Holders in a node's host memory and on its disk."""
     s, ranks = work.local_tokens(layout.cp), hardware.gpus_per_node
-    inputs = shape.num_layers * layout.x_bytes(shape, s)
-    one_output = kept_attention_bytes(shape, layout, s)
-    outputs = layout.keep_attention * one_output
-    if not layout.checkpoint:
-        inputs = outputs = 0
     host, disk = {"layer inputs": 0, "kept attention": 0}, {"layer inputs": 0, "kept attention": 0}
+    stored = (
+        ("layer inputs", layout.input_tier, shape.num_layers, layout.x_bytes(shape, s)),
+        ("kept attention", layout.attention_tier, layout.keep_attention, kept_attention_bytes(shape, layout, s)),
+    )
     station = 0
-    if layout.checkpoint and layout.input_tier != "device":
-        (host if layout.input_tier == "host" else disk)["layer inputs"] = ranks * inputs
-        station += inputs // shape.num_layers if layout.input_tier == "disk" else 0
-    if outputs and layout.attention_tier != "device":
-        (host if layout.attention_tier == "host" else disk)["kept attention"] = ranks * outputs
-        station += one_output if layout.attention_tier == "disk" else 0
-    host["on the way to disk"] = ranks * DISK_STATION_LAYERS * station
+    for name, tier, num_layers, one in stored if layout.checkpoint else ():
+        if tier == "host":
+            host[name] = ranks * num_layers * one
+        elif tier == "disk":
+            disk[name] = ranks * num_layers * one
+            station += min(DISK_STATION_LAYERS, num_layers) * one
+    host["on the way to disk"] = ranks * station
     states = -(-shape.num_parameters // hardware.num_gpus) * 16 if layout.offload_optimizer else 0
     host["parameters, gradients, optimizer"] = ranks * states
     host["reserve"] = ranks * HOST_PROCESS_BYTES + int(HOST_RESERVE_SHARE * hardware.host_bytes)
