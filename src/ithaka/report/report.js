@@ -23,7 +23,7 @@ function unitOf(n, units) { return units.find(([, size]) => n >= size) || units.
 function bytes(n) {
   if (n == null) return "-";
   const [unit, size] = unitOf(n, BYTES);
-  return (n / size).toFixed(size > 1 ? 2 : 0) + unit;
+  return (size > 1 ? Number((n / size).toPrecision(4)) : n.toFixed(0)) + unit;
 }
 function amount(n) {
   if (n == null) return "-";
@@ -282,8 +282,8 @@ function times() {
     if (!run.profile) return;
     const t = run.profile.times, plain = run.profile.plain_s;
     const hidden = `Hidden behind compute: exchange ${seconds(t.hidden.exchange)}, copies ${seconds(t.hidden.copies)}.`;
-    const cost = plain ? ` A step without profiling took ${seconds(plain)}, this one ${seconds(run.profile.wall_s)}.` : "";
-    box.append(make("p", { class: "note" }, hidden + cost));
+    const others = plain ? `, steps without profiling ${seconds(plain)} (median; documents of other lengths take other times)` : "";
+    box.append(make("p", { class: "note" }, `The step took ${seconds(t.wall_s)}${others}. ${hidden}`));
     const parts = addUp(t.phases, partName).filter(r => total(r) > 0.001 * t.wall_s).sort((a, b) => total(b) - total(a));
     box.append(make("h3", {}, "By part, all layers"));
     chart(box, (c, narrow) => barOption(parts, c, narrow), parts.length > 8);
