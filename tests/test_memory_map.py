@@ -87,7 +87,7 @@ def test_planted_hog_is_named_first(tmp_path, monkeypatch):
     assert "test_memory_map.py" in first["line"] and "with_hog" in first["line"]
     assert "backward / mlp" in peak["phase"]
     words = (tmp_path / "run" / "profile" / "step-2" / "peak.txt").read_text()
-    assert words.splitlines()[3].strip().startswith("1. 16.00 MiB")
+    assert words.splitlines()[3].strip().startswith("1. 16 MiB")
 
 
 def test_leaving_the_recorders_is_no_part_of_the_step(monkeypatch):

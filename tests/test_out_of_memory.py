@@ -166,12 +166,12 @@ def test_room_in_the_store_is_explained_like_memory(tmp_path, monkeypatch):
     total, there, parts = re.search(words, text).groups()
     assert as_bytes(there) == pytest.approx(host_capacity(), rel=1e-3) and as_bytes(total) > 0
     assert {part.rsplit(" ", 2)[0] for part in parts.split(", ")} == {"layer inputs", "kept attention"}
-    assert max(as_bytes(figure) for figure in re.findall(r"[\d.]\S* (?:bytes|[KMGT]iB)", text)) == as_bytes(there)
+    assert max(as_bytes(figure) for figure in re.findall(r"[\d.]\S* (?:B|[KMGT]iB)", text)) == as_bytes(there)
 
 
 def as_bytes(text):
     number, unit = text.split()
-    return float(number) * 1024 ** ["bytes", "KiB", "MiB", "GiB", "TiB"].index(unit)
+    return float(number) * 1024 ** ["B", "KiB", "MiB", "GiB", "TiB"].index(unit)
 
 
 # ---- figures, for GPUs that are not here

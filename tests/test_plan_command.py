@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from ithaka.cli import app
 from ithaka.config import ConfigError
 from ithaka.plan.hardware import GPUS, find_gpu, find_hardware, parse_bytes, parse_gpus
+from ithaka.plan.show import size
 
 ARGS = ["plan", "llama3-8b", "--gpus", "8xH100-80GB", "--host-memory", "2TB", "--context", "1M"]
 
@@ -167,3 +168,11 @@ def test_gpus_are_parsed():
 def test_every_figure_has_its_source(name):
     fields = set(vars(GPUS[name])) - {"name", "sources"}
     assert fields == set(GPUS[name].sources)
+
+
+@pytest.mark.parametrize("num_bytes, text", [
+    (0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (17 * 2**17, "2.125 MiB"), (604.25 * 2**20, "604.2 MiB"),
+    (79.114 * 2**30, "79.11 GiB"), (1169.8 * 2**30, "1.142 TiB"), (-3 * 2**29, "-1.5 GiB"),
+])  # fmt: skip
+def test_sizes_have_four_digits_and_the_unit_that_suits_them(num_bytes, text):
+    assert size(num_bytes) == text

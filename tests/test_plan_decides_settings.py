@@ -169,7 +169,7 @@ def test_a_plan_for_unequal_nodes_is_not_refused_on_any(tmp_path, monkeypatch):
 def test_a_plan_that_only_lacks_what_is_free_says_so(tmp_path, monkeypatch):
     has(monkeypatch, 10**12, 60 * 10**9)
     config, told = llama(tmp_path, data__context="1M", memory__offload="host")
-    with pytest.raises(ConfigError, match=r"GiB of host memory, which has 55\.9 free"):
+    with pytest.raises(ConfigError, match=r"GiB of host memory, which has 55\.88 GiB free"):
         planned(config, told, 8, [machine_here(config, 8, (H100, 2**62))])
 
 

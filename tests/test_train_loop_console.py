@@ -62,7 +62,7 @@ def test_console_has_a_bar_on_a_terminal_and_plain_lines_elsewhere(tmp_path, mon
     shown = Console(tmp_path, num_steps=3)
     shown.start_progress(0)
     shown.step(record(1))
-    shown.step(record(2, val_loss=2.25, mfu=0.431, device_peak_bytes=2**30))
+    shown.step(record(2, val_loss=2.25, mfu=0.431, device_peak_bytes=3 * 2**29))
     shown.say("[bold] is text")
     shown.close()
     text = output.getvalue()
@@ -73,7 +73,7 @@ def test_console_has_a_bar_on_a_terminal_and_plain_lines_elsewhere(tmp_path, mon
         "lr 1.00e-03",
         "12.3K tok/s",
         "mfu 43.1%",
-        "device 1.00 GiB",
+        "device 1.5 GiB",
         "[bold] is text",
     ):
         assert part in text

@@ -30,9 +30,10 @@ from ithaka.plan.layout import Layout
 from ithaka.plan.models import MODELS, model_config
 from ithaka.plan.search import Plan, choose, evaluate, settings_of
 from ithaka.plan.seconds import layer_seconds
+from ithaka.plan.show import size
 from ithaka.profile.live import LiveBytes
 from ithaka.profile.timeline import Timeline
-from ithaka.train.budget import STORED, size
+from ithaka.train.budget import STORED
 from ithaka.train.launch import EXIT_MEMORY
 from ithaka.train.optim import make_optimizer
 from ithaka.train.shortage import Shortage, Witness, explain, is_shortage

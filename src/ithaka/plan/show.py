@@ -195,8 +195,8 @@ def _stage_reason(plan: Plan) -> str:
 
 def _input_reason(plan: Plan) -> str:
     layout, shape = plan.layout, plan.shape
-    size = shape.num_layers * layout.x_bytes(shape, plan.work.local_tokens(layout.cp))
-    return f"layer inputs ({gib(size)} per GPU) are kept {PLACES[layout.input_tier]}"
+    num_bytes = shape.num_layers * layout.x_bytes(shape, plan.work.local_tokens(layout.cp))
+    return f"layer inputs ({gib(num_bytes)} per GPU) are kept {PLACES[layout.input_tier]}"
 
 
 def _keep_reason(plan: Plan) -> str:
@@ -210,8 +210,8 @@ def _keep_reason(plan: Plan) -> str:
 
 def _attention_tier_reason(plan: Plan) -> str:
     layout = plan.layout
-    size = kept_attention_bytes(plan.shape, layout, plan.work.local_tokens(layout.cp)) * layout.keep_attention
-    return f"attention's outputs ({gib(size)} per GPU) are kept {PLACES[layout.attention_tier]}"
+    num_bytes = kept_attention_bytes(plan.shape, layout, plan.work.local_tokens(layout.cp)) * layout.keep_attention
+    return f"attention's outputs ({gib(num_bytes)} per GPU) are kept {PLACES[layout.attention_tier]}"
 
 
 def _overlap_reason(plan: Plan) -> str:
@@ -237,16 +237,16 @@ def _memory_lines(plan: Plan) -> list[str]:
 
 def _tier_lines(title: str, holders: dict[str, int], have: int) -> list[str]:
     need = sum(holders.values())
-    shown = {name: size for name, size in holders.items() if size >= have / 1000 or size >= GIB // 4}
-    legend = ", ".join(f"{LETTERS[name]} {name} {size / GIB:.1f}" for name, size in shown.items())
+    shown = {name: held for name, held in holders.items() if held >= have / 1000 or held >= GIB // 4}
+    legend = ", ".join(f"{LETTERS[name]} {name} {held / GIB:.1f}" for name, held in shown.items())
     lines = [f"{title}: {need / GIB:.1f} of {have / GIB:.1f} GiB", f"  [{_bar(shown, max(have, need))}]"]
     return [*lines, *_wrapped(legend)]
 
 
 def _bar(holders: dict[str, int], have: int) -> str:
     cells, end = "", 0
-    for name, size in holders.items():
-        end += size
+    for name, held in holders.items():
+        end += held
         cells += LETTERS[name] * (round(end / max(have, 1) * BAR) - len(cells))
     return cells[:BAR].ljust(BAR, ".")
 
@@ -420,7 +420,16 @@ def rate(per_second: float) -> str:
     return f"{per_second:.4g}" if per_second < 1000 else f"{per_second:.0f}"
 
 
+def size(num_bytes: float) -> str:
+    """Four digits at most, in the unit that leaves one before the point; 2228224 -> '2.125 MiB'."""
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(num_bytes) >= unit:
+            return f"{num_bytes / unit:.4g} {name}"
+    return f"{num_bytes:.0f} B"
+
+
 def gib(num_bytes: float) -> str:
+    """For columns, and beside them: one unit, so that figures can be compared."""
     return f"{num_bytes / GIB:.1f} GiB"
 
 

@@ -9,6 +9,7 @@ import transformers
 
 import ithaka
 from ithaka.plan.host import num_cores
+from ithaka.plan.show import size
 
 
 def machine(device: torch.device, num_ranks: int) -> dict[str, Any]:
@@ -16,7 +17,7 @@ def machine(device: torch.device, num_ranks: int) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "ranks": num_ranks,
         "CPU": f"{_cpu_name()}, {num_cores()} cores",
-        "host memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
+        "host memory": size(psutil.virtual_memory().total),
         "system": f"{platform.system()} {platform.release()}",
         "Python": platform.python_version(),
         "torch": torch.__version__,
@@ -26,7 +27,7 @@ def machine(device: torch.device, num_ranks: int) -> dict[str, Any]:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         facts = {
-            "GPU": f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB",
+            "GPU": f"{properties.name}, {size(properties.total_memory)}",
             "CUDA": f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}",
             **facts,
         }

@@ -7,6 +7,7 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from ithaka.phases import HOLDERS, Path
+from ithaka.plan.show import size
 from ithaka.profile.ledger import Holding, Ledger
 
 MAP_POINTS = 800
@@ -148,13 +149,6 @@ def _table(peak: dict[str, Any]) -> str:
         rows.append((name, size(peak["holders"].get(name, 0)), beside))
     rows.append(("total", size(peak["num_bytes"]), size(sum(planned.values())) if planned else ""))
     return "\n".join(f"{name:<20}{there:>12}{beside:>12}".rstrip() for name, there, beside in rows)
-
-
-def size(num_bytes: float) -> str:
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.2f} {unit}"
-    return f"{num_bytes:.0f} B"
 
 
 def sampled(times_s: list[float], samples: list[tuple[float, int]]) -> list[int]:

@@ -16,6 +16,7 @@ from ithaka.plan.host import Host, this_host
 from ithaka.plan.layout import Layout, Work
 from ithaka.plan.search import SETTINGS, fixed_settings
 from ithaka.plan.shape import ModelShape
+from ithaka.plan.show import size
 
 # The ledger's names.
 STORED = ("layer inputs", "kept attention", "on the way to disk")
@@ -175,11 +176,3 @@ def longest_on_cpu(config: Config, shape: ModelShape, cp: int, num_ranks: int, h
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle * cp) else (low, middle)
     return low * cp if low * cp >= 2 else 0
-
-
-def size(num_bytes: float) -> str:
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.4g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.4g} TiB"

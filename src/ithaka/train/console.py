@@ -23,6 +23,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ithaka.config import ConfigError
+from ithaka.plan.show import size
 from ithaka.profile.progress import Report
 from ithaka.train.status import AGAIN_S, status
 
@@ -60,14 +61,10 @@ def host_peak_bytes() -> int:
 
 def amount(value: float) -> str:
     """12345 -> '12.3K'."""
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if value >= size:
-            return f"{value / size:.3g}{unit}" if value < 999.5 * size else f"{value / size:.0f}{unit}"
+    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if value >= unit:
+            return f"{value / unit:.3g}{name}" if value < 999.5 * unit else f"{value / unit:.0f}{name}"
     return f"{value:.3g}"
-
-
-def gibibytes(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
 
 
 def visible(text: str) -> str:
@@ -89,8 +86,8 @@ def describe(record: Record) -> str:
     if record.mfu is not None:
         parts.append(f"mfu {100 * record.mfu:.1f}%")
     if record.device_peak_bytes is not None:
-        parts.append(f"device {gibibytes(record.device_peak_bytes)}")
-    parts.append(f"host {gibibytes(record.host_peak_bytes)}")
+        parts.append(f"device {size(record.device_peak_bytes)}")
+    parts.append(f"host {size(record.host_peak_bytes)}")
     return "  ".join(parts)
 
 

@@ -22,6 +22,7 @@ from ithaka.ops.kernels import resolve_kernel
 from ithaka.phases import listening, phase
 from ithaka.plan.hardware import peak_flops
 from ithaka.plan.host import Host, this_host
+from ithaka.plan.show import size
 from ithaka.train import checkpoint
 from ithaka.train.budget import store_host_bytes
 from ithaka.train.check import model_shape
@@ -30,7 +31,6 @@ from ithaka.train.console import (
     Record,
     amount,
     check_tensorboard,
-    gibibytes,
     host_peak_bytes,
     read_metrics,
     step_flops,
@@ -362,11 +362,11 @@ def _summary(trainer: Trainer, records: list[dict[str, Any]]) -> dict[str, str]:
     losses = [r["val_loss"] for r in records if r["val_loss"] is not None]
     rates = [r["tokens_per_s"] for r in records if r["tokens_per_s"]]
     last = records[-1]
-    device = "" if last["device_peak_bytes"] is None else f"device {gibibytes(last['device_peak_bytes'])}, "
+    device = "" if last["device_peak_bytes"] is None else f"device {size(last['device_peak_bytes'])}, "
     facts = {"validation loss": f"{losses[0]:.4f} -> {losses[-1]:.4f}"} if losses else {}
     if rates:
         facts["speed"] = f"{amount(sorted(rates)[len(rates) // 2])} tokens/s (median step)"
-    facts["peak memory"] = f"{device}host {gibibytes(last['host_peak_bytes'])} per rank"
+    facts["peak memory"] = f"{device}host {size(last['host_peak_bytes'])} per rank"
     facts["export"] = f"ithaka export {trainer.run_dir} OUT_DIR"
     facts["train longer"] = f"ithaka train --resume {trainer.run_dir} --set train.steps={2 * trainer.step}"
     return facts

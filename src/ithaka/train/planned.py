@@ -16,6 +16,7 @@ from ithaka.plan.hardware import Gpu, Hardware, gpu_named, least_gpu
 from ithaka.plan.host import Host, this_host
 from ithaka.plan.layout import Work
 from ithaka.plan.search import SETTINGS, Plan, choose, fixed_settings, settings_of
+from ithaka.plan.show import size
 from ithaka.train.budget import local_ranks
 from ithaka.train.check import check_disk, model_shape
 from ithaka.train.resume import shown
@@ -145,7 +146,7 @@ def _refusal(config: Config, plan: Plan) -> str:
         "disk": (ledger.disk_peak, ledger.disk_bytes, " free"),
     }
     short = [
-        f"{need / 2**30:.1f} GiB of {where}, which has {have / 2**30:.1f}{free}"
+        f"{size(need)} of {where}, which has {size(have)}{free}"
         for where, (need, have, free) in pairs.items()
         if need > have
     ]

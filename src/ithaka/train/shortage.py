@@ -32,9 +32,9 @@ from ithaka.plan.hardware import GPUS, Hardware, find_gpu, gpu_named
 from ithaka.plan.host import Host, host_capacity
 from ithaka.plan.layout import Work
 from ithaka.plan.search import SETTINGS, Plan, choose, evaluate, settings_of
-from ithaka.plan.show import rate
+from ithaka.plan.show import rate, size
 from ithaka.train import launch
-from ithaka.train.budget import layout_of, size
+from ithaka.train.budget import layout_of
 from ithaka.train.check import model_shape
 from ithaka.train.planned import hardware_with, this_machine
 
