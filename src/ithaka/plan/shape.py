@@ -32,19 +32,17 @@ class Family:
     default_window: int | None = None
     default_kv_heads: int | None = None
     default_head_dim: int | None = None
-    default_max_positions: int = 2048
 
 
 # To add a family: one entry here, one case in tests/test_shape.py and one in tests/models.py.
 FAMILIES: dict[str, Family] = {
     "llama": Family(qkv_bias="by config", out_bias="by config", mlp_bias="by config"),
-    "mistral": Family(window="all", default_window=4096, default_kv_heads=8, default_max_positions=131072),
+    "mistral": Family(window="all", default_window=4096, default_kv_heads=8),
     "qwen2": Family(
         qkv_bias="always",
         window="switched",
         default_window=4096,
         default_kv_heads=32,
-        default_max_positions=32768,
     ),
     "qwen3": Family(
         qkv_bias="by config",
@@ -54,7 +52,6 @@ FAMILIES: dict[str, Family] = {
         default_window=4096,
         default_kv_heads=32,
         default_head_dim=128,
-        default_max_positions=32768,
     ),
 }
 
@@ -70,7 +67,6 @@ class ModelShape:
     mlp: int  # F
     vocab: int  # V
     tied: bool  # the output projection is the embedding
-    max_positions: int  # the longest sequence the checkpoint was made for
     windows: tuple[int | None, ...]  # per layer: tokens a query sees, itself included; None: all before it
     qkv_bias: bool = False
     out_bias: bool = False
@@ -158,7 +154,6 @@ def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> M
         mlp=_count(values, "intermediate_size", source),
         vocab=_count(values, "vocab_size", source),
         tied=bool(values.get("tie_word_embeddings", False)),
-        max_positions=_count(values, "max_position_embeddings", source, family.default_max_positions),
         windows=_read_windows(values, family, num_layers, source),
         qkv_bias=_has_bias(family.qkv_bias, values.get("attention_bias", False)),
         out_bias=_has_bias(family.out_bias, values.get("attention_bias", False)),

@@ -421,7 +421,7 @@ def rate(per_second: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Four digits at most, in the unit that leaves one before the point; 2228224 -> '2.125 MiB'."""
+    """Four digits at most, in the largest unit that there is one of; 2228224 -> '2.125 MiB'."""
     for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if abs(num_bytes) >= unit:
             return f"{num_bytes / unit:.4g} {name}"

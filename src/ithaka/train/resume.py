@@ -17,7 +17,6 @@ config.yaml, with the step it holds from.
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 from ithaka.config import Config, ConfigError, load, to_dict
@@ -79,8 +78,7 @@ def check_changes(run_dir: Path, config: Config, shape: ModelShape) -> None:
             f"train.seed={config.train.seed} is not the run's {seed}, which the order of its data comes from; "
             "leave it out"
         )
-    had = read_shape(run_dir / "model" / "config.json")
-    if dataclasses.replace(had, max_positions=shape.max_positions) != shape:
+    if read_shape(run_dir / "model" / "config.json") != shape:
         model = f"path={config.model.path}" if config.model.path else f"embedded={config.model.embedded}"
         raise ConfigError(
             f"model.{model} has another shape than the model of {run_dir}; leave it out, or start a new run"
