@@ -112,7 +112,7 @@ def gone(pids: list[int], within_s: float = 5.0) -> bool:
 
 def test_ranks_get_torchruns_variables(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(launch, "_num_cores", lambda: 6)
+    monkeypatch.setattr(launch, "num_cores", lambda: 6)
     assert launch.run_ranks(write_environment, (tmp_path,), 2) == 0
     first, second = ((tmp_path / name).read_text().split() for name in "01")
     assert first[:5] == ["0", "0", "2", "2", "127.0.0.1"]

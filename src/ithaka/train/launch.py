@@ -25,6 +25,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Literal
 
 from ithaka.config import ConfigError
+from ithaka.plan.host import num_cores
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_MEMORY = 1, 2, 3
 
@@ -237,7 +238,7 @@ def _start(ranks: list[Rank], function: RankFunction, args: tuple[Any, ...], num
 
 
 def _rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    threads = max(1, _num_cores() // num_ranks)
+    threads = max(1, num_cores() // num_ranks)
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -247,12 +248,6 @@ def _rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
     }
-
-
-def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _free_port() -> int:
