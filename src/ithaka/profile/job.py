@@ -26,10 +26,14 @@ class Job:
     def knows_rate(self) -> bool:
         return self.gpu.name != "CPU"
 
+    @property
+    def hardware(self) -> Hardware:
+        """As if all ranks were in one node."""
+        return Hardware(self.gpu, gpus_per_node=self.num_ranks)
+
     def planned(self) -> dict[str, int]:
         """Bytes per holder on one rank, at the planned peak."""
-        hardware = Hardware(self.gpu, gpus_per_node=self.num_ranks)
-        phases = gpu_phases(self.shape, self.layout, hardware, self.work)
+        phases = gpu_phases(self.shape, self.layout, self.hardware, self.work)
         _, holders = max(phases, key=lambda phase: sum(phase[1].values()))
         # What ordinary autograd has on its way is not told apart from the stream's gradients.
         names = _AS_MAPPED if self.layout.checkpoint else {**_AS_MAPPED, "tiles": RESIDUAL}

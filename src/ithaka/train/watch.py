@@ -20,7 +20,7 @@ from ithaka.dist.mesh import Mesh
 from ithaka.model.batch import num_pairs
 from ithaka.model.settings import settings_of
 from ithaka.phases import listening
-from ithaka.plan.hardware import Hardware, find_gpu, gpu_named
+from ithaka.plan.hardware import find_gpu, gpu_named
 from ithaka.plan.layout import Layout, Work
 from ithaka.plan.seconds import step_seconds
 from ithaka.plan.shape import shape_from_config
@@ -69,8 +69,7 @@ def write_facts(run_dir: Path, job: Job, mesh: Mesh) -> None:
         "peak_bytes": job.planned(),
     }
     if job.knows_rate:
-        hardware = Hardware(job.gpu, gpus_per_node=job.num_ranks)
-        seconds = step_seconds(job.shape, job.layout, hardware, job.work)
+        seconds = step_seconds(job.shape, job.layout, job.hardware, job.work)
         plan["seconds"] = dataclasses.asdict(seconds)
     (run_dir / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
 
