@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ithaka.dist.mesh import end_process_group
 from ranks import Ranks
 
 GPU_TESTS = Path(__file__).parent / "gpu"
@@ -20,6 +21,13 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") or GPU_TESTS in item.path.parents:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left():
+    """A mesh, or a run that failed, leaves its process group behind, and any test may come next."""
+    yield
+    end_process_group()
 
 
 @pytest.fixture(scope="session")

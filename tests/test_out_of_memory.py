@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from ithaka.cli import app
 from ithaka.config import ConfigError, load
-from ithaka.dist.mesh import end_process_group
 from ithaka.memory.store import SlabPool, StoreError
 from ithaka.ops.stages import HeldHeads
 from ithaka.phases import current_phase
@@ -30,12 +29,6 @@ from runs import numbers, tiny_run
 GIB = 2**30
 CPU = torch.device("cpu")
 FULL = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1 GiB is free."
-
-
-@pytest.fixture(autouse=True)
-def no_group_is_left():
-    yield
-    end_process_group()
 
 
 def fail_in(patch, owner, name, path, error, times=0):
