@@ -1,5 +1,6 @@
 """What a run tells: console, metrics.jsonl, TensorBoard; and how it stops."""
 
+import contextlib
 import io
 import json
 import signal
@@ -18,7 +19,7 @@ from ithaka.train import status as status_module
 from ithaka.train.console import Console, Metrics, Record, amount, step_flops
 from ithaka.train.loop import Diverged, run
 from ithaka.train.status import status
-from ithaka.train.stop import StopRequest
+from ithaka.train.stop import StopRequest, heeding_interrupts
 from runs import metrics, start_process, tiny_run, wait_for
 
 
@@ -131,6 +132,15 @@ def test_a_second_signal_leaves_at_once_but_an_echo_does_not(monkeypatch):
         stop.asked_at -= 1.0
         signal.raise_signal(signal.SIGINT)
     assert left == [130]
+
+
+def test_an_interrupt_that_an_import_drops_is_heeded_after_it():
+    before, went_on = signal.getsignal(signal.SIGINT), False
+    with pytest.raises(KeyboardInterrupt), heeding_interrupts():
+        with contextlib.suppress(BaseException):
+            signal.raise_signal(signal.SIGINT)
+        went_on = True
+    assert went_on and signal.getsignal(signal.SIGINT) is before
 
 
 def diverging(config):

@@ -165,8 +165,9 @@ def ready(file: Path | None, changes: list[str], resume: Path | None, run_dir: P
     """The run that was asked for, with every setting decided and checked, and its ranks. Under torchrun every rank does
     this, and what one is refused for, all are."""
     from ithaka.train.status import status
+    from ithaka.train.stop import heeding_interrupts
 
-    with status("loading PyTorch"):
+    with status("loading PyTorch"), heeding_interrupts():
         from ithaka.train.together import gathered, together
 
     with status("checking settings and data"):

@@ -6,8 +6,30 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+
+@contextmanager
+def heeding_interrupts() -> Iterator[None]:
+    """Around imports: a Ctrl-C inside is a KeyboardInterrupt at the latest when they are done. While PyTorch's library
+    looks for numpy it drops every exception, and the import would go on as if nothing had been asked."""
+    asked = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if asked:
+            raise KeyboardInterrupt
 
 
 class StopRequest:
