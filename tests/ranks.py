@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 # Imported once, by the process that the ranks are forks of; it runs nothing else and has no threads.
-PRELOAD = ["ithaka.train.loop", "hypothesis", "pytest", "models"]
+PRELOAD = ["ithaka.train.loop", "hypothesis", "pytest"]
 
 
 class Ranks:

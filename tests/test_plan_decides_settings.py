@@ -1,12 +1,13 @@
 """What a run does not say, the planner decides on a GPU that it knows; what it says, wins."""
 
 import dataclasses
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
-from ithaka.config import ConfigError, given, load
+from ithaka.config import ConfigError, given, load, to_yaml
 from ithaka.plan.hardware import gpu_named, peak_flops
 from ithaka.train.budget import check_budgets, needs, store_host_bytes
 from ithaka.train.check import check_heads, check_memory, model_shape
@@ -210,20 +211,43 @@ def test_ranks_with_other_settings_are_refused_not_waited_for(ranks, tmp_path):
         assert message.startswith("rank 0 has `context: 1048576` and rank 1 `context: 524288`; give every node")
 
 
-def test_a_run_that_goes_on_with_more_context_than_fits_is_told_what_does(tmp_path):
-    config, told = llama(tmp_path, data__context="128K")
-    run, _ = planned(config, told, 8, [node()])
-    for context, fits in (("256K", True), ("2M", False)):
-        data = dataclasses.replace(run.data, context=context)
-        longer, given_now = dataclasses.replace(run, data=data), {"data.context"}
-        if fits:
-            check_still_fits(longer, given_now, 8, [node()])
-            continue
-        with pytest.raises(
-            ConfigError, match=r"data.context=2097152 .* does not fit with the run's settings"
-        ) as refused:
-            check_still_fits(longer, given_now, 8, [node()])
-        words = str(refused.value).split()
-        ways = [word for before, word in zip(words, words[1:], strict=False) if before == "--set"]
-        changed = load(None, [f"model.path={run.model.path}", "data.context=2M", *(way.rstrip(",") for way in ways)])
-        check_still_fits(changed, given_now, 8, [node()])
+KEPT_NOWHERE = dict(data__context="512K", memory__keep_attention="none")
+KEPT_ON_DISK = dict(data__context="2M", memory__keep_attention="all", memory__attention_offload="disk")
+
+
+@pytest.mark.parametrize(
+    "before, after, ranks",
+    [
+        (dict(data__context="128K"), {"data.context": "2M"}, 8),
+        (KEPT_NOWHERE, {"memory.keep_attention": "all", "data.context": "1M"}, 8),
+        (KEPT_ON_DISK, {"data.context": "6M"}, 8),
+        (dict(data__context="1M"), {}, 4),
+    ],
+    ids=["context", "attention where the inputs are", "away from the disk", "fewer ranks"],
+)  # fmt: skip
+def test_a_run_that_goes_on_and_does_not_fit_is_told_what_does(before, after, ranks, tmp_path):
+    disk = {"memory__disk_path": tmp_path} if before is KEPT_ON_DISK else {}
+    config, told = llama(tmp_path, **before, **disk)
+    then, now = (node(H100, host=3 * 10**12, disk=10**12 if disk else 0, ranks=n) for n in (8, ranks))
+    run, _ = planned(config, told, 8, [then])
+    check_still_fits(run, set(), 8, [then])
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(run))
+    asked = [f"{name}={value}" for name, value in after.items()]
+    with pytest.raises(ConfigError, match=r"data.context=\d+ with .* does not fit with the run's settings") as refused:
+        check_still_fits(load(file, asked), set(after), ranks, [now])
+    ways = re.findall(r"--set (\S+?),? ", str(refused.value).partition(", or --set memory.plan=off")[0])
+    changed = load(file, [*asked, *ways])
+    assert ways and changed.memory.plan == "auto"
+    check_still_fits(changed, set(after), ranks, [now])
+    check_memory(changed, model_shape(changed))
+    check_heads(changed, model_shape(changed), ranks)
+
+
+def test_where_one_rank_has_more_settings_they_disagree(tmp_path):
+    config, _ = llama(tmp_path)
+    other = dataclasses.replace(config, train=dataclasses.replace(config.train, run_dir=tmp_path))
+    for both in ([config, other], [other, config]):
+        with pytest.raises(ConfigError, match="rank 0 has `.*` and rank 1 `.*`; give every node the same settings"):
+            check_ranks_agree(both)
+    check_ranks_agree([config, config])

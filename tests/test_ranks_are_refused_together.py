@@ -57,4 +57,6 @@ def test_what_all_ranks_are_refused_for_is_said_once_and_without_a_rank(ranks, t
 def test_a_refusal_names_ranks_only_where_they_differ():
     assert _in_words([("a", "no"), ("a", "no"), ("b", "no")]) == "no"
     assert _in_words([("a", None), ("b", "no"), ("b", "no")]) == "rank 1 on b: no"
+    # What was free when each rank looked.
+    assert _in_words([("a", "12 are free"), ("a", "11 are free")]) == "12 are free"
     assert _in_words([("a", "not this"), ("a", None), ("b", "no")]) == "rank 0 on a: not this\nrank 2 on b: no"

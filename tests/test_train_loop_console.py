@@ -4,7 +4,9 @@ import contextlib
 import io
 import json
 import signal
+import sys
 import time
+from functools import partial
 from unittest.mock import MagicMock
 
 import pytest
@@ -172,9 +174,10 @@ def test_pairs_are_counted_inside_documents_and_windows():
 def test_what_takes_long_is_said_at_once_on_a_terminal_and_later_elsewhere(monkeypatch, capsys, terminal):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(status_module, "PATIENCE_S", 0.2)
-    monkeypatch.setattr(
-        status_module, "RichConsole", lambda **given: RichConsole(**given, force_terminal=terminal, width=80)
-    )
+    # Where colours are forced, rich takes a pipe for a terminal.
+    monkeypatch.setattr(status_module, "RichConsole", partial(RichConsole, force_terminal=True, width=80))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     with status("reading"):
         assert ("reading" in capsys.readouterr().out) == terminal
     after = capsys.readouterr().out

@@ -106,7 +106,7 @@ def train_rank(config: Config, resume: Path | None, only_profile: bool = False) 
         start_process_group()
 
     run(config, resume, only_profile)
-    end_process_group()  # under torchrun planning has started it
+    end_process_group()
     if os.environ.get("RANK", "0") == "0" and config.train.run_dir is not None:
         print(f"Report: {report_of(config.train.run_dir)}", flush=True)
 
@@ -193,13 +193,15 @@ def _decided(
     """The same on every rank, from what they all were told and have."""
     from ithaka.train import launch
     from ithaka.train.check import check_run
-    from ithaka.train.planned import check_ranks_agree
+    from ithaka.train.planned import check_ranks_agree, check_still_fits
 
     configs, machines = [config for config, _ in everyone], [machine for _, machine in everyone]
     check_ranks_agree(configs)
     num_ranks = launch.decide_ranks(configs[0].parallel.ranks, launch.num_gpus())
-    config = plan_settings(file, changes, resume, configs[0], num_ranks, machines)
+    config = configs[0] if resume else plan_settings(file, changes, configs[0], num_ranks, machines)
     check_run(config, num_ranks, resume)
+    if resume is not None:  # it keeps what was decided
+        check_still_fits(config, given(None, changes), num_ranks, machines)
     return config, num_ranks
 
 
@@ -215,19 +217,13 @@ def resolve(file: Path | None, changes: list[str], resume: Path | None, run_dir:
 
 
 def plan_settings(
-    file: Path | None, changes: list[str], resume: Path | None, config: Config, num_ranks: int, machines: list[Machine]
+    file: Path | None, changes: list[str], config: Config, num_ranks: int, machines: list[Machine]
 ) -> Config:
-    """What is not given, decided by the planner on GPUs that it knows, for all nodes at once; prints the plan. A run
-    that goes on keeps what was decided."""
+    """What is not given, decided by the planner on GPUs that it knows, for all nodes at once; prints the plan."""
     from ithaka.plan import show
     from ithaka.train import launch
-    from ithaka.train import resume as resuming
-    from ithaka.train.planned import check_still_fits, planned
+    from ithaka.train.planned import planned
 
-    if resume is not None:
-        if set(resuming.WORK) & set(resuming.changes(resuming.settings_of_run(resume), config)):
-            check_still_fits(config, given(None, changes), num_ranks, machines)
-        return config
     told = given(file, changes, _embedded_default(file, changes, launch.num_gpus()))
     resolved, plan = planned(config, told, num_ranks, machines)
     if plan is not None and os.environ.get("RANK", "0") == "0":

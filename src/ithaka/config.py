@@ -88,6 +88,9 @@ class ParallelConfig(Section):
     # Query heads, over all cp ranks, whose attention is computed at once. all: plain Ulysses.
     heads_per_stage: int | Literal["all"] = setting("all", at_least=1)
 
+    def cp_of(self, num_ranks: int) -> int:
+        return num_ranks if self.cp == "all" else self.cp
+
 
 @dataclass(frozen=True)
 class MemoryConfig(Section):

@@ -42,7 +42,7 @@ def model_shape(config: Config) -> ModelShape:
 def check_cp(config: Config, num_ranks: int, shape: ModelShape) -> int:
     """The number of ranks that share a sequence."""
     asked = config.parallel.cp
-    cp = num_ranks if asked == "all" else asked
+    cp = config.parallel.cp_of(num_ranks)
     divisors = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
     if cp not in divisors:
         more = f"; or start {cp} ranks with --ranks {cp}" if cp > num_ranks else ""

@@ -40,6 +40,8 @@ STATE_FILE = "state.json"
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read, on some rank; every rank raises it."""
 
+    shared = True
+
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:

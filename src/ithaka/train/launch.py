@@ -42,7 +42,9 @@ RankFunction = Callable[..., None]
 
 
 class SharedError(ConfigError):
-    """A refusal that every rank has: of all of them, the first tells the user."""
+    """A refusal that every rank has."""
+
+    shared = True  # by all ranks: the first of them tells the user
 
 
 def num_gpus() -> int:
@@ -128,9 +130,11 @@ def _call(function: RankFunction, args: tuple[Any, ...]) -> Outcome:
 
 def outcome_of(error: Exception) -> Outcome:
     """To be called where the error is handled: a traceback may be wanted."""
+    shared = getattr(error, "shared", False)
     if isinstance(error, ConfigError):
-        return Outcome(EXIT_CONFIG, f"ConfigError: {error}", shared=isinstance(error, SharedError))
-    return Outcome(EXIT_MEMORY if is_out_of_memory(error) else EXIT_FAILED, _explanation(error))
+        return Outcome(EXIT_CONFIG, f"ConfigError: {error}", shared)
+    code = EXIT_MEMORY if is_out_of_memory(error) else EXIT_FAILED
+    return Outcome(code, _explanation(error), shared)
 
 
 def _explanation(error: Exception) -> str:

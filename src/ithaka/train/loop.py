@@ -141,8 +141,8 @@ def run(config: Config, resume: Path | None = None, only_profile: bool = False) 
     """The whole run on this rank, with torchrun's variables set (or none, for a single process).
 
     `config` is resolved (train.run_dir set); `resume` is the run directory to go on from.  Returns when all
-    steps are done, or when asked to stop, after saving.  Raises ConfigError, OutOfMemoryError or Diverged
-    with all that the user needs to know.  `only_profile`: nothing is saved, and no sample is taken."""
+    steps are done, or when asked to stop, after saving.  Raises ConfigError, OutOfMemoryError, CheckpointError or
+    Diverged with all that the user needs to know.  `only_profile`: nothing is saved, and no sample is taken."""
     ours = not dist.is_initialized()
     witness, host = Witness(default_device()), this_host(config.memory.disk_path)
     with StopRequest() as stop, listening(witness):
@@ -163,7 +163,7 @@ def prepare(config: Config, resume: Path | None) -> Trainer:
     """Everything that can refuse the configuration comes before anything is written, and is refused on all ranks."""
     start_process_group()
     together(check_ranks_agree, gathered(config))
-    mesh = make_mesh(dist.get_world_size() if config.parallel.cp == "all" else config.parallel.cp)
+    mesh = make_mesh(config.parallel.cp_of(dist.get_world_size()))
     found = together(_found, config, resume)
     trainer = together(_build, config, mesh, found)
     if found is not None:

@@ -12,12 +12,13 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from ithaka.config import Config, ConfigError, to_yaml
+from ithaka.plan.cost import memory
 from ithaka.plan.hardware import Gpu, Hardware, gpu_named, least_gpu
 from ithaka.plan.host import Host, this_host
 from ithaka.plan.layout import Work
 from ithaka.plan.search import SETTINGS, Plan, choose, fixed_settings, settings_of
 from ithaka.plan.show import size
-from ithaka.train.budget import local_ranks
+from ithaka.train.budget import layout_of, local_ranks
 from ithaka.train.check import check_disk, model_shape
 from ithaka.train.resume import shown
 
@@ -75,8 +76,8 @@ def planned(config: Config, given: Set[str], num_ranks: int, machines: Sequence[
     that the hardware table knows, with memory.plan=off, or in another precision than bfloat16, which is what the
     table's rates are for, the configuration stays as it is.
     """
-    hardware = hardware_of(machines, num_ranks)
-    if hardware is None or config.memory.plan == "off" or config.model.dtype not in ("auto", "bfloat16"):
+    hardware = _hardware_to_plan_for(config, num_ranks, machines)
+    if hardware is None:
         return config, None
     shape = model_shape(config)
     names = [name for name in SETTINGS if name in given or name == CP]
@@ -88,17 +89,28 @@ def planned(config: Config, given: Set[str], num_ranks: int, machines: Sequence[
 
 
 def check_still_fits(config: Config, given: Set[str], num_ranks: int, machines: Sequence[Machine]) -> None:
-    """For a run that goes on with longer or more sequences, with settings that were made for what it had."""
-    try:
-        planned(config, set(SETTINGS), num_ranks, machines)
-    except ConfigError:
-        other, _ = planned(config, given, num_ranks, machines)  # refuses what no settings make fit
-        names = [n for n in SETTINGS if operator.attrgetter(n)(other) != operator.attrgetter(n)(config)]
-        ways = " ".join(f"--set {n}={shown(operator.attrgetter(n)(other))}" for n in names)
-        raise ConfigError(
-            f"data.context={config.data.context} with train.batch={config.train.batch} does not fit with the run's "
-            f"settings; add {ways}, which is planned to fit, or --set memory.plan=off to try anyway"
-        ) from None
+    """For a run that goes on, with settings that were made for the machines and the sequences it had."""
+    hardware = _hardware_to_plan_for(config, num_ranks, machines)
+    if hardware is None:
+        return
+    shape = model_shape(config)
+    layout = layout_of(config, shape, config.parallel.cp_of(num_ranks), num_ranks, on_gpu=True)
+    if memory(shape, layout, hardware, Work(config.data.context, config.train.batch)).fits:
+        return
+    other, _ = planned(config, given, num_ranks, machines)  # refuses what no settings make fit
+    values = {name: operator.attrgetter(name) for name in (*SETTINGS, "memory.disk_path")}
+    ways = " ".join(f"--set {name}={shown(of(other))}" for name, of in values.items() if of(other) != of(config))
+    raise ConfigError(
+        f"data.context={config.data.context} with train.batch={config.train.batch} on {num_ranks} ranks does not fit "
+        f"with the run's settings; add {ways}, which is planned to fit, or --set memory.plan=off to try anyway"
+    )
+
+
+def _hardware_to_plan_for(config: Config, num_ranks: int, machines: Sequence[Machine]) -> Hardware | None:
+    """None where nothing is planned, see `planned`."""
+    if config.memory.plan == "off" or config.model.dtype not in ("auto", "bfloat16"):
+        return None
+    return hardware_of(machines, num_ranks)
 
 
 def hardware_of(machines: Sequence[Machine], num_ranks: int) -> Hardware | None:

@@ -7,8 +7,7 @@
 | data.path and its files, data.tokenizer,  | refused where other tokens would follow: the place in the data  |
 | data.text_field, data.validation_fraction | means nothing there. Files that have only moved are the same    |
 | model.path, model.embedded                | refused where the weights have another shape; told otherwise    |
-| data.context, train.batch                 | told; on a known GPU refused where it does not fit              |
-| everything else                           | told                                                            |
+| everything else                           | told; on a known GPU refused where the run would not fit        |
 
 The place in the data is a token's, not a sequence's: with another context the next sequence starts at the token after
 the last one trained on, and nothing is skipped or repeated. What is told is on the console and at the head of the run's
@@ -24,7 +23,6 @@ from ithaka.plan.shape import ModelShape, read_shape
 from ithaka.train import checkpoint
 
 RUN_DIR = "train.run_dir"
-WORK = ("data.context", "train.batch")  # what settings of memory are made for
 OTHER_VALIDATION = "validation losses before and after are of different text"
 NOTES = {
     "data.context": f"the data goes on at the next token; {OTHER_VALIDATION}",
@@ -78,7 +76,8 @@ def check_changes(run_dir: Path, config: Config, shape: ModelShape) -> None:
             f"train.seed={config.train.seed} is not the run's {seed}, which the order of its data comes from; "
             "leave it out"
         )
-    if read_shape(run_dir / "model" / "config.json") != shape:
+    saved = run_dir / "model" / "config.json"
+    if saved.is_file() and read_shape(saved) != shape:
         model = f"path={config.model.path}" if config.model.path else f"embedded={config.model.embedded}"
         raise ConfigError(
             f"model.{model} has another shape than the model of {run_dir}; leave it out, or start a new run"

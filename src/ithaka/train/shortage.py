@@ -357,8 +357,7 @@ def plan_of_run(config: Config, device: torch.device, host: Host) -> Plan:
     """The run's own settings, and what they cost on this machine. `host`: what was free before the run took any."""
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     shape = model_shape(config)
-    cp = num_ranks if config.parallel.cp == "all" else config.parallel.cp
-    layout = layout_of(config, shape, cp, num_ranks, on_gpu=device.type == "cuda")
+    layout = layout_of(config, shape, config.parallel.cp_of(num_ranks), num_ranks, on_gpu=device.type == "cuda")
     hardware = _hardware(config, device, num_ranks, host)
     return evaluate(shape, layout, hardware, Work(config.data.context, config.train.batch))
 

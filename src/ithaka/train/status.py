@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,8 +26,9 @@ def status(what: str, again_s: float | None = AGAIN_S) -> Iterator[None]:
         yield
         return
     screen = RichConsole(highlight=False, soft_wrap=True)
-    if screen.is_terminal:
-        with Live(Spinner("dots", Text(f"{what} ...")), console=screen, transient=True):
+    if sys.stdout.isatty() and not screen.is_dumb_terminal:  # rich calls a pipe a terminal where colours are forced
+        spinner = Spinner("dots", Text(f"{what} ..."))
+        with Live(spinner, console=screen, transient=True, redirect_stderr=sys.stderr.isatty()):
             yield
         return
     done = threading.Event()

@@ -23,6 +23,9 @@ def heeding_interrupts() -> Iterator[None]:
         asked = True
         raise KeyboardInterrupt
 
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        yield
+        return
     before = signal.signal(signal.SIGINT, interrupt)
     try:
         yield

@@ -53,10 +53,13 @@ def _others() -> bool:
 
 
 def _in_words(refusals: Sequence[tuple[str, str | None]]) -> str:
-    """Each refusal once, with the first rank that has it unless all have the same."""
-    first: dict[str | None, str] = {}
+    """The first refusal of each host, whose ranks differ in figures at most; named unless all ranks have one, and
+    the hosts the same."""
+    first: dict[str, tuple[int, str]] = {}
     for rank, (host, text) in enumerate(refusals):
-        first.setdefault(text, f"rank {rank} on {host}: {text}")
-    if len(first) == 1:
-        return str(refusals[0][1])
-    return "\n".join(line for text, line in first.items() if text is not None)
+        if text is not None:
+            first.setdefault(host, (rank, text))
+    texts = {text for _, text in first.values()}
+    if len(texts) == 1 and all(text is not None for _, text in refusals):
+        return texts.pop()
+    return "\n".join(f"rank {rank} on {host}: {text}" for host, (rank, text) in first.items())
