@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 import ithaka
-from ithaka.config import CPU_DEFAULT, GPU_DEFAULT, Config, ConfigError, given, load
+from ithaka.config import Config, ConfigError
 from ithaka.outputs import check_file, check_new_folder
-
-if TYPE_CHECKING:
-    from ithaka.train.planned import Machine
 
 app = typer.Typer(
     add_completion=False,
@@ -87,12 +82,7 @@ def train(
     ] = None,
 ) -> None:
     """Train a model: the one CONFIG.yaml names, or without it a small one on Python's own sources."""
-    from ithaka.train import launch
-
-    changes = [*(overrides or [])]
-    changes += [f"parallel.ranks={ranks}"] if ranks is not None else []
-    resolved, num_ranks = ready(config, changes, resume, run_dir)
-    raise typer.Exit(launch.run_ranks(train_rank, (resolved, resume), num_ranks))
+    _run(config, overrides or [], ranks, run_dir, resume)
 
 
 def train_rank(config: Config, resume: Path | None, only_profile: bool = False) -> None:
@@ -138,13 +128,9 @@ def profile(
     ] = None,
 ) -> None:
     """Run a few steps of a training run and show where memory and time go. Nothing is saved but that."""
-    from ithaka.train import launch
-
     changes = [*(overrides or []), f"train.steps={steps}", f"profile.every={steps}"]
     changes += ["train.validate_every=0", "train.validate_sequences=0"]
-    changes += [f"parallel.ranks={ranks}"] if ranks is not None else []
-    resolved, num_ranks = ready(config, changes, None, run_dir)
-    raise typer.Exit(launch.run_ranks(train_rank, (resolved, None, True), num_ranks))
+    _run(config, changes, ranks, run_dir, only_profile=True)
 
 
 @app.command()
@@ -161,102 +147,30 @@ def report(
     print(write_report(run_dirs, out))
 
 
-def ready(file: Path | None, changes: list[str], resume: Path | None, run_dir: Path | None) -> tuple[Config, int]:
-    """The run that was asked for, with every setting decided and checked, and its ranks. Under torchrun every rank does
-    this, and what one is refused for, all are."""
+def _run(
+    config: Path | None,
+    changes: list[str],
+    ranks: int | None,
+    run_dir: Path | None,
+    resume: Path | None = None,
+    only_profile: bool = False,
+) -> None:
+    """Decides and checks, prints the plan, and starts the ranks."""
     from ithaka.train.status import status
     from ithaka.train.stop import heeding_interrupts
 
     with status("loading PyTorch"), heeding_interrupts():
-        from ithaka.train.together import gathered, together
+        from ithaka.plan import show
+        from ithaka.train import launch
+        from ithaka.train.ready import Request, make_ready
 
+    changes = changes + [f"parallel.ranks={ranks}"] * (ranks is not None)
     with status("checking settings and data"):
-        asked, machine = together(_asked, file, changes, resume, run_dir)
-        everyone = gathered((asked, machine))
-        return together(_decided, file, changes, resume, everyone)
-
-
-def _asked(file: Path | None, changes: list[str], resume: Path | None, run_dir: Path | None) -> tuple[Config, Machine]:
-    """What this rank was told, and what it has to do it with."""
-    from ithaka.train import launch
-    from ithaka.train.planned import machine_here
-
-    gpus = launch.num_gpus()
-    config = resolve(file, changes, resume, run_dir, gpus)
-    num_ranks = launch.decide_ranks(config.parallel.ranks, gpus)
-    return config, machine_here(config, num_ranks, launch.gpu())
-
-
-def _decided(
-    file: Path | None, changes: list[str], resume: Path | None, everyone: Sequence[tuple[Config, Machine]]
-) -> tuple[Config, int]:
-    """The same on every rank, from what they all were told and have."""
-    from ithaka.train import launch
-    from ithaka.train.check import check_run
-    from ithaka.train.planned import check_ranks_agree, check_still_fits
-
-    configs, machines = [config for config, _ in everyone], [machine for _, machine in everyone]
-    check_ranks_agree(configs)
-    num_ranks = launch.decide_ranks(configs[0].parallel.ranks, launch.num_gpus())
-    config = configs[0] if resume else plan_settings(file, changes, configs[0], num_ranks, machines)
-    check_run(config, num_ranks, resume)
-    if resume is not None:  # it keeps what was decided
-        check_still_fits(config, given(None, changes), num_ranks, machines)
-    return config, num_ranks
-
-
-def resolve(file: Path | None, changes: list[str], resume: Path | None, run_dir: Path | None, gpus: int) -> Config:
-    """The configuration of the run, with its run directory set."""
-    if resume is None:
-        config = load(file, changes, _embedded_default(file, changes, gpus))
-        run_dir = run_dir or config.train.run_dir or default_run_dir()
-    else:
-        config = _resumed(file, changes, resume, run_dir)
-        run_dir = resume
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, run_dir=run_dir))
-
-
-def plan_settings(
-    file: Path | None, changes: list[str], config: Config, num_ranks: int, machines: list[Machine]
-) -> Config:
-    """What is not given, decided by the planner on GPUs that it knows, for all nodes at once; prints the plan."""
-    from ithaka.plan import show
-    from ithaka.train import launch
-    from ithaka.train.planned import planned
-
-    told = given(file, changes, _embedded_default(file, changes, launch.num_gpus()))
-    resolved, plan = planned(config, told, num_ranks, machines)
-    if plan is not None and os.environ.get("RANK", "0") == "0":
-        print(show.as_text(plan, str(config.model.path or config.model.embedded)), flush=True)
-    return resolved
-
-
-def _embedded_default(file: Path | None, changes: list[str], gpus: int) -> dict[str, dict[str, Any]]:
-    """Made for the embedded models: a model of the user's own starts from the plain defaults instead."""
-    own_model = any(change.replace(" ", "").startswith("model.path=") for change in changes)
-    if file is not None or own_model:
-        return {}
-    return GPU_DEFAULT if gpus else CPU_DEFAULT
-
-
-def _resumed(file: Path | None, changes: list[str], resume: Path, run_dir: Path | None) -> Config:
-    if file is not None:
-        raise ConfigError(f"config={file} cannot be given with --resume {resume}; change settings with --set")
-    if run_dir is not None:
-        raise ConfigError(f"--run-dir {run_dir} cannot be given with --resume {resume}; leave it out")
-    if "train.run_dir" in given(None, changes):
-        raise ConfigError(f"--set train.run_dir cannot be given with --resume {resume}; leave it out")
-    if not (resume / "config.yaml").is_file():
-        raise ConfigError(f"--resume {resume} holds no config.yaml; give the directory of an earlier run")
-    return load(resume / "config.yaml", changes)
-
-
-def default_run_dir() -> Path:
-    """A new name per run, the same on every rank: under torchrun it comes from the job, not the clock."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    job = os.environ["TORCHELASTIC_RUN_ID"]
-    return Path("runs") / f"torchrun-{job if job != 'none' else os.environ['MASTER_PORT']}"
+        ready = make_ready(Request(config, changes, resume, run_dir))
+    if ready.plan is not None and os.environ.get("RANK", "0") == "0":
+        model = ready.config.model
+        print(show.as_text(ready.plan, str(model.path or model.embedded)), flush=True)
+    raise typer.Exit(launch.run_ranks(train_rank, (ready.config, resume, only_profile), ready.num_ranks))
 
 
 @app.command()
