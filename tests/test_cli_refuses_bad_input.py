@@ -31,7 +31,9 @@ def started(monkeypatch):
     calls = []
 
     def run_ranks(function, args, num_ranks):
-        calls.append((*args, num_ranks))
+        config, resume, only_profile = args
+        assert not only_profile
+        calls.append((config, resume, num_ranks))
         return 0
 
     monkeypatch.setattr(launch, "run_ranks", run_ranks)
