@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from ithaka.model.layer import StreamedLayer
-from ithaka.phases import HOLDERS
+from ithaka.phases import HOLDERS, phase
+from ithaka.profile.allocations import END, Allocation
 from ithaka.profile.live import LiveBytes
+from ithaka.profile.peak import describe_peak, memory_map
 from ithaka.profile.step import StepProfile
 from ithaka.train.loop import run
 from runs import tiny_run
@@ -99,3 +101,15 @@ def test_leaving_the_recorders_is_no_part_of_the_step(monkeypatch):
     with profile:
         model(torch.ones(1, 2)).sum().backward()
     assert profile.times.wall_s < 0.4 and profile.wall_s < 0.4
+
+
+def test_memory_still_out_at_the_end_lives_until_the_steps_end():
+    """The profiler stops without having seen it given back: that is no moment of the step."""
+    with LiveBytes(scratch=False) as live, phase("step"):
+        kept = torch.ones(256)
+    start_ns = live.ledger.marks[0][0]
+    live.add_scratch([Allocation(1, 4096, start_ns + 1, END)])
+    peak = describe_peak(live.ledger, 0, None)
+    assert peak["num_bytes"] == kept.nbytes + 4096 and peak["step_s"] < 60
+    assert memory_map(live.ledger)["time_s"][-1] < 60
+    assert sum(change.num_bytes for change in live.ledger.changes) == kept.nbytes + 4096

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from ithaka.phases import HOLDER_OF_PHASE, OTHER, Path, current_holder, current_phase, listening, watching
-from ithaka.profile.allocations import Allocation, cpu_allocations
+from ithaka.profile.allocations import END, Allocation, cpu_allocations
 from ithaka.profile.ledger import Change, Holding, Ledger
 from ithaka.profile.shapes import made_as
 from ithaka.profile.where import read, stack
@@ -174,13 +174,16 @@ class LiveBytes:
                 changes[change] = replace(changes[change], time_ns=one.start_ns)
                 continue
             path = self.ledger.phase_at(one.start_ns)
-            after = bisect_left(births, (one.stop_ns, 0))  # the operation's own result comes next
+            given_back = one.stop_ns < END
+            # The operation's own result comes next.
+            after = bisect_left(births, (one.stop_ns if given_back else one.start_ns, 0))
             line = holdings[births[after][1]].line if after < len(births) else ""
             holder = next((HOLDER_OF_PHASE[n] for n in reversed(path) if n in HOLDER_OF_PHASE), OTHER)
             holdings.append(Holding(holder, path, (), "scratch", line))
             index = len(holdings) - 1
             changes.append(Change(one.start_ns, index, one.num_bytes, holder))
-            changes.append(Change(one.stop_ns, index, -one.num_bytes, holder))
+            if given_back:
+                changes.append(Change(one.stop_ns, index, -one.num_bytes, holder))
         changes.sort(key=lambda change: change.time_ns)
 
     def _birth_in(self, one: Allocation) -> int | None:
