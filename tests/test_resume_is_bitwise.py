@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import re
 import shutil
 import signal
 
@@ -93,6 +94,9 @@ def test_changed_settings_are_told_on_the_console_and_kept_with_the_run(ranks, t
         [output] = ranks.run(1, go_on, config)
         assert f" {steps} (was {steps - 1})" in output
         assert ("data.context  90 (was 61); the data goes on at the next token" in output) == (steps == 2)
+        since = [line["val_loss"] for line in metrics(config.train.run_dir) if line["step"] > 1]
+        compared = " -> ".join(f"{loss:.4f}" for loss in since)  # not with validation at the other context
+        assert re.search(rf"validation loss +{compared}\n", output)
     head = [line for line in (tmp_path / "run/config.yaml").read_text().splitlines() if line.startswith("#")]
     assert [line.split(" (was")[0] for line in head] == [
         "# after step 1: data.context=90",

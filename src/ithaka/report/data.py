@@ -17,13 +17,12 @@ def read_run(run_dir: Path) -> dict[str, Any]:
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"RUN_DIR={run_dir} holds no config.yaml; give the directory of a run")
     records = _metrics(run_dir / "metrics.jsonl")
-    last = records[-1] if records else {}
     profile_file = _latest_profile(run_dir)
     return {
         "name": run_dir.resolve().name,
         "metrics": {key: [record.get(key) for record in _thinned(records)] for key in SHOWN},
-        "device_peak_bytes": last.get("device_peak_bytes"),
-        "host_peak_bytes": last.get("host_peak_bytes"),
+        "device_peak_bytes": _most(records, "device_peak_bytes"),
+        "host_peak_bytes": _most(records, "host_peak_bytes"),
         "config": yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8")),
         "machine": _json(run_dir / "machine.json"),
         "plan": _json(run_dir / "plan.json"),
@@ -36,6 +35,11 @@ def _metrics(path: Path) -> list[dict[str, Any]]:
     """Whole steps only; a line cut off by a kill, and progress within a step, are left out."""
     lines = (_text(path) or "").split("\n")[:-1]
     return [record for record in map(json.loads, filter(None, lines)) if "progress" not in record]
+
+
+def _most(records: list[dict[str, Any]], key: str) -> int | None:
+    """Each part of a resumed run has a peak of its own."""
+    return max((record[key] for record in records if record.get(key) is not None), default=None)
 
 
 def _thinned(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
