@@ -1,6 +1,8 @@
 """LiveBytes counts every storage once, from its first tensor to its death."""
 
+import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from allocations import allocator_peak
 from ithaka.phases import holding, phase, tag
@@ -27,6 +29,13 @@ def test_views_and_in_place_work_count_nothing():
         del view
         assert bytes_now(live) == 0
     assert live.peak_bytes == 4 * KIB
+
+
+@pytest.mark.filterwarnings("error")
+def test_fake_tensors_hold_nothing():
+    with LiveBytes(scratch=False) as live, FakeTensorMode():
+        x = floats(4) + 1
+        assert isinstance(x, FakeTensor) and bytes_now(live) == 0
 
 
 def test_older_storages_count_only_when_registered():

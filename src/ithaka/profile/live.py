@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -213,8 +214,11 @@ class _Dispatch(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
+    """Those with memory: with a FakeTensor DTensor only finds out shapes."""
     for leaf in tree_iter(tree):
-        if isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.layout == torch.strided:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
+            continue
+        if leaf.device.type == "cpu" and leaf.layout == torch.strided:
             yield leaf
 
 
