@@ -107,6 +107,31 @@ def test_charts_are_drawn_without_complaints(run_dir, browser, tmp_path, size, n
     assert (sum(map(int, background[4:-1].split(","))) < 150) == dark
 
 
+# Of the largest holder at the peak: the right edges of its cells, and whether the shape can be seen.
+SHAPE = """(cells => [cells.map(cell => cell.getBoundingClientRect().right), cells[2].checkVisibility()])(
+  [...document.querySelectorAll('.folds tbody tr')[0].children])"""
+
+
+@needs_browser
+@pytest.mark.parametrize("size", SIZES)
+def test_shapes_of_the_largest_holders_are_on_the_screen(run_dir, browser, size):
+    width, dark = SIZES[size]
+    browser.open(run_dir / "report.html", width, dark=dark)
+    right_edges, is_seen = browser.evaluate(SHAPE)
+    assert is_seen and max(right_edges) <= width
+
+
+@needs_browser
+def test_a_run_without_a_profile_says_so_beside_one_with(run_dir, browser, tmp_path):
+    for name in ("config.yaml", "metrics.jsonl"):
+        (tmp_path / name).symlink_to(run_dir / name)
+    browser.open(write_report([run_dir, tmp_path], tmp_path / "page.html"))
+    for title in ("Memory map", "Where the time goes"):
+        boxes = f"[...document.querySelectorAll('section')].find(s => s.innerText.startsWith('{title}'))"
+        shown = browser.evaluate(f"[...{boxes}.querySelectorAll('.runs > *')].map(box => box.innerText)")
+        assert ["not profiled" in text for text in shown] == [False, True]
+
+
 # Of each chart and axis: the labels of its ticks.
 LABELS = """charts.flatMap(chart => ['xAxis', 'yAxis'].map(name =>
   chart.live.getModel().getComponent(name, 0).axis.getViewLabels().map(label => label.formattedLabel)))"""

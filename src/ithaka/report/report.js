@@ -75,7 +75,7 @@ function table(into, head, rows) {
   };
   const names = head.map(h => typeof h === "object" ? h.name : h);
   const body = rows.map(row => make("tr", {}, ...row.map((v, i) => cell("td", v, i))));
-  into.append(make("div", { class: "scroll" }, make("table", {},
+  into.append(make("div", { class: "scroll" }, make("table", head.some(h => h.kind?.includes("below")) ? { class: "folds" } : {},
     make("thead", {}, make("tr", {}, ...names.map((n, i) => cell("th", n, i)))), make("tbody", {}, ...body))));
 }
 function swatch(colour, name) { return [make("span", { class: "swatch", style: `background:${colour}` }), name]; }
@@ -183,18 +183,21 @@ function curves(title, note, keys, format, units) {
 
 // ---- memory
 
+function sayNotProfiled(box) {
+  box.append(make("p", { class: "note" }, "This run was not profiled: ithaka profile, or profile.every=N."));
+}
 function memory() {
   if (!runs.some(run => run.profile)) return;
   const into = section("Memory map",
     "Live bytes of rank 0 over the profiled step, stacked by what holds them. Tap a name to hide it; drag or pinch to zoom.");
   perRun(into, (run, box) => {
-    if (!run.profile) { box.append(make("p", { class: "note" }, "This run was not profiled: ithaka profile, or profile.every=N.")); return; }
+    if (!run.profile) { sayNotProfiled(box); return; }
     const map = run.profile.memory, peak = map.peak;
     chart(box, (c, narrow) => memoryOption(map, c, narrow), true);
     box.append(make("h3", {}, "The peak"));
     const share = 100 * peak.time_s / Math.max(peak.step_s, 1e-9);
     box.append(make("p", {}, `${bytes(peak.num_bytes)} after ${seconds(peak.time_s)} of ${seconds(peak.step_s)} (${share.toFixed(0)} %), in ${peak.phase || "no phase"}. The allocator measured ${bytes(peak.measured_bytes)}.`));
-    table(box, ["holder", { name: "size", kind: "number" }, { name: "shape", kind: "code wide" }, { name: "made by", kind: "code" }],
+    table(box, ["holder", { name: "size", kind: "number" }, { name: "shape", kind: "code below" }, { name: "made by", kind: "code below" }],
       peak.largest.map(one => [
         swatch(HOLDER_COLOURS[one.holder] || "#888", one.holder), bytes(one.num_bytes),
         (one.count > 1 ? one.count + " x " : "") + one.dtype + (one.shape.length ? " [" + one.shape.join(", ") + "]" : ""),
@@ -279,7 +282,7 @@ function times() {
   const into = section("Where the time goes",
     "Each instant of the profiled step counts once: compute, else exchange, else copies, else idle.");
   perRun(into, (run, box) => {
-    if (!run.profile) return;
+    if (!run.profile) { sayNotProfiled(box); return; }
     const t = run.profile.times, plain = run.profile.plain_s;
     const hidden = `Hidden behind compute: exchange ${seconds(t.hidden.exchange)}, copies ${seconds(t.hidden.copies)}.`;
     const others = plain ? `, steps without profiling ${seconds(plain)} (median; documents of other lengths take other times)` : "";
