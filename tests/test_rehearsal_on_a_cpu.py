@@ -13,6 +13,7 @@ from ithaka.plan.host import Host
 from ithaka.plan.layout import Work
 from ithaka.plan.models import find_shape
 from ithaka.plan.search import choose
+from ithaka.train import status
 from models import tiny_config
 
 
@@ -49,6 +50,23 @@ def test_settings_are_shown_before_the_work(model, monkeypatch):
     assert isinstance(result.exception, Started)
     assert result.stdout.startswith("rank 0 of 2xH100-80GB, 64 tokens") and "settings: parallel.cp=" in result.stdout
     assert "times are this CPU's, planned ones are those of H100-80GB" in result.stdout
+
+
+def test_json_says_what_ran_and_where_its_peak_is(model, monkeypatch):
+    monkeypatch.setattr(status, "PATIENCE_S", 0.0)  # said at once, were it said
+    monkeypatch.setattr(rehearsal, "SHORT_DOCUMENT", 32)
+    answer = json.loads(rehearse(model, "--context", "64", "--layers", "1", "--memory-only", "--json").stdout)
+    ran = {key: answer[key] for key in ("gpus", "context", "layers", "attention_cut_short")}
+    assert ran == {"gpus": "2xH100-80GB", "context": 64, "layers": 1, "attention_cut_short": True}
+    assert answer["peak_phase"]
+
+
+def test_what_is_done_is_said_and_nothing_is_without_parts(model, monkeypatch):
+    monkeypatch.setattr(status, "PATIENCE_S", 0.0)
+    options = ("--context", "64", "--layers", "1", "--memory-only", "--set", "memory.checkpoint=none")
+    shown = rehearse(model, *options).stdout
+    assert "building the model ..." in shown and "rehearsing at 64 tokens ..." in shown
+    assert "peak in: " in shown and "seconds per layer: \n" not in shown
 
 
 def test_a_cpu_is_not_shown_as_a_gpu(model):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -251,7 +252,11 @@ def rehearse(
         print(ask.plan(question, False, as_json)[0])
         raise typer.Exit(EXIT_DOES_NOT_FIT)
 
-    from ithaka import rehearsal
+    from ithaka.train.status import status
+    from ithaka.train.stop import heeding_interrupts
+
+    with nullcontext() if as_json else status("loading PyTorch"), heeding_interrupts():
+        from ithaka import rehearsal
 
     raise typer.Exit(rehearsal.run(plan, question.fixed, model, layers, memory_only, as_json))
 

@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,9 +37,16 @@ from ithaka.train.budget import STORED
 from ithaka.train.launch import EXIT_MEMORY
 from ithaka.train.optim import make_optimizer
 from ithaka.train.shortage import Shortage, Witness, explain, is_shortage
+from ithaka.train.status import status
 
 TINY_TOKENS = 1024  # per rank: a run whose activations are nothing beside the weights
 SHORT_DOCUMENT = 128 * 1024  # with memory_only, attention does not look further back
+
+Saying = Callable[[str], AbstractContextManager]  # tells what is done inside it
+
+
+def silently(what: str) -> AbstractContextManager:
+    return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -82,22 +89,25 @@ def rehearse(
     cap_bytes: int | None = None,
     steps: int = 2,
     witness: Witness | None = None,
+    saying: Saying = silently,
 ) -> Rehearsed:
     """Runs `steps` training steps as rank 0 of `ranks`; the last one is measured.
 
     `cap_bytes`: what the device may hold. `memory_only`: attention looks at most 128 Ki tokens back, which cuts its
-    mathematics short; every allocation and copy stays. `witness`: is told where the rehearsal is.
+    mathematics short; every allocation and copy stays. `witness`: is told where the rehearsal is; `saying`: the user.
     """
     with _loopback(ranks, cap_bytes) as device, listening(witness) if witness else nullcontext():
         mesh = make_mesh(cp, device)
-        with phase("building the model"):
+        with phase("building the model"), saying("building the model"):
             model = build_model(_first_layers(config, layers), mesh, settings)
         optimizer = make_optimizer(model, OptimConfig(lr=0.0))
         if witness is not None:
             witness.know(model, optimizer)
         tiny_tokens = _tiny(context // mesh.cp_size) * mesh.cp_size
-        tiny = _measure(model, optimizer, mesh, tiny_tokens, False, 2)
-        measured = _measure(model, optimizer, mesh, context, memory_only, steps)
+        with saying(f"rehearsing at {tiny_tokens} tokens, to know the weights' part"):
+            tiny = _measure(model, optimizer, mesh, tiny_tokens, False, 2)
+        with saying(f"rehearsing at {context} tokens"):
+            measured = _measure(model, optimizer, mesh, context, memory_only, steps)
         timeline = measured.timeline
         seconds = _layers(timeline).seconds_by(2)
         store = model.model.layers[0].forward.store
@@ -130,7 +140,9 @@ def of_few_layers(plan: Plan, layers: int, memory_only: bool) -> Plan:
     return evaluate(few, layout, plan.hardware, work)
 
 
-def rehearse_plan(few: Plan, config: dict[str, Any] | Path, memory_only: bool, witness: Witness) -> Rehearsed:
+def rehearse_plan(
+    few: Plan, config: dict[str, Any] | Path, memory_only: bool, witness: Witness, saying: Saying
+) -> Rehearsed:
     """A plan of few layers, measured."""
     return rehearse(
         config,
@@ -143,6 +155,7 @@ def rehearse_plan(few: Plan, config: dict[str, Any] | Path, memory_only: bool, w
         cap_bytes=few.hardware.gpu.memory_bytes if _on_gpu() else None,
         steps=1 if memory_only else 2,
         witness=witness,
+        saying=saying,
     )
 
 
@@ -341,7 +354,7 @@ def run(plan: Plan, fixed: Mapping[str, Any], model: str, layers: int, memory_on
     if not as_json:
         print(heading(plan, layers), flush=True)
     try:
-        measured = rehearse_plan(few, config, memory_only, witness)
+        measured = rehearse_plan(few, config, memory_only, witness, silently if as_json else status)
     except Exception as error:
         if not is_shortage(error):
             raise
@@ -350,12 +363,25 @@ def run(plan: Plan, fixed: Mapping[str, Any], model: str, layers: int, memory_on
         return EXIT_MEMORY
     rows = compare(plan, measured, few)
     if as_json:
-        values = [{"what": w, "planned": p, "measured": m, "unit": u} for w, p, m, u in rows]
-        answer = {"device": _device_name(), "settings": settings_of(plan), "rows": values, "parts_s": measured.parts_s}
-        print(json.dumps(answer, indent=2))
+        print(json.dumps(as_data(plan, measured, rows, memory_only), indent=2))
     else:
         print(table(measured, rows, memory_only))
     return 0
+
+
+def as_data(plan: Plan, measured: Rehearsed, rows: list[Row], memory_only: bool) -> dict[str, Any]:
+    return {
+        "device": _device_name(),
+        "gpus": plan.hardware.name,
+        "context": plan.work.context,
+        "layers": measured.num_layers,
+        "layers_of_model": plan.shape.num_layers,
+        "attention_cut_short": memory_only and measured.context > SHORT_DOCUMENT,
+        "settings": settings_of(plan),
+        "rows": [{"what": w, "planned": p, "measured": m, "unit": u} for w, p, m, u in rows],
+        "peak_phase": measured.peak_phase,
+        "parts_s": measured.parts_s,
+    }
 
 
 def heading(plan: Plan, layers: int) -> str:
@@ -378,7 +404,7 @@ def table(measured: Rehearsed, rows: list[Row], memory_only: bool) -> str:
         shown = "" if planned is None else f"{planned:.3f}"
         lines.append(f"{what:{width}}  {shown:>10}  {value:10.3f} {unit}")
     parts = ", ".join(f"{name} {seconds:.4f}" for name, seconds in measured.parts_s.items() if seconds >= 1e-4)
-    lines += ["", f"{_peak()} in: {measured.peak_phase}", f"seconds per layer: {parts}"]
+    lines += ["", f"{_peak()} in: {measured.peak_phase}", *[f"seconds per layer: {parts}"] * bool(parts)]
     if memory_only:
         lines.append("memory only: attention was cut short, so its times say nothing about training")
     return "\n".join(lines)
