@@ -15,6 +15,8 @@ from ithaka.plan.show import size
 
 ARGS = ["plan", "llama3-8b", "--gpus", "8xH100-80GB", "--host-memory", "2TB", "--context", "1M"]
 
+NONE = ["--set", "memory.checkpoint=none"]
+
 
 def run(*args: str, code: int = 0) -> str:
     result = CliRunner().invoke(app, list(args))
@@ -86,6 +88,25 @@ def test_reasons_hold():
     assert "memory.keep_attention" not in everything and "memory.checkpoint" in everything
 
 
+def test_a_width_that_suits_only_fewer_ranks_per_sequence_has_a_plan():
+    base = ["plan", "llama3-8b", "--gpus", "8xH100", "--set", "parallel.heads_per_stage=4"]
+    assert "does not fit" in run(*base, *NONE, code=3)
+    answer = json.loads(run(*base, *NONE, "--context", "16K", "--json"))
+    assert answer["settings"]["parallel.cp"] <= 4 and answer["settings"]["memory.overlap"]
+
+
+def test_attention_on_a_disk_that_is_not_there_does_not_fit():
+    text = run("plan", "llama3-8b", "--gpus", "8xH100", "--set", "memory.attention_offload=disk", code=3)
+    assert "of disk, and there is none (--disk 10TB)" in text
+    assert re.search(r"memory.attention_offload +disk .*as given", text)
+
+
+def test_what_costs_time_is_not_said_to_save_it():
+    kept = ["--set", "memory.keep_attention=all", "--set", "memory.attention_offload=disk", "--disk", "10TB"]
+    text = run("plan", "llama3-8b", "--gpus", "8xH100", *kept)
+    assert re.search(r"layers keep attention's output: costs [\d.]+ s per step", text)
+
+
 def test_ladder_climbs():
     rungs = json.loads(run(*ARGS, "--ladder", "--json"))
     longest = [rung["max_context"] for rung in rungs]
@@ -119,6 +140,14 @@ def test_sweep_shows_the_trade(tmp_path):
         ([*ARGS, "--ladder", "--max-context"], "--max-context and --ladder"),
         ([*ARGS, "--sweep", "heads_per_stage", "--max-context"], "--max-context and --sweep"),
         (["plan", "llama3-8b", "--gpus", "H200", "--host-memory", "10"], "write for example 2TB"),
+        ([*ARGS, *NONE, "--set", "memory.keep_attention=all"], "keep_attention=all has no effect with memory.ch"),
+        ([*ARGS, *NONE, "--set", "memory.keep_attention=4"], "keep_attention=4 has no effect"),
+        ([*ARGS, *NONE, "--set", "memory.offload=disk"], "memory.offload=disk has no effect"),
+        ([*ARGS, *NONE, "--set", "memory.attention_offload=host"], "memory.attention_offload=host has no effect"),
+        (
+            [*ARGS, "--set", "memory.keep_attention=none", "--set", "memory.attention_offload=host"],
+            "memory.attention_offload=host has no effect with memory.keep_attention=none",
+        ),
     ],
 )
 def test_mistakes_are_explained(args, words):

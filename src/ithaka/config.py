@@ -208,6 +208,28 @@ SECTIONS: dict[str, type[Section]] = {
     )
 }
 
+
+def check_effects(settings: Mapping[str, Any]) -> None:
+    """A setting that would do nothing is refused: who gave it expects something.
+
+    `settings`: by name, memory.offload; those that are not there may still be anything.
+    """
+    idle = {"memory.offload": "none", "memory.keep_attention": "none", "memory.overlap": True}
+    for name, plain in idle.items() if settings.get("memory.checkpoint") == "none" else ():
+        if settings.get(name, plain) != plain:
+            raise ConfigError(
+                f"{name}={str(settings[name]).lower()} has no effect with memory.checkpoint=none; "
+                f"use memory.checkpoint=full, or {name}={str(plain).lower()}"
+            )
+    attention = settings.get("memory.attention_offload")
+    nothing_kept = settings.get("memory.keep_attention") in ("none", 0)
+    if attention is not None and (nothing_kept or settings.get("memory.checkpoint") == "none"):
+        raise ConfigError(
+            f"memory.attention_offload={attention} has no effect with memory.keep_attention=none; "
+            "use memory.keep_attention=all, or leave it null"
+        )
+
+
 # What `ithaka train` does without a file, beyond the defaults above: a run to watch on 2 cores, or on GPUs.
 CPU_DEFAULT: dict[str, dict[str, Any]] = {
     "model": {"embedded": "small"},

@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ithaka.config import ConfigError
+from ithaka.config import ConfigError, check_effects
 from ithaka.plan.cost import Ledger, attention_room, memory
 from ithaka.plan.hardware import Hardware
 from ithaka.plan.layout import Layout, Tier, Work
@@ -51,6 +51,7 @@ _WORDS: dict[str, dict[Any, Any]] = {  # of the configuration -> of a layout
 
 def fixed_settings(chosen: Mapping[str, Any], shape: ModelShape, num_ranks: int) -> dict[str, Any]:
     """What the user decided (`{"parallel.cp": 8, "memory.offload": "host"}`), as fields of `Layout`."""
+    check_effects(chosen)
     fixed = {}
     for name, value in chosen.items():
         if name not in SETTINGS:
@@ -251,14 +252,16 @@ def _tiled(
     """With and without overlap, from the largest tile down to one with room for all; True: all there."""
     most = fixed.get("keep_attention", shape.num_layers if base.keep_attention else 0)
     complete = True
-    for overlap in _either(fixed, "overlap", (True, False)):
+    for overlap in _either(fixed, "overlap", (True, False) if base.checkpoint else (True,)):
         for tile in _tiles(shape, fixed):
             layout = replace(base, overlap=overlap, tile_tokens=tile)
             if most and "keep_attention" not in fixed:
                 layout = replace(layout, keep_attention=attention_room(shape, layout, hardware, work))
             if layout.keep_attention < min(most, 1):
                 complete = False
-                continue
+                if not _must_keep(fixed):
+                    continue
+                layout = replace(layout, keep_attention=1)
             ledger = memory(shape, layout, hardware, work)
             yield layout, ledger
             if ledger.fits and layout.keep_attention == most:
@@ -290,8 +293,13 @@ def _attention_tiers(shape: ModelShape, hardware: Hardware, fixed: Mapping[str, 
     if fixed.get("checkpoint", True) and wanted != 0:
         for tier in _tiers(fixed.get("attention_tier"), hardware):
             yield {"attention_tier": tier, "keep_attention": wanted or 1}
-    if not wanted:
+    if not wanted and not _must_keep(fixed):
         yield {"attention_tier": fixed.get("attention_tier") or "device", "keep_attention": 0}
+
+
+def _must_keep(fixed: Mapping[str, Any]) -> bool:
+    """Whether attention's outputs were given a place: then some are kept, however many."""
+    return "attention_tier" in fixed and "keep_attention" not in fixed
 
 
 def _places(hardware: Hardware, fixed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -308,7 +316,7 @@ def _leanest(shape: ModelShape, hardware: Hardware, fixed: Mapping[str, Any]) ->
     """Layouts that can be the last to fit: most ranks per sequence, narrowest stage, smallest tile.
 
     Kept by all layers, attention's output needs the store but no room on the device to compute it again: so
-    all or none.
+    all, or as few as may be.
     """
     cp = max(_cps(shape, hardware, fixed))
     widths = _stage_widths(shape, cp, fixed)
@@ -321,10 +329,11 @@ def _leanest(shape: ModelShape, hardware: Hardware, fixed: Mapping[str, Any]) ->
         **_precision(fixed),
     )
     for tier in _attention_tiers(shape, hardware, fixed):
-        if tier["keep_attention"] and "keep_attention" not in fixed:
-            tier["keep_attention"] = shape.num_layers
-        for place in _places(hardware, fixed):
-            yield replace(start, **place, **tier)
+        few = tier["keep_attention"]
+        counts = {shape.num_layers, few if _must_keep(fixed) else shape.num_layers}
+        for count in counts if few and "keep_attention" not in fixed else (few,):
+            for place in _places(hardware, fixed):
+                yield replace(start, **place, **tier | {"keep_attention": count})
 
 
 def _stopped_by(shape: ModelShape, hardware: Hardware, work: Work, fixed: Mapping[str, Any]) -> str:
@@ -338,7 +347,8 @@ def _stopped_by(shape: ModelShape, hardware: Hardware, work: Work, fixed: Mappin
 def _cps(shape: ModelShape, hardware: Hardware, fixed: Mapping[str, Any]) -> list[int]:
     if "cp" in fixed:
         return [fixed["cp"]]
-    return [n for n in _divisors(hardware.num_gpus) if n <= shape.heads]
+    stage = fixed.get("heads_per_stage") or 0
+    return [n for n in _divisors(hardware.num_gpus) if n <= shape.heads and stage % n == 0]
 
 
 def _stage_widths(shape: ModelShape, cp: int, fixed: Mapping[str, Any]) -> list[int | None]:

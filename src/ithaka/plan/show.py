@@ -204,8 +204,9 @@ def _keep_reason(plan: Plan) -> str:
     if not layout.keep_attention:
         again = "backward computes attention's output again"
         return f"{again}: no room to keep it" if _decided(plan, "keep_attention") else again
-    saved = duration(_changed(plan, keep_attention=0).step_s - plan.step_s)
-    return f"{layout.keep_attention} of {num_layers} layers keep attention's output: saves {saved} per step"
+    saved_s = _changed(plan, keep_attention=0).step_s - plan.step_s
+    effect = f"{'saves' if saved_s >= 0 else 'costs'} {duration(abs(saved_s))} per step"
+    return f"{layout.keep_attention} of {num_layers} layers keep attention's output: {effect}"
 
 
 def _attention_tier_reason(plan: Plan) -> str:

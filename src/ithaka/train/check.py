@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ithaka.config import Config, ConfigError, embedded_model
+from ithaka.config import Config, ConfigError, check_effects, embedded_model
 from ithaka.plan.shape import ModelShape, read_shape, shape_from_config
 from ithaka.train import launch
 from ithaka.train.budget import check_budgets
@@ -70,7 +70,7 @@ def check_memory(config: Config, shape: ModelShape) -> None:
     kept = config.memory.keep_attention
     if isinstance(kept, int) and kept > shape.num_layers:
         raise ConfigError(f"memory.keep_attention={kept} exceeds the {shape.num_layers} layers of the model; use all")
-    _check_effects(config)
+    check_effects({f"memory.{name}": value for name, value in vars(config.memory).items()})
     disk = config.memory.disk_path
     if disk is not None and "disk" not in (config.memory.offload, config.memory.attention_offload):
         raise ConfigError(
@@ -86,26 +86,6 @@ def check_disk(config: Config) -> None:
         raise ConfigError(f"memory.disk_path={disk} is not a directory; create it, or leave it null")
     if disk is not None and not os.access(disk, os.W_OK):
         raise ConfigError(f"memory.disk_path={disk} cannot be written; give another directory")
-
-
-def _check_effects(config: Config) -> None:
-    """A setting that would do nothing is refused: who gave it expects something."""
-    memory = config.memory
-    idle = {}
-    if memory.checkpoint == "none":
-        idle = {"offload": "none", "keep_attention": "none", "overlap": True}
-    for name, plain in idle.items():
-        if getattr(memory, name) != plain:
-            shown = str(getattr(memory, name)).lower()
-            raise ConfigError(
-                f"memory.{name}={shown} has no effect with memory.checkpoint=none; "
-                f"use memory.checkpoint=full, or memory.{name}={str(plain).lower()}"
-            )
-    if memory.attention_offload is not None and memory.keep_attention in ("none", 0):
-        raise ConfigError(
-            f"memory.attention_offload={memory.attention_offload} has no effect with memory.keep_attention=none; "
-            "use memory.keep_attention=all, or leave it null"
-        )
 
 
 def check_kernel(config: Config) -> None:
