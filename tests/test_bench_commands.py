@@ -7,8 +7,11 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from ithaka import rehearsal
 from ithaka.cli import app
+from ithaka.config import ConfigError
 from ithaka.plan.hardware import read_gpu
+from ithaka.train import status
 from models import tiny_config
 
 SMALL = ["--matrix", "64", "--tokens", "256", "--copy", "64KiB", "--seconds", "0"]
@@ -44,12 +47,44 @@ def test_wrong_options_are_refused_by_name(wrong, tmp_path):
     assert not (tmp_path / "x.json").exists()
 
 
-def test_ladder_measures_every_rung(tmp_path):
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        ("--tokens 1K --documents 5000", "--documents=5000 leaves less than 2 of --tokens=1024 to each; use fewer"),
+        ("--tokens 8 --documents 8", "--documents=8"),
+        ("--tokens foo", "--tokens=foo is not a number of tokens"),
+        ("--blocks auto,3x", "--blocks=3x is not q x kv tokens; write"),
+        ("--heads 4 --kv-heads 3", "--kv-heads=3 does not divide --heads=4; use 1, 2, 4"),
+        ("--window 100 --bidirectional", "--window=100 looks back only, and --bidirectional both ways"),
+        ("--seconds -1", "--seconds"),
+    ],
+)
+def test_attention_is_refused_before_the_work(wrong, words, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ithaka.bench", None)  # what measures is not even imported
+    result = run("bench", "attention", *wrong.split())
+    assert result.exit_code == 2 and words in result.stderr and result.stdout == ""
+
+
+def test_a_refused_ladder_prints_no_table(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise ConfigError("the model")
+
+    monkeypatch.setattr(rehearsal, "rehearse", refuse)
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama").to_dict()))
+    for ranks, words in (("64", "--ranks=64 exceeds the"), ("2", "the model")):
+        refused = run("bench", "ladder", tmp_path / "config.json", "--context", "256", "--ranks", ranks)
+        assert refused.exit_code == 2 and words in refused.stderr and refused.stdout == ""
+
+
+def test_ladder_measures_every_rung(tmp_path, monkeypatch):
+    monkeypatch.setattr(status, "PATIENCE_S", 0.0)  # said at once
     config = tiny_config("llama", attention_bias=False, tie_word_embeddings=False)
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     rows = tmp_path / "rows.json"
     sizes = ["--context", "256", "--ranks", "2", "--tile", "32", "--json", str(rows)]
-    assert run("bench", "ladder", tmp_path / "config.json", *sizes).exit_code == 0
+    result = run("bench", "ladder", tmp_path / "config.json", *sizes)
+    assert result.exit_code == 0 and result.stdout.count("peak MiB") == 1
+    assert "\n+ tiles: rehearsing at 256 tokens ..." in result.stdout
     peaks = {name: row["peak_x"] for name, row in json.loads(rows.read_text()).items()}
     assert len(peaks) == 6
     assert peaks["none"] > peaks["+ checkpointing"] > peaks["+ tiles"] > peaks["+ kept attention"] > 2

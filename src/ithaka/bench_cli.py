@@ -8,9 +8,12 @@ Apart from bench.py so that `--help` answers without torch: each command imports
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager
 from dataclasses import asdict
+from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +21,8 @@ from ithaka.config import ConfigError, parse_count
 from ithaka.outputs import check_file
 from ithaka.plan.hardware import parse_bytes
 from ithaka.plan.models import MODELS, find_shape, model_config
+from ithaka.train.status import status
+from ithaka.train.stop import heeding_interrupts
 
 if TYPE_CHECKING:
     import torch
@@ -40,27 +45,29 @@ def bench_attention(
     bidirectional: Annotated[bool, typer.Option("--bidirectional")] = False,
     backward: Annotated[bool, typer.Option("--backward/--forward-only")] = True,
     dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "",
-    seconds: Annotated[float, typer.Option(help="how long each figure is held")] = 3.0,
+    seconds: Annotated[float, typer.Option(min=0, help="how long each figure is held")] = 3.0,
     json_path: Annotated[Path | None, typer.Option("--json", help="also write the rows here")] = None,
 ) -> None:
     """TFLOP/s of attention, forward and backward, sustained on random data."""
     if json_path is not None:
         check_file("--json", json_path)
-    from ithaka.bench import AttentionCase, measure_attention, table
-    from ithaka.dist.mesh import default_device
-    from ithaka.ops.kernels import available_kernels
+    lengths = [_tokens(text, "--tokens") for text in tokens.split(",")]
+    sizes = [_blocks(text) for text in blocks.split(",")]
+    _check_attention(min(lengths), documents, heads, kv_heads, window if bidirectional else None)
+
+    with status("loading PyTorch"), heeding_interrupts():
+        from ithaka.bench import AttentionCase, measure_attention, table
+        from ithaka.dist.mesh import default_device
+        from ithaka.ops.kernels import available_kernels
 
     device = default_device()
     chosen = _dtype(dtype, device)
     names = available_kernels(device, chosen, head_dim) if kernels == "all" else kernels.split(",")
     rows = []
-    for name in names:
-        for num_tokens in map(_tokens, tokens.split(",")):
-            for block in map(_blocks, blocks.split(",")):
-                case = AttentionCase(
-                    num_tokens, heads, kv_heads, head_dim, name, block, not bidirectional, window, documents
-                )
-                rows.append(measure_attention(case, device=device, dtype=chosen, seconds=seconds, backward=backward))
+    for name, num_tokens, block in product(names, lengths, sizes):
+        case = AttentionCase(num_tokens, heads, kv_heads, head_dim, name, block, not bidirectional, window, documents)
+        with status(f"measuring kernel {name} at {num_tokens} tokens"):
+            rows.append(measure_attention(case, device=device, dtype=chosen, seconds=seconds, backward=backward))
     print(table(rows))
     if json_path is not None:
         json_path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
@@ -76,19 +83,22 @@ def bench_device(
     seconds: Annotated[float, typer.Option(min=0, help="how long each figure is held")] = 3.0,
 ) -> None:
     """Measures matmul, attention and copies here, and writes them for `ithaka plan --gpu-file`."""
-    from ithaka.bench import DeviceSizes, measure_device
-    from ithaka.dist.mesh import default_device
+    with status("loading PyTorch"), heeding_interrupts():
+        from ithaka.bench import DeviceSizes, measure_device
+        from ithaka.dist.mesh import default_device
 
     device = default_device()
     large = device.type == "cuda"
     sizes = DeviceSizes(
         matrix or (8192 if large else 1024),
-        _tokens(tokens or ("256K" if large else "2K")),
+        _tokens(tokens or ("256K" if large else "2K"), "--tokens"),
         max(4, parse_bytes(copy or ("1GiB" if large else "64MiB"), "--copy")),
         seconds,
     )
     check_file("--out", out)
-    values = measure_device(device, _dtype(dtype, device), sizes)
+    chosen = _dtype(dtype, device)
+    with status("measuring this device"):
+        values = measure_device(device, chosen, sizes)
     out.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     for name, source in values["sources"].items():
         print(f"{name:26}{values[name]:>12.4g}   {source}")
@@ -108,28 +118,51 @@ def bench_ladder(
     """Peak memory and seconds per layer with one technique after the other switched on."""
     if json_path is not None:
         check_file("--json", json_path)
-    find_shape(model)  # says what is wrong with the name
+    num_heads = find_shape(model).heads
+    if ranks > num_heads:
+        raise ConfigError(f"--ranks={ranks} exceeds the {num_heads} query heads; use at most {num_heads}")
     config = model_config(model) if model in MODELS else Path(model)
-    num_tokens, tile_tokens = _tokens(context), _tokens(tile)
+    num_tokens, tile_tokens = _tokens(context, "--context"), _tokens(tile, "--tile")
 
-    from ithaka.bench import ladder_settings
-    from ithaka.dist.mesh import default_device
-    from ithaka.rehearsal import rehearse
+    with status("loading PyTorch"), heeding_interrupts():
+        from ithaka.bench import ladder_settings
+        from ithaka.dist.mesh import default_device
+        from ithaka.rehearsal import rehearse
 
     chosen = _dtype(dtype, default_device())
-    print(f"{'':18}{'peak MiB':>10}{'peak X':>8}{'host MiB':>10}{'forward s':>11}{'backward s':>11}")
-    rows = {}
+    rows: dict[str, dict[str, Any]] = {}
     for name, settings in ladder_settings(ranks, tile_tokens, chosen).items():
         row = rehearse(
-            config, ranks=ranks, cp=ranks, context=num_tokens, layers=layers, settings=settings
+            config, ranks=ranks, cp=ranks, context=num_tokens, layers=layers, settings=settings,
+            saying=partial(_rung, name),
         )  # fmt: skip
+        if not rows:  # what is refused is refused by then
+            print(f"{'':18}{'peak MiB':>10}{'peak X':>8}{'host MiB':>10}{'forward s':>11}{'backward s':>11}")
         rows[name] = asdict(row) | {"peak_x": row.peak_x}
         activations = (row.layer_peak_bytes - row.base_bytes) / 2**20
         seconds = f"{row.forward_s:11.4f}{row.backward_s:11.4f}"
-        print(f"{name:18}{activations:10.1f}{row.peak_x:8.2f}{row.host_bytes / 2**20:10.1f}{seconds}")
+        print(f"{name:18}{activations:10.1f}{row.peak_x:8.2f}{row.host_bytes / 2**20:10.1f}{seconds}", flush=True)
     print(f"peak of {layers} layers above the same at few tokens; X is one residual-stream tensor of a rank")
     if json_path is not None:
         json_path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def _rung(name: str, what: str) -> AbstractContextManager:
+    return status(f"{name}: {what}")
+
+
+def _check_attention(num_tokens: int, documents: int, heads: int, kv_heads: int, both_ways: int | None) -> None:
+    """`num_tokens`: of the shortest; `both_ways`: the window of bidirectional attention."""
+    if 2 * documents > num_tokens:
+        raise ConfigError(
+            f"--documents={documents} leaves less than 2 of --tokens={num_tokens} to each; "
+            f"use fewer documents, or at least {2 * documents} tokens"
+        )
+    if heads % kv_heads:
+        fitting = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+        raise ConfigError(f"--kv-heads={kv_heads} does not divide --heads={heads}; use {', '.join(fitting)}")
+    if both_ways is not None:
+        raise ConfigError(f"--window={both_ways} looks back only, and --bidirectional both ways; leave one of them out")
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
@@ -141,17 +174,17 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
 
 
-def _tokens(text: str) -> int:
+def _tokens(text: str, option: str) -> int:
     count = parse_count(text.strip())
     if not count:
-        raise ConfigError(f"{text!r} is not a number of tokens; write 65536, 64K or 1M")
+        raise ConfigError(f"{option}={text} is not a number of tokens; write 65536, 64K or 1M")
     return count
 
 
 def _blocks(text: str) -> tuple[int, int] | None:
     if text.strip() == "auto":
         return None
-    block_q, x, block_kv = text.partition("x")
-    if not x:
-        raise ConfigError(f"--blocks={text} is not q x kv; write 128Kx64K or auto")
-    return _tokens(block_q), _tokens(block_kv)
+    block_q, _, block_kv = map(parse_count, text.partition("x"))
+    if not block_q or not block_kv:
+        raise ConfigError(f"--blocks={text} is not q x kv tokens; write 128Kx64K or auto")
+    return block_q, block_kv
