@@ -25,7 +25,9 @@ ROUND_BYTES = 512  # the allocator's unit
 # A place in the code that makes tensors of one size is looked at so often in a phase: tiles repeat, but a library's
 # line (a Linear's) may serve several of ours.
 MANY = 12
-SHARE = 0.01  # of the time so far that watching may have taken where another layer's phase is watched too
+# Of the time so far, what `spent_s` may be where another layer's phase is watched too. PyTorch's way to the watcher is
+# outside of what can be timed, and takes about as long again.
+SHARE = 0.01
 
 Made = tuple[tuple[int, ...], str]  # shape and dtype
 
