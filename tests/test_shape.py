@@ -126,6 +126,8 @@ def test_embedded_models_have_fewer_kv_heads_than_query_heads(name, low, high):
         ({"hidden_size": None}, ["hidden_size", "missing"]),
         ({"num_hidden_layers": 0}, ["num_hidden_layers=0", "positive"]),
         ({"vocab_size": "big"}, ["vocab_size=big", "positive"]),
+        ({"head_dim": 15}, ["head_dim=15", "odd"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["is quantised (gptq); give weights in bfloat16"]),
         ({"num_key_value_heads": 4}, ["num_key_value_heads=4", "num_attention_heads=6"]),
         (
             {"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["full_attention"]},

@@ -133,6 +133,9 @@ def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> M
         raise ConfigError(
             f"model_type={name} of {source} is not supported; use one of the families {', '.join(FAMILIES)}"
         )
+    if quantised := values.get("quantization_config"):
+        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
+        raise ConfigError(f"model.path={source} is quantised ({method}); give weights in bfloat16 or float32")
     family = FAMILIES[name]
     hidden = _count(values, "hidden_size", source)
     num_layers = _count(values, "num_hidden_layers", source)
@@ -144,13 +147,18 @@ def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> M
             "correct the model's config.json"
         )
     head_dim = family.default_head_dim or hidden // heads
+    head_dim = _count(values, "head_dim", source, head_dim, null=hidden // heads)
+    if head_dim % 2:
+        raise ConfigError(
+            f"head_dim={head_dim} of {source} is odd, and RoPE turns pairs; correct the model's config.json"
+        )
     return ModelShape(
         family=name,
         num_layers=num_layers,
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=_count(values, "head_dim", source, head_dim, null=hidden // heads),
+        head_dim=head_dim,
         mlp=_count(values, "intermediate_size", source),
         vocab=_count(values, "vocab_size", source),
         tied=bool(values.get("tie_word_embeddings", False)),
