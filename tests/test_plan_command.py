@@ -64,7 +64,7 @@ def test_every_tier_that_is_too_small_is_named_with_a_way_out():
     text = run(*ARGS[:-1], "100M", code=3)
     assert "times the GPU memory" in text and "times the host memory" in text
     longest = json.loads(run(*ARGS, "--max-context", "--json"))["max_context"]
-    assert f"({longest}); for more, more host memory, or a disk" in text
+    assert f"({longest}); for more, more host memory, or a disk (--disk 10TB), or more GPUs." in text
     assert "there is none (--disk 10TB)" in run(*ARGS, "--set", "memory.offload=disk", code=3)
 
 
@@ -83,7 +83,7 @@ def test_reasons_hold():
     """The search's own reasons: what they say is so."""
     reasons = json.loads(run(*ARGS, "--max-context", "--json"))["reasons"]
     assert reasons["parallel.heads_per_stage"] == "1 per GPU at a time: more, with the rest as it is, does not fit"
-    assert reasons["memory.overlap"] == "one stage's tensors at a time: overlap does not fit"
+    assert reasons["memory.overlap"] == "one stage's tensors at a time: overlap, with the rest as it is, does not fit"
     everything = json.loads(run(*ARGS[:-1], "64K", "--set", "memory.checkpoint=none", "--json"))["reasons"]
     assert "memory.keep_attention" not in everything and "memory.checkpoint" in everything
 
@@ -105,6 +105,41 @@ def test_what_costs_time_is_not_said_to_save_it():
     kept = ["--set", "memory.keep_attention=all", "--set", "memory.attention_offload=disk", "--disk", "10TB"]
     text = run("plan", "llama3-8b", "--gpus", "8xH100", *kept)
     assert re.search(r"layers keep attention's output: costs [\d.]+ s per step", text)
+
+
+@pytest.mark.parametrize("args, tier, way, cure", [
+    (["8xH100", "--context", "2M", "--host-memory", "64GB"], "host", "more host memory", ["--host-memory", "2TB"]),
+    (["8xH100", "--context", "14M", "--host-memory", "1TB", "--disk", "5TB"], "disk", "more disk", ["--disk", "10TB"]),
+    (["8xH100", "--context", "8M", "--disk", "1TB"], "disk", "more disk", ["--disk", "10TB"]),
+    (["1xRTX4090", "--context", "8K", "--host-memory", "64GB", "--disk", "10TB"], "host", "takes more host memory",
+     ["--host-memory", "256GB"]),
+])  # fmt: skip
+def test_the_way_out_is_one(args, tier, way, cure):
+    text = run("plan", "llama3-8b", "--gpus", *args, code=3)
+    assert way in text and not ("a disk (" in text and "--disk" in args)
+    assert json.loads(run("plan", "llama3-8b", "--gpus", *args, "--json", code=3))["limited_by"] == tier
+    run("plan", "llama3-8b", "--gpus", *args, *cure)
+
+
+def test_every_sequence_of_a_batch_is_counted():
+    args = ["plan", "llama3-8b", "--gpus", "8xH100", "--batch", "4"]
+    answer, text = json.loads(run(*args, "--json")), run(*args)
+    assert text.startswith("llama3-8b, 4 x 128K tokens,")
+    assert (
+        f"{answer['settings']['parallel.cp']} of 8 GPUs share 4 sequences: {answer['sequences_per_step']} seq" in text
+    )
+    assert answer["model"] == "llama3-8b"
+
+
+def test_no_host_memory_at_all_is_said_so():
+    text = run("plan", "llama3-8b", "--gpus", "8xH100", "--host-memory", "0GB", code=3)
+    assert "of host memory, and there is none (--host-memory 2TB)" in text
+
+
+def test_one_gpu_shares_nothing_and_an_unused_disk_is_not_drawn():
+    text = run("plan", "llama3.2-1b", "--gpus", "H200", "--context", "8K", "--disk", "1TB")
+    assert "every GPU has one sequence of its own: one sequence at once" in text
+    assert "Ulysses" not in text and "Disk, per node" not in text
 
 
 def test_ladder_climbs():
@@ -140,6 +175,11 @@ def test_sweep_shows_the_trade(tmp_path):
         ([*ARGS, "--ladder", "--max-context"], "--max-context and --ladder"),
         ([*ARGS, "--sweep", "heads_per_stage", "--max-context"], "--max-context and --sweep"),
         (["plan", "llama3-8b", "--gpus", "H200", "--host-memory", "10"], "write for example 2TB"),
+        (["plan", "llama3-8b", "--gpus", "8xA100"], "A100 is more than one known GPU; use A100-80GB or A100-40GB"),
+        (["plan", "llama3-8b", "--gpus", "20xH100"], "--gpus 20xH100 is more than a node of 8"),
+        ([*ARGS[:-1], "1"], "--context 1 is too short; use at least 2 tokens"),
+        ([*ARGS[:-1], "-5"], "--context -5 is too short"),
+        ([*ARGS, "--sweep", "heads_per_stage", "--set", "parallel.heads_per_stage=8"], "leave one out"),
         ([*ARGS, *NONE, "--set", "memory.keep_attention=all"], "keep_attention=all has no effect with memory.ch"),
         ([*ARGS, *NONE, "--set", "memory.keep_attention=4"], "keep_attention=4 has no effect"),
         ([*ARGS, *NONE, "--set", "memory.offload=disk"], "memory.offload=disk has no effect"),
@@ -181,6 +221,19 @@ def test_gpu_file(tmp_path):
         from ithaka.plan.hardware import read_gpu
 
         read_gpu(file)
+
+
+@pytest.mark.parametrize("field, value, words", [
+    ("memory_bytes", "NaN", "memory_bytes=nan is no positive number"),
+    ("link_bytes_s", "Infinity", "link_bytes_s=inf is no positive number"),
+    ("sources", '"x"', "sources=x is no object of texts"),
+    ("name", "5", "name=5 is no text"),
+])  # fmt: skip
+def test_a_gpu_file_with_a_wrong_value_is_refused(field, value, words, tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text(f'{{"based_on": "H100-80GB", "{field}": {value}}}')
+    with pytest.raises(ConfigError, match=words):
+        find_hardware("8", file)
 
 
 def test_gpus_are_parsed():

@@ -8,7 +8,7 @@ from typing import Any
 
 from ithaka.plan.hardware import Hardware
 from ithaka.plan.layout import Layout, Work
-from ithaka.plan.search import SETTINGS, Plan, choose, evaluate, longest
+from ithaka.plan.search import SETTINGS, Plan, choose, evaluate, longest_context
 from ithaka.plan.shape import ModelShape
 
 LADDER_TILE = 8192
@@ -43,12 +43,12 @@ def ladder(shape: ModelShape, hardware: Hardware, work: Work) -> list[Rung]:
         _rung("+ Untied Ulysses", shape, untied, hardware, work),
     ]
     best = choose(shape, hardware, work)
-    return [*rungs, Rung("+ ithaka's schedule", best, longest(shape, hardware, batch=work.batch)[0])]
+    return [*rungs, Rung("+ ithaka's schedule", best, longest_context(shape, hardware, batch=work.batch))]
 
 
 def _rung(name: str, shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Rung:
     fixed = {entry: getattr(layout, entry) for entry in SETTINGS.values()}
-    context, _ = longest(shape, hardware, fixed, work.batch)
+    context = longest_context(shape, hardware, fixed, work.batch)
     return Rung(name, evaluate(shape, layout, hardware, work), context)
 
 
@@ -71,7 +71,7 @@ def sweep_heads(
         width = slots * best.cp
         plan = evaluate(shape, replace(best, heads_per_stage=width), hardware, work)
         limit = {**dict(fixed or {}), "cp": best.cp, "heads_per_stage": width}
-        points.append(Point(width, plan, longest(shape, hardware, limit, work.batch)[0]))
+        points.append(Point(width, plan, longest_context(shape, hardware, limit, work.batch)))
         if width >= shape.heads:
             return points
         slots *= 2

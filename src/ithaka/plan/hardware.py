@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -192,9 +193,12 @@ def find_gpu(name: str) -> Gpu:
     fitting = [gpu for key, gpu in GPUS.items() if key.upper() == wanted] or [
         gpu for key, gpu in GPUS.items() if key.upper().startswith(wanted + "-")
     ]
-    if len(fitting) != 1:
+    if len(fitting) > 1:
+        names = " or ".join(gpu.name for gpu in fitting)
+        raise ConfigError(f"--gpus {name} is more than one known GPU; use {names}")
+    if not fitting:
         raise ConfigError(
-            f"--gpus {name} is not one known GPU; use one of {', '.join(GPUS)}, or --gpu-file with your own"
+            f"--gpus {name} is not a known GPU; use one of {', '.join(GPUS)}, or --gpu-file with your own"
         )
     return fitting[0]
 
@@ -244,7 +248,12 @@ def parse_gpus(text: str, gpu: Gpu | None = None) -> Hardware:
     num_nodes, per_node = int(nodes or 1), int(count)
     if num_nodes < 1 or per_node < 1:
         raise ConfigError(f"--gpus {text} counts no GPU; write for example 8xH100-80GB")
-    if nodes is None and per_node > GPUS_PER_NODE and per_node % GPUS_PER_NODE == 0:
+    if nodes is None and per_node > GPUS_PER_NODE:
+        if per_node % GPUS_PER_NODE:
+            raise ConfigError(
+                f"--gpus {text} is more than a node of {GPUS_PER_NODE} and no whole number of such nodes; "
+                f"say how many nodes, for example 1x{text.strip()}"
+            )
         num_nodes, per_node = per_node // GPUS_PER_NODE, GPUS_PER_NODE
     return Hardware(gpu or find_gpu(name), per_node, num_nodes, host_bytes=HOST_BYTES_PER_GPU * per_node)
 
@@ -275,18 +284,31 @@ def read_gpu(file: Path) -> Gpu:
 
 
 def _complete(values: dict[str, Any], file: Path, names: list[str]) -> Gpu:
+    texts = {"name": values.get("name", ""), "based_on": values.get("based_on", "")}
+    for key, value in texts.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"--gpu-file {file}: {key}={value} is no text; put it in quotes")
     start: dict[str, Any] = dataclasses.asdict(find_gpu(values["based_on"])) if "based_on" in values else {}
     given = {key: value for key, value in values.items() if key not in ("based_on", "sources")}
     missing = [key for key in names if key not in start and key not in given and key not in ("name", "sources")]
     if missing:
         raise ConfigError(f"--gpu-file {file} lacks {', '.join(missing)}; add them, or based_on with a known GPU")
     for key, value in given.items():
-        if key != "name" and (not isinstance(value, int | float) or isinstance(value, bool) or value <= 0):
+        if key != "name" and not _is_positive(value):
             raise ConfigError(f"--gpu-file {file}: {key}={value} is no positive number; correct it")
-    sources = {**start.get("sources", {}), **dict.fromkeys(given, str(file)), **values.get("sources", {})}
+    told = values.get("sources", {})
+    if not isinstance(told, dict) or not all(isinstance(source, str) for source in told.values()):
+        raise ConfigError(
+            f"--gpu-file {file}: sources={told} is no object of texts; write a text per field, or leave it out"
+        )
+    sources = {**start.get("sources", {}), **dict.fromkeys(given, str(file)), **told}
     whole: dict[str, int] = {key: int(given[key]) for key in ("memory_bytes", "l2_bytes") if key in given}
     complete: dict[str, Any] = {**start, "name": file.stem, **given, **whole, "sources": sources}
     return Gpu(**complete)
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
 def find_hardware(

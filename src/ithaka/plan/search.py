@@ -23,6 +23,7 @@ TILE_BYTES = 2**27  # of x, in the largest tile: the narrower a model, the more 
 TILE_SIZES = 4  # each half of the one before
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 CONTEXT_GRAIN = 1024  # per rank: longest contexts are multiples of this many tokens per rank
+UNLIMITED_BYTES = 2**60
 RUNNERS_UP = 3
 WORTH_SHOWING = 0.9  # plans slower than this share of the best are not looked at further
 
@@ -151,6 +152,36 @@ def longest(
 ) -> tuple[int, str]:
     """(longest context that fits, what stops a longer one: GPU, host, disk or heads); 0 when none fits."""
     fixed = dict(fixed or {})
+    context = longest_context(shape, hardware, fixed, batch)
+    grain = CONTEXT_GRAIN * max(_cps(shape, hardware, fixed))
+    ways = [
+        tier
+        for tier in ways_further(shape, hardware, fixed, batch, context)
+        if tier == "host" or hardware.disk_bytes  # a disk that is not there stops nothing
+    ]
+    if ways:  # the nearest miss may lack another tier, which this one could relieve
+        return context, ways[-1]
+    missing = _missing(shape, hardware, Work(context + grain, batch), fixed)
+    capped = "cp" not in fixed and max(_cps(shape, hardware, fixed)) < hardware.num_gpus
+    return context, "heads" if missing == "GPU" and capped else missing
+
+
+def ways_further(
+    shape: ModelShape, hardware: Hardware, fixed: Mapping[str, Any], batch: int, context: int
+) -> list[str]:
+    """Which of host and disk, if it were without limit, would let more than `context` tokens fit."""
+    more = {
+        "host": replace(hardware, host_bytes=UNLIMITED_BYTES),
+        "disk": replace(hardware, disk_bytes=UNLIMITED_BYTES),
+    }
+    return [tier for tier, machine in more.items() if longest_context(shape, machine, fixed, batch) > context]
+
+
+def longest_context(
+    shape: ModelShape, hardware: Hardware, fixed: Mapping[str, Any] | None = None, batch: int = 1
+) -> int:
+    """In multiples of CONTEXT_GRAIN per rank; 0 when none fits."""
+    fixed = dict(fixed or {})
     check_fixed(shape, hardware, fixed)
     grain = CONTEXT_GRAIN * max(_cps(shape, hardware, fixed))
     low, high = 0, 1
@@ -162,7 +193,7 @@ def longest(
             low = middle
         else:
             high = middle
-    return low * grain, _stopped_by(shape, hardware, Work(high * grain, batch), fixed)
+    return low * grain
 
 
 def check_fixed(shape: ModelShape, hardware: Hardware, fixed: Mapping[str, Any]) -> None:
@@ -336,12 +367,10 @@ def _leanest(shape: ModelShape, hardware: Hardware, fixed: Mapping[str, Any]) ->
                 yield replace(start, **place, **tier | {"keep_attention": count})
 
 
-def _stopped_by(shape: ModelShape, hardware: Hardware, work: Work, fixed: Mapping[str, Any]) -> str:
-    """The tier that the nearest miss lacks; heads, when more of them would let more ranks share."""
+def _missing(shape: ModelShape, hardware: Hardware, work: Work, fixed: Mapping[str, Any]) -> str:
+    """The tier that the nearest miss lacks."""
     misses = [(layout, memory(shape, layout, hardware, work)) for layout in _leanest(shape, hardware, fixed)]
-    tier = worst_tier(_nearest(misses)[1])
-    capped = "cp" not in fixed and max(_cps(shape, hardware, fixed)) < hardware.num_gpus
-    return "heads" if tier == "GPU" and capped else tier
+    return worst_tier(_nearest(misses)[1])
 
 
 def _cps(shape: ModelShape, hardware: Hardware, fixed: Mapping[str, Any]) -> list[int]:

@@ -14,7 +14,7 @@ from ithaka.plan.compare import Point, Rung
 from ithaka.plan.cost import RESERVE_BYTES, RESERVE_SHARE
 from ithaka.plan.hardware import GIB
 from ithaka.plan.moments import kept_attention_bytes
-from ithaka.plan.search import SETTINGS, Plan, evaluate, longest, settings_of
+from ithaka.plan.search import SETTINGS, Plan, evaluate, longest_context, settings_of, ways_further
 
 WIDTH = 110
 BAR = 46
@@ -39,10 +39,11 @@ PLACES = {"device": "on the device", "host": "in host memory", "disk": "on disk"
 PARTS = ("attention", "linear", "exchange", "copies", "update")
 
 
-def as_dict(plan: Plan, max_context: int | None = None, limited_by: str | None = None) -> dict[str, Any]:
+def as_dict(plan: Plan, model: str, max_context: int | None = None, limited_by: str | None = None) -> dict[str, Any]:
     """gpu_*: per GPU. host_*, disk_*: per node. Peaks leave the reserve out, which stands beside them."""
     ledger = plan.ledger
     result: dict[str, Any] = {
+        "model": model,
         "fits": plan.fits,
         "context": plan.work.context,
         "batch": plan.work.batch,
@@ -59,7 +60,7 @@ def as_dict(plan: Plan, max_context: int | None = None, limited_by: str | None =
         "disk_bytes": ledger.disk_bytes,
         "step_s": plan.step_s,
         "tokens_per_s_per_gpu": plan.tokens_per_s_per_gpu,
-        "sequences_per_step": plan.hardware.num_gpus // plan.layout.cp * plan.work.batch,
+        "sequences_per_step": sequences_per_step(plan),
         "limited_by": limited_by or plan.limited_by,
         "peak_phase": ledger.phase,
         "gpu_holders": ledger.gpu,
@@ -113,7 +114,8 @@ def _longest_line(plan: Plan, model: str, context: int, limited_by: str) -> str:
 
 
 def _headline(plan: Plan, model: str) -> str:
-    what = f"{model}, {tokens(plan.work.context)} tokens, {plan.hardware.name}"
+    batch = f"{plan.work.batch} x " if plan.work.batch > 1 else ""
+    what = f"{model}, {batch}{tokens(plan.work.context)} tokens, {plan.hardware.name}"
     if plan.fits:
         speed = f"{rate(plan.tokens_per_s_per_gpu)} tok/s per GPU, {duration(plan.step_s)} per step"
         return f"{what}: fits, {speed} (most of it {plan.limited_by})"
@@ -124,17 +126,30 @@ def _excess(plan: Plan) -> str:
     """Every tier that is too small."""
     if plan.ledger.disk_peak and not plan.ledger.disk_bytes:
         return f"{gib(plan.ledger.disk_peak)} of disk, and there is none (--disk 10TB)"
+    if not plan.ledger.host_bytes:
+        return f"{gib(plan.ledger.host_peak)} of host memory, and there is none (--host-memory 2TB)"
     words = {"GPU": "GPU memory", "host": "host memory", "disk": "disk"}
     over = {words[tier]: share for tier, share in plan.ledger.excess().items() if share > 1}
     return " and ".join(f"{share:.2f} times the {tier} there is" for tier, share in over.items())
 
 
 def _way_out(plan: Plan) -> str:
-    context, stopped_by = longest(plan.shape, plan.hardware, plan.given, plan.work.batch)
-    more = {"host": "more host memory, or a disk (--disk 10TB)", "disk": "more disk"}.get(stopped_by, "more GPUs")
+    context = longest_context(plan.shape, plan.hardware, plan.given, plan.work.batch)
+    more = _more(plan, context)
     if not context:
         return f"No context fits with these settings: it takes {more}."
     return f"The longest context that fits is {tokens(context)} ({context}); for more, {more}."
+
+
+def _more(plan: Plan, context: int) -> str:
+    """What lets more than `context` tokens fit, found by trial; more GPUs come as more nodes."""
+    shape, hardware, batch = plan.shape, plan.hardware, plan.work.batch
+    words = {"host": "more host memory", "disk": "more disk" if hardware.disk_bytes else "a disk (--disk 10TB)"}
+    ways = [words[tier] for tier in ways_further(shape, hardware, plan.given, batch, context)]
+    doubled = replace(hardware, num_nodes=2 * hardware.num_nodes)
+    if longest_context(shape, doubled, plan.given, batch) > context:
+        ways.append("more GPUs")
+    return ", or ".join(ways) or "GPUs with more memory"
 
 
 def _settings_lines(plan: Plan) -> list[str]:
@@ -150,12 +165,10 @@ def _plain(value: Any) -> str:
 
 def _reasons(plan: Plan) -> dict[str, str]:
     """Per setting what it does here, and why it was chosen; "as given" where the user decided."""
-    layout, hardware = plan.layout, plan.hardware
-    groups = hardware.num_gpus // layout.cp
-    sequences = "one sequence" if groups == 1 else f"{groups} sequences"
+    layout = plan.layout
     where = "host" if layout.offload_optimizer else "device"
     reasons = {
-        "parallel.cp": f"{layout.cp} of {hardware.num_gpus} GPUs share a sequence: {sequences} at once",
+        "parallel.cp": _cp_reason(plan),
         "parallel.heads_per_stage": _stage_reason(plan),
         "memory.tile_tokens": "tokens per tile of norms, projections and MLP",
     }
@@ -168,6 +181,22 @@ def _reasons(plan: Plan) -> dict[str, str]:
         reasons["memory.checkpoint"] = "everything is kept, nothing computed again"
     reasons["memory.offload_optimizer"] = f"parameters, gradients and AdamW's state are kept on the {where}"
     return {name: f"{why} (as given)" if SETTINGS[name] in plan.given else why for name, why in reasons.items()}
+
+
+def _cp_reason(plan: Plan) -> str:
+    cp, batch, num_gpus = plan.layout.cp, plan.work.batch, plan.hardware.num_gpus
+    all_of_them = _sequences(sequences_per_step(plan))
+    if cp == 1:
+        return f"every GPU has {_sequences(batch)} of its own: {all_of_them} at once"
+    return f"{cp} of {num_gpus} GPUs share {'a sequence' if batch == 1 else _sequences(batch)}: {all_of_them} at once"
+
+
+def _sequences(count: int) -> str:
+    return "one sequence" if count == 1 else f"{count} sequences"
+
+
+def sequences_per_step(plan: Plan) -> int:
+    return plan.hardware.num_gpus // plan.layout.cp * plan.work.batch
 
 
 def _changed(plan: Plan, **changes: Any) -> Plan:
@@ -183,7 +212,7 @@ def _stage_reason(plan: Plan) -> str:
     layout, heads = plan.layout, plan.shape.heads
     width = layout.heads_per_stage or heads
     if width >= heads:
-        return "all heads at once (plain Ulysses)"
+        return "all heads at once" + (" (plain Ulysses)" if layout.cp > 1 else "")
     what = f"{width // layout.cp} per GPU at a time"
     if not _decided(plan, "heads_per_stage"):
         return what
@@ -224,14 +253,16 @@ def _overlap_reason(plan: Plan) -> str:
     what = "one stage's tensors at a time"
     if not _decided(plan, "overlap"):
         return what
-    return f"{what}: overlap " + ("costs more than it hides" if _changed(plan, overlap=True).fits else "does not fit")
+    if not _changed(plan, overlap=True).fits:
+        return f"{what}: overlap, with the rest as it is, does not fit"
+    return f"{what}: overlap costs more than it hides"
 
 
 def _memory_lines(plan: Plan) -> list[str]:
     ledger = plan.ledger
     lines = _tier_lines(f"GPU memory, each (highest in: {ledger.phase})", ledger.gpu, ledger.gpu_bytes)
     lines += _tier_lines("Host memory, per node", ledger.host, ledger.host_bytes)
-    if ledger.disk_peak or ledger.disk_bytes:
+    if ledger.disk_peak:
         lines += _tier_lines("Disk, per node", ledger.disk, ledger.disk_bytes)
     return lines
 
@@ -316,8 +347,8 @@ def ladder_text(rungs: list[Rung], model: str) -> str:
     return "\n".join([f"What each technique buys: {model} on {first.hardware.name}", *_rendered(table)])
 
 
-def ladder_dict(rungs: list[Rung]) -> list[dict[str, Any]]:
-    return [{"name": r.name, "max_context": r.max_context, **as_dict(r.plan)} for r in rungs]
+def ladder_dict(rungs: list[Rung], model: str) -> list[dict[str, Any]]:
+    return [{"name": r.name, "max_context": r.max_context, **as_dict(r.plan, model)} for r in rungs]
 
 
 def sweep_text(points: list[Point], model: str) -> str:
@@ -335,8 +366,10 @@ def sweep_text(points: list[Point], model: str) -> str:
     return "\n".join([title, *_rendered(table), "", *_memory_bars(points)])
 
 
-def sweep_dict(points: list[Point]) -> list[dict[str, Any]]:
-    return [{"heads_per_stage": p.heads_per_stage, "max_context": p.max_context, **as_dict(p.plan)} for p in points]
+def sweep_dict(points: list[Point], model: str) -> list[dict[str, Any]]:
+    return [
+        {"heads_per_stage": p.heads_per_stage, "max_context": p.max_context, **as_dict(p.plan, model)} for p in points
+    ]
 
 
 def _memory_bars(points: list[Point]) -> list[str]:
