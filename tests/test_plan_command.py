@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from ithaka.cli import app
 from ithaka.config import ConfigError
 from ithaka.plan.hardware import GPUS, find_gpu, find_hardware, parse_bytes, parse_gpus
-from ithaka.plan.show import size
+from ithaka.plan.show import round_ticks, size
 
 ARGS = ["plan", "llama3-8b", "--gpus", "8xH100-80GB", "--host-memory", "2TB", "--context", "1M"]
 
@@ -250,6 +250,14 @@ def test_gpus_are_parsed():
 def test_every_figure_has_its_source(name):
     fields = set(vars(GPUS[name])) - {"name", "sources"}
     assert fields == set(GPUS[name].sources)
+
+
+@pytest.mark.parametrize("end", [0.00115, 0.7, 3.0, 17.7, 61.6, 99.9, 400.0])
+def test_ticks_are_few_round_and_differ(end):
+    ticks = round_ticks(end)
+    assert 2 <= len(ticks) <= 7 and all(0 < tick < end for tick in ticks)
+    assert len({f"{tick:.4g}" for tick in ticks}) == len(ticks)
+    assert all(f"{tick / ticks[0]:.4g}".isdigit() for tick in ticks) and f"{ticks[0]:.0e}"[0] in "125"
 
 
 @pytest.mark.parametrize("num_bytes, text", [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from dataclasses import replace
 from html import escape
 from typing import Any
@@ -417,10 +418,11 @@ def sweep_svg(points: list[Point], model: str) -> str:
     plan = points[0].plan
     title = f"{model} on {plan.hardware.name}: heads_per_stage at {tokens(plan.work.context)} tokens"
     ticks, (x0, y0), (x1, _), (_, y1) = "", place(0, 0), place(x_end, 0), place(0, y_end)
-    for i in range(1, 5):
-        x, y = x_end * i / 5, y_end * i / 5
-        (px, _), (_, py) = place(x, 0), place(0, y)
+    for x in round_ticks(x_end):
+        px, _ = place(x, 0)
         ticks += f'<text x="{px:.1f}" y="{y0 + 18:.1f}" text-anchor="middle">{x:.4g}</text>'
+    for y in round_ticks(y_end):
+        _, py = place(0, y)
         ticks += f'<text x="{x0 - 8:.1f}" y="{py + 4:.1f}" text-anchor="end">{y:.4g}M</text>'
     return "\n".join(
         [
@@ -437,6 +439,13 @@ def sweep_svg(points: list[Point], model: str) -> str:
             "",
         ]
     )
+
+
+def round_ticks(end: float) -> list[float]:
+    """Two to six multiples of 1, 2 or 5 times a power of ten, above 0 and below `end`."""
+    power = 10 ** math.floor(math.log10(end / 3))
+    step = max(digit * power for digit in (1, 2, 5) if 3 * digit * power < end or digit == 1)
+    return [step * i for i in range(1, math.ceil(end / step))]
 
 
 # ---- numbers for people
