@@ -181,6 +181,8 @@ def test_sweep_shows_the_trade(tmp_path):
         ([*ARGS[:-1], "-5"], "--context -5 is too short"),
         ([*ARGS, "--sweep", "heads_per_stage", "--set", "parallel.heads_per_stage=8"], "leave one out"),
         ([*ARGS, *NONE, "--set", "memory.keep_attention=all"], "keep_attention=all has no effect with memory.ch"),
+        ([*ARGS, "--set", "parallel.heads_per_stage=64"], "parallel.heads_per_stage=64 exceeds the 32 query heads"),
+        ([*ARGS, "--set", "memory.keep_attention=33"], "memory.keep_attention=33 exceeds the 32 layers"),
         ([*ARGS, *NONE, "--set", "memory.keep_attention=4"], "keep_attention=4 has no effect"),
         ([*ARGS, *NONE, "--set", "memory.offload=disk"], "memory.offload=disk has no effect"),
         ([*ARGS, *NONE, "--set", "memory.attention_offload=host"], "memory.attention_offload=host has no effect"),

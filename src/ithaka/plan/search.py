@@ -63,6 +63,12 @@ def fixed_settings(chosen: Mapping[str, Any], shape: ModelShape, num_ranks: int)
         fixed["cp"] = num_ranks
     if fixed.get("keep_attention") == "all":
         fixed["keep_attention"] = shape.num_layers
+    for name, most, what in (
+        ("parallel.heads_per_stage", shape.heads, "query heads"),
+        ("memory.keep_attention", shape.num_layers, "layers"),
+    ):
+        if (asked := fixed.get(SETTINGS[name]) or 0) > most:
+            raise ConfigError(f"{name}={asked} exceeds the {most} {what} of the model; use all")
     return fixed
 
 
