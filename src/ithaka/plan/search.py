@@ -241,7 +241,9 @@ def _fitting(shape: ModelShape, hardware: Hardware, work: Work, fixed: Mapping[s
 
 
 def _misses(shape: ModelShape, hardware: Hardware, work: Work, fixed: Mapping[str, Any]) -> Iterator[Candidate]:
-    """Where nothing fits: everything."""
+    """Where nothing fits: everything, with as few of attention's outputs kept as may be."""
+    fewest = 1 if _must_keep(fixed) else 0
+    fixed = {"keep_attention": fewest, **fixed}
     for _, start in _starts(shape, hardware, work, fixed):
         yield from _candidates(start, shape, hardware, work, fixed, skip_hopeless=False)
 
@@ -296,9 +298,7 @@ def _tiled(
                 layout = replace(layout, keep_attention=attention_room(shape, layout, hardware, work))
             if layout.keep_attention < min(most, 1):
                 complete = False
-                if not _must_keep(fixed):
-                    continue
-                layout = replace(layout, keep_attention=1)
+                continue
             ledger = memory(shape, layout, hardware, work)
             yield layout, ledger
             if ledger.fits and layout.keep_attention == most:
