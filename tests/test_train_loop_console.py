@@ -57,11 +57,17 @@ def test_resumed_metrics_drop_lost_steps_and_half_lines(tmp_path):
     assert path.read_text() == ""
 
 
+def screen(monkeypatch, terminal):
+    """What the console writes."""
+    output = io.StringIO()
+    on = partial(RichConsole, file=output, force_terminal=terminal, width=160)
+    monkeypatch.setattr(console_module, "RichConsole", on)
+    return output
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_console_has_a_bar_on_a_terminal_and_plain_lines_elsewhere(tmp_path, monkeypatch, terminal):
-    output = io.StringIO()
-    screen = {"file": output, "force_terminal": terminal, "width": 160}
-    monkeypatch.setattr(console_module, "RichConsole", lambda **given: RichConsole(**given, **screen))
+    output = screen(monkeypatch, terminal)
     shown = Console(tmp_path, num_steps=3)
     shown.start_progress(0)
     shown.step(record(1))
@@ -192,9 +198,7 @@ def test_what_takes_long_is_said_at_once_on_a_terminal_and_later_elsewhere(monke
 
 
 def test_the_bar_says_what_is_done_besides_steps(tmp_path, monkeypatch):
-    output = io.StringIO()
-    screen = {"file": output, "force_terminal": True, "width": 160}
-    monkeypatch.setattr(console_module, "RichConsole", lambda **given: RichConsole(**given, **screen))
+    output = screen(monkeypatch, terminal=True)
     shown = Console(tmp_path, num_steps=3)
     shown.start_progress(0)
     shown.step(record(1))

@@ -63,12 +63,6 @@ def fixed_settings(chosen: Mapping[str, Any], shape: ModelShape, num_ranks: int)
         fixed["cp"] = num_ranks
     if fixed.get("keep_attention") == "all":
         fixed["keep_attention"] = shape.num_layers
-    for name, most, what in (
-        ("parallel.heads_per_stage", shape.heads, "query heads"),
-        ("memory.keep_attention", shape.num_layers, "layers"),
-    ):
-        if (asked := fixed.get(SETTINGS[name]) or 0) > most:
-            raise ConfigError(f"{name}={asked} exceeds the {most} {what} of the model; use all")
     return fixed
 
 
@@ -211,6 +205,9 @@ def check_fixed(shape: ModelShape, hardware: Hardware, fixed: Mapping[str, Any])
             f"parallel.cp={cp} does not divide the {ranks} ranks or exceeds the {shape.heads} query heads; "
             f"use {fitting}"
         )
+    if stage is not None and stage > shape.heads:
+        heads = f"{shape.heads} query heads of the model"
+        raise ConfigError(f"parallel.heads_per_stage={stage} exceeds the {heads}; use all")
     if stage is not None and not any(stage % n == 0 for n in _cps(shape, hardware, fixed)):
         raise ConfigError(f"parallel.heads_per_stage={stage} is no multiple of parallel.cp={cp}; use {cp} or all")
     kept = fixed.get("keep_attention")

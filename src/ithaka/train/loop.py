@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -40,7 +39,7 @@ from ithaka.train.console import (
 from ithaka.train.data import Batch, Tokenizer, TrainData, load_tokenizer, open_data
 from ithaka.train.optim import learning_rate, make_optimizer
 from ithaka.train.planned import check_ranks_agree
-from ithaka.train.resume import OTHER_VALIDATION, changes, history, settings_of_run, to_go_on_from
+from ithaka.train.resume import changes, history, same_validation_after, settings_of_run, to_go_on_from
 from ithaka.train.shortage import Shortage, Witness, explain, headline, is_shortage, plan_of_run
 from ithaka.train.status import status
 from ithaka.train.step import StepResult, sample, train_step, validation_loss
@@ -360,7 +359,7 @@ def _finish(trainer: Trainer, console: Console) -> None:
 
 
 def _summary(trainer: Trainer, records: list[dict[str, Any]]) -> dict[str, str]:
-    first = _same_validation_after(trainer.run_dir)
+    first = same_validation_after(trainer.run_dir)
     losses = [f"{r['val_loss']:.4f}" for r in records if r["val_loss"] is not None and r["step"] > first]
     rates = [r["tokens_per_s"] for r in records if r["tokens_per_s"]]
     # Each part of a resumed run has peaks of its own.
@@ -374,12 +373,6 @@ def _summary(trainer: Trainer, records: list[dict[str, Any]]) -> dict[str, str]:
     facts["export"] = f"ithaka export {trainer.run_dir} OUT_DIR"
     facts["train longer"] = f"ithaka train --resume {trainer.run_dir} --set train.steps={2 * trainer.step}"
     return facts
-
-
-def _same_validation_after(run_dir: Path) -> int:
-    """The step after which all validation was of the same text; -1: always."""
-    told = re.findall(rf"^# after step (\d+): .*{OTHER_VALIDATION}", (run_dir / "config.yaml").read_text("utf-8"), re.M)
-    return max(map(int, told), default=-1)
 
 
 def _prompt(trainer: Trainer) -> list[int]:

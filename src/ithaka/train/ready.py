@@ -46,7 +46,7 @@ def make_ready(request: Request) -> Ready:
 
 def _asked(request: Request) -> tuple[Config, Machine]:
     """What this rank was told, and what it has to do it with."""
-    config = resolve(request)
+    config = _resolve(request)
     num_ranks = launch.decide_ranks(config.parallel.ranks, launch.num_gpus())
     return config, machine_here(config, num_ranks, launch.gpu())
 
@@ -66,11 +66,11 @@ def _decided(request: Request, everyone: Sequence[tuple[Config, Machine]]) -> Re
     return Ready(config, num_ranks, plan)
 
 
-def resolve(request: Request) -> Config:
+def _resolve(request: Request) -> Config:
     """The configuration of the run, with its run directory set."""
     if request.resume is None:
         config = load(request.file, request.changes, _defaults(request))
-        run_dir = request.run_dir or config.train.run_dir or default_run_dir()
+        run_dir = request.run_dir or config.train.run_dir or _default_run_dir()
     else:
         config, run_dir = _resumed(request, request.resume), request.resume
     return dataclasses.replace(config, train=dataclasses.replace(config.train, run_dir=run_dir))
@@ -96,7 +96,7 @@ def _resumed(request: Request, resume: Path) -> Config:
     return load(resume / "config.yaml", request.changes)
 
 
-def default_run_dir() -> Path:
+def _default_run_dir() -> Path:
     """A new name per run, the same on every rank: under torchrun it comes from the job, not the clock."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return Path("runs") / time.strftime("%Y%m%d-%H%M%S")

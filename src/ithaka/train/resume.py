@@ -16,6 +16,7 @@ config.yaml, with the step it holds from.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from ithaka.config import Config, ConfigError, load, to_dict
@@ -91,3 +92,10 @@ def history(run_dir: Path, step: int, changed: dict[str, str]) -> str:
     told = [line for line in lines if line.startswith("# ")]
     told += [f"# after step {step}: {name}={words}" for name, words in changed.items()]
     return "".join(line + "\n" for line in told)
+
+
+def same_validation_after(run_dir: Path) -> int:
+    """The step after which all validation was of the same text, from those comments; -1: always."""
+    text = (run_dir / "config.yaml").read_text(encoding="utf-8")
+    told = re.findall(rf"^# after step (\d+): .*{OTHER_VALIDATION}", text, re.M)
+    return max(map(int, told), default=-1)
