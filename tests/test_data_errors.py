@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from ithaka.config import ConfigError, DataConfig
-from ithaka.train import rows
-from ithaka.train.data import ByteTokenizer, check, load_tokenizer, open_data
+from ithaka.data import rows
+from ithaka.data.stream import ByteTokenizer, check, load_tokenizer, open_data
 
 
 def refuse(match, path, vocab_size=264, **settings):

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ithaka.train.data import Position, SequenceStream, collate, num_valid
-from ithaka.train.sources import Piece
+from ithaka.data.sources import Piece
+from ithaka.data.stream import Position, SequenceStream, collate, num_valid
 
 PAD = 9999
 

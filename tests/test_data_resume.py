@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ithaka.config import ConfigError, DataConfig
-from ithaka.train import rows, sources
-from ithaka.train.data import ByteTokenizer, num_valid, open_data
+from ithaka.data import rows, sources
+from ithaka.data.stream import ByteTokenizer, num_valid, open_data
 from test_data_sources import TEXTS, write_jsonl, write_parquet
 
 BYTES = ByteTokenizer()

@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ithaka.config import DataConfig
-from ithaka.train import rows, sources
-from ithaka.train.data import ByteTokenizer, Tokenizer, check, open_data
-from ithaka.train.files import Reading, expand, make_units
-from ithaka.train.sources import Share
+from ithaka.data import rows, sources
+from ithaka.data.files import Reading, expand, make_units
+from ithaka.data.sources import Share
+from ithaka.data.stream import ByteTokenizer, Tokenizer, check, open_data
 from test_data_tokenizer import word_tokenizer
 
 BYTES = ByteTokenizer()

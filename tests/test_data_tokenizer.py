@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ithaka import config
 from ithaka.config import ConfigError, DataConfig
-from ithaka.train.data import ByteTokenizer, Tokenizer, check, load_tokenizer
+from ithaka.data.stream import ByteTokenizer, Tokenizer, check, load_tokenizer
 
 BYTES = ByteTokenizer()
 WORDS = ["<unk>", "<s>", "</s>", "a", "b", "c"]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ithaka.config import embedded_model
+from ithaka.data.stream import Batch
 from ithaka.phases import listening, phase
 from ithaka.plan.hardware import find_gpu
 from ithaka.plan.layout import Layout, Work
@@ -15,7 +16,6 @@ from ithaka.plan.shape import shape_from_config
 from ithaka.profile.job import Job
 from ithaka.profile.progress import Progress, Report
 from ithaka.train.console import Console, Metrics, describe_progress, read_metrics
-from ithaka.train.data import Batch
 from ithaka.train.watch import _with_documents
 
 SHAPE = shape_from_config(embedded_model("small"))

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from ithaka.config import OptimConfig
+from ithaka.data.stream import Batch
 from ithaka.dist.mesh import make_mesh
 from ithaka.model.build import parallelize
-from ithaka.train.data import Batch
 from ithaka.train.optim import clip_gradients, learning_rate, make_optimizer
 from ithaka.train.step import sample, train_step, validation_loss
 from models import tiny_config, tiny_model

@@ -28,9 +28,9 @@ def check_run(config: Config, num_ranks: int, resume: Path | None) -> None:
         to_go_on_from(resume, config)
         check_changes(resume, config, shape)
     # Late, because it imports transformers.
-    from ithaka.train import data
+    from ithaka.data.stream import check as check_data
 
-    data.check(config.data, shape.vocab, config.model.path)
+    check_data(config.data, shape.vocab, config.model.path)
 
 
 def model_shape(config: Config) -> ModelShape:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from ithaka.config import Config, embedded_model, to_yaml
+from ithaka.data.stream import Batch, Tokenizer, TrainData, load_tokenizer, open_data
 from ithaka.dist.mesh import Mesh, default_device, end_process_group, make_mesh, start_process_group
 from ithaka.model.build import build_model
 from ithaka.model.settings import settings_of
@@ -36,7 +37,6 @@ from ithaka.train.console import (
     step_flops,
     visible,
 )
-from ithaka.train.data import Batch, Tokenizer, TrainData, load_tokenizer, open_data
 from ithaka.train.optim import learning_rate, make_optimizer
 from ithaka.train.planned import check_ranks_agree
 from ithaka.train.resume import changes, history, same_validation_after, settings_of_run, to_go_on_from

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from ithaka.data.stream import Batch, num_valid
 from ithaka.dist.mesh import Mesh
 from ithaka.model.batch import num_pairs
 from ithaka.phases import phase
-from ithaka.train.data import Batch, num_valid
 from ithaka.train.optim import clip_gradients, set_learning_rate
 
 SAMPLE_TEMPERATURE = 0.8

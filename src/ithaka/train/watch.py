@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ithaka.config import Config
+from ithaka.data.stream import Batch
 from ithaka.dist.mesh import Mesh
 from ithaka.model.batch import num_pairs
 from ithaka.model.settings import settings_of
@@ -29,7 +30,6 @@ from ithaka.profile.machine import machine
 from ithaka.profile.progress import Progress
 from ithaka.profile.step import StepProfile, StepTimes
 from ithaka.train.console import Console
-from ithaka.train.data import Batch
 
 WARM_UP_STEPS = 1  # slower than the rest: kernels are chosen, memory is taken from the system
 

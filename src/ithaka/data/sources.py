@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from ithaka.config import ConfigError
-from ithaka.train.tokenizer import Tokenizer
+from ithaka.data.tokenizer import Tokenizer
 
 TEXT_PIECE_BYTES = 1 << 20
 PIECE_TOKENS = 1 << 20

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from ithaka.config import ConfigError, DataConfig
-from ithaka.train import files
-from ithaka.train.sources import Piece, Share, Unit, permutation
-from ithaka.train.tokenizer import ByteTokenizer, Tokenizer, check_vocabulary, has_tokenizer, load
+from ithaka.data import files
+from ithaka.data.sources import Piece, Share, Unit, permutation
+from ithaka.data.tokenizer import ByteTokenizer, Tokenizer, check_vocabulary, has_tokenizer, load
 
 __all__ = ["Batch", "ByteTokenizer", "PackedSequence", "SequenceStream", "Tokenizer", "TrainData"]
 __all__ += ["check", "collate", "load_tokenizer", "num_valid", "open_data"]

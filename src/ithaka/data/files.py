@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from ithaka.config import ConfigError
-from ithaka.train import rows, sources
-from ithaka.train.rows import JsonlUnit, ParquetUnit
-from ithaka.train.sources import Share, TextUnit, TokenUnit, Unit
-from ithaka.train.tokenizer import ByteTokenizer, Tokenizer
+from ithaka.data import rows, sources
+from ithaka.data.rows import JsonlUnit, ParquetUnit
+from ithaka.data.sources import Share, TextUnit, TokenUnit, Unit
+from ithaka.data.tokenizer import ByteTokenizer, Tokenizer
 
 Kind = Literal["text", "jsonl", "parquet", "tokens"]
 KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".npy": "tokens"}

@@ -11,8 +11,8 @@ import pyarrow.json
 import pyarrow.parquet
 
 from ithaka.config import ConfigError
-from ithaka.train.sources import Piece, Share, join_documents, permutation
-from ithaka.train.tokenizer import Tokenizer
+from ithaka.data.sources import Piece, Share, join_documents, permutation
+from ithaka.data.tokenizer import Tokenizer
 
 JSONL_UNIT_BYTES = 1 << 21
 PARQUET_PIECE_ROWS = 64
