@@ -6,6 +6,8 @@ from torch.nn import functional as F
 
 from ithaka.config import ConfigError
 from ithaka.ops.attention import attention, attention_backward
+from ithaka.ops.kernels import KERNELS
+from ithaka.ops.pairs import query_major
 from ithaka.ops.reference import attention_mask, attention_reference
 
 SCALE = 0.37
@@ -109,24 +111,28 @@ def test_sixteen_bits_lose_no_more_than_plain_pytorch(mask, heads):
         assert error <= 2 * allowed, f"{name}: {error:.1e} against {allowed:.1e}"
 
 
-def test_split_sums_are_bitwise_fp32_sums():
-    """dq's fp32 bits live half in dq and half in dk: the result must be the fp32 sum rounded once."""
-    q, k, v, dout = inputs(96, 2, 2, dtype=torch.bfloat16)
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=str)
+def test_gradients_are_fp32_sums_rounded_once(heads):
+    """Bitwise: the pairs' shares added in fp32, in the schedule's order, and rounded at the end."""
+    n, m = heads
+    q, k, v, dout = inputs(96, n, m, dtype=torch.bfloat16)
     out, lse = attention(q, k, v, scale=SCALE, blocks=(32, 16))
-    dq, _, _ = attention_backward(dout, q, k, v, out, lse, scale=SCALE, blocks=(32, 16))
-    from ithaka.ops.kernels import KERNELS
-    from ithaka.ops.pairs import key_major
-
-    total = torch.zeros(96, 2, 16)
-    for group in key_major([(0, 96)], causal=True, window=None, block_q=32, block_kv=16):
-        for p, at in ((pair, i * pair.step) for pair in group.pairs for i in range(pair.count)):
+    ours = attention_backward(dout, q, k, v, out, lse, scale=SCALE, blocks=(32, 16))
+    totals = [torch.zeros(96, heads, 16) for heads in (n, m, m)]
+    groups = list(query_major([(0, 96)], causal=True, window=None, block_q=32, block_kv=16))
+    assert len(groups) == 3 and any(len(group.pairs) > 2 for group in groups)
+    for r in range(n // m):
+        heads_r = slice(r, None, n // m)
+        for p, at in ((pair, i * pair.step) for group in groups for pair in group.pairs for i in range(pair.count)):
             rows, cols = slice(p.q0 + at, p.q0 + at + p.rows), slice(p.k0 + at, p.k0 + at + p.keys)
-            sides = ((dout, rows), (q, rows), (k, cols), (v, cols), (out, rows))
-            views = [x[side].transpose(0, 1)[None] for x, side in sides]
-            total[rows] += (
-                KERNELS["cpu"].backward(*views, lse[None, :, rows], SCALE, p.mask == "causal")[0][0].transpose(0, 1)
+            views = [x[rows, heads_r] for x in (dout, q)] + [x[cols] for x in (k, v)] + [out[rows, heads_r]]
+            shares = KERNELS["cpu"].backward(
+                *(x.transpose(0, 1)[None] for x in views), lse[None, heads_r, rows], SCALE, p.mask == "causal"
             )
-    assert torch.equal(dq, total.bfloat16())
+            for total, share in zip((totals[0][rows, heads_r], totals[1][cols], totals[2][cols]), shares, strict=True):
+                total += share[0].transpose(0, 1)
+    for name, grad, total in zip(("dq", "dk", "dv"), ours, totals, strict=True):
+        assert torch.equal(grad, total.bfloat16()), name
 
 
 def test_wrong_calls_are_refused():

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ithaka.ops.pairs import CAUSAL, EDGE, key_major, query_major, spans_of, split_ragged
+from ithaka.ops.pairs import CAUSAL, EDGE, query_major, spans_of, split_ragged
 
 
 def visible(docs, causal, window):
@@ -54,39 +54,21 @@ def test_every_visible_pair_once(lengths, equal, causal, window, block_q, block_
     settings_ = dict(causal=causal, window=window if causal else None, block_q=block_q, block_kv=block_kv)
     settings_["halve"] = halve
     expected = sorted(visible(docs, causal, settings_["window"]))
-    for order in (query_major, key_major):
-        groups = list(order(spans_of(tuple(docs)), **settings_))
-        assert sorted(visits(groups)) == expected
-        assert sorted(owned(groups)) == list(range(docs[-1]))
-        for group in groups:
-            for p in group.pairs:
-                assert p.mask not in (CAUSAL, EDGE) or p.rows == p.keys
-
-
-@pytest.mark.parametrize("window", [None, 9])
-def test_owner_is_final_when_its_group_ends(window):
-    """Backward relies on it: key-major ascends over final rows, reversed query-major over final keys."""
-    settings_ = dict(causal=True, window=window, block_q=8, block_kv=4)
-    done = set()
-    for group in key_major([(0, 41)], **settings_):
-        rows = {i for i, _ in visits([group])}
-        assert not rows & done
-        done |= set(owned([group]))
-    done = set()
-    for group in reversed(list(query_major([(0, 41)], **settings_))):
-        keys = {j for _, j in visits([group])}
-        assert not keys & done
-        done |= set(owned([group]))
+    groups = list(query_major(spans_of(tuple(docs)), **settings_))
+    assert sorted(visits(groups)) == expected
+    assert sorted(owned(groups)) == list(range(docs[-1]))
+    for group in groups:
+        for p in group.pairs:
+            assert p.mask not in (CAUSAL, EDGE) or p.rows == p.keys
 
 
 @pytest.mark.parametrize("window", [5, 8, 9, 17, 100])
 def test_batched_bands_never_overlap(window):
     """Gradients of one batched call are added without atomics, on either side."""
-    for order in (query_major, key_major):
-        for group in order([(0, 300)], causal=True, window=window, block_q=64, block_kv=64):
-            for p in group.pairs:
-                assert group.count == 1 or group.step >= max(p.rows, p.keys)
-                assert p.count == 1 or p.step >= max(p.rows, p.keys)
+    for group in query_major([(0, 300)], causal=True, window=window, block_q=64, block_kv=64):
+        for p in group.pairs:
+            assert group.count == 1 or group.step >= max(p.rows, p.keys)
+            assert p.count == 1 or p.step >= max(p.rows, p.keys)
 
 
 def test_short_window_is_a_few_batched_calls():
@@ -119,9 +101,9 @@ def test_no_call_beyond_the_index_range_at_16m(row_elements, mask):
     most, tokens = (2**31 - 1) // row_elements, 1 << 24
     short = [(i << 10, 1 << 10) for i in range(tokens >> 10)]
     for spans in ([(0, tokens)], short, [(0, 5), (5, tokens - 5)]):
-        for order, block_q in ((query_major, 1 << 17), (query_major, 1 << 18), (key_major, 1 << 18)):
+        for block_q in (1 << 17, 1 << 18):
             blocks = dict(block_q=min(block_q, most), block_kv=min(1 << 16, most))
-            assert largest_call(order(spans, halve=True, **mask, **blocks), row_elements) <= 2**31 - 1
+            assert largest_call(query_major(spans, halve=True, **mask, **blocks), row_elements) <= 2**31 - 1
 
 
 def test_the_longest_varlen_chunk_is_a_block():

@@ -5,36 +5,21 @@ head, K = head dim. Inside: B = pairs in one batched kernel call, h = kv heads i
 rows/keys of a pair.
 
 The softmax over all keys of a row is merged from the pairs in fp32 and rounded once. In backward every pair
-gets the *global* out and lse rows, so the pairs' gradients simply add, in fp32, and are rounded once.
-
-**Where the fp32 sums of backward live.** One side of a block (the owner's) has block-sized fp32 buffers. The
-other side is visited by many blocks and would need a full-length fp32 tensor. Instead its 32 bits are split:
-the high half lies in the gradient's own 16-bit memory, the low half in a gradient that is not written yet:
-
-    r = 1, key-major:    dk, dv are block-sized; dq's low half lies in dk. Keys ascend, so when a run of dk is
-                         due, the same run of dq rows has seen all its keys: it is rounded first, then dk is
-                         written.
-    r > 1, query-major:  dq is block-sized; dk's and dv's low halves lie in dq of the kv head's first two
-                         query heads. Rows descend, so when a run of dq is due, those keys have met all their
-                         rows.
-
-Nothing is allocated and nothing computed twice for it. Without a causal mask no run is final before the last
-block, so bidirectional attention over more than one block keeps the low halves of one kv head in a buffer of
-their own: S * K * 2 bytes (r = 1) or twice that (r > 1).
+gets the *global* out and lse rows, so the pairs' gradients simply add: a run of query rows visits all its keys
+with a block-sized fp32 sum of dq, rounded once, while dk and dv are added to full-length fp32 sums, which the
+caller may pass on from call to call. (For fp64 inputs all sums are fp64.)
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ithaka.config import ConfigError
-from ithaka.ops.fused import merge, split_add, split_round
-from ithaka.ops.kernels import Kernel, resolve_kernel
-from ithaka.ops.pairs import CAUSAL, EDGE, Group, Pair, Span, key_major, query_major, spans_of, split_ragged
+from ithaka.ops.fused import merge
+from ithaka.ops.kernels import Grads, Kernel, resolve_kernel
+from ithaka.ops.pairs import CAUSAL, EDGE, Group, Pair, Span, query_major, spans_of, split_ragged
 
 MAX_ELEMENTS = 2**31 - 1  # what a kernel call may address
 # Unequal documents of at most this many tokens go to the varlen kernel, several per call. cuDNN is faster at
@@ -98,31 +83,34 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq_SnK, dk_SmK, dv_SmK (contiguous, the inputs' dtype) from `attention`'s inputs and its results.
 
-    `sums`: fp32 (fp64 for fp64) dk_SmK and dv_SmK that other calls have added to already; this call adds its own,
-    block by block, and returns them as dk and dv. It then also writes dq over `out`, whose rows it has done with.
+    `sums`: dk_SmK and dv_SmK in fp32 (fp64 for fp64) that this call adds to and returns as dk and dv. It then also
+    writes dq over `out`, so that nothing as long as the sequence is allocated. Without `sums` it makes its own and
+    rounds them, and `out` stays as it is.
     """
     job = _job(q_SnK, k_SmK, v_SmK, scale, causal, window, docs, kernel, blocks, backward=True)
-    dq_SnK = torch.empty(q_SnK.shape, dtype=q_SnK.dtype, device=q_SnK.device) if sums is None else out_SnK
-    dk_SmK, dv_SmK = sums or (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k_SmK, v_SmK))
+    if sums is None:
+        dq_SnK = torch.empty(q_SnK.shape, dtype=q_SnK.dtype, device=q_SnK.device)
+        dk_SmK, dv_SmK = (torch.zeros(x.shape, dtype=job.sum_dtype, device=x.device) for x in (k_SmK, v_SmK))
+    else:
+        dq_SnK, (dk_SmK, dv_SmK) = out_SnK, sums
+        assert dk_SmK.dtype == dv_SmK.dtype == job.sum_dtype, f"sums in {dk_SmK.dtype} and {dv_SmK.dtype}"
     lse_mrS = lse_nS.unflatten(0, (-1, job.repeat))
     for heads in job.head_slices():
-        queries = [
-            _Query(
+        keys = _Keys(k_SmK[:, heads], v_SmK[:, heads], dk_SmK[:, heads], dv_SmK[:, heads])
+        for r in range(job.repeat):
+            query = _Query(
                 dout=job.query(dout_SnK, heads, r),
                 q=job.query(q_SnK, heads, r),
                 out=job.query(out_SnK, heads, r),
                 dq=job.query(dq_SnK, heads, r),
                 lse=lse_mrS[heads, r],
             )
-            for r in range(job.repeat)
-        ]
-        keys = _Keys(k_SmK[:, heads], v_SmK[:, heads], dk_SmK[:, heads], dv_SmK[:, heads], sums is not None)
-        if job.repeat == 1 and sums is None:
-            _backward_key_major(job, queries[0], keys)
-        else:
-            _backward_query_major(job, queries, keys)
-        for chunk in job.chunks:
-            _backward_chunk(job, chunk, queries, keys)
+            for group in job.query_major():
+                _backward_group(job, group, query, keys)
+            for chunk in job.chunks:
+                _backward_chunk(job, chunk, query, keys)
+    if sums is None:
+        dk_SmK, dv_SmK = dk_SmK.to(k_SmK.dtype), dv_SmK.to(v_SmK.dtype)
     return dq_SnK, dk_SmK, dv_SmK
 
 
@@ -161,11 +149,6 @@ class _Chunk:
         longest = max(length for _, length in spans)
         return cls(start, start + ends[-1], torch.tensor(ends, dtype=torch.int32, device=device), longest)
 
-    @property
-    def group(self) -> Group:
-        length = self.stop - self.start
-        return Group(self.start, length, (Pair(self.start, length, self.start, length, CAUSAL),))
-
 
 @dataclass(frozen=True)
 class _Job:
@@ -182,15 +165,9 @@ class _Job:
     repeat: int
     sum_dtype: torch.dtype
 
-    @property
-    def _mask(self) -> dict[str, Any]:
-        return dict(causal=self.causal, window=self.window, block_q=self.block_q, block_kv=self.block_kv)
-
     def query_major(self, halve: bool = False) -> Iterable[Group]:
-        return query_major(self.spans, halve=halve, **self._mask)
-
-    def key_major(self) -> Iterable[Group]:
-        return key_major(self.spans, **self._mask)
+        blocks = dict(block_q=self.block_q, block_kv=self.block_kv)
+        return query_major(self.spans, causal=self.causal, window=self.window, halve=halve, **blocks)
 
     def kernel_for(self, pair: Pair) -> Kernel:
         """The kernel, or its stand-in for pairs of too few rows or keys."""
@@ -205,12 +182,6 @@ class _Job:
     def query(self, x_SnK: Tensor, heads: slice, r: int) -> Tensor:
         """The r-th query head of each kv head in `heads`: a view, so GQA never repeats k or v."""
         return x_SnK.unflatten(1, (self.num_kv_heads, self.repeat))[:, heads, r]
-
-    @cached_property
-    def final_by_group(self) -> bool:
-        """Whether a group's run needs nothing from later groups (keys ascending, or rows descending)."""
-        longest = max((length for _, length in self.spans), default=0)
-        return self.causal or longest <= min(self.block_q, self.block_kv)
 
 
 def _job(
@@ -292,8 +263,12 @@ def _repeats(group: Group, pair: Pair) -> Group | Pair:
     return pair if pair.count > 1 else group
 
 
+def _is_one_pair(group: Group) -> bool:
+    return len(group.pairs) == 1 and group.pairs[0].count == 1
+
+
 def _in_block(block_Bht: Tensor, pair: Pair, at: int, length: int) -> Tensor:
-    """The pair's part of an owner's buffer [B, h, t, ...], whose row `at` is the pair's first."""
+    """The pair's part of a group's buffer [B, h, t, ...], whose row `at` is the pair's first."""
     if pair.count == 1:
         return block_Bht[:, :, at : at + length]
     by_head, by_token, *rest = block_Bht.stride()[1:]
@@ -319,7 +294,7 @@ def _forward_group(job: _Job, group: Group, q: Tensor, k: Tensor, v: Tensor, out
     """All keys of one run of query rows, merged in fp32 and written once."""
     to_out = _rows(out, group, group.start, group.length)
     to_lse = _lse_rows(lse, group, group.start, group.length)
-    one = len(group.pairs) == 1 and group.pairs[0].count == 1
+    one = _is_one_pair(group)
     if not one:
         sum_out = torch.zeros(to_out.shape, dtype=job.sum_dtype, device=out.device)
         sum_lse = torch.full(to_lse.shape, float("-inf"), dtype=job.sum_dtype, device=out.device)
@@ -359,76 +334,17 @@ class _Query:
 
 @dataclass(frozen=True)
 class _Keys:
+    """The kv heads of this call, all [S, h, K] views; dk and dv are the sums."""
+
     k: Tensor
     v: Tensor
     dk: Tensor
     dv: Tensor
-    add: bool = False  # dk and dv are fp32 sums to add to
 
 
-class _BlockSum:
-    """fp32 sums of the owner's run only; `finish` rounds them into the gradient."""
-
-    def __init__(self, grad_ShK: Tensor, group: Group, dtype: torch.dtype, add: bool = False):
-        self.grad, self.start = _rows(grad_ShK, group, group.start, group.length), group.start
-        self.dtype, self.add_to_grad = dtype, add
-        self.sum: Tensor | None = None
-
-    def add(self, pair: Pair, start: int, x_BhtK: Tensor) -> None:
-        if self.sum is None and x_BhtK.shape == self.grad.shape:
-            self.sum = x_BhtK  # often the only one
-            return
-        if self.sum is None:
-            self.sum = torch.zeros(self.grad.shape, dtype=self.dtype, device=self.grad.device)
-        elif self.sum.dtype != self.dtype:
-            self.sum = self.sum.to(self.dtype)
-        _in_block(self.sum, pair, start - self.start, x_BhtK.shape[2]).add_(x_BhtK)
-
-    def finish(self) -> None:
-        assert self.sum is not None
-        if self.add_to_grad:
-            self.grad.add_(self.sum)
-        else:
-            self.grad.copy_(self.sum)
-
-
-class _SplitSum:
-    """fp32 sums over all tokens: high halves in the 16-bit gradient's own memory, low halves in `low`.
-
-    A gradient of 32 or 64 bits is its own sum, which may have been begun by others (`add`).
-    """
-
-    def __init__(self, grad_ShK: Tensor, low_ShK: Tensor, add: bool = False):
-        self.grad, self.split = grad_ShK, grad_ShK.element_size() == 2
-        if not add:
-            grad_ShK.zero_()
-        if self.split:
-            self.high, self.low = grad_ShK.view(torch.int16), low_ShK.view(torch.int16)
-            self.low.zero_()
-
-    def add(self, repeats: Group | Pair, start: int, x_BhtK: Tensor) -> None:
-        length = x_BhtK.shape[2]
-        if self.split:
-            high, low = (_rows(x, repeats, start, length) for x in (self.high, self.low))
-            split_add(high, low, x_BhtK)
-        else:
-            _rows(self.grad, repeats, start, length).add_(x_BhtK)
-
-    def finish(self, group: Group) -> None:
-        """Round the group's own run; its low half may be overwritten after this."""
-        if self.split:
-            own = [_rows(x, group, group.start, group.length) for x in (self.grad, self.high, self.low)]
-            split_round(*own)
-
-
-def _low_half(job: _Job, own: Tensor, spare: Tensor) -> Tensor:
-    """Where `own`'s low half may lie: `spare` memory that is written later, or a buffer if nothing is."""
-    return spare if job.final_by_group or own.element_size() > 2 else torch.empty_like(own)
-
-
-def _backward_pair(job: _Job, group: Group, pair: Pair, query: _Query, keys: _Keys) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_pair(job: _Job, repeats: Group | Pair, pair: Pair, query: _Query, keys: _Keys) -> Grads:
     """This pair's share of dq, dk, dv, each [B, h, rows or keys, K]."""
-    kernel, repeats = job.kernel_for(pair), _repeats(group, pair)
+    kernel = job.kernel_for(pair)
     dout, q, out = (_rows(x, repeats, pair.q0, pair.rows) for x in (query.dout, query.q, query.out))
     lse = _lse_rows(query.lse, repeats, pair.q0, pair.rows)
     k, v = (_rows(x, repeats, pair.k0, pair.keys) for x in (keys.k, keys.v))
@@ -439,88 +355,28 @@ def _backward_pair(job: _Job, group: Group, pair: Pair, query: _Query, keys: _Ke
     return dq.flip(2), dk.flip(2), dv.flip(2)
 
 
-def _backward_key_major(job: _Job, query: _Query, keys: _Keys) -> None:
-    groups = list(job.key_major())
-    dq = None if all(group.whole for group in groups) else _SplitSum(query.dq, _low_half(job, query.dq, keys.dk))
-    for group in groups:
-        if dq is None or group.whole:
-            _backward_whole(job, group, [query], keys)
-            continue
-        dk, dv = (_BlockSum(x, group, job.sum_dtype, keys.add) for x in (keys.dk, keys.dv))
-        for pair in group.pairs:
-            pair_dq, pair_dk, pair_dv = _backward_pair(job, group, pair, query, keys)
-            dq.add(_repeats(group, pair), pair.q0, pair_dq)
-            dk.add(pair, pair.k0, pair_dk)
-            dv.add(pair, pair.k0, pair_dv)
-        if job.final_by_group:
-            dq.finish(group)
-        dk.finish()
-        dv.finish()
-    _finish_late(job, [dq])
+def _backward_group(job: _Job, group: Group, query: _Query, keys: _Keys) -> None:
+    """All keys of one run of query rows: dq is written once, when its `out` rows have been read for the last time."""
+    to_dq = _rows(query.dq, group, group.start, group.length)
+    one = _is_one_pair(group)
+    if not one:
+        sum_dq = torch.zeros(to_dq.shape, dtype=job.sum_dtype, device=to_dq.device)
+    for pair in group.pairs:
+        repeats, at = _repeats(group, pair), pair.q0 - group.start
+        pair_dq, pair_dk, pair_dv = _backward_pair(job, repeats, pair, query, keys)
+        _rows(keys.dk, repeats, pair.k0, pair.keys).add_(pair_dk)
+        _rows(keys.dv, repeats, pair.k0, pair.keys).add_(pair_dv)
+        if not one:
+            _in_block(sum_dq, pair, at, pair.rows).add_(pair_dq)
+    to_dq.copy_(pair_dq if one else sum_dq)
 
 
-def _backward_query_major(job: _Job, queries: list[_Query], keys: _Keys) -> None:
-    groups = list(job.query_major())
-    dk = dv = None
-    if not all(group.whole for group in groups):
-        dk = _SplitSum(keys.dk, _low_half(job, keys.dk, queries[0].dq), keys.add)
-        dv = _SplitSum(keys.dv, _low_half(job, keys.dv, queries[min(1, job.repeat - 1)].dq), keys.add)
-    for group in reversed(groups):
-        if dk is None or dv is None or group.whole:
-            _backward_whole(job, group, queries, keys)
-            continue
-        late = []
-        for r in reversed(range(job.repeat)):
-            dq = _BlockSum(queries[r].dq, group, job.sum_dtype)
-            for pair in group.pairs:
-                pair_dq, pair_dk, pair_dv = _backward_pair(job, group, pair, queries[r], keys)
-                dq.add(pair, pair.q0, pair_dq)
-                dk.add(_repeats(group, pair), pair.k0, pair_dk)
-                dv.add(_repeats(group, pair), pair.k0, pair_dv)
-            if r >= 2:
-                dq.finish()
-            else:
-                late.append(dq)  # these two write where the low halves lie
-        if job.final_by_group:
-            dk.finish(group)
-            dv.finish(group)
-        for dq in late:
-            dq.finish()
-    _finish_late(job, [dk, dv])
-
-
-def _finish_late(job: _Job, sums: list[_SplitSum | None]) -> None:
-    """Bidirectional attention over several blocks: nothing was final before the last of them."""
-    if job.final_by_group:
-        return
-    for group in job.query_major():
-        for total in sums:
-            if total is not None and not group.whole:
-                total.finish(group)
-
-
-def _backward_whole(job: _Job, group: Group, queries: list[_Query], keys: _Keys) -> None:
-    """Documents that are one pair each: dq is final at once, dk and dv after the last query head."""
-    dk, dv = (_BlockSum(x, group, job.sum_dtype, keys.add) for x in (keys.dk, keys.dv))
-    for query in queries:
-        pair_dq, pair_dk, pair_dv = _backward_pair(job, group, group.pairs[0], query, keys)
-        _rows(query.dq, group, group.start, group.length).copy_(pair_dq)
-        dk.add(group.pairs[0], group.start, pair_dk)
-        dv.add(group.pairs[0], group.start, pair_dv)
-    dk.finish()
-    dv.finish()
-
-
-def _backward_chunk(job: _Job, chunk: _Chunk, queries: list[_Query], keys: _Keys) -> None:
+def _backward_chunk(job: _Job, chunk: _Chunk, query: _Query, keys: _Keys) -> None:
     assert job.kernel.varlen is not None
     at = slice(chunk.start, chunk.stop)
-    dk, dv = (_BlockSum(x, chunk.group, job.sum_dtype, keys.add) for x in (keys.dk, keys.dv))
-    for query in queries:
-        inputs = (query.dout[at], query.q[at], keys.k[at], keys.v[at], query.out[at], query.lse[:, at])
-        query.dq[at], chunk_dk, chunk_dv = job.kernel.varlen.backward(
-            *inputs, chunk.ends_d, chunk.longest, job.scale, job.causal, job.window
-        )
-        dk.add(chunk.group.pairs[0], chunk.start, chunk_dk.transpose(0, 1)[None])
-        dv.add(chunk.group.pairs[0], chunk.start, chunk_dv.transpose(0, 1)[None])
-    dk.finish()
-    dv.finish()
+    inputs = (query.dout[at], query.q[at], keys.k[at], keys.v[at], query.out[at], query.lse[:, at])
+    query.dq[at], dk, dv = job.kernel.varlen.backward(
+        *inputs, chunk.ends_d, chunk.longest, job.scale, job.causal, job.window
+    )
+    keys.dk[at].add_(dk)
+    keys.dv[at].add_(dv)

@@ -25,29 +25,6 @@ def merge(sum_out_BhtK: Tensor, sum_lse_Bht: Tensor, out_BhtK: Tensor, lse_Bht: 
     sum_lse_Bht.copy_(new_lse)
 
 
-def split_add(high_BhtK: Tensor, low_BhtK: Tensor, x_BhtK: Tensor) -> None:
-    """Add x to fp32 numbers whose upper 16 bits lie in `high` and lower 16 bits in `low` (both int16)."""
-    if triton is not None and high_BhtK.is_cuda:
-        _launch(_split_add_kernel, high_BhtK, low_BhtK, x_BhtK)
-        return
-    bits = (split_join(high_BhtK, low_BhtK) + x_BhtK).view(torch.int32)
-    high_BhtK.copy_(bits >> 16)
-    low_BhtK.copy_(bits)  # keeps the lower 16 bits
-
-
-def split_round(grad_BhtK: Tensor, high_BhtK: Tensor, low_BhtK: Tensor) -> None:
-    """Write the split numbers, rounded, into `grad`, whose memory `high` may share."""
-    if triton is not None and grad_BhtK.is_cuda:
-        _launch(_split_round_kernel, grad_BhtK, high_BhtK, low_BhtK)
-    else:
-        grad_BhtK.copy_(split_join(high_BhtK, low_BhtK))
-
-
-def split_join(high: Tensor, low: Tensor) -> Tensor:
-    """The fp32 numbers themselves."""
-    return ((high.to(torch.int32) << 16) | (low.to(torch.int32) & 0xFFFF)).view(torch.float32)
-
-
 def rotate(into_BhtK: Tensor, x_BhtK: Tensor, cos_tK: Tensor, sin_tK: Tensor) -> None:
     """Write x, turned by RoPE with Hugging Face's half-and-half pairing of dimensions, into another tensor.
 
@@ -154,41 +131,6 @@ if triton is not None:
         y = tl.load(out + b * ob + head * oh + rows[:, None] * ot + cols[None, :], inside, other=0.0)
         tl.store(sum_out, x + y.to(tl.float32) * tl.exp(new - total)[:, None], inside)
         tl.store(sum_lse, total, seen)
-
-    @triton.jit
-    def _split_add_kernel(
-        high, low, x, hb, hh, ht, lb, lh, lt, xb, xh, xt, h, t, tiles, K,
-        ROWS: tl.constexpr, COLS: tl.constexpr,
-    ):  # fmt: skip
-        b, head, rows = _place(h, t, tiles, ROWS)
-        cols = tl.arange(0, COLS)
-        inside = (rows < t)[:, None] & (cols < K)[None, :]
-        high += b * hb + head * hh + rows[:, None] * ht + cols[None, :]
-        low += b * lb + head * lh + rows[:, None] * lt + cols[None, :]
-        x += b * xb + head * xh + rows[:, None] * xt + cols[None, :]
-        bits = (tl.load(high, inside, other=0).to(tl.int32) << 16) | (
-            tl.load(low, inside, other=0).to(tl.int32) & 0xFFFF
-        )
-        total = bits.to(tl.float32, bitcast=True) + tl.load(x, inside, other=0.0).to(tl.float32)
-        bits = total.to(tl.int32, bitcast=True)
-        tl.store(high, (bits >> 16).to(tl.int16), inside)
-        tl.store(low, bits.to(tl.int16), inside)
-
-    @triton.jit
-    def _split_round_kernel(
-        grad, high, low, gb, gh, gt, hb, hh, ht, lb, lh, lt, h, t, tiles, K,
-        ROWS: tl.constexpr, COLS: tl.constexpr,
-    ):  # fmt: skip
-        b, head, rows = _place(h, t, tiles, ROWS)
-        cols = tl.arange(0, COLS)
-        inside = (rows < t)[:, None] & (cols < K)[None, :]
-        high += b * hb + head * hh + rows[:, None] * ht + cols[None, :]
-        low += b * lb + head * lh + rows[:, None] * lt + cols[None, :]
-        grad += b * gb + head * gh + rows[:, None] * gt + cols[None, :]
-        bits = (tl.load(high, inside, other=0).to(tl.int32) << 16) | (
-            tl.load(low, inside, other=0).to(tl.int32) & 0xFFFF
-        )
-        tl.store(grad, bits.to(tl.float32, bitcast=True).to(grad.dtype.element_ty), inside)
 
     @triton.jit
     def _rotate_kernel(

@@ -8,14 +8,10 @@ own corner):
     edge    square, row i sees keys j >= i: the far end of a sliding window. Read backwards (last row first,
             last key first) it *is* causal, so every kernel with a causal flag can do it.
 
-A **group** is one block that owns fp32 accumulators, and all the pairs that add to it. `count` > 1 is the
+A **group** is one run of query rows, and all the pairs in which it meets its keys. `count` > 1 is the
 same group (or pair) again, `count` times, each `step` tokens further on, as one batched kernel call: equal
 documents, the blocks of a window, the squares along a diagonal; never both a group and its pairs. All
 positions are tokens of the packed sequence.
-
-Two orders. Query-major: the owner is a run of query rows. Key-major: the owner is a run of keys. Key-major is
-the query-major schedule of the reversed document with the parts of q and k exchanged (`_mirror`), masks
-unchanged.
 """
 
 from collections.abc import Iterator
@@ -40,19 +36,13 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The owner's run [start, start + length), repeated `count` times every `step` tokens, and its pairs."""
+    """The rows [start, start + length), repeated `count` times every `step` tokens, and its pairs."""
 
     start: int
     length: int
     pairs: tuple[Pair, ...]
     count: int = 1
     step: int = 0
-    whole: bool = False  # one pair, and no other group meets its rows or keys
-
-    @property
-    def stop(self) -> int:
-        """One past the last token of the last repetition."""
-        return self.start + (self.count - 1) * self.step + self.length
 
 
 Span = tuple[int, int]  # first token, tokens
@@ -66,23 +56,13 @@ def spans_of(docs: tuple[int, ...]) -> list[Span]:
 def query_major(
     spans: list[Span], *, causal: bool, window: int | None, block_q: int, block_kv: int, halve: bool = False
 ) -> Iterator[Group]:
-    """Groups that own query rows, ascending. Every row of every document is owned exactly once.
+    """Groups of query rows, ascending. Every row of every document is in exactly one.
 
     `halve`: cut the squares on the diagonal further (`_halved_squares`).
     """
     for start, length, run in _runs(spans):
         groups = _document(length, causal, window, block_q, block_kv, halve, alone=run == 1)
         yield from _repeat(groups, start, length, run, block_q)
-
-
-def key_major(
-    spans: list[Span], *, causal: bool, window: int | None, block_q: int, block_kv: int, halve: bool = False
-) -> Iterator[Group]:
-    """Groups that own keys, ascending. Every key of every document is owned exactly once."""
-    for start, length, run in _runs(spans):
-        groups = _document(length, causal, window, block_kv, block_q, halve, alone=run == 1)
-        mirrored = [_mirror(group, length) for group in reversed(groups)]
-        yield from _repeat(mirrored, start, length, run, block_kv)
 
 
 def split_ragged(spans: list[Span], *, short: int, block: int) -> tuple[list[Span], list[list[Span]]]:
@@ -134,11 +114,11 @@ def _repeat(groups: list[Group], start: int, length: int, run: int, block: int) 
 def _document(
     length: int, causal: bool, window: int | None, block: int, other: int, halve: bool, *, alone: bool
 ) -> list[Group]:
-    """Query-major groups of one document that starts at 0; `block` rows per owner, `other` keys per pair."""
+    """Query-major groups of one document that starts at 0; `block` rows per group, `other` keys per pair."""
     windowed = causal and window is not None and window < length
     if length <= min(block, other) and not windowed:
         pair = Pair(0, length, 0, length, CAUSAL if causal else FULL)
-        return [Group(0, length, (pair,), whole=True)]
+        return [Group(0, length, (pair,))]
     if not causal:
         return [_group(a, e, _full(a, e, 0, length, other)) for a, e in _cut(0, length, block)]
     if not windowed:
@@ -227,18 +207,3 @@ def _cut(start: int, stop: int, block: int) -> Iterator[tuple[int, int]]:
 def _shift(group: Group, by: int) -> Group:
     pairs = tuple(replace(p, q0=p.q0 + by, k0=p.k0 + by) for p in group.pairs)
     return replace(group, start=group.start + by, pairs=pairs)
-
-
-def _mirror(group: Group, length: int) -> Group:
-    """The group that owns keys where `group` owned rows, in a document of `length` read from its end."""
-    back = (group.count - 1) * group.step  # the last repetition becomes the first
-
-    def flip(at: int, size: int) -> int:
-        return length - at - size - back
-
-    def flip_pair(p: Pair) -> Pair:
-        pair_back = (p.count - 1) * p.step
-        q0, k0 = flip(p.k0, p.keys) - pair_back, flip(p.q0, p.rows) - pair_back
-        return replace(p, q0=q0, rows=p.keys, k0=k0, keys=p.rows)
-
-    return replace(group, start=flip(group.start, group.length), pairs=tuple(flip_pair(pair) for pair in group.pairs))
