@@ -39,7 +39,7 @@ from ithaka.config import (
         ("data.path=''", ["data.path=", "a path or null"]),
         ("data.validation_fraction=1", ["data.validation_fraction=1", "less than 1"]),
         ("parallel.cp=0", ["parallel.cp=0", "at least 1"]),
-        ("parallel.cp=most", ["parallel.cp=most", "a whole number or all"]),
+        ("parallel.cp=most", ["parallel.cp=most", "a whole number or auto or all"]),
         ("memory.checkpoint=some", ["memory.checkpoint=some", "none or full"]),
         ("memory.keep_attention=-1", ["memory.keep_attention=-1", "at least 0"]),
         ("memory.offload_optimizer=1", ["memory.offload_optimizer=1", "true or false"]),

@@ -138,7 +138,7 @@ def test_no_host_memory_at_all_is_said_so():
 
 def test_one_gpu_shares_nothing_and_an_unused_disk_is_not_drawn():
     text = run("plan", "llama3.2-1b", "--gpus", "H200", "--context", "8K", "--disk", "1TB")
-    assert "every GPU has one sequence of its own: one sequence at once" in text
+    assert "every GPU has one sequence of its own: one sequence, 8K tokens per step" in text
     assert "Ulysses" not in text and "Disk, per node" not in text
 
 

@@ -1,14 +1,18 @@
 """What a run does not say, the planner decides on a GPU that it knows; what it says, wins."""
 
 import dataclasses
+import json
 import re
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from typer.testing import CliRunner
 
+from ithaka.cli import app
 from ithaka.config import ConfigError, given, load, to_yaml
 from ithaka.plan.hardware import gpu_named, peak_flops
+from ithaka.plan.search import settings_of
 from ithaka.train.budget import check_budgets, needs, store_host_bytes
 from ithaka.train.check import check_heads, check_memory, model_shape
 from ithaka.train.planned import Machine, check_ranks_agree, check_still_fits, hardware_of, machine_here, planned
@@ -52,8 +56,35 @@ def test_long_contexts_go_to_the_host_and_given_settings_win(tmp_path):
     assert plan is not None and plan.fits
     assert resolved.memory.offload == "host" and resolved.memory.keep_attention != "none"
     assert resolved.memory.tile_tokens == 4096
-    assert resolved.parallel.cp == "all"
-    assert plan.layout.cp == 8
+    assert resolved.parallel.cp == plan.layout.cp
+
+
+@pytest.mark.parametrize("given_settings", [{}, {"parallel__cp": "auto"}, {"parallel__cp": 8}, {"parallel__cp": "all"},
+    {"memory__overlap": "false", "train__batch": 2}])  # fmt: skip
+@pytest.mark.parametrize("context", ["128K", "1M"])
+def test_train_takes_what_plan_answers(tmp_path, context, given_settings):
+    """The same model on the same machine: every setting, the number of sequences of a step among them."""
+    config, told = llama(tmp_path, data__context=context, **given_settings)
+    resolved, plan = planned(config, told, 8, [node(H100)])
+    asked = [f"{name.replace('__', '.')}={value}" for name, value in given_settings.items() if name != "train__batch"]
+    options = [option for setting in asked for option in ("--set", setting)]
+    machine = ["--gpus", "8xH100", "--host-memory", "2TB", "--batch", str(config.train.batch)]
+    args = ["plan", str(config.model.path), *machine, "--context", context, *options, "--json"]
+    answer = json.loads(CliRunner().invoke(app, args).stdout)
+    assert answer["settings"] == settings_of(plan)
+    for name, value in answer["settings"].items():
+        section, key = name.split(".")
+        assert getattr(getattr(resolved, section), key) == value or told & {name}
+    cp = resolved.parallel.cp_of(8)
+    assert cp == answer["settings"]["parallel.cp"]
+    assert cp == 8 or given_settings.get("parallel__cp") not in (8, "all")
+    assert answer["tokens_per_step"] == 8 // cp * config.train.batch * config.data.context
+
+
+def test_cp_is_planned_for_the_sequences_of_a_step(tmp_path):
+    """At 128K a GPU holds a sequence of its own; at 4M four do not hold one."""
+    chosen = [planned(*llama(tmp_path, data__context=c), 8, [node(H100)])[0].parallel.cp for c in ("128K", "4M")]
+    assert chosen[0] < 8 == chosen[1]
 
 
 def test_a_plan_that_cannot_fit_is_refused_with_the_nearest(tmp_path):
@@ -211,7 +242,7 @@ def test_ranks_with_other_settings_are_refused_not_waited_for(ranks, tmp_path):
         assert message.startswith("rank 0 has `context: 1048576` and rank 1 `context: 524288`; give every node")
 
 
-KEPT_NOWHERE = dict(data__context="512K", memory__keep_attention="none")
+KEPT_NOWHERE = dict(data__context="512K", parallel__cp=8, memory__keep_attention="none")
 KEPT_ON_DISK = dict(data__context="2M", memory__keep_attention="all", memory__attention_offload="disk")
 
 
@@ -221,7 +252,7 @@ KEPT_ON_DISK = dict(data__context="2M", memory__keep_attention="all", memory__at
         (dict(data__context="128K"), {"data.context": "2M"}, 8),
         (KEPT_NOWHERE, {"memory.keep_attention": "all", "data.context": "1M"}, 8),
         (KEPT_ON_DISK, {"data.context": "6M"}, 8),
-        (dict(data__context="1M"), {}, 4),
+        (dict(data__context="1M", parallel__cp="all"), {}, 4),
     ],
     ids=["context", "attention where the inputs are", "away from the disk", "fewer ranks"],
 )  # fmt: skip
@@ -241,7 +272,8 @@ def test_a_run_that_goes_on_and_does_not_fit_is_told_what_does(before, after, ra
     assert ways and changed.memory.plan == "auto"
     check_still_fits(changed, set(after), ranks, [now])
     check_memory(changed, model_shape(changed))
-    check_heads(changed, model_shape(changed), ranks)
+    check_heads(changed, model_shape(changed), changed.parallel.cp_of(ranks))
+    assert ("parallel.cp=" in str(ways)) == (before == dict(data__context="128K"))  # one GPU held a sequence
 
 
 def test_where_one_rank_has_more_settings_they_disagree(tmp_path):

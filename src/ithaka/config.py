@@ -83,13 +83,14 @@ class ParallelConfig(Section):
 
     # Local ranks to start. auto: one per GPU, or 2 on CPU. Under torchrun its own number of ranks counts.
     ranks: int | Literal["auto"] = setting("auto", at_least=1)
-    # Ranks that share one sequence; the rest are data parallel. all: every rank.
-    cp: int | Literal["all"] = setting("all", at_least=1)
+    # Ranks that share one sequence; the rest are data parallel: a step has train.batch sequences for each group of cp
+    # ranks. all: every rank. auto: the planner's choice; every rank where it does not plan.
+    cp: int | Literal["auto", "all"] = setting("auto", at_least=1)
     # Query heads, over all cp ranks, whose attention is computed at once. all: plain Ulysses.
     heads_per_stage: int | Literal["all"] = setting("all", at_least=1)
 
     def cp_of(self, num_ranks: int) -> int:
-        return num_ranks if self.cp == "all" else self.cp
+        return self.cp if isinstance(self.cp, int) else num_ranks
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ class Work:
     context: int
     batch: int = 1
     document_tokens: int | None = None  # length of the packed documents; None: one per sequence
+    accumulate: int = 1  # micro-steps per optimizer step
 
     @property
     def tokens(self) -> int:

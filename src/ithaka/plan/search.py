@@ -8,11 +8,12 @@ either no layer keeps attention's output or as many as there is room for.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Iterator, Mapping
+import operator
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ithaka.config import ConfigError, check_effects
+from ithaka.config import Config, ConfigError, check_effects
 from ithaka.plan.cost import Ledger, attention_room, memory
 from ithaka.plan.hardware import Hardware
 from ithaka.plan.layout import Layout, Tier, Work
@@ -57,7 +58,7 @@ def fixed_settings(chosen: Mapping[str, Any], shape: ModelShape, num_ranks: int)
     for name, value in chosen.items():
         if name not in SETTINGS:
             raise ConfigError(f"{name}={value} is not decided by a plan; use one of {', '.join(SETTINGS)}")
-        if value is not None:
+        if value not in (None, "auto"):
             fixed[SETTINGS[name]] = _WORDS.get(name, {}).get(value, value)
     if fixed.get("cp") == "all":
         fixed["cp"] = num_ranks
@@ -105,7 +106,16 @@ class Plan:
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
-        return self.work.tokens / self.layout.cp / self.step_s
+        return self.work.tokens * self.work.accumulate / self.layout.cp / self.step_s
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Of all data-parallel groups."""
+        return self.hardware.num_gpus // self.layout.cp * self.work.batch * self.work.accumulate
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.sequences_per_step * self.work.context
 
     @property
     def limited_by(self) -> str:
@@ -125,6 +135,16 @@ def evaluate(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) 
 
 def _costed(shape: ModelShape, layout: Layout, ledger: Ledger, hardware: Hardware, work: Work) -> Plan:
     return Plan(shape, hardware, work, layout, ledger, step_seconds(shape, layout, hardware, work))
+
+
+def decide(config: Config, given: Collection[str], shape: ModelShape, hardware: Hardware) -> Plan:
+    """The plan of a configuration, for `ithaka plan` and `ithaka train` alike.
+
+    `given`: names of settings (parallel.cp) that the user decided; the others are the search's to choose.
+    """
+    chosen = {name: operator.attrgetter(name)(config) for name in SETTINGS if name in given}
+    work = Work(config.data.context, config.train.batch, accumulate=config.train.accumulate)
+    return choose(shape, hardware, work, fixed_settings(chosen, shape, hardware.num_gpus))
 
 
 def choose(

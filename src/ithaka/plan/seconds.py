@@ -260,7 +260,7 @@ def _disk_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, s: int,
 
 
 def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
-    """One optimizer step with one micro-step: all layers, the loss and the update."""
+    """One optimizer step: all layers and the loss in every micro-step, and the update."""
     total = _loss_seconds(shape, layout, hardware, work)
     layers: dict[tuple[int | None, bool], int] = {}
     for i, window in enumerate(shape.windows):
@@ -269,7 +269,7 @@ def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Wo
     for (window, kept), count in layers.items():
         layer = layer_seconds(shape, layout, hardware, work, window, kept)
         total = total + (layer.forward + layer.backward).times(count)
-    return total + Seconds(update=_update_seconds(shape, layout, hardware))
+    return total.times(work.accumulate) + Seconds(update=_update_seconds(shape, layout, hardware))
 
 
 def _loss_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:

@@ -61,7 +61,8 @@ def as_dict(plan: Plan, model: str, max_context: int | None = None, limited_by: 
         "disk_bytes": ledger.disk_bytes,
         "step_s": plan.step_s,
         "tokens_per_s_per_gpu": plan.tokens_per_s_per_gpu,
-        "sequences_per_step": sequences_per_step(plan),
+        "sequences_per_step": plan.sequences_per_step,
+        "tokens_per_step": plan.tokens_per_step,
         "limited_by": limited_by or plan.limited_by,
         "peak_phase": ledger.phase,
         "gpu_holders": ledger.gpu,
@@ -186,18 +187,14 @@ def _reasons(plan: Plan) -> dict[str, str]:
 
 def _cp_reason(plan: Plan) -> str:
     cp, batch, num_gpus = plan.layout.cp, plan.work.batch, plan.hardware.num_gpus
-    all_of_them = _sequences(sequences_per_step(plan))
+    step = f"{_sequences(plan.sequences_per_step)}, {tokens(plan.tokens_per_step)} tokens per step"
     if cp == 1:
-        return f"every GPU has {_sequences(batch)} of its own: {all_of_them} at once"
-    return f"{cp} of {num_gpus} GPUs share {'a sequence' if batch == 1 else _sequences(batch)}: {all_of_them} at once"
+        return f"every GPU has {_sequences(batch)} of its own: {step}"
+    return f"{cp} of {num_gpus} GPUs share {'a sequence' if batch == 1 else _sequences(batch)}: {step}"
 
 
 def _sequences(count: int) -> str:
     return "one sequence" if count == 1 else f"{count} sequences"
-
-
-def sequences_per_step(plan: Plan) -> int:
-    return plan.hardware.num_gpus // plan.layout.cp * plan.work.batch
 
 
 def _changed(plan: Plan, **changes: Any) -> Plan:

@@ -49,7 +49,7 @@ def check_cp(config: Config, num_ranks: int, shape: ModelShape) -> int:
         raise ConfigError(f"parallel.cp={asked} does not divide the {_ranks(num_ranks)}; use {_either(divisors)}{more}")
     if cp > shape.heads:
         fitting = [n for n in divisors if n <= shape.heads]
-        named = f"{asked} ({_ranks(cp)})" if asked == "all" else asked
+        named = asked if isinstance(asked, int) else f"{asked} ({_ranks(cp)})"
         raise ConfigError(
             f"parallel.cp={named} exceeds the {shape.heads} query heads of the model; use {_either(fitting)}"
         )

@@ -16,13 +16,11 @@ from ithaka.plan.cost import memory
 from ithaka.plan.hardware import Gpu, Hardware, gpu_named, least_gpu
 from ithaka.plan.host import Host, this_host
 from ithaka.plan.layout import Work
-from ithaka.plan.search import SETTINGS, Plan, choose, fixed_settings, settings_of
+from ithaka.plan.search import SETTINGS, Plan, decide, settings_of
 from ithaka.plan.show import size
 from ithaka.train.budget import layout_of, local_ranks
 from ithaka.train.check import check_disk, model_shape
 from ithaka.train.resume import shown
-
-CP = "parallel.cp"  # never the planner's: it would change how many sequences a step has
 
 
 @dataclass(frozen=True)
@@ -80,12 +78,10 @@ def planned(config: Config, given: Set[str], num_ranks: int, machines: Sequence[
     if hardware is None:
         return config, None
     shape = model_shape(config)
-    names = [name for name in SETTINGS if name in given or name == CP]
-    fixed = fixed_settings({n: operator.attrgetter(n)(config) for n in names}, shape, num_ranks)
-    plan = choose(shape, hardware, Work(config.data.context, config.train.batch), fixed)
+    plan = decide(config, given, shape, hardware)
     if not plan.fits:
         raise ConfigError(_refusal(config, plan))
-    return _with(config, settings_of(plan), names), plan
+    return _with(config, settings_of(plan), given), plan
 
 
 def check_still_fits(config: Config, given: Set[str], num_ranks: int, machines: Sequence[Machine]) -> None:
@@ -93,11 +89,16 @@ def check_still_fits(config: Config, given: Set[str], num_ranks: int, machines: 
     hardware = _hardware_to_plan_for(config, num_ranks, machines)
     if hardware is None:
         return
-    shape = model_shape(config)
-    layout = layout_of(config, shape, config.parallel.cp_of(num_ranks), num_ranks, on_gpu=True)
+    shape, cp = model_shape(config), config.parallel.cp_of(num_ranks)
+    layout = layout_of(config, shape, cp, num_ranks, on_gpu=True)
     if memory(shape, layout, hardware, Work(config.data.context, config.train.batch)).fits:
         return
-    other, _ = planned(config, given, num_ranks, machines)  # refuses what no settings make fit
+    # Another cp changes how many sequences a step has: only where no settings fit with this one.
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, cp=cp))
+    plans = (decide(config, names, shape, hardware) for names in ({*given, "parallel.cp"}, given))
+    other = next((_with(config, settings_of(plan), given) for plan in plans if plan.fits), None)
+    if other is None:
+        raise ConfigError(_refusal(config, decide(config, given, shape, hardware)))
     values = {name: operator.attrgetter(name) for name in (*SETTINGS, "memory.disk_path")}
     ways = " ".join(f"--set {name}={shown(of(other))}" for name, of in values.items() if of(other) != of(config))
     raise ConfigError(
@@ -138,11 +139,11 @@ def _gpu(machine: Machine) -> Gpu | None:
     return gpu and dataclasses.replace(gpu, memory_bytes=min(gpu.memory_bytes, machine.gpu_bytes))
 
 
-def _with(config: Config, chosen: dict, given: list[str]) -> Config:
+def _with(config: Config, chosen: dict, given: Set[str]) -> Config:
     for name, value in chosen.items():
-        if name in given:
-            continue
         section, key = name.split(".")
+        if name in given and getattr(getattr(config, section), key) != "auto":
+            continue
         changed = dataclasses.replace(getattr(config, section), **{key: value})
         config = dataclasses.replace(config, **{section: changed})
     if "disk" not in (config.memory.offload, config.memory.attention_offload):
