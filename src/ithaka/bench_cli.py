@@ -20,7 +20,7 @@ import typer
 from ithaka.config import ConfigError, parse_count
 from ithaka.outputs import check_file
 from ithaka.plan.hardware import parse_bytes
-from ithaka.plan.models import MODELS, find_shape, model_config
+from ithaka.plan.models import find_config, find_shape
 from ithaka.train.status import status
 from ithaka.train.stop import heeding_interrupts
 
@@ -121,7 +121,7 @@ def bench_ladder(
     num_heads = find_shape(model).heads
     if ranks > num_heads:
         raise ConfigError(f"--ranks={ranks} exceeds the {num_heads} query heads; use at most {num_heads}")
-    config = model_config(model) if model in MODELS else Path(model)
+    config = find_config(model)
     num_tokens, tile_tokens = _tokens(context, "--context"), _tokens(tile, "--tile")
 
     with status("loading PyTorch"), heeding_interrupts():

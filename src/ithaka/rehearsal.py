@@ -27,7 +27,7 @@ from ithaka.model.settings import Settings, settings_for
 from ithaka.phases import OPTIMIZER, PARAMETERS, listening, phase
 from ithaka.plan.host import this_host
 from ithaka.plan.layout import Layout
-from ithaka.plan.models import MODELS, model_config
+from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan, choose, evaluate, settings_of
 from ithaka.plan.seconds import layer_seconds
 from ithaka.plan.show import size
@@ -345,7 +345,7 @@ def _synchronize(mesh: Mesh) -> None:
 
 def run(plan: Plan, fixed: Mapping[str, Any], model: str, layers: int, memory_only: bool, as_json: bool) -> int:
     """Rehearses and prints; the exit code, 3 when memory does not suffice. `fixed`: what the user decided."""
-    config = model_config(model) if model in MODELS else Path(model)
+    config = find_config(model)
     layers = min(layers, plan.shape.num_layers)
     as_run = partial(of_few_layers, layers=layers, memory_only=memory_only)
     few, witness = as_run(plan), Witness(default_device())

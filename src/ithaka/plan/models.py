@@ -1,49 +1,139 @@
-"""Built-in model names: shapes only, as the config.json of their public checkpoints gives them."""
+"""Models by the names people type: built-in shapes, local directories, and ids on the Hugging Face hub."""
 
+from __future__ import annotations
+
+import difflib
+import json
+import re
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from ithaka.config import ConfigError
-from ithaka.plan.shape import ModelShape, read_shape, shape_from_config
+from ithaka.plan.shape import ModelShape, read_json, shape_from_config
+
+HUB_TIMEOUT_S = 5.0
+HUB_ID = r"[\w.-]+/[\w.-]+"
+
+# As the public config.json has them. family, layers, hidden size, query heads, kv heads, MLP size, vocabulary, RoPE's
+# theta; then tied embeddings, a head dim of its own (K64), Llama 3.1's stretched RoPE with its factor (x8).
+_TABLE = """
+llama3-8b     meta-llama/Meta-Llama-3-8B         llama    32 4096 32  8 14336 128256 5e5
+llama3-70b    meta-llama/Meta-Llama-3-70B        llama    80 8192 64  8 28672 128256 5e5
+llama3.1-8b   meta-llama/Llama-3.1-8B            llama    32 4096 32  8 14336 128256 5e5 x8
+llama3.1-70b  meta-llama/Llama-3.1-70B           llama    80 8192 64  8 28672 128256 5e5 x8
+llama3.2-1b   meta-llama/Llama-3.2-1B            llama    16 2048 32  8  8192 128256 5e5 tied K64 x32
+llama3.2-3b   meta-llama/Llama-3.2-3B            llama    28 3072 24  8  8192 128256 5e5 tied K128 x32
+llama3.3-70b  meta-llama/Llama-3.3-70B-Instruct  llama    80 8192 64  8 28672 128256 5e5 x8
+mistral-7b    mistralai/Mistral-7B-v0.3          mistral  32 4096 32  8 14336  32768 1e6
+qwen2.5-0.5b  Qwen/Qwen2.5-0.5B                  qwen2    24  896 14  2  4864 151936 1e6 tied
+qwen2.5-1.5b  Qwen/Qwen2.5-1.5B                  qwen2    28 1536 12  2  8960 151936 1e6 tied
+qwen2.5-3b    Qwen/Qwen2.5-3B                    qwen2    36 2048 16  2 11008 151936 1e6 tied
+qwen2.5-7b    Qwen/Qwen2.5-7B                    qwen2    28 3584 28  4 18944 152064 1e6
+qwen2.5-14b   Qwen/Qwen2.5-14B                   qwen2    48 5120 40  8 13824 152064 1e6
+qwen2.5-32b   Qwen/Qwen2.5-32B                   qwen2    64 5120 40  8 27648 152064 1e6
+qwen2.5-72b   Qwen/Qwen2.5-72B                   qwen2    80 8192 64  8 29568 152064 1e6
+qwen3-0.6b    Qwen/Qwen3-0.6B                    qwen3    28 1024 16  8  3072 151936 1e6 tied K128
+qwen3-1.7b    Qwen/Qwen3-1.7B                    qwen3    28 2048 16  8  6144 151936 1e6 tied K128
+qwen3-4b      Qwen/Qwen3-4B                      qwen3    36 2560 32  8  9728 151936 1e6 tied K128
+qwen3-8b      Qwen/Qwen3-8B                      qwen3    36 4096 32  8 12288 151936 1e6 K128
+qwen3-14b     Qwen/Qwen3-14B                     qwen3    40 5120 40  8 17408 151936 1e6 K128
+qwen3-32b     Qwen/Qwen3-32B                     qwen3    64 5120 64  8 25600 151936 1e6 K128
+smollm2-135m  HuggingFaceTB/SmolLM2-135M         llama    30  576  9  3  1536  49152 1e5 tied
+smollm2-360m  HuggingFaceTB/SmolLM2-360M         llama    32  960 15  5  2560  49152 1e5 tied
+smollm2-1.7b  HuggingFaceTB/SmolLM2-1.7B         llama    24 2048 32 32  8192  49152 1.3e5 tied
+"""
+_COUNTS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size",
+           "vocab_size")  # fmt: skip
 
 
-def _model(family: str, layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, vocab: int, **more: Any):
-    return {
-        "model_type": family,
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": mlp,
-        "vocab_size": vocab,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 131072,
-        **more,
-    }
+def _config(family: str, *columns: str) -> dict[str, Any]:
+    counts, theta, more = columns[:6], float(columns[6]), columns[7:]
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    config = {"model_type": family, **{key: int(count) for key, count in zip(_COUNTS, counts, strict=True)}}
+    config |= {"tie_word_embeddings": "tied" in more, "max_position_embeddings": 131072, "rope_parameters": rope}
+    if family == "mistral":
+        config["sliding_window"] = None
+    for word in more:
+        if word[0] == "K":
+            config["head_dim"] = int(word[1:])
+        elif word[0] == "x":
+            rope |= {"rope_type": "llama3", "factor": float(word[1:]), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+            rope["original_max_position_embeddings"] = 8192
+    return config
 
 
-MODELS: dict[str, dict[str, Any]] = {
-    "llama3-8b": _model("llama", 32, 4096, 32, 8, 14336, 128256),
-    "llama3-70b": _model("llama", 80, 8192, 64, 8, 28672, 128256),
-    "llama3.2-1b": _model("llama", 16, 2048, 32, 8, 8192, 128256, head_dim=64, tie_word_embeddings=True),
-    "llama3.2-3b": _model("llama", 28, 3072, 24, 8, 8192, 128256, head_dim=128, tie_word_embeddings=True),
-    "mistral-7b": _model("mistral", 32, 4096, 32, 8, 14336, 32768, sliding_window=None),
-    "qwen2.5-7b": _model("qwen2", 28, 3584, 28, 4, 18944, 152064),
-    "qwen3-4b": _model("qwen3", 36, 2560, 32, 8, 9728, 151936, head_dim=128, tie_word_embeddings=True),
-    "qwen3-8b": _model("qwen3", 36, 4096, 32, 8, 12288, 151936, head_dim=128),
-    "qwen3-32b": _model("qwen3", 64, 5120, 64, 8, 25600, 151936, head_dim=128),
-}
-
-
-def model_config(name: str) -> dict[str, Any]:
-    """The config.json of a built-in model, as a dict."""
-    if name not in MODELS:
-        raise ConfigError(f"model={name} is neither a path nor a built-in name; use one of {', '.join(MODELS)}")
-    return dict(MODELS[name])
+_ROWS = [line.split() for line in _TABLE.strip().splitlines()]
+_HUB_IDS: dict[str, str] = {row[0]: row[1] for row in _ROWS}
+MODELS: dict[str, dict[str, Any]] = {row[0]: _config(*row[2:]) for row in _ROWS}
 
 
 def find_shape(model: str) -> ModelShape:
-    """The shape of a built-in model, a Hugging Face directory or a config.json."""
-    if model not in MODELS and Path(model).exists():
-        return read_shape(Path(model))
-    return shape_from_config(model_config(model), model)
+    return shape_from_config(find_config(model), model)
+
+
+def find_config(model: str) -> dict[str, Any]:
+    """The config.json of a built-in model, a Hugging Face directory, a config.json or an id on the hub."""
+    if model not in MODELS and (path := Path(model).expanduser()).exists():
+        return read_json(path / "config.json" if path.is_dir() else path)
+    if (name := built_in(model)) is not None:
+        return dict(MODELS[name])
+    if re.fullmatch(HUB_ID, model):
+        return _from_hub(model)
+    raise ConfigError(f"model={model} is neither a path nor a known name; {_suggestion(model)}")
+
+
+def built_in(model: str) -> str | None:
+    """The built-in name that `model` means: Llama-3.1-8B, meta-llama/Llama-3.1-8B-Instruct and llama3.1_8b are one."""
+    spellings = [(s, name) for name, id in _HUB_IDS.items() for s in (name, id, id.partition("/")[2])]
+    return {_plain(spelling): name for spelling, name in spellings}.get(_plain(model))
+
+
+def hub_id(model: str) -> str | None:
+    """Where the weights are, of a built-in name or of an id."""
+    name = built_in(model)
+    return _HUB_IDS[name] if name else model if re.fullmatch(HUB_ID, model) else None
+
+
+def _plain(name: str) -> str:
+    """Without what people write differently, and without words that leave the shape as it is."""
+    text = re.sub(r"[-_ ]?\b(instruct|base|chat|hf)\b", "", name.lower().replace("_", "-"))
+    return re.sub(r"[- ]|^meta(?=-?llama-?3)", "", text.replace("/meta-llama", "/llama"))
+
+
+def _suggestion(model: str) -> str:
+    spellings = {_plain(name): name for name in MODELS}
+    close = difflib.get_close_matches(_plain(model).rpartition("/")[2], spellings, n=2, cutoff=0.7)
+    if close:
+        return f"did you mean {' or '.join(spellings[name] for name in close)}?"
+    return (
+        "use a directory with a config.json, an id on the Hugging Face hub, or a name such as llama3.1-8b or qwen3-8b"
+    )
+
+
+def _from_hub(model: str) -> dict[str, Any]:
+    """From the local cache of the hub, else over the network."""
+    from huggingface_hub import constants, get_token, hf_hub_url, try_to_load_from_cache
+
+    cached = try_to_load_from_cache(model, "config.json")
+    if isinstance(cached, str):
+        return read_json(Path(cached))
+    headers = {"Authorization": f"Bearer {token}"} if (token := get_token()) else {}
+    try:
+        if constants.HF_HUB_OFFLINE:
+            raise OSError("HF_HUB_OFFLINE is set")
+        with urlopen(Request(hf_hub_url(model, "config.json"), headers=headers), timeout=HUB_TIMEOUT_S) as answer:
+            return dict(json.load(answer))
+    except HTTPError as error:
+        if error.code == 404:
+            raise ConfigError(f"model={model} is neither a path nor on the hub; {_suggestion(model)}") from None
+        raise ConfigError(
+            f"model={model} is not given by the hub (HTTP {error.code}); accept its licence there and log in with "
+            "`hf auth login`, or give a local directory"
+        ) from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise ConfigError(
+            f"model={model} is no local path, and the hub cannot be asked ({reason}); {_suggestion(model)}"
+        ) from None

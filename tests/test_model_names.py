@@ -1,0 +1,100 @@
+"""Models are found by the names people type; a wrong name is answered with the right one, without a network too."""
+
+import io
+import json
+import subprocess
+import sys
+from urllib.error import HTTPError, URLError
+
+import pytest
+
+from ithaka.config import ConfigError
+from ithaka.plan import models
+from ithaka.plan.models import MODELS, built_in, find_config, find_shape, hub_id
+
+SPELLINGS = {
+    "llama3-8b": "llama3-8B llama_3_8b Meta-Llama-3-8B meta-llama/Meta-Llama-3-8B-Instruct",
+    "llama3.1-8b": "Llama-3.1-8B meta-llama/Llama-3.1-8B meta-llama/Llama-3.1-8B-Instruct LLAMA3.1_8B",
+    "llama3.2-1b": "meta-llama/Llama-3.2-1B llama-3.2-1b",
+    "mistral-7b": "Mistral-7B Mistral-7B-v0.3 mistralai/Mistral-7B-Instruct-v0.3",
+    "qwen2.5-7b": "Qwen2.5-7B Qwen/Qwen2.5-7B-Instruct qwen2.5_7b",
+    "qwen3-32b": "Qwen3-32B Qwen/Qwen3-32B",
+    "qwen3-8b": "Qwen/Qwen3-8B-Base",
+    "smollm2-135m": "SmolLM2-135M HuggingFaceTB/SmolLM2-135M-Instruct",
+}
+
+
+@pytest.mark.parametrize("name, spelling", [(name, s) for name, all_of in SPELLINGS.items() for s in all_of.split()])
+def test_case_separators_and_the_hub_s_own_name_are_forgiven(name, spelling):
+    assert built_in(spelling) == name and find_config(spelling) == MODELS[name]
+
+
+@pytest.mark.parametrize("name", ["mistralai/Mistral-7B-v0.1", "someone/Llama-3.1-8B", "Qwen2.5-Coder-7B", "qwen2-57b"])
+def test_another_model_is_not_taken_for_one_that_is_known(name):
+    assert built_in(name) is None
+
+
+# Of the checkpoints, each tensor counted once.
+PARAMETERS = {
+    "llama3.1-8b": 8_030_261_248, "llama3-70b": 70_553_706_496, "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824, "mistral-7b": 7_248_023_552, "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512, "qwen2.5-32b": 32_763_876_352, "qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360,
+    "qwen3-32b": 32_762_123_264, "smollm2-135m": 134_515_008, "smollm2-1.7b": 1_711_376_384,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_built_in_shapes_have_the_parameters_of_the_checkpoints(name):
+    assert find_shape(name).num_parameters == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name, words", [
+    ("llama3-9b", "did you mean llama3-8b"), ("qwen25-7b", "did you mean qwen2.5-7b"), ("gpt9", "such as llama3.1-8b"),
+])  # fmt: skip
+def test_a_wrong_name_is_answered_with_a_right_one(name, words):
+    with pytest.raises(ConfigError, match=f"model={name} is neither a path nor a known name; .*{words}"):
+        find_config(name)
+
+
+def answering(monkeypatch, answer):
+    """The hub, as far as `find_config` asks it."""
+
+    def urlopen(request, timeout):
+        assert timeout <= 10 and request.full_url.endswith("/someone/their-model/resolve/main/config.json")
+        if isinstance(answer, Exception):
+            raise answer
+        return io.BytesIO(json.dumps(answer).encode())
+
+    monkeypatch.setattr(models, "urlopen", urlopen)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+
+
+def test_an_id_on_the_hub_is_asked_for_there(monkeypatch):
+    answering(monkeypatch, MODELS["qwen3-4b"])
+    assert find_shape("someone/their-model") == find_shape("qwen3-4b")
+    assert hub_id("someone/their-model") == "someone/their-model" and hub_id("Qwen3-4B") == "Qwen/Qwen3-4B"
+
+
+@pytest.mark.parametrize("error, words", [
+    (URLError("no route"), r"the hub cannot be asked \(no route\)"),
+    (HTTPError("", 404, "", None, None), "neither a path nor on the hub"),
+    (HTTPError("", 401, "", None, None), r"HTTP 401\); accept its licence there and log in with `hf auth login`"),
+])  # fmt: skip
+def test_without_an_answer_the_error_says_what_to_do(monkeypatch, error, words):
+    answering(monkeypatch, error)
+    with pytest.raises(ConfigError, match=f"model=someone/their-model .*{words}"):
+        find_config("someone/their-model")
+
+
+def test_a_model_of_the_cache_needs_no_network(monkeypatch, tmp_path):
+    answering(monkeypatch, URLError("no route"))
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen3-4b"]))
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
+    assert find_config("someone/their-model") == MODELS["qwen3-4b"] == find_config(str(tmp_path))
+
+
+def test_known_names_need_neither_torch_nor_the_hub_s_library():
+    check = "import sys; from ithaka.plan.models import find_shape; find_shape('Llama-3.1-8B')\n" \
+        "assert not {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)"  # fmt: skip
+    subprocess.run([sys.executable, "-c", check], check=True)
