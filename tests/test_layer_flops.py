@@ -1,4 +1,4 @@
-"""The FLOPs that rates are made of (profile/flops.py) against those PyTorch counts while a layer runs."""
+"""The FLOPs that rates are made of (profile/progress.py) against those PyTorch counts while a layer runs."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from ithaka.phases import listening
 from ithaka.plan.heads import head_table
 from ithaka.plan.layout import Work
 from ithaka.plan.shape import shape_from_config
-from ithaka.profile.flops import layer_flops
+from ithaka.profile.progress import layer_flops
 from models import tiny_config, tiny_model
 
 TOKENS, CP = 48, 2

@@ -23,8 +23,8 @@ from ithaka.plan.heads import head_table
 from ithaka.plan.layout import Layout
 from ithaka.plan.moments import kept_attention_bytes, layer_moments, layer_peak
 from ithaka.plan.shape import ModelShape, shape_from_config
-from ithaka.profile.ledger import Ledger
 from ithaka.profile.live import LiveBytes
+from ithaka.profile.memory import MemoryMap
 from models import tiny_config, tiny_model
 
 TOKENS = 320  # of a rank
@@ -105,7 +105,7 @@ def shape_of(case: Case) -> ModelShape:
     return shape_from_config(config_of(case).to_dict())
 
 
-def run_layer(case: Case, rank: int) -> Ledger:
+def run_layer(case: Case, rank: int) -> MemoryMap:
     """One layer's forward and backward as rank `rank`; x counts as the residual stream or as kept."""
     model = tiny_model(config_of(case), case.dtype)
     group = LoopbackGroup(rank, case.cp)
@@ -130,28 +130,28 @@ def run_layer(case: Case, rank: int) -> Ledger:
         del y_sD
         dy_sD = torch.randn_like(like, device="cpu")
         torch.autograd.grad((of_y,), [of_x, *params], (dy_sD,))
-    return live.ledger
+    return live.map
 
 
-def run_ranks(case: Case) -> list[Ledger]:
+def run_ranks(case: Case) -> list[MemoryMap]:
     """Ranks with equally many heads do the same."""
     return [run_layer(case, rank) for rank in range(1 if case.heads % case.cp == 0 else case.cp)]
 
 
-def highest(ledger: Ledger, holdings: Iterable[int], *phases: str) -> int:
+def highest(memory: MemoryMap, holdings: Iterable[int], *phases: str) -> int:
     """The most bytes that these holdings had at once while all of `phases` were open, gradients left out."""
     chosen, now, most = set(holdings), 0, 0
-    for change in ledger.changes:
+    for change in memory.changes:
         if change.holding in chosen and change.holder != GRADIENTS:
             now += change.num_bytes
-        if set(phases) <= set(ledger.phase_at(change.time_ns)):
+        if set(phases) <= set(memory.phases.at(change.time_ns)):
             most = max(most, now)
     return most
 
 
-def full_length(ledger: Ledger, case: Case) -> list[int]:
+def full_length(memory: MemoryMap, case: Case) -> list[int]:
     lengths = {TOKENS, TOKENS * case.cp}
-    return [i for i, holding in enumerate(ledger.holdings) if lengths & set(holding.shape)]
+    return [i for i, holding in enumerate(memory.holdings) if lengths & set(holding.shape)]
 
 
 def kept_on_device(case: Case, direction: str) -> int:
@@ -171,13 +171,13 @@ def planned(case: Case, direction: str, part: str = "") -> int:
 
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_a_layer_is_as_high_as_its_ledger(case):
-    shape, ledgers = shape_of(case), run_ranks(case)
+    shape, maps = shape_of(case), run_ranks(case)
     for direction, part in EXACT:
         phases = (direction, part) if part else (direction,)
-        live = max(highest(ledger, full_length(ledger, case), *phases) for ledger in ledgers)
+        live = max(highest(memory, full_length(memory, case), *phases) for memory in maps)
         assert live == planned(case, direction, part), f"full-length tensors in {direction} {part}"
     for direction in ("forward", "backward"):
-        live = max(highest(ledger, range(len(ledger.holdings)), direction) for ledger in ledgers)
+        live = max(highest(memory, range(len(memory.holdings)), direction) for memory in maps)
         moment = layer_peak(shape, case.layout, TOKENS, case.attention is not None, direction)
         with_tiles = moment.total + kept_on_device(case, direction)
         assert planned(case, direction) <= live <= 1.1 * with_tiles, direction

@@ -5,6 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from allocations import allocator_peak
+from ithaka import phases
 from ithaka.phases import holding, phase, tag
 from ithaka.profile.live import LiveBytes
 
@@ -16,7 +17,7 @@ def floats(num_kib: int) -> torch.Tensor:
 
 
 def bytes_now(live: LiveBytes) -> int:
-    return sum(change.num_bytes for change in live.ledger.changes)
+    return sum(change.num_bytes for change in live.map.changes)
 
 
 def test_views_and_in_place_work_count_nothing():
@@ -72,9 +73,9 @@ def test_what_autograd_functions_make_and_keep_is_seen():
         del y
         assert bytes_now(live) == 4 * KIB, "the gradient"
     assert live.peaks[("backward",)] == live.peak_bytes
-    assert live.ledger.live_at_peak()[0].num_bytes == 16 * KIB
-    assert live.ledger.live_at_peak()[0].line.startswith("tests/test_live_bytes.py:")
-    assert live.ledger.phase_at(live.ledger.peak_ns) == ("backward",)
+    assert live.map.live_at_peak()[0].num_bytes == 16 * KIB
+    assert live.map.live_at_peak()[0].line.startswith("tests/test_live_bytes.py:")
+    assert live.map.phases.at(live.map.peak_ns) == ("backward",)
 
 
 def test_resized_storages_are_followed():
@@ -95,9 +96,27 @@ def test_holders_come_from_the_phase_the_block_or_the_tag():
             q = floats(2)
         kept = tag(floats(1), "kept on device")
 
-    now = {h.holder: h.num_bytes for h in live.ledger.live_at_peak()}
+    now = {h.holder: h.num_bytes for h in live.map.live_at_peak()}
     assert now == {"MLP tile": 3 * KIB, "stage buffers": 2 * KIB, "kept on device": KIB}
     del tile, q, kept
+
+
+def test_phases_and_holders_cost_nothing_while_nobody_listens(monkeypatch):
+    monkeypatch.setattr(phases, "_enter", None)  # would fail
+    monkeypatch.setattr(phases, "_set_holder", None)
+    x = torch.ones(2, requires_grad=True)
+    with phase("layer 0"), holding("stage buffers"):
+        phases.mark_backward(x, 2 * x, "backward").sum().backward()
+    assert phases.current_phase() == ()
+
+
+def test_phases_of_ordinary_autograd_are_told():
+    with LiveBytes(scratch=False) as live, phase("layer 0"):
+        x = floats(1).requires_grad_()
+        y = 2 * x
+        phases.mark_backward(x, y, "layer 1", "backward").sum().backward()
+    assert ("layer 0", "layer 1", "backward") in live.peaks
+    assert live.map.phases.marks[-1][1] == ()
 
 
 def attend() -> None:

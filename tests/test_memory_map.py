@@ -10,9 +10,8 @@ import torch
 
 from ithaka.model.layer import StreamedLayer
 from ithaka.phases import HOLDERS, phase
-from ithaka.profile.allocations import END, Allocation
-from ithaka.profile.live import LiveBytes
-from ithaka.profile.peak import describe_peak, memory_map
+from ithaka.profile.live import NEVER, Allocation, LiveBytes
+from ithaka.profile.memory import describe_peak
 from ithaka.profile.step import StepProfile
 from ithaka.train.loop import run
 from runs import tiny_run
@@ -107,9 +106,9 @@ def test_memory_still_out_at_the_end_lives_until_the_steps_end():
     """The profiler stops without having seen it given back: that is no moment of the step."""
     with LiveBytes(scratch=False) as live, phase("step"):
         kept = torch.ones(256)
-    start_ns = live.ledger.marks[0][0]
-    live.add_scratch([Allocation(1, 4096, start_ns + 1, END)])
-    peak = describe_peak(live.ledger, 0, None)
+    start_ns = live.map.phases.marks[0][0]
+    live.add_scratch([Allocation(1, 4096, start_ns + 1, NEVER)])
+    peak = describe_peak(live.map, 0, None)
     assert peak["num_bytes"] == kept.nbytes + 4096 and peak["step_s"] < 60
-    assert memory_map(live.ledger)["time_s"][-1] < 60
-    assert sum(change.num_bytes for change in live.ledger.changes) == kept.nbytes + 4096
+    assert live.map.over_time()["time_s"][-1] < 60
+    assert sum(change.num_bytes for change in live.map.changes) == kept.nbytes + 4096

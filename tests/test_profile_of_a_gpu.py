@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from ithaka import phases
-from ithaka.profile.cuda import AllocatorHistory, _Seen
-from ithaka.profile.shapes import Shapes
-from ithaka.profile.times import Annotations, times_of
+from ithaka.profile.allocator import AllocatorHistory, _Tag
+from ithaka.profile.memory import MemoryMap, describe_peak, in_words
+from ithaka.profile.times import StepTimes
 from ithaka.train.watch import what_to_record
 
 OURS = str(Path(phases.__file__).parent / "model" / "layer.py")
@@ -16,7 +16,7 @@ FSDP = str(Path(torch.__file__).parent / "distributed" / "fsdp" / "_fully_shard"
 MIB = 2**20
 
 
-def event(action: str, time_us: int, address: int, size: int, context: int, *frames: tuple[str, int, str]) -> dict:
+def event(action: str, time_us: int, address: int, size: int, *frames: tuple[str, int, str], made_in: str = "") -> dict:
     named = [{"filename": file, "line": line, "name": name} for file, line, name in frames]
     return {
         "action": action,
@@ -24,64 +24,70 @@ def event(action: str, time_us: int, address: int, size: int, context: int, *fra
         "addr": address,
         "size": size,
         "frames": named,
-        "user_metadata": str(context),
+        "user_metadata": made_in,
     }
 
 
-def history(events: list[dict], seen: dict[int, list[_Seen]], shapes: Shapes | None = None) -> AllocatorHistory:
-    made = AllocatorHistory(torch.device("cuda", 0), shapes)
+def history(events: list[dict], tags: dict[int, list[_Tag]]) -> MemoryMap:
+    """What the events say, of a step that had 4 and 1 MiB before and one phase from 1 ms on."""
+    made = AllocatorHistory(torch.device("cuda", 0))
     made._before, made._start_ns = {1: 4 * MIB, 2: MIB}, 1_000_000
-    made._contexts = [((), "other"), (("layer 0", "backward", "mlp"), "MLP tile")]
-    made._context_ns = [0, 1_000_000]
-    made.ledger.marks = [(1_000_000, ("layer 0", "backward", "mlp"))]
-    made.snapshot, made._seen = {"device_traces": [events]}, seen
+    made.map.phases.marks = [(1_000_000, ("layer 0", "backward", "mlp"))]
+    made.snapshot, made._tags = {"device_traces": [events]}, tags
     made._fill()
-    return made
+    return made.map
+
+
+IN_MLP = "MLP tile: layer 0/backward/mlp"
 
 
 def test_history_becomes_holders():
     events = [
-        event("alloc", 2_000, 3, 8 * MIB, 1, (OURS, 77, "_mlp")),
-        event("alloc", 3_000, 4, 2 * MIB, 1, (FSDP, 9, "foreach_reduce"), (OURS, 5, "x")),
-        event("free_requested", 4_000, 3, 8 * MIB, 1),
-        event("alloc", 5_000, 3, 3 * MIB - 100, 1, (OURS, 88, "again")),  # the same address again
-        event("free_requested", 6_000, 1, 4 * MIB, 1),
+        event("alloc", 2_000, 3, 8 * MIB, (OURS, 77, "_mlp"), made_in=IN_MLP),
+        event("alloc", 3_000, 4, 2 * MIB, (FSDP, 9, "foreach_reduce"), (OURS, 5, "x"), made_in=IN_MLP),
+        event("free_requested", 4_000, 3, 8 * MIB),
+        event("alloc", 5_000, 3, 3 * MIB - 100, (OURS, 88, "again"), made_in=IN_MLP),  # the same address again
+        event("free_requested", 6_000, 1, 4 * MIB),
     ]
-    seen = {
-        1: [_Seen(1_000_100, (1024, 1024), "float32", "parameters")],
-        3: [_Seen(5_100_000, (3, MIB // 4), "float32", "gradients")],
+    tags = {
+        1: [_Tag(1_000_100, (1024, 1024), "float32", "parameters")],
+        3: [_Tag(5_100_000, (3, MIB // 4), "float32", "gradients")],
     }
-    shapes = Shapes(torch.device("cuda", 0))
-    shapes.note(((2, MIB), "float32"), 8 * MIB, "ithaka/model/layer.py:77 in _mlp", ("layer 3", "backward", "mlp"))
-    ledger = history(events, seen, shapes).ledger
-    assert ledger.peak_bytes == 15 * MIB
-    assert ledger.phase_at(ledger.peak_ns) == ("layer 0", "backward", "mlp")
-    at_peak = {h.holder: h for h in ledger.live_at_peak()}
+    memory = history(events, tags)
+    assert memory.peak_bytes == 15 * MIB
+    assert memory.phases.at(memory.peak_ns) == ("layer 0", "backward", "mlp")
+    at_peak = {h.holder: h for h in memory.live_at_peak()}
     assert {name: h.num_bytes // MIB for name, h in at_peak.items()} == {
         "MLP tile": 8,
         "parameters": 4,
         "gradients": 2,
         "other": 1,
     }
-    assert at_peak["MLP tile"].shape == (2, MIB)
     assert at_peak["MLP tile"].line == "ithaka/model/layer.py:77 in _mlp"
+    assert at_peak["MLP tile"].phase == ("layer 0", "backward", "mlp")
     assert at_peak["parameters"].shape == (1024, 1024)
-    left = {h.line: h for h in _live_at_the_end(ledger)}
+    left = {h.line: h for h in memory.live_after(len(memory.changes))}
     assert left["ithaka/model/layer.py:88 in again"].num_bytes == 3 * MIB, "rounded as the allocator does"
     assert left["ithaka/model/layer.py:88 in again"].holder == "gradients", "tagged after it was made"
+    assert left["ithaka/model/layer.py:88 in again"].shape == (3, MIB // 4)
 
 
-def test_shape_is_told_by_bytes_alone_only_where_all_were_alike():
-    """C++ makes a gradient tile that Python never sees, in a phase where it saw tensors of that size."""
-    seen_in = ("layer 3", "backward", "mlp")
-    shapes = Shapes(torch.device("cuda", 0))
-    shapes.note(((4, MIB), "bfloat16"), 8 * MIB, "a line", seen_in)
-    shapes.note(((4, MIB), "bfloat16"), 8 * MIB, "another", seen_in)
-    assert shapes.find("a third", 8 * MIB, ("layer 0", "backward", "mlp")) == ((4, MIB), "bfloat16")
-    assert shapes.find("a third", 8 * MIB, ("layer 0", "forward", "mlp")) == ((), "")
-    shapes.note(((2, MIB), "float32"), 8 * MIB, "a fourth", seen_in)
-    assert shapes.find("a third", 8 * MIB, ("layer 0", "backward", "mlp")) == ((), "")
-    assert shapes.find("a fourth", 8 * MIB, ("layer 0", "backward", "mlp")) == ((2, MIB), "float32")
+@pytest.mark.parametrize("made_in", ["", "other: "], ids=["never entered a phase", "left all of them"])
+def test_memory_of_a_thread_without_a_phase_goes_by_the_clock(made_in):
+    """The allocator keeps its metadata per thread."""
+    memory = history([event("alloc", 2_000, 3, 8 * MIB, (OURS, 77, "_mlp"), made_in=made_in)], {})
+    assert memory.live_at_peak()[0].holder == "MLP tile"
+    assert memory.live_at_peak()[0].phase == ("layer 0", "backward", "mlp")
+
+
+def test_memory_without_a_shape_is_told_by_the_size_of_its_pieces():
+    sizes = [8, 8, 3]
+    events = [
+        event("alloc", 2_000 + i, 3 + i, n * MIB, (OURS, 77, "_mlp"), made_in=IN_MLP) for i, n in enumerate(sizes)
+    ]
+    words = in_words(describe_peak(history(events, {}), 0, None))
+    assert "16 MiB (67 %) MLP tile: 2 x 8 MiB, ithaka/model/layer.py:77 in _mlp" in words
+    assert "3 MiB (12 %) MLP tile: 3 MiB, ithaka/model/layer.py:77 in _mlp" in words
 
 
 def test_times_come_from_the_step_before_when_there_is_one():
@@ -92,12 +98,6 @@ def test_times_come_from_the_step_before_when_there_is_one():
     assert what_to_record(5, 0, in_two=True) is None
 
 
-def _live_at_the_end(ledger):
-    from ithaka.profile.ledger import _live_after
-
-    return _live_after(ledger.changes, ledger.holdings)
-
-
 def span(cat: str, name: str, start: float, stop: float, correlation: int | None = None) -> dict:
     args = {} if correlation is None else {"correlation": correlation}
     return {"ph": "X", "cat": cat, "name": name, "tid": 1, "ts": start, "dur": stop - start, "args": args}
@@ -106,21 +106,21 @@ def span(cat: str, name: str, start: float, stop: float, correlation: int | None
 def test_every_instant_of_two_streams_counts_once():
     """Layer 0 launches a kernel, a collective and a copy that run long after the host has left it."""
     second = 1e6
+    step = StepTimes(torch.device("cpu"))
+    step.start_ns, step.stop_ns = 0, 2 * 10**9
+    step.marks = [(0, ("layer 0",)), (0, ("layer 0", "forward")), (10**9, ("layer 1",)), (2 * 10**9, ())]
     events = [
-        span("user_annotation", "ithaka step", 0, 2 * second),
-        span("user_annotation", "ithaka: layer 0", 0, 1 * second),
-        span("user_annotation", "ithaka: layer 0/forward", 0, 1 * second),
-        span("user_annotation", "ithaka: layer 1", 1 * second, 2 * second),
         span("cuda_runtime", "cudaLaunchKernel", 0.1 * second, 0.2 * second, 1),
         span("cuda_runtime", "cudaLaunchKernel", 0.2 * second, 0.3 * second, 2),
         span("cuda_runtime", "cudaMemcpyAsync", 0.3 * second, 0.4 * second, 3),
         span("cuda_runtime", "cudaLaunchKernel", 1.5 * second, 1.6 * second, 4),
+        span("cuda_runtime", "cudaStreamSynchronize", 1.6 * second, 2 * second, 5),
         span("kernel", "gemm", 1 * second, 4 * second, 1),
         span("kernel", "ncclDevKernel_SendRecv", 3 * second, 6 * second, 2),
         span("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 2 * second, 7 * second, 3),
         span("kernel", "gemm", 8 * second, 9 * second, 4),
     ]
-    times = times_of({"traceEvents": events})
+    times = step.times({"traceEvents": events})
     assert times.wall_s == pytest.approx(9)
     assert times.totals == pytest.approx({"compute": 4, "exchange": 2, "copies": 1, "idle": 2})
     assert times.hidden == pytest.approx({"exchange": 1, "copies": 2})
@@ -134,19 +134,23 @@ def test_phases_are_written_into_a_trace_by_the_clock():
     Its clock is another one (seen with torch 2.11, 45 days behind its own base): here at 24 s when the step ends.
     """
     second, base_ns = 10**9, 5 * 10**18
-    phases_seen = Annotations()
-    phases_seen._start_ns, phases_seen._stop_ns = base_ns, base_ns + 4 * second
-    phases_seen._spans = [
-        (base_ns + second, base_ns + 2 * second, ("layer 0", "forward")),
-        (base_ns, base_ns + 3 * second, ("layer 0",)),
-    ]
+    step = StepTimes(torch.device("cpu"))
+    step.start_ns, step.stop_ns = base_ns, base_ns + 4 * second
+    paths = [("layer 0",), ("layer 0", "forward"), ("layer 0",), ()]
+    step.marks = [(base_ns + i * second, path) for i, path in enumerate(paths)]
     launched = [span("cuda_runtime", "cudaLaunchKernel", at * 1e6, (at + 0.1) * 1e6, at * 10) for at in (20.5, 21.5)]
     launched.append(span("cuda_runtime", "cudaStreamSynchronize", 22e6, 24e6, 7))
     launched.append(span("cuda_runtime", "cudaDeviceSynchronize", 24.5e6, 25e6, 8))  # the profiler's own
     ran = [span("kernel", "gemm", at * 1e6, (at + 1) * 1e6, (at - 1.5) * 10) for at in (22, 23)]
     trace = {"baseTimeNanoseconds": 7 * second, "traceEvents": launched + ran}
-    phases_seen.add_to(trace)
-    times = times_of(trace)
-    assert times.wall_s == phases_seen.wall_s == pytest.approx(4)
+    times = step.times(trace)
+    assert times.wall_s == step.wall_s == pytest.approx(4)
     assert times.phases[("layer 0",)]["compute"] == pytest.approx(1)
     assert times.phases[("layer 0", "forward")]["compute"] == pytest.approx(1)
+    step.annotate(trace)
+    written = {e["name"]: (e["ts"], e["dur"]) for e in trace["traceEvents"] if e.get("cat") == "user_annotation"}
+    assert written == {
+        "ithaka step": (20e6, 4e6),
+        "ithaka: layer 0": (20e6, 3e6),
+        "ithaka: layer 0/forward": (21e6, 1e6),
+    }

@@ -13,8 +13,7 @@ from ithaka.phases import listening, phase
 from ithaka.plan.hardware import find_gpu
 from ithaka.plan.layout import Layout, Work
 from ithaka.plan.shape import shape_from_config
-from ithaka.profile.job import Job
-from ithaka.profile.progress import Progress, Report
+from ithaka.profile.progress import Job, Progress, Report
 from ithaka.train.console import Console, Metrics, describe_progress, read_metrics
 from ithaka.train.watch import _with_documents
 
@@ -46,9 +45,9 @@ def test_all_work_is_counted_once():
     with listening(progress):
         progress.start(1, JOB)
         run_step()
-        _, done, flops = progress._device_at()
+        _, (done, flops) = progress._device_at()
         progress.stop()
-    assert done == pytest.approx(progress._units.total)
+    assert done == pytest.approx(progress._done.total_s)
     assert flops == pytest.approx(sum(JOB.flops().values()))
 
 
@@ -59,10 +58,10 @@ def test_a_stage_in_the_middle_of_a_layer_counts():
         with phase("layer 0"), phase("forward"):
             with phase("attention"), phase("stage 0"):
                 pass
-            path, done, _ = progress._device_at()
+            path, (done, _) = progress._device_at()
         progress.stop()
     assert path == ("layer 0", "forward", "attention", "stage 0")
-    assert 0 < done < 0.05 * progress._units.total
+    assert 0 < done < 0.05 * progress._done.total_s
 
 
 def test_reports_come_while_the_step_runs():

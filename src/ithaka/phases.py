@@ -1,15 +1,14 @@
-"""Names for what the schedule does now and for what holds memory. Nearly free where nobody listens."""
+"""What the schedule is doing, and what its memory is for. Nearly free while nobody listens."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-Path = tuple[str, ...]
-Around = Callable[[Path], AbstractContextManager]
+PhasePath = tuple[str, ...]  # the open phases, outermost first
 
-# What holds memory. A map stacks its bytes by these names, in this order.
+# Holders: what memory is for. A memory map stacks its bytes in the order of HOLDERS.
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
 OPTIMIZER = "optimizer"
@@ -20,20 +19,9 @@ KEPT = {"device": "kept on device", "host": "kept on host", "disk": "kept on dis
 MLP = "MLP tile"
 LOSS = "loss tile"
 OTHER = "other"
-HOLDERS = (
-    PARAMETERS,
-    GRADIENTS,
-    OPTIMIZER,
-    UNSHARDED,
-    RESIDUAL,
-    STAGE,
-    KEPT["device"],
-    MLP,
-    LOSS,
-    OTHER,
-)
+HOLDERS = (PARAMETERS, GRADIENTS, OPTIMIZER, UNSHARDED, RESIDUAL, STAGE, KEPT["device"], MLP, LOSS, OTHER)
 
-# What memory made in a phase is for, unless `holding` or `tag` says otherwise.
+# The holder of memory made in a phase, unless `holding` or `tag` names another.
 HOLDER_OF_PHASE = {
     "embedding": RESIDUAL,
     "forward": RESIDUAL,
@@ -48,14 +36,22 @@ HOLDER_OF_PHASE = {
 }
 
 
+def holder_of(path: PhasePath) -> str:
+    """The holder of memory made in `path`, as the phases alone tell it."""
+    return next((HOLDER_OF_PHASE[name] for name in reversed(path) if name in HOLDER_OF_PHASE), OTHER)
+
+
 class Listener(Protocol):
-    def enter(self, path: Path) -> None: ...
+    """Both are called once the change is made; `path` is the phase entered or left."""
 
-    def leave(self, path: Path) -> None: ...
+    def enter(self, path: PhasePath) -> None: ...
+
+    def leave(self, path: PhasePath) -> None: ...
 
 
-class Watcher(Protocol):
-    """Watches memory; is told only what the schedule knows better than the phase says."""
+@runtime_checkable
+class MemoryListener(Listener, Protocol):
+    """A listener that is also told what memory is for."""
 
     def tag(self, tensor: Tensor, holder: str) -> None: ...
 
@@ -64,13 +60,12 @@ class Watcher(Protocol):
 
 class _State:
     listeners: tuple[Listener, ...] = ()
-    watchers: tuple[Watcher, ...] = ()
-    around: tuple[Around, ...] = ()
-    path: Path = ()
+    memory_listeners: tuple[MemoryListener, ...] = ()
+    path: PhasePath = ()
     holder: str = OTHER
 
 
-def current_phase() -> Path:
+def current_phase() -> PhasePath:
     return _State.path
 
 
@@ -80,21 +75,18 @@ def current_holder() -> str:
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Marks the code inside as `name`, below the phases around it."""
+    """Marks the code inside as phase `name`, below the phases already open."""
     if not _State.listeners:
         yield
         return
     outer = _enter(name)
     try:
-        with ExitStack() as stack:
-            for make in _State.around:
-                stack.enter_context(make(_State.path))
-            yield
+        yield
     finally:
         _leave(outer)
 
 
-def _enter(name: str) -> tuple[Path, str]:
+def _enter(name: str) -> tuple[PhasePath, str]:
     outer = _State.path, _State.holder
     _State.path = (*_State.path, name)
     _State.holder = HOLDER_OF_PHASE.get(name, _State.holder)
@@ -103,17 +95,18 @@ def _enter(name: str) -> tuple[Path, str]:
     return outer
 
 
-def _leave(outer: tuple[Path, str]) -> None:
-    for listener in _State.listeners:
-        listener.leave(_State.path)
+def _leave(outer: tuple[PhasePath, str]) -> None:
+    path = _State.path
     _State.path, _State.holder = outer
+    for listener in _State.listeners:
+        listener.leave(path)
 
 
 def mark_backward(x: Tensor, y: Tensor, *names: str) -> Tensor:
-    """Returns y; what ordinary autograd does between y's gradient and x's is then in the phases `names`."""
+    """Returns y. Ordinary autograd's work from y's gradient to x's will be in the phases `names`."""
     if not (_State.listeners and x.requires_grad and y.requires_grad):
         return y
-    outer: list[tuple[Path, str]] = []
+    outer: list[tuple[PhasePath, str]] = []
     y.register_hook(lambda _: outer.extend(_enter(name) for name in names))
 
     def leave(_: Tensor) -> None:
@@ -127,7 +120,7 @@ def mark_backward(x: Tensor, y: Tensor, *names: str) -> Tensor:
 @contextmanager
 def holding(holder: str) -> Iterator[None]:
     """Memory made inside is for `holder`."""
-    if not _State.watchers:
+    if not _State.memory_listeners:
         yield
         return
     outer = _State.holder
@@ -140,51 +133,29 @@ def holding(holder: str) -> Iterator[None]:
 
 def _set_holder(holder: str) -> None:
     _State.holder = holder
-    for watcher in _State.watchers:
-        watcher.holder_changed()
+    for listener in _State.memory_listeners:
+        listener.holder_changed()
 
 
 def tag(tensor: Tensor, holder: str) -> Tensor:
     """From now on `tensor`'s memory is for `holder`."""
-    for watcher in _State.watchers:
-        watcher.tag(tensor, holder)
+    for listener in _State.memory_listeners:
+        listener.tag(tensor, holder)
     return tensor
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Tells `listener` of every phase entered and left inside."""
-    _State.listeners = (*_State.listeners, listener)
+    """Tells `listener` about every phase inside, and a MemoryListener also about holders."""
+    _set_listeners((*_State.listeners, listener))
     try:
         yield
     finally:
-        _State.listeners = _without(_State.listeners, listener)
-        if not _State.listeners:  # an error in backward leaves phases open that only its end would close
+        _set_listeners(tuple(other for other in _State.listeners if other is not listener))
+        if not _State.listeners:  # an error in backward skips the hooks that would have closed its phases
             _State.path, _State.holder = (), OTHER
 
 
-@contextmanager
-def watching(watcher: Watcher) -> Iterator[None]:
-    """Tells `watcher` of every tag and every `holding` inside."""
-    _State.watchers = (*_State.watchers, watcher)
-    try:
-        yield
-    finally:
-        _State.watchers = _without(_State.watchers, watcher)
-
-
-@contextmanager
-def around_phases(make: Around) -> Iterator[None]:
-    """Enters `make(path)` around the code of every phase inside that is one block of code, in its thread.
-
-    Phases of ordinary autograd (`mark_backward`) are none: it restores the thread's state after each node.
-    """
-    _State.around = (*_State.around, make)
-    try:
-        yield
-    finally:
-        _State.around = _without(_State.around, make)
-
-
-def _without(entries: tuple, entry: object) -> tuple:
-    return tuple(e for e in entries if e is not entry)
+def _set_listeners(listeners: tuple[Listener, ...]) -> None:
+    _State.listeners = listeners
+    _State.memory_listeners = tuple(one for one in listeners if isinstance(one, MemoryListener))

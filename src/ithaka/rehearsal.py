@@ -32,7 +32,7 @@ from ithaka.plan.search import Plan, choose, evaluate, settings_of
 from ithaka.plan.seconds import layer_seconds
 from ithaka.plan.show import size
 from ithaka.profile.live import LiveBytes
-from ithaka.profile.timeline import Timeline
+from ithaka.profile.times import Timeline
 from ithaka.train.budget import STORED
 from ithaka.train.launch import EXIT_MEMORY
 from ithaka.train.optim import make_optimizer

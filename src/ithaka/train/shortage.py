@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ithaka.config import Config
 from ithaka.memory.store import StoreError
-from ithaka.phases import Path
+from ithaka.phases import PhasePath as Path
 from ithaka.plan.cost import (
     FIRST_LAYER,
     HOST_PROCESS_BYTES,

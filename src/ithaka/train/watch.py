@@ -25,10 +25,9 @@ from ithaka.plan.hardware import find_gpu, gpu_named
 from ithaka.plan.layout import Layout, Work
 from ithaka.plan.seconds import step_seconds
 from ithaka.plan.shape import shape_from_config
-from ithaka.profile.job import Job
-from ithaka.profile.machine import machine
-from ithaka.profile.progress import Progress
-from ithaka.profile.step import StepProfile, StepTimes
+from ithaka.profile.progress import Job, Progress
+from ithaka.profile.step import StepProfile, machine
+from ithaka.profile.times import StepTimes
 from ithaka.train.console import Console
 
 WARM_UP_STEPS = 1  # slower than the rest: kernels are chosen, memory is taken from the system
@@ -129,17 +128,17 @@ class Watch:
             self._write(recorder, number)
 
     def _recorder(self, number: int, job: Job) -> StepProfile | StepTimes | None:
-        device, shapes = self.mesh.device, not self.config.train.compile
+        device = self.mesh.device
         warm = len(self._plain_s) >= WARM_UP_STEPS
         kind = what_to_record(number, self.config.profile.every, device.type == "cuda" and warm)
         if kind is None:
             return None
         if kind == "times":
-            return StepTimes(device, shapes, job)
+            return StepTimes(device, job)
         if device.type == "cuda":
             earlier = torch.cuda.max_memory_allocated(device)
             self.device_peak_bytes = max(self.device_peak_bytes, earlier)
-        return StepProfile(self.model, self.optimizer, device, _store(self.model), self._times, shapes, job)
+        return StepProfile(self.model, self.optimizer, device, _store(self.model), self._times, job)
 
     def _write(self, profile: StepProfile, number: int) -> None:
         run_dir = self.config.train.run_dir
