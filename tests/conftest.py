@@ -2,25 +2,27 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from ithaka.dist.mesh import end_process_group
 from ranks import Ranks
 
-GPU_TESTS = Path(__file__).parent / "gpu"
-
 
 def pytest_collection_modifyitems(items):
-    """Tests marked `gpu`, and all of tests/gpu, need a CUDA device."""
+    """Tests marked `gpu` need a CUDA device. Others in tests/gpu run on either: on a CPU fewer cases, and small."""
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device; torch finds none")
     for item in items:
-        if item.get_closest_marker("gpu") or GPU_TESTS in item.path.parents:
+        if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """The GPU, or the CPU where there is none."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture(autouse=True)

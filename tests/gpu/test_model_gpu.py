@@ -1,85 +1,200 @@
-"""On a GPU, in bf16: every gradient within twice the error of plain bf16 PyTorch, against fp32; several ranks as
-threads of one process, which gives real exchanges and real FSDP2 on one device."""
+"""bf16 gradients of whole models, as good as autocast's with fp32 weights: families, stages, ranks, tiers, documents,
+mixtures of experts, and the optimizer in host memory. In full on a GPU; on a CPU a few cases of a small model.
+"""
 
-import threading
-from types import SimpleNamespace
+import copy
+from dataclasses import replace
+from functools import lru_cache, partial
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed import multi_threaded_pg
 
 from ithaka.dist.mesh import make_mesh
 from ithaka.model.build import parallelize
-from ithaka.model.layer import LayerOptions
 from ithaka.model.settings import Settings
-from models import plain_loss, tiny_config, tiny_model
+from models import EXPERTS
+from precision import (
+    LARGE,
+    SEEDS,
+    SMALL,
+    Choices,
+    Gradients,
+    Yardsticks,
+    assert_as_good_as_autocast,
+    autocast_gradients,
+    bf16,
+    exact_gradients,
+    initial_model,
+    random_batch,
+    routers,
+)
+from threads import on_threads
 
-pytestmark = pytest.mark.gpu
+gpu = pytest.mark.gpu
 
-OPTIONS = [
-    LayerOptions(tile_tokens=96, keep_input="host", keep_attention="host", overlap=True),
-    LayerOptions(tile_tokens=96, keep_input="host", keep_attention=None, overlap=False),
-    LayerOptions(tile_tokens=None, keep_input="disk", keep_attention="disk", overlap=True),
-    LayerOptions(checkpoint=False),
+
+@pytest.fixture(scope="session")
+def size(device):
+    return LARGE if device.type == "cuda" else SMALL
+
+
+@pytest.fixture(scope="session")
+def yardsticks(device, size):
+    """The latest is kept: tests are ordered by it."""
+    return lru_cache(1)(lambda family, packed=False: Yardsticks(family, size, device, packed))
+
+
+# cp, stages (of the larger model's 32 heads; 4 on a CPU)
+STAGES = [
+    pytest.param(1, 1),
+    pytest.param(1, 2, marks=gpu),
+    pytest.param(1, 4),
+    pytest.param(1, 8, marks=gpu),
+    pytest.param(1, 32, marks=gpu),
+    pytest.param(2, 1, marks=gpu),
+    pytest.param(2, 2),
+    pytest.param(2, 16, marks=gpu),
+    pytest.param(4, 8, marks=gpu),
 ]
-CASES = [("llama", 8, 2, 2), ("qwen2", 7, 1, 2), ("qwen3", 8, 4, 4), ("mistral", 9, 3, 4)]
 
 
-def make(family: str, heads: int, kv_heads: int, dtype: torch.dtype):
-    sizes = {"hidden_size": 64 * heads, "head_dim": 64, "sliding_window": 300, "vocab_size": 512}
-    return tiny_model(tiny_config(family, heads, kv_heads, **sizes), dtype)
+@pytest.mark.parametrize("cp,stages", STAGES)
+def test_every_number_of_stages(yardsticks, size, cp, stages):
+    yardsticks("llama").check(cp, bf16(size.heads // stages, tile_tokens=size.tokens // 3))
 
 
-def gradients(model, ids) -> dict[str, torch.Tensor]:
-    plain_loss(model, ids, ids).backward()
-    return {name: param.grad.double() for name, param in model.named_parameters()}
+TIERS = [
+    pytest.param({"keep_input": "host", "keep_attention": "host", "overlap": True}, id="host", marks=gpu),
+    pytest.param({"keep_input": "host", "keep_attention": None, "overlap": False}, id="streamed"),
+    pytest.param({"keep_input": "disk", "keep_attention": "disk", "overlap": True}, id="disk", marks=gpu),
+    pytest.param({"keep_input": "device", "keep_attention": "device", "overlap": False}, id="device", marks=gpu),
+    pytest.param({"checkpoint": False}, id="everything"),
+]
 
 
-def on_threads(num_ranks: int, work) -> list:
-    """Calls work() on `num_ranks` threads, each a rank of its own."""
-    multi_threaded_pg._install_threaded_pg()
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    store, results = dist.HashStore(), [SimpleNamespace(value=None, error=None) for _ in range(num_ranks)]
-
-    def run(rank: int) -> None:
-        try:
-            dist.init_process_group("threaded", rank=rank, world_size=num_ranks, store=store)
-            results[rank].value = work()
-        except BaseException as error:
-            results[rank].error = error
-            multi_threaded_pg.ProcessLocalGroup.exception_handle(error)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
-    finally:
-        multi_threaded_pg._uninstall_threaded_pg()
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
-    for result in results:
-        if result.error is not None:
-            raise result.error
-    return [result.value for result in results]
+@pytest.mark.parametrize("options", TIERS)
+def test_every_tier(yardsticks, size, options):
+    yardsticks("llama").check(2, bf16(size.heads // 2, **{"tile_tokens": size.tokens // 3, **options}))
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["held", "streamed", "disk", "everything"])
-@pytest.mark.parametrize("family,heads,kv_heads,cp", CASES)
-def test_gradients_are_as_good_as_plain_bf16(family, heads, kv_heads, cp, options):
-    ids = torch.randint(512, (1, 1100), generator=torch.Generator().manual_seed(4)).cuda()
-    exact = gradients(make(family, heads, kv_heads, torch.float32).double().cuda(), ids)
-    plain = gradients(make(family, heads, kv_heads, torch.float32).bfloat16().cuda(), ids)
+@pytest.mark.parametrize(
+    "cp,stages", [pytest.param(1, 1, marks=gpu), pytest.param(2, 2), pytest.param(2, 8, marks=gpu)]
+)
+def test_packed_documents(yardsticks, size, cp, stages):
+    yardsticks("llama", packed=True).check(cp, bf16(size.heads // stages, tile_tokens=size.tokens // 3))
 
-    def work() -> dict[str, torch.Tensor]:
-        settings = Settings(dtype=torch.bfloat16, heads_per_stage=cp, layer=options)
-        mesh = make_mesh(cp, "cuda")
-        model = parallelize(make(family, heads, kv_heads, torch.float32), mesh=mesh, settings=settings)
-        model(input_ids=ids, labels=ids).loss.backward()
-        return {name: param.grad.full_tensor().double() for name, param in model.named_parameters()}
 
-    for ours in on_threads(cp, work):
-        for name, wanted in exact.items():
-            error, plain_error = ((g[name] - wanted).norm() / wanted.norm() for g in (ours, plain))
-            assert error <= 2 * plain_error, f"{name}: {error:.2e} against {plain_error:.2e} of plain bf16"
+@pytest.mark.parametrize(
+    "cp,stages", [pytest.param(1, 1, marks=gpu), pytest.param(2, 2), pytest.param(2, 8, marks=gpu)]
+)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
+def test_every_family(yardsticks, size, family, cp, stages):
+    yardsticks(family).check(cp, bf16(size.heads // stages, tile_tokens=size.tokens // 3, keep_attention="device"))
+
+
+def with_choices(model, batch, cp: int, settings: Settings) -> tuple[Gradients, dict[str, Choices]]:
+    """Gradients, and the experts of all tokens in forward and in backward's recomputation."""
+
+    def work():
+        ours = parallelize(copy.deepcopy(model), mesh=make_mesh(cp, batch.ids.device), settings=settings)
+        chosen = {when: {name: [] for name in routers(ours)} for when in ("forward", "backward")}
+        when = "forward"
+
+        def record(module, inputs, output, name):
+            chosen[when][name].append(output[-1].clone())
+
+        for name, router in routers(ours).items():
+            router.register_forward_hook(partial(record, name=name))
+        loss = ours(input_ids=batch.ids, labels=batch.ids, **batch.for_ours()).loss
+        when = "backward"
+        loss.backward()
+        return {name: param.grad.full_tensor() for name, param in ours.named_parameters()}, chosen
+
+    (grads, _), *_ = ranks = on_threads(cp, work)
+    choices = {
+        when: {name: torch.cat([t for _, chosen in ranks for t in chosen[when][name]]) for name in ranks[0][1][when]}
+        for when in ("forward", "backward")
+    }
+    return grads, choices
+
+
+def num_different(a: Choices, b: Choices) -> int:
+    """Tokens, over all layers, that go to other experts."""
+    assert a.keys() == b.keys() and a
+    return sum(int((a[name].sort(-1).values != b[name].sort(-1).values).any(-1).sum()) for name in a)
+
+
+FLIPS = pytest.mark.xfail(reason="backward recomputes what routers see with other rounding than forward", strict=False)
+
+
+@FLIPS
+@pytest.mark.parametrize("keep_attention", ["device", None])
+@pytest.mark.parametrize("cp,stages", [(1, 4), pytest.param(1, 1, marks=gpu), (2, 2), pytest.param(2, 8, marks=gpu)])
+@pytest.mark.parametrize("family", EXPERTS)
+def test_backward_chooses_the_experts_of_forward(device, size, family, cp, stages, keep_attention):
+    model, batch = initial_model(family, size, 0, device), random_batch(size, 0, device)
+    settings = bf16(size.heads // stages, tile_tokens=size.tokens // 3, keep_attention=keep_attention)
+    _, choices = with_choices(model, batch, cp, settings)
+    for of_layers in choices.values():
+        assert len(of_layers) == size.layers
+        assert all(len(experts_Sk) == batch.ids.numel() for experts_Sk in of_layers.values())
+    assert num_different(choices["forward"], choices["backward"]) == 0
+
+
+@FLIPS
+@pytest.mark.parametrize("cp,stages", [pytest.param(1, 1, marks=gpu), (2, 2), pytest.param(1, 8, marks=gpu)])
+@pytest.mark.parametrize("family", EXPERTS)
+def test_mixtures_of_experts(device, size, family, cp, stages):
+    """Against models that choose the same experts; how many choices differ from theirs is not counted."""
+    settings = bf16(size.heads // stages, tile_tokens=size.tokens // 3)
+    ours, autocast, exact = [], [], []
+    for seed in SEEDS if device.type == "cuda" else SEEDS[:1]:
+        model, batch = initial_model(family, size, seed, device), random_batch(size, seed, device)
+        grads, choices = with_choices(model, batch, cp, settings)
+        ours.append(grads)
+        autocast.append(autocast_gradients(model, batch, choices["forward"]))
+        exact.append(exact_gradients(model, batch, choices["forward"]))
+    assert_as_good_as_autocast(ours, autocast, exact)
+
+
+def after_a_step(model, batch, cp: int, settings: Settings, make_optimizer) -> list[dict[str, dict[str, torch.Tensor]]]:
+    """Per rank: this rank's share of every gradient, and of every weight after one step of the optimizer."""
+
+    def work():
+        ours = parallelize(copy.deepcopy(model), mesh=make_mesh(cp, batch.ids.device), settings=settings)
+        before = {name: param.to_local().detach().cpu().clone() for name, param in ours.named_parameters()}
+        optimizer = make_optimizer(ours.parameters())
+        ours(input_ids=batch.ids, labels=batch.ids).loss.backward()
+        homes = {param.to_local().device.type for param in ours.parameters()}
+        assert homes == {"cpu" if settings.offload_optimizer else batch.ids.device.type}
+        grads = {name: param.grad.to_local().cpu() for name, param in ours.named_parameters()}
+        optimizer.step()
+        after = {name: param.to_local().detach().cpu() for name, param in ours.named_parameters()}
+        return {"before": before, "gradient": grads, "after": after}
+
+    return on_threads(cp, work)
+
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=1.0),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("cp", [1, 2])
+def test_optimizer_in_host_memory_takes_the_same_step(device, size, cp, optimizer):
+    """Gradients bit for bit, with a kernel that adds in the same order every time; weights but for the last bits, which
+    a CPU and a GPU may round differently in the update.
+    """
+    model, batch = initial_model("qwen3", size, 0, device), random_batch(size, 0, device)
+    settings = bf16(size.heads // 2, tile_tokens=size.tokens // 3, kernel="reference")
+    plain = after_a_step(model, batch, cp, settings, OPTIMIZERS[optimizer])
+    host = after_a_step(model, batch, cp, replace(settings, offload_optimizer=True), OPTIMIZERS[optimizer])
+    for a, b in zip(plain, host, strict=True):
+        assert a["after"].keys() == b["after"].keys()
+        for name, before in a["before"].items():
+            assert torch.equal(before, b["before"][name])
+            assert torch.equal(a["gradient"][name], b["gradient"][name]), name
+            assert not torch.equal(before, a["after"][name]), name
+            torch.testing.assert_close(b["after"][name], a["after"][name], rtol=5e-7, atol=5e-9)

@@ -1,0 +1,217 @@
+"""Copies and exchanges that come late, or a computation that does, change no bit of a gradient.
+
+On a GPU the delays are real: `torch.cuda._sleep` is queued on a stream before each copy or exchange. The threaded
+process group runs collectives on the stream they are called on, which is the compute stream: `late_exchange` therefore
+gives all ranks one stream for them, as NCCL has its own. On a CPU an exchange is late when it moves nothing before
+`wait`, and the disk sleeps.
+"""
+
+import copy
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ithaka.dist import exchange
+from ithaka.dist.mesh import make_mesh
+from ithaka.memory.store import DiskFile, Store
+from ithaka.model.build import parallelize
+from ithaka.ops.stages import HeldHeads
+from precision import Size, bf16, initial_model, random_batch
+from threads import on_threads
+
+CYCLES = 20_000_000  # about 10 ms of a GPU
+SIZE = Size(heads=4, kv_heads=2, head_dim=64, intermediate=256, vocab=128, window=50, tokens=512, layers=3)
+SIZE_ON_CPU = Size(heads=4, kv_heads=2, head_dim=8, intermediate=32, vocab=64, window=20, tokens=48, layers=3)
+gpu = pytest.mark.gpu
+
+
+def gradients(device, cp: int, **layer) -> dict[str, torch.Tensor]:
+    """Of the second of two steps, which reuses the memory of the first. One head per rank and stage.
+
+    The reference kernel adds in the same order every time; PyTorch's own on a GPU do not.
+    """
+    size = SIZE if device.type == "cuda" else SIZE_ON_CPU
+    model, batch = initial_model("qwen3", size, 0, device), random_batch(size, 0, device)
+    settings = bf16(cp, tile_tokens=size.tokens // cp // 4, kernel="reference", **layer)
+
+    def work():
+        ours = parallelize(copy.deepcopy(model), mesh=make_mesh(cp, device), settings=settings)
+        for _ in range(2):
+            ours.zero_grad()
+            ours(input_ids=batch.ids, labels=batch.ids).loss.backward()
+        return {name: param.grad.full_tensor() for name, param in ours.named_parameters()}
+
+    found = on_threads(cp, work)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return found[0]
+
+
+def different(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+    assert a.keys() == b.keys()
+    return [name for name, grad in a.items() if not torch.equal(grad, b[name])]
+
+
+def late_copies(monkeypatch, *streams: str) -> None:
+    """`out_stream`, `in_stream` of the store sleep before each copy."""
+    queue = Store.on
+
+    @contextmanager
+    def late(self, stream, *after):
+        with queue(self, stream, *after):
+            if stream is not None and any(stream is getattr(self, name) for name in streams):
+                torch.cuda._sleep(CYCLES)
+            yield
+
+    monkeypatch.setattr(Store, "on", late)
+
+
+def after(sleep, method):
+    """The method, which sleeps first."""
+
+    def late(self, *args, **more):
+        sleep()
+        return method(self, *args, **more)
+
+    return late
+
+
+def late_disk(monkeypatch) -> None:
+    for name in ("write", "read"):
+        monkeypatch.setattr(DiskFile, name, after(lambda: time.sleep(0.01), getattr(DiskFile, name)))
+
+
+def late_compute(monkeypatch) -> None:
+    """Attention starts late, so that copies and exchanges that do not wait for it come too early."""
+    for name in ("attend", "attend_backward"):
+        monkeypatch.setattr(HeldHeads, name, after(lambda: torch.cuda._sleep(CYCLES), getattr(HeldHeads, name)))
+
+
+class LateWork:
+    """An all-to-all that moves nothing before `wait`: what was received is not a number until then."""
+
+    def __init__(self, received, send, group) -> None:
+        self.received, self.send, self.group = received, send, group
+        received.fill_(float("nan"))
+
+    def wait(self) -> None:
+        dist.all_to_all_single(self.received, self.send, group=self.group)
+
+
+class LateStreamWork:
+    """An all-to-all on a stream that all ranks share, asleep first."""
+
+    def __init__(self, stream, received, send, group) -> None:
+        received.fill_(float("nan"))
+        ready = torch.cuda.Event()
+        ready.record()
+        with torch.cuda.stream(stream):
+            stream.wait_event(ready)
+            torch.cuda._sleep(CYCLES)
+            dist.all_to_all_single(received, send, group=group)  # runs when the last rank has queued its wait
+            self.done = torch.cuda.Event()
+            self.done.record()
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.done)
+
+
+def late_exchange(monkeypatch, device) -> None:
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def start(send, shape, group):
+        if group.size() == 1:
+            return exchange.Exchange(send.view(shape), None, None)
+        send = send.contiguous()
+        received = torch.empty(shape, dtype=send.dtype, device=send.device)
+        parts = (received.view(-1), send.view(-1), group)
+        work = LateWork(*parts) if stream is None else LateStreamWork(stream, *parts)
+        return exchange.Exchange(received, send, work)
+
+    monkeypatch.setattr(exchange, "_start", start)
+
+
+LAYERS = [
+    {"keep_input": "host", "keep_attention": "host", "overlap": True},
+    {"keep_input": "host", "keep_attention": "host", "overlap": False},
+    {"keep_input": "host", "keep_attention": None, "overlap": True},
+    {"keep_input": "disk", "keep_attention": "disk", "overlap": True},
+    {"keep_input": "disk", "keep_attention": "disk", "overlap": False},
+]
+NAMES = ["host", "host, no overlap", "host, attention again", "disk", "disk, no overlap"]
+every_layer = pytest.mark.parametrize("layer", LAYERS, ids=NAMES)
+
+
+@pytest.fixture(scope="module")
+def on_time(device):
+    """Gradients without any delay, by cp: kept on the device, which no copy can spoil."""
+    return {cp: gradients(device, cp, keep_attention="device") for cp in (1, 2)}
+
+
+@gpu
+@pytest.mark.parametrize("streams", [("out_stream",), ("in_stream",), ("out_stream", "in_stream")], ids=str)
+@every_layer
+def test_late_copies(device, on_time, monkeypatch, layer, streams):
+    late_copies(monkeypatch, *streams)
+    assert different(gradients(device, 1, **layer), on_time[1]) == []
+
+
+@gpu
+@every_layer
+def test_late_computation(device, on_time, monkeypatch, layer):
+    late_compute(monkeypatch)
+    assert different(gradients(device, 1, **layer), on_time[1]) == []
+
+
+@pytest.mark.parametrize("layer", LAYERS[3:], ids=NAMES[3:])
+def test_a_late_disk(device, on_time, monkeypatch, layer):
+    late_disk(monkeypatch)
+    assert different(gradients(device, 1, **layer), on_time[1]) == []
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_late_exchanges(device, on_time, monkeypatch, overlap):
+    late_exchange(monkeypatch, device)
+    assert different(gradients(device, 2, keep_attention="device", overlap=overlap), on_time[2]) == []
+
+
+@gpu
+def test_everything_late(device, on_time, monkeypatch):
+    late_exchange(monkeypatch, device)
+    late_copies(monkeypatch, "out_stream", "in_stream")
+    late_disk(monkeypatch)
+    assert different(gradients(device, 2, **LAYERS[0]), on_time[2]) == []
+    assert different(gradients(device, 2, **LAYERS[3]), on_time[2]) == []
+
+
+# The delays themselves: each shows a wait that is left out.
+
+
+@gpu
+def test_a_missing_wait_for_copies_shows(device, on_time, monkeypatch):
+    late_copies(monkeypatch, "out_stream", "in_stream")
+    monkeypatch.setattr(Store, "wait", lambda self, event: None)
+    assert different(gradients(device, 1, **LAYERS[0]), on_time[1]) != []
+
+
+@gpu
+def test_a_copy_that_does_not_wait_for_the_computation_shows(device, on_time, monkeypatch):
+    late_compute(monkeypatch)
+    mark = Store.mark
+    monkeypatch.setattr(Store, "mark", lambda self, stream=None: None if stream is None else mark(self, stream))
+    assert different(gradients(device, 1, **LAYERS[0]), on_time[1]) != []
+
+
+def test_a_missing_wait_for_exchanges_shows(device, on_time, monkeypatch):
+    late_exchange(monkeypatch, device)
+    late = LateWork if device.type == "cpu" else LateStreamWork
+    monkeypatch.setattr(late, "wait", lambda self: None)
+    assert different(gradients(device, 2, keep_attention="device"), on_time[2]) != []
+
+
+def test_a_disk_read_before_it_is_written_shows(device, on_time, monkeypatch):
+    monkeypatch.setattr(DiskFile, "write", lambda self, data, offset: None)
+    assert different(gradients(device, 1, **LAYERS[3]), on_time[1]) != []

@@ -1,0 +1,267 @@
+"""How exact a bf16 gradient is, next to what plain Hugging Face loses under autocast. Both are compared with fp64.
+
+The weights are Hugging Face's own initial ones: on those autocast is off by a few percent, so that a gradient which is
+zero, permuted or shifted stands out. As a script it prints the figures:
+
+    PYTHONPATH=src:tests python tests/precision.py --family llama --stages 1 8
+"""
+
+import argparse
+import copy
+import re
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import models
+from ithaka.dist.mesh import make_mesh
+from ithaka.model.build import parallelize
+from ithaka.model.layer import LayerOptions
+from ithaka.model.settings import Settings
+from models import plain_loss, tiny_config
+from threads import on_threads
+
+widen = getattr(models, "widen", None) or models._widen_norms
+Gradients = dict[str, Tensor]
+Choices = dict[str, Tensor]  # per router: the experts of every token, [S, k]
+SEEDS = (0, 1, 2)
+# Of our error over autocast's, over the layers and seeds of one kind of parameter.
+MEDIAN, WORST = 1.15, 1.5
+# The same on a CPU, where models are small and ratios noisy: up to 2. What is wrong fails all the
+# same, which test_precision.py shows.
+CPU_MEDIAN, CPU_WORST = 3.0, 4.0
+MEANINGFUL = 0.25  # autocast's own error; beyond it a wrong gradient could pass
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a model and its sequence."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    window: int
+    tokens: int
+    layers: int = 4
+
+
+# bf16 on a CPU is slow and, without the instructions for it, rounds in other places: there only the logic is tested.
+SMALL = Size(heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=128, window=30, tokens=96, layers=2)
+LARGE = Size(heads=32, kv_heads=8, head_dim=64, intermediate=4096, vocab=4096, window=1000, tokens=4000)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`documents`: lengths of the packed documents, or none for one document."""
+
+    ids: Tensor
+    documents: tuple[int, ...] = ()
+
+    def for_plain(self) -> dict[str, Tensor]:
+        if not self.documents:
+            return {}
+        positions = torch.cat([torch.arange(length) for length in self.documents])
+        return {"position_ids": positions[None].to(self.ids.device)}
+
+    def for_ours(self) -> dict[str, Tensor]:
+        if not self.documents:
+            return {}
+        index = torch.arange(len(self.documents)).repeat_interleave(torch.tensor(self.documents))
+        return {"document_ids": index[None].to(self.ids.device)}
+
+
+def initial_model(family: str, size: Size, seed: int, device: torch.device, **changes) -> PreTrainedModel:
+    """Hugging Face's own initial weights, in fp32."""
+    config = tiny_config(
+        family,
+        size.heads,
+        size.kv_heads,
+        hidden_size=size.heads * size.head_dim,
+        head_dim=size.head_dim,
+        intermediate_size=size.intermediate,
+        moe_intermediate_size=size.intermediate // 4,
+        vocab_size=size.vocab,
+        num_hidden_layers=size.layers,
+        max_position_embeddings=size.tokens,
+        **({"sliding_window": size.window} if family in ("mistral", "qwen2") else {}),
+        **changes,
+    )
+    config._experts_implementation = "eager"  # grouped_mm, the default of mixtures, has no fp64
+    torch.manual_seed(seed)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    return model.train()
+
+
+def random_batch(size: Size, seed: int, device: torch.device, documents: tuple[int, ...] = ()) -> Batch:
+    generator = torch.Generator().manual_seed(100 + seed)
+    ids = torch.randint(size.vocab, (1, sum(documents) or size.tokens), generator=generator)
+    return Batch(ids.to(device), documents)
+
+
+def exact_gradients(model: PreTrainedModel, batch: Batch, choices: Choices | None = None) -> Gradients:
+    model = copy.deepcopy(model).double()
+    widen(model)
+    _send_to(model, choices or {})
+    plain_loss(model, batch.ids, batch.ids, use_cache=False, **batch.for_plain()).backward()
+    return _gradients(model)
+
+
+def autocast_gradients(model: PreTrainedModel, batch: Batch, choices: Choices | None = None) -> Gradients:
+    model = copy.deepcopy(model)
+    _send_to(model, choices or {})
+    with torch.autocast(batch.ids.device.type, dtype=torch.bfloat16):
+        loss = plain_loss(model, batch.ids, batch.ids, use_cache=False, **batch.for_plain())
+    loss.backward()
+    return _gradients(model)
+
+
+def our_gradients(model: PreTrainedModel, batch: Batch, cp: int, settings: Settings) -> Gradients:
+    def work() -> Gradients:
+        mesh = make_mesh(cp, batch.ids.device)
+        ours = parallelize(copy.deepcopy(model), mesh=mesh, settings=settings)
+        ours(input_ids=batch.ids, labels=batch.ids, **batch.for_ours()).loss.backward()
+        return {name: param.grad.full_tensor() for name, param in ours.named_parameters()}
+
+    first, *others = on_threads(cp, work)
+    for other in others:
+        assert all(torch.equal(grad, other[name]) for name, grad in first.items())
+    return first
+
+
+def routers(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
+    return {name: module for name, module in model.named_modules() if name.endswith("mlp.gate")}
+
+
+def _send_to(model: PreTrainedModel, choices: Choices) -> None:
+    """Makes the routers choose these experts. A choice is all or nothing, so that one token that goes elsewhere than in
+    fp64 outweighs all rounding; with the same choices errors are those of arithmetic again.
+    """
+
+    def choose(module, inputs, output, experts_Sk):
+        logits, scores, _ = output
+        probs = torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32)).gather(1, experts_Sk)
+        if getattr(module, "norm_topk_prob", True):
+            probs = probs / probs.sum(-1, keepdim=True)
+        return logits, probs.to(scores.dtype), experts_Sk
+
+    for name, experts_Sk in choices.items():
+        model.get_submodule(name).register_forward_hook(partial(choose, experts_Sk=experts_Sk))
+
+
+def _gradients(model: PreTrainedModel) -> Gradients:
+    return {name: param.grad for name, param in model.named_parameters()}
+
+
+def kind_of(name: str) -> str:
+    """The parameter's name without its layer."""
+    return re.sub(r"^model\.(layers\.\d+\.)?", "", name)
+
+
+def error(ours: Tensor, exact: Tensor) -> float:
+    """The norm of the difference in units of the exact one's; infinite where anything is not finite."""
+    assert ours.shape == exact.shape, (ours.shape, exact.shape)
+    if not torch.isfinite(ours).all():
+        return float("inf")
+    return float((ours.double() - exact).norm() / exact.norm())
+
+
+def error_ratios(
+    ours: list[Gradients], autocast: list[Gradients], exact: list[Gradients]
+) -> dict[str, list[tuple[float, float]]]:
+    """{kind of parameter: (our error, autocast's) of every layer and seed}; one entry of each list per seed."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for a, b, truth in zip(ours, autocast, exact, strict=True):
+        assert a.keys() == b.keys() == truth.keys()
+        for name, wanted in truth.items():
+            found.setdefault(kind_of(name), []).append((error(a[name], wanted), error(b[name], wanted)))
+    return found
+
+
+def assert_as_good_as_autocast(ours: list[Gradients], autocast: list[Gradients], exact: list[Gradients]) -> None:
+    """Of every kind of parameter, our error over autocast's: at most 1.15 in the median and 1.5 at worst on a GPU."""
+    found, wrong = error_ratios(ours, autocast, exact), []
+    on_gpu = next(iter(exact[0].values())).is_cuda
+    most, worst = (MEDIAN, WORST) if on_gpu else (CPU_MEDIAN, CPU_WORST)
+    for kind, errors in found.items():
+        ratios = [a / b for a, b in errors]
+        worst_yardstick = max(b for _, b in errors)
+        assert worst_yardstick < MEANINGFUL, f"{kind}: autocast itself is off by {worst_yardstick:.2g}"
+        if not (median(ratios) <= most and max(ratios) <= worst):
+            wrong.append(f"{kind}: median {median(ratios):.3f}, worst {max(ratios):.3f}")
+    assert not wrong, "error over autocast's:\n" + "\n".join(wrong)
+
+
+class Yardsticks:
+    """Exact and autocast gradients of one family's models, made once and compared with many layouts."""
+
+    def __init__(self, family: str, size: Size, device: torch.device, packed: bool = False) -> None:
+        documents = packed_documents(size.tokens) if packed else ()
+        seeds = SEEDS if device.type == "cuda" else SEEDS[:1]
+        self.models = [initial_model(family, size, seed, device) for seed in seeds]
+        self.batches = [random_batch(size, seed, device, documents) for seed in seeds]
+        pairs = list(zip(self.models, self.batches, strict=True))
+        self.exact = [exact_gradients(*pair) for pair in pairs]
+        self.autocast = [autocast_gradients(*pair) for pair in pairs]
+
+    def ours(self, cp: int, settings: Settings) -> list[Gradients]:
+        return [our_gradients(*pair, cp, settings) for pair in zip(self.models, self.batches, strict=True)]
+
+    def check(self, cp: int, settings: Settings) -> None:
+        assert_as_good_as_autocast(self.ours(cp, settings), self.autocast, self.exact)
+
+
+def packed_documents(num_tokens: int) -> tuple[int, ...]:
+    """Unequal lengths, one token among them, that sum to num_tokens."""
+    lengths = (num_tokens // 2 - 7, 1, num_tokens // 8 + 3, num_tokens // 5)
+    return (*lengths, num_tokens - sum(lengths))
+
+
+def bf16(heads_per_stage: int | None = None, **layer) -> Settings:
+    return Settings(dtype=torch.bfloat16, heads_per_stage=heads_per_stage, layer=LayerOptions(**layer))
+
+
+def print_table(family: str, cps: list[int], stages: list[int], device: torch.device, packed: bool) -> None:
+    """Per kind of parameter: autocast's median error, and the median and worst ratio of each layout."""
+    size = LARGE if device.type == "cuda" else SMALL
+    yardsticks = Yardsticks(family, size, device, packed)
+    layouts = [(cp, num) for cp in cps for num in stages if size.heads % num == 0 and size.heads // num % cp == 0]
+    found = {}
+    for cp, num in layouts:
+        settings = bf16(size.heads // num, tile_tokens=size.tokens // 4)
+        ours = yardsticks.ours(cp, settings)
+        found[f"cp {cp}, {num} stages"] = error_ratios(ours, yardsticks.autocast, yardsticks.exact)
+    print(f"{family}{', packed documents' if packed else ''}, {size}")
+    print(f"{'':36}{'autocast':>10}", *(f"{name:>18}" for name in found))
+    for kind in next(iter(found.values())):
+        print(f"{kind:36}{median(b for _, b in next(iter(found.values()))[kind]):>10.4f}", end=" ")
+        for errors in found.values():
+            ratios = [a / b for a, b in errors[kind]]
+            print(f"{f'{median(ratios):.3f} ({max(ratios):.3f})':>18}", end=" ")
+        print()
+    for name, errors in found.items():
+        ours = [a for of_kind in errors.values() for a, _ in of_kind]
+        theirs = [b for of_kind in errors.values() for _, b in of_kind]
+        print(f"{name}: median error {median(ours):.4f}, worst {max(ours):.4f}; autocast {median(theirs):.4f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Errors of bf16 gradients over those of autocast.")
+    parser.add_argument("--family", nargs="+", default=["llama"])
+    parser.add_argument("--cp", nargs="+", type=int, default=[1])
+    parser.add_argument("--stages", nargs="+", type=int, default=[1, 2, 4, 8, 32])
+    parser.add_argument("--packed", action="store_true")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    asked = parser.parse_args()
+    for family in asked.family:
+        print_table(family, asked.cp, asked.stages, torch.device(asked.device), asked.packed)
+
+
+if __name__ == "__main__":
+    main()
