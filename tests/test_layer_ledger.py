@@ -138,20 +138,18 @@ def run_ranks(case: Case) -> list[MemoryMap]:
     return [run_layer(case, rank) for rank in range(1 if case.heads % case.cp == 0 else case.cp)]
 
 
-def highest(memory: MemoryMap, holdings: Iterable[int], *phases: str) -> int:
-    """The most bytes that these holdings had at once while all of `phases` were open, gradients left out."""
-    chosen, now, most = set(holdings), 0, 0
-    for change in memory.changes:
-        if change.holding in chosen and change.holder != GRADIENTS:
-            now += change.num_bytes
-        if set(phases) <= set(memory.phases.at(change.time_ns)):
+def highest(memory: MemoryMap, *phases: str, lengths: Iterable[int] = ()) -> int:
+    """The most bytes live at once while all of `phases` were open, gradients left out.
+
+    `lengths`: only of tensors with a dimension of one of these.
+    """
+    now = most = 0
+    for at_ns, num_bytes, piece in memory.edges():
+        if piece.holder != GRADIENTS and (not lengths or set(lengths) & set(piece.shape)):
+            now += num_bytes
+        if set(phases) <= set(memory.phases.at(at_ns)):
             most = max(most, now)
     return most
-
-
-def full_length(memory: MemoryMap, case: Case) -> list[int]:
-    lengths = {TOKENS, TOKENS * case.cp}
-    return [i for i, holding in enumerate(memory.holdings) if lengths & set(holding.shape)]
 
 
 def kept_on_device(case: Case, direction: str) -> int:
@@ -174,10 +172,10 @@ def test_a_layer_is_as_high_as_its_ledger(case):
     shape, maps = shape_of(case), run_ranks(case)
     for direction, part in EXACT:
         phases = (direction, part) if part else (direction,)
-        live = max(highest(memory, full_length(memory, case), *phases) for memory in maps)
+        live = max(highest(memory, *phases, lengths=(TOKENS, TOKENS * case.cp)) for memory in maps)
         assert live == planned(case, direction, part), f"full-length tensors in {direction} {part}"
     for direction in ("forward", "backward"):
-        live = max(highest(memory, range(len(memory.holdings)), direction) for memory in maps)
+        live = max(highest(memory, direction) for memory in maps)
         moment = layer_peak(shape, case.layout, TOKENS, case.attention is not None, direction)
         with_tiles = moment.total + kept_on_device(case, direction)
         assert planned(case, direction) <= live <= 1.1 * with_tiles, direction

@@ -16,19 +16,15 @@ def floats(num_kib: int) -> torch.Tensor:
     return torch.ones(num_kib * 256)
 
 
-def bytes_now(live: LiveBytes) -> int:
-    return sum(change.num_bytes for change in live.map.changes)
-
-
 def test_views_and_in_place_work_count_nothing():
     with LiveBytes(scratch=False) as live:
         x = floats(4)
         view = x[256:].view(-1, 2)
         x.add_(1)
         del x
-        assert bytes_now(live) == 4 * KIB
+        assert live.bytes_now == 4 * KIB
         del view
-        assert bytes_now(live) == 0
+        assert live.bytes_now == 0
     assert live.peak_bytes == 4 * KIB
 
 
@@ -36,7 +32,7 @@ def test_views_and_in_place_work_count_nothing():
 def test_fake_tensors_hold_nothing():
     with LiveBytes(scratch=False) as live, FakeTensorMode():
         x = floats(4) + 1
-        assert isinstance(x, FakeTensor) and bytes_now(live) == 0
+        assert isinstance(x, FakeTensor) and live.bytes_now == 0
 
 
 def test_older_storages_count_only_when_registered():
@@ -44,9 +40,9 @@ def test_older_storages_count_only_when_registered():
     with LiveBytes() as live:
         live.register(given, "parameters")
         made = older.view(2, -1)[0] + given.sum()
-        assert bytes_now(live) == 2 * KIB + made.nbytes
+        assert live.bytes_now == 2 * KIB + made.nbytes
         older = None  # its death is none of our business
-        assert bytes_now(live) == 2 * KIB + made.nbytes
+        assert live.bytes_now == 2 * KIB + made.nbytes
 
 
 class Doubled(torch.autograd.Function):
@@ -68,25 +64,26 @@ def test_what_autograd_functions_make_and_keep_is_seen():
     x = floats(4).requires_grad_()
     with LiveBytes() as live:
         y = Doubled.apply(x)
-        assert bytes_now(live) == 8 * KIB, "y, and what is kept for backward"
+        assert live.bytes_now == 8 * KIB, "y, and what is kept for backward"
         y.backward(torch.ones_like(y))
         del y
-        assert bytes_now(live) == 4 * KIB, "the gradient"
-    assert live.peaks[("backward",)] == live.peak_bytes
-    assert live.map.live_at_peak()[0].num_bytes == 16 * KIB
-    assert live.map.live_at_peak()[0].line.startswith("tests/test_live_bytes.py:")
-    assert live.map.phases.at(live.map.peak_ns) == ("backward",)
+        assert live.bytes_now == 4 * KIB, "the gradient"
+    assert live.map.phase_peaks()[("backward",)] == live.peak_bytes
+    peak_ns = live.map.peak()[1]
+    assert live.map.phases.at(peak_ns) == ("backward",)
+    assert live.map.live_at(peak_ns)[0].num_bytes == 16 * KIB
+    assert live.map.live_at(peak_ns)[0].line.startswith("tests/test_live_bytes.py:")
 
 
 def test_resized_storages_are_followed():
     with LiveBytes() as live:
         x = floats(4)
         x.untyped_storage().resize_(0)
-        assert bytes_now(live) == 0
+        assert live.bytes_now == 0
         x.untyped_storage().resize_(2 * KIB)
-        assert bytes_now(live) == 2 * KIB
+        assert live.bytes_now == 2 * KIB
         x.resize_(768)
-        assert bytes_now(live) == 3 * KIB
+        assert live.bytes_now == 3 * KIB
 
 
 def test_holders_come_from_the_phase_the_block_or_the_tag():
@@ -96,7 +93,7 @@ def test_holders_come_from_the_phase_the_block_or_the_tag():
             q = floats(2)
         kept = tag(floats(1), "kept on device")
 
-    now = {h.holder: h.num_bytes for h in live.map.live_at_peak()}
+    now = {h.holder: h.num_bytes for h in live.map.live_at(live.map.peak()[1])}
     assert now == {"MLP tile": 3 * KIB, "stage buffers": 2 * KIB, "kept on device": KIB}
     del tile, q, kept
 
@@ -115,7 +112,7 @@ def test_phases_of_ordinary_autograd_are_told():
         x = floats(1).requires_grad_()
         y = 2 * x
         phases.mark_backward(x, y, "layer 1", "backward").sum().backward()
-    assert ("layer 0", "layer 1", "backward") in live.peaks
+    assert ("layer 0", "layer 1", "backward") in live.map.phase_peaks()
     assert live.map.phases.marks[-1][1] == ()
 
 

@@ -26,7 +26,7 @@ def built(text: str):
     ids = random_ids(1, 24)
     with LiveBytes() as live:
         loss = model(input_ids=ids, labels=ids).loss
-        kept_bytes = sum(change.num_bytes for change in live.map.changes)
+        kept_bytes = live.bytes_now
         store = model.model.layers[0].forward.store
         held = (store.pool.busy_bytes, store.disk.busy_bytes)
         loss.backward()

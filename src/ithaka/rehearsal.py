@@ -315,7 +315,7 @@ def _live_peaks(
         states = (value for state in optimizer.state.values() for value in state.values())
         live.register((value for value in states if isinstance(value, Tensor)), OPTIMIZER)
         _step(model, optimizer, ids, documents)
-    return live.peaks
+    return live.map.phase_peaks()
 
 
 def _in_layer(path: tuple[str, ...]) -> bool:

@@ -5,15 +5,14 @@ import pickle
 import time
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ithaka.phases import OTHER, PhasePath, current_holder, current_phase, holder_of, listening
-from ithaka.profile.memory import Change, Holding, Recorder, form, local_tensor, made_by
+from ithaka.phases import PhasePath, current_holder, current_phase, holder_of, listening
+from ithaka.profile.memory import Piece, Recorder, form, local_tensor, made_by
 
 MAX_EVENTS = 2_000_000
 CLOCK_SLACK_NS = 20_000  # between the allocator's clock and Python's
@@ -27,20 +26,6 @@ class _Tag(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     holder: str
-
-
-@dataclass
-class _Block:
-    """Memory from its allocation until it was given back (None: it is still out)."""
-
-    address: int
-    num_bytes: int
-    start_ns: int
-    path: PhasePath = ()
-    holder: str = OTHER
-    line: str = ""
-    stop_ns: int | None = None
-    tags: list[_Tag] = field(default_factory=list)
 
 
 class AllocatorHistory(Recorder):
@@ -110,35 +95,35 @@ class AllocatorHistory(Recorder):
     # ---- from events to holders
 
     def _fill(self) -> None:
-        by_address: dict[int, list[_Block]] = {}
-        blocks = self._blocks()
-        for block in blocks:
-            by_address.setdefault(block.address, []).append(block)
-        for address, tags in self._tags.items():
-            for tag in tags:
-                _assign(tag, by_address.get(address, []))
-        for block in blocks:
-            self._add(block)
-        self.map.changes.sort(key=lambda change: change.time_ns)
+        for address, pieces in self._pieces().items():
+            tags_of: dict[int, list[_Tag]] = {}
+            for tag in self._tags.get(address, ()):
+                # A tensor at an address is the newest piece there, unless that was given back.
+                at = bisect_right(pieces, tag.time_ns + CLOCK_SLACK_NS, key=lambda piece: piece.start_ns) - 1
+                if at >= 0 and pieces[at].stop_ns + CLOCK_SLACK_NS >= tag.time_ns:
+                    tags_of.setdefault(at, []).append(tag)
+            for i, piece in enumerate(pieces):
+                self._add(piece, tags_of.get(i, []))
 
-    def _blocks(self) -> list[_Block]:
-        live = {address: _Block(address, num_bytes, self._start_ns) for address, num_bytes in self._before.items()}
-        blocks = list(live.values())
+    def _pieces(self) -> dict[int, list[Piece]]:
+        """By address, in the order of time."""
+        found = {address: [Piece(num_bytes, self._start_ns)] for address, num_bytes in self._before.items()}
         for event in self.snapshot["device_traces"][self.device.index or 0]:
-            if event["time_us"] * 1000 < self._start_ns - CLOCK_SLACK_NS:
+            at_ns = event["time_us"] * 1000
+            if at_ns < self._start_ns - CLOCK_SLACK_NS:
                 continue
             if event["action"] == "alloc":
-                live[event["addr"]] = block = self._block(event)
-                blocks.append(block)
-            elif event["action"] == "free_requested" and event["addr"] in live:
-                live.pop(event["addr"]).stop_ns = event["time_us"] * 1000
-        return blocks
+                found.setdefault(event["addr"], []).append(self._piece(event, at_ns))
+            elif event["action"] == "free_requested" and event["addr"] in found:
+                piece = found[event["addr"]][-1]
+                piece.stop_ns = min(piece.stop_ns, max(at_ns, piece.start_ns))
+        return found
 
-    def _block(self, event: dict[str, Any]) -> _Block:
-        at_ns, num_bytes = event["time_us"] * 1000, -(-event["size"] // ROUND_BYTES) * ROUND_BYTES
+    def _piece(self, event: dict[str, Any], at_ns: int) -> Piece:
+        num_bytes = -(-event["size"] // ROUND_BYTES) * ROUND_BYTES
         line, fsdp_holder = made_by((f["filename"], f["line"], f["name"]) for f in event["frames"])
         path, holder = self._made_in(event.get("user_metadata", ""), at_ns)
-        return _Block(event["addr"], num_bytes, at_ns, path, fsdp_holder or holder, line)
+        return Piece(num_bytes, at_ns, fsdp_holder or holder, path, line=line)
 
     def _made_in(self, metadata: str, at_ns: int) -> tuple[PhasePath, str]:
         holder, _, names = metadata.partition(": ")
@@ -147,28 +132,16 @@ class AllocatorHistory(Recorder):
         path = self.map.phases.at(at_ns)  # metadata is per thread, and this one has entered no phase
         return path, holder_of(path)
 
-    def _add(self, block: _Block) -> None:
-        whole = max(block.tags, key=lambda tag: math.prod(tag.shape), default=None)
-        shape, dtype = (whole.shape, whole.dtype) if whole else ((), "")
-        index, holder, start_ns = len(self.map.holdings), block.holder, block.start_ns
-        self.map.holdings.append(Holding(holder, block.path, shape, dtype, block.line))
-        changes = self.map.changes
-        changes.append(Change(start_ns, index, block.num_bytes, holder))
-        for tag in block.tags:
-            if tag.holder != holder:
-                at_ns = max(tag.time_ns, start_ns)
-                changes.append(Change(at_ns, index, -block.num_bytes, holder))
-                holder = tag.holder
-                changes.append(Change(at_ns, index, block.num_bytes, holder))
-        if block.stop_ns is not None:
-            changes.append(Change(max(block.stop_ns, start_ns), index, -block.num_bytes, holder))
-
-
-def _assign(tag: _Tag, blocks: list[_Block]) -> None:
-    """A tensor at an address is the newest block there, unless that was given back."""
-    at = bisect_right(blocks, tag.time_ns + CLOCK_SLACK_NS, key=lambda block: block.start_ns) - 1
-    if at >= 0 and (blocks[at].stop_ns or 2**62) + CLOCK_SLACK_NS >= tag.time_ns:
-        blocks[at].tags.append(tag)
+    def _add(self, piece: Piece, tags: list[_Tag]) -> None:
+        """With the shape of the largest tensor that was tagged; a tag with another holder begins a new piece."""
+        if tags:
+            whole = max(tags, key=lambda tag: math.prod(tag.shape))
+            piece.shape, piece.dtype = whole.shape, whole.dtype
+        self.map.pieces.append(piece)
+        for tag in tags:
+            if tag.holder != piece.holder:
+                piece = piece.change(tag.time_ns, holder=tag.holder)
+                self.map.pieces.append(piece)
 
 
 def _active_blocks(snapshot: dict[str, Any], device: torch.device) -> dict[int, int]:

@@ -5,7 +5,6 @@ import weakref
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -19,19 +18,10 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from ithaka.phases import PhasePath, current_holder, current_phase, holder_of, listening
-from ithaka.profile.memory import Change, Holding, Recorder, form, local_tensor, made_by, stack
+from ithaka.phases import current_holder, current_phase, holder_of, listening
+from ithaka.profile.memory import NEVER, Piece, Recorder, form, local_tensor, made_by, stack
 
 CLOCK_SLACK_NS = 5_000  # between the allocator's clock and Python's
-NEVER = 2**62  # ns: still allocated when the profiler stopped
-
-
-@dataclass
-class _Counted:
-    ref: weakref.ref
-    holding: int  # index into the map's holdings
-    holder: str
-    num_bytes: int
 
 
 class LiveBytes(Recorder):
@@ -46,8 +36,8 @@ class LiveBytes(Recorder):
         super().__init__()
         self.registered_bytes = 0
         self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True) if scratch else None
-        self._counted: dict[int, _Counted] = {}  # by the address of the C++ storage
-        self._births: dict[int, list[tuple[int, int]]] = {}  # by address of the data: time, index of the change
+        self._live: dict[int, tuple[weakref.ref, Piece]] = {}  # by the address of the C++ storage
+        self._born: dict[int, list[Piece]] = {}  # by the address of the data
 
     def __enter__(self) -> "LiveBytes":
         for context in (self._profiler, listening(self), _shown_resizes(self), _Operations(self)):
@@ -57,100 +47,88 @@ class LiveBytes(Recorder):
 
     def __exit__(self, *error: Any) -> None:
         self._entered.close()
-        self._counted.clear()  # later deaths are not noted
+        self._live.clear()  # later deaths are not noted
         if self._profiler is not None and error[0] is None:
             self.add_scratch(cpu_allocations(self._profiler))
 
     @property
     def peak_bytes(self) -> int:
-        return self.map.peak_bytes
+        return self.map.peak()[0]
 
     @property
-    def peaks(self) -> dict[PhasePath, int]:
-        """The highest total while each phase was open."""
-        return self.map.phase_peaks()
+    def bytes_now(self) -> int:
+        return sum(piece.num_bytes for piece in self.map.pieces if piece.stop_ns == NEVER)
 
     def register(self, tensors: Tensor | Iterable[Tensor], holder: str) -> None:
         """Counts older storages from now on; those that count already change their holder."""
         for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
             local = local_tensor(tensor)
             storage = local.untyped_storage()
-            if storage._cdata not in self._counted:
-                self._count(storage, *form(local), holder, "")
+            if storage._cdata not in self._live:
+                self._count(storage, *form(local), "", holder)
                 self.registered_bytes += storage.nbytes()
             self.tag(local, holder)
 
     def tag(self, tensor: Tensor, holder: str) -> None:
-        counted = self._counted.get(local_tensor(tensor).untyped_storage()._cdata)
-        if counted is not None and counted.holder != holder:
-            self._note(counted, -counted.num_bytes)
-            counted.holder = holder
-            self._note(counted, counted.num_bytes)
+        storage = local_tensor(tensor).untyped_storage()
+        if storage._cdata in self._live and self._live[storage._cdata][1].holder != holder:
+            self._change(storage, holder=holder)
 
     def returned(self, tensor: Tensor, given: set[int]) -> None:
         """An operation returned `tensor`; `given`: the storages of its inputs. One that is neither is new."""
         storage = tensor.untyped_storage()
-        if storage._cdata in self._counted:
+        if storage._cdata in self._live:
             self.resized(storage)
         elif storage._cdata not in given:
-            self._count_new(storage, *form(tensor))
+            self._count(storage, *form(tensor), *made_by(stack()))
 
     def resized(self, storage: UntypedStorage) -> None:
-        counted = self._counted.get(storage._cdata)
-        if counted is None:  # FSDP2 keeps empty storages from step to step and fills them when it needs them
-            self._count_new(storage, (storage.nbytes(),), "uint8")
-        elif counted.num_bytes != storage.nbytes():
-            self._note(counted, -counted.num_bytes)
-            counted.num_bytes = storage.nbytes()
-            self._note(counted, counted.num_bytes, storage)
+        if storage._cdata not in self._live:  # FSDP2 keeps empty storages from step to step, and fills them in turn
+            self._count(storage, (storage.nbytes(),), "uint8", *made_by(stack()))
+        elif self._live[storage._cdata][1].num_bytes != storage.nbytes():
+            piece = self._change(storage, num_bytes=storage.nbytes())
+            self._born.setdefault(storage.data_ptr(), []).append(piece)
 
-    def _count_new(self, storage: UntypedStorage, shape: tuple[int, ...], dtype: str) -> None:
-        line, holder = made_by(stack())
-        self._count(storage, shape, dtype, holder or current_holder(), line)
+    def _count(
+        self, storage: UntypedStorage, shape: tuple[int, ...], dtype: str, line: str, holder: str | None
+    ) -> None:
+        key, holder = storage._cdata, holder or current_holder()
+        piece = Piece(storage.nbytes(), time.time_ns(), holder, current_phase(), shape, dtype, line)
+        self._live[key] = weakref.ref(storage, partial(self._died, key)), piece
+        self._born.setdefault(storage.data_ptr(), []).append(piece)
+        self.map.pieces.append(piece)
 
-    def _count(self, storage: UntypedStorage, shape: tuple[int, ...], dtype: str, holder: str, line: str) -> None:
-        key, index = storage._cdata, len(self.map.holdings)
-        self.map.holdings.append(Holding(holder, current_phase(), shape, dtype, line))
-        ref = weakref.ref(storage, partial(self._died, key))
-        counted = self._counted[key] = _Counted(ref, index, holder, storage.nbytes())
-        self._note(counted, counted.num_bytes, storage)
+    def _change(self, storage: UntypedStorage, **changes: Any) -> Piece:
+        ref, piece = self._live[storage._cdata]
+        new = piece.change(time.time_ns(), **changes)
+        self._live[storage._cdata] = ref, new
+        self.map.pieces.append(new)
+        return new
 
     def _died(self, key: int, _: weakref.ref) -> None:
-        counted = self._counted.pop(key, None)
-        if counted is not None:
-            self._note(counted, -counted.num_bytes)
-
-    def _note(self, counted: _Counted, num_bytes: int, born: UntypedStorage | None = None) -> None:
-        now_ns = time.time_ns()
-        if born is not None:
-            self._births.setdefault(born.data_ptr(), []).append((now_ns, len(self.map.changes)))
-        self.map.changes.append(Change(now_ns, counted.holding, num_bytes, counted.holder))
-
-    # ---- what operations took for themselves
+        live = self._live.pop(key, None)
+        if live is not None:
+            live[1].stop_ns = time.time_ns()
 
     def add_scratch(self, allocations: "list[Allocation]") -> None:
         """Moves births to when their memory was allocated, and adds what was allocated but never returned."""
-        changes, holdings = self.map.changes, self.map.holdings
-        births = sorted((c.time_ns, c.holding) for c in changes if c.num_bytes > 0)
+        pieces = sorted(self.map.pieces, key=lambda piece: piece.start_ns)
+        starts = [piece.start_ns for piece in pieces]
         for one in allocations:
-            birth = self._birth_in(one)
-            if birth is not None:
-                changes[birth] = changes[birth]._replace(time_ns=one.start_ns)
+            born = self._born_in(one)
+            if born is not None:
+                born.start_ns = one.start_ns
                 continue
             # The next birth is the result of the operation that took this.
-            after = bisect_left(births, (one.start_ns if one.stop_ns == NEVER else one.stop_ns, 0))
-            line = holdings[births[after][1]].line if after < len(births) else ""
+            after = bisect_left(starts, one.start_ns if one.stop_ns == NEVER else one.stop_ns)
+            line = pieces[after].line if after < len(pieces) else ""
             path = self.map.phases.at(one.start_ns)
-            holding = Holding(holder_of(path), path, (), "scratch", line)
-            changes.append(Change(one.start_ns, len(holdings), one.num_bytes, holding.holder))
-            if one.stop_ns != NEVER:
-                changes.append(Change(one.stop_ns, len(holdings), -one.num_bytes, holding.holder))
-            holdings.append(holding)
-        changes.sort(key=lambda change: change.time_ns)
+            scratch = Piece(one.num_bytes, one.start_ns, holder_of(path), path, (), "scratch", line, one.stop_ns)
+            self.map.pieces.append(scratch)
 
-    def _birth_in(self, one: "Allocation") -> int | None:
+    def _born_in(self, one: "Allocation") -> Piece | None:
         first_ns, last_ns = one.start_ns - CLOCK_SLACK_NS, one.stop_ns + CLOCK_SLACK_NS
-        return next((i for at_ns, i in self._births.get(one.address, ()) if first_ns <= at_ns <= last_ns), None)
+        return next((p for p in self._born.get(one.address, ()) if first_ns <= p.start_ns <= last_ns), None)
 
 
 class _Operations(TorchDispatchMode):

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import ithaka
-from ithaka.phases import GRADIENTS, HOLDERS, UNSHARDED, PhasePath
+from ithaka.phases import GRADIENTS, HOLDERS, OTHER, UNSHARDED, PhasePath
 from ithaka.plan.show import size
 
 MAP_POINTS = 800
 LARGEST = 10
+NEVER = 2**62  # ns
 
 
 class PhaseLog:
@@ -43,87 +44,67 @@ class PhaseLog:
         return self.marks[index - 1][1] if index else ()
 
 
-@dataclass(frozen=True)
-class Holding:
-    """A piece of memory: what it is for and where it was made. Shape and dtype are its first tensor's, if known."""
+@dataclass
+class Piece:
+    """Memory that one holder had for a while. Shape and dtype are its first tensor's, if known."""
 
-    holder: str
-    phase: PhasePath
-    shape: tuple[int, ...]
-    dtype: str
-    line: str
-    num_bytes: int = 0
-
-
-class Change(NamedTuple):
-    """Memory was taken (more than 0 bytes) or given back (less). A new holder takes what the old one gives back."""
-
-    time_ns: int
-    holding: int  # index into the map's holdings
     num_bytes: int
-    holder: str
+    start_ns: int
+    holder: str = OTHER
+    phase: PhasePath = ()  # in which it was made
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    line: str = ""
+    stop_ns: int = NEVER
+
+    def change(self, at_ns: int, **changes: Any) -> "Piece":
+        """Ends this piece; returns the one that takes its place."""
+        at_ns = min(max(at_ns, self.start_ns), self.stop_ns)
+        rest = replace(self, start_ns=at_ns, **changes)
+        self.stop_ns = at_ns
+        return rest
 
 
 @dataclass
 class MemoryMap:
-    holdings: list[Holding] = field(default_factory=list)
-    changes: list[Change] = field(default_factory=list)  # in the order of time
+    pieces: list[Piece] = field(default_factory=list)
     phases: PhaseLog = field(default_factory=PhaseLog)
 
-    def totals(self) -> Iterator[tuple[Change, int]]:
-        """Each change with the bytes live after it."""
-        now = 0
-        for change in self.changes:
-            now += change.num_bytes
-            yield change, now
+    def edges(self) -> list[tuple[int, int, Piece]]:
+        """Beginnings and ends of pieces, in the order of time: time, bytes gained or lost, piece."""
+        edges = [(piece.start_ns, piece.num_bytes, piece) for piece in self.pieces]
+        edges += [(piece.stop_ns, -piece.num_bytes, piece) for piece in self.pieces if piece.stop_ns < NEVER]
+        return sorted(edges, key=lambda edge: edge[:2])
 
-    @property
-    def peak_bytes(self) -> int:
-        return max((now for _, now in self.totals()), default=0)
-
-    @property
-    def peak_ns(self) -> int:
-        return self.changes[self._peak_index()].time_ns if self.changes else 0
-
-    def _peak_index(self) -> int:
-        """The last change at the peak's height: by then a new tensor has its tag."""
-        peak = self.peak_bytes
-        return max((i for i, (_, now) in enumerate(self.totals()) if now == peak), default=0)
+    def peak(self) -> tuple[int, int]:
+        """The most bytes live at once, and the last time in ns at which they were: by then a new tensor has its tag."""
+        edges = self.edges()
+        totals = accumulate(num_bytes for _, num_bytes, _ in edges)
+        return max(((total, at_ns) for total, (at_ns, _, _) in zip(totals, edges, strict=True)), default=(0, 0))
 
     def phase_peaks(self) -> dict[PhasePath, int]:
-        """The highest total while each phase was open, over all times it was."""
-        marks = [(at_ns, path, 0) for at_ns, path in self.phases.marks]
-        changes = [(change.time_ns, None, change.num_bytes) for change in self.changes]
+        """The most bytes live while each phase was open, over all times it was."""
+        events: list[tuple[int, PhasePath | None, int]] = [(at_ns, path, 0) for at_ns, path in self.phases.marks]
+        events += [(at_ns, None, num_bytes) for at_ns, num_bytes, _ in self.edges()]
         peaks: dict[PhasePath, int] = {}
         path: PhasePath = ()
         now = 0
-        for _, new_path, num_bytes in sorted([*marks, *changes], key=lambda event: event[0]):
+        for _, new_path, num_bytes in sorted(events, key=lambda event: event[0]):
             path, now = path if new_path is None else new_path, now + num_bytes
             for depth in range(1, len(path) + 1):
                 peaks[path[:depth]] = max(peaks.get(path[:depth], 0), now)
         return peaks
 
-    def live_at_peak(self) -> list[Holding]:
-        return self.live_after(self._peak_index())
-
-    def live_after(self, index: int) -> list[Holding]:
-        """What is live after change number `index`, largest first, with the holder of that moment."""
-        bytes_of: dict[int, int] = {}
-        holder_of: dict[int, str] = {}
-        for change in self.changes[: index + 1]:
-            bytes_of[change.holding] = bytes_of.get(change.holding, 0) + change.num_bytes
-            if change.num_bytes > 0:
-                holder_of[change.holding] = change.holder
-        live = [replace(self.holdings[i], holder=holder_of[i], num_bytes=n) for i, n in bytes_of.items() if n > 0]
-        return sorted(live, key=lambda holding: -holding.num_bytes)
+    def live_at(self, time_ns: int) -> list[Piece]:
+        """Largest first."""
+        live = [piece for piece in self.pieces if piece.start_ns <= time_ns < piece.stop_ns]
+        return sorted(live, key=lambda piece: -piece.num_bytes)
 
     def stretch(self) -> tuple[int, int]:
         """From the first phase (what was registered is older) to the last event, in ns."""
-        if not self.changes:
-            return 0, 1
-        marks = self.phases.marks
-        start_ns = marks[0][0] if marks else self.changes[0].time_ns
-        return start_ns, max(marks[-1][0] if marks else 0, self.changes[-1].time_ns)
+        times = [at_ns for at_ns, _ in self.phases.marks]
+        edges = [at_ns for at_ns, _, _ in self.edges()]
+        return (times or edges or [0])[0], max([*times, *edges], default=1)
 
     def over_time(self, points: int = MAP_POINTS) -> dict[str, Any]:
         """Live bytes by holder: the highest moment of each of `points` equal stretches, so the peak is among them."""
@@ -131,11 +112,13 @@ class MemoryMap:
         width = max((stop_ns - start_ns) / points, 1)
         now = dict.fromkeys(HOLDERS, 0)
         highest: dict[int, tuple[int, int, dict[str, int]]] = {}  # by stretch: total, time and holders
-        for change, total in self.totals():
-            now[change.holder] = now.get(change.holder, 0) + change.num_bytes
-            stretch = int(max(change.time_ns - start_ns, 0) / width)
+        total = 0
+        for at_ns, num_bytes, piece in self.edges():
+            total += num_bytes
+            now[piece.holder] = now.get(piece.holder, 0) + num_bytes
+            stretch = int(max(at_ns - start_ns, 0) / width)
             if stretch not in highest or total >= highest[stretch][0]:
-                highest[stretch] = total, change.time_ns, dict(now)
+                highest[stretch] = total, at_ns, dict(now)
         rows = [(at_ns, holders) for _, at_ns, holders in highest.values()]
         names = [name for name in now if any(holders.get(name) for _, holders in rows)]
         return {
@@ -234,10 +217,10 @@ def _shown_name(file: str) -> str | None:
 
 def describe_peak(memory: MemoryMap, measured_bytes: int, planned: dict[str, int] | None) -> dict[str, Any]:
     """The peak as data: when, in which phase, who held how much, the largest holders, the plan beside."""
-    live, peak_ns = memory.live_at_peak(), memory.peak_ns
-    start_ns, stop_ns = memory.stretch()
+    (peak_bytes, peak_ns), (start_ns, stop_ns) = memory.peak(), memory.stretch()
+    live = memory.live_at(peak_ns)
     return {
-        "num_bytes": memory.peak_bytes,
+        "num_bytes": peak_bytes,
         "measured_bytes": measured_bytes,
         "time_s": max(peak_ns - start_ns, 0) / 1e9,
         "step_s": (stop_ns - start_ns) / 1e9,
@@ -248,20 +231,20 @@ def describe_peak(memory: MemoryMap, measured_bytes: int, planned: dict[str, int
     }
 
 
-def _by_holder(live: list[Holding]) -> dict[str, int]:
+def _by_holder(live: list[Piece]) -> dict[str, int]:
     """Bytes per holder, in the map's order; names it does not know come last."""
     sums = dict.fromkeys(HOLDERS, 0)
-    for holding in live:
-        sums[holding.holder] = sums.get(holding.holder, 0) + holding.num_bytes
+    for piece in live:
+        sums[piece.holder] = sums.get(piece.holder, 0) + piece.num_bytes
     return {holder: num_bytes for holder, num_bytes in sums.items() if num_bytes}
 
 
-def _largest(live: list[Holding]) -> list[dict[str, Any]]:
+def _largest(live: list[Piece]) -> list[dict[str, Any]]:
     """Pieces of one holder, made by one line and alike in shape, go together. Largest first."""
-    together: dict[tuple, list[Holding]] = {}
-    for h in live:
-        alike = h.shape or (h.num_bytes if not h.dtype else None)  # memory of unknown shape goes by its size
-        together.setdefault((h.holder, h.line, alike, h.dtype), []).append(h)
+    together: dict[tuple, list[Piece]] = {}
+    for piece in live:
+        alike = piece.shape or piece.dtype or piece.num_bytes  # memory of unknown shape goes by its size
+        together.setdefault((piece.holder, piece.line, piece.dtype, alike), []).append(piece)
     rows: list[dict[str, Any]] = [
         {
             "holder": pieces[0].holder,
