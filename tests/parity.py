@@ -1,23 +1,29 @@
 """A parallel model beside plain Hugging Face's on the same inputs: loss, logits and every gradient."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ithaka.dist.mesh import Mesh, make_mesh
+from ithaka.layout import Layout
+from ithaka.memory.store import Store
 from ithaka.model.build import parallelize
-from ithaka.model.settings import PLAIN, Settings
 from models import tiny_config, tiny_model
 
 TOLERANCE = 1e-10
 Errors = dict[str, float]
 
 
-def parallel(cp: int, config=None, settings: Settings = PLAIN) -> tuple[nn.Module, Mesh]:
+def parallel(
+    cp: int, config=None, layout: Layout | None = None, host_bytes: int | None = None
+) -> tuple[nn.Module, Mesh]:
+    """`layout` for any cp; `host_bytes`: what the store may keep in host memory."""
     mesh = make_mesh(cp)
-    return parallelize(tiny_model(config or tiny_config("llama")), mesh=mesh, settings=settings), mesh
+    layout, store = replace(layout or Layout(), cp=cp), Store(mesh.device, host_bytes=host_bytes)
+    return parallelize(tiny_model(config or tiny_config("llama")), mesh=mesh, layout=layout, store=store), mesh
 
 
 def random_ids(*shape: int, vocab: int = 61) -> Tensor:
@@ -63,8 +69,9 @@ def compare_with(
     plain_loss: Callable[[nn.Module], Tensor],
     cp: int,
     config=None,
-    settings: Settings = PLAIN,
+    layout: Layout | None = None,
     freeze: Callable[[str], bool] | None = None,
+    host_bytes: int | None = None,
     **inputs,
 ) -> Errors:
     """One rank's part: `inputs` to the parallel model, whose loss must be `plain_loss` of the plain one.
@@ -72,7 +79,7 @@ def compare_with(
     Tensors in `inputs` have the rows of all data-parallel ranks, of which each takes its own.
     """
     plain = tiny_model(config or tiny_config("llama"))
-    model, mesh = parallel(cp, config, settings)
+    model, mesh = parallel(cp, config, layout, host_bytes)
     for each in (plain, model):
         for name, param in each.named_parameters():
             param.requires_grad_(freeze is None or not freeze(name))

@@ -9,7 +9,7 @@ zero, permuted or shifted stands out. As a script it prints the figures:
 import argparse
 import copy
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 
@@ -19,9 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import models
 from ithaka.dist.mesh import make_mesh
+from ithaka.layout import LayerKeeps, Layout
 from ithaka.model.build import parallelize
-from ithaka.model.layer import LayerOptions
-from ithaka.model.settings import Settings
 from models import plain_loss, tiny_config
 from threads import on_threads
 
@@ -122,10 +121,10 @@ def autocast_gradients(model: PreTrainedModel, batch: Batch, choices: Choices | 
     return _gradients(model)
 
 
-def our_gradients(model: PreTrainedModel, batch: Batch, cp: int, settings: Settings) -> Gradients:
+def our_gradients(model: PreTrainedModel, batch: Batch, cp: int, layout: Layout) -> Gradients:
     def work() -> Gradients:
         mesh = make_mesh(cp, batch.ids.device)
-        ours = parallelize(copy.deepcopy(model), mesh=mesh, settings=settings)
+        ours = parallelize(copy.deepcopy(model), mesh=mesh, layout=of_model(layout, model, cp))
         ours(input_ids=batch.ids, labels=batch.ids, **batch.for_ours()).loss.backward()
         return {name: param.grad.full_tensor() for name, param in ours.named_parameters()}
 
@@ -210,11 +209,11 @@ class Yardsticks:
         self.exact = [exact_gradients(*pair) for pair in pairs]
         self.autocast = [autocast_gradients(*pair) for pair in pairs]
 
-    def ours(self, cp: int, settings: Settings) -> list[Gradients]:
-        return [our_gradients(*pair, cp, settings) for pair in zip(self.models, self.batches, strict=True)]
+    def ours(self, cp: int, layout: Layout) -> list[Gradients]:
+        return [our_gradients(*pair, cp, layout) for pair in zip(self.models, self.batches, strict=True)]
 
-    def check(self, cp: int, settings: Settings) -> None:
-        assert_as_good_as_autocast(self.ours(cp, settings), self.autocast, self.exact)
+    def check(self, cp: int, layout: Layout) -> None:
+        assert_as_good_as_autocast(self.ours(cp, layout), self.autocast, self.exact)
 
 
 def packed_documents(num_tokens: int) -> tuple[int, ...]:
@@ -223,8 +222,16 @@ def packed_documents(num_tokens: int) -> tuple[int, ...]:
     return (*lengths, num_tokens - sum(lengths))
 
 
-def bf16(heads_per_stage: int | None = None, **layer) -> Settings:
-    return Settings(dtype=torch.bfloat16, heads_per_stage=heads_per_stage, layer=LayerOptions(**layer))
+def bf16(
+    heads_per_stage: int | None = None, keep_input="device", keep_attention=None, checkpoint=True, **fields
+) -> Layout:
+    """Of one layer and one rank: `of_model` makes it that of a model."""
+    keeps = LayerKeeps(keep_input, keep_attention, everything=not checkpoint)
+    return Layout(1, heads_per_stage, kept=(keeps,), dtype="bfloat16", **fields)
+
+
+def of_model(layout: Layout, model: PreTrainedModel, cp: int) -> Layout:
+    return replace(layout, cp=cp, kept=layout.kept * model.config.num_hidden_layers)
 
 
 def print_table(family: str, cps: list[int], stages: list[int], device: torch.device, packed: bool) -> None:
@@ -234,8 +241,8 @@ def print_table(family: str, cps: list[int], stages: list[int], device: torch.de
     layouts = [(cp, num) for cp in cps for num in stages if size.heads % num == 0 and size.heads // num % cp == 0]
     found = {}
     for cp, num in layouts:
-        settings = bf16(size.heads // num, tile_tokens=size.tokens // 4)
-        ours = yardsticks.ours(cp, settings)
+        layout = bf16(size.heads // num, tile_tokens=size.tokens // 4)
+        ours = yardsticks.ours(cp, layout)
         found[f"cp {cp}, {num} stages"] = error_ratios(ours, yardsticks.autocast, yardsticks.exact)
     print(f"{family}{', packed documents' if packed else ''}, {size}")
     print(f"{'':36}{'autocast':>10}", *(f"{name:>18}" for name in found))

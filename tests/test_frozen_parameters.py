@@ -2,8 +2,7 @@
 
 import pytest
 
-from ithaka.model.layer import LayerOptions
-from ithaka.model.settings import Settings
+from ithaka.layout import make_layout
 from models import tiny_config
 from parity import check, compare_with, plain_sum, random_ids
 
@@ -24,12 +23,12 @@ FROZEN = {
 def compare(what, cp, checkpoint):
     ids = random_ids(1, 13)
     config = tiny_config("llama", tie_word_embeddings=False)
-    settings = Settings(heads_per_stage=cp, layer=LayerOptions(tile_tokens=3, checkpoint=checkpoint))
+    layout = make_layout(2, heads_per_stage=cp, tile_tokens=3, checkpoint=checkpoint)
     return compare_with(
         lambda plain: plain_sum(plain, ids, ids) / 12,
         cp,
         config,
-        settings,
+        layout,
         freeze=FROZEN[what],
         input_ids=ids,
         labels=ids,

@@ -8,7 +8,6 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ithaka.dist.mesh import make_mesh
 from ithaka.model.build import parallelize
-from ithaka.model.settings import Settings
 from ithaka.ops.fused import rotate, silu_mul_backward
 from ithaka.ops.gated import gated_mlp
 from ithaka.ops.tiles import GradSum
@@ -87,7 +86,7 @@ def test_a_changed_module_is_a_black_box(change):
 
 
 def test_a_module_changed_after_the_model_was_built_is_a_black_box():
-    model = parallelize(tiny_model(tiny_config("llama")), mesh=make_mesh(1), settings=Settings())
+    model = parallelize(tiny_model(tiny_config("llama")), mesh=make_mesh(1))
     ids = torch.arange(12)[None]
     plain = model(input_ids=ids, labels=ids).loss
     calls = []

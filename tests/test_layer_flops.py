@@ -6,13 +6,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ithaka.dist.loopback import LoopbackGroup
+from ithaka.layout import LayerKeeps, Layout
 from ithaka.memory.store import Store
 from ithaka.model.families import layer_parts
-from ithaka.model.layer import LayerOptions, StreamedLayer
+from ithaka.model.layer import StreamedLayer
 from ithaka.phases import listening
 from ithaka.plan.heads import head_table
-from ithaka.plan.layout import Work
-from ithaka.plan.shape import shape_from_config
+from ithaka.plan.shape import Work, shape_from_config
 from ithaka.profile.progress import layer_flops
 from models import tiny_config, tiny_model
 
@@ -44,10 +44,10 @@ class Counted(TorchDispatchMode):
 @pytest.mark.parametrize("kept", [True, False])
 def test_planned_flops_are_those_of_the_layer(kept):
     model = tiny_model(tiny_config("llama", 8, 2, attention_bias=False), torch.float32)
-    options = LayerOptions(tile_tokens=20, keep_attention="device" if kept else None)
+    keeps = LayerKeeps(attention="device" if kept else None)
     block, group, table = model.model.layers[0], LoopbackGroup(0, CP), head_table(8, 2, CP, 4)
-    rotary = model.model.rotary_emb
-    layer = StreamedLayer("layer", block, layer_parts(model, 0), rotary, group, table, Store(), options)
+    rotary, layout = model.model.rotary_emb, Layout(CP, 4, tile_tokens=20)
+    layer = StreamedLayer("layer", block, layer_parts(model, 0), rotary, group, table, Store(), layout, keeps)
     x_sD = torch.randn(TOKENS, model.config.hidden_size, requires_grad=True)
     with Counted() as counted, listening(counted):
         layer(x_sD, torch.arange(TOKENS), (0, CP * TOKENS)).sum().backward()

@@ -15,12 +15,12 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from ithaka.dist.loopback import LoopbackGroup
+from ithaka.layout import LayerKeeps, Layout
 from ithaka.memory.store import Store
 from ithaka.model.families import layer_parts
-from ithaka.model.layer import LayerOptions, StreamedLayer
+from ithaka.model.layer import StreamedLayer
 from ithaka.phases import GRADIENTS
 from ithaka.plan.heads import head_table
-from ithaka.plan.layout import Layout
 from ithaka.plan.moments import kept_attention_bytes, layer_moments, layer_peak
 from ithaka.plan.shape import ModelShape, shape_from_config
 from ithaka.profile.live import LiveBytes
@@ -44,18 +44,19 @@ class Case:
     dtype: torch.dtype = torch.float32
 
     @property
+    def keeps(self) -> LayerKeeps:
+        return LayerKeeps(self.inputs, self.attention)  # type: ignore[arg-type]
+
+    @property
     def layout(self) -> Layout:
-        size = self.dtype.itemsize
         return Layout(
             self.cp,
             self.heads_per_stage,
             self.tile_tokens,
-            input_tier=self.inputs,  # type: ignore[arg-type]
-            keep_attention=0 if self.attention is None else 1,
-            attention_tier=self.attention or "device",  # type: ignore[arg-type]
+            (self.keeps,),
             overlap=self.overlap,
-            element_bytes=size,
-            sum_bytes=max(size, 4),
+            dtype=str(self.dtype).removeprefix("torch."),
+            blocks=BLOCKS,
         )
 
 
@@ -109,16 +110,10 @@ def run_layer(case: Case, rank: int) -> MemoryMap:
     """One layer's forward and backward as rank `rank`; x counts as the residual stream or as kept."""
     model = tiny_model(config_of(case), case.dtype)
     group = LoopbackGroup(rank, case.cp)
-    options = LayerOptions(
-        tile_tokens=case.tile_tokens,
-        keep_input=case.inputs,
-        keep_attention=case.attention,
-        overlap=case.overlap,
-        blocks=BLOCKS,
-    )
     table = head_table(case.heads, case.kv_heads, case.cp, case.heads_per_stage)
-    block = model.model.layers[0]
-    layer = StreamedLayer("layer", block, layer_parts(model, 0), model.model.rotary_emb, group, table, Store(), options)
+    block, rotary = model.model.layers[0], model.model.rotary_emb
+    parts, how = layer_parts(model, 0), (case.layout, case.keeps)
+    layer = StreamedLayer("layer", block, parts, rotary, group, table, Store(), *how)
     params, positions_s = list(block.parameters()), torch.arange(TOKENS)
     leaf_sD = torch.randn(TOKENS, model.config.hidden_size, dtype=case.dtype, requires_grad=True)
     with LiveBytes(scratch=False) as live:
@@ -162,7 +157,7 @@ def kept_on_device(case: Case, direction: str) -> int:
 
 
 def planned(case: Case, direction: str, part: str = "") -> int:
-    moments = layer_moments(shape_of(case), case.layout, TOKENS, case.attention is not None)
+    moments = layer_moments(shape_of(case), case.layout, TOKENS, case.keeps)
     fitting = [m.rest for m in moments if m.phase.startswith(direction) and m.phase.endswith(part)]
     return max(fitting) + kept_on_device(case, direction)
 
@@ -176,6 +171,6 @@ def test_a_layer_is_as_high_as_its_ledger(case):
         assert live == planned(case, direction, part), f"full-length tensors in {direction} {part}"
     for direction in ("forward", "backward"):
         live = max(highest(memory, direction) for memory in maps)
-        moment = layer_peak(shape, case.layout, TOKENS, case.attention is not None, direction)
+        moment = layer_peak(shape, case.layout, TOKENS, case.keeps, direction)
         with_tiles = moment.total + kept_on_device(case, direction)
         assert planned(case, direction) <= live <= 1.1 * with_tiles, direction

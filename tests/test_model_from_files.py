@@ -1,6 +1,7 @@
 """build_model: weights from Hugging Face directories, or drawn from a seed; damaged ones are refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,12 +9,12 @@ from safetensors.torch import load_file, save_file
 
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import make_mesh
+from ithaka.layout import Layout
 from ithaka.model.build import build_model
-from ithaka.model.settings import PLAIN, Settings
 from ithaka.model.weights import local_rows
 from models import FAMILIES, tiny_config, tiny_model
 
-FP64 = Settings(dtype=torch.float64)
+FP64 = Layout(dtype="float64")
 
 
 def save(folder, family="llama", dtype=torch.float32, max_shard_size="1GB", **changes):
@@ -23,9 +24,9 @@ def save(folder, family="llama", dtype=torch.float32, max_shard_size="1GB", **ch
     return model.state_dict()
 
 
-def whole_weights(source, settings=PLAIN):
+def whole_weights(source, layout=None):
     """What a rank's shards add up to, with the parameters' dtype."""
-    model = build_model(source, make_mesh(1), settings)
+    model = build_model(source, make_mesh(1), layout)
     return {name: param.full_tensor() for name, param in model.state_dict().items()}
 
 
@@ -47,14 +48,14 @@ def test_weights_of_a_directory(ranks, tmp_path, num_ranks, tied, max_shard_size
 
 def test_bfloat16_files_become_float32_masters(ranks, tmp_path):
     saved = save(tmp_path, dtype=torch.bfloat16)
-    (loaded,) = ranks.run(1, whole_weights, tmp_path, Settings(dtype=torch.bfloat16))
+    (loaded,) = ranks.run(1, whole_weights, tmp_path, Layout(dtype="bfloat16"))
     assert {tensor.dtype for tensor in loaded.values()} == {torch.float32}
     assert_same(loaded, saved)
 
 
 def loss_of(source, cp):
     ids = torch.arange(18).view(2, 9) * 7 % 61
-    return float(build_model(source, make_mesh(cp), FP64)(input_ids=ids, labels=ids).loss.detach())
+    return float(build_model(source, make_mesh(cp), replace(FP64, cp=cp))(input_ids=ids, labels=ids).loss.detach())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

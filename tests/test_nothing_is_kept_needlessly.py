@@ -6,17 +6,16 @@ import pytest
 import torch
 
 from ithaka.dist.mesh import make_mesh
+from ithaka.layout import Layout, keeps
 from ithaka.model.build import parallelize
-from ithaka.model.layer import LayerOptions
-from ithaka.model.settings import Settings
 from models import tiny_config, tiny_model
 from parity import check, gradient_errors, parallel, plain_sum, random_ids, relative
 
 TIERS = ("device", "host", "disk")
 
 
-def offloaded(tier: str) -> Settings:
-    return Settings(layer=LayerOptions(tile_tokens=4, keep_input=tier, keep_attention=tier))
+def offloaded(tier: str) -> Layout:
+    return Layout(tile_tokens=4, kept=keeps(2, tier, tier))
 
 
 def store_of(model):
@@ -24,7 +23,7 @@ def store_of(model):
 
 
 def without_grad(tier):
-    model, _ = parallel(2, settings=offloaded(tier))
+    model, _ = parallel(2, layout=offloaded(tier))
     ids = random_ids(2, 9)
     with torch.no_grad():
         out = model(input_ids=ids, labels=ids)
@@ -43,7 +42,7 @@ def test_without_grad_nothing_is_kept_and_the_loss_is_the_same(ranks, tier):
 
 
 def drop_graphs(tier):
-    model, _ = parallel(2, settings=offloaded(tier))
+    model, _ = parallel(2, layout=offloaded(tier))
     ids, store, used = random_ids(1, 9), None, []
     for _ in range(3):
         loss = model(input_ids=ids, labels=ids).loss
@@ -67,9 +66,9 @@ def test_a_dropped_graph_leaks_nothing(ranks, tier):
         assert used[0] == used[1] == used[2]
 
 
-def two_forwards(cp, settings):
+def two_forwards(cp, layout):
     config, first, second = tiny_config("qwen2"), random_ids(1, 11), random_ids(2, 6).flip(1)
-    plain, (model, _) = tiny_model(config), parallel(cp, config, settings)
+    plain, (model, _) = tiny_model(config), parallel(cp, config, layout)
     expected = plain_sum(plain, first, first) / 10 + 3 * plain_sum(plain, second, second) / 10
     expected.backward()
     losses = [model(input_ids=ids, labels=ids).loss for ids in (first, second)]

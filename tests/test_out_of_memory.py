@@ -13,14 +13,15 @@ from typer.testing import CliRunner
 
 from ithaka.cli import app
 from ithaka.config import ConfigError, load
+from ithaka.layout import fixed_settings, make_layout
 from ithaka.memory.store import SlabPool, StoreError
 from ithaka.ops.stages import HeldHeads
 from ithaka.phases import current_phase
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.host import Host, host_capacity, this_host
-from ithaka.plan.layout import Layout, Work
 from ithaka.plan.models import find_shape
-from ithaka.plan.search import evaluate, fixed_settings
+from ithaka.plan.search import evaluate
+from ithaka.plan.shape import Work
 from ithaka.train import launch, loop
 from ithaka.train.loop import run
 from ithaka.train.shortage import Shortage, Witness, explain, is_shortage, plan_of_run, planned_at
@@ -172,8 +173,8 @@ def as_bytes(text):
 
 def llama(context, gpus="8xH100-80GB", **settings):
     shape, hardware = find_shape("llama3-8b"), parse_gpus(gpus)
-    fixed = fixed_settings(settings, shape, hardware.num_gpus)
-    return evaluate(shape, Layout(**fixed), hardware, Work(context))
+    fixed = fixed_settings(settings, shape.num_layers, hardware.num_gpus)
+    return evaluate(shape, make_layout(shape.num_layers, **fixed), hardware, Work(context))
 
 
 def shortage(plan, path, used_bytes, error=None):

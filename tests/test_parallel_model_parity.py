@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ithaka.dist.mesh import make_mesh
+from ithaka.layout import EVERYTHING, LayerKeeps, Layout, keeps
 from ithaka.model.build import parallelize
-from ithaka.model.layer import LayerOptions
-from ithaka.model.settings import PLAIN, Settings
 from models import EXPERTS, FAMILIES, plain_loss, tiny_config, tiny_model
 
 TOLERANCE = 1e-10
@@ -33,7 +32,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm().clamp_min(1e-30))
 
 
-def compare(family, heads, kv_heads, cp, dp, rows, tokens, settings=PLAIN, ignore_first=0, changes=None):
+def compare(family, heads, kv_heads, cp, dp, rows, tokens, layout=None, ignore_first=0, changes=None):
     """One rank's part: each data-parallel rank takes its own rows. Returns the worst relative errors."""
     config = tiny_config(family, heads, kv_heads, **(changes or {}))
     ids, labels = batch(config, rows * dp, tokens)
@@ -43,7 +42,7 @@ def compare(family, heads, kv_heads, cp, dp, rows, tokens, settings=PLAIN, ignor
     expected.backward()
 
     mesh = make_mesh(cp)
-    model = parallelize(tiny_model(config), mesh=mesh, settings=settings)
+    model = parallelize(tiny_model(config), mesh=mesh, layout=layout)
     mine = slice(mesh.dp_rank * rows, (mesh.dp_rank + 1) * rows)
     out = model(input_ids=ids[mine], labels=labels[mine])
     out.loss.backward()
@@ -77,7 +76,7 @@ def test_kv_heads_above_equal_and_below_cp(ranks, heads, kv_heads, cp):
 
 
 def test_a_shard_without_valid_labels(ranks):
-    check(ranks.run(4, compare, "llama", 4, 2, 4, 1, 1, 16, PLAIN, 9))
+    check(ranks.run(4, compare, "llama", 4, 2, 4, 1, 1, 16, None, 9))
 
 
 def every_pair():
@@ -94,9 +93,8 @@ def every_pair():
 def test_stages_tiles_and_kept_attention(
     ranks, family, heads, kv_heads, cp, heads_per_stage, overlap, tile_tokens, keep_input, keep_attention
 ):
-    options = LayerOptions(tile_tokens, True, keep_input, keep_attention, overlap)
-    settings = Settings(heads_per_stage=heads_per_stage, layer=options)
-    check(ranks.run(cp, compare, family, heads, kv_heads, cp, 1, 1, 21, settings))
+    layout = Layout(cp, heads_per_stage, tile_tokens, keeps(2, keep_input, keep_attention), overlap)
+    check(ranks.run(cp, compare, family, heads, kv_heads, cp, 1, 1, 21, layout))
 
 
 def test_the_selection_has_every_pair():
@@ -110,33 +108,32 @@ def test_the_selection_has_every_pair():
 
 @st.composite
 def layouts(draw) -> tuple:
-    """family, heads, kv heads, cp, rows, tokens, settings."""
+    """family, heads, kv heads, cp, rows, tokens, layout; what is kept differs from layer to layer."""
     kv_heads, group_size = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     heads = kv_heads * group_size
     cp = draw(st.sampled_from([n for n in (1, 2, 4) if n <= heads]))
     per_rank = draw(st.none() | st.integers(1, -(-heads // cp)))
-    keep_input, keep_attention = draw(st.sampled_from(TIERS))
+    kept = tuple(draw(st.sampled_from([*(LayerKeeps(*tiers) for tiers in TIERS), EVERYTHING])) for _ in range(2))
     tile_tokens = draw(st.none() | st.integers(1, 12))
-    options = LayerOptions(tile_tokens, True, keep_input, keep_attention, draw(st.booleans()))
-    settings = Settings(heads_per_stage=None if per_rank is None else per_rank * cp, layer=options)
+    layout = Layout(cp, None if per_rank is None else per_rank * cp, tile_tokens, kept, draw(st.booleans()))
     family, rows, tokens = draw(st.sampled_from(FAMILIES)), draw(st.integers(1, 3)), draw(st.integers(3, 24))
-    return family, heads, kv_heads, cp, rows, tokens, settings
+    return family, heads, kv_heads, cp, rows, tokens, layout
 
 
 @settings(max_examples=15, derandomize=True, deadline=None)
-@given(layout=layouts())
-def test_any_layout(ranks, layout):
-    family, heads, kv_heads, cp, rows, tokens, settings = layout
-    check(ranks.run(cp, compare, family, heads, kv_heads, cp, 1, rows, tokens, settings))
+@given(case=layouts())
+def test_any_layout(ranks, case):
+    family, heads, kv_heads, cp, rows, tokens, layout = case
+    check(ranks.run(cp, compare, family, heads, kv_heads, cp, 1, rows, tokens, layout))
 
 
 @pytest.mark.parametrize("family,heads,kv_heads,cp,heads_per_stage", STAGED)
 def test_keeping_everything(ranks, family, heads, kv_heads, cp, heads_per_stage):
-    settings = Settings(heads_per_stage=heads_per_stage, layer=LayerOptions(checkpoint=False))
-    check(ranks.run(cp, compare, family, heads, kv_heads, cp, 1, 1, 21, settings))
+    layout = Layout(cp, heads_per_stage, kept=(EVERYTHING,) * 2)
+    check(ranks.run(cp, compare, family, heads, kv_heads, cp, 1, 1, 21, layout))
 
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_mixtures_of_experts(ranks, family):
-    options = LayerOptions(tile_tokens=5, keep_attention="device")
-    check(ranks.run(2, compare, family, 4, 2, 2, 1, 2, 19, Settings(heads_per_stage=2, layer=options)))
+    layout = Layout(2, heads_per_stage=2, tile_tokens=5, kept=keeps(2, attention="device"))
+    check(ranks.run(2, compare, family, 4, 2, 2, 1, 2, 19, layout))

@@ -7,18 +7,17 @@ from pathlib import Path
 import pytest
 
 from ithaka.config import parse_count
+from ithaka.layout import LayerKeeps, Layout, keeps
 from ithaka.plan.cost import memory
 from ithaka.plan.hardware import parse_gpus
-from ithaka.plan.layout import Layout, Work
 from ithaka.plan.models import find_shape
 from ithaka.plan.moments import LayerBytes, kept_attention_bytes, layer_moments
 from ithaka.plan.seconds import layer_seconds
+from ithaka.plan.shape import Work
 
 LLAMA = find_shape("llama3-8b")
 H200 = parse_gpus("8xH200")
-STREAMED = Layout(
-    8, 8, 8192, input_tier="host", keep_attention=32, attention_tier="host", overlap=False
-)  # one query head per rank and stage
+STREAMED = Layout(8, 8, 8192, keeps(32, "host", "host"), overlap=False)  # one query head per rank and stage
 
 # Measured on an H200 (LOG.md, "planned against rehearsed"). tier: of layer inputs, and of attention's output where it
 # is kept. steps: 2, and the second's seconds; or 1, where pinning host memory and cuDNN's planning count as forward.
@@ -36,15 +35,13 @@ def test_planned_is_what_was_rehearsed(row):
         cp,
         int(row["heads_per_stage"]),
         int(row["tile_tokens"]),
-        input_tier=row["tier"],
-        keep_attention=layers if kept else 0,
-        attention_tier=row["tier"],
+        keeps(layers, row["tier"], row["tier"] if kept else None),
         overlap=row["overlap"] == "1",
     )
     hardware = parse_gpus(f"{cp}xH200")
     ledger = memory(shape, layout, hardware, work)
     assert (ledger.gpu_peak - ledger.gpu["reserve"]) / 2**30 == pytest.approx(float(row["peak_gib"]), rel=0.05)
-    layer = layer_seconds(shape, layout, hardware, work, None, kept)
+    layer = layer_seconds(shape, layout, hardware, work, None, layout.kept[0])
     planned = [part.total - part.exchange for part in (layer.forward, layer.backward)]
     measured = [float(row["forward_s"]), float(row["backward_s"])]
     assert sum(planned) == pytest.approx(sum(measured), rel=0.1)
@@ -62,7 +59,7 @@ MEASURED = {
 
 @pytest.mark.parametrize("context", MEASURED)
 def test_seconds_per_layer_are_those_measured(context):
-    parts = layer_seconds(LLAMA, STREAMED, H200, Work(context), None, kept=True).parts
+    parts = layer_seconds(LLAMA, STREAMED, H200, Work(context), None, STREAMED.kept[0]).parts
     names = ("forward attention", "forward mlp", "backward attention", "backward mlp")
     planned = [parts[name] for name in names]
     # Machines of the same kind differ by 2 %, and one at rest is faster at first: 128K is a burst.
@@ -72,7 +69,8 @@ def test_seconds_per_layer_are_those_measured(context):
 
 def peak_in_x(layout: Layout, kept: bool = True, direction: str = "backward") -> float:
     s = 2**20 // layout.cp
-    most = max(m.rest for m in layer_moments(LLAMA, layout, s, kept) if m.phase.startswith(direction))
+    moments = layer_moments(LLAMA, layout, s, LayerKeeps("host", "host" if kept else None))
+    most = max(m.rest for m in moments if m.phase.startswith(direction))
     return most / LayerBytes(LLAMA, layout, s).x
 
 
@@ -136,10 +134,10 @@ def test_what_grows_with_context_is_linear_in_it():
 
 def test_what_is_on_the_way_to_disk_is_what_was_rehearsed():
     """One layer of 15.45M tokens on 8 ranks: 31.148 GiB of host memory on a rank, and as much on disk (LOG.md)."""
-    layout = replace(STREAMED, input_tier="disk", attention_tier="disk", keep_attention=1, offload_optimizer=True)
+    layout = replace(STREAMED, kept=keeps(1, "disk", "disk"), offload_optimizer=True)
     shape = replace(LLAMA, num_layers=1, windows=LLAMA.windows[:1])
     ledger = memory(shape, layout, parse_gpus("8xH100"), Work(16203776))
     assert ledger.host["on the way to disk"] / 8 / 2**30 == pytest.approx(31.148, abs=1e-3)
     assert ledger.disk_peak / 8 / 2**30 == pytest.approx(31.148, abs=1e-3)
-    full = memory(LLAMA, replace(layout, keep_attention=32), parse_gpus("8xH100"), Work(16203776))
+    full = memory(LLAMA, replace(layout, kept=32 * layout.kept), parse_gpus("8xH100"), Work(16203776))
     assert full.host["on the way to disk"] == 3 * ledger.host["on the way to disk"]

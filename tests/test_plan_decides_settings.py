@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from ithaka.cli import app
 from ithaka.config import ConfigError, given, load, to_yaml
 from ithaka.plan.hardware import gpu_named, peak_flops
-from ithaka.plan.search import settings_of
 from ithaka.train.budget import check_budgets, needs, store_host_bytes
 from ithaka.train.check import check_heads, check_memory, model_shape
 from ithaka.train.planned import Machine, check_ranks_agree, check_still_fits, hardware_of, machine_here, planned
@@ -71,7 +70,7 @@ def test_train_takes_what_plan_answers(tmp_path, context, given_settings):
     machine = ["--gpus", "8xH100", "--host-memory", "2TB", "--batch", str(config.train.batch)]
     args = ["plan", str(config.model.path), *machine, "--context", context, *options, "--json"]
     answer = json.loads(CliRunner().invoke(app, args).stdout)
-    assert answer["settings"] == settings_of(plan)
+    assert answer["settings"] == plan.settings
     for name, value in answer["settings"].items():
         section, key = name.split(".")
         assert getattr(getattr(resolved, section), key) == value or told & {name}

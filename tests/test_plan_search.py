@@ -7,11 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ithaka.config import ConfigError
+from ithaka.layout import Layout, fixed_settings, keeps
 from ithaka.plan.cost import memory
 from ithaka.plan.hardware import GIB, Hardware, find_gpu
-from ithaka.plan.layout import Layout, Work
 from ithaka.plan.models import MODELS, find_shape
-from ithaka.plan.search import choose, fixed_settings, longest, settings_of
+from ithaka.plan.search import choose, longest
+from ithaka.plan.shape import Work
 
 TB = 10**12
 H100 = find_gpu("H100-80GB")
@@ -125,12 +126,11 @@ def test_explicit_settings_win():
         "memory.keep_attention": 3,
         "memory.offload_optimizer": True,
     }
-    plan = choose(shape, NODE, 2**17, fixed_settings(chosen, shape, 8))
-    assert {name: settings_of(plan)[name] for name in chosen} == chosen
+    plan = choose(shape, NODE, 2**17, fixed_settings(chosen, shape.num_layers, 8))
+    assert {name: plan.settings[name] for name in chosen} == chosen
 
 
 def test_words_of_the_configuration_are_understood():
-    shape = find_shape("llama3-8b")
     words = {
         "parallel.cp": "all",
         "parallel.heads_per_stage": "all",
@@ -139,7 +139,7 @@ def test_words_of_the_configuration_are_understood():
         "memory.tile_tokens": "all",
         "memory.keep_attention": "all",
     }
-    fixed = fixed_settings(words, shape, 8)
+    fixed = fixed_settings(words, 32, 8)
     assert fixed == {
         "cp": 8,
         "heads_per_stage": None,
@@ -165,7 +165,7 @@ def test_impossible_settings_are_refused(fixed, words):
 
 def test_a_setting_that_no_plan_decides_is_refused():
     with pytest.raises(ConfigError, match="optim.lr=1 is not decided by a plan"):
-        fixed_settings({"optim.lr": 1}, find_shape("llama3-8b"), 8)
+        fixed_settings({"optim.lr": 1}, 32, 8)
 
 
 def test_what_does_not_fit_says_what_is_missing():
@@ -175,7 +175,6 @@ def test_what_does_not_fit_says_what_is_missing():
 
 def test_keeping_attention_costs_bytes_and_saves_seconds():
     shape, work = find_shape("llama3-8b"), Work(2**20)
-    lean = Layout(8, 8, 8192, input_tier="host", attention_tier="host")
-    kept = memory(shape, replace(lean, keep_attention=32), NODE, work)
-    none = memory(shape, lean, NODE, work)
+    kept = memory(shape, Layout(8, 8, 8192, keeps(32, "host", "host")), NODE, work)
+    none = memory(shape, Layout(8, 8, 8192, keeps(32, "host")), NODE, work)
     assert kept.host_peak > none.host_peak and kept.gpu_peak < none.gpu_peak

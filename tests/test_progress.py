@@ -9,10 +9,10 @@ import torch
 
 from ithaka.config import embedded_model
 from ithaka.data.stream import Batch
+from ithaka.layout import Layout
 from ithaka.phases import listening, phase
 from ithaka.plan.hardware import find_gpu
-from ithaka.plan.layout import Layout, Work
-from ithaka.plan.shape import shape_from_config
+from ithaka.plan.shape import Work, shape_from_config
 from ithaka.profile.progress import Job, Progress, Report
 from ithaka.train.console import Console, Metrics, describe_progress, read_metrics
 from ithaka.train.watch import _with_documents

@@ -5,21 +5,16 @@ import time
 
 import pytest
 
+from ithaka.layout import Layout, keeps
 from ithaka.memory import store as store_module
 from ithaka.model import layer
-from ithaka.model.layer import LayerOptions
-from ithaka.model.settings import Settings
 from models import tiny_config
 from parity import check, compare_with, parallel, plain_sum, random_ids
 
 LAYERS = 4
 X_BYTES = 24 * 32 * 8
 LAYER_BYTES = 2 * X_BYTES + 24 * 4 * 8  # x, attention's output, 4 heads' lse
-SETTINGS = Settings(layer=LayerOptions(tile_tokens=5, keep_input="disk", keep_attention="disk"))
-
-
-def limited(num_bytes: int | None) -> Settings:
-    return Settings(layer=SETTINGS.layer, host_bytes=num_bytes)
+LAYOUT = Layout(tile_tokens=5, kept=keeps(LAYERS, "disk", "disk"))
 
 
 def config():
@@ -28,7 +23,7 @@ def config():
 
 def reads_at_start_of_backward(host_bytes):
     """Per layer, last first: of its own 3 tensors and of the next one's, how many are being read already."""
-    model, _ = parallel(1, config(), limited(host_bytes))
+    model, _ = parallel(1, config(), LAYOUT, host_bytes)
     ids, seen, backward = random_ids(1, 24), [], layer.StreamedLayer.backward
 
     def watched(self, saved, *args):
@@ -66,10 +61,10 @@ def test_a_layer_reads_its_own_before_the_next_ones(ranks):
 def test_small_pools_are_exact(ranks, cp, num_layers):
     ids = random_ids(1, 24)
     host_bytes = int(num_layers * LAYER_BYTES / cp)
-    check(ranks.run(cp, small_pool, cp, ids, limited(host_bytes)))
+    check(ranks.run(cp, small_pool, cp, ids, host_bytes))
 
 
-def small_pool(cp, ids, settings):
+def small_pool(cp, ids, host_bytes):
     write = store_module.DiskFile.write
 
     def slowly(self, data, offset):
@@ -79,14 +74,13 @@ def small_pool(cp, ids, settings):
     store_module.DiskFile.write = slowly
     try:
         expected = lambda model: plain_sum(model, ids, ids) / 23  # noqa: E731
-        return compare_with(expected, cp, config(), settings, input_ids=ids, labels=ids)
+        return compare_with(expected, cp, config(), LAYOUT, host_bytes=host_bytes, input_ids=ids, labels=ids)
     finally:
         store_module.DiskFile.write = write
 
 
 def used_over_steps(tier):
-    settings = Settings(layer=LayerOptions(tile_tokens=5, keep_input=tier, keep_attention=tier))
-    model, _ = parallel(2, config(), settings)
+    model, _ = parallel(2, config(), Layout(tile_tokens=5, kept=keeps(LAYERS, tier, tier)))
     store, used = model.model.layers[0].forward.store, []
     for _ in range(4):
         ids = random_ids(1, 24)

@@ -10,9 +10,9 @@ from ithaka import rehearsal
 from ithaka.cli import app
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.host import Host
-from ithaka.plan.layout import Work
 from ithaka.plan.models import find_shape
 from ithaka.plan.search import choose
+from ithaka.plan.shape import Work
 from ithaka.train import status
 from models import tiny_config
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from ithaka.dist.mesh import make_mesh
+from ithaka.layout import Layout, keeps
 from ithaka.model.build import parallelize
-from ithaka.model.layer import LayerOptions
-from ithaka.model.settings import Settings
 from ithaka.train.loop import run
 from models import tiny_config, tiny_model
 from parity import random_ids
@@ -20,10 +19,10 @@ TIERS = ("device", "host", "disk")
 
 def bits_of_a_step(cp, **options):
     """Loss and all gradients; two steps, of which the second reuses what the first left in the pool."""
-    heads_per_stage = options.pop("heads_per_stage", None)
-    settings = Settings(heads_per_stage=heads_per_stage, layer=LayerOptions(tile_tokens=5, **options))
+    kept = keeps(2, options.pop("keep_input", "device"), options.pop("keep_attention", None))
+    layout = Layout(cp, tile_tokens=5, kept=kept, **options)
     model = tiny_model(tiny_config("qwen3", heads=4, kv_heads=2), torch.float32)
-    model = parallelize(model, mesh=make_mesh(cp), settings=settings)
+    model = parallelize(model, mesh=make_mesh(cp), layout=layout)
     ids, steps = random_ids(2, 13), []
     for _ in range(2):
         loss = model(input_ids=ids, labels=ids).loss

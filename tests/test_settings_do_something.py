@@ -9,8 +9,9 @@ import yaml
 
 from ithaka.config import parse
 from ithaka.dist.mesh import make_mesh
+from ithaka.layout import layout_of
+from ithaka.memory.store import Store
 from ithaka.model import build, layer
-from ithaka.model.settings import settings_of
 from ithaka.ops import stages
 from ithaka.profile.live import LiveBytes
 from models import tiny_config
@@ -21,8 +22,9 @@ CPU = torch.device("cpu")
 
 def built(text: str):
     """A model with settings in YAML after one step; what it held for backward, on the device and off."""
-    settings = settings_of(parse(yaml.safe_load(text) or {}), CPU)
-    model = build.build_model(tiny_config("llama").to_dict(), make_mesh(1), settings)
+    config = parse(yaml.safe_load(text) or {})
+    layout, store = layout_of(config, 2, 1, on_gpu=False), Store(CPU, disk_path=config.memory.disk_path)
+    model = build.build_model(tiny_config("llama").to_dict(), make_mesh(1), layout, store=store)
     ids = random_ids(1, 24)
     with LiveBytes() as live:
         loss = model(input_ids=ids, labels=ids).loss

@@ -12,9 +12,9 @@ from transformers import (
 
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import make_mesh
+from ithaka.layout import Layout
 from ithaka.model.build import parallelize
 from ithaka.model.families import check_supported
-from ithaka.model.settings import Settings
 from models import tiny_config
 
 
@@ -97,8 +97,8 @@ def bad_layouts():
     for call in (
         lambda: parallelize(wide, cp=3),
         lambda: parallelize(model, cp=2),
-        lambda: parallelize(wide, cp=2, settings=Settings(heads_per_stage=3)),
-        lambda: parallelize(wide, cp=2, settings=Settings(heads_per_stage=1)),
+        lambda: parallelize(wide, layout=Layout(cp=2, heads_per_stage=3)),
+        lambda: parallelize(wide, layout=Layout(cp=2, heads_per_stage=1)),
         lambda: make_mesh(0),
     ):
         with pytest.raises(ConfigError) as caught:

@@ -4,9 +4,13 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str):
-    """`ithaka.parallelize` without importing torch for commands that need none."""
-    if name in ("parallelize", "Settings"):
-        from ithaka.model import build
+    """`ithaka.parallelize` and `ithaka.Layout`, without importing torch for commands that need none."""
+    if name == "parallelize":
+        from ithaka.model.build import parallelize
 
-        return getattr(build, name)
+        return parallelize
+    if name == "Layout":
+        from ithaka.layout import Layout
+
+        return Layout
     raise AttributeError(f"module 'ithaka' has no attribute {name!r}")

@@ -7,14 +7,13 @@ since a chip that has just woken up is faster than one that has been working.
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import psutil
 import torch
 
-from ithaka.model.layer import LayerOptions
-from ithaka.model.settings import Settings
+from ithaka.layout import Layout, make_layout
 from ithaka.ops.attention import attention, attention_backward, default_blocks
 from ithaka.ops.kernels import resolve_kernel
 from ithaka.plan.hardware import GPUS, gpu_named
@@ -203,18 +202,18 @@ def _pcie_rate(device: torch.device, sizes: DeviceSizes) -> float:
 # --- the ladder -------------------------------------------------------------------------------------------
 
 
-def ladder_settings(cp: int, tile_tokens: int, dtype: torch.dtype) -> dict[str, Settings]:
+def ladder_layouts(num_layers: int, cp: int, tile_tokens: int, dtype: str) -> dict[str, Layout]:
     """One technique more in every rung."""
-    everything = LayerOptions(checkpoint=False, overlap=False)
-    inputs = replace(everything, checkpoint=True)
-    offload = replace(inputs, keep_input="host")
-    tiles = replace(offload, tile_tokens=tile_tokens)
-    kept = replace(tiles, keep_attention="host")
+    everything = make_layout(num_layers, cp=cp, checkpoint=False, overlap=False, dtype=dtype)
+    inputs = everything.but(checkpoint=True)
+    offload = inputs.but(input_tier="host")
+    tiles = offload.but(tile_tokens=tile_tokens)
+    stages = tiles.but(heads_per_stage=cp)
     return {
-        "none": Settings(dtype, layer=everything),
-        "+ checkpointing": Settings(dtype, layer=inputs),
-        "+ offload": Settings(dtype, layer=offload),
-        "+ tiles": Settings(dtype, layer=tiles),
-        "+ stages": Settings(dtype, cp, tiles),
-        "+ kept attention": Settings(dtype, cp, kept),
+        "none": everything,
+        "+ checkpointing": inputs,
+        "+ offload": offload,
+        "+ tiles": tiles,
+        "+ stages": stages,
+        "+ kept attention": stages.but(keep_attention=num_layers, attention_tier="host"),
     }

@@ -125,15 +125,15 @@ def bench_ladder(
     num_tokens, tile_tokens = _tokens(context, "--context"), _tokens(tile, "--tile")
 
     with status("loading PyTorch"), heeding_interrupts():
-        from ithaka.bench import ladder_settings
+        from ithaka.bench import ladder_layouts
         from ithaka.dist.mesh import default_device
         from ithaka.rehearsal import rehearse
 
     chosen = _dtype(dtype, default_device())
     rows: dict[str, dict[str, Any]] = {}
-    for name, settings in ladder_settings(ranks, tile_tokens, chosen).items():
+    for name, layout in ladder_layouts(layers, ranks, tile_tokens, str(chosen).removeprefix("torch.")).items():
         row = rehearse(
-            config, ranks=ranks, cp=ranks, context=num_tokens, layers=layers, settings=settings,
+            config, ranks=ranks, context=num_tokens, layers=layers, layout=layout,
             saying=partial(_rung, name),
         )  # fmt: skip
         if not rows:  # what is refused is refused by then

@@ -22,13 +22,12 @@ from transformers import PreTrainedModel
 from ithaka.config import ConfigError, OptimConfig
 from ithaka.dist.loopback import start_loopback
 from ithaka.dist.mesh import Mesh, default_device, make_mesh
+from ithaka.layout import Layout
 from ithaka.model.build import build_model
-from ithaka.model.settings import Settings, settings_for
 from ithaka.phases import OPTIMIZER, PARAMETERS, listening, phase
 from ithaka.plan.host import this_host
-from ithaka.plan.layout import Layout
 from ithaka.plan.models import find_config
-from ithaka.plan.search import Plan, choose, evaluate, settings_of
+from ithaka.plan.search import Plan, choose, evaluate
 from ithaka.plan.seconds import layer_seconds
 from ithaka.plan.show import size
 from ithaka.profile.live import LiveBytes
@@ -81,10 +80,9 @@ def rehearse(
     config: dict[str, Any] | Path,
     *,
     ranks: int,
-    cp: int,
     context: int,
     layers: int,
-    settings: Settings,
+    layout: Layout,
     memory_only: bool = False,
     cap_bytes: int | None = None,
     steps: int = 2,
@@ -97,9 +95,9 @@ def rehearse(
     mathematics short; every allocation and copy stays. `witness`: is told where the rehearsal is; `saying`: the user.
     """
     with _loopback(ranks, cap_bytes) as device, listening(witness) if witness else nullcontext():
-        mesh = make_mesh(cp, device)
+        mesh = make_mesh(layout.cp, device)
         with phase("building the model"), saying("building the model"):
-            model = build_model(_first_layers(config, layers), mesh, settings)
+            model = build_model(_first_layers(config, layers), mesh, layout)
         optimizer = make_optimizer(model, OptimConfig(lr=0.0))
         if witness is not None:
             witness.know(model, optimizer)
@@ -114,7 +112,7 @@ def rehearse(
         return Rehearsed(
             num_layers=layers,
             context=context,
-            x_bytes=context // mesh.cp_size * model.config.hidden_size * (settings.dtype or model.dtype).itemsize,
+            x_bytes=layout.x_bytes(model.config.hidden_size, context // mesh.cp_size),
             base_bytes=tiny.layer_peak_bytes,
             layer_peak_bytes=measured.layer_peak_bytes,
             gpu_peak_bytes=measured.peak_bytes,
@@ -131,11 +129,7 @@ def rehearse(
 def of_few_layers(plan: Plan, layers: int, memory_only: bool) -> Plan:
     """What a plan's own layout costs on its first layers, in the precision of this device."""
     few = replace(plan.shape, num_layers=layers, windows=plan.shape.windows[:layers])
-    layout: Layout = replace(
-        plan.layout,
-        keep_attention=min(plan.layout.keep_attention, layers),
-        element_bytes=_dtype().itemsize,
-    )
+    layout = replace(plan.layout, kept=plan.layout.kept[:layers], dtype=_dtype())
     work = replace(plan.work, document_tokens=SHORT_DOCUMENT) if memory_only else plan.work
     return evaluate(few, layout, plan.hardware, work)
 
@@ -147,10 +141,9 @@ def rehearse_plan(
     return rehearse(
         config,
         ranks=few.hardware.num_gpus,
-        cp=few.layout.cp,
         context=few.work.tokens,
         layers=few.shape.num_layers,
-        settings=settings_for(few.layout, _dtype()),
+        layout=few.layout,
         memory_only=memory_only,
         cap_bytes=few.hardware.gpu.memory_bytes if _on_gpu() else None,
         steps=1 if memory_only else 2,
@@ -163,8 +156,8 @@ def _on_gpu() -> bool:
     return default_device().type == "cuda"
 
 
-def _dtype() -> torch.dtype:
-    return torch.bfloat16 if _on_gpu() else torch.float32
+def _dtype() -> str:
+    return "bfloat16" if _on_gpu() else "float32"
 
 
 # ---- without a GPU: the device's memory is the host's
@@ -210,8 +203,7 @@ Row = tuple[str, float | None, float, str]  # what, planned, measured, unit
 
 def compare(plan: Plan, measured: Rehearsed, few: Plan) -> list[Row]:
     """Rows of (what, planned, measured, unit) for the rehearsed layers, then, where it means something, their step."""
-    kept = few.layout.keep_attention > 0
-    layer = layer_seconds(few.shape, few.layout, few.hardware, few.work, few.shape.windows[0], kept)
+    layer = layer_seconds(few.shape, few.layout, few.hardware, few.work, few.shape.windows[0], few.layout.kept[0])
     modelled_s = (layer.forward + layer.backward).exchange
     outside_s = measured.step_s - measured.num_layers * measured.layer_s
     step_s = outside_s + plan.shape.num_layers * (measured.layer_s + modelled_s)
@@ -377,7 +369,7 @@ def as_data(plan: Plan, measured: Rehearsed, rows: list[Row], memory_only: bool)
         "layers": measured.num_layers,
         "layers_of_model": plan.shape.num_layers,
         "attention_cut_short": memory_only and measured.context > SHORT_DOCUMENT,
-        "settings": settings_of(plan),
+        "settings": plan.settings,
         "rows": [{"what": w, "planned": p, "measured": m, "unit": u} for w, p, m, u in rows],
         "peak_phase": measured.peak_phase,
         "parts_s": measured.parts_s,
@@ -386,7 +378,7 @@ def as_data(plan: Plan, measured: Rehearsed, rows: list[Row], memory_only: bool)
 
 def heading(plan: Plan, layers: int) -> str:
     """What is about to run."""
-    settings = ", ".join(f"{name}={value}" for name, value in settings_of(plan).items() if value is not None)
+    settings = ", ".join(f"{name}={value}" for name, value in plan.settings.items() if value is not None)
     lines = [
         f"rank 0 of {plan.hardware.name}, {plan.work.tokens} tokens, {layers} of {plan.shape.num_layers} layers, "
         f"on {_device_name()}",

@@ -19,7 +19,7 @@ from ithaka.dist.mesh import make_mesh
 from ithaka.memory.store import DiskFile, Store
 from ithaka.model.build import parallelize
 from ithaka.ops.stages import HeldHeads
-from precision import Size, bf16, initial_model, random_batch
+from precision import Size, bf16, initial_model, of_model, random_batch
 from threads import on_threads
 
 CYCLES = 20_000_000  # about 10 ms of a GPU
@@ -35,10 +35,10 @@ def gradients(device, cp: int, **layer) -> dict[str, torch.Tensor]:
     """
     size = SIZE if device.type == "cuda" else SIZE_ON_CPU
     model, batch = initial_model("qwen3", size, 0, device), random_batch(size, 0, device)
-    settings = bf16(cp, tile_tokens=size.tokens // cp // 4, kernel="reference", **layer)
+    layout = bf16(cp, tile_tokens=size.tokens // cp // 4, kernel="reference", **layer)
 
     def work():
-        ours = parallelize(copy.deepcopy(model), mesh=make_mesh(cp, device), settings=settings)
+        ours = parallelize(copy.deepcopy(model), mesh=make_mesh(cp, device), layout=of_model(layout, model, cp))
         for _ in range(2):
             ours.zero_grad()
             ours(input_ids=batch.ids, labels=batch.ids).loss.backward()

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ithaka.dist.mesh import make_mesh
+from ithaka.layout import Layout
 from ithaka.model.build import parallelize
-from ithaka.model.settings import Settings
 from models import EXPERTS
 from precision import (
     LARGE,
@@ -25,6 +25,7 @@ from precision import (
     bf16,
     exact_gradients,
     initial_model,
+    of_model,
     random_batch,
     routers,
 )
@@ -92,11 +93,13 @@ def test_every_family(yardsticks, size, family, cp, stages):
     yardsticks(family).check(cp, bf16(size.heads // stages, tile_tokens=size.tokens // 3, keep_attention="device"))
 
 
-def with_choices(model, batch, cp: int, settings: Settings) -> tuple[Gradients, dict[str, Choices]]:
+def with_choices(model, batch, cp: int, layout: Layout) -> tuple[Gradients, dict[str, Choices]]:
     """Gradients, and the experts of all tokens in forward and in backward's recomputation."""
 
     def work():
-        ours = parallelize(copy.deepcopy(model), mesh=make_mesh(cp, batch.ids.device), settings=settings)
+        ours = parallelize(
+            copy.deepcopy(model), mesh=make_mesh(cp, batch.ids.device), layout=of_model(layout, model, cp)
+        )
         chosen = {when: {name: [] for name in routers(ours)} for when in ("forward", "backward")}
         when = "forward"
 
@@ -133,8 +136,8 @@ FLIPS = pytest.mark.xfail(reason="backward recomputes what routers see with othe
 @pytest.mark.parametrize("family", EXPERTS)
 def test_backward_chooses_the_experts_of_forward(device, size, family, cp, stages, keep_attention):
     model, batch = initial_model(family, size, 0, device), random_batch(size, 0, device)
-    settings = bf16(size.heads // stages, tile_tokens=size.tokens // 3, keep_attention=keep_attention)
-    _, choices = with_choices(model, batch, cp, settings)
+    layout = bf16(size.heads // stages, tile_tokens=size.tokens // 3, keep_attention=keep_attention)
+    _, choices = with_choices(model, batch, cp, layout)
     for of_layers in choices.values():
         assert len(of_layers) == size.layers
         assert all(len(experts_Sk) == batch.ids.numel() for experts_Sk in of_layers.values())
@@ -146,27 +149,29 @@ def test_backward_chooses_the_experts_of_forward(device, size, family, cp, stage
 @pytest.mark.parametrize("family", EXPERTS)
 def test_mixtures_of_experts(device, size, family, cp, stages):
     """Against models that choose the same experts; how many choices differ from theirs is not counted."""
-    settings = bf16(size.heads // stages, tile_tokens=size.tokens // 3)
+    layout = bf16(size.heads // stages, tile_tokens=size.tokens // 3)
     ours, autocast, exact = [], [], []
     for seed in SEEDS if device.type == "cuda" else SEEDS[:1]:
         model, batch = initial_model(family, size, seed, device), random_batch(size, seed, device)
-        grads, choices = with_choices(model, batch, cp, settings)
+        grads, choices = with_choices(model, batch, cp, layout)
         ours.append(grads)
         autocast.append(autocast_gradients(model, batch, choices["forward"]))
         exact.append(exact_gradients(model, batch, choices["forward"]))
     assert_as_good_as_autocast(ours, autocast, exact)
 
 
-def after_a_step(model, batch, cp: int, settings: Settings, make_optimizer) -> list[dict[str, dict[str, torch.Tensor]]]:
+def after_a_step(model, batch, cp: int, layout: Layout, make_optimizer) -> list[dict[str, dict[str, torch.Tensor]]]:
     """Per rank: this rank's share of every gradient, and of every weight after one step of the optimizer."""
 
     def work():
-        ours = parallelize(copy.deepcopy(model), mesh=make_mesh(cp, batch.ids.device), settings=settings)
+        ours = parallelize(
+            copy.deepcopy(model), mesh=make_mesh(cp, batch.ids.device), layout=of_model(layout, model, cp)
+        )
         before = {name: param.to_local().detach().cpu().clone() for name, param in ours.named_parameters()}
         optimizer = make_optimizer(ours.parameters())
         ours(input_ids=batch.ids, labels=batch.ids).loss.backward()
         homes = {param.to_local().device.type for param in ours.parameters()}
-        assert homes == {"cpu" if settings.offload_optimizer else batch.ids.device.type}
+        assert homes == {"cpu" if layout.offload_optimizer else batch.ids.device.type}
         grads = {name: param.grad.to_local().cpu() for name, param in ours.named_parameters()}
         optimizer.step()
         after = {name: param.to_local().detach().cpu() for name, param in ours.named_parameters()}
@@ -188,9 +193,9 @@ def test_optimizer_in_host_memory_takes_the_same_step(device, size, cp, optimize
     a CPU and a GPU may round differently in the update.
     """
     model, batch = initial_model("qwen3", size, 0, device), random_batch(size, 0, device)
-    settings = bf16(size.heads // 2, tile_tokens=size.tokens // 3, kernel="reference")
-    plain = after_a_step(model, batch, cp, settings, OPTIMIZERS[optimizer])
-    host = after_a_step(model, batch, cp, replace(settings, offload_optimizer=True), OPTIMIZERS[optimizer])
+    layout = bf16(size.heads // 2, tile_tokens=size.tokens // 3, kernel="reference")
+    plain = after_a_step(model, batch, cp, layout, OPTIMIZERS[optimizer])
+    host = after_a_step(model, batch, cp, replace(layout, offload_optimizer=True), OPTIMIZERS[optimizer])
     for a, b in zip(plain, host, strict=True):
         assert a["after"].keys() == b["after"].keys()
         for name, before in a["before"].items():

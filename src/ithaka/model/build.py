@@ -19,11 +19,11 @@ from transformers.utils import ModelOutput
 
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import Mesh, make_mesh
+from ithaka.layout import Layout
 from ithaka.memory.store import Store
 from ithaka.model.batch import Share, take_share
 from ithaka.model.families import check_supported, layer_parts
 from ithaka.model.layer import StreamedLayer
-from ithaka.model.settings import PLAIN, Settings
 from ithaka.model.weights import init_weights, load_weights
 from ithaka.ops.loss import linear_cross_entropy
 from ithaka.ops.tiles import apply_norm
@@ -44,24 +44,35 @@ class ParallelOutput(ModelOutput):
 
 
 def parallelize(
-    model: PreTrainedModel, cp: int = 1, *, mesh: Mesh | None = None, settings: Settings = PLAIN
+    model: PreTrainedModel,
+    cp: int | None = None,
+    *,
+    mesh: Mesh | None = None,
+    layout: Layout | None = None,
+    store: Store | None = None,
 ) -> PreTrainedModel:
     """Swaps the layers for streamed ones and applies FSDP2, in place. Parameter names stay Hugging Face's.
 
     `cp` ranks share a sequence; the rest of the world is data parallel. Afterwards the model takes
     `(input_ids, labels, position_ids, attention_mask, document_ids, num_items_in_batch)`, the same full batch on
     every rank of a cp group. Gradients arrive sharded and already summed over all ranks.
+    `layout` says the rest, and cp as well; without it every technique is off. `store` holds what layers keep.
     """
     check_supported(model)
-    config = model.config
-    mesh = mesh or make_mesh(cp)
-    _check_heads(config.num_attention_heads, mesh.cp_size, settings.heads_per_stage)
-    _shard(model, mesh, settings)
-    _swap_forwards(model, mesh, settings)
+    layout = layout or Layout(cp=cp or (mesh.cp_size if mesh else 1))
+    for name, other in (("cp", cp), ("mesh.cp_size", mesh and mesh.cp_size)):
+        if other is not None and other != layout.cp:
+            raise ConfigError(f"{name}={other} is not layout.cp={layout.cp}; give one of them, or the same")
+    _check_heads(model.config.num_attention_heads, layout.cp, layout.heads_per_stage)
+    mesh = mesh or make_mesh(layout.cp)
+    _shard(model, mesh, layout)
+    _swap_forwards(model, mesh, layout, store or Store(mesh.device))
     return model
 
 
-def build_model(source: Path | dict, mesh: Mesh, settings: Settings = PLAIN, *, seed: int = 0) -> PreTrainedModel:
+def build_model(
+    source: Path | dict, mesh: Mesh, layout: Layout | None = None, *, store: Store | None = None, seed: int = 0
+) -> PreTrainedModel:
     """A parallel model from a Hugging Face directory, a config.json or a config's dict.
 
     Built on the meta device; weights go straight from the safetensors files into this rank's shards, or, where
@@ -69,9 +80,10 @@ def build_model(source: Path | dict, mesh: Mesh, settings: Settings = PLAIN, *, 
     """
     config = _hf_config(source)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=_master_dtype(settings.dtype))
-    parallelize(model, mesh=mesh, settings=settings)
-    storage = torch.device("cpu") if settings.offload_optimizer else mesh.device
+        master = torch.float64 if layout and layout.dtype == "float64" else torch.float32
+        model = AutoModelForCausalLM.from_config(config, dtype=master)
+    parallelize(model, mesh=mesh, layout=layout, store=store)
+    storage = torch.device("cpu") if layout and layout.offload_optimizer else mesh.device
     model.to_empty(device=storage)
     rotary = model.model.rotary_emb
     model.model.rotary_emb.__init__(config)  # its buffers are computed, not loaded
@@ -104,17 +116,13 @@ def _check_heads(num_heads: int, cp: int, heads_per_stage: int | None) -> None:
         )
 
 
-def _master_dtype(compute: torch.dtype | None) -> torch.dtype:
-    return torch.float64 if compute == torch.float64 else torch.float32
-
-
-def _shard(model: PreTrainedModel, mesh: Mesh, settings: Settings) -> None:
+def _shard(model: PreTrainedModel, mesh: Mesh, layout: Layout) -> None:
     """FSDP2 over every rank, one unit per layer. Gradients are summed: the loss is divided once, globally."""
-    dtype = settings.dtype or model.dtype
+    dtype = getattr(torch, layout.dtype) if layout.dtype else model.dtype
     half = dtype in (torch.bfloat16, torch.float16)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if half else None)
     pin = mesh.device.type == "cuda"
-    offload = CPUOffloadPolicy(pin_memory=pin) if settings.offload_optimizer else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=pin) if layout.offload_optimizer else OffloadPolicy()
 
     def shard(module: nn.Module) -> None:
         fully_shard(module, mesh=mesh.fsdp, mp_policy=precision, offload_policy=offload)
@@ -131,10 +139,10 @@ def _shard(model: PreTrainedModel, mesh: Mesh, settings: Settings) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _swap_forwards(model: PreTrainedModel, mesh: Mesh, settings: Settings) -> None:
+def _swap_forwards(model: PreTrainedModel, mesh: Mesh, layout: Layout, store: Store) -> None:
     config = model.config
-    store = Store(mesh.device, host_bytes=settings.host_bytes, disk_path=settings.disk_path)
-    table = head_table(config.num_attention_heads, config.num_key_value_heads, mesh.cp_size, settings.heads_per_stage)
+    table = head_table(config.num_attention_heads, config.num_key_value_heads, layout.cp, layout.heads_per_stage)
+    keeps = layout.of_layers(len(model.model.layers))
     for index, layer in enumerate(model.model.layers):
         layer.gradient_checkpointing = False
         layer.forward = StreamedLayer(
@@ -145,7 +153,8 @@ def _swap_forwards(model: PreTrainedModel, mesh: Mesh, settings: Settings) -> No
             mesh.cp_group,
             table,
             store,
-            settings.of_layer(index),
+            layout,
+            keeps[index],
         )
     model.lm_head.forward = _Head(model.model.norm, model.lm_head, mesh)
     model.forward = MethodType(_Forward(mesh), model)

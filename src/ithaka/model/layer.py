@@ -3,7 +3,7 @@
 Shapes: s tokens on this rank, S in the sequence, t in a tile, D hidden, c ranks, n head slots per rank and stage,
 K head dim. Tokens-sharded [c, s, n, K] and heads-sharded [S, n, K] as in dist/exchange.py.
 
-Kept for backward: the layer's input, and attention's output with its log-sum-exp where the options say so.
+Kept for backward: the layer's input, and attention's output with its log-sum-exp where `LayerKeeps` says so.
 """
 
 from collections import deque
@@ -22,6 +22,7 @@ from ithaka.dist.exchange import (
     start_heads_to_tokens,
     start_tokens_to_heads,
 )
+from ithaka.layout import LayerKeeps, Layout
 from ithaka.memory.store import Kept, Store
 from ithaka.model.families import LayerParts
 from ithaka.ops.gated import GatedMlp, gated_mlp
@@ -33,22 +34,6 @@ from ithaka.plan.heads import EMPTY, HeadTable, Stage, flat
 Docs = tuple[int, ...]
 Heads = tuple[tuple[int, ...], ...]  # [rank][slot]
 Arrived = tuple[HeadSlice, Tensor]  # heads, and their gradient in exchange layout
-
-
-@dataclass(frozen=True)
-class LayerOptions:
-    """What the plan decided for one layer."""
-
-    tile_tokens: int | None = None  # None: all of this rank's tokens at once
-    checkpoint: bool = True  # False: ordinary autograd keeps everything, and nothing below is used
-    keep_input: str = "device"  # tier of the layer's input
-    keep_attention: str | None = None  # tier of attention's output; None: computed again in backward
-    # Memory for time: send the next stage, and fetch what it needs, while this one attends; in backward the input
-    # comes to the device once and stays, instead of tile by tile in every walk.
-    overlap: bool = True
-    kernel: str = "auto"
-    blocks: tuple[int, int] | None = None
-    compile: bool = False  # torch.compile for the MLP
 
 
 @dataclass
@@ -101,20 +86,21 @@ class StreamedLayer:
         group: dist.ProcessGroup,
         table: HeadTable,
         store: Store,
-        options: LayerOptions,
+        layout: Layout,
+        keeps: LayerKeeps,
     ) -> None:
         self.name, self.layer, self.parts, self.rotary, self.group = name, layer, parts, rotary, group
-        self.table, self.store, self.options = table, store, options
+        self.table, self.store, self.layout, self.keeps = table, store, layout, keeps
         self.rank = group.rank()
-        self.mlp = torch.compile(parts.mlp) if options.compile else parts.mlp
+        self.mlp = torch.compile(parts.mlp) if layout.compile else parts.mlp
         self.q = Projection(parts.q_proj, parts.q_norm, True, parts.head_dim)
         self.k = Projection(parts.k_proj, parts.k_norm, True, parts.head_dim)
         self.v = Projection(parts.v_proj, None, False, parts.head_dim)
-        self.ahead = 2 if options.overlap else 1  # stages under way at once
+        self.ahead = 2 if layout.overlap else 1  # stages under way at once
         self._indices: dict[Heads, Tensor] = {}
 
     def __call__(self, x_sD: Tensor, positions_s: Tensor, docs: Docs) -> Tensor:
-        if torch.is_grad_enabled() and not self.options.checkpoint:
+        if torch.is_grad_enabled() and self.keeps.everything:
             return self.keep_everything(x_sD, Saved(positions_s, docs, Kept(x_sD)))
         if torch.is_grad_enabled():
             return _LayerFunction.apply(x_sD, self, positions_s, docs, *self.layer.parameters())
@@ -138,13 +124,13 @@ class StreamedLayer:
             y_sD += self.parts.o_proj.bias
         for stage, out_csnK, lse_nS in self._attend(saved):
             self._add_attention_output(y_sD, stage, out_csnK)
-            if keep and self.options.keep_attention is not None:
+            if keep and self.keeps.attention is not None:
                 for part in saved.attended[-1] if saved.attended else ():
                     part.settle()
-                saved.attended.append(self._keep_attention(out_csnK, lse_nS, self.options.keep_attention))
+                saved.attended.append(self._keep_attention(out_csnK, lse_nS, self.keeps.attention))
         with phase("mlp"):
             gated = self._gated()
-            for rows in tile_slices(len(y_sD), self.options.tile_tokens):
+            for rows in tile_slices(len(y_sD), self.layout.tile_tokens):
                 self._add_mlp(y_sD[rows], gated)
         saved.settle()
         return y_sD
@@ -182,7 +168,7 @@ class StreamedLayer:
         started = []
         for make in makers:
             started.append(start_tokens_to_heads(make(), self.group))
-            if not self.options.overlap:
+            if not self.layout.overlap:
                 started[-1].wait()
         num_kv = len(started) - 1 - len(also or [])
         return Sent(started[: len(started) - num_kv], started[len(started) - num_kv :])
@@ -229,7 +215,7 @@ class StreamedLayer:
     def _add_attention_output(self, y_sD: Tensor, stage: Stage, out_csnK: Tensor) -> None:
         heads = self._heads(stage.query_heads)
         weight_DN = take_head_columns(self.parts.o_proj.weight, heads, self.parts.head_dim)
-        for rows in tile_slices(len(y_sD), self.options.tile_tokens):
+        for rows in tile_slices(len(y_sD), self.layout.tile_tokens):
             out_tN = out_csnK[:, rows].transpose(0, 1).flatten(1)
             y_sD[rows].addmm_(out_tN, weight_DN.t())
 
@@ -238,7 +224,7 @@ class StreamedLayer:
 
     def _gated(self) -> GatedMlp | None:
         """Asked anew in every pass: hooks and wrappers may come after the model was built."""
-        return None if self.options.compile else gated_mlp(self.parts.mlp)
+        return None if self.layout.compile else gated_mlp(self.parts.mlp)
 
     def _add_mlp(self, y_tD: Tensor, gated: GatedMlp | None) -> None:
         if gated is None:
@@ -262,7 +248,7 @@ class StreamedLayer:
     def _mlp_backward(self, saved: Saved, attended: list[tuple[Kept, Kept]], dy_sD: Tensor, grads: GradSum) -> None:
         """dy becomes the gradient at the sum of x and attention; also the output projection's weight gradient."""
         o_proj = self.parts.o_proj
-        slices = tile_slices(len(dy_sD), self.options.tile_tokens)
+        slices = tile_slices(len(dy_sD), self.layout.tile_tokens)
         outs, gated = [out.tiles(slices, dim=1) for out, _ in attended], self._gated()
         for (rows, x_tD), *outs_ctnK in zip(self._input_tiles(saved), *outs, strict=True):
             out_tN = self._all_heads(outs_ctnK)
@@ -317,7 +303,7 @@ class StreamedLayer:
         for i, stage in enumerate(stages):
             (q, out, dout), new_kv = sent.popleft().wait()
             lse_nS, following = attended[i][1].fetch(), i + self.ahead
-            if self.options.overlap and following < len(stages):
+            if self.layout.overlap and following < len(stages):
                 attended[following][0].prefetch()
             held.arrive(stage, new_kv)
             with phase("attention"), phase(f"stage {i}"):
@@ -351,7 +337,7 @@ class StreamedLayer:
         heads, c = self._heads(stage.query_heads), self.group.size()
         weight_DN = take_head_columns(self.parts.o_proj.weight, heads, self.parts.head_dim)
         dout_csnK = dy_sD.new_empty(c, len(dy_sD), len(heads) // c, self.parts.head_dim)
-        for rows in tile_slices(len(dy_sD), self.options.tile_tokens):
+        for rows in tile_slices(len(dy_sD), self.layout.tile_tokens):
             dout_tcnK = (dy_sD[rows] @ weight_DN).unflatten(1, (c, -1, self.parts.head_dim))
             dout_csnK[:, rows] = dout_tcnK.transpose(0, 1)
         return dout_csnK
@@ -359,8 +345,8 @@ class StreamedLayer:
     # ---- shared
 
     def _input_tiles(self, saved: Saved) -> Iterator[tuple[slice, Tensor]]:
-        slices = tile_slices(len(saved.positions_s), self.options.tile_tokens)
-        return zip(slices, saved.x.tiles(slices, hold=self.options.overlap), strict=True)
+        slices = tile_slices(len(saved.positions_s), self.layout.tile_tokens)
+        return zip(slices, saved.x.tiles(slices, hold=self.layout.overlap), strict=True)
 
     def _rotation(self, h_tD: Tensor, positions_t: Tensor) -> tuple[Tensor, Tensor]:
         cos_1tK, sin_1tK = self.rotary(h_tD, positions_t[None])
@@ -378,8 +364,8 @@ class StreamedLayer:
             "causal": True,
             "window": self.parts.window,
             "docs": docs,
-            "kernel": self.options.kernel,
-            "blocks": self.options.blocks,
+            "kernel": self.layout.kernel,
+            "blocks": self.layout.blocks,
         }
 
 
@@ -389,7 +375,7 @@ class _LayerFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_sD, layer, positions_s, docs, *params):
         ctx.layer, ctx.params = layer, params
-        ctx.saved = Saved(positions_s, docs, layer.store.keep(x_sD, layer.options.keep_input))
+        ctx.saved = Saved(positions_s, docs, layer.store.keep(x_sD, layer.keeps.input))
         ctx.saved.before = layer.store.follow(ctx.saved)
         with phase(layer.name), phase("forward"):
             return layer.forward(x_sD, ctx.saved, keep=True)

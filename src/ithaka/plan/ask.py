@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ithaka.config import ConfigError, load, parse_count
+from ithaka.layout import fixed_settings
 from ithaka.plan import compare, search, show
 from ithaka.plan.hardware import Hardware
-from ithaka.plan.layout import Work
 from ithaka.plan.models import find_shape
-from ithaka.plan.shape import ModelShape
+from ithaka.plan.shape import ModelShape, Work
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def question(model: str, hardware: Hardware, context: str, batch: int, overrides
     for override in overrides:
         section, _, key = override.partition("=")[0].strip().partition(".")
         chosen[f"{section}.{key}"] = getattr(getattr(config, section), key)
-    fixed = search.fixed_settings(chosen, shape, hardware.num_gpus)
+    fixed = fixed_settings(chosen, shape.num_layers, hardware.num_gpus)
     return Question(model, shape, hardware, Work(num_tokens, batch), fixed)
 
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ithaka.layout import SETTINGS, Layout, make_layout
 from ithaka.plan.hardware import Hardware
-from ithaka.plan.layout import Layout, Work
-from ithaka.plan.search import SETTINGS, Plan, choose, evaluate, longest_context
-from ithaka.plan.shape import ModelShape
+from ithaka.plan.search import Plan, choose, evaluate, longest_context
+from ithaka.plan.shape import ModelShape, Work
 
 LADDER_TILE = 8192
 
@@ -26,10 +26,10 @@ class Rung:
 def ladder(shape: ModelShape, hardware: Hardware, work: Work) -> list[Rung]:
     """ithaka's own layer with one technique after another switched on; the last is the search's choice."""
     cp = max(n for n in range(1, min(hardware.num_gpus, shape.heads) + 1) if hardware.num_gpus % n == 0)
-    plain = Layout(cp=1, checkpoint=False, overlap=False)
+    plain = make_layout(shape.num_layers, checkpoint=False, overlap=False)
     shared = replace(plain, cp=cp)
-    checked = replace(shared, checkpoint=True)
-    offloaded = replace(checked, input_tier="host")
+    checked = shared.but(checkpoint=True)
+    offloaded = checked.but(input_tier="host")
     tiled = replace(offloaded, tile_tokens=LADDER_TILE)
     untied = replace(tiled, heads_per_stage=cp)
     alone = replace(hardware, gpus_per_node=1, num_nodes=1)

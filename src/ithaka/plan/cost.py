@@ -6,12 +6,12 @@ Letters as in plan/moments.py, which has the bytes of one layer; V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from ithaka.layout import LayerKeeps, Layout
 from ithaka.plan.hardware import GIB, Hardware
-from ithaka.plan.layout import Layout, Work
 from ithaka.plan.moments import Moment, everything_bytes, kept_attention_bytes, layer_peak
-from ithaka.plan.shape import ModelShape
+from ithaka.plan.shape import ModelShape, Work
 
 LOGITS_TILE_BYTES = 2**29  # logits of a tile of the loss
 EMBEDDING_RUN = 10  # tokens whose gradients PyTorch's embedding backward adds up in one row of its buffer
@@ -80,13 +80,13 @@ def attention_room(shape: ModelShape, layout: Layout, hardware: Hardware, work: 
     """The most layers whose attention outputs fit into `layout.attention_tier`, beside everything else."""
 
     def fits(count: int) -> bool:
-        return memory(shape, replace(layout, keep_attention=count), hardware, work).fits
+        return memory(shape, layout.but(keep_attention=count), hardware, work).fits
 
     if fits(shape.num_layers):  # nothing is computed again then, which frees room on the device
         return shape.num_layers
     if shape.num_layers == 1 or not fits(1):
         return 0
-    one, tier = replace(layout, keep_attention=1), layout.attention_tier
+    one, tier = layout.but(keep_attention=1), layout.attention_tier
     each = kept_attention_bytes(shape, layout, work.local_tokens(layout.cp))
     ledger = memory(shape, one, hardware, work)
     if tier == "device":
@@ -120,8 +120,8 @@ class _Step:
         self.shape, self.layout, self.s = shape, layout, s
         self.alone = hardware.num_gpus == 1
         self.states = _states(shape, layout, hardware)
-        self.inputs, self.outputs = _kept_on_device(shape, layout, s)
-        self.own_output = self.outputs // layout.keep_attention if layout.keep_attention else 0
+        self.groups = layout.groups(shape.num_layers)
+        self.everything = sum(count * self.own(keeps) for keeps, count in self.groups)  # from forward to backward
         e, wide = layout.element_bytes, layout.sum_bytes
         head, layer = shape.vocab * shape.hidden, shape.layer_parameters
         self.head, self.wide_head, self.layer, self.wide_layer = head * e, head * wide, layer * e, layer * wide
@@ -145,22 +145,21 @@ class _Step:
 
     def forward(self) -> dict[str, int]:
         """In the last layer, whose input is still among its residual stream; later it is kept."""
-        moment, outputs = self.peak("forward")
-        kept = (self.shape.num_layers - 1) * self.inputs + outputs
+        moment, kept = self.peak("forward")
         return self.held(moment, self.root + self.layer + self.ahead, kept=kept)
 
     def loss(self) -> dict[str, int]:
-        x = self.layout.x_bytes(self.shape, self.s)
+        x = self.layout.x_bytes(self.shape.hidden, self.s)
         logits = min(LOGITS_TILE_BYTES, self.s * self.shape.vocab * self.layout.element_bytes)
         holders = self.held(Moment("loss", 2 * x), self.head + self.ahead, kept=self.everything)
         return {**holders, "loss tile": self.wide_head + max(logits, self.head)}
 
     def last_layer(self) -> dict[str, int]:
         """While lm_head's gradient is still being sent."""
-        moment, _ = self.peak("backward")
+        moment, kept = self.peak("backward")
         below = self.ahead if self.shape.num_layers > 1 else 0 if self.alone or self.shape.tied else self.head
         waiting = self.tied_grad if self.shape.tied else self.wide_head
-        return self.held(moment, self.root + self.layer + below, self.arrived(0), waiting, self.everything)
+        return self.held(moment, self.root + self.layer + below, self.arrived(0), waiting, kept)
 
     def first_layer(self) -> dict[str, int]:
         """While the gradients of the layer above are still being sent."""
@@ -168,7 +167,7 @@ class _Step:
         embedding = 0 if self.alone and not self.shape.tied else self.head
         layers_above = self.shape.num_layers - 1
         waiting = self.wide_layer * (layers_above > 0) + self.tied_grad
-        kept = self.inputs + self.own_output
+        kept = self.own(self.groups[0][0])
         return self.held(moment, self.layer + embedding, self.arrived(layers_above), waiting, kept)
 
     def embedding(self) -> dict[str, int]:
@@ -179,13 +178,16 @@ class _Step:
         rows = self.s // EMBEDDING_RUN + min(self.s, shape.vocab)
         buffer = rows * shape.hidden * layout.sum_bytes
         waiting = self.head + max(self.wide_layer + buffer + self.tied_grad, self.wide_head)
-        x = layout.x_bytes(shape, self.s)
+        x = layout.x_bytes(shape.hidden, self.s)
         return self.held(Moment("embedding", x), self.head, self.arrived(shape.num_layers), waiting)
 
-    @property
-    def everything(self) -> int:
-        """Kept between forward and backward."""
-        return self.shape.num_layers * self.inputs + self.outputs
+    def own(self, keeps: LayerKeeps) -> int:
+        """Bytes that one layer keeps on the device."""
+        shape, layout = self.shape, self.layout
+        if keeps.everything:
+            return everything_bytes(shape, layout, self.s)
+        inputs = layout.x_bytes(shape.hidden, self.s) if keeps.input == "device" else 0
+        return inputs + (kept_attention_bytes(shape, layout, self.s) if keeps.attention == "device" else 0)
 
     def arrived(self, num_layers: int) -> int:
         """Parameters of lm_head and so many layers."""
@@ -193,15 +195,14 @@ class _Step:
         return head + num_layers * self.shape.layer_parameters
 
     def peak(self, direction: str) -> tuple[Moment, int]:
-        """A layer's highest moment, and the attention outputs that other layers keep beside it."""
-        shape, layout = self.shape, self.layout
-        if not layout.checkpoint:
-            return _everything_moment(shape, layout, self.s), self.outputs
-        found = []
-        for kept, num_layers in ((True, layout.keep_attention), (False, shape.num_layers - layout.keep_attention)):
-            if num_layers > 0:
-                own = self.own_output if kept and direction == "forward" else 0
-                found.append((layer_peak(shape, layout, self.s, kept, direction), self.outputs - own))
+        """A layer's highest moment, and what is kept beside it; in forward a layer's own is still its moment's."""
+        shape, layout, found = self.shape, self.layout, []
+        for keeps, _ in self.groups:
+            if keeps.everything:
+                moment = _everything_moment(shape, layout, self.s)
+            else:
+                moment = layer_peak(shape, layout, self.s, keeps, direction)
+            found.append((moment, self.everything - (self.own(keeps) if direction == "forward" else 0)))
         return max(found, key=lambda pair: pair[0].live + pair[1])
 
 
@@ -211,20 +212,11 @@ def _states(shape: ModelShape, layout: Layout, hardware: Hardware) -> dict[str, 
     return {"parameters": 4 * count, "gradients": 4 * count, "optimizer": 8 * count}
 
 
-def _kept_on_device(shape: ModelShape, layout: Layout, s: int) -> tuple[int, int]:
-    """(bytes per layer of inputs, bytes of all layers' attention outputs) kept on the device."""
-    if not layout.checkpoint:
-        return everything_bytes(shape, layout, s), 0
-    inputs = layout.x_bytes(shape, s) if layout.input_tier == "device" else 0
-    kept = layout.keep_attention if layout.attention_tier == "device" else 0
-    return inputs, kept * kept_attention_bytes(shape, layout, s)
-
-
 def _everything_moment(shape: ModelShape, layout: Layout, s: int) -> Moment:
     """Beside what is kept: the stream and its gradient, one matmul's gradients of the MLP, the weights' gradients."""
     e = layout.element_bytes
     sums = shape.layer_parameters * e
-    return Moment("everything kept", 2 * layout.x_bytes(shape, s), tiles=3 * s * shape.mlp * e, sums=sums)
+    return Moment("everything kept", 2 * layout.x_bytes(shape.hidden, s), tiles=3 * s * shape.mlp * e, sums=sums)
 
 
 def _outside(
@@ -232,18 +224,18 @@ def _outside(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Holders in a node's host memory and on its disk."""
     s, ranks = work.local_tokens(layout.cp), hardware.gpus_per_node
-    host, disk = {"layer inputs": 0, "kept attention": 0}, {"layer inputs": 0, "kept attention": 0}
-    stored = (
-        ("layer inputs", layout.input_tier, shape.num_layers, layout.x_bytes(shape, s)),
-        ("kept attention", layout.attention_tier, layout.keep_attention, kept_attention_bytes(shape, layout, s)),
-    )
-    station = 0
-    for name, tier, num_layers, one in stored if layout.checkpoint else ():
-        if tier == "host":
-            host[name] = ranks * num_layers * one
-        elif tier == "disk":
-            disk[name] = ranks * num_layers * one
-            station += min(DISK_STATION_LAYERS, num_layers) * one
+    host, disk, station = dict[str, int](), dict[str, int](), 0
+    for name, one in (
+        ("layer inputs", layout.x_bytes(shape.hidden, s)),
+        ("kept attention", kept_attention_bytes(shape, layout, s)),
+    ):
+        layers = {"host": 0, "disk": 0}
+        for keeps, count in layout.groups(shape.num_layers):
+            tier = keeps.input if name == "layer inputs" else keeps.attention
+            if tier in layers:
+                layers[tier] += count
+        host[name], disk[name] = ranks * layers["host"] * one, ranks * layers["disk"] * one
+        station += min(DISK_STATION_LAYERS, layers["disk"]) * one
     host["on the way to disk"] = ranks * station
     states = -(-shape.num_parameters // hardware.num_gpus) * 16 if layout.offload_optimizer else 0
     host["parameters, gradients, optimizer"] = ranks * states

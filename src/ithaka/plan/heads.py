@@ -9,6 +9,9 @@ exchange carries them as filler, and their owner computes nothing for them.
 from dataclasses import dataclass
 from functools import cache
 
+from ithaka.layout import Layout
+from ithaka.plan.shape import ModelShape
+
 EMPTY = -1
 
 
@@ -122,3 +125,56 @@ def _reads(heads: tuple[int, ...], held: dict[int, tuple[int, int]], group_size:
 
 def _last_use(stages: list[Stage], load: int) -> int:
     return max(i for i, stage in enumerate(stages) for reads in stage.reads for r in reads if r.load == load)
+
+
+# ---- in numbers
+
+
+@dataclass(frozen=True)
+class StageSlots:
+    """Slots per rank around one stage."""
+
+    new_kv: int  # kv slots that arrive with it
+    held: int  # kv slots held while it attends
+    left: int  # kv slots held once its last uses are over
+    part: int  # query slots of the widest read that a rank copies into its output; 0: all are whole outputs
+
+
+@dataclass(frozen=True)
+class Slots:
+    query: int  # per rank and stage
+    stages: tuple[StageSlots, ...]
+
+    @property
+    def all_kv(self) -> int:
+        return sum(stage.new_kv for stage in self.stages)
+
+    @property
+    def most_new_kv(self) -> int:
+        return max(stage.new_kv for stage in self.stages)
+
+
+def slots_of(shape: ModelShape, layout: Layout) -> Slots:
+    return _slots_of(shape.heads, shape.kv_heads, layout.cp, layout.heads_per_stage)
+
+
+@cache
+def _slots_of(heads: int, kv_heads: int, cp: int, heads_per_stage: int | None) -> Slots:
+    table = head_table(heads, kv_heads, cp, heads_per_stage)
+    return Slots(table.stages[0].num_slots, tuple(_stage_slots(table, i) for i in range(len(table.stages))))
+
+
+def _stage_slots(table: HeadTable, i: int) -> StageSlots:
+    stage = table.stages[i]
+    copied = [
+        read.last - read.first
+        for rank, reads in enumerate(stage.reads)
+        if len(reads) != 1 or not stage.is_full(rank)
+        for read in reads
+    ]
+    return StageSlots(
+        new_kv=0 if stage.load is None else table.loads[stage.load].num_slots,
+        held=sum(load.num_slots for load in table.loads if load.first_stage <= i <= load.last_stage),
+        left=sum(load.num_slots for load in table.loads if load.first_stage <= i < load.last_stage),
+        part=max(copied, default=0),
+    )

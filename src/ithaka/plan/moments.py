@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from ithaka.plan.layout import Layout, Slots
+from ithaka.layout import LayerKeeps, Layout
+from ithaka.plan.heads import Slots, slots_of
 from ithaka.plan.shape import ModelShape
 
 TileWork = Literal["none", "project", "project backward", "mlp", "mlp backward", "attend", "attend backward"]
@@ -65,7 +66,7 @@ class LayerBytes:
 
     @cached_property
     def slots(self) -> Slots:
-        return self.layout.slots(self.shape)
+        return slots_of(self.shape, self.layout)
 
     @cached_property
     def num_stages(self) -> int:
@@ -73,7 +74,7 @@ class LayerBytes:
 
     @cached_property
     def x(self) -> int:
-        return self.layout.x_bytes(self.shape, self.s)
+        return self.layout.x_bytes(self.shape.hidden, self.s)
 
     @cached_property
     def slot(self) -> int:
@@ -165,7 +166,7 @@ def tile_bytes(shape: ModelShape, layout: Layout, s: int, work: TileWork, fetche
     """
     if work == "none":
         return 0
-    t, e, slots = min(layout.tile_tokens or s, s), layout.element_bytes, layout.slots(shape)
+    t, e, slots = min(layout.tile_tokens or s, s), layout.element_bytes, slots_of(shape, layout)
     if work in BLOCK_TOKENS:
         elements = min(BLOCK_TOKENS[work] * 128, layout.cp * s * shape.head_dim)
         return BLOCK_BUFFERS * elements * layout.sum_bytes
@@ -257,10 +258,10 @@ def attention_backward_moments(b: LayerBytes, outputs: int, fetched: bool) -> It
             yield Moment(project, stream, left - prefetched + b.sending(made, taken, following), outputs)
 
 
-def layer_moments(shape: ModelShape, layout: Layout, s: int, kept: bool) -> Iterator[Moment]:
-    """Every moment of a layer's forward and backward on one rank; `kept`: attention's output is kept."""
-    b = LayerBytes(shape, layout, s)
-    fetched = kept and layout.attention_tier != "device"
+def layer_moments(shape: ModelShape, layout: Layout, s: int, keeps: LayerKeeps) -> Iterator[Moment]:
+    """Every moment of a layer's forward and backward on one rank."""
+    b, kept = LayerBytes(shape, layout.of_one_layer(keeps), s), keeps.attention is not None
+    fetched = kept and keeps.attention != "device"
     yield from forward_moments(b, keeps=kept and not fetched)
     outputs = 0
     if not kept:
@@ -270,37 +271,34 @@ def layer_moments(shape: ModelShape, layout: Layout, s: int, kept: bool) -> Iter
     yield from attention_backward_moments(b, outputs, fetched)
 
 
-def layer_peak(shape: ModelShape, layout: Layout, s: int, kept: bool, direction: str) -> Moment:
+def layer_peak(shape: ModelShape, layout: Layout, s: int, keeps: LayerKeeps, direction: str) -> Moment:
     """The moment of "forward" or "backward" at which most is live."""
     # Only what decides the moments, so that layouts that differ in the rest share an entry of the cache.
-    alike = Layout(
-        layout.cp,
-        layout.heads_per_stage,
-        layout.tile_tokens,
-        input_tier="device" if layout.input_tier == "device" else "host",
-        attention_tier="host" if kept and layout.attention_tier != "device" else "device",
-        overlap=layout.overlap,
-        element_bytes=layout.element_bytes,
-        sum_bytes=layout.sum_bytes,
+    alike = LayerKeeps(
+        input="device" if keeps.input == "device" else "host",
+        attention="host" if keeps.attention == "disk" else keeps.attention,
     )
-    return _layer_peak(shape, alike, s, kept)[direction]
+    one = Layout(
+        layout.cp, layout.heads_per_stage, layout.tile_tokens, (alike,), overlap=layout.overlap, dtype=layout.dtype
+    )
+    return _layer_peak(shape, one, s, alike)[direction]
 
 
 @lru_cache(maxsize=8192)
-def _layer_peak(shape: ModelShape, layout: Layout, s: int, kept: bool) -> dict[str, Moment]:
+def _layer_peak(shape: ModelShape, layout: Layout, s: int, keeps: LayerKeeps) -> dict[str, Moment]:
     b = LayerBytes(shape, layout, s)
-    highest = _highest(shape, replace(layout, tile_tokens=None), s, kept)
+    highest = _highest(shape, replace(layout, tile_tokens=None), s, keeps)
     return {
-        direction: max((b.with_tile(m, kept) for m in moments), key=lambda m: m.live)
+        direction: max((b.with_tile(m, keeps.attention is not None) for m in moments), key=lambda m: m.live)
         for direction, moments in highest.items()
     }
 
 
 @lru_cache(maxsize=4096)
-def _highest(shape: ModelShape, layout: Layout, s: int, kept: bool) -> dict[str, list[Moment]]:
+def _highest(shape: ModelShape, layout: Layout, s: int, keeps: LayerKeeps) -> dict[str, list[Moment]]:
     """By direction: for each kind of work on tiles, the moment at which most else is live."""
     highest: dict[str, dict[str, Moment]] = {"forward": {}, "backward": {}}
-    for moment in layer_moments(shape, layout, s, kept):
+    for moment in layer_moments(shape, layout, s, keeps):
         of_kind = highest[moment.phase.partition(" ")[0]]
         if moment.tile not in of_kind or moment.rest > of_kind[moment.tile].rest:
             of_kind[moment.tile] = moment

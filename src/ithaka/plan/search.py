@@ -13,12 +13,12 @@ from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ithaka.config import Config, ConfigError, check_effects
+from ithaka.config import Config, ConfigError
+from ithaka.layout import SETTINGS, Layout, Tier, fixed_settings, make_layout, settings_of
 from ithaka.plan.cost import Ledger, attention_room, memory
 from ithaka.plan.hardware import Hardware
-from ithaka.plan.layout import Layout, Tier, Work
 from ithaka.plan.seconds import Seconds, step_seconds
-from ithaka.plan.shape import ModelShape
+from ithaka.plan.shape import ModelShape, Work
 
 TILE_BYTES = 2**27  # of x, in the largest tile: the narrower a model, the more tokens outweigh a kernel's launch
 TILE_SIZES = 4  # each half of the one before
@@ -27,60 +27,6 @@ CONTEXT_GRAIN = 1024  # per rank: longest contexts are multiples of this many to
 UNLIMITED_BYTES = 2**60
 RUNNERS_UP = 3
 WORTH_SHOWING = 0.9  # plans slower than this share of the best are not looked at further
-
-
-# Settings of the configuration that a plan decides, and the field of `Layout` each of them is.
-SETTINGS = {
-    "parallel.cp": "cp",
-    "parallel.heads_per_stage": "heads_per_stage",
-    "memory.checkpoint": "checkpoint",
-    "memory.offload": "input_tier",
-    "memory.tile_tokens": "tile_tokens",
-    "memory.keep_attention": "keep_attention",
-    "memory.attention_offload": "attention_tier",
-    "memory.offload_optimizer": "offload_optimizer",
-    "memory.overlap": "overlap",
-}
-_WORDS: dict[str, dict[Any, Any]] = {  # of the configuration -> of a layout
-    "parallel.heads_per_stage": {"all": None},
-    "memory.checkpoint": {"full": True, "none": False},
-    "memory.offload": {"none": "device"},
-    "memory.tile_tokens": {"all": None},
-    "memory.keep_attention": {"none": 0},
-    "memory.attention_offload": {"none": "device"},
-}
-
-
-def fixed_settings(chosen: Mapping[str, Any], shape: ModelShape, num_ranks: int) -> dict[str, Any]:
-    """What the user decided (`{"parallel.cp": 8, "memory.offload": "host"}`), as fields of `Layout`."""
-    check_effects(chosen)
-    fixed = {}
-    for name, value in chosen.items():
-        if name not in SETTINGS:
-            raise ConfigError(f"{name}={value} is not decided by a plan; use one of {', '.join(SETTINGS)}")
-        if value not in (None, "auto"):
-            fixed[SETTINGS[name]] = _WORDS.get(name, {}).get(value, value)
-    if fixed.get("cp") == "all":
-        fixed["cp"] = num_ranks
-    if fixed.get("keep_attention") == "all":
-        fixed["keep_attention"] = shape.num_layers
-    return fixed
-
-
-def settings_of(plan: Plan) -> dict[str, Any]:
-    """The plan in the words of the configuration."""
-    words = {name: {new: old for old, new in pairs.items()} for name, pairs in _WORDS.items()}
-    layout, settings = plan.layout, {}
-    for name, entry in SETTINGS.items():
-        value = getattr(layout, entry)
-        settings[name] = words.get(name, {}).get(value, value)
-    if layout.keep_attention == plan.shape.num_layers:
-        settings["memory.keep_attention"] = "all"
-    if (layout.heads_per_stage or 0) >= plan.shape.heads:
-        settings["parallel.heads_per_stage"] = "all"
-    if not layout.keep_attention:
-        settings["memory.attention_offload"] = None
-    return settings
 
 
 @dataclass(frozen=True)
@@ -95,6 +41,11 @@ class Plan:
     seconds: Seconds
     runners_up: tuple[Plan, ...] = field(default=(), repr=False)
     given: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)  # decided by the user, of the layout
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """In the words of the configuration."""
+        return settings_of(self.layout, self.shape.heads)
 
     @property
     def fits(self) -> bool:
@@ -144,7 +95,7 @@ def decide(config: Config, given: Collection[str], shape: ModelShape, hardware: 
     """
     chosen = {name: operator.attrgetter(name)(config) for name in SETTINGS if name in given}
     work = Work(config.data.context, config.train.batch, accumulate=config.train.accumulate)
-    return choose(shape, hardware, work, fixed_settings(chosen, shape, hardware.num_gpus))
+    return choose(shape, hardware, work, fixed_settings(chosen, shape.num_layers, hardware.num_gpus))
 
 
 def choose(
@@ -270,8 +221,8 @@ def _starts(shape: ModelShape, hardware: Hardware, work: Work, fixed: Mapping[st
     starts = []
     for cp in _cps(shape, hardware, fixed):
         for stage in _stage_widths(shape, cp, fixed):
-            start = Layout(cp, stage, **_precision(fixed))
-            ideal = replace(start, tile_tokens=_tiles(shape, fixed)[0], keep_attention=shape.num_layers)
+            start = make_layout(shape.num_layers, cp=cp, heads_per_stage=stage, **_precision(fixed))
+            ideal = start.but(tile_tokens=_tiles(shape, fixed)[0], keep_attention=shape.num_layers)
             seconds = min(
                 step_seconds(shape, replace(ideal, overlap=overlap), hardware, work).total for overlap in (True, False)
             )
@@ -294,7 +245,7 @@ def _candidates(
     """
     for tier in _attention_tiers(shape, hardware, fixed):
         for place in _places(hardware, fixed):
-            base = replace(start, **place, **tier, checkpoint=fixed.get("checkpoint", True))
+            base = start.but(**place, **tier, checkpoint=fixed.get("checkpoint", True))
             if skip_hopeless and _is_hopeless(base, shape, hardware, work, fixed):
                 continue
             complete = yield from _tiled(base, shape, hardware, work, fixed)
@@ -312,7 +263,7 @@ def _tiled(
         for tile in _tiles(shape, fixed):
             layout = replace(base, overlap=overlap, tile_tokens=tile)
             if most and "keep_attention" not in fixed:
-                layout = replace(layout, keep_attention=attention_room(shape, layout, hardware, work))
+                layout = layout.but(keep_attention=attention_room(shape, layout, hardware, work))
             if layout.keep_attention < min(most, 1):
                 complete = False
                 continue
@@ -333,12 +284,12 @@ def _is_hopeless(base: Layout, shape: ModelShape, hardware: Hardware, work: Work
     lean = replace(base, overlap=fixed.get("overlap", False), tile_tokens=_tiles(shape, fixed)[-1])
     counts = (shape.num_layers, 1) if base.keep_attention and "keep_attention" not in fixed else (base.keep_attention,)
     tile = min(lean.tile_tokens or work.tokens, work.local_tokens(lean.cp))
-    saved = shape.layer_parameters * lean.sum_bytes + 2 * lean.x_bytes(shape, tile)
+    saved = shape.layer_parameters * lean.sum_bytes + 2 * lean.x_bytes(shape.hidden, tile)
 
     def could_fit(ledger: Ledger) -> bool:
         return replace(ledger, gpu_bytes=ledger.gpu_bytes + saved).fits
 
-    return not any(could_fit(memory(shape, replace(lean, keep_attention=count), hardware, work)) for count in counts)
+    return not any(could_fit(memory(shape, lean.but(keep_attention=count), hardware, work)) for count in counts)
 
 
 def _attention_tiers(shape: ModelShape, hardware: Hardware, fixed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -374,10 +325,11 @@ def _leanest(shape: ModelShape, hardware: Hardware, fixed: Mapping[str, Any]) ->
     """
     cp = max(_cps(shape, hardware, fixed))
     widths = _stage_widths(shape, cp, fixed)
-    start = Layout(
-        cp,
-        min(widths, key=lambda width: width or shape.heads),
-        _tiles(shape, fixed)[-1],
+    start = make_layout(
+        shape.num_layers,
+        cp=cp,
+        heads_per_stage=min(widths, key=lambda width: width or shape.heads),
+        tile_tokens=_tiles(shape, fixed)[-1],
         overlap=fixed.get("overlap", False),
         checkpoint=fixed.get("checkpoint", True),
         **_precision(fixed),
@@ -387,7 +339,7 @@ def _leanest(shape: ModelShape, hardware: Hardware, fixed: Mapping[str, Any]) ->
         counts = {shape.num_layers, few if _must_keep(fixed) else shape.num_layers}
         for count in counts if few and "keep_attention" not in fixed else (few,):
             for place in _places(hardware, fixed):
-                yield replace(start, **place, **tier | {"keep_attention": count})
+                yield start.but(**place, **tier | {"keep_attention": count})
 
 
 def _missing(shape: ModelShape, hardware: Hardware, work: Work, fixed: Mapping[str, Any]) -> str:
@@ -426,12 +378,12 @@ def _tiles(shape: ModelShape, fixed: Mapping[str, Any]) -> tuple[int | None, ...
     """Tokens per tile to try, largest first."""
     if "tile_tokens" in fixed:
         return (fixed["tile_tokens"],)
-    largest = round(math.log2(TILE_BYTES / (Layout.element_bytes * shape.hidden)))
+    largest = round(math.log2(TILE_BYTES / (2 * shape.hidden)))
     return tuple(2 ** (largest - i) for i in range(TILE_SIZES))
 
 
 def _precision(fixed: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: fixed[name] for name in ("element_bytes", "sum_bytes") if name in fixed}
+    return {name: fixed[name] for name in ("dtype",) if name in fixed}
 
 
 def _either(fixed: Mapping[str, Any], name: str, values: tuple[bool, ...]) -> tuple[bool, ...]:

@@ -6,14 +6,16 @@ rehearsals on an H200 (LOG.md, "planned against rehearsed").
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from ithaka.layout import LayerKeeps, Layout
 from ithaka.plan.cost import LOGITS_TILE_BYTES
 from ithaka.plan.hardware import Hardware
-from ithaka.plan.layout import Layout, Work
+from ithaka.plan.heads import slots_of
 from ithaka.plan.moments import LayerBytes, kept_attention_bytes
-from ithaka.plan.shape import ModelShape
+from ithaka.plan.shape import ModelShape, Work
 
 # Of the hardware's matmul rate, forward and backward; where weight gradients are summed in fp32 it is lower.
 MLP_SHARE = (0.91, 0.83)
@@ -77,9 +79,10 @@ class LayerSeconds:
 
 
 def layer_seconds(
-    shape: ModelShape, layout: Layout, hardware: Hardware, work: Work, window: int | None, kept: bool
+    shape: ModelShape, layout: Layout, hardware: Hardware, work: Work, window: int | None, keeps: LayerKeeps
 ) -> LayerSeconds:
     """Seconds of one layer on the rank with the most heads."""
+    layout, kept = layout.of_one_layer(keeps), keeps.attention is not None
     linear = _Linear(shape, layout, hardware, work.local_tokens(layout.cp))
     heads = -(-shape.heads // layout.cp)
     flops = 4 * shape.head_dim * heads * work.pairs(window)
@@ -140,16 +143,16 @@ class _Linear:
 
     @cached_property
     def x(self) -> int:
-        return self.layout.x_bytes(self.shape, self.s)
+        return self.layout.x_bytes(self.shape.hidden, self.s)
 
     @cached_property
     def num_stages(self) -> int:
-        return len(self.layout.slots(self.shape).stages)
+        return len(slots_of(self.shape, self.layout).stages)
 
     @cached_property
     def projected(self) -> int:
         """Width of q, k and v as projected: empty and repeated slots included."""
-        slots = self.layout.slots(self.shape)
+        slots = slots_of(self.shape, self.layout)
         return (self.num_stages * slots.query + 2 * slots.all_kv) * self.layout.cp * self.shape.head_dim
 
     @cached_property
@@ -253,7 +256,7 @@ def _disk_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, s: int,
     """A layer's bytes through the node's disk, one way; no layer gains from another's surplus."""
     num_bytes = 0
     if layout.checkpoint and layout.input_tier == "disk":
-        num_bytes += layout.x_bytes(shape, s)
+        num_bytes += layout.x_bytes(shape.hidden, s)
     if layout.checkpoint and kept and layout.attention_tier == "disk":
         num_bytes += kept_attention_bytes(shape, layout, s)
     return num_bytes * hardware.gpus_per_node / hardware.disk_bytes_s
@@ -262,12 +265,9 @@ def _disk_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, s: int,
 def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
     """One optimizer step: all layers and the loss in every micro-step, and the update."""
     total = _loss_seconds(shape, layout, hardware, work)
-    layers: dict[tuple[int | None, bool], int] = {}
-    for i, window in enumerate(shape.windows):
-        key = (window, i < layout.keep_attention)
-        layers[key] = layers.get(key, 0) + 1
-    for (window, kept), count in layers.items():
-        layer = layer_seconds(shape, layout, hardware, work, window, kept)
+    layers = Counter(zip(shape.windows, layout.of_layers(shape.num_layers), strict=True))
+    for (window, keeps), count in layers.items():
+        layer = layer_seconds(shape, layout, hardware, work, window, keeps)
         total = total + (layer.forward + layer.backward).times(count)
     return total.times(work.accumulate) + Seconds(update=_update_seconds(shape, layout, hardware))
 

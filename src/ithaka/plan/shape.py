@@ -105,6 +105,30 @@ class ModelShape:
         return self.num_layers * self.layer_parameters + self.embedding_parameters + self.hidden
 
 
+@dataclass(frozen=True)
+class Work:
+    """One micro-step of one cp group: `batch` sequences of `context` tokens, packed into one."""
+
+    context: int
+    batch: int = 1
+    document_tokens: int | None = None  # length of the packed documents; None: one per sequence
+    accumulate: int = 1  # micro-steps per optimizer step
+
+    @property
+    def tokens(self) -> int:
+        return self.context * self.batch
+
+    def local_tokens(self, cp: int) -> int:
+        return -(-self.tokens // cp)
+
+    def pairs(self, window: int | None) -> float:
+        """Query-key pairs that a head visits."""
+        length = min(self.document_tokens or self.context, self.context)
+        if window is None or window >= length:
+            return self.tokens * length / 2
+        return self.tokens / length * (window * length - window**2 / 2)
+
+
 def read_shape(path: Path) -> ModelShape:
     """The shape of the model in a Hugging Face directory, or of a `config.json` given by its own path."""
     file = path / "config.json" if path.is_dir() else path

@@ -11,11 +11,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ithaka.layout import SETTINGS
 from ithaka.plan.compare import Point, Rung
 from ithaka.plan.cost import RESERVE_BYTES, RESERVE_SHARE
 from ithaka.plan.hardware import GIB
+from ithaka.plan.heads import slots_of
 from ithaka.plan.moments import kept_attention_bytes
-from ithaka.plan.search import SETTINGS, Plan, evaluate, longest_context, settings_of, ways_further
+from ithaka.plan.search import Plan, evaluate, longest_context, ways_further
 
 WIDTH = 110
 BAR = 46
@@ -49,7 +51,7 @@ def as_dict(plan: Plan, model: str, max_context: int | None = None, limited_by: 
         "context": plan.work.context,
         "batch": plan.work.batch,
         "gpus": plan.hardware.name,
-        "settings": settings_of(plan),
+        "settings": plan.settings,
         "reasons": _reasons(plan),
         "gpu_peak_bytes": ledger.gpu_peak - ledger.gpu["reserve"],
         "gpu_reserve_bytes": ledger.gpu["reserve"],
@@ -78,7 +80,7 @@ def as_dict(plan: Plan, model: str, max_context: int | None = None, limited_by: 
 
 def _short(plan: Plan) -> dict[str, Any]:
     return {
-        "settings": settings_of(plan),
+        "settings": plan.settings,
         "step_s": plan.step_s,
         "tokens_per_s_per_gpu": plan.tokens_per_s_per_gpu,
         "gpu_peak_bytes": plan.ledger.gpu_peak - plan.ledger.gpu["reserve"],
@@ -157,7 +159,7 @@ def _more(plan: Plan, context: int) -> str:
 def _settings_lines(plan: Plan) -> list[str]:
     reasons = _reasons(plan)
     width = max(len(name) for name in reasons)
-    settings = settings_of(plan)
+    settings = plan.settings
     return [f"  {name.ljust(width)}  {_plain(settings[name]):>6}   {why}" for name, why in reasons.items()]
 
 
@@ -198,7 +200,7 @@ def _sequences(count: int) -> str:
 
 
 def _changed(plan: Plan, **changes: Any) -> Plan:
-    return evaluate(plan.shape, replace(plan.layout, **changes), plan.hardware, plan.work)
+    return evaluate(plan.shape, plan.layout.but(**changes), plan.hardware, plan.work)
 
 
 def _decided(plan: Plan, field: str) -> bool:
@@ -222,7 +224,7 @@ def _stage_reason(plan: Plan) -> str:
 
 def _input_reason(plan: Plan) -> str:
     layout, shape = plan.layout, plan.shape
-    num_bytes = shape.num_layers * layout.x_bytes(shape, plan.work.local_tokens(layout.cp))
+    num_bytes = shape.num_layers * layout.x_bytes(shape.hidden, plan.work.local_tokens(layout.cp))
     return f"layer inputs ({gib(num_bytes)} per GPU) are kept {PLACES[layout.input_tier]}"
 
 
@@ -244,7 +246,7 @@ def _attention_tier_reason(plan: Plan) -> str:
 
 def _overlap_reason(plan: Plan) -> str:
     layout = plan.layout
-    if layout.overlap and (layout.cp == 1 or len(layout.slots(plan.shape).stages) == 1):
+    if layout.overlap and (layout.cp == 1 or len(slots_of(plan.shape, layout).stages) == 1):
         return "in backward a layer's input comes to the device once and stays"
     if layout.overlap:
         return "the next stage's exchange runs under this stage's attention"
@@ -303,7 +305,7 @@ def _runner_lines(plan: Plan) -> list[str]:
         kept = f"{a.keep_attention} on {a.attention_tier}" if a.keep_attention else "none"
         table.add_row(
             str(a.cp),
-            _plain(settings_of(other)["parallel.heads_per_stage"]),
+            _plain(other.settings["parallel.heads_per_stage"]),
             a.input_tier,
             kept,
             "host" if a.offload_optimizer else "device",

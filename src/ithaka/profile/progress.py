@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from ithaka.layout import Layout
 from ithaka.phases import KEPT, MLP, RESIDUAL, UNSHARDED, PhasePath
 from ithaka.plan.cost import gpu_phases
 from ithaka.plan.hardware import Gpu, Hardware
-from ithaka.plan.layout import Layout, Work
-from ithaka.plan.shape import ModelShape
+from ithaka.plan.heads import slots_of
+from ithaka.plan.shape import ModelShape, Work
 
 REPORT_S = 30.0  # between two reports of a step
 # The planner's names for the map's holders, where they differ.
@@ -65,7 +66,8 @@ class Job:
 
     def attends_again(self, layer: int) -> bool:
         """Whether backward computes the layer's attention again."""
-        return self.layout.checkpoint and layer >= self.layout.keep_attention
+        keeps = self.layout.of_layers(self.shape.num_layers)[layer]
+        return keeps.attention is None and not keeps.everything
 
     def planned(self) -> dict[str, int]:
         """Bytes by the map's holders on one rank, at the planned peak."""
@@ -182,7 +184,7 @@ class _WorkDone:
     def __init__(self, job: Job) -> None:
         self.so_far, self._stages = np.zeros(2), np.zeros(2)  # _stages: of the direction under way
         self._work: dict[PhasePath, np.ndarray] = {}
-        num_stages = len(job.layout.slots(job.shape).stages)
+        num_stages = len(slots_of(job.shape, job.layout).stages)
         for path, flops in job.flops().items():
             work = np.array([flops / (job.rate(path) or 1e12), flops]) / job.micro_steps
             whole = path[:2] if len(path) == 3 else path

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-import operator
 import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from ithaka.config import Config, ConfigError, MemoryConfig
+from ithaka.layout import layout_of
 from ithaka.plan.cost import Ledger, memory
 from ithaka.plan.hardware import GPUS, Hardware
 from ithaka.plan.host import Host, this_host
-from ithaka.plan.layout import Layout, Work
-from ithaka.plan.search import SETTINGS, fixed_settings
-from ithaka.plan.shape import ModelShape
+from ithaka.plan.shape import ModelShape, Work
 from ithaka.plan.show import size
 
 # The ledger's names.
@@ -55,20 +53,10 @@ def store_host_bytes(config: Config, shape: ModelShape, cp: int, num_ranks: int,
     return min(share, kept // local) if disk else share
 
 
-def layout_of(config: Config, shape: ModelShape, cp: int, num_ranks: int, on_gpu: bool) -> Layout:
-    """A configuration's settings as the planner sees them."""
-    chosen = {name: operator.attrgetter(name)(config) for name in SETTINGS} | {"parallel.cp": cp}
-    fixed = fixed_settings(chosen, shape, num_ranks)
-    fixed.setdefault("attention_tier", fixed["input_tier"])
-    sizes = {"float64": 8, "float32": 4, "bfloat16": 2, "auto": 2 if on_gpu else 4}
-    element_bytes = sizes[config.model.dtype]
-    return Layout(**fixed, element_bytes=element_bytes, sum_bytes=max(4, element_bytes))
-
-
 def _ledger(config: Config, shape: ModelShape, cp: int, num_ranks: int, on_gpu: bool) -> tuple[Ledger, int]:
     """Also the ranks that its host and disk stand for: as many as divide all, since machines may differ in theirs."""
     ranks = math.gcd(num_ranks, local_ranks(num_ranks))
-    layout = layout_of(config, shape, cp, num_ranks, on_gpu)
+    layout = layout_of(config, shape.num_layers, num_ranks, on_gpu)
     hardware = Hardware(GPUS["CPU"], ranks, num_ranks // ranks)
     return memory(shape, layout, hardware, Work(config.data.context, config.train.batch)), ranks
 

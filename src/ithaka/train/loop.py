@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Sequence
@@ -17,8 +16,9 @@ from transformers import PreTrainedModel
 from ithaka.config import Config, embedded_model, to_yaml
 from ithaka.data.stream import Batch, Tokenizer, TrainData, load_tokenizer, open_data
 from ithaka.dist.mesh import Mesh, default_device, end_process_group, make_mesh, start_process_group
+from ithaka.layout import layout_of
+from ithaka.memory.store import Store
 from ithaka.model.build import build_model
-from ithaka.model.settings import settings_of
 from ithaka.ops.kernels import resolve_kernel
 from ithaka.phases import listening, phase
 from ithaka.plan.hardware import peak_flops
@@ -182,11 +182,13 @@ def _build(config: Config, mesh: Mesh, found: Path | None = None) -> Trainer:
     """Model and data of this rank, the data at the place of the checkpoint; nothing is communicated."""
     torch.manual_seed(config.train.seed + mesh.rank)
     source = config.model.path or embedded_model(config.model.embedded)
-    budget = store_host_bytes(config, model_shape(config), mesh.cp_size, mesh.world_size, mesh.device.type == "cuda")
-    settings = dataclasses.replace(settings_of(config, mesh.device), host_bytes=budget)
+    on_gpu, shape = mesh.device.type == "cuda", model_shape(config)
+    budget = store_host_bytes(config, shape, mesh.cp_size, mesh.world_size, on_gpu)
+    layout = layout_of(config, shape.num_layers, mesh.world_size, on_gpu)
+    store = Store(mesh.device, host_bytes=budget, disk_path=config.memory.disk_path)
     kernel_of(config, mesh)  # refused here, before anything is written
     with phase("building the model"), status("building the model"):
-        model = build_model(source, mesh, settings, seed=config.train.seed)
+        model = build_model(source, mesh, layout, store=store, seed=config.train.seed)
     with status("opening the data"):
         tokenizer = load_tokenizer(config.data, config.model.path)
         data = open_data(
@@ -207,8 +209,9 @@ def _build(config: Config, mesh: Mesh, found: Path | None = None) -> Trainer:
 
 def kernel_of(config: Config, mesh: Mesh) -> str:
     """The attention kernel that this device will run."""
-    dtype = settings_of(config, mesh.device).dtype or torch.float32
-    return resolve_kernel(config.attention.kernel, mesh.device, dtype, model_shape(config).head_dim).name
+    shape = model_shape(config)
+    layout = layout_of(config, shape.num_layers, mesh.world_size, mesh.device.type == "cuda")
+    return resolve_kernel(layout.kernel, mesh.device, getattr(torch, layout.dtype or "float32"), shape.head_dim).name
 
 
 def _eos_id(model_config: Any) -> int | None:

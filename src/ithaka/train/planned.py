@@ -12,13 +12,14 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from ithaka.config import Config, ConfigError, to_yaml
+from ithaka.layout import SETTINGS, layout_of
 from ithaka.plan.cost import memory
 from ithaka.plan.hardware import Gpu, Hardware, gpu_named, least_gpu
 from ithaka.plan.host import Host, this_host
-from ithaka.plan.layout import Work
-from ithaka.plan.search import SETTINGS, Plan, decide, settings_of
+from ithaka.plan.search import Plan, decide
+from ithaka.plan.shape import Work
 from ithaka.plan.show import size
-from ithaka.train.budget import layout_of, local_ranks
+from ithaka.train.budget import local_ranks
 from ithaka.train.check import check_disk, model_shape
 from ithaka.train.resume import shown
 
@@ -81,7 +82,7 @@ def planned(config: Config, given: Set[str], num_ranks: int, machines: Sequence[
     plan = decide(config, given, shape, hardware)
     if not plan.fits:
         raise ConfigError(_refusal(config, plan))
-    return _with(config, settings_of(plan), given), plan
+    return _with(config, plan.settings, given), plan
 
 
 def check_still_fits(config: Config, given: Set[str], num_ranks: int, machines: Sequence[Machine]) -> None:
@@ -90,13 +91,13 @@ def check_still_fits(config: Config, given: Set[str], num_ranks: int, machines: 
     if hardware is None:
         return
     shape, cp = model_shape(config), config.parallel.cp_of(num_ranks)
-    layout = layout_of(config, shape, cp, num_ranks, on_gpu=True)
+    layout = layout_of(config, shape.num_layers, num_ranks, on_gpu=True)
     if memory(shape, layout, hardware, Work(config.data.context, config.train.batch)).fits:
         return
     # Another cp changes how many sequences a step has: only where no settings fit with this one.
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, cp=cp))
     plans = (decide(config, names, shape, hardware) for names in ({*given, "parallel.cp"}, given))
-    other = next((_with(config, settings_of(plan), given) for plan in plans if plan.fits), None)
+    other = next((_with(config, plan.settings, given) for plan in plans if plan.fits), None)
     if other is None:
         raise ConfigError(_refusal(config, decide(config, given, shape, hardware)))
     values = {name: operator.attrgetter(name) for name in (*SETTINGS, "memory.disk_path")}
@@ -163,7 +164,7 @@ def _refusal(config: Config, plan: Plan) -> str:
         for where, (need, have, free) in pairs.items()
         if need > have
     ]
-    nearest = ", ".join(f"{name}={value}" for name, value in settings_of(plan).items() if value is not None)
+    nearest = ", ".join(f"{name}={value}" for name, value in plan.settings.items() if value is not None)
     return (
         f"data.context={config.data.context} does not fit: the nearest plan ({nearest}) needs "
         f"{' and '.join(short)}; use less context, more ranks or memory.disk_path, or memory.plan=off to try anyway"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ithaka.config import Config
+from ithaka.layout import SETTINGS, layout_of
 from ithaka.memory.store import StoreError
 from ithaka.phases import PhasePath as Path
 from ithaka.plan.cost import (
@@ -30,11 +31,10 @@ from ithaka.plan.cost import (
 )
 from ithaka.plan.hardware import GPUS, Hardware, find_gpu, gpu_named
 from ithaka.plan.host import Host, host_capacity
-from ithaka.plan.layout import Work
-from ithaka.plan.search import SETTINGS, Plan, choose, evaluate, settings_of
+from ithaka.plan.search import Plan, choose, evaluate
+from ithaka.plan.shape import Work
 from ithaka.plan.show import rate, size
 from ithaka.train import launch
-from ithaka.train.budget import layout_of
 from ithaka.train.check import model_shape
 from ithaka.train.planned import hardware_with, this_machine
 
@@ -277,7 +277,7 @@ def _ways_out(shortage: Shortage, command: str, context_option: str) -> Iterator
 
 
 def _changes(now: Plan, following: Plan) -> str:
-    before, after = settings_of(now), settings_of(following)
+    before, after = now.settings, following.settings
     return "".join(f" --set {name}={_yaml(after[name])}" for name in after if after[name] != before[name])
 
 
@@ -296,7 +296,7 @@ def _following(shortage: Shortage, work: Work) -> Plan | None:
 def _with_fewest_changes(shortage: Shortage, plan: Plan) -> Plan:
     """The settings of now where a plan suits with them and is no slower."""
     for field in SETTINGS.values():
-        layout = dataclasses.replace(plan.layout, **{field: getattr(shortage.plan.layout, field)})
+        layout = plan.layout.but(**{field: getattr(shortage.plan.layout, field)})
         trial = evaluate(plan.shape, layout, plan.hardware, plan.work)
         if shortage.suits(trial) and trial.step_s <= SAME_SPEED * plan.step_s:
             plan = trial
@@ -317,11 +317,7 @@ def _tighter(shortage: Shortage, room: int) -> Hardware:
 
 def _fixed(plan: Plan) -> dict[str, Any]:
     layout = plan.layout
-    fixed: dict[str, Any] = {
-        "cp": layout.cp,
-        "element_bytes": layout.element_bytes,
-        "sum_bytes": layout.sum_bytes,
-    }
+    fixed: dict[str, Any] = {"cp": layout.cp, "dtype": layout.dtype}
     if plan.hardware.gpu.name == "CPU":  # its memory is the host's: there is nowhere else to keep anything
         fixed |= {"input_tier": "device", "attention_tier": "device", "offload_optimizer": False}
     return fixed
@@ -357,7 +353,7 @@ def plan_of_run(config: Config, device: torch.device, host: Host) -> Plan:
     """The run's own settings, and what they cost on this machine. `host`: what was free before the run took any."""
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     shape = model_shape(config)
-    layout = layout_of(config, shape, config.parallel.cp_of(num_ranks), num_ranks, on_gpu=device.type == "cuda")
+    layout = layout_of(config, shape.num_layers, num_ranks, on_gpu=device.type == "cuda")
     hardware = _hardware(config, device, num_ranks, host)
     return evaluate(shape, layout, hardware, Work(config.data.context, config.train.batch))
 

@@ -18,13 +18,13 @@ from transformers import PreTrainedModel
 from ithaka.config import Config
 from ithaka.data.stream import Batch
 from ithaka.dist.mesh import Mesh
+from ithaka.layout import layout_of
 from ithaka.model.batch import num_pairs
-from ithaka.model.settings import settings_of
 from ithaka.phases import listening
 from ithaka.plan.hardware import find_gpu, gpu_named
-from ithaka.plan.layout import Layout, Work
+from ithaka.plan.heads import slots_of
 from ithaka.plan.seconds import step_seconds
-from ithaka.plan.shape import shape_from_config
+from ithaka.plan.shape import Work, shape_from_config
 from ithaka.profile.progress import Job, Progress
 from ithaka.profile.step import StepProfile, machine
 from ithaka.profile.times import StepTimes
@@ -35,24 +35,8 @@ WARM_UP_STEPS = 1  # slower than the rest: kernels are chosen, memory is taken f
 
 def job_of(config: Config, model: PreTrainedModel, mesh: Mesh) -> Job:
     """The run's step, as the planner sees it."""
-    settings = settings_of(config, mesh.device)
     shape = shape_from_config(model.config.to_dict())
-    options, kept = settings.layer, settings.keep_attention_layers
-    num_kept = shape.num_layers if kept is None else min(kept, shape.num_layers)
-    element_bytes = (settings.dtype or model.dtype).itemsize
-    layout = Layout(
-        cp=mesh.cp_size,
-        heads_per_stage=settings.heads_per_stage,
-        tile_tokens=options.tile_tokens,
-        checkpoint=options.checkpoint,
-        input_tier=options.keep_input,  # type: ignore[arg-type]
-        keep_attention=num_kept if options.keep_attention else 0,
-        attention_tier=options.keep_attention or "device",  # type: ignore[arg-type]
-        offload_optimizer=settings.offload_optimizer,
-        overlap=options.overlap,
-        element_bytes=element_bytes,
-        sum_bytes=max(4, element_bytes),
-    )
+    layout = layout_of(config, shape.num_layers, mesh.world_size, on_gpu=mesh.device.type == "cuda")
     name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
     gpu = gpu_named(name) or find_gpu("CPU")
     work = Work(config.data.context, config.train.batch)
@@ -64,7 +48,7 @@ def write_facts(run_dir: Path, job: Job, mesh: Mesh) -> None:
     (run_dir / "machine.json").write_text(json.dumps(machine(mesh.device, mesh.world_size)), encoding="utf-8")
     plan: dict[str, Any] = {
         "layout": dataclasses.asdict(job.layout),
-        "stages": len(job.layout.slots(job.shape).stages),
+        "stages": len(slots_of(job.shape, job.layout).stages),
         "peak_bytes": job.planned(),
     }
     if job.knows_rate:

@@ -1,0 +1,204 @@
+"""The layout: every decision about memory and parallelism, in one frozen type.
+
+The planner makes it, or `layout_of` from a configuration; the layers, the ledger, the run directory and the report
+take it unchanged. This file imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, Literal
+
+from ithaka.config import Config, ConfigError, check_effects
+
+Tier = Literal["device", "host", "disk"]
+ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class LayerKeeps:
+    """What one layer keeps from its forward to its backward, and where."""
+
+    input: Tier = "device"
+    attention: Tier | None = None  # attention's output; None: computed again in backward
+    everything: bool = False  # ordinary autograd keeps all there is, on the device; the other fields do not apply
+
+
+EVERYTHING = LayerKeeps(everything=True)
+
+
+def keeps(
+    num_layers: int, input: Tier = "device", attention: Tier | None = None, attention_layers: int | None = None
+) -> tuple[LayerKeeps, ...]:
+    """One entry per layer; of attention's outputs those of the first `attention_layers` are kept (None: of all)."""
+    first = num_layers if attention_layers is None else min(attention_layers, num_layers)
+    return (LayerKeeps(input, attention),) * first + (LayerKeeps(input),) * (num_layers - first)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The defaults are plain: every technique is off."""
+
+    cp: int = 1  # ranks that share a sequence
+    heads_per_stage: int | None = None  # over all cp ranks; None: all heads at once, which is plain Ulysses
+    tile_tokens: int | None = None  # None: all of a rank's tokens at once
+    kept: tuple[LayerKeeps, ...] = ()  # one entry per layer; empty: every layer keeps its input on the device
+    # Memory for time: send the next stage, and fetch what it needs, while this one attends; in backward the input
+    # comes to the device once and stays, instead of tile by tile in every walk.
+    overlap: bool = True
+    offload_optimizer: bool = False
+    dtype: str | None = None  # of the computation; None: the parameters' own, which plans take for 16-bit
+    kernel: str = "auto"  # of attention
+    blocks: tuple[int, int] | None = None  # tokens per query and per key/value block; None: by the size of the cache
+    compile: bool = False  # torch.compile for the MLP
+
+    @property
+    def element_bytes(self) -> int:
+        return ELEMENT_BYTES[self.dtype or "bfloat16"]
+
+    @property
+    def sum_bytes(self) -> int:
+        """Of gradient sums and log-sum-exps."""
+        return max(4, self.element_bytes)
+
+    def x_bytes(self, hidden: int, num_tokens: int) -> int:
+        """X: one tensor of the residual stream."""
+        return num_tokens * hidden * self.element_bytes
+
+    def of_layers(self, num_layers: int) -> tuple[LayerKeeps, ...]:
+        """`kept` for a model of so many layers."""
+        if self.kept and len(self.kept) != num_layers:
+            raise ConfigError(
+                f"layout.kept has {len(self.kept)} entries for the {num_layers} layers of the model; give one per layer"
+            )
+        return self.kept or (LayerKeeps(),) * num_layers
+
+    def groups(self, num_layers: int) -> list[tuple[LayerKeeps, int]]:
+        """(what they keep, how many) of neighbouring layers that keep the same."""
+        return [(keeps, sum(1 for _ in same)) for keeps, same in groupby(self.of_layers(num_layers))]
+
+    def of_one_layer(self, keeps: LayerKeeps) -> Layout:
+        """The same decisions for one layer alone."""
+        return replace(self, kept=(keeps,))
+
+    # What is kept, in the words of a configuration, which has one for all layers.
+
+    @property
+    def checkpoint(self) -> bool:
+        return not any(layer.everything for layer in self.kept)
+
+    @property
+    def input_tier(self) -> Tier:
+        return self.kept[0].input if self.kept else "device"
+
+    @property
+    def keep_attention(self) -> int:
+        """Layers that keep attention's output."""
+        return sum(layer.attention is not None for layer in self.kept)
+
+    @property
+    def attention_tier(self) -> Tier:
+        return next((layer.attention for layer in self.kept if layer.attention), "device")
+
+    def but(self, **changes: Any) -> Layout:
+        """A copy with some fields changed, and with what is kept in the words above."""
+        words = {name: getattr(self, name) for name in _WORDS_OF_KEPT}
+        words |= {name: changes.pop(name) for name in _WORDS_OF_KEPT if name in changes}
+        return replace(self, kept=_kept(len(self.kept), **words), **changes)
+
+
+_WORDS_OF_KEPT = ("checkpoint", "input_tier", "keep_attention", "attention_tier")
+
+
+def _kept(
+    num_layers: int,
+    checkpoint: bool = True,
+    input_tier: Tier = "device",
+    keep_attention: int = 0,
+    attention_tier: Tier = "device",
+) -> tuple[LayerKeeps, ...]:
+    if not checkpoint:
+        return (EVERYTHING,) * num_layers
+    return keeps(num_layers, input_tier, attention_tier, keep_attention)
+
+
+def make_layout(num_layers: int, **fields: Any) -> Layout:
+    """A layout from its fields, with what is kept in the words of a configuration: checkpoint, input_tier,
+    keep_attention (so many layers), attention_tier."""
+    words = {name: fields.pop(name) for name in _WORDS_OF_KEPT if name in fields}
+    return Layout(kept=_kept(num_layers, **words), **fields)
+
+
+# ---- a configuration's settings
+
+# Those that a layout decides, and what each of them is there.
+SETTINGS = {
+    "parallel.cp": "cp",
+    "parallel.heads_per_stage": "heads_per_stage",
+    "memory.checkpoint": "checkpoint",
+    "memory.offload": "input_tier",
+    "memory.tile_tokens": "tile_tokens",
+    "memory.keep_attention": "keep_attention",
+    "memory.attention_offload": "attention_tier",
+    "memory.offload_optimizer": "offload_optimizer",
+    "memory.overlap": "overlap",
+}
+_WORDS: dict[str, dict[Any, Any]] = {  # of the configuration -> of a layout
+    "parallel.heads_per_stage": {"all": None},
+    "memory.checkpoint": {"full": True, "none": False},
+    "memory.offload": {"none": "device"},
+    "memory.tile_tokens": {"all": None},
+    "memory.keep_attention": {"none": 0},
+    "memory.attention_offload": {"none": "device"},
+}
+
+
+def fixed_settings(chosen: Mapping[str, Any], num_layers: int, num_ranks: int) -> dict[str, Any]:
+    """Settings (`{"parallel.cp": 8, "memory.offload": "host"}`) as `make_layout` takes them; null is left out."""
+    check_effects(chosen)
+    fixed = {}
+    for name, value in chosen.items():
+        if name not in SETTINGS:
+            raise ConfigError(f"{name}={value} is not decided by a plan; use one of {', '.join(SETTINGS)}")
+        if value not in (None, "auto"):
+            fixed[SETTINGS[name]] = _WORDS.get(name, {}).get(value, value)
+    if fixed.get("cp") == "all":
+        fixed["cp"] = num_ranks
+    if fixed.get("keep_attention") == "all":
+        fixed["keep_attention"] = num_layers
+    return fixed
+
+
+def settings_of(layout: Layout, num_heads: int) -> dict[str, Any]:
+    """A layout in the words of the configuration."""
+    words = {name: {new: old for old, new in pairs.items()} for name, pairs in _WORDS.items()}
+    settings = {}
+    for name, entry in SETTINGS.items():
+        value = getattr(layout, entry)
+        settings[name] = words.get(name, {}).get(value, value)
+    if layout.keep_attention == len(layout.kept):
+        settings["memory.keep_attention"] = "all"
+    if (layout.heads_per_stage or 0) >= num_heads:
+        settings["parallel.heads_per_stage"] = "all"
+    if not layout.keep_attention:
+        settings["memory.attention_offload"] = None
+    return settings
+
+
+def layout_of(config: Config, num_layers: int, num_ranks: int, on_gpu: bool) -> Layout:
+    """What a whole configuration says."""
+    values = {name: attrgetter(name)(config) for name in SETTINGS}
+    fixed = fixed_settings(values | {"parallel.cp": config.parallel.cp_of(num_ranks)}, num_layers, num_ranks)
+    attention = config.attention
+    auto = "bfloat16" if on_gpu else "float32"
+    return make_layout(
+        num_layers,
+        **{"attention_tier": fixed["input_tier"], **fixed},
+        dtype=auto if config.model.dtype == "auto" else config.model.dtype,
+        kernel=attention.kernel,
+        blocks=(attention.block_q, attention.block_kv) if attention.block_q and attention.block_kv else None,
+        compile=config.train.compile,
+    )
