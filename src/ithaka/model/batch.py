@@ -6,7 +6,7 @@ Rows are documents of the packed sequence, and so are documents inside rows: the
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,10 @@ class Share:
     labels_s: Tensor | None  # already shifted
     docs: tuple[int, ...]  # cumulative document starts of the whole sequence, then S
     num_valid: int  # valid labels of the whole batch, all cp ranks together
+
+    def to(self, device: torch.device) -> "Share":
+        labels_s = None if self.labels_s is None else self.labels_s.to(device)
+        return replace(self, ids_s=self.ids_s.to(device), positions_s=self.positions_s.to(device), labels_s=labels_s)
 
 
 def take_share(
@@ -50,7 +54,6 @@ def take_share(
         document_ids=document_ids,
     )
     if attention_mask is not None:
-        attention_mask = attention_mask.bool()
         _check_mask(attention_mask, labels)
     starts_BN = _document_starts(input_ids, position_ids, attention_mask, document_ids)
     shifted = None if labels is None else F.pad(labels[:, 1:], (0, 1), value=IGNORED)
@@ -72,6 +75,52 @@ def take_share(
         docs=(*starts_BN.reshape(-1).nonzero()[:, 0].tolist(), *ends, num_tokens + padding),
         num_valid=0 if shifted is None else int((shifted != IGNORED).sum()),
     )
+
+
+def check_integers(name: str, tensor: Tensor) -> Tensor:
+    """An input of a model as int64 on the host; a mask may be bool or of any dtype."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}; pass a tensor of integers")
+    if name == "attention_mask":
+        mask = tensor.cpu().bool()
+        if not torch.equal(mask.to(tensor.dtype), tensor.cpu()):
+            raise ValueError(
+                f"{name} has values other than 0 and 1, which are not supported; mark documents with document_ids"
+            )
+        return mask
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise TypeError(f"{name} is {tensor.dtype}; pass integers, e.g. torch.long")
+    return tensor.cpu().long()
+
+
+def check_tokens(input_ids: Tensor, labels: Tensor | None, vocab_size: int) -> None:
+    """Every id, and every label that counts after the shift, must be a token of the vocabulary."""
+    wrong = _first_outside(input_ids, vocab_size)
+    if wrong is not None:
+        row, column = wrong
+        raise ValueError(
+            f"input_ids[{row}, {column}]={int(input_ids[row, column])} is not in the vocabulary of {vocab_size} "
+            "tokens; use the model's own tokenizer, or resize the embeddings before parallelize"
+        )
+    wrong = (
+        None if labels is None else _first_outside(labels[:, 1:].masked_fill(labels[:, 1:] == IGNORED, 0), vocab_size)
+    )
+    if labels is not None and wrong is not None:
+        row, column = wrong[0], wrong[1] + 1
+        raise ValueError(
+            f"labels[{row}, {column}]={int(labels[row, column])} is not in the vocabulary of {vocab_size} tokens; "
+            f"set labels that do not count to {IGNORED}"
+        )
+
+
+def _first_outside(tokens_BN: Tensor, vocab_size: int) -> tuple[int, int] | None:
+    if not tokens_BN.numel():
+        return None
+    low, high = tokens_BN.aminmax()
+    if low >= 0 and high < vocab_size:
+        return None
+    row, column = ((tokens_BN < 0) | (tokens_BN >= vocab_size)).nonzero()[0].tolist()
+    return row, column
 
 
 def _check_shapes(input_ids: Tensor, **others: Tensor | None) -> None:

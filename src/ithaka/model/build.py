@@ -1,8 +1,10 @@
 """Meta init, swap layers, FSDP2, load weights: the one place where parallelism is applied to a model."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,7 @@ from ithaka.config import ConfigError
 from ithaka.dist.mesh import Mesh, make_mesh
 from ithaka.layout import Layout
 from ithaka.memory.store import Store
-from ithaka.model.batch import Share, take_share
+from ithaka.model.calls import Call, CallCheck, all_gather, check_untouched, count_hooks, refuse_autocast
 from ithaka.model.families import check_supported, layer_parts
 from ithaka.model.layer import StreamedLayer
 from ithaka.model.weights import init_weights, load_weights
@@ -29,9 +31,6 @@ from ithaka.ops.loss import linear_cross_entropy
 from ithaka.ops.tiles import apply_norm
 from ithaka.phases import phase
 from ithaka.plan.heads import head_table
-
-# torch 2.13's name, or the one before.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass
@@ -54,19 +53,22 @@ def parallelize(
     """Swaps the layers for streamed ones and applies FSDP2, in place. Parameter names stay Hugging Face's.
 
     `cp` ranks share a sequence; the rest of the world is data parallel. Afterwards the model takes
-    `(input_ids, labels, position_ids, attention_mask, document_ids, num_items_in_batch)`, the same full batch on
-    every rank of a cp group. Gradients arrive sharded and already summed over all ranks.
+    `(input_ids, *, labels, position_ids, attention_mask, document_ids, num_items_in_batch)`, the same full batch on
+    every rank of a cp group (model/calls.py checks that). Gradients arrive sharded and already summed over all ranks.
     `layout` says the rest, and cp as well; without it every technique is off. `store` holds what layers keep.
     """
     check_supported(model)
+    check_untouched(model)
     layout = layout or Layout(cp=cp or (mesh.cp_size if mesh else 1))
     for name, other in (("cp", cp), ("mesh.cp_size", mesh and mesh.cp_size)):
         if other is not None and other != layout.cp:
             raise ConfigError(f"{name}={other} is not layout.cp={layout.cp}; give one of them, or the same")
     _check_heads(model.config.num_attention_heads, layout.cp, layout.heads_per_stage)
     mesh = mesh or make_mesh(layout.cp)
+    users_hooks = count_hooks(model)
     _shard(model, mesh, layout)
     _swap_forwards(model, mesh, layout, store or Store(mesh.device))
+    CallCheck(model, mesh, _storage(mesh, layout), users_hooks)
     return model
 
 
@@ -83,8 +85,7 @@ def build_model(
         master = torch.float64 if layout and layout.dtype == "float64" else torch.float32
         model = AutoModelForCausalLM.from_config(config, dtype=master)
     parallelize(model, mesh=mesh, layout=layout, store=store)
-    storage = torch.device("cpu") if layout and layout.offload_optimizer else mesh.device
-    model.to_empty(device=storage)
+    model.to_empty(device=_storage(mesh, layout))
     rotary = model.model.rotary_emb
     model.model.rotary_emb.__init__(config)  # its buffers are computed, not loaded
     rotary.to(mesh.device)
@@ -114,6 +115,11 @@ def _check_heads(num_heads: int, cp: int, heads_per_stage: int | None) -> None:
         raise ConfigError(
             f"parallel.heads_per_stage={heads_per_stage} is not a multiple of cp={cp}; use {cp} or {2 * cp}"
         )
+
+
+def _storage(mesh: Mesh, layout: Layout | None) -> torch.device:
+    """Where this rank's shards of the parameters are."""
+    return torch.device("cpu") if layout and layout.offload_optimizer else mesh.device
 
 
 def _shard(model: PreTrainedModel, mesh: Mesh, layout: Layout) -> None:
@@ -157,7 +163,12 @@ def _swap_forwards(model: PreTrainedModel, mesh: Mesh, layout: Layout, store: St
             keeps[index],
         )
     model.lm_head.forward = _Head(model.model.norm, model.lm_head, mesh)
-    model.forward = MethodType(_Forward(mesh), model)
+    model.forward = MethodType(_make_forward(mesh), model)
+    model.resize_token_embeddings = _refuse_resizing
+
+
+def _refuse_resizing(*args: Any, **kwargs: Any) -> None:
+    raise ConfigError("resize_token_embeddings on a parallel model: resize the embeddings first, then parallelize")
 
 
 class _Head:
@@ -173,45 +184,36 @@ class _Head:
         return _GatherTokens.apply(logits_sV, self.mesh.cp_group)
 
 
-class _Forward:
-    """The model's forward. A class only to carry the mesh; bound to the model as a method."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
-
-    def __call__(
-        self,
+def _make_forward(mesh: Mesh) -> Callable[..., ParallelOutput]:
+    def forward(
         model: PreTrainedModel,
-        input_ids: Tensor,
+        input_ids: Tensor | Call,
+        *,
         labels: Tensor | None = None,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         document_ids: Tensor | None = None,
         num_items_in_batch: int | None = None,
+        **others: Any,
     ) -> ParallelOutput:
-        mesh = self.mesh
-        more = (labels, position_ids, attention_mask, document_ids)
-        on_device = [None if t is None else t.to(mesh.device) for t in more]
-        share = take_share(input_ids.to(mesh.device), *on_device, cp_rank=mesh.cp_rank, cp_size=mesh.cp_size)
+        """The arguments are the user's; by now CallCheck has put a Call in their place."""
+        call = input_ids
+        if not isinstance(call, Call):
+            raise TypeError("call model(...), not model.forward(...), which skips the checks and FSDP2")
+        refuse_autocast(mesh.device)  # again: some libraries wrap forward in it
+        share = call.share
         with phase("embedding"):
             x_sD = model.model.embed_tokens(share.ids_s)
         for layer in model.model.layers:
             x_sD = layer(x_sD, share.positions_s, share.docs)
         if share.labels_s is None:
-            logits_SV = model.lm_head(x_sD, None)[: input_ids.numel()]
-            return ParallelOutput(logits=logits_SV.unflatten(0, input_ids.shape))
+            logits_SV = model.lm_head(x_sD, None)[: call.shape.numel()]
+            return ParallelOutput(logits=logits_SV.unflatten(0, call.shape))
         total = model.lm_head(x_sD, share.labels_s)
-        num_tokens = self._count(share)
-        loss = _GlobalSum.apply(total / max(num_items_in_batch or num_tokens, 1), mesh.fsdp.get_group())
-        return ParallelOutput(loss=loss, num_tokens=num_tokens)
+        loss = _GlobalSum.apply(total / call.divisor, mesh.fsdp.get_group())
+        return ParallelOutput(loss=loss, num_tokens=call.num_tokens)
 
-    def _count(self, share: Share) -> int:
-        """Valid labels of the global batch: cp ranks all know their own batch's."""
-        if self.mesh.dp_size == 1:
-            return share.num_valid
-        count = torch.tensor(share.num_valid, device=self.mesh.device)
-        dist.all_reduce(count, group=self.mesh.dp_group)
-        return int(count)
+    return forward
 
 
 class _GlobalSum(torch.autograd.Function):
@@ -225,6 +227,7 @@ class _GlobalSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dtotal):
+        _refuse_create_graph()
         return dtotal, None
 
 
@@ -240,4 +243,11 @@ class _GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dwhole_SV):
+        _refuse_create_graph()
         return dwhole_SV[ctx.rank * ctx.s : (ctx.rank + 1) * ctx.s], None
+
+
+def _refuse_create_graph() -> None:
+    """Where a backward begins: autograd enables gradients in it only when it is to be differentiated itself."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("create_graph=True: a parallel model has no second derivatives; leave create_graph out")

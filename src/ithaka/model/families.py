@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from ithaka.config import ConfigError
@@ -61,6 +62,14 @@ def _window(config, attn: nn.Module) -> int | None:
 
 def check_supported(model: PreTrainedModel) -> None:
     """Refuses, by name, a model with something the streamed layer would not compute."""
+    if isinstance(model, FSDPModule):
+        raise ConfigError(
+            f"{type(model).__name__} is sharded already; call parallelize once, on the model as Hugging Face loads it"
+        )
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"{type(model).__name__} is not a Hugging Face model; pass the PreTrainedModel itself, without a wrapper"
+        )
     config = model.config
     if config.model_type not in FAMILIES:
         raise ConfigError(f"model_type={config.model_type} is not a supported family; use one of {', '.join(FAMILIES)}")

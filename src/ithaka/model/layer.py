@@ -26,7 +26,15 @@ from ithaka.layout import LayerKeeps, Layout
 from ithaka.memory.store import Kept, Store
 from ithaka.model.families import LayerParts
 from ithaka.ops.gated import GatedMlp, gated_mlp
-from ithaka.ops.stages import HeadSlice, HeldHeads, Projection, signed_sin, stages_attention, take_head_columns
+from ithaka.ops.stages import (
+    RAN_ALREADY,
+    HeadSlice,
+    HeldHeads,
+    Projection,
+    signed_sin,
+    stages_attention,
+    take_head_columns,
+)
 from ithaka.ops.tiles import GradSum, apply_norm, sum_dtype, tile_backward, tile_slices
 from ithaka.phases import KEPT, STAGE, holding, mark_backward, phase
 from ithaka.plan.heads import EMPTY, HeadTable, Stage, flat
@@ -97,6 +105,7 @@ class StreamedLayer:
         self.k = Projection(parts.k_proj, parts.k_norm, True, parts.head_dim)
         self.v = Projection(parts.v_proj, None, False, parts.head_dim)
         self.ahead = 2 if layout.overlap else 1  # stages under way at once
+        self.hooked = False  # set at each call: a user's hook may keep the gradients between layers
         self._indices: dict[Heads, Tensor] = {}
 
     def __call__(self, x_sD: Tensor, positions_s: Tensor, docs: Docs) -> Tensor:
@@ -374,7 +383,7 @@ class _LayerFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x_sD, layer, positions_s, docs, *params):
-        ctx.layer, ctx.params = layer, params
+        ctx.layer, ctx.params, ctx.hooked = layer, params, layer.hooked
         ctx.saved = Saved(positions_s, docs, layer.store.keep(x_sD, layer.keeps.input))
         ctx.saved.before = layer.store.follow(ctx.saved)
         with phase(layer.name), phase("forward"):
@@ -383,12 +392,11 @@ class _LayerFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy_sD):
         if ctx.saved is None:
-            raise RuntimeError(
-                "a layer's backward ran already and kept nothing; call the model again, not retain_graph"
-            )
+            raise RuntimeError(RAN_ALREADY)
         grads = GradSum()
         ctx.saved.approach()
         with phase(ctx.layer.name), phase("backward"):
-            dx_sD = ctx.layer.backward(ctx.saved, dy_sD.contiguous(), grads)
+            dy_sD = dy_sD.clone() if ctx.hooked else dy_sD.contiguous()  # overwritten
+            dx_sD = ctx.layer.backward(ctx.saved, dy_sD, grads)
         ctx.saved = None
         return dx_sD, None, None, None, *(grads.take_as(p) for p in ctx.params)

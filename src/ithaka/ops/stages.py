@@ -20,6 +20,8 @@ from ithaka.ops.fused import rotate
 from ithaka.ops.tiles import GradSum, apply_norm, sum_dtype, tile_backward
 from ithaka.plan.heads import HeadTable, Read, Stage
 
+RAN_ALREADY = "a layer's backward ran already and kept nothing; call the model again instead of using retain_graph"
+
 
 @dataclass(frozen=True)
 class Projection:
@@ -197,6 +199,8 @@ class _StagesAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *douts_csnK):
+        if ctx.kept is None:
+            raise RuntimeError(RAN_ALREADY)
         table, group = ctx.table, ctx.group
         dqs = []
         for stage, dout_csnK, (q, out, lse) in zip(table.stages, douts_csnK, ctx.kept, strict=True):
@@ -207,4 +211,5 @@ class _StagesAttention(torch.autograd.Function):
         for stage, dq in zip(table.stages, dqs, strict=True):
             dkv = () if stage.load is None else ctx.held.take_grads(stage.load)
             grads += [dq, *(heads_to_tokens(d, group) for d in dkv)]
+        ctx.kept = None
         return None, None, None, *grads

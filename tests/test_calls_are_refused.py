@@ -1,0 +1,293 @@
+"""A call that a parallel model would get wrong without a word is refused by name; one that changes nothing is taken."""
+
+from types import MethodType
+
+import pytest
+import torch
+from torch import nn
+
+from ithaka.config import ConfigError
+from ithaka.dist.mesh import make_mesh
+from ithaka.layout import Layout, make_layout
+from ithaka.model.build import parallelize
+from models import tiny_config, tiny_model
+from parity import plain_sum, random_ids
+
+IDS = random_ids(2, 6)
+
+
+def parallel(layout: Layout | None = None, **changes):
+    return parallelize(tiny_model(tiny_config("llama", **changes)), mesh=make_mesh(1), layout=layout)
+
+
+@pytest.fixture
+def model():
+    return parallel()
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return float(plain_sum(tiny_model(tiny_config("llama")), IDS, IDS).detach()) / 10
+
+
+def loss_of(model, **inputs) -> float:
+    return float(model(**{"input_ids": IDS, "labels": IDS, **inputs}).loss.detach())
+
+
+def refused(model, error=ConfigError, **inputs) -> str:
+    with pytest.raises(error) as caught:
+        loss_of(model, **inputs)
+    return str(caught.value)
+
+
+# ---- arguments
+
+
+def test_only_input_ids_are_taken_by_position(model, expected):
+    with pytest.raises(TypeError, match="only input_ids by position; name the others"):
+        model(IDS, torch.ones_like(IDS))
+    assert float(model(IDS, labels=IDS).loss.detach()) == pytest.approx(expected, rel=1e-12)
+    with pytest.raises(TypeError, match="input_ids is given twice"):
+        model(IDS, input_ids=IDS)
+
+
+NEUTRAL = {
+    "use_cache": False,
+    "return_dict": True,
+    "output_attentions": False,
+    "output_hidden_states": None,
+    "past_key_values": None,
+    "inputs_embeds": None,
+    "logits_to_keep": 0,
+    "token_type_ids": None,
+}
+
+
+def test_arguments_that_change_nothing_are_taken(model, expected):
+    assert loss_of(model, **NEUTRAL) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "name,value,way_out",
+    [
+        ("use_cache", True, "there is no cache"),
+        ("past_key_values", ((IDS, IDS),), "there is no cache"),
+        ("inputs_embeds", torch.zeros(2, 6, 32), "pass input_ids"),
+        ("output_attentions", True, "never exist as a whole"),
+        ("output_hidden_states", True, "forward hook on the decoder layers"),
+        ("return_dict", False, "out.to_tuple()"),
+        ("logits_to_keep", 1, "slice out.logits"),
+        ("logits_to_keep", torch.tensor([5]), "slice out.logits"),
+        ("shift_labels", IDS, "it takes input_ids, labels"),
+    ],
+)
+def test_arguments_that_would_be_ignored(model, name, value, way_out):
+    message = refused(model, TypeError, **{name: value})
+    assert name in message and way_out in message
+
+
+@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
+def test_outputs_asked_for_in_the_config(model, name):
+    model.config._attn_implementation = "eager"  # the only one that transformers lets output attentions
+    setattr(model.config, name, True)
+    assert f"{name}=True is not supported" in refused(model, TypeError)
+
+
+def test_generating(model):
+    with pytest.raises(TypeError, match="export the model and generate with Hugging Face's own"):
+        model.generate(IDS, max_new_tokens=2)
+
+
+def test_a_call_of_forward_itself(model):
+    with pytest.raises(TypeError, match=r"call model\(\.\.\.\), not model.forward"):
+        model.forward(IDS)
+
+
+# ---- inputs
+
+
+def test_integers_of_any_width(model, expected):
+    assert loss_of(model, input_ids=IDS.int(), labels=IDS.to(torch.int16)) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "inputs,message",
+    [
+        ({"input_ids": IDS.tolist()}, "input_ids is a list"),
+        ({"input_ids": None}, "input_ids is missing"),
+        ({"labels": IDS.double()}, "labels is torch.float64; pass integers"),
+        ({"document_ids": IDS > 3}, "document_ids is torch.bool; pass integers"),
+    ],
+)
+def test_inputs_of_another_kind(model, inputs, message):
+    assert message in refused(model, TypeError, **inputs)
+
+
+def changed(tensor, row, column, value):
+    tensor = tensor.clone()
+    tensor[row, column] = value
+    return tensor
+
+
+@pytest.mark.parametrize("value", [-1, -101, 61])
+@pytest.mark.parametrize(
+    "name,way_out", [("labels", "set labels that do not count to -100"), ("input_ids", "tokenizer")]
+)
+def test_tokens_outside_the_vocabulary(model, name, value, way_out):
+    message = refused(model, ValueError, **{name: changed(IDS, 1, 3, value)})
+    assert f"{name}[1, 3]={value} is not in the vocabulary of 61 tokens" in message and way_out in message
+
+
+def test_a_label_that_is_shifted_away_may_be_anything(model, expected):
+    """As with Hugging Face: nothing predicts a row's first token."""
+    assert loss_of(model, labels=changed(IDS, 1, 0, -1)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_documents_in_the_mask(model):
+    mask = torch.tensor([[1, 1, 2, 2, 3, 3]] * 2)
+    assert "mark documents with document_ids" in refused(model, ValueError, attention_mask=mask)
+
+
+@pytest.mark.parametrize("items", [-1, 3.5, torch.tensor(-2), 0])
+def test_a_number_of_items_that_is_none(model, items):
+    assert "num_items_in_batch=" in refused(model, ValueError, num_items_in_batch=items)
+
+
+def test_the_next_call_is_right_after_a_refused_one(model, expected):
+    refused(model, ValueError, labels=changed(IDS, 1, 3, -1))
+    assert loss_of(model) == pytest.approx(expected, rel=1e-12)
+
+
+# ---- what is around the call
+
+
+def test_autocast(model):
+    with torch.autocast("cpu", torch.bfloat16):
+        message = refused(model)
+    assert "Layout(dtype='bfloat16')" in message and "model.dtype" in message
+
+
+def test_autocast_inside_forward(model):
+    """As accelerate wraps it."""
+    model.forward = MethodType(torch.autocast("cpu", torch.bfloat16)(model.forward.__func__), model)
+    assert "torch.autocast('cpu', bfloat16) is on" in refused(model)
+
+
+def test_torch_compile_around_the_model(model):
+    assert "Layout(compile=True)" in refused(torch.compile(model, backend="eager"))
+
+
+def test_torch_compile_of_a_layer(model):
+    model.model.layers[1].compile(backend="eager")
+    assert "torch.compile is on around model.layers.1" in refused(model)
+
+
+def test_parallelize_twice(model):
+    with pytest.raises(ConfigError, match="is sharded already; call parallelize once"):
+        parallelize(model, mesh=make_mesh(1))
+
+
+def test_a_wrapped_model():
+    with pytest.raises(ConfigError, match="DataParallel is not a Hugging Face model"):
+        parallelize(nn.DataParallel(tiny_model(tiny_config("llama"))), mesh=make_mesh(1))
+
+
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_a_second_backward(checkpoint):
+    loss = parallel(make_layout(2, checkpoint=checkpoint))(input_ids=IDS, labels=IDS).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="call the model again instead of using retain_graph"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("labels", [IDS, None])
+def test_second_derivatives(model, labels):
+    out = model(input_ids=IDS, labels=labels)
+    value = out.logits.square().sum() if labels is None else out.loss
+    with pytest.raises(RuntimeError, match="no second derivatives; leave create_graph out"):
+        torch.autograd.grad(value, model.model.norm.weight, create_graph=True)
+
+
+# ---- changes after parallelize
+
+
+def test_another_dtype(model):
+    model.half()
+    message = refused(model)
+    assert "were torch.float64 at parallelize and are torch.float16 now" in message and "Layout(dtype=" in message
+
+
+def test_another_device(model):
+    model.to("meta")
+    assert "the parameters are on meta and belong on cpu" in refused(model)
+
+
+def test_conversions_that_change_nothing(model, expected):
+    assert loss_of(model.to("cpu").double().eval()) == pytest.approx(expected, rel=1e-12)
+
+
+def new_head(model):
+    model.lm_head = nn.Linear(32, 61, bias=False, dtype=torch.float64)
+
+
+def new_embeddings(model):
+    model.set_input_embeddings(nn.Embedding(61, 32, dtype=torch.float64))
+
+
+def adapter(model):
+    attn = model.model.layers[1].self_attn
+    attn.q_proj = nn.Sequential(attn.q_proj)
+
+
+def adapter_of_the_mlp(model):
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj = nn.Sequential(mlp.up_proj)
+
+
+def soft_prompt(model):
+    model.model.prompt = nn.Parameter(torch.zeros(3, 32))
+
+
+@pytest.mark.parametrize("change", [new_head, new_embeddings, adapter, adapter_of_the_mlp, soft_prompt])
+def test_other_modules_and_parameters(model, change):
+    change(model)
+    assert "after parallelize" in refused(model)
+
+
+def test_embeddings_of_another_size(model):
+    with pytest.raises(ConfigError, match="resize_token_embeddings.*then parallelize"):
+        model.resize_token_embeddings(64)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tying_and_untying(tied):
+    model = parallel(tie_word_embeddings=tied)
+    weight = model.model.embed_tokens.weight
+    model.lm_head.weight = nn.Parameter(weight.detach().clone()) if tied else weight
+    assert f"were {'' if tied else 'not '}tied at parallelize" in refused(model)
+
+
+def test_gradient_checkpointing_of_hugging_face(model):
+    model.gradient_checkpointing_enable()
+    message = refused(model)
+    assert "gradient_checkpointing_enable()" in message and "recomputes every layer already" in message
+
+
+def test_gradient_checkpointing_before_parallelize_is_replaced(expected):
+    model = tiny_model(tiny_config("llama"))
+    model.gradient_checkpointing_enable()
+    assert loss_of(parallelize(model, mesh=make_mesh(1))) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_replaced_forward():
+    model = tiny_model(tiny_config("llama"))
+    attn = model.model.layers[1].self_attn
+    attn.forward = MethodType(lambda self, *args, **kwargs: None, attn)
+    with pytest.raises(ConfigError, match="model.layers.1.self_attn has a forward of its own"):
+        parallelize(model, mesh=make_mesh(1))
+
+
+def test_evaluation_without_gradients(model, expected):
+    with torch.no_grad():
+        assert loss_of(model.eval()) == pytest.approx(expected, rel=1e-12)
+        assert model(input_ids=IDS).logits.shape == (2, 6, 61)

@@ -1,0 +1,140 @@
+"""Hooks see the values and gradients that plain Hugging Face would show them, or are refused by name."""
+
+import pytest
+import torch
+
+from ithaka.config import ConfigError
+from ithaka.dist.mesh import make_mesh
+from ithaka.layout import make_layout
+from ithaka.model.build import parallelize
+from models import tiny_config, tiny_model
+from parity import random_ids
+
+IDS = random_ids(1, 8)
+ATTENTION = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
+IGNORED = [
+    *(f"model.layers.1.{name}" for name in ("self_attn", *ATTENTION, "input_layernorm", "post_attention_layernorm")),
+    *("model", "model.norm", "model.rotary_emb", "lm_head"),
+]
+REGISTER = {
+    "forward hook": "register_forward_hook",
+    "forward pre-hook": "register_forward_pre_hook",
+    "backward hook": "register_full_backward_hook",
+    "backward pre-hook": "register_full_backward_pre_hook",
+}
+
+
+def nothing(*args):
+    return None
+
+
+def make(family="qwen3", **changes):
+    return tiny_model(tiny_config(family, **changes))
+
+
+@pytest.mark.parametrize("kind", REGISTER)
+@pytest.mark.parametrize("tied", [False, True])
+def test_hooks_that_would_be_ignored_or_see_something_else(kind, tied):
+    """Registered before parallelize, and after it, where FSDP2 has hooks of its own."""
+    model = make(tie_word_embeddings=tied)
+    parallel = parallelize(make(tie_word_embeddings=tied), mesh=make_mesh(1))
+    for name in IGNORED:
+        handle = getattr(model.get_submodule(name), REGISTER[kind])(nothing)
+        with pytest.raises(ConfigError, match=f"^{name} has a {kind}.*put it on the decoder layer"):
+            parallelize(model, mesh=make_mesh(1))
+        handle.remove()
+        handle = getattr(parallel.get_submodule(name), REGISTER[kind])(nothing)
+        with pytest.raises(ConfigError, match=f"^{name} has a {kind}.*put it on the decoder layer"):
+            parallel(input_ids=IDS)
+        handle.remove()
+    assert parallel(input_ids=IDS).logits.shape == (1, 8, 61)
+
+
+def test_a_pre_hook_of_the_model_itself():
+    model = parallelize(make(), mesh=make_mesh(1))
+    model.register_forward_pre_hook(nothing)
+    with pytest.raises(ConfigError, match="the model has a forward pre-hook.*change them before the call"):
+        model(input_ids=IDS)
+
+
+def test_hooks_that_transformers_leaves_behind_are_taken():
+    """It captures outputs with hooks that stay, and do nothing."""
+    model = make()
+    model(input_ids=IDS, output_attentions=True, output_hidden_states=True)
+    assert model.model.layers[0].self_attn._forward_hooks
+    parallel = parallelize(model, mesh=make_mesh(1))
+    parallel(input_ids=IDS, labels=IDS).loss.backward()
+    assert not parallel.model.layers[0].forward.hooked
+    parallel.model.layers[1].self_attn.register_forward_hook(nothing)
+    with pytest.raises(ConfigError, match="model.layers.1.self_attn has a forward hook"):
+        parallel(input_ids=IDS)
+
+
+class Seen:
+    """What hooks on layers and embeddings saw: values, and the gradients that they kept, not copied."""
+
+    def __init__(self, model) -> None:
+        self.values, self.grads, self.grad_inputs, self.grad_outputs = {}, {}, {}, {}
+        for name in ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2"):
+            module = model.get_submodule(name)
+            module.register_forward_hook(lambda module, args, out, name=name: self.see(name, out))
+            if name != "model.embed_tokens":
+                module.register_full_backward_hook(lambda module, dx, dy, name=name: self.see_grads(name, dx, dy))
+
+    def see(self, name, out):
+        self.values[name] = out.detach().clone()
+        out.register_hook(lambda grad: self.grads.__setitem__(name, grad))
+
+    def see_grads(self, name, dx, dy):
+        self.grad_inputs[name], self.grad_outputs[name] = dx[0], dy[0]
+
+    def all(self):
+        for what in ("values", "grads", "grad_inputs", "grad_outputs"):
+            for name, tensor in getattr(self, what).items():
+                yield f"{what} {name}", tensor.reshape(8, -1)
+
+
+@pytest.mark.parametrize("checkpoint", [True, False])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_on_layers_and_embeddings(when, checkpoint):
+    """Kept gradients are still right after backward, whose buffers are reused from layer to layer."""
+    plain, model = make(num_hidden_layers=3), make(num_hidden_layers=3)
+    layout = make_layout(3, checkpoint=checkpoint)
+    expected = Seen(plain)
+    if when == "before":
+        seen = Seen(model)
+    model = parallelize(model, mesh=make_mesh(1), layout=layout)
+    if when == "after":
+        seen = Seen(model)
+    for each in (plain, model):
+        each(input_ids=IDS).logits.square().sum().backward()
+    wanted = dict(expected.all())
+    assert len(wanted) == 4 + 4 + 3 + 3
+    for name, tensor in seen.all():
+        torch.testing.assert_close(tensor, wanted.pop(name), rtol=1e-10, atol=1e-10, msg=name)
+    assert not wanted
+
+
+def test_a_hook_that_is_gone_before_backward():
+    """It left a tensor's hook behind."""
+    model, kept = parallelize(make(num_hidden_layers=3), mesh=make_mesh(1)), []
+    handle = model.model.layers[1].register_forward_hook(
+        lambda module, args, out: out.register_hook(lambda grad: kept.extend([grad, grad.clone()])) and None
+    )
+    loss = model(input_ids=IDS, labels=IDS).loss
+    handle.remove()
+    model(input_ids=IDS, labels=IDS)
+    loss.backward()
+    assert torch.equal(*kept) and kept[0].abs().max() > 0
+
+
+def test_a_hook_may_change_what_it_sees():
+    """Forward hooks on a layer and on the embeddings, such as noise on them, count as with Hugging Face."""
+    losses = []
+    for parallel in (False, True):
+        model = make()
+        model = parallelize(model, mesh=make_mesh(1)) if parallel else model
+        model.model.embed_tokens.register_forward_hook(lambda module, args, out: 1.5 * out)
+        model.model.layers[0].register_forward_hook(lambda module, args, out: out - 0.5)
+        losses.append(float(model(input_ids=IDS).logits.detach().square().sum()))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
