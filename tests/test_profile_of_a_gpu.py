@@ -1,5 +1,6 @@
 """The GPU's parts of a profile, on made-up events: an allocator's history, and a trace with two streams."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,56 @@ def test_memory_of_a_thread_without_a_phase_goes_by_the_clock(made_in):
     largest = memory.live_at(9_000_000)[0]
     assert largest.holder == "MLP tile"
     assert largest.phase == ("layer 0", "backward", "mlp")
+
+
+class FakeAllocator:
+    """Answers for torch.cuda where there is none: a history with the time and the metadata of each allocation."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[dict] = []
+        self.metadata, self.recording = "", False
+        memory = torch.cuda.memory
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 21 * MIB)
+        monkeypatch.setattr(memory, "_snapshot", lambda device: self.snapshot())
+        monkeypatch.setattr(memory, "_record_memory_history", lambda enabled, **_: setattr(self, "recording", enabled))
+        monkeypatch.setattr(memory, "_set_memory_metadata", lambda text: setattr(self, "metadata", text))
+
+    def snapshot(self) -> dict:
+        blocks = [{"address": 1, "size": 4 * MIB, "state": "active_allocated"}]
+        return {"segments": [{"device": 0, "blocks": blocks}], "device_traces": [self.events]}
+
+    def allocate(self, address: int, num_mib: int, action: str = "alloc") -> None:
+        assert self.recording
+        frame = (OURS, 77, "_mlp")
+        self.events.append(event(action, time.time_ns() // 1000, address, num_mib * MIB, frame, made_in=self.metadata))
+        time.sleep(0.001)
+
+
+def test_a_step_is_recorded_with_its_phases_and_holders(monkeypatch):
+    gpu = FakeAllocator(monkeypatch)
+    with AllocatorHistory(torch.device("cuda", 0)) as recorded:
+        with phases.phase("layer 0"), phases.phase("backward"):
+            gpu.allocate(2, 1)
+            with phases.phase("attention"), phases.holding("kept on device"):
+                gpu.allocate(3, 2)
+            with phases.phase("mlp"):
+                gpu.allocate(4, 8)
+                gpu.allocate(4, 8, "free_requested")
+            gpu.allocate(5, 3)
+        gpu.allocate(6, 10)
+    assert not gpu.recording and gpu.metadata == "" and recorded.measured_peak_bytes == 21 * MIB
+    made = {piece.num_bytes // MIB: (piece.holder, "/".join(piece.phase)) for piece in recorded.map.pieces}
+    assert made == {
+        4: ("other", ""),
+        1: ("residual stream", "layer 0/backward"),
+        2: ("kept on device", "layer 0/backward/attention"),
+        8: ("MLP tile", "layer 0/backward/mlp"),
+        3: ("residual stream", "layer 0/backward"),
+        10: ("other", ""),
+    }
+    assert recorded.map.peak()[0] == 20 * MIB
 
 
 def test_memory_without_a_shape_is_told_by_the_size_of_its_pieces():

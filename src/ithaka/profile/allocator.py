@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ithaka.phases import PhasePath, current_holder, current_phase, holder_of, listening
-from ithaka.profile.memory import Piece, Recorder, form, local_tensor, made_by
+from ithaka.profile.memory import Piece, Recorder, Shape, form, local_tensor, made_by
 
 MAX_EVENTS = 2_000_000
 CLOCK_SLACK_NS = 20_000  # between the allocator's clock and Python's
@@ -23,7 +23,7 @@ class _Tag(NamedTuple):
     """The schedule said what a tensor is for."""
 
     time_ns: int
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: str
     holder: str
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from ithaka.phases import current_holder, current_phase, holder_of, listening
-from ithaka.profile.memory import NEVER, Piece, Recorder, form, local_tensor, made_by, stack
+from ithaka.profile.memory import NEVER, Piece, Recorder, Shape, form, local_tensor, made_by, stack
 
 CLOCK_SLACK_NS = 5_000  # between the allocator's clock and Python's
 
@@ -89,9 +89,7 @@ class LiveBytes(Recorder):
             piece = self._change(storage, num_bytes=storage.nbytes())
             self._born.setdefault(storage.data_ptr(), []).append(piece)
 
-    def _count(
-        self, storage: UntypedStorage, shape: tuple[int, ...], dtype: str, line: str, holder: str | None
-    ) -> None:
+    def _count(self, storage: UntypedStorage, shape: Shape, dtype: str, line: str, holder: str | None) -> None:
         key, holder = storage._cdata, holder or current_holder()
         piece = Piece(storage.nbytes(), time.time_ns(), holder, current_phase(), shape, dtype, line)
         self._live[key] = weakref.ref(storage, partial(self._died, key)), piece

@@ -26,6 +26,9 @@ MAP_POINTS = 800
 LARGEST = 10
 NEVER = 2**62  # ns
 
+Shape = tuple[int, ...]
+Frame = tuple[str, int, str]  # file, line, function
+
 
 class PhaseLog:
     """Listens to phases and remembers which one was current when."""
@@ -52,7 +55,7 @@ class Piece:
     start_ns: int
     holder: str = OTHER
     phase: PhasePath = ()  # in which it was made
-    shape: tuple[int, ...] = ()
+    shape: Shape = ()
     dtype: str = ""
     line: str = ""
     stop_ns: int = NEVER
@@ -139,28 +142,23 @@ class MemoryMap:
         ]
 
 
-class Recorder:
-    """Fills a memory map while it is entered; a MemoryListener."""
+class Recorder(PhaseLog):
+    """Fills a memory map while it is entered."""
 
     def __init__(self) -> None:
-        self.map = MemoryMap()
+        super().__init__()
+        self.map = MemoryMap(phases=self)
         self._entered = ExitStack()
 
-    def enter(self, path: PhasePath) -> None:
-        self.map.phases.enter(path)
-
-    def leave(self, path: PhasePath) -> None:
-        self.map.phases.leave(path)
-
     def holder_changed(self) -> None:
-        pass
+        """Override to be told."""
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def form(tensor: Tensor) -> tuple[tuple[int, ...], str]:
+def form(tensor: Tensor) -> tuple[Shape, str]:
     """Shape and dtype."""
     return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
@@ -177,8 +175,6 @@ _LIBRARIES = (
     sysconfig.get_path("stdlib"),
 )
 _REDUCING = ("reduce", "post_backward", "to_accumulated_grad", "unsharded_grad")  # in names of FSDP2's functions
-
-Frame = tuple[str, int, str]  # file, line, function
 
 
 def stack() -> Iterator[Frame]:

@@ -200,7 +200,7 @@ function memory() {
     table(box, ["holder", { name: "size", kind: "number" }, { name: "shape", kind: "code below" }, { name: "made by", kind: "code below" }],
       peak.largest.map(one => [
         swatch(HOLDER_COLOURS[one.holder] || "#888", one.holder), bytes(one.num_bytes),
-        (one.count > 1 ? one.count + " x " : "") + one.dtype + (one.shape.length ? " [" + one.shape.join(", ") + "]" : ""),
+        (one.count > 1 ? one.count + " x " : "") + (one.dtype || bytes(one.num_bytes / one.count)) + (one.shape.length ? " [" + one.shape.join(", ") + "]" : ""),
         (one.line || "there before the step") + (one.phase ? " (" + one.phase + ")" : ""),
       ]));
     const planned = peak.planned;
