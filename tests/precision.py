@@ -121,10 +121,15 @@ def autocast_gradients(model: PreTrainedModel, batch: Batch, choices: Choices | 
     return _gradients(model)
 
 
+def parallel_copy(model: PreTrainedModel, device: torch.device, cp: int, layout: Layout) -> PreTrainedModel:
+    """The model on the ranks of a cp group; every layer keeps what the layout's one layer does."""
+    layout = replace(layout, cp=cp, kept=layout.kept * model.config.num_hidden_layers)
+    return parallelize(copy.deepcopy(model), mesh=make_mesh(cp, device), layout=layout)
+
+
 def our_gradients(model: PreTrainedModel, batch: Batch, cp: int, layout: Layout) -> Gradients:
     def work() -> Gradients:
-        mesh = make_mesh(cp, batch.ids.device)
-        ours = parallelize(copy.deepcopy(model), mesh=mesh, layout=of_model(layout, model, cp))
+        ours = parallel_copy(model, batch.ids.device, cp, layout)
         ours(input_ids=batch.ids, labels=batch.ids, **batch.for_ours()).loss.backward()
         return {name: param.grad.full_tensor() for name, param in ours.named_parameters()}
 
@@ -225,13 +230,9 @@ def packed_documents(num_tokens: int) -> tuple[int, ...]:
 def bf16(
     heads_per_stage: int | None = None, keep_input="device", keep_attention=None, checkpoint=True, **fields
 ) -> Layout:
-    """Of one layer and one rank: `of_model` makes it that of a model."""
+    """Of one layer and one rank: `parallel_copy` makes it that of a model."""
     keeps = LayerKeeps(keep_input, keep_attention, everything=not checkpoint)
     return Layout(1, heads_per_stage, kept=(keeps,), dtype="bfloat16", **fields)
-
-
-def of_model(layout: Layout, model: PreTrainedModel, cp: int) -> Layout:
-    return replace(layout, cp=cp, kept=layout.kept * model.config.num_hidden_layers)
 
 
 def print_table(family: str, cps: list[int], stages: list[int], device: torch.device, packed: bool) -> None:

@@ -6,7 +6,6 @@ gives all ranks one stream for them, as NCCL has its own. On a CPU an exchange i
 `wait`, and the disk sleeps.
 """
 
-import copy
 import time
 from contextlib import contextmanager
 
@@ -15,11 +14,9 @@ import torch
 import torch.distributed as dist
 
 from ithaka.dist import exchange
-from ithaka.dist.mesh import make_mesh
 from ithaka.memory.store import DiskFile, Store
-from ithaka.model.build import parallelize
 from ithaka.ops.stages import HeldHeads
-from precision import Size, bf16, initial_model, of_model, random_batch
+from precision import Size, bf16, initial_model, parallel_copy, random_batch
 from threads import on_threads
 
 CYCLES = 20_000_000  # about 10 ms of a GPU
@@ -39,7 +36,7 @@ def gradients(device, cp: int, **layer) -> dict[str, torch.Tensor]:
     layout = bf16(cp, tile_tokens=size.tokens // cp // 4, kernel="reference", **layer)
 
     def work():
-        ours = parallelize(copy.deepcopy(model), mesh=make_mesh(cp, device), layout=of_model(layout, model, cp))
+        ours = parallel_copy(model, device, cp, layout)
         for ids in (batch.ids.roll(1, 1), batch.ids):
             ours.zero_grad()
             ours(input_ids=ids, labels=ids).loss.backward()

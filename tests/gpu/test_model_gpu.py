@@ -2,16 +2,13 @@
 mixtures of experts, and the optimizer in host memory. In full on a GPU; on a CPU a few cases of a small model.
 """
 
-import copy
 from dataclasses import replace
 from functools import lru_cache, partial
 
 import pytest
 import torch
 
-from ithaka.dist.mesh import make_mesh
 from ithaka.layout import Layout
-from ithaka.model.build import parallelize
 from models import EXPERTS
 from precision import (
     LARGE,
@@ -25,7 +22,7 @@ from precision import (
     bf16,
     exact_gradients,
     initial_model,
-    of_model,
+    parallel_copy,
     random_batch,
     routers,
 )
@@ -97,9 +94,7 @@ def with_choices(model, batch, cp: int, layout: Layout) -> tuple[Gradients, dict
     """Gradients, and the experts of all tokens in forward and in backward's recomputation."""
 
     def work():
-        ours = parallelize(
-            copy.deepcopy(model), mesh=make_mesh(cp, batch.ids.device), layout=of_model(layout, model, cp)
-        )
+        ours = parallel_copy(model, batch.ids.device, cp, layout)
         chosen = {when: {name: [] for name in routers(ours)} for when in ("forward", "backward")}
         when = "forward"
 
@@ -164,9 +159,7 @@ def after_a_step(model, batch, cp: int, layout: Layout, make_optimizer) -> list[
     """Per rank: this rank's share of every gradient, and of every weight after one step of the optimizer."""
 
     def work():
-        ours = parallelize(
-            copy.deepcopy(model), mesh=make_mesh(cp, batch.ids.device), layout=of_model(layout, model, cp)
-        )
+        ours = parallel_copy(model, batch.ids.device, cp, layout)
         before = {name: param.to_local().detach().cpu().clone() for name, param in ours.named_parameters()}
         optimizer = make_optimizer(ours.parameters())
         ours(input_ids=batch.ids, labels=batch.ids).loss.backward()
