@@ -1,19 +1,24 @@
 """The registry: what runs here is found, what is absent is refused with the way to get it."""
 
 import json
+import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 import ithaka.ops.attention as op
-from ithaka.bench import AttentionCase, attention_flops
+from ithaka import bench
+from ithaka.bench import AttentionCase, attention_flops, measure_attention
 from ithaka.bench_cli import bench_app
 from ithaka.config import ConfigError
+from ithaka.ops import kernels
 from ithaka.ops.kernels import KERNELS, Kernel, Varlen, available_kernels, resolve_kernel
 from ithaka.ops.reference import attention_reference
 
 CPU = torch.device("cpu")
+CPU_KERNEL = KERNELS["cpu"]
 
 
 def test_cpu_takes_its_flash_kernel():
@@ -25,7 +30,6 @@ def test_cpu_takes_its_flash_kernel():
     "name, dtype, message",
     [
         ("cudnn", torch.bfloat16, "attention.kernel=cudnn runs on cuda"),
-        ("flash-attn-3", torch.bfloat16, "attention.kernel=flash-attn-3 runs on cuda"),
         ("cpu", torch.int8, "attention.kernel=cpu takes torch.float64"),
         ("fast", torch.float32, "attention.kernel=fast is not a kernel; use auto, cudnn, flash"),
     ],
@@ -35,10 +39,112 @@ def test_refusals_name_the_way_out(name, dtype, message):
         resolve_kernel(name, CPU, dtype, 64)
 
 
-@pytest.mark.parametrize("name", ["flash-attn-2", "flash-attn-3", "flash-attn-4"])
-def test_an_absent_package_says_how_to_get_it(name):
-    with pytest.raises(ConfigError, match="needs the module flash_attn.*install"):
-        resolve_kernel(name, torch.device("cuda"), torch.bfloat16, 128)
+def test_an_absent_package_says_how_to_get_it(monkeypatch):
+    absent = replace(KERNELS["cpu"], name="fast", module="fast_attention.cpu", install="pip install fast-attention")
+    monkeypatch.setitem(KERNELS, "fast", absent)
+    with pytest.raises(
+        ConfigError, match="kernel=fast needs the module fast_attention.cpu; pip install fast-attention"
+    ):
+        resolve_kernel("fast", CPU, torch.bfloat16, 128)
+
+
+class Panic(BaseException):
+    """As a package in another language raises it: no Exception."""
+
+
+def raising(error):
+    def call(*_):
+        raise error
+
+    return call
+
+
+def off(which, by):
+    """The CPU kernel with one of its results (out, lse, dq, dk, dv) off by a factor."""
+    cpu, at = CPU_KERNEL, ("out", "lse", "dq", "dk", "dv").index(which)
+
+    def changed(results, at):
+        return tuple(x * by if i == at else x for i, x in enumerate(results))
+
+    return replace(
+        cpu,
+        forward=lambda *inputs: changed(cpu.forward(*inputs), at),
+        backward=lambda *inputs: changed(cpu.backward(*inputs), at - 2),
+    )
+
+
+def own_softmax(cpu):
+    """A backward that uses the pair's own lse, as kernels do that know no other keys."""
+
+    def backward(dout, q, k, v, out, lse, scale, causal):
+        return cpu.backward(dout, q, k, v, *cpu.forward(q, k, v, scale, causal), scale, causal)
+
+    return replace(cpu, backward=backward)
+
+
+def first_head_only(cpu):
+    def backward(dout, q, k, v, out, lse, scale, causal):
+        dq, dk, dv = cpu.backward(dout, q, k, v, out, lse, scale, causal)
+        return dq, dk, dv[:, :1].expand_as(dv)
+
+    return replace(cpu, backward=backward)
+
+
+BROKEN = {
+    "ValueError": (replace(CPU_KERNEL, forward=raising(ValueError("no schema\nsecond line"))),
+                   r"does not run here \(ValueError: no schema\); update PyTorch"),
+    "in backward": (replace(CPU_KERNEL, backward=raising(AssertionError())), "does not run here"),
+    "a panic": (replace(CPU_KERNEL, backward=raising(Panic("at the disco"))),
+                r"does not run here \(Panic: at the disco\)"),
+    "exit": (replace(CPU_KERNEL, forward=raising(SystemExit(3))), r"does not run here \(SystemExit: 3\)"),
+    "wrong dk": (off("dk", 1.1), "is wrong here: dk is off by 1.0e-01 of its largest value, 3e-02 is rounding"),
+    "wrong lse": (off("lse", 1.01), "is wrong here: lse is off by 1.0e-02"),
+    "wrong out": (off("out", float("nan")), "is wrong here: out is off by nan"),
+    "own softmax": (own_softmax(CPU_KERNEL), "is wrong here: d[qv] is off"),
+    "one head": (first_head_only(CPU_KERNEL), "is wrong here: dv is off"),
+    "a shape": (replace(CPU_KERNEL, forward=lambda q, *_: (q[..., :1], q[..., 0])), "gives out of shape"),
+    "varlen": (replace(CPU_KERNEL, varlen=Varlen("v", raising(KeyError("ends")), raising(KeyError()))),
+               r"does not run here \(KeyError: 'ends'\)"),
+    "stand-in": (replace(CPU_KERNEL, stand_in=off("dq", 2)), "needs cpu for small blocks, which is wrong here: dq"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_kernel_that_fails_its_trial_is_passed_over_and_refused_by_name(monkeypatch, how):
+    kernel, message = BROKEN[how]
+    monkeypatch.setitem(KERNELS, "cpu", kernel)
+    assert available_kernels(CPU, torch.bfloat16, 16) == ["reference"]
+    with pytest.warns(UserWarning, match=f"attention.kernel=auto passes over cpu, which .*{message}") as warned:
+        assert resolve_kernel("auto", CPU, torch.bfloat16, 16).name == "reference"
+    assert len(warned) == 1 and "\n" not in str(warned[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        assert resolve_kernel("auto", CPU, torch.bfloat16, 16).name == "reference"
+    with pytest.raises(ConfigError, match=f"attention.kernel=cpu {message}.*or use auto"):
+        resolve_kernel("cpu", CPU, torch.bfloat16, 16)
+
+
+def test_a_run_goes_on_with_the_next_kernel(monkeypatch):
+    monkeypatch.setitem(KERNELS, "cpu", replace(KERNELS["cpu"], forward=raising(ValueError("no"))))
+    q, k, v = (torch.randn(9, 2, 8, dtype=torch.float64) for _ in range(3))
+    with pytest.warns(UserWarning, match="passes over cpu"):
+        out, _ = op.attention(q, k, v, scale=0.3)
+    torch.testing.assert_close(out, attention_reference(q, k, v, scale=0.3)[0])
+
+
+def test_a_keyboard_interrupt_ends_a_trial(monkeypatch):
+    monkeypatch.setitem(KERNELS, "cpu", replace(KERNELS["cpu"], forward=raising(KeyboardInterrupt())))
+    with pytest.raises(KeyboardInterrupt):
+        resolve_kernel("auto", CPU, torch.float32, 24)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_trial_takes_no_random_numbers_and_passes_in_any_mode(dtype):
+    fresh = replace(KERNELS["cpu"], install=str(dtype))  # one that no trial has been made of
+    before = torch.get_rng_state()
+    with torch.inference_mode():
+        assert kernels._trial(fresh, CPU, dtype, 40) is None
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_head_dims_a_kernel_does_not_take_are_refused():
@@ -80,6 +186,8 @@ def test_short_documents_reach_the_varlen_kernel(monkeypatch, heads, mask):
     kernel = Kernel("cpu", cpu.forward, cpu.backward, "cpu", cpu.dtypes, cpu.head_dims,
                     Varlen("plain", counted, varlen_backward))  # fmt: skip
     monkeypatch.setitem(KERNELS, "cpu", kernel)
+    assert resolve_kernel("auto", CPU, torch.float64, 8) is kernel  # tried, varlen entry included
+    assert calls.pop() == calls.pop() == 32
     docs = (0, 3, 5, 12, 40, 44, 45, 50, 60)
     n, m = heads
     generator = torch.Generator().manual_seed(0)
@@ -100,6 +208,21 @@ def test_flops_are_counted_inside_documents_and_windows():
     assert attention_flops(AttentionCase(1024, documents=4)) == attention_flops(AttentionCase(1024)) // 4
     assert attention_flops(AttentionCase(1024, causal=False, heads=3)) == 3 * 4 * 128 * 1024**2
     assert attention_flops(AttentionCase(1024, window=64)) == 4 * 128 * (64 * 1024 - 64**2 // 2)
+
+
+def test_bench_measures_the_backward_that_training_takes(monkeypatch):
+    """Added to fp32 sums, dq written over a fresh `out` every time."""
+    seen = []
+
+    def watched(dout, q, k, v, out, lse, *, sums, **how):
+        assert all(x.dtype == torch.float32 and x.shape == k.shape for x in sums)
+        seen.append(out.clone())
+        return op.attention_backward(dout, q, k, v, out, lse, sums=sums, **how)
+
+    monkeypatch.setattr(bench, "attention_backward", watched)
+    case = AttentionCase(64, heads=2, head_dim=16)
+    row = measure_attention(case, device=CPU, dtype=torch.bfloat16, seconds=0.001, backward=True)
+    assert row.backward_s > 0 and len(seen) >= 4 and all(torch.equal(out, seen[0]) for out in seen)
 
 
 def test_bench_prints_a_table_and_writes_json(tmp_path):

@@ -24,6 +24,7 @@ def stub_backward(dout, q, k, v, out, lse, scale, causal):
 
 @pytest.fixture(autouse=True)
 def stub(monkeypatch):
+    monkeypatch.setattr("ithaka.ops.kernels._trial", lambda *_: None)
     monkeypatch.setitem(KERNELS, "cpu", Kernel("cpu", stub_forward, stub_backward, "cpu", ALL, (512, 1)))
 
 

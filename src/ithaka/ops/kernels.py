@@ -6,8 +6,9 @@ else (blocks, windows, documents, GQA) is `attention.py`.
 """
 
 import importlib.util
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from ithaka.config import ConfigError
+from ithaka.ops.fused import merge
+from ithaka.ops.reference import attention_reference
 
 aten: Any = torch.ops.aten
 Grads = tuple[Tensor, Tensor, Tensor]
@@ -42,7 +45,7 @@ class Kernel:
     forward(q_BhqK, k_BhkK, v_BhkK, scale, causal) -> out_BhqK, lse_Bhq (fp32, or fp64 for fp64 inputs)
     backward(dout_BhqK, q, k, v, out_BhqK, lse_Bhq, scale, causal) -> dq, dk, dv, where out and lse may be
     those of *all* keys: then the three are this pair's share of the gradients. Inputs may be strided except
-    in K. `activate` runs before every use, for kernels that share an entry point in PyTorch.
+    in K. A kernel from an optional package names the package's module and how to install it.
     """
 
     name: str
@@ -52,9 +55,10 @@ class Kernel:
     dtypes: tuple[torch.dtype, ...] = HALF
     head_dims: tuple[int, int] = (256, 8)  # largest, and a multiple of
     varlen: Varlen | None = None
-    activate: Callable[[], None] = lambda: None
     stand_in: "Kernel | None" = None  # for pairs with fewer rows or keys than `smallest`
     smallest: int = 1
+    module: str | None = None
+    install: str = ""
 
 
 # --- PyTorch's CPU flash kernel ---------------------------------------------------------------------------
@@ -102,7 +106,7 @@ def _reference_backward(
     return (dscores @ k.double()).to(q.dtype), (dscores.mT @ q.double()).to(k.dtype), dv.to(v.dtype)
 
 
-# --- FlashAttention through PyTorch (FA2; FA3 and FA4 take over the same entry when activated) ----------
+# --- FlashAttention 2 through PyTorch ---------------------------------------------------------------------
 
 
 @cache
@@ -196,101 +200,57 @@ def _cudnn_backward(
     )
 
 
-# --- the flash-attn package -------------------------------------------------------------------------------
-
-
-def _package_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    from flash_attn.flash_attn_interface import _wrapped_flash_attn_forward  # type: ignore[import-not-found]
-
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out, lse, *_ = _wrapped_flash_attn_forward(q, k, v, 0.0, scale, causal, -1, -1, 0.0, None, False)
-    return out.transpose(1, 2), lse
-
-
-def _package_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
-) -> Grads:
-    from flash_attn.flash_attn_interface import _wrapped_flash_attn_backward
-
-    dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    _wrapped_flash_attn_backward(
-        dout, q, k, v, out, lse.contiguous(), dq, dk, dv, 0.0, scale, causal, -1, -1, 0.0, None, False
-    )
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-
-
 # --- registry ---------------------------------------------------------------------------------------------
 
 
-def _activate(impl: str | None) -> Callable[[], None]:
-    """Lets PyTorch's flash entry run FA3 or FA4 (None: its own FA2). PyTorch holds one at a time."""
-
-    def activate() -> None:
-        registry: Any = torch.nn.attention
-        current = getattr(registry, "current_flash_attention_impl", lambda: None)()
-        if current == impl:
-            return
-        if impl is None:
-            registry.restore_flash_attention_impl()
-        else:
-            registry.activate_flash_attention_impl(impl)
-
-    return activate
-
-
 _VARLEN = Varlen("flash", _flash_varlen_forward, _flash_varlen_backward)
-_FLASH = Kernel("flash", _flash_forward, _flash_backward, varlen=_VARLEN, activate=_activate(None))
+_FLASH = Kernel("flash", _flash_forward, _flash_backward, varlen=_VARLEN)
 # cuDNN refuses a pair of one row and one key, and was seen to crash on others of a few.
-_CUDNN = Kernel(
-    "cudnn", _cudnn_forward, _cudnn_backward, varlen=_VARLEN, activate=_activate(None),
-    stand_in=_FLASH, smallest=128,
-)  # fmt: skip
-KERNELS = {
-    kernel.name: kernel
-    for kernel in (
-        _CUDNN,
-        _FLASH,
-        Kernel("flash-attn-2", _package_forward, _package_backward),
-        replace(_FLASH, name="flash-attn-3", activate=_activate("FA3")),
-        replace(_FLASH, name="flash-attn-4", activate=_activate("FA4"), varlen=None),
-        Kernel("cpu", _cpu_forward, _cpu_backward, device="cpu", dtypes=ALL, head_dims=(1 << 20, 1)),
-        Kernel("reference", _reference_forward, _reference_backward, "any", ALL, (1 << 20, 1)),
-    )
-}
-# The packages' kernels come last: nobody has measured them here yet, so they are used only when asked for by name.
-_ORDER = ("cudnn", "flash", "cpu", "reference", "flash-attn-4", "flash-attn-3", "flash-attn-2")
-_PACKAGES = {
-    "flash-attn-2": ("flash_attn.flash_attn_interface", "pip install flash-attn"),
-    "flash-attn-3": ("flash_attn_interface", "install hopper/ of the flash-attention repository"),
-    "flash-attn-4": ("flash_attn.cute.interface", "pip install flash-attn-4"),
-}
+_CUDNN = Kernel("cudnn", _cudnn_forward, _cudnn_backward, varlen=_VARLEN, stand_in=_FLASH, smallest=128)
+_CPU = Kernel("cpu", _cpu_forward, _cpu_backward, device="cpu", dtypes=ALL, head_dims=(1 << 20, 1))
+_REFERENCE = Kernel("reference", _reference_forward, _reference_backward, "any", ALL, (1 << 20, 1))
+KERNELS = {kernel.name: kernel for kernel in (_CUDNN, _FLASH, _CPU, _REFERENCE)}  # `auto` takes the first that works
 
 
 def available_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
-    """Names of the kernels that run here, the one `auto` takes first."""
-    return [name for name in _ORDER if _refusal(KERNELS[name], device, dtype, head_dim) is None]
+    """Names of the kernels that run here and are right, the one `auto` takes first."""
+    return [name for name, kernel in KERNELS.items() if _refusal(kernel, device, dtype, head_dim) is None]
 
 
 def resolve_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
-    """The kernel called `name`, ready to run; "auto" is the first of `available_kernels`.
+    """The kernel called `name`; "auto" is the first of `available_kernels`.
 
-    Raises ConfigError for one not known, not installed, or not for this device, dtype or head dim.
+    Raises ConfigError for one that is not known, not installed, not for this device, dtype or head dim, or that
+    fails its trial. `auto` passes over those; the first time, a warning names each that failed its trial.
     """
     if name == "auto":
-        name = available_kernels(device, dtype, head_dim)[0]
+        return _auto(tuple(KERNELS.values()), device, dtype, head_dim)
     if name not in KERNELS:
         raise ConfigError(f"attention.kernel={name} is not a kernel; use auto, {', '.join(KERNELS)}")
     refusal = _refusal(KERNELS[name], device, dtype, head_dim)
     if refusal is not None:
         raise ConfigError(f"attention.kernel={name} {refusal}, or use auto")
-    KERNELS[name].activate()
     return KERNELS[name]
 
 
 @cache
+def _auto(kernels: tuple[Kernel, ...], device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
+    for kernel in kernels:
+        if _refusal(kernel, device, dtype, head_dim) is None:
+            return kernel
+        if _unfit(kernel, device, dtype, head_dim) is None:
+            failure = _trial(kernel, device, dtype, head_dim)
+            warnings.warn(f"attention.kernel=auto passes over {kernel.name}, which {failure}", stacklevel=4)
+    raise ConfigError(f"no attention kernel takes {dtype} with head dim {head_dim} on {device}; change model.dtype")
+
+
 def _refusal(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why this kernel cannot run here, with the way out; None when it can."""
+    """Why this kernel cannot be used here, with the way out; None when it can."""
+    return _unfit(kernel, device, dtype, head_dim) or _trial(kernel, device, dtype, head_dim)
+
+
+def _unfit(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """What rules the kernel out without a trial."""
     largest, multiple = kernel.head_dims
     if kernel.device not in ("any", device.type):
         return f"runs on {kernel.device}, not on {device.type}; move the tensors"
@@ -298,29 +258,105 @@ def _refusal(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim:
         return f"takes {', '.join(map(str, kernel.dtypes))}, not {dtype}; change model.dtype"
     if head_dim > largest or head_dim % multiple:
         return f"takes head dims up to {largest} in steps of {multiple}, not {head_dim}; use reference"
-    if kernel.name in _PACKAGES:
-        module, how = _PACKAGES[kernel.name]
-        if not _installed(module):
-            return f"needs the module {module}; {how}"
-        if kernel.varlen is not None and not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
-            return "needs a PyTorch with activate_flash_attention_impl; update PyTorch"
-    return _trial(kernel, device, dtype, head_dim) if device.type == "cuda" else None
+    if kernel.module is not None and not _installed(kernel.module):
+        return f"needs the module {kernel.module}; {kernel.install}"
+    return None
 
 
 def _installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
+    except Exception:  # a broken package may raise anything
         return False
 
 
+# --- trial ------------------------------------------------------------------------------------------------
+
+
+# Largest difference from the reference, relative to its largest value. Sound kernels stay below a third of it.
+_ALLOWED = {torch.bfloat16: 0.03, torch.float16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-12}
+_ALLOWED_LSE = {**_ALLOWED, torch.bfloat16: 1e-3, torch.float16: 1e-3}  # fp32 whatever the inputs are
+
+
+@cache
 def _trial(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """One small pair, both ways: what a build of PyTorch or cuDNN takes is known only by asking it."""
-    x = torch.ones(1, 1, 128, head_dim, dtype=dtype, device=device)
+    """What is wrong with the kernel on this device, found by running it on small random data; None: nothing.
+
+    What a build of PyTorch, cuDNN or a package takes, and whether it computes it correctly, is known only by asking.
+    """
+    if kernel.name == _REFERENCE.name:
+        return None
     try:
-        kernel.activate()
-        out, lse = kernel.forward(x, x, x, 1.0, True)
-        kernel.backward(x, x, x, x, out, lse, 1.0, True)
-    except (RuntimeError, NotImplementedError, AttributeError, ImportError, TypeError) as error:
-        return f"does not run here ({str(error).splitlines()[0][:160]}); update PyTorch or its package"
+        with torch.inference_mode(False), torch.no_grad():
+            wrong = _compare(kernel, device, dtype, head_dim)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # packages raise what they like, and none of it may end a run
+        said = str(error).strip().partition("\n")[0][:160]
+        wrong = f"does not run here ({type(error).__name__}: {said})"
+    if wrong is not None:
+        return f"{wrong}; update PyTorch" + (f" or the package ({kernel.install})" if kernel.module else "")
+    if kernel.stand_in is None:
+        return None
+    wrong = _refusal(kernel.stand_in, device, dtype, head_dim)
+    return wrong and f"needs {kernel.stand_in.name} for small blocks, which {wrong}"
+
+
+def _compare(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """What differs from the fp64 reference by more than rounding, and by how much.
+
+    As in training: strided views, two pairs (earlier keys in full, the rows' own keys causal), and a backward that
+    is given out and lse of both.
+    """
+    rows, scale = (256 if device.type == "cuda" else 32), head_dim**-0.5
+    keys = rows + rows // 2
+    random = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(n, 2, head_dim, generator=random, device="cpu") for n in (rows, rows, keys, keys)]
+    dout, q, k, v = (x_SnK.to(device, dtype).transpose(0, 1)[None] for x_SnK in drawn)
+    pairs = [(k[:, :, :-rows], v[:, :, :-rows], False), (k[:, :, -rows:], v[:, :, -rows:], True)]
+    out = torch.zeros(q.shape, dtype=torch.float64, device=device)
+    lse = torch.full(q.shape[:3], float("-inf"), dtype=torch.float64, device=device)
+    for pair_k, pair_v, causal in pairs:
+        merge(out, lse, *_reference_forward(q.double(), pair_k, pair_v, scale, causal))
+    out, lse = out.to(dtype), lse.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    for pair_k, pair_v, causal in pairs:
+        forward, backward = (q, pair_k, pair_v, scale, causal), (dout, q, pair_k, pair_v, out, lse, scale, causal)
+        ours = (*kernel.forward(*forward), *kernel.backward(*backward))
+        exact = (*_reference_forward(*_wide(forward)), *_reference_backward(*_wide(backward)))
+        wrong = _difference(ours, exact, dtype)
+        if wrong is not None:
+            return f"{wrong} in a {'causal' if causal else 'full'} block"
+    if kernel.varlen is None:
+        return None
+    return _compare_varlen(kernel.varlen, scale, *(x[0, :, -rows:].transpose(0, 1) for x in (dout, q, k, v)))
+
+
+def _compare_varlen(varlen: Varlen, scale: float, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    docs, longest = (0, 3, 10, len(q)), len(q) - 10
+    ends_d = torch.tensor(docs, dtype=torch.int32, device=q.device)
+    for window in (None, 5):
+        out, lse = varlen.forward(q, k, v, ends_d, longest, scale, True, window)
+        grads = varlen.backward(dout, q, k, v, out, lse, ends_d, longest, scale, True, window)
+        with torch.enable_grad():
+            leaves = [x.double().requires_grad_() for x in (q, k, v)]
+            exact_out, exact_lse = attention_reference(*leaves, scale=scale, window=window, docs=docs)
+            exact_grads = torch.autograd.grad(exact_out, leaves, dout.double())
+        wrong = _difference((out, lse, *grads), (exact_out.detach(), exact_lse.detach(), *exact_grads), q.dtype)
+        if wrong is not None:
+            return f"{wrong} in packed documents{'' if window is None else ' with a window'}"
+    return None
+
+
+def _wide(arguments: tuple[Any, ...]) -> list[Any]:
+    return [x.double() if isinstance(x, Tensor) else x for x in arguments]
+
+
+def _difference(ours: tuple[Tensor, ...], exact: tuple[Tensor, ...], dtype: torch.dtype) -> str | None:
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), ours, exact, strict=True):
+        allowed = (_ALLOWED_LSE if name == "lse" else _ALLOWED)[dtype]
+        if a.shape != b.shape:
+            return f"gives {name} of shape {tuple(a.shape)} for {tuple(b.shape)}"
+        off = ((a.double() - b).abs().max() / b.abs().max()).item()
+        if not off <= allowed:  # NaN is refused too
+            return f"is wrong here: {name} is off by {off:.1e} of its largest value, {allowed:.0e} is rounding,"
     return None
