@@ -91,7 +91,15 @@ def measure_attention(
     backward_s = None
     if backward:
         out, lse = attention(q, k, v, **how)
-        backward_s = sustained(lambda: attention_backward(dout, q, k, v, out, lse, **how), device, seconds)
+        # As training calls it: dk and dv join fp32 sums and dq is written over `out`, which is renewed untimed.
+        sums = (torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32))
+        fresh = out.clone()
+        backward_s = sustained(
+            lambda: attention_backward(dout, q, k, v, fresh, lse, **how, sums=sums),
+            device,
+            seconds,
+            before=lambda: fresh.copy_(out),
+        )
     return AttentionRow(
         kernel, case.num_tokens, case.documents, case.heads, case.kv_heads, case.head_dim,
         block_q, backward_block_q, block_kv, case.window, case.causal, forward_s, flops / forward_s / 1e12,
@@ -99,15 +107,21 @@ def measure_attention(
     )  # fmt: skip
 
 
-def sustained(call: Callable[[], object], device: torch.device, seconds: float) -> float:
+def sustained(
+    call: Callable[[], object],
+    device: torch.device,
+    seconds: float,
+    before: Callable[[], object] = lambda: None,
+) -> float:
     """Median seconds of a call in the second half of `seconds` of calls; at least three after a warm-up.
 
-    seconds=0 is one call after the warm-up, for lengths that take minutes.
+    `before` runs before each call, untimed. seconds=0 is one call after the warm-up, for lengths that take minutes.
     """
     call()
     times: list[float] = []
     begin = time.perf_counter()
     while len(times) < (3 if seconds else 1) or time.perf_counter() - begin < seconds:
+        before()
         times.append(_timed(call, device))
     return statistics.median(times[len(times) // 2 :])
 
