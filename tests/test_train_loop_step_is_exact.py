@@ -4,8 +4,12 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from allocations import allocator_peak
 from ithaka.config import OptimConfig
 from ithaka.data.stream import Batch
 from ithaka.dist.mesh import make_mesh
@@ -94,6 +98,42 @@ def test_clipping_off_leaves_gradients_and_measures():
     clip_gradients(params, 1.0, torch.device("cpu"))
     assert params[0].grad.tolist() == pytest.approx([0.5] * 3)
     assert clip_gradients(params[2:], 1.0, torch.device("cpu")).item() == 0.0
+
+
+def wide_gradients() -> list[torch.Tensor]:
+    """Four million elements over twelve decades: in fp32 the small ones are lost, and more of them on fewer ranks."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(2**21, 1), (1000, 1001), (17,), (3, 5), (2**20 + 1,)]
+    decades = [torch.empty(size).uniform_(-8, 4, generator=generator) for size in sizes]
+    return [torch.randn(d.shape, generator=generator) * 10**d for d in decades]
+
+
+def sharded_norms(clip_norm: float | None):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    params = [nn.Parameter(distribute_tensor(torch.zeros_like(g), mesh, [Shard(0)])) for g in wide_gradients()]
+    for param, grad in zip(params, wide_gradients(), strict=True):
+        param.grad = distribute_tensor(grad, mesh, [Shard(0)])
+    params.append(nn.Parameter(torch.zeros(3)))
+    params[-1].grad = torch.full((3,), 1e3)  # not sharded: counted once
+    norm = clip_gradients(params, clip_norm, torch.device("cpu"))
+    clipped = params[1].grad.full_tensor()
+    return norm.item(), (clipped / wide_gradients()[1]).median().item()
+
+
+def test_the_norm_is_the_same_on_any_number_of_ranks(ranks):
+    exact = math.sqrt(sum(g.double().square().sum().item() for g in wide_gradients()) + 3e6)
+    for num_ranks in (1, 2, 4):
+        for norm, kept in ranks.run(num_ranks, sharded_norms, exact / 4):
+            assert norm == pytest.approx(exact, rel=1e-12)
+            assert kept == pytest.approx(0.25, rel=1e-6)
+
+
+def test_the_norm_copies_no_gradient_whole():
+    param = nn.Parameter(torch.zeros(2**23))
+    param.grad = torch.ones(2**23)
+    norms = []
+    peak = allocator_peak(lambda: norms.append(clip_gradients([param], 1.0, torch.device("cpu"))))
+    assert norms[0].item() == 2**11.5 and 2**20 < peak < 2**24  # in fp64 the gradient has 64 MiB
 
 
 def test_learning_rate_warms_up_then_follows_the_cosine_to_its_end():

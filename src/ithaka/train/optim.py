@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ithaka.config import OptimConfig
 
+_CHUNK = 1 << 20  # elements; on a CPU each is widened to fp64 for its norm
+
 
 def learning_rate(step: int, optim: OptimConfig, num_steps: int) -> float:
     """Rate of update `step` (0 is the first): a straight warm-up, then constant or a cosine down to
@@ -80,21 +82,21 @@ def _local_gradients(params: Iterable[nn.Parameter], rank: int) -> tuple[list[Te
 def clip_gradients(params: Iterable[nn.Parameter], max_norm: float | None, device: torch.device) -> Tensor:
     """Scales all gradients so that their global norm is at most `max_norm` (None: measures only).
 
-    Returns the norm before clipping over all ranks, a scalar on `device`.  Nothing waits for the device,
-    except when the gradients live in host memory.  `torch.nn.utils.clip_grad_norm_` would reduce on the
-    gradients' own device, for which there may be no process group when they are offloaded."""
+    Returns the norm before clipping over all ranks, a scalar in fp64 on `device`.  Squares are summed in fp64: in
+    fp32 the sum depends on how many ranks share it, and 100M elements on one are off by percents.  Nothing waits for
+    the device, except when the gradients live in host memory.  `torch.nn.utils.clip_grad_norm_` would reduce on
+    the gradients' own device, for which there may be no process group when they are offloaded."""
     ready = dist.is_initialized()
     grads, counted = _local_gradients(params, dist.get_rank() if ready else 0)
-    wide = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
-    square = torch.zeros((), dtype=wide, device=device)
-    filled = [g for g in counted if g.numel()]
-    if filled:
-        norms = torch._foreach_norm(filled, 2.0, dtype=wide)
-        square += torch.stack(norms).square().sum().to(device)
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    chunks = [chunk for grad in counted if grad.numel() for chunk in grad.flatten().split(_CHUNK)]
+    if chunks:
+        square += torch.stack(torch._foreach_norm(chunks, 2.0, dtype=torch.float64)).square().sum().to(device)
     if ready:
         dist.all_reduce(square)
     norm = square.sqrt()
     if max_norm is not None and grads:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        torch._foreach_mul_(grads, factor.to(grads[0].device))
+        wide = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
+        torch._foreach_mul_(grads, factor.to(grads[0].device, wide))
     return norm
