@@ -19,6 +19,7 @@ from ithaka.layout import LayerKeeps, Layout
 from ithaka.memory.store import Store
 from ithaka.model.families import layer_parts
 from ithaka.model.layer import StreamedLayer
+from ithaka.ops.kernels import resolve_kernel
 from ithaka.phases import GRADIENTS
 from ithaka.plan.heads import head_table
 from ithaka.plan.moments import kept_attention_bytes, layer_moments, layer_peak
@@ -116,6 +117,7 @@ def run_layer(case: Case, rank: int) -> MemoryMap:
     layer = StreamedLayer("layer", block, parts, rotary, group, table, Store(), *how)
     params, positions_s = list(block.parameters()), torch.arange(TOKENS)
     leaf_sD = torch.randn(TOKENS, model.config.hidden_size, dtype=case.dtype, requires_grad=True)
+    resolve_kernel("auto", torch.device("cpu"), case.dtype, parts.head_dim)  # its trial is no part of a layer
     with LiveBytes(scratch=False) as live:
         x_sD = leaf_sD * 1.0
         of_x = get_gradient_edge(x_sD)

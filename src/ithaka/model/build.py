@@ -27,6 +27,7 @@ from ithaka.model.calls import Call, CallCheck, all_gather, check_untouched, cou
 from ithaka.model.families import check_supported, layer_parts
 from ithaka.model.layer import StreamedLayer
 from ithaka.model.weights import init_weights, load_weights
+from ithaka.ops.kernels import resolve_kernel
 from ithaka.ops.loss import linear_cross_entropy
 from ithaka.ops.tiles import apply_norm
 from ithaka.phases import phase
@@ -65,6 +66,9 @@ def parallelize(
             raise ConfigError(f"{name}={other} is not layout.cp={layout.cp}; give one of them, or the same")
     _check_heads(model.config.num_attention_heads, layout.cp, layout.heads_per_stage)
     mesh = mesh or make_mesh(layout.cp)
+    dtype = getattr(torch, layout.dtype) if layout.dtype else model.dtype
+    # A kernel that does not work is found here, not in the first step.
+    resolve_kernel(layout.kernel, mesh.device, dtype, layer_parts(model, 0).head_dim)
     users_hooks = count_hooks(model)
     _shard(model, mesh, layout)
     _swap_forwards(model, mesh, layout, store or Store(mesh.device))
