@@ -45,21 +45,31 @@ def tiny_model(config, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
             noise = torch.randn(param.shape, generator=generator, dtype=torch.float64)
             param.copy_((1.0 + 0.3 * noise) if param.dim() == 1 else 0.25 * noise)
     if dtype == torch.float64:
-        _widen_norms(model)
+        widen(model)
     return model.train()
 
 
-def _widen_norms(model: PreTrainedModel) -> None:
-    """Hugging Face's RMSNorm rounds to fp32 inside. In fp64 that rounding turns differences of 1e-16 into 1e-8 now
-    and then, on either side of a comparison; in fp64 models the norms therefore compute in fp64.
+def widen(model: PreTrainedModel) -> PreTrainedModel:
+    """Lets the parts that Hugging Face computes in fp32, whatever the model's dtype, compute in fp64.
+
+    RMSNorm: the rounding turns differences of 1e-16 into 1e-8 now and then, on either side of a comparison. RoPE:
+    angles in fp32 are off by an amount that grows with the position; ithaka's are not.
     """
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = MethodType(_wide_norm, module)
+    model.model.rotary_emb.forward = MethodType(_wide_rotary, model.model.rotary_emb)
+    return model
 
 
 def _wide_norm(self, x: torch.Tensor) -> torch.Tensor:
     return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+
+def _wide_rotary(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = position_ids.double()[..., None] * self.inv_freq.double()
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
 
 
 def plain_loss(model: PreTrainedModel, ids, labels, **inputs):

@@ -51,9 +51,9 @@ def test_planned_is_what_was_rehearsed(row):
 
 # Seconds per layer, one H200 as rank 0 of 8: attention and MLP of forward, attention and MLP of backward.
 MEASURED = {
-    2**17: (0.0279, 0.0077, 0.0806, 0.0276),
-    2**19: (0.4776, 0.0330, 1.3196, 0.1043),
-    2**20: (1.9048, 0.0721, 5.2894, 0.2099),
+    2**17: (0.0298, 0.0091, 0.0850, 0.0282),
+    2**19: (0.4788, 0.0381, 1.3244, 0.1094),
+    2**20: (1.9004, 0.0782, 5.2765, 0.2113),
 }
 
 
@@ -75,28 +75,30 @@ def peak_in_x(layout: Layout, kept: bool = True, direction: str = "backward") ->
 
 
 def test_backward_by_hand():
-    """dy, dh; k, v and their fp32 sums; q, out, dout received, and one of them still there as it was sent."""
-    assert peak_in_x(STREAMED) == pytest.approx(2 + 0.5 + 1 + 0.75 + 0.25, abs=0.02)
+    """Before the last of four stages: dy and the three dq so far; k, v and their fp32 sums; q, out, dout received, and
+    one of them still there as it was sent."""
+    assert peak_in_x(STREAMED) == pytest.approx(1 + 0.75 + 0.5 + 1 + 0.75 + 0.25, abs=0.02)
 
 
 def test_overlap_costs_the_buffers_of_another_stage_and_the_input():
-    """Three tensors as sent, three as received, attention's output of the stage after, less one; and x."""
+    """Three tensors as sent, three as received, dq as sent, less one; and x."""
     overlapped = peak_in_x(replace(STREAMED, overlap=True))
     assert 2.5 <= overlapped - peak_in_x(STREAMED) <= 3.01
 
 
 def test_plain_ulysses_needs_more_than_stages():
-    assert peak_in_x(replace(STREAMED, heads_per_stage=None)) > 1.4 * peak_in_x(STREAMED)
+    assert peak_in_x(replace(STREAMED, heads_per_stage=None)) > 1.25 * peak_in_x(STREAMED)
 
 
 def test_forward_by_hand():
-    """x, y; the last stage's output; q, k, v, out at attention, and out received: T = U = X / 4."""
-    assert peak_in_x(STREAMED, direction="forward") == pytest.approx(2 + 0.25 + 0.25 + 0.5 + 0.5, abs=0.02)
+    """x, y and the outputs of all stages, H * K = D."""
+    assert peak_in_x(STREAMED, direction="forward") == pytest.approx(1 + 1 + 1, abs=0.02)
 
 
-def test_computing_attention_again_holds_all_outputs():
+def test_computing_attention_again_holds_outputs_until_they_are_sent():
+    """As many outputs leave as gradients of heads come; the one being sent is there once more."""
     again, kept = peak_in_x(STREAMED, kept=False), peak_in_x(STREAMED)
-    assert again - kept == pytest.approx(1.0, abs=0.3)  # H * K = D; nothing is fetched a second time
+    assert again - kept == pytest.approx(0.25, abs=0.02)
 
 
 def test_kept_attention_is_8_3_kilobytes_per_token():

@@ -1,13 +1,19 @@
 """The decoder layer as one explicit schedule: forward and backward are plain loops over tiles and stages.
 
 Shapes: s tokens on this rank, S in the sequence, t in a tile, D hidden, c ranks, n head slots per rank and stage,
-K head dim. Tokens-sharded [c, s, n, K] and heads-sharded [S, n, K] as in dist/exchange.py.
+K head dim, N the width of several heads. Tokens-sharded tensors are [c, s, n, K], heads-sharded ones [S, n, K], as in
+dist/exchange.py.
 
 Kept for backward: the layer's input, and attention's output with its log-sum-exp where `LayerKeeps` says so.
+
+What the stages produce is summed over heads in one matrix product per tile, after the last stage: by the output
+projection in forward, at norm1's output in backward. So the number of stages does not change how sums are rounded, and
+backward, which forms the sum of x and attention again, gets the very bits that forward had. Inside a tile the residual
+is summed in fp32: a layer's output is rounded once.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,12 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ithaka.dist.exchange import (
-    Exchange,
-    heads_to_tokens,
-    start_heads_to_tokens,
-    start_tokens_to_heads,
-)
+from ithaka.dist.exchange import Exchange, heads_to_tokens, start_heads_to_tokens, start_tokens_to_heads
 from ithaka.layout import LayerKeeps, Layout
 from ithaka.memory.store import Kept, Store
 from ithaka.model.families import LayerParts
@@ -31,17 +32,26 @@ from ithaka.ops.stages import (
     HeadSlice,
     HeldHeads,
     Projection,
-    signed_sin,
+    ProjectionsBackward,
+    Rotation,
+    join_heads,
+    rotation,
     stages_attention,
     take_head_columns,
 )
-from ithaka.ops.tiles import GradSum, apply_norm, sum_dtype, tile_backward, tile_slices
-from ithaka.phases import KEPT, STAGE, holding, mark_backward, phase
-from ithaka.plan.heads import EMPTY, HeadTable, Stage, flat
+from ithaka.ops.tiles import GradSum, add_matmul, apply_norm, sum_dtype, tile_backward, tile_slices
+from ithaka.phases import KEPT, RESIDUAL, holding, mark_backward, phase, tag
+from ithaka.plan.heads import Heads, HeadTable, Stage, flat, joined
 
 Docs = tuple[int, ...]
-Heads = tuple[tuple[int, ...], ...]  # [rank][slot]
-Arrived = tuple[HeadSlice, Tensor]  # heads, and their gradient in exchange layout
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What one stage's attention leaves: its output in exchange layout, [c, s, n, K], and the log-sum-exp, [n, S]."""
+
+    out: Kept
+    lse: Kept
 
 
 @dataclass
@@ -51,7 +61,7 @@ class Saved:
     positions_s: Tensor
     docs: Docs
     x: Kept
-    attended: list[tuple[Kept, Kept]] = field(default_factory=list)  # per stage: out_csnK, lse_nS
+    attended: list[Attended] = field(default_factory=list)  # per stage
     before: Callable[[], "Saved | None"] = lambda: None  # the layer below, which backward comes to next
 
     def settle(self) -> None:
@@ -68,18 +78,38 @@ class Saved:
             kept.approach()
 
     def _all(self) -> list[Kept]:
-        return [self.x, *(part for pair in self.attended for part in pair)]
+        return [self.x, *(kept for of_stage in self.attended for kept in (of_stage.out, of_stage.lse))]
 
 
 @dataclass
 class Sent:
-    """A stage's tensors on their way to the ranks that own its heads."""
+    """A stage's tensors on their way to the ranks that own its heads; in backward, with its log-sum-exp."""
 
-    tensors: list[Exchange]
-    kv: list[Exchange]
+    exchanges: list[Exchange]
+    lse: Kept | None = None
 
-    def wait(self) -> tuple[list[Tensor], list[Tensor]]:
-        return [e.wait() for e in self.tensors], [e.wait() for e in self.kv]
+    def arrive(self) -> list[Tensor]:
+        """What arrived, in the order of sending, after the log-sum-exp where there is one. Keeps nothing of it."""
+        arrived = [self.exchanges.pop(0).wait() for _ in range(len(self.exchanges))]
+        return arrived if self.lse is None else [self.lse.fetch(), *arrived]
+
+
+class HeadGrads:
+    """Gradients of one projection's heads, by stage or load, on their way back to the tokens' ranks."""
+
+    def __init__(self, group: dist.ProcessGroup, overlap: bool) -> None:
+        self.group, self.overlap = group, overlap
+        self._returning: dict[int, Exchange] = {}
+
+    @phase("exchange")
+    def add(self, key: int, d_SnK: Tensor) -> None:
+        self._returning[key] = start_heads_to_tokens(d_SnK, self.group)
+        if not self.overlap:
+            self.wait()
+
+    def wait(self) -> list[Tensor]:
+        """All of them in exchange layout, [c, s, n, K] each, in the order of their keys; what was sent is let go."""
+        return [self._returning[key].wait() for key in sorted(self._returning)]
 
 
 class StreamedLayer:
@@ -105,168 +135,160 @@ class StreamedLayer:
         self.k = Projection(parts.k_proj, parts.k_norm, True, parts.head_dim)
         self.v = Projection(parts.v_proj, None, False, parts.head_dim)
         self.ahead = 2 if layout.overlap else 1  # stages under way at once
+        self.query_heads = joined([stage.query_heads for stage in table.stages])
+        self.kv_heads = joined([load.kv_heads for load in table.loads])
         self.hooked = False  # set at each call: a user's hook may keep the gradients between layers
-        self._indices: dict[Heads, Tensor] = {}
+        self._indices: dict[tuple[Heads, int], Tensor | None] = {}
 
     def __call__(self, x_sD: Tensor, positions_s: Tensor, docs: Docs) -> Tensor:
         if torch.is_grad_enabled() and self.keeps.everything:
-            return self.keep_everything(x_sD, Saved(positions_s, docs, Kept(x_sD)))
+            return self.keep_everything(x_sD, positions_s, docs)
         if torch.is_grad_enabled():
             return _LayerFunction.apply(x_sD, self, positions_s, docs, *self.layer.parameters())
         with phase(self.name), phase("forward"):
             return self.forward(x_sD, Saved(positions_s, docs, Kept(x_sD)), keep=False)
 
-    def keep_everything(self, x_sD: Tensor, saved: Saved) -> Tensor:
+    def keep_everything(self, x_sD: Tensor, positions_s: Tensor, docs: Docs) -> Tensor:
         """The layer as ordinary differentiable ops around the attention of all stages: nothing is recomputed."""
         with phase(self.name), phase("forward"), holding(KEPT["device"]):
-            projected = [t for stage in self.table.stages for t in self._walk(saved, self._slices(stage))]
-            outs = stages_attention(self.table, self.group, self._how(saved.docs), projected)
-            middle_sD = x_sD + self.parts.o_proj(self._all_heads(outs))
-            y_sD = middle_sD + self._mlp(middle_sD)
+            h_sD, turned, c = apply_norm(self.parts.norm1, x_sD), self._rotation(positions_s), self.group.size()
+            slices = [part for stage in self.table.stages for part in self._slices(stage)]
+            projected = [part.differentiable(h_sD, turned, c) for part in slices]
+            outs_csnK = stages_attention(self.table, self.group, self._how(docs), projected)
+            attention_sD = nn.functional.linear(join_heads(outs_csnK), self._output_weight(), self.parts.o_proj.bias)
+            sum_sD = x_sD.to(sum_dtype(x_sD.dtype)) + attention_sD
+            y_sD = (sum_sD + self._mlp(sum_sD.to(x_sD.dtype))).to(x_sD.dtype)
         return mark_backward(x_sD, y_sD, self.name, "backward")
 
     # ---- forward
 
     def forward(self, x_sD: Tensor, saved: Saved, keep: bool) -> Tensor:
-        y_sD = x_sD.clone()
-        if self.parts.o_proj.bias is not None:
-            y_sD += self.parts.o_proj.bias
-        for stage, out_csnK, lse_nS in self._attend(saved):
-            self._add_attention_output(y_sD, stage, out_csnK)
-            if keep and self.keeps.attention is not None:
-                for part in saved.attended[-1] if saved.attended else ():
-                    part.settle()
-                saved.attended.append(self._keep_attention(out_csnK, lse_nS, self.keeps.attention))
+        tier = self.keeps.attention if keep else None
+        attended = [self._keep(out_csnK, lse_nS, tier) for out_csnK, lse_nS in self._attend(saved)]
+        if tier is not None:
+            saved.attended = attended
         with phase("mlp"):
-            gated = self._gated()
-            for rows in tile_slices(len(y_sD), self.layout.tile_tokens):
-                self._add_mlp(y_sD[rows], gated)
+            y_sD, gated = tag(torch.empty_like(x_sD), RESIDUAL), self._gated()
+            for rows, sum_tD, _ in self._middle_tiles(saved, attended):
+                self._add_mlp(sum_tD, sum_tD.to(x_sD.dtype), gated)
+                y_sD[rows] = sum_tD
         saved.settle()
         return y_sD
 
-    def _attend(self, saved: Saved) -> Iterator[tuple[Stage, Tensor, Tensor]]:
-        """Attention, stage by stage: yields the stage, its output back on the tokens' ranks, and its lse."""
+    def _attend(self, saved: Saved) -> Iterator[tuple[Tensor, Tensor]]:
+        """Attention, stage by stage: yields its output back on the tokens' ranks, out_csnK, and its lse_nS."""
         stages, held = self.table.stages, HeldHeads(self.table, self.rank, self._how(saved.docs))
         sent = deque(self._project_and_send(saved, stage) for stage in stages[: self.ahead])
-        for i, stage in enumerate(stages):
-            (q_SnK,), new_kv = sent.popleft().wait()
-            held.arrive(stage, new_kv)
-            with phase("attention"), phase(f"stage {i}"):
-                out_SnK, lse_nS = held.attend(stage, q_SnK)
-            for load in self.table.loads_ending(i):
-                held.drop(load)
-            with phase("exchange"):
-                done = [(stage, heads_to_tokens(out_SnK, self.group), lse_nS)]
-            del q_SnK, new_kv, out_SnK, lse_nS
-            yield done.pop()  # leaves no reference here
+        for i in range(len(stages)):
+            yield self._attend_stage(i, sent.popleft(), held)
             if i + self.ahead < len(stages):
                 sent.append(self._project_and_send(saved, stages[i + self.ahead]))
 
+    def _attend_stage(self, i: int, sent: Sent, held: HeldHeads) -> tuple[Tensor, Tensor]:
+        out_SnK, lse_nS = self._attention(i, held.attend, sent.arrive())
+        for load in self.table.loads_ending(i):
+            held.drop(load)
+        with phase("exchange"):
+            return heads_to_tokens(out_SnK, self.group), lse_nS
+
+    def _attention(self, i: int, attend: Callable[..., Any], arrived: list[Tensor]) -> Any:
+        """A function of its own, so that what arrived is let go with it."""
+        with phase("attention"), phase(f"stage {i}"):
+            return attend(self.table.stages[i], *arrived)
+
     def _project_and_send(self, saved: Saved, stage: Stage) -> Sent:
         with phase("projections"):
-            return self._send(self._walk(saved, self._slices(stage)))
+            projected = self._project(saved, stage)
+            return Sent(self._send([projected.popleft] * len(projected)))
 
-    def _send(self, projected: list[Tensor], also: list[Callable[[], Tensor]] | None = None) -> Sent:
-        """Sends a stage's q, what `also` makes, and k and v where they were projected; empties `projected`.
+    def _project(self, saved: Saved, stage: Stage) -> deque[Tensor]:
+        """q of a stage, and k and v where they arrive with it, in exchange layout [c, s, n, K]."""
+        slices, c, K = self._slices(stage), self.group.size(), self.parts.head_dim
+        shapes = [(c, len(saved.positions_s), len(part.weight_ND) // (c * K), K) for part in slices]
+        projected = deque(part.weight_ND.new_empty(shape) for part, shape in zip(slices, shapes, strict=True))
+        for rows, x_tD in self._input_tiles(saved):
+            h_tD, turned = apply_norm(self.parts.norm1, x_tD), self._rotation(saved.positions_s[rows])
+            for part, into_csnK in zip(slices, projected, strict=True):
+                part.project(h_tD, turned, into_csnK[:, rows])
+        return projected
+
+    def _slices(self, stage: Stage) -> list[HeadSlice]:
+        """The heads to project for a stage: its queries, and the keys and values that arrive with it."""
+        slices = [HeadSlice.of(self.q, self._heads(stage.query_heads, self.q))]
+        if stage.load is not None:
+            kv_heads = self._heads(self.table.loads[stage.load].kv_heads, self.k)
+            slices += [HeadSlice.of(self.k, kv_heads), HeadSlice.of(self.v, kv_heads)]
+        return slices
+
+    def _send(self, makers: Sequence[Callable[[], Tensor]]) -> list[Exchange]:
+        """Sends what each of `makers` makes to the ranks that own its heads.
 
         Without overlap one after the other, so that only one of them is there twice.
         """
-        next_projected = partial(projected.pop, 0)
-        makers: list[Callable[[], Tensor]] = [next_projected, *(also or [])]
-        makers += [next_projected] * (len(projected) - 1)
         started = []
         for make in makers:
             started.append(start_tokens_to_heads(make(), self.group))
             if not self.layout.overlap:
                 started[-1].wait()
-        num_kv = len(started) - 1 - len(also or [])
-        return Sent(started[: len(started) - num_kv], started[len(started) - num_kv :])
+        return started
 
-    def _slices(self, stage: Stage) -> list[HeadSlice]:
-        """The heads to project for a stage: its queries, and the keys and values that arrive with it."""
-        slices = [HeadSlice.of(self.q, self._heads(stage.query_heads))]
-        if stage.load is not None:
-            kv_heads = self._heads(self.table.loads[stage.load].kv_heads)
-            slices += [HeadSlice.of(self.k, kv_heads), HeadSlice.of(self.v, kv_heads)]
-        return slices
+    def _keep(self, out_csnK: Tensor, lse_nS: Tensor, tier: str | None) -> Attended:
+        """`tier` None: for this pass only."""
+        if tier is None:
+            return Attended(Kept(out_csnK), Kept(lse_nS))
+        return Attended(self.store.keep(out_csnK, tier), self.store.keep(lse_nS, tier))
 
-    def _walk(
-        self,
-        saved: Saved,
-        project: list[HeadSlice],
-        arrived: list[Arrived] | None = None,
-        dh_sD: Tensor | None = None,
-        grads: GradSum | None = None,
-        then: Callable[[slice, Tensor], None] | None = None,
-    ) -> list[Tensor]:
-        """One walk over the tiles of x, which may have to come from the store.
+    # ---- between attention and the MLP, the same in both directions
 
-        Takes the gradients of the `arrived` heads back to `dh` and `grads`, projects the heads `project` into
-        exchange layout [c, s, n, K], which it returns, and calls `then` with each tile's rows and x.
-        """
-        num_tokens, c, K = len(saved.positions_s), self.group.size(), self.parts.head_dim
-        sums = GradSum()
-        projected = [part.weight.new_empty(c, num_tokens, len(part.heads_n) // c, K) for part in project]
-        for rows, x_tD in self._input_tiles(saved):
-            h_tD = apply_norm(self.parts.norm1, x_tD)
-            cos_tK, sin_tK = self._rotation(h_tD, saved.positions_s[rows])
-            for part, d_csnK in arrived or ():
-                part.backward(d_csnK[:, rows], h_tD, cos_tK, sin_tK, dh_sD[rows], grads, sums)  # type: ignore
-            for part, into_csnK in zip(project, projected, strict=True):
-                part.forward(h_tD, cos_tK, sin_tK, into_csnK[:, rows])
-            if then is not None:
-                then(rows, x_tD)
-        for part, _ in arrived or ():
-            part.finish(grads, sums)  # type: ignore
-        return projected
+    def _middle_tiles(self, saved: Saved, attended: Sequence[Attended]) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Tile after tile: its rows; the sum of x and attention, not rounded yet; attention's output, all heads."""
+        slices = tile_slices(len(saved.positions_s), self.layout.tile_tokens)
+        outs, weight_DN = [of_stage.out.tiles(slices, dim=1) for of_stage in attended], self._output_weight()
+        for (rows, x_tD), *outs_ctnK in zip(self._input_tiles(saved), *outs, strict=True):
+            sum_tD, out_tN = x_tD.to(sum_dtype(x_tD.dtype), copy=True), join_heads(outs_ctnK)
+            add_matmul(sum_tD, out_tN, weight_DN.t())
+            if self.parts.o_proj.bias is not None:
+                sum_tD += self.parts.o_proj.bias
+            yield rows, sum_tD, out_tN
 
-    @phase("projections")
-    def _add_attention_output(self, y_sD: Tensor, stage: Stage, out_csnK: Tensor) -> None:
-        heads = self._heads(stage.query_heads)
-        weight_DN = take_head_columns(self.parts.o_proj.weight, heads, self.parts.head_dim)
-        for rows in tile_slices(len(y_sD), self.layout.tile_tokens):
-            out_tN = out_csnK[:, rows].transpose(0, 1).flatten(1)
-            y_sD[rows].addmm_(out_tN, weight_DN.t())
+    def _output_weight(self) -> Tensor:
+        return take_head_columns(self.parts.o_proj.weight, self._heads(self.query_heads, self.q), self.parts.head_dim)
 
-    def _mlp(self, y_tD: Tensor) -> Tensor:
-        return self.mlp(apply_norm(self.parts.norm2, y_tD)[None])[0]
+    def _mlp(self, middle_tD: Tensor) -> Tensor:
+        return self.mlp(apply_norm(self.parts.norm2, middle_tD)[None])[0]
 
     def _gated(self) -> GatedMlp | None:
         """Asked anew in every pass: hooks and wrappers may come after the model was built."""
         return None if self.layout.compile else gated_mlp(self.parts.mlp)
 
-    def _add_mlp(self, y_tD: Tensor, gated: GatedMlp | None) -> None:
+    def _add_mlp(self, sum_tD: Tensor, middle_tD: Tensor, gated: GatedMlp | None) -> None:
         if gated is None:
-            y_tD += self._mlp(y_tD)
+            sum_tD += self._mlp(middle_tD)
         else:
-            gated.add_to(y_tD, apply_norm(self.parts.norm2, y_tD))
-
-    def _keep_attention(self, out_csnK: Tensor, lse_nS: Tensor, tier: str) -> tuple[Kept, Kept]:
-        return self.store.keep(out_csnK, tier), self.store.keep(lse_nS, tier)
+            gated.add_to(sum_tD, apply_norm(self.parts.norm2, middle_tD))
 
     # ---- backward
 
     def backward(self, saved: Saved, dy_sD: Tensor, grads: GradSum) -> Tensor:
         """dx, written over dy; weight gradients go to `grads`."""
-        attended = saved.attended or [self._keep_attention(out, lse, "device") for _, out, lse in self._attend(saved)]
+        again = () if saved.attended else (self._keep(out, lse, "device") for out, lse in self._attend(saved))
+        attended, saved.attended = deque(again or saved.attended), []
         with phase("mlp"):
             self._mlp_backward(saved, attended, dy_sD, grads)
         self._attention_backward(saved, attended, dy_sD, grads)
         return dy_sD
 
-    def _mlp_backward(self, saved: Saved, attended: list[tuple[Kept, Kept]], dy_sD: Tensor, grads: GradSum) -> None:
-        """dy becomes the gradient at the sum of x and attention; also the output projection's weight gradient."""
-        o_proj = self.parts.o_proj
-        slices = tile_slices(len(dy_sD), self.layout.tile_tokens)
-        outs, gated = [out.tiles(slices, dim=1) for out, _ in attended], self._gated()
-        for (rows, x_tD), *outs_ctnK in zip(self._input_tiles(saved), *outs, strict=True):
-            out_tN = self._all_heads(outs_ctnK)
-            middle_tD = x_tD + o_proj(out_tN)
-            dy_sD[rows] += self._through_mlp(middle_tD, dy_sD[rows], gated, grads)
+    def _mlp_backward(self, saved: Saved, attended: Sequence[Attended], dy_sD: Tensor, grads: GradSum) -> None:
+        """dy becomes the gradient at the sum of x and attention; also the output projection's weight gradients."""
+        o_proj, gated, sums = self.parts.o_proj, self._gated(), GradSum()
+        for rows, sum_tD, out_tN in self._middle_tiles(saved, attended):
+            dy_tD = dy_sD[rows]
+            dy_tD += self._through_mlp(sum_tD.to(dy_tD.dtype), dy_tD, gated, grads)
             if o_proj.weight.requires_grad:
-                grads.add_product(o_proj.weight, dy_sD[rows], out_tN)
+                sums.add_product(o_proj.weight, dy_tD, out_tN)
             if o_proj.bias is not None and o_proj.bias.requires_grad:
-                grads.add(o_proj.bias, dy_sD[rows].sum(0, dtype=sum_dtype(dy_sD.dtype)))
+                grads.add(o_proj.bias, dy_tD.sum(0, dtype=sum_dtype(dy_tD.dtype)))
+        grads.add_heads(o_proj.weight, self._heads(self.query_heads, self.q), sums.take(o_proj.weight), dim=1)
 
     def _through_mlp(self, middle_tD: Tensor, dy_tD: Tensor, gated: GatedMlp | None, grads: GradSum) -> Tensor:
         """The gradient at the MLP's norm, which is beside the residual's."""
@@ -277,79 +299,59 @@ class StreamedLayer:
         dh_tD = gated.backward(apply_norm(norm2, middle_tD), dy_tD, grads)
         return tile_backward(partial(apply_norm, norm2), norm2.parameters(), middle_tD, dh_tD, grads)
 
-    def _all_heads(self, outs_ctnK: list[Tensor]) -> Tensor:
-        """One tile of attention's output with the heads of all stages in the checkpoint's order, [t, H * K]."""
-        H, K = self.parts.o_proj.in_features // self.parts.head_dim, self.parts.head_dim
-        out_tHK = outs_ctnK[0].new_empty(outs_ctnK[0].shape[1], H, K)
-        for stage, out_ctnK in zip(self.table.stages, outs_ctnK, strict=True):
-            filled = [i for i, head in enumerate(h for r in stage.query_heads for h in r) if head != EMPTY]
-            out_tnK = out_ctnK.transpose(0, 1).flatten(1, 2)
-            heads = self._heads(stage.query_heads)
-            if len(filled) < len(heads):
-                where = torch.tensor(filled, device=heads.device)
-                heads, out_tnK = heads[where], out_tnK[:, where]
-            out_tHK.index_copy_(1, heads, out_tnK)
-        return out_tHK.flatten(1)
+    def _attention_backward(self, saved: Saved, attended: deque[Attended], dy_sD: Tensor, grads: GradSum) -> None:
+        """Adds to dy the gradient that comes through attention and norm1, which makes it dx.
 
-    def _attention_backward(
-        self, saved: Saved, attended: list[tuple[Kept, Kept]], dy_sD: Tensor, grads: GradSum
-    ) -> None:
-        """Adds to dy the gradient that comes through attention and norm1, which makes it dx."""
-        stages, dh_sD = self.table.stages, torch.zeros_like(dy_sD)
-        held = HeldHeads(self.table, self.rank, self._how(saved.docs))
-        norm1, weights = partial(apply_norm, self.parts.norm1), list(self.parts.norm1.parameters())
-
-        def send(i: int, projected: list[Tensor]) -> Sent:
-            return self._send(projected, [attended[i][0].fetch, partial(self._output_grad, stages[i], dy_sD)])
-
-        def through_norm(rows: slice, x_tD: Tensor) -> None:
-            dy_sD[rows] += tile_backward(norm1, weights, x_tD, dh_sD[rows], grads)
-
-        with phase("projections"):
-            sent = deque(
-                send(i, self._walk(saved, self._slices(stage))) for i, stage in enumerate(stages[: self.ahead])
-            )
-        for i, stage in enumerate(stages):
-            (q, out, dout), new_kv = sent.popleft().wait()
-            lse_nS, following = attended[i][1].fetch(), i + self.ahead
-            if self.layout.overlap and following < len(stages):
-                attended[following][0].prefetch()
-            held.arrive(stage, new_kv)
-            with phase("attention"), phase(f"stage {i}"):
-                dq = held.attend_backward(stage, dout, q, out, lse_nS)
-            del q, out, dout, new_kv, lse_nS
-            leaving = [(self.q, stage.query_heads, dq)]
-            del dq
+        `attended` is used up, stage by stage.
+        """
+        stages, held = self.table.stages, HeldHeads(self.table, self.rank, self._how(saved.docs))
+        dq, dk, dv = (HeadGrads(self.group, self.layout.overlap) for _ in range(3))
+        sent = deque(self._send_backward(saved, stage, attended.popleft(), dy_sD) for stage in stages[: self.ahead])
+        for i in range(len(stages)):
+            if self.layout.overlap and attended:
+                attended[0].out.prefetch()
+            dq.add(i, self._attention(i, held.attend_backward, sent.popleft().arrive()))
             for load in self.table.loads_ending(i):
-                with holding(STAGE):
-                    dk_SmK, dv_SmK = held.take_grads(load)
-                heads = self.table.loads[load].kv_heads
-                leaving += [(self.k, heads, dk_SmK), (self.v, heads, dv_SmK)]
-                del dk_SmK, dv_SmK
-            with phase("projections"):
-                arrived = self._bring_back(leaving)
-                project = self._slices(stages[following]) if following < len(stages) else []
-                last = i + 1 == len(stages)
-                projected = self._walk(saved, project, arrived, dh_sD, grads, through_norm if last else None)
-                del arrived
-                if projected:
-                    sent.append(send(following, projected))
+                dkv = held.take_grads(load)
+                dk.add(load, next(dkv))
+                dv.add(load, next(dkv))
+            if attended:
+                sent.append(self._send_backward(saved, stages[i + self.ahead], attended.popleft(), dy_sD))
+            for grads_of_heads in (dq, dk, dv):
+                grads_of_heads.wait()
+        with phase("projections"):
+            self._projections_backward(saved, dq.wait(), dk.wait(), dv.wait(), dy_sD, grads)
 
-    def _bring_back(self, leaving: list[tuple[Projection, Heads, Tensor]]) -> list[Arrived]:
-        """Gradients of heads [S, n, K] -> on the tokens' ranks [c, s, n, K]; empties `leaving`."""
-        under_way = [(p, heads, start_heads_to_tokens(d_SnK, self.group)) for p, heads, d_SnK in leaving]
-        leaving.clear()
-        return [(HeadSlice.of(p, self._heads(heads)), exchange.wait()) for p, heads, exchange in under_way]
+    def _send_backward(self, saved: Saved, stage: Stage, attended: Attended, dy_sD: Tensor) -> Sent:
+        """Sends q, attention's output and its gradient, and k and v where they come with the stage; lse stays here."""
+        with phase("projections"):
+            projected = self._project(saved, stage)
+            makers: list[Callable[[], Tensor]] = [projected.popleft] * len(projected)
+            makers[1:1] = [attended.out.fetch, partial(self._output_grad, stage, dy_sD)]
+            return Sent(self._send(makers), attended.lse)
 
     def _output_grad(self, stage: Stage, dy_sD: Tensor) -> Tensor:
         """dout [c, s, n, K] of a stage, from the gradient at the output projection."""
-        heads, c = self._heads(stage.query_heads), self.group.size()
+        heads, c = self._heads(stage.query_heads, self.q), self.group.size()
         weight_DN = take_head_columns(self.parts.o_proj.weight, heads, self.parts.head_dim)
-        dout_csnK = dy_sD.new_empty(c, len(dy_sD), len(heads) // c, self.parts.head_dim)
+        dout_csnK = dy_sD.new_empty(c, len(dy_sD), stage.num_slots, self.parts.head_dim)
         for rows in tile_slices(len(dy_sD), self.layout.tile_tokens):
             dout_tcnK = (dy_sD[rows] @ weight_DN).unflatten(1, (c, -1, self.parts.head_dim))
             dout_csnK[:, rows] = dout_tcnK.transpose(0, 1)
         return dout_csnK
+
+    def _projections_backward(
+        self, saved: Saved, dq: list[Tensor], dk: list[Tensor], dv: list[Tensor], dy_sD: Tensor, grads: GradSum
+    ) -> None:
+        """From the gradients of all heads through the projections and norm1, added to dy."""
+        norm1, weights = partial(apply_norm, self.parts.norm1), list(self.parts.norm1.parameters())
+        queries, kv = self._heads(self.query_heads, self.q), self._heads(self.kv_heads, self.k)
+        projections = ProjectionsBackward([(self.q, queries, dq), (self.k, kv, dk), (self.v, kv, dv)])
+        for rows, x_tD in self._input_tiles(saved):
+            turned = self._rotation(saved.positions_s[rows])
+            dh_tD = projections.tile(rows, norm1(x_tD), turned, grads)
+            dy_sD[rows] += tile_backward(norm1, weights, x_tD, dh_tD, grads)
+        projections.finish(grads)
 
     # ---- shared
 
@@ -357,15 +359,18 @@ class StreamedLayer:
         slices = tile_slices(len(saved.positions_s), self.layout.tile_tokens)
         return zip(slices, saved.x.tiles(slices, hold=self.layout.overlap), strict=True)
 
-    def _rotation(self, h_tD: Tensor, positions_t: Tensor) -> tuple[Tensor, Tensor]:
-        cos_1tK, sin_1tK = self.rotary(h_tD, positions_t[None])
-        return cos_1tK[0], signed_sin(sin_1tK[0])
+    def _rotation(self, positions_t: Tensor) -> Rotation:
+        rotary: Any = self.rotary
+        return rotation(positions_t, rotary.inv_freq, rotary.attention_scaling, self.parts.q_proj.weight.dtype)
 
-    def _heads(self, heads: Heads) -> Tensor:
-        if heads not in self._indices:
-            device = self.parts.q_proj.weight.device
-            self._indices[heads] = torch.tensor(flat(heads), device=device)
-        return self._indices[heads]
+    def _heads(self, heads: Heads, projection: Projection) -> Tensor | None:
+        """The heads as an index; None where they are all of the projection's, in order."""
+        count = projection.linear.out_features // projection.head_dim
+        if (heads, count) not in self._indices:
+            order, device = flat(heads), projection.linear.weight.device
+            in_order = order == list(range(count))
+            self._indices[heads, count] = None if in_order else torch.tensor(order, device=device)
+        return self._indices[heads, count]
 
     def _how(self, docs: Docs) -> dict[str, Any]:
         return {

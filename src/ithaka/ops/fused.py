@@ -28,14 +28,36 @@ def merge(sum_out_BhtK: Tensor, sum_lse_Bht: Tensor, out_BhtK: Tensor, lse_Bht: 
 def rotate(into_BhtK: Tensor, x_BhtK: Tensor, cos_tK: Tensor, sin_tK: Tensor) -> None:
     """Write x, turned by RoPE with Hugging Face's half-and-half pairing of dimensions, into another tensor.
 
-    `sin_tK` has the signs of the rotation, minus in its first half, so that the other half of a pair is only
-    rolled into place; with -sin the rotation is undone.
+    cos and sin are in fp32 or wider. `sin_tK` has the signs of the rotation, minus in its first half, so that the other
+    half of a pair is only rolled into place; with -sin the rotation is undone.
     """
-    if triton is not None and x_BhtK.is_cuda and not x_BhtK.requires_grad and x_BhtK.dtype != torch.float64:
+    if triton is not None and x_BhtK.is_cuda and x_BhtK.dtype != torch.float64:
         cos_BhtK, sin_BhtK = cos_tK.expand(x_BhtK.shape), sin_tK.expand(x_BhtK.shape)
         _launch(_rotate_kernel, into_BhtK, x_BhtK, cos_BhtK, sin_BhtK)
         return
-    into_BhtK.copy_(x_BhtK).mul_(cos_tK).addcmul_(x_BhtK.roll(x_BhtK.shape[-1] // 2, -1), sin_tK)
+    wide_BhtK = x_BhtK.to(cos_tK.dtype)
+    into_BhtK.copy_((wide_BhtK * cos_tK).addcmul_(wide_BhtK.roll(x_BhtK.shape[-1] // 2, -1), sin_tK))
+
+
+def turn(x_BthK: Tensor, cos_tK: Tensor, sin_tK: Tensor) -> Tensor:
+    """`rotate` into a new tensor, contiguous; differentiable in x."""
+    return _Turn.apply(x_BthK, cos_tK, sin_tK)
+
+
+class _Turn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_BthK, cos_tK, sin_tK):
+        ctx.save_for_backward(cos_tK, sin_tK)
+        turned_BthK = torch.empty(x_BthK.shape, dtype=x_BthK.dtype, device=x_BthK.device)
+        rotate(turned_BthK.transpose(1, 2), x_BthK.transpose(1, 2), cos_tK, sin_tK)
+        return turned_BthK
+
+    @staticmethod
+    def backward(ctx, dturned_BthK):
+        cos_tK, sin_tK = ctx.saved_tensors
+        dx_BthK = torch.empty_like(dturned_BthK)
+        rotate(dx_BthK.transpose(1, 2), dturned_BthK.transpose(1, 2), cos_tK, -sin_tK)
+        return dx_BthK, None, None
 
 
 def silu_mul(gate_tF: Tensor, up_tF: Tensor) -> None:

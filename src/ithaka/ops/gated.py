@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ithaka.ops.fused import silu_mul, silu_mul_backward
-from ithaka.ops.tiles import GradSum, sum_dtype
+from ithaka.ops.tiles import GradSum, add_matmul, sum_dtype
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class GatedMlp:
     act: nn.Module
 
     def add_to(self, y_tD: Tensor, h_tD: Tensor) -> None:
-        """y += down(act(gate(h)) * up(h)), in place; not differentiable."""
+        """y += down(act(gate(h)) * up(h)), in place, y in the dtype of sums; not differentiable."""
         a_tF = linear(h_tD, self.gate.weight, self.gate.bias)
         b_tF = linear(h_tD, self.up.weight, self.up.bias)
         if _is_silu(self.act):
@@ -32,7 +32,7 @@ class GatedMlp:
         else:
             a_tF = self.act(a_tF).mul_(b_tF)
         del b_tF
-        y_tD.addmm_(a_tF, self.down.weight.t())
+        add_matmul(y_tD, a_tF, self.down.weight.t())
         if self.down.bias is not None:
             y_tD += self.down.bias
 

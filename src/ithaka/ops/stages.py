@@ -1,11 +1,12 @@
 """The heads of one stage: projected from tokens into exchange layout, attended to by their owner, and back.
 
-Shapes: t tokens of a tile, S of the sequence, D hidden, K head dim, H all heads; in projections n = c * slots heads
-of the stage over all c ranks, or in exchange layout [c, t, n, K] the slots of each; in attention n query slots and
-m kv slots of this rank.
-Heads are taken from the weights in the checkpoint's order; nothing is permuted on disk.
+Shapes: s tokens of this rank, t of a tile, S of the sequence, D hidden, K head dim, c ranks. In projections n heads
+over all ranks, N = n * K; in exchange layout [c, t, n, K] the slots of each; in attention n query slots and m kv slots
+of this rank. Heads are taken from the weights in the checkpoint's order; nothing is permuted on disk.
 """
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,11 +17,13 @@ from torch import Tensor, nn
 
 from ithaka.dist.exchange import heads_to_tokens, tokens_to_heads
 from ithaka.ops.attention import attention, attention_backward
-from ithaka.ops.fused import rotate
+from ithaka.ops.fused import rotate, turn
 from ithaka.ops.tiles import GradSum, apply_norm, sum_dtype, tile_backward
+from ithaka.phases import STAGE, holding
 from ithaka.plan.heads import HeadTable, Read, Stage
 
 RAN_ALREADY = "a layer's backward ran already and kept nothing; call the model again instead of using retain_graph"
+Rotation = tuple[Tensor, Tensor]  # cos_tK, sin_tK with the signs that `rotate` wants
 
 
 @dataclass(frozen=True)
@@ -33,86 +36,130 @@ class Projection:
     head_dim: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class HeadSlice:
-    """The rows of a projection that belong to `heads`; made once per stage and pass."""
+    """The rows of a projection that belong to some heads, in the order of their slots."""
 
     projection: Projection
-    heads_n: Tensor
-    weight: Tensor  # [n * K, D]
-    bias: Tensor | None
+    heads_n: Tensor | None  # None: all heads, in the checkpoint's order
+    weight_ND: Tensor
+    bias_N: Tensor | None
 
     @classmethod
-    def of(cls, projection: Projection, heads_n: Tensor) -> "HeadSlice":
+    def of(cls, projection: Projection, heads_n: Tensor | None) -> "HeadSlice":
         linear, K = projection.linear, projection.head_dim
-        weight = take_heads(linear.weight, heads_n, K)
         bias = None if linear.bias is None else take_heads(linear.bias, heads_n, K)
-        return cls(projection, heads_n, weight, bias)
+        return cls(projection, heads_n, take_heads(linear.weight, heads_n, K), bias)
 
-    def forward(self, h_tD: Tensor, cos_tK: Tensor, sin_tK: Tensor, into_ctnK: Tensor) -> None:
+    def project(self, h_tD: Tensor, rotation: Rotation, into_ctnK: Tensor) -> None:
         """Projected, normed, turned, and written into a tile of exchange layout."""
-        t_tnK = self._linear(h_tD)
-        if self.projection.norm is not None:
-            t_tnK = apply_norm(self.projection.norm, t_tnK)
-        t_ctnK = t_tnK.unflatten(1, (len(into_ctnK), -1)).transpose(0, 1)
+        t_ctnK = self._normed(h_tD).unflatten(1, (len(into_ctnK), -1)).transpose(0, 1)
         if self.projection.rotates:
-            rotate(into_ctnK.transpose(1, 2), t_ctnK.transpose(1, 2), cos_tK, sin_tK)
+            rotate(into_ctnK.transpose(1, 2), t_ctnK.transpose(1, 2), *rotation)
         else:
             into_ctnK.copy_(t_ctnK)
 
-    def backward(
-        self,
-        d_ctnK: Tensor,
-        h_tD: Tensor,
-        cos_tK: Tensor,
-        sin_tK: Tensor,
-        dh_tD: Tensor,
-        grads: GradSum,
-        sums: GradSum,
+    def differentiable(self, h_sD: Tensor, rotation: Rotation, c: int) -> Tensor:
+        """The same for all of a rank's tokens, by ordinary autograd: [c, s, n, K]."""
+        t_csnK = self._normed(h_sD).unflatten(1, (c, -1)).transpose(0, 1)
+        return turn(t_csnK, *rotation) if self.projection.rotates else t_csnK.contiguous()
+
+    def linear(self, h_tD: Tensor) -> Tensor:
+        return nn.functional.linear(h_tD, self.weight_ND, self.bias_N).unflatten(1, (-1, self.projection.head_dim))
+
+    def _normed(self, h_tD: Tensor) -> Tensor:
+        t_tnK = self.linear(h_tD)
+        return t_tnK if self.projection.norm is None else apply_norm(self.projection.norm, t_tnK)
+
+
+class ProjectionsBackward:
+    """From the gradients of all heads of q, k and v to that of their common input, in one product per tile.
+
+    One product, so that the sum over heads is rounded once, whatever the number of stages.
+    `arrived`: per projection the heads of all ranks, and per stage or load their gradient [c, s, n, K]; a rank's heads
+    are those of its first piece, then of its second, ...
+    """
+
+    def __init__(self, arrived: Sequence[tuple[Projection, Tensor | None, list[Tensor]]]) -> None:
+        self.slices = [HeadSlice.of(projection, heads_n) for projection, heads_n, _ in arrived]
+        self.pieces = [pieces for _, _, pieces in arrived]
+        self.weight_ND = torch.cat([part.weight_ND for part in self.slices])
+        self.sums = GradSum()
+
+    def tile(self, rows: slice, h_tD: Tensor, rotation: Rotation, grads: GradSum) -> Tensor:
+        """dh_tD of the tokens `rows`; weight gradients join the sums, those of norms join `grads`."""
+        d_tN = h_tD.new_empty(len(h_tD), len(self.weight_ND))
+        first = 0
+        for part, pieces in zip(self.slices, self.pieces, strict=True):
+            last = first + len(part.weight_ND)
+            self._at_linear(part, [piece[:, rows] for piece in pieces], h_tD, rotation, d_tN[:, first:last], grads)
+            self._add_grads(part, d_tN[:, first:last], h_tD)
+            first = last
+        return d_tN @ self.weight_ND
+
+    def finish(self, grads: GradSum) -> None:
+        """Adds the summed gradients of weights and biases, head by head, to those of the whole projections."""
+        for part in self.slices:
+            linear = part.projection.linear
+            grads.add_heads(linear.weight, part.heads_n, self.sums.take(part.weight_ND))
+            if part.bias_N is not None:
+                grads.add_heads(linear.bias, part.heads_n, self.sums.take(part.bias_N))
+
+    @staticmethod
+    def _at_linear(
+        part: HeadSlice, pieces: list[Tensor], h_tD: Tensor, rotation: Rotation, into_tN: Tensor, grads: GradSum
     ) -> None:
-        """Adds to dh. The norm's gradient goes to `grads`; this slice's weight and bias gradients to `sums`."""
-        c, t, n, K = d_ctnK.shape
-        d_tnK = d_ctnK.new_empty(t, c * n, K)
-        into_cntK = d_tnK.unflatten(1, (c, n)).permute(1, 2, 0, 3)
-        if self.projection.rotates:
-            rotate(into_cntK, d_ctnK.transpose(1, 2), cos_tK, -sin_tK)  # a rotation's transpose turns the other way
-        else:
-            into_cntK.copy_(d_ctnK.transpose(1, 2))
-        norm = self.projection.norm
+        """Gathers the gradient at the linear map's output: turned back, and through the norm."""
+        cos_tK, sin_tK = rotation
+        into_tnK = into_tN.unflatten(1, (-1, part.projection.head_dim))
+        into_cntK = into_tnK.unflatten(1, (len(pieces[0]), -1)).permute(1, 2, 0, 3)
+        for into, d_ctnK in zip(into_cntK.split([piece.shape[2] for piece in pieces], dim=1), pieces, strict=True):
+            if part.projection.rotates:
+                rotate(into, d_ctnK.transpose(1, 2), cos_tK, -sin_tK)  # the transpose turns the other way
+            else:
+                into.copy_(d_ctnK.transpose(1, 2))
+        norm = part.projection.norm
         if norm is not None:
-            d_tnK = tile_backward(partial(apply_norm, norm), norm.parameters(), self._linear(h_tD), d_tnK, grads)
-        d_tN = d_tnK.flatten(1)
-        if self.projection.linear.weight.requires_grad:
-            sums.add_product(self.weight, d_tN, h_tD)
-        if self.bias is not None and self.projection.linear.bias.requires_grad:
-            sums.add(self.bias, d_tN.sum(0, dtype=sum_dtype(d_tN.dtype)))
-        dh_tD.addmm_(d_tN, self.weight)
+            through = partial(apply_norm, norm)
+            into_tnK.copy_(tile_backward(through, norm.parameters(), part.linear(h_tD), into_tnK, grads))
 
-    def finish(self, grads: GradSum, sums: GradSum) -> None:
-        """Adds this slice's summed gradients to those of the whole projection."""
-        linear = self.projection.linear
-        grads.add_heads(linear.weight, self.heads_n, sums.take(self.weight))
-        if self.bias is not None:
-            grads.add_heads(linear.bias, self.heads_n, sums.take(self.bias))
-
-    def _linear(self, h_tD: Tensor) -> Tensor:
-        return nn.functional.linear(h_tD, self.weight, self.bias).unflatten(1, (-1, self.projection.head_dim))
+    def _add_grads(self, part: HeadSlice, d_tN: Tensor, h_tD: Tensor) -> None:
+        linear = part.projection.linear
+        if linear.weight.requires_grad:
+            self.sums.add_product(part.weight_ND, d_tN, h_tD)
+        if part.bias_N is not None and linear.bias.requires_grad:
+            self.sums.add(part.bias_N, d_tN.sum(0, dtype=sum_dtype(d_tN.dtype)))
 
 
-def take_heads(rows: Tensor, heads_n: Tensor, head_dim: int) -> Tensor:
-    """The rows of `heads` from [H * K, ...], as [n * K, ...]."""
+def take_heads(rows: Tensor, heads_n: Tensor | None, head_dim: int) -> Tensor:
+    """The rows of `heads` from [H * K, ...], as [n * K, ...]; None: all of them, as they are."""
+    if heads_n is None:
+        return rows
     return rows.view(-1, head_dim, *rows.shape[1:]).index_select(0, heads_n).flatten(0, 1)
 
 
-def take_head_columns(weight_DN: Tensor, heads_n: Tensor, head_dim: int) -> Tensor:
-    """The columns of `heads` from [D, H * K], as [D, n * K]."""
+def take_head_columns(weight_DN: Tensor, heads_n: Tensor | None, head_dim: int) -> Tensor:
+    """The columns of `heads` from [D, H * K], as [D, n * K]; None: all of them, as they are."""
+    if heads_n is None:
+        return weight_DN
     return weight_DN.unflatten(1, (-1, head_dim)).index_select(1, heads_n).flatten(1)
 
 
-def signed_sin(sin_tK: Tensor) -> Tensor:
-    """Hugging Face's table of sines (the same in both halves) with the signs that `rotate` wants."""
-    first, second = sin_tK.chunk(2, dim=-1)
-    return torch.cat((-first, second), dim=-1)
+def rotation(positions_t: Tensor, inv_freq_k: Tensor, scaling: float, dtype: torch.dtype) -> Rotation:
+    """RoPE's cosines and sines for `rotate`, K = 2 k, in fp32, or in fp64 for fp64.
+
+    Angles are exact integers times Hugging Face's frequencies, in fp64: fp32 would be off by 0.03 rad at 1M tokens.
+    """
+    angles_tk = positions_t.double()[:, None] * inv_freq_k.double()
+    if dtype != torch.float64:
+        angles_tk = angles_tk.remainder(2 * math.pi).float()
+    cos_tk, sin_tk = angles_tk.cos() * scaling, angles_tk.sin() * scaling
+    return torch.cat((cos_tk, cos_tk), -1), torch.cat((-sin_tk, sin_tk), -1)
+
+
+def join_heads(outs_ctnK: Sequence[Tensor]) -> Tensor:
+    """The heads of all stages side by side, [t, N]: of each rank, those of its first stage, then of its second, ..."""
+    return torch.cat([out_ctnK.transpose(0, 1) for out_ctnK in outs_ctnK], dim=2).flatten(1)
 
 
 class HeldHeads:
@@ -123,16 +170,9 @@ class HeldHeads:
         self._kv: dict[int, list[Tensor]] = {}
         self._sums: dict[int, list[Tensor]] = {}  # dk, dv in fp32: several stages add to them
 
-    def arrive(self, stage: Stage, kv: list[Tensor]) -> None:
-        """Takes the k_SmK and v_SmK that came with a stage, if any did."""
-        if stage.load is not None:
-            self._kv[stage.load] = kv
-
-    def drop(self, load: int) -> None:
-        del self._kv[load]
-
-    def attend(self, stage: Stage, q_SnK: Tensor) -> tuple[Tensor, Tensor]:
-        """out_SnK and lse_nS of this rank's slots; zero in empty ones."""
+    def attend(self, stage: Stage, q_SnK: Tensor, *kv: Tensor) -> tuple[Tensor, Tensor]:
+        """out_SnK and lse_nS of this rank's slots, zero in empty ones. `kv`: k_SmK and v_SmK where a load arrives."""
+        self._arrive(stage, kv)
         reads = stage.reads[self.rank]
         if len(reads) == 1 and stage.is_full(self.rank):
             return attention(q_SnK, *self._slot(self._kv, reads[0]), **self.how)
@@ -143,13 +183,15 @@ class HeldHeads:
             out_SnK[:, at], lse_nS[at] = attention(q_SnK[:, at], *self._slot(self._kv, read), **self.how)
         return out_SnK, lse_nS
 
-    def attend_backward(self, stage: Stage, dout: Tensor, q: Tensor, out: Tensor, lse_nS: Tensor) -> Tensor:
+    def attend_backward(
+        self, stage: Stage, lse_nS: Tensor, q: Tensor, out: Tensor, dout: Tensor, *kv: Tensor
+    ) -> Tensor:
         """dq_SnK of this rank's slots, written over `out` (empty slots stay zero); dk, dv join their load's sums."""
+        self._arrive(stage, kv)
         for read in stage.reads[self.rank]:
             at = slice(read.first, read.last)
             if read.load not in self._sums:
-                wide = sum_dtype(q.dtype)
-                self._sums[read.load] = [torch.zeros_like(t, dtype=wide) for t in self._kv[read.load]]
+                self._sums[read.load] = self._zeros(read.load)
             k_S1K, v_S1K = self._slot(self._kv, read)
             dk_S1K, dv_S1K = self._slot(self._sums, read)
             attention_backward(
@@ -157,11 +199,25 @@ class HeldHeads:
             )
         return out
 
-    def take_grads(self, load: int) -> tuple[Tensor, Tensor]:
-        """dk_SmK and dv_SmK of a load, rounded once to its dtype; the load is dropped."""
-        k_SmK, v_SmK = self._kv.pop(load)
-        dk_SmK, dv_SmK = self._sums.pop(load, None) or (torch.zeros_like(k_SmK), torch.zeros_like(v_SmK))
-        return dk_SmK.to(k_SmK.dtype), dv_SmK.to(v_SmK.dtype)
+    def drop(self, load: int) -> None:
+        del self._kv[load]
+
+    def take_grads(self, load: int) -> Iterator[Tensor]:
+        """dk_SmK, then dv_SmK, each rounded once to the load's dtype when asked for; the load is dropped."""
+        sums = self._sums.pop(load, None) or self._zeros(load)
+        dtype = self._kv.pop(load)[0].dtype
+        while sums:
+            with holding(STAGE):
+                d_SmK = [sums.pop(0).to(dtype)]
+            yield d_SmK.pop()
+
+    def _arrive(self, stage: Stage, kv: tuple[Tensor, ...]) -> None:
+        if kv:
+            assert stage.load is not None
+            self._kv[stage.load] = list(kv)
+
+    def _zeros(self, load: int) -> list[Tensor]:
+        return [torch.zeros_like(t, dtype=sum_dtype(t.dtype)) for t in self._kv[load]]
 
     @staticmethod
     def _slot(of_loads: dict[int, list[Tensor]], read: Read) -> list[Tensor]:
@@ -191,8 +247,8 @@ class _StagesAttention(torch.autograd.Function):
         outs = []
         for stage in table.stages:
             q_SnK = next(arriving)
-            ctx.held.arrive(stage, [] if stage.load is None else [next(arriving), next(arriving)])
-            out_SnK, lse_nS = ctx.held.attend(stage, q_SnK)
+            kv = () if stage.load is None else (next(arriving), next(arriving))
+            out_SnK, lse_nS = ctx.held.attend(stage, q_SnK, *kv)
             ctx.kept.append((q_SnK, out_SnK, lse_nS))
             outs.append(heads_to_tokens(out_SnK, group))
         return tuple(outs)
@@ -205,7 +261,7 @@ class _StagesAttention(torch.autograd.Function):
         dqs = []
         for stage, dout_csnK, (q, out, lse) in zip(table.stages, douts_csnK, ctx.kept, strict=True):
             dout = tokens_to_heads(dout_csnK.contiguous(), group)
-            dq = ctx.held.attend_backward(stage, dout, q, out.clone(), lse)
+            dq = ctx.held.attend_backward(stage, lse, q, out.clone(), dout)
             dqs.append(heads_to_tokens(dq, group))
         grads = []
         for stage, dq in zip(table.stages, dqs, strict=True):

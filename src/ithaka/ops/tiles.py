@@ -34,26 +34,29 @@ class GradSum:
 
     def add_product(self, param: Tensor, dout_tN: Tensor, in_tD: Tensor) -> None:
         """Adds the weight gradient of one tile, dout^T @ in; on a GPU straight into the fp32 sum."""
-        if not dout_tN.is_cuda or dout_tN.dtype not in (torch.bfloat16, torch.float16):
-            self.add(param, dout_tN.t() @ in_tD)
-            return
         have = self._sums.get(id(param))
-        if have is None:
+        if have is None and not _sums_wider(dout_tN):
+            self._put(param, dout_tN.t() @ in_tD)
+        elif have is None:
             self._put(param, torch.mm(dout_tN.t(), in_tD, out_dtype=torch.float32))
         else:
-            torch.addmm(have, dout_tN.t(), in_tD, out_dtype=torch.float32, out=have)
+            self._put(param, have.to(sum_dtype(have.dtype)))
+            add_matmul(self._sums[id(param)], dout_tN.t(), in_tD)
 
-    def add_heads(self, param: Tensor, heads_n: Tensor, grad: Tensor | None) -> None:
-        """Adds `grad` [n * K, ...] to the rows of `heads` (repeats allowed) in the sum for `param` [H * K, ...]."""
-        if grad is None:
+    def add_heads(self, param: Tensor, heads_n: Tensor | None, grad: Tensor | None, dim: int = 0) -> None:
+        """Adds the gradient of some heads (repeats allowed; None: all, in order) to the sum for `param`.
+
+        Heads lie along `dim`, H * K long in `param` and n * K in `grad`.
+        """
+        if grad is None or heads_n is None:
+            self.add(param, grad)
             return
         have = self._sums.get(id(param))
         if have is None:
             have = torch.zeros(param.shape, dtype=sum_dtype(param.dtype), device=param.device)
         have = self._put(param, have.to(sum_dtype(have.dtype)))
-        head_dim = grad.shape[0] // len(heads_n)
-        rows = have.view(-1, head_dim, *have.shape[1:])
-        rows.index_add_(0, heads_n, grad.view(-1, head_dim, *grad.shape[1:]).to(rows.dtype))
+        head_dim = grad.shape[dim] // len(heads_n)
+        have.unflatten(dim, (-1, head_dim)).index_add_(dim, heads_n, grad.unflatten(dim, (-1, head_dim)).to(have.dtype))
 
     def take(self, param: Tensor) -> Tensor | None:
         """The sum for `param`, which is then forgotten; in the dtype it was summed in."""
@@ -72,6 +75,21 @@ class GradSum:
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp32, or wider if the values are."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def add_matmul(into: Tensor, a: Tensor, b: Tensor) -> None:
+    """into += a @ b, where `into` is in the dtype of sums; on a GPU the product is not rounded before it is added."""
+    if into.dtype == a.dtype:
+        into.addmm_(a, b)
+    elif _sums_wider(a):
+        torch.addmm(into, a, b, out_dtype=into.dtype, out=into)
+    else:
+        into += a @ b
+
+
+def _sums_wider(a: Tensor) -> bool:
+    """Whether matrix products can be had in fp32 from these 16-bit factors."""
+    return a.is_cuda and a.dtype in (torch.bfloat16, torch.float16)
 
 
 def apply_norm(module: nn.Module, x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from ithaka.layout import Layout
 from ithaka.plan.shape import ModelShape
 
 EMPTY = -1
+Heads = tuple[tuple[int, ...], ...]  # [rank][slot]
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,9 @@ class Read:
 
 @dataclass(frozen=True)
 class Load:
-    """kv heads that travel together. Tuples are indexed [rank][slot]."""
+    """kv heads that travel together."""
 
-    kv_heads: tuple[tuple[int, ...], ...]
+    kv_heads: Heads
     first_stage: int
     last_stage: int  # over all ranks: their gradients travel back together
 
@@ -40,7 +41,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Stage:
-    query_heads: tuple[tuple[int, ...], ...]  # [rank][slot]
+    query_heads: Heads
     load: int | None  # the load that arrives with this stage
     reads: tuple[tuple[Read, ...], ...]  # [rank]
 
@@ -61,9 +62,14 @@ class HeadTable:
         return [i for i, load in enumerate(self.loads) if load.last_stage == stage]
 
 
-def flat(heads: tuple[tuple[int, ...], ...]) -> list[int]:
-    """[rank][slot] heads in the order they lie in the exchange, with head 0 standing in for empty slots."""
+def flat(heads: Heads) -> list[int]:
+    """The heads in the order they lie in the exchange, with head 0 standing in for empty slots."""
     return [max(head, 0) for of_rank in heads for head in of_rank]
+
+
+def joined(parts: list[Heads]) -> Heads:
+    """Several stages or loads as one: of each rank the heads of the first part, then of the second, ..."""
+    return tuple(tuple(head for heads in of_rank for head in heads) for of_rank in zip(*parts, strict=True))
 
 
 @cache
@@ -90,9 +96,9 @@ def _slots(heads: range, first: int, count: int) -> tuple[int, ...]:
     return taken + (EMPTY,) * (count - len(taken))
 
 
-def _with_loads(query_heads: list[tuple[tuple[int, ...], ...]], cp: int, group_size: int) -> HeadTable:
+def _with_loads(query_heads: list[Heads], cp: int, group_size: int) -> HeadTable:
     held: list[dict[int, tuple[int, int]]] = [{} for _ in range(cp)]  # per rank: kv head -> (load, slot)
-    arrivals: list[tuple[tuple[tuple[int, ...], ...], int]] = []
+    arrivals: list[tuple[Heads, int]] = []
     stages: list[Stage] = []
     for i, of_ranks in enumerate(query_heads):
         needed = [list(dict.fromkeys(h // group_size for h in heads if h != EMPTY)) for heads in of_ranks]
@@ -137,6 +143,8 @@ class StageSlots:
     new_kv: int  # kv slots that arrive with it
     held: int  # kv slots held while it attends
     left: int  # kv slots held once its last uses are over
+    summed: int  # of those held, the ones for which a rank has gradient sums: it has read their load
+    left_summed: int  # likewise of those left
     part: int  # query slots of the widest read that a rank copies into its output; 0: all are whole outputs
 
 
@@ -172,9 +180,21 @@ def _stage_slots(table: HeadTable, i: int) -> StageSlots:
         if len(reads) != 1 or not stage.is_full(rank)
         for read in reads
     ]
+    read_by = [
+        {read.load for before in table.stages[: i + 1] for read in before.reads[rank]}
+        for rank in range(len(stage.reads))
+    ]
+
+    def summed(still: int) -> int:
+        """Slots of the loads still in use at a stage that a rank has read by now, on the rank with most of them."""
+        loads = [[table.loads[n] for n in numbers] for numbers in read_by]
+        return max(sum(load.num_slots for load in of_rank if load.last_stage >= still) for of_rank in loads)
+
     return StageSlots(
         new_kv=0 if stage.load is None else table.loads[stage.load].num_slots,
         held=sum(load.num_slots for load in table.loads if load.first_stage <= i <= load.last_stage),
         left=sum(load.num_slots for load in table.loads if load.first_stage <= i < load.last_stage),
+        summed=summed(i),
+        left_summed=summed(i + 1),
         part=max(copied, default=0),
     )

@@ -30,7 +30,8 @@ class Moment:
     """What is live at one point of a layer's schedule, above weights, their gradients and what is kept.
 
     stream: full-length tensors of the residual stream. stages: tensors of heads, exchange buffers included.
-    outputs: attention outputs computed again. tiles: what work at this point needs whatever s is, by `tile`.
+    outputs: attention outputs of this layer (below 0: less than what is kept of them). tiles: what work at this point
+    needs whatever s is, by `tile`.
     sums: the layer's weight gradients so far.
     """
 
@@ -132,9 +133,9 @@ class LayerBytes:
             return self.under_way(made, taken, stage)
         return taken + self.kv(stage) + max(self.q, self.kv(stage) // 2)
 
-    def widened(self, num_bytes: int) -> int:
-        """The same elements in the dtype of sums."""
-        return num_bytes // self.layout.element_bytes * self.layout.sum_bytes
+    def sums(self, num_slots: int) -> int:
+        """dk and dv of so many kv slots, in the dtype of sums."""
+        return 2 * num_slots * self.slot // self.layout.element_bytes * self.layout.sum_bytes
 
     def part(self, stage: int, num_bytes: int) -> int:
         """Of a tensor of all slots, the widest read's, where it is not the tensor itself."""
@@ -172,25 +173,29 @@ def tile_bytes(shape: ModelShape, layout: Layout, s: int, work: TileWork, fetche
         return BLOCK_BUFFERS * elements * layout.sum_bytes
     # A tile of x at work, and the next on its way; with overlap both are parts of the whole x.
     streamed = 0 if layout.input_tier == "device" or layout.overlap else 2
-    if work == "mlp":
-        return t * e * (shape.hidden + 2 * shape.mlp)
+    if work == "mlp":  # x + attention as summed and as rounded, attention's output, the norm, two widths of the MLP
+        rounded = 0 if layout.sum_bytes == e else 1
+        widths = (1 + rounded) * shape.hidden + shape.heads * shape.head_dim + 2 * shape.mlp
+        return t * (layout.sum_bytes * shape.hidden + e * widths)
     if work == "mlp backward":
         outputs = (3 if fetched else 1) * shape.heads * shape.head_dim
         # x + attention, its norm; ops/gated.py's three. (Compiled, hooked or wrapped MLPs are black boxes and need up
         # to twice as much: no plan knows of them.)
-        return t * e * ((2 + streamed) * shape.hidden + outputs + 3 * shape.mlp)
+        rounded = 0 if layout.sum_bytes == e else 1
+        widths = (1 + rounded + streamed) * shape.hidden + outputs + 3 * shape.mlp
+        return t * (layout.sum_bytes * shape.hidden + e * widths)
     width = layout.cp * slots.query * shape.head_dim
     kv_width = 2 * layout.cp * slots.most_new_kv * shape.head_dim
     if work == "project":
-        return (width + kv_width) * shape.hidden * e + t * e * (2 * shape.hidden + 5 * width)
-    weights = 2 * (width + kv_width) * shape.hidden * e + 2 * width * shape.hidden * layout.sum_bytes
-    return weights + t * e * ((3 + streamed) * shape.hidden + 5 * width)
+        return (width + kv_width) * shape.hidden * e + t * e * ((2 + streamed) * shape.hidden + 5 * width)
+    all_widths = len(slots.stages) * width + 2 * layout.cp * slots.all_kv * shape.head_dim
+    return all_widths * shape.hidden * e + t * e * ((4 + streamed) * shape.hidden + 2 * all_widths)
 
 
-def attend_moments(b: LayerBytes, phase: str, stream: int, keeps_outputs: bool) -> Iterator[Moment]:
+def attend_moments(b: LayerBytes, phase: str, stream: int) -> Iterator[Moment]:
     """Attention of all stages (`_attend`): in forward, and again in backward where its output was not kept.
 
-    `keeps_outputs`: every stage's output stays on the device for the rest of the pass.
+    Every stage's output stays until the output projection, after the last of them.
     """
     out = b.q + b.lse
     project, attend = f"{phase} projections", f"{phase} attention"
@@ -202,23 +207,18 @@ def attend_moments(b: LayerBytes, phase: str, stream: int, keeps_outputs: bool) 
         yield Moment(project, stream, flying(0, i) + b.q + b.kv(i), 0, "project")
         yield Moment(project, stream, flying(0, i) + b.sending(b.q, b.q, i))
     for i in range(b.num_stages):
-        before = out * (i if keeps_outputs else min(i, 1))
         later = flying(i + 1, i + b.ahead)
-        yield Moment(attend, stream, b.q + later + b.held(i) + out + b.part(i, out), before, "attend")
-        # What arrived with this stage stays until its output is on its way, even if this was its last use.
-        held = max(b.left(i), min(b.held(i), b.left(i) + b.kv(i)))
-        yield Moment(attend, stream, b.q + later + held + out + b.exchanged * b.q, before)
+        yield Moment(attend, stream, b.q + later + b.held(i) + out + b.part(i, out), i * out, "attend")
         if (new := i + b.ahead) < b.num_stages:
-            after = out * (i + 1 if keeps_outputs else 1)
             others = later + b.left(i)
-            yield Moment(project, stream, others + b.q + b.kv(new), after, "project")
-            yield Moment(project, stream, others + b.sending(b.q, b.q, new), after)
+            yield Moment(project, stream, others + b.q + b.kv(new), (i + 1) * out, "project")
+            yield Moment(project, stream, others + b.sending(b.q, b.q, new), (i + 1) * out)
 
 
-def forward_moments(b: LayerBytes, keeps: bool) -> Iterator[Moment]:
-    """x and y all the time; attention, then the MLP. `keeps`: every stage's output stays on the device."""
-    yield from attend_moments(b, "forward", 2 * b.x, keeps)
-    yield Moment("forward mlp", 2 * b.x, 0, (b.num_stages if keeps else 1) * (b.q + b.lse), "mlp")
+def forward_moments(b: LayerBytes) -> Iterator[Moment]:
+    """x all the time; attention, then y, made from x and the outputs of all stages."""
+    yield from attend_moments(b, "forward", b.x)
+    yield Moment("forward mlp", 2 * b.x, 0, b.num_stages * (b.q + b.lse), "mlp")
 
 
 def mlp_backward_moment(b: LayerBytes, outputs: int) -> Moment:
@@ -227,45 +227,52 @@ def mlp_backward_moment(b: LayerBytes, outputs: int) -> Moment:
 
 
 def attention_backward_moments(b: LayerBytes, outputs: int, fetched: bool) -> Iterator[Moment]:
-    """dy and dh all the time. `fetched`: attention's output comes from the store, a stage at a time."""
-    stream, attend, project = 2 * b.x + b.held_input, "backward attention", "backward projections"
-    out = b.q if fetched else 0  # else it is there already, among `outputs` or what is kept
-    made, taken = 2 * b.q + out, 3 * b.q  # q, out, dout: as made here, and as received
-    dq = b.q if b.exchanged or fetched else 0  # written over the output
-    lse = b.lse if fetched else 0
+    """dy all the time, and the gradients of all heads so far. `fetched`: attention's output comes from the store, a
+    stage at a time; else a stage's output is let go when it was sent, its lse when it was used.
+    """
+    stream, attend, project = b.x + b.held_input, "backward attention", "backward projections"
+    taken = 3 * b.q  # q, out, dout
+
+    def left(sent: int, attended: int) -> int:
+        return outputs - (0 if fetched else sent * b.q + attended * b.lse)
 
     def flying(first: int, last: int) -> int:
-        return sum(b.under_way(made, taken, j) for j in range(first, min(last, b.num_stages)))
+        return sum(b.under_way(taken, taken, j) for j in range(first, min(last, b.num_stages)))
+
+    def sending(stage: int, others: int, attended: int) -> Iterator[Moment]:
+        """q, k and v are made; then they are sent, and out and dout with them."""
+        prefetched = b.q if fetched and b.layout.overlap and stage >= b.ahead else 0
+        made = b.q + b.kv(stage) + prefetched
+        yield Moment(project, stream, others + made, left(stage, attended), "project")
+        own = 0 if b.layout.overlap or not b.exchanged or fetched else b.q  # out, until all is sent
+        yield Moment(project, stream, others + own + b.sending(taken, taken, stage), left(stage + 1, attended))
 
     for i in range(min(b.ahead, b.num_stages)):
-        yield Moment(project, stream, flying(0, i) + b.q + b.kv(i), outputs, "project")
-        yield Moment(project, stream, flying(0, i) + b.sending(made, taken, i), outputs)
+        yield from sending(i, flying(0, i), 0)
+    returned = 0  # dq, dk, dv of the stages before
     for i in range(b.num_stages):
-        following, more = i + b.ahead, i + b.ahead < b.num_stages
-        prefetched = out if more and b.layout.overlap else 0
-        later, sums = flying(i + 1, following) + prefetched, b.widened(b.held(i))
-        own = 2 * b.q + dq + lse
-        yield Moment(attend, stream, own + later + b.held(i) + sums, outputs, "attend backward")
-        ending = b.held(i) - b.left(i)
-        rounded = ending if b.layout.sum_bytes != b.layout.element_bytes else 0
-        yield Moment(attend, stream, dq + later + b.held(i) + sums + rounded, outputs)
-        left = b.left(i) + b.widened(b.left(i)) + later
-        back = dq + ending
-        yield Moment(project, stream, (2 if b.exchanged else 1) * back + left, outputs)
-        new = b.q + b.kv(following) if more else 0
-        yield Moment(project, stream, back + new + left, outputs, "project backward")
+        following, ending = i + b.ahead, b.held(i) - b.left(i)
+        later, more = flying(i + 1, following), following < b.num_stages
+        prefetched = b.q if fetched and b.layout.overlap and more else 0
+        own = taken + (b.lse if fetched else 0)
+        live = returned + own + later + prefetched + b.held(i) + b.sums(b.slots.stages[i].summed)
+        yield Moment(attend, stream, live, left(min(following, b.num_stages), i), "attend backward")
+        returned += b.q + ending
         if more:
-            yield Moment(project, stream, left - prefetched + b.sending(made, taken, following), outputs)
+            twice = b.q + ending if b.layout.overlap and b.exchanged else 0
+            held = b.left(i) + b.sums(b.slots.stages[i].left_summed)
+            yield from sending(following, returned + twice + later + held, i + 1)
+    yield Moment(project, stream, returned, left(b.num_stages, b.num_stages), "project backward")
 
 
 def layer_moments(shape: ModelShape, layout: Layout, s: int, keeps: LayerKeeps) -> Iterator[Moment]:
     """Every moment of a layer's forward and backward on one rank."""
     b, kept = LayerBytes(shape, layout.of_one_layer(keeps), s), keeps.attention is not None
     fetched = kept and keeps.attention != "device"
-    yield from forward_moments(b, keeps=kept and not fetched)
+    yield from forward_moments(b)
     outputs = 0
     if not kept:
-        yield from attend_moments(b, "backward again", b.x + b.held_input, True)
+        yield from attend_moments(b, "backward again", b.x + b.held_input)
         outputs = b.num_stages * (b.q + b.lse)
     yield mlp_backward_moment(b, outputs)
     yield from attention_backward_moments(b, outputs, fetched)

@@ -182,7 +182,7 @@ class _Linear:
 
     def projections(self, backward: bool) -> float:
         if not backward:
-            return self.project_only() + self.output(PROJECTION_SHARE[0])
+            return self.project_only()
         again = 3 if self.layout.checkpoint else 2
         walks = (self.num_stages + 1) * WALK_PASSES[1] * self.x
         heads = HEAD_PASSES[1] * self.s * self.projected * self.layout.element_bytes
@@ -200,7 +200,7 @@ class _Linear:
         share = MLP_SHARE[backward]
         one = self.matmul(3 * self.shape.hidden, self.shape.mlp, share)
         if not backward:
-            return one + moved
+            return self.output(share) + one + moved
         again = 2 / 3 if self.layout.checkpoint else 0  # all but the last product (ops/gated.py)
         return (2 + again) * one + 2 * self.output(share) + moved + self.sums(self.shape.mlp_parameters)
 

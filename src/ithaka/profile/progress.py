@@ -35,8 +35,8 @@ def layer_flops(
     attend_again = again * (not kept)
     return {
         ("forward", "attention"): attend,
-        ("forward", "projections"): project + output,
-        ("forward", "mlp"): mlp,
+        ("forward", "projections"): project,
+        ("forward", "mlp"): mlp + output,
         ("backward", "attention"): (2.5 + attend_again) * attend,
         ("backward", "projections"): (2 + again + attend_again) * project + output,
         # A gated MLP's last product is not computed again.
