@@ -103,6 +103,8 @@ def test_charts_are_drawn_without_complaints(run_dir, browser, tmp_path, size, n
     drawn = browser.evaluate(DRAWN)
     assert len(drawn) == 2 + 3 * num_runs and min(drawn) > 500
     assert browser.evaluate("document.documentElement.scrollWidth") <= width, "no sideways scrolling"
+    shown = browser.evaluate("document.body.innerText")
+    assert "kept by layers 0 to 1" in shown and "[object" not in shown and "undefined" not in shown
     background = browser.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, background[4:-1].split(","))) < 150) == dark
 

@@ -152,8 +152,8 @@ function summary() {
       ["validation loss", lastOf(m.val_loss)?.toFixed(4) ?? "-"],
       ["tokens/s (median)", amount(median(m.tokens_per_s))],
       ["step (median)", seconds(median(m.step_s))],
-      ["MFU (median)", median(m.mfu) == null ? "-" : (100 * median(m.mfu)).toFixed(1) + " %"],
-      ["context", run.config.data.context + " tokens"],
+      ...(median(m.mfu) == null ? [] : [["MFU (median)", (100 * median(m.mfu)).toFixed(1) + " %"]]),
+      ["tokens of context", run.config.data.context],
       run.device_peak_bytes == null ? ["host peak per rank", bytes(run.host_peak_bytes)] : ["device peak", bytes(run.device_peak_bytes)],
     ];
     if (peak && peak.largest.length) cards.push(["largest holder", Object.entries(peak.holders).sort((a, b) => b[1] - a[1])[0][0]]);
@@ -293,14 +293,17 @@ function times() {
     const layers = addUp(t.phases.filter(p => p.path.length && p.path[0].startsWith("layer ")), p => p.slice(0, 2).join(" "));
     if (layers.length) {
       box.append(make("h3", {}, "By layer"));
-      chart(box, (c, narrow) => barOption(layers.sort(byLayer), c, narrow), true);
+      chart(box, (c, narrow) => barOption(layers.sort(byLayer), c, narrow), layers.length > 8);
     }
     const rated = parts.filter(r => r.flops);
     if (rated.length) {
       box.append(make("h3", {}, "Rates while computing, per rank"));
       const number = name => ({ name, kind: "number" });
-      table(box, ["part", number("compute"), number("TFLOP/s"), number("of the device's rate")],
-        rated.map(r => [r.name, seconds(r.rated), (r.flops / r.rated / 1e12).toPrecision(3), r.ideal ? (100 * r.ideal / r.rated).toFixed(0) + " %" : "-"]));
+      const [unit, size] = unitOf(Math.max(...rated.map(r => r.flops / r.rated)), [["TFLOP/s", 1e12], ["GFLOP/s", 1e9]]);
+      const known = rated.some(r => r.ideal);
+      table(box, ["part", number("compute"), number(unit), ...(known ? [number("of the device's rate")] : [])],
+        rated.map(r => [r.name, seconds(r.rated), (r.flops / r.rated / size).toPrecision(3),
+          ...(known ? [r.ideal ? (100 * r.ideal / r.rated).toFixed(0) + " %" : "-"] : [])]));
     }
   });
 }
@@ -322,7 +325,7 @@ function barOption(rows, c, narrow) {
     tooltip: { ...b.tooltip, axisPointer: { type: "shadow" }, valueFormatter: seconds },
     xAxis: fromZero(c, Math.max(0, ...rows.map(total)), SECONDS, narrow ? 3 : 5),
     yAxis: axis(c, { type: "category", inverse: true, data: rows.map(r => r.name), axisLabel: { color: c.ink, width: narrow ? 110 : 150, overflow: "truncate" } }),
-    series: Object.entries(KIND_COLOURS).map(([kind, colour]) => ({ name: kind, type: "bar", stack: "time", color: colour, data: rows.map(r => r[kind]) })),
+    series: Object.entries(KIND_COLOURS).map(([kind, colour]) => ({ name: kind, type: "bar", stack: "time", barMaxWidth: 34, color: colour, data: rows.map(r => r[kind]) })),
   };
 }
 
@@ -347,13 +350,27 @@ function facts() {
     fold("Configuration", make("pre", {}, lines.join("\n")), false);
   });
 }
+const WHERE = { device: "on the device", host: "in host memory", disk: "on disk" };
+const IF_NULL = { blocks: "by the cache's size", dtype: "the parameters' own" };
 function plan(planned, into) {
-  const rows = Object.entries(planned.layout || {}).map(([k, v]) => [k.replaceAll("_", " "), v === null ? "all" : String(v)]);
+  const rows = Object.entries(planned.layout || {}).filter(([k]) => k !== "kept")
+    .map(([k, v]) => [k.replaceAll("_", " "), v === null ? IF_NULL[k] || "all" : String(v)]);
+  const kept = planned.layout?.kept || [];
+  kept.forEach((layer, i) => {
+    const same = other => JSON.stringify(other) === JSON.stringify(layer);
+    if (i && same(kept[i - 1])) return;
+    const next = kept.findIndex((other, j) => j > i && !same(other)), last = (next < 0 ? kept.length : next) - 1;
+    rows.push([last > i ? `kept by layers ${i} to ${last}` : `kept by layer ${i}`, keptWords(layer)]);
+  });
   if (planned.stages) rows.push(["stages", String(planned.stages)]);
   const peak = planned.peak_bytes && Object.values(planned.peak_bytes).reduce((a, b) => a + b, 0);
   if (peak) rows.push(["planned peak per rank", bytes(peak)]);
   for (const [k, v] of Object.entries(planned.seconds || {})) rows.push([`planned ${k} per micro-step`, seconds(v)]);
   table(into, ["", ""], rows);
+}
+function keptWords(layer) {
+  if (layer.everything) return "everything, on the device";
+  return `input ${WHERE[layer.input]}; attention's output ${layer.attention ? WHERE[layer.attention] : "is computed again"}`;
 }
 
 // ---- light and dark
