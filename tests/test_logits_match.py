@@ -29,6 +29,22 @@ def test_logits_and_the_gradients_of_a_loss_on_them(ranks, family, cp, tokens):
     check(ranks.run(cp, compare, family, cp, tokens))
 
 
+def changed_in_place(tokens):
+    """As users scale them; FSDP2's hooks must not hang on a view that this replaces."""
+    config, ids = tiny_config("llama"), random_ids(1, tokens)
+    plain, (model, _) = tiny_model(config), parallel(2, config)
+    for each in (plain, model):
+        logits = each(input_ids=ids).logits
+        assert not logits._is_view() or each is plain
+        own_loss(logits.mul_(3.0)).backward()
+    return gradient_errors(model, plain)
+
+
+@pytest.mark.parametrize("tokens", [8, 9])
+def test_logits_may_be_changed_in_place(ranks, tokens):
+    check(ranks.run(2, changed_in_place, tokens))
+
+
 def of_each_batch():
     """Data-parallel ranks each get the logits of their own rows."""
     config, ids = tiny_config("llama"), random_ids(2, 7)

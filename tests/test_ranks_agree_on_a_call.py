@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ithaka.dist.loopback import start_loopback
 from parity import parallel, random_ids
+from threads import on_threads
 
 FAULTS = {
     "label": ({"labels": (0, 5, -1)}, "rank 1: labels[0, 5]=-1 is not in the vocabulary of 61 tokens"),
@@ -136,6 +138,20 @@ def different_modes(what):
 def test_data_parallel_ranks_that_call_in_different_ways(ranks, what, message):
     for told in ranks.run(2, different_modes, what):
         assert told.startswith("ConfigError: the ranks call the model in different ways") and message in told
+
+
+def test_ranks_that_are_threads():
+    messages = on_threads(2, lambda: different("shape"))
+    assert len(set(messages)) == 1 and "input_ids has shape (2, 8) on rank 0, (2, 10) on rank 1" in messages[0]
+    assert on_threads(4, data_parallel) == [14 + 18] * 4
+
+
+def test_one_process_that_stands_for_many():
+    """What it gathers from others is its own."""
+    start_loopback(4)
+    model, _ = parallel(2)
+    assert model(**batch(2, 8)).num_tokens == 14 + 14
+    assert message_of(lambda: model(input_ids=random_ids(2, 8) - 61)).startswith("ValueError: input_ids[0, 0]=")
 
 
 class Reads(TorchDispatchMode):

@@ -176,16 +176,16 @@ def _refuse_resizing(*args: Any, **kwargs: Any) -> None:
 
 
 class _Head:
-    """Takes the place of lm_head's forward, so that FSDP2 has its weight ready: the loss, or logits."""
+    """Takes the place of lm_head's forward, so that FSDP2 has its weight ready: the summed loss, or logits."""
 
     def __init__(self, norm: nn.Module, lm_head: nn.Linear, mesh: Mesh) -> None:
         self.norm, self.lm_head, self.mesh = norm, lm_head, mesh
 
-    def __call__(self, x_sD: Tensor, labels_s: Tensor | None) -> Tensor:
+    def __call__(self, x_sD: Tensor, labels_s: Tensor | None, shape: torch.Size) -> Tensor:
         if labels_s is not None:
             return linear_cross_entropy(x_sD, labels_s, self.norm, self.lm_head.weight)
         logits_sV = apply_norm(self.norm, x_sD) @ self.lm_head.weight.t()
-        return _GatherTokens.apply(logits_sV, self.mesh.cp_group)
+        return _GatherTokens.apply(logits_sV, self.mesh.cp_group, shape)
 
 
 def _make_forward(mesh: Mesh) -> Callable[..., ParallelOutput]:
@@ -210,11 +210,10 @@ def _make_forward(mesh: Mesh) -> Callable[..., ParallelOutput]:
             x_sD = model.model.embed_tokens(share.ids_s)
         for layer in model.model.layers:
             x_sD = layer(x_sD, share.positions_s, share.docs)
+        head = model.lm_head(x_sD, share.labels_s, call.shape)
         if share.labels_s is None:
-            logits_SV = model.lm_head(x_sD, None)[: call.shape.numel()]
-            return ParallelOutput(logits=logits_SV.unflatten(0, call.shape))
-        total = model.lm_head(x_sD, share.labels_s)
-        loss = _GlobalSum.apply(total / call.divisor, mesh.fsdp.get_group())
+            return ParallelOutput(logits=head)
+        loss = _GlobalSum.apply(head / call.divisor, mesh.fsdp.get_group())
         return ParallelOutput(loss=loss, num_tokens=call.num_tokens)
 
     return forward
@@ -236,19 +235,23 @@ class _GlobalSum(torch.autograd.Function):
 
 
 class _GatherTokens(torch.autograd.Function):
-    """All tokens of the sequence on every rank; backward takes this rank's own, which nobody else contributes."""
+    """The batch's tokens on every rank, [B, N, V]; backward takes this rank's own, which nobody else contributes.
+
+    Padding is cut here: FSDP2 hooks the output, and an in-place operation on a view would lose the hook.
+    """
 
     @staticmethod
-    def forward(ctx, local_sV, group):
-        ctx.rank, ctx.s = group.rank(), len(local_sV)
-        whole_SV = local_sV.new_empty(group.size() * len(local_sV), local_sV.shape[1])
+    def forward(ctx, local_sV, group, shape):
+        ctx.rank, ctx.s, V = group.rank(), len(local_sV), local_sV.shape[1]
+        whole_SV = local_sV.new_empty(group.size() * ctx.s, V)
         all_gather(whole_SV, local_sV.contiguous(), group=group)
-        return whole_SV
+        return local_sV.new_empty(0).set_(whole_SV.untyped_storage(), 0, (*shape, V))
 
     @staticmethod
-    def backward(ctx, dwhole_SV):
+    def backward(ctx, dwhole_BNV):
         _refuse_create_graph()
-        return dwhole_SV[ctx.rank * ctx.s : (ctx.rank + 1) * ctx.s], None
+        mine_sV = dwhole_BNV.flatten(0, 1)[ctx.rank * ctx.s : (ctx.rank + 1) * ctx.s]
+        return nn.functional.pad(mine_sV, (0, 0, 0, ctx.s - len(mine_sV))), None, None
 
 
 def _refuse_create_graph() -> None:
