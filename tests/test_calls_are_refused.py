@@ -291,3 +291,16 @@ def test_evaluation_without_gradients(model, expected):
     with torch.no_grad():
         assert loss_of(model.eval()) == pytest.approx(expected, rel=1e-12)
         assert model(input_ids=IDS).logits.shape == (2, 6, 61)
+
+
+def test_an_optimizer_of_the_parameters_before_parallelize():
+    """Its parameters get no gradients any more: it would train nothing."""
+    model = tiny_model(tiny_config("llama"))
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = parallelize(model, mesh=make_mesh(1))
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    with pytest.raises(ConfigError, match="SGD was made before parallelize.*make it from model.parameters"):
+        early.step()
+    before = loss_of(model)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert loss_of(model) < before

@@ -138,3 +138,17 @@ def test_a_hook_may_change_what_it_sees():
         model.model.layers[0].register_forward_hook(lambda module, args, out: out - 0.5)
         losses.append(float(model(input_ids=IDS).logits.detach().square().sum()))
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_gradient_hooks_on_parameters(when):
+    """FSDP2 calls those that come after accumulation, and no others."""
+    model, seen = make(), []
+    if when == "after":
+        model = parallelize(model, mesh=make_mesh(1))
+        model.model.norm.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad))
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        assert torch.equal(seen[0].full_tensor(), model.model.norm.weight.grad.full_tensor())
+    model.model.embed_tokens.weight.register_hook(nothing)
+    with pytest.raises(ConfigError, match="model.embed_tokens.weight has a gradient hook.*post_accumulate_grad_hook"):
+        model(input_ids=IDS) if when == "after" else parallelize(model, mesh=make_mesh(1))

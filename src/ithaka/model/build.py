@@ -23,7 +23,7 @@ from ithaka.config import ConfigError
 from ithaka.dist.mesh import Mesh, make_mesh
 from ithaka.layout import Layout
 from ithaka.memory.store import Store
-from ithaka.model.calls import Call, CallCheck, all_gather, check_untouched, count_hooks, refuse_autocast
+from ithaka.model.calls import Call, CallCheck, all_gather, check_untouched, count_hooks, mark_replaced, refuse_autocast
 from ithaka.model.families import check_supported, layer_parts
 from ithaka.model.layer import StreamedLayer
 from ithaka.model.weights import init_weights, load_weights
@@ -70,6 +70,7 @@ def parallelize(
     # A kernel that does not work is found here, not in the first step.
     resolve_kernel(layout.kernel, mesh.device, dtype, layer_parts(model, 0).head_dim)
     users_hooks = count_hooks(model)
+    mark_replaced(model)
     _shard(model, mesh, layout)
     _swap_forwards(model, mesh, layout, store or Store(mesh.device))
     CallCheck(model, mesh, _storage(mesh, layout), users_hooks)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as torch_module
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
 from ithaka.config import ConfigError
@@ -263,6 +264,7 @@ class Frozen:
                 raise ConfigError(compiled(each.name or "the model"))
             if tuple([len(getattr(module, hooks)) for hooks in HOOKS]) != each.own_hooks:
                 self._check_hooks(each)
+            _check_parameters(each.name, module)
         self._check_storage()
         for index, layer in enumerate(self.model.model.layers):
             if getattr(layer, "gradient_checkpointing", False):
@@ -351,12 +353,42 @@ def check_untouched(model: PreTrainedModel) -> None:
         for kind, count in zip(KINDS, _hooks_of(module), strict=True):
             if count and not can_be_hooked(name, kind):
                 raise ConfigError(refused_hook(name, kind))
+        _check_parameters(name, module)
         runs = "norm" in name or "rotary" in name or "mlp" in name or name == "model.embed_tokens"
         if "forward" in vars(module) and not runs:
             raise ConfigError(
                 f"{name or 'the model'} has a forward of its own, which a parallel model would ignore; parallelize the "
                 "model as Hugging Face loads it, without patches or a device_map over several devices"
             )
+
+
+def _check_parameters(name: str, module: nn.Module) -> None:
+    for key, param in module._parameters.items():
+        if param is not None and param._backward_hooks:
+            raise ConfigError(
+                f"{name}.{key} has a gradient hook, which FSDP2 does not call; change param.grad after backward, or "
+                "use register_post_accumulate_grad_hook after parallelize"
+            )
+
+
+REPLACED = "_replaced_by_shards"
+_optimizers_checked: list[Any] = []  # the handle of the one hook on all optimizers
+
+
+def mark_replaced(model: nn.Module) -> None:
+    """The parameters, which FSDP2 is about to replace, so that an optimizer that still has them is refused."""
+    for param in model.parameters():
+        setattr(param, REPLACED, True)
+    if not _optimizers_checked:
+        _optimizers_checked.append(register_optimizer_step_pre_hook(_check_optimizer))
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    if any(hasattr(param, REPLACED) for group in optimizer.param_groups for param in group["params"]):
+        raise ConfigError(
+            f"the {type(optimizer).__name__} was made before parallelize and would update parameters that the model no "
+            "longer has; make it from model.parameters() after parallelize"
+        )
 
 
 # ---- one error for all ranks
