@@ -118,7 +118,7 @@ def run_layer(case: Case, rank: int) -> MemoryMap:
     params, positions_s = list(block.parameters()), torch.arange(TOKENS)
     leaf_sD = torch.randn(TOKENS, model.config.hidden_size, dtype=case.dtype, requires_grad=True)
     resolve_kernel("auto", torch.device("cpu"), case.dtype, parts.head_dim)  # its trial is no part of a layer
-    with LiveBytes(scratch=False) as live:
+    with LiveBytes() as live:
         x_sD = leaf_sD * 1.0
         of_x = get_gradient_edge(x_sD)
         y_sD = layer(x_sD, positions_s, (0, case.cp * TOKENS))

@@ -104,7 +104,7 @@ def test_leaving_the_recorders_is_no_part_of_the_step(monkeypatch):
 
 def test_memory_still_out_at_the_end_lives_until_the_steps_end():
     """The profiler stops without having seen it given back: that is no moment of the step."""
-    with LiveBytes(scratch=False) as live, phase("step"):
+    with LiveBytes() as live, phase("step"):
         kept = torch.ones(256)
     start_ns = live.map.phases.marks[0][0]
     live.add_scratch([Allocation(1, 4096, start_ns + 1, NEVER)])

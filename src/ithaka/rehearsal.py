@@ -302,7 +302,7 @@ def _live_peaks(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids: Tensor, documents: Tensor | None
 ) -> dict[tuple[str, ...], int]:
     """On a CPU: live bytes at their highest, by phase; parameters and states included."""
-    with LiveBytes(scratch=False) as live:
+    with LiveBytes() as live:
         live.register(model.parameters(), PARAMETERS)
         states = (value for state in optimizer.state.values() for value in state.values())
         live.register((value for value in states if isinstance(value, Tensor)), OPTIMIZER)

@@ -14,7 +14,7 @@ from torch import Tensor, UntypedStorage
 from torch._C._profiler import _EventType
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -28,28 +28,23 @@ class LiveBytes(Recorder):
     """Counts, while it is entered, the bytes of every CPU storage made inside, each once, until it dies.
 
     Views and autograd's references keep a storage alive; resizing, which FSDP2 does, is followed. Older storages
-    count only if `register`ed. On leaving, the allocator's own events add the scratch memory that operations take and
-    give back inside C++, unless `scratch=False`.
+    count only if `register`ed. What operations take and give back inside C++ is not seen: `add_scratch` adds it.
     """
 
-    def __init__(self, scratch: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.registered_bytes = 0
-        self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True) if scratch else None
         self._live: dict[int, tuple[weakref.ref, Piece]] = {}  # by the address of the C++ storage
         self._born: dict[int, list[Piece]] = {}  # by the address of the data
 
     def __enter__(self) -> "LiveBytes":
-        for context in (self._profiler, listening(self), _shown_resizes(self), _Operations(self)):
-            if context is not None:
-                self._entered.enter_context(context)
+        for context in (listening(self), _shown_resizes(self), _Operations(self)):
+            self._entered.enter_context(context)
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._entered.close()
         self._live.clear()  # later deaths are not noted
-        if self._profiler is not None and error[0] is None:
-            self.add_scratch(cpu_allocations(self._profiler))
 
     @property
     def peak_bytes(self) -> int:

@@ -44,7 +44,7 @@ class StepProfile:
         self.on_gpu = device.type == "cuda"
         assert times is None or self.on_gpu, "on a CPU the trace has the allocator's events of its own step"
         self.times, self._times_too = times or StepTimes(device, job), times is None
-        self.memory = AllocatorHistory(device) if self.on_gpu else LiveBytes(scratch=False)
+        self.memory = AllocatorHistory(device) if self.on_gpu else LiveBytes()
         self.elsewhere = _Elsewhere(store)
         self.wall_s = 0.0
         self._entered = ExitStack()
