@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from ithaka.layout import Layout
+from ithaka.ops import attention
 from models import tiny_config
 from parity import check, compare_with, parallel, plain_sum, random_ids
 
@@ -180,3 +182,21 @@ def one_row_of_positions(cp):
 
 def test_one_row_of_position_ids_serves_every_row(ranks):
     check(ranks.run(2, one_row_of_positions, 2))
+
+
+def test_documents_are_worked_out_once_per_batch(monkeypatch):
+    """Not per stage, layer and direction: one walk for forward and one for backward."""
+    walks = []
+
+    def counted(*args, **how):
+        walks.append(how["halve"])
+        return query_major(*args, **how)
+
+    query_major = attention.query_major
+    monkeypatch.setattr(attention, "query_major", counted)
+    model, _ = parallel(1, tiny_config("llama", 4, 2), Layout(heads_per_stage=1))
+    ids = random_ids(1, 40)
+    documents = torch.arange(40)[None] // 7
+    for _ in range(2):
+        model(input_ids=ids, labels=ids, document_ids=documents).loss.backward()
+    assert walks == [True, False] * 2

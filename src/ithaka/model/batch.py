@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ithaka.ops.attention import Docs
 from ithaka.ops.loss import IGNORED
 
 
@@ -22,7 +23,7 @@ class Share:
     ids_s: Tensor
     positions_s: Tensor
     labels_s: Tensor | None  # already shifted
-    docs: tuple[int, ...]  # cumulative document starts of the whole sequence, then S
+    docs: Docs  # of the whole sequence
     num_valid: int  # valid labels of the whole batch, all cp ranks together
 
     def to(self, device: torch.device) -> "Share":
@@ -72,7 +73,7 @@ def take_share(
         ids_s=mine(input_ids, 0),
         positions_s=mine(position_ids, 0),
         labels_s=None if shifted is None else mine(shifted, IGNORED),
-        docs=(*starts_BN.reshape(-1).nonzero()[:, 0].tolist(), *ends, num_tokens + padding),
+        docs=Docs((*starts_BN.reshape(-1).nonzero()[:, 0].tolist(), *ends, num_tokens + padding)),
         num_valid=0 if shifted is None else int((shifted != IGNORED).sum()),
     )
 

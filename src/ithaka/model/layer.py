@@ -26,6 +26,7 @@ from ithaka.dist.exchange import Exchange, heads_to_tokens, start_heads_to_token
 from ithaka.layout import LayerKeeps, Layout
 from ithaka.memory.store import Kept, Store
 from ithaka.model.families import LayerParts
+from ithaka.ops.attention import Docs
 from ithaka.ops.gated import GatedMlp, gated_mlp
 from ithaka.ops.stages import (
     RAN_ALREADY,
@@ -42,8 +43,6 @@ from ithaka.ops.stages import (
 from ithaka.ops.tiles import GradSum, add_matmul, apply_norm, sum_dtype, tile_backward, tile_slices
 from ithaka.phases import KEPT, RESIDUAL, holding, mark_backward, phase, tag
 from ithaka.plan.heads import Heads, HeadTable, Stage, flat, joined
-
-Docs = tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ caller may pass on from call to call. (For fp64 inputs all sums are fp64.)
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,14 +38,15 @@ def attention(
     scale: float,
     causal: bool = True,
     window: int | None = None,
-    docs: tuple[int, ...] | None = None,
+    docs: "Docs | tuple[int, ...] | None" = None,
     kernel: str = "auto",
     blocks: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale * q k^T + mask) v, and the log-sum-exp of each row. Not differentiable by itself.
 
-    n is a multiple of m; query head j reads kv head j // (n // m). `docs` are the cumulative starts of the
-    packed documents, (0, ..., S); attention never crosses one. `window=w`: row i sees keys (i - w, i].
+    n is a multiple of m; query head j reads kv head j // (n // m). `docs` are the cumulative starts of the packed
+    documents, (0, ..., S), or a `Docs` made of them once for many calls; attention never crosses one. `window=w`:
+    row i sees keys (i - w, i].
     Inputs may be strided in S and heads. `blocks` = (block_q, block_kv) in tokens, else from the L2 size.
     Returns out_SnK (contiguous, q's dtype) and lse_nS (fp32; fp64 for fp64); allocates only those and block
     buffers.
@@ -57,7 +59,7 @@ def attention(
         k, v = k_SmK[:, heads], v_SmK[:, heads]
         for r in range(job.repeat):
             q, out, lse = job.query(q_SnK, heads, r), job.query(out_SnK, heads, r), lse_mrS[heads, r]
-            for group in job.query_major(halve=True):
+            for group in job.groups:
                 _forward_group(job, group, q, k, v, out, lse)
             for chunk in job.chunks:
                 _forward_chunk(job, chunk, q, k, v, out, lse)
@@ -76,7 +78,7 @@ def attention_backward(
     scale: float,
     causal: bool = True,
     window: int | None = None,
-    docs: tuple[int, ...] | None = None,
+    docs: "Docs | tuple[int, ...] | None" = None,
     kernel: str = "auto",
     blocks: tuple[int, int] | None = None,
     sums: tuple[Tensor, Tensor] | None = None,
@@ -105,7 +107,7 @@ def attention_backward(
                 dq=job.query(dq_SnK, heads, r),
                 lse=lse_mrS[heads, r],
             )
-            for group in job.query_major():
+            for group in job.groups:
                 _backward_group(job, group, query, keys)
             for chunk in job.chunks:
                 _backward_chunk(job, chunk, query, keys)
@@ -151,23 +153,52 @@ class _Chunk:
 
 
 @dataclass(frozen=True)
+class _Walk:
+    """What to visit: groups of block pairs, and chunks of short unequal documents for the varlen kernel."""
+
+    groups: list[Group]
+    chunks: list[_Chunk]
+
+
+class Docs:
+    """The cumulative starts of packed documents, (0, ..., S), and the walks over them, worked out once.
+
+    Made once per batch and handed to every call of attention: with thousands of documents the walks take the host
+    longer than the GPU takes to attend, and the varlen kernel's indices would be uploaded in every call.
+    """
+
+    def __init__(self, starts: tuple[int, ...]) -> None:
+        self.starts = starts
+        if starts[0] != 0 or any(b < a for a, b in zip(starts, starts[1:], strict=False)):
+            raise ConfigError(f"docs must rise from 0, got {starts[:4]}...{starts[-2:]}")
+        self._walks: dict[tuple, _Walk] = {}
+
+    def walk(self, device: torch.device, varlen: bool, **how: Any) -> _Walk:
+        """`varlen`: whether the kernel takes chunks; `how`: mask and blocks, as `query_major` takes them."""
+        key = (device, varlen, *how.values())
+        if key not in self._walks:
+            spans, chunks = spans_of(self.starts), []
+            if varlen:
+                short = min(SHORT, how["block_q"], how["block_kv"])
+                spans, ragged = split_ragged(spans, short=short, block=how["block_q"])
+                chunks = [_Chunk.of(chunk, device) for chunk in ragged]
+            self._walks[key] = _Walk(list(query_major(spans, **how)), chunks)
+        return self._walks[key]
+
+
+@dataclass(frozen=True)
 class _Job:
     kernel: Kernel
     scale: float
     causal: bool
     window: int | None
-    spans: list[Span]
+    groups: list[Group]
     chunks: list[_Chunk]
     block_q: int
-    block_kv: int
     num_tokens: int
     num_kv_heads: int
     repeat: int
     sum_dtype: torch.dtype
-
-    def query_major(self, halve: bool = False) -> Iterable[Group]:
-        blocks = dict(block_q=self.block_q, block_kv=self.block_kv)
-        return query_major(self.spans, causal=self.causal, window=self.window, halve=halve, **blocks)
 
     def kernel_for(self, pair: Pair) -> Kernel:
         """The kernel, or its stand-in for pairs of too few rows or keys."""
@@ -191,25 +222,22 @@ def _job(
     scale: float,
     causal: bool,
     window: int | None,
-    docs: tuple[int, ...] | None,
+    docs: Docs | tuple[int, ...] | None,
     kernel_name: str,
     blocks: tuple[int, int] | None,
     backward: bool = False,
 ) -> _Job:
     num_tokens, num_heads, head_dim = q.shape
-    docs = (0, num_tokens) if docs is None else tuple(docs)
+    docs = docs if isinstance(docs, Docs) else Docs((0, num_tokens) if docs is None else tuple(docs))
     _check(q, k, v, docs, causal, window, blocks)
     kernel = resolve_kernel(kernel_name, q.device, q.dtype, head_dim)
     block_q, block_kv = blocks or default_blocks(q.device, kernel.name, head_dim * q.element_size(), backward)
     most = max(1, MAX_ELEMENTS // max(x.stride(0) for x in (q, k, v)))
     block_q, block_kv = min(block_q, most), min(block_kv, most)
-    spans, chunks = spans_of(docs), []
-    if kernel.varlen is not None:
-        short = min(SHORT, block_q, block_kv)
-        spans, ragged = split_ragged(spans, short=short, block=block_q)
-        chunks = [_Chunk.of(chunk, q.device) for chunk in ragged]
+    how = dict(causal=causal, window=window, block_q=block_q, block_kv=block_kv, halve=not backward)
+    walk = docs.walk(q.device, kernel.varlen is not None, **how)
     return _Job(
-        kernel, scale, causal, window, spans, chunks, block_q, block_kv, num_tokens,
+        kernel, scale, causal, window, walk.groups, walk.chunks, block_q, num_tokens,
         k.shape[1], num_heads // k.shape[1], torch.float64 if q.dtype == torch.float64 else torch.float32,
     )  # fmt: skip
 
@@ -218,7 +246,7 @@ def _check(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    docs: tuple[int, ...],
+    docs: Docs,
     causal: bool,
     window: int | None,
     blocks: tuple[int, int] | None,
@@ -229,8 +257,8 @@ def _check(
         raise ConfigError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit together")
     if window is not None and (window < 1 or not causal):
         raise ConfigError(f"window={window} with causal={causal}: a window is at least 1 and needs causal=True")
-    if docs[0] != 0 or docs[-1] != q.shape[0] or any(b < a for a, b in zip(docs, docs[1:], strict=False)):
-        raise ConfigError(f"docs must rise from 0 to {q.shape[0]} tokens, got {docs[:4]}...{docs[-2:]}")
+    if docs.starts[-1] != q.shape[0]:
+        raise ConfigError(f"docs end at {docs.starts[-1]} of {q.shape[0]} tokens; they must rise from 0 to all of them")
     if blocks is not None and min(blocks) < 1:
         raise ConfigError(f"attention.block_q, block_kv={blocks}: each needs at least one token")
 

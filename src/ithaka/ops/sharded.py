@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ithaka.config import ConfigError
+from ithaka.ops.attention import Docs
 from ithaka.ops.stages import stages_attention
 from ithaka.plan.heads import EMPTY, flat, head_table
 
@@ -33,7 +34,7 @@ def sharded_attention(
     scale: float | None = None,
     causal: bool = False,
     window: int | None = None,
-    docs: tuple[int, ...] | None = None,
+    docs: Docs | tuple[int, ...] | None = None,
     kernel: str = "auto",
     blocks: tuple[int, int] | None = None,
 ) -> Tensor:
