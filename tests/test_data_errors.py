@@ -8,8 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from ithaka.config import ConfigError, DataConfig
-from ithaka.data import rows
-from ithaka.data.stream import ByteTokenizer, check, load_tokenizer, open_data
+from ithaka.data import read
+from ithaka.data.open import check, load_tokenizer, open_data
+from ithaka.data.tokenizer import ByteTokenizer
 
 
 def refuse(match, path, vocab_size=264, **settings):
@@ -18,8 +19,8 @@ def refuse(match, path, vocab_size=264, **settings):
 
 
 def test_missing_paths(tmp_path):
-    refuse(r"data path .*nowhere.txt does not exist; give", tmp_path / "nowhere.txt")
-    refuse(r"data path .*\*\.jsonl does not exist", tmp_path / "*.jsonl")
+    refuse(r"data.path=.*nowhere.txt does not exist; give", tmp_path / "nowhere.txt")
+    refuse(r"data.path=.*\*\.jsonl does not exist", tmp_path / "*.jsonl")
     (tmp_path / "a.txt").write_text("some text\nin lines\n")
     refuse("nowhere does not exist", tmp_path / "a.txt", validation_path=tmp_path / "nowhere")
 
@@ -34,7 +35,7 @@ def test_empty_data(tmp_path):
     refuse("holds no text to train on; give a path with more documents", tmp_path / "b.jsonl")
     refuse("data.validation_path=.*a.txt holds no text", tmp_path / "b.jsonl", validation_path=tmp_path / "a.txt")
     (tmp_path / "c.jsonl").write_text('{"text": ""}\n{"text": "b"}\n')
-    refuse("data.validation_fraction=0.02 of .* is no document; raise it", tmp_path / "c.jsonl")
+    refuse("data.validation_fraction=0.02 of .* holds no text to validate on; raise it", tmp_path / "c.jsonl")
     np.save(tmp_path / "a.npy", np.zeros(0, np.uint16))
     refuse("holds no text to train on", tmp_path / "a.npy")
 
@@ -51,7 +52,7 @@ def test_wrong_text_field_names_file_line_and_fields(tmp_path):
     path.write_text('{"text": "x"}\n{"text": 3}\n')
     refuse(r"a.jsonl line 2: data.text_field=text is int, not a string", path)
     path.write_text('{"text": "x"}\n{"text": null}\n')
-    refuse(r"a.jsonl line 2: data.text_field=text is NoneType", path)
+    refuse(r"a.jsonl line 2: data.text_field=text is null", path)
     pq.write_table(pa.table({"body": ["x"], "n": [1]}), tmp_path / "a.parquet")
     refuse(r"a.parquet has no field data.text_field=text; its fields are body, n", tmp_path / "a.parquet")
     refuse(r"data.text_field=n is int64, not a string", tmp_path / "a.parquet", text_field="n")
@@ -70,15 +71,15 @@ def test_broken_rows_are_named(tmp_path):
 
 
 def test_a_bad_line_far_into_a_file_is_named_when_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "JSONL_UNIT_BYTES", 100)
+    monkeypatch.setattr(read, "SHARD_BYTES", 100)
     lines = [json.dumps({"text": f"line {i}"}) for i in range(1, 101)]
     lines[76] = '{"txt": "?"}'
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    data = DataConfig(path=tmp_path / "a.jsonl", context=8)
+    data = DataConfig(path=tmp_path / "a.jsonl", context=8, validation_fraction=0)
     check(data, 264)
     stream = open_data(data, tokenizer=ByteTokenizer(), seed=0)
     with pytest.raises(ConfigError, match=r"line 77: has no field data.text_field=text; its fields are txt"):
-        while stream.stream.position.epoch == 0:
+        while stream.position.epoch == 0:
             stream.next_batch()
 
 
@@ -117,5 +118,6 @@ def test_token_arrays_need_no_tokenizer(tmp_path):
     assert load_tokenizer(data, tmp_path) is None
     assert check(data, 10, tmp_path) is None
     stream = open_data(data, tokenizer=None, seed=0, vocab_size=10, eos_id=0)
-    assert [stream.next_batch().document_ids.tolist() for _ in range(2)] == [[[0] * 4], [[0] * 4]]
-    assert stream.next_batch().input_ids.tolist() == [[1, 2, 3, 0]]
+    batches = [stream.next_batch() for _ in range(2)]
+    assert [batch.document_ids.tolist() for batch in batches] == [[[0] * 4], [[0] * 4]]
+    assert sorted(batch.input_ids[0].tolist() for batch in batches) == [[1, 2, 3, 0], [4, 5, 6, 7]]

@@ -1,7 +1,7 @@
 """Packed sequences are the documents, in order, with their boundaries: nothing lost, nothing crossing."""
 
+import itertools
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,52 +9,60 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ithaka.data.sources import Piece
-from ithaka.data.stream import Position, SequenceStream, collate, num_valid
+from ithaka.data import pack as packing
+from ithaka.data.pack import Documents, Window, deal, pack, spans
+from ithaka.data.stream import SequenceStream, collate, num_valid
 
 PAD = 9999
 
 
 @dataclass
-class ListUnit:
-    """Documents in memory, given in pieces of `size` tokens whatever the documents."""
+class ListShard:
+    """Documents in memory."""
 
     documents: list[list[int]]
-    size: int
-    path: Path = Path("memory")
-    identity: tuple[int, ...] = ()
+    continues: bool = False
+    num_bytes: int = 100
 
-    def pieces(self, cursor, key):
-        tokens = np.asarray([token for document in self.documents for token in document], dtype=np.int32)
+    def load(self):
+        tokens = [token for document in self.documents for token in document]
         starts = np.cumsum([0, *map(len, self.documents)])[:-1]
-        for low in range(cursor, len(tokens), self.size):
-            inside = starts[(starts >= low) & (starts < low + self.size)]
-            yield Piece(low, tokens[low : low + self.size], inside - low)
+        return Documents(np.asarray(tokens, np.int32), starts[1:] if self.continues else starts, self.continues)
+
+
+class NoCache:
+    def prepare(self, shards):
+        list(shards)
+
+    def load(self, shard):
+        return shard.load()
+
+
+def make_stream(shards, context, **settings):
+    return SequenceStream(shards, NoCache(), context, **settings)
 
 
 @st.composite
 def corpora(draw):
     """Units of documents with tokens all distinct, so that any misplaced one is seen."""
     lengths = draw(st.lists(st.lists(st.integers(1, 12), max_size=5), min_size=1, max_size=4))
-    sizes = draw(st.lists(st.integers(1, 15), min_size=len(lengths), max_size=len(lengths)))
     counter = iter(range(100_000))
-    units = [[[next(counter) for _ in range(n)] for n in unit] for unit in lengths]
-    return [ListUnit(documents, size) for documents, size in zip(units, sizes, strict=True)]
+    return [ListShard([[next(counter) for _ in range(n)] for n in shard]) for shard in lengths]
 
 
-def one_epoch(units, context):
-    return list(iter(SequenceStream(units, context, seed=None, pad_id=PAD, repeat=False).next, None))
+def one_epoch(shards, context):
+    return list(iter(make_stream(shards, context, seed=None, pad_id=PAD, repeat=False).next, None))
 
 
-def documents_of(units):
-    return [document for unit in units for document in unit.documents]
+def documents_of(shards):
+    return [document for shard in shards for document in shard.documents]
 
 
 @settings(max_examples=200, deadline=None)
-@given(units=corpora(), context=st.integers(2, 16))
-def test_sequences_without_padding_are_the_documents(units, context):
-    sequences = one_epoch(units, context)
-    expected = [token for document in documents_of(units) for token in document]
+@given(shards=corpora(), context=st.integers(2, 16))
+def test_sequences_without_padding_are_the_documents(shards, context):
+    sequences = one_epoch(shards, context)
+    expected = [token for document in documents_of(shards) for token in document]
     assert [int(t) for s in sequences for t in s.ids[: s.length]] == expected
     assert all(len(s.ids) == context for s in sequences)
     assert all(s.length == context for s in sequences[:-1])
@@ -62,10 +70,10 @@ def test_sequences_without_padding_are_the_documents(units, context):
 
 
 @settings(max_examples=200, deadline=None)
-@given(units=corpora(), context=st.integers(2, 16))
-def test_document_ids_change_exactly_at_document_starts(units, context):
-    firsts = {document[0] for document in documents_of(units)}
-    for sequence in one_epoch(units, context):
+@given(shards=corpora(), context=st.integers(2, 16))
+def test_document_ids_change_exactly_at_document_starts(shards, context):
+    firsts = {document[0] for document in documents_of(shards)}
+    for sequence in one_epoch(shards, context):
         ids, documents = sequence.ids, sequence.document_ids()
         assert documents[0] == 0
         for i in range(1, context):
@@ -74,10 +82,10 @@ def test_document_ids_change_exactly_at_document_starts(units, context):
 
 
 @settings(max_examples=200, deadline=None)
-@given(units=corpora(), context=st.integers(2, 16))
-def test_no_label_crosses_a_document_and_none_inside_is_lost(units, context):
-    owner = {token: i for i, document in enumerate(documents_of(units)) for token in document}
-    for sequence in one_epoch(units, context):
+@given(shards=corpora(), context=st.integers(2, 16))
+def test_no_label_crosses_a_document_and_none_inside_is_lost(shards, context):
+    owner = {token: i for i, document in enumerate(documents_of(shards)) for token in document}
+    for sequence in one_epoch(shards, context):
         labels = sequence.labels()
         assert labels[0] == -100
         for i in range(1, context):
@@ -87,26 +95,26 @@ def test_no_label_crosses_a_document_and_none_inside_is_lost(units, context):
 
 
 @settings(max_examples=100, deadline=None)
-@given(units=corpora(), context=st.integers(2, 16), data=st.data())
-def test_any_position_continues_bit_for_bit(units, context, data):
-    if not documents_of(units):
+@given(shards=corpora(), context=st.integers(2, 16), data=st.data())
+def test_any_position_continues_bit_for_bit(shards, context, data):
+    if not documents_of(shards):
         return
-    stream = SequenceStream(units, context, seed=3, pad_id=PAD)
+    stream = make_stream(shards, context, seed=3, pad_id=PAD)
     for _ in range(data.draw(st.integers(0, 12))):
         stream.next()
-    other = SequenceStream(units, context, seed=3, pad_id=PAD)
-    other.seek(Position(**vars(stream.position)))
+    other = make_stream(shards, context, seed=3, pad_id=PAD)
+    other.seek(stream.position)
     for _ in range(8):
         assert_same(stream.next(), other.next())
     assert stream.position == other.position
 
 
 @settings(max_examples=50, deadline=None)
-@given(units=corpora(), context=st.integers(2, 16))
-def test_skipping_leaves_the_next_sequence_as_it_was(units, context):
-    if not documents_of(units):
+@given(shards=corpora(), context=st.integers(2, 16))
+def test_skipping_leaves_the_next_sequence_as_it_was(shards, context):
+    if not documents_of(shards):
         return
-    full, skipped = (SequenceStream(units, context, seed=1) for _ in range(2))
+    full, skipped = (make_stream(shards, context, seed=1) for _ in range(2))
     for i in range(10):
         expected = full.next()
         if i % 3:
@@ -122,18 +130,18 @@ def assert_same(one, two):
 
 
 def test_epochs_hold_the_same_documents_in_another_order():
-    units = [ListUnit([[i * 10 + j for j in range(4)]], 4) for i in range(20)]
-    stream = SequenceStream(units, 4, seed=0)
+    shards = [ListShard([[i * 10 + j for j in range(4)]]) for i in range(20)]
+    stream = make_stream(shards, 4, seed=0)
     epochs = [[tuple(stream.next().ids) for _ in range(20)] for _ in range(3)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
     assert epochs[0] != epochs[1] != epochs[2]
-    other = SequenceStream(units, 4, seed=1)
+    other = make_stream(shards, 4, seed=1)
     assert epochs[0] != [tuple(other.next().ids) for _ in range(20)]
     assert stream.position.epoch == 2
 
 
 def test_collate_gives_int64_batches_and_counts_shifted_labels():
-    batch = collate(one_epoch([ListUnit([[1, 2, 3], [4, 5], [6, 7, 8, 9]], 4)], 5))
+    batch = collate(one_epoch([ListShard([[1, 2, 3], [4, 5], [6, 7, 8, 9]])], 5))
     assert all(t.dtype == torch.int64 and t.shape == (2, 5) for t in batch)
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5], [6, 7, 8, 9, PAD]]
     assert batch.labels.tolist() == [[-100, 2, 3, -100, 5], [-100, 7, 8, 9, -100]]
@@ -143,11 +151,80 @@ def test_collate_gives_int64_batches_and_counts_shifted_labels():
 
 
 def test_a_document_longer_than_the_context_is_a_new_document_in_the_next_sequence():
-    sequences = one_epoch([ListUnit([list(range(10)), [50]], 100)], 4)
+    sequences = one_epoch([ListShard([list(range(10)), [50]])], 4)
     assert [s.starts.tolist() for s in sequences] == [[0], [0], [0, 2]]
     assert [s.document_ids().tolist() for s in sequences] == [[0] * 4, [0] * 4, [0, 0, 1, 2]]
 
 
-def test_empty_units_are_an_error_not_an_endless_loop():
+def test_empty_shards_are_an_error_not_an_endless_loop():
     with pytest.raises(ValueError, match="no tokens"):
-        SequenceStream([ListUnit([], 1)], 4, seed=0).next()
+        make_stream([ListShard([])], 4, seed=0).next()
+
+
+@pytest.fixture(autouse=True)
+def windows_of_two_shards(monkeypatch):
+    monkeypatch.setattr(packing, "WINDOW_BYTES", 150)
+
+
+@settings(max_examples=200, deadline=None)
+@given(shards=corpora(), context=st.integers(2, 16), seed=st.integers(0, 5))
+def test_an_epoch_has_every_document_once_whole_and_in_order(shards, context, seed):
+    if not documents_of(shards):
+        return
+    stream, tokens = make_stream(shards, context, seed=seed, pad_id=PAD), []
+    while (sequence := stream.next()) and stream.position.epoch == 0:
+        tokens += sequence.ids[: sequence.length].tolist()
+    after = dict(itertools.pairwise(tokens))
+    assert sorted(tokens) == [token for document in documents_of(shards) for token in document]
+    assert all(after[a] == b for document in documents_of(shards) for a, b in itertools.pairwise(document))
+
+
+def test_documents_of_different_shards_are_mixed_within_a_window():
+    shards = [ListShard([[100 * i + j] for j in range(20)]) for i in range(2)]
+    order = make_stream(shards, 40, seed=0).next().ids // 100
+    assert 10 < (np.diff(order) != 0).sum() < 30
+
+
+@settings(max_examples=200, deadline=None)
+@given(lengths=st.lists(st.integers(1, 9), min_size=1), data=st.data())
+def test_spans_are_the_documents_of_a_range(lengths, data):
+    owner = [(i, j) for i, length in enumerate(lengths) for j in range(length)]
+    low = data.draw(st.integers(0, len(owner) - 1))
+    high = data.draw(st.integers(low + 1, len(owner)))
+    found = spans(np.cumsum(lengths), low, high)
+    assert [(i, j) for i, start, stop in found for j in range(start, stop)] == owner[low:high]
+    assert all(start < stop for _, start, stop in found)
+
+
+@settings(max_examples=200, deadline=None)
+@given(runs=st.lists(st.integers(1, 4), max_size=12), room=st.integers(0, 500), seed=st.none() | st.integers(0, 9))
+def test_windows_deal_every_shard_once_and_keep_runs_together(runs, room, seed):
+    continues = [i > 0 for run in runs for i in range(run)]
+    windows = deal([100] * len(continues), continues, None if seed is None else (seed, 0), room)
+    order = [shard for window in windows for shard in window]
+    assert sorted(order) == list(range(len(continues)))
+    assert seed is not None or order == sorted(order)
+    for place, shard in enumerate(order):
+        if continues[shard]:
+            assert order[place - 1] == shard - 1 and [shard] in windows and [shard - 1] in windows
+    assert all(100 * (len(window) - 1) < max(room, 1) for window in windows)
+
+
+def test_a_document_goes_on_through_shards_and_sequences():
+    large = [ListShard([[0, 1, 2, 3]]), ListShard([[4, 5, 6]], continues=True), ListShard([[7]], continues=True)]
+    shards = [ListShard([[20, 21]]), *large, ListShard([[30]])]
+    for seed in range(4):
+        sequence = make_stream(shards, 11, seed=seed).next()
+        tokens, documents = sequence.ids.tolist(), sequence.document_ids()
+        at = tokens.index(0)
+        assert tokens[at : at + 8] == list(range(8)) and sorted(tokens) == [*range(8), 20, 21, 30]
+        assert len(set(documents[at : at + 8])) == 1 and documents[-1] == 2
+
+
+def test_tokens_that_are_only_read_have_ids_but_no_labels():
+    tokens = np.asarray([5, ~6, 7, 0, ~0, 3], np.int32)
+    window = Window([Documents(tokens, np.asarray([0, 3]))], None)
+    sequence = pack(window.take(0, 6), 8, pad_id=9)
+    assert sequence.ids.tolist() == [5, 6, 7, 0, 0, 3, 9, 9]
+    assert sequence.labels().tolist() == [-100, -100, 7, -100, -100, 3, -100, -100]
+    assert num_valid(collate([sequence]).labels) == 2

@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from ithaka.config import ConfigError, DataConfig
-from ithaka.data import rows, sources
-from ithaka.data.stream import ByteTokenizer, num_valid, open_data
+from ithaka.data import cache, pack, read
+from ithaka.data.cache import TokenCache
+from ithaka.data.open import open_data
+from ithaka.data.stream import num_valid
+from ithaka.data.tokenizer import ByteTokenizer
 from test_data_sources import TEXTS, write_jsonl, write_parquet
 
 BYTES = ByteTokenizer()
@@ -22,11 +25,12 @@ KINDS = ["text", "directory", "jsonl", "parquet", "tokens"]
 
 @pytest.fixture(params=KINDS)
 def data(request, tmp_path, monkeypatch):
-    """A config over each kind of source, with pieces so small that a sequence spans many and many span it."""
-    monkeypatch.setattr(sources, "TEXT_PIECE_BYTES", 50)
-    monkeypatch.setattr(sources, "PIECE_TOKENS", 50)
-    monkeypatch.setattr(rows, "JSONL_UNIT_BYTES", 300)
-    monkeypatch.setattr(rows, "PARQUET_PIECE_ROWS", 7)
+    """A config over each kind of source; a sequence spans many shards and windows."""
+    monkeypatch.setattr(read, "TEXT_PIECE_BYTES", 50)
+    monkeypatch.setattr(read, "SHARD_TOKENS", 50)
+    monkeypatch.setattr(read, "SHARD_BYTES", 300)
+    monkeypatch.setattr(read, "BATCH_RECORDS", 7)
+    monkeypatch.setattr(pack, "WINDOW_BYTES", 1000)
     path = {
         "text": lambda: write_text(tmp_path / "a.txt"),
         "directory": lambda: write_directory(tmp_path),
@@ -75,7 +79,7 @@ def assert_equal(one, two):
 def test_the_global_stream_does_not_depend_on_the_ranks(data):
     reference = opened(data)
     alone = global_rows([reference], 120)
-    assert reference.stream.position.epoch > 1  # epochs end inside a batch
+    assert reference.position.epoch > 1  # epochs end inside a batch
     for size, batch in [(1, 4), (2, 1), (2, 3), (4, 2), (3, 1)]:
         streams = [opened(data, rank, size, batch) for rank in range(size)]
         assert_equal(global_rows(streams, 120 // (size * batch)), alone[: 120 // (size * batch) * size * batch])
@@ -84,7 +88,7 @@ def test_the_global_stream_does_not_depend_on_the_ranks(data):
 def test_resume_anywhere_in_two_epochs_is_bitwise(data):
     reference = opened(data)
     states, expected = [], []
-    while reference.stream.position.epoch < 2:
+    while reference.position.epoch < 2:
         states.append(json.dumps(reference.state_dict()))
         expected += global_rows([reference], 1)
     assert len(states) > 20
@@ -112,31 +116,33 @@ def test_another_context_goes_on_at_the_next_token(data, context):
     """Inside an epoch, whose end is padded to the context."""
 
     def tokens(stream, count):
-        sequences = [stream.next() for _ in range(count)]
+        found = np.concatenate([stream.next_batch().input_ids[0] for _ in range(count)])
         assert stream.position.epoch == 0
-        return np.concatenate([sequence.ids for sequence in sequences])
+        return found
 
-    expected = tokens(opened(data).stream, 13)
+    expected = tokens(opened(data), 13)
     stream = opened(data)
-    done = tokens(stream.stream, 5)
+    done = tokens(stream, 5)
     resumed = opened(dataclasses.replace(data, context=context))
     resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
-    both = np.concatenate([done, tokens(resumed.stream, 500 // context)])
+    both = np.concatenate([done, tokens(resumed, 500 // context)])
     assert len(both) >= 800 and np.array_equal(both, expected[: len(both)])
 
 
-def test_resuming_reads_only_the_piece_it_stopped_in(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "TEXT_PIECE_BYTES", 50)
+def test_resuming_tokenises_only_the_window_it_stopped_in(tmp_path, monkeypatch):
+    monkeypatch.setattr(read, "TEXT_PIECE_BYTES", 50)
+    monkeypatch.setattr(pack, "WINDOW_BYTES", 100)
     data = DataConfig(path=write_text(tmp_path / "a.txt"), context=16, validation_fraction=0)
     stream = opened(data)
     for _ in range(50):
         stream.next_batch()
+    tokenised, encode = [], ByteTokenizer.encode_batch
+    monkeypatch.setattr(ByteTokenizer, "encode_batch", lambda self, t: tokenised.append(t) or encode(self, t))
+    monkeypatch.setattr(TokenCache, "prepare", lambda self, shards: None)
     resumed = opened(data)
     resumed.load_state_dict(stream.state_dict())
-    read, encode = [], BYTES.encode
-    monkeypatch.setattr(BYTES, "encode", lambda text: read.append(text) or encode(text))
-    resumed.next_batch()
-    assert len(read) <= 2
+    sequence = resumed.stream.next()
+    assert len(tokenised) <= 2 and np.array_equal(sequence.ids, stream.next_batch().input_ids[0])
 
 
 def test_a_seed_gives_another_order(tmp_path):
@@ -184,9 +190,8 @@ def test_validation_is_fixed_and_apart_from_training(data):
     assert_equal(first, [batch.input_ids for batch in opened(data, seed=99).validation_batches(3)])
     held_out = sum(sequence.length for sequence in stream.validation_sequences(10**6))
     seen = 0
-    while stream.stream.position.epoch == 0:
-        sequence = stream.stream.next()
-        seen += sequence.length * (stream.stream.position.epoch == 0)
+    while (sequence := stream.stream.next()) and stream.stream.position.epoch == 0:
+        seen += sequence.length
     assert 0 < held_out < seen / 2
 
 
@@ -214,20 +219,26 @@ def test_validation_path_and_none(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "tokens"])
-def test_memory_is_that_of_a_piece_and_a_sequence_not_of_the_file(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(sources, "TEXT_PIECE_BYTES", 1 << 16)
-    monkeypatch.setattr(sources, "PIECE_TOKENS", 1 << 16)
-    monkeypatch.setattr(rows, "JSONL_UNIT_BYTES", 1 << 16)
+def test_memory_is_that_of_a_batch_of_texts_and_a_sequence_not_of_the_file(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(read, "TEXT_PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(cache, "BATCH_CHARS", 1 << 16)
+    monkeypatch.setattr(read, "SHARD_TOKENS", 1 << 16)
+    monkeypatch.setattr(read, "SHARD_BYTES", 1 << 16)
     path = tmp_path / {"text": "a.txt", "jsonl": "a.jsonl", "tokens": "a.npy"}[kind]
     if kind == "tokens":
         np.save(path, np.zeros(1 << 23, np.int32))
     else:
         path.write_text(('{"text": "' + "x" * 1011 + '"}\n') * (1 << 13))
-    data = opened(DataConfig(path=path, context=1 << 12))
-    data.next_batch()
+    data = opened(DataConfig(path=path, context=1 << 13))
     tracemalloc.start()
-    while data.stream.position.epoch == 0:
-        data.stream.next()
+    while data.position.epoch == 0:
+        data.next_batch()
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert path.stat().st_size >= 1 << 23 and peak_bytes < 1 << 21
+
+
+def test_positions_of_an_earlier_format_are_refused(data):
+    state = {"version": 1, "data": "0", "epoch": 0, "sequences": 7, "unit": 1, "cursor": 0, "offset": 4}
+    with pytest.raises(ConfigError, match="format 1, not 2.*; go on with the version that wrote it, or export the run"):
+        opened(data).load_state_dict(state)

@@ -1,5 +1,6 @@
 """Every kind of file gives its documents, whole and in pieces; the split takes each document once."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -11,10 +12,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ithaka.config import DataConfig
-from ithaka.data import rows, sources
-from ithaka.data.files import Reading, expand, make_units
-from ithaka.data.sources import Share
-from ithaka.data.stream import ByteTokenizer, Tokenizer, check, open_data
+from ithaka.data import read
+from ithaka.data.cache import TokenCache
+from ithaka.data.files import find
+from ithaka.data.open import check, open_data
+from ithaka.data.pack import Split
+from ithaka.data.read import make_shards
+from ithaka.data.tokenizer import ByteTokenizer, Tokenizer
 from test_data_tokenizer import word_tokenizer
 
 BYTES = ByteTokenizer()
@@ -22,21 +26,19 @@ EOS = 257
 TEXTS = [f"document {i} " + "é" * i for i in range(200)]
 
 
-def documents(units, key=None) -> list[bytes | tuple[int, ...]]:
-    """The documents of the units, each without its eos."""
-    found: list[list[int]] = []
-    for index, unit in enumerate(units):
-        for piece in unit.pieces(0, None if key is None else (*key, index)):
-            edges = sorted({0, *piece.starts.tolist(), len(piece.tokens)})
-            for low, high in zip(edges, edges[1:], strict=False):
-                if low in piece.starts:
-                    found.append([])
-                found[-1] += piece.tokens[low:high].tolist()
+def documents_of(path, split=None, tokenizer=BYTES, field="text", vocab_size=70_000, eos_id=EOS):
+    """The documents of a path, each without its eos."""
+    shards, found = make_shards(find(path).files, field, vocab_size, eos_id, split), []
+    tokens = TokenCache(None, tokenizer)
+    for shard in shards:
+        loaded = tokens.load(shard)
+        assert loaded.continues == shard.continues
+        for low, high in itertools.pairwise(loaded.bounds().tolist()):
+            if low or not shard.continues:
+                found.append([])
+            found[-1] += loaded.tokens[low:high].tolist()
+    tokens.close()
     return [bytes(d[:-1]) if d[-1] == EOS and max(d[:-1], default=0) < 256 else tuple(d) for d in found]
-
-
-def read(path, share=None, tokenizer=BYTES, field="text", vocab_size=70_000, eos_id=EOS, key=None):
-    return documents(make_units(expand(path), Reading(tokenizer, field, eos_id, vocab_size), share), key)
 
 
 def write_jsonl(path: Path, texts, field="text") -> Path:
@@ -58,7 +60,7 @@ def encoded(texts):
 
 
 def test_standard_library_is_the_default():
-    files = expand(None)
+    files = find(None).files
     names = [file.path.as_posix() for file in files]
     assert len(files) > 100 and names == sorted(names) and any(name.endswith("/json/decoder.py") for name in names)
     assert not any(part in name for name in names for part in ("site-packages", "__pycache__", "/test/"))
@@ -69,18 +71,18 @@ def test_standard_library_is_the_default():
 
 @pytest.mark.parametrize("piece_bytes", [7, 64, 1 << 20])
 def test_a_text_file_is_one_document_whatever_the_piece(tmp_path, monkeypatch, piece_bytes):
-    monkeypatch.setattr(sources, "TEXT_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(read, "TEXT_PIECE_BYTES", piece_bytes)
     text = "one line\r\nand another é\n\n" * 5 + "日本語🎉" * 20 + "\nlast"
     path = tmp_path / "book.txt"
     path.write_bytes(text.encode())
-    assert read(path) == [text.encode()]
+    assert documents_of(path) == [text.encode()]
 
 
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(min_size=2), size=st.integers(5, 20))
 def test_cuts_fall_between_characters(text, size):
     raw = text.encode()
-    kept = sources.cut(raw[:size]) if len(raw) > size else len(raw)
+    kept = read.cut(raw[:size]) if len(raw) > size else len(raw)
     assert kept > 0
     raw[:kept].decode()
 
@@ -93,71 +95,63 @@ def test_a_directory_gives_its_text_files_sorted_and_leaves_the_rest(tmp_path):
     }.items():  # fmt: skip
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
-    assert read(tmp_path) == [b"z", "é".encode(), b"b"]
+    assert documents_of(tmp_path) == [b"z", "é".encode(), b"b"]
 
 
-@pytest.mark.parametrize("unit_bytes", [1, 10, 37, 500, 1 << 21])
-def test_jsonl_gives_each_line_once_whatever_the_unit(tmp_path, monkeypatch, unit_bytes):
-    monkeypatch.setattr(rows, "JSONL_UNIT_BYTES", unit_bytes)
-    texts = [*TEXTS[:40], "x" * 700, "", "multi\nline"]
+@pytest.mark.parametrize("shard_bytes", [1, 10, 37, 500, 1 << 21])
+def test_jsonl_gives_each_line_once_whatever_the_shard(tmp_path, monkeypatch, shard_bytes):
+    monkeypatch.setattr(read, "SHARD_BYTES", shard_bytes)
+    texts = [*TEXTS[:9], "x" * 700, "", "multi\nline"]
     path = write_jsonl(tmp_path / "a.jsonl", texts)
-    path.write_bytes(path.read_bytes().rstrip(b"\n") if unit_bytes == 37 else path.read_bytes() + b"\n  \n")
-    assert read(path) == encoded(text for text in texts if text)
+    path.write_bytes(path.read_bytes().rstrip(b"\n") if shard_bytes == 37 else path.read_bytes() + b"\n  \n")
+    assert documents_of(path) == encoded(text for text in texts if text)
 
 
-def test_jsonl_lines_far_longer_than_a_block_are_read(tmp_path):
+def test_jsonl_lines_far_longer_than_a_block_are_documents_of(tmp_path):
     texts = ["short", "long " * 1_000_000, "short again"]
-    assert read(write_jsonl(tmp_path / "a.ndjson", texts)) == encoded(texts)
+    assert documents_of(write_jsonl(tmp_path / "a.ndjson", texts)) == encoded(texts)
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())], ids=str)
 def test_parquet_gives_each_row_once(tmp_path, kind):
     path = write_parquet(tmp_path / "a.parquet", TEXTS, "content", kind, row_group_size=150)
-    assert read(path, field="content") == encoded(TEXTS)
-
-
-def test_rows_are_shuffled_by_key_and_none_is_lost(tmp_path):
-    for path in (write_jsonl(tmp_path / "a.jsonl", TEXTS), write_parquet(tmp_path / "a.parquet", TEXTS)):
-        one, again, other = read(path, key=(0, 0)), read(path, key=(0, 0)), read(path, key=(0, 1))
-        assert one == again != other != encoded(TEXTS)
-        assert sorted(one) == sorted(other) == sorted(encoded(TEXTS))
+    assert documents_of(path, field="content") == encoded(TEXTS)
 
 
 @pytest.mark.parametrize("piece_tokens", [1, 3, 1 << 20])
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int64", ">i4"])
 def test_npy_documents_end_at_eos(tmp_path, monkeypatch, piece_tokens, dtype):
-    monkeypatch.setattr(sources, "PIECE_TOKENS", piece_tokens)
+    monkeypatch.setattr(read, "SHARD_TOKENS", piece_tokens)
     path = tmp_path / "tokens.npy"
     np.save(path, np.array([5, 6, 2, 7, 2, 2, 8, 9], dtype=dtype))
-    assert read(path, eos_id=2) == [(5, 6, 2), (7, 2), (2,), (8, 9)]
-    assert read(path, eos_id=None) == [(5, 6, 2, 7, 2, 2, 8, 9)]
+    assert documents_of(path, eos_id=2) == [(5, 6, 2), (7, 2), (2,), (8, 9)]
+    assert documents_of(path, eos_id=None) == [(5, 6, 2, 7, 2, 2, 8, 9)]
 
 
 def test_bin_is_16_bits_until_the_vocabulary_needs_32(tmp_path):
     path = tmp_path / "tokens.bin"
     np.array([1, 65535, 3], dtype="<u2").tofile(path)
-    assert read(path, vocab_size=65536) == [(1, 65535, 3)]
+    assert documents_of(path, vocab_size=65536) == [(1, 65535, 3)]
     np.array([1, 69999, 3], dtype="<u4").tofile(path)
-    assert read(path, vocab_size=70_000) == [(1, 69999, 3)]
+    assert documents_of(path, vocab_size=70_000) == [(1, 69999, 3)]
 
 
-def test_globs_and_lists_keep_their_order(tmp_path):
+def test_globs_are_sorted(tmp_path):
     for name in ("b.txt", "a.txt", "c.md"):
         (tmp_path / name).write_text(name)
-    assert read(tmp_path / "*.txt") == [b"a.txt", b"b.txt"]
-    assert read([tmp_path / "c.md", str(tmp_path / "a.*")]) == [b"c.md", b"a.txt"]
+    assert documents_of(tmp_path / "*.txt") == [b"a.txt", b"b.txt"]
 
 
 def test_a_model_tokenizer_gives_bos_and_eos_to_each_document(tmp_path):
     tokenizer = Tokenizer(word_tokenizer(adds_bos=True))
     path = write_jsonl(tmp_path / "a.jsonl", ["a b", "c"])
-    assert read(path, tokenizer=tokenizer) == [(1, 3, 4, 2), (1, 5, 2)]
+    assert documents_of(path, tokenizer=tokenizer) == [(1, 3, 4, 2), (1, 5, 2)]
     (tmp_path / "a.txt").write_text("a\nb c")
-    assert read(tmp_path / "a.txt", tokenizer=tokenizer) == [(1, 3, 4, 5, 2)]
+    assert documents_of(tmp_path / "a.txt", tokenizer=tokenizer) == [(1, 3, 4, 5, 2)]
 
 
 def split(path, fraction, **how):
-    return [read(path, share=Share(fraction, validation), **how) for validation in (False, True)]
+    return [documents_of(path, split=Split(fraction, validation), **how) for validation in (False, True)]
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet])
@@ -166,7 +160,6 @@ def test_rows_are_on_one_side_of_the_split(tmp_path, write):
     train, held_out = split(path, 0.2)
     assert sorted(train + held_out) == sorted(encoded(TEXTS))
     assert 20 <= len(held_out) <= 60
-    assert split(path, 0.2, key=(1, 2))[1] != held_out and sorted(split(path, 0.2, key=(1, 2))[1]) == sorted(held_out)
     few = write(path, TEXTS[:3])
     assert [len(side) for side in split(few, 0.001)] == [2, 1]
 

@@ -11,7 +11,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ithaka import config
 from ithaka.config import ConfigError, DataConfig
-from ithaka.data.stream import ByteTokenizer, Tokenizer, check, load_tokenizer
+from ithaka.data.open import check, load_tokenizer
+from ithaka.data.tokenizer import ByteTokenizer, Tokenizer
 
 BYTES = ByteTokenizer()
 WORDS = ["<unk>", "<s>", "</s>", "a", "b", "c"]

@@ -1,5 +1,7 @@
 """Text <-> token ids: a Hugging Face tokenizer, or bytes. Both save as Hugging Face directories."""
 
+import functools
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,6 +39,13 @@ class Tokenizer:
         candidates = (self.hf.pad_token_id, self.eos_id)
         return next((i for i in candidates if i is not None), 0)
 
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Of the ids that texts get: its words, what surrounds a document, and a sentence's ids."""
+        words = sorted(self.hf.get_vocab().items())
+        ids = self.encode("The quick brown fox; 1234567 x 89,\n\tif (a != b): naïve 日本語 🎉").tolist()
+        return hashlib.sha256(repr((words, self.document_prefix, self.eos_id, ids)).encode()).hexdigest()[:16]
+
     def encode(self, text: str) -> np.ndarray:
         """-> int32 [tokens], without special tokens."""
         return self.encode_batch([text])[0]
@@ -52,8 +61,8 @@ class Tokenizer:
         )  # fmt: skip
         return [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
 
-    def decode(self, ids: Any) -> str:
-        return self.hf.decode([int(i) for i in ids], skip_special_tokens=True)
+    def decode(self, ids: Any, special: bool = False) -> str:
+        return self.hf.decode([int(i) for i in ids], skip_special_tokens=not special)
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write a directory that `AutoTokenizer.from_pretrained` loads and that gives the same ids."""

@@ -28,7 +28,7 @@ def check_run(config: Config, num_ranks: int, resume: Path | None) -> None:
         to_go_on_from(resume, config)
         check_changes(resume, config, shape)
     # Late, because it imports transformers.
-    from ithaka.data.stream import check as check_data
+    from ithaka.data.open import check as check_data
 
     check_data(config.data, shape.vocab, config.model.path)
 

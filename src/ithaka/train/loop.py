@@ -14,7 +14,9 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from ithaka.config import Config, embedded_model, to_yaml
-from ithaka.data.stream import Batch, Tokenizer, TrainData, load_tokenizer, open_data
+from ithaka.data.open import load_tokenizer, open_data
+from ithaka.data.stream import Batch, TrainData
+from ithaka.data.tokenizer import Tokenizer
 from ithaka.dist.mesh import Mesh, default_device, end_process_group, make_mesh, start_process_group
 from ithaka.layout import layout_of
 from ithaka.memory.store import Store
