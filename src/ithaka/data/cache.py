@@ -62,14 +62,15 @@ class TokenCache:
 
     def close(self, remove: bool = False) -> None:
         with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(timeout=10)
+            self._closed, thread = True, self._thread
+        if thread is not None:
+            thread.join(timeout=10)
         if self.temporary is not None:
             self.temporary.cleanup()
         elif remove and self.fills:
             shutil.rmtree(self.directory, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                self.directory.parent.rmdir()  # a run that was refused has nothing else in it
 
     def _want(self, shards: list[Shard], first: bool) -> None:
         if not self.fills or not shards:
@@ -79,7 +80,6 @@ class TokenCache:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._fill, name="tokenise", daemon=True)
                 self._thread.start()
-            self._changed.notify_all()
 
     def _wait(self, path: Path, shard: Shard) -> None:
         progress, since = 0, time.monotonic()
@@ -102,8 +102,8 @@ class TokenCache:
     def _fill(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._wanted or self._closed)
-                if self._closed:
+                if self._closed or not self._wanted:
+                    self._thread = None
                     return
                 shard = self._wanted.popleft()
             path = self._path(shard)

@@ -88,7 +88,8 @@ def _shards(
         split = found.validation[0].split or found.validation[0].path.name
         return shards(found.files), shards(found.validation), f"the split {split} of data.path={data.path}"
     sides = [shards(found.files, Split(fraction, held_out)) for held_out in (False, True)]
-    return sides[0], sides[1], f"data.validation_fraction={fraction} of data.path={data.path}"
+    whole = f"data.path={data.path}" if data.path else "Python's standard library"
+    return sides[0], sides[1], f"data.validation_fraction={fraction} of {whole}"
 
 
 def _probe(shards: Sequence[Shard], if_empty: str) -> None:
@@ -129,7 +130,7 @@ class Facts:
             found["data"] += f"; more than {COUNT_BYTES // 10**6} MB: documents and tokens are not counted first"
         else:
             found["data"] += f", {self.documents:,} documents, {self.tokens:,} tokens, {self.sequences:,} sequences"
-            found["epochs"] = f"{num_sequences / max(self.sequences, 1):.2f} ({num_sequences:,} sequences in all)"
+            found["epochs"] = f"{num_sequences / max(self.sequences, 1):.3g} ({num_sequences:,} sequences in all)"
         if self.skipped:
             found["skipped"] = f"{self.skipped:,} documents that are empty or not UTF-8"
         if self.left_out:
@@ -138,7 +139,7 @@ class Facts:
         return {**found, "validation": self.validation, "starts with": self.start}
 
 
-def facts(data: DataConfig, opened: TrainData, tokenizer: Tokenizer | None) -> Facts:
+def data_facts(data: DataConfig, opened: TrainData, tokenizer: Tokenizer | None) -> Facts:
     """For one rank to ask, before the first step. Small data is counted, and so tokenised."""
     stream, found = opened.stream, find(data.path)
     num_bytes = sum(shard.num_bytes for shard in stream.shards)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -13,8 +14,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from ithaka.config import Config, embedded_model, to_yaml
-from ithaka.data.open import load_tokenizer, open_data
+from ithaka.config import Config, ConfigError, embedded_model, to_yaml
+from ithaka.data.open import data_facts, load_tokenizer, open_data
 from ithaka.data.stream import Batch, TrainData
 from ithaka.data.tokenizer import Tokenizer
 from ithaka.dist.mesh import Mesh, default_device, end_process_group, make_mesh, start_process_group
@@ -83,6 +84,7 @@ class Trainer:
         self.step = 0
         self.tokens = 0
         self.saved_step = 0
+        self.data_facts: dict[str, str] = {}
 
     @phase("loading the checkpoint")
     def load(self, path: Path) -> None:
@@ -168,6 +170,7 @@ def prepare(config: Config, resume: Path | None) -> Trainer:
     mesh = make_mesh(config.parallel.cp_of(dist.get_world_size()))
     found = together(_found, config, resume)
     trainer = together(_build, config, mesh, found)
+    trainer.data_facts = together(_data_facts, trainer)
     if found is not None:
         trainer.load(found)
     together(_write_run_dir, trainer)
@@ -193,6 +196,8 @@ def _build(config: Config, mesh: Mesh, found: Path | None = None) -> Trainer:
         model = build_model(source, mesh, layout, store=store, seed=config.train.seed)
     with status("opening the data"):
         tokenizer = load_tokenizer(config.data, config.model.path)
+        run_dir = config.train.run_dir
+        assert run_dir is not None
         data = open_data(
             config.data,
             tokenizer=tokenizer,
@@ -202,6 +207,8 @@ def _build(config: Config, mesh: Mesh, found: Path | None = None) -> Trainer:
             batch=config.train.batch,
             vocab_size=model.config.vocab_size,
             eos_id=_eos_id(model.config) if tokenizer is None else None,
+            cache_dir=run_dir / "tokens",
+            fills_cache=os.environ.get("LOCAL_RANK", "0") == "0",
         )
     if found is None:
         return Trainer(config, mesh, model, data, tokenizer)
@@ -219,6 +226,20 @@ def kernel_of(config: Config, mesh: Mesh) -> str:
 def _eos_id(model_config: Any) -> int | None:
     eos = model_config.eos_token_id
     return eos[0] if isinstance(eos, list) and eos else eos
+
+
+def _data_facts(trainer: Trainer) -> dict[str, str]:
+    """What will be trained on, in words.  Rank 0 reads it."""
+    if trainer.mesh.rank != 0:
+        return {}
+    config = trainer.config
+    num_sequences = config.train.steps * config.train.accumulate * config.train.batch * trainer.mesh.dp_size
+    try:
+        with status("reading the data"):
+            return data_facts(config.data, trainer.data, trainer.tokenizer).lines(num_sequences)
+    except ConfigError:
+        trainer.data.close(remove=True)
+        raise
 
 
 def _write_run_dir(trainer: Trainer) -> None:
@@ -255,6 +276,7 @@ def train(trainer: Trainer, stop: StopRequest, only_profile: bool = False) -> No
             _finish(trainer, console)
     finally:
         console.close()
+        trainer.data.close(remove=only_profile or trainer.step >= settings.steps)
 
 
 def _steps(trainer: Trainer, stop: StopRequest, console: Console, save: bool) -> bool:
@@ -348,7 +370,7 @@ def _header(trainer: Trainer) -> dict[str, str]:
     }
     if trainer.step:
         facts["resumed"] = f"after step {trainer.step}"
-    facts |= trainer.changed
+    facts |= trainer.data_facts | trainer.changed
     return facts
 
 
