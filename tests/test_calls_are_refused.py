@@ -173,6 +173,13 @@ def test_autocast_inside_forward(model):
     assert "torch.autocast('cpu', bfloat16) is on" in refused(model)
 
 
+def test_inference_mode(model, expected):
+    """FSDP2 keeps the weights it gathered, which autograd then cannot take."""
+    with torch.inference_mode():
+        assert "use torch.no_grad()" in refused(model)
+    assert loss_of(model) == pytest.approx(expected, rel=1e-12)
+
+
 def test_torch_compile_around_the_model(model):
     assert "Layout(compile=True)" in refused(torch.compile(model, backend="eager"))
 

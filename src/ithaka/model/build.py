@@ -23,9 +23,10 @@ from ithaka.config import ConfigError
 from ithaka.dist.mesh import Mesh, make_mesh
 from ithaka.layout import Layout
 from ithaka.memory.store import Store
-from ithaka.model.calls import Call, CallCheck, all_gather, check_untouched, count_hooks, mark_replaced, refuse_autocast
+from ithaka.model.calls import Call, CallCheck, all_gather
 from ithaka.model.families import check_supported, layer_parts
 from ithaka.model.layer import StreamedLayer
+from ithaka.model.untouched import check_untouched, count_hooks, mark_replaced, refuse_autocast
 from ithaka.model.weights import init_weights, load_weights
 from ithaka.ops.kernels import resolve_kernel
 from ithaka.ops.loss import linear_cross_entropy
