@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -93,6 +94,18 @@ def wait_for(condition, process: subprocess.Popen, timeout_s: float = 90) -> Non
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def copy_back_at(run_dir: Path, folder: Path, step: int) -> Path:
+    """A copy of the run as it was when step `step` had been saved. What metrics.jsonl has of later steps is wrong, so
+    that a run which does not go on from there, and write them anew, is seen.
+    """
+    shutil.copytree(run_dir, folder)
+    (folder / "latest").write_text(f"step-{step:08d}\n")
+    lines = [{**line, "loss": -1.0} if line["step"] > step else line for line in metrics(folder)]
+    assert lines[-1]["loss"] == -1.0
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
 
 
 def numbers(run_dir: Path) -> list[tuple]:

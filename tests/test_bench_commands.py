@@ -43,7 +43,7 @@ def test_plan_reads_what_bench_device_wrote(tmp_path):
 @pytest.mark.parametrize("wrong", [["--copy", "much"], ["--tokens", "0"], ["--dtype", "int3"], ["--out", "."]])
 def test_wrong_options_are_refused_by_name(wrong, tmp_path):
     result = run("bench", "device", *SMALL, "--out", str(tmp_path / "x.json"), *wrong)
-    assert result.exit_code == 2
+    assert result.exit_code == 2 and result.stderr.replace("=", " ").startswith(f"ConfigError: {' '.join(wrong)} ")
     assert not (tmp_path / "x.json").exists()
 
 

@@ -133,6 +133,22 @@ def test_keeping_everything(ranks, family, heads, kv_heads, cp, heads_per_stage)
     check(ranks.run(cp, compare, family, heads, kv_heads, cp, 1, 1, 21, layout))
 
 
+ROPES = {
+    "linear": {"factor": 4.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"factor": 4.0},
+}
+
+
+@pytest.mark.parametrize("rope_type", ROPES)
+def test_other_kinds_of_rope(ranks, rope_type):
+    """Slower turns, and with yarn longer queries and keys. Few positions: turns must differ within them."""
+    rope = {"rope_type": rope_type, "rope_theta": 100.0, "original_max_position_embeddings": 8, **ROPES[rope_type]}
+    changes = {"rope_parameters": rope, "max_position_embeddings": 32}
+    layout = Layout(cp=2, heads_per_stage=2, tile_tokens=5, kept=keeps(2, attention="device"))
+    check(ranks.run(2, compare, "llama", 4, 2, 2, 1, 2, 19, layout, 0, changes))
+
+
 @pytest.mark.parametrize("family", EXPERTS)
 def test_mixtures_of_experts(ranks, family):
     layout = Layout(2, heads_per_stage=2, tile_tokens=5, kept=keeps(2, attention="device"))

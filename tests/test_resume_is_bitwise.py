@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import io
 import re
-import shutil
 import signal
 
 import psutil
@@ -12,7 +11,7 @@ import pytest
 
 from ithaka.config import load
 from ithaka.train.loop import run
-from runs import metrics, numbers, start_process, tiny_run, wait_for
+from runs import copy_back_at, metrics, numbers, start_process, tiny_run, wait_for
 
 
 def moved(config, run_dir):
@@ -20,11 +19,7 @@ def moved(config, run_dir):
 
 
 def resumed_copy(config, folder, step):
-    """The run as it was when step `step` had been saved, but with the metrics of all that came after."""
-    again = moved(config, folder)
-    shutil.copytree(config.train.run_dir, folder)
-    (folder / "latest").write_text(f"step-{step:08d}\n")
-    return again
+    return moved(config, copy_back_at(config.train.run_dir, folder, step))
 
 
 @pytest.mark.parametrize("num_ranks,cp", [(1, 1), (2, 2), (2, 1)])

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 from ithaka.config import parse
 from ithaka.dist.mesh import make_mesh
@@ -111,12 +113,25 @@ def test_attention_settings_reach_attention(monkeypatch):
 
 
 def test_compile_compiles_the_mlp(monkeypatch):
-    compiled = []
-    monkeypatch.setattr(torch, "compile", lambda module: compiled.append(module) or module)
-    model, *_ = built("train: {compile: true}")
-    assert compiled == [each.mlp for each in model.model.layers]
-    built("{}")
-    assert len(compiled) == 2
+    """Traced for real, forward and backward; what is traced runs as it is: generating code needs a C++ compiler."""
+    compiled, graphs, compile_module = [], [], torch.compile
+
+    def backend(graph, inputs):
+        return aot_autograd(fw_compiler=lambda traced, _: graphs.append(traced) or make_boxed_func(traced))(
+            graph, inputs
+        )
+
+    monkeypatch.setattr(torch, "compile", lambda m: compiled.append(m) or compile_module(m, backend=backend))
+    ids, gradients = random_ids(1, 24), []
+    for value in ("true", "false"):
+        layout = layout_of(parse({"train": {"compile": value == "true"}}), 2, 1, on_gpu=False)
+        model = build.build_model(tiny_config("llama").to_dict(), make_mesh(1), layout)
+        assert compiled == ([each.mlp for each in model.model.layers] if value == "true" else compiled)
+        model(input_ids=ids, labels=ids).loss.backward()
+        gradients.append({name: param.grad.full_tensor() for name, param in model.named_parameters()})
+    assert len(compiled) == 2 and len(graphs) >= 2, "forward alone, and forward with backward"
+    for name, grad in gradients[1].items():
+        torch.testing.assert_close(gradients[0][name], grad, msg=name)
 
 
 def test_dtype_is_the_computations():

@@ -90,12 +90,18 @@ def test_console_has_a_bar_on_a_terminal_and_plain_lines_elsewhere(tmp_path, mon
 
 
 def test_tensorboard_gets_the_same_numbers_or_names_its_extra(tmp_path, monkeypatch):
-    pytest.importorskip("tensorboard")
-    shown = Console(tmp_path, num_steps=3, tensorboard=True)
-    shown.step(record(1))
+    """With a stand-in for its writer: the package is an extra."""
+    writer = MagicMock()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", writer)
+    shown = Console(tmp_path, num_steps=3, step=4, tensorboard=True)
+    shown.step(record(5))
     shown.close()
-    assert list((tmp_path / "tensorboard").iterdir())
-    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
+    writer.SummaryWriter.assert_called_once_with(str(tmp_path / "tensorboard"), purge_step=5)
+    written = {(key, step): value for (key, value, step), _ in writer.SummaryWriter().add_scalar.call_args_list}
+    (line,) = metrics(tmp_path)
+    assert written == {(key, 5): value for key, value in line.items() if key != "step" and value is not None}
+    assert written[("loss", 5)] == 2.5
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigError, match=r"ithaka\[tensorboard\]"):
         console_module.check_tensorboard()
 
