@@ -17,14 +17,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import models
 from ithaka.dist.mesh import make_mesh
 from ithaka.layout import LayerKeeps, Layout
 from ithaka.model.build import parallelize
-from models import plain_loss, tiny_config
+from models import plain_loss, tiny_config, widen
 from threads import on_threads
 
-widen = getattr(models, "widen", None) or models._widen_norms
 Gradients = dict[str, Tensor]
 Choices = dict[str, Tensor]  # per router: the experts of every token, [S, k]
 SEEDS = (0, 1, 2)
