@@ -3,11 +3,12 @@
 import json
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 import ithaka
 from ithaka.cli import app
-from ithaka.config import CPU_DEFAULT, GPU_DEFAULT, embedded_model, load, to_yaml
+from ithaka.config import CPU_DEFAULT, GPU_DEFAULT, embedded_model, load, to_dict, to_yaml
 from ithaka.outputs import check_file, check_new_folder
 from ithaka.train import checkpoint, launch, status, together
 
@@ -215,6 +216,36 @@ def test_resume_takes_the_saved_settings(run_dir, started):
     [(config, resume, num_ranks)] = started
     assert (config.train.seed, config.train.steps, num_ranks) == (5, 99, 1)
     assert str(resume) == str(config.train.run_dir) == "run"
+
+
+@pytest.mark.parametrize(
+    "saved, changes, expected",
+    [
+        (24, ["train.steps=99"], 24),
+        (None, ["train.steps=99"], 48),
+        ("no field", ["train.steps=99"], 48),
+        (24, ["train.steps=99", "optim.decay_steps=80"], 80),
+        (24, ["train.steps=99", "optim.decay_steps=null"], 99),
+        (24, [], 24),
+    ],
+)
+def test_a_longer_run_keeps_its_learning_rate_schedule(run_dir, started, saved, changes, expected):
+    config = to_dict(load(overrides=["train.steps=48"], base=CPU_DEFAULT))
+    config["optim"]["decay_steps"] = saved
+    if saved == "no field":
+        del config["optim"]["decay_steps"]
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
+    sets = [argument for change in changes for argument in ("--set", change)]
+    result = CliRunner().invoke(app, ["train", "--resume", "run", *sets, "--ranks", "1"])
+    assert result.exit_code == 0, result.output
+    assert started[0][0].optim.decay_steps == expected
+
+
+@pytest.mark.parametrize("sets, expected", [([], 7), (["--set", "optim.decay_steps=5"], 5)])
+def test_a_new_run_writes_down_how_long_its_schedule_is(folder, started, sets, expected):
+    result = CliRunner().invoke(app, ["train", "--set", "train.steps=7", *sets, "--ranks", "1"])
+    assert result.exit_code == 0, result.output
+    assert started[0][0].optim.decay_steps == expected
 
 
 @pytest.mark.parametrize(

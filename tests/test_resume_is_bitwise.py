@@ -80,6 +80,22 @@ def go_on(config):
     return output.getvalue()
 
 
+def test_a_longer_run_goes_on_at_the_rate_it_had(ranks, tmp_path):
+    optim = {"lr": 1e-2, "warmup_steps": 0, "decay_steps": 3}
+    config = tiny_run(tmp_path, train={"steps": 3}, optim=optim)
+    ranks.run(1, run, config)
+    longer = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=5))
+    [output] = ranks.run(1, go_on, longer)
+    assert re.search(
+        r"lr +1.00e-03 at step 4, after the cosine that ends at step 3; "
+        r"to end it at 5 give\s+--set optim.decay_steps=5\n",
+        output,
+    )
+    assert output.index("lr  ") < output.index("step 4/5")
+    rates = [line["lr"] for line in metrics(config.train.run_dir) if line["lr"] is not None]
+    assert rates == pytest.approx([1e-2, 5.5e-3, 1e-3, 1e-3, 1e-3])
+
+
 def test_changed_settings_are_told_on_the_console_and_kept_with_the_run(ranks, tmp_path):
     config = tiny_run(tmp_path, train={"steps": 1})
     ranks.run(1, run, config)

@@ -148,6 +148,13 @@ def test_learning_rate_warms_up_then_follows_the_cosine_to_its_end():
     assert math.isfinite(learning_rate(0, OptimConfig(), 1))
 
 
+def test_the_rate_does_not_jump_when_a_run_gets_more_steps():
+    optim = OptimConfig(lr=1.0, warmup_steps=2, decay_steps=10)
+    rates = [learning_rate(step, optim, 10) for step in range(10)]
+    longer = [learning_rate(step, optim, 40) for step in range(40)]
+    assert longer[:10] == rates and longer[9:] == [pytest.approx(0.1)] * 31
+
+
 def sampled(cp: int):
     mesh = make_mesh(cp)
     model = parallelize(tiny_model(tiny_config("llama")), mesh=mesh)

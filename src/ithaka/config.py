@@ -138,8 +138,11 @@ class OptimConfig(Section):
     eps: float = setting(1e-8, above=0)
     # Applied to matrices only: not to norms and biases.
     weight_decay: float = setting(0.1, at_least=0)
-    # After the warm-up: down a half cosine to min_lr_ratio * lr at train.steps, or constant.
+    # After the warm-up: down a half cosine to min_lr_ratio * lr, or constant.
     schedule: Literal["cosine", "constant"] = "cosine"
+    # Step at which the cosine ends; from there on the rate stays. null: train.steps of the run's start, which a resume
+    # with more steps keeps.
+    decay_steps: int | None = setting(None, at_least=1)
     # Steps in which the learning rate rises from 0 to lr.
     warmup_steps: int = setting(0, at_least=0)
     min_lr_ratio: float = setting(0.1, at_least=0, at_most=1)

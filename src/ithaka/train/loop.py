@@ -370,8 +370,20 @@ def _header(trainer: Trainer) -> dict[str, str]:
     }
     if trainer.step:
         facts["resumed"] = f"after step {trainer.step}"
+        facts["lr"] = _rate_from_here(config, trainer.step)
     facts |= trainer.data_facts | trainer.changed
     return facts
+
+
+def _rate_from_here(config: Config, step: int) -> str:
+    """Of the first step after `step`, and how to have another."""
+    optim, steps = config.optim, config.train.steps
+    rate = f"{learning_rate(step, optim, steps):.2e} at step {step + 1}"
+    if optim.schedule == "constant":
+        return rate
+    end = optim.decay_steps or steps
+    rate += f", {'on' if step < end else 'after'} the cosine that ends at step {end}"
+    return rate if end == steps else f"{rate}; to end it at {steps} give --set optim.decay_steps={steps}"
 
 
 def _finish(trainer: Trainer, console: Console) -> None:
@@ -398,7 +410,11 @@ def _summary(trainer: Trainer, records: list[dict[str, Any]]) -> dict[str, str]:
         facts["speed"] = f"{amount(sorted(rates)[len(rates) // 2])} tokens/s (median step)"
     facts["peak memory"] = f"{device}host {size(host_peak)} per rank"
     facts["export"] = f"ithaka export {trainer.run_dir} OUT_DIR"
-    facts["train longer"] = f"ithaka train --resume {trainer.run_dir} --set train.steps={2 * trainer.step}"
+    more = 2 * trainer.step
+    facts["train longer"] = f"ithaka train --resume {trainer.run_dir} --set train.steps={more}"
+    if trainer.config.optim.schedule == "cosine":
+        rate = learning_rate(trainer.step, trainer.config.optim, trainer.config.train.steps)
+        facts["lr"] = f"stays at {rate:.2e} then; for a longer cosine add --set optim.decay_steps={more}"
     return facts
 
 

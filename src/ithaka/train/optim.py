@@ -22,13 +22,13 @@ _CHUNK = 1 << 20  # elements; on a CPU each is widened to fp64 for its norm
 
 def learning_rate(step: int, optim: OptimConfig, num_steps: int) -> float:
     """Rate of update `step` (0 is the first): a straight warm-up, then constant or a cosine down to
-    `min_lr_ratio * lr`, reached at the last of `num_steps` updates.  Pure, so a resumed run needs only the
-    step."""
+    `min_lr_ratio * lr`, reached at update `optim.decay_steps` (null: the last of `num_steps`) and kept from there on.
+    Pure, so a resumed run needs only the step."""
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
     if optim.schedule == "constant":
         return optim.lr
-    decay_steps = max(num_steps - 1 - optim.warmup_steps, 1)
+    decay_steps = max((optim.decay_steps or num_steps) - 1 - optim.warmup_steps, 1)
     progress = min((step - optim.warmup_steps) / decay_steps, 1.0)
     ratio = optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
     return optim.lr * ratio

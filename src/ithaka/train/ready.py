@@ -18,6 +18,7 @@ from ithaka.plan.search import Plan
 from ithaka.train import launch
 from ithaka.train.check import check_run
 from ithaka.train.planned import Machine, check_ranks_agree, check_still_fits, machine_here, planned
+from ithaka.train.resume import settings_of_run
 from ithaka.train.together import gathered, together
 
 
@@ -67,13 +68,14 @@ def _decided(request: Request, everyone: Sequence[tuple[Config, Machine]]) -> Re
 
 
 def _resolve(request: Request) -> Config:
-    """The configuration of the run, with its run directory set."""
+    """The configuration of the run, with its run directory and the length of its learning-rate schedule set."""
     if request.resume is None:
         config = load(request.file, request.changes, _defaults(request))
         run_dir = request.run_dir or config.train.run_dir or _default_run_dir()
     else:
         config, run_dir = _resumed(request, request.resume), request.resume
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, run_dir=run_dir))
+    optim = dataclasses.replace(config.optim, decay_steps=config.optim.decay_steps or config.train.steps)
+    return dataclasses.replace(config, optim=optim, train=dataclasses.replace(config.train, run_dir=run_dir))
 
 
 def _defaults(request: Request) -> dict[str, dict[str, Any]]:
@@ -93,7 +95,9 @@ def _resumed(request: Request, resume: Path) -> Config:
         raise ConfigError(f"--set train.run_dir cannot be given with --resume {resume}; leave it out")
     if not (resume / "config.yaml").is_file():
         raise ConfigError(f"--resume {resume} holds no config.yaml; give the directory of an earlier run")
-    return load(resume / "config.yaml", request.changes)
+    before = settings_of_run(resume)
+    kept = f"optim.decay_steps={before.optim.decay_steps or before.train.steps}"
+    return load(resume / "config.yaml", [kept, *request.changes])
 
 
 def _default_run_dir() -> Path:
