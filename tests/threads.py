@@ -1,7 +1,7 @@
 """Ranks as threads of one process: real exchanges and real FSDP2, also where there is only one GPU.
 
-PyTorch's threaded process group runs a collective in the thread that comes last, on that thread's current stream. All
-threads compute on the device's default stream, so collectives run in order with the computation.
+PyTorch's threaded process group runs a collective in rank 0's thread, on its current stream, which knows nothing of the
+other ranks' streams (FSDP2 has some of its own). `Ordered` makes it wait for them, and them for it, as NCCL would.
 """
 
 import threading
@@ -11,6 +11,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg
+
+
+class Ordered(multi_threaded_pg.Collective):
+    """Runs after what every rank has queued on its current stream, and before what they queue next."""
+
+    def __init__(self, world_size: int, collective: Any, pg: Any) -> None:
+        super().__init__(world_size, collective, pg)
+        self._queued: list[Any] = [None] * world_size
+        self._over: Any = None
+        self._collective = self
+        self._inner = collective
+
+    def join(self, rank: int, data: Any) -> Any:
+        if not torch.cuda.is_available():
+            self._collective = self._inner
+            return super().join(rank, data)
+        self._queued[rank] = torch.cuda.current_stream().record_event()
+        joined = super().join(rank, data)
+        torch.cuda.current_stream().wait_event(self._over)
+        return joined
+
+    def work(self, data: Any) -> None:
+        """Called by rank 0 alone."""
+        for event in self._queued:
+            torch.cuda.current_stream().wait_event(event)
+        self._inner.work(data)
+        self._over = torch.cuda.current_stream().record_event()
 
 
 def on_threads(num_ranks: int, work: Callable[[], Any], timeout_s: float = 120) -> list[Any]:
@@ -29,6 +56,7 @@ def on_threads(num_ranks: int, work: Callable[[], Any], timeout_s: float = 120) 
             errors[rank] = error
             multi_threaded_pg.ProcessLocalGroup.exception_handle(error)
 
+    plain, multi_threaded_pg.Collective = multi_threaded_pg.Collective, Ordered
     multi_threaded_pg._install_threaded_pg()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(num_ranks)]
@@ -41,6 +69,7 @@ def on_threads(num_ranks: int, work: Callable[[], Any], timeout_s: float = 120) 
         multi_threaded_pg._uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         multi_threaded_pg.ProcessLocalGroup.reset()
+        multi_threaded_pg.Collective = plain
     late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     failed = [error for error in errors if error is not None]
     if failed:
