@@ -197,7 +197,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict
 
 def check_around(device: torch.device) -> None:
     """Refuses what a call must not be wrapped in."""
-    if torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
+    if callable(torch._C._dynamo.eval_frame.get_eval_frame_callback()):
         raise ConfigError(compiled("a parallel model"))
     if torch.is_inference_mode_enabled():
         raise ConfigError(
