@@ -9,7 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from ithaka.config import Config, parse
+from ithaka.train import loop
+from ithaka.train.preflight import Run, validated
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -53,15 +57,27 @@ def tiny_run(folder: Path, *, model: dict[str, Any] | None = None, **sections: d
     return parse({name: {**tree.get(name, {}), **sections.get(name, {})} for name in {**tree, **sections}})
 
 
+def valid(config: Config, resume: Path | None = None) -> Run:
+    """As the preflight leaves it, for the ranks there are."""
+    return validated(config, dist.get_world_size() if dist.is_initialized() else 1, resume)
+
+
+def run(config: Config, resume: Path | None = None, only_profile: bool = False) -> None:
+    """This rank's part of a run."""
+    loop.train(valid(config, resume), only_profile)
+
+
 PROGRAM = """
 import sys
 from pathlib import Path
 from ithaka.cli import train_rank
 from ithaka.config import load
 from ithaka.train.launch import run_ranks
+from ithaka.train.preflight import validated
 if __name__ == "__main__":
     config, resume, num_ranks = sys.argv[1:]
-    sys.exit(run_ranks(train_rank, (load(Path(config)), Path(resume) if resume else None), int(num_ranks)))
+    run = validated(load(Path(config)), int(num_ranks), Path(resume) if resume else None)
+    sys.exit(run_ranks(train_rank, (run,), run.num_ranks))
 """
 
 

@@ -11,7 +11,7 @@ from ithaka import rehearsal
 from ithaka.cli import app
 from ithaka.config import ConfigError
 from ithaka.plan.hardware import read_gpu
-from ithaka.train import status
+from ithaka.train import console
 from models import tiny_config
 
 SMALL = ["--matrix", "64", "--tokens", "256", "--copy", "64KiB", "--seconds", "0"]
@@ -77,7 +77,7 @@ def test_a_refused_ladder_prints_no_table(tmp_path, monkeypatch):
 
 
 def test_ladder_measures_every_rung(tmp_path, monkeypatch):
-    monkeypatch.setattr(status, "PATIENCE_S", 0.0)  # said at once
+    monkeypatch.setattr(console, "PATIENCE_S", 0.0)  # said at once
     config = tiny_config("llama", attention_bias=False, tie_word_embeddings=False)
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     rows = tmp_path / "rows.json"

@@ -1,5 +1,6 @@
 """Host memory and disk are compared with what a run needs before any process starts."""
 
+import dataclasses
 import re
 
 import psutil
@@ -7,13 +8,13 @@ import pytest
 
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import make_mesh
+from ithaka.layout import layout_of
 from ithaka.plan import host as this_machine
 from ithaka.plan.host import Host, cgroup_limits, cgroup_rooms, host_capacity, this_host
-from ithaka.train import budget
-from ithaka.train.budget import check_budgets, cpu_needs, needs, store_host_bytes
-from ithaka.train.check import check_run, model_shape
-from ithaka.train.loop import _build
-from runs import tiny_run
+from ithaka.train import launch, preflight
+from ithaka.train.loop import build
+from ithaka.train.preflight import Run, check_budgets, model_shape, needs, ram_needs, store_host_bytes, validated
+from runs import tiny_run, valid
 
 MIB = 2**20
 
@@ -24,7 +25,7 @@ def machine(monkeypatch, tmp_path):
 
     def make(memory_bytes=2**40, disk_bytes=2**40):
         host = Host(memory_bytes, disk_bytes, tmp_path)
-        monkeypatch.setattr(budget, "this_host", lambda folder: host)
+        monkeypatch.setattr(preflight, "this_host", lambda folder: host)
 
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     make()
@@ -35,17 +36,23 @@ def config_of(folder, context=4096, **memory):
     return tiny_run(folder, memory=memory, data={"context": context, "path": str(folder / "texts")})
 
 
+def run_of(folder, num_ranks=2, on_gpu=False, cp="all", **changes) -> Run:
+    """Not validated yet."""
+    config = config_of(folder, **changes)
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, cp=cp))
+    shape = model_shape(config)
+    return Run(config, num_ranks, shape, layout_of(config, shape.num_layers, num_ranks, on_gpu))
+
+
 def test_needs_are_all_ranks_tensors(machine, tmp_path):
     """2 layers of [4096, 32] fp32 over 2 ranks; attention: the same and 4 heads' lse."""
     inputs, kept = 2 * 4096 * 32 * 4, 2 * 4096 * (32 + 4) * 4
     for tier in ("host", "disk"):
-        config = config_of(tmp_path, offload=tier, keep_attention="all")
-        host, disk = needs(config, model_shape(config), 2, 2, on_gpu=False)
+        host, disk = needs(run_of(tmp_path, offload=tier, keep_attention="all"))
         holders = {"layer inputs": inputs, "kept attention": kept}
         station = {"on the way to disk": inputs + kept}  # three layers, if there are as many
         assert (host, disk) == ((holders, {}) if tier == "host" else (station, holders))
-    config = config_of(tmp_path, offload="none", keep_attention="all")
-    assert needs(config, model_shape(config), 2, 2, on_gpu=False) == ({}, {})
+    assert needs(run_of(tmp_path, offload="none", keep_attention="all")) == ({}, {})
 
 
 @pytest.mark.parametrize(
@@ -70,71 +77,60 @@ def test_needs_are_all_ranks_tensors(machine, tmp_path):
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_with_figures(machine, tmp_path, memory, room, words):
     config = config_of(tmp_path, **memory)
-    check_run(config, 2, None)
+    validated(config, 2)
     machine(**room)
     with pytest.raises(ConfigError) as error:
-        check_run(config, 2, None)
+        validated(config, 2)
     assert "\n" not in str(error.value)
     for word in words:
         assert word in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "on_gpu, memory, room, start",
-    [
-        (True, {"offload": "host", "keep_attention": "all"}, MIB, "memory.offload=host needs 1.1"),
-        (False, {"checkpoint": "none"}, 16 * MIB, "data.context=4096 needs "),
-        (False, {}, 4 * MIB, "data.context=4096 needs "),
-    ],
-)
-def test_the_context_named_as_way_out_is_the_longest_that_fits(machine, tmp_path, on_gpu, memory, room, start):
+def test_the_context_named_as_way_out_is_the_longest_that_fits(machine, tmp_path, monkeypatch):
     def check(context):
-        config = config_of(tmp_path, context=context, **memory)
-        check_budgets(config, model_shape(config), 2, 2, on_gpu)
+        check_budgets(run_of(tmp_path, on_gpu=True, context=context, offload="host", keep_attention="all"))
 
-    machine(memory_bytes=room)
+    monkeypatch.setattr(launch, "num_gpus", lambda: 2)
+    machine(memory_bytes=MIB)
     with pytest.raises(ConfigError) as error:
         check(4096)
-    assert str(error.value).startswith(start)
+    assert str(error.value).startswith("memory.offload=host needs 1.1")
     longest = int(re.search(r"data.context=(\d+) or less", str(error.value))[1])
     check(longest)
     with pytest.raises(ConfigError):
         check(longest + 2)
 
 
-def test_without_a_gpu_the_device_is_host_memory(machine, tmp_path):
+def test_without_a_gpu_the_device_is_host_memory(machine, tmp_path, monkeypatch):
     """What is offloaded to the host adds to it; on a GPU neither check counts the device."""
-    plain, offloaded = config_of(tmp_path), config_of(tmp_path, offload="host")
-    assert cpu_needs(offloaded, model_shape(plain), 2, 2)["layer inputs"] == 2 * 4096 * 32 * 4
-    need = sum(cpu_needs(plain, model_shape(plain), 2, 2).values())
+    plain, offloaded = run_of(tmp_path), run_of(tmp_path, offload="host")
+    assert ram_needs(offloaded)["layer inputs"] == 2 * 4096 * 32 * 4
+    need = sum(ram_needs(plain).values())
     machine(memory_bytes=need)
-    check_budgets(plain, model_shape(plain), 2, 2, on_gpu=False)
+    check_budgets(plain)
     machine(memory_bytes=need - 1)
-    check_budgets(plain, model_shape(plain), 2, 2, on_gpu=True)
-    with pytest.raises(ConfigError, match="of memory for 2 ranks without a GPU .* are free; use data.context="):
-        check_budgets(plain, model_shape(plain), 2, 2, on_gpu=False)
-
-
-def test_without_a_gpu_settings_that_make_it_fit_are_named(machine, tmp_path):
-    everything = config_of(tmp_path, checkpoint="none")
-    inputs = config_of(tmp_path)
-    machine(memory_bytes=sum(cpu_needs(inputs, model_shape(inputs), 2, 2).values()))
-    with pytest.raises(ConfigError, match="or less, or memory.checkpoint=full$"):
-        check_budgets(everything, model_shape(everything), 2, 2, on_gpu=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "num_gpus", lambda: 2)
+        check_budgets(plain)
+    with pytest.raises(
+        ConfigError, match="of memory for 2 ranks without a GPU .* are free; use a shorter data.context"
+    ):
+        check_budgets(plain)
+    with pytest.raises(ConfigError, match="use a shorter data.context, memory.checkpoint=full or a smaller model$"):
+        check_budgets(run_of(tmp_path, checkpoint="none"))
 
 
 def test_other_nodes_ranks_need_nothing_here(machine, tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    config = config_of(tmp_path, offload="host")
-    assert needs(config, model_shape(config), 2, 2, on_gpu=False)[0] == {"layer inputs": MIB // 2}
+    assert needs(run_of(tmp_path, offload="host"))[0] == {"layer inputs": MIB // 2}
 
 
 def test_a_node_with_more_ranks_than_others_keeps_their_share_of_the_states(machine, tmp_path, monkeypatch):
     """8 ranks here and 4 elsewhere: two thirds of what 12 ranks on one machine keep."""
-    config = config_of(tmp_path, offload_optimizer=True)
-    whole = needs(config, model_shape(config), 4, 12, on_gpu=True)[0][budget.STATES]
+    run = run_of(tmp_path, num_ranks=12, on_gpu=True, cp=4, offload_optimizer=True)
+    whole = needs(run)[0][preflight.STATES]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert needs(config, model_shape(config), 4, 12, on_gpu=True)[0] == {budget.STATES: whole * 8 // 12}
+    assert needs(run)[0] == {preflight.STATES: whole * 8 // 12}
 
 
 def test_this_machine_has_what_psutil_says(tmp_path):
@@ -170,7 +166,7 @@ def test_the_tightest_control_group_counts(tmp_path, monkeypatch, version):
 
 
 def limits(config):
-    trainer = _build(config, make_mesh(2))
+    trainer = build(valid(config), make_mesh(2))
     store = trainer.model.model.layers[0].forward.store
     trainer.advance()
     return store.pool.budget_bytes, store.pool.peak_bytes
@@ -185,5 +181,5 @@ def test_the_store_gets_its_share(ranks, tmp_path, tier):
         elif tier == "host":
             assert peak == 2 * 31 * (32 + 32 + 4) * 4 < allowed
         else:
-            shape = model_shape(config)
-            assert peak <= allowed == store_host_bytes(config, shape, 2, 2, on_gpu=False) == 2 * 31 * 68 * 4
+            run = run_of(tmp_path, context=61, offload=tier, keep_attention="all")
+            assert peak <= allowed == store_host_bytes(run) == 2 * 31 * 68 * 4

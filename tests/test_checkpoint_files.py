@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from ithaka.config import ConfigError, load
 from ithaka.train import checkpoint
-from ithaka.train.loop import run
-from runs import tiny_run
+from runs import run, tiny_run
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,17 @@ from typer.testing import CliRunner
 
 import ithaka
 from ithaka.cli import app
-from ithaka.config import CPU_DEFAULT, GPU_DEFAULT, embedded_model, load, to_dict, to_yaml
-from ithaka.outputs import check_file, check_new_folder
-from ithaka.train import checkpoint, launch, status, together
+from ithaka.config import (
+    CPU_DEFAULT,
+    GPU_DEFAULT,
+    check_file,
+    check_new_folder,
+    embedded_model,
+    load,
+    to_dict,
+    to_yaml,
+)
+from ithaka.train import checkpoint, console, launch, preflight
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 50
 
@@ -21,7 +29,7 @@ def folder(tmp_path, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(launch, "num_gpus", lambda: 0)
-    monkeypatch.setattr(status, "PATIENCE_S", 60)  # what is slow here says nothing about it
+    monkeypatch.setattr(console, "PATIENCE_S", 60)  # what is slow here says nothing about it
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -32,9 +40,9 @@ def started(monkeypatch):
     calls = []
 
     def run_ranks(function, args, num_ranks):
-        config, resume, only_profile = args
-        assert not only_profile
-        calls.append((config, resume, num_ranks))
+        run, only_profile = args
+        assert not only_profile and run.num_ranks == num_ranks
+        calls.append(run)
         return 0
 
     monkeypatch.setattr(launch, "run_ranks", run_ranks)
@@ -167,7 +175,8 @@ def test_export_of_what_is_no_run(folder, started):
 def test_defaults_start_two_ranks_that_share_a_sequence(folder, started):
     result = CliRunner().invoke(app, ["train", "--set", "train.steps=7"])
     assert result.exit_code == 0, result.output
-    [(config, resume, num_ranks)] = started
+    [run] = started
+    config, resume, num_ranks = run.config, run.checkpoint, run.num_ranks
     assert (num_ranks, resume, config.parallel.cp, config.train.steps) == (2, None, "all", 7)
     assert config.data.context == CPU_DEFAULT["data"]["context"] >= 4096
     assert config.train.run_dir.parent.name == "runs" and contents(folder) == {}
@@ -176,7 +185,8 @@ def test_defaults_start_two_ranks_that_share_a_sequence(folder, started):
 def test_gpus_get_a_larger_model_and_128k(folder, started, monkeypatch):
     monkeypatch.setattr(launch, "num_gpus", lambda: 4)
     assert CliRunner().invoke(app, ["train"]).exit_code == 0
-    [(config, _, num_ranks)] = started
+    [run] = started
+    config, num_ranks = run.config, run.num_ranks
     assert (num_ranks, config.model.embedded, config.data.context) == (4, "base", 128 * 1024)
     assert config.optim.lr == GPU_DEFAULT["optim"]["lr"]
 
@@ -195,7 +205,8 @@ def test_own_model_starts_from_plain_defaults(folder, started):
     ]
     result = CliRunner().invoke(app, [*arguments, "--ranks", "1", "--run-dir", "here"])
     assert result.exit_code == 0, result.output
-    [(config, _, num_ranks)] = started
+    [run] = started
+    config, num_ranks = run.config, run.num_ranks
     assert (num_ranks, str(config.train.run_dir), config.optim.lr) == (1, "here", 3e-4)
 
 
@@ -213,9 +224,10 @@ def run_dir(folder, monkeypatch):
 def test_resume_takes_the_saved_settings(run_dir, started):
     result = CliRunner().invoke(app, ["train", "--resume", "run", "--set", "train.steps=99", "--ranks", "1"])
     assert result.exit_code == 0, result.output
-    [(config, resume, num_ranks)] = started
+    [run] = started
+    config, resume, num_ranks = run.config, run.checkpoint, run.num_ranks
     assert (config.train.seed, config.train.steps, num_ranks) == (5, 99, 1)
-    assert str(resume) == str(config.train.run_dir) == "run"
+    assert str(config.train.run_dir) == "run" and resume.is_relative_to("run")
 
 
 @pytest.mark.parametrize(
@@ -238,14 +250,14 @@ def test_a_longer_run_keeps_its_learning_rate_schedule(run_dir, started, saved, 
     sets = [argument for change in changes for argument in ("--set", change)]
     result = CliRunner().invoke(app, ["train", "--resume", "run", *sets, "--ranks", "1"])
     assert result.exit_code == 0, result.output
-    assert started[0][0].optim.decay_steps == expected
+    assert started[0].config.optim.decay_steps == expected
 
 
 @pytest.mark.parametrize("sets, expected", [([], 7), (["--set", "optim.decay_steps=5"], 5)])
 def test_a_new_run_writes_down_how_long_its_schedule_is(folder, started, sets, expected):
     result = CliRunner().invoke(app, ["train", "--set", "train.steps=7", *sets, "--ranks", "1"])
     assert result.exit_code == 0, result.output
-    assert started[0][0].optim.decay_steps == expected
+    assert started[0].config.optim.decay_steps == expected
 
 
 @pytest.mark.parametrize(
@@ -266,17 +278,17 @@ def test_positions_may_grow_when_a_run_goes_on(run_dir, started):
     arguments = ["--set", "model.path=longer", "--set", "data.tokenizer=bytes", "--set", "data.context=8192"]
     result = CliRunner().invoke(app, ["train", "--resume", "run", *arguments])
     assert result.exit_code == 0, result.output
-    assert started[0][0].data.context == 8192
+    assert started[0].config.data.context == 8192
 
 
 def test_under_torchrun_all_ranks_name_the_same_run_directory(folder, started, monkeypatch):
-    monkeypatch.setattr(together, "start_process_group", lambda: None)
+    monkeypatch.setattr(preflight, "start_process_group", lambda: None)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job7")
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         assert CliRunner().invoke(app, ["train"]).exit_code == 0
-    assert {str(config.train.run_dir) for config, _, _ in started} == {"runs/torchrun-job7"}
+    assert {str(run.run_dir) for run in started} == {"runs/torchrun-job7"}
 
 
 def test_exit_code_of_the_ranks_is_that_of_the_command(folder, monkeypatch):

@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 from ithaka.config import to_yaml
-from ithaka.train.loop import run
-from runs import numbers, tiny_run
+from runs import numbers, run, tiny_run
 
 # Rank 1's disk has room for three tensors: the step has begun, and rank 0 waits for rank 1 in an exchange.
 PROGRAM = """
@@ -16,8 +15,8 @@ from pathlib import Path
 from ithaka.config import load
 from ithaka.train.launch import run_ranks
 
-def run_on_a_small_disk(config):
-    from ithaka.train.loop import run
+def run_on_a_small_disk(run):
+    from ithaka.train.loop import train
     calls, reserve = [], os.posix_fallocate
     def reserve_little(*args):
         calls.append(args)
@@ -25,10 +24,14 @@ def run_on_a_small_disk(config):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         reserve(*args)
     os.posix_fallocate = reserve_little
-    run(config, config.train.run_dir)
+    train(run)
 
 if __name__ == "__main__":
-    sys.exit(run_ranks(run_on_a_small_disk, (load(Path(sys.argv[1])),), 2))
+    import program  # by this name the ranks find the function
+    from ithaka.train.preflight import validated
+    config = load(Path(sys.argv[1]))
+    run = validated(config, 2, config.train.run_dir)
+    sys.exit(run_ranks(program.run_on_a_small_disk, (run,), 2))
 """
 
 

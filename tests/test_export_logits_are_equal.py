@@ -9,14 +9,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ithaka.config import ConfigError
 from ithaka.train import checkpoint
-from ithaka.train.loop import prepare, run
-from runs import MODEL, tiny_run
+from ithaka.train.loop import prepare
+from runs import MODEL, run, tiny_run, valid
 
 
 def trained_state(config, ids_BS):
     """Weights and logits of the trained parallel model, as the last checkpoint has them."""
     longer = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=100))
-    model = prepare(longer, config.train.run_dir).model
+    model = prepare(valid(longer, config.train.run_dir)).model
     with torch.no_grad():
         logits = model(input_ids=ids_BS).logits
     return {name: value.full_tensor() for name, value in model.state_dict().items()}, logits

@@ -13,8 +13,7 @@ from ithaka.phases import HOLDERS, phase
 from ithaka.profile.live import Allocation, LiveBytes
 from ithaka.profile.memory import NEVER, describe_peak
 from ithaka.profile.step import StepProfile
-from ithaka.train.loop import run
-from runs import tiny_run
+from runs import run, tiny_run
 
 MODEL = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 2048}
 MEMORY = {

@@ -11,11 +11,26 @@ from typer.testing import CliRunner
 
 from ithaka.cli import app
 from ithaka.config import ConfigError, given, load, to_yaml
+from ithaka.layout import layout_of
 from ithaka.plan.hardware import gpu_named, peak_flops
-from ithaka.train.budget import check_budgets, needs, store_host_bytes
-from ithaka.train.check import check_heads, check_memory, model_shape
-from ithaka.train.planned import Machine, check_ranks_agree, check_still_fits, hardware_of, machine_here, planned
-from ithaka.train.together import gathered, together
+from ithaka.train import launch
+from ithaka.train.preflight import (
+    Machine,
+    Run,
+    check_budgets,
+    check_heads,
+    check_memory,
+    check_ranks_agree,
+    check_still_fits,
+    gathered,
+    hardware_of,
+    machine_here,
+    model_shape,
+    needs,
+    planned,
+    store_host_bytes,
+    together,
+)
 
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 
@@ -47,6 +62,13 @@ def llama(tmp_path, **changes):
     )
     overrides = [f"model.path={path}", *(f"{name.replace('__', '.')}={value}" for name, value in changes.items())]
     return load(None, overrides), given(None, overrides)
+
+
+def on_gpus(config, num_ranks, patch):
+    """A run of this configuration, not validated yet."""
+    patch.setattr(launch, "num_gpus", lambda: 8)
+    shape = model_shape(config)
+    return Run(config, num_ranks, shape, layout_of(config, shape.num_layers, num_ranks, on_gpu=True))
 
 
 def test_long_contexts_go_to_the_host_and_given_settings_win(tmp_path):
@@ -132,19 +154,19 @@ def test_the_checks_accept_what_the_planner_chose(tmp_path, context, disk):
     resolved, plan = planned(config, told, 8, [node(disk=10**13 if disk else 0)])
     assert plan is not None
     shape = model_shape(resolved)
-    check_heads(resolved, shape, 8)
+    check_heads(resolved, 8, shape)
     check_memory(resolved, shape)
 
 
-def test_the_store_has_room_for_both_tiers(tmp_path):
+def test_the_store_has_room_for_both_tiers(tmp_path, monkeypatch):
     pairs = [(a, b) for a in ("none", "host", "disk") for b in ("none", "host", "disk")]
     for inputs, outputs in pairs:
         config, _ = llama(
             tmp_path, memory__offload=inputs, memory__attention_offload=outputs, memory__keep_attention="all"
         )
-        shape = model_shape(config)
-        host, disk = needs(config, shape, 8, 8, True)
-        budget = store_host_bytes(config, shape, 8, 8, True)
+        run = on_gpus(config, 8, monkeypatch)
+        host, disk = needs(run)
+        budget = store_host_bytes(run)
         assert (budget is None) == (inputs == outputs == "none")
         if budget is not None and disk:
             assert budget >= sum(host.get(name, 0) for name in ("layer inputs", "kept attention")) // 8
@@ -179,7 +201,7 @@ def test_a_plan_has_room_in_what_is_free_and_is_not_refused_for_it(tmp_path, mon
     config, told = llama(tmp_path, data__context="1M", **(to_disk if disk else {}))
     resolved, plan = planned(config, told, 8, [machine_here(config, 8, (H100, 2**62))])
     assert plan.ledger.host_bytes == free and plan.ledger.disk_bytes == (100 * 10**9 if disk else 0)
-    check_budgets(resolved, model_shape(resolved), 8, 8, on_gpu=True)
+    check_budgets(on_gpus(resolved, 8, monkeypatch))
     assert resolved.memory.keep_attention != "none"
 
 
@@ -194,7 +216,7 @@ def test_a_plan_for_unequal_nodes_is_not_refused_on_any(tmp_path, monkeypatch):
     for machine in (machines[0], machines[-1]):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(machine.local_ranks))
         has(monkeypatch, machine.host_bytes, machine.host_bytes)
-        check_budgets(resolved, model_shape(resolved), 4, 12, on_gpu=True)
+        check_budgets(on_gpus(resolved, 12, monkeypatch))
 
 
 def test_a_plan_that_only_lacks_what_is_free_says_so(tmp_path, monkeypatch):
@@ -271,7 +293,7 @@ def test_a_run_that_goes_on_and_does_not_fit_is_told_what_does(before, after, ra
     assert ways and changed.memory.plan == "auto"
     check_still_fits(changed, set(after), ranks, [now])
     check_memory(changed, model_shape(changed))
-    check_heads(changed, model_shape(changed), changed.parallel.cp_of(ranks))
+    check_heads(changed, ranks, model_shape(changed))
     assert ("parallel.cp=" in str(ways)) == (before == dict(data__context="128K"))  # one GPU held a sequence
 
 

@@ -15,7 +15,7 @@ from ithaka.plan.hardware import find_gpu
 from ithaka.plan.shape import Work, shape_from_config
 from ithaka.profile.progress import Job, Progress, Report
 from ithaka.train.console import Console, Metrics, describe_progress, read_metrics
-from ithaka.train.watch import _with_documents
+from ithaka.train.watch import with_documents
 
 SHAPE = shape_from_config(embedded_model("small"))
 JOB = Job(SHAPE, Layout(heads_per_stage=2), Work(4096), micro_steps=2, num_ranks=1, gpu=find_gpu("CPU"))
@@ -114,5 +114,5 @@ def test_nothing_known_is_left_out():
 def test_a_step_counts_the_pairs_of_its_documents():
     """Two documents of 300 and 700 tokens are less work than one of 1000."""
     ids = torch.tensor([0] * 300 + [1] * 700)[None]
-    job = _with_documents(JOB, [Batch(ids, ids, ids)])
+    job = with_documents(JOB, [Batch(ids, ids, ids)])
     assert job.work.pairs(None) / job.work.tokens == pytest.approx((300 * 301 / 2 + 700 * 701 / 2) / 1000)

@@ -7,13 +7,13 @@ from typer.testing import CliRunner
 from ithaka.cli import app
 from ithaka.config import ConfigError
 from ithaka.plan.host import Host
-from ithaka.train import budget, loop
-from ithaka.train.together import _in_words
+from ithaka.train import loop, preflight
+from ithaka.train.preflight import refusal_of_ranks
 from runs import tiny_run
 
 
 def lacks_memory(patch, folder):
-    patch.setattr(budget, "this_host", lambda path: Host(2**20, 2**40, folder))
+    patch.setattr(preflight, "this_host", lambda path: Host(2**20, 2**40, folder))
 
 
 def lacks_a_file(patch, folder):
@@ -55,8 +55,8 @@ def test_what_all_ranks_are_refused_for_is_said_once_and_without_a_rank(ranks, t
 
 
 def test_a_refusal_names_ranks_only_where_they_differ():
-    assert _in_words([("a", "no"), ("a", "no"), ("b", "no")]) == "no"
-    assert _in_words([("a", None), ("b", "no"), ("b", "no")]) == "rank 1 on b: no"
+    assert refusal_of_ranks([("a", "no"), ("a", "no"), ("b", "no")]) == "no"
+    assert refusal_of_ranks([("a", None), ("b", "no"), ("b", "no")]) == "rank 1 on b: no"
     # What was free when each rank looked.
-    assert _in_words([("a", "12 are free"), ("a", "11 are free")]) == "12 are free"
-    assert _in_words([("a", "not this"), ("a", None), ("b", "no")]) == "rank 0 on a: not this\nrank 2 on b: no"
+    assert refusal_of_ranks([("a", "12 are free"), ("a", "11 are free")]) == "12 are free"
+    assert refusal_of_ranks([("a", "not this"), ("a", None), ("b", "no")]) == "rank 0 on a: not this\nrank 2 on b: no"

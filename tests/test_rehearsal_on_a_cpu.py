@@ -13,7 +13,7 @@ from ithaka.plan.host import Host
 from ithaka.plan.models import find_shape
 from ithaka.plan.search import choose
 from ithaka.plan.shape import Work
-from ithaka.train import status
+from ithaka.train import console
 from models import tiny_config
 
 
@@ -53,7 +53,7 @@ def test_settings_are_shown_before_the_work(model, monkeypatch):
 
 
 def test_json_says_what_ran_and_where_its_peak_is(model, monkeypatch):
-    monkeypatch.setattr(status, "PATIENCE_S", 0.0)  # said at once, were it said
+    monkeypatch.setattr(console, "PATIENCE_S", 0.0)  # said at once, were it said
     monkeypatch.setattr(rehearsal, "SHORT_DOCUMENT", 32)
     answer = json.loads(rehearse(model, "--context", "64", "--layers", "1", "--memory-only", "--json").stdout)
     ran = {key: answer[key] for key in ("gpus", "context", "layers", "attention_cut_short")}
@@ -62,7 +62,7 @@ def test_json_says_what_ran_and_where_its_peak_is(model, monkeypatch):
 
 
 def test_what_is_done_is_said_and_nothing_is_without_parts(model, monkeypatch):
-    monkeypatch.setattr(status, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(console, "PATIENCE_S", 0.0)
     options = ("--context", "64", "--layers", "1", "--memory-only", "--set", "memory.checkpoint=none")
     shown = rehearse(model, *options).stdout
     assert "building the model ..." in shown and "rehearsing at 64 tokens ..." in shown

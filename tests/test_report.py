@@ -8,10 +8,10 @@ import pytest
 
 from browser import Browser, find_browser
 from ithaka.cli import train_rank
-from ithaka.config import ConfigError
+from ithaka.config import ConfigError, load
 from ithaka.report import write_report
 from ithaka.train import loop
-from runs import tiny_run
+from runs import tiny_run, valid
 
 SIZES = {"desktop": (1200, False), "dark": (1200, True), "phone": (390, False)}
 
@@ -21,7 +21,7 @@ def run_dir(tmp_path_factory) -> Path:
     """A whole training run with a profile, as the command line leaves it."""
     folder = tmp_path_factory.mktemp("reported")
     config = tiny_run(folder, train={"steps": 4, "save_every": 0}, profile={"every": 3})
-    train_rank(config, None)
+    train_rank(valid(config))
     assert config.train.run_dir is not None
     return config.train.run_dir
 
@@ -46,7 +46,7 @@ def test_the_peak_of_a_resumed_run_is_that_of_its_largest_part(run_dir, tmp_path
     steps = [{"step": i, "host_peak_bytes": peak * 2**20} for i, peak in enumerate((5, 7, 3))]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     assert embedded(write_report([tmp_path]))[0]["host_peak_bytes"] == 7 * 2**20
-    trainer = SimpleNamespace(run_dir=tmp_path, step=2)
+    trainer = SimpleNamespace(run=SimpleNamespace(run_dir=tmp_path), step=2, config=load())
     records = [{"val_loss": None, "tokens_per_s": None, "device_peak_bytes": None, **step} for step in steps]
     assert loop._summary(trainer, records)["peak memory"] == "host 7 MiB per rank"
 

@@ -10,8 +10,7 @@ import psutil
 import pytest
 
 from ithaka.config import load
-from ithaka.train.loop import run
-from runs import copy_back_at, metrics, numbers, start_process, tiny_run, wait_for
+from runs import copy_back_at, metrics, numbers, run, start_process, tiny_run, wait_for
 
 
 def moved(config, run_dir):

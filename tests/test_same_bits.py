@@ -8,10 +8,9 @@ import torch
 from ithaka.dist.mesh import make_mesh
 from ithaka.layout import Layout, keeps
 from ithaka.model.build import parallelize
-from ithaka.train.loop import run
 from models import tiny_config, tiny_model
 from parity import random_ids
-from runs import copy_back_at, numbers, tiny_run
+from runs import copy_back_at, numbers, run, tiny_run
 
 TIERS = ("device", "host", "disk")
 

@@ -17,12 +17,10 @@ from ithaka.config import ConfigError
 from ithaka.model.batch import num_pairs
 from ithaka.train import console as console_module
 from ithaka.train import loop
-from ithaka.train import status as status_module
-from ithaka.train.console import Console, Metrics, Record, amount, step_flops
-from ithaka.train.loop import Diverged, run
-from ithaka.train.status import status
-from ithaka.train.stop import StopRequest, heeding_interrupts
-from runs import metrics, start_process, tiny_run, wait_for
+from ithaka.train.console import Console, Metrics, Record, amount, status, step_flops
+from ithaka.train.launch import StopRequest, heeding_interrupts
+from ithaka.train.loop import Diverged
+from runs import metrics, run, start_process, tiny_run, wait_for
 
 
 def record(step: int, **changes) -> Record:
@@ -107,11 +105,10 @@ def test_tensorboard_gets_the_same_numbers_or_names_its_extra(tmp_path, monkeypa
 
 
 def test_a_sample_cannot_command_the_terminal(monkeypatch):
-    monkeypatch.setattr(loop, "_num_params", lambda model: 1)
     monkeypatch.setattr(loop, "_prompt", lambda trainer: [0])
     monkeypatch.setattr(loop, "sample", lambda *args, **kwargs: [1])
     trainer = MagicMock()
-    trainer.mesh.device.type, trainer.config.data.context = "cpu", 100
+    trainer.mesh.device.type, trainer.config.data.context, trainer.num_params = "cpu", 100, 1
     texts = ["a\x07", "b\x07\x08\x0e\x1b[2J\r\x7f\x9b\n\té"]
     trainer.tokenizer.decode = lambda tokens: texts[tokens[0]]
     shown = r"b\x07\x08\x0e\x1b[2J\x0d\x7f\x9b" + "\n\té"
@@ -185,9 +182,9 @@ def test_pairs_are_counted_inside_documents_and_windows():
 @pytest.mark.parametrize("terminal", [True, False])
 def test_what_takes_long_is_said_at_once_on_a_terminal_and_later_elsewhere(monkeypatch, capsys, terminal):
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(status_module, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(console_module, "PATIENCE_S", 0.2)
     # Where colours are forced, rich takes a pipe for a terminal.
-    monkeypatch.setattr(status_module, "RichConsole", partial(RichConsole, force_terminal=True, width=80))
+    monkeypatch.setattr(console_module, "RichConsole", partial(RichConsole, force_terminal=True, width=80))
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     with status("reading"):

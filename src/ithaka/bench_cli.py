@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ithaka.config import ConfigError, parse_count
-from ithaka.outputs import check_file
+from ithaka.config import ConfigError, check_file, parse_count
 from ithaka.plan.hardware import parse_bytes
 from ithaka.plan.models import find_config, find_shape
-from ithaka.train.status import status
-from ithaka.train.stop import heeding_interrupts
+from ithaka.train.console import status
+from ithaka.train.launch import heeding_interrupts
 
 if TYPE_CHECKING:
     import torch

@@ -7,13 +7,15 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import ithaka
-from ithaka.config import Config, ConfigError
-from ithaka.outputs import check_file, check_new_folder
+from ithaka.config import ConfigError, check_file, check_new_folder
+
+if TYPE_CHECKING:
+    from ithaka.train.preflight import Run
 
 app = typer.Typer(
     add_completion=False,
@@ -86,20 +88,20 @@ def train(
     _run(config, overrides or [], ranks, run_dir, resume)
 
 
-def train_rank(config: Config, resume: Path | None, only_profile: bool = False) -> None:
+def train_rank(run: Run, only_profile: bool = False) -> None:
     """What every rank runs; the first one then draws the run."""
-    from ithaka.train.status import status
+    from ithaka.train.console import status
 
     with status("starting the ranks"):  # each imports what it needs
         from ithaka.dist.mesh import end_process_group, start_process_group
-        from ithaka.train.loop import run
+        from ithaka.train import loop
 
         start_process_group()
 
-    run(config, resume, only_profile)
+    loop.train(run, only_profile)
     end_process_group()
-    if os.environ.get("RANK", "0") == "0" and config.train.run_dir is not None:
-        print(f"Report: {report_of(config.train.run_dir)}", flush=True)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"Report: {report_of(run.run_dir)}", flush=True)
 
 
 def report_of(run_dir: Path) -> str:
@@ -157,21 +159,21 @@ def _run(
     only_profile: bool = False,
 ) -> None:
     """Decides and checks, prints the plan, and starts the ranks."""
-    from ithaka.train.status import status
-    from ithaka.train.stop import heeding_interrupts
+    from ithaka.train.console import status
+    from ithaka.train.launch import heeding_interrupts
 
     with status("loading PyTorch"), heeding_interrupts():
         from ithaka.plan import show
         from ithaka.train import launch
-        from ithaka.train.ready import Request, make_ready
+        from ithaka.train.preflight import Request, preflight
 
     changes = changes + [f"parallel.ranks={ranks}"] * (ranks is not None)
     with status("checking settings and data"):
-        ready = make_ready(Request(config, changes, resume, run_dir))
-    if ready.plan is not None and os.environ.get("RANK", "0") == "0":
-        model = ready.config.model
-        print(show.as_text(ready.plan, str(model.path or model.embedded)), flush=True)
-    raise typer.Exit(launch.run_ranks(train_rank, (ready.config, resume, only_profile), ready.num_ranks))
+        run = preflight(Request(config, changes, resume, run_dir))
+    if run.plan is not None and os.environ.get("RANK", "0") == "0":
+        model = run.config.model
+        print(show.as_text(run.plan, str(model.path or model.embedded)), flush=True)
+    raise typer.Exit(launch.run_ranks(train_rank, (run, only_profile), run.num_ranks))
 
 
 @app.command()
@@ -252,8 +254,8 @@ def rehearse(
         print(ask.plan(question, False, as_json)[0])
         raise typer.Exit(EXIT_DOES_NOT_FIT)
 
-    from ithaka.train.status import status
-    from ithaka.train.stop import heeding_interrupts
+    from ithaka.train.console import status
+    from ithaka.train.launch import heeding_interrupts
 
     with nullcontext() if as_json else status("loading PyTorch"), heeding_interrupts():
         from ithaka import rehearsal

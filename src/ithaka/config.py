@@ -1,7 +1,7 @@
 """The configuration: frozen dataclasses, YAML, dotted overrides, and errors that say what to do.
 
 Every instance is valid: each section converts and checks its own fields when it is made, also by
-`dataclasses.replace`. Checks that look at files or at the number of ranks are in `ithaka.train.check`.
+`dataclasses.replace`. Checks that look at files or at the number of ranks are in `ithaka.train.preflight`.
 This file imports no torch.
 """
 
@@ -12,6 +12,7 @@ import difflib
 import functools
 import operator
 import re
+import tempfile
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,6 +22,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import yaml
+
+# Of a run directory, in its config.yaml. 1: without a number; 2: plan.json has what each layer keeps.
+FORMAT = 2
 
 
 class ConfigError(ValueError):
@@ -338,6 +342,11 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(to_dict(config), sort_keys=False)
 
 
+def shown(value: object) -> str:
+    """As it is written in a configuration."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
@@ -357,6 +366,11 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
         return {}
     if not isinstance(tree, dict):
         raise ConfigError(f"config={path} holds no mapping; write sections such as `train:` with keys below them")
+    written = tree.pop("format", FORMAT)  # absent in files written by hand, and in those of format 1
+    if written not in range(1, FORMAT + 1):
+        raise ConfigError(
+            f"config={path} has format {written}, and this ithaka reads 1 to {FORMAT}; use the ithaka that wrote it"
+        )
     return tree
 
 
@@ -412,8 +426,7 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
     try:
         return _as(value, hint)
     except _Mismatch:
-        shown = str(value).lower() if isinstance(value, bool) else "null" if value is None else value
-        raise ConfigError(f"{name}={shown} is not accepted; use {_describe(hint)}") from None
+        raise ConfigError(f"{name}={shown(value)} is not accepted; use {_describe(hint)}") from None
 
 
 def _as(value: Any, hint: Any) -> Any:
@@ -506,3 +519,36 @@ def _check_limits(name: str, value: Any, limits: Mapping[str, float]) -> None:
             holds, words = _LIMITS[limit]
             if not holds(number, bound):
                 raise ConfigError(f"{name}={number} is out of range; use {words} {bound}")
+
+
+# ---- paths to write to: refused before the work, not after it
+
+
+def check_file(option: str, path: Path) -> None:
+    """Refuse a file that cannot be written, and leave no trace; `option` is what gave the path."""
+    try:
+        there = path.exists()
+        if there:
+            path.open("ab").close()
+        if not there or path.is_file():  # a device needs no room beside it
+            _check_folder(path.absolute().parent)
+    except OSError as error:
+        raise _cannot_write(option, path, error) from None
+
+
+def check_new_folder(option: str, path: Path) -> None:
+    """Refuse a folder that cannot be made, with its missing parents."""
+    try:
+        _check_folder(next(parent for parent in path.absolute().parents if parent.exists()))
+    except OSError as error:
+        raise _cannot_write(option, path, error) from None
+
+
+def _check_folder(folder: Path) -> None:
+    # Permissions do not tell all: root has them in /proc, where nothing can be made.
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def _cannot_write(option: str, path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{option}={path} cannot be written: {error.strerror}; give another path")

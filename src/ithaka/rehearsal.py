@@ -32,11 +32,11 @@ from ithaka.plan.seconds import layer_seconds
 from ithaka.plan.show import size
 from ithaka.profile.live import LiveBytes
 from ithaka.profile.times import Timeline
-from ithaka.train.budget import STORED
+from ithaka.train.console import status
 from ithaka.train.launch import EXIT_MEMORY
 from ithaka.train.optim import make_optimizer
-from ithaka.train.shortage import Shortage, Witness, explain, is_shortage
-from ithaka.train.status import status
+from ithaka.train.preflight import STORED
+from ithaka.train.watch import Shortage, Witness, is_shortage
 
 TINY_TOKENS = 1024  # per rank: a run whose activations are nothing beside the weights
 SHORT_DOCUMENT = 128 * 1024  # with memory_only, attention does not look further back
@@ -350,8 +350,8 @@ def run(plan: Plan, fixed: Mapping[str, Any], model: str, layers: int, memory_on
     except Exception as error:
         if not is_shortage(error):
             raise
-        shortage = Shortage(error, witness, plan, as_run)
-        print(explain(shortage, "the same command with", "--context "), file=sys.stderr)
+        shortage = Shortage(error, witness, few.shape, few.layout, few.hardware, few.work)
+        print(shortage.explain(model, "the same command with"), file=sys.stderr)
         return EXIT_MEMORY
     rows = compare(plan, measured, few)
     if as_json:

@@ -1,11 +1,26 @@
 """Checkpoints of a run, and the way from one to a Hugging Face directory.
 
-    RUN_DIR/model/                         config.json and tokenizer files: what export needs besides the
-    weights RUN_DIR/checkpoints/step-00000100/     torch.distributed.checkpoint files and state.json
-    RUN_DIR/latest                         one line, the name of the newest complete checkpoint
+    RUN_DIR/model/                       config.json and tokenizer files: what export needs besides the weights
+    RUN_DIR/checkpoints/step-00000100/   torch.distributed.checkpoint files and state.json
+    RUN_DIR/latest                       one line, the name of the newest complete checkpoint
 
 A checkpoint is written under a name that begins with a dot, synced, renamed, and only then named by `latest`;
 so whatever moment a run is killed at, `latest` names a complete one.  Every rank must see the same RUN_DIR.
+
+What may change when a run goes on (`ithaka train --resume RUN_DIR --set ...`):
+
+| changed                                   | then                                                            |
+|-------------------------------------------|-----------------------------------------------------------------|
+| train.run_dir                             | refused: the run stays where it is                              |
+| train.seed                                | refused: the order of the data comes from it                    |
+| data.path and its files, data.tokenizer,  | refused where other tokens would follow: the place in the data  |
+| data.text_field, data.validation_fraction | means nothing there. Files that have only moved are the same    |
+| model.path, model.embedded                | refused where the weights have another shape; told otherwise    |
+| everything else                           | told; on a known GPU refused where the run would not fit        |
+
+The place in the data is a token's, not a sequence's: with another context the next sequence starts at the token after
+the last one trained on, and nothing is skipped or repeated. What is told is on the console and at the head of the run's
+config.yaml, with the step it holds from.
 
 Tensors and RNG states go through torch.distributed.checkpoint, all else is JSON.  We pickle nothing
 ourselves, but torch keeps its own index (`.metadata`) as a pickle: resume and export only run directories you
@@ -16,9 +31,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,11 +46,19 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from ithaka.config import ConfigError
+from ithaka.config import Config, ConfigError, shown, to_dict
+from ithaka.config import load as load_config
+from ithaka.plan.shape import ModelShape, read_shape
 from ithaka.train.launch import is_out_of_memory
 
 FORMAT = 1
 STATE_FILE = "state.json"
+OTHER_VALIDATION = "validation losses before and after are of different text"
+NOTES = {
+    "data.context": f"the data goes on at the next token; {OTHER_VALIDATION}",
+    "data.validation_path": OTHER_VALIDATION,
+    "train.validate_sequences": OTHER_VALIDATION,
+}
 
 
 class CheckpointError(RuntimeError):
@@ -59,7 +83,7 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-# Saving
+# ---- saving
 
 
 def _sync_directory(path: Path) -> None:
@@ -146,7 +170,7 @@ def _all_checkpoints(root: Path) -> list[Path]:
     return sorted(path for path in root.glob("step-*") if path.is_dir())
 
 
-# Finding and loading
+# ---- finding and loading
 
 
 def problem(path: Path) -> str | None:
@@ -160,7 +184,7 @@ def problem(path: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError):
         return f"{STATE_FILE} is missing or damaged"
     if record.get("format") != FORMAT:
-        return f"its format is {record.get('format')}, this ithaka reads {FORMAT}"
+        return f"its format is {record.get('format')}, and this ithaka reads {FORMAT}: use the ithaka that wrote it"
     for name, num_bytes in sizes.items():
         file = path / name
         if not file.is_file():
@@ -198,6 +222,14 @@ def find(run_dir: Path) -> Path:
     raise ConfigError(f"{what}; {usable[0].name} is complete, to use it: echo {usable[0].name} > {run_dir / 'latest'}")
 
 
+def last_of(run_dir: Path) -> str:
+    """In a sentence."""
+    latest = run_dir / "latest"
+    if not latest.exists():
+        return "There is no checkpoint yet."
+    return f"The last checkpoint is {run_dir / 'checkpoints' / latest.read_text().strip()}."
+
+
 def read_state(path: Path) -> dict[str, Any]:
     return json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
 
@@ -223,7 +255,62 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     return state
 
 
-# Export
+# ---- going on
+
+
+def to_go_on_from(run_dir: Path, config: Config, shape: ModelShape) -> tuple[Path, dict[str, str]]:
+    """The latest checkpoint, and the settings that differ from the run's, by name, each in words.
+
+    Refuses what is known before the data is opened; the data itself refuses the rest."""
+    before, found = load_config(run_dir / "config.yaml"), find(run_dir)
+    step = read_state(found)["step"]
+    if step >= config.train.steps:
+        raise ConfigError(
+            f"train.steps={config.train.steps} is reached already by checkpoint {found}; "
+            f"to go on give more: --set train.steps={2 * step}"
+        )
+    if config.train.seed != before.train.seed:
+        raise ConfigError(
+            f"train.seed={config.train.seed} is not the run's {before.train.seed}, which the order of its data comes "
+            "from; leave it out"
+        )
+    saved = run_dir / "model" / "config.json"
+    if saved.is_file() and read_shape(saved) != shape:
+        model = f"path={config.model.path}" if config.model.path else f"embedded={config.model.embedded}"
+        raise ConfigError(
+            f"model.{model} has another shape than the model of {run_dir}; leave it out, or start a new run"
+        )
+    return found, _changes(before, config)
+
+
+def _changes(before: Config, after: Config) -> dict[str, str]:
+    """The run directory may have moved: it is none of them."""
+    old, new, changed = to_dict(before), to_dict(after), {}
+    for name in (f"{section}.{key}" for section, values in new.items() for key in values):
+        section, key = name.split(".")
+        if new[section][key] != old[section][key] and name != "train.run_dir":
+            note = f"; {NOTES[name]}" if name in NOTES else ""
+            changed[name] = f"{shown(new[section][key])} (was {shown(old[section][key])}){note}"
+    return changed
+
+
+def history(run_dir: Path, step: int, changed: Mapping[str, str]) -> str:
+    """The comments at the head of the run's config.yaml, with one more for each change."""
+    file = run_dir / "config.yaml"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    told = [line for line in lines if line.startswith("# ")]
+    told += [f"# after step {step}: {name}={words}" for name, words in changed.items()]
+    return "".join(line + "\n" for line in told)
+
+
+def same_validation_after(run_dir: Path) -> int:
+    """The step after which all validation was of the same text, from those comments; -1: always."""
+    text = (run_dir / "config.yaml").read_text(encoding="utf-8")
+    told = re.findall(rf"^# after step (\d+): .*{OTHER_VALIDATION}", text, re.M)
+    return max(map(int, told), default=-1)
+
+
+# ---- export
 
 
 def export(run_dir: Path, out_dir: Path, dtype: torch.dtype | None = None) -> Path:

@@ -1,7 +1,7 @@
 """What a run says while it goes: rank 0's console, metrics.jsonl and TensorBoard.
 
 The same record per step goes everywhere; `metrics.jsonl` holds one JSON object per line with the keys of
-`Record`.
+`Record`. This file imports no torch: while it loads, `status` says so.
 """
 
 from __future__ import annotations
@@ -10,22 +10,62 @@ import json
 import os
 import resource
 import sys
+import threading
+import time
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console as RichConsole
+from rich.live import Live
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.spinner import Spinner
+from rich.text import Text
 
 from ithaka.config import ConfigError
 from ithaka.plan.show import size
-from ithaka.profile.progress import Report
-from ithaka.train.status import AGAIN_S, status
+
+if TYPE_CHECKING:
+    from ithaka.profile.progress import Report
+
+PATIENCE_S = 5.0  # what takes less is not worth a line
+AGAIN_S = 30.0
+
+
+@contextmanager
+def status(what: str, again_s: float | None = AGAIN_S) -> Iterator[None]:
+    """Say `what` while the code inside runs: on a terminal at once, beside a spinner that goes when it is done;
+    elsewhere on a line once it takes long, and again every so often. Of all ranks, rank 0 speaks."""
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    screen = RichConsole(highlight=False, soft_wrap=True)
+    if sys.stdout.isatty() and not screen.is_dumb_terminal:  # rich calls a pipe a terminal where colours are forced
+        spinner = Spinner("dots", Text(f"{what} ..."))
+        with Live(spinner, console=screen, transient=True, redirect_stderr=sys.stderr.isatty()):
+            yield
+        return
+    done = threading.Event()
+    thread = threading.Thread(target=_remind, args=(what, again_s, done), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _remind(what: str, again_s: float | None, done: threading.Event) -> None:
+    start = time.monotonic()
+    wait_s: float | None = PATIENCE_S
+    while not done.wait(wait_s):
+        print(f"{what} ... {time.monotonic() - start:.0f} s", flush=True)
+        wait_s = again_s
 
 
 @dataclass(frozen=True)
@@ -95,15 +135,10 @@ def describe_progress(report: Report) -> str:
     """A step under way on one line."""
     parts = [report.phase or "starting", f"{report.percent:.0f}%"]
     if report.eta_s is not None:
-        parts.append(f"{duration(report.eta_s)} left")
+        parts.append(f"{timedelta(seconds=round(report.eta_s))} left")
     if report.flops_s is not None:
         parts.append(f"{report.flops_s / 1e12:.3g} TFLOP/s per rank")
     return "  ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """5025 -> '1:23:45'."""
-    return str(timedelta(seconds=round(seconds)))
 
 
 class Metrics:
@@ -118,10 +153,13 @@ class Metrics:
         os.replace(temporary, path)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
 
-    def write(self, record: Record | Report) -> None:
-        values = asdict(record)
-        if isinstance(record, Report):
-            values = {"step": record.step, "progress": values}
+    def write(self, record: Record) -> None:
+        self._write(asdict(record))
+
+    def write_progress(self, report: Report) -> None:
+        self._write({"step": report.step, "progress": asdict(report)})
+
+    def _write(self, values: dict[str, Any]) -> None:
         # One call per line: progress comes from a thread of its own.
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
@@ -144,28 +182,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [record for record in records if "progress" not in record]
 
 
-def tensorboard_writer(run_dir: Path, step: int = 0) -> Any:
-    """Events after `step` of an earlier process are hidden by TensorBoard itself."""
-    check_tensorboard()
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if step else None)
-
-
-def _write_events(writer: Any, record: Record) -> None:
-    for key, value in asdict(record).items():
-        if key != "step" and value is not None:
-            writer.add_scalar(key, value, record.step)
-    writer.flush()
-
-
-def check_tensorboard() -> None:
+def check_tensorboard() -> Any:
+    """TensorBoard's writer, which comes with an extra."""
     try:
-        import torch.utils.tensorboard  # noqa: F401
+        from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise ConfigError(
             "train.tensorboard=true needs an extra; pip install 'ithaka[tensorboard]', or set it to false"
         ) from None
+    return SummaryWriter
 
 
 class Console:
@@ -181,7 +206,10 @@ class Console:
             return
         self._rich = RichConsole(highlight=False, soft_wrap=True)
         self._metrics = Metrics(run_dir / "metrics.jsonl", step)
-        self._events = tensorboard_writer(run_dir, step) if tensorboard else None
+        self._events = None
+        if tensorboard:  # it hides an earlier process's events after `step` itself
+            folder = str(run_dir / "tensorboard")
+            self._events = check_tensorboard()(folder, purge_step=step + 1 if step else None)
 
     def start_progress(self, step: int) -> None:
         if not self.active or not self._rich.is_terminal:
@@ -229,7 +257,10 @@ class Console:
             return
         self._metrics.write(record)
         if self._events is not None:
-            _write_events(self._events, record)
+            for key, value in asdict(record).items():
+                if key != "step" and value is not None:
+                    self._events.add_scalar(key, value, record.step)
+            self._events.flush()
         if self._progress is None:
             self.say(f"step {record.step}/{self.num_steps}  {describe(record)}")
             return
@@ -241,7 +272,7 @@ class Console:
         """Where a long step is."""
         if not self.active:
             return
-        self._metrics.write(report)
+        self._metrics.write_progress(report)
         text = describe_progress(report)
         if self._progress is None:
             self.say(f"step {report.step}/{self.num_steps} under way: {text}")

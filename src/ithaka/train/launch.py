@@ -1,5 +1,7 @@
-"""Starts the ranks of a run on this machine, passes signals on, and reports one error for all of them.
+"""Start the ranks of a run on this machine, pass signals on, and report one error for all of them.
 
+PyTorch's elastic launcher starts the ranks, each in a session of its own, and ends them all when one fails. It runs in
+a thread, where it leaves signals alone: it would kill the ranks 30 seconds after one, and a step may take hours.
 Under torchrun the ranks are there already, and one rank needs no other process: both run in this process.
 Exit codes: 2 for a ConfigError, 3 for out of memory (device, host or disk), 1 for other failures,
 128 + signal when stopped at once.
@@ -9,19 +11,20 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import multiprocessing
+import logging
 import os
+import pickle
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 from ithaka.config import ConfigError
@@ -29,9 +32,10 @@ from ithaka.plan.host import num_cores
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_MEMORY = 1, 2, 3
 
-# Ranks that wait for a dead one notice it themselves within seconds (gloo) or never (NCCL).
-GRACE_S = 5.0
-SAME_S = 0.5
+# A rank that others wait for ends them: gloo's within seconds, NCCL's not at all. Errors that say no more than that
+# wait so long for a better one.
+GRACE_S = 2.0
+SAME_S = 0.5  # signals closer together are one: a terminal and a launcher, or `timeout`, send two
 CPU_RANKS = 2
 MAX_REPORT_CHARS = 16_000
 # Of CUDA and of what calls it (PyTorch, NCCL, Triton), of PyTorch's CPU allocator, of cuBLAS and cuDNN.
@@ -42,9 +46,9 @@ RankFunction = Callable[..., None]
 
 
 class SharedError(ConfigError):
-    """A refusal that every rank has."""
+    """Raised on every rank; rank 0 prints it."""
 
-    shared = True  # by all ranks: the first of them tells the user
+    shared = True
 
 
 def num_gpus() -> int:
@@ -55,7 +59,7 @@ def num_gpus() -> int:
 
 
 def gpu() -> tuple[str, int] | None:
-    """What the driver calls the first GPU, and its bytes; asked without starting CUDA in this process."""
+    """The driver's name of the first GPU, and its bytes; asked without starting CUDA in this process."""
     if num_gpus() == 0:
         return None
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
@@ -83,7 +87,7 @@ def decide_ranks(ranks: int | Literal["auto"], gpus: int) -> int:
 
 
 def run_ranks(function: RankFunction, args: tuple[Any, ...], num_ranks: int) -> int:
-    """Calls `function(*args)` in every rank and returns the exit code; a failure is printed once, to stderr.
+    """Call `function(*args)` in every rank and return the exit code; a failure is printed once, to stderr.
 
     The function must be importable and `args` picklable. The first SIGINT or SIGTERM is passed on to the
     ranks, which finish their step and save; the second ends them.
@@ -92,6 +96,9 @@ def run_ranks(function: RankFunction, args: tuple[Any, ...], num_ranks: int) -> 
     outcome = _call(function, args) if alone else _run_children(function, args, num_ranks)
     tell(outcome)
     return outcome.code
+
+
+# ---- how a rank ends
 
 
 @dataclass(frozen=True)
@@ -103,9 +110,13 @@ class Outcome:
     shared: bool = False  # every rank ends with the same
     time_s: float = field(default_factory=time.time)
 
+    @property
+    def explained(self) -> bool:
+        return self.code in (EXIT_CONFIG, EXIT_MEMORY) or self.shared
+
 
 def tell(outcome: Outcome) -> None:
-    """Prints its text to stderr; of ranks that share it the first does, and all return once it has: the end of one
+    """Print its text to stderr. Of ranks that share it, rank 0 prints, and all return once it has: the end of one
     makes torchrun end the others."""
     shared = outcome.shared and under_torchrun()
     if outcome.text and (not shared or os.environ["RANK"] == "0"):
@@ -118,7 +129,6 @@ def tell(outcome: Outcome) -> None:
 
 
 def _call(function: RankFunction, args: tuple[Any, ...]) -> Outcome:
-    """Calls the function and turns whatever it raises into an outcome."""
     try:
         function(*args)
         return Outcome(0)
@@ -134,14 +144,9 @@ def outcome_of(error: Exception) -> Outcome:
     if isinstance(error, ConfigError):
         return Outcome(EXIT_CONFIG, f"ConfigError: {error}", shared)
     code = EXIT_MEMORY if is_out_of_memory(error) else EXIT_FAILED
-    return Outcome(code, _explanation(error), shared)
-
-
-def _explanation(error: Exception) -> str:
-    """Our own errors say all there is to say; of others the traceback is wanted."""
-    if type(error).__module__.partition(".")[0] == "ithaka":
-        return f"{type(error).__name__}: {error}"
-    return traceback.format_exc()[-MAX_REPORT_CHARS:].rstrip()
+    if type(error).__module__.partition(".")[0] == "ithaka":  # our own errors say all there is to say
+        return Outcome(code, f"{type(error).__name__}: {error}", shared)
+    return Outcome(code, traceback.format_exc()[-MAX_REPORT_CHARS:].rstrip(), shared)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -152,147 +157,138 @@ def is_out_of_memory(error: BaseException) -> bool:
     return named or (isinstance(error, RuntimeError) and any(words in str(error) for words in MEMORY_WORDS))
 
 
-# In a child
+# ---- in a rank's process
 
 
-def _child(reports: Connection, function: RankFunction, args: tuple[Any, ...]) -> None:
-    # A session of its own: Ctrl-C in a terminal reaches the parent only, and each rank once, from the parent.
-    os.setsid()
+def child() -> None:
+    """The main program of a rank: calls the function that the folder named on the command line holds, and leaves its
+    outcome there if it failed."""
+    folder, rank = Path(sys.argv[1]), os.environ["RANK"]
     for number in SIGNALS:
         # Until the training loop installs its own handlers there is nothing to save.
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    threading.Thread(target=_die_with_parent, args=(os.getppid(),), daemon=True).start()
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    asked = folder / "signal"
+    if asked.exists():  # before this process could be told
+        os.kill(os.getpid(), int(asked.read_text()))
+    with (folder / "call").open("rb") as file:
+        sys.path[:] = pickle.load(file)
+        function, args = pickle.load(file)
     outcome = _call(function, args)
-    reports.send(outcome)
     sys.stdout.flush()
     sys.stderr.flush()
     if outcome.code:
+        (folder / f"telling-{rank}").write_bytes(pickle.dumps(outcome))
+        (folder / f"telling-{rank}").rename(folder / f"outcome-{rank}")
+        if not outcome.explained:
+            time.sleep(GRACE_S)
         # Without the usual clean-up: it can wait for ranks that will never answer.
         os._exit(outcome.code)
 
 
-def _die_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(EXIT_FAILED)
+def _die_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(EXIT_FAILED)
 
 
-# In the parent
-
-
-@dataclass
-class Rank:
-    process: BaseProcess
-    reports: Connection
-
-    def outcome(self, rank: int) -> Outcome:
-        """Of a process that has ended."""
-        with contextlib.suppress(EOFError, OSError):
-            if self.reports.poll():
-                return self.reports.recv()
-        code = self.process.exitcode
-        if code is not None and code < 0:
-            name = signal.Signals(-code).name
-            hint = "; the system kills processes when host memory runs out" if -code == signal.SIGKILL else ""
-            stopped = -code in SIGNALS
-            return Outcome(128 - code if stopped else EXIT_FAILED, f"rank {rank} was killed by {name}{hint}")
-        return Outcome(code or 0, f"rank {rank} exited with code {code}" if code else "")
+# ---- in the parent
 
 
 def _run_children(function: RankFunction, args: tuple[Any, ...], num_ranks: int) -> Outcome:
-    ranks: list[Rank] = []
-    with _forwarded_signals(ranks) as received:
-        try:
-            _start(ranks, function, args, num_ranks)
-            failed = _wait_for_failure(ranks)
-            outcomes = _outcomes_so_far(ranks, give_time=failed is not None and len(received) < 2)
-        finally:
-            _kill(ranks)
-    if len(received) > 1:
-        return Outcome(128 + received[0], f"stopped at once by a second {received[-1].name}")
-    bad = [outcome for outcome in outcomes if outcome.code]
-    return min(bad, key=_likely_cause) if bad else Outcome(0)
+    with tempfile.TemporaryDirectory(prefix="ithaka-") as name, _threads_for(num_ranks):
+        folder, untold = Path(name), list[Outcome]()
+        (folder / "call").write_bytes(pickle.dumps(sys.path) + pickle.dumps((function, args)))
+        thread = threading.Thread(target=_launch, args=(folder, num_ranks, untold), daemon=True)
+        with _forwarded_signals(folder) as received:
+            thread.start()
+            while thread.is_alive():  # in slices: Python runs signal handlers between them
+                thread.join(0.1)
+        if sys.stdout.isatty():
+            print("\x1b[?25h", end="", flush=True)  # the cursor, which rank 0 hides while it shows progress
+        if len(received) > 1:
+            return Outcome(128 + received[0], f"stopped at once by a second {received[-1].name}")
+        told = [pickle.loads(file.read_bytes()) for file in folder.glob("outcome-*")]
+        return min(told + untold, key=_likely_cause, default=Outcome(0))
 
 
 def _likely_cause(outcome: Outcome) -> tuple[int, float]:
     """Sorts the rank that failed first before those that failed because it was gone."""
-    explained = outcome.code in (EXIT_CONFIG, EXIT_MEMORY)
     killed = "was killed by" in outcome.text.partition("\n")[0]
-    return (0 if explained else 1 if killed else 2), outcome.time_s
+    return (0 if outcome.explained else 1 if killed else 2), outcome.time_s
 
 
-def _start(ranks: list[Rank], function: RankFunction, args: tuple[Any, ...], num_ranks: int) -> None:
-    context = multiprocessing.get_context("spawn")
-    port = _free_port()
-    # Blocked while children start, so that a signal finds either no child or one that can be told.
+def _launch(folder: Path, num_ranks: int, untold: list[Outcome]) -> None:
+    """Run the ranks; to `untold` go the ends of those that could not tell them."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import DefaultLogsSpecs, LaunchConfig, elastic_launch
+
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # what it says of a failure, we say
+    # Blocked in this thread, and so in the ranks until they can heed them.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=folder.name,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
+    )
     try:
-        for rank in range(num_ranks):
-            reader, writer = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(writer, function, args), name=f"rank {rank}")
-            # Set before the interpreter starts: OpenMP reads its variable when torch is imported.
-            with _environment(_rank_environment(rank, num_ranks, port)):
-                process.start()
-            writer.close()
-            ranks.append(Rank(process, reader))
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        elastic_launch(config, sys.executable)("-c", "from ithaka.train.launch import child; child()", str(folder))
+    except ChildFailedError as error:
+        first, _ = error.get_first_failure()
+        for rank, failure in error.failures.items():
+            ended_by_us = failure.exitcode == -signal.SIGTERM and rank != first
+            if not ended_by_us and not (folder / f"outcome-{rank}").exists():
+                untold.append(_end_of(rank, failure.exitcode))
+    except Exception as error:
+        untold.append(outcome_of(error))
 
 
-def _rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    threads = max(1, num_cores() // num_ranks)
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
-    }
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+def _end_of(rank: int, code: int) -> Outcome:
+    if code >= 0:
+        return Outcome(code, f"rank {rank} exited with code {code}")
+    hint = "; the system kills processes when host memory runs out" if -code == signal.SIGKILL else ""
+    text = f"rank {rank} was killed by {signal.Signals(-code).name}{hint}"
+    return Outcome(128 - code if -code in SIGNALS else EXIT_FAILED, text)
 
 
 @contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+def _threads_for(num_ranks: int) -> Iterator[None]:
+    """Share the cores among the ranks. OpenMP reads its variable when torch is imported: it must be there before."""
+    if "OMP_NUM_THREADS" in os.environ:
+        yield
+        return
+    os.environ["OMP_NUM_THREADS"] = str(max(1, num_cores() // num_ranks))
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        del os.environ["OMP_NUM_THREADS"]
 
 
 @contextlib.contextmanager
-def _forwarded_signals(ranks: list[Rank]) -> Iterator[list[signal.Signals]]:
-    """Passes the first signal on to the ranks, kills them at the second; yields the signals received.
-
-    Signals within SAME_S are one: `timeout` signals first its child, then the whole group.
-    """
+def _forwarded_signals(folder: Path) -> Iterator[list[signal.Signals]]:
+    """Pass the first signal on to the ranks, kill them at the second; yields the signals received."""
     received: list[signal.Signals] = []
     first_s = 0.0
 
-    def forward(number: int, frame: object) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
         nonlocal first_s
         if received and time.monotonic() - first_s < SAME_S:
             return
         first_s = first_s or time.monotonic()
         received.append(signal.Signals(number))
-        for rank in ranks:
-            if rank.process.is_alive() and rank.process.pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(rank.process.pid, number if len(received) == 1 else signal.SIGKILL)
+        (folder / "signal").write_text(str(int(number)))  # for ranks that are not there yet
+        for file in folder.glob("pid-*"):
+            with contextlib.suppress(ProcessLookupError, ValueError):  # gone, or not yet written
+                os.kill(int(file.read_text()), number if len(received) == 1 else signal.SIGKILL)
 
     before = {number: signal.signal(number, forward) for number in SIGNALS}
     try:
@@ -302,33 +298,52 @@ def _forwarded_signals(ranks: list[Rank]) -> Iterator[list[signal.Signals]]:
             signal.signal(number, handler)
 
 
-def _wait_for_failure(ranks: list[Rank]) -> Rank | None:
-    """Returns the first rank that failed, or None when all have ended well."""
-    while True:
-        # Read once per round: a rank that ends between two looks would be neither failed nor waited for.
-        codes = [rank.process.exitcode for rank in ranks]
-        if any(codes):
-            return next(rank for rank, code in zip(ranks, codes, strict=True) if code)
-        running = [rank.process.sentinel for rank, code in zip(ranks, codes, strict=True) if code is None]
-        if not running:
-            return None
-        wait(running)
+# ---- asked to stop: by Ctrl-C, a scheduler, or a launcher that passes it on
 
 
-def _outcomes_so_far(ranks: list[Rank], give_time: bool) -> list[Outcome]:
-    """Of the ranks that have ended by themselves, after some time to do so."""
-    deadline = time.monotonic() + (GRACE_S if give_time else 0)
-    for rank in ranks:
-        rank.process.join(max(0.0, deadline - time.monotonic()))
-    return [rank.outcome(i) for i, rank in enumerate(ranks) if rank.process.exitcode is not None]
+@contextlib.contextmanager
+def heeding_interrupts() -> Iterator[None]:
+    """Around imports: a Ctrl-C inside is a KeyboardInterrupt at the latest when they are done. While PyTorch's library
+    looks for numpy it drops every exception, and the import would go on as if nothing had been asked."""
+    asked = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        yield
+        return
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if asked:
+            raise KeyboardInterrupt
 
 
-def _kill(ranks: list[Rank]) -> None:
-    for rank in ranks:
-        if rank.process.exitcode is None:
-            rank.process.kill()
-    for rank in ranks:
-        rank.process.join()
-        rank.reports.close()
-    if sys.stdout.isatty():
-        print("\x1b[?25h", end="", flush=True)  # the cursor, which rank 0 hides while it shows progress
+class StopRequest:
+    """Ctrl-C or SIGTERM. The first asks the loop to stop after the step; a second leaves at once with 128 + signal."""
+
+    def __init__(self) -> None:
+        self.asked_at: float | None = None
+        self._old: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                self._old[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.asked_at is None:
+            self.asked_at = now
+        elif now - self.asked_at > SAME_S:
+            os._exit(128 + number)

@@ -1,46 +1,58 @@
-"""Rank 0's eyes on a run: progress of long steps, profiles of some, and facts for the report."""
+"""What is watched while a run goes: progress of long steps, profiles of some, facts for the report, and where memory
+ran out."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import os
+import re
 import statistics
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ithaka.config import Config
+from ithaka.config import shown
 from ithaka.data.stream import Batch
 from ithaka.dist.mesh import Mesh
-from ithaka.layout import layout_of
+from ithaka.layout import Layout, fixed_settings
+from ithaka.memory.store import StoreError
 from ithaka.model.batch import num_pairs
-from ithaka.phases import listening
-from ithaka.plan.hardware import find_gpu, gpu_named
+from ithaka.phases import PhasePath, listening
+from ithaka.plan.cost import FIRST_LAYER, RESERVE_BYTES, gpu_phases, memory
+from ithaka.plan.hardware import GPUS, Hardware, find_gpu, gpu_named
 from ithaka.plan.heads import slots_of
+from ithaka.plan.host import Host, host_capacity
 from ithaka.plan.seconds import step_seconds
-from ithaka.plan.shape import Work, shape_from_config
+from ithaka.plan.shape import ModelShape, Work
+from ithaka.plan.show import size
 from ithaka.profile.progress import Job, Progress
 from ithaka.profile.step import StepProfile, machine
 from ithaka.profile.times import StepTimes
+from ithaka.train import launch
 from ithaka.train.console import Console
+from ithaka.train.preflight import Run
 
 WARM_UP_STEPS = 1  # slower than the rest: kernels are chosen, memory is taken from the system
+Holders = dict[str, int]
 
 
-def job_of(config: Config, model: PreTrainedModel, mesh: Mesh) -> Job:
+def job_of(run: Run, mesh: Mesh) -> Job:
     """The run's step, as the planner sees it."""
-    shape = shape_from_config(model.config.to_dict())
-    layout = layout_of(config, shape.num_layers, mesh.world_size, on_gpu=mesh.device.type == "cuda")
-    name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
-    gpu = gpu_named(name) or find_gpu("CPU")
-    work = Work(config.data.context, config.train.batch)
-    return Job(shape, layout, work, config.train.accumulate, mesh.world_size, gpu)
+    gpu = (gpu_named(torch.cuda.get_device_name(mesh.device)) if mesh.device.type == "cuda" else None) or GPUS["CPU"]
+    work = dataclasses.replace(run.work, accumulate=1)
+    return Job(run.shape, run.layout, work, run.config.train.accumulate, run.num_ranks, gpu)
 
 
 def write_facts(run_dir: Path, job: Job, mesh: Mesh) -> None:
@@ -52,8 +64,7 @@ def write_facts(run_dir: Path, job: Job, mesh: Mesh) -> None:
         "peak_bytes": job.planned(),
     }
     if job.knows_rate:
-        seconds = step_seconds(job.shape, job.layout, job.hardware, job.work)
-        plan["seconds"] = dataclasses.asdict(seconds)
+        plan["seconds"] = dataclasses.asdict(step_seconds(job.shape, job.layout, job.hardware, job.work))
     (run_dir / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
 
 
@@ -70,21 +81,16 @@ class Watch:
     """Stands around every step. On other ranks than 0 it does nothing."""
 
     def __init__(
-        self,
-        config: Config,
-        model: PreTrainedModel,
-        optimizer: torch.optim.Optimizer,
-        mesh: Mesh,
-        console: Console,
+        self, run: Run, model: PreTrainedModel, optimizer: torch.optim.Optimizer, mesh: Mesh, console: Console
     ) -> None:
-        self.config, self.model, self.optimizer, self.mesh = config, model, optimizer, mesh
-        self.console = console
+        self.run, self.model, self.optimizer, self.mesh, self.console = run, model, optimizer, mesh, console
         self.device_peak_bytes = 0  # before the allocator's own count was reset by a profile
         self._plain_s: list[float] = []
         self._times: StepTimes | None = None  # of the step before a profile
         self._progress: Progress | None = None
         if console.active:
-            self.job = job_of(config, model, mesh)
+            self.job = job_of(run, mesh)
+            write_facts(run.run_dir, self.job, mesh)
             self._progress = Progress(mesh.device, console.progress)
 
     @contextmanager
@@ -93,7 +99,7 @@ class Watch:
         if self._progress is None:
             yield
             return
-        job = _with_documents(self.job, batches)
+        job = with_documents(self.job, batches)
         recorder = self._recorder(number, job)
         start = time.perf_counter()
         with listening(self._progress):
@@ -109,12 +115,14 @@ class Watch:
             self._times = recorder
         else:
             self._times = None
-            self._write(recorder, number)
+            plain, folder = self._plain_s[WARM_UP_STEPS:], self.run.run_dir / "profile" / f"step-{number}"
+            words = recorder.write(folder, number, statistics.median(plain) if plain else None)
+            self.console.say(f"Profile of step {number}, in {folder}:\n{words}")
 
     def _recorder(self, number: int, job: Job) -> StepProfile | StepTimes | None:
         device = self.mesh.device
         warm = len(self._plain_s) >= WARM_UP_STEPS
-        kind = what_to_record(number, self.config.profile.every, device.type == "cuda" and warm)
+        kind = what_to_record(number, self.run.config.profile.every, device.type == "cuda" and warm)
         if kind is None:
             return None
         if kind == "times":
@@ -122,24 +130,266 @@ class Watch:
         if device.type == "cuda":
             earlier = torch.cuda.max_memory_allocated(device)
             self.device_peak_bytes = max(self.device_peak_bytes, earlier)
-        return StepProfile(self.model, self.optimizer, device, _store(self.model), self._times, job)
-
-    def _write(self, profile: StepProfile, number: int) -> None:
-        run_dir = self.config.train.run_dir
-        assert run_dir is not None
-        plain = self._plain_s[WARM_UP_STEPS:]
-        folder = run_dir / "profile" / f"step-{number}"
-        words = profile.write(folder, number, statistics.median(plain) if plain else None)
-        self.console.say(f"Profile of step {number}, in {folder}:\n{words}")
+        store = getattr(self.model.model.layers[0].forward, "store", None)
+        return StepProfile(self.model, self.optimizer, device, store, self._times, job)
 
 
-def _with_documents(job: Job, batches: Sequence[Batch]) -> Job:
+def with_documents(job: Job, batches: Sequence[Batch]) -> Job:
     """With documents of one length that have as many query-key pairs as these batches': what attention's FLOPs are."""
     num_tokens = sum(batch.input_ids.numel() for batch in batches)
     pairs = sum(num_pairs(batch.document_ids, [None]) for batch in batches)
     return dataclasses.replace(job, work=dataclasses.replace(job.work, document_tokens=round(2 * pairs / num_tokens)))
 
 
-def _store(model: nn.Module) -> Any:
-    layer = model.model.layers[0]  # type: ignore[union-attr,index]
-    return getattr(layer.forward, "store", None)  # type: ignore[union-attr]
+# ---- out of memory
+
+
+def is_shortage(error: BaseException | None) -> bool:
+    """Of memory on the device or the host, or of room in the store."""
+    return error is not None and (isinstance(error, StoreError) or launch.is_out_of_memory(error))
+
+
+class Witness:
+    """Listens to phases, and remembers where a run was and what it held when memory ran out.
+
+    An error ends the phases that it passes through; the first of them is where it happened.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.path: PhasePath = ()
+        self.before: PhasePath = ()  # the innermost phase left last, for what happens between phases
+        self.used_bytes: int | None = None  # by this process on the device; on a CPU, in all
+        self.process_bytes: int | None = None  # of host memory, in all
+        self.others_bytes = 0  # of a GPU, by other processes and the driver
+        self.scattered_bytes = 0  # held by the allocator in pieces that nobody uses
+        self._owners: tuple[nn.Module, torch.optim.Optimizer] | None = None
+
+    def enter(self, path: PhasePath) -> None:
+        self.path, self.used_bytes = path, None
+
+    def leave(self, path: PhasePath) -> None:
+        if is_shortage(sys.exc_info()[1]):
+            self.measure()
+            return
+        self.path = path[:-1]
+        if path[-1] != "copies" and self.before[: len(path)] != path:
+            self.before = path
+
+    def measure(self) -> None:
+        """Once: what an error lets go of on its way up must not be missing."""
+        if self.used_bytes is not None:
+            return
+        self.process_bytes = psutil.Process().memory_info().rss
+        if self.device.type != "cuda":
+            self.used_bytes = self.process_bytes
+            return
+        reserved, (free, total) = torch.cuda.memory_reserved(self.device), torch.cuda.mem_get_info(self.device)
+        self.used_bytes = torch.cuda.memory_allocated(self.device)
+        self.scattered_bytes = reserved - self.used_bytes
+        self.others_bytes = max(0, total - free - reserved)
+
+    def know(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._owners = (model, optimizer)
+
+    def states(self) -> Holders:
+        """What the device holds from step to step, where it is known whose that is."""
+        if self._owners is None:
+            return {}
+        model, optimizer = self._owners
+        states = (value for state in optimizer.state.values() for value in state.values())
+        return {
+            "parameters": self._sum(model.parameters()),
+            "gradients": self._sum(p.grad for p in model.parameters() if p.grad is not None),
+            "optimizer": self._sum(value for value in states if isinstance(value, Tensor)),
+        }
+
+    def _sum(self, tensors: Iterable[Tensor]) -> int:
+        local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+        return sum(t.nbytes for t in local if t.device.type == self.device.type)
+
+    @property
+    def where(self) -> str:
+        if self.path:
+            return f"in {' / '.join(self.path)}"
+        return f"after {' / '.join(self.before)}" if self.before else "before the first phase"
+
+
+def headline(error: BaseException, witness: Witness) -> str:
+    """What ran out and where: needs no plan, and nothing that can fail."""
+    rank = f"rank {os.environ.get('RANK', '0')}, {witness.where}"
+    if isinstance(error, StoreError):
+        return f"{rank}: {error}"
+    on_gpu = _tier(error, witness) == "GPU" and witness.device.type == "cuda"
+    used = witness.used_bytes if on_gpu else witness.process_bytes
+    first_line = (str(error).splitlines() or [type(error).__name__])[0]
+    asked = f"{size(_asked_bytes(error))} more were asked for" if _asked_bytes(error) else first_line
+    beside = f", beside {size(used)} in use" if used is not None else ""
+    return f"{rank}: no {'GPU' if on_gpu else 'host'} memory left: {asked}{beside}"
+
+
+def _tier(error: BaseException, witness: Witness) -> str:
+    if isinstance(error, StoreError):
+        return error.tier
+    on_host = isinstance(error, MemoryError | OSError) or "DefaultCPUAllocator" in str(error)
+    return "host" if on_host and witness.device.type == "cuda" else "GPU"
+
+
+def _asked_bytes(error: BaseException) -> int:
+    """What the allocator says that it was asked for; 0 where it does not say."""
+    found = re.search(r"tried to allocate ([\d.]+) ?(bytes|[KMG]iB)", str(error), re.IGNORECASE)
+    units = ("bytes", "kib", "mib", "gib")
+    return int(float(found[1]) * 1024 ** units.index(found[2].lower())) if found else 0
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """What there was too little of, and the plan at work."""
+
+    error: BaseException
+    witness: Witness
+    shape: ModelShape
+    layout: Layout
+    hardware: Hardware
+    work: Work
+
+    @property
+    def tier(self) -> str:
+        return _tier(self.error, self.witness)
+
+    def planned_here(self, layout: Layout | None = None) -> Holders:
+        """What the plan, or another layout, has on the device in the phase in which this happened."""
+        witness = self.witness
+        return planned_at(self.shape, layout or self.layout, self.hardware, self.work, witness.path or witness.before)
+
+    def explain(self, model: str, again: str) -> str:
+        """In words. `model`: for `ithaka plan`. `again`: the command that takes other settings as `--set`."""
+        self.witness.measure()
+        lines = [headline(self.error, self.witness)]
+        lines += self._device_lines() if self.tier == "GPU" else [self._outside_line()]
+        return "\n".join([*lines, *self._ways_out(model, again)])
+
+    def _device_lines(self) -> Iterator[str]:
+        witness, asked = self.witness, _asked_bytes(self.error)
+        ledger = memory(self.shape, self.layout, self.hardware, self.work)
+        here, states = self.planned_here(), witness.states()
+        here = {name: here.pop(name) for name in states} | {"all else": sum(here.values())}
+        measured = states | {"all else": (witness.used_bytes or 0) - sum(states.values())}
+        yield f"  {'':<12}{'planned here':>14}{'measured':>14}"
+        for name, num_bytes in here.items():
+            yield f"  {name:<12}{size(num_bytes):>14}{size(measured[name]):>14}"
+        yield f"  {'asked for':<12}{'':>14}{size(asked):>14}"
+        yield f"  {'together':<12}{size(sum(here.values())):>14}{size((witness.used_bytes or 0) + asked):>14}"
+        yield (
+            f"  planned peak: {size(ledger.gpu_peak - ledger.gpu['reserve'])} in {ledger.phase}, with "
+            f"{size(ledger.gpu['reserve'])} in reserve, of {size(ledger.gpu_bytes)}"
+        )
+        if witness.device.type != "cuda":
+            yield "  measured is the whole process, with Python and its libraries"
+        if witness.others_bytes > RESERVE_BYTES:
+            yield f"  {size(witness.others_bytes)} of this GPU are held by other processes: end them, or use another"
+        if asked and witness.scattered_bytes >= asked:
+            yield (
+                f"  {size(witness.scattered_bytes)} are free in pieces that are too small: "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True joins them"
+            )
+
+    def _outside_line(self) -> str:
+        """The reserve is left out: nobody holds it."""
+        ledger = memory(self.shape, self.layout, self.hardware, self.work)
+        all_of_them = ledger.host if self.tier == "host" else ledger.disk
+        held = {name: num_bytes for name, num_bytes in all_of_them.items() if num_bytes and name != "reserve"}
+        there = ledger.host_bytes if self.tier == "host" else ledger.disk_bytes
+        parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in held.items())
+        return f"  planned per node: {size(sum(held.values()))} of {size(there)} ({parts})"
+
+    def _ways_out(self, model: str, again: str) -> Iterator[str]:
+        """One setting that needs less of what ran out, and the planner's line, which says what fits with it."""
+        changes, hardware = self._leaner(), self.hardware
+        context = self.work.context // (1 if changes else 2)
+        words = "".join(f" --set {name}={shown(value)}" for name, value in changes.items())
+        if changes:
+            yield f"Less is needed{' there' if self.tier == 'GPU' else ''} with:"
+            yield f"  {again}{words}"
+        else:
+            yield "No other setting needs less: use more ranks or less context"
+        if hardware.gpu.name == "CPU":
+            return
+        yield "What fits, and how fast it will be:"
+        known = hardware.gpu.name in GPUS
+        gpus = hardware.name if known else f"{hardware.name.rpartition('x')[0]} --gpu-file GPU.json"
+        room = f"--host-memory {hardware.host_bytes // 10**9}GB"
+        room += f" --disk {hardware.disk_bytes // 10**9}GB" if hardware.disk_bytes else ""
+        batch = f" --batch {self.work.batch}" if self.work.batch > 1 else ""
+        yield f"  ithaka plan {model} --gpus {gpus} --context {context}{batch} {room}{words}"
+        if not known:
+            yield "  (GPU.json: ithaka bench device --out GPU.json)"
+
+    def _leaner(self) -> dict[str, Any]:
+        """The first setting of a few that needs less of what ran out."""
+        layout, now = self.layout, sum(self.planned_here().values())
+        if self.tier != "GPU":
+            if layout.keep_attention:
+                return {"memory.keep_attention": "none"}
+            return {"memory.offload": "disk"} if self.tier == "host" else {}
+        tries: dict[str, Any] = {"memory.checkpoint": "full", "memory.offload": "host"}
+        tries |= {"parallel.heads_per_stage": layout.cp, "memory.overlap": False}
+        tries["memory.tile_tokens"] = max(1, (layout.tile_tokens or self.work.local_tokens(layout.cp)) // 2)
+        if self.hardware.gpu.name == "CPU":  # its memory is the host's
+            del tries["memory.offload"]
+        for name, value in tries.items():
+            fixed = fixed_settings({name: value}, self.shape.num_layers, self.hardware.num_gpus)
+            if sum(self.planned_here(layout.but(**fixed)).values()) < now:
+                return {name: value}
+        return {}
+
+
+def planned_at(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work, path: PhasePath) -> Holders:
+    """What a plan has on the device in a phase, by holder, reserve left out; where it names no layer, at most."""
+    phases = dict(gpu_phases(shape, layout, hardware, work))
+    layers = [name for name in phases if name.startswith("backward") and name.endswith("layer")]
+    names = {"loss forward": ["loss"], "loss backward": ["loss"], "optimizer": ["update"], "embedding": ["forward"]}
+    names |= {"forward": ["forward"], "backward": layers}
+    alike = {name: phases[name] for part in path for name in names.get(part, ())} or phases
+    layer = next((int(name.split()[1]) for name in path if re.fullmatch(r"layer \d+", name)), None)
+    if layer is None:
+        return max(alike.values(), key=lambda holders: sum(holders.values()))
+    if layer == 0 and FIRST_LAYER in alike:
+        return alike[FIRST_LAYER]
+    # The figures are the last layer's; below it fewer layers have kept something.
+    found = next(iter(alike.values()))
+    return {**found, "kept activations": found["kept activations"] * (layer + 1) // shape.num_layers}
+
+
+def hardware_here(run: Run, device: torch.device, host: Host) -> Hardware:
+    """For the figures of an explanation. `host`: what was free before the run took any."""
+    ranks = math.gcd(run.num_ranks, run.local_ranks)
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        gpu = gpu_named(properties.name) or dataclasses.replace(find_gpu("H100"), name=properties.name)
+        gpu, host_bytes = dataclasses.replace(gpu, memory_bytes=properties.total_memory), host.memory_bytes
+    else:
+        host_bytes = host_capacity()
+        gpu = dataclasses.replace(GPUS["CPU"], memory_bytes=host_bytes // run.local_ranks)
+    memory_config = run.config.memory
+    to_disk = "disk" in (memory_config.offload, memory_config.attention_offload)
+    return Hardware(
+        gpu,
+        gpus_per_node=ranks,
+        num_nodes=run.num_ranks // ranks,
+        host_bytes=host_bytes * ranks // run.local_ranks,
+        disk_bytes=host.disk_bytes * ranks // run.local_ranks if to_disk else 0,
+    )
+
+
+def explain_shortage(run: Run, error: Exception, witness: Witness, host: Host) -> str:
+    """Never fails: whatever goes wrong in here, the run has ended for want of memory."""
+    try:
+        witness.measure()  # first: what is told without a plan has it too
+        saved = (run.run_dir / "latest").exists()
+        again = f"ithaka train --resume {run.run_dir}" if saved else "the same command with another --run-dir and"
+        hardware = hardware_here(run, witness.device, host)
+        shortage = Shortage(error, witness, run.shape, run.layout, hardware, run.work)
+        return shortage.explain(str(run.config.model.path or run.run_dir / "model"), again)
+    except Exception as failure:
+        return f"{headline(error, witness)}\nNo other settings were found ({type(failure).__name__}: {failure})"

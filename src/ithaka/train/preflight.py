@@ -1,0 +1,567 @@
+"""Turn what a command was told, and the machines it has, into a validated run: before any rank starts, and before
+anything is written.
+
+Under torchrun every rank does this. If a check fails on any rank, it is raised on all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import torch.distributed as dist
+
+from ithaka.config import (
+    CPU_DEFAULT,
+    GPU_DEFAULT,
+    Config,
+    ConfigError,
+    check_effects,
+    embedded_model,
+    given,
+    load,
+    shown,
+    to_yaml,
+)
+from ithaka.dist.mesh import start_process_group
+from ithaka.layout import SETTINGS, Layout, layout_of
+from ithaka.ops.kernels import KERNELS
+from ithaka.plan.cost import Ledger, memory
+from ithaka.plan.hardware import GPUS, Gpu, Hardware, gpu_named, least_gpu
+from ithaka.plan.host import this_host
+from ithaka.plan.search import Plan, decide
+from ithaka.plan.shape import ModelShape, Work, read_shape, shape_from_config
+from ithaka.plan.show import size
+from ithaka.train import checkpoint, launch
+from ithaka.train.console import check_tensorboard
+from ithaka.train.launch import SharedError, under_torchrun
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Holders = dict[str, int]
+
+# The ledger's names.
+STORED = ("layer inputs", "kept attention", "on the way to disk")
+STATES = "parameters, gradients, optimizer"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a command was told: a file of settings and changes to them, or a run to go on with."""
+
+    file: Path | None
+    changes: list[str]
+    resume: Path | None = None
+    run_dir: Path | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A validated run, the same on every rank."""
+
+    config: Config  # every setting decided, train.run_dir set
+    num_ranks: int
+    shape: ModelShape
+    layout: Layout
+    plan: Plan | None = None  # the planner's, where it decided anything
+    checkpoint: Path | None = None  # to go on from
+    changed: Mapping[str, str] = field(default_factory=dict)  # settings that differ from the run's so far, in words
+
+    @property
+    def run_dir(self) -> Path:
+        assert self.config.train.run_dir is not None, "resolved before the ranks start: one name for all of them"
+        return self.config.train.run_dir
+
+    @property
+    def work(self) -> Work:
+        return Work(self.config.data.context, self.config.train.batch, accumulate=self.config.train.accumulate)
+
+    @property
+    def on_gpu(self) -> bool:
+        return launch.num_gpus() > 0
+
+    @property
+    def local_ranks(self) -> int:
+        return local_ranks(self.num_ranks)
+
+
+def preflight(request: Request) -> Run:
+    """Resolve, plan and check the configuration."""
+    told = together(_told, request)
+    return together(_decide, request, gathered(told))
+
+
+def _told(request: Request) -> tuple[Config, Machine]:
+    """What this rank was told, and the machine it has for it."""
+    config = _resolve(request)
+    return config, machine_here(config, launch.decide_ranks(config.parallel.ranks, launch.num_gpus()), launch.gpu())
+
+
+def _decide(request: Request, everyone: Sequence[tuple[Config, Machine]]) -> Run:
+    """The same on every rank, from what they all were told and have. A run that goes on keeps its settings."""
+    configs, machines = [config for config, _ in everyone], [machine for _, machine in everyone]
+    check_ranks_agree(configs)
+    config, plan = configs[0], None
+    num_ranks = launch.decide_ranks(config.parallel.ranks, launch.num_gpus())
+    if request.resume is None:
+        told = given(request.file, request.changes, _defaults(request))
+        config, plan = planned(config, told, num_ranks, machines)
+    run = dataclasses.replace(validated(config, num_ranks, request.resume), plan=plan)
+    if request.resume is not None:
+        check_still_fits(config, given(None, request.changes), num_ranks, machines)
+    return run
+
+
+def validated(config: Config, num_ranks: int, resume: Path | None = None) -> Run:
+    """A run with these settings. Raises ConfigError unless it can start; cheap checks first."""
+    if resume is None:
+        check_run_dir(config.train.run_dir)
+    shape = model_shape(config)
+    check_cp(config, num_ranks, shape)
+    check_heads(config, num_ranks, shape)
+    check_disk(config)
+    check_memory(config, shape)
+    layout = layout_of(config, shape.num_layers, num_ranks, launch.num_gpus() > 0)
+    run = Run(config, num_ranks, shape, layout)
+    check_budgets(run)
+    check_weights(config.model.path)
+    check_kernel(config)
+    if config.train.tensorboard:
+        check_tensorboard()
+    if resume is not None:
+        found, changed = checkpoint.to_go_on_from(resume, config, shape)
+        run = dataclasses.replace(run, checkpoint=found, changed=changed)
+    from ithaka.data.open import check as check_data  # late: it imports transformers, and cheap checks answer at once
+
+    check_data(config.data, shape.vocab, config.model.path)
+    return run
+
+
+# ---- one answer for all ranks
+
+
+def together(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What `function` returns on this rank; if it raises ConfigError on any rank, SharedError on all.
+
+    Every rank must call it, and the function must not communicate. A rank that any other error ends closes its
+    connections, which is how the others notice.
+    """
+    if not _others():
+        return function(*args, **kwargs)
+    refusal = None
+    try:
+        result = function(*args, **kwargs)
+    except ConfigError as error:
+        refusal = str(error)
+    refusals = gathered((socket.gethostname(), refusal))
+    if any(text is not None for _, text in refusals):
+        raise SharedError(refusal_of_ranks(refusals))
+    return result
+
+
+def gathered(mine: T) -> list[T]:
+    """Every rank's, in order. Communicates, unless this process is alone."""
+    if not _others():
+        return [mine]
+    answers = [mine] * dist.get_world_size()
+    dist.all_gather_object(answers, mine)
+    return answers
+
+
+def _others() -> bool:
+    """Whether other ranks take part; then they can be reached."""
+    if under_torchrun():
+        start_process_group()
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def refusal_of_ranks(refusals: Sequence[tuple[str, str | None]]) -> str:
+    """The first refusal of each host, whose ranks differ in figures at most; ranks are named unless all have one, and
+    the hosts the same."""
+    first: dict[str, tuple[int, str]] = {}
+    for rank, (host, text) in enumerate(refusals):
+        if text is not None:
+            first.setdefault(host, (rank, text))
+    texts = {text for _, text in first.values()}
+    if len(texts) == 1 and all(text is not None for _, text in refusals):
+        return texts.pop()
+    return "\n".join(f"rank {rank} on {host}: {text}" for host, (rank, text) in first.items())
+
+
+def check_ranks_agree(configs: Sequence[Config]) -> None:
+    """Refuse ranks with different settings, whose collectives would wait for each other for ever: under torchrun every
+    node reads its own file."""
+    texts = [to_yaml(config) for config in configs]
+    for rank, text in enumerate(texts):
+        for first, other in itertools.zip_longest(texts[0].splitlines(), text.splitlines(), fillvalue=""):
+            if first != other:
+                raise ConfigError(
+                    f"rank 0 has `{first.strip()}` and rank {rank} `{other.strip()}`; give every node the same settings"
+                )
+
+
+# ---- the configuration
+
+
+def _resolve(request: Request) -> Config:
+    """The settings of the run, with its run directory and the length of its learning-rate schedule."""
+    if request.resume is None:
+        config = load(request.file, request.changes, _defaults(request))
+        run_dir = request.run_dir or config.train.run_dir or _default_run_dir()
+    else:
+        config, run_dir = _resumed(request, request.resume), request.resume
+    optim = dataclasses.replace(config.optim, decay_steps=config.optim.decay_steps or config.train.steps)
+    return dataclasses.replace(config, optim=optim, train=dataclasses.replace(config.train, run_dir=run_dir))
+
+
+def _defaults(request: Request) -> dict[str, dict[str, Any]]:
+    """Made for the embedded models: a model of the user's own starts from the plain defaults instead."""
+    own_model = any(change.replace(" ", "").startswith("model.path=") for change in request.changes)
+    if request.file is not None or own_model:
+        return {}
+    return GPU_DEFAULT if launch.num_gpus() else CPU_DEFAULT
+
+
+def _resumed(request: Request, resume: Path) -> Config:
+    if request.file is not None:
+        raise ConfigError(f"config={request.file} cannot be given with --resume {resume}; change settings with --set")
+    if request.run_dir is not None:
+        raise ConfigError(f"--run-dir {request.run_dir} cannot be given with --resume {resume}; leave it out")
+    if "train.run_dir" in given(None, request.changes):
+        raise ConfigError(f"--set train.run_dir cannot be given with --resume {resume}; leave it out")
+    if not (resume / "config.yaml").is_file():
+        raise ConfigError(f"--resume {resume} holds no config.yaml; give the directory of an earlier run")
+    before = load(resume / "config.yaml")
+    kept = f"optim.decay_steps={before.optim.decay_steps or before.train.steps}"
+    return load(resume / "config.yaml", [kept, *request.changes])
+
+
+def _default_run_dir() -> Path:
+    """A new name per run, the same on every rank: under torchrun it comes from the job, not the clock."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    job = os.environ["TORCHELASTIC_RUN_ID"]
+    return Path("runs") / f"torchrun-{job if job != 'none' else os.environ['MASTER_PORT']}"
+
+
+def model_shape(config: Config) -> ModelShape:
+    if config.model.path is None:
+        return shape_from_config(embedded_model(config.model.embedded), f"model.embedded={config.model.embedded}")
+    return read_shape(config.model.path)
+
+
+# ---- the planner's part
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The node of one rank: what its GPU has in all, and what of host memory and disk is free before the run takes
+    any, which is what the checks before the start and the store go by."""
+
+    gpu_name: str | None
+    gpu_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    local_ranks: int
+
+
+def local_ranks(num_ranks: int) -> int:
+    """Ranks of this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+
+
+def machine_here(config: Config, num_ranks: int, gpu: tuple[str, int] | None) -> Machine:
+    """This rank's. `gpu`: its name and its bytes."""
+    check_disk(config)
+    memory, host = config.memory, this_host(config.memory.disk_path)
+    to_disk = memory.disk_path is not None or "disk" in (memory.offload, memory.attention_offload)
+    name, gpu_bytes = gpu or (None, sys.maxsize)
+    return Machine(name, gpu_bytes, host.memory_bytes, host.disk_bytes if to_disk else 0, local_ranks(num_ranks))
+
+
+def planned(config: Config, given: Set[str], num_ranks: int, machines: Sequence[Machine]) -> tuple[Config, Plan | None]:
+    """`config` with every setting that is not `given` taken from the fastest plan that fits, and that plan.
+
+    The same machines give the same plan on every rank. Without a GPU that the hardware table knows, with
+    memory.plan=off, or in another precision than bfloat16, which is what the table's rates are for, the configuration
+    stays as it is.
+    """
+    hardware = _hardware_to_plan_for(config, num_ranks, machines)
+    if hardware is None:
+        return config, None
+    plan = decide(config, given, model_shape(config), hardware)
+    if not plan.fits:
+        raise ConfigError(_does_not_fit(config, plan))
+    return _with(config, plan.settings, given), plan
+
+
+def check_still_fits(config: Config, given: Set[str], num_ranks: int, machines: Sequence[Machine]) -> None:
+    """For a run that goes on, with settings that were made for the machines and the sequences it had."""
+    hardware = _hardware_to_plan_for(config, num_ranks, machines)
+    if hardware is None:
+        return
+    shape, cp = model_shape(config), config.parallel.cp_of(num_ranks)
+    layout = layout_of(config, shape.num_layers, num_ranks, on_gpu=True)
+    if memory(shape, layout, hardware, Work(config.data.context, config.train.batch)).fits:
+        return
+    # Another cp changes how many sequences a step has: only where no settings fit with this one.
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, cp=cp))
+    plans = (decide(config, names, shape, hardware) for names in ({*given, "parallel.cp"}, given))
+    other = next((_with(config, plan.settings, given) for plan in plans if plan.fits), None)
+    if other is None:
+        raise ConfigError(_does_not_fit(config, decide(config, given, shape, hardware)))
+    values = {name: attrgetter(name) for name in (*SETTINGS, "memory.disk_path")}
+    ways = " ".join(f"--set {name}={shown(of(other))}" for name, of in values.items() if of(other) != of(config))
+    raise ConfigError(
+        f"data.context={config.data.context} with train.batch={config.train.batch} on {num_ranks} ranks does not fit "
+        f"with the run's settings; add {ways}, which is planned to fit, or --set memory.plan=off to try anyway"
+    )
+
+
+def _hardware_to_plan_for(config: Config, num_ranks: int, machines: Sequence[Machine]) -> Hardware | None:
+    if config.memory.plan == "off" or config.model.dtype not in ("auto", "bfloat16"):
+        return None
+    return hardware_of(machines, num_ranks)
+
+
+def hardware_of(machines: Sequence[Machine], num_ranks: int) -> Hardware | None:
+    """A machine that every rank's can stand for: of each figure the least; None with a GPU that the table lacks.
+
+    Nodes with different numbers of ranks count as more nodes of as many ranks as divide them all, and `num_ranks`:
+    one rank alone knows its own node only.
+    """
+    known = [gpu for gpu in map(_gpu, machines) if gpu is not None]
+    if len(known) < len(machines):
+        return None
+    ranks = math.gcd(num_ranks, *(machine.local_ranks for machine in machines))
+    return Hardware(
+        least_gpu(known),
+        gpus_per_node=ranks,
+        num_nodes=num_ranks // ranks,
+        host_bytes=min(machine.host_bytes * ranks // machine.local_ranks for machine in machines),
+        disk_bytes=min(machine.disk_bytes * ranks // machine.local_ranks for machine in machines),
+    )
+
+
+def _gpu(machine: Machine) -> Gpu | None:
+    gpu = gpu_named(machine.gpu_name) if machine.gpu_name else None
+    return gpu and dataclasses.replace(gpu, memory_bytes=min(gpu.memory_bytes, machine.gpu_bytes))
+
+
+def _with(config: Config, chosen: Mapping[str, Any], given: Set[str]) -> Config:
+    for name, value in chosen.items():
+        section, key = name.split(".")
+        if name in given and getattr(getattr(config, section), key) != "auto":
+            continue
+        changed = dataclasses.replace(getattr(config, section), **{key: value})
+        config = dataclasses.replace(config, **{section: changed})
+    if "disk" not in (config.memory.offload, config.memory.attention_offload):
+        config = dataclasses.replace(config, memory=dataclasses.replace(config.memory, disk_path=None))
+    return config
+
+
+def _does_not_fit(config: Config, plan: Plan) -> str:
+    words = {"GPU": ("each GPU", ""), "host": ("host memory", " free"), "disk": ("disk", " free")}
+    short = [
+        f"{size(need)} of {words[tier][0]}, which has {size(have)}{words[tier][1]}"
+        for tier, (need, have) in plan.ledger.tiers.items()
+        if need > have
+    ]
+    nearest = ", ".join(f"{name}={value}" for name, value in plan.settings.items() if value is not None)
+    return (
+        f"data.context={config.data.context} does not fit: the nearest plan ({nearest}) needs "
+        f"{' and '.join(short)}; use less context, more ranks or memory.disk_path, or memory.plan=off to try anyway"
+    )
+
+
+# ---- host memory and disk
+
+
+def check_budgets(run: Run) -> None:
+    """Refuse what certainly does not fit; the rest of what a process needs is not counted."""
+    have = this_host(run.config.memory.disk_path)
+    host, disk = needs(run)
+    ranks = f"for {run.local_ranks} ranks"
+    _check_room(run, host, have.memory_bytes, f"host memory {ranks}", "free")
+    _check_room(run, disk, have.disk_bytes, f"disk {ranks}", f"free in {have.disk_path}")
+    if not run.on_gpu:
+        _check_ram(run, have.memory_bytes)
+
+
+def needs(run: Run) -> tuple[Holders, Holders]:
+    """(host, disk): bytes per holder on this machine, of all its ranks together."""
+    ledger, ranks = _ledger(run)
+    times = run.local_ranks // ranks
+    host = {name: times * num_bytes for name, num_bytes in ledger.host.items() if num_bytes and name != "reserve"}
+    return host, {name: times * num_bytes for name, num_bytes in ledger.disk.items() if num_bytes}
+
+
+def ram_needs(run: Run) -> Holders:
+    """Without a GPU the device's memory is the host's: bytes per holder at the planned peak, of all ranks here."""
+    held = {name: run.local_ranks * each for name, each in _ledger(run)[0].gpu.items() if each and name != "reserve"}
+    return held | needs(run)[0]
+
+
+def _ledger(run: Run) -> tuple[Ledger, int]:
+    """Also the ranks that its host and disk stand for: as many as divide all, since machines may differ in theirs."""
+    ranks = math.gcd(run.num_ranks, run.local_ranks)
+    hardware = Hardware(GPUS["CPU"], ranks, run.num_ranks // ranks)
+    return memory(run.shape, run.layout, hardware, run.work), ranks
+
+
+def store_host_bytes(run: Run) -> int | None:
+    """What one rank's store may hold in host memory: its share of what is free; with the disk tier only what
+    is on its way, so that a disk that is too slow slows the run down instead of filling the memory."""
+    host, disk = needs(run)
+    kept = sum(host.get(name, 0) for name in STORED)
+    if not kept and not disk:
+        return None
+    share = this_host(run.config.memory.disk_path).memory_bytes // run.local_ranks
+    return min(share, kept // run.local_ranks) if disk else share
+
+
+def _check_room(run: Run, holders: Holders, have: int, what: str, there: str) -> None:
+    need, offload = sum(holders.values()), run.config.memory.offload
+    if need <= have:
+        return
+    parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in holders.items())
+    states, ways = holders.get(STATES, 0), []
+    kept = need - states
+    if kept and offload == "host":
+        ways.append("memory.offload=disk")
+    if kept and run.layout.keep_attention:
+        ways.append("memory.keep_attention=none")
+    if states:
+        ways.append("memory.offload_optimizer=false")
+    if offload == "disk" and "on the way to disk" not in holders:
+        ways.append("a memory.disk_path with more room")
+    cp, context = run.layout.cp, run.config.data.context
+    fitting = int(context * (have - states) / kept) if kept and have > states else 0
+    if fitting >= max(cp, 2):
+        ways.append(f"data.context={fitting // cp * cp} or less")
+    cause = f"memory.offload={offload}" if kept else "memory.offload_optimizer=true"
+    raise ConfigError(
+        f"{cause} needs {size(need)} of {what} ({parts}), and {size(have)} are {there}; "
+        f"use {_either(ways) or 'more machines'}"
+    )
+
+
+def _check_ram(run: Run, have: int) -> None:
+    holders = ram_needs(run)
+    if (need := sum(holders.values())) <= have:
+        return
+    largest = sorted(holders, key=lambda name: -holders[name])[:3]
+    parts = ", ".join(f"{name} {size(holders[name])}" for name in largest)
+    leaner = "" if run.layout.checkpoint else ", memory.checkpoint=full"
+    raise ConfigError(
+        f"data.context={run.config.data.context} needs {size(need)} of memory for {run.local_ranks} ranks without a "
+        f"GPU ({parts}), and {size(have)} are free; use a shorter data.context{leaner} or a smaller model"
+    )
+
+
+# ---- single settings
+
+
+def check_cp(config: Config, num_ranks: int, shape: ModelShape) -> None:
+    asked = config.parallel.cp
+    cp = config.parallel.cp_of(num_ranks)
+    divisors = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
+    if cp not in divisors:
+        more = f"; or start {cp} ranks with --ranks {cp}" if cp > num_ranks else ""
+        raise ConfigError(f"parallel.cp={asked} does not divide the {_ranks(num_ranks)}; use {_either(divisors)}{more}")
+    if cp > shape.heads:
+        fitting = [n for n in divisors if n <= shape.heads]
+        named = asked if isinstance(asked, int) else f"{asked} ({_ranks(cp)})"
+        raise ConfigError(
+            f"parallel.cp={named} exceeds the {shape.heads} query heads of the model; use {_either(fitting)}"
+        )
+
+
+def check_heads(config: Config, num_ranks: int, shape: ModelShape) -> None:
+    asked, cp = config.parallel.heads_per_stage, config.parallel.cp_of(num_ranks)
+    if asked != "all" and (asked % cp or asked > max(shape.heads, cp)):
+        fitting = list(range(cp, shape.heads + 1, cp))
+        raise ConfigError(
+            f"parallel.heads_per_stage={asked} is not a multiple of parallel.cp={cp} "
+            f"up to the {shape.heads} query heads; use {_either(fitting[:4])} or all"
+        )
+
+
+def check_memory(config: Config, shape: ModelShape) -> None:
+    kept = config.memory.keep_attention
+    if isinstance(kept, int) and kept > shape.num_layers:
+        raise ConfigError(f"memory.keep_attention={kept} exceeds the {shape.num_layers} layers of the model; use all")
+    check_effects({f"memory.{name}": value for name, value in vars(config.memory).items()})
+    disk = config.memory.disk_path
+    if disk is not None and "disk" not in (config.memory.offload, config.memory.attention_offload):
+        raise ConfigError(
+            f"memory.disk_path={disk} has no effect with memory.offload={config.memory.offload}; "
+            "use memory.offload=disk, or leave it null"
+        )
+
+
+def check_disk(config: Config) -> None:
+    """Before anyone asks how much room there is."""
+    disk = config.memory.disk_path
+    if disk is not None and not disk.is_dir():
+        raise ConfigError(f"memory.disk_path={disk} is not a directory; create it, or leave it null")
+    if disk is not None and not os.access(disk, os.W_OK):
+        raise ConfigError(f"memory.disk_path={disk} cannot be written; give another directory")
+
+
+def check_kernel(config: Config) -> None:
+    """The name only: whether the device can run the kernel is for the ranks to say, who own the devices."""
+    block_q, block_kv, name = config.attention.block_q, config.attention.block_kv, config.attention.kernel
+    if (block_q is None) != (block_kv is None):
+        raise ConfigError(
+            f"attention.block_q={block_q} and attention.block_kv={block_kv} go together; set both or neither"
+        )
+    if name not in ("auto", *KERNELS):
+        raise ConfigError(f"attention.kernel={name} is not a kernel; use auto, {', '.join(KERNELS)}")
+
+
+def check_weights(path: Path | None) -> None:
+    """Weights that are there but cannot be read must not end in a model trained from scratch."""
+    if path is None or not path.is_dir() or any(path.glob("*.safetensors")):
+        return
+    pickled = sorted(path.glob("*.bin")) + sorted(path.glob("*.pt")) + sorted(path.glob("*.pth"))
+    if pickled:
+        raise ConfigError(
+            f"model.path={path} has its weights in {pickled[0].name}, not in safetensors; convert them, "
+            f"or give {path / 'config.json'} to train from scratch"
+        )
+
+
+def check_run_dir(run_dir: Path | None) -> None:
+    """A new run needs a directory that holds no other."""
+    if run_dir is None:
+        return
+    if (run_dir / "config.yaml").exists():
+        raise ConfigError(
+            f"train.run_dir={run_dir} already holds a run; give another with --run-dir, "
+            f"or continue it with --resume {run_dir}"
+        )
+    existing = next(parent for parent in (run_dir, *run_dir.absolute().parents) if parent.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"train.run_dir={run_dir} cannot be created: {existing} is a file; give a directory")
+    if not os.access(existing, os.W_OK):
+        raise ConfigError(f"train.run_dir={run_dir} cannot be written; give another with --run-dir")
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def _either(ways: Sequence[object]) -> str:
+    words = [str(way) for way in ways]
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
