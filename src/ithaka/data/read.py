@@ -349,22 +349,26 @@ class TokenShard(Shard):
 
     def documents(self) -> Documents:
         """Views of the array on disk: there is nothing to tokenise."""
-        array, low, high = self.array, self._next_start(self.parts[0].start), self._next_start(self.parts[0].stop)
+        _, start, stop, *_ = self.parts[0]
+        low = self._next_start(start, stop)
+        high = self._next_start(stop, self.end) if low < stop else low
         starts = [np.arange(low, min(low + 1, high))]
         for at in range(low, high, SHARD_TOKENS):
-            tokens = array[at : min(at + SHARD_TOKENS, high)]
+            tokens = self.array[at : min(at + SHARD_TOKENS, high)]
             self._check_range(tokens, at)
             starts.append(at + 1 + np.flatnonzero(tokens == self.eos_id))
         found = np.concatenate(starts)
-        return Documents(array[low:high], found[found < high] - low)
+        return Documents(self.array[low:high], found[found < high] - low)
 
-    def _next_start(self, at: int) -> int:
-        """The first start of a document at or after `at`."""
-        for low in range(at - 1, self.end - 1, SHARD_TOKENS) if at > self.origin else ():
-            ends = np.flatnonzero(self.array[low : min(low + SHARD_TOKENS, self.end - 1)] == self.eos_id)
+    def _next_start(self, at: int, limit: int) -> int:
+        """The first start of a document in [at, limit), or `limit`."""
+        if at == self.origin:
+            return at
+        for low in range(at - 1, limit - 1, SHARD_TOKENS):
+            ends = np.flatnonzero(self.array[low : min(low + SHARD_TOKENS, limit - 1)] == self.eos_id)
             if len(ends):
                 return low + int(ends[0]) + 1
-        return self.end if at > self.origin else at
+        return limit
 
     def _check_range(self, tokens: np.ndarray, low: int) -> None:
         if int(tokens.max()) >= self.vocab_size or int(tokens.min()) < 0:

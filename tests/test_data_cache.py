@@ -1,0 +1,150 @@
+"""Each document is tokenised once in a run, by one process; the others wait for its files, but not for ever."""
+
+import json
+import os
+import time
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from ithaka.config import ConfigError, DataConfig
+from ithaka.data import cache, pack, read
+from ithaka.data.cache import TokenCache
+from ithaka.data.files import find
+from ithaka.data.open import data_facts, open_data
+from ithaka.data.read import make_shards
+from ithaka.data.tokenizer import ByteTokenizer, Tokenizer
+from test_data_sources import TEXTS, write_jsonl
+from test_data_tokenizer import word_tokenizer
+
+
+class CountingTokenizer(ByteTokenizer):
+    """Notes what it is given, in a file that all processes share."""
+
+    def __init__(self, log):
+        super().__init__()
+        self.log = log
+
+    def encode_batch(self, texts):
+        with self.log.open("a") as file:
+            file.writelines(json.dumps([os.getpid(), text]) + "\n" for text in texts)
+        return super().encode_batch(texts)
+
+    def seen(self):
+        return [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    monkeypatch.setattr(read, "SHARD_BYTES", 300)
+    monkeypatch.setattr(pack, "WINDOW_BYTES", 1000)
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS[:60])
+    return DataConfig(path=path, context=64, validation_fraction=0.1)
+
+
+def opened(data, folder, log="log", rank=0, size=1, fills=True):
+    tokenizer = CountingTokenizer(folder / log)
+    where = {"cache_dir": folder / "run" / "tokens", "fills_cache": fills}
+    return open_data(data, tokenizer=tokenizer, seed=0, dp_rank=rank, dp_size=size, **where), tokenizer
+
+
+def test_two_epochs_validation_facts_and_a_resumed_run_tokenise_each_document_once(data, tmp_path):
+    stream, tokenizer = opened(data, tmp_path)
+    data_facts(data, stream, tokenizer)
+    while stream.position.epoch < 2:
+        stream.next_batch()
+        list(stream.validation_batches(2))
+    resumed, _ = opened(data, tmp_path)
+    resumed.load_state_dict(stream.state_dict())
+    assert resumed.next_batch().input_ids.tolist() == stream.next_batch().input_ids.tolist()
+    texts = [text for _, text in tokenizer.seen()]
+    assert len(texts) == len(set(texts)) and set(texts) <= set(TEXTS[:60]) and len(texts) > 50
+
+
+def read_batches(data, folder):
+    rank = dist.get_rank()
+    if rank == 0:
+        time.sleep(0.5)  # the others wait for the one that tokenises
+    with mock.patch.object(read, "SHARD_BYTES", 300), mock.patch.object(pack, "WINDOW_BYTES", 1000):
+        stream, _ = opened(data, folder, rank=rank, size=3, fills=rank == 0)
+        return os.getpid(), [stream.next_batch().input_ids.tolist() for _ in range(40)]
+
+
+def test_the_ranks_of_a_node_share_what_one_of_them_tokenises(ranks, data, tmp_path):
+    results = ranks.run(3, read_batches, data, tmp_path)
+    seen = [(pid, text) for pid, text in CountingTokenizer(tmp_path / "log").seen() if text in TEXTS]
+    assert {pid for pid, _ in seen} == {results[0][0]}
+    assert len(seen) == len({text for _, text in seen}) > 50
+    alone, _ = opened(data, tmp_path / "alone", log="log2")
+    expected = [alone.next_batch().input_ids.tolist() for _ in range(120)]
+    assert [batch for step in zip(*(batches for _, batches in results), strict=True) for batch in step] == expected
+
+
+def test_only_what_is_needed_soon_is_tokenised(data, tmp_path):
+    stream, tokenizer = opened(data, tmp_path)
+    stream.next_batch()
+    time.sleep(0.3)
+    assert len(stream.stream._windows) > 5
+    assert 0 < len(tokenizer.seen()) < 40
+
+
+def test_a_rank_that_waits_in_vain_says_for_what(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "WAIT_S", 0.1)
+    stream, _ = opened(data, tmp_path, fills=False)
+    with pytest.raises(
+        TimeoutError, match=r"a.jsonl was not tokenised: the first rank of this node wrote nothing to .*"
+    ):
+        stream.next_batch()
+
+
+def test_what_one_rank_cannot_read_is_refused_on_those_that_wait(data, tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", TEXTS[:60], field="body")
+    (tmp_path / "a.jsonl").write_text('{"text": "first"}\n' + (tmp_path / "a.jsonl").read_text())
+    for fills in (True, False):
+        stream, _ = opened(data, tmp_path, fills=fills)
+        with pytest.raises(
+            ConfigError, match=r"a.jsonl line \d+: has no field data.text_field=text; its fields are id, body"
+        ):
+            stream.next_batch()
+    write_jsonl(tmp_path / "a.jsonl", TEXTS[:60])
+    stream, _ = opened(data, tmp_path)
+    assert not list((tmp_path / "run" / "tokens").glob("*.failed"))
+    stream.next_batch()
+
+
+def test_a_full_disk_is_named(data, tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache.tempfile, "mkstemp", full)
+    stream, _ = opened(data, tmp_path)
+    with pytest.raises(ConfigError, match="No space left on device.*; make room, or give another train.run_dir"):
+        stream.next_batch()
+
+
+def test_the_cache_goes_with_the_run_and_stays_for_a_run_that_goes_on(data, tmp_path):
+    stream, _ = opened(data, tmp_path)
+    stream.next_batch()
+    stream.close()
+    assert list((tmp_path / "run" / "tokens").glob("*.tokens"))
+    assert not list((tmp_path / "run" / "tokens").glob("*.part"))
+    stream, _ = opened(data, tmp_path)
+    stream.close(remove=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_changed_files_and_other_tokenizers_are_tokenised_anew(tmp_path):
+    def tokens(tokenizer):
+        (shard,) = make_shards(find(path).files, "text", 264, None)
+        store = TokenCache(tmp_path / "tokens", tokenizer)
+        return store.load(shard).tokens.tolist()
+
+    path = tmp_path / "a.txt"
+    path.write_text("a b")
+    assert tokens(ByteTokenizer()) == [97, 32, 98, 257]
+    assert tokens(Tokenizer(word_tokenizer())) == [3, 4, 2] and tokens(Tokenizer(word_tokenizer(True))) == [1, 3, 4, 2]
+    path.write_text("b a")
+    os.utime(path, ns=(1, 1))
+    assert tokens(ByteTokenizer()) == [98, 32, 97, 257]
+    assert len(list((tmp_path / "tokens").glob("*.tokens"))) == 4

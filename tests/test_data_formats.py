@@ -1,0 +1,246 @@
+"""What is meant is read; what is not understood is refused by name, with the way out; nothing is trained unsaid."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ithaka.config import ConfigError, DataConfig
+from ithaka.data import files
+from ithaka.data.open import check, data_facts, open_data
+from ithaka.data.tokenizer import ByteTokenizer
+from runs import MODEL
+from test_data_sources import TEXTS, documents_of, encoded, write_jsonl, write_parquet
+
+BYTES = ByteTokenizer()
+MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+
+
+def refused(path, match, **settings):
+    with pytest.raises(ConfigError, match=match):
+        check(DataConfig(path=path, **settings), 264)
+
+
+def dataset_of(texts, **columns):
+    datasets = pytest.importorskip("datasets")
+    return datasets.Dataset.from_dict({"text": list(texts), **columns})
+
+
+def saved(path, splits=None, texts=TEXTS[:30]):
+    datasets = pytest.importorskip("datasets")
+    data = dataset_of(texts, id=list(range(len(texts))))
+    (datasets.DatasetDict({name: data.select(rows) for name, rows in splits.items()}) if splits else data).save_to_disk(
+        str(path)
+    )
+    return path
+
+
+def write(folder, **contents):
+    for name, content in contents.items():
+        path = folder / name.replace("__", "/").replace("_dot_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
+def test_a_folder_of_save_to_disk_gives_its_records_not_its_metadata(tmp_path):
+    path = saved(tmp_path / "data")
+    # What `map` leaves in the folder is no part of the dataset.
+    (path / "cache-1234.arrow").write_bytes((path / "data-00000-of-00001.arrow").read_bytes())
+    assert documents_of(path) == encoded(TEXTS[:30])
+    assert documents_of(path / "data-00000-of-00001.arrow") == encoded(TEXTS[:30])
+    assert documents_of(tmp_path) == encoded(TEXTS[:30])  # found below a directory
+    refused(path, r"data has no field data.text_field=body; its fields are text, id; name the field", text_field="body")
+    refused(path, r"data.text_field=id is int64, not a string", text_field="id")
+
+
+def test_a_folder_of_splits_trains_on_train_and_validates_on_validation(tmp_path):
+    path = saved(tmp_path / "dict", {"train": range(20), "validation": range(20, 23), "test": range(23, 30)})
+    data = open_data(DataConfig(path=path, context=8192), tokenizer=BYTES, seed=0)
+    text = bytes(int(i) for i in data.next_batch().input_ids[0] if i < 256)
+    assert all(t in text for t in encoded(TEXTS[:20])) and b"document 20" not in text
+    (held_out,) = data.validation_sequences(9)
+    assert bytes(int(i) for i in held_out.ids if i < 256) == b"".join(encoded(TEXTS[20:23]))
+    assert data_facts(DataConfig(path=path), data, BYTES).validation == f"the split validation of data.path={path}"
+    other = saved(tmp_path / "other", {"eval": range(3)})
+    refused(other, r"other has no split train, only eval; save the one that is meant by itself")
+
+
+def test_null_rows_of_arrow_are_named(tmp_path):
+    dataset_of(["a", None, "c"]).save_to_disk(str(tmp_path / "data"))
+    refused(tmp_path / "data", r"data record 2: data.text_field=text is null, not a string", validation_fraction=0)
+
+
+@pytest.mark.parametrize("layout", [{"indent": 2}, {}], ids=["pretty", "one line"])
+def test_json_lists_of_records_are_read(tmp_path, layout):
+    (tmp_path / "a.json").write_text(json.dumps([{"text": text} for text in TEXTS[:20]], **layout))
+    assert documents_of(tmp_path / "a.json") == documents_of(tmp_path) == encoded(TEXTS[:20])
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "x"}, {"text": 3}], **layout))
+    refused(tmp_path / "a.json", "a.json record 2: data.text_field=text is int, not a string")
+    (tmp_path / "a.json").write_text('[{"text": "x"}, ')
+    refused(tmp_path / "a.json", "a.json is not JSON .*; repair it, or write it as JSONL")
+
+
+def test_json_with_a_record_a_line_is_read(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", TEXTS[:20]).rename(tmp_path / "a.json")
+    assert documents_of(tmp_path / "a.json") == encoded(TEXTS[:20])
+
+
+def test_one_json_object_is_refused_when_named_and_a_source_among_sources(tmp_path):
+    write(tmp_path, package_dot_json='{\n  "name": "x"\n}\n', main_dot_py="print()\n", rows_dot_json='[{"a": 1}]')
+    refused(tmp_path / "package.json", "neither a list of JSON records nor one record a line; write it as JSONL")
+    assert len(documents_of(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("name", ["messages", "conversations"])
+def test_conversations_are_refused_in_every_format(tmp_path, name):
+    rows = [{"id": 1, name: MESSAGES}, {"id": 2, name: MESSAGES}]
+    match = rf"has no field data.text_field=text; its fields are id, {name}; conversations \({name}\) are not read yet"
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
+    refused(tmp_path / "a.json", rf"a.json record 1: {match}.*data.text_field", validation_fraction=0)
+    refused(tmp_path, rf"a.json record \d: {match}")
+    (tmp_path / "notes.txt").write_text("some text\n")
+    refused(tmp_path, r"holds records \(a.json\) and also notes.txt, which is none; name the files .* by a glob")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    refused(tmp_path / "a.jsonl", rf"a.jsonl line 1: {match}")
+    refused(tmp_path / "a.jsonl", rf"line 1: data.text_field={name} is list, not a string", text_field=name)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    refused(tmp_path / "a.parquet", rf"a.parquet {match}")
+
+
+def test_small_files_of_a_directory_are_mixed(tmp_path):
+    for name in "ab":
+        write_jsonl(tmp_path / f"{name}.jsonl", [f"{name}{i}" for i in range(50)])
+    data = open_data(DataConfig(path=tmp_path, context=600, validation_fraction=0), tokenizer=BYTES, seed=0)
+    names = [chr(i) for i in data.next_batch().input_ids[0].tolist() if i in (97, 98)]
+    changes = sum(one != two for one, two in zip(names, names[1:], strict=False))
+    assert sorted(names) == ["a"] * 50 + ["b"] * 50 and changes > 30
+
+
+def test_a_folder_of_records_is_understood_whole_or_refused(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", TEXTS[:5])
+    write(
+        tmp_path,
+        README_dot_md="about",
+        dataset_info_dot_json="{}",
+        b_dot_jsonl="",
+        x_dot_lock="1",
+        **{".cache__t": "h"},
+    )
+    found = files.find(tmp_path)
+    assert [file.path.name for file in found.files] == ["a.jsonl"]
+    assert sorted(found.left_out) == [
+        "README.md (not records)", "b.jsonl (empty)", "dataset_info.json (not records)",
+        "x.lock (.lock is not read from a directory)",
+    ]  # fmt: skip
+    for name, content in {"c.csv": b"a,b", "c.gz": b"\x1f\x8b", "c.txt": b"text", "c.png": b"\x89PNG\0"}.items():
+        (tmp_path / name).write_bytes(content)
+        refused(tmp_path, rf"holds records \(a.jsonl\) and also {name}, which is none; .* such as .*/\*\*/\*\.jsonl")
+        (tmp_path / name).unlink()
+    assert len(documents_of(tmp_path)) == 5
+
+
+def test_a_folder_of_sources_says_what_it_leaves_out(tmp_path):
+    write(tmp_path, a_dot_py="a", b_dot_csv="1,2", c_dot_png=b"\x89\0", d_dot_txt="")
+    data = DataConfig(path=tmp_path, context=8, validation_fraction=0)
+    opened = open_data(data, tokenizer=BYTES, seed=0)
+    told = data_facts(data, opened, BYTES).lines(10)["left out"]
+    assert told == "3 files: b.csv (.csv is not read from a directory), c.png (not UTF-8 text), d.txt (empty)"
+    (tmp_path / "a.py").unlink()
+    refused(tmp_path, r"holds no text, JSONL, .* file, but b.csv .*, c.png .*; give another path")
+    refused(tmp_path / "b.csv", r"b.csv cannot be read: .csv; convert it to JSONL or Parquet")
+
+
+def test_text_that_is_broken_far_into_a_file_is_refused_by_name(tmp_path):
+    (tmp_path / "a.txt").write_text("fine")
+    (tmp_path / "late.txt").write_bytes(b"a\n" * (1 << 19) + b"\xff")
+    refused(tmp_path, r"late.txt is not UTF-8 text at byte 1048576; convert it, or leave it out", validation_fraction=0)
+
+
+def test_facts_of_small_data_are_counted_and_a_sequence_is_shown(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ["tab\there", "", "esc\x1b[31m"])
+    data = DataConfig(path=tmp_path, context=4, validation_fraction=0)
+    opened = open_data(data, tokenizer=BYTES, seed=0)
+    facts = data_facts(data, opened, BYTES)
+    assert (facts.num_files, facts.documents, facts.skipped, facts.tokens, facts.sequences) == (1, 2, 1, 18, 5)
+    lines = facts.lines(10)
+    assert lines["data"] == "1 file (jsonl), 0.0 MB, 2 documents, 18 tokens, 5 sequences"
+    assert lines["epochs"] == "2 (10 sequences in all)" and lines["skipped"].startswith("1 documents that are empty")
+    assert lines["validation"] == "none, data.validation_fraction=0"
+    shown = data_facts(DataConfig(path=tmp_path, context=64, validation_fraction=0), opened, BYTES).start
+    expected = ["tab\\there<|eos|>", "esc\\x1b[31m<|eos|>"]
+    assert shown in ("".join(expected), "".join(reversed(expected)))
+    opened.next_batch()
+    assert data_facts(data, opened, BYTES).start != facts.start  # a run that goes on shows where
+
+
+def test_large_data_is_not_counted_first(tmp_path, monkeypatch):
+    monkeypatch.setattr("ithaka.data.open.COUNT_BYTES", 100)
+    path = write_parquet(tmp_path / "a.parquet", TEXTS)
+    data = DataConfig(path=path, context=8)
+    lines = data_facts(data, open_data(data, tokenizer=BYTES, seed=0), BYTES).lines(10)
+    assert "documents and tokens are not counted first" in lines["data"] and "epochs" not in lines
+
+
+def test_hub_names_without_a_network_are_refused_at_once(tmp_path, monkeypatch):
+    hub = pytest.importorskip("huggingface_hub")
+
+    def unreachable(self, *args, **kwargs):
+        raise OSError("no network")
+
+    monkeypatch.setattr(hub.HfApi, "dataset_info", unreachable)
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+    refused(
+        "nobody/nothing", r"data.path=nobody/nothing does not exist here, nor does the hub give it \(OSError: no net"
+    )
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    refused("data/nothing", r"data.path=data/nothing does not exist; give")  # a folder of ours: no name on the hub
+
+
+def test_hub_names_are_read_with_datasets(monkeypatch):
+    datasets, hub = pytest.importorskip("datasets"), pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub.HfApi, "dataset_info", lambda *args, **kwargs: None)
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name: ["train", "dev"])
+    rows = {"train": TEXTS[:9], "dev": TEXTS[9:10]}
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: dataset_of(rows[split]))
+    data = open_data(DataConfig(path="someone/texts", context=4096), tokenizer=BYTES, seed=0)
+    text = bytes(int(i) for i in data.next_batch().input_ids[0] if i < 256)
+    assert all(t in text for t in encoded(TEXTS[:9])) and len(data.validation_sequences(5)) == 1
+
+
+def test_a_run_does_without_datasets(tmp_path):
+    """Every process of it finds the package missing; a run on Parquet must not notice."""
+    (tmp_path / "sitecustomize.py").write_text('import sys\nsys.modules["datasets"] = None\n')
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    write_parquet(tmp_path / "a.parquet", TEXTS)
+    sets = {"model.path": "config.json", "data.path": "a.parquet", "data.tokenizer": "bytes", "data.context": 32}
+    sets |= {"train.steps": 1, "train.validate_every": 0, "parallel.ranks": 1}
+    changes = [part for name, value in sets.items() for part in ("--set", f"{name}={value}")]
+    command = [sys.executable, "-m", "ithaka", "train", *changes, "--run-dir", "run"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "1 file (parquet), " in done.stdout and "starts with  document" in done.stdout
+    assert (tmp_path / "run" / "latest").exists() and not (tmp_path / "run" / "tokens").exists()
+
+
+def test_a_folder_that_needs_datasets_says_so(tmp_path, monkeypatch):
+    saved(tmp_path / "folder")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    refused(tmp_path / "folder", "folder is read with the package datasets, which is not installed; run pip install")
+    refused("nobody/nothing", "a name on the hub, is read with the package datasets, which is not installed")
+
+
+def test_datasets_is_imported_in_one_place_and_only_when_needed():
+    package = Path(files.__file__).parents[1]
+    lines = [(path, line) for path in package.rglob("*.py") for line in path.read_text().splitlines()]
+    found = [(path.name, line) for path, line in lines if re.match(r"\s*(import|from) datasets\b", line)]
+    assert found == [("files.py", "        import datasets")]
