@@ -11,9 +11,19 @@ from ithaka.dist.mesh import make_mesh
 from ithaka.layout import layout_of
 from ithaka.plan import host as this_machine
 from ithaka.plan.host import Host, cgroup_limits, cgroup_rooms, host_capacity, this_host
-from ithaka.train import launch, preflight
+from ithaka.train import preflight
 from ithaka.train.loop import build
-from ithaka.train.preflight import Run, check_budgets, model_shape, needs, ram_needs, store_host_bytes, validated
+from ithaka.train.preflight import (
+    Run,
+    check_budgets,
+    hardware_of,
+    machine_here,
+    model_shape,
+    needs,
+    ram_needs,
+    store_host_bytes,
+    validated,
+)
 from runs import tiny_run, valid
 
 MIB = 2**20
@@ -40,8 +50,9 @@ def run_of(folder, num_ranks=2, on_gpu=False, cp="all", **changes) -> Run:
     """Not validated yet."""
     config = config_of(folder, **changes)
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, cp=cp))
-    shape = model_shape(config)
-    return Run(config, num_ranks, shape, layout_of(config, shape.num_layers, num_ranks, on_gpu))
+    shape, gpu = model_shape(config), ("NVIDIA H100 80GB HBM3", 2**40) if on_gpu else None
+    hardware = hardware_of([machine_here(config, num_ranks, gpu)], num_ranks)
+    return Run(config, num_ranks, shape, layout_of(config, shape.num_layers, num_ranks, on_gpu), hardware)
 
 
 def test_needs_are_all_ranks_tensors(machine, tmp_path):
@@ -86,11 +97,10 @@ def test_what_does_not_fit_is_refused_with_figures(machine, tmp_path, memory, ro
         assert word in str(error.value)
 
 
-def test_the_context_named_as_way_out_is_the_longest_that_fits(machine, tmp_path, monkeypatch):
+def test_the_context_named_as_way_out_is_the_longest_that_fits(machine, tmp_path):
     def check(context):
         check_budgets(run_of(tmp_path, on_gpu=True, context=context, offload="host", keep_attention="all"))
 
-    monkeypatch.setattr(launch, "num_gpus", lambda: 2)
     machine(memory_bytes=MIB)
     with pytest.raises(ConfigError) as error:
         check(4096)
@@ -101,7 +111,7 @@ def test_the_context_named_as_way_out_is_the_longest_that_fits(machine, tmp_path
         check(longest + 2)
 
 
-def test_without_a_gpu_the_device_is_host_memory(machine, tmp_path, monkeypatch):
+def test_without_a_gpu_the_device_is_host_memory(machine, tmp_path):
     """What is offloaded to the host adds to it; on a GPU neither check counts the device."""
     plain, offloaded = run_of(tmp_path), run_of(tmp_path, offload="host")
     assert ram_needs(offloaded)["layer inputs"] == 2 * 4096 * 32 * 4
@@ -109,9 +119,7 @@ def test_without_a_gpu_the_device_is_host_memory(machine, tmp_path, monkeypatch)
     machine(memory_bytes=need)
     check_budgets(plain)
     machine(memory_bytes=need - 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(launch, "num_gpus", lambda: 2)
-        check_budgets(plain)
+    check_budgets(run_of(tmp_path, on_gpu=True))
     with pytest.raises(
         ConfigError, match="of memory for 2 ranks without a GPU .* are free; use a shorter data.context"
     ):
@@ -130,6 +138,7 @@ def test_a_node_with_more_ranks_than_others_keeps_their_share_of_the_states(mach
     run = run_of(tmp_path, num_ranks=12, on_gpu=True, cp=4, offload_optimizer=True)
     whole = needs(run)[0][preflight.STATES]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    run = run_of(tmp_path, num_ranks=12, on_gpu=True, cp=4, offload_optimizer=True)
     assert needs(run)[0] == {preflight.STATES: whole * 8 // 12}
 
 

@@ -13,7 +13,6 @@ from ithaka.cli import app
 from ithaka.config import ConfigError, given, load, to_yaml
 from ithaka.layout import layout_of
 from ithaka.plan.hardware import gpu_named, peak_flops
-from ithaka.train import launch
 from ithaka.train.preflight import (
     Machine,
     Run,
@@ -64,11 +63,10 @@ def llama(tmp_path, **changes):
     return load(None, overrides), given(None, overrides)
 
 
-def on_gpus(config, num_ranks, patch):
+def on_gpus(config, num_ranks):
     """A run of this configuration, not validated yet."""
-    patch.setattr(launch, "num_gpus", lambda: 8)
-    shape = model_shape(config)
-    return Run(config, num_ranks, shape, layout_of(config, shape.num_layers, num_ranks, on_gpu=True))
+    shape, hardware = model_shape(config), hardware_of([machine_here(config, num_ranks, (H100, 2**62))], num_ranks)
+    return Run(config, num_ranks, shape, layout_of(config, shape.num_layers, num_ranks, on_gpu=True), hardware)
 
 
 def test_long_contexts_go_to_the_host_and_given_settings_win(tmp_path):
@@ -158,13 +156,13 @@ def test_the_checks_accept_what_the_planner_chose(tmp_path, context, disk):
     check_memory(resolved, shape)
 
 
-def test_the_store_has_room_for_both_tiers(tmp_path, monkeypatch):
+def test_the_store_has_room_for_both_tiers(tmp_path):
     pairs = [(a, b) for a in ("none", "host", "disk") for b in ("none", "host", "disk")]
     for inputs, outputs in pairs:
         config, _ = llama(
             tmp_path, memory__offload=inputs, memory__attention_offload=outputs, memory__keep_attention="all"
         )
-        run = on_gpus(config, 8, monkeypatch)
+        run = on_gpus(config, 8)
         host, disk = needs(run)
         budget = store_host_bytes(run)
         assert (budget is None) == (inputs == outputs == "none")
@@ -181,7 +179,8 @@ def test_of_unequal_machines_the_least_of_each_counts():
         assert (hardware.host_bytes, hardware.disk_bytes) == (10**12, 10**12)
         assert hardware.gpu.memory_bytes == 70 * 2**30
         assert hardware.gpu.matmul_flops == gpu_named("NVIDIA A100-SXM4-80GB").matmul_flops
-    assert hardware_of([large, node("Some Other 9000")], 16) is None
+    other = hardware_of([node("Some Other 9000", gpu=30 * 2**30)], 8)
+    assert (other.gpu.name, other.gpu.memory_bytes) == ("Some Other 9000", 30 * 2**30)
 
 
 def test_nodes_with_other_numbers_of_ranks_give_each_rank_its_least_share():
@@ -201,7 +200,7 @@ def test_a_plan_has_room_in_what_is_free_and_is_not_refused_for_it(tmp_path, mon
     config, told = llama(tmp_path, data__context="1M", **(to_disk if disk else {}))
     resolved, plan = planned(config, told, 8, [machine_here(config, 8, (H100, 2**62))])
     assert plan.ledger.host_bytes == free and plan.ledger.disk_bytes == (100 * 10**9 if disk else 0)
-    check_budgets(on_gpus(resolved, 8, monkeypatch))
+    check_budgets(on_gpus(resolved, 8))
     assert resolved.memory.keep_attention != "none"
 
 
@@ -216,7 +215,7 @@ def test_a_plan_for_unequal_nodes_is_not_refused_on_any(tmp_path, monkeypatch):
     for machine in (machines[0], machines[-1]):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(machine.local_ranks))
         has(monkeypatch, machine.host_bytes, machine.host_bytes)
-        check_budgets(on_gpus(resolved, 12, monkeypatch))
+        check_budgets(on_gpus(resolved, 12))
 
 
 def test_a_plan_that_only_lacks_what_is_free_says_so(tmp_path, monkeypatch):

@@ -350,7 +350,7 @@ def run(plan: Plan, fixed: Mapping[str, Any], model: str, layers: int, memory_on
     except Exception as error:
         if not is_shortage(error):
             raise
-        shortage = Shortage(error, witness, few.shape, few.layout, few.hardware, few.work)
+        shortage = Shortage(error, witness, few)
         print(shortage.explain(model, "the same command with"), file=sys.stderr)
         return EXIT_MEMORY
     rows = compare(plan, measured, few)

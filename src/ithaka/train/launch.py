@@ -59,14 +59,14 @@ def num_gpus() -> int:
 
 
 def gpu() -> tuple[str, int] | None:
-    """The driver's name of the first GPU, and its bytes; asked without starting CUDA in this process."""
+    """The name and bytes of the first GPU, asked without starting CUDA in this process; None: there is none."""
     if num_gpus() == 0:
         return None
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         found = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
-        return None
+        return "unknown", sys.maxsize
     name, _, mebibytes = found.stdout.partition("\n")[0].rpartition(",")
     return name.strip(), int(mebibytes) * 2**20 if mebibytes.strip().isdigit() else sys.maxsize
 
@@ -222,8 +222,9 @@ def _likely_cause(outcome: Outcome) -> tuple[int, float]:
 
 def _launch(folder: Path, num_ranks: int, untold: list[Outcome]) -> None:
     """Run the ranks; to `untold` go the ends of those that could not tell them."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import DefaultLogsSpecs, LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what it says of a failure, we say

@@ -23,7 +23,6 @@ from ithaka.model.build import build_model
 from ithaka.ops.kernels import resolve_kernel
 from ithaka.phases import listening, phase
 from ithaka.plan.hardware import peak_flops
-from ithaka.plan.host import this_host
 from ithaka.plan.show import size
 from ithaka.train import checkpoint
 from ithaka.train.console import (
@@ -122,7 +121,7 @@ def train(run: Run, only_profile: bool = False) -> None:
     CheckpointError or Diverged with all that the user needs to know. `only_profile`: nothing is saved, and no sample
     is taken."""
     ours = not dist.is_initialized()
-    witness, host = Witness(default_device()), this_host(run.config.memory.disk_path)
+    witness = Witness(default_device())
     with StopRequest() as stop, listening(witness):
         try:
             trainer = prepare(run)
@@ -131,7 +130,7 @@ def train(run: Run, only_profile: bool = False) -> None:
         except Exception as error:
             if not is_shortage(error):
                 raise
-            words = explain_shortage(run, error, witness, host)
+            words = explain_shortage(run, error, witness)
             raise OutOfMemoryError(f"{words}\n{checkpoint.last_of(run.run_dir)}") from error
     # Only after success: with a rank gone this would wait for it.
     if ours:

@@ -37,7 +37,7 @@ from ithaka.dist.mesh import start_process_group
 from ithaka.layout import SETTINGS, Layout, layout_of
 from ithaka.ops.kernels import KERNELS
 from ithaka.plan.cost import Ledger, memory
-from ithaka.plan.hardware import GPUS, Gpu, Hardware, gpu_named, least_gpu
+from ithaka.plan.hardware import GPUS, Gpu, Hardware, find_gpu, gpu_named, least_gpu
 from ithaka.plan.host import this_host
 from ithaka.plan.search import Plan, decide
 from ithaka.plan.shape import ModelShape, Work, read_shape, shape_from_config
@@ -53,6 +53,7 @@ Holders = dict[str, int]
 # The ledger's names.
 STORED = ("layer inputs", "kept attention", "on the way to disk")
 STATES = "parameters, gradients, optimizer"
+STAND_IN = "H100"  # for a GPU that the table lacks
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Run:
     num_ranks: int
     shape: ModelShape
     layout: Layout
+    hardware: Hardware  # with what is free of host memory and disk before the run takes any
     plan: Plan | None = None  # the planner's, where it decided anything
     checkpoint: Path | None = None  # to go on from
     changed: Mapping[str, str] = field(default_factory=dict)  # settings that differ from the run's so far, in words
@@ -87,12 +89,8 @@ class Run:
         return Work(self.config.data.context, self.config.train.batch, accumulate=self.config.train.accumulate)
 
     @property
-    def on_gpu(self) -> bool:
-        return launch.num_gpus() > 0
-
-    @property
-    def local_ranks(self) -> int:
-        return local_ranks(self.num_ranks)
+    def ledger(self) -> Ledger:
+        return memory(self.shape, self.layout, self.hardware, self.work)
 
 
 def preflight(request: Request) -> Run:
@@ -129,10 +127,10 @@ def validated(config: Config, num_ranks: int, resume: Path | None = None) -> Run
     shape = model_shape(config)
     check_cp(config, num_ranks, shape)
     check_heads(config, num_ranks, shape)
-    check_disk(config)
     check_memory(config, shape)
-    layout = layout_of(config, shape.num_layers, num_ranks, launch.num_gpus() > 0)
-    run = Run(config, num_ranks, shape, layout)
+    hardware = hardware_of([machine_here(config, num_ranks, launch.gpu())], num_ranks)
+    layout = layout_of(config, shape.num_layers, num_ranks, on_gpu=hardware.gpu.name != "CPU")
+    run = Run(config, num_ranks, shape, layout, hardware)
     check_budgets(run)
     check_weights(config.model.path)
     check_kernel(config)
@@ -329,23 +327,21 @@ def check_still_fits(config: Config, given: Set[str], num_ranks: int, machines: 
 
 
 def _hardware_to_plan_for(config: Config, num_ranks: int, machines: Sequence[Machine]) -> Hardware | None:
-    if config.memory.plan == "off" or config.model.dtype not in ("auto", "bfloat16"):
+    known = all(machine.gpu_name and gpu_named(machine.gpu_name) for machine in machines)
+    if not known or config.memory.plan == "off" or config.model.dtype not in ("auto", "bfloat16"):
         return None
     return hardware_of(machines, num_ranks)
 
 
-def hardware_of(machines: Sequence[Machine], num_ranks: int) -> Hardware | None:
-    """A machine that every rank's can stand for: of each figure the least; None with a GPU that the table lacks.
+def hardware_of(machines: Sequence[Machine], num_ranks: int) -> Hardware:
+    """A machine that every rank's can stand for: of each figure the least.
 
     Nodes with different numbers of ranks count as more nodes of as many ranks as divide them all, and `num_ranks`:
     one rank alone knows its own node only.
     """
-    known = [gpu for gpu in map(_gpu, machines) if gpu is not None]
-    if len(known) < len(machines):
-        return None
     ranks = math.gcd(num_ranks, *(machine.local_ranks for machine in machines))
     return Hardware(
-        least_gpu(known),
+        least_gpu([_gpu(machine) for machine in machines]),
         gpus_per_node=ranks,
         num_nodes=num_ranks // ranks,
         host_bytes=min(machine.host_bytes * ranks // machine.local_ranks for machine in machines),
@@ -353,9 +349,15 @@ def hardware_of(machines: Sequence[Machine], num_ranks: int) -> Hardware | None:
     )
 
 
-def _gpu(machine: Machine) -> Gpu | None:
-    gpu = gpu_named(machine.gpu_name) if machine.gpu_name else None
-    return gpu and dataclasses.replace(gpu, memory_bytes=min(gpu.memory_bytes, machine.gpu_bytes))
+def _gpu(machine: Machine) -> Gpu:
+    """The table's, with the memory of this one. One that the table lacks has its own name, and rates that only give
+    plans an order."""
+    if machine.gpu_name is None:  # the ranks share the host's memory
+        return dataclasses.replace(GPUS["CPU"], memory_bytes=machine.host_bytes // machine.local_ranks)
+    gpu = gpu_named(machine.gpu_name)
+    if gpu is None:
+        return dataclasses.replace(find_gpu(STAND_IN), name=machine.gpu_name, memory_bytes=machine.gpu_bytes)
+    return dataclasses.replace(gpu, memory_bytes=min(gpu.memory_bytes, machine.gpu_bytes))
 
 
 def _with(config: Config, chosen: Mapping[str, Any], given: Set[str]) -> Config:
@@ -389,34 +391,28 @@ def _does_not_fit(config: Config, plan: Plan) -> str:
 
 def check_budgets(run: Run) -> None:
     """Refuse what certainly does not fit; the rest of what a process needs is not counted."""
-    have = this_host(run.config.memory.disk_path)
+    have, hardware = this_host(run.config.memory.disk_path), run.hardware
     host, disk = needs(run)
-    ranks = f"for {run.local_ranks} ranks"
+    ranks = f"for {local_ranks(run.num_ranks)} ranks"
     _check_room(run, host, have.memory_bytes, f"host memory {ranks}", "free")
     _check_room(run, disk, have.disk_bytes, f"disk {ranks}", f"free in {have.disk_path}")
-    if not run.on_gpu:
+    if hardware.gpu.name == "CPU":
         _check_ram(run, have.memory_bytes)
 
 
 def needs(run: Run) -> tuple[Holders, Holders]:
     """(host, disk): bytes per holder on this machine, of all its ranks together."""
-    ledger, ranks = _ledger(run)
-    times = run.local_ranks // ranks
+    ledger = run.ledger
+    times = local_ranks(run.num_ranks) // run.hardware.gpus_per_node  # machines may differ in theirs
     host = {name: times * num_bytes for name, num_bytes in ledger.host.items() if num_bytes and name != "reserve"}
     return host, {name: times * num_bytes for name, num_bytes in ledger.disk.items() if num_bytes}
 
 
 def ram_needs(run: Run) -> Holders:
     """Without a GPU the device's memory is the host's: bytes per holder at the planned peak, of all ranks here."""
-    held = {name: run.local_ranks * each for name, each in _ledger(run)[0].gpu.items() if each and name != "reserve"}
+    ranks = local_ranks(run.num_ranks)
+    held = {name: ranks * each for name, each in run.ledger.gpu.items() if each and name != "reserve"}
     return held | needs(run)[0]
-
-
-def _ledger(run: Run) -> tuple[Ledger, int]:
-    """Also the ranks that its host and disk stand for: as many as divide all, since machines may differ in theirs."""
-    ranks = math.gcd(run.num_ranks, run.local_ranks)
-    hardware = Hardware(GPUS["CPU"], ranks, run.num_ranks // ranks)
-    return memory(run.shape, run.layout, hardware, run.work), ranks
 
 
 def store_host_bytes(run: Run) -> int | None:
@@ -426,8 +422,9 @@ def store_host_bytes(run: Run) -> int | None:
     kept = sum(host.get(name, 0) for name in STORED)
     if not kept and not disk:
         return None
-    share = this_host(run.config.memory.disk_path).memory_bytes // run.local_ranks
-    return min(share, kept // run.local_ranks) if disk else share
+    ranks = local_ranks(run.num_ranks)
+    share = this_host(run.config.memory.disk_path).memory_bytes // ranks
+    return min(share, kept // ranks) if disk else share
 
 
 def _check_room(run: Run, holders: Holders, have: int, what: str, there: str) -> None:
@@ -464,8 +461,8 @@ def _check_ram(run: Run, have: int) -> None:
     parts = ", ".join(f"{name} {size(holders[name])}" for name in largest)
     leaner = "" if run.layout.checkpoint else ", memory.checkpoint=full"
     raise ConfigError(
-        f"data.context={run.config.data.context} needs {size(need)} of memory for {run.local_ranks} ranks without a "
-        f"GPU ({parts}), and {size(have)} are free; use a shorter data.context{leaner} or a smaller model"
+        f"data.context={run.config.data.context} needs {size(need)} of memory for {local_ranks(run.num_ranks)} ranks "
+        f"without a GPU ({parts}), and {size(have)} are free; use a shorter data.context{leaner} or a smaller model"
     )
 
 

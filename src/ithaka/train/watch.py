@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import re
 import statistics
@@ -26,16 +25,15 @@ from transformers import PreTrainedModel
 from ithaka.config import shown
 from ithaka.data.stream import Batch
 from ithaka.dist.mesh import Mesh
-from ithaka.layout import Layout, fixed_settings
+from ithaka.layout import fixed_settings
 from ithaka.memory.store import StoreError
 from ithaka.model.batch import num_pairs
 from ithaka.phases import PhasePath, listening
-from ithaka.plan.cost import FIRST_LAYER, RESERVE_BYTES, gpu_phases, memory
-from ithaka.plan.hardware import GPUS, Hardware, find_gpu, gpu_named
+from ithaka.plan.cost import FIRST_LAYER, RESERVE_BYTES, gpu_phases
+from ithaka.plan.hardware import GPUS, gpu_named
 from ithaka.plan.heads import slots_of
-from ithaka.plan.host import Host, host_capacity
+from ithaka.plan.search import Plan
 from ithaka.plan.seconds import step_seconds
-from ithaka.plan.shape import ModelShape, Work
 from ithaka.plan.show import size
 from ithaka.profile.progress import Job, Progress
 from ithaka.profile.step import StepProfile, machine
@@ -244,23 +242,20 @@ def _asked_bytes(error: BaseException) -> int:
 
 @dataclass(frozen=True)
 class Shortage:
-    """What there was too little of, and the plan at work."""
+    """What there was too little of, and the run, or the plan of a rehearsal."""
 
     error: BaseException
     witness: Witness
-    shape: ModelShape
-    layout: Layout
-    hardware: Hardware
-    work: Work
+    plan: Run | Plan
 
     @property
     def tier(self) -> str:
         return _tier(self.error, self.witness)
 
-    def planned_here(self, layout: Layout | None = None) -> Holders:
-        """What the plan, or another layout, has on the device in the phase in which this happened."""
-        witness = self.witness
-        return planned_at(self.shape, layout or self.layout, self.hardware, self.work, witness.path or witness.before)
+    @property
+    def planned_here(self) -> Holders:
+        """What the plan has on the device in the phase in which this happened."""
+        return planned_at(self.plan, self.witness.path or self.witness.before)
 
     def explain(self, model: str, again: str) -> str:
         """In words. `model`: for `ithaka plan`. `again`: the command that takes other settings as `--set`."""
@@ -271,8 +266,7 @@ class Shortage:
 
     def _device_lines(self) -> Iterator[str]:
         witness, asked = self.witness, _asked_bytes(self.error)
-        ledger = memory(self.shape, self.layout, self.hardware, self.work)
-        here, states = self.planned_here(), witness.states()
+        ledger, here, states = self.plan.ledger, self.planned_here, witness.states()
         here = {name: here.pop(name) for name in states} | {"all else": sum(here.values())}
         measured = states | {"all else": (witness.used_bytes or 0) - sum(states.values())}
         yield f"  {'':<12}{'planned here':>14}{'measured':>14}"
@@ -296,7 +290,7 @@ class Shortage:
 
     def _outside_line(self) -> str:
         """The reserve is left out: nobody holds it."""
-        ledger = memory(self.shape, self.layout, self.hardware, self.work)
+        ledger = self.plan.ledger
         all_of_them = ledger.host if self.tier == "host" else ledger.disk
         held = {name: num_bytes for name, num_bytes in all_of_them.items() if num_bytes and name != "reserve"}
         there = ledger.host_bytes if self.tier == "host" else ledger.disk_bytes
@@ -305,8 +299,8 @@ class Shortage:
 
     def _ways_out(self, model: str, again: str) -> Iterator[str]:
         """One setting that needs less of what ran out, and the planner's line, which says what fits with it."""
-        changes, hardware = self._leaner(), self.hardware
-        context = self.work.context // (1 if changes else 2)
+        changes, hardware, work = self._leaner(), self.plan.hardware, self.plan.work
+        context = work.context // (1 if changes else 2)
         words = "".join(f" --set {name}={shown(value)}" for name, value in changes.items())
         if changes:
             yield f"Less is needed{' there' if self.tier == 'GPU' else ''} with:"
@@ -316,37 +310,39 @@ class Shortage:
         if hardware.gpu.name == "CPU":
             return
         yield "What fits, and how fast it will be:"
-        known = hardware.gpu.name in GPUS
-        gpus = hardware.name if known else f"{hardware.name.rpartition('x')[0]} --gpu-file GPU.json"
+        known = gpu_named(hardware.gpu.name) is not None
+        count = hardware.name.removesuffix(f"x{hardware.gpu.name}")
+        gpus = hardware.name if known else f"{count} --gpu-file GPU.json"
         room = f"--host-memory {hardware.host_bytes // 10**9}GB"
         room += f" --disk {hardware.disk_bytes // 10**9}GB" if hardware.disk_bytes else ""
-        batch = f" --batch {self.work.batch}" if self.work.batch > 1 else ""
+        batch = f" --batch {work.batch}" if work.batch > 1 else ""
         yield f"  ithaka plan {model} --gpus {gpus} --context {context}{batch} {room}{words}"
         if not known:
             yield "  (GPU.json: ithaka bench device --out GPU.json)"
 
     def _leaner(self) -> dict[str, Any]:
         """The first setting of a few that needs less of what ran out."""
-        layout, now = self.layout, sum(self.planned_here().values())
+        plan, layout, now = self.plan, self.plan.layout, sum(self.planned_here.values())
         if self.tier != "GPU":
             if layout.keep_attention:
                 return {"memory.keep_attention": "none"}
             return {"memory.offload": "disk"} if self.tier == "host" else {}
         tries: dict[str, Any] = {"memory.checkpoint": "full", "memory.offload": "host"}
         tries |= {"parallel.heads_per_stage": layout.cp, "memory.overlap": False}
-        tries["memory.tile_tokens"] = max(1, (layout.tile_tokens or self.work.local_tokens(layout.cp)) // 2)
-        if self.hardware.gpu.name == "CPU":  # its memory is the host's
+        tries["memory.tile_tokens"] = max(1, (layout.tile_tokens or plan.work.local_tokens(layout.cp)) // 2)
+        if plan.hardware.gpu.name == "CPU":  # its memory is the host's
             del tries["memory.offload"]
         for name, value in tries.items():
-            fixed = fixed_settings({name: value}, self.shape.num_layers, self.hardware.num_gpus)
-            if sum(self.planned_here(layout.but(**fixed)).values()) < now:
+            fixed = fixed_settings({name: value}, plan.shape.num_layers, plan.hardware.num_gpus)
+            leaner = dataclasses.replace(plan, layout=layout.but(**fixed))
+            if sum(dataclasses.replace(self, plan=leaner).planned_here.values()) < now:
                 return {name: value}
         return {}
 
 
-def planned_at(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work, path: PhasePath) -> Holders:
+def planned_at(plan: Run | Plan, path: PhasePath) -> Holders:
     """What a plan has on the device in a phase, by holder, reserve left out; where it names no layer, at most."""
-    phases = dict(gpu_phases(shape, layout, hardware, work))
+    phases = dict(gpu_phases(plan.shape, plan.layout, plan.hardware, plan.work))
     layers = [name for name in phases if name.startswith("backward") and name.endswith("layer")]
     names = {"loss forward": ["loss"], "loss backward": ["loss"], "optimizer": ["update"], "embedding": ["forward"]}
     names |= {"forward": ["forward"], "backward": layers}
@@ -358,38 +354,15 @@ def planned_at(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
         return alike[FIRST_LAYER]
     # The figures are the last layer's; below it fewer layers have kept something.
     found = next(iter(alike.values()))
-    return {**found, "kept activations": found["kept activations"] * (layer + 1) // shape.num_layers}
+    return {**found, "kept activations": found["kept activations"] * (layer + 1) // plan.shape.num_layers}
 
 
-def hardware_here(run: Run, device: torch.device, host: Host) -> Hardware:
-    """For the figures of an explanation. `host`: what was free before the run took any."""
-    ranks = math.gcd(run.num_ranks, run.local_ranks)
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        gpu = gpu_named(properties.name) or dataclasses.replace(find_gpu("H100"), name=properties.name)
-        gpu, host_bytes = dataclasses.replace(gpu, memory_bytes=properties.total_memory), host.memory_bytes
-    else:
-        host_bytes = host_capacity()
-        gpu = dataclasses.replace(GPUS["CPU"], memory_bytes=host_bytes // run.local_ranks)
-    memory_config = run.config.memory
-    to_disk = "disk" in (memory_config.offload, memory_config.attention_offload)
-    return Hardware(
-        gpu,
-        gpus_per_node=ranks,
-        num_nodes=run.num_ranks // ranks,
-        host_bytes=host_bytes * ranks // run.local_ranks,
-        disk_bytes=host.disk_bytes * ranks // run.local_ranks if to_disk else 0,
-    )
-
-
-def explain_shortage(run: Run, error: Exception, witness: Witness, host: Host) -> str:
+def explain_shortage(run: Run, error: Exception, witness: Witness) -> str:
     """Never fails: whatever goes wrong in here, the run has ended for want of memory."""
     try:
         witness.measure()  # first: what is told without a plan has it too
         saved = (run.run_dir / "latest").exists()
         again = f"ithaka train --resume {run.run_dir}" if saved else "the same command with another --run-dir and"
-        hardware = hardware_here(run, witness.device, host)
-        shortage = Shortage(error, witness, run.shape, run.layout, hardware, run.work)
-        return shortage.explain(str(run.config.model.path or run.run_dir / "model"), again)
+        return Shortage(error, witness, run).explain(str(run.config.model.path or run.run_dir / "model"), again)
     except Exception as failure:
         return f"{headline(error, witness)}\nNo other settings were found ({type(failure).__name__}: {failure})"
