@@ -6,8 +6,12 @@ their own, as NCCL does. On a CPU an exchange is late when it moves nothing befo
 `wait`, and the disk sleeps.
 """
 
+import os
+import subprocess
+import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -185,32 +189,68 @@ def test_everything_late(device, on_time, monkeypatch):
     assert different(gradients(device, 2, **LAYERS[3]), on_time[2]) == []
 
 
-# The delays themselves: each shows a wait that is left out.
+# The delays themselves: each shows a wait that is left out. On a GPU every one is planted in a process of its own: a
+# copy that comes too early writes to memory that others use by then, and the GPU may stop at a wild index.
 
 
-@gpu
-def test_a_missing_wait_for_copies_shows(device, on_time, monkeypatch):
+def copies_do_not_wait(monkeypatch, device) -> None:
     late_copies(monkeypatch, "out_stream", "in_stream")
     monkeypatch.setattr(Store, "wait", lambda self, event: None)
-    assert different(gradients(device, 1, **LAYERS[0]), on_time[1]) != []
 
 
-@gpu
-def test_a_copy_that_does_not_wait_for_the_computation_shows(device, on_time, monkeypatch):
+def copies_do_not_wait_for_the_computation(monkeypatch, device) -> None:
     late_compute(monkeypatch)
     mark = Store.mark
     monkeypatch.setattr(Store, "mark", lambda self, stream=None: None if stream is None else mark(self, stream))
-    assert different(gradients(device, 1, **LAYERS[0]), on_time[1]) != []
 
 
-def test_a_missing_wait_for_exchanges_shows(device, on_time, monkeypatch):
+def exchanges_are_not_waited_for(monkeypatch, device) -> None:
     late_exchange(monkeypatch, device)
-    late = LateWork if device.type == "cpu" else LateStreamWork
-    held = []  # else the late stream writes to memory that others use by then, and the GPU stops at a wild index
-    monkeypatch.setattr(late, "wait", lambda self: held.append(self))
-    assert different(gradients(device, 2, keep_attention="device"), on_time[2]) != []
+    monkeypatch.setattr(LateWork if device.type == "cpu" else LateStreamWork, "wait", lambda self: None)
 
 
-def test_a_disk_read_before_it_is_written_shows(device, on_time, monkeypatch):
+def the_disk_is_not_written(monkeypatch, device) -> None:
     monkeypatch.setattr(DiskFile, "write", lambda self, data, offset: None)
-    assert different(gradients(device, 1, **LAYERS[3]), on_time[1]) != []
+
+
+def nothing(monkeypatch, device) -> None:
+    """For comparison."""
+
+
+PLANTED = {
+    copies_do_not_wait: (1, LAYERS[0]),
+    copies_do_not_wait_for_the_computation: (1, LAYERS[0]),
+    exchanges_are_not_waited_for: (2, {"keep_attention": "device"}),
+    the_disk_is_not_written: (1, LAYERS[3]),
+    nothing: (1, LAYERS[0]),
+}
+ON_CPU = (exchanges_are_not_waited_for, the_disk_is_not_written, nothing)
+
+
+def shows(plant, device) -> bool:
+    cp, layer = PLANTED[plant]
+    right = gradients(device, cp, keep_attention="device")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        plant(monkeypatch, device)
+        return bool(different(gradients(device, cp, **layer), right))
+
+
+@pytest.mark.parametrize("plant", ON_CPU)
+def test_a_missing_wait_shows(plant):
+    assert shows(plant, torch.device("cpu")) == (plant is not nothing)
+
+
+@gpu
+def test_missing_waits_show_on_a_gpu():
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    started = {
+        plant: subprocess.Popen([sys.executable, __file__, plant.__name__], env={**os.environ, "PYTHONPATH": paths})
+        for plant in PLANTED
+    }
+    codes = {plant.__name__: process.wait(120) for plant, process in started.items()}
+    assert codes.pop("nothing") == 0
+    assert all(codes.values()), codes
+
+
+if __name__ == "__main__":
+    sys.exit(shows(globals()[sys.argv[1]], torch.device("cuda")))

@@ -167,9 +167,10 @@ class StreamedLayer:
         if tier is not None:
             saved.attended = attended
         with phase("mlp"):
-            y_sD, gated = tag(torch.empty_like(x_sD), RESIDUAL), self._gated()
-            for rows, sum_tD, _ in self._middle_tiles(saved, attended):
-                self._add_mlp(sum_tD, sum_tD.to(x_sD.dtype), gated)
+            y_sD, gated, weight_DN = tag(torch.empty_like(x_sD), RESIDUAL), self._gated(), self._output_weight()
+            for rows, x_tD, outs_ctnK in self._attended_tiles(saved, attended):
+                sum_tD = self._add_attention(x_tD, join_heads(outs_ctnK), weight_DN)
+                self._add_mlp(sum_tD, sum_tD.to(x_tD.dtype), gated)
                 y_sD[rows] = sum_tD
         saved.settle()
         return y_sD
@@ -239,16 +240,22 @@ class StreamedLayer:
 
     # ---- between attention and the MLP, the same in both directions
 
-    def _middle_tiles(self, saved: Saved, attended: Sequence[Attended]) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Tile after tile: its rows; the sum of x and attention, not rounded yet; attention's output, all heads."""
+    def _attended_tiles(
+        self, saved: Saved, attended: Sequence[Attended]
+    ) -> Iterator[tuple[slice, Tensor, tuple[Tensor, ...]]]:
+        """Tile after tile: its rows, x, and attention's output of every stage."""
         slices = tile_slices(len(saved.positions_s), self.layout.tile_tokens)
-        outs, weight_DN = [of_stage.out.tiles(slices, dim=1) for of_stage in attended], self._output_weight()
+        outs = [of_stage.out.tiles(slices, dim=1) for of_stage in attended]
         for (rows, x_tD), *outs_ctnK in zip(self._input_tiles(saved), *outs, strict=True):
-            sum_tD, out_tN = x_tD.to(sum_dtype(x_tD.dtype), copy=True), join_heads(outs_ctnK)
-            add_matmul(sum_tD, out_tN, weight_DN.t())
-            if self.parts.o_proj.bias is not None:
-                sum_tD += self.parts.o_proj.bias
-            yield rows, sum_tD, out_tN
+            yield rows, x_tD, tuple(outs_ctnK)
+
+    def _add_attention(self, x_tD: Tensor, out_tN: Tensor, weight_DN: Tensor) -> Tensor:
+        """The sum of x and attention, in the dtype of sums: not rounded yet."""
+        sum_tD = x_tD.to(sum_dtype(x_tD.dtype), copy=True)
+        add_matmul(sum_tD, out_tN, weight_DN.t())
+        if self.parts.o_proj.bias is not None:
+            sum_tD += self.parts.o_proj.bias
+        return sum_tD
 
     def _output_weight(self) -> Tensor:
         return take_head_columns(self.parts.o_proj.weight, self._heads(self.query_heads, self.q), self.parts.head_dim)
@@ -279,10 +286,11 @@ class StreamedLayer:
 
     def _mlp_backward(self, saved: Saved, attended: Sequence[Attended], dy_sD: Tensor, grads: GradSum) -> None:
         """dy becomes the gradient at the sum of x and attention; also the output projection's weight gradients."""
-        o_proj, gated, sums = self.parts.o_proj, self._gated(), GradSum()
-        for rows, sum_tD, out_tN in self._middle_tiles(saved, attended):
-            dy_tD = dy_sD[rows]
-            dy_tD += self._through_mlp(sum_tD.to(dy_tD.dtype), dy_tD, gated, grads)
+        o_proj, gated, sums, weight_DN = self.parts.o_proj, self._gated(), GradSum(), self._output_weight()
+        for rows, x_tD, outs_ctnK in self._attended_tiles(saved, attended):
+            dy_tD, out_tN = dy_sD[rows], join_heads(outs_ctnK)
+            middle_tD = self._add_attention(x_tD, out_tN, weight_DN).to(x_tD.dtype)
+            dy_tD += self._through_mlp(middle_tD, dy_tD, gated, grads)
             if o_proj.weight.requires_grad:
                 sums.add_product(o_proj.weight, dy_tD, out_tN)
             if o_proj.bias is not None and o_proj.bias.requires_grad:

@@ -173,17 +173,14 @@ def tile_bytes(shape: ModelShape, layout: Layout, s: int, work: TileWork, fetche
         return BLOCK_BUFFERS * elements * layout.sum_bytes
     # A tile of x at work, and the next on its way; with overlap both are parts of the whole x.
     streamed = 0 if layout.input_tier == "device" or layout.overlap else 2
-    if work == "mlp":  # x + attention as summed and as rounded, attention's output, the norm, two widths of the MLP
+    if work == "mlp":  # x + attention as summed and as rounded, its norm, two widths of the MLP
         rounded = 0 if layout.sum_bytes == e else 1
-        widths = (1 + rounded) * shape.hidden + shape.heads * shape.head_dim + 2 * shape.mlp
-        return t * (layout.sum_bytes * shape.hidden + e * widths)
+        return t * (layout.sum_bytes * shape.hidden + e * ((1 + rounded) * shape.hidden + 2 * shape.mlp))
     if work == "mlp backward":
         outputs = (3 if fetched else 1) * shape.heads * shape.head_dim
         # x + attention, its norm; ops/gated.py's three. (Compiled, hooked or wrapped MLPs are black boxes and need up
         # to twice as much: no plan knows of them.)
-        rounded = 0 if layout.sum_bytes == e else 1
-        widths = (1 + rounded + streamed) * shape.hidden + outputs + 3 * shape.mlp
-        return t * (layout.sum_bytes * shape.hidden + e * widths)
+        return t * e * ((2 + streamed) * shape.hidden + outputs + 3 * shape.mlp)
     width = layout.cp * slots.query * shape.head_dim
     kv_width = 2 * layout.cp * slots.most_new_kv * shape.head_dim
     if work == "project":
