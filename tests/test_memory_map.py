@@ -24,12 +24,12 @@ MEMORY = {
 }
 
 
-def profiled(folder: Path, memory: dict[str, Any]) -> dict[str, Any]:
+def profiled(folder: Path, memory: dict[str, Any], context: int = 1024, **model: Any) -> dict[str, Any]:
     config = tiny_run(
         folder,
-        model=MODEL,
+        model=MODEL | model,
         memory=memory,
-        data={"context": 1024},
+        data={"context": context},
         parallel={"heads_per_stage": 2},
         train={"steps": 2, "accumulate": 1, "validate_every": 0, "validate_sequences": 0},
         profile={"every": 2},
@@ -58,6 +58,17 @@ def test_map_adds_up_to_the_measured_peak(tmp_path, name):
         "layer 1 backward",
         "layer 0 backward",
     ]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_large_vocabulary_is_planned_and_named(tmp_path, tied):
+    """The peak is where the embedding's gradients are made; tied, there are two and their sum, each V x D."""
+    data = profiled(tmp_path, MEMORY["recomputed"], context=32, vocab_size=40000, tie_word_embeddings=tied)
+    peak = data["memory"]["peak"]
+    assert sum(peak["planned"].values()) == pytest.approx(peak["num_bytes"], rel=0.01)
+    assert peak["planned"]["gradients"] == pytest.approx(peak["holders"]["gradients"], rel=0.01)
+    assert peak["holders"].get("other", 0) < 0.001 * peak["num_bytes"]
+    assert peak["phase"] == "embedding backward" or not tied
 
 
 def test_times_add_up_to_the_step(tmp_path):

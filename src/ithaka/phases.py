@@ -1,6 +1,6 @@
 """What the schedule is doing, and what its memory is for. Nearly free while nobody listens."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
@@ -32,6 +32,7 @@ HOLDER_OF_PHASE = {
     "exchange": STAGE,
     "loss forward": LOSS,
     "loss backward": LOSS,
+    "embedding backward": GRADIENTS,
     "optimizer": OPTIMIZER,
 }
 
@@ -104,17 +105,31 @@ def _leave(outer: tuple[PhasePath, str]) -> None:
 
 def mark_backward(x: Tensor, y: Tensor, *names: str) -> Tensor:
     """Returns y. Ordinary autograd's work from y's gradient to x's will be in the phases `names`."""
-    if not (_State.listeners and x.requires_grad and y.requires_grad):
-        return y
+    if _State.listeners and x.requires_grad and y.requires_grad:
+        x.register_hook(_enter_at_gradient(y, *names))
+    return y
+
+
+def mark_last_backward(y: Tensor, name: str) -> Tensor:
+    """Returns y. From y's gradient to those of the parameters it was made from, ordinary autograd will be in `name`."""
+    if _State.listeners and y.grad_fn is not None:
+        leave = _enter_at_gradient(y, name)
+        for node, _ in y.grad_fn.next_functions:
+            if node is not None:
+                node.register_prehook(leave)  # of a tied weight: once both its gradients are added
+    return y
+
+
+def _enter_at_gradient(y: Tensor, *names: str) -> Callable[[object], None]:
+    """The function that leaves the phases again."""
     outer: list[tuple[PhasePath, str]] = []
     y.register_hook(lambda _: outer.extend(_enter(name) for name in names))
 
-    def leave(_: Tensor) -> None:
+    def leave(_: object) -> None:
         while outer:
             _leave(outer.pop())
 
-    x.register_hook(leave)
-    return y
+    return leave
 
 
 @contextmanager

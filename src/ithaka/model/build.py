@@ -31,7 +31,7 @@ from ithaka.model.weights import init_weights, load_weights
 from ithaka.ops.kernels import resolve_kernel
 from ithaka.ops.loss import linear_cross_entropy
 from ithaka.ops.tiles import apply_norm
-from ithaka.phases import phase
+from ithaka.phases import mark_last_backward, phase
 from ithaka.plan.heads import head_table
 
 
@@ -209,7 +209,7 @@ def _make_forward(mesh: Mesh) -> Callable[..., ParallelOutput]:
         refuse_autocast(mesh.device)  # again: some libraries wrap forward in it
         share = call.share
         with phase("embedding"):
-            x_sD = model.model.embed_tokens(share.ids_s)
+            x_sD = mark_last_backward(model.model.embed_tokens(share.ids_s), "embedding backward")
         for layer in model.model.layers:
             x_sD = layer(x_sD, share.positions_s, share.docs)
         head = model.lm_head(x_sD, share.labels_s, call.shape)

@@ -118,7 +118,7 @@ class _Step:
 
     def __init__(self, shape: ModelShape, layout: Layout, hardware: Hardware, s: int) -> None:
         self.shape, self.layout, self.s = shape, layout, s
-        self.alone = hardware.num_gpus == 1
+        self.num_gpus, self.alone = hardware.num_gpus, hardware.num_gpus == 1
         self.states = _states(shape, layout, hardware)
         self.groups = layout.groups(shape.num_layers)
         self.everything = sum(count * self.own(keeps) for keeps, count in self.groups)  # from forward to backward
@@ -171,15 +171,17 @@ class _Step:
         return self.held(moment, self.layer + embedding, self.arrived(layers_above), waiting, kept)
 
     def embedding(self) -> dict[str, int]:
-        """Its dense gradient and the buffer of its kernel, while the first layer's gradients are being sent; then the
-        gradient and its wide copy to send.
+        """Its dense gradient and the buffer of its kernel, while the first layer's gradients are being sent; a tied
+        weight's two gradients and their sum; then the gradient, its wide copy to send and the shard that comes back.
         """
         shape, layout = self.shape, self.layout
         rows = self.s // EMBEDDING_RUN + min(self.s, shape.vocab)
         buffer = rows * shape.hidden * layout.sum_bytes
-        waiting = self.head + max(self.wide_layer + buffer + self.tied_grad, self.wide_head)
+        made = (self.head, self.head + self.wide_layer + self.tied_grad + max(buffer, self.tied_grad))
+        sent = (self.root, self.head + self.wide_head + self.wide_head // self.num_gpus)
+        weights, waiting = max(made, sent, key=sum)
         x = layout.x_bytes(shape.hidden, self.s)
-        return self.held(Moment("embedding", x), self.head, self.arrived(shape.num_layers), waiting)
+        return self.held(Moment("embedding", x), weights, self.arrived(shape.num_layers), waiting)
 
     def own(self, keeps: LayerKeeps) -> int:
         """Bytes that one layer keeps on the device."""
