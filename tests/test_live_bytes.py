@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
 from allocations import allocator_peak
 from ithaka import phases
+from ithaka.dist.mesh import start_process_group
 from ithaka.phases import holding, phase, tag
 from ithaka.profile.live import LiveBytes, cpu_allocations
 
@@ -129,3 +131,18 @@ def test_peak_is_what_the_allocator_says():
         attend()
     live.add_scratch(cpu_allocations(profiler))
     assert abs(live.peak_bytes - allocator_peak(attend)) < 0.02 * live.peak_bytes
+
+
+def collectives_scratch() -> dict[str, int]:
+    start_process_group(torch.device("cpu"))
+    shard, whole = floats(64), floats(128)
+    with LiveBytes() as live, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        dist.reduce_scatter_tensor(shard, whole)
+        dist.all_gather_into_tensor(whole, shard)
+    live.add_scratch(cpu_allocations(profiler))
+    large = [piece for piece in live.map.pieces if piece.dtype == "scratch" and piece.num_bytes >= 64 * KIB]
+    return {piece.holder: piece.num_bytes for piece in large}
+
+
+def test_what_a_collective_copies_is_for_what_it_moves(ranks):
+    assert ranks.run(2, collectives_scratch) == [{"gradients": 128 * KIB, "unsharded weights": 128 * KIB}] * 2

@@ -18,9 +18,11 @@ from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from ithaka.phases import current_holder, current_phase, holder_of, listening
+from ithaka.phases import GRADIENTS, UNSHARDED, current_holder, current_phase, holder_of, listening
 from ithaka.profile.memory import NEVER, Piece, Recorder, Shape, form, local_tensor, made_by, stack
 
+# gloo copies what it sends or receives; FSDP2 calls it outside of every phase.
+_TAKERS = {"reduce_scatter": GRADIENTS, "allgather": UNSHARDED, "all_gather": UNSHARDED}
 CLOCK_SLACK_NS = 5_000  # between the allocator's clock and Python's
 
 
@@ -116,7 +118,8 @@ class LiveBytes(Recorder):
             after = bisect_left(starts, one.start_ns if one.stop_ns == NEVER else one.stop_ns)
             line = pieces[after].line if after < len(pieces) else ""
             path = self.map.phases.at(one.start_ns)
-            scratch = Piece(one.num_bytes, one.start_ns, holder_of(path), path, (), "scratch", line, one.stop_ns)
+            holder = one.holder or holder_of(path)
+            scratch = Piece(one.num_bytes, one.start_ns, holder, path, (), "scratch", line, one.stop_ns)
             self.map.pieces.append(scratch)
 
     def _born_in(self, one: "Allocation") -> Piece | None:
@@ -176,25 +179,30 @@ class Allocation(NamedTuple):
     num_bytes: int
     start_ns: int
     stop_ns: int
+    holder: str | None = None  # if a collective took it
 
 
 def cpu_allocations(profiler: profile) -> list[Allocation]:
     """Every allocation made while `profiler` (with profile_memory) ran, in the order of time."""
     assert profiler.profiler is not None
-    events, todo = [], list(profiler.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
+    roots = profiler.profiler.kineto_results.experimental_event_tree()  # type: ignore[union-attr]
+    events, todo = [], list[tuple[Any, str | None]]((root, None) for root in roots)
     while todo:
-        event = todo.pop()
-        todo.extend(event.children)
+        event, holder = todo.pop()
+        if event.name.startswith(("c10d::", "gloo:")):
+            holder = next((taker for name, taker in _TAKERS.items() if name in event.name), holder)
+        todo.extend((child, holder) for child in event.children)
         if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
-            events.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
-    out: dict[int, tuple[int, int]] = {}  # by address: bytes and start
+            events.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size, holder))
+    out: dict[int, tuple[int, int, str | None]] = {}  # by address: bytes, start, holder
     done: list[Allocation] = []
-    for at_ns, address, num_bytes in sorted(events, key=lambda event: event[0]):
+    for at_ns, address, num_bytes, holder in sorted(events, key=lambda event: event[0]):
         if num_bytes > 0:
-            out[address] = num_bytes, at_ns
+            out[address] = num_bytes, at_ns, holder
         elif address in out:
-            done.append(Allocation(address, *out.pop(address), at_ns))
-    done += [Allocation(address, *entry, NEVER) for address, entry in out.items()]
+            taken_bytes, start_ns, holder = out.pop(address)
+            done.append(Allocation(address, taken_bytes, start_ns, at_ns, holder))
+    done += [Allocation(address, n, start_ns, NEVER, holder) for address, (n, start_ns, holder) in out.items()]
     return sorted(done, key=lambda one: one.start_ns)
 
 
