@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from ithaka.config import parse_count
+from ithaka.config import ConfigError, parse_count
 from ithaka.layout import LayerKeeps, Layout, keeps
-from ithaka.plan.cost import memory
+from ithaka.plan.cost import gpu_phases, memory
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.models import find_shape
 from ithaka.plan.moments import LayerBytes, kept_attention_bytes, layer_moments
-from ithaka.plan.seconds import layer_seconds
+from ithaka.plan.seconds import layer_seconds, step_seconds
 from ithaka.plan.shape import Work
 
 LLAMA = find_shape("llama3-8b")
@@ -143,3 +143,34 @@ def test_what_is_on_the_way_to_disk_is_what_was_rehearsed():
     assert ledger.disk_peak / 8 / 2**30 == pytest.approx(31.148, abs=1e-3)
     full = memory(LLAMA, replace(layout, kept=32 * layout.kept), parse_gpus("8xH100"), Work(16203776))
     assert full.host["on the way to disk"] == 3 * ledger.host["on the way to disk"]
+
+
+def test_every_layer_counts_by_what_it_keeps():
+    """Four layers that keep four different things: each adds its own bytes and seconds."""
+    shape, work = replace(LLAMA, num_layers=4, windows=LLAMA.windows[:4]), Work(2**20)
+    kept = (LayerKeeps("host", "disk"), LayerKeeps("device"), LayerKeeps("disk", "host"), LayerKeeps("host", "device"))
+    layout, s = replace(STREAMED, kept=kept), 2**17
+    ledger = memory(shape, layout, H200, work)
+    x, out = layout.x_bytes(shape.hidden, s), kept_attention_bytes(shape, layout, s)
+    assert (ledger.host["layer inputs"], ledger.disk["layer inputs"]) == (8 * 2 * x, 8 * x)
+    assert (ledger.host["kept attention"], ledger.disk["kept attention"]) == (8 * out, 8 * out)
+    on_device = {name: holders["kept activations"] for name, holders in gpu_phases(shape, layout, H200, work)}
+    assert on_device["loss"] == on_device["backward, last layer"] == x + out
+    assert on_device["backward, first layer"] == 0
+    whole = step_seconds(shape, layout, H200, work).total
+    without_layers = [
+        step_seconds(shape, replace(layout, kept=4 * (keeps,)), H200, work).total - 4 * seconds_of(keeps, layout, work)
+        for keeps in kept
+    ]
+    assert without_layers == pytest.approx([whole - sum(seconds_of(keeps, layout, work) for keeps in kept)] * 4)
+
+
+def seconds_of(keeps: LayerKeeps, layout: Layout, work: Work) -> float:
+    return layer_seconds(LLAMA, layout, H200, work, None, keeps).total
+
+
+def test_a_layout_for_another_number_of_layers_is_refused():
+    with pytest.raises(
+        ConfigError, match="layout.kept has 32 entries for the 4 layers of the model; give one per layer"
+    ):
+        memory(replace(LLAMA, num_layers=4, windows=LLAMA.windows[:4]), STREAMED, H200, Work(2**20))

@@ -7,6 +7,7 @@ This file imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -413,9 +414,7 @@ def _did_you_mean(name: object, known: Iterable[str], section: str | None = None
     return "use one of " + ", ".join(prefix + entry for entry in known)
 
 
-@functools.cache
-def _hints(cls: Any) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+_hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
 
 class _Mismatch(Exception):
@@ -431,16 +430,22 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
 
 def _as(value: Any, hint: Any) -> Any:
     """`value` as the type `hint`, or _Mismatch."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return _as_first_of(value, typing.get_args(hint))
-    if typing.get_origin(hint) is Literal:
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        for part in parts:
+            with contextlib.suppress(_Mismatch):
+                return _as(value, part)
+        raise _Mismatch
+    if origin is Literal:
         if isinstance(value, bool):  # YAML 1.1 reads on and off as true and false
             value = "on" if value else "off"
-        return _accept(value, isinstance(value, str) and value in typing.get_args(hint))
-    if typing.get_origin(hint) is tuple:
-        return _as_tuple(value, typing.get_args(hint))
+        return _accept(value, isinstance(value, str) and value in parts)
+    if origin is tuple:
+        _accept(value, isinstance(value, list | tuple) and len(value) == len(parts))
+        return tuple(map(_as, value, parts))
     if hint is int:
-        return _as_int(value)
+        number = parse_count(value) if isinstance(value, str) else value
+        return _accept(number, isinstance(number, int) and not isinstance(number, bool))
     if hint is float:
         return _as_float(value)
     if hint is Path:
@@ -454,20 +459,6 @@ def _accept(value: Any, good: bool) -> Any:
     return value
 
 
-def _as_first_of(value: Any, hints: tuple[Any, ...]) -> Any:
-    for hint in hints:
-        try:
-            return _as(value, hint)
-        except _Mismatch:
-            continue
-    raise _Mismatch
-
-
-def _as_tuple(value: Any, hints: tuple[Any, ...]) -> tuple[Any, ...]:
-    _accept(value, isinstance(value, list | tuple) and len(value) == len(hints))
-    return tuple(_as(part, hint) for part, hint in zip(value, hints, strict=True))
-
-
 def parse_count(text: str) -> int | None:
     """A count as people write it: 128K = 128 * 2^10, 1M = 2^20, 6.734M (rounded down), 1_000_000. None: it is none."""
     match = re.fullmatch(r"(\d+(?:_\d+)*)(?:(\.\d+)?([KM]))?", text.strip(), re.IGNORECASE)
@@ -475,12 +466,6 @@ def parse_count(text: str) -> int | None:
         return None
     whole, fraction, unit = match.groups(default="")
     return int(Fraction(whole.replace("_", "") + fraction) * {"": 1, "K": 2**10, "M": 2**20}[unit.upper()])
-
-
-def _as_int(value: Any) -> int:
-    if isinstance(value, str):
-        value = parse_count(value)
-    return _accept(value, isinstance(value, int) and not isinstance(value, bool))
 
 
 def _as_float(value: Any) -> float:
@@ -493,12 +478,13 @@ def _as_float(value: Any) -> float:
 
 
 def _describe(hint: Any) -> str:
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return " or ".join(_describe(part) for part in typing.get_args(hint))
-    if typing.get_origin(hint) is Literal:
-        return " or ".join(typing.get_args(hint))
-    if typing.get_origin(hint) is tuple:
-        return f"a list of {len(typing.get_args(hint))} numbers"
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(_describe, parts))
+    if origin is Literal:
+        return " or ".join(parts)
+    if origin is tuple:
+        return f"a list of {len(parts)} numbers"
     names = {int: "a whole number", float: "a number", bool: "true or false"}
     return {**names, str: "text", Path: "a path", type(None): "null"}[hint]
 

@@ -23,6 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -202,14 +203,15 @@ def _run_children(function: RankFunction, args: tuple[Any, ...], num_ranks: int)
         folder, untold = Path(name), list[Outcome]()
         (folder / "call").write_bytes(pickle.dumps(sys.path) + pickle.dumps((function, args)))
         thread = threading.Thread(target=_launch, args=(folder, num_ranks, untold), daemon=True)
-        with _forwarded_signals(folder) as received:
+        first, second = partial(_pass_on, folder), lambda _: _pass_on(folder, signal.SIGKILL)
+        with StopRequest(first, second) as stop:  # in slices: Python runs signal handlers between them
             thread.start()
-            while thread.is_alive():  # in slices: Python runs signal handlers between them
+            while thread.is_alive():
                 thread.join(0.1)
         if sys.stdout.isatty():
             print("\x1b[?25h", end="", flush=True)  # the cursor, which rank 0 hides while it shows progress
-        if len(received) > 1:
-            return Outcome(128 + received[0], f"stopped at once by a second {received[-1].name}")
+        if len(stop.received) > 1:
+            return Outcome(128 + stop.received[0], f"stopped at once by a second {stop.received[-1].name}")
         told = [pickle.loads(file.read_bytes()) for file in folder.glob("outcome-*")]
         return min(told + untold, key=_likely_cause, default=Outcome(0))
 
@@ -274,29 +276,12 @@ def _threads_for(num_ranks: int) -> Iterator[None]:
         del os.environ["OMP_NUM_THREADS"]
 
 
-@contextlib.contextmanager
-def _forwarded_signals(folder: Path) -> Iterator[list[signal.Signals]]:
-    """Pass the first signal on to the ranks, kill them at the second; yields the signals received."""
-    received: list[signal.Signals] = []
-    first_s = 0.0
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        nonlocal first_s
-        if received and time.monotonic() - first_s < SAME_S:
-            return
-        first_s = first_s or time.monotonic()
-        received.append(signal.Signals(number))
-        (folder / "signal").write_text(str(int(number)))  # for ranks that are not there yet
-        for file in folder.glob("pid-*"):
-            with contextlib.suppress(ProcessLookupError, ValueError):  # gone, or not yet written
-                os.kill(int(file.read_text()), number if len(received) == 1 else signal.SIGKILL)
-
-    before = {number: signal.signal(number, forward) for number in SIGNALS}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _pass_on(folder: Path, number: int) -> None:
+    """Send a signal to the ranks."""
+    (folder / "signal").write_text(str(number))  # for ranks that are not there yet
+    for file in folder.glob("pid-*"):
+        with contextlib.suppress(ProcessLookupError, ValueError):  # gone, or not yet written
+            os.kill(int(file.read_text()), number)
 
 
 # ---- asked to stop: by Ctrl-C, a scheduler, or a launcher that passes it on
@@ -326,10 +311,14 @@ def heeding_interrupts() -> Iterator[None]:
 
 
 class StopRequest:
-    """Ctrl-C or SIGTERM. The first asks the loop to stop after the step; a second leaves at once with 128 + signal."""
+    """SIGINT or SIGTERM. The first asks to stop; a second leaves at once. Two within SAME_S are one."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: Callable[[int], None] | None = None, second: Callable[[int], None] | None = None) -> None:
+        """`first`, `second`: called with the signal. By default the loop looks at `asked_at` after each step, and the
+        second ends this process with 128 + signal."""
         self.asked_at: float | None = None
+        self.received: list[signal.Signals] = []
+        self._first, self._second = first, second or (lambda number: os._exit(128 + number))
         self._old: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -344,7 +333,11 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self.asked_at is None:
-            self.asked_at = now
-        elif now - self.asked_at > SAME_S:
-            os._exit(128 + number)
+        if self.asked_at is not None and now - self.asked_at <= SAME_S:
+            return
+        self.received.append(signal.Signals(number))
+        if self.asked_at is not None:
+            self._second(number)
+        elif self._first is not None:
+            self._first(number)
+        self.asked_at = self.asked_at or now
