@@ -194,16 +194,14 @@ def cpu_allocations(profiler: profile) -> list[Allocation]:
         todo.extend((child, holder) for child in event.children)
         if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
             events.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size, holder))
-    out: dict[int, tuple[int, int, str | None]] = {}  # by address: bytes, start, holder
+    out: dict[int, Allocation] = {}  # by address
     done: list[Allocation] = []
     for at_ns, address, num_bytes, holder in sorted(events, key=lambda event: event[0]):
         if num_bytes > 0:
-            out[address] = num_bytes, at_ns, holder
+            out[address] = Allocation(address, num_bytes, at_ns, NEVER, holder)
         elif address in out:
-            taken_bytes, start_ns, holder = out.pop(address)
-            done.append(Allocation(address, taken_bytes, start_ns, at_ns, holder))
-    done += [Allocation(address, n, start_ns, NEVER, holder) for address, (n, start_ns, holder) in out.items()]
-    return sorted(done, key=lambda one: one.start_ns)
+            done.append(out.pop(address)._replace(stop_ns=at_ns))
+    return sorted([*done, *out.values()], key=lambda one: one.start_ns)
 
 
 def most_allocated(allocations: list[Allocation]) -> int:
