@@ -9,8 +9,8 @@ import pytest
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import make_mesh
 from ithaka.layout import layout_of
-from ithaka.plan import host as this_machine
-from ithaka.plan.host import Host, cgroup_limits, cgroup_rooms, host_capacity, this_host
+from ithaka.plan import hardware as this_machine
+from ithaka.plan.hardware import Host, cgroup_limits, cgroup_rooms, host_capacity, this_host
 from ithaka.train import preflight
 from ithaka.train.loop import build
 from ithaka.train.preflight import (

@@ -9,7 +9,6 @@ from urllib.error import HTTPError, URLError
 import pytest
 
 from ithaka.config import ConfigError
-from ithaka.plan import models
 from ithaka.plan.models import MODELS, built_in, find_config, find_shape, hub_id
 
 SPELLINGS = {
@@ -65,7 +64,7 @@ def answering(monkeypatch, answer):
             raise answer
         return io.BytesIO(json.dumps(answer).encode())
 
-    monkeypatch.setattr(models, "urlopen", urlopen)
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
 

@@ -16,8 +16,7 @@ from ithaka.layout import fixed_settings, make_layout
 from ithaka.memory.store import SlabPool, StoreError
 from ithaka.ops.stages import HeldHeads
 from ithaka.phases import current_phase
-from ithaka.plan.hardware import parse_gpus
-from ithaka.plan.host import host_capacity
+from ithaka.plan.hardware import host_capacity, parse_gpus
 from ithaka.plan.models import find_shape
 from ithaka.plan.search import evaluate
 from ithaka.plan.shape import Work

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ithaka.cli import app
-from ithaka.config import ConfigError
+from ithaka.config import ConfigError, load
 from ithaka.plan.hardware import GPUS, find_gpu, find_hardware, parse_bytes, parse_gpus
 from ithaka.plan.show import round_ticks, size
 
@@ -111,7 +111,7 @@ def test_what_costs_time_is_not_said_to_save_it():
 
 @pytest.mark.parametrize("args, tier, way, cure", [
     (["8xH100", "--context", "2M", "--host-memory", "64GB"], "host", "more host memory", ["--host-memory", "2TB"]),
-    (["8xH100", "--context", "14M", "--host-memory", "1TB", "--disk", "5TB"], "disk", "more disk", ["--disk", "10TB"]),
+    (["8xH100", "--context", "14M", "--host-memory", "1TB", "--disk", "3TB"], "disk", "more disk", ["--disk", "10TB"]),
     (["8xH100", "--context", "8M", "--disk", "1TB"], "disk", "more disk", ["--disk", "10TB"]),
     (["1xRTX4090", "--context", "8K", "--host-memory", "64GB", "--disk", "10TB"], "host", "takes more host memory",
      ["--host-memory", "256GB"]),
@@ -175,6 +175,9 @@ def test_sweep_shows_the_trade(tmp_path):
         (["plan", "llama3-8b", "--gpus", "8xH200", "--set", "parallel.cp=3"], "parallel.cp=3"),
         ([*ARGS, "--plot", "x.svg"], "add --sweep heads_per_stage"),
         ([*ARGS, "--ladder", "--max-context"], "--max-context and --ladder"),
+        ([*ARGS, "--out", "x.yaml"], "--out x.yaml is for what --yaml finds; add --yaml"),
+        ([*ARGS, "--set", "optim.lr=1"], "optim.lr is not decided by a plan"),
+        ([*ARGS, "--yaml", "--set", "data.context=4K"], "--set data.context is given otherwise here; use --context"),
         ([*ARGS, "--sweep", "heads_per_stage", "--max-context"], "--max-context and --sweep"),
         (["plan", "llama3-8b", "--gpus", "H200", "--host-memory", "10"], "write for example 2TB"),
         (["plan", "llama3-8b", "--gpus", "8xA100"], "A100 is more than one known GPU; use A100-80GB or A100-40GB"),
@@ -197,6 +200,43 @@ def test_sweep_shows_the_trade(tmp_path):
 def test_mistakes_are_explained(args, words):
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 2 and words in result.stderr
+
+
+def test_what_nobody_gave_is_said_to_be_assumed():
+    assumed = json.loads(run("plan", "llama3-8b", "--gpus", "8xH100", "--json"))["assumed"]
+    assert assumed["host memory"].startswith("256 GB per GPU") and "360 GB/s" in assumed["links"]
+    assert "disk" not in assumed and "2 GiB + 5% of each GPU" in assumed["reserve"]
+    text = run("plan", "llama3-8b", "--gpus", "8xH100")
+    assert all(value in text.partition("Assumed\n")[2] for value in assumed.values())
+    given = json.loads(run(*ARGS, "--disk", "1TB", "--json"))["assumed"]
+    assert "host memory" not in given and given["disk"] == "4 GB/s per node"
+
+
+def test_so_many_steps_take_so_long():
+    one, some = json.loads(run(*ARGS, "--json")), json.loads(run(*ARGS, "--steps", "500", "--json"))
+    assert some["hours"] == pytest.approx(500 * one["step_s"] / 3600) and "hours" not in one
+    assert some["tokens"] == 500 * one["tokens_per_step"] == 500 * one["sequences_per_step"] * 2**20
+    assert f"500 steps: {some['hours']:.1f} h, {some['tokens'] / 1e9:.4g} billion tokens\n" in run(
+        *ARGS, "--steps", "500"
+    )
+
+
+def test_micro_steps_count_in_a_step():
+    one, four = (json.loads(run(*ARGS, "--set", f"train.accumulate={n}", "--json")) for n in (1, 4))
+    assert four["tokens_per_step"] == 4 * one["tokens_per_step"]
+    assert 3.9 * one["step_s"] < four["step_s"] < 4 * one["step_s"]  # the update comes once
+
+
+def test_yaml_is_printed_or_written_and_only_where_it_fits(tmp_path):
+    file = tmp_path / "long.yaml"
+    printed = run(*ARGS, "--yaml", "--steps", "500", "--set", "data.path=books.jsonl")
+    assert "# The weights: hf download meta-llama/Meta-Llama-3-8B --local-dir meta-llama/Meta-Llama-3-8B\n" in printed
+    assert run(*ARGS, "--yaml", "--steps", "500", "--set", "data.path=books.jsonl", "--out", str(file)).count("\n") == 1
+    assert file.read_text() == printed
+    config = load(file)
+    assert (str(config.model.path), str(config.data.path)) == ("meta-llama/Meta-Llama-3-8B", "books.jsonl")
+    assert (config.train.steps, config.data.context) == (500, 2**20)
+    assert run(*ARGS[:-1], "100M", "--yaml", code=3) == ""
 
 
 def test_gpu_file(tmp_path):

@@ -8,10 +8,9 @@ import pytest
 
 from ithaka.config import ConfigError, parse_count
 from ithaka.layout import LayerKeeps, Layout, keeps
-from ithaka.plan.cost import gpu_phases, memory
+from ithaka.plan.bytes import LayerBytes, gpu_phases, kept_attention_bytes, layer_moments, memory
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.models import find_shape
-from ithaka.plan.moments import LayerBytes, kept_attention_bytes, layer_moments
 from ithaka.plan.seconds import layer_seconds, step_seconds
 from ithaka.plan.shape import Work
 

@@ -42,8 +42,8 @@ def has(patch, total, free, disk_free=10**13):
     """This machine has so many bytes of host memory, and so many to spare."""
     memory = SimpleNamespace(total=total, available=free)
     patch.setattr("psutil.virtual_memory", lambda: memory)
-    patch.setattr("ithaka.plan.host.cgroup_limits", list)
-    patch.setattr("ithaka.plan.host.cgroup_rooms", list)
+    patch.setattr("ithaka.plan.hardware.cgroup_limits", list)
+    patch.setattr("ithaka.plan.hardware.cgroup_rooms", list)
     patch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=10**13, free=disk_free))
 
 
@@ -98,6 +98,19 @@ def test_train_takes_what_plan_answers(tmp_path, context, given_settings):
     assert cp == answer["settings"]["parallel.cp"]
     assert cp == 8 or given_settings.get("parallel__cp") not in (8, "all")
     assert answer["tokens_per_step"] == 8 // cp * config.train.batch * config.data.context
+
+
+@pytest.mark.parametrize("context", ["128K", "1M", "4M"])
+def test_training_takes_a_plan_s_yaml_as_it_is(tmp_path, context):
+    model = llama(tmp_path)[0].model.path
+    args = ["plan", str(model), "--gpus", "8xH100", "--host-memory", "2TB", "--context", context]
+    answer = json.loads(CliRunner().invoke(app, [*args, "--json"]).stdout)
+    file = tmp_path / "long.yaml"
+    assert CliRunner().invoke(app, [*args, "--yaml", "--out", str(file)]).exit_code == 0
+    config, told = load(file), given(file)
+    resolved, plan = planned(config, told, 8, [node(H100)])
+    assert resolved == config and plan.settings == answer["settings"]
+    assert plan.step_s == answer["step_s"] and plan.tokens_per_step == answer["tokens_per_step"]
 
 
 def test_cp_is_planned_for_the_sequences_of_a_step(tmp_path):

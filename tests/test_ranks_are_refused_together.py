@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from ithaka.cli import app
 from ithaka.config import ConfigError
-from ithaka.plan.host import Host
+from ithaka.plan.hardware import Host
 from ithaka.train import loop, preflight
 from ithaka.train.preflight import refusal_of_ranks
 from runs import tiny_run

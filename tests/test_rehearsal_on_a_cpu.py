@@ -8,8 +8,7 @@ from typer.testing import CliRunner
 
 from ithaka import rehearsal
 from ithaka.cli import app
-from ithaka.plan.hardware import parse_gpus
-from ithaka.plan.host import Host
+from ithaka.plan.hardware import Host, parse_gpus
 from ithaka.plan.models import find_shape
 from ithaka.plan.search import choose
 from ithaka.plan.shape import Work

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 
 EXIT_DOES_NOT_FIT = 3  # as for running out of memory
+MODEL = "A name (llama3.1-8b), a model directory, a config.json, or an id on the Hugging Face hub."
 
 
 def main() -> None:
@@ -179,7 +181,7 @@ def _run(
 @app.command()
 @explains_errors
 def plan(
-    model: Annotated[str, typer.Argument(help="A model directory, a config.json, or a name: llama3-8b.")],
+    model: Annotated[str, typer.Argument(help=MODEL)],
     gpus: Annotated[str, typer.Option(help="For example 8xH100-80GB, or 2x8xH100-80GB for two nodes.")],
     context: Annotated[str, typer.Option(help="Tokens per sequence: 131072, 128K, 1M.")] = "128K",
     host_memory: Annotated[
@@ -191,43 +193,51 @@ def plan(
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Decide one setting.")
     ] = None,
     gpu_file: Annotated[Path | None, typer.Option(help="A GPU of your own, as JSON; then --gpus 8.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Say how long so many steps take.")] = None,
     max_context: Annotated[bool, typer.Option("--max-context", help="The longest that fits.")] = False,
     ladder: Annotated[bool, typer.Option("--ladder", help="What each technique buys.")] = False,
     sweep: Annotated[str | None, typer.Option(metavar="heads_per_stage", help="What it trades.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="With --sweep: also a plot.")] = None,
+    as_yaml: Annotated[bool, typer.Option("--yaml", help="As a configuration for `ithaka train`.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="With --yaml: where to; else it is printed.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Say what fits and how fast it will be, before anything is rented or started."""
-    from ithaka.plan import ask
+    from ithaka.plan import show
     from ithaka.plan.hardware import find_hardware
 
-    _refuse_two_answers({"--max-context": max_context, "--ladder": ladder, "--sweep": sweep is not None})
-    if plot is not None and sweep is None:
-        raise ConfigError(f"--plot {plot} draws what --sweep finds; add --sweep heads_per_stage")
+    kinds = {"--max-context": max_context, "--ladder": ladder, "--sweep": sweep is not None, "--yaml": as_yaml}
+    asked = [name for name, wanted in kinds.items() if wanted]
+    if len(asked) > 1:
+        raise ConfigError(f"{' and '.join(asked)} are answers of their own; ask for one at a time")
+    for option, value, other in (("--plot", plot, "--sweep heads_per_stage"), ("--out", out, "--yaml")):
+        if value is not None and other.split()[0] not in asked:
+            raise ConfigError(f"{option} {value} is for what {other.split()[0]} finds; add {other}")
+        if value is not None:
+            check_file(option, value)
     hardware = find_hardware(gpus, gpu_file, host_memory, disk)
-    question = ask.question(model, hardware, context, batch, overrides or [])
+    question = show.question(model, hardware, context, batch, overrides or [], any_setting=as_yaml)
     if ladder:
-        print(ask.ladder(question, as_json))
+        print(show.ladder_answer(question, as_json))
     elif sweep is not None:
-        if plot is not None:
-            check_file("--plot", plot)
-        print(ask.sweep(question, sweep, plot, as_json))
+        print(show.sweep_answer(question, sweep, plot, as_json))
+    elif as_yaml and (found := question.plan()).fits:
+        text = show.as_yaml(question, found, steps)
+        if out is None:
+            print(text, end="")
+        else:
+            out.write_text(text, encoding="utf-8")
+            print(f"written to {out}; use it with: ithaka train {out}")
     else:
-        text, fits = ask.plan(question, max_context, as_json)
-        print(text)
+        text, fits = show.plan_answer(question, max_context, steps, as_json)
+        print(text, file=sys.stderr if as_yaml else sys.stdout)
         raise typer.Exit(0 if fits else EXIT_DOES_NOT_FIT)
-
-
-def _refuse_two_answers(asked: dict[str, bool]) -> None:
-    names = [name for name, wanted in asked.items() if wanted]
-    if len(names) > 1:
-        raise ConfigError(f"{' and '.join(names)} are answers of their own; ask for one at a time")
 
 
 @app.command()
 @explains_errors
 def rehearse(
-    model: Annotated[str, typer.Argument(help="A model directory, a config.json, or a name: llama3-8b.")],
+    model: Annotated[str, typer.Argument(help=MODEL)],
     gpus: Annotated[str, typer.Option(help="The machine to stand for: 8xH100-80GB, or 2x8xH100-80GB.")],
     context: Annotated[str, typer.Option(help="Tokens per sequence: 131072, 128K, 1M.")] = "128K",
     layers: Annotated[int, typer.Option(min=1, help="Layers to run; the rest is extrapolated.")] = 2,
@@ -244,14 +254,13 @@ def rehearse(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Run rank 0 of all these GPUs on this one device, and print measured beside planned."""
-    from ithaka.plan import ask, search
+    from ithaka.plan import show
     from ithaka.plan.hardware import find_hardware
 
-    hardware = find_hardware(gpus, gpu_file, host_memory, disk)
-    question = ask.question(model, hardware, context, batch, overrides or [])
-    plan = search.choose(question.shape, hardware, question.work, question.fixed)
+    question = show.question(model, find_hardware(gpus, gpu_file, host_memory, disk), context, batch, overrides or [])
+    plan = question.plan()
     if not plan.fits:
-        print(ask.plan(question, False, as_json)[0])
+        print(show.plan_answer(question, False, None, as_json)[0])
         raise typer.Exit(EXIT_DOES_NOT_FIT)
 
     from ithaka.train.console import status

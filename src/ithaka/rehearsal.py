@@ -25,7 +25,7 @@ from ithaka.dist.mesh import Mesh, default_device, make_mesh
 from ithaka.layout import Layout
 from ithaka.model.build import build_model
 from ithaka.phases import OPTIMIZER, PARAMETERS, listening, phase
-from ithaka.plan.host import this_host
+from ithaka.plan.hardware import this_host
 from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan, choose, evaluate
 from ithaka.plan.seconds import layer_seconds

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ithaka.ops.fused import row_logsumexp, softmax_grad
 from ithaka.ops.tiles import GradSum, apply_norm, sum_dtype, tile_backward, tile_slices
 from ithaka.phases import RESIDUAL, phase, tag
-from ithaka.plan.cost import LOGITS_TILE_BYTES
+from ithaka.plan.bytes import LOGITS_TILE_BYTES
 
 IGNORED = -100
 WHOLE_ROWS = 128  # matmuls like multiples of it

@@ -12,11 +12,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
-from collections.abc import Sequence
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import psutil
 
 from ithaka.config import ConfigError
 
@@ -101,6 +106,7 @@ class Hardware:
     disk_bytes_s: float = DISK_BYTES_S
     network_bytes_s: float = NETWORK_BYTES_S
     host_update_bytes_s: float = HOST_UPDATE_BYTES_S
+    assumed_host: bool = False  # nobody gave or measured host_bytes
 
     @property
     def num_gpus(self) -> int:
@@ -255,7 +261,8 @@ def parse_gpus(text: str, gpu: Gpu | None = None) -> Hardware:
                 f"say how many nodes, for example 1x{text.strip()}"
             )
         num_nodes, per_node = per_node // GPUS_PER_NODE, GPUS_PER_NODE
-    return Hardware(gpu or find_gpu(name), per_node, num_nodes, host_bytes=HOST_BYTES_PER_GPU * per_node)
+    host_bytes = HOST_BYTES_PER_GPU * per_node
+    return Hardware(gpu or find_gpu(name), per_node, num_nodes, host_bytes=host_bytes, assumed_host=True)
 
 
 def parse_bytes(text: str, name: str) -> int:
@@ -269,42 +276,34 @@ def parse_bytes(text: str, name: str) -> int:
 
 def read_gpu(file: Path) -> Gpu:
     """A GPU from a JSON file with the fields of `Gpu`; `based_on` names a known one for those left out."""
+
+    def refuse(what: str, way_out: str) -> NoReturn:
+        raise ConfigError(f"--gpu-file {file}{what}; {way_out}")
+
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "no valid JSON"
-        raise ConfigError(f"--gpu-file {file} cannot be read ({reason}); give a JSON file") from None
+        refuse(f" cannot be read ({getattr(error, 'strerror', None) or 'no valid JSON'})", "give a JSON file")
     if not isinstance(values, dict):
-        raise ConfigError(f"--gpu-file {file} holds no JSON object; write fields such as memory_bytes")
+        refuse(" holds no JSON object", "write fields such as memory_bytes")
     names = [entry.name for entry in dataclasses.fields(Gpu)]
-    for key in values:
+    figures = [name for name in names if name not in ("name", "sources")]
+    for key, value in values.items():
         if key not in (*names, "based_on"):
-            raise ConfigError(f"--gpu-file {file}: {key} is not a field; use {', '.join(names)} or based_on")
-    return _complete(values, file, names)
-
-
-def _complete(values: dict[str, Any], file: Path, names: list[str]) -> Gpu:
-    texts = {"name": values.get("name", ""), "based_on": values.get("based_on", "")}
-    for key, value in texts.items():
-        if not isinstance(value, str):
-            raise ConfigError(f"--gpu-file {file}: {key}={value} is no text; put it in quotes")
-    start: dict[str, Any] = dataclasses.asdict(find_gpu(values["based_on"])) if "based_on" in values else {}
-    given = {key: value for key, value in values.items() if key not in ("based_on", "sources")}
-    missing = [key for key in names if key not in start and key not in given and key not in ("name", "sources")]
-    if missing:
-        raise ConfigError(f"--gpu-file {file} lacks {', '.join(missing)}; add them, or based_on with a known GPU")
-    for key, value in given.items():
-        if key != "name" and not _is_positive(value):
-            raise ConfigError(f"--gpu-file {file}: {key}={value} is no positive number; correct it")
-    told = values.get("sources", {})
+            refuse(f": {key} is not a field", f"use {', '.join(names)} or based_on")
+        if key in ("name", "based_on") and not isinstance(value, str):
+            refuse(f": {key}={value} is no text", "put it in quotes")
+        if key in figures and not _is_positive(value):
+            refuse(f": {key}={value} is no positive number", "correct it")
+    told = values.pop("sources", {})
     if not isinstance(told, dict) or not all(isinstance(source, str) for source in told.values()):
-        raise ConfigError(
-            f"--gpu-file {file}: sources={told} is no object of texts; write a text per field, or leave it out"
-        )
-    sources = {**start.get("sources", {}), **dict.fromkeys(given, str(file)), **told}
-    whole: dict[str, int] = {key: int(given[key]) for key in ("memory_bytes", "l2_bytes") if key in given}
-    complete: dict[str, Any] = {**start, "name": file.stem, **given, **whole, "sources": sources}
-    return Gpu(**complete)
+        refuse(f": sources={told} is no object of texts", "write a text per field, or leave it out")
+    start: dict[str, Any] = vars(find_gpu(values.pop("based_on"))) if "based_on" in values else {"sources": {}}
+    if missing := [name for name in figures if name not in start | values]:
+        refuse(f" lacks {', '.join(missing)}", "add them, or based_on with a known GPU")
+    sources = {**start["sources"], **dict.fromkeys(values, str(file)), **told}
+    whole = {name: int(values[name]) for name in ("memory_bytes", "l2_bytes") if name in values}
+    return Gpu(**{**start, "name": file.stem, **values, **whole, "sources": sources})
 
 
 def _is_positive(value: Any) -> bool:
@@ -317,7 +316,88 @@ def find_hardware(
     """The machine that the options of a command describe; host memory and disk are per node."""
     hardware = parse_gpus(gpus, read_gpu(gpu_file) if gpu_file else None)
     if host_memory is not None:
-        hardware = dataclasses.replace(hardware, host_bytes=parse_bytes(host_memory, "--host-memory"))
+        host_bytes = parse_bytes(host_memory, "--host-memory")
+        hardware = dataclasses.replace(hardware, host_bytes=host_bytes, assumed_host=False)
     if disk is not None:
         hardware = dataclasses.replace(hardware, disk_bytes=parse_bytes(disk, "--disk"))
     return hardware
+
+
+# ---- this machine: memory, as the control groups around this process allow it, cores and disk
+
+CGROUP = Path("/sys/fs/cgroup")
+OWN_CGROUP = Path("/proc/self/cgroup")
+
+
+@dataclass(frozen=True)
+class Host:
+    """What this machine has to spare now."""
+
+    memory_bytes: int
+    disk_bytes: int
+    disk_path: Path
+
+
+def this_host(disk_path: Path | None = None) -> Host:
+    """`disk_path`: where files would go; None: the system's temporary directory."""
+    folder = disk_path or Path(tempfile.gettempdir())
+    free = [psutil.virtual_memory().available, *cgroup_rooms()]
+    return Host(min(free), shutil.disk_usage(folder).free, folder)
+
+
+def host_capacity() -> int:
+    """This machine's memory, or what the control groups around this process allow of it: the same at any moment,
+    and the most that can be free."""
+    return min([psutil.virtual_memory().total, *cgroup_limits()])
+
+
+def num_cores() -> int:
+    """Those this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cgroup_rooms(root: Path = CGROUP, of: Path = OWN_CGROUP) -> list[int]:
+    """What each control group around this process still allows; file cache makes way: it counts as free."""
+    rooms = []
+    for group, limit, usage, cache in _cgroups(root, of):
+        allowed, used = _read_number(group / limit), _read_number(group / usage)
+        if allowed is not None and used is not None:
+            stat = dict(line.split() for line in _read_lines(group / "memory.stat"))
+            rooms.append(max(0, allowed - used + int(stat.get(cache, 0))))
+    return rooms
+
+
+def cgroup_limits(root: Path = CGROUP, of: Path = OWN_CGROUP) -> list[int]:
+    """What each control group around this process allows in all."""
+    limits = (_read_number(group / limit) for group, limit, *_ in _cgroups(root, of))
+    return [limit for limit in limits if limit is not None]
+
+
+def _cgroups(root: Path, of: Path) -> Iterator[tuple[Path, str, str, str]]:
+    """The memory groups around this process, with the names of limit and usage and of the cache's entry."""
+    for line in _read_lines(of):
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        # A container sees its own groups at the top, whatever the path says.
+        top = root / controllers
+        inside = top / path.lstrip("/")
+        v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        names = v1 if controllers else ("memory.max", "memory.current", "inactive_file")
+        for group in (top, *(folder for folder in (inside, *inside.parents) if top in folder.parents)):
+            yield (group, *names)
+
+
+def _read_number(path: Path) -> int | None:
+    """None where there is no such file, or no limit in it."""
+    lines = _read_lines(path)
+    return int(lines[0]) if lines and lines[0].isdigit() else None
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []

@@ -7,8 +7,6 @@ import json
 import re
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 from ithaka.config import ConfigError
 from ithaka.plan.shape import ModelShape, read_json, shape_from_config
@@ -114,6 +112,9 @@ def _suggestion(model: str) -> str:
 
 def _from_hub(model: str) -> dict[str, Any]:
     """From the local cache of the hub, else over the network."""
+    from urllib.error import HTTPError  # here: each command would wait for it
+    from urllib.request import Request, urlopen
+
     from huggingface_hub import constants, get_token, hf_hub_url, try_to_load_from_cache
 
     cached = try_to_load_from_cache(model, "config.json")

@@ -1,21 +1,22 @@
-"""Tries plans, returns the fastest that fits.
+"""Tries plans, returns the fastest that fits; and what else can be asked of them: the longest context, trades.
 
-The search is exhaustive over what matters and takes the best value at once where one direction is always
-better: larger tiles and nearer tiers are never slower, and a layer's time does not depend on others, so
-either no layer keeps attention's output or as many as there is room for.
+Every context parallel size, width of stages, tier, tile and overlap is tried. A layer's time does not depend on the
+others, so either no layer keeps attention's output or as many as there is room for.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
 from typing import Any
 
 from ithaka.config import Config, ConfigError
 from ithaka.layout import SETTINGS, Layout, Tier, fixed_settings, make_layout, settings_of
-from ithaka.plan.cost import Ledger, attention_room, memory
+from ithaka.plan.bytes import Ledger, memory
 from ithaka.plan.hardware import Hardware
 from ithaka.plan.seconds import Seconds, step_seconds
 from ithaka.plan.shape import ModelShape, Work
@@ -26,7 +27,9 @@ TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 CONTEXT_GRAIN = 1024  # per rank: longest contexts are multiples of this many tokens per rank
 UNLIMITED_BYTES = 2**60
 RUNNERS_UP = 3
-WORTH_SHOWING = 0.9  # plans slower than this share of the best are not looked at further
+LADDER_TILE = 8192
+
+Fixed = Mapping[str, Any]  # what the user decided, in the words of `make_layout`
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Plan:
     ledger: Ledger
     seconds: Seconds
     runners_up: tuple[Plan, ...] = field(default=(), repr=False)
-    given: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)  # decided by the user, of the layout
+    given: Fixed = field(default_factory=dict, repr=False, hash=False)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -71,20 +74,14 @@ class Plan:
     @property
     def limited_by(self) -> str:
         if not self.fits:
-            return worst_tier(self.ledger)
+            return self.ledger.worst_tier
         shares = {name: getattr(self.seconds, name) for name in ("attention", "linear", "exchange", "copies")}
         return max(shares, key=lambda name: shares[name])
 
 
-Candidate = tuple[Layout, Ledger]
-
-
 def evaluate(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Plan:
     """What one layout costs, whether it fits or not."""
-    return _costed(shape, layout, memory(shape, layout, hardware, work), hardware, work)
-
-
-def _costed(shape: ModelShape, layout: Layout, ledger: Ledger, hardware: Hardware, work: Work) -> Plan:
+    ledger = memory(shape, layout, hardware, work)
     return Plan(shape, hardware, work, layout, ledger, step_seconds(shape, layout, hardware, work))
 
 
@@ -93,53 +90,53 @@ def decide(config: Config, given: Collection[str], shape: ModelShape, hardware: 
 
     `given`: names of settings (parallel.cp) that the user decided; the others are the search's to choose.
     """
+    return choose(shape, hardware, work_of(config), fixed_of(config, given, shape, hardware))
+
+
+def work_of(config: Config) -> Work:
+    return Work(config.data.context, config.train.batch, accumulate=config.train.accumulate)
+
+
+def fixed_of(config: Config, given: Collection[str], shape: ModelShape, hardware: Hardware) -> Fixed:
     chosen = {name: operator.attrgetter(name)(config) for name in SETTINGS if name in given}
-    work = Work(config.data.context, config.train.batch, accumulate=config.train.accumulate)
-    return choose(shape, hardware, work, fixed_settings(chosen, shape.num_layers, hardware.num_gpus))
+    return fixed_settings(chosen, shape.num_layers, hardware.num_gpus)
 
 
-def choose(
-    shape: ModelShape,
-    hardware: Hardware,
-    context: int | Work,
-    fixed: Mapping[str, Any] | None = None,
-) -> Plan:
-    """The fastest plan that fits, in tokens per second and GPU; without one, the plan that misses by least.
-
-    `fixed` holds fields of `Layout` that the user decided: they win, and are checked.
-    """
+def choose(shape: ModelShape, hardware: Hardware, context: int | Work, fixed: Fixed | None = None) -> Plan:
+    """The fastest plan that fits, in tokens per second and GPU; without one, the plan that misses by least."""
     work = context if isinstance(context, Work) else Work(context)
-    fixed = dict(fixed or {})
-    check_fixed(shape, hardware, fixed)
-    fitting = _fitting(shape, hardware, work, fixed)
+    space = _Space(shape, hardware, dict(fixed or {}))
+    fitting = [evaluate(shape, layout, hardware, work) for layout in space.layouts(work)]
     if not fitting:
-        return replace(_costed(shape, *_nearest(_misses(shape, hardware, work, fixed)), hardware, work), given=fixed)
+        return replace(evaluate(shape, space.nearest(work), hardware, work), given=space.fixed)
     ranked = sorted(fitting, key=_rank)
-    return replace(ranked[0], runners_up=_different(ranked), given=fixed)
+    return replace(ranked[0], runners_up=_different(ranked), given=space.fixed)
 
 
-def longest(
-    shape: ModelShape, hardware: Hardware, fixed: Mapping[str, Any] | None = None, batch: int = 1
-) -> tuple[int, str]:
+def longest(shape: ModelShape, hardware: Hardware, fixed: Fixed | None = None, batch: int = 1) -> tuple[int, str]:
     """(longest context that fits, what stops a longer one: GPU, host, disk or heads); 0 when none fits."""
-    fixed = dict(fixed or {})
-    context = longest_context(shape, hardware, fixed, batch)
-    grain = CONTEXT_GRAIN * max(_cps(shape, hardware, fixed))
+    space = _Space(shape, hardware, dict(fixed or {}))
+    context = space.longest_context(batch)
     ways = [
         tier
-        for tier in ways_further(shape, hardware, fixed, batch, context)
+        for tier in ways_further(shape, hardware, space.fixed, batch, context)
         if tier == "host" or hardware.disk_bytes  # a disk that is not there stops nothing
     ]
     if ways:  # the nearest miss may lack another tier, which this one could relieve
         return context, ways[-1]
-    missing = _missing(shape, hardware, Work(context + grain, batch), fixed)
-    capped = "cp" not in fixed and max(_cps(shape, hardware, fixed)) < hardware.num_gpus
+    work = Work(context + space.grain, batch)
+    misses = (memory(shape, layout, hardware, work) for layout in space.leanest())
+    missing = min(misses, key=lambda ledger: max(ledger.excess().values())).worst_tier
+    capped = "cp" not in space.fixed and max(space.cps) < hardware.num_gpus
     return context, "heads" if missing == "GPU" and capped else missing
 
 
-def ways_further(
-    shape: ModelShape, hardware: Hardware, fixed: Mapping[str, Any], batch: int, context: int
-) -> list[str]:
+def longest_context(shape: ModelShape, hardware: Hardware, fixed: Fixed | None = None, batch: int = 1) -> int:
+    """In multiples of CONTEXT_GRAIN per rank; 0 when none fits."""
+    return _Space(shape, hardware, dict(fixed or {})).longest_context(batch)
+
+
+def ways_further(shape: ModelShape, hardware: Hardware, fixed: Fixed, batch: int, context: int) -> list[str]:
     """Which of host and disk, if it were without limit, would let more than `context` tokens fit."""
     more = {
         "host": replace(hardware, host_bytes=UNLIMITED_BYTES),
@@ -148,246 +145,184 @@ def ways_further(
     return [tier for tier, machine in more.items() if longest_context(shape, machine, fixed, batch) > context]
 
 
-def longest_context(
-    shape: ModelShape, hardware: Hardware, fixed: Mapping[str, Any] | None = None, batch: int = 1
-) -> int:
-    """In multiples of CONTEXT_GRAIN per rank; 0 when none fits."""
-    fixed = dict(fixed or {})
-    check_fixed(shape, hardware, fixed)
-    grain = CONTEXT_GRAIN * max(_cps(shape, hardware, fixed))
-    low, high = 0, 1
-    while _fits(shape, hardware, Work(high * grain, batch), fixed):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if _fits(shape, hardware, Work(middle * grain, batch), fixed):
-            low = middle
-        else:
-            high = middle
-    return low * grain
+# ---- what there is to choose from
 
 
-def check_fixed(shape: ModelShape, hardware: Hardware, fixed: Mapping[str, Any]) -> None:
-    """Refuses settings that no layout can have."""
-    ranks, cp, stage = hardware.num_gpus, fixed.get("cp"), fixed.get("heads_per_stage")
-    if cp is not None and (ranks % cp or cp > shape.heads):
-        fitting = ", ".join(str(n) for n in _divisors(ranks) if n <= shape.heads)
-        raise ConfigError(
-            f"parallel.cp={cp} does not divide the {ranks} ranks or exceeds the {shape.heads} query heads; "
-            f"use {fitting}"
-        )
-    if stage is not None and stage > shape.heads:
-        heads = f"{shape.heads} query heads of the model"
-        raise ConfigError(f"parallel.heads_per_stage={stage} exceeds the {heads}; use all")
-    if stage is not None and not any(stage % n == 0 for n in _cps(shape, hardware, fixed)):
-        raise ConfigError(f"parallel.heads_per_stage={stage} is no multiple of parallel.cp={cp}; use {cp} or all")
-    kept = fixed.get("keep_attention")
-    if kept is not None and not 0 <= kept <= shape.num_layers:
-        raise ConfigError(f"memory.keep_attention={kept} exceeds the {shape.num_layers} layers of the model; use all")
+@dataclass(frozen=True)
+class _Space:
+    """The layouts of a model on a machine."""
 
+    shape: ModelShape
+    hardware: Hardware
+    fixed: Fixed
 
-def worst_tier(ledger: Ledger) -> str:
-    excess = ledger.excess()
-    return max(excess, key=lambda tier: excess[tier])
-
-
-# ---- candidates
-
-
-def _fitting(shape: ModelShape, hardware: Hardware, work: Work, fixed: Mapping[str, Any]) -> list[Plan]:
-    """The plans that fit, but for some that are too slow to be shown."""
-    fitting: list[Plan] = []
-    best = 0.0
-    for bound, start in _starts(shape, hardware, work, fixed):
-        if bound < WORTH_SHOWING * best:
-            break
-        for layout, ledger in _candidates(start, shape, hardware, work, fixed, skip_hopeless=True):
-            if ledger.fits:
-                fitting.append(_costed(shape, layout, ledger, hardware, work))
-                best = max(best, fitting[-1].tokens_per_s_per_gpu)
-    return fitting
-
-
-def _misses(shape: ModelShape, hardware: Hardware, work: Work, fixed: Mapping[str, Any]) -> Iterator[Candidate]:
-    """Where nothing fits: everything, with as few of attention's outputs kept as may be."""
-    fewest = 1 if _must_keep(fixed) else 0
-    fixed = {"keep_attention": fewest, **fixed}
-    for _, start in _starts(shape, hardware, work, fixed):
-        yield from _candidates(start, shape, hardware, work, fixed, skip_hopeless=False)
-
-
-def _starts(shape: ModelShape, hardware: Hardware, work: Work, fixed: Mapping[str, Any]) -> list[tuple[float, Layout]]:
-    """Fastest first: (speed with everything on the device and nothing computed again, cp and heads per stage)."""
-    starts = []
-    for cp in _cps(shape, hardware, fixed):
-        for stage in _stage_widths(shape, cp, fixed):
-            start = make_layout(shape.num_layers, cp=cp, heads_per_stage=stage, **_precision(fixed))
-            ideal = start.but(tile_tokens=_tiles(shape, fixed)[0], keep_attention=shape.num_layers)
-            seconds = min(
-                step_seconds(shape, replace(ideal, overlap=overlap), hardware, work).total for overlap in (True, False)
+    def __post_init__(self) -> None:
+        """Refuses settings that no layout can have."""
+        shape, ranks = self.shape, self.hardware.num_gpus
+        cp, stage = self.fixed.get("cp"), self.fixed.get("heads_per_stage")
+        if cp is not None and (ranks % cp or cp > shape.heads):
+            fitting = ", ".join(str(n) for n in _divisors(ranks) if n <= shape.heads)
+            raise ConfigError(
+                f"parallel.cp={cp} does not divide the {ranks} ranks or exceeds the {shape.heads} query heads; "
+                f"use {fitting}"
             )
-            starts.append((work.tokens / cp / seconds, start))
-    return sorted(starts, key=lambda entry: -entry[0])
+        if stage is not None and stage > shape.heads:
+            heads = f"{shape.heads} query heads of the model"
+            raise ConfigError(f"parallel.heads_per_stage={stage} exceeds the {heads}; use all")
+        if stage is not None and not any(stage % n == 0 for n in self.cps):
+            raise ConfigError(f"parallel.heads_per_stage={stage} is no multiple of parallel.cp={cp}; use {cp} or all")
+        kept, layers = self.fixed.get("keep_attention"), shape.num_layers
+        if kept is not None and not 0 <= kept <= layers:
+            raise ConfigError(f"memory.keep_attention={kept} exceeds the {layers} layers of the model; use all")
 
+    def either(self, name: str, values: Iterable[Any]) -> tuple[Any, ...]:
+        return (self.fixed[name],) if name in self.fixed else tuple(values)
 
-def _candidates(
-    start: Layout,
-    shape: ModelShape,
-    hardware: Hardware,
-    work: Work,
-    fixed: Mapping[str, Any],
-    skip_hopeless: bool,
-) -> Iterator[Candidate]:
-    """Plans with one cp and stage width: per tier of attention's outputs, the nearest places first.
+    @cached_property
+    def cps(self) -> tuple[int, ...]:
+        stage = self.fixed.get("heads_per_stage") or 0
+        fitting = (n for n in _divisors(self.hardware.num_gpus) if n <= self.shape.heads and stage % n == 0)
+        return self.either("cp", fitting)
 
-    Places farther away are slower with all else equal, so they are not tried once nothing is missing.
-    `skip_hopeless`: nor are those with room for nothing.
-    """
-    for tier in _attention_tiers(shape, hardware, fixed):
-        for place in _places(hardware, fixed):
-            base = start.but(**place, **tier, checkpoint=fixed.get("checkpoint", True))
-            if skip_hopeless and _is_hopeless(base, shape, hardware, work, fixed):
-                continue
-            complete = yield from _tiled(base, shape, hardware, work, fixed)
-            if complete:
-                break
+    @property
+    def grain(self) -> int:
+        return CONTEXT_GRAIN * max(self.cps)
 
+    def widths(self, cp: int) -> tuple[int | None, ...]:
+        """All heads at once, half of them, a quarter, ... one per rank."""
+        slots = -(-self.shape.heads // cp)
+        return self.either("heads_per_stage", ((slots >> i) * cp for i in range(slots.bit_length())))
 
-def _tiled(
-    base: Layout, shape: ModelShape, hardware: Hardware, work: Work, fixed: Mapping[str, Any]
-) -> Generator[Candidate, None, bool]:
-    """With and without overlap, from the largest tile down to one with room for all; True: all there."""
-    most = fixed.get("keep_attention", shape.num_layers if base.keep_attention else 0)
-    complete = True
-    for overlap in _either(fixed, "overlap", (True, False) if base.checkpoint else (True,)):
-        for tile in _tiles(shape, fixed):
-            layout = replace(base, overlap=overlap, tile_tokens=tile)
-            if most and "keep_attention" not in fixed:
-                layout = layout.but(keep_attention=attention_room(shape, layout, hardware, work))
-            if layout.keep_attention < min(most, 1):
+    @cached_property
+    def tiles(self) -> tuple[int | None, ...]:
+        """Tokens per tile, largest first."""
+        largest = round(math.log2(TILE_BYTES / (2 * self.shape.hidden)))
+        return self.either("tile_tokens", (2 ** (largest - i) for i in range(TILE_SIZES)))
+
+    def tiers(self, name: str) -> tuple[Tier, ...]:
+        return self.either(name, TIERS if self.hardware.disk_bytes else TIERS[:2])
+
+    def places(self) -> Iterator[dict[str, Any]]:
+        """Where the optimizer's states and the layers' inputs go, nearest first."""
+        for offload in self.either("offload_optimizer", (False, True)):
+            for tier in self.tiers("input_tier"):
+                yield {"input_tier": tier, "offload_optimizer": offload}
+
+    @property
+    def must_keep(self) -> bool:
+        """Whether attention's outputs were given a place: then some are kept, however many."""
+        return "attention_tier" in self.fixed and "keep_attention" not in self.fixed
+
+    def attention(self) -> Iterator[dict[str, Any]]:
+        """Where attention's outputs go, and that some do (1 stands for as many as there is room for)."""
+        wanted = self.fixed.get("keep_attention")
+        if self.fixed.get("checkpoint", True) and wanted != 0:
+            for tier in self.tiers("attention_tier"):
+                yield {"attention_tier": tier, "keep_attention": wanted or 1}
+        if not wanted and not self.must_keep:
+            yield {"attention_tier": self.fixed.get("attention_tier") or "device", "keep_attention": 0}
+
+    def layout(self, **words: Any) -> Layout:
+        same = {name: self.fixed[name] for name in ("checkpoint", "dtype") if name in self.fixed}
+        return make_layout(self.shape.num_layers, **same, **words)
+
+    def fits(self, layout: Layout, work: Work) -> bool:
+        return memory(self.shape, layout, self.hardware, work).fits
+
+    def layouts(self, work: Work) -> Iterator[Layout]:
+        """Those that fit. Places farther away than one with room for everything are not faster, and left out."""
+        for cp in self.cps:
+            for width, attention in product(self.widths(cp), list(self.attention())):
+                for place in self.places():
+                    frame = {"cp": cp, "heads_per_stage": width, **place, **attention}
+                    found, complete = self.tiled(frame, work)
+                    yield from found
+                    if complete:
+                        break
+
+    def tiled(self, frame: dict[str, Any], work: Work) -> tuple[list[Layout], bool]:
+        """With and without overlap, from the largest tile down to one with room for all; True: the largest has it."""
+        most = self.fixed.get("keep_attention", self.shape.num_layers if frame["keep_attention"] else 0)
+        found, complete = [], True
+        for overlap in self.either("overlap", (True, False) if self.fixed.get("checkpoint", True) else (True,)):
+            for tile in self.tiles:
+                layout = self.roomiest({**frame, "overlap": overlap, "tile_tokens": tile}, most, work)
+                if layout is not None:
+                    found.append(layout)
+                    if layout.keep_attention == most:
+                        complete &= tile == self.tiles[0]
+                        break
+            else:
                 complete = False
-                continue
-            ledger = memory(shape, layout, hardware, work)
-            yield layout, ledger
-            if ledger.fits and layout.keep_attention == most:
-                complete &= tile == _tiles(shape, fixed)[0]
-                break
-            complete = False
-    return complete
+        return found, complete
+
+    def roomiest(self, frame: dict[str, Any], most: int, work: Work) -> Layout | None:
+        """With as many of attention's outputs kept as there is room for beside everything else, `most` of them."""
+
+        def keeping(count: int) -> Layout:
+            return self.layout(**{**frame, "keep_attention": count})
+
+        def fits(count: int) -> bool:
+            return self.fits(keeping(count), work)
+
+        if fits(most):  # with all of them nothing is computed again, which frees room on the device
+            return keeping(most)
+        if most == 0 or "keep_attention" in self.fixed or not fits(1):
+            return None
+        return keeping(_largest(fits, most))
+
+    def nearest(self, work: Work) -> Layout:
+        """Where nothing fits: the layout whose worst tier is exceeded least, with few attention outputs kept."""
+        few = _Space(self.shape, self.hardware, {"keep_attention": int(self.must_keep), **self.fixed})
+        rest = list(product(few.attention(), few.places(), few.either("overlap", (True, False)), few.tiles))
+        tried = (
+            few.layout(cp=cp, heads_per_stage=width, overlap=overlap, tile_tokens=tile, **attention, **place)
+            for cp in few.cps
+            for width in few.widths(cp)
+            for attention, place, overlap, tile in rest
+        )
+        excess = [(max(memory(self.shape, each, self.hardware, work).excess().values()), each) for each in tried]
+        least = min(share for share, _ in excess)
+        alike = [evaluate(self.shape, layout, self.hardware, work) for share, layout in excess if share == least]
+        return min(alike, key=lambda plan: -plan.tokens_per_s_per_gpu).layout
+
+    def leanest(self) -> Iterator[Layout]:
+        """Layouts that can be the last to fit: most ranks per sequence, narrowest stage, smallest tile.
+
+        Kept by all layers, attention's output needs the store but no room on the device to compute it again: so
+        all, or as few as may be.
+        """
+        cp = max(self.cps)
+        width = min(self.widths(cp), key=lambda width: width or self.shape.heads)
+        frame = {"cp": cp, "heads_per_stage": width, "tile_tokens": self.tiles[-1]}
+        for attention in self.attention():
+            counts = {attention["keep_attention"]}
+            if counts != {0} and "keep_attention" not in self.fixed:
+                counts = {self.shape.num_layers, *(counts if self.must_keep else ())}
+            for count, place in product(counts, list(self.places())):
+                words = attention | {"keep_attention": count, "overlap": self.fixed.get("overlap", False)}
+                yield self.layout(**frame, **place, **words)
+
+    def longest_context(self, batch: int) -> int:
+        layouts = list(self.leanest())
+
+        def fits(grains: int) -> bool:
+            work = Work(grains * self.grain, batch)
+            return any(self.fits(layout, work) for layout in layouts)
+
+        high = 1
+        while fits(high):
+            high *= 2
+        return _largest(fits, high) * self.grain
 
 
-def _is_hopeless(base: Layout, shape: ModelShape, hardware: Hardware, work: Work, fixed: Mapping[str, Any]) -> bool:
-    """Whether nothing can fit with this cp, stage and tiers: not the leanest layout, even without what others save.
-
-    Larger tiles need fewer gradient sums, and overlap needs no tiles of x: that much is taken off.
-    """
-    lean = replace(base, overlap=fixed.get("overlap", False), tile_tokens=_tiles(shape, fixed)[-1])
-    counts = (shape.num_layers, 1) if base.keep_attention and "keep_attention" not in fixed else (base.keep_attention,)
-    tile = min(lean.tile_tokens or work.tokens, work.local_tokens(lean.cp))
-    saved = shape.layer_parameters * lean.sum_bytes + 2 * lean.x_bytes(shape.hidden, tile)
-
-    def could_fit(ledger: Ledger) -> bool:
-        return replace(ledger, gpu_bytes=ledger.gpu_bytes + saved).fits
-
-    return not any(could_fit(memory(shape, lean.but(keep_attention=count), hardware, work)) for count in counts)
-
-
-def _attention_tiers(shape: ModelShape, hardware: Hardware, fixed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Where attention's outputs go, and that some do (1 stands for as many as there is room for)."""
-    wanted = fixed.get("keep_attention")
-    if fixed.get("checkpoint", True) and wanted != 0:
-        for tier in _tiers(fixed.get("attention_tier"), hardware):
-            yield {"attention_tier": tier, "keep_attention": wanted or 1}
-    if not wanted and not _must_keep(fixed):
-        yield {"attention_tier": fixed.get("attention_tier") or "device", "keep_attention": 0}
-
-
-def _must_keep(fixed: Mapping[str, Any]) -> bool:
-    """Whether attention's outputs were given a place: then some are kept, however many."""
-    return "attention_tier" in fixed and "keep_attention" not in fixed
-
-
-def _places(hardware: Hardware, fixed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    for offload in _either(fixed, "offload_optimizer", (False, True)):
-        for tier in _tiers(fixed.get("input_tier"), hardware):
-            yield {"input_tier": tier, "offload_optimizer": offload}
-
-
-def _fits(shape: ModelShape, hardware: Hardware, work: Work, fixed: Mapping[str, Any]) -> bool:
-    return any(memory(shape, layout, hardware, work).fits for layout in _leanest(shape, hardware, fixed))
-
-
-def _leanest(shape: ModelShape, hardware: Hardware, fixed: Mapping[str, Any]) -> Iterator[Layout]:
-    """Layouts that can be the last to fit: most ranks per sequence, narrowest stage, smallest tile.
-
-    Kept by all layers, attention's output needs the store but no room on the device to compute it again: so
-    all, or as few as may be.
-    """
-    cp = max(_cps(shape, hardware, fixed))
-    widths = _stage_widths(shape, cp, fixed)
-    start = make_layout(
-        shape.num_layers,
-        cp=cp,
-        heads_per_stage=min(widths, key=lambda width: width or shape.heads),
-        tile_tokens=_tiles(shape, fixed)[-1],
-        overlap=fixed.get("overlap", False),
-        checkpoint=fixed.get("checkpoint", True),
-        **_precision(fixed),
-    )
-    for tier in _attention_tiers(shape, hardware, fixed):
-        few = tier["keep_attention"]
-        counts = {shape.num_layers, few if _must_keep(fixed) else shape.num_layers}
-        for count in counts if few and "keep_attention" not in fixed else (few,):
-            for place in _places(hardware, fixed):
-                yield start.but(**place, **tier | {"keep_attention": count})
-
-
-def _missing(shape: ModelShape, hardware: Hardware, work: Work, fixed: Mapping[str, Any]) -> str:
-    """The tier that the nearest miss lacks."""
-    misses = [(layout, memory(shape, layout, hardware, work)) for layout in _leanest(shape, hardware, fixed)]
-    return worst_tier(_nearest(misses)[1])
-
-
-def _cps(shape: ModelShape, hardware: Hardware, fixed: Mapping[str, Any]) -> list[int]:
-    if "cp" in fixed:
-        return [fixed["cp"]]
-    stage = fixed.get("heads_per_stage") or 0
-    return [n for n in _divisors(hardware.num_gpus) if n <= shape.heads and stage % n == 0]
-
-
-def _stage_widths(shape: ModelShape, cp: int, fixed: Mapping[str, Any]) -> list[int | None]:
-    """All heads at once, half of them, a quarter, ... one per rank."""
-    if "heads_per_stage" in fixed:
-        width = fixed["heads_per_stage"]
-        return [width] if width is None or width % cp == 0 else []
-    widths: list[int | None] = []
-    slots = -(-shape.heads // cp)
-    while slots:
-        widths.append(slots * cp)
-        slots //= 2
-    return widths
-
-
-def _tiers(wanted: Tier | None, hardware: Hardware) -> tuple[Tier, ...]:
-    if wanted is not None:
-        return (wanted,)
-    return TIERS if hardware.disk_bytes else TIERS[:2]
-
-
-def _tiles(shape: ModelShape, fixed: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Tokens per tile to try, largest first."""
-    if "tile_tokens" in fixed:
-        return (fixed["tile_tokens"],)
-    largest = round(math.log2(TILE_BYTES / (2 * shape.hidden)))
-    return tuple(2 ** (largest - i) for i in range(TILE_SIZES))
-
-
-def _precision(fixed: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: fixed[name] for name in ("dtype",) if name in fixed}
-
-
-def _either(fixed: Mapping[str, Any], name: str, values: tuple[bool, ...]) -> tuple[bool, ...]:
-    return (fixed[name],) if name in fixed else values
+def _largest(fits: Callable[[int], bool], beyond: int) -> int:
+    """The largest count below `beyond`, which does not fit, that does; 0 where none does. Fewer than that fit too."""
+    low = 0
+    while beyond - low > 1:
+        middle = (low + beyond) // 2
+        low, beyond = (middle, beyond) if fits(middle) else (low, middle)
+    return low
 
 
 def _divisors(count: int) -> list[int]:
@@ -399,39 +334,69 @@ def _divisors(count: int) -> list[int]:
 
 def _rank(plan: Plan) -> tuple[Any, ...]:
     """Fastest first; between equals the one that needs least, nearest to the device."""
-    layout = plan.layout
-    return (
-        -plan.tokens_per_s_per_gpu,
-        plan.ledger.gpu_peak,
-        plan.ledger.host_peak,
-        TIERS.index(layout.input_tier),
-        TIERS.index(layout.attention_tier),
-        layout.cp,
-        layout.heads_per_stage or plan.shape.heads,
-    )
-
-
-def _nearest(misses: Iterable[Candidate]) -> Candidate:
-    """The one whose worst tier is exceeded least."""
-    return min(misses, key=lambda miss: max(miss[1].excess().values()))
+    layout, ledger = plan.layout, plan.ledger
+    tiers = (TIERS.index(layout.input_tier), TIERS.index(layout.attention_tier))
+    width = layout.heads_per_stage or plan.shape.heads
+    return (-plan.tokens_per_s_per_gpu, ledger.gpu_peak, ledger.host_peak, *tiers, layout.cp, width)
 
 
 def _different(ranked: list[Plan]) -> tuple[Plan, ...]:
-    """The best plans of other kinds: with another cp, stage, tier, or number of layers kept."""
-
-    def kind(plan: Plan) -> tuple[Any, ...]:
+    """The best plans of other kinds: with another cp, stage or tier."""
+    best: dict[tuple[Any, ...], Plan] = {}
+    for plan in ranked:
         a = plan.layout
-        return (
-            a.cp,
-            a.heads_per_stage,
-            a.input_tier,
-            a.attention_tier if a.keep_attention else None,
-            a.offload_optimizer,
-        )
+        outputs = a.attention_tier if a.keep_attention else None
+        best.setdefault((a.cp, a.heads_per_stage, a.input_tier, outputs, a.offload_optimizer), plan)
+    return tuple(best.values())[1 : 1 + RUNNERS_UP]
 
-    seen, others = {kind(ranked[0])}, []
-    for plan in ranked[1:]:
-        if kind(plan) not in seen:
-            seen.add(kind(plan))
-            others.append(plan)
-    return tuple(others[:RUNNERS_UP])
+
+# ---- plans beside each other
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A plan at the context asked for, whether it fits or not, and the longest context with its settings."""
+
+    name: str
+    plan: Plan
+    max_context: int
+
+
+def ladder(shape: ModelShape, hardware: Hardware, work: Work) -> list[Trial]:
+    """What each technique buys: ithaka's own layer with one after another switched on; the last is the search's."""
+    cp = max(_Space(shape, hardware, {}).cps)
+    plain = make_layout(shape.num_layers, checkpoint=False, overlap=False)
+    shared = replace(plain, cp=cp)
+    checked = shared.but(checkpoint=True)
+    offloaded = checked.but(input_tier="host")
+    tiled = replace(offloaded, tile_tokens=LADDER_TILE)
+    alone = replace(hardware, gpus_per_node=1, num_nodes=1)
+    rungs = [
+        ("one GPU, nothing sharded", plain, alone),
+        ("FSDP", plain, hardware),
+        ("+ Ulysses", shared, hardware),
+        ("+ checkpointing", checked, hardware),
+        ("+ offload to the host", offloaded, hardware),
+        ("+ tiles", tiled, hardware),
+        ("+ Untied Ulysses", replace(tiled, heads_per_stage=cp), hardware),
+    ]
+    trials = []
+    for name, layout, machine in rungs:
+        fixed = {word: getattr(layout, word) for word in SETTINGS.values()}
+        reach = longest_context(shape, machine, fixed, work.batch)
+        trials.append(Trial(name, evaluate(shape, layout, machine, work), reach))
+    best = choose(shape, hardware, work)
+    return [*trials, Trial("+ ithaka's schedule", best, longest_context(shape, hardware, batch=work.batch))]
+
+
+def sweep_heads(shape: ModelShape, hardware: Hardware, work: Work, fixed: Fixed | None = None) -> list[Trial]:
+    """heads_per_stage from one per rank to all, with all else as the best plan has it."""
+    best, most = choose(shape, hardware, work, fixed).layout, shape.heads
+    slots = -(-most // best.cp)
+    widths = [min(2**i, slots) * best.cp for i in range((slots - 1).bit_length() + 1)]
+    trials = []
+    for width in widths:
+        plan = evaluate(shape, replace(best, heads_per_stage=width), hardware, work)
+        limit = {**(fixed or {}), "cp": best.cp, "heads_per_stage": width}
+        trials.append(Trial(str(width), plan, longest_context(shape, hardware, limit, work.batch)))
+    return trials

@@ -1,6 +1,6 @@
 """FLOPs and seconds of a training step: pure arithmetic on a model's shape, a layout and the hardware.
 
-Letters as in plan/moments.py. Rates come from plan/hardware.py; the shares and passes below were fitted to
+Letters as in plan/bytes.py. Rates come from plan/hardware.py; the shares and passes below were fitted to
 rehearsals on an H200 (LOG.md, "planned against rehearsed").
 """
 
@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ithaka.layout import LayerKeeps, Layout
-from ithaka.plan.cost import LOGITS_TILE_BYTES
+from ithaka.plan.bytes import LOGITS_TILE_BYTES, LayerBytes, kept_attention_bytes
 from ithaka.plan.hardware import Hardware
 from ithaka.plan.heads import slots_of
-from ithaka.plan.moments import LayerBytes, kept_attention_bytes
 from ithaka.plan.shape import ModelShape, Work
 
 # Of the hardware's matmul rate, forward and backward; where weight gradients are summed in fp32 it is lower.

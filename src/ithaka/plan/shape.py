@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -72,6 +72,14 @@ class ModelShape:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Once: the planner looks shapes up all the time."""
+        return hash(tuple(getattr(self, entry.name) for entry in fields(self)))
 
     @property
     def window(self) -> int | None:

@@ -1,81 +1,176 @@
-"""Plans as text, JSON and a plot."""
+"""What `ithaka plan` answers: plans as text, JSON, YAML and a plot."""
 
 from __future__ import annotations
 
-import io
+import json
 import math
-from dataclasses import replace
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from html import escape
+from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+import yaml
 
+from ithaka.config import Config, ConfigError, given, load, parse_count, to_dict
 from ithaka.layout import SETTINGS
-from ithaka.plan.compare import Point, Rung
-from ithaka.plan.cost import RESERVE_BYTES, RESERVE_SHARE
-from ithaka.plan.hardware import GIB
+from ithaka.plan.bytes import (
+    HOST_PROCESS_BYTES,
+    HOST_RESERVE_SHARE,
+    RESERVE_BYTES,
+    RESERVE_SHARE,
+    kept_attention_bytes,
+)
+from ithaka.plan.hardware import GIB, HOST_BYTES_PER_GPU, Hardware
 from ithaka.plan.heads import slots_of
-from ithaka.plan.moments import kept_attention_bytes
-from ithaka.plan.search import Plan, evaluate, longest_context, ways_further
+from ithaka.plan.models import find_shape, hub_id
+from ithaka.plan.search import (
+    Fixed,
+    Plan,
+    Trial,
+    choose,
+    evaluate,
+    fixed_of,
+    ladder,
+    longest,
+    longest_context,
+    sweep_heads,
+    ways_further,
+    work_of,
+)
+from ithaka.plan.shape import ModelShape, Work
 
 WIDTH = 110
 BAR = 46
 # A letter per holder, so that a bar can be read without colours.
 LETTERS = {
-    "parameters": "P",
-    "gradients": "G",
-    "optimizer": "O",
-    "layer weights": "W",
-    "residual stream": "X",
-    "stage buffers": "S",
-    "tiles": "t",
-    "kept activations": "K",
-    "loss tile": "L",
-    "layer inputs": "X",
-    "kept attention": "K",
-    "on the way to disk": "d",
-    "parameters, gradients, optimizer": "O",
-    "reserve": "r",
-}
+    "parameters": "P", "gradients": "G", "optimizer": "O", "layer weights": "W", "residual stream": "X",
+    "stage buffers": "S", "tiles": "t", "kept activations": "K", "loss tile": "L", "layer inputs": "X",
+    "kept attention": "K", "on the way to disk": "d", "parameters, gradients, optimizer": "O", "reserve": "r",
+}  # fmt: skip
+# Settings that `ithaka plan` has options for.
+OPTIONS = {"model.path": "the argument MODEL", "data.context": "--context", "train.batch": "--batch",
+           "train.steps": "--steps"}  # fmt: skip
 PLACES = {"device": "on the device", "host": "in host memory", "disk": "on disk"}
-PARTS = ("attention", "linear", "exchange", "copies", "update")
 
 
-def as_dict(plan: Plan, model: str, max_context: int | None = None, limited_by: str | None = None) -> dict[str, Any]:
+# ---- questions
+
+
+@dataclass(frozen=True)
+class Question:
+    """A model on a machine. `config`: what the command was told; `given`: the names (parallel.cp) of what it set."""
+
+    model: str
+    shape: ModelShape
+    hardware: Hardware
+    config: Config
+    given: frozenset[str]
+
+    @cached_property
+    def fixed(self) -> Fixed:
+        return fixed_of(self.config, self.given, self.shape, self.hardware)
+
+    @cached_property
+    def work(self) -> Work:
+        return work_of(self.config)
+
+    def plan(self) -> Plan:
+        return choose(self.shape, self.hardware, self.work, self.fixed)
+
+
+def question(
+    model: str, hardware: Hardware, context: str, batch: int, overrides: Sequence[str], any_setting: bool = False
+) -> Question:
+    """`overrides`: settings as for training, section.key=value; `any_setting`: also those that change no plan."""
+    num_tokens = parse_count(context)
+    if re.fullmatch(r"-\s*\d+|[01]", context.strip()):
+        raise ConfigError(f"--context {context} is too short; use at least 2 tokens")
+    if num_tokens is None or num_tokens < 2:
+        raise ConfigError(f"--context {context} is not a number of tokens; write for example 131072, 128K or 1M")
+    told = given(None, overrides)
+    for name in told - {*SETTINGS, "train.accumulate"}:
+        if name in OPTIONS:
+            raise ConfigError(f"--set {name} is given otherwise here; use {OPTIONS[name]}")
+        if not any_setting:
+            raise ConfigError(f"{name} is not decided by a plan; use one of {', '.join(SETTINGS)}")
+    config = load(None, [*overrides, f"data.context={num_tokens}", f"train.batch={batch}"])
+    return Question(model, find_shape(model), hardware, config, frozenset(told))
+
+
+def plan_answer(q: Question, max_context: bool, steps: int | None, as_json: bool) -> tuple[str, bool]:
+    """(the answer, whether it fits). With `max_context` the plan is the one at the longest context."""
+    reach, work = {}, q.work
+    if max_context:
+        context, limited_by = longest(q.shape, q.hardware, q.fixed, q.work.batch)
+        reach, work = {"limited_by": limited_by, "max_context": context}, replace(work, context=context or work.context)
+    plan = choose(q.shape, q.hardware, work, q.fixed)
+    if as_json:
+        if not plan.fits and not max_context:
+            reach = {"limited_by": longest(q.shape, q.hardware, q.fixed, q.work.batch)[1]}
+        return json.dumps(as_dict(plan, q.model, steps) | reach, indent=2), plan.fits
+    first = [_longest_line(plan, q.model, context, limited_by), ""] if max_context else []
+    return "\n".join([*first, as_text(plan, q.model, steps)]), plan.fits
+
+
+def ladder_answer(q: Question, as_json: bool) -> str:
+    rungs = ladder(q.shape, q.hardware, q.work)
+    return _trials_json(rungs, q.model, "name") if as_json else ladder_text(rungs, q.model)
+
+
+def sweep_answer(q: Question, setting: str, plot: Path | None, as_json: bool) -> str:
+    if setting != "heads_per_stage":
+        raise ConfigError(f"--sweep {setting} is not possible; use heads_per_stage")
+    if setting in q.fixed:
+        told = f"parallel.{setting}={q.fixed[setting] or 'all'}"
+        raise ConfigError(f"--sweep {setting} tries every value, and {told} is given; leave one out")
+    points = sweep_heads(q.shape, q.hardware, q.work, q.fixed)
+    if plot is not None:
+        plot.write_text(sweep_svg(points, q.model), encoding="utf-8")
+    return _trials_json(points, q.model, setting) if as_json else sweep_text(points, q.model)
+
+
+def _trials_json(trials: Sequence[Trial], model: str, key: str) -> str:
+    names = [int(t.name) if t.name.isdigit() else t.name for t in trials]
+    rows = zip(names, trials, strict=True)
+    return json.dumps([{key: n, "max_context": t.max_context, **as_dict(t.plan, model)} for n, t in rows], indent=2)
+
+
+# ---- JSON
+
+
+def as_dict(plan: Plan, model: str, steps: int | None = None) -> dict[str, Any]:
     """gpu_*: per GPU. host_*, disk_*: per node. Peaks leave the reserve out, which stands beside them."""
     ledger = plan.ledger
-    result: dict[str, Any] = {
+    run = {"steps": steps, "hours": steps * plan.step_s / 3600, "tokens": steps * plan.tokens_per_step} if steps else {}
+    return {
         "model": model,
         "fits": plan.fits,
         "context": plan.work.context,
         "batch": plan.work.batch,
         "gpus": plan.hardware.name,
-        "settings": plan.settings,
+        **_short(plan),
         "reasons": _reasons(plan),
-        "gpu_peak_bytes": ledger.gpu_peak - ledger.gpu["reserve"],
         "gpu_reserve_bytes": ledger.gpu["reserve"],
         "gpu_bytes": ledger.gpu_bytes,
-        "host_peak_bytes": ledger.host_peak - ledger.host["reserve"],
         "host_reserve_bytes": ledger.host["reserve"],
         "host_bytes": ledger.host_bytes,
         "disk_peak_bytes": ledger.disk_peak,
         "disk_bytes": ledger.disk_bytes,
-        "step_s": plan.step_s,
-        "tokens_per_s_per_gpu": plan.tokens_per_s_per_gpu,
         "sequences_per_step": plan.sequences_per_step,
         "tokens_per_step": plan.tokens_per_step,
-        "limited_by": limited_by or plan.limited_by,
+        **run,
+        "limited_by": plan.limited_by,
         "peak_phase": ledger.phase,
         "gpu_holders": ledger.gpu,
         "host_holders": ledger.host,
         "disk_holders": ledger.disk,
-        "seconds": {name: getattr(plan.seconds, name) for name in PARTS},
+        "seconds": vars(plan.seconds),
+        "assumed": assumed(plan),
         "runners_up": [_short(other) for other in plan.runners_up],
     }
-    if max_context is not None:
-        result["max_context"] = max_context
-    return result
 
 
 def _short(plan: Plan) -> dict[str, Any]:
@@ -88,26 +183,43 @@ def _short(plan: Plan) -> dict[str, Any]:
     }
 
 
+# ---- YAML
+
+
+def as_yaml(q: Question, plan: Plan, steps: int | None = None) -> str:
+    """A configuration for `ithaka train` with every setting of the plan, and what else the user gave."""
+    weights = None if Path(q.model).exists() else hub_id(q.model)
+    config, tree = to_dict(q.config), dict[str, dict[str, Any]]()
+    chosen: dict[str, Any] = {"model.path": weights or q.model, "data.path": None, "data.context": plan.work.context}
+    chosen |= {name: config[name.split(".")[0]][name.split(".")[1]] for name in sorted(q.given)} | plan.settings
+    chosen |= {"train.batch": plan.work.batch, **({"train.steps": steps} if steps else {})}
+    for name, value in chosen.items():
+        section, key = name.split(".")
+        tree.setdefault(section, {})[key] = value
+    lines = [f"# {_headline(plan, q.model)}"]
+    if weights:
+        lines.append(f"# The weights: hf download {weights} --local-dir {weights}")
+    if "data.path" not in q.given:
+        lines.append("# data.path: your documents; null trains on Python's own sources.")
+    return "\n".join([*lines, yaml.safe_dump(tree, sort_keys=False)])
+
+
 # ---- text
 
 
-def as_text(plan: Plan, model: str, max_context: int | None = None, limited_by: str | None = None) -> str:
+def as_text(plan: Plan, model: str, steps: int | None = None) -> str:
     """The whole answer: does it fit, settings and reasons, memory, time, other plans."""
-    lines = []
-    if max_context is not None:
-        lines += [_longest_line(plan, model, max_context, limited_by or ""), ""]
-    lines += [
-        _headline(plan, model),
-        "",
-        *_settings_lines(plan),
-        "",
-        *_memory_lines(plan),
-        "",
-        *_time_lines(plan),
-    ]
+    lines = [_headline(plan, model)]
+    if not plan.fits:
+        lines.append(_way_out(plan))
+    if steps and plan.fits:
+        count = steps * plan.tokens_per_step
+        in_words = f"{count / 1e9:.4g} billion" if count >= 1e9 else f"{count / 1e6:.4g} million"
+        lines.append(f"{steps} steps: {duration(steps * plan.step_s)}, {in_words} tokens")
+    lines += ["", *_settings_lines(plan), "", *_memory_lines(plan), "", *_time_lines(plan)]
     if plan.runners_up:
         lines += ["", "This plan and others", *_runner_lines(plan)]
-    return "\n".join([*lines, "", *_assumptions(plan)])
+    return "\n".join([*lines, "", "Assumed", *_columns(assumed(plan).items())])
 
 
 def _longest_line(plan: Plan, model: str, context: int, limited_by: str) -> str:
@@ -123,43 +235,38 @@ def _headline(plan: Plan, model: str) -> str:
     if plan.fits:
         speed = f"{rate(plan.tokens_per_s_per_gpu)} tok/s per GPU, {duration(plan.step_s)} per step"
         return f"{what}: fits, {speed} (most of it {plan.limited_by})"
-    return f"{what}: does not fit. The nearest plan needs {_excess(plan)}.\n{_way_out(plan)}"
+    return f"{what}: does not fit. The nearest plan needs {_excess(plan)}."
 
 
 def _excess(plan: Plan) -> str:
     """Every tier that is too small."""
-    if plan.ledger.disk_peak and not plan.ledger.disk_bytes:
-        return f"{gib(plan.ledger.disk_peak)} of disk, and there is none (--disk 10TB)"
-    if not plan.ledger.host_bytes:
-        return f"{gib(plan.ledger.host_peak)} of host memory, and there is none (--host-memory 2TB)"
+    ledger = plan.ledger
+    if ledger.disk_peak and not ledger.disk_bytes:
+        return f"{gib(ledger.disk_peak)} of disk, and there is none (--disk 10TB)"
+    if not ledger.host_bytes:
+        return f"{gib(ledger.host_peak)} of host memory, and there is none (--host-memory 2TB)"
     words = {"GPU": "GPU memory", "host": "host memory", "disk": "disk"}
-    over = {words[tier]: share for tier, share in plan.ledger.excess().items() if share > 1}
+    over = {words[tier]: share for tier, share in ledger.excess().items() if share > 1}
     return " and ".join(f"{share:.2f} times the {tier} there is" for tier, share in over.items())
 
 
 def _way_out(plan: Plan) -> str:
-    context = longest_context(plan.shape, plan.hardware, plan.given, plan.work.batch)
-    more = _more(plan, context)
+    """The longest context, and what lets more fit, found by trial; more GPUs come as more nodes."""
+    shape, hardware, given, batch = plan.shape, plan.hardware, plan.given, plan.work.batch
+    context = longest_context(shape, hardware, given, batch)
+    words = {"host": "more host memory", "disk": "more disk" if hardware.disk_bytes else "a disk (--disk 10TB)"}
+    ways = [words[tier] for tier in ways_further(shape, hardware, given, batch, context)]
+    if longest_context(shape, replace(hardware, num_nodes=2 * hardware.num_nodes), given, batch) > context:
+        ways.append("more GPUs")
+    more = ", or ".join(ways) or "GPUs with more memory"
     if not context:
         return f"No context fits with these settings: it takes {more}."
     return f"The longest context that fits is {tokens(context)} ({context}); for more, {more}."
 
 
-def _more(plan: Plan, context: int) -> str:
-    """What lets more than `context` tokens fit, found by trial; more GPUs come as more nodes."""
-    shape, hardware, batch = plan.shape, plan.hardware, plan.work.batch
-    words = {"host": "more host memory", "disk": "more disk" if hardware.disk_bytes else "a disk (--disk 10TB)"}
-    ways = [words[tier] for tier in ways_further(shape, hardware, plan.given, batch, context)]
-    doubled = replace(hardware, num_nodes=2 * hardware.num_nodes)
-    if longest_context(shape, doubled, plan.given, batch) > context:
-        ways.append("more GPUs")
-    return ", or ".join(ways) or "GPUs with more memory"
-
-
 def _settings_lines(plan: Plan) -> list[str]:
-    reasons = _reasons(plan)
+    reasons, settings = _reasons(plan), plan.settings
     width = max(len(name) for name in reasons)
-    settings = plan.settings
     return [f"  {name.ljust(width)}  {_plain(settings[name]):>6}   {why}" for name, why in reasons.items()]
 
 
@@ -169,20 +276,25 @@ def _plain(value: Any) -> str:
 
 def _reasons(plan: Plan) -> dict[str, str]:
     """Per setting what it does here, and why it was chosen; "as given" where the user decided."""
-    layout = plan.layout
-    where = "host" if layout.offload_optimizer else "device"
+    layout, shape = plan.layout, plan.shape
+    s = plan.work.local_tokens(layout.cp)
     reasons = {
         "parallel.cp": _cp_reason(plan),
         "parallel.heads_per_stage": _stage_reason(plan),
         "memory.tile_tokens": "tokens per tile of norms, projections and MLP",
     }
     if layout.checkpoint:
-        reasons |= {"memory.offload": _input_reason(plan), "memory.keep_attention": _keep_reason(plan)}
+        inputs = gib(shape.num_layers * layout.x_bytes(shape.hidden, s))
+        reasons["memory.offload"] = f"layer inputs ({inputs} per GPU) are kept {PLACES[layout.input_tier]}"
+        reasons["memory.keep_attention"] = _keep_reason(plan)
         if layout.keep_attention:
-            reasons["memory.attention_offload"] = _attention_tier_reason(plan)
+            outputs = gib(kept_attention_bytes(shape, layout, s) * layout.keep_attention)
+            where = PLACES[layout.attention_tier]
+            reasons["memory.attention_offload"] = f"attention's outputs ({outputs} per GPU) are kept {where}"
         reasons["memory.overlap"] = _overlap_reason(plan)
     else:
         reasons["memory.checkpoint"] = "everything is kept, nothing computed again"
+    where = "host" if layout.offload_optimizer else "device"
     reasons["memory.offload_optimizer"] = f"parameters, gradients and AdamW's state are kept on the {where}"
     return {name: f"{why} (as given)" if SETTINGS[name] in plan.given else why for name, why in reasons.items()}
 
@@ -222,26 +334,14 @@ def _stage_reason(plan: Plan) -> str:
     return f"{what}: more at once would be slower" if wider.step_s > plan.step_s else what
 
 
-def _input_reason(plan: Plan) -> str:
-    layout, shape = plan.layout, plan.shape
-    num_bytes = shape.num_layers * layout.x_bytes(shape.hidden, plan.work.local_tokens(layout.cp))
-    return f"layer inputs ({gib(num_bytes)} per GPU) are kept {PLACES[layout.input_tier]}"
-
-
 def _keep_reason(plan: Plan) -> str:
-    layout, num_layers = plan.layout, plan.shape.num_layers
+    layout = plan.layout
     if not layout.keep_attention:
         again = "backward computes attention's output again"
         return f"{again}: no room to keep it" if _decided(plan, "keep_attention") else again
     saved_s = _changed(plan, keep_attention=0).step_s - plan.step_s
     effect = f"{'saves' if saved_s >= 0 else 'costs'} {duration(abs(saved_s))} per step"
-    return f"{layout.keep_attention} of {num_layers} layers keep attention's output: {effect}"
-
-
-def _attention_tier_reason(plan: Plan) -> str:
-    layout = plan.layout
-    num_bytes = kept_attention_bytes(plan.shape, layout, plan.work.local_tokens(layout.cp)) * layout.keep_attention
-    return f"attention's outputs ({gib(num_bytes)} per GPU) are kept {PLACES[layout.attention_tier]}"
+    return f"{layout.keep_attention} of {plan.shape.num_layers} layers keep attention's output: {effect}"
 
 
 def _overlap_reason(plan: Plan) -> str:
@@ -268,19 +368,14 @@ def _memory_lines(plan: Plan) -> list[str]:
 
 
 def _tier_lines(title: str, holders: dict[str, int], have: int) -> list[str]:
-    need = sum(holders.values())
+    need, end, bar = sum(holders.values()), 0, ""
     shown = {name: held for name, held in holders.items() if held >= have / 1000 or held >= GIB // 4}
-    legend = ", ".join(f"{LETTERS[name]} {name} {held / GIB:.1f}" for name, held in shown.items())
-    lines = [f"{title}: {need / GIB:.1f} of {have / GIB:.1f} GiB", f"  [{_bar(shown, max(have, need))}]"]
-    return [*lines, *_wrapped(legend)]
-
-
-def _bar(holders: dict[str, int], have: int) -> str:
-    cells, end = "", 0
-    for name, held in holders.items():
+    for name, held in shown.items():
         end += held
-        cells += LETTERS[name] * (round(end / max(have, 1) * BAR) - len(cells))
-    return cells[:BAR].ljust(BAR, ".")
+        bar += LETTERS[name] * (round(end / max(have, need, 1) * BAR) - len(bar))
+    legend = ", ".join(f"{LETTERS[name]} {name} {held / GIB:.1f}" for name, held in shown.items())
+    lines = [f"{title}: {need / GIB:.1f} of {have / GIB:.1f} GiB", f"  [{bar[:BAR].ljust(BAR, '.')}]"]
+    return [*lines, *_wrapped(legend)]
 
 
 def _wrapped(text: str) -> list[str]:
@@ -293,151 +388,127 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _time_lines(plan: Plan) -> list[str]:
-    shares = [(name, getattr(plan.seconds, name)) for name in PARTS]
-    split = ", ".join(f"{name} {duration(s)} ({s / plan.step_s:.1%})" for name, s in shares)
+    parts = vars(plan.seconds).items()
+    split = ", ".join(f"{name} {duration(s)} ({s / plan.step_s:.1%})" for name, s in parts)
     return [f"Time per step: {duration(plan.step_s)}", *_wrapped(split)]
 
 
 def _runner_lines(plan: Plan) -> list[str]:
-    table = _table("cp", "heads/stage", "inputs", "attention kept", "optimizer", "tok/s/GPU", "GPU GiB", "host GiB")
+    rows = [("cp", "heads/stage", "inputs", "attention kept", "optimizer", "tok/s/GPU", "GPU GiB", "host GiB")]
     for other in (plan, *plan.runners_up):
-        a = other.layout
+        a, ledger = other.layout, other.ledger
         kept = f"{a.keep_attention} on {a.attention_tier}" if a.keep_attention else "none"
-        table.add_row(
-            str(a.cp),
-            _plain(other.settings["parallel.heads_per_stage"]),
-            a.input_tier,
-            kept,
-            "host" if a.offload_optimizer else "device",
-            rate(other.tokens_per_s_per_gpu),
-            f"{other.ledger.gpu_peak / GIB:.1f}",
-            f"{other.ledger.host_peak / GIB:.0f}",
-        )
-    return _rendered(table)
+        optimizer = "host" if a.offload_optimizer else "device"
+        figures = (f"{ledger.gpu_peak / GIB:.1f}", f"{ledger.host_peak / GIB:.0f}")
+        width, speed = _plain(other.settings["parallel.heads_per_stage"]), rate(other.tokens_per_s_per_gpu)
+        rows.append((str(a.cp), width, a.input_tier, kept, optimizer, speed, *figures))
+    return _columns(rows, right=True)
 
 
-def _assumptions(plan: Plan) -> list[str]:
+def assumed(plan: Plan) -> dict[str, str]:
+    """What the plan takes for granted and nobody measured or gave."""
     gpu, hardware = plan.hardware.gpu, plan.hardware
-    reserve = f"{RESERVE_BYTES / GIB:.0f} GiB + {RESERVE_SHARE:.0%} of each GPU"
-    return [
-        f"Reserved: {reserve} (context, collectives, workspaces, fragmentation). Of a node's host memory:",
-        "5 % and 6 GB per GPU. Exchange and disk rates are assumed, not measured:",
-        f"{gpu.link_bytes_s / 1e9:.0f} GB/s per GPU inside a node, {hardware.network_bytes_s / 1e9:.0f} GB/s "
-        f"between nodes, disk {hardware.disk_bytes_s / 1e9:.0f} GB/s per node.",
-        f"Rates of {gpu.name}: {gpu.sources.get('attention_forward_flops', 'not stated')}.",
-        "Times are of sequences of one document each; shorter documents, packed, take less attention.",
-    ]
+    links = f"{gpu.link_bytes_s / 1e9:.0f} GB/s per GPU inside a node"
+    reserve = f"{RESERVE_BYTES / GIB:.0f} GiB + {RESERVE_SHARE:.0%} of each GPU (context, workspaces, fragmentation)"
+    of_host = f"{HOST_PROCESS_BYTES / 1e9:.0f} GB per GPU + {HOST_RESERVE_SHARE:.0%} of a node's host memory"
+    found = {
+        "host memory": f"{HOST_BYTES_PER_GPU / 1e9:.0f} GB per GPU; give yours with --host-memory",
+        "links": f"{links}, {hardware.network_bytes_s / 1e9:.0f} GB/s between nodes",
+        "disk": f"{hardware.disk_bytes_s / 1e9:.0f} GB/s per node",
+        "reserve": f"{reserve}, {of_host}",
+        "rates": f"of {gpu.name}: {gpu.sources.get('attention_forward_flops', 'not stated')}",
+        "data": "one document per sequence; shorter ones, packed, take less attention",
+    }
+    known = {"host memory": not hardware.assumed_host, "disk": not hardware.disk_bytes}
+    return {name: text for name, text in found.items() if not known.get(name)}
 
 
-# ---- tables
+# ---- tables of plans
 
 
-def ladder_text(rungs: list[Rung], model: str) -> str:
+def ladder_text(rungs: Sequence[Trial], model: str) -> str:
     first = rungs[-1].plan
-    table = _table("", f"GPU GiB at {tokens(first.work.context)}", "fits", "tok/s/GPU", "longest context")
+    rows = [("", f"GPU GiB at {tokens(first.work.context)}", "fits", "tok/s/GPU", "longest context")]
     for rung in rungs:
-        plan = rung.plan
-        table.add_row(
-            rung.name,
-            f"{plan.ledger.gpu_peak / GIB:,.1f}",
-            "yes" if plan.fits else f"no: {plan.limited_by}",
-            rate(plan.tokens_per_s_per_gpu) if plan.fits else "-",
-            tokens(rung.max_context) if rung.max_context else "none",
-        )
-    return "\n".join([f"What each technique buys: {model} on {first.hardware.name}", *_rendered(table)])
+        speed = rate(rung.plan.tokens_per_s_per_gpu) if rung.plan.fits else "-"
+        rows.append((rung.name, f"{rung.plan.ledger.gpu_peak / GIB:,.1f}", _fits(rung.plan), speed, _reach(rung)))
+    title = f"What each technique buys: {model} on {first.hardware.name}"
+    return "\n".join([title, *_columns(rows, right=True)])
 
 
-def ladder_dict(rungs: list[Rung], model: str) -> list[dict[str, Any]]:
-    return [{"name": r.name, "max_context": r.max_context, **as_dict(r.plan, model)} for r in rungs]
-
-
-def sweep_text(points: list[Point], model: str) -> str:
+def sweep_text(points: Sequence[Trial], model: str) -> str:
     plan = points[0].plan
-    table = _table("heads_per_stage", "GPU GiB", "fits", "tok/s/GPU", "longest context")
-    for point in points:
-        table.add_row(
-            str(point.heads_per_stage),
-            f"{point.plan.ledger.gpu_peak / GIB:.1f}",
-            "yes" if point.plan.fits else f"no: {point.plan.limited_by}",
-            rate(point.plan.tokens_per_s_per_gpu),
-            tokens(point.max_context) if point.max_context else "none",
-        )
-    title = f"{model}, {tokens(plan.work.context)} tokens, {plan.hardware.name}, cp={plan.layout.cp}"
-    return "\n".join([title, *_rendered(table), "", *_memory_bars(points)])
-
-
-def sweep_dict(points: list[Point], model: str) -> list[dict[str, Any]]:
-    return [
-        {"heads_per_stage": p.heads_per_stage, "max_context": p.max_context, **as_dict(p.plan, model)} for p in points
-    ]
-
-
-def _memory_bars(points: list[Point]) -> list[str]:
-    """GPU memory as bars, one line per point."""
+    rows = [("heads_per_stage", "GPU GiB", "fits", "tok/s/GPU", "longest context")]
+    for p in points:
+        speed = rate(p.plan.tokens_per_s_per_gpu)
+        rows.append((p.name, f"{p.plan.ledger.gpu_peak / GIB:.1f}", _fits(p.plan), speed, _reach(p)))
     most = max(p.plan.ledger.gpu_peak for p in points)
-    return [
-        f"{p.heads_per_stage:>5} {'#' * round(BAR * p.plan.ledger.gpu_peak / most):<{BAR}}"
+    bars = [
+        f"{p.name:>5} {'#' * round(BAR * p.plan.ledger.gpu_peak / most):<{BAR}}"
         f" {p.plan.ledger.gpu_peak / GIB:6.1f} GiB {p.plan.tokens_per_s_per_gpu:8.1f} tok/s"
         for p in points
     ]
+    title = f"{model}, {tokens(plan.work.context)} tokens, {plan.hardware.name}, cp={plan.layout.cp}"
+    return "\n".join([title, *_columns(rows, right=True), "", *bars])
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
-    return table
+def _fits(plan: Plan) -> str:
+    return "yes" if plan.fits else f"no: {plan.limited_by}"
 
 
-def _rendered(table: Table) -> list[str]:
-    out = io.StringIO()
-    Console(file=out, width=WIDTH, color_system=None, highlight=False).print(table)
-    return ["  " + line.rstrip() for line in out.getvalue().splitlines()]
+def _reach(trial: Trial) -> str:
+    return tokens(trial.max_context) if trial.max_context else "none"
+
+
+def _columns(rows: Iterable[Sequence[str]], right: bool = False) -> list[str]:
+    """Aligned; `right`: all columns but the first."""
+    rows = list(rows)
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [f"{cell:{'>' if right and i else '<'}{widths[i]}}" for i, cell in enumerate(row)]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return lines
 
 
 # ---- plot
 
 
-def sweep_svg(points: list[Point], model: str) -> str:
+def sweep_svg(points: Sequence[Trial], model: str) -> str:
     """GPU memory across, longest context up: one dot per heads_per_stage."""
     width, height, left, top, bottom = 640, 360, 80, 40, 60
     xs = [p.plan.ledger.gpu_peak / GIB for p in points]
     ys = [p.max_context / 2**20 for p in points]
     x_end, y_end = 1.15 * max(xs), 1.15 * max(*ys, 0.001)
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        return left + x / x_end * (width - left - 30), height - bottom - y / y_end * (height - top - bottom)
-
-    dots = []
-    for x, y, point in zip(xs, ys, points, strict=True):
-        cx, cy = place(x, y)
-        label = f"{point.heads_per_stage} heads, {rate(point.plan.tokens_per_s_per_gpu)} tok/s"
-        dots.append(f'<circle cx="{cx:.1f}" cy="{cy:.1f}" r="5" fill="#1f6feb"/>')
-        dots.append(f'<text x="{cx + 8:.1f}" y="{cy - 6:.1f}">{escape(label, quote=False)}</text>')
     plan = points[0].plan
     title = f"{model} on {plan.hardware.name}: heads_per_stage at {tokens(plan.work.context)} tokens"
-    ticks, (x0, y0), (x1, _), (_, y1) = "", place(0, 0), place(x_end, 0), place(0, y_end)
-    for x in round_ticks(x_end):
-        px, _ = place(x, 0)
-        ticks += f'<text x="{px:.1f}" y="{y0 + 18:.1f}" text-anchor="middle">{x:.4g}</text>'
-    for y in round_ticks(y_end):
-        _, py = place(0, y)
-        ticks += f'<text x="{x0 - 8:.1f}" y="{py + 4:.1f}" text-anchor="end">{y:.4g}M</text>'
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-            'font-family="sans-serif" font-size="12">',
-            f'<rect width="{width}" height="{height}" fill="white"/>',
-            f'<text x="{left}" y="22" font-size="14">{escape(title, quote=False)}</text>',
-            f'<path d="M{x0:.1f} {y1:.1f} V{y0:.1f} H{x1:.1f}" fill="none" stroke="#444"/>',
-            ticks,
-            f'<text x="{(x0 + x1) / 2:.1f}" y="{height - 16}" text-anchor="middle">GPU memory, GiB</text>',
-            f'<text x="{left}" y="{top}" text-anchor="end">longest context</text>',
-            *dots,
-            "</svg>",
-            "",
-        ]
-    )
+
+    def px(x: float) -> str:
+        return f"{left + x / x_end * (width - left - 30):.1f}"
+
+    def py(y: float, below: float = 0) -> str:
+        return f"{height - bottom - y / y_end * (height - top - bottom) + below:.1f}"
+
+    def text(x: str | float, y: str | float, words: str, **attributes: str) -> str:
+        more = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in attributes.items())
+        return f'<text x="{x}" y="{y}"{more}>{escape(words, quote=False)}</text>'
+
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        text(left, 22, title, font_size="14"),
+        f'<path d="M{px(0)} {py(y_end)} V{py(0)} H{px(x_end)}" fill="none" stroke="#444"/>',
+        *(text(px(x), py(0, below=18), f"{x:.4g}", text_anchor="middle") for x in round_ticks(x_end)),
+        *(text(left - 8, py(y, below=4), f"{y:.4g}M", text_anchor="end") for y in round_ticks(y_end)),
+        text(px(x_end / 2), height - 16, "GPU memory, GiB", text_anchor="middle"),
+        text(left, top, "longest context", text_anchor="end"),
+    ]
+    for x, y, p in zip(xs, ys, points, strict=True):
+        lines.append(f'<circle cx="{px(x)}" cy="{py(y)}" r="5" fill="#1f6feb"/>')
+        label = f"{p.name} heads, {rate(p.plan.tokens_per_s_per_gpu)} tok/s"
+        lines.append(text(float(px(x)) + 8, py(y, below=-6), label))
+    return "\n".join([*lines, "</svg>", ""])
 
 
 def round_ticks(end: float) -> list[float]:

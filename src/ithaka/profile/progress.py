@@ -12,7 +12,7 @@ import torch
 
 from ithaka.layout import Layout
 from ithaka.phases import KEPT, MLP, RESIDUAL, UNSHARDED, PhasePath
-from ithaka.plan.cost import gpu_phases
+from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import Gpu, Hardware
 from ithaka.plan.heads import slots_of
 from ithaka.plan.shape import ModelShape, Work

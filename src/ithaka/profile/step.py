@@ -16,7 +16,7 @@ from torch import nn
 import ithaka
 from ithaka.memory.store import Store
 from ithaka.phases import KEPT, OPTIMIZER, PARAMETERS, PhasePath, listening
-from ithaka.plan.host import num_cores
+from ithaka.plan.hardware import num_cores
 from ithaka.plan.show import size
 from ithaka.profile.allocator import AllocatorHistory
 from ithaka.profile.live import LiveBytes, cpu_allocations, most_allocated

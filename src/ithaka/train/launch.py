@@ -29,7 +29,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from ithaka.config import ConfigError
-from ithaka.plan.host import num_cores
+from ithaka.plan.hardware import num_cores
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_MEMORY = 1, 2, 3
 

@@ -36,9 +36,8 @@ from ithaka.config import (
 from ithaka.dist.mesh import start_process_group
 from ithaka.layout import SETTINGS, Layout, layout_of
 from ithaka.ops.kernels import KERNELS
-from ithaka.plan.cost import Ledger, memory
-from ithaka.plan.hardware import GPUS, Gpu, Hardware, find_gpu, gpu_named, least_gpu
-from ithaka.plan.host import this_host
+from ithaka.plan.bytes import Ledger, memory
+from ithaka.plan.hardware import GPUS, Gpu, Hardware, find_gpu, gpu_named, least_gpu, this_host
 from ithaka.plan.search import Plan, decide
 from ithaka.plan.shape import ModelShape, Work, read_shape, shape_from_config
 from ithaka.plan.show import size

@@ -29,7 +29,7 @@ from ithaka.layout import fixed_settings
 from ithaka.memory.store import StoreError
 from ithaka.model.batch import num_pairs
 from ithaka.phases import PhasePath, listening
-from ithaka.plan.cost import FIRST_LAYER, RESERVE_BYTES, gpu_phases
+from ithaka.plan.bytes import FIRST_LAYER, RESERVE_BYTES, gpu_phases
 from ithaka.plan.hardware import GPUS, gpu_named
 from ithaka.plan.heads import slots_of
 from ithaka.plan.search import Plan

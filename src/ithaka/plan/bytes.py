@@ -1,0 +1,449 @@
+"""Bytes of a training step: pure arithmetic on a model's shape, a layout and the hardware.
+
+S tokens of the packed sequence, s = S / cp of them on this rank, t of a tile, D hidden, H and G query and kv
+heads, K head dim, F MLP size, V vocabulary, n and m query and kv slots per rank and stage.
+X = s * D * element bytes, T = S * n * K * element bytes (a stage tensor), U the same for m kv slots.
+
+First one decoder layer, moment by moment: the formulas follow model/layer.py, and tests compare them with what is live
+there. Then the ledger of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from ithaka.layout import LayerKeeps, Layout
+from ithaka.plan.hardware import GIB, Hardware
+from ithaka.plan.heads import slots_of
+from ithaka.plan.shape import ModelShape, Work
+
+LOGITS_TILE_BYTES = 2**29  # logits of a tile of the loss
+EMBEDDING_RUN = 10  # tokens whose gradients PyTorch's embedding backward adds up in one row of its buffer
+RESERVE_BYTES = 2 * GIB  # CUDA context, NCCL, cuBLAS and cuDNN workspaces
+RESERVE_SHARE = 0.05  # of the GPU: fragmentation
+HOST_RESERVE_SHARE = 0.05  # of a node's memory: the system, file cache
+HOST_PROCESS_BYTES = 6 * 10**9  # per rank: Python, torch, data
+FIRST_LAYER = "backward, first layer"  # the phase in which only its own kept tensors are left
+DISK_STATION_LAYERS = 3  # layers in host memory on their way to or from disk
+# Of ops/attention.py: rows of a query block, forward and backward, for a head of 128; as many bytes for others.
+BLOCK_TOKENS = {"attend": 128 * 1024, "attend backward": 256 * 1024}
+BLOCK_BUFFERS = 4  # in the dtype of sums, of a block in flight inside attention
+
+TileWork = Literal["none", "project", "project backward", "mlp", "mlp backward", "attend", "attend backward"]
+Holders = dict[str, int]  # bytes by who holds them
+
+
+# ---- one layer
+
+
+class Moment(NamedTuple):
+    """What is live at one point of a layer's schedule, above weights, their gradients and what is kept.
+
+    stream: full-length tensors of the residual stream. stages: tensors of heads, exchange buffers included.
+    outputs: attention outputs of this layer (below 0: less than what is kept of them). tiles: what work at this point
+    needs whatever s is, by `tile`. sums: the layer's weight gradients so far.
+    """
+
+    phase: str
+    stream: int = 0
+    stages: int = 0
+    outputs: int = 0
+    tile: TileWork = "none"
+    tiles: int = 0
+    sums: int = 0
+
+    @property
+    def rest(self) -> int:
+        return self.stream + self.stages + self.outputs
+
+    @property
+    def total(self) -> int:
+        """All but the gradients."""
+        return self.rest + self.tiles
+
+    @property
+    def live(self) -> int:
+        return self.total + self.sums
+
+
+class LayerBytes:
+    """The sizes a layer's schedule is made of, on one rank."""
+
+    def __init__(self, shape: ModelShape, layout: Layout, s: int, keeps: LayerKeeps | None = None) -> None:
+        keeps = keeps or LayerKeeps()
+        self.shape, self.layout, self.s, self.slots = shape, layout, s, slots_of(shape, layout)
+        self.num_stages = len(self.slots.stages)
+        self.x = layout.x_bytes(shape.hidden, s)
+        self.slot = layout.cp * s * shape.head_dim * layout.element_bytes  # one head of every token
+        self.q = self.slots.query * self.slot  # T
+        self.lse = layout.cp * s * self.slots.query * layout.sum_bytes
+        self.kept = keeps.attention is not None
+        self.fetched = self.kept and keeps.attention != "device"  # attention's output comes from the store
+        stored = keeps.input != "device"
+        # With overlap, an input from the store stays on the device for the whole backward. Without, there is a tile of
+        # it at work, and the next on its way.
+        self.held_input = self.x if layout.overlap and stored else 0
+        self.streamed = 2 if stored and not layout.overlap else 0
+        self.ahead = 2 if layout.overlap else 1
+        self.exchanged = layout.cp > 1  # an exchange has a buffer of its own to receive into
+
+    def kv(self, stage: int) -> int:
+        """k and v that arrive with a stage: 2 U."""
+        return 2 * self.slots.stages[stage].new_kv * self.slot
+
+    def held(self, stage: int) -> int:
+        """k and v held while a stage attends."""
+        return 2 * self.slots.stages[stage].held * self.slot
+
+    def left(self, stage: int) -> int:
+        """k and v held once a stage's last uses are over."""
+        return 2 * self.slots.stages[stage].left * self.slot
+
+    def under_way(self, made: int, taken: int, stage: int) -> int:
+        """A stage's tensors between their sending and their use: `made` here, `taken` as received, and k, v.
+
+        With overlap the ones sent are held until the ones received are used.
+        """
+        if not self.exchanged:
+            return made + self.kv(stage)
+        both = made + self.kv(stage) if self.layout.overlap else 0
+        return both + taken + self.kv(stage)
+
+    def sending(self, made: int, taken: int, stage: int) -> int:
+        """The most while a stage is sent: without overlap one after the other, so only one is there twice."""
+        if self.layout.overlap or not self.exchanged:
+            return self.under_way(made, taken, stage)
+        return taken + self.kv(stage) + max(self.q, self.kv(stage) // 2)
+
+    def sums(self, num_slots: int) -> int:
+        """dk and dv of so many kv slots, in the dtype of sums."""
+        return 2 * num_slots * self.slot // self.layout.element_bytes * self.layout.sum_bytes
+
+    def part(self, stage: int, num_bytes: int) -> int:
+        """Of a tensor of all slots, the widest read's, where it is not the tensor itself."""
+        return num_bytes * self.slots.stages[stage].part // self.slots.query
+
+    def grad_sums(self, phase: str) -> int:
+        """Bytes of weight gradients as they are summed over tiles (GradSum of ops/tiles.py)."""
+        if not phase.startswith("backward") or phase.startswith("backward again"):
+            return 0
+        shape, e, wide = self.shape, self.layout.element_bytes, self.layout.sum_bytes
+        if phase != "backward mlp":
+            return shape.layer_parameters * wide
+        if self.s <= (self.layout.tile_tokens or self.s):
+            # One tile: one weight's while its three widths are there; all of them once the product is gone.
+            return max(shape.mlp_parameters * wide // 3, shape.mlp_parameters * wide - self.s * e * shape.mlp)
+        output = shape.hidden * shape.heads * shape.head_dim
+        return (output + shape.mlp_parameters) * wide
+
+    def tile_bytes(self, work: TileWork) -> int:
+        """What token-wise work on a tile, or attention on a block, has live.
+
+        Counted by hand from the kernels of a GPU: close, and small beside the rest at the lengths this is for.
+        """
+        if work == "none":
+            return 0
+        shape, cp, slots, hidden = self.shape, self.layout.cp, self.slots, self.shape.hidden
+        t, e, wide = min(self.layout.tile_tokens or self.s, self.s), self.layout.element_bytes, self.layout.sum_bytes
+        if work in BLOCK_TOKENS:
+            elements = min(BLOCK_TOKENS[work] * 128, cp * self.s * shape.head_dim)
+            return BLOCK_BUFFERS * elements * wide
+        rounded, heads = 0 if wide == e else 1, shape.heads * shape.head_dim
+        if work == "mlp":  # x + attention as summed and as rounded, its norm, two widths of the MLP
+            return t * (wide * hidden + e * ((1 + rounded) * hidden + 2 * shape.mlp))
+        if work == "mlp backward":
+            # x + attention, its norm; ops/gated.py's three. (Compiled, hooked or wrapped MLPs are black boxes and need
+            # up to twice as much: no plan knows of them.)
+            return t * e * ((2 + self.streamed) * hidden + (3 if self.fetched else 1) * heads + 3 * shape.mlp)
+        width = cp * slots.query * shape.head_dim
+        if work == "project":
+            kv_width = 2 * cp * slots.most_new_kv * shape.head_dim
+            return (width + kv_width) * hidden * e + t * e * ((2 + self.streamed) * hidden + 5 * width)
+        all_widths = self.num_stages * width + 2 * cp * slots.all_kv * shape.head_dim
+        return all_widths * hidden * e + t * e * ((4 + self.streamed) * hidden + 2 * all_widths)
+
+
+def attend_moments(b: LayerBytes, phase: str, stream: int) -> Iterator[Moment]:
+    """Attention of all stages (`_attend`): in forward, and again in backward where its output was not kept.
+
+    Every stage's output stays until the output projection, after the last of them.
+    """
+    out = b.q + b.lse
+    project, attend = f"{phase} projections", f"{phase} attention"
+
+    def flying(first: int, last: int) -> int:
+        return sum(b.under_way(b.q, b.q, j) for j in range(first, min(last, b.num_stages)))
+
+    for i in range(min(b.ahead, b.num_stages)):
+        yield Moment(project, stream, flying(0, i) + b.q + b.kv(i), 0, "project")
+        yield Moment(project, stream, flying(0, i) + b.sending(b.q, b.q, i))
+    for i in range(b.num_stages):
+        later = flying(i + 1, i + b.ahead)
+        yield Moment(attend, stream, b.q + later + b.held(i) + out + b.part(i, out), i * out, "attend")
+        if (new := i + b.ahead) < b.num_stages:
+            others = later + b.left(i)
+            yield Moment(project, stream, others + b.q + b.kv(new), (i + 1) * out, "project")
+            yield Moment(project, stream, others + b.sending(b.q, b.q, new), (i + 1) * out)
+
+
+def attention_backward_moments(b: LayerBytes, outputs: int) -> Iterator[Moment]:
+    """dy all the time, and the gradients of all heads so far. Fetched, the output comes a stage at a time; else a
+    stage's output is let go when it was sent, its lse when it was used.
+    """
+    stream, attend, project = b.x + b.held_input, "backward attention", "backward projections"
+    taken = 3 * b.q  # q, out, dout
+
+    def left(sent: int, attended: int) -> int:
+        return outputs - (0 if b.fetched else sent * b.q + attended * b.lse)
+
+    def flying(first: int, last: int) -> int:
+        return sum(b.under_way(taken, taken, j) for j in range(first, min(last, b.num_stages)))
+
+    def sending(stage: int, others: int, attended: int) -> Iterator[Moment]:
+        """q, k and v are made; then they are sent, and out and dout with them."""
+        prefetched = b.q if b.fetched and b.layout.overlap and stage >= b.ahead else 0
+        made = b.q + b.kv(stage) + prefetched
+        yield Moment(project, stream, others + made, left(stage, attended), "project")
+        own = 0 if b.layout.overlap or not b.exchanged or b.fetched else b.q  # out, until all is sent
+        yield Moment(project, stream, others + own + b.sending(taken, taken, stage), left(stage + 1, attended))
+
+    for i in range(min(b.ahead, b.num_stages)):
+        yield from sending(i, flying(0, i), 0)
+    returned = 0  # dq, dk, dv of the stages before
+    for i in range(b.num_stages):
+        following, ending = i + b.ahead, b.held(i) - b.left(i)
+        later, more = flying(i + 1, following), following < b.num_stages
+        prefetched = b.q if b.fetched and b.layout.overlap and more else 0
+        own = taken + (b.lse if b.fetched else 0)
+        live = returned + own + later + prefetched + b.held(i) + b.sums(b.slots.stages[i].summed)
+        yield Moment(attend, stream, live, left(min(following, b.num_stages), i), "attend backward")
+        returned += b.q + ending
+        if more:
+            twice = b.q + ending if b.layout.overlap and b.exchanged else 0
+            held = b.left(i) + b.sums(b.slots.stages[i].left_summed)
+            yield from sending(following, returned + twice + later + held, i + 1)
+    yield Moment(project, stream, returned, left(b.num_stages, b.num_stages), "project backward")
+
+
+def layer_moments(shape: ModelShape, layout: Layout, s: int, keeps: LayerKeeps) -> Iterator[Moment]:
+    """Every moment of a layer's forward and backward on one rank."""
+    b = LayerBytes(shape, layout, s, keeps)
+    outputs = b.num_stages * (b.q + b.lse)
+    yield from attend_moments(b, "forward", b.x)
+    yield Moment("forward mlp", 2 * b.x, 0, outputs, "mlp")  # y is made from x and the outputs of all stages
+    if b.kept:
+        outputs = 0
+    else:
+        yield from attend_moments(b, "backward again", b.x + b.held_input)
+    yield Moment("backward mlp", b.x + b.held_input, 0, outputs, "mlp backward")  # dy, one tile of everything else
+    yield from attention_backward_moments(b, outputs)
+
+
+# Of a layout, what decides a layer's bytes beside what it keeps: a key for caches.
+Frame = tuple[int, int | None, int | None, bool, str | None]
+
+
+def _frame(layout: Layout) -> Frame:
+    return layout.cp, layout.heads_per_stage, layout.tile_tokens, layout.overlap, layout.dtype
+
+
+def _framed(frame: Frame) -> Layout:
+    cp, width, tile, overlap, dtype = frame
+    return Layout(cp, width, tile, overlap=overlap, dtype=dtype)
+
+
+def layer_peak(shape: ModelShape, layout: Layout, s: int, keeps: LayerKeeps, direction: str) -> Moment:
+    """The moment of "forward" or "backward" at which most is live."""
+    cp, width, _, overlap, dtype = _frame(layout)
+    alike = LayerKeeps(
+        "device" if keeps.input == "device" else "host", "host" if keeps.attention == "disk" else keeps.attention
+    )
+    b = LayerBytes(shape, layout, s, alike)
+    moments = _highest(shape, (cp, width, None, overlap, dtype), s, alike)[direction]
+    found = [m._replace(tiles=b.tile_bytes(m.tile), sums=b.grad_sums(m.phase)) for m in moments]
+    return max(found, key=lambda moment: moment.live)
+
+
+@lru_cache(maxsize=4096)
+def _highest(shape: ModelShape, frame: Frame, s: int, keeps: LayerKeeps) -> dict[str, list[Moment]]:
+    """By direction: for each kind of work on tiles, the moment at which most else is live."""
+    highest: dict[str, dict[str, Moment]] = {"forward": {}, "backward": {}}
+    for moment in layer_moments(shape, _framed(frame), s, keeps):
+        of_kind = highest[moment.phase.partition(" ")[0]]
+        if moment.tile not in of_kind or moment.rest > of_kind[moment.tile].rest:
+            of_kind[moment.tile] = moment
+    return {direction: list(of_kind.values()) for direction, of_kind in highest.items()}
+
+
+def kept_attention_bytes(shape: ModelShape, layout: Layout, s: int) -> int:
+    """out and lse of one layer on one rank, all stages, empty slots included."""
+    slots = slots_of(shape, layout)
+    of_slot = shape.head_dim * layout.element_bytes + layout.sum_bytes
+    return len(slots.stages) * slots.query * layout.cp * s * of_slot
+
+
+def everything_bytes(shape: ModelShape, layout: Layout, s: int) -> int:
+    """What ordinary autograd keeps of a layer (checkpoint=none): inputs of matmuls, norms and products."""
+    e = layout.element_bytes
+    q_width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    widths = 4 * shape.hidden + 3 * q_width + 2 * kv_width + 4 * shape.mlp
+    return s * e * widths + s * shape.heads * layout.sum_bytes
+
+
+# ---- the ledger of a step
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Who holds how much, at the moment of the highest need. gpu: per GPU. host, disk: per node."""
+
+    phase: str
+    gpu: Holders = field(hash=False)
+    host: Holders = field(hash=False)
+    disk: Holders = field(hash=False)
+    gpu_bytes: int  # what there is
+    host_bytes: int
+    disk_bytes: int
+
+    @property
+    def gpu_peak(self) -> int:
+        """With the reserve."""
+        return sum(self.gpu.values())
+
+    @property
+    def host_peak(self) -> int:
+        """With the reserve."""
+        return sum(self.host.values())
+
+    @property
+    def disk_peak(self) -> int:
+        return sum(self.disk.values())
+
+    @property
+    def tiers(self) -> dict[str, tuple[int, int]]:
+        """What each needs, and what there is."""
+        return {
+            "GPU": (self.gpu_peak, self.gpu_bytes),
+            "host": (self.host_peak, self.host_bytes),
+            "disk": (self.disk_peak, self.disk_bytes),
+        }
+
+    def excess(self) -> dict[str, float]:
+        """Need over what there is, per tier; the plan fits when none is above 1."""
+        return {name: need / max(have, 1) for name, (need, have) in self.tiers.items()}
+
+    @property
+    def worst_tier(self) -> str:
+        excess = self.excess()
+        return max(excess, key=lambda tier: excess[tier])
+
+    @property
+    def fits(self) -> bool:
+        within = self.gpu_peak <= self.gpu_bytes and self.host_peak <= self.host_bytes
+        return within and self.disk_peak <= self.disk_bytes
+
+
+def memory(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Ledger:
+    """The ledger of a step, at its highest phase."""
+    name, gpu = max(gpu_phases(shape, layout, hardware, work), key=lambda phase: sum(phase[1].values()))
+    gpu["reserve"] = RESERVE_BYTES + int(RESERVE_SHARE * hardware.gpu.memory_bytes)
+    host, disk = _outside(shape, layout, hardware, work)
+    return Ledger(name, gpu, host, disk, hardware.gpu.memory_bytes, hardware.host_bytes, hardware.disk_bytes)
+
+
+def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> list[tuple[str, Holders]]:
+    """(phase, holder -> bytes) on one GPU, reserve left out: the phases that can be the highest.
+
+    Weights are gathered narrow, gradients are sent wide.
+    """
+    s, e, wide = work.local_tokens(layout.cp), layout.element_bytes, layout.sum_bytes
+    x, alone, above = s * shape.hidden * e, hardware.num_gpus == 1, shape.num_layers - 1
+    shards = 0 if layout.offload_optimizer else _shards(shape, hardware)
+    head, layer = shape.vocab * shape.hidden, shape.layer_parameters
+    # Tied, the embedding belongs to FSDP2's root: whole all the time, and its first gradient waits for its second.
+    root, lm_head = (head * e, 0) if shape.tied else (0, head)
+    ahead = 0 if alone else layer * e  # the next layer's weights, on their way; alone there is no way to go
+
+    frame = _frame(layout)
+    layers = [(*_of_layer(shape, frame, s, keeps), count) for keeps, count in layout.groups(shape.num_layers)]
+    kept = sum(own * count for own, _, _, count in layers)  # from forward to backward
+    # In forward a layer's own is still among its moment's.
+    kept_before, forward = max(((kept - own, moment) for own, moment, _, _ in layers), key=lambda p: p[0] + p[1].live)
+    backward = max((moment for _, _, moment, _ in layers), key=lambda moment: moment.live)
+
+    def held(moment: Moment, weights: int, arrived: int = 0, waiting: int = 0, kept: int = 0) -> Holders:
+        """`arrived`: parameters whose gradients are shards already. `waiting`: gradients on their way there."""
+        return {
+            "parameters": 4 * shards,
+            "gradients": 4 * shards * arrived // shape.num_parameters + waiting + moment.sums,
+            "optimizer": 8 * shards,
+            "layer weights": weights,
+            "residual stream": moment.stream,
+            "stage buffers": moment.stages + moment.outputs,
+            "tiles": moment.tiles,
+            "kept activations": kept,
+        }
+
+    loss = held(Moment("loss", 2 * x), head * e + ahead, kept=kept)
+    loss["loss tile"] = head * wide + max(min(LOGITS_TILE_BYTES, s * shape.vocab * e), head * e)
+    # The last layer's while lm_head's gradient is still being sent, the first one's while those of the layer above are.
+    below = ahead if above else 0 if alone or shape.tied else head * e
+    last = held(backward, root + layer * e + below, lm_head, root or head * wide, kept)
+    weights = layer * e + (0 if alone and not shape.tied else head * e)
+    first = held(backward, weights, lm_head + above * layer, layer * wide * (above > 0) + root, layers[0][0])
+    # The embedding's dense gradient and its kernel's buffer, while the first layer's gradients are being sent; a tied
+    # weight's two gradients and their sum; then the gradient, its wide copy to send and the shard that comes back.
+    buffer = (s // EMBEDDING_RUN + min(s, shape.vocab)) * shape.hidden * wide
+    made = (head * e, head * e + layer * wide + root + max(buffer, root))
+    sent = (root, head * e + head * wide + head * wide // hardware.num_gpus)
+    weights, waiting = max(made, sent, key=sum)
+    embedding = held(Moment("embedding", x), weights, lm_head + (above + 1) * layer, waiting)
+    return [
+        ("forward", held(forward, root + layer * e + ahead, kept=kept_before)),
+        ("loss", loss),
+        ("backward, last layer", last),
+        (FIRST_LAYER, first),
+        ("backward, embedding", embedding),
+        ("update", held(Moment("update"), root, shape.num_parameters)),
+    ]
+
+
+@lru_cache(maxsize=8192)
+def _of_layer(shape: ModelShape, frame: Frame, s: int, keeps: LayerKeeps) -> tuple[int, Moment, Moment]:
+    """(what it keeps on the device, its highest moment of forward and of backward)."""
+    layout = _framed(frame)
+    if keeps.everything:
+        # Beside it: the stream and its gradient, one matmul's gradients of the MLP, the weights' gradients.
+        e, x = layout.element_bytes, layout.x_bytes(shape.hidden, s)
+        moment = Moment("everything kept", 2 * x, tiles=3 * s * shape.mlp * e, sums=shape.layer_parameters * e)
+        return everything_bytes(shape, layout, s), moment, moment
+    own = layout.x_bytes(shape.hidden, s) if keeps.input == "device" else 0
+    own += kept_attention_bytes(shape, layout, s) if keeps.attention == "device" else 0
+    return own, layer_peak(shape, layout, s, keeps, "forward"), layer_peak(shape, layout, s, keeps, "backward")
+
+
+def _shards(shape: ModelShape, hardware: Hardware) -> int:
+    """Parameters of one rank, each with its gradient and AdamW's two moments in fp32."""
+    return -(-shape.num_parameters // hardware.num_gpus)
+
+
+def _outside(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> tuple[Holders, Holders]:
+    """Holders in a node's host memory and on its disk."""
+    s, ranks = work.local_tokens(layout.cp), hardware.gpus_per_node
+    inputs, outputs = {"device": 0, "host": 0, "disk": 0}, {None: 0, "device": 0, "host": 0, "disk": 0}
+    for keeps, count in layout.groups(shape.num_layers):
+        inputs[keeps.input] += count
+        outputs[keeps.attention] += count
+    x, out = ranks * layout.x_bytes(shape.hidden, s), ranks * kept_attention_bytes(shape, layout, s)
+    station = min(DISK_STATION_LAYERS, inputs["disk"]) * x + min(DISK_STATION_LAYERS, outputs["disk"]) * out
+    host = {
+        "layer inputs": inputs["host"] * x,
+        "kept attention": outputs["host"] * out,
+        "on the way to disk": station,
+        "parameters, gradients, optimizer": 16 * ranks * _shards(shape, hardware) * layout.offload_optimizer,
+        "reserve": ranks * HOST_PROCESS_BYTES + int(HOST_RESERVE_SHARE * hardware.host_bytes),
+    }
+    return host, {"layer inputs": inputs["disk"] * x, "kept attention": outputs["disk"] * out}
