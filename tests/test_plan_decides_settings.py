@@ -94,6 +94,9 @@ def test_train_takes_what_plan_answers(tmp_path, context, given_settings):
     for name, value in answer["settings"].items():
         section, key = name.split(".")
         assert getattr(getattr(resolved, section), key) == value or told & {name}
+    layout = layout_of(resolved, 32, 8, on_gpu=True)
+    layout = dataclasses.replace(layout, dtype=None, heads_per_stage=layout.heads_per_stage or 32)
+    assert layout == plan.layout, "what the layers get is what was planned"
     cp = resolved.parallel.cp_of(8)
     assert cp == answer["settings"]["parallel.cp"]
     assert cp == 8 or given_settings.get("parallel__cp") not in (8, "all")

@@ -67,13 +67,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Run:
-    """A validated run, the same on every rank."""
+    """A validated run: the same on every rank, but for what its own machine has free."""
 
     config: Config  # every setting decided, train.run_dir set
     num_ranks: int
     shape: ModelShape
     layout: Layout
-    hardware: Hardware  # with what is free of host memory and disk before the run takes any
+    hardware: Hardware  # this machine stands for all; host memory and disk as free before the run takes any
     plan: Plan | None = None  # the planner's, where it decided anything
     checkpoint: Path | None = None  # to go on from
     changed: Mapping[str, str] = field(default_factory=dict)  # settings that differ from the run's so far, in words
@@ -95,7 +95,7 @@ class Run:
 def preflight(request: Request) -> Run:
     """Resolve, plan and check the configuration."""
     told = together(_told, request)
-    return together(_decide, request, gathered(told))
+    return together(_decide, request, gathered(told), told[1])
 
 
 def _told(request: Request) -> tuple[Config, Machine]:
@@ -104,7 +104,7 @@ def _told(request: Request) -> tuple[Config, Machine]:
     return config, machine_here(config, launch.decide_ranks(config.parallel.ranks, launch.num_gpus()), launch.gpu())
 
 
-def _decide(request: Request, everyone: Sequence[tuple[Config, Machine]]) -> Run:
+def _decide(request: Request, everyone: Sequence[tuple[Config, Machine]], here: Machine) -> Run:
     """The same on every rank, from what they all were told and have. A run that goes on keeps its settings."""
     configs, machines = [config for config, _ in everyone], [machine for _, machine in everyone]
     check_ranks_agree(configs)
@@ -113,13 +113,13 @@ def _decide(request: Request, everyone: Sequence[tuple[Config, Machine]]) -> Run
     if request.resume is None:
         told = given(request.file, request.changes, _defaults(request))
         config, plan = planned(config, told, num_ranks, machines)
-    run = dataclasses.replace(validated(config, num_ranks, request.resume), plan=plan)
+    run = dataclasses.replace(validated(config, num_ranks, request.resume, here), plan=plan)
     if request.resume is not None:
         check_still_fits(config, given(None, request.changes), num_ranks, machines)
     return run
 
 
-def validated(config: Config, num_ranks: int, resume: Path | None = None) -> Run:
+def validated(config: Config, num_ranks: int, resume: Path | None = None, here: Machine | None = None) -> Run:
     """A run with these settings. Raises ConfigError unless it can start; cheap checks first."""
     if resume is None:
         check_run_dir(config.train.run_dir)
@@ -127,7 +127,7 @@ def validated(config: Config, num_ranks: int, resume: Path | None = None) -> Run
     check_cp(config, num_ranks, shape)
     check_heads(config, num_ranks, shape)
     check_memory(config, shape)
-    hardware = hardware_of([machine_here(config, num_ranks, launch.gpu())], num_ranks)
+    hardware = hardware_of([here or machine_here(config, num_ranks, launch.gpu())], num_ranks)
     layout = layout_of(config, shape.num_layers, num_ranks, on_gpu=hardware.gpu.name != "CPU")
     run = Run(config, num_ranks, shape, layout, hardware)
     check_budgets(run)
@@ -390,12 +390,12 @@ def _does_not_fit(config: Config, plan: Plan) -> str:
 
 def check_budgets(run: Run) -> None:
     """Refuse what certainly does not fit; the rest of what a process needs is not counted."""
-    have, hardware = this_host(run.config.memory.disk_path), run.hardware
+    have = this_host(run.config.memory.disk_path)
     host, disk = needs(run)
     ranks = f"for {local_ranks(run.num_ranks)} ranks"
     _check_room(run, host, have.memory_bytes, f"host memory {ranks}", "free")
     _check_room(run, disk, have.disk_bytes, f"disk {ranks}", f"free in {have.disk_path}")
-    if hardware.gpu.name == "CPU":
+    if run.hardware.gpu.name == "CPU":
         _check_ram(run, have.memory_bytes)
 
 
