@@ -222,7 +222,7 @@ def test_bench_measures_the_backward_that_training_takes(monkeypatch):
     monkeypatch.setattr(bench, "attention_backward", watched)
     case = AttentionCase(64, heads=2, head_dim=16)
     row = measure_attention(case, device=CPU, dtype=torch.bfloat16, seconds=0.001, backward=True)
-    assert row.backward_s > 0 and len(seen) >= 4 and all(torch.equal(out, seen[0]) for out in seen)
+    assert row["backward_s"] > 0 and len(seen) >= 4 and all(torch.equal(out, seen[0]) for out in seen)
 
 
 def test_bench_prints_a_table_and_writes_json(tmp_path):

@@ -7,7 +7,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from ithaka import rehearsal
+from ithaka import rehearse as rehearsal
 from ithaka.cli import app
 from ithaka.config import ConfigError
 from ithaka.plan.hardware import read_gpu

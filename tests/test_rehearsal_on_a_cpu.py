@@ -6,7 +6,7 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from ithaka import rehearsal
+from ithaka import rehearse as rehearsal
 from ithaka.cli import app
 from ithaka.plan.hardware import Host, parse_gpus
 from ithaka.plan.models import find_shape

@@ -6,8 +6,8 @@ since a chip that has just woken up is faster than one that has been working.
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -38,25 +38,6 @@ class AttentionCase:
         return tuple(i * self.num_tokens // self.documents for i in range(self.documents + 1))
 
 
-@dataclass(frozen=True)
-class AttentionRow:
-    kernel: str
-    tokens: int
-    documents: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    block_q: int
-    backward_block_q: int
-    block_kv: int
-    window: int | None
-    causal: bool
-    forward_s: float
-    forward_tflops: float
-    backward_s: float | None
-    backward_tflops: float | None
-
-
 def attention_flops(case: AttentionCase) -> int:
     """Of the forward pass: 4 K for every row and visible key; a causal row sees half of them on average."""
     seen = 0
@@ -73,7 +54,8 @@ def attention_flops(case: AttentionCase) -> int:
 
 def measure_attention(
     case: AttentionCase, *, device: torch.device, dtype: torch.dtype, seconds: float, backward: bool
-) -> AttentionRow:
+) -> dict[str, Any]:
+    """One row of the table: the case as it ran, seconds and TFLOP/s."""
     kernel = resolve_kernel(case.kernel, device, dtype, case.head_dim).name
     row_bytes = case.head_dim * dtype.itemsize
     block_q, block_kv = case.blocks or default_blocks(device, kernel, row_bytes)
@@ -100,11 +82,23 @@ def measure_attention(
             seconds,
             before=lambda: fresh.copy_(out),
         )
-    return AttentionRow(
-        kernel, case.num_tokens, case.documents, case.heads, case.kv_heads, case.head_dim,
-        block_q, backward_block_q, block_kv, case.window, case.causal, forward_s, flops / forward_s / 1e12,
-        backward_s, 2.5 * flops / backward_s / 1e12 if backward_s else None,
-    )  # fmt: skip
+    return {
+        "kernel": kernel,
+        "tokens": case.num_tokens,
+        "documents": case.documents,
+        "heads": case.heads,
+        "kv_heads": case.kv_heads,
+        "head_dim": case.head_dim,
+        "block_q": block_q,
+        "backward_block_q": backward_block_q,
+        "block_kv": block_kv,
+        "window": case.window,
+        "causal": case.causal,
+        "forward_s": forward_s,
+        "forward_tflops": flops / forward_s / 1e12,
+        "backward_s": backward_s,
+        "backward_tflops": 2.5 * flops / backward_s / 1e12 if backward_s else None,
+    }
 
 
 def sustained(
@@ -122,16 +116,12 @@ def sustained(
     begin = time.perf_counter()
     while len(times) < (3 if seconds else 1) or time.perf_counter() - begin < seconds:
         before()
-        times.append(_timed(call, device))
+        _synchronize(device)
+        started = time.perf_counter()
+        call()
+        _synchronize(device)
+        times.append(time.perf_counter() - started)
     return statistics.median(times[len(times) // 2 :])
-
-
-def _timed(call: Callable[[], object], device: torch.device) -> float:
-    _synchronize(device)
-    begin = time.perf_counter()
-    call()
-    _synchronize(device)
-    return time.perf_counter() - begin
 
 
 def _synchronize(device: torch.device) -> None:
@@ -139,11 +129,10 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def table(rows: Iterable[AttentionRow]) -> str:
+def table(rows: Sequence[dict[str, Any]]) -> str:
     """Aligned columns, one line per row."""
-    names = [field.name for field in fields(AttentionRow)]
-    lines = [names] + [[_cell(getattr(row, name)) for name in names] for row in rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
+    lines = [list(rows[0])] + [[_cell(value) for value in row.values()] for row in rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines)
 
 
@@ -171,7 +160,6 @@ def measure_device(device: torch.device, dtype: torch.dtype, sizes: DeviceSizes)
     row = measure_attention(
         AttentionCase(sizes.tokens), device=device, dtype=dtype, seconds=sizes.seconds, backward=True
     )
-    assert row.backward_tflops is not None
     on_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if on_gpu else "CPU"
     pcie = _pcie_rate(device, sizes) if on_gpu else _copy_rate(device, sizes)
@@ -179,8 +167,8 @@ def measure_device(device: torch.device, dtype: torch.dtype, sizes: DeviceSizes)
     measured = f"ithaka bench device, {str(dtype).removeprefix('torch.')}"
     values: dict[str, Any] = {
         "matmul_flops": _matmul_rate(device, dtype, sizes),
-        "attention_forward_flops": row.forward_tflops * 1e12,
-        "attention_backward_flops": row.backward_tflops * 1e12,
+        "attention_forward_flops": row["forward_tflops"] * 1e12,
+        "attention_backward_flops": row["backward_tflops"] * 1e12,
         "memory_bytes_s": 2 * _copy_rate(device, sizes),  # read and written
         "pcie_bytes_s": pcie,
     }

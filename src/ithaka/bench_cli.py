@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     import torch
 
 DTYPES = ("bfloat16", "float16", "float32")
+DType = Annotated[str, typer.Option(help=", ".join(DTYPES))]
+Seconds = Annotated[float, typer.Option(min=0, help="how long each figure is held")]
+JsonPath = Annotated[Path | None, typer.Option("--json", help="also write the rows here")]
 
 bench_app = typer.Typer(add_completion=False, no_args_is_help=True, help="Measure what this machine gives.")
 
@@ -43,9 +46,9 @@ def bench_attention(
     window: Annotated[int | None, typer.Option(min=1)] = None,
     bidirectional: Annotated[bool, typer.Option("--bidirectional")] = False,
     backward: Annotated[bool, typer.Option("--backward/--forward-only")] = True,
-    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "",
-    seconds: Annotated[float, typer.Option(min=0, help="how long each figure is held")] = 3.0,
-    json_path: Annotated[Path | None, typer.Option("--json", help="also write the rows here")] = None,
+    dtype: DType = "",
+    seconds: Seconds = 3.0,
+    json_path: JsonPath = None,
 ) -> None:
     """TFLOP/s of attention, forward and backward, sustained on random data."""
     if json_path is not None:
@@ -69,7 +72,7 @@ def bench_attention(
             rows.append(measure_attention(case, device=device, dtype=chosen, seconds=seconds, backward=backward))
     print(table(rows))
     if json_path is not None:
-        json_path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        json_path.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 @bench_app.command("device")
@@ -78,8 +81,8 @@ def bench_device(
     matrix: Annotated[int | None, typer.Option(min=1, help="rows and columns of the matmul")] = None,
     tokens: Annotated[str | None, typer.Option(help="length for attention, such as 256K")] = None,
     copy: Annotated[str | None, typer.Option(help="size of the copies, such as 1GiB")] = None,
-    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "",
-    seconds: Annotated[float, typer.Option(min=0, help="how long each figure is held")] = 3.0,
+    dtype: DType = "",
+    seconds: Seconds = 3.0,
 ) -> None:
     """Measures matmul, attention and copies here, and writes them for `ithaka plan --gpu-file`."""
     with status("loading PyTorch"), heeding_interrupts():
@@ -111,8 +114,8 @@ def bench_ladder(
     ranks: Annotated[int, typer.Option(min=1, help="this process stands for rank 0 of so many")] = 2,
     tile: Annotated[str, typer.Option(help="tokens of a tile")] = "256",
     layers: Annotated[int, typer.Option(min=1, help="layers to run")] = 2,
-    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "",
-    json_path: Annotated[Path | None, typer.Option("--json", help="also write the rows here")] = None,
+    dtype: DType = "",
+    json_path: JsonPath = None,
 ) -> None:
     """Peak memory and seconds per layer with one technique after the other switched on."""
     if json_path is not None:
@@ -126,7 +129,7 @@ def bench_ladder(
     with status("loading PyTorch"), heeding_interrupts():
         from ithaka.bench import ladder_layouts
         from ithaka.dist.mesh import default_device
-        from ithaka.rehearsal import rehearse
+        from ithaka.rehearse import rehearse
 
     chosen = _dtype(dtype, default_device())
     rows: dict[str, dict[str, Any]] = {}

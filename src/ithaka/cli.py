@@ -26,7 +26,27 @@ app = typer.Typer(
 )
 
 EXIT_DOES_NOT_FIT = 3  # as for running out of memory
-MODEL = "A name (llama3.1-8b), a model directory, a config.json, or an id on the Hugging Face hub."
+
+# Arguments and options that several commands have.
+Model = Annotated[
+    str,
+    typer.Argument(help="A name (llama3.1-8b), a model directory, a config.json, or an id on the hub."),
+]
+ConfigFile = Annotated[
+    Path | None, typer.Argument(metavar="CONFIG.yaml", help="Settings; without: a small model to watch.")
+]
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Decide one setting.")]
+Ranks = Annotated[int | None, typer.Option(help="Local ranks; by default one per GPU, or 2 on CPU.")]
+RunDir = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Where to write the run; by default runs/<date>-<time>.")
+]
+Gpus = Annotated[str, typer.Option(help="For example 8xH100-80GB, or 2x8xH100-80GB for two nodes.")]
+Context = Annotated[str, typer.Option(help="Tokens per sequence: 131072, 128K, 1M.")]
+HostMemory = Annotated[str | None, typer.Option(help="Host memory per node: 2TB, 512GiB. By default 256 GB per GPU.")]
+Disk = Annotated[str | None, typer.Option(help="Disk per node for activations; by default none.")]
+Batch = Annotated[int, typer.Option(min=1, help="Sequences per micro-step.")]
+GpuFile = Annotated[Path | None, typer.Option(help="A GPU of your own, as JSON; then --gpus 8.")]
+AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 
 
 def main() -> None:
@@ -70,21 +90,13 @@ def _common(
 @app.command()
 @explains_errors
 def train(
-    config: Annotated[
-        Path | None,
-        typer.Argument(metavar="CONFIG.yaml", help="Settings; without: a small model to watch."),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting.")
-    ] = None,
-    ranks: Annotated[int | None, typer.Option(help="Local ranks; by default one per GPU, or 2 on CPU.")] = None,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    ranks: Ranks = None,
     resume: Annotated[
         Path | None, typer.Option(metavar="RUN_DIR", help="Continue a run from its latest checkpoint.")
     ] = None,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Where to write the run; by default runs/<date>-<time>."),
-    ] = None,
+    run_dir: RunDir = None,
 ) -> None:
     """Train a model: the one CONFIG.yaml names, or without it a small one on Python's own sources."""
     _run(config, overrides or [], ranks, run_dir, resume)
@@ -118,19 +130,11 @@ def report_of(run_dir: Path) -> str:
 @app.command()
 @explains_errors
 def profile(
-    config: Annotated[
-        Path | None,
-        typer.Argument(metavar="CONFIG.yaml", help="Settings; without: a small model to watch."),
-    ] = None,
+    config: ConfigFile = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to run; the last one (on a GPU, two) is profiled.")] = 4,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting.")
-    ] = None,
-    ranks: Annotated[int | None, typer.Option(help="Local ranks; by default one per GPU, or 2 on CPU.")] = None,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Where to write; by default runs/<date>-<time>."),
-    ] = None,
+    overrides: Overrides = None,
+    ranks: Ranks = None,
+    run_dir: RunDir = None,
 ) -> None:
     """Run a few steps of a training run and show where memory and time go. Nothing is saved but that."""
     changes = [*(overrides or []), f"train.steps={steps}", f"profile.every={steps}"]
@@ -181,18 +185,14 @@ def _run(
 @app.command()
 @explains_errors
 def plan(
-    model: Annotated[str, typer.Argument(help=MODEL)],
-    gpus: Annotated[str, typer.Option(help="For example 8xH100-80GB, or 2x8xH100-80GB for two nodes.")],
-    context: Annotated[str, typer.Option(help="Tokens per sequence: 131072, 128K, 1M.")] = "128K",
-    host_memory: Annotated[
-        str | None, typer.Option(help="Host memory per node: 2TB, 512GiB. By default 256 GB per GPU.")
-    ] = None,
-    disk: Annotated[str | None, typer.Option(help="Disk per node for activations; by default none.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per micro-step.")] = 1,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Decide one setting.")
-    ] = None,
-    gpu_file: Annotated[Path | None, typer.Option(help="A GPU of your own, as JSON; then --gpus 8.")] = None,
+    model: Model,
+    gpus: Gpus,
+    context: Context = "128K",
+    host_memory: HostMemory = None,
+    disk: Disk = None,
+    batch: Batch = 1,
+    overrides: Overrides = None,
+    gpu_file: GpuFile = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Say how long so many steps take.")] = None,
     max_context: Annotated[bool, typer.Option("--max-context", help="The longest that fits.")] = False,
     ladder: Annotated[bool, typer.Option("--ladder", help="What each technique buys.")] = False,
@@ -200,7 +200,7 @@ def plan(
     plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="With --sweep: also a plot.")] = None,
     as_yaml: Annotated[bool, typer.Option("--yaml", help="As a configuration for `ithaka train`.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="With --yaml: where to; else it is printed.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what fits and how fast it will be, before anything is rented or started."""
     from ithaka.plan import show
@@ -237,21 +237,19 @@ def plan(
 @app.command()
 @explains_errors
 def rehearse(
-    model: Annotated[str, typer.Argument(help=MODEL)],
-    gpus: Annotated[str, typer.Option(help="The machine to stand for: 8xH100-80GB, or 2x8xH100-80GB.")],
-    context: Annotated[str, typer.Option(help="Tokens per sequence: 131072, 128K, 1M.")] = "128K",
+    model: Model,
+    gpus: Gpus,
+    context: Context = "128K",
     layers: Annotated[int, typer.Option(min=1, help="Layers to run; the rest is extrapolated.")] = 2,
-    host_memory: Annotated[str | None, typer.Option(help="Host memory per node: 2TB, 512GiB.")] = None,
-    disk: Annotated[str | None, typer.Option(help="Disk per node for activations.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per micro-step.")] = 1,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Decide one setting.")
-    ] = None,
-    gpu_file: Annotated[Path | None, typer.Option(help="A GPU of your own, as JSON; then --gpus 8.")] = None,
+    host_memory: HostMemory = None,
+    disk: Disk = None,
+    batch: Batch = 1,
+    overrides: Overrides = None,
+    gpu_file: GpuFile = None,
     memory_only: Annotated[
         bool, typer.Option("--memory-only", help="Cut attention short: every allocation, little time.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run rank 0 of all these GPUs on this one device, and print measured beside planned."""
     from ithaka.plan import show
@@ -267,9 +265,9 @@ def rehearse(
     from ithaka.train.launch import heeding_interrupts
 
     with nullcontext() if as_json else status("loading PyTorch"), heeding_interrupts():
-        from ithaka import rehearsal
+        from ithaka.rehearse import run
 
-    raise typer.Exit(rehearsal.run(plan, question.fixed, model, layers, memory_only, as_json))
+    raise typer.Exit(run(plan, question.fixed, model, layers, memory_only, as_json))
 
 
 @app.command(

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,11 @@ from transformers import PreTrainedModel
 
 from ithaka.config import ConfigError, OptimConfig
 from ithaka.dist.loopback import start_loopback
-from ithaka.dist.mesh import Mesh, default_device, make_mesh
+from ithaka.dist.mesh import default_device, make_mesh
 from ithaka.layout import Layout
 from ithaka.model.build import build_model
-from ithaka.phases import OPTIMIZER, PARAMETERS, listening, phase
-from ithaka.plan.hardware import this_host
+from ithaka.phases import OPTIMIZER, PARAMETERS, PhasePath, listening, phase
+from ithaka.plan.hardware import GIB, this_host
 from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan, choose, evaluate
 from ithaka.plan.seconds import layer_seconds
@@ -77,7 +77,7 @@ class Rehearsed:
 
 
 def rehearse(
-    config: dict[str, Any] | Path,
+    config: dict[str, Any],
     *,
     ranks: int,
     context: int,
@@ -91,29 +91,32 @@ def rehearse(
 ) -> Rehearsed:
     """Runs `steps` training steps as rank 0 of `ranks`; the last one is measured.
 
-    `cap_bytes`: what the device may hold. `memory_only`: attention looks at most 128 Ki tokens back, which cuts its
-    mathematics short; every allocation and copy stays. `witness`: is told where the rehearsal is; `saying`: the user.
+    `config`: the model's config.json; its first layers are built, with weights that are drawn. `cap_bytes`: what the
+    device may hold. `memory_only`: attention looks at most 128 Ki tokens back, which cuts its mathematics short; every
+    allocation and copy stays. `witness`: is told where the rehearsal is; `saying`: the user.
     """
+    few = {**config, "num_hidden_layers": layers}
+    if few.get("layer_types"):
+        few["layer_types"] = few["layer_types"][:layers]
     with _loopback(ranks, cap_bytes) as device, listening(witness) if witness else nullcontext():
         mesh = make_mesh(layout.cp, device)
         with phase("building the model"), saying("building the model"):
-            model = build_model(_first_layers(config, layers), mesh, layout)
-        optimizer = make_optimizer(model, OptimConfig(lr=0.0))
+            model = build_model(few, mesh, layout)
+        stage = _Stage(model, make_optimizer(model, OptimConfig(lr=0.0)), mesh.device)
         if witness is not None:
-            witness.know(model, optimizer)
-        tiny_tokens = _tiny(context // mesh.cp_size) * mesh.cp_size
+            witness.know(stage.model, stage.optimizer)
+        s = context // mesh.cp_size
+        tiny_tokens = mesh.cp_size * (TINY_TOKENS if s >= 16 * TINY_TOKENS else max(1, s // 64))
         with saying(f"rehearsing at {tiny_tokens} tokens, to know the weights' part"):
-            tiny = _measure(model, optimizer, mesh, tiny_tokens, False, 2)
+            base_bytes = stage.measure(tiny_tokens, False, 2).layer_peak_bytes
         with saying(f"rehearsing at {context} tokens"):
-            measured = _measure(model, optimizer, mesh, context, memory_only, steps)
-        timeline = measured.timeline
-        seconds = _layers(timeline).seconds_by(2)
-        store = model.model.layers[0].forward.store
+            measured = stage.measure(context, memory_only, steps)
+        seconds, store = measured.layers.seconds_by(2), model.model.layers[0].forward.store
         return Rehearsed(
             num_layers=layers,
             context=context,
-            x_bytes=layout.x_bytes(model.config.hidden_size, context // mesh.cp_size),
-            base_bytes=tiny.layer_peak_bytes,
+            x_bytes=layout.x_bytes(model.config.hidden_size, s),
+            base_bytes=base_bytes,
             layer_peak_bytes=measured.layer_peak_bytes,
             gpu_peak_bytes=measured.peak_bytes,
             peak_phase=measured.peak_phase,
@@ -121,113 +124,9 @@ def rehearse(
             disk_bytes=store.disk.used_bytes,
             forward_s=seconds[("forward",)] / layers,
             backward_s=seconds[("backward",)] / layers,
-            parts_s={" ".join(k): v / layers for k, v in _layers(timeline).seconds_by(2, 3).items()},
+            parts_s={" ".join(k): v / layers for k, v in measured.layers.seconds_by(2, 3).items()},
             step_s=measured.step_s,
         )
-
-
-def of_few_layers(plan: Plan, layers: int, memory_only: bool) -> Plan:
-    """What a plan's own layout costs on its first layers, in the precision of this device."""
-    few = replace(plan.shape, num_layers=layers, windows=plan.shape.windows[:layers])
-    layout = replace(plan.layout, kept=plan.layout.kept[:layers], dtype=_dtype())
-    work = replace(plan.work, document_tokens=SHORT_DOCUMENT) if memory_only else plan.work
-    return evaluate(few, layout, plan.hardware, work)
-
-
-def rehearse_plan(
-    few: Plan, config: dict[str, Any] | Path, memory_only: bool, witness: Witness, saying: Saying
-) -> Rehearsed:
-    """A plan of few layers, measured."""
-    return rehearse(
-        config,
-        ranks=few.hardware.num_gpus,
-        context=few.work.tokens,
-        layers=few.shape.num_layers,
-        layout=few.layout,
-        memory_only=memory_only,
-        cap_bytes=few.hardware.gpu.memory_bytes if _on_gpu() else None,
-        steps=1 if memory_only else 2,
-        witness=witness,
-        saying=saying,
-    )
-
-
-def _on_gpu() -> bool:
-    return default_device().type == "cuda"
-
-
-def _dtype() -> str:
-    return "bfloat16" if _on_gpu() else "float32"
-
-
-# ---- without a GPU: the device's memory is the host's
-
-
-def check_cpu_memory(few_of: Callable[[Plan, int], Plan], plan: Plan, layers: int, fixed: Mapping[str, Any]) -> None:
-    """Refuses what this machine's free memory does not hold. `few_of`: a plan's first so many layers."""
-    free_bytes, need_bytes = this_host().memory_bytes, cpu_bytes(few_of(plan, layers))
-    if need_bytes <= free_bytes:
-        return
-    fewer = next((n for n in range(layers - 1, 0, -1) if cpu_bytes(few_of(plan, n)) <= free_bytes), None)
-    shorter = _shorter(lambda other: cpu_bytes(few_of(other, layers)) <= free_bytes, plan, fixed)
-    ways = [f"--context {shorter}"] * (shorter is not None) + [f"--layers {fewer}"] * (fewer is not None)
-    if not ways:
-        ways = ["--layers 1 with a short --context on a smaller model, or a machine with more memory"]
-    raise ConfigError(
-        f"--context {plan.work.context} with --layers {layers} needs {size(need_bytes)} of memory without a GPU, "
-        f"and {size(free_bytes)} are free; use {' or '.join(ways)}"
-    )
-
-
-def cpu_bytes(few: Plan) -> int:
-    """What rank 0 of a plan needs, on its device and on its host, reserves apart."""
-    ledger = few.ledger
-    on_host = (ledger.host_peak - ledger.host["reserve"]) // few.hardware.gpus_per_node
-    return ledger.gpu_peak - ledger.gpu["reserve"] + on_host
-
-
-def _shorter(fits: Callable[[Plan], bool], plan: Plan, fixed: Mapping[str, Any]) -> int | None:
-    """A half, a quarter, ... of the plan's context, with the settings chosen anew: the first that fits."""
-    context = plan.work.context
-    while (context := context // 2) >= 2 * plan.hardware.num_gpus:
-        if fits(choose(plan.shape, plan.hardware, replace(plan.work, context=context), fixed)):
-            return context
-    return None
-
-
-# ---- measured beside planned
-
-
-Row = tuple[str, float | None, float, str]  # what, planned, measured, unit
-
-
-def compare(plan: Plan, measured: Rehearsed, few: Plan) -> list[Row]:
-    """Rows of (what, planned, measured, unit) for the rehearsed layers, then, where it means something, their step."""
-    layer = layer_seconds(few.shape, few.layout, few.hardware, few.work, few.shape.windows[0], few.layout.kept[0])
-    modelled_s = (layer.forward + layer.backward).exchange
-    outside_s = measured.step_s - measured.num_layers * measured.layer_s
-    step_s = outside_s + plan.shape.num_layers * (measured.layer_s + modelled_s)
-    gpu_bytes = few.ledger.gpu_peak - few.ledger.gpu["reserve"]
-    ranks = few.hardware.gpus_per_node
-    host_bytes = sum(few.ledger.host[holder] for holder in STORED) / ranks
-    disk_bytes = few.ledger.disk_peak / ranks
-    gib = 2**30
-    rows: list[Row] = [
-        (f"{_peak()}, reserve apart", gpu_bytes / gib, measured.gpu_peak_bytes / gib, "GiB"),
-        ("layer peak above parameters and gradients", None, measured.peak_x, "X"),
-        ("kept on the host, or on the way to disk", host_bytes / gib, measured.host_bytes / gib, "GiB"),
-        ("kept on disk", disk_bytes / gib, measured.disk_bytes / gib, "GiB"),
-        ("layer forward", layer.forward.total - layer.forward.exchange, measured.forward_s, "s"),
-        ("layer backward", layer.backward.total - layer.backward.exchange, measured.backward_s, "s"),
-    ]
-    if not _on_gpu() or few.work != plan.work:  # a CPU's seconds, or attention cut short, make no step of these GPUs
-        return rows
-    return [
-        *rows,
-        ("exchange per layer, modelled only", modelled_s, modelled_s, "s"),
-        (f"step of {plan.shape.num_layers} layers", plan.step_s, step_s, "s"),
-        ("tokens/s per GPU", plan.tokens_per_s_per_gpu, plan.work.tokens / plan.layout.cp / step_s, ""),
-    ]
 
 
 @contextmanager
@@ -246,93 +145,156 @@ def _loopback(ranks: int, cap_bytes: int | None) -> Iterator[torch.device]:
             torch.cuda.empty_cache()
 
 
-def _tiny(local_tokens: int) -> int:
-    return TINY_TOKENS if local_tokens >= 16 * TINY_TOKENS else max(1, local_tokens // 64)
-
-
-@dataclass(frozen=True)
-class _Measured:
-    timeline: Timeline
+class _Measured(NamedTuple):
+    layers: Timeline  # the layers' phases only
     step_s: float
     layer_peak_bytes: int
     peak_bytes: int
     peak_phase: str
 
 
-def _measure(
-    model: PreTrainedModel,
-    optimizer: torch.optim.Optimizer,
-    mesh: Mesh,
-    context: int,
-    memory_only: bool,
-    steps: int,
-) -> _Measured:
-    ids = torch.randint(model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(1))
-    documents = torch.arange(context)[None] // SHORT_DOCUMENT if memory_only else None
-    for _ in range(steps):
-        timeline = Timeline(mesh.device)
-        _synchronize(mesh)
-        started = time.perf_counter()
-        with listening(timeline):
-            _step(model, optimizer, ids, documents)
-        _synchronize(mesh)
-        step_s = time.perf_counter() - started
-    if mesh.device.type == "cuda":
-        peaks = {p.path: 0 for p in timeline.phases}
-        for p in timeline.phases:
-            peaks[p.path] = max(peaks[p.path], p.peak_bytes)
-    else:
-        peaks = _live_peaks(model, optimizer, ids, documents)
-    in_layers = max(peak for path, peak in peaks.items() if _in_layer(path))
-    highest = max(peaks, key=lambda path: (peaks[path], len(path)))
-    return _Measured(timeline, step_s, in_layers, peaks[highest], " / ".join(highest[1:]) or "outside layers and loss")
+@dataclass
+class _Stage:
+    """What steps are run with."""
+
+    model: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+
+    def measure(self, context: int, memory_only: bool, steps: int) -> _Measured:
+        """The last of `steps` steps."""
+        ids = torch.randint(self.model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(1))
+        documents = torch.arange(context)[None] // SHORT_DOCUMENT if memory_only else None
+        on_gpu = self.device.type == "cuda"
+        done = partial(torch.cuda.synchronize, self.device) if on_gpu else lambda: None
+        for _ in range(steps):
+            timeline = Timeline(self.device)
+            done()
+            started = time.perf_counter()
+            with listening(timeline):
+                self.step(ids, documents)
+            done()
+            step_s = time.perf_counter() - started
+        peaks: dict[PhasePath, int] = {} if on_gpu else self.live_peaks(ids, documents)
+        for p in timeline.phases if on_gpu else ():
+            peaks[p.path] = max(peaks.get(p.path, 0), p.peak_bytes)
+        in_layers = max(peak for path, peak in peaks.items() if _in_layer(path))
+        highest = max(peaks, key=lambda path: (peaks[path], len(path)))
+        layers = Timeline(self.device, [p for p in timeline.phases if _in_layer(p.path)])
+        return _Measured(
+            layers, step_s, in_layers, peaks[highest], " / ".join(highest[1:]) or "outside layers and loss"
+        )
+
+    def step(self, ids: Tensor, documents: Tensor | None) -> None:
+        with phase("step"):
+            loss = self.model(input_ids=ids, labels=ids, document_ids=documents).loss
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        if not torch.isfinite(loss):
+            raise RuntimeError(f"the rehearsal's loss is {loss.item()}; its timings would mean nothing")
+
+    def live_peaks(self, ids: Tensor, documents: Tensor | None) -> dict[PhasePath, int]:
+        """On a CPU: live bytes at their highest, by phase; parameters and states included."""
+        with LiveBytes() as live:
+            live.register(self.model.parameters(), PARAMETERS)
+            states = (value for state in self.optimizer.state.values() for value in state.values())
+            live.register((value for value in states if isinstance(value, Tensor)), OPTIMIZER)
+            self.step(ids, documents)
+        return live.map.phase_peaks()
 
 
-def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids: Tensor, documents: Tensor | None) -> None:
-    with phase("step"):
-        loss = model(input_ids=ids, labels=ids, document_ids=documents).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    if not torch.isfinite(loss):
-        raise RuntimeError(f"the rehearsal's loss is {loss.item()}; its timings would mean nothing")
-
-
-def _live_peaks(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids: Tensor, documents: Tensor | None
-) -> dict[tuple[str, ...], int]:
-    """On a CPU: live bytes at their highest, by phase; parameters and states included."""
-    with LiveBytes() as live:
-        live.register(model.parameters(), PARAMETERS)
-        states = (value for state in optimizer.state.values() for value in state.values())
-        live.register((value for value in states if isinstance(value, Tensor)), OPTIMIZER)
-        _step(model, optimizer, ids, documents)
-    return live.map.phase_peaks()
-
-
-def _in_layer(path: tuple[str, ...]) -> bool:
+def _in_layer(path: PhasePath) -> bool:
     return len(path) > 1 and path[1].startswith("layer ")
 
 
-def _layers(timeline: Timeline) -> Timeline:
-    """The layers' phases only."""
-    return Timeline(timeline.device, [p for p in timeline.phases if _in_layer(p.path)])
+# ---- a plan
 
 
-def _first_layers(config: dict[str, Any] | Path, layers: int) -> dict[str, Any]:
-    """The config of a model cut to its first layers; weights are drawn, not loaded."""
-    if isinstance(config, Path):
-        file = config / "config.json" if config.is_dir() else config
-        config = dict(json.loads(file.read_text(encoding="utf-8")))
-    few: dict[str, Any] = {**config, "num_hidden_layers": layers}
-    if few.get("layer_types"):
-        few["layer_types"] = few["layer_types"][:layers]
-    return few
+def of_few_layers(plan: Plan, layers: int, memory_only: bool) -> Plan:
+    """What a plan's own layout costs on its first layers, in the precision of this device."""
+    few = replace(plan.shape, num_layers=layers, windows=plan.shape.windows[:layers])
+    layout = replace(plan.layout, kept=plan.layout.kept[:layers], dtype=_dtype())
+    work = replace(plan.work, document_tokens=SHORT_DOCUMENT) if memory_only else plan.work
+    return evaluate(few, layout, plan.hardware, work)
 
 
-def _synchronize(mesh: Mesh) -> None:
-    if mesh.device.type == "cuda":
-        torch.cuda.synchronize(mesh.device)
+def rehearse_plan(few: Plan, config: dict[str, Any], memory_only: bool, witness: Witness, saying: Saying) -> Rehearsed:
+    """A plan of few layers, measured."""
+    cap_bytes = few.hardware.gpu.memory_bytes if _on_gpu() else None
+    sizes: dict[str, Any] = {"ranks": few.hardware.num_gpus, "context": few.work.tokens, "layers": few.shape.num_layers}
+    how: dict[str, Any] = {"memory_only": memory_only, "steps": 1 if memory_only else 2, "cap_bytes": cap_bytes}
+    return rehearse(config, layout=few.layout, witness=witness, saying=saying, **sizes, **how)
+
+
+def _on_gpu() -> bool:
+    return default_device().type == "cuda"
+
+
+def _dtype() -> str:
+    return "bfloat16" if _on_gpu() else "float32"
+
+
+# ---- without a GPU: the device's memory is the host's
+
+
+def check_cpu_memory(few_of: Callable[[Plan, int], Plan], plan: Plan, layers: int, fixed: Mapping[str, Any]) -> None:
+    """Refuses what this machine's free memory does not hold. `few_of`: a plan's first so many layers."""
+    free_bytes, need_bytes = this_host().memory_bytes, cpu_bytes(few_of(plan, layers))
+    if need_bytes <= free_bytes:
+        return
+    ways: list[str] = []
+    context = plan.work.context // 2
+    while context >= 2 * plan.hardware.num_gpus and not ways:  # with the settings chosen anew
+        shorter = choose(plan.shape, plan.hardware, replace(plan.work, context=context), fixed)
+        ways += [f"--context {context}"] * (cpu_bytes(few_of(shorter, layers)) <= free_bytes)
+        context //= 2
+    fewer = (n for n in range(layers - 1, 0, -1) if cpu_bytes(few_of(plan, n)) <= free_bytes)
+    ways += [f"--layers {n}" for n in islice(fewer, 1)]
+    way_out = " or ".join(ways) or "a smaller model, or a machine with more memory"
+    raise ConfigError(
+        f"--context {plan.work.context} with --layers {layers} needs {size(need_bytes)} of memory without a GPU, "
+        f"and {size(free_bytes)} are free; use {way_out}"
+    )
+
+
+def cpu_bytes(few: Plan) -> int:
+    """What rank 0 of a plan needs, on its device and on its host, reserves apart."""
+    ledger = few.ledger
+    on_host = (ledger.host_peak - ledger.host["reserve"]) // few.hardware.gpus_per_node
+    return ledger.gpu_peak - ledger.gpu["reserve"] + on_host
+
+
+# ---- measured beside planned
+
+
+Row = tuple[str, float | None, float, str]  # what, planned, measured, unit
+
+
+def compare(plan: Plan, measured: Rehearsed, few: Plan) -> list[Row]:
+    """Rows of (what, planned, measured, unit) for the rehearsed layers, then, where it means something, their step."""
+    layer = layer_seconds(few.shape, few.layout, few.hardware, few.work, few.shape.windows[0], few.layout.kept[0])
+    modelled_s = (layer.forward + layer.backward).exchange
+    outside_s = measured.step_s - measured.num_layers * measured.layer_s
+    step_s = outside_s + plan.shape.num_layers * (measured.layer_s + modelled_s)
+    gpu, of_node = few.ledger.gpu_peak - few.ledger.gpu["reserve"], GIB * few.hardware.gpus_per_node
+    host = sum(few.ledger.host[holder] for holder in STORED)
+    rows: list[Row] = [
+        (f"{_peak()}, reserve apart", gpu / GIB, measured.gpu_peak_bytes / GIB, "GiB"),
+        ("layer peak above parameters and gradients", None, measured.peak_x, "X"),
+        ("kept on the host, or on the way to disk", host / of_node, measured.host_bytes / GIB, "GiB"),
+        ("kept on disk", few.ledger.disk_peak / of_node, measured.disk_bytes / GIB, "GiB"),
+        ("layer forward", layer.forward.total - layer.forward.exchange, measured.forward_s, "s"),
+        ("layer backward", layer.backward.total - layer.backward.exchange, measured.backward_s, "s"),
+    ]
+    if not _on_gpu() or few.work != plan.work:  # a CPU's seconds, or attention cut short, make no step of these GPUs
+        return rows
+    return [
+        *rows,
+        ("exchange per layer, modelled only", modelled_s, modelled_s, "s"),
+        (f"step of {plan.shape.num_layers} layers", plan.step_s, step_s, "s"),
+        ("tokens/s per GPU", plan.tokens_per_s_per_gpu, plan.work.tokens / plan.layout.cp / step_s, ""),
+    ]
 
 
 def run(plan: Plan, fixed: Mapping[str, Any], model: str, layers: int, memory_only: bool, as_json: bool) -> int:
