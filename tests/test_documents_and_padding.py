@@ -153,9 +153,9 @@ def test_what_would_be_ignored_is_refused(ranks):
     (messages,) = ranks.run(1, refusals)
     expected = [
         "attention_mask row 1 has holes",
-        "labels must be -100 where attention_mask is 0",
-        "labels row 1: the first token after padding",
-        "labels must be -100 where attention_mask is 0",
+        "labels[0, 5] counts, but attention_mask is 0",
+        "labels[1, 2] counts, but attention_mask is 0",
+        "labels[0, 1] counts, but attention_mask is 0",
         "input_ids has shape (6,)",
         "input_ids has shape (2, 0)",
         "labels has shape (2, 5)",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -9,13 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -23,16 +18,25 @@ from ithaka.config import ConfigError
 from ithaka.dist.mesh import Mesh, make_mesh
 from ithaka.layout import Layout
 from ithaka.memory.store import Store
-from ithaka.model.calls import Call, CallCheck, all_gather
+from ithaka.model.calls import Call, CallCheck, check_around, check_modules, mark_replaced
 from ithaka.model.families import check_supported, layer_parts
 from ithaka.model.layer import StreamedLayer
-from ithaka.model.untouched import check_untouched, count_hooks, mark_replaced, refuse_autocast
 from ithaka.model.weights import init_weights, load_weights
 from ithaka.ops.kernels import resolve_kernel
 from ithaka.ops.loss import linear_cross_entropy
 from ithaka.ops.tiles import apply_norm
 from ithaka.phases import mark_last_backward, phase
 from ithaka.plan.heads import head_table
+
+# torch 2.13's name, or the one before.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# Methods of Hugging Face's that would go wrong on a parallel model, and what to do instead.
+REFUSED = {
+    "resize_token_embeddings": "resize the embeddings first, then parallelize",
+    "gradient_checkpointing_enable": "leave it out (Trainer: gradient_checkpointing=False); a parallel model keeps and "
+    "recomputes what its layout says, and the default Layout recomputes every layer already",
+}
 
 
 @dataclass
@@ -60,7 +64,7 @@ def parallelize(
     `layout` says the rest, and cp as well; without it every technique is off. `store` holds what layers keep.
     """
     check_supported(model)
-    check_untouched(model)
+    check_modules(model)
     layout = layout or Layout(cp=cp or (mesh.cp_size if mesh else 1))
     for name, other in (("cp", cp), ("mesh.cp_size", mesh and mesh.cp_size)):
         if other is not None and other != layout.cp:
@@ -70,11 +74,10 @@ def parallelize(
     dtype = getattr(torch, layout.dtype) if layout.dtype else model.dtype
     # A kernel that does not work is found here, not in the first step.
     resolve_kernel(layout.kernel, mesh.device, dtype, layer_parts(model, 0).head_dim)
-    users_hooks = count_hooks(model)
     mark_replaced(model)
-    _shard(model, mesh, layout)
+    _shard(model, mesh, layout, dtype)
     _swap_forwards(model, mesh, layout, store or Store(mesh.device))
-    CallCheck(model, mesh, _storage(mesh, layout), users_hooks)
+    CallCheck(model, mesh)
     return model
 
 
@@ -91,13 +94,11 @@ def build_model(
         master = torch.float64 if layout and layout.dtype == "float64" else torch.float32
         model = AutoModelForCausalLM.from_config(config, dtype=master)
     parallelize(model, mesh=mesh, layout=layout, store=store)
-    model.to_empty(device=_storage(mesh, layout))
-    rotary = model.model.rotary_emb
+    model.to_empty(device=torch.device("cpu") if layout and layout.offload_optimizer else mesh.device)
     model.model.rotary_emb.__init__(config)  # its buffers are computed, not loaded
-    rotary.to(mesh.device)
-    directory = source if isinstance(source, Path) and source.is_dir() else None
-    if directory is not None and any(directory.glob("*.safetensors")):
-        load_weights(model, directory)
+    model.model.rotary_emb.to(mesh.device)
+    if isinstance(source, Path) and any(source.glob("*.safetensors")):
+        load_weights(model, source)
     else:
         init_weights(model, seed)
     return model
@@ -107,10 +108,9 @@ def _hf_config(source: Path | dict):
     if isinstance(source, dict):
         return AutoConfig.for_model(**source)
     config = AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=True)
-    quantised = getattr(config, "quantization_config", None)
-    if quantised:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
-        raise ConfigError(f"model.path={source} is quantised ({method}); give weights in bfloat16 or float32")
+    how = getattr(config, "quantization_config", None)
+    if how:
+        raise ConfigError(f"model.path={source} is quantised ({how.get('quant_method')}); give bfloat16 or float32")
     return config
 
 
@@ -123,18 +123,11 @@ def _check_heads(num_heads: int, cp: int, heads_per_stage: int | None) -> None:
         )
 
 
-def _storage(mesh: Mesh, layout: Layout | None) -> torch.device:
-    """Where this rank's shards of the parameters are."""
-    return torch.device("cpu") if layout and layout.offload_optimizer else mesh.device
-
-
-def _shard(model: PreTrainedModel, mesh: Mesh, layout: Layout) -> None:
+def _shard(model: PreTrainedModel, mesh: Mesh, layout: Layout, dtype: torch.dtype) -> None:
     """FSDP2 over every rank, one unit per layer. Gradients are summed: the loss is divided once, globally."""
-    dtype = getattr(torch, layout.dtype) if layout.dtype else model.dtype
-    half = dtype in (torch.bfloat16, torch.float16)
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if half else None)
-    pin = mesh.device.type == "cuda"
-    offload = CPUOffloadPolicy(pin_memory=pin) if layout.offload_optimizer else OffloadPolicy()
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype.itemsize == 2 else None)
+    on_host = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
+    offload = on_host if layout.offload_optimizer else OffloadPolicy()
 
     def shard(module: nn.Module) -> None:
         fully_shard(module, mesh=mesh.fsdp, mp_policy=precision, offload_policy=offload)
@@ -152,29 +145,21 @@ def _shard(model: PreTrainedModel, mesh: Mesh, layout: Layout) -> None:
 
 
 def _swap_forwards(model: PreTrainedModel, mesh: Mesh, layout: Layout, store: Store) -> None:
-    config = model.config
+    config, rotary, group = model.config, model.model.rotary_emb, mesh.cp_group
     table = head_table(config.num_attention_heads, config.num_key_value_heads, layout.cp, layout.heads_per_stage)
-    keeps = layout.of_layers(len(model.model.layers))
-    for index, layer in enumerate(model.model.layers):
+    all_keeps = layout.of_layers(len(model.model.layers))
+    for index, (layer, keeps) in enumerate(zip(model.model.layers, all_keeps, strict=True)):
+        name, parts = f"layer {index}", layer_parts(model, index)
+        layer.forward = StreamedLayer(name, layer, parts, rotary, group, table, store, layout, keeps)
         layer.gradient_checkpointing = False
-        layer.forward = StreamedLayer(
-            f"layer {index}",
-            layer,
-            layer_parts(model, index),
-            model.model.rotary_emb,
-            mesh.cp_group,
-            table,
-            store,
-            layout,
-            keeps[index],
-        )
     model.lm_head.forward = _Head(model.model.norm, model.lm_head, mesh)
     model.forward = MethodType(_make_forward(mesh), model)
-    model.resize_token_embeddings = _refuse_resizing
+    for name in REFUSED:
+        setattr(model, name, partial(_refuse, name))
 
 
-def _refuse_resizing(*args: Any, **kwargs: Any) -> None:
-    raise ConfigError("resize_token_embeddings on a parallel model: resize the embeddings first, then parallelize")
+def _refuse(name: str, *args: Any, **kwargs: Any) -> None:
+    raise ConfigError(f"{name}() on a parallel model: {REFUSED[name]}")
 
 
 class _Head:
@@ -206,7 +191,7 @@ def _make_forward(mesh: Mesh) -> Callable[..., ParallelOutput]:
         call = input_ids
         if not isinstance(call, Call):
             raise TypeError("call model(...), not model.forward(...), which skips the checks and FSDP2")
-        refuse_autocast(mesh.device)  # again: some libraries wrap forward in it
+        check_around(mesh.device)  # again: some libraries wrap forward in it
         share = call.share
         with phase("embedding"):
             x_sD = mark_last_backward(model.model.embed_tokens(share.ids_s), "embedding backward")
@@ -232,7 +217,6 @@ class _GlobalSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dtotal):
-        _refuse_create_graph()
         return dtotal, None
 
 
@@ -251,12 +235,5 @@ class _GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dwhole_BNV):
-        _refuse_create_graph()
         mine_sV = dwhole_BNV.flatten(0, 1)[ctx.rank * ctx.s : (ctx.rank + 1) * ctx.s]
         return nn.functional.pad(mine_sV, (0, 0, 0, ctx.s - len(mine_sV))), None, None
-
-
-def _refuse_create_graph() -> None:
-    """Where a backward begins: autograd enables gradients in it only when it is to be differentiated itself."""
-    if torch.is_grad_enabled():
-        raise RuntimeError("create_graph=True: a parallel model has no second derivatives; leave create_graph out")

@@ -1,43 +1,57 @@
-"""Check every call of a parallel model before its first layer, and agree on it with all ranks.
+"""Check a model before parallelize, and every call of a parallel model before its first layer.
 
-A rank that raises alone leaves the others waiting in a collective. So each rank checks the model and its inputs,
-one small collective gathers the results, and if anything is wrong every rank raises the same error.
+A parallel model runs its modules' weights, mostly not their forwards, so much of what users hang on a module would be
+ignored without a word. And a rank that raises alone leaves the others waiting in a collective: each rank checks its
+call, one small collective gathers the results, and if anything is wrong every rank raises the same error.
 """
 
 import hashlib
-from dataclasses import dataclass
+import inspect
+import re
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules import module as torch_module
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import Mesh
-from ithaka.model.batch import Share, check_integers, check_tokens, take_share
-from ithaka.model.untouched import Counts, Untouched, check_around
+from ithaka.model.batch import INPUTS, Share, as_integers, take_share
+from ithaka.ops.gated import HOOKS
 
-TENSORS = ("input_ids", "labels", "position_ids", "attention_mask", "document_ids")
-ARGUMENTS = (*TENSORS, "num_items_in_batch")
+ARGUMENTS = (*INPUTS, "num_items_in_batch")
+MODES = ("labels given", "gradients enabled", "num_items_in_batch")  # the ranks' collectives depend on them
 
-# Hugging Face's other arguments: the values that change nothing, and what to do instead of any other value.
+# Hugging Face's other arguments: the value that changes nothing, as None does, and what to do instead of any other.
 NO_CACHE = "there is no cache; export the model and generate with Hugging Face's own"
-OTHER_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "use_cache": ((False,), NO_CACHE),
-    "past_key_values": ((), NO_CACHE),
-    "cache_position": ((), NO_CACHE),
-    "inputs_embeds": ((), "pass input_ids; a forward hook on embed_tokens can change the embeddings"),
-    "output_attentions": ((False,), "attention weights never exist as a whole"),
-    "output_hidden_states": ((False,), "read them with a forward hook on the decoder layers"),
-    "output_router_logits": ((False,), "the router's auxiliary loss is not computed"),
-    "return_dict": ((True,), "the output is always a ModelOutput; take out.to_tuple()"),
-    "logits_to_keep": ((0,), "slice out.logits"),
+OTHER_ARGUMENTS = {
+    "use_cache": (False, NO_CACHE),
+    "past_key_values": (None, NO_CACHE),
+    "cache_position": (None, NO_CACHE),
+    "inputs_embeds": (None, "pass input_ids; a forward hook on embed_tokens can change the embeddings"),
+    "output_attentions": (False, "attention weights never exist as a whole"),
+    "output_hidden_states": (False, "read them with a forward hook on the decoder layers"),
+    "output_router_logits": (False, "the router's auxiliary loss is not computed"),
+    "return_dict": (True, "the output is always a ModelOutput; take out.to_tuple()"),
+    "logits_to_keep": (0, "slice out.logits"),
 }
-CONFIGURED = ("output_attentions", "output_hidden_states", "return_dict")  # Hugging Face reads them at each call
 
-# torch 2.13's name, or the one before.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+HOOK_KINDS = dict(zip(HOOKS, ("forward hook", "forward pre-hook", "backward hook", "backward pre-hook"), strict=True))
+GLOBAL_HOOKS = [getattr(torch_module, f"_global{hooks}") for hooks in HOOKS]
+# Modules that run as in Hugging Face's model: a hook on them sees what it should. The model itself, "", takes hooks
+# too, but a forward pre-hook would see a Call.
+HOOKABLE = re.compile(r"model\.embed_tokens|model\.layers\.\d+(\.mlp(\..*)?)?|")
+# Modules whose own forward is called, so that a replaced one counts.
+CALLED = re.compile(r"model\.embed_tokens|.*(norm|rotary|mlp).*")
+GATHERED = "a parameter that FSDP2 holds gathered, in the dtype of the computation"
+# Where functions come from that are not the user's: ours, FSDP2's, and inert ones that transformers leaves behind.
+OWN = ("ithaka.", "torch.distributed.", "transformers.utils.output_capturing")
 
 
 @dataclass(frozen=True)
@@ -47,7 +61,16 @@ class Call:
     share: Share
     shape: torch.Size  # of input_ids
     num_tokens: int  # valid labels of the global batch
-    divisor: int  # of the summed loss
+    divisor: float  # of the summed loss
+
+
+@dataclass
+class Report:
+    """One rank's call, as far as others need to know it."""
+
+    error: tuple[type[Exception], str] | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    num_valid: int = 0
 
 
 class CallCheck:
@@ -57,197 +80,189 @@ class CallCheck:
     error in forward.
     """
 
-    def __init__(self, model: PreTrainedModel, mesh: Mesh, storage: torch.device, users: list[Counts]) -> None:
-        """`storage`: of the parameters. `users`: the hooks of each module before FSDP2 added its own."""
-        self.mesh, self.group = mesh, mesh.fsdp.get_group()
+    def __init__(self, model: PreTrainedModel, mesh: Mesh) -> None:
+        self.mesh, self.parts = mesh, _parts(model)
         model.register_forward_pre_hook(self, prepend=True, with_kwargs=True)
-        self.untouched = Untouched(model, storage, users)
 
     def __call__(self, model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple[Call], dict]:
-        error, report, share, items = None, Report(), None, None
+        report, mesh = Report(), self.mesh
         try:
-            check_around(self.mesh.device)
-            self.untouched.check()
-            for name in CONFIGURED:
-                _refuse_argument(name, getattr(model.config, name, None))
-            tensors, items = _arguments(args, kwargs)
-            report = Report.of(tensors, items)
-            share = self._share(model, tensors)
-            if items == 0 and share.num_valid:
-                raise ValueError(
-                    f"num_items_in_batch=0, but this batch has {share.num_valid} valid labels; pass their number over "
-                    "all ranks and micro-batches, or leave it out"
-                )
-        except (TypeError, ValueError) as caught:
-            error = caught
-            report.error = (type(caught), str(caught))
-        num_tokens = self._agree(report, share.num_valid if share is not None else 0, error)
-        assert share is not None
+            check_around(mesh.device)
+            self._check_unchanged(model)
+            hooked = check_modules(model)
+            tensors, items = _arguments(*args, **kwargs)
+            report.facts = _facts(tensors, items)
+            share = take_share(tensors, model.model.embed_tokens.num_embeddings, mesh)
+            report.num_valid = share.num_valid
+        except (TypeError, ValueError) as error:
+            report.error = type(error), str(error)
+        num_tokens = self._agree(report)
         for layer in model.model.layers:
-            layer.forward.hooked = self.untouched.hooked
-        shape = tensors["input_ids"].shape
-        return (Call(share.to(self.mesh.device), shape, num_tokens, max(items or num_tokens, 1)),), {}
+            layer.forward.hooked = hooked
+        divisor = max(num_tokens, 1) if items is None else items or 1
+        return (Call(share, tensors["input_ids"].shape, num_tokens, divisor),), {}
 
-    def _share(self, model: PreTrainedModel, tensors: dict[str, Tensor]) -> Share:
-        share = take_share(
-            *(tensors.get(name) for name in TENSORS),  # type: ignore[arg-type]
-            cp_rank=self.mesh.cp_rank,
-            cp_size=self.mesh.cp_size,
-        )
-        check_tokens(tensors["input_ids"], tensors.get("labels"), model.model.embed_tokens.num_embeddings)
-        return share
+    def _check_unchanged(self, model: PreTrainedModel) -> None:
+        parts = _parts(model)
+        for name in {**self.parts, **parts}:
+            if name not in self.parts or parts.get(name) not in (self.parts[name], GATHERED):
+                raise ConfigError(
+                    f"{name} was added, removed, replaced, tied or converted after parallelize, which would be ignored "
+                    "or not sharded; change the model first (adapters, embeddings, tying, dtype), then parallelize; "
+                    "Layout(dtype=...) computes in another dtype"
+                )
 
-    def _agree(self, report: "Report", num_valid: int, error: Exception | None) -> int:
+    def _agree(self, report: Report) -> int:
         """Valid labels of the global batch, known without asking the device. Raises on all ranks or on none."""
-        if self.group.size() == 1:
-            if error is not None:
-                raise error
-            return num_valid
-        mine = [int(report.error is not None), report.batch_digest(), report.mode_digest(), num_valid]
-        rows = self._gather(mine)
-        cp = self.mesh.cp_size
-        groups = [rows[first : first + cp] for first in range(0, len(rows), cp)]
-        failed, batches, modes, counts = zip(*rows, strict=True)
-        same_batches = all(len({row[1] for row in group}) == 1 for group in groups)
-        if any(failed) or not same_batches or len(set(modes)) > 1:
-            reports: list[Report] = [report] * len(rows)
-            dist.all_gather_object(reports, report, group=self.group)
-            raise explain(reports, cp) from error
-        return sum(counts[::cp])
-
-    def _gather(self, mine: list[int]) -> list[list[int]]:
-        """Every rank's row; on the CPU where the group has a backend for it, else on the device."""
-        devices = self.group._device_types
-        device = torch.device("cpu") if not devices or torch.device("cpu") in devices else self.mesh.device
-        rows = torch.empty(self.group.size() * len(mine), dtype=torch.long, device=device)
-        all_gather(rows, torch.tensor(mine, device=device), group=self.group)
-        return rows.view(-1, len(mine)).tolist()
+        reports, cp = [report] * self.mesh.world_size, self.mesh.cp_size
+        if len(reports) > 1:
+            dist.all_gather_object(reports, report, group=self.mesh.fsdp.get_group())
+        _raise_errors(reports)
+        _raise_differences(reports, cp)
+        return sum(each.num_valid for each in reports[::cp])
 
 
-# ---- what one rank was given
+# ---- the arguments of one call
 
 
-@dataclass
-class Report:
-    """One rank's inputs, as far as others need to know them."""
-
-    error: tuple[type[Exception], str] | None = None
-    tensors: tuple[tuple[str, tuple[int, ...], bytes], ...] = ()  # name, shape, digest of the values
-    with_labels: bool = False
-    with_grad: bool = False
-    num_items: int | None = None
-
-    @classmethod
-    def of(cls, tensors: dict[str, Tensor], num_items: int | None) -> "Report":
-        described = tuple((name, tuple(t.shape), _digest(t)) for name, t in tensors.items())
-        return cls(None, described, "labels" in tensors, torch.is_grad_enabled(), num_items)
-
-    def batch_digest(self) -> int:
-        """Must be equal inside a cp group."""
-        return _as_int64(repr(self.tensors))
-
-    def mode_digest(self) -> int:
-        """Must be equal on all ranks: their collectives depend on it."""
-        return _as_int64(repr((self.with_labels, self.with_grad, self.num_items)))
-
-
-def _digest(tensor: Tensor) -> bytes:
-    values: Any = tensor.contiguous().numpy()
-    return hashlib.sha1(values, usedforsecurity=False).digest()
-
-
-def _as_int64(text: str) -> int:
-    return int.from_bytes(hashlib.sha1(text.encode(), usedforsecurity=False).digest()[:8], "little", signed=True)
-
-
-def _arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[dict[str, Tensor], int | None]:
+def _arguments(input_ids: Any = None, *others: Any, **named: Any) -> tuple[dict[str, Tensor], float | None]:
     """The tensors that were given, on the host (documents are read there anyway), and num_items_in_batch."""
-    if len(args) > 1:
+    if others:
         raise TypeError(
             "a parallel model takes only input_ids by position; name the others: "
             "model(ids, attention_mask=mask, labels=labels)"
         )
-    if args and "input_ids" in kwargs:
-        raise TypeError("input_ids is given twice: by position and by name")
-    given = {**({"input_ids": args[0]} if args else {}), **kwargs}
-    for name in given.keys() - set(ARGUMENTS):
-        _refuse_argument(name, given[name])
-    if given.get("input_ids") is None:
-        raise TypeError("input_ids is missing; pass the token ids, [batch, tokens]")
-    tensors = {name: check_integers(name, given[name]) for name in TENSORS if given.get(name) is not None}
-    items = given.get("num_items_in_batch")
+    for name, value in named.items():
+        neutral, instead = OTHER_ARGUMENTS.get(name, (None, f"it takes {', '.join(ARGUMENTS)}"))
+        if name not in ARGUMENTS and value is not None and (isinstance(value, Tensor) or value != neutral):
+            shown = type(value).__name__ if isinstance(value, Tensor) else repr(value)[:60]
+            raise TypeError(f"{name}={shown} is not supported by a parallel model: {instead}")
+    given = {name: named[name] for name in INPUTS if named.get(name) is not None} | {"input_ids": input_ids}
+    items = named.get("num_items_in_batch")
     items = items.item() if isinstance(items, Tensor) else items
-    if items is not None and (int(items) != items or items < 0):
-        raise ValueError(f"num_items_in_batch={items} is not a count; pass the number of valid labels, or leave it out")
-    return tensors, None if items is None else int(items)
+    return {name: as_integers(name, value) for name, value in given.items()}, items
 
 
-def _refuse_argument(name: str, value: Any) -> None:
-    """Accepts Hugging Face's other arguments where they change nothing."""
-    if value is None:
-        return
-    if name not in OTHER_ARGUMENTS:
-        raise TypeError(f"a parallel model takes no argument {name}; it takes {', '.join(ARGUMENTS)}")
-    neutral, instead = OTHER_ARGUMENTS[name]
-    if isinstance(value, Tensor) or value not in neutral:
-        shown = type(value).__name__ if isinstance(value, Tensor) else repr(value)[:60]
-        raise TypeError(f"{name}={shown} is not supported by a parallel model: {instead}")
+def _facts(tensors: dict[str, Tensor], items: float | None) -> dict[str, Any]:
+    """A call in words that are equal on two ranks only if what they say is."""
+    facts: dict[str, Any] = dict.fromkeys(INPUTS, "not given")
+    for name, tensor in tensors.items():
+        values: Any = tensor.contiguous().numpy()
+        digest = hashlib.sha1(values, usedforsecurity=False).hexdigest()[:16]
+        facts[name] = f"shape {tuple(tensor.shape)} with hash {digest}"
+    modes = ("labels" in tensors, torch.is_grad_enabled(), items)
+    return facts | dict(zip(MODES, modes, strict=True))
 
 
 # ---- one error for all ranks
 
 
-def explain(reports: list[Report], cp: int) -> Exception:
-    """The error that every rank raises, from what all of them were given."""
-    texts: dict[str, list[int]] = {}
+def _raise_errors(reports: list[Report]) -> None:
+    ranks: dict[tuple[type[Exception], str], list[int]] = {}
     for rank, report in enumerate(reports):
         if report.error is not None:
-            texts.setdefault(report.error[1], []).append(rank)
-    if texts:
-        kind = next(report.error[0] for report in reports if report.error is not None)
-        everywhere = len(texts) == 1 and len(*texts.values()) == len(reports)
-        lines = [text if everywhere else f"{_ranks(ranks)}: {text}" for text, ranks in texts.items()]
-        return kind("\n".join(lines))
-    for first in range(0, len(reports), cp):
-        group = reports[first : first + cp]
-        other = next((i for i, report in enumerate(group) if report.tensors != group[0].tensors), None)
-        if other is not None:
-            return ConfigError(_different_batches(group[0], group[other], first, first + other, cp, len(reports)))
-    return ConfigError(_different_modes(reports))
+            ranks.setdefault(report.error, []).append(rank)
+    for kind, text in ranks:
+        if len(ranks[kind, text]) == len(reports):
+            raise kind(text)
+        raise kind("\n".join(f"rank {', '.join(map(str, at))}: {text}" for (_, text), at in ranks.items()))
 
 
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
-def _different_batches(a: Report, b: Report, rank_a: int, rank_b: int, cp: int, world_size: int) -> str:
-    mine, theirs = ({name: (shape, digest) for name, shape, digest in report.tensors} for report in (a, b))
-    differences = []
-    for name in TENSORS:
-        if (name in mine) != (name in theirs):
-            given, missing = (rank_a, rank_b) if name in mine else (rank_b, rank_a)
-            differences.append(f"{name} is given on rank {given} and not on rank {missing}")
-        elif name in mine and mine[name][0] != theirs[name][0]:
-            differences.append(f"{name} has shape {mine[name][0]} on rank {rank_a}, {theirs[name][0]} on rank {rank_b}")
-        elif mine.get(name) != theirs.get(name):
-            differences.append(f"{name} has the same shape and other values")
-    return (
-        f"ranks {rank_a} and {rank_b} share a sequence (cp={cp}) but got different batches: {'; '.join(differences)}. "
-        "Every rank of a cp group must get the same batch: choose data by the data-parallel rank, not by the global "
-        f"one, e.g. DistributedSampler(dataset, num_replicas={world_size // cp}, "
-        f"rank=torch.distributed.get_rank() // {cp})"
+def _raise_differences(reports: list[Report], cp: int) -> None:
+    """What the ranks of a cp group, or all ranks, must have in common."""
+    same_batch = (
+        "ranks {} and {} share a sequence but got different batches: {}. Every rank of a cp group must get the same "
+        "batch: choose data by the data-parallel rank, not by the global one, e.g. DistributedSampler(dataset, "
+        f"num_replicas={len(reports) // cp}, rank=torch.distributed.get_rank() // {cp})"
     )
+    same_modes = (
+        "ranks {} and {} call the model in different ways: {}. Pass labels on every rank or on none; likewise use "
+        "torch.no_grad(); num_items_in_batch counts the valid labels of all data-parallel ranks"
+    )
+    for b, report in enumerate(reports):
+        for a, names, message in ((b - b % cp, INPUTS, same_batch), (0, MODES, same_modes)):
+            facts = [(name, reports[a].facts[name], report.facts[name]) for name in names]
+            different = [f"{name}: {x} on rank {a}, {y} on rank {b}" for name, x, y in facts if x != y]
+            if different:
+                raise ConfigError(message.format(a, b, "; ".join(different)))
 
 
-def _different_modes(reports: list[Report]) -> str:
-    first, rules = reports[0], []
-    for field, what, rule in (
-        ("with_labels", "labels given", "pass labels on every rank or on none"),
-        ("with_grad", "gradients enabled", "use torch.no_grad() on every rank or on none"),
-        ("num_items", "num_items_in_batch", "pass the number of valid labels summed over all data-parallel ranks"),
+# ---- the model
+
+
+def check_modules(model: nn.Module) -> bool:
+    """Refuses what a parallel model would ignore. True: there are hooks, which may keep what they see."""
+    hooked = any(GLOBAL_HOOKS)
+    for name, module in model.named_modules():
+        where = name or "the model"
+        for hooks, kind in HOOK_KINDS.items():
+            if all(map(_is_own, getattr(module, hooks).values())):
+                continue
+            if not HOOKABLE.fullmatch(name) or (name, kind) == ("", "forward pre-hook"):
+                raise ConfigError(
+                    f"{where} has a {kind}, which would be ignored or see something else: a parallel model takes the "
+                    "module's place; remove the hook, or put it on the decoder layer, its mlp or embed_tokens"
+                )
+            hooked = True
+        if "forward" in vars(module) and not CALLED.fullmatch(name) and not _is_own(module.forward):
+            raise ConfigError(
+                f"{where} has a forward of its own, which a parallel model would ignore; parallelize the model as "
+                "Hugging Face loads it, without patches or a device_map over several devices"
+            )
+        for key, param in module._parameters.items():
+            if param is not None and param._backward_hooks:
+                raise ConfigError(
+                    f"{name}.{key} has a gradient hook, which FSDP2 does not call; change param.grad after backward, "
+                    "or use register_post_accumulate_grad_hook after parallelize"
+                )
+    return hooked
+
+
+def _is_own(function: Any) -> bool:
+    return str(getattr(inspect.unwrap(function), "__module__", "")).startswith(OWN)
+
+
+def _parts(model: nn.Module) -> dict[str, Any]:
+    """The modules, and the dtypes of the parameters; a tied one has one name."""
+    dtypes = {name: p.dtype if isinstance(p, DTensor) else GATHERED for name, p in model.named_parameters()}
+    return {**dict(model.named_modules()), **dtypes}
+
+
+def mark_replaced(model: nn.Module) -> None:
+    """Marks the parameters that FSDP2 is about to replace: an optimizer that still has them is refused."""
+    _watch_optimizers()
+    for param in model.parameters():
+        param.replaced_by_shards = True  # type: ignore[attr-defined]
+
+
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_check_optimizer)
+
+
+def _check_optimizer(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    if any(hasattr(param, "replaced_by_shards") for group in optimizer.param_groups for param in group["params"]):
+        raise ConfigError(
+            f"the {type(optimizer).__name__} was made before parallelize and would update parameters that the model no "
+            "longer has; make it from model.parameters() after parallelize"
+        )
+
+
+# ---- what is around a call
+
+
+def check_around(device: torch.device) -> None:
+    """Refuses what a call must not be wrapped in."""
+    kind, compiled = device.type, callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+    dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+    for is_on, what, instead in (
+        (
+            torch.is_autocast_enabled(kind),
+            f"torch.autocast({kind!r}, {dtype})",
+            f"Layout(dtype={dtype!r}) or model.dtype",
+        ),
+        (torch.is_inference_mode_enabled(), "torch.inference_mode()", "torch.no_grad()"),
+        (compiled, "torch.compile", "Layout(compile=True) or train.compile, which compile the MLP"),
     ):
-        rank = next((r for r, report in enumerate(reports) if getattr(report, field) != getattr(first, field)), None)
-        if rank is not None:
-            values = getattr(first, field), getattr(reports[rank], field)
-            rules.append(f"{what}: {values[0]} on rank 0, {values[1]} on rank {rank}; {rule}")
-    return f"the ranks call the model in different ways: {'. '.join(rules)}"
+        if is_on:
+            raise ConfigError(f"{what} is on around a parallel model, which cannot honour it; use {instead} instead")

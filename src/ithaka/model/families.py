@@ -1,5 +1,6 @@
 """Hugging Face module names and quirks; refuses by name what the layer does not compute."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -35,11 +36,13 @@ WINDOW_OF_CONFIG = ("mistral", "mixtral")
 
 # RoPE kinds whose frequencies are fixed; "dynamic" and "longrope" change them with the sequence length.
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
+LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "lm_head")
 
 
 def layer_parts(model: PreTrainedModel, index: int) -> LayerParts:
-    layer = model.model.layers[index]
+    layer, config = model.model.layers[index], model.config
     attn = layer.self_attn
+    by_config = config.model_type in WINDOW_OF_CONFIG
     return LayerParts(
         norm1=layer.input_layernorm,
         q_proj=attn.q_proj,
@@ -52,57 +55,39 @@ def layer_parts(model: PreTrainedModel, index: int) -> LayerParts:
         mlp=layer.mlp,
         head_dim=attn.head_dim,
         scale=attn.scaling,
-        window=_window(model.config, attn),
+        window=config.sliding_window if by_config else getattr(attn, "sliding_window", None),
     )
-
-
-def _window(config, attn: nn.Module) -> int | None:
-    return config.sliding_window if config.model_type in WINDOW_OF_CONFIG else getattr(attn, "sliding_window", None)
 
 
 def check_supported(model: PreTrainedModel) -> None:
     """Refuses, by name, a model with something the streamed layer would not compute."""
+    for fault in _faults(model):
+        raise ConfigError(fault)
+
+
+def _faults(model: PreTrainedModel) -> Iterator[str]:
+    kind = type(model).__name__
     if isinstance(model, FSDPModule):
-        raise ConfigError(
-            f"{type(model).__name__} is sharded already; call parallelize once, on the model as Hugging Face loads it"
-        )
+        yield f"{kind} is sharded already; call parallelize once, on the model as Hugging Face loads it"
     if not isinstance(model, PreTrainedModel):
-        raise ConfigError(
-            f"{type(model).__name__} is not a Hugging Face model; pass the PreTrainedModel itself, without a wrapper"
-        )
+        yield f"{kind} is not a Hugging Face model; pass the PreTrainedModel itself, without a wrapper"
     config = model.config
     if config.model_type not in FAMILIES:
-        raise ConfigError(f"model_type={config.model_type} is not a supported family; use one of {', '.join(FAMILIES)}")
+        yield f"model_type={config.model_type} is not a supported family; use one of {', '.join(FAMILIES)}"
     if not hasattr(model, "lm_head"):
-        raise ConfigError(f"{type(model).__name__} has no lm_head; load the model with AutoModelForCausalLM")
-    if getattr(config, "attention_dropout", 0.0):
-        raise ConfigError(
-            f"attention_dropout={config.attention_dropout} is not supported; set it to 0.0 in config.json"
-        )
-    for name in ("output_router_logits", "router_jitter_noise"):
+        yield f"{kind} has no lm_head; load the model with AutoModelForCausalLM"
+    for name in ("attention_dropout", "output_router_logits", "router_jitter_noise"):
         if getattr(config, name, None):
-            raise ConfigError(
-                f"{name}={getattr(config, name)} is not supported (the router's auxiliary loss and noise are not "
-                "computed); set it to false or 0 in config.json"
-            )
+            yield f"{name}={getattr(config, name)} is not supported; set it to 0 or false in config.json"
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope not in FIXED_ROPE:
-        raise ConfigError(f"rope_type={rope} changes with the length; use one of {', '.join(FIXED_ROPE)}")
+        yield f"rope_type={rope} changes with the length; use one of {', '.join(FIXED_ROPE)}"
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p:
-            raise ConfigError(f"{name} is dropout with p={module.p}, which is not supported; set it to 0")
-    _check_linear(model, "lm_head")  # its weight is used directly, like those of attention
+            yield f"{name} is dropout with p={module.p}, which is not supported; set it to 0"
+        # Their weights are used directly: what a wrapper, such as LoRA's, adds to them would be lost.
+        if name.endswith(LINEAR) and type(module) is not nn.Linear:
+            what = type(module).__name__
+            yield f"{name} is a {what}; only nn.Linear is supported there: merge adapters, dequantise weights"
     if model.lm_head.bias is not None:
-        raise ConfigError("lm_head has a bias, which is not supported")
-    for index in range(config.num_hidden_layers):
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            _check_linear(model, f"model.layers.{index}.self_attn.{name}")
-
-
-def _check_linear(model: PreTrainedModel, name: str) -> None:
-    """Refuses wrappers, such as LoRA's, and quantised kinds: what they add to a weight would be lost."""
-    kind = type(model.get_submodule(name))
-    if kind is not nn.Linear:
-        raise ConfigError(
-            f"{name} is a {kind.__name__}; only nn.Linear is supported there: merge adapters, dequantise weights"
-        )
+        yield "lm_head has a bias, which is not supported; leave it out"
