@@ -4,12 +4,14 @@ import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 from urllib.error import HTTPError, URLError
 
 import pytest
 
 from ithaka.config import ConfigError
 from ithaka.plan.models import MODELS, built_in, find_config, find_shape, hub_id
+from ithaka.plan.shape import read_shape
 
 SPELLINGS = {
     "llama3-8b": "llama3-8B llama_3_8b Meta-Llama-3-8B meta-llama/Meta-Llama-3-8B-Instruct",
@@ -84,6 +86,14 @@ def test_without_an_answer_the_error_says_what_to_do(monkeypatch, error, words):
     answering(monkeypatch, error)
     with pytest.raises(ConfigError, match=f"model=someone/their-model .*{words}"):
         find_config("someone/their-model")
+
+
+def test_training_says_how_to_fetch_what_is_not_there(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ConfigError, match="is not there; fetch it with `hf download Qwen/Qwen3-4B --local-dir Qwen/Qwen3"
+    ):
+        read_shape(Path("Qwen/Qwen3-4B"))
 
 
 def test_a_model_of_the_cache_needs_no_network(monkeypatch, tmp_path):

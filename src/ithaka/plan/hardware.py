@@ -119,15 +119,9 @@ class Hardware:
 
 
 def _gpu(
-    name: str,
-    gibibytes: float,
-    memory_tb_s: float,
-    pcie: float,
-    nvlink_gb_s: float | None,
-    l2_mib: int,
-    document: str,
+    name: str, gibibytes: float, memory_tb_s: float, pcie: float, nvlink_gb_s: float | None, l2_mib: int, document: str,
     **known: str,
-) -> Gpu:
+) -> Gpu:  # fmt: skip
     """A GPU as `document` has it. NVLink each way; None: over PCIe."""
     peak, best = peak_flops(name), peak_flops("H200")
     assert peak is not None and best is not None
@@ -176,19 +170,11 @@ _PUBLISHED: list[Gpu] = [
 ]
 
 _CPU = Gpu(
-    name="CPU",
-    memory_bytes=16 * GIB,
-    matmul_flops=1e11,
-    attention_forward_flops=5e10,
-    attention_backward_flops=5e10,
-    memory_bytes_s=2e10,
-    pcie_bytes_s=1e10,
-    link_bytes_s=5e9,
-    l2_bytes=32 * 10**6,
-    sources=_rates(LAPTOP)
-    | {"memory_bytes_s": LAPTOP}
+    name="CPU", memory_bytes=16 * GIB, matmul_flops=1e11, attention_forward_flops=5e10, attention_backward_flops=5e10,
+    memory_bytes_s=2e10, pcie_bytes_s=1e10, link_bytes_s=5e9, l2_bytes=32 * 10**6,
+    sources=_rates(LAPTOP) | {"memory_bytes_s": LAPTOP}
     | dict.fromkeys(("memory_bytes", "pcie_bytes_s", "link_bytes_s", "l2_bytes"), "assumed"),
-)
+)  # fmt: skip
 
 GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in [*_PUBLISHED, _CPU]}
 

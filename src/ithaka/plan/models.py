@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ithaka.config import ConfigError
-from ithaka.plan.shape import ModelShape, read_json, shape_from_config
+from ithaka.plan.shape import HUB_ID, ModelShape, read_json, shape_from_config
 
 HUB_TIMEOUT_S = 5.0
-HUB_ID = r"[\w.-]+/[\w.-]+"
 
 # As the public config.json has them. family, layers, hidden size, query heads, kv heads, MLP size, vocabulary, RoPE's
 # theta; then tied embeddings, a head dim of its own (K64), Llama 3.1's stretched RoPE with its factor (x8).

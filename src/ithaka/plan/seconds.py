@@ -6,9 +6,10 @@ rehearsals on an H200 (LOG.md, "planned against rehearsed").
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from ithaka.layout import LayerKeeps, Layout
 from ithaka.plan.bytes import LOGITS_TILE_BYTES, LayerBytes, kept_attention_bytes
@@ -43,34 +44,21 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        return self.attention + self.linear + self.exchange + self.copies + self.update
+        return sum(vars(self).values())
 
     def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(
-            self.attention + other.attention,
-            self.linear + other.linear,
-            self.exchange + other.exchange,
-            self.copies + other.copies,
-            self.update + other.update,
-        )
+        return Seconds(*map(operator.add, vars(self).values(), vars(other).values()))
 
     def times(self, count: float) -> Seconds:
-        return Seconds(
-            self.attention * count,
-            self.linear * count,
-            self.exchange * count,
-            self.copies * count,
-            self.update * count,
-        )
+        return Seconds(*(part * count for part in vars(self).values()))
 
 
-@dataclass(frozen=True)
-class LayerSeconds:
+class LayerSeconds(NamedTuple):
     """One layer's forward and backward, and the parts a rehearsal measures (its names)."""
 
     forward: Seconds
     backward: Seconds
-    parts: dict[str, float] = field(hash=False)
+    parts: dict[str, float]
 
     @property
     def total(self) -> float:
@@ -92,9 +80,9 @@ def layer_seconds(
     from_store = layout.checkpoint and layout.input_tier != "device"
     fetched = out if layout.attention_tier != "device" and layout.checkpoint else 0
 
-    projections, mlp = linear.projections(False), linear.mlp(False)
+    projections, mlp = linear.project(), linear.mlp(False)
     ex_forward, ex_backward = _exchange_seconds(shape, layout, hardware, linear.s)
-    again = Seconds() if kept or not layout.checkpoint else Seconds(attend, linear.project_only(), ex_forward)
+    again = Seconds() if kept or not layout.checkpoint else Seconds(attend, projections, ex_forward)
     busy = projections + attend + mlp
     copy_out = max(0.0, (x * from_store + fetched) / pcie - busy)
     write = _disk_seconds(shape, layout, hardware, linear.s, kept)
@@ -102,7 +90,7 @@ def layer_seconds(
     forward = Seconds(
         attend, projections + mlp, ex_forward + max(0.0, gather - busy), copy_out + max(0.0, write - busy)
     )
-    mlp_back, projections_back = linear.mlp(True), linear.projections(True)
+    mlp_back, projections_back = linear.mlp(True), linear.project_backward()
     walks = linear.num_stages + (2 if layout.overlap else 1)
     wait_mlp = linear.wait((x * from_store + fetched) / pcie, mlp_back)
     streamed = from_store and not layout.overlap  # else it came with the first walk, and stayed
@@ -131,32 +119,16 @@ def attention_rates(hardware: Hardware, head_dim: int) -> tuple[float, float]:
     return gpu.attention_forward_flops * share[0], gpu.attention_backward_flops * share[1]
 
 
-@dataclass(frozen=True)
 class _Linear:
     """Token-wise work of one layer on one rank: matmuls, and kernels that only move bytes."""
 
-    shape: ModelShape
-    layout: Layout
-    hardware: Hardware
-    s: int
-
-    @cached_property
-    def x(self) -> int:
-        return self.layout.x_bytes(self.shape.hidden, self.s)
-
-    @cached_property
-    def num_stages(self) -> int:
-        return len(slots_of(self.shape, self.layout).stages)
-
-    @cached_property
-    def projected(self) -> int:
-        """Width of q, k and v as projected: empty and repeated slots included."""
-        slots = slots_of(self.shape, self.layout)
-        return (self.num_stages * slots.query + 2 * slots.all_kv) * self.layout.cp * self.shape.head_dim
-
-    @cached_property
-    def num_tiles(self) -> int:
-        return -(-self.s // (self.layout.tile_tokens or self.s))
+    def __init__(self, shape: ModelShape, layout: Layout, hardware: Hardware, s: int) -> None:
+        self.shape, self.layout, self.hardware, self.s = shape, layout, hardware, s
+        slots = slots_of(shape, layout)
+        self.x, self.num_stages = layout.x_bytes(shape.hidden, s), len(slots.stages)
+        # Width of q, k and v as projected: empty and repeated slots included.
+        self.projected = (self.num_stages * slots.query + 2 * slots.all_kv) * layout.cp * shape.head_dim
+        self.num_tiles = -(-s // (layout.tile_tokens or s))
 
     def wait(self, copy_s: float, busy_s: float) -> float:
         """Seconds that copies to the device add to work on the same tiles: the first tile hides behind nothing."""
@@ -172,27 +144,21 @@ class _Linear:
     def output(self, share: float) -> float:
         return self.matmul(self.shape.hidden, self.shape.heads * self.shape.head_dim, share)
 
-    def project_only(self) -> float:
+    def project(self) -> float:
+        """In forward, and again in backward where attention's output was not kept."""
         walks = self.num_stages * WALK_PASSES[0] * self.x
         heads = HEAD_PASSES[0] * self.s * self.projected * self.layout.element_bytes
-        fixed = self.num_stages * STAGE_SECONDS[0]
         matmul = self.matmul(self.shape.hidden, self.projected, PROJECTION_SHARE[0])
-        return matmul + self.moving(walks + heads) + fixed
+        return matmul + self.moving(walks + heads) + self.num_stages * STAGE_SECONDS[0]
 
-    def projections(self, backward: bool) -> float:
-        if not backward:
-            return self.project_only()
+    def project_backward(self) -> float:
         again = 3 if self.layout.checkpoint else 2
         walks = (self.num_stages + 1) * WALK_PASSES[1] * self.x
         heads = HEAD_PASSES[1] * self.s * self.projected * self.layout.element_bytes
-        sums = self.sums(self.projected * self.shape.hidden)
-        return (
-            again * self.matmul(self.shape.hidden, self.projected, PROJECTION_SHARE[1])
-            + self.output(PROJECTION_SHARE[1])
-            + self.moving(walks + heads)
-            + self.num_stages * STAGE_SECONDS[1]
-            + sums
-        )
+        matmul = again * self.matmul(self.shape.hidden, self.projected, PROJECTION_SHARE[1])
+        matmul += self.output(PROJECTION_SHARE[1])
+        fixed = self.num_stages * STAGE_SECONDS[1]
+        return matmul + self.moving(walks + heads) + fixed + self.sums(self.projected * self.shape.hidden)
 
     def mlp(self, backward: bool) -> float:
         moved = self.moving(MLP_PASSES[backward] * self.s * self.shape.mlp * self.layout.element_bytes)
@@ -218,21 +184,15 @@ def _exchange_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, s: 
     hidden = layout.overlap and b.num_stages > 1
     arriving = b.q + b.kv(0) if hidden else queries + kv
     arriving_back = 3 * b.q + b.kv(0) if hidden else 3 * queries + kv
-    time_of = _AllToAll(layout.cp, hardware)
-    return time_of(arriving + queries), time_of(arriving_back + queries + kv)
+    inside = min(layout.cp, hardware.gpus_per_node)
 
-
-@dataclass(frozen=True)
-class _AllToAll:
-    cp: int
-    hardware: Hardware
-
-    def __call__(self, num_bytes: int) -> float:
+    def seconds(num_bytes: int) -> float:
         """Each rank keeps 1/cp; what leaves the node goes over the network at the same time as the rest."""
-        inside = min(self.cp, self.hardware.gpus_per_node)
-        near = num_bytes * (inside - 1) / self.cp / self.hardware.gpu.link_bytes_s
-        far = num_bytes * (self.cp - inside) / self.cp / self.hardware.network_bytes_s
+        near = num_bytes * (inside - 1) / layout.cp / hardware.gpu.link_bytes_s
+        far = num_bytes * (layout.cp - inside) / layout.cp / hardware.network_bytes_s
         return max(near, far)
+
+    return seconds(arriving + queries), seconds(arriving_back + queries + kv)
 
 
 def _shard_seconds(shape: ModelShape, layout: Layout, hardware: Hardware) -> tuple[float, float]:

@@ -6,6 +6,7 @@ D hidden size, H query heads, G key/value heads, K head dim, F MLP size, V vocab
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -15,6 +16,7 @@ from typing import Any, Literal
 from ithaka.config import ConfigError
 
 Bias = Literal["never", "always", "by config"]
+HUB_ID = r"[\w.-]+/[\w.-]+"  # owner/name
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,11 @@ class Work:
 
 def read_shape(path: Path) -> ModelShape:
     """The shape of the model in a Hugging Face directory, or of a `config.json` given by its own path."""
+    if not path.exists() and re.fullmatch(HUB_ID, str(path)):
+        raise ConfigError(
+            f"model.path={path} is not there; fetch it with `hf download {path} --local-dir {path}`, "
+            "or give a model directory or a config.json"
+        )
     file = path / "config.json" if path.is_dir() else path
     return shape_from_config(read_json(file), str(path))
 

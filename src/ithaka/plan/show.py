@@ -16,6 +16,7 @@ import yaml
 
 from ithaka.config import Config, ConfigError, given, load, parse_count, to_dict
 from ithaka.layout import SETTINGS
+from ithaka.plan import search
 from ithaka.plan.bytes import (
     HOST_PROCESS_BYTES,
     HOST_RESERVE_SHARE,
@@ -26,20 +27,7 @@ from ithaka.plan.bytes import (
 from ithaka.plan.hardware import GIB, HOST_BYTES_PER_GPU, Hardware
 from ithaka.plan.heads import slots_of
 from ithaka.plan.models import find_shape, hub_id
-from ithaka.plan.search import (
-    Fixed,
-    Plan,
-    Trial,
-    choose,
-    evaluate,
-    fixed_of,
-    ladder,
-    longest,
-    longest_context,
-    sweep_heads,
-    ways_further,
-    work_of,
-)
+from ithaka.plan.search import Fixed, Plan, Trial
 from ithaka.plan.shape import ModelShape, Work
 
 WIDTH = 110
@@ -71,14 +59,14 @@ class Question:
 
     @cached_property
     def fixed(self) -> Fixed:
-        return fixed_of(self.config, self.given, self.shape, self.hardware)
+        return search.fixed_of(self.config, self.given, self.shape, self.hardware)
 
     @cached_property
     def work(self) -> Work:
-        return work_of(self.config)
+        return search.work_of(self.config)
 
     def plan(self) -> Plan:
-        return choose(self.shape, self.hardware, self.work, self.fixed)
+        return search.choose(self.shape, self.hardware, self.work, self.fixed)
 
 
 def question(
@@ -104,19 +92,19 @@ def plan_answer(q: Question, max_context: bool, steps: int | None, as_json: bool
     """(the answer, whether it fits). With `max_context` the plan is the one at the longest context."""
     reach, work = {}, q.work
     if max_context:
-        context, limited_by = longest(q.shape, q.hardware, q.fixed, q.work.batch)
+        context, limited_by = search.longest(q.shape, q.hardware, q.fixed, q.work.batch)
         reach, work = {"limited_by": limited_by, "max_context": context}, replace(work, context=context or work.context)
-    plan = choose(q.shape, q.hardware, work, q.fixed)
+    plan = search.choose(q.shape, q.hardware, work, q.fixed)
     if as_json:
         if not plan.fits and not max_context:
-            reach = {"limited_by": longest(q.shape, q.hardware, q.fixed, q.work.batch)[1]}
+            reach = {"limited_by": search.longest(q.shape, q.hardware, q.fixed, q.work.batch)[1]}
         return json.dumps(as_dict(plan, q.model, steps) | reach, indent=2), plan.fits
     first = [_longest_line(plan, q.model, context, limited_by), ""] if max_context else []
     return "\n".join([*first, as_text(plan, q.model, steps)]), plan.fits
 
 
 def ladder_answer(q: Question, as_json: bool) -> str:
-    rungs = ladder(q.shape, q.hardware, q.work)
+    rungs = search.ladder(q.shape, q.hardware, q.work)
     return _trials_json(rungs, q.model, "name") if as_json else ladder_text(rungs, q.model)
 
 
@@ -126,7 +114,7 @@ def sweep_answer(q: Question, setting: str, plot: Path | None, as_json: bool) ->
     if setting in q.fixed:
         told = f"parallel.{setting}={q.fixed[setting] or 'all'}"
         raise ConfigError(f"--sweep {setting} tries every value, and {told} is given; leave one out")
-    points = sweep_heads(q.shape, q.hardware, q.work, q.fixed)
+    points = search.sweep_heads(q.shape, q.hardware, q.work, q.fixed)
     if plot is not None:
         plot.write_text(sweep_svg(points, q.model), encoding="utf-8")
     return _trials_json(points, q.model, setting) if as_json else sweep_text(points, q.model)
@@ -253,10 +241,10 @@ def _excess(plan: Plan) -> str:
 def _way_out(plan: Plan) -> str:
     """The longest context, and what lets more fit, found by trial; more GPUs come as more nodes."""
     shape, hardware, given, batch = plan.shape, plan.hardware, plan.given, plan.work.batch
-    context = longest_context(shape, hardware, given, batch)
+    context = search.longest_context(shape, hardware, given, batch)
     words = {"host": "more host memory", "disk": "more disk" if hardware.disk_bytes else "a disk (--disk 10TB)"}
-    ways = [words[tier] for tier in ways_further(shape, hardware, given, batch, context)]
-    if longest_context(shape, replace(hardware, num_nodes=2 * hardware.num_nodes), given, batch) > context:
+    ways = [words[tier] for tier in search.ways_further(shape, hardware, given, batch, context)]
+    if search.longest_context(shape, replace(hardware, num_nodes=2 * hardware.num_nodes), given, batch) > context:
         ways.append("more GPUs")
     more = ", or ".join(ways) or "GPUs with more memory"
     if not context:
@@ -312,7 +300,7 @@ def _sequences(count: int) -> str:
 
 
 def _changed(plan: Plan, **changes: Any) -> Plan:
-    return evaluate(plan.shape, plan.layout.but(**changes), plan.hardware, plan.work)
+    return search.evaluate(plan.shape, plan.layout.but(**changes), plan.hardware, plan.work)
 
 
 def _decided(plan: Plan, field: str) -> bool:
@@ -427,37 +415,29 @@ def assumed(plan: Plan) -> dict[str, str]:
 
 
 def ladder_text(rungs: Sequence[Trial], model: str) -> str:
-    first = rungs[-1].plan
-    rows = [("", f"GPU GiB at {tokens(first.work.context)}", "fits", "tok/s/GPU", "longest context")]
-    for rung in rungs:
-        speed = rate(rung.plan.tokens_per_s_per_gpu) if rung.plan.fits else "-"
-        rows.append((rung.name, f"{rung.plan.ledger.gpu_peak / GIB:,.1f}", _fits(rung.plan), speed, _reach(rung)))
-    title = f"What each technique buys: {model} on {first.hardware.name}"
-    return "\n".join([title, *_columns(rows, right=True)])
+    plan = rungs[-1].plan
+    title = f"What each technique buys: {model} on {plan.hardware.name}"
+    return "\n".join([title, *_trial_lines(rungs, "", f"GPU GiB at {tokens(plan.work.context)}")])
 
 
 def sweep_text(points: Sequence[Trial], model: str) -> str:
-    plan = points[0].plan
-    rows = [("heads_per_stage", "GPU GiB", "fits", "tok/s/GPU", "longest context")]
-    for p in points:
-        speed = rate(p.plan.tokens_per_s_per_gpu)
-        rows.append((p.name, f"{p.plan.ledger.gpu_peak / GIB:.1f}", _fits(p.plan), speed, _reach(p)))
-    most = max(p.plan.ledger.gpu_peak for p in points)
+    plan, most = points[0].plan, max(p.plan.ledger.gpu_peak for p in points)
+    title = f"{model}, {tokens(plan.work.context)} tokens, {plan.hardware.name}, cp={plan.layout.cp}"
     bars = [
         f"{p.name:>5} {'#' * round(BAR * p.plan.ledger.gpu_peak / most):<{BAR}}"
         f" {p.plan.ledger.gpu_peak / GIB:6.1f} GiB {p.plan.tokens_per_s_per_gpu:8.1f} tok/s"
         for p in points
     ]
-    title = f"{model}, {tokens(plan.work.context)} tokens, {plan.hardware.name}, cp={plan.layout.cp}"
-    return "\n".join([title, *_columns(rows, right=True), "", *bars])
+    return "\n".join([title, *_trial_lines(points, "heads_per_stage", "GPU GiB"), "", *bars])
 
 
-def _fits(plan: Plan) -> str:
-    return "yes" if plan.fits else f"no: {plan.limited_by}"
-
-
-def _reach(trial: Trial) -> str:
-    return tokens(trial.max_context) if trial.max_context else "none"
+def _trial_lines(trials: Sequence[Trial], name: str, memory: str) -> list[str]:
+    rows = [(name, memory, "fits", "tok/s/GPU", "longest context")]
+    for t in trials:
+        fits, speed = ("yes", rate(t.plan.tokens_per_s_per_gpu)) if t.plan.fits else (f"no: {t.plan.limited_by}", "-")
+        reach = tokens(t.max_context) if t.max_context else "none"
+        rows.append((t.name, f"{t.plan.ledger.gpu_peak / GIB:,.1f}", fits, speed, reach))
+    return _columns(rows, right=True)
 
 
 def _columns(rows: Iterable[Sequence[str]], right: bool = False) -> list[str]:
