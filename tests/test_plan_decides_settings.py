@@ -17,9 +17,8 @@ from ithaka.train.preflight import (
     Machine,
     Run,
     check_budgets,
-    check_heads,
-    check_memory,
     check_ranks_agree,
+    check_settings,
     check_still_fits,
     gathered,
     hardware_of,
@@ -168,8 +167,7 @@ def test_the_checks_accept_what_the_planner_chose(tmp_path, context, disk):
     resolved, plan = planned(config, told, 8, [node(disk=10**13 if disk else 0)])
     assert plan is not None
     shape = model_shape(resolved)
-    check_heads(resolved, 8, shape)
-    check_memory(resolved, shape)
+    check_settings(resolved, 8, shape)
 
 
 def test_the_store_has_room_for_both_tiers(tmp_path):
@@ -307,8 +305,7 @@ def test_a_run_that_goes_on_and_does_not_fit_is_told_what_does(before, after, ra
     changed = load(file, [*asked, *ways])
     assert ways and changed.memory.plan == "auto"
     check_still_fits(changed, set(after), ranks, [now])
-    check_memory(changed, model_shape(changed))
-    check_heads(changed, ranks, model_shape(changed))
+    check_settings(changed, ranks, model_shape(changed))
     assert ("parallel.cp=" in str(ways)) == (before == dict(data__context="128K"))  # one GPU held a sequence
 
 

@@ -6,7 +6,7 @@ take it unchanged. This file imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
@@ -170,6 +170,35 @@ def fixed_settings(chosen: Mapping[str, Any], num_layers: int, num_ranks: int) -
     if fixed.get("keep_attention") == "all":
         fixed["keep_attention"] = num_layers
     return fixed
+
+
+def check_fixed(fixed: Mapping[str, Any], num_heads: int, num_layers: int, num_ranks: int, cp_as: str = "") -> None:
+    """Refuse what no layout of such a model on so many ranks can have. `cp_as`: how cp was asked for, if in words."""
+    cp, stage, kept = fixed.get("cp"), fixed.get("heads_per_stage"), fixed.get("keep_attention") or 0
+    divisors = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
+    fitting = [n for n in divisors if n <= num_heads]
+    if cp is not None and cp not in divisors:
+        ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+        more = f"; or start {cp} ranks with --ranks {cp}" if cp > num_ranks else ""
+        raise ConfigError(f"parallel.cp={cp} does not divide the {ranks}; use {either(divisors)}{more}")
+    if cp is not None and cp > num_heads:
+        heads = f"{num_heads} query heads of the model"
+        raise ConfigError(f"parallel.cp={cp_as or cp} exceeds the {heads}; use {either(fitting)}")
+    if stage is not None and stage > num_heads:
+        raise ConfigError(f"parallel.heads_per_stage={stage} exceeds the {num_heads} query heads of the model; use all")
+    if stage is not None and all(stage % n for n in ([cp] if cp else fitting)):
+        widths = either(range(cp or 1, num_heads + 1, cp or 1)[:4])
+        raise ConfigError(
+            f"parallel.heads_per_stage={stage} is not a multiple of parallel.cp={cp}; use {widths} or all"
+        )
+    if kept > num_layers:
+        raise ConfigError(f"memory.keep_attention={kept} exceeds the {num_layers} layers of the model; use all")
+
+
+def either(ways: Iterable[object]) -> str:
+    """1, 2 or 4"""
+    words = [str(way) for way in ways]
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def settings_of(layout: Layout, num_heads: int) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from ithaka.config import Config, ConfigError
-from ithaka.layout import SETTINGS, Layout, Tier, fixed_settings, make_layout, settings_of
+from ithaka.config import Config
+from ithaka.layout import SETTINGS, Layout, Tier, check_fixed, fixed_settings, make_layout, settings_of
 from ithaka.plan.bytes import Ledger, memory
 from ithaka.plan.hardware import Hardware
 from ithaka.plan.seconds import Seconds, step_seconds
@@ -157,23 +157,7 @@ class _Space:
     fixed: Fixed
 
     def __post_init__(self) -> None:
-        """Refuses settings that no layout can have."""
-        shape, ranks = self.shape, self.hardware.num_gpus
-        cp, stage = self.fixed.get("cp"), self.fixed.get("heads_per_stage")
-        if cp is not None and (ranks % cp or cp > shape.heads):
-            fitting = ", ".join(str(n) for n in _divisors(ranks) if n <= shape.heads)
-            raise ConfigError(
-                f"parallel.cp={cp} does not divide the {ranks} ranks or exceeds the {shape.heads} query heads; "
-                f"use {fitting}"
-            )
-        if stage is not None and stage > shape.heads:
-            heads = f"{shape.heads} query heads of the model"
-            raise ConfigError(f"parallel.heads_per_stage={stage} exceeds the {heads}; use all")
-        if stage is not None and not any(stage % n == 0 for n in self.cps):
-            raise ConfigError(f"parallel.heads_per_stage={stage} is no multiple of parallel.cp={cp}; use {cp} or all")
-        kept, layers = self.fixed.get("keep_attention"), shape.num_layers
-        if kept is not None and not 0 <= kept <= layers:
-            raise ConfigError(f"memory.keep_attention={kept} exceeds the {layers} layers of the model; use all")
+        check_fixed(self.fixed, self.shape.heads, self.shape.num_layers, self.hardware.num_gpus)
 
     def either(self, name: str, values: Iterable[Any]) -> tuple[Any, ...]:
         return (self.fixed[name],) if name in self.fixed else tuple(values)

@@ -34,7 +34,7 @@ from ithaka.config import (
     to_yaml,
 )
 from ithaka.dist.mesh import start_process_group
-from ithaka.layout import SETTINGS, Layout, layout_of
+from ithaka.layout import SETTINGS, Layout, check_fixed, either, fixed_settings, layout_of
 from ithaka.ops.kernels import KERNELS
 from ithaka.plan.bytes import Ledger, memory
 from ithaka.plan.hardware import GPUS, Gpu, Hardware, find_gpu, gpu_named, least_gpu, this_host
@@ -124,9 +124,7 @@ def validated(config: Config, num_ranks: int, resume: Path | None = None, here: 
     if resume is None:
         check_run_dir(config.train.run_dir)
     shape = model_shape(config)
-    check_cp(config, num_ranks, shape)
-    check_heads(config, num_ranks, shape)
-    check_memory(config, shape)
+    check_settings(config, num_ranks, shape)
     hardware = hardware_of([here or machine_here(config, num_ranks, launch.gpu())], num_ranks)
     layout = layout_of(config, shape.num_layers, num_ranks, on_gpu=hardware.gpu.name != "CPU")
     run = Run(config, num_ranks, shape, layout, hardware)
@@ -448,7 +446,7 @@ def _check_room(run: Run, holders: Holders, have: int, what: str, there: str) ->
     cause = f"memory.offload={offload}" if kept else "memory.offload_optimizer=true"
     raise ConfigError(
         f"{cause} needs {size(need)} of {what} ({parts}), and {size(have)} are {there}; "
-        f"use {_either(ways) or 'more machines'}"
+        f"use {either(ways) or 'more machines'}"
     )
 
 
@@ -468,40 +466,17 @@ def _check_ram(run: Run, have: int) -> None:
 # ---- single settings
 
 
-def check_cp(config: Config, num_ranks: int, shape: ModelShape) -> None:
-    asked = config.parallel.cp
-    cp = config.parallel.cp_of(num_ranks)
-    divisors = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
-    if cp not in divisors:
-        more = f"; or start {cp} ranks with --ranks {cp}" if cp > num_ranks else ""
-        raise ConfigError(f"parallel.cp={asked} does not divide the {_ranks(num_ranks)}; use {_either(divisors)}{more}")
-    if cp > shape.heads:
-        fitting = [n for n in divisors if n <= shape.heads]
-        named = asked if isinstance(asked, int) else f"{asked} ({_ranks(cp)})"
+def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
+    """Of parallelism and memory: what no layout can have, and what would have no effect."""
+    parallel, memory = config.parallel, config.memory
+    cp_as = "" if isinstance(parallel.cp, int) else f"{parallel.cp} ({num_ranks} ranks)"
+    values = {"parallel.cp": parallel.cp_of(num_ranks), "parallel.heads_per_stage": parallel.heads_per_stage}
+    fixed = fixed_settings(values | {"memory.keep_attention": memory.keep_attention}, shape.num_layers, num_ranks)
+    check_fixed(fixed, shape.heads, shape.num_layers, num_ranks, cp_as)
+    check_effects({f"memory.{name}": value for name, value in vars(memory).items()})
+    if memory.disk_path is not None and "disk" not in (memory.offload, memory.attention_offload):
         raise ConfigError(
-            f"parallel.cp={named} exceeds the {shape.heads} query heads of the model; use {_either(fitting)}"
-        )
-
-
-def check_heads(config: Config, num_ranks: int, shape: ModelShape) -> None:
-    asked, cp = config.parallel.heads_per_stage, config.parallel.cp_of(num_ranks)
-    if asked != "all" and (asked % cp or asked > max(shape.heads, cp)):
-        fitting = list(range(cp, shape.heads + 1, cp))
-        raise ConfigError(
-            f"parallel.heads_per_stage={asked} is not a multiple of parallel.cp={cp} "
-            f"up to the {shape.heads} query heads; use {_either(fitting[:4])} or all"
-        )
-
-
-def check_memory(config: Config, shape: ModelShape) -> None:
-    kept = config.memory.keep_attention
-    if isinstance(kept, int) and kept > shape.num_layers:
-        raise ConfigError(f"memory.keep_attention={kept} exceeds the {shape.num_layers} layers of the model; use all")
-    check_effects({f"memory.{name}": value for name, value in vars(config.memory).items()})
-    disk = config.memory.disk_path
-    if disk is not None and "disk" not in (config.memory.offload, config.memory.attention_offload):
-        raise ConfigError(
-            f"memory.disk_path={disk} has no effect with memory.offload={config.memory.offload}; "
+            f"memory.disk_path={memory.disk_path} has no effect with memory.offload={memory.offload}; "
             "use memory.offload=disk, or leave it null"
         )
 
@@ -552,12 +527,3 @@ def check_run_dir(run_dir: Path | None) -> None:
         raise ConfigError(f"train.run_dir={run_dir} cannot be created: {existing} is a file; give a directory")
     if not os.access(existing, os.W_OK):
         raise ConfigError(f"train.run_dir={run_dir} cannot be written; give another with --run-dir")
-
-
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
-
-
-def _either(ways: Sequence[object]) -> str:
-    words = [str(way) for way in ways]
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
