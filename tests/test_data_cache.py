@@ -117,9 +117,9 @@ def test_a_full_disk_is_named(data, tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cache.tempfile, "mkstemp", full)
+    monkeypatch.setattr(TokenCache, "_tokenise", full)
     stream, _ = opened(data, tmp_path)
-    with pytest.raises(ConfigError, match="No space left on device.*; make room, or give another train.run_dir"):
+    with pytest.raises(ConfigError, match="a.jsonl cannot be read, or .* No space left on device.*; .* make room"):
         stream.next_batch()
 
 
@@ -148,3 +148,9 @@ def test_changed_files_and_other_tokenizers_are_tokenised_anew(tmp_path):
     os.utime(path, ns=(1, 1))
     assert tokens(ByteTokenizer()) == [98, 32, 97, 257]
     assert len(list((tmp_path / "tokens").glob("*.tokens"))) == 4
+
+
+def test_validation_tokenises_what_it_needs(data, tmp_path):
+    stream, tokenizer = opened(data, tmp_path)
+    assert len(stream.validation_sequences(1)) == 1
+    assert 0 < len([text for _, text in tokenizer.seen() if text in TEXTS]) <= 4

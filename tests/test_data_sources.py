@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ithaka.config import DataConfig
-from ithaka.data import read
+from ithaka.data import pack, read
 from ithaka.data.cache import TokenCache
 from ithaka.data.files import find
 from ithaka.data.open import check, open_data
@@ -188,3 +188,17 @@ def test_a_token_array_gives_up_its_last_documents(tmp_path):
     np.save(path, np.array([1, 1, 1, 2, 3, 3, 3, 3, 3, 3], dtype=np.uint16))
     assert split(path, 0.2, eos_id=2) == [[(1, 1, 1, 2)], [(3,) * 6]]
     assert split(path, 0.2, eos_id=None) == [[(1, 1, 1, 2, 3, 3, 3, 3)], [(3, 3)]]
+
+
+def test_a_large_text_among_small_ones_stays_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(pack, "WINDOW_BYTES", 200)
+    monkeypatch.setattr(read, "TEXT_PIECE_BYTES", 64)
+    large = "".join(f"line {i}\n" for i in range(100))
+    texts = {"b.txt": large, "a.txt": "small a", "c.txt": "small c", "d.txt": "small d"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    assert documents_of(tmp_path) == encoded(texts[name] for name in sorted(texts))
+    for seed in range(4):
+        data = open_data(DataConfig(path=tmp_path, context=1024, validation_fraction=0), tokenizer=BYTES, seed=seed)
+        documents = bytes(min(i, 255) for i in data.next_batch().input_ids[0].tolist()).split(b"\xff")
+        assert sorted(documents)[-4:] == sorted(encoded(texts.values()))

@@ -68,13 +68,14 @@ class ModelConfig(Section):
 class DataConfig(Section):
     section: ClassVar[str] = "data"
 
-    # Text file, directory of sources, JSONL, Parquet or token arrays. null: Python's standard library.
+    # A text file, a directory of sources, JSONL, JSON, Parquet, a folder of datasets.save_to_disk, a dataset's name on
+    # the hub, or token arrays; a directory or a glob of these. null: Python's standard library.
     path: Path | None = None
     # The same kinds, for validation. null: hold out validation_fraction of the documents of data.path.
     validation_path: Path | None = None
     # Share of the documents held out when validation_path is null.
     validation_fraction: float = setting(0.02, at_least=0, below=1)
-    # The field of a JSONL or Parquet record that holds the text.
+    # The field of a record (JSONL, JSON, Parquet, Arrow) that holds the text.
     text_field: str = "text"
     # null: the model's own (bytes for an embedded model). bytes: one token per byte. Else a directory.
     tokenizer: str | None = None

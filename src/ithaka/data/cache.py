@@ -10,10 +10,9 @@ import hashlib
 import os
 import shutil
 import tempfile
-import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,47 +23,51 @@ from ithaka.data.pack import Documents
 from ithaka.data.read import RecordShard, Shard, Text, TokenShard, open_dataset
 from ithaka.data.tokenizer import Tokenizer
 
-WAIT_S = 600.0  # without any progress, on a rank that waits for the one that tokenises
-POLL_S = 0.02
 FORMAT = 1
 BATCH_CHARS = 1 << 23  # tokenised at once, on all cores
+WAIT_S = 600.0  # without a sign of life from the rank that tokenises
+POLL_S = 0.02
 
 
 class TokenCache:
-    """Documents by shard. One process of a node `fills` it, in a thread of its own; the others wait for the files."""
+    """Documents by shard. One process of a node `fills` it, also ahead of need; the others wait for its files."""
 
     def __init__(self, directory: Path | None, tokenizer: Tokenizer | None, fills: bool = True):
         """`directory` None: a temporary one. It is made when something is written."""
         self.temporary = tempfile.TemporaryDirectory(prefix="ithaka-tokens-") if directory is None else None
-        self.directory = Path(self.temporary.name) if self.temporary else Path(directory or "")
-        self.tokenizer, self.fills = tokenizer, fills
-        self._wanted: deque[Shard] = deque()
-        self._changed = threading.Condition()
-        self._errors: dict[Path, str] = {}
-        self._thread: threading.Thread | None = None
-        self._closed = False
+        self.directory = directory or Path(self.temporary.name)  # type: ignore[union-attr]
+        self.tokenizer, self.fills, self.closed = tokenizer, fills, False
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
+        self._futures: dict[Path, Future[None]] = {}
         for stale in self.directory.glob("*.failed") if fills else ():
             stale.unlink(missing_ok=True)
 
+    def prepare(self, shards: Iterable[Shard]) -> None:
+        """Have these tokenised in the background."""
+        for shard in shards if self.fills else ():
+            if isinstance(shard, TokenShard):
+                continue
+            path = self._path(shard)
+            if path not in self._futures and not path.exists():
+                self._futures[path] = self._ahead.submit(self._write, shard, path)
+
     def load(self, shard: Shard) -> Documents:
-        """Waits until the shard is tokenised; raises what reading it raised."""
+        """Waits until the shard is tokenised; raises what reading it raises."""
         if isinstance(shard, TokenShard):
             return shard.documents()
         path = self._path(shard)
-        if not path.exists():
-            self._want([shard], first=True)
+        future = self._futures.pop(path, None)
+        if not self.fills:
             self._wait(path, shard)
+        elif future is None or future.cancel():
+            self._write(shard, path)  # here and now: others may be before it in the background
+        else:
+            future.result()
         return _map(path, shard.continues)
 
-    def prepare(self, shards: Iterable[Shard]) -> None:
-        """Have these tokenised in the background, after what is wanted already."""
-        self._want([s for s in shards if not isinstance(s, TokenShard) and not self._path(s).exists()], first=False)
-
     def close(self, remove: bool = False) -> None:
-        with self._changed:
-            self._closed, thread = True, self._thread
-        if thread is not None:
-            thread.join(timeout=10)
+        self.closed = True
+        self._ahead.shutdown(cancel_futures=True)
         if self.temporary is not None:
             self.temporary.cleanup()
         elif remove and self.fills:
@@ -72,59 +75,20 @@ class TokenCache:
             with contextlib.suppress(OSError):
                 self.directory.parent.rmdir()  # a run that was refused has nothing else in it
 
-    def _want(self, shards: list[Shard], first: bool) -> None:
-        if not self.fills or not shards:
-            return
-        with self._changed:
-            self._wanted.extendleft(reversed(shards)) if first else self._wanted.extend(shards)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._fill, name="tokenise", daemon=True)
-                self._thread.start()
-
     def _wait(self, path: Path, shard: Shard) -> None:
-        progress, since = 0, time.monotonic()
+        life, since = 0, time.monotonic()
         while not path.exists():
-            failed = path.with_suffix(".failed")
-            error = self._errors.get(path) or (failed.read_text() if not self.fills and failed.exists() else None)
-            if error:
-                raise ConfigError(error)
-            changed = self.directory.stat().st_mtime_ns if self.directory.exists() else 0
-            if changed != progress:
-                progress, since = changed, time.monotonic()
-            if time.monotonic() - since > WAIT_S:
+            with contextlib.suppress(FileNotFoundError):
+                raise ConfigError(path.with_suffix(".failed").read_text())
+            with contextlib.suppress(FileNotFoundError):
+                if self.directory.stat().st_mtime_ns != life:
+                    life, since = self.directory.stat().st_mtime_ns, time.monotonic()
+            if self.closed or time.monotonic() - since > WAIT_S:
                 raise TimeoutError(
                     f"{shard.parts[0].path} was not tokenised: the first rank of this node wrote nothing to "
                     f"{self.directory} for {WAIT_S:.0f} s; see what it says, and that all ranks see this directory"
                 )
-            with self._changed:
-                self._changed.wait(POLL_S)
-
-    def _fill(self) -> None:
-        while True:
-            with self._changed:
-                if self._closed or not self._wanted:
-                    self._thread = None
-                    return
-                shard = self._wanted.popleft()
-            path = self._path(shard)
-            try:
-                if not path.exists():
-                    self._write(shard, path)
-            except Exception as error:
-                self._fail(path, error)
-            with self._changed:
-                self._changed.notify_all()
-
-    def _fail(self, path: Path, error: Exception) -> None:
-        text = str(error)
-        if isinstance(error, OSError):
-            text = f"tokens cannot be written to {self.directory} or their text not be read ({error}); make room, or "
-            text += "give another train.run_dir"
-        elif not isinstance(error, ConfigError):
-            text = f"tokenising failed: {type(error).__name__}: {error}"
-        self._errors[path] = text
-        with contextlib.suppress(OSError):
-            path.with_suffix(".failed").write_text(text)
+            time.sleep(POLL_S)
 
     def _path(self, shard: Shard) -> Path:
         assert self.tokenizer is not None, "checked when the shards were made"
@@ -136,14 +100,25 @@ class TokenCache:
         return self.directory / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.tokens"
 
     def _write(self, shard: Shard, path: Path) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=self.directory, suffix=".part")
+        if path.exists():
+            return
+        part = path.with_suffix(f".{os.getpid()}-{time.monotonic_ns()}.part")
         try:
-            with os.fdopen(handle, "wb") as file:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with part.open("wb") as file:
                 self._tokenise(shard, file)
-            os.replace(name, path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
+            part.replace(path)
+        except Exception as error:
+            words = str(error)
+            if isinstance(error, OSError):
+                words = f"{shard.parts[0].path} cannot be read, or its tokens cannot be written ({error}); "
+                words += "put the file back, make room, or give another train.run_dir"
+            part.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                part.write_text(words)
+                part.replace(path.with_suffix(".failed"))
+            if isinstance(error, OSError):
+                raise ConfigError(words) from error
             raise
 
     def _tokenise(self, shard: Shard, file: BinaryIO) -> None:
@@ -162,7 +137,7 @@ class TokenCache:
                 for part in (prefix if text.first else prefix[:0], ids, suffix if text.last else suffix[:0]):
                     file.write(part.tobytes())
                     num_tokens += len(part)
-            os.utime(self.directory)  # the sign of life that others wait for
+            os.utime(self.directory)  # the sign of life that other ranks look for
         file.write(np.asarray([*starts, len(starts), num_skipped], np.int64).tobytes())
 
 

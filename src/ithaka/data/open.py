@@ -1,9 +1,11 @@
 """A configuration -> its data: checked before anything starts, opened on every rank, told before the first step."""
 
 import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ithaka.config import ConfigError, DataConfig
 from ithaka.data.cache import TokenCache
@@ -14,6 +16,7 @@ from ithaka.data.stream import SequenceStream, TrainData
 from ithaka.data.tokenizer import Tokenizer, check_vocabulary, has_tokenizer, load
 
 COUNT_BYTES = 100_000_000
+COUNT_S = 60.0
 PROBE_TOKENS = 1 << 26
 PROBE_TEXTS = 10_000
 SHOWN_TOKENS = 64
@@ -41,13 +44,13 @@ def open_data(
     """
     assert vocab_size or tokenizer, "token arrays without a tokenizer need the model's vocab_size"
     cache = TokenCache(cache_dir, tokenizer, fills_cache)
-    train, held_out = _shards(data, tokenizer, vocab_size or tokenizer.vocab_size, eos_id)[:2]  # type: ignore[union-attr]
+    train, held_out, source = _shards(data, tokenizer, vocab_size or tokenizer.vocab_size, eos_id)  # type: ignore[union-attr]
     pad_id = tokenizer.pad_id if tokenizer else 0
     stream = SequenceStream(train, cache, data.context, seed=seed, pad_id=pad_id)
     validation = None
     if held_out is not None:
         validation = SequenceStream(held_out, cache, data.context, seed=None, pad_id=pad_id, repeat=False)
-    return TrainData(stream, validation, rank=dp_rank, size=dp_size, batch=batch)
+    return TrainData(stream, validation, source, rank=dp_rank, size=dp_size, batch=batch)
 
 
 def check(data: DataConfig, vocab_size: int, model_path: Path | None = None) -> Tokenizer | None:
@@ -107,17 +110,21 @@ def _probe(shards: Sequence[Shard], if_empty: str) -> None:
         raise ConfigError(if_empty)
 
 
+class Counts(NamedTuple):
+    documents: int
+    skipped: int  # empty documents
+    tokens: int
+
+
 @dataclass(frozen=True)
 class Facts:
-    """What a run is about to train on. Counts are None where counting would mean to tokenise large data first."""
+    """What a run is about to train on. counts, sequences: None where that would mean to tokenise large data first."""
 
     num_files: int
     kinds: tuple[str, ...]
     num_bytes: int
     left_out: tuple[str, ...]
-    documents: int | None
-    skipped: int | None
-    tokens: int | None
+    counts: Counts | None
     sequences: int | None
     validation: str
     start: str
@@ -126,13 +133,13 @@ class Facts:
         """In words, by topic; `num_sequences` are trained on in the whole run."""
         files = f"{self.num_files:,} file{'s' * (self.num_files != 1)} ({', '.join(self.kinds)})"
         found = {"data": f"{files}, {self.num_bytes / 1e6:,.1f} MB"}
-        if self.sequences is None:
-            found["data"] += f"; more than {COUNT_BYTES // 10**6} MB: documents and tokens are not counted first"
+        if self.counts is None or self.sequences is None:
+            found["data"] += "; too large to count documents and tokens first"
         else:
-            found["data"] += f", {self.documents:,} documents, {self.tokens:,} tokens, {self.sequences:,} sequences"
+            documents, skipped, tokens = self.counts
+            found["data"] += f", {documents:,} documents, {tokens:,} tokens, {self.sequences:,} sequences"
             found["epochs"] = f"{num_sequences / max(self.sequences, 1):.3g} ({num_sequences:,} sequences in all)"
-        if self.skipped:
-            found["skipped"] = f"{self.skipped:,} documents that are empty or not UTF-8"
+            found |= {"skipped": f"{skipped:,} documents that are empty"} if skipped else {}
         if self.left_out:
             more = ", ..." if len(self.left_out) > 3 else ""
             found["left out"] = f"{len(self.left_out):,} files: {', '.join(self.left_out[:3])}{more}"
@@ -143,13 +150,7 @@ def data_facts(data: DataConfig, opened: TrainData, tokenizer: Tokenizer | None)
     """For one rank to ask, before the first step. Small data is counted, and so tokenised."""
     stream, found = opened.stream, find(data.path)
     num_bytes = sum(shard.num_bytes for shard in stream.shards)
-    documents = skipped = tokens = sequences = None
-    if num_bytes <= COUNT_BYTES:
-        stream.cache.prepare(stream.shards)
-        loaded = [stream.cache.load(shard) for shard in stream.shards]
-        documents, skipped = sum(len(each.starts) for each in loaded), sum(each.num_skipped for each in loaded)
-        tokens = sum(len(each.tokens) for each in loaded)
-        sequences = -(-tokens // data.context)
+    counts = _counts(stream) if num_bytes <= COUNT_BYTES else None
     # The start of a sequence is the same whatever its length.
     peek = SequenceStream(stream.shards, stream.cache, min(SHOWN_TOKENS, data.context), seed=stream.seed)
     peek.seek(opened.position)
@@ -157,10 +158,20 @@ def data_facts(data: DataConfig, opened: TrainData, tokenizer: Tokenizer | None)
     assert first is not None
     ids = first.ids[: first.length]
     text = tokenizer.decode(ids, special=True) if tokenizer else " ".join(map(str, ids))
-    _, _, validation = _shards(data, tokenizer, 1 << 31, None)
     kinds = tuple(sorted({file.kind for file in found.files}))
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-    return Facts(
-        len(found.files), kinds, num_bytes, tuple(found.left_out),
-        documents, skipped, tokens, sequences, validation, shown,
-    )  # fmt: skip
+    sequences = None if counts is None else -(-counts.tokens // data.context)
+    return Facts(len(found.files), kinds, num_bytes, tuple(found.left_out), counts, sequences, opened.source, shown)
+
+
+def _counts(stream: SequenceStream) -> Counts | None:
+    """Of the whole data; None where tokenising it takes too long."""
+    counts, deadline = Counts(0, 0, 0), time.monotonic() + COUNT_S
+    stream.cache.prepare(stream.shards)
+    for shard in stream.shards:
+        if time.monotonic() > deadline:
+            return None
+        loaded = stream.cache.load(shard)
+        each = (len(loaded.starts), loaded.num_skipped, len(loaded.tokens))
+        counts = Counts(*(one + more for one, more in zip(counts, each, strict=True)))
+    return counts

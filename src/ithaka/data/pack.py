@@ -27,7 +27,7 @@ class Documents:
     tokens: np.ndarray
     starts: np.ndarray
     continues: bool = False
-    num_skipped: int = 0  # documents that are empty, or not text
+    num_skipped: int = 0  # empty documents
 
     def bounds(self) -> np.ndarray:
         """Where the documents, or parts of them, start, and where the last one ends."""

@@ -152,7 +152,7 @@ def _text_shards(files: Sequence[File], split: Split | None) -> list[Shard]:
     for path, start, stop in (each for each in ranges if each[2] > each[1]):
         cuts = [_cut_before(path, at) for at in range(start + pack.WINDOW_BYTES, stop, pack.WINDOW_BYTES)]
         for low, high in pairwise([start, *cuts, stop]):
-            if high - low > room or low > start:
+            if cuts or high - low > room:
                 groups.append([])
                 room = SHARD_BYTES
             groups[-1].append(Part(path, low, high, first=low == start, last=high == stop))

@@ -9,8 +9,8 @@ S: tokens in a sequence (data.context).  B: sequences in a batch of this rank.
 import dataclasses
 import hashlib
 import itertools
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -131,17 +131,22 @@ class SequenceStream:
 class TrainData:
     """This rank's batches of the global stream, and a fixed set of validation batches."""
 
-    def __init__(self, stream: SequenceStream, validation: SequenceStream | None, *, rank: int, size: int, batch: int):
-        self.stream, self.validation = stream, validation
+    def __init__(
+        self, stream: SequenceStream, validation: SequenceStream | None, source: str, *,
+        rank: int, size: int, batch: int,
+    ):  # fmt: skip
+        """source: in words, where the validation comes from."""
+        self.stream, self.validation, self.source = stream, validation, source
         self.rank, self.size, self.batch = rank, size, batch
         self.position = stream.position  # after the last batch that was given out; the stream may be ahead
-        self._ahead: _Ahead | None = None
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="read ahead")
+        self._next: Future[tuple[Batch, Position]] | None = None
         self._held_out: tuple[int, list[PackedSequence]] = (-1, [])
 
     def next_batch(self) -> Batch:
         """The next [B, S] of this rank; every rank must ask as often as the others. One more is read ahead."""
-        batch, self.position = (self._ahead or _Ahead(self._read)).result()
-        self._ahead = _Ahead(self._read)
+        batch, self.position = (self._next or self._ahead.submit(self._read)).result()
+        self._next = self._ahead.submit(self._read)
         return batch
 
     def _read(self) -> tuple[Batch, Position]:
@@ -184,15 +189,16 @@ class TrainData:
                 "data.path, its files, data.text_field, data.validation_fraction, data.tokenizer or train.seed are not "
                 "those of the checkpoint; put them back, or export the run and start a new one from its weights"
             )
-        if self._ahead is not None:
-            self._ahead.join()
-            self._ahead = None
+        if self._next is not None:
+            wait([self._next])
+            self._next = None
         self.position = Position(**{key: int(state[key]) for key in asdict(Position())})
         self.stream.seek(self.position)
 
     def close(self, remove: bool = False) -> None:
         """Stop reading. `remove`: the run is done, and so are its tokens."""
         self.stream.cache.close(remove)
+        self._ahead.shutdown(cancel_futures=True)
 
     def _fingerprint(self) -> str:
         """Of what decides the order and the tokens, but not of where the files lie."""
@@ -201,25 +207,3 @@ class TrainData:
         for shard in self.stream.shards:
             digest.update(repr(shard.identity).encode())
         return digest.hexdigest()[:16]
-
-
-class _Ahead(threading.Thread):
-    """A call made in the background, and its result."""
-
-    def __init__(self, call: Callable[[], tuple[Batch, Position]]):
-        super().__init__(name="read ahead", daemon=True)
-        self._call = call
-        self._error: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self._result = self._call()
-        except BaseException as error:
-            self._error = error
-
-    def result(self) -> tuple[Batch, Position]:
-        self.join()
-        if self._error is not None:
-            raise self._error
-        return self._result
