@@ -20,6 +20,7 @@ STREAMED = Layout(8, 8, 8192, keeps(32, "host", "host"), overlap=False)  # one q
 
 # Measured on an H200 (LOG.md, "planned against rehearsed"). tier: of layer inputs, and of attention's output where it
 # is kept. steps: 2, and the second's seconds; or 1, where pinning host memory and cuDNN's planning count as forward.
+# Without seconds: attention was cut short, and the peak alone was measured.
 with (Path(__file__).parent / "rehearsed.csv").open(encoding="utf-8") as file:
     REHEARSED = list(csv.DictReader(file))
 
@@ -40,6 +41,8 @@ def test_planned_is_what_was_rehearsed(row):
     hardware = parse_gpus(f"{cp}xH200")
     ledger = memory(shape, layout, hardware, work)
     assert (ledger.gpu_peak - ledger.gpu["reserve"]) / 2**30 == pytest.approx(float(row["peak_gib"]), rel=0.05)
+    if not row["forward_s"]:
+        return
     layer = layer_seconds(shape, layout, hardware, work, None, layout.kept[0])
     planned = [part.total - part.exchange for part in (layer.forward, layer.backward)]
     measured = [float(row["forward_s"]), float(row["backward_s"])]
@@ -50,9 +53,9 @@ def test_planned_is_what_was_rehearsed(row):
 
 # Seconds per layer, one H200 as rank 0 of 8: attention and MLP of forward, attention and MLP of backward.
 MEASURED = {
-    2**17: (0.0298, 0.0091, 0.0850, 0.0282),
-    2**19: (0.4788, 0.0381, 1.3244, 0.1094),
-    2**20: (1.9004, 0.0782, 5.2765, 0.2113),
+    2**17: (0.0284, 0.0096, 0.0834, 0.0288),
+    2**19: (0.4835, 0.0395, 1.3341, 0.1087),
+    2**20: (1.9120, 0.0848, 5.2976, 0.2161),
 }
 
 

@@ -36,6 +36,7 @@ from ithaka.ops.stages import (
     ProjectionsBackward,
     Rotation,
     join_heads,
+    project_all,
     rotation,
     stages_attention,
     take_head_columns,
@@ -150,11 +151,10 @@ class StreamedLayer:
     def keep_everything(self, x_sD: Tensor, positions_s: Tensor, docs: Docs) -> Tensor:
         """The layer as ordinary differentiable ops around the attention of all stages: nothing is recomputed."""
         with phase(self.name), phase("forward"), holding(KEPT["device"]):
-            h_sD, turned, c = apply_norm(self.parts.norm1, x_sD), self._rotation(positions_s), self.group.size()
-            slices = [part for stage in self.table.stages for part in self._slices(stage)]
-            projected = [part.differentiable(h_sD, turned, c) for part in slices]
-            outs_csnK = stages_attention(self.table, self.group, self._how(docs), projected)
-            attention_sD = nn.functional.linear(join_heads(outs_csnK), self._output_weight(), self.parts.o_proj.bias)
+            h_sD, turned = apply_norm(self.parts.norm1, x_sD), self._rotation(positions_s)
+            projected = project_all(self._all_slices(), h_sD, turned, self.group.size())
+            out_csnK = stages_attention(self.table, self.group, self._how(docs), *projected)
+            attention_sD = nn.functional.linear(join_heads([out_csnK]), self._output_weight(), self.parts.o_proj.bias)
             sum_sD = x_sD.to(sum_dtype(x_sD.dtype)) + attention_sD
             y_sD = (sum_sD + self._mlp(sum_sD.to(x_sD.dtype))).to(x_sD.dtype)
         return mark_backward(x_sD, y_sD, self.name, "backward")
@@ -352,8 +352,7 @@ class StreamedLayer:
     ) -> None:
         """From the gradients of all heads through the projections and norm1, added to dy."""
         norm1, weights = partial(apply_norm, self.parts.norm1), list(self.parts.norm1.parameters())
-        queries, kv = self._heads(self.query_heads, self.q), self._heads(self.kv_heads, self.k)
-        projections = ProjectionsBackward([(self.q, queries, dq), (self.k, kv, dk), (self.v, kv, dv)])
+        projections = ProjectionsBackward(self._all_slices(), [dq, dk, dv])
         for rows, x_tD in self._input_tiles(saved):
             turned = self._rotation(saved.positions_s[rows])
             dh_tD = projections.tile(rows, norm1(x_tD), turned, grads)
@@ -378,6 +377,11 @@ class StreamedLayer:
             in_order = order == list(range(count))
             self._indices[heads, count] = None if in_order else torch.tensor(order, device=device)
         return self._indices[heads, count]
+
+    def _all_slices(self) -> list[HeadSlice]:
+        """q, k and v with the heads of all stages and loads."""
+        queries, kv = self._heads(self.query_heads, self.q), self._heads(self.kv_heads, self.k)
+        return [HeadSlice.of(self.q, queries), HeadSlice.of(self.k, kv), HeadSlice.of(self.v, kv)]
 
     def _how(self, docs: Docs) -> dict[str, Any]:
         return {

@@ -53,7 +53,7 @@ def sharded_attention(
     how: dict[str, Any] = {"causal": causal, "window": window, "docs": docs, "kernel": kernel, "blocks": blocks}
     how |= {"scale": q_sHK.shape[-1] ** -0.5 if scale is None else scale}
     sent = [_take(x, heads) for x, heads in ((q_sHK, query_heads), (k_sGK, kv_heads), (v_sGK, kv_heads))]
-    (out_csnK,) = stages_attention(table, ranks, how, sent)  # type: ignore[arg-type]
+    out_csnK = stages_attention(table, ranks, how, *sent)  # type: ignore[arg-type]
     slots = [slot for slot, head in enumerate(h for of_rank in query_heads for h in of_rank) if head != EMPTY]
     return out_csnK.transpose(0, 1).flatten(1, 2)[:, slots]  # a rank's heads follow those of the rank before
 

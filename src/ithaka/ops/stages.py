@@ -20,7 +20,7 @@ from ithaka.ops.attention import attention, attention_backward
 from ithaka.ops.fused import rotate, turn
 from ithaka.ops.tiles import GradSum, apply_norm, sum_dtype, tile_backward
 from ithaka.phases import STAGE, holding
-from ithaka.plan.heads import HeadTable, Read, Stage
+from ithaka.plan.heads import HeadTable, Load, Read, Stage
 
 RAN_ALREADY = "a layer's backward ran already and kept nothing; call the model again instead of using retain_graph"
 Rotation = tuple[Tensor, Tensor]  # cos_tK, sin_tK with the signs that `rotate` wants
@@ -53,36 +53,43 @@ class HeadSlice:
 
     def project(self, h_tD: Tensor, rotation: Rotation, into_ctnK: Tensor) -> None:
         """Projected, normed, turned, and written into a tile of exchange layout."""
-        t_ctnK = self._normed(h_tD).unflatten(1, (len(into_ctnK), -1)).transpose(0, 1)
+        t_ctnK = self.normed(self.linear(h_tD)).unflatten(1, (len(into_ctnK), -1)).transpose(0, 1)
         if self.projection.rotates:
             rotate(into_ctnK.transpose(1, 2), t_ctnK.transpose(1, 2), *rotation)
         else:
             into_ctnK.copy_(t_ctnK)
 
-    def differentiable(self, h_sD: Tensor, rotation: Rotation, c: int) -> Tensor:
-        """The same for all of a rank's tokens, by ordinary autograd: [c, s, n, K]."""
-        t_csnK = self._normed(h_sD).unflatten(1, (c, -1)).transpose(0, 1)
-        return turn(t_csnK, *rotation) if self.projection.rotates else t_csnK.contiguous()
-
     def linear(self, h_tD: Tensor) -> Tensor:
-        return nn.functional.linear(h_tD, self.weight_ND, self.bias_N).unflatten(1, (-1, self.projection.head_dim))
+        return nn.functional.linear(h_tD, self.weight_ND, self.bias_N)
 
-    def _normed(self, h_tD: Tensor) -> Tensor:
-        t_tnK = self.linear(h_tD)
-        return t_tnK if self.projection.norm is None else apply_norm(self.projection.norm, t_tnK)
+    def normed(self, t_tN: Tensor) -> Tensor:
+        """[t, n, K]"""
+        t_tnK, norm = t_tN.unflatten(1, (-1, self.projection.head_dim)), self.projection.norm
+        return t_tnK if norm is None else apply_norm(norm, t_tnK)
+
+
+def project_all(slices: Sequence[HeadSlice], h_sD: Tensor, rotation: Rotation, c: int) -> list[Tensor]:
+    """All heads of q, k and v for all of a rank's tokens, [c, s, n, K] each; by ordinary autograd, in one product."""
+    biases = [part.bias_N for part in slices if part.bias_N is not None]
+    weight_ND = torch.cat([part.weight_ND for part in slices])
+    t_sN = nn.functional.linear(h_sD, weight_ND, torch.cat(biases) if biases else None)
+    projected = []
+    for part, part_sN in zip(slices, t_sN.split([len(part.weight_ND) for part in slices], dim=1), strict=True):
+        t_csnK = part.normed(part_sN).unflatten(1, (c, -1)).transpose(0, 1)
+        projected.append(turn(t_csnK, *rotation) if part.projection.rotates else t_csnK)
+    return projected
 
 
 class ProjectionsBackward:
     """From the gradients of all heads of q, k and v to that of their common input, in one product per tile.
 
     One product, so that the sum over heads is rounded once, whatever the number of stages.
-    `arrived`: per projection the heads of all ranks, and per stage or load their gradient [c, s, n, K]; a rank's heads
-    are those of its first piece, then of its second, ...
+    `pieces`: per projection and stage or load, the gradient [c, s, n, K]; a rank's heads are those of its first piece,
+    then of its second, ...
     """
 
-    def __init__(self, arrived: Sequence[tuple[Projection, Tensor | None, list[Tensor]]]) -> None:
-        self.slices = [HeadSlice.of(projection, heads_n) for projection, heads_n, _ in arrived]
-        self.pieces = [pieces for _, _, pieces in arrived]
+    def __init__(self, slices: Sequence[HeadSlice], pieces: Sequence[list[Tensor]]) -> None:
+        self.slices, self.pieces = slices, pieces
         self.weight_ND = torch.cat([part.weight_ND for part in self.slices])
         self.sums = GradSum()
 
@@ -121,7 +128,8 @@ class ProjectionsBackward:
         norm = part.projection.norm
         if norm is not None:
             through = partial(apply_norm, norm)
-            into_tnK.copy_(tile_backward(through, norm.parameters(), part.linear(h_tD), into_tnK, grads))
+            t_tnK = part.linear(h_tD).unflatten(1, (-1, part.projection.head_dim))
+            into_tnK.copy_(tile_backward(through, norm.parameters(), t_tnK, into_tnK, grads))
 
     def _add_grads(self, part: HeadSlice, d_tN: Tensor, h_tD: Tensor) -> None:
         linear = part.projection.linear
@@ -225,13 +233,13 @@ class HeldHeads:
 
 
 def stages_attention(
-    table: HeadTable, group: dist.ProcessGroup, how: dict[str, Any], projected: list[Tensor]
-) -> list[Tensor]:
+    table: HeadTable, group: dist.ProcessGroup, how: dict[str, Any], q_csnK: Tensor, k_csmK: Tensor, v_csmK: Tensor
+) -> Tensor:
     """Exchange, attention and exchange back of all stages, differentiable; keeps q, k, v, out and lse.
 
-    `projected`: per stage q_csnK, and k_csmK, v_csmK where a load arrives. Returns out_csnK of every stage.
+    q and the result hold the slots of all stages, k and v those of all loads: of each rank first those of the first.
     """
-    return list(_StagesAttention.apply(table, group, how, *projected))
+    return _StagesAttention.apply(table, group, how, q_csnK, k_csmK, v_csmK)
 
 
 class _StagesAttention(torch.autograd.Function):
@@ -240,32 +248,41 @@ class _StagesAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, table, group, how, *projected):
+    def forward(ctx, table, group, how, q_csnK, k_csmK, v_csmK):
         ctx.table, ctx.group, ctx.kept = table, group, []
         ctx.held = HeldHeads(table, group.rank(), how)
-        arriving = iter([tokens_to_heads(t, group) for t in projected])
+        loads = list(zip(*(_split(t, table.loads) for t in (k_csmK, v_csmK)), strict=True))
         outs = []
-        for stage in table.stages:
-            q_SnK = next(arriving)
-            kv = () if stage.load is None else (next(arriving), next(arriving))
-            out_SnK, lse_nS = ctx.held.attend(stage, q_SnK, *kv)
+        for stage, q in zip(table.stages, _split(q_csnK, table.stages), strict=True):
+            kv = () if stage.load is None else loads[stage.load]
+            q_SnK, *new_kv = (tokens_to_heads(t.contiguous(), group) for t in (q, *kv))
+            out_SnK, lse_nS = ctx.held.attend(stage, q_SnK, *new_kv)
             ctx.kept.append((q_SnK, out_SnK, lse_nS))
             outs.append(heads_to_tokens(out_SnK, group))
-        return tuple(outs)
+        return _joined(outs)
 
     @staticmethod
-    def backward(ctx, *douts_csnK):
+    def backward(ctx, dout_csnK):
         if ctx.kept is None:
             raise RuntimeError(RAN_ALREADY)
         table, group = ctx.table, ctx.group
-        dqs = []
-        for stage, dout_csnK, (q, out, lse) in zip(table.stages, douts_csnK, ctx.kept, strict=True):
-            dout = tokens_to_heads(dout_csnK.contiguous(), group)
-            dq = ctx.held.attend_backward(stage, lse, q, out.clone(), dout)
-            dqs.append(heads_to_tokens(dq, group))
-        grads = []
-        for stage, dq in zip(table.stages, dqs, strict=True):
-            dkv = () if stage.load is None else ctx.held.take_grads(stage.load)
-            grads += [dq, *(heads_to_tokens(d, group) for d in dkv)]
-        ctx.kept = None
-        return None, None, None, *grads
+        dqs: list[Tensor] = []
+        dks: list[Tensor] = []
+        dvs: list[Tensor] = []
+        for stage, dout, (q, out, lse) in zip(table.stages, _split(dout_csnK, table.stages), ctx.kept, strict=True):
+            dout_SnK = tokens_to_heads(dout.contiguous(), group)
+            dq_SnK = ctx.held.attend_backward(stage, lse, q, out.clone(), dout_SnK)
+            dqs.append(heads_to_tokens(dq_SnK, group))
+        for load in range(len(table.loads)):
+            for grads, d_SmK in zip((dks, dvs), ctx.held.take_grads(load), strict=True):
+                grads.append(heads_to_tokens(d_SmK, group))
+        ctx.kept = ctx.held = None
+        return None, None, None, _joined(dqs), _joined(dks), _joined(dvs)
+
+
+def _split(t_csnK: Tensor, parts: Sequence[Stage | Load]) -> tuple[Tensor, ...]:
+    return t_csnK.split([part.num_slots for part in parts], dim=2)
+
+
+def _joined(parts_csnK: list[Tensor]) -> Tensor:
+    return parts_csnK[0] if len(parts_csnK) == 1 else torch.cat(parts_csnK, dim=2)
