@@ -78,7 +78,7 @@ class Layout:
 
     def groups(self, num_layers: int) -> list[tuple[LayerKeeps, int]]:
         """(what they keep, how many) of neighbouring layers that keep the same."""
-        return [(keeps, sum(1 for _ in same)) for keeps, same in groupby(self.of_layers(num_layers))]
+        return [(keeps, len(list(same))) for keeps, same in groupby(self.of_layers(num_layers))]
 
     def of_one_layer(self, keeps: LayerKeeps) -> Layout:
         """The same decisions for one layer alone."""

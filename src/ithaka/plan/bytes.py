@@ -349,9 +349,22 @@ class Ledger:
 def memory(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Ledger:
     """The ledger of a step, at its highest phase."""
     name, gpu = max(gpu_phases(shape, layout, hardware, work), key=lambda phase: sum(phase[1].values()))
-    gpu["reserve"] = RESERVE_BYTES + int(RESERVE_SHARE * hardware.gpu.memory_bytes)
+    gpu["reserve"] = _reserve(hardware)
     host, disk = _outside(shape, layout, hardware, work)
     return Ledger(name, gpu, host, disk, hardware.gpu.memory_bytes, hardware.host_bytes, hardware.disk_bytes)
+
+
+def fits(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> bool:
+    """`memory(...).fits`, sooner: the search asks it of thousands of layouts."""
+    host, disk = _outside(shape, layout, hardware, work)
+    if sum(host.values()) > hardware.host_bytes or sum(disk.values()) > hardware.disk_bytes:
+        return False
+    peak = max(sum(holders.values()) for _, holders in gpu_phases(shape, layout, hardware, work))
+    return peak + _reserve(hardware) <= hardware.gpu.memory_bytes
+
+
+def _reserve(hardware: Hardware) -> int:
+    return RESERVE_BYTES + int(RESERVE_SHARE * hardware.gpu.memory_bytes)
 
 
 def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> list[tuple[str, Holders]]:

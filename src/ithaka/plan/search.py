@@ -16,7 +16,7 @@ from typing import Any
 
 from ithaka.config import Config
 from ithaka.layout import SETTINGS, Layout, Tier, check_fixed, fixed_settings, make_layout, settings_of
-from ithaka.plan.bytes import Ledger, memory
+from ithaka.plan.bytes import Ledger, fits, memory
 from ithaka.plan.hardware import Hardware
 from ithaka.plan.seconds import Seconds, step_seconds
 from ithaka.plan.shape import ModelShape, Work
@@ -211,7 +211,7 @@ class _Space:
         return make_layout(self.shape.num_layers, **same, **words)
 
     def fits(self, layout: Layout, work: Work) -> bool:
-        return memory(self.shape, layout, self.hardware, work).fits
+        return fits(self.shape, layout, self.hardware, work)
 
     def layouts(self, work: Work) -> Iterator[Layout]:
         """Those that fit. Places farther away than one with room for everything are not faster, and left out."""
@@ -246,14 +246,14 @@ class _Space:
         def keeping(count: int) -> Layout:
             return self.layout(**{**frame, "keep_attention": count})
 
-        def fits(count: int) -> bool:
+        def has_room(count: int) -> bool:
             return self.fits(keeping(count), work)
 
-        if fits(most):  # with all of them nothing is computed again, which frees room on the device
+        if has_room(most):  # with all of them nothing is computed again, which frees room on the device
             return keeping(most)
-        if most == 0 or "keep_attention" in self.fixed or not fits(1):
+        if most == 0 or "keep_attention" in self.fixed or not has_room(1):
             return None
-        return keeping(_largest(fits, most))
+        return keeping(_largest(has_room, most))
 
     def nearest(self, work: Work) -> Layout:
         """Where nothing fits: the layout whose worst tier is exceeded least, with few attention outputs kept."""
@@ -290,14 +290,14 @@ class _Space:
     def longest_context(self, batch: int) -> int:
         layouts = list(self.leanest())
 
-        def fits(grains: int) -> bool:
+        def has_room(grains: int) -> bool:
             work = Work(grains * self.grain, batch)
             return any(self.fits(layout, work) for layout in layouts)
 
         high = 1
-        while fits(high):
+        while has_room(high):
             high *= 2
-        return _largest(fits, high) * self.grain
+        return _largest(has_room, high) * self.grain
 
 
 def _largest(fits: Callable[[int], bool], beyond: int) -> int:
