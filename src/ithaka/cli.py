@@ -178,7 +178,7 @@ def _run(
         run = preflight(Request(config, changes, resume, run_dir))
     if run.plan is not None and os.environ.get("RANK", "0") == "0":
         model = run.config.model
-        print(show.as_text(run.plan, str(model.path or model.embedded)), flush=True)
+        print(show.as_text(run.plan, str(model.path or model.embedded), run.config.train.steps), flush=True)
     raise typer.Exit(launch.run_ranks(train_rank, (run, only_profile), run.num_ranks))
 
 
