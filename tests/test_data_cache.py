@@ -154,3 +154,24 @@ def test_validation_tokenises_what_it_needs(data, tmp_path):
     stream, tokenizer = opened(data, tmp_path)
     assert len(stream.validation_sequences(1)) == 1
     assert 0 < len([text for _, text in tokenizer.seen() if text in TEXTS]) <= 4
+
+
+def test_what_is_read_ahead_when_a_run_ends_leaves_nothing_behind(data, tmp_path, monkeypatch):
+    tokenise = TokenCache._tokenise
+
+    def slowly(self, *args):
+        time.sleep(0.05)
+        tokenise(self, *args)
+
+    monkeypatch.setattr(TokenCache, "_tokenise", slowly)
+    stream, _ = opened(data, tmp_path)
+    while stream.stream.position.window < 2:
+        stream.next_batch()
+    start = time.monotonic()
+    stream.close(remove=True)
+    assert time.monotonic() - start < 5 and not (tmp_path / "run").exists()
+    waiting, _ = opened(data, tmp_path, fills=False)
+    waiting._next = waiting._ahead.submit(waiting._read)
+    time.sleep(0.1)
+    waiting.close()
+    assert time.monotonic() - start < 10

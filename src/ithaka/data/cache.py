@@ -102,6 +102,8 @@ class TokenCache:
     def _write(self, shard: Shard, path: Path) -> None:
         if path.exists():
             return
+        if self.closed:
+            raise RuntimeError("the data is closed")
         part = path.with_suffix(f".{os.getpid()}-{time.monotonic_ns()}.part")
         try:
             self.directory.mkdir(parents=True, exist_ok=True)

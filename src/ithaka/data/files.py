@@ -26,7 +26,7 @@ TRAINING_JSON = re.compile(
 )
 VALIDATION_SPLITS = ("validation", "valid", "val", "dev")
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-SNIFF_BYTES = 1 << 20
+SNIFF_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,17 @@ def _named(path: Path) -> File:
 
 
 def _json_kind(path: Path) -> Kind | None:
-    with path.open("rb") as file:
-        first = next((line.strip() for line in file if line.strip()), b"").removeprefix(codecs.BOM_UTF8)
-    if first.startswith(b"["):
+    """How a .json file holds records; None where it is one value over several lines."""
+    head = _head(path).removeprefix(codecs.BOM_UTF8).lstrip()
+    line, newline, _ = head.partition(b"\n")
+    if head.startswith(b"["):
         return "json"
-    return "jsonl" if first.startswith(b"{") and first.endswith(b"}") else None
+    return "jsonl" if line.startswith(b"{") and (line.rstrip().endswith(b"}") or not newline) else None
+
+
+def _head(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(SNIFF_BYTES)
 
 
 def _directory(directory: Path, name: str) -> Found:
@@ -102,13 +108,13 @@ def _directory(directory: Path, name: str) -> Found:
             texts.append(path)
         else:
             others.append((path, "not UTF-8 text"))
-    beside = [path for path in texts if NOT_RECORDS.match(path.name)]
+    beside = {path for path in texts if NOT_RECORDS.match(path.name)}
     only_json = all(path.suffix == ".json" for path in texts if path not in beside)
     for path in [path for path in texts if path.suffix == ".json" and path not in beside]:
         kind = _json_kind(path)
-        if kind and (only_json or TRAINING_JSON.match(path.read_bytes()[:SNIFF_BYTES])):
+        if kind and (only_json or TRAINING_JSON.match(_head(path))):
             records.append(File(path, kind))
-            texts.remove(path)
+    texts = sorted(set(texts) - {file.path for file in records})
     if records:
         strange = [path for path in texts if path not in beside]
         strange += [path for path, reason in others if reason != "empty" and path.suffix != ".lock"]
@@ -118,7 +124,7 @@ def _directory(directory: Path, name: str) -> Found:
                 f"{strange[0].relative_to(directory)}, which is none; name the files that are meant by a glob, "
                 f"such as {directory}/**/*{records[0].path.suffix}"
             )
-        others += [(path, "not records") for path in beside]
+        others += [(path, "not records") for path in sorted(beside)]
     left_out = [f"{path.relative_to(directory)} ({reason})" for path, reason in others]
     files = sorted(records, key=lambda file: file.path) or [File(path, "text") for path in texts]
     if not files:
@@ -147,8 +153,7 @@ def _standard_library() -> list[File]:
 
 
 def _is_text(path: Path) -> bool:
-    with path.open("rb") as file:
-        head = file.read(SNIFF_BYTES)
+    head = _head(path)
     try:
         codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < SNIFF_BYTES)
     except UnicodeDecodeError:

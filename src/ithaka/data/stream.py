@@ -197,8 +197,9 @@ class TrainData:
 
     def close(self, remove: bool = False) -> None:
         """Stop reading. `remove`: the run is done, and so are its tokens."""
-        self.stream.cache.close(remove)
+        self.stream.cache.closed = True  # what is read ahead ends at its next shard
         self._ahead.shutdown(cancel_futures=True)
+        self.stream.cache.close(remove)
 
     def _fingerprint(self) -> str:
         """Of what decides the order and the tokens, but not of where the files lie."""
