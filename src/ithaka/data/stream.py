@@ -181,8 +181,9 @@ class TrainData:
         """Continue where `state_dict` was called, on any number of ranks. The files must be the same."""
         if state["version"] != FORMAT:
             raise ConfigError(
-                f"the checkpoint's place in the data has format {state['version']}, not {FORMAT}: another order; "
-                "go on with the version that wrote it, or export the run and start a new one from its weights"
+                f"the checkpoint's place in the data has format {state['version']}, not {FORMAT}: the order of the "
+                "data has changed; go on with the version that wrote it, or export the run and start a new one "
+                "from its weights"
             )
         if state["data"] != self._fingerprint():
             raise ConfigError(
