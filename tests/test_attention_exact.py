@@ -119,11 +119,11 @@ def test_gradients_are_fp32_sums_rounded_once(heads):
     out, lse = attention(q, k, v, scale=SCALE, blocks=(32, 16))
     ours = attention_backward(dout, q, k, v, out, lse, scale=SCALE, blocks=(32, 16))
     totals = [torch.zeros(96, heads, 16) for heads in (n, m, m)]
-    groups = list(query_major([(0, 96)], causal=True, window=None, block_q=32, block_kv=16))
-    assert len(groups) == 3 and any(len(group.pairs) > 2 for group in groups)
+    blocks = list(query_major([(0, 96)], causal=True, window=None, block_q=32, block_kv=16))
+    assert len(blocks) == 3 and any(len(block.pairs) > 2 for block in blocks)
     for r in range(n // m):
         heads_r = slice(r, None, n // m)
-        for p, at in ((pair, i * pair.step) for group in groups for pair in group.pairs for i in range(pair.count)):
+        for p, at in ((pair, i * pair.step) for block in blocks for pair in block.pairs for i in range(pair.count)):
             rows, cols = slice(p.q0 + at, p.q0 + at + p.rows), slice(p.k0 + at, p.k0 + at + p.keys)
             views = [x[rows, heads_r] for x in (dout, q)] + [x[cols] for x in (k, v)] + [out[rows, heads_r]]
             shares = KERNELS["cpu"].backward(

@@ -17,12 +17,12 @@ def visible(docs, causal, window):
     }
 
 
-def visits(groups):
-    for group in groups:
-        for c in range(group.count):
-            for p, d in ((pair, d) for pair in group.pairs for d in range(pair.count)):
-                assert group.count == 1 or p.count == 1
-                shift = c * group.step + d * p.step
+def visits(blocks):
+    for block in blocks:
+        for c in range(block.count):
+            for p, d in ((pair, d) for pair in block.pairs for d in range(pair.count)):
+                assert block.count == 1 or p.count == 1
+                shift = c * block.step + d * p.step
                 for i in range(p.rows):
                     for j in range(p.keys):
                         if (p.mask == CAUSAL and j > i) or (p.mask == EDGE and j < i):
@@ -30,9 +30,9 @@ def visits(groups):
                         yield p.q0 + i + shift, p.k0 + j + shift
 
 
-def owned(groups):
+def owned(blocks):
     return [
-        group.start + c * group.step + t for group in groups for c in range(group.count) for t in range(group.length)
+        block.start + c * block.step + t for block in blocks for c in range(block.count) for t in range(block.length)
     ]
 
 
@@ -54,43 +54,43 @@ def test_every_visible_pair_once(lengths, equal, causal, window, block_q, block_
     settings_ = dict(causal=causal, window=window if causal else None, block_q=block_q, block_kv=block_kv)
     settings_["halve"] = halve
     expected = sorted(visible(docs, causal, settings_["window"]))
-    groups = list(query_major(spans_of(tuple(docs)), **settings_))
-    assert sorted(visits(groups)) == expected
-    assert sorted(owned(groups)) == list(range(docs[-1]))
-    for group in groups:
-        for p in group.pairs:
+    blocks = list(query_major(spans_of(tuple(docs)), **settings_))
+    assert sorted(visits(blocks)) == expected
+    assert sorted(owned(blocks)) == list(range(docs[-1]))
+    for block in blocks:
+        for p in block.pairs:
             assert p.mask not in (CAUSAL, EDGE) or p.rows == p.keys
 
 
 @pytest.mark.parametrize("window", [5, 8, 9, 17, 100])
 def test_batched_bands_never_overlap(window):
     """Gradients of one batched call are added without atomics, on either side."""
-    for group in query_major([(0, 300)], causal=True, window=window, block_q=64, block_kv=64):
-        for p in group.pairs:
-            assert group.count == 1 or group.step >= max(p.rows, p.keys)
+    for block in query_major([(0, 300)], causal=True, window=window, block_q=64, block_kv=64):
+        for p in block.pairs:
+            assert block.count == 1 or block.step >= max(p.rows, p.keys)
             assert p.count == 1 or p.step >= max(p.rows, p.keys)
 
 
 def test_short_window_is_a_few_batched_calls():
-    groups = list(query_major([(0, 1 << 20)], causal=True, window=4096, block_q=1 << 17, block_kv=1 << 16))
-    assert sum(len(group.pairs) for group in groups) < 40
+    blocks = list(query_major([(0, 1 << 20)], causal=True, window=4096, block_q=1 << 17, block_kv=1 << 16))
+    assert sum(len(block.pairs) for block in blocks) < 40
 
 
 def test_equal_documents_share_calls():
     docs = tuple(range(0, 1_024_001, 1024))
-    groups = list(query_major(spans_of(docs), causal=True, window=None, block_q=1 << 17, block_kv=1 << 16))
-    assert len(groups) == 8 and groups[0].count == 128
+    blocks = list(query_major(spans_of(docs), causal=True, window=None, block_q=1 << 17, block_kv=1 << 16))
+    assert len(blocks) == 8 and blocks[0].count == 128
 
 
 MASKS = [dict(causal=True, window=None), dict(causal=True, window=4096), dict(causal=False, window=None)]
 
 
-def largest_call(groups, row_elements):
+def largest_call(blocks, row_elements):
     """Elements from the first to the last that any one kernel call of this schedule can address."""
     return max(
-        ((g.count - 1) * g.step + (p.count - 1) * p.step + max(p.rows, p.keys)) * row_elements
-        for g in groups
-        for p in g.pairs
+        ((b.count - 1) * b.step + (p.count - 1) * p.step + max(p.rows, p.keys)) * row_elements
+        for b in blocks
+        for p in b.pairs
     )
 
 

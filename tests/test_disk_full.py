@@ -58,7 +58,7 @@ def test_disk_full_in_the_middle_of_a_step(ranks, tmp_path):
     assert ended.stderr.startswith("OutOfMemoryError: rank 1, after layer ")
     assert ended.stderr.count("OutOfMemoryError") == 1 and "Traceback" not in ended.stderr
     for words in (
-        f"disk: 3968 more bytes asked for in {disk}",
+        f"disk: 3968 more bytes needed in {disk}",
         "No space left on device",
         "memory.disk_path",
         str(last),

@@ -28,8 +28,8 @@ def reads_at_start_of_backward(host_bytes):
 
     def watched(self, saved, *args):
         below = saved.before()
-        groups = [saved] + ([below] if below is not None else [])
-        seen.append([sum(kept._reading is not None for kept in group._all()) for group in groups])
+        layers = [saved] + ([below] if below is not None else [])
+        seen.append([sum(kept._reading is not None for kept in one._all()) for one in layers])
         return backward(self, saved, *args)
 
     layer.StreamedLayer.backward = watched

@@ -121,7 +121,7 @@ def test_a_walk_may_end_early(tier):
 
 
 @pytest.mark.parametrize("tier", ("host", "disk"))
-@pytest.mark.parametrize("use", ["nothing", "approach", "prefetch", "fetch", "tiles"])
+@pytest.mark.parametrize("use", ["nothing", "read_ahead", "prefetch", "fetch", "tiles"])
 def test_a_dead_handle_gives_everything_back(tier, use):
     store = Store()
     for _ in range(2):
@@ -174,15 +174,15 @@ def test_steps_of_changing_length_do_not_pile_up(tier):
     assert store.pool.peak_bytes <= 2 * 6 * 60 * 16 and store.disk.used_bytes <= 6 * 60 * 16
 
 
-def test_groups_know_the_one_before():
-    class Group:
+def test_saved_layers_know_the_one_before():
+    class Saved:
         pass
 
-    store, groups = Store(), [Group() for _ in range(2)]
-    assert store.follow(groups[0])() is None
-    before = store.follow(groups[1])
-    assert before() is groups[0]
-    del groups[0]
+    store, saved = Store(), [Saved() for _ in range(2)]
+    assert store.follow(saved[0])() is None
+    before = store.follow(saved[1])
+    assert before() is saved[0]
+    del saved[0]
     assert before() is None, "the store keeps nothing alive"
 
 
@@ -192,7 +192,7 @@ def test_groups_know_the_one_before():
 def test_a_full_host_says_what_to_do():
     store = Store(host_bytes=100)
     first = store.keep(numbers((20,)), "host")
-    words = r"host memory: 24 more bytes.*80 kept.*100 allowed.*use memory.offload=disk"
+    words = r"host memory: 24 more bytes.*80 in use.*limit of 100.*use memory.offload=disk"
     with pytest.raises(StoreError, match=words) as error:
         store.keep(numbers((6,)), "host")
     assert error.value.tier == "host"
@@ -208,7 +208,7 @@ def test_a_full_disk_says_what_to_do(monkeypatch, tmp_path):
     store = Store(disk_path=tmp_path)
     first = kept(store, numbers((5,)), "disk")
     monkeypatch.setattr(os, "posix_fallocate", full)
-    words = rf"disk: 24 more bytes.*{tmp_path} beside 20 kept \(No space left on device\).*memory.disk_path"
+    words = rf"disk: 24 more bytes.*{tmp_path} beside the 20 in use \(No space left on device\).*memory.disk_path"
     with pytest.raises(StoreError, match=words) as error:
         store.keep(numbers((6,)), "disk")
     assert error.value.tier == "disk"
@@ -264,13 +264,13 @@ def test_other_sizes_wait_for_a_slow_disk_too(slow_disk):
         assert torch.equal(handles.pop().fetch(), numbers((n,), seed=n))
 
 
-def test_approaching_takes_only_what_there_is():
+def test_reading_ahead_takes_only_what_there_is():
     x = numbers((10,))
     store = Store(host_bytes=2 * x.nbytes)
     handles = [kept(store, x + i, "disk") for i in range(4)]
     wait_until(lambda: store.pool.num_expected == 0)
     for handle in reversed(handles):
-        handle.approach()
+        handle.read_ahead()
     assert [handle._reading is not None for handle in handles] == [False, False, True, True]
     for i in reversed(range(4)):
         assert torch.equal(handles.pop().fetch(), x + i)
@@ -407,7 +407,7 @@ def test_the_file_is_where_it_was_asked_for(tmp_path, monkeypatch):
 
 # Any order of things
 
-MOVES = ("keep", "fetch", "tiles", "hold", "approach", "prefetch", "drop")
+MOVES = ("keep", "fetch", "tiles", "hold", "read_ahead", "prefetch", "drop")
 
 
 @settings(max_examples=60, deadline=None)

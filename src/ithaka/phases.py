@@ -21,7 +21,7 @@ LOSS = "loss tile"
 OTHER = "other"
 HOLDERS = (PARAMETERS, GRADIENTS, OPTIMIZER, UNSHARDED, RESIDUAL, STAGE, KEPT["device"], MLP, LOSS, OTHER)
 
-# The holder of memory made in a phase, unless `holding` or `tag` names another.
+# The holder of memory allocated in a phase, unless `holding` or `tag` names another.
 HOLDER_OF_PHASE = {
     "embedding": RESIDUAL,
     "forward": RESIDUAL,
@@ -38,12 +38,12 @@ HOLDER_OF_PHASE = {
 
 
 def holder_of(path: PhasePath) -> str:
-    """The holder of memory made in `path`, as the phases alone tell it."""
+    """The holder of memory allocated in `path`, judged by the phases alone."""
     return next((HOLDER_OF_PHASE[name] for name in reversed(path) if name in HOLDER_OF_PHASE), OTHER)
 
 
 class Listener(Protocol):
-    """Both are called once the change is made; `path` is the phase entered or left."""
+    """Both methods are called after the change; `path` is the phase entered or left."""
 
     def enter(self, path: PhasePath) -> None: ...
 
@@ -104,24 +104,24 @@ def _leave(outer: tuple[PhasePath, str]) -> None:
 
 
 def mark_backward(x: Tensor, y: Tensor, *names: str) -> Tensor:
-    """Returns y. Ordinary autograd's work from y's gradient to x's will be in the phases `names`."""
+    """Returns y. Puts autograd's work from y's gradient to x's into the phases `names`."""
     if _State.listeners and x.requires_grad and y.requires_grad:
         x.register_hook(_enter_at_gradient(y, *names))
     return y
 
 
 def mark_last_backward(y: Tensor, name: str) -> Tensor:
-    """Returns y. From y's gradient to those of the parameters it was made from, ordinary autograd will be in `name`."""
+    """Returns y. Puts autograd's work from y's gradient to those of the parameters behind it into phase `name`."""
     if _State.listeners and y.grad_fn is not None:
         leave = _enter_at_gradient(y, name)
         for node, _ in y.grad_fn.next_functions:
             if node is not None:
-                node.register_prehook(leave)  # of a tied weight: once both its gradients are added
+                node.register_prehook(leave)  # for a tied weight, after both its gradients are added
     return y
 
 
 def _enter_at_gradient(y: Tensor, *names: str) -> Callable[[object], None]:
-    """The function that leaves the phases again."""
+    """Enters the phases at y's gradient; returns the function that leaves them."""
     outer: list[tuple[PhasePath, str]] = []
     y.register_hook(lambda _: outer.extend(_enter(name) for name in names))
 
@@ -134,7 +134,7 @@ def _enter_at_gradient(y: Tensor, *names: str) -> Callable[[object], None]:
 
 @contextmanager
 def holding(holder: str) -> Iterator[None]:
-    """Memory made inside is for `holder`."""
+    """Attributes memory allocated inside to `holder`."""
     if not _State.memory_listeners:
         yield
         return
@@ -153,7 +153,7 @@ def _set_holder(holder: str) -> None:
 
 
 def tag(tensor: Tensor, holder: str) -> Tensor:
-    """From now on `tensor`'s memory is for `holder`."""
+    """Attributes `tensor`'s memory to `holder` from now on."""
     for listener in _State.memory_listeners:
         listener.tag(tensor, holder)
     return tensor

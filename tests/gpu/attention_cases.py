@@ -1,7 +1,7 @@
-"""bf16 attention against fp64, next to what plain PyTorch loses on the same inputs.
+"""The error of bf16 attention against fp64, compared with plain PyTorch's on the same inputs.
 
-Backward takes the path that training takes: dk and dv join fp32 sums, to which two stages of query heads add one after
-the other where a kv head has several of them.
+Backward runs as in training: dk and dv are fp32 sums, to which two stages of query heads add in turn if a kv head has
+several of them.
 """
 
 from statistics import median
@@ -13,10 +13,10 @@ from ithaka.ops.attention import attention, attention_backward
 from ithaka.ops.reference import attention_mask, attention_reference
 
 NAMES = ("out", "dq", "dk", "dv")
-# Of our error over plain PyTorch's. Both round probabilities and results to 16 bits; sums over blocks are fp32 in ours.
+# Our error over plain PyTorch's. Both round probabilities and results to 16 bits; ours sums over blocks in fp32.
 # A pair's output is rounded to 16 bits before it is merged with others: 1.15 to 1.17 on an H200, in blocks this small.
 MEDIAN, WORST = 1.25, 1.5
-# The CPU's kernel rounds every pair's dq, dk and dv, of which short blocks make many. A zero has a ratio of 200.
+# The CPU kernel rounds dq, dk and dv of every pair, and short blocks make many pairs. A zero has a ratio of 200.
 CPU_MEDIAN, CPU_WORST = 2.5, 3.5
 
 
@@ -42,7 +42,7 @@ MASKS = tuple(masks_of(1000))
 
 
 def errors(kernel, mask, device, heads=(2, 2), head_dim=128, dtype=torch.bfloat16, seed=0):
-    """{name: (our relative error, plain PyTorch's)}; infinite where anything is not finite."""
+    """{name: (our relative error, plain PyTorch's)}; infinite if anything is not finite."""
     num_tokens, blocks = (2085, (512, 256)) if device.type == "cuda" else (187, (64, 32))
     generator = torch.Generator().manual_seed(seed)
     n, m = heads
@@ -57,7 +57,7 @@ def errors(kernel, mask, device, heads=(2, 2), head_dim=128, dtype=torch.bfloat1
 
 
 def in_stages(q, k, v, dout, **how):
-    """out, dq, dk, dv, a stage per query head of each kv head, or per half of them; k's and v's gradients in fp32."""
+    """out, dq, dk, dv in up to two stages, each with half of every kv head's query heads; dk and dv in fp32."""
     num_kv, repeat = k.shape[1], q.shape[1] // k.shape[1]
     sums = tuple(torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
     out, dq = torch.empty_like(q), torch.empty_like(q)
@@ -71,7 +71,7 @@ def in_stages(q, k, v, dout, **how):
 
 
 def _sdpa(q, k, v, mask, scale):
-    """One query head per kv head: what takes groups of them computes in fp32, which is no yardstick for 16 bits."""
+    """One query head per kv head: kernels for GQA compute in fp32, which is no yardstick for 16 bits."""
     mask = {"causal": True, "window": None, "docs": None} | mask
     seen = attention_mask(len(q), **mask).to(q.device)
     repeat = q.shape[1] // k.shape[1]
@@ -95,7 +95,7 @@ def _error(a, truth):
 
 
 def assert_as_good_as_plain(found: list[dict[str, tuple[float, float]]], device: torch.device) -> None:
-    """Over cases: of out and of each gradient, at most 1.25 times plain PyTorch's error in the median, 1.5 at worst."""
+    """Over all cases, the errors of out and each gradient are within MEDIAN and WORST times plain PyTorch's."""
     most, worst = (MEDIAN, WORST) if device.type == "cuda" else (CPU_MEDIAN, CPU_WORST)
     wrong = []
     for name in NAMES:

@@ -1,4 +1,4 @@
-"""Every kernel this device has, in 16 bits: as good as plain PyTorch, against fp64."""
+"""Every kernel of this device in 16 bits is as close to fp64 as plain PyTorch."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_fp16(device, kernel):
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("num_tokens", [1, 2, 65, 129])
 def test_rows_that_see_one_key(device, kernel, num_tokens):
-    """Their output is that key's value and nothing flows to q and k; other rows are finite."""
+    """Their output is that key's value, and q and k get no gradient; other rows are finite."""
     q, k, v, dout = (torch.randn(num_tokens, 1, 128).to(device, torch.bfloat16) for _ in range(4))
     for window in (None, 1):
         sums = tuple(torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
@@ -53,7 +53,7 @@ def test_rows_that_see_one_key(device, kernel, num_tokens):
 
 @gpu
 def test_memory_is_results_and_blocks():
-    """No allocation as long as the sequence but the results: the same buffers at 256 Ki and 1 Mi tokens."""
+    """Only the results grow with the sequence: the same buffers at 256 Ki and 1 Mi tokens."""
 
     def above(num_tokens):
         q, k, v, dout = (torch.randn(num_tokens, 1, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))

@@ -7,7 +7,7 @@ from ithaka.ops.fused import rotate, row_logsumexp, silu_mul, silu_mul_backward,
 
 pytestmark = pytest.mark.gpu
 
-# Of one result: half a unit in the last place in 16 bits; in 32 the GPU's exp is off by more than that.
+# One result's: half a unit in the last place in 16 bits; in 32 bits the GPU's exp is off by more than that.
 ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 4e-3}
 
 

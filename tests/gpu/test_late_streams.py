@@ -1,9 +1,8 @@
-"""Copies and exchanges that come late, or a computation that does, change no bit of a gradient.
+"""Late copies, exchanges or computations change no bit of a gradient.
 
 On a GPU the delays are real: `torch.cuda._sleep` is queued on a stream before each copy or exchange. The threaded
-process group runs collectives on the stream they are called on: `late_exchange` therefore gives exchanges a stream of
-their own, as NCCL does. On a CPU an exchange is late when it moves nothing before
-`wait`, and the disk sleeps.
+process group runs collectives on the caller's stream, so `late_exchange` gives exchanges their own, as NCCL does. On a
+CPU a late exchange moves nothing before `wait`, and the disk sleeps.
 """
 
 import os
@@ -30,10 +29,9 @@ gpu = pytest.mark.gpu
 
 
 def gradients(device, cp: int, **layer) -> dict[str, torch.Tensor]:
-    """Of the second of two steps: it reuses the memory of the first, where other tokens left other values.
-    One head per rank and stage.
+    """Gradients of the second of two steps, which reuses the memory where the first one's tokens left other values.
 
-    The reference kernel adds in the same order every time; PyTorch's own on a GPU do not.
+    One head per rank and stage. The reference kernel always adds in the same order; PyTorch's on a GPU do not.
     """
     size = SIZE if device.type == "cuda" else SIZE_ON_CPU
     model, batch = initial_model("qwen3", size, 0, device), random_batch(size, 0, device)
@@ -58,7 +56,7 @@ def different(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[st
 
 
 def late_copies(monkeypatch, *streams: str) -> None:
-    """`out_stream`, `in_stream` of the store sleep before each copy."""
+    """The store's `streams` sleep before each copy."""
     queue = Store.on
 
     @contextmanager
@@ -72,7 +70,7 @@ def late_copies(monkeypatch, *streams: str) -> None:
 
 
 def after(sleep, method):
-    """The method, which sleeps first."""
+    """The method, after a sleep."""
 
     def late(self, *args, **more):
         sleep()
@@ -82,18 +80,18 @@ def after(sleep, method):
 
 
 def late_disk(monkeypatch) -> None:
-    """Slow to write: the last writes of a forward are not done when its backward asks for them."""
+    """Writes slowly: backward asks for tensors that forward's last writes have not finished."""
     monkeypatch.setattr(DiskFile, "write", after(lambda: time.sleep(0.1), DiskFile.write))
 
 
 def late_compute(monkeypatch) -> None:
-    """Attention starts late, so that copies and exchanges that do not wait for it come too early."""
+    """Attention starts late, so copies and exchanges that do not wait for it come too early."""
     for name in ("attend", "attend_backward"):
         monkeypatch.setattr(HeldHeads, name, after(lambda: torch.cuda._sleep(CYCLES), getattr(HeldHeads, name)))
 
 
 class LateWork:
-    """An all-to-all that moves nothing before `wait`: what was received is not a number until then."""
+    """An all-to-all that moves nothing before `wait`: until then, the received tensor is NaN."""
 
     def __init__(self, received, send, group) -> None:
         self.received, self.send, self.group = received, send, group
@@ -104,7 +102,7 @@ class LateWork:
 
 
 class LateStreamWork:
-    """An all-to-all on a stream that all ranks share, asleep first."""
+    """An all-to-all on a stream that all ranks share, after a sleep."""
 
     def __init__(self, stream, received, send, group) -> None:
         received.fill_(float("nan"))
@@ -149,7 +147,7 @@ every_layer = pytest.mark.parametrize("layer", LAYERS, ids=NAMES)
 
 @pytest.fixture(scope="module")
 def on_time(device):
-    """Gradients without any delay, by cp: kept on the device, which no copy can spoil."""
+    """Gradients without delays, by cp; everything stays on the device, where no copy can spoil it."""
     return {cp: gradients(device, cp, keep_attention="device") for cp in (1, 2)}
 
 
@@ -189,8 +187,8 @@ def test_everything_late(device, on_time, monkeypatch):
     assert different(gradients(device, 2, **LAYERS[3]), on_time[2]) == []
 
 
-# The delays themselves: each shows a wait that is left out. On a GPU every one is planted in a process of its own: a
-# copy that comes too early writes to memory that others use by then, and the GPU may stop at a wild index.
+# The delays themselves are tested: each reveals a missing wait. On a GPU, each runs in its own process: a copy that
+# comes too early writes to memory that others use by then, and a wild index may stop the GPU.
 
 
 def copies_do_not_wait(monkeypatch, device) -> None:

@@ -1,5 +1,5 @@
-"""bf16 gradients of whole models, as good as autocast's with fp32 weights: families, stages, ranks, tiers, documents,
-mixtures of experts, and the optimizer in host memory. In full on a GPU; on a CPU a few cases of a small model.
+"""bf16 gradients of whole models are as good as autocast's with fp32 weights: families, stages, ranks, tiers,
+documents, mixtures of experts, and the optimizer in host memory. All cases run on a GPU; on a CPU, a few with a small model.
 """
 
 from dataclasses import replace
@@ -38,7 +38,7 @@ def size(device):
 
 @pytest.fixture(scope="session")
 def yardsticks(device, size):
-    """The latest is kept: tests are ordered by it."""
+    """Keeps only the latest: tests are ordered by it."""
     return lru_cache(1)(lambda family, packed=False: Yardsticks(family, size, device, packed))
 
 
@@ -91,7 +91,7 @@ def test_every_family(yardsticks, size, family, cp, stages):
 
 
 def with_choices(model, batch, cp: int, layout: Layout) -> tuple[Gradients, dict[str, Choices]]:
-    """Gradients, and the experts of all tokens in forward and in backward's recomputation."""
+    """Gradients, and every token's experts in forward and in backward's recomputation."""
 
     def work():
         ours = parallel_copy(model, batch.ids.device, cp, layout)
@@ -117,7 +117,7 @@ def with_choices(model, batch, cp: int, layout: Layout) -> tuple[Gradients, dict
 
 
 def num_different(a: Choices, b: Choices) -> int:
-    """Tokens, over all layers, that go to other experts."""
+    """How many tokens, over all layers, go to different experts."""
     assert a.keys() == b.keys() and a
     return sum(int((a[name].sort(-1).values != b[name].sort(-1).values).any(-1).sum()) for name in a)
 
@@ -138,7 +138,7 @@ def test_backward_chooses_the_experts_of_forward(device, size, family, cp, stage
 @pytest.mark.parametrize("cp,stages", [pytest.param(1, 1, marks=gpu), (2, 2), pytest.param(1, 8, marks=gpu)])
 @pytest.mark.parametrize("family", EXPERTS)
 def test_mixtures_of_experts(device, size, family, cp, stages):
-    """Against models that choose the same experts; how many choices differ from theirs is not counted."""
+    """Compared with models that are given the same choice of experts."""
     layout = bf16(size.heads // stages, tile_tokens=size.tokens // 3)
     ours, autocast, exact = [], [], []
     for seed in SEEDS if device.type == "cuda" else SEEDS[:1]:
@@ -177,8 +177,8 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("cp", [1, 2])
 def test_optimizer_in_host_memory_takes_the_same_step(device, size, cp, optimizer):
-    """Gradients bit for bit, with a kernel that adds in the same order every time; weights but for the last bits, which
-    a CPU and a GPU may round differently in the update.
+    """Equal gradients, bit for bit, with a kernel that always adds in the same order; equal weights but for the last
+    bits, which a CPU and a GPU may round differently.
     """
     model, batch = initial_model("qwen3", size, 0, device), random_batch(size, 0, device)
     layout = bf16(size.heads // 2, tile_tokens=size.tokens // 3, kernel="reference")

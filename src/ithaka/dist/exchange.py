@@ -2,8 +2,8 @@
 
 Shapes: S tokens of the sequence, s = S / c tokens on this rank, c ranks, n head slots per rank, K head dim.
 Tokens-sharded tensors are [c, s, n, K]: this rank's tokens, for the heads of every rank.
-Heads-sharded tensors are [S, n, K]: every token, for this rank's heads. Both lie in memory in the order the
-all-to-all sends and receives, so neither direction needs a copy.
+Heads-sharded tensors are [S, n, K]: every token, for this rank's heads. Both lie in memory in the order in which
+the all-to-all sends and receives, so neither direction needs a copy.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 @dataclass
 class Exchange:
-    """An exchange under way. `send` stays referenced until `wait`, so its memory is not reused before then."""
+    """An exchange under way. Holds `send` until `wait`, so that its memory is not reused before then."""
 
     received: torch.Tensor
     send: torch.Tensor | None
@@ -28,23 +28,23 @@ class Exchange:
 
 
 def start_tokens_to_heads(t_csnK: torch.Tensor, group: dist.ProcessGroup) -> Exchange:
-    """Begins [c, s, n, K] -> [S, n, K]. The tensor sent must not be written before `wait`."""
+    """Starts [c, s, n, K] -> [S, n, K]. The tensor sent must not be written before `wait`."""
     return _start(t_csnK, t_csnK.flatten(0, 1).shape, group)
 
 
 def start_heads_to_tokens(t_SnK: torch.Tensor, group: dist.ProcessGroup) -> Exchange:
-    """Begins [S, n, K] -> [c, s, n, K]. The tensor sent must not be written before `wait`."""
+    """Starts [S, n, K] -> [c, s, n, K]. The tensor sent must not be written before `wait`."""
     c = group.size()
     return _start(t_SnK, (c, t_SnK.shape[0] // c, *t_SnK.shape[1:]), group)
 
 
 def tokens_to_heads(t_csnK: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[c, s, n, K] -> [S, n, K], at once. Differentiable."""
+    """[c, s, n, K] -> [S, n, K], waiting for the result. Differentiable."""
     return _TokensToHeads.apply(t_csnK, group)
 
 
 def heads_to_tokens(t_SnK: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[S, n, K] -> [c, s, n, K], at once. Differentiable."""
+    """[S, n, K] -> [c, s, n, K], waiting for the result. Differentiable."""
     return _HeadsToTokens.apply(t_SnK, group)
 
 

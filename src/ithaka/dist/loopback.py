@@ -1,7 +1,7 @@
-"""One process standing for rank 0 of N: collectives copy locally, everything else is real.
+"""One process as rank 0 of N: collectives copy locally, everything else is real.
 
-Data stays finite and random, never uninitialised and never zero, because both change what a GPU measures.
-What arrives is not what other ranks would have sent; shapes, buffers and kernels are.
+Data stays finite and random, never uninitialised or zero, because both change how fast a GPU runs. The values received
+are not those that other ranks would send; shapes, buffers and kernels are the real ones.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ BACKEND = "loopback"
 
 
 class LoopbackGroup(dist.ProcessGroup):
-    """torch names some collectives differently in 2.11 and 2.13; both names are here."""
+    """Has the collectives under the names of both torch 2.11 and 2.13."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -22,7 +22,7 @@ class LoopbackGroup(dist.ProcessGroup):
         self._name = ""
 
     def _set_group_name(self, name: str) -> None:
-        self._name = name  # the C++ side keeps names in backends, of which there are none here
+        self._name = name  # C++ keeps names in backends, and there are none here
 
     @property
     def group_name(self) -> Any:
@@ -67,7 +67,7 @@ class LoopbackGroup(dist.ProcessGroup):
 
 
 def start_loopback(num_ranks: int) -> None:
-    """Makes this process rank 0 of `num_ranks` to torch.distributed."""
+    """Initialises torch.distributed with this process as rank 0 of `num_ranks`."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _create, devices=["cpu", "cuda"])
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=num_ranks)

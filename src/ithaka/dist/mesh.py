@@ -1,4 +1,4 @@
-"""The only file that makes process groups: data-parallel x context-parallel, FSDP2 over all of it."""
+"""The only file that makes process groups: data-parallel x context-parallel, with FSDP2 over all ranks."""
 
 import os
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from ithaka.config import ConfigError
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this process stands. `cp` ranks share a sequence; ranks of one cp group are neighbours."""
+    """This process's place in the grid of ranks. `cp` ranks share a sequence; ranks of one cp group are neighbours."""
 
-    fsdp: DeviceMesh  # one axis over every rank: parameters are sharded over all of it
+    fsdp: DeviceMesh  # one axis over every rank: parameters are sharded over all of them
     grid: DeviceMesh  # axes dp, cp
     device: torch.device
 
@@ -52,7 +52,7 @@ class Mesh:
 
 
 def make_mesh(cp: int = 1, device: torch.device | str | None = None) -> Mesh:
-    """Starts torch.distributed from torchrun's variables (or alone) where nobody has, and lays out dp x cp."""
+    """Initialises torch.distributed if nobody has, and lays out dp x cp."""
     chosen = torch.device(device) if device is not None else default_device()
     start_process_group(chosen)
     world_size = dist.get_world_size()
@@ -73,11 +73,11 @@ def default_device() -> torch.device:
 
 
 def start_process_group(device: torch.device | None = None) -> None:
-    """From torchrun's variables, or alone; does nothing where there is one already."""
+    """Initialises torch.distributed from torchrun's variables, or alone; does nothing if it is initialised."""
     if dist.is_initialized():
         return
     device = device or default_device()
-    # gloo beside NCCL: checkpoints and small host-side agreements need a CPU backend.
+    # gloo beside NCCL: checkpoints and collectives on host data need a CPU backend.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend)

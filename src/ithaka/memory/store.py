@@ -1,9 +1,9 @@
 """Where kept activations live: on the device, in pinned host memory, or on disk.
 
-`keep` returns a handle; the memory behind it goes back to the pool when the handle dies, so a graph that is
-thrown away without a backward leaks nothing. Copies run on their own streams: the compute stream waits for
-one only where its data is used. On a CPU device the tiers are the same with plain memory, so tests run the
-real code. Handles die wherever Python collects them, even in the writer's threads: that never waits.
+`keep` returns a handle, and its memory goes back to the pool when the handle dies: a graph dropped without a backward
+leaks nothing. Copies run on their own streams; the compute stream waits for one only where its data is used. A CPU
+device has the same tiers in plain memory, so tests run the real code. A handle's `__del__` may run on any thread, even
+the writer's, so it must not block.
 """
 
 import mmap
@@ -28,7 +28,7 @@ TIERS = ("device", "host", "disk")
 
 
 class StoreError(RuntimeError):
-    """A tier is full or fails: says which, what was asked for, what there is, and what to change."""
+    """A tier is full or failed. The message names the tier, the request, the limit and the way out."""
 
     def __init__(self, tier: Literal["host", "disk"], message: str) -> None:
         super().__init__(message)
@@ -36,15 +36,15 @@ class StoreError(RuntimeError):
 
 
 class Slab:
-    """A run of host bytes, page-locked where there is a GPU. Pinned once, reused over steps."""
+    """A run of host bytes, page-locked if there is a GPU. Pinned once, then reused from step to step."""
 
     def __init__(self, num_bytes: int, pin: bool) -> None:
-        # An own mapping: the allocator behind pin_memory() rounds sizes up to powers of two.
+        # Mapped here, because the allocator behind pin_memory() rounds sizes up to powers of two.
         self._map = mmap.mmap(-1, max(num_bytes, 1))
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)[:num_bytes]
-        self.busy: torch.cuda.Event | None = None  # the last owner's copies out of these bytes
+        self.busy: torch.cuda.Event | None = None  # the last owner's copies from these bytes
         self._pinned = False
         if pin and num_bytes > 0:
             status = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), num_bytes, 0)
@@ -71,17 +71,17 @@ class Slab:
 
 
 class SlabPool:
-    """Slabs by size. Freed ones wait for the next tensor of their size, and go when room is short."""
+    """Slabs by size. Freed slabs serve the next tensor of their size, and are released when room is short."""
 
     def __init__(self, budget_bytes: int | None, pin: bool) -> None:
         self.budget_bytes, self.pin = budget_bytes, pin
         self.used_bytes = self.peak_bytes = 0
-        self.num_expected = 0  # slabs that will come back by themselves, from the disk's threads
+        self.num_expected = 0  # slabs that the disk threads will return
         self._free: dict[int, list[Slab]] = {}
-        self._changed = threading.Condition()  # over an RLock: a handle may die anywhere, also in here
+        self._changed = threading.Condition()  # re-entrant: a handle's __del__ may run while we hold it
 
     def take(self, num_bytes: int) -> Slab:
-        """A slab of `num_bytes`. Waits while the disk's threads hold what is missing; else it is an error."""
+        """A slab of `num_bytes`. Waits for slabs that the disk threads hold; raises StoreError if there are none."""
         with self._changed:
             while not self._make_room(num_bytes):
                 if not self.num_expected:
@@ -104,14 +104,14 @@ class SlabPool:
             self.num_expected += 1
 
     def restart(self, num_bytes: int) -> None:
-        """All is back. Where the first size asked for is a new one, shapes have changed: the old sizes go."""
+        """Called while nothing is kept. A new first size means new shapes: release the old slabs."""
         with self._changed:
             if not self._free.get(num_bytes):
-                self._give_up_free()
+                self._release_free()
 
     @property
     def busy_bytes(self) -> int:
-        """Of tensors that are kept now; the rest waits to be used again."""
+        """Bytes of tensors kept now; the rest is free for reuse."""
         with self._changed:
             return self.used_bytes - _sum_bytes(self._free.copy())
 
@@ -127,37 +127,37 @@ class SlabPool:
     def _make_room(self, num_bytes: int) -> bool:
         if self._free.get(num_bytes) or self._has_room(num_bytes):
             return True
-        self._give_up_free()
+        self._release_free()
         return self._has_room(num_bytes)
 
     def _has_room(self, num_bytes: int) -> bool:
         return self.budget_bytes is None or self.used_bytes + num_bytes <= self.budget_bytes
 
-    def _give_up_free(self) -> None:
-        free, self._free = self._free, {}  # first: a handle that dies meanwhile gives to the new one
+    def _release_free(self) -> None:
+        free, self._free = self._free, {}  # swap first: a handle may die and give its slab meanwhile
         self.used_bytes -= _sum_bytes(free)
 
     def _full(self, num_bytes: int) -> str:
         return (
-            f"host memory: {num_bytes} more bytes asked for beside {self.used_bytes} kept, with "
-            f"{self.budget_bytes} allowed; use memory.offload=disk, memory.keep_attention=none, more ranks "
+            f"host memory: {num_bytes} more bytes needed beside the {self.used_bytes} in use, above the limit of "
+            f"{self.budget_bytes}; use memory.offload=disk, memory.keep_attention=none, more ranks "
             "(parallel.cp) or less data.context"
         )
 
 
 class DiskFile:
-    """A file without a name: it goes away with the process, also after kill -9. Space is reserved first."""
+    """An unnamed file that vanishes with the process, even after kill -9. Space is reserved before it is written."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._file: Any = None
         self._free: dict[int, list[int]] = {}
-        self._lock = threading.RLock()  # a handle may die anywhere, also in here
+        self._lock = threading.RLock()  # re-entrant, as the pool's
         self.used_bytes = 0
         self.failure: str | None = None  # of the background writer
 
     def take(self, num_bytes: int) -> int:
-        """An offset with `num_bytes` reserved, so that a full disk shows here, not while writing."""
+        """An offset with `num_bytes` reserved, so that a full disk fails here, not in a background write."""
         with self._lock:
             if self.failure is not None:
                 raise StoreError("disk", self.failure)
@@ -180,7 +180,7 @@ class DiskFile:
             self._free.setdefault(num_bytes, []).append(offset)
 
     def restart(self, num_bytes: int) -> None:
-        """All is back. Where the first size asked for is a new one, the file is used from its start again."""
+        """Called while nothing is kept. A new first size means new shapes: reuse the file from its start."""
         with self._lock:
             if not self._free.get(num_bytes):
                 self._free, self.used_bytes = {}, 0
@@ -217,7 +217,7 @@ class DiskFile:
 
     def _full(self, num_bytes: int, why: str) -> str:
         return (
-            f"disk: {num_bytes} more bytes asked for in {self.directory} beside {self.used_bytes} kept "
+            f"disk: {num_bytes} more bytes needed in {self.directory} beside the {self.used_bytes} in use "
             f"({why}); set memory.disk_path to a larger disk, or use memory.keep_attention=none or less "
             "data.context"
         )
@@ -256,9 +256,9 @@ class Store:
             self.disk.restart(tensor.nbytes)
         return (KeptOnHost if tier == "host" else KeptOnDisk)(tensor.contiguous(), self)
 
-    def follow(self, group: Any) -> Callable[[], Any]:
-        """Remembers `group` as the latest; returns a weak reference to the one before it."""
-        before, self._latest = self._latest, weakref.ref(group)
+    def follow(self, saved: Any) -> Callable[[], Any]:
+        """Remembers `saved` as the latest; returns a weak reference to the one before it."""
+        before, self._latest = self._latest, weakref.ref(saved)
         return before
 
     def submit(self, work, *args) -> Future:
@@ -274,13 +274,13 @@ class Store:
         return event
 
     def wait(self, event: "torch.cuda.Event | None") -> None:
-        """The compute stream goes on only after `event`."""
+        """Makes the compute stream wait for `event`."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
     @contextmanager
     def on(self, stream: "torch.cuda.Stream | None", *after: "torch.cuda.Event | None") -> Iterator[None]:
-        """Work in here is queued on `stream`, behind the events `after`."""
+        """Queues the work inside on `stream`, after the events `after`."""
         if stream is None:
             yield
             return
@@ -298,22 +298,22 @@ class Kept:
         self._tensor = tensor
 
     def settle(self) -> None:
-        """Lets go of the tensor that was handed over; its memory is reused once the copy is done."""
+        """Releases the tensor passed to `keep`; its memory is reused once the copy is done."""
 
-    def approach(self, wait: bool = False) -> None:
-        """Starts bringing the bytes to host memory (from disk) if there is room; `wait`: until there is."""
+    def read_ahead(self, wait: bool = False) -> None:
+        """Starts reading from disk into host memory if there is room; `wait`: waits for room."""
 
     def prefetch(self) -> None:
-        """Starts bringing the whole tensor to the device."""
+        """Starts copying the whole tensor to the device."""
 
     def fetch(self) -> Tensor:
         """The whole tensor on the device, ready for the current stream. May be called again."""
         return self._tensor
 
     def tiles(self, slices: list[slice], dim: int = 0, hold: bool = False) -> Iterator[Tensor]:
-        """Tile after tile along `dim` (0 or 1), the next one on its way while this one is used.
+        """Yields the tiles along `dim` (0 or 1), copying the next one while this one is used.
 
-        `hold`: the tiles (dim 0, all of the tensor) stay on the device, where the next walk finds them.
+        `hold`: leaves the tiles (dim 0, all of the tensor) on the device for the next walk.
         """
         for rows in slices:
             yield self._tensor[rows] if dim == 0 else self._tensor[:, rows]
@@ -331,8 +331,8 @@ class KeptOnHost(Kept):
 
     def settle(self) -> None:
         if self._source is not None:
-            # The compute stream waits (the copy is long done by then), so the allocator may reuse the memory
-            # in stream order. record_stream would tie reuse to how far the host runs ahead.
+            # The compute stream waits (the copy is long done), so the allocator may reuse the memory in stream order.
+            # record_stream would tie reuse to how far the host runs ahead.
             self.store.wait(self._copied_out)
             self._source = None
 
@@ -368,7 +368,7 @@ class KeptOnHost(Kept):
                 yield tile
             self._source = held
         finally:
-            self.store.wait(coming[1])  # a walk that ends early frees memory that is still written to
+            self.store.wait(coming[1])  # if the walk ends early, its memory is freed: not while a copy writes to it
 
     @phase("copies")
     def _copy_out(self, tensor: Tensor, slab: Slab) -> "torch.cuda.Event | None":
@@ -385,21 +385,21 @@ class KeptOnHost(Kept):
     def _copy_in(
         self, rows: slice | None, dim: int, held: Tensor | None = None
     ) -> tuple[Tensor, "torch.cuda.Event | None"]:
-        """Starts copying `rows` (None: all) to their place in `held`, or to memory of their own."""
+        """Starts copying `rows` (None: all) into `held` or, without it, into a new tensor."""
         store, host = self.store, self._host()
         rows = rows or slice(0, self.shape[dim])
         shape = (*self.shape[:dim], rows.stop - rows.start, *self.shape[dim + 1 :])
         new = partial(torch.empty, shape, dtype=self.dtype, device=store.device)
         tensor = new() if held is None else held[rows]
-        # Each part is contiguous on both sides: the host would first make a copy of anything else.
+        # Part by part, contiguous on both sides: anything else is first copied on the host.
         parts = zip(tensor, host, strict=True) if dim == 1 else [(tensor, host)]
         with store.on(store.in_stream, store.mark(), self._copied_out):
             for into, part in parts:
                 into.copy_(part[rows], non_blocking=True)
         return tensor, store.mark(store.in_stream)
 
-    def _let_go(self) -> None:
-        """Ends what is under way, in stream order; the slab may be used by others after these events."""
+    def _release(self) -> None:
+        """Waits, in stream order, for copies under way, and records when the slab is free."""
         self.settle()
         store = self.store
         if self._coming is not None:
@@ -411,13 +411,13 @@ class KeptOnHost(Kept):
     def __del__(self) -> None:
         if sys.is_finalizing() or not hasattr(self, "_copied_out"):
             return
-        self._let_go()
+        self._release()
         if self._slab is not None:
             self.store.pool.give(self._slab)
 
 
 class KeptOnDisk(KeptOnHost):
-    """A tensor kept in the store's file; host memory is only a station on its way."""
+    """A tensor kept in the store's file; it only passes through host memory."""
 
     def __init__(self, tensor: Tensor, store: Store) -> None:
         super().__init__(tensor, store)
@@ -428,7 +428,7 @@ class KeptOnDisk(KeptOnHost):
         store.pool.expect()
         self._writing = store.submit(_write, store, slab, self._copied_out, self._offset)
 
-    def approach(self, wait: bool = False) -> None:
+    def read_ahead(self, wait: bool = False) -> None:
         if self._reading is not None:
             return
         pool, num_bytes = self.store.pool, self.shape.numel() * self.dtype.itemsize
@@ -437,7 +437,7 @@ class KeptOnDisk(KeptOnHost):
             self._reading = self.store.submit(_read, self.store, self._slab, self._writing, self._offset)
 
     def _host(self) -> Tensor:
-        self.approach(wait=True)
+        self.read_ahead(wait=True)
         assert self._reading is not None
         self._reading.result()
         return super()._host()
@@ -446,8 +446,8 @@ class KeptOnDisk(KeptOnHost):
         if sys.is_finalizing() or not hasattr(self, "_writing"):
             super().__del__()
             return
-        self._let_go()
-        # Never waits: it may run anywhere, also in a thread or under a lock that the writer needs.
+        self._release()
+        # Must not block: it may run on a writer thread, or under a lock that the writer needs.
         if self._slab is not None:
             self.store.pool.expect()
         num_bytes = self.shape.numel() * self.dtype.itemsize
@@ -465,7 +465,7 @@ def _write(store: Store, slab: Slab, copied_out: "torch.cuda.Event | None", offs
 
 
 def _read(store: Store, slab: Slab, writing: Future, offset: int) -> None:
-    writing.result()  # was submitted earlier, so it is done or at work
+    writing.result()  # submitted earlier, so this cannot deadlock
     if slab.busy is not None:
         slab.busy.synchronize()
     store.disk.read(slab.memory, offset)

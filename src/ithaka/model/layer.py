@@ -4,12 +4,12 @@ Shapes: s tokens on this rank, S in the sequence, t in a tile, D hidden, c ranks
 K head dim, N the width of several heads. Tokens-sharded tensors are [c, s, n, K], heads-sharded ones [S, n, K], as in
 dist/exchange.py.
 
-Kept for backward: the layer's input, and attention's output with its log-sum-exp where `LayerKeeps` says so.
+Kept for backward: the layer's input and, if `LayerKeeps` says so, attention's output with its log-sum-exp.
 
-What the stages produce is summed over heads in one matrix product per tile, after the last stage: by the output
-projection in forward, at norm1's output in backward. So the number of stages does not change how sums are rounded, and
-backward, which forms the sum of x and attention again, gets the very bits that forward had. Inside a tile the residual
-is summed in fp32: a layer's output is rounded once.
+After the last stage, one matrix product per tile sums over all heads: the output projection in forward, the gradient at
+norm1's output in backward. So rounding does not depend on the number of stages, and backward, which recomputes
+x + attention, gets the same bits as forward. Inside a tile the residual is summed in fp32: a layer's output is rounded
+once.
 """
 
 from collections import deque
@@ -48,7 +48,7 @@ from ithaka.plan.heads import Heads, HeadTable, Stage, flat, joined
 
 @dataclass(frozen=True)
 class Attended:
-    """What one stage's attention leaves: its output in exchange layout, [c, s, n, K], and the log-sum-exp, [n, S]."""
+    """The result of one stage's attention: its output in exchange layout, [c, s, n, K], and the log-sum-exp, [n, S]."""
 
     out: Kept
     lse: Kept
@@ -56,26 +56,26 @@ class Attended:
 
 @dataclass
 class Saved:
-    """What one forward leaves for its backward."""
+    """What one forward keeps for its backward."""
 
     positions_s: Tensor
     docs: Docs
     x: Kept
     attended: list[Attended] = field(default_factory=list)  # per stage
-    before: Callable[[], "Saved | None"] = lambda: None  # the layer below, which backward comes to next
+    before: Callable[[], "Saved | None"] = lambda: None  # of the layer below, whose backward comes next
 
     def settle(self) -> None:
-        """The device memory of what was handed to the store is free for others."""
+        """Releases the device memory of everything handed to the store."""
         for kept in self._all():
             kept.settle()
 
-    def approach(self) -> None:
-        """Starts reading from disk: first all this layer needs, then, where there is room, the next one's."""
+    def read_ahead(self) -> None:
+        """Starts reading from disk: first what this layer needs, then, if there is room, what the next one needs."""
         for kept in self._all():
-            kept.approach(wait=True)
+            kept.read_ahead(wait=True)
         following = self.before()
         for kept in following._all() if following is not None else ():
-            kept.approach()
+            kept.read_ahead()
 
     def _all(self) -> list[Kept]:
         return [self.x, *(kept for of_stage in self.attended for kept in (of_stage.out, of_stage.lse))]
@@ -89,7 +89,7 @@ class Sent:
     lse: Kept | None = None
 
     def arrive(self) -> list[Tensor]:
-        """What arrived, in the order of sending, after the log-sum-exp where there is one. Keeps nothing of it."""
+        """What arrived, in the order of sending, after the log-sum-exp if there is one. Drops its own references."""
         arrived = [self.exchanges.pop(0).wait() for _ in range(len(self.exchanges))]
         return arrived if self.lse is None else [self.lse.fetch(), *arrived]
 
@@ -108,12 +108,12 @@ class HeadGrads:
             self.wait()
 
     def wait(self) -> list[Tensor]:
-        """All of them in exchange layout, [c, s, n, K] each, in the order of their keys; what was sent is let go."""
+        """All of them in exchange layout, [c, s, n, K] each, in the order of their keys. Releases what was sent."""
         return [self._returning[key].wait() for key in sorted(self._returning)]
 
 
 class StreamedLayer:
-    """Takes the place of a Hugging Face decoder layer's forward: (x_sD, positions_s, docs) -> y_sD."""
+    """Replaces a Hugging Face decoder layer's forward: (x_sD, positions_s, docs) -> y_sD."""
 
     def __init__(
         self,
@@ -151,8 +151,8 @@ class StreamedLayer:
     def keep_everything(self, x_sD: Tensor, positions_s: Tensor, docs: Docs) -> Tensor:
         """The layer as ordinary differentiable ops around the attention of all stages: nothing is recomputed."""
         with phase(self.name), phase("forward"), holding(KEPT["device"]):
-            h_sD, turned = apply_norm(self.parts.norm1, x_sD), self._rotation(positions_s)
-            projected = project_all(self._all_slices(), h_sD, turned, self.group.size())
+            h_sD, cos_sin = apply_norm(self.parts.norm1, x_sD), self._rotation(positions_s)
+            projected = project_all(self._all_slices(), h_sD, cos_sin, self.group.size())
             out_csnK = stages_attention(self.table, self.group, self._how(docs), *projected)
             attention_sD = nn.functional.linear(join_heads([out_csnK]), self._output_weight(), self.parts.o_proj.bias)
             sum_sD = x_sD.to(sum_dtype(x_sD.dtype)) + attention_sD
@@ -176,7 +176,7 @@ class StreamedLayer:
         return y_sD
 
     def _attend(self, saved: Saved) -> Iterator[tuple[Tensor, Tensor]]:
-        """Attention, stage by stage: yields its output back on the tokens' ranks, out_csnK, and its lse_nS."""
+        """Attention, stage by stage: yields out_csnK, back on the tokens' ranks, and lse_nS."""
         stages, held = self.table.stages, HeldHeads(self.table, self.rank, self._how(saved.docs))
         sent = deque(self._project_and_send(saved, stage) for stage in stages[: self.ahead])
         for i in range(len(stages)):
@@ -192,7 +192,7 @@ class StreamedLayer:
             return heads_to_tokens(out_SnK, self.group), lse_nS
 
     def _attention(self, i: int, attend: Callable[..., Any], arrived: list[Tensor]) -> Any:
-        """A function of its own, so that what arrived is let go with it."""
+        """A separate function, so that its arguments are freed when it returns."""
         with phase("attention"), phase(f"stage {i}"):
             return attend(self.table.stages[i], *arrived)
 
@@ -202,14 +202,14 @@ class StreamedLayer:
             return Sent(self._send([projected.popleft] * len(projected)))
 
     def _project(self, saved: Saved, stage: Stage) -> deque[Tensor]:
-        """q of a stage, and k and v where they arrive with it, in exchange layout [c, s, n, K]."""
+        """q of a stage, and k and v if they come with it, in exchange layout [c, s, n, K]."""
         slices, c, K = self._slices(stage), self.group.size(), self.parts.head_dim
         shapes = [(c, len(saved.positions_s), len(part.weight_ND) // (c * K), K) for part in slices]
         projected = deque(part.weight_ND.new_empty(shape) for part, shape in zip(slices, shapes, strict=True))
         for rows, x_tD in self._input_tiles(saved):
-            h_tD, turned = apply_norm(self.parts.norm1, x_tD), self._rotation(saved.positions_s[rows])
+            h_tD, cos_sin = apply_norm(self.parts.norm1, x_tD), self._rotation(saved.positions_s[rows])
             for part, into_csnK in zip(slices, projected, strict=True):
-                part.project(h_tD, turned, into_csnK[:, rows])
+                part.project(h_tD, cos_sin, into_csnK[:, rows])
         return projected
 
     def _slices(self, stage: Stage) -> list[HeadSlice]:
@@ -221,9 +221,9 @@ class StreamedLayer:
         return slices
 
     def _send(self, makers: Sequence[Callable[[], Tensor]]) -> list[Exchange]:
-        """Sends what each of `makers` makes to the ranks that own its heads.
+        """Sends what each of `makers` returns to the ranks that own its heads.
 
-        Without overlap one after the other, so that only one of them is there twice.
+        Without overlap, one at a time, so that only one tensor exists twice.
         """
         started = []
         for make in makers:
@@ -233,7 +233,7 @@ class StreamedLayer:
         return started
 
     def _keep(self, out_csnK: Tensor, lse_nS: Tensor, tier: str | None) -> Attended:
-        """`tier` None: for this pass only."""
+        """`tier` None: kept for this pass only."""
         if tier is None:
             return Attended(Kept(out_csnK), Kept(lse_nS))
         return Attended(self.store.keep(out_csnK, tier), self.store.keep(lse_nS, tier))
@@ -243,14 +243,14 @@ class StreamedLayer:
     def _attended_tiles(
         self, saved: Saved, attended: Sequence[Attended]
     ) -> Iterator[tuple[slice, Tensor, tuple[Tensor, ...]]]:
-        """Tile after tile: its rows, x, and attention's output of every stage."""
+        """Yields for each tile its rows, x, and every stage's attention output."""
         slices = tile_slices(len(saved.positions_s), self.layout.tile_tokens)
         outs = [of_stage.out.tiles(slices, dim=1) for of_stage in attended]
         for (rows, x_tD), *outs_ctnK in zip(self._input_tiles(saved), *outs, strict=True):
             yield rows, x_tD, tuple(outs_ctnK)
 
     def _add_attention(self, x_tD: Tensor, out_tN: Tensor, weight_DN: Tensor) -> Tensor:
-        """The sum of x and attention, in the dtype of sums: not rounded yet."""
+        """x + attention, in the dtype of sums: not rounded yet."""
         sum_tD = x_tD.to(sum_dtype(x_tD.dtype), copy=True)
         add_matmul(sum_tD, out_tN, weight_DN.t())
         if self.parts.o_proj.bias is not None:
@@ -264,7 +264,7 @@ class StreamedLayer:
         return self.mlp(apply_norm(self.parts.norm2, middle_tD)[None])[0]
 
     def _gated(self) -> GatedMlp | None:
-        """Asked anew in every pass: hooks and wrappers may come after the model was built."""
+        """Checked in every pass: hooks and wrappers may be added later."""
         return None if self.layout.compile else gated_mlp(self.parts.mlp)
 
     def _add_mlp(self, sum_tD: Tensor, middle_tD: Tensor, gated: GatedMlp | None) -> None:
@@ -276,7 +276,7 @@ class StreamedLayer:
     # ---- backward
 
     def backward(self, saved: Saved, dy_sD: Tensor, grads: GradSum) -> Tensor:
-        """dx, written over dy; weight gradients go to `grads`."""
+        """Returns dx, written over dy; adds weight gradients to `grads`."""
         again = () if saved.attended else (self._keep(out, lse, "device") for out, lse in self._attend(saved))
         attended, saved.attended = deque(again or saved.attended), []
         with phase("mlp"):
@@ -285,7 +285,7 @@ class StreamedLayer:
         return dy_sD
 
     def _mlp_backward(self, saved: Saved, attended: Sequence[Attended], dy_sD: Tensor, grads: GradSum) -> None:
-        """dy becomes the gradient at the sum of x and attention; also the output projection's weight gradients."""
+        """Turns dy into the gradient at x + attention; adds the MLP's and the output projection's weight gradients."""
         o_proj, gated, sums, weight_DN = self.parts.o_proj, self._gated(), GradSum(), self._output_weight()
         for rows, x_tD, outs_ctnK in self._attended_tiles(saved, attended):
             dy_tD, out_tN = dy_sD[rows], join_heads(outs_ctnK)
@@ -298,7 +298,7 @@ class StreamedLayer:
         grads.add_heads(o_proj.weight, self._heads(self.query_heads, self.q), sums.take(o_proj.weight), dim=1)
 
     def _through_mlp(self, middle_tD: Tensor, dy_tD: Tensor, gated: GatedMlp | None, grads: GradSum) -> Tensor:
-        """The gradient at the MLP's norm, which is beside the residual's."""
+        """The gradient through norm2 and the MLP, without the residual's."""
         norm2 = self.parts.norm2
         if gated is None:
             params = [*norm2.parameters(), *self.parts.mlp.parameters()]
@@ -307,10 +307,7 @@ class StreamedLayer:
         return tile_backward(partial(apply_norm, norm2), norm2.parameters(), middle_tD, dh_tD, grads)
 
     def _attention_backward(self, saved: Saved, attended: deque[Attended], dy_sD: Tensor, grads: GradSum) -> None:
-        """Adds to dy the gradient that comes through attention and norm1, which makes it dx.
-
-        `attended` is used up, stage by stage.
-        """
+        """Adds the gradient through attention and norm1 to dy, which makes it dx. Uses up `attended`."""
         stages, held = self.table.stages, HeldHeads(self.table, self.rank, self._how(saved.docs))
         dq, dk, dv = (HeadGrads(self.group, self.layout.overlap) for _ in range(3))
         sent = deque(self._send_backward(saved, stage, attended.popleft(), dy_sD) for stage in stages[: self.ahead])
@@ -330,7 +327,7 @@ class StreamedLayer:
             self._projections_backward(saved, dq.wait(), dk.wait(), dv.wait(), dy_sD, grads)
 
     def _send_backward(self, saved: Saved, stage: Stage, attended: Attended, dy_sD: Tensor) -> Sent:
-        """Sends q, attention's output and its gradient, and k and v where they come with the stage; lse stays here."""
+        """Sends q, attention's output and its gradient, and k and v if they come with the stage; lse is not sent."""
         with phase("projections"):
             projected = self._project(saved, stage)
             makers: list[Callable[[], Tensor]] = [projected.popleft] * len(projected)
@@ -350,12 +347,12 @@ class StreamedLayer:
     def _projections_backward(
         self, saved: Saved, dq: list[Tensor], dk: list[Tensor], dv: list[Tensor], dy_sD: Tensor, grads: GradSum
     ) -> None:
-        """From the gradients of all heads through the projections and norm1, added to dy."""
+        """Takes the gradients of all heads through the projections and norm1, and adds the result to dy."""
         norm1, weights = partial(apply_norm, self.parts.norm1), list(self.parts.norm1.parameters())
         projections = ProjectionsBackward(self._all_slices(), [dq, dk, dv])
         for rows, x_tD in self._input_tiles(saved):
-            turned = self._rotation(saved.positions_s[rows])
-            dh_tD = projections.tile(rows, norm1(x_tD), turned, grads)
+            cos_sin = self._rotation(saved.positions_s[rows])
+            dh_tD = projections.tile(rows, norm1(x_tD), cos_sin, grads)
             dy_sD[rows] += tile_backward(norm1, weights, x_tD, dh_tD, grads)
         projections.finish(grads)
 
@@ -370,7 +367,7 @@ class StreamedLayer:
         return rotation(positions_t, rotary.inv_freq, rotary.attention_scaling, self.parts.q_proj.weight.dtype)
 
     def _heads(self, heads: Heads, projection: Projection) -> Tensor | None:
-        """The heads as an index; None where they are all of the projection's, in order."""
+        """The heads as an index; None if they are all of the projection's, in order."""
         count = projection.linear.out_features // projection.head_dim
         if (heads, count) not in self._indices:
             order, device = flat(heads), projection.linear.weight.device
@@ -410,7 +407,7 @@ class _LayerFunction(torch.autograd.Function):
         if ctx.saved is None:
             raise RuntimeError(RAN_ALREADY)
         grads = GradSum()
-        ctx.saved.approach()
+        ctx.saved.read_ahead()
         with phase(ctx.layer.name), phase("backward"):
             dy_sD = dy_sD.clone() if ctx.hooked else dy_sD.contiguous()  # overwritten
             dx_sD = ctx.layer.backward(ctx.saved, dy_sD, grads)

@@ -1,4 +1,4 @@
-"""Weights straight from safetensors into shards, or drawn from a seed; no rank ever holds the whole model."""
+"""Load weights from safetensors straight into shards, or draw them from a seed; no rank ever holds the whole model."""
 
 import hashlib
 from pathlib import Path
@@ -17,28 +17,31 @@ from ithaka.plan.shape import read_json
 
 @torch.no_grad()
 def load_weights(model: PreTrainedModel, directory: Path) -> None:
-    """Reads, for every parameter, only the rows of this rank's shard."""
+    """Reads only this rank's rows of every parameter."""
     params = dict(model.named_parameters())  # names a tied weight once, as the embedding
     where = _tensor_files(directory)
     missing = [name for name in params if name not in where]
     if any(".experts." in name for name in missing):
         raise ConfigError(
-            f"model.path={directory} keeps its experts one by one, which cannot go straight into shards yet; load it "
-            "with AutoModelForCausalLM.from_pretrained and pass it to ithaka.parallelize"
+            f"model.path={directory} stores its experts one by one, which cannot be loaded straight into shards yet; "
+            "load it with AutoModelForCausalLM.from_pretrained and pass it to ithaka.parallelize"
         )
     if missing:
-        raise ConfigError(f"model.path={directory} has no tensor {missing[0]} ({len(missing)} missing in all)")
-    # A tied head may be there as well.
+        count = f"{len(missing)} missing in all"
+        raise ConfigError(
+            f"model.path={directory} has no tensor {missing[0]} ({count}); copy it again or fix config.json"
+        )
+    # A tied head may be stored as well.
     extra = [name for name in where if name not in params and not name.endswith(("inv_freq", "lm_head.weight"))]
     if extra:
-        raise ConfigError(f"model.path={directory} holds {extra[0]}, which the model does not have")
+        raise ConfigError(f"model.path={directory} holds {extra[0]}, which its model does not have; fix config.json")
     for name, param in params.items():
         _copy_shard(param, where[name], name)
 
 
 @torch.no_grad()
 def init_weights(model: PreTrainedModel, seed: int) -> None:
-    """Hugging Face's initial distribution, each parameter from its own generator: the same on any ranks."""
+    """Hugging Face's initial distribution. Each parameter has its own generator: the same values on any ranks."""
     std = model.config.initializer_range
     for module_name, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False):
@@ -57,13 +60,13 @@ def _tensor_files(directory: Path) -> dict[str, Any]:
         try:
             file = safe_open(path, framework="pt")
         except Exception as error:
-            raise ConfigError(f"model.path: {path} is no whole safetensors file ({error}); copy it again") from error
+            raise ConfigError(f"model.path: {path} is not a whole safetensors file ({error}); copy it again") from error
         found.update(dict.fromkeys(file.keys(), file))
     return found
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    """Hugging Face's rule: one file of the usual name, else those an index names; else all there are."""
+    """Hugging Face's rule: the single file if it exists, else the files that the index names, else all."""
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if single.is_file():
         return [single]
@@ -83,7 +86,7 @@ def _copy_shard(param: Any, file: Any, name: str) -> None:
 
 
 def local_rows(param: DTensor) -> tuple[Tensor, slice]:
-    """This rank's part of a parameter sharded on dim 0, and which rows it is."""
+    """This rank's part of a parameter sharded on dim 0, and the rows it covers."""
     shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
     return param.to_local(), slice(offset[0], offset[0] + shape[0])
 

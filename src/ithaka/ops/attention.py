@@ -4,10 +4,9 @@ Shapes: S = tokens of the packed sequence, n = query heads, m = key/value heads,
 head, K = head dim. Inside: B = pairs in one batched kernel call, h = kv heads in one kernel call, q/k =
 rows/keys of a pair.
 
-The softmax over all keys of a row is merged from the pairs in fp32 and rounded once. In backward every pair
-gets the *global* out and lse rows, so the pairs' gradients simply add: a run of query rows visits all its keys
-with a block-sized fp32 sum of dq, rounded once, while dk and dv are added to full-length fp32 sums, which the
-caller may pass on from call to call. (For fp64 inputs all sums are fp64.)
+The softmax over all keys of a row is merged from the pairs in fp32 and rounded once. In backward every pair gets the
+*global* out and lse rows, so the pairs' gradients simply add up: dq in an fp32 sum per query block, rounded once; dk
+and dv in fp32 sums of full length, which the caller may pass from call to call. (For fp64 inputs all sums are fp64.)
 """
 
 from collections.abc import Iterable
@@ -20,12 +19,11 @@ from torch import Tensor
 from ithaka.config import ConfigError
 from ithaka.ops.fused import merge
 from ithaka.ops.kernels import Grads, Kernel, resolve_kernel
-from ithaka.ops.pairs import CAUSAL, EDGE, Group, Pair, Span, query_major, spans_of, split_ragged
+from ithaka.ops.pairs import CAUSAL, EDGE, Pair, QueryBlock, Span, query_major, spans_of, split_ragged
 
-MAX_ELEMENTS = 2**31 - 1  # what a kernel call may address
-# Unequal documents of at most this many tokens go to the varlen kernel, several per call. cuDNN is faster at
-# all lengths but plans each new shape, 0.13 s for both directions: worth it from about here on (128 heads x
-# layers).
+MAX_ELEMENTS = 2**31 - 1  # the most that a kernel call may address
+# Up to this length, documents of unequal length share calls of the varlen kernel. cuDNN is faster at every length but
+# plans each new shape (0.13 s for both directions); longer documents repay that (measured at 128 heads x layers).
 SHORT = 32768
 
 
@@ -42,14 +40,13 @@ def attention(
     kernel: str = "auto",
     blocks: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale * q k^T + mask) v, and the log-sum-exp of each row. Not differentiable by itself.
+    """softmax(scale * q k^T + mask) v, and the log-sum-exp of each row. Not differentiable.
 
     n is a multiple of m; query head j reads kv head j // (n // m). `docs` are the cumulative starts of the packed
-    documents, (0, ..., S), or a `Docs` made of them once for many calls; attention never crosses one. `window=w`:
-    row i sees keys (i - w, i].
-    Inputs may be strided in S and heads. `blocks` = (block_q, block_kv) in tokens, else from the L2 size.
-    Returns out_SnK (contiguous, q's dtype) and lse_nS (fp32; fp64 for fp64); allocates only those and block
-    buffers.
+    documents, (0, ..., S), or a `Docs` of them made once for many calls; attention never crosses documents. `window=w`:
+    row i sees keys (i - w, i]. Inputs may be strided in S and heads. `blocks` = (block_q, block_kv) in tokens; the
+    default follows from the L2 size. Returns out_SnK (contiguous, q's dtype) and lse_nS (fp32; fp64 for fp64);
+    allocates only those and block buffers.
     """
     job = _job(q_SnK, k_SmK, v_SmK, scale, causal, window, docs, kernel, blocks)
     out_SnK = torch.empty(q_SnK.shape, dtype=q_SnK.dtype, device=q_SnK.device)
@@ -59,8 +56,8 @@ def attention(
         k, v = k_SmK[:, heads], v_SmK[:, heads]
         for r in range(job.repeat):
             q, out, lse = job.query(q_SnK, heads, r), job.query(out_SnK, heads, r), lse_mrS[heads, r]
-            for group in job.groups:
-                _forward_group(job, group, q, k, v, out, lse)
+            for block in job.query_blocks:
+                _forward_block(job, block, q, k, v, out, lse)
             for chunk in job.chunks:
                 _forward_chunk(job, chunk, q, k, v, out, lse)
     return out_SnK, lse_nS
@@ -85,9 +82,9 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq_SnK, dk_SmK, dv_SmK (contiguous, the inputs' dtype) from `attention`'s inputs and its results.
 
-    `sums`: dk_SmK and dv_SmK in fp32 (fp64 for fp64) that this call adds to and returns as dk and dv. It then also
-    writes dq over `out`, so that nothing as long as the sequence is allocated. Without `sums` it makes its own and
-    rounds them, and `out` stays as it is.
+    `sums`: dk_SmK and dv_SmK in fp32 (fp64 for fp64), which this call adds to and returns as dk and dv. It then also
+    writes dq over `out`, so that it allocates nothing as long as the sequence. Without `sums` it makes its own, rounds
+    them, and leaves `out` alone.
     """
     job = _job(q_SnK, k_SmK, v_SmK, scale, causal, window, docs, kernel, blocks, backward=True)
     if sums is None:
@@ -107,8 +104,8 @@ def attention_backward(
                 dq=job.query(dq_SnK, heads, r),
                 lse=lse_mrS[heads, r],
             )
-            for group in job.groups:
-                _backward_group(job, group, query, keys)
+            for block in job.query_blocks:
+                _backward_block(job, block, query, keys)
             for chunk in job.chunks:
                 _backward_chunk(job, chunk, query, keys)
     if sums is None:
@@ -119,8 +116,8 @@ def attention_backward(
 def default_blocks(device: torch.device, kernel: str, row_bytes: int, backward: bool = False) -> tuple[int, int]:
     """(block_q, block_kv) in tokens, for one head of `row_bytes` per token.
 
-    On a GPU the keys and values of a block, read again by every row, fill up to 0.6 of the L2 cache (measured
-    on an H200: 64 Ki tokens of a 128-wide head in 60 MB). Elsewhere blocks only bound the buffers.
+    On a GPU the keys and values of a block, which every row reads again, fill up to 0.6 of the L2 cache (64 Ki tokens
+    of a 128-wide head in an H200's 60 MB). Elsewhere blocks only bound the buffers.
     """
     if kernel == "reference":
         return 1024, 1024  # it holds the pair's scores in fp64
@@ -132,7 +129,7 @@ def default_blocks(device: torch.device, kernel: str, row_bytes: int, backward: 
     return (4 if backward else 2) * block_kv, block_kv
 
 
-# --- what one call decides --------------------------------------------------------------------------------
+# --- planning one call ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -154,27 +151,27 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class _Walk:
-    """What to visit: groups of block pairs, and chunks of short unequal documents for the varlen kernel."""
+    """The work of one call: query blocks, and chunks of short unequal documents for the varlen kernel."""
 
-    groups: list[Group]
+    query_blocks: list[QueryBlock]
     chunks: list[_Chunk]
 
 
 class Docs:
-    """The cumulative starts of packed documents, (0, ..., S), and the walks over them, worked out once.
+    """The cumulative starts of packed documents, (0, ..., S), and the walks over them, each planned once.
 
-    Made once per batch and handed to every call of attention: with thousands of documents the walks take the host
-    longer than the GPU takes to attend, and the varlen kernel's indices would be uploaded in every call.
+    Made once per batch and passed to every call of attention: with thousands of documents, planning a walk takes the
+    host longer than attention takes the GPU, and every call would upload the varlen kernel's indices.
     """
 
     def __init__(self, starts: tuple[int, ...]) -> None:
         self.starts = starts
         if starts[0] != 0 or any(b < a for a, b in zip(starts, starts[1:], strict=False)):
-            raise ConfigError(f"docs must rise from 0, got {starts[:4]}...{starts[-2:]}")
+            raise ConfigError(f"docs must start at 0 and ascend, got {starts[:4]}...{starts[-2:]}")
         self._walks: dict[tuple, _Walk] = {}
 
     def walk(self, device: torch.device, varlen: bool, **how: Any) -> _Walk:
-        """`varlen`: whether the kernel takes chunks; `how`: mask and blocks, as `query_major` takes them."""
+        """`varlen`: whether the kernel takes chunks; `how`: the mask and blocks that `query_major` takes."""
         key = (device, varlen, *how.values())
         if key not in self._walks:
             spans, chunks = spans_of(self.starts), []
@@ -192,7 +189,7 @@ class _Job:
     scale: float
     causal: bool
     window: int | None
-    groups: list[Group]
+    query_blocks: list[QueryBlock]
     chunks: list[_Chunk]
     block_q: int
     num_tokens: int
@@ -201,7 +198,7 @@ class _Job:
     sum_dtype: torch.dtype
 
     def kernel_for(self, pair: Pair) -> Kernel:
-        """The kernel, or its stand-in for pairs of too few rows or keys."""
+        """The kernel, or its stand-in if the pair has too few rows or keys."""
         small = min(pair.rows, pair.keys) < self.kernel.smallest
         return self.kernel.stand_in if small and self.kernel.stand_in is not None else self.kernel
 
@@ -237,7 +234,7 @@ def _job(
     how = dict(causal=causal, window=window, block_q=block_q, block_kv=block_kv, halve=not backward)
     walk = docs.walk(q.device, kernel.varlen is not None, **how)
     return _Job(
-        kernel, scale, causal, window, walk.groups, walk.chunks, block_q, num_tokens,
+        kernel, scale, causal, window, walk.query_blocks, walk.chunks, block_q, num_tokens,
         k.shape[1], num_heads // k.shape[1], torch.float64 if q.dtype == torch.float64 else torch.float32,
     )  # fmt: skip
 
@@ -258,15 +255,15 @@ def _check(
     if window is not None and (window < 1 or not causal):
         raise ConfigError(f"window={window} with causal={causal}: a window is at least 1 and needs causal=True")
     if docs.starts[-1] != q.shape[0]:
-        raise ConfigError(f"docs end at {docs.starts[-1]} of {q.shape[0]} tokens; they must rise from 0 to all of them")
+        raise ConfigError(f"docs end at {docs.starts[-1]}; they must ascend from 0 to the {q.shape[0]} tokens")
     if blocks is not None and min(blocks) < 1:
         raise ConfigError(f"attention.block_q, block_kv={blocks}: each needs at least one token")
 
 
-# --- views of a run of tokens, once per repetition of a group ---------------------------------------------
+# --- views of a run of tokens, once per repetition of a block ---------------------------------------------
 
 
-def _rows(x_ShK: Tensor, repeats: Group | Pair, start: int, length: int) -> Tensor:
+def _rows(x_ShK: Tensor, repeats: QueryBlock | Pair, start: int, length: int) -> Tensor:
     """View [B, h, length, K] of the tokens from `start` on."""
     num_heads, head_dim = x_ShK.shape[1:]
     by_token, by_head, by_element = x_ShK.stride()
@@ -277,7 +274,7 @@ def _rows(x_ShK: Tensor, repeats: Group | Pair, start: int, length: int) -> Tens
     )
 
 
-def _lse_rows(lse_hS: Tensor, repeats: Group | Pair, start: int, length: int) -> Tensor:
+def _lse_rows(lse_hS: Tensor, repeats: QueryBlock | Pair, start: int, length: int) -> Tensor:
     """View [B, h, length], as `_rows`."""
     by_head, by_token = lse_hS.stride()
     return lse_hS.as_strided(
@@ -287,16 +284,16 @@ def _lse_rows(lse_hS: Tensor, repeats: Group | Pair, start: int, length: int) ->
     )
 
 
-def _repeats(group: Group, pair: Pair) -> Group | Pair:
-    return pair if pair.count > 1 else group
+def _repeats(block: QueryBlock, pair: Pair) -> QueryBlock | Pair:
+    return pair if pair.count > 1 else block
 
 
-def _is_one_pair(group: Group) -> bool:
-    return len(group.pairs) == 1 and group.pairs[0].count == 1
+def _is_one_pair(block: QueryBlock) -> bool:
+    return len(block.pairs) == 1 and block.pairs[0].count == 1
 
 
 def _in_block(block_Bht: Tensor, pair: Pair, at: int, length: int) -> Tensor:
-    """The pair's part of a group's buffer [B, h, t, ...], whose row `at` is the pair's first."""
+    """The pair's part of a block's buffer [B, h, t, ...], in which row `at` is the pair's first."""
     if pair.count == 1:
         return block_Bht[:, :, at : at + length]
     by_head, by_token, *rest = block_Bht.stride()[1:]
@@ -318,16 +315,16 @@ def _forward_pair(job: _Job, pair: Pair, q: Tensor, k: Tensor, v: Tensor) -> tup
     return out.flip(2), lse.flip(2)
 
 
-def _forward_group(job: _Job, group: Group, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
-    """All keys of one run of query rows, merged in fp32 and written once."""
-    to_out = _rows(out, group, group.start, group.length)
-    to_lse = _lse_rows(lse, group, group.start, group.length)
-    one = _is_one_pair(group)
+def _forward_block(job: _Job, block: QueryBlock, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+    """All keys of one query block, merged in fp32 and written once."""
+    to_out = _rows(out, block, block.start, block.length)
+    to_lse = _lse_rows(lse, block, block.start, block.length)
+    one = _is_one_pair(block)
     if not one:
         sum_out = torch.zeros(to_out.shape, dtype=job.sum_dtype, device=out.device)
         sum_lse = torch.full(to_lse.shape, float("-inf"), dtype=job.sum_dtype, device=out.device)
-    for pair in group.pairs:
-        repeats, at = _repeats(group, pair), pair.q0 - group.start
+    for pair in block.pairs:
+        repeats, at = _repeats(block, pair), pair.q0 - block.start
         q_rows = _rows(q, repeats, pair.q0, pair.rows)
         k_rows, v_rows = (_rows(x, repeats, pair.k0, pair.keys) for x in (k, v))
         pair_out, pair_lse = _forward_pair(job, pair, q_rows, k_rows, v_rows)
@@ -370,8 +367,8 @@ class _Keys:
     dv: Tensor
 
 
-def _backward_pair(job: _Job, repeats: Group | Pair, pair: Pair, query: _Query, keys: _Keys) -> Grads:
-    """This pair's share of dq, dk, dv, each [B, h, rows or keys, K]."""
+def _backward_pair(job: _Job, repeats: QueryBlock | Pair, pair: Pair, query: _Query, keys: _Keys) -> Grads:
+    """What this pair adds to dq, dk and dv, each [B, h, rows or keys, K]."""
     kernel = job.kernel_for(pair)
     dout, q, out = (_rows(x, repeats, pair.q0, pair.rows) for x in (query.dout, query.q, query.out))
     lse = _lse_rows(query.lse, repeats, pair.q0, pair.rows)
@@ -383,14 +380,14 @@ def _backward_pair(job: _Job, repeats: Group | Pair, pair: Pair, query: _Query, 
     return dq.flip(2), dk.flip(2), dv.flip(2)
 
 
-def _backward_group(job: _Job, group: Group, query: _Query, keys: _Keys) -> None:
-    """All keys of one run of query rows: dq is written once, when its `out` rows have been read for the last time."""
-    to_dq = _rows(query.dq, group, group.start, group.length)
-    one = _is_one_pair(group)
+def _backward_block(job: _Job, block: QueryBlock, query: _Query, keys: _Keys) -> None:
+    """All keys of one query block. dq may share `out`'s memory: it is written after the last read of these rows."""
+    to_dq = _rows(query.dq, block, block.start, block.length)
+    one = _is_one_pair(block)
     if not one:
         sum_dq = torch.zeros(to_dq.shape, dtype=job.sum_dtype, device=to_dq.device)
-    for pair in group.pairs:
-        repeats, at = _repeats(group, pair), pair.q0 - group.start
+    for pair in block.pairs:
+        repeats, at = _repeats(block, pair), pair.q0 - block.start
         pair_dq, pair_dk, pair_dv = _backward_pair(job, repeats, pair, query, keys)
         _rows(keys.dk, repeats, pair.k0, pair.keys).add_(pair_dk)
         _rows(keys.dv, repeats, pair.k0, pair.keys).add_(pair_dv)

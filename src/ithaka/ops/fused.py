@@ -1,7 +1,7 @@
-"""Element-wise steps between the large kernels, each in one pass over memory where Triton is there.
+"""Element-wise steps between the large kernels, each in one pass over memory if Triton is installed.
 
 Shapes: B = pairs in the batch (in `rotate`, ranks), h = heads, t = tokens of a block or tile, K = head dim, F width of
-the MLP, V vocabulary. Tensors may be strided except in K. Inside, Triton computes in fp32 and rounds once.
+the MLP, V vocabulary. Tensors may be strided except in K. Triton computes in fp32 and rounds once.
 """
 
 import torch
@@ -15,7 +15,7 @@ except ImportError:  # CPU builds of PyTorch come without it
 
 
 def merge(sum_out_BhtK: Tensor, sum_lse_Bht: Tensor, out_BhtK: Tensor, lse_Bht: Tensor) -> None:
-    """Add one pair's softmax to the running one, in place. `sum_lse` may be -inf (nothing yet), `lse` not."""
+    """Merges one pair's softmax into the running one, in place. `sum_lse` may be -inf (nothing yet), `lse` must not."""
     if triton is not None and sum_out_BhtK.is_cuda and sum_out_BhtK.dtype == torch.float32:
         _launch(_merge_kernel, sum_out_BhtK, sum_lse_Bht, out_BhtK, lse_Bht)
         return
@@ -26,10 +26,10 @@ def merge(sum_out_BhtK: Tensor, sum_lse_Bht: Tensor, out_BhtK: Tensor, lse_Bht: 
 
 
 def rotate(into_BhtK: Tensor, x_BhtK: Tensor, cos_tK: Tensor, sin_tK: Tensor) -> None:
-    """Write x, turned by RoPE with Hugging Face's half-and-half pairing of dimensions, into another tensor.
+    """Applies RoPE (Hugging Face's half-and-half pairing of dimensions) to x, writing into another tensor.
 
-    cos and sin are in fp32 or wider. `sin_tK` has the signs of the rotation, minus in its first half, so that the other
-    half of a pair is only rolled into place; with -sin the rotation is undone.
+    cos and sin are in fp32 or wider. `sin_tK` carries the rotation's signs (its first half is negated), so the other
+    half of each pair is just rolled into place; -sin undoes the rotation.
     """
     if triton is not None and x_BhtK.is_cuda and x_BhtK.dtype != torch.float64:
         cos_BhtK, sin_BhtK = cos_tK.expand(x_BhtK.shape), sin_tK.expand(x_BhtK.shape)
@@ -40,7 +40,7 @@ def rotate(into_BhtK: Tensor, x_BhtK: Tensor, cos_tK: Tensor, sin_tK: Tensor) ->
 
 
 def turn(x_BthK: Tensor, cos_tK: Tensor, sin_tK: Tensor) -> Tensor:
-    """`rotate` into a new tensor, contiguous; differentiable in x."""
+    """`rotate` into a new, contiguous tensor; differentiable in x."""
     return _Turn.apply(x_BthK, cos_tK, sin_tK)
 
 
@@ -69,7 +69,7 @@ def silu_mul(gate_tF: Tensor, up_tF: Tensor) -> None:
 
 
 def silu_mul_backward(gate_tF: Tensor, up_tF: Tensor, da_tF: Tensor) -> None:
-    """Of a = silu(gate) * up: dgate over gate, dup over up, and a itself over its gradient da."""
+    """Backward of a = silu(gate) * up, in place: dgate into gate, dup into up, and a into da."""
     if triton is not None and gate_tF.is_cuda and gate_tF.dtype != torch.float64:
         _launch_flat(_silu_mul_backward_kernel, gate_tF, up_tF, da_tF)
         return
@@ -83,7 +83,7 @@ def silu_mul_backward(gate_tF: Tensor, up_tF: Tensor, da_tF: Tensor) -> None:
 
 
 def row_logsumexp(logits_tV: Tensor) -> Tensor:
-    """log sum exp of every row, in fp32 or wider."""
+    """The log-sum-exp of every row, in fp32 or wider."""
     wide = torch.promote_types(logits_tV.dtype, torch.float32)
     if triton is None or not logits_tV.is_cuda or wide == torch.float64:
         return logits_tV.to(wide).logsumexp(-1)
@@ -129,7 +129,7 @@ if triton is not None:
 
     @triton.jit
     def _place(h, t, tiles, ROWS: tl.constexpr):
-        """Which repetition, head and rows this program has; 64-bit, since strides times rows pass 2^31."""
+        """This program's repetition, head and rows; 64-bit, because strides times rows exceed 2^31."""
         at = tl.program_id(0).to(tl.int64)
         rows = (at % tiles) * ROWS + tl.arange(0, ROWS)
         return at // tiles // h, at // tiles % h, rows
@@ -197,7 +197,7 @@ if triton is not None:
     def _logsumexp_kernel(logits, lse, V, BLOCK: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         cols = tl.arange(0, BLOCK)
-        # Every lane has a maximum and a sum of its own until the end; -1e30 in place of -inf, whose difference is NaN.
+        # Each lane keeps its own maximum and sum until the end; -1e30 and not -inf, because -inf - -inf is NaN.
         top = tl.full((BLOCK,), -1e30, tl.float32)
         total = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, V, BLOCK):

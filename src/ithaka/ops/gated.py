@@ -1,7 +1,7 @@
 """The gated MLP of Llama-like models, down(act(gate(h)) * up(h)), with its backward written out.
 
-Local autograd would run `down` once more, keep six tensors as wide as the MLP and round every tile's weight
-gradients; here there are three, and on a GPU the weight gradients go straight to their fp32 sums.
+Local autograd would run `down` once more, keep six tensors as wide as the MLP and round every tile's weight gradients.
+This keeps three, and on a GPU adds the weight gradients straight to their fp32 sums.
 
 Shapes: t tokens of a tile, D hidden, F width of the MLP.
 """
@@ -24,7 +24,7 @@ class GatedMlp:
     act: nn.Module
 
     def add_to(self, y_tD: Tensor, h_tD: Tensor) -> None:
-        """y += down(act(gate(h)) * up(h)), in place, y in the dtype of sums; not differentiable."""
+        """y += down(act(gate(h)) * up(h)), in place; y is in the dtype of sums. Not differentiable."""
         a_tF = linear(h_tD, self.gate.weight, self.gate.bias)
         b_tF = linear(h_tD, self.up.weight, self.up.bias)
         if _is_silu(self.act):
@@ -37,7 +37,7 @@ class GatedMlp:
             y_tD += self.down.bias
 
     def backward(self, h_tD: Tensor, dy_tD: Tensor, grads: GradSum) -> Tensor:
-        """dh; the weights' gradients are added to `grads`."""
+        """Returns dh; adds the weights' gradients to `grads`."""
         gate_tF = linear(h_tD, self.gate.weight, self.gate.bias)
         up_tF = linear(h_tD, self.up.weight, self.up.bias)
         da_tF = dy_tD @ self.down.weight
@@ -54,7 +54,7 @@ class GatedMlp:
 
 
 def gated_mlp(module: nn.Module) -> GatedMlp | None:
-    """A module known to compute just this, with plain linear maps and nothing hooked to them; else None."""
+    """The parts of an MLP that is known to compute exactly this, with plain, unhooked nn.Linears; else None."""
     if type(module).__name__ not in GATED or "forward" in vars(module):
         return None
     parts = GatedMlp(module.gate_proj, module.up_proj, module.down_proj, module.act_fn)  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def _is_silu(act: nn.Module) -> bool:
-    # transformers has a class of its own for it, by this name.
+    # transformers has its own class for it.
     return isinstance(act, nn.SiLU) or type(act).__name__ == "SiLUActivation"
 
 

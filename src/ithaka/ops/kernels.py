@@ -1,8 +1,8 @@
 """Attention kernels behind one small registry.
 
-Shapes: B = pairs in the batch, h = heads (as many for k as for q), q/k = rows/keys of one block pair,
-K = head dim; T = tokens of many short documents. A kernel sees one block pair and a causal flag; everything
-else (blocks, windows, documents, GQA) is `attention.py`.
+Shapes: B = pairs in the batch, h = heads (as many for k as for q), q/k = rows/keys of one block pair, K = head dim; T =
+tokens of many short documents. A kernel sees one block pair and a causal flag; `attention.py` does the rest (blocks,
+windows, documents, GQA).
 """
 
 import importlib.util
@@ -27,7 +27,7 @@ ALL = (torch.float64, torch.float32, *HALF)
 
 @dataclass(frozen=True)
 class Varlen:
-    """Many short documents in one call. `ends_d` is int32, cumulative, from 0; window as in `attention`.
+    """Many short documents in one call. `ends_d`: int32, cumulative, from 0; window as in `attention`.
 
     forward(q_ThK, k, v, ends_d, longest, scale, causal, window) -> out_ThK, lse_hT
     backward(dout_ThK, q, k, v, out, lse_hT, ends_d, longest, scale, causal, window) -> dq, dk, dv
@@ -43,9 +43,9 @@ class Kernel:
     """One way to compute a block pair.
 
     forward(q_BhqK, k_BhkK, v_BhkK, scale, causal) -> out_BhqK, lse_Bhq (fp32, or fp64 for fp64 inputs)
-    backward(dout_BhqK, q, k, v, out_BhqK, lse_Bhq, scale, causal) -> dq, dk, dv, where out and lse may be
-    those of *all* keys: then the three are this pair's share of the gradients. Inputs may be strided except
-    in K. A kernel from an optional package names the package's module and how to install it.
+    backward(dout_BhqK, q, k, v, out_BhqK, lse_Bhq, scale, causal) -> dq, dk, dv, where out and lse may be those
+    of *all* keys: then the three are what this pair adds to the gradients. Inputs may be strided except in K.
+    A kernel from an optional package names the package's module and how to install it.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Kernel:
     backward: Callable[..., Grads]
     device: str = "cuda"
     dtypes: tuple[torch.dtype, ...] = HALF
-    head_dims: tuple[int, int] = (256, 8)  # largest, and a multiple of
+    head_dims: tuple[int, int] = (256, 8)  # the largest, and what all are multiples of
     varlen: Varlen | None = None
     stand_in: "Kernel | None" = None  # for pairs with fewer rows or keys than `smallest`
     smallest: int = 1
@@ -111,7 +111,7 @@ def _reference_backward(
 
 @cache
 def _no_dropout(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Stands for the random state that kernels want even where nothing is dropped."""
+    """A placeholder for the RNG state that kernels require even without dropout."""
     return torch.zeros(2, dtype=dtype, device=device)
 
 
@@ -205,7 +205,7 @@ def _cudnn_backward(
 
 _VARLEN = Varlen("flash", _flash_varlen_forward, _flash_varlen_backward)
 _FLASH = Kernel("flash", _flash_forward, _flash_backward, varlen=_VARLEN)
-# cuDNN refuses a pair of one row and one key, and was seen to crash on others of a few.
+# cuDNN rejects a single row and key, and has crashed on other tiny pairs.
 _CUDNN = Kernel("cudnn", _cudnn_forward, _cudnn_backward, varlen=_VARLEN, stand_in=_FLASH, smallest=128)
 _CPU = Kernel("cpu", _cpu_forward, _cpu_backward, device="cpu", dtypes=ALL, head_dims=(1 << 20, 1))
 _REFERENCE = Kernel("reference", _reference_forward, _reference_backward, "any", ALL, (1 << 20, 1))
@@ -213,15 +213,15 @@ KERNELS = {kernel.name: kernel for kernel in (_CUDNN, _FLASH, _CPU, _REFERENCE)}
 
 
 def available_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
-    """Names of the kernels that run here and are right, the one `auto` takes first."""
+    """Names of the kernels that pass their trial here, in the order that `auto` prefers."""
     return [name for name, kernel in KERNELS.items() if _refusal(kernel, device, dtype, head_dim) is None]
 
 
 def resolve_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
     """The kernel called `name`; "auto" is the first of `available_kernels`.
 
-    Raises ConfigError for one that is not known, not installed, not for this device, dtype or head dim, or that
-    fails its trial. `auto` passes over those; the first time, a warning names each that failed its trial.
+    Raises ConfigError for a kernel that is unknown, not installed, not for this device, dtype or head dim, or that
+    fails its trial. `auto` skips those; the first time, it warns about each that failed its trial.
     """
     if name == "auto":
         return _auto(tuple(KERNELS.values()), device, dtype, head_dim)
@@ -240,12 +240,12 @@ def _auto(kernels: tuple[Kernel, ...], device: torch.device, dtype: torch.dtype,
             return kernel
         if _unfit(kernel, device, dtype, head_dim) is None:
             failure = _trial(kernel, device, dtype, head_dim)
-            warnings.warn(f"attention.kernel=auto passes over {kernel.name}, which {failure}", stacklevel=4)
+            warnings.warn(f"attention.kernel=auto skips {kernel.name}, which {failure}", stacklevel=4)
     raise ConfigError(f"no attention kernel takes {dtype} with head dim {head_dim} on {device}; change model.dtype")
 
 
 def _refusal(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why this kernel cannot be used here, with the way out; None when it can."""
+    """Why this kernel cannot be used here, and the way out; None if it can."""
     return _unfit(kernel, device, dtype, head_dim) or _trial(kernel, device, dtype, head_dim)
 
 
@@ -280,9 +280,9 @@ _ALLOWED_LSE = {**_ALLOWED, torch.bfloat16: 1e-3, torch.float16: 1e-3}  # fp32 w
 
 @cache
 def _trial(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """What is wrong with the kernel on this device, found by running it on small random data; None: nothing.
+    """Runs the kernel on small random data; returns what is wrong, or None.
 
-    What a build of PyTorch, cuDNN or a package takes, and whether it computes it correctly, is known only by asking.
+    Only a trial shows what a build of PyTorch, cuDNN or a package accepts and computes correctly.
     """
     if kernel.name == _REFERENCE.name:
         return None
@@ -291,7 +291,7 @@ def _trial(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: i
             wrong = _compare(kernel, device, dtype, head_dim)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # packages raise what they like, and none of it may end a run
+    except BaseException as error:  # a package may raise anything; it must not end the run
         said = str(error).strip().partition("\n")[0][:160]
         wrong = f"does not run here ({type(error).__name__}: {said})"
     if wrong is not None:
@@ -305,8 +305,8 @@ def _trial(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: i
 def _compare(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """What differs from the fp64 reference by more than rounding, and by how much.
 
-    As in training: strided views, two pairs (earlier keys in full, the rows' own keys causal), and a backward that
-    is given out and lse of both.
+    As in training: strided views, two pairs (earlier keys in full, the rows' own keys causal), and a backward from out
+    and lse of both.
     """
     rows, scale = (256 if device.type == "cuda" else 32), head_dim**-0.5
     keys = rows + rows // 2
@@ -355,8 +355,8 @@ def _difference(ours: tuple[Tensor, ...], exact: tuple[Tensor, ...], dtype: torc
     for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), ours, exact, strict=True):
         allowed = (_ALLOWED_LSE if name == "lse" else _ALLOWED)[dtype]
         if a.shape != b.shape:
-            return f"gives {name} of shape {tuple(a.shape)} for {tuple(b.shape)}"
+            return f"gives {name} of shape {tuple(a.shape)}, not {tuple(b.shape)},"
         off = ((a.double() - b).abs().max() / b.abs().max()).item()
-        if not off <= allowed:  # NaN is refused too
-            return f"is wrong here: {name} is off by {off:.1e} of its largest value, {allowed:.0e} is rounding,"
+        if not off <= allowed:  # also true of NaN
+            return f"is wrong here: {name} is off by {off:.1e} of its largest value (rounding explains {allowed:.0e})"
     return None

@@ -1,6 +1,6 @@
 """Tiled linear + cross-entropy: logits exist one tile at a time, and the tile's bytes do not grow with S or V.
 
-In backward the gradients of a tile's logits take the logits' place.
+In backward, the gradient overwrites the tile's logits.
 
 Shapes: s tokens on this rank, t in a tile, D hidden, V vocabulary.
 """
@@ -16,7 +16,7 @@ from ithaka.phases import RESIDUAL, phase, tag
 from ithaka.plan.bytes import LOGITS_TILE_BYTES
 
 IGNORED = -100
-WHOLE_ROWS = 128  # matmuls like multiples of it
+WHOLE_ROWS = 128  # matmuls are faster at multiples of it
 
 
 def logits_tile_tokens(weight_VD: Tensor) -> int:
@@ -27,8 +27,8 @@ def logits_tile_tokens(weight_VD: Tensor) -> int:
 def linear_cross_entropy(x_sD: Tensor, labels_s: Tensor, norm: nn.Module, weight_VD: Tensor) -> Tensor:
     """Sum over valid labels of the cross-entropy of norm(x) @ weight^T, a scalar in fp32 or wider.
 
-    Labels are already shifted; IGNORED ones count nothing, and a shard without valid labels gives 0.
-    Keeps x and one log-sum-exp per token; logits are computed again in backward.
+    Labels are already shifted. IGNORED labels do not count, and a shard without valid labels gives 0.
+    Keeps x and one log-sum-exp per token; backward recomputes the logits.
     """
     return _LinearCrossEntropy.apply(x_sD, labels_s, norm, weight_VD, *norm.parameters())
 

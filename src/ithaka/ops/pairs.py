@@ -1,17 +1,15 @@
 """Which block pairs attention visits, and in what order: plain integers, no torch.
 
-A **pair** is a run of query rows against a run of keys with one of three masks (i, j count from the pair's
-own corner):
+A **pair** is a run of query rows against a run of keys with one of three masks (i and j count from the pair's corner):
 
     full    every row sees every key
     causal  square, row i sees keys j <= i
-    edge    square, row i sees keys j >= i: the far end of a sliding window. Read backwards (last row first,
-            last key first) it *is* causal, so every kernel with a causal flag can do it.
+    edge    square, row i sees keys j >= i: the far end of a sliding window. Read backwards (last row and last key
+            first) it *is* causal, so every kernel with a causal flag can do it.
 
-A **group** is one run of query rows, and all the pairs in which it meets its keys. `count` > 1 is the
-same group (or pair) again, `count` times, each `step` tokens further on, as one batched kernel call: equal
-documents, the blocks of a window, the squares along a diagonal; never both a group and its pairs. All
-positions are tokens of the packed sequence.
+A **query block** is a run of query rows and all the pairs in which it meets its keys. `count` > 1 repeats the block (or
+pair) `count` times, `step` tokens apart, in one batched kernel call: equal documents, the bands of a window, the
+squares along a diagonal; never both a block and its pairs. All positions are tokens of the packed sequence.
 """
 
 from collections.abc import Iterator
@@ -23,7 +21,7 @@ FULL, CAUSAL, EDGE = "full", "causal", "edge"
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """rows [q0, q0 + rows) against keys [k0, k0 + keys); `count` times, every `step` tokens."""
+    """Rows [q0, q0 + rows) against keys [k0, k0 + keys); `count` times, every `step` tokens."""
 
     q0: int
     rows: int
@@ -35,8 +33,8 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """The rows [start, start + length), repeated `count` times every `step` tokens, and its pairs."""
+class QueryBlock:
+    """The rows [start, start + length), repeated `count` times every `step` tokens, and their pairs."""
 
     start: int
     length: int
@@ -55,22 +53,21 @@ def spans_of(docs: tuple[int, ...]) -> list[Span]:
 
 def query_major(
     spans: list[Span], *, causal: bool, window: int | None, block_q: int, block_kv: int, halve: bool = False
-) -> Iterator[Group]:
-    """Groups of query rows, ascending. Every row of every document is in exactly one.
+) -> Iterator[QueryBlock]:
+    """Blocks of query rows, ascending. Every row of every document is in exactly one.
 
     `halve`: cut the squares on the diagonal further (`_halved_squares`).
     """
     for start, length, run in _runs(spans):
-        groups = _document(length, causal, window, block_q, block_kv, halve, alone=run == 1)
-        yield from _repeat(groups, start, length, run, block_q)
+        blocks = _document(length, causal, window, block_q, block_kv, halve, alone=run == 1)
+        yield from _repeat(blocks, start, length, run, block_q)
 
 
 def split_ragged(spans: list[Span], *, short: int, block: int) -> tuple[list[Span], list[list[Span]]]:
     """(documents for block pairs, chunks of short unequal documents for a varlen kernel).
 
     A chunk is at least two neighbours of at most `short` tokens each, `block` tokens together. Equal
-    documents stay with the block pairs when a run of them has `short` tokens: they batch there, on a faster
-    kernel.
+    documents stay with the block pairs if a run of them has `short` tokens: there they batch, on a faster kernel.
     """
     blocked: list[Span] = []
     chunks: list[list[Span]] = []
@@ -100,69 +97,69 @@ def _runs(spans: list[Span]) -> Iterator[tuple[int, int, int]]:
         yield *run[0], len(run)
 
 
-def _repeat(groups: list[Group], start: int, length: int, run: int, block: int) -> Iterator[Group]:
-    """Equal documents side by side, as many per batched call as one block has tokens."""
-    nested = any(pair.count > 1 for group in groups for pair in group.pairs)
-    batch = 1 if nested else max(1, block // length)
+def _repeat(blocks: list[QueryBlock], start: int, length: int, run: int, block_q: int) -> Iterator[QueryBlock]:
+    """Equal documents side by side, as many per batched call as fit into `block_q` tokens."""
+    nested = any(pair.count > 1 for block in blocks for pair in block.pairs)
+    batch = 1 if nested else max(1, block_q // length)
     for first in range(0, run, batch):
         count = min(batch, run - first)
-        for group in groups:
-            moved = _shift(group, start + first * length)
+        for block in blocks:
+            moved = _shift(block, start + first * length)
             yield replace(moved, count=count, step=length) if count > 1 else moved
 
 
 def _document(
-    length: int, causal: bool, window: int | None, block: int, other: int, halve: bool, *, alone: bool
-) -> list[Group]:
-    """Query-major groups of one document that starts at 0; `block` rows per group, `other` keys per pair."""
+    length: int, causal: bool, window: int | None, block_q: int, block_kv: int, halve: bool, *, alone: bool
+) -> list[QueryBlock]:
+    """The query blocks of one document that starts at 0; up to `block_q` rows each, `block_kv` keys per pair."""
     windowed = causal and window is not None and window < length
-    if length <= min(block, other) and not windowed:
+    if length <= min(block_q, block_kv) and not windowed:
         pair = Pair(0, length, 0, length, CAUSAL if causal else FULL)
-        return [Group(0, length, (pair,))]
+        return [QueryBlock(0, length, (pair,))]
     if not causal:
-        return [_group(a, e, _full(a, e, 0, length, other)) for a, e in _cut(0, length, block)]
+        return [_block(a, e, _full(a, e, 0, length, block_kv)) for a, e in _cut(0, length, block_q)]
     if not windowed:
-        return [_causal(a, e, other, halve) for a, e in _cut(0, length, block)]
+        return [_causal(a, e, block_kv, halve) for a, e in _cut(0, length, block_q)]
     assert window is not None
-    # Rows below `window` see everything before them; only the rows after that have an edge.
-    head = [_causal(a, e, other, False) for a, e in _cut(0, window, block)]
-    return head + _bands(length, window, block, other, batched=alone)
+    # Rows below `window` see everything before them; only later rows have an edge.
+    head = [_causal(a, e, block_kv, False) for a, e in _cut(0, window, block_q)]
+    return head + _bands(length, window, block_q, block_kv, batched=alone)
 
 
-def _bands(length: int, window: int, block: int, other: int, *, batched: bool) -> list[Group]:
+def _bands(length: int, window: int, block_q: int, block_kv: int, *, batched: bool) -> list[QueryBlock]:
     """Rows [window, length): a causal square, whole keys between, and an edge square `window` - 1 keys back.
 
-    The band's rows are a power of two of at least half the window, so that the keys of neighbouring bands in
-    one batched call never overlap (their gradients are added without atomics).
+    A band has a power of two of rows, at least half the window, so that keys of neighbouring bands in one batched call
+    never overlap (their gradients are added without atomics).
     """
-    rows = 1 if window <= 2 else min(1 << ((window - 1).bit_length() - 1), 1 << (block.bit_length() - 1))
+    rows = 1 if window <= 2 else min(1 << ((window - 1).bit_length() - 1), 1 << (block_q.bit_length() - 1))
     full_bands, rest = divmod(length - window, rows)
-    batch = max(1, block // rows) if batched and rows * 2 >= window - 1 else 1
-    groups = []
+    batch = max(1, block_q // rows) if batched and rows * 2 >= window - 1 else 1
+    blocks = []
     for first in range(0, full_bands, batch):
         start = window + first * rows
-        group = _band(start, start + rows, window, other)
+        band = _band(start, start + rows, window, block_kv)
         count = min(batch, full_bands - first)
-        groups.append(replace(group, count=count, step=rows) if count > 1 else group)
+        blocks.append(replace(band, count=count, step=rows) if count > 1 else band)
     if rest:
-        groups.append(_band(length - rest, length, window, other))
-    return groups
+        blocks.append(_band(length - rest, length, window, block_kv))
+    return blocks
 
 
-def _band(a: int, e: int, window: int, other: int) -> Group:
+def _band(a: int, e: int, window: int, block_kv: int) -> QueryBlock:
     """Rows [a, e), e - a < window (or one row): row i sees keys (i - window, i]."""
     rows, oldest = e - a, a - window + 1
     if window == 1:
-        return _group(a, e, _squares(a, e, other))
+        return _block(a, e, _squares(a, e, block_kv))
     edge = [Pair(a, rows, oldest, rows, EDGE)]
-    return _group(a, e, edge + _full(a, e, oldest + rows, a, other) + _squares(a, e, other))
+    return _block(a, e, edge + _full(a, e, oldest + rows, a, block_kv) + _squares(a, e, block_kv))
 
 
-def _causal(a: int, e: int, other: int, halve: bool) -> Group:
-    size = min(e - a, other)
+def _causal(a: int, e: int, block_kv: int, halve: bool) -> QueryBlock:
+    size = min(e - a, block_kv)
     halve = halve and (e - a) % size == 0
-    diagonal = _halved_squares(a, e, size, other // 8) if halve else _squares(a, e, other)
-    return _group(a, e, _full(a, e, 0, a, other) + diagonal)
+    diagonal = _halved_squares(a, e, size, block_kv // 8) if halve else _squares(a, e, block_kv)
+    return _block(a, e, _full(a, e, 0, a, block_kv) + diagonal)
 
 
 def _squares(a: int, e: int, size: int) -> list[Pair]:
@@ -176,11 +173,10 @@ def _squares(a: int, e: int, size: int) -> list[Pair]:
 
 
 def _halved_squares(a: int, e: int, size: int, least: int) -> list[Pair]:
-    """As `_squares`, with each causal square halved again and again: more of the work in full rectangles.
+    """As `_squares`, with each causal square halved again and again, so that more of the work is in full rectangles.
 
-    Forward kernels are slower on a large triangle, whose rows are of very different length, than on a
-    rectangle and two small triangles (backward kernels are not). All rectangles of one size are one batched
-    call, and so are the triangles.
+    Forward kernels are slower on a large triangle, whose rows differ much in length, than on a rectangle and two small
+    triangles; backward kernels are not. All rectangles of one size are one batched call, and so are the triangles.
     """
     pairs = [pair for pair in _squares(a, e, size) if pair.mask == FULL]
     while size % 2 == 0 and size > max(1, least):
@@ -191,12 +187,12 @@ def _halved_squares(a: int, e: int, size: int, least: int) -> list[Pair]:
     return [*pairs, Pair(a, size, a, size, CAUSAL, count, size if count > 1 else 0)]
 
 
-def _full(a: int, e: int, k_start: int, k_stop: int, other: int) -> list[Pair]:
-    return [Pair(a, e - a, c, d - c, FULL) for c, d in _cut(k_start, k_stop, other)]
+def _full(a: int, e: int, k_start: int, k_stop: int, block_kv: int) -> list[Pair]:
+    return [Pair(a, e - a, c, d - c, FULL) for c, d in _cut(k_start, k_stop, block_kv)]
 
 
-def _group(a: int, e: int, pairs: list[Pair]) -> Group:
-    return Group(a, e - a, tuple(pairs))
+def _block(a: int, e: int, pairs: list[Pair]) -> QueryBlock:
+    return QueryBlock(a, e - a, tuple(pairs))
 
 
 def _cut(start: int, stop: int, block: int) -> Iterator[tuple[int, int]]:
@@ -204,6 +200,6 @@ def _cut(start: int, stop: int, block: int) -> Iterator[tuple[int, int]]:
         yield a, min(a + block, stop)
 
 
-def _shift(group: Group, by: int) -> Group:
-    pairs = tuple(replace(p, q0=p.q0 + by, k0=p.k0 + by) for p in group.pairs)
-    return replace(group, start=group.start + by, pairs=pairs)
+def _shift(block: QueryBlock, by: int) -> QueryBlock:
+    pairs = tuple(replace(p, q0=p.q0 + by, k0=p.k0 + by) for p in block.pairs)
+    return replace(block, start=block.start + by, pairs=pairs)

@@ -1,4 +1,4 @@
-"""The plain, unsharded twin of every op: short, slow, obviously right. Tests compare against these."""
+"""The plain, unsharded twin of every op: short, slow, obviously right. Tests compare against them."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Attention over a sequence spread over ranks, differentiable: the public entry for models of any kind.
+"""Differentiable attention over a sequence sharded over ranks: the public entry for models of any kind.
 
 Shapes: s tokens on this rank, S = c * s of the sequence on c ranks, H query and G kv heads, K head dim.
 """
@@ -41,8 +41,8 @@ def sharded_attention(
     """out_sHK for this rank's tokens; differentiable in q, k and v.
 
     Rank r of c passes tokens [r s, (r + 1) s) of all H query and G kv heads. `docs` counts tokens of the whole
-    sequence. H is a multiple of G; neither needs to divide by c. One all-to-all each for q, k, v and out, and as
-    many in backward; keeps q, k, v, out and lse of the rank's own heads.
+    sequence. H is a multiple of G; c need not divide either. One all-to-all each for q, k, v and out, and as many in
+    backward. Keeps q, k, v, out and lse of the rank's own heads.
     """
     num_heads, num_kv_heads = q_sHK.shape[1], k_sGK.shape[1]
     ranks = group if group is not None else _Alone()
@@ -55,7 +55,7 @@ def sharded_attention(
     sent = [_take(x, heads) for x, heads in ((q_sHK, query_heads), (k_sGK, kv_heads), (v_sGK, kv_heads))]
     out_csnK = stages_attention(table, ranks, how, *sent)  # type: ignore[arg-type]
     slots = [slot for slot, head in enumerate(h for of_rank in query_heads for h in of_rank) if head != EMPTY]
-    return out_csnK.transpose(0, 1).flatten(1, 2)[:, slots]  # a rank's heads follow those of the rank before
+    return out_csnK.transpose(0, 1).flatten(1, 2)[:, slots]  # ranks hold consecutive heads
 
 
 def _take(x_sHK: Tensor, heads: tuple[tuple[int, ...], ...]) -> Tensor:

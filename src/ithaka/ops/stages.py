@@ -1,8 +1,8 @@
-"""The heads of one stage: projected from tokens into exchange layout, attended to by their owner, and back.
+"""The heads of one stage: projected from tokens into exchange layout, attended to by the rank that owns them, and back.
 
-Shapes: s tokens of this rank, t of a tile, S of the sequence, D hidden, K head dim, c ranks. In projections n heads
-over all ranks, N = n * K; in exchange layout [c, t, n, K] the slots of each; in attention n query slots and m kv slots
-of this rank. Heads are taken from the weights in the checkpoint's order; nothing is permuted on disk.
+Shapes: s tokens of this rank, t of a tile, S of the sequence, D hidden, K head dim, c ranks. In projections, n heads
+of all ranks, N = n * K; in exchange layout [c, t, n, K], n slots per rank; in attention, n query and m kv slots of this
+rank. Heads are taken from the weights in the checkpoint's order; nothing is permuted on disk.
 """
 
 import math
@@ -22,8 +22,8 @@ from ithaka.ops.tiles import GradSum, apply_norm, sum_dtype, tile_backward
 from ithaka.phases import STAGE, holding
 from ithaka.plan.heads import HeadTable, Load, Read, Stage
 
-RAN_ALREADY = "a layer's backward ran already and kept nothing; call the model again instead of using retain_graph"
-Rotation = tuple[Tensor, Tensor]  # cos_tK, sin_tK with the signs that `rotate` wants
+RAN_ALREADY = "a layer's backward has already run and kept nothing; call the model again instead of using retain_graph"
+Rotation = tuple[Tensor, Tensor]  # cos_tK, and sin_tK with the signs that `rotate` expects
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class HeadSlice:
-    """The rows of a projection that belong to some heads, in the order of their slots."""
+    """The rows of a projection for some heads, in the order of their slots."""
 
     projection: Projection
     heads_n: Tensor | None  # None: all heads, in the checkpoint's order
@@ -52,7 +52,7 @@ class HeadSlice:
         return cls(projection, heads_n, take_heads(linear.weight, heads_n, K), bias)
 
     def project(self, h_tD: Tensor, rotation: Rotation, into_ctnK: Tensor) -> None:
-        """Projected, normed, turned, and written into a tile of exchange layout."""
+        """Projects, norms and rotates h into a tile in exchange layout."""
         t_ctnK = self.normed(self.linear(h_tD)).unflatten(1, (len(into_ctnK), -1)).transpose(0, 1)
         if self.projection.rotates:
             rotate(into_ctnK.transpose(1, 2), t_ctnK.transpose(1, 2), *rotation)
@@ -69,7 +69,7 @@ class HeadSlice:
 
 
 def project_all(slices: Sequence[HeadSlice], h_sD: Tensor, rotation: Rotation, c: int) -> list[Tensor]:
-    """All heads of q, k and v for all of a rank's tokens, [c, s, n, K] each; by ordinary autograd, in one product."""
+    """All heads of q, k and v for all of a rank's tokens, [c, s, n, K] each, in one product; differentiable."""
     biases = [part.bias_N for part in slices if part.bias_N is not None]
     weight_ND = torch.cat([part.weight_ND for part in slices])
     t_sN = nn.functional.linear(h_sD, weight_ND, torch.cat(biases) if biases else None)
@@ -84,8 +84,8 @@ class ProjectionsBackward:
     """From the gradients of all heads of q, k and v to that of their common input, in one product per tile.
 
     One product, so that the sum over heads is rounded once, whatever the number of stages.
-    `pieces`: per projection and stage or load, the gradient [c, s, n, K]; a rank's heads are those of its first piece,
-    then of its second, ...
+    `pieces`: for each projection, the gradients [c, s, n, K] of each stage or load; a rank's heads are those of the
+    first, then of the second, ...
     """
 
     def __init__(self, slices: Sequence[HeadSlice], pieces: Sequence[list[Tensor]]) -> None:
@@ -94,7 +94,7 @@ class ProjectionsBackward:
         self.sums = GradSum()
 
     def tile(self, rows: slice, h_tD: Tensor, rotation: Rotation, grads: GradSum) -> Tensor:
-        """dh_tD of the tokens `rows`; weight gradients join the sums, those of norms join `grads`."""
+        """dh_tD of the tokens `rows`. Adds weight gradients to the sums, and those of norms to `grads`."""
         d_tN = h_tD.new_empty(len(h_tD), len(self.weight_ND))
         first = 0
         for part, pieces in zip(self.slices, self.pieces, strict=True):
@@ -116,13 +116,13 @@ class ProjectionsBackward:
     def _at_linear(
         part: HeadSlice, pieces: list[Tensor], h_tD: Tensor, rotation: Rotation, into_tN: Tensor, grads: GradSum
     ) -> None:
-        """Gathers the gradient at the linear map's output: turned back, and through the norm."""
+        """Gathers the gradient at the linear map's output: rotated back, then through the norm."""
         cos_tK, sin_tK = rotation
         into_tnK = into_tN.unflatten(1, (-1, part.projection.head_dim))
         into_cntK = into_tnK.unflatten(1, (len(pieces[0]), -1)).permute(1, 2, 0, 3)
         for into, d_ctnK in zip(into_cntK.split([piece.shape[2] for piece in pieces], dim=1), pieces, strict=True):
             if part.projection.rotates:
-                rotate(into, d_ctnK.transpose(1, 2), cos_tK, -sin_tK)  # the transpose turns the other way
+                rotate(into, d_ctnK.transpose(1, 2), cos_tK, -sin_tK)  # the transpose rotates the other way
             else:
                 into.copy_(d_ctnK.transpose(1, 2))
         norm = part.projection.norm
@@ -140,14 +140,14 @@ class ProjectionsBackward:
 
 
 def take_heads(rows: Tensor, heads_n: Tensor | None, head_dim: int) -> Tensor:
-    """The rows of `heads` from [H * K, ...], as [n * K, ...]; None: all of them, as they are."""
+    """The rows of `heads` from [H * K, ...], as [n * K, ...]; None: all, unchanged."""
     if heads_n is None:
         return rows
     return rows.view(-1, head_dim, *rows.shape[1:]).index_select(0, heads_n).flatten(0, 1)
 
 
 def take_head_columns(weight_DN: Tensor, heads_n: Tensor | None, head_dim: int) -> Tensor:
-    """The columns of `heads` from [D, H * K], as [D, n * K]; None: all of them, as they are."""
+    """The columns of `heads` from [D, H * K], as [D, n * K]; None: all, unchanged."""
     if heads_n is None:
         return weight_DN
     return weight_DN.unflatten(1, (-1, head_dim)).index_select(1, heads_n).flatten(1)
@@ -156,7 +156,7 @@ def take_head_columns(weight_DN: Tensor, heads_n: Tensor | None, head_dim: int) 
 def rotation(positions_t: Tensor, inv_freq_k: Tensor, scaling: float, dtype: torch.dtype) -> Rotation:
     """RoPE's cosines and sines for `rotate`, K = 2 k, in fp32, or in fp64 for fp64.
 
-    Angles are exact integers times Hugging Face's frequencies, in fp64: fp32 would be off by 0.03 rad at 1M tokens.
+    Angles are integer positions times Hugging Face's frequencies, in fp64: fp32 would be off by 0.03 rad at 1M tokens.
     """
     angles_tk = positions_t.double()[:, None] * inv_freq_k.double()
     if dtype != torch.float64:
@@ -166,12 +166,12 @@ def rotation(positions_t: Tensor, inv_freq_k: Tensor, scaling: float, dtype: tor
 
 
 def join_heads(outs_ctnK: Sequence[Tensor]) -> Tensor:
-    """The heads of all stages side by side, [t, N]: of each rank, those of its first stage, then of its second, ..."""
+    """The heads of all stages side by side, [t, N]: rank by rank, and of each rank stage by stage."""
     return torch.cat([out_ctnK.transpose(0, 1) for out_ctnK in outs_ctnK], dim=2).flatten(1)
 
 
 class HeldHeads:
-    """k and v of the loads this rank holds during one pass over the stages, and attention to them."""
+    """The k and v that this rank holds during one pass over the stages, and attention to them."""
 
     def __init__(self, table: HeadTable, rank: int, how: dict[str, Any]) -> None:
         self.table, self.rank, self.how = table, rank, how
@@ -179,7 +179,7 @@ class HeldHeads:
         self._sums: dict[int, list[Tensor]] = {}  # dk, dv in fp32: several stages add to them
 
     def attend(self, stage: Stage, q_SnK: Tensor, *kv: Tensor) -> tuple[Tensor, Tensor]:
-        """out_SnK and lse_nS of this rank's slots, zero in empty ones. `kv`: k_SmK and v_SmK where a load arrives."""
+        """out_SnK and lse_nS of this rank's slots, zero in empty ones. `kv`: k_SmK and v_SmK, if a load arrives."""
         self._arrive(stage, kv)
         reads = stage.reads[self.rank]
         if len(reads) == 1 and stage.is_full(self.rank):
@@ -194,7 +194,7 @@ class HeldHeads:
     def attend_backward(
         self, stage: Stage, lse_nS: Tensor, q: Tensor, out: Tensor, dout: Tensor, *kv: Tensor
     ) -> Tensor:
-        """dq_SnK of this rank's slots, written over `out` (empty slots stay zero); dk, dv join their load's sums."""
+        """dq_SnK of this rank's slots, written over `out` (empty slots stay zero); adds to the sums of dk and dv."""
         self._arrive(stage, kv)
         for read in stage.reads[self.rank]:
             at = slice(read.first, read.last)
@@ -211,7 +211,7 @@ class HeldHeads:
         del self._kv[load]
 
     def take_grads(self, load: int) -> Iterator[Tensor]:
-        """dk_SmK, then dv_SmK, each rounded once to the load's dtype when asked for; the load is dropped."""
+        """Yields dk_SmK, then dv_SmK, each rounded once to the load's dtype; drops the load."""
         sums = self._sums.pop(load, None) or self._zeros(load)
         dtype = self._kv.pop(load)[0].dtype
         while sums:
@@ -237,14 +237,14 @@ def stages_attention(
 ) -> Tensor:
     """Exchange, attention and exchange back of all stages, differentiable; keeps q, k, v, out and lse.
 
-    q and the result hold the slots of all stages, k and v those of all loads: of each rank first those of the first.
+    Per rank, q and the result hold the slots of all stages in order, and k and v those of all loads.
     """
     return _StagesAttention.apply(table, group, how, q_csnK, k_csmK, v_csmK)
 
 
 class _StagesAttention(torch.autograd.Function):
-    """One node and not several: autograd orders nodes by what a rank's graph looks like, and ranks with empty slots
-    have other graphs, so that their collectives would not meet.
+    """A single node. Autograd orders nodes by the graph, and ranks with empty slots have a different one: with several
+    nodes their collectives would not match.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Token-wise work in tiles, forward and backward.
 
 A tile is a run of this rank's tokens. Token-wise modules (norms, mixtures of experts, MLPs that ops/gated.py does not
-know) are black boxes: run per tile, differentiated per tile with local autograd, their weight gradients summed over
+know) are black boxes: run and differentiated tile by tile, with local autograd. Their weight gradients are summed over
 tiles in fp32 and rounded once.
 """
 
@@ -26,7 +26,7 @@ class GradSum:
         self._sums: dict[int, Tensor] = {}
 
     def add(self, param: Tensor, grad: Tensor | None) -> None:
-        """Adds to the sum kept for `param`; takes `grad` over, so the caller must not use it again."""
+        """Adds to the sum for `param`; takes ownership of `grad`."""
         if grad is None:
             return
         have = self._sums.get(id(param))
@@ -59,11 +59,11 @@ class GradSum:
         have.unflatten(dim, (-1, head_dim)).index_add_(dim, heads_n, grad.unflatten(dim, (-1, head_dim)).to(have.dtype))
 
     def take(self, param: Tensor) -> Tensor | None:
-        """The sum for `param`, which is then forgotten; in the dtype it was summed in."""
+        """Removes and returns the sum for `param`, in the dtype it was summed in."""
         return self._sums.pop(id(param), None)
 
     def take_as(self, param: Tensor) -> Tensor | None:
-        """The sum for `param`, rounded to its dtype: what autograd hands on."""
+        """Removes and returns the sum for `param`, rounded to its dtype for autograd."""
         grad = self.take(param)
         return None if grad is None else tag(grad.to(param.dtype), GRADIENTS)
 
@@ -78,7 +78,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def add_matmul(into: Tensor, a: Tensor, b: Tensor) -> None:
-    """into += a @ b, where `into` is in the dtype of sums; on a GPU the product is not rounded before it is added."""
+    """into += a @ b, with `into` in the dtype of sums; on a GPU the product is not rounded before it is added."""
     if into.dtype == a.dtype:
         into.addmm_(a, b)
     elif _sums_wider(a):
@@ -88,12 +88,12 @@ def add_matmul(into: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _sums_wider(a: Tensor) -> bool:
-    """Whether matrix products can be had in fp32 from these 16-bit factors."""
+    """Whether a matmul of these 16-bit factors can return fp32."""
     return a.is_cuda and a.dtype in (torch.bfloat16, torch.float16)
 
 
 def apply_norm(module: nn.Module, x: Tensor) -> Tensor:
-    """An RMSNorm module on x, by PyTorch's fused kernel on a GPU (Hugging Face's own makes seven passes)."""
+    """Applies a norm; on a GPU, an RMSNorm runs in PyTorch's fused kernel (Hugging Face's own makes seven passes)."""
     eps = getattr(module, "variance_epsilon", None)
     if x.is_cuda and eps is not None and "forward" not in vars(module):
         return nn.functional.rms_norm(x, x.shape[-1:], module.weight, eps)  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def apply_norm(module: nn.Module, x: Tensor) -> Tensor:
 def tile_backward(
     f: Callable[[Tensor], Tensor], params: Iterable[nn.Parameter], x: Tensor, dy: Tensor, grads: GradSum
 ) -> Tensor:
-    """dx of y = f(x) for one tile by local autograd; gradients of `params` are added to `grads`."""
+    """dx of y = f(x) for one tile, by local autograd; adds the gradients of `params` to `grads`."""
     wanted = [p for p in params if p.requires_grad]
     with torch.enable_grad():
         x = x.detach().requires_grad_()
