@@ -1,5 +1,5 @@
 """bf16 gradients of whole models are as good as autocast's with fp32 weights: families, stages, ranks, tiers,
-documents, mixtures of experts, and the optimizer in host memory. All cases run on a GPU; on a CPU, a few with a small model.
+documents, mixtures of experts, the optimizer in host memory. In full on a GPU; on a CPU, a few cases of a small model.
 """
 
 from dataclasses import replace

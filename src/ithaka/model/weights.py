@@ -27,10 +27,8 @@ def load_weights(model: PreTrainedModel, directory: Path) -> None:
             "load it with AutoModelForCausalLM.from_pretrained and pass it to ithaka.parallelize"
         )
     if missing:
-        count = f"{len(missing)} missing in all"
-        raise ConfigError(
-            f"model.path={directory} has no tensor {missing[0]} ({count}); copy it again or fix config.json"
-        )
+        first = f"{missing[0]} ({len(missing)} missing in all)"
+        raise ConfigError(f"model.path={directory} has no tensor {first}; copy it again or fix config.json")
     # A tied head may be stored as well.
     extra = [name for name in where if name not in params and not name.endswith(("inv_freq", "lm_head.weight"))]
     if extra:
