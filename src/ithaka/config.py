@@ -11,16 +11,17 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import math
 import operator
 import re
 import tempfile
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import yaml
 
@@ -40,22 +41,24 @@ def setting(default: Any, **limits: float) -> Any:
 class Section:
     """Base of the sections: converts and checks every field."""
 
-    section: ClassVar[str]
-
     def __post_init__(self) -> None:
-        cls: Any = type(self)
-        hints = _hints(cls)
+        section, hints = type(self).__name__.removesuffix("Config").lower(), _hints(type(self))
         for entry in dataclasses.fields(self):  # type: ignore[arg-type]
-            name = f"{self.section}.{entry.name}"
-            value = _convert(name, getattr(self, entry.name), hints[entry.name])
-            _check_limits(name, value, entry.metadata)
+            name, value, hint = f"{section}.{entry.name}", getattr(self, entry.name), hints[entry.name]
+            try:
+                value = _as(value, hint)
+            except _Mismatch:
+                raise ConfigError(f"{name}={shown(value)} is not accepted; use {_describe(hint)}") from None
+            for number in value if isinstance(value, tuple) else (value,):
+                for limit, bound in entry.metadata.items() if isinstance(number, int | float) else ():
+                    holds, words = _LIMITS[limit]
+                    if not holds(number, bound):
+                        raise ConfigError(f"{name}={number} is out of range; use {words} {bound}")
             object.__setattr__(self, entry.name, value)
 
 
 @dataclass(frozen=True)
 class ModelConfig(Section):
-    section: ClassVar[str] = "model"
-
     # A Hugging Face directory, or a config.json alone to train from scratch. null: the embedded model.
     path: Path | None = None
     # Which embedded model to train when path is null.
@@ -66,8 +69,6 @@ class ModelConfig(Section):
 
 @dataclass(frozen=True)
 class DataConfig(Section):
-    section: ClassVar[str] = "data"
-
     # A text file, a directory of sources, JSONL, JSON, Parquet, a folder of datasets.save_to_disk, a dataset's name on
     # the hub, or token arrays; a directory or a glob of these. null: Python's standard library.
     path: Path | None = None
@@ -85,8 +86,6 @@ class DataConfig(Section):
 
 @dataclass(frozen=True)
 class ParallelConfig(Section):
-    section: ClassVar[str] = "parallel"
-
     # Local ranks to start. auto: one per GPU, or 2 on CPU. Under torchrun its own number of ranks counts.
     ranks: int | Literal["auto"] = setting("auto", at_least=1)
     # Ranks that share one sequence; the rest are data parallel: a step has train.batch sequences for each group of cp
@@ -101,8 +100,6 @@ class ParallelConfig(Section):
 
 @dataclass(frozen=True)
 class MemoryConfig(Section):
-    section: ClassVar[str] = "memory"
-
     # full: keep each layer's input only and compute the rest again in backward. none: keep everything.
     checkpoint: Literal["none", "full"] = "full"
     # Where kept activations live: none = on the device.
@@ -125,8 +122,6 @@ class MemoryConfig(Section):
 
 @dataclass(frozen=True)
 class AttentionConfig(Section):
-    section: ClassVar[str] = "attention"
-
     # auto: the fastest that was measured and runs on the device. Else one of ithaka/ops/kernels.py by name.
     kernel: str = "auto"
     # Tokens per query block and per key/value block. null: derived from the size of the cache.
@@ -136,8 +131,6 @@ class AttentionConfig(Section):
 
 @dataclass(frozen=True)
 class OptimConfig(Section):
-    section: ClassVar[str] = "optim"
-
     # Peak learning rate of AdamW.
     lr: float = setting(3e-4, at_least=0)
     betas: tuple[float, float] = setting((0.9, 0.95), at_least=0, below=1)
@@ -158,8 +151,6 @@ class OptimConfig(Section):
 
 @dataclass(frozen=True)
 class TrainConfig(Section):
-    section: ClassVar[str] = "train"
-
     # Optimizer steps in the whole run, over all resumptions.
     steps: int = setting(1000, at_least=1)
     # Sequences per data-parallel rank and micro-step.
@@ -186,8 +177,6 @@ class TrainConfig(Section):
 
 @dataclass(frozen=True)
 class ProfileConfig(Section):
-    section: ClassVar[str] = "profile"
-
     # Profile every so many steps, rank 0: trace, memory map, phase times in the run directory. 0: never.
     every: int = setting(0, at_least=0)
 
@@ -204,19 +193,7 @@ class Config:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
-SECTIONS: dict[str, type[Section]] = {
-    cls.section: cls
-    for cls in (
-        ModelConfig,
-        DataConfig,
-        ParallelConfig,
-        MemoryConfig,
-        AttentionConfig,
-        OptimConfig,
-        TrainConfig,
-        ProfileConfig,
-    )
-}
+SECTIONS: dict[str, Any] = {entry.name: entry.default_factory for entry in dataclasses.fields(Config)}
 
 
 def check_effects(settings: Mapping[str, Any]) -> None:
@@ -262,59 +239,36 @@ BOS, EOS, PAD, BYTE_VOCAB = 256, 257, 258, 264
 
 
 def embedded_model(name: Literal["small", "base"]) -> dict[str, Any]:
-    """A Hugging Face `config.json` as a dict: small has 2.1 million parameters, base 142 million."""
-    sizes: dict[str, dict[str, Any]] = {
-        "small": {
-            # Two layers and narrow attention: at 4096 tokens a CPU spends most of its time there.
-            "hidden_size": 256,
-            "intermediate_size": 1152,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "initializer_range": 0.06,  # with 0.02 the first minute is lost
-            "tie_word_embeddings": False,
-            "max_position_embeddings": 32 * 1024,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
-        },
-        "base": {
-            "hidden_size": 1024,
-            "intermediate_size": 2816,
-            "num_hidden_layers": 12,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "max_position_embeddings": 1024 * 1024,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-        },
-    }
+    """A Hugging Face `config.json` as a dict: small has 2.1 million parameters, base 142 million.
+
+    Small has two layers and narrow attention: at 4096 tokens a CPU spends most of its time there."""
+    small = name == "small"
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_act": "silu",
+        "hidden_size": 256 if small else 1024,
+        "intermediate_size": 1152 if small else 2816,
+        "num_hidden_layers": 2 if small else 12,
+        "num_attention_heads": 4 if small else 8,
+        "num_key_value_heads": 2 if small else 4,
+        "head_dim": 32 if small else 128,
+        "max_position_embeddings": 2**15 if small else 2**20,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0 if small else 1_000_000.0},
+        "initializer_range": 0.06 if small else 0.02,  # with 0.02 the first minute of small is lost
+        "tie_word_embeddings": not small,
         "rms_norm_eps": 1e-5,
-        "initializer_range": 0.02,
-        "tie_word_embeddings": True,
-        "attention_bias": False,
-        "mlp_bias": False,
         "vocab_size": BYTE_VOCAB,
         "bos_token_id": BOS,
         "eos_token_id": EOS,
         "pad_token_id": PAD,
-        **sizes[name],
     }
 
 
 def load(path: Path | None = None, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None) -> Config:
     """The resolved configuration: defaults, then `base`, the YAML file, the `section.key=value` overrides."""
-    tree: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
-    _merge(tree, base or {}, "the defaults")
-    if path is not None:
-        _merge(tree, _read_yaml(path), str(path))
-    for override in overrides:
-        section, key, value = _parse_override(override)
-        _merge(tree, {section: {key: value}}, "--set")
-    return parse(tree)
+    sources = [("the defaults", base or {}), (str(path), _read_yaml(path) if path is not None else {})]
+    changes = map(_parse_override, overrides)
+    return _merged([*sources, *(("--set", {section: {key: value}}) for section, key, value in changes)])
 
 
 def given(path: Path | None, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None) -> set[str]:
@@ -326,17 +280,16 @@ def given(path: Path | None, overrides: Sequence[str] = (), base: Mapping[str, A
 
 def parse(tree: Mapping[str, Any]) -> Config:
     """A Config from nested mappings; unknown names, wrong types and values out of range raise ConfigError."""
-    known: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
-    _merge(known, tree, "the configuration")
-    return Config(**{name: SECTIONS[name](**values) for name, values in known.items()})  # type: ignore[arg-type]
+    return _merged([("the configuration", tree)])
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     """Nested dicts of plain YAML values; `parse` gives the same Config back."""
-    return {
-        section: {key: _plain(value) for key, value in values.items()}
-        for section, values in dataclasses.asdict(config).items()
-    }
+
+    def plain(values: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {key: str(v) if isinstance(v, Path) else list(v) if isinstance(v, tuple) else v for key, v in values}
+
+    return dataclasses.asdict(config, dict_factory=plain)
 
 
 def to_yaml(config: Config) -> str:
@@ -349,12 +302,6 @@ def shown(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    return list(value) if isinstance(value, tuple) else value
-
-
 def _read_yaml(path: Path) -> Mapping[str, Any]:
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -364,8 +311,7 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
     except yaml.YAMLError as error:
         where = " ".join(str(error).split())
         raise ConfigError(f"config={path} is not valid YAML: {where}; correct that line") from None
-    if tree is None:
-        return {}
+    tree = {} if tree is None else tree
     if not isinstance(tree, dict):
         raise ConfigError(f"config={path} holds no mapping; write sections such as `train:` with keys below them")
     written = tree.pop("format", FORMAT)  # absent in files written by hand, and in those of format 1
@@ -389,30 +335,30 @@ def _parse_override(override: str) -> tuple[str, str, Any]:
         raise ConfigError(f"{section}.{key}={text} is not a YAML value; quote it: {section}.{key}='\"...\"'") from None
 
 
-def _merge(into: dict[str, dict[str, Any]], tree: Mapping[str, Any], source: str) -> None:
-    """Lay the sections of `tree` over `into`, refusing names that do not exist."""
-    for section, values in tree.items():
-        if section not in SECTIONS:
-            raise ConfigError(f"{section} in {source} is not a section; {_did_you_mean(section, SECTIONS)}")
-        if values is None:
-            continue
-        if not isinstance(values, Mapping):
-            raise ConfigError(
-                f"{section}={values!r} in {source} is not a mapping; write `{section}:` with keys below it"
-            )
-        keys = [entry.name for entry in dataclasses.fields(SECTIONS[section])]  # type: ignore[arg-type]
-        for key, value in values.items():
-            if key not in keys:
-                raise ConfigError(f"{section}.{key}={value} is not a setting; {_did_you_mean(key, keys, section)}")
-            into[section][key] = value
+def _merged(sources: Iterable[tuple[str, Mapping[str, Any]]]) -> Config:
+    """The sections of all sources, each laid over those before it; names that do not exist are refused."""
+    merged: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    for source, tree in sources:
+        for section, values in tree.items():
+            if section not in SECTIONS:
+                raise ConfigError(f"{section} in {source} is not a section; {_did_you_mean(section, SECTIONS)}")
+            values = {} if values is None else values
+            if not isinstance(values, Mapping):
+                raise ConfigError(
+                    f"{section}={values!r} in {source} is not a mapping; write `{section}:` with keys below it"
+                )
+            known = [entry.name for entry in dataclasses.fields(SECTIONS[section])]
+            for key, value in values.items():
+                if key not in known:
+                    way_out = _did_you_mean(key, known, f"{section}.")
+                    raise ConfigError(f"{section}.{key}={value} is not a setting; {way_out}")
+            merged[section] |= values
+    return Config(**{name: SECTIONS[name](**values) for name, values in merged.items()})
 
 
-def _did_you_mean(name: object, known: Iterable[str], section: str | None = None) -> str:
-    prefix = f"{section}." if section else ""
-    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.6)
-    if close:
-        return f"did you mean {prefix}{close[0]}?"
-    return "use one of " + ", ".join(prefix + entry for entry in known)
+def _did_you_mean(name: object, known: Iterable[str], prefix: str = "") -> str:
+    close = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"did you mean {prefix}{close[0]}?" if close else "use one of " + ", ".join(prefix + each for each in known)
 
 
 _hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
@@ -420,13 +366,6 @@ _hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
 class _Mismatch(Exception):
     """A value that is not of the type asked for."""
-
-
-def _convert(name: str, value: Any, hint: Any) -> Any:
-    try:
-        return _as(value, hint)
-    except _Mismatch:
-        raise ConfigError(f"{name}={shown(value)} is not accepted; use {_describe(hint)}") from None
 
 
 def _as(value: Any, hint: Any) -> Any:
@@ -437,27 +376,24 @@ def _as(value: Any, hint: Any) -> Any:
             with contextlib.suppress(_Mismatch):
                 return _as(value, part)
         raise _Mismatch
+    if origin is Literal and isinstance(value, bool):  # YAML 1.1 reads on and off as true and false
+        value = "on" if value else "off"
+    if hint is int and isinstance(value, str):
+        value = parse_count(value)
+    if hint is float and isinstance(value, str | int) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError):
+            value = float(value)  # YAML 1.1 reads 3e-4 as text: it wants 3.0e-4
+    if hint is Path and isinstance(value, str | Path) and value != "":
+        value = Path(value).expanduser()
     if origin is Literal:
-        if isinstance(value, bool):  # YAML 1.1 reads on and off as true and false
-            value = "on" if value else "off"
-        return _accept(value, isinstance(value, str) and value in parts)
-    if origin is tuple:
-        _accept(value, isinstance(value, list | tuple) and len(value) == len(parts))
-        return tuple(map(_as, value, parts))
-    if hint is int:
-        number = parse_count(value) if isinstance(value, str) else value
-        return _accept(number, isinstance(number, int) and not isinstance(number, bool))
-    if hint is float:
-        return _as_float(value)
-    if hint is Path:
-        return Path(_accept(value, isinstance(value, Path) or (isinstance(value, str) and value != ""))).expanduser()
-    return _accept(value, isinstance(value, hint))
-
-
-def _accept(value: Any, good: bool) -> Any:
-    if not good:
+        good = isinstance(value, str) and value in parts
+    elif origin is tuple:
+        good = isinstance(value, list | tuple) and len(value) == len(parts)
+    else:
+        good = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+    if not good or (hint is float and not math.isfinite(value)):
         raise _Mismatch
-    return value
+    return tuple(map(_as, value, parts)) if origin is tuple else value
 
 
 def parse_count(text: str) -> int | None:
@@ -467,15 +403,6 @@ def parse_count(text: str) -> int | None:
         return None
     whole, fraction, unit = match.groups(default="")
     return int(Fraction(whole.replace("_", "") + fraction) * {"": 1, "K": 2**10, "M": 2**20}[unit.upper()])
-
-
-def _as_float(value: Any) -> float:
-    # YAML 1.1 reads 3e-4 as text: it wants 3.0e-4.
-    try:
-        number = float(_accept(value, isinstance(value, int | float | str) and not isinstance(value, bool)))
-    except ValueError:
-        raise _Mismatch from None
-    return _accept(number, number == number and abs(number) != float("inf"))
 
 
 def _describe(hint: Any) -> str:
@@ -498,44 +425,28 @@ _LIMITS: dict[str, tuple[Callable[[float, float], bool], str]] = {
 }
 
 
-def _check_limits(name: str, value: Any, limits: Mapping[str, float]) -> None:
-    for number in value if isinstance(value, tuple) else (value,):
-        if not isinstance(number, int | float):
-            continue
-        for limit, bound in limits.items():
-            holds, words = _LIMITS[limit]
-            if not holds(number, bound):
-                raise ConfigError(f"{name}={number} is out of range; use {words} {bound}")
-
-
 # ---- paths to write to: refused before the work, not after it
 
 
 def check_file(option: str, path: Path) -> None:
     """Refuse a file that cannot be written, and leave no trace; `option` is what gave the path."""
-    try:
+    with _writing(option, path):
         there = path.exists()
         if there:
             path.open("ab").close()
         if not there or path.is_file():  # a device needs no room beside it
-            _check_folder(path.absolute().parent)
-    except OSError as error:
-        raise _cannot_write(option, path, error) from None
+            tempfile.TemporaryFile(dir=path.absolute().parent).close()
 
 
 def check_new_folder(option: str, path: Path) -> None:
     """Refuse a folder that cannot be made, with its missing parents."""
+    with _writing(option, path):  # permissions do not tell all: root has them in /proc, where nothing can be made
+        tempfile.TemporaryFile(dir=next(parent for parent in path.absolute().parents if parent.exists())).close()
+
+
+@contextlib.contextmanager
+def _writing(option: str, path: Path) -> Iterator[None]:
     try:
-        _check_folder(next(parent for parent in path.absolute().parents if parent.exists()))
+        yield
     except OSError as error:
-        raise _cannot_write(option, path, error) from None
-
-
-def _check_folder(folder: Path) -> None:
-    # Permissions do not tell all: root has them in /proc, where nothing can be made.
-    with tempfile.TemporaryFile(dir=folder):
-        pass
-
-
-def _cannot_write(option: str, path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"{option}={path} cannot be written: {error.strerror}; give another path")
+        raise ConfigError(f"{option}={path} cannot be written: {error.strerror}; give another path") from None

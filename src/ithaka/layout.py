@@ -105,31 +105,16 @@ class Layout:
 
     def but(self, **changes: Any) -> Layout:
         """A copy with some fields changed, and with what is kept in the words above."""
-        words = {name: getattr(self, name) for name in _WORDS_OF_KEPT}
-        words |= {name: changes.pop(name) for name in _WORDS_OF_KEPT if name in changes}
-        return replace(self, kept=_kept(len(self.kept), **words), **changes)
-
-
-_WORDS_OF_KEPT = ("checkpoint", "input_tier", "keep_attention", "attention_tier")
-
-
-def _kept(
-    num_layers: int,
-    checkpoint: bool = True,
-    input_tier: Tier = "device",
-    keep_attention: int = 0,
-    attention_tier: Tier = "device",
-) -> tuple[LayerKeeps, ...]:
-    if not checkpoint:
-        return (EVERYTHING,) * num_layers
-    return keeps(num_layers, input_tier, attention_tier, keep_attention)
+        words = ("checkpoint", "input_tier", "keep_attention", "attention_tier")
+        checkpoint, tier, count, attention = (changes.pop(word, getattr(self, word)) for word in words)
+        n = len(self.kept)
+        return replace(self, kept=keeps(n, tier, attention, count) if checkpoint else (EVERYTHING,) * n, **changes)
 
 
 def make_layout(num_layers: int, **fields: Any) -> Layout:
     """A layout from its fields, with what is kept in the words of a configuration: checkpoint, input_tier,
     keep_attention (so many layers), attention_tier."""
-    words = {name: fields.pop(name) for name in _WORDS_OF_KEPT if name in fields}
-    return Layout(kept=_kept(num_layers, **words), **fields)
+    return Layout(kept=keeps(num_layers)).but(**fields)
 
 
 # ---- a configuration's settings
@@ -204,10 +189,8 @@ def either(ways: Iterable[object]) -> str:
 def settings_of(layout: Layout, num_heads: int) -> dict[str, Any]:
     """A layout in the words of the configuration."""
     words = {name: {new: old for old, new in pairs.items()} for name, pairs in _WORDS.items()}
-    settings = {}
-    for name, entry in SETTINGS.items():
-        value = getattr(layout, entry)
-        settings[name] = words.get(name, {}).get(value, value)
+    values = {name: getattr(layout, entry) for name, entry in SETTINGS.items()}
+    settings = {name: words.get(name, {}).get(value, value) for name, value in values.items()}
     if layout.keep_attention == len(layout.kept):
         settings["memory.keep_attention"] = "all"
     if (layout.heads_per_stage or 0) >= num_heads:
