@@ -435,13 +435,18 @@ def check_file(option: str, path: Path) -> None:
         if there:
             path.open("ab").close()
         if not there or path.is_file():  # a device needs no room beside it
-            tempfile.TemporaryFile(dir=path.absolute().parent).close()
+            check_room_in(path.absolute().parent, option, path)
 
 
 def check_new_folder(option: str, path: Path) -> None:
     """Refuse a folder that cannot be made, with its missing parents."""
+    check_room_in(next(parent for parent in path.absolute().parents if parent.exists()), option, path)
+
+
+def check_room_in(folder: Path, option: str, path: Path) -> None:
+    """Refuse `path` where no file can be made in `folder`."""
     with _writing(option, path):  # permissions do not tell all: root has them in /proc, where nothing can be made
-        tempfile.TemporaryFile(dir=next(parent for parent in path.absolute().parents if parent.exists())).close()
+        tempfile.TemporaryFile(dir=folder).close()
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ Under torchrun every rank does this. If a check fails on any rank, it is raised 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import os
 import socket
@@ -27,6 +26,7 @@ from ithaka.config import (
     Config,
     ConfigError,
     check_effects,
+    check_room_in,
     embedded_model,
     given,
     load,
@@ -36,9 +36,9 @@ from ithaka.config import (
 from ithaka.dist.mesh import start_process_group
 from ithaka.layout import SETTINGS, Layout, check_fixed, either, fixed_settings, layout_of
 from ithaka.ops.kernels import KERNELS
-from ithaka.plan.bytes import Ledger, memory
+from ithaka.plan.bytes import Holders, Ledger, memory
 from ithaka.plan.hardware import GPUS, Gpu, Hardware, find_gpu, gpu_named, least_gpu, this_host
-from ithaka.plan.search import Plan, decide
+from ithaka.plan.search import Plan, decide, work_of
 from ithaka.plan.shape import ModelShape, Work, read_shape, shape_from_config
 from ithaka.plan.show import size
 from ithaka.train import checkpoint, launch
@@ -47,7 +47,6 @@ from ithaka.train.launch import SharedError, under_torchrun
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Holders = dict[str, int]
 
 # The ledger's names.
 STORED = ("layer inputs", "kept attention", "on the way to disk")
@@ -85,7 +84,7 @@ class Run:
 
     @property
     def work(self) -> Work:
-        return Work(self.config.data.context, self.config.train.batch, accumulate=self.config.train.accumulate)
+        return work_of(self.config)
 
     @property
     def ledger(self) -> Ledger:
@@ -106,7 +105,7 @@ def _told(request: Request) -> tuple[Config, Machine]:
 
 def _decide(request: Request, everyone: Sequence[tuple[Config, Machine]], here: Machine) -> Run:
     """The same on every rank, from what they all were told and have. A run that goes on keeps its settings."""
-    configs, machines = [config for config, _ in everyone], [machine for _, machine in everyone]
+    configs, machines = zip(*everyone, strict=True)
     check_ranks_agree(configs)
     config, plan = configs[0], None
     num_ranks = launch.decide_ranks(config.parallel.ranks, launch.num_gpus())
@@ -121,7 +120,7 @@ def _decide(request: Request, everyone: Sequence[tuple[Config, Machine]], here: 
 
 def validated(config: Config, num_ranks: int, resume: Path | None = None, here: Machine | None = None) -> Run:
     """A run with these settings. Raises ConfigError unless it can start; cheap checks first."""
-    if resume is None:
+    if resume is None and config.train.run_dir is not None:
         check_run_dir(config.train.run_dir)
     shape = model_shape(config)
     check_settings(config, num_ranks, shape)
@@ -166,10 +165,9 @@ def together(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 def gathered(mine: T) -> list[T]:
     """Every rank's, in order. Communicates, unless this process is alone."""
-    if not _others():
-        return [mine]
-    answers = [mine] * dist.get_world_size()
-    dist.all_gather_object(answers, mine)
+    answers = [mine] * (dist.get_world_size() if _others() else 1)
+    if len(answers) > 1:
+        dist.all_gather_object(answers, mine)
     return answers
 
 
@@ -196,12 +194,12 @@ def refusal_of_ranks(refusals: Sequence[tuple[str, str | None]]) -> str:
 def check_ranks_agree(configs: Sequence[Config]) -> None:
     """Refuse ranks with different settings, whose collectives would wait for each other for ever: under torchrun every
     node reads its own file."""
-    texts = [to_yaml(config) for config in configs]
-    for rank, text in enumerate(texts):
-        for first, other in itertools.zip_longest(texts[0].splitlines(), text.splitlines(), fillvalue=""):
-            if first != other:
+    first, *others = (to_yaml(config).splitlines() for config in configs)
+    for rank, lines in enumerate(others, 1):
+        for here, there in zip(first, lines, strict=False):
+            if here != there:
                 raise ConfigError(
-                    f"rank 0 has `{first.strip()}` and rank {rank} `{other.strip()}`; give every node the same settings"
+                    f"rank 0 has `{here.strip()}` and rank {rank} `{there.strip()}`; give every node the same settings"
                 )
 
 
@@ -230,22 +228,22 @@ def _defaults(request: Request) -> dict[str, dict[str, Any]]:
 def _resumed(request: Request, resume: Path) -> Config:
     if request.file is not None:
         raise ConfigError(f"config={request.file} cannot be given with --resume {resume}; change settings with --set")
-    if request.run_dir is not None:
-        raise ConfigError(f"--run-dir {request.run_dir} cannot be given with --resume {resume}; leave it out")
-    if "train.run_dir" in given(None, request.changes):
-        raise ConfigError(f"--set train.run_dir cannot be given with --resume {resume}; leave it out")
-    if not (resume / "config.yaml").is_file():
+    moved = "--set train.run_dir" if "train.run_dir" in given(None, request.changes) else None
+    moved = moved if request.run_dir is None else f"--run-dir {request.run_dir}"
+    if moved:
+        raise ConfigError(f"{moved} cannot be given with --resume {resume}; leave it out")
+    file = resume / "config.yaml"
+    if not file.is_file():
         raise ConfigError(f"--resume {resume} holds no config.yaml; give the directory of an earlier run")
-    before = load(resume / "config.yaml")
-    kept = f"optim.decay_steps={before.optim.decay_steps or before.train.steps}"
-    return load(resume / "config.yaml", [kept, *request.changes])
+    before = load(file)
+    return load(file, [f"optim.decay_steps={before.optim.decay_steps or before.train.steps}", *request.changes])
 
 
 def _default_run_dir() -> Path:
     """A new name per run, the same on every rank: under torchrun it comes from the job, not the clock."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    job = os.environ.get("TORCHELASTIC_RUN_ID")
+    if job is None:
         return Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    job = os.environ["TORCHELASTIC_RUN_ID"]
     return Path("runs") / f"torchrun-{job if job != 'none' else os.environ['MASTER_PORT']}"
 
 
@@ -277,7 +275,8 @@ def local_ranks(num_ranks: int) -> int:
 
 def machine_here(config: Config, num_ranks: int, gpu: tuple[str, int] | None) -> Machine:
     """This rank's. `gpu`: its name and its bytes."""
-    check_disk(config)
+    if config.memory.disk_path is not None:
+        check_disk(config.memory.disk_path)
     memory, host = config.memory, this_host(config.memory.disk_path)
     to_disk = memory.disk_path is not None or "disk" in (memory.offload, memory.attention_offload)
     name, gpu_bytes = gpu or (None, sys.maxsize)
@@ -307,7 +306,7 @@ def check_still_fits(config: Config, given: Set[str], num_ranks: int, machines: 
         return
     shape, cp = model_shape(config), config.parallel.cp_of(num_ranks)
     layout = layout_of(config, shape.num_layers, num_ranks, on_gpu=True)
-    if memory(shape, layout, hardware, Work(config.data.context, config.train.batch)).fits:
+    if memory(shape, layout, hardware, work_of(config)).fits:
         return
     # Another cp changes how many sequences a step has: only where no settings fit with this one.
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, cp=cp))
@@ -351,8 +350,7 @@ def _gpu(machine: Machine) -> Gpu:
     plans an order."""
     if machine.gpu_name is None:  # the ranks share the host's memory
         return dataclasses.replace(GPUS["CPU"], memory_bytes=machine.host_bytes // machine.local_ranks)
-    gpu = gpu_named(machine.gpu_name)
-    if gpu is None:
+    if (gpu := gpu_named(machine.gpu_name)) is None:
         return dataclasses.replace(find_gpu(STAND_IN), name=machine.gpu_name, memory_bytes=machine.gpu_bytes)
     return dataclasses.replace(gpu, memory_bytes=min(gpu.memory_bytes, machine.gpu_bytes))
 
@@ -397,19 +395,20 @@ def check_budgets(run: Run) -> None:
         _check_ram(run, have.memory_bytes)
 
 
+def _times(holders: Holders, factor: int) -> Holders:
+    """Without the reserve, which nobody holds."""
+    return {name: factor * num_bytes for name, num_bytes in holders.items() if num_bytes and name != "reserve"}
+
+
 def needs(run: Run) -> tuple[Holders, Holders]:
     """(host, disk): bytes per holder on this machine, of all its ranks together."""
-    ledger = run.ledger
     times = local_ranks(run.num_ranks) // run.hardware.gpus_per_node  # machines may differ in theirs
-    host = {name: times * num_bytes for name, num_bytes in ledger.host.items() if num_bytes and name != "reserve"}
-    return host, {name: times * num_bytes for name, num_bytes in ledger.disk.items() if num_bytes}
+    return _times(run.ledger.host, times), _times(run.ledger.disk, times)
 
 
 def ram_needs(run: Run) -> Holders:
     """Without a GPU the device's memory is the host's: bytes per holder at the planned peak, of all ranks here."""
-    ranks = local_ranks(run.num_ranks)
-    held = {name: ranks * each for name, each in run.ledger.gpu.items() if each and name != "reserve"}
-    return held | needs(run)[0]
+    return _times(run.ledger.gpu, local_ranks(run.num_ranks)) | needs(run)[0]
 
 
 def store_host_bytes(run: Run) -> int | None:
@@ -425,28 +424,23 @@ def store_host_bytes(run: Run) -> int | None:
 
 
 def _check_room(run: Run, holders: Holders, have: int, what: str, there: str) -> None:
-    need, offload = sum(holders.values()), run.config.memory.offload
+    need, states, offload = sum(holders.values()), holders.get(STATES, 0), run.config.memory.offload
     if need <= have:
         return
+    kept, cp = need - states, run.layout.cp
+    longest = int(run.config.data.context * (have - states) / kept) // cp * cp if kept else 0
+    ways = {
+        "memory.offload=disk": kept and offload == "host",
+        "memory.keep_attention=none": kept and run.layout.keep_attention,
+        "memory.offload_optimizer=false": states,
+        "a memory.disk_path with more room": offload == "disk" and "on the way to disk" not in holders,
+        f"data.context={longest} or less": longest >= 2,
+    }
     parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in holders.items())
-    states, ways = holders.get(STATES, 0), []
-    kept = need - states
-    if kept and offload == "host":
-        ways.append("memory.offload=disk")
-    if kept and run.layout.keep_attention:
-        ways.append("memory.keep_attention=none")
-    if states:
-        ways.append("memory.offload_optimizer=false")
-    if offload == "disk" and "on the way to disk" not in holders:
-        ways.append("a memory.disk_path with more room")
-    cp, context = run.layout.cp, run.config.data.context
-    fitting = int(context * (have - states) / kept) if kept and have > states else 0
-    if fitting >= max(cp, 2):
-        ways.append(f"data.context={fitting // cp * cp} or less")
-    cause = f"memory.offload={offload}" if kept else "memory.offload_optimizer=true"
+    use = either(way for way, helps in ways.items() if helps) or "more machines"
     raise ConfigError(
-        f"{cause} needs {size(need)} of {what} ({parts}), and {size(have)} are {there}; "
-        f"use {either(ways) or 'more machines'}"
+        f"{f'memory.offload={offload}' if kept else 'memory.offload_optimizer=true'} needs {size(need)} of {what} "
+        f"({parts}), and {size(have)} are {there}; use {use}"
     )
 
 
@@ -481,13 +475,11 @@ def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
         )
 
 
-def check_disk(config: Config) -> None:
+def check_disk(disk: Path) -> None:
     """Before anyone asks how much room there is."""
-    disk = config.memory.disk_path
-    if disk is not None and not disk.is_dir():
+    if not disk.is_dir():
         raise ConfigError(f"memory.disk_path={disk} is not a directory; create it, or leave it null")
-    if disk is not None and not os.access(disk, os.W_OK):
-        raise ConfigError(f"memory.disk_path={disk} cannot be written; give another directory")
+    check_room_in(disk, "memory.disk_path", disk)
 
 
 def check_kernel(config: Config) -> None:
@@ -513,10 +505,8 @@ def check_weights(path: Path | None) -> None:
         )
 
 
-def check_run_dir(run_dir: Path | None) -> None:
+def check_run_dir(run_dir: Path) -> None:
     """A new run needs a directory that holds no other."""
-    if run_dir is None:
-        return
     if (run_dir / "config.yaml").exists():
         raise ConfigError(
             f"train.run_dir={run_dir} already holds a run; give another with --run-dir, "
@@ -525,5 +515,4 @@ def check_run_dir(run_dir: Path | None) -> None:
     existing = next(parent for parent in (run_dir, *run_dir.absolute().parents) if parent.exists())
     if not existing.is_dir():
         raise ConfigError(f"train.run_dir={run_dir} cannot be created: {existing} is a file; give a directory")
-    if not os.access(existing, os.W_OK):
-        raise ConfigError(f"train.run_dir={run_dir} cannot be written; give another with --run-dir")
+    check_room_in(existing, "train.run_dir", run_dir)
