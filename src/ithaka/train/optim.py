@@ -39,43 +39,19 @@ def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
     nanoGPT and the Hugging Face trainer) and not on vectors (norms, biases).  The rate is set anew before
     every update."""
     params = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in params if p.ndim >= 2]
-    vectors = [p for p in params if p.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": optim.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [g for g in groups if g["params"]],
-        lr=optim.lr,
-        betas=(optim.betas[0], optim.betas[1]),
-        eps=optim.eps,
-        fused=all(p.device.type in ("cpu", "cuda") for p in params),
-    )
+    matrices, vectors = [p for p in params if p.ndim >= 2], [p for p in params if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    fused = all(p.device.type in ("cpu", "cuda") for p in params)
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=fused)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-
-
-def _local_gradients(params: Iterable[nn.Parameter], rank: int) -> tuple[list[Tensor], list[Tensor]]:
-    """(every local gradient, those this rank counts in the norm): each element of a gradient is counted by
-    exactly one rank, which is its holder if it is sharded and rank 0 if every rank holds the same."""
-    grads, counted = [], []
-    for param in params:
-        if param.grad is None:
-            continue
-        grad = param.grad
-        sharded = isinstance(grad, DTensor)
-        if isinstance(grad, DTensor):
-            # A replicated mesh dim would count an element several times; ithaka shards over the whole mesh.
-            assert all(isinstance(p, Shard) for p in grad.placements), grad.placements
-            grad = grad.to_local()
-        grads.append(grad)
-        if sharded or rank == 0:
-            counted.append(grad)
-    return grads, counted
+def _local(grad: Tensor) -> Tensor:
+    if not isinstance(grad, DTensor):
+        return grad
+    # A replicated mesh dim would count an element several times in the norm; ithaka shards over the whole mesh.
+    assert all(isinstance(placement, Shard) for placement in grad.placements), grad.placements
+    return grad.to_local()
 
 
 @torch.no_grad()
@@ -87,7 +63,11 @@ def clip_gradients(params: Iterable[nn.Parameter], max_norm: float | None, devic
     the device, except when the gradients live in host memory.  `torch.nn.utils.clip_grad_norm_` would reduce on
     the gradients' own device, for which there may be no process group when they are offloaded."""
     ready = dist.is_initialized()
-    grads, counted = _local_gradients(params, dist.get_rank() if ready else 0)
+    whole = [param.grad for param in params if param.grad is not None]
+    grads = [_local(grad) for grad in whole]
+    # Each element is counted by one rank: by its holder if it is sharded, by rank 0 if every rank holds the same.
+    first = not ready or dist.get_rank() == 0
+    counted = [own for grad, own in zip(whole, grads, strict=True) if first or isinstance(grad, DTensor)]
     square = torch.zeros((), dtype=torch.float64, device=device)
     chunks = [chunk for grad in counted if grad.numel() for chunk in grad.flatten().split(_CHUNK)]
     if chunks:

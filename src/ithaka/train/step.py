@@ -18,7 +18,7 @@ from ithaka.data.stream import Batch, num_valid
 from ithaka.dist.mesh import Mesh
 from ithaka.model.batch import num_pairs
 from ithaka.phases import phase
-from ithaka.train.optim import clip_gradients, set_learning_rate
+from ithaka.train.optim import clip_gradients
 
 SAMPLE_TEMPERATURE = 0.8
 
@@ -59,7 +59,8 @@ def train_step(
     The number of valid labels of the whole global batch is known before the first forward, so every
     micro-step is weighted by its tokens and gradients are divided once."""
     label_tokens, pairs = count_work(batches, windows, mesh)
-    set_learning_rate(optimizer, lr)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
     total_loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for batch in batches:
         loss = model(**batch._asdict(), num_items_in_batch=max(label_tokens, 1)).loss

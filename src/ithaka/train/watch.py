@@ -10,7 +10,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +22,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ithaka.config import shown
 from ithaka.data.stream import Batch
 from ithaka.dist.mesh import Mesh
-from ithaka.layout import fixed_settings
 from ithaka.memory.store import StoreError
 from ithaka.model.batch import num_pairs
 from ithaka.phases import PhasePath, listening
-from ithaka.plan.bytes import FIRST_LAYER, RESERVE_BYTES, gpu_phases
+from ithaka.plan.bytes import FIRST_LAYER, RESERVE_BYTES, Holders, gpu_phases
 from ithaka.plan.hardware import GPUS, gpu_named
 from ithaka.plan.heads import slots_of
 from ithaka.plan.search import Plan
@@ -43,7 +41,6 @@ from ithaka.train.console import Console
 from ithaka.train.preflight import Run
 
 WARM_UP_STEPS = 1  # slower than the rest: kernels are chosen, memory is taken from the system
-Holders = dict[str, int]
 
 
 def job_of(run: Run, mesh: Mesh) -> Job:
@@ -118,16 +115,14 @@ class Watch:
             self.console.say(f"Profile of step {number}, in {folder}:\n{words}")
 
     def _recorder(self, number: int, job: Job) -> StepProfile | StepTimes | None:
-        device = self.mesh.device
-        warm = len(self._plain_s) >= WARM_UP_STEPS
+        device, warm = self.mesh.device, len(self._plain_s) >= WARM_UP_STEPS
         kind = what_to_record(number, self.run.config.profile.every, device.type == "cuda" and warm)
         if kind is None:
             return None
         if kind == "times":
             return StepTimes(device, job)
         if device.type == "cuda":
-            earlier = torch.cuda.max_memory_allocated(device)
-            self.device_peak_bytes = max(self.device_peak_bytes, earlier)
+            self.device_peak_bytes = max(self.device_peak_bytes, torch.cuda.max_memory_allocated(device))
         store = getattr(self.model.model.layers[0].forward, "store", None)
         return StepProfile(self.model, self.optimizer, device, store, self._times, job)
 
@@ -194,17 +189,14 @@ class Witness:
         """What the device holds from step to step, where it is known whose that is."""
         if self._owners is None:
             return {}
-        model, optimizer = self._owners
-        states = (value for state in optimizer.state.values() for value in state.values())
-        return {
-            "parameters": self._sum(model.parameters()),
-            "gradients": self._sum(p.grad for p in model.parameters() if p.grad is not None),
-            "optimizer": self._sum(value for value in states if isinstance(value, Tensor)),
-        }
+        parameters = list(self._owners[0].parameters())
+        states = (value for state in self._owners[1].state.values() for value in state.values())
+        groups = {"parameters": parameters, "gradients": (p.grad for p in parameters), "optimizer": states}
+        return {name: sum(map(self._bytes_of, tensors)) for name, tensors in groups.items()}
 
-    def _sum(self, tensors: Iterable[Tensor]) -> int:
-        local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
-        return sum(t.nbytes for t in local if t.device.type == self.device.type)
+    def _bytes_of(self, value: Any) -> int:
+        local = value.to_local() if isinstance(value, DTensor) else value
+        return local.nbytes if isinstance(local, Tensor) and local.device.type == self.device.type else 0
 
     @property
     def where(self) -> str:
@@ -252,11 +244,6 @@ class Shortage:
     def tier(self) -> str:
         return _tier(self.error, self.witness)
 
-    @property
-    def planned_here(self) -> Holders:
-        """What the plan has on the device in the phase in which this happened."""
-        return planned_at(self.plan, self.witness.path or self.witness.before)
-
     def explain(self, model: str, again: str) -> str:
         """In words. `model`: for `ithaka plan`. `again`: the command that takes other settings as `--set`."""
         self.witness.measure()
@@ -266,7 +253,7 @@ class Shortage:
 
     def _device_lines(self) -> Iterator[str]:
         witness, asked = self.witness, _asked_bytes(self.error)
-        ledger, here, states = self.plan.ledger, self.planned_here, witness.states()
+        ledger, here, states = self.plan.ledger, planned_at(self.plan, witness.path or witness.before), witness.states()
         here = {name: here.pop(name) for name in states} | {"all else": sum(here.values())}
         measured = states | {"all else": (witness.used_bytes or 0) - sum(states.values())}
         yield f"  {'':<12}{'planned here':>14}{'measured':>14}"
@@ -291,53 +278,46 @@ class Shortage:
     def _outside_line(self) -> str:
         """The reserve is left out: nobody holds it."""
         ledger = self.plan.ledger
-        all_of_them = ledger.host if self.tier == "host" else ledger.disk
-        held = {name: num_bytes for name, num_bytes in all_of_them.items() if num_bytes and name != "reserve"}
-        there = ledger.host_bytes if self.tier == "host" else ledger.disk_bytes
+        holders, there = (ledger.host, ledger.host_bytes) if self.tier == "host" else (ledger.disk, ledger.disk_bytes)
+        held = {name: num_bytes for name, num_bytes in holders.items() if num_bytes and name != "reserve"}
         parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in held.items())
         return f"  planned per node: {size(sum(held.values()))} of {size(there)} ({parts})"
 
     def _ways_out(self, model: str, again: str) -> Iterator[str]:
         """One setting that needs less of what ran out, and the planner's line, which says what fits with it."""
-        changes, hardware, work = self._leaner(), self.plan.hardware, self.plan.work
-        context = work.context // (1 if changes else 2)
-        words = "".join(f" --set {name}={shown(value)}" for name, value in changes.items())
-        if changes:
-            yield f"Less is needed{' there' if self.tier == 'GPU' else ''} with:"
-            yield f"  {again}{words}"
+        way, hardware, work = self._leaner(), self.plan.hardware, self.plan.work
+        words = f" --set {way}" if way else ""
+        if way:
+            yield f"Less is needed{' there' if self.tier == 'GPU' else ''} with:\n  {again}{words}"
         else:
             yield "No other setting needs less: use more ranks or less context"
         if hardware.gpu.name == "CPU":
             return
-        yield "What fits, and how fast it will be:"
         known = gpu_named(hardware.gpu.name) is not None
-        count = hardware.name.removesuffix(f"x{hardware.gpu.name}")
-        gpus = hardware.name if known else f"{count} --gpu-file GPU.json"
+        gpus = hardware.name if known else f"{hardware.name.removesuffix(f'x{hardware.gpu.name}')} --gpu-file GPU.json"
+        batch = f" --batch {work.batch}" if work.batch > 1 else ""
         room = f"--host-memory {hardware.host_bytes // 10**9}GB"
         room += f" --disk {hardware.disk_bytes // 10**9}GB" if hardware.disk_bytes else ""
-        batch = f" --batch {work.batch}" if work.batch > 1 else ""
-        yield f"  ithaka plan {model} --gpus {gpus} --context {context}{batch} {room}{words}"
+        yield "What fits, and how fast it will be:"
+        yield f"  ithaka plan {model} --gpus {gpus} --context {work.context // (1 if way else 2)}{batch} {room}{words}"
         if not known:
             yield "  (GPU.json: ithaka bench device --out GPU.json)"
 
-    def _leaner(self) -> dict[str, Any]:
+    def _leaner(self) -> str:
         """The first setting of a few that needs less of what ran out."""
-        plan, layout, now = self.plan, self.plan.layout, sum(self.planned_here.values())
-        if self.tier != "GPU":
-            if layout.keep_attention:
-                return {"memory.keep_attention": "none"}
-            return {"memory.offload": "disk"} if self.tier == "host" else {}
-        tries: dict[str, Any] = {"memory.checkpoint": "full", "memory.offload": "host"}
-        tries |= {"parallel.heads_per_stage": layout.cp, "memory.overlap": False}
-        tries["memory.tile_tokens"] = max(1, (layout.tile_tokens or plan.work.local_tokens(layout.cp)) // 2)
-        if plan.hardware.gpu.name == "CPU":  # its memory is the host's
-            del tries["memory.offload"]
-        for name, value in tries.items():
-            fixed = fixed_settings({name: value}, plan.shape.num_layers, plan.hardware.num_gpus)
-            leaner = dataclasses.replace(plan, layout=layout.but(**fixed))
-            if sum(dataclasses.replace(self, plan=leaner).planned_here.values()) < now:
-                return {name: value}
-        return {}
+        layout, outside, cp = self.plan.layout, self.tier != "GPU", self.plan.layout.cp
+        in_host_memory = self.plan.hardware.gpu.name == "CPU"
+        tile = layout.tile_tokens or self.plan.work.local_tokens(cp)
+        ways = {
+            "memory.keep_attention=none": outside and layout.keep_attention,
+            "memory.offload=disk": self.tier == "host",
+            "memory.checkpoint=full": not outside and not layout.checkpoint,
+            "memory.offload=host": not outside and layout.input_tier == "device" and not in_host_memory,
+            f"parallel.heads_per_stage={cp}": not outside and (layout.heads_per_stage or self.plan.shape.heads) > cp,
+            "memory.overlap=false": not outside and layout.overlap,
+            f"memory.tile_tokens={tile // 2}": not outside and tile > 1,
+        }
+        return next((way for way, helps in ways.items() if helps), "")
 
 
 def planned_at(plan: Run | Plan, path: PhasePath) -> Holders:
