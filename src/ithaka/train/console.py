@@ -14,7 +14,7 @@ import threading
 import time
 import unicodedata
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -114,31 +114,24 @@ def visible(text: str) -> str:
 
 def describe(record: Record) -> str:
     """The record on one line; what was not measured is left out."""
-    parts = []
-    if record.loss is not None:
-        parts.append(f"loss {record.loss:.4f}")
-    if record.val_loss is not None:
-        parts.append(f"val {record.val_loss:.4f}")
-    if record.lr is not None and record.grad_norm is not None:
-        parts += [f"lr {record.lr:.2e}", f"grad {record.grad_norm:.3f}"]
-    if record.tokens_per_s is not None:
-        parts.append(f"{amount(record.tokens_per_s)} tok/s")
-    if record.mfu is not None:
-        parts.append(f"mfu {100 * record.mfu:.1f}%")
-    if record.device_peak_bytes is not None:
-        parts.append(f"device {size(record.device_peak_bytes)}")
-    parts.append(f"host {size(record.host_peak_bytes)}")
-    return "  ".join(parts)
+    parts = {
+        "loss": record.loss is not None and f"{record.loss:.4f}",
+        "val": record.val_loss is not None and f"{record.val_loss:.4f}",
+        "lr": record.lr is not None and f"{record.lr:.2e}",
+        "grad": record.grad_norm is not None and f"{record.grad_norm:.3f}",
+        "": record.tokens_per_s is not None and f"{amount(record.tokens_per_s)} tok/s",
+        "mfu": record.mfu is not None and f"{100 * record.mfu:.1f}%",
+        "device": record.device_peak_bytes is not None and size(record.device_peak_bytes),
+        "host": size(record.host_peak_bytes),
+    }
+    return "  ".join(f"{name} {words}".strip() for name, words in parts.items() if words)
 
 
 def describe_progress(report: Report) -> str:
     """A step under way on one line."""
-    parts = [report.phase or "starting", f"{report.percent:.0f}%"]
-    if report.eta_s is not None:
-        parts.append(f"{timedelta(seconds=round(report.eta_s))} left")
-    if report.flops_s is not None:
-        parts.append(f"{report.flops_s / 1e12:.3g} TFLOP/s per rank")
-    return "  ".join(parts)
+    left = "" if report.eta_s is None else f"  {timedelta(seconds=round(report.eta_s))} left"
+    rate = "" if report.flops_s is None else f"  {report.flops_s / 1e12:.3g} TFLOP/s per rank"
+    return f"{report.phase or 'starting'}  {report.percent:.0f}%{left}{rate}"
 
 
 class Metrics:
@@ -152,34 +145,24 @@ class Metrics:
         temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         os.replace(temporary, path)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+        self.close = self._file.close
 
-    def write(self, record: Record) -> None:
-        self._write(asdict(record))
-
-    def write_progress(self, report: Report) -> None:
-        self._write({"step": report.step, "progress": asdict(report)})
-
-    def _write(self, values: dict[str, Any]) -> None:
+    def write(self, entry: Record | Report) -> None:
+        values = asdict(entry) if isinstance(entry, Record) else {"step": entry.step, "progress": asdict(entry)}
         # One call per line: progress comes from a thread of its own.
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
 
-    def close(self) -> None:
-        self._file.close()
-
 
 def _whole_lines(path: Path) -> list[str]:
     """A killed process may leave half a line at the end."""
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
     return [line for line in lines[:-1] if line]
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of whole steps."""
-    records = [json.loads(line) for line in _whole_lines(path)]
-    return [record for record in records if "progress" not in record]
+    return [record for record in map(json.loads, _whole_lines(path)) if "progress" not in record]
 
 
 def check_tensorboard() -> Any:
@@ -199,58 +182,50 @@ class Console:
     On a terminal a progress bar with an estimate of the time left, else a plain line per step."""
 
     def __init__(self, run_dir: Path, num_steps: int, step: int = 0, tensorboard: bool = False, active: bool = True):
-        self.active = active
-        self.num_steps = num_steps
+        self.active, self.num_steps = active, num_steps
+        self._rich = RichConsole(highlight=False, soft_wrap=True, quiet=not active)
         self._progress: Progress | None = None
-        if not active:
-            return
-        self._rich = RichConsole(highlight=False, soft_wrap=True)
-        self._metrics = Metrics(run_dir / "metrics.jsonl", step)
-        self._events = None
-        if tensorboard:  # it hides an earlier process's events after `step` itself
+        self._events: Any = None
+        if active:
+            self._metrics = Metrics(run_dir / "metrics.jsonl", step)
+        if active and tensorboard:  # it hides an earlier process's events after `step` itself
             folder = str(run_dir / "tensorboard")
             self._events = check_tensorboard()(folder, purge_step=step + 1 if step else None)
 
     def start_progress(self, step: int) -> None:
         if not self.active or not self._rich.is_terminal:
             return
-        self._progress = Progress(
-            TextColumn("[bold]train"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[status]}"),
-            console=self._rich,
-        )
-        self._task = self._progress.add_task("train", total=self.num_steps, completed=step, status="")
+        words = TextColumn("{task.fields[status]}")
+        columns = (TextColumn("[bold]train"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn())
+        self._progress = Progress(*columns, words, console=self._rich)
+        self._progress.add_task("train", total=self.num_steps, completed=step, status="")
         self._progress.start()
+
+    def _update(self, **changes: Any) -> None:
+        assert self._progress is not None
+        self._progress.update(self._progress.task_ids[0], **changes)
 
     @contextmanager
     def doing(self, what: str, again_s: float | None = AGAIN_S) -> Iterator[None]:
         """Says what is done besides steps: in the progress bar where there is one."""
-        if not self.active:
-            yield
-        elif self._progress is not None:
+        if self._progress is not None:
             before = self._progress.tasks[0].fields["status"]
-            self._progress.update(self._task, status=f"{what} ...")
+            self._update(status=f"{what} ...")
             yield
-            self._progress.update(self._task, status=before)
+            self._update(status=before)
         else:
-            with status(what, again_s):
+            with status(what, again_s) if self.active else nullcontext():
                 yield
 
     def say(self, text: str) -> None:
         """Prints `text` as it is, above the progress bar where there is one."""
-        if self.active:
-            self._rich.print(escape(text))
+        self._rich.print(escape(text))
 
     def facts(self, title: str, facts: dict[str, str]) -> None:
-        if not self.active:
-            return
-        width = max(len(key) for key in facts)
+        width = max(map(len, facts))
         self._rich.print(f"[bold]{escape(title)}[/bold]")
         for key, value in facts.items():
-            self._rich.print(f"  {key:<{width}}  {escape(value)}")
+            self.say(f"  {key:<{width}}  {value}")
 
     def step(self, record: Record) -> None:
         if not self.active:
@@ -261,23 +236,21 @@ class Console:
                 if key != "step" and value is not None:
                     self._events.add_scalar(key, value, record.step)
             self._events.flush()
+        at = f"step {record.step}/{self.num_steps}"
         if self._progress is None:
-            self.say(f"step {record.step}/{self.num_steps}  {describe(record)}")
+            self.say(f"{at}  {describe(record)}")
             return
-        self._progress.update(self._task, completed=record.step, status=describe(record))
+        self._update(completed=record.step, status=describe(record))
         if record.val_loss is not None:
-            self.say(f"step {record.step}/{self.num_steps}  validation loss {record.val_loss:.4f}")
+            self.say(f"{at}  validation loss {record.val_loss:.4f}")
 
     def progress(self, report: Report) -> None:
         """Where a long step is."""
-        if not self.active:
-            return
-        self._metrics.write_progress(report)
-        text = describe_progress(report)
+        self._metrics.write(report)
         if self._progress is None:
-            self.say(f"step {report.step}/{self.num_steps} under way: {text}")
+            self.say(f"step {report.step}/{self.num_steps} under way: {describe_progress(report)}")
         else:
-            self._progress.update(self._task, status=text)
+            self._update(status=describe_progress(report))
 
     def stop_progress(self) -> None:
         if self._progress is not None:
@@ -288,5 +261,5 @@ class Console:
         self.stop_progress()
         if self.active:
             self._metrics.close()
-            if self._events is not None:
-                self._events.close()
+        if self._events is not None:
+            self._events.close()
