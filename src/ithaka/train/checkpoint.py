@@ -116,11 +116,7 @@ def _rng_tensors(rank: int) -> dict[str, Tensor]:
 
 
 def save(
-    run_dir: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    state: dict[str, Any],
-    keep_last: int,
+    run_dir: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], keep_last: int
 ) -> Path:
     """Called by every rank after the same step; returns the checkpoint's directory once `latest` names it.
 
@@ -161,8 +157,7 @@ def _publish(run_dir: Path, temporary: Path, final: Path, state: dict[str, Any])
 
 def _prune(root: Path, step: int, keep_last: int) -> None:
     """Checkpoints beyond `step` stay: they are another continuation, which the user may still want."""
-    old = [path for path in _all_checkpoints(root) if path.name <= step_name(step)]
-    for path in old[:-keep_last]:
+    for path in [path for path in _all_checkpoints(root) if path.name <= step_name(step)][:-keep_last]:
         shutil.rmtree(path)
 
 
@@ -203,23 +198,20 @@ def find(run_dir: Path) -> Path:
 
     An earlier one is never taken silently, because that repeats work and rewrites the metrics: the error says
     which is usable and how to choose it."""
-    run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise ConfigError(f"run directory {run_dir} does not exist; give the directory of an earlier run")
-    try:
-        name = (run_dir / "latest").read_text(encoding="utf-8").strip()
-    except OSError:
-        name = ""
-    root = run_dir / "checkpoints"
-    path = root / name
-    reason = problem(path) if name else f"{run_dir / 'latest'} is missing or empty"
-    if reason is None:
-        return path
-    usable = [other for other in reversed(_all_checkpoints(root)) if other != path and problem(other) is None]
-    what = f"checkpoint {path} cannot be used: {reason}" if name else f"no checkpoint to use: {reason}"
+    latest, root = run_dir / "latest", run_dir / "checkpoints"
+    name = latest.read_text(encoding="utf-8").strip() if latest.is_file() else ""
+    path, what = root / name, f"no checkpoint to use: {latest} is missing or empty"
+    if name:
+        reason = problem(path)
+        if reason is None:
+            return path
+        what = f"checkpoint {path} cannot be used: {reason}"
+    usable = [other.name for other in _all_checkpoints(root) if other != path and problem(other) is None]
     if not usable:
         raise ConfigError(f"{what}; the run directory holds no other complete checkpoint, start the run anew")
-    raise ConfigError(f"{what}; {usable[0].name} is complete, to use it: echo {usable[0].name} > {run_dir / 'latest'}")
+    raise ConfigError(f"{what}; {usable[-1]} is complete, to use it: echo {usable[-1]} > {latest}")
 
 
 def last_of(run_dir: Path) -> str:
@@ -285,22 +277,21 @@ def to_go_on_from(run_dir: Path, config: Config, shape: ModelShape) -> tuple[Pat
 
 def _changes(before: Config, after: Config) -> dict[str, str]:
     """The run directory may have moved: it is none of them."""
-    old, new, changed = to_dict(before), to_dict(after), {}
-    for name in (f"{section}.{key}" for section, values in new.items() for key in values):
-        section, key = name.split(".")
-        if new[section][key] != old[section][key] and name != "train.run_dir":
-            note = f"; {NOTES[name]}" if name in NOTES else ""
-            changed[name] = f"{shown(new[section][key])} (was {shown(old[section][key])}){note}"
+    changed, old = {}, to_dict(before)
+    for section, values in to_dict(after).items():
+        for key, value in values.items():
+            name, was = f"{section}.{key}", old[section][key]
+            if value != was and name != "train.run_dir":
+                note = f"; {NOTES[name]}" if name in NOTES else ""
+                changed[name] = f"{shown(value)} (was {shown(was)}){note}"
     return changed
 
 
 def history(run_dir: Path, step: int, changed: Mapping[str, str]) -> str:
     """The comments at the head of the run's config.yaml, with one more for each change."""
-    file = run_dir / "config.yaml"
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    lines = (run_dir / "config.yaml").read_text(encoding="utf-8").splitlines()
     told = [line for line in lines if line.startswith("# ")]
-    told += [f"# after step {step}: {name}={words}" for name, words in changed.items()]
-    return "".join(line + "\n" for line in told)
+    return "".join(f"{line}\n" for line in [*told, *(f"# after step {step}: {k}={v}" for k, v in changed.items())])
 
 
 def same_validation_after(run_dir: Path) -> int:
@@ -320,8 +311,9 @@ def export(run_dir: Path, out_dir: Path, dtype: torch.dtype | None = None) -> Pa
     precision of the master weights (float32 in a usual run) unless `dtype` is given, so logits are those of
     the trained model."""
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
-    run_dir, out_dir = Path(run_dir), Path(out_dir).absolute()
+    out_dir = out_dir.absolute()
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise ConfigError(f"output directory {out_dir} exists and is not empty; give a new or empty one")
     weights = _full_weights(find(run_dir))
@@ -334,24 +326,10 @@ def export(run_dir: Path, out_dir: Path, dtype: torch.dtype | None = None) -> Pa
     temporary = out_dir.with_name(f".tmp-{out_dir.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.copytree(run_dir / "model", temporary)
-    with _without_progress_bars():
-        model.save_pretrained(temporary)
+    logging.disable_progress_bar()
+    model.save_pretrained(temporary)
     os.replace(temporary, out_dir)
     return out_dir
-
-
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """Of transformers, which has one switch for all of them."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _full_weights(path: Path) -> dict[str, Tensor]:

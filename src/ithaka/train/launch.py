@@ -199,7 +199,9 @@ def _die_with_parent(parent: int) -> None:
 
 
 def _run_children(function: RankFunction, args: tuple[Any, ...], num_ranks: int) -> Outcome:
-    with tempfile.TemporaryDirectory(prefix="ithaka-") as name, _threads_for(num_ranks):
+    # The cores are shared among the ranks; OpenMP reads the variable when they import torch.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_ranks)))
+    with tempfile.TemporaryDirectory(prefix="ithaka-") as name:
         folder, untold = Path(name), list[Outcome]()
         (folder / "call").write_bytes(pickle.dumps(sys.path) + pickle.dumps((function, args)))
         thread = threading.Thread(target=_launch, args=(folder, num_ranks, untold), daemon=True)
@@ -232,17 +234,9 @@ def _launch(folder: Path, num_ranks: int, untold: list[Outcome]) -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what it says of a failure, we say
     # Blocked in this thread, and so in the ranks until they can heed them.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        run_id=folder.name,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
-    )
+    here: dict[str, Any] = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", "local_addr": "127.0.0.1"}
+    logs = DefaultLogsSpecs(log_dir=str(folder / "logs"))
+    config = LaunchConfig(1, 1, num_ranks, run_id=folder.name, max_restarts=0, logs_specs=logs, **here)
     try:
         elastic_launch(config, sys.executable)("-c", "from ithaka.train.launch import child; child()", str(folder))
     except ChildFailedError as error:
@@ -261,19 +255,6 @@ def _end_of(rank: int, code: int) -> Outcome:
     hint = "; the system kills processes when host memory runs out" if -code == signal.SIGKILL else ""
     text = f"rank {rank} was killed by {signal.Signals(-code).name}{hint}"
     return Outcome(128 - code if -code in SIGNALS else EXIT_FAILED, text)
-
-
-@contextlib.contextmanager
-def _threads_for(num_ranks: int) -> Iterator[None]:
-    """Share the cores among the ranks. OpenMP reads its variable when torch is imported: it must be there before."""
-    if "OMP_NUM_THREADS" in os.environ:
-        yield
-        return
-    os.environ["OMP_NUM_THREADS"] = str(max(1, num_cores() // num_ranks))
-    try:
-        yield
-    finally:
-        del os.environ["OMP_NUM_THREADS"]
 
 
 def _pass_on(folder: Path, number: int) -> None:
