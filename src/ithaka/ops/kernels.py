@@ -135,29 +135,10 @@ def _window_sizes(window: int | None) -> dict[str, int]:
 
 
 def _flash_varlen_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ends: Tensor,
-    longest: int,
-    scale: float,
-    causal: bool,
-    window: int | None,
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float, causal: bool, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = aten._flash_attention_forward(
-        q,
-        k,
-        v,
-        ends,
-        ends,
-        longest,
-        longest,
-        0.0,
-        causal,
-        False,
-        scale=scale,
-        **_window_sizes(window),
-    )
+    lengths, sizes = (ends, ends, longest, longest), _window_sizes(window)
+    out, lse, *_ = aten._flash_attention_forward(q, k, v, *lengths, 0.0, causal, False, scale=scale, **sizes)
     return out, lse
 
 
