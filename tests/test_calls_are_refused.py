@@ -196,6 +196,32 @@ def test_a_second_backward(checkpoint):
         loss.backward()
 
 
+def test_a_call_after_a_backward_that_failed(model):
+    """FSDP2 would give some parameters no gradient."""
+    first = model(input_ids=IDS, labels=IDS).loss
+    first.register_hook(lambda grad: 1 / 0)  # after FSDP2's own hook: its backward has begun
+    with pytest.raises(ZeroDivisionError):
+        first.backward()
+    assert "an earlier backward of this model did not finish" in refused(model)
+
+
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_a_call_after_a_second_backward(checkpoint):
+    model = parallel(make_layout(2, checkpoint=checkpoint))
+    loss = model(input_ids=IDS, labels=IDS).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError):
+        loss.backward()
+    assert "parallelize the model again" in refused(model)
+
+
+def test_two_calls_before_their_backward_are_taken(model, expected):
+    losses = [model(input_ids=IDS, labels=IDS).loss for _ in range(2)]
+    for loss in losses:
+        loss.backward()
+    assert loss_of(model) == pytest.approx(expected)
+
+
 # ---- changes after parallelize
 
 

@@ -114,3 +114,12 @@ def test_layouts_that_cannot_be(ranks):
         assert "heads_per_stage=3" in messages[2] and "multiple of cp=2" in messages[2]
         assert "heads_per_stage=1" in messages[3]
         assert "cp=0" in messages[4]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_frequencies_rounded_to_16_bits(dtype):
+    """`model.to(dtype)` rounds them with the weights: at position 1000 the fastest would be off by whole radians."""
+    model = AutoModelForCausalLM.from_config(tiny_config("llama"), dtype=dtype)
+    check_supported(model)
+    message = refused(model.to(torch.float32).to(dtype))
+    assert f"inv_freq is {dtype}" in message and f"dtype={dtype}" in message

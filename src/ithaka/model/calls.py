@@ -88,6 +88,7 @@ class CallCheck:
         report, mesh = Report(), self.mesh
         try:
             check_around(mesh.device)
+            _check_finished(model)
             self._check_unchanged(model)
             hooked = check_modules(model)
             tensors, items = _arguments(*args, **kwargs)
@@ -249,6 +250,15 @@ def _check_optimizer(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
 
 
 # ---- what is around a call
+
+
+def _check_finished(model: PreTrainedModel) -> None:
+    """Refuses a model whose last backward raised: FSDP2 would leave out gradients from then on, without a word."""
+    if model._get_fsdp_state()._state_ctx.post_backward_final_callback_queued:
+        raise ConfigError(
+            "an earlier backward of this model did not finish, and FSDP2 would leave out gradients from now on; load "
+            "and parallelize the model again, or resume from the last checkpoint"
+        )
 
 
 def check_around(device: torch.device) -> None:

@@ -82,6 +82,12 @@ def _faults(model: PreTrainedModel) -> Iterator[str]:
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope not in FIXED_ROPE:
         yield f"rope_type={rope} changes with the length; use one of {', '.join(FIXED_ROPE)}"
+    precision = model.model.rotary_emb.inv_freq.dtype
+    if precision.itemsize < 4:
+        yield (
+            f"rotary_emb.inv_freq is {precision}, which turns far positions by wrong angles; load the model with "
+            f"dtype={precision} instead of converting it, or give Layout(dtype=...) the dtype"
+        )
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p:
             yield f"{name} is dropout with p={module.p}, which is not supported; set it to 0"
