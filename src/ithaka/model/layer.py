@@ -277,12 +277,18 @@ class StreamedLayer:
 
     def backward(self, saved: Saved, dy_sD: Tensor, grads: GradSum) -> Tensor:
         """Returns dx, written over dy; adds weight gradients to `grads`."""
-        again = () if saved.attended else (self._keep(out, lse, "device") for out, lse in self._attend(saved))
-        attended, saved.attended = deque(again or saved.attended), []
+        attended = self._take_attended(saved)
         with phase("mlp"):
             self._mlp_backward(saved, attended, dy_sD, grads)
         self._attention_backward(saved, attended, dy_sD, grads)
         return dy_sD
+
+    def _take_attended(self, saved: Saved) -> deque[Attended]:
+        """What was kept of attention, or, where nothing was, attention once more."""
+        if not saved.attended:
+            return deque(self._keep(out_csnK, lse_nS, "device") for out_csnK, lse_nS in self._attend(saved))
+        attended, saved.attended = deque(saved.attended), []
+        return attended
 
     def _mlp_backward(self, saved: Saved, attended: Sequence[Attended], dy_sD: Tensor, grads: GradSum) -> None:
         """Turns dy into the gradient at x + attention; adds the MLP's and the output projection's weight gradients."""
