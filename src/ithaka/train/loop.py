@@ -25,16 +25,7 @@ from ithaka.phases import listening, phase
 from ithaka.plan.hardware import peak_flops
 from ithaka.plan.show import size
 from ithaka.train import checkpoint
-from ithaka.train.console import (
-    Console,
-    Record,
-    amount,
-    host_peak_bytes,
-    read_metrics,
-    status,
-    step_flops,
-    visible,
-)
+from ithaka.train.console import Console, Record, amount, host_peak_bytes, read_metrics, status, step_flops, visible
 from ithaka.train.launch import StopRequest
 from ithaka.train.optim import learning_rate, make_optimizer
 from ithaka.train.preflight import Run, store_host_bytes, together
@@ -186,13 +177,13 @@ def _data_facts(trainer: Trainer) -> dict[str, str]:
     """What will be trained on, in words. Rank 0 reads it."""
     if trainer.mesh.rank != 0:
         return {}
-    config = trainer.config
-    num_sequences = config.train.steps * config.train.accumulate * config.train.batch * trainer.mesh.dp_size
+    train, data = trainer.config.train, trainer.data
+    num_sequences = train.steps * train.accumulate * train.batch * trainer.mesh.dp_size
     try:
         with status("reading the data"):
-            return data_facts(config.data, trainer.data, trainer.tokenizer).lines(num_sequences)
+            return data_facts(trainer.config.data, data, trainer.tokenizer).lines(num_sequences)
     except ConfigError:
-        trainer.data.close(remove=True)
+        data.close(remove=True)
         raise
 
 
@@ -204,7 +195,7 @@ def _write_run_dir(trainer: Trainer) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     told = checkpoint.history(run.run_dir, trainer.step, run.changed) if trainer.step else ""
     checkpoint.write_atomic(run.run_dir / "config.yaml", f"{told}format: {FORMAT}\n{to_yaml(run.config)}")
-    for part in (trainer.model.config, getattr(trainer.model, "generation_config", None), trainer.tokenizer):
+    for part in (trainer.model.config, trainer.model.generation_config, trainer.tokenizer):
         if part is not None:
             part.save_pretrained(folder)
 
@@ -251,23 +242,10 @@ def _steps(trainer: Trainer, stop: StopRequest, console: Console, save: bool) ->
         if trainer.due(settings.validate_every):
             with console.doing("validation"):
                 val_loss = trainer.validate()
-        asked, (device_peak, host_peak) = _agree(stop, trainer.mesh, watch.device_peak_bytes)
-        console.step(
-            Record(
-                step=trainer.step,
-                loss=result.loss,
-                val_loss=val_loss,
-                lr=lr,
-                grad_norm=result.grad_norm,
-                tokens=trainer.tokens,
-                label_tokens=result.label_tokens,
-                tokens_per_s=num_tokens / step_s,
-                step_s=step_s,
-                mfu=_mfu(trainer, num_tokens, result.num_pairs, step_s),
-                device_peak_bytes=device_peak,
-                host_peak_bytes=host_peak,
-            )
-        )
+        asked, peaks = _agree(stop, trainer.mesh, watch.device_peak_bytes)
+        speed = num_tokens / step_s, step_s, _mfu(trainer, num_tokens, result.num_pairs, step_s)
+        losses = result.loss, val_loss, lr, result.grad_norm
+        console.step(Record(trainer.step, *losses, trainer.tokens, result.label_tokens, *speed, *peaks))
         if save and (asked or trainer.due(settings.save_every)):
             with console.doing("saving"):
                 trainer.save()
@@ -330,32 +308,28 @@ def _rate_from_here(config: Config, step: int) -> str:
 def _finish(trainer: Trainer, console: Console) -> None:
     with console.doing("writing a sample"):
         text = _sample_text(trainer)
-    if not console.active:
-        return
-    run_dir = trainer.run.run_dir
-    console.facts("done", _summary(trainer, read_metrics(run_dir / "metrics.jsonl")))
-    console.say(text)
-    checkpoint.write_atomic(run_dir / "sample.txt", text)
+    if console.active:
+        console.facts("done", _summary(trainer, read_metrics(trainer.run.run_dir / "metrics.jsonl")))
+        console.say(text)
+        checkpoint.write_atomic(trainer.run.run_dir / "sample.txt", text)
 
 
 def _summary(trainer: Trainer, records: list[dict[str, Any]]) -> dict[str, str]:
-    run_dir = trainer.run.run_dir
+    run_dir, config, more = trainer.run.run_dir, trainer.config, 2 * trainer.step
     first = checkpoint.same_validation_after(run_dir)
     losses = [f"{r['val_loss']:.4f}" for r in records if r["val_loss"] is not None and r["step"] > first]
     rates = [r["tokens_per_s"] for r in records if r["tokens_per_s"]]
     # Each part of a resumed run has peaks of its own.
     device_peak = max(r["device_peak_bytes"] or 0 for r in records)
     device = f"device {size(device_peak)}, " if device_peak else ""
-    host_peak = max(r["host_peak_bytes"] for r in records)
     facts = {"validation loss": " -> ".join([losses[0], *losses[1:][-1:]])} if losses else {}
     if rates:
         facts["speed"] = f"{amount(sorted(rates)[len(rates) // 2])} tokens/s (median step)"
-    facts["peak memory"] = f"{device}host {size(host_peak)} per rank"
+    facts["peak memory"] = f"{device}host {size(max(r['host_peak_bytes'] for r in records))} per rank"
     facts["export"] = f"ithaka export {run_dir} OUT_DIR"
-    more = 2 * trainer.step
     facts["train longer"] = f"ithaka train --resume {run_dir} --set train.steps={more}"
-    if trainer.config.optim.schedule == "cosine":
-        rate = learning_rate(trainer.step, trainer.config.optim, trainer.config.train.steps)
+    if config.optim.schedule == "cosine":
+        rate = learning_rate(trainer.step, config.optim, config.train.steps)
         facts["lr"] = f"stays at {rate:.2e} then; for a longer cosine add --set optim.decay_steps={more}"
     return facts
 
