@@ -30,7 +30,9 @@ from ithaka.config import (
     embedded_model,
     given,
     load,
+    parse,
     shown,
+    to_dict,
     to_yaml,
 )
 from ithaka.dist.mesh import start_process_group
@@ -210,7 +212,11 @@ def _resolve(request: Request) -> Config:
     """The settings of the run, with its run directory and the length of its learning-rate schedule."""
     if request.resume is None:
         config = load(request.file, request.changes, _defaults(request))
-        run_dir = request.run_dir or config.train.run_dir or _default_run_dir()
+        # A new name per run, the same on every rank: under torchrun it comes from the job, not the clock.
+        job = os.environ.get("TORCHELASTIC_RUN_ID")
+        job = os.environ["MASTER_PORT"] if job == "none" else job
+        name = time.strftime("%Y%m%d-%H%M%S") if job is None else f"torchrun-{job}"
+        run_dir = request.run_dir or config.train.run_dir or Path("runs") / name
     else:
         config, run_dir = _resumed(request, request.resume), request.resume
     optim = dataclasses.replace(config.optim, decay_steps=config.optim.decay_steps or config.train.steps)
@@ -237,14 +243,6 @@ def _resumed(request: Request, resume: Path) -> Config:
         raise ConfigError(f"--resume {resume} holds no config.yaml; give the directory of an earlier run")
     before = load(file)
     return load(file, [f"optim.decay_steps={before.optim.decay_steps or before.train.steps}", *request.changes])
-
-
-def _default_run_dir() -> Path:
-    """A new name per run, the same on every rank: under torchrun it comes from the job, not the clock."""
-    job = os.environ.get("TORCHELASTIC_RUN_ID")
-    if job is None:
-        return Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    return Path("runs") / f"torchrun-{job if job != 'none' else os.environ['MASTER_PORT']}"
 
 
 def model_shape(config: Config) -> ModelShape:
@@ -275,10 +273,12 @@ def local_ranks(num_ranks: int) -> int:
 
 def machine_here(config: Config, num_ranks: int, gpu: tuple[str, int] | None) -> Machine:
     """This rank's. `gpu`: its name and its bytes."""
-    if config.memory.disk_path is not None:
-        check_disk(config.memory.disk_path)
-    memory, host = config.memory, this_host(config.memory.disk_path)
-    to_disk = memory.disk_path is not None or "disk" in (memory.offload, memory.attention_offload)
+    memory, disk = config.memory, config.memory.disk_path
+    if disk is not None and not disk.is_dir():
+        raise ConfigError(f"memory.disk_path={disk} is not a directory; create it, or leave it null")
+    if disk is not None:
+        check_room_in(disk, "memory.disk_path", disk)
+    host, to_disk = this_host(disk), disk is not None or "disk" in (memory.offload, memory.attention_offload)
     name, gpu_bytes = gpu or (None, sys.maxsize)
     return Machine(name, gpu_bytes, host.memory_bytes, host.disk_bytes if to_disk else 0, local_ranks(num_ranks))
 
@@ -356,15 +356,14 @@ def _gpu(machine: Machine) -> Gpu:
 
 
 def _with(config: Config, chosen: Mapping[str, Any], given: Set[str]) -> Config:
+    tree = to_dict(config)
     for name, value in chosen.items():
         section, key = name.split(".")
-        if name in given and getattr(getattr(config, section), key) != "auto":
-            continue
-        changed = dataclasses.replace(getattr(config, section), **{key: value})
-        config = dataclasses.replace(config, **{section: changed})
-    if "disk" not in (config.memory.offload, config.memory.attention_offload):
-        config = dataclasses.replace(config, memory=dataclasses.replace(config.memory, disk_path=None))
-    return config
+        if name not in given or tree[section][key] == "auto":
+            tree[section][key] = value
+    if "disk" not in (tree["memory"]["offload"], tree["memory"]["attention_offload"]):
+        tree["memory"]["disk_path"] = None
+    return parse(tree)
 
 
 def _does_not_fit(config: Config, plan: Plan) -> str:
@@ -473,13 +472,6 @@ def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
             f"memory.disk_path={memory.disk_path} has no effect with memory.offload={memory.offload}; "
             "use memory.offload=disk, or leave it null"
         )
-
-
-def check_disk(disk: Path) -> None:
-    """Before anyone asks how much room there is."""
-    if not disk.is_dir():
-        raise ConfigError(f"memory.disk_path={disk} is not a directory; create it, or leave it null")
-    check_room_in(disk, "memory.disk_path", disk)
 
 
 def check_kernel(config: Config) -> None:

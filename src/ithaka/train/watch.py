@@ -43,13 +43,6 @@ from ithaka.train.preflight import Run
 WARM_UP_STEPS = 1  # slower than the rest: kernels are chosen, memory is taken from the system
 
 
-def job_of(run: Run, mesh: Mesh) -> Job:
-    """The run's step, as the planner sees it."""
-    gpu = (gpu_named(torch.cuda.get_device_name(mesh.device)) if mesh.device.type == "cuda" else None) or GPUS["CPU"]
-    work = dataclasses.replace(run.work, accumulate=1)
-    return Job(run.shape, run.layout, work, run.config.train.accumulate, run.num_ranks, gpu)
-
-
 def write_facts(run_dir: Path, job: Job, mesh: Mesh) -> None:
     """machine.json and plan.json: what the report shows besides the configuration."""
     (run_dir / "machine.json").write_text(json.dumps(machine(mesh.device, mesh.world_size)), encoding="utf-8")
@@ -84,7 +77,9 @@ class Watch:
         self._times: StepTimes | None = None  # of the step before a profile
         self._progress: Progress | None = None
         if console.active:
-            self.job = job_of(run, mesh)
+            name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else ""
+            work, gpu = dataclasses.replace(run.work, accumulate=1), gpu_named(name) or GPUS["CPU"]
+            self.job = Job(run.shape, run.layout, work, run.config.train.accumulate, run.num_ranks, gpu)
             write_facts(run.run_dir, self.job, mesh)
             self._progress = Progress(mesh.device, console.progress)
 
