@@ -47,7 +47,7 @@ class Section:
             name, value, hint = f"{section}.{entry.name}", getattr(self, entry.name), hints[entry.name]
             try:
                 value = _as(value, hint)
-            except _Mismatch:
+            except ValueError:
                 raise ConfigError(f"{name}={shown(value)} is not accepted; use {_describe(hint)}") from None
             for number in value if isinstance(value, tuple) else (value,):
                 for limit, bound in entry.metadata.items() if isinstance(number, int | float) else ():
@@ -219,8 +219,6 @@ def check_effects(settings: Mapping[str, Any]) -> None:
 
 # What `ithaka train` does without a file, beyond the defaults above: a run to watch on 2 cores, or on GPUs.
 CPU_DEFAULT: dict[str, dict[str, Any]] = {
-    "model": {"embedded": "small"},
-    "data": {"context": 4096},
     "parallel": {"ranks": 2, "cp": "all"},
     "memory": {"checkpoint": "none"},
     "optim": {"lr": 4e-3, "warmup_steps": 6},
@@ -344,9 +342,8 @@ def _merged(sources: Iterable[tuple[str, Mapping[str, Any]]]) -> Config:
                 raise ConfigError(f"{section} in {source} is not a section; {_did_you_mean(section, SECTIONS)}")
             values = {} if values is None else values
             if not isinstance(values, Mapping):
-                raise ConfigError(
-                    f"{section}={values!r} in {source} is not a mapping; write `{section}:` with keys below it"
-                )
+                way_out = f"write `{section}:` with keys below it"
+                raise ConfigError(f"{section}={values!r} in {source} is not a mapping; {way_out}")
             known = [entry.name for entry in dataclasses.fields(SECTIONS[section])]
             for key, value in values.items():
                 if key not in known:
@@ -364,25 +361,20 @@ def _did_you_mean(name: object, known: Iterable[str], prefix: str = "") -> str:
 _hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
 
-class _Mismatch(Exception):
-    """A value that is not of the type asked for."""
-
-
 def _as(value: Any, hint: Any) -> Any:
-    """`value` as the type `hint`, or _Mismatch."""
+    """`value` as the type `hint`, or ValueError."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         for part in parts:
-            with contextlib.suppress(_Mismatch):
+            with contextlib.suppress(ValueError):
                 return _as(value, part)
-        raise _Mismatch
+        raise ValueError
     if origin is Literal and isinstance(value, bool):  # YAML 1.1 reads on and off as true and false
         value = "on" if value else "off"
     if hint is int and isinstance(value, str):
         value = parse_count(value)
     if hint is float and isinstance(value, str | int) and not isinstance(value, bool):
-        with contextlib.suppress(ValueError):
-            value = float(value)  # YAML 1.1 reads 3e-4 as text: it wants 3.0e-4
+        value = float(value)  # YAML 1.1 reads 3e-4 as text: it wants 3.0e-4
     if hint is Path and isinstance(value, str | Path) and value != "":
         value = Path(value).expanduser()
     if origin is Literal:
@@ -392,7 +384,7 @@ def _as(value: Any, hint: Any) -> Any:
     else:
         good = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
     if not good or (hint is float and not math.isfinite(value)):
-        raise _Mismatch
+        raise ValueError
     return tuple(map(_as, value, parts)) if origin is tuple else value
 
 

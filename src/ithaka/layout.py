@@ -144,17 +144,12 @@ _WORDS: dict[str, dict[Any, Any]] = {  # of the configuration -> of a layout
 def fixed_settings(chosen: Mapping[str, Any], num_layers: int, num_ranks: int) -> dict[str, Any]:
     """Settings (`{"parallel.cp": 8, "memory.offload": "host"}`) as `make_layout` takes them; null is left out."""
     check_effects(chosen)
-    fixed = {}
-    for name, value in chosen.items():
-        if name not in SETTINGS:
-            raise ConfigError(f"{name}={value} is not decided by a plan; use one of {', '.join(SETTINGS)}")
-        if value not in (None, "auto"):
-            fixed[SETTINGS[name]] = _WORDS.get(name, {}).get(value, value)
-    if fixed.get("cp") == "all":
-        fixed["cp"] = num_ranks
-    if fixed.get("keep_attention") == "all":
-        fixed["keep_attention"] = num_layers
-    return fixed
+    for name in chosen.keys() - SETTINGS.keys():
+        raise ConfigError(f"{name}={chosen[name]} is not decided by a plan; use one of {', '.join(SETTINGS)}")
+    decided = {name: value for name, value in chosen.items() if value not in (None, "auto")}
+    fixed = {SETTINGS[name]: _WORDS.get(name, {}).get(value, value) for name, value in decided.items()}
+    everything = {"cp": num_ranks, "keep_attention": num_layers}
+    return {name: everything.get(name, value) if value == "all" else value for name, value in fixed.items()}
 
 
 def check_fixed(fixed: Mapping[str, Any], num_heads: int, num_layers: int, num_ranks: int, cp_as: str = "") -> None:
