@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import functools
 import math
 import operator
 import re
@@ -42,7 +41,7 @@ class Section:
     """Base of the sections: converts and checks every field."""
 
     def __post_init__(self) -> None:
-        section, hints = type(self).__name__.removesuffix("Config").lower(), _hints(type(self))
+        section, hints = type(self).__name__.removesuffix("Config").lower(), typing.get_type_hints(type(self))
         for entry in dataclasses.fields(self):  # type: ignore[arg-type]
             name, value, hint = f"{section}.{entry.name}", getattr(self, entry.name), hints[entry.name]
             try:
@@ -219,6 +218,7 @@ def check_effects(settings: Mapping[str, Any]) -> None:
 
 # What `ithaka train` does without a file, beyond the defaults above: a run to watch on 2 cores, or on GPUs.
 CPU_DEFAULT: dict[str, dict[str, Any]] = {
+    "data": {"context": 4096},
     "parallel": {"ranks": 2, "cp": "all"},
     "memory": {"checkpoint": "none"},
     "optim": {"lr": 4e-3, "warmup_steps": 6},
@@ -356,9 +356,6 @@ def _merged(sources: Iterable[tuple[str, Mapping[str, Any]]]) -> Config:
 def _did_you_mean(name: object, known: Iterable[str], prefix: str = "") -> str:
     close = difflib.get_close_matches(str(name), list(known), n=1)
     return f"did you mean {prefix}{close[0]}?" if close else "use one of " + ", ".join(prefix + each for each in known)
-
-
-_hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
 
 def _as(value: Any, hint: Any) -> Any:
