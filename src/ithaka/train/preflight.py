@@ -131,7 +131,6 @@ def validated(config: Config, num_ranks: int, resume: Path | None = None, here: 
     run = Run(config, num_ranks, shape, layout, hardware)
     check_budgets(run)
     check_weights(config.model.path)
-    check_kernel(config)
     if config.train.tensorboard:
         check_tensorboard()
     if resume is not None:
@@ -394,20 +393,20 @@ def check_budgets(run: Run) -> None:
         _check_ram(run, have.memory_bytes)
 
 
-def _times(holders: Holders, factor: int) -> Holders:
+def held(holders: Holders, times: int = 1) -> Holders:
     """Without the reserve, which nobody holds."""
-    return {name: factor * num_bytes for name, num_bytes in holders.items() if num_bytes and name != "reserve"}
+    return {name: times * num_bytes for name, num_bytes in holders.items() if num_bytes and name != "reserve"}
 
 
 def needs(run: Run) -> tuple[Holders, Holders]:
     """(host, disk): bytes per holder on this machine, of all its ranks together."""
     times = local_ranks(run.num_ranks) // run.hardware.gpus_per_node  # machines may differ in theirs
-    return _times(run.ledger.host, times), _times(run.ledger.disk, times)
+    return held(run.ledger.host, times), held(run.ledger.disk, times)
 
 
 def ram_needs(run: Run) -> Holders:
     """Without a GPU the device's memory is the host's: bytes per holder at the planned peak, of all ranks here."""
-    return _times(run.ledger.gpu, local_ranks(run.num_ranks)) | needs(run)[0]
+    return held(run.ledger.gpu, local_ranks(run.num_ranks)) | needs(run)[0]
 
 
 def store_host_bytes(run: Run) -> int | None:
@@ -460,7 +459,7 @@ def _check_ram(run: Run, have: int) -> None:
 
 
 def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
-    """Of parallelism and memory: what no layout can have, and what would have no effect."""
+    """What no layout can have, what would have no effect, and kernels that there are not."""
     parallel, memory = config.parallel, config.memory
     cp_as = "" if isinstance(parallel.cp, int) else f"{parallel.cp} ({num_ranks} ranks)"
     values = {"parallel.cp": parallel.cp_of(num_ranks), "parallel.heads_per_stage": parallel.heads_per_stage}
@@ -472,17 +471,14 @@ def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
             f"memory.disk_path={memory.disk_path} has no effect with memory.offload={memory.offload}; "
             "use memory.offload=disk, or leave it null"
         )
-
-
-def check_kernel(config: Config) -> None:
-    """The name only: whether the device can run the kernel is for the ranks to say, who own the devices."""
-    block_q, block_kv, name = config.attention.block_q, config.attention.block_kv, config.attention.kernel
+    # Only its name: whether the device can run a kernel is for the ranks to say, who own the devices.
+    block_q, block_kv, kernel = config.attention.block_q, config.attention.block_kv, config.attention.kernel
+    if kernel not in ("auto", *KERNELS):
+        raise ConfigError(f"attention.kernel={kernel} is not a kernel; use auto, {', '.join(KERNELS)}")
     if (block_q is None) != (block_kv is None):
         raise ConfigError(
             f"attention.block_q={block_q} and attention.block_kv={block_kv} go together; set both or neither"
         )
-    if name not in ("auto", *KERNELS):
-        raise ConfigError(f"attention.kernel={name} is not a kernel; use auto, {', '.join(KERNELS)}")
 
 
 def check_weights(path: Path | None) -> None:

@@ -38,7 +38,7 @@ from ithaka.profile.step import StepProfile, machine
 from ithaka.profile.times import StepTimes
 from ithaka.train import launch
 from ithaka.train.console import Console
-from ithaka.train.preflight import Run
+from ithaka.train.preflight import Run, held
 
 WARM_UP_STEPS = 1  # slower than the rest: kernels are chosen, memory is taken from the system
 
@@ -271,12 +271,11 @@ class Shortage:
             )
 
     def _outside_line(self) -> str:
-        """The reserve is left out: nobody holds it."""
         ledger = self.plan.ledger
-        holders, there = (ledger.host, ledger.host_bytes) if self.tier == "host" else (ledger.disk, ledger.disk_bytes)
-        held = {name: num_bytes for name, num_bytes in holders.items() if num_bytes and name != "reserve"}
-        parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in held.items())
-        return f"  planned per node: {size(sum(held.values()))} of {size(there)} ({parts})"
+        tiers = {"host": (ledger.host, ledger.host_bytes), "disk": (ledger.disk, ledger.disk_bytes)}
+        holders, there = held(tiers[self.tier][0]), tiers[self.tier][1]
+        parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in holders.items())
+        return f"  planned per node: {size(sum(holders.values()))} of {size(there)} ({parts})"
 
     def _ways_out(self, model: str, again: str) -> Iterator[str]:
         """One setting that needs less of what ran out, and the planner's line, which says what fits with it."""
