@@ -174,18 +174,17 @@ def problem(path: Path) -> str | None:
     if not path.is_dir():
         return "it does not exist"
     try:
-        record = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
-        sizes = record["file_bytes"]
-    except (OSError, ValueError, KeyError, TypeError):
+        record = read_state(path)
+        written = record["file_bytes"].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{STATE_FILE} is missing or damaged"
     if record.get("format") != FORMAT:
         return f"its format is {record.get('format')}, and this ithaka reads {FORMAT}: use the ithaka that wrote it"
-    for name, num_bytes in sizes.items():
-        file = path / name
-        if not file.is_file():
+    for name, num_bytes in written:
+        if not (path / name).is_file():
             return f"file {name} is missing"
-        if file.stat().st_size != num_bytes:
-            return f"file {name} holds {file.stat().st_size} bytes, {num_bytes} were written"
+        if (found := (path / name).stat().st_size) != num_bytes:
+            return f"file {name} holds {found} bytes, {num_bytes} were written"
     try:
         dcp.FileSystemReader(path).read_metadata()
     except Exception as error:  # a damaged pickle can raise anything
@@ -316,9 +315,16 @@ def export(run_dir: Path, out_dir: Path, dtype: torch.dtype | None = None) -> Pa
     out_dir = out_dir.absolute()
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise ConfigError(f"output directory {out_dir} exists and is not empty; give a new or empty one")
-    weights = _full_weights(find(run_dir))
-    if dtype is not None:
-        weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
+    reader = dcp.FileSystemReader(find(run_dir))
+    weights = {
+        name.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():  # torch remarks that there is no process group; none is wanted
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load({"model": weights}, storage_reader=reader, no_dist=True)
+    weights = {name: tensor.to(dtype or tensor.dtype) for name, tensor in weights.items()}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(run_dir / "model"))
     model.load_state_dict(weights, assign=True)
@@ -330,16 +336,3 @@ def export(run_dir: Path, out_dir: Path, dtype: torch.dtype | None = None) -> Pa
     model.save_pretrained(temporary)
     os.replace(temporary, out_dir)
     return out_dir
-
-
-def _full_weights(path: Path) -> dict[str, Tensor]:
-    reader = dcp.FileSystemReader(path)
-    weights = {
-        name.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
-    }
-    with warnings.catch_warnings():  # torch remarks that there is no process group; none is wanted
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load({"model": weights}, storage_reader=reader, no_dist=True)
-    return weights

@@ -33,17 +33,6 @@ class StepResult:
     num_pairs: int  # query-key pairs of attention, summed over layers
 
 
-def count_work(batches: Sequence[Batch], windows: Sequence[int | None], mesh: Mesh) -> tuple[int, int]:
-    """Valid labels after the shift, and query-key pairs of all layers (their windows given), over these
-    micro-batches and all data-parallel ranks.  One all-reduce."""
-    labels = sum(num_valid(batch.labels) for batch in batches)
-    pairs = sum(num_pairs(batch.document_ids, windows) for batch in batches)
-    # The ranks of a cp group hold the same batch: one of them counts it.
-    total = torch.tensor([labels, pairs] if mesh.cp_rank == 0 else [0, 0])
-    dist.all_reduce(total)
-    return int(total[0]), int(total[1])
-
-
 def train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -54,11 +43,16 @@ def train_step(
     mesh: Mesh,
     windows: Sequence[int | None] = (),
 ) -> StepResult:
-    """One update from this rank's micro-batches.
+    """One update from this rank's micro-batches; `windows` are the layers'.
 
     The number of valid labels of the whole global batch is known before the first forward, so every
     micro-step is weighted by its tokens and gradients are divided once."""
-    label_tokens, pairs = count_work(batches, windows, mesh)
+    labels = sum(num_valid(batch.labels) for batch in batches)
+    pairs = sum(num_pairs(batch.document_ids, windows) for batch in batches)
+    # The ranks of a cp group hold the same batch: one of them counts it.
+    counts = torch.tensor([labels, pairs] if mesh.cp_rank == 0 else [0, 0])
+    dist.all_reduce(counts)
+    label_tokens, all_pairs = counts.tolist()
     for group in optimizer.param_groups:
         group["lr"] = lr
     total_loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
@@ -70,7 +64,7 @@ def train_step(
         norm = clip_gradients(model.parameters(), clip_norm, mesh.device)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(float(total_loss), float(norm), label_tokens, pairs)
+    return StepResult(float(total_loss), float(norm), label_tokens, all_pairs)
 
 
 @contextlib.contextmanager

@@ -99,12 +99,10 @@ class Watch:
                     yield
             finally:
                 self._progress.stop()
+        self._times = recorder if isinstance(recorder, StepTimes) else None
         if recorder is None:
             self._plain_s.append(time.perf_counter() - start)
-        elif isinstance(recorder, StepTimes):
-            self._times = recorder
-        else:
-            self._times = None
+        elif isinstance(recorder, StepProfile):
             plain, folder = self._plain_s[WARM_UP_STEPS:], self.run.run_dir / "profile" / f"step-{number}"
             words = recorder.write(folder, number, statistics.median(plain) if plain else None)
             self.console.say(f"Profile of step {number}, in {folder}:\n{words}")
@@ -112,10 +110,8 @@ class Watch:
     def _recorder(self, number: int, job: Job) -> StepProfile | StepTimes | None:
         device, warm = self.mesh.device, len(self._plain_s) >= WARM_UP_STEPS
         kind = what_to_record(number, self.run.config.profile.every, device.type == "cuda" and warm)
-        if kind is None:
-            return None
-        if kind == "times":
-            return StepTimes(device, job)
+        if kind != "profile":
+            return StepTimes(device, job) if kind == "times" else None
         if device.type == "cuda":
             self.device_peak_bytes = max(self.device_peak_bytes, torch.cuda.max_memory_allocated(device))
         store = getattr(self.model.model.layers[0].forward, "store", None)
