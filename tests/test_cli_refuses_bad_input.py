@@ -239,6 +239,8 @@ def test_resume_takes_the_saved_settings(run_dir, started):
         (24, ["train.steps=99", "optim.decay_steps=80"], 80),
         (24, ["train.steps=99", "optim.decay_steps=null"], 99),
         (24, [], 24),
+        (7, ["train.steps=99"], 7),
+        (6, ["train.steps=99"], 99),  # the warm-up lasts six steps: no cosine has begun
     ],
 )
 def test_a_longer_run_keeps_its_learning_rate_schedule(run_dir, started, saved, changes, expected):

@@ -57,6 +57,12 @@ def test_a_wrong_name_is_answered_with_a_right_one(name, words):
         find_config(name)
 
 
+@pytest.mark.parametrize("name", ["./nope", "../nope", "owner/na--me", "owner./name", "-owner/name", "owner/na..me"])
+def test_what_cannot_be_an_id_on_the_hub_is_not_looked_up_there(name):
+    with pytest.raises(ConfigError, match="is neither a path nor a known name"):
+        find_config(name)
+
+
 def answering(monkeypatch, answer):
     """The hub, as far as `find_config` asks it."""
 

@@ -139,7 +139,7 @@ class OptimConfig(Section):
     # After the warm-up: down a half cosine to min_lr_ratio * lr, or constant.
     schedule: Literal["cosine", "constant"] = "cosine"
     # Step at which the cosine ends; from there on the rate stays. null: train.steps of the run's start, which a resume
-    # with more steps keeps.
+    # with more steps keeps, unless the run ended in its warm-up.
     decay_steps: int | None = setting(None, at_least=1)
     # Steps in which the learning rate rises from 0 to lr.
     warmup_steps: int = setting(0, at_least=0)

@@ -16,7 +16,8 @@ from typing import Any, Literal
 from ithaka.config import ConfigError
 
 Bias = Literal["never", "always", "by config"]
-HUB_ID = r"[\w.-]+/[\w.-]+"  # owner/name
+_HUB_NAME = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
+HUB_ID = rf"(?!.*(?:--|\.\.)){_HUB_NAME}/{_HUB_NAME}"  # owner/name, as the hub allows it
 
 
 @dataclass(frozen=True)

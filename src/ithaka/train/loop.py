@@ -301,7 +301,8 @@ def _rate_from_here(config: Config, step: int) -> str:
     if optim.schedule == "constant":
         return rate
     end = optim.decay_steps or steps
-    rate += f", {'on' if step < end else 'after'} the cosine that ends at step {end}"
+    where = "in the warm-up before" if step < optim.warmup_steps else "on" if step < end else "after"
+    rate += f", {where} the cosine that ends at step {end}"
     return rate if end == steps else f"{rate}; to end it at {steps} give --set optim.decay_steps={steps}"
 
 
@@ -329,9 +330,20 @@ def _summary(trainer: Trainer, records: list[dict[str, Any]]) -> dict[str, str]:
     facts["export"] = f"ithaka export {run_dir} OUT_DIR"
     facts["train longer"] = f"ithaka train --resume {run_dir} --set train.steps={more}"
     if config.optim.schedule == "cosine":
-        rate = learning_rate(trainer.step, config.optim, config.train.steps)
-        facts["lr"] = f"stays at {rate:.2e} then; for a longer cosine add --set optim.decay_steps={more}"
+        facts["lr"] = _rate_if_longer(config, trainer.step, more)
     return facts
+
+
+def _rate_if_longer(config: Config, step: int, more: int) -> str:
+    """What the rate does if the run, done at `step`, is resumed until step `more`."""
+    optim = config.optim
+    end = optim.decay_steps or config.train.steps
+    if end <= optim.warmup_steps:
+        return f"in the warm-up until step {optim.warmup_steps} then; the cosine after it ends with the run"
+    if step < end:
+        return f"goes on along the cosine that ends at step {end}"
+    rate = learning_rate(step, optim, config.train.steps)
+    return f"stays at {rate:.2e} then; for a longer cosine add --set optim.decay_steps={more}"
 
 
 def _prompt(trainer: Trainer) -> list[int]:

@@ -241,7 +241,9 @@ def _resumed(request: Request, resume: Path) -> Config:
     if not file.is_file():
         raise ConfigError(f"--resume {resume} holds no config.yaml; give the directory of an earlier run")
     before = load(file)
-    return load(file, [f"optim.decay_steps={before.optim.decay_steps or before.train.steps}", *request.changes])
+    end = before.optim.decay_steps or before.train.steps
+    kept = end if end > before.optim.warmup_steps else "null"  # a cosine that has not begun ends with the longer run
+    return load(file, [f"optim.decay_steps={kept}", *request.changes])
 
 
 def model_shape(config: Config) -> ModelShape:
