@@ -221,6 +221,12 @@ def test_where_no_setting_needs_less_a_shorter_context_is_asked_for():
     assert "use more ranks or less context" in text and f"--context {2**21} " in text
 
 
+def test_a_setting_that_does_not_help_in_the_phase_is_not_told():
+    """Heads per stage and overlap are attention's: where the optimizer runs they change nothing."""
+    text = shortage(llama(2**20, **ON_HOST), ("optimizer",), 6 * GIB).explain("llama3-8b", "again with")
+    assert "heads_per_stage" not in text and "overlap" not in text
+
+
 def test_host_memory_and_disk_get_a_setting_that_needs_less_of_them():
     plan = llama(2**21, **{**ON_HOST, "memory.keep_attention": "all", "memory.attention_offload": "host"})
     full = shortage(plan, ("layer 9", "forward"), 0, StoreError("host", "host memory: full"))

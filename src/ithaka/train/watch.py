@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from ithaka.config import shown
 from ithaka.data.stream import Batch
 from ithaka.dist.mesh import Mesh
+from ithaka.layout import fixed_settings
 from ithaka.memory.store import StoreError
 from ithaka.model.batch import num_pairs
 from ithaka.phases import PhasePath, listening
@@ -294,20 +296,23 @@ class Shortage:
             yield "  (GPU.json: ithaka bench device --out GPU.json)"
 
     def _leaner(self) -> str:
-        """The first setting of a few that needs less of what ran out."""
-        layout, outside, cp = self.plan.layout, self.tier != "GPU", self.plan.layout.cp
-        in_host_memory = self.plan.hardware.gpu.name == "CPU"
-        tile = layout.tile_tokens or self.plan.work.local_tokens(cp)
-        ways = {
-            "memory.keep_attention=none": outside and layout.keep_attention,
-            "memory.offload=disk": self.tier == "host",
-            "memory.checkpoint=full": not outside and not layout.checkpoint,
-            "memory.offload=host": not outside and layout.input_tier == "device" and not in_host_memory,
-            f"parallel.heads_per_stage={cp}": not outside and (layout.heads_per_stage or self.plan.shape.heads) > cp,
-            "memory.overlap=false": not outside and layout.overlap,
-            f"memory.tile_tokens={tile // 2}": not outside and tile > 1,
-        }
-        return next((way for way, helps in ways.items() if helps), "")
+        """The first setting of a few that needs less of what ran out; on the device, in the phase where it did."""
+        plan, layout, path = self.plan, self.plan.layout, self.witness.path or self.witness.before
+        if self.tier != "GPU":
+            kept = "memory.keep_attention=none" if layout.keep_attention else ""
+            return kept or ("memory.offload=disk" if self.tier == "host" else "")
+        tile = max(1, (layout.tile_tokens or plan.work.local_tokens(layout.cp)) // 2)
+        tries: dict[str, Any] = {"memory.checkpoint": "full", "memory.offload": "host"}
+        tries |= {"parallel.heads_per_stage": layout.cp, "memory.overlap": False, "memory.tile_tokens": tile}
+        if plan.hardware.gpu.name == "CPU":  # its memory is the host's
+            del tries["memory.offload"]
+        now = sum(planned_at(plan, path).values())
+        for name, value in tries.items():
+            fixed = fixed_settings({name: value}, plan.shape.num_layers, plan.hardware.num_gpus)
+            leaner = dataclasses.replace(plan, layout=layout.but(**fixed))
+            if sum(planned_at(leaner, path).values()) < now:
+                return f"{name}={shown(value)}"
+        return ""
 
 
 def planned_at(plan: Run | Plan, path: PhasePath) -> Holders:
