@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ithaka.ops.sharded import sharded_attention
+from ithaka.layer.sharded import sharded_attention
 
 
 class DiTBlock(nn.Module):

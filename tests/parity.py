@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ithaka.dist.mesh import Mesh, make_mesh
+from ithaka.layer.store import Store
 from ithaka.layout import Layout
-from ithaka.memory.store import Store
 from ithaka.model.build import parallelize
 from models import tiny_config, tiny_model
 

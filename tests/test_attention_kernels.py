@@ -8,14 +8,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import ithaka.ops.attention as op
+import ithaka.attention.blocks as op
 from ithaka import bench
+from ithaka.attention import kernels
+from ithaka.attention.kernels import KERNELS, Kernel, Varlen, available_kernels, resolve_kernel
+from ithaka.attention.reference import attention_reference
 from ithaka.bench import AttentionCase, attention_flops, measure_attention
 from ithaka.bench_cli import bench_app
 from ithaka.config import ConfigError
-from ithaka.ops import kernels
-from ithaka.ops.kernels import KERNELS, Kernel, Varlen, available_kernels, resolve_kernel
-from ithaka.ops.reference import attention_reference
 
 CPU = torch.device("cpu")
 CPU_KERNEL = KERNELS["cpu"]

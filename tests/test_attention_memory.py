@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ithaka.ops.attention import attention, attention_backward
-from ithaka.ops.kernels import ALL, KERNELS, Kernel
+from ithaka.attention.blocks import attention, attention_backward
+from ithaka.attention.kernels import ALL, KERNELS, Kernel
 
 BLOCKS = (128, 64)
 HEAD_DIM = 32
@@ -24,7 +24,7 @@ def stub_backward(dout, q, k, v, out, lse, scale, causal):
 
 @pytest.fixture(autouse=True)
 def stub(monkeypatch):
-    monkeypatch.setattr("ithaka.ops.kernels._trial", lambda *_: None)
+    monkeypatch.setattr("ithaka.attention.kernels._trial", lambda *_: None)
     monkeypatch.setitem(KERNELS, "cpu", Kernel("cpu", stub_forward, stub_backward, "cpu", ALL, (512, 1)))
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ithaka.ops.pairs import CAUSAL, EDGE, query_major, spans_of, split_ragged
+from ithaka.attention.pairs import CAUSAL, EDGE, query_major, spans_of, split_ragged
 
 
 def visible(docs, causal, window):

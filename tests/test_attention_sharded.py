@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ithaka.attention.reference import attention_reference
 from ithaka.config import ConfigError
-from ithaka.ops.reference import attention_reference
-from ithaka.ops.sharded import sharded_attention
+from ithaka.layer.sharded import sharded_attention
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "dit_block.py"
 MASKS = {

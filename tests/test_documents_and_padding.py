@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from ithaka.attention import blocks as attention
 from ithaka.layout import Layout
-from ithaka.ops import attention
 from models import tiny_config
 from parity import check, compare_with, parallel, plain_sum, random_ids
 

@@ -6,11 +6,11 @@ from torch import nn
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from ithaka.attention.fused import rotate, silu_mul_backward
 from ithaka.dist.mesh import make_mesh
+from ithaka.layer.mlp import gated_mlp
+from ithaka.layer.tiles import GradSum
 from ithaka.model.build import parallelize
-from ithaka.ops.fused import rotate, silu_mul_backward
-from ithaka.ops.gated import gated_mlp
-from ithaka.ops.tiles import GradSum
 from models import EXPERTS, FAMILIES, tiny_config, tiny_model
 
 

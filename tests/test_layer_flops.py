@@ -6,10 +6,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ithaka.dist.loopback import LoopbackGroup
+from ithaka.layer.schedule import StreamedLayer
+from ithaka.layer.store import Store
 from ithaka.layout import LayerKeeps, Layout
-from ithaka.memory.store import Store
 from ithaka.model.families import layer_parts
-from ithaka.model.layer import StreamedLayer
 from ithaka.phases import listening
 from ithaka.plan.heads import head_table
 from ithaka.plan.shape import Work, shape_from_config

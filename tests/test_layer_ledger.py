@@ -1,4 +1,4 @@
-"""The byte ledger of a layer (plan/bytes.py) against what is live in model/layer.py, counted storage by storage.
+"""The byte ledger of a layer (plan/bytes.py) against what is live in layer/schedule.py, counted storage by storage.
 
 Exact: the full-length tensors (those with a dimension of s or S tokens), at their highest in forward, in backward
 and in backward's parts. Shapes are such that no weight, no tile and no block has a dimension like that.
@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from ithaka.attention.kernels import resolve_kernel
 from ithaka.dist.loopback import LoopbackGroup
+from ithaka.layer.schedule import StreamedLayer
+from ithaka.layer.store import Store
 from ithaka.layout import LayerKeeps, Layout
-from ithaka.memory.store import Store
 from ithaka.model.families import layer_parts
-from ithaka.model.layer import StreamedLayer
-from ithaka.ops.kernels import resolve_kernel
 from ithaka.phases import GRADIENTS
 from ithaka.plan.bytes import kept_attention_bytes, layer_moments, layer_peak
 from ithaka.plan.heads import head_table

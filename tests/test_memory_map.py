@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ithaka.model.layer import StreamedLayer
+from ithaka.layer.schedule import StreamedLayer
 from ithaka.phases import HOLDERS, phase
 from ithaka.profile.live import Allocation, LiveBytes
 from ithaka.profile.memory import NEVER, describe_peak

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from ithaka.cli import app
 from ithaka.config import ConfigError, load
+from ithaka.layer.stages import HeldHeads
+from ithaka.layer.store import SlabPool, StoreError
 from ithaka.layout import fixed_settings, make_layout
-from ithaka.memory.store import SlabPool, StoreError
-from ithaka.ops.stages import HeldHeads
 from ithaka.phases import current_phase
 from ithaka.plan.hardware import host_capacity, parse_gpus
 from ithaka.plan.models import find_shape

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ithaka.ops.fused import rotate
-from ithaka.ops.stages import rotation
+from ithaka.attention.fused import rotate
+from ithaka.layer.stages import rotation
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 KINDS = {

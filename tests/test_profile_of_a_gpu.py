@@ -65,13 +65,13 @@ def test_history_becomes_holders():
         "gradients": 2,
         "other": 1,
     }
-    assert at_peak["MLP tile"].line == "ithaka/model/layer.py:77 in _mlp"
+    assert at_peak["MLP tile"].line == "ithaka/layer/schedule.py:77 in _mlp"
     assert at_peak["MLP tile"].phase == ("layer 0", "backward", "mlp")
     assert at_peak["parameters"].shape == (1024, 1024)
     left = {h.line: h for h in memory.live_at(9_000_000)}
-    assert left["ithaka/model/layer.py:88 in again"].num_bytes == 3 * MIB, "rounded as the allocator does"
-    assert left["ithaka/model/layer.py:88 in again"].holder == "gradients", "tagged after it was made"
-    assert left["ithaka/model/layer.py:88 in again"].shape == (3, MIB // 4)
+    assert left["ithaka/layer/schedule.py:88 in again"].num_bytes == 3 * MIB, "rounded as the allocator does"
+    assert left["ithaka/layer/schedule.py:88 in again"].holder == "gradients", "tagged after it was made"
+    assert left["ithaka/layer/schedule.py:88 in again"].shape == (3, MIB // 4)
 
 
 @pytest.mark.parametrize("made_in", ["", "other: "], ids=["never entered a phase", "left all of them"])
@@ -139,8 +139,8 @@ def test_memory_without_a_shape_is_told_by_the_size_of_its_pieces():
         event("alloc", 2_000 + i, 3 + i, n * MIB, (OURS, 77, "_mlp"), made_in=IN_MLP) for i, n in enumerate(sizes)
     ]
     words = in_words(describe_peak(history(events, {}), 0, None))
-    assert "16 MiB (67 %) MLP tile: 2 x 8 MiB, ithaka/model/layer.py:77 in _mlp" in words
-    assert "3 MiB (12 %) MLP tile: 3 MiB, ithaka/model/layer.py:77 in _mlp" in words
+    assert "16 MiB (67 %) MLP tile: 2 x 8 MiB, ithaka/layer/schedule.py:77 in _mlp" in words
+    assert "3 MiB (12 %) MLP tile: 3 MiB, ithaka/layer/schedule.py:77 in _mlp" in words
 
 
 def test_times_come_from_the_step_before_when_there_is_one():

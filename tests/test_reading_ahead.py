@@ -5,9 +5,9 @@ import time
 
 import pytest
 
+from ithaka.layer import schedule as layer
+from ithaka.layer import store as store_module
 from ithaka.layout import Layout, keeps
-from ithaka.memory import store as store_module
-from ithaka.model import layer
 from models import tiny_config
 from parity import check, compare_with, parallel, plain_sum, random_ids
 

@@ -11,10 +11,10 @@ from torch._dynamo.backends.common import aot_autograd
 
 from ithaka.config import parse
 from ithaka.dist.mesh import make_mesh
+from ithaka.layer import stages
+from ithaka.layer.store import Store
 from ithaka.layout import layout_of
-from ithaka.memory.store import Store
 from ithaka.model import build, layer
-from ithaka.ops import stages
 from ithaka.profile.live import LiveBytes
 from models import tiny_config
 from parity import random_ids

@@ -16,9 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ithaka.memory import store as store_module
-from ithaka.memory.store import TIERS, Store, StoreError
-from ithaka.ops.tiles import tile_slices
+from ithaka.layer import store as store_module
+from ithaka.layer.store import TIERS, Store, StoreError
+from ithaka.layer.tiles import tile_slices
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 SHAPES = ((7, 3), (1, 1), (5,), (0, 4), (3, 0, 2), (2, 9, 3, 4))
@@ -378,7 +378,7 @@ def test_no_file_is_left_after_kill(tmp_path):
     program = """
         import sys, torch
         from pathlib import Path
-        from ithaka.memory.store import Store
+        from ithaka.layer.store import Store
         store = Store(disk_path=Path(sys.argv[1]))
         handles = [store.keep(torch.ones(10_000), "disk") for _ in range(5)]
         assert handles[0].fetch().sum() == 10_000

@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import torch
 
+from ithaka.attention.blocks import attention, attention_backward, default_blocks
+from ithaka.attention.kernels import resolve_kernel
 from ithaka.layout import Layout, make_layout
-from ithaka.ops.attention import attention, attention_backward, default_blocks
-from ithaka.ops.kernels import resolve_kernel
 from ithaka.plan.hardware import GPUS, gpu_named
 
 

@@ -58,9 +58,9 @@ def bench_attention(
     _check_attention(min(lengths), documents, heads, kv_heads, window if bidirectional else None)
 
     with status("loading PyTorch"), heeding_interrupts():
+        from ithaka.attention.kernels import available_kernels
         from ithaka.bench import AttentionCase, measure_attention, table
         from ithaka.dist.mesh import default_device
-        from ithaka.ops.kernels import available_kernels
 
     device = default_device()
     chosen = _dtype(dtype, device)

@@ -121,7 +121,7 @@ class MemoryConfig(Section):
 
 @dataclass(frozen=True)
 class AttentionConfig(Section):
-    # auto: the fastest that was measured and runs on the device. Else one of ithaka/ops/kernels.py by name.
+    # auto: the fastest that was measured and runs on the device. Else one of ithaka/attention/kernels.py by name.
     kernel: str = "auto"
     # Tokens per query block and per key/value block. null: derived from the size of the cache.
     block_q: int | None = setting(None, at_least=1)

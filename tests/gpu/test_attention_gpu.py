@@ -4,8 +4,8 @@ import pytest
 import torch
 from attention_cases import MASKS, assert_as_good_as_plain, errors
 
-from ithaka.ops.attention import attention, attention_backward
-from ithaka.ops.kernels import available_kernels
+from ithaka.attention.blocks import attention, attention_backward
+from ithaka.attention.kernels import available_kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KERNELS = [k for k in available_kernels(DEVICE, torch.bfloat16, 128) if k != "reference"]

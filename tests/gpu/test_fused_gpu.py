@@ -1,9 +1,9 @@
-"""The Triton kernels of ops/fused.py against plain PyTorch in fp64: strided tensors, odd sizes, 16 and 32 bits."""
+"""The Triton kernels of attention/fused.py against plain PyTorch in fp64: strided, odd sizes, 16 and 32 bits."""
 
 import pytest
 import torch
 
-from ithaka.ops.fused import rotate, row_logsumexp, silu_mul, silu_mul_backward, softmax_grad
+from ithaka.attention.fused import rotate, row_logsumexp, silu_mul, silu_mul_backward, softmax_grad
 
 pytestmark = pytest.mark.gpu
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from ithaka.dist import exchange
-from ithaka.memory.store import DiskFile, Store
-from ithaka.ops.stages import HeldHeads
+from ithaka.layer.stages import HeldHeads
+from ithaka.layer.store import DiskFile, Store
 from precision import Size, bf16, initial_model, parallel_copy, random_batch
 from threads import on_threads
 

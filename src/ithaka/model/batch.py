@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ithaka.attention.blocks import Docs
 from ithaka.dist.mesh import Mesh
-from ithaka.ops.attention import Docs
-from ithaka.ops.loss import IGNORED
+from ithaka.layer.loss import IGNORED
 
 INPUTS = ("input_ids", "labels", "position_ids", "attention_mask", "document_ids")
 

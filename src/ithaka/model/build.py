@@ -14,17 +14,17 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from ithaka.attention.kernels import resolve_kernel
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import Mesh, make_mesh
+from ithaka.layer.loss import linear_cross_entropy
+from ithaka.layer.schedule import StreamedLayer
+from ithaka.layer.store import Store
+from ithaka.layer.tiles import apply_norm
 from ithaka.layout import Layout
-from ithaka.memory.store import Store
 from ithaka.model.calls import Call, CallCheck, check_around, check_modules, mark_replaced
 from ithaka.model.families import check_supported, layer_parts
-from ithaka.model.layer import StreamedLayer
 from ithaka.model.weights import init_weights, load_weights
-from ithaka.ops.kernels import resolve_kernel
-from ithaka.ops.loss import linear_cross_entropy
-from ithaka.ops.tiles import apply_norm
 from ithaka.phases import mark_last_backward, phase
 from ithaka.plan.heads import head_table
 

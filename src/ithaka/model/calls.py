@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import Mesh
+from ithaka.layer.mlp import HOOKS
 from ithaka.model.batch import INPUTS, Share, as_integers, take_share
-from ithaka.ops.gated import HOOKS
 
 ARGUMENTS = (*INPUTS, "num_items_in_batch")
 MODES = ("labels given", "gradients enabled", "num_items_in_batch")  # the ranks' collectives depend on them

@@ -1,33 +1,14 @@
 """Hugging Face module names and quirks; refuses by name what the layer does not compute."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from ithaka.config import ConfigError
+from ithaka.layer.schedule import LayerParts
 from ithaka.plan.shape import FAMILIES as PLANNED
-
-
-@dataclass(frozen=True)
-class LayerParts:
-    """The parts of one decoder layer: y = x + attention(norm1(x)); y + mlp(norm2(y))."""
-
-    norm1: nn.Module
-    q_proj: nn.Linear
-    k_proj: nn.Linear
-    v_proj: nn.Linear
-    o_proj: nn.Linear
-    q_norm: nn.Module | None
-    k_norm: nn.Module | None
-    norm2: nn.Module
-    mlp: nn.Module
-    head_dim: int
-    scale: float
-    window: int | None
-
 
 # Mixtures of experts are not planned; their blocks are token-wise like any MLP.
 FAMILIES = (*PLANNED, "qwen3_moe", "mixtral")

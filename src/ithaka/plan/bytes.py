@@ -4,7 +4,7 @@ S tokens of the packed sequence, s = S / cp of them on this rank, t of a tile, D
 heads, K head dim, F MLP size, V vocabulary, n and m query and kv slots per rank and stage.
 X = s * D * element bytes, T = S * n * K * element bytes (a stage tensor), U the same for m kv slots.
 
-First one decoder layer, moment by moment: the formulas follow model/layer.py, and tests compare them with what is live
+First one decoder layer, moment by moment: formulas follow layer/schedule.py, and tests compare them with what is live
 there. Then the ledger of a step.
 """
 
@@ -28,7 +28,7 @@ HOST_RESERVE_SHARE = 0.05  # of a node's memory: the system, file cache
 HOST_PROCESS_BYTES = 6 * 10**9  # per rank: Python, torch, data
 FIRST_LAYER = "backward, first layer"  # the phase in which only its own kept tensors are left
 DISK_STATION_LAYERS = 3  # layers in host memory on their way to or from disk
-# Of ops/attention.py: rows of a query block, forward and backward, for a head of 128; as many bytes for others.
+# Of attention/blocks.py: rows of a query block, forward and backward, for a head of 128; as many bytes for others.
 BLOCK_TOKENS = {"attend": 128 * 1024, "attend backward": 256 * 1024}
 BLOCK_BUFFERS = 4  # in the dtype of sums, of a block in flight inside attention
 
@@ -127,7 +127,7 @@ class LayerBytes:
         return num_bytes * self.slots.stages[stage].part // self.slots.query
 
     def grad_sums(self, phase: str) -> int:
-        """Bytes of weight gradients as they are summed over tiles (GradSum of ops/tiles.py)."""
+        """Bytes of weight gradients as they are summed over tiles (GradSum of layer/tiles.py)."""
         if not phase.startswith("backward") or phase.startswith("backward again"):
             return 0
         shape, e, wide = self.shape, self.layout.element_bytes, self.layout.sum_bytes
@@ -155,7 +155,7 @@ class LayerBytes:
         if work == "mlp":  # x + attention as summed and as rounded, its norm, two widths of the MLP
             return t * (wide * hidden + e * ((1 + rounded) * hidden + 2 * shape.mlp))
         if work == "mlp backward":
-            # x + attention, its norm; ops/gated.py's three. (Compiled, hooked or wrapped MLPs are black boxes and need
+            # x + attention, its norm; layer/mlp.py's three. (Compiled, hooked or wrapped MLPs are black boxes and need
             # up to twice as much: no plan knows of them.)
             return t * e * ((2 + self.streamed) * hidden + (3 if self.fetched else 1) * heads + 3 * shape.mlp)
         width = cp * slots.query * shape.head_dim

@@ -166,7 +166,7 @@ class _Linear:
         one = self.matmul(3 * self.shape.hidden, self.shape.mlp, share)
         if not backward:
             return self.output(share) + one + moved
-        again = 2 / 3 if self.layout.checkpoint else 0  # all but the last product (ops/gated.py)
+        again = 2 / 3 if self.layout.checkpoint else 0  # all but the last product (layer/mlp.py)
         return (2 + again) * one + 2 * self.output(share) + moved + self.sums(self.shape.mlp_parameters)
 
     def sums(self, num_parameters: int) -> float:

@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 
 import ithaka
-from ithaka.memory.store import Store
+from ithaka.layer.store import Store
 from ithaka.phases import KEPT, OPTIMIZER, PARAMETERS, PhasePath, listening
 from ithaka.plan.hardware import num_cores
 from ithaka.plan.show import size

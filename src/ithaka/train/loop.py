@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from ithaka.attention.kernels import resolve_kernel
 from ithaka.config import FORMAT, Config, ConfigError, embedded_model, to_yaml
 from ithaka.data.open import data_facts, load_tokenizer, open_data
 from ithaka.data.stream import Batch, TrainData
 from ithaka.data.tokenizer import Tokenizer
 from ithaka.dist.mesh import Mesh, default_device, end_process_group, make_mesh, start_process_group
-from ithaka.memory.store import Store
+from ithaka.layer.store import Store
 from ithaka.model.build import build_model
-from ithaka.ops.kernels import resolve_kernel
 from ithaka.phases import listening, phase
 from ithaka.plan.hardware import peak_flops
 from ithaka.plan.show import size

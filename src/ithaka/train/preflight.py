@@ -20,6 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
+from ithaka.attention.kernels import KERNELS
 from ithaka.config import (
     CPU_DEFAULT,
     GPU_DEFAULT,
@@ -37,7 +38,6 @@ from ithaka.config import (
 )
 from ithaka.dist.mesh import start_process_group
 from ithaka.layout import SETTINGS, Layout, check_fixed, either, fixed_settings, layout_of
-from ithaka.ops.kernels import KERNELS
 from ithaka.plan.bytes import Holders, Ledger, memory
 from ithaka.plan.hardware import GPUS, Gpu, Hardware, find_gpu, gpu_named, least_gpu, this_host
 from ithaka.plan.search import Plan, decide, work_of

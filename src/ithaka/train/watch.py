@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 from ithaka.config import shown
 from ithaka.data.stream import Batch
 from ithaka.dist.mesh import Mesh
+from ithaka.layer.store import StoreError
 from ithaka.layout import fixed_settings
-from ithaka.memory.store import StoreError
 from ithaka.model.batch import num_pairs
 from ithaka.phases import PhasePath, listening
 from ithaka.plan.bytes import FIRST_LAYER, RESERVE_BYTES, Holders, gpu_phases

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ithaka.attention.fused import merge
+from ithaka.attention.kernels import Grads, Kernel, resolve_kernel
+from ithaka.attention.pairs import CAUSAL, EDGE, Pair, QueryBlock, Span, query_major, spans_of, split_ragged
 from ithaka.config import ConfigError
-from ithaka.ops.fused import merge
-from ithaka.ops.kernels import Grads, Kernel, resolve_kernel
-from ithaka.ops.pairs import CAUSAL, EDGE, Pair, QueryBlock, Span, query_major, spans_of, split_ragged
 
 MAX_ELEMENTS = 2**31 - 1  # the most that a kernel call may address
 # Up to this length, documents of unequal length share calls of the varlen kernel. cuDNN is faster at every length but

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from ithaka.ops.fused import silu_mul, silu_mul_backward
-from ithaka.ops.tiles import GradSum, add_matmul, sum_dtype
+from ithaka.attention.fused import silu_mul, silu_mul_backward
+from ithaka.layer.tiles import GradSum, add_matmul, sum_dtype
 
 
 @dataclass(frozen=True)

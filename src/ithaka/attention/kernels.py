@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ithaka.attention.fused import merge
+from ithaka.attention.reference import attention_reference
 from ithaka.config import ConfigError
-from ithaka.ops.fused import merge
-from ithaka.ops.reference import attention_reference
 
 aten: Any = torch.ops.aten
 Grads = tuple[Tensor, Tensor, Tensor]

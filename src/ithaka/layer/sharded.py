@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ithaka.attention.blocks import Docs
 from ithaka.config import ConfigError
-from ithaka.ops.attention import Docs
-from ithaka.ops.stages import stages_attention
+from ithaka.layer.stages import stages_attention
 from ithaka.plan.heads import EMPTY, flat, head_table
 
 

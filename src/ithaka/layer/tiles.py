@@ -1,6 +1,6 @@
 """Token-wise work in tiles, forward and backward.
 
-A tile is a run of this rank's tokens. Token-wise modules (norms, mixtures of experts, MLPs that ops/gated.py does not
+A tile is a run of this rank's tokens. Token-wise modules (norms, mixtures of experts, MLPs that layer/mlp.py does not
 know) are black boxes: run and differentiated tile by tile, with local autograd. Their weight gradients are summed over
 tiles in fp32 and rounded once.
 """

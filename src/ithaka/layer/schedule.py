@@ -22,13 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ithaka.attention.blocks import Docs
 from ithaka.dist.exchange import Exchange, heads_to_tokens, start_heads_to_tokens, start_tokens_to_heads
-from ithaka.layout import LayerKeeps, Layout
-from ithaka.memory.store import Kept, Store
-from ithaka.model.families import LayerParts
-from ithaka.ops.attention import Docs
-from ithaka.ops.gated import GatedMlp, gated_mlp
-from ithaka.ops.stages import (
+from ithaka.layer.mlp import GatedMlp, gated_mlp
+from ithaka.layer.stages import (
     RAN_ALREADY,
     HeadSlice,
     HeldHeads,
@@ -41,9 +38,29 @@ from ithaka.ops.stages import (
     stages_attention,
     take_head_columns,
 )
-from ithaka.ops.tiles import GradSum, add_matmul, apply_norm, sum_dtype, tile_backward, tile_slices
+from ithaka.layer.store import Kept, Store
+from ithaka.layer.tiles import GradSum, add_matmul, apply_norm, sum_dtype, tile_backward, tile_slices
+from ithaka.layout import LayerKeeps, Layout
 from ithaka.phases import KEPT, RESIDUAL, holding, mark_backward, phase, tag
 from ithaka.plan.heads import Heads, HeadTable, Stage, flat, joined
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """The parts of one decoder layer: y = x + attention(norm1(x)); y + mlp(norm2(y))."""
+
+    norm1: nn.Module
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
+    norm2: nn.Module
+    mlp: nn.Module
+    head_dim: int
+    scale: float
+    window: int | None
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ithaka.ops.fused import row_logsumexp, softmax_grad
-from ithaka.ops.tiles import GradSum, apply_norm, sum_dtype, tile_backward, tile_slices
+from ithaka.attention.fused import row_logsumexp, softmax_grad
+from ithaka.layer.tiles import GradSum, apply_norm, sum_dtype, tile_backward, tile_slices
 from ithaka.phases import RESIDUAL, phase, tag
 from ithaka.plan.bytes import LOGITS_TILE_BYTES
 

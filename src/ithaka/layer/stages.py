@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ithaka.attention.blocks import attention, attention_backward
+from ithaka.attention.fused import rotate, turn
 from ithaka.dist.exchange import heads_to_tokens, tokens_to_heads
-from ithaka.ops.attention import attention, attention_backward
-from ithaka.ops.fused import rotate, turn
-from ithaka.ops.tiles import GradSum, apply_norm, sum_dtype, tile_backward
+from ithaka.layer.tiles import GradSum, apply_norm, sum_dtype, tile_backward
 from ithaka.phases import STAGE, holding
 from ithaka.plan.heads import HeadTable, Load, Read, Stage
 
