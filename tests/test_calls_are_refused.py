@@ -155,6 +155,17 @@ def test_autocast(model):
     assert "Layout(dtype='bfloat16')" in message and "model.dtype" in message
 
 
+def test_backward_under_autocast_computes_as_forward_did():
+    grads = []
+    for around in (False, True):
+        model = parallelize(tiny_model(tiny_config("llama"), torch.float32), mesh=make_mesh(1))
+        loss = model(input_ids=IDS, labels=IDS).loss
+        with torch.autocast("cpu", torch.bfloat16, enabled=around):
+            loss.backward()
+        grads.append([param.grad.full_tensor() for param in model.parameters()])
+    assert all(torch.equal(plain, inside) for plain, inside in zip(*grads, strict=True))
+
+
 def test_autocast_inside_forward(model):
     """As accelerate wraps it."""
     cast = torch.autocast("cpu", torch.bfloat16)(model.forward.__func__)

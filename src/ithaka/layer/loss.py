@@ -53,6 +53,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @phase("loss backward")
     def backward(ctx, dtotal):
+        with torch.autocast(dtotal.device.type, enabled=False):
+            return _LinearCrossEntropy.exact_backward(ctx, dtotal)
+
+    @staticmethod
+    def exact_backward(ctx, dtotal):
         x_sD, labels_s, lse_s = ctx.saved_tensors
         norm, weight_VD = ctx.norm, ctx.weight
         grads = GradSum()

@@ -431,7 +431,7 @@ class _LayerFunction(torch.autograd.Function):
             raise RuntimeError(RAN_ALREADY)
         grads = GradSum()
         ctx.saved.read_ahead()
-        with phase(ctx.layer.name), phase("backward"):
+        with phase(ctx.layer.name), phase("backward"), torch.autocast(dy_sD.device.type, enabled=False):
             dy_sD = dy_sD.clone() if ctx.hooked else dy_sD.contiguous()  # overwritten
             dx_sD = ctx.layer.backward(ctx.saved, dy_sD, grads)
         ctx.saved = None
