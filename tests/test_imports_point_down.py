@@ -1,0 +1,55 @@
+"""Each row of the README's file map imports only from itself and from rows below it; plan/, layout and config no torch."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+SOURCES = ROOT / "src" / "ithaka"
+
+
+def rows() -> list[str]:
+    """The rooms of the file map, from the top."""
+    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Files")[2].partition("```\n")[2]
+    return re.findall(r"^([a-z_]+)(?:/|\.py) ", table.partition("```")[0], re.M)
+
+
+def room(module: str) -> str:
+    """bench_cli stands in cli's row."""
+    name = module.split(".")[1]
+    return "cli" if name == "bench_cli" else name
+
+
+def imported(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+def files() -> dict[Path, str]:
+    own = (path for path in SOURCES.rglob("*.py") if path.name not in ("__init__.py", "__main__.py"))
+    return {path: room(".".join(("ithaka", *path.relative_to(SOURCES).with_suffix("").parts))) for path in own}
+
+
+def test_every_file_is_in_the_map():
+    assert set(files().values()) == set(rows())
+
+
+def test_imports_point_down():
+    order = rows()
+    upward = [
+        f"{path.relative_to(SOURCES)} imports {module}"
+        for path, own in files().items()
+        for module in sorted(imported(path))
+        if module.startswith("ithaka.") and room(module) in order and order.index(room(module)) < order.index(own)
+    ]
+    assert not upward, "\n".join(upward)
+
+
+def test_planning_needs_no_torch():
+    without = {path: own for path, own in files().items() if own in ("plan", "layout", "config")}
+    assert not [path for path in without if any(re.match(r"torch|transformers", name) for name in imported(path))]
