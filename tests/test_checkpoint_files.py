@@ -1,7 +1,9 @@
 """What is on disk after a run, and what happens when part of it is damaged."""
 
 import dataclasses
+import fcntl
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -123,3 +125,20 @@ def test_pruning_leaves_later_checkpoints_alone(tmp_path):
         (tmp_path / checkpoint.step_name(step)).mkdir()
     checkpoint._prune(tmp_path, 6, keep_last=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000006", "step-00000008"]
+
+
+def test_two_runs_in_one_directory_are_refused(trained, run_dir, ranks):
+    """Both would write its checkpoints and metrics."""
+    longer = dataclasses.replace(trained.train, steps=7, run_dir=run_dir)
+    config = dataclasses.replace(trained, train=longer)
+    before = (run_dir / "config.yaml").read_text()
+    directory = os.open(run_dir, os.O_RDONLY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        with pytest.raises(AssertionError, match="in use by another run"):
+            ranks.run(2, run, config, run_dir)
+    finally:
+        os.close(directory)
+    assert (run_dir / "config.yaml").read_text() == before
+    ranks.run(2, run, config, run_dir)
+    assert checkpoint.find(run_dir).name == "step-00000007"

@@ -1,4 +1,4 @@
-"""Each row of the README's file map imports only from itself and from rows below it; plan/, layout and config no torch."""
+"""Each row of the README's file map imports only from itself and rows below it; plan, layout and config no torch."""
 
 import ast
 import re

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,6 +57,7 @@ class Trainer:
         self.num_params = sum(param.numel() for param in model.parameters())
         self.step = self.tokens = self.saved_step = 0
         self.data_facts: dict[str, str] = {}
+        self.held = ExitStack()  # the run directory's lock
 
     @phase("loading the checkpoint")
     def load(self) -> None:
@@ -117,7 +120,8 @@ def train(run: Run, only_profile: bool = False) -> None:
         try:
             trainer = prepare(run)
             witness.know(trainer.model, trainer.optimizer)
-            _train(trainer, stop, only_profile)
+            with trainer.held:
+                _train(trainer, stop, only_profile)
         except Exception as error:
             if not is_shortage(error):
                 raise
@@ -135,8 +139,29 @@ def prepare(run: Run) -> Trainer:
     trainer.data_facts = together(_data_facts, trainer)
     if run.checkpoint is not None:
         trainer.load()
+    trainer.held = together(_hold, run.run_dir, trainer.mesh)
     together(_write_run_dir, trainer)
     return trainer
+
+
+def _hold(run_dir: Path, mesh: Mesh) -> ExitStack:
+    """The run directory, locked for this run until the stack is closed or the process ends. Rank 0 does it."""
+    held = ExitStack()
+    if mesh.rank != 0:
+        return held
+    run_dir.mkdir(parents=True, exist_ok=True)
+    directory = os.open(run_dir, os.O_RDONLY)
+    held.callback(os.close, directory)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        held.close()
+        raise ConfigError(
+            f"train.run_dir={run_dir} is in use by another run; wait for its end, or stop it with Ctrl-C"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
+    return held
 
 
 def build(run: Run, mesh: Mesh) -> Trainer:
