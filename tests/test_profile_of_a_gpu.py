@@ -12,7 +12,7 @@ from ithaka.profile.memory import MemoryMap, describe_peak, in_words
 from ithaka.profile.times import StepTimes
 from ithaka.train.watch import what_to_record
 
-OURS = str(Path(phases.__file__).parent / "model" / "layer.py")
+OURS = str(Path(phases.__file__).parent / "layer" / "schedule.py")
 FSDP = str(Path(torch.__file__).parent / "distributed" / "fsdp" / "_fully_shard" / "_fsdp_collectives.py")
 MIB = 2**20
 

@@ -11,10 +11,10 @@ from torch._dynamo.backends.common import aot_autograd
 
 from ithaka.config import parse
 from ithaka.dist.mesh import make_mesh
-from ithaka.layer import stages
+from ithaka.layer import schedule, stages
 from ithaka.layer.store import Store
 from ithaka.layout import layout_of
-from ithaka.model import build, layer
+from ithaka.model import build
 from ithaka.profile.live import LiveBytes
 from models import tiny_config
 from parity import random_ids
@@ -37,7 +37,7 @@ def built(text: str):
     return model, kept_bytes, held
 
 
-def streamed(model) -> list[layer.StreamedLayer]:
+def streamed(model) -> list[schedule.StreamedLayer]:
     return [each.forward for each in model.model.layers]
 
 
@@ -53,13 +53,13 @@ def test_heads_per_stage_makes_stages():
 def test_tile_tokens_cuts_tiles(tokens, rows, monkeypatch):
     seen = {"_add_mlp": set(), "_through_mlp": set()}  # forward and backward
     for name, lengths in seen.items():
-        method = getattr(layer.StreamedLayer, name)
+        method = getattr(schedule.StreamedLayer, name)
 
         def noting(self, tile, *args, method=method, lengths=lengths):
             lengths.add(len(tile))
             return method(self, tile, *args)
 
-        monkeypatch.setattr(layer.StreamedLayer, name, noting)
+        monkeypatch.setattr(schedule.StreamedLayer, name, noting)
     built(f"memory: {{tile_tokens: {tokens}}}")
     assert seen == {"_add_mlp": rows, "_through_mlp": rows}
 
