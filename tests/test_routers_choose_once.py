@@ -10,19 +10,19 @@ from models import EXPERTS, tiny_config, tiny_model
 
 
 @pytest.mark.parametrize("family", EXPERTS)
-@pytest.mark.parametrize("heads_per_stage", [1, 2, 4])
+@pytest.mark.parametrize("heads_per_stage", [1, 4])
 def test_no_expert_changes_in_backward(family, heads_per_stage):
-    """In bf16, where other rounding would flip some of the 1500 choices."""
-    config = tiny_config(family, 4, 2, vocab_size=512, hidden_size=64, num_hidden_layers=3)
+    """In bf16, where other rounding shows in the router's logits, and flips a choice now and then."""
+    config = tiny_config(family, 4, 2, vocab_size=512, hidden_size=64, num_hidden_layers=2)
     model = tiny_model(config, torch.float32)
-    layout = Layout(1, heads_per_stage, tile_tokens=100, kept=keeps(3, attention="device"), dtype="bfloat16")
+    layout = Layout(1, heads_per_stage, tile_tokens=24, kept=keeps(2, attention="device"), dtype="bfloat16")
     model = parallelize(model, mesh=make_mesh(1), layout=layout)
     logits: list[list[torch.Tensor]] = []
     for layer in model.model.layers:
         seen: list[torch.Tensor] = []
         logits.append(seen)
         layer.mlp.gate.register_forward_hook(lambda module, args, out, seen=seen: seen.append(_first(out).clone()))
-    ids = torch.randint(512, (1, 500), generator=torch.Generator().manual_seed(5))
+    ids = torch.randint(512, (1, 120), generator=torch.Generator().manual_seed(5))
     loss = model(input_ids=ids, labels=ids).loss
     tiles = [len(seen) for seen in logits]
     loss.backward()
