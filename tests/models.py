@@ -1,5 +1,6 @@
 """Small random models of every family, with values that differ per head and per parameter."""
 
+import threading
 from types import MethodType
 
 import torch
@@ -8,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 EXPERTS = ("qwen3_moe", "mixtral")
+CONSTRUCTING = threading.Lock()  # transformers sets PyTorch's default dtype meanwhile, for all threads
 
 
 def tiny_config(family: str, heads: int = 4, kv_heads: int = 2, **changes):
@@ -38,7 +40,8 @@ def tiny_config(family: str, heads: int = 4, kv_heads: int = 2, **changes):
 def tiny_model(config, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     """Every parameter random, norms and biases included, the same for the same config."""
     config._experts_implementation = "eager"  # grouped_mm, the default of mixtures, has no fp64
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    with CONSTRUCTING:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for param in model.parameters():

@@ -72,8 +72,8 @@ def on_threads(num_ranks: int, work: Callable[[], Any], timeout_s: float = 120) 
         multi_threaded_pg.Collective = plain
     late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     failed = [error for error in errors if error is not None]
-    if failed:
-        raise failed[0]
+    if failed:  # the others end with SystemExit once one has failed
+        raise next((error for error in failed if not isinstance(error, SystemExit)), failed[0])
     if late:
         raise TimeoutError(f"ranks {late} of {num_ranks} did not end in {timeout_s} s")
     return values
