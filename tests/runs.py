@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 
@@ -50,7 +51,7 @@ def tiny_run(folder: Path, *, model: dict[str, Any] | None = None, **sections: d
             "save_every": 2,
             "keep_last": 3,
             "validate_every": 3,
-            "validate_sequences": 4,
+            "validate_sequences": 2,
             "accumulate": 2,
         },
     }
@@ -63,8 +64,9 @@ def valid(config: Config, resume: Path | None = None) -> Run:
 
 
 def run(config: Config, resume: Path | None = None, only_profile: bool = False) -> None:
-    """This rank's part of a run."""
-    loop.train(valid(config, resume), only_profile)
+    """This rank's part of a run. Its sample is short: each token of one is a forward of the model."""
+    with patch.object(loop, "SAMPLE_NEW_TOKENS", 4):
+        loop.train(valid(config, resume), only_profile)
 
 
 PROGRAM = """

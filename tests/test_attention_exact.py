@@ -93,22 +93,22 @@ def test_no_tokens():
 @pytest.mark.parametrize("heads", [(2, 2), (4, 1)], ids=str)
 @pytest.mark.parametrize("mask", ["causal", "bidirectional", "window 9", "equal docs", "docs, window"])
 def test_sixteen_bits_lose_no_more_than_plain_pytorch(mask, heads):
-    """Many small blocks: sums kept in bf16 instead of fp32 would be worse than this by far."""
-    q, k, v, dout = inputs(401, *heads, dtype=torch.bfloat16)
+    """Many small blocks: ratios are up to 1.3, and 2 to 4.5 with any of the sums over them in bf16 instead of fp32."""
+    q, k, v, dout = inputs(201, *heads, dtype=torch.bfloat16)
     how = {"causal": True, "window": None, "docs": None, **MASKS[mask]}
     if how["docs"]:
-        how["docs"] = tuple(min(4 * end, 401) for end in how["docs"][:-1]) + (401,)
+        how["docs"] = (*(2 * end for end in how["docs"][:-1]), 201)
     ours, theirs = both(q, k, v, dout, blocks=(8, 8), **how)
     leaves = [x.transpose(0, 1)[None].clone().requires_grad_() for x in (q, k, v)]
     plain_out = F.scaled_dot_product_attention(
-        *leaves, attn_mask=attention_mask(401, **how), scale=SCALE, enable_gqa=True
+        *leaves, attn_mask=attention_mask(201, **how), scale=SCALE, enable_gqa=True
     )
     plain = (plain_out, *torch.autograd.grad(plain_out, leaves, dout.transpose(0, 1)[None]))
     for name, a, p, t in zip(
         ("out", "dq", "dk", "dv"), (ours[0], *ours[2:]), plain, (theirs[0], *theirs[2:]), strict=True
     ):
         error, allowed = (a - t).norm() / t.norm(), (p[0].transpose(0, 1) - t).norm() / t.norm()
-        assert error <= 2 * allowed, f"{name}: {error:.1e} against {allowed:.1e}"
+        assert error <= 1.5 * allowed, f"{name}: {error:.1e} against {allowed:.1e}"
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=str)
