@@ -13,8 +13,8 @@ from ithaka import bench
 from ithaka.attention import kernels
 from ithaka.attention.kernels import KERNELS, Kernel, Varlen, available_kernels, resolve_kernel
 from ithaka.attention.reference import attention_reference
-from ithaka.bench import AttentionCase, attention_flops, measure_attention
-from ithaka.bench_cli import bench_app
+from ithaka.bench import AttentionCase, measure_attention
+from ithaka.cli import app
 from ithaka.config import ConfigError
 
 CPU = torch.device("cpu")
@@ -205,10 +205,9 @@ def test_short_documents_reach_the_varlen_kernel(monkeypatch, heads, mask):
 
 
 def test_flops_are_counted_inside_documents_and_windows():
-    assert attention_flops(AttentionCase(1024)) == 4 * 128 * 1024**2 // 2
-    assert attention_flops(AttentionCase(1024, documents=4)) == attention_flops(AttentionCase(1024)) // 4
-    assert attention_flops(AttentionCase(1024, causal=False, heads=3)) == 3 * 4 * 128 * 1024**2
-    assert attention_flops(AttentionCase(1024, window=64)) == 4 * 128 * (64 * 1024 - 64**2 // 2)
+    assert AttentionCase("auto", 1024).flops == 4 * 128 * 1024**2 // 2
+    assert AttentionCase("auto", 1024, documents=4).flops == AttentionCase("auto", 1024).flops // 4
+    assert AttentionCase("auto", 1024, heads=3).flops == 3 * AttentionCase("auto", 1024).flops
 
 
 def test_bench_measures_the_backward_that_training_takes(monkeypatch):
@@ -221,14 +220,15 @@ def test_bench_measures_the_backward_that_training_takes(monkeypatch):
         return op.attention_backward(dout, q, k, v, out, lse, sums=sums, **how)
 
     monkeypatch.setattr(bench, "attention_backward", watched)
-    case = AttentionCase(64, heads=2, head_dim=16)
-    row = measure_attention(case, device=CPU, dtype=torch.bfloat16, seconds=0.001, backward=True)
+    case = AttentionCase("auto", 64, heads=2, head_dim=16)
+    row = measure_attention(case, CPU, torch.bfloat16, 0.001)
     assert row["backward_s"] > 0 and len(seen) >= 4 and all(torch.equal(out, seen[0]) for out in seen)
 
 
 def test_bench_prints_a_table_and_writes_json(tmp_path):
     path = tmp_path / "rows.json"
     args = [
+        "bench",
         "attention",
         "--tokens",
         "64,1K",
@@ -239,7 +239,7 @@ def test_bench_prints_a_table_and_writes_json(tmp_path):
         "--seconds",
         "0.01",
     ]
-    result = CliRunner().invoke(bench_app, [*args, "--kernels", "all", "--json", str(path)])
+    result = CliRunner().invoke(app, [*args, "--kernels", "all", "--json", str(path)])
     assert result.exit_code == 0, result.output
     rows = json.loads(path.read_text())
     assert len(rows) == 2 * 2 * 2 and {row["kernel"] for row in rows} == {"cpu", "reference"}

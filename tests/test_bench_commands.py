@@ -14,8 +14,6 @@ from ithaka.plan.hardware import read_gpu
 from ithaka.train import console
 from models import tiny_config
 
-SMALL = ["--matrix", "64", "--tokens", "256", "--copy", "64KiB", "--seconds", "0"]
-
 
 def run(*arguments: str):
     return CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
@@ -32,7 +30,7 @@ def test_help_needs_no_torch():
 
 def test_plan_reads_what_bench_device_wrote(tmp_path):
     file = tmp_path / "mine.json"
-    assert run("bench", "device", *SMALL, "--out", file).exit_code == 0
+    assert run("bench", "device", "--seconds", "0", "--out", file).exit_code == 0
     gpu = read_gpu(file)
     assert gpu.memory_bytes > 2**28 and gpu.matmul_flops > 1e6 and gpu.attention_backward_flops > 1e5
     assert "bench device" in gpu.sources["matmul_flops"] and "not measured" in gpu.sources["link_bytes_s"]
@@ -40,22 +38,18 @@ def test_plan_reads_what_bench_device_wrote(tmp_path):
     assert "llama3.2-1b, 4K tokens, 8x" in plan.output
 
 
-@pytest.mark.parametrize("wrong", [["--copy", "much"], ["--tokens", "0"], ["--dtype", "int3"], ["--out", "."]])
-def test_wrong_options_are_refused_by_name(wrong, tmp_path):
-    result = run("bench", "device", *SMALL, "--out", str(tmp_path / "x.json"), *wrong)
-    assert result.exit_code == 2 and result.stderr.replace("=", " ").startswith(f"ConfigError: {' '.join(wrong)} ")
+@pytest.mark.parametrize("option, value", [("--dtype", "int3"), ("--out", ".")])
+def test_wrong_options_are_refused_by_name(option, value, tmp_path):
+    result = run("bench", "device", "--seconds", "0", "--out", str(tmp_path / "x.json"), option, value)
+    assert result.exit_code == 2 and option in result.stderr and value in result.stderr and result.stdout == ""
     assert not (tmp_path / "x.json").exists()
 
 
 @pytest.mark.parametrize(
     "wrong, words",
     [
-        ("--tokens 1K --documents 5000", "--documents=5000 leaves less than 2 of --tokens=1024 to each; use fewer"),
-        ("--tokens 8 --documents 8", "--documents=8"),
         ("--tokens foo", "--tokens=foo is not a number of tokens"),
         ("--blocks auto,3x", "--blocks=3x is not q x kv tokens; write"),
-        ("--heads 4 --kv-heads 3", "--kv-heads=3 does not divide --heads=4; use 1, 2, 4"),
-        ("--window 100 --bidirectional", "--window=100 looks back only, and --bidirectional both ways"),
         ("--seconds -1", "--seconds"),
     ],
 )
@@ -63,6 +57,11 @@ def test_attention_is_refused_before_the_work(wrong, words, monkeypatch):
     monkeypatch.setitem(sys.modules, "ithaka.bench", None)  # what measures is not even imported
     result = run("bench", "attention", *wrong.split())
     assert result.exit_code == 2 and words in result.stderr and result.stdout == ""
+
+
+def test_heads_that_do_not_divide_are_refused():
+    result = run("bench", "attention", "--tokens", "64", "--heads", "4", "--kv-heads", "3")
+    assert result.exit_code == 2 and "4 query heads are not a multiple of 3 kv heads" in result.stderr
 
 
 def test_a_refused_ladder_prints_no_table(tmp_path, monkeypatch):
@@ -85,6 +84,6 @@ def test_ladder_measures_every_rung(tmp_path, monkeypatch):
     result = run("bench", "ladder", tmp_path / "config.json", *sizes)
     assert result.exit_code == 0 and result.stdout.count("peak MiB") == 1
     assert "\n+ tiles: rehearsing at 256 tokens ..." in result.stdout
-    peaks = {name: row["peak_x"] for name, row in json.loads(rows.read_text()).items()}
+    peaks = {row["technique"]: row["peak X"] for row in json.loads(rows.read_text())}
     assert len(peaks) == 6
     assert peaks["none"] > peaks["+ checkpointing"] > peaks["+ tiles"] > peaks["+ kept attention"] > 2

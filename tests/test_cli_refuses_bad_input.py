@@ -311,7 +311,7 @@ def test_version(folder):
         ("--plot", ["plan", "llama3-8b", "--gpus", "8xH100-80GB", "--sweep", "heads_per_stage"]),
         ("--json", ["bench", "ladder", "llama3-8b", "--context", "1M"]),
         ("--json", ["bench", "attention", "--tokens", "1M"]),
-        ("--out", ["bench", "device", "--tokens", "1M"]),
+        ("--out", ["bench", "device"]),
     ],
 )
 def test_files_that_cannot_be_written_are_refused_before_the_work(folder, started, option, arguments, path):

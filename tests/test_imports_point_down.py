@@ -15,9 +15,7 @@ def rows() -> list[str]:
 
 
 def room(module: str) -> str:
-    """bench_cli stands in cli's row."""
-    name = module.split(".")[1]
-    return "cli" if name == "bench_cli" else name
+    return module.split(".")[1]
 
 
 def imported(path: Path) -> set[str]:

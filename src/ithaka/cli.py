@@ -2,28 +2,50 @@
 
 from __future__ import annotations
 
-import functools
+import json
 import os
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
 import ithaka
-from ithaka.config import ConfigError, check_file, check_new_folder
+from ithaka.config import ConfigError, check_file, check_new_folder, parse_count
 
 if TYPE_CHECKING:
     from ithaka.train.preflight import Run
 
+
+class Commands(TyperGroup):
+    """Our own errors end a command with their words on stderr: a ConfigError with exit code 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            if not type(error).__module__.startswith("ithaka."):
+                raise
+            from ithaka.train.launch import outcome_of, tell
+
+            outcome = outcome_of(error)
+            tell(outcome)
+            raise typer.Exit(outcome.code) from None
+
+
 app = typer.Typer(
+    cls=Commands,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Train standard transformers on sequences of 100 thousand to 10 million tokens.",
 )
+bench = typer.Typer(no_args_is_help=True, help="Measure what this machine gives.")
+app.add_typer(bench, name="bench")
 
 EXIT_DOES_NOT_FIT = 3  # as for running out of memory
 
@@ -47,6 +69,11 @@ Disk = Annotated[str | None, typer.Option(help="Disk per node for activations; b
 Batch = Annotated[int, typer.Option(min=1, help="Sequences per micro-step.")]
 GpuFile = Annotated[Path | None, typer.Option(help="A GPU of your own, as JSON; then --gpus 8.")]
 AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the rows here.")]
+DType = Annotated[
+    Literal["bfloat16", "float16", "float32"] | None, typer.Option(help="By default bfloat16, on a CPU float32.")
+]
+Seconds = Annotated[float, typer.Option(min=0, help="How long each figure is held.")]
 
 
 def main() -> None:
@@ -55,21 +82,14 @@ def main() -> None:
     app()
 
 
-def explains_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """A ConfigError becomes one line on stderr and exit code 2."""
+@contextmanager
+def _loading(quietly: bool = False) -> Iterator[None]:
+    """Around imports of PyTorch, which take seconds."""
+    from ithaka.train.console import status
+    from ithaka.train.launch import heeding_interrupts
 
-    @functools.wraps(command)
-    def explained(*args: Any, **kwargs: Any) -> None:
-        try:
-            command(*args, **kwargs)
-        except ConfigError as error:
-            from ithaka.train.launch import outcome_of, tell
-
-            outcome = outcome_of(error)
-            tell(outcome)
-            raise typer.Exit(outcome.code) from None
-
-    return explained
+    with nullcontext() if quietly else status("loading PyTorch"), heeding_interrupts():
+        yield
 
 
 def _print_version(value: bool) -> None:
@@ -88,7 +108,6 @@ def _common(
 
 
 @app.command()
-@explains_errors
 def train(
     config: ConfigFile = None,
     overrides: Overrides = None,
@@ -115,20 +134,15 @@ def train_rank(run: Run, only_profile: bool = False) -> None:
     loop.train(run, only_profile)
     end_process_group()
     if os.environ.get("RANK", "0") == "0":
-        print(f"Report: {report_of(run.run_dir)}", flush=True)
+        from ithaka.report import write_report
 
-
-def report_of(run_dir: Path) -> str:
-    from ithaka.report import write_report
-
-    try:
-        return str(write_report([run_dir]))
-    except Exception as error:  # the run is done and saved: it does not fail for its picture
-        return f"none ({error})"
+        try:
+            print(f"Report: {write_report([run.run_dir])}", flush=True)
+        except Exception as error:  # the run is done and saved: it does not fail for its picture
+            print(f"Report: none ({error})", flush=True)
 
 
 @app.command()
-@explains_errors
 def profile(
     config: ConfigFile = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to run; the last one (on a GPU, two) is profiled.")] = 4,
@@ -143,7 +157,6 @@ def profile(
 
 
 @app.command()
-@explains_errors
 def report(
     run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Runs, side by side.")],
     out: Annotated[
@@ -165,12 +178,10 @@ def _run(
     only_profile: bool = False,
 ) -> None:
     """Decides and checks, prints the plan, and starts the ranks."""
-    from ithaka.train.console import status
-    from ithaka.train.launch import heeding_interrupts
-
-    with status("loading PyTorch"), heeding_interrupts():
+    with _loading():
         from ithaka.plan import show
         from ithaka.train import launch
+        from ithaka.train.console import status
         from ithaka.train.preflight import Request, preflight
 
     changes = changes + [f"parallel.ranks={ranks}"] * (ranks is not None)
@@ -183,7 +194,6 @@ def _run(
 
 
 @app.command()
-@explains_errors
 def plan(
     model: Model,
     gpus: Gpus,
@@ -235,7 +245,6 @@ def plan(
 
 
 @app.command()
-@explains_errors
 def rehearse(
     model: Model,
     gpus: Gpus,
@@ -261,29 +270,136 @@ def rehearse(
         print(show.plan_answer(question, False, None, as_json)[0])
         raise typer.Exit(EXIT_DOES_NOT_FIT)
 
-    from ithaka.train.console import status
-    from ithaka.train.launch import heeding_interrupts
+    with _loading(quietly=as_json):
+        from ithaka import rehearse as rehearsal
+        from ithaka.train.console import status
 
-    with nullcontext() if as_json else status("loading PyTorch"), heeding_interrupts():
-        from ithaka.rehearse import run
+    few = rehearsal.of_few_layers(plan, min(layers, plan.shape.num_layers), memory_only)
+    rehearsal.check_cpu_memory(few)
+    if as_json:
+        print(json.dumps(rehearsal.rehearse_plan(plan, few, model), indent=2))
+        return
+    print(rehearsal.heading(plan, few), flush=True)
+    with status(f"rehearsing at {few.work.tokens} tokens"):
+        answer = rehearsal.rehearse_plan(plan, few, model)
+    print(f"\n{_table(answer['rows'])}\n\npeak in: {answer['peak_phase']}")
+    if memory_only:
+        print("memory only: attention was cut short, so its times say nothing about training")
 
-    raise typer.Exit(run(plan, question.fixed, model, layers, memory_only, as_json))
+
+@bench.command("attention")
+def bench_attention(
+    tokens: Annotated[str | None, typer.Option(help="Lengths, by default 16K,64K; on a CPU 1K,4K.")] = None,
+    heads: Annotated[int, typer.Option(min=1)] = 1,
+    kv_heads: Annotated[int, typer.Option(min=1)] = 1,
+    head_dim: Annotated[int, typer.Option(min=1)] = 128,
+    kernels: Annotated[str, typer.Option(help="Names, auto or all.")] = "auto",
+    blocks: Annotated[str, typer.Option(help="q x kv tokens, such as auto,128Kx64K.")] = "auto",
+    documents: Annotated[int, typer.Option(min=1, help="Equal documents packed in the tokens.")] = 1,
+    dtype: DType = None,
+    seconds: Seconds = 3.0,
+    json_file: JsonFile = None,
+) -> None:
+    """TFLOP/s of causal attention, forward and backward, sustained on random data."""
+    if json_file is not None:
+        check_file("--json", json_file)
+    lengths = [_count(text, "--tokens") for text in tokens.split(",")] if tokens else []
+    sizes = [None if text == "auto" else _blocks(text) for text in blocks.split(",")]
+    with _loading():
+        from ithaka.attention.kernels import available_kernels
+        from ithaka.bench import AttentionCase, device_and_dtype, measure_attention
+        from ithaka.train.console import status
+
+    device, precision = device_and_dtype(dtype)
+    lengths = lengths or ([2**14, 2**16] if device.type == "cuda" else [2**10, 2**12])
+    names = available_kernels(device, precision, head_dim) if kernels == "all" else kernels.split(",")
+    rows = []
+    for name, length, block in product(names, lengths, sizes):
+        case = AttentionCase(name, length, block, heads, kv_heads, head_dim, documents)
+        with status(f"measuring kernel {name} at {length} tokens"):
+            rows.append(measure_attention(case, device, precision, seconds))
+    _print_rows(rows, json_file)
 
 
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-    add_help_option=False,
-)
-@explains_errors
-def bench(context: typer.Context) -> None:
-    """Measure this machine: `ithaka bench attention`, `ithaka bench device`, `ithaka bench ladder`."""
-    from ithaka.bench_cli import bench_app
+@bench.command("device")
+def bench_device(
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The file to write.")] = Path("gpu.json"),
+    dtype: DType = None,
+    seconds: Seconds = 3.0,
+) -> None:
+    """Measure matmul, attention and copies here, and write them for `ithaka plan --gpu-file`."""
+    check_file("--out", out)
+    with _loading():
+        from ithaka.bench import device_and_dtype, measure_device
+        from ithaka.train.console import status
 
-    bench_app(context.args, prog_name="ithaka bench")
+    with status("measuring this device"):
+        gpu = measure_device(*device_and_dtype(dtype), seconds)
+    out.write_text(json.dumps(gpu, indent=1) + "\n", encoding="utf-8")
+    _print_rows(
+        [{"figure": name, "value": float(gpu[name]), "source": gpu["sources"][name]} for name in gpu["sources"]]
+    )
+    print(f"written to {out}; use it with: ithaka plan MODEL --gpus 8 --gpu-file {out}")
+
+
+@bench.command("ladder")
+def bench_ladder(
+    model: Model,
+    context: Context = "4K",
+    ranks: Annotated[int, typer.Option(min=1, help="This process stands for rank 0 of so many.")] = 2,
+    tile: Annotated[str, typer.Option(help="Tokens of a tile.")] = "256",
+    layers: Annotated[int, typer.Option(min=1, help="Layers to run.")] = 2,
+    json_file: JsonFile = None,
+) -> None:
+    """Peak memory and seconds per layer with one technique after the other switched on."""
+    from ithaka.plan.models import find_config, find_shape
+
+    if json_file is not None:
+        check_file("--json", json_file)
+    num_heads = find_shape(model).heads
+    if ranks > num_heads:
+        raise ConfigError(f"--ranks={ranks} exceeds the {num_heads} query heads; use at most {num_heads}")
+    sizes = {"context": _count(context, "--context"), "tile_tokens": _count(tile, "--tile"), "layers": layers}
+    with _loading():
+        from ithaka.rehearse import ladder
+
+    _print_rows(ladder(find_config(model), ranks, **sizes), json_file)
+    print("peak: of the layers, above the same at few tokens; X: one activation [tokens of a rank, hidden size]")
+
+
+def _count(text: str, option: str) -> int:
+    if not (count := parse_count(text)):
+        raise ConfigError(f"{option}={text} is not a number of tokens; write 65536, 64K or 1M")
+    return count
+
+
+def _blocks(text: str) -> tuple[int, int]:
+    block_q, _, block_kv = map(parse_count, text.partition("x"))
+    if not block_q or not block_kv:
+        raise ConfigError(f"--blocks={text} is not q x kv tokens; write 128Kx64K or auto")
+    return block_q, block_kv
+
+
+def _print_rows(rows: Sequence[Mapping[str, Any]], json_file: Path | None = None) -> None:
+    print(_table(rows))
+    if json_file is not None:
+        json_file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Aligned columns: text on the left, numbers on the right."""
+    shown = [
+        [f"{v:.4g}" if isinstance(v, float) else "" if v is None else str(v) for v in row.values()] for row in rows
+    ]
+    lines = [list(rows[0]), *shown]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    signs = ["<" if isinstance(value, str) else ">" for value in rows[0].values()]
+    columns = list(zip(signs, widths, strict=True))
+    aligned = (zip(line, columns, strict=True) for line in lines)
+    return "\n".join("  ".join(f"{cell:{sign}{width}}" for cell, (sign, width) in line).rstrip() for line in aligned)
 
 
 @app.command()
-@explains_errors
 def export(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The directory of a run.")],
     out_dir: Annotated[Path, typer.Argument(metavar="OUT_DIR", help="A new or empty directory.")],
