@@ -51,7 +51,7 @@ def opened(data, folder, log="log", rank=0, size=1, fills=True):
 
 def test_two_epochs_validation_facts_and_a_resumed_run_tokenise_each_document_once(data, tmp_path):
     stream, tokenizer = opened(data, tmp_path)
-    data_facts(data, stream, tokenizer)
+    data_facts(stream, 1)
     while stream.position.epoch < 2:
         stream.next_batch()
         list(stream.validation_batches(2))
@@ -85,7 +85,7 @@ def test_only_what_is_needed_soon_is_tokenised(data, tmp_path):
     stream, tokenizer = opened(data, tmp_path)
     stream.next_batch()
     time.sleep(0.3)
-    assert len(stream.stream._windows) > 5
+    assert len(stream.stream.windows) > 5
     assert 0 < len(tokenizer.seen()) < 40
 
 
@@ -136,7 +136,7 @@ def test_the_cache_goes_with_the_run_and_stays_for_a_run_that_goes_on(data, tmp_
 
 def test_changed_files_and_other_tokenizers_are_tokenised_anew(tmp_path):
     def tokens(tokenizer):
-        (shard,) = make_shards(find(path).files, "text", 264, None)
+        (shard,) = make_shards(find(path).files, "text")
         store = TokenCache(tmp_path / "tokens", tokenizer)
         return store.load(shard).tokens.tolist()
 

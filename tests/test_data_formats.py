@@ -1,5 +1,6 @@
 """What is meant is read; what is not understood is refused by name, with the way out; nothing is trained unsaid."""
 
+import dataclasses
 import json
 import os
 import re
@@ -24,7 +25,7 @@ MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": 
 
 def refused(path, match, **settings):
     with pytest.raises(ConfigError, match=match):
-        check(DataConfig(path=path, **settings), 264)
+        check(DataConfig(path=path, context=2, **settings), 264)
 
 
 def dataset_of(texts, **columns):
@@ -54,10 +55,10 @@ def test_a_folder_of_save_to_disk_gives_its_records_not_its_metadata(tmp_path):
     # What `map` leaves in the folder is no part of the dataset.
     (path / "cache-1234.arrow").write_bytes((path / "data-00000-of-00001.arrow").read_bytes())
     assert documents_of(path) == encoded(TEXTS[:30])
-    assert documents_of(path / "data-00000-of-00001.arrow") == encoded(TEXTS[:30])
-    assert documents_of(tmp_path) == encoded(TEXTS[:30])  # found below a directory
+    refused(path / "data-00000-of-00001.arrow", r"cannot be read \(.arrow is not read\); give .* datasets.save_to_disk")
+    refused(tmp_path, r"holds .*/data/.*\.arrow; give the folder that datasets.save_to_disk wrote")
     refused(path, r"data has no field data.text_field=body; its fields are text, id; name the field", text_field="body")
-    refused(path, r"data.text_field=id is int64, not a string", text_field="id")
+    refused(path, r"data record \d: data.text_field=id is int, not a string", text_field="id")
 
 
 def test_a_folder_of_splits_trains_on_train_and_validates_on_validation(tmp_path):
@@ -67,7 +68,7 @@ def test_a_folder_of_splits_trains_on_train_and_validates_on_validation(tmp_path
     assert all(t in text for t in encoded(TEXTS[:20])) and b"document 20" not in text
     (held_out,) = data.validation_sequences(9)
     assert bytes(int(i) for i in held_out.ids if i < 256) == b"".join(encoded(TEXTS[20:23]))
-    assert data_facts(DataConfig(path=path), data, BYTES).validation == f"the split validation of data.path={path}"
+    assert data_facts(data, 1)["validation"] == f"the split validation of data.path={path}"
     other = saved(tmp_path / "other", {"eval": range(3)})
     refused(other, r"other has no split train, only eval; save the one that is meant by itself")
 
@@ -94,7 +95,7 @@ def test_json_with_a_record_a_line_is_read(tmp_path):
 
 def test_one_json_object_is_refused_when_named_and_a_source_among_sources(tmp_path):
     write(tmp_path, package_dot_json='{\n  "name": "x"\n}\n', main_dot_py="print()\n", rows_dot_json='[{"a": 1}]')
-    refused(tmp_path / "package.json", "neither a list of JSON records nor one record a line; write it as JSONL")
+    refused(tmp_path / "package.json", "package.json line 1: not JSON .*; data.path wants one JSON object a line")
     assert len(documents_of(tmp_path)) == 3
 
 
@@ -137,7 +138,7 @@ def test_a_folder_of_records_is_understood_whole_or_refused(tmp_path):
     assert [file.path.name for file in found.files] == ["a.jsonl"]
     assert sorted(found.left_out) == [
         "README.md (not records)", "b.jsonl (empty)", "dataset_info.json (not records)",
-        "x.lock (.lock is not read from a directory)",
+        "x.lock (.lock is not read)",
     ]  # fmt: skip
     for name, content in {"c.csv": b"a,b", "c.gz": b"\x1f\x8b", "c.txt": b"text", "c.png": b"\x89PNG\0"}.items():
         (tmp_path / name).write_bytes(content)
@@ -150,11 +151,11 @@ def test_a_folder_of_sources_says_what_it_leaves_out(tmp_path):
     write(tmp_path, a_dot_py="a", b_dot_csv="1,2", c_dot_png=b"\x89\0", d_dot_txt="")
     data = DataConfig(path=tmp_path, context=8, validation_fraction=0)
     opened = open_data(data, tokenizer=BYTES, seed=0)
-    told = data_facts(data, opened, BYTES).lines(10)["left out"]
-    assert told == "3 files: b.csv (.csv is not read from a directory), c.png (not UTF-8 text), d.txt (empty)"
+    told = data_facts(opened, 10)["left out"]
+    assert told == "3 files: b.csv (.csv is not read), c.png (not UTF-8 text), d.txt (empty)"
     (tmp_path / "a.py").unlink()
-    refused(tmp_path, r"holds no text, JSONL, .* file, but b.csv .*, c.png .*; give another path")
-    refused(tmp_path / "b.csv", r"b.csv cannot be read: .csv; convert it to JSONL or Parquet")
+    refused(tmp_path, r"holds b.csv .*, c.png .*, d.txt \(empty\); give UTF-8 text, JSONL")
+    refused(tmp_path / "b.csv", r"b.csv cannot be read \(.csv is not read\); give UTF-8 text")
 
 
 def test_text_that_is_broken_far_into_a_file_is_refused_by_name(tmp_path):
@@ -167,26 +168,26 @@ def test_facts_of_small_data_are_counted_and_a_sequence_is_shown(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["tab\there", "", "esc\x1b[31m"])
     data = DataConfig(path=tmp_path, context=4, validation_fraction=0)
     opened = open_data(data, tokenizer=BYTES, seed=0)
-    facts = data_facts(data, opened, BYTES)
-    assert (facts.num_files, facts.counts, facts.sequences) == (1, (2, 1, 18), 5)
-    lines = facts.lines(10)
+    lines = data_facts(opened, 10)
     assert lines["data"] == "1 file (jsonl), 0.0 MB, 2 documents, 18 tokens, 5 sequences"
     assert lines["epochs"] == "2 (10 sequences in all)" and lines["skipped"] == "1 documents that are empty"
     assert lines["validation"] == "none, data.validation_fraction=0"
-    shown = data_facts(DataConfig(path=tmp_path, context=64, validation_fraction=0), opened, BYTES).start
+    longer = open_data(dataclasses.replace(data, context=64), tokenizer=BYTES, seed=0)
+    shown = data_facts(longer, 10)["starts with"]
     expected = ["tab\\there<|eos|>", "esc\\x1b[31m<|eos|>"]
     assert shown in ("".join(expected), "".join(reversed(expected)))
     opened.next_batch()
-    assert data_facts(data, opened, BYTES).start != facts.start  # a run that goes on shows where
+    assert data_facts(opened, 10)["starts with"] != lines["starts with"]  # a run that goes on shows where
 
 
 @pytest.mark.parametrize("limit", ["COUNT_BYTES", "COUNT_S"])
-def test_large_data_is_not_counted_first(tmp_path, monkeypatch, limit):
+def test_of_large_data_what_comes_first_is_counted(tmp_path, monkeypatch, limit):
     monkeypatch.setattr(f"ithaka.data.open.{limit}", 0)
-    path = write_parquet(tmp_path / "a.parquet", TEXTS)
-    data = DataConfig(path=path, context=8)
-    lines = data_facts(data, open_data(data, tokenizer=BYTES, seed=0), BYTES).lines(10)
-    assert lines["data"].endswith("MB; too large to count documents and tokens first") and "epochs" not in lines
+    path = write_parquet(tmp_path / "a.parquet", ["1234567"] * 200, row_group_size=50)
+    opened = open_data(DataConfig(path=path, context=8, validation_fraction=0), tokenizer=BYTES, seed=0)
+    lines = data_facts(opened, 100)
+    assert lines["data"].endswith("MB, at least 50 documents, 400 tokens, 50 sequences")
+    assert lines["epochs"] == "at most 2 (100 sequences in all)" and lines["starts with"].startswith("1234567<|eos|>")
 
 
 def test_hub_names_without_a_network_are_refused_at_once(tmp_path, monkeypatch):
@@ -198,7 +199,8 @@ def test_hub_names_without_a_network_are_refused_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(hub.HfApi, "dataset_info", unreachable)
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
     refused(
-        "nobody/nothing", r"data.path=nobody/nothing does not exist here, nor does the hub give it \(OSError: no net"
+        "nobody/nothing",
+        r"nobody/nothing, which is not here and so a name on the hub, cannot be read \(OSError: no net",
     )
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
@@ -208,9 +210,8 @@ def test_hub_names_without_a_network_are_refused_at_once(tmp_path, monkeypatch):
 def test_hub_names_are_read_with_datasets(monkeypatch):
     datasets, hub = pytest.importorskip("datasets"), pytest.importorskip("huggingface_hub")
     monkeypatch.setattr(hub.HfApi, "dataset_info", lambda *args, **kwargs: None)
-    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name: ["train", "dev"])
     rows = {"train": TEXTS[:9], "dev": TEXTS[9:10]}
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: dataset_of(rows[split]))
+    monkeypatch.setattr(datasets, "load_dataset", lambda name: {split: dataset_of(rows[split]) for split in rows})
     data = open_data(DataConfig(path="someone/texts", context=4096), tokenizer=BYTES, seed=0)
     text = bytes(int(i) for i in data.next_batch().input_ids[0] if i < 256)
     assert all(t in text for t in encoded(TEXTS[:9])) and len(data.validation_sequences(5)) == 1
@@ -236,8 +237,8 @@ def test_a_run_does_without_datasets(tmp_path):
 def test_a_folder_that_needs_datasets_says_so(tmp_path, monkeypatch):
     saved(tmp_path / "folder")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    refused(tmp_path / "folder", "folder is read with the package datasets, which is not installed; run pip install")
-    refused("nobody/nothing", "a name on the hub, is read with the package datasets, which is not installed")
+    refused(tmp_path / "folder", "folder is read with datasets: run pip install datasets, or give JSONL")
+    refused("nobody/nothing", "a name on the hub, is read with datasets: run pip install")
 
 
 def test_datasets_is_imported_in_one_place_and_only_when_needed():

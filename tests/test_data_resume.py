@@ -20,14 +20,13 @@ from ithaka.data.tokenizer import ByteTokenizer
 from test_data_sources import TEXTS, write_jsonl, write_parquet
 
 BYTES = ByteTokenizer()
-KINDS = ["text", "directory", "jsonl", "parquet", "tokens"]
+KINDS = ["text", "directory", "jsonl", "parquet"]
 
 
 @pytest.fixture(params=KINDS)
 def data(request, tmp_path, monkeypatch):
     """A config over each kind of source; a sequence spans many shards and windows."""
     monkeypatch.setattr(read, "TEXT_PIECE_BYTES", 50)
-    monkeypatch.setattr(read, "SHARD_TOKENS", 50)
     monkeypatch.setattr(read, "SHARD_BYTES", 300)
     monkeypatch.setattr(read, "BATCH_RECORDS", 7)
     monkeypatch.setattr(pack, "WINDOW_BYTES", 1000)
@@ -36,7 +35,6 @@ def data(request, tmp_path, monkeypatch):
         "directory": lambda: write_directory(tmp_path),
         "jsonl": lambda: write_jsonl(tmp_path / "a.jsonl", TEXTS[:40]),
         "parquet": lambda: write_parquet(tmp_path / "a.parquet", TEXTS[:40], row_group_size=15),
-        "tokens": lambda: write_tokens(tmp_path / "a.npy"),
     }[request.param]()
     return DataConfig(path=path, context=64, validation_fraction=0.1)
 
@@ -49,11 +47,6 @@ def write_text(path):
 def write_directory(path):
     for i, text in enumerate(TEXTS[:40]):
         (path / f"{i:02}.txt").write_text(text)
-    return path
-
-
-def write_tokens(path):
-    np.save(path, np.random.RandomState(0).randint(0, 259, 2000))
     return path
 
 
@@ -218,17 +211,13 @@ def test_validation_path_and_none(tmp_path):
     assert list(without.validation_batches(5)) == []
 
 
-@pytest.mark.parametrize("kind", ["text", "jsonl", "tokens"])
+@pytest.mark.parametrize("kind", ["text", "jsonl"])
 def test_memory_is_that_of_a_batch_of_texts_and_a_sequence_not_of_the_file(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(read, "TEXT_PIECE_BYTES", 1 << 16)
     monkeypatch.setattr(cache, "BATCH_CHARS", 1 << 16)
-    monkeypatch.setattr(read, "SHARD_TOKENS", 1 << 16)
     monkeypatch.setattr(read, "SHARD_BYTES", 1 << 16)
-    path = tmp_path / {"text": "a.txt", "jsonl": "a.jsonl", "tokens": "a.npy"}[kind]
-    if kind == "tokens":
-        np.save(path, np.zeros(1 << 23, np.int32))
-    else:
-        path.write_text(('{"text": "' + "x" * 1011 + '"}\n') * (1 << 13))
+    path = tmp_path / {"text": "a.txt", "jsonl": "a.jsonl"}[kind]
+    path.write_text(('{"text": "' + "x" * 1011 + '"}\n') * (1 << 13))
     data = opened(DataConfig(path=path, context=1 << 13))
     tracemalloc.start()
     while data.position.epoch == 0:
@@ -240,5 +229,5 @@ def test_memory_is_that_of_a_batch_of_texts_and_a_sequence_not_of_the_file(tmp_p
 
 def test_positions_of_an_earlier_format_are_refused(data):
     state = {"version": 1, "data": "0", "epoch": 0, "sequences": 7, "unit": 1, "cursor": 0, "offset": 4}
-    with pytest.raises(ConfigError, match="format 1, not 2.*; go on with the version that wrote it, or export the run"):
+    with pytest.raises(ConfigError, match="format 1, not 3.*; go on with the version that wrote it, or export the run"):
         opened(data).load_state_dict(state)

@@ -1,6 +1,5 @@
 """Every kind of file gives its documents, whole and in pieces; the split takes each document once."""
 
-import itertools
 import json
 from pathlib import Path
 
@@ -26,17 +25,14 @@ EOS = 257
 TEXTS = [f"document {i} " + "é" * i for i in range(200)]
 
 
-def documents_of(path, split=None, tokenizer=BYTES, field="text", vocab_size=70_000, eos_id=EOS):
+def documents_of(path, split=None, tokenizer=BYTES, field="text"):
     """The documents of a path, each without its eos."""
-    shards, found = make_shards(find(path).files, field, vocab_size, eos_id, split), []
+    shards, found = make_shards(find(path).files, field, split), []
     tokens = TokenCache(None, tokenizer)
     for shard in shards:
         loaded = tokens.load(shard)
-        assert loaded.continues == shard.continues
-        for low, high in itertools.pairwise(loaded.bounds().tolist()):
-            if low or not shard.continues:
-                found.append([])
-            found[-1] += loaded.tokens[low:high].tolist()
+        assert loaded.lengths.sum() == len(loaded.tokens)
+        found += [part.tolist() for part in np.split(loaded.tokens, np.cumsum(loaded.lengths)[:-1]) if len(part)]
     tokens.close()
     return [bytes(d[:-1]) if d[-1] == EOS and max(d[:-1], default=0) < 256 else tuple(d) for d in found]
 
@@ -118,24 +114,6 @@ def test_parquet_gives_each_row_once(tmp_path, kind):
     assert documents_of(path, field="content") == encoded(TEXTS)
 
 
-@pytest.mark.parametrize("piece_tokens", [1, 3, 1 << 20])
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int64", ">i4"])
-def test_npy_documents_end_at_eos(tmp_path, monkeypatch, piece_tokens, dtype):
-    monkeypatch.setattr(read, "SHARD_TOKENS", piece_tokens)
-    path = tmp_path / "tokens.npy"
-    np.save(path, np.array([5, 6, 2, 7, 2, 2, 8, 9], dtype=dtype))
-    assert documents_of(path, eos_id=2) == [(5, 6, 2), (7, 2), (2,), (8, 9)]
-    assert documents_of(path, eos_id=None) == [(5, 6, 2, 7, 2, 2, 8, 9)]
-
-
-def test_bin_is_16_bits_until_the_vocabulary_needs_32(tmp_path):
-    path = tmp_path / "tokens.bin"
-    np.array([1, 65535, 3], dtype="<u2").tofile(path)
-    assert documents_of(path, vocab_size=65536) == [(1, 65535, 3)]
-    np.array([1, 69999, 3], dtype="<u4").tofile(path)
-    assert documents_of(path, vocab_size=70_000) == [(1, 69999, 3)]
-
-
 def test_globs_are_sorted(tmp_path):
     for name in ("b.txt", "a.txt", "c.md"):
         (tmp_path / name).write_text(name)
@@ -174,7 +152,7 @@ def test_text_files_are_on_one_side_of_the_split(tmp_path, count, fraction, expe
 
 @settings(max_examples=100, deadline=None)
 @example(text="00\n", fraction=0.25)  # the middle is before a newline
-@given(text=st.text(min_size=3), fraction=st.floats(0.01, 0.9))
+@given(text=st.text(st.characters(exclude_characters="\0", codec="utf-8"), min_size=3), fraction=st.floats(0.01, 0.9))
 def test_a_text_file_alone_gives_up_its_end(tmp_path_factory, text, fraction):
     path = tmp_path_factory.mktemp("split") / "a.txt"
     path.write_bytes(text.encode())
@@ -183,22 +161,18 @@ def test_a_text_file_alone_gives_up_its_end(tmp_path_factory, text, fraction):
     assert held_out
 
 
-def test_a_token_array_gives_up_its_last_documents(tmp_path):
-    path = tmp_path / "a.npy"
-    np.save(path, np.array([1, 1, 1, 2, 3, 3, 3, 3, 3, 3], dtype=np.uint16))
-    assert split(path, 0.2, eos_id=2) == [[(1, 1, 1, 2)], [(3,) * 6]]
-    assert split(path, 0.2, eos_id=None) == [[(1, 1, 1, 2, 3, 3, 3, 3)], [(3, 3)]]
-
-
-def test_a_large_text_among_small_ones_stays_whole(tmp_path, monkeypatch):
+def test_a_large_text_is_cut_after_newlines_and_only_its_end_is_an_end(tmp_path, monkeypatch):
     monkeypatch.setattr(pack, "WINDOW_BYTES", 200)
     monkeypatch.setattr(read, "TEXT_PIECE_BYTES", 64)
-    large = "".join(f"line {i}\n" for i in range(100))
-    texts = {"b.txt": large, "a.txt": "small a", "c.txt": "small c", "d.txt": "small d"}
+    texts = {"a.txt": "small a", "b.txt": "".join(f"line {i}\n" for i in range(100)), "c.txt": "small c"}
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
-    assert documents_of(tmp_path) == encoded(texts[name] for name in sorted(texts))
+    first, *parts, end, last = documents_of(tmp_path)
+    assert (first, last) == (b"small a", b"small c")
+    assert b"".join(map(bytes, [*parts, end])) == texts["b.txt"].encode() and len(parts) == 3
+    assert all(isinstance(part, tuple) and part[-1] == 10 and len(part) <= 200 for part in parts)  # without eos
     for seed in range(4):
         data = open_data(DataConfig(path=tmp_path, context=1024, validation_fraction=0), tokenizer=BYTES, seed=seed)
-        documents = bytes(min(i, 255) for i in data.next_batch().input_ids[0].tolist()).split(b"\xff")
-        assert sorted(documents)[-4:] == sorted(encoded(texts.values()))
+        batch = data.next_batch()
+        documents = [tuple(batch.input_ids[batch.document_ids == i].tolist()) for i in range(len(parts) + 3)]
+        assert sorted(documents) == sorted([*parts, *((*text, EOS) for text in (first, end, last))])

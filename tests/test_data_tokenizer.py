@@ -11,8 +11,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ithaka import config
 from ithaka.config import ConfigError, DataConfig
-from ithaka.data.open import check, load_tokenizer
-from ithaka.data.tokenizer import ByteTokenizer, Tokenizer
+from ithaka.data.open import check
+from ithaka.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 BYTES = ByteTokenizer()
 WORDS = ["<unk>", "<s>", "</s>", "a", "b", "c"]
@@ -57,7 +57,7 @@ def test_every_byte_is_its_own_id_and_special_names_in_text_are_text(reloaded):
 
 def test_hugging_face_directory_gives_its_own_ids(tmp_path):
     word_tokenizer().save_pretrained(tmp_path)
-    tokenizer = load_tokenizer(DataConfig(tokenizer=str(tmp_path)))
+    tokenizer = load_tokenizer(str(tmp_path), None)
     assert tokenizer.encode("a b zzz c").tolist() == [3, 4, 0, 5]
     assert (tokenizer.eos_id, tokenizer.vocab_size, tokenizer.document_prefix) == (2, 6, ())
     assert [ids.tolist() for ids in tokenizer.encode_batch(["a", "", "b c"])] == [[3], [], [4, 5]]
@@ -73,25 +73,25 @@ def test_none_is_the_models_tokenizer(tmp_path):
     word_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     for path in (tmp_path, tmp_path / "config.json"):
-        tokenizer = load_tokenizer(DataConfig(), path)
+        tokenizer = load_tokenizer(None, path)
         assert tokenizer is not None and tokenizer.vocab_size == 6
-    assert isinstance(load_tokenizer(DataConfig(), None), ByteTokenizer)
-    assert isinstance(load_tokenizer(DataConfig(tokenizer="bytes"), tmp_path), ByteTokenizer)
+    assert isinstance(load_tokenizer(None, None), ByteTokenizer)
+    assert isinstance(load_tokenizer("bytes", tmp_path), ByteTokenizer)
 
 
 def test_tokenizer_json_alone_takes_eos_from_the_models_config(tmp_path):
     word_tokenizer().backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [2, 1]}))
-    assert load_tokenizer(DataConfig(), tmp_path).eos_id == 2
-    assert load_tokenizer(DataConfig(tokenizer=str(tmp_path / "tokenizer.json"))).encode("c").tolist() == [5]
+    assert load_tokenizer(None, tmp_path).eos_id == 2
+    assert load_tokenizer(str(tmp_path / "tokenizer.json"), None).encode("c").tolist() == [5]
 
 
 def test_missing_tokenizers_are_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"data.tokenizer=.*nowhere is not a directory"):
-        load_tokenizer(DataConfig(tokenizer=str(tmp_path / "nowhere")))
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"model.path=.*holds no tokenizer.json; set data.tokenizer"):
-        load_tokenizer(DataConfig(), tmp_path)
+    with pytest.raises(ConfigError, match=r"data.tokenizer=.*nowhere holds no tokenizer; set data.tokenizer"):
+        load_tokenizer(str(tmp_path / "nowhere"), None)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')  # of which transformers makes an empty one
+    with pytest.raises(ConfigError, match=r"model.path=.*holds no tokenizer; set data.tokenizer"):
+        load_tokenizer(None, tmp_path)
 
 
 def test_vocabulary_larger_than_the_models_is_refused():

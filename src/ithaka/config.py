@@ -68,8 +68,8 @@ class ModelConfig(Section):
 
 @dataclass(frozen=True)
 class DataConfig(Section):
-    # A text file, a directory of sources, JSONL, JSON, Parquet, a folder of datasets.save_to_disk, a dataset's name on
-    # the hub, or token arrays; a directory or a glob of these. null: Python's standard library.
+    # A text file, a directory of sources, JSONL, JSON or Parquet; a directory or a glob of these; a folder of
+    # datasets.save_to_disk, or a dataset's name on the hub. null: Python's standard library.
     path: Path | None = None
     # The same kinds, for validation. null: hold out validation_fraction of the documents of data.path.
     validation_path: Path | None = None

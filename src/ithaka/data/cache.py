@@ -20,10 +20,10 @@ import numpy as np
 
 from ithaka.config import ConfigError
 from ithaka.data.pack import Documents
-from ithaka.data.read import RecordShard, Shard, Text, TokenShard, open_dataset
+from ithaka.data.read import Shard, Text
 from ithaka.data.tokenizer import Tokenizer
 
-FORMAT = 1
+FORMAT = 2
 BATCH_CHARS = 1 << 23  # tokenised at once, on all cores
 WAIT_S = 600.0  # without a sign of life from the rank that tokenises
 POLL_S = 0.02
@@ -32,7 +32,7 @@ POLL_S = 0.02
 class TokenCache:
     """Documents by shard. One process of a node `fills` it, also ahead of need; the others wait for its files."""
 
-    def __init__(self, directory: Path | None, tokenizer: Tokenizer | None, fills: bool = True):
+    def __init__(self, directory: Path | None, tokenizer: Tokenizer, fills: bool = True):
         """`directory` None: a temporary one. It is made when something is written."""
         self.temporary = tempfile.TemporaryDirectory(prefix="ithaka-tokens-") if directory is None else None
         self.directory = directory or Path(self.temporary.name)  # type: ignore[union-attr]
@@ -45,16 +45,12 @@ class TokenCache:
     def prepare(self, shards: Iterable[Shard]) -> None:
         """Have these tokenised in the background."""
         for shard in shards if self.fills else ():
-            if isinstance(shard, TokenShard):
-                continue
             path = self._path(shard)
             if path not in self._futures and not path.exists():
                 self._futures[path] = self._ahead.submit(self._write, shard, path)
 
     def load(self, shard: Shard) -> Documents:
         """Waits until the shard is tokenised; raises what reading it raises."""
-        if isinstance(shard, TokenShard):
-            return shard.documents()
         path = self._path(shard)
         future = self._futures.pop(path, None)
         if not self.fills:
@@ -63,7 +59,7 @@ class TokenCache:
             self._write(shard, path)  # here and now: others may be before it in the background
         else:
             future.result()
-        return _map(path, shard.continues)
+        return _map(path)
 
     def close(self, remove: bool = False) -> None:
         self.closed = True
@@ -85,17 +81,13 @@ class TokenCache:
                     life, since = self.directory.stat().st_mtime_ns, time.monotonic()
             if self.closed or time.monotonic() - since > WAIT_S:
                 raise TimeoutError(
-                    f"{shard.parts[0].path} was not tokenised: the first rank of this node wrote nothing to "
+                    f"{shard.paths[0]} was not tokenised: the first rank of this node wrote nothing to "
                     f"{self.directory} for {WAIT_S:.0f} s; see what it says, and that all ranks see this directory"
                 )
             time.sleep(POLL_S)
 
     def _path(self, shard: Shard) -> Path:
-        assert self.tokenizer is not None, "checked when the shards were made"
-        files = [part.path for part in shard.parts]
-        if isinstance(shard, RecordShard) and shard.file.kind == "arrow":
-            files = [Path(each["filename"]) for each in open_dataset(shard.file).cache_files]
-        stats = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        stats = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in shard.paths]
         key = repr((FORMAT, shard.identity, stats, self.tokenizer.fingerprint))
         return self.directory / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.tokens"
 
@@ -113,7 +105,7 @@ class TokenCache:
         except Exception as error:
             words = str(error)
             if isinstance(error, OSError):
-                words = f"{shard.parts[0].path} cannot be read, or its tokens cannot be written ({error}); "
+                words = f"{shard.paths[0]} cannot be read, or its tokens cannot be written ({error}); "
                 words += "put the file back, make room, or give another train.run_dir"
             part.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
@@ -124,23 +116,21 @@ class TokenCache:
             raise
 
     def _tokenise(self, shard: Shard, file: BinaryIO) -> None:
-        """tokens int32 [n], starts int64 [documents], then the number of documents and of those skipped, int64."""
-        tokenizer = self.tokenizer
-        assert tokenizer is not None
-        prefix = np.asarray(tokenizer.document_prefix, np.int32)
-        suffix = np.asarray([] if tokenizer.eos_id is None else [tokenizer.eos_id], np.int32)
-        starts, num_tokens, num_skipped = [], 0, 0
+        """tokens int32 [n], lengths int64 [documents], then the number of documents and of those skipped, int64."""
+        prefix = np.asarray(self.tokenizer.document_prefix, np.int32)
+        suffix = np.asarray([] if self.tokenizer.eos_id is None else [self.tokenizer.eos_id], np.int32)
+        lengths, num_skipped = [], 0
         for texts in _batches(shard.texts()):
-            for ids, text in zip(tokenizer.encode_batch([text.text for text in texts]), texts, strict=True):
+            for ids, text in zip(self.tokenizer.encode_batch([text.text for text in texts]), texts, strict=True):
                 if text.first and text.last and not len(ids):
                     num_skipped += 1
                     continue
-                starts += [num_tokens] if text.first else []
-                for part in (prefix if text.first else prefix[:0], ids, suffix if text.last else suffix[:0]):
-                    file.write(part.tobytes())
-                    num_tokens += len(part)
+                tokens = np.concatenate([prefix[: len(prefix) * text.first], ids, suffix[: len(suffix) * text.last]])
+                file.write(tokens.tobytes())
+                lengths += [0] if text.first else []
+                lengths[-1] += len(tokens)
             os.utime(self.directory)  # the sign of life that other ranks look for
-        file.write(np.asarray([*starts, len(starts), num_skipped], np.int64).tobytes())
+        file.write(np.asarray([*lengths, len(lengths), num_skipped], np.int64).tobytes())
 
 
 def _batches(texts: Iterable[Text]) -> Iterator[list[Text]]:
@@ -154,10 +144,10 @@ def _batches(texts: Iterable[Text]) -> Iterator[list[Text]]:
     yield batch
 
 
-def _map(path: Path, continues: bool) -> Documents:
+def _map(path: Path) -> Documents:
     size = path.stat().st_size
     num_documents, num_skipped = (int(n) for n in np.fromfile(path, np.int64, 2, offset=size - 16))
     num_tokens = (size - 16 - 8 * num_documents) // 4
-    starts = np.fromfile(path, np.int64, num_documents, offset=4 * num_tokens)
+    lengths = np.fromfile(path, np.int64, num_documents, offset=4 * num_tokens)
     tokens = np.memmap(path, np.int32, "r", shape=num_tokens) if num_tokens else np.empty(0, np.int32)
-    return Documents(tokens, starts, continues, num_skipped)
+    return Documents(tokens, lengths, num_skipped)

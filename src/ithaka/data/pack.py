@@ -19,20 +19,11 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class Documents:
-    """Those of one shard. tokens: ints [n]. starts: ascending, where documents start in them.
-
-    continues: tokens before the first start belong to the document that the shard before ended in.
-    """
+    """Those of one shard. tokens: int32 [n]. lengths: int64 [documents], of sum n."""
 
     tokens: np.ndarray
-    starts: np.ndarray
-    continues: bool = False
+    lengths: np.ndarray
     num_skipped: int = 0  # empty documents
-
-    def bounds(self) -> np.ndarray:
-        """Where the documents, or parts of them, start, and where the last one ends."""
-        starts = self.starts if not self.continues else np.concatenate([np.zeros(1, np.int64), self.starts])
-        return np.unique(np.append(starts, len(self.tokens)))
 
 
 @dataclass(frozen=True)
@@ -67,24 +58,20 @@ class Window:
     """The documents of some shards in the order of training: shuffled by `key`, or as they are (None)."""
 
     def __init__(self, shards: Sequence[Documents], key: tuple[int, ...] | None):
-        self.shards = [shard for shard in shards if len(shard.tokens)]
-        bounds = [shard.bounds() for shard in self.shards]
-        counts = [len(b) - 1 for b in bounds]
-        self.shard = np.repeat(np.arange(len(counts)), counts)
-        self.low = np.concatenate([b[:-1] for b in bounds] or [np.empty(0, np.int64)])
-        lengths = np.concatenate([np.diff(b) for b in bounds] or [np.empty(0, np.int64)])
+        self.shards = shards
+        lengths = np.concatenate([shard.lengths for shard in shards])
         order = np.arange(len(lengths)) if key is None else permutation(len(lengths), key)
-        self.shard, self.low, self.ends = self.shard[order], self.low[order], np.cumsum(lengths[order])
-        self.num_tokens = int(self.ends[-1]) if len(order) else 0
+        self.shard = np.repeat(np.arange(len(shards)), [len(shard.lengths) for shard in shards])[order]
+        self.low = np.concatenate([np.cumsum(shard.lengths) - shard.lengths for shard in shards])[order]
+        self.ends = np.cumsum(lengths[order])
+        self.num_tokens = int(lengths.sum())
 
-    def take(self, low: int, high: int) -> list[tuple[np.ndarray, bool]]:
-        """Tokens [low, high) of the window: a view of each document's part, and whether a document starts there."""
-        found = []
-        for i, start, stop in spans(self.ends, low, high):
-            shard, at = self.shards[self.shard[i]], int(self.low[i])
-            fresh = start == 0 and not (at == 0 and shard.continues)
-            found.append((shard.tokens[at + start : at + stop], fresh))
-        return found
+    def take(self, low: int, high: int) -> list[np.ndarray]:
+        """Tokens [low, high) of the window: a view of each document's part. All but the first start a document."""
+        return [
+            self.shards[self.shard[i]].tokens[self.low[i] + start : self.low[i] + stop]
+            for i, start, stop in spans(self.ends, low, high)
+        ]
 
 
 def spans(ends: np.ndarray, low: int, high: int) -> list[tuple[int, int, int]]:
@@ -96,39 +83,25 @@ def spans(ends: np.ndarray, low: int, high: int) -> list[tuple[int, int, int]]:
     return [(int(first) + i, max(low - b, 0), min(high, e) - b) for i, (b, e) in enumerate(pairs) if b < high]
 
 
-def pack(parts: Sequence[tuple[np.ndarray, bool]], context: int, pad_id: int) -> PackedSequence:
+def pack(parts: Sequence[np.ndarray], context: int, pad_id: int) -> PackedSequence:
+    """Documents, or parts of them, one after the other; padding fills up."""
     tokens_S = np.full(context, pad_id, dtype=np.int32)
-    starts, filled = [0], 0
-    for tokens, fresh in parts:
-        tokens_S[filled : filled + len(tokens)] = tokens
-        starts += [filled] if fresh and filled else []
-        filled += len(tokens)
-    return PackedSequence(tokens_S, np.asarray(starts, np.int64), filled)
+    ends = np.cumsum([0, *map(len, parts)])
+    for end, tokens in zip(ends[1:], parts, strict=True):
+        tokens_S[end - len(tokens) : end] = tokens
+    return PackedSequence(tokens_S, ends[: max(len(parts), 1)], int(ends[-1]))
 
 
-def deal(
-    sizes: Sequence[int], continues: Sequence[bool], key: tuple[int, ...] | None, window_bytes: int
-) -> list[list[int]]:
-    """Shards by index -> those of each window of an epoch, in order; `key` shuffles, None does not.
-
-    A shard that continues the one before it stays behind it. Such a run, one large document, is shuffled as a whole
-    and has a window for each shard, so that no more than that must be read to go on from the middle.
-    """
-    first = np.flatnonzero(~np.asarray(continues, bool))
-    runs = np.split(np.arange(len(sizes)), first[1:]) if len(sizes) else []
-    order = range(len(runs)) if key is None else permutation(len(runs), key)
+def deal(sizes: Sequence[int], key: tuple[int, ...] | None, window_bytes: int) -> list[list[int]]:
+    """Shards by index -> those of each window of an epoch, in order; `key` shuffles, None does not."""
     windows: list[list[int]] = []
     room = 0
-    for run in (runs[i] for i in order):
-        if len(run) > 1:
-            windows += [[int(i)] for i in run]
-            room = 0
-        elif room > 0:
-            windows[-1].append(int(run[0]))
-            room -= sizes[run[0]]
-        else:
-            windows.append([int(run[0])])
-            room = window_bytes - sizes[run[0]]
+    for i in range(len(sizes)) if key is None else permutation(len(sizes), key).tolist():
+        if room <= 0:
+            windows.append([])
+            room = window_bytes
+        windows[-1].append(i)
+        room -= sizes[i]
     return windows
 
 

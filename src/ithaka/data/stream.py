@@ -20,10 +20,10 @@ import torch
 from ithaka.config import ConfigError
 from ithaka.data import pack
 from ithaka.data.cache import TokenCache
-from ithaka.data.pack import IGNORE, Documents, PackedSequence, Window
+from ithaka.data.pack import IGNORE, PackedSequence, Window
 from ithaka.data.read import Shard
 
-FORMAT = 2  # of a saved position; 1 was another order of the data
+FORMAT = 3  # of a saved position; the order of the data was another in those before
 WINDOWS_AHEAD = 2
 
 
@@ -57,86 +57,75 @@ class Position:
 
 
 class SequenceStream:
-    """Shards -> packed sequences of `context` tokens, epoch after epoch (`repeat`) or once."""
+    """Shards -> packed sequences of `context` tokens."""
 
-    def __init__(
-        self, shards: Sequence[Shard], cache: TokenCache, context: int, *,
-        seed: int | None, pad_id: int = 0, repeat: bool = True,
-    ):  # fmt: skip
-        """`seed` shuffles anew each epoch; None keeps the order of the files."""
+    def __init__(self, shards: Sequence[Shard], cache: TokenCache, context: int, *, seed: int | None, pad_id: int = 0):
+        """`seed` shuffles, anew for each of endless epochs; None: one epoch, in the order of the files."""
         self.shards, self.cache, self.context = shards, cache, context
-        self.seed, self.pad_id, self.repeat = seed, pad_id, repeat
+        self.seed, self.pad_id = seed, pad_id
         self.seek(Position())
 
     def seek(self, position: Position) -> None:
         self.position = position
         self._window: Window | None = None
-        self._windows = self._dealt(position.epoch)
+        sizes = [shard.num_bytes for shard in self.shards]
+        if self.seed is None:
+            self.windows = pack.deal(sizes, None, window_bytes=0)
+        else:
+            self.windows = pack.deal(sizes, (self.seed, position.epoch), pack.WINDOW_BYTES)
 
     def next(self, materialize: bool = True) -> PackedSequence | None:
-        """The next sequence; None at the end of a stream that does not repeat, or if not `materialize`."""
-        ranges = self._take()
-        if not ranges and self.repeat:
+        """The next sequence; None at the end of a stream without a seed, or if not `materialize`."""
+        parts = self._take()
+        if not parts and self.seed is not None:
             self.seek(Position(self.position.epoch + 1, self.position.sequences))
-            ranges = self._take()
-            if not ranges:
+            parts = self._take()
+            if not parts:
                 raise ConfigError("data.path holds no tokens; give a path with text in it")
-        if not ranges:
+        if not parts:
             return None
         self.position = dataclasses.replace(self.position, sequences=self.position.sequences + 1)
-        if not materialize:
-            return None
-        parts = [part for window, low, high in ranges for part in window.take(low, high)]
-        return pack.pack(parts, self.context, self.pad_id)
+        return pack.pack(parts, self.context, self.pad_id) if materialize else None
 
-    def _dealt(self, epoch: int) -> list[list[int]]:
-        sizes, continues = [s.num_bytes for s in self.shards], [s.continues for s in self.shards]
-        if self.seed is None:
-            return pack.deal(sizes, continues, None, window_bytes=0)
-        return pack.deal(sizes, continues, (self.seed, epoch), pack.WINDOW_BYTES)
-
-    def _take(self) -> list[tuple[Window, int, int]]:
-        """Where the next `context` tokens are, fewer at an epoch's end."""
-        found: list[tuple[Window, int, int]] = []
+    def _take(self) -> list[np.ndarray]:
+        """The documents of the next `context` tokens, fewer at an epoch's end."""
+        parts: list[np.ndarray] = []
         room = self.context
         while room and (window := self._load()):
             low = self.position.offset
             high = min(low + room, window.num_tokens)
-            found.append((window, low, high))
+            parts += window.take(low, high)
             room -= high - low
             self.position = dataclasses.replace(self.position, offset=high)
-        return found
+        return parts
 
     def _load(self) -> Window | None:
         """A window with tokens left; None at the end of the epoch."""
-        while self._window is None or self.position.offset >= self._window.num_tokens:
-            if self._window is not None:
-                self.position = dataclasses.replace(self.position, window=self.position.window + 1, offset=0)
-                self._window = None
-            at, epoch = self.position.window, self.position.epoch
-            if at >= len(self._windows):
-                return None
-            key = None if self.seed is None else (self.seed, epoch, at)
-            self._window = Window(self._documents(self._windows[at]), key)
-            ahead = itertools.chain(*self._windows[at + 1 : at + 1 + WINDOWS_AHEAD])
-            if self.repeat:
-                self.cache.prepare(self.shards[i] for i in ahead)
-        return self._window
-
-    def _documents(self, indices: Sequence[int]) -> list[Documents]:
-        self.cache.prepare(self.shards[i] for i in indices)
-        return [self.cache.load(self.shards[i]) for i in indices]
+        while self.position.window < len(self.windows):
+            if self._window is None:
+                at = self.position.window
+                shards, *ahead = ([self.shards[i] for i in each] for each in self.windows[at : at + 1 + WINDOWS_AHEAD])
+                self.cache.prepare(shards)
+                key = None if self.seed is None else (self.seed, self.position.epoch, at)
+                self._window = Window([self.cache.load(shard) for shard in shards], key)
+                if self.seed is not None:
+                    self.cache.prepare(itertools.chain(*ahead))
+            if self.position.offset < self._window.num_tokens:
+                return self._window
+            self.position = dataclasses.replace(self.position, window=self.position.window + 1, offset=0)
+            self._window = None
+        return None
 
 
 class TrainData:
     """This rank's batches of the global stream, and a fixed set of validation batches."""
 
     def __init__(
-        self, stream: SequenceStream, validation: SequenceStream | None, source: str, *,
+        self, stream: SequenceStream, validation: SequenceStream | None, about: dict[str, str], *,
         rank: int, size: int, batch: int,
     ):  # fmt: skip
-        """source: in words, where the validation comes from."""
-        self.stream, self.validation, self.source = stream, validation, source
+        """about: what a run says of its data, as far as it is known before it is read."""
+        self.stream, self.validation, self.about = stream, validation, about
         self.rank, self.size, self.batch = rank, size, batch
         self.position = stream.position  # after the last batch that was given out; the stream may be ahead
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="read ahead")
@@ -204,8 +193,7 @@ class TrainData:
 
     def _fingerprint(self) -> str:
         """Of what decides the order and the tokens, but not of where the files lie."""
-        tokenizer = self.stream.cache.tokenizer
-        digest = hashlib.sha256(repr((self.stream.seed, tokenizer and tokenizer.fingerprint)).encode())
+        digest = hashlib.sha256(repr((self.stream.seed, self.stream.cache.tokenizer.fingerprint)).encode())
         for shard in self.stream.shards:
             digest.update(repr(shard.identity).encode())
         return digest.hexdigest()[:16]

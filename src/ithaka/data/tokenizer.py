@@ -11,6 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ithaka.config import ConfigError
 
@@ -87,7 +88,7 @@ class ByteTokenizer(Tokenizer):
 
 
 def _byte_backend() -> PreTrainedTokenizerFast:
-    vocab = {char: byte for byte, char in enumerate(_byte_alphabet())}
+    vocab = {char: byte for byte, char in bytes_to_unicode().items()}
     backend = Backend(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -97,59 +98,34 @@ def _byte_backend() -> PreTrainedTokenizerFast:
     )  # fmt: skip
 
 
-def _byte_alphabet() -> list[str]:
-    """The printable character that stands for each byte in byte-level BPE, GPT-2's table."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(256))
-    return [chr(byte) if byte in printable else chr(256 + next(others)) for byte in range(256)]
-
-
-def load(name: str | None, model_path: Path | None) -> Tokenizer:
-    """The tokenizer `data.tokenizer` names: "bytes", a directory, a tokenizer.json, or None = the model's.
+def load_tokenizer(name: str | None, model_path: Path | None) -> Tokenizer:
+    """The tokenizer `data.tokenizer` names: "bytes", a directory, or None = the model's.
 
     An embedded model (`model_path` None) is a byte model. Raises ConfigError where there is none.
     """
     if name == "bytes" or (name is None and model_path is None):
         return ByteTokenizer()
-    if name is not None:
-        return _load(Path(name).expanduser(), f"data.tokenizer={name}")
-    assert model_path is not None
-    return _load(_directory(model_path), f"model.path={model_path}")
-
-
-def has_tokenizer(model_path: Path) -> bool:
-    return any((_directory(model_path) / name).is_file() for name in TOKENIZER_FILES)
-
-
-def _directory(model_path: Path) -> Path:
-    return model_path.parent if model_path.suffix == ".json" else model_path
-
-
-def _load(path: Path, field: str) -> Tokenizer:
-    if path.name == "tokenizer.json" and path.is_file():
-        return Tokenizer(PreTrainedTokenizerFast(tokenizer_file=str(path)))
-    if not path.is_dir():
-        raise ConfigError(f"{field} is not a directory with a tokenizer; give one, or data.tokenizer=bytes")
-    if not has_tokenizer(path):
-        raise ConfigError(f"{field} holds no tokenizer.json; set data.tokenizer to a directory or to bytes")
-    if not (path / "tokenizer_config.json").is_file() and (path / "tokenizer.json").is_file():
-        return Tokenizer(_bare(path))
+    field, path = f"data.tokenizer={name}", Path(name or ".").expanduser()
+    if name is None and model_path is not None:
+        field, path = f"model.path={model_path}", model_path
+    path = path.parent if path.suffix == ".json" else path
+    # Where there is none, transformers may make an empty one.
+    if not any((path / file).is_file() for file in TOKENIZER_FILES):
+        raise ConfigError(f"{field} holds no tokenizer; set data.tokenizer to a directory with one, or to bytes")
+    alone = (path / "tokenizer.json").is_file() and not (path / "tokenizer_config.json").is_file()
     try:
-        hf = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
+        if alone:
+            hf = PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
+        else:
+            hf = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(f"{field}: tokenizer not loaded ({error}); repair it or set data.tokenizer") from error
+    if alone and (path / "config.json").is_file():
+        # It names no eos; the model's config.json may.
+        eos = json.loads((path / "config.json").read_text()).get("eos_token_id")
+        eos = eos[0] if isinstance(eos, list) and eos else eos
+        hf.eos_token = hf.convert_ids_to_tokens(eos) if isinstance(eos, int) else None
     return Tokenizer(hf)
-
-
-def _bare(path: Path) -> PreTrainedTokenizerFast:
-    """A tokenizer.json alone names no eos; the model's config.json beside it may."""
-    hf = PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
-    config = path / "config.json"
-    eos = json.loads(config.read_text()).get("eos_token_id") if config.is_file() else None
-    eos = eos[0] if isinstance(eos, list) and eos else eos
-    if isinstance(eos, int):
-        hf.eos_token = hf.convert_ids_to_tokens(eos)
-    return hf
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:

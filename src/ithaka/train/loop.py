@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 from ithaka.attention.kernels import resolve_kernel
 from ithaka.config import FORMAT, Config, ConfigError, embedded_model, to_yaml
-from ithaka.data.open import data_facts, load_tokenizer, open_data
+from ithaka.data.open import data_facts, open_data
 from ithaka.data.stream import Batch, TrainData
-from ithaka.data.tokenizer import Tokenizer
+from ithaka.data.tokenizer import Tokenizer, load_tokenizer
 from ithaka.dist.mesh import Mesh, default_device, end_process_group, make_mesh, start_process_group
 from ithaka.layer.store import Store
 from ithaka.model.build import build_model
@@ -50,7 +50,7 @@ class OutOfMemoryError(RuntimeError):
 class Trainer:
     """Model, optimizer and data of one run on this rank, and how far it is."""
 
-    def __init__(self, run: Run, mesh: Mesh, model: PreTrainedModel, data: TrainData, tokenizer: Tokenizer | None):
+    def __init__(self, run: Run, mesh: Mesh, model: PreTrainedModel, data: TrainData, tokenizer: Tokenizer):
         self.run, self.config, self.mesh = run, run.config, mesh
         self.model, self.data, self.tokenizer = model, data, tokenizer
         self.optimizer = make_optimizer(model, run.config.optim)
@@ -174,7 +174,7 @@ def build(run: Run, mesh: Mesh) -> Trainer:
         source = config.model.path or embedded_model(config.model.embedded)
         model = build_model(source, mesh, run.layout, store=store, seed=config.train.seed)
     with status("opening the data"):
-        tokenizer, eos = load_tokenizer(config.data, config.model.path), model.config.eos_token_id
+        tokenizer = load_tokenizer(config.data.tokenizer, config.model.path)
         data = open_data(
             config.data,
             tokenizer=tokenizer,
@@ -182,8 +182,6 @@ def build(run: Run, mesh: Mesh) -> Trainer:
             dp_rank=mesh.dp_rank,
             dp_size=mesh.dp_size,
             batch=config.train.batch,
-            vocab_size=model.config.vocab_size,
-            eos_id=None if tokenizer is not None else eos[0] if isinstance(eos, list) and eos else eos,
             cache_dir=run.run_dir / "tokens",
             fills_cache=os.environ.get("LOCAL_RANK", "0") == "0",
         )
@@ -206,7 +204,7 @@ def _data_facts(trainer: Trainer) -> dict[str, str]:
     num_sequences = train.steps * train.accumulate * train.batch * trainer.mesh.dp_size
     try:
         with status("reading the data"):
-            return data_facts(trainer.config.data, data, trainer.tokenizer).lines(num_sequences)
+            return data_facts(data, num_sequences)
     except ConfigError:
         data.close(remove=True)
         raise
@@ -382,8 +380,6 @@ def _sample_text(trainer: Trainer) -> str:
     """A continuation of the beginning of the validation set, or why there is none. Every rank takes part."""
     if trainer.num_params > SAMPLE_MAX_PARAMS[trainer.mesh.device.type]:
         return f"No sample: {amount(trainer.num_params)} parameters take too long without a cache; export the model."
-    if trainer.tokenizer is None:
-        return "No sample: there is no tokenizer to write it with."
     prompt, decode = _prompt(trainer), trainer.tokenizer.decode
     room = min(SAMPLE_NEW_TOKENS, trainer.config.data.context - len(prompt))
     seed, eos = trainer.config.train.seed, trainer.tokenizer.eos_id
