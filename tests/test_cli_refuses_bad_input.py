@@ -193,7 +193,7 @@ def test_gpus_get_a_larger_model_and_128k(folder, started, monkeypatch):
 
 def test_own_model_starts_from_plain_defaults(folder, started):
     write_model(folder / "model")
-    (folder / "text.txt").write_text(TEXT)
+    (folder / "text.txt").write_text(TEXT * 3)
     arguments = [
         "train",
         "--set",

@@ -81,7 +81,7 @@ class TokenCache:
                     life, since = self.directory.stat().st_mtime_ns, time.monotonic()
             if self.closed or time.monotonic() - since > WAIT_S:
                 raise TimeoutError(
-                    f"{shard.paths[0]} was not tokenised: the first rank of this node wrote nothing to "
+                    f"{shard.parts[0].file.path} was not tokenised: the first rank of this node wrote nothing to "
                     f"{self.directory} for {WAIT_S:.0f} s; see what it says, and that all ranks see this directory"
                 )
             time.sleep(POLL_S)
@@ -105,7 +105,7 @@ class TokenCache:
         except Exception as error:
             words = str(error)
             if isinstance(error, OSError):
-                words = f"{shard.paths[0]} cannot be read, or its tokens cannot be written ({error}); "
+                words = f"{shard.parts[0].file.path} cannot be read, or its tokens cannot be written ({error}); "
                 words += "put the file back, make room, or give another train.run_dir"
             part.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
