@@ -1,26 +1,23 @@
 """A group of gloo processes that serves many cases: started once, a fresh process group per case."""
 
-import os
 import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-# Imported once, by the process that the ranks are forks of; it runs nothing else and has no threads.
-PRELOAD = ["ithaka.train.loop", "hypothesis", "pytest"]
+from programs import forks
 
 
 class Ranks:
     """`run(n, f, *args)` calls f(*args) on n ranks at once and returns what each returned."""
 
     def __init__(self, size: int) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = forks()
         self._pipes: list[Connection] = []
         self._processes = []
         for _ in range(size):
@@ -32,9 +29,7 @@ class Ranks:
 
     def run(self, num_ranks: int, function: Callable, *args: Any, timeout_s: float = 120) -> list[Any]:
         with tempfile.TemporaryDirectory() as directory:
-            store = os.path.join(directory, "store")
-            for rank in range(num_ranks):
-                self._pipes[rank].send((function, args, rank, num_ranks, store))
+            self.start(num_ranks, Path(directory), function, *args)
             answers = []
             for rank in range(num_ranks):
                 if not self._pipes[rank].poll(timeout_s):
@@ -45,7 +40,13 @@ class Ranks:
         assert not failures, "\n".join(failures)
         return [value for value, _ in answers]
 
+    def start(self, num_ranks: int, directory: Path, function: Callable, *args: Any) -> None:
+        """Without waiting for the answers; the ranks meet in `directory`."""
+        for rank in range(num_ranks):
+            self._pipes[rank].send((function, args, rank, num_ranks, directory / "store"))
+
     def close(self) -> None:
+        """Kill all ranks."""
         for process in self._processes:
             process.kill()
 

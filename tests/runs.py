@@ -1,20 +1,21 @@
 """Tiny training runs: a model of two layers on a page of text, in milliseconds per step."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
 
+from ithaka.cli import train_rank
 from ithaka.config import Config, parse
 from ithaka.train import loop
+from ithaka.train.launch import run_ranks
 from ithaka.train.preflight import Run, validated
+from programs import Program
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -69,42 +70,21 @@ def run(config: Config, resume: Path | None = None, only_profile: bool = False) 
         loop.train(valid(config, resume), only_profile)
 
 
-PROGRAM = """
-import sys
-from pathlib import Path
-from ithaka.cli import train_rank
-from ithaka.config import load
-from ithaka.train.launch import run_ranks
-from ithaka.train.preflight import validated
-if __name__ == "__main__":
-    config, resume, num_ranks = sys.argv[1:]
-    run = validated(load(Path(config)), int(num_ranks), Path(resume) if resume else None)
-    sys.exit(run_ranks(train_rank, (run,), run.num_ranks))
-"""
-
-
-def start_process(config: Config, num_ranks: int, resume: bool = False) -> subprocess.Popen:
-    """The run in processes of its own, as the command line starts it."""
-    from ithaka.config import to_yaml
-
+def start_program(config: Config, num_ranks: int, resume: bool = False, rank: Callable = train_rank) -> Program:
+    """The run in processes of its own, as the command line starts it; `rank`: what each rank does."""
     run_dir = config.train.run_dir
     assert run_dir is not None
-    program, settings = run_dir.parent / "program.py", run_dir.parent / "config.yaml"
-    program.write_text(PROGRAM)
-    settings.write_text(to_yaml(config))
-    return subprocess.Popen(
-        [sys.executable, str(program), str(settings), str(run_dir) if resume else "", str(num_ranks)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return Program(run_dir.parent, _launch, config, num_ranks, run_dir if resume else None, rank)
 
 
-def wait_for(condition, process: subprocess.Popen, timeout_s: float = 90) -> None:
+def _launch(config: Config, num_ranks: int, resume: Path | None, rank: Callable) -> int:
+    return run_ranks(rank, (validated(config, num_ranks, resume),), num_ranks)
+
+
+def wait_for(condition: Callable[[], bool], program: Program | None = None, timeout_s: float = 90) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert process.poll() is None, process.communicate()
+        assert program is None or program.poll() is None, program.stderr
         assert time.monotonic() < deadline, "timed out"
         time.sleep(0.01)
 

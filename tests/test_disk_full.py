@@ -1,38 +1,26 @@
 """A disk that fills up in the middle of a step: explained once, no hang, and the last checkpoint goes on."""
 
 import dataclasses
-import subprocess
-import sys
+import errno
+import os
 from pathlib import Path
 
-from ithaka.config import to_yaml
-from runs import numbers, run, tiny_run
+from ithaka.train.loop import train
+from runs import numbers, run, start_program, tiny_run
 
-# Rank 1's disk has room for three tensors: the step has begun, and rank 0 waits for rank 1 in an exchange.
-PROGRAM = """
-import errno, os, sys
-from pathlib import Path
-from ithaka.config import load
-from ithaka.train.launch import run_ranks
 
-def run_on_a_small_disk(run):
-    from ithaka.train.loop import train
+def train_on_a_small_disk(run):
+    """Rank 1's disk has room for three tensors: the step has begun, and rank 0 waits for rank 1 in an exchange."""
     calls, reserve = [], os.posix_fallocate
+
     def reserve_little(*args):
         calls.append(args)
         if len(calls) > 3 and os.environ["RANK"] == "1":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         reserve(*args)
+
     os.posix_fallocate = reserve_little
     train(run)
-
-if __name__ == "__main__":
-    import program  # by this name the ranks find the function
-    from ithaka.train.preflight import validated
-    config = load(Path(sys.argv[1]))
-    run = validated(config, 2, config.train.run_dir)
-    sys.exit(run_ranks(program.run_on_a_small_disk, (run,), 2))
-"""
 
 
 def with_memory(config, **memory):
@@ -49,21 +37,18 @@ def test_disk_full_in_the_middle_of_a_step(ranks, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     full = with_memory(half, offload="disk", keep_attention="all", disk_path=disk)
-    program, settings = tmp_path / "program.py", tmp_path / "config.yaml"
-    program.write_text(PROGRAM)
-    settings.write_text(to_yaml(full))
-    ended = subprocess.run([sys.executable, str(program), str(settings)], capture_output=True, text=True, timeout=90)
+    program = start_program(full, 2, resume=True, rank=train_on_a_small_disk)
+    assert program.wait(90) == 3, program.stderr
     last = full.train.run_dir / "checkpoints" / "step-00000002"
-    assert ended.returncode == 3, ended.stderr
-    assert ended.stderr.startswith("OutOfMemoryError: rank 1, after layer ")
-    assert ended.stderr.count("OutOfMemoryError") == 1 and "Traceback" not in ended.stderr
+    assert program.stderr.startswith("OutOfMemoryError: rank 1, after layer ")
+    assert program.stderr.count("OutOfMemoryError") == 1 and "Traceback" not in program.stderr
     for words in (
         f"disk: 3968 more bytes needed in {disk}",
         "No space left on device",
         "memory.disk_path",
         str(last),
     ):
-        assert words in ended.stderr
+        assert words in program.stderr
     assert list(disk.iterdir()) == [] and last.is_dir()
     ranks.run(2, run, with_memory(half, offload="host"), Path(half.train.run_dir))
     assert numbers(half.train.run_dir) == numbers(whole.train.run_dir)

@@ -2,10 +2,8 @@
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -13,6 +11,7 @@ import pytest
 
 from ithaka.config import ConfigError
 from ithaka.train import launch
+from programs import Program
 
 # What the ranks of these tests run: module-level, so that a started process can import it.
 
@@ -77,26 +76,17 @@ def never_stop(folder: Path) -> None:
     time.sleep(60)
 
 
-def started(function: str, folder: Path) -> tuple[subprocess.Popen, list[int]]:
+def launch_two(function: Callable[[Path], None], folder: Path) -> int:
+    return launch.run_ranks(function, (folder,), 2)
+
+
+def started(function: Callable[[Path], None], folder: Path) -> tuple[Program, list[int]]:
     """A parent in a process group of its own, as a shell starts it, and the pids of its two ranks."""
-    code = f"""
-        import sys, pathlib, test_launch
-        from ithaka.train import launch
-        if __name__ == "__main__":
-            sys.exit(launch.run_ranks(test_launch.{function}, (pathlib.Path({str(folder)!r}),), 2))
-    """
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    parent = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        start_new_session=True,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
+    parent = Program(folder, launch_two, function, folder)
     ready = [folder / "ready0", folder / "ready1"]
     deadline = time.monotonic() + 30
     while not all(file.exists() and file.read_text() for file in ready):
-        assert time.monotonic() < deadline and parent.poll() is None, parent.communicate()[1]
+        assert time.monotonic() < deadline and parent.poll() is None, parent.stderr
         time.sleep(0.02)
     return parent, [int(file.read_text()) for file in ready]
 
@@ -185,7 +175,7 @@ def test_ranks_by_default_one_per_gpu():
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_first_signal_lets_every_rank_finish_and_save(number, tmp_path):
-    parent, pids = started("finish_step_then_stop", tmp_path)
+    parent, pids = started(finish_step_then_stop, tmp_path)
     if number == signal.SIGINT:
         os.killpg(parent.pid, number)  # as a terminal does: to every process of the group
     else:
@@ -197,24 +187,24 @@ def test_first_signal_lets_every_rank_finish_and_save(number, tmp_path):
 
 
 def test_signal_before_training_begins_stops_the_run(tmp_path):
-    parent, pids = started("not_yet_training", tmp_path)
+    parent, pids = started(not_yet_training, tmp_path)
     os.kill(parent.pid, signal.SIGINT)
     assert parent.wait(10) == 130
-    assert "Traceback" not in parent.communicate()[1]
+    assert "Traceback" not in parent.stderr
     assert gone(pids)
 
 
 def test_failure_to_save_after_a_signal_is_told(tmp_path):
-    parent, pids = started("fail_while_saving", tmp_path)
+    parent, pids = started(fail_while_saving, tmp_path)
     os.kill(parent.pid, signal.SIGTERM)
     assert parent.wait(20) == 1
-    assert parent.communicate()[1].count("OSError: disk full") == 1
+    assert parent.stderr.count("OSError: disk full") == 1
     assert gone(pids)
 
 
 def test_a_signal_that_comes_twice_at_the_same_time_is_one(tmp_path):
     """`timeout` signals its child, and then the group its child is in."""
-    parent, pids = started("finish_step_then_stop", tmp_path)
+    parent, pids = started(finish_step_then_stop, tmp_path)
     os.kill(parent.pid, signal.SIGTERM)
     time.sleep(0.02)
     os.kill(parent.pid, signal.SIGTERM)
@@ -224,18 +214,18 @@ def test_a_signal_that_comes_twice_at_the_same_time_is_one(tmp_path):
 
 
 def test_second_signal_ends_all_at_once(tmp_path):
-    parent, pids = started("never_stop", tmp_path)
+    parent, pids = started(never_stop, tmp_path)
     os.kill(parent.pid, signal.SIGINT)
     time.sleep(launch.SAME_S + 0.1)
     assert parent.poll() is None
     os.kill(parent.pid, signal.SIGINT)
     assert parent.wait(10) == 130
-    assert "at once" in parent.communicate()[1]
+    assert "at once" in parent.stderr
     assert gone(pids)
 
 
 def test_ranks_do_not_outlive_a_killed_parent(tmp_path):
-    parent, pids = started("never_stop", tmp_path)
-    parent.kill()
-    parent.wait()
+    parent, pids = started(never_stop, tmp_path)
+    os.kill(parent.pid, signal.SIGKILL)
+    assert parent.wait(10) == -signal.SIGKILL
     assert gone(pids)

@@ -4,13 +4,12 @@ import contextlib
 import dataclasses
 import io
 import re
-import signal
 
-import psutil
 import pytest
 
 from ithaka.config import load
-from runs import copy_back_at, metrics, numbers, run, start_process, tiny_run, wait_for
+from ranks import Ranks
+from runs import copy_back_at, metrics, numbers, run, start_program, tiny_run, wait_for
 
 
 def moved(config, run_dir):
@@ -45,17 +44,14 @@ def test_killed_run_resumes_bit_for_bit(ranks, tmp_path):
     whole = tiny_run(tmp_path, train={"steps": 14, "save_every": 3})
     killed = moved(whole, tmp_path / "killed")
     ranks.run(2, run, whole)
-    process = start_process(killed, 2)
-    wait_for(lambda: len(metrics_so_far(killed.train.run_dir)) > 5, process)
-    everyone = [*psutil.Process(process.pid).children(recursive=True), process]
-    for victim in everyone:
-        victim.send_signal(signal.SIGKILL)
-    assert process.wait(10) == -signal.SIGKILL
-    process = start_process(killed, 2, resume=True)
-    output, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
+    victims = Ranks(2)
+    victims.start(2, tmp_path, run, killed)
+    wait_for(lambda: len(metrics_so_far(killed.train.run_dir)) > 5)
+    victims.close()
+    program = start_program(killed, 2, resume=True)
+    assert program.wait(120) == 0, program.stderr
     told = ("2 (CPU) = 1 data x 2 context parallel", "resumed", "step 14/14", "Sample", "ithaka export")
-    assert [part for part in told if part not in output] == []
+    assert [part for part in told if part not in program.stdout] == []
     assert numbers(killed.train.run_dir) == numbers(whole.train.run_dir)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import signal
 import sys
 import time
@@ -20,7 +21,7 @@ from ithaka.train import loop
 from ithaka.train.console import Console, Metrics, Record, amount, status, step_flops
 from ithaka.train.launch import StopRequest, heeding_interrupts
 from ithaka.train.loop import Diverged
-from runs import metrics, run, start_process, tiny_run, wait_for
+from runs import metrics, run, start_program, tiny_run, wait_for
 
 
 def record(step: int, **changes) -> Record:
@@ -123,13 +124,12 @@ def test_flops_and_amounts():
 def test_sigterm_finishes_the_step_saves_and_leaves_quietly(tmp_path):
     train = {"steps": 100_000, "save_every": 0, "validate_every": 0}
     config = tiny_run(tmp_path, train=train)
-    process = start_process(config, 2)
-    wait_for(lambda: len(metrics(config.train.run_dir)) >= 2, process)
-    process.send_signal(signal.SIGTERM)
-    output, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
+    program = start_program(config, 2)
+    wait_for(lambda: len(metrics(config.train.run_dir)) >= 2, program)
+    os.kill(program.pid, signal.SIGTERM)
+    assert program.wait(60) == 0, program.stderr
     last = metrics(config.train.run_dir)[-1]["step"]
-    assert f"Stopped as asked after step {last}" in output
+    assert f"Stopped as asked after step {last}" in program.stdout
     assert (config.train.run_dir / "latest").read_text() == f"step-{last:08d}\n"
 
 
