@@ -1,9 +1,16 @@
 """Peak bytes as PyTorch's own CPU allocator reports them: a measure that shares nothing with LiveBytes."""
 
+import gzip
+import json
 from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
+
+from ithaka.profile.live import LiveBytes
+from ithaka.profile.memory import NEVER
 
 
 def allocator_peak(work: Callable[[], Any]) -> int:
@@ -16,3 +23,13 @@ def allocator_peak(work: Callable[[], Any]) -> int:
         now += event.nbytes()
         peak = max(peak, now)
     return peak
+
+
+def traced_peak(trace: Path) -> int:
+    """The same, of a trace.json.gz: the most that was out at once of what was taken inside it."""
+    events = [e for e in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if e["name"] == "[memory]"]
+    return max(accumulate(e["args"]["Bytes"] for e in sorted(events, key=lambda e: e["ts"])))
+
+
+def bytes_now(live: LiveBytes) -> int:
+    return sum(piece.num_bytes for piece in live.map.pieces if piece.stop_ns == NEVER)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from ithaka import phases
-from ithaka.profile.allocator import AllocatorHistory, _Tag
+from ithaka.profile.allocator import AllocatorHistory, Tag
 from ithaka.profile.memory import MemoryMap, describe_peak, in_words
-from ithaka.profile.times import StepTimes
+from ithaka.profile.times import KINDS, StepTimes
 from ithaka.train.watch import what_to_record
 
 OURS = str(Path(phases.__file__).parent / "layer" / "schedule.py")
@@ -29,7 +29,7 @@ def event(action: str, time_us: int, address: int, size: int, *frames: tuple[str
     }
 
 
-def history(events: list[dict], tags: dict[int, list[_Tag]]) -> MemoryMap:
+def history(events: list[dict], tags: list[Tag]) -> MemoryMap:
     """What the events say, of a step that had 4 and 1 MiB before and one phase from 1 ms on."""
     made = AllocatorHistory(torch.device("cuda", 0))
     made._before, made._start_ns = {1: 4 * MIB, 2: MIB}, 1_000_000
@@ -50,10 +50,10 @@ def test_history_becomes_holders():
         event("alloc", 5_000, 3, 3 * MIB - 100, (OURS, 88, "again"), made_in=IN_MLP),  # the same address again
         event("free_requested", 6_000, 1, 4 * MIB),
     ]
-    tags = {
-        1: [_Tag(1_000_100, (1024, 1024), "float32", "parameters")],
-        3: [_Tag(5_100_000, (3, MIB // 4), "float32", "gradients")],
-    }
+    tags = [
+        Tag(1, 1_000_100, "parameters", "float32", (1024, 1024)),
+        Tag(3, 5_100_000, "gradients", "float32", (3, MIB // 4)),
+    ]
     memory = history(events, tags)
     peak_bytes, peak_ns = memory.peak()
     assert peak_bytes == 15 * MIB
@@ -72,15 +72,6 @@ def test_history_becomes_holders():
     assert left["ithaka/layer/schedule.py:88 in again"].num_bytes == 3 * MIB, "rounded as the allocator does"
     assert left["ithaka/layer/schedule.py:88 in again"].holder == "gradients", "tagged after it was made"
     assert left["ithaka/layer/schedule.py:88 in again"].shape == (3, MIB // 4)
-
-
-@pytest.mark.parametrize("made_in", ["", "other: "], ids=["never entered a phase", "left all of them"])
-def test_memory_of_a_thread_without_a_phase_goes_by_the_clock(made_in):
-    """The allocator keeps its metadata per thread."""
-    memory = history([event("alloc", 2_000, 3, 8 * MIB, (OURS, 77, "_mlp"), made_in=made_in)], {})
-    largest = memory.live_at(9_000_000)[0]
-    assert largest.holder == "MLP tile"
-    assert largest.phase == ("layer 0", "backward", "mlp")
 
 
 class FakeAllocator:
@@ -138,7 +129,7 @@ def test_memory_without_a_shape_is_told_by_the_size_of_its_pieces():
     events = [
         event("alloc", 2_000 + i, 3 + i, n * MIB, (OURS, 77, "_mlp"), made_in=IN_MLP) for i, n in enumerate(sizes)
     ]
-    words = in_words(describe_peak(history(events, {}), 0, None))
+    words = in_words(describe_peak(history(events, []), 0, None))
     assert "16 MiB (67 %) MLP tile: 2 x 8 MiB, ithaka/layer/schedule.py:77 in _mlp" in words
     assert "3 MiB (12 %) MLP tile: 3 MiB, ithaka/layer/schedule.py:77 in _mlp" in words
 
@@ -154,6 +145,10 @@ def test_times_come_from_the_step_before_when_there_is_one():
 def span(cat: str, name: str, start: float, stop: float, correlation: int | None = None) -> dict:
     args = {} if correlation is None else {"correlation": correlation}
     return {"ph": "X", "cat": cat, "name": name, "tid": 1, "ts": start, "dur": stop - start, "args": args}
+
+
+def by_path(times: dict) -> dict[tuple, dict]:
+    return {tuple(row["path"]): {kind: row[kind] for kind in KINDS} for row in times["phases"]}
 
 
 def test_every_instant_of_two_streams_counts_once():
@@ -174,11 +169,13 @@ def test_every_instant_of_two_streams_counts_once():
         span("kernel", "gemm", 8 * second, 9 * second, 4),
     ]
     times = step.times({"traceEvents": events})
-    assert times.wall_s == pytest.approx(9)
-    assert times.totals == pytest.approx({"compute": 4, "exchange": 2, "copies": 1, "idle": 2})
-    assert times.hidden == pytest.approx({"exchange": 1, "copies": 2})
-    assert times.phases[("layer 0", "forward")]["compute"] == pytest.approx(3)
-    assert times.phases[("layer 1",)] == pytest.approx({"compute": 1, "exchange": 0, "copies": 0, "idle": 1})
+    rows = by_path(times)
+    assert times["wall_s"] == pytest.approx(9)
+    totals = {kind: sum(row[kind] for row in rows.values()) for kind in KINDS}
+    assert totals == pytest.approx({"compute": 4, "exchange": 2, "copies": 1, "idle": 2})
+    assert times["hidden"] == pytest.approx({"exchange": 1, "copies": 2})
+    assert rows["layer 0", "forward"]["compute"] == pytest.approx(3)
+    assert rows["layer 1",] == pytest.approx({"compute": 1, "exchange": 0, "copies": 0, "idle": 1})
 
 
 def test_phases_are_written_into_a_trace_by_the_clock():
@@ -197,13 +194,13 @@ def test_phases_are_written_into_a_trace_by_the_clock():
     ran = [span("kernel", "gemm", at * 1e6, (at + 1) * 1e6, (at - 1.5) * 10) for at in (22, 23)]
     trace = {"baseTimeNanoseconds": 7 * second, "traceEvents": launched + ran}
     times = step.times(trace)
-    assert times.wall_s == step.wall_s == pytest.approx(4)
-    assert times.phases[("layer 0",)]["compute"] == pytest.approx(1)
-    assert times.phases[("layer 0", "forward")]["compute"] == pytest.approx(1)
+    assert times["wall_s"] == pytest.approx(4)
+    assert by_path(times)["layer 0",]["compute"] == pytest.approx(1)
+    assert by_path(times)["layer 0", "forward"]["compute"] == pytest.approx(1)
     step.annotate(trace)
     written = {e["name"]: (e["ts"], e["dur"]) for e in trace["traceEvents"] if e.get("cat") == "user_annotation"}
     assert written == {
-        "ithaka step": (20e6, 4e6),
+        "ithaka: step": (20e6, 4e6),
         "ithaka: layer 0": (20e6, 3e6),
         "ithaka: layer 0/forward": (21e6, 1e6),
     }

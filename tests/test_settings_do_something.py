@@ -9,6 +9,7 @@ import yaml
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
+from allocations import bytes_now
 from ithaka.config import parse
 from ithaka.dist.mesh import make_mesh
 from ithaka.layer import schedule, stages
@@ -30,7 +31,7 @@ def built(text: str):
     ids = random_ids(1, 24)
     with LiveBytes() as live:
         loss = model(input_ids=ids, labels=ids).loss
-        kept_bytes = live.bytes_now
+        kept_bytes = bytes_now(live)
         store = model.model.layers[0].forward.store
         held = (store.pool.busy_bytes, store.disk.busy_bytes)
         loss.backward()

@@ -167,7 +167,7 @@ class StreamedLayer:
 
     def keep_everything(self, x_sD: Tensor, positions_s: Tensor, docs: Docs) -> Tensor:
         """The layer as ordinary differentiable ops around the attention of all stages: nothing is recomputed."""
-        with phase(self.name), phase("forward"), holding(KEPT["device"]):
+        with phase(self.name), phase("forward"), holding(KEPT):
             h_sD, cos_sin = apply_norm(self.parts.norm1, x_sD), self._rotation(positions_s)
             projected = project_all(self._all_slices(), h_sD, cos_sin, self.group.size())
             out_csnK = stages_attention(self.table, self.group, self._how(docs), *projected)

@@ -250,7 +250,7 @@ class Store:
         """Starts keeping `tensor`, which must not be written before `settle`."""
         assert tier in TIERS, tier
         if tier == "device":
-            return Kept(tag(tensor, KEPT["device"]))
+            return Kept(tag(tensor, KEPT))
         if not (self.pool.busy_bytes or self.disk.busy_bytes):
             self.pool.restart(tensor.nbytes)
             self.disk.restart(tensor.nbytes)

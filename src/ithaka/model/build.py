@@ -25,7 +25,7 @@ from ithaka.layout import Layout
 from ithaka.model.calls import Call, CallCheck, check_around, check_modules, mark_replaced
 from ithaka.model.families import check_supported, layer_parts
 from ithaka.model.weights import init_weights, load_weights
-from ithaka.phases import mark_last_backward, phase
+from ithaka.phases import mark_backward, phase
 from ithaka.plan.heads import head_table
 
 # torch 2.13's name, or the one before.
@@ -194,7 +194,7 @@ def _make_forward(mesh: Mesh) -> Callable[..., ParallelOutput]:
         check_around(mesh.device)  # again: some libraries wrap forward in it
         share = call.share
         with phase("embedding"):
-            x_sD = mark_last_backward(model.model.embed_tokens(share.ids_s), "embedding backward")
+            x_sD = mark_backward(None, model.model.embed_tokens(share.ids_s), "embedding backward")
         for layer in model.model.layers:
             x_sD = layer(x_sD, share.positions_s, share.docs)
         head = model.lm_head(x_sD, share.labels_s, call.shape)

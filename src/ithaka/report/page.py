@@ -1,4 +1,4 @@
-"""Puts the page together: data, script, style and the charting library in one file."""
+"""Reads runs and puts the page together: data, script, style and the charting library in one file. Imports no torch."""
 
 import html
 import json
@@ -6,11 +6,16 @@ import os
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
+from string import Template
+from typing import Any
 
-from ithaka.config import check_file
-from ithaka.report.data import read_run
+import yaml
+
+from ithaka.config import ConfigError, check_file
+from ithaka.train.console import read_metrics
 
 CHARTS = "echarts.common.min.js"  # Apache ECharts 6.1.0, as published; see NOTICE.echarts
+SHOWN = ("step", "loss", "val_loss", "tokens_per_s", "step_s", "mfu")
 
 
 def write_report(run_dirs: Sequence[Path], out: Path | None = None) -> Path:
@@ -25,20 +30,35 @@ def write_report(run_dirs: Sequence[Path], out: Path | None = None) -> Path:
     return path
 
 
+def read_run(run_dir: Path) -> dict[str, Any]:
+    """Everything the page needs; what a run has not written is None or empty."""
+    if not (run_dir / "config.yaml").is_file():
+        raise ConfigError(f"RUN_DIR={run_dir} holds no config.yaml; give the directory of a run")
+    records = read_metrics(run_dir / "metrics.jsonl")
+    profiles = run_dir.glob("profile/step-*/profile.json")
+    latest = max(profiles, key=lambda file: int(file.parent.name.removeprefix("step-")), default=None)
+    return {
+        "name": run_dir.resolve().name,
+        "metrics": {key: [record.get(key) for record in records] for key in SHOWN},
+        # Each part of a resumed run has a peak of its own.
+        "device_peak_bytes": max(((record.get("device_peak_bytes") or 0) for record in records), default=None) or None,
+        "host_peak_bytes": max((record.get("host_peak_bytes") or 0 for record in records), default=None) or None,
+        "config": yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8")),
+        "machine": json.loads(_text(run_dir / "machine.json") or "null"),
+        "plan": json.loads(_text(run_dir / "plan.json") or "null"),
+        "sample": _text(run_dir / "sample.txt"),
+        "profile": json.loads(latest.read_text(encoding="utf-8")) if latest else None,
+    }
+
+
 def page(runs: list[dict]) -> str:
-    title = html.escape(", ".join(run["name"] for run in runs))
+    parts = {"title": html.escape(", ".join(run["name"] for run in runs))}
     # A "<" of a run's own text could end the script element, or open a comment in it.
-    data = json.dumps(runs, separators=(",", ":")).replace("<", "\\u003c")
-    parts = {"title": title, "style": _file("report.css"), "data": data, "charts": _file(CHARTS)}
-    parts["script"] = _file("report.js")
-    text = _file("page.html")
-    before, *rest = text.split("{{")
-    pieces = [before]
-    for piece in rest:
-        key, after = piece.split("}}", 1)
-        pieces += [parts[key.strip()], after]
-    return "".join(pieces)
+    parts["data"] = json.dumps(runs, separators=(",", ":")).replace("<", "\\u003c")
+    for key, name in {"style": "report.css", "charts": CHARTS, "script": "report.js", "page": "page.html"}.items():
+        parts[key] = (files("ithaka.report") / name).read_text(encoding="utf-8")
+    return Template(parts["page"]).substitute(parts)
 
 
-def _file(name: str) -> str:
-    return (files("ithaka.report") / name).read_text(encoding="utf-8")
+def _text(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8") if path.is_file() else None

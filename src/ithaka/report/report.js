@@ -6,7 +6,7 @@ const page = document.getElementById("page");
 const HOLDER_COLOURS = {
   "parameters": "#4e79a7", "gradients": "#f28e2b", "optimizer": "#76b7b2", "unsharded weights": "#edc948",
   "residual stream": "#59a14f", "stage buffers": "#e15759", "kept on device": "#b07aa1", "MLP tile": "#ff9da7",
-  "loss tile": "#9c755f", "other": "#8f979e", "kept on host": "#2b8a9e", "kept on disk": "#7d5ba6",
+  "loss tile": "#9c755f", "other": "#8f979e",
 };
 const KIND_COLOURS = { compute: "#4e79a7", exchange: "#e15759", copies: "#edc948", idle: "#8f979e" };
 const RUN_COLOURS = ["#4e79a7", "#e15759", "#59a14f", "#b07aa1", "#f28e2b", "#2b8a9e"];
@@ -154,7 +154,7 @@ function summary() {
       ["step (median)", seconds(median(m.step_s))],
       ...(median(m.mfu) == null ? [] : [["MFU (median)", (100 * median(m.mfu)).toFixed(1) + " %"]]),
       ["tokens of context", run.config.data.context],
-      run.device_peak_bytes == null ? ["host peak per rank", bytes(run.host_peak_bytes)] : ["device peak", bytes(run.device_peak_bytes)],
+      !run.device_peak_bytes ? ["host peak per rank", bytes(run.host_peak_bytes)] : ["device peak", bytes(run.device_peak_bytes)],
     ];
     if (peak && peak.largest.length) cards.push(["largest holder", Object.entries(peak.holders).sort((a, b) => b[1] - a[1])[0][0]]);
     box.append(make("div", { class: "cards" }, ...cards.map(([name, value]) =>
@@ -196,12 +196,11 @@ function memory() {
     chart(box, (c, narrow) => memoryOption(map, c, narrow), true);
     box.append(make("h3", {}, "The peak"));
     const share = 100 * peak.time_s / Math.max(peak.step_s, 1e-9);
-    box.append(make("p", {}, `${bytes(peak.num_bytes)} after ${seconds(peak.time_s)} of ${seconds(peak.step_s)} (${share.toFixed(0)} %), in ${peak.phase || "no phase"}. The allocator measured ${bytes(peak.measured_bytes)}.`));
+    box.append(make("p", {}, `${bytes(peak.num_bytes)} after ${seconds(peak.time_s)} of ${seconds(peak.step_s)} (${share.toFixed(0)} %), in ${peak.phase || "no phase"}.`
+      + (peak.measured_bytes == null ? "" : ` The allocator measured ${bytes(peak.measured_bytes)}.`)));
     table(box, ["holder", { name: "size", kind: "number" }, { name: "shape", kind: "code below" }, { name: "made by", kind: "code below" }],
       peak.largest.map(one => [
-        swatch(HOLDER_COLOURS[one.holder] || "#888", one.holder), bytes(one.num_bytes),
-        (one.count > 1 ? one.count + " x " : "") + (one.dtype || bytes(one.num_bytes / one.count)) + (one.shape.length ? " [" + one.shape.join(", ") + "]" : ""),
-        (one.line || "there before the step") + (one.phase ? " (" + one.phase + ")" : ""),
+        swatch(HOLDER_COLOURS[one.holder] || "#888", one.holder), bytes(one.num_bytes), one.what, one.made_by,
       ]));
     const planned = peak.planned;
     const names = [...new Set([...Object.keys(peak.holders), ...Object.keys(planned || {})])];
@@ -219,10 +218,6 @@ function memoryOption(map, c, narrow) {
     lineStyle: { width: 0 }, areaStyle: { opacity: 0.9 }, emphasis: { disabled: true },
     data: values.map((v, i) => [map.time_s[i], v]),
   }));
-  const beside = Object.entries(map.elsewhere || {}).map(([name, values]) => ({
-    name, type: "line", symbol: "none", color: HOLDER_COLOURS[name], lineStyle: { width: 2, type: "dashed" },
-    data: values.map((v, i) => [map.time_s[i], v]),
-  }));
   const bands = map.phases.map((p, i) => [
     { xAxis: p.start_s, name: p.name, itemStyle: { color: i % 2 ? c.ink : "transparent", opacity: i % 2 ? 0.06 : 0 }, label: { show: false } },
     { xAxis: p.stop_s },
@@ -235,22 +230,20 @@ function memoryOption(map, c, narrow) {
     };
   }
   const b = base(c, narrow);
-  const elsewhere = Object.values(map.elsewhere || {}).flat();
-  const most = elsewhere.reduce((a, v) => Math.max(a, v), map.peak.num_bytes);
   return {
     ...b,
     legend: { ...b.legend, type: narrow ? "scroll" : "plain" },
     grid: { ...b.grid, top: narrow ? 36 : 64 },
     tooltip: { ...b.tooltip, formatter: items => memoryTip(map, items) },
     xAxis: axis(c, { type: "value", name: "seconds into the step", min: 0, max: map.time_s.at(-1), axisLabel: { showMaxLabel: false, formatter: inUnitOf(1, PLAIN) } }),
-    yAxis: fromZero(c, most, BYTES, 5),
-    series: [...stacked, ...beside],
+    yAxis: fromZero(c, map.peak.num_bytes, BYTES, 5),
+    series: stacked,
   };
 }
 function memoryTip(map, items) {
   if (!items.length) return "";
-  const i = items[0].dataIndex, inside = items.filter(one => map.holders[one.seriesName]);
-  const sum = inside.reduce((a, one) => a + one.value[1], 0);
+  const i = items[0].dataIndex;
+  const sum = items.reduce((a, one) => a + one.value[1], 0);
   const rows = [...items].reverse().filter(one => one.value[1] > 0)
     .map(one => `${one.marker}${one.seriesName} <b>${bytes(one.value[1])}</b>`);
   const phase = map.moments[i] || "between phases";
@@ -263,12 +256,8 @@ function addUp(phases, keyOf) {
   const rows = new Map();
   for (const phase of phases) {
     const key = keyOf(phase.path);
-    const row = rows.get(key) || { name: key, compute: 0, exchange: 0, copies: 0, idle: 0, flops: 0, rated: 0, ideal: 0 };
+    const row = rows.get(key) || { name: key, compute: 0, exchange: 0, copies: 0, idle: 0 };
     for (const kind of Object.keys(KIND_COLOURS)) row[kind] += phase[kind];
-    if (phase.flops) {
-      row.flops += phase.flops; row.rated += phase.compute;
-      if (phase.device_flops_s) row.ideal += phase.flops / phase.device_flops_s;
-    }
     rows.set(key, row);
   }
   return [...rows.values()];
@@ -294,16 +283,6 @@ function times() {
     if (layers.length) {
       box.append(make("h3", {}, "By layer"));
       chart(box, (c, narrow) => barOption(layers.sort(byLayer), c, narrow), layers.length > 8);
-    }
-    const rated = parts.filter(r => r.flops);
-    if (rated.length) {
-      box.append(make("h3", {}, "Rates while computing, per rank"));
-      const number = name => ({ name, kind: "number" });
-      const [unit, size] = unitOf(Math.max(...rated.map(r => r.flops / r.rated)), [["TFLOP/s", 1e12], ["GFLOP/s", 1e9]]);
-      const known = rated.some(r => r.ideal);
-      table(box, ["part", number("compute"), number(unit), ...(known ? [number("of the device's rate")] : [])],
-        rated.map(r => [r.name, seconds(r.rated), (r.flops / r.rated / size).toPrecision(3),
-          ...(known ? [r.ideal ? (100 * r.ideal / r.rated).toFixed(0) + " %" : "-"] : [])]));
     }
   });
 }

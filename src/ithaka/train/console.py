@@ -130,8 +130,7 @@ def describe(record: Record) -> str:
 def describe_progress(report: Report) -> str:
     """A step under way on one line."""
     left = "" if report.eta_s is None else f"  {timedelta(seconds=round(report.eta_s))} left"
-    rate = "" if report.flops_s is None else f"  {report.flops_s / 1e12:.3g} TFLOP/s per rank"
-    return f"{report.phase or 'starting'}  {report.percent:.0f}%{left}{rate}"
+    return f"{report.phase or 'starting'}  {report.percent:.0f}%{left}"
 
 
 class Metrics:

@@ -258,7 +258,7 @@ def _steps(trainer: Trainer, stop: StopRequest, console: Console, save: bool) ->
         start = time.perf_counter()
         with console.doing("first step", again_s=None) if trainer.step < first else nullcontext():
             batches = trainer.next_batches()
-            with watch.step(trainer.step + 1, batches):
+            with watch.step(trainer.step + 1):
                 result, lr, num_tokens = trainer.advance(batches)
                 step_s = time.perf_counter() - start
         val_loss = None

@@ -10,7 +10,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,19 +23,17 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ithaka.config import shown
-from ithaka.data.stream import Batch
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.store import StoreError
 from ithaka.layout import fixed_settings
-from ithaka.model.batch import num_pairs
-from ithaka.phases import PhasePath, listening
+from ithaka.phases import Listener, PhasePath
 from ithaka.plan.bytes import FIRST_LAYER, RESERVE_BYTES, Holders, gpu_phases
-from ithaka.plan.hardware import GPUS, gpu_named
+from ithaka.plan.hardware import gpu_named
 from ithaka.plan.heads import slots_of
-from ithaka.plan.search import Plan
-from ithaka.plan.seconds import step_seconds
+from ithaka.plan.search import Plan, evaluate
 from ithaka.plan.show import size
-from ithaka.profile.progress import Job, Progress
+from ithaka.profile.memory import planned_holders
+from ithaka.profile.progress import Progress
 from ithaka.profile.step import StepProfile, machine
 from ithaka.profile.times import StepTimes
 from ithaka.train import launch
@@ -45,17 +43,17 @@ from ithaka.train.preflight import Run, held
 WARM_UP_STEPS = 1  # slower than the rest: kernels are chosen, memory is taken from the system
 
 
-def write_facts(run_dir: Path, job: Job, mesh: Mesh) -> None:
+def write_facts(run_dir: Path, plan: Plan, mesh: Mesh) -> None:
     """machine.json and plan.json: what the report shows besides the configuration."""
     (run_dir / "machine.json").write_text(json.dumps(machine(mesh.device, mesh.world_size)), encoding="utf-8")
-    plan: dict[str, Any] = {
-        "layout": dataclasses.asdict(job.layout),
-        "stages": len(slots_of(job.shape, job.layout).stages),
-        "peak_bytes": job.planned(),
+    facts: dict[str, Any] = {
+        "layout": dataclasses.asdict(plan.layout),
+        "stages": len(slots_of(plan.shape, plan.layout).stages),
+        "peak_bytes": planned_holders(plan),
     }
-    if job.knows_rate:
-        plan["seconds"] = dataclasses.asdict(step_seconds(job.shape, job.layout, job.hardware, job.work))
-    (run_dir / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+    if gpu_named(plan.hardware.gpu.name):
+        facts["seconds"] = dataclasses.asdict(plan.seconds)
+    (run_dir / "plan.json").write_text(json.dumps(facts), encoding="utf-8")
 
 
 def what_to_record(number: int, every: int, in_two: bool) -> Literal["times", "profile", None]:
@@ -79,28 +77,20 @@ class Watch:
         self._times: StepTimes | None = None  # of the step before a profile
         self._progress: Progress | None = None
         if console.active:
-            name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else ""
-            work, gpu = dataclasses.replace(run.work, accumulate=1), gpu_named(name) or GPUS["CPU"]
-            self.job = Job(run.shape, run.layout, work, run.config.train.accumulate, run.num_ranks, gpu)
-            write_facts(run.run_dir, self.job, mesh)
-            self._progress = Progress(mesh.device, console.progress)
+            self.plan = evaluate(run.shape, run.layout, run.hardware, dataclasses.replace(run.work, accumulate=1))
+            write_facts(run.run_dir, self.plan, mesh)
+            self._progress = Progress(self.plan, run.config.train.accumulate, mesh.device, console.progress)
 
     @contextmanager
-    def step(self, number: int, batches: Sequence[Batch]) -> Iterator[None]:
-        """Around step `number`, which trains on `batches`; profiles it when its turn has come."""
+    def step(self, number: int) -> Iterator[None]:
+        """Around step `number`; profiles it when its turn has come."""
         if self._progress is None:
             yield
             return
-        job = with_documents(self.job, batches)
-        recorder = self._recorder(number, job)
+        recorder = self._recorder(number)
         start = time.perf_counter()
-        with listening(self._progress):
-            self._progress.start(number, job)
-            try:
-                with recorder or nullcontext():
-                    yield
-            finally:
-                self._progress.stop()
+        with self._progress.step(number), recorder or nullcontext():
+            yield
         self._times = recorder if isinstance(recorder, StepTimes) else None
         if recorder is None:
             self._plain_s.append(time.perf_counter() - start)
@@ -109,22 +99,14 @@ class Watch:
             words = recorder.write(folder, number, statistics.median(plain) if plain else None)
             self.console.say(f"Profile of step {number}, in {folder}:\n{words}")
 
-    def _recorder(self, number: int, job: Job) -> StepProfile | StepTimes | None:
+    def _recorder(self, number: int) -> StepProfile | StepTimes | None:
         device, warm = self.mesh.device, len(self._plain_s) >= WARM_UP_STEPS
         kind = what_to_record(number, self.run.config.profile.every, device.type == "cuda" and warm)
         if kind != "profile":
-            return StepTimes(device, job) if kind == "times" else None
+            return StepTimes(device) if kind == "times" else None
         if device.type == "cuda":
             self.device_peak_bytes = max(self.device_peak_bytes, torch.cuda.max_memory_allocated(device))
-        store = getattr(self.model.model.layers[0].forward, "store", None)
-        return StepProfile(self.model, self.optimizer, device, store, self._times, job)
-
-
-def with_documents(job: Job, batches: Sequence[Batch]) -> Job:
-    """With documents of one length that have as many query-key pairs as these batches': what attention's FLOPs are."""
-    num_tokens = sum(batch.input_ids.numel() for batch in batches)
-    pairs = sum(num_pairs(batch.document_ids, [None]) for batch in batches)
-    return dataclasses.replace(job, work=dataclasses.replace(job.work, document_tokens=round(2 * pairs / num_tokens)))
+        return StepProfile(self.model, self.optimizer, device, self.plan, self._times)
 
 
 # ---- out of memory
@@ -135,7 +117,7 @@ def is_shortage(error: BaseException | None) -> bool:
     return error is not None and (isinstance(error, StoreError) or launch.is_out_of_memory(error))
 
 
-class Witness:
+class Witness(Listener):
     """Listens to phases, and remembers where a run was and what it held when memory ran out.
 
     An error ends the phases that it passes through; the first of them is where it happened.
