@@ -43,7 +43,8 @@ def machine(monkeypatch, tmp_path):
 
 
 def config_of(folder, context=4096, **memory):
-    return tiny_run(folder, memory=memory, data={"context": context, "path": str(folder / "texts")})
+    data = {"context": context, "path": str(folder / "texts"), "validation_fraction": 0}
+    return tiny_run(folder, memory=memory, data=data)
 
 
 def run_of(folder, num_ranks=2, on_gpu=False, cp="all", **changes) -> Run:
