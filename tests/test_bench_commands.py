@@ -38,13 +38,6 @@ def test_plan_reads_what_bench_device_wrote(tmp_path):
     assert "llama3.2-1b, 4K tokens, 8x" in plan.output
 
 
-@pytest.mark.parametrize("option, value", [("--dtype", "int3"), ("--out", ".")])
-def test_wrong_options_are_refused_by_name(option, value, tmp_path):
-    result = run("bench", "device", "--seconds", "0", "--out", str(tmp_path / "x.json"), option, value)
-    assert result.exit_code == 2 and option in result.stderr and value in result.stderr and result.stdout == ""
-    assert not (tmp_path / "x.json").exists()
-
-
 @pytest.mark.parametrize(
     "wrong, words",
     [
@@ -79,11 +72,9 @@ def test_ladder_measures_every_rung(tmp_path, monkeypatch):
     monkeypatch.setattr(console, "PATIENCE_S", 0.0)  # said at once
     config = tiny_config("llama", attention_bias=False, tie_word_embeddings=False)
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
-    rows = tmp_path / "rows.json"
-    sizes = ["--context", "256", "--ranks", "2", "--tile", "32", "--json", str(rows)]
+    sizes = ["--context", "256", "--ranks", "2", "--tile", "32", "--json"]
     result = run("bench", "ladder", tmp_path / "config.json", *sizes)
-    assert result.exit_code == 0 and result.stdout.count("peak MiB") == 1
-    assert "\n+ tiles: rehearsing at 256 tokens ..." in result.stdout
-    peaks = {row["technique"]: row["peak X"] for row in json.loads(rows.read_text())}
+    assert result.exit_code == 0 and "\n+ tiles: rehearsing at 256 tokens ..." in result.stderr
+    peaks = {row["technique"]: row["peak X"] for row in json.loads(result.stdout)}
     assert len(peaks) == 6
     assert peaks["none"] > peaks["+ checkpointing"] > peaks["+ tiles"] > peaks["+ kept attention"] > 2

@@ -309,8 +309,6 @@ def test_version(folder):
     [
         ("--out", ["report", "run"]),
         ("--plot", ["plan", "llama3-8b", "--gpus", "8xH100-80GB", "--sweep", "heads_per_stage"]),
-        ("--json", ["bench", "ladder", "llama3-8b", "--context", "1M"]),
-        ("--json", ["bench", "attention", "--tokens", "1M"]),
         ("--out", ["bench", "device"]),
     ],
 )

@@ -186,18 +186,18 @@ def test_what_takes_long_is_said_at_once_on_a_terminal_and_later_elsewhere(monke
     # Where colours are forced, rich takes a pipe for a terminal.
     monkeypatch.setattr(console_module, "RichConsole", partial(RichConsole, force_terminal=True, width=80))
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     with status("reading"):
-        assert ("reading" in capsys.readouterr().out) == terminal
-    after = capsys.readouterr().out
+        assert ("reading" in capsys.readouterr().err) == terminal
+    after = capsys.readouterr().err
     assert after.endswith("\x1b[1A\x1b[2K") if terminal else after == ""
     with status("building [it]"):
         time.sleep(0.5)
-    assert "building [it] ..." in capsys.readouterr().out
+    assert "building [it] ..." in capsys.readouterr().err
     monkeypatch.setenv("RANK", "1")
     with status("not said by others"):
         time.sleep(0.5)
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().err == ""
 
 
 def test_the_bar_says_what_is_done_besides_steps(tmp_path, monkeypatch):

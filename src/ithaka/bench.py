@@ -20,10 +20,10 @@ from ithaka.dist.mesh import default_device
 from ithaka.plan.hardware import GPUS, gpu_named
 
 
-def device_and_dtype(dtype: str | None) -> tuple[torch.device, torch.dtype]:
-    """Where and in what precision to measure; by default in the device's own."""
+def here() -> tuple[torch.device, torch.dtype]:
+    """This machine's device, and the precision that training takes there."""
     device = default_device()
-    return device, getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    return device, torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 @dataclass(frozen=True)

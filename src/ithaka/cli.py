@@ -6,10 +6,10 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -69,10 +69,6 @@ Disk = Annotated[str | None, typer.Option(help="Disk per node for activations; b
 Batch = Annotated[int, typer.Option(min=1, help="Sequences per micro-step.")]
 GpuFile = Annotated[Path | None, typer.Option(help="A GPU of your own, as JSON; then --gpus 8.")]
 AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the rows here.")]
-DType = Annotated[
-    Literal["bfloat16", "float16", "float32"] | None, typer.Option(help="By default bfloat16, on a CPU float32.")
-]
 Seconds = Annotated[float, typer.Option(min=0, help="How long each figure is held.")]
 
 
@@ -83,12 +79,12 @@ def main() -> None:
 
 
 @contextmanager
-def _loading(quietly: bool = False) -> Iterator[None]:
+def _loading() -> Iterator[None]:
     """Around imports of PyTorch, which take seconds."""
     from ithaka.train.console import status
     from ithaka.train.launch import heeding_interrupts
 
-    with nullcontext() if quietly else status("loading PyTorch"), heeding_interrupts():
+    with status("loading PyTorch"), heeding_interrupts():
         yield
 
 
@@ -270,19 +266,23 @@ def rehearse(
         print(show.plan_answer(question, False, None, as_json)[0])
         raise typer.Exit(EXIT_DOES_NOT_FIT)
 
-    with _loading(quietly=as_json):
+    with _loading():
         from ithaka import rehearse as rehearsal
         from ithaka.train.console import status
 
     few = rehearsal.of_few_layers(plan, min(layers, plan.shape.num_layers), memory_only)
     rehearsal.check_cpu_memory(few)
-    if as_json:
-        print(json.dumps(rehearsal.rehearse_plan(plan, few, model), indent=2))
-        return
-    print(rehearsal.heading(plan, few), flush=True)
+    about = rehearsal.about(plan, few)
+    if not as_json:
+        settings = ", ".join(f"{name}={value}" for name, value in plan.settings.items() if value is not None)
+        print("rank 0 of {gpus}, {context} tokens, {layers} of {layers_of_model} layers, on {device}".format(**about))
+        print(f"settings: {settings}\nX: {about['x']}\n", flush=True)
     with status(f"rehearsing at {few.work.tokens} tokens"):
-        answer = rehearsal.rehearse_plan(plan, few, model)
-    print(f"\n{_table(answer['rows'])}\n\npeak in: {answer['peak_phase']}")
+        rows, peak_phase = rehearsal.rehearse_plan(plan, few, model)
+    if as_json:
+        print(json.dumps(about | {"rows": rows, "peak_phase": peak_phase}, indent=2))
+        return
+    print(f"{_table(rows)}\n\npeak in: {peak_phase}")
     if memory_only:
         print("memory only: attention was cut short, so its times say nothing about training")
 
@@ -296,48 +296,44 @@ def bench_attention(
     kernels: Annotated[str, typer.Option(help="Names, auto or all.")] = "auto",
     blocks: Annotated[str, typer.Option(help="q x kv tokens, such as auto,128Kx64K.")] = "auto",
     documents: Annotated[int, typer.Option(min=1, help="Equal documents packed in the tokens.")] = 1,
-    dtype: DType = None,
     seconds: Seconds = 3.0,
-    json_file: JsonFile = None,
+    as_json: AsJson = False,
 ) -> None:
     """TFLOP/s of causal attention, forward and backward, sustained on random data."""
-    if json_file is not None:
-        check_file("--json", json_file)
     lengths = [_count(text, "--tokens") for text in tokens.split(",")] if tokens else []
     sizes = [None if text == "auto" else _blocks(text) for text in blocks.split(",")]
     with _loading():
         from ithaka.attention.kernels import available_kernels
-        from ithaka.bench import AttentionCase, device_and_dtype, measure_attention
+        from ithaka.bench import AttentionCase, here, measure_attention
         from ithaka.train.console import status
 
-    device, precision = device_and_dtype(dtype)
+    device, dtype = here()
     lengths = lengths or ([2**14, 2**16] if device.type == "cuda" else [2**10, 2**12])
-    names = available_kernels(device, precision, head_dim) if kernels == "all" else kernels.split(",")
+    names = available_kernels(device, dtype, head_dim) if kernels == "all" else kernels.split(",")
     rows = []
     for name, length, block in product(names, lengths, sizes):
         case = AttentionCase(name, length, block, heads, kv_heads, head_dim, documents)
         with status(f"measuring kernel {name} at {length} tokens"):
-            rows.append(measure_attention(case, device, precision, seconds))
-    _print_rows(rows, json_file)
+            rows.append(measure_attention(case, device, dtype, seconds))
+    _print(rows, as_json)
 
 
 @bench.command("device")
 def bench_device(
     out: Annotated[Path, typer.Option(metavar="FILE", help="The file to write.")] = Path("gpu.json"),
-    dtype: DType = None,
     seconds: Seconds = 3.0,
 ) -> None:
     """Measure matmul, attention and copies here, and write them for `ithaka plan --gpu-file`."""
     check_file("--out", out)
     with _loading():
-        from ithaka.bench import device_and_dtype, measure_device
+        from ithaka.bench import here, measure_device
         from ithaka.train.console import status
 
     with status("measuring this device"):
-        gpu = measure_device(*device_and_dtype(dtype), seconds)
+        gpu = measure_device(*here(), seconds)
     out.write_text(json.dumps(gpu, indent=1) + "\n", encoding="utf-8")
-    _print_rows(
-        [{"figure": name, "value": float(gpu[name]), "source": gpu["sources"][name]} for name in gpu["sources"]]
+    print(
+        _table([{"figure": name, "value": float(gpu[name]), "source": told} for name, told in gpu["sources"].items()])
     )
     print(f"written to {out}; use it with: ithaka plan MODEL --gpus 8 --gpu-file {out}")
 
@@ -349,13 +345,11 @@ def bench_ladder(
     ranks: Annotated[int, typer.Option(min=1, help="This process stands for rank 0 of so many.")] = 2,
     tile: Annotated[str, typer.Option(help="Tokens of a tile.")] = "256",
     layers: Annotated[int, typer.Option(min=1, help="Layers to run.")] = 2,
-    json_file: JsonFile = None,
+    as_json: AsJson = False,
 ) -> None:
     """Peak memory and seconds per layer with one technique after the other switched on."""
     from ithaka.plan.models import find_config, find_shape
 
-    if json_file is not None:
-        check_file("--json", json_file)
     num_heads = find_shape(model).heads
     if ranks > num_heads:
         raise ConfigError(f"--ranks={ranks} exceeds the {num_heads} query heads; use at most {num_heads}")
@@ -363,8 +357,8 @@ def bench_ladder(
     with _loading():
         from ithaka.rehearse import ladder
 
-    _print_rows(ladder(find_config(model), ranks, **sizes), json_file)
-    print("peak: of the layers, above the same at few tokens; X: one activation [tokens of a rank, hidden size]")
+    note = "peak: of the layers, above the same at few tokens; X: one activation [tokens per rank, hidden]"
+    _print(ladder(find_config(model), ranks, **sizes), as_json, note)
 
 
 def _count(text: str, option: str) -> int:
@@ -380,10 +374,8 @@ def _blocks(text: str) -> tuple[int, int]:
     return block_q, block_kv
 
 
-def _print_rows(rows: Sequence[Mapping[str, Any]], json_file: Path | None = None) -> None:
-    print(_table(rows))
-    if json_file is not None:
-        json_file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+def _print(rows: Sequence[Mapping[str, Any]], as_json: bool, *notes: str) -> None:
+    print(json.dumps(rows, indent=2) if as_json else "\n".join([_table(rows), *notes]))
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:

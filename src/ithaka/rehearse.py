@@ -5,8 +5,7 @@ X is the bytes of one residual-stream tensor on one rank: s * D * 2 in bf16.
 
 import gc
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -55,39 +54,34 @@ class Rehearsed:
 
 
 def rehearse(
-    config: dict[str, Any],
-    layout: Layout,
-    *,
-    ranks: int,
-    context: int,
-    layers: int,
-    memory_only: bool = False,
-    cap_bytes: int | None = None,
-    witness: Witness | None = None,
+    config: dict[str, Any], layout: Layout, ranks: int, context: int, memory_only: bool, witness: Witness
 ) -> Rehearsed:
     """Runs two training steps as rank 0 of `ranks`; the last one is measured. With `memory_only` one.
 
-    `config`: the model's config.json; its first layers are built, with weights that are drawn. `cap_bytes`: what the
-    device may hold. `memory_only`: attention looks at most 128 Ki tokens back, which cuts its mathematics short; every
-    allocation and copy stays. `witness`: is told where the rehearsal is.
+    `config`: the model's config.json; as many layers as the layout has are built, with weights that are drawn.
+    `memory_only`: attention looks at most 128 Ki tokens back, which cuts its mathematics short; every allocation and
+    copy stays. `witness`: is told where the rehearsal is.
     """
+    layers = len(layout.kept)
     few = {**config, "num_hidden_layers": layers}
     if few.get("layer_types"):
         few["layer_types"] = few["layer_types"][:layers]
-    with _loopback(ranks, cap_bytes) as device, listening(witness) if witness else nullcontext():
-        mesh = make_mesh(layout.cp, device)
+    start_loopback(ranks)
+    with ExitStack() as stack:
+        stack.callback(dist.destroy_process_group)
+        stack.enter_context(listening(witness))
+        mesh = make_mesh(layout.cp, default_device())
         with phase("building the model"):
             model = build_model(few, mesh, layout)
         optimizer = make_optimizer(model, OptimConfig(lr=0.0))
-        if witness is not None:
-            witness.know(model, optimizer)
+        witness.know(model, optimizer)
         s = context // mesh.cp_size
         tiny_s = TINY_TOKENS if s >= 16 * TINY_TOKENS else max(1, s // 64)
-        *_, base = _measure(model, optimizer, device, mesh.cp_size * tiny_s, False)
-        timeline, step_s, peaks = _measure(model, optimizer, device, context, memory_only)
+        *_, base = _measure(model, optimizer, mesh.device, mesh.cp_size * tiny_s, False)
+        timeline, step_s, peaks = _measure(model, optimizer, mesh.device, context, memory_only)
         highest = max(peaks, key=lambda path: (peaks[path], len(path)))
         in_layers = [p for p in timeline.phases if _in_layer(p.path)]
-        seconds, store = Timeline(device, in_layers).seconds_by(2), model.model.layers[0].forward.store
+        seconds, store = Timeline(mesh.device, in_layers).seconds_by(2), model.model.layers[0].forward.store
         return Rehearsed(
             x_bytes=layout.x_bytes(model.config.hidden_size, s),
             layer_bytes=_layers_peak(peaks) - _layers_peak(base),
@@ -99,22 +93,6 @@ def rehearse(
             backward_s=seconds[("backward",)] / layers,
             step_s=step_s,
         )
-
-
-@contextmanager
-def _loopback(ranks: int, cap_bytes: int | None) -> Iterator[torch.device]:
-    device = default_device()
-    start_loopback(ranks)
-    if device.type == "cuda" and cap_bytes is not None:
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / total), device)
-    try:
-        yield device
-    finally:
-        dist.destroy_process_group()
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def _measure(
@@ -164,37 +142,6 @@ def _layers_peak(peaks: dict[PhasePath, int]) -> int:
     return max(peak for path, peak in peaks.items() if _in_layer(path))
 
 
-# ---- the ladder
-
-
-def ladder(config: dict[str, Any], ranks: int, context: int, tile_tokens: int, layers: int) -> list[dict[str, Any]]:
-    """Rows of what was measured with one technique more in each."""
-    everything = make_layout(layers, cp=ranks, checkpoint=False, overlap=False, dtype=_dtype())
-    inputs = everything.but(checkpoint=True)
-    offload = inputs.but(input_tier="host")
-    tiles = offload.but(tile_tokens=tile_tokens)
-    stages = tiles.but(heads_per_stage=ranks)
-    rungs = {
-        "none": everything,
-        "+ checkpointing": inputs,
-        "+ offload": offload,
-        "+ tiles": tiles,
-        "+ stages": stages,
-        "+ kept attention": stages.but(keep_attention=layers, attention_tier="host"),
-    }
-    rows = []
-    for name, layout in rungs.items():
-        with status(f"{name}: rehearsing at {context} tokens"):
-            measured = rehearse(config, layout, ranks=ranks, context=context, layers=layers)
-        sizes = {"peak MiB": measured.layer_bytes / 2**20, "peak X": measured.layer_bytes / measured.x_bytes}
-        seconds = {"forward s": measured.forward_s, "backward s": measured.backward_s}
-        rows.append({"technique": name, **sizes, "host MiB": measured.host_bytes / 2**20, **seconds})
-    return rows
-
-
-# ---- a plan: measured beside planned
-
-
 def _on_gpu() -> bool:
     return default_device().type == "cuda"
 
@@ -203,8 +150,30 @@ def _dtype() -> str:
     return "bfloat16" if _on_gpu() else "float32"
 
 
-def _device_name() -> str:
-    return torch.cuda.get_device_name(default_device()) if _on_gpu() else "the CPU"
+def ladder(config: dict[str, Any], ranks: int, context: int, tile_tokens: int, layers: int) -> list[dict[str, Any]]:
+    """Rows of what was measured with one technique more in each."""
+    rungs: dict[str, dict[str, Any]] = {
+        "none": {},
+        "+ checkpointing": {"checkpoint": True},
+        "+ offload": {"input_tier": "host"},
+        "+ tiles": {"tile_tokens": tile_tokens},
+        "+ stages": {"heads_per_stage": ranks},
+        "+ kept attention": {"keep_attention": layers, "attention_tier": "host"},
+    }
+    layout, rows = make_layout(layers, cp=ranks, checkpoint=False, overlap=False, dtype=_dtype()), []
+    for name, change in rungs.items():
+        layout = layout.but(**change)
+        with status(f"{name}: rehearsing at {context} tokens"):
+            measured = rehearse(config, layout, ranks, context, False, Witness(default_device()))
+        gc.collect()
+        torch.cuda.empty_cache()
+        sizes = {"peak MiB": measured.layer_bytes / 2**20, "peak X": measured.layer_bytes / measured.x_bytes}
+        seconds = {"forward s": measured.forward_s, "backward s": measured.backward_s}
+        rows.append({"technique": name, **sizes, "host MiB": measured.host_bytes / 2**20, **seconds})
+    return rows
+
+
+# ---- a plan: measured beside planned
 
 
 def of_few_layers(plan: Plan, layers: int, memory_only: bool) -> Plan:
@@ -227,51 +196,38 @@ def check_cpu_memory(few: Plan) -> None:
         )
 
 
-def heading(plan: Plan, few: Plan) -> str:
-    """What is about to run."""
-    settings = ", ".join(f"{name}={value}" for name, value in plan.settings.items() if value is not None)
+def about(plan: Plan, few: Plan) -> dict[str, Any]:
+    """What is to be rehearsed."""
     s, hidden = few.work.local_tokens(few.layout.cp), few.shape.hidden
-    lines = [
-        f"rank 0 of {plan.hardware.name}, {plan.work.tokens} tokens, {few.shape.num_layers} of "
-        f"{plan.shape.num_layers} layers, on {_device_name()}",
-        f"settings: {settings}",
-        f"X = one {few.layout.dtype} activation [{s} tokens of a rank, hidden size {hidden}] = "
-        f"{size(few.layout.x_bytes(hidden, s))}",
-    ]
-    if not _on_gpu():
-        lines.append(f"no GPU here: measured times are this CPU's, planned ones are those of {plan.hardware.gpu.name}")
-    return "\n".join(lines)
+    x = f"one {few.layout.dtype} activation [{s} tokens per rank, {hidden} hidden]"
+    times = f"the CPU: measured times are this CPU's, planned ones are those of {plan.hardware.gpu.name}"
+    return {
+        "device": torch.cuda.get_device_name() if _on_gpu() else times,
+        "gpus": plan.hardware.name,
+        "context": plan.work.context,
+        "layers": few.shape.num_layers,
+        "layers_of_model": plan.shape.num_layers,
+        "attention_cut_short": few.work != plan.work and plan.work.tokens > SHORT_DOCUMENT,
+        "x": f"{x} = {size(few.layout.x_bytes(hidden, s))}",
+        "settings": plan.settings,
+    }
 
 
-def rehearse_plan(plan: Plan, few: Plan, model: str) -> dict[str, Any]:
-    """What was measured on the first layers of `model`, beside what was planned."""
-    witness, cut_short = Witness(default_device()), few.work != plan.work
+def rehearse_plan(plan: Plan, few: Plan, model: str) -> tuple[list[dict[str, Any]], str]:
+    """(measured beside planned, where the peak was) of the first layers of `model`, in the memory of the plan's GPU."""
+    config, witness = find_config(model), Witness(default_device())
+    if _on_gpu():
+        total_bytes = torch.cuda.get_device_properties(default_device()).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, plan.hardware.gpu.memory_bytes / total_bytes))
     try:
         measured = rehearse(
-            find_config(model),
-            few.layout,
-            ranks=few.hardware.num_gpus,
-            context=few.work.tokens,
-            layers=few.shape.num_layers,
-            memory_only=cut_short,
-            cap_bytes=few.hardware.gpu.memory_bytes,
-            witness=witness,
+            config, few.layout, plan.hardware.num_gpus, plan.work.tokens, few.work != plan.work, witness
         )
     except Exception as error:
         if not is_shortage(error):
             raise
         raise OutOfMemoryError(Shortage(error, witness, few).explain(model, "the same command with")) from error
-    return {
-        "device": _device_name(),
-        "gpus": plan.hardware.name,
-        "context": plan.work.context,
-        "layers": few.shape.num_layers,
-        "layers_of_model": plan.shape.num_layers,
-        "attention_cut_short": cut_short and plan.work.tokens > SHORT_DOCUMENT,
-        "settings": plan.settings,
-        "rows": compare(plan, few, measured),
-        "peak_phase": measured.peak_phase,
-    }
+    return compare(plan, few, measured), measured.peak_phase
 
 
 def compare(plan: Plan, few: Plan, measured: Rehearsed) -> list[dict[str, Any]]:

@@ -39,15 +39,15 @@ AGAIN_S = 30.0
 
 @contextmanager
 def status(what: str, again_s: float | None = AGAIN_S) -> Iterator[None]:
-    """Say `what` while the code inside runs: on a terminal at once, beside a spinner that goes when it is done;
-    elsewhere on a line once it takes long, and again every so often. Of all ranks, rank 0 speaks."""
+    """Say `what` on stderr while the code inside runs: on a terminal at once, beside a spinner that goes when it is
+    done; elsewhere on a line once it takes long, and again every so often. Of all ranks, rank 0 speaks."""
     if os.environ.get("RANK", "0") != "0":
         yield
         return
-    screen = RichConsole(highlight=False, soft_wrap=True)
-    if sys.stdout.isatty() and not screen.is_dumb_terminal:  # rich calls a pipe a terminal where colours are forced
+    screen = RichConsole(highlight=False, soft_wrap=True, stderr=True)
+    if sys.stderr.isatty() and not screen.is_dumb_terminal:  # rich calls a pipe a terminal where colours are forced
         spinner = Spinner("dots", Text(f"{what} ..."))
-        with Live(spinner, console=screen, transient=True, redirect_stderr=sys.stderr.isatty()):
+        with Live(spinner, console=screen, transient=True, redirect_stdout=sys.stdout.isatty()):
             yield
         return
     done = threading.Event()
@@ -64,7 +64,7 @@ def _remind(what: str, again_s: float | None, done: threading.Event) -> None:
     start = time.monotonic()
     wait_s: float | None = PATIENCE_S
     while not done.wait(wait_s):
-        print(f"{what} ... {time.monotonic() - start:.0f} s", flush=True)
+        print(f"{what} ... {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
         wait_s = again_s
 
 
