@@ -308,7 +308,7 @@ def test_version(folder):
     "option, arguments",
     [
         ("--out", ["report", "run"]),
-        ("--plot", ["plan", "llama3-8b", "--gpus", "8xH100-80GB", "--sweep", "heads_per_stage"]),
+        ("--out", ["plan", "llama3-8b", "--gpus", "8xH100-80GB", "--yaml"]),
         ("--out", ["bench", "device"]),
     ],
 )

@@ -18,7 +18,7 @@ from ithaka.layout import fixed_settings, make_layout
 from ithaka.phases import current_phase
 from ithaka.plan.hardware import host_capacity, parse_gpus
 from ithaka.plan.models import find_shape
-from ithaka.plan.search import evaluate
+from ithaka.plan.search import Plan
 from ithaka.plan.shape import Work
 from ithaka.train import launch, loop, watch
 from ithaka.train.preflight import Machine, hardware_of, validated
@@ -172,7 +172,7 @@ def as_bytes(text):
 def llama(context, gpus="8xH100-80GB", **settings):
     shape, hardware = find_shape("llama3-8b"), parse_gpus(gpus)
     fixed = fixed_settings(settings, shape.num_layers, hardware.num_gpus)
-    return evaluate(shape, make_layout(shape.num_layers, **fixed), hardware, Work(context))
+    return Plan(shape, make_layout(shape.num_layers, **fixed), hardware, Work(context))
 
 
 def shortage(plan, path, used_bytes, error=None):

@@ -11,7 +11,7 @@ from ithaka.layout import Layout, fixed_settings, keeps, make_layout
 from ithaka.plan.bytes import memory
 from ithaka.plan.hardware import GIB, Hardware, find_gpu
 from ithaka.plan.models import MODELS, find_shape
-from ithaka.plan.search import choose, evaluate, longest
+from ithaka.plan.search import Plan, choose, longest
 from ithaka.plan.shape import Work
 
 TB = 10**12
@@ -94,7 +94,7 @@ def test_no_other_layout_that_fits_is_faster(machine, model, context, fixed, ran
             "offload_optimizer": random.random() < 0.5,
             "overlap": random.random() < 0.5,
         }
-        other = evaluate(shape, make_layout(shape.num_layers, **words | fixed), machine, Work(context))
+        other = Plan(shape, make_layout(shape.num_layers, **words | fixed), machine, Work(context))
         assert not other.fits or (plan.fits and other.tokens_per_s_per_gpu <= plan.tokens_per_s_per_gpu), words
 
 

@@ -11,13 +11,13 @@ from ithaka.config import embedded_model
 from ithaka.layout import Layout
 from ithaka.phases import phase
 from ithaka.plan.hardware import Hardware, find_gpu
-from ithaka.plan.search import evaluate
+from ithaka.plan.search import Plan
 from ithaka.plan.shape import Work, shape_from_config
 from ithaka.profile.progress import Progress, Report
 from ithaka.train.console import Console, Metrics, describe_progress, read_metrics
 
 SHAPE = shape_from_config(embedded_model("small"))
-PLAN = evaluate(SHAPE, Layout(heads_per_stage=2), Hardware(find_gpu("CPU")), Work(4096))
+PLAN = Plan(SHAPE, Layout(heads_per_stage=2), Hardware(find_gpu("CPU")), Work(4096))
 MICRO_STEPS = 2
 
 

@@ -193,7 +193,7 @@ def _run(
 def plan(
     model: Model,
     gpus: Gpus,
-    context: Context = "128K",
+    context: Annotated[str | None, typer.Option(help="Tokens per sequence: 128K (if not given), 1M.")] = None,
     host_memory: HostMemory = None,
     disk: Disk = None,
     batch: Batch = 1,
@@ -201,9 +201,6 @@ def plan(
     gpu_file: GpuFile = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Say how long so many steps take.")] = None,
     max_context: Annotated[bool, typer.Option("--max-context", help="The longest that fits.")] = False,
-    ladder: Annotated[bool, typer.Option("--ladder", help="What each technique buys.")] = False,
-    sweep: Annotated[str | None, typer.Option(metavar="heads_per_stage", help="What it trades.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="With --sweep: also a plot.")] = None,
     as_yaml: Annotated[bool, typer.Option("--yaml", help="As a configuration for `ithaka train`.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="With --yaml: where to; else it is printed.")] = None,
     as_json: AsJson = False,
@@ -212,22 +209,21 @@ def plan(
     from ithaka.plan import show
     from ithaka.plan.hardware import find_hardware
 
-    kinds = {"--max-context": max_context, "--ladder": ladder, "--sweep": sweep is not None, "--yaml": as_yaml}
-    asked = [name for name, wanted in kinds.items() if wanted]
-    if len(asked) > 1:
-        raise ConfigError(f"{' and '.join(asked)} are answers of their own; ask for one at a time")
-    for option, value, other in (("--plot", plot, "--sweep heads_per_stage"), ("--out", out, "--yaml")):
-        if value is not None and other.split()[0] not in asked:
-            raise ConfigError(f"{option} {value} is for what {other.split()[0]} finds; add {other}")
-        if value is not None:
-            check_file(option, value)
+    clashes = {
+        "--max-context and --context": max_context and context,
+        "--max-context and --yaml": max_context and as_yaml,
+        "--yaml and --json": as_yaml and as_json,
+    }
+    for both, asked in clashes.items():
+        if asked:
+            raise ConfigError(f"{both} cannot be asked for together; leave one out")
+    if out is not None and not as_yaml:
+        raise ConfigError(f"--out {out} is for what --yaml finds; add --yaml")
+    if out is not None:
+        check_file("--out", out)
     hardware = find_hardware(gpus, gpu_file, host_memory, disk)
-    question = show.question(model, hardware, context, batch, overrides or [], any_setting=as_yaml)
-    if ladder:
-        print(show.ladder_answer(question, as_json))
-    elif sweep is not None:
-        print(show.sweep_answer(question, sweep, plot, as_json))
-    elif as_yaml and (found := question.plan()).fits:
+    question = show.question(model, hardware, context or "128K", batch, overrides or [], any_setting=as_yaml)
+    if as_yaml and (found := question.plan()).fits:
         text = show.as_yaml(question, found, steps)
         if out is None:
             print(text, end="")

@@ -106,15 +106,22 @@ class Layout:
     def but(self, **changes: Any) -> Layout:
         """A copy with some fields changed, and with what is kept in the words above."""
         words = ("checkpoint", "input_tier", "keep_attention", "attention_tier")
-        checkpoint, tier, count, attention = (changes.pop(word, getattr(self, word)) for word in words)
-        n = len(self.kept)
-        return replace(self, kept=keeps(n, tier, attention, count) if checkpoint else (EVERYTHING,) * n, **changes)
+        told = {word: changes.pop(word, getattr(self, word)) for word in words}
+        return replace(self, kept=make_layout(len(self.kept), **told).kept, **changes)
 
 
-def make_layout(num_layers: int, **fields: Any) -> Layout:
-    """A layout from its fields, with what is kept in the words of a configuration: checkpoint, input_tier,
-    keep_attention (so many layers), attention_tier."""
-    return Layout(kept=keeps(num_layers)).but(**fields)
+def make_layout(
+    num_layers: int,
+    *,
+    checkpoint: bool = True,
+    input_tier: Tier = "device",
+    keep_attention: int = 0,
+    attention_tier: Tier = "device",
+    **fields: Any,
+) -> Layout:
+    """A layout from its fields, with what is kept in the words of a configuration."""
+    kept = keeps(num_layers, input_tier, attention_tier, keep_attention) if checkpoint else (EVERYTHING,) * num_layers
+    return Layout(kept=kept, **fields)
 
 
 # ---- a configuration's settings
@@ -159,7 +166,7 @@ def check_fixed(fixed: Mapping[str, Any], num_heads: int, num_layers: int, num_r
     fitting = [n for n in divisors if n <= num_heads]
     if cp is not None and cp not in divisors:
         ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-        more = f"; or start {cp} ranks with --ranks {cp}" if cp > num_ranks else ""
+        more = f"; or take {cp} ranks with --ranks {cp} (in a plan: --gpus)" if cp > num_ranks else ""
         raise ConfigError(f"parallel.cp={cp} does not divide the {ranks}; use {either(divisors)}{more}")
     if cp is not None and cp > num_heads:
         heads = f"{num_heads} query heads of the model"

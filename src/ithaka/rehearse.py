@@ -23,7 +23,7 @@ from ithaka.model.build import build_model
 from ithaka.phases import OPTIMIZER, PARAMETERS, PhasePath, listening, phase
 from ithaka.plan.hardware import GIB, this_host
 from ithaka.plan.models import find_config
-from ithaka.plan.search import Plan, evaluate
+from ithaka.plan.search import Plan
 from ithaka.plan.seconds import layer_seconds
 from ithaka.plan.show import size
 from ithaka.profile.live import LiveBytes
@@ -181,7 +181,7 @@ def of_few_layers(plan: Plan, layers: int, memory_only: bool) -> Plan:
     few = replace(plan.shape, num_layers=layers, windows=plan.shape.windows[:layers])
     layout = replace(plan.layout, kept=plan.layout.kept[:layers], dtype=_dtype())
     work = replace(plan.work, document_tokens=SHORT_DOCUMENT) if memory_only else plan.work
-    return evaluate(few, layout, plan.hardware, work)
+    return Plan(few, layout, plan.hardware, work)
 
 
 def check_cpu_memory(few: Plan) -> None:

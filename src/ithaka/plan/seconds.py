@@ -7,8 +7,8 @@ rehearsals on an H200 (LOG.md, "planned against rehearsed").
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 from ithaka.layout import LayerKeeps, Layout
@@ -224,10 +224,9 @@ def _disk_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, s: int,
 def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
     """One optimizer step: all layers and the loss in every micro-step, and the update."""
     total = _loss_seconds(shape, layout, hardware, work)
-    layers = Counter(zip(shape.windows, layout.of_layers(shape.num_layers), strict=True))
-    for (window, keeps), count in layers.items():
+    for (window, keeps), same in groupby(zip(shape.windows, layout.of_layers(shape.num_layers), strict=True)):
         layer = layer_seconds(shape, layout, hardware, work, window, keeps)
-        total = total + (layer.forward + layer.backward).times(count)
+        total = total + (layer.forward + layer.backward).times(len(list(same)))
     return total.times(work.accumulate) + Seconds(update=_update_seconds(shape, layout, hardware))
 
 

@@ -30,7 +30,7 @@ from ithaka.phases import Listener, PhasePath
 from ithaka.plan.bytes import FIRST_LAYER, RESERVE_BYTES, Holders, gpu_phases
 from ithaka.plan.hardware import gpu_named
 from ithaka.plan.heads import slots_of
-from ithaka.plan.search import Plan, evaluate
+from ithaka.plan.search import Plan
 from ithaka.plan.show import size
 from ithaka.profile.memory import planned_holders
 from ithaka.profile.progress import Progress
@@ -77,7 +77,7 @@ class Watch:
         self._times: StepTimes | None = None  # of the step before a profile
         self._progress: Progress | None = None
         if console.active:
-            self.plan = evaluate(run.shape, run.layout, run.hardware, dataclasses.replace(run.work, accumulate=1))
+            self.plan = Plan(run.shape, run.layout, run.hardware, dataclasses.replace(run.work, accumulate=1))
             write_facts(run.run_dir, self.plan, mesh)
             self._progress = Progress(self.plan, run.config.train.accumulate, mesh.device, console.progress)
 
