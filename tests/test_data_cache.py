@@ -27,8 +27,10 @@ class CountingTokenizer(ByteTokenizer):
         self.log = log
 
     def encode_batch(self, texts):
-        with self.log.open("a") as file:
-            file.writelines(json.dumps([os.getpid(), text]) + "\n" for text in texts)
+        found = [json.dumps([os.getpid(), text]) + "\n" for text in texts if "quick brown fox" not in text]
+        if found:  # and not the fingerprint's sentence
+            with self.log.open("a") as file:
+                file.writelines(found)
         return super().encode_batch(texts)
 
     def seen(self):

@@ -9,8 +9,8 @@ import pytest
 
 from ithaka.config import ConfigError, DataConfig
 from ithaka.data import read
-from ithaka.data.open import check, open_data
-from ithaka.data.tokenizer import ByteTokenizer
+from ithaka.data.open import check
+from test_data_sources import opened_at
 
 
 def refuse(match, path, vocab_size=264, **settings):
@@ -76,7 +76,7 @@ def test_a_bad_line_far_into_a_file_is_named_when_read(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     data = DataConfig(path=tmp_path / "a.jsonl", context=8, validation_fraction=0)
     check(data, 264)
-    stream = open_data(data, tokenizer=ByteTokenizer(), seed=0)
+    stream = opened_at(data)
     with pytest.raises(ConfigError, match=r"line 77: has no field data.text_field=text; its fields are txt"):
         while stream.position.epoch == 0:
             stream.next_batch()

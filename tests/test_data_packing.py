@@ -32,8 +32,8 @@ class NoCache:
     def prepare(self, shards):
         list(shards)
 
-    def load(self, shard):
-        return shard.load()
+    def load_all(self, shards):
+        return [shard.load() for shard in shards]
 
 
 def make_stream(shards, context, **settings):

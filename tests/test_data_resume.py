@@ -14,10 +14,9 @@ import torch
 from ithaka.config import ConfigError, DataConfig
 from ithaka.data import cache, pack, read
 from ithaka.data.cache import TokenCache
-from ithaka.data.open import open_data
 from ithaka.data.stream import num_valid
 from ithaka.data.tokenizer import ByteTokenizer
-from test_data_sources import TEXTS, write_jsonl, write_parquet
+from test_data_sources import TEXTS, opened_at, write_jsonl, write_parquet
 
 BYTES = ByteTokenizer()
 KINDS = ["text", "directory", "jsonl", "parquet"]
@@ -51,7 +50,7 @@ def write_directory(path):
 
 
 def opened(data, rank=0, size=1, batch=1, seed=5):
-    return open_data(data, tokenizer=BYTES, seed=seed, dp_rank=rank, dp_size=size, batch=batch)
+    return opened_at(data, seed, dp_rank=rank, dp_size=size, batch=batch)
 
 
 def global_rows(streams, steps):

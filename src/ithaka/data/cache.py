@@ -9,9 +9,8 @@ import contextlib
 import hashlib
 import os
 import shutil
-import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
@@ -32,11 +31,9 @@ POLL_S = 0.02
 class TokenCache:
     """Documents by shard. One process of a node `fills` it, also ahead of need; the others wait for its files."""
 
-    def __init__(self, directory: Path | None, tokenizer: Tokenizer, fills: bool = True):
-        """`directory` None: a temporary one. It is made when something is written."""
-        self.temporary = tempfile.TemporaryDirectory(prefix="ithaka-tokens-") if directory is None else None
-        self.directory = directory or Path(self.temporary.name)  # type: ignore[union-attr]
-        self.tokenizer, self.fills, self.closed = tokenizer, fills, False
+    def __init__(self, directory: Path, tokenizer: Tokenizer, fills: bool = True):
+        """`directory` is made when something is written."""
+        self.directory, self.tokenizer, self.fills, self.closed = directory, tokenizer, fills, False
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
         self._futures: dict[Path, Future[None]] = {}
         for stale in self.directory.glob("*.failed") if fills else ():
@@ -48,6 +45,10 @@ class TokenCache:
             path = self._path(shard)
             if path not in self._futures and not path.exists():
                 self._futures[path] = self._ahead.submit(self._write, shard, path)
+
+    def load_all(self, shards: Sequence[Shard]) -> list[Documents]:
+        self.prepare(shards)
+        return [self.load(shard) for shard in shards]
 
     def load(self, shard: Shard) -> Documents:
         """Waits until the shard is tokenised; raises what reading it raises."""
@@ -64,9 +65,7 @@ class TokenCache:
     def close(self, remove: bool = False) -> None:
         self.closed = True
         self._ahead.shutdown(cancel_futures=True)
-        if self.temporary is not None:
-            self.temporary.cleanup()
-        elif remove and self.fills:
+        if remove and self.fills:
             shutil.rmtree(self.directory, ignore_errors=True)
             with contextlib.suppress(OSError):
                 self.directory.parent.rmdir()  # a run that was refused has nothing else in it
@@ -103,17 +102,16 @@ class TokenCache:
                 self._tokenise(shard, file)
             part.replace(path)
         except Exception as error:
-            words = str(error)
-            if isinstance(error, OSError):
-                words = f"{shard.parts[0].file.path} cannot be read, or its tokens cannot be written ({error}); "
-                words += "put the file back, make room, or give another train.run_dir"
             part.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                part.write_text(words)
-                part.replace(path.with_suffix(".failed"))
             if isinstance(error, OSError):
-                raise ConfigError(words) from error
-            raise
+                error = ConfigError(
+                    f"{shard.parts[0].file.path} cannot be read, or its tokens cannot be written ({error}); put the "
+                    "file back, make room, or give another train.run_dir"
+                )
+            with contextlib.suppress(OSError):
+                part.write_text(str(error))
+                part.replace(path.with_suffix(".failed"))
+            raise error
 
     def _tokenise(self, shard: Shard, file: BinaryIO) -> None:
         """tokens int32 [n], lengths int64 [documents], then the number of documents and of those skipped, int64."""

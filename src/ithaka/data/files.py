@@ -65,39 +65,36 @@ def find(path: Path | str | None, name: str = "data.path") -> Found:
 
 def _named(paths: list[Path], name: str) -> Found:
     """Files that the user named, by a glob perhaps: each is read, or refused."""
-    reasons = {path: _why_not(path) for path in paths}
-    for path, reason in reasons.items():
-        if reason and (reason != "empty" or len(paths) == 1):
+    for path in paths:
+        reason = _why_not(path)
+        if reason:
             raise ConfigError(f"{name}={path} cannot be read ({reason}); {WAY_OUT}")
-    empty = [f"{path} (empty)" for path, reason in reasons.items() if reason]
-    return Found([File(path, _kind(path)) for path, reason in reasons.items() if not reason], left_out=empty)
+    return Found([File(path, _kind(path)) for path in paths])
 
 
 def _directory(directory: Path, name: str) -> Found:
     """All of a folder's text files, or all its records: then everything in it must be understood."""
     reasons = {path: _why_not(path) for path in sorted(_walk(directory))}
-    readable = [path for path, reason in reasons.items() if reason is None]
-    left_out = {path: reason for path, reason in reasons.items() if reason is not None}
-    arrow = next((path for path in left_out if path.suffix == ".arrow"), None)
+    arrow = next((path for path in reasons if path.suffix == ".arrow"), None)
     if arrow is not None:
         raise ConfigError(f"{name}={directory} holds {arrow}; give the folder that datasets.save_to_disk wrote")
-    texts = [path for path in readable if path.suffix not in KINDS]
-    only_json = all(path.suffix == ".json" or NOT_RECORDS.match(path.name) for path in texts)
-    records = [path for path in readable if path.suffix in KINDS or _is_record_json(path, only_json)]
+    meant = [path for path, reason in reasons.items() if reason != "empty" and not NOT_RECORDS.match(path.name)]
+    only_json = all(path.suffix in {".json", *KINDS} for path in meant if reasons[path] is None)
+    records = {path: _kind(path) for path in meant if path.suffix in KINDS or _is_record_json(path, only_json)}
+    strange = next((path for path in meant if path not in records), None)
     if records:
-        texts = [path for path in texts if path not in records]
-        strange = [path for path in texts if not NOT_RECORDS.match(path.name)]
-        strange += [path for path, why in left_out.items() if why != "empty" and not NOT_RECORDS.match(path.name)]
-        if strange:
+        first = next(iter(records))
+        if strange is not None:
             raise ConfigError(
-                f"{name}={directory} holds records ({records[0].name}) and also {strange[0].relative_to(directory)}, "
-                f"which is none; name the files that are meant by a glob, such as {directory}/**/*{records[0].suffix}"
+                f"{name}={directory} holds records ({first.name}) and also {strange.relative_to(directory)}, "
+                f"which is none; name the files that are meant by a glob, such as {directory}/**/*{first.suffix}"
             )
-        left_out |= dict.fromkeys(texts, "not records")
-    told = [f"{path.relative_to(directory)} ({reason})" for path, reason in left_out.items()]
-    if not readable:
-        raise ConfigError(f"{name}={directory} holds {', '.join(told[:3]) or 'nothing'}; {WAY_OUT}")
-    return Found([File(path, _kind(path)) for path in records] or [File(path, "text") for path in texts], [], told)
+        reasons |= {path: reasons[path] or "not records" for path in reasons if path not in records}
+    files = [File(path, records.get(path, "text")) for path, reason in reasons.items() if reason is None]
+    left_out = [f"{path.relative_to(directory)} ({reason})" for path, reason in reasons.items() if reason]
+    if not files:
+        raise ConfigError(f"{name}={directory} holds {', '.join(left_out[:3]) or 'nothing'}; {WAY_OUT}")
+    return Found(files, left_out=left_out)
 
 
 def _walk(directory: Path) -> Iterator[Path]:
@@ -123,9 +120,7 @@ def _kind(path: Path) -> Kind:
 
 
 def _is_record_json(path: Path, only_json: bool) -> bool:
-    if path.suffix != ".json" or NOT_RECORDS.match(path.name):
-        return False
-    return only_json or bool(TRAINING_JSON.match(_head(path)))
+    return path.suffix == ".json" and (only_json or TRAINING_JSON.match(_head(path)) is not None)
 
 
 def _head(path: Path) -> bytes:
@@ -174,11 +169,7 @@ def open_dataset(path: str) -> dict[str, Any]:
             if not constants.HF_HUB_OFFLINE:
                 HfApi().dataset_info(path, timeout=10)  # `datasets` would try for half a minute
             found = datasets.load_dataset(path)
-    except ImportError as error:
-        raise ConfigError(
-            f"{where} is read with datasets: run pip install datasets, or give JSONL or Parquet"
-        ) from error
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"{where} cannot be read ({type(error).__name__}: {reason}); give another path") from error
+        reason = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
+        raise ConfigError(f"{where} cannot be read with the package datasets ({reason}); give another path") from error
     return found if isinstance(found, dict) else {"train": found}

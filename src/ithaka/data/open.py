@@ -1,8 +1,7 @@
 """A configuration -> its data: checked before anything starts, opened on every rank, told before the first step."""
 
-import bisect
+import functools
 import itertools
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,30 +11,26 @@ from ithaka.data.files import find
 from ithaka.data.pack import Split
 from ithaka.data.read import Shard, make_shards
 from ithaka.data.stream import SequenceStream, TrainData
-from ithaka.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from ithaka.data.tokenizer import Tokenizer, load_tokenizer
 
-COUNT_BYTES = 100_000_000
-COUNT_S = 60.0
 PROBE_TEXTS = 10_000
 SHOWN_TOKENS = 64
 
 
 def open_data(
     data: DataConfig, *, tokenizer: Tokenizer, seed: int, dp_rank: int = 0, dp_size: int = 1,
-    batch: int = 1, cache_dir: Path | None = None, fills_cache: bool = True,
+    batch: int = 1, cache_dir: Path, fills_cache: bool = True,
 ) -> TrainData:  # fmt: skip
     """The training data of one data-parallel rank: `batch` sequences of `data.context` tokens a call.
 
     Every rank of a cp group passes the same dp_rank. cache_dir: where tokens are kept, by one rank of the node, which
-    fills_cache; None: in a temporary directory of this process.
+    fills_cache.
     """
     cache = TokenCache(cache_dir, tokenizer, fills_cache)
     train, held_out, about = _shards(data)
-    stream = SequenceStream(train, cache, data.context, seed=seed, pad_id=tokenizer.pad_id)
-    validation = None
-    if held_out is not None:
-        validation = SequenceStream(held_out, cache, data.context, seed=None, pad_id=tokenizer.pad_id)
-    return TrainData(stream, validation, about, rank=dp_rank, size=dp_size, batch=batch)
+    stream = functools.partial(SequenceStream, cache=cache, context=data.context, pad_id=tokenizer.pad_id)
+    validation = None if held_out is None else stream(held_out, seed=None)
+    return TrainData(stream(train, seed=seed), validation, about, rank=dp_rank, size=dp_size, batch=batch)
 
 
 def check(data: DataConfig, vocab_size: int, model_path: Path | None = None) -> None:
@@ -44,7 +39,11 @@ def check(data: DataConfig, vocab_size: int, model_path: Path | None = None) -> 
     For use before any process starts. What it cannot see (a bad line far into a file) raises when it is read.
     """
     tokenizer = load_tokenizer(data.tokenizer, model_path)
-    check_vocabulary(tokenizer, vocab_size)
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"the tokenizer's vocabulary of {tokenizer.vocab_size} exceeds model vocab_size={vocab_size}; "
+            "use the model's own tokenizer (data.tokenizer), or a model with a larger vocabulary"
+        )
     train, held_out, about = _shards(data)
     _probe(train, f"data.path={data.path} holds no text to train on; give a path with more documents")
     if sum(shard.num_bytes for shard in train) < data.context:
@@ -94,11 +93,16 @@ def _probe(shards: Sequence[Shard], if_empty: str) -> None:
 
 
 def data_facts(opened: TrainData, num_sequences: int) -> dict[str, str]:
-    """What a run of `num_sequences` is about to train on, in words, by topic. For one rank, before the first step."""
+    """What a run of `num_sequences` is about to train on, in words, by topic. For one rank, before the first step.
+
+    Counted is the window that is trained on first, which must be tokenised anyway. That is all of small data.
+    """
     stream, about = opened.stream, dict(opened.about)
-    documents, skipped, tokens, complete = _count(stream)
-    sequences = max(1, -(-tokens // stream.context))
-    least, most = ("", "") if complete else ("at least ", "at most ")
+    indices = stream.windows[stream.position.window % len(stream.windows)]
+    loaded = stream.cache.load_all([stream.shards[i] for i in indices])
+    documents, tokens = sum(len(each.lengths) for each in loaded), sum(len(each.tokens) for each in loaded)
+    skipped, sequences = sum(each.num_skipped for each in loaded), max(1, -(-tokens // stream.context))
+    least, most = ("", "") if len(indices) == len(stream.shards) else ("at least ", "at most ")
     facts = {
         "data": f"{about.pop('data')}, {least}{documents:,} documents, {tokens:,} tokens, {sequences:,} sequences",
         "epochs": f"{most}{num_sequences / sequences:.3g} ({num_sequences:,} sequences in all)",
@@ -113,23 +117,3 @@ def data_facts(opened: TrainData, num_sequences: int) -> dict[str, str]:
     text = stream.cache.tokenizer.decode(first.ids[: first.length], special=True)
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     return {**facts, **about, "starts with": shown}
-
-
-def _count(stream: SequenceStream) -> tuple[int, int, int, bool]:
-    """Documents, empty ones, tokens, and whether of all the data.
-
-    Counting means to tokenise: of large data only what is trained on first.
-    """
-    at = stream.position.window
-    shards = [stream.shards[i] for i in itertools.chain(*stream.windows[at:], *stream.windows[:at])]
-    sizes = list(itertools.accumulate(shard.num_bytes for shard in shards))
-    first = shards[: max(1, bisect.bisect(sizes, COUNT_BYTES))]
-    stream.cache.prepare(first)
-    counts, deadline = [], time.monotonic() + COUNT_S
-    for shard in first:
-        loaded = stream.cache.load(shard)
-        counts.append((len(loaded.lengths), loaded.num_skipped, len(loaded.tokens)))
-        if time.monotonic() > deadline:
-            break
-    documents, skipped, tokens = map(sum, zip(*counts, strict=True))
-    return documents, skipped, tokens, len(counts) == len(shards)

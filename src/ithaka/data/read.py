@@ -4,6 +4,7 @@ A shard is what is read and tokenised at once: some small text files or a part o
 start in some 2 MiB, a JSON file, a Parquet row group, rows of an Arrow table.
 """
 
+import codecs
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -139,19 +140,11 @@ def _edges(path: Path, start: int, stop: int, step: int) -> list[int]:
 
 def _cut_before(path: Path, low: int, high: int) -> int:
     """Where to cut [low, high): after the last newline, if one is near, else between characters."""
-    low = max(low, high - TEXT_PIECE_BYTES)
-    return low + cut(_bytes(path, low, high))
-
-
-def cut(raw: bytes) -> int:
-    """How many bytes to keep: up to the last newline, else whole characters only."""
-    end = raw.rfind(b"\n") + 1
-    if end or not raw:
-        return end
-    end = len(raw) - 1
-    while end > len(raw) - 4 and raw[end] & 0xC0 == 0x80:
-        end -= 1
-    return end
+    raw = _bytes(path, max(low, high - TEXT_PIECE_BYTES), high)
+    decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+    decoder.decode(raw)
+    half_a_character = len(decoder.getstate()[0])
+    return high - len(raw) + (raw.rfind(b"\n") + 1 or len(raw) - half_a_character)
 
 
 def _bytes(path: Path, low: int, high: int) -> bytes:
@@ -168,39 +161,34 @@ def _bytes(path: Path, low: int, high: int) -> bytes:
 
 def _text(part: Part, field: str, record: Any, row: int) -> str:
     """The text of the `row`-th record of a part."""
-    complaint = None
     if isinstance(record, bytes):
         try:
             record = json.loads(record)
         except ValueError as error:
-            complaint = f"not JSON ({error}); data.path wants one JSON object a line"
-    complaint = complaint or _complaint(record, field)
-    if complaint is None:
+            record = error
+    if isinstance(record, dict) and isinstance(record.get(field), str):
         return record[field]
     where = f"record {part.start + row + 1}"
     if part.file.kind == "parquet":
         where = f"row group {part.start} row {row}"
     elif part.file.kind == "jsonl":
         where = f"line {_line_number(part.file.path, part.start, row)}"
-    raise ConfigError(f"{part.file.path} {where}: {complaint}")
+    raise ConfigError(f"{part.file.path} {where}: {_complaint(record, field)}")
 
 
-def _complaint(record: Any, field: str) -> str | None:
+def _complaint(record: Any, field: str) -> str:
+    """Why a record, or its ValueError, has no text."""
+    if isinstance(record, ValueError):
+        return f"not JSON ({record}); data.path wants one JSON object a line"
     if not isinstance(record, dict):
         return f"a {type(record).__name__}, not a JSON object; data.path wants one object a record"
-    if field not in record:
-        return _no_field(field, list(record))
-    if not isinstance(record[field], str):
+    if field in record:
         kind = "null" if record[field] is None else type(record[field]).__name__
         return f"data.text_field={field} is {kind}, not a string; drop such records, or name a field of text"
-    return None
-
-
-def _no_field(field: str, names: list[str]) -> str:
     way_out = "name the field that holds the text with data.text_field"
-    for name in {"messages", "conversations"} & set(names):
+    for name in {"messages", "conversations"} & set(record):
         way_out = f"conversations ({name}) are not read yet: write them as text with a chat template, and {way_out}"
-    return f"has no field data.text_field={field}; its fields are {', '.join(map(str, names)) or 'none'}; {way_out}"
+    return f"has no field data.text_field={field}; its fields are {', '.join(record) or 'none'}; {way_out}"
 
 
 def _line_number(path: Path, start: int, row: int) -> int:
@@ -272,5 +260,5 @@ def _record_ranges(file: File, field: str) -> list[tuple[int, int, int]]:
                 _text(Part(file, 0, size), field, line, 0)
         return [(low, high, high - low) for low, high in pairwise([*range(0, size, SHARD_BYTES), size])]
     if field not in names:
-        raise ConfigError(f"{file.path} {_no_field(field, names)}")
+        raise ConfigError(f"{file.path} {_complaint(dict.fromkeys(names), field)}")
     return ranges

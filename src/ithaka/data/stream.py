@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -68,11 +68,9 @@ class SequenceStream:
     def seek(self, position: Position) -> None:
         self.position = position
         self._window: Window | None = None
+        key = None if self.seed is None else (self.seed, position.epoch)
         sizes = [shard.num_bytes for shard in self.shards]
-        if self.seed is None:
-            self.windows = pack.deal(sizes, None, window_bytes=0)
-        else:
-            self.windows = pack.deal(sizes, (self.seed, position.epoch), pack.WINDOW_BYTES)
+        self.windows = pack.deal(sizes, key, 0 if key is None else pack.WINDOW_BYTES)
 
     def next(self, materialize: bool = True) -> PackedSequence | None:
         """The next sequence; None at the end of a stream without a seed, or if not `materialize`."""
@@ -105,9 +103,8 @@ class SequenceStream:
             if self._window is None:
                 at = self.position.window
                 shards, *ahead = ([self.shards[i] for i in each] for each in self.windows[at : at + 1 + WINDOWS_AHEAD])
-                self.cache.prepare(shards)
                 key = None if self.seed is None else (self.seed, self.position.epoch, at)
-                self._window = Window([self.cache.load(shard) for shard in shards], key)
+                self._window = Window(self.cache.load_all(shards), key)
                 if self.seed is not None:
                     self.cache.prepare(itertools.chain(*ahead))
             if self.position.offset < self._window.num_tokens:
@@ -179,9 +176,7 @@ class TrainData:
                 "data.path, its files, data.text_field, data.validation_fraction, data.tokenizer or train.seed are not "
                 "those of the checkpoint; put them back, or export the run and start a new one from its weights"
             )
-        if self._next is not None:
-            wait([self._next])
-            self._next = None
+        assert self._next is None, "nothing was read yet"
         self.position = Position(**{key: int(state[key]) for key in asdict(Position())})
         self.stream.seek(self.position)
 
@@ -193,7 +188,6 @@ class TrainData:
 
     def _fingerprint(self) -> str:
         """Of what decides the order and the tokens, but not of where the files lie."""
-        digest = hashlib.sha256(repr((self.stream.seed, self.stream.cache.tokenizer.fingerprint)).encode())
-        for shard in self.stream.shards:
-            digest.update(repr(shard.identity).encode())
-        return digest.hexdigest()[:16]
+        shards = [shard.identity for shard in self.stream.shards]
+        decides = (self.stream.seed, self.stream.cache.tokenizer.fingerprint, shards)
+        return hashlib.sha256(repr(decides).encode()).hexdigest()[:16]

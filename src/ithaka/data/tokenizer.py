@@ -21,38 +21,30 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 class Tokenizer:
     """A Hugging Face tokenizer as the data code and the loop need it.
 
-    `encode` adds no special tokens; `document_prefix` holds what the tokenizer itself puts before a text
-    (bos for Llama, nothing for Qwen) and `eos_id`, where there is one, ends each document.
+    `document_prefix` holds what the tokenizer itself puts before a text (bos for Llama, nothing for Qwen) and `eos_id`,
+    where there is one, ends each document.
     """
 
     def __init__(self, hf: Any):
         self.hf = hf
         self.bos_id: int | None = hf.bos_token_id
         self.eos_id: int | None = hf.eos_token_id
+        # Fills the end of an epoch; its labels are ignored, so any valid id will do.
+        self.pad_id: int = next((i for i in (hf.pad_token_id, self.eos_id) if i is not None), 0)
         # Ids may have holes and added tokens: what a model must hold is the largest id, not the count.
         self.vocab_size: int = max(hf.get_vocab().values()) + 1
         adds_bos = self.bos_id is not None and hf("a")["input_ids"][:1] == [self.bos_id]
         self.document_prefix: tuple[int, ...] = (self.bos_id,) if adds_bos and self.bos_id is not None else ()
 
-    @property
-    def pad_id(self) -> int:
-        """What fills the end of an epoch; its labels are ignored, so any valid id will do."""
-        candidates = (self.hf.pad_token_id, self.eos_id)
-        return next((i for i in candidates if i is not None), 0)
-
     @functools.cached_property
     def fingerprint(self) -> str:
         """Of the ids that texts get: its words, what surrounds a document, and a sentence's ids."""
         words = sorted(self.hf.get_vocab().items())
-        ids = self.encode("The quick brown fox; 1234567 x 89,\n\tif (a != b): naïve 日本語 🎉").tolist()
+        ids = self.encode_batch(["The quick brown fox; 1234567 x 89,\n\tif (a != b): naïve 日本語 🎉"])[0].tolist()
         return hashlib.sha256(repr((words, self.document_prefix, self.eos_id, ids)).encode()).hexdigest()[:16]
 
-    def encode(self, text: str) -> np.ndarray:
-        """-> int32 [tokens], without special tokens."""
-        return self.encode_batch([text])[0]
-
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """-> one int32 array a text; the tokenizers library spreads a batch over the cores."""
+        """-> one int32 array a text, without special tokens; the tokenizers library spreads a batch over the cores."""
         if not texts:
             return []
         # verbose=False: documents longer than model_max_length are what this library is for.
@@ -65,10 +57,6 @@ class Tokenizer:
     def decode(self, ids: Any, special: bool = False) -> str:
         return self.hf.decode([int(i) for i in ids], skip_special_tokens=not special)
 
-    def save_pretrained(self, directory: str | Path) -> None:
-        """Write a directory that `AutoTokenizer.from_pretrained` loads and that gives the same ids."""
-        self.hf.save_pretrained(str(directory))
-
 
 class ByteTokenizer(Tokenizer):
     """Ids 0..255 are the bytes of the UTF-8 text, then bos, eos and pad.
@@ -78,24 +66,15 @@ class ByteTokenizer(Tokenizer):
     """
 
     def __init__(self) -> None:
-        super().__init__(_byte_backend())
-
-    def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
+        backend = Backend(models.BPE(vocab={char: byte for byte, char in bytes_to_unicode().items()}, merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        names = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
+        how = {"split_special_tokens": True, "clean_up_tokenization_spaces": False}
+        super().__init__(PreTrainedTokenizerFast(tokenizer_object=backend, **names, **how))
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [self.encode(text) for text in texts]
-
-
-def _byte_backend() -> PreTrainedTokenizerFast:
-    vocab = {char: byte for byte, char in bytes_to_unicode().items()}
-    backend = Backend(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<|bos|>", eos_token="<|eos|>", pad_token="<|pad|>",
-        split_special_tokens=True, clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32) for text in texts]
 
 
 def load_tokenizer(name: str | None, model_path: Path | None) -> Tokenizer:
@@ -126,12 +105,3 @@ def load_tokenizer(name: str | None, model_path: Path | None) -> Tokenizer:
         eos = eos[0] if isinstance(eos, list) and eos else eos
         hf.eos_token = hf.convert_ids_to_tokens(eos) if isinstance(eos, int) else None
     return Tokenizer(hf)
-
-
-def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise ConfigError where the tokenizer can give an id that the model has no embedding for."""
-    if tokenizer.vocab_size > vocab_size:
-        raise ConfigError(
-            f"the tokenizer's vocabulary of {tokenizer.vocab_size} exceeds model vocab_size={vocab_size}; "
-            "use the model's own tokenizer (data.tokenizer), or a model with a larger vocabulary"
-        )

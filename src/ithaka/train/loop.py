@@ -218,7 +218,7 @@ def _write_run_dir(trainer: Trainer) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     told = checkpoint.history(run.run_dir, trainer.step, run.changed) if trainer.step else ""
     checkpoint.write_atomic(run.run_dir / "config.yaml", f"{told}format: {FORMAT}\n{to_yaml(run.config)}")
-    for part in (trainer.model.config, trainer.model.generation_config, trainer.tokenizer):
+    for part in (trainer.model.config, trainer.model.generation_config, trainer.tokenizer.hf):
         if part is not None:
             part.save_pretrained(folder)
 
