@@ -32,4 +32,4 @@ def traced_peak(trace: Path) -> int:
 
 
 def bytes_now(live: LiveBytes) -> int:
-    return sum(piece.num_bytes for piece in live.map.pieces if piece.stop_ns == NEVER)
+    return sum(piece.num_bytes for piece in live.pieces if piece.stop_ns == NEVER)

@@ -127,7 +127,7 @@ def run_layer(case: Case, rank: int) -> MemoryMap:
         del y_sD
         dy_sD = torch.randn_like(like, device="cpu")
         torch.autograd.grad((of_y,), [of_x, *params], (dy_sD,))
-    return live.map
+    return live
 
 
 def run_ranks(case: Case) -> list[MemoryMap]:
@@ -144,7 +144,7 @@ def highest(memory: MemoryMap, *phases: str, lengths: Iterable[int] = ()) -> int
     for at_ns, num_bytes, piece in memory.edges():
         if piece.holder != GRADIENTS and (not lengths or set(lengths) & set(piece.shape)):
             now += num_bytes
-        if set(phases) <= set(memory.phases.at(at_ns)):
+        if set(phases) <= set(memory.at(at_ns)):
             most = max(most, now)
     return most
 

@@ -25,7 +25,7 @@ def test_views_and_in_place_work_count_nothing():
         assert bytes_now(live) == 4 * KIB
         del view
         assert bytes_now(live) == 0
-    assert live.map.peak()[0] == 4 * KIB
+    assert live.peak()[0] == 4 * KIB
 
 
 @pytest.mark.filterwarnings("error")
@@ -68,11 +68,11 @@ def test_what_autograd_functions_make_and_keep_is_seen():
         y.backward(torch.ones_like(y))
         del y
         assert bytes_now(live) == 4 * KIB, "the gradient"
-    assert live.map.phase_peaks()[("backward",)] == live.map.peak()[0]
-    peak_ns = live.map.peak()[1]
-    assert live.map.phases.at(peak_ns) == ("backward",)
-    assert live.map.live_at(peak_ns)[0].num_bytes == 16 * KIB
-    assert live.map.live_at(peak_ns)[0].line.startswith("tests/test_live_bytes.py:")
+    assert live.phase_peaks()[("backward",)] == live.peak()[0]
+    peak_ns = live.peak()[1]
+    assert live.at(peak_ns) == ("backward",)
+    assert live.live_at(peak_ns)[0].num_bytes == 16 * KIB
+    assert live.live_at(peak_ns)[0].line.startswith("tests/test_live_bytes.py:")
 
 
 def test_resized_storages_are_followed():
@@ -93,7 +93,7 @@ def test_holders_come_from_the_phase_the_block_or_the_tag():
             q = floats(2)
         kept = tag(floats(1), "kept on device")
 
-    now = {h.holder: h.num_bytes for h in live.map.live_at(live.map.peak()[1])}
+    now = {h.holder: h.num_bytes for h in live.live_at(live.peak()[1])}
     assert now == {"MLP tile": 3 * KIB, "stage buffers": 2 * KIB, "kept on device": KIB}
     del tile, q, kept
 
@@ -112,8 +112,8 @@ def test_phases_of_ordinary_autograd_are_told():
         x = floats(1).requires_grad_()
         y = 2 * x
         phases.mark_backward(x, y, "layer 1", "backward").sum().backward()
-    assert ("layer 0", "layer 1", "backward") in live.map.phase_peaks()
-    assert live.map.phases.marks[-1][1] == ()
+    assert ("layer 0", "layer 1", "backward") in live.phase_peaks()
+    assert live.marks[-1][1] == ()
 
 
 def attend() -> None:
@@ -126,4 +126,4 @@ def attend() -> None:
 def test_peak_is_what_the_allocator_says():
     with LiveBytes() as live:
         attend()
-    assert abs(live.map.peak()[0] - allocator_peak(attend)) < 0.02 * live.map.peak()[0]
+    assert abs(live.peak()[0] - allocator_peak(attend)) < 0.02 * live.peak()[0]

@@ -33,10 +33,10 @@ def history(events: list[dict], tags: list[Tag]) -> MemoryMap:
     """What the events say, of a step that had 4 and 1 MiB before and one phase from 1 ms on."""
     made = AllocatorHistory(torch.device("cuda", 0))
     made._before, made._start_ns = {1: 4 * MIB, 2: MIB}, 1_000_000
-    made.map.phases.marks = [(1_000_000, ("layer 0", "backward", "mlp"))]
+    made.marks = [(1_000_000, ("layer 0", "backward", "mlp"))]
     made.snapshot, made._tags = {"device_traces": [events]}, tags
     made._fill()
-    return made.map
+    return made
 
 
 IN_MLP = "MLP tile: layer 0/backward/mlp"
@@ -57,7 +57,7 @@ def test_history_becomes_holders():
     memory = history(events, tags)
     peak_bytes, peak_ns = memory.peak()
     assert peak_bytes == 15 * MIB
-    assert memory.phases.at(peak_ns) == ("layer 0", "backward", "mlp")
+    assert memory.at(peak_ns) == ("layer 0", "backward", "mlp")
     at_peak = {h.holder: h for h in memory.live_at(peak_ns)}
     assert {name: h.num_bytes // MIB for name, h in at_peak.items()} == {
         "MLP tile": 8,
@@ -112,7 +112,7 @@ def test_a_step_is_recorded_with_its_phases_and_holders(monkeypatch):
             gpu.allocate(5, 3)
         gpu.allocate(6, 10)
     assert not gpu.recording and gpu.metadata == "" and recorded.measured_peak_bytes == 21 * MIB
-    made = {piece.num_bytes // MIB: (piece.holder, "/".join(piece.phase)) for piece in recorded.map.pieces}
+    made = {piece.num_bytes // MIB: (piece.holder, "/".join(piece.phase)) for piece in recorded.pieces}
     assert made == {
         4: ("other", ""),
         1: ("residual stream", "layer 0/backward"),
@@ -121,7 +121,7 @@ def test_a_step_is_recorded_with_its_phases_and_holders(monkeypatch):
         3: ("residual stream", "layer 0/backward"),
         10: ("other", ""),
     }
-    assert recorded.map.peak()[0] == 20 * MIB
+    assert recorded.peak()[0] == 20 * MIB
 
 
 def test_memory_without_a_shape_is_told_by_the_size_of_its_pieces():

@@ -22,7 +22,9 @@ MICRO_STEPS = 2
 
 
 def progress(say=lambda report: None, every_s: float = 30.0) -> Progress:
-    return Progress(PLAN, MICRO_STEPS, torch.device("cpu"), say, every_s)
+    made = Progress(PLAN, MICRO_STEPS, torch.device("cpu"), say)
+    made.every_s = every_s
+    return made
 
 
 def run_layer(index: int, direction: str) -> None:

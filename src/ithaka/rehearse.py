@@ -20,7 +20,7 @@ from ithaka.dist.loopback import start_loopback
 from ithaka.dist.mesh import default_device, make_mesh
 from ithaka.layout import Layout, make_layout
 from ithaka.model.build import build_model
-from ithaka.phases import OPTIMIZER, PARAMETERS, PhasePath, listening, phase
+from ithaka.phases import PhasePath, listening, phase
 from ithaka.plan.hardware import GIB, this_host
 from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan
@@ -80,8 +80,8 @@ def rehearse(
         *_, base = _measure(model, optimizer, mesh.device, mesh.cp_size * tiny_s, False)
         timeline, step_s, peaks = _measure(model, optimizer, mesh.device, context, memory_only)
         highest = max(peaks, key=lambda path: (peaks[path], len(path)))
-        in_layers = [p for p in timeline.phases if _in_layer(p.path)]
-        seconds, store = Timeline(mesh.device, in_layers).seconds_by(2), model.model.layers[0].forward.store
+        seconds, store = timeline.seconds(), model.model.layers[0].forward.store
+        spent = {way: sum(seconds["step", f"layer {i}", way] for i in range(layers)) for way in ("forward", "backward")}
         return Rehearsed(
             x_bytes=layout.x_bytes(model.config.hidden_size, s),
             layer_bytes=_layers_peak(peaks) - _layers_peak(base),
@@ -89,8 +89,8 @@ def rehearse(
             peak_phase=" / ".join(highest[1:]) or "outside layers and loss",
             host_bytes=store.pool.peak_bytes,
             disk_bytes=store.disk.used_bytes,
-            forward_s=seconds[("forward",)] / layers,
-            backward_s=seconds[("backward",)] / layers,
+            forward_s=spent["forward"] / layers,
+            backward_s=spent["backward"] / layers,
             step_s=step_s,
         )
 
@@ -111,17 +111,12 @@ def _measure(
             _step(model, optimizer, ids, documents)
         done()
         step_s = time.perf_counter() - started
-    peaks: dict[PhasePath, int] = {}
-    for p in timeline.phases if on_gpu else ():
-        peaks[p.path] = max(peaks.get(p.path, 0), p.peak_bytes)
-    if not on_gpu:
-        with LiveBytes() as live:
-            live.register(model.parameters(), PARAMETERS)
-            states = (value for state in optimizer.state.values() for value in state.values())
-            live.register((value for value in states if isinstance(value, Tensor)), OPTIMIZER)
-            _step(model, optimizer, ids, documents)
-        peaks = live.map.phase_peaks()
-    return timeline, step_s, peaks
+    if on_gpu:
+        return timeline, step_s, timeline.peaks
+    with LiveBytes() as live:
+        live.register_states(model, optimizer)
+        _step(model, optimizer, ids, documents)
+    return timeline, step_s, live.phase_peaks()
 
 
 def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids: Tensor, documents: Tensor | None) -> None:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ithaka.phases import OTHER, PhasePath, current_holder, current_phase, listening
-from ithaka.profile.memory import Piece, Recorder, form, local_tensor, made_by
+from ithaka.phases import OTHER, current_holder, current_phase, listening
+from ithaka.profile.memory import MemoryMap, Piece, form, local_tensor, made_by
 
 MAX_EVENTS = 2_000_000
 CLOCK_SLACK_NS = 20_000  # between the allocator's clock and Python's
@@ -25,8 +25,8 @@ class Tag(NamedTuple):
     shape: tuple[int, ...]
 
 
-class AllocatorHistory(Recorder):
-    """Records what the CUDA allocator does while it is entered; then `map` has it by holder.
+class AllocatorHistory(MemoryMap):
+    """Records what the CUDA allocator does while it is entered; then it is a map by holder.
 
     Of an allocation the allocator knows bytes, not the shape: only what the schedule tags has one. `snapshot` is what
     PyTorch's memory viewer reads.
@@ -69,14 +69,6 @@ class AllocatorHistory(Recorder):
         if local.is_cuda:
             self._tags.append(Tag(local.untyped_storage().data_ptr(), time.time_ns(), holder, **form(local)))
 
-    def enter(self, path: PhasePath) -> None:
-        super().enter(path)
-        self.holder_changed()
-
-    def leave(self, path: PhasePath) -> None:
-        super().leave(path)
-        self.holder_changed()
-
     def holder_changed(self) -> None:
         """From now on, this thread's allocations carry holder and phase; the memory viewer shows them."""
         torch.cuda.memory._set_memory_metadata(f"{current_holder()}: {'/'.join(current_phase())}")
@@ -84,7 +76,7 @@ class AllocatorHistory(Recorder):
     def _fill(self) -> None:
         """Pieces from the allocator's events and the schedule's tags, in the order of time."""
         newest = {address: Piece(num_bytes, self._start_ns) for address, num_bytes in self._before.items()}
-        self.map.pieces.extend(newest.values())
+        self.pieces.extend(newest.values())
         trace = self.snapshot["device_traces"][self.device.index or 0]
         events: list[tuple[int, Any]] = [(event["time_us"] * 1000, event) for event in trace]
         events = [event for event in events if event[0] >= self._start_ns - CLOCK_SLACK_NS]
@@ -106,8 +98,8 @@ class AllocatorHistory(Recorder):
         line, fsdp_holder = made_by((f["filename"], f["line"], f["name"]) for f in event["frames"])
         holder, _, names = event.get("user_metadata", "").partition(": ")
         path = tuple(names.split("/")) if names else ()
-        self.map.pieces.append(Piece(num_bytes, at_ns, fsdp_holder or holder or OTHER, path, line=line))
-        return self.map.pieces[-1]
+        self.pieces.append(Piece(num_bytes, at_ns, fsdp_holder or holder or OTHER, path, line=line))
+        return self.pieces[-1]
 
     def _tagged(self, piece: Piece, tag: Tag) -> Piece:
         """With the shape of the largest tensor that was tagged; a tag with another holder begins a new piece."""
@@ -115,5 +107,5 @@ class AllocatorHistory(Recorder):
             piece.dtype, piece.shape = tag.dtype, tag.shape
         if tag.holder == piece.holder:
             return piece
-        self.map.pieces.append(piece.change(tag.time_ns, holder=tag.holder))
-        return self.map.pieces[-1]
+        self.pieces.append(piece.change(tag.time_ns, holder=tag.holder))
+        return self.pieces[-1]

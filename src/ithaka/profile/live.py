@@ -3,7 +3,6 @@
 import time
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from ithaka.phases import current_holder, current_phase, listening
-from ithaka.profile.memory import Piece, Recorder, form, local_tensor, made_by, stack
+from ithaka.profile.memory import MemoryMap, Piece, form, local_tensor, made_by, stack
 
 
-class LiveBytes(Recorder):
+class LiveBytes(MemoryMap):
     """Counts, while it is entered, the bytes of every CPU storage made inside, each once, until it dies.
 
     Views and autograd's references keep a storage alive; resizing, which FSDP2 does, is followed. Older storages
@@ -30,8 +29,18 @@ class LiveBytes(Recorder):
 
     def __enter__(self) -> "LiveBytes":
         self.callback(self._live.clear)  # later deaths are not noted
-        for context in (listening(self), _shown_resizes(self), _Operations(self)):
-            self.enter_context(context)
+        plain = UntypedStorage.resize_  # no operation that dispatch could see: it is replaced
+
+        def resize_(storage: UntypedStorage, num_bytes: int) -> Any:
+            result = plain(storage, num_bytes)
+            if storage.device.type == "cpu":
+                self.resized(storage)
+            return result
+
+        self.callback(setattr, UntypedStorage, "resize_", plain)
+        UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
+        self.enter_context(listening(self))
+        self.enter_context(_Operations(self))
         return self
 
     def register(self, tensors: Iterable[Tensor], holder: str) -> None:
@@ -66,13 +75,13 @@ class LiveBytes(Recorder):
 
         piece = Piece(storage.nbytes(), time.time_ns(), phase=current_phase(), **facts)
         self._live[storage._cdata] = weakref.ref(storage, died), piece
-        self.map.pieces.append(piece)
+        self.pieces.append(piece)
 
     def _change(self, storage: UntypedStorage, **changes: Any) -> None:
         ref, piece = self._live.get(storage._cdata, (None, None))
         if ref is not None and piece is not None and any(getattr(piece, k) != v for k, v in changes.items()):
             self._live[storage._cdata] = ref, piece.change(time.time_ns(), **changes)
-            self.map.pieces.append(self._live[storage._cdata][1])
+            self.pieces.append(self._live[storage._cdata][1])
 
 
 class _Operations(TorchDispatchMode):
@@ -98,21 +107,3 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
         is_real = isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor)
         if is_real and leaf.device.type == "cpu" and leaf.layout == torch.strided:
             yield leaf
-
-
-@contextmanager
-def _shown_resizes(live: LiveBytes) -> Iterator[None]:
-    """UntypedStorage.resize_ is no operation that dispatch could see: it is replaced."""
-    plain = UntypedStorage.resize_
-
-    def resize_(storage: UntypedStorage, num_bytes: int) -> Any:
-        result = plain(storage, num_bytes)
-        if storage.device.type == "cpu":
-            live.resized(storage)
-        return result
-
-    UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        UntypedStorage.resize_ = plain  # type: ignore[method-assign]

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -31,7 +31,7 @@ Frame = tuple[str, int, str]  # file, line, function
 
 
 class PhaseLog(Listener):
-    """Remembers which phase was current when."""
+    """Remembers which phase was current when. Each has a holder of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,9 +39,11 @@ class PhaseLog(Listener):
 
     def enter(self, path: PhasePath) -> None:
         self.marks.append((time.time_ns(), path))
+        self.holder_changed()
 
     def leave(self, path: PhasePath) -> None:
         self.marks.append((time.time_ns(), path[:-1]))
+        self.holder_changed()
 
     def at(self, time_ns: int) -> PhasePath:
         index = bisect_right(self.marks, time_ns, key=lambda mark: mark[0])
@@ -78,10 +80,23 @@ class Piece:
         return rest
 
 
-@dataclass
-class MemoryMap:
-    pieces: list[Piece] = field(default_factory=list)
-    phases: PhaseLog = field(default_factory=PhaseLog)
+class MemoryMap(PhaseLog, ExitStack):
+    """Pieces of memory and phases; a recorder of a device fills it while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces: list[Piece] = []
+
+    def register(self, tensors: Iterable[Tensor], holder: str) -> None:
+        """Names memory that is there already."""
+        for tensor in tensors:
+            self.tag(tensor, holder)
+
+    def register_states(self, model: nn.Module, optimizer: Any) -> None:
+        """Names what is there before a step."""
+        self.register([*model.parameters(), *model.buffers()], phases.PARAMETERS)
+        states = (value for state in optimizer.state.values() for value in state.values())
+        self.register((value for value in states if isinstance(value, Tensor)), phases.OPTIMIZER)
 
     def edges(self) -> list[tuple[int, int, Piece]]:
         """Beginnings and ends of pieces, in the order of time: time, bytes gained or lost, piece."""
@@ -97,7 +112,7 @@ class MemoryMap:
 
     def phase_peaks(self) -> dict[PhasePath, int]:
         """The most bytes live while each phase was open, over all times it was."""
-        events: list[tuple[int, PhasePath | None, int]] = [(at_ns, path, 0) for at_ns, path in self.phases.marks]
+        events: list[tuple[int, PhasePath | None, int]] = [(at_ns, path, 0) for at_ns, path in self.marks]
         events += [(at_ns, None, num_bytes) for at_ns, num_bytes, _ in self.edges()]
         peaks: Counter[PhasePath] = Counter()
         path: PhasePath = ()
@@ -115,7 +130,7 @@ class MemoryMap:
 
     def stretch(self) -> tuple[int, int]:
         """From the first phase (what was registered is older) to the last event, in ns."""
-        times = [at_ns for at_ns, _ in self.phases.marks]
+        times = [at_ns for at_ns, _ in self.marks]
         edges = [at_ns for at_ns, _, _ in self.edges()]
         return (times or edges or [0])[0], max([*times, *edges], default=1)
 
@@ -138,32 +153,13 @@ class MemoryMap:
         return {
             "time_s": [round(max(at_ns - start_ns, 0) / 1e9, 6) for at_ns, _ in rows],
             "holders": {name: [holders[name] for _, holders in rows] for name in used},
-            "moments": [" / ".join(self.phases.at(at_ns)) for at_ns, _ in rows],
+            "moments": [" / ".join(self.at(at_ns)) for at_ns, _ in rows],
             "phases": [
                 {"name": " ".join(path), "start_s": (start - start_ns) / 1e9, "stop_s": (stop - start_ns) / 1e9}
-                for path, start, stop in self.phases.spans()
+                for path, start, stop in self.spans()
                 if len(path) == 1 + path[0].startswith("layer ")
             ],
         }
-
-
-class Recorder(PhaseLog, ExitStack):
-    """Fills a memory map while it is entered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.map = MemoryMap(phases=self)
-
-    def register(self, tensors: Iterable[Tensor], holder: str) -> None:
-        """Names memory that is there already."""
-        for tensor in tensors:
-            self.tag(tensor, holder)
-
-    def register_states(self, model: nn.Module, optimizer: Any) -> None:
-        """Names what is there before a step."""
-        self.register([*model.parameters(), *model.buffers()], phases.PARAMETERS)
-        states = (value for state in optimizer.state.values() for value in state.values())
-        self.register((value for value in states if isinstance(value, Tensor)), phases.OPTIMIZER)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -238,7 +234,7 @@ def describe_peak(memory: MemoryMap, measured_bytes: int | None, plan: Plan | No
         "measured_bytes": measured_bytes,
         "time_s": max(peak_ns - start_ns, 0) / 1e9,
         "step_s": (stop_ns - start_ns) / 1e9,
-        "phase": " / ".join(memory.phases.at(peak_ns)),
+        "phase": " / ".join(memory.at(peak_ns)),
         "holders": {holder: sums[holder] for holder in HOLDERS if sums[holder]},
         "planned": None if plan is None else planned_holders(plan),
         "largest": _largest(live),

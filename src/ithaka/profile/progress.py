@@ -32,15 +32,10 @@ class Progress(Listener):
     On a GPU the host runs ahead: a phase is reached when the device has passed an event recorded there.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        micro_steps: int,
-        device: torch.device,
-        say: Callable[[Report], None],
-        every_s: float = REPORT_S,
-    ) -> None:
-        self.on_gpu, self.say, self.every_s = device.type == "cuda", say, every_s
+    every_s = REPORT_S
+
+    def __init__(self, plan: Plan, micro_steps: int, device: torch.device, say: Callable[[Report], None]) -> None:
+        self.on_gpu, self.say = device.type == "cuda", say
         self.shares = {path: share / micro_steps for path, share in planned_shares(plan).items()}
 
     @contextmanager

@@ -55,11 +55,11 @@ class StepProfile(ExitStack):
         if isinstance(self.memory, AllocatorHistory):
             measured_bytes = self.memory.measured_peak_bytes
             (folder / "memory.pickle").write_bytes(pickle.dumps(self.memory.snapshot))
-        peak = describe_peak(self.memory.map, measured_bytes, self.plan)
+        peak = describe_peak(self.memory, measured_bytes, self.plan)
         data = {
             "step": step,
             "plain_s": plain_s,
-            "memory": {**self.memory.map.over_time(), "peak": peak},
+            "memory": {**self.memory.over_time(), "peak": peak},
             "times": self.times.write(folder / "trace.json.gz"),
         }
         words = in_words(peak)

@@ -9,10 +9,9 @@ import json
 import os
 import time
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -139,7 +138,8 @@ def _partition(activities: list[Activity], start_us: float, stop_us: float) -> d
             next_one += 1
         running = [a for a in running if a.stop_us > left]
         waiting_for = starts[next_one].phase if next_one < len(starts) else ()
-        kind, phase = min(((a.kind, a.phase) for a in reversed(running)), key=_rank, default=("idle", waiting_for))
+        active = [(a.kind, a.phase) for a in reversed(running)] or [("idle", waiting_for)]
+        kind, phase = min(active, key=lambda one: KINDS.index(one[0]))
         rows.setdefault(phase[:3], dict.fromkeys(KINDS, 0.0))[kind] += (right - left) / 1e6
         for other in {a.kind for a in running} - {kind} if kind == "compute" else ():
             hidden[other] += (right - left) / 1e6
@@ -147,42 +147,23 @@ def _partition(activities: list[Activity], start_us: float, stop_us: float) -> d
     return {"wall_s": (stop_us - start_us) / 1e6, "hidden": hidden, "phases": phases}
 
 
-def _rank(activity: tuple[str, PhasePath]) -> int:
-    return KINDS.index(activity[0])
-
-
 # ---- phases alone, without a trace
 
 
-@dataclass
-class TimedPhase:
-    path: PhasePath
-    start: Any  # CUDA event, or seconds
-    stop: Any = None
-    peak_bytes: int = 0
-
-    @property
-    def seconds(self) -> float:
-        if isinstance(self.start, float):
-            return self.stop - self.start
-        return self.start.elapsed_time(self.stop) / 1e3
-
-
-@dataclass
 class Timeline(Listener):
     """How long each phase took, and on a GPU how high memory rose (the compute stream's time, the allocator's peak)."""
 
-    device: torch.device
-    phases: list[TimedPhase] = field(default_factory=list)
-    _open: dict[PhasePath, TimedPhase] = field(default_factory=dict)
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.peaks = device, Counter[PhasePath]()
+        self._open: dict[PhasePath, Any] = {}  # CUDA events, or seconds
+        self._done: list[tuple[PhasePath, Any, Any]] = []
 
     def enter(self, path: PhasePath) -> None:
-        self._open[path] = TimedPhase(path, self._now())
+        self._open[path] = self._now()
 
     def leave(self, path: PhasePath) -> None:
-        stop = self._now()
-        self.phases.append(self._open.pop(path))
-        self.phases[-1].stop = stop
+        now = self._now()
+        self._done.append((path, self._open.pop(path), now))
 
     def _now(self) -> Any:
         """Also notes the peak since the last call, for every open phase."""
@@ -190,16 +171,13 @@ class Timeline(Listener):
             return time.perf_counter()
         peak = torch.cuda.max_memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        for phase in self._open.values():
-            phase.peak_bytes = max(phase.peak_bytes, peak)
+        self.peaks |= Counter(dict.fromkeys(self._open, peak))  # the larger of both
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def seconds_by(self, *keep: int) -> dict[PhasePath, float]:
-        """Seconds summed over phases with the same names at the positions `keep` of their path."""
+    def seconds(self) -> dict[PhasePath, float]:
         sums: dict[PhasePath, float] = defaultdict(float)
-        for phase in self.phases:
-            if len(phase.path) == max(keep) + 1:
-                sums[tuple(phase.path[i] for i in keep)] += phase.seconds
-        return dict(sums)
+        for path, start, stop in self._done:
+            sums[path] += stop - start if isinstance(start, float) else start.elapsed_time(stop) / 1e3
+        return sums
