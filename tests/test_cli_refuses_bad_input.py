@@ -11,8 +11,7 @@ from ithaka.cli import app
 from ithaka.config import (
     CPU_DEFAULT,
     GPU_DEFAULT,
-    check_file,
-    check_new_folder,
+    check_writable,
     embedded_model,
     load,
     to_dict,
@@ -119,7 +118,12 @@ def test_run_directory_of_another_run(folder, started):
 def test_run_directory_that_is_a_file(folder, started):
     (folder / "old").write_text("")
     for name in ("old", "old/new"):
-        refused(folder, started, ["train", "--run-dir", name], [f"train.run_dir={name}", "is a file"])
+        refused(
+            folder,
+            started,
+            ["train", "--run-dir", name],
+            [f"train.run_dir={name}", "/old takes no file (Not a directory)"],
+        )
 
 
 def test_resume_without_a_checkpoint(folder, started):
@@ -329,6 +333,6 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_export(folder, start
 def test_files_that_can_be_written_are_left_as_they_are(tmp_path):
     (tmp_path / "old").write_text("old")
     for name in ("old", "new"):
-        check_file("--out", tmp_path / name)
-    check_new_folder("OUT_DIR", tmp_path / "a" / "b")
+        check_writable("--out", tmp_path / name)
+    check_writable("OUT_DIR", tmp_path / "a" / "b", folder=True)
     assert [path.name for path in tmp_path.iterdir()] == ["old"] and (tmp_path / "old").read_text() == "old"

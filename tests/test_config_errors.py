@@ -67,7 +67,7 @@ def test_bad_override_names_field_value_and_way_out(override, words):
     "content, words",
     [
         (None, ["run.yaml", "No such file"]),
-        ("train: {steps: 5", ["run.yaml", "not valid YAML", "line 1"]),
+        ("train: {steps: 5", ["run.yaml", "expected ',' or '}'", "line 1"]),
         ("- a\n- b\n", ["run.yaml", "no mapping"]),
         ("train: 5\n", ["train=5", "not a mapping"]),
         ("trian:\n  steps: 5\n", ["trian", "run.yaml", "did you mean train?"]),
@@ -88,7 +88,7 @@ def test_bad_file_names_place_and_way_out(content, words, tmp_path):
 
 def test_binary_file_is_refused(tmp_path):
     (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00\x01")
-    with pytest.raises(ConfigError, match="not UTF-8"):
+    with pytest.raises(ConfigError, match="cannot be read .*decode"):
         load(tmp_path / "run.yaml")
 
 

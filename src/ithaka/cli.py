@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 import ithaka
-from ithaka.config import ConfigError, check_file, check_new_folder, parse_count
+from ithaka.config import ConfigError, check_writable, parse_count
 
 if TYPE_CHECKING:
     from ithaka.train.preflight import Run
@@ -220,7 +220,7 @@ def plan(
     if out is not None and not as_yaml:
         raise ConfigError(f"--out {out} is for what --yaml finds; add --yaml")
     if out is not None:
-        check_file("--out", out)
+        check_writable("--out", out)
     hardware = find_hardware(gpus, gpu_file, host_memory, disk)
     question = show.question(model, hardware, context or "128K", batch, overrides or [], any_setting=as_yaml)
     if as_yaml and (found := question.plan()).fits:
@@ -320,7 +320,7 @@ def bench_device(
     seconds: Seconds = 3.0,
 ) -> None:
     """Measure matmul, attention and copies here, and write them for `ithaka plan --gpu-file`."""
-    check_file("--out", out)
+    check_writable("--out", out)
     with _loading():
         from ithaka.bench import here, measure_device
         from ithaka.train.console import status
@@ -395,6 +395,6 @@ def export(
     """Write the latest checkpoint of a run as a Hugging Face directory."""
     from ithaka.train import checkpoint
 
-    check_new_folder("OUT_DIR", out_dir)
+    check_writable("OUT_DIR", out_dir, folder=True)
     checkpoint.export(run_dir, out_dir)
     print(f"exported to {out_dir}")

@@ -16,7 +16,7 @@ import re
 import tempfile
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -32,8 +32,11 @@ class ConfigError(ValueError):
     """Something the user can put right: names the field, its value, the rule it breaks and the way out."""
 
 
+_LIMITS = {"ge": "at least", "le": "at most", "gt": "more than", "lt": "less than"}  # functions of `operator`
+
+
 def setting(default: Any, **limits: float) -> Any:
-    """A field with limits (at_least, at_most, above, below), which do not apply to None or to words."""
+    """A field with limits (ge=1, lt=2), which do not apply to None or to words."""
     return field(default=default, metadata=limits)
 
 
@@ -50,9 +53,8 @@ class Section:
                 raise ConfigError(f"{name}={shown(value)} is not accepted; use {_describe(hint)}") from None
             for number in value if isinstance(value, tuple) else (value,):
                 for limit, bound in entry.metadata.items() if isinstance(number, int | float) else ():
-                    holds, words = _LIMITS[limit]
-                    if not holds(number, bound):
-                        raise ConfigError(f"{name}={number} is out of range; use {words} {bound}")
+                    if not getattr(operator, limit)(number, bound):
+                        raise ConfigError(f"{name}={number} is out of range; use {_LIMITS[limit]} {bound}")
             object.__setattr__(self, entry.name, value)
 
 
@@ -74,24 +76,24 @@ class DataConfig(Section):
     # The same kinds, for validation. null: hold out validation_fraction of the documents of data.path.
     validation_path: Path | None = None
     # Share of the documents held out when validation_path is null.
-    validation_fraction: float = setting(0.02, at_least=0, below=1)
+    validation_fraction: float = setting(0.02, ge=0, lt=1)
     # The field of a record (JSONL, JSON, Parquet, Arrow) that holds the text.
     text_field: str = "text"
     # null: the model's own (bytes for an embedded model). bytes: one token per byte. Else a directory.
     tokenizer: str | None = None
     # Tokens per sequence.
-    context: int = setting(4096, at_least=2)
+    context: int = setting(4096, ge=2)
 
 
 @dataclass(frozen=True)
 class ParallelConfig(Section):
     # Local ranks to start. auto: one per GPU, or 2 on CPU. Under torchrun its own number of ranks counts.
-    ranks: int | Literal["auto"] = setting("auto", at_least=1)
+    ranks: int | Literal["auto"] = setting("auto", ge=1)
     # Ranks that share one sequence; the rest are data parallel: a step has train.batch sequences for each group of cp
     # ranks. all: every rank. auto: the planner's choice; every rank where it does not plan.
-    cp: int | Literal["auto", "all"] = setting("auto", at_least=1)
+    cp: int | Literal["auto", "all"] = setting("auto", ge=1)
     # Query heads, over all cp ranks, whose attention is computed at once. all: plain Ulysses.
-    heads_per_stage: int | Literal["all"] = setting("all", at_least=1)
+    heads_per_stage: int | Literal["all"] = setting("all", ge=1)
 
     def cp_of(self, num_ranks: int) -> int:
         return self.cp if isinstance(self.cp, int) else num_ranks
@@ -104,9 +106,9 @@ class MemoryConfig(Section):
     # Where kept activations live: none = on the device.
     offload: Literal["none", "host", "disk"] = "none"
     # Local tokens per tile of token-wise work (norms, projections, MLP). all: one tile.
-    tile_tokens: int | Literal["all"] = setting(8192, at_least=1)
+    tile_tokens: int | Literal["all"] = setting(8192, ge=1)
     # Layers that keep attention's output instead of computing it again in backward.
-    keep_attention: int | Literal["none", "all"] = setting("none", at_least=0)
+    keep_attention: int | Literal["none", "all"] = setting("none", ge=0)
     # Where those outputs live. null: where memory.offload says.
     attention_offload: Literal["none", "host", "disk"] | None = None
     # Memory for time: send and fetch ahead of their use; false for the longest sequences.
@@ -124,48 +126,48 @@ class AttentionConfig(Section):
     # auto: the fastest that was measured and runs on the device. Else one of ithaka/attention/kernels.py by name.
     kernel: str = "auto"
     # Tokens per query block and per key/value block. null: derived from the size of the cache.
-    block_q: int | None = setting(None, at_least=1)
-    block_kv: int | None = setting(None, at_least=1)
+    block_q: int | None = setting(None, ge=1)
+    block_kv: int | None = setting(None, ge=1)
 
 
 @dataclass(frozen=True)
 class OptimConfig(Section):
     # Peak learning rate of AdamW.
-    lr: float = setting(3e-4, at_least=0)
-    betas: tuple[float, float] = setting((0.9, 0.95), at_least=0, below=1)
-    eps: float = setting(1e-8, above=0)
+    lr: float = setting(3e-4, ge=0)
+    betas: tuple[float, float] = setting((0.9, 0.95), ge=0, lt=1)
+    eps: float = setting(1e-8, gt=0)
     # Applied to matrices only: not to norms and biases.
-    weight_decay: float = setting(0.1, at_least=0)
+    weight_decay: float = setting(0.1, ge=0)
     # After the warm-up: down a half cosine to min_lr_ratio * lr, or constant.
     schedule: Literal["cosine", "constant"] = "cosine"
     # Step at which the cosine ends; from there on the rate stays. null: train.steps of the run's start, which a resume
     # with more steps keeps, unless the run ended in its warm-up.
-    decay_steps: int | None = setting(None, at_least=1)
+    decay_steps: int | None = setting(None, ge=1)
     # Steps in which the learning rate rises from 0 to lr.
-    warmup_steps: int = setting(0, at_least=0)
-    min_lr_ratio: float = setting(0.1, at_least=0, at_most=1)
+    warmup_steps: int = setting(0, ge=0)
+    min_lr_ratio: float = setting(0.1, ge=0, le=1)
     # Largest norm of the whole gradient. null: no clipping.
-    clip_norm: float | None = setting(1.0, above=0)
+    clip_norm: float | None = setting(1.0, gt=0)
 
 
 @dataclass(frozen=True)
 class TrainConfig(Section):
     # Optimizer steps in the whole run, over all resumptions.
-    steps: int = setting(1000, at_least=1)
+    steps: int = setting(1000, ge=1)
     # Sequences per data-parallel rank and micro-step.
-    batch: int = setting(1, at_least=1)
+    batch: int = setting(1, ge=1)
     # Micro-steps per optimizer step.
-    accumulate: int = setting(1, at_least=1)
+    accumulate: int = setting(1, ge=1)
     # Validate every so many steps. 0: only at the end.
-    validate_every: int = setting(100, at_least=0)
+    validate_every: int = setting(100, ge=0)
     # Sequences per validation, over all ranks. 0: never validate.
-    validate_sequences: int = setting(8, at_least=0)
+    validate_sequences: int = setting(8, ge=0)
     # Save every so many steps. 0: only at the end.
-    save_every: int = setting(100, at_least=0)
+    save_every: int = setting(100, ge=0)
     # Complete checkpoints to keep; older ones are removed.
-    keep_last: int = setting(2, at_least=1)
+    keep_last: int = setting(2, ge=1)
     # Seed of the initial weights and of the order of the data.
-    seed: int = setting(0, at_least=0)
+    seed: int = setting(0, ge=0)
     # torch.compile for the token-wise work.
     compile: bool = False
     # Write TensorBoard events into the run directory (needs the extra: pip install ithaka[tensorboard]).
@@ -177,7 +179,7 @@ class TrainConfig(Section):
 @dataclass(frozen=True)
 class ProfileConfig(Section):
     # Profile every so many steps, rank 0: trace, memory map, phase times in the run directory. 0: never.
-    every: int = setting(0, at_least=0)
+    every: int = setting(0, ge=0)
 
 
 @dataclass(frozen=True)
@@ -196,24 +198,22 @@ SECTIONS: dict[str, Any] = {entry.name: entry.default_factory for entry in datac
 
 
 def check_effects(settings: Mapping[str, Any]) -> None:
-    """A setting that would do nothing is refused: who gave it expects something.
+    """Refuse a setting that would do nothing: who gave it expects something.
 
     `settings`: by name, memory.offload; those that are not there may still be anything.
     """
-    idle = {"memory.offload": "none", "memory.keep_attention": "none", "memory.overlap": True}
-    for name, plain in idle.items() if settings.get("memory.checkpoint") == "none" else ():
-        if settings.get(name, plain) != plain:
-            raise ConfigError(
-                f"{name}={str(settings[name]).lower()} has no effect with memory.checkpoint=none; "
-                f"use memory.checkpoint=full, or {name}={str(plain).lower()}"
-            )
-    attention = settings.get("memory.attention_offload")
-    nothing_kept = settings.get("memory.keep_attention") in ("none", 0)
-    if attention is not None and (nothing_kept or settings.get("memory.checkpoint") == "none"):
-        raise ConfigError(
-            f"memory.attention_offload={attention} has no effect with memory.keep_attention=none; "
-            "use memory.keep_attention=all, or leave it null"
-        )
+    kept = ("offload", "keep_attention", "attention_offload", "overlap")
+    for cause, values, other, idle in (
+        ("memory.checkpoint", ("none",), "full", kept),
+        ("memory.keep_attention", ("none", 0), "all", ("attention_offload",)),
+    ):
+        for key in idle if settings.get(cause) in values else ():
+            plain = getattr(MemoryConfig, key)
+            if (value := settings.get(f"memory.{key}", plain)) != plain:
+                raise ConfigError(
+                    f"memory.{key}={shown(value)} has no effect with {cause}={settings[cause]}; "
+                    f"use {cause}={other}, or memory.{key}={shown(plain)}"
+                )
 
 
 # What `ithaka train` does without a file, beyond the defaults above: a run to watch on 2 cores, or on GPUs.
@@ -302,14 +302,9 @@ def shown(value: object) -> str:
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ConfigError(f"config={path} cannot be read ({reason}); give the path of a YAML file") from None
-    except yaml.YAMLError as error:
-        where = " ".join(str(error).split())
-        raise ConfigError(f"config={path} is not valid YAML: {where}; correct that line") from None
-    tree = {} if tree is None else tree
+        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"config={path} cannot be read ({' '.join(str(error).split())}); give a YAML file") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"config={path} holds no mapping; write sections such as `train:` with keys below them")
     written = tree.pop("format", FORMAT)  # absent in files written by hand, and in those of format 1
@@ -342,13 +337,11 @@ def _merged(sources: Iterable[tuple[str, Mapping[str, Any]]]) -> Config:
                 raise ConfigError(f"{section} in {source} is not a section; {_did_you_mean(section, SECTIONS)}")
             values = {} if values is None else values
             if not isinstance(values, Mapping):
-                way_out = f"write `{section}:` with keys below it"
-                raise ConfigError(f"{section}={values!r} in {source} is not a mapping; {way_out}")
+                raise ConfigError(f"{section}={values!r} in {source} is not a mapping; write keys below `{section}:`")
             known = [entry.name for entry in dataclasses.fields(SECTIONS[section])]
-            for key, value in values.items():
-                if key not in known:
-                    way_out = _did_you_mean(key, known, f"{section}.")
-                    raise ConfigError(f"{section}.{key}={value} is not a setting; {way_out}")
+            for key in values.keys() - set(known):
+                way_out = _did_you_mean(key, known, f"{section}.")
+                raise ConfigError(f"{section}.{key}={values[key]} is not a setting; {way_out}")
             merged[section] |= values
     return Config(**{name: SECTIONS[name](**values) for name, values in merged.items()})
 
@@ -365,24 +358,22 @@ def _as(value: Any, hint: Any) -> Any:
         for part in parts:
             with contextlib.suppress(ValueError):
                 return _as(value, part)
-        raise ValueError
-    if origin is Literal and isinstance(value, bool):  # YAML 1.1 reads on and off as true and false
-        value = "on" if value else "off"
-    if hint is int and isinstance(value, str):
-        value = parse_count(value)
-    if hint is float and isinstance(value, str | int) and not isinstance(value, bool):
-        value = float(value)  # YAML 1.1 reads 3e-4 as text: it wants 3.0e-4
-    if hint is Path and isinstance(value, str | Path) and value != "":
-        value = Path(value).expanduser()
-    if origin is Literal:
-        good = isinstance(value, str) and value in parts
-    elif origin is tuple:
-        good = isinstance(value, list | tuple) and len(value) == len(parts)
-    else:
-        good = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
-    if not good or (hint is float and not math.isfinite(value)):
-        raise ValueError
-    return tuple(map(_as, value, parts)) if origin is tuple else value
+    elif origin is tuple and isinstance(value, list | tuple) and len(value) == len(parts):
+        return tuple(map(_as, value, parts))
+    elif origin is Literal:
+        word = ("off", "on")[value] if isinstance(value, bool) else value  # YAML 1.1 reads off and on as booleans
+        if word in parts:
+            return word
+    elif origin is None and isinstance(value, bool) == (hint is bool):
+        if hint is int and isinstance(value, str):
+            value = parse_count(value)
+        elif hint is float and isinstance(value, str | int):
+            value = float(value)  # YAML 1.1 reads 3e-4 as text: it wants 3.0e-4
+        elif hint is Path and isinstance(value, str | Path) and value != "":
+            value = Path(value).expanduser()
+        if isinstance(value, hint) and (hint is not float or math.isfinite(value)):
+            return value
+    raise ValueError
 
 
 def parse_count(text: str) -> int | None:
@@ -395,52 +386,25 @@ def parse_count(text: str) -> int | None:
 
 
 def _describe(hint: Any) -> str:
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(map(_describe, parts))
-    if origin is Literal:
-        return " or ".join(parts)
-    if origin is tuple:
-        return f"a list of {len(parts)} numbers"
-    names = {int: "a whole number", float: "a number", bool: "true or false"}
-    return {**names, str: "text", Path: "a path", type(None): "null"}[hint]
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
+    if typing.get_origin(hint) is tuple:
+        return f"a list of {len(typing.get_args(hint))} numbers"
+    parts = (part if isinstance(part, str) else _describe(part) for part in typing.get_args(hint))
+    return (names | {type(None): "null"}).get(hint) or " or ".join(parts)
 
 
-_LIMITS: dict[str, tuple[Callable[[float, float], bool], str]] = {
-    "at_least": (operator.ge, "at least"),
-    "at_most": (operator.le, "at most"),
-    "above": (operator.gt, "more than"),
-    "below": (operator.lt, "less than"),
-}
-
-
-# ---- paths to write to: refused before the work, not after it
-
-
-def check_file(option: str, path: Path) -> None:
-    """Refuse a file that cannot be written, and leave no trace; `option` is what gave the path."""
-    with _writing(option, path):
-        there = path.exists()
-        if there:
-            path.open("ab").close()
-        if not there or path.is_file():  # a device needs no room beside it
-            check_room_in(path.absolute().parent, option, path)
-
-
-def check_new_folder(option: str, path: Path) -> None:
-    """Refuse a folder that cannot be made, with its missing parents."""
-    check_room_in(next(parent for parent in path.absolute().parents if parent.exists()), option, path)
-
-
-def check_room_in(folder: Path, option: str, path: Path) -> None:
-    """Refuse `path` where no file can be made in `folder`."""
-    with _writing(option, path):  # permissions do not tell all: root has them in /proc, where nothing can be made
-        tempfile.TemporaryFile(dir=folder).close()
-
-
-@contextlib.contextmanager
-def _writing(option: str, path: Path) -> Iterator[None]:
+def check_writable(option: str, path: Path, folder: bool = False) -> None:
+    """Refuse, before the work, a file that cannot be written, or a folder that cannot be made (with its parents) or
+    written into; leave no trace. `option` is what gave the path."""
+    full = path.absolute()
+    place = full if full.exists() else full.parent
+    while folder and not place.exists():
+        place = place.parent
     try:
-        yield
+        if place == full and not folder:
+            full.open("ab").close()
+        else:  # permissions do not tell all: root has them in /proc, where nothing can be made
+            tempfile.TemporaryFile(dir=place).close()
     except OSError as error:
-        raise ConfigError(f"{option}={path} cannot be written: {error.strerror}; give another path") from None
+        reason = f"{place} takes no file ({error.strerror})"
+        raise ConfigError(f"{option}={path} cannot be written: {reason}; give another path") from None

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from ithaka.config import ConfigError, check_file
+from ithaka.config import ConfigError, check_writable
 from ithaka.train.console import read_metrics
 
 CHARTS = "echarts.common.min.js"  # Apache ECharts 6.1.0, as published; see NOTICE.echarts
@@ -23,7 +23,7 @@ def write_report(run_dirs: Sequence[Path], out: Path | None = None) -> Path:
     runs = [read_run(run_dir) for run_dir in run_dirs]
     name = "report.html" if len(runs) == 1 else "report-" + "-".join(run["name"] for run in runs) + ".html"
     path = out or run_dirs[0] / name
-    check_file("--out", path)
+    check_writable("--out", path)
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(page(runs), encoding="utf-8")
     os.replace(temporary, path)

@@ -27,7 +27,7 @@ from ithaka.config import (
     Config,
     ConfigError,
     check_effects,
-    check_room_in,
+    check_writable,
     embedded_model,
     given,
     load,
@@ -278,7 +278,7 @@ def machine_here(config: Config, num_ranks: int, gpu: tuple[str, int] | None) ->
     if disk is not None and not disk.is_dir():
         raise ConfigError(f"memory.disk_path={disk} is not a directory; create it, or leave it null")
     if disk is not None:
-        check_room_in(disk, "memory.disk_path", disk)
+        check_writable("memory.disk_path", disk, folder=True)
     host, to_disk = this_host(disk), disk is not None or "disk" in (memory.offload, memory.attention_offload)
     name, gpu_bytes = gpu or (None, sys.maxsize)
     return Machine(name, gpu_bytes, host.memory_bytes, host.disk_bytes if to_disk else 0, local_ranks(num_ranks))
@@ -502,7 +502,4 @@ def check_run_dir(run_dir: Path) -> None:
             f"train.run_dir={run_dir} already holds a run; give another with --run-dir, "
             f"or continue it with --resume {run_dir}"
         )
-    existing = next(parent for parent in (run_dir, *run_dir.absolute().parents) if parent.exists())
-    if not existing.is_dir():
-        raise ConfigError(f"train.run_dir={run_dir} cannot be created: {existing} is a file; give a directory")
-    check_room_in(existing, "train.run_dir", run_dir)
+    check_writable("train.run_dir", run_dir, folder=True)
