@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from ithaka.cli import app
 from ithaka.config import ConfigError, load
-from ithaka.plan.hardware import GPUS, find_gpu, find_hardware, parse_bytes, parse_gpus
+from ithaka.plan.hardware import find_gpu, find_hardware, parse_bytes, parse_gpus
 from ithaka.plan.show import size
 
 ARGS = ["plan", "llama3-8b", "--gpus", "8xH100-80GB", "--host-memory", "2TB", "--context", "1M"]
@@ -252,7 +252,8 @@ def test_gpu_file(tmp_path):
 @pytest.mark.parametrize("field, value, words", [
     ("memory_bytes", "NaN", "memory_bytes=nan is no positive number"),
     ("link_bytes_s", "Infinity", "link_bytes_s=inf is no positive number"),
-    ("sources", '"x"', "sources=x is no object of texts"),
+    ("source", "5", "source=5 is no text"),
+    ("l3_bytes", "5", "l3_bytes is not a field; use memory_bytes"),
     ("name", "5", "name=5 is no text"),
 ])  # fmt: skip
 def test_a_gpu_file_with_a_wrong_value_is_refused(field, value, words, tmp_path):
@@ -270,12 +271,6 @@ def test_gpus_are_parsed():
     assert parse_bytes("10B", "") == 10
     with pytest.raises(ConfigError):
         find_gpu("A100")  # which one?
-
-
-@pytest.mark.parametrize("name", GPUS)
-def test_every_figure_has_its_source(name):
-    fields = set(vars(GPUS[name])) - {"name", "sources"}
-    assert fields == set(GPUS[name].sources)
 
 
 @pytest.mark.parametrize("num_bytes, text", [

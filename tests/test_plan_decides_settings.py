@@ -41,7 +41,6 @@ def has(patch, total, free, disk_free=10**13):
     """This machine has so many bytes of host memory, and so many to spare."""
     memory = SimpleNamespace(total=total, available=free)
     patch.setattr("psutil.virtual_memory", lambda: memory)
-    patch.setattr("ithaka.plan.hardware.cgroup_limits", list)
     patch.setattr("ithaka.plan.hardware.cgroup_rooms", list)
     patch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=10**13, free=disk_free))
 

@@ -106,7 +106,7 @@ def sustained(
 
 
 def measure_device(device: torch.device, dtype: torch.dtype, seconds: float) -> dict[str, Any]:
-    """The fields of `plan.hardware.Gpu`, each with its source; links to other devices are not measured.
+    """The fields of `plan.hardware.Gpu`; links to other devices are not measured.
 
     Measured on a square matmul, attention over one head of 128, and copies."""
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
@@ -128,11 +128,9 @@ def measure_device(device: torch.device, dtype: torch.dtype, seconds: float) -> 
         "memory_bytes_s": 2 * num_bytes / copy_s,  # read and written
         "pcie_bytes_s": num_bytes / pcie_s,
     }
-    sources = dict.fromkeys(values, f"ithaka bench device, {str(dtype).removeprefix('torch.')}")
     known = gpu_named(name) if gpu else GPUS["CPU"]
     values["link_bytes_s"] = known.link_bytes_s if known else values["pcie_bytes_s"]
-    sources["link_bytes_s"] = f"not measured: {known.name}'s" if known else "not measured: as over PCIe"
     values["memory_bytes"] = gpu.total_memory if gpu else psutil.virtual_memory().total
-    values["l2_bytes"] = gpu.L2_cache_size if gpu else GPUS["CPU"].l2_bytes
-    sources |= {"memory_bytes": "reported by the system", "l2_bytes": "reported by CUDA" if gpu else "assumed"}
-    return {"name": name, **values, "sources": sources}
+    links = f"{known.name}'s" if known else "as over PCIe"
+    told = f"ithaka bench device, {str(dtype).removeprefix('torch.')}; link_bytes_s is not measured: {links}"
+    return {"name": name, **values, "source": told}

@@ -328,9 +328,8 @@ def bench_device(
     with status("measuring this device"):
         gpu = measure_device(*here(), seconds)
     out.write_text(json.dumps(gpu, indent=1) + "\n", encoding="utf-8")
-    print(
-        _table([{"figure": name, "value": float(gpu[name]), "source": told} for name, told in gpu["sources"].items()])
-    )
+    print(_table([{"figure": name, "value": float(gpu[name])} for name in gpu if name not in ("name", "source")]))
+    print(gpu["source"])
     print(f"written to {out}; use it with: ithaka plan MODEL --gpus 8 --gpu-file {out}")
 
 

@@ -16,10 +16,9 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
 
 import psutil
 
@@ -41,18 +40,12 @@ H200_ATTENTION_BACKWARD = 534e12
 H200_PCIE = 55e9
 PCIE_4, PCIE_5 = 31.5e9, 63e9  # payload of 16 lanes, each way
 PCIE_SHARE = H200_PCIE / PCIE_5
-
-MEASURED = "measured here on an H200 (LOG.md)"
-SAME_CHIP = "the H200's, measured here: the same chip with other memory"
-LAPTOP = "assumed: a laptop's order of magnitude; measure your own"
-CAPACITY = "capacity as PyTorch reports it"
-CUDA_L2 = "as CUDA reports it"
+SCALED = "its data sheet's peak x the share of its peak that the H200 was measured to reach"
 
 # Dense bf16 TFLOP/s with fp32 sums, by a part of the name that CUDA gives a device; the first match counts.
 PEAK_TFLOPS = {
     "B300": 2250.0,  # NVIDIA Blackwell Ultra datasheet
     "B200": 2250.0,  # NVIDIA HGX B200 datasheet: 4.5 PFLOP/s with sparsity
-    "GH200": 989.4,
     "H200 NVL": 835.0,  # NVIDIA H200 datasheet: 1,671 TFLOP/s with sparsity; SXM 1,979
     "H200": 989.4,
     "H100 PCIe": 756.0,  # NVIDIA H100 datasheet, as those below: 1,513 TFLOP/s with sparsity
@@ -80,7 +73,7 @@ def _plain(name: str) -> str:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One accelerator. `sources` says where each figure is from."""
+    """One accelerator."""
 
     name: str
     memory_bytes: int
@@ -90,8 +83,11 @@ class Gpu:
     memory_bytes_s: float
     pcie_bytes_s: float  # each way
     link_bytes_s: float  # each way, to the other GPUs of the node
-    l2_bytes: int
-    sources: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
+    source: str = field(default="not stated", compare=False)  # of the rates
+
+
+TEXTS = ("name", "source", "based_on")  # of a GPU's file; the rest are figures
+FIGURES = tuple(entry.name for entry in dataclasses.fields(Gpu) if entry.name not in TEXTS)
 
 
 @dataclass(frozen=True)
@@ -119,22 +115,10 @@ class Hardware:
 
 
 def _gpu(
-    name: str, gibibytes: float, memory_tb_s: float, pcie: float, nvlink_gb_s: float | None, l2_mib: int, document: str,
-    **known: str,
-) -> Gpu:  # fmt: skip
-    """A GPU as `document` has it. NVLink each way; None: over PCIe."""
-    peak, best = peak_flops(name), peak_flops("H200")
-    assert peak is not None and best is not None
-    link = nvlink_gb_s * 1e9 * LINK_SHARE if nvlink_gb_s else pcie * LINK_SHARE
-    scaled = f"{document}: peak x the share of its peak that the H200 was measured to reach"
-    sources = {
-        "memory_bytes": CAPACITY,
-        **_rates(scaled),
-        "memory_bytes_s": document,
-        "pcie_bytes_s": f"{document}: PCIe generation x the share of its rate that the H200 was measured to reach",
-        "link_bytes_s": f"{document}: {'NVLink' if nvlink_gb_s else 'PCIe, no NVLink'}, x {LINK_SHARE} (assumed)",
-        "l2_bytes": CUDA_L2,
-    }
+    name: str, gibibytes: float, memory_tb_s: float, pcie: float, nvlink_gb_s: float | None, source: str = SCALED
+) -> Gpu:
+    """NVLink each way; None: over PCIe."""
+    peak, best = peak_flops(name) or 0.0, peak_flops("H200") or 1.0
     return Gpu(
         name,
         memory_bytes=int(gibibytes * GIB),
@@ -143,55 +127,36 @@ def _gpu(
         attention_backward_flops=H200_ATTENTION_BACKWARD * peak / best,
         memory_bytes_s=memory_tb_s * 1e12,
         pcie_bytes_s=pcie * PCIE_SHARE,
-        link_bytes_s=link,
-        l2_bytes=l2_mib * 2**20,
-        sources=sources | known,
+        link_bytes_s=(nvlink_gb_s * 1e9 if nvlink_gb_s else pcie) * LINK_SHARE,
+        source=source,
     )
 
 
-def _rates(source: str) -> dict[str, str]:
-    return dict.fromkeys(("matmul_flops", "attention_forward_flops", "attention_backward_flops"), source)
-
-
-H100, H200 = "NVIDIA H100 datasheet (SXM5)", "NVIDIA H200 datasheet (SXM)"
-A100, B200, L40S = "NVIDIA A100 datasheet (SXM4)", "NVIDIA HGX B200 datasheet", "NVIDIA L40S datasheet"
-ADA, BLACKWELL = "NVIDIA Ada GPU architecture whitepaper", "NVIDIA RTX Blackwell GPU architecture whitepaper"
-
-# name, GiB, memory TB/s, PCIe, NVLink GB/s, L2 MiB, document.
-_PUBLISHED: list[Gpu] = [
-    _gpu("H100-80GB", 79.1, 3.35, PCIE_5, 450, 50, H100, **_rates(SAME_CHIP)),
-    _gpu("H200-141GB", 139.8, 4.8, PCIE_5, 450, 60, H200, **_rates(MEASURED), pcie_bytes_s=MEASURED),
-    _gpu("A100-80GB", 79.1, 2.039, PCIE_4, 300, 40, A100),
-    _gpu("A100-40GB", 39.3, 1.555, PCIE_4, 300, 40, A100),
-    _gpu("B200-180GB", 178.3, 7.7, PCIE_5, 900, 126, B200),
-    _gpu("L40S-48GB", 44.3, 0.864, PCIE_4, None, 96, L40S, l2_bytes="not verified: the L40's, which has the same chip"),
-    _gpu("RTX4090-24GB", 23.5, 1.008, PCIE_4, None, 72, ADA),
-    _gpu("RTX5090-32GB", 31.3, 1.792, PCIE_5, None, 96, BLACKWELL),
+# GiB as PyTorch reports it, memory TB/s, PCIe, NVLink GB/s: from the documents above.
+_TABLE = [
+    _gpu("H100-80GB", 79.1, 3.35, PCIE_5, 450, "the H200's, measured here: the same chip with other memory"),
+    _gpu("H200-141GB", 139.8, 4.8, PCIE_5, 450, "measured here on an H200 (LOG.md)"),
+    _gpu("A100-80GB", 79.1, 2.039, PCIE_4, 300),
+    _gpu("A100-40GB", 39.3, 1.555, PCIE_4, 300),
+    _gpu("B200-180GB", 178.3, 7.7, PCIE_5, 900),
+    _gpu("L40S-48GB", 44.3, 0.864, PCIE_4, None),
+    _gpu("RTX4090-24GB", 23.5, 1.008, PCIE_4, None),
+    _gpu("RTX5090-32GB", 31.3, 1.792, PCIE_5, None),
+    Gpu("CPU", 16 * GIB, 1e11, 5e10, 5e10, 2e10, 1e10, 5e9, "assumed: a laptop's order of magnitude; measure your own"),
 ]
-
-_CPU = Gpu(
-    name="CPU", memory_bytes=16 * GIB, matmul_flops=1e11, attention_forward_flops=5e10, attention_backward_flops=5e10,
-    memory_bytes_s=2e10, pcie_bytes_s=1e10, link_bytes_s=5e9, l2_bytes=32 * 10**6,
-    sources=_rates(LAPTOP) | {"memory_bytes_s": LAPTOP}
-    | dict.fromkeys(("memory_bytes", "pcie_bytes_s", "link_bytes_s", "l2_bytes"), "assumed"),
-)  # fmt: skip
-
-GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in [*_PUBLISHED, _CPU]}
+GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in _TABLE}
 
 
 def find_gpu(name: str) -> Gpu:
     """By its name, or by the beginning of it where only one fits: H200, RTX4090."""
     wanted = _plain(name)
-    fitting = [gpu for key, gpu in GPUS.items() if key.upper() == wanted] or [
-        gpu for key, gpu in GPUS.items() if key.upper().startswith(wanted + "-")
-    ]
+    fitting = [gpu for key, gpu in GPUS.items() if key.upper() == wanted or key.upper().startswith(wanted + "-")]
     if len(fitting) > 1:
         names = " or ".join(gpu.name for gpu in fitting)
         raise ConfigError(f"--gpus {name} is more than one known GPU; use {names}")
     if not fitting:
-        raise ConfigError(
-            f"--gpus {name} is not a known GPU; use one of {', '.join(GPUS)}, or --gpu-file with your own"
-        )
+        known = ", ".join(GPUS)
+        raise ConfigError(f"--gpus {name} is not a known GPU; use one of {known}, or --gpu-file with your own")
     return fitting[0]
 
 
@@ -210,17 +175,15 @@ def gpu_named(name: str) -> Gpu | None:
 def _as_card(gpu: Gpu, name: str) -> Gpu:
     """The same chip on a PCIe card: its own peak, and no NVLink to more than one other; memory as the table has it."""
     share = (peak_flops(name) or 0.0) / (peak_flops(gpu.name) or 1.0)
-    rates = {rate: getattr(gpu, rate) * share for rate in _rates("")}
+    rates = {rate: value * share for rate, value in vars(gpu).items() if rate.endswith("flops")}
     link = gpu.pcie_bytes_s / PCIE_SHARE * LINK_SHARE
     return dataclasses.replace(gpu, name=f"{gpu.name} on PCIe", link_bytes_s=link, **rates)
 
 
 def least_gpu(gpus: Sequence[Gpu]) -> Gpu:
     """What all of them can do: the least of every figure."""
-    names = list(dict.fromkeys(gpu.name for gpu in gpus))
-    figures = [entry.name for entry in dataclasses.fields(Gpu) if entry.name not in ("name", "sources")]
-    least = {figure: min(getattr(gpu, figure) for gpu in gpus) for figure in figures}
-    return dataclasses.replace(gpus[0], name=" and ".join(names), **least)
+    least = {figure: min(getattr(gpu, figure) for gpu in gpus) for figure in FIGURES}
+    return dataclasses.replace(gpus[0], name=" and ".join(dict.fromkeys(gpu.name for gpu in gpus)), **least)
 
 
 def parse_gpus(text: str, gpu: Gpu | None = None) -> Hardware:
@@ -228,19 +191,16 @@ def parse_gpus(text: str, gpu: Gpu | None = None) -> Hardware:
 
     More than 8 without a number of nodes are nodes of 8 where that divides.
     """
-    match = re.fullmatch(r"(?:(\d+)x)??(?:(\d+)x)?([A-Za-z].*)", text.strip())
-    if gpu is not None and (plain := re.fullmatch(r"(?:(\d+)x)?(\d+)", text.strip())):
-        nodes, count, name = plain[1], plain[2], ""
-    elif gpu is not None:
+    named = text.strip() if gpu is None else f"{text.strip()}x{gpu.name}"
+    if gpu is not None and not re.fullmatch(r"(\d+x)?\d+", text.strip()):
         raise ConfigError(f"--gpus {text} names a GPU beside --gpu-file, which has its own; write for example --gpus 8")
-    elif match:
-        nodes, count, name = match[1], match[2] or "1", match[3]
-    else:
+    match = re.fullmatch(r"(?:(\d+)x)??(?:(\d+)x)?([A-Za-z].*)", named)
+    if not match:
         raise ConfigError(f"--gpus {text} is not understood; write for example 8xH100-80GB or 2x8xH100-80GB")
-    num_nodes, per_node = int(nodes or 1), int(count)
+    num_nodes, per_node = int(match[1] or 1), int(match[2] or 1)
     if num_nodes < 1 or per_node < 1:
         raise ConfigError(f"--gpus {text} counts no GPU; write for example 8xH100-80GB")
-    if nodes is None and per_node > GPUS_PER_NODE:
+    if match[1] is None and per_node > GPUS_PER_NODE:
         if per_node % GPUS_PER_NODE:
             raise ConfigError(
                 f"--gpus {text} is more than a node of {GPUS_PER_NODE} and no whole number of such nodes; "
@@ -248,7 +208,7 @@ def parse_gpus(text: str, gpu: Gpu | None = None) -> Hardware:
             )
         num_nodes, per_node = per_node // GPUS_PER_NODE, GPUS_PER_NODE
     host_bytes = HOST_BYTES_PER_GPU * per_node
-    return Hardware(gpu or find_gpu(name), per_node, num_nodes, host_bytes=host_bytes, assumed_host=True)
+    return Hardware(gpu or find_gpu(match[3]), per_node, num_nodes, host_bytes=host_bytes, assumed_host=True)
 
 
 def parse_bytes(text: str, name: str) -> int:
@@ -262,38 +222,25 @@ def parse_bytes(text: str, name: str) -> int:
 
 def read_gpu(file: Path) -> Gpu:
     """A GPU from a JSON file with the fields of `Gpu`; `based_on` names a known one for those left out."""
-
-    def refuse(what: str, way_out: str) -> NoReturn:
-        raise ConfigError(f"--gpu-file {file}{what}; {way_out}")
-
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        refuse(f" cannot be read ({getattr(error, 'strerror', None) or 'no valid JSON'})", "give a JSON file")
-    if not isinstance(values, dict):
-        refuse(" holds no JSON object", "write fields such as memory_bytes")
-    names = [entry.name for entry in dataclasses.fields(Gpu)]
-    figures = [name for name in names if name not in ("name", "sources")]
+        values = dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        reason = getattr(error, "strerror", None) or "no JSON object"
+        raise ConfigError(
+            f"--gpu-file {file} cannot be read ({reason}); give what `ithaka bench device` writes"
+        ) from None
     for key, value in values.items():
-        if key not in (*names, "based_on"):
-            refuse(f": {key} is not a field", f"use {', '.join(names)} or based_on")
-        if key in ("name", "based_on") and not isinstance(value, str):
-            refuse(f": {key}={value} is no text", "put it in quotes")
-        if key in figures and not _is_positive(value):
-            refuse(f": {key}={value} is no positive number", "correct it")
-    told = values.pop("sources", {})
-    if not isinstance(told, dict) or not all(isinstance(source, str) for source in told.values()):
-        refuse(f": sources={told} is no object of texts", "write a text per field, or leave it out")
-    start: dict[str, Any] = vars(find_gpu(values.pop("based_on"))) if "based_on" in values else {"sources": {}}
-    if missing := [name for name in figures if name not in start | values]:
-        refuse(f" lacks {', '.join(missing)}", "add them, or based_on with a known GPU")
-    sources = {**start["sources"], **dict.fromkeys(values, str(file)), **told}
-    whole = {name: int(values[name]) for name in ("memory_bytes", "l2_bytes") if name in values}
-    return Gpu(**{**start, "name": file.stem, **values, **whole, "sources": sources})
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+        if key not in (*FIGURES, *TEXTS):
+            raise ConfigError(f"--gpu-file {file}: {key} is not a field; use {', '.join((*FIGURES, *TEXTS))}")
+        if key in TEXTS and not isinstance(value, str):
+            raise ConfigError(f"--gpu-file {file}: {key}={value} is no text; put it in quotes")
+        if key in FIGURES and not (type(value) in (int, float) and 0 < value < math.inf):
+            raise ConfigError(f"--gpu-file {file}: {key}={value} is no positive number; correct it")
+    base = vars(find_gpu(values.pop("based_on"))) if "based_on" in values else {}
+    if missing := [name for name in FIGURES if name not in base | values]:
+        raise ConfigError(f"--gpu-file {file} lacks {', '.join(missing)}; add them, or based_on with a known GPU")
+    gpu = Gpu(**{**base, "name": file.stem, "source": str(file), **values})
+    return dataclasses.replace(gpu, memory_bytes=int(gpu.memory_bytes))
 
 
 def find_hardware(
@@ -313,6 +260,11 @@ def find_hardware(
 
 CGROUP = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
+# By the controllers of a line: where limit and usage are, and the cache's entry in memory.stat.
+CGROUP_FILES = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 
 
 @dataclass(frozen=True)
@@ -331,12 +283,6 @@ def this_host(disk_path: Path | None = None) -> Host:
     return Host(min(free), shutil.disk_usage(folder).free, folder)
 
 
-def host_capacity() -> int:
-    """This machine's memory, or what the control groups around this process allow of it: the same at any moment,
-    and the most that can be free."""
-    return min([psutil.virtual_memory().total, *cgroup_limits()])
-
-
 def num_cores() -> int:
     """Those this process may use."""
     if hasattr(os, "sched_getaffinity"):
@@ -347,39 +293,20 @@ def num_cores() -> int:
 def cgroup_rooms(root: Path = CGROUP, of: Path = OWN_CGROUP) -> list[int]:
     """What each control group around this process still allows; file cache makes way: it counts as free."""
     rooms = []
-    for group, limit, usage, cache in _cgroups(root, of):
-        allowed, used = _read_number(group / limit), _read_number(group / usage)
-        if allowed is not None and used is not None:
-            stat = dict(line.split() for line in _read_lines(group / "memory.stat"))
-            rooms.append(max(0, allowed - used + int(stat.get(cache, 0))))
-    return rooms
-
-
-def cgroup_limits(root: Path = CGROUP, of: Path = OWN_CGROUP) -> list[int]:
-    """What each control group around this process allows in all."""
-    limits = (_read_number(group / limit) for group, limit, *_ in _cgroups(root, of))
-    return [limit for limit in limits if limit is not None]
-
-
-def _cgroups(root: Path, of: Path) -> Iterator[tuple[Path, str, str, str]]:
-    """The memory groups around this process, with the names of limit and usage and of the cache's entry."""
     for line in _read_lines(of):
         _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
+        if controllers not in CGROUP_FILES:
             continue
+        limit, usage, cache = CGROUP_FILES[controllers]
         # A container sees its own groups at the top, whatever the path says.
         top = root / controllers
         inside = top / path.lstrip("/")
-        v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        names = v1 if controllers else ("memory.max", "memory.current", "inactive_file")
         for group in (top, *(folder for folder in (inside, *inside.parents) if top in folder.parents)):
-            yield (group, *names)
-
-
-def _read_number(path: Path) -> int | None:
-    """None where there is no such file, or no limit in it."""
-    lines = _read_lines(path)
-    return int(lines[0]) if lines and lines[0].isdigit() else None
+            allowed, used = _read_lines(group / limit), _read_lines(group / usage)
+            if used and allowed and allowed[0].isdigit():
+                stat = dict(line.split() for line in _read_lines(group / "memory.stat"))
+                rooms.append(max(0, int(allowed[0]) - int(used[0]) + int(stat.get(cache, 0))))
+    return rooms
 
 
 def _read_lines(path: Path) -> list[str]:

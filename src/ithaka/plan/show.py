@@ -288,7 +288,7 @@ def assumed(plan: Plan) -> dict[str, str]:
         "disk": f"{hardware.disk_bytes_s / 1e9:.0f} GB/s per node",
         "reserve": f"{RESERVE_BYTES / GIB:.0f} GiB + {RESERVE_SHARE:.0%} of each GPU (context, workspaces, "
         f"fragmentation), {HOST_PROCESS_BYTES / 1e9:.0f} GB per GPU + {HOST_RESERVE_SHARE:.0%} of a node's host memory",
-        "rates": f"of {gpu.name}: {gpu.sources.get('attention_forward_flops', 'not stated')}",
+        "rates": f"of {gpu.name}: {gpu.source}",
         "data": "one document per sequence; shorter ones, packed, take less attention",
     }
     known = {"host memory": not hardware.assumed_host, "disk": not hardware.disk_bytes}
