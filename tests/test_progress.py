@@ -71,12 +71,13 @@ def test_reports_come_while_the_step_runs():
         run_layer(0, "forward")
         with phase("layer 1"), phase("forward"):
             deadline = time.monotonic() + 10
-            while not said and time.monotonic() < deadline:
+            while len(said) < 2 and time.monotonic() < deadline:
                 time.sleep(0.01)
     count = len(said)
     run_layer(2, "forward")  # outside of a step nobody is told
     assert said[0].step == 7 and said[0].phase == "layer 1 / forward"
     assert 0 < said[0].percent < 100 and said[0].eta_s is not None
+    assert said[1].percent == said[0].percent and said[1].eta_s < said[0].eta_s, "time passes inside a layer"
     assert len(said) == count
 
 

@@ -63,9 +63,7 @@ class Progress(Listener):
             self._reached(path)
 
     def _reached(self, path: PhasePath) -> None:
-        event = torch.cuda.Event() if self.on_gpu else None
-        if event is not None:
-            event.record()
+        event = torch.cuda.current_stream().record_event() if self.on_gpu else None
         self._ahead.append((event, path, self._done))
 
     def device_at(self) -> tuple[PhasePath, float]:
@@ -74,11 +72,13 @@ class Progress(Listener):
         return self._at
 
     def _watch(self, step: int, stop: threading.Event) -> None:
-        started = time.monotonic()
+        started, share, reached_s = time.monotonic(), 0.0, 0.0
         while not stop.wait(self.every_s):
-            path, share = self.device_at()
+            path, done = self.device_at()
             elapsed_s = time.monotonic() - started
-            left_s = elapsed_s * (1 - share) / share if share > 0 else None
+            if done > share:
+                share, reached_s = done, elapsed_s
+            left_s = max(0.0, reached_s / share - elapsed_s) if share else None  # falls while a layer runs
             self.say(Report(step, " / ".join(path), 100 * share, elapsed_s, left_s))
 
 

@@ -172,12 +172,10 @@ class Timeline(Listener):
         peak = torch.cuda.max_memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         self.peaks |= Counter(dict.fromkeys(self._open, peak))  # the larger of both
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(enable_timing=True))
 
     def seconds(self) -> dict[PhasePath, float]:
         sums: dict[PhasePath, float] = defaultdict(float)
         for path, start, stop in self._done:
             sums[path] += stop - start if isinstance(start, float) else start.elapsed_time(stop) / 1e3
-        return sums
+        return dict(sums)
