@@ -38,38 +38,6 @@ def start_heads_to_tokens(t_SnK: torch.Tensor, group: dist.ProcessGroup) -> Exch
     return _start(t_SnK, (c, t_SnK.shape[0] // c, *t_SnK.shape[1:]), group)
 
 
-def tokens_to_heads(t_csnK: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[c, s, n, K] -> [S, n, K], waiting for the result. Differentiable."""
-    return _TokensToHeads.apply(t_csnK, group)
-
-
-def heads_to_tokens(t_SnK: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[S, n, K] -> [c, s, n, K], waiting for the result. Differentiable."""
-    return _HeadsToTokens.apply(t_SnK, group)
-
-
-class _TokensToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, t_csnK, group):
-        ctx.group = group
-        return start_tokens_to_heads(t_csnK, group).wait()
-
-    @staticmethod
-    def backward(ctx, dt_SnK):
-        return start_heads_to_tokens(dt_SnK.contiguous(), ctx.group).wait(), None
-
-
-class _HeadsToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, t_SnK, group):
-        ctx.group = group
-        return start_heads_to_tokens(t_SnK, group).wait()
-
-    @staticmethod
-    def backward(ctx, dt_csnK):
-        return start_tokens_to_heads(dt_csnK.contiguous(), ctx.group).wait(), None
-
-
 def _start(send: torch.Tensor, shape: tuple[int, ...], group: dist.ProcessGroup) -> Exchange:
     if group.size() == 1:
         return Exchange(send.view(shape), None, None)

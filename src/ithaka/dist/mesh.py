@@ -15,40 +15,14 @@ class Mesh:
     """This process's place in the grid of ranks. `cp` ranks share a sequence; ranks of one cp group are neighbours."""
 
     fsdp: DeviceMesh  # one axis over every rank: parameters are sharded over all of them
-    grid: DeviceMesh  # axes dp, cp
+    rank: int
+    world_size: int
+    cp_group: dist.ProcessGroup
+    cp_rank: int
+    cp_size: int
+    dp_rank: int
+    dp_size: int
     device: torch.device
-
-    @property
-    def rank(self) -> int:
-        return self.fsdp.get_rank()
-
-    @property
-    def world_size(self) -> int:
-        return self.fsdp.size()
-
-    @property
-    def cp_group(self) -> dist.ProcessGroup:
-        return self.grid.get_group("cp")
-
-    @property
-    def dp_group(self) -> dist.ProcessGroup:
-        return self.grid.get_group("dp")
-
-    @property
-    def cp_rank(self) -> int:
-        return self.grid.get_local_rank("cp")
-
-    @property
-    def cp_size(self) -> int:
-        return self.grid.size(1)
-
-    @property
-    def dp_rank(self) -> int:
-        return self.grid.get_local_rank("dp")
-
-    @property
-    def dp_size(self) -> int:
-        return self.grid.size(0)
 
 
 def make_mesh(cp: int = 1, device: torch.device | str | None = None) -> Mesh:
@@ -61,7 +35,17 @@ def make_mesh(cp: int = 1, device: torch.device | str | None = None) -> Mesh:
         raise ConfigError(f"parallel.cp={cp} does not divide the {world_size} ranks; use {divisors}")
     fsdp = init_device_mesh(chosen.type, (world_size,), mesh_dim_names=("fsdp",))
     grid = init_device_mesh(chosen.type, (world_size // cp, cp), mesh_dim_names=("dp", "cp"))
-    return Mesh(fsdp, grid, chosen)
+    return Mesh(
+        fsdp=fsdp,
+        rank=fsdp.get_rank(),
+        world_size=world_size,
+        cp_group=grid.get_group("cp"),
+        cp_rank=grid.get_local_rank("cp"),
+        cp_size=cp,
+        dp_rank=grid.get_local_rank("dp"),
+        dp_size=world_size // cp,
+        device=chosen,
+    )
 
 
 def default_device() -> torch.device:

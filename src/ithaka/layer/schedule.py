@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ithaka.attention.blocks import Docs
-from ithaka.dist.exchange import Exchange, heads_to_tokens, start_heads_to_tokens, start_tokens_to_heads
+from ithaka.dist.exchange import Exchange, start_heads_to_tokens, start_tokens_to_heads
 from ithaka.layer.mlp import GatedMlp, gated_mlp
 from ithaka.layer.stages import (
     RAN_ALREADY,
@@ -206,7 +206,7 @@ class StreamedLayer:
         for load in self.table.loads_ending(i):
             held.drop(load)
         with phase("exchange"):
-            return heads_to_tokens(out_SnK, self.group), lse_nS
+            return start_heads_to_tokens(out_SnK, self.group).wait(), lse_nS
 
     def _attention(self, i: int, attend: Callable[..., Any], arrived: list[Tensor]) -> Any:
         """A separate function, so that its arguments are freed when it returns."""

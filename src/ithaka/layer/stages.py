@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ithaka.attention.blocks import attention, attention_backward
 from ithaka.attention.fused import rotate, turn
-from ithaka.dist.exchange import heads_to_tokens, tokens_to_heads
+from ithaka.dist.exchange import start_heads_to_tokens, start_tokens_to_heads
 from ithaka.layer.tiles import GradSum, apply_norm, sum_dtype, tile_backward
 from ithaka.phases import STAGE, holding
 from ithaka.plan.heads import HeadTable, Load, Read, Stage
@@ -255,10 +255,10 @@ class _StagesAttention(torch.autograd.Function):
         outs = []
         for stage, q in zip(table.stages, _split(q_csnK, table.stages), strict=True):
             kv = () if stage.load is None else loads[stage.load]
-            q_SnK, *new_kv = (tokens_to_heads(t.contiguous(), group) for t in (q, *kv))
+            q_SnK, *new_kv = (start_tokens_to_heads(t.contiguous(), group).wait() for t in (q, *kv))
             out_SnK, lse_nS = ctx.held.attend(stage, q_SnK, *new_kv)
             ctx.kept.append((q_SnK, out_SnK, lse_nS))
-            outs.append(heads_to_tokens(out_SnK, group))
+            outs.append(start_heads_to_tokens(out_SnK, group).wait())
         return _joined(outs)
 
     @staticmethod
@@ -270,12 +270,12 @@ class _StagesAttention(torch.autograd.Function):
         dks: list[Tensor] = []
         dvs: list[Tensor] = []
         for stage, dout, (q, out, lse) in zip(table.stages, _split(dout_csnK, table.stages), ctx.kept, strict=True):
-            dout_SnK = tokens_to_heads(dout.contiguous(), group)
+            dout_SnK = start_tokens_to_heads(dout.contiguous(), group).wait()
             dq_SnK = ctx.held.attend_backward(stage, lse, q, out.clone(), dout_SnK)
-            dqs.append(heads_to_tokens(dq_SnK, group))
+            dqs.append(start_heads_to_tokens(dq_SnK, group).wait())
         for load in range(len(table.loads)):
             for grads, d_SmK in zip((dks, dvs), ctx.held.take_grads(load), strict=True):
-                grads.append(heads_to_tokens(d_SmK, group))
+                grads.append(start_heads_to_tokens(d_SmK, group).wait())
         ctx.kept = ctx.held = None
         return None, None, None, _joined(dqs), _joined(dks), _joined(dvs)
 
