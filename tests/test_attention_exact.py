@@ -7,8 +7,8 @@ from torch.nn import functional as F
 from ithaka.attention.blocks import attention, attention_backward
 from ithaka.attention.kernels import KERNELS
 from ithaka.attention.pairs import query_major
-from ithaka.attention.reference import attention_mask, attention_reference
 from ithaka.config import ConfigError
+from reference import attention_mask, attention_reference
 
 SCALE = 0.37
 

@@ -12,10 +12,10 @@ import ithaka.attention.blocks as op
 from ithaka import bench
 from ithaka.attention import kernels
 from ithaka.attention.kernels import KERNELS, Kernel, Varlen, available_kernels, resolve_kernel
-from ithaka.attention.reference import attention_reference
 from ithaka.bench import AttentionCase, measure_attention
 from ithaka.cli import app
 from ithaka.config import ConfigError
+from reference import attention_reference
 
 CPU = torch.device("cpu")
 CPU_KERNEL = KERNELS["cpu"]
@@ -37,15 +37,6 @@ def test_cpu_takes_its_flash_kernel():
 def test_refusals_name_the_way_out(name, dtype, message):
     with pytest.raises(ConfigError, match=message):
         resolve_kernel(name, CPU, dtype, 64)
-
-
-def test_an_absent_package_says_how_to_get_it(monkeypatch):
-    absent = replace(KERNELS["cpu"], name="fast", module="fast_attention.cpu", install="pip install fast-attention")
-    monkeypatch.setitem(KERNELS, "fast", absent)
-    with pytest.raises(
-        ConfigError, match="kernel=fast needs the module fast_attention.cpu; pip install fast-attention"
-    ):
-        resolve_kernel("fast", CPU, torch.bfloat16, 128)
 
 
 class Panic(BaseException):
@@ -90,6 +81,31 @@ def first_head_only(cpu):
     return replace(cpu, backward=backward)
 
 
+def documents(ends_d):
+    return [slice(a, b) for a, b in zip(ends_d.tolist(), ends_d.tolist()[1:], strict=False)]
+
+
+def varlen_forward(q, k, v, ends_d, longest, scale, causal, window):
+    how = dict(scale=scale, causal=causal, window=window)
+    parts = [attention_reference(q[d], k[d], v[d], **how) for d in documents(ends_d)]
+    assert longest == max(d.stop - d.start for d in documents(ends_d))
+    return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts], 1)
+
+
+def varlen_backward(dout, q, k, v, out, lse, ends_d, longest, scale, causal, window):
+    grads = []
+    for d in documents(ends_d):
+        with torch.enable_grad():
+            leaves = [x[d].clone().requires_grad_() for x in (q, k, v)]
+            again, _ = attention_reference(*leaves, scale=scale, causal=causal, window=window)
+        grads.append(torch.autograd.grad(again, leaves, dout[d]))
+    return tuple(torch.cat(parts) for parts in zip(*grads, strict=True))
+
+
+def without_window(q, k, v, ends_d, longest, scale, causal, window):
+    return varlen_forward(q.double(), k.double(), v.double(), ends_d, longest, scale, causal, None)
+
+
 BROKEN = {
     "ValueError": (replace(CPU_KERNEL, forward=raising(ValueError("no schema\nsecond line"))),
                    r"does not run here \(ValueError: no schema\); update PyTorch"),
@@ -104,8 +120,10 @@ BROKEN = {
     "own softmax": (own_softmax(CPU_KERNEL), "is wrong here: d[qv] is off"),
     "one head": (first_head_only(CPU_KERNEL), "is wrong here: dv is off"),
     "a shape": (replace(CPU_KERNEL, forward=lambda q, *_: (q[..., :1], q[..., 0])), "gives out of shape"),
-    "varlen": (replace(CPU_KERNEL, varlen=Varlen("v", raising(KeyError("ends")), raising(KeyError()))),
+    "varlen": (replace(CPU_KERNEL, varlen=Varlen(raising(KeyError("ends")), raising(KeyError()))),
                r"does not run here \(KeyError: 'ends'\)"),
+    "no window": (replace(CPU_KERNEL, varlen=Varlen(without_window, varlen_backward)),
+                  "is wrong here: out is off by .* in packed documents with a window"),
     "stand-in": (replace(CPU_KERNEL, stand_in=off("dq", 2)), "needs cpu for small blocks, which is wrong here: dq"),
 }  # fmt: skip
 
@@ -141,7 +159,7 @@ def test_a_keyboard_interrupt_ends_a_trial(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_a_trial_takes_no_random_numbers_and_passes_in_any_mode(dtype):
-    fresh = replace(KERNELS["cpu"], install=str(dtype))  # one that no trial has been made of
+    fresh = replace(KERNELS["cpu"], name=str(dtype))  # one that no trial has been made of
     before = torch.get_rng_state()
     with torch.inference_mode():
         assert kernels._trial(fresh, CPU, dtype, 40) is None
@@ -151,27 +169,6 @@ def test_a_trial_takes_no_random_numbers_and_passes_in_any_mode(dtype):
 def test_head_dims_a_kernel_does_not_take_are_refused():
     with pytest.raises(ConfigError, match="head dims up to 256 in steps of 8, not 20; use reference"):
         resolve_kernel("flash", torch.device("cuda"), torch.bfloat16, 20)
-
-
-def documents(ends_d):
-    return [slice(a, b) for a, b in zip(ends_d.tolist(), ends_d.tolist()[1:], strict=False)]
-
-
-def varlen_forward(q, k, v, ends_d, longest, scale, causal, window):
-    how = dict(scale=scale, causal=causal, window=window)
-    parts = [attention_reference(q[d], k[d], v[d], **how) for d in documents(ends_d)]
-    assert longest == max(d.stop - d.start for d in documents(ends_d))
-    return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts], 1)
-
-
-def varlen_backward(dout, q, k, v, out, lse, ends_d, longest, scale, causal, window):
-    grads = []
-    for d in documents(ends_d):
-        with torch.enable_grad():
-            leaves = [x[d].clone().requires_grad_() for x in (q, k, v)]
-            again, _ = attention_reference(*leaves, scale=scale, causal=causal, window=window)
-        grads.append(torch.autograd.grad(again, leaves, dout[d]))
-    return tuple(torch.cat(parts) for parts in zip(*grads, strict=True))
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2), (3, 1)], ids=str)
@@ -185,7 +182,7 @@ def test_short_documents_reach_the_varlen_kernel(monkeypatch, heads, mask):
         return varlen_forward(q, *rest)
 
     kernel = Kernel("cpu", cpu.forward, cpu.backward, "cpu", cpu.dtypes, cpu.head_dims,
-                    Varlen("plain", counted, varlen_backward))  # fmt: skip
+                    Varlen(counted, varlen_backward))  # fmt: skip
     monkeypatch.setitem(KERNELS, "cpu", kernel)
     assert resolve_kernel("auto", CPU, torch.float64, 8) is kernel  # tried, varlen entry included
     assert calls.pop() == calls.pop() == 32

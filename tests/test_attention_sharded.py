@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ithaka.attention.reference import attention_reference
 from ithaka.config import ConfigError
 from ithaka.layer.sharded import sharded_attention
+from reference import attention_reference
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "dit_block.py"
 MASKS = {

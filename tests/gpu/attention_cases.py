@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ithaka.attention.blocks import attention, attention_backward
-from ithaka.attention.reference import attention_mask, attention_reference
+from reference import attention_mask, attention_reference
 
 NAMES = ("out", "dq", "dk", "dv")
 # Our error over plain PyTorch's. Both round probabilities and results to 16 bits; ours sums over blocks in fp32.

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ithaka.attention.blocks import Docs
+from ithaka.attention.blocks import Docs, How
 from ithaka.dist.exchange import Exchange, start_heads_to_tokens, start_tokens_to_heads
 from ithaka.layer.mlp import GatedMlp, gated_mlp
 from ithaka.layer.stages import (
@@ -403,15 +403,9 @@ class StreamedLayer:
         queries, kv = self._heads(self.query_heads, self.q), self._heads(self.kv_heads, self.k)
         return [HeadSlice.of(self.q, queries), HeadSlice.of(self.k, kv), HeadSlice.of(self.v, kv)]
 
-    def _how(self, docs: Docs) -> dict[str, Any]:
-        return {
-            "scale": self.parts.scale,
-            "causal": True,
-            "window": self.parts.window,
-            "docs": docs,
-            "kernel": self.layout.kernel,
-            "blocks": self.layout.blocks,
-        }
+    def _how(self, docs: Docs) -> How:
+        kernel, blocks = self.layout.kernel, self.layout.blocks
+        return How(scale=self.parts.scale, window=self.parts.window, docs=docs, kernel=kernel, blocks=blocks)
 
 
 class _LayerFunction(torch.autograd.Function):

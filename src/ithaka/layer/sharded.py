@@ -3,13 +3,11 @@
 Shapes: s tokens on this rank, S = c * s of the sequence on c ranks, H query and G kv heads, K head dim.
 """
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ithaka.attention.blocks import Docs
+from ithaka.attention.blocks import Docs, How
 from ithaka.config import ConfigError
 from ithaka.layer.stages import stages_attention
 from ithaka.plan.heads import EMPTY, flat, head_table
@@ -50,8 +48,8 @@ def sharded_attention(
         raise ConfigError(f"{num_heads} query heads are not a multiple of {num_kv_heads} kv heads")
     table = head_table(num_heads, num_kv_heads, ranks.size())
     query_heads, kv_heads = table.stages[0].query_heads, table.loads[0].kv_heads
-    how: dict[str, Any] = {"causal": causal, "window": window, "docs": docs, "kernel": kernel, "blocks": blocks}
-    how |= {"scale": q_sHK.shape[-1] ** -0.5 if scale is None else scale}
+    scale = q_sHK.shape[-1] ** -0.5 if scale is None else scale
+    how = How(scale=scale, causal=causal, window=window, docs=docs, kernel=kernel, blocks=blocks)
     sent = [_take(x, heads) for x, heads in ((q_sHK, query_heads), (k_sGK, kv_heads), (v_sGK, kv_heads))]
     out_csnK = stages_attention(table, ranks, how, *sent)  # type: ignore[arg-type]
     slots = [slot for slot, head in enumerate(h for of_rank in query_heads for h in of_rank) if head != EMPTY]

@@ -9,13 +9,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ithaka.attention.blocks import attention, attention_backward
+from ithaka.attention.blocks import How, attention, attention_backward
 from ithaka.attention.fused import rotate, turn
 from ithaka.dist.exchange import start_heads_to_tokens, start_tokens_to_heads
 from ithaka.layer.tiles import GradSum, apply_norm, sum_dtype, tile_backward
@@ -173,7 +172,7 @@ def join_heads(outs_ctnK: Sequence[Tensor]) -> Tensor:
 class HeldHeads:
     """The k and v that this rank holds during one pass over the stages, and attention to them."""
 
-    def __init__(self, table: HeadTable, rank: int, how: dict[str, Any]) -> None:
+    def __init__(self, table: HeadTable, rank: int, how: How) -> None:
         self.table, self.rank, self.how = table, rank, how
         self._kv: dict[int, list[Tensor]] = {}
         self._sums: dict[int, list[Tensor]] = {}  # dk, dv in fp32: several stages add to them
@@ -233,7 +232,7 @@ class HeldHeads:
 
 
 def stages_attention(
-    table: HeadTable, group: dist.ProcessGroup, how: dict[str, Any], q_csnK: Tensor, k_csmK: Tensor, v_csmK: Tensor
+    table: HeadTable, group: dist.ProcessGroup, how: How, q_csnK: Tensor, k_csmK: Tensor, v_csmK: Tensor
 ) -> Tensor:
     """Exchange, attention and exchange back of all stages, differentiable; keeps q, k, v, out and lse.
 
