@@ -17,9 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ithaka.layer import store as store_module
-from ithaka.layer.store import TIERS, Store, StoreError
+from ithaka.layer.store import Store, StoreError
 from ithaka.layer.tiles import tile_slices
 
+TIERS = ("device", "host", "disk")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 SHAPES = ((7, 3), (1, 1), (5,), (0, 4), (3, 0, 2), (2, 9, 3, 4))
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ithaka.phases import KEPT, phase, tag
 
-TIERS = ("device", "host", "disk")
+Event = torch.cuda.Event | None  # None on a CPU
 
 
 class StoreError(RuntimeError):
@@ -44,7 +44,7 @@ class Slab:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)[:num_bytes]
-        self.busy: torch.cuda.Event | None = None  # the last owner's copies from these bytes
+        self.busy: Event = None  # the last owner's copies from these bytes
         self._pinned = False
         if pin and num_bytes > 0:
             status = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), num_bytes, 0)
@@ -70,44 +70,13 @@ class Slab:
             torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
 
 
-class SlabPool:
-    """Slabs by size. Freed slabs serve the next tensor of their size, and are released when room is short."""
+class _Tier:
+    """Pieces of one tier by size. Freed ones serve the next tensor of their size."""
 
-    def __init__(self, budget_bytes: int | None, pin: bool) -> None:
-        self.budget_bytes, self.pin = budget_bytes, pin
-        self.used_bytes = self.peak_bytes = 0
-        self.num_expected = 0  # slabs that the disk threads will return
-        self._free: dict[int, list[Slab]] = {}
+    def __init__(self) -> None:
+        self.used_bytes = 0
+        self._free: dict[int, list[Any]] = {}
         self._changed = threading.Condition()  # re-entrant: a handle's __del__ may run while we hold it
-
-    def take(self, num_bytes: int) -> Slab:
-        """A slab of `num_bytes`. Waits for slabs that the disk threads hold; raises StoreError if there are none."""
-        with self._changed:
-            while not self._make_room(num_bytes):
-                if not self.num_expected:
-                    raise StoreError("host", self._full(num_bytes))
-                self._changed.wait()
-            return self._take(num_bytes)
-
-    def take_if_room(self, num_bytes: int) -> Slab | None:
-        with self._changed:
-            return self._take(num_bytes) if self._make_room(num_bytes) else None
-
-    def give(self, slab: Slab, expected: bool = False) -> None:
-        with self._changed:
-            self.num_expected -= expected
-            self._free.setdefault(len(slab.bytes), []).append(slab)
-            self._changed.notify_all()
-
-    def expect(self) -> None:
-        with self._changed:
-            self.num_expected += 1
-
-    def restart(self, num_bytes: int) -> None:
-        """Called while nothing is kept. A new first size means new shapes: release the old slabs."""
-        with self._changed:
-            if not self._free.get(num_bytes):
-                self._release_free()
 
     @property
     def busy_bytes(self) -> int:
@@ -115,27 +84,67 @@ class SlabPool:
         with self._changed:
             return self.used_bytes - _sum_bytes(self._free.copy())
 
-    def _take(self, num_bytes: int) -> Slab:
-        free = self._free.get(num_bytes)
-        if free:
-            return free.pop()
-        slab = Slab(num_bytes, self.pin)
-        self.used_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        return slab
+    def restart(self, num_bytes: int) -> None:
+        """Called while nothing is kept. A new first size means new shapes: forget the old pieces."""
+        with self._changed:
+            if not self._free.get(num_bytes):
+                self._release_free()
 
-    def _make_room(self, num_bytes: int) -> bool:
-        if self._free.get(num_bytes) or self._has_room(num_bytes):
-            return True
-        self._release_free()
-        return self._has_room(num_bytes)
-
-    def _has_room(self, num_bytes: int) -> bool:
-        return self.budget_bytes is None or self.used_bytes + num_bytes <= self.budget_bytes
+    def _give(self, num_bytes: int, piece: Any) -> None:
+        with self._changed:
+            self._free.setdefault(num_bytes, []).append(piece)
+            self._changed.notify_all()
 
     def _release_free(self) -> None:
         free, self._free = self._free, {}  # swap first: a handle may die and give its slab meanwhile
         self.used_bytes -= _sum_bytes(free)
+
+
+def _sum_bytes(free: dict[int, list[Any]]) -> int:
+    return sum(size * len(pieces) for size, pieces in free.items())
+
+
+class SlabPool(_Tier):
+    """Slabs; free ones are released when room is short."""
+
+    def __init__(self, budget_bytes: int | None, pin: bool) -> None:
+        super().__init__()
+        self.budget_bytes, self.pin, self.peak_bytes = budget_bytes, pin, 0
+        self.num_expected = 0  # slabs that the disk threads will return
+
+    def take(self, num_bytes: int) -> Slab:
+        """A slab of `num_bytes`. Waits for slabs that the disk threads hold; raises StoreError if there are none."""
+        with self._changed:
+            while (slab := self.take_if_room(num_bytes)) is None:
+                if not self.num_expected:
+                    raise StoreError("host", self._full(num_bytes))
+                self._changed.wait()
+            return slab
+
+    def take_if_room(self, num_bytes: int) -> Slab | None:
+        with self._changed:
+            if free := self._free.get(num_bytes):
+                return free.pop()
+            if not self._has_room(num_bytes):
+                self._release_free()
+            if not self._has_room(num_bytes):
+                return None
+            slab = Slab(num_bytes, self.pin)
+            self.used_bytes += num_bytes
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+            return slab
+
+    def give(self, slab: Slab, expected: bool = False) -> None:
+        with self._changed:
+            self.num_expected -= expected
+            self._give(len(slab.bytes), slab)
+
+    def expect(self) -> None:
+        with self._changed:
+            self.num_expected += 1
+
+    def _has_room(self, num_bytes: int) -> bool:
+        return self.budget_bytes is None or self.used_bytes + num_bytes <= self.budget_bytes
 
     def _full(self, num_bytes: int) -> str:
         return (
@@ -145,97 +154,67 @@ class SlabPool:
         )
 
 
-class DiskFile:
+class DiskFile(_Tier):
     """An unnamed file that vanishes with the process, even after kill -9. Space is reserved before it is written."""
 
     def __init__(self, directory: Path) -> None:
+        super().__init__()
         self.directory = directory
         self._file: Any = None
-        self._free: dict[int, list[int]] = {}
-        self._lock = threading.RLock()  # re-entrant, as the pool's
-        self.used_bytes = 0
         self.failure: str | None = None  # of the background writer
 
     def take(self, num_bytes: int) -> int:
         """An offset with `num_bytes` reserved, so that a full disk fails here, not in a background write."""
-        with self._lock:
+        with self._changed:
             if self.failure is not None:
                 raise StoreError("disk", self.failure)
-            free = self._free.get(num_bytes)
-            return free.pop() if free else self._extend(num_bytes)
-
-    def _extend(self, num_bytes: int) -> int:
-        offset = self.used_bytes
-        try:
-            if self._file is None:
-                self._file = tempfile.TemporaryFile(dir=self.directory)  # noqa: SIM115 (lives as long as we do)
-            os.posix_fallocate(self._file.fileno(), offset, max(num_bytes, 1))
-        except OSError as error:
-            raise StoreError("disk", self._full(num_bytes, error.strerror or str(error))) from error
-        self.used_bytes += num_bytes
-        return offset
+            if free := self._free.get(num_bytes):
+                return free.pop()
+            offset = self.used_bytes
+            try:
+                if self._file is None:
+                    self._file = tempfile.TemporaryFile(dir=self.directory)  # noqa: SIM115 (lives as long as we do)
+                os.posix_fallocate(self._file.fileno(), offset, max(num_bytes, 1))
+            except OSError as error:
+                needed = f"{num_bytes} more bytes needed in {self.directory} beside the {offset} in use"
+                raise self._error(needed, error) from error
+            self.used_bytes += num_bytes
+            return offset
 
     def give(self, offset: int, num_bytes: int) -> None:
-        with self._lock:
-            self._free.setdefault(num_bytes, []).append(offset)
-
-    def restart(self, num_bytes: int) -> None:
-        """Called while nothing is kept. A new first size means new shapes: reuse the file from its start."""
-        with self._lock:
-            if not self._free.get(num_bytes):
-                self._free, self.used_bytes = {}, 0
-
-    @property
-    def busy_bytes(self) -> int:
-        with self._lock:
-            return self.used_bytes - _sum_bytes(self._free.copy())
+        self._give(num_bytes, offset)
 
     def write(self, data: memoryview, offset: int) -> None:
         try:
-            while data:
-                written = os.pwrite(self._file.fileno(), data[: 2**30], offset)
-                data, offset = data[written:], offset + written
-        except OSError as error:
-            self.failure = self._failed("write", len(data), error.strerror or str(error))
-            raise StoreError("disk", self.failure) from error
+            self._move("write", os.pwrite, data, offset)
+        except StoreError as error:
+            self.failure = str(error)
+            raise
 
     def read(self, into: memoryview, offset: int) -> None:
+        self._move("read", lambda file, part, at: os.preadv(file, [part], at), into, offset)
+
+    def _move(self, verb: str, move: Callable[[int, memoryview, int], int], data: memoryview, offset: int) -> None:
         try:
-            while into:
-                read = os.preadv(self._file.fileno(), [into[: 2**30]], offset)
-                if read == 0:
+            while data:
+                moved = move(self._file.fileno(), data[: 2**30], offset)
+                if moved == 0:
                     raise OSError(f"the file ends at {offset}")
-                into, offset = into[read:], offset + read
+                data, offset = data[moved:], offset + moved
         except OSError as error:
-            raise StoreError("disk", self._failed("read", len(into), error.strerror or str(error))) from error
+            raise self._error(f"could not {verb} {len(data)} bytes in {self.directory}", error) from error
 
-    def _failed(self, what: str, num_bytes: int, why: str) -> str:
-        return (
-            f"disk: could not {what} {num_bytes} bytes in {self.directory} ({why}); "
-            "set memory.disk_path to another disk, or use memory.offload=host"
-        )
-
-    def _full(self, num_bytes: int, why: str) -> str:
-        return (
-            f"disk: {num_bytes} more bytes needed in {self.directory} beside the {self.used_bytes} in use "
-            f"({why}); set memory.disk_path to a larger disk, or use memory.keep_attention=none or less "
-            "data.context"
-        )
-
-
-def _sum_bytes(free: dict[int, list[Any]]) -> int:
-    return sum(size * len(entries) for size, entries in free.items())
+    @staticmethod
+    def _error(what: str, error: OSError) -> StoreError:
+        way_out = "set memory.disk_path to a larger disk, or use memory.offload=host or less data.context"
+        return StoreError("disk", f"disk: {what} ({error.strerror or error}); {way_out}")
 
 
 class Store:
     """Keeps tensors in tiers. One per process and device."""
 
     def __init__(
-        self,
-        device: torch.device | str = "cpu",
-        *,
-        host_bytes: int | None = None,
-        disk_path: Path | None = None,
+        self, device: torch.device | str = "cpu", *, host_bytes: int | None = None, disk_path: Path | None = None
     ) -> None:
         self.device = torch.device(device)
         self.on_gpu = self.device.type == "cuda"
@@ -243,43 +222,37 @@ class Store:
         self.disk = DiskFile(disk_path or Path(tempfile.gettempdir()))
         self.out_stream = torch.cuda.Stream(self.device) if self.on_gpu else None
         self.in_stream = torch.cuda.Stream(self.device) if self.on_gpu else None
-        self._threads: ThreadPoolExecutor | None = None
+        self.threads = ThreadPoolExecutor(2, thread_name_prefix="ithaka-store")
         self._latest: Callable[[], Any] = lambda: None
 
     def keep(self, tensor: Tensor, tier: str) -> "Kept":
         """Starts keeping `tensor`, which must not be written before `settle`."""
-        assert tier in TIERS, tier
         if tier == "device":
             return Kept(tag(tensor, KEPT))
         if not (self.pool.busy_bytes or self.disk.busy_bytes):
             self.pool.restart(tensor.nbytes)
             self.disk.restart(tensor.nbytes)
-        return (KeptOnHost if tier == "host" else KeptOnDisk)(tensor.contiguous(), self)
+        return {"host": KeptOnHost, "disk": KeptOnDisk}[tier](tensor.contiguous(), self)
 
     def follow(self, saved: Any) -> Callable[[], Any]:
         """Remembers `saved` as the latest; returns a weak reference to the one before it."""
         before, self._latest = self._latest, weakref.ref(saved)
         return before
 
-    def submit(self, work, *args) -> Future:
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(2, thread_name_prefix="ithaka-store")
-        return self._threads.submit(work, *args)
-
-    def mark(self, stream: "torch.cuda.Stream | None" = None) -> "torch.cuda.Event | None":
+    def mark(self, stream: "torch.cuda.Stream | None" = None) -> Event:
         if not self.on_gpu:
             return None
         event = torch.cuda.Event()
         event.record(stream or torch.cuda.current_stream(self.device))
         return event
 
-    def wait(self, event: "torch.cuda.Event | None") -> None:
+    def wait(self, event: Event) -> None:
         """Makes the compute stream wait for `event`."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
     @contextmanager
-    def on(self, stream: "torch.cuda.Stream | None", *after: "torch.cuda.Event | None") -> Iterator[None]:
+    def on(self, stream: "torch.cuda.Stream | None", *after: Event) -> Iterator[None]:
         """Queues the work inside on `stream`, after the events `after`."""
         if stream is None:
             yield
@@ -323,9 +296,9 @@ class KeptOnHost(Kept):
     """A tensor kept in a slab of pinned host memory."""
 
     def __init__(self, tensor: Tensor, store: Store) -> None:
-        self.store, self.shape, self.dtype = store, tensor.shape, tensor.dtype
+        self.store, self.shape, self.dtype, self.nbytes = store, tensor.shape, tensor.dtype, tensor.nbytes
         self._source: Tensor | None = tensor
-        self._coming: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._coming: tuple[Tensor, Event] | None = None
         self._slab: Slab | None = store.pool.take(tensor.nbytes)
         self._copied_out = self._copy_out(tensor, self._slab)
 
@@ -338,7 +311,7 @@ class KeptOnHost(Kept):
 
     def prefetch(self) -> None:
         if self._coming is None and self._source is None:
-            self._coming = self._copy_in(None, 0)
+            self._coming = self._copy_in(slice(0, self.shape[0]), 0)
 
     def fetch(self) -> Tensor:
         if self._source is not None:
@@ -353,25 +326,23 @@ class KeptOnHost(Kept):
         assert dim == 0 or not hold
         if self._source is not None:
             yield from Kept(self._source).tiles(slices, dim)
-        elif slices:
-            yield from self._tiles_from_host(slices, dim, hold)
-
-    def _tiles_from_host(self, slices: list[slice], dim: int, hold: bool) -> Iterator[Tensor]:
+            return
         held = torch.empty(self.shape, dtype=self.dtype, device=self.store.device) if hold else None
-        coming = self._copy_in(slices[0], dim, held)
+        copies = (self._copy_in(rows, dim, held) for rows in slices)
+        coming = next(copies, None)
         try:
-            for i in range(len(slices)):
-                tile, done = coming
-                if i + 1 < len(slices):
-                    coming = self._copy_in(slices[i + 1], dim, held)
+            while coming is not None:
+                tile, done = coming  # drops the tile before it
+                coming = next(copies, None)
                 self.store.wait(done)
                 yield tile
             self._source = held
         finally:
-            self.store.wait(coming[1])  # if the walk ends early, its memory is freed: not while a copy writes to it
+            if coming is not None:  # the walk ends early and its memory is freed: not while a copy writes to it
+                self.store.wait(coming[1])
 
     @phase("copies")
-    def _copy_out(self, tensor: Tensor, slab: Slab) -> "torch.cuda.Event | None":
+    def _copy_out(self, tensor: Tensor, slab: Slab) -> Event:
         store = self.store
         with store.on(store.out_stream, store.mark(), slab.busy):
             slab.view(self.shape, self.dtype).copy_(tensor, non_blocking=True)
@@ -382,15 +353,11 @@ class KeptOnHost(Kept):
         return self._slab.view(self.shape, self.dtype)
 
     @phase("copies")
-    def _copy_in(
-        self, rows: slice | None, dim: int, held: Tensor | None = None
-    ) -> tuple[Tensor, "torch.cuda.Event | None"]:
-        """Starts copying `rows` (None: all) into `held` or, without it, into a new tensor."""
+    def _copy_in(self, rows: slice, dim: int, held: Tensor | None = None) -> tuple[Tensor, Event]:
+        """Starts copying `rows` into `held` or, without it, into a new tensor."""
         store, host = self.store, self._host()
-        rows = rows or slice(0, self.shape[dim])
         shape = (*self.shape[:dim], rows.stop - rows.start, *self.shape[dim + 1 :])
-        new = partial(torch.empty, shape, dtype=self.dtype, device=store.device)
-        tensor = new() if held is None else held[rows]
+        tensor = held[rows] if held is not None else torch.empty(shape, dtype=self.dtype, device=store.device)
         # Part by part, contiguous on both sides: anything else is first copied on the host.
         parts = zip(tensor, host, strict=True) if dim == 1 else [(tensor, host)]
         with store.on(store.in_stream, store.mark(), self._copied_out):
@@ -398,8 +365,9 @@ class KeptOnHost(Kept):
                 into.copy_(part[rows], non_blocking=True)
         return tensor, store.mark(store.in_stream)
 
-    def _release(self) -> None:
-        """Waits, in stream order, for copies under way, and records when the slab is free."""
+    def __del__(self) -> None:
+        if sys.is_finalizing() or not hasattr(self, "_copied_out"):
+            return
         self.settle()
         store = self.store
         if self._coming is not None:
@@ -407,11 +375,9 @@ class KeptOnHost(Kept):
         if self._slab is not None:
             with store.on(store.in_stream, self._copied_out):
                 self._slab.busy = store.mark(store.in_stream)
+        self._give_back()
 
-    def __del__(self) -> None:
-        if sys.is_finalizing() or not hasattr(self, "_copied_out"):
-            return
-        self._release()
+    def _give_back(self) -> None:
         if self._slab is not None:
             self.store.pool.give(self._slab)
 
@@ -426,15 +392,15 @@ class KeptOnDisk(KeptOnHost):
         slab, self._slab = self._slab, None
         assert slab is not None
         store.pool.expect()
-        self._writing = store.submit(_write, store, slab, self._copied_out, self._offset)
+        self._writing = store.threads.submit(_write, store, slab, self._copied_out, self._offset)
 
     def read_ahead(self, wait: bool = False) -> None:
         if self._reading is not None:
             return
-        pool, num_bytes = self.store.pool, self.shape.numel() * self.dtype.itemsize
-        self._slab = pool.take(num_bytes) if wait else pool.take_if_room(num_bytes)
+        pool = self.store.pool
+        self._slab = pool.take(self.nbytes) if wait else pool.take_if_room(self.nbytes)
         if self._slab is not None:
-            self._reading = self.store.submit(_read, self.store, self._slab, self._writing, self._offset)
+            self._reading = self.store.threads.submit(_read, self.store, self._slab, self._writing, self._offset)
 
     def _host(self) -> Tensor:
         self.read_ahead(wait=True)
@@ -442,20 +408,18 @@ class KeptOnDisk(KeptOnHost):
         self._reading.result()
         return super()._host()
 
-    def __del__(self) -> None:
-        if sys.is_finalizing() or not hasattr(self, "_writing"):
-            super().__del__()
+    def _give_back(self) -> None:
+        if not hasattr(self, "_writing"):  # the disk was full
+            super()._give_back()
             return
-        self._release()
         # Must not block: it may run on a writer thread, or under a lock that the writer needs.
         if self._slab is not None:
             self.store.pool.expect()
-        num_bytes = self.shape.numel() * self.dtype.itemsize
-        give = partial(_give, self.store, self._slab, self._offset, num_bytes)
+        give = partial(_give, self.store, self._slab, self._offset, self.nbytes)
         (self._reading or self._writing).add_done_callback(give)
 
 
-def _write(store: Store, slab: Slab, copied_out: "torch.cuda.Event | None", offset: int) -> None:
+def _write(store: Store, slab: Slab, copied_out: Event, offset: int) -> None:
     try:
         if copied_out is not None:
             copied_out.synchronize()
