@@ -54,26 +54,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @phase("loss backward")
     def backward(ctx, dtotal):
         with torch.autocast(dtotal.device.type, enabled=False):
-            return _LinearCrossEntropy.exact_backward(ctx, dtotal)
-
-    @staticmethod
-    def exact_backward(ctx, dtotal):
-        x_sD, labels_s, lse_s = ctx.saved_tensors
-        norm, weight_VD = ctx.norm, ctx.weight
-        grads = GradSum()
-        dx_sD = tag(torch.empty_like(x_sD), RESIDUAL)
-        for rows in tile_slices(len(x_sD), logits_tile_tokens(weight_VD)):
-            h_tD = apply_norm(norm, x_sD[rows])
-            dlogits_tV = h_tD @ weight_VD.t()
-            valid_t, target_t1 = _targets(labels_s[rows])
-            softmax_grad(dlogits_tV, target_t1[:, 0], lse_s[rows], valid_t * dtotal)
-            if weight_VD.requires_grad:
-                grads.add_product(weight_VD, dlogits_tV, h_tD)
-            dh_tD = dlogits_tV @ weight_VD
-            del dlogits_tV
-            dx_sD[rows] = tile_backward(partial(apply_norm, norm), ctx.norm_params, x_sD[rows], dh_tD, grads)
-        weights = [grads.take_as(p) for p in (weight_VD, *ctx.norm_params)]
-        return dx_sD, None, None, *weights
+            x_sD, labels_s, lse_s = ctx.saved_tensors
+            norm, weight_VD = ctx.norm, ctx.weight
+            grads = GradSum()
+            dx_sD = tag(torch.empty_like(x_sD), RESIDUAL)
+            for rows in tile_slices(len(x_sD), logits_tile_tokens(weight_VD)):
+                h_tD = apply_norm(norm, x_sD[rows])
+                dlogits_tV = h_tD @ weight_VD.t()
+                valid_t, target_t1 = _targets(labels_s[rows])
+                softmax_grad(dlogits_tV, target_t1[:, 0], lse_s[rows], valid_t * dtotal)
+                if weight_VD.requires_grad:
+                    grads.add_product(weight_VD, dlogits_tV, h_tD)
+                dh_tD = dlogits_tV @ weight_VD
+                del dlogits_tV
+                dx_sD[rows] = tile_backward(partial(apply_norm, norm), ctx.norm_params, x_sD[rows], dh_tD, grads)
+            weights = [grads.take_as(p) for p in (weight_VD, *ctx.norm_params)]
+            return dx_sD, None, None, *weights
 
 
 def _targets(labels_t: Tensor) -> tuple[Tensor, Tensor]:

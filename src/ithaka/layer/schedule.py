@@ -36,7 +36,7 @@ from ithaka.layer.stages import (
     project_all,
     rotation,
     stages_attention,
-    take_head_columns,
+    take_heads,
 )
 from ithaka.layer.store import Kept, Store
 from ithaka.layer.tiles import GradSum, add_matmul, apply_norm, sum_dtype, tile_backward, tile_slices
@@ -275,7 +275,7 @@ class StreamedLayer:
         return sum_tD
 
     def _output_weight(self) -> Tensor:
-        return take_head_columns(self.parts.o_proj.weight, self._heads(self.query_heads, self.q), self.parts.head_dim)
+        return take_heads(self.parts.o_proj.weight, self._heads(self.query_heads, self.q), self.parts.head_dim, dim=1)
 
     def _mlp(self, middle_tD: Tensor) -> Tensor:
         return self.mlp(apply_norm(self.parts.norm2, middle_tD)[None])[0]
@@ -360,7 +360,7 @@ class StreamedLayer:
     def _output_grad(self, stage: Stage, dy_sD: Tensor) -> Tensor:
         """dout [c, s, n, K] of a stage, from the gradient at the output projection."""
         heads, c = self._heads(stage.query_heads, self.q), self.group.size()
-        weight_DN = take_head_columns(self.parts.o_proj.weight, heads, self.parts.head_dim)
+        weight_DN = take_heads(self.parts.o_proj.weight, heads, self.parts.head_dim, dim=1)
         dout_csnK = dy_sD.new_empty(c, len(dy_sD), stage.num_slots, self.parts.head_dim)
         for rows in tile_slices(len(dy_sD), self.layout.tile_tokens):
             dout_tcnK = (dy_sD[rows] @ weight_DN).unflatten(1, (c, -1, self.parts.head_dim))

@@ -3,6 +3,9 @@
 Shapes: s tokens on this rank, S = c * s of the sequence on c ranks, H query and G kv heads, K head dim.
 """
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -12,15 +15,7 @@ from ithaka.config import ConfigError
 from ithaka.layer.stages import stages_attention
 from ithaka.plan.heads import EMPTY, flat, head_table
 
-
-class _Alone:
-    """A group of one rank, for processes without torch.distributed."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
+ALONE: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # a group, for processes without torch.distributed
 
 
 def sharded_attention(
@@ -43,7 +38,7 @@ def sharded_attention(
     backward. Keeps q, k, v, out and lse of the rank's own heads.
     """
     num_heads, num_kv_heads = q_sHK.shape[1], k_sGK.shape[1]
-    ranks = group if group is not None else _Alone()
+    ranks = group if group is not None else ALONE
     if num_heads % num_kv_heads:
         raise ConfigError(f"{num_heads} query heads are not a multiple of {num_kv_heads} kv heads")
     table = head_table(num_heads, num_kv_heads, ranks.size())
@@ -51,7 +46,7 @@ def sharded_attention(
     scale = q_sHK.shape[-1] ** -0.5 if scale is None else scale
     how = How(scale=scale, causal=causal, window=window, docs=docs, kernel=kernel, blocks=blocks)
     sent = [_take(x, heads) for x, heads in ((q_sHK, query_heads), (k_sGK, kv_heads), (v_sGK, kv_heads))]
-    out_csnK = stages_attention(table, ranks, how, *sent)  # type: ignore[arg-type]
+    out_csnK = stages_attention(table, ranks, how, *sent)
     slots = [slot for slot, head in enumerate(h for of_rank in query_heads for h in of_rank) if head != EMPTY]
     return out_csnK.transpose(0, 1).flatten(1, 2)[:, slots]  # ranks hold consecutive heads
 

@@ -138,18 +138,11 @@ class ProjectionsBackward:
             self.sums.add(part.bias_N, d_tN.sum(0, dtype=sum_dtype(d_tN.dtype)))
 
 
-def take_heads(rows: Tensor, heads_n: Tensor | None, head_dim: int) -> Tensor:
-    """The rows of `heads` from [H * K, ...], as [n * K, ...]; None: all, unchanged."""
+def take_heads(weight: Tensor, heads_n: Tensor | None, head_dim: int, dim: int = 0) -> Tensor:
+    """Some heads of a weight or bias, H * K long in `dim`, as n * K; None: all, unchanged."""
     if heads_n is None:
-        return rows
-    return rows.view(-1, head_dim, *rows.shape[1:]).index_select(0, heads_n).flatten(0, 1)
-
-
-def take_head_columns(weight_DN: Tensor, heads_n: Tensor | None, head_dim: int) -> Tensor:
-    """The columns of `heads` from [D, H * K], as [D, n * K]; None: all, unchanged."""
-    if heads_n is None:
-        return weight_DN
-    return weight_DN.unflatten(1, (-1, head_dim)).index_select(1, heads_n).flatten(1)
+        return weight
+    return weight.unflatten(dim, (-1, head_dim)).index_select(dim, heads_n).flatten(dim, dim + 1)
 
 
 def rotation(positions_t: Tensor, inv_freq_k: Tensor, scaling: float, dtype: torch.dtype) -> Rotation:

@@ -21,7 +21,7 @@ from ithaka.layer.loss import linear_cross_entropy
 from ithaka.layer.schedule import StreamedLayer
 from ithaka.layer.store import Store
 from ithaka.layer.tiles import apply_norm
-from ithaka.layout import Layout
+from ithaka.layout import Layout, check_fixed
 from ithaka.model.calls import Call, CallCheck, check_around, check_modules, mark_replaced
 from ithaka.model.families import check_supported, layer_parts
 from ithaka.model.weights import init_weights, load_weights
@@ -69,8 +69,9 @@ def parallelize(
     for name, other in (("cp", cp), ("mesh.cp_size", mesh and mesh.cp_size)):
         if other is not None and other != layout.cp:
             raise ConfigError(f"{name}={other} is not layout.cp={layout.cp}; give one of them, or the same")
-    _check_heads(model.config.num_attention_heads, layout.cp, layout.heads_per_stage)
-    mesh = mesh or make_mesh(layout.cp)
+    mesh, heads = mesh or make_mesh(layout.cp), model.config.num_attention_heads
+    asked = {"cp": layout.cp, "heads_per_stage": layout.heads_per_stage}
+    check_fixed(asked, heads, len(model.model.layers), mesh.world_size)
     dtype = getattr(torch, layout.dtype) if layout.dtype else model.dtype
     # A kernel that does not work is found here, not in the first step.
     resolve_kernel(layout.kernel, mesh.device, dtype, layer_parts(model, 0).head_dim)
@@ -114,15 +115,6 @@ def _hf_config(source: Path | dict):
     return config
 
 
-def _check_heads(num_heads: int, cp: int, heads_per_stage: int | None) -> None:
-    if cp > num_heads:
-        raise ConfigError(f"parallel.cp={cp} exceeds the {num_heads} query heads; use at most {num_heads}")
-    if heads_per_stage is not None and (heads_per_stage < cp or heads_per_stage % cp):
-        raise ConfigError(
-            f"parallel.heads_per_stage={heads_per_stage} is not a multiple of cp={cp}; use {cp} or {2 * cp}"
-        )
-
-
 def _shard(model: PreTrainedModel, mesh: Mesh, layout: Layout, dtype: torch.dtype) -> None:
     """FSDP2 over every rank, one unit per layer. Gradients are summed: the loss is divided once, globally."""
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype.itemsize == 2 else None)
@@ -152,27 +144,24 @@ def _swap_forwards(model: PreTrainedModel, mesh: Mesh, layout: Layout, store: St
         name, parts = f"layer {index}", layer_parts(model, index)
         layer.forward = StreamedLayer(name, layer, parts, rotary, group, table, store, layout, keeps)
         layer.gradient_checkpointing = False
-    model.lm_head.forward = _Head(model.model.norm, model.lm_head, mesh)
+    model.lm_head.forward = _make_head(model.model.norm, model.lm_head, mesh)
     model.forward = MethodType(_make_forward(mesh), model)
-    for name in REFUSED:
-        setattr(model, name, partial(_refuse, name))
+    for name, way_out in REFUSED.items():
+        setattr(model, name, partial(_refuse, f"{name}() on a parallel model: {way_out}"))
 
 
-def _refuse(name: str, *args: Any, **kwargs: Any) -> None:
-    raise ConfigError(f"{name}() on a parallel model: {REFUSED[name]}")
+def _refuse(message: str, *args: Any, **kwargs: Any) -> None:
+    raise ConfigError(message)
 
 
-class _Head:
-    """Takes the place of lm_head's forward, so that FSDP2 has its weight ready: the summed loss, or logits."""
-
-    def __init__(self, norm: nn.Module, lm_head: nn.Linear, mesh: Mesh) -> None:
-        self.norm, self.lm_head, self.mesh = norm, lm_head, mesh
-
-    def __call__(self, x_sD: Tensor, labels_s: Tensor | None, shape: torch.Size) -> Tensor:
+def _make_head(norm: nn.Module, lm_head: nn.Linear, mesh: Mesh) -> Callable[..., Tensor]:
+    def head(x_sD: Tensor, labels_s: Tensor | None, shape: torch.Size) -> Tensor:
+        """The summed loss, or logits. Takes the place of lm_head's forward, so that FSDP2 has its weight ready."""
         if labels_s is not None:
-            return linear_cross_entropy(x_sD, labels_s, self.norm, self.lm_head.weight)
-        logits_sV = apply_norm(self.norm, x_sD) @ self.lm_head.weight.t()
-        return _GatherTokens.apply(logits_sV, self.mesh.cp_group, shape)
+            return linear_cross_entropy(x_sD, labels_s, norm, lm_head.weight)
+        return _GatherTokens.apply(apply_norm(norm, x_sD) @ lm_head.weight.t(), mesh.cp_group, shape)
+
+    return head
 
 
 def _make_forward(mesh: Mesh) -> Callable[..., ParallelOutput]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback as compiling
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as torch_module
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -28,18 +29,11 @@ from ithaka.model.batch import INPUTS, Share, as_integers, take_share
 ARGUMENTS = (*INPUTS, "num_items_in_batch")
 MODES = ("labels given", "gradients enabled", "num_items_in_batch")  # the ranks' collectives depend on them
 
-# Hugging Face's other arguments: the value that changes nothing, as None does, and what to do instead of any other.
-NO_CACHE = "there is no cache; export the model and generate with Hugging Face's own"
-OTHER_ARGUMENTS = {
-    "use_cache": (False, NO_CACHE),
-    "past_key_values": (None, NO_CACHE),
-    "cache_position": (None, NO_CACHE),
-    "inputs_embeds": (None, "pass input_ids; a forward hook on embed_tokens can change the embeddings"),
-    "output_attentions": (False, "attention weights never exist as a whole"),
-    "output_hidden_states": (False, "read them with a forward hook on the decoder layers"),
-    "output_router_logits": (False, "the router's auxiliary loss is not computed"),
-    "return_dict": (True, "the output is always a ModelOutput; take out.to_tuple()"),
-    "logits_to_keep": (0, "slice out.logits"),
+# The values of Hugging Face's other arguments that change nothing, as None does.
+NEUTRAL = {
+    **dict.fromkeys(("use_cache", "output_attentions", "output_hidden_states", "output_router_logits"), False),
+    "return_dict": True,
+    "logits_to_keep": 0,
 }
 
 HOOK_KINDS = dict(zip(HOOKS, ("forward hook", "forward pre-hook", "backward hook", "backward pre-hook"), strict=True))
@@ -134,10 +128,12 @@ def _arguments(input_ids: Any = None, *others: Any, **named: Any) -> tuple[dict[
             "model(ids, attention_mask=mask, labels=labels)"
         )
     for name, value in named.items():
-        neutral, instead = OTHER_ARGUMENTS.get(name, (None, f"it takes {', '.join(ARGUMENTS)}"))
-        if name not in ARGUMENTS and value is not None and (isinstance(value, Tensor) or value != neutral):
-            shown = type(value).__name__ if isinstance(value, Tensor) else repr(value)[:60]
-            raise TypeError(f"{name}={shown} is not supported by a parallel model: {instead}")
+        if name not in ARGUMENTS and value is not None and (isinstance(value, Tensor) or value != NEUTRAL.get(name)):
+            raise TypeError(
+                f"{name} is not supported by a parallel model, which takes {', '.join(ARGUMENTS)}; read hidden states "
+                "with forward hooks on the decoder layers; there is no cache: export the model and generate with "
+                "Hugging Face's own"
+            )
     given = {name: named[name] for name in INPUTS if named.get(name) is not None} | {"input_ids": input_ids}
     items = named.get("num_items_in_batch")
     items = items.item() if isinstance(items, Tensor) else items
@@ -159,14 +155,9 @@ def _facts(tensors: dict[str, Tensor], items: float | None) -> dict[str, Any]:
 
 
 def _raise_errors(reports: list[Report]) -> None:
-    ranks: dict[tuple[type[Exception], str], list[int]] = {}
-    for rank, report in enumerate(reports):
-        if report.error is not None:
-            ranks.setdefault(report.error, []).append(rank)
-    for kind, text in ranks:
-        if len(ranks[kind, text]) == len(reports):
-            raise kind(text)
-        raise kind("\n".join(f"rank {', '.join(map(str, at))}: {text}" for (_, text), at in ranks.items()))
+    errors = {rank: report.error for rank, report in enumerate(reports) if report.error is not None}
+    for rank, (kind, text) in errors.items():
+        raise kind(text if len(errors) == len(reports) else f"rank {rank}: {text}")
 
 
 def _raise_differences(reports: list[Report], cp: int) -> None:
@@ -263,16 +254,11 @@ def _check_finished(model: PreTrainedModel) -> None:
 
 def check_around(device: torch.device) -> None:
     """Refuses what a call must not be wrapped in."""
-    kind, compiled = device.type, callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
-    dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+    cast, dtype = torch.is_autocast_enabled(device.type), str(torch.get_autocast_dtype(device.type))[len("torch.") :]
     for is_on, what, instead in (
-        (
-            torch.is_autocast_enabled(kind),
-            f"torch.autocast({kind!r}, {dtype})",
-            f"Layout(dtype={dtype!r}) or model.dtype",
-        ),
+        (cast, f"torch.autocast({device.type!r}, {dtype})", f"Layout(dtype={dtype!r}) or model.dtype"),
         (torch.is_inference_mode_enabled(), "torch.inference_mode()", "torch.no_grad()"),
-        (compiled, "torch.compile", "Layout(compile=True) or train.compile, which compile the MLP"),
+        (callable(compiling()), "torch.compile", "Layout(compile=True) or train.compile, for the MLP"),
     ):
         if is_on:
             raise ConfigError(f"{what} is on around a parallel model, which cannot honour it; use {instead} instead")

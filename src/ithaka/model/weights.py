@@ -21,14 +21,12 @@ def load_weights(model: PreTrainedModel, directory: Path) -> None:
     params = dict(model.named_parameters())  # names a tied weight once, as the embedding
     where = _tensor_files(directory)
     missing = [name for name in params if name not in where]
-    if any(".experts." in name for name in missing):
-        raise ConfigError(
-            f"model.path={directory} stores its experts one by one, which cannot be loaded straight into shards yet; "
-            "load it with AutoModelForCausalLM.from_pretrained and pass it to ithaka.parallelize"
-        )
     if missing:
-        first = f"{missing[0]} ({len(missing)} missing in all)"
-        raise ConfigError(f"model.path={directory} has no tensor {first}; copy it again or fix config.json")
+        raise ConfigError(
+            f"model.path={directory} has no tensor {missing[0]} ({len(missing)} missing in all); copy it again or fix "
+            "config.json; if it stores experts one by one, load it with AutoModelForCausalLM.from_pretrained and pass "
+            "it to ithaka.parallelize"
+        )
     # A tied head may be stored as well.
     extra = [name for name in where if name not in params and not name.endswith(("inv_freq", "lm_head.weight"))]
     if extra:
@@ -52,25 +50,19 @@ def init_weights(model: PreTrainedModel, seed: int) -> None:
 
 
 def _tensor_files(directory: Path) -> dict[str, Any]:
-    """The open file that holds each tensor."""
+    """The open file of each tensor, by Hugging Face's rule: the single file, else those of the index, else all."""
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    paths = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+    if index.is_file() and not single.is_file():
+        paths = [directory / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
     found: dict[str, Any] = {}
-    for path in _weight_files(directory):
+    for path in paths:
         try:
             file = safe_open(path, framework="pt")
         except Exception as error:
             raise ConfigError(f"model.path: {path} is not a whole safetensors file ({error}); copy it again") from error
         found.update(dict.fromkeys(file.keys(), file))
     return found
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    """Hugging Face's rule: the single file if it exists, else the files that the index names, else all."""
-    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        return sorted(directory.glob("*.safetensors"))
-    return [directory / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
 
 
 def _copy_shard(param: Any, file: Any, name: str) -> None:
