@@ -1,6 +1,7 @@
 """Forwards without a backward: none asked for, dropped, or two before one backward."""
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -49,9 +50,8 @@ def drop_graphs(tier):
         del loss
         gc.collect()
         store = store_of(model)
-        if store._threads is not None:
-            store._threads.shutdown(wait=True)
-            store._threads = None
+        store.threads.shutdown(wait=True)
+        store.threads = ThreadPoolExecutor(2)
         free_bytes = sum(size * len(slabs) for size, slabs in store.pool._free.items())
         used.append((store.pool.used_bytes, store.disk.used_bytes))
         assert free_bytes == store.pool.used_bytes, "a slab is still owned"

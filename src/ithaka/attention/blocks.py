@@ -9,7 +9,7 @@ The softmax over all keys of a row is merged from the pairs in fp32 and rounded 
 and dv in fp32 sums of full length, which the caller may pass from call to call. (For fp64 inputs all sums are fp64.)
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Required, TypedDict, Unpack
 
@@ -21,6 +21,7 @@ from ithaka.attention.kernels import Kernel, resolve_kernel
 from ithaka.attention.pairs import CAUSAL, EDGE, Pair, QueryBlock, Span, query_major, spans_of, split_ragged
 from ithaka.config import ConfigError
 
+Tensors = tuple[Tensor, ...]
 MAX_ELEMENTS = 2**31 - 1  # the most that a kernel call may address
 # Up to this length, documents of unequal length share calls of the varlen kernel. cuDNN is faster at every length but
 # plans each new shape (0.13 s for both directions); longer documents repay that (measured at 128 heads x layers).
@@ -49,14 +50,7 @@ def attention(q_SnK: Tensor, k_SmK: Tensor, v_SmK: Tensor, **how: Unpack[How]) -
     job = _job(q_SnK, k_SmK, v_SmK, backward=False, **how)
     out_SnK = torch.empty(q_SnK.shape, dtype=q_SnK.dtype, device=q_SnK.device)
     lse_nS = torch.empty(q_SnK.shape[1], q_SnK.shape[0], dtype=job.sum_dtype, device=q_SnK.device)
-    for heads in job.head_slices():
-        keys = tuple(x[:, heads] for x in (k_SmK, v_SmK))
-        for r in range(job.repeat):
-            query = tuple(job.query(x, heads, r) for x in (q_SnK, out_SnK, lse_nS.t()))
-            for block in job.query_blocks:
-                _forward_block(job, block, query, keys)
-            for chunk in job.chunks:
-                _forward_chunk(job, chunk, query, keys)
+    job.walk(_forward_block, _forward_chunk, (q_SnK, out_SnK, lse_nS.t()), (k_SmK, v_SmK))
     return out_SnK, lse_nS
 
 
@@ -85,14 +79,8 @@ def attention_backward(
     else:
         dq_SnK, (dk_SmK, dv_SmK) = out_SnK, sums
         assert dk_SmK.dtype == dv_SmK.dtype == job.sum_dtype, f"sums in {dk_SmK.dtype} and {dv_SmK.dtype}"
-    for heads in job.head_slices():
-        keys = tuple(x[:, heads] for x in (k_SmK, v_SmK, dk_SmK, dv_SmK))
-        for r in range(job.repeat):
-            query = tuple(job.query(x, heads, r) for x in (dout_SnK, q_SnK, out_SnK, lse_nS.t(), dq_SnK))
-            for block in job.query_blocks:
-                _backward_block(job, block, query, keys)
-            for chunk in job.chunks:
-                _backward_chunk(job, chunk, query, keys)
+    query, keys = (dout_SnK, q_SnK, out_SnK, lse_nS.t(), dq_SnK), (k_SmK, v_SmK, dk_SmK, dv_SmK)
+    job.walk(_backward_block, _backward_chunk, query, keys)
     if sums is None:
         dk_SmK, dv_SmK = dk_SmK.to(k_SmK.dtype), dv_SmK.to(v_SmK.dtype)
     return dq_SnK, dk_SmK, dv_SmK
@@ -170,18 +158,21 @@ class _Job:
     window: int | None
     query_blocks: list[QueryBlock]
     chunks: list[_Chunk]
-    num_kv_heads: int
     heads_at_once: int  # kv heads per kernel call: one at long lengths (a block fills the chip), more at short ones
-    repeat: int
     sum_dtype: torch.dtype
 
-    def head_slices(self) -> Iterable[slice]:
-        step = self.heads_at_once
-        return (slice(a, a + step) for a in range(0, self.num_kv_heads, step))
-
-    def query(self, x_Sn: Tensor, heads: slice, r: int) -> Tensor:
-        """The r-th query head of each kv head in `heads`: a view, so GQA never repeats k or v."""
-        return x_Sn.unflatten(1, (self.num_kv_heads, self.repeat))[:, heads, r]
+    def walk(self, on_block: Callable, on_chunk: Callable, of_query: Tensors, of_keys: Tensors) -> None:
+        """Every block and chunk, for views of some kv heads at a time and one query head of each."""
+        m = of_keys[0].shape[1]
+        for first in range(0, m, self.heads_at_once):
+            heads = slice(first, first + self.heads_at_once)
+            keys = tuple(x[:, heads] for x in of_keys)
+            for r in range(of_query[0].shape[1] // m):
+                query = tuple(x.unflatten(1, (m, -1))[:, heads, r] for x in of_query)
+                for block in self.query_blocks:
+                    on_block(self, block, query, keys)
+                for chunk in self.chunks:
+                    on_chunk(self, chunk, query, keys)
 
 
 def _job(
@@ -220,9 +211,7 @@ def _job(
         causal,
         window,
         *docs.walk(q.device, chosen.varlen is not None, **mask),
-        num_kv_heads=num_kv_heads,
         heads_at_once=max(1, block_q // max(1, num_tokens)),
-        repeat=num_heads // num_kv_heads,
         sum_dtype=torch.promote_types(q.dtype, torch.float32),
     )
 
@@ -256,10 +245,10 @@ def _is_one_pair(block: QueryBlock) -> bool:
     return len(block.pairs) == 1 and block.pairs[0].count == 1
 
 
-def _call(job: _Job, pair: Pair, way: str, *inputs: Tensor) -> tuple[Tensor, ...]:
+def _call(job: _Job, pair: Pair, way: str, *inputs: Tensor) -> Tensors:
     """The kernel's results for one pair, `way` forward or backward; its stand-in's if there are few rows or keys."""
     small, kernel = min(pair.rows, pair.keys) < job.kernel.smallest, job.kernel
-    call: Callable[..., tuple[Tensor, ...]] = getattr(kernel.stand_in if small and kernel.stand_in else kernel, way)
+    call: Callable[..., Tensors] = getattr(kernel.stand_in if small and kernel.stand_in else kernel, way)
     if pair.mask != EDGE:
         return call(*inputs, job.scale, pair.mask == CAUSAL)
     return tuple(x.flip(2) for x in call(*(x.flip(2) for x in inputs), job.scale, True))
@@ -268,7 +257,7 @@ def _call(job: _Job, pair: Pair, way: str, *inputs: Tensor) -> tuple[Tensor, ...
 # --- forward: `query` is q, out and lse of some heads, `keys` their k and v ---------------------------------
 
 
-def _forward_block(job: _Job, block: QueryBlock, query: tuple[Tensor, ...], keys: tuple[Tensor, ...]) -> None:
+def _forward_block(job: _Job, block: QueryBlock, query: Tensors, keys: Tensors) -> None:
     """All keys of one query block, merged in fp32 and written once."""
     q, *written = query
     to_out, to_lse = (_rows(x, block, block.start, block.length) for x in written)
@@ -287,7 +276,7 @@ def _forward_block(job: _Job, block: QueryBlock, query: tuple[Tensor, ...], keys
     to_lse.copy_(pair_lse if one else sum_lse)
 
 
-def _forward_chunk(job: _Job, chunk: _Chunk, query: tuple[Tensor, ...], keys: tuple[Tensor, ...]) -> None:
+def _forward_chunk(job: _Job, chunk: _Chunk, query: Tensors, keys: Tensors) -> None:
     assert job.kernel.varlen is not None
     q, out, lse, k, v = (x[chunk.start : chunk.stop] for x in (*query, *keys))
     lengths, mask = (chunk.ends_d, chunk.longest), (job.scale, job.causal, job.window)
@@ -299,7 +288,7 @@ def _forward_chunk(job: _Job, chunk: _Chunk, query: tuple[Tensor, ...], keys: tu
 # --- backward: `query` is dout, q, out, lse and dq of some heads, `keys` their k, v, dk and dv ---------------
 
 
-def _backward_block(job: _Job, block: QueryBlock, query: tuple[Tensor, ...], keys: tuple[Tensor, ...]) -> None:
+def _backward_block(job: _Job, block: QueryBlock, query: Tensors, keys: Tensors) -> None:
     """All keys of one query block. dq may share `out`'s memory: it is written after the last read of these rows."""
     *read, dq = query
     to_dq = _rows(dq, block, block.start, block.length)
@@ -318,7 +307,7 @@ def _backward_block(job: _Job, block: QueryBlock, query: tuple[Tensor, ...], key
     to_dq.copy_(pair_dq if one else sum_dq)
 
 
-def _backward_chunk(job: _Job, chunk: _Chunk, query: tuple[Tensor, ...], keys: tuple[Tensor, ...]) -> None:
+def _backward_chunk(job: _Job, chunk: _Chunk, query: Tensors, keys: Tensors) -> None:
     assert job.kernel.varlen is not None
     dout, q, out, lse, dq, k, v, dk, dv = (x[chunk.start : chunk.stop] for x in (*query, *keys))
     lengths, mask = (chunk.ends_d, chunk.longest), (job.scale, job.causal, job.window)

@@ -39,12 +39,9 @@ def rotate(into_BhtK: Tensor, x_BhtK: Tensor, cos_tK: Tensor, sin_tK: Tensor) ->
     into_BhtK.copy_((wide_BhtK * cos_tK).addcmul_(wide_BhtK.roll(x_BhtK.shape[-1] // 2, -1), sin_tK))
 
 
-def turn(x_BthK: Tensor, cos_tK: Tensor, sin_tK: Tensor) -> Tensor:
+class Turn(torch.autograd.Function):
     """`rotate` into a new, contiguous tensor; differentiable in x."""
-    return _Turn.apply(x_BthK, cos_tK, sin_tK)
 
-
-class _Turn(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_BthK, cos_tK, sin_tK):
         ctx.save_for_backward(cos_tK, sin_tK)

@@ -55,9 +55,6 @@ class Kernel:
     smallest: int = 1
 
 
-# --- PyTorch's CPU flash kernel ---------------------------------------------------------------------------
-
-
 def _cpu_forward(q, k, v, scale, causal):
     return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
 
@@ -69,11 +66,8 @@ def _cpu_backward(dout, q, k, v, out, lse, scale, causal):
     )
 
 
-# --- the plain reference, in fp64 -------------------------------------------------------------------------
-
-
 def _scores(q, k, scale, causal):
-    """`causal` may also be a mask, true where a row sees a key."""
+    """In fp64. `causal` may also be a mask, true where a row sees a key."""
     scores = q.double() @ k.double().mT * scale
     if causal is False:
         return scores
@@ -95,9 +89,6 @@ def _reference_backward(dout, q, k, v, out, lse, scale, causal):
     dprobs = dout64 @ v.double().mT
     dscores = probs * (dprobs - (dout64 * out.double()).sum(-1, keepdim=True)) * scale
     return (dscores @ k.double()).to(q.dtype), (dscores.mT @ q.double()).to(k.dtype), dv.to(v.dtype)
-
-
-# --- FlashAttention 2 through PyTorch ---------------------------------------------------------------------
 
 
 @cache
@@ -133,9 +124,6 @@ def _flash_varlen_backward(dout, q, k, v, out, lse, ends, longest, scale, causal
     inputs, lengths = (dout, q, k, v, out, lse.contiguous()), (ends, ends, longest, longest)
     state, sizes = _no_dropout(q.device, torch.uint64), _window_sizes(window)
     return aten._flash_attention_backward(*inputs, *lengths, 0.0, causal, state, state, scale=scale, **sizes)
-
-
-# --- cuDNN through PyTorch --------------------------------------------------------------------------------
 
 
 def _cudnn_forward(q, k, v, scale, causal):

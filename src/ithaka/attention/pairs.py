@@ -60,7 +60,14 @@ def query_major(
     """
     for start, length, run in _runs(spans):
         blocks = _document(length, causal, window, block_q, block_kv, halve, alone=run == 1)
-        yield from _repeat(blocks, start, length, run, block_q)
+        # Equal documents side by side, as many per batched call as fit into `block_q` tokens.
+        nested = any(pair.count > 1 for block in blocks for pair in block.pairs)
+        batch = 1 if nested else max(1, block_q // length)
+        for first in range(0, run, batch):
+            count = min(batch, run - first)
+            for block in blocks:
+                moved = _shift(block, start + first * length)
+                yield replace(moved, count=count, step=length) if count > 1 else moved
 
 
 def split_ragged(spans: list[Span], *, short: int, block: int) -> tuple[list[Span], list[list[Span]]]:
@@ -95,17 +102,6 @@ def _runs(spans: list[Span]) -> Iterator[tuple[int, int, int]]:
     for _, equal in groupby(enumerate(spans), key=lambda item: (item[1][1], item[1][0] - item[0] * item[1][1])):
         run = [span for _, span in equal]
         yield *run[0], len(run)
-
-
-def _repeat(blocks: list[QueryBlock], start: int, length: int, run: int, block_q: int) -> Iterator[QueryBlock]:
-    """Equal documents side by side, as many per batched call as fit into `block_q` tokens."""
-    nested = any(pair.count > 1 for block in blocks for pair in block.pairs)
-    batch = 1 if nested else max(1, block_q // length)
-    for first in range(0, run, batch):
-        count = min(batch, run - first)
-        for block in blocks:
-            moved = _shift(block, start + first * length)
-            yield replace(moved, count=count, step=length) if count > 1 else moved
 
 
 def _document(
@@ -149,9 +145,7 @@ def _bands(length: int, window: int, block_q: int, block_kv: int, *, batched: bo
 def _band(a: int, e: int, window: int, block_kv: int) -> QueryBlock:
     """Rows [a, e), e - a < window (or one row): row i sees keys (i - window, i]."""
     rows, oldest = e - a, a - window + 1
-    if window == 1:
-        return _block(a, e, _squares(a, e, block_kv))
-    edge = [Pair(a, rows, oldest, rows, EDGE)]
+    edge = [Pair(a, rows, oldest, rows, EDGE)] if window > 1 else []
     return _block(a, e, edge + _full(a, e, oldest + rows, a, block_kv) + _squares(a, e, block_kv))
 
 

@@ -32,10 +32,10 @@ from ithaka.layer.stages import (
     Projection,
     ProjectionsBackward,
     Rotation,
+    StagesAttention,
     join_heads,
     project_all,
     rotation,
-    stages_attention,
     take_heads,
 )
 from ithaka.layer.store import Kept, Store
@@ -170,7 +170,7 @@ class StreamedLayer:
         with phase(self.name), phase("forward"), holding(KEPT):
             h_sD, cos_sin = apply_norm(self.parts.norm1, x_sD), self._rotation(positions_s)
             projected = project_all(self._all_slices(), h_sD, cos_sin, self.group.size())
-            out_csnK = stages_attention(self.table, self.group, self._how(docs), *projected)
+            out_csnK = StagesAttention.apply(self.table, self.group, self._how(docs), *projected)
             attention_sD = nn.functional.linear(join_heads([out_csnK]), self._output_weight(), self.parts.o_proj.bias)
             sum_sD = x_sD.to(sum_dtype(x_sD.dtype)) + attention_sD
             y_sD = (sum_sD + self._mlp(sum_sD.to(x_sD.dtype))).to(x_sD.dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ithaka.attention.blocks import Docs, How
 from ithaka.config import ConfigError
-from ithaka.layer.stages import stages_attention
+from ithaka.layer.stages import StagesAttention
 from ithaka.plan.heads import EMPTY, flat, head_table
 
 ALONE: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # a group, for processes without torch.distributed
@@ -46,7 +46,7 @@ def sharded_attention(
     scale = q_sHK.shape[-1] ** -0.5 if scale is None else scale
     how = How(scale=scale, causal=causal, window=window, docs=docs, kernel=kernel, blocks=blocks)
     sent = [_take(x, heads) for x, heads in ((q_sHK, query_heads), (k_sGK, kv_heads), (v_sGK, kv_heads))]
-    out_csnK = stages_attention(table, ranks, how, *sent)
+    out_csnK = StagesAttention.apply(table, ranks, how, *sent)
     slots = [slot for slot, head in enumerate(h for of_rank in query_heads for h in of_rank) if head != EMPTY]
     return out_csnK.transpose(0, 1).flatten(1, 2)[:, slots]  # ranks hold consecutive heads
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ithaka.attention.blocks import How, attention, attention_backward
-from ithaka.attention.fused import rotate, turn
+from ithaka.attention.fused import Turn, rotate
 from ithaka.dist.exchange import start_heads_to_tokens, start_tokens_to_heads
 from ithaka.layer.tiles import GradSum, apply_norm, sum_dtype, tile_backward
 from ithaka.phases import STAGE, holding
@@ -75,7 +75,7 @@ def project_all(slices: Sequence[HeadSlice], h_sD: Tensor, rotation: Rotation, c
     projected = []
     for part, part_sN in zip(slices, t_sN.split([len(part.weight_ND) for part in slices], dim=1), strict=True):
         t_csnK = part.normed(part_sN).unflatten(1, (c, -1)).transpose(0, 1)
-        projected.append(turn(t_csnK, *rotation) if part.projection.rotates else t_csnK)
+        projected.append(Turn.apply(t_csnK, *rotation) if part.projection.rotates else t_csnK)
     return projected
 
 
@@ -224,23 +224,16 @@ class HeldHeads:
         return [t[:, read.kv_slot : read.kv_slot + 1] for t in of_loads[read.load]]
 
 
-def stages_attention(
-    table: HeadTable, group: dist.ProcessGroup, how: How, q_csnK: Tensor, k_csmK: Tensor, v_csmK: Tensor
-) -> Tensor:
+class StagesAttention(torch.autograd.Function):
     """Exchange, attention and exchange back of all stages, differentiable; keeps q, k, v, out and lse.
 
-    Per rank, q and the result hold the slots of all stages in order, and k and v those of all loads.
-    """
-    return _StagesAttention.apply(table, group, how, q_csnK, k_csmK, v_csmK)
-
-
-class _StagesAttention(torch.autograd.Function):
-    """A single node. Autograd orders nodes by the graph, and ranks with empty slots have a different one: with several
-    nodes their collectives would not match.
+    Per rank, q and the result hold the slots of all stages in order, and k and v those of all loads. A single node:
+    autograd orders nodes by the graph, and ranks with empty slots have a different one, so that with several nodes
+    their collectives would not match.
     """
 
     @staticmethod
-    def forward(ctx, table, group, how, q_csnK, k_csmK, v_csmK):
+    def forward(ctx, table: HeadTable, group: dist.ProcessGroup, how: How, q_csnK, k_csmK, v_csmK):
         ctx.table, ctx.group, ctx.kept = table, group, []
         ctx.held = HeldHeads(table, group.rank(), how)
         loads = list(zip(*(_split(t, table.loads) for t in (k_csmK, v_csmK)), strict=True))
@@ -258,23 +251,22 @@ class _StagesAttention(torch.autograd.Function):
         if ctx.kept is None:
             raise RuntimeError(RAN_ALREADY)
         table, group = ctx.table, ctx.group
-        dqs: list[Tensor] = []
-        dks: list[Tensor] = []
-        dvs: list[Tensor] = []
+        dqs = []
         for stage, dout, (q, out, lse) in zip(table.stages, _split(dout_csnK, table.stages), ctx.kept, strict=True):
             dout_SnK = start_tokens_to_heads(dout.contiguous(), group).wait()
             dq_SnK = ctx.held.attend_backward(stage, lse, q, out.clone(), dout_SnK)
             dqs.append(start_heads_to_tokens(dq_SnK, group).wait())
-        for load in range(len(table.loads)):
-            for grads, d_SmK in zip((dks, dvs), ctx.held.take_grads(load), strict=True):
-                grads.append(start_heads_to_tokens(d_SmK, group).wait())
+        dkvs = [
+            [start_heads_to_tokens(d_SmK, group).wait() for d_SmK in ctx.held.take_grads(load)]
+            for load in range(len(table.loads))
+        ]
         ctx.kept = ctx.held = None
-        return None, None, None, _joined(dqs), _joined(dks), _joined(dvs)
+        return None, None, None, *(_joined(parts) for parts in (dqs, *zip(*dkvs, strict=True)))
 
 
 def _split(t_csnK: Tensor, parts: Sequence[Stage | Load]) -> tuple[Tensor, ...]:
     return t_csnK.split([part.num_slots for part in parts], dim=2)
 
 
-def _joined(parts_csnK: list[Tensor]) -> Tensor:
-    return parts_csnK[0] if len(parts_csnK) == 1 else torch.cat(parts_csnK, dim=2)
+def _joined(parts_csnK: Sequence[Tensor]) -> Tensor:
+    return parts_csnK[0] if len(parts_csnK) == 1 else torch.cat(list(parts_csnK), dim=2)
