@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -63,8 +63,7 @@ class LayerParts:
     window: int | None
 
 
-@dataclass(frozen=True)
-class Attended:
+class Attended(NamedTuple):
     """The result of one stage's attention: its output in exchange layout, [c, s, n, K], and the log-sum-exp, [n, S]."""
 
     out: Kept
@@ -95,20 +94,15 @@ class Saved:
             kept.read_ahead()
 
     def _all(self) -> list[Kept]:
-        return [self.x, *(kept for of_stage in self.attended for kept in (of_stage.out, of_stage.lse))]
+        return [self.x, *(kept for of_stage in self.attended for kept in of_stage)]
 
 
-@dataclass
-class Sent:
-    """A stage's tensors on their way to the ranks that own its heads; in backward, with its log-sum-exp."""
+Sent = deque[Callable[[], Tensor]]  # a stage's tensors on their way to the ranks that own its heads; each waits for one
 
-    exchanges: list[Exchange]
-    lse: Kept | None = None
 
-    def arrive(self) -> list[Tensor]:
-        """What arrived, in the order of sending, after the log-sum-exp if there is one. Drops its own references."""
-        arrived = [self.exchanges.pop(0).wait() for _ in range(len(self.exchanges))]
-        return arrived if self.lse is None else [self.lse.fetch(), *arrived]
+def arrive(sent: Sent) -> list[Tensor]:
+    """What was sent, in that order. Drops its own references."""
+    return [sent.popleft()() for _ in range(len(sent))]
 
 
 class HeadGrads:
@@ -202,7 +196,7 @@ class StreamedLayer:
                 sent.append(self._project_and_send(saved, stages[i + self.ahead]))
 
     def _attend_stage(self, i: int, sent: Sent, held: HeldHeads) -> tuple[Tensor, Tensor]:
-        out_SnK, lse_nS = self._attention(i, held.attend, sent.arrive())
+        out_SnK, lse_nS = self._attention(i, held.attend, arrive(sent))
         for load in self.table.loads_ending(i):
             held.drop(load)
         with phase("exchange"):
@@ -216,7 +210,7 @@ class StreamedLayer:
     def _project_and_send(self, saved: Saved, stage: Stage) -> Sent:
         with phase("projections"):
             projected = self._project(saved, stage)
-            return Sent(self._send([projected.popleft] * len(projected)))
+            return self._send([projected.popleft] * len(projected))
 
     def _project(self, saved: Saved, stage: Stage) -> deque[Tensor]:
         """q of a stage, and k and v if they come with it, in exchange layout [c, s, n, K]."""
@@ -237,17 +231,18 @@ class StreamedLayer:
             slices += [HeadSlice.of(self.k, kv_heads), HeadSlice.of(self.v, kv_heads)]
         return slices
 
-    def _send(self, makers: Sequence[Callable[[], Tensor]]) -> list[Exchange]:
+    def _send(self, makers: Sequence[Callable[[], Tensor]]) -> Sent:
         """Sends what each of `makers` returns to the ranks that own its heads.
 
         Without overlap, one at a time, so that only one tensor exists twice.
         """
-        started = []
+        sent: Sent = deque()
         for make in makers:
-            started.append(start_tokens_to_heads(make(), self.group))
+            exchange = start_tokens_to_heads(make(), self.group)
             if not self.layout.overlap:
-                started[-1].wait()
-        return started
+                exchange.wait()
+            sent.append(exchange.wait)
+        return sent
 
     def _keep(self, out_csnK: Tensor, lse_nS: Tensor, tier: str | None) -> Attended:
         """`tier` None: kept for this pass only."""
@@ -314,10 +309,8 @@ class StreamedLayer:
             dy_tD, out_tN = dy_sD[rows], join_heads(outs_ctnK)
             middle_tD = self._add_attention(x_tD, out_tN, weight_DN).to(x_tD.dtype)
             dy_tD += self._through_mlp(middle_tD, dy_tD, gated, grads)
-            if o_proj.weight.requires_grad:
-                sums.add_product(o_proj.weight, dy_tD, out_tN)
-            if o_proj.bias is not None and o_proj.bias.requires_grad:
-                grads.add(o_proj.bias, dy_tD.sum(0, dtype=sum_dtype(dy_tD.dtype)))
+            sums.add_linear(o_proj, dy_tD, out_tN)
+        grads.add(o_proj.bias, sums.take(o_proj.bias))
         grads.add_heads(o_proj.weight, self._heads(self.query_heads, self.q), sums.take(o_proj.weight), dim=1)
 
     def _through_mlp(self, middle_tD: Tensor, dy_tD: Tensor, gated: GatedMlp | None, grads: GradSum) -> Tensor:
@@ -337,7 +330,7 @@ class StreamedLayer:
         for i in range(len(stages)):
             if self.layout.overlap and attended:
                 attended[0].out.prefetch()
-            dq.add(i, self._attention(i, held.attend_backward, sent.popleft().arrive()))
+            dq.add(i, self._attention(i, held.attend_backward, arrive(sent.popleft())))
             for load in self.table.loads_ending(i):
                 dkv = held.take_grads(load)
                 dk.add(load, next(dkv))
@@ -355,7 +348,9 @@ class StreamedLayer:
             projected = self._project(saved, stage)
             makers: list[Callable[[], Tensor]] = [projected.popleft] * len(projected)
             makers[1:1] = [attended.out.fetch, partial(self._output_grad, stage, dy_sD)]
-            return Sent(self._send(makers), attended.lse)
+            sent = self._send(makers)
+            sent.append(attended.lse.fetch)
+            return sent
 
     def _output_grad(self, stage: Stage, dy_sD: Tensor) -> Tensor:
         """dout [c, s, n, K] of a stage, from the gradient at the output projection."""

@@ -99,7 +99,8 @@ class ProjectionsBackward:
         for part, pieces in zip(self.slices, self.pieces, strict=True):
             last = first + len(part.weight_ND)
             self._at_linear(part, [piece[:, rows] for piece in pieces], h_tD, rotation, d_tN[:, first:last], grads)
-            self._add_grads(part, d_tN[:, first:last], h_tD)
+            rows_of = (part.weight_ND, part.bias_N)
+            self.sums.add_linear(part.projection.linear, d_tN[:, first:last], h_tD, rows_of)
             first = last
         return d_tN @ self.weight_ND
 
@@ -129,13 +130,6 @@ class ProjectionsBackward:
             through = partial(apply_norm, norm)
             t_tnK = part.linear(h_tD).unflatten(1, (-1, part.projection.head_dim))
             into_tnK.copy_(tile_backward(through, norm.parameters(), t_tnK, into_tnK, grads))
-
-    def _add_grads(self, part: HeadSlice, d_tN: Tensor, h_tD: Tensor) -> None:
-        linear = part.projection.linear
-        if linear.weight.requires_grad:
-            self.sums.add_product(part.weight_ND, d_tN, h_tD)
-        if part.bias_N is not None and linear.bias.requires_grad:
-            self.sums.add(part.bias_N, d_tN.sum(0, dtype=sum_dtype(d_tN.dtype)))
 
 
 def take_heads(weight: Tensor, heads_n: Tensor | None, head_dim: int, dim: int = 0) -> Tensor:
@@ -183,10 +177,12 @@ class HeldHeads:
             out_SnK[:, at], lse_nS[at] = attention(q_SnK[:, at], *self._slot(self._kv, read), **self.how)
         return out_SnK, lse_nS
 
-    def attend_backward(
-        self, stage: Stage, lse_nS: Tensor, q: Tensor, out: Tensor, dout: Tensor, *kv: Tensor
-    ) -> Tensor:
-        """dq_SnK of this rank's slots, written over `out` (empty slots stay zero); adds to the sums of dk and dv."""
+    def attend_backward(self, stage: Stage, q: Tensor, out: Tensor, dout: Tensor, *kv_and_lse: Tensor) -> Tensor:
+        """dq_SnK of this rank's slots, written over `out` (empty slots stay zero); adds to the sums of dk and dv.
+
+        `kv_and_lse`: k_SmK and v_SmK, if a load arrives, and always lse_nS.
+        """
+        *kv, lse_nS = kv_and_lse
         self._arrive(stage, kv)
         for read in stage.reads[self.rank]:
             at = slice(read.first, read.last)
@@ -211,7 +207,7 @@ class HeldHeads:
                 d_SmK = [sums.pop(0).to(dtype)]
             yield d_SmK.pop()
 
-    def _arrive(self, stage: Stage, kv: tuple[Tensor, ...]) -> None:
+    def _arrive(self, stage: Stage, kv: Sequence[Tensor]) -> None:
         if kv:
             assert stage.load is not None
             self._kv[stage.load] = list(kv)
@@ -254,7 +250,7 @@ class StagesAttention(torch.autograd.Function):
         dqs = []
         for stage, dout, (q, out, lse) in zip(table.stages, _split(dout_csnK, table.stages), ctx.kept, strict=True):
             dout_SnK = start_tokens_to_heads(dout.contiguous(), group).wait()
-            dq_SnK = ctx.held.attend_backward(stage, lse, q, out.clone(), dout_SnK)
+            dq_SnK = ctx.held.attend_backward(stage, q, out.clone(), dout_SnK, lse)
             dqs.append(start_heads_to_tokens(dq_SnK, group).wait())
         dkvs = [
             [start_heads_to_tokens(d_SmK, group).wait() for d_SmK in ctx.held.take_grads(load)]
