@@ -102,9 +102,6 @@ def default_blocks(device: torch.device, kernel: str, row_bytes: int, backward: 
     return (4 if backward else 2) * block_kv, block_kv
 
 
-# --- planning one call ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Chunk:
     """Neighbouring short documents, tokens [start, stop), for one varlen call."""
@@ -216,11 +213,8 @@ def _job(
     )
 
 
-# --- views of a run of tokens, once per repetition of a block ---------------------------------------------
-
-
 def _rows(x_Sh: Tensor, repeats: QueryBlock | Pair, start: int, length: int) -> Tensor:
-    """View [B, h, length, ...] of the tokens from `start` on."""
+    """View [B, h, length, ...] of the tokens from `start` on, once per repetition of a block or pair."""
     by_token, by_head, *rest = x_Sh.stride()
     return x_Sh.as_strided(
         (repeats.count, x_Sh.shape[1], length, *x_Sh.shape[2:]),
@@ -235,14 +229,6 @@ def _in_block(block_Bht: Tensor, block: QueryBlock, pair: Pair) -> Tensor:
     if pair.count == 1:
         return block_Bht[:, :, at : at + pair.rows]
     return _rows(block_Bht[0].transpose(0, 1), pair, at, pair.rows)
-
-
-def _repeats(block: QueryBlock, pair: Pair) -> QueryBlock | Pair:
-    return pair if pair.count > 1 else block
-
-
-def _is_one_pair(block: QueryBlock) -> bool:
-    return len(block.pairs) == 1 and block.pairs[0].count == 1
 
 
 def _call(job: _Job, pair: Pair, way: str, *inputs: Tensor) -> Tensors:
@@ -261,12 +247,12 @@ def _forward_block(job: _Job, block: QueryBlock, query: Tensors, keys: Tensors) 
     """All keys of one query block, merged in fp32 and written once."""
     q, *written = query
     to_out, to_lse = (_rows(x, block, block.start, block.length) for x in written)
-    one = _is_one_pair(block)
+    one = len(block.pairs) == 1 and block.pairs[0].count == 1
     if not one:
         sum_out = torch.zeros(to_out.shape, dtype=job.sum_dtype, device=q.device)
         sum_lse = torch.full(to_lse.shape, float("-inf"), dtype=job.sum_dtype, device=q.device)
     for pair in block.pairs:
-        repeats = _repeats(block, pair)
+        repeats: QueryBlock | Pair = pair if pair.count > 1 else block
         q_rows = _rows(q, repeats, pair.q0, pair.rows)
         k_rows, v_rows = (_rows(x, repeats, pair.k0, pair.keys) for x in keys)
         pair_out, pair_lse = _call(job, pair, "forward", q_rows, k_rows, v_rows)
@@ -292,11 +278,11 @@ def _backward_block(job: _Job, block: QueryBlock, query: Tensors, keys: Tensors)
     """All keys of one query block. dq may share `out`'s memory: it is written after the last read of these rows."""
     *read, dq = query
     to_dq = _rows(dq, block, block.start, block.length)
-    one = _is_one_pair(block)
+    one = len(block.pairs) == 1 and block.pairs[0].count == 1
     if not one:
         sum_dq = torch.zeros(to_dq.shape, dtype=job.sum_dtype, device=to_dq.device)
     for pair in block.pairs:
-        repeats = _repeats(block, pair)
+        repeats: QueryBlock | Pair = pair if pair.count > 1 else block
         dout, q, out, lse = (_rows(x, repeats, pair.q0, pair.rows) for x in read)
         k, v, dk, dv = (_rows(x, repeats, pair.k0, pair.keys) for x in keys)
         pair_dq, pair_dk, pair_dv = _call(job, pair, "backward", dout, q, k, v, out, lse)

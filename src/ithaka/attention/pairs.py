@@ -65,8 +65,10 @@ def query_major(
         batch = 1 if nested else max(1, block_q // length)
         for first in range(0, run, batch):
             count = min(batch, run - first)
+            by = start + first * length
             for block in blocks:
-                moved = _shift(block, start + first * length)
+                pairs = tuple(replace(p, q0=p.q0 + by, k0=p.k0 + by) for p in block.pairs)
+                moved = replace(block, start=block.start + by, pairs=pairs)
                 yield replace(moved, count=count, step=length) if count > 1 else moved
 
 
@@ -82,19 +84,15 @@ def split_ragged(spans: list[Span], *, short: int, block: int) -> tuple[list[Spa
         documents = [(start + i * length, length) for i in range(run)]
         if length > short or (run > 1 and run * length >= short):
             blocked += documents
-        else:
-            _append(chunks, documents, block)
+            continue
+        for first, size in documents:
+            last = chunks[-1] if chunks else []
+            if last and sum(last[-1]) == first and first + size - last[0][0] <= block:
+                last.append((first, size))
+            else:
+                chunks.append([(first, size)])
     lone = [chunk for chunk in chunks if len(chunk) == 1]
     return sorted(blocked + [chunk[0] for chunk in lone]), [chunk for chunk in chunks if len(chunk) > 1]
-
-
-def _append(chunks: list[list[Span]], documents: list[Span], block: int) -> None:
-    for start, length in documents:
-        last = chunks[-1] if chunks else []
-        if last and sum(last[-1]) == start and start + length - last[0][0] <= block:
-            last.append((start, length))
-        else:
-            chunks.append([(start, length)])
 
 
 def _runs(spans: list[Span]) -> Iterator[tuple[int, int, int]]:
@@ -113,7 +111,7 @@ def _document(
         pair = Pair(0, length, 0, length, CAUSAL if causal else FULL)
         return [QueryBlock(0, length, (pair,))]
     if not causal:
-        return [_block(a, e, _full(a, e, 0, length, block_kv)) for a, e in _cut(0, length, block_q)]
+        return [QueryBlock(a, e - a, tuple(_full(a, e, 0, length, block_kv))) for a, e in _cut(0, length, block_q)]
     if not windowed:
         return [_causal(a, e, block_kv, halve) for a, e in _cut(0, length, block_q)]
     assert window is not None
@@ -146,14 +144,14 @@ def _band(a: int, e: int, window: int, block_kv: int) -> QueryBlock:
     """Rows [a, e), e - a < window (or one row): row i sees keys (i - window, i]."""
     rows, oldest = e - a, a - window + 1
     edge = [Pair(a, rows, oldest, rows, EDGE)] if window > 1 else []
-    return _block(a, e, edge + _full(a, e, oldest + rows, a, block_kv) + _squares(a, e, block_kv))
+    return QueryBlock(a, rows, (*edge, *_full(a, e, oldest + rows, a, block_kv), *_squares(a, e, block_kv)))
 
 
 def _causal(a: int, e: int, block_kv: int, halve: bool) -> QueryBlock:
     size = min(e - a, block_kv)
     halve = halve and (e - a) % size == 0
     diagonal = _halved_squares(a, e, size, block_kv // 8) if halve else _squares(a, e, block_kv)
-    return _block(a, e, _full(a, e, 0, a, block_kv) + diagonal)
+    return QueryBlock(a, e - a, (*_full(a, e, 0, a, block_kv), *diagonal))
 
 
 def _squares(a: int, e: int, size: int) -> list[Pair]:
@@ -185,15 +183,6 @@ def _full(a: int, e: int, k_start: int, k_stop: int, block_kv: int) -> list[Pair
     return [Pair(a, e - a, c, d - c, FULL) for c, d in _cut(k_start, k_stop, block_kv)]
 
 
-def _block(a: int, e: int, pairs: list[Pair]) -> QueryBlock:
-    return QueryBlock(a, e - a, tuple(pairs))
-
-
 def _cut(start: int, stop: int, block: int) -> Iterator[tuple[int, int]]:
     for a in range(start, stop, block):
         yield a, min(a + block, stop)
-
-
-def _shift(block: QueryBlock, by: int) -> QueryBlock:
-    pairs = tuple(replace(p, q0=p.q0 + by, k0=p.k0 + by) for p in block.pairs)
-    return replace(block, start=block.start + by, pairs=pairs)

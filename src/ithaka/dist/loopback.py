@@ -37,9 +37,6 @@ class LoopbackGroup(dist.ProcessGroup):
     def allreduce(self, tensors, opts=None):  # type: ignore[override]
         return _done(tensors)
 
-    def broadcast(self, tensors, opts=None):  # type: ignore[override]
-        return _done(tensors)
-
     def barrier(self, opts=None):
         return _done([])
 
@@ -61,6 +58,7 @@ class LoopbackGroup(dist.ProcessGroup):
         output.detach().copy_(own)
         return _done([output])
 
+    broadcast = allreduce  # type: ignore[assignment]
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
@@ -69,12 +67,8 @@ class LoopbackGroup(dist.ProcessGroup):
 def start_loopback(num_ranks: int) -> None:
     """Initialises torch.distributed with this process as rank 0 of `num_ranks`."""
     if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, _create, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(BACKEND, lambda _, rank, size, __: LoopbackGroup(rank, size), devices=["cpu", "cuda"])
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=num_ranks)
-
-
-def _create(store, rank: int, size: int, timeout) -> LoopbackGroup:
-    return LoopbackGroup(rank, size)
 
 
 def _done(result) -> dist.Work:

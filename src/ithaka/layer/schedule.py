@@ -123,31 +123,29 @@ class HeadGrads:
         return [self._returning[key].wait() for key in sorted(self._returning)]
 
 
+@dataclass(eq=False, repr=False)
 class StreamedLayer:
     """Replaces a Hugging Face decoder layer's forward: (x_sD, positions_s, docs) -> y_sD."""
 
-    def __init__(
-        self,
-        name: str,
-        layer: nn.Module,
-        parts: LayerParts,
-        rotary: nn.Module,
-        group: dist.ProcessGroup,
-        table: HeadTable,
-        store: Store,
-        layout: Layout,
-        keeps: LayerKeeps,
-    ) -> None:
-        self.name, self.layer, self.parts, self.rotary, self.group = name, layer, parts, rotary, group
-        self.table, self.store, self.layout, self.keeps = table, store, layout, keeps
-        self.rank = group.rank()
-        self.mlp = torch.compile(parts.mlp) if layout.compile else parts.mlp
-        self.q = Projection(parts.q_proj, parts.q_norm, True, parts.head_dim)
-        self.k = Projection(parts.k_proj, parts.k_norm, True, parts.head_dim)
-        self.v = Projection(parts.v_proj, None, False, parts.head_dim)
-        self.ahead = 2 if layout.overlap else 1  # stages under way at once
-        self.query_heads = joined([stage.query_heads for stage in table.stages])
-        self.kv_heads = joined([load.kv_heads for load in table.loads])
+    name: str
+    layer: nn.Module
+    parts: LayerParts
+    rotary: nn.Module
+    group: dist.ProcessGroup
+    table: HeadTable
+    store: Store
+    layout: Layout
+    keeps: LayerKeeps
+
+    def __post_init__(self) -> None:
+        self.rank = self.group.rank()
+        self.mlp = torch.compile(self.parts.mlp) if self.layout.compile else self.parts.mlp
+        self.q = Projection(self.parts.q_proj, self.parts.q_norm, True, self.parts.head_dim)
+        self.k = Projection(self.parts.k_proj, self.parts.k_norm, True, self.parts.head_dim)
+        self.v = Projection(self.parts.v_proj, None, False, self.parts.head_dim)
+        self.ahead = 2 if self.layout.overlap else 1  # stages under way at once
+        self.query_heads = joined([stage.query_heads for stage in self.table.stages])
+        self.kv_heads = joined([load.kv_heads for load in self.table.loads])
         self.hooked = False  # set at each call: a user's hook may keep the gradients between layers
         self._indices: dict[tuple[Heads, int], Tensor | None] = {}
 
@@ -163,7 +161,7 @@ class StreamedLayer:
         """The layer as ordinary differentiable ops around the attention of all stages: nothing is recomputed."""
         with phase(self.name), phase("forward"), holding(KEPT):
             h_sD, cos_sin = apply_norm(self.parts.norm1, x_sD), self._rotation(positions_s)
-            projected = project_all(self._all_slices(), h_sD, cos_sin, self.group.size())
+            projected = project_all(self._slices(self.query_heads, self.kv_heads), h_sD, cos_sin, self.group.size())
             out_csnK = StagesAttention.apply(self.table, self.group, self._how(docs), *projected)
             attention_sD = nn.functional.linear(join_heads([out_csnK]), self._output_weight(), self.parts.o_proj.bias)
             sum_sD = x_sD.to(sum_dtype(x_sD.dtype)) + attention_sD
@@ -174,7 +172,7 @@ class StreamedLayer:
 
     def forward(self, x_sD: Tensor, saved: Saved, keep: bool) -> Tensor:
         tier = self.keeps.attention if keep else None
-        attended = [self._keep(out_csnK, lse_nS, tier) for out_csnK, lse_nS in self._attend(saved)]
+        attended = [Attended(*(self.store.keep(t, tier) for t in out_lse)) for out_lse in self._attend(saved)]
         if tier is not None:
             saved.attended = attended
         with phase("mlp"):
@@ -214,7 +212,8 @@ class StreamedLayer:
 
     def _project(self, saved: Saved, stage: Stage) -> deque[Tensor]:
         """q of a stage, and k and v if they come with it, in exchange layout [c, s, n, K]."""
-        slices, c, K = self._slices(stage), self.group.size(), self.parts.head_dim
+        kv_heads = None if stage.load is None else self.table.loads[stage.load].kv_heads
+        slices, c, K = self._slices(stage.query_heads, kv_heads), self.group.size(), self.parts.head_dim
         shapes = [(c, len(saved.positions_s), len(part.weight_ND) // (c * K), K) for part in slices]
         projected = deque(part.weight_ND.new_empty(shape) for part, shape in zip(slices, shapes, strict=True))
         for rows, x_tD in self._input_tiles(saved):
@@ -223,12 +222,12 @@ class StreamedLayer:
                 part.project(h_tD, cos_sin, into_csnK[:, rows])
         return projected
 
-    def _slices(self, stage: Stage) -> list[HeadSlice]:
-        """The heads to project for a stage: its queries, and the keys and values that arrive with it."""
-        slices = [HeadSlice.of(self.q, self._heads(stage.query_heads, self.q))]
-        if stage.load is not None:
-            kv_heads = self._heads(self.table.loads[stage.load].kv_heads, self.k)
-            slices += [HeadSlice.of(self.k, kv_heads), HeadSlice.of(self.v, kv_heads)]
+    def _slices(self, query_heads: Heads, kv_heads: Heads | None) -> list[HeadSlice]:
+        """Some heads of q and, if any are given, of k and v."""
+        slices = [HeadSlice.of(self.q, self._heads(query_heads, self.q))]
+        if kv_heads is not None:
+            index = self._heads(kv_heads, self.k)
+            slices += [HeadSlice.of(self.k, index), HeadSlice.of(self.v, index)]
         return slices
 
     def _send(self, makers: Sequence[Callable[[], Tensor]]) -> Sent:
@@ -243,12 +242,6 @@ class StreamedLayer:
                 exchange.wait()
             sent.append(exchange.wait)
         return sent
-
-    def _keep(self, out_csnK: Tensor, lse_nS: Tensor, tier: str | None) -> Attended:
-        """`tier` None: kept for this pass only."""
-        if tier is None:
-            return Attended(Kept(out_csnK), Kept(lse_nS))
-        return Attended(self.store.keep(out_csnK, tier), self.store.keep(lse_nS, tier))
 
     # ---- between attention and the MLP, the same in both directions
 
@@ -298,7 +291,7 @@ class StreamedLayer:
     def _take_attended(self, saved: Saved) -> deque[Attended]:
         """What was kept of attention, or, where nothing was, attention once more."""
         if not saved.attended:
-            return deque(self._keep(out_csnK, lse_nS, "device") for out_csnK, lse_nS in self._attend(saved))
+            return deque(Attended(*(self.store.keep(t, "device") for t in out_lse)) for out_lse in self._attend(saved))
         attended, saved.attended = deque(saved.attended), []
         return attended
 
@@ -367,7 +360,7 @@ class StreamedLayer:
     ) -> None:
         """Takes the gradients of all heads through the projections and norm1, and adds the result to dy."""
         norm1, weights = partial(apply_norm, self.parts.norm1), list(self.parts.norm1.parameters())
-        projections = ProjectionsBackward(self._all_slices(), [dq, dk, dv])
+        projections = ProjectionsBackward(self._slices(self.query_heads, self.kv_heads), [dq, dk, dv])
         for rows, x_tD in self._input_tiles(saved):
             cos_sin = self._rotation(saved.positions_s[rows])
             dh_tD = projections.tile(rows, norm1(x_tD), cos_sin, grads)
@@ -392,11 +385,6 @@ class StreamedLayer:
             in_order = order == list(range(count))
             self._indices[heads, count] = None if in_order else torch.tensor(order, device=device)
         return self._indices[heads, count]
-
-    def _all_slices(self) -> list[HeadSlice]:
-        """q, k and v with the heads of all stages and loads."""
-        queries, kv = self._heads(self.query_heads, self.q), self._heads(self.kv_heads, self.k)
-        return [HeadSlice.of(self.q, queries), HeadSlice.of(self.k, kv), HeadSlice.of(self.v, kv)]
 
     def _how(self, docs: Docs) -> How:
         kernel, blocks = self.layout.kernel, self.layout.blocks

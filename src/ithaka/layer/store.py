@@ -90,7 +90,8 @@ class _Tier:
             if not self._free.get(num_bytes):
                 self._release_free()
 
-    def _give(self, num_bytes: int, piece: Any) -> None:
+    def put(self, num_bytes: int, piece: Any) -> None:
+        """Makes a piece free again."""
         with self._changed:
             self._free.setdefault(num_bytes, []).append(piece)
             self._changed.notify_all()
@@ -137,7 +138,7 @@ class SlabPool(_Tier):
     def give(self, slab: Slab, expected: bool = False) -> None:
         with self._changed:
             self.num_expected -= expected
-            self._give(len(slab.bytes), slab)
+            self.put(len(slab.bytes), slab)
 
     def expect(self) -> None:
         with self._changed:
@@ -181,9 +182,6 @@ class DiskFile(_Tier):
             self.used_bytes += num_bytes
             return offset
 
-    def give(self, offset: int, num_bytes: int) -> None:
-        self._give(num_bytes, offset)
-
     def write(self, data: memoryview, offset: int) -> None:
         try:
             self._move("write", os.pwrite, data, offset)
@@ -225,8 +223,10 @@ class Store:
         self.threads = ThreadPoolExecutor(2, thread_name_prefix="ithaka-store")
         self._latest: Callable[[], Any] = lambda: None
 
-    def keep(self, tensor: Tensor, tier: str) -> "Kept":
-        """Starts keeping `tensor`, which must not be written before `settle`."""
+    def keep(self, tensor: Tensor, tier: str | None) -> "Kept":
+        """Starts keeping `tensor`, which must not be written before `settle`. `tier` None: for this pass only."""
+        if tier is None:
+            return Kept(tensor)
         if tier == "device":
             return Kept(tag(tensor, KEPT))
         if not (self.pool.busy_bytes or self.disk.busy_bytes):
@@ -438,4 +438,4 @@ def _read(store: Store, slab: Slab, writing: Future, offset: int) -> None:
 def _give(store: Store, slab: Slab | None, offset: int, num_bytes: int, _: Future) -> None:
     if slab is not None:
         store.pool.give(slab, expected=True)
-    store.disk.give(offset, num_bytes)
+    store.disk.put(num_bytes, offset)

@@ -147,8 +147,7 @@ def _facts(tensors: dict[str, Tensor], items: float | None) -> dict[str, Any]:
         values: Any = tensor.contiguous().numpy()
         digest = hashlib.sha1(values, usedforsecurity=False).hexdigest()[:16]
         facts[name] = f"shape {tuple(tensor.shape)} with hash {digest}"
-    modes = ("labels" in tensors, torch.is_grad_enabled(), items)
-    return facts | dict(zip(MODES, modes, strict=True))
+    return facts | dict(zip(MODES, ("labels" in tensors, torch.is_grad_enabled(), items), strict=True))
 
 
 # ---- one error for all ranks

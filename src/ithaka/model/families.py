@@ -1,7 +1,5 @@
 """Hugging Face module names and quirks; refuses by name what the layer does not compute."""
 
-from collections.abc import Iterator
-
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
@@ -42,39 +40,34 @@ def layer_parts(model: PreTrainedModel, index: int) -> LayerParts:
 
 def check_supported(model: PreTrainedModel) -> None:
     """Refuses, by name, a model with something the streamed layer would not compute."""
-    for fault in _faults(model):
-        raise ConfigError(fault)
-
-
-def _faults(model: PreTrainedModel) -> Iterator[str]:
     kind = type(model).__name__
     if isinstance(model, FSDPModule):
-        yield f"{kind} is sharded already; call parallelize once, on the model as Hugging Face loads it"
+        raise ConfigError(f"{kind} is sharded already; call parallelize once, on the model as Hugging Face loads it")
     if not isinstance(model, PreTrainedModel):
-        yield f"{kind} is not a Hugging Face model; pass the PreTrainedModel itself, without a wrapper"
+        raise ConfigError(f"{kind} is not a Hugging Face model; pass the PreTrainedModel itself, without a wrapper")
     config = model.config
     if config.model_type not in FAMILIES:
-        yield f"model_type={config.model_type} is not a supported family; use one of {', '.join(FAMILIES)}"
+        raise ConfigError(f"model_type={config.model_type} is not a supported family; use one of {', '.join(FAMILIES)}")
     if not hasattr(model, "lm_head"):
-        yield f"{kind} has no lm_head; load the model with AutoModelForCausalLM"
+        raise ConfigError(f"{kind} has no lm_head; load the model with AutoModelForCausalLM")
     for name in ("attention_dropout", "output_router_logits", "router_jitter_noise"):
         if getattr(config, name, None):
-            yield f"{name}={getattr(config, name)} is not supported; set it to 0 or false in config.json"
+            raise ConfigError(f"{name}={getattr(config, name)} is not supported; set it to 0 or false in config.json")
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope not in FIXED_ROPE:
-        yield f"rope_type={rope} changes with the length; use one of {', '.join(FIXED_ROPE)}"
+        raise ConfigError(f"rope_type={rope} changes with the length; use one of {', '.join(FIXED_ROPE)}")
     precision = model.model.rotary_emb.inv_freq.dtype
     if precision.itemsize < 4:
-        yield (
+        raise ConfigError(
             f"rotary_emb.inv_freq is {precision}, which turns far positions by wrong angles; load the model with "
             f"dtype={precision} instead of converting it, or give Layout(dtype=...) the dtype"
         )
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p:
-            yield f"{name} is dropout with p={module.p}, which is not supported; set it to 0"
+            raise ConfigError(f"{name} is dropout with p={module.p}, which is not supported; set it to 0")
         # Their weights are used directly: what a wrapper, such as LoRA's, adds to them would be lost.
         if name.endswith(LINEAR) and type(module) is not nn.Linear:
-            what = type(module).__name__
-            yield f"{name} is a {what}; only nn.Linear is supported there: merge adapters, dequantise weights"
+            what = f"{name} is a {type(module).__name__}"
+            raise ConfigError(f"{what}; only nn.Linear is supported there: merge adapters, dequantise weights")
     if model.lm_head.bias is not None:
-        yield "lm_head has a bias, which is not supported; leave it out"
+        raise ConfigError("lm_head has a bias, which is not supported; leave it out")

@@ -32,7 +32,12 @@ def load_weights(model: PreTrainedModel, directory: Path) -> None:
     if extra:
         raise ConfigError(f"model.path={directory} holds {extra[0]}, which its model does not have; fix config.json")
     for name, param in params.items():
-        _copy_shard(param, where[name], name)
+        stored, expected = where[name].get_slice(name), tuple(param.shape)
+        if tuple(stored.get_shape()) != expected:
+            raise ConfigError(f"model.path: {name} has shape {stored.get_shape()}; its config.json says {expected}")
+        local, rows = local_rows(param)
+        if local.numel():
+            local.copy_(stored[rows])
 
 
 @torch.no_grad()
@@ -63,16 +68,6 @@ def _tensor_files(directory: Path) -> dict[str, Any]:
             raise ConfigError(f"model.path: {path} is not a whole safetensors file ({error}); copy it again") from error
         found.update(dict.fromkeys(file.keys(), file))
     return found
-
-
-def _copy_shard(param: Any, file: Any, name: str) -> None:
-    stored = file.get_slice(name)
-    shape = tuple(stored.get_shape())
-    if shape != tuple(param.shape):
-        raise ConfigError(f"model.path: {name} has shape {shape}; its config.json says {tuple(param.shape)}")
-    local, rows = local_rows(param)
-    if local.numel():
-        local.copy_(stored[rows])
 
 
 def local_rows(param: DTensor) -> tuple[Tensor, slice]:
