@@ -111,7 +111,7 @@ def test_layouts_that_cannot_be(ranks):
     for messages in ranks.run(2, bad_layouts):
         assert "cp=3 does not divide the 2 ranks; use 1, 2" in messages[0]
         assert "cp=2 exceeds the 1 query heads" in messages[1]
-        assert "heads_per_stage=3" in messages[2] and "multiple of parallel.cp=2" in messages[2]
+        assert "heads_per_stage=3" in messages[2] and "multiple of cp=2" in messages[2]
         assert "heads_per_stage=1" in messages[3]
         assert "cp=0" in messages[4]
 

@@ -21,7 +21,7 @@ from ithaka.layer.loss import linear_cross_entropy
 from ithaka.layer.schedule import StreamedLayer
 from ithaka.layer.store import Store
 from ithaka.layer.tiles import apply_norm
-from ithaka.layout import Layout, check_fixed
+from ithaka.layout import Layout
 from ithaka.model.calls import Call, CallCheck, check_around, check_modules, mark_replaced
 from ithaka.model.families import check_supported, layer_parts
 from ithaka.model.weights import init_weights, load_weights
@@ -69,9 +69,12 @@ def parallelize(
     for name, other in (("cp", cp), ("mesh.cp_size", mesh and mesh.cp_size)):
         if other is not None and other != layout.cp:
             raise ConfigError(f"{name}={other} is not layout.cp={layout.cp}; give one of them, or the same")
-    mesh, heads = mesh or make_mesh(layout.cp), model.config.num_attention_heads
-    asked = {"cp": layout.cp, "heads_per_stage": layout.heads_per_stage}
-    check_fixed(asked, heads, len(model.model.layers), mesh.world_size)
+    heads, stage = model.config.num_attention_heads, layout.heads_per_stage
+    if layout.cp > heads:
+        raise ConfigError(f"parallel.cp={layout.cp} exceeds the {heads} query heads; use at most {heads}")
+    if stage is not None and (stage < 1 or stage % layout.cp):
+        raise ConfigError(f"parallel.heads_per_stage={stage} is not a multiple of cp={layout.cp}; use {layout.cp}")
+    mesh = mesh or make_mesh(layout.cp)
     dtype = getattr(torch, layout.dtype) if layout.dtype else model.dtype
     # A kernel that does not work is found here, not in the first step.
     resolve_kernel(layout.kernel, mesh.device, dtype, layer_parts(model, 0).head_dim)

@@ -112,7 +112,9 @@ class CallCheck:
         reports, cp = [report] * self.mesh.world_size, self.mesh.cp_size
         if len(reports) > 1:
             dist.all_gather_object(reports, report, group=self.mesh.fsdp.get_group())
-        _raise_errors(reports)
+        errors = {rank: each.error for rank, each in enumerate(reports) if each.error is not None}
+        for rank, (kind, text) in errors.items():
+            raise kind(text if len(errors) == len(reports) else f"rank {rank}: {text}")
         _raise_differences(reports, cp)
         return sum(each.num_valid for each in reports[::cp])
 
@@ -151,12 +153,6 @@ def _facts(tensors: dict[str, Tensor], items: float | None) -> dict[str, Any]:
 
 
 # ---- one error for all ranks
-
-
-def _raise_errors(reports: list[Report]) -> None:
-    errors = {rank: report.error for rank, report in enumerate(reports) if report.error is not None}
-    for rank, (kind, text) in errors.items():
-        raise kind(text if len(errors) == len(reports) else f"rank {rank}: {text}")
 
 
 def _raise_differences(reports: list[Report], cp: int) -> None:

@@ -32,9 +32,10 @@ def load_weights(model: PreTrainedModel, directory: Path) -> None:
     if extra:
         raise ConfigError(f"model.path={directory} holds {extra[0]}, which its model does not have; fix config.json")
     for name, param in params.items():
-        stored, expected = where[name].get_slice(name), tuple(param.shape)
-        if tuple(stored.get_shape()) != expected:
-            raise ConfigError(f"model.path: {name} has shape {stored.get_shape()}; its config.json says {expected}")
+        stored = where[name].get_slice(name)
+        shape, expected = tuple(stored.get_shape()), tuple(param.shape)
+        if shape != expected:
+            raise ConfigError(f"model.path: {name} has shape {shape}; its config.json says {expected}")
         local, rows = local_rows(param)
         if local.numel():
             local.copy_(stored[rows])
