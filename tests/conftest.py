@@ -1,3 +1,4 @@
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,6 +18,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def pytest_collection_finish():
+    """What is imported now stays: a garbage collection would walk through all of torch and transformers each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """A group of gloo processes that serves many cases: started once, a fresh process group per case."""
 
+import gc
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -52,6 +53,7 @@ class Ranks:
 
 
 def _serve(pipe: Connection) -> None:
+    gc.freeze()  # a collection would walk through all that is imported, and copy the pages it shares with others
     torch.set_num_threads(1)
     while True:
         function, args, rank, num_ranks, store = pipe.recv()

@@ -48,7 +48,7 @@ def tiny_run(folder: Path, *, model: dict[str, Any] | None = None, **sections: d
         "optim": {"lr": 1e-2, "warmup_steps": 2},
         "train": {
             "run_dir": str(folder / "run"),
-            "steps": 6,
+            "steps": 4,
             "save_every": 2,
             "keep_last": 3,
             "validate_every": 3,
