@@ -144,11 +144,16 @@ def _standard_library() -> list[File]:
 
 
 def _dataset(path: str, name: str) -> Found:
-    splits = open_dataset(path)
-    if "train" not in splits:
+    try:
+        splits = open_dataset(path)
+    except Exception as error:
+        here = "" if os.path.isdir(path) else ", which is not here and so a name on the hub,"
+        reason = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
         raise ConfigError(
-            f"{name}={path} has no split train, only {', '.join(splits)}; save the one that is meant by itself"
-        )
+            f"{name}={path}{here} cannot be read with the package datasets ({reason}); give another path"
+        ) from error
+    if "train" not in splits:
+        raise ConfigError(f"{name}={path} has no split train, only {', '.join(splits)}; save one by itself")
     own = next((split for split in VALIDATION_SPLITS if split in splits), None)
     return Found([File(Path(path), "arrow", "train")], [File(Path(path), "arrow", own)] if own else [])
 
@@ -156,20 +161,15 @@ def _dataset(path: str, name: str) -> Found:
 @functools.lru_cache
 def open_dataset(path: str) -> dict[str, Any]:
     """Split -> rows, in memory-mapped Arrow files: a folder of `datasets.save_to_disk`, or a dataset on the hub."""
-    where = path if os.path.isdir(path) else f"{path}, which is not here and so a name on the hub,"
-    try:
-        import datasets
+    import datasets
 
-        datasets.disable_progress_bars()
-        if os.path.isdir(path):
-            found = datasets.load_from_disk(path)
-        else:
-            from huggingface_hub import HfApi, constants
+    datasets.disable_progress_bars()
+    if os.path.isdir(path):
+        found = datasets.load_from_disk(path)
+    else:
+        from huggingface_hub import HfApi, constants
 
-            if not constants.HF_HUB_OFFLINE:
-                HfApi().dataset_info(path, timeout=10)  # `datasets` would try for half a minute
-            found = datasets.load_dataset(path)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
-        raise ConfigError(f"{where} cannot be read with the package datasets ({reason}); give another path") from error
+        if not constants.HF_HUB_OFFLINE:
+            HfApi().dataset_info(path, timeout=10)  # `datasets` would try for half a minute
+        found = datasets.load_dataset(path)
     return found if isinstance(found, dict) else {"train": found}
