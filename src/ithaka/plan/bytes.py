@@ -80,6 +80,10 @@ class LayerBytes:
         self.slot = layout.cp * s * shape.head_dim * layout.element_bytes  # one head of every token
         self.q = self.slots.query * self.slot  # T
         self.lse = layout.cp * s * self.slots.query * layout.sum_bytes
+        stages = self.slots.stages  # k and v, by stage: those that arrive with it (2 U), those held while it attends,
+        self.kv = [2 * stage.new_kv * self.slot for stage in stages]  # and those held once its last uses are over
+        self.held = [2 * stage.held * self.slot for stage in stages]
+        self.left = [2 * stage.left * self.slot for stage in stages]
         self.kept = keeps.attention is not None
         self.fetched = self.kept and keeps.attention != "device"  # attention's output comes from the store
         stored = keeps.input != "device"
@@ -90,33 +94,21 @@ class LayerBytes:
         self.ahead = 2 if layout.overlap else 1
         self.exchanged = layout.cp > 1  # an exchange has a buffer of its own to receive into
 
-    def kv(self, stage: int) -> int:
-        """k and v that arrive with a stage: 2 U."""
-        return 2 * self.slots.stages[stage].new_kv * self.slot
-
-    def held(self, stage: int) -> int:
-        """k and v held while a stage attends."""
-        return 2 * self.slots.stages[stage].held * self.slot
-
-    def left(self, stage: int) -> int:
-        """k and v held once a stage's last uses are over."""
-        return 2 * self.slots.stages[stage].left * self.slot
-
     def under_way(self, made: int, taken: int, stage: int) -> int:
         """A stage's tensors between their sending and their use: `made` here, `taken` as received, and k, v.
 
         With overlap the ones sent are held until the ones received are used.
         """
         if not self.exchanged:
-            return made + self.kv(stage)
-        both = made + self.kv(stage) if self.layout.overlap else 0
-        return both + taken + self.kv(stage)
+            return made + self.kv[stage]
+        both = made + self.kv[stage] if self.layout.overlap else 0
+        return both + taken + self.kv[stage]
 
     def sending(self, made: int, taken: int, stage: int) -> int:
         """The most while a stage is sent: without overlap one after the other, so only one is there twice."""
         if self.layout.overlap or not self.exchanged:
             return self.under_way(made, taken, stage)
-        return taken + self.kv(stage) + max(self.q, self.kv(stage) // 2)
+        return taken + self.kv[stage] + max(self.q, self.kv[stage] // 2)
 
     def sums(self, num_slots: int) -> int:
         """dk and dv of so many kv slots, in the dtype of sums."""
@@ -160,7 +152,7 @@ class LayerBytes:
             return t * e * ((2 + self.streamed) * hidden + (3 if self.fetched else 1) * heads + 3 * shape.mlp)
         width = cp * slots.query * shape.head_dim
         if work == "project":
-            kv_width = 2 * cp * slots.most_new_kv * shape.head_dim
+            kv_width = 2 * cp * max(stage.new_kv for stage in slots.stages) * shape.head_dim
             return (width + kv_width) * hidden * e + t * e * ((2 + self.streamed) * hidden + 5 * width)
         all_widths = self.num_stages * width + 2 * cp * slots.all_kv * shape.head_dim
         return all_widths * hidden * e + t * e * ((4 + self.streamed) * hidden + 2 * all_widths)
@@ -178,14 +170,14 @@ def attend_moments(b: LayerBytes, phase: str, stream: int) -> Iterator[Moment]:
         return sum(b.under_way(b.q, b.q, j) for j in range(first, min(last, b.num_stages)))
 
     for i in range(min(b.ahead, b.num_stages)):
-        yield Moment(project, stream, flying(0, i) + b.q + b.kv(i), 0, "project")
+        yield Moment(project, stream, flying(0, i) + b.q + b.kv[i], 0, "project")
         yield Moment(project, stream, flying(0, i) + b.sending(b.q, b.q, i))
     for i in range(b.num_stages):
         later = flying(i + 1, i + b.ahead)
-        yield Moment(attend, stream, b.q + later + b.held(i) + out + b.part(i, out), i * out, "attend")
+        yield Moment(attend, stream, b.q + later + b.held[i] + out + b.part(i, out), i * out, "attend")
         if (new := i + b.ahead) < b.num_stages:
-            others = later + b.left(i)
-            yield Moment(project, stream, others + b.q + b.kv(new), (i + 1) * out, "project")
+            others = later + b.left[i]
+            yield Moment(project, stream, others + b.q + b.kv[new], (i + 1) * out, "project")
             yield Moment(project, stream, others + b.sending(b.q, b.q, new), (i + 1) * out)
 
 
@@ -205,7 +197,7 @@ def attention_backward_moments(b: LayerBytes, outputs: int) -> Iterator[Moment]:
     def sending(stage: int, others: int, attended: int) -> Iterator[Moment]:
         """q, k and v are made; then they are sent, and out and dout with them."""
         prefetched = b.q if b.fetched and b.layout.overlap and stage >= b.ahead else 0
-        made = b.q + b.kv(stage) + prefetched
+        made = b.q + b.kv[stage] + prefetched
         yield Moment(project, stream, others + made, left(stage, attended), "project")
         own = 0 if b.layout.overlap or not b.exchanged or b.fetched else b.q  # out, until all is sent
         yield Moment(project, stream, others + own + b.sending(taken, taken, stage), left(stage + 1, attended))
@@ -214,16 +206,16 @@ def attention_backward_moments(b: LayerBytes, outputs: int) -> Iterator[Moment]:
         yield from sending(i, flying(0, i), 0)
     returned = 0  # dq, dk, dv of the stages before
     for i in range(b.num_stages):
-        following, ending = i + b.ahead, b.held(i) - b.left(i)
+        following, ending = i + b.ahead, b.held[i] - b.left[i]
         later, more = flying(i + 1, following), following < b.num_stages
         prefetched = b.q if b.fetched and b.layout.overlap and more else 0
         own = taken + (b.lse if b.fetched else 0)
-        live = returned + own + later + prefetched + b.held(i) + b.sums(b.slots.stages[i].summed)
+        live = returned + own + later + prefetched + b.held[i] + b.sums(b.slots.stages[i].summed)
         yield Moment(attend, stream, live, left(min(following, b.num_stages), i), "attend backward")
         returned += b.q + ending
         if more:
             twice = b.q + ending if b.layout.overlap and b.exchanged else 0
-            held = b.left(i) + b.sums(b.slots.stages[i].left_summed)
+            held = b.left[i] + b.sums(b.slots.stages[i].left_summed)
             yield from sending(following, returned + twice + later + held, i + 1)
     yield Moment(project, stream, returned, left(b.num_stages, b.num_stages), "project backward")
 
@@ -242,40 +234,28 @@ def layer_moments(shape: ModelShape, layout: Layout, s: int, keeps: LayerKeeps) 
     yield from attention_backward_moments(b, outputs)
 
 
-# Of a layout, what decides a layer's bytes beside what it keeps: a key for caches.
-Frame = tuple[int, int | None, int | None, bool, str | None]
-
-
-def _frame(layout: Layout) -> Frame:
-    return layout.cp, layout.heads_per_stage, layout.tile_tokens, layout.overlap, layout.dtype
-
-
-def _framed(frame: Frame) -> Layout:
-    cp, width, tile, overlap, dtype = frame
-    return Layout(cp, width, tile, overlap=overlap, dtype=dtype)
-
-
 def layer_peak(shape: ModelShape, layout: Layout, s: int, keeps: LayerKeeps, direction: str) -> Moment:
     """The moment of "forward" or "backward" at which most is live."""
-    cp, width, _, overlap, dtype = _frame(layout)
-    alike = LayerKeeps(
-        "device" if keeps.input == "device" else "host", "host" if keeps.attention == "disk" else keeps.attention
-    )
-    b = LayerBytes(shape, layout, s, alike)
-    moments = _highest(shape, (cp, width, None, overlap, dtype), s, alike)[direction]
+    b = LayerBytes(shape, layout, s, keeps)
+    moments = _highest(shape, _bare(layout, None), s, keeps, direction)
     found = [m._replace(tiles=b.tile_bytes(m.tile), sums=b.grad_sums(m.phase)) for m in moments]
     return max(found, key=lambda moment: moment.live)
 
 
-@lru_cache(maxsize=4096)
-def _highest(shape: ModelShape, frame: Frame, s: int, keeps: LayerKeeps) -> dict[str, list[Moment]]:
-    """By direction: for each kind of work on tiles, the moment at which most else is live."""
-    highest: dict[str, dict[str, Moment]] = {"forward": {}, "backward": {}}
-    for moment in layer_moments(shape, _framed(frame), s, keeps):
-        of_kind = highest[moment.phase.partition(" ")[0]]
-        if moment.tile not in of_kind or moment.rest > of_kind[moment.tile].rest:
-            of_kind[moment.tile] = moment
-    return {direction: list(of_kind.values()) for direction, of_kind in highest.items()}
+def _bare(layout: Layout, tile_tokens: int | None) -> Layout:
+    """What decides a layer's bytes beside what it keeps: a key for caches."""
+    return Layout(layout.cp, layout.heads_per_stage, tile_tokens, overlap=layout.overlap, dtype=layout.dtype)
+
+
+@lru_cache(maxsize=8192)
+def _highest(shape: ModelShape, layout: Layout, s: int, keeps: LayerKeeps, direction: str) -> list[Moment]:
+    """For each kind of work on tiles, the moment at which most else is live."""
+    highest: dict[str, Moment] = {}
+    for moment in layer_moments(shape, layout, s, keeps):
+        before = highest.get(moment.tile)
+        if moment.phase.startswith(direction) and (before is None or moment.rest > before.rest):
+            highest[moment.tile] = moment
+    return list(highest.values())
 
 
 def kept_attention_bytes(shape: ModelShape, layout: Layout, s: int) -> int:
@@ -283,14 +263,6 @@ def kept_attention_bytes(shape: ModelShape, layout: Layout, s: int) -> int:
     slots = slots_of(shape, layout)
     of_slot = shape.head_dim * layout.element_bytes + layout.sum_bytes
     return len(slots.stages) * slots.query * layout.cp * s * of_slot
-
-
-def everything_bytes(shape: ModelShape, layout: Layout, s: int) -> int:
-    """What ordinary autograd keeps of a layer (checkpoint=none): inputs of matmuls, norms and products."""
-    e = layout.element_bytes
-    q_width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    widths = 4 * shape.hidden + 3 * q_width + 2 * kv_width + 4 * shape.mlp
-    return s * e * widths + s * shape.heads * layout.sum_bytes
 
 
 # ---- the ledger of a step
@@ -342,29 +314,15 @@ class Ledger:
 
     @property
     def fits(self) -> bool:
-        within = self.gpu_peak <= self.gpu_bytes and self.host_peak <= self.host_bytes
-        return within and self.disk_peak <= self.disk_bytes
+        return all(need <= have for need, have in self.tiers.values())
 
 
 def memory(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Ledger:
     """The ledger of a step, at its highest phase."""
     name, gpu = max(gpu_phases(shape, layout, hardware, work), key=lambda phase: sum(phase[1].values()))
-    gpu["reserve"] = _reserve(hardware)
+    gpu["reserve"] = RESERVE_BYTES + int(RESERVE_SHARE * hardware.gpu.memory_bytes)
     host, disk = _outside(shape, layout, hardware, work)
     return Ledger(name, gpu, host, disk, hardware.gpu.memory_bytes, hardware.host_bytes, hardware.disk_bytes)
-
-
-def fits(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> bool:
-    """`memory(...).fits`, sooner: the search asks it of thousands of layouts."""
-    host, disk = _outside(shape, layout, hardware, work)
-    if sum(host.values()) > hardware.host_bytes or sum(disk.values()) > hardware.disk_bytes:
-        return False
-    peak = max(sum(holders.values()) for _, holders in gpu_phases(shape, layout, hardware, work))
-    return peak + _reserve(hardware) <= hardware.gpu.memory_bytes
-
-
-def _reserve(hardware: Hardware) -> int:
-    return RESERVE_BYTES + int(RESERVE_SHARE * hardware.gpu.memory_bytes)
 
 
 def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> list[tuple[str, Holders]]:
@@ -380,8 +338,8 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
     root, lm_head = (head * e, 0) if shape.tied else (0, head)
     ahead = 0 if alone else layer * e  # the next layer's weights, on their way; alone there is no way to go
 
-    frame = _frame(layout)
-    layers = [(*_of_layer(shape, frame, s, keeps), count) for keeps, count in layout.groups(shape.num_layers)]
+    bare = _bare(layout, layout.tile_tokens)
+    layers = [(*_of_layer(shape, bare, s, keeps), count) for keeps, count in layout.groups(shape.num_layers)]
     kept = sum(own * count for own, _, _, count in layers)  # from forward to backward
     # In forward a layer's own is still among its moment's.
     kept_before, forward = max(((kept - own, moment) for own, moment, _, _ in layers), key=lambda p: p[0] + p[1].live)
@@ -425,14 +383,15 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
 
 
 @lru_cache(maxsize=8192)
-def _of_layer(shape: ModelShape, frame: Frame, s: int, keeps: LayerKeeps) -> tuple[int, Moment, Moment]:
+def _of_layer(shape: ModelShape, layout: Layout, s: int, keeps: LayerKeeps) -> tuple[int, Moment, Moment]:
     """(what it keeps on the device, its highest moment of forward and of backward)."""
-    layout = _framed(frame)
     if keeps.everything:
-        # Beside it: the stream and its gradient, one matmul's gradients of the MLP, the weights' gradients.
+        # What ordinary autograd keeps: inputs of matmuls, norms and products. Beside it: the stream and its gradient,
+        # one matmul's gradients of the MLP, the weights' gradients.
         e, x = layout.element_bytes, layout.x_bytes(shape.hidden, s)
+        widths = 4 * shape.hidden + (3 * shape.heads + 2 * shape.kv_heads) * shape.head_dim + 4 * shape.mlp
         moment = Moment("everything kept", 2 * x, tiles=3 * s * shape.mlp * e, sums=shape.layer_parameters * e)
-        return everything_bytes(shape, layout, s), moment, moment
+        return s * e * widths + s * shape.heads * layout.sum_bytes, moment, moment
     own = layout.x_bytes(shape.hidden, s) if keeps.input == "device" else 0
     own += kept_attention_bytes(shape, layout, s) if keeps.attention == "device" else 0
     return own, layer_peak(shape, layout, s, keeps, "forward"), layer_peak(shape, layout, s, keeps, "backward")

@@ -85,15 +85,9 @@ def head_table(num_heads: int, num_kv_heads: int, cp: int, heads_per_stage: int 
     num_stages = -(-most // slots)
     bounds = [rank * num_heads // cp for rank in range(cp + 1)]
     group_size = num_heads // num_kv_heads
-    query_heads = [
-        tuple(_slots(range(bounds[r], bounds[r + 1]), i * slots, slots) for r in range(cp)) for i in range(num_stages)
-    ]
+    padded = [[*range(bounds[r], bounds[r + 1]), *[EMPTY] * slots * num_stages] for r in range(cp)]
+    query_heads = [tuple(tuple(row[i * slots :][:slots]) for row in padded) for i in range(num_stages)]
     return _with_loads(query_heads, cp, group_size)
-
-
-def _slots(heads: range, first: int, count: int) -> tuple[int, ...]:
-    taken = tuple(heads[first : first + count])
-    return taken + (EMPTY,) * (count - len(taken))
 
 
 def _with_loads(query_heads: list[Heads], cp: int, group_size: int) -> HeadTable:
@@ -112,7 +106,8 @@ def _with_loads(query_heads: list[Heads], cp: int, group_size: int) -> HeadTable
             held[r] = kept | {g: (len(arrivals) - 1, slot) for slot, g in enumerate(new[r])}
         reads = tuple(_reads(of_ranks[r], held[r], group_size) for r in range(cp))
         stages.append(Stage(of_ranks, load, reads))
-    loads = tuple(Load(kv, first, _last_use(stages, i)) for i, (kv, first) in enumerate(arrivals))
+    last_use = {read.load: i for i, stage in enumerate(stages) for reads in stage.reads for read in reads}
+    loads = tuple(Load(kv, first, last_use[number]) for number, (kv, first) in enumerate(arrivals))
     return HeadTable(tuple(stages), loads)
 
 
@@ -127,10 +122,6 @@ def _reads(heads: tuple[int, ...], held: dict[int, tuple[int, int]], group_size:
         else:
             reads.append(Read(slot, slot + 1, load, kv_slot))
     return tuple(reads)
-
-
-def _last_use(stages: list[Stage], load: int) -> int:
-    return max(i for i, stage in enumerate(stages) for reads in stage.reads for r in reads if r.load == load)
 
 
 # ---- in numbers
@@ -157,10 +148,6 @@ class Slots:
     def all_kv(self) -> int:
         return sum(stage.new_kv for stage in self.stages)
 
-    @property
-    def most_new_kv(self) -> int:
-        return max(stage.new_kv for stage in self.stages)
-
 
 def slots_of(shape: ModelShape, layout: Layout) -> Slots:
     return _slots_of(shape.heads, shape.kv_heads, layout.cp, layout.heads_per_stage)
@@ -173,28 +160,20 @@ def _slots_of(heads: int, kv_heads: int, cp: int, heads_per_stage: int | None) -
 
 
 def _stage_slots(table: HeadTable, i: int) -> StageSlots:
-    stage = table.stages[i]
-    copied = [
-        read.last - read.first
-        for rank, reads in enumerate(stage.reads)
-        if len(reads) != 1 or not stage.is_full(rank)
-        for read in reads
-    ]
-    read_by = [
-        {read.load for before in table.stages[: i + 1] for read in before.reads[rank]}
-        for rank in range(len(stage.reads))
-    ]
+    stage, loads, ranks = table.stages[i], list(enumerate(table.loads)), range(len(table.stages[i].reads))
+    whole = [len(stage.reads[rank]) == 1 and stage.is_full(rank) for rank in ranks]
+    read_by = [{read.load for before in table.stages[: i + 1] for read in before.reads[rank]} for rank in ranks]
+    arrived = {n for n, load in loads if load.first_stage <= i}
 
-    def summed(still: int) -> int:
-        """Slots of the loads still in use at a stage that a rank has read by now, on the rank with most of them."""
-        loads = [[table.loads[n] for n in numbers] for numbers in read_by]
-        return max(sum(load.num_slots for load in of_rank if load.last_stage >= still) for of_rank in loads)
+    def slots(numbers: set[int], still: int) -> int:
+        """Slots of those loads that are in use at stage `still` or later."""
+        return sum(load.num_slots for n, load in loads if n in numbers and load.last_stage >= still)
 
     return StageSlots(
         new_kv=0 if stage.load is None else table.loads[stage.load].num_slots,
-        held=sum(load.num_slots for load in table.loads if load.first_stage <= i <= load.last_stage),
-        left=sum(load.num_slots for load in table.loads if load.first_stage <= i < load.last_stage),
-        summed=summed(i),
-        left_summed=summed(i + 1),
-        part=max(copied, default=0),
+        held=slots(arrived, i),
+        left=slots(arrived, i + 1),
+        summed=max(slots(numbers, i) for numbers in read_by),
+        left_summed=max(slots(numbers, i + 1) for numbers in read_by),
+        part=max((r.last - r.first for rank in ranks if not whole[rank] for r in stage.reads[rank]), default=0),
     )

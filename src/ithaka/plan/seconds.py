@@ -179,11 +179,11 @@ def _exchange_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, s: 
     if layout.cp == 1:
         return 0.0, 0.0
     b = LayerBytes(shape, layout, s)
-    kv = sum(b.kv(i) for i in range(b.num_stages))
+    kv = sum(b.kv)
     queries = b.num_stages * b.q
     hidden = layout.overlap and b.num_stages > 1
-    arriving = b.q + b.kv(0) if hidden else queries + kv
-    arriving_back = 3 * b.q + b.kv(0) if hidden else 3 * queries + kv
+    arriving = b.q + b.kv[0] if hidden else queries + kv
+    arriving_back = 3 * b.q + b.kv[0] if hidden else 3 * queries + kv
     inside = min(layout.cp, hardware.gpus_per_node)
 
     def seconds(num_bytes: int) -> float:
