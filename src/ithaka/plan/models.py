@@ -104,13 +104,11 @@ def _suggestion(model: str) -> str:
     close = difflib.get_close_matches(_plain(model).rpartition("/")[2], spellings, n=2, cutoff=0.7)
     if close:
         return f"did you mean {' or '.join(spellings[name] for name in close)}?"
-    return (
-        "use a directory with a config.json, an id on the Hugging Face hub, or a name such as llama3.1-8b or qwen3-8b"
-    )
+    return "use a directory with a config.json, an id on the Hugging Face hub, or a name such as llama3.1-8b"
 
 
 def _from_hub(model: str) -> dict[str, Any]:
-    """From the local cache of the hub, else over the network."""
+    """From the local cache of the hub, else over the network: once, where the hub's own library tries for 25 s."""
     from urllib.error import HTTPError  # here: each command would wait for it
     from urllib.request import Request, urlopen
 
@@ -128,12 +126,8 @@ def _from_hub(model: str) -> dict[str, Any]:
     except HTTPError as error:
         if error.code == 404:
             raise ConfigError(f"model={model} is neither a path nor on the hub; {_suggestion(model)}") from None
-        raise ConfigError(
-            f"model={model} is not given by the hub (HTTP {error.code}); accept its licence there and log in with "
-            "`hf auth login`, or give a local directory"
-        ) from None
+        way_out = "accept its licence there and log in with `hf auth login`, or give a local directory"
+        raise ConfigError(f"model={model} is not given by the hub (HTTP {error.code}); {way_out}") from None
     except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        raise ConfigError(
-            f"model={model} is no local path, and the hub cannot be asked ({reason}); {_suggestion(model)}"
-        ) from None
+        why = f"the hub cannot be asked ({getattr(error, 'reason', error)})"
+        raise ConfigError(f"model={model} is no local path, and {why}; {_suggestion(model)}") from None

@@ -26,7 +26,8 @@ MLP_PASSES = (3, 6)  # reads and writes of [s, F] by element-wise kernels, forwa
 WALK_PASSES = (4, 5)  # of [s, D], per walk over the tiles
 HEAD_PASSES = (8, 24)  # of each projected head's [s, K]: RoPE, layout, sums
 STAGE_SECONDS = (0.0004, 0.0007)  # per stage whatever s is, forward and backward: slices of weights, launches
-# Of attention's rate at a head dim of 128, at 64: llama3.2-1b rehearsed at 512K (cp 8) and 128K (cp 1).
+# Of attention's rate at a head dim of 128, at 64, where matmuls wait for the softmax: llama3.2-1b rehearsed at 512K
+# (cp 8) and 128K (cp 1).
 NARROW_HEAD_SHARE = (0.73, 0.83)
 LOGIT_PASSES = 3  # over the logits by the loss's element-wise kernels: one forward, read and write backward
 UPDATE_BYTES = 28  # moved per parameter by AdamW: read p, g, m, v and write p, m, v
@@ -73,8 +74,9 @@ def layer_seconds(
     linear = _Linear(shape, layout, hardware, work.local_tokens(layout.cp))
     heads = -(-shape.heads // layout.cp)
     flops = 4 * shape.head_dim * heads * work.pairs(window)
-    rates = attention_rates(hardware, shape.head_dim)
-    attend, attend_back = flops / rates[0], 2.5 * flops / rates[1]
+    gpu, narrow = hardware.gpu, NARROW_HEAD_SHARE if shape.head_dim <= 64 else (1.0, 1.0)
+    attend = flops / (gpu.attention_forward_flops * narrow[0])
+    attend_back = 2.5 * flops / (gpu.attention_backward_flops * narrow[1])
     pcie = hardware.gpu.pcie_bytes_s * COPY_SHARE
     x, out = linear.x, kept_attention_bytes(shape, layout, linear.s) if kept else 0
     from_store = layout.checkpoint and layout.input_tier != "device"
@@ -85,8 +87,13 @@ def layer_seconds(
     again = Seconds() if kept or not layout.checkpoint else Seconds(attend, projections, ex_forward)
     busy = projections + attend + mlp
     copy_out = max(0.0, (x * from_store + fetched) / pcie - busy)
-    write = _disk_seconds(shape, layout, hardware, linear.s, kept)
-    gather, reduce = _shard_seconds(shape, layout, hardware)
+    # Through the node's disk, one way; no layer gains from another's surplus.
+    to_disk = x * (layout.input_tier == "disk") + out * (layout.attention_tier == "disk")
+    write = to_disk * hardware.gpus_per_node / hardware.disk_bytes_s
+    # All-gather of the layer's weights, reduce-scatter of its gradients, over all ranks.
+    from_host = shape.layer_parameters / hardware.num_gpus * 4 / gpu.pcie_bytes_s * layout.offload_optimizer
+    gather = _collective_seconds(shape.layer_parameters * layout.element_bytes, hardware) + from_host
+    reduce = _collective_seconds(shape.layer_parameters * layout.sum_bytes, hardware) + from_host
     forward = Seconds(
         attend, projections + mlp, ex_forward + max(0.0, gather - busy), copy_out + max(0.0, write - busy)
     )
@@ -111,12 +118,6 @@ def layer_seconds(
         "backward attention": attend_back,
     }
     return LayerSeconds(forward, backward + again, parts)
-
-
-def attention_rates(hardware: Hardware, head_dim: int) -> tuple[float, float]:
-    """FLOP/s forward and backward; narrow heads leave the matmul units waiting for the softmax."""
-    gpu, share = hardware.gpu, NARROW_HEAD_SHARE if head_dim <= 64 else (1.0, 1.0)
-    return gpu.attention_forward_flops * share[0], gpu.attention_backward_flops * share[1]
 
 
 class _Linear:
@@ -195,30 +196,11 @@ def _exchange_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, s: 
     return seconds(arriving + queries), seconds(arriving_back + queries + kv)
 
 
-def _shard_seconds(shape: ModelShape, layout: Layout, hardware: Hardware) -> tuple[float, float]:
-    """(all-gather of a layer's weights, reduce-scatter of its gradients), over all ranks."""
-    count = shape.layer_parameters
-    gather = _collective_seconds(count * layout.element_bytes, hardware)
-    reduce = _collective_seconds(count * layout.sum_bytes, hardware)
-    from_host = count / hardware.num_gpus * 4 / hardware.gpu.pcie_bytes_s * layout.offload_optimizer
-    return gather + from_host, reduce + from_host
-
-
 def _collective_seconds(num_bytes: int, hardware: Hardware) -> float:
     """An all-gather to `num_bytes` on every rank, or a reduce-scatter from them."""
     world = hardware.num_gpus
     rate = hardware.gpu.link_bytes_s if hardware.num_nodes == 1 else hardware.network_bytes_s
     return num_bytes * (world - 1) / world / rate
-
-
-def _disk_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, s: int, kept: bool) -> float:
-    """A layer's bytes through the node's disk, one way; no layer gains from another's surplus."""
-    num_bytes = 0
-    if layout.checkpoint and layout.input_tier == "disk":
-        num_bytes += layout.x_bytes(shape.hidden, s)
-    if layout.checkpoint and kept and layout.attention_tier == "disk":
-        num_bytes += kept_attention_bytes(shape, layout, s)
-    return num_bytes * hardware.gpus_per_node / hardware.disk_bytes_s
 
 
 def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
@@ -227,7 +209,10 @@ def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Wo
     for (window, keeps), same in groupby(zip(shape.windows, layout.of_layers(shape.num_layers), strict=True)):
         layer = layer_seconds(shape, layout, hardware, work, window, keeps)
         total = total + (layer.forward + layer.backward).times(len(list(same)))
-    return total.times(work.accumulate) + Seconds(update=_update_seconds(shape, layout, hardware))
+    rate, count = hardware.gpu.memory_bytes_s, hardware.num_gpus
+    if layout.offload_optimizer:
+        rate, count = hardware.host_update_bytes_s, hardware.num_nodes
+    return total.times(work.accumulate) + Seconds(update=UPDATE_BYTES * shape.num_parameters / count / rate)
 
 
 def _loss_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
@@ -241,9 +226,3 @@ def _loss_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: W
     moved = _collective_seconds(3 * shape.vocab * shape.hidden * layout.element_bytes, hardware)
     matmuls = 4 * linear.matmul(shape.hidden, shape.vocab, LOSS_SHARE)
     return Seconds(linear=matmuls + linear.moving(LOGIT_PASSES * logits_bytes + sums), exchange=moved)
-
-
-def _update_seconds(shape: ModelShape, layout: Layout, hardware: Hardware) -> float:
-    if layout.offload_optimizer:
-        return UPDATE_BYTES * shape.num_parameters / hardware.num_nodes / hardware.host_update_bytes_s
-    return UPDATE_BYTES * shape.num_parameters / hardware.num_gpus / hardware.gpu.memory_bytes_s

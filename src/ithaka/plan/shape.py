@@ -16,6 +16,8 @@ from typing import Any, Literal
 from ithaka.config import ConfigError
 
 Bias = Literal["never", "always", "by config"]
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+CORRECT = "correct the model's config.json"
 _HUB_NAME = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
 HUB_ID = rf"(?!.*(?:--|\.\.)){_HUB_NAME}/{_HUB_NAME}"  # owner/name, as the hub allows it
 
@@ -28,34 +30,20 @@ class Family:
     qkv_bias: Bias = "never"
     out_bias: Bias = "never"
     mlp_bias: Bias = "never"
-    # RMS norms of size K on queries and keys.
-    qk_norm: bool = False
+    qk_norm: bool = False  # RMS norms of size K on queries and keys
     # all: sliding_window, if any, holds in every layer. switched: by use_sliding_window, and per layer.
     window: Literal["none", "all", "switched"] = "none"
-    default_window: int | None = None
-    default_kv_heads: int | None = None
-    default_head_dim: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
 
 
+DEFAULT_WINDOW = 4096  # of every family that has windows
 # To add a family: one entry here, one case in tests/test_shape.py and one in tests/models.py.
 FAMILIES: dict[str, Family] = {
-    "llama": Family(qkv_bias="by config", out_bias="by config", mlp_bias="by config"),
-    "mistral": Family(window="all", default_window=4096, default_kv_heads=8),
-    "qwen2": Family(
-        qkv_bias="always",
-        window="switched",
-        default_window=4096,
-        default_kv_heads=32,
-    ),
-    "qwen3": Family(
-        qkv_bias="by config",
-        out_bias="by config",
-        qk_norm=True,
-        window="switched",
-        default_window=4096,
-        default_kv_heads=32,
-        default_head_dim=128,
-    ),
+    "llama": Family("by config", "by config", "by config"),
+    "mistral": Family(window="all", kv_heads=8),
+    "qwen2": Family("always", window="switched", kv_heads=32),
+    "qwen3": Family("by config", "by config", qk_norm=True, window="switched", kv_heads=32, head_dim=128),
 }
 
 
@@ -84,19 +72,6 @@ class ModelShape:
         """Once: the planner looks shapes up all the time."""
         return hash(tuple(getattr(self, entry.name) for entry in fields(self)))
 
-    @property
-    def window(self) -> int | None:
-        """The window of the layers that have one; None when no layer has."""
-        return next((window for window in self.windows if window is not None), None)
-
-    @cached_property
-    def attention_parameters(self) -> int:
-        """Of one layer: q, k, v and o projections, biases, q and k norms."""
-        q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        weights = self.hidden * (2 * q_size + 2 * kv_size)
-        biases = self.qkv_bias * (q_size + 2 * kv_size) + self.out_bias * self.hidden
-        return weights + biases + self.qk_norm * 2 * self.head_dim
-
     @cached_property
     def mlp_parameters(self) -> int:
         """Of one layer: gate, up and down projections, biases."""
@@ -104,16 +79,17 @@ class ModelShape:
 
     @cached_property
     def layer_parameters(self) -> int:
-        return self.attention_parameters + self.mlp_parameters + 2 * self.hidden
-
-    @cached_property
-    def embedding_parameters(self) -> int:
-        """Embedding and output projection, counted once when tied."""
-        return self.vocab * self.hidden * (1 if self.tied else 2)
+        """Projections of attention with biases and norms, MLP, two norms."""
+        q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        weights = self.hidden * (2 * q_size + 2 * kv_size) + self.qk_norm * 2 * self.head_dim
+        biases = self.qkv_bias * (q_size + 2 * kv_size) + self.out_bias * self.hidden
+        return weights + biases + self.mlp_parameters + 2 * self.hidden
 
     @cached_property
     def num_parameters(self) -> int:
-        return self.num_layers * self.layer_parameters + self.embedding_parameters + self.hidden
+        """A tied embedding counts once."""
+        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
+        return self.num_layers * self.layer_parameters + embeddings + self.hidden
 
 
 @dataclass(frozen=True)
@@ -156,9 +132,8 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(
-            f"model.path={file} cannot be read ({error.strerror}); give a model directory or a config.json"
-        ) from None
+        way_out = "give a model directory or a config.json"
+        raise ConfigError(f"model.path={file} cannot be read ({error.strerror}); {way_out}") from None
     except ValueError:
         raise ConfigError(f"model.path={file} is not valid JSON; copy the model's config.json again") from None
     if not isinstance(values, dict):
@@ -177,37 +152,24 @@ def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> M
         method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
         raise ConfigError(f"model.path={source} is quantised ({method}); give weights in bfloat16 or float32")
     family = FAMILIES[name]
-    hidden = _count(values, "hidden_size", source)
-    num_layers = _count(values, "num_hidden_layers", source)
-    heads = _count(values, "num_attention_heads", source)
-    kv_heads = _count(values, "num_key_value_heads", source, family.default_kv_heads or heads, null=heads)
+    hidden, num_layers, heads, mlp, vocab = (_count(values, key, source) for key in SIZES)
+    kv_heads = _count(values, "num_key_value_heads", source, family.kv_heads or heads, null=heads)
     if heads % kv_heads:
         raise ConfigError(
-            f"num_key_value_heads={kv_heads} of {source} does not divide num_attention_heads={heads}; "
-            "correct the model's config.json"
+            f"num_key_value_heads={kv_heads} of {source} does not divide num_attention_heads={heads}; {CORRECT}"
         )
-    head_dim = family.default_head_dim or hidden // heads
+    head_dim = family.head_dim or hidden // heads
     head_dim = _count(values, "head_dim", source, head_dim, null=hidden // heads)
     if head_dim % 2:
-        raise ConfigError(
-            f"head_dim={head_dim} of {source} is odd, and RoPE turns pairs; correct the model's config.json"
-        )
-    return ModelShape(
-        family=name,
-        num_layers=num_layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        mlp=_count(values, "intermediate_size", source),
-        vocab=_count(values, "vocab_size", source),
-        tied=bool(values.get("tie_word_embeddings", False)),
-        windows=_read_windows(values, family, num_layers, source),
-        qkv_bias=_has_bias(family.qkv_bias, values.get("attention_bias", False)),
-        out_bias=_has_bias(family.out_bias, values.get("attention_bias", False)),
-        mlp_bias=_has_bias(family.mlp_bias, values.get("mlp_bias", False)),
-        qk_norm=family.qk_norm,
-    )
+        raise ConfigError(f"head_dim={head_dim} of {source} is odd, and RoPE turns pairs; {CORRECT}")
+    windows, tied = _read_windows(values, family, num_layers, source), bool(values.get("tie_word_embeddings", False))
+    keys = {"qkv_bias": "attention_bias", "out_bias": "attention_bias", "mlp_bias": "mlp_bias"}
+    biases = {
+        part: getattr(family, part) == "always" or (getattr(family, part) == "by config" and bool(values.get(key)))
+        for part, key in keys.items()
+    }
+    sizes = (num_layers, hidden, heads, kv_heads, head_dim, mlp, vocab)
+    return ModelShape(name, *sizes, tied, windows, qk_norm=family.qk_norm, **biases)
 
 
 def _count(
@@ -220,17 +182,13 @@ def _count(
     if value is None:
         raise ConfigError(f"{key} of {source} is missing; add it to the model's config.json")
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{key}={value} of {source} is no positive whole number; correct the model's config.json")
+        raise ConfigError(f"{key}={value} of {source} is no positive whole number; {CORRECT}")
     return value
-
-
-def _has_bias(bias: Bias, by_config: Any) -> bool:
-    return bias == "always" or (bias == "by config" and bool(by_config))
 
 
 def _read_windows(values: Mapping[str, Any], family: Family, num_layers: int, source: str) -> tuple[int | None, ...]:
     """Each layer's window, by the same rules as transformers."""
-    window = values.get("sliding_window", family.default_window)
+    window = values.get("sliding_window", DEFAULT_WINDOW)
     if family.window == "none" or window is None:
         return (None,) * num_layers
     if family.window == "all":
@@ -241,7 +199,6 @@ def _read_windows(values: Mapping[str, Any], family: Family, num_layers: int, so
     kinds = values.get("layer_types") or ["sliding_attention" if i >= first else "" for i in range(num_layers)]
     if len(kinds) != num_layers:
         raise ConfigError(
-            f"layer_types of {source} has {len(kinds)} entries for num_hidden_layers={num_layers}; "
-            "correct the model's config.json"
+            f"layer_types of {source} has {len(kinds)} entries for num_hidden_layers={num_layers}; {CORRECT}"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
