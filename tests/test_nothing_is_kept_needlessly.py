@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ithaka.dist.mesh import make_mesh
-from ithaka.layout import Layout, keeps
+from ithaka.layout import LayerKeeps, Layout
 from ithaka.model.build import parallelize
 from models import tiny_config, tiny_model
 from parity import check, gradient_errors, parallel, plain_sum, random_ids, relative
@@ -16,7 +16,7 @@ TIERS = ("device", "host", "disk")
 
 
 def offloaded(tier: str) -> Layout:
-    return Layout(tile_tokens=4, kept=keeps(2, tier, tier))
+    return Layout(tile_tokens=4, kept=(LayerKeeps(tier, tier),) * 2)
 
 
 def store_of(model):

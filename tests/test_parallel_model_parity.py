@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ithaka.dist.mesh import make_mesh
-from ithaka.layout import EVERYTHING, LayerKeeps, Layout, keeps
+from ithaka.layout import EVERYTHING, LayerKeeps, Layout
 from ithaka.model.build import parallelize
 from models import EXPERTS, FAMILIES, plain_loss, tiny_config, tiny_model
 
@@ -106,7 +106,7 @@ def every_pair():
 def test_stages_tiles_and_kept_attention(
     ranks, family, heads, kv_heads, cp, heads_per_stage, overlap, tile_tokens, keep_input, keep_attention
 ):
-    layout = Layout(cp, heads_per_stage, tile_tokens, keeps(2, keep_input, keep_attention), overlap)
+    layout = Layout(cp, heads_per_stage, tile_tokens, (LayerKeeps(keep_input, keep_attention),) * 2, overlap)
     check(ranks.run(cp, compare, family, heads, kv_heads, cp, 1, 1, 21, layout))
 
 
@@ -158,11 +158,11 @@ def test_other_kinds_of_rope(ranks, rope_type):
     """Slower turns, and with yarn longer queries and keys. Few positions: turns must differ within them."""
     rope = {"rope_type": rope_type, "rope_theta": 100.0, "original_max_position_embeddings": 8, **ROPES[rope_type]}
     changes = {"rope_parameters": rope, "max_position_embeddings": 32}
-    layout = Layout(cp=2, heads_per_stage=2, tile_tokens=5, kept=keeps(2, attention="device"))
+    layout = Layout(cp=2, heads_per_stage=2, tile_tokens=5, kept=(LayerKeeps(attention="device"),) * 2)
     check(ranks.run(2, compare, "llama", 4, 2, 2, 1, 2, 19, layout, 0, changes))
 
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_mixtures_of_experts(ranks, family):
-    layout = Layout(2, heads_per_stage=2, tile_tokens=5, kept=keeps(2, attention="device"))
+    layout = Layout(2, heads_per_stage=2, tile_tokens=5, kept=(LayerKeeps(attention="device"),) * 2)
     check(ranks.run(2, compare, family, 4, 2, 2, 1, 2, 19, layout))

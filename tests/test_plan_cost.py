@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ithaka.config import ConfigError, parse_count
-from ithaka.layout import LayerKeeps, Layout, keeps
+from ithaka.layout import LayerKeeps, Layout
 from ithaka.plan.bytes import LayerBytes, gpu_phases, kept_attention_bytes, layer_moments, memory
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.models import find_shape
@@ -16,7 +16,7 @@ from ithaka.plan.shape import Work
 
 LLAMA = find_shape("llama3-8b")
 H200 = parse_gpus("8xH200")
-STREAMED = Layout(8, 8, 8192, keeps(32, "host", "host"), overlap=False)  # one query head per rank and stage
+STREAMED = Layout(8, 8, 8192, (LayerKeeps("host", "host"),) * 32, overlap=False)  # one query head per rank and stage
 
 # Measured on an H200 (LOG.md, "planned against rehearsed"). tier: of layer inputs, and of attention's output where it
 # is kept. steps: 2, and the second's seconds; or 1, where pinning host memory and cuDNN's planning count as forward.
@@ -35,7 +35,7 @@ def test_planned_is_what_was_rehearsed(row):
         cp,
         int(row["heads_per_stage"]),
         int(row["tile_tokens"]),
-        keeps(layers, row["tier"], row["tier"] if kept else None),
+        (LayerKeeps(row["tier"], row["tier"] if kept else None),) * layers,
         overlap=row["overlap"] == "1",
     )
     hardware = parse_gpus(f"{cp}xH200")
@@ -138,7 +138,7 @@ def test_what_grows_with_context_is_linear_in_it():
 
 def test_what_is_on_the_way_to_disk_is_what_was_rehearsed():
     """One layer of 15.45M tokens on 8 ranks: 31.148 GiB of host memory on a rank, and as much on disk (LOG.md)."""
-    layout = replace(STREAMED, kept=keeps(1, "disk", "disk"), offload_optimizer=True)
+    layout = replace(STREAMED, kept=(LayerKeeps("disk", "disk"),) * 1, offload_optimizer=True)
     shape = replace(LLAMA, num_layers=1, windows=LLAMA.windows[:1])
     ledger = memory(shape, layout, parse_gpus("8xH100"), Work(16203776))
     assert ledger.host["on the way to disk"] / 8 / 2**30 == pytest.approx(31.148, abs=1e-3)

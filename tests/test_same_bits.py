@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ithaka.dist.mesh import make_mesh
-from ithaka.layout import Layout, keeps
+from ithaka.layout import LayerKeeps, Layout
 from ithaka.model.build import parallelize
 from models import tiny_config, tiny_model
 from parity import random_ids
@@ -17,7 +17,7 @@ TIERS = ("device", "host", "disk")
 
 def bits_of_a_step(cp, **options):
     """Loss and all gradients. The same again after a step on other tokens, which leaves other values in the pool."""
-    kept = keeps(2, options.pop("keep_input", "device"), options.pop("keep_attention", None))
+    kept = (LayerKeeps(options.pop("keep_input", "device"), options.pop("keep_attention", None)),) * 2
     layout = Layout(cp, tile_tokens=5, kept=kept, **options)
     model = tiny_model(tiny_config("qwen3", heads=4, kv_heads=2), torch.float32)
     model = parallelize(model, mesh=make_mesh(cp), layout=layout)

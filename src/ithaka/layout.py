@@ -30,14 +30,6 @@ class LayerKeeps:
 EVERYTHING = LayerKeeps(everything=True)
 
 
-def keeps(
-    num_layers: int, input: Tier = "device", attention: Tier | None = None, attention_layers: int | None = None
-) -> tuple[LayerKeeps, ...]:
-    """One entry per layer; of attention's outputs those of the first `attention_layers` are kept (None: of all)."""
-    first = num_layers if attention_layers is None else min(attention_layers, num_layers)
-    return (LayerKeeps(input, attention),) * first + (LayerKeeps(input),) * (num_layers - first)
-
-
 @dataclass(frozen=True)
 class Layout:
     """The defaults are plain: every technique is off."""
@@ -80,10 +72,6 @@ class Layout:
         """(what they keep, how many) of neighbouring layers that keep the same."""
         return [(keeps, len(list(same))) for keeps, same in groupby(self.of_layers(num_layers))]
 
-    def of_one_layer(self, keeps: LayerKeeps) -> Layout:
-        """The same decisions for one layer alone."""
-        return replace(self, kept=(keeps,))
-
     # What is kept, in the words of a configuration, which has one for all layers.
 
     @property
@@ -119,9 +107,11 @@ def make_layout(
     attention_tier: Tier = "device",
     **fields: Any,
 ) -> Layout:
-    """A layout from its fields, with what is kept in the words of a configuration."""
-    kept = keeps(num_layers, input_tier, attention_tier, keep_attention) if checkpoint else (EVERYTHING,) * num_layers
-    return Layout(kept=kept, **fields)
+    """A layout from its fields, with what is kept in the words of a configuration; of attention's outputs those of the
+    first layers."""
+    first = (LayerKeeps(input_tier, attention_tier),) * min(keep_attention, num_layers)
+    kept = first + (LayerKeeps(input_tier),) * (num_layers - len(first))
+    return Layout(kept=kept if checkpoint else (EVERYTHING,) * num_layers, **fields)
 
 
 # ---- a configuration's settings
@@ -138,63 +128,34 @@ SETTINGS = {
     "memory.offload_optimizer": "offload_optimizer",
     "memory.overlap": "overlap",
 }
-_WORDS: dict[str, dict[Any, Any]] = {  # of the configuration -> of a layout
-    "parallel.heads_per_stage": {"all": None},
-    "memory.checkpoint": {"full": True, "none": False},
-    "memory.offload": {"none": "device"},
-    "memory.tile_tokens": {"all": None},
-    "memory.keep_attention": {"none": 0},
-    "memory.attention_offload": {"none": "device"},
-}
+
+
+def _words(num_layers: int, num_ranks: int) -> dict[str, dict[Any, Any]]:
+    """Of the configuration -> of a layout."""
+    return {
+        "cp": {"all": num_ranks},
+        "heads_per_stage": {"all": None},
+        "checkpoint": {"full": True, "none": False},
+        "input_tier": {"none": "device"},
+        "tile_tokens": {"all": None},
+        "keep_attention": {"none": 0, "all": num_layers},
+        "attention_tier": {"none": "device"},
+    }
 
 
 def fixed_settings(chosen: Mapping[str, Any], num_layers: int, num_ranks: int) -> dict[str, Any]:
     """Settings (`{"parallel.cp": 8, "memory.offload": "host"}`) as `make_layout` takes them; null is left out."""
     check_effects(chosen)
-    for name in chosen.keys() - SETTINGS.keys():
-        raise ConfigError(f"{name}={chosen[name]} is not decided by a plan; use one of {', '.join(SETTINGS)}")
-    decided = {name: value for name, value in chosen.items() if value not in (None, "auto")}
-    fixed = {SETTINGS[name]: _WORDS.get(name, {}).get(value, value) for name, value in decided.items()}
-    everything = {"cp": num_ranks, "keep_attention": num_layers}
-    return {name: everything.get(name, value) if value == "all" else value for name, value in fixed.items()}
-
-
-def check_fixed(fixed: Mapping[str, Any], num_heads: int, num_layers: int, num_ranks: int, cp_as: str = "") -> None:
-    """Refuse what no layout of such a model on so many ranks can have. `cp_as`: how cp was asked for, if in words."""
-    cp, stage, kept = fixed.get("cp"), fixed.get("heads_per_stage"), fixed.get("keep_attention") or 0
-    divisors = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
-    fitting = [n for n in divisors if n <= num_heads]
-    if cp is not None and cp not in divisors:
-        ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-        more = f"; or take {cp} ranks with --ranks {cp} (in a plan: --gpus)" if cp > num_ranks else ""
-        raise ConfigError(f"parallel.cp={cp} does not divide the {ranks}; use {either(divisors)}{more}")
-    if cp is not None and cp > num_heads:
-        heads = f"{num_heads} query heads of the model"
-        raise ConfigError(f"parallel.cp={cp_as or cp} exceeds the {heads}; use {either(fitting)}")
-    if stage is not None and stage > num_heads:
-        raise ConfigError(f"parallel.heads_per_stage={stage} exceeds the {num_heads} query heads of the model; use all")
-    if stage is not None and all(stage % n for n in ([cp] if cp else fitting)):
-        widths = either(range(cp or 1, num_heads + 1, cp or 1)[:4])
-        raise ConfigError(
-            f"parallel.heads_per_stage={stage} is not a multiple of parallel.cp={cp}; use {widths} or all"
-        )
-    if kept > num_layers:
-        raise ConfigError(f"memory.keep_attention={kept} exceeds the {num_layers} layers of the model; use all")
-
-
-def either(ways: Iterable[object]) -> str:
-    """1, 2 or 4"""
-    words = [str(way) for way in ways]
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    words = _words(num_layers, num_ranks)
+    fixed = {SETTINGS[name]: value for name, value in chosen.items() if value not in (None, "auto")}
+    return {name: words.get(name, {}).get(value, value) for name, value in fixed.items()}
 
 
 def settings_of(layout: Layout, num_heads: int) -> dict[str, Any]:
     """A layout in the words of the configuration."""
-    words = {name: {new: old for old, new in pairs.items()} for name, pairs in _WORDS.items()}
-    values = {name: getattr(layout, entry) for name, entry in SETTINGS.items()}
-    settings = {name: words.get(name, {}).get(value, value) for name, value in values.items()}
-    if layout.keep_attention == len(layout.kept):
-        settings["memory.keep_attention"] = "all"
+    words = {word: {new: old for old, new in pairs.items()} for word, pairs in _words(len(layout.kept), 0).items()}
+    values = {name: getattr(layout, word) for name, word in SETTINGS.items()}
+    settings = {name: words.get(SETTINGS[name], {}).get(value, value) for name, value in values.items()}
     if (layout.heads_per_stage or 0) >= num_heads:
         settings["parallel.heads_per_stage"] = "all"
     if not layout.keep_attention:
@@ -206,13 +167,35 @@ def layout_of(config: Config, num_layers: int, num_ranks: int, on_gpu: bool) -> 
     """What a whole configuration says."""
     values = {name: attrgetter(name)(config) for name in SETTINGS}
     fixed = fixed_settings(values | {"parallel.cp": config.parallel.cp_of(num_ranks)}, num_layers, num_ranks)
-    attention = config.attention
-    auto = "bfloat16" if on_gpu else "float32"
+    dtype, attention = config.model.dtype, config.attention
     return make_layout(
         num_layers,
         **{"attention_tier": fixed["input_tier"], **fixed},
-        dtype=auto if config.model.dtype == "auto" else config.model.dtype,
+        dtype=dtype if dtype != "auto" else "bfloat16" if on_gpu else "float32",
         kernel=attention.kernel,
         blocks=(attention.block_q, attention.block_kv) if attention.block_q and attention.block_kv else None,
         compile=config.train.compile,
     )
+
+
+def check_fixed(fixed: Mapping[str, Any], num_heads: int, num_layers: int, num_ranks: int) -> None:
+    """Refuse what no layout of such a model on so many ranks can have."""
+    cp, stage, kept = fixed.get("cp") or 1, fixed.get("heads_per_stage") or 0, fixed.get("keep_attention") or 0
+    ranks, heads = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks", f"{num_heads} query heads of the model"
+    fitting = either(n for n in range(1, min(num_ranks, num_heads) + 1) if num_ranks % n == 0)
+    stages = either([*range(cp, num_heads + 1, cp)[:4], "all"])
+    for setting, wrong, rule, way_out in (
+        (f"parallel.cp={cp}", num_ranks % cp, f"does not divide the {ranks}", f"{fitting}, or other ranks"),
+        (f"parallel.cp={cp} of {ranks}", cp > num_heads, f"exceeds the {heads}", fitting),
+        (f"parallel.heads_per_stage={stage}", stage > num_heads, f"exceeds the {heads}", "all"),
+        (f"parallel.heads_per_stage={stage}", stage % cp, f"is not a multiple of parallel.cp={cp}", stages),
+        (f"memory.keep_attention={kept}", kept > num_layers, f"exceeds the {num_layers} layers of the model", "all"),
+    ):
+        if wrong:
+            raise ConfigError(f"{setting} {rule}; use {way_out}")
+
+
+def either(ways: Iterable[object]) -> str:
+    """1, 2 or 4"""
+    words = [str(way) for way in ways]
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -7,7 +7,7 @@ rehearsals on an H200 (LOG.md, "planned against rehearsed").
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -70,7 +70,7 @@ def layer_seconds(
     shape: ModelShape, layout: Layout, hardware: Hardware, work: Work, window: int | None, keeps: LayerKeeps
 ) -> LayerSeconds:
     """Seconds of one layer on the rank with the most heads."""
-    layout, kept = layout.of_one_layer(keeps), keeps.attention is not None
+    layout, kept = replace(layout, kept=(keeps,)), keeps.attention is not None
     linear = _Linear(shape, layout, hardware, work.local_tokens(layout.cp))
     heads = -(-shape.heads // layout.cp)
     flops = 4 * shape.head_dim * heads * work.pairs(window)

@@ -463,10 +463,9 @@ def _check_ram(run: Run, have: int) -> None:
 def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
     """What no layout can have, what would have no effect, and kernels that there are not."""
     parallel, memory = config.parallel, config.memory
-    cp_as = "" if isinstance(parallel.cp, int) else f"{parallel.cp} ({num_ranks} ranks)"
     values = {"parallel.cp": parallel.cp_of(num_ranks), "parallel.heads_per_stage": parallel.heads_per_stage}
     fixed = fixed_settings(values | {"memory.keep_attention": memory.keep_attention}, shape.num_layers, num_ranks)
-    check_fixed(fixed, shape.heads, shape.num_layers, num_ranks, cp_as)
+    check_fixed(fixed, shape.heads, shape.num_layers, num_ranks)
     check_effects({f"memory.{name}": value for name, value in vars(memory).items()})
     if memory.disk_path is not None and "disk" not in (memory.offload, memory.attention_offload):
         raise ConfigError(
