@@ -114,10 +114,6 @@ class LayerBytes:
         """dk and dv of so many kv slots, in the dtype of sums."""
         return 2 * num_slots * self.slot // self.layout.element_bytes * self.layout.sum_bytes
 
-    def part(self, stage: int, num_bytes: int) -> int:
-        """Of a tensor of all slots, the widest read's, where it is not the tensor itself."""
-        return num_bytes * self.slots.stages[stage].part // self.slots.query
-
     def grad_sums(self, phase: str) -> int:
         """Bytes of weight gradients as they are summed over tiles (GradSum of layer/tiles.py)."""
         if not phase.startswith("backward") or phase.startswith("backward again"):
@@ -174,7 +170,8 @@ def attend_moments(b: LayerBytes, phase: str, stream: int) -> Iterator[Moment]:
         yield Moment(project, stream, flying(0, i) + b.sending(b.q, b.q, i))
     for i in range(b.num_stages):
         later = flying(i + 1, i + b.ahead)
-        yield Moment(attend, stream, b.q + later + b.held[i] + out + b.part(i, out), i * out, "attend")
+        part = out * b.slots.stages[i].part // b.slots.query  # the widest read's, where it is not the whole output
+        yield Moment(attend, stream, b.q + later + b.held[i] + out + part, i * out, "attend")
         if (new := i + b.ahead) < b.num_stages:
             others = later + b.left[i]
             yield Moment(project, stream, others + b.q + b.kv[new], (i + 1) * out, "project")

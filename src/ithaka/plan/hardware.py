@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -247,13 +248,10 @@ def find_hardware(
     gpus: str, gpu_file: Path | None = None, host_memory: str | None = None, disk: str | None = None
 ) -> Hardware:
     """The machine that the options of a command describe; host memory and disk are per node."""
-    hardware = parse_gpus(gpus, read_gpu(gpu_file) if gpu_file else None)
+    given: dict[str, Any] = {"disk_bytes": parse_bytes(disk, "--disk")} if disk is not None else {}
     if host_memory is not None:
-        host_bytes = parse_bytes(host_memory, "--host-memory")
-        hardware = dataclasses.replace(hardware, host_bytes=host_bytes, assumed_host=False)
-    if disk is not None:
-        hardware = dataclasses.replace(hardware, disk_bytes=parse_bytes(disk, "--disk"))
-    return hardware
+        given |= {"host_bytes": parse_bytes(host_memory, "--host-memory"), "assumed_host": False}
+    return dataclasses.replace(parse_gpus(gpus, read_gpu(gpu_file) if gpu_file else None), **given)
 
 
 # ---- this machine: memory, as the control groups around this process allow it, cores and disk

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from ithaka.config import Config, ConfigError, given, load, parse_count, to_dict
+from ithaka.config import Config, ConfigError, given, load, parse_count, shown, to_dict
 from ithaka.layout import SETTINGS
 from ithaka.plan import search
 from ithaka.plan.bytes import (
@@ -23,7 +23,6 @@ from ithaka.plan.bytes import (
     kept_attention_bytes,
 )
 from ithaka.plan.hardware import GIB, HOST_BYTES_PER_GPU, Hardware
-from ithaka.plan.heads import slots_of
 from ithaka.plan.models import find_shape, hub_id
 from ithaka.plan.search import Fixed, Plan
 from ithaka.plan.shape import ModelShape, Work
@@ -100,6 +99,7 @@ def plan_answer(q: Question, max_context: bool, steps: int | None, as_json: bool
 def as_dict(plan: Plan, model: str, steps: int | None = None) -> dict[str, Any]:
     """gpu_*: per GPU. host_*, disk_*: per node. Peaks leave the reserve out, which stands beside them."""
     ledger = plan.ledger
+    reserves = {"GPU": ledger.gpu["reserve"], "host": ledger.host["reserve"]}
     run = {"steps": steps, "hours": steps * plan.step_s / 3600, "tokens": steps * plan.tokens_per_step} if steps else {}
     return {
         "model": model,
@@ -114,14 +114,9 @@ def as_dict(plan: Plan, model: str, steps: int | None = None) -> dict[str, Any]:
         "sequences_per_step": plan.sequences_per_step,
         "tokens_per_step": plan.tokens_per_step,
         **run,
-        "gpu_peak_bytes": ledger.gpu_peak - ledger.gpu["reserve"],
-        "gpu_reserve_bytes": ledger.gpu["reserve"],
-        "gpu_bytes": ledger.gpu_bytes,
-        "host_peak_bytes": ledger.host_peak - ledger.host["reserve"],
-        "host_reserve_bytes": ledger.host["reserve"],
-        "host_bytes": ledger.host_bytes,
-        "disk_peak_bytes": ledger.disk_peak,
-        "disk_bytes": ledger.disk_bytes,
+        **{f"{tier.lower()}_peak_bytes": need - reserves.get(tier, 0) for tier, (need, _) in ledger.tiers.items()},
+        **{f"{tier.lower()}_reserve_bytes": held for tier, held in reserves.items()},
+        **{f"{tier.lower()}_bytes": have for tier, (_, have) in ledger.tiers.items()},
         "peak_phase": ledger.phase,
         "gpu_holders": ledger.gpu,
         "host_holders": ledger.host,
@@ -162,7 +157,7 @@ def as_text(plan: Plan, model: str, steps: int | None = None) -> str:
         in_words = f"{count / 1e9:.4g} billion" if count >= 1e9 else f"{count / 1e6:.4g} million"
         lines.append(f"{steps} steps: {duration(steps * plan.step_s)}, {in_words} tokens")
     settings = plan.settings
-    rows = [f"  {name:<24}  {_plain(settings[name]):>6}   {why}" for name, why in _reasons(plan).items()]
+    rows = [f"  {name:<24}  {shown(settings[name]):>6}   {why}" for name, why in _reasons(plan).items()]
     assumptions = [f"  {name:<11}  {text}" for name, text in assumed(plan).items()]
     return "\n".join([*lines, "", *rows, "", *_costs(plan), "", "Assumed", *assumptions])
 
@@ -215,7 +210,9 @@ def _reasons(plan: Plan) -> dict[str, str]:
         if layout.keep_attention:
             where = PLACES[layout.attention_tier]
             reasons["memory.attention_offload"] = f"attention's outputs ({outputs} per GPU) are kept {where}"
-        reasons["memory.overlap"] = _overlap_reason(plan)
+        reasons["memory.overlap"] = "exchanges run under attention; in backward a layer's input comes once and stays"
+        if not layout.overlap:
+            reasons["memory.overlap"] = f"one stage's tensors at a time{_instead(plan, 'overlap', overlap=True)}"
     else:
         reasons["memory.checkpoint"] = "everything is kept, nothing computed again"
     where = PLACES["host" if layout.offload_optimizer else "device"]
@@ -234,14 +231,6 @@ def _keep_reason(plan: Plan) -> str:
     saved_s = replace(plan, layout=plan.layout.but(keep_attention=0)).step_s - plan.step_s
     effect = f"{'saves' if saved_s >= 0 else 'costs'} {duration(abs(saved_s))} per step"
     return f"{kept} of {plan.shape.num_layers} layers keep attention's output: {effect}"
-
-
-def _overlap_reason(plan: Plan) -> str:
-    if not plan.layout.overlap:
-        return f"one stage's tensors at a time{_instead(plan, 'overlap', overlap=True)}"
-    if plan.layout.cp == 1 or len(slots_of(plan.shape, plan.layout).stages) == 1:
-        return "in backward a layer's input comes to the device once and stays"
-    return "the next stage's exchange runs under this stage's attention"
 
 
 def _instead(plan: Plan, words: str, **change: Any) -> str:
@@ -274,10 +263,6 @@ def _wrapped(parts: Iterator[str]) -> list[str]:
     return [line.replace("\0", " ") for line in lines]
 
 
-def _plain(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
-
-
 def assumed(plan: Plan) -> dict[str, str]:
     """What the plan takes for granted and nobody measured or gave."""
     gpu, hardware = plan.hardware.gpu, plan.hardware
@@ -299,10 +284,7 @@ def assumed(plan: Plan) -> dict[str, str]:
 
 
 def tokens(count: int) -> str:
-    for unit, name in ((2**20, "M"), (2**10, "K")):
-        if count >= unit:
-            return f"{count / unit:.4g}{name}"
-    return str(count)
+    return f"{count / 2**20:.4g}M" if count >= 2**20 else f"{count / 2**10:.4g}K" if count >= 2**10 else str(count)
 
 
 def rate(per_second: float) -> str:
