@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+import torch._inductor.config
 from torch._dynamo.utils import counters
 
 from ithaka.layout import Layout
@@ -17,6 +18,7 @@ def compiled_step():
     """Errors of loss and gradients against plain Hugging Face; graphs made in the first step and in the second."""
     torch._dynamo.reset()
     counters.clear()
+    torch._inductor.config.cpp.vec_isa_ok = False  # to find out takes the compiler seconds
     config = tiny_config("llama")
     model, _ = parallel(1, config, Layout(tile_tokens=8, compile=True))
     plain = tiny_model(config)
