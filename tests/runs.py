@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch.distributed as dist
 
@@ -65,9 +64,8 @@ def valid(config: Config, resume: Path | None = None) -> Run:
 
 
 def run(config: Config, resume: Path | None = None, only_profile: bool = False) -> None:
-    """This rank's part of a run. Its sample is short: each token of one is a forward of the model."""
-    with patch.object(loop, "SAMPLE_NEW_TOKENS", 4):
-        loop.train(valid(config, resume), only_profile)
+    """This rank's part of a run."""
+    loop.train(valid(config, resume), only_profile)
 
 
 def start_program(config: Config, num_ranks: int, resume: bool = False, rank: Callable = train_rank) -> Program:

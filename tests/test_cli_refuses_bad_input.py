@@ -28,6 +28,7 @@ def folder(tmp_path, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(launch, "num_gpus", lambda: 0)
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)  # of TensorBoard, which may be installed
     monkeypatch.setattr(console, "PATIENCE_S", 60)  # what is slow here says nothing about it
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -92,6 +93,11 @@ def write_model(folder, **changes):
         ),
         (["--set", "parallel.heads_per_stage=10"], ["parallel.heads_per_stage=10", "4 query heads"]),
         (["--set", "memory.keep_attention=5"], ["memory.keep_attention=5", "2 layers", "all"]),
+        (
+            ["--set", "optim.decay_steps=6"],
+            ["optim.decay_steps=6", "optim.warmup_steps=6", "give more, or null"],
+        ),
+        (["--set", "train.tensorboard=true"], ["train.tensorboard=true", "pip install 'ithaka[tensorboard]'"]),
         (["--set", "attention.kernel=magic"], ["attention.kernel=magic", "use auto, "]),
         (["--set", "memory.disk_path=nowhere"], ["memory.disk_path=nowhere", "create it"]),
         (["--set", "model.path=nowhere"], ["model.path=nowhere", "No such file", "config.json"]),
@@ -259,7 +265,7 @@ def test_a_longer_run_keeps_its_learning_rate_schedule(run_dir, started, saved, 
     assert started[0].config.optim.decay_steps == expected
 
 
-@pytest.mark.parametrize("sets, expected", [([], 7), (["--set", "optim.decay_steps=5"], 5)])
+@pytest.mark.parametrize("sets, expected", [([], 7), (["--set", "optim.decay_steps=9"], 9)])
 def test_a_new_run_writes_down_how_long_its_schedule_is(folder, started, sets, expected):
     result = CliRunner().invoke(app, ["train", "--set", "train.steps=7", *sets, "--ranks", "1"])
     assert result.exit_code == 0, result.output

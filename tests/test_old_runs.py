@@ -52,7 +52,7 @@ def test_old_settings_and_tensors_go_on(old_run, tmp_path):
     run(load(folder / "config.yaml", settings), folder)
     after = metrics(folder)
     assert after[:2] == before and [record["step"] for record in after] == [1, 2, 3, 4]
-    assert f"\nformat: {FORMAT}\n" in (folder / "config.yaml").read_text()
+    assert (folder / "config.yaml").read_text().startswith(f"format: {FORMAT}\n")
     assert valid(load(folder / "config.yaml", [*settings, "train.steps=6"]), folder).config.memory.offload == "host"
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -14,14 +13,12 @@ from ithaka.config import ConfigError, given, load, to_yaml
 from ithaka.layout import layout_of
 from ithaka.plan.hardware import gpu_named, peak_flops
 from ithaka.train.preflight import (
-    Machine,
     Run,
-    check_budgets,
+    check_fits,
     check_ranks_agree,
     check_settings,
-    check_still_fits,
     gathered,
-    hardware_of,
+    least_of,
     machine_here,
     model_shape,
     needs,
@@ -33,8 +30,13 @@ from ithaka.train.preflight import (
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 
 
-def node(name=H200, host=2 * 10**12, disk=0, gpu=2**62, ranks=8):
-    return Machine(name, gpu, host, disk, ranks)
+def node(name=H200, host=2 * 10**12, disk=0, gpu=2**62, ranks=8, nodes=1):
+    """One of `nodes` such nodes, as one of its ranks finds it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        has(patch, host, host, disk)
+        settings = load(None, ["memory.offload=disk"] if disk else [])
+        return machine_here(settings, ranks * nodes, None if name is None else (name, gpu))
 
 
 def has(patch, total, free, disk_free=10**13):
@@ -61,15 +63,15 @@ def llama(tmp_path, **changes):
     return load(None, overrides), given(None, overrides)
 
 
-def on_gpus(config, num_ranks):
+def on_gpus(config, num_ranks, hardware=None):
     """A run of this configuration, not validated yet."""
-    shape, hardware = model_shape(config), hardware_of([machine_here(config, num_ranks, (H100, 2**62))], num_ranks)
+    shape, hardware = model_shape(config), hardware or machine_here(config, num_ranks, (H100, 2**62))
     return Run(config, num_ranks, shape, layout_of(config, shape.num_layers, num_ranks, on_gpu=True), hardware)
 
 
 def test_long_contexts_go_to_the_host_and_given_settings_win(tmp_path):
     config, told = llama(tmp_path, data__context="2M", memory__tile_tokens=4096)
-    resolved, plan = planned(config, told, 8, [node()])
+    resolved, plan = planned(config, told, node())
     assert plan is not None and plan.fits
     assert resolved.memory.offload == "host" and resolved.memory.keep_attention != "none"
     assert resolved.memory.tile_tokens == 4096
@@ -82,7 +84,7 @@ def test_long_contexts_go_to_the_host_and_given_settings_win(tmp_path):
 def test_train_takes_what_plan_answers(tmp_path, context, given_settings):
     """The same model on the same machine: every setting, the number of sequences of a step among them."""
     config, told = llama(tmp_path, data__context=context, **given_settings)
-    resolved, plan = planned(config, told, 8, [node(H100)])
+    resolved, plan = planned(config, told, node(H100))
     asked = [f"{name.replace('__', '.')}={value}" for name, value in given_settings.items() if name != "train__batch"]
     options = [option for setting in asked for option in ("--set", setting)]
     machine = ["--gpus", "8xH100", "--host-memory", "2TB", "--batch", str(config.train.batch)]
@@ -109,28 +111,32 @@ def test_training_takes_a_plan_s_yaml_as_it_is(tmp_path, context):
     file = tmp_path / "long.yaml"
     assert CliRunner().invoke(app, [*args, "--yaml", "--out", str(file)]).exit_code == 0
     config, told = load(file), given(file)
-    resolved, plan = planned(config, told, 8, [node(H100)])
+    resolved, plan = planned(config, told, node(H100))
     assert resolved == config and plan.settings == answer["settings"]
     assert plan.step_s == answer["step_s"] and plan.tokens_per_step == answer["tokens_per_step"]
 
 
 def test_cp_is_planned_for_the_sequences_of_a_step(tmp_path):
     """At 128K a GPU holds a sequence of its own; at 4M four do not hold one."""
-    chosen = [planned(*llama(tmp_path, data__context=c), 8, [node(H100)])[0].parallel.cp for c in ("128K", "4M")]
+    chosen = [planned(*llama(tmp_path, data__context=c), node(H100))[0].parallel.cp for c in ("128K", "4M")]
     assert chosen[0] < 8 == chosen[1]
 
 
-def test_a_plan_that_cannot_fit_is_refused_with_the_nearest(tmp_path):
+def test_a_plan_that_cannot_fit_is_refused(tmp_path):
     config, told = llama(tmp_path, data__context="1M", memory__offload="none", memory__keep_attention="all")
-    with pytest.raises(ConfigError, match=r"1048576 does not fit: .* each GPU, which has .*memory.plan=off"):
-        planned(config, told, 1, [node(ranks=1)])
+    machine = node(ranks=1)
+    resolved, plan = planned(config, told, machine)
+    assert not plan.fits
+    words = r"data.context=1048576 needs .* of each GPU .*; use memory.offload=host, .* or memory.plan=off to try"
+    with pytest.raises(ConfigError, match=words):
+        check_fits(on_gpus(resolved, 1, machine))
 
 
 def test_off_or_an_unknown_gpu_leaves_the_defaults(tmp_path):
     config, told = llama(tmp_path, data__context="2M")
     for name, mode in ((None, "auto"), ("Some Other 9000", "auto"), (H200, "off")):
         changed = dataclasses.replace(config, memory=dataclasses.replace(config.memory, plan=mode))
-        assert planned(changed, told, 8, [node(name)]) == (changed, None)
+        assert planned(changed, told, node(name)) == (changed, None)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +169,7 @@ def test_a_card_has_its_own_peak_and_no_nvlink():
 @pytest.mark.parametrize("disk", [False, True])
 def test_the_checks_accept_what_the_planner_chose(tmp_path, context, disk):
     config, told = llama(tmp_path, data__context=context, **({"memory__disk_path": tmp_path} if disk else {}))
-    resolved, plan = planned(config, told, 8, [node(disk=10**13 if disk else 0)])
+    resolved, plan = planned(config, told, node(disk=10**13 if disk else 0))
     assert plan is not None
     shape = model_shape(resolved)
     check_settings(resolved, 8, shape)
@@ -184,25 +190,21 @@ def test_the_store_has_room_for_both_tiers(tmp_path):
 
 
 def test_of_unequal_machines_the_least_of_each_counts():
-    large = node("NVIDIA H200", host=2 * 10**12, disk=10**12)
-    small = node("NVIDIA A100-SXM4-80GB", host=10**12, disk=2 * 10**12, gpu=70 * 2**30)
+    large = node("NVIDIA H200", host=2 * 10**12, disk=10**12, nodes=2)
+    small = node("NVIDIA A100-SXM4-80GB", host=10**12, disk=2 * 10**12, gpu=70 * 2**30, nodes=2)
     for machines in ([large, small], [small, large]):
-        hardware = hardware_of(machines, 16)
+        hardware = least_of(machines)
         assert (hardware.gpus_per_node, hardware.num_nodes) == (8, 2)
         assert (hardware.host_bytes, hardware.disk_bytes) == (10**12, 10**12)
         assert hardware.gpu.memory_bytes == 70 * 2**30
         assert hardware.gpu.matmul_flops == gpu_named("NVIDIA A100-SXM4-80GB").matmul_flops
-    other = hardware_of([node("Some Other 9000", gpu=30 * 2**30)], 8)
+    other = node("Some Other 9000", gpu=30 * 2**30)
     assert (other.gpu.name, other.gpu.memory_bytes) == ("Some Other 9000", 30 * 2**30)
 
 
-def test_nodes_with_other_numbers_of_ranks_give_each_rank_its_least_share():
-    hardware = hardware_of([node(host=800, ranks=8)] * 8 + [node(host=300, ranks=6)] * 6, 14)
-    assert (hardware.gpus_per_node, hardware.num_nodes, hardware.num_gpus) == (2, 7, 14)
-    assert hardware.host_bytes == 2 * 50
-    hardware = hardware_of([node(host=800, disk=80, ranks=8)], 12)  # all that one rank of such a run can see
-    assert (hardware.gpus_per_node, hardware.num_nodes) == (4, 3)
-    assert (hardware.host_bytes, hardware.disk_bytes) == (400, 40)
+def test_nodes_with_other_numbers_of_ranks_are_refused():
+    with pytest.raises(ConfigError, match="the nodes have 4 and 8 ranks; start as many on each"):
+        least_of([node(ranks=8), node(ranks=4, nodes=3)])
 
 
 @pytest.mark.parametrize("disk", [False, True])
@@ -211,31 +213,18 @@ def test_a_plan_has_room_in_what_is_free_and_is_not_refused_for_it(tmp_path, mon
     has(monkeypatch, 10**12, free, disk_free=100 * 10**9)
     to_disk = {"memory__disk_path": tmp_path, "memory__attention_offload": "disk"}
     config, told = llama(tmp_path, data__context="1M", **(to_disk if disk else {}))
-    resolved, plan = planned(config, told, 8, [machine_here(config, 8, (H100, 2**62))])
+    resolved, plan = planned(config, told, machine_here(config, 8, (H100, 2**62)))
     assert plan.ledger.host_bytes == free and plan.ledger.disk_bytes == (100 * 10**9 if disk else 0)
-    check_budgets(on_gpus(resolved, 8))
+    check_fits(on_gpus(resolved, 8))
     assert resolved.memory.keep_attention != "none"
-
-
-def test_a_plan_for_unequal_nodes_is_not_refused_on_any(tmp_path, monkeypatch):
-    """8 ranks and 4: each node asks for its own ranks' share of the 12."""
-    config, told = llama(tmp_path, data__context="1K", parallel__cp=4, memory__offload_optimizer="true")
-    file = config.model.path  # more layers, so that the states outweigh the reserve
-    file.write_text(file.read_text().replace('"num_hidden_layers": 32', '"num_hidden_layers": 128'))
-    machines = [node(H100, host=420 * 10**9, ranks=8)] * 8 + [node(H100, host=210 * 10**9, ranks=4)] * 4
-    resolved, plan = planned(config, told, 12, machines)
-    assert plan.fits and resolved.memory.offload_optimizer
-    for machine in (machines[0], machines[-1]):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(machine.local_ranks))
-        has(monkeypatch, machine.host_bytes, machine.host_bytes)
-        check_budgets(on_gpus(resolved, 12))
 
 
 def test_a_plan_that_only_lacks_what_is_free_says_so(tmp_path, monkeypatch):
     has(monkeypatch, 10**12, 60 * 10**9)
     config, told = llama(tmp_path, data__context="1M", memory__offload="host")
-    with pytest.raises(ConfigError, match=r"GiB of host memory, which has 55\.88 GiB free"):
-        planned(config, told, 8, [machine_here(config, 8, (H100, 2**62))])
+    resolved, _ = planned(config, told, machine_here(config, 8, (H100, 2**62)))
+    with pytest.raises(ConfigError, match=r"GiB of host memory for 8 ranks .*, and 55\.88 GiB are there; use"):
+        check_fits(on_gpus(resolved, 8))
 
 
 def test_a_disk_path_that_is_none_is_refused_before_planning(tmp_path):
@@ -257,9 +246,9 @@ def plan_on(folder, host_bytes_by_rank, context_by_rank):
             together(check_ranks_agree, gathered(config))
         except ConfigError as error:
             return str(error)
-        resolved, _ = planned(config, told, 2, machines)
+        resolved, _ = planned(config, told, least_of(machines))
         together(check_ranks_agree, gathered(resolved))
-        alone, _ = planned(config, told, 2, [machines[rank]])
+        alone, _ = planned(config, told, machines[rank])
     return resolved, alone
 
 
@@ -275,37 +264,25 @@ def test_ranks_with_other_settings_are_refused_not_waited_for(ranks, tmp_path):
         assert message.startswith("rank 0 has `context: 1048576` and rank 1 `context: 524288`; give every node")
 
 
-KEPT_NOWHERE = dict(data__context="512K", parallel__cp=8, memory__keep_attention="none")
-KEPT_ON_DISK = dict(data__context="2M", memory__keep_attention="all", memory__attention_offload="disk")
-
-
 @pytest.mark.parametrize(
     "before, after, ranks",
     [
-        (dict(data__context="128K"), {"data.context": "2M"}, 8),
-        (KEPT_NOWHERE, {"memory.keep_attention": "all", "data.context": "1M"}, 8),
-        (KEPT_ON_DISK, {"data.context": "6M"}, 8),
-        (dict(data__context="1M", parallel__cp="all"), {}, 4),
+        (dict(data__context="128K"), ["data.context=2M"], 8),
+        (dict(data__context="512K", parallel__cp=8, memory__keep_attention="none"),
+         ["memory.keep_attention=all", "memory.offload=none", "data.context=1M"], 8),
+        (dict(data__context="1M", parallel__cp="all"), [], 4),
     ],
-    ids=["context", "attention where the inputs are", "away from the disk", "fewer ranks"],
+    ids=["context", "attention on the device", "fewer ranks"],
 )  # fmt: skip
-def test_a_run_that_goes_on_and_does_not_fit_is_told_what_does(before, after, ranks, tmp_path):
-    disk = {"memory__disk_path": tmp_path} if before is KEPT_ON_DISK else {}
-    config, told = llama(tmp_path, **before, **disk)
-    then, now = (node(H100, host=3 * 10**12, disk=10**12 if disk else 0, ranks=n) for n in (8, ranks))
-    run, _ = planned(config, told, 8, [then])
-    check_still_fits(run, set(), 8, [then])
+def test_a_run_that_goes_on_and_does_not_fit_is_refused(before, after, ranks, tmp_path):
+    then, now = (node(H100, host=10**13, ranks=n) for n in (8, ranks))
+    run, _ = planned(*llama(tmp_path, **before), then)
+    check_fits(on_gpus(run, 8, then))
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(run))
-    asked = [f"{name}={value}" for name, value in after.items()]
-    with pytest.raises(ConfigError, match=r"data.context=\d+ with .* does not fit with the run's settings") as refused:
-        check_still_fits(load(file, asked), set(after), ranks, [now])
-    ways = re.findall(r"--set (\S+?),? ", str(refused.value).partition(", or --set memory.plan=off")[0])
-    changed = load(file, [*asked, *ways])
-    assert ways and changed.memory.plan == "auto"
-    check_still_fits(changed, set(after), ranks, [now])
-    check_settings(changed, ranks, model_shape(changed))
-    assert ("parallel.cp=" in str(ways)) == (before == dict(data__context="128K"))  # one GPU held a sequence
+    with pytest.raises(ConfigError, match=r"data.context=\d+ needs .* of each GPU .*memory.plan=off"):
+        check_fits(on_gpus(load(file, after), ranks, now))
+    check_fits(on_gpus(load(file, [*after, "memory.plan=off"]), ranks, now))
 
 
 def test_where_one_rank_has_more_settings_they_disagree(tmp_path):

@@ -8,7 +8,6 @@ from ithaka.cli import app
 from ithaka.config import ConfigError
 from ithaka.plan.hardware import Host
 from ithaka.train import loop, preflight
-from ithaka.train.preflight import refusal_of_ranks
 from runs import tiny_run
 
 
@@ -38,7 +37,7 @@ def train(folder, lacking, on_ranks):
 
 
 @pytest.mark.parametrize(
-    "lacking, words", [(lacks_memory, "1 MiB are free"), (lacks_a_file, "model.path has no file x; copy it again")]
+    "lacking, words", [(lacks_memory, "1 MiB are there"), (lacks_a_file, "model.path has no file x; copy it again")]
 )
 def test_nodes_do_not_wait_for_one_that_is_refused(ranks, tmp_path, lacking, words):
     tiny_run(tmp_path)
@@ -52,11 +51,3 @@ def test_what_all_ranks_are_refused_for_is_said_once_and_without_a_rank(ranks, t
     tiny_run(tmp_path)
     said = ranks.run(2, train, tmp_path, lacks_a_file, [0, 1], timeout_s=60)
     assert said == [(2, "ConfigError: model.path has no file x; copy it again\n"), (2, "")]
-
-
-def test_a_refusal_names_ranks_only_where_they_differ():
-    assert refusal_of_ranks([("a", "no"), ("a", "no"), ("b", "no")]) == "no"
-    assert refusal_of_ranks([("a", None), ("b", "no"), ("b", "no")]) == "rank 1 on b: no"
-    # What was free when each rank looked.
-    assert refusal_of_ranks([("a", "12 are free"), ("a", "11 are free")]) == "12 are free"
-    assert refusal_of_ranks([("a", "not this"), ("a", None), ("b", "no")]) == "rank 0 on a: not this\nrank 2 on b: no"

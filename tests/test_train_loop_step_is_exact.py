@@ -10,13 +10,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from allocations import allocator_peak
-from ithaka.config import OptimConfig, load
+from ithaka.config import OptimConfig
 from ithaka.data.stream import Batch
 from ithaka.dist.mesh import make_mesh
 from ithaka.model.build import parallelize
-from ithaka.train.loop import _rate_from_here, _rate_if_longer
-from ithaka.train.optim import clip_gradients, learning_rate, make_optimizer
-from ithaka.train.step import sample, train_step, validation_loss
+from ithaka.train.step import clip_gradients, learning_rate, make_optimizer, train_step, validation_loss
 from models import tiny_config, tiny_model
 
 OPTIM = OptimConfig(lr=1e-2, weight_decay=0.3, clip_norm=0.05)
@@ -154,34 +152,3 @@ def test_the_rate_does_not_jump_when_a_run_gets_more_steps():
     rates = [learning_rate(step, optim, 10) for step in range(10)]
     longer = [learning_rate(step, optim, 40) for step in range(40)]
     assert longer[:10] == rates and longer[9:] == [pytest.approx(0.1)] * 31
-
-
-@pytest.mark.parametrize(
-    "settings, words",
-    [
-        (["optim.decay_steps=4"], "stays at 1.00e-04 then; for a longer cosine add --set optim.decay_steps=8"),
-        (["optim.decay_steps=9"], "goes on along the cosine that ends at step 9"),
-        (["optim.decay_steps=4", "optim.warmup_steps=6"],
-         "in the warm-up until step 6 then; the cosine after it ends with the run"),
-    ],
-)  # fmt: skip
-def test_the_summary_says_what_the_rate_of_a_longer_run_does(settings, words):
-    config = load(overrides=["train.steps=4", "optim.lr=1e-3", *settings])
-    assert _rate_if_longer(config, 4, 8) == words
-
-
-def test_a_resume_in_the_warm_up_says_so():
-    config = load(overrides=["train.steps=20", "optim.lr=1e-3", "optim.warmup_steps=10"])
-    assert _rate_from_here(config, 4) == "5.00e-04 at step 5, in the warm-up before the cosine that ends at step 20"
-
-
-def sampled(cp: int):
-    mesh = make_mesh(cp)
-    model = parallelize(tiny_model(tiny_config("llama")), mesh=mesh)
-    return sample(model, [5, 6, 7], 9, mesh, seed=4, stop=None)
-
-
-def test_every_rank_gets_the_same_sample(ranks):
-    alone = ranks.run(1, sampled, 1)[0]
-    assert len(alone) == 9 and len(set(alone)) > 1
-    assert ranks.run(2, sampled, 2) == [alone, alone]

@@ -82,9 +82,8 @@ def main() -> None:
 def _loading() -> Iterator[None]:
     """Around imports of PyTorch, which take seconds."""
     from ithaka.train.console import status
-    from ithaka.train.launch import heeding_interrupts
 
-    with status("loading PyTorch"), heeding_interrupts():
+    with status("loading PyTorch"):
         yield
 
 
@@ -117,8 +116,8 @@ def train(
     _run(config, overrides or [], ranks, run_dir, resume)
 
 
-def train_rank(run: Run, only_profile: bool = False) -> None:
-    """What every rank runs; the first one then draws the run."""
+def train_rank(run: Run, only_profile: bool = False) -> int:
+    """What every rank runs; the first one then draws the run. Returns the exit code."""
     from ithaka.train.console import status
 
     with status("starting the ranks"):  # each imports what it needs
@@ -127,7 +126,7 @@ def train_rank(run: Run, only_profile: bool = False) -> None:
 
         start_process_group()
 
-    loop.train(run, only_profile)
+    code = loop.train(run, only_profile)
     end_process_group()
     if os.environ.get("RANK", "0") == "0":
         from ithaka.report import write_report
@@ -136,6 +135,7 @@ def train_rank(run: Run, only_profile: bool = False) -> None:
             print(f"Report: {write_report([run.run_dir])}", flush=True)
         except Exception as error:  # the run is done and saved: it does not fail for its picture
             print(f"Report: none ({error})", flush=True)
+    return code
 
 
 @app.command()
@@ -178,11 +178,11 @@ def _run(
         from ithaka.plan import show
         from ithaka.train import launch
         from ithaka.train.console import status
-        from ithaka.train.preflight import Request, preflight
+        from ithaka.train.preflight import preflight
 
     changes = changes + [f"parallel.ranks={ranks}"] * (ranks is not None)
     with status("checking settings and data"):
-        run = preflight(Request(config, changes, resume, run_dir))
+        run = preflight(config, changes, resume, run_dir)
     if run.plan is not None and os.environ.get("RANK", "0") == "0":
         model = run.config.model
         print(show.as_text(run.plan, str(model.path or model.embedded), run.config.train.steps), flush=True)

@@ -30,9 +30,9 @@ from ithaka.profile.live import LiveBytes
 from ithaka.profile.times import Timeline
 from ithaka.train.console import status
 from ithaka.train.loop import OutOfMemoryError
-from ithaka.train.optim import make_optimizer
 from ithaka.train.preflight import STORED
-from ithaka.train.watch import Shortage, Witness, is_shortage
+from ithaka.train.step import make_optimizer
+from ithaka.train.watch import Witness, explain_shortage, is_shortage
 
 TINY_TOKENS = 1024  # per rank: a run whose activations are nothing beside the weights
 SHORT_DOCUMENT = 128 * 1024  # with memory_only, attention does not look further back
@@ -74,7 +74,6 @@ def rehearse(
         with phase("building the model"):
             model = build_model(few, mesh, layout)
         optimizer = make_optimizer(model, OptimConfig(lr=0.0))
-        witness.know(model, optimizer)
         s = context // mesh.cp_size
         tiny_s = TINY_TOKENS if s >= 16 * TINY_TOKENS else max(1, s // 64)
         *_, base = _measure(model, optimizer, mesh.device, mesh.cp_size * tiny_s, False)
@@ -221,7 +220,7 @@ def rehearse_plan(plan: Plan, few: Plan, model: str) -> tuple[list[dict[str, Any
     except Exception as error:
         if not is_shortage(error):
             raise
-        raise OutOfMemoryError(Shortage(error, witness, few).explain(model, "the same command with")) from error
+        raise OutOfMemoryError(explain_shortage(few, error, witness, model)) from error
     return compare(plan, few, measured), measured.peak_phase
 
 

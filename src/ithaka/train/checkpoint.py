@@ -7,34 +7,20 @@
 A checkpoint is written under a name that begins with a dot, synced, renamed, and only then named by `latest`;
 so whatever moment a run is killed at, `latest` names a complete one.  Every rank must see the same RUN_DIR.
 
-What may change when a run goes on (`ithaka train --resume RUN_DIR --set ...`):
+A run that goes on may change any setting but train.run_dir, train.seed, and what would give other tokens or weights of
+another shape. The place in the data is a token's: with another context nothing is skipped or repeated.
 
-| changed                                   | then                                                            |
-|-------------------------------------------|-----------------------------------------------------------------|
-| train.run_dir                             | refused: the run stays where it is                              |
-| train.seed                                | refused: the order of the data comes from it                    |
-| data.path and its files, data.tokenizer,  | refused where other tokens would follow: the place in the data  |
-| data.text_field, data.validation_fraction | means nothing there. Files that have only moved are the same    |
-| model.path, model.embedded                | refused where the weights have another shape; told otherwise    |
-| everything else                           | told; on a known GPU refused where the run would not fit        |
-
-The place in the data is a token's, not a sequence's: with another context the next sequence starts at the token after
-the last one trained on, and nothing is skipped or repeated. What is told is on the console and at the head of the run's
-config.yaml, with the step it holds from.
-
-Tensors and RNG states go through torch.distributed.checkpoint, all else is JSON.  We pickle nothing
-ourselves, but torch keeps its own index (`.metadata`) as a pickle: resume and export only run directories you
-trust.
+Tensors and RNG states go through torch.distributed.checkpoint, all else is JSON.  We pickle nothing, but torch
+keeps its own index (`.metadata`) as a pickle: resume and export only run directories you trust.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -53,12 +39,6 @@ from ithaka.train.launch import is_out_of_memory
 
 FORMAT = 1
 STATE_FILE = "state.json"
-OTHER_VALIDATION = "validation losses before and after are of different text"
-NOTES = {
-    "data.context": f"the data goes on at the next token; {OTHER_VALIDATION}",
-    "data.validation_path": OTHER_VALIDATION,
-    "train.validate_sequences": OTHER_VALIDATION,
-}
 
 
 class CheckpointError(RuntimeError):
@@ -83,9 +63,6 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-# ---- saving
-
-
 def _sync_directory(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -95,8 +72,7 @@ def _sync_directory(path: Path) -> None:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replaces `path` by a file with `text`: after a crash it holds the old text or the new, nothing
-    between."""
+    """Replaces `path` by a file with `text`: after a crash it holds the old text or the new, nothing between."""
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
@@ -107,8 +83,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def _rng_tensors(rank: int) -> dict[str, Tensor]:
-    """Torch's generators on this rank.  ithaka draws from no other global one; data order has its own
-    state."""
+    """Torch's generators on this rank.  ithaka draws from no other global one; data order has its own state."""
     states = {f"{rank}.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states[f"{rank}.cuda"] = torch.cuda.get_rng_state()
@@ -138,34 +113,23 @@ def save(
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary, sync_files=True))
     dist.barrier()
     if rank == 0:
-        _publish(run_dir, temporary, final, state)
+        sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
+        record = {"format": FORMAT, "world_size": dist.get_world_size(), **state, "file_bytes": sizes}
+        write_atomic(temporary / STATE_FILE, json.dumps(record, indent=1))
+        if final.exists():  # left by a run that went on from an earlier checkpoint
+            shutil.rmtree(final)
+        os.rename(temporary, final)
+        _sync_directory(root)
+        write_atomic(run_dir / "latest", final.name + "\n")
         _prune(root, state["step"], keep_last)
     dist.barrier()
     return final
 
 
-def _publish(run_dir: Path, temporary: Path, final: Path, state: dict[str, Any]) -> None:
-    sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
-    record = {"format": FORMAT, "world_size": dist.get_world_size(), **state, "file_bytes": sizes}
-    write_atomic(temporary / STATE_FILE, json.dumps(record, indent=1))
-    if final.exists():  # left by a run that went on from an earlier checkpoint
-        shutil.rmtree(final)
-    os.rename(temporary, final)
-    _sync_directory(final.parent)
-    write_atomic(run_dir / "latest", final.name + "\n")
-
-
 def _prune(root: Path, step: int, keep_last: int) -> None:
     """Checkpoints beyond `step` stay: they are another continuation, which the user may still want."""
-    for path in [path for path in _all_checkpoints(root) if path.name <= step_name(step)][:-keep_last]:
+    for path in [path for path in sorted(root.glob("step-*")) if path.name <= step_name(step)][:-keep_last]:
         shutil.rmtree(path)
-
-
-def _all_checkpoints(root: Path) -> list[Path]:
-    return sorted(path for path in root.glob("step-*") if path.is_dir())
-
-
-# ---- finding and loading
 
 
 def problem(path: Path) -> str | None:
@@ -201,16 +165,14 @@ def find(run_dir: Path) -> Path:
         raise ConfigError(f"run directory {run_dir} does not exist; give the directory of an earlier run")
     latest, root = run_dir / "latest", run_dir / "checkpoints"
     name = latest.read_text(encoding="utf-8").strip() if latest.is_file() else ""
-    path, what = root / name, f"no checkpoint to use: {latest} is missing or empty"
-    if name:
-        reason = problem(path)
-        if reason is None:
-            return path
-        what = f"checkpoint {path} cannot be used: {reason}"
-    usable = [other.name for other in _all_checkpoints(root) if other != path and problem(other) is None]
-    if not usable:
-        raise ConfigError(f"{what}; the run directory holds no other complete checkpoint, start the run anew")
-    raise ConfigError(f"{what}; {usable[-1]} is complete, to use it: echo {usable[-1]} > {latest}")
+    path, reason = root / name, problem(root / name) if name else f"{latest} is missing or empty"
+    if reason is None:
+        return path
+    usable = [other.name for other in sorted(root.glob("step-*")) if other != path and problem(other) is None]
+    way = "the run directory holds no other complete checkpoint, start the run anew"
+    if usable:
+        way = f"{usable[-1]} is complete, to use it: echo {usable[-1]} > {latest}"
+    raise ConfigError(f"checkpoint {path} cannot be used: {reason}; {way}")
 
 
 def last_of(run_dir: Path) -> str:
@@ -246,9 +208,6 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     return state
 
 
-# ---- going on
-
-
 def to_go_on_from(run_dir: Path, config: Config, shape: ModelShape) -> tuple[Path, dict[str, str]]:
     """The latest checkpoint, and the settings that differ from the run's, by name, each in words.
 
@@ -271,44 +230,19 @@ def to_go_on_from(run_dir: Path, config: Config, shape: ModelShape) -> tuple[Pat
         raise ConfigError(
             f"model.{model} has another shape than the model of {run_dir}; leave it out, or start a new run"
         )
-    return found, _changes(before, config)
-
-
-def _changes(before: Config, after: Config) -> dict[str, str]:
-    """The run directory may have moved: it is none of them."""
     changed, old = {}, to_dict(before)
-    for section, values in to_dict(after).items():
+    for section, values in to_dict(config).items():
         for key, value in values.items():
-            name, was = f"{section}.{key}", old[section][key]
-            if value != was and name != "train.run_dir":
-                note = f"; {NOTES[name]}" if name in NOTES else ""
-                changed[name] = f"{shown(value)} (was {shown(was)}){note}"
-    return changed
+            if value != old[section][key] and (section, key) != ("train", "run_dir"):  # which may have moved
+                changed[f"{section}.{key}"] = f"{shown(value)} (was {shown(old[section][key])})"
+    return found, changed
 
 
-def history(run_dir: Path, step: int, changed: Mapping[str, str]) -> str:
-    """The comments at the head of the run's config.yaml, with one more for each change."""
-    lines = (run_dir / "config.yaml").read_text(encoding="utf-8").splitlines()
-    told = [line for line in lines if line.startswith("# ")]
-    return "".join(f"{line}\n" for line in [*told, *(f"# after step {step}: {k}={v}" for k, v in changed.items())])
-
-
-def same_validation_after(run_dir: Path) -> int:
-    """The step after which all validation was of the same text, from those comments; -1: always."""
-    text = (run_dir / "config.yaml").read_text(encoding="utf-8")
-    told = re.findall(rf"^# after step (\d+): .*{OTHER_VALIDATION}", text, re.M)
-    return max(map(int, told), default=-1)
-
-
-# ---- export
-
-
-def export(run_dir: Path, out_dir: Path, dtype: torch.dtype | None = None) -> Path:
+def export(run_dir: Path, out_dir: Path) -> Path:
     """Writes the latest checkpoint of `run_dir` as a Hugging Face directory; returns `out_dir`.
 
     One process, without a process group; the whole model passes through host memory.  Weights keep the
-    precision of the master weights (float32 in a usual run) unless `dtype` is given, so logits are those of
-    the trained model."""
+    precision of the master weights (float32 in a usual run), so logits are those of the trained model."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -321,18 +255,13 @@ def export(run_dir: Path, out_dir: Path, dtype: torch.dtype | None = None) -> Pa
         for name, entry in reader.read_metadata().state_dict_metadata.items()
         if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
     }
-    with warnings.catch_warnings():  # torch remarks that there is no process group; none is wanted
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load({"model": weights}, storage_reader=reader, no_dist=True)
-    weights = {name: tensor.to(dtype or tensor.dtype) for name, tensor in weights.items()}
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no process group is wanted
+    dcp.load({"model": weights}, storage_reader=reader, no_dist=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(run_dir / "model"))
     model.load_state_dict(weights, assign=True)
     model.tie_weights()
-    temporary = out_dir.with_name(f".tmp-{out_dir.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(run_dir / "model", temporary)
+    shutil.copytree(run_dir / "model", out_dir, dirs_exist_ok=True)
     logging.disable_progress_bar()
-    model.save_pretrained(temporary)
-    os.replace(temporary, out_dir)
+    model.save_pretrained(out_dir)
     return out_dir

@@ -11,8 +11,6 @@ import os
 import resource
 import sys
 import threading
-import time
-import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -27,20 +25,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.spinner import Spinner
 from rich.text import Text
 
-from ithaka.config import ConfigError
 from ithaka.plan.show import size
 
 if TYPE_CHECKING:
     from ithaka.profile.progress import Report
 
 PATIENCE_S = 5.0  # what takes less is not worth a line
-AGAIN_S = 30.0
 
 
 @contextmanager
-def status(what: str, again_s: float | None = AGAIN_S) -> Iterator[None]:
+def status(what: str) -> Iterator[None]:
     """Say `what` on stderr while the code inside runs: on a terminal at once, beside a spinner that goes when it is
-    done; elsewhere on a line once it takes long, and again every so often. Of all ranks, rank 0 speaks."""
+    done; elsewhere on a line once it takes long. Of all ranks, rank 0 speaks."""
     if os.environ.get("RANK", "0") != "0":
         yield
         return
@@ -50,22 +46,13 @@ def status(what: str, again_s: float | None = AGAIN_S) -> Iterator[None]:
         with Live(spinner, console=screen, transient=True, redirect_stdout=sys.stdout.isatty()):
             yield
         return
-    done = threading.Event()
-    thread = threading.Thread(target=_remind, args=(what, again_s, done), daemon=True)
-    thread.start()
+    timer = threading.Timer(PATIENCE_S, print, (f"{what} ...",), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
     try:
         yield
     finally:
-        done.set()
-        thread.join()
-
-
-def _remind(what: str, again_s: float | None, done: threading.Event) -> None:
-    start = time.monotonic()
-    wait_s: float | None = PATIENCE_S
-    while not done.wait(wait_s):
-        print(f"{what} ... {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
-        wait_s = again_s
+        timer.cancel()
 
 
 @dataclass(frozen=True)
@@ -87,10 +74,8 @@ class Record:
 
 
 def step_flops(num_matmul_params: int, num_tokens: int, head_size: int, num_pairs: int) -> float:
-    """Useful FLOPs of forward and backward: 6 per parameter and token, 12 * K per head and query-key pair.
-
-    `num_pairs` counts the pairs that attention visits, summed over layers; `head_size` is H * K. Recomputation
-    does not count."""
+    """Useful FLOPs of forward and backward: 6 per parameter and token, 12 per element of the heads (`head_size`) and
+    query-key pair that attention visits, summed over layers. Recomputation does not count."""
     return 6.0 * num_matmul_params * num_tokens + 12.0 * head_size * num_pairs
 
 
@@ -105,11 +90,6 @@ def amount(value: float) -> str:
         if value >= unit:
             return f"{value / unit:.3g}{name}" if value < 999.5 * unit else f"{value / unit:.0f}{name}"
     return f"{value:.3g}"
-
-
-def visible(text: str) -> str:
-    """Control characters, which a terminal would obey, as \\x1b; newlines and tabs stay."""
-    return "".join(f"\\x{ord(c):02x}" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
 
 
 def describe(record: Record) -> str:
@@ -128,29 +108,25 @@ def describe(record: Record) -> str:
 
 
 def describe_progress(report: Report) -> str:
-    """A step under way on one line."""
     left = "" if report.eta_s is None else f"  {timedelta(seconds=round(report.eta_s))} left"
     return f"{report.phase or 'starting'}  {report.percent:.0f}%{left}"
 
 
 class Metrics:
-    """Appends records to metrics.jsonl, each line flushed; progress of a long step goes between them.  A
-    resumed run first drops the lines after `step`, which belong to work lost with the old process and will
-    be done again."""
+    """Appends records to metrics.jsonl, each line flushed; progress of a long step goes between them.  A resumed run
+    first drops the lines after `step`, which belong to work lost with the old process and will be done again."""
 
     def __init__(self, path: Path, step: int) -> None:
         kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= step] if step else []
         temporary = path.with_name(f".{path.name}.tmp")
         temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         os.replace(temporary, path)
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - open as long as the run
         self.close = self._file.close
 
     def write(self, entry: Record | Report) -> None:
         values = asdict(entry) if isinstance(entry, Record) else {"step": entry.step, "progress": asdict(entry)}
-        # One call per line: progress comes from a thread of its own.
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
+        self._file.write(json.dumps(values) + "\n")  # one call: progress comes from a thread of its own
 
 
 def _whole_lines(path: Path) -> list[str]:
@@ -162,17 +138,6 @@ def _whole_lines(path: Path) -> list[str]:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of whole steps."""
     return [record for record in map(json.loads, _whole_lines(path)) if "progress" not in record]
-
-
-def check_tensorboard() -> Any:
-    """TensorBoard's writer, which comes with an extra."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ConfigError(
-            "train.tensorboard=true needs an extra; pip install 'ithaka[tensorboard]', or set it to false"
-        ) from None
-    return SummaryWriter
 
 
 class Console:
@@ -187,34 +152,29 @@ class Console:
         self._events: Any = None
         if active:
             self._metrics = Metrics(run_dir / "metrics.jsonl", step)
-        if active and tensorboard:  # it hides an earlier process's events after `step` itself
-            folder = str(run_dir / "tensorboard")
-            self._events = check_tensorboard()(folder, purge_step=step + 1 if step else None)
+        if active and tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
 
-    def start_progress(self, step: int) -> None:
-        if not self.active or not self._rich.is_terminal:
-            return
-        words = TextColumn("{task.fields[status]}")
-        columns = (TextColumn("[bold]train"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn())
-        self._progress = Progress(*columns, words, console=self._rich)
-        self._progress.add_task("train", total=self.num_steps, completed=step, status="")
-        self._progress.start()
-
-    def _update(self, **changes: Any) -> None:
-        assert self._progress is not None
-        self._progress.update(self._progress.task_ids[0], **changes)
+            # It hides an earlier process's events after `step` itself.
+            self._events = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if step else None)
+        if active and self._rich.is_terminal:
+            words = TextColumn("{task.fields[status]}")
+            columns = (TextColumn("[bold]train"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn())
+            self._progress = Progress(*columns, words, console=self._rich)
+            self._progress.add_task("train", total=num_steps, completed=step, status="")
+            self._progress.start()
 
     @contextmanager
-    def doing(self, what: str, again_s: float | None = AGAIN_S) -> Iterator[None]:
+    def doing(self, what: str) -> Iterator[None]:
         """Says what is done besides steps: in the progress bar where there is one."""
-        if self._progress is not None:
-            before = self._progress.tasks[0].fields["status"]
-            self._update(status=f"{what} ...")
-            yield
-            self._update(status=before)
-        else:
-            with status(what, again_s) if self.active else nullcontext():
+        if self._progress is None:
+            with status(what) if self.active else nullcontext():
                 yield
+            return
+        before = self._progress.tasks[0].fields["status"]
+        self._show(0, "", f"{what} ...")
+        yield
+        self._show(0, "", before)
 
     def say(self, text: str) -> None:
         """Prints `text` as it is, above the progress bar where there is one."""
@@ -230,34 +190,29 @@ class Console:
         if not self.active:
             return
         self._metrics.write(record)
-        if self._events is not None:
-            for key, value in asdict(record).items():
-                if key != "step" and value is not None:
-                    self._events.add_scalar(key, value, record.step)
-            self._events.flush()
-        at = f"step {record.step}/{self.num_steps}"
-        if self._progress is None:
-            self.say(f"{at}  {describe(record)}")
-            return
-        self._update(completed=record.step, status=describe(record))
-        if record.val_loss is not None:
-            self.say(f"{at}  validation loss {record.val_loss:.4f}")
+        for key, value in asdict(record).items() if self._events is not None else ():
+            if key != "step" and value is not None:
+                self._events.add_scalar(key, value, record.step)
+        self._show(record.step, " ", describe(record), completed=record.step)
+        if record.val_loss is not None and self._progress is not None:
+            self.say(f"step {record.step}/{self.num_steps}  validation loss {record.val_loss:.4f}")
 
     def progress(self, report: Report) -> None:
         """Where a long step is."""
         self._metrics.write(report)
-        if self._progress is None:
-            self.say(f"step {report.step}/{self.num_steps} under way: {describe_progress(report)}")
-        else:
-            self._update(status=describe_progress(report))
+        self._show(report.step, " under way:", describe_progress(report))
 
-    def stop_progress(self) -> None:
+    def _show(self, step: int, what: str, words: str, **changes: Any) -> None:
+        if self._progress is None:
+            self.say(f"step {step}/{self.num_steps}{what} {words}")
+        else:
+            self._progress.update(self._progress.task_ids[0], status=words, **changes)
+
+    def close(self) -> None:
+        """Ends the bar and the files."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-
-    def close(self) -> None:
-        self.stop_progress()
         if self.active:
             self._metrics.close()
         if self._events is not None:

@@ -7,19 +7,17 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel
 
 from ithaka.attention.kernels import resolve_kernel
-from ithaka.config import FORMAT, Config, ConfigError, embedded_model, to_yaml
+from ithaka.config import FORMAT, ConfigError, embedded_model, to_yaml
 from ithaka.data.open import data_facts, open_data
-from ithaka.data.stream import Batch, TrainData
-from ithaka.data.tokenizer import Tokenizer, load_tokenizer
+from ithaka.data.stream import Batch
+from ithaka.data.tokenizer import load_tokenizer
 from ithaka.dist.mesh import Mesh, default_device, end_process_group, make_mesh, start_process_group
 from ithaka.layer.store import Store
 from ithaka.model.build import build_model
@@ -27,16 +25,11 @@ from ithaka.phases import listening, phase
 from ithaka.plan.hardware import peak_flops
 from ithaka.plan.show import size
 from ithaka.train import checkpoint
-from ithaka.train.console import Console, Record, amount, host_peak_bytes, read_metrics, status, step_flops, visible
+from ithaka.train.console import Console, Record, amount, host_peak_bytes, read_metrics, status, step_flops
 from ithaka.train.launch import StopRequest
-from ithaka.train.optim import learning_rate, make_optimizer
 from ithaka.train.preflight import Run, store_host_bytes, together
-from ithaka.train.step import StepResult, sample, train_step, validation_loss
+from ithaka.train.step import StepResult, learning_rate, make_optimizer, train_step, validation_loss
 from ithaka.train.watch import Watch, Witness, explain_shortage, is_shortage
-
-SAMPLE_PROMPT_TOKENS = 64
-SAMPLE_NEW_TOKENS = 128
-SAMPLE_MAX_PARAMS = {"cuda": 1_000_000_000, "cpu": 20_000_000}  # above: minutes, without a cache
 
 
 class Diverged(RuntimeError):
@@ -50,14 +43,35 @@ class OutOfMemoryError(RuntimeError):
 class Trainer:
     """Model, optimizer and data of one run on this rank, and how far it is."""
 
-    def __init__(self, run: Run, mesh: Mesh, model: PreTrainedModel, data: TrainData, tokenizer: Tokenizer):
+    def __init__(self, run: Run, mesh: Mesh) -> None:
+        """The data is at the place of the checkpoint, model and optimizer not yet; nothing is communicated."""
         self.run, self.config, self.mesh = run, run.config, mesh
-        self.model, self.data, self.tokenizer = model, data, tokenizer
-        self.optimizer = make_optimizer(model, run.config.optim)
-        self.num_params = sum(param.numel() for param in model.parameters())
-        self.step = self.tokens = self.saved_step = 0
+        self.step = self.tokens = self.saved_step = self.first_step = 0
         self.data_facts: dict[str, str] = {}
-        self.held = ExitStack()  # the run directory's lock
+        self.lock: int | None = None  # of the run directory, on rank 0
+        config, dtype = run.config, getattr(torch, run.layout.dtype or "float32")
+        torch.manual_seed(config.train.seed + mesh.rank)
+        self.kernel = resolve_kernel(run.layout.kernel, mesh.device, dtype, run.shape.head_dim).name
+        store = Store(mesh.device, host_bytes=store_host_bytes(run), disk_path=config.memory.disk_path)
+        with phase("building the model"), status("building the model"):
+            source = config.model.path or embedded_model(config.model.embedded)
+            self.model = build_model(source, mesh, run.layout, store=store, seed=config.train.seed)
+        self.optimizer = make_optimizer(self.model, config.optim)
+        self.num_params = sum(param.numel() for param in self.model.parameters())
+        with status("opening the data"):
+            self.tokenizer = load_tokenizer(config.data.tokenizer, config.model.path)
+            self.data = open_data(
+                config.data,
+                tokenizer=self.tokenizer,
+                seed=config.train.seed,
+                dp_rank=mesh.dp_rank,
+                dp_size=mesh.dp_size,
+                batch=config.train.batch,
+                cache_dir=run.run_dir / "tokens",
+                fills_cache=os.environ.get("LOCAL_RANK", "0") == "0",
+            )
+        if run.checkpoint is not None:
+            self.data.load_state_dict(checkpoint.read_state(run.checkpoint)["data"])
 
     @phase("loading the checkpoint")
     def load(self) -> None:
@@ -66,6 +80,7 @@ class Trainer:
         with status("loading the checkpoint"):
             state = checkpoint.load(self.run.checkpoint, self.model, self.optimizer)
         self.step = self.saved_step = state["step"]
+        self.first_step = self.step + 1
         self.tokens = state["tokens"]
 
     @phase("saving")
@@ -77,13 +92,8 @@ class Trainer:
         checkpoint.save(self.run.run_dir, self.model, self.optimizer, state, self.config.train.keep_last)
         self.saved_step = self.step
 
-    def next_batches(self) -> list[Batch]:
-        """This rank's micro-batches of the next step."""
-        return [self.data.next_batch() for _ in range(self.config.train.accumulate)]
-
-    def advance(self, batches: Sequence[Batch] | None = None) -> tuple[StepResult, float, int]:
-        """One step, on the next batches unless given: its result, learning rate and input tokens over all ranks."""
-        batches = batches or self.next_batches()
+    def advance(self, batches: Sequence[Batch]) -> tuple[StepResult, float, int]:
+        """One step on this rank's micro-batches: its result, learning rate and input tokens over all ranks."""
         config, windows = self.config, self.run.shape.windows
         lr = learning_rate(self.step, config.optim, config.train.steps)
         clip, mesh = config.optim.clip_norm, self.mesh
@@ -108,92 +118,53 @@ class Trainer:
         return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
 
 
-def train(run: Run, only_profile: bool = False) -> None:
+def train(run: Run, only_profile: bool = False) -> int:
     """The whole run on this rank, with torchrun's variables set (or none, for a single process).
 
-    Returns when all steps are done, or when asked to stop, after saving. Raises ConfigError, OutOfMemoryError,
-    CheckpointError or Diverged with all that the user needs to know. `only_profile`: nothing is saved, and no sample
-    is taken."""
+    Returns the exit code: 0 when all steps are done; 128 + signal when asked to stop, after saving. Raises ConfigError,
+    OutOfMemoryError, CheckpointError or Diverged with all that the user needs to know. `only_profile`: nothing is
+    saved."""
     ours = not dist.is_initialized()
     witness = Witness(default_device())
     with StopRequest() as stop, listening(witness):
         try:
             trainer = prepare(run)
-            witness.know(trainer.model, trainer.optimizer)
-            with trainer.held:
-                _train(trainer, stop, only_profile)
+            asked = _train(trainer, stop, only_profile)
         except Exception as error:
             if not is_shortage(error):
                 raise
-            words = explain_shortage(run, error, witness)
+            words = explain_shortage(run, error, witness, str(run.config.model.path or run.run_dir / "model"))
             raise OutOfMemoryError(f"{words}\n{checkpoint.last_of(run.run_dir)}") from error
     # Only after success: with a rank gone this would wait for it.
     if ours:
         end_process_group()
+    return 128 + asked if asked else 0
 
 
 def prepare(run: Run) -> Trainer:
     """Everything that can be refused comes before anything is written, and is refused on all ranks."""
     start_process_group()
-    trainer = together(build, run, make_mesh(run.layout.cp))
+    trainer = together(Trainer, run, make_mesh(run.layout.cp))
     trainer.data_facts = together(_data_facts, trainer)
     if run.checkpoint is not None:
         trainer.load()
-    trainer.held = together(_hold, run.run_dir, trainer.mesh)
     together(_write_run_dir, trainer)
     return trainer
 
 
-def _hold(run_dir: Path, mesh: Mesh) -> ExitStack:
-    """The run directory, locked for this run until the stack is closed or the process ends. Rank 0 does it."""
-    held = ExitStack()
-    if mesh.rank != 0:
-        return held
-    run_dir.mkdir(parents=True, exist_ok=True)
+def _locked(run_dir: Path) -> int:
+    """The run directory, locked for this run until it is closed or the process ends."""
     directory = os.open(run_dir, os.O_RDONLY)
-    held.callback(os.close, directory)
     try:
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        held.close()
+        os.close(directory)
         raise ConfigError(
             f"train.run_dir={run_dir} is in use by another run; wait for its end, or stop it with Ctrl-C"
         ) from None
     except OSError:  # a file system without locks
         pass
-    return held
-
-
-def build(run: Run, mesh: Mesh) -> Trainer:
-    """Model and data of this rank, the data at the place of the checkpoint; nothing is communicated."""
-    config = run.config
-    torch.manual_seed(config.train.seed + mesh.rank)
-    _kernel(run, mesh)  # refused here, before anything is written
-    store = Store(mesh.device, host_bytes=store_host_bytes(run), disk_path=config.memory.disk_path)
-    with phase("building the model"), status("building the model"):
-        source = config.model.path or embedded_model(config.model.embedded)
-        model = build_model(source, mesh, run.layout, store=store, seed=config.train.seed)
-    with status("opening the data"):
-        tokenizer = load_tokenizer(config.data.tokenizer, config.model.path)
-        data = open_data(
-            config.data,
-            tokenizer=tokenizer,
-            seed=config.train.seed,
-            dp_rank=mesh.dp_rank,
-            dp_size=mesh.dp_size,
-            batch=config.train.batch,
-            cache_dir=run.run_dir / "tokens",
-            fills_cache=os.environ.get("LOCAL_RANK", "0") == "0",
-        )
-    if run.checkpoint is not None:
-        data.load_state_dict(checkpoint.read_state(run.checkpoint)["data"])
-    return Trainer(run, mesh, model, data, tokenizer)
-
-
-def _kernel(run: Run, mesh: Mesh) -> str:
-    """The attention kernel that this device will run."""
-    dtype = getattr(torch, run.layout.dtype or "float32")
-    return resolve_kernel(run.layout.kernel, mesh.device, dtype, run.shape.head_dim).name
+    return directory
 
 
 def _data_facts(trainer: Trainer) -> dict[str, str]:
@@ -211,82 +182,72 @@ def _data_facts(trainer: Trainer) -> dict[str, str]:
 
 
 def _write_run_dir(trainer: Trainer) -> None:
-    """The resolved configuration, and what export needs besides weights. Rank 0 does it."""
+    """The resolved configuration, and what export needs besides weights. Rank 0 does it, and holds the directory."""
     if trainer.mesh.rank != 0:
         return
     run, folder = trainer.run, trainer.run.run_dir / "model"
     folder.mkdir(parents=True, exist_ok=True)
-    told = checkpoint.history(run.run_dir, trainer.step, run.changed) if trainer.step else ""
-    checkpoint.write_atomic(run.run_dir / "config.yaml", f"{told}format: {FORMAT}\n{to_yaml(run.config)}")
+    trainer.lock = _locked(run.run_dir)
+    checkpoint.write_atomic(run.run_dir / "config.yaml", f"format: {FORMAT}\n{to_yaml(run.config)}")
     for part in (trainer.model.config, trainer.model.generation_config, trainer.tokenizer.hf):
         if part is not None:
             part.save_pretrained(folder)
 
 
-def _train(trainer: Trainer, stop: StopRequest, only_profile: bool) -> None:
-    """From where `trainer` is to train.steps, or to the first step after which any rank was asked to stop."""
-    run, settings = trainer.run, trainer.config.train
-    console = Console(run.run_dir, settings.steps, trainer.step, settings.tensorboard, trainer.mesh.rank == 0)
+def _train(trainer: Trainer, stop: StopRequest, only_profile: bool) -> int:
+    """From where `trainer` is to train.steps, or to the first step after which any rank was asked to stop: by which
+    signal is returned, else 0."""
+    run, settings, mesh = trainer.run, trainer.config.train, trainer.mesh
+    console = Console(run.run_dir, settings.steps, trainer.step, settings.tensorboard, mesh.rank == 0)
+    asked, val_loss = 0, None
     try:
         console.facts("ithaka", _header(trainer))
-        console.start_progress(trainer.step)
-        asked = _steps(trainer, stop, console, save=not only_profile)
-        console.stop_progress()
-        if only_profile:
-            return
-        if asked and trainer.step < settings.steps:
-            console.say(f"Stopped as asked after step {trainer.step}, which is saved.")
-            console.say(f"Go on with: ithaka train --resume {run.run_dir}")
-        else:
-            _finish(trainer, console)
-    finally:
-        console.close()
-        trainer.data.close(remove=only_profile or trainer.step >= settings.steps)
-
-
-def _steps(trainer: Trainer, stop: StopRequest, console: Console, save: bool) -> bool:
-    """Train, validate, save; returns whether a stop was asked for."""
-    settings = trainer.config.train
-    watch = Watch(trainer.run, trainer.model, trainer.optimizer, trainer.mesh, console)
-    if trainer.step == 0 and settings.validate_every:
-        with console.doing("validation before the first step"):
-            val_loss = trainer.validate()
-        _, peaks = _agree(stop, trainer.mesh)
-        console.step(Record(0, None, val_loss, None, None, 0, 0, None, None, None, *peaks))
-    asked, first = False, trainer.step + 1
-    while trainer.step < settings.steps and not asked:
-        start = time.perf_counter()
-        with console.doing("first step", again_s=None) if trainer.step < first else nullcontext():
-            batches = trainer.next_batches()
+        watch = Watch(run, trainer.model, trainer.optimizer, mesh, console)
+        if trainer.step == 0 and settings.validate_every:
+            with console.doing("validation before the first step"):
+                val_loss = trainer.validate()
+            _, peaks = _agree(stop, mesh)
+            console.step(Record(0, None, val_loss, None, None, 0, 0, None, None, None, *peaks))
+        while trainer.step < settings.steps and not asked:
+            start = time.perf_counter()
+            batches = [trainer.data.next_batch() for _ in range(settings.accumulate)]
             with watch.step(trainer.step + 1):
                 result, lr, num_tokens = trainer.advance(batches)
                 step_s = time.perf_counter() - start
-        val_loss = None
-        if trainer.due(settings.validate_every):
-            with console.doing("validation"):
-                val_loss = trainer.validate()
-        asked, peaks = _agree(stop, trainer.mesh, watch.device_peak_bytes)
-        speed = num_tokens / step_s, step_s, _mfu(trainer, num_tokens, result.num_pairs, step_s)
-        losses = result.loss, val_loss, lr, result.grad_norm
-        console.step(Record(trainer.step, *losses, trainer.tokens, result.label_tokens, *speed, *peaks))
-        if save and (asked or trainer.due(settings.save_every)):
-            with console.doing("saving"):
-                trainer.save()
-    return asked
+            val_loss = None
+            if trainer.due(settings.validate_every):
+                with console.doing("validation"):
+                    val_loss = trainer.validate()
+            asked, peaks = _agree(stop, mesh, watch.device_peak_bytes)
+            speed = num_tokens / step_s, step_s, _mfu(trainer, num_tokens, result.num_pairs, step_s)
+            losses = result.loss, val_loss, lr, result.grad_norm
+            console.step(Record(trainer.step, *losses, trainer.tokens, result.label_tokens, *speed, *peaks))
+            if not only_profile and (asked or trainer.due(settings.save_every)):
+                with console.doing("saving"):
+                    trainer.save()
+    finally:
+        console.close()
+        trainer.data.close(remove=only_profile or trainer.step >= settings.steps)
+        if trainer.lock is not None:
+            os.close(trainer.lock)
+    if trainer.step < settings.steps and not only_profile:
+        console.say(f"Stopped as asked after step {trainer.step}, which is saved.")
+        console.say(f"Go on with: ithaka train --resume {run.run_dir}")
+    elif console.active and not only_profile:
+        console.facts("done", _summary(trainer, read_metrics(run.run_dir / "metrics.jsonl")))
+    return asked if trainer.step < settings.steps else 0
 
 
-def _agree(stop: StopRequest, mesh: Mesh, earlier_peak: int = 0) -> tuple[bool, tuple[int | None, int]]:
-    """Whether any rank was asked to stop, and the largest memory peaks (device, host). One all-reduce on the
+def _agree(stop: StopRequest, mesh: Mesh, earlier_peak: int = 0) -> tuple[int, tuple[int | None, int]]:
+    """The signal that asked any rank to stop, or 0, and the largest memory peaks (device, host). One all-reduce on the
     host, after each step, so that all ranks stop after the same one."""
     on_gpu = mesh.device.type == "cuda"
     device_peak = max(torch.cuda.max_memory_allocated(mesh.device), earlier_peak) if on_gpu else 0
-    shared = torch.tensor([stop.asked_at is not None, device_peak, host_peak_bytes()], dtype=torch.int64)
+    signal = stop.received[0] if stop.received else 0
+    shared = torch.tensor([signal, device_peak, host_peak_bytes()], dtype=torch.int64)
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
     asked, device_peak, host_peak = shared.tolist()
-    return bool(asked), (device_peak if on_gpu else None, host_peak)
-
-
-# ---- what is said about a run
+    return asked, (device_peak if on_gpu else None, host_peak)
 
 
 def _mfu(trainer: Trainer, num_tokens: int, num_pairs: int, step_s: float) -> float | None:
@@ -308,40 +269,19 @@ def _header(trainer: Trainer) -> dict[str, str]:
         "model": f"{config.model.path or model.config.model_type}, {amount(trainer.num_params)} parameters",
         "ranks": f"{mesh.world_size} ({device}) = {mesh.dp_size} data x {mesh.cp_size} context parallel",
         "context": f"{config.data.context} tokens, {tokens} per step, {config.train.steps} steps",
-        "attention": f"kernel {_kernel(trainer.run, mesh)}",
+        "attention": f"kernel {trainer.kernel}",
         "run": str(trainer.run.run_dir),
     }
     if trainer.step:
         facts["resumed"] = f"after step {trainer.step}"
-        facts["lr"] = _rate_from_here(config, trainer.step)
     return facts | trainer.data_facts | dict(trainer.run.changed)
 
 
-def _rate_from_here(config: Config, step: int) -> str:
-    """Of the first step after `step`, and how to have another."""
-    optim, steps = config.optim, config.train.steps
-    rate = f"{learning_rate(step, optim, steps):.2e} at step {step + 1}"
-    if optim.schedule == "constant":
-        return rate
-    end = optim.decay_steps or steps
-    where = "in the warm-up before" if step < optim.warmup_steps else "on" if step < end else "after"
-    rate += f", {where} the cosine that ends at step {end}"
-    return rate if end == steps else f"{rate}; to end it at {steps} give --set optim.decay_steps={steps}"
-
-
-def _finish(trainer: Trainer, console: Console) -> None:
-    with console.doing("writing a sample"):
-        text = _sample_text(trainer)
-    if console.active:
-        console.facts("done", _summary(trainer, read_metrics(trainer.run.run_dir / "metrics.jsonl")))
-        console.say(text)
-        checkpoint.write_atomic(trainer.run.run_dir / "sample.txt", text)
-
-
 def _summary(trainer: Trainer, records: list[dict[str, Any]]) -> dict[str, str]:
-    run_dir, config, more = trainer.run.run_dir, trainer.config, 2 * trainer.step
-    first = checkpoint.same_validation_after(run_dir)
-    losses = [f"{r['val_loss']:.4f}" for r in records if r["val_loss"] is not None and r["step"] > first]
+    run_dir, more = trainer.run.run_dir, 2 * trainer.step
+    # Since the run was resumed: with other settings, validation before may have been of other text.
+    since = (r["val_loss"] for r in records if r["step"] >= trainer.first_step)
+    losses = [f"{loss:.4f}" for loss in since if loss is not None]
     rates = [r["tokens_per_s"] for r in records if r["tokens_per_s"]]
     # Each part of a resumed run has peaks of its own.
     device_peak = max(r["device_peak_bytes"] or 0 for r in records)
@@ -352,36 +292,8 @@ def _summary(trainer: Trainer, records: list[dict[str, Any]]) -> dict[str, str]:
     facts["peak memory"] = f"{device}host {size(max(r['host_peak_bytes'] for r in records))} per rank"
     facts["export"] = f"ithaka export {run_dir} OUT_DIR"
     facts["train longer"] = f"ithaka train --resume {run_dir} --set train.steps={more}"
-    if config.optim.schedule == "cosine":
-        facts["lr"] = _rate_if_longer(config, trainer.step, more)
+    optim = trainer.config.optim
+    if optim.schedule == "cosine" and optim.warmup_steps < (optim.decay_steps or trainer.step) <= trainer.step:
+        rate = learning_rate(trainer.step, optim, trainer.step)
+        facts["lr"] = f"stays at {rate:.2e} then; for a longer cosine add --set optim.decay_steps={more}"
     return facts
-
-
-def _rate_if_longer(config: Config, step: int, more: int) -> str:
-    """What the rate does if the run, done at `step`, is resumed until step `more`."""
-    optim = config.optim
-    end = optim.decay_steps or config.train.steps
-    if end <= optim.warmup_steps:
-        return f"in the warm-up until step {optim.warmup_steps} then; the cosine after it ends with the run"
-    if step < end:
-        return f"goes on along the cosine that ends at step {end}"
-    rate = learning_rate(step, optim, config.train.steps)
-    return f"stays at {rate:.2e} then; for a longer cosine add --set optim.decay_steps={more}"
-
-
-def _prompt(trainer: Trainer) -> list[int]:
-    """The first tokens of the first sequence held out, or of the training data where nothing is."""
-    held_out = trainer.data.validation_sequences(max(trainer.config.train.validate_sequences, 1))
-    ids_S = held_out[0].ids if held_out else trainer.data.next_batch().input_ids[0]
-    return [int(token) for token in ids_S[: min(SAMPLE_PROMPT_TOKENS, len(ids_S) // 2)]]
-
-
-def _sample_text(trainer: Trainer) -> str:
-    """A continuation of the beginning of the validation set, or why there is none. Every rank takes part."""
-    if trainer.num_params > SAMPLE_MAX_PARAMS[trainer.mesh.device.type]:
-        return f"No sample: {amount(trainer.num_params)} parameters take too long without a cache; export the model."
-    prompt, decode = _prompt(trainer), trainer.tokenizer.decode
-    room = min(SAMPLE_NEW_TOKENS, trainer.config.data.context - len(prompt))
-    seed, eos = trainer.config.train.seed, trainer.tokenizer.eos_id
-    tokens = sample(trainer.model, prompt, room, trainer.mesh, seed=seed, stop=eos)
-    return f"Sample, continuing {decode(prompt)!r}:\n{visible(decode(tokens))}"

@@ -1,26 +1,91 @@
-"""One step, and what is done with a model beside training it: validation, a sample.  No files, no console.
+"""One training step, validation, and what updates the weights: optimizer, learning rate, clipping.
 
-B rows of S tokens per data-parallel rank and micro-step; V vocabulary.
+Under FSDP2 every parameter, gradient and moment is a DTensor sharded over the whole mesh, so each rank
+updates its own share and only the gradient norm communicates (one scalar).  With `memory.offload_optimizer`
+FSDP2 keeps the shards and their gradients in host memory; the same code then runs the fused CPU AdamW there.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
 
+from ithaka.config import OptimConfig
 from ithaka.data.stream import Batch, num_valid
 from ithaka.dist.mesh import Mesh
 from ithaka.model.batch import num_pairs
 from ithaka.phases import phase
-from ithaka.train.optim import clip_gradients
 
-SAMPLE_TEMPERATURE = 0.8
+_CHUNK = 1 << 20  # elements; on a CPU each is widened to fp64 for its norm
+
+
+def learning_rate(step: int, optim: OptimConfig, num_steps: int) -> float:
+    """Rate of update `step` (0 is the first): a straight warm-up, then constant or a cosine down to
+    `min_lr_ratio * lr`, reached at update `optim.decay_steps` (null: the last of `num_steps`) and kept from there on.
+    Pure, so a resumed run needs only the step."""
+    if step < optim.warmup_steps:
+        return optim.lr * (step + 1) / optim.warmup_steps
+    if optim.schedule == "constant":
+        return optim.lr
+    decay_steps = max((optim.decay_steps or num_steps) - 1 - optim.warmup_steps, 1)
+    progress = min((step - optim.warmup_steps) / decay_steps, 1.0)
+    ratio = optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
+    return optim.lr * ratio
+
+
+def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters.  Weight decay acts on matrices (embeddings among them, as in
+    nanoGPT and the Hugging Face trainer) and not on vectors (norms, biases).  The rate is set anew before
+    every update."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    matrices, vectors = [p for p in params if p.ndim >= 2], [p for p in params if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    fused = all(p.device.type in ("cpu", "cuda") for p in params)
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=fused)
+
+
+def _local(grad: Tensor) -> Tensor:
+    if not isinstance(grad, DTensor):
+        return grad
+    # A replicated mesh dim would count an element several times in the norm; ithaka shards over the whole mesh.
+    assert all(isinstance(placement, Shard) for placement in grad.placements), grad.placements
+    return grad.to_local()
+
+
+@torch.no_grad()
+def clip_gradients(params: Iterable[nn.Parameter], max_norm: float | None, device: torch.device) -> Tensor:
+    """Scales all gradients so that their global norm is at most `max_norm` (None: measures only).
+
+    Returns the norm before clipping over all ranks, a scalar in fp64 on `device`.  Squares are summed in fp64: in
+    fp32 the sum depends on how many ranks share it, and 100M elements on one are off by percents.  Nothing waits for
+    the device, except when the gradients live in host memory.  `torch.nn.utils.clip_grad_norm_` would reduce on
+    the gradients' own device, for which there may be no process group when they are offloaded."""
+    ready = dist.is_initialized()
+    whole = [param.grad for param in params if param.grad is not None]
+    grads = [_local(grad) for grad in whole]
+    # Each element is counted by one rank: by its holder if it is sharded, by rank 0 if every rank holds the same.
+    first = not ready or dist.get_rank() == 0
+    counted = [own for grad, own in zip(whole, grads, strict=True) if first or isinstance(grad, DTensor)]
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    chunks = [chunk for grad in counted if grad.numel() for chunk in grad.flatten().split(_CHUNK)]
+    if chunks:
+        square += torch.stack(torch._foreach_norm(chunks, 2.0, dtype=torch.float64)).square().sum().to(device)
+    if ready:
+        dist.all_reduce(square)
+    norm = square.sqrt()
+    if max_norm is not None and grads:
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        wide = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
+        torch._foreach_mul_(grads, factor.to(grads[0].device, wide))
+    return norm
 
 
 @dataclass(frozen=True)
@@ -67,49 +132,17 @@ def train_step(
     return StepResult(float(total_loss), float(norm), label_tokens, all_pairs)
 
 
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+@torch.no_grad()
+def validation_loss(model: nn.Module, batches: Iterable[Batch], mesh: Mesh) -> float | None:
+    """Mean over all valid labels of all ranks, None without any; every rank passes the same number of batches."""
+    total, num_labels = torch.zeros((), dtype=torch.float64, device=mesh.device), 0
     was_training = model.training
     model.eval()
-    yield
+    for batch in batches:
+        out = model(**batch._asdict())
+        total += out.loss.double() * out.num_tokens
+        num_labels += out.num_tokens
     model.train(was_training)
     if isinstance(model, FSDPModule):
         model.reshard()  # a root keeps its gathered parameters after forward, expecting a backward
-
-
-@torch.no_grad()
-def validation_loss(model: nn.Module, batches: Iterable[Batch], mesh: Mesh) -> float | None:
-    """Mean over all valid labels of all ranks; every rank passes the same number of batches.  None without
-    any."""
-    total, num_labels = torch.zeros((), dtype=torch.float64, device=mesh.device), 0
-    with _evaluating(model):
-        for batch in batches:
-            out = model(**batch._asdict())
-            total += out.loss.double() * out.num_tokens
-            num_labels += out.num_tokens
     return float(total) / num_labels if num_labels else None
-
-
-@torch.no_grad()
-def sample(
-    model: nn.Module, prompt: Sequence[int], num_tokens: int, mesh: Mesh, *, seed: int, stop: int | None
-) -> list[int]:
-    """Up to `num_tokens` token ids continuing `prompt`; every rank takes part and gets the same.
-
-    Each token costs a whole forward of one fixed length (no cache); what stands right of the last token
-    cannot be seen by it."""
-    length = len(prompt) + num_tokens
-    ids_BS = torch.zeros(1, length, dtype=torch.long, device=mesh.device)
-    ids_BS[0, : len(prompt)] = torch.tensor(list(prompt))
-    generator = torch.Generator().manual_seed(seed)
-    with _evaluating(model):
-        for at in range(len(prompt), length):
-            logits_V = model(input_ids=ids_BS).logits[0, at - 1].float().cpu()
-            weights_V = torch.softmax(logits_V / SAMPLE_TEMPERATURE, -1)
-            token = torch.multinomial(weights_V, 1, generator=generator)
-            dist.broadcast(token, 0)
-            if token.item() == stop:
-                length = at
-                break
-            ids_BS[0, at] = token.item()
-    return ids_BS[0, len(prompt) : length].tolist()
