@@ -213,23 +213,17 @@ def to_go_on_from(run_dir: Path, config: Config, shape: ModelShape) -> tuple[Pat
 
     Refuses what is known before the data is opened; the data itself refuses the rest."""
     before, found = load_config(run_dir / "config.yaml"), find(run_dir)
-    step = read_state(found)["step"]
-    if step >= config.train.steps:
-        raise ConfigError(
-            f"train.steps={config.train.steps} is reached already by checkpoint {found}; "
-            f"to go on give more: --set train.steps={2 * step}"
-        )
-    if config.train.seed != before.train.seed:
-        raise ConfigError(
-            f"train.seed={config.train.seed} is not the run's {before.train.seed}, which the order of its data comes "
-            "from; leave it out"
-        )
-    saved = run_dir / "model" / "config.json"
-    if saved.is_file() and read_shape(saved) != shape:
-        model = f"path={config.model.path}" if config.model.path else f"embedded={config.model.embedded}"
-        raise ConfigError(
-            f"model.{model} has another shape than the model of {run_dir}; leave it out, or start a new run"
-        )
+    step, steps, seed, saved = read_state(found)["step"], config.train.steps, config.train.seed, run_dir / "model"
+    model = f"path={config.model.path}" if config.model.path else f"embedded={config.model.embedded}"
+    if step >= steps:
+        way = f"to go on give more: --set train.steps={2 * step}"
+        raise ConfigError(f"train.steps={steps} is reached already by checkpoint {found}; {way}")
+    if seed != before.train.seed:
+        why = f"is not the run's {before.train.seed}, which the order of its data comes from"
+        raise ConfigError(f"train.seed={seed} {why}; leave it out")
+    if (saved / "config.json").is_file() and read_shape(saved / "config.json") != shape:
+        why = f"has another shape than the model of {run_dir}"
+        raise ConfigError(f"model.{model} {why}; leave it out, or start a new run")
     changed, old = {}, to_dict(before)
     for section, values in to_dict(config).items():
         for key, value in values.items():

@@ -46,7 +46,7 @@ class Trainer:
     def __init__(self, run: Run, mesh: Mesh) -> None:
         """The data is at the place of the checkpoint, model and optimizer not yet; nothing is communicated."""
         self.run, self.config, self.mesh = run, run.config, mesh
-        self.step = self.tokens = self.saved_step = self.first_step = 0
+        self.step = self.tokens = self.first_step = 0  # first_step: of this process
         self.data_facts: dict[str, str] = {}
         self.lock: int | None = None  # of the run directory, on rank 0
         config, dtype = run.config, getattr(torch, run.layout.dtype or "float32")
@@ -79,18 +79,12 @@ class Trainer:
         assert self.run.checkpoint is not None
         with status("loading the checkpoint"):
             state = checkpoint.load(self.run.checkpoint, self.model, self.optimizer)
-        self.step = self.saved_step = state["step"]
-        self.first_step = self.step + 1
-        self.tokens = state["tokens"]
+        self.step, self.tokens, self.first_step = state["step"], state["tokens"], state["step"] + 1
 
     @phase("saving")
     def save(self) -> None:
-        """Does nothing when this step is saved already."""
-        if self.saved_step == self.step:
-            return
         state = {"step": self.step, "tokens": self.tokens, "data": self.data.state_dict()}
         checkpoint.save(self.run.run_dir, self.model, self.optimizer, state, self.config.train.keep_last)
-        self.saved_step = self.step
 
     def advance(self, batches: Sequence[Batch]) -> tuple[StepResult, float, int]:
         """One step on this rank's micro-batches: its result, learning rate and input tokens over all ranks."""
