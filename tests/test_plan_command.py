@@ -159,7 +159,7 @@ def test_one_gpu_shares_nothing_and_an_unused_disk_is_not_drawn():
         ([*ARGS, "--max-context"], "--max-context and --context cannot be asked for together; leave one out"),
         ([*LONGEST, "--yaml"], "--max-context and --yaml cannot"),
         ([*ARGS, "--yaml", "--json"], "--yaml and --json cannot"),
-        ([*ARGS, "--out", "x.yaml"], "--out x.yaml is for what --yaml finds; add --yaml"),
+        ([*ARGS, "--out", "x.yaml", "--json"], "--yaml and --json cannot be asked for together"),
         ([*ARGS, "--set", "optim.lr=1"], "optim.lr is not decided by a plan"),
         ([*ARGS, "--yaml", "--set", "data.context=4K"], "--set data.context is given otherwise here; use --context"),
         (["plan", "llama3-8b", "--gpus", "H200", "--host-memory", "10"], "write for example 2TB"),
@@ -213,7 +213,7 @@ def test_yaml_is_printed_or_written_and_only_where_it_fits(tmp_path):
     file = tmp_path / "long.yaml"
     printed = run(*ARGS, "--yaml", "--steps", "500", "--set", "data.path=books.jsonl")
     assert "# The weights: hf download meta-llama/Meta-Llama-3-8B --local-dir meta-llama/Meta-Llama-3-8B\n" in printed
-    assert run(*ARGS, "--yaml", "--steps", "500", "--set", "data.path=books.jsonl", "--out", str(file)).count("\n") == 1
+    assert run(*ARGS, "--steps", "500", "--set", "data.path=books.jsonl", "--out", str(file)).count("\n") == 1
     assert file.read_text() == printed
     config = load(file)
     assert (str(config.model.path), str(config.data.path)) == ("meta-llama/Meta-Llama-3-8B", "books.jsonl")

@@ -52,9 +52,7 @@ class AttentionCase:
 def measure_attention(case: AttentionCase, device: torch.device, dtype: torch.dtype, seconds: float) -> dict[str, Any]:
     """One row of the table: the case as it ran, seconds and TFLOP/s."""
     kernel = resolve_kernel(case.kernel, device, dtype, case.head_dim).name
-    ways = {"blocks": False, "backward_blocks": True}
-    row_bytes = case.head_dim * dtype.itemsize
-    blocks = {name: case.blocks or default_blocks(device, kernel, row_bytes, way) for name, way in ways.items()}
+    block_q, block_kv = case.blocks or default_blocks(device, kernel, case.head_dim * dtype.itemsize)
     how: dict[str, Any] = {"docs": case.docs, "kernel": kernel, "blocks": case.blocks}
     how |= {"scale": case.head_dim**-0.5, "causal": True, "window": None}
     heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
@@ -73,7 +71,7 @@ def measure_attention(case: AttentionCase, device: torch.device, dtype: torch.dt
     return {
         **asdict(case),
         "kernel": kernel,
-        **{name: "x".join(map(str, sizes)) for name, sizes in blocks.items()},
+        "blocks": f"{block_q}x{block_kv}",
         "forward_s": forward_s,
         "forward_tflops": case.flops / forward_s / 1e12,
         "backward_s": backward_s,

@@ -50,18 +50,11 @@ app.add_typer(bench, name="bench")
 EXIT_DOES_NOT_FIT = 3  # as for running out of memory
 
 # Arguments and options that several commands have.
-Model = Annotated[
-    str,
-    typer.Argument(help="A name (llama3.1-8b), a model directory, a config.json, or an id on the hub."),
-]
-ConfigFile = Annotated[
-    Path | None, typer.Argument(metavar="CONFIG.yaml", help="Settings; without: a small model to watch.")
-]
+Model = Annotated[str, typer.Argument(help="A name (llama3.1-8b), a directory, a config.json, or an id on the hub.")]
+ConfigFile = Annotated[Path | None, typer.Argument(metavar="CONFIG.yaml", help="Without: a small model to watch.")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Decide one setting.")]
 Ranks = Annotated[int | None, typer.Option(help="Local ranks; by default one per GPU, or 2 on CPU.")]
-RunDir = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Where to write the run; by default runs/<date>-<time>.")
-]
+RunDir = Annotated[Path | None, typer.Option(metavar="DIR", help="Of the run; by default runs/<date>-<time>.")]
 Gpus = Annotated[str, typer.Option(help="For example 8xH100-80GB, or 2x8xH100-80GB for two nodes.")]
 Context = Annotated[str, typer.Option(help="Tokens per sequence: 131072, 128K, 1M.")]
 HostMemory = Annotated[str | None, typer.Option(help="Host memory per node: 2TB, 512GiB. By default 256 GB per GPU.")]
@@ -87,19 +80,11 @@ def _loading() -> Iterator[None]:
         yield
 
 
-def _print_version(value: bool) -> None:
-    if value:
+@app.callback(invoke_without_command=True)
+def _common(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
         print(f"ithaka {ithaka.__version__}")
         raise typer.Exit()
-
-
-@app.callback()
-def _common(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    pass
 
 
 @app.command()
@@ -107,13 +92,11 @@ def train(
     config: ConfigFile = None,
     overrides: Overrides = None,
     ranks: Ranks = None,
-    resume: Annotated[
-        Path | None, typer.Option(metavar="RUN_DIR", help="Continue a run from its latest checkpoint.")
-    ] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Go on from its latest checkpoint.")] = None,
     run_dir: RunDir = None,
 ) -> None:
     """Train a model: the one CONFIG.yaml names, or without it a small one on Python's own sources."""
-    _run(config, overrides or [], ranks, run_dir, resume)
+    _run(config, overrides, ranks, run_dir, resume)
 
 
 def train_rank(run: Run, only_profile: bool = False) -> int:
@@ -147,17 +130,13 @@ def profile(
     run_dir: RunDir = None,
 ) -> None:
     """Run a few steps of a training run and show where memory and time go. Nothing is saved but that."""
-    changes = [*(overrides or []), f"train.steps={steps}", f"profile.every={steps}"]
-    changes += ["train.validate_every=0", "train.validate_sequences=0"]
-    _run(config, changes, ranks, run_dir, only_profile=True)
+    _run(config, overrides, ranks, run_dir, profiled_steps=steps)
 
 
 @app.command()
 def report(
     run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Runs, side by side.")],
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="By default in the first run's directory.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="By default in the first run's directory.")] = None,
 ) -> None:
     """Write one HTML page about a run, or about several beside each other. It opens without a network."""
     from ithaka.report import write_report
@@ -166,12 +145,12 @@ def report(
 
 
 def _run(
-    config: Path | None,
-    changes: list[str],
-    ranks: int | None,
-    run_dir: Path | None,
-    resume: Path | None = None,
-    only_profile: bool = False,
+    config: ConfigFile,
+    overrides: Overrides,
+    ranks: Ranks,
+    run_dir: RunDir,
+    resume: RunDir = None,
+    profiled_steps: int = 0,
 ) -> None:
     """Decides and checks, prints the plan, and starts the ranks."""
     with _loading():
@@ -180,13 +159,16 @@ def _run(
         from ithaka.train.console import status
         from ithaka.train.preflight import preflight
 
-    changes = changes + [f"parallel.ranks={ranks}"] * (ranks is not None)
+    changes = [*(overrides or []), *([f"parallel.ranks={ranks}"] if ranks is not None else [])]
+    if profiled_steps:
+        changes += [f"train.steps={profiled_steps}", f"profile.every={profiled_steps}"]
+        changes += ["train.validate_every=0", "train.validate_sequences=0"]
     with status("checking settings and data"):
         run = preflight(config, changes, resume, run_dir)
     if run.plan is not None and os.environ.get("RANK", "0") == "0":
         model = run.config.model
         print(show.as_text(run.plan, str(model.path or model.embedded), run.config.train.steps), flush=True)
-    raise typer.Exit(launch.run_ranks(train_rank, (run, only_profile), run.num_ranks))
+    raise typer.Exit(launch.run_ranks(train_rank, (run, profiled_steps > 0), run.num_ranks))
 
 
 @app.command()
@@ -202,13 +184,14 @@ def plan(
     steps: Annotated[int | None, typer.Option(min=1, help="Say how long so many steps take.")] = None,
     max_context: Annotated[bool, typer.Option("--max-context", help="The longest that fits.")] = False,
     as_yaml: Annotated[bool, typer.Option("--yaml", help="As a configuration for `ithaka train`.")] = False,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="With --yaml: where to; else it is printed.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write that configuration here.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what fits and how fast it will be, before anything is rented or started."""
     from ithaka.plan import show
     from ithaka.plan.hardware import find_hardware
 
+    as_yaml = as_yaml or out is not None
     clashes = {
         "--max-context and --context": max_context and context,
         "--max-context and --yaml": max_context and as_yaml,
@@ -217,8 +200,6 @@ def plan(
     for both, asked in clashes.items():
         if asked:
             raise ConfigError(f"{both} cannot be asked for together; leave one out")
-    if out is not None and not as_yaml:
-        raise ConfigError(f"--out {out} is for what --yaml finds; add --yaml")
     if out is not None:
         check_writable("--out", out)
     hardware = find_hardware(gpus, gpu_file, host_memory, disk)
@@ -247,9 +228,7 @@ def rehearse(
     batch: Batch = 1,
     overrides: Overrides = None,
     gpu_file: GpuFile = None,
-    memory_only: Annotated[
-        bool, typer.Option("--memory-only", help="Cut attention short: every allocation, little time.")
-    ] = False,
+    memory_only: Annotated[bool, typer.Option("--memory-only", help="Cut attention short, to save time.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run rank 0 of all these GPUs on this one device, and print measured beside planned."""
