@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -72,12 +72,12 @@ def main() -> None:
 
 
 @contextmanager
-def _loading() -> Iterator[None]:
-    """Around imports of PyTorch, which take seconds."""
+def _loading(what: str = "loading PyTorch") -> Iterator[Callable[[str], AbstractContextManager[None]]]:
+    """Around imports of PyTorch, which take seconds; gives `status`, which says what else does."""
     from ithaka.train.console import status
 
-    with status("loading PyTorch"):
-        yield
+    with status(what):
+        yield status
 
 
 @app.callback(invoke_without_command=True)
@@ -101,9 +101,7 @@ def train(
 
 def train_rank(run: Run, only_profile: bool = False) -> int:
     """What every rank runs; the first one then draws the run. Returns the exit code."""
-    from ithaka.train.console import status
-
-    with status("starting the ranks"):  # each imports what it needs
+    with _loading("starting the ranks"):
         from ithaka.dist.mesh import end_process_group, start_process_group
         from ithaka.train import loop
 
@@ -153,10 +151,9 @@ def _run(
     profiled_steps: int = 0,
 ) -> None:
     """Decides and checks, prints the plan, and starts the ranks."""
-    with _loading():
+    with _loading() as status:
         from ithaka.plan import show
         from ithaka.train import launch
-        from ithaka.train.console import status
         from ithaka.train.preflight import preflight
 
     changes = [*(overrides or []), *([f"parallel.ranks={ranks}"] if ranks is not None else [])]
@@ -241,9 +238,8 @@ def rehearse(
         print(show.plan_answer(question, False, None, as_json)[0])
         raise typer.Exit(EXIT_DOES_NOT_FIT)
 
-    with _loading():
+    with _loading() as status:
         from ithaka import rehearse as rehearsal
-        from ithaka.train.console import status
 
     few = rehearsal.of_few_layers(plan, min(layers, plan.shape.num_layers), memory_only)
     rehearsal.check_cpu_memory(few)
@@ -277,10 +273,9 @@ def bench_attention(
     """TFLOP/s of causal attention, forward and backward, sustained on random data."""
     lengths = [_count(text, "--tokens") for text in tokens.split(",")] if tokens else []
     sizes = [None if text == "auto" else _blocks(text) for text in blocks.split(",")]
-    with _loading():
+    with _loading() as status:
         from ithaka.attention.kernels import available_kernels
         from ithaka.bench import AttentionCase, here, measure_attention
-        from ithaka.train.console import status
 
     device, dtype = here()
     lengths = lengths or ([2**14, 2**16] if device.type == "cuda" else [2**10, 2**12])
@@ -300,9 +295,8 @@ def bench_device(
 ) -> None:
     """Measure matmul, attention and copies here, and write them for `ithaka plan --gpu-file`."""
     check_writable("--out", out)
-    with _loading():
+    with _loading() as status:
         from ithaka.bench import here, measure_device
-        from ithaka.train.console import status
 
     with status("measuring this device"):
         gpu = measure_device(*here(), seconds)
