@@ -18,10 +18,14 @@ class Ranks:
     """`run(n, f, *args)` calls f(*args) on n ranks at once and returns what each returned."""
 
     def __init__(self, size: int) -> None:
+        self._size = size
+        self._fork()
+
+    def _fork(self) -> None:
         context = forks()
         self._pipes: list[Connection] = []
         self._processes = []
-        for _ in range(size):
+        for _ in range(self._size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
@@ -35,6 +39,7 @@ class Ranks:
             for rank in range(num_ranks):
                 if not self._pipes[rank].poll(timeout_s):
                     self.close()
+                    self._fork()  # for the cases that follow
                     raise TimeoutError(f"rank {rank} of {num_ranks} did not answer in {timeout_s} s")
                 answers.append(self._pipes[rank].recv())
         failures = [f"rank {rank}:\n{error}" for rank, (_, error) in enumerate(answers) if error]
