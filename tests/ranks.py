@@ -64,6 +64,7 @@ def _serve(pipe: Connection) -> None:
         function, args, rank, num_ranks, store = pipe.recv()
         try:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+            dist.barrier()  # a rank that is done at once would hang up on those that still connect
             answer = (function(*args), None)
         except BaseException:
             answer = (None, traceback.format_exc())
