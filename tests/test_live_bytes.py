@@ -100,7 +100,7 @@ def test_holders_come_from_the_phase_the_block_or_the_tag():
 
 def test_phases_and_holders_cost_nothing_while_nobody_listens(monkeypatch):
     monkeypatch.setattr(phases, "_enter", None)  # would fail
-    monkeypatch.setattr(phases, "_set_holder", None)
+    monkeypatch.setattr(phases, "_set", None)
     x = torch.ones(2, requires_grad=True)
     with phase("layer 0"), holding("stage buffers"):
         phases.mark_backward(x, 2 * x, "backward").sum().backward()

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ithaka import phases
-from ithaka.profile.allocator import AllocatorHistory, Tag
-from ithaka.profile.memory import MemoryMap, describe_peak, in_words
+from ithaka.profile.allocator import AllocatorHistory
+from ithaka.profile.memory import MemoryMap, Piece, in_words
 from ithaka.profile.times import KINDS, StepTimes
 from ithaka.train.watch import what_to_record
 
@@ -29,7 +29,7 @@ def event(action: str, time_us: int, address: int, size: int, *frames: tuple[str
     }
 
 
-def history(events: list[dict], tags: list[Tag]) -> MemoryMap:
+def history(events: list[dict], tags: list[tuple[int, Piece]]) -> MemoryMap:
     """What the events say, of a step that had 4 and 1 MiB before and one phase from 1 ms on."""
     made = AllocatorHistory(torch.device("cuda", 0))
     made._before, made._start_ns = {1: 4 * MIB, 2: MIB}, 1_000_000
@@ -51,8 +51,8 @@ def test_history_becomes_holders():
         event("free_requested", 6_000, 1, 4 * MIB),
     ]
     tags = [
-        Tag(1, 1_000_100, "parameters", "float32", (1024, 1024)),
-        Tag(3, 5_100_000, "gradients", "float32", (3, MIB // 4)),
+        (1, Piece(0, 1_000_100, "parameters", dtype="float32", shape=(1024, 1024))),
+        (3, Piece(0, 5_100_000, "gradients", dtype="float32", shape=(3, MIB // 4))),
     ]
     memory = history(events, tags)
     peak_bytes, peak_ns = memory.peak()
@@ -129,7 +129,7 @@ def test_memory_without_a_shape_is_told_by_the_size_of_its_pieces():
     events = [
         event("alloc", 2_000 + i, 3 + i, n * MIB, (OURS, 77, "_mlp"), made_in=IN_MLP) for i, n in enumerate(sizes)
     ]
-    words = in_words(describe_peak(history(events, []), 0, None))
+    words = in_words(history(events, []).describe({})["peak"])
     assert "16 MiB (67 %) MLP tile: 2 x 8 MiB, ithaka/layer/schedule.py:77 in _mlp" in words
     assert "3 MiB (12 %) MLP tile: 3 MiB, ithaka/layer/schedule.py:77 in _mlp" in words
 

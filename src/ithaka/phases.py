@@ -37,7 +37,7 @@ HOLDER_OF_PHASE = {
 
 
 class Listener:
-    """Each method is called after the change; `path` is the phase entered or left."""
+    """Each method is called after the change; `path` is the phase entered or left. Both may change the holder."""
 
     def enter(self, path: PhasePath) -> None: ...
 
@@ -77,8 +77,7 @@ def phase(name: str) -> Iterator[None]:
 
 def _enter(name: str) -> tuple[PhasePath, str]:
     outer = _State.path, _State.holder
-    _State.path = (*_State.path, name)
-    _State.holder = HOLDER_OF_PHASE.get(name, _State.holder)
+    _set((*_State.path, name), HOLDER_OF_PHASE.get(name, _State.holder))
     for listener in _State.listeners:
         listener.enter(_State.path)
     return outer
@@ -86,9 +85,15 @@ def _enter(name: str) -> tuple[PhasePath, str]:
 
 def _leave(outer: tuple[PhasePath, str]) -> None:
     path = _State.path
-    _State.path, _State.holder = outer
+    _set(*outer)
     for listener in _State.listeners:
         listener.leave(path)
+
+
+def _set(path: PhasePath, holder: str) -> None:
+    _State.path, _State.holder = path, holder
+    for listener in _State.listeners:
+        listener.holder_changed()
 
 
 def mark_backward(x: Tensor | None, y: Tensor, *names: str) -> Tensor:
@@ -117,17 +122,11 @@ def holding(holder: str) -> Iterator[None]:
         yield
         return
     outer = _State.holder
-    _set_holder(holder)
+    _set(_State.path, holder)
     try:
         yield
     finally:
-        _set_holder(outer)
-
-
-def _set_holder(holder: str) -> None:
-    _State.holder = holder
-    for listener in _State.listeners:
-        listener.holder_changed()
+        _set(_State.path, outer)
 
 
 def tag(tensor: Tensor, holder: str) -> Tensor:

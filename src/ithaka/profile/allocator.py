@@ -2,7 +2,7 @@
 
 import math
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,16 +15,6 @@ CLOCK_SLACK_NS = 20_000  # between the allocator's clock and Python's
 ROUND_BYTES = 512  # the allocator's unit
 
 
-class Tag(NamedTuple):
-    """The schedule said what a tensor is for."""
-
-    address: int
-    time_ns: int
-    holder: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
 class AllocatorHistory(MemoryMap):
     """Records what the CUDA allocator does while it is entered; then it is a map by holder.
 
@@ -35,9 +25,8 @@ class AllocatorHistory(MemoryMap):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
-        self.measured_peak_bytes = 0
         self.snapshot: dict[str, Any] = {}
-        self._tags: list[Tag] = []
+        self._tags: list[tuple[int, Piece]] = []  # address; what the schedule says is there now
         self._before: dict[int, int] = {}  # by address: bytes of what was there already
         self._start_ns = 0
 
@@ -67,7 +56,7 @@ class AllocatorHistory(MemoryMap):
     def tag(self, tensor: Tensor, holder: str) -> None:
         local = local_tensor(tensor)
         if local.is_cuda:
-            self._tags.append(Tag(local.untyped_storage().data_ptr(), time.time_ns(), holder, **form(local)))
+            self._tags.append((local.untyped_storage().data_ptr(), Piece(0, time.time_ns(), holder, **form(local))))
 
     def holder_changed(self) -> None:
         """From now on, this thread's allocations carry holder and phase; the memory viewer shows them."""
@@ -78,15 +67,14 @@ class AllocatorHistory(MemoryMap):
         newest = {address: Piece(num_bytes, self._start_ns) for address, num_bytes in self._before.items()}
         self.pieces.extend(newest.values())
         trace = self.snapshot["device_traces"][self.device.index or 0]
-        events: list[tuple[int, Any]] = [(event["time_us"] * 1000, event) for event in trace]
+        events: list[tuple[int, int, Any]] = [(event["time_us"] * 1000, event["addr"], event) for event in trace]
         events = [event for event in events if event[0] >= self._start_ns - CLOCK_SLACK_NS]
-        events += [(tag.time_ns + CLOCK_SLACK_NS, tag) for tag in self._tags]
-        for at_ns, event in sorted(events, key=lambda event: event[0]):
-            address = event.address if isinstance(event, Tag) else event["addr"]
+        events += [(tag.start_ns + CLOCK_SLACK_NS, address, tag) for address, tag in self._tags]
+        for at_ns, address, event in sorted(events, key=lambda event: event[0]):
             piece = newest.get(address)
-            if isinstance(event, Tag):
+            if isinstance(event, Piece):
                 # A tensor at an address is the newest piece there, unless that was given back.
-                if piece is not None and piece.stop_ns + CLOCK_SLACK_NS >= event.time_ns:
+                if piece is not None and piece.stop_ns + CLOCK_SLACK_NS >= event.start_ns:
                     newest[address] = self._tagged(piece, event)
             elif event["action"] == "alloc":
                 newest[address] = self._made(event, at_ns)
@@ -101,11 +89,11 @@ class AllocatorHistory(MemoryMap):
         self.pieces.append(Piece(num_bytes, at_ns, fsdp_holder or holder or OTHER, path, line=line))
         return self.pieces[-1]
 
-    def _tagged(self, piece: Piece, tag: Tag) -> Piece:
+    def _tagged(self, piece: Piece, tag: Piece) -> Piece:
         """With the shape of the largest tensor that was tagged; a tag with another holder begins a new piece."""
         if not piece.dtype or math.prod(tag.shape) > math.prod(piece.shape):
             piece.dtype, piece.shape = tag.dtype, tag.shape
         if tag.holder == piece.holder:
             return piece
-        self.pieces.append(piece.change(tag.time_ns, holder=tag.holder))
+        self.pieces.append(piece.change(tag.start_ns, holder=tag.holder))
         return self.pieces[-1]

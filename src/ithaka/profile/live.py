@@ -1,6 +1,8 @@
 """Live bytes on a CPU: each storage from its first tensor to its death, with holder, phase, shape and line."""
 
+import sys
 import time
+import traceback
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -13,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from ithaka.phases import current_holder, current_phase, listening
-from ithaka.profile.memory import MemoryMap, Piece, form, local_tensor, made_by, stack
+from ithaka.profile.memory import MemoryMap, Piece, form, local_tensor, made_by
 
 
 class LiveBytes(MemoryMap):
@@ -65,7 +67,9 @@ class LiveBytes(MemoryMap):
         if storage._cdata in self._live:
             self._change(storage, num_bytes=storage.nbytes())
             return
-        line, holder = made_by(stack())
+        line, holder = made_by(
+            (f.f_code.co_filename, at, f.f_code.co_name) for f, at in traceback.walk_stack(sys._getframe())
+        )
         self._count(storage, line=line, holder=holder or current_holder(), **facts)
 
     def _count(self, storage: UntypedStorage, **facts: Any) -> None:

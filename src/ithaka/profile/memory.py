@@ -1,6 +1,5 @@
 """Who held how much memory when: the map of a step, and its peak in words."""
 
-import sys
 import sysconfig
 import time
 from bisect import bisect_right
@@ -11,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,13 +23,14 @@ from ithaka.plan.show import size
 
 MAP_POINTS = 800
 LARGEST = 10
+OLDER = "there before the step"
 NEVER = 2**62  # ns
 
 Frame = tuple[str, int, str]  # file, line, function
 
 
 class PhaseLog(Listener):
-    """Remembers which phase was current when. Each has a holder of its own."""
+    """Remembers which phase was current when."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,11 +38,9 @@ class PhaseLog(Listener):
 
     def enter(self, path: PhasePath) -> None:
         self.marks.append((time.time_ns(), path))
-        self.holder_changed()
 
     def leave(self, path: PhasePath) -> None:
         self.marks.append((time.time_ns(), path[:-1]))
-        self.holder_changed()
 
     def at(self, time_ns: int) -> PhasePath:
         index = bisect_right(self.marks, time_ns, key=lambda mark: mark[0])
@@ -83,6 +80,8 @@ class Piece:
 class MemoryMap(PhaseLog, ExitStack):
     """Pieces of memory and phases; a recorder of a device fills it while it is entered."""
 
+    measured_peak_bytes: int | None = None  # by the allocator of a GPU
+
     def __init__(self) -> None:
         super().__init__()
         self.pieces: list[Piece] = []
@@ -112,13 +111,11 @@ class MemoryMap(PhaseLog, ExitStack):
 
     def phase_peaks(self) -> dict[PhasePath, int]:
         """The most bytes live while each phase was open, over all times it was."""
-        events: list[tuple[int, PhasePath | None, int]] = [(at_ns, path, 0) for at_ns, path in self.marks]
-        events += [(at_ns, None, num_bytes) for at_ns, num_bytes, _ in self.edges()]
+        changes = [(at_ns, 0) for at_ns, _ in self.marks] + [(at_ns, num_bytes) for at_ns, num_bytes, _ in self.edges()]
         peaks: Counter[PhasePath] = Counter()
-        path: PhasePath = ()
         now = 0
-        for _, new_path, num_bytes in sorted(events, key=lambda event: event[0]):
-            path, now = path if new_path is None else new_path, now + num_bytes
+        for at_ns, num_bytes in sorted(changes, key=lambda change: change[0]):
+            now, path = now + num_bytes, self.at(at_ns)
             for depth in range(1, len(path) + 1):
                 peaks[path[:depth]] = max(peaks[path[:depth]], now)
         return peaks
@@ -128,28 +125,27 @@ class MemoryMap(PhaseLog, ExitStack):
         live = [piece for piece in self.pieces if piece.start_ns <= time_ns < piece.stop_ns]
         return sorted(live, key=lambda piece: -piece.num_bytes)
 
-    def stretch(self) -> tuple[int, int]:
-        """From the first phase (what was registered is older) to the last event, in ns."""
-        times = [at_ns for at_ns, _ in self.marks]
-        edges = [at_ns for at_ns, _, _ in self.edges()]
-        return (times or edges or [0])[0], max([*times, *edges], default=1)
-
-    def over_time(self) -> dict[str, Any]:
+    def describe(self, planned: dict[str, int]) -> dict[str, Any]:
         """Live bytes by holder: the highest moment of each of MAP_POINTS equal stretches, so the peak is among them.
 
-        `phases`: when each layer's forward and backward, the loss and the optimizer ran.
+        `phases`: when each layer's forward and backward, the loss and the optimizer ran. `peak`: when, in which phase,
+        who held how much, the largest holders, and beside them what the allocator measured and what was planned.
         """
-        start_ns, stop_ns = self.stretch()
+        edges, (peak_bytes, peak_ns) = self.edges(), self.peak()
+        # What was registered is older than the first phase.
+        times = [*(at_ns for at_ns, _ in self.marks), *(at_ns for at_ns, _, _ in edges)]
+        start_ns, stop_ns = times[0], max(times)
         width = max((stop_ns - start_ns) / MAP_POINTS, 1)
         now: Counter[str] = Counter()
         highest: dict[int, tuple[int, Counter[str]]] = {}  # by stretch: time and holders
-        for at_ns, num_bytes, piece in self.edges():
+        for at_ns, num_bytes, piece in edges:
             now[piece.holder] += num_bytes
             stretch = int(max(at_ns - start_ns, 0) / width)
             if stretch not in highest or now.total() >= highest[stretch][1].total():
                 highest[stretch] = at_ns, Counter(now)
         rows = list(highest.values())
         used = [name for name in HOLDERS if any(holders[name] for _, holders in rows)]
+        at_peak = dict(rows)[peak_ns]
         return {
             "time_s": [round(max(at_ns - start_ns, 0) / 1e9, 6) for at_ns, _ in rows],
             "holders": {name: [holders[name] for _, holders in rows] for name in used},
@@ -159,6 +155,16 @@ class MemoryMap(PhaseLog, ExitStack):
                 for path, start, stop in self.spans()
                 if len(path) == 1 + path[0].startswith("layer ")
             ],
+            "peak": {
+                "num_bytes": peak_bytes,
+                "measured_bytes": self.measured_peak_bytes,
+                "time_s": max(peak_ns - start_ns, 0) / 1e9,
+                "step_s": (stop_ns - start_ns) / 1e9,
+                "phase": " / ".join(self.at(peak_ns)),
+                "holders": {name: at_peak[name] for name in used if at_peak[name]},
+                "planned": planned,
+                "largest": _largest(self.live_at(peak_ns)),
+            },
         }
 
 
@@ -176,14 +182,6 @@ _OURS = str(Path(ithaka.__file__).parent)
 _LISTENERS = (f"{_OURS}/profile/", f"{_OURS}/phases.py")
 _LIBRARIES = ("/site-packages/", "/dist-packages/", f"{sysconfig.get_path('stdlib')}/")
 _REDUCING = ("reduce", "post_backward", "to_accumulated_grad", "unsharded_grad")  # in names of FSDP2's functions
-
-
-def stack() -> Iterator[Frame]:
-    """The frames of this thread, innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
-        frame = frame.f_back
 
 
 def made_by(frames: Iterable[Frame]) -> tuple[str, str | None]:
@@ -223,46 +221,24 @@ def planned_holders(plan: Plan) -> dict[str, int]:
     return {name: num_bytes for name, num_bytes in planned.items() if num_bytes}
 
 
-def describe_peak(memory: MemoryMap, measured_bytes: int | None, plan: Plan | None) -> dict[str, Any]:
-    """The peak as data: when, in which phase, who held how much, the largest holders, the plan beside."""
-    (peak_bytes, peak_ns), (start_ns, stop_ns) = memory.peak(), memory.stretch()
-    live, sums = memory.live_at(peak_ns), Counter[str]()
-    for piece in live:
-        sums[piece.holder] += piece.num_bytes
-    return {
-        "num_bytes": peak_bytes,
-        "measured_bytes": measured_bytes,
-        "time_s": max(peak_ns - start_ns, 0) / 1e9,
-        "step_s": (stop_ns - start_ns) / 1e9,
-        "phase": " / ".join(memory.at(peak_ns)),
-        "holders": {holder: sums[holder] for holder in HOLDERS if sums[holder]},
-        "planned": None if plan is None else planned_holders(plan),
-        "largest": _largest(live),
-    }
-
-
 def _largest(live: list[Piece]) -> list[dict[str, Any]]:
     """Pieces of one holder, made by one line and alike in shape (or, where it is not known, in size) go together."""
     together: dict[tuple, list[Piece]] = {}
     for piece in live:
         each = f"{piece.dtype} {list(piece.shape)}" if piece.dtype else size(piece.num_bytes)
         together.setdefault((piece.holder, each, piece.line), []).append(piece)
-    rows: list[dict[str, Any]] = [
-        {
-            "holder": holder,
-            "num_bytes": sum(piece.num_bytes for piece in pieces),
-            "what": f"{len(pieces)} x {each}" if len(pieces) > 1 else each,
-            "made_by": f"{line} ({phase})".strip() if phase else line or "there before the step",
-        }
-        for (holder, each, line), pieces in together.items()
-        for phase in [" / ".join(pieces[-1].phase)]
-    ]
+    rows: list[dict[str, Any]] = []
+    for (holder, each, line), pieces in together.items():
+        what = f"{len(pieces)} x {each}" if len(pieces) > 1 else each
+        phase = f"({' / '.join(pieces[-1].phase)})" if pieces[-1].phase else ""
+        num_bytes, made_by = sum(piece.num_bytes for piece in pieces), f"{line} {phase}".strip()
+        rows.append({"holder": holder, "num_bytes": num_bytes, "what": what, "made_by": made_by or OLDER})
     return sorted(rows, key=lambda row: -row["num_bytes"])[:LARGEST]
 
 
 def in_words(peak: dict[str, Any]) -> str:
-    """What `describe_peak` returned, as text."""
-    total, time_s, step_s, planned = peak["num_bytes"], peak["time_s"], peak["step_s"], peak["planned"] or {}
+    """The peak that `MemoryMap.describe` returned, as text."""
+    total, time_s, step_s, planned = peak["num_bytes"], peak["time_s"], peak["step_s"], peak["planned"]
     measured = "" if peak["measured_bytes"] is None else f"; the allocator measured {size(peak['measured_bytes'])}"
     when = f"after {time_s:.2f} s of {step_s:.2f} s ({100 * time_s / max(step_s, 1e-9):.0f} %)"
     lines = [f"Peak: {size(total)} {when}, in {peak['phase'] or 'no phase'}{measured}.", ""]
@@ -270,8 +246,8 @@ def in_words(peak: dict[str, Any]) -> str:
     for rank, row in enumerate(peak["largest"], 1):
         share = f"({100 * row['num_bytes'] / max(total, 1):.0f} %)"
         lines.append(f"{rank:>3}. {size(row['num_bytes'])} {share} {row['holder']}: {row['what']}, {row['made_by']}")
-    rows = [("holder", "measured", "planned" if planned else ""), ("total", size(total), size(sum(planned.values())))]
+    rows = [("", "", ""), ("holder", "measured", "planned")]
     for name in dict.fromkeys([*peak["holders"], *planned]):
-        beside = size(planned[name]) if name in planned else "-"
-        rows.insert(-1, (name, size(peak["holders"].get(name, 0)), beside))
-    return "\n".join([*lines, "", *(f"{a:<20}{b:>12}{c if planned else '':>12}".rstrip() for a, b, c in rows)]) + "\n"
+        rows.append((name, size(peak["holders"].get(name, 0)), size(planned[name]) if name in planned else "-"))
+    rows.append(("total", size(total), size(sum(planned.values()))))
+    return "\n".join([*lines, *(f"{a:<20}{b:>12}{c:>12}".rstrip() for a, b, c in rows)]) + "\n"

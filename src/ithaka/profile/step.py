@@ -11,14 +11,14 @@ import psutil
 import torch
 import transformers
 from torch import nn
+from torch.optim import Optimizer
 
 import ithaka
 from ithaka.plan.hardware import num_cores
-from ithaka.plan.search import Plan
 from ithaka.plan.show import size
 from ithaka.profile.allocator import AllocatorHistory
 from ithaka.profile.live import LiveBytes
-from ithaka.profile.memory import describe_peak, in_words
+from ithaka.profile.memory import in_words
 from ithaka.profile.times import StepTimes
 
 
@@ -29,15 +29,10 @@ class StepProfile(ExitStack):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-        plan: Plan | None = None,
-        times: StepTimes | None = None,
+        self, model: nn.Module, optimizer: Optimizer, device: torch.device, times: StepTimes | None = None
     ) -> None:
         super().__init__()
-        self.model, self.optimizer, self.plan = model, optimizer, plan
+        self.model, self.optimizer = model, optimizer
         self.times, self._times_too = times or StepTimes(device), times is None
         self.memory = AllocatorHistory(device) if device.type == "cuda" else LiveBytes()
 
@@ -48,21 +43,17 @@ class StepProfile(ExitStack):
             self.enter_context(self.times)  # last, so that leaving the memory's recorder is no part of the step
         return self
 
-    def write(self, folder: Path, step: int, plain_s: float | None) -> str:
-        """Writes everything into `folder` and returns the peak in words. `plain_s`: a step's time without profiling."""
+    def write(self, folder: Path, step: int, plain_s: float | None, planned: dict[str, int]) -> str:
+        """Writes everything into `folder` and returns the peak in words.
+
+        `plain_s`: a step's time without profiling. `planned`: bytes by holder at the peak.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        measured_bytes = None
         if isinstance(self.memory, AllocatorHistory):
-            measured_bytes = self.memory.measured_peak_bytes
             (folder / "memory.pickle").write_bytes(pickle.dumps(self.memory.snapshot))
-        peak = describe_peak(self.memory, measured_bytes, self.plan)
-        data = {
-            "step": step,
-            "plain_s": plain_s,
-            "memory": {**self.memory.over_time(), "peak": peak},
-            "times": self.times.write(folder / "trace.json.gz"),
-        }
-        words = in_words(peak)
+        memory, times = self.memory.describe(planned), self.times.write(folder / "trace.json.gz")
+        data = {"step": step, "plain_s": plain_s, "memory": memory, "times": times}
+        words = in_words(memory["peak"])
         (folder / "profile.json").write_text(json.dumps(data), encoding="utf-8")
         (folder / "peak.txt").write_text(words, encoding="utf-8")
         return words

@@ -85,7 +85,8 @@ class Watch:
             self._plain_s.append(time.perf_counter() - start)
         elif isinstance(recorder, StepProfile):
             plain, folder = self._plain_s[WARM_UP_STEPS:], self.run.run_dir / "profile" / f"step-{number}"
-            words = recorder.write(folder, number, statistics.median(plain) if plain else None)
+            plain_s = statistics.median(plain) if plain else None
+            words = recorder.write(folder, number, plain_s, planned_holders(self.plan))
             self.console.say(f"Profile of step {number}, in {folder}:\n{words}")
 
     def _recorder(self, number: int) -> StepProfile | StepTimes | None:
@@ -95,7 +96,7 @@ class Watch:
             return StepTimes(device) if kind == "times" else None
         if device.type == "cuda":
             self.device_peak_bytes = max(self.device_peak_bytes, torch.cuda.max_memory_allocated(device))
-        return StepProfile(self.model, self.optimizer, device, self.plan, self._times)
+        return StepProfile(self.model, self.optimizer, device, self._times)
 
 
 def is_shortage(error: BaseException | None) -> bool:
