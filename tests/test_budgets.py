@@ -119,24 +119,18 @@ def test_this_machine_has_what_psutil_says(tmp_path):
     assert 0 < host.memory_bytes <= psutil.virtual_memory().total and host.disk_bytes > 0
 
 
-def group(folder, names, limit, used, cached):
+def group(folder, limit, used, cached):
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / names[0]).write_text(f"{limit}\n")
-    (folder / names[1]).write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon 3\n{names[2]} {cached}\n")
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 3\ninactive_file {cached}\n")
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_the_tightest_control_group_counts(tmp_path, monkeypatch, version):
-    names = {
-        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        2: ("memory.max", "memory.current", "inactive_file"),
-    }[version]
-    top = tmp_path / ("memory" if version == 1 else "")
-    group(top / "a", names, 1000, 600, 100)
-    group(top / "a" / "b", names, 2**62 if version == 1 else "max", 600, 100)
+def test_the_tightest_control_group_counts(tmp_path, monkeypatch):
+    group(tmp_path / "a", 1000, 600, 100)
+    group(tmp_path / "a" / "b", "max", 600, 100)
     of = tmp_path / "cgroup"
-    of.write_text("3:cpuset:/\n4:memory:/a/b\n" if version == 1 else "0::/a/b\n")
+    of.write_text("3:cpuset:/\n0::/a/b\n")
     assert min(cgroup_rooms(tmp_path, of)) == 500
     monkeypatch.setattr(this_machine, "cgroup_rooms", lambda: [500])
     assert this_host().memory_bytes == 500

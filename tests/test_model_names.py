@@ -97,7 +97,7 @@ def test_without_an_answer_the_error_says_what_to_do(monkeypatch, error, words):
 def test_training_says_how_to_fetch_what_is_not_there(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
-        ConfigError, match="is not there; fetch it with `hf download Qwen/Qwen3-4B --local-dir Qwen/Qwen3"
+        ConfigError, match="cannot be read .*; fetch it with `hf download Qwen/Qwen3-4B --local-dir Qwen/Qwen3"
     ):
         read_shape(Path("Qwen/Qwen3-4B"))
 

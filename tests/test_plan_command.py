@@ -151,7 +151,7 @@ def test_one_gpu_shares_nothing_and_an_unused_disk_is_not_drawn():
     [
         (["plan", "no-such", "--gpus", "H200"], "model=no-such"),
         (["plan", "llama3-8b", "--gpus", "8xH300"], "--gpus H300"),
-        (["plan", "llama3-8b", "--gpus", "0xH200"], "counts no GPU"),
+        (["plan", "llama3-8b", "--gpus", "0xH200"], "--gpus 0xH200 is not understood"),
         (["plan", "llama3-8b", "--gpus", "H200", "--context", "long"], "--context long"),
         (["plan", "llama3-8b", "--gpus", "H200", "--host-memory", "much"], "--host-memory much"),
         (["plan", "llama3-8b", "--gpus", "8", "--gpu-file", "none.json"], "--gpu-file none.json"),

@@ -11,7 +11,7 @@ there. Then the ledger of a step.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -234,32 +234,16 @@ def layer_moments(shape: ModelShape, layout: Layout, s: int, keeps: LayerKeeps) 
 def layer_peak(shape: ModelShape, layout: Layout, s: int, keeps: LayerKeeps, direction: str) -> Moment:
     """The moment of "forward" or "backward" at which most is live."""
     b = LayerBytes(shape, layout, s, keeps)
-    moments = _highest(shape, _bare(layout, None), s, keeps, direction)
-    found = [m._replace(tiles=b.tile_bytes(m.tile), sums=b.grad_sums(m.phase)) for m in moments]
+    moments = (moment for moment in layer_moments(shape, layout, s, keeps) if moment.phase.startswith(direction))
+    highest = {(m.phase, m.tile): m for m in sorted(moments, key=lambda moment: moment.rest)}  # of each kind the last
+    found = [m._replace(tiles=b.tile_bytes(m.tile), sums=b.grad_sums(m.phase)) for m in highest.values()]
     return max(found, key=lambda moment: moment.live)
-
-
-def _bare(layout: Layout, tile_tokens: int | None) -> Layout:
-    """What decides a layer's bytes beside what it keeps: a key for caches."""
-    return Layout(layout.cp, layout.heads_per_stage, tile_tokens, overlap=layout.overlap, dtype=layout.dtype)
-
-
-@lru_cache(maxsize=8192)
-def _highest(shape: ModelShape, layout: Layout, s: int, keeps: LayerKeeps, direction: str) -> list[Moment]:
-    """For each kind of work on tiles, the moment at which most else is live."""
-    highest: dict[str, Moment] = {}
-    for moment in layer_moments(shape, layout, s, keeps):
-        before = highest.get(moment.tile)
-        if moment.phase.startswith(direction) and (before is None or moment.rest > before.rest):
-            highest[moment.tile] = moment
-    return list(highest.values())
 
 
 def kept_attention_bytes(shape: ModelShape, layout: Layout, s: int) -> int:
     """out and lse of one layer on one rank, all stages, empty slots included."""
-    slots = slots_of(shape, layout)
-    of_slot = shape.head_dim * layout.element_bytes + layout.sum_bytes
-    return len(slots.stages) * slots.query * layout.cp * s * of_slot
+    b = LayerBytes(shape, layout, s)
+    return b.num_stages * (b.q + b.lse)
 
 
 # ---- the ledger of a step
@@ -270,26 +254,15 @@ class Ledger:
     """Who holds how much, at the moment of the highest need. gpu: per GPU. host, disk: per node."""
 
     phase: str
-    gpu: Holders = field(hash=False)
-    host: Holders = field(hash=False)
-    disk: Holders = field(hash=False)
+    gpu: Holders
+    host: Holders
+    disk: Holders
+    gpu_peak: int  # sums of the above, reserves included
+    host_peak: int
+    disk_peak: int
     gpu_bytes: int  # what there is
     host_bytes: int
     disk_bytes: int
-
-    @property
-    def gpu_peak(self) -> int:
-        """With the reserve."""
-        return sum(self.gpu.values())
-
-    @property
-    def host_peak(self) -> int:
-        """With the reserve."""
-        return sum(self.host.values())
-
-    @property
-    def disk_peak(self) -> int:
-        return sum(self.disk.values())
 
     @property
     def tiers(self) -> dict[str, tuple[int, int]]:
@@ -300,14 +273,10 @@ class Ledger:
             "disk": (self.disk_peak, self.disk_bytes),
         }
 
-    def excess(self) -> dict[str, float]:
-        """Need over what there is, per tier; the plan fits when none is above 1."""
-        return {name: need / max(have, 1) for name, (need, have) in self.tiers.items()}
-
     @property
-    def worst_tier(self) -> str:
-        excess = self.excess()
-        return max(excess, key=lambda tier: excess[tier])
+    def worst(self) -> tuple[float, str]:
+        """Of the tier that is exceeded most: need over what there is, and its name."""
+        return max((need / max(have, 1), tier) for tier, (need, have) in self.tiers.items())
 
     @property
     def fits(self) -> bool:
@@ -319,7 +288,8 @@ def memory(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) ->
     name, gpu = max(gpu_phases(shape, layout, hardware, work), key=lambda phase: sum(phase[1].values()))
     gpu["reserve"] = RESERVE_BYTES + int(RESERVE_SHARE * hardware.gpu.memory_bytes)
     host, disk = _outside(shape, layout, hardware, work)
-    return Ledger(name, gpu, host, disk, hardware.gpu.memory_bytes, hardware.host_bytes, hardware.disk_bytes)
+    peaks = (sum(gpu.values()), sum(host.values()), sum(disk.values()))
+    return Ledger(name, gpu, host, disk, *peaks, hardware.gpu.memory_bytes, hardware.host_bytes, hardware.disk_bytes)
 
 
 def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> list[tuple[str, Holders]]:
@@ -335,7 +305,8 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
     root, lm_head = (head * e, 0) if shape.tied else (0, head)
     ahead = 0 if alone else layer * e  # the next layer's weights, on their way; alone there is no way to go
 
-    bare = _bare(layout, layout.tile_tokens)
+    # What decides a layer's bytes beside what it keeps: a key for the cache.
+    bare = replace(layout, kept=(), offload_optimizer=False)
     layers = [(*_of_layer(shape, bare, s, keeps), count) for keeps, count in layout.groups(shape.num_layers)]
     kept = sum(own * count for own, _, _, count in layers)  # from forward to backward
     # In forward a layer's own is still among its moment's.

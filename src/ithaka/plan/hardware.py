@@ -10,13 +10,11 @@ called not verified. Capacities are the least that PyTorch names in out-of-memor
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from typing import Any
 import psutil
 
 from ithaka.config import ConfigError
+from ithaka.plan.shape import read_json
 
 GIB = 2**30
 GPUS_PER_NODE = 8
@@ -151,14 +150,11 @@ GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in _TABLE}
 def find_gpu(name: str) -> Gpu:
     """By its name, or by the beginning of it where only one fits: H200, RTX4090."""
     wanted = _plain(name)
-    fitting = [gpu for key, gpu in GPUS.items() if key.upper() == wanted or key.upper().startswith(wanted + "-")]
-    if len(fitting) > 1:
-        names = " or ".join(gpu.name for gpu in fitting)
-        raise ConfigError(f"--gpus {name} is more than one known GPU; use {names}")
-    if not fitting:
-        known = ", ".join(GPUS)
-        raise ConfigError(f"--gpus {name} is not a known GPU; use one of {known}, or --gpu-file with your own")
-    return fitting[0]
+    fitting = [key for key in GPUS if key.upper() == wanted or key.upper().startswith(wanted + "-")]
+    if len(fitting) != 1:
+        what, names = ("more than one", fitting) if fitting else ("not a", list(GPUS))
+        raise ConfigError(f"--gpus {name} is {what} known GPU; use {' or '.join(names)}, or --gpu-file with your own")
+    return GPUS[fitting[0]]
 
 
 def gpu_named(name: str) -> Gpu | None:
@@ -181,12 +177,6 @@ def _as_card(gpu: Gpu, name: str) -> Gpu:
     return dataclasses.replace(gpu, name=f"{gpu.name} on PCIe", link_bytes_s=link, **rates)
 
 
-def least_gpu(gpus: Sequence[Gpu]) -> Gpu:
-    """What all of them can do: the least of every figure."""
-    least = {figure: min(getattr(gpu, figure) for gpu in gpus) for figure in FIGURES}
-    return dataclasses.replace(gpus[0], name=" and ".join(dict.fromkeys(gpu.name for gpu in gpus)), **least)
-
-
 def parse_gpus(text: str, gpu: Gpu | None = None) -> Hardware:
     """'8xH100-80GB', '2x8xH100-80GB' (nodes x GPUs), 'H200'; with `gpu`, which has the name, '8' or '2x8'.
 
@@ -195,18 +185,13 @@ def parse_gpus(text: str, gpu: Gpu | None = None) -> Hardware:
     named = text.strip() if gpu is None else f"{text.strip()}x{gpu.name}"
     if gpu is not None and not re.fullmatch(r"(\d+x)?\d+", text.strip()):
         raise ConfigError(f"--gpus {text} names a GPU beside --gpu-file, which has its own; write for example --gpus 8")
-    match = re.fullmatch(r"(?:(\d+)x)??(?:(\d+)x)?([A-Za-z].*)", named)
+    match = re.fullmatch(r"(?:([1-9]\d*)x)??(?:([1-9]\d*)x)?([A-Za-z].*)", named)
     if not match:
         raise ConfigError(f"--gpus {text} is not understood; write for example 8xH100-80GB or 2x8xH100-80GB")
     num_nodes, per_node = int(match[1] or 1), int(match[2] or 1)
-    if num_nodes < 1 or per_node < 1:
-        raise ConfigError(f"--gpus {text} counts no GPU; write for example 8xH100-80GB")
     if match[1] is None and per_node > GPUS_PER_NODE:
         if per_node % GPUS_PER_NODE:
-            raise ConfigError(
-                f"--gpus {text} is more than a node of {GPUS_PER_NODE} and no whole number of such nodes; "
-                f"say how many nodes, for example 1x{text.strip()}"
-            )
+            raise ConfigError(f"--gpus {text} is more than a node of {GPUS_PER_NODE}; say how many nodes, as 1x{text}")
         num_nodes, per_node = per_node // GPUS_PER_NODE, GPUS_PER_NODE
     host_bytes = HOST_BYTES_PER_GPU * per_node
     return Hardware(gpu or find_gpu(match[3]), per_node, num_nodes, host_bytes=host_bytes, assumed_host=True)
@@ -223,20 +208,13 @@ def parse_bytes(text: str, name: str) -> int:
 
 def read_gpu(file: Path) -> Gpu:
     """A GPU from a JSON file with the fields of `Gpu`; `based_on` names a known one for those left out."""
-    try:
-        values = dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        reason = getattr(error, "strerror", None) or "no JSON object"
-        raise ConfigError(
-            f"--gpu-file {file} cannot be read ({reason}); give what `ithaka bench device` writes"
-        ) from None
+    values = read_json(file, "--gpu-file ", "give what `ithaka bench device` writes")
     for key, value in values.items():
         if key not in (*FIGURES, *TEXTS):
             raise ConfigError(f"--gpu-file {file}: {key} is not a field; use {', '.join((*FIGURES, *TEXTS))}")
-        if key in TEXTS and not isinstance(value, str):
-            raise ConfigError(f"--gpu-file {file}: {key}={value} is no text; put it in quotes")
-        if key in FIGURES and not (type(value) in (int, float) and 0 < value < math.inf):
-            raise ConfigError(f"--gpu-file {file}: {key}={value} is no positive number; correct it")
+        if not (isinstance(value, str) if key in TEXTS else type(value) in (int, float) and 0 < value < math.inf):
+            wanted = "text" if key in TEXTS else "positive number"
+            raise ConfigError(f"--gpu-file {file}: {key}={value} is no {wanted}; correct it")
     base = vars(find_gpu(values.pop("based_on"))) if "based_on" in values else {}
     if missing := [name for name in FIGURES if name not in base | values]:
         raise ConfigError(f"--gpu-file {file} lacks {', '.join(missing)}; add them, or based_on with a known GPU")
@@ -258,11 +236,6 @@ def find_hardware(
 
 CGROUP = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
-# By the controllers of a line: where limit and usage are, and the cache's entry in memory.stat.
-CGROUP_FILES = {
-    "": ("memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
 
 
 @dataclass(frozen=True)
@@ -283,27 +256,18 @@ def this_host(disk_path: Path | None = None) -> Host:
 
 def num_cores() -> int:
     """Those this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cgroup_rooms(root: Path = CGROUP, of: Path = OWN_CGROUP) -> list[int]:
-    """What each control group around this process still allows; file cache makes way: it counts as free."""
-    rooms = []
-    for line in _read_lines(of):
-        _, controllers, path = line.split(":", 2)
-        if controllers not in CGROUP_FILES:
-            continue
-        limit, usage, cache = CGROUP_FILES[controllers]
-        # A container sees its own groups at the top, whatever the path says.
-        top = root / controllers
-        inside = top / path.lstrip("/")
-        for group in (top, *(folder for folder in (inside, *inside.parents) if top in folder.parents)):
-            allowed, used = _read_lines(group / limit), _read_lines(group / usage)
-            if used and allowed and allowed[0].isdigit():
-                stat = dict(line.split() for line in _read_lines(group / "memory.stat"))
-                rooms.append(max(0, int(allowed[0]) - int(used[0]) + int(stat.get(cache, 0))))
+    """What each control group (v2) around this process still allows; file cache makes way: it counts as free."""
+    # A container sees its own groups at the top, whatever the path says.
+    inside, rooms = root / "".join(line[4:] for line in _read_lines(of) if line.startswith("0::/")), []
+    for group in (root, *(folder for folder in (inside, *inside.parents) if root in folder.parents)):
+        allowed, used = _read_lines(group / "memory.max"), _read_lines(group / "memory.current")
+        if used and allowed and allowed[0].isdigit():
+            stat = dict(line.split() for line in _read_lines(group / "memory.stat"))
+            rooms.append(max(0, int(allowed[0]) - int(used[0]) + int(stat.get("inactive_file", 0))))
     return rooms
 
 

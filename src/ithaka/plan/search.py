@@ -78,7 +78,7 @@ class Plan:
     def limited_by(self) -> str:
         """What takes most time or, if it does not fit, the tier."""
         if not self.fits:
-            return self.ledger.worst_tier
+            return self.ledger.worst[1]
         shares = {name: getattr(self.seconds, name) for name in ("attention", "linear", "exchange", "copies")}
         return max(shares, key=lambda name: shares[name])
 
@@ -125,7 +125,7 @@ def longest(shape: ModelShape, hardware: Hardware, fixed: Fixed | None = None, b
     if ways := [tier for tier in ways_further(shape, hardware, space.fixed, batch, context) if tier in stops]:
         return context, ways[-1]
     misses = (Plan(shape, layout, hardware, Work(context + space.grain, batch)) for layout in space.leanest())
-    missing = min(misses, key=_excess).ledger.worst_tier
+    missing = min(plan.ledger.worst for plan in misses)[1]
     capped = "cp" not in space.fixed and max(space.cps) < hardware.num_gpus
     return context, "heads" if missing == "GPU" and capped else missing
 
@@ -138,10 +138,6 @@ def ways_further(shape: ModelShape, hardware: Hardware, fixed: Fixed, batch: int
         "nodes": replace(hardware, num_nodes=2 * hardware.num_nodes),
     }
     return [way for way, machine in more.items() if _Space(shape, machine, fixed).longest_context(batch) > context]
-
-
-def _excess(plan: Plan) -> float:
-    return max(plan.ledger.excess().values())
 
 
 @dataclass(frozen=True)
@@ -225,8 +221,7 @@ class _Space:
         frames = list(self.frames())
         fewest = min(frame["keep_attention"] for frame in frames)
         plans = [self.plan(frame, work) for frame in frames if frame["keep_attention"] == fewest]
-        least = min(map(_excess, plans))
-        return min((plan for plan in plans if _excess(plan) == least), key=lambda plan: -plan.tokens_per_s_per_gpu)
+        return min(plans, key=lambda plan: (plan.ledger.worst[0], -plan.tokens_per_s_per_gpu))
 
     def leanest(self) -> Iterator[Layout]:
         """Layouts that can be the last to fit: most ranks per sequence, narrowest stage, smallest tile.

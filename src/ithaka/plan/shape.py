@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from ithaka.config import ConfigError
 
 Bias = Literal["never", "always", "by config"]
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+GIVE_MODEL = "give a model directory or a config.json"
 CORRECT = "correct the model's config.json"
 _HUB_NAME = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
 HUB_ID = rf"(?!.*(?:--|\.\.)){_HUB_NAME}/{_HUB_NAME}"  # owner/name, as the hub allows it
@@ -64,14 +65,6 @@ class ModelShape:
     mlp_bias: bool = False
     qk_norm: bool = False
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        """Once: the planner looks shapes up all the time."""
-        return hash(tuple(getattr(self, entry.name) for entry in fields(self)))
-
     @cached_property
     def mlp_parameters(self) -> int:
         """Of one layer: gate, up and down projections, biases."""
@@ -118,27 +111,22 @@ class Work:
 
 def read_shape(path: Path) -> ModelShape:
     """The shape of the model in a Hugging Face directory, or of a `config.json` given by its own path."""
-    if not path.exists() and re.fullmatch(HUB_ID, str(path)):
-        raise ConfigError(
-            f"model.path={path} is not there; fetch it with `hf download {path} --local-dir {path}`, "
-            "or give a model directory or a config.json"
-        )
     file = path / "config.json" if path.is_dir() else path
-    return shape_from_config(read_json(file), str(path))
+    fetch = f"fetch it with `hf download {path} --local-dir {path}`, or " if re.fullmatch(HUB_ID, str(path)) else ""
+    return shape_from_config(read_json(file, way_out=fetch + GIVE_MODEL), str(path))
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file of a model; ConfigError when it is missing or is no JSON object."""
+def read_json(file: Path, name: str = "model.path=", way_out: str = GIVE_MODEL) -> dict[str, Any]:
+    """The object in a JSON file; ConfigError when it is missing or is no JSON object. `name`: who gave its path."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(values := json.loads(file.read_text(encoding="utf-8")), dict):
+            return values
+        reason = "no JSON object"
     except OSError as error:
-        way_out = "give a model directory or a config.json"
-        raise ConfigError(f"model.path={file} cannot be read ({error.strerror}); {way_out}") from None
+        reason = error.strerror or str(error)
     except ValueError:
-        raise ConfigError(f"model.path={file} is not valid JSON; copy the model's config.json again") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"model.path={file} holds no JSON object; copy the model's config.json again")
-    return values
+        reason = "not valid JSON"
+    raise ConfigError(f"{name}{file} cannot be read ({reason}); {way_out}")
 
 
 def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> ModelShape:

@@ -36,7 +36,7 @@ from ithaka.config import (
 from ithaka.dist.mesh import start_process_group
 from ithaka.layout import Layout, check_fixed, either, fixed_settings, layout_of
 from ithaka.plan.bytes import Holders, Ledger, memory
-from ithaka.plan.hardware import GPUS, Hardware, find_gpu, gpu_named, least_gpu, this_host
+from ithaka.plan.hardware import GPUS, Hardware, find_gpu, gpu_named, this_host
 from ithaka.plan.search import Plan, decide, work_of
 from ithaka.plan.shape import ModelShape, Work, read_shape, shape_from_config
 from ithaka.plan.show import size
@@ -235,20 +235,23 @@ def machine_here(config: Config, num_ranks: int, gpu: tuple[str, int] | None) ->
 
 
 def least_of(machines: Sequence[Hardware]) -> Hardware:
-    """A machine that every rank's can stand for: of each figure the least."""
+    """A machine that every rank's can stand for: the least of host and disk, and the GPU with the least memory."""
     numbers = sorted({machine.gpus_per_node for machine in machines})
     if len(numbers) > 1:
         raise ConfigError(f"the nodes have {' and '.join(map(str, numbers))} ranks; start as many on each")
     host_bytes, disk_bytes = (min(getattr(m, name) for m in machines) for name in ("host_bytes", "disk_bytes"))
-    gpu = least_gpu([machine.gpu for machine in machines])
+    gpu = min((machine.gpu for machine in machines), key=lambda gpu: gpu.memory_bytes)
     return dataclasses.replace(machines[0], gpu=gpu, host_bytes=host_bytes, disk_bytes=disk_bytes)
 
 
 def plans_for(config: Config, hardware: Hardware) -> bool:
     """Not without a GPU that the hardware table knows, with memory.plan=off, or in another precision than bfloat16,
     which is what the table's rates are for."""
-    known = all(gpu_named(name) for name in hardware.gpu.name.split(" and "))
-    return known and config.memory.plan == "auto" and config.model.dtype in ("auto", "bfloat16")
+    return (
+        gpu_named(hardware.gpu.name) is not None
+        and config.memory.plan == "auto"
+        and config.model.dtype in ("auto", "bfloat16")
+    )
 
 
 def planned(config: Config, given: Set[str], hardware: Hardware) -> tuple[Config, Plan | None]:
