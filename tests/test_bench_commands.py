@@ -11,7 +11,6 @@ from ithaka import rehearse as rehearsal
 from ithaka.cli import app
 from ithaka.config import ConfigError
 from ithaka.plan.hardware import read_gpu
-from ithaka.train import console
 from models import tiny_config
 
 
@@ -68,13 +67,12 @@ def test_a_refused_ladder_prints_no_table(tmp_path, monkeypatch):
         assert refused.exit_code == 2 and words in refused.stderr and refused.stdout == ""
 
 
-def test_ladder_measures_every_rung(tmp_path, monkeypatch):
-    monkeypatch.setattr(console, "PATIENCE_S", 0.0)  # said at once
+def test_ladder_measures_every_rung(tmp_path):
     config = tiny_config("llama", attention_bias=False, tie_word_embeddings=False)
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     sizes = ["--context", "256", "--ranks", "2", "--tile", "32", "--json"]
     result = run("bench", "ladder", tmp_path / "config.json", *sizes)
-    assert result.exit_code == 0 and "\n+ tiles: rehearsing at 256 tokens ..." in result.stderr
+    assert result.exit_code == 0, result.output
     peaks = {row["technique"]: row["peak X"] for row in json.loads(result.stdout)}
     assert len(peaks) == 6
     assert peaks["none"] > peaks["+ checkpointing"] > peaks["+ tiles"] > peaks["+ kept attention"] > 2

@@ -17,7 +17,7 @@ from ithaka.config import (
     to_dict,
     to_yaml,
 )
-from ithaka.train import checkpoint, console, launch, preflight
+from ithaka.train import checkpoint, launch, preflight
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 50
 
@@ -29,7 +29,6 @@ def folder(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(launch, "num_gpus", lambda: 0)
     monkeypatch.setattr(preflight, "find_spec", lambda name: None)  # of TensorBoard, which may be installed
-    monkeypatch.setattr(console, "PATIENCE_S", 60)  # what is slow here says nothing about it
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -14,7 +14,7 @@ from ithaka.plan.hardware import Hardware, find_gpu
 from ithaka.plan.search import Plan
 from ithaka.plan.shape import Work, shape_from_config
 from ithaka.profile.progress import Progress, Report
-from ithaka.train.console import Console, Metrics, describe_progress, read_metrics
+from ithaka.train.console import Console, describe_progress, read_metrics
 
 SHAPE = shape_from_config(embedded_model("small"))
 PLAN = Plan(SHAPE, Layout(heads_per_stage=2), Hardware(find_gpu("CPU")), Work(4096))
@@ -97,13 +97,13 @@ def test_console_and_metrics_show_it(tmp_path, capsys):
 
 
 def test_resuming_drops_progress_of_lost_steps(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    metrics = Metrics(path, 0)
+    console = Console(tmp_path, num_steps=9)
     for step in (2, 3):
-        metrics.write(replace(REPORT, step=step))
-    metrics.close()
-    Metrics(path, 2).close()
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [2]
+        console.progress(replace(REPORT, step=step))
+    console.close()
+    Console(tmp_path, num_steps=9, step=2).close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [2]
 
 
 def test_nothing_known_is_left_out():

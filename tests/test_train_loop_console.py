@@ -15,7 +15,7 @@ from rich.console import Console as RichConsole
 
 from ithaka.model.batch import num_pairs
 from ithaka.train import console as console_module
-from ithaka.train.console import Console, Metrics, Record, amount, status, step_flops
+from ithaka.train.console import Console, Record, amount, open_metrics, status, step_flops
 from ithaka.train.launch import StopRequest
 from ithaka.train.loop import Diverged
 from runs import metrics, run, start_program, tiny_run, wait_for
@@ -45,11 +45,10 @@ def test_run_writes_every_step_to_metrics(ranks, tmp_path):
 def test_resumed_metrics_drop_lost_steps_and_half_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
-    file = Metrics(path, 2)
-    file.write(record(3))
-    file.close()
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
-    Metrics(path, 0).close()
+    with open_metrics(path, 2) as file:
+        file.write('{"step": 3}\n')
+        assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+    open_metrics(path, 0).close()
     assert path.read_text() == ""
 
 
@@ -92,7 +91,8 @@ def test_tensorboard_gets_the_same_numbers(tmp_path, monkeypatch):
     shown.step(record(5))
     shown.close()
     writer.SummaryWriter.assert_called_once_with(str(tmp_path / "tensorboard"), purge_step=5)
-    written = {(key, step): value for (key, value, step), _ in writer.SummaryWriter().add_scalar.call_args_list}
+    scalars = writer.SummaryWriter().__enter__().add_scalar.call_args_list
+    written = {(key, step): value for (key, value, step), _ in scalars}
     (line,) = metrics(tmp_path)
     assert written == {(key, 5): value for key, value in line.items() if key != "step" and value is not None}
     assert written[("loss", 5)] == 2.5
@@ -152,25 +152,19 @@ def test_pairs_are_counted_inside_documents_and_windows():
     assert num_pairs(documents, [None, 2]) == int(seen.sum())
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_what_takes_long_is_said_at_once_on_a_terminal_and_later_elsewhere(monkeypatch, capsys, terminal):
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(console_module, "PATIENCE_S", 0.2)
-    # Where colours are forced, rich takes a pipe for a terminal.
-    monkeypatch.setattr(console_module, "RichConsole", partial(RichConsole, force_terminal=True, width=80))
+@pytest.mark.parametrize("terminal, rank", [(True, "0"), (False, "0"), (True, "1")])
+def test_what_takes_long_is_said_by_rank_0_on_a_terminal(monkeypatch, capsys, terminal, rank):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes a pipe for a terminal
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    with status("reading"):
-        assert ("reading" in capsys.readouterr().err) == terminal
-    after = capsys.readouterr().err
-    assert after.endswith("\x1b[1A\x1b[2K") if terminal else after == ""
     with status("building [it]"):
-        time.sleep(0.5)
-    assert "building [it] ..." in capsys.readouterr().err
-    monkeypatch.setenv("RANK", "1")
-    with status("not said by others"):
-        time.sleep(0.5)
-    assert capsys.readouterr().err == ""
+        time.sleep(0.2)
+    said = capsys.readouterr().err
+    if terminal and rank == "0":
+        assert "building [it] ..." in said and said.endswith("\x1b[1A\x1b[2K")
+    else:
+        assert said == ""
 
 
 def test_the_bar_says_what_is_done_besides_steps(tmp_path, monkeypatch):
@@ -178,9 +172,9 @@ def test_the_bar_says_what_is_done_besides_steps(tmp_path, monkeypatch):
     shown = Console(tmp_path, num_steps=3)
     shown.step(record(1))
     with shown.doing("saving"):
-        shown._progress.refresh()
+        shown._bar.refresh()
     assert "saving ..." in output.getvalue()
     output.truncate(0)
-    shown._progress.refresh()
+    shown._bar.refresh()
     assert "loss 2.5000" in output.getvalue() and "saving" not in output.getvalue()
     shown.close()

@@ -133,26 +133,18 @@ def _prune(root: Path, step: int, keep_last: int) -> None:
 
 
 def problem(path: Path) -> str | None:
-    """Why the checkpoint at `path` cannot be used, or None: every file is there with the size it was written
-    with and torch's index can be read."""
-    if not path.is_dir():
-        return "it does not exist"
+    """Why the checkpoint at `path` cannot be used, or None: every file is there with the size it was written with, and
+    torch's index can be read."""
     try:
-        record = read_state(path)
-        written = record["file_bytes"].items()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return f"{STATE_FILE} is missing or damaged"
-    if record.get("format") != FORMAT:
-        return f"its format is {record.get('format')}, and this ithaka reads {FORMAT}: use the ithaka that wrote it"
-    for name, num_bytes in written:
-        if not (path / name).is_file():
-            return f"file {name} is missing"
-        if (found := (path / name).stat().st_size) != num_bytes:
-            return f"file {name} holds {found} bytes, {num_bytes} were written"
-    try:
+        state = read_state(path)
+        if (found := state.get("format")) != FORMAT:
+            return f"its format is {found}, and this ithaka reads {FORMAT}: use the ithaka that wrote it"
+        for name, num_bytes in state["file_bytes"].items():
+            if (path / name).stat().st_size != num_bytes:
+                return f"file {name} does not have the {num_bytes} bytes that were written"
         dcp.FileSystemReader(path).read_metadata()
     except Exception as error:  # a damaged pickle can raise anything
-        return f"its index .metadata cannot be read ({type(error).__name__})"
+        return f"{type(error).__name__}: {error}"
     return None
 
 
@@ -164,14 +156,12 @@ def find(run_dir: Path) -> Path:
     if not run_dir.is_dir():
         raise ConfigError(f"run directory {run_dir} does not exist; give the directory of an earlier run")
     latest, root = run_dir / "latest", run_dir / "checkpoints"
-    name = latest.read_text(encoding="utf-8").strip() if latest.is_file() else ""
-    path, reason = root / name, problem(root / name) if name else f"{latest} is missing or empty"
+    path = root / (latest.read_text(encoding="utf-8").strip() if latest.is_file() else "")
+    reason = problem(path) if path != root else f"{latest} is missing or empty"
     if reason is None:
         return path
-    usable = [other.name for other in sorted(root.glob("step-*")) if other != path and problem(other) is None]
-    way = "the run directory holds no other complete checkpoint, start the run anew"
-    if usable:
-        way = f"{usable[-1]} is complete, to use it: echo {usable[-1]} > {latest}"
+    usable = [other.name for other in sorted(root.glob("step-*")) if problem(other) is None]
+    way = f"to go on from {usable[-1]}: echo {usable[-1]} > {latest}" if usable else "none is complete, start anew"
     raise ConfigError(f"checkpoint {path} cannot be used: {reason}; {way}")
 
 

@@ -10,49 +10,28 @@ import json
 import os
 import resource
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console as RichConsole
-from rich.live import Live
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.spinner import Spinner
-from rich.text import Text
 
 from ithaka.plan.show import size
 
 if TYPE_CHECKING:
     from ithaka.profile.progress import Report
 
-PATIENCE_S = 5.0  # what takes less is not worth a line
 
-
-@contextmanager
-def status(what: str) -> Iterator[None]:
-    """Say `what` on stderr while the code inside runs: on a terminal at once, beside a spinner that goes when it is
-    done; elsewhere on a line once it takes long. Of all ranks, rank 0 speaks."""
-    if os.environ.get("RANK", "0") != "0":
-        yield
-        return
-    screen = RichConsole(highlight=False, soft_wrap=True, stderr=True)
-    if sys.stderr.isatty() and not screen.is_dumb_terminal:  # rich calls a pipe a terminal where colours are forced
-        spinner = Spinner("dots", Text(f"{what} ..."))
-        with Live(spinner, console=screen, transient=True, redirect_stdout=sys.stdout.isatty()):
-            yield
-        return
-    timer = threading.Timer(PATIENCE_S, print, (f"{what} ...",), {"file": sys.stderr, "flush": True})
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+def status(what: str) -> AbstractContextManager[Any]:
+    """Show `what` beside a spinner on stderr while the code inside runs: by rank 0, and on a terminal only."""
+    # rich calls a pipe a terminal where colours are forced.
+    shown = sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+    return RichConsole(stderr=True, force_terminal=shown).status(f"{escape(what)} ...")
 
 
 @dataclass(frozen=True)
@@ -112,21 +91,14 @@ def describe_progress(report: Report) -> str:
     return f"{report.phase or 'starting'}  {report.percent:.0f}%{left}"
 
 
-class Metrics:
-    """Appends records to metrics.jsonl, each line flushed; progress of a long step goes between them.  A resumed run
-    first drops the lines after `step`, which belong to work lost with the old process and will be done again."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= step] if step else []
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        os.replace(temporary, path)
-        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - open as long as the run
-        self.close = self._file.close
-
-    def write(self, entry: Record | Report) -> None:
-        values = asdict(entry) if isinstance(entry, Record) else {"step": entry.step, "progress": asdict(entry)}
-        self._file.write(json.dumps(values) + "\n")  # one call: progress comes from a thread of its own
+def open_metrics(path: Path, step: int) -> TextIO:
+    """To append records, each line flushed. A resumed run first drops the lines after `step`, which belong to work lost
+    with the old process and will be done again."""
+    kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= step] if step else []
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    os.replace(temporary, path)
+    return open(path, "a", encoding="utf-8", buffering=1)
 
 
 def _whole_lines(path: Path) -> list[str]:
@@ -148,33 +120,29 @@ class Console:
     def __init__(self, run_dir: Path, num_steps: int, step: int = 0, tensorboard: bool = False, active: bool = True):
         self.active, self.num_steps = active, num_steps
         self._rich = RichConsole(highlight=False, soft_wrap=True, quiet=not active)
-        self._progress: Progress | None = None
         self._events: Any = None
+        self._open = ExitStack()
+        self.close = self._open.close  # ends the bar and the files
         if active:
-            self._metrics = Metrics(run_dir / "metrics.jsonl", step)
+            self._metrics = self._open.enter_context(open_metrics(run_dir / "metrics.jsonl", step))
         if active and tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             # It hides an earlier process's events after `step` itself.
-            self._events = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if step else None)
-        if active and self._rich.is_terminal:
-            words = TextColumn("{task.fields[status]}")
-            columns = (TextColumn("[bold]train"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn())
-            self._progress = Progress(*columns, words, console=self._rich)
-            self._progress.add_task("train", total=num_steps, completed=step, status="")
-            self._progress.start()
+            events = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if step else None)
+            self._events = self._open.enter_context(events)
+        columns = (TextColumn("[bold]train"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn())
+        words, self._plain = TextColumn("{task.fields[status]}"), not (active and self._rich.is_terminal)
+        self._bar = self._open.enter_context(Progress(*columns, words, console=self._rich, disable=self._plain))
+        self._task = self._bar.add_task("train", total=num_steps, completed=step, status="")
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Says what is done besides steps: in the progress bar where there is one."""
-        if self._progress is None:
-            with status(what) if self.active else nullcontext():
-                yield
-            return
-        before = self._progress.tasks[0].fields["status"]
-        self._show(0, "", f"{what} ...")
+        """Says in the progress bar what is done besides steps."""
+        before = self._bar.tasks[0].fields["status"]
+        self._bar.update(self._task, status=f"{what} ...")
         yield
-        self._show(0, "", before)
+        self._bar.update(self._task, status=before)
 
     def say(self, text: str) -> None:
         """Prints `text` as it is, above the progress bar where there is one."""
@@ -189,31 +157,24 @@ class Console:
     def step(self, record: Record) -> None:
         if not self.active:
             return
-        self._metrics.write(record)
+        self._write(asdict(record))
         for key, value in asdict(record).items() if self._events is not None else ():
             if key != "step" and value is not None:
                 self._events.add_scalar(key, value, record.step)
-        self._show(record.step, " ", describe(record), completed=record.step)
-        if record.val_loss is not None and self._progress is not None:
+        self._bar.update(self._task, completed=record.step)
+        self._show(record.step, " ", describe(record))
+        if record.val_loss is not None and not self._plain:
             self.say(f"step {record.step}/{self.num_steps}  validation loss {record.val_loss:.4f}")
 
     def progress(self, report: Report) -> None:
         """Where a long step is."""
-        self._metrics.write(report)
+        self._write({"step": report.step, "progress": asdict(report)})
         self._show(report.step, " under way:", describe_progress(report))
 
-    def _show(self, step: int, what: str, words: str, **changes: Any) -> None:
-        if self._progress is None:
-            self.say(f"step {step}/{self.num_steps}{what} {words}")
-        else:
-            self._progress.update(self._progress.task_ids[0], status=words, **changes)
+    def _write(self, values: dict[str, Any]) -> None:
+        self._metrics.write(json.dumps(values) + "\n")  # one call: progress comes from a thread of its own
 
-    def close(self) -> None:
-        """Ends the bar and the files."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
-        if self.active:
-            self._metrics.close()
-        if self._events is not None:
-            self._events.close()
+    def _show(self, step: int, what: str, words: str) -> None:
+        self._bar.update(self._task, status=words)
+        if self._plain:
+            self.say(f"step {step}/{self.num_steps}{what} {words}")

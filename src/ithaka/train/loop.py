@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,6 @@ from ithaka.layer.store import Store
 from ithaka.model.build import build_model
 from ithaka.phases import listening, phase
 from ithaka.plan.hardware import peak_flops
-from ithaka.plan.show import size
 from ithaka.train import checkpoint
 from ithaka.train.console import Console, Record, amount, host_peak_bytes, read_metrics, status, step_flops
 from ithaka.train.launch import StopRequest
@@ -153,9 +153,8 @@ def _locked(run_dir: Path) -> int:
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(directory)
-        raise ConfigError(
-            f"train.run_dir={run_dir} is in use by another run; wait for its end, or stop it with Ctrl-C"
-        ) from None
+        way = "wait for its end, or stop it with Ctrl-C"
+        raise ConfigError(f"train.run_dir={run_dir} is in use by another run; {way}") from None
     except OSError:  # a file system without locks
         pass
     return directory
@@ -272,22 +271,15 @@ def _header(trainer: Trainer) -> dict[str, str]:
 
 
 def _summary(trainer: Trainer, records: list[dict[str, Any]]) -> dict[str, str]:
-    run_dir, more = trainer.run.run_dir, 2 * trainer.step
+    run_dir, more, optim = trainer.run.run_dir, 2 * trainer.step, trainer.config.optim
     # Since the run was resumed: with other settings, validation before may have been of other text.
     since = (r["val_loss"] for r in records if r["step"] >= trainer.first_step)
     losses = [f"{loss:.4f}" for loss in since if loss is not None]
     rates = [r["tokens_per_s"] for r in records if r["tokens_per_s"]]
-    # Each part of a resumed run has peaks of its own.
-    device_peak = max(r["device_peak_bytes"] or 0 for r in records)
-    device = f"device {size(device_peak)}, " if device_peak else ""
     facts = {"validation loss": " -> ".join([losses[0], *losses[1:][-1:]])} if losses else {}
-    if rates:
-        facts["speed"] = f"{amount(sorted(rates)[len(rates) // 2])} tokens/s (median step)"
-    facts["peak memory"] = f"{device}host {size(max(r['host_peak_bytes'] for r in records))} per rank"
+    facts["speed"] = f"{amount(statistics.median(rates))} tokens/s (median step)"
     facts["export"] = f"ithaka export {run_dir} OUT_DIR"
     facts["train longer"] = f"ithaka train --resume {run_dir} --set train.steps={more}"
-    optim = trainer.config.optim
     if optim.schedule == "cosine" and optim.warmup_steps < (optim.decay_steps or trainer.step) <= trainer.step:
-        rate = learning_rate(trainer.step, optim, trainer.step)
-        facts["lr"] = f"stays at {rate:.2e} then; for a longer cosine add --set optim.decay_steps={more}"
+        facts["lr"] = f"stays as it is then; for a longer cosine add --set optim.decay_steps={more}"
     return facts

@@ -81,6 +81,8 @@ class Run:
 
 def preflight(file: Path | None, changes: list[str], resume: Path | None = None, run_dir: Path | None = None) -> Run:
     """Resolve, plan and check the configuration: a file of settings and changes to them, or a run to go on with."""
+    if under_torchrun():
+        start_process_group()
 
     def told() -> tuple[Config, Hardware]:
         config = _resolve(file, changes, resume, run_dir)
@@ -129,8 +131,6 @@ def together(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     Every rank must call it, and the function must not communicate. A rank that any other error ends closes its
     connections, which is how the others notice.
     """
-    if not _others():
-        return function(*args, **kwargs)
     refusal = None
     try:
         result = function(*args, **kwargs)
@@ -146,17 +146,10 @@ def together(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 def gathered(mine: T) -> list[T]:
     """Every rank's, in order. Communicates, unless this process is alone."""
-    answers = [mine] * (dist.get_world_size() if _others() else 1)
+    answers = [mine] * (dist.get_world_size() if dist.is_initialized() else 1)
     if len(answers) > 1:
         dist.all_gather_object(answers, mine)
     return answers
-
-
-def _others() -> bool:
-    """Whether other ranks take part; then they can be reached."""
-    if under_torchrun():
-        start_process_group()
-    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def check_ranks_agree(configs: Sequence[Config]) -> None:
@@ -164,11 +157,9 @@ def check_ranks_agree(configs: Sequence[Config]) -> None:
     node reads its own file."""
     first, *others = (to_yaml(config).splitlines() for config in configs)
     for rank, lines in enumerate(others, 1):
-        for here, there in zip(first, lines, strict=False):
-            if here != there:
-                raise ConfigError(
-                    f"rank 0 has `{here.strip()}` and rank {rank} `{there.strip()}`; give every node the same settings"
-                )
+        for here, there in (both for both in zip(first, lines, strict=False) if both[0] != both[1]):
+            way = "give every node the same settings"
+            raise ConfigError(f"rank 0 has `{here.strip()}` and rank {rank} `{there.strip()}`; {way}")
 
 
 def _resolve(file: Path | None, changes: list[str], resume: Path | None, run_dir: Path | None) -> Config:
@@ -177,15 +168,14 @@ def _resolve(file: Path | None, changes: list[str], resume: Path | None, run_dir
         moved = "--set train.run_dir" if "train.run_dir" in given(None, changes) else ""
         wrong = f"config={file}" if file else f"--run-dir {run_dir}" if run_dir else moved
         if wrong:
-            raise ConfigError(
-                f"{wrong} cannot be given with --resume {resume}; change settings with --set, or leave it out"
-            )
+            way = "change settings with --set, or leave it out"
+            raise ConfigError(f"{wrong} cannot be given with --resume {resume}; {way}")
         if not (resume / "config.yaml").is_file():
             raise ConfigError(f"--resume {resume} holds no config.yaml; give the directory of an earlier run")
         before = load(resume / "config.yaml")
-        end = before.optim.decay_steps or before.train.steps
+        last = before.optim.decay_steps or before.train.steps
         # A cosine that has not begun ends with the longer run.
-        kept = end if end > before.optim.warmup_steps else "null"
+        kept = last if last > before.optim.warmup_steps else "null"
         config, run_dir = load(resume / "config.yaml", [f"optim.decay_steps={kept}", *changes]), resume
     else:
         config = load(file, changes, _defaults(file, changes))
@@ -194,12 +184,10 @@ def _resolve(file: Path | None, changes: list[str], resume: Path | None, run_dir
         job = os.environ["MASTER_PORT"] if job == "none" else job
         name = time.strftime("%Y%m%d-%H%M%S") if job is None else f"torchrun-{job}"
         run_dir = run_dir or config.train.run_dir or Path("runs") / name
-    decay_steps, warmup_steps = config.optim.decay_steps, config.optim.warmup_steps
-    if config.optim.schedule == "cosine" and decay_steps is not None and decay_steps <= warmup_steps:
-        raise ConfigError(
-            f"optim.decay_steps={decay_steps} ends within optim.warmup_steps={warmup_steps}; give more, or null"
-        )
-    optim = dataclasses.replace(config.optim, decay_steps=decay_steps or config.train.steps)
+    end, warmup = config.optim.decay_steps, config.optim.warmup_steps
+    if config.optim.schedule == "cosine" and end is not None and end <= warmup:
+        raise ConfigError(f"optim.decay_steps={end} ends within optim.warmup_steps={warmup}; give more, or null")
+    optim = dataclasses.replace(config.optim, decay_steps=end or config.train.steps)
     return dataclasses.replace(config, optim=optim, train=dataclasses.replace(config.train, run_dir=run_dir))
 
 
@@ -284,12 +272,10 @@ def needs(run: Run) -> tuple[Holders, Holders]:
 def check_fits(run: Run) -> None:
     """Refuse what does not fit, by the planner's ledger with its reserves. Where it does not plan: what certainly does
     not fit in host memory and on disk; what else a process needs is not counted."""
-    machine, ledger, memory = run.hardware, run.ledger, run.config.memory
-    tiers = {"host memory": (needs(run)[0], machine.host_bytes), "disk": (needs(run)[1], machine.disk_bytes)}
-    anyway = plans_for(run.config, machine)
-    if anyway:
-        tiers = {"each GPU": (ledger.gpu, ledger.gpu_bytes), "host memory": (ledger.host, ledger.host_bytes)}
-        tiers["disk"] = (ledger.disk, ledger.disk_bytes)
+    ledger, memory, anyway = run.ledger, run.config.memory, plans_for(run.config, run.hardware)
+    host, disk = (ledger.host, ledger.disk) if anyway else needs(run)
+    tiers = {"each GPU": (ledger.gpu if anyway else {}, ledger.gpu_bytes), "host memory": (host, ledger.host_bytes)}
+    tiers["disk"] = (disk, ledger.disk_bytes)
     for what, (holders, have) in tiers.items():
         if (need := sum(holders.values())) <= have:
             continue
@@ -305,8 +291,9 @@ def check_fits(run: Run) -> None:
             "memory.plan=off to try anyway": anyway,
         }
         largest = sorted(((name, part) for name, part in holders.items() if part), key=lambda item: -item[1])
+        context, ranks = run.work.context, run.hardware.gpus_per_node
         raise ConfigError(
-            f"data.context={run.config.data.context} needs {size(need)} of {what} for {machine.gpus_per_node} ranks ("
+            f"data.context={context} needs {size(need)} of {what} for {ranks} ranks ("
             f"{', '.join(f'{name} {size(num_bytes)}' for name, num_bytes in largest)}), and {size(have)} are there; "
             f"use {either(way for way, helps in ways.items() if helps)}"
         )
@@ -331,19 +318,14 @@ def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
     check_fixed(fixed, shape.heads, shape.num_layers, num_ranks)
     check_effects({f"memory.{name}": value for name, value in vars(memory).items()})
     idle_disk = memory.disk_path is not None and "disk" not in (memory.offload, memory.attention_offload)
-    blocks = (attention.block_q, attention.block_kv)
+    blocks, kernels = (attention.block_q, attention.block_kv), ("auto", *KERNELS)
+    no_events = config.train.tensorboard and find_spec("tensorboard") is None
     wrong = [
         (idle_disk, f"memory.disk_path={memory.disk_path} has no effect without memory.offload=disk; leave it null"),
         # Only its name: whether the device can run a kernel is for the ranks to say, who own the devices.
-        (
-            attention.kernel not in ("auto", *KERNELS),
-            f"attention.kernel={attention.kernel} is not a kernel; use auto, {', '.join(KERNELS)}",
-        ),
+        (attention.kernel not in kernels, f"attention.kernel={attention.kernel} is unknown; use {either(kernels)}"),
         (blocks.count(None) == 1, f"attention.block_q, block_kv={blocks} go together; set both or neither"),
-        (
-            config.train.tensorboard and find_spec("tensorboard") is None,
-            "train.tensorboard=true needs an extra; pip install 'ithaka[tensorboard]', or set it to false",
-        ),
+        (no_events, "train.tensorboard=true needs an extra: pip install 'ithaka[tensorboard]', or set it to false"),
     ]
     for words in (words for holds, words in wrong if holds):
         raise ConfigError(words)
@@ -353,9 +335,6 @@ def check_weights(path: Path | None) -> None:
     """Weights that are there but cannot be read must not end in a model trained from scratch."""
     if path is None or not path.is_dir() or any(path.glob("*.safetensors")):
         return
-    pickled = sorted(path.glob("*.bin")) + sorted(path.glob("*.pt")) + sorted(path.glob("*.pth"))
-    if pickled:
-        raise ConfigError(
-            f"model.path={path} has its weights in {pickled[0].name}, not in safetensors; convert them, "
-            f"or give {path / 'config.json'} to train from scratch"
-        )
+    for pickled in (file for file in sorted(path.iterdir()) if file.suffix in (".bin", ".pt", ".pth")):
+        way = f"convert them, or give {path / 'config.json'} to train from scratch"
+        raise ConfigError(f"model.path={path} has its weights in {pickled.name}, not in safetensors; {way}")
