@@ -1,8 +1,6 @@
 """Meta init, swap layers, FSDP2, load weights: the one place where parallelism is applied to a model."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -30,13 +28,6 @@ from ithaka.plan.heads import head_table
 
 # torch 2.13's name, or the one before.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-# Methods of Hugging Face's that would go wrong on a parallel model, and what to do instead.
-REFUSED = {
-    "resize_token_embeddings": "resize the embeddings first, then parallelize",
-    "gradient_checkpointing_enable": "leave it out (Trainer: gradient_checkpointing=False); a parallel model keeps and "
-    "recomputes what its layout says, and the default Layout recomputes every layer already",
-}
 
 
 @dataclass
@@ -147,55 +138,51 @@ def _swap_forwards(model: PreTrainedModel, mesh: Mesh, layout: Layout, store: St
         name, parts = f"layer {index}", layer_parts(model, index)
         layer.forward = StreamedLayer(name, layer, parts, rotary, group, table, store, layout, keeps)
         layer.gradient_checkpointing = False
-    model.lm_head.forward = _make_head(model.model.norm, model.lm_head, mesh)
-    model.forward = MethodType(_make_forward(mesh), model)
-    for name, way_out in REFUSED.items():
-        setattr(model, name, partial(_refuse, f"{name}() on a parallel model: {way_out}"))
+    model.lm_head.forward = MethodType(_head, model.lm_head)
+    model.forward = MethodType(_forward, model)
+    model.resize_token_embeddings = model.gradient_checkpointing_enable = _refuse
 
 
-def _refuse(message: str, *args: Any, **kwargs: Any) -> None:
-    raise ConfigError(message)
+def _refuse(*args: Any, **kwargs: Any) -> None:
+    raise ConfigError(
+        "a parallel model has no resize_token_embeddings(): resize first, then parallelize; nor has it "
+        "gradient_checkpointing_enable() (Trainer: gradient_checkpointing=False): Layout() recomputes every layer already"
+    )
 
 
-def _make_head(norm: nn.Module, lm_head: nn.Linear, mesh: Mesh) -> Callable[..., Tensor]:
-    def head(x_sD: Tensor, labels_s: Tensor | None, shape: torch.Size) -> Tensor:
-        """The summed loss, or logits. Takes the place of lm_head's forward, so that FSDP2 has its weight ready."""
-        if labels_s is not None:
-            return linear_cross_entropy(x_sD, labels_s, norm, lm_head.weight)
-        return _GatherTokens.apply(apply_norm(norm, x_sD) @ lm_head.weight.t(), mesh.cp_group, shape)
-
-    return head
+def _head(lm_head: nn.Linear, x_sD: Tensor, norm: nn.Module, call: Call) -> Tensor:
+    """The summed loss, or logits. Takes the place of lm_head's forward, so that FSDP2 has its weight ready."""
+    if call.share.labels_s is not None:
+        return linear_cross_entropy(x_sD, call.share.labels_s, norm, lm_head.weight)
+    return _GatherTokens.apply(apply_norm(norm, x_sD) @ lm_head.weight.t(), call.mesh.cp_group, call.shape)
 
 
-def _make_forward(mesh: Mesh) -> Callable[..., ParallelOutput]:
-    def forward(
-        model: PreTrainedModel,
-        input_ids: Tensor | Call,
-        *,
-        labels: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        num_items_in_batch: int | None = None,
-        **others: Any,
-    ) -> ParallelOutput:
-        """The arguments are the user's; by now CallCheck has put a Call in their place."""
-        call = input_ids
-        if not isinstance(call, Call):
-            raise TypeError("call model(...), not model.forward(...), which skips the checks and FSDP2")
-        check_around(mesh.device)  # again: some libraries wrap forward in it
-        share = call.share
-        with phase("embedding"):
-            x_sD = mark_backward(None, model.model.embed_tokens(share.ids_s), "embedding backward")
-        for layer in model.model.layers:
-            x_sD = layer(x_sD, share.positions_s, share.docs)
-        head = model.lm_head(x_sD, share.labels_s, call.shape)
-        if share.labels_s is None:
-            return ParallelOutput(logits=head)
-        loss = _GlobalSum.apply(head / call.divisor, mesh.fsdp.get_group())
-        return ParallelOutput(loss=loss, num_tokens=call.num_tokens)
-
-    return forward
+def _forward(
+    model: PreTrainedModel,
+    input_ids: Tensor | Call,
+    *,
+    labels: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    num_items_in_batch: int | None = None,
+    **others: Any,
+) -> ParallelOutput:
+    """The arguments are the user's; by now CallCheck has put a Call in their place."""
+    call = input_ids
+    if not isinstance(call, Call):
+        raise TypeError("call model(...), not model.forward(...), which skips the checks and FSDP2")
+    check_around(call.mesh.device)  # again: some libraries wrap forward in it
+    share = call.share
+    with phase("embedding"):
+        x_sD = mark_backward(None, model.model.embed_tokens(share.ids_s), "embedding backward")
+    for layer in model.model.layers:
+        x_sD = layer(x_sD, share.positions_s, share.docs)
+    head = model.lm_head(x_sD, model.model.norm, call)
+    if share.labels_s is None:
+        return ParallelOutput(logits=head)
+    loss = _GlobalSum.apply(head / call.divisor, call.mesh.fsdp.get_group())
+    return ParallelOutput(loss=loss, num_tokens=call.num_tokens)
 
 
 class _GlobalSum(torch.autograd.Function):

@@ -27,14 +27,8 @@ from ithaka.layer.mlp import HOOKS
 from ithaka.model.batch import INPUTS, Share, as_integers, take_share
 
 ARGUMENTS = (*INPUTS, "num_items_in_batch")
+_watch_optimizers = cache(register_optimizer_step_pre_hook)
 MODES = ("labels given", "gradients enabled", "num_items_in_batch")  # the ranks' collectives depend on them
-
-# The values of Hugging Face's other arguments that change nothing, as None does.
-NEUTRAL = {
-    **dict.fromkeys(("use_cache", "output_attentions", "output_hidden_states", "output_router_logits"), False),
-    "return_dict": True,
-    "logits_to_keep": 0,
-}
 
 HOOK_KINDS = dict(zip(HOOKS, ("forward hook", "forward pre-hook", "backward hook", "backward pre-hook"), strict=True))
 GLOBAL_HOOKS = [getattr(torch_module, f"_global{hooks}") for hooks in HOOKS]
@@ -52,6 +46,7 @@ OWN = ("ithaka.", "torch.distributed.", "transformers.utils.output_capturing")
 class Call:
     """A checked call."""
 
+    mesh: Mesh
     share: Share
     shape: torch.Size  # of input_ids
     num_tokens: int  # valid labels of the global batch
@@ -95,7 +90,7 @@ class CallCheck:
         for layer in model.model.layers:
             layer.forward.hooked = hooked
         divisor = max(num_tokens, 1) if items is None else items or 1
-        return (Call(share, tensors["input_ids"].shape, num_tokens, divisor),), {}
+        return (Call(mesh, share, tensors["input_ids"].shape, num_tokens, divisor),), {}
 
     def _check_unchanged(self, model: PreTrainedModel) -> None:
         parts = _parts(model)
@@ -122,19 +117,14 @@ class CallCheck:
 # ---- the arguments of one call
 
 
-def _arguments(input_ids: Any = None, *others: Any, **named: Any) -> tuple[dict[str, Tensor], float | None]:
+def _arguments(input_ids: Any = None, **named: Any) -> tuple[dict[str, Tensor], float | None]:
     """The tensors that were given, on the host (documents are read there anyway), and num_items_in_batch."""
-    if others:
-        raise TypeError(
-            "a parallel model takes only input_ids by position; name the others: "
-            "model(ids, attention_mask=mask, labels=labels)"
-        )
-    for name, value in named.items():
-        if name not in ARGUMENTS and value is not None and (isinstance(value, Tensor) or value != NEUTRAL.get(name)):
+    for name in named.keys() - ARGUMENTS:
+        value, neutral = named[name], name == "return_dict"  # use_cache=False and the like change nothing, as None
+        if value is not None and (isinstance(value, Tensor) or value != neutral):
             raise TypeError(
-                f"{name} is not supported by a parallel model, which takes {', '.join(ARGUMENTS)}; read hidden states "
-                "with forward hooks on the decoder layers; there is no cache: export the model and generate with "
-                "Hugging Face's own"
+                f"{name} is not supported by a parallel model, which takes {', '.join(ARGUMENTS)}; hooks on decoder "
+                "layers see hidden states; there is no cache: export the model and generate with Hugging Face's own"
             )
     given = {name: named[name] for name in INPUTS if named.get(name) is not None} | {"input_ids": input_ids}
     items = named.get("num_items_in_batch")
@@ -217,14 +207,9 @@ def _parts(model: nn.Module) -> dict[str, Any]:
 
 def mark_replaced(model: nn.Module) -> None:
     """Marks the parameters that FSDP2 is about to replace: an optimizer that still has them is refused."""
-    _watch_optimizers()
+    _watch_optimizers(_check_optimizer)
     for param in model.parameters():
         param.replaced_by_shards = True  # type: ignore[attr-defined]
-
-
-@cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_check_optimizer)
 
 
 def _check_optimizer(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:

@@ -29,8 +29,8 @@ _WAIT = "cudaStreamSynchronize"
 
 
 class Activity(NamedTuple):
-    start_us: float
-    stop_us: float
+    start_ns: int
+    stop_ns: int
     kind: str
     phase: PhasePath
 
@@ -78,13 +78,8 @@ class StepTimes(PhaseLog, ExitStack):
 
     def times(self, trace: dict[str, Any]) -> dict[str, Any]:
         """Seconds of each kind by layer, direction and part, which add up to the step's, and those hidden."""
-        base_ns = self._base_ns(trace)
-        start, stop = ((at_ns - base_ns) / 1e3 for at_ns in (self.start_ns, self.stop_ns))
-        found = list(self._gpu_activities(trace, base_ns))
-        if not found:
-            return _partition(list(self._phases(base_ns)), start, stop)
-        stop = max([stop, *(activity.stop_us for activity in found)])
-        return _partition([activity for activity in found if activity.stop_us > start], start, stop)
+        activities = list(self._gpu_activities(trace)) or list(self._phases())
+        return _partition(activities, self.start_ns, max([self.stop_ns, *(each.stop_ns for each in activities)]))
 
     def annotate(self, trace: dict[str, Any]) -> None:
         """Writes the phases into `trace`, as a row of their own: on a GPU, backward is another thread."""
@@ -107,44 +102,44 @@ class StepTimes(PhaseLog, ExitStack):
             return trace.get("baseTimeNanoseconds", 0)
         return self.stop_ns - round(1e3 * max(e["ts"] + e["dur"] for e in waits))
 
-    def _gpu_activities(self, trace: dict[str, Any], base_ns: int) -> Iterator[Activity]:
+    def _gpu_activities(self, trace: dict[str, Any]) -> Iterator[Activity]:
         """Kernels and copies; each belongs to the phase that launched it, however late it runs."""
-        events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
+        base_ns, events = self._base_ns(trace), [e for e in trace["traceEvents"] if e.get("ph") == "X"]
         launches = (e for e in events if e["cat"] in _LAUNCHES and "correlation" in e.get("args", {}))
-        launched = {e["args"]["correlation"]: float(e["ts"]) for e in launches}
+        launched = {e["args"]["correlation"]: e["ts"] for e in launches}
         for e in (e for e in events if e["cat"] in _GPU_WORK):
             at = launched.get(e["args"].get("correlation", -1), e["ts"])
             between = e["cat"] == "gpu_memcpy" and ("HtoD" in e["name"] or "DtoH" in e["name"])
             kind = "exchange" if "nccl" in e["name"].lower() else "copies" if between else "compute"
-            yield Activity(e["ts"], e["ts"] + e["dur"], kind, self.at(base_ns + round(1e3 * at)))
+            start_ns, stop_ns, at_ns = (base_ns + round(1e3 * us) for us in (e["ts"], e["ts"] + e["dur"], at))
+            yield Activity(start_ns, stop_ns, kind, self.at(at_ns))
 
-    def _phases(self, base_ns: int) -> Iterator[Activity]:
+    def _phases(self) -> Iterator[Activity]:
         """On a CPU a phase's time is its own; those named for a kind count as that, others as compute."""
         for (at_ns, path), (until_ns, _) in pairwise([(self.start_ns, ()), *self.marks, (self.stop_ns, ())]):
-            kind = path[-1] if path and path[-1] in KINDS else "compute"
-            yield Activity((at_ns - base_ns) / 1e3, (until_ns - base_ns) / 1e3, kind, path)
+            yield Activity(at_ns, until_ns, path[-1] if path and path[-1] in KINDS else "compute", path)
 
 
-def _partition(activities: list[Activity], start_us: float, stop_us: float) -> dict[str, Any]:
+def _partition(activities: list[Activity], start_ns: int, stop_ns: int) -> dict[str, Any]:
     """Gives each instant to one activity."""
     hidden, rows = dict.fromkeys(("exchange", "copies"), 0.0), dict[PhasePath, dict[str, float]]()
-    starts = sorted(activities, key=lambda a: a.start_us)
-    edges = sorted({start_us, stop_us, *(min(max(at, start_us), stop_us) for a in starts for at in a[:2])})
+    starts = sorted(activities, key=lambda a: a.start_ns)
+    edges = sorted({start_ns, stop_ns, *(min(max(at, start_ns), stop_ns) for a in starts for at in a[:2])})
     running: list[Activity] = []
     next_one = 0
     for left, right in pairwise(edges):
-        while next_one < len(starts) and starts[next_one].start_us <= left:
+        while next_one < len(starts) and starts[next_one].start_ns <= left:
             running.append(starts[next_one])
             next_one += 1
-        running = [a for a in running if a.stop_us > left]
+        running = [a for a in running if a.stop_ns > left]
         waiting_for = starts[next_one].phase if next_one < len(starts) else ()
         active = [(a.kind, a.phase) for a in reversed(running)] or [("idle", waiting_for)]
         kind, phase = min(active, key=lambda one: KINDS.index(one[0]))
-        rows.setdefault(phase[:3], dict.fromkeys(KINDS, 0.0))[kind] += (right - left) / 1e6
+        rows.setdefault(phase[:3], dict.fromkeys(KINDS, 0.0))[kind] += (right - left) / 1e9
         for other in {a.kind for a in running} - {kind} if kind == "compute" else ():
-            hidden[other] += (right - left) / 1e6
+            hidden[other] += (right - left) / 1e9
     phases = [{"path": list(path), **row} for path, row in rows.items()]
-    return {"wall_s": (stop_us - start_us) / 1e6, "hidden": hidden, "phases": phases}
+    return {"wall_s": (stop_ns - start_ns) / 1e9, "hidden": hidden, "phases": phases}
 
 
 # ---- phases alone, without a trace
