@@ -146,7 +146,7 @@ def _swap_forwards(model: PreTrainedModel, mesh: Mesh, layout: Layout, store: St
 def _refuse(*args: Any, **kwargs: Any) -> None:
     raise ConfigError(
         "a parallel model has no resize_token_embeddings(): resize first, then parallelize; nor has it "
-        "gradient_checkpointing_enable() (Trainer: gradient_checkpointing=False): Layout() recomputes every layer already"
+        "gradient_checkpointing_enable() (Trainer: gradient_checkpointing=False): it recomputes every layer already"
     )
 
 
