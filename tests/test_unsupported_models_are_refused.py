@@ -36,7 +36,9 @@ def test_an_unknown_family():
 
 def test_a_model_without_a_language_head():
     config = tiny_config("llama", num_labels=2)
-    assert "LlamaForSequenceClassification" in refused(on_meta(config, AutoModelForSequenceClassification))
+    model = on_meta(config, AutoModelForSequenceClassification)
+    with pytest.raises(AttributeError, match="'LlamaForSequenceClassification' object has no attribute 'lm_head'"):
+        check_supported(model)
 
 
 def test_attention_dropout():

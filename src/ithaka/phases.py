@@ -48,24 +48,18 @@ class Listener:
     def tag(self, tensor: Tensor, holder: str) -> None: ...
 
 
-class _State:
+class Now:
+    """The open phases, and the holder of what is allocated."""
+
     listeners: tuple[Listener, ...] = ()
     path: PhasePath = ()
     holder: str = OTHER
 
 
-def current_phase() -> PhasePath:
-    return _State.path
-
-
-def current_holder() -> str:
-    return _State.holder
-
-
 @contextmanager
 def phase(name: str) -> Iterator[None]:
     """Marks the code inside as phase `name`, below the phases already open."""
-    if not _State.listeners:
+    if not Now.listeners:
         yield
         return
     outer = _enter(name)
@@ -76,29 +70,29 @@ def phase(name: str) -> Iterator[None]:
 
 
 def _enter(name: str) -> tuple[PhasePath, str]:
-    outer = _State.path, _State.holder
-    _set((*_State.path, name), HOLDER_OF_PHASE.get(name, _State.holder))
-    for listener in _State.listeners:
-        listener.enter(_State.path)
+    outer = Now.path, Now.holder
+    _set((*Now.path, name), HOLDER_OF_PHASE.get(name, Now.holder))
+    for listener in Now.listeners:
+        listener.enter(Now.path)
     return outer
 
 
 def _leave(outer: tuple[PhasePath, str]) -> None:
-    path = _State.path
+    path = Now.path
     _set(*outer)
-    for listener in _State.listeners:
+    for listener in Now.listeners:
         listener.leave(path)
 
 
 def _set(path: PhasePath, holder: str) -> None:
-    _State.path, _State.holder = path, holder
-    for listener in _State.listeners:
+    Now.path, Now.holder = path, holder
+    for listener in Now.listeners:
         listener.holder_changed()
 
 
 def mark_backward(x: Tensor | None, y: Tensor, *names: str) -> Tensor:
     """Returns y. Puts autograd's work from y's gradient to x's (None: to its parameters') into the phases `names`."""
-    if not _State.listeners or y.grad_fn is None or (x is not None and not x.requires_grad):
+    if not Now.listeners or y.grad_fn is None or (x is not None and not x.requires_grad):
         return y
     outer: list[tuple[PhasePath, str]] = []
 
@@ -118,20 +112,20 @@ def mark_backward(x: Tensor | None, y: Tensor, *names: str) -> Tensor:
 @contextmanager
 def holding(holder: str) -> Iterator[None]:
     """Attributes memory allocated inside to `holder`."""
-    if not _State.listeners:
+    if not Now.listeners:
         yield
         return
-    outer = _State.holder
-    _set(_State.path, holder)
+    outer = Now.holder
+    _set(Now.path, holder)
     try:
         yield
     finally:
-        _set(_State.path, outer)
+        _set(Now.path, outer)
 
 
 def tag(tensor: Tensor, holder: str) -> Tensor:
     """Attributes `tensor`'s memory to `holder` from now on."""
-    for listener in _State.listeners:
+    for listener in Now.listeners:
         listener.tag(tensor, holder)
     return tensor
 
@@ -139,10 +133,10 @@ def tag(tensor: Tensor, holder: str) -> Tensor:
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
     """Tells `listener` about every phase and holder inside."""
-    _State.listeners = (*_State.listeners, listener)
+    Now.listeners = (*Now.listeners, listener)
     try:
         yield
     finally:
-        _State.listeners = tuple(other for other in _State.listeners if other is not listener)
-        if not _State.listeners:  # an error in backward skips the hooks that would have closed its phases
-            _State.path, _State.holder = (), OTHER
+        Now.listeners = tuple(other for other in Now.listeners if other is not listener)
+        if not Now.listeners:  # an error in backward skips the hooks that would have closed its phases
+            Now.path, Now.holder = (), OTHER

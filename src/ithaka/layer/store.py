@@ -38,14 +38,16 @@ class StoreError(RuntimeError):
 class Slab:
     """A run of host bytes, page-locked if there is a GPU. Pinned once, then reused from step to step."""
 
+    busy: Event = None  # the last owner's copies from these bytes
+    _pinned = False
+
     def __init__(self, num_bytes: int, pin: bool) -> None:
         # Mapped here, because the allocator behind pin_memory() rounds sizes up to powers of two.
-        self._map = mmap.mmap(-1, max(num_bytes, 1))
+        pages = mmap.mmap(-1, max(num_bytes, 1))
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)[:num_bytes]
-        self.busy: Event = None  # the last owner's copies from these bytes
-        self._pinned = False
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        self.memory = memoryview(pages)[:num_bytes]
+        self.bytes = torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes]
         if pin and num_bytes > 0:
             status = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), num_bytes, 0)
             if int(status) != 0:
@@ -56,15 +58,11 @@ class Slab:
                 )
             self._pinned = True
 
-    @property
-    def memory(self) -> memoryview:
-        return memoryview(self._map)[: len(self.bytes)]
-
     def view(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return self.bytes.view(dtype).view(shape)
 
     def __del__(self) -> None:
-        if getattr(self, "_pinned", False) and not sys.is_finalizing():
+        if self._pinned and not sys.is_finalizing():
             if self.busy is not None:
                 self.busy.synchronize()
             torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
@@ -118,7 +116,12 @@ class SlabPool(_Tier):
         with self._changed:
             while (slab := self.take_if_room(num_bytes)) is None:
                 if not self.num_expected:
-                    raise StoreError("host", self._full(num_bytes))
+                    raise StoreError(
+                        "host",
+                        f"host memory: {num_bytes} more bytes needed beside the {self.used_bytes} in use, above the "
+                        f"limit of {self.budget_bytes}; use memory.offload=disk, memory.keep_attention=none, more "
+                        "ranks (parallel.cp) or less data.context",
+                    )
                 self._changed.wait()
             return slab
 
@@ -146,13 +149,6 @@ class SlabPool(_Tier):
 
     def _has_room(self, num_bytes: int) -> bool:
         return self.budget_bytes is None or self.used_bytes + num_bytes <= self.budget_bytes
-
-    def _full(self, num_bytes: int) -> str:
-        return (
-            f"host memory: {num_bytes} more bytes needed beside the {self.used_bytes} in use, above the limit of "
-            f"{self.budget_bytes}; use memory.offload=disk, memory.keep_attention=none, more ranks "
-            "(parallel.cp) or less data.context"
-        )
 
 
 class DiskFile(_Tier):

@@ -8,7 +8,7 @@ call, one small collective gathers the results, and if anything is wrong every r
 import hashlib
 import inspect
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -26,6 +26,8 @@ from ithaka.dist.mesh import Mesh
 from ithaka.layer.mlp import HOOKS
 from ithaka.model.batch import INPUTS, Share, as_integers, take_share
 
+# One rank's call, as far as others need to know it: error, facts, number of valid labels.
+Report = tuple[tuple[type[Exception], str] | None, dict[str, Any], int]
 ARGUMENTS = (*INPUTS, "num_items_in_batch")
 _watch_optimizers = cache(register_optimizer_step_pre_hook)
 MODES = ("labels given", "gradients enabled", "num_items_in_batch")  # the ranks' collectives depend on them
@@ -53,15 +55,6 @@ class Call:
     divisor: float  # of the summed loss
 
 
-@dataclass
-class Report:
-    """One rank's call, as far as others need to know it."""
-
-    error: tuple[type[Exception], str] | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
-    num_valid: int = 0
-
-
 class CallCheck:
     """A pre-hook of the model that runs before FSDP2's and turns the user's arguments into a `Call`.
 
@@ -74,19 +67,19 @@ class CallCheck:
         model.register_forward_pre_hook(self, prepend=True, with_kwargs=True)
 
     def __call__(self, model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple[Call], dict]:
-        report, mesh = Report(), self.mesh
+        mesh, error, facts, num_valid = self.mesh, None, {}, 0
         try:
             check_around(mesh.device)
             _check_finished(model)
             self._check_unchanged(model)
             hooked = check_modules(model)
             tensors, items = _arguments(*args, **kwargs)
-            report.facts = _facts(tensors, items)
+            facts = _facts(tensors, items)
             share = take_share(tensors, model.model.embed_tokens.num_embeddings, mesh)
-            report.num_valid = share.num_valid
-        except (TypeError, ValueError) as error:
-            report.error = type(error), str(error)
-        num_tokens = self._agree(report)
+            num_valid = share.num_valid
+        except (TypeError, ValueError) as caught:
+            error = type(caught), str(caught)
+        num_tokens = self._agree((error, facts, num_valid))
         for layer in model.model.layers:
             layer.forward.hooked = hooked
         divisor = max(num_tokens, 1) if items is None else items or 1
@@ -107,11 +100,11 @@ class CallCheck:
         reports, cp = [report] * self.mesh.world_size, self.mesh.cp_size
         if len(reports) > 1:
             dist.all_gather_object(reports, report, group=self.mesh.fsdp.get_group())
-        errors = {rank: each.error for rank, each in enumerate(reports) if each.error is not None}
+        errors = {rank: error for rank, (error, _, _) in enumerate(reports) if error is not None}
         for rank, (kind, text) in errors.items():
             raise kind(text if len(errors) == len(reports) else f"rank {rank}: {text}")
-        _raise_differences(reports, cp)
-        return sum(each.num_valid for each in reports[::cp])
+        _raise_differences([facts for _, facts, _ in reports], cp)
+        return sum(num_valid for _, _, num_valid in reports[::cp])
 
 
 # ---- the arguments of one call
@@ -145,20 +138,20 @@ def _facts(tensors: dict[str, Tensor], items: float | None) -> dict[str, Any]:
 # ---- one error for all ranks
 
 
-def _raise_differences(reports: list[Report], cp: int) -> None:
+def _raise_differences(calls: list[dict[str, Any]], cp: int) -> None:
     """What the ranks of a cp group, or all ranks, must have in common."""
     same_batch = (
         "ranks {} and {} share a sequence but got different batches: {}. Every rank of a cp group must get the same "
         "batch: choose data by the data-parallel rank, not by the global one, e.g. DistributedSampler(dataset, "
-        f"num_replicas={len(reports) // cp}, rank=torch.distributed.get_rank() // {cp})"
+        f"num_replicas={len(calls) // cp}, rank=torch.distributed.get_rank() // {cp})"
     )
     same_modes = (
         "ranks {} and {} call the model in different ways: {}. Pass labels on every rank or on none; likewise use "
         "torch.no_grad(); num_items_in_batch counts the valid labels of all data-parallel ranks"
     )
-    for b, report in enumerate(reports):
+    for b, call in enumerate(calls):
         for a, names, message in ((b - b % cp, INPUTS, same_batch), (0, MODES, same_modes)):
-            facts = [(name, reports[a].facts[name], report.facts[name]) for name in names]
+            facts = [(name, calls[a][name], call[name]) for name in names]
             different = [f"{name}: {x} on rank {a}, {y} on rank {b}" for name, x, y in facts if x != y]
             if different:
                 raise ConfigError(message.format(a, b, "; ".join(different)))

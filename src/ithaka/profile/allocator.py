@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ithaka.phases import OTHER, current_holder, current_phase, listening
+from ithaka.phases import OTHER, Now, listening
 from ithaka.profile.memory import MemoryMap, Piece, form, local_tensor, made_by
 
 MAX_EVENTS = 2_000_000
@@ -60,7 +60,7 @@ class AllocatorHistory(MemoryMap):
 
     def holder_changed(self) -> None:
         """From now on, this thread's allocations carry holder and phase; the memory viewer shows them."""
-        torch.cuda.memory._set_memory_metadata(f"{current_holder()}: {'/'.join(current_phase())}")
+        torch.cuda.memory._set_memory_metadata(f"{Now.holder}: {'/'.join(Now.path)}")
 
     def _fill(self) -> None:
         """Pieces from the allocator's events and the schedule's tags, in the order of time."""

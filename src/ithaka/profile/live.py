@@ -4,7 +4,7 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from ithaka.phases import current_holder, current_phase, listening
+from ithaka.phases import Now, listening
 from ithaka.profile.memory import MemoryMap, Piece, form, local_tensor, made_by
 
 
@@ -22,7 +22,7 @@ class LiveBytes(MemoryMap):
     """Counts, while it is entered, the bytes of every CPU storage made inside, each once, until it dies.
 
     Views and autograd's references keep a storage alive; resizing, which FSDP2 does, is followed. Older storages
-    count only if `register`ed. What operations take and give back inside C++ is not seen.
+    count only if they are tagged. What operations take and give back inside C++ is not seen.
     """
 
     def __init__(self) -> None:
@@ -45,16 +45,13 @@ class LiveBytes(MemoryMap):
         self.enter_context(_Operations(self))
         return self
 
-    def register(self, tensors: Iterable[Tensor], holder: str) -> None:
-        """Counts older storages from now on; those that count already change their holder."""
-        for tensor in map(local_tensor, tensors):
-            if tensor.untyped_storage()._cdata in self._live:
-                self.tag(tensor, holder)
-            else:
-                self._count(tensor.untyped_storage(), holder=holder, **form(tensor))
-
     def tag(self, tensor: Tensor, holder: str) -> None:
-        self._change(local_tensor(tensor).untyped_storage(), holder=holder)
+        """An older storage counts from now on."""
+        local = local_tensor(tensor)
+        if local.untyped_storage()._cdata in self._live:
+            self._change(local.untyped_storage(), holder=holder)
+        else:
+            self._count(local.untyped_storage(), holder=holder, **form(local))
 
     def returned(self, tensor: Tensor, given: set[int]) -> None:
         """An operation returned `tensor`; `given`: the storages of its inputs. One that is neither is new."""
@@ -67,17 +64,16 @@ class LiveBytes(MemoryMap):
         if storage._cdata in self._live:
             self._change(storage, num_bytes=storage.nbytes())
             return
-        line, holder = made_by(
-            (f.f_code.co_filename, at, f.f_code.co_name) for f, at in traceback.walk_stack(sys._getframe())
-        )
-        self._count(storage, line=line, holder=holder or current_holder(), **facts)
+        frames = traceback.walk_stack(sys._getframe())
+        line, holder = made_by((frame.f_code.co_filename, at, frame.f_code.co_name) for frame, at in frames)
+        self._count(storage, line=line, holder=holder or Now.holder, **facts)
 
     def _count(self, storage: UntypedStorage, **facts: Any) -> None:
         def died(_: weakref.ref, key: int = storage._cdata) -> None:
             if key in self._live:
                 self._live.pop(key)[1].stop_ns = time.time_ns()
 
-        piece = Piece(storage.nbytes(), time.time_ns(), phase=current_phase(), **facts)
+        piece = Piece(storage.nbytes(), time.time_ns(), phase=Now.path, **facts)
         self._live[storage._cdata] = weakref.ref(storage, died), piece
         self.pieces.append(piece)
 

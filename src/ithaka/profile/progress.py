@@ -14,8 +14,6 @@ from ithaka.phases import Listener, PhasePath, listening
 from ithaka.plan.search import Plan
 from ithaka.plan.seconds import layer_seconds
 
-REPORT_S = 30.0  # between two reports of a step
-
 
 @dataclass(frozen=True)
 class Report:
@@ -32,7 +30,7 @@ class Progress(Listener):
     On a GPU the host runs ahead: a phase is reached when the device has passed an event recorded there.
     """
 
-    every_s = REPORT_S
+    every_s = 30.0
 
     def __init__(self, plan: Plan, micro_steps: int, device: torch.device, say: Callable[[Report], None]) -> None:
         self.on_gpu, self.say = device.type == "cuda", say

@@ -70,7 +70,5 @@ def machine(device: torch.device, num_ranks: int) -> dict[str, Any]:
         "ranks": num_ranks,
         "CPU": f"{num_cores()} cores, {size(psutil.virtual_memory().total)}",
         "system": f"{platform.platform()}, Python {platform.python_version()}",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "ithaka": ithaka.__version__,
+        **{package.__name__: package.__version__ for package in (torch, transformers, ithaka)},
     }
