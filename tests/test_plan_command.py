@@ -53,6 +53,32 @@ def test_a_fast_model_has_its_rate_in_digits():
     assert re.search(r"fits, \d{5} tok/s per GPU", text) and "e+" not in text
 
 
+def test_other_plans_stand_below_the_plan():
+    """Each has another cp or other tiers, and none is faster. With those settings given, there is none."""
+    answer, text = json.loads(run(*ARGS, "--json")), run(*ARGS)
+    table = text.partition("This plan and others\n")[2].partition("\n\n")[0].splitlines()
+    title, *rows = [re.split(r" {2,}", line.strip()) for line in table]
+    assert title[:6] == ["cp", "heads/stage", "inputs", "attention kept", "optimizer", "tok/s/GPU"] and len(rows) == 5
+    assert (rows[0][0], rows[0][2]) == (str(answer["settings"]["parallel.cp"]), answer["settings"]["memory.offload"])
+    assert rows[0][5] == f"{answer['tokens_per_s_per_gpu']:.4g}"
+    speeds, kinds = [float(row[5]) for row in rows], {(row[0], row[2], row[3].split()[-1]) for row in rows}
+    assert speeds == sorted(speeds, reverse=True) and len(kinds) == len(rows)
+    cp, width, inputs, kept, optimizer, speed, gpu_gib, host_gib = rows[-1]
+    count, _, tier = kept.partition(" on ")
+    again = {"parallel.cp": cp, "parallel.heads_per_stage": width, "memory.keep_attention": count}
+    again |= {
+        "memory.attention_offload": tier.replace("device", "none"),
+        "memory.offload": inputs.replace("device", "none"),
+    }
+    told = [part for name, value in again.items() for part in ("--set", f"{name}={value}")]
+    other = json.loads(run(*ARGS, *told, "--json"))
+    assert f"{other['tokens_per_s_per_gpu']:.4g}" == speed
+    assert f"{(other['gpu_peak_bytes'] + other['gpu_reserve_bytes']) / 2**30:.1f}" == gpu_gib
+    assert f"{(other['host_peak_bytes'] + other['host_reserve_bytes']) / 2**30:.0f}" == host_gib
+    assert other["settings"]["memory.offload_optimizer"] == (optimizer == "host")
+    assert "and others" not in run(*ARGS, *told)
+
+
 def test_json_has_what_programs_need():
     answer = json.loads(run(*LONGEST, "--json"))
     wanted = "fits settings gpu_peak_bytes host_peak_bytes disk_peak_bytes step_s tokens_per_s_per_gpu limited_by"
@@ -165,8 +191,8 @@ def test_one_gpu_shares_nothing_and_an_unused_disk_is_not_drawn():
         (["plan", "llama3-8b", "--gpus", "H200", "--host-memory", "10"], "write for example 2TB"),
         (["plan", "llama3-8b", "--gpus", "8xA100"], "A100 is more than one known GPU; use A100-80GB or A100-40GB"),
         (["plan", "llama3-8b", "--gpus", "20xH100"], "--gpus 20xH100 is more than a node of 8"),
-        ([*ARGS[:-1], "1"], "--context 1 is too short; use at least 2 tokens"),
-        ([*ARGS[:-1], "-5"], "--context -5 is too short"),
+        ([*ARGS[:-1], "1"], "--context 1 is not a number of tokens from 2 on"),
+        ([*ARGS[:-1], "-5"], "--context -5 is not a number of tokens"),
         ([*ARGS, *NONE, "--set", "memory.keep_attention=all"], "keep_attention=all has no effect with memory.ch"),
         ([*ARGS, "--set", "parallel.heads_per_stage=64"], "parallel.heads_per_stage=64 exceeds the 32 query heads"),
         ([*ARGS, "--set", "memory.keep_attention=33"], "memory.keep_attention=33 exceeds the 32 layers"),

@@ -11,7 +11,7 @@ from ithaka.layout import LayerKeeps, Layout, fixed_settings, make_layout
 from ithaka.plan.bytes import memory
 from ithaka.plan.hardware import GIB, Hardware, find_gpu
 from ithaka.plan.models import MODELS, find_shape
-from ithaka.plan.search import Plan, choose, longest
+from ithaka.plan.search import Plan, Space
 from ithaka.plan.shape import Work
 
 TB = 10**12
@@ -31,6 +31,14 @@ machines = st.builds(
 )
 models = st.sampled_from(["llama3.2-1b", "llama3-8b", "qwen2.5-7b"])
 contexts = st.sampled_from([32 * 2**10, 2**17, 2**19, 2**20, 3 * 2**20])
+
+
+def choose(shape, machine, context, fixed=None) -> Plan:
+    return Space(shape, machine, fixed or {}).choose(Work(context))
+
+
+def longest(shape, machine) -> tuple[int, str]:
+    return Space(shape, machine).longest()
 
 
 @FEW

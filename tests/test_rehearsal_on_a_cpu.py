@@ -10,7 +10,7 @@ from ithaka import rehearse as rehearsal
 from ithaka.cli import app
 from ithaka.plan.hardware import Host, parse_gpus
 from ithaka.plan.models import find_shape
-from ithaka.plan.search import choose
+from ithaka.plan.search import Space
 from ithaka.plan.shape import Work
 from models import tiny_config
 
@@ -76,7 +76,7 @@ def test_a_cpu_is_not_shown_as_a_gpu(model):
 @pytest.mark.parametrize("memory_only", [True, False])
 def test_attention_cut_short_makes_no_step(memory_only, monkeypatch):
     monkeypatch.setattr(rehearsal, "_on_gpu", lambda: True)
-    plan = choose(find_shape("llama3-8b"), parse_gpus("8xH100"), Work(2**20))
+    plan = Space(find_shape("llama3-8b"), parse_gpus("8xH100")).choose(Work(2**20))
     few = rehearsal.of_few_layers(plan, 2, memory_only)
     measured = rehearsal.Rehearsed(1, 1, 1, "", 0, 0, 1.0, 2.0, 7.0)
     rows = {row["what"]: row for row in rehearsal.compare(plan, few, measured)}

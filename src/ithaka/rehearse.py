@@ -226,8 +226,9 @@ def rehearse_plan(plan: Plan, few: Plan, model: str) -> tuple[list[dict[str, Any
 
 def compare(plan: Plan, few: Plan, measured: Rehearsed) -> list[dict[str, Any]]:
     """Rows for the rehearsed layers, then, where it means something, for the whole model's step."""
-    layer = layer_seconds(few.shape, few.layout, few.hardware, few.work, few.shape.windows[0], few.layout.kept[0])
-    modelled_s, layer_s = (layer.forward + layer.backward).exchange, measured.forward_s + measured.backward_s
+    window, keeps = few.shape.windows[0], few.layout.kept[0]
+    forward, backward = layer_seconds(few.shape, few.layout, few.hardware, few.work, window, keeps)
+    modelled_s, layer_s = (forward + backward).exchange, measured.forward_s + measured.backward_s
     step_s = measured.step_s - few.shape.num_layers * layer_s + plan.shape.num_layers * (layer_s + modelled_s)
     tokens_per_s = plan.work.tokens / plan.layout.cp / step_s
     peak, of_node = few.ledger.gpu_peak - few.ledger.gpu["reserve"], GIB * few.hardware.gpus_per_node
@@ -237,8 +238,8 @@ def compare(plan: Plan, few: Plan, measured: Rehearsed) -> list[dict[str, Any]]:
         ("layer peak above parameters and gradients", None, measured.layer_bytes / measured.x_bytes, "X"),
         ("kept on the host, or on the way to disk", host / of_node, measured.host_bytes / GIB, "GiB"),
         ("kept on disk", few.ledger.disk_peak / of_node, measured.disk_bytes / GIB, "GiB"),
-        ("layer forward", layer.forward.total - layer.forward.exchange, measured.forward_s, "s"),
-        ("layer backward", layer.backward.total - layer.backward.exchange, measured.backward_s, "s"),
+        ("layer forward", forward.total - forward.exchange, measured.forward_s, "s"),
+        ("layer backward", backward.total - backward.exchange, measured.backward_s, "s"),
     ]
     if _on_gpu() and few.work == plan.work:  # a CPU's seconds, or attention cut short, make no step of these GPUs
         rows += [

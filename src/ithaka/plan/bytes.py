@@ -26,7 +26,6 @@ RESERVE_BYTES = 2 * GIB  # CUDA context, NCCL, cuBLAS and cuDNN workspaces
 RESERVE_SHARE = 0.05  # of the GPU: fragmentation
 HOST_RESERVE_SHARE = 0.05  # of a node's memory: the system, file cache
 HOST_PROCESS_BYTES = 6 * 10**9  # per rank: Python, torch, data
-FIRST_LAYER = "backward, first layer"  # the phase in which only its own kept tensors are left
 DISK_STATION_LAYERS = 3  # layers in host memory on their way to or from disk
 # Of attention/blocks.py: rows of a query block, forward and backward, for a head of 128; as many bytes for others.
 BLOCK_TOKENS = {"attend": 128 * 1024, "attend backward": 256 * 1024}
@@ -60,13 +59,8 @@ class Moment(NamedTuple):
         return self.stream + self.stages + self.outputs
 
     @property
-    def total(self) -> int:
-        """All but the gradients."""
-        return self.rest + self.tiles
-
-    @property
     def live(self) -> int:
-        return self.total + self.sums
+        return self.rest + self.tiles + self.sums
 
 
 class LayerBytes:
@@ -237,7 +231,7 @@ def layer_peak(shape: ModelShape, layout: Layout, s: int, keeps: LayerKeeps, dir
     moments = (moment for moment in layer_moments(shape, layout, s, keeps) if moment.phase.startswith(direction))
     highest = {(m.phase, m.tile): m for m in sorted(moments, key=lambda moment: moment.rest)}  # of each kind the last
     found = [m._replace(tiles=b.tile_bytes(m.tile), sums=b.grad_sums(m.phase)) for m in highest.values()]
-    return max(found, key=lambda moment: moment.live)
+    return max(found, key=lambda moment: (moment.live, -moment.tiles))
 
 
 def kept_attention_bytes(shape: ModelShape, layout: Layout, s: int) -> int:
@@ -299,7 +293,7 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
     """
     s, e, wide = work.local_tokens(layout.cp), layout.element_bytes, layout.sum_bytes
     x, alone, above = s * shape.hidden * e, hardware.num_gpus == 1, shape.num_layers - 1
-    shards = 0 if layout.offload_optimizer else _shards(shape, hardware)
+    shards = 0 if layout.offload_optimizer else shape.shards(hardware.num_gpus)
     head, layer = shape.vocab * shape.hidden, shape.layer_parameters
     # Tied, the embedding belongs to FSDP2's root: whole all the time, and its first gradient waits for its second.
     root, lm_head = (head * e, 0) if shape.tied else (0, head)
@@ -344,7 +338,7 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
         ("forward", held(forward, root + layer * e + ahead, kept=kept_before)),
         ("loss", loss),
         ("backward, last layer", last),
-        (FIRST_LAYER, first),
+        ("backward, first layer", first),
         ("backward, embedding", embedding),
         ("update", held(Moment("update"), root, shape.num_parameters)),
     ]
@@ -365,11 +359,6 @@ def _of_layer(shape: ModelShape, layout: Layout, s: int, keeps: LayerKeeps) -> t
     return own, layer_peak(shape, layout, s, keeps, "forward"), layer_peak(shape, layout, s, keeps, "backward")
 
 
-def _shards(shape: ModelShape, hardware: Hardware) -> int:
-    """Parameters of one rank, each with its gradient and AdamW's two moments in fp32."""
-    return -(-shape.num_parameters // hardware.num_gpus)
-
-
 def _outside(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> tuple[Holders, Holders]:
     """Holders in a node's host memory and on its disk."""
     s, ranks = work.local_tokens(layout.cp), hardware.gpus_per_node
@@ -383,7 +372,7 @@ def _outside(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) 
         "layer inputs": inputs["host"] * x,
         "kept attention": outputs["host"] * out,
         "on the way to disk": station,
-        "parameters, gradients, optimizer": 16 * ranks * _shards(shape, hardware) * layout.offload_optimizer,
+        "parameters, gradients, optimizer": 16 * ranks * shape.shards(hardware.num_gpus) * layout.offload_optimizer,
         "reserve": ranks * HOST_PROCESS_BYTES + int(HOST_RESERVE_SHARE * hardware.host_bytes),
     }
     return host, {"layer inputs": inputs["disk"] * x, "kept attention": outputs["disk"] * out}

@@ -99,9 +99,6 @@ class Hardware:
     num_nodes: int = 1
     host_bytes: int = HOST_BYTES_PER_GPU
     disk_bytes: int = 0
-    disk_bytes_s: float = DISK_BYTES_S
-    network_bytes_s: float = NETWORK_BYTES_S
-    host_update_bytes_s: float = HOST_UPDATE_BYTES_S
     assumed_host: bool = False  # nobody gave or measured host_bytes
 
     @property

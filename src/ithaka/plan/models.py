@@ -109,8 +109,7 @@ def _suggestion(model: str) -> str:
 
 def _from_hub(model: str) -> dict[str, Any]:
     """From the local cache of the hub, else over the network: once, where the hub's own library tries for 25 s."""
-    from urllib.error import HTTPError  # here: each command would wait for it
-    from urllib.request import Request, urlopen
+    from urllib.request import Request, urlopen  # here: each command would wait for it
 
     from huggingface_hub import constants, get_token, hf_hub_url, try_to_load_from_cache
 
@@ -123,11 +122,10 @@ def _from_hub(model: str) -> dict[str, Any]:
             raise OSError("HF_HUB_OFFLINE is set")
         with urlopen(Request(hf_hub_url(model, "config.json"), headers=headers), timeout=HUB_TIMEOUT_S) as answer:
             return dict(json.load(answer))
-    except HTTPError as error:
-        if error.code == 404:
-            raise ConfigError(f"model={model} is neither a path nor on the hub; {_suggestion(model)}") from None
-        way_out = "accept its licence there and log in with `hf auth login`, or give a local directory"
-        raise ConfigError(f"model={model} is not given by the hub (HTTP {error.code}); {way_out}") from None
     except (OSError, ValueError) as error:
-        why = f"the hub cannot be asked ({getattr(error, 'reason', error)})"
-        raise ConfigError(f"model={model} is no local path, and {why}; {_suggestion(model)}") from None
+        code, way_out = getattr(error, "code", None), _suggestion(model)
+        why = "is not on the hub" if code == 404 else f"the hub cannot be asked ({getattr(error, 'reason', error)})"
+        if code in (401, 403):
+            why = f"the hub does not give it (HTTP {code})"
+            way_out = "accept its licence there and log in with `hf auth login`, or give a local directory"
+        raise ConfigError(f"model={model} is no local path, and {why}; {way_out}") from None

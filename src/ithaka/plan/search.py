@@ -26,6 +26,7 @@ TILE_SIZES = 4  # each half of the one before
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 CONTEXT_GRAIN = 1024  # per rank: longest contexts are multiples of this many tokens per rank
 UNLIMITED_BYTES = 2**60
+NUM_OTHERS = 4  # plans shown beside the chosen one
 
 Fixed = Mapping[str, Any]  # what the user decided, in the words of `make_layout`
 
@@ -39,6 +40,7 @@ class Plan:
     hardware: Hardware
     work: Work
     given: Fixed = field(default_factory=dict, repr=False, hash=False)
+    others: tuple[Plan, ...] = field(default=(), repr=False, compare=False)  # the best of other kinds
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -47,6 +49,12 @@ class Plan:
     @cached_property
     def seconds(self) -> Seconds:
         return step_seconds(self.shape, self.layout, self.hardware, self.work)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What makes it another plan for people: who shares a sequence, and where the most is kept."""
+        layout = self.layout
+        return layout.cp, layout.input_tier, layout.attention_tier if layout.keep_attention else None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -83,29 +91,14 @@ class Plan:
         return max(shares, key=lambda name: shares[name])
 
 
-def decide(config: Config, given: Collection[str], shape: ModelShape, hardware: Hardware) -> Plan:
-    """The plan of a configuration, for `ithaka plan` and `ithaka train` alike.
-
-    `given`: names of settings (parallel.cp) that the user decided; the others are the search's to choose.
-    """
-    return choose(shape, hardware, work_of(config), fixed_of(config, given, shape, hardware))
-
-
 def work_of(config: Config) -> Work:
     return Work(config.data.context, config.train.batch, accumulate=config.train.accumulate)
 
 
-def fixed_of(config: Config, given: Collection[str], shape: ModelShape, hardware: Hardware) -> Fixed:
+def space_of(config: Config, given: Collection[str], shape: ModelShape, hardware: Hardware) -> Space:
+    """`given`: names of settings (parallel.cp) that the user decided; the others are the search's to choose."""
     chosen = {name: operator.attrgetter(name)(config) for name in SETTINGS if name in given}
-    return fixed_settings(chosen, shape.num_layers, hardware.num_gpus)
-
-
-def choose(shape: ModelShape, hardware: Hardware, context: int | Work, fixed: Fixed | None = None) -> Plan:
-    """The fastest plan that fits, in tokens per second and GPU; without one, the plan that misses by least."""
-    work = context if isinstance(context, Work) else Work(context)
-    space = _Space(shape, hardware, dict(fixed or {}))
-    best = min(space.fitting(work), key=_rank, default=None) or space.nearest(work)
-    return replace(best, given=space.fixed)
+    return Space(shape, hardware, fixed_settings(chosen, shape.num_layers, hardware.num_gpus))
 
 
 def _rank(plan: Plan) -> tuple[Any, ...]:
@@ -116,37 +109,13 @@ def _rank(plan: Plan) -> tuple[Any, ...]:
     return (-plan.tokens_per_s_per_gpu, ledger.gpu_peak, ledger.host_peak, *tiers, layout.cp, width)
 
 
-def longest(shape: ModelShape, hardware: Hardware, fixed: Fixed | None = None, batch: int = 1) -> tuple[int, str]:
-    """(longest context that fits, what stops a longer one: GPU, host, disk or heads); 0 when none fits."""
-    space = _Space(shape, hardware, dict(fixed or {}))
-    context = space.longest_context(batch)
-    # A disk that is not there stops nothing. The nearest miss may lack another tier, which one of these could relieve.
-    stops = ["host", "disk"] if hardware.disk_bytes else ["host"]
-    if ways := [tier for tier in ways_further(shape, hardware, space.fixed, batch, context) if tier in stops]:
-        return context, ways[-1]
-    misses = (Plan(shape, layout, hardware, Work(context + space.grain, batch)) for layout in space.leanest())
-    missing = min(plan.ledger.worst for plan in misses)[1]
-    capped = "cp" not in space.fixed and max(space.cps) < hardware.num_gpus
-    return context, "heads" if missing == "GPU" and capped else missing
-
-
-def ways_further(shape: ModelShape, hardware: Hardware, fixed: Fixed, batch: int, context: int) -> list[str]:
-    """What would let more than `context` tokens fit: host memory or disk without limit, or twice the nodes."""
-    more = {
-        "host": replace(hardware, host_bytes=UNLIMITED_BYTES),
-        "disk": replace(hardware, disk_bytes=UNLIMITED_BYTES),
-        "nodes": replace(hardware, num_nodes=2 * hardware.num_nodes),
-    }
-    return [way for way, machine in more.items() if _Space(shape, machine, fixed).longest_context(batch) > context]
-
-
 @dataclass(frozen=True)
-class _Space:
-    """The layouts of a model on a machine."""
+class Space:
+    """The layouts of a model on a machine. `fixed`: what the user decided."""
 
     shape: ModelShape
     hardware: Hardware
-    fixed: Fixed
+    fixed: Fixed = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_fixed(self.fixed, self.shape.heads, self.shape.num_layers, self.hardware.num_gpus)
@@ -156,6 +125,36 @@ class _Space:
         stage, ranks = self.fixed.get("heads_per_stage") or 0, self.hardware.num_gpus
         fitting = (n for n in range(1, min(ranks, self.shape.heads) + 1) if ranks % n == 0 and stage % n == 0)
         return [self.fixed["cp"]] if "cp" in self.fixed else list(fitting)
+
+    def choose(self, work: Work) -> Plan:
+        """The fastest plan that fits, in tokens per second and GPU; without one, the plan that misses by least."""
+        ranked = sorted(self.fitting(work), key=_rank) or [self.nearest(work)]
+        kinds: dict[tuple[Any, ...], Plan] = {}
+        for plan in ranked:
+            kinds.setdefault(plan.kind, plan)
+        return replace(ranked[0], given=self.fixed, others=tuple(kinds.values())[1 : 1 + NUM_OTHERS])
+
+    def longest(self, batch: int = 1) -> tuple[int, str]:
+        """(longest context that fits, what stops a longer one: GPU, host, disk or heads); 0 when none fits."""
+        context = self.longest_context(batch)
+        # A disk that is not there stops nothing. The nearest miss may lack a tier that one of these could relieve.
+        stops = ["host", "disk"] if self.hardware.disk_bytes else ["host"]
+        if ways := [tier for tier in self.ways_further(batch, context) if tier in stops]:
+            return context, ways[-1]
+        work = Work(context + self.grain, batch)
+        missing = min(memory(self.shape, layout, self.hardware, work).worst for layout in self.leanest())[1]
+        capped = "cp" not in self.fixed and max(self.cps) < self.hardware.num_gpus
+        return context, "heads" if missing == "GPU" and capped else missing
+
+    def ways_further(self, batch: int, context: int) -> list[str]:
+        """What would let more than `context` tokens fit: host memory or disk without limit, or twice the nodes."""
+        more: dict[str, dict[str, Any]] = {
+            "host": {"host_bytes": UNLIMITED_BYTES},
+            "disk": {"disk_bytes": UNLIMITED_BYTES},
+            "nodes": {"num_nodes": 2 * self.hardware.num_nodes},
+        }
+        spaces = {way: replace(self, hardware=replace(self.hardware, **change)) for way, change in more.items()}
+        return [way for way, space in spaces.items() if space.longest_context(batch) > context]
 
     @property
     def grain(self) -> int:
@@ -231,7 +230,7 @@ class _Space:
         """
         cp = max(self.cps)
         lean = {"cp": cp, "heads_per_stage": cp, "tile_tokens": self.tiles[-1], "overlap": False, **self.fixed}
-        for frame in _Space(self.shape, self.hardware, lean).frames():
+        for frame in replace(self, fixed=lean).frames():
             yield make_layout(self.shape.num_layers, **frame)
             if frame["keep_attention"] and "keep_attention" not in self.fixed:
                 yield make_layout(self.shape.num_layers, **frame | {"keep_attention": self.shape.num_layers})

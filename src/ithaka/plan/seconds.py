@@ -9,11 +9,10 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import NamedTuple
 
 from ithaka.layout import LayerKeeps, Layout
 from ithaka.plan.bytes import LOGITS_TILE_BYTES, LayerBytes, kept_attention_bytes
-from ithaka.plan.hardware import Hardware
+from ithaka.plan.hardware import DISK_BYTES_S, HOST_UPDATE_BYTES_S, NETWORK_BYTES_S, Hardware
 from ithaka.plan.heads import slots_of
 from ithaka.plan.shape import ModelShape, Work
 
@@ -54,24 +53,12 @@ class Seconds:
         return Seconds(*(part * count for part in vars(self).values()))
 
 
-class LayerSeconds(NamedTuple):
-    """One layer's forward and backward, and the parts a rehearsal measures (its names)."""
-
-    forward: Seconds
-    backward: Seconds
-    parts: dict[str, float]
-
-    @property
-    def total(self) -> float:
-        return self.forward.total + self.backward.total
-
-
 def layer_seconds(
     shape: ModelShape, layout: Layout, hardware: Hardware, work: Work, window: int | None, keeps: LayerKeeps
-) -> LayerSeconds:
-    """Seconds of one layer on the rank with the most heads."""
+) -> tuple[Seconds, Seconds]:
+    """(forward, backward) of one layer on the rank with the most heads."""
     layout, kept = replace(layout, kept=(keeps,)), keeps.attention is not None
-    linear = _Linear(shape, layout, hardware, work.local_tokens(layout.cp))
+    linear = Linear(shape, layout, hardware, work.local_tokens(layout.cp))
     heads = -(-shape.heads // layout.cp)
     flops = 4 * shape.head_dim * heads * work.pairs(window)
     gpu, narrow = hardware.gpu, NARROW_HEAD_SHARE if shape.head_dim <= 64 else (1.0, 1.0)
@@ -82,14 +69,14 @@ def layer_seconds(
     from_store = layout.checkpoint and layout.input_tier != "device"
     fetched = out if layout.attention_tier != "device" and layout.checkpoint else 0
 
-    projections, mlp = linear.project(), linear.mlp(False)
+    projections, mlp = linear.project(False), linear.mlp(False)
     ex_forward, ex_backward = _exchange_seconds(shape, layout, hardware, linear.s)
     again = Seconds() if kept or not layout.checkpoint else Seconds(attend, projections, ex_forward)
     busy = projections + attend + mlp
     copy_out = max(0.0, (x * from_store + fetched) / pcie - busy)
     # Through the node's disk, one way; no layer gains from another's surplus.
     to_disk = x * (layout.input_tier == "disk") + out * (layout.attention_tier == "disk")
-    write = to_disk * hardware.gpus_per_node / hardware.disk_bytes_s
+    write = to_disk * hardware.gpus_per_node / DISK_BYTES_S
     # All-gather of the layer's weights, reduce-scatter of its gradients, over all ranks.
     from_host = shape.layer_parameters / hardware.num_gpus * 4 / gpu.pcie_bytes_s * layout.offload_optimizer
     gather = _collective_seconds(shape.layer_parameters * layout.element_bytes, hardware) + from_host
@@ -97,7 +84,7 @@ def layer_seconds(
     forward = Seconds(
         attend, projections + mlp, ex_forward + max(0.0, gather - busy), copy_out + max(0.0, write - busy)
     )
-    mlp_back, projections_back = linear.mlp(True), linear.project_backward()
+    mlp_back, projections_back = linear.mlp(True), linear.project(True)
     walks = linear.num_stages + (2 if layout.overlap else 1)
     wait_mlp = linear.wait((x * from_store + fetched) / pcie, mlp_back)
     streamed = from_store and not layout.overlap  # else it came with the first walk, and stayed
@@ -109,18 +96,10 @@ def layer_seconds(
         ex_backward + max(0.0, gather + reduce - busy_back),
         wait_mlp + wait_walks + max(0.0, write - busy_back),
     )
-    parts = {
-        "forward projections": projections,
-        "forward attention": attend,
-        "forward mlp": mlp,
-        "backward mlp": mlp_back + wait_mlp,
-        "backward projections": projections_back + wait_walks,
-        "backward attention": attend_back,
-    }
-    return LayerSeconds(forward, backward + again, parts)
+    return forward, backward + again
 
 
-class _Linear:
+class Linear:
     """Token-wise work of one layer on one rank: matmuls, and kernels that only move bytes."""
 
     def __init__(self, shape: ModelShape, layout: Layout, hardware: Hardware, s: int) -> None:
@@ -145,21 +124,15 @@ class _Linear:
     def output(self, share: float) -> float:
         return self.matmul(self.shape.hidden, self.shape.heads * self.shape.head_dim, share)
 
-    def project(self) -> float:
-        """In forward, and again in backward where attention's output was not kept."""
-        walks = self.num_stages * WALK_PASSES[0] * self.x
-        heads = HEAD_PASSES[0] * self.s * self.projected * self.layout.element_bytes
-        matmul = self.matmul(self.shape.hidden, self.projected, PROJECTION_SHARE[0])
-        return matmul + self.moving(walks + heads) + self.num_stages * STAGE_SECONDS[0]
-
-    def project_backward(self) -> float:
-        again = 3 if self.layout.checkpoint else 2
-        walks = (self.num_stages + 1) * WALK_PASSES[1] * self.x
-        heads = HEAD_PASSES[1] * self.s * self.projected * self.layout.element_bytes
-        matmul = again * self.matmul(self.shape.hidden, self.projected, PROJECTION_SHARE[1])
-        matmul += self.output(PROJECTION_SHARE[1])
-        fixed = self.num_stages * STAGE_SECONDS[1]
-        return matmul + self.moving(walks + heads) + fixed + self.sums(self.projected * self.shape.hidden)
+    def project(self, backward: bool) -> float:
+        """Forward is computed again in backward where attention's output was not kept."""
+        walks = (self.num_stages + backward) * WALK_PASSES[backward] * self.x
+        heads = HEAD_PASSES[backward] * self.s * self.projected * self.layout.element_bytes
+        matmul, sums = self.matmul(self.shape.hidden, self.projected, PROJECTION_SHARE[backward]), 0.0
+        if backward:
+            matmul = (3 if self.layout.checkpoint else 2) * matmul + self.output(PROJECTION_SHARE[1])
+            sums = self.sums(self.projected * self.shape.hidden)
+        return matmul + self.moving(walks + heads) + self.num_stages * STAGE_SECONDS[backward] + sums
 
     def mlp(self, backward: bool) -> float:
         moved = self.moving(MLP_PASSES[backward] * self.s * self.shape.mlp * self.layout.element_bytes)
@@ -190,7 +163,7 @@ def _exchange_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, s: 
     def seconds(num_bytes: int) -> float:
         """Each rank keeps 1/cp; what leaves the node goes over the network at the same time as the rest."""
         near = num_bytes * (inside - 1) / layout.cp / hardware.gpu.link_bytes_s
-        far = num_bytes * (layout.cp - inside) / layout.cp / hardware.network_bytes_s
+        far = num_bytes * (layout.cp - inside) / layout.cp / NETWORK_BYTES_S
         return max(near, far)
 
     return seconds(arriving + queries), seconds(arriving_back + queries + kv)
@@ -199,7 +172,7 @@ def _exchange_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, s: 
 def _collective_seconds(num_bytes: int, hardware: Hardware) -> float:
     """An all-gather to `num_bytes` on every rank, or a reduce-scatter from them."""
     world = hardware.num_gpus
-    rate = hardware.gpu.link_bytes_s if hardware.num_nodes == 1 else hardware.network_bytes_s
+    rate = hardware.gpu.link_bytes_s if hardware.num_nodes == 1 else NETWORK_BYTES_S
     return num_bytes * (world - 1) / world / rate
 
 
@@ -207,11 +180,11 @@ def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Wo
     """One optimizer step: all layers and the loss in every micro-step, and the update."""
     total = _loss_seconds(shape, layout, hardware, work)
     for (window, keeps), same in groupby(zip(shape.windows, layout.of_layers(shape.num_layers), strict=True)):
-        layer = layer_seconds(shape, layout, hardware, work, window, keeps)
-        total = total + (layer.forward + layer.backward).times(len(list(same)))
+        forward, backward = layer_seconds(shape, layout, hardware, work, window, keeps)
+        total = total + (forward + backward).times(len(list(same)))
     rate, count = hardware.gpu.memory_bytes_s, hardware.num_gpus
     if layout.offload_optimizer:
-        rate, count = hardware.host_update_bytes_s, hardware.num_nodes
+        rate, count = HOST_UPDATE_BYTES_S, hardware.num_nodes
     return total.times(work.accumulate) + Seconds(update=UPDATE_BYTES * shape.num_parameters / count / rate)
 
 
@@ -220,7 +193,7 @@ def _loss_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: W
 
     Gathering lm_head hides nowhere.
     """
-    linear = _Linear(shape, layout, hardware, work.local_tokens(layout.cp))
+    linear = Linear(shape, layout, hardware, work.local_tokens(layout.cp))
     logits_bytes = linear.s * shape.vocab * layout.element_bytes
     sums = logits_bytes / LOGITS_TILE_BYTES * 2 * shape.vocab * shape.hidden * layout.sum_bytes
     moved = _collective_seconds(3 * shape.vocab * shape.hidden * layout.element_bytes, hardware)

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 from ithaka.config import ConfigError
 
-Bias = Literal["never", "always", "by config"]
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 GIVE_MODEL = "give a model directory or a config.json"
 CORRECT = "correct the model's config.json"
@@ -27,10 +26,9 @@ HUB_ID = rf"(?!.*(?:--|\.\.)){_HUB_NAME}/{_HUB_NAME}"  # owner/name, as the hub 
 class Family:
     """What `config.json` leaves unsaid about a model_type. Defaults are those of transformers."""
 
-    # "by config": the keys attention_bias and mlp_bias decide.
-    qkv_bias: Bias = "never"
-    out_bias: Bias = "never"
-    mlp_bias: Bias = "never"
+    qkv_bias: str | bool = False  # by this key of config.json, or always so
+    out_bias: str | bool = False
+    mlp_bias: str | bool = False
     qk_norm: bool = False  # RMS norms of size K on queries and keys
     # all: sliding_window, if any, holds in every layer. switched: by use_sliding_window, and per layer.
     window: Literal["none", "all", "switched"] = "none"
@@ -41,10 +39,10 @@ class Family:
 DEFAULT_WINDOW = 4096  # of every family that has windows
 # To add a family: one entry here, one case in tests/test_shape.py and one in tests/models.py.
 FAMILIES: dict[str, Family] = {
-    "llama": Family("by config", "by config", "by config"),
+    "llama": Family("attention_bias", "attention_bias", "mlp_bias"),
     "mistral": Family(window="all", kv_heads=8),
-    "qwen2": Family("always", window="switched", kv_heads=32),
-    "qwen3": Family("by config", "by config", qk_norm=True, window="switched", kv_heads=32, head_dim=128),
+    "qwen2": Family(True, window="switched", kv_heads=32),
+    "qwen3": Family("attention_bias", "attention_bias", qk_norm=True, window="switched", kv_heads=32, head_dim=128),
 }
 
 
@@ -83,6 +81,10 @@ class ModelShape:
         """A tied embedding counts once."""
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         return self.num_layers * self.layer_parameters + embeddings + self.hidden
+
+    def shards(self, num_ranks: int) -> int:
+        """Parameters of one rank, each with its gradient and AdamW's two moments in fp32."""
+        return -(-self.num_parameters // num_ranks)
 
 
 @dataclass(frozen=True)
@@ -151,11 +153,8 @@ def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> M
     if head_dim % 2:
         raise ConfigError(f"head_dim={head_dim} of {source} is odd, and RoPE turns pairs; {CORRECT}")
     windows, tied = _read_windows(values, family, num_layers, source), bool(values.get("tie_word_embeddings", False))
-    keys = {"qkv_bias": "attention_bias", "out_bias": "attention_bias", "mlp_bias": "mlp_bias"}
-    biases = {
-        part: getattr(family, part) == "always" or (getattr(family, part) == "by config" and bool(values.get(key)))
-        for part, key in keys.items()
-    }
+    rules = {part: getattr(family, part) for part in ("qkv_bias", "out_bias", "mlp_bias")}
+    biases = {part: bool(values.get(rule) if isinstance(rule, str) else rule) for part, rule in rules.items()}
     sizes = (num_layers, hidden, heads, kv_heads, head_dim, mlp, vocab)
     return ModelShape(name, *sizes, tied, windows, qk_norm=family.qk_norm, **biases)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,22 +14,17 @@ import yaml
 from ithaka.config import Config, ConfigError, given, load, parse_count, shown, to_dict
 from ithaka.layout import SETTINGS
 from ithaka.plan import search
-from ithaka.plan.bytes import (
-    HOST_PROCESS_BYTES,
-    HOST_RESERVE_SHARE,
-    RESERVE_BYTES,
-    RESERVE_SHARE,
-    kept_attention_bytes,
-)
-from ithaka.plan.hardware import GIB, HOST_BYTES_PER_GPU, Hardware
+from ithaka.plan.bytes import HOST_PROCESS_BYTES, HOST_RESERVE_SHARE, RESERVE_BYTES, RESERVE_SHARE, kept_attention_bytes
+from ithaka.plan.hardware import DISK_BYTES_S, GIB, HOST_BYTES_PER_GPU, NETWORK_BYTES_S, Hardware
 from ithaka.plan.models import find_shape, hub_id
-from ithaka.plan.search import Fixed, Plan
-from ithaka.plan.shape import ModelShape, Work
+from ithaka.plan.search import Plan, Space
+from ithaka.plan.shape import Work
 
 WIDTH = 118
 # Settings that `ithaka plan` has options for.
 OPTIONS = {"model.path": "the argument MODEL", "data.context": "--context", "train.batch": "--batch",
            "train.steps": "--steps"}  # fmt: skip
+COLUMNS = ("cp", "heads/stage", "inputs", "attention kept", "optimizer", "tok/s/GPU", "GPU GiB", "host GiB")
 PLACES = {"device": "on the device", "host": "in host memory", "disk": "on disk"}
 TIERS = {"GPU": ("GPU memory", ""), "host": ("host memory", "--host-memory 2TB"), "disk": ("disk", "--disk 10TB")}
 
@@ -43,19 +37,13 @@ class Question:
     """A model on a machine. `config`: what the command was told; `given`: the names (parallel.cp) of what it set."""
 
     model: str
-    shape: ModelShape
-    hardware: Hardware
+    space: Space
     config: Config
     given: frozenset[str]
-    fixed: Fixed
     work: Work
 
     def plan(self, context: int = 0) -> Plan:
-        work = replace(self.work, context=context or self.work.context)
-        return search.choose(self.shape, self.hardware, work, self.fixed)
-
-    def longest(self) -> tuple[int, str]:
-        return search.longest(self.shape, self.hardware, self.fixed, self.work.batch)
+        return self.space.choose(replace(self.work, context=context or self.work.context))
 
 
 def question(
@@ -63,28 +51,26 @@ def question(
 ) -> Question:
     """`overrides`: settings as for training, section.key=value; `any_setting`: also those that change no plan."""
     num_tokens = parse_count(context)
-    if re.fullmatch(r"-\s*\d+|[01]", context.strip()):
-        raise ConfigError(f"--context {context} is too short; use at least 2 tokens")
     if num_tokens is None or num_tokens < 2:
-        raise ConfigError(f"--context {context} is not a number of tokens; write for example 131072, 128K or 1M")
+        raise ConfigError(f"--context {context} is not a number of tokens from 2 on; write for example 128K or 1M")
     told = given(None, overrides)
     for name in told - {*SETTINGS, "train.accumulate"}:
         if name in OPTIONS:
             raise ConfigError(f"--set {name} is given otherwise here; use {OPTIONS[name]}")
         if not any_setting:
             raise ConfigError(f"{name} is not decided by a plan; use one of {', '.join(SETTINGS)}")
-    config, shape = load(None, [*overrides, f"data.context={num_tokens}", f"train.batch={batch}"]), find_shape(model)
-    fixed = search.fixed_of(config, told, shape, hardware)
-    return Question(model, shape, hardware, config, frozenset(told), fixed, search.work_of(config))
+    config = load(None, [*overrides, f"data.context={num_tokens}", f"train.batch={batch}"])
+    space = search.space_of(config, told, find_shape(model), hardware)
+    return Question(model, space, config, frozenset(told), search.work_of(config))
 
 
 def plan_answer(q: Question, max_context: bool, steps: int | None, as_json: bool) -> tuple[str, bool]:
     """(the answer, whether it fits). With `max_context` the plan is the one at the longest context."""
-    context, limited_by = q.longest() if max_context else (0, "")
+    context, limited_by = q.space.longest(q.work.batch) if max_context else (0, "")
     plan = q.plan(context)
     if as_json:
         values = as_dict(plan, q.model, steps) | ({"max_context": context} if max_context else {})
-        values["limited_by"] = limited_by or (plan.limited_by if plan.fits else q.longest()[1])
+        values["limited_by"] = limited_by or (plan.limited_by if plan.fits else q.space.longest(q.work.batch)[1])
         return json.dumps(values, indent=2), plan.fits
     text = as_text(plan, q.model, steps)
     if max_context and context:
@@ -148,18 +134,18 @@ def as_yaml(q: Question, plan: Plan, steps: int | None = None) -> str:
 
 
 def as_text(plan: Plan, model: str, steps: int | None = None) -> str:
-    """The whole answer: does it fit, settings and reasons, memory, time, assumptions."""
+    """The whole answer: does it fit, settings and reasons, memory, time, other plans, assumptions."""
     lines = [_headline(plan, model)]
     if not plan.fits:
         lines.append(_way_out(plan))
     elif steps:
         count = steps * plan.tokens_per_step
-        in_words = f"{count / 1e9:.4g} billion" if count >= 1e9 else f"{count / 1e6:.4g} million"
-        lines.append(f"{steps} steps: {duration(steps * plan.step_s)}, {in_words} tokens")
+        lines.append(f"{steps} steps: {duration(steps * plan.step_s)}, {count / 1e9:.4g} billion tokens")
     settings = plan.settings
     rows = [f"  {name:<24}  {shown(settings[name]):>6}   {why}" for name, why in _reasons(plan).items()]
+    others = _others(plan) if plan.others else ()
     assumptions = [f"  {name:<11}  {text}" for name, text in assumed(plan).items()]
-    return "\n".join([*lines, "", *rows, "", *_costs(plan), "", "Assumed", *assumptions])
+    return "\n".join([*lines, "", *rows, "", *_costs(plan), *others, "", "Assumed", *assumptions])
 
 
 def _headline(plan: Plan, model: str) -> str:
@@ -169,7 +155,7 @@ def _headline(plan: Plan, model: str) -> str:
         speed = f"{rate(plan.tokens_per_s_per_gpu)} tok/s per GPU, {duration(plan.step_s)} per step"
         return f"{what}: fits, {speed} (most of it {plan.limited_by})"
     lacks = [
-        f"{need / have:.2f} times the {name} there is" if have else f"{gib(need)} of {name}, and there is none ({way})"
+        f"{need / have:.2f} times the {name} there is" if have else f"{size(need)} of {name}, and there is none ({way})"
         for (name, way), (need, have) in zip(TIERS.values(), plan.ledger.tiers.values(), strict=True)
         if need > have
     ]
@@ -178,11 +164,11 @@ def _headline(plan: Plan, model: str) -> str:
 
 def _way_out(plan: Plan) -> str:
     """The longest context, and what lets more fit, found by trial; more GPUs come as more nodes."""
-    where = plan.shape, plan.hardware, plan.given, plan.work.batch
-    context, _ = search.longest(*where)
+    space, batch = search.Space(plan.shape, plan.hardware, plan.given), plan.work.batch
+    context, _ = space.longest(batch)
     disk = "more disk" if plan.hardware.disk_bytes else "a disk (--disk 10TB)"
     words = {"host": "more host memory", "disk": disk, "nodes": "more GPUs"}
-    more = ", or ".join(words[way] for way in search.ways_further(*where, context)) or "GPUs with more memory"
+    more = ", or ".join(words[way] for way in space.ways_further(batch, context)) or "GPUs with more memory"
     if not context:
         return f"No context fits with these settings: it takes {more}."
     return f"The longest context that fits is {tokens(context)} ({context}); for more, {more}."
@@ -197,8 +183,8 @@ def _reasons(plan: Plan) -> dict[str, str]:
     stage = "all heads at once" + " (plain Ulysses)" * (cp > 1)
     if width < shape.heads:
         stage = f"{width // cp} per GPU at a time{_instead(plan, 'more', heads_per_stage=min(2 * width, shape.heads))}"
-    inputs = gib(shape.num_layers * layout.x_bytes(shape.hidden, s))
-    outputs = gib(kept_attention_bytes(shape, layout, s) * layout.keep_attention)
+    inputs = size(shape.num_layers * layout.x_bytes(shape.hidden, s))
+    outputs = size(kept_attention_bytes(shape, layout, s) * layout.keep_attention)
     reasons = {
         "parallel.cp": f"{shared}: {step}",
         "parallel.heads_per_stage": stage,
@@ -257,6 +243,18 @@ def _costs(plan: Plan) -> Iterator[str]:
     yield from _wrapped(f"{name} {duration(s)} ({s / plan.step_s:.1%})" for name, s in vars(plan.seconds).items())
 
 
+def _others(plan: Plan) -> Iterator[str]:
+    """The plan and the best of other kinds, in a table."""
+    yield from ("", "This plan and others", f"  {'  '.join(COLUMNS)}")
+    for other in (plan, *plan.others):
+        layout, ledger = other.layout, other.ledger
+        kept = f"{layout.keep_attention} on {layout.attention_tier}" if layout.keep_attention else "none"
+        where = (layout.input_tier, kept, "host" if layout.offload_optimizer else "device")
+        figures = (rate(other.tokens_per_s_per_gpu), f"{ledger.gpu_peak / GIB:.1f}", f"{ledger.host_peak / GIB:.0f}")
+        cells = (layout.cp, other.settings["parallel.heads_per_stage"], *where, *figures)
+        yield "".join(f"  {cell:>{len(title)}}" for title, cell in zip(COLUMNS, cells, strict=True))
+
+
 def _wrapped(parts: Iterator[str]) -> list[str]:
     whole = ", ".join(part.replace(" ", "\0") for part in parts)  # a name and its figure stay on one line
     lines = textwrap.wrap(whole, WIDTH, initial_indent="  ", subsequent_indent="  ")
@@ -269,8 +267,8 @@ def assumed(plan: Plan) -> dict[str, str]:
     found = {
         "host memory": f"{HOST_BYTES_PER_GPU / 1e9:.0f} GB per GPU; give yours with --host-memory",
         "links": f"{gpu.link_bytes_s / 1e9:.0f} GB/s per GPU inside a node, "
-        f"{hardware.network_bytes_s / 1e9:.0f} GB/s between nodes",
-        "disk": f"{hardware.disk_bytes_s / 1e9:.0f} GB/s per node",
+        f"{NETWORK_BYTES_S / 1e9:.0f} GB/s between nodes",
+        "disk": f"{DISK_BYTES_S / 1e9:.0f} GB/s per node",
         "reserve": f"{RESERVE_BYTES / GIB:.0f} GiB + {RESERVE_SHARE:.0%} of each GPU (context, workspaces, "
         f"fragmentation), {HOST_PROCESS_BYTES / 1e9:.0f} GB per GPU + {HOST_RESERVE_SHARE:.0%} of a node's host memory",
         "rates": f"of {gpu.name}: {gpu.source}",
@@ -298,11 +296,6 @@ def size(num_bytes: float) -> str:
         if abs(num_bytes) >= unit:
             return f"{num_bytes / unit:.4g} {name}"
     return f"{num_bytes:.0f} B"
-
-
-def gib(num_bytes: float) -> str:
-    """For columns, and beside them: one unit, so that figures can be compared."""
-    return f"{num_bytes / GIB:.1f} GiB"
 
 
 def duration(seconds: float) -> str:

@@ -85,8 +85,8 @@ def planned_shares(plan: Plan) -> dict[PhasePath, float]:
     seconds: dict[PhasePath, float] = {}
     keeps = plan.layout.of_layers(plan.shape.num_layers)
     for i, (window, kept) in enumerate(zip(plan.shape.windows, keeps, strict=True)):
-        layer = layer_seconds(plan.shape, plan.layout, plan.hardware, plan.work, window, kept)
-        seconds |= {(f"layer {i}", "forward"): layer.forward.total, (f"layer {i}", "backward"): layer.backward.total}
+        forward, backward = layer_seconds(plan.shape, plan.layout, plan.hardware, plan.work, window, kept)
+        seconds |= {(f"layer {i}", "forward"): forward.total, (f"layer {i}", "backward"): backward.total}
     total = plan.seconds.total - plan.seconds.update
     seconds[("loss backward",)] = total - sum(seconds.values())
     return {path: path_s / total for path, path_s in seconds.items()}

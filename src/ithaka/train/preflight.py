@@ -37,7 +37,7 @@ from ithaka.dist.mesh import start_process_group
 from ithaka.layout import Layout, check_fixed, either, fixed_settings, layout_of
 from ithaka.plan.bytes import Holders, Ledger, memory
 from ithaka.plan.hardware import GPUS, Hardware, find_gpu, gpu_named, this_host
-from ithaka.plan.search import Plan, decide, work_of
+from ithaka.plan.search import Plan, space_of, work_of
 from ithaka.plan.shape import ModelShape, Work, read_shape, shape_from_config
 from ithaka.plan.show import size
 from ithaka.train import checkpoint, launch
@@ -247,7 +247,8 @@ def planned(config: Config, given: Set[str], hardware: Hardware) -> tuple[Config
     and that plan."""
     if not plans_for(config, hardware):
         return config, None
-    plan, tree = decide(config, given, model_shape(config), hardware), to_dict(config)
+    plan = space_of(config, given, model_shape(config), hardware).choose(work_of(config))
+    tree = to_dict(config)
     for name, value in plan.settings.items():
         section, key = name.split(".")
         if name not in given or tree[section][key] == "auto":
