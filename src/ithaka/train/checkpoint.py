@@ -39,6 +39,7 @@ from ithaka.train.launch import is_out_of_memory
 
 FORMAT = 1
 STATE_FILE = "state.json"
+step_name = "step-{:08d}".format
 
 
 class CheckpointError(RuntimeError):
@@ -57,10 +58,6 @@ def _explained(what: str) -> Iterator[None]:
         if is_out_of_memory(error):
             raise error from None
         raise CheckpointError(f"{what}: rank {rank}: {type(error).__name__}: {error}") from wrapped
-
-
-def step_name(step: int) -> str:
-    return f"step-{step:08d}"
 
 
 def _sync_directory(path: Path) -> None:
@@ -185,9 +182,8 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     state, rank = read_state(path), dist.get_rank()
     weights, optim = get_state_dict(model, optimizer)
     tensors: dict[str, Any] = {"model": weights, "moments": optim["state"]}
-    same_ranks = state["world_size"] == dist.get_world_size()
     reader = dcp.FileSystemReader(path)
-    if same_ranks:
+    if state["world_size"] == dist.get_world_size():
         saved = reader.read_metadata().state_dict_metadata
         tensors["rng"] = {k: v for k, v in _rng_tensors(rank).items() if f"rng.{k}" in saved}
     with _explained(f"checkpoint {path} cannot be read"):
@@ -228,7 +224,6 @@ def export(run_dir: Path, out_dir: Path) -> Path:
     One process, without a process group; the whole model passes through host memory.  Weights keep the
     precision of the master weights (float32 in a usual run), so logits are those of the trained model."""
     from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils import logging
 
     out_dir = out_dir.absolute()
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
@@ -246,6 +241,5 @@ def export(run_dir: Path, out_dir: Path) -> Path:
     model.load_state_dict(weights, assign=True)
     model.tie_weights()
     shutil.copytree(run_dir / "model", out_dir, dirs_exist_ok=True)
-    logging.disable_progress_bar()
     model.save_pretrained(out_dir)
     return out_dir

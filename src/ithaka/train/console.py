@@ -128,9 +128,7 @@ class Console:
         if active and tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            # It hides an earlier process's events after `step` itself.
-            events = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if step else None)
-            self._events = self._open.enter_context(events)
+            self._events = self._open.enter_context(SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1))
         columns = (TextColumn("[bold]train"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn())
         words, self._plain = TextColumn("{task.fields[status]}"), not (active and self._rich.is_terminal)
         self._bar = self._open.enter_context(Progress(*columns, words, console=self._rich, disable=self._plain))

@@ -20,9 +20,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -37,7 +36,6 @@ EXIT_FAILED, EXIT_CONFIG, EXIT_MEMORY = 1, 2, 3
 GRACE_S = 2.0  # when one rank has failed, for the others to fail in their own words
 SAME_S = 0.5  # signals closer together are one: a terminal and a launcher, or `timeout`, send two
 CPU_RANKS = 2
-MAX_REPORT_CHARS = 16_000
 # Of CUDA and of what calls it (PyTorch, NCCL, Triton), of PyTorch's CPU allocator, of cuBLAS and cuDNN.
 MEMORY_WORDS = ("out of memory", "DefaultCPUAllocator", "_STATUS_ALLOC_FAILED")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -138,7 +136,7 @@ def outcome_of(error: Exception) -> Outcome:
     code = EXIT_MEMORY if is_out_of_memory(error) else EXIT_FAILED
     if type(error).__module__.partition(".")[0] == "ithaka":  # our own errors say all there is to say
         return Outcome(code, f"{type(error).__name__}: {error}", shared)
-    return Outcome(code, traceback.format_exc()[-MAX_REPORT_CHARS:].rstrip(), shared)
+    return Outcome(code, traceback.format_exc().rstrip(), shared)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -160,8 +158,7 @@ def _run_children(function: RankFunction, args: tuple[Any, ...], num_ranks: int)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_ranks)))
     here: dict[str, Any] = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", "local_addr": "127.0.0.1"}
     told = list[Outcome]()
-    kill = partial(_send, instead=signal.SIGKILL)
-    with tempfile.TemporaryDirectory(prefix="ithaka-") as name, StopRequest(_send, kill) as stop:
+    with tempfile.TemporaryDirectory(prefix="ithaka-") as name, stop_requests(_send) as received:
         folder = Path(name)
         (folder / "call").write_bytes(pickle.dumps(sys.path) + pickle.dumps((function, args)))
         logs = DefaultLogsSpecs(log_dir=str(folder / "logs"))
@@ -177,21 +174,21 @@ def _run_children(function: RankFunction, args: tuple[Any, ...], num_ranks: int)
                 if not ended_by_us and not (folder / f"failed-{rank}").exists():
                     told.append(_end_of(rank, failure.exitcode))
         except KeyboardInterrupt:
-            told.append(Outcome(128 + stop.received[0], f"stopped by {stop.received[0].name}"))
+            told.append(Outcome(128 + received[0], f"stopped by {received[0].name}"))
         told += [pickle.loads(file.read_bytes()) for file in folder.glob("*ed-*")]
     if sys.stdout.isatty():
         print("\x1b[?25h", end="", flush=True)  # the cursor, which rank 0 hides while it shows progress
-    if len(stop.received) > 1:
-        return Outcome(128 + stop.received[0], f"stopped at once by a second {stop.received[-1].name}")
+    if len(received) > 1:
+        return Outcome(128 + received[0], f"stopped at once by a second {received[-1].name}")
     return min(told, key=_likely_cause, default=Outcome(0))
 
 
-def _send(number: int, instead: int | None = None) -> None:
+def _send(number: int, again: bool) -> None:
     """To the ranks, who are in sessions of their own: a terminal's Ctrl-C reaches only this process."""
     ranks = psutil.Process().children()
     for rank in ranks:
         with contextlib.suppress(psutil.NoSuchProcess):
-            rank.send_signal(instead or number)
+            rank.send_signal(signal.SIGKILL if again else number)
     if not ranks:
         raise KeyboardInterrupt
 
@@ -205,11 +202,9 @@ def _likely_cause(outcome: Outcome) -> tuple[int, float]:
 
 def _end_of(rank: int, code: int) -> Outcome:
     """Of a rank that could not tell it."""
-    if code >= 0:
-        return Outcome(code, f"rank {rank} exited with code {code}")
+    end = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
     hint = "; the system kills processes when host memory runs out" if -code == signal.SIGKILL else ""
-    text = f"rank {rank} was killed by {signal.Signals(-code).name}{hint}"
-    return Outcome(128 - code if -code in SIGNALS else EXIT_FAILED, text)
+    return Outcome(128 - code if -code in SIGNALS else max(code, EXIT_FAILED), f"rank {rank} {end}{hint}")
 
 
 def child() -> None:
@@ -223,7 +218,6 @@ def child() -> None:
         function, args = pickle.load(file)
     outcome = _call(function, args)
     sys.stdout.flush()
-    sys.stderr.flush()
     if outcome.code:
         (folder / f"telling-{rank}").write_bytes(pickle.dumps(outcome))
         (folder / f"telling-{rank}").rename(folder / f"{'failed' if outcome.text else 'stopped'}-{rank}")
@@ -239,32 +233,27 @@ def _end_with_others(folder: Path, parent: int) -> None:
     os._exit(EXIT_FAILED)
 
 
-class StopRequest:
-    """SIGINT or SIGTERM, of a terminal, a scheduler, or a launcher that passes it on. The first asks to stop; a second
-    leaves at once. Two within SAME_S are one."""
+@contextlib.contextmanager
+def stop_requests(
+    act: Callable[[int, bool], object] = lambda number, again: again and os._exit(128 + number),
+) -> Iterator[list[signal.Signals]]:
+    """SIGINT and SIGTERM received inside, of a terminal, a scheduler, or a launcher that passes them on; the training
+    loop looks at them after each step. `act` is called with each, and whether it came again. Two within SAME_S are one.
+    """
+    received, asked_at = list[signal.Signals](), 0.0
 
-    def __init__(self, *then: Callable[[int], None]) -> None:
-        """`then`: called with the first signal, and with the second. By default the loop looks at `received` after each
-        step, and the second ends this process with 128 + signal."""
-        self.asked_at: float | None = None
-        self.received: list[signal.Signals] = []
-        self._then = then or (lambda number: None, lambda number: os._exit(128 + number))
-        self._old: dict[int, Any] = {}
-
-    def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
-                self._old[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self.asked_at is not None and now - self.asked_at <= SAME_S:
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal asked_at
+        if received and time.monotonic() - asked_at <= SAME_S:
             return
-        self.received.append(signal.Signals(number))
-        self._then[self.asked_at is not None](number)
-        self.asked_at = self.asked_at or now
+        received.append(signal.Signals(number))
+        asked_at = time.monotonic()
+        act(number, len(received) > 1)
+
+    numbers = SIGNALS if threading.current_thread() is threading.main_thread() else ()
+    old = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

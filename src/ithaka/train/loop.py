@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import torch
@@ -19,14 +20,14 @@ from ithaka.config import FORMAT, ConfigError, embedded_model, to_yaml
 from ithaka.data.open import data_facts, open_data
 from ithaka.data.stream import Batch
 from ithaka.data.tokenizer import load_tokenizer
-from ithaka.dist.mesh import Mesh, default_device, end_process_group, make_mesh, start_process_group
+from ithaka.dist.mesh import Mesh, default_device, make_mesh, start_process_group
 from ithaka.layer.store import Store
 from ithaka.model.build import build_model
 from ithaka.phases import listening, phase
 from ithaka.plan.hardware import peak_flops
 from ithaka.train import checkpoint
 from ithaka.train.console import Console, Record, amount, host_peak_bytes, read_metrics, status, step_flops
-from ithaka.train.launch import StopRequest
+from ithaka.train.launch import stop_requests
 from ithaka.train.preflight import Run, store_host_bytes, together
 from ithaka.train.step import StepResult, learning_rate, make_optimizer, train_step, validation_loss
 from ithaka.train.watch import Watch, Witness, explain_shortage, is_shortage
@@ -118,9 +119,8 @@ def train(run: Run, only_profile: bool = False) -> int:
     Returns the exit code: 0 when all steps are done; 128 + signal when asked to stop, after saving. Raises ConfigError,
     OutOfMemoryError, CheckpointError or Diverged with all that the user needs to know. `only_profile`: nothing is
     saved."""
-    ours = not dist.is_initialized()
     witness = Witness(default_device())
-    with StopRequest() as stop, listening(witness):
+    with stop_requests() as stop, listening(witness):
         try:
             trainer = prepare(run)
             asked = _train(trainer, stop, only_profile)
@@ -129,9 +129,6 @@ def train(run: Run, only_profile: bool = False) -> int:
                 raise
             words = explain_shortage(run, error, witness, str(run.config.model.path or run.run_dir / "model"))
             raise OutOfMemoryError(f"{words}\n{checkpoint.last_of(run.run_dir)}") from error
-    # Only after success: with a rank gone this would wait for it.
-    if ours:
-        end_process_group()
     return 128 + asked if asked else 0
 
 
@@ -153,8 +150,7 @@ def _locked(run_dir: Path) -> int:
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(directory)
-        way = "wait for its end, or stop it with Ctrl-C"
-        raise ConfigError(f"train.run_dir={run_dir} is in use by another run; {way}") from None
+        raise ConfigError(f"train.run_dir={run_dir} is in use by another run; wait for its end, or stop it") from None
     except OSError:  # a file system without locks
         pass
     return directory
@@ -187,7 +183,7 @@ def _write_run_dir(trainer: Trainer) -> None:
             part.save_pretrained(folder)
 
 
-def _train(trainer: Trainer, stop: StopRequest, only_profile: bool) -> int:
+def _train(trainer: Trainer, stop: list[Signals], only_profile: bool) -> int:
     """From where `trainer` is to train.steps, or to the first step after which any rank was asked to stop: by which
     signal is returned, else 0."""
     run, settings, mesh = trainer.run, trainer.config.train, trainer.mesh
@@ -224,20 +220,18 @@ def _train(trainer: Trainer, stop: StopRequest, only_profile: bool) -> int:
         if trainer.lock is not None:
             os.close(trainer.lock)
     if trainer.step < settings.steps and not only_profile:
-        console.say(f"Stopped as asked after step {trainer.step}, which is saved.")
-        console.say(f"Go on with: ithaka train --resume {run.run_dir}")
+        console.say(f"Stopped as asked after step {trainer.step}; go on with: ithaka train --resume {run.run_dir}")
     elif console.active and not only_profile:
         console.facts("done", _summary(trainer, read_metrics(run.run_dir / "metrics.jsonl")))
     return asked if trainer.step < settings.steps else 0
 
 
-def _agree(stop: StopRequest, mesh: Mesh, earlier_peak: int = 0) -> tuple[int, tuple[int | None, int]]:
+def _agree(stop: list[Signals], mesh: Mesh, earlier_peak: int = 0) -> tuple[int, tuple[int | None, int]]:
     """The signal that asked any rank to stop, or 0, and the largest memory peaks (device, host). One all-reduce on the
     host, after each step, so that all ranks stop after the same one."""
     on_gpu = mesh.device.type == "cuda"
     device_peak = max(torch.cuda.max_memory_allocated(mesh.device), earlier_peak) if on_gpu else 0
-    signal = stop.received[0] if stop.received else 0
-    shared = torch.tensor([signal, device_peak, host_peak_bytes()], dtype=torch.int64)
+    shared = torch.tensor([stop[0] if stop else 0, device_peak, host_peak_bytes()], dtype=torch.int64)
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
     asked, device_peak, host_peak = shared.tolist()
     return asked, (device_peak if on_gpu else None, host_peak)
@@ -263,10 +257,8 @@ def _header(trainer: Trainer) -> dict[str, str]:
         "ranks": f"{mesh.world_size} ({device}) = {mesh.dp_size} data x {mesh.cp_size} context parallel",
         "context": f"{config.data.context} tokens, {tokens} per step, {config.train.steps} steps",
         "attention": f"kernel {trainer.kernel}",
-        "run": str(trainer.run.run_dir),
+        "run": f"{trainer.run.run_dir}{f', resumed after step {trainer.step}' if trainer.step else ''}",
     }
-    if trainer.step:
-        facts["resumed"] = f"after step {trainer.step}"
     return facts | trainer.data_facts | dict(trainer.run.changed)
 
 

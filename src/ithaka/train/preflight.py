@@ -94,11 +94,10 @@ def preflight(file: Path | None, changes: list[str], resume: Path | None = None,
         config, least, plan = configs[0], least_of(machines), None
         if resume is None:  # a run that goes on keeps its settings
             config, plan = planned(config, given(file, changes, _defaults(file, changes)), least)
-        return dataclasses.replace(validated(config, least.num_gpus, resume, here), plan=plan)
+        return dataclasses.replace(validated(config, least.num_gpus, resume, mine[1]), plan=plan)
 
-    everyone = gathered(mine := together(told))
-    configs, machines = zip(*everyone, strict=True)
-    here = mine[1]
+    mine = together(told)
+    configs, machines = zip(*gathered(mine), strict=True)
     return together(decided)
 
 
@@ -168,8 +167,7 @@ def _resolve(file: Path | None, changes: list[str], resume: Path | None, run_dir
         moved = "--set train.run_dir" if "train.run_dir" in given(None, changes) else ""
         wrong = f"config={file}" if file else f"--run-dir {run_dir}" if run_dir else moved
         if wrong:
-            way = "change settings with --set, or leave it out"
-            raise ConfigError(f"{wrong} cannot be given with --resume {resume}; {way}")
+            raise ConfigError(f"{wrong} cannot be given with --resume {resume}; leave it out; settings go with --set")
         if not (resume / "config.yaml").is_file():
             raise ConfigError(f"--resume {resume} holds no config.yaml; give the directory of an earlier run")
         before = load(resume / "config.yaml")
@@ -291,13 +289,10 @@ def check_fits(run: Run) -> None:
             "a shorter data.context": True,
             "memory.plan=off to try anyway": anyway,
         }
-        largest = sorted(((name, part) for name, part in holders.items() if part), key=lambda item: -item[1])
-        context, ranks = run.work.context, run.hardware.gpus_per_node
-        raise ConfigError(
-            f"data.context={context} needs {size(need)} of {what} for {ranks} ranks ("
-            f"{', '.join(f'{name} {size(num_bytes)}' for name, num_bytes in largest)}), and {size(have)} are there; "
-            f"use {either(way for way, helps in ways.items() if helps)}"
-        )
+        parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in holders.items() if num_bytes)
+        figures = f"{size(need)} of {what} for {run.hardware.gpus_per_node} ranks ({parts}), and {size(have)} are there"
+        way = either(way for way, helps in ways.items() if helps)
+        raise ConfigError(f"data.context={run.work.context} needs {figures}; use {way}")
 
 
 def store_host_bytes(run: Run) -> int | None:
