@@ -22,15 +22,10 @@ HOLDERS = (PARAMETERS, GRADIENTS, OPTIMIZER, UNSHARDED, RESIDUAL, STAGE, KEPT, M
 
 # The holder of memory allocated in a phase, unless `holding` or `tag` names another.
 HOLDER_OF_PHASE = {
-    "embedding": RESIDUAL,
-    "forward": RESIDUAL,
-    "backward": RESIDUAL,
-    "projections": STAGE,
-    "attention": STAGE,
+    **dict.fromkeys(("embedding", "forward", "backward"), RESIDUAL),
+    **dict.fromkeys(("projections", "attention", "exchange"), STAGE),
+    **dict.fromkeys(("loss forward", "loss backward"), LOSS),
     "mlp": MLP,
-    "exchange": STAGE,
-    "loss forward": LOSS,
-    "loss backward": LOSS,
     "embedding backward": GRADIENTS,
     "optimizer": OPTIMIZER,
 }

@@ -236,11 +236,7 @@ class Store:
         return before
 
     def mark(self, stream: "torch.cuda.Stream | None" = None) -> Event:
-        if not self.on_gpu:
-            return None
-        event = torch.cuda.Event()
-        event.record(stream or torch.cuda.current_stream(self.device))
-        return event
+        return (stream or torch.cuda.current_stream(self.device)).record_event() if self.on_gpu else None
 
     def wait(self, event: Event) -> None:
         """Makes the compute stream wait for `event`."""
@@ -254,9 +250,8 @@ class Store:
             yield
             return
         with torch.cuda.stream(stream):
-            for event in after:
-                if event is not None:
-                    stream.wait_event(event)
+            for event in filter(None, after):
+                stream.wait_event(event)
             yield
 
 

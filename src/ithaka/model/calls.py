@@ -90,9 +90,8 @@ class CallCheck:
         for name in {**self.parts, **parts}:
             if name not in self.parts or parts.get(name) not in (self.parts[name], GATHERED):
                 raise ConfigError(
-                    f"{name} was added, removed, replaced, tied or converted after parallelize, which would be ignored "
-                    "or not sharded; change the model first (adapters, embeddings, tying, dtype), then parallelize; "
-                    "Layout(dtype=...) computes in another dtype"
+                    f"{name} was added, removed, replaced, tied or converted after parallelize, which would be ignored;"
+                    " change the model first, then parallelize; Layout(dtype=...) computes in another dtype"
                 )
 
     def _agree(self, report: Report) -> int:
@@ -179,12 +178,12 @@ def check_modules(model: nn.Module) -> bool:
                 f"{where} has a forward of its own, which a parallel model would ignore; parallelize the model as "
                 "Hugging Face loads it, without patches or a device_map over several devices"
             )
-        for key, param in module._parameters.items():
-            if param is not None and param._backward_hooks:
-                raise ConfigError(
-                    f"{name}.{key} has a gradient hook, which FSDP2 does not call; change param.grad after backward, "
-                    "or use register_post_accumulate_grad_hook after parallelize"
-                )
+    for name, param in model.named_parameters():
+        if param._backward_hooks:
+            raise ConfigError(
+                f"{name} has a gradient hook, which FSDP2 does not call; change param.grad after backward, or use "
+                "register_post_accumulate_grad_hook after parallelize"
+            )
     return hooked
 
 

@@ -23,7 +23,6 @@ from ithaka.plan.show import size
 
 MAP_POINTS = 800
 LARGEST = 10
-OLDER = "there before the step"
 NEVER = 2**62  # ns
 
 Frame = tuple[str, int, str]  # file, line, function
@@ -231,8 +230,9 @@ def _largest(live: list[Piece]) -> list[dict[str, Any]]:
     for (holder, each, line), pieces in together.items():
         what = f"{len(pieces)} x {each}" if len(pieces) > 1 else each
         phase = f"({' / '.join(pieces[-1].phase)})" if pieces[-1].phase else ""
-        num_bytes, made_by = sum(piece.num_bytes for piece in pieces), f"{line} {phase}".strip()
-        rows.append({"holder": holder, "num_bytes": num_bytes, "what": what, "made_by": made_by or OLDER})
+        made_by = f"{line} {phase}".strip() or "there before the step"
+        num_bytes = sum(piece.num_bytes for piece in pieces)
+        rows.append({"holder": holder, "num_bytes": num_bytes, "what": what, "made_by": made_by})
     return sorted(rows, key=lambda row: -row["num_bytes"])[:LARGEST]
 
 

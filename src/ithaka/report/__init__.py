@@ -24,7 +24,12 @@ def write_report(run_dirs: Sequence[Path], out: Path | None = None) -> Path:
     name = "report.html" if len(runs) == 1 else "report-" + "-".join(run["name"] for run in runs) + ".html"
     path = out or run_dirs[0] / name
     check_writable("--out", path)
-    path.write_text(page(runs), encoding="utf-8")
+    parts = {"title": html.escape(", ".join(run["name"] for run in runs))}
+    # A "<" of a run's own text could end the script element, or open a comment in it.
+    parts["data"] = json.dumps(runs, separators=(",", ":")).replace("<", "\\u003c")
+    for key, file in {"style": "report.css", "charts": CHARTS, "script": "report.js", "page": "page.html"}.items():
+        parts[key] = (files("ithaka.report") / file).read_text(encoding="utf-8")
+    path.write_text(Template(parts["page"]).substitute(parts), encoding="utf-8")
     return path
 
 
@@ -45,15 +50,6 @@ def read_run(run_dir: Path) -> dict[str, Any]:
         "sample": _text(run_dir / "sample.txt"),
         "profile": json.loads(latest.read_text(encoding="utf-8")) if latest else None,
     }
-
-
-def page(runs: list[dict]) -> str:
-    parts = {"title": html.escape(", ".join(run["name"] for run in runs))}
-    # A "<" of a run's own text could end the script element, or open a comment in it.
-    parts["data"] = json.dumps(runs, separators=(",", ":")).replace("<", "\\u003c")
-    for key, name in {"style": "report.css", "charts": CHARTS, "script": "report.js", "page": "page.html"}.items():
-        parts[key] = (files("ithaka.report") / name).read_text(encoding="utf-8")
-    return Template(parts["page"]).substitute(parts)
 
 
 def _text(path: Path) -> str | None:
