@@ -88,21 +88,19 @@ class LayerBytes:
         self.ahead = 2 if layout.overlap else 1
         self.exchanged = layout.cp > 1  # an exchange has a buffer of its own to receive into
 
-    def under_way(self, made: int, taken: int, stage: int) -> int:
-        """A stage's tensors between their sending and their use: `made` here, `taken` as received, and k, v.
+    def under_way(self, own: int, first: int, last: int) -> int:
+        """Tensors of stages [first, last) between their sending and their use: of each `own` and the k, v that arrive.
 
         With overlap the ones sent are held until the ones received are used.
         """
-        if not self.exchanged:
-            return made + self.kv[stage]
-        both = made + self.kv[stage] if self.layout.overlap else 0
-        return both + taken + self.kv[stage]
+        twice = 2 if self.layout.overlap and self.exchanged else 1
+        return twice * sum(own + kv for kv in self.kv[first:last])
 
-    def sending(self, made: int, taken: int, stage: int) -> int:
+    def sending(self, own: int, stage: int) -> int:
         """The most while a stage is sent: without overlap one after the other, so only one is there twice."""
         if self.layout.overlap or not self.exchanged:
-            return self.under_way(made, taken, stage)
-        return taken + self.kv[stage] + max(self.q, self.kv[stage] // 2)
+            return self.under_way(own, stage, stage + 1)
+        return own + self.kv[stage] + max(self.q, self.kv[stage] // 2)
 
     def sums(self, num_slots: int) -> int:
         """dk and dv of so many kv slots, in the dtype of sums."""
@@ -156,20 +154,17 @@ def attend_moments(b: LayerBytes, phase: str, stream: int) -> Iterator[Moment]:
     out = b.q + b.lse
     project, attend = f"{phase} projections", f"{phase} attention"
 
-    def flying(first: int, last: int) -> int:
-        return sum(b.under_way(b.q, b.q, j) for j in range(first, min(last, b.num_stages)))
-
     for i in range(min(b.ahead, b.num_stages)):
-        yield Moment(project, stream, flying(0, i) + b.q + b.kv[i], 0, "project")
-        yield Moment(project, stream, flying(0, i) + b.sending(b.q, b.q, i))
+        yield Moment(project, stream, b.under_way(b.q, 0, i) + b.q + b.kv[i], 0, "project")
+        yield Moment(project, stream, b.under_way(b.q, 0, i) + b.sending(b.q, i))
     for i in range(b.num_stages):
-        later = flying(i + 1, i + b.ahead)
+        later = b.under_way(b.q, i + 1, i + b.ahead)
         part = out * b.slots.stages[i].part // b.slots.query  # the widest read's, where it is not the whole output
         yield Moment(attend, stream, b.q + later + b.held[i] + out + part, i * out, "attend")
         if (new := i + b.ahead) < b.num_stages:
             others = later + b.left[i]
             yield Moment(project, stream, others + b.q + b.kv[new], (i + 1) * out, "project")
-            yield Moment(project, stream, others + b.sending(b.q, b.q, new), (i + 1) * out)
+            yield Moment(project, stream, others + b.sending(b.q, new), (i + 1) * out)
 
 
 def attention_backward_moments(b: LayerBytes, outputs: int) -> Iterator[Moment]:
@@ -182,23 +177,20 @@ def attention_backward_moments(b: LayerBytes, outputs: int) -> Iterator[Moment]:
     def left(sent: int, attended: int) -> int:
         return outputs - (0 if b.fetched else sent * b.q + attended * b.lse)
 
-    def flying(first: int, last: int) -> int:
-        return sum(b.under_way(taken, taken, j) for j in range(first, min(last, b.num_stages)))
-
     def sending(stage: int, others: int, attended: int) -> Iterator[Moment]:
         """q, k and v are made; then they are sent, and out and dout with them."""
         prefetched = b.q if b.fetched and b.layout.overlap and stage >= b.ahead else 0
         made = b.q + b.kv[stage] + prefetched
         yield Moment(project, stream, others + made, left(stage, attended), "project")
         own = 0 if b.layout.overlap or not b.exchanged or b.fetched else b.q  # out, until all is sent
-        yield Moment(project, stream, others + own + b.sending(taken, taken, stage), left(stage + 1, attended))
+        yield Moment(project, stream, others + own + b.sending(taken, stage), left(stage + 1, attended))
 
     for i in range(min(b.ahead, b.num_stages)):
-        yield from sending(i, flying(0, i), 0)
+        yield from sending(i, b.under_way(taken, 0, i), 0)
     returned = 0  # dq, dk, dv of the stages before
     for i in range(b.num_stages):
         following, ending = i + b.ahead, b.held[i] - b.left[i]
-        later, more = flying(i + 1, following), following < b.num_stages
+        later, more = b.under_way(taken, i + 1, following), following < b.num_stages
         prefetched = b.q if b.fetched and b.layout.overlap and more else 0
         own = taken + (b.lse if b.fetched else 0)
         live = returned + own + later + prefetched + b.held[i] + b.sums(b.slots.stages[i].summed)
