@@ -35,10 +35,10 @@ def test_fake_tensors_hold_nothing():
         assert isinstance(x, FakeTensor) and bytes_now(live) == 0
 
 
-def test_older_storages_count_only_when_registered():
+def test_older_storages_count_only_when_tagged():
     older, given = floats(8), floats(2)
     with LiveBytes() as live:
-        live.register([given], "parameters")
+        live.tag(given, "parameters")
         made = older.view(2, -1)[0] + given.sum()
         assert bytes_now(live) == 2 * KIB + made.nbytes
         older = None  # its death is none of our business

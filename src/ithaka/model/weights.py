@@ -23,9 +23,8 @@ def load_weights(model: PreTrainedModel, directory: Path) -> None:
     missing = [name for name in params if name not in where]
     if missing:
         raise ConfigError(
-            f"model.path={directory} has no tensor {missing[0]} ({len(missing)} missing in all); copy it again or fix "
-            "config.json; if it stores experts one by one, load it with AutoModelForCausalLM.from_pretrained and pass "
-            "it to ithaka.parallelize"
+            f"model.path={directory} has no tensor {missing[0]} ({len(missing)} missing in all); copy it again, fix "
+            "config.json, or (experts one by one) pass AutoModelForCausalLM.from_pretrained(...) to ithaka.parallelize"
         )
     # A tied head may be stored as well.
     extra = [name for name in where if name not in params and not name.endswith(("inv_freq", "lm_head.weight"))]

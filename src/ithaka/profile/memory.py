@@ -85,16 +85,13 @@ class MemoryMap(PhaseLog, ExitStack):
         super().__init__()
         self.pieces: list[Piece] = []
 
-    def register(self, tensors: Iterable[Tensor], holder: str) -> None:
-        """Names memory that is there already."""
-        for tensor in tensors:
-            self.tag(tensor, holder)
-
     def register_states(self, model: nn.Module, optimizer: Any) -> None:
         """Names what is there before a step."""
-        self.register([*model.parameters(), *model.buffers()], phases.PARAMETERS)
-        states = (value for state in optimizer.state.values() for value in state.values())
-        self.register((value for value in states if isinstance(value, Tensor)), phases.OPTIMIZER)
+        for tensor in (*model.parameters(), *model.buffers()):
+            self.tag(tensor, phases.PARAMETERS)
+        for value in (value for state in optimizer.state.values() for value in state.values()):
+            if isinstance(value, Tensor):
+                self.tag(value, phases.OPTIMIZER)
 
     def edges(self) -> list[tuple[int, int, Piece]]:
         """Beginnings and ends of pieces, in the order of time: time, bytes gained or lost, piece."""
