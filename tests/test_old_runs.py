@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ithaka.config import FORMAT, ConfigError, load
-from ithaka.report import write_report
+from ithaka.report.page import write_report
 from ithaka.train import checkpoint
 from runs import metrics, run, tiny_run, valid
 

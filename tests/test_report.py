@@ -8,7 +8,7 @@ import pytest
 from browser import Browser, find_browser
 from ithaka.cli import train_rank
 from ithaka.config import ConfigError
-from ithaka.report import write_report
+from ithaka.report.page import write_report
 from runs import tiny_run, valid
 
 SIZES = {"desktop": (1200, False), "dark": (1200, True), "phone": (390, False)}

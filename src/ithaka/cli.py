@@ -110,7 +110,7 @@ def train_rank(run: Run, only_profile: bool = False) -> int:
     code = loop.train(run, only_profile)
     end_process_group()
     if os.environ.get("RANK", "0") == "0":
-        from ithaka.report import write_report
+        from ithaka.report.page import write_report
 
         try:
             print(f"Report: {write_report([run.run_dir])}", flush=True)
@@ -137,7 +137,7 @@ def report(
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="By default in the first run's directory.")] = None,
 ) -> None:
     """Write one HTML page about a run, or about several beside each other. It opens without a network."""
-    from ithaka.report import write_report
+    from ithaka.report.page import write_report
 
     print(write_report(run_dirs, out))
 

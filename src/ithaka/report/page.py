@@ -1,0 +1,56 @@
+"""A run directory, or several, as one HTML page that needs no network. Imports no torch."""
+
+import html
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import yaml
+
+from ithaka.config import ConfigError, check_writable
+from ithaka.train.console import read_metrics
+
+CHARTS = "echarts.common.min.js"  # Apache ECharts 6.1.0, as published; see NOTICE.echarts
+PEAKS = ("device_peak_bytes", "host_peak_bytes")  # each part of a resumed run has its own
+SHOWN = ("step", "loss", "val_loss", "tokens_per_s", "step_s", "mfu")
+
+
+def write_report(run_dirs: Sequence[Path], out: Path | None = None) -> Path:
+    """Writes the page for these runs; by default report.html in the first one's directory."""
+    runs = [read_run(run_dir) for run_dir in run_dirs]
+    name = "report.html" if len(runs) == 1 else "report-" + "-".join(run["name"] for run in runs) + ".html"
+    path = out or run_dirs[0] / name
+    check_writable("--out", path)
+    parts = {"title": html.escape(", ".join(run["name"] for run in runs))}
+    # A "<" of a run's own text could end the script element, or open a comment in it.
+    parts["data"] = json.dumps(runs, separators=(",", ":")).replace("<", "\\u003c")
+    for key, file in {"style": "report.css", "charts": CHARTS, "script": "report.js", "page": "page.html"}.items():
+        parts[key] = (files("ithaka.report") / file).read_text(encoding="utf-8")
+    path.write_text(Template(parts["page"]).substitute(parts), encoding="utf-8")
+    return path
+
+
+def read_run(run_dir: Path) -> dict[str, Any]:
+    """Everything the page needs; what a run has not written is None or empty."""
+    if not (run_dir / "config.yaml").is_file():
+        raise ConfigError(f"RUN_DIR={run_dir} holds no config.yaml; give the directory of a run")
+    records = read_metrics(run_dir / "metrics.jsonl")
+    profiles = run_dir.glob("profile/step-*/profile.json")
+    latest = max(profiles, key=lambda file: int(file.parent.name.removeprefix("step-")), default=None)
+    return {
+        "name": run_dir.resolve().name,
+        "metrics": {key: [record.get(key) for record in records] for key in SHOWN},
+        **{key: max((record.get(key) or 0 for record in records), default=0) or None for key in PEAKS},
+        "config": yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8")),
+        "machine": json.loads(_text(run_dir / "machine.json") or "null"),
+        "plan": json.loads(_text(run_dir / "plan.json") or "null"),
+        "sample": _text(run_dir / "sample.txt"),
+        "profile": json.loads(latest.read_text(encoding="utf-8")) if latest else None,
+    }
+
+
+def _text(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8") if path.is_file() else None
