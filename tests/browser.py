@@ -1,6 +1,5 @@
 """A headless Chromium, driven over a pipe: pages, sizes, themes, screenshots, and what the console said."""
 
-import base64
 import json
 import os
 import shutil
@@ -119,11 +118,6 @@ class Browser:
         found = [event for event in self.events if event.get("method") in loud]
         asked = [e["params"]["request"]["url"] for e in self.events if e.get("method") == "Network.requestWillBeSent"]
         return [*found, *({"request": url} for url in asked if not url.startswith(("file:", "data:")))]
-
-    def screenshot(self, path: Path, whole: bool = True) -> Path:
-        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
-        path.write_bytes(base64.b64decode(data))
-        return path
 
     def move_mouse(self, x: float, y: float, click: bool = False) -> None:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)

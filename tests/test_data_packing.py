@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ithaka.data import pack as packing
-from ithaka.data.pack import Documents, Window, deal, pack, spans
+from ithaka.data.pack import Documents, deal, spans
 from ithaka.data.stream import SequenceStream, collate, num_valid
 
 PAD = 9999
@@ -202,12 +202,3 @@ def test_windows_deal_every_shard_once(count, room, seed):
     assert sorted(order) == list(range(count))
     assert seed is not None or order == sorted(order)
     assert all(100 * (len(window) - 1) < max(room, 1) for window in windows)
-
-
-def test_tokens_that_are_only_read_have_ids_but_no_labels():
-    tokens = np.asarray([5, ~6, 7, 0, ~0, 3], np.int32)
-    window = Window([Documents(tokens, np.asarray([3, 3]))], None)
-    sequence = pack(window.take(0, 6), 8, pad_id=9)
-    assert sequence.ids.tolist() == [5, 6, 7, 0, 0, 3, 9, 9]
-    assert sequence.labels().tolist() == [-100, -100, 7, -100, -100, 3, -100, -100]
-    assert num_valid(collate([sequence]).labels) == 2

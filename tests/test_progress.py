@@ -13,7 +13,7 @@ from ithaka.phases import phase
 from ithaka.plan.hardware import Hardware, find_gpu
 from ithaka.plan.search import Plan
 from ithaka.plan.shape import Work, shape_from_config
-from ithaka.profile.progress import Progress, Report
+from ithaka.profile.progress import Progress, StepProgress
 from ithaka.train.console import Console, describe_progress, read_metrics
 
 SHAPE = shape_from_config(embedded_model("small"))
@@ -66,7 +66,7 @@ def test_layers_count_by_their_planned_seconds():
 
 
 def test_reports_come_while_the_step_runs():
-    said: list[Report] = []
+    said: list[StepProgress] = []
     with progress(said.append, every_s=0.02).step(7):
         run_layer(0, "forward")
         with phase("layer 1"), phase("forward"):
@@ -81,7 +81,7 @@ def test_reports_come_while_the_step_runs():
     assert len(said) == count
 
 
-REPORT = Report(3, "layer 7 / backward / attention / stage 2", 41.0, 600.0, 5025.0)
+REPORT = StepProgress(3, "layer 7 / backward / attention / stage 2", 41.0, 600.0, 5025.0)
 
 
 def test_console_and_metrics_show_it(tmp_path, capsys):
@@ -107,4 +107,4 @@ def test_resuming_drops_progress_of_lost_steps(tmp_path):
 
 
 def test_nothing_known_is_left_out():
-    assert describe_progress(Report(1, "", 0.0, 1.0, None)) == "starting  0%"
+    assert describe_progress(StepProgress(1, "", 0.0, 1.0, None)) == "starting  0%"

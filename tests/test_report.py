@@ -54,9 +54,9 @@ def test_nothing_is_fetched_from_anywhere(run_dir):
 
 def test_text_of_a_run_cannot_break_out_of_the_page(run_dir, tmp_path):
     (tmp_path / "config.yaml").write_text((run_dir / "config.yaml").read_text())
-    (tmp_path / "sample.txt").write_text("</script><script>alert(1)</script>")
+    (tmp_path / "machine.json").write_text(json.dumps({"CPU": "</script><script>alert(1)</script>"}))
     page = write_report([tmp_path])
-    assert embedded(page)[0]["sample"].startswith("</script>")
+    assert embedded(page)[0]["machine"]["CPU"].startswith("</script>")
     assert page.read_text().count("<script>") == 2
 
 

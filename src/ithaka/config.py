@@ -168,7 +168,7 @@ class TrainConfig(Section):
     keep_last: int = setting(2, ge=1)
     # Seed of the initial weights and of the order of the data.
     seed: int = setting(0, ge=0)
-    # torch.compile for the token-wise work.
+    # torch.compile for the MLP.
     compile: bool = False
     # Write TensorBoard events into the run directory (needs the extra: pip install ithaka[tensorboard]).
     tensorboard: bool = False

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from ithaka.config import ConfigError
 
 Kind = Literal["text", "jsonl", "json", "parquet", "arrow"]
-KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+KIND_OF_SUFFIX: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 NOT_READ = {".csv", ".tsv", ".npy", ".bin", ".arrow", ".lock"}
 # Written beside records by those who publish them.
 NOT_RECORDS = re.compile(r"readme|licen[sc]e|citation|notice|dataset_infos?\.json|.*\.lock", re.IGNORECASE)
@@ -79,8 +79,8 @@ def _directory(directory: Path, name: str) -> Found:
     if arrow is not None:
         raise ConfigError(f"{name}={directory} holds {arrow}; give the folder that datasets.save_to_disk wrote")
     meant = [path for path, reason in reasons.items() if reason != "empty" and not NOT_RECORDS.match(path.name)]
-    only_json = all(path.suffix in {".json", *KINDS} for path in meant if reasons[path] is None)
-    records = {path: _kind(path) for path in meant if path.suffix in KINDS or _is_record_json(path, only_json)}
+    only_json = all(path.suffix in {".json", *KIND_OF_SUFFIX} for path in meant if reasons[path] is None)
+    records = {path: _kind(path) for path in meant if path.suffix in KIND_OF_SUFFIX or _is_record_json(path, only_json)}
     strange = next((path for path in meant if path not in records), None)
     if records:
         first = next(iter(records))
@@ -110,13 +110,13 @@ def _why_not(path: Path) -> str | None:
         return "empty"
     if path.suffix in NOT_READ:
         return f"{path.suffix} is not read"
-    return None if path.suffix in KINDS or _is_text(path) else "not UTF-8 text"
+    return None if path.suffix in KIND_OF_SUFFIX or _is_text(path) else "not UTF-8 text"
 
 
 def _kind(path: Path) -> Kind:
     if path.suffix == ".json":
         return "json" if _head(path).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[") else "jsonl"
-    return KINDS.get(path.suffix, "text")
+    return KIND_OF_SUFFIX.get(path.suffix, "text")
 
 
 def _is_record_json(path: Path, only_json: bool) -> bool:

@@ -114,6 +114,6 @@ def data_facts(opened: TrainData, num_sequences: int) -> dict[str, str]:
     peek.seek(opened.position)
     first = peek.next()
     assert first is not None
-    text = stream.cache.tokenizer.decode(first.ids[: first.length], special=True)
+    text = stream.cache.tokenizer.decode(first.ids[: first.length])
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     return {**facts, **about, "starts with": shown}

@@ -4,8 +4,6 @@ A shard is some documents that are read and tokenised together. An epoch shuffle
 of about WINDOW_BYTES and shuffles the documents of each window. Documents follow one another through the windows and
 are cut into sequences of S tokens; one that crosses the end of a sequence continues in the next as a document of its
 own. An epoch's last sequence is padded.
-
-Tokens are int32: the id where the token is trained on, ~id (negative) where it is only read.
 """
 
 from collections.abc import Sequence
@@ -37,11 +35,11 @@ class PackedSequence:
     @property
     def ids(self) -> np.ndarray:
         """int64 [S]."""
-        return np.where(self.tokens < 0, ~self.tokens, self.tokens).astype(np.int64)
+        return self.tokens.astype(np.int64)
 
     def labels(self) -> np.ndarray:
         """int64 [S], not shifted. No document's first token is a target: what precedes it is another document."""
-        labels_S = np.where(self.tokens < 0, IGNORE, self.tokens).astype(np.int64)
+        labels_S = self.ids
         labels_S[self.starts] = IGNORE
         labels_S[self.length :] = IGNORE
         return labels_S

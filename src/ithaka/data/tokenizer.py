@@ -54,8 +54,9 @@ class Tokenizer:
         )  # fmt: skip
         return [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
 
-    def decode(self, ids: Any, special: bool = False) -> str:
-        return self.hf.decode([int(i) for i in ids], skip_special_tokens=not special)
+    def decode(self, ids: Any) -> str:
+        """The text, special tokens included."""
+        return self.hf.decode([int(i) for i in ids])
 
 
 class ByteTokenizer(Tokenizer):

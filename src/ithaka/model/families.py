@@ -6,10 +6,10 @@ from transformers import PreTrainedModel
 
 from ithaka.config import ConfigError
 from ithaka.layer.schedule import LayerParts
-from ithaka.plan.shape import FAMILIES as PLANNED
+from ithaka.plan.shape import FAMILIES
 
 # Mixtures of experts are not planned; their blocks are token-wise like any MLP.
-FAMILIES = (*PLANNED, "qwen3_moe", "mixtral")
+SUPPORTED = (*FAMILIES, "qwen3_moe", "mixtral")
 # Attention takes the config's window in every layer; that of other families has its own, or none.
 WINDOW_OF_CONFIG = ("mistral", "mixtral")
 
@@ -43,8 +43,8 @@ def check_supported(model: PreTrainedModel) -> None:
     if isinstance(model, FSDPModule):
         raise ConfigError("the model is sharded already; call parallelize once, on the model as Hugging Face loads it")
     config = model.config
-    if config.model_type not in FAMILIES:
-        raise ConfigError(f"model_type={config.model_type} is not a supported family; use one of {', '.join(FAMILIES)}")
+    if (family := config.model_type) not in SUPPORTED:
+        raise ConfigError(f"model_type={family} is not a supported family; use one of {', '.join(SUPPORTED)}")
     for name in ("attention_dropout", "output_router_logits", "router_jitter_noise"):
         if getattr(config, name, None):
             raise ConfigError(f"{name}={getattr(config, name)} is not supported; set it to 0 or false in config.json")

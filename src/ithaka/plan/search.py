@@ -101,7 +101,7 @@ def space_of(config: Config, given: Collection[str], shape: ModelShape, hardware
     return Space(shape, hardware, fixed_settings(chosen, shape.num_layers, hardware.num_gpus))
 
 
-def _rank(plan: Plan) -> tuple[Any, ...]:
+def _order(plan: Plan) -> tuple[Any, ...]:
     """Fastest first; between equals the one that needs least, nearest to the device."""
     layout, ledger = plan.layout, plan.ledger
     tiers = (TIERS.index(layout.input_tier), TIERS.index(layout.attention_tier))
@@ -128,7 +128,7 @@ class Space:
 
     def choose(self, work: Work) -> Plan:
         """The fastest plan that fits, in tokens per second and GPU; without one, the plan that misses by least."""
-        ranked = sorted(self.fitting(work), key=_rank) or [self.nearest(work)]
+        ranked = sorted(self.fitting(work), key=_order) or [self.nearest(work)]
         kinds: dict[tuple[Any, ...], Plan] = {}
         for plan in ranked:
             kinds.setdefault(plan.kind, plan)

@@ -26,7 +26,7 @@ OPTIONS = {"model.path": "the argument MODEL", "data.context": "--context", "tra
            "train.steps": "--steps"}  # fmt: skip
 COLUMNS = ("cp", "heads/stage", "inputs", "attention kept", "optimizer", "tok/s/GPU", "GPU GiB", "host GiB")
 PLACES = {"device": "on the device", "host": "in host memory", "disk": "on disk"}
-TIERS = {"GPU": ("GPU memory", ""), "host": ("host memory", "--host-memory 2TB"), "disk": ("disk", "--disk 10TB")}
+TIER_WORDS = {"GPU": ("GPU memory", ""), "host": ("host memory", "--host-memory 2TB"), "disk": ("disk", "--disk 10TB")}
 
 
 # ---- questions
@@ -156,7 +156,7 @@ def _headline(plan: Plan, model: str) -> str:
         return f"{what}: fits, {speed} (most of it {plan.limited_by})"
     lacks = [
         f"{need / have:.2f} times the {name} there is" if have else f"{size(need)} of {name}, and there is none ({way})"
-        for (name, way), (need, have) in zip(TIERS.values(), plan.ledger.tiers.values(), strict=True)
+        for (name, way), (need, have) in zip(TIER_WORDS.values(), plan.ledger.tiers.values(), strict=True)
         if need > have
     ]
     return f"{what}: does not fit. The nearest plan needs {' and '.join(lacks)}."

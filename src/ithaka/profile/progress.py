@@ -16,7 +16,7 @@ from ithaka.plan.seconds import layer_seconds
 
 
 @dataclass(frozen=True)
-class Report:
+class StepProgress:
     step: int  # the one under way
     phase: str
     percent: float
@@ -32,7 +32,7 @@ class Progress(Listener):
 
     every_s = 30.0
 
-    def __init__(self, plan: Plan, micro_steps: int, device: torch.device, say: Callable[[Report], None]) -> None:
+    def __init__(self, plan: Plan, micro_steps: int, device: torch.device, say: Callable[[StepProgress], None]) -> None:
         self.on_gpu, self.say = device.type == "cuda", say
         self.shares = {path: share / micro_steps for path, share in planned_shares(plan).items()}
 
@@ -77,7 +77,7 @@ class Progress(Listener):
             if done > share:
                 share, reached_s = done, elapsed_s
             left_s = max(0.0, reached_s / share - elapsed_s) if share else None  # falls while a layer runs
-            self.say(Report(step, " / ".join(path), 100 * share, elapsed_s, left_s))
+            self.say(StepProgress(step, " / ".join(path), 100 * share, elapsed_s, left_s))
 
 
 def planned_shares(plan: Plan) -> dict[PhasePath, float]:

@@ -47,7 +47,6 @@ def read_run(run_dir: Path) -> dict[str, Any]:
         "config": yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8")),
         "machine": json.loads(_text(run_dir / "machine.json") or "null"),
         "plan": json.loads(_text(run_dir / "plan.json") or "null"),
-        "sample": _text(run_dir / "sample.txt"),
         "profile": json.loads(latest.read_text(encoding="utf-8")) if latest else None,
     }
 

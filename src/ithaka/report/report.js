@@ -311,13 +311,12 @@ function barOption(rows, c, narrow) {
 // ---- the rest
 
 function facts() {
-  const into = section("Plan, machine, configuration, sample");
+  const into = section("Plan, machine, configuration");
   perRun(into, (run, box) => {
     const fold = (title, element, open) => {
       const made = make("details", open ? { open: "" } : {}, make("summary", {}, title));
       made.append(element); box.append(made);
     };
-    if (run.sample) fold("Sample", make("pre", {}, run.sample), true);
     if (run.plan) { const div = make("div"); plan(run.plan, div); fold("Plan", div, true); }
     if (run.machine) {
       const div = make("div");

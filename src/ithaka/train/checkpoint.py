@@ -194,7 +194,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     return state
 
 
-def to_go_on_from(run_dir: Path, config: Config, shape: ModelShape) -> tuple[Path, dict[str, str]]:
+def resume_point(run_dir: Path, config: Config, shape: ModelShape) -> tuple[Path, dict[str, str]]:
     """The latest checkpoint, and the settings that differ from the run's, by name, each in words.
 
     Refuses what is known before the data is opened; the data itself refuses the rest."""

@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ithaka.plan.show import size
 
 if TYPE_CHECKING:
-    from ithaka.profile.progress import Report
+    from ithaka.profile.progress import StepProgress
 
 
 def status(what: str) -> AbstractContextManager[Any]:
@@ -86,7 +86,7 @@ def describe(record: Record) -> str:
     return "  ".join(f"{name} {words}".strip() for name, words in parts.items() if words)
 
 
-def describe_progress(report: Report) -> str:
+def describe_progress(report: StepProgress) -> str:
     left = "" if report.eta_s is None else f"  {timedelta(seconds=round(report.eta_s))} left"
     return f"{report.phase or 'starting'}  {report.percent:.0f}%{left}"
 
@@ -164,7 +164,7 @@ class Console:
         if record.val_loss is not None and not self._plain:
             self.say(f"step {record.step}/{self.num_steps}  validation loss {record.val_loss:.4f}")
 
-    def progress(self, report: Report) -> None:
+    def progress(self, report: StepProgress) -> None:
         """Where a long step is."""
         self._write({"step": report.step, "progress": asdict(report)})
         self._show(report.step, " under way:", describe_progress(report))

@@ -116,7 +116,7 @@ def validated(config: Config, num_ranks: int, resume: Path | None = None, here: 
     check_fits(run)
     check_weights(config.model.path)
     if resume is not None:
-        found, changed = checkpoint.to_go_on_from(resume, config, shape)
+        found, changed = checkpoint.resume_point(resume, config, shape)
         run = dataclasses.replace(run, checkpoint=found, changed=changed)
     from ithaka.data.open import check as check_data  # late: it imports transformers, and cheap checks answer at once
 
