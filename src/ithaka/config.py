@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import yaml
 
-# Of a run directory, in its config.yaml. 1: without a number; 2: plan.json has what each layer keeps.
+# Of a run directory, stored in its config.yaml. 1: without a number; 2: plan.json has what each layer keeps.
 FORMAT = 2
 
 
@@ -198,9 +198,9 @@ SECTIONS: dict[str, Any] = {entry.name: entry.default_factory for entry in datac
 
 
 def check_effects(settings: Mapping[str, Any]) -> None:
-    """Refuse a setting that would do nothing: who gave it expects something.
+    """Refuse a setting that would do nothing: the user expects it to do something.
 
-    `settings`: by name, memory.offload; those that are not there may still be anything.
+    `settings`: by name (memory.offload); those left out are not decided yet.
     """
     kept = ("offload", "keep_attention", "attention_offload", "overlap")
     for cause, values, other, idle in (
@@ -377,7 +377,7 @@ def _as(value: Any, hint: Any) -> Any:
 
 
 def parse_count(text: str) -> int | None:
-    """A count as people write it: 128K = 128 * 2^10, 1M = 2^20, 6.734M (rounded down), 1_000_000. None: it is none."""
+    """A count as people write it: 128K = 128 * 2^10, 1M = 2^20, 6.734M (rounded down), 1_000_000. None: not a count."""
     match = re.fullmatch(r"(\d+(?:_\d+)*)(?:(\.\d+)?([KM]))?", text.strip(), re.IGNORECASE)
     if not match:
         return None

@@ -107,8 +107,8 @@ def make_layout(
     attention_tier: Tier = "device",
     **fields: Any,
 ) -> Layout:
-    """A layout from its fields, with what is kept in the words of a configuration; of attention's outputs those of the
-    first layers."""
+    """A layout from its fields, with what is kept in the words of a configuration; the first `keep_attention` layers
+    keep attention's output."""
     first = (LayerKeeps(input_tier, attention_tier),) * min(keep_attention, num_layers)
     kept = first + (LayerKeeps(input_tier),) * (num_layers - len(first))
     return Layout(kept=kept if checkpoint else (EVERYTHING,) * num_layers, **fields)
@@ -116,7 +116,7 @@ def make_layout(
 
 # ---- a configuration's settings
 
-# Those that a layout decides, and what each of them is there.
+# The settings that a layout decides, and its name for each.
 SETTINGS = {
     "parallel.cp": "cp",
     "parallel.heads_per_stage": "heads_per_stage",
@@ -131,7 +131,7 @@ SETTINGS = {
 
 
 def _words(num_layers: int, num_ranks: int) -> dict[str, dict[Any, Any]]:
-    """Of the configuration -> of a layout."""
+    """The words of the configuration -> those of a layout."""
     return {
         "cp": {"all": num_ranks},
         "heads_per_stage": {"all": None},
@@ -164,7 +164,7 @@ def settings_of(layout: Layout, num_heads: int) -> dict[str, Any]:
 
 
 def layout_of(config: Config, num_layers: int, num_ranks: int, on_gpu: bool) -> Layout:
-    """What a whole configuration says."""
+    """The layout that a whole configuration describes."""
     values = {name: attrgetter(name)(config) for name in SETTINGS}
     fixed = fixed_settings(values | {"parallel.cp": config.parallel.cp_of(num_ranks)}, num_layers, num_ranks)
     dtype, attention = config.model.dtype, config.attention

@@ -160,8 +160,8 @@ def available_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -
 def resolve_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
     """The kernel called `name`; "auto" is the first of `available_kernels`.
 
-    Raises ConfigError for a kernel that is unknown, not installed, not for this device, dtype or head dim, or that
-    fails its trial. `auto` skips those; the first time, it warns about each that failed its trial.
+    Raises ConfigError for a kernel that is unknown, not for this device, dtype or head dim, or that fails its trial.
+    `auto` skips those; the first time, it warns about each that failed its trial.
     """
     if name == "auto":
         return _auto(tuple(KERNELS.values()), device, dtype, head_dim)
@@ -216,7 +216,7 @@ _NAMES = ("out", "lse", "dq", "dk", "dv")
 def _trial(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Runs the kernel on small random data; returns what is wrong, or None.
 
-    Only a trial shows what a build of PyTorch, cuDNN or a package accepts and computes correctly.
+    Only a trial shows what a build of PyTorch or cuDNN accepts and computes correctly.
     """
     if kernel.name == _REFERENCE.name:
         return None
@@ -225,7 +225,7 @@ def _trial(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: i
             wrong = _compare(kernel, device, dtype, head_dim)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a package may raise anything; it must not end the run
+    except BaseException as error:  # whatever a kernel raises, it must not end the run
         said = str(error).strip().partition("\n")[0][:160]
         wrong = f"does not run here ({type(error).__name__}: {said})"
     if wrong is not None:

@@ -1,6 +1,6 @@
 """Documents -> tokens, each once in a run: a file of tokens for each shard, written by one process, mapped by all.
 
-The files lie in the run directory and go when the run has done its last step. Their names are fingerprints of what was
+The files lie in the run directory and are removed after the run's last step. Their names are fingerprints of what was
 read (paths, sizes, times of change) and of the tokenizer: what has changed is tokenised anew. Times of change stand for
 content, because hashing it would mean reading everything before the first step.
 """
@@ -57,7 +57,7 @@ class TokenCache:
         if not self.fills:
             self._wait(path, shard)
         elif future is None or future.cancel():
-            self._write(shard, path)  # here and now: others may be before it in the background
+            self._write(shard, path)  # now: in the background, others may come first
         else:
             future.result()
         return _map(path)

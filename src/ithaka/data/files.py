@@ -16,7 +16,7 @@ from ithaka.config import ConfigError
 Kind = Literal["text", "jsonl", "json", "parquet", "arrow"]
 KIND_OF_SUFFIX: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 NOT_READ = {".csv", ".tsv", ".npy", ".bin", ".arrow", ".lock"}
-# Written beside records by those who publish them.
+# Files that publishers put beside the records.
 NOT_RECORDS = re.compile(r"readme|licen[sc]e|citation|notice|dataset_infos?\.json|.*\.lock", re.IGNORECASE)
 # How a .json of records to train on starts. Without any of these fields it is a source file among others.
 TRAINING_JSON = re.compile(
@@ -73,7 +73,7 @@ def _named(paths: list[Path], name: str) -> Found:
 
 
 def _directory(directory: Path, name: str) -> Found:
-    """All of a folder's text files, or all its records: then everything in it must be understood."""
+    """All of a folder's text files, or all its records; if it holds records, every file in it must be understood."""
     reasons = {path: _why_not(path) for path in sorted(_walk(directory))}
     arrow = next((path for path in reasons if path.suffix == ".arrow"), None)
     if arrow is not None:
@@ -98,7 +98,7 @@ def _directory(directory: Path, name: str) -> Found:
 
 
 def _walk(directory: Path) -> Iterator[Path]:
-    """Its files; nothing that is hidden."""
+    """Its files, except hidden ones."""
     for root, folders, names in os.walk(directory):
         folders[:] = [folder for folder in folders if not folder.startswith(".") and folder != "__pycache__"]
         yield from (Path(root) / name for name in names if not name.startswith("."))

@@ -1,4 +1,4 @@
-"""A configuration -> its data: checked before anything starts, opened on every rank, told before the first step."""
+"""A configuration -> its data: checked before anything starts, opened on every rank, described before step 1."""
 
 import functools
 import itertools
@@ -23,8 +23,8 @@ def open_data(
 ) -> TrainData:  # fmt: skip
     """The training data of one data-parallel rank: `batch` sequences of `data.context` tokens a call.
 
-    Every rank of a cp group passes the same dp_rank. cache_dir: where tokens are kept, by one rank of the node, which
-    fills_cache.
+    Every rank of a cp group passes the same dp_rank. `cache_dir` holds the tokens; one rank of each node
+    writes them (`fills_cache`).
     """
     cache = TokenCache(cache_dir, tokenizer, fills_cache)
     train, held_out, about = _shards(data)
@@ -93,9 +93,9 @@ def _probe(shards: Sequence[Shard], if_empty: str) -> None:
 
 
 def data_facts(opened: TrainData, num_sequences: int) -> dict[str, str]:
-    """What a run of `num_sequences` is about to train on, in words, by topic. For one rank, before the first step.
+    """What a run of `num_sequences` will train on, in words, by topic. For one rank, before the first step.
 
-    Counted is the window that is trained on first, which must be tokenised anyway. That is all of small data.
+    Counts the first window to be trained on, which must be tokenised anyway; small data is one window.
     """
     stream, about = opened.stream, dict(opened.about)
     indices = stream.windows[stream.position.window % len(stream.windows)]

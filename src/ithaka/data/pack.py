@@ -105,7 +105,7 @@ def deal(sizes: Sequence[int], key: tuple[int, ...] | None, window_bytes: int) -
 
 @dataclass(frozen=True)
 class Split:
-    """One side of a split of records: a `fraction` of all, held out, or the others."""
+    """One side of a split of records: the `fraction` of them that is held out, or the rest."""
 
     fraction: float
     held_out: bool

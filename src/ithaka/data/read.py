@@ -83,8 +83,8 @@ class Shard:
 def make_shards(files: Sequence[File], field: str, split: Split | None = None) -> list[Shard]:
     """The shards of one side of the split (None: of everything), in the order of the files.
 
-    Records are held out by a hash of their place, and the very first one always; whole text files by a hash of
-    theirs; a text file alone gives up its end. Columns are checked here, and of JSONL the first record of each file.
+    A record is held out by a hash of its place, the very first one always; of several text files whole ones are, by a
+    hash of theirs; of a single text file, its end. Checks the columns, and the first record of each JSONL file.
     """
     shards = _text_shards([file for file in files if file.kind == "text"], split)
     for index, file in enumerate(files):

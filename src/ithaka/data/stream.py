@@ -1,4 +1,4 @@
-"""Sequences -> this data-parallel rank's batches, read ahead; and the position to go on from.
+"""Sequences -> this data-parallel rank's batches, read ahead; and the position to resume from.
 
 All ranks walk one global stream of packed sequences; sequence i of a batch belongs to data-parallel rank
 i % dp_size. A position in the stream is therefore good for any number of ranks.
@@ -23,7 +23,7 @@ from ithaka.data.cache import TokenCache
 from ithaka.data.pack import IGNORE, PackedSequence, Window
 from ithaka.data.read import Shard
 
-FORMAT = 3  # of a saved position; the order of the data was another in those before
+FORMAT = 3  # of a saved position; earlier ones had another order of the data
 WINDOWS_AHEAD = 2
 
 
@@ -121,7 +121,7 @@ class TrainData:
         self, stream: SequenceStream, validation: SequenceStream | None, about: dict[str, str], *,
         rank: int, size: int, batch: int,
     ):  # fmt: skip
-        """about: what a run says of its data, as far as it is known before it is read."""
+        """`about`: what is known of the data before it is read, in words."""
         self.stream, self.validation, self.about = stream, validation, about
         self.rank, self.size, self.batch = rank, size, batch
         self.position = stream.position  # after the last batch that was given out; the stream may be ahead
@@ -151,7 +151,7 @@ class TrainData:
     def validation_batches(self, count: int) -> Iterator[Batch]:
         """This rank's part of the first `count` held-out sequences, as many batches of [B, S] on every rank.
 
-        What is missing to fill the last batch is rows without a label.
+        Rows without labels fill up the last batch.
         """
         sequences = self.validation_sequences(count)
         blank = pack.pack([], self.stream.context, self.stream.pad_id)
@@ -181,7 +181,7 @@ class TrainData:
         self.stream.seek(self.position)
 
     def close(self, remove: bool = False) -> None:
-        """Stop reading. `remove`: the run is done, and so are its tokens."""
+        """Stop reading. `remove`: the run is done, so remove its tokens too."""
         self.stream.cache.closed = True  # what is read ahead ends at its next shard
         self._ahead.shutdown(cancel_futures=True)
         self.stream.cache.close(remove)

@@ -38,7 +38,7 @@ class Tokenizer:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Of the ids that texts get: its words, what surrounds a document, and a sentence's ids."""
+        """Identifies the ids that texts get: the vocabulary, what surrounds a document, and one sentence's ids."""
         words = sorted(self.hf.get_vocab().items())
         ids = self.encode_batch(["The quick brown fox; 1234567 x 89,\n\tif (a != b): naïve 日本語 🎉"])[0].tolist()
         return hashlib.sha256(repr((words, self.document_prefix, self.eos_id, ids)).encode()).hexdigest()[:16]

@@ -4,8 +4,8 @@ S tokens of the packed sequence, s = S / cp of them on this rank, t of a tile, D
 heads, K head dim, F MLP size, V vocabulary, n and m query and kv slots per rank and stage.
 X = s * D * element bytes, T = S * n * K * element bytes (a stage tensor), U the same for m kv slots.
 
-First one decoder layer, moment by moment: formulas follow layer/schedule.py, and tests compare them with what is live
-there. Then the ledger of a step.
+The first part follows one decoder layer through layer/schedule.py, moment by moment; tests compare it with the bytes
+live there. The second part is the ledger of a step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RESERVE_SHARE = 0.05  # of the GPU: fragmentation
 HOST_RESERVE_SHARE = 0.05  # of a node's memory: the system, file cache
 HOST_PROCESS_BYTES = 6 * 10**9  # per rank: Python, torch, data
 DISK_STATION_LAYERS = 3  # layers in host memory on their way to or from disk
-# Of attention/blocks.py: rows of a query block, forward and backward, for a head of 128; as many bytes for others.
+# Rows of a query block in attention/blocks.py, forward and backward, for a head dim of 128; others: as many bytes.
 BLOCK_TOKENS = {"attend": 128 * 1024, "attend backward": 256 * 1024}
 BLOCK_BUFFERS = 4  # in the dtype of sums, of a block in flight inside attention
 
@@ -42,8 +42,8 @@ class Moment(NamedTuple):
     """What is live at one point of a layer's schedule, above weights, their gradients and what is kept.
 
     stream: full-length tensors of the residual stream. stages: tensors of heads, exchange buffers included.
-    outputs: attention outputs of this layer (below 0: less than what is kept of them). tiles: what work at this point
-    needs whatever s is, by `tile`. sums: the layer's weight gradients so far.
+    outputs: attention outputs of this layer (below 0: less than what is kept of them). tiles: what the work at
+    this point, `tile`, needs whatever s is. sums: the layer's weight gradients so far.
     """
 
     phase: str
@@ -81,8 +81,8 @@ class LayerBytes:
         self.kept = keeps.attention is not None
         self.fetched = self.kept and keeps.attention != "device"  # attention's output comes from the store
         stored = keeps.input != "device"
-        # With overlap, an input from the store stays on the device for the whole backward. Without, there is a tile of
-        # it at work, and the next on its way.
+        # With overlap, an input from the store stays on the device for the whole backward. Without, only the
+        # tile at work and the next one are there.
         self.held_input = self.x if layout.overlap and stored else 0
         self.streamed = 2 if stored and not layout.overlap else 0
         self.ahead = 2 if layout.overlap else 1
@@ -97,7 +97,7 @@ class LayerBytes:
         return twice * sum(own + kv for kv in self.kv[first:last])
 
     def sending(self, own: int, stage: int) -> int:
-        """The most while a stage is sent: without overlap one after the other, so only one is there twice."""
+        """The most while a stage is sent. Without overlap its tensors go one by one, so only one exists twice."""
         if self.layout.overlap or not self.exchanged:
             return self.under_way(own, stage, stage + 1)
         return own + self.kv[stage] + max(self.q, self.kv[stage] // 2)
@@ -114,7 +114,7 @@ class LayerBytes:
         if phase != "backward mlp":
             return shape.layer_parameters * wide
         if self.s <= (self.layout.tile_tokens or self.s):
-            # One tile: one weight's while its three widths are there; all of them once the product is gone.
+            # One tile: one weight's gradient while three tensors [s, F] are live; all of them once the product is gone.
             return max(shape.mlp_parameters * wide // 3, shape.mlp_parameters * wide - self.s * e * shape.mlp)
         output = shape.hidden * shape.heads * shape.head_dim
         return (output + shape.mlp_parameters) * wide
@@ -122,7 +122,7 @@ class LayerBytes:
     def tile_bytes(self, work: TileWork) -> int:
         """What token-wise work on a tile, or attention on a block, has live.
 
-        Counted by hand from the kernels of a GPU: close, and small beside the rest at the lengths this is for.
+        Counted by hand from the GPU's kernels: close, and small beside the rest at long contexts.
         """
         if work == "none":
             return 0
@@ -168,8 +168,8 @@ def attend_moments(b: LayerBytes, phase: str, stream: int) -> Iterator[Moment]:
 
 
 def attention_backward_moments(b: LayerBytes, outputs: int) -> Iterator[Moment]:
-    """dy all the time, and the gradients of all heads so far. Fetched, the output comes a stage at a time; else a
-    stage's output is let go when it was sent, its lse when it was used.
+    """dy is live throughout, and so are the gradients of all heads so far. A fetched output comes one stage at a time;
+    otherwise a stage's output is freed once it is sent, its lse once it is used.
     """
     stream, attend, project = b.x + b.held_input, "backward attention", "backward projections"
     taken = 3 * b.q  # q, out, dout
@@ -237,7 +237,7 @@ def kept_attention_bytes(shape: ModelShape, layout: Layout, s: int) -> int:
 
 @dataclass(frozen=True)
 class Ledger:
-    """Who holds how much, at the moment of the highest need. gpu: per GPU. host, disk: per node."""
+    """Who holds how much when the most is needed. gpu: per GPU. host, disk: per node."""
 
     phase: str
     gpu: Holders
@@ -261,7 +261,7 @@ class Ledger:
 
     @property
     def worst(self) -> tuple[float, str]:
-        """Of the tier that is exceeded most: need over what there is, and its name."""
+        """Of the tier that is exceeded most: need divided by what there is, and its name."""
         return max((need / max(have, 1), tier) for tier, (need, have) in self.tiers.items())
 
     @property
@@ -289,7 +289,7 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
     head, layer = shape.vocab * shape.hidden, shape.layer_parameters
     # Tied, the embedding belongs to FSDP2's root: whole all the time, and its first gradient waits for its second.
     root, lm_head = (head * e, 0) if shape.tied else (0, head)
-    ahead = 0 if alone else layer * e  # the next layer's weights, on their way; alone there is no way to go
+    ahead = 0 if alone else layer * e  # the next layer's weights, gathered early; one GPU gathers nothing
 
     # What decides a layer's bytes beside what it keeps: a key for the cache.
     bare = replace(layout, kept=(), offload_optimizer=False)
@@ -300,7 +300,7 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
     backward = max((moment for _, _, moment, _ in layers), key=lambda moment: moment.live)
 
     def held(moment: Moment, weights: int, arrived: int = 0, waiting: int = 0, kept: int = 0) -> Holders:
-        """`arrived`: parameters whose gradients are shards already. `waiting`: gradients on their way there."""
+        """`arrived`: parameters whose gradients are sharded already. `waiting`: bytes of gradients that are not."""
         return {
             "parameters": 4 * shards,
             "gradients": 4 * shards * arrived // shape.num_parameters + waiting + moment.sums,

@@ -1,10 +1,10 @@
 """GPU and host facts, each with its source, and the machines made of them.
 
 Rates are what a program gets, not what a data sheet promises: the H200's were measured, the others' are their
-published peak times the share of its own peak that the H200 reaches. `--gpu-file` replaces them by your own.
+published peak times the share of its own peak that the H200 reaches. `--gpu-file` replaces them with your own.
 
-Published figures were compared with public pages that quote the documents named here; what was found nowhere is
-called not verified. Capacities are the least that PyTorch names in out-of-memory messages of public issues.
+Published figures were checked against public pages that quote the documents named here; what was not found is marked
+"not verified". Capacities are the smallest that PyTorch reports in out-of-memory messages of public issues.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ PEAK_TFLOPS = {
 
 
 def peak_flops(name: str) -> float | None:
-    """The published peak of what CUDA, or the table below, calls `name`; None where it is not known."""
+    """The published peak of the GPU that CUDA, or the table below, calls `name`; None if it is not known."""
     text = _plain(name)
     return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items() if _plain(part) in text), None)
 
@@ -99,7 +99,7 @@ class Hardware:
     num_nodes: int = 1
     host_bytes: int = HOST_BYTES_PER_GPU
     disk_bytes: int = 0
-    assumed_host: bool = False  # nobody gave or measured host_bytes
+    assumed_host: bool = False  # host_bytes was neither given nor measured
 
     @property
     def num_gpus(self) -> int:
@@ -145,7 +145,7 @@ GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in _TABLE}
 
 
 def find_gpu(name: str) -> Gpu:
-    """By its name, or by the beginning of it where only one fits: H200, RTX4090."""
+    """By its name, or by the start of it if only one GPU fits: H200, RTX4090."""
     wanted = _plain(name)
     fitting = [key for key in GPUS if key.upper() == wanted or key.upper().startswith(wanted + "-")]
     if len(fitting) != 1:
@@ -155,7 +155,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def gpu_named(name: str) -> Gpu | None:
-    """The table's entry for what CUDA calls a device ("NVIDIA H100 80GB HBM3"); None where it has none."""
+    """The table's entry for what CUDA calls a device ("NVIDIA H100 80GB HBM3"); None if there is none."""
     text = _plain(name).replace("GEFORCE", "")
     fitting = {key: gpu for key, gpu in GPUS.items() if key != "CPU" and key.upper().split("-")[0] in text}
     if len(fitting) > 1:
@@ -167,7 +167,7 @@ def gpu_named(name: str) -> Gpu | None:
 
 
 def _as_card(gpu: Gpu, name: str) -> Gpu:
-    """The same chip on a PCIe card: its own peak, and no NVLink to more than one other; memory as the table has it."""
+    """The same chip on a PCIe card: its own peak, NVLink to one other card at most; memory as in the table."""
     share = (peak_flops(name) or 0.0) / (peak_flops(gpu.name) or 1.0)
     rates = {rate: value * share for rate, value in vars(gpu).items() if rate.endswith("flops")}
     link = gpu.pcie_bytes_s / PCIE_SHARE * LINK_SHARE
@@ -175,9 +175,9 @@ def _as_card(gpu: Gpu, name: str) -> Gpu:
 
 
 def parse_gpus(text: str, gpu: Gpu | None = None) -> Hardware:
-    """'8xH100-80GB', '2x8xH100-80GB' (nodes x GPUs), 'H200'; with `gpu`, which has the name, '8' or '2x8'.
+    """'8xH100-80GB', '2x8xH100-80GB' (nodes x GPUs), 'H200'; with `gpu`, only '8' or '2x8'.
 
-    More than 8 without a number of nodes are nodes of 8 where that divides.
+    More than 8 GPUs without a number of nodes become nodes of 8, if 8 divides them.
     """
     named = text.strip() if gpu is None else f"{text.strip()}x{gpu.name}"
     if gpu is not None and not re.fullmatch(r"(\d+x)?\d+", text.strip()):
@@ -252,12 +252,12 @@ def this_host(disk_path: Path | None = None) -> Host:
 
 
 def num_cores() -> int:
-    """Those this process may use."""
+    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cgroup_rooms(root: Path = CGROUP, of: Path = OWN_CGROUP) -> list[int]:
-    """What each control group (v2) around this process still allows; file cache makes way: it counts as free."""
+    """Bytes that each control group (v2) around this process still allows; file cache counts as free."""
     # A container sees its own groups at the top, whatever the path says.
     inside, rooms = root / "".join(line[4:] for line in _read_lines(of) if line.startswith("0::/")), []
     for group in (root, *(folder for folder in (inside, *inside.parents) if root in folder.parents)):

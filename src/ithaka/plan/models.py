@@ -88,13 +88,13 @@ def built_in(model: str) -> str | None:
 
 
 def hub_id(model: str) -> str | None:
-    """Where the weights are, of a built-in name or of an id."""
+    """The id on the hub where the weights of a built-in name, or of an id, are."""
     name = built_in(model)
     return _HUB_IDS[name] if name else model if re.fullmatch(HUB_ID, model) else None
 
 
 def _plain(name: str) -> str:
-    """Without what people write differently, and without words that leave the shape as it is."""
+    """Without case and separators, which people write differently, and words that leave the shape as it is."""
     text = re.sub(r"[-_ ]?\b(instruct|base|chat|hf)\b", "", name.lower().replace("_", "-"))
     return re.sub(r"[- ]|^meta(?=-?llama-?3)", "", text.replace("/meta-llama", "/llama"))
 
@@ -108,8 +108,8 @@ def _suggestion(model: str) -> str:
 
 
 def _from_hub(model: str) -> dict[str, Any]:
-    """From the local cache of the hub, else over the network: once, where the hub's own library tries for 25 s."""
-    from urllib.request import Request, urlopen  # here: each command would wait for it
+    """From the hub's local cache, else over the network, in one try: the hub's own library would retry for 25 s."""
+    from urllib.request import Request, urlopen  # late: it would slow down every command
 
     from huggingface_hub import constants, get_token, hf_hub_url, try_to_load_from_cache
 

@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What makes it another plan for people: who shares a sequence, and where the most is kept."""
+        """Plans of one kind look alike to a reader: the same cp, and the same tiers for what is kept."""
         layout = self.layout
         return layout.cp, layout.input_tier, layout.attention_tier if layout.keep_attention else None
 
@@ -84,7 +84,7 @@ class Plan:
 
     @property
     def limited_by(self) -> str:
-        """What takes most time or, if it does not fit, the tier."""
+        """What takes most of the time or, if the plan does not fit, the tier that is exceeded most."""
         if not self.fits:
             return self.ledger.worst[1]
         shares = {name: getattr(self.seconds, name) for name in ("attention", "linear", "exchange", "copies")}
@@ -167,7 +167,7 @@ class Space:
         return [2 ** (largest - i) for i in range(TILE_SIZES)]
 
     def frames(self) -> Iterator[dict[str, Any]]:
-        """Every layout, in the words of `make_layout`; where attention's output is kept, by as few layers as may be."""
+        """Every layout, in the words of `make_layout`; if attention's output is kept, by as few layers as possible."""
         tiers = TIERS if self.hardware.disk_bytes else TIERS[:2]
         options: dict[str, Any] = {
             "attention_tier": tiers,
@@ -192,7 +192,7 @@ class Space:
         return Plan(self.shape, make_layout(self.shape.num_layers, **frame), self.hardware, work)
 
     def fitting(self, work: Work) -> Iterator[Plan]:
-        """Plans that fit. What has room for everything is not faster farther away, and not tried there."""
+        """Plans that fit. Once a tier has room for everything, farther ones are not tried: they are not faster."""
         settled = set()
         for frame in self.frames():
             kind = tuple(value for name, value in frame.items() if name not in ("offload_optimizer", "input_tier"))
@@ -225,8 +225,8 @@ class Space:
     def leanest(self) -> Iterator[Layout]:
         """Layouts that can be the last to fit: most ranks per sequence, narrowest stage, smallest tile.
 
-        Kept by all layers, attention's output needs the store but no room on the device to compute it again: so
-        all, or as few as may be.
+        If every layer keeps attention's output, the device needs no room to compute it again: so all layers keep
+        it, or as few as possible.
         """
         cp = max(self.cps)
         lean = {"cp": cp, "heads_per_stage": cp, "tile_tokens": self.tiles[-1], "overlap": False, **self.fixed}
@@ -250,7 +250,7 @@ class Space:
 
 
 def _largest(fits: Callable[[int], bool], beyond: int) -> int:
-    """The largest count below `beyond`, which does not fit, that does; 0 where none does. Fewer than that fit too."""
+    """The largest count that fits, 0 if none does. `beyond` does not fit; below a count that fits, all do."""
     low = 0
     while beyond - low > 1:
         middle = (low + beyond) // 2

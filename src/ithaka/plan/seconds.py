@@ -16,7 +16,7 @@ from ithaka.plan.hardware import DISK_BYTES_S, HOST_UPDATE_BYTES_S, NETWORK_BYTE
 from ithaka.plan.heads import slots_of
 from ithaka.plan.shape import ModelShape, Work
 
-# Of the hardware's matmul rate, forward and backward; where weight gradients are summed in fp32 it is lower.
+# Of the hardware's matmul rate, forward and backward, which is lower: it sums weight gradients in fp32.
 MLP_SHARE = (0.91, 0.83)
 PROJECTION_SHARE = (0.72, 0.52)  # whose matrices are slices of few heads
 LOSS_SHARE = 0.91
@@ -191,7 +191,7 @@ def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Wo
 def _loss_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
     """Logits twice, their two gradients, the kernels between, and the weight's sum once per tile of logits.
 
-    Gathering lm_head hides nowhere.
+    Nothing hides the gathering of lm_head.
     """
     linear = Linear(shape, layout, hardware, work.local_tokens(layout.cp))
     logits_bytes = linear.s * shape.vocab * layout.element_bytes

@@ -119,7 +119,7 @@ def read_shape(path: Path) -> ModelShape:
 
 
 def read_json(file: Path, name: str = "model.path=", way_out: str = GIVE_MODEL) -> dict[str, Any]:
-    """The object in a JSON file; ConfigError when it is missing or is no JSON object. `name`: who gave its path."""
+    """The object in a JSON file; ConfigError when it is missing or is no JSON object. `name`: of what gave the path."""
     try:
         if isinstance(values := json.loads(file.read_text(encoding="utf-8")), dict):
             return values

@@ -262,7 +262,7 @@ def _wrapped(parts: Iterator[str]) -> list[str]:
 
 
 def assumed(plan: Plan) -> dict[str, str]:
-    """What the plan takes for granted and nobody measured or gave."""
+    """What the plan assumes, because nobody measured or gave it."""
     gpu, hardware = plan.hardware.gpu, plan.hardware
     found = {
         "host memory": f"{HOST_BYTES_PER_GPU / 1e9:.0f} GB per GPU; give yours with --host-memory",

@@ -16,10 +16,10 @@ ROUND_BYTES = 512  # the allocator's unit
 
 
 class AllocatorHistory(MemoryMap):
-    """Records what the CUDA allocator does while it is entered; then it is a map by holder.
+    """Records what the CUDA allocator does while entered; afterwards it is a map by holder.
 
-    Of an allocation the allocator knows bytes, not the shape: only what the schedule tags has one. `snapshot` is what
-    PyTorch's memory viewer reads.
+    The allocator knows bytes, not shapes: only tensors that the schedule tags have one. `snapshot` is what PyTorch's
+    memory viewer reads.
     """
 
     def __init__(self, device: torch.device) -> None:

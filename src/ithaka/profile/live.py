@@ -19,10 +19,10 @@ from ithaka.profile.memory import MemoryMap, Piece, form, local_tensor, made_by
 
 
 class LiveBytes(MemoryMap):
-    """Counts, while it is entered, the bytes of every CPU storage made inside, each once, until it dies.
+    """While entered, counts the bytes of every new CPU storage, each once, until it dies.
 
     Views and autograd's references keep a storage alive; resizing, which FSDP2 does, is followed. Older storages
-    count only if they are tagged. What operations take and give back inside C++ is not seen.
+    count only if they are tagged. What an operation allocates and frees inside C++ is not seen.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class LiveBytes(MemoryMap):
 
     def __enter__(self) -> "LiveBytes":
         self.callback(self._live.clear)  # later deaths are not noted
-        plain = UntypedStorage.resize_  # no operation that dispatch could see: it is replaced
+        plain = UntypedStorage.resize_  # patched, because dispatch does not see it
 
         def resize_(storage: UntypedStorage, num_bytes: int) -> Any:
             result = plain(storage, num_bytes)
@@ -54,7 +54,7 @@ class LiveBytes(MemoryMap):
             self._count(local.untyped_storage(), holder=holder, **form(local))
 
     def returned(self, tensor: Tensor, given: set[int]) -> None:
-        """An operation returned `tensor`; `given`: the storages of its inputs. One that is neither is new."""
+        """An operation returned `tensor`; `given`: the storages of its inputs. Any other is new."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._live or storage._cdata not in given:
             self.resized(storage, **form(tensor))

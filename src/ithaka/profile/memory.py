@@ -77,7 +77,7 @@ class Piece:
 
 
 class MemoryMap(PhaseLog, ExitStack):
-    """Pieces of memory and phases; a recorder of a device fills it while it is entered."""
+    """Pieces of memory and phases; a device's recorder fills it while entered."""
 
     measured_peak_bytes: int | None = None  # by the allocator of a GPU
 
@@ -86,7 +86,7 @@ class MemoryMap(PhaseLog, ExitStack):
         self.pieces: list[Piece] = []
 
     def register_states(self, model: nn.Module, optimizer: Any) -> None:
-        """Names what is there before a step."""
+        """Tags what is there before a step."""
         for tensor in (*model.parameters(), *model.buffers()):
             self.tag(tensor, phases.PARAMETERS)
         for value in (value for state in optimizer.state.values() for value in state.values()):

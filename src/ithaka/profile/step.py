@@ -60,7 +60,7 @@ class StepProfile(ExitStack):
 
 
 def machine(device: torch.device, num_ranks: int) -> dict[str, Any]:
-    """The machine a run ran on: plain facts, by names to show."""
+    """Facts about the machine of a run, by the names to show."""
     facts: dict[str, Any] = {}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -93,11 +93,11 @@ class StepTimes(PhaseLog, ExitStack):
     def _base_ns(self, trace: dict[str, Any]) -> int:
         """What the trace's times are counted from.
 
-        A trace of the device's work alone has a clock of its own. The step ends right after waiting for a stream:
-        the end of the last such call tells how the clocks go together.
+        A trace of the device's work alone has a clock of its own. The step ends right after waiting for a stream, so
+        the end of the last such call aligns the clocks.
         """
         calls = [e for e in trace["traceEvents"] if e.get("cat") in _LAUNCHES and e.get("ph") == "X"]
-        waits = [e for e in calls if e["name"] == _WAIT] or calls  # in case a version of CUDA does not tell that call
+        waits = [e for e in calls if e["name"] == _WAIT] or calls  # in case a version of CUDA does not report that call
         if not waits:
             return trace.get("baseTimeNanoseconds", 0)
         return self.stop_ns - round(1e3 * max(e["ts"] + e["dur"] for e in waits))

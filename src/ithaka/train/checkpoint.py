@@ -1,14 +1,14 @@
-"""Checkpoints of a run, and the way from one to a Hugging Face directory.
+"""Checkpoints of a run, and their export to a Hugging Face directory.
 
     RUN_DIR/model/                       config.json and tokenizer files: what export needs besides the weights
     RUN_DIR/checkpoints/step-00000100/   torch.distributed.checkpoint files and state.json
     RUN_DIR/latest                       one line, the name of the newest complete checkpoint
 
 A checkpoint is written under a name that begins with a dot, synced, renamed, and only then named by `latest`;
-so whatever moment a run is killed at, `latest` names a complete one.  Every rank must see the same RUN_DIR.
+so whenever a run is killed, `latest` names a complete one.  Every rank must see the same RUN_DIR.
 
-A run that goes on may change any setting but train.run_dir, train.seed, and what would give other tokens or weights of
-another shape. The place in the data is a token's: with another context nothing is skipped or repeated.
+A resumed run may change any setting but train.run_dir, train.seed, and what would give other tokens or weights of
+another shape. The place in the data counts tokens: with another context nothing is skipped or repeated.
 
 Tensors and RNG states go through torch.distributed.checkpoint, all else is JSON.  We pickle nothing, but torch
 keeps its own index (`.metadata`) as a pickle: resume and export only run directories you trust.
@@ -50,7 +50,7 @@ class CheckpointError(RuntimeError):
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """torch raises on all ranks what one of them failed with, but wrapped into something that is no Exception."""
+    """torch raises one rank's error on all ranks, but wrapped in something that is no Exception."""
     try:
         yield
     except dcp.CheckpointException as wrapped:
@@ -163,7 +163,7 @@ def find(run_dir: Path) -> Path:
 
 
 def last_of(run_dir: Path) -> str:
-    """In a sentence."""
+    """The last checkpoint, in a sentence."""
     latest = run_dir / "latest"
     if not latest.exists():
         return "There is no checkpoint yet."

@@ -1,7 +1,7 @@
-"""What a run says while it goes: rank 0's console, metrics.jsonl and TensorBoard.
+"""What a run prints and records: rank 0's console, metrics.jsonl and TensorBoard.
 
 The same record per step goes everywhere; `metrics.jsonl` holds one JSON object per line with the keys of
-`Record`. This file imports no torch: while it loads, `status` says so.
+`Record`. Imports no torch: `status` is shown while torch loads.
 """
 
 from __future__ import annotations

@@ -107,8 +107,8 @@ class Outcome:
 
 
 def tell(outcome: Outcome) -> None:
-    """Print its text to stderr. Of ranks that share it, rank 0 prints, and all return once it has: the end of one
-    makes torchrun end the others."""
+    """Print its text to stderr. If all ranks share it, only rank 0 prints, and the others wait for that: when one ends,
+    torchrun ends the others."""
     shared = outcome.shared and under_torchrun()
     if outcome.text and (not shared or os.environ["RANK"] == "0"):
         print(outcome.text, file=sys.stderr, flush=True)
@@ -129,7 +129,7 @@ def _call(function: RankFunction, args: tuple[Any, ...]) -> Outcome:
 
 
 def outcome_of(error: Exception) -> Outcome:
-    """To be called where the error is handled: a traceback may be wanted."""
+    """Call it in the except block: it may format the traceback."""
     shared = getattr(error, "shared", False)
     if isinstance(error, ConfigError):
         return Outcome(EXIT_CONFIG, f"ConfigError: {error}", shared)
@@ -153,7 +153,7 @@ def _run_children(function: RankFunction, args: tuple[Any, ...], num_ranks: int)
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # what it says of a failure, we say
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # we report failures ourselves
     # The cores are shared among the ranks; OpenMP reads the variable when they import torch.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_ranks)))
     here: dict[str, Any] = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", "local_addr": "127.0.0.1"}
@@ -162,7 +162,7 @@ def _run_children(function: RankFunction, args: tuple[Any, ...], num_ranks: int)
         folder = Path(name)
         (folder / "call").write_bytes(pickle.dumps(sys.path) + pickle.dumps((function, args)))
         logs = DefaultLogsSpecs(log_dir=str(folder / "logs"))
-        # It would kill the ranks 30 seconds after a signal, and a step may take hours: those are ours.
+        # It would kill the ranks 30 seconds after a signal, and a step may take hours: we handle SIGINT and SIGTERM.
         here |= {"run_id": folder.name, "max_restarts": 0, "logs_specs": logs, "signals_to_handle": "SIGHUP"}
         try:
             main = "from ithaka.train.launch import child; child()"
@@ -184,7 +184,7 @@ def _run_children(function: RankFunction, args: tuple[Any, ...], num_ranks: int)
 
 
 def _send(number: int, again: bool) -> None:
-    """To the ranks, who are in sessions of their own: a terminal's Ctrl-C reaches only this process."""
+    """Signal the ranks, which have sessions of their own: a terminal's Ctrl-C reaches only this process."""
     ranks = psutil.Process().children()
     for rank in ranks:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -201,7 +201,7 @@ def _likely_cause(outcome: Outcome) -> tuple[int, float]:
 
 
 def _end_of(rank: int, code: int) -> Outcome:
-    """Of a rank that could not tell it."""
+    """The outcome of a rank that could not report its own."""
     end = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
     hint = "; the system kills processes when host memory runs out" if -code == signal.SIGKILL else ""
     return Outcome(128 - code if -code in SIGNALS else max(code, EXIT_FAILED), f"rank {rank} {end}{hint}")
@@ -211,7 +211,7 @@ def child() -> None:
     """The main program of a rank: calls the function that the folder named on the command line holds, and leaves its
     outcome there unless it is 0."""
     folder, rank = Path(sys.argv[1]), os.environ["RANK"]
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the training loop has its own handlers nothing is to be saved
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to save until the loop installs its handlers
     threading.Thread(target=_end_with_others, args=(folder, os.getppid()), daemon=True).start()
     with (folder / "call").open("rb") as file:
         sys.path[:] = pickle.load(file)
@@ -226,7 +226,7 @@ def child() -> None:
 
 
 def _end_with_others(folder: Path, parent: int) -> None:
-    """End this rank with its parent, and soon after another that failed, for which it may wait for ever."""
+    """End this rank with its parent, or soon after another rank failed: it may wait for that one for ever."""
     while os.getppid() == parent and not any(folder.glob("failed-*")):
         time.sleep(0.5)
     time.sleep(GRACE_S)
@@ -237,8 +237,9 @@ def _end_with_others(folder: Path, parent: int) -> None:
 def stop_requests(
     act: Callable[[int, bool], object] = lambda number, again: again and os._exit(128 + number),
 ) -> Iterator[list[signal.Signals]]:
-    """SIGINT and SIGTERM received inside, of a terminal, a scheduler, or a launcher that passes them on; the training
-    loop looks at them after each step. `act` is called with each, and whether it came again. Two within SAME_S are one.
+    """SIGINT and SIGTERM received inside, from a terminal, a scheduler, or a launcher that passes them on; the training
+    loop looks at them after each step. `act` is called with each, and whether one came before. Two within SAME_S
+    are one.
     """
     received, asked_at = list[signal.Signals](), 0.0
 

@@ -42,10 +42,10 @@ class OutOfMemoryError(RuntimeError):
 
 
 class Trainer:
-    """Model, optimizer and data of one run on this rank, and how far it is."""
+    """Model, optimizer and data of one run on this rank, and its progress."""
 
     def __init__(self, run: Run, mesh: Mesh) -> None:
-        """The data is at the place of the checkpoint, model and optimizer not yet; nothing is communicated."""
+        """Restores the place in the data; `load` restores model and optimizer. Does not communicate."""
         self.run, self.config, self.mesh = run, run.config, mesh
         self.step = self.tokens = self.first_step = 0  # first_step: of this process
         self.data_facts: dict[str, str] = {}
@@ -133,7 +133,7 @@ def train(run: Run, only_profile: bool = False) -> int:
 
 
 def prepare(run: Run) -> Trainer:
-    """Everything that can be refused comes before anything is written, and is refused on all ranks."""
+    """Do all that can be refused before anything is written; a refusal is raised on all ranks."""
     start_process_group()
     trainer = together(Trainer, run, make_mesh(run.layout.cp))
     trainer.data_facts = together(_data_facts, trainer)
@@ -144,7 +144,7 @@ def prepare(run: Run) -> Trainer:
 
 
 def _locked(run_dir: Path) -> int:
-    """The run directory, locked for this run until it is closed or the process ends."""
+    """Open the run directory, locked until it is closed or the process ends."""
     directory = os.open(run_dir, os.O_RDONLY)
     try:
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -171,7 +171,7 @@ def _data_facts(trainer: Trainer) -> dict[str, str]:
 
 
 def _write_run_dir(trainer: Trainer) -> None:
-    """The resolved configuration, and what export needs besides weights. Rank 0 does it, and holds the directory."""
+    """The resolved configuration, and what export needs besides weights. Rank 0 writes it and locks the directory."""
     if trainer.mesh.rank != 0:
         return
     run, folder = trainer.run, trainer.run.run_dir / "model"
@@ -184,8 +184,8 @@ def _write_run_dir(trainer: Trainer) -> None:
 
 
 def _train(trainer: Trainer, stop: list[Signals], only_profile: bool) -> int:
-    """From where `trainer` is to train.steps, or to the first step after which any rank was asked to stop: by which
-    signal is returned, else 0."""
+    """Train up to train.steps, or to the end of the step in which any rank was asked to stop. Returns the signal that
+    asked, or 0."""
     run, settings, mesh = trainer.run, trainer.config.train, trainer.mesh
     console = Console(run.run_dir, settings.steps, trainer.step, settings.tensorboard, mesh.rank == 0)
     asked, val_loss = 0, None

@@ -1,5 +1,5 @@
-"""Turn what a command was told, and the machines it has, into a validated run: before any rank starts, and before
-anything is written.
+"""Turn a command's settings and the machines it has into a validated run, before any rank starts and anything is
+written.
 
 Under torchrun every rank does this. If a check fails on any rank, it is raised on all.
 """
@@ -54,14 +54,14 @@ STAND_IN = "H100"  # for a GPU that the table lacks
 
 @dataclass(frozen=True)
 class Run:
-    """A validated run: the same on every rank, but for what its own machine has free."""
+    """A validated run: the same on every rank, except for what its own machine has free."""
 
     config: Config  # every setting decided, train.run_dir set
     num_ranks: int
     shape: ModelShape
     layout: Layout
-    hardware: Hardware  # this machine stands for all; host memory and disk as free before the run takes any
-    plan: Plan | None = None  # the planner's, where it decided anything
+    hardware: Hardware  # this machine, standing for all; host memory and disk that were free before the run
+    plan: Plan | None = None  # the planner's, if it decided anything
     checkpoint: Path | None = None  # to go on from
     changed: Mapping[str, str] = field(default_factory=dict)  # settings that differ from the run's so far, in words
 
@@ -127,8 +127,8 @@ def validated(config: Config, num_ranks: int, resume: Path | None = None, here: 
 def together(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """What `function` returns on this rank; if it raises ConfigError on any rank, SharedError on all.
 
-    Every rank must call it, and the function must not communicate. A rank that any other error ends closes its
-    connections, which is how the others notice.
+    Every rank must call it, and the function must not communicate. A rank that ends with any other error closes
+    its connections, which is how the others notice.
     """
     refusal = None
     try:
@@ -144,7 +144,7 @@ def together(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 def gathered(mine: T) -> list[T]:
-    """Every rank's, in order. Communicates, unless this process is alone."""
+    """`mine` of every rank, in order. Communicates, unless this process is alone."""
     answers = [mine] * (dist.get_world_size() if dist.is_initialized() else 1)
     if len(answers) > 1:
         dist.all_gather_object(answers, mine)
@@ -152,7 +152,7 @@ def gathered(mine: T) -> list[T]:
 
 
 def check_ranks_agree(configs: Sequence[Config]) -> None:
-    """Refuse ranks with different settings, whose collectives would wait for each other for ever: under torchrun every
+    """Refuse ranks with different settings: their collectives would wait for each other for ever. Under torchrun every
     node reads its own file."""
     first, *others = (to_yaml(config).splitlines() for config in configs)
     for rank, lines in enumerate(others, 1):
@@ -212,7 +212,7 @@ def machine_here(config: Config, num_ranks: int, gpu: tuple[str, int] | None) ->
         check_writable("memory.disk_path", disk, folder=True)
     host, ranks = this_host(disk), int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
     name, gpu_bytes = gpu or ("CPU", host.memory_bytes // ranks)
-    # One that the table lacks has rates that only give plans an order.
+    # For a GPU that the table lacks, the rates only serve to rank plans.
     entry = GPUS["CPU"] if gpu is None else gpu_named(name) or dataclasses.replace(find_gpu(STAND_IN), name=name)
     memory_bytes = gpu_bytes if gpu_named(name) is None else min(entry.memory_bytes, gpu_bytes)
     disk_bytes = host.disk_bytes if disk or "disk" in (settings.offload, settings.attention_offload) else 0
@@ -221,7 +221,7 @@ def machine_here(config: Config, num_ranks: int, gpu: tuple[str, int] | None) ->
 
 
 def least_of(machines: Sequence[Hardware]) -> Hardware:
-    """A machine that every rank's can stand for: the least of host and disk, and the GPU with the least memory."""
+    """What every rank's machine has: the least of host memory and disk, and the GPU with the least memory."""
     numbers = sorted({machine.gpus_per_node for machine in machines})
     if len(numbers) > 1:
         raise ConfigError(f"the nodes have {' and '.join(map(str, numbers))} ranks; start as many on each")
@@ -231,8 +231,8 @@ def least_of(machines: Sequence[Hardware]) -> Hardware:
 
 
 def plans_for(config: Config, hardware: Hardware) -> bool:
-    """Not without a GPU that the hardware table knows, with memory.plan=off, or in another precision than bfloat16,
-    which is what the table's rates are for."""
+    """Whether the planner decides: unless memory.plan=off, on a GPU that the hardware table has, in bfloat16, which the
+    table's rates are for."""
     return (
         gpu_named(hardware.gpu.name) is not None
         and config.memory.plan == "auto"
@@ -269,8 +269,8 @@ def needs(run: Run) -> tuple[Holders, Holders]:
 
 
 def check_fits(run: Run) -> None:
-    """Refuse what does not fit, by the planner's ledger with its reserves. Where it does not plan: what certainly does
-    not fit in host memory and on disk; what else a process needs is not counted."""
+    """Refuse what does not fit by the planner's ledger, reserves included. Where the planner does not decide, refuse
+    only what certainly exceeds host memory or disk: what else a process needs is not counted."""
     ledger, memory, anyway = run.ledger, run.config.memory, plans_for(run.config, run.hardware)
     host, disk = (ledger.host, ledger.disk) if anyway else needs(run)
     tiers = {"each GPU": (ledger.gpu if anyway else {}, ledger.gpu_bytes), "host memory": (host, ledger.host_bytes)}
@@ -307,7 +307,7 @@ def store_host_bytes(run: Run) -> int | None:
 
 
 def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
-    """What no layout can have, what would have no effect, and what is not there."""
+    """Refuse what no layout can have, what would have no effect, and what is missing."""
     parallel, memory, attention = config.parallel, config.memory, config.attention
     values = {"parallel.cp": parallel.cp_of(num_ranks), "parallel.heads_per_stage": parallel.heads_per_stage}
     fixed = fixed_settings(values | {"memory.keep_attention": memory.keep_attention}, shape.num_layers, num_ranks)
@@ -318,7 +318,7 @@ def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
     no_events = config.train.tensorboard and find_spec("tensorboard") is None
     wrong = [
         (idle_disk, f"memory.disk_path={memory.disk_path} has no effect without memory.offload=disk; leave it null"),
-        # Only its name: whether the device can run a kernel is for the ranks to say, who own the devices.
+        # Only its name: the ranks, which own the devices, find out whether it runs.
         (attention.kernel not in kernels, f"attention.kernel={attention.kernel} is unknown; use {either(kernels)}"),
         (blocks.count(None) == 1, f"attention.block_q, block_kv={blocks} go together; set both or neither"),
         (no_events, "train.tensorboard=true needs an extra: pip install 'ithaka[tensorboard]', or set it to false"),

@@ -1,5 +1,4 @@
-"""What is watched while a run goes: progress of long steps, profiles of some, facts for the report, and where memory
-ran out."""
+"""Watch a run: progress of long steps, profiles of some, facts for the report, and where memory ran out."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ WARM_UP_STEPS = 1  # slower than the rest: kernels are chosen, memory is taken f
 
 
 def what_to_record(number: int, every: int, in_two: bool) -> Literal["times", "profile", None]:
-    """Step `number` is profiled when its turn has come; `in_two`: its times are recorded in the step before."""
+    """Every `every`-th step is profiled. `in_two`: its times are recorded in the step before it."""
     if not every:
         return None
     if number % every == 0:
@@ -45,7 +44,7 @@ def what_to_record(number: int, every: int, in_two: bool) -> Literal["times", "p
 
 
 class Watch:
-    """Stands around every step. On other ranks than 0 it does nothing."""
+    """Wraps every step. Does nothing on ranks other than 0."""
 
     def __init__(
         self, run: Run, model: PreTrainedModel, optimizer: torch.optim.Optimizer, mesh: Mesh, console: Console
@@ -72,7 +71,7 @@ class Watch:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around step `number`; profiles it when its turn has come."""
+        """Wraps step `number`; profiles it if it is due."""
         if self._progress is None:
             yield
             return
@@ -100,7 +99,7 @@ class Watch:
 
 
 def is_shortage(error: BaseException | None) -> bool:
-    """Of memory on the device or the host, or of room in the store."""
+    """Whether memory ran out on the device or the host, or room in the store."""
     return error is not None and (isinstance(error, StoreError) or launch.is_out_of_memory(error))
 
 
@@ -128,7 +127,7 @@ class Witness(Listener):
             self.before = path
 
     def measure(self) -> int:
-        """Once: what an error lets go of on its way up must not be missing."""
+        """Only once: on its way up, an error frees memory that must count."""
         if self.used_bytes is None:
             rss = psutil.Process().memory_info().rss
             self.used_bytes = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else rss
