@@ -71,13 +71,13 @@ def test_needs_are_all_ranks_tensors(machine, tmp_path):
             {"offload": "host", "keep_attention": "all"},
             {"memory_bytes": MIB},
             ["data.context=4096 needs ", " of host memory for 2 ranks", "layer inputs 1 MiB",
-             "kept attention 1.125 MiB", "1 MiB are there", "memory.offload=disk", ".keep_attention=none",
+             "kept attention 1.125 MiB", "1 MiB is there", "memory.offload=disk", ".keep_attention=none",
              "a shorter data.context"],
         ),
         (
             {"offload": "disk"},
             {"disk_bytes": MIB // 2},
-            ["data.context=4096 needs 1 MiB of disk", "512 KiB are there", "a memory.disk_path with more",
+            ["data.context=4096 needs 1 MiB of disk", "512 KiB is there", "a memory.disk_path with more",
              "a shorter data.context"],
         ),
         ({"offload": "disk"}, {"memory_bytes": MIB // 2}, ["on the way to disk 1 MiB", "data.context"]),
@@ -103,7 +103,7 @@ def test_without_a_gpu_the_device_is_host_memory(machine, tmp_path):
     check_fits(run_of(tmp_path))
     machine(memory_bytes=need - 1)
     check_fits(run_of(tmp_path, on_gpu=True))
-    with pytest.raises(ConfigError, match="of host memory for 2 ranks .* are there; use a shorter data.context$"):
+    with pytest.raises(ConfigError, match="of host memory for 2 ranks .* is there; use a shorter data.context$"):
         check_fits(run_of(tmp_path))
     with pytest.raises(ConfigError, match="use memory.checkpoint=full or a shorter data.context$"):
         check_fits(run_of(tmp_path, checkpoint="none"))

@@ -105,7 +105,7 @@ def test_conversations_are_refused_in_every_format(tmp_path, name):
     refused(tmp_path / "a.json", rf"a.json record 1: {match}.*data.text_field", validation_fraction=0)
     refused(tmp_path, rf"a.json record \d: {match}")
     (tmp_path / "notes.txt").write_text("some text\n")
-    refused(tmp_path, r"holds records \(a.json\) and also notes.txt, which is none; name the files .* by a glob")
+    refused(tmp_path, r"holds records \(a.json\) and also notes.txt, which holds none; choose the files with a glob")
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     refused(tmp_path / "a.jsonl", rf"a.jsonl line 1: {match}")
     refused(tmp_path / "a.jsonl", rf"line 1: data.text_field={name} is list, not a string", text_field=name)
@@ -140,7 +140,7 @@ def test_a_folder_of_records_is_understood_whole_or_refused(tmp_path):
     ]  # fmt: skip
     for name, content in {"c.csv": b"a,b", "c.gz": b"\x1f\x8b", "c.txt": b"text", "c.png": b"\x89PNG\0"}.items():
         (tmp_path / name).write_bytes(content)
-        refused(tmp_path, rf"holds records \(a.jsonl\) and also {name}, which is none; .* such as .*/\*\*/\*\.jsonl")
+        refused(tmp_path, rf"holds records \(a.jsonl\) and also {name}, which holds none; .* such as .*/\*\*/\*\.jsonl")
         (tmp_path / name).unlink()
     assert len(documents_of(tmp_path)) == 5
 

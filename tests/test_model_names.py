@@ -85,7 +85,7 @@ def test_an_id_on_the_hub_is_asked_for_there(monkeypatch):
 
 @pytest.mark.parametrize("error, words", [
     (URLError("no route"), r"the hub cannot be asked \(no route\)"),
-    (HTTPError("", 404, "", None, None), "is no local path, and is not on the hub"),
+    (HTTPError("", 404, "", None, None), "is not a local path, and is not on the hub"),
     (HTTPError("", 401, "", None, None), r"HTTP 401\); accept its licence there and log in with `hf auth login`"),
 ])  # fmt: skip
 def test_without_an_answer_the_error_says_what_to_do(monkeypatch, error, words):

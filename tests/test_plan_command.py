@@ -187,7 +187,7 @@ def test_one_gpu_shares_nothing_and_an_unused_disk_is_not_drawn():
         ([*ARGS, "--yaml", "--json"], "--yaml and --json cannot"),
         ([*ARGS, "--out", "x.yaml", "--json"], "--yaml and --json cannot be asked for together"),
         ([*ARGS, "--set", "optim.lr=1"], "optim.lr is not decided by a plan"),
-        ([*ARGS, "--yaml", "--set", "data.context=4K"], "--set data.context is given otherwise here; use --context"),
+        ([*ARGS, "--yaml", "--set", "data.context=4K"], "--set data.context has its own option here; use --context"),
         (["plan", "llama3-8b", "--gpus", "H200", "--host-memory", "10"], "write for example 2TB"),
         (["plan", "llama3-8b", "--gpus", "8xA100"], "A100 is more than one known GPU; use A100-80GB or A100-40GB"),
         (["plan", "llama3-8b", "--gpus", "20xH100"], "--gpus 20xH100 is more than a node of 8"),
@@ -276,11 +276,11 @@ def test_gpu_file(tmp_path):
 
 
 @pytest.mark.parametrize("field, value, words", [
-    ("memory_bytes", "NaN", "memory_bytes=nan is no positive number"),
-    ("link_bytes_s", "Infinity", "link_bytes_s=inf is no positive number"),
-    ("source", "5", "source=5 is no text"),
+    ("memory_bytes", "NaN", "memory_bytes=nan is not a positive number"),
+    ("link_bytes_s", "Infinity", "link_bytes_s=inf is not a positive number"),
+    ("source", "5", "source=5 is not text"),
     ("l3_bytes", "5", "l3_bytes is not a field; use memory_bytes"),
-    ("name", "5", "name=5 is no text"),
+    ("name", "5", "name=5 is not text"),
 ])  # fmt: skip
 def test_a_gpu_file_with_a_wrong_value_is_refused(field, value, words, tmp_path):
     file = tmp_path / "mine.json"

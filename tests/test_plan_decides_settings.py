@@ -203,7 +203,7 @@ def test_of_unequal_machines_the_least_of_each_counts():
 
 
 def test_nodes_with_other_numbers_of_ranks_are_refused():
-    with pytest.raises(ConfigError, match="the nodes have 4 and 8 ranks; start as many on each"):
+    with pytest.raises(ConfigError, match="the nodes have 4 and 8 ranks; start the same number on each"):
         least_of([node(ranks=8), node(ranks=4, nodes=3)])
 
 
@@ -223,7 +223,7 @@ def test_a_plan_that_only_lacks_what_is_free_says_so(tmp_path, monkeypatch):
     has(monkeypatch, 10**12, 60 * 10**9)
     config, told = llama(tmp_path, data__context="1M", memory__offload="host")
     resolved, _ = planned(config, told, machine_here(config, 8, (H100, 2**62)))
-    with pytest.raises(ConfigError, match=r"GiB of host memory for 8 ranks .*, and 55\.88 GiB are there; use"):
+    with pytest.raises(ConfigError, match=r"GiB of host memory for 8 ranks .*, but only 55\.88 GiB is there; use"):
         check_fits(on_gpus(resolved, 8))
 
 

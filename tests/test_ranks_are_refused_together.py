@@ -37,7 +37,7 @@ def train(folder, lacking, on_ranks):
 
 
 @pytest.mark.parametrize(
-    "lacking, words", [(lacks_memory, "1 MiB are there"), (lacks_a_file, "model.path has no file x; copy it again")]
+    "lacking, words", [(lacks_memory, "1 MiB is there"), (lacks_a_file, "model.path has no file x; copy it again")]
 )
 def test_nodes_do_not_wait_for_one_that_is_refused(ranks, tmp_path, lacking, words):
     tiny_run(tmp_path)

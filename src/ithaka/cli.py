@@ -62,7 +62,7 @@ Disk = Annotated[str | None, typer.Option(help="Disk per node for activations; b
 Batch = Annotated[int, typer.Option(min=1, help="Sequences per micro-step.")]
 GpuFile = Annotated[Path | None, typer.Option(help="A GPU of your own, as JSON; then --gpus 8.")]
 AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
-Seconds = Annotated[float, typer.Option(min=0, help="How long each figure is held.")]
+HowLong = Annotated[float, typer.Option(min=0, help="How long to measure each figure.")]
 
 
 def main() -> None:
@@ -100,7 +100,7 @@ def train(
 
 
 def train_rank(run: Run, only_profile: bool = False) -> int:
-    """What every rank runs; the first one then draws the run. Returns the exit code."""
+    """What every rank runs; rank 0 then writes the report. Returns the exit code."""
     with _loading("starting the ranks"):
         from ithaka.dist.mesh import end_process_group, start_process_group
         from ithaka.train import loop
@@ -114,7 +114,7 @@ def train_rank(run: Run, only_profile: bool = False) -> int:
 
         try:
             print(f"Report: {write_report([run.run_dir])}", flush=True)
-        except Exception as error:  # the run is done and saved: it does not fail for its picture
+        except Exception as error:  # the run is done and saved: it must not fail now
             print(f"Report: none ({error})", flush=True)
     return code
 
@@ -267,7 +267,7 @@ def bench_attention(
     kernels: Annotated[str, typer.Option(help="Names, auto or all.")] = "auto",
     blocks: Annotated[str, typer.Option(help="q x kv tokens, such as auto,128Kx64K.")] = "auto",
     documents: Annotated[int, typer.Option(min=1, help="Equal documents packed in the tokens.")] = 1,
-    seconds: Seconds = 3.0,
+    seconds: HowLong = 3.0,
     as_json: AsJson = False,
 ) -> None:
     """TFLOP/s of causal attention, forward and backward, sustained on random data."""
@@ -291,7 +291,7 @@ def bench_attention(
 @bench.command("device")
 def bench_device(
     out: Annotated[Path, typer.Option(metavar="FILE", help="The file to write.")] = Path("gpu.json"),
-    seconds: Seconds = 3.0,
+    seconds: HowLong = 3.0,
 ) -> None:
     """Measure matmul, attention and copies here, and write them for `ithaka plan --gpu-file`."""
     check_writable("--out", out)

@@ -58,9 +58,9 @@ def rehearse(
 ) -> Rehearsed:
     """Runs two training steps as rank 0 of `ranks`; the last one is measured. With `memory_only` one.
 
-    `config`: the model's config.json; as many layers as the layout has are built, with weights that are drawn.
+    `config`: the model's config.json; as many layers as the layout has are built, with random weights.
     `memory_only`: attention looks at most 128 Ki tokens back, which cuts its mathematics short; every allocation and
-    copy stays. `witness`: is told where the rehearsal is.
+    copy stays. `witness` follows the phases.
     """
     layers = len(layout.kept)
     few = {**config, "num_hidden_layers": layers}

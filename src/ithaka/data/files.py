@@ -87,7 +87,7 @@ def _directory(directory: Path, name: str) -> Found:
         if strange is not None:
             raise ConfigError(
                 f"{name}={directory} holds records ({first.name}) and also {strange.relative_to(directory)}, "
-                f"which is none; name the files that are meant by a glob, such as {directory}/**/*{first.suffix}"
+                f"which holds none; choose the files with a glob, such as {directory}/**/*{first.suffix}"
             )
         reasons |= {path: reasons[path] or "not records" for path in reasons if path not in records}
     files = [File(path, records.get(path, "text")) for path, reason in reasons.items() if reason is None]

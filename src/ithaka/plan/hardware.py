@@ -210,8 +210,8 @@ def read_gpu(file: Path) -> Gpu:
         if key not in (*FIGURES, *TEXTS):
             raise ConfigError(f"--gpu-file {file}: {key} is not a field; use {', '.join((*FIGURES, *TEXTS))}")
         if not (isinstance(value, str) if key in TEXTS else type(value) in (int, float) and 0 < value < math.inf):
-            wanted = "text" if key in TEXTS else "positive number"
-            raise ConfigError(f"--gpu-file {file}: {key}={value} is no {wanted}; correct it")
+            wanted = "text" if key in TEXTS else "a positive number"
+            raise ConfigError(f"--gpu-file {file}: {key}={value} is not {wanted}; correct it")
     base = vars(find_gpu(values.pop("based_on"))) if "based_on" in values else {}
     if missing := [name for name in FIGURES if name not in base | values]:
         raise ConfigError(f"--gpu-file {file} lacks {', '.join(missing)}; add them, or based_on with a known GPU")

@@ -128,4 +128,4 @@ def _from_hub(model: str) -> dict[str, Any]:
         if code in (401, 403):
             why = f"the hub does not give it (HTTP {code})"
             way_out = "accept its licence there and log in with `hf auth login`, or give a local directory"
-        raise ConfigError(f"model={model} is no local path, and {why}; {way_out}") from None
+        raise ConfigError(f"model={model} is not a local path, and {why}; {way_out}") from None

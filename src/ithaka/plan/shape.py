@@ -169,7 +169,7 @@ def _count(
     if value is None:
         raise ConfigError(f"{key} of {source} is missing; add it to the model's config.json")
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{key}={value} of {source} is no positive whole number; {CORRECT}")
+        raise ConfigError(f"{key}={value} of {source} is not a positive whole number; {CORRECT}")
     return value
 
 

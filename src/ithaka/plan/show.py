@@ -56,7 +56,7 @@ def question(
     told = given(None, overrides)
     for name in told - {*SETTINGS, "train.accumulate"}:
         if name in OPTIONS:
-            raise ConfigError(f"--set {name} is given otherwise here; use {OPTIONS[name]}")
+            raise ConfigError(f"--set {name} has its own option here; use {OPTIONS[name]}")
         if not any_setting:
             raise ConfigError(f"{name} is not decided by a plan; use one of {', '.join(SETTINGS)}")
     config = load(None, [*overrides, f"data.context={num_tokens}", f"train.batch={batch}"])

@@ -223,7 +223,7 @@ def export(run_dir: Path, out_dir: Path) -> Path:
 
     One process, without a process group; the whole model passes through host memory.  Weights keep the
     precision of the master weights (float32 in a usual run), so logits are those of the trained model."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM  # late: only export needs it
 
     out_dir = out_dir.absolute()
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):

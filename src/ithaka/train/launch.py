@@ -3,7 +3,7 @@
 PyTorch's elastic launcher starts the ranks, each in a session of its own, and ends them all when one fails.
 Under torchrun the ranks are there already, and one rank needs no other process: both run in this process.
 Exit codes: 2 for a ConfigError, 3 for out of memory (device, host or disk), 1 for other failures, 128 + signal when
-stopped.
+stopped. Torch is imported late: commands that do without it report their errors here too.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from ithaka.train.watch import Watch, Witness, explain_shortage, is_shortage
 
 
 class Diverged(RuntimeError):
-    """Loss or gradient is not finite any more."""
+    """Loss or gradient is no longer finite."""
 
 
 class OutOfMemoryError(RuntimeError):

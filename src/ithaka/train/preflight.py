@@ -224,7 +224,7 @@ def least_of(machines: Sequence[Hardware]) -> Hardware:
     """What every rank's machine has: the least of host memory and disk, and the GPU with the least memory."""
     numbers = sorted({machine.gpus_per_node for machine in machines})
     if len(numbers) > 1:
-        raise ConfigError(f"the nodes have {' and '.join(map(str, numbers))} ranks; start as many on each")
+        raise ConfigError(f"the nodes have {' and '.join(map(str, numbers))} ranks; start the same number on each")
     host_bytes, disk_bytes = (min(getattr(m, name) for m in machines) for name in ("host_bytes", "disk_bytes"))
     gpu = min((machine.gpu for machine in machines), key=lambda gpu: gpu.memory_bytes)
     return dataclasses.replace(machines[0], gpu=gpu, host_bytes=host_bytes, disk_bytes=disk_bytes)
@@ -290,9 +290,9 @@ def check_fits(run: Run) -> None:
             "memory.plan=off to try anyway": anyway,
         }
         parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in holders.items() if num_bytes)
-        figures = f"{size(need)} of {what} for {run.hardware.gpus_per_node} ranks ({parts}), and {size(have)} are there"
+        needed = f"{size(need)} of {what} for {run.hardware.gpus_per_node} ranks ({parts})"
         way = either(way for way, helps in ways.items() if helps)
-        raise ConfigError(f"data.context={run.work.context} needs {figures}; use {way}")
+        raise ConfigError(f"data.context={run.work.context} needs {needed}, but only {size(have)} is there; use {way}")
 
 
 def store_host_bytes(run: Run) -> int | None:
