@@ -1,7 +1,9 @@
-"""Each row of the README's file map imports only from itself and rows below it; plan, layout and config no torch."""
+"""Each row of the README's file map imports only from itself and rows below it, without cycles; plan, layout and config
+import no torch."""
 
 import ast
 import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -46,6 +48,12 @@ def test_imports_point_down():
         if module.startswith("ithaka.") and room(module) in order and order.index(room(module)) < order.index(own)
     ]
     assert not upward, "\n".join(upward)
+
+
+def test_there_is_no_import_cycle():
+    names = {path: ".".join(("ithaka", *path.relative_to(SOURCES).with_suffix("").parts)) for path in files()}
+    graph = {name: imported(path) & set(names.values()) for path, name in names.items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
 
 
 def test_planning_needs_no_torch():
