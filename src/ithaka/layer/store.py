@@ -54,7 +54,7 @@ class Slab:
                 raise StoreError(
                     "host",
                     f"host memory: the system refused to pin {num_bytes} bytes (error {status}); "
-                    "raise the limit (ulimit -l), or use memory.offload=none or less data.context",
+                    "raise the limit (ulimit -l), or use memory.offload=none or a shorter data.context",
                 )
             self._pinned = True
 
@@ -120,7 +120,7 @@ class SlabPool(_Tier):
                         "host",
                         f"host memory: {num_bytes} more bytes needed beside the {self.used_bytes} in use, above the "
                         f"limit of {self.budget_bytes}; use memory.offload=disk, memory.keep_attention=none, more "
-                        "ranks (parallel.cp) or less data.context",
+                        "ranks (parallel.cp) or a shorter data.context",
                     )
                 self._changed.wait()
             return slab
@@ -200,7 +200,7 @@ class DiskFile(_Tier):
 
     @staticmethod
     def _error(what: str, error: OSError) -> StoreError:
-        way_out = "set memory.disk_path to a larger disk, or use memory.offload=host or less data.context"
+        way_out = "set memory.disk_path to a larger disk, or use memory.offload=host or a shorter data.context"
         return StoreError("disk", f"disk: {what} ({error.strerror or error}); {way_out}")
 
 
