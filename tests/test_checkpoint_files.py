@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ithaka.config import ConfigError, load
 from ithaka.train import checkpoint
+from ithaka.train.preflight import model_shape
 from runs import run, tiny_run
 
 
@@ -137,6 +138,10 @@ def test_two_runs_in_one_directory_are_refused(trained, run_dir, ranks):
         fcntl.flock(directory, fcntl.LOCK_EX)
         with pytest.raises(AssertionError, match="in use by another run"):
             ranks.run(2, run, config, run_dir)
+        (run_dir / "latest").rename(run_dir / "later")  # as before its first checkpoint
+        with pytest.raises(ConfigError, match="in use by another run"):
+            checkpoint.resume_point(run_dir, config, model_shape(config))
+        (run_dir / "later").rename(run_dir / "latest")
     finally:
         os.close(directory)
     assert (run_dir / "config.yaml").read_text() == before

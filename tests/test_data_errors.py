@@ -32,7 +32,10 @@ def test_empty_data(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n\n')
     refuse("holds no text to train on", tmp_path / "a.jsonl", validation_fraction=0)
     (tmp_path / "b.jsonl").write_text('{"text": "one row only"}\n')
-    refuse("holds no text to train on; give a path with more documents", tmp_path / "b.jsonl")
+    refuse(
+        "holds no text to train on; give a path with more documents, or data.validation_fraction=0",
+        tmp_path / "b.jsonl",
+    )
     refuse("data.validation_path=.*a.txt cannot be read", tmp_path / "b.jsonl", validation_path=tmp_path / "a.txt")
     (tmp_path / "c.jsonl").write_text('{"text": ""}\n{"text": "b"}\n')
     refuse("data.validation_fraction=0.02 of .* holds no text to validate on; raise it", tmp_path / "c.jsonl")

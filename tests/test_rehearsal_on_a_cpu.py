@@ -47,6 +47,7 @@ def test_settings_are_shown_before_the_work(model, monkeypatch):
     result = rehearse(model, "--context", "64")
     assert isinstance(result.exception, Started)
     assert result.stdout.startswith("rank 0 of 2xH100-80GB, 64 tokens") and "settings: parallel.cp=" in result.stdout
+    assert ", memory.overlap=true" in result.stdout  # as `--set` takes it
     assert re.search(r"\nX: one float32 activation \[\d+ tokens per rank, \d+ hidden\] = \d", result.stdout)
     assert "times are this CPU's, planned ones are those of H100-80GB" in result.stdout
 

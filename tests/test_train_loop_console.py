@@ -115,7 +115,7 @@ def test_sigterm_finishes_the_step_saves_and_leaves_with_its_number(tmp_path):
     assert (config.train.run_dir / "latest").read_text() == f"step-{last:08d}\n"
 
 
-def test_a_second_signal_leaves_at_once_but_an_echo_does_not(monkeypatch):
+def test_a_second_signal_leaves_at_once_but_an_echo_does_not(monkeypatch, capfd):
     left = []
     monkeypatch.setattr("os._exit", left.append)
     with launch.stop_requests() as received:
@@ -125,6 +125,7 @@ def test_a_second_signal_leaves_at_once_but_an_echo_does_not(monkeypatch):
         monkeypatch.setattr(launch, "SAME_S", -1.0)  # as if later
         signal.raise_signal(signal.SIGINT)
     assert left == [130]
+    assert capfd.readouterr().err == "Stopping after this step; Ctrl-C again stops at once.\n"  # the first is answered
 
 
 def diverging(config):

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 import ithaka
-from ithaka.config import ConfigError, check_writable, parse_count
+from ithaka.config import ConfigError, check_writable, parse_count, shown
 
 if TYPE_CHECKING:
     from ithaka.train.preflight import Run
@@ -245,7 +245,7 @@ def rehearse(
     rehearsal.check_cpu_memory(few)
     about = rehearsal.about(plan, few)
     if not as_json:
-        settings = ", ".join(f"{name}={value}" for name, value in plan.settings.items() if value is not None)
+        settings = ", ".join(f"{name}={shown(value)}" for name, value in plan.settings.items() if value is not None)
         print("rank 0 of {gpus}, {context} tokens, {layers} of {layers_of_model} layers, on {device}".format(**about))
         print(f"settings: {settings}\nX: {about['x']}\n", flush=True)
     with status(f"rehearsing at {few.work.tokens} tokens"):

@@ -45,7 +45,8 @@ def check(data: DataConfig, vocab_size: int, model_path: Path | None = None) -> 
             "use the model's own tokenizer (data.tokenizer), or a model with a larger vocabulary"
         )
     train, held_out, about = _shards(data)
-    _probe(train, f"data.path={data.path} holds no text to train on; give a path with more documents")
+    hold_none_out = ", or data.validation_fraction=0" if data.validation_path is None and held_out is not None else ""
+    _probe(train, f"data.path={data.path} holds no text to train on; give a path with more documents{hold_none_out}")
     if sum(shard.num_bytes for shard in train) < data.context:
         texts = [text.text for shard in train for text in shard.texts()]
         num_tokens = sum(map(len, tokenizer.encode_batch(texts)))

@@ -141,8 +141,9 @@ def as_text(plan: Plan, model: str, steps: int | None = None) -> str:
     elif steps:
         count = steps * plan.tokens_per_step
         lines.append(f"{steps} steps: {duration(steps * plan.step_s)}, {count / 1e9:.4g} billion tokens")
-    settings = plan.settings
-    rows = [f"  {name:<24}  {shown(settings[name]):>6}   {why}" for name, why in _reasons(plan).items()]
+    settings = {name: shown(value) for name, value in plan.settings.items()}
+    width = max(6, *map(len, settings.values()))
+    rows = [f"  {name:<24}  {settings[name]:>{width}}   {why}" for name, why in _reasons(plan).items()]
     others = _others(plan) if plan.others else ()
     assumptions = [f"  {name:<11}  {text}" for name, text in assumed(plan).items()]
     return "\n".join([*lines, "", *rows, "", *_costs(plan), *others, "", "Assumed", *assumptions])

@@ -16,6 +16,7 @@ keeps its own index (`.metadata`) as a pickle: resume and export only run direct
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -194,10 +195,24 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     return state
 
 
+def lock(run_dir: Path, kind: int = fcntl.LOCK_EX) -> int:
+    """The run directory, locked until it is closed or the process ends; ConfigError if another run holds it."""
+    directory = os.open(run_dir, os.O_RDONLY)
+    try:
+        fcntl.flock(directory, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(directory)
+        raise ConfigError(f"train.run_dir={run_dir} is in use by another run; wait for its end, or stop it") from None
+    except OSError:  # a file system without locks
+        pass
+    return directory
+
+
 def resume_point(run_dir: Path, config: Config, shape: ModelShape) -> tuple[Path, dict[str, str]]:
     """The latest checkpoint, and the settings that differ from the run's, by name, each in words.
 
     Refuses what is known before the data is opened; the data itself refuses the rest."""
+    os.close(lock(run_dir, fcntl.LOCK_SH))  # shared: under torchrun every rank asks
     before, found = load_config(run_dir / "config.yaml"), find(run_dir)
     step, steps, seed, saved = read_state(found)["step"], config.train.steps, config.train.seed, run_dir / "model"
     model = f"path={config.model.path}" if config.model.path else f"embedded={config.model.embedded}"

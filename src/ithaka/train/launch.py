@@ -233,10 +233,16 @@ def _end_with_others(folder: Path, parent: int) -> None:
     os._exit(EXIT_FAILED)
 
 
+def _answer(number: int, again: bool) -> None:
+    """End this rank if it was asked before, else let rank 0 say what comes: a step may take hours."""
+    if again:
+        os._exit(128 + number)
+    elif os.environ.get("RANK", "0") == "0":  # os.write: print may be at work where the signal came
+        os.write(2, b"\nStopping after this step; Ctrl-C again stops at once.\n"[not os.isatty(2) :])
+
+
 @contextlib.contextmanager
-def stop_requests(
-    act: Callable[[int, bool], object] = lambda number, again: again and os._exit(128 + number),
-) -> Iterator[list[signal.Signals]]:
+def stop_requests(act: Callable[[int, bool], None] = _answer) -> Iterator[list[signal.Signals]]:
     """SIGINT and SIGTERM received inside, from a terminal, a scheduler, or a launcher that passes them on; the training
     loop looks at them after each step. `act` is called with each, and whether one came before. Two within SAME_S
     are one.

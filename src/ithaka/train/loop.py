@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from signal import Signals
 from typing import Any
 
@@ -143,19 +141,6 @@ def prepare(run: Run) -> Trainer:
     return trainer
 
 
-def _locked(run_dir: Path) -> int:
-    """Open the run directory, locked until it is closed or the process ends."""
-    directory = os.open(run_dir, os.O_RDONLY)
-    try:
-        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(directory)
-        raise ConfigError(f"train.run_dir={run_dir} is in use by another run; wait for its end, or stop it") from None
-    except OSError:  # a file system without locks
-        pass
-    return directory
-
-
 def _data_facts(trainer: Trainer) -> dict[str, str]:
     """What will be trained on, in words. Rank 0 reads it."""
     if trainer.mesh.rank != 0:
@@ -176,7 +161,7 @@ def _write_run_dir(trainer: Trainer) -> None:
         return
     run, folder = trainer.run, trainer.run.run_dir / "model"
     folder.mkdir(parents=True, exist_ok=True)
-    trainer.lock = _locked(run.run_dir)
+    trainer.lock = checkpoint.lock(run.run_dir)
     checkpoint.write_atomic(run.run_dir / "config.yaml", f"format: {FORMAT}\n{to_yaml(run.config)}")
     for part in (trainer.model.config, trainer.model.generation_config, trainer.tokenizer.hf):
         if part is not None:
