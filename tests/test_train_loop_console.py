@@ -115,6 +115,16 @@ def test_sigterm_finishes_the_step_saves_and_leaves_with_its_number(tmp_path):
     assert (config.train.run_dir / "latest").read_text() == f"step-{last:08d}\n"
 
 
+def test_a_narrow_terminal_shows_the_step_whole(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    console = Console(tmp_path, 300, 34)
+    console._bar.update(console._task, status="loss 2.9915  lr 3.93e-03  grad 2.409  2.12K tok/s  host 493.4 MiB")
+    with console._rich.capture() as seen:
+        console._rich.print(console._bar.get_renderable())
+    console.close()
+    assert " 34/300 " in seen.get() and "493.4 MiB" in seen.get()
+
+
 def test_a_second_signal_leaves_at_once_but_an_echo_does_not(monkeypatch, capfd):
     left = []
     monkeypatch.setattr("os._exit", left.append)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.console import Console as RichConsole
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from ithaka.plan.show import size
 
@@ -129,9 +130,16 @@ class Console:
             from torch.utils.tensorboard import SummaryWriter
 
             self._events = self._open.enter_context(SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1))
-        columns = (TextColumn("[bold]train"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn())
-        words, self._plain = TextColumn("{task.fields[status]}"), not (active and self._rich.is_terminal)
-        self._bar = self._open.enter_context(Progress(*columns, words, console=self._rich, disable=self._plain))
+        self._plain = not (active and self._rich.is_terminal)
+        whole = Column(no_wrap=True)  # in a narrow terminal the words take more lines
+        columns = (
+            TextColumn("[bold]train"),
+            BarColumn(bar_width=20, table_column=whole),
+            MofNCompleteColumn(table_column=whole),
+            TimeRemainingColumn(table_column=whole),
+            TextColumn("{task.fields[status]}", table_column=Column()),
+        )
+        self._bar = self._open.enter_context(Progress(*columns, console=self._rich, disable=self._plain))
         self._task = self._bar.add_task("train", total=num_steps, completed=step, status="")
 
     @contextmanager
