@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 WINDOW_BYTES = 1 << 26
-IGNORE = -100
+IGNORED = -100  # as in the loss, which imports torch
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class PackedSequence:
     def labels(self) -> np.ndarray:
         """int64 [S], not shifted. No document's first token is a target: what precedes it is another document."""
         labels_S = self.ids
-        labels_S[self.starts] = IGNORE
-        labels_S[self.length :] = IGNORE
+        labels_S[self.starts] = IGNORED
+        labels_S[self.length :] = IGNORED
         return labels_S
 
     def document_ids(self) -> np.ndarray:

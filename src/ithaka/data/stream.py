@@ -20,7 +20,7 @@ import torch
 from ithaka.config import ConfigError
 from ithaka.data import pack
 from ithaka.data.cache import TokenCache
-from ithaka.data.pack import IGNORE, PackedSequence, Window
+from ithaka.data.pack import IGNORED, PackedSequence, Window
 from ithaka.data.read import Shard
 
 FORMAT = 3  # of a saved position; earlier ones had another order of the data
@@ -43,7 +43,7 @@ def collate(sequences: Sequence[PackedSequence]) -> Batch:
 
 def num_valid(labels: torch.Tensor) -> int:
     """How many targets labels [..., S] give once shifted by one."""
-    return int((labels[..., 1:] != IGNORE).sum())
+    return int((labels[..., 1:] != IGNORED).sum())
 
 
 @dataclass(frozen=True)

@@ -238,7 +238,8 @@ def _answer(number: int, again: bool) -> None:
     if again:
         os._exit(128 + number)
     elif os.environ.get("RANK", "0") == "0":  # os.write: print may be at work where the signal came
-        os.write(2, b"\nStopping after this step; Ctrl-C again stops at once.\n"[not os.isatty(2) :])
+        line_break = b"\n" if os.isatty(2) else b""  # after the terminal's ^C
+        os.write(2, line_break + b"Stopping after this step; Ctrl-C again stops at once.\n")
 
 
 @contextlib.contextmanager
