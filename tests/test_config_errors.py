@@ -11,6 +11,7 @@ from ithaka.config import (
     CPU_DEFAULT,
     GPU_DEFAULT,
     SECTIONS,
+    AdapterConfig,
     Config,
     ConfigError,
     MemoryConfig,
@@ -27,7 +28,7 @@ from ithaka.config import (
     [
         ("data.contxt=5", ["data.contxt=5", "did you mean data.context?"]),
         ("dta.context=5", ["dta", "did you mean data?"]),
-        ("banana.x=5", ["banana", "use one of model, data"]),
+        ("banana.x=5", ["banana", "use one of model, adapter, data"]),
         ("optim.zzz=5", ["optim.zzz=5", "use one of optim.lr"]),
         ("data.context=0", ["data.context=0", "at least 2"]),
         ("data.context=long", ["data.context=long", "a whole number"]),
@@ -50,6 +51,13 @@ from ithaka.config import (
         ("optim.lr=-1e-3", ["optim.lr=-0.001", "at least 0"]),
         ("optim.clip_norm=0", ["optim.clip_norm=0", "more than 0"]),
         ("optim.min_lr_ratio=2", ["optim.min_lr_ratio=2", "at most 1"]),
+        ("adapter.rank=0", ["adapter.rank=0", "at least 1"]),
+        ("adapter.alpha=0", ["adapter.alpha=0", "more than 0"]),
+        ("adapter.targets=all", ["adapter.targets=all", "all-linear or a list of names"]),
+        ("adapter.targets=[]", ["adapter.targets=[]", "all-linear"]),
+        ("adapter.targets=[q_proj, 3.mlp.up_prj]", ["adapter.targets=up_prj", "did you mean up_proj?"]),
+        ("adapter.modules_to_save=[norm]", ["adapter.modules_to_save=norm", "embed_tokens, lm_head"]),
+        ("adapter.dropout=0.1", ["adapter.dropout=0.1", "use one of adapter.rank"]),
         ("train.steps=0", ["train.steps=0", "at least 1"]),
         ("train.steps", ["--set train.steps", "section.key=value"]),
         ("steps=5", ["--set steps=5", "section.key=value"]),
@@ -142,9 +150,18 @@ def test_defaults_are_valid_and_survive_yaml(base, tmp_path):
 
 
 def test_every_setting_is_in_the_saved_file():
-    saved = yaml.safe_load(to_yaml(Config()))
+    saved = yaml.safe_load(to_yaml(Config(adapter=AdapterConfig())))
     for name, cls in SECTIONS.items():
         assert list(saved[name]) == [field.name for field in dataclasses.fields(cls)]
+
+
+def test_an_adapter_is_there_when_a_setting_of_it_is(tmp_path):
+    (tmp_path / "null.yaml").write_text("adapter:\n")
+    assert load(tmp_path / "null.yaml").adapter is load().adapter is None
+    config = load(overrides=["adapter.targets=[q_proj, 1.mlp.up_proj]", "adapter.modules_to_save=[lm_head]"])
+    assert config.adapter == AdapterConfig(16, 32.0, False, ("q_proj", "1.mlp.up_proj"), ("lm_head",))
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert load(tmp_path / "config.yaml") == config
 
 
 def test_python_construction_is_checked_too():

@@ -68,6 +68,41 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
 
 
+# The linear modules that an adapter may stand beside, as all families name them, and those that may be trained whole.
+LAYER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SAVEABLE = ("embed_tokens", "lm_head")
+
+
+@dataclass(frozen=True)
+class AdapterConfig(Section):
+    """LoRA, with PEFT's meaning of each setting. Everything else is frozen."""
+
+    # Rank of the adapters (PEFT: r).
+    rank: int = setting(16, ge=1)
+    # An adapter's output is scaled by alpha / rank (PEFT: lora_alpha),
+    alpha: float = setting(32, gt=0)
+    # or by alpha / sqrt(rank) (PEFT: use_rslora).
+    rslora: bool = False
+    # Modules with an adapter (PEFT: target_modules), by the ends of their names: q_proj, or 31.self_attn.q_proj.
+    # all-linear: the seven of every layer.
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    # Modules trained whole: embed_tokens, lm_head.
+    modules_to_save: tuple[str, ...] = ()
+    # A directory in PEFT's format to start from. null: adapters that change nothing yet.
+    path: Path | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.targets:
+            raise ConfigError("adapter.targets=[] names no module; use all-linear, or names such as q_proj")
+        targets = () if self.targets == "all-linear" else tuple(name.rpartition(".")[2] for name in self.targets)
+        rules = (("targets", targets, (*LAYER_LINEARS, "lm_head")), ("modules_to_save", self.modules_to_save, SAVEABLE))
+        for key, names, known in rules:
+            for name in names:
+                if name not in known:
+                    raise ConfigError(f"adapter.{key}={name} is not supported; {_did_you_mean(name, known)}")
+
+
 @dataclass(frozen=True)
 class DataConfig(Section):
     # A text file, a directory of sources, JSONL, JSON or Parquet; a directory or a glob of these; a folder of
@@ -185,6 +220,7 @@ class ProfileConfig(Section):
 @dataclass(frozen=True)
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
+    adapter: AdapterConfig | None = None  # null: every parameter is trained
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
@@ -194,7 +230,10 @@ class Config:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
-SECTIONS: dict[str, Any] = {entry.name: entry.default_factory for entry in dataclasses.fields(Config)}
+SECTIONS: dict[str, Any] = {
+    entry.name: AdapterConfig if entry.name == "adapter" else entry.default_factory
+    for entry in dataclasses.fields(Config)
+}
 
 
 def check_effects(settings: Mapping[str, Any]) -> None:
@@ -330,7 +369,7 @@ def _parse_override(override: str) -> tuple[str, str, Any]:
 
 def _merged(sources: Iterable[tuple[str, Mapping[str, Any]]]) -> Config:
     """The sections of all sources, each laid over those before it; names that do not exist are refused."""
-    merged: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    merged: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS if name != "adapter"}
     for source, tree in sources:
         for section, values in tree.items():
             if section not in SECTIONS:
@@ -342,7 +381,8 @@ def _merged(sources: Iterable[tuple[str, Mapping[str, Any]]]) -> Config:
             for key in values.keys() - set(known):
                 way_out = _did_you_mean(key, known, f"{section}.")
                 raise ConfigError(f"{section}.{key}={values[key]} is not a setting; {way_out}")
-            merged[section] |= values
+            if section != "adapter" or tree[section] is not None:
+                merged.setdefault(section, {}).update(values)
     return Config(**{name: SECTIONS[name](**values) for name, values in merged.items()})
 
 
@@ -358,8 +398,11 @@ def _as(value: Any, hint: Any) -> Any:
         for part in parts:
             with contextlib.suppress(ValueError):
                 return _as(value, part)
-    elif origin is tuple and isinstance(value, list | tuple) and len(value) == len(parts):
-        return tuple(map(_as, value, parts))
+    elif origin is tuple and isinstance(value, list | tuple):
+        if Ellipsis in parts:
+            parts = (parts[0],) * len(value)
+        if len(value) == len(parts):
+            return tuple(map(_as, value, parts))
     elif origin is Literal:
         word = ("off", "on")[value] if isinstance(value, bool) else value  # YAML 1.1 reads off and on as booleans
         if word in parts:
@@ -388,6 +431,8 @@ def parse_count(text: str) -> int | None:
 def _describe(hint: Any) -> str:
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
     if typing.get_origin(hint) is tuple:
+        if Ellipsis in typing.get_args(hint):
+            return "a list of names"
         return f"a list of {len(typing.get_args(hint))} numbers"
     parts = (part if isinstance(part, str) else _describe(part) for part in typing.get_args(hint))
     return (names | {type(None): "null"}).get(hint) or " or ".join(parts)

@@ -227,9 +227,10 @@ def resume_point(run_dir: Path, config: Config, shape: ModelShape) -> tuple[Path
         raise ConfigError(f"model.{model} {why}; leave it out, or start a new run")
     changed, old = {}, to_dict(before)
     for section, values in to_dict(config).items():
-        for key, value in values.items():
-            if value != old[section][key] and (section, key) != ("train", "run_dir"):  # which may have moved
-                changed[f"{section}.{key}"] = f"{shown(value)} (was {shown(old[section][key])})"
+        for key, value in (values or {}).items():
+            was = (old[section] or {}).get(key)
+            if value != was and (section, key) != ("train", "run_dir"):  # which may have moved
+                changed[f"{section}.{key}"] = f"{shown(value)} (was {shown(was)})"
     return found, changed
 
 
