@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from ithaka.config import ConfigError, DataConfig
+from ithaka.config import ConfigError, DataConfig, Reading
 from ithaka.data import cache, pack, read
 from ithaka.data.cache import TokenCache
 from ithaka.data.files import find
@@ -138,7 +138,7 @@ def test_the_cache_goes_with_the_run_and_stays_for_a_run_that_goes_on(data, tmp_
 
 def test_changed_files_and_other_tokenizers_are_tokenised_anew(tmp_path):
     def tokens(tokenizer):
-        (shard,) = make_shards(find(path).files, "text")
+        (shard,) = make_shards(find(path).files, Reading())
         store = TokenCache(tmp_path / "tokens", tokenizer)
         return store.load(shard).tokens.tolist()
 

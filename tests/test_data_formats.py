@@ -168,7 +168,7 @@ def test_facts_of_small_data_are_counted_and_a_sequence_is_shown(tmp_path):
     opened = opened_at(data)
     lines = data_facts(opened, 10)
     assert lines["data"] == "1 file (jsonl), 0.0 MB, 2 documents, 18 tokens, 5 sequences"
-    assert lines["epochs"] == "2 (10 sequences in all)" and lines["skipped"] == "1 documents that are empty"
+    assert lines["epochs"] == "2 (10 sequences in all)" and lines["skipped"] == "1 documents: 1 empty"
     assert lines["validation"] == "none, data.validation_fraction=0"
     longer = opened_at(dataclasses.replace(data, context=64))
     shown = data_facts(longer, 10)["starts with"]

@@ -148,6 +148,14 @@ def test_collate_gives_int64_batches_and_counts_shifted_labels():
     assert num_valid(torch.tensor([[7, -100, -100]])) == 0
 
 
+def test_marked_tokens_are_read_but_are_no_labels():
+    documents = [[~1, ~0, 2, 3, ~4], [~5, 6], [7, 0, ~8, 9, ~10, 11]]  # of a split document a part is marked, too
+    batch = collate(one_epoch([ListShard(documents)], 9))
+    assert batch.input_ids.tolist() == [[1, 0, 2, 3, 4, 5, 6, 7, 0], [8, 9, 10, 11, *[PAD] * 5]]
+    no = -100
+    assert batch.labels.tolist() == [[no, no, 2, 3, no, no, 6, no, 0], [no, 9, no, 11, *[no] * 5]]
+
+
 def test_a_document_longer_than_the_context_is_a_new_document_in_the_next_sequence():
     sequences = one_epoch([ListShard([list(range(10)), [50]])], 4)
     assert [s.starts.tolist() for s in sequences] == [[0], [0], [0, 2]]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ithaka.config import DataConfig
+from ithaka.config import DataConfig, Reading
 from ithaka.data import pack, read
 from ithaka.data.cache import TokenCache
 from ithaka.data.files import find
@@ -28,7 +28,7 @@ TEXTS = [f"document {i} " + "é" * i for i in range(200)]
 
 def documents_of(path, split=None, tokenizer=BYTES, field="text"):
     """The documents of a path, each without its eos."""
-    shards, found = make_shards(find(path).files, field, split), []
+    shards, found = make_shards(find(path).files, Reading(field), split), []
     with tempfile.TemporaryDirectory() as folder:
         for loaded in TokenCache(Path(folder), tokenizer).load_all(shards):
             assert loaded.lengths.sum() == len(loaded.tokens)

@@ -104,7 +104,15 @@ class AdapterConfig(Section):
 
 
 @dataclass(frozen=True)
-class DataConfig(Section):
+class Reading(Section):
+    """How records are read: of data.path, or of one source."""
+
+    # The field of a record (JSONL, JSON, Parquet, Arrow) that holds the text.
+    text_field: str = "text"
+
+
+@dataclass(frozen=True)
+class DataConfig(Reading):
     # A text file, a directory of sources, JSONL, JSON or Parquet; a directory or a glob of these; a folder of
     # datasets.save_to_disk, or a dataset's name on the hub. null: Python's standard library.
     path: Path | None = None
@@ -112,8 +120,6 @@ class DataConfig(Section):
     validation_path: Path | None = None
     # Share of the documents held out when validation_path is null.
     validation_fraction: float = setting(0.02, ge=0, lt=1)
-    # The field of a record (JSONL, JSON, Parquet, Arrow) that holds the text.
-    text_field: str = "text"
     # null: the model's own (bytes for an embedded model). bytes: one token per byte. Else a directory.
     tokenizer: str | None = None
     # Tokens per sequence.

@@ -7,9 +7,11 @@ content, because hashing it would mean reading everything before the first step.
 
 import contextlib
 import hashlib
+import json
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +24,7 @@ from ithaka.data.pack import Documents
 from ithaka.data.read import Shard, Text
 from ithaka.data.tokenizer import Tokenizer
 
-FORMAT = 2
+FORMAT = 3
 BATCH_CHARS = 1 << 23  # tokenised at once, on all cores
 WAIT_S = 600.0  # without a sign of life from the rank that tokenises
 POLL_S = 0.02
@@ -114,21 +116,23 @@ class TokenCache:
             raise error
 
     def _tokenise(self, shard: Shard, file: BinaryIO) -> None:
-        """tokens int32 [n], lengths int64 [documents], then the number of documents and of those skipped, int64."""
+        """tokens int32 [n], lengths int64 [documents], the skipped as JSON, then its bytes and the documents, int64."""
         prefix = np.asarray(self.tokenizer.document_prefix, np.int32)
         suffix = np.asarray([] if self.tokenizer.eos_id is None else [self.tokenizer.eos_id], np.int32)
-        lengths, num_skipped = [], 0
+        lengths, skipped = [], Counter[str]()
         for texts in _batches(shard.texts()):
             for ids, text in zip(self.tokenizer.encode_batch([text.text for text in texts]), texts, strict=True):
                 if text.first and text.last and not len(ids):
-                    num_skipped += 1
+                    skipped["empty"] += 1
                     continue
                 tokens = np.concatenate([prefix[: len(prefix) * text.first], ids, suffix[: len(suffix) * text.last]])
                 file.write(tokens.tobytes())
                 lengths += [0] if text.first else []
                 lengths[-1] += len(tokens)
             os.utime(self.directory)  # the sign of life that other ranks look for
-        file.write(np.asarray([*lengths, len(lengths), num_skipped], np.int64).tobytes())
+        reasons = json.dumps(skipped).encode()
+        file.write(np.asarray(lengths, np.int64).tobytes() + reasons)
+        file.write(np.asarray([len(reasons), len(lengths)], np.int64).tobytes())
 
 
 def _batches(texts: Iterable[Text]) -> Iterator[list[Text]]:
@@ -143,9 +147,10 @@ def _batches(texts: Iterable[Text]) -> Iterator[list[Text]]:
 
 
 def _map(path: Path) -> Documents:
-    size = path.stat().st_size
-    num_documents, num_skipped = (int(n) for n in np.fromfile(path, np.int64, 2, offset=size - 16))
-    num_tokens = (size - 16 - 8 * num_documents) // 4
+    end = path.stat().st_size - 16
+    num_bytes, num_documents = (int(n) for n in np.fromfile(path, np.int64, 2, offset=end))
+    num_tokens = (end - num_bytes - 8 * num_documents) // 4
     lengths = np.fromfile(path, np.int64, num_documents, offset=4 * num_tokens)
+    skipped = np.fromfile(path, np.uint8, num_bytes, offset=end - num_bytes).tobytes()
     tokens = np.memmap(path, np.int32, "r", shape=num_tokens) if num_tokens else np.empty(0, np.int32)
-    return Documents(tokens, lengths, num_skipped)
+    return Documents(tokens, lengths, json.loads(skipped))

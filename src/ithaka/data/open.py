@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -65,19 +66,19 @@ def _shards(data: DataConfig) -> tuple[list[Shard], list[Shard] | None, dict[str
     found = find(data.path)
     split, held_out = None, None
     if data.validation_path is not None:
-        held_out = make_shards(find(data.validation_path, "data.validation_path").files, data.text_field)
+        held_out = make_shards(find(data.validation_path, "data.validation_path").files, data)
         validation = f"data.validation_path={data.validation_path}"
     elif not data.validation_fraction:
         validation = "none, data.validation_fraction=0"
     elif found.validation:
-        held_out = make_shards(found.validation, data.text_field)
+        held_out = make_shards(found.validation, data)
         validation = f"the split {found.validation[0].split} of data.path={data.path}"
     else:
         split = Split(data.validation_fraction, held_out=False)
-        held_out = make_shards(found.files, data.text_field, Split(data.validation_fraction, held_out=True))
+        held_out = make_shards(found.files, data, Split(data.validation_fraction, held_out=True))
         whole = f"data.path={data.path}" if data.path else "Python's standard library"
         validation = f"data.validation_fraction={data.validation_fraction} of {whole}"
-    train = make_shards(found.files, data.text_field, split)
+    train = make_shards(found.files, data, split)
     kinds = ", ".join(sorted({file.kind for file in found.files}))
     num_bytes, num_files = sum(shard.num_bytes for shard in train), len(found.files)
     about = {"data": f"{num_files:,} file{'s' * (num_files != 1)} ({kinds}), {num_bytes / 1e6:,.1f} MB"}
@@ -102,14 +103,17 @@ def data_facts(opened: TrainData, num_sequences: int) -> dict[str, str]:
     indices = stream.windows[stream.position.window % len(stream.windows)]
     loaded = stream.cache.load_all([stream.shards[i] for i in indices])
     documents, tokens = sum(len(each.lengths) for each in loaded), sum(len(each.tokens) for each in loaded)
-    skipped, sequences = sum(each.num_skipped for each in loaded), max(1, -(-tokens // stream.context))
+    skipped, sequences = Counter[str](), max(1, -(-tokens // stream.context))
+    for each in loaded:
+        skipped.update(each.skipped)
     least, most = ("", "") if len(indices) == len(stream.shards) else ("at least ", "at most ")
     facts = {
         "data": f"{about.pop('data')}, {least}{documents:,} documents, {tokens:,} tokens, {sequences:,} sequences",
         "epochs": f"{most}{num_sequences / sequences:.3g} ({num_sequences:,} sequences in all)",
     }
     if skipped:
-        facts["skipped"] = f"{least}{skipped:,} documents that are empty"
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in skipped.most_common())
+        facts["skipped"] = f"{least}{skipped.total():,} documents: {reasons}"
     # The start of a sequence is the same whatever its length.
     peek = SequenceStream(stream.shards, stream.cache, min(SHOWN_TOKENS, stream.context), seed=stream.seed)
     peek.seek(opened.position)

@@ -6,8 +6,8 @@ are cut into sequences of S tokens; one that crosses the end of a sequence conti
 own. An epoch's last sequence is padded.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,16 +17,16 @@ IGNORED = -100  # as in the loss, which imports torch
 
 @dataclass(frozen=True)
 class Documents:
-    """Those of one shard. tokens: int32 [n]. lengths: int64 [documents], of sum n."""
+    """Those of one shard. tokens: int32 [n], ~id where it is read but not trained. lengths: int64 [documents]."""
 
     tokens: np.ndarray
     lengths: np.ndarray
-    num_skipped: int = 0  # empty documents
+    skipped: Mapping[str, int] = field(default_factory=dict)  # documents left out, by reason
 
 
 @dataclass(frozen=True)
 class PackedSequence:
-    """tokens: int32 [S], padding after `length`. starts: where documents start in it; 0 is always one."""
+    """tokens: int32 [S], marked as in Documents, padding after `length`. starts: where documents start; 0 is one."""
 
     tokens: np.ndarray
     starts: np.ndarray
@@ -35,11 +35,13 @@ class PackedSequence:
     @property
     def ids(self) -> np.ndarray:
         """int64 [S]."""
-        return self.tokens.astype(np.int64)
+        tokens_S = self.tokens.astype(np.int64)
+        return tokens_S ^ (tokens_S >> 63)  # ~ where negative
 
     def labels(self) -> np.ndarray:
-        """int64 [S], not shifted. No document's first token is a target: what precedes it is another document."""
-        labels_S = self.ids
+        """int64 [S], not shifted: the trained tokens. No document's first token is one: what precedes it is another."""
+        labels_S = self.tokens.astype(np.int64)
+        labels_S[labels_S < 0] = IGNORED
         labels_S[self.starts] = IGNORED
         labels_S[self.length :] = IGNORED
         return labels_S

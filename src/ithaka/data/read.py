@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from ithaka.config import ConfigError
+from ithaka.config import ConfigError, Reading
 from ithaka.data import pack
 from ithaka.data.files import File, open_dataset
 from ithaka.data.pack import Split
@@ -80,13 +80,14 @@ class Shard:
             first += len(records)
 
 
-def make_shards(files: Sequence[File], field: str, split: Split | None = None) -> list[Shard]:
+def make_shards(files: Sequence[File], reading: Reading, split: Split | None = None) -> list[Shard]:
     """The shards of one side of the split (None: of everything), in the order of the files.
 
     A record is held out by a hash of its place, the very first one always; of several text files whole ones are, by a
     hash of theirs; of a single text file, its end. Checks the columns, and the first record of each JSONL file.
     """
     shards = _text_shards([file for file in files if file.kind == "text"], split)
+    field = reading.text_field
     for index, file in enumerate(files):
         for start, stop, num_bytes in _record_ranges(file, field) if file.kind != "text" else ():
             shards.append(Shard((Part(file, start, stop),), num_bytes, field, split, index))
