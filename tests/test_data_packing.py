@@ -140,7 +140,7 @@ def test_epochs_hold_the_same_documents_in_another_order():
 
 def test_collate_gives_int64_batches_and_counts_shifted_labels():
     batch = collate(one_epoch([ListShard([[1, 2, 3], [4, 5], [6, 7, 8, 9]])], 5))
-    assert all(t.dtype == torch.int64 and t.shape == (2, 5) for t in batch)
+    assert all(t.dtype == torch.int64 and t.shape == (2, 5) for t in batch.inputs.values())
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5], [6, 7, 8, 9, PAD]]
     assert batch.labels.tolist() == [[-100, 2, 3, -100, 5], [-100, 7, 8, 9, -100]]
     assert batch.document_ids.tolist() == [[0, 0, 0, 1, 1], [0, 0, 0, 0, 1]]

@@ -57,7 +57,7 @@ def global_rows(streams, steps):
     """All ranks' rows in global order: sequence i of a batch is row i // size of rank i % size."""
     found = []
     for _ in range(steps):
-        batches = [torch.stack(list(stream.next_batch()), dim=1) for stream in streams]  # [B, 3, S] each
+        batches = [torch.stack(list(stream.next_batch().inputs.values()), dim=1) for stream in streams]
         found += [row for group in zip(*batches, strict=True) for row in group]
     return found
 

@@ -33,6 +33,12 @@ class Batch(NamedTuple):
     input_ids: torch.Tensor
     labels: torch.Tensor
     document_ids: torch.Tensor
+    source_ids: torch.Tensor | None = None  # of each token, an index of TrainData.source_names; None: there is one
+
+    @property
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """What the model takes."""
+        return {"input_ids": self.input_ids, "labels": self.labels, "document_ids": self.document_ids}
 
 
 def collate(sequences: Sequence[PackedSequence]) -> Batch:
@@ -124,6 +130,7 @@ class TrainData:
         """`about`: what is known of the data before it is read, in words."""
         self.stream, self.validation, self.about = stream, validation, about
         self.rank, self.size, self.batch = rank, size, batch
+        self.source_names: list[str] = ["data.path"]
         self.position = stream.position  # after the last batch that was given out; the stream may be ahead
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="read ahead")
         self._next: Future[tuple[Batch, Position]] | None = None

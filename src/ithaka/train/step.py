@@ -122,7 +122,7 @@ def train_step(
         group["lr"] = lr
     total_loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for batch in batches:
-        loss = model(**batch._asdict(), num_items_in_batch=max(label_tokens, 1)).loss
+        loss = model(**batch.inputs, num_items_in_batch=max(label_tokens, 1)).loss
         loss.backward()
         total_loss += loss.detach()
     with phase("optimizer"):
@@ -139,7 +139,7 @@ def validation_loss(model: nn.Module, batches: Iterable[Batch], mesh: Mesh) -> f
     was_training = model.training
     model.eval()
     for batch in batches:
-        out = model(**batch._asdict())
+        out = model(**batch.inputs)
         total += out.loss.double() * out.num_tokens
         num_labels += out.num_tokens
     model.train(was_training)
