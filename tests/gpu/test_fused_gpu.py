@@ -50,15 +50,24 @@ def test_gated_product_and_its_gradients(dtype, shape):
         close(ours, exact.detach())
 
 
+@pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("t,V", [(3, 5), (130, 4096), (65, 10001)])
-def test_logits_gradient(dtype, t, V):
+def test_logits_gradient(dtype, t, V, with_entropy):
     logits, target, scale = draw(t, V, dtype=dtype) * 5, torch.randint(V, (t,), device="cuda"), torch.rand(t).cuda()
+    dentropy = torch.randn(t).cuda() * with_entropy
     leaf = logits.double().requires_grad_()
     losses = torch.nn.functional.cross_entropy(leaf, target, reduction="none")
-    (exact,) = torch.autograd.grad(losses, leaf, scale.double())
-    lse = row_logsumexp(logits)
+    entropies = -(leaf.log_softmax(-1) * leaf.softmax(-1)).sum(-1)
+    (exact,) = torch.autograd.grad((losses, entropies), leaf, (scale.double(), dentropy.double()))
+    lse, *more = row_logsumexp(logits, with_entropy)
     torch.testing.assert_close(lse.double(), leaf.detach().logsumexp(-1), rtol=1e-6, atol=1e-6)
-    softmax_grad(logits, target, lse, scale)
-    assert (logits.double() - exact).abs().max() < 2 * ROUNDING[dtype]
+    if with_entropy:
+        mean, top = more
+        torch.testing.assert_close((lse - mean).double(), entropies.detach(), rtol=1e-5, atol=1e-5)
+        assert torch.equal(top, logits.amax(-1).float())
+        softmax_grad(logits, target, lse, scale, (dentropy, lse - mean))
+    else:
+        softmax_grad(logits, target, lse, scale)
+    assert (logits.double() - exact).abs().max() < 2 * ROUNDING[dtype] * exact.abs().max().clamp_min(1)
     assert (logits.double() - exact).norm() / exact.norm() < 2 * ROUNDING[dtype]

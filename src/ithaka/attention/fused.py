@@ -79,27 +79,47 @@ def silu_mul_backward(gate_tF: Tensor, up_tF: Tensor, da_tF: Tensor) -> None:
         d.copy_(a)
 
 
-def row_logsumexp(logits_tV: Tensor) -> Tensor:
-    """The log-sum-exp of every row, in fp32 or wider."""
+def row_logsumexp(logits_tV: Tensor, details: bool = False) -> tuple[Tensor, ...]:
+    """The log-sum-exp of every row; with `details` the mean of its logits under their softmax, and the largest.
+
+    In fp32 or wider.
+    """
     wide = torch.promote_types(logits_tV.dtype, torch.float32)
     if triton is None or not logits_tV.is_cuda or wide == torch.float64:
-        return logits_tV.to(wide).logsumexp(-1)
+        wide_tV = logits_tV.to(wide)
+        lse_t = wide_tV.logsumexp(-1)
+        if not details:
+            return (lse_t,)
+        return lse_t, (wide_tV - lse_t[:, None]).exp_().mul_(wide_tV).sum(-1), wide_tV.amax(-1)
     assert logits_tV.is_contiguous()
-    lse_t = logits_tV.new_empty(len(logits_tV), dtype=wide)
-    _logsumexp_kernel[(len(lse_t),)](logits_tV, lse_t, logits_tV.shape[1], BLOCK=_FLAT, num_warps=8)
-    return lse_t
+    t, V = logits_tV.shape
+    values_nt = logits_tV.new_empty(3 if details else 1, t, dtype=wide)
+    _logsumexp_kernel[(t,)](logits_tV, values_nt, t, V, DETAILS=details, BLOCK=_FLAT, num_warps=8)
+    return values_nt.unbind()
 
 
-def softmax_grad(logits_tV: Tensor, target_t: Tensor, lse_t: Tensor, scale_t: Tensor) -> None:
-    """(softmax(logits) - one-hot(target)) * scale, written over the logits."""
+def softmax_grad(
+    logits_tV: Tensor, target_t: Tensor, lse_t: Tensor, scale_t: Tensor, entropy: tuple[Tensor, Tensor] | None = None
+) -> None:
+    """(softmax(logits) - one-hot(target)) * scale, written over the logits.
+
+    `entropy`: [t] gradients of the softmax's entropies, and these themselves; their share is added.
+    """
     if triton is not None and logits_tV.is_cuda and logits_tV.dtype != torch.float64:
         assert logits_tV.is_contiguous()
         (t, V), values = logits_tV.shape, (target_t, lse_t, scale_t.to(torch.float32))
-        _softmax_grad_kernel[(t, triton.cdiv(V, _FLAT))](logits_tV, *values, V, BLOCK=_FLAT, num_warps=8)
+        more = (lse_t, lse_t) if entropy is None else (entropy[0].to(torch.float32), entropy[1])
+        grid = (t, triton.cdiv(V, _FLAT))
+        _softmax_grad_kernel[grid](logits_tV, *values, *more, V, ENTROPY=entropy is not None, BLOCK=_FLAT, num_warps=8)
         return
-    p_tV = logits_tV.to(lse_t.dtype).sub_(lse_t[:, None]).exp_()
+    log_p_tV = logits_tV.to(lse_t.dtype).sub_(lse_t[:, None])
+    if entropy is not None:
+        dentropy_t, entropy_t = entropy
+        added_tV = (log_p_tV + entropy_t[:, None]).mul_(log_p_tV.exp()).mul_(-dentropy_t[:, None])
+    p_tV = log_p_tV.exp_()
     p_tV.scatter_add_(1, target_t[:, None], p_tV.new_full((), -1.0).expand(len(p_tV), 1))
-    logits_tV.copy_(p_tV.mul_(scale_t[:, None]))
+    p_tV.mul_(scale_t[:, None])
+    logits_tV.copy_(p_tV if entropy is None else p_tV.add_(added_tV))
 
 
 _ROWS = 32
@@ -191,25 +211,37 @@ if triton is not None:
         tl.store(da + at, (silu * u).to(gate.dtype.element_ty), inside)
 
     @triton.jit
-    def _logsumexp_kernel(logits, lse, V, BLOCK: tl.constexpr):
+    def _logsumexp_kernel(logits, values, t, V, DETAILS: tl.constexpr, BLOCK: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         cols = tl.arange(0, BLOCK)
         # Each lane keeps its own maximum and sum until the end; -1e30 and not -inf, because -inf - -inf is NaN.
         top = tl.full((BLOCK,), -1e30, tl.float32)
         total = tl.zeros((BLOCK,), tl.float32)
+        weighted = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, V, BLOCK):
             x = tl.load(logits + row * V + start + cols, start + cols < V, other=-1e30).to(tl.float32)
             higher = tl.maximum(top, x)
             total = total * tl.exp(top - higher) + tl.exp(x - higher)
+            if DETAILS:
+                weighted = weighted * tl.exp(top - higher) + tl.exp(x - higher) * x
             top = higher
         highest = tl.max(top, 0)
-        tl.store(lse + row, highest + tl.log(tl.sum(total * tl.exp(top - highest), 0)))
+        sum_of_all = tl.sum(total * tl.exp(top - highest), 0)
+        tl.store(values + row, highest + tl.log(sum_of_all))
+        if DETAILS:
+            tl.store(values + t + row, tl.sum(weighted * tl.exp(top - highest), 0) / sum_of_all)
+            tl.store(values + 2 * t + row, highest)
 
     @triton.jit
-    def _softmax_grad_kernel(logits, target, lse, scale, V, BLOCK: tl.constexpr):
+    def _softmax_grad_kernel(
+        logits, target, lse, scale, dentropy, entropy, V, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
+    ):
         row = tl.program_id(0).to(tl.int64)
         cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         at = logits + row * V + cols
         x = tl.load(at, cols < V, other=0.0).to(tl.float32)
-        p = tl.exp(x - tl.load(lse + row)) - tl.where(cols == tl.load(target + row), 1.0, 0.0)
-        tl.store(at, (p * tl.load(scale + row)).to(logits.dtype.element_ty), cols < V)
+        log_p = x - tl.load(lse + row)
+        dx = (tl.exp(log_p) - tl.where(cols == tl.load(target + row), 1.0, 0.0)) * tl.load(scale + row)
+        if ENTROPY:
+            dx -= tl.exp(log_p) * (log_p + tl.load(entropy + row)) * tl.load(dentropy + row)
+        tl.store(at, dx.to(logits.dtype.element_ty), cols < V)

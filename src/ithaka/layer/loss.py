@@ -1,4 +1,4 @@
-"""Tiled linear + cross-entropy: logits exist one tile at a time, and the tile's bytes do not grow with S or V.
+"""Tiled linear + cross-entropy per token: logits exist one tile at a time, and its bytes do not grow with S or V.
 
 In backward, the gradient overwrites the tile's logits.
 
@@ -6,6 +6,7 @@ Shapes: s tokens on this rank, t in a tile, D hidden, V vocabulary.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,37 +25,57 @@ def logits_tile_tokens(weight_VD: Tensor) -> int:
     return tokens // WHOLE_ROWS * WHOLE_ROWS or tokens
 
 
-def linear_cross_entropy(x_sD: Tensor, labels_s: Tensor, norm: nn.Module, weight_VD: Tensor) -> Tensor:
-    """Sum over valid labels of the cross-entropy of norm(x) @ weight^T, a scalar in fp32 or wider.
+class TokenResults(NamedTuple):
+    """Of every token, what predicts its label: fp32 or wider, 0 (or False) where the label is IGNORED."""
 
-    Labels are already shifted. IGNORED labels do not count, and a shard without valid labels gives 0.
-    Keeps x and one log-sum-exp per token; backward recomputes the logits.
+    losses: Tensor  # minus the label's log-probability
+    entropies: Tensor | None = None
+    correct: Tensor | None = None  # bool: no logit is larger than the label's
+
+
+def linear_cross_entropy(
+    x_sD: Tensor, labels_s: Tensor, norm: nn.Module, weight_VD: Tensor, details: bool = False
+) -> TokenResults:
+    """The cross-entropies [s] of norm(x) @ weight^T; with `details` entropies and hits too. Labels are already shifted.
+
+    Losses and entropies are differentiable. Keeps x and one log-sum-exp per token (with details the entropy as well);
+    backward recomputes the logits.
     """
-    return _LinearCrossEntropy.apply(x_sD, labels_s, norm, weight_VD, *norm.parameters())
+    return TokenResults(*_LinearCrossEntropy.apply(x_sD, labels_s, norm, weight_VD, details, *norm.parameters()))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @phase("loss forward")
-    def forward(ctx, x_sD, labels_s, norm, weight_VD, *norm_params):
-        total = x_sD.new_zeros((), dtype=sum_dtype(x_sD.dtype))
-        lse_s = x_sD.new_empty(len(x_sD), dtype=total.dtype)
+    def forward(ctx, x_sD, labels_s, norm, weight_VD, details, *norm_params):
+        losses_s = x_sD.new_empty(len(x_sD), dtype=sum_dtype(x_sD.dtype))
+        lse_s = torch.empty_like(losses_s)
+        details_s: tuple[Tensor, ...] = ()
+        if details:
+            details_s = torch.empty_like(losses_s), torch.empty_like(labels_s, dtype=torch.bool)
         for rows in tile_slices(len(x_sD), logits_tile_tokens(weight_VD)):
             logits_tV = apply_norm(norm, x_sD[rows]) @ weight_VD.t()
-            lse_s[rows] = row_logsumexp(logits_tV)
             valid_t, target_t1 = _targets(labels_s[rows])
-            losses_t = lse_s[rows] - logits_tV.gather(1, target_t1)[:, 0]
-            total += torch.where(valid_t, losses_t, 0).sum()
+            label_logit_t = logits_tV.gather(1, target_t1)[:, 0]
+            lse_s[rows], *more = row_logsumexp(logits_tV, details)
+            losses_s[rows] = torch.where(valid_t, lse_s[rows] - label_logit_t, 0)
+            if details:
+                (entropies_s, correct_s), (mean_t, top_t) = details_s, more
+                entropies_s[rows] = torch.where(valid_t, lse_s[rows] - mean_t, 0)
+                correct_s[rows] = valid_t & (label_logit_t >= top_t)
             del logits_tV  # before the next tile's
-        ctx.save_for_backward(x_sD, labels_s, lse_s)
+        ctx.save_for_backward(x_sD, labels_s, lse_s, *details_s[:1])
         ctx.norm, ctx.weight, ctx.norm_params = norm, weight_VD, norm_params
-        return total
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*details_s[1:])
+        return losses_s, *details_s
 
     @staticmethod
     @phase("loss backward")
-    def backward(ctx, dtotal):
-        with torch.autocast(dtotal.device.type, enabled=False):
-            x_sD, labels_s, lse_s = ctx.saved_tensors
+    def backward(ctx, dlosses_s, dentropies_s=None, _=None):
+        x_sD, labels_s, lse_s, *entropies_s = ctx.saved_tensors
+        with torch.autocast(x_sD.device.type, enabled=False):
+            dlosses_s = lse_s.new_zeros(()).expand_as(lse_s) if dlosses_s is None else dlosses_s
             norm, weight_VD = ctx.norm, ctx.weight
             grads = GradSum()
             dx_sD = tag(torch.empty_like(x_sD), RESIDUAL)
@@ -62,14 +83,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 h_tD = apply_norm(norm, x_sD[rows])
                 dlogits_tV = h_tD @ weight_VD.t()
                 valid_t, target_t1 = _targets(labels_s[rows])
-                softmax_grad(dlogits_tV, target_t1[:, 0], lse_s[rows], valid_t * dtotal)
+                entropy = None if dentropies_s is None else (valid_t * dentropies_s[rows], entropies_s[0][rows])
+                softmax_grad(dlogits_tV, target_t1[:, 0], lse_s[rows], valid_t * dlosses_s[rows], entropy)
                 if weight_VD.requires_grad:
                     grads.add_product(weight_VD, dlogits_tV, h_tD)
                 dh_tD = dlogits_tV @ weight_VD
                 del dlogits_tV
                 dx_sD[rows] = tile_backward(partial(apply_norm, norm), ctx.norm_params, x_sD[rows], dh_tD, grads)
-            weights = [grads.take_as(p) for p in (weight_VD, *ctx.norm_params)]
-            return dx_sD, None, None, *weights
+            norm_grads = [grads.take_as(p) for p in ctx.norm_params]
+            return dx_sD, None, None, grads.take_as(weight_VD), None, *norm_grads
 
 
 def _targets(labels_t: Tensor) -> tuple[Tensor, Tensor]:

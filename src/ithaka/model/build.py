@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput
 from ithaka.attention.kernels import resolve_kernel
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import Mesh, make_mesh
-from ithaka.layer.loss import linear_cross_entropy
+from ithaka.layer.loss import TokenResults, linear_cross_entropy
 from ithaka.layer.schedule import StreamedLayer
 from ithaka.layer.store import Store
 from ithaka.layer.tiles import apply_norm
@@ -37,6 +37,7 @@ class ParallelOutput(ModelOutput):
     loss: Tensor | None = None
     logits: Tensor | None = None
     num_tokens: int | None = None
+    tokens: TokenResults | None = None  # of this rank's share
 
 
 def parallelize(
@@ -50,8 +51,8 @@ def parallelize(
     """Swaps the layers for streamed ones and applies FSDP2, in place. Parameter names stay Hugging Face's.
 
     `cp` ranks share a sequence; the rest of the world is data parallel. Afterwards the model takes
-    `(input_ids, *, labels, position_ids, attention_mask, document_ids, num_items_in_batch)`, the same full batch on
-    every rank of a cp group (model/calls.py checks that). Gradients arrive sharded and already summed over all ranks.
+    `(input_ids, *, labels, position_ids, attention_mask, document_ids, num_items_in_batch, per_token)`, the same full
+    batch on every rank of a cp group (model/calls.py checks that). Gradients arrive sharded and summed over all ranks.
     `layout` says the rest, and cp as well; without it every technique is off. `store` holds what layers keep.
     """
     check_supported(model)
@@ -150,10 +151,10 @@ def _refuse(*args: Any, **kwargs: Any) -> None:
     )
 
 
-def _head(lm_head: nn.Linear, x_sD: Tensor, norm: nn.Module, call: Call) -> Tensor:
-    """The summed loss, or logits. Takes the place of lm_head's forward, so that FSDP2 has its weight ready."""
+def _head(lm_head: nn.Linear, x_sD: Tensor, norm: nn.Module, call: Call) -> TokenResults | Tensor:
+    """What the labels give, or logits. Takes the place of lm_head's forward, so that FSDP2 has its weight ready."""
     if call.share.labels_s is not None:
-        return linear_cross_entropy(x_sD, call.share.labels_s, norm, lm_head.weight)
+        return linear_cross_entropy(x_sD, call.share.labels_s, norm, lm_head.weight, call.per_token)
     return _GatherTokens.apply(apply_norm(norm, x_sD) @ lm_head.weight.t(), call.mesh.cp_group, call.shape)
 
 
@@ -166,6 +167,7 @@ def _forward(
     attention_mask: Tensor | None = None,
     document_ids: Tensor | None = None,
     num_items_in_batch: int | None = None,
+    per_token: bool = False,
     **others: Any,
 ) -> ParallelOutput:
     """The arguments are the user's; by now CallCheck has put a Call in their place."""
@@ -181,8 +183,8 @@ def _forward(
     head = model.lm_head(x_sD, model.model.norm, call)
     if share.labels_s is None:
         return ParallelOutput(logits=head)
-    loss = _GlobalSum.apply(head / call.divisor, call.mesh.fsdp.get_group())
-    return ParallelOutput(loss=loss, num_tokens=call.num_tokens)
+    loss = _GlobalSum.apply(head.losses.sum() / call.divisor, call.mesh.fsdp.get_group())
+    return ParallelOutput(loss=loss, num_tokens=call.num_tokens, tokens=head if call.per_token else None)
 
 
 class _GlobalSum(torch.autograd.Function):

@@ -28,7 +28,7 @@ from ithaka.model.batch import INPUTS, Share, as_integers, take_share
 
 # One rank's call, as far as others need to know it: error, facts, number of valid labels.
 Report = tuple[tuple[type[Exception], str] | None, dict[str, Any], int]
-ARGUMENTS = (*INPUTS, "num_items_in_batch")
+ARGUMENTS = (*INPUTS, "num_items_in_batch", "per_token")
 _watch_optimizers = cache(register_optimizer_step_pre_hook)
 MODES = ("labels given", "gradients enabled", "num_items_in_batch")  # the ranks' collectives depend on them
 
@@ -53,6 +53,7 @@ class Call:
     shape: torch.Size  # of input_ids
     num_tokens: int  # valid labels of the global batch
     divisor: float  # of the summed loss
+    per_token: bool  # whether the losses, entropies and hits of the share's tokens are wanted
 
 
 class CallCheck:
@@ -83,7 +84,7 @@ class CallCheck:
         for layer in model.model.layers:
             layer.forward.hooked = hooked
         divisor = max(num_tokens, 1) if items is None else items or 1
-        return (Call(mesh, share, tensors["input_ids"].shape, num_tokens, divisor),), {}
+        return (Call(mesh, share, tensors["input_ids"].shape, num_tokens, divisor, bool(kwargs.get("per_token"))),), {}
 
     def _check_unchanged(self, model: PreTrainedModel) -> None:
         parts = _parts(model)
