@@ -13,10 +13,13 @@ import pytest
 import torch
 from rich.console import Console as RichConsole
 
+from ithaka.data import stream
+from ithaka.data.open import open_data
+from ithaka.data.stream import collate
 from ithaka.model.batch import num_pairs
 from ithaka.train import console as console_module
-from ithaka.train import launch
-from ithaka.train.console import Console, Record, amount, open_metrics, status, step_flops
+from ithaka.train import launch, loop
+from ithaka.train.console import Console, Record, amount, describe, open_metrics, status, step_flops
 from ithaka.train.loop import Diverged
 from runs import metrics, run, start_program, tiny_run, wait_for
 
@@ -40,6 +43,42 @@ def test_run_writes_every_step_to_metrics(ranks, tmp_path):
     assert set(keys.split()) <= set(lines[1])
     assert [line["tokens"] for line in lines] == [2 * 61 * step for step in range(5)]
     assert all(line["host_peak_bytes"] > 2**20 and line["mfu"] is None for line in lines)
+
+
+def run_on_two_sources(config):
+    """Documents with even and with odd numbers come from two sources."""
+
+    def opened(*args, **kwargs):
+        data = open_data(*args, **kwargs)
+        data.source_names = ["even", "odd"]
+        return data
+
+    def collated(sequences):
+        batch = collate(sequences)
+        return batch._replace(source_ids=batch.document_ids % 2)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "open_data", opened)
+        patch.setattr(stream, "collate", collated)
+        run(config)
+
+
+def test_the_loss_of_each_source_is_told_apart(ranks, tmp_path):
+    folders = tmp_path / "one", tmp_path / "two"
+    one, two = (tiny_run(folder, train={"steps": 2, "validate_every": 2}) for folder in folders)
+    ranks.run(2, run, one)
+    ranks.run(2, run_on_two_sources, two)
+    plain, apart = metrics(one.train.run_dir), metrics(two.train.run_dir)
+    for before, line in zip(plain, apart, strict=True):
+        assert not [key for key in before if "/" in key]
+        for key in ("loss", "val_loss"):
+            assert line[key] == before[key]
+            means = [line[f"{key}/{name}"] for name in ("even", "odd") if f"{key}/{name}" in line]
+            assert len(means) == (0 if line[key] is None else 2)
+            assert not means or min(means) < line[key] < max(means)
+    assert f"val_loss/odd {apart[-1]['val_loss/odd']:.4f}" in describe(
+        record(2, sources={key: value for key, value in apart[-1].items() if "/" in key})
+    )
 
 
 def test_resumed_metrics_drop_lost_steps_and_half_lines(tmp_path):

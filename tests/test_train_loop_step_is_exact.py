@@ -29,7 +29,8 @@ def batches_of(dp_rank: int) -> list[Batch]:
         ids_BS = torch.randint(61, (1, 13), generator=generator)
         labels_BS = ids_BS.clone()
         labels_BS[:, : 13 if (dp_rank, micro) == (1, 0) else 2 + 5 * micro + dp_rank] = -100
-        made.append(Batch(ids_BS, labels_BS, torch.zeros_like(ids_BS)))
+        sources_BS = torch.randint(2, (1, 13), generator=generator)  # of three: the last has no label
+        made.append(Batch(ids_BS, labels_BS, torch.zeros_like(ids_BS), sources_BS))
     return made
 
 
@@ -37,11 +38,11 @@ def our_steps(num_steps: int, cp: int, family: str):
     mesh = make_mesh(cp)
     model = parallelize(tiny_model(tiny_config(family)), mesh=mesh)
     optimizer = make_optimizer(model, OPTIM)
-    results = [
-        train_step(model, optimizer, batches_of(mesh.dp_rank), lr=1e-2, clip_norm=OPTIM.clip_norm, mesh=mesh)
-        for _ in range(num_steps)
-    ]
-    val = validation_loss(model, batches_of(mesh.dp_rank), mesh)
+    batches, how = batches_of(mesh.dp_rank), {"lr": 1e-2, "clip_norm": OPTIM.clip_norm, "mesh": mesh}
+    # The last step as if there were one source.
+    results = [train_step(model, optimizer, batches, **how, num_sources=3) for _ in range(num_steps - 1)]
+    results.append(train_step(model, optimizer, batches, **how))
+    val = validation_loss(model, batches, mesh, num_sources=3)
     weights = {name: param.full_tensor().detach() for name, param in model.named_parameters()}
     return results, val, weights
 
@@ -49,6 +50,17 @@ def our_steps(num_steps: int, cp: int, family: str):
 def summed_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     logits = model(batch.input_ids).logits[:, :-1].flatten(0, 1)
     return nn.functional.cross_entropy(logits, batch.labels[:, 1:].flatten(), reduction="sum")
+
+
+@torch.no_grad()
+def source_losses(model: nn.Module, batches: list[Batch]) -> list[float | None]:
+    """The mean over each source's labels, with the others' ignored."""
+    means: list[float | None] = []
+    for source in range(3):
+        own = [b._replace(labels=b.labels.masked_fill(b.source_ids != source, -100)) for b in batches]
+        count = sum(int((b.labels[:, 1:] != -100).sum()) for b in own)
+        means.append(float(sum(summed_loss(model, b) for b in own)) / count if count else None)
+    return means
 
 
 def plain_steps(num_steps: int, dp_size: int, family: str):
@@ -63,26 +75,34 @@ def plain_steps(num_steps: int, dp_size: int, family: str):
     batches = [batch for rank in range(dp_size) for batch in batches_of(rank)]
     count = sum(int((batch.labels[:, 1:] != -100).sum()) for batch in batches)
     results = []
-    for _ in range(num_steps):
+    for step in range(num_steps):
+        sources = source_losses(model, batches) if step < num_steps - 1 else []
         loss = sum(summed_loss(model, batch) for batch in batches) / count
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip_norm)
         optimizer.step()
         optimizer.zero_grad()
-        results.append((loss.item(), norm.item(), count))
+        results.append((loss.item(), norm.item(), count, sources))
     with torch.no_grad():
         val = float(sum(summed_loss(model, batch) for batch in batches)) / count
-    return results, val, {name: param.detach() for name, param in model.named_parameters()}
+    return (
+        results,
+        (val, source_losses(model, batches)),
+        {name: param.detach() for name, param in model.named_parameters()},
+    )
 
 
 @pytest.mark.parametrize("num_ranks,cp,family", [(1, 1, "llama"), (2, 1, "llama"), (2, 2, "qwen3"), (4, 2, "qwen2")])
 def test_steps_equal_plain_pytorch(ranks, num_ranks, cp, family):
     expected, expected_val, weights = plain_steps(3, num_ranks // cp, family)
     for results, val, ours in ranks.run(num_ranks, our_steps, 3, cp, family):
-        for result, (loss, norm, count) in zip(results, expected, strict=True):
+        for result, (loss, norm, count, sources) in zip(results, expected, strict=True):
             assert (result.loss, result.grad_norm) == pytest.approx((loss, norm), rel=1e-9)
             assert result.label_tokens == count
-        assert val == pytest.approx(expected_val, rel=1e-9)
+            assert result.source_losses[:2] == pytest.approx(sources[:2], rel=1e-9)
+            assert result.source_losses[2:] == sources[2:]
+        assert val[0] == pytest.approx(expected_val[0], rel=1e-9)
+        assert val[1][:2] == pytest.approx(expected_val[1][:2], rel=1e-9) and val[1][2] is None
         for name, weight in weights.items():
             torch.testing.assert_close(ours[name], weight, rtol=1e-8, atol=1e-9, msg=name)
 

@@ -41,7 +41,7 @@ def take_share(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share:
     _check_tokens("input_ids", ids_BN, vocab_size, "use the model's own tokenizer, or resize the embeddings first")
     shifted_BN = None
     if labels_BN is not None:
-        shifted_BN = F.pad(labels_BN[:, 1:], (0, 1), value=IGNORED)
+        shifted_BN = _shifted(labels_BN, IGNORED)
         counted_BN = shifted_BN.masked_fill(shifted_BN == IGNORED, 0).roll(1, dims=1)  # at their own columns again
         _check_tokens("labels", counted_BN, vocab_size, f"set labels that do not count to {IGNORED}")
     if mask_BN is not None:
@@ -56,19 +56,31 @@ def take_share(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share:
 
     num_tokens = ids_BN.numel()
     padding = -num_tokens % mesh.cp_size
-
-    def mine(rows_BN: Tensor, fill: int) -> Tensor:
-        shares = F.pad(rows_BN.reshape(-1), (0, padding), value=fill).view(mesh.cp_size, -1)
-        return shares[mesh.cp_rank].to(mesh.device, copy=True)
-
     ends = [num_tokens] if padding else []
     return Share(
-        ids_s=mine(ids_BN, 0),
-        positions_s=mine(positions_BN, 0),
-        labels_s=None if shifted_BN is None else mine(shifted_BN, IGNORED),
+        ids_s=_mine(ids_BN, mesh, 0),
+        positions_s=_mine(positions_BN, mesh, 0),
+        labels_s=None if shifted_BN is None else _mine(shifted_BN, mesh, IGNORED),
         docs=Docs((*starts_BN.reshape(-1).nonzero()[:, 0].tolist(), *ends, num_tokens + padding)),
         num_valid=0 if shifted_BN is None else int((shifted_BN != IGNORED).sum()),
     )
+
+
+def label_share(rows_BN: Tensor, mesh: Mesh, fill: float = 0) -> Tensor:
+    """What belongs to the labels of this rank's tokens: [B, N] values, each at its label's place -> [s] on its device.
+
+    `fill` is for tokens that predict none: a row's last, and padding.
+    """
+    return _mine(_shifted(rows_BN, fill), mesh, fill)
+
+
+def _shifted(rows_BN: Tensor, fill: float) -> Tensor:
+    return F.pad(rows_BN[:, 1:], (0, 1), value=fill)
+
+
+def _mine(rows_BN: Tensor, mesh: Mesh, fill: float) -> Tensor:
+    shares = F.pad(rows_BN.reshape(-1), (0, -rows_BN.numel() % mesh.cp_size), value=fill).view(mesh.cp_size, -1)
+    return shares[mesh.cp_rank].to(mesh.device, copy=True)
 
 
 def as_integers(name: str, tensor: Tensor) -> Tensor:

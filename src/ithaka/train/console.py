@@ -12,7 +12,7 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -51,6 +51,13 @@ class Record:
     mfu: float | None  # None where the device's peak is not known
     device_peak_bytes: int | None  # largest of any rank since the start; None on CPU
     host_peak_bytes: int  # largest resident size of any rank's process since the start
+    # "loss/NAME" and "val_loss/NAME" of each source of the data, as keys of the record itself. Empty: there is one
+    sources: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        values = asdict(self)
+        return {**values, **values.pop("sources")}
 
 
 def step_flops(num_matmul_params: int, num_tokens: int, head_size: int, num_pairs: int) -> float:
@@ -77,6 +84,7 @@ def describe(record: Record) -> str:
     parts = {
         "loss": record.loss is not None and f"{record.loss:.4f}",
         "val": record.val_loss is not None and f"{record.val_loss:.4f}",
+        **{name: f"{loss:.4f}" for name, loss in record.sources.items()},
         "lr": record.lr is not None and f"{record.lr:.2e}",
         "grad": record.grad_norm is not None and f"{record.grad_norm:.3f}",
         "": record.tokens_per_s is not None and f"{amount(record.tokens_per_s)} tok/s",
@@ -163,8 +171,8 @@ class Console:
     def step(self, record: Record) -> None:
         if not self.active:
             return
-        self._write(asdict(record))
-        for key, value in asdict(record).items() if self._events is not None else ():
+        self._write(record.values)
+        for key, value in record.values.items() if self._events is not None else ():
             if key != "step" and value is not None:
                 self._events.add_scalar(key, value, record.step)
         self._bar.update(self._task, completed=record.step)

@@ -27,7 +27,7 @@ from ithaka.train import checkpoint
 from ithaka.train.console import Console, Record, amount, host_peak_bytes, read_metrics, status, step_flops
 from ithaka.train.launch import stop_requests
 from ithaka.train.preflight import Run, store_host_bytes, together
-from ithaka.train.step import StepResult, learning_rate, make_optimizer, train_step, validation_loss
+from ithaka.train.step import SourceLosses, StepResult, learning_rate, make_optimizer, train_step, validation_loss
 from ithaka.train.watch import Watch, Witness, explain_shortage, is_shortage
 
 
@@ -87,10 +87,18 @@ class Trainer:
 
     def advance(self, batches: Sequence[Batch]) -> tuple[StepResult, float, int]:
         """One step on this rank's micro-batches: its result, learning rate and input tokens over all ranks."""
-        config, windows = self.config, self.run.shape.windows
+        config = self.config
         lr = learning_rate(self.step, config.optim, config.train.steps)
-        clip, mesh = config.optim.clip_norm, self.mesh
-        result = train_step(self.model, self.optimizer, batches, lr=lr, clip_norm=clip, mesh=mesh, windows=windows)
+        result = train_step(
+            self.model,
+            self.optimizer,
+            batches,
+            lr=lr,
+            clip_norm=config.optim.clip_norm,
+            mesh=self.mesh,
+            windows=self.run.shape.windows,
+            num_sources=len(self.data.source_names),
+        )
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             raise Diverged(
                 f"step {self.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}. "
@@ -102,9 +110,15 @@ class Trainer:
         return result, lr, num_tokens
 
     @phase("validation")
-    def validate(self) -> float | None:
+    def validate(self) -> tuple[float | None, dict[str, float]]:
         batches = self.data.validation_batches(self.config.train.validate_sequences)
-        return validation_loss(self.model, batches, self.mesh)
+        loss, of_sources = validation_loss(self.model, batches, self.mesh, len(self.data.source_names))
+        return loss, self.named("val_loss", of_sources)
+
+    def named(self, what: str, losses: SourceLosses) -> dict[str, float]:
+        """The losses of sources as a record has them."""
+        names = zip(self.data.source_names, losses, strict=True) if losses else ()
+        return {f"{what}/{name}": loss for name, loss in names if loss is not None}
 
     def due(self, every: int) -> bool:
         """Whether something done every so many steps (0: only at the end) is done after this one."""
@@ -173,29 +187,30 @@ def _train(trainer: Trainer, stop: list[Signals], only_profile: bool) -> int:
     asked, or 0."""
     run, settings, mesh = trainer.run, trainer.config.train, trainer.mesh
     console = Console(run.run_dir, settings.steps, trainer.step, settings.tensorboard, mesh.rank == 0)
-    asked, val_loss = 0, None
+    asked = 0
     try:
         console.facts("ithaka", _header(trainer))
         watch = Watch(run, trainer.model, trainer.optimizer, mesh, console)
         if trainer.step == 0 and settings.validate_every:
             with console.doing("validation before the first step"):
-                val_loss = trainer.validate()
+                val_loss, val_sources = trainer.validate()
             _, peaks = _agree(stop, mesh)
-            console.step(Record(0, None, val_loss, None, None, 0, 0, None, None, None, *peaks))
+            console.step(Record(0, None, val_loss, None, None, 0, 0, None, None, None, *peaks, val_sources))
         while trainer.step < settings.steps and not asked:
             start = time.perf_counter()
             batches = [trainer.data.next_batch() for _ in range(settings.accumulate)]
             with watch.step(trainer.step + 1):
                 result, lr, num_tokens = trainer.advance(batches)
                 step_s = time.perf_counter() - start
-            val_loss = None
+            val_loss, sources = None, trainer.named("loss", result.source_losses)
             if trainer.due(settings.validate_every):
                 with console.doing("validation"):
-                    val_loss = trainer.validate()
+                    val_loss, val_sources = trainer.validate()
+                sources |= val_sources
             asked, peaks = _agree(stop, mesh, watch.device_peak_bytes)
             speed = num_tokens / step_s, step_s, _mfu(trainer, num_tokens, result.num_pairs, step_s)
             losses = result.loss, val_loss, lr, result.grad_norm
-            console.step(Record(trainer.step, *losses, trainer.tokens, result.label_tokens, *speed, *peaks))
+            console.step(Record(trainer.step, *losses, trainer.tokens, result.label_tokens, *speed, *peaks, sources))
             if not only_profile and (asked or trainer.due(settings.save_every)):
                 with console.doing("saving"):
                     trainer.save()

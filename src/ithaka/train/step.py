@@ -20,9 +20,11 @@ from torch.distributed.tensor import DTensor, Shard
 from ithaka.config import OptimConfig
 from ithaka.data.stream import Batch, num_valid
 from ithaka.dist.mesh import Mesh
-from ithaka.model.batch import num_pairs
+from ithaka.layer.loss import IGNORED, TokenResults
+from ithaka.model.batch import label_share, num_pairs
 from ithaka.phases import phase
 
+SourceLosses = list[float | None]  # means; None: no label of that source. Empty: there is one source
 _CHUNK = 1 << 20  # elements; on a CPU each is widened to fp64 for its norm
 
 
@@ -88,6 +90,27 @@ def clip_gradients(params: Iterable[nn.Parameter], max_norm: float | None, devic
     return norm
 
 
+class SourceSums:
+    """Losses and labels of each source of the data. With one source there is nothing to do, and nothing is done."""
+
+    def __init__(self, num_sources: int, mesh: Mesh) -> None:
+        self.several, self.mesh = num_sources > 1, mesh
+        self._sums = torch.zeros(2, num_sources, dtype=torch.float64, device=mesh.device)
+
+    def add(self, batch: Batch, tokens: TokenResults | None) -> None:
+        if tokens is not None and batch.source_ids is not None:
+            valid_s = label_share(batch.labels, self.mesh, IGNORED) != IGNORED
+            values_2s = torch.stack([tokens.losses.detach().double(), valid_s.double()])
+            self._sums.index_add_(1, label_share(batch.source_ids, self.mesh), values_2s)
+
+    def means(self) -> SourceLosses:
+        """Over all ranks."""
+        if not self.several:
+            return []
+        dist.all_reduce(self._sums)
+        return [loss / count if count else None for loss, count in zip(*self._sums.tolist(), strict=True)]
+
+
 @dataclass(frozen=True)
 class StepResult:
     """Global figures of one step, the same on every rank."""
@@ -96,6 +119,7 @@ class StepResult:
     grad_norm: float
     label_tokens: int
     num_pairs: int  # query-key pairs of attention, summed over layers
+    source_losses: SourceLosses
 
 
 def train_step(
@@ -107,8 +131,9 @@ def train_step(
     clip_norm: float | None,
     mesh: Mesh,
     windows: Sequence[int | None] = (),
+    num_sources: int = 1,
 ) -> StepResult:
-    """One update from this rank's micro-batches; `windows` are the layers'.
+    """One update from this rank's micro-batches; `windows` are the layers', `num_sources` those of the data.
 
     The number of valid labels of the whole global batch is known before the first forward, so every
     micro-step is weighted by its tokens and gradients are divided once."""
@@ -121,28 +146,35 @@ def train_step(
     for group in optimizer.param_groups:
         group["lr"] = lr
     total_loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    sources = SourceSums(num_sources, mesh)
     for batch in batches:
-        loss = model(**batch.inputs, num_items_in_batch=max(label_tokens, 1)).loss
-        loss.backward()
-        total_loss += loss.detach()
+        out = model(**batch.inputs, num_items_in_batch=max(label_tokens, 1), per_token=sources.several)
+        sources.add(batch, out.tokens)
+        out.loss.backward()
+        total_loss += out.loss.detach()
     with phase("optimizer"):
         norm = clip_gradients(model.parameters(), clip_norm, mesh.device)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(float(total_loss), float(norm), label_tokens, all_pairs)
+    return StepResult(float(total_loss), float(norm), label_tokens, all_pairs, sources.means())
 
 
 @torch.no_grad()
-def validation_loss(model: nn.Module, batches: Iterable[Batch], mesh: Mesh) -> float | None:
-    """Mean over all valid labels of all ranks, None without any; every rank passes the same number of batches."""
+def validation_loss(
+    model: nn.Module, batches: Iterable[Batch], mesh: Mesh, num_sources: int = 1
+) -> tuple[float | None, SourceLosses]:
+    """Mean over all valid labels of all ranks, None without any, and of each source; every rank passes the same number
+    of batches."""
+    sources = SourceSums(num_sources, mesh)
     total, num_labels = torch.zeros((), dtype=torch.float64, device=mesh.device), 0
     was_training = model.training
     model.eval()
     for batch in batches:
-        out = model(**batch.inputs)
+        out = model(**batch.inputs, per_token=sources.several)
+        sources.add(batch, out.tokens)
         total += out.loss.double() * out.num_tokens
         num_labels += out.num_tokens
     model.train(was_training)
     if isinstance(model, FSDPModule):
         model.reshard()  # a root keeps its gathered parameters after forward, expecting a backward
-    return float(total) / num_labels if num_labels else None
+    return float(total) / num_labels if num_labels else None, sources.means()
