@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ithaka.config import ConfigError
+from ithaka.data.tokenizer import ByteTokenizer
 from ithaka.train import checkpoint
 from ithaka.train.loop import prepare
 from runs import MODEL, run, tiny_run, valid
@@ -46,6 +47,44 @@ def test_exported_model_gives_the_trained_logits(ranks, tmp_path, family):
     assert tied == family.get("tie_word_embeddings", True)
     assert AutoTokenizer.from_pretrained(out)("añ")["input_ids"] == list("añ".encode())
     assert not list(Path(out).glob("*.bin")) and list(Path(out).glob("*.safetensors"))
+
+
+def test_export_has_the_tokenizer_with_its_tokens_and_template(ranks, tmp_path):
+    """A pretrained model, and its tokenizer with two tokens more than the model has."""
+    source, tokenizer = tmp_path / "source", ByteTokenizer().hf
+    template = "{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}"
+    tokenizer.chat_template = template
+    tokenizer.add_tokens(["<|user|>", "<|end|>"], special_tokens=True)
+    tokenizer.save_pretrained(source)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**MODEL, "vocab_size": 259}))
+    model.save_pretrained(source)
+    generation = '{"do_sample": true, "eos_token_id": [257, 260], "temperature": 0.6}\n'
+    (source / "generation_config.json").write_text(generation)
+    config = tiny_run(tmp_path, data={"tokenizer": None}, optim={"lr": 1e-5}, train={"steps": 3})
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=source))
+    with pytest.raises(ConfigError, match=r"vocabulary of 261 exceeds model vocab_size=259.*resize_embeddings=true"):
+        valid(config)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, resize_embeddings=True))
+    ranks.run(2, run, config)
+    ranks.run(1, run, *resumed(config))
+
+    out = checkpoint.export(config.train.run_dir, tmp_path / "out")
+    exported, loaded = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    assert exported.config.vocab_size == 320 and exported.generation_config.eos_token_id == [257, 260]
+    assert (out / "generation_config.json").read_text() == generation
+    chat = [{"role": "user", "content": "hi"}]
+    assert loaded.apply_chat_template(chat, tokenize=False) == "<|user|>hi<|end|>"
+    assert loaded.convert_tokens_to_ids(["<|user|>", "<|end|>"]) == [259, 260]
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        before, after = model.state_dict()[name], exported.state_dict()[name]
+        torch.testing.assert_close(after[:259], before, rtol=0, atol=1e-4)
+        torch.testing.assert_close(after[259:], before.mean(0).expand(61, -1), rtol=0, atol=1e-4)
+
+
+def resumed(config):
+    """The run again, a step longer."""
+    more = dataclasses.replace(config.train, steps=config.train.steps + 1)
+    return dataclasses.replace(config, train=more), config.train.run_dir
 
 
 def test_export_into_an_empty_folder_and_refusals(ranks, tmp_path, monkeypatch):

@@ -24,9 +24,9 @@ def save(folder, family="llama", dtype=torch.float32, max_shard_size="1GB", **ch
     return model.state_dict()
 
 
-def whole_weights(source, layout=None):
+def whole_weights(source, layout=None, **more):
     """What a rank's shards add up to, with the parameters' dtype."""
-    model = build_model(source, make_mesh(1), layout)
+    model = build_model(source, make_mesh(1), layout, **more)
     return {name: param.full_tensor() for name, param in model.state_dict().items()}
 
 
@@ -44,6 +44,24 @@ def test_weights_of_a_directory(ranks, tmp_path, num_ranks, tied, max_shard_size
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (max_shard_size == "8KB")
     for loaded in ranks.run(num_ranks, whole_weights, tmp_path):
         assert_same(loaded, saved)
+
+
+def resized_weights(source):
+    return whole_weights(source, vocab_size=70), whole_weights(source, vocab_size=61)
+
+
+@pytest.mark.parametrize("num_ranks,tied", [(1, True), (2, False), (4, True), (4, False)])
+def test_new_tokens_get_the_mean_of_the_others(ranks, tmp_path, num_ranks, tied):
+    """On 4 ranks the last holds 16 of 70 rows, some stored and some new."""
+    saved = save(tmp_path, tie_word_embeddings=tied)
+    grown = {
+        name: torch.cat([x, x.double().mean(0).float().expand(9, -1)]) if len(x) == 61 else x
+        for name, x in saved.items()
+    }
+    assert len(grown["lm_head.weight"]) == 70
+    for resized, same in ranks.run(num_ranks, resized_weights, tmp_path):
+        assert_same(resized, grown)
+        assert_same(same, saved)
 
 
 def test_bfloat16_files_become_float32_masters(ranks, tmp_path):

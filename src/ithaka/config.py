@@ -66,6 +66,9 @@ class ModelConfig(Section):
     embedded: Literal["small", "base"] = "small"
     # Dtype of the computation. auto: bfloat16 (with float32 master weights) on a GPU, float32 on CPU.
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    # Where the tokenizer (data.tokenizer) has more tokens than the model: add rows to its embeddings, each the mean of
+    # the others. Only for tokens added to the model's own tokenizer: another one's ids mean other tokens.
+    resize_embeddings: bool = False
 
 
 # The linear modules that an adapter may stand beside, as all families name them, and those that may be trained whole.

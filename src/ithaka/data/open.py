@@ -43,7 +43,8 @@ def check(data: DataConfig, vocab_size: int, model_path: Path | None = None) -> 
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
             f"the tokenizer's vocabulary of {tokenizer.vocab_size} exceeds model vocab_size={vocab_size}; "
-            "use the model's own tokenizer (data.tokenizer), or a model with a larger vocabulary"
+            "use the model's own tokenizer (data.tokenizer); if it is that one with tokens added, "
+            "model.resize_embeddings=true"
         )
     train, held_out, about = _shards(data)
     hold_none_out = ", or data.validation_fraction=0" if data.validation_path is None and held_out is not None else ""

@@ -78,14 +78,22 @@ def parallelize(
 
 
 def build_model(
-    source: Path | dict, mesh: Mesh, layout: Layout | None = None, *, store: Store | None = None, seed: int = 0
+    source: Path | dict,
+    mesh: Mesh,
+    layout: Layout | None = None,
+    *,
+    store: Store | None = None,
+    seed: int = 0,
+    vocab_size: int | None = None,
 ) -> PreTrainedModel:
     """A parallel model from a Hugging Face directory, a config.json or a config's dict.
 
     Built on the meta device; weights go straight from the safetensors files into this rank's shards, or, where
-    there are none, are drawn from `seed`: the same values for any number of ranks.
+    there are none, are drawn from `seed`: the same values for any number of ranks. `vocab_size`: if larger than the
+    source's, embeddings are resized, and each new row of stored ones is the mean of the others.
     """
     config = _hf_config(source)
+    stored_vocab, config.vocab_size = config.vocab_size, vocab_size or config.vocab_size
     with torch.device("meta"):
         master = torch.float64 if layout and layout.dtype == "float64" else torch.float32
         model = AutoModelForCausalLM.from_config(config, dtype=master)
@@ -94,7 +102,7 @@ def build_model(
     model.model.rotary_emb.__init__(config)  # its buffers are computed, not loaded
     model.model.rotary_emb.to(mesh.device)
     if isinstance(source, Path) and any(source.glob("*.safetensors")):
-        load_weights(model, source)
+        load_weights(model, source, stored_vocab)
     else:
         init_weights(model, seed)
     return model

@@ -14,10 +14,12 @@ from transformers import PreTrainedModel
 from ithaka.config import ConfigError
 from ithaka.plan.shape import read_json
 
+EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")
+
 
 @torch.no_grad()
-def load_weights(model: PreTrainedModel, directory: Path) -> None:
-    """Reads only this rank's rows of every parameter."""
+def load_weights(model: PreTrainedModel, directory: Path, vocab_size: int) -> None:
+    """Reads only this rank's rows of every parameter. The model may have more tokens than the `vocab_size` stored."""
     params = dict(model.named_parameters())  # names a tied weight once, as the embedding
     where = _tensor_files(directory)
     missing = [name for name in params if name not in where]
@@ -32,12 +34,16 @@ def load_weights(model: PreTrainedModel, directory: Path) -> None:
         raise ConfigError(f"model.path={directory} holds {extra[0]}, which its model does not have; fix config.json")
     for name, param in params.items():
         stored = where[name].get_slice(name)
-        shape, expected = tuple(stored.get_shape()), tuple(param.shape)
+        num_rows = vocab_size if name in EMBEDDINGS else len(param)
+        shape, expected = tuple(stored.get_shape()), (num_rows, *param.shape[1:])
         if shape != expected:
             raise ConfigError(f"model.path: {name} has shape {shape}; its config.json says {expected}")
         local, rows = local_rows(param)
-        if local.numel():
-            local.copy_(stored[rows])
+        num_stored = max(0, min(rows.stop, num_rows) - rows.start)
+        if num_stored:
+            local[:num_stored].copy_(stored[rows.start : rows.start + num_stored])
+        if num_stored < len(local):
+            local[num_stored:] = _mean_row(stored, num_rows)
 
 
 @torch.no_grad()
@@ -52,6 +58,12 @@ def init_weights(model: PreTrainedModel, seed: int) -> None:
                 param.fill_(1.0)  # a norm's weight
             else:
                 _draw_normal(param, std, f"{seed}/{module_name}.{name}", getattr(module, "padding_idx", None))
+
+
+def _mean_row(stored: Any, num_rows: int) -> Tensor:
+    """In runs of rows, the same on every rank."""
+    runs = range(0, num_rows, 4096)
+    return sum((stored[at : min(at + 4096, num_rows)].double().sum(0) for at in runs), torch.zeros(())) / num_rows
 
 
 def _tensor_files(directory: Path) -> dict[str, Any]:

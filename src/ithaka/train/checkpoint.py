@@ -1,6 +1,6 @@
 """Checkpoints of a run, and their export to a Hugging Face directory.
 
-    RUN_DIR/model/                       config.json and tokenizer files: what export needs besides the weights
+    RUN_DIR/model/                       config, generation config, tokenizer: what export needs besides the weights
     RUN_DIR/checkpoints/step-00000100/   torch.distributed.checkpoint files and state.json
     RUN_DIR/latest                       one line, the name of the newest complete checkpoint
 
@@ -256,6 +256,6 @@ def export(run_dir: Path, out_dir: Path) -> Path:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(run_dir / "model"))
     model.load_state_dict(weights, assign=True)
     model.tie_weights()
-    shutil.copytree(run_dir / "model", out_dir, dirs_exist_ok=True)
-    model.save_pretrained(out_dir)
+    model.save_pretrained(out_dir)  # its config.json names the dtype, and its generation config is made up
+    shutil.copytree(run_dir / "model", out_dir, dirs_exist_ok=True, ignore=shutil.ignore_patterns("config.json"))
     return out_dir

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import statistics
 import time
 from collections.abc import Sequence
@@ -54,7 +55,8 @@ class Trainer:
         store = Store(mesh.device, host_bytes=store_host_bytes(run), disk_path=config.memory.disk_path)
         with phase("building the model"), status("building the model"):
             source = config.model.path or embedded_model(config.model.embedded)
-            self.model = build_model(source, mesh, run.layout, store=store, seed=config.train.seed)
+            sizes = {"seed": config.train.seed, "vocab_size": run.shape.vocab}
+            self.model = build_model(source, mesh, run.layout, store=store, **sizes)
         self.optimizer = make_optimizer(self.model, config.optim)
         self.num_params = sum(param.numel() for param in self.model.parameters())
         with status("opening the data"):
@@ -180,6 +182,9 @@ def _write_run_dir(trainer: Trainer) -> None:
     for part in (trainer.model.config, trainer.model.generation_config, trainer.tokenizer.hf):
         if part is not None:
             part.save_pretrained(folder)
+    own = (run.config.model.path or folder) / "generation_config.json"
+    if own.is_file() and own.parent != folder:
+        shutil.copy(own, folder)
 
 
 def _train(trainer: Trainer, stop: list[Signals], only_profile: bool) -> int:

@@ -197,9 +197,16 @@ def _defaults(file: Path | None, changes: list[str]) -> dict[str, dict[str, Any]
 
 
 def model_shape(config: Config) -> ModelShape:
-    if config.model.path is None:
-        return shape_from_config(embedded_model(config.model.embedded), f"model.embedded={config.model.embedded}")
-    return read_shape(config.model.path)
+    """With the vocabulary that model.resize_embeddings gives it."""
+    path, name = config.model.path, config.model.embedded
+    shape = read_shape(path) if path else shape_from_config(embedded_model(name), f"model.embedded={name}")
+    if not config.model.resize_embeddings:
+        return shape
+    from ithaka.data.tokenizer import load_tokenizer  # late: it imports transformers
+
+    needed = load_tokenizer(config.data.tokenizer, path).vocab_size
+    # Rounded up to what matmuls are fast at.
+    return shape if needed <= shape.vocab else dataclasses.replace(shape, vocab=-(-needed // 64) * 64)
 
 
 def machine_here(config: Config, num_ranks: int, gpu: tuple[str, int] | None) -> Hardware:
