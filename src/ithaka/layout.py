@@ -68,9 +68,9 @@ class Layout:
             )
         return self.kept or (LayerKeeps(),) * num_layers
 
-    def groups(self, num_layers: int) -> list[tuple[LayerKeeps, int]]:
-        """(what they keep, how many) of neighbouring layers that keep the same."""
-        return [(keeps, len(list(same))) for keeps, same in groupby(self.of_layers(num_layers))]
+    def groups(self, num_layers: int, first: int = 0) -> list[tuple[LayerKeeps, int]]:
+        """(what they keep, how many) of neighbouring layers that keep the same, from layer `first` on."""
+        return [(keeps, len(list(same))) for keeps, same in groupby(self.of_layers(num_layers)[first:])]
 
     # What is kept, in the words of a configuration, which has one for all layers.
 

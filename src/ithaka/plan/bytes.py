@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from ithaka.config import LAYER_LINEARS
 from ithaka.layout import LayerKeeps, Layout
 from ithaka.plan.hardware import GIB, Hardware
 from ithaka.plan.heads import slots_of
@@ -112,7 +113,9 @@ class LayerBytes:
             return 0
         shape, e, wide = self.shape, self.layout.element_bytes, self.layout.sum_bytes
         if phase != "backward mlp":
-            return shape.layer_parameters * wide
+            return shape.trained_layer * wide
+        if shape.adapter:
+            return shape.adapters([name for name in shape.most_adapted if name in LAYER_LINEARS[3:]]) * wide
         if self.s <= (self.layout.tile_tokens or self.s):
             # One tile: one weight's gradient while three tensors [s, F] are live; all of them once the product is gone.
             return max(shape.mlp_parameters * wide // 3, shape.mlp_parameters * wide - self.s * e * shape.mlp)
@@ -132,18 +135,20 @@ class LayerBytes:
             elements = min(BLOCK_TOKENS[work] * 128, cp * self.s * shape.head_dim)
             return BLOCK_BUFFERS * elements * wide
         rounded, heads = 0 if wide == e else 1, shape.heads * shape.head_dim
+        rank = shape.adapter.rank if shape.adapter else 0  # width of what is between an adapter's two matrices
         if work == "mlp":  # x + attention as summed and as rounded, its norm, two widths of the MLP
-            return t * (wide * hidden + e * ((1 + rounded) * hidden + 2 * shape.mlp))
+            return t * (wide * hidden + e * ((1 + rounded) * hidden + 2 * shape.mlp + rank))
         if work == "mlp backward":
             # x + attention, its norm; layer/mlp.py's three. (Compiled, hooked or wrapped MLPs are black boxes and need
             # up to twice as much: no plan knows of them.)
-            return t * e * ((2 + self.streamed) * hidden + (3 if self.fetched else 1) * heads + 3 * shape.mlp)
+            width = (2 + self.streamed) * hidden + (3 if self.fetched else 1) * heads + 3 * shape.mlp + 2 * rank
+            return t * e * width
         width = cp * slots.query * shape.head_dim
         if work == "project":
             kv_width = 2 * cp * max(stage.new_kv for stage in slots.stages) * shape.head_dim
-            return (width + kv_width) * hidden * e + t * e * ((2 + self.streamed) * hidden + 5 * width)
+            return (width + kv_width) * hidden * e + t * e * ((2 + self.streamed) * hidden + 5 * width + rank)
         all_widths = self.num_stages * width + 2 * cp * slots.all_kv * shape.head_dim
-        return all_widths * hidden * e + t * e * ((4 + self.streamed) * hidden + 2 * all_widths)
+        return all_widths * hidden * e + t * e * ((4 + self.streamed) * hidden + 2 * all_widths + 7 * rank)
 
 
 def attend_moments(b: LayerBytes, phase: str, stream: int) -> Iterator[Moment]:
@@ -281,19 +286,24 @@ def memory(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) ->
 def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> list[tuple[str, Holders]]:
     """(phase, holder -> bytes) on one GPU, reserve left out: the phases that can be the highest.
 
-    Weights are gathered narrow, gradients are sent wide.
+    Weights are gathered narrow, gradients are sent wide. What is frozen has no gradient.
     """
     s, e, wide = work.local_tokens(layout.cp), layout.element_bytes, layout.sum_bytes
     x, alone, above = s * shape.hidden * e, hardware.num_gpus == 1, shape.num_layers - 1
-    shards = 0 if layout.offload_optimizer else shape.shards(hardware.num_gpus)
-    head, layer = shape.vocab * shape.hidden, shape.layer_parameters
+    shards, frozen = (0, 0) if layout.offload_optimizer else shape.shards(hardware.num_gpus)
+    head, layer = shape.vocab * shape.hidden, shape.layer_parameters + shape.adapters(shape.most_adapted)
+    trained, trained_head, embedded = shape.trained_layer, shape.trained_head, shape.saved("embed_tokens")
     # Tied, the embedding belongs to FSDP2's root: whole all the time, and its first gradient waits for its second.
-    root, lm_head = (head * e, 0) if shape.tied else (0, head)
+    root, lm_head = (head * e, 0) if shape.tied else (0, trained_head)
+    root_grad = embedded * e if shape.tied else 0
     ahead = 0 if alone else layer * e  # the next layer's weights, gathered early; one GPU gathers nothing
 
     # What decides a layer's bytes beside what it keeps: a key for the cache.
     bare = replace(layout, kept=(), offload_optimizer=False)
-    layers = [(*_of_layer(shape, bare, s, keeps), count) for keeps, count in layout.groups(shape.num_layers)]
+    layers = [
+        (*_of_layer(shape, bare, s, keeps), count)
+        for keeps, count in layout.groups(shape.num_layers, shape.first_trained)
+    ]
     kept = sum(own * count for own, _, _, count in layers)  # from forward to backward
     # In forward a layer's own is still among its moment's.
     kept_before, forward = max(((kept - own, moment) for own, moment, _, _ in layers), key=lambda p: p[0] + p[1].live)
@@ -302,8 +312,8 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
     def held(moment: Moment, weights: int, arrived: int = 0, waiting: int = 0, kept: int = 0) -> Holders:
         """`arrived`: parameters whose gradients are sharded already. `waiting`: bytes of gradients that are not."""
         return {
-            "parameters": 4 * shards,
-            "gradients": 4 * shards * arrived // shape.num_parameters + waiting + moment.sums,
+            "parameters": 4 * shards + e * frozen,
+            "gradients": 4 * shards * min(arrived, shape.num_trained) // shape.num_trained + waiting + moment.sums,
             "optimizer": 8 * shards,
             "layer weights": weights,
             "residual stream": moment.stream,
@@ -313,26 +323,26 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
         }
 
     loss = held(Moment("loss", 2 * x), head * e + ahead, kept=kept)
-    loss["loss tile"] = head * wide + max(min(LOGITS_TILE_BYTES, s * shape.vocab * e), head * e)
+    loss["loss tile"] = trained_head * wide + max(min(LOGITS_TILE_BYTES, s * shape.vocab * e), trained_head * e)
     # The last layer's while lm_head's gradient is still being sent, the first one's while those of the layer above are.
     below = ahead if above else 0 if alone or shape.tied else head * e
-    last = held(backward, root + layer * e + below, lm_head, root or head * wide, kept)
+    last = held(backward, root + layer * e + below, lm_head, root_grad or trained_head * wide, kept)
     weights = layer * e + (0 if alone and not shape.tied else head * e)
-    first = held(backward, weights, lm_head + above * layer, layer * wide * (above > 0) + root, layers[0][0])
+    first = held(backward, weights, lm_head + above * trained, trained * wide * (above > 0) + root_grad, layers[0][0])
     # The embedding's dense gradient and its kernel's buffer, while the first layer's gradients are being sent; a tied
     # weight's two gradients and their sum; then the gradient, its wide copy to send and the shard that comes back.
-    buffer = (s // EMBEDDING_RUN + min(s, shape.vocab)) * shape.hidden * wide
-    made = (head * e, head * e + layer * wide + root + max(buffer, root))
-    sent = (root, head * e + head * wide + head * wide // hardware.num_gpus)
+    buffer = (s // EMBEDDING_RUN + min(s, shape.vocab)) * shape.hidden * wide if embedded else 0
+    made = (head * e, embedded * e + trained * wide + root_grad + max(buffer, root_grad))
+    sent = (root, embedded * e + embedded * wide + embedded * wide // hardware.num_gpus)
     weights, waiting = max(made, sent, key=sum)
-    embedding = held(Moment("embedding", x), weights, lm_head + (above + 1) * layer, waiting)
+    embedding = held(Moment("embedding", x), weights, lm_head + (above + 1) * trained, waiting)
     return [
         ("forward", held(forward, root + layer * e + ahead, kept=kept_before)),
         ("loss", loss),
         ("backward, last layer", last),
         ("backward, first layer", first),
         ("backward, embedding", embedding),
-        ("update", held(Moment("update"), root, shape.num_parameters)),
+        ("update", held(Moment("update"), root, shape.num_trained)),
     ]
 
 
@@ -344,7 +354,7 @@ def _of_layer(shape: ModelShape, layout: Layout, s: int, keeps: LayerKeeps) -> t
         # one matmul's gradients of the MLP, the weights' gradients.
         e, x = layout.element_bytes, layout.x_bytes(shape.hidden, s)
         widths = 4 * shape.hidden + (3 * shape.heads + 2 * shape.kv_heads) * shape.head_dim + 4 * shape.mlp
-        moment = Moment("everything kept", 2 * x, tiles=3 * s * shape.mlp * e, sums=shape.layer_parameters * e)
+        moment = Moment("everything kept", 2 * x, tiles=3 * s * shape.mlp * e, sums=shape.trained_layer * e)
         return s * e * widths + s * shape.heads * layout.sum_bytes, moment, moment
     own = layout.x_bytes(shape.hidden, s) if keeps.input == "device" else 0
     own += kept_attention_bytes(shape, layout, s) if keeps.attention == "device" else 0
@@ -355,16 +365,18 @@ def _outside(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) 
     """Holders in a node's host memory and on its disk."""
     s, ranks = work.local_tokens(layout.cp), hardware.gpus_per_node
     inputs, outputs = {"device": 0, "host": 0, "disk": 0}, {None: 0, "device": 0, "host": 0, "disk": 0}
-    for keeps, count in layout.groups(shape.num_layers):
+    for keeps, count in layout.groups(shape.num_layers, shape.first_trained):
         inputs[keeps.input] += count
         outputs[keeps.attention] += count
     x, out = ranks * layout.x_bytes(shape.hidden, s), ranks * kept_attention_bytes(shape, layout, s)
+    trained, frozen = shape.shards(hardware.num_gpus)
+    states = ranks * (16 * trained + layout.element_bytes * frozen)
     station = min(DISK_STATION_LAYERS, inputs["disk"]) * x + min(DISK_STATION_LAYERS, outputs["disk"]) * out
     host = {
         "layer inputs": inputs["host"] * x,
         "kept attention": outputs["host"] * out,
         "on the way to disk": station,
-        "parameters, gradients, optimizer": 16 * ranks * shape.shards(hardware.num_gpus) * layout.offload_optimizer,
+        "parameters, gradients, optimizer": states * layout.offload_optimizer,
         "reserve": ranks * HOST_PROCESS_BYTES + int(HOST_RESERVE_SHARE * hardware.host_bytes),
     }
     return host, {"layer inputs": inputs["disk"] * x, "kept attention": outputs["disk"] * out}

@@ -7,9 +7,11 @@ rehearsals on an H200 (LOG.md, "planned against rehearsed").
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from ithaka.config import LAYER_LINEARS
 from ithaka.layout import LayerKeeps, Layout
 from ithaka.plan.bytes import LOGITS_TILE_BYTES, LayerBytes, kept_attention_bytes
 from ithaka.plan.hardware import DISK_BYTES_S, HOST_UPDATE_BYTES_S, NETWORK_BYTES_S, Hardware
@@ -29,6 +31,9 @@ STAGE_SECONDS = (0.0004, 0.0007)  # per stage whatever s is, forward and backwar
 # (cp 8) and 128K (cp 1).
 NARROW_HEAD_SHARE = (0.73, 0.83)
 LOGIT_PASSES = 3  # over the logits by the loss's element-wise kernels: one forward, read and write backward
+# Beside an adapter, forward and backward: reads and writes of its map's inputs and outputs, which its tall matmuls
+# wait for; forward is computed again in backward, and there are three gradients.
+ADAPTER_PASSES = ((1, 2), (4, 4))
 UPDATE_BYTES = 28  # moved per parameter by AdamW: read p, g, m, v and write p, m, v
 
 
@@ -78,9 +83,11 @@ def layer_seconds(
     to_disk = x * (layout.input_tier == "disk") + out * (layout.attention_tier == "disk")
     write = to_disk * hardware.gpus_per_node / DISK_BYTES_S
     # All-gather of the layer's weights, reduce-scatter of its gradients, over all ranks.
-    from_host = shape.layer_parameters / hardware.num_gpus * 4 / gpu.pcie_bytes_s * layout.offload_optimizer
-    gather = _collective_seconds(shape.layer_parameters * layout.element_bytes, hardware) + from_host
-    reduce = _collective_seconds(shape.layer_parameters * layout.sum_bytes, hardware) + from_host
+    e, trained, frozen = layout.element_bytes, shape.trained_layer, shape.layer_parameters if shape.adapter else 0
+    to_host = 4 * trained / hardware.num_gpus / gpu.pcie_bytes_s * layout.offload_optimizer
+    from_host = to_host + e * frozen / hardware.num_gpus / gpu.pcie_bytes_s * layout.offload_optimizer
+    gather = _collective_seconds((trained + frozen) * e, hardware) + from_host
+    reduce = _collective_seconds(trained * layout.sum_bytes, hardware) + to_host
     forward = Seconds(
         attend, projections + mlp, ex_forward + max(0.0, gather - busy), copy_out + max(0.0, write - busy)
     )
@@ -108,6 +115,7 @@ class Linear:
         self.x, self.num_stages = layout.x_bytes(shape.hidden, s), len(slots.stages)
         # Width of q, k and v as projected: empty and repeated slots included.
         self.projected = (self.num_stages * slots.query + 2 * slots.all_kv) * layout.cp * shape.head_dim
+        self.frozen = shape.adapter is not None
         self.num_tiles = -(-s // (layout.tile_tokens or s))
 
     def wait(self, copy_s: float, busy_s: float) -> float:
@@ -130,22 +138,36 @@ class Linear:
         heads = HEAD_PASSES[backward] * self.s * self.projected * self.layout.element_bytes
         matmul, sums = self.matmul(self.shape.hidden, self.projected, PROJECTION_SHARE[backward]), 0.0
         if backward:
-            matmul = (3 if self.layout.checkpoint else 2) * matmul + self.output(PROJECTION_SHARE[1])
+            products = (3 if self.layout.checkpoint else 2) - self.frozen
+            matmul = products * matmul + self.output(PROJECTION_SHARE[1])
             sums = self.sums(self.projected * self.shape.hidden)
-        return matmul + self.moving(walks + heads) + self.num_stages * STAGE_SECONDS[backward] + sums
+        moved = self.moving(walks + heads) + self.adapters(LAYER_LINEARS[:3], backward)
+        return matmul + moved + self.num_stages * STAGE_SECONDS[backward] + sums
 
     def mlp(self, backward: bool) -> float:
         moved = self.moving(MLP_PASSES[backward] * self.s * self.shape.mlp * self.layout.element_bytes)
+        moved += self.adapters(LAYER_LINEARS[3:], backward)
         share = MLP_SHARE[backward]
         one = self.matmul(3 * self.shape.hidden, self.shape.mlp, share)
         if not backward:
             return self.output(share) + one + moved
         again = 2 / 3 if self.layout.checkpoint else 0  # all but the last product (layer/mlp.py)
-        return (2 + again) * one + 2 * self.output(share) + moved + self.sums(self.shape.mlp_parameters)
+        products = 2 - self.frozen
+        return (products + again) * one + products * self.output(share) + moved + self.sums(self.shape.mlp_parameters)
+
+    def adapters(self, names: Sequence[str], backward: bool) -> float:
+        widths = [self.shape.linears[name] for name in self.shape.most_adapted if name in names]
+        into, out = ADAPTER_PASSES[backward]
+        moved = (
+            self.layout.element_bytes
+            * self.s
+            * sum(into * width_in + out * width_out for width_in, width_out in widths)
+        )
+        return self.moving(moved)
 
     def sums(self, num_parameters: int) -> float:
-        """Weight gradients read and written once per tile."""
-        return (self.num_tiles - 1) * self.moving(num_parameters * 2 * self.layout.sum_bytes)
+        """Weight gradients read and written once per tile; none of frozen weights."""
+        return 0.0 if self.frozen else (self.num_tiles - 1) * self.moving(num_parameters * 2 * self.layout.sum_bytes)
 
 
 def _exchange_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, s: int) -> tuple[float, float]:
@@ -179,23 +201,27 @@ def _collective_seconds(num_bytes: int, hardware: Hardware) -> float:
 def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
     """One optimizer step: all layers and the loss in every micro-step, and the update."""
     total = _loss_seconds(shape, layout, hardware, work)
-    for (window, keeps), same in groupby(zip(shape.windows, layout.of_layers(shape.num_layers), strict=True)):
+    trained = [i >= shape.first_trained for i in range(shape.num_layers)]
+    layers = zip(shape.windows, layout.of_layers(shape.num_layers), trained, strict=True)
+    for (window, keeps, needs_backward), same in groupby(layers):
         forward, backward = layer_seconds(shape, layout, hardware, work, window, keeps)
-        total = total + (forward + backward).times(len(list(same)))
+        total = total + (forward + backward if needs_backward else forward).times(len(list(same)))
     rate, count = hardware.gpu.memory_bytes_s, hardware.num_gpus
     if layout.offload_optimizer:
         rate, count = HOST_UPDATE_BYTES_S, hardware.num_nodes
-    return total.times(work.accumulate) + Seconds(update=UPDATE_BYTES * shape.num_parameters / count / rate)
+    return total.times(work.accumulate) + Seconds(update=UPDATE_BYTES * shape.num_trained / count / rate)
 
 
 def _loss_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
-    """Logits twice, their two gradients, the kernels between, and the weight's sum once per tile of logits.
+    """Logits twice, their two gradients, the kernels between, and the weight's sum once per tile of logits. A frozen
+    weight has no gradient.
 
     Nothing hides the gathering of lm_head.
     """
     linear = Linear(shape, layout, hardware, work.local_tokens(layout.cp))
     logits_bytes = linear.s * shape.vocab * layout.element_bytes
-    sums = logits_bytes / LOGITS_TILE_BYTES * 2 * shape.vocab * shape.hidden * layout.sum_bytes
-    moved = _collective_seconds(3 * shape.vocab * shape.hidden * layout.element_bytes, hardware)
-    matmuls = 4 * linear.matmul(shape.hidden, shape.vocab, LOSS_SHARE)
+    trained = shape.saved("lm_head") > 0
+    sums = logits_bytes / LOGITS_TILE_BYTES * 2 * shape.saved("lm_head") * layout.sum_bytes
+    moved = _collective_seconds((2 + trained) * shape.vocab * shape.hidden * layout.element_bytes, hardware)
+    matmuls = (3 + trained) * linear.matmul(shape.hidden, shape.vocab, LOSS_SHARE)
     return Seconds(linear=matmuls + linear.moving(LOGIT_PASSES * logits_bytes + sums), exchange=moved)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from ithaka.config import ConfigError
+from ithaka.config import LAYER_LINEARS, AdapterConfig, ConfigError
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 GIVE_MODEL = "give a model directory or a config.json"
@@ -62,6 +62,7 @@ class ModelShape:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    adapter: AdapterConfig | None = None  # None: every parameter is trained
 
     @cached_property
     def mlp_parameters(self) -> int:
@@ -78,13 +79,85 @@ class ModelShape:
 
     @cached_property
     def num_parameters(self) -> int:
-        """A tied embedding counts once."""
+        """Without adapters. A tied embedding counts once."""
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         return self.num_layers * self.layer_parameters + embeddings + self.hidden
 
-    def shards(self, num_ranks: int) -> int:
-        """Parameters of one rank, each with its gradient and AdamW's two moments in fp32."""
-        return -(-self.num_parameters // num_ranks)
+    def shards(self, num_ranks: int) -> tuple[int, int]:
+        """(trained, frozen) parameters of one rank. Trained ones are fp32, with gradient and AdamW's two moments."""
+        frozen = self.num_parameters - (self.saved("lm_head") + self.saved("embed_tokens") * (not self.tied))
+        return -(-self.num_trained // num_ranks), -(-frozen // num_ranks) if self.adapter else 0
+
+    # ---- what is trained
+
+    @cached_property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """(inputs, outputs) of a layer's linear maps."""
+        D, F, q_size, kv_size = self.hidden, self.mlp, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        sizes = ((D, q_size), (D, kv_size), (D, kv_size), (q_size, D), (D, F), (D, F), (F, D))
+        return dict(zip(LAYER_LINEARS, sizes, strict=True))
+
+    def has_adapter(self, module: str) -> bool:
+        """By PEFT's rule: a target is a module's name, or the end of it after a dot."""
+        targets = self.adapter.targets if self.adapter else ()
+        if targets == "all-linear":
+            return module != "lm_head"
+        return f".{module}".endswith(tuple(f".{target}" for target in targets))
+
+    @cached_property
+    def adapted(self) -> tuple[tuple[str, ...], ...]:
+        """The linear maps that have an adapter, layer by layer."""
+        parents = {name: "self_attn" if name in LAYER_LINEARS[:4] else "mlp" for name in LAYER_LINEARS}
+        return tuple(
+            tuple(name for name in parents if self.has_adapter(f"model.layers.{i}.{parents[name]}.{name}"))
+            for i in range(self.num_layers)
+        )
+
+    def adapters(self, names: Collection[str]) -> int:
+        """Parameters of the adapters beside these linear maps of a layer."""
+        return sum(self.adapter.rank * sum(self.linears[name]) for name in names) if self.adapter else 0
+
+    @cached_property
+    def most_adapted(self) -> tuple[str, ...]:
+        """Of the layer whose adapters have most parameters."""
+        return max(self.adapted, key=self.adapters)
+
+    def saved(self, module: str) -> int:
+        """Parameters of embed_tokens or lm_head, if it is trained whole."""
+        names = (module,) if self.adapter is None else self.adapter.modules_to_save
+        return self.vocab * self.hidden if module in names or (self.tied and names) else 0
+
+    @cached_property
+    def trained_layer(self) -> int:
+        """Of one layer; with adapters, of the one that has most."""
+        return self.adapters(self.most_adapted) if self.adapter else self.layer_parameters
+
+    @cached_property
+    def trained_head(self) -> int:
+        reduced = self.adapter.rank if self.adapter and self.has_adapter("lm_head") else 0
+        return self.saved("lm_head") or reduced * (self.vocab + self.hidden)
+
+    @cached_property
+    def num_trained(self) -> int:
+        if self.adapter is None:
+            return self.num_parameters
+        layers = sum(self.adapters(names) for names in self.adapted)
+        return layers + self.trained_head + self.saved("embed_tokens") * (not self.tied)
+
+    @cached_property
+    def first_trained(self) -> int:
+        """The first layer that needs a backward."""
+        trained = [bool(names) for names in self.adapted]
+        return trained.index(True) if any(trained) and not self.saved("embed_tokens") else 0
+
+    def with_adapter(self, adapter: AdapterConfig | None) -> ModelShape:
+        """Refuses targets that no module has."""
+        for target in adapter.targets if adapter and adapter.targets != "all-linear" else ():
+            only = replace(self, adapter=AdapterConfig(targets=(target,)))
+            if not any(only.adapted) and not only.has_adapter("lm_head"):
+                way = f"use a name such as q_proj or {self.num_layers - 1}.self_attn.q_proj"
+                raise ConfigError(f"adapter.targets={target} names no module of the model; {way}")
+        return replace(self, adapter=adapter)
 
 
 @dataclass(frozen=True)
@@ -153,10 +226,10 @@ def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> M
     if head_dim % 2:
         raise ConfigError(f"head_dim={head_dim} of {source} is odd, and RoPE turns pairs; {CORRECT}")
     windows, tied = _read_windows(values, family, num_layers, source), bool(values.get("tie_word_embeddings", False))
-    rules = {part: getattr(family, part) for part in ("qkv_bias", "out_bias", "mlp_bias")}
-    biases = {part: bool(values.get(rule) if isinstance(rule, str) else rule) for part, rule in rules.items()}
+    rules = (family.qkv_bias, family.out_bias, family.mlp_bias)
+    qkv_bias, out_bias, mlp_bias = (bool(values.get(rule) if isinstance(rule, str) else rule) for rule in rules)
     sizes = (num_layers, hidden, heads, kv_heads, head_dim, mlp, vocab)
-    return ModelShape(name, *sizes, tied, windows, qk_norm=family.qk_norm, **biases)
+    return ModelShape(name, *sizes, tied, windows, qkv_bias, out_bias, mlp_bias, family.qk_norm)
 
 
 def _count(

@@ -24,6 +24,7 @@ WIDTH = 118
 # Settings that `ithaka plan` has options for.
 OPTIONS = {"model.path": "the argument MODEL", "data.context": "--context", "train.batch": "--batch",
            "train.steps": "--steps"}  # fmt: skip
+ADAPTER = {"adapter.rank", "adapter.targets", "adapter.modules_to_save"}
 COLUMNS = ("cp", "heads/stage", "inputs", "attention kept", "optimizer", "tok/s/GPU", "GPU GiB", "host GiB")
 PLACES = {"device": "on the device", "host": "in host memory", "disk": "on disk"}
 TIER_WORDS = {"GPU": ("GPU memory", ""), "host": ("host memory", "--host-memory 2TB"), "disk": ("disk", "--disk 10TB")}
@@ -54,13 +55,13 @@ def question(
     if num_tokens is None or num_tokens < 2:
         raise ConfigError(f"--context {context} is not a number of tokens from 2 on; write for example 128K or 1M")
     told = given(None, overrides)
-    for name in told - {*SETTINGS, "train.accumulate"}:
+    for name in told - {*SETTINGS, "train.accumulate"} - ADAPTER:
         if name in OPTIONS:
             raise ConfigError(f"--set {name} has its own option here; use {OPTIONS[name]}")
         if not any_setting:
             raise ConfigError(f"{name} is not decided by a plan; use one of {', '.join(SETTINGS)}")
     config = load(None, [*overrides, f"data.context={num_tokens}", f"train.batch={batch}"])
-    space = search.space_of(config, told, find_shape(model), hardware)
+    space = search.space_of(config, told, find_shape(model).with_adapter(config.adapter), hardware)
     return Question(model, space, config, frozenset(told), search.work_of(config))
 
 
@@ -100,6 +101,7 @@ def as_dict(plan: Plan, model: str, steps: int | None = None) -> dict[str, Any]:
         "sequences_per_step": plan.sequences_per_step,
         "tokens_per_step": plan.tokens_per_step,
         **run,
+        **({"adapter": _adapter(plan)} if plan.shape.adapter else {}),
         **{f"{tier.lower()}_peak_bytes": need - reserves.get(tier, 0) for tier, (need, _) in ledger.tiers.items()},
         **{f"{tier.lower()}_reserve_bytes": held for tier, held in reserves.items()},
         **{f"{tier.lower()}_bytes": have for tier, (_, have) in ledger.tiers.items()},
@@ -141,6 +143,8 @@ def as_text(plan: Plan, model: str, steps: int | None = None) -> str:
     elif steps:
         count = steps * plan.tokens_per_step
         lines.append(f"{steps} steps: {duration(steps * plan.step_s)}, {count / 1e9:.4g} billion tokens")
+    if plan.shape.adapter:
+        lines.append(_adapter_line(plan))
     settings = {name: shown(value) for name, value in plan.settings.items()}
     width = max(6, *map(len, settings.values()))
     rows = [f"  {name:<24}  {settings[name]:>{width}}   {why}" for name, why in _reasons(plan).items()]
@@ -161,6 +165,26 @@ def _headline(plan: Plan, model: str) -> str:
         if need > have
     ]
     return f"{what}: does not fit. The nearest plan needs {' and '.join(lacks)}."
+
+
+def _adapter(plan: Plan) -> dict[str, int | float]:
+    """What is trained, and what freezing the rest saves with the same settings."""
+    shape, whole = plan.shape, replace(plan, shape=plan.shape.with_adapter(None))
+    return {
+        "rank": shape.adapter.rank if shape.adapter else 0,
+        "trained_parameters": shape.num_trained,
+        "frozen_parameters": shape.shards(1)[1],
+        "saved_gpu_bytes": whole.ledger.gpu_peak - plan.ledger.gpu_peak,
+        "saved_host_bytes": whole.ledger.host_peak - plan.ledger.host_peak,
+        "saved_step_s": whole.step_s - plan.step_s,
+    }
+
+
+def _adapter_line(plan: Plan) -> str:
+    rank, trained, frozen, gpu_bytes, host_bytes, step_s = _adapter(plan).values()
+    what = f"adapters of rank {rank}: {trained / 1e6:.4g}M parameters trained, {frozen / 1e9:.4g}B frozen"
+    on_host = f", {size(host_bytes)} of host memory" if host_bytes else ""
+    return f"{what}; that saves {size(gpu_bytes)} per GPU{on_host}, {duration(step_s)} per step"
 
 
 def _way_out(plan: Plan) -> str:
@@ -184,7 +208,7 @@ def _reasons(plan: Plan) -> dict[str, str]:
     stage = "all heads at once" + " (plain Ulysses)" * (cp > 1)
     if width < shape.heads:
         stage = f"{width // cp} per GPU at a time{_instead(plan, 'more', heads_per_stage=min(2 * width, shape.heads))}"
-    inputs = size(shape.num_layers * layout.x_bytes(shape.hidden, s))
+    inputs = size((shape.num_layers - shape.first_trained) * layout.x_bytes(shape.hidden, s))
     outputs = size(kept_attention_bytes(shape, layout, s) * layout.keep_attention)
     reasons = {
         "parallel.cp": f"{shared}: {step}",

@@ -222,7 +222,7 @@ def resume_point(run_dir: Path, config: Config, shape: ModelShape) -> tuple[Path
     if seed != before.train.seed:
         why = f"is not the run's {before.train.seed}, which the order of its data comes from"
         raise ConfigError(f"train.seed={seed} {why}; leave it out")
-    if (saved / "config.json").is_file() and read_shape(saved / "config.json") != shape:
+    if (saved / "config.json").is_file() and read_shape(saved / "config.json") != shape.with_adapter(None):
         why = f"has another shape than the model of {run_dir}"
         raise ConfigError(f"model.{model} {why}; leave it out, or start a new run")
     changed, old = {}, to_dict(before)

@@ -1,0 +1,120 @@
+"""What adapters change in a plan, against counts done by hand."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from ithaka.config import AdapterConfig, ConfigError
+from ithaka.layout import LayerKeeps, Layout
+from ithaka.plan.bytes import LOGITS_TILE_BYTES, gpu_phases, layer_peak, memory
+from ithaka.plan.hardware import parse_gpus
+from ithaka.plan.models import find_shape
+from ithaka.plan.seconds import MLP_SHARE, Linear, layer_seconds, step_seconds
+from ithaka.plan.shape import Work
+from test_plan_command import ARGS, run
+
+LLAMA = find_shape("llama3-8b")
+ADAPTED = LLAMA.with_adapter(AdapterConfig(16))
+H100 = parse_gpus("8xH100")
+KEEPS = LayerKeeps("host", "host")
+LAYOUT = Layout(8, 8, 8192, (KEEPS,) * 32, overlap=False)
+D, F, KV, V = 4096, 14336, 1024, 128256
+LAYER = 16 * ((D + D) + 2 * (D + KV) + (D + D) + 3 * (D + F))  # q; k, v; o; gate, up, down
+TOP = LLAMA.with_adapter(AdapterConfig(16, targets=("31.self_attn.q_proj", "30.self_attn.q_proj")))
+
+
+def test_states_are_those_of_the_adapters():
+    ledger = memory(ADAPTED, LAYOUT, H100, Work(2**17))
+    trained, frozen = 32 * LAYER // 8, -(-LLAMA.num_parameters // 8)
+    assert ADAPTED.num_trained == 32 * LAYER == 41943040
+    assert ledger.gpu["parameters"] == 4 * trained + 2 * frozen
+    assert ledger.gpu["optimizer"] == 8 * trained
+    phases = dict(gpu_phases(ADAPTED, LAYOUT, H100, Work(2**17)))
+    assert phases["update"]["gradients"] == 4 * trained
+    off = memory(ADAPTED, replace(LAYOUT, offload_optimizer=True), H100, Work(2**17))
+    assert (off.gpu["parameters"], off.gpu["optimizer"]) == (0, 0)
+    assert off.host["parameters, gradients, optimizer"] == 8 * (16 * trained + 2 * frozen)
+
+
+def test_frozen_weights_have_no_gradients():
+    short, long = (layer_peak(ADAPTED, LAYOUT, s, KEEPS, "backward") for s in (2**14, 2**17))
+    assert (short.phase, short.sums) == ("backward mlp", 4 * 16 * ((D + D) + 3 * (D + F)))
+    assert (long.phase, long.sums) == ("backward attention", 4 * LAYER)
+    phases = dict(gpu_phases(ADAPTED, LAYOUT, H100, Work(2**20)))
+    assert phases["loss"]["loss tile"] == LOGITS_TILE_BYTES
+    assert phases["forward"]["layer weights"] == 2 * 2 * (
+        LLAMA.layer_parameters + LAYER
+    )  # this layer's, the next one's
+    # Those of the layers above have come, the last one's are sent, the first one's are being made.
+    assert phases["backward, first layer"]["gradients"] == 4 * 31 * LAYER // 8 + 4 * LAYER + 4 * LAYER
+    assert phases["backward, embedding"]["gradients"] == 4 * 32 * LAYER // 8 + 4 * LAYER
+
+
+def test_a_saved_module_is_trained_whole():
+    saving = LLAMA.with_adapter(AdapterConfig(16, modules_to_save=("lm_head", "embed_tokens")))
+    assert saving.num_trained == 32 * LAYER + 2 * V * D
+    assert saving.shards(1) == (saving.num_trained, LLAMA.num_parameters - 2 * V * D)
+    whole, part = (dict(gpu_phases(shape, LAYOUT, H100, Work(2**17))) for shape in (LLAMA, saving))
+    assert whole["loss"]["loss tile"] == part["loss"]["loss tile"]
+    arrived = [phases["backward, embedding"]["gradients"] for phases in (whole, part)]
+    assert arrived[0] - arrived[1] == pytest.approx(4 * 32 * (LLAMA.layer_parameters - LAYER) / 8, rel=1e-6)
+    tied = find_shape("llama3.2-1b")
+    for name in ("lm_head", "embed_tokens"):
+        one = tied.with_adapter(AdapterConfig(16, modules_to_save=(name,)))
+        assert one.num_trained - one.with_adapter(AdapterConfig(16)).num_trained == tied.vocab * tied.hidden
+        assert one.first_trained == 0
+    assert tied.with_adapter(AdapterConfig(8, targets=("lm_head",))).num_trained == 8 * (tied.vocab + tied.hidden)
+
+
+def test_seconds_have_no_weight_gradients():
+    linear, frozen = (Linear(shape, LAYOUT, H100, 2**17) for shape in (LLAMA, ADAPTED))
+    flops = 2 * 2**17 * (3 * D * F + D * D)  # of the MLP's and the output's weight gradients
+    sums = 15 * 2 * 4 * 3 * D * F / H100.gpu.memory_bytes_s
+    elements = 4 * (D + D) + 3 * 4 * (D + F)  # read and written beside o; gate, up, down
+    beside = 2 * 2**17 * elements / H100.gpu.memory_bytes_s
+    saved = flops / (H100.gpu.matmul_flops * MLP_SHARE[1]) + sums
+    assert linear.mlp(True) - frozen.mlp(True) == pytest.approx(saved - beside)
+    assert frozen.mlp(False) - linear.mlp(False) == pytest.approx(
+        2 * 2**17 * ((D + 2 * D) + 2 * (D + 2 * F) + (F + 2 * D)) / H100.gpu.memory_bytes_s
+    )
+    whole, adapted = (step_seconds(shape, LAYOUT, H100, Work(2**20)) for shape in (LLAMA, ADAPTED))
+    assert adapted.attention == whole.attention and adapted.linear < whole.linear
+    assert adapted.update == pytest.approx(whole.update * ADAPTED.num_trained / LLAMA.num_parameters)
+
+
+def test_layers_below_the_first_adapter_have_no_backward_and_keep_nothing():
+    assert TOP.first_trained == 30 and TOP.num_trained == 2 * 16 * 2 * D
+    seconds = [
+        sum(part.total for part in layer_seconds(TOP, LAYOUT, H100, Work(2**17), None, KEEPS)[:n]) for n in (1, 2)
+    ]
+    lowest = replace(TOP, adapter=AdapterConfig(16, targets=("0.self_attn.q_proj", "1.self_attn.q_proj")))
+    more = [step_seconds(shape, LAYOUT, H100, Work(2**17)).total for shape in (lowest, TOP)]
+    assert more[0] - more[1] == pytest.approx(30 * (seconds[1] - seconds[0]))
+    kept = [memory(shape, LAYOUT, H100, Work(2**17)).host["layer inputs"] for shape in (lowest, TOP)]
+    assert kept[0] == 16 * kept[1]
+    saving = replace(TOP, adapter=replace(TOP.adapter, modules_to_save=("embed_tokens",)))
+    assert saving.first_trained == 0, "the embedding's gradient comes through every layer"
+
+
+def test_a_target_that_no_module_has_is_refused():
+    with pytest.raises(
+        ConfigError, match="adapter.targets=32.self_attn.q_proj names no module of the model; use a name"
+    ):
+        LLAMA.with_adapter(AdapterConfig(16, targets=("q_proj", "32.self_attn.q_proj")))
+    with pytest.raises(ConfigError, match="adapter.targets=mlp.q_proj"):
+        LLAMA.with_adapter(AdapterConfig(16, targets=("mlp.q_proj",)))
+
+
+def test_the_command_says_what_freezing_saves():
+    answer, text = json.loads(run(*ARGS, "--adapter", "16", "--json")), run(*ARGS, "--adapter", "16")
+    found = answer["adapter"]
+    assert (found["rank"], found["trained_parameters"]) == (16, 41943040)
+    assert found["frozen_parameters"] == LLAMA.num_parameters
+    assert found["saved_gpu_bytes"] > 9e9 and found["saved_step_s"] > 1
+    assert "adapters of rank 16: 41.94M parameters trained, 8.03B frozen; that saves" in text
+    assert "adapter" not in json.loads(run(*ARGS, "--json"))
+    fewer = ["--adapter", "16", "--set", "adapter.targets=[q_proj, v_proj]"]
+    assert json.loads(run(*ARGS, *fewer, "--json"))["adapter"]["trained_parameters"] == 32 * 16 * (2 * D + D + KV)
+    assert yaml.safe_load(run(*ARGS, *fewer, "--yaml"))["adapter"] == {"rank": 16, "targets": ["q_proj", "v_proj"]}
