@@ -60,9 +60,7 @@ Context = Annotated[str, typer.Option(help="Tokens per sequence: 131072, 128K, 1
 HostMemory = Annotated[str | None, typer.Option(help="Host memory per node: 2TB, 512GiB. By default 256 GB per GPU.")]
 Disk = Annotated[str | None, typer.Option(help="Disk per node for activations; by default none.")]
 Batch = Annotated[int, typer.Option(min=1, help="Sequences per micro-step.")]
-Adapter = Annotated[
-    int | None, typer.Option(metavar="RANK", help="Train LoRA adapters of this rank and freeze the rest.")
-]
+Adapter = Annotated[int | None, typer.Option(metavar="RANK", min=1, help="Train LoRA adapters; freeze the rest.")]
 GpuFile = Annotated[Path | None, typer.Option(help="A GPU of your own, as JSON; then --gpus 8.")]
 AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 HowLong = Annotated[float, typer.Option(min=0, help="How long to measure each figure.")]
@@ -204,8 +202,7 @@ def plan(
     if out is not None:
         check_writable("--out", out)
     hardware = find_hardware(gpus, gpu_file, host_memory, disk)
-    changes = _with_adapter(overrides, adapter)
-    question = show.question(model, hardware, context or "128K", batch, changes, any_setting=as_yaml)
+    question = show.question(model, hardware, context or "128K", batch, overrides or [], adapter, any_setting=as_yaml)
     if as_yaml and (found := question.plan()).fits:
         text = show.as_yaml(question, found, steps)
         if out is None:
@@ -238,8 +235,8 @@ def rehearse(
     from ithaka.plan import show
     from ithaka.plan.hardware import find_hardware
 
-    hardware, changes = find_hardware(gpus, gpu_file, host_memory, disk), _with_adapter(overrides, adapter)
-    question = show.question(model, hardware, context, batch, changes)
+    hardware = find_hardware(gpus, gpu_file, host_memory, disk)
+    question = show.question(model, hardware, context, batch, overrides or [], adapter)
     plan = question.plan()
     if not plan.fits:
         print(show.plan_answer(question, False, None, as_json)[0])
@@ -334,10 +331,6 @@ def bench_ladder(
 
     note = "peak: of the layers, above the same at few tokens; X: one activation [tokens per rank, hidden]"
     _print(ladder(find_config(model), ranks, **sizes), as_json, note)
-
-
-def _with_adapter(overrides: Overrides, adapter: Adapter) -> list[str]:
-    return [*(overrides or []), *([] if adapter is None else [f"adapter.rank={adapter}"])]
 
 
 def _count(text: str, option: str) -> int:

@@ -300,10 +300,8 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
 
     # What decides a layer's bytes beside what it keeps: a key for the cache.
     bare = replace(layout, kept=(), offload_optimizer=False)
-    layers = [
-        (*_of_layer(shape, bare, s, keeps), count)
-        for keeps, count in layout.groups(shape.num_layers, shape.first_trained)
-    ]
+    groups = layout.groups(shape.num_layers, shape.first_trained)
+    layers = [(*_of_layer(shape, bare, s, keeps), count) for keeps, count in groups]
     kept = sum(own * count for own, _, _, count in layers)  # from forward to backward
     # In forward a layer's own is still among its moment's.
     kept_before, forward = max(((kept - own, moment) for own, moment, _, _ in layers), key=lambda p: p[0] + p[1].live)

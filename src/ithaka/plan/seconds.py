@@ -156,14 +156,9 @@ class Linear:
         return (products + again) * one + products * self.output(share) + moved + self.sums(self.shape.mlp_parameters)
 
     def adapters(self, names: Sequence[str], backward: bool) -> float:
-        widths = [self.shape.linears[name] for name in self.shape.most_adapted if name in names]
-        into, out = ADAPTER_PASSES[backward]
-        moved = (
-            self.layout.element_bytes
-            * self.s
-            * sum(into * width_in + out * width_out for width_in, width_out in widths)
-        )
-        return self.moving(moved)
+        sizes = [size for name, size in self.shape.linears.items() if name in names and name in self.shape.most_adapted]
+        passes = sum(ADAPTER_PASSES[backward][side] * size[side] for size in sizes for side in (0, 1))
+        return self.moving(passes * self.s * self.layout.element_bytes)
 
     def sums(self, num_parameters: int) -> float:
         """Weight gradients read and written once per tile; none of frozen weights."""

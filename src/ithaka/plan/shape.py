@@ -146,9 +146,10 @@ class ModelShape:
 
     @cached_property
     def first_trained(self) -> int:
-        """The first layer that needs a backward."""
-        trained = [bool(names) for names in self.adapted]
-        return trained.index(True) if any(trained) and not self.saved("embed_tokens") else 0
+        """The first layer that needs a backward; if none does, the last is planned with one."""
+        if self.adapter is None or self.saved("embed_tokens"):
+            return 0
+        return [*map(bool, self.adapted[:-1]), True].index(True)
 
     def with_adapter(self, adapter: AdapterConfig | None) -> ModelShape:
         """Refuses targets that no module has."""

@@ -48,9 +48,16 @@ class Question:
 
 
 def question(
-    model: str, hardware: Hardware, context: str, batch: int, overrides: Sequence[str], any_setting: bool = False
+    model: str,
+    hardware: Hardware,
+    context: str,
+    batch: int,
+    overrides: Sequence[str],
+    adapter: int | None = None,
+    any_setting: bool = False,
 ) -> Question:
     """`overrides`: settings as for training, section.key=value; `any_setting`: also those that change no plan."""
+    overrides = [*overrides, *([f"adapter.rank={adapter}"] if adapter else [])]
     num_tokens = parse_count(context)
     if num_tokens is None or num_tokens < 2:
         raise ConfigError(f"--context {context} is not a number of tokens from 2 on; write for example 128K or 1M")
