@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ithaka.layer import loss
+from ithaka.layer.linear import Linear
 from ithaka.layer.loss import IGNORED, TokenResults, linear_cross_entropy
 from parity import TOLERANCE, relative
 
@@ -41,7 +42,7 @@ def head(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, list[Tensor], T
 def test_tokens_are_those_of_plain_logits(monkeypatch, use):
     monkeypatch.setattr(loss, "LOGITS_TILE_BYTES", 5 * 37 * 8)  # tiles of 5 tokens, the last of 3
     norm, leaves, labels = head()
-    ours = linear_cross_entropy(leaves[0], labels, norm, leaves[1], details=True)
+    ours = linear_cross_entropy(leaves[0], labels, norm, Linear(leaves[1]), details=True)
     plain = plain_results(norm(leaves[0]) @ leaves[1].t(), labels)
     assert torch.equal(ours.correct, plain.correct) and 0 < int(ours.correct.sum()) < 18
     for mine, theirs in zip(ours[:2], plain[:2], strict=True):
@@ -54,7 +55,7 @@ def test_tokens_are_those_of_plain_logits(monkeypatch, use):
 
 def test_details_do_not_change_the_losses():
     norm, leaves, labels = head(torch.float32)
-    short, full = (linear_cross_entropy(leaves[0], labels, norm, leaves[1], details) for details in (False, True))
+    short, full = (linear_cross_entropy(leaves[0], labels, norm, Linear(leaves[1]), details) for details in (False, True))
     assert short.entropies is None and short.correct is None
     assert torch.equal(short.losses, full.losses)
     for a, b in zip(*(torch.autograd.grad(each.losses.sum(), leaves) for each in (short, full)), strict=True):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ithaka.attention.fused import row_logsumexp, softmax_grad
+from ithaka.layer.linear import Linear
 from ithaka.layer.tiles import GradSum, apply_norm, sum_dtype, tile_backward, tile_slices
 from ithaka.phases import RESIDUAL, phase, tag
 from ithaka.plan.bytes import LOGITS_TILE_BYTES
@@ -34,27 +35,28 @@ class TokenResults(NamedTuple):
 
 
 def linear_cross_entropy(
-    x_sD: Tensor, labels_s: Tensor, norm: nn.Module, weight_VD: Tensor, details: bool = False
+    x_sD: Tensor, labels_s: Tensor, norm: nn.Module, head: Linear, details: bool = False
 ) -> TokenResults:
-    """The cross-entropies [s] of norm(x) @ weight^T; with `details` entropies and hits too. Labels are already shifted.
+    """The cross-entropies [s] of head(norm(x)); with `details` entropies and hits too. Labels are already shifted.
 
     Losses and entropies are differentiable. Keeps x and one log-sum-exp per token (with details the entropy as well);
     backward recomputes the logits.
     """
-    return TokenResults(*_LinearCrossEntropy.apply(x_sD, labels_s, norm, weight_VD, details, *norm.parameters()))
+    params = (*head.tensors, *norm.parameters())
+    return TokenResults(*_LinearCrossEntropy.apply(x_sD, labels_s, norm, head, details, *params))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @phase("loss forward")
-    def forward(ctx, x_sD, labels_s, norm, weight_VD, details, *norm_params):
+    def forward(ctx, x_sD, labels_s, norm, head, details, *params):
         losses_s = x_sD.new_empty(len(x_sD), dtype=sum_dtype(x_sD.dtype))
         lse_s = torch.empty_like(losses_s)
         details_s: tuple[Tensor, ...] = ()
         if details:
             details_s = torch.empty_like(losses_s), torch.empty_like(labels_s, dtype=torch.bool)
-        for rows in tile_slices(len(x_sD), logits_tile_tokens(weight_VD)):
-            logits_tV = apply_norm(norm, x_sD[rows]) @ weight_VD.t()
+        for rows in tile_slices(len(x_sD), logits_tile_tokens(head.weight_ND)):
+            logits_tV = head(apply_norm(norm, x_sD[rows]))
             valid_t, target_t1 = _targets(labels_s[rows])
             label_logit_t = logits_tV.gather(1, target_t1)[:, 0]
             lse_s[rows], *more = row_logsumexp(logits_tV, details)
@@ -65,7 +67,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 correct_s[rows] = valid_t & (label_logit_t >= top_t)
             del logits_tV  # before the next tile's
         ctx.save_for_backward(x_sD, labels_s, lse_s, *details_s[:1])
-        ctx.norm, ctx.weight, ctx.norm_params = norm, weight_VD, norm_params
+        ctx.norm, ctx.head, ctx.params = norm, head, params
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*details_s[1:])
         return losses_s, *details_s
@@ -76,22 +78,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         x_sD, labels_s, lse_s, *entropies_s = ctx.saved_tensors
         with torch.autocast(x_sD.device.type, enabled=False):
             dlosses_s = lse_s.new_zeros(()).expand_as(lse_s) if dlosses_s is None else dlosses_s
-            norm, weight_VD = ctx.norm, ctx.weight
+            norm, head = ctx.norm, ctx.head
             grads = GradSum()
             dx_sD = tag(torch.empty_like(x_sD), RESIDUAL)
-            for rows in tile_slices(len(x_sD), logits_tile_tokens(weight_VD)):
+            for rows in tile_slices(len(x_sD), logits_tile_tokens(head.weight_ND)):
                 h_tD = apply_norm(norm, x_sD[rows])
-                dlogits_tV = h_tD @ weight_VD.t()
+                dlogits_tV = head(h_tD)
                 valid_t, target_t1 = _targets(labels_s[rows])
                 entropy = None if dentropies_s is None else (valid_t * dentropies_s[rows], entropies_s[0][rows])
                 softmax_grad(dlogits_tV, target_t1[:, 0], lse_s[rows], valid_t * dlosses_s[rows], entropy)
-                if weight_VD.requires_grad:
-                    grads.add_product(weight_VD, dlogits_tV, h_tD)
-                dh_tD = dlogits_tV @ weight_VD
+                dz_tr = head.reduced_grad(dlogits_tV)
+                head.add_grads(dlogits_tV, h_tD, dz_tr, grads)
+                dh_tD = head.input_grad(dlogits_tV, dz_tr)
                 del dlogits_tV
-                dx_sD[rows] = tile_backward(partial(apply_norm, norm), ctx.norm_params, x_sD[rows], dh_tD, grads)
-            norm_grads = [grads.take_as(p) for p in ctx.norm_params]
-            return dx_sD, None, None, grads.take_as(weight_VD), None, *norm_grads
+                dx_sD[rows] = tile_backward(partial(apply_norm, norm), norm.parameters(), x_sD[rows], dh_tD, grads)
+            return dx_sD, None, None, None, None, *(grads.take_as(p) for p in ctx.params)
 
 
 def _targets(labels_t: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,50 +9,48 @@ Shapes: t tokens of a tile, D hidden, F width of the MLP.
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from ithaka.attention.fused import silu_mul, silu_mul_backward
-from ithaka.layer.tiles import GradSum, add_matmul
+from ithaka.layer.linear import Linear, is_linear, linear_of
+from ithaka.layer.tiles import GradSum
 
 
 @dataclass(frozen=True)
 class GatedMlp:
-    gate: nn.Linear
-    up: nn.Linear
-    down: nn.Linear
+    gate: Linear
+    up: Linear
+    down: Linear
 
     def add_to(self, y_tD: Tensor, h_tD: Tensor) -> None:
         """y += down(silu(gate(h)) * up(h)), in place; y is in the dtype of sums. Not differentiable."""
-        a_tF = linear(h_tD, self.gate.weight, self.gate.bias)
-        b_tF = linear(h_tD, self.up.weight, self.up.bias)
+        a_tF, b_tF = self.gate(h_tD), self.up(h_tD)
         silu_mul(a_tF, b_tF)
         del b_tF
-        add_matmul(y_tD, a_tF, self.down.weight.t())
-        if self.down.bias is not None:
-            y_tD += self.down.bias
+        self.down.add_to(y_tD, a_tF)
 
     def backward(self, h_tD: Tensor, dy_tD: Tensor, grads: GradSum) -> Tensor:
         """Returns dh; adds the weights' gradients to `grads`."""
-        dgate_tF = linear(h_tD, self.gate.weight, self.gate.bias)
-        dup_tF = linear(h_tD, self.up.weight, self.up.bias)
-        a_tF = dy_tD @ self.down.weight
+        dgate_tF, dup_tF = self.gate(h_tD), self.up(h_tD)
+        dz_tr = self.down.reduced_grad(dy_tD)
+        a_tF = self.down.input_grad(dy_tD, dz_tr)
         silu_mul_backward(dgate_tF, dup_tF, a_tF)  # in place: until here gate, up and da
-        grads.add_linear(self.down, dy_tD, a_tF)
+        self.down.add_grads(dy_tD, a_tF, dz_tr, grads)
         del a_tF
-        grads.add_linear(self.gate, dgate_tF, h_tD)
-        grads.add_linear(self.up, dup_tF, h_tD)
-        return (dgate_tF @ self.gate.weight).addmm_(dup_tF, self.up.weight)
+        gate_tr, up_tr = self.gate.reduced_grad(dgate_tF), self.up.reduced_grad(dup_tF)
+        self.gate.add_grads(dgate_tF, h_tD, gate_tr, grads)
+        self.up.add_grads(dup_tF, h_tD, up_tr, grads)
+        return self.up.input_grad(dup_tF, up_tr, into_tD=self.gate.input_grad(dgate_tF, gate_tr))
 
 
 def gated_mlp(module: nn.Module) -> GatedMlp | None:
-    """The parts of an MLP that is known to compute exactly this, with plain, unhooked nn.Linears; else None."""
-    if type(module).__name__ not in GATED or "forward" in vars(module) or not _is_silu(module.act_fn):
+    """The parts of an MLP that is known to compute exactly this, with unhooked linear maps; else None."""
+    if type(module).__name__ not in GATED or not _is_silu(module.act_fn):
         return None
-    parts = GatedMlp(module.gate_proj, module.up_proj, module.down_proj)  # type: ignore[arg-type]
-    linears = (parts.gate, parts.up, parts.down)
-    plain = all(type(part) is nn.Linear and "forward" not in vars(part) for part in linears)
-    hooked = any(getattr(part, hooks) for part in (module, *linears) for hooks in HOOKS)
-    return parts if plain and not hooked else None
+    linears = [module.gate_proj, module.up_proj, module.down_proj]
+    inside = [module, *(part for linear in linears for part in linear.modules())]  # type: ignore[union-attr]
+    plain = all(map(is_linear, linears)) and not any("forward" in vars(part) for part in inside)
+    hooked = any(getattr(part, hooks) for part in inside for hooks in HOOKS)
+    return GatedMlp(*map(linear_of, linears)) if plain and not hooked else None  # type: ignore[arg-type]
 
 
 GATED = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP")

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ithaka.attention.blocks import Docs, How
 from ithaka.dist.exchange import Exchange, start_heads_to_tokens, start_tokens_to_heads
+from ithaka.layer.linear import Linear, linear_of
 from ithaka.layer.mlp import GatedMlp, gated_mlp
 from ithaka.layer.stages import (
     RAN_ALREADY,
@@ -36,10 +37,9 @@ from ithaka.layer.stages import (
     join_heads,
     project_all,
     rotation,
-    take_heads,
 )
 from ithaka.layer.store import Kept, Store
-from ithaka.layer.tiles import GradSum, add_matmul, apply_norm, sum_dtype, tile_backward, tile_slices
+from ithaka.layer.tiles import GradSum, apply_norm, sum_dtype, tile_backward, tile_slices
 from ithaka.layout import LayerKeeps, Layout
 from ithaka.phases import KEPT, RESIDUAL, holding, mark_backward, phase, tag
 from ithaka.plan.heads import Heads, HeadTable, Stage, flat, joined
@@ -50,10 +50,10 @@ class LayerParts:
     """The parts of one decoder layer: y = x + attention(norm1(x)); y + mlp(norm2(y))."""
 
     norm1: nn.Module
-    q_proj: nn.Linear
-    k_proj: nn.Linear
-    v_proj: nn.Linear
-    o_proj: nn.Linear
+    q_proj: nn.Module  # see `linear_of`
+    k_proj: nn.Module
+    v_proj: nn.Module
+    o_proj: nn.Module
     q_norm: nn.Module | None
     k_norm: nn.Module | None
     norm2: nn.Module
@@ -150,9 +150,11 @@ class StreamedLayer:
         self._indices: dict[tuple[Heads, int], Tensor | None] = {}
 
     def __call__(self, x_sD: Tensor, positions_s: Tensor, docs: Docs) -> Tensor:
-        if torch.is_grad_enabled() and self.keeps.everything:
+        # Below the first trained parameter there is no backward.
+        trains = x_sD.requires_grad or any(param.requires_grad for param in self.layer.parameters())
+        if torch.is_grad_enabled() and trains and self.keeps.everything:
             return self.keep_everything(x_sD, positions_s, docs)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and trains:
             return _LayerFunction.apply(x_sD, self, positions_s, docs, *self.layer.parameters())
         with phase(self.name), phase("forward"):
             return self.forward(x_sD, Saved(positions_s, docs, Kept(x_sD)), keep=False)
@@ -163,8 +165,7 @@ class StreamedLayer:
             h_sD, cos_sin = apply_norm(self.parts.norm1, x_sD), self._rotation(positions_s)
             projected = project_all(self._slices(self.query_heads, self.kv_heads), h_sD, cos_sin, self.group.size())
             out_csnK = StagesAttention.apply(self.table, self.group, self._how(docs), *projected)
-            attention_sD = nn.functional.linear(join_heads([out_csnK]), self._output_weight(), self.parts.o_proj.bias)
-            sum_sD = x_sD.to(sum_dtype(x_sD.dtype)) + attention_sD
+            sum_sD = x_sD.to(sum_dtype(x_sD.dtype)) + self._output(self.query_heads)(join_heads([out_csnK]))
             y_sD = (sum_sD + self._mlp(sum_sD.to(x_sD.dtype))).to(x_sD.dtype)
         return mark_backward(x_sD, y_sD, self.name, "backward")
 
@@ -176,9 +177,9 @@ class StreamedLayer:
         if tier is not None:
             saved.attended = attended
         with phase("mlp"):
-            y_sD, gated, weight_DN = tag(torch.empty_like(x_sD), RESIDUAL), self._gated(), self._output_weight()
+            y_sD, gated, output = tag(torch.empty_like(x_sD), RESIDUAL), self._gated(), self._output(self.query_heads)
             for rows, x_tD, outs_ctnK in self._attended_tiles(saved, attended):
-                sum_tD = self._add_attention(x_tD, join_heads(outs_ctnK), weight_DN)
+                sum_tD = self._add_attention(x_tD, join_heads(outs_ctnK), output)
                 self._add_mlp(sum_tD, sum_tD.to(x_tD.dtype), gated)
                 y_sD[rows] = sum_tD
         saved.settle()
@@ -214,8 +215,8 @@ class StreamedLayer:
         """q of a stage, and k and v if they come with it, in exchange layout [c, s, n, K]."""
         kv_heads = None if stage.load is None else self.table.loads[stage.load].kv_heads
         slices, c, K = self._slices(stage.query_heads, kv_heads), self.group.size(), self.parts.head_dim
-        shapes = [(c, len(saved.positions_s), len(part.weight_ND) // (c * K), K) for part in slices]
-        projected = deque(part.weight_ND.new_empty(shape) for part, shape in zip(slices, shapes, strict=True))
+        shapes = [(c, len(saved.positions_s), part.width // (c * K), K) for part in slices]
+        projected = deque(part.linear.weight_ND.new_empty(shape) for part, shape in zip(slices, shapes, strict=True))
         for rows, x_tD in self._input_tiles(saved):
             h_tD, cos_sin = apply_norm(self.parts.norm1, x_tD), self._rotation(saved.positions_s[rows])
             for part, into_csnK in zip(slices, projected, strict=True):
@@ -254,16 +255,16 @@ class StreamedLayer:
         for (rows, x_tD), *outs_ctnK in zip(self._input_tiles(saved), *outs, strict=True):
             yield rows, x_tD, tuple(outs_ctnK)
 
-    def _add_attention(self, x_tD: Tensor, out_tN: Tensor, weight_DN: Tensor) -> Tensor:
+    @staticmethod
+    def _add_attention(x_tD: Tensor, out_tN: Tensor, output: Linear) -> Tensor:
         """x + attention, in the dtype of sums: not rounded yet."""
         sum_tD = x_tD.to(sum_dtype(x_tD.dtype), copy=True)
-        add_matmul(sum_tD, out_tN, weight_DN.t())
-        if self.parts.o_proj.bias is not None:
-            sum_tD += self.parts.o_proj.bias
+        output.add_to(sum_tD, out_tN)
         return sum_tD
 
-    def _output_weight(self) -> Tensor:
-        return take_heads(self.parts.o_proj.weight, self._heads(self.query_heads, self.q), self.parts.head_dim, dim=1)
+    def _output(self, heads: Heads) -> Linear:
+        """The output projection of some heads."""
+        return linear_of(self.parts.o_proj).of_heads(self._heads(heads, self.q), self.parts.head_dim, dim=1)
 
     def _mlp(self, middle_tD: Tensor) -> Tensor:
         return self.mlp(apply_norm(self.parts.norm2, middle_tD)[None])[0]
@@ -297,14 +298,13 @@ class StreamedLayer:
 
     def _mlp_backward(self, saved: Saved, attended: Sequence[Attended], dy_sD: Tensor, grads: GradSum) -> None:
         """Turns dy into the gradient at x + attention; adds the MLP's and the output projection's weight gradients."""
-        o_proj, gated, sums, weight_DN = self.parts.o_proj, self._gated(), GradSum(), self._output_weight()
+        gated, sums, output = self._gated(), GradSum(), self._output(self.query_heads)
         for rows, x_tD, outs_ctnK in self._attended_tiles(saved, attended):
             dy_tD, out_tN = dy_sD[rows], join_heads(outs_ctnK)
-            middle_tD = self._add_attention(x_tD, out_tN, weight_DN).to(x_tD.dtype)
+            middle_tD = self._add_attention(x_tD, out_tN, output).to(x_tD.dtype)
             dy_tD += self._through_mlp(middle_tD, dy_tD, gated, grads)
-            sums.add_linear(o_proj, dy_tD, out_tN)
-        grads.add(o_proj.bias, sums.take(o_proj.bias))
-        grads.add_heads(o_proj.weight, self._heads(self.query_heads, self.q), sums.take(o_proj.weight), dim=1)
+            output.add_grads(dy_tD, out_tN, output.reduced_grad(dy_tD), sums)
+        linear_of(self.parts.o_proj).add_sums(output, self._heads(self.query_heads, self.q), sums, grads, dim=1)
 
     def _through_mlp(self, middle_tD: Tensor, dy_tD: Tensor, gated: GatedMlp | None, grads: GradSum) -> Tensor:
         """The gradient through norm2 and the MLP, without the residual's."""
@@ -347,12 +347,11 @@ class StreamedLayer:
 
     def _output_grad(self, stage: Stage, dy_sD: Tensor) -> Tensor:
         """dout [c, s, n, K] of a stage, from the gradient at the output projection."""
-        heads, c = self._heads(stage.query_heads, self.q), self.group.size()
-        weight_DN = take_heads(self.parts.o_proj.weight, heads, self.parts.head_dim, dim=1)
+        output, c = self._output(stage.query_heads), self.group.size()
         dout_csnK = dy_sD.new_empty(c, len(dy_sD), stage.num_slots, self.parts.head_dim)
         for rows in tile_slices(len(dy_sD), self.layout.tile_tokens):
-            dout_tcnK = (dy_sD[rows] @ weight_DN).unflatten(1, (c, -1, self.parts.head_dim))
-            dout_csnK[:, rows] = dout_tcnK.transpose(0, 1)
+            dout_tN = output.input_grad(dy_sD[rows], output.reduced_grad(dy_sD[rows]))
+            dout_csnK[:, rows] = dout_tN.unflatten(1, (c, -1, self.parts.head_dim)).transpose(0, 1)
         return dout_csnK
 
     def _projections_backward(
@@ -375,15 +374,17 @@ class StreamedLayer:
 
     def _rotation(self, positions_t: Tensor) -> Rotation:
         rotary: Any = self.rotary
-        return rotation(positions_t, rotary.inv_freq, rotary.attention_scaling, self.parts.q_proj.weight.dtype)
+        dtype = linear_of(self.parts.q_proj).weight_ND.dtype
+        return rotation(positions_t, rotary.inv_freq, rotary.attention_scaling, dtype)
 
     def _heads(self, heads: Heads, projection: Projection) -> Tensor | None:
         """The heads as an index; None if they are all of the projection's, in order."""
-        count = projection.linear.out_features // projection.head_dim
+        weight = linear_of(projection.module).weight_ND
+        count = len(weight) // projection.head_dim
         if (heads, count) not in self._indices:
-            order, device = flat(heads), projection.linear.weight.device
+            order = flat(heads)
             in_order = order == list(range(count))
-            self._indices[heads, count] = None if in_order else torch.tensor(order, device=device)
+            self._indices[heads, count] = None if in_order else torch.tensor(order, device=weight.device)
         return self._indices[heads, count]
 
     def _how(self, docs: Docs) -> How:

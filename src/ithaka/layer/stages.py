@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ithaka.attention.blocks import How, attention, attention_backward
 from ithaka.attention.fused import Turn, rotate
 from ithaka.dist.exchange import start_heads_to_tokens, start_tokens_to_heads
+from ithaka.layer.linear import Linear, linear_of
 from ithaka.layer.tiles import GradSum, apply_norm, sum_dtype, tile_backward
 from ithaka.phases import STAGE, holding
 from ithaka.plan.heads import HeadTable, Load, Read, Stage
@@ -29,7 +30,7 @@ Rotation = tuple[Tensor, Tensor]  # cos_tK, and sin_tK with the signs that `rota
 class Projection:
     """One of q, k, v: a linear map, an optional norm over the head dim, and whether RoPE turns it."""
 
-    linear: nn.Linear
+    module: nn.Module  # a linear map, see `linear_of`
     norm: nn.Module | None
     rotates: bool
     head_dim: int
@@ -41,14 +42,15 @@ class HeadSlice:
 
     projection: Projection
     heads_n: Tensor | None  # None: all heads, in the checkpoint's order
-    weight_ND: Tensor
-    bias_N: Tensor | None
+    linear: Linear
 
     @classmethod
     def of(cls, projection: Projection, heads_n: Tensor | None) -> "HeadSlice":
-        linear, K = projection.linear, projection.head_dim
-        bias = None if linear.bias is None else take_heads(linear.bias, heads_n, K)
-        return cls(projection, heads_n, take_heads(linear.weight, heads_n, K), bias)
+        return cls(projection, heads_n, linear_of(projection.module).of_heads(heads_n, projection.head_dim))
+
+    @property
+    def width(self) -> int:
+        return len(self.linear.weight_ND)
 
     def project(self, h_tD: Tensor, rotation: Rotation, into_ctnK: Tensor) -> None:
         """Projects, norms and rotates h into a tile in exchange layout."""
@@ -58,9 +60,6 @@ class HeadSlice:
         else:
             into_ctnK.copy_(t_ctnK)
 
-    def linear(self, h_tD: Tensor) -> Tensor:
-        return nn.functional.linear(h_tD, self.weight_ND, self.bias_N)
-
     def normed(self, t_tN: Tensor) -> Tensor:
         """[t, n, K]"""
         t_tnK, norm = t_tN.unflatten(1, (-1, self.projection.head_dim)), self.projection.norm
@@ -69,11 +68,14 @@ class HeadSlice:
 
 def project_all(slices: Sequence[HeadSlice], h_sD: Tensor, rotation: Rotation, c: int) -> list[Tensor]:
     """All heads of q, k and v for all of a rank's tokens, [c, s, n, K] each, in one product; differentiable."""
-    biases = [part.bias_N for part in slices if part.bias_N is not None]
-    weight_ND = torch.cat([part.weight_ND for part in slices])
+    linears = [part.linear for part in slices]
+    biases = [linear.bias_N for linear in linears if linear.bias_N is not None]
+    weight_ND = torch.cat([linear.weight_ND for linear in linears])
     t_sN = nn.functional.linear(h_sD, weight_ND, torch.cat(biases) if biases else None)
     projected = []
-    for part, part_sN in zip(slices, t_sN.split([len(part.weight_ND) for part in slices], dim=1), strict=True):
+    for part, part_sN in zip(slices, t_sN.split([part.width for part in slices], dim=1), strict=True):
+        if part.linear.b_Nr is not None:
+            part_sN = torch.addmm(part_sN, part.linear.reduced(h_sD), part.linear.b_Nr.t())
         t_csnK = part.normed(part_sN).unflatten(1, (c, -1)).transpose(0, 1)
         projected.append(Turn.apply(t_csnK, *rotation) if part.projection.rotates else t_csnK)
     return projected
@@ -89,28 +91,30 @@ class ProjectionsBackward:
 
     def __init__(self, slices: Sequence[HeadSlice], pieces: Sequence[list[Tensor]]) -> None:
         self.slices, self.pieces = slices, pieces
-        self.weight_ND = torch.cat([part.weight_ND for part in self.slices])
+        # Of M rows: those of all heads, then adapters' A, which multiply the reduced gradients in the same product.
+        adapters = [part.linear.a_rD for part in slices if part.linear.a_rD is not None]
+        self.weight_MD = torch.cat([*(part.linear.weight_ND for part in slices), *adapters])
         self.sums = GradSum()
 
     def tile(self, rows: slice, h_tD: Tensor, rotation: Rotation, grads: GradSum) -> Tensor:
         """dh_tD of the tokens `rows`. Adds weight gradients to the sums, and those of norms to `grads`."""
-        d_tN = h_tD.new_empty(len(h_tD), len(self.weight_ND))
-        first = 0
+        d_tM = h_tD.new_empty(len(h_tD), len(self.weight_MD))
+        first, reduced = 0, []
         for part, pieces in zip(self.slices, self.pieces, strict=True):
-            last = first + len(part.weight_ND)
-            self._at_linear(part, [piece[:, rows] for piece in pieces], h_tD, rotation, d_tN[:, first:last], grads)
-            rows_of = (part.weight_ND, part.bias_N)
-            self.sums.add_linear(part.projection.linear, d_tN[:, first:last], h_tD, rows_of)
-            first = last
-        return d_tN @ self.weight_ND
+            d_tN = d_tM[:, first : first + part.width]
+            self._at_linear(part, [piece[:, rows] for piece in pieces], h_tD, rotation, d_tN, grads)
+            dz_tr = part.linear.reduced_grad(d_tN)
+            part.linear.add_grads(d_tN, h_tD, dz_tr, self.sums)
+            reduced += [] if dz_tr is None else [dz_tr]
+            first += part.width
+        if reduced:
+            torch.cat(reduced, dim=1, out=d_tM[:, first:])
+        return d_tM @ self.weight_MD
 
     def finish(self, grads: GradSum) -> None:
-        """Adds the summed gradients of weights and biases, head by head, to those of the whole projections."""
+        """Adds the summed gradients, head by head, to those of the whole projections."""
         for part in self.slices:
-            linear = part.projection.linear
-            grads.add_heads(linear.weight, part.heads_n, self.sums.take(part.weight_ND))
-            if part.bias_N is not None:
-                grads.add_heads(linear.bias, part.heads_n, self.sums.take(part.bias_N))
+            linear_of(part.projection.module).add_sums(part.linear, part.heads_n, self.sums, grads)
 
     @staticmethod
     def _at_linear(
@@ -130,13 +134,6 @@ class ProjectionsBackward:
             through = partial(apply_norm, norm)
             t_tnK = part.linear(h_tD).unflatten(1, (-1, part.projection.head_dim))
             into_tnK.copy_(tile_backward(through, norm.parameters(), t_tnK, into_tnK, grads))
-
-
-def take_heads(weight: Tensor, heads_n: Tensor | None, head_dim: int, dim: int = 0) -> Tensor:
-    """Some heads of a weight or bias, H * K long in `dim`, as n * K; None: all, unchanged."""
-    if heads_n is None:
-        return weight
-    return weight.unflatten(dim, (-1, head_dim)).index_select(dim, heads_n).flatten(dim, dim + 1)
 
 
 def rotation(positions_t: Tensor, inv_freq_k: Tensor, scaling: float, dtype: torch.dtype) -> Rotation:

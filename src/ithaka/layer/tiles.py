@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from ithaka.phases import GRADIENTS, tag
 
-Rows = tuple[Tensor, Tensor | None]  # of a linear map's weight and bias
-
 
 def tile_slices(num_tokens: int, tile_tokens: int | None) -> list[slice]:
     """Runs of at most `tile_tokens` tokens that cover `num_tokens` (None: one run)."""
@@ -44,14 +42,6 @@ class GradSum:
         else:
             self._put(param, have.to(sum_dtype(have.dtype)))
             add_matmul(self._sums[id(param)], dout_tN.t(), in_tD)
-
-    def add_linear(self, linear: nn.Linear, dout_tN: Tensor, in_tD: Tensor, rows: Rows | None = None) -> None:
-        """Adds the gradients of one tile that are wanted, for the map's own weight and bias or for `rows` of them."""
-        weight, bias = rows or (linear.weight, linear.bias)
-        if linear.weight.requires_grad:
-            self.add_product(weight, dout_tN, in_tD)
-        if bias is not None and linear.bias.requires_grad:
-            self.add(bias, dout_tN.sum(0, dtype=sum_dtype(dout_tN.dtype)))
 
     def add_heads(self, param: Tensor, heads_n: Tensor | None, grad: Tensor | None, dim: int = 0) -> None:
         """Adds the gradient of some heads (repeats allowed; None: all, in order) to the sum for `param`.

@@ -1,6 +1,7 @@
 """Meta init, swap layers, FSDP2, load weights: the one place where parallelism is applied to a model."""
 
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -13,16 +14,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ithaka.attention.kernels import resolve_kernel
-from ithaka.config import ConfigError
+from ithaka.config import AdapterConfig, ConfigError
 from ithaka.dist.mesh import Mesh, make_mesh
+from ithaka.layer.linear import linear_of
 from ithaka.layer.loss import TokenResults, linear_cross_entropy
 from ithaka.layer.schedule import StreamedLayer
 from ithaka.layer.store import Store
 from ithaka.layer.tiles import apply_norm
 from ithaka.layout import Layout
+from ithaka.model.adapters import add_adapter, check_adapters
 from ithaka.model.calls import Call, CallCheck, check_around, check_modules, mark_replaced
 from ithaka.model.families import check_supported, layer_parts
-from ithaka.model.weights import init_weights, load_weights
+from ithaka.model.weights import init_adapter, init_weights, load_adapter, load_weights
 from ithaka.phases import mark_backward, phase
 from ithaka.plan.heads import head_table
 
@@ -54,7 +57,13 @@ def parallelize(
     `(input_ids, *, labels, position_ids, attention_mask, document_ids, num_items_in_batch, per_token)`, the same full
     batch on every rank of a cp group (model/calls.py checks that). Gradients arrive sharded and summed over all ranks.
     `layout` says the rest, and cp as well; without it every technique is off. `store` holds what layers keep.
+    A PeftModel stays one: its base model is parallelized.
     """
+    if hasattr(model, "get_base_model"):
+        check_adapters(model)  # some methods are not in the base model
+        base = parallelize(model.get_base_model(), cp, mesh=mesh, layout=layout, store=store)
+        model.forward = base.__call__  # PEFT's own would call the base's forward, past its checks and FSDP2
+        return model
     check_supported(model)
     check_modules(model)
     layout = layout or Layout(cp=cp or (mesh.cp_size if mesh else 1))
@@ -71,6 +80,10 @@ def parallelize(
     # A kernel that does not work is found here, not in the first step.
     resolve_kernel(layout.kernel, mesh.device, dtype, layer_parts(model, 0).head_dim)
     mark_replaced(model)
+    params = [param for param in model.parameters() if param.requires_grad]
+    widest = reduce(torch.promote_types, {param.dtype for param in params} or {dtype})
+    for param in params:  # FSDP2 wants one dtype; PEFT copies modules_to_save in the base's
+        param.data = param.data.to(widest)
     _shard(model, mesh, layout, dtype)
     _swap_forwards(model, mesh, layout, store or Store(mesh.device))
     CallCheck(model, mesh)
@@ -85,18 +98,22 @@ def build_model(
     store: Store | None = None,
     seed: int = 0,
     vocab_size: int | None = None,
+    adapter: AdapterConfig | None = None,
 ) -> PreTrainedModel:
     """A parallel model from a Hugging Face directory, a config.json or a config's dict.
 
     Built on the meta device; weights go straight from the safetensors files into this rank's shards, or, where
     there are none, are drawn from `seed`: the same values for any number of ranks. `vocab_size`: if larger than the
-    source's, embeddings are resized, and each new row of stored ones is the mean of the others.
+    source's, embeddings are resized, and each new row of stored ones is the mean of the others. With an adapter, all
+    else is frozen and in the dtype of the computation.
     """
-    config = _hf_config(source)
+    config, dtype = _hf_config(source), getattr(torch, layout.dtype or "float32") if layout else torch.float32
     stored_vocab, config.vocab_size = config.vocab_size, vocab_size or config.vocab_size
     with torch.device("meta"):
-        master = torch.float64 if layout and layout.dtype == "float64" else torch.float32
-        model = AutoModelForCausalLM.from_config(config, dtype=master)
+        master = torch.promote_types(dtype, torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype if adapter else master)
+        if adapter is not None:
+            add_adapter(model, adapter, source if isinstance(source, Path) else None, master)
     parallelize(model, mesh=mesh, layout=layout, store=store)
     model.to_empty(device=torch.device("cpu") if layout and layout.offload_optimizer else mesh.device)
     model.model.rotary_emb.__init__(config)  # its buffers are computed, not loaded
@@ -105,6 +122,10 @@ def build_model(
         load_weights(model, source, stored_vocab)
     else:
         init_weights(model, seed)
+    if adapter is not None and adapter.path is not None:
+        load_adapter(model, adapter.path)
+    else:
+        init_adapter(model, seed)
     return model
 
 
@@ -129,9 +150,10 @@ def _shard(model: PreTrainedModel, mesh: Mesh, layout: Layout, dtype: torch.dtyp
 
     for layer in model.model.layers:
         shard(layer)
-    if model.lm_head.weight is not model.model.embed_tokens.weight:  # tied ones stay with the root
-        shard(model.model.embed_tokens)
-        shard(model.lm_head)
+    ends = model.model.embed_tokens, model.lm_head
+    if not set.intersection(*(set(end.parameters()) for end in ends)):  # tied ones stay with the root
+        for end in ends:
+            shard(end)
     shard(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -159,11 +181,11 @@ def _refuse(*args: Any, **kwargs: Any) -> None:
     )
 
 
-def _head(lm_head: nn.Linear, x_sD: Tensor, norm: nn.Module, call: Call) -> TokenResults | Tensor:
+def _head(lm_head: nn.Module, x_sD: Tensor, norm: nn.Module, call: Call) -> TokenResults | Tensor:
     """What the labels give, or logits. Takes the place of lm_head's forward, so that FSDP2 has its weight ready."""
     if call.share.labels_s is not None:
-        return linear_cross_entropy(x_sD, call.share.labels_s, norm, lm_head.weight, call.per_token)
-    return _GatherTokens.apply(apply_norm(norm, x_sD) @ lm_head.weight.t(), call.mesh.cp_group, call.shape)
+        return linear_cross_entropy(x_sD, call.share.labels_s, norm, linear_of(lm_head), call.per_token)
+    return _GatherTokens.apply(linear_of(lm_head)(apply_norm(norm, x_sD)), call.mesh.cp_group, call.shape)
 
 
 def _forward(

@@ -5,7 +5,9 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from ithaka.config import ConfigError
+from ithaka.layer.linear import is_linear, linear_of
 from ithaka.layer.schedule import LayerParts
+from ithaka.model.adapters import check_adapters
 from ithaka.plan.shape import FAMILIES
 
 # Mixtures of experts are not planned; their blocks are token-wise like any MLP.
@@ -57,12 +59,13 @@ def check_supported(model: PreTrainedModel) -> None:
             f"rotary_emb.inv_freq is {precision}, which turns far positions by wrong angles; load the model with "
             f"dtype={precision} instead of converting it, or give Layout(dtype=...) the dtype"
         )
+    check_adapters(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p:
             raise ConfigError(f"{name} is dropout with p={module.p}, which is not supported; set it to 0")
-        # Their weights are used directly: what a wrapper, such as LoRA's, adds to them would be lost.
-        if name.endswith(LINEAR) and type(module) is not nn.Linear:
+        # Their weights are used directly: what another wrapper adds to them would be lost.
+        if name.endswith(LINEAR) and not is_linear(module):
             what = f"{name} is a {type(module).__name__}"
-            raise ConfigError(f"{what}; only nn.Linear is supported there: merge adapters, dequantise weights")
-    if model.lm_head.bias is not None:
+            raise ConfigError(f"{what}; only nn.Linear and PEFT's LoRA are supported there: dequantise weights")
+    if linear_of(model.lm_head).bias_N is not None:
         raise ConfigError("lm_head has a bias, which is not supported; leave it out")

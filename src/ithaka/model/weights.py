@@ -12,6 +12,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from ithaka.config import ConfigError
+from ithaka.model.adapters import adapter_name, stored_name
 from ithaka.plan.shape import read_json
 
 EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")
@@ -19,25 +20,40 @@ EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")
 
 @torch.no_grad()
 def load_weights(model: PreTrainedModel, directory: Path, vocab_size: int) -> None:
-    """Reads only this rank's rows of every parameter. The model may have more tokens than the `vocab_size` stored."""
-    params = dict(model.named_parameters())  # names a tied weight once, as the embedding
-    where = _tensor_files(directory)
+    """Reads only this rank's rows of every parameter of the base model, which may have more tokens than the
+    `vocab_size` stored."""
+    named = model.named_parameters()  # names a tied weight once, as the embedding
+    params = {stored_name(name): param for name, param in named if ".lora_" not in name}
+    # A tied head may be stored as well.
+    where = {name: file for name, file in _tensor_files(directory).items() if not name.endswith("inv_freq")}
+    if "lm_head.weight" not in params:
+        where.pop("lm_head.weight", None)
+    way = "fix config.json, or (experts one by one) give ithaka.parallelize AutoModelForCausalLM.from_pretrained(...)"
+    _fill(params, where, f"model.path={directory}", way, vocab_size)
+
+
+@torch.no_grad()
+def load_adapter(model: PreTrainedModel, directory: Path) -> None:
+    """Reads this rank's rows of all that PEFT stored: adapters, and modules trained whole."""
+    where = _open(directory / "adapter_model.safetensors", "adapter.path")
+    named = {adapter_name(stored_name(name)): param for name, param in model.named_parameters()}
+    params = {name: param for name, param in named.items() if param.requires_grad or name in where}
+    _fill(params, where, f"adapter.path={directory}", "fix adapter_config.json")
+
+
+def _fill(params: dict[str, Any], where: dict[str, Any], source: str, way: str, vocab_size: int | None = None) -> None:
     missing = [name for name in params if name not in where]
     if missing:
-        raise ConfigError(
-            f"model.path={directory} has no tensor {missing[0]} ({len(missing)} missing in all); copy it again, fix "
-            "config.json, or (experts one by one) pass AutoModelForCausalLM.from_pretrained(...) to ithaka.parallelize"
-        )
-    # A tied head may be stored as well.
-    extra = [name for name in where if name not in params and not name.endswith(("inv_freq", "lm_head.weight"))]
+        raise ConfigError(f"{source} has no tensor {missing[0]} ({len(missing)} missing in all); copy it again, {way}")
+    extra = [name for name in where if name not in params]
     if extra:
-        raise ConfigError(f"model.path={directory} holds {extra[0]}, which its model does not have; fix config.json")
+        raise ConfigError(f"{source} holds {extra[0]}, which its model does not have; {way}")
     for name, param in params.items():
         stored = where[name].get_slice(name)
-        num_rows = vocab_size if name in EMBEDDINGS else len(param)
+        num_rows = vocab_size if vocab_size and name in EMBEDDINGS else len(param)
         shape, expected = tuple(stored.get_shape()), (num_rows, *param.shape[1:])
         if shape != expected:
-            raise ConfigError(f"model.path: {name} has shape {shape}; its config.json says {expected}")
+            raise ConfigError(f"{source}: {name} has shape {shape}; its configuration says {expected}")
         local, rows = local_rows(param)
         num_stored = max(0, min(rows.stop, num_rows) - rows.start)
         if num_stored:
@@ -56,8 +72,22 @@ def init_weights(model: PreTrainedModel, seed: int) -> None:
                 param.zero_()
             elif param.dim() == 1:
                 param.fill_(1.0)  # a norm's weight
-            else:
-                _draw_normal(param, std, f"{seed}/{module_name}.{name}", getattr(module, "padding_idx", None))
+            elif ".lora_" not in module_name:
+                whole = _drawn(param, f"{seed}/{stored_name(f'{module_name}.{name}')}", "normal_", 0.0, std)
+                if (padding := getattr(module, "padding_idx", None)) is not None:
+                    whole[padding] = 0.0
+                _keep_rows(param, whole)
+
+
+@torch.no_grad()
+def init_adapter(model: PreTrainedModel, seed: int) -> None:
+    """PEFT's initial values, which change nothing yet: B is zero; the same on any ranks."""
+    for name, param in model.named_parameters():
+        if ".lora_B." in name:
+            param.zero_()
+        elif ".lora_A." in name:
+            bound = param.shape[1] ** -0.5
+            _keep_rows(param, _drawn(param, f"{seed}/{name}", "uniform_", -bound, bound))
 
 
 def _mean_row(stored: Any, num_rows: int) -> Tensor:
@@ -72,14 +102,16 @@ def _tensor_files(directory: Path) -> dict[str, Any]:
     paths = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
     if index.is_file() and not single.is_file():
         paths = [directory / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
-    found: dict[str, Any] = {}
-    for path in paths:
-        try:
-            file = safe_open(path, framework="pt")
-        except Exception as error:
-            raise ConfigError(f"model.path: {path} is not a whole safetensors file ({error}); copy it again") from error
-        found.update(dict.fromkeys(file.keys(), file))
-    return found
+    return {name: file for path in paths for name, file in _open(path, "model.path").items()}
+
+
+def _open(path: Path, source: str) -> dict[str, Any]:
+    """The file, for each of its tensors."""
+    try:
+        file = safe_open(path, framework="pt")
+    except Exception as error:
+        raise ConfigError(f"{source}: {path} is not a whole safetensors file ({error}); copy it again") from error
+    return dict.fromkeys(file.keys(), file)
 
 
 def local_rows(param: DTensor) -> tuple[Tensor, slice]:
@@ -88,12 +120,15 @@ def local_rows(param: DTensor) -> tuple[Tensor, slice]:
     return param.to_local(), slice(offset[0], offset[0] + shape[0])
 
 
-def _draw_normal(param: Any, std: float, key: str, zero_row: int | None) -> None:
-    local, rows = local_rows(param)
-    generator = torch.Generator(device=local.device)
+def _drawn(param: Any, key: str, distribution: str, *bounds: float) -> Tensor:
+    """The whole parameter."""
+    device = param.to_local().device
+    generator = torch.Generator(device=device)
     generator.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big"))
-    whole = torch.empty(param.shape, dtype=param.dtype, device=local.device)
-    whole.normal_(0.0, std, generator=generator)
-    if zero_row is not None:
-        whole[zero_row] = 0.0
+    whole = torch.empty(param.shape, dtype=param.dtype, device=device)
+    return getattr(whole, distribution)(*bounds, generator=generator)
+
+
+def _keep_rows(param: Any, whole: Tensor) -> None:
+    local, rows = local_rows(param)
     local.copy_(whole[rows])

@@ -1,0 +1,122 @@
+"""A linear map with, where there is an adapter, its low-rank part: y = x W^T + b + scale (x A^T) B^T.
+
+Gradients of frozen tensors are never formed.
+
+Shapes: t tokens of a tile, D features in, N out, r rank.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ithaka.layer.tiles import GradSum, add_matmul, sum_dtype
+
+
+@dataclass(frozen=True)
+class Linear:
+    weight_ND: Tensor
+    bias_N: Tensor | None = None
+    a_rD: Tensor | None = None  # with b_Nr, or neither
+    b_Nr: Tensor | None = None
+    scale: float = 1.0
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.weight_ND, self.bias_N, self.a_rD, self.b_Nr) if t is not None]
+
+    def __call__(self, x_tD: Tensor) -> Tensor:
+        """y [t, N]; differentiable."""
+        y_tN = F.linear(x_tD, self.weight_ND, self.bias_N)
+        return y_tN if self.b_Nr is None else y_tN.addmm_(self.reduced(x_tD), self.b_Nr.t())
+
+    def add_to(self, y_tN: Tensor, x_tD: Tensor) -> None:
+        """Adds the map's output to y, which is in the dtype of sums, in place. Not differentiable."""
+        add_matmul(y_tN, x_tD, self.weight_ND.t())
+        if self.bias_N is not None:
+            y_tN += self.bias_N
+        if self.b_Nr is not None:
+            add_matmul(y_tN, self.reduced(x_tD), self.b_Nr.t())
+
+    def reduced(self, x_tD: Tensor) -> Tensor:
+        """What B is applied to, scale x A^T, rounded once."""
+        assert self.a_rD is not None
+        return torch.addmm(x_tD.new_empty(1), x_tD, self.a_rD.t(), beta=0, alpha=self.scale)
+
+    def reduced_grad(self, dy_tN: Tensor) -> Tensor | None:
+        """The gradient at x A^T [t, r], which the other gradients need; None without an adapter."""
+        if self.b_Nr is None:
+            return None
+        return torch.addmm(dy_tN.new_empty(1), dy_tN, self.b_Nr, beta=0, alpha=self.scale)
+
+    def input_grad(self, dy_tN: Tensor, dz_tr: Tensor | None, into_tD: Tensor | None = None) -> Tensor:
+        """dx [t, D]; with `into`, added to it. `dz`: the reduced gradient."""
+        dx_tD = dy_tN @ self.weight_ND if into_tD is None else into_tD.addmm_(dy_tN, self.weight_ND)
+        return dx_tD if dz_tr is None or self.a_rD is None else dx_tD.addmm_(dz_tr, self.a_rD)
+
+    def add_grads(self, dy_tN: Tensor, x_tD: Tensor, dz_tr: Tensor | None, grads: GradSum) -> None:
+        """Adds the gradients of one tile that are wanted."""
+        if self.weight_ND.requires_grad:
+            grads.add_product(self.weight_ND, dy_tN, x_tD)
+        if self.bias_N is not None and self.bias_N.requires_grad:
+            grads.add(self.bias_N, dy_tN.sum(0, dtype=sum_dtype(dy_tN.dtype)))
+        if self.b_Nr is not None and self.b_Nr.requires_grad:
+            grads.add_product(self.b_Nr, dy_tN, self.reduced(x_tD))
+        if dz_tr is not None and self.a_rD is not None and self.a_rD.requires_grad:
+            grads.add_product(self.a_rD, dz_tr, x_tD)
+
+    def of_heads(self, heads_n: Tensor | None, head_dim: int, dim: int = 0) -> "Linear":
+        """The map of some heads, which lie along the output (dim 0) or the input (dim 1); None: all, unchanged."""
+
+        if heads_n is None:
+            return self
+        along = {"weight_ND", "bias_N", "b_Nr"} if dim == 0 else {"weight_ND", "a_rD"}
+        whole: dict[str, Any] = {name: t for name, t in vars(self).items() if name in along and t is not None}
+        taken: dict[str, Any] = {name: take_heads(t, heads_n, head_dim, dim) for name, t in whole.items()}
+        for name, t in taken.items():
+            t.requires_grad_(whole[name].requires_grad)  # says what is wanted, also where autograd is off
+        return replace(self, **taken)
+
+    def add_sums(self, heads: "Linear", heads_n: Tensor | None, sums: GradSum, grads: GradSum, dim: int = 0) -> None:
+        """Adds the sums for a map made by `of_heads` to this one's gradients."""
+        for whole, part in zip(self.tensors, heads.tensors, strict=True):
+            grads.add_heads(whole, None if part is whole else heads_n, sums.take(part), dim)
+
+
+def take_heads(weight: Tensor, heads_n: Tensor, head_dim: int, dim: int) -> Tensor:
+    """Some heads of a weight or bias, H * K long in `dim`, as n * K."""
+    return weight.unflatten(dim, (-1, head_dim)).index_select(dim, heads_n).flatten(dim, dim + 1)
+
+
+def linear_of(module: nn.Module) -> Linear:
+    """What an nn.Linear, or PEFT's LoRA or modules_to_save around one, computes at this moment: FSDP2 replaces
+    parameters and PEFT switches adapters."""
+    if isinstance(module, nn.Linear):
+        return Linear(module.weight, module.bias)
+    wrapper: Any = module
+    names = [] if wrapper.disable_adapters else wrapper.active_adapters
+    if hasattr(wrapper, "original_module"):
+        return linear_of(wrapper.modules_to_save[names[0]] if names else wrapper.original_module)
+    base = linear_of(wrapper.base_layer)
+    names = [] if wrapper.merged else [name for name in names if name in wrapper.lora_A]
+    if not names:
+        return base
+    (name,) = names
+    return replace(
+        base, a_rD=wrapper.lora_A[name].weight, b_Nr=wrapper.lora_B[name].weight, scale=wrapper.scaling[name]
+    )
+
+
+def is_linear(module: Any) -> bool:
+    """Whether `linear_of` gives all that the module computes."""
+    if type(module) is nn.Linear:
+        return True
+    kind = f"{type(module).__module__}.{type(module).__name__}"
+    if kind == "peft.utils.other.ModulesToSaveWrapper":
+        return all(map(is_linear, (module.original_module, *module.modules_to_save.values())))
+    if kind != "peft.tuners.lora.layer.Linear":
+        return False
+    plain = all(type(dropout) is nn.Identity for dropout in module.lora_dropout.values())
+    return plain and is_linear(module.base_layer) and not module.lora_variant and not any(module.lora_bias.values())

@@ -1,0 +1,110 @@
+"""LoRA by PEFT's own modules: adds them to a model, refuses by name what the layers do not compute, names tensors as
+PEFT's files do."""
+
+import dataclasses
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ithaka.config import AdapterConfig, ConfigError
+from ithaka.layer.linear import is_linear
+
+NAME = "default"  # PEFT's, of the only adapter
+# What the layers compute of a PEFT configuration; variants (DoRA and others) have fields of their own.
+PLAIN = {"peft_type": "LORA", "bias": "none", "lora_dropout": 0, "lora_bias": False, "layer_replication": None}
+PLAIN |= {"target_parameters": None, "trainable_token_indices": None}
+INITS = (True, False, "gaussian")  # others change the base weights as well
+
+
+def lora_config(adapter: AdapterConfig, base: Path | None, tied: bool) -> Any:
+    """PEFT's configuration: that of adapter.path, or one made from the settings."""
+    from peft import LoraConfig, PeftConfig
+
+    if adapter.path is not None:
+        config = PeftConfig.from_pretrained(adapter.path)
+        config.inference_mode = False
+        inits = getattr(config, "init_lora_weights", True)
+        if inits not in INITS:
+            raise ConfigError(f"adapter.path={adapter.path} has init_lora_weights={inits}, which changes base weights")
+    else:
+        config = LoraConfig(
+            r=adapter.rank,
+            lora_alpha=adapter.alpha,
+            use_rslora=adapter.rslora,
+            target_modules=adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets),
+            modules_to_save=list(adapter.modules_to_save) or None,
+            ensure_weight_tying=tied and bool(adapter.modules_to_save),
+            task_type="CAUSAL_LM",
+        )
+    if tied and config.modules_to_save and not config.ensure_weight_tying:
+        raise ConfigError(
+            f"adapter.path={adapter.path} trains {' and '.join(config.modules_to_save)} apart from the weight that the "
+            "model ties them to; make it with ensure_weight_tying=True"
+        )
+    config.base_model_name_or_path = str(base) if base else None
+    return config
+
+
+def add_adapter(model: PreTrainedModel, adapter: AdapterConfig, base: Path | None, master: torch.dtype) -> None:
+    """Freezes the model and puts PEFT's modules into it, trained ones in the dtype `master`.
+
+    A module of modules_to_save keeps its name: there is no frozen copy beside it.
+    """
+    from peft import get_peft_model
+
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    config = lora_config(adapter, base, tied)
+    check_config(config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            get_peft_model(model, config, NAME)
+        except ValueError as error:  # no module has such a name
+            raise ConfigError(f"adapter: {error}") from None
+    for name, module in list(model.named_modules()):
+        if hasattr(module, "original_module"):
+            model.set_submodule(name, module.modules_to_save[NAME])
+    if tied and hasattr(model.lm_head, "lora_A"):
+        raise ConfigError(
+            "adapter.targets=lm_head cannot be merged into a model that ties lm_head to embed_tokens; leave it out, or "
+            "train both with adapter.modules_to_save=[embed_tokens]"
+        )
+    for param in model.parameters():
+        if param.requires_grad:
+            param.data = param.data.to(master)
+
+
+def check_config(config: Any) -> None:
+    variants = {f.name: f.default for f in dataclasses.fields(config) if f.metadata.get("is_lora_variant")}
+    for name, plain in {**PLAIN, **variants}.items():
+        if (value := getattr(config, name, plain)) != plain:
+            raise ConfigError(f"PEFT's {name}={getattr(value, 'value', value)} is not supported; use {name}={plain}")
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Refuses, by name, what PEFT put into a model and the layers would not compute."""
+    active = set()
+    for config in getattr(model, "peft_config", {}).values():
+        check_config(config)
+    for name, module in model.named_modules():
+        adapts = hasattr(module, "base_layer") and hasattr(module, "active_adapters")
+        if adapts and not is_linear(module):
+            kind = f"PEFT's {type(module).__qualname__} around a {type(module.get_base_layer()).__name__}"
+            raise ConfigError(f"{name} is {kind}, which is not supported; use LoRA on nn.Linear, not quantised")
+        active |= set(module.active_adapters if adapts else ())
+    if len(active) > 1:
+        raise ConfigError(f"the adapters {', '.join(sorted(active))} are active; activate one with set_adapter()")
+
+
+def stored_name(name: str) -> str:
+    """A parameter's name in the base model's files."""
+    return name.replace(".base_layer.", ".")
+
+
+def adapter_name(name: str) -> str:
+    """A parameter's name in adapter_model.safetensors."""
+    return "base_model.model." + name.replace(f".{NAME}.", ".")
