@@ -1,13 +1,16 @@
 """LoRA by PEFT, parallel: loss and the gradient of every adapter equal those of PEFT on plain Hugging Face, in fp64."""
 
+import copy
 import warnings
 from dataclasses import replace
 from itertools import combinations
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from ithaka.config import ConfigError
 from ithaka.dist.mesh import make_mesh
 from ithaka.layer.store import Store
 from ithaka.layout import EVERYTHING, LayerKeeps, Layout
@@ -16,13 +19,13 @@ from models import CONSTRUCTING, tiny_config, tiny_model
 from parity import check, gradient_errors, plain_sum, random_ids, relative
 from threads import on_threads
 
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ALL = [*LINEARS, "lm_head"]
 
 
-def with_lora(config, targets=ALL, **changes):
+def with_lora(config, **changes):
     """A PeftModel whose A and B are random: with B zero, as it starts, A has no gradient."""
-    lora = LoraConfig(**{"r": 3, "lora_alpha": 5, "target_modules": targets, **changes})
+    lora = LoraConfig(**{"r": 3, "lora_alpha": 5, **changes})
     model = tiny_model(config)
     with CONSTRUCTING, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -34,19 +37,22 @@ def with_lora(config, targets=ALL, **changes):
     return model
 
 
-def compare(cp, config, layout=Layout(), documents=None, **lora):
+def compare(cp, config, layout, documents=None, **lora):
     """Errors of every rank. `documents`: their lengths, packed."""
-    ids = random_ids(1, sum(documents or (21,)))
-    given = {} if documents is None else {"document_ids": torch.arange(len(documents)).repeat_interleave(torch.tensor(documents))[None]}
-    plain = with_lora(config, **lora)
-    parts = ids.split(documents or ids.shape[1], dim=1)
+    lengths = documents or (19,)
+    ids, plain = random_ids(1, sum(lengths)), with_lora(config, **lora)
+    numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
+    given = {"document_ids": numbers} if documents else {}
+    parts = ids.split(lengths, dim=1)
     labels = torch.cat([part.clone().index_fill_(1, torch.tensor([0]), -100) for part in parts], dim=1)
+    models = [copy.deepcopy(plain) for _ in range(cp)]
     expected = sum(plain_sum(plain, part, part) for part in parts) / (labels != -100).sum()
     expected.backward()
 
     def work():
         mesh = make_mesh(cp)
-        model = parallelize(with_lora(config, **lora), mesh=mesh, layout=replace(layout, cp=cp), store=Store(mesh.device))
+        store = Store(mesh.device)
+        model = parallelize(models[mesh.rank], mesh=mesh, layout=replace(layout, cp=cp), store=store)
         loss = model(input_ids=ids, labels=labels, **given).loss
         loss.backward()
         return {"loss": relative(loss.detach(), expected.detach()), **gradient_errors(model, plain)}
@@ -60,10 +66,138 @@ def compare(cp, config, layout=Layout(), documents=None, **lora):
 SUBSETS = [subset for n in range(8) for subset in combinations(LINEARS, n)]
 
 
-@pytest.mark.parametrize("cp, head", [(1, True), (2, False), (4, True), (1, False)])
-def test_every_combination_of_targets(cp, head):
-    """128 subsets of a layer's modules, each in a layer of its own."""
-    first = 32 * [(1, True), (2, False), (4, True), (1, False)].index((cp, head))
-    names = [f"layers.{i}.{'self_attn' if name[0] in 'qkvo' else 'mlp'}.{name}" for i, subset in enumerate(SUBSETS[first:first + 32]) for name in subset]
-    config = tiny_config("llama", num_hidden_layers=32, tie_word_embeddings=not head)
-    check(compare(cp, config, Layout(heads_per_stage=cp, tile_tokens=8), targets=[*names, *["lm_head"] * head]))
+@pytest.mark.parametrize("part, cp", [(0, 1), (1, 2), (2, 1), (3, 1)])
+def test_every_combination_of_targets(part, cp):
+    """128 subsets of a layer's modules, each in a layer of its own; with lm_head and without."""
+    names = ["lm_head"] if part % 2 else []
+    for layer, subset in enumerate(SUBSETS[part::4]):
+        names += [f"layers.{layer}.{'self_attn' if name[0] in 'qkvo' else 'mlp'}.{name}" for name in subset]
+    config = tiny_config("llama", 2, 1, num_hidden_layers=32, tie_word_embeddings=part == 1)
+    check(compare(cp, config, Layout(heads_per_stage=cp, tile_tokens=16), target_modules=names))
+
+
+LAYOUTS = {
+    "whole": Layout(),
+    "stages": Layout(heads_per_stage=4, tile_tokens=3, overlap=False),
+    "kept": Layout(heads_per_stage=4, tile_tokens=4, kept=(LayerKeeps(attention="device"), LayerKeeps("host", "host"))),
+    "disk": Layout(heads_per_stage=4, kept=(LayerKeeps("disk", "disk"), LayerKeeps("disk"))),
+    "everything": Layout(heads_per_stage=4, kept=(EVERYTHING, EVERYTHING)),
+}
+CASES = [  # family, cp, layout, documents, changes to PEFT's configuration
+    ("llama", 1, "whole", None, {}),
+    ("llama", 2, "kept", (7, 1, 9, 4), {"use_rslora": True}),
+    ("mistral", 4, "stages", None, {"rank_pattern": {"k_proj": 2}, "alpha_pattern": {"down_proj": 7}}),
+    ("qwen2", 2, "disk", (7, 1, 9, 4), {}),
+    ("qwen2", 4, "everything", None, {"use_rslora": True}),
+    ("qwen3", 2, "stages", (7, 1, 9, 4), {}),
+    ("qwen3", 2, "everything", (7, 1, 9, 4), {"modules_to_save": ["lm_head", "q_norm"]}),
+    ("mistral", 2, "kept", None, {"modules_to_save": ["embed_tokens", "lm_head"], "target_modules": ["q_proj"]}),
+    ("llama", 2, "stages", None, {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
+    ("llama", 2, "stages", None, {"modules_to_save": ["embed_tokens"]}),
+    ("qwen3_moe", 2, "stages", None, {"target_modules": LINEARS[:4]}),
+]
+
+
+@pytest.mark.parametrize("family, cp, layout, documents, changes", CASES)
+def test_families_layouts_and_options(family, cp, layout, documents, changes):
+    lora = {"target_modules": LINEARS if "modules_to_save" in changes else ALL, **changes}
+    check(compare(cp, tiny_config(family, heads=8), LAYOUTS[layout], documents, **lora))
+
+
+class Products(TorchDispatchMode):
+    """The shapes of all matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            self.shapes.append(tuple(out.shape))
+        return out
+
+
+@pytest.mark.parametrize("kept", [LayerKeeps(), EVERYTHING])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_gradients_of_frozen_weights_are_never_formed(kept, frozen):
+    """No product has the shape of a weight, unless it is trained."""
+    model = with_lora(tiny_config("qwen2", tie_word_embeddings=False), target_modules=ALL)
+    weights = {name: param for name, param in model.named_parameters() if ".base_layer.weight" in name}
+    for param in weights.values():
+        param.requires_grad_(not frozen)
+    shapes, ids = {tuple(param.shape) for param in weights.values()}, random_ids(1, 19)
+    loss = parallelize(model, layout=Layout(tile_tokens=7, kept=(kept, kept)))(input_ids=ids, labels=ids).loss
+    with Products() as products:
+        loss.backward()
+    assert products.shapes and shapes.isdisjoint(products.shapes) == frozen
+
+
+@pytest.mark.parametrize("kept", [LayerKeeps("host"), EVERYTHING])
+def test_layers_below_the_first_adapter_have_no_backward(kept):
+    """Nor do they keep anything for one."""
+    config, ids, seen = tiny_config("llama", num_hidden_layers=3), random_ids(1, 19), []
+    model = with_lora(config, target_modules=["layers.1.mlp.up_proj"])
+    for layer in model.get_base_model().model.layers:
+        layer.register_forward_hook(lambda module, args, out: seen.append(out.requires_grad))
+    store = Store(torch.device("cpu"))
+    parallelize(model, layout=Layout(kept=(kept,) * 3), store=store)(input_ids=ids, labels=ids).loss.backward()
+    assert seen == [False, True, True]
+    assert store.pool.peak_bytes == (0 if kept is EVERYTHING else 2 * 19 * 32 * 8)
+
+
+def two_adapters(model):
+    model.add_adapter("other", LoraConfig(target_modules=["q_proj"]))
+    model.base_model.set_adapter(["default", "other"])
+
+
+REFUSED = {
+    "PEFT's lora_dropout=0.1 is not supported": LoraConfig(target_modules=["q_proj"], lora_dropout=0.1),
+    "PEFT's use_dora=True is not supported": LoraConfig(target_modules=["q_proj"], use_dora=True),
+    "PEFT's bias=all is not supported": LoraConfig(target_modules=["q_proj"], bias="all"),
+    "PEFT's lora_bias=True is not supported": LoraConfig(target_modules=["q_proj"], lora_bias=True),
+    "PEFT's layer_replication=": LoraConfig(target_modules=["q_proj"], layer_replication=[(0, 1), (0, 1)]),
+    "PEFT's target_parameters=": LoraConfig(target_modules=[], target_parameters=["mlp.up_proj.weight"]),
+    "PEFT's trainable_token_indices=": LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1]),
+    "embed_tokens is PEFT's Embedding around a Embedding": LoraConfig(target_modules=["embed_tokens"]),
+    "PEFT's peft_type=IA3": IA3Config(target_modules=["v_proj"], feedforward_modules=[]),
+    "PEFT's peft_type=PROMPT_TUNING": PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"),
+    "the adapters default, other are active": LoraConfig(target_modules=["q_proj"]),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_else_peft_can_do_is_refused_by_name(message):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(tiny_model(tiny_config("llama", num_hidden_layers=1)), REFUSED[message])
+        if "adapters" in message:
+            two_adapters(model)
+    with pytest.raises(ConfigError) as error:
+        parallelize(model)
+    assert message in str(error.value)
+
+
+def test_switching_an_adapter_off_gives_the_base_model():
+    config, ids = tiny_config("llama"), random_ids(1, 19)
+    plain, model = with_lora(config, target_modules=ALL), parallelize(with_lora(config, target_modules=ALL))
+    with torch.no_grad(), plain.disable_adapter(), model.disable_adapter():
+        off = model(input_ids=ids).logits
+        torch.testing.assert_close(off, plain(input_ids=ids).logits, rtol=1e-10, atol=1e-10)
+    with torch.no_grad():
+        on = model(input_ids=ids).logits
+        torch.testing.assert_close(on, plain(input_ids=ids).logits, rtol=1e-10, atol=1e-10)
+    assert relative(on, off) > 0.1
+
+
+def test_frozen_bfloat16_beside_float32_adapters():
+    """PEFT makes adapters float32 and copies modules_to_save as they are; both are updated in float32."""
+    model = tiny_model(tiny_config("qwen2"), torch.bfloat16)
+    lora = LoraConfig(r=2, target_modules=LINEARS, modules_to_save=["lm_head"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, ids = parallelize(get_peft_model(model, lora)), random_ids(1, 19)
+    model(input_ids=ids, labels=ids).loss.backward()
+    for name, param in model.named_parameters():
+        assert param.dtype == (torch.float32 if param.requires_grad else torch.bfloat16), name
+        assert (param.grad is not None) == param.requires_grad

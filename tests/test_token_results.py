@@ -55,7 +55,9 @@ def test_tokens_are_those_of_plain_logits(monkeypatch, use):
 
 def test_details_do_not_change_the_losses():
     norm, leaves, labels = head(torch.float32)
-    short, full = (linear_cross_entropy(leaves[0], labels, norm, Linear(leaves[1]), details) for details in (False, True))
+    short, full = (
+        linear_cross_entropy(leaves[0], labels, norm, Linear(leaves[1]), details) for details in (False, True)
+    )
     assert short.entropies is None and short.correct is None
     assert torch.equal(short.losses, full.losses)
     for a, b in zip(*(torch.autograd.grad(each.losses.sum(), leaves) for each in (short, full)), strict=True):

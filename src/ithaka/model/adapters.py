@@ -81,7 +81,7 @@ def add_adapter(model: PreTrainedModel, adapter: AdapterConfig, base: Path | Non
 def check_config(config: Any) -> None:
     variants = {f.name: f.default for f in dataclasses.fields(config) if f.metadata.get("is_lora_variant")}
     for name, plain in {**PLAIN, **variants}.items():
-        if (value := getattr(config, name, plain)) != plain:
+        if ((value := getattr(config, name, plain)) or None) != (plain or None):
             raise ConfigError(f"PEFT's {name}={getattr(value, 'value', value)} is not supported; use {name}={plain}")
 
 
