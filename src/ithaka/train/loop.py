@@ -55,8 +55,15 @@ class Trainer:
         store = Store(mesh.device, host_bytes=store_host_bytes(run), disk_path=config.memory.disk_path)
         with phase("building the model"), status("building the model"):
             source = config.model.path or embedded_model(config.model.embedded)
-            sizes = {"seed": config.train.seed, "vocab_size": run.shape.vocab}
-            self.model = build_model(source, mesh, run.layout, store=store, **sizes)
+            self.model = build_model(
+                source,
+                mesh,
+                run.layout,
+                store=store,
+                seed=config.train.seed,
+                vocab_size=run.shape.vocab,
+                adapter=config.adapter,
+            )
         self.optimizer = make_optimizer(self.model, config.optim)
         self.num_params = sum(param.numel() for param in self.model.parameters())
         with status("opening the data"):
