@@ -1,14 +1,26 @@
 """Losses, entropies and hits of every token, tiled and on any number of ranks, equal plain ones; gradients too."""
 
+import importlib.util
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import ithaka
+from allocations import allocator_peak
+from ithaka.config import ConfigError
 from ithaka.layer import loss
 from ithaka.layer.linear import Linear
 from ithaka.layer.loss import IGNORED, TokenResults, linear_cross_entropy
-from parity import TOLERANCE, relative
+from models import tiny_config, tiny_model
+from parity import TOLERANCE, check, gradient_errors, parallel, random_ids, relative
+from threads import on_threads
+
+LENGTHS = (7, 1, 9, 6)  # documents; on 2 and 4 ranks they end in the middle of shards
 
 
 def plain_results(logits_sV: Tensor, labels_s: Tensor) -> TokenResults:
@@ -62,3 +74,149 @@ def test_details_do_not_change_the_losses():
     assert torch.equal(short.losses, full.losses)
     for a, b in zip(*(torch.autograd.grad(each.losses.sum(), leaves) for each in (short, full)), strict=True):
         assert torch.equal(a, b)
+
+
+# ---- of a parallel model
+
+
+def example(name: str):
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def packed(rows: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """ids, labels and document ids, numbered through the rows; only the later half of a document counts."""
+    ids = random_ids(rows, sum(LENGTHS))
+    documents = torch.arange(rows * len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS * rows)).view_as(ids)
+    starts = torch.cat([torch.arange(n) <= n // 2 for n in LENGTHS])
+    return ids, ids.masked_fill(starts, IGNORED), documents
+
+
+def plain_tokens(plain: nn.Module, ids: Tensor, labels: Tensor, documents: Tensor | None = None, **inputs):
+    """Hugging Face's logits, of each document alone; results at their labels' places."""
+    if documents is None:
+        logits = plain(input_ids=ids, use_cache=False, **inputs).logits
+    else:
+        alone = [plain(input_ids=part[None]).logits[0] for row in ids for part in row.split(LENGTHS)]
+        logits = torch.cat(alone).view(*ids.shape, -1)
+    results = plain_results(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    losses, entropies, correct = (F.pad(x.view(len(ids), -1), (1, 0)) for x in results)
+    return -losses, entropies, correct
+
+
+def padded() -> dict[str, Tensor]:
+    """Rows of 15 and 9 valid tokens of 15."""
+    ids = random_ids(2, 15)
+    mask = torch.arange(15) < torch.tensor([[15], [9]])
+    return {"ids": ids, "labels": ids.masked_fill(~mask, IGNORED), "attention_mask": mask.long()}
+
+
+def with_all_results(model: nn.Module, plain: nn.Module) -> dict[str, float]:
+    """The whole [B, N] on every rank, packed documents and padding, and the gradients of a loss on them."""
+    ids, labels, documents = packed(2)
+    inputs = padded()
+    cases = [
+        (partial(ithaka.token_logprobs, model, ids, labels, document_ids=documents), (ids, labels, documents), {}),
+        (
+            partial(ithaka.token_logprobs, model, inputs["ids"], inputs["labels"]),
+            (inputs["ids"], inputs["labels"]),
+            {"attention_mask": inputs["attention_mask"]},
+        ),
+    ]
+    errors = {}
+    for number, (ours, args, more) in enumerate(cases):
+        mine, theirs = ours(**more), plain_tokens(plain, *args, **more)
+        assert mine.logprobs.shape == args[0].shape and torch.equal(mine.correct, theirs[2])
+        for which, values in enumerate(("logprobs", "entropies")):
+            errors[f"{values} {number}"] = relative(mine[which].detach(), theirs[which].detach())
+        own_loss(TokenResults(*mine), "both").backward()
+        own_loss(TokenResults(*theirs), "both").backward()
+    return errors | gradient_errors(model, plain)
+
+
+def with_shares(model: nn.Module, plain: nn.Module) -> dict[str, float]:
+    """GRPO's loss of each rank's share, against its formula on plain log-probabilities."""
+    grpo = example("grpo")
+    ids, labels, documents = packed()
+    gains = grpo.advantages(torch.tensor([0.0, 2.0, -1.0, 0.5]).double(), documents, labels)
+    old = torch.linspace(-6, -3, ids.numel(), dtype=torch.float64).view_as(ids)
+    ours = grpo.grpo_loss(model, ids, labels, documents, ithaka.label_share(model, old), gains)
+    ours.backward()
+    ours = ours.detach()
+    dist.all_reduce(ours)
+    logprobs, entropies, _ = plain_tokens(plain, ids, labels, documents)
+    total = torch.zeros((), dtype=torch.float64)
+    for at in range(1, ids.numel()):
+        if labels[0, at] != IGNORED:
+            ratio, gain = (logprobs[0, at] - old[0, at]).exp(), gains[0, at]
+            total = total + torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain) + 0.01 * entropies[0, at]
+    theirs = -total / int((labels != IGNORED).sum())
+    theirs.backward()
+    return {"loss": relative(ours, theirs.detach()), **gradient_errors(model, plain)}
+
+
+def with_preferences(model: nn.Module, plain: nn.Module) -> dict[str, float]:
+    """DPO's loss and gradients, against its formula on plain log-probabilities."""
+    dpo = example("dpo")
+    ids, labels, documents = dpo.random_pairs(num_pairs=3, prompt=5, answer=4, vocab=61)
+    reference = torch.linspace(-9, -4, 6, dtype=torch.float64)
+    ours = dpo.dpo_loss(dpo.document_logprobs(model, ids, labels, documents), reference)
+    above = []  # of each document, how much likelier than for the reference
+    for part, before in zip(ids[0].split(9), reference, strict=True):
+        log_p = plain(input_ids=part[None]).logits[0].log_softmax(-1)
+        above.append(sum(log_p[at - 1, part[at]] for at in range(5, 9)) - before)
+    theirs = sum(-torch.log(torch.sigmoid(0.1 * (above[i] - above[i + 1]))) for i in (0, 2, 4)) / 3
+    ours.backward()
+    theirs.backward()
+    return {"loss": relative(ours.detach(), theirs.detach()), **gradient_errors(model, plain)}
+
+
+@pytest.mark.parametrize("cp,family", [(1, "llama"), (2, "qwen3"), (4, "mistral")])
+def test_log_probabilities_and_losses_on_them(cp, family):
+    """23 and 46 tokens do not divide by 2 and 4: the last rank has padding."""
+
+    def work():
+        errors = {}
+        (model, _), plain = parallel(cp, tiny_config(family)), tiny_model(tiny_config(family))
+        for compare in (with_all_results, with_shares, with_preferences):
+            errors |= {f"{compare.__name__} {name}": error for name, error in compare(model, plain).items()}
+            for each in (model, plain):
+                each.zero_grad()
+        return errors
+
+    check(on_threads(cp, work))
+
+
+def test_losses_of_data_parallel_groups_add_up():
+    def work():
+        (model, mesh), plain = parallel(2, tiny_config("llama")), tiny_model(tiny_config("llama"))
+        ids, labels, documents = packed(2)
+        mine = slice(mesh.dp_rank, mesh.dp_rank + 1)
+        tokens = ithaka.token_logprobs(model, ids[mine], labels[mine], document_ids=documents[mine])
+        (tokens.logprobs.square().sum() / 7).backward()
+        (plain_tokens(plain, ids, labels, documents)[0].square().sum() / 7).backward()
+        return gradient_errors(model, plain)
+
+    check(on_threads(4, work))
+
+
+def test_a_plain_model_is_refused():
+    ids = random_ids(1, 4)
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM is not parallel; call ithaka.parallelize"):
+        ithaka.token_logprobs(tiny_model(tiny_config("llama")), ids, ids)
+
+
+def test_memory_does_not_grow_with_tokens_times_vocabulary(monkeypatch):
+    """512 tokens more, with 4096 in the vocabulary: their logits alone would be 16 MiB."""
+    monkeypatch.setattr(loss, "LOGITS_TILE_BYTES", 2**18)
+    model, _ = parallel(1, tiny_config("llama", vocab_size=4096))
+
+    def peak(num_tokens: int) -> int:
+        ids = random_ids(1, num_tokens, vocab=4096)
+        use = partial(ithaka.token_logprobs, model, ids, ids)
+        return allocator_peak(lambda: own_loss(TokenResults(*use()), "both").backward())
+
+    peak(64)  # the gradients stay
+    assert peak(576) - peak(64) < 2**21

@@ -6,8 +6,13 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str):
-    """`ithaka.parallelize` and `ithaka.Layout`, without importing torch for commands that need none."""
-    homes = {"parallelize": "ithaka.model.build", "Layout": "ithaka.layout"}
+    """The public names below, without importing torch for commands that need none."""
+    homes = {
+        "parallelize": "ithaka.model.build",
+        "token_logprobs": "ithaka.model.logprobs",
+        "label_share": "ithaka.model.logprobs",
+        "Layout": "ithaka.layout",
+    }
     if name in homes:
         return getattr(importlib.import_module(homes[name]), name)
     raise AttributeError(f"module 'ithaka' has no attribute {name!r}")

@@ -87,6 +87,7 @@ def parallelize(
     _shard(model, mesh, layout, dtype)
     _swap_forwards(model, mesh, layout, store or Store(mesh.device))
     CallCheck(model, mesh)
+    model.ithaka_mesh = mesh
     return model
 
 
@@ -185,7 +186,7 @@ def _head(lm_head: nn.Module, x_sD: Tensor, norm: nn.Module, call: Call) -> Toke
     """What the labels give, or logits. Takes the place of lm_head's forward, so that FSDP2 has its weight ready."""
     if call.share.labels_s is not None:
         return linear_cross_entropy(x_sD, call.share.labels_s, norm, linear_of(lm_head), call.per_token)
-    return _GatherTokens.apply(linear_of(lm_head)(apply_norm(norm, x_sD)), call.mesh.cp_group, call.shape)
+    return GatherTokens.apply(linear_of(lm_head)(apply_norm(norm, x_sD)), call.mesh.cp_group, call.shape)
 
 
 def _forward(
@@ -231,7 +232,7 @@ class _GlobalSum(torch.autograd.Function):
         return dtotal, None
 
 
-class _GatherTokens(torch.autograd.Function):
+class GatherTokens(torch.autograd.Function):
     """The batch's tokens on every rank, [B, N, V]; backward takes this rank's own, which nobody else contributes.
 
     Padding is cut here: FSDP2 hooks the output, and an in-place operation on a view would lose the hook.

@@ -1,0 +1,71 @@
+"""A GRPO-like loss at long context, of each rank's own tokens: ratios, clipping, an entropy bonus.
+
+Answers to one prompt are documents of a packed sequence; each has a reward, and its advantage is how far that lies
+above the others'. `share=True` leaves every token on the rank that computed it, and the losses of all ranks add up.
+
+    torchrun --nproc-per-node 2 examples/grpo.py    # two ranks share each sequence
+    python examples/grpo.py                         # one rank, the same losses
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import ithaka
+
+CLIP, ENTROPY = 0.2, 0.01
+
+
+def advantages(rewards: Tensor, documents_BN: Tensor, labels_BN: Tensor) -> Tensor:
+    """[B, N]: that of each label's document, and 0 where there is no label. `rewards`: one per document."""
+    scaled = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+    return torch.where(labels_BN != -100, scaled[documents_BN], 0)
+
+
+def grpo_loss(
+    model: PreTrainedModel,
+    ids_BN: Tensor,
+    labels_BN: Tensor,
+    documents_BN: Tensor,
+    old_s: Tensor,
+    advantages_BN: Tensor,
+) -> Tensor:
+    """This rank's part of the loss; `old_s`: its tokens' log-probabilities when the answers were drawn."""
+    tokens = ithaka.token_logprobs(model, ids_BN, labels_BN, document_ids=documents_BN, share=True)
+    advantages_s = ithaka.label_share(model, advantages_BN)
+    ratio_s = (tokens.logprobs - old_s).exp()
+    gain_s = torch.minimum(ratio_s * advantages_s, ratio_s.clamp(1 - CLIP, 1 + CLIP) * advantages_s)
+    num_labels = (labels_BN[:, 1:] != -100).sum()  # with several data-parallel groups: of the global batch
+    return -(gain_s + ENTROPY * tokens.entropies).sum() / num_labels
+
+
+def main() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=256, **sizes))
+    ithaka.parallelize(model, cp=int(os.environ.get("WORLD_SIZE", "1")))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(0)
+    prompt, answers = torch.randint(256, (300,), generator=generator), torch.randint(256, (4, 200), generator=generator)
+    ids = torch.cat([torch.cat([prompt, answer]) for answer in answers])[None]
+    documents = torch.arange(4).repeat_interleave(500)[None]
+    labels = ids.masked_fill(torch.arange(2000) % 500 < 300, -100)
+    gains = advantages(torch.tensor([0.0, 1.0, 0.0, 0.5]), documents, labels)
+    with torch.no_grad():
+        old = ithaka.token_logprobs(model, ids, labels, document_ids=documents, share=True).logprobs
+    for step in range(5):
+        loss = grpo_loss(model, ids, labels, documents, old, gains)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = loss.detach()
+        dist.all_reduce(loss)
+        if dist.get_rank() == 0:
+            print(f"step {step} loss {loss.item():.4f}")
+
+
+if __name__ == "__main__":
+    main()

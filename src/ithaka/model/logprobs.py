@@ -1,0 +1,61 @@
+"""Log-probabilities and entropies of every token, differentiable: what preference and reinforcement losses are made of.
+
+Shapes: B rows of N tokens as the user has them; s tokens on this rank.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from ithaka.config import ConfigError
+from ithaka.dist.mesh import Mesh
+from ithaka.model import batch
+from ithaka.model.build import GatherTokens
+
+
+class TokenLogprobs(NamedTuple):
+    """Each at its label's place, given the tokens before it; 0 (or False) where the label does not count."""
+
+    logprobs: Tensor  # fp32 or wider, as the entropies
+    entropies: Tensor  # of the whole distribution that the label is taken from
+    correct: Tensor  # bool: no token is likelier than the label
+
+
+def token_logprobs(
+    model: PreTrainedModel, input_ids: Tensor, labels: Tensor, *, share: bool = False, **inputs: Any
+) -> TokenLogprobs:
+    """Of a model that `parallelize` returned: [B, N] tensors, the same on every rank of a cp group.
+
+    `labels` and `inputs` (document_ids, position_ids, attention_mask) are those of a call of the model, and labels of
+    -100 and a row's first do not count. Logits exist tile by tile: nothing of size tokens x vocabulary does.
+
+    Gradients are summed over all ranks. As the result is the same on every rank of a cp group, so must be the loss
+    made of it; the losses of data-parallel groups add up, so divide each by what the global batch has.
+    `share`: only this rank's tokens, [s] tensors, to go with `label_share`; then the losses of all ranks add up.
+    """
+    mesh = _mesh(model)
+    losses_s, *details = model(input_ids=input_ids, labels=labels, per_token=True, **inputs).tokens
+    if share:
+        return TokenLogprobs(-losses_s, *details)
+    values_s3 = torch.stack([x.to(losses_s.dtype) for x in (-losses_s, *details)], dim=-1)
+    values_BN3 = GatherTokens.apply(values_s3, mesh.cp_group, input_ids.shape)
+    logprobs_BN, entropies_BN, correct_BN = F.pad(values_BN3[:, :-1], (0, 0, 1, 0)).unbind(-1)
+    return TokenLogprobs(logprobs_BN, entropies_BN, correct_BN.bool())
+
+
+def label_share(model: PreTrainedModel, values_BN: Tensor, fill: float = 0) -> Tensor:
+    """Values that belong to labels (advantages, masks, older log-probabilities) -> those of this rank's tokens, [s].
+
+    In the order of `token_logprobs(..., share=True)`; `fill` stands where no label is.
+    """
+    return batch.label_share(values_BN, _mesh(model), fill)
+
+
+def _mesh(model: PreTrainedModel) -> Mesh:
+    mesh = getattr(model, "ithaka_mesh", None)
+    if mesh is None:
+        raise ConfigError(f"the {type(model).__name__} is not parallel; call ithaka.parallelize(model) first")
+    return mesh
