@@ -31,7 +31,7 @@ def test_cpu_takes_its_flash_kernel():
     [
         ("cudnn", torch.bfloat16, "attention.kernel=cudnn runs on cuda"),
         ("cpu", torch.int8, "attention.kernel=cpu takes torch.float64"),
-        ("fast", torch.float32, "attention.kernel=fast is not a kernel; use auto, cudnn, flash"),
+        ("fast", torch.float32, "attention.kernel=fast is not a kernel; use auto, fa4, cudnn, flash"),
     ],
 )
 def test_refusals_name_the_way_out(name, dtype, message):
@@ -182,7 +182,7 @@ def test_short_documents_reach_the_varlen_kernel(monkeypatch, heads, mask):
         return varlen_forward(q, *rest)
 
     kernel = Kernel("cpu", cpu.forward, cpu.backward, "cpu", cpu.dtypes, cpu.head_dims,
-                    Varlen(counted, varlen_backward))  # fmt: skip
+                    varlen=Varlen(counted, varlen_backward))  # fmt: skip
     monkeypatch.setitem(KERNELS, "cpu", kernel)
     assert resolve_kernel("auto", CPU, torch.float64, 8) is kernel  # tried, varlen entry included
     assert calls.pop() == calls.pop() == 32

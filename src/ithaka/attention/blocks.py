@@ -155,17 +155,20 @@ class _Job:
     window: int | None
     query_blocks: list[QueryBlock]
     chunks: list[_Chunk]
-    heads_at_once: int  # kv heads per kernel call: one at long lengths (a block fills the chip), more at short ones
+    heads_at_once: int  # query heads per kernel call: one at long lengths (a block fills the chip), more at short ones
     sum_dtype: torch.dtype
 
     def walk(self, on_block: Callable, on_chunk: Callable, of_query: Tensors, of_keys: Tensors) -> None:
-        """Every block and chunk, for views of some kv heads at a time and one query head of each."""
+        """Every block and chunk, for views of some kv heads at a time and one query head of each, or all of them."""
         m = of_keys[0].shape[1]
-        for first in range(0, m, self.heads_at_once):
-            heads = slice(first, first + self.heads_at_once)
+        r = of_query[0].shape[1] // m
+        together = r if self.kernel.direct and self.heads_at_once >= r else 1
+        kv_at_once = self.heads_at_once // together
+        for first in range(0, m, kv_at_once):
+            heads = slice(first, first + kv_at_once)
             keys = tuple(x[:, heads] for x in of_keys)
-            for r in range(of_query[0].shape[1] // m):
-                query = tuple(x.unflatten(1, (m, -1))[:, heads, r] for x in of_query)
+            for low in range(0, r, together):
+                query = tuple(x.unflatten(1, (m, -1))[:, heads, low : low + together].flatten(1, 2) for x in of_query)
                 for block in self.query_blocks:
                     on_block(self, block, query, keys)
                 for chunk in self.chunks:
@@ -231,12 +234,14 @@ def _in_block(block_Bht: Tensor, block: QueryBlock, pair: Pair) -> Tensor:
     return _rows(block_Bht[0].transpose(0, 1), pair, at, pair.rows)
 
 
-def _call(job: _Job, pair: Pair, way: str, *inputs: Tensor) -> Tensors:
+def _call(job: _Job, pair: Pair, way: str, *inputs: Tensor, **into: Any) -> Tensors:
     """The kernel's results for one pair, `way` forward or backward; its stand-in's if there are few rows or keys."""
     small, kernel = min(pair.rows, pair.keys) < job.kernel.smallest, job.kernel
     call: Callable[..., Tensors] = getattr(kernel.stand_in if small and kernel.stand_in else kernel, way)
     if pair.mask != EDGE:
-        return call(*inputs, job.scale, pair.mask == CAUSAL)
+        return call(*inputs, job.scale, pair.mask == CAUSAL, **into)
+    if kernel.direct:
+        return call(*inputs, job.scale, False, edge=True)
     return tuple(x.flip(2) for x in call(*(x.flip(2) for x in inputs), job.scale, True))
 
 
@@ -248,6 +253,7 @@ def _forward_block(job: _Job, block: QueryBlock, query: Tensors, keys: Tensors) 
     q, *written = query
     to_out, to_lse = (_rows(x, block, block.start, block.length) for x in written)
     one = len(block.pairs) == 1 and block.pairs[0].count == 1
+    into = {"into": (to_out, to_lse)} if one and job.kernel.direct else {}
     if not one:
         sum_out = torch.zeros(to_out.shape, dtype=job.sum_dtype, device=q.device)
         sum_lse = torch.full(to_lse.shape, float("-inf"), dtype=job.sum_dtype, device=q.device)
@@ -255,17 +261,21 @@ def _forward_block(job: _Job, block: QueryBlock, query: Tensors, keys: Tensors) 
         repeats: QueryBlock | Pair = pair if pair.count > 1 else block
         q_rows = _rows(q, repeats, pair.q0, pair.rows)
         k_rows, v_rows = (_rows(x, repeats, pair.k0, pair.keys) for x in keys)
-        pair_out, pair_lse = _call(job, pair, "forward", q_rows, k_rows, v_rows)
+        pair_out, pair_lse = _call(job, pair, "forward", q_rows, k_rows, v_rows, **into)
         if not one:
             merge(_in_block(sum_out, block, pair), _in_block(sum_lse, block, pair), pair_out, pair_lse)
-    to_out.copy_(pair_out if one else sum_out)
-    to_lse.copy_(pair_lse if one else sum_lse)
+    if not into:
+        to_out.copy_(pair_out if one else sum_out)
+        to_lse.copy_(pair_lse if one else sum_lse)
 
 
 def _forward_chunk(job: _Job, chunk: _Chunk, query: Tensors, keys: Tensors) -> None:
     assert job.kernel.varlen is not None
     q, out, lse, k, v = (x[chunk.start : chunk.stop] for x in (*query, *keys))
     lengths, mask = (chunk.ends_d, chunk.longest), (job.scale, job.causal, job.window)
+    if job.kernel.direct:
+        job.kernel.varlen.forward(q, k, v, *lengths, *mask, into=(out, lse.t()))
+        return
     chunk_out, chunk_lse = job.kernel.varlen.forward(q, k, v, *lengths, *mask)
     out.copy_(chunk_out)
     lse.t().copy_(chunk_lse)
@@ -279,25 +289,29 @@ def _backward_block(job: _Job, block: QueryBlock, query: Tensors, keys: Tensors)
     *read, dq = query
     to_dq = _rows(dq, block, block.start, block.length)
     one = len(block.pairs) == 1 and block.pairs[0].count == 1
+    into = {"into": to_dq} if one and job.kernel.direct else {}
     if not one:
         sum_dq = torch.zeros(to_dq.shape, dtype=job.sum_dtype, device=to_dq.device)
     for pair in block.pairs:
         repeats: QueryBlock | Pair = pair if pair.count > 1 else block
         dout, q, out, lse = (_rows(x, repeats, pair.q0, pair.rows) for x in read)
         k, v, dk, dv = (_rows(x, repeats, pair.k0, pair.keys) for x in keys)
-        pair_dq, pair_dk, pair_dv = _call(job, pair, "backward", dout, q, k, v, out, lse)
+        pair_dq, pair_dk, pair_dv = _call(job, pair, "backward", dout, q, k, v, out, lse, **into)
         dk.add_(pair_dk)
         dv.add_(pair_dv)
         if not one:
             _in_block(sum_dq, block, pair).add_(pair_dq)
-    to_dq.copy_(pair_dq if one else sum_dq)
+    if not into:
+        to_dq.copy_(pair_dq if one else sum_dq)
 
 
 def _backward_chunk(job: _Job, chunk: _Chunk, query: Tensors, keys: Tensors) -> None:
     assert job.kernel.varlen is not None
     dout, q, out, lse, dq, k, v, dk, dv = (x[chunk.start : chunk.stop] for x in (*query, *keys))
     lengths, mask = (chunk.ends_d, chunk.longest), (job.scale, job.causal, job.window)
-    chunk_dq, chunk_dk, chunk_dv = job.kernel.varlen.backward(dout, q, k, v, out, lse.t(), *lengths, *mask)
-    dq.copy_(chunk_dq)
+    into = {"into": dq} if job.kernel.direct else {}
+    chunk_dq, chunk_dk, chunk_dv = job.kernel.varlen.backward(dout, q, k, v, out, lse.t(), *lengths, *mask, **into)
+    if not into:
+        dq.copy_(chunk_dq)
     dk.add_(chunk_dk)
     dv.add_(chunk_dv)

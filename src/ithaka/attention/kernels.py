@@ -1,14 +1,16 @@
 """Attention kernels behind one small registry.
 
-Shapes: B = pairs in the batch, h = heads (as many for k as for q), q/k = rows/keys of one block pair, K = head dim; T =
-tokens of many short documents. A kernel sees one block pair and a causal flag; `blocks.py` does the rest (blocks,
-windows, documents, GQA).
+Shapes: B = pairs in the batch, h = heads (as many for k as for q, or with GQA fewer), q/k = rows/keys of one block
+pair, K = head dim; T = tokens of many short documents. A kernel sees one block pair and a causal flag; `blocks.py` does
+the rest (blocks, windows, documents).
 """
 
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate, chain
 from typing import Any
 
@@ -29,6 +31,7 @@ class Varlen:
 
     forward(q_ThK, k, v, ends_d, longest, scale, causal, window) -> out_ThK, lse_hT
     backward(dout_ThK, q, k, v, out, lse_hT, ends_d, longest, scale, causal, window) -> dq, dk, dv
+    As for a `Kernel` that is `direct`, both may take `into`.
     """
 
     forward: Callable[..., tuple[Tensor, ...]]
@@ -42,6 +45,8 @@ class Kernel:
     forward(q_BhqK, k_BhkK, v_BhkK, scale, causal) -> out_BhqK, lse_Bhq (fp32, or fp64 for fp64 inputs)
     backward(dout_BhqK, q, k, v, out_BhqK, lse_Bhq, scale, causal) -> dq, dk, dv, where out and lse may be those
     of *all* keys: then the three are what this pair adds to the gradients. Inputs may be strided except in K.
+    With `direct`, h may be larger for q than for k (GQA); edge=True is the mask of `pairs.py` by that name; forward
+    takes into=(out, lse) and backward into=dq: buffers, strided like inputs, for the results. dq may lie over out.
     """
 
     name: str
@@ -50,6 +55,8 @@ class Kernel:
     device: str = "cuda"
     dtypes: tuple[torch.dtype, ...] = HALF
     head_dims: tuple[int, int] = (256, 8)  # the largest, and what all are multiples of
+    direct: bool = False
+    missing: Callable[[torch.device], str | None] = lambda device: None  # what it needs and is not here
     varlen: Varlen | None = None
     stand_in: "Kernel | None" = None  # for pairs with fewer rows or keys than `smallest`
     smallest: int = 1
@@ -140,16 +147,81 @@ def _cudnn_backward(dout, q, k, v, out, lse, scale, causal):
     )
 
 
+# FlashAttention 4 lays tensors out as [B, q, h, K] and has no public entry that takes lse or buffers.
+FA4_VERSIONS = ("4.0.0b36",)
+
+
+@cache
+def _fa4() -> Any:
+    # Kernels are compiled when first called, 2 to 4 s each: keep them for the next process.
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    from flash_attn.cute import interface
+
+    return interface
+
+
+def _fa4_missing(device: torch.device) -> str | None:
+    capability = torch.cuda.get_device_capability(device)
+    if capability[0] not in (9, 10):
+        return f"runs on Hopper and Blackwell, not on compute capability {capability[0]}.{capability[1]}; use auto"
+    try:
+        installed = version("flash-attn-4")
+    except PackageNotFoundError:
+        return "needs flash-attn-4, which is not installed; pip install 'ithaka[gpu]'"
+    if installed not in FA4_VERSIONS:
+        return f"was tested with flash-attn-4 {FA4_VERSIONS[-1]}, not {installed}; pip install 'ithaka[gpu]'"
+    return None
+
+
+def _fa4_mask(scale, causal, left):
+    """`left`: how many keys before its own a row sees; None: all."""
+    return {"softmax_scale": scale, "causal": causal, "window_size_left": left}
+
+
+def _fa4_forward(q, k, v, scale, causal, edge=False, into=(None, None)):
+    mask = _fa4_mask(scale, causal, 0 if edge else None)
+    q, k, v, out = (x if x is None else x.transpose(1, 2) for x in (q, k, v, into[0]))
+    out, lse, *_ = _fa4()._flash_attn_fwd(q, k, v, **mask, return_lse=True, out=out, lse=into[1])
+    return out.transpose(1, 2), lse
+
+
+def _fa4_backward(dout, q, k, v, out, lse, scale, causal, edge=False, into=None):
+    mask = _fa4_mask(scale, causal, 0 if edge else None)
+    dout, q, k, v, out, dq = (x if x is None else x.transpose(1, 2) for x in (dout, q, k, v, out, into))
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    grads = _fa4()._flash_attn_bwd(q, k, v, out, dout, lse, **mask, deterministic=deterministic, dq=dq)
+    return tuple(grad.transpose(1, 2) for grad in grads)
+
+
+def _fa4_documents(ends, longest, scale, causal, window):
+    mask = _fa4_mask(scale, causal, None if window is None else window - 1)
+    return mask | {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
+
+
+def _fa4_varlen_forward(q, k, v, *documents, into=(None, None)):
+    how = _fa4_documents(*documents)
+    return _fa4()._flash_attn_fwd(q, k, v, **how, return_lse=True, out=into[0], lse=into[1])[:2]
+
+
+def _fa4_varlen_backward(dout, q, k, v, out, lse, *documents, into=None):
+    how = _fa4_documents(*documents) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
+    return _fa4()._flash_attn_bwd(q, k, v, out, dout, lse, **how, dq=into)
+
+
 # --- registry ---------------------------------------------------------------------------------------------
 
 
+_FA4_VARLEN = Varlen(_fa4_varlen_forward, _fa4_varlen_backward)
+_FA4 = Kernel("fa4", _fa4_forward, _fa4_backward, varlen=_FA4_VARLEN, direct=True, missing=_fa4_missing)
 _VARLEN = Varlen(_flash_varlen_forward, _flash_varlen_backward)
 _FLASH = Kernel("flash", _flash_forward, _flash_backward, varlen=_VARLEN)
 # cuDNN rejects a single row and key, and has crashed on other tiny pairs.
 _CUDNN = Kernel("cudnn", _cudnn_forward, _cudnn_backward, varlen=_VARLEN, stand_in=_FLASH, smallest=128)
 _CPU = Kernel("cpu", _cpu_forward, _cpu_backward, device="cpu", dtypes=ALL, head_dims=(1 << 20, 1))
 _REFERENCE = Kernel("reference", _reference_forward, _reference_backward, "any", ALL, (1 << 20, 1))
-KERNELS = {kernel.name: kernel for kernel in (_CUDNN, _FLASH, _CPU, _REFERENCE)}  # `auto` takes the first that works
+KERNELS = {
+    kernel.name: kernel for kernel in (_FA4, _CUDNN, _FLASH, _CPU, _REFERENCE)
+}  # `auto` takes the first that works
 
 
 def available_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
@@ -199,7 +271,7 @@ def _unfit(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: i
         return f"takes {', '.join(map(str, kernel.dtypes))}, not {dtype}; change model.dtype"
     if head_dim > largest or head_dim % multiple:
         return f"takes head dims up to {largest} in steps of {multiple}, not {head_dim}; use reference"
-    return None
+    return kernel.missing(device)
 
 
 # --- trial ------------------------------------------------------------------------------------------------

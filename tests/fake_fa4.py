@@ -1,0 +1,66 @@
+"""FlashAttention 4's two functions as the kernel calls them, in plain PyTorch: any device and dtype.
+
+Backward takes out and lse as given, so that those of more keys than its own work as in the real one.
+"""
+
+import torch
+
+
+def _documents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+    """Index into q and lse, and into k, of each document."""
+    if cu_seqlens_q is None:
+        return [((i,), (i,)) for i in range(len(q))]
+    ends = [cu.tolist() for cu in (cu_seqlens_q, cu_seqlens_k)]
+    slices = [[slice(a, b) for a, b in zip(of, of[1:], strict=False)] for of in ends]
+    longest = [max(part.stop - part.start for part in of) for of in slices]
+    assert longest == [max_seqlen_q, max_seqlen_k] and [of[-1] for of in ends] == [len(q), len(k)]
+    return list(zip(*slices, strict=True))
+
+
+def _probabilities(q_qhK, k_kgK, lse_hq, softmax_scale, causal, window_size_left):
+    """exp(scores - lse) [h, q, k], and lse if it is not given."""
+    repeat = q_qhK.shape[1] // k_kgK.shape[1]
+    scores = torch.einsum("qhK,khK->hqk", q_qhK, k_kgK.repeat_interleave(repeat, 1)) * softmax_scale
+    rows, keys = scores.shape[1:]
+    behind = (torch.arange(rows)[:, None] + keys - rows - torch.arange(keys)).to(scores.device)
+    seen = torch.ones_like(behind, dtype=torch.bool)
+    if causal:
+        seen &= behind >= 0
+    if window_size_left is not None:
+        seen &= behind <= window_size_left
+    scores = scores.masked_fill(~seen, float("-inf"))
+    lse_hq = scores.logsumexp(-1) if lse_hq is None else lse_hq
+    return (scores - lse_hq[..., None]).exp(), lse_hq
+
+
+def _flash_attn_fwd(q, k, v, softmax_scale, causal, window_size_left, return_lse, out, lse, **lengths):
+    assert return_lse
+    packed = bool(lengths)
+    out = torch.empty_like(q) if out is None else out
+    shape = (q.shape[1], len(q)) if packed else (len(q), q.shape[2], q.shape[1])
+    lse = q.new_empty(shape, dtype=torch.promote_types(q.dtype, torch.float32)) if lse is None else lse
+    assert out.shape == q.shape and lse.shape == shape
+    lengths = lengths or dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"))
+    for rows, keys in _documents(q, k, **lengths):
+        of_lse = (slice(None), rows) if packed else rows
+        probs, lse[of_lse] = _probabilities(q[rows], k[keys], None, softmax_scale, causal, window_size_left)
+        repeat = q.shape[-2] // v.shape[-2]
+        out[rows] = torch.einsum("hqk,khK->qhK", probs, v[keys].repeat_interleave(repeat, 1)).to(q.dtype)
+    return out, lse, None, None, None
+
+
+def _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale, causal, window_size_left, deterministic, dq, **lengths):
+    packed = bool(lengths)
+    dq = torch.empty_like(q) if dq is None else dq
+    dk, dv, repeat = torch.empty_like(k), torch.empty_like(v), q.shape[-2] // k.shape[-2]
+    lengths = lengths or dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"))
+    for rows, keys in _documents(q, k, **lengths):
+        of_lse = (slice(None), rows) if packed else rows
+        probs, _ = _probabilities(q[rows], k[keys], lse[of_lse], softmax_scale, causal, window_size_left)
+        delta_hq = (out[rows] * dout[rows]).sum(-1).t()
+        dprobs = torch.einsum("qhK,khK->hqk", dout[rows], v[keys].repeat_interleave(repeat, 1))
+        dscores = probs * (dprobs - delta_hq[..., None]) * softmax_scale
+        of_k = torch.einsum("hqk,qhK->khK", dscores, q[rows]), torch.einsum("hqk,qhK->khK", probs, dout[rows])
+        dk[keys], dv[keys] = (x.unflatten(1, (-1, repeat)).sum(2) for x in of_k)
+        dq[rows] = torch.einsum("hqk,khK->qhK", dscores, k[keys].repeat_interleave(repeat, 1))
+    return dq, dk, dv
