@@ -1,5 +1,6 @@
 """Each document is tokenised once in a run, by one process; the others wait for its files, but not for ever."""
 
+import contextlib
 import json
 import os
 import time
@@ -9,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from ithaka.config import ConfigError, DataConfig, Reading
-from ithaka.data import cache, pack, read
+from ithaka.data import cache, mix, pack, read
 from ithaka.data.cache import TokenCache
 from ithaka.data.files import find
 from ithaka.data.open import data_facts, open_data
@@ -37,18 +38,26 @@ class CountingTokenizer(ByteTokenizer):
         return [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
 
 
+@contextlib.contextmanager
+def small_pieces():
+    """An epoch has many shards, windows and rounds."""
+    rounds = {"ROUND_TOKENS": 0, "ROUND_SEQUENCES": 4, "ROUND_STEPS": 1, "HELD_OUT_SEQUENCES": 2}
+    shards, windows = mock.patch.object(read, "SHARD_BYTES", 300), mock.patch.object(pack, "WINDOW_BYTES", 1000)
+    with mock.patch.multiple(mix, **rounds), shards, windows:
+        yield
+
+
 @pytest.fixture
-def data(tmp_path, monkeypatch):
-    monkeypatch.setattr(read, "SHARD_BYTES", 300)
-    monkeypatch.setattr(pack, "WINDOW_BYTES", 1000)
+def data(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS[:60])
-    return DataConfig(path=path, context=64, validation_fraction=0.1)
+    with small_pieces():
+        yield DataConfig(path=path, context=64, validation_fraction=0.1)
 
 
-def opened(data, folder, log="log", rank=0, size=1, fills=True):
+def opened(data, folder, log="log", fills=True, **where):
+    where |= {"cache_dir": folder / "run" / "tokens", "fills_cache": fills}
     tokenizer = CountingTokenizer(folder / log)
-    where = {"cache_dir": folder / "run" / "tokens", "fills_cache": fills}
-    return open_data(data, tokenizer=tokenizer, seed=0, dp_rank=rank, dp_size=size, **where), tokenizer
+    return open_data(data, tokenizer=tokenizer, seed=0, **where), tokenizer
 
 
 def test_two_epochs_validation_facts_and_a_resumed_run_tokenise_each_document_once(data, tmp_path):
@@ -68,8 +77,8 @@ def read_batches(data, folder):
     rank = dist.get_rank()
     if rank == 0:
         time.sleep(0.5)  # the others wait for the one that tokenises
-    with mock.patch.object(read, "SHARD_BYTES", 300), mock.patch.object(pack, "WINDOW_BYTES", 1000):
-        stream, _ = opened(data, folder, rank=rank, size=3, fills=rank == 0)
+    with small_pieces():
+        stream, _ = opened(data, folder, dp_rank=rank, dp_size=3, fills=rank == 0)
         return os.getpid(), [stream.next_batch().input_ids.tolist() for _ in range(40)]
 
 
@@ -78,7 +87,7 @@ def test_the_ranks_of_a_node_share_what_one_of_them_tokenises(ranks, data, tmp_p
     seen = [(pid, text) for pid, text in CountingTokenizer(tmp_path / "log").seen() if text in TEXTS]
     assert {pid for pid, _ in seen} == {results[0][0]}
     assert len(seen) == len({text for _, text in seen}) > 50
-    alone, _ = opened(data, tmp_path / "alone", log="log2")
+    alone, _ = opened(data, tmp_path / "alone", log="log2", accumulate=3)
     expected = [alone.next_batch().input_ids.tolist() for _ in range(120)]
     assert [batch for step in zip(*(batches for _, batches in results), strict=True) for batch in step] == expected
 
@@ -87,7 +96,7 @@ def test_only_what_is_needed_soon_is_tokenised(data, tmp_path):
     stream, tokenizer = opened(data, tmp_path)
     stream.next_batch()
     time.sleep(0.3)
-    assert len(stream.stream.windows) > 5
+    assert len(stream.stream.sources[0].windows(0)) > 5
     assert 0 < len(tokenizer.seen()) < 40
 
 
@@ -167,7 +176,7 @@ def test_what_is_read_ahead_when_a_run_ends_leaves_nothing_behind(data, tmp_path
 
     monkeypatch.setattr(TokenCache, "_tokenise", slowly)
     stream, _ = opened(data, tmp_path)
-    while stream.stream.position.window < 2:
+    while stream.stream.position.cursors[0].window < 2:
         stream.next_batch()
     start = time.monotonic()
     stream.close(remove=True)

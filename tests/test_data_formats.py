@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ithaka.config import ConfigError, DataConfig
-from ithaka.data import files, pack
+from ithaka.data import files, mix, pack
 from ithaka.data.open import check, data_facts
 from runs import MODEL
 from test_data_sources import TEXTS, documents_of, encoded, opened_at, write_jsonl, write_parquet
@@ -180,11 +180,12 @@ def test_facts_of_small_data_are_counted_and_a_sequence_is_shown(tmp_path):
 
 def test_of_large_data_what_comes_first_is_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(pack, "WINDOW_BYTES", 0)
+    monkeypatch.setattr(mix, "ROUND_TOKENS", 0)
     path = write_parquet(tmp_path / "a.parquet", ["1234567"] * 200, row_group_size=50)
     opened = opened_at(DataConfig(path=path, context=8, validation_fraction=0))
     lines = data_facts(opened, 100)
-    assert lines["data"].endswith("MB, at least 50 documents, 400 tokens, 50 sequences")
-    assert lines["epochs"] == "at most 2 (100 sequences in all)" and lines["starts with"].startswith("1234567<|eos|>")
+    assert lines["data"].endswith("MB, about 200 documents, 1,600 tokens, about 200 sequences")
+    assert lines["epochs"] == "about 0.5 (100 sequences in all)" and lines["starts with"].startswith("1234567<|eos|>")
 
 
 def test_hub_names_without_a_network_are_refused_at_once(tmp_path, monkeypatch):
@@ -227,7 +228,7 @@ def test_a_run_does_without_datasets(tmp_path):
     command = [sys.executable, "-m", "ithaka", "train", *changes, "--run-dir", "run"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "1 file (parquet), " in done.stdout and "starts with  document" in done.stdout
+    assert "1 file (parquet), " in done.stdout and "starts with  " in done.stdout
     assert (tmp_path / "run" / "latest").exists() and not (tmp_path / "run" / "tokens").exists()
 
 

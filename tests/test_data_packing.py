@@ -1,6 +1,9 @@
-"""Packed sequences are the documents, in order, with their boundaries: nothing lost, nothing crossing."""
+"""Packed sequences are the documents with their boundaries: whole where they fit, nothing lost, nothing crossing."""
 
+import dataclasses
 import itertools
+import json
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,9 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ithaka.config import ConfigError, DataConfig
+from ithaka.data import mix
 from ithaka.data import pack as packing
-from ithaka.data.pack import Documents, deal, spans
-from ithaka.data.stream import SequenceStream, collate, num_valid
+from ithaka.data.mix import SequenceStream, Source
+from ithaka.data.open import data_facts
+from ithaka.data.pack import PIECE, Documents, Packing, Round, best_fit, cut, deal, group_alike, imbalance, permutation
+from ithaka.data.stream import collate, num_valid
+from test_data_sources import opened_at, write_jsonl
 
 PAD = 9999
 
@@ -36,8 +44,8 @@ class NoCache:
         return [shard.load() for shard in shards]
 
 
-def make_stream(shards, context, **settings):
-    return SequenceStream(shards, NoCache(), context, **settings)
+def make_stream(shards, context, seed=None, **settings):
+    return SequenceStream([Source("a", shards, NoCache(), None if seed is None else (seed,))], context, **settings)
 
 
 @st.composite
@@ -56,40 +64,40 @@ def documents_of(shards):
     return [document for shard in shards for document in shard.documents]
 
 
+def pieces_of(documents, context):
+    """What split makes of them."""
+    return [document[i : i + context] for document in documents for i in range(0, len(document), context)]
+
+
+def documents_in(sequence):
+    tokens = sequence.ids[: sequence.length].tolist()
+    return [tokens[a:b] for a, b in itertools.pairwise([*sequence.starts.tolist(), sequence.length])]
+
+
 @settings(max_examples=200, deadline=None)
-@given(shards=corpora(), context=st.integers(2, 16))
-def test_sequences_without_padding_are_the_documents(shards, context):
-    sequences = one_epoch(shards, context)
-    expected = [token for document in documents_of(shards) for token in document]
-    assert [int(t) for s in sequences for t in s.ids[: s.length]] == expected
-    assert all(len(s.ids) == context for s in sequences)
-    assert all(s.length == context for s in sequences[:-1])
-    assert all(s.length > 0 and (s.ids[s.length :] == PAD).all() for s in sequences)
+@given(shards=corpora(), context=st.integers(2, 16), seed=st.none() | st.integers(0, 5))
+def test_an_epoch_has_every_document_once_and_whole_where_it_fits(shards, context, seed):
+    if not documents_of(shards):
+        return
+    stream, found = make_stream(shards, context, seed=seed, pad_id=PAD), []
+    while (sequence := stream.next()) and stream.position.epoch == 0:
+        assert len(sequence.ids) == context and (sequence.ids[sequence.length :] == PAD).all()
+        found += documents_in(sequence)
+    assert sorted(found) == sorted(pieces_of(documents_of(shards), context))
 
 
 @settings(max_examples=200, deadline=None)
 @given(shards=corpora(), context=st.integers(2, 16))
-def test_document_ids_change_exactly_at_document_starts(shards, context):
-    firsts = {document[0] for document in documents_of(shards)}
+def test_labels_and_document_ids_keep_documents_apart(shards, context):
+    owner = {token: i for i, piece in enumerate(pieces_of(documents_of(shards), context)) for token in piece}
     for sequence in one_epoch(shards, context):
-        ids, documents = sequence.ids, sequence.document_ids()
-        assert documents[0] == 0
-        for i in range(1, context):
-            starts = (int(ids[i]) in firsts and i < sequence.length) or i == sequence.length
-            assert documents[i] - documents[i - 1] == int(starts)
-
-
-@settings(max_examples=200, deadline=None)
-@given(shards=corpora(), context=st.integers(2, 16))
-def test_no_label_crosses_a_document_and_none_inside_is_lost(shards, context):
-    owner = {token: i for i, document in enumerate(documents_of(shards)) for token in document}
-    for sequence in one_epoch(shards, context):
-        labels = sequence.labels()
-        assert labels[0] == -100
+        ids, labels, documents = sequence.ids, sequence.labels(), sequence.document_ids()
+        assert labels[0] == -100 and documents[0] == 0
         for i in range(1, context):
             padded = i >= sequence.length
-            crosses = padded or owner[int(sequence.ids[i])] != owner[int(sequence.ids[i - 1])]
-            assert labels[i] == (-100 if crosses else sequence.ids[i])
+            crosses = padded or owner[int(ids[i])] != owner[int(ids[i - 1])]
+            assert labels[i] == (-100 if crosses else ids[i])
+            assert documents[i] - documents[i - 1] == int(i == sequence.length or (crosses and not padded))
 
 
 @settings(max_examples=100, deadline=None)
@@ -144,22 +152,32 @@ def test_collate_gives_int64_batches_and_counts_shifted_labels():
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5], [6, 7, 8, 9, PAD]]
     assert batch.labels.tolist() == [[-100, 2, 3, -100, 5], [-100, 7, 8, 9, -100]]
     assert batch.document_ids.tolist() == [[0, 0, 0, 1, 1], [0, 0, 0, 0, 1]]
-    assert num_valid(batch.labels) == 6
+    assert batch.source_ids is None and num_valid(batch.labels) == 6
     assert num_valid(torch.tensor([[7, -100, -100]])) == 0
 
 
-def test_marked_tokens_are_read_but_are_no_labels():
-    documents = [[~1, ~0, 2, 3, ~4], [~5, 6], [7, 0, ~8, 9, ~10, 11]]  # of a split document a part is marked, too
-    batch = collate(one_epoch([ListShard(documents)], 9))
-    assert batch.input_ids.tolist() == [[1, 0, 2, 3, 4, 5, 6, 7, 0], [8, 9, 10, 11, *[PAD] * 5]]
-    no = -100
-    assert batch.labels.tolist() == [[no, no, 2, 3, no, no, 6, no, 0], [no, 9, no, 11, *[no] * 5]]
-
-
-def test_a_document_longer_than_the_context_is_a_new_document_in_the_next_sequence():
+def test_long_documents_are_split_and_the_rest_is_packed_like_a_document():
     sequences = one_epoch([ListShard([list(range(10)), [50]])], 4)
-    assert [s.starts.tolist() for s in sequences] == [[0], [0], [0, 2]]
-    assert [s.document_ids().tolist() for s in sequences] == [[0] * 4, [0] * 4, [0, 0, 1, 2]]
+    assert [documents_in(s) for s in sequences] == [[[0, 1, 2, 3]], [[4, 5, 6, 7]], [[8, 9], [50]]]
+
+
+def test_long_documents_are_dropped_and_counted_and_do_not_fill_a_round(monkeypatch):
+    monkeypatch.setattr(mix, "ROUND_SEQUENCES", 2)
+    stream = make_stream([ListShard([list(range(10)), [50, 51], [60] * 9])], 4, long_documents="drop", seed=0)
+    assert [stream.next().ids[:2].tolist() for _ in range(2)] == [[50, 51]] * 2 and stream.position.epoch == 1
+    assert stream.num_long == 2
+    with pytest.raises(ValueError, match="no tokens"):
+        make_stream([ListShard([list(range(10))])], 4, long_documents="drop", seed=0).next()
+
+
+def test_long_documents_are_refused_by_name(tmp_path):
+    for name, size in {"a.txt": 9, "b.txt": 30, "c.txt": 9}.items():
+        (tmp_path / name).write_text("x" * size)
+    data = DataConfig(path=tmp_path, context=16, validation_fraction=0, long_documents="refuse")
+    match = r"b.txt holds a document of 31 tokens, more than data.context=16 \(data.long_documents=refuse\); use a"
+    with pytest.raises(ConfigError, match=match):
+        opened_at(data).next_batch()
+    opened_at(dataclasses.replace(data, context=31)).next_batch()
 
 
 def test_empty_shards_are_an_error_not_an_endless_loop():
@@ -168,21 +186,10 @@ def test_empty_shards_are_an_error_not_an_endless_loop():
 
 
 @pytest.fixture(autouse=True)
-def windows_of_two_shards(monkeypatch):
+def windows_of_two_shards_and_small_rounds(monkeypatch):
     monkeypatch.setattr(packing, "WINDOW_BYTES", 150)
-
-
-@settings(max_examples=200, deadline=None)
-@given(shards=corpora(), context=st.integers(2, 16), seed=st.integers(0, 5))
-def test_an_epoch_has_every_document_once_whole_and_in_order(shards, context, seed):
-    if not documents_of(shards):
-        return
-    stream, tokens = make_stream(shards, context, seed=seed, pad_id=PAD), []
-    while (sequence := stream.next()) and stream.position.epoch == 0:
-        tokens += sequence.ids[: sequence.length].tolist()
-    after = dict(itertools.pairwise(tokens))
-    assert sorted(tokens) == [token for document in documents_of(shards) for token in document]
-    assert all(after[a] == b for document in documents_of(shards) for a, b in itertools.pairwise(document))
+    for name, value in {"ROUND_TOKENS": 0, "ROUND_SEQUENCES": 3, "ROUND_STEPS": 2, "HELD_OUT_SEQUENCES": 3}.items():
+        monkeypatch.setattr(mix, name, value)
 
 
 def test_documents_of_different_shards_are_mixed_within_a_window():
@@ -191,15 +198,117 @@ def test_documents_of_different_shards_are_mixed_within_a_window():
     assert 10 < (np.diff(order) != 0).sum() < 30
 
 
+def pieces_with(lengths):
+    pieces = np.zeros(len(lengths), PIECE)
+    pieces["length"] = lengths
+    return pieces
+
+
 @settings(max_examples=200, deadline=None)
-@given(lengths=st.lists(st.integers(1, 9), min_size=1), data=st.data())
-def test_spans_are_the_documents_of_a_range(lengths, data):
-    owner = [(i, j) for i, length in enumerate(lengths) for j in range(length)]
-    low = data.draw(st.integers(0, len(owner) - 1))
-    high = data.draw(st.integers(low + 1, len(owner)))
-    found = spans(np.cumsum(lengths), low, high)
-    assert [(i, j) for i, start, stop in found for j in range(start, stop)] == owner[low:high]
-    assert all(start < stop for _, start, stop in found)
+@given(lengths=st.lists(st.integers(1, 16), min_size=1, max_size=40))
+def test_best_fit_takes_the_fullest_sequence_with_room(lengths):
+    rooms, expected = [], np.zeros(len(lengths), int)
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        fits = [(room, sequence) for sequence, room in enumerate(rooms) if room >= lengths[i]]
+        expected[i] = min(fits)[1] if fits else len(rooms)
+        rooms += [] if fits else [16]
+        rooms[expected[i]] -= lengths[i]
+    assert best_fit(np.asarray(lengths), 16).tolist() == expected.tolist()
+
+
+@settings(max_examples=200, deadline=None)
+@given(count=st.integers(1, 60), group=st.integers(1, 9), lead=st.integers(0, 8), seed=st.integers(0, 3))
+def test_groups_are_of_neighbours_in_area_and_shuffled(count, group, lead, seed):
+    lead = lead % group
+    areas = permutation(count, (9,)).astype(float)
+    order = group_alike(areas, group, lead, (seed,))
+    assert sorted(order) == list(range(count))
+    whole = areas[order[lead:]][: max(count - lead, 0) // group * group].reshape(-1, group)
+    middle = count - whole.size
+    assert all(row.max() - row.min() <= group - 1 + middle and (np.diff(row) > 0).all() for row in whole)
+    assert sum(row.max() - row.min() > group - 1 for row in whole) <= 1  # only across the middle, which was taken out
+    if len(whole) > 8:
+        assert (np.diff(whole[:, 0]) < 0).any()
+    shared = areas[np.concatenate([order[:lead], order[lead + whole.size :]])]
+    assert not len(shared) or np.ptp(shared) < len(shared)
+
+
+def test_grouping_balances_the_ranks_and_packing_fills_the_sequences():
+    """Log-normal lengths around 8K at 128K on 8 data-parallel ranks; and documents far longer than the context."""
+    rng, context = np.random.default_rng(0), 1 << 17
+    for median, sigma, count in [(8192, 1.0, 3000), (1 << 20, 1.0, 60)]:
+        lengths = np.maximum(rng.lognormal(np.log(median), sigma, count).astype(np.int64), 1)
+        packed = Round(cut(pieces_with(lengths), context), Packing(context, 8), (0,))
+        assert packed.num_tokens == lengths.sum() > 0.98 * len(packed) * context
+        shuffled = packed.areas[permutation(len(packed), (1,))]
+        assert imbalance(packed.areas, 8, 1) < 1.06 and imbalance(packed.areas, 8, 1) < imbalance(shuffled, 8, 1)
+        assert imbalance(shuffled, 8, 1) > 2 or median > context
+
+
+def test_a_hundred_thousand_documents_are_packed_in_well_below_a_second():
+    lengths = np.maximum(np.random.default_rng(0).lognormal(6, 1, 100_000).astype(np.int64), 1)
+    start = time.process_time()
+    Round(cut(pieces_with(lengths), 2048), Packing(2048, 8), (0,))
+    assert time.process_time() - start < 1.5  # 0.3 on an idle machine
+
+
+# Mixtures
+
+
+def mixed(weights, sizes, context=64, **settings):
+    """Source i has sizes[i] documents of up to 9 tokens i."""
+    shards = [[ListShard([[i] * (j % 9 + 1) for j in range(size)])] for i, size in enumerate(sizes)]
+    sources = [Source(str(i), s, NoCache(), (5, i), w) for i, (s, w) in enumerate(zip(shards, weights, strict=True))]
+    return SequenceStream(sources, context, **settings)
+
+
+def test_sources_are_mixed_by_their_weights_and_begin_their_own_epochs(monkeypatch):
+    monkeypatch.setattr(mix, "ROUND_SEQUENCES", 40)
+    stream = mixed([1, 6, 3], [900, 300, 2000])
+    for _ in range(6):  # each round by itself
+        counts, together = np.zeros(3), 0
+        for _ in range(len(stream.round)):
+            sequence = stream.next()
+            assert (sequence.source_ids() == sequence.ids)[: sequence.length].all()
+            counts += np.bincount(sequence.ids[: sequence.length], minlength=3)
+            together += len(set(sequence.sources.tolist())) > 1
+        np.testing.assert_allclose(counts / counts.sum(), [0.1, 0.6, 0.3], atol=0.01)
+        assert together > 10
+        stream.next()
+        stream.seek(dataclasses.replace(stream.position, packings=(Packing(64, 1),)))
+    epochs = [cursor.epoch for cursor in stream.position.cursors]
+    assert epochs[1] > 5 and epochs[0] == epochs[2] == 0
+
+
+def test_a_mixture_continues_from_any_position():
+    stream = mixed([1, 2], [40, 30], context=16)
+    for _ in range(80):
+        other = mixed([1, 2], [40, 30], context=16)
+        other.seek(stream.position)
+        assert_same(stream.next(), other.next())
+        assert stream.position == other.position
+    assert stream.position.epoch > 0
+
+
+def test_data_sources_are_read_each_in_its_way_and_told_apart(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ["a" * 20] * 50)
+    write_jsonl(tmp_path / "b.jsonl", ["b" * 20] * 50, field="body")
+    sources = [{"path": tmp_path / "a.jsonl", "weight": 3}, {"path": tmp_path / "b.jsonl", "text_field": "body"}]
+    config = DataConfig(sources=sources, context=128, validation_fraction=0.1)
+    data = opened_at(config)
+    batch = data.next_batch()
+    held_out = next(data.validation_batches(2))
+    assert data.source_names == ["a", "b"]
+    for each in (batch, held_out):
+        assert set(each.input_ids[each.source_ids == 1].tolist()) == {ord("b"), 257}
+        assert set(each.input_ids[each.source_ids == 0].tolist()) <= {ord("a"), 257, 258}
+    facts = data_facts(data, 10)
+    assert facts["source a"].startswith("75.0% of the tokens; 1 file (jsonl)") and "epochs" in facts["source b"]
+    state = data.state_dict()
+    opened_at(config).load_state_dict(json.loads(json.dumps(state)))
+    other = dataclasses.replace(config, sources=[{**sources[0], "weight": 2}, sources[1]])
+    with pytest.raises(ConfigError, match="data.sources, .* are not those of the checkpoint"):
+        opened_at(dataclasses.replace(other, text_field="body")).load_state_dict(state)
 
 
 @settings(max_examples=200, deadline=None)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ithaka.config import ConfigError, DataConfig
-from ithaka.data import cache, pack, read
+from ithaka.data import cache, mix, pack, read
 from ithaka.data.cache import TokenCache
 from ithaka.data.stream import num_valid
 from ithaka.data.tokenizer import ByteTokenizer
@@ -24,11 +24,12 @@ KINDS = ["text", "directory", "jsonl", "parquet"]
 
 @pytest.fixture(params=KINDS)
 def data(request, tmp_path, monkeypatch):
-    """A config over each kind of source; a sequence spans many shards and windows."""
+    """A config over each kind of source; a round spans many shards and windows, an epoch some rounds."""
     monkeypatch.setattr(read, "TEXT_PIECE_BYTES", 50)
     monkeypatch.setattr(read, "SHARD_BYTES", 300)
     monkeypatch.setattr(read, "BATCH_RECORDS", 7)
     monkeypatch.setattr(pack, "WINDOW_BYTES", 1000)
+    small_rounds(monkeypatch)
     path = {
         "text": lambda: write_text(tmp_path / "a.txt"),
         "directory": lambda: write_directory(tmp_path),
@@ -36,6 +37,11 @@ def data(request, tmp_path, monkeypatch):
         "parquet": lambda: write_parquet(tmp_path / "a.parquet", TEXTS[:40], row_group_size=15),
     }[request.param]()
     return DataConfig(path=path, context=64, validation_fraction=0.1)
+
+
+def small_rounds(monkeypatch, sequences=6):
+    for name, value in {"ROUND_TOKENS": 0, "ROUND_SEQUENCES": sequences, "ROUND_STEPS": 1}.items():
+        monkeypatch.setattr(mix, name, value)
 
 
 def write_text(path):
@@ -49,17 +55,35 @@ def write_directory(path):
     return path
 
 
-def opened(data, rank=0, size=1, batch=1, seed=5):
-    return opened_at(data, seed, dp_rank=rank, dp_size=size, batch=batch)
+def opened(data, rank=0, size=1, batch=1, seed=5, accumulate=1):
+    return opened_at(data, seed, dp_rank=rank, dp_size=size, batch=batch, accumulate=accumulate)
 
 
-def global_rows(streams, steps):
+def opened_on(data, size, batch=1, accumulate=1, state=None):
+    """The data of each rank, from a place on."""
+    streams = [opened(data, rank, size, batch, accumulate=accumulate) for rank in range(size)]
+    for stream in streams if state is not None else ():
+        stream.load_state_dict(json.loads(state))
+    return streams
+
+
+def global_rows(streams, calls):
     """All ranks' rows in global order: sequence i of a batch is row i // size of rank i % size."""
     found = []
-    for _ in range(steps):
+    for _ in range(calls):
         batches = [torch.stack(list(stream.next_batch().inputs.values()), dim=1) for stream in streams]
         found += [row for group in zip(*batches, strict=True) for row in group]
     return found
+
+
+def rest_of_epoch(streams):
+    """Its tokens, sorted, without the padding; `streams` are all ranks."""
+    found, epoch = [], streams[0].position.epoch
+    while True:
+        rows = global_rows(streams, 1)
+        if streams[0].position.epoch > epoch:
+            return sorted(token for token in found if token != BYTES.pad_id)
+        found += [token for row in rows for token in row[0].tolist()]
 
 
 def assert_equal(one, two):
@@ -68,13 +92,12 @@ def assert_equal(one, two):
         assert torch.equal(a, b)
 
 
-def test_the_global_stream_does_not_depend_on_the_ranks(data):
-    reference = opened(data)
-    alone = global_rows([reference], 120)
-    assert reference.position.epoch > 1  # epochs end inside a batch
-    for size, batch in [(1, 4), (2, 1), (2, 3), (4, 2), (3, 1)]:
-        streams = [opened(data, rank, size, batch) for rank in range(size)]
-        assert_equal(global_rows(streams, 120 // (size * batch)), alone[: 120 // (size * batch) * size * batch])
+def test_a_step_has_the_same_sequences_on_any_number_of_ranks(data):
+    (reference,) = opened_on(data, 1, accumulate=12)
+    alone = global_rows([reference], 96)
+    assert reference.position.epoch > 1  # epochs and rounds end inside a step
+    for size, batch, accumulate in [(1, 4, 3), (2, 1, 6), (2, 3, 2), (4, 1, 3), (3, 4, 1)]:
+        assert_equal(global_rows(opened_on(data, size, batch, accumulate), 96 // (size * batch)), alone)
 
 
 def test_resume_anywhere_in_two_epochs_is_bitwise(data):
@@ -90,40 +113,52 @@ def test_resume_anywhere_in_two_epochs_is_bitwise(data):
         assert_equal(global_rows([resumed], min(5, len(expected) - i)), expected[i : i + 5])
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4)])
-def test_resume_on_another_number_of_ranks_continues_the_stream(data, before, after):
-    expected = global_rows([opened(data)], 60)
-    streams = [opened(data, rank, before) for rank in range(before)]
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (4, 1), (2, 4)])
+def test_resume_on_another_number_of_ranks_continues_with_the_same_sequences(data, before, after):
+    expected = global_rows(opened_on(data, 1, accumulate=4), 60)
+    streams = opened_on(data, before, accumulate=4 // before)
     done = global_rows(streams, 20 // before)
-    states = [stream.state_dict() for stream in streams]
-    assert all(state == states[0] for state in states) and states[0]["sequences"] == 20
-    resumed = [opened(data, rank, after) for rank in range(after)]
-    for stream in resumed:
-        stream.load_state_dict(json.loads(json.dumps(states[0])))
+    states = [json.dumps(stream.state_dict()) for stream in streams]
+    assert all(state == states[0] for state in states) and json.loads(states[0])["sequences"] == 20
+    resumed = opened_on(data, after, accumulate=4 // after, state=states[0])
     assert_equal(done + global_rows(resumed, 40 // after), expected)
 
 
-@pytest.mark.parametrize("context", [16, 100])
-def test_another_context_goes_on_at_the_next_token(data, context):
-    """Inside an epoch, whose end is padded to the context."""
-
-    def tokens(stream, count):
-        found = np.concatenate([stream.next_batch().input_ids[0] for _ in range(count)])
-        assert stream.position.epoch == 0
-        return found
-
-    expected = tokens(opened(data), 13)
-    stream = opened(data)
-    done = tokens(stream, 5)
-    resumed = opened(dataclasses.replace(data, context=context))
-    resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
-    both = np.concatenate([done, tokens(resumed, 500 // context)])
-    assert len(both) >= 800 and np.array_equal(both, expected[: len(both)])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (4, 1)])
+def test_steps_of_another_size_go_on_with_the_round_and_lose_nothing(data, before, after):
+    streams = opened_on(data, before)
+    global_rows(streams, 4 // before)
+    state = json.dumps(streams[0].state_dict())
+    same, other = opened_on(data, before, state=state), opened_on(data, after, state=state)
+    left = len(same[0].stream.round) - same[0].position.packings[-1].done
+    calls = left // (before * after)
+    assert_equal(global_rows(same, calls * after), global_rows(other, calls * before))
+    # The groups of the next round start where a step does.
+    stream = other[0].stream
+    while stream.position.cursors == same[0].position.cursors:
+        stream.next()
+    assert (left + stream.position.packings[-1].lead) % after == 0
 
 
-def test_resuming_tokenises_only_the_window_it_stopped_in(tmp_path, monkeypatch):
+@pytest.mark.parametrize("change", [{"size": 3}, {"context": 16}, {"context": 100}, {"context": 30, "size": 2}])
+def test_an_epoch_goes_on_with_other_steps_or_another_context_and_loses_nothing(data, change):
+    """Twice: what is left of a round is packed again, and then again."""
+    whole = rest_of_epoch(opened_on(data, 1))
+    (stream,) = opened_on(data, 1)
+    found = [row[0] for row in global_rows([stream], 4)]
+    state = json.dumps(stream.state_dict())
+    other = dataclasses.replace(data, context=change.get("context", data.context))
+    streams = opened_on(other, change.get("size", 1), state=state)
+    found += [row[0] for row in global_rows(streams, 1)]
+    state = json.dumps(streams[0].state_dict())
+    done = sorted(token for row in found for token in row.tolist() if token != BYTES.pad_id)
+    assert sorted(done + rest_of_epoch(opened_on(data, 1, state=state))) == whole
+
+
+def test_resuming_tokenises_only_the_round_it_stopped_in(tmp_path, monkeypatch):
     monkeypatch.setattr(read, "TEXT_PIECE_BYTES", 50)
     monkeypatch.setattr(pack, "WINDOW_BYTES", 100)
+    small_rounds(monkeypatch, 3)
     data = DataConfig(path=write_text(tmp_path / "a.txt"), context=16, validation_fraction=0)
     stream = opened(data)
     for _ in range(50):
@@ -167,7 +202,7 @@ def test_rows_that_are_read_otherwise_are_refused(tmp_path, kind, changed):
     stream = opened(data)
     stream.next_batch()
     opened(data).load_state_dict(stream.state_dict())
-    with pytest.raises(ConfigError, match=r"data.text_field, data.validation_fraction, .* of the checkpoint"):
+    with pytest.raises(ConfigError, match=r"data.text_field, .*data.validation_fraction, .* of the checkpoint"):
         opened(dataclasses.replace(data, **changed)).load_state_dict(stream.state_dict())
 
 
@@ -228,5 +263,5 @@ def test_memory_is_that_of_a_batch_of_texts_and_a_sequence_not_of_the_file(tmp_p
 
 def test_positions_of_an_earlier_format_are_refused(data):
     state = {"version": 1, "data": "0", "epoch": 0, "sequences": 7, "unit": 1, "cursor": 0, "offset": 4}
-    with pytest.raises(ConfigError, match="format 1, not 3.*; go on with the version that wrote it, or export the run"):
+    with pytest.raises(ConfigError, match="format 1, not 4.*; go on with the version that wrote it, or export the run"):
         opened(data).load_state_dict(state)

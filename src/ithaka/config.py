@@ -45,6 +45,7 @@ class Section:
 
     def __post_init__(self) -> None:
         section, hints = type(self).__name__.removesuffix("Config").lower(), typing.get_type_hints(type(self))
+        section = "data.sources" if section == "source" else section
         for entry in dataclasses.fields(self):  # type: ignore[arg-type]
             name, value, hint = f"{section}.{entry.name}", getattr(self, entry.name), hints[entry.name]
             try:
@@ -115,10 +116,22 @@ class Reading(Section):
 
 
 @dataclass(frozen=True)
+class SourceConfig(Reading):
+    """One of data.sources. What it leaves out of how records are read is as in data."""
+
+    # As data.path.
+    path: Path | None = None
+    # Its share of the tokens, relative to the other sources.
+    weight: float = setting(1.0, gt=0)
+
+
+@dataclass(frozen=True)
 class DataConfig(Reading):
     # A text file, a directory of sources, JSONL, JSON or Parquet; a directory or a glob of these; a folder of
     # datasets.save_to_disk, or a dataset's name on the hub. null: Python's standard library.
     path: Path | None = None
+    # Instead of path, several, mixed: [{path: a.jsonl, weight: 3}, {path: b, weight: 1}]; also how each is read.
+    sources: tuple[SourceConfig, ...] = ()
     # The same kinds, for validation. null: hold out validation_fraction of the documents of data.path.
     validation_path: Path | None = None
     # Share of the documents held out when validation_path is null.
@@ -127,6 +140,28 @@ class DataConfig(Reading):
     tokenizer: str | None = None
     # Tokens per sequence.
     context: int = setting(4096, ge=2)
+    # What becomes of documents longer than context. split: pieces of context tokens, and the rest.
+    long_documents: Literal["split", "drop", "refuse"] = "split"
+
+    def __post_init__(self) -> None:
+        reading = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(Reading)}
+        if not isinstance(self.sources, list | tuple) or not all(
+            isinstance(s, dict | SourceConfig) for s in self.sources
+        ):
+            way = "write a list of mappings: [{path: a.jsonl, weight: 3}, {path: b.jsonl}]"
+            raise ConfigError(f"data.sources={self.sources} is not accepted; {way}")
+        if self.sources and self.path is not None:
+            raise ConfigError(f"data.path={self.path} and data.sources both say what to read; make the path a source")
+        for source in self.sources:
+            _check_names(source if isinstance(source, dict) else {}, SourceConfig, "data.sources.")
+        made = [SourceConfig(**{**reading, **s}) if isinstance(s, dict) else s for s in self.sources]
+        object.__setattr__(self, "sources", tuple(made))
+        super().__post_init__()
+
+    def all_sources(self) -> tuple[SourceConfig, ...]:
+        """At least one."""
+        reading = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(Reading)}
+        return self.sources or (SourceConfig(path=self.path, **reading),)
 
 
 @dataclass(frozen=True)
@@ -386,13 +421,16 @@ def _merged(sources: Iterable[tuple[str, Mapping[str, Any]]]) -> Config:
             values = {} if values is None else values
             if not isinstance(values, Mapping):
                 raise ConfigError(f"{section}={values!r} in {source} is not a mapping; write keys below `{section}:`")
-            known = [entry.name for entry in dataclasses.fields(SECTIONS[section])]
-            for key in values.keys() - set(known):
-                way_out = _did_you_mean(key, known, f"{section}.")
-                raise ConfigError(f"{section}.{key}={values[key]} is not a setting; {way_out}")
+            _check_names(values, SECTIONS[section], f"{section}.")
             if section != "adapter" or tree[section] is not None:
                 merged.setdefault(section, {}).update(values)
     return Config(**{name: SECTIONS[name](**values) for name, values in merged.items()})
+
+
+def _check_names(values: Mapping[str, Any], section: Any, prefix: str) -> None:
+    known = [entry.name for entry in dataclasses.fields(section)]
+    for key in values.keys() - set(known):
+        raise ConfigError(f"{prefix}{key}={values[key]} is not a setting; {_did_you_mean(key, known, prefix)}")
 
 
 def _did_you_mean(name: object, known: Iterable[str], prefix: str = "") -> str:

@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from ithaka.config import ConfigError, DataConfig
+from ithaka.config import ConfigError, DataConfig, SourceConfig
 from ithaka.data.cache import TokenCache
 from ithaka.data.files import find
-from ithaka.data.pack import Split
+from ithaka.data.mix import SequenceStream, Source
+from ithaka.data.pack import Split, imbalance, permutation
 from ithaka.data.read import Shard, make_shards
-from ithaka.data.stream import SequenceStream, TrainData
+from ithaka.data.stream import TrainData
 from ithaka.data.tokenizer import Tokenizer, load_tokenizer
 
 PROBE_TEXTS = 10_000
@@ -20,18 +21,27 @@ SHOWN_TOKENS = 64
 
 def open_data(
     data: DataConfig, *, tokenizer: Tokenizer, seed: int, dp_rank: int = 0, dp_size: int = 1,
-    batch: int = 1, cache_dir: Path, fills_cache: bool = True,
+    batch: int = 1, accumulate: int = 1, cache_dir: Path, fills_cache: bool = True,
 ) -> TrainData:  # fmt: skip
-    """The training data of one data-parallel rank: `batch` sequences of `data.context` tokens a call.
+    """The training data of one data-parallel rank: `batch` sequences of `data.context` tokens a call, `accumulate`
+    calls a step.
 
     Every rank of a cp group passes the same dp_rank. `cache_dir` holds the tokens; one rank of each node
     writes them (`fills_cache`).
     """
     cache = TokenCache(cache_dir, tokenizer, fills_cache)
     train, held_out, about = _shards(data)
-    stream = functools.partial(SequenceStream, cache=cache, context=data.context, pad_id=tokenizer.pad_id)
-    validation = None if held_out is None else stream(held_out, seed=None)
-    return TrainData(stream(train, seed=seed), validation, about, rank=dp_rank, size=dp_size, batch=batch)
+    names, weights = _names(data), [source.weight for source in data.all_sources()]
+    sources = [Source(names[i], shards, cache, (seed, i), weights[i]) for i, shards in enumerate(train)]
+    opened = functools.partial(
+        SequenceStream, context=data.context, pad_id=tokenizer.pad_id, long_documents=data.long_documents
+    )
+    stream = opened(sources, group=batch * dp_size * accumulate)
+    validation = None
+    if held_out is not None:
+        sources = [Source(names[i], shards, cache, None, weights[i]) for i, shards in enumerate(held_out)]
+        validation = opened(sources)
+    return TrainData(stream, validation, about, rank=dp_rank, size=dp_size, batch=batch)
 
 
 def check(data: DataConfig, vocab_size: int, model_path: Path | None = None) -> None:
@@ -48,45 +58,66 @@ def check(data: DataConfig, vocab_size: int, model_path: Path | None = None) -> 
         )
     train, held_out, about = _shards(data)
     hold_none_out = ", or data.validation_fraction=0" if data.validation_path is None and held_out is not None else ""
-    _probe(train, f"data.path={data.path} holds no text to train on; give a path with more documents{hold_none_out}")
-    if sum(shard.num_bytes for shard in train) < data.context:
-        texts = [text.text for shard in train for text in shard.texts()]
+    paths = [f"{name}={source.path}" for name, source in _fields(data)]
+    for path, shards in zip(paths, train, strict=True):
+        _probe(shards, f"{path} holds no text to train on; give a path with more documents{hold_none_out}")
+    if sum(shard.num_bytes for shards in train for shard in shards) < data.context:
+        texts = [text.text for shards in train for shard in shards for text in shard.texts()]
         num_tokens = sum(map(len, tokenizer.encode_batch(texts)))
         if num_tokens < data.context:
             raise ConfigError(
-                f"data.path={data.path} holds {num_tokens} tokens to train on, too few for one sequence of "
+                f"{' and '.join(paths)} holds {num_tokens} tokens to train on, too few for one sequence of "
                 f"data.context={data.context}; give more text, or a shorter data.context"
             )
-    if held_out is not None:
+    for shards in held_out or ():
         way_out = "raise it, or set it to 0" if data.validation_path is None else "give other data"
-        _probe(held_out, f"{about['validation']} holds no text to validate on; {way_out}")
+        _probe(shards, f"{about['validation']} holds no text to validate on; {way_out}")
 
 
-def _shards(data: DataConfig) -> tuple[list[Shard], list[Shard] | None, dict[str, str]]:
-    """Shards to train on, shards held out (None where nothing is), and in words what was found."""
-    found = find(data.path)
-    split, held_out = None, None
+def _fields(data: DataConfig) -> list[tuple[str, SourceConfig]]:
+    """Each source, with the field that names its path."""
+    if not data.sources:
+        return [("data.path", source) for source in data.all_sources()]
+    return [(f"data.sources[{i}].path", source) for i, source in enumerate(data.sources)]
+
+
+def _names(data: DataConfig) -> list[str]:
+    """Of the sources, for the log: as short as tells them apart."""
+    paths = [source.path or Path("Python's standard library") for source in data.all_sources()]
+    names = [path.stem for path in paths]
+    return names if len(set(names)) == len(names) else [str(path) for path in paths]
+
+
+def _shards(data: DataConfig) -> tuple[list[list[Shard]], list[list[Shard]] | None, dict[str, str]]:
+    """Of each source, shards to train on and shards held out (None where nothing is), and in words what was found."""
+    fraction = data.validation_fraction
+    train: list[list[Shard]] = []
+    held_out: list[list[Shard]] = []
+    about: dict[str, str] = {}
+    validation = f"data.validation_path={data.validation_path}"
+    for (field, source), name in zip(_fields(data), _names(data), strict=True):
+        found, split = find(source.path, field), None
+        if data.validation_path is None and not fraction:
+            validation = "none, data.validation_fraction=0"
+        elif data.validation_path is None and found.validation:
+            held_out.append(make_shards(found.validation, source))
+            validation = f"the split {found.validation[0].split} of {field}={source.path}"
+        elif data.validation_path is None:
+            split = Split(fraction, held_out=False)
+            held_out.append(make_shards(found.files, source, Split(fraction, held_out=True)))
+            whole = f"{field}={source.path}" if source.path else "Python's standard library"
+            validation = f"data.validation_fraction={fraction} of {'each source' if data.sources else whole}"
+        train.append(make_shards(found.files, source, split))
+        kinds = ", ".join(sorted({file.kind for file in found.files}))
+        num_bytes, num_files = sum(shard.num_bytes for shard in train[-1]), len(found.files)
+        about[name] = f"{num_files:,} file{'s' * (num_files != 1)} ({kinds}), {num_bytes / 1e6:,.1f} MB"
+        if found.left_out:
+            more = ", ..." if len(found.left_out) > 3 else ""
+            left_out = f"{len(found.left_out):,} files: {', '.join(found.left_out[:3])}{more}"
+            about[f"left out of {name}" if data.sources else "left out"] = left_out
     if data.validation_path is not None:
-        held_out = make_shards(find(data.validation_path, "data.validation_path").files, data)
-        validation = f"data.validation_path={data.validation_path}"
-    elif not data.validation_fraction:
-        validation = "none, data.validation_fraction=0"
-    elif found.validation:
-        held_out = make_shards(found.validation, data)
-        validation = f"the split {found.validation[0].split} of data.path={data.path}"
-    else:
-        split = Split(data.validation_fraction, held_out=False)
-        held_out = make_shards(found.files, data, Split(data.validation_fraction, held_out=True))
-        whole = f"data.path={data.path}" if data.path else "Python's standard library"
-        validation = f"data.validation_fraction={data.validation_fraction} of {whole}"
-    train = make_shards(found.files, data, split)
-    kinds = ", ".join(sorted({file.kind for file in found.files}))
-    num_bytes, num_files = sum(shard.num_bytes for shard in train), len(found.files)
-    about = {"data": f"{num_files:,} file{'s' * (num_files != 1)} ({kinds}), {num_bytes / 1e6:,.1f} MB"}
-    if found.left_out:
-        more = ", ..." if len(found.left_out) > 3 else ""
-        about["left out"] = f"{len(found.left_out):,} files: {', '.join(found.left_out[:3])}{more}"
-    return train, held_out, {**about, "validation": validation}
+        held_out = [make_shards(find(data.validation_path, "data.validation_path").files, data)]
+    return train, held_out or None, {**about, "validation": validation}
 
 
 def _probe(shards: Sequence[Shard], if_empty: str) -> None:
@@ -98,28 +129,42 @@ def _probe(shards: Sequence[Shard], if_empty: str) -> None:
 def data_facts(opened: TrainData, num_sequences: int) -> dict[str, str]:
     """What a run of `num_sequences` will train on, in words, by topic. For one rank, before the first step.
 
-    Counts the first window to be trained on, which must be tokenised anyway; small data is one window.
+    Counts the first round to be trained on, which must be tokenised anyway; small data is one round.
     """
-    stream, about = opened.stream, dict(opened.about)
-    indices = stream.windows[stream.position.window % len(stream.windows)]
-    loaded = stream.cache.load_all([stream.shards[i] for i in indices])
-    documents, tokens = sum(len(each.lengths) for each in loaded), sum(len(each.tokens) for each in loaded)
-    skipped, sequences = Counter[str](), max(1, -(-tokens // stream.context))
-    for each in loaded:
-        skipped.update(each.skipped)
-    least, most = ("", "") if len(indices) == len(stream.shards) else ("at least ", "at most ")
-    facts = {
-        "data": f"{about.pop('data')}, {least}{documents:,} documents, {tokens:,} tokens, {sequences:,} sequences",
-        "epochs": f"{most}{num_sequences / sequences:.3g} ({num_sequences:,} sequences in all)",
-    }
+    stream, about, names = opened.stream, dict(opened.about), opened.source_names
+    packed, sequences = stream.round, len(stream.round)
+    run_tokens = num_sequences * packed.num_tokens / sequences
+    weights = [source.weight for source in stream.sources]
+    facts: dict[str, str] = {}
+    epochs, skipped = [], Counter[str]()
+    for source, name in zip(stream.sources, names, strict=True):
+        whole = source.seen_bytes >= sum(source.sizes)
+        part = min(1.0, source.seen_bytes / sum(source.sizes))
+        documents, tokens = int(source.seen_documents / part), int(source.seen_tokens / part)
+        share = source.weight / sum(weights)
+        epochs.append(f"{'' if whole else 'about '}{run_tokens * share / tokens:.3g}")
+        counts = f"{'' if whole else 'about '}{documents:,} documents, {tokens:,} tokens"
+        if len(names) == 1:
+            exact = whole and tokens == packed.num_tokens
+            num = sequences if exact else round(tokens * sequences / packed.num_tokens)
+            facts["data"] = f"{about.pop(name)}, {counts}, {'' if exact else 'about '}{num:,} sequences"
+        else:
+            facts[f"source {name}"] = f"{share:.1%} of the tokens; {about.pop(name)}, {counts}, {epochs[-1]} epochs"
+        skipped.update(source.skipped)
+    facts["epochs"] = f"{' and '.join(epochs)} ({num_sequences:,} sequences in all)"
+    facts["packing"] = f"{packed.num_tokens / (sequences * stream.context):.1%} of each sequence filled"
+    if stream.num_long:
+        what = {"split": "split", "drop": "dropped"}[stream.long_documents]
+        facts["packing"] += f"; {stream.num_long:,} documents longer than data.context {what}"
+    if opened.size > 1:
+        areas = packed.areas[packed.packing.lead :]
+        shuffled = areas[permutation(len(areas), (0,))]
+        after, before = (f"{imbalance(each, opened.size, opened.batch):.3f}" for each in (areas, shuffled))
+        facts["balance"] = f"attention of {opened.size} ranks, largest over mean: {after}, and {before} if not grouped"
     if skipped:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in skipped.most_common())
-        facts["skipped"] = f"{least}{skipped.total():,} documents: {reasons}"
-    # The start of a sequence is the same whatever its length.
-    peek = SequenceStream(stream.shards, stream.cache, min(SHOWN_TOKENS, stream.context), seed=stream.seed)
-    peek.seek(opened.position)
-    first = peek.next()
-    assert first is not None
-    text = stream.cache.tokenizer.decode(first.ids[: first.length])
+        facts["skipped"] = f"{skipped.total():,} documents: {reasons}"
+    first = stream.sequence(min(stream.position.packings[-1].done, sequences - 1))
+    text = opened.cache.tokenizer.decode(first.ids[: min(first.length, SHOWN_TOKENS)])
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     return {**facts, **about, "starts with": shown}

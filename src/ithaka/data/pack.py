@@ -1,17 +1,20 @@
 """Which tokens go where: pure functions of sizes, lengths, seed and position. No files, no ranks.
 
-A shard is some documents that are read and tokenised together. An epoch shuffles its shards, deals them into windows
-of about WINDOW_BYTES and shuffles the documents of each window. Documents follow one another through the windows and
-are cut into sequences of S tokens; one that crosses the end of a sequence continues in the next as a document of its
-own. An epoch's last sequence is padded.
+A shard is some documents that are read and tokenised together. An epoch shuffles the shards of a source, deals them
+into windows of about WINDOW_BYTES and shuffles the documents of each window. Documents are packed a round at a time:
+each goes whole into the fullest sequence of S tokens that has room for it. Sequences of similar attention area are
+grouped into the same step, and the groups are shuffled.
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 WINDOW_BYTES = 1 << 26
+# Documents, or parts of them: the shard of a round, the source, the first token in the shard, how many.
+PIECE = np.dtype([("shard", np.int32), ("source", np.int32), ("low", np.int64), ("length", np.int64)])
 IGNORED = -100  # as in the loss, which imports torch
 
 
@@ -26,11 +29,13 @@ class Documents:
 
 @dataclass(frozen=True)
 class PackedSequence:
-    """tokens: int32 [S], marked as in Documents, padding after `length`. starts: where documents start; 0 is one."""
+    """tokens: int32 [S], marked as in Documents, padding after `length`. starts: where documents start; 0 is one.
+    sources: of each document."""
 
     tokens: np.ndarray
     starts: np.ndarray
     length: int
+    sources: np.ndarray
 
     @property
     def ids(self) -> np.ndarray:
@@ -53,43 +58,113 @@ class PackedSequence:
         change_S[self.length : self.length + 1] = 1
         return np.cumsum(change_S) - 1
 
-
-class Window:
-    """The documents of some shards in the order of training: shuffled by `key`, or as they are (None)."""
-
-    def __init__(self, shards: Sequence[Documents], key: tuple[int, ...] | None):
-        self.shards = shards
-        lengths = np.concatenate([shard.lengths for shard in shards])
-        order = np.arange(len(lengths)) if key is None else permutation(len(lengths), key)
-        self.shard = np.repeat(np.arange(len(shards)), [len(shard.lengths) for shard in shards])[order]
-        self.low = np.concatenate([np.cumsum(shard.lengths) - shard.lengths for shard in shards])[order]
-        self.ends = np.cumsum(lengths[order])
-        self.num_tokens = int(lengths.sum())
-
-    def take(self, low: int, high: int) -> list[np.ndarray]:
-        """Tokens [low, high) of the window: a view of each document's part. All but the first start a document."""
-        return [
-            self.shards[self.shard[i]].tokens[self.low[i] + start : self.low[i] + stop]
-            for i, start, stop in spans(self.ends, low, high)
-        ]
+    def source_ids(self) -> np.ndarray:
+        """int64 [S]; 0 for the padding."""
+        ids_S = np.zeros(len(self.tokens), dtype=np.int64)
+        ids_S[: self.length] = np.repeat(self.sources, np.diff(self.starts, append=self.length))
+        return ids_S
 
 
-def spans(ends: np.ndarray, low: int, high: int) -> list[tuple[int, int, int]]:
-    """Documents that end at `ends` -> (document, start, stop) of each that has tokens in [low, high)."""
-    first, last = np.searchsorted(ends, low, side="right"), np.searchsorted(ends, high, side="left")
-    begins = np.concatenate([np.zeros(1, np.int64), ends])[first : last + 1].tolist()
-    stops = ends[first : last + 1].tolist()
-    pairs = zip(begins, stops, strict=False)
-    return [(int(first) + i, max(low - b, 0), min(high, e) - b) for i, (b, e) in enumerate(pairs) if b < high]
+@dataclass(frozen=True)
+class Packing:
+    """How a round is packed: into sequences of `context` tokens, in groups of `group`.
+
+    The first `lead` sequences complete a group of the round before. `done`: how many were given out.
+    """
+
+    context: int
+    group: int
+    lead: int = 0
+    done: int = 0
 
 
-def pack(parts: Sequence[np.ndarray], context: int, pad_id: int) -> PackedSequence:
-    """Documents, or parts of them, one after the other; padding fills up."""
+class Round:
+    """Pieces [n] that are packed together, as sequences in the order of training."""
+
+    def __init__(self, pieces: np.ndarray, packing: Packing, key: tuple[int, ...] | None):
+        """`key` shuffles the groups; None: sequences in the order of their first pieces."""
+        lengths = pieces["length"]
+        sequence = best_fit(lengths, packing.context)
+        areas = np.bincount(sequence, lengths * (lengths + 1) / 2)  # pairs of attention
+        order = np.unique(sequence, return_index=True)[1].argsort()
+        if key is not None:
+            order = group_alike(areas, packing.group, packing.lead, key)
+        place = order.argsort()[sequence]
+        self.packing, self.areas, self.num_tokens = packing, areas[order], int(lengths.sum())
+        self.pieces = pieces[place.argsort(kind="stable")]
+        self.edges = np.concatenate([[0], np.bincount(place).cumsum()])
+
+    def __len__(self) -> int:
+        return len(self.areas)
+
+    def sequences(self, low: int, high: int) -> np.ndarray:
+        """Their pieces."""
+        return self.pieces[self.edges[low] : self.edges[high]]
+
+
+def cut(pieces: np.ndarray, context: int) -> np.ndarray:
+    """Pieces of at most `context` tokens."""
+    counts = -(-pieces["length"] // context)
+    found = np.repeat(pieces, counts)
+    skipped = (np.arange(len(found)) - np.repeat(counts.cumsum() - counts, counts)) * context
+    found["low"] += skipped
+    found["length"] = np.minimum(found["length"] - skipped, context)
+    return found
+
+
+def best_fit(lengths: np.ndarray, context: int) -> np.ndarray:
+    """The sequence, counting from 0, that each piece goes into: the fullest with room for it, longest pieces first."""
+    order = np.argsort(-lengths, kind="stable")
+    chosen: list[int] = []
+    rooms: list[int] = []  # ascending, of the sequences that are not full: room << 32 | sequence
+    num_sequences = 0
+    for length in lengths[order].tolist():
+        at = bisect_left(rooms, length << 32)
+        if at < len(rooms):
+            room, sequence = divmod(rooms.pop(at), 1 << 32)
+        else:
+            room, sequence = context, num_sequences
+            num_sequences += 1
+        chosen.append(sequence)
+        if room > length:
+            insort(rooms, room - length << 32 | sequence)
+    found = np.empty(len(lengths), np.int64)
+    found[order] = chosen
+    return found
+
+
+def group_alike(areas: np.ndarray, group: int, lead: int, key: tuple[int, ...]) -> np.ndarray:
+    """Sequences by index in the order of training: groups of similar area, shuffled; ascending inside a group, so that
+    those of a micro-step are alike too.
+
+    The first `lead` and those that are left over at the end share a group with another round's: they are of middling
+    area, which all rounds have.
+    """
+    shuffled = permutation(len(areas), key)
+    order = shuffled[areas[shuffled].argsort(kind="stable")]
+    lead = min(lead, len(order))
+    num_middle = lead + (len(order) - lead) % group
+    low = (len(order) - num_middle) // 2
+    middle, rest = order[low : low + num_middle], np.delete(order, np.s_[low : low + num_middle])
+    groups = rest.reshape(-1, group)
+    return np.concatenate([middle[:lead], groups[permutation(len(groups), key)].ravel(), middle[lead:]])
+
+
+def imbalance(areas: np.ndarray, ranks: int, batch: int) -> float:
+    """Largest over mean area of the ranks in a micro-step, over all steps: how much longer attention takes than it
+    would if the ranks had equal work. `areas`: of sequences in the order of training."""
+    steps = areas[: len(areas) // (ranks * batch) * ranks * batch].reshape(-1, batch, ranks).sum(axis=1)
+    return float(steps.max(axis=1).sum() / steps.mean(axis=1).sum()) if len(steps) else 1.0
+
+
+def pack(shards: Sequence[Documents], pieces: np.ndarray, context: int, pad_id: int) -> PackedSequence:
+    """The tokens of `pieces`, one after the other; padding fills up."""
     tokens_S = np.full(context, pad_id, dtype=np.int32)
-    ends = np.cumsum([0, *map(len, parts)])
-    for end, tokens in zip(ends[1:], parts, strict=True):
-        tokens_S[end - len(tokens) : end] = tokens
-    return PackedSequence(tokens_S, ends[: max(len(parts), 1)], int(ends[-1]))
+    ends = pieces["length"].cumsum()
+    for (shard, _, low, length), end in zip(pieces.tolist(), ends.tolist(), strict=True):
+        tokens_S[end - length : end] = shards[shard].tokens[low : low + length]
+    starts = np.concatenate([np.zeros(1, np.int64), ends])
+    return PackedSequence(tokens_S, starts[: max(len(pieces), 1)], int(starts[-1]), pieces["source"])
 
 
 def deal(sizes: Sequence[int], key: tuple[int, ...] | None, window_bytes: int) -> list[list[int]]:

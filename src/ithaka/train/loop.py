@@ -75,6 +75,7 @@ class Trainer:
                 dp_rank=mesh.dp_rank,
                 dp_size=mesh.dp_size,
                 batch=config.train.batch,
+                accumulate=config.train.accumulate,
                 cache_dir=run.run_dir / "tokens",
                 fills_cache=os.environ.get("LOCAL_RANK", "0") == "0",
             )

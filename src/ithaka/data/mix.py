@@ -1,0 +1,229 @@
+"""Documents of the sources -> packed sequences, each source in proportion to its weight; and the place to resume from.
+
+A round is the documents that are packed together. It takes of every source what its weight says, in tokens, and ends
+with the epoch of the main source, the one that takes longest; the others begin their next epoch inside a round.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from ithaka.config import ConfigError
+from ithaka.data import pack
+from ithaka.data.cache import TokenCache
+from ithaka.data.pack import PIECE, Documents, PackedSequence, Packing, Round
+from ithaka.data.read import Shard
+
+WINDOWS_AHEAD = 2
+# A round's size: tokens, sequences and steps, at least.
+ROUND_TOKENS = 1 << 22
+ROUND_SEQUENCES = 64
+ROUND_STEPS = 32
+HELD_OUT_SEQUENCES = 16  # of a round without a seed, of which only the first sequences may be needed
+
+Loaded = tuple[Shard, Documents]
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """A place in a source: documents taken of a window of an epoch, and tokens since the start of training."""
+
+    epoch: int = 0
+    window: int = 0
+    document: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place in a stream: where its round starts in each source, and how the round is packed.
+
+    What is left of a round when a run is resumed with another context is packed again: one more packing.
+    """
+
+    sequences: int = 0  # since the start of training, over all ranks
+    cursors: tuple[Cursor, ...] = ()
+    packings: tuple[Packing, ...] = ()
+
+    @property
+    def epoch(self) -> int:
+        """Of the main source."""
+        return min((cursor.epoch for cursor in self.cursors), default=0)
+
+
+class Source:
+    """Shards -> documents, epoch after epoch."""
+
+    def __init__(
+        self, name: str, shards: Sequence[Shard], cache: TokenCache, key: tuple[int, ...] | None, weight: float = 1.0
+    ):
+        """`key` shuffles, anew for each of endless epochs; None: one epoch, in the order of the files."""
+        self.name, self.shards, self.cache, self.key, self.weight = name, shards, cache, key, weight
+        self.sizes = [shard.num_bytes for shard in shards]
+        self.seen_bytes = self.seen_documents = self.seen_tokens = 0  # of what was loaded
+        self.skipped = Counter[str]()
+        self._epoch, self._windows = -1, [[0]]
+        self._at: tuple[int, int] | None = None
+        self._loaded: tuple[list[Loaded], np.ndarray] = ([], np.empty(0, PIECE))
+
+    def windows(self, epoch: int) -> list[list[int]]:
+        """The shards of each, by index."""
+        if self._epoch != epoch:
+            key = None if self.key is None else (*self.key, epoch)
+            self._epoch, self._windows = epoch, pack.deal(self.sizes, key, pack.WINDOW_BYTES if key else 0)
+        return self._windows
+
+    def take(
+        self, cursor: Cursor, num_tokens: float, longest: float, goes_on: bool
+    ) -> tuple[list[Loaded], np.ndarray, Cursor]:
+        """Documents of `num_tokens` tokens or a little more: their shards, their pieces [n], and the place behind them.
+
+        Documents above `longest` are among them, but do not count. Fewer at an epoch's end, unless it `goes_on`.
+        """
+        shards: list[Loaded] = []
+        found = [np.empty(0, PIECE)]
+        until = cursor.tokens + num_tokens
+        epoch_start = cursor.tokens if cursor.window == cursor.document == 0 else None  # in tokens, if it is ours
+        while cursor.tokens < until and cursor.window < len(self.windows(cursor.epoch)):
+            loaded, pieces = self._load(cursor.epoch, cursor.window)
+            pieces = pieces[cursor.document :].copy()
+            ends = np.where(pieces["length"] > longest, 0, pieces["length"]).cumsum()
+            count = int(ends.searchsorted(until - cursor.tokens)) + 1
+            pieces["shard"] += len(shards)
+            shards, found = shards + loaded, [*found, pieces[:count]]
+            tokens = cursor.tokens + int(ends[:count][-1:].sum())
+            cursor = replace(cursor, document=cursor.document + count, tokens=tokens)
+            if count >= len(pieces):
+                cursor = Cursor(cursor.epoch, cursor.window + 1, 0, tokens)
+            if self.key is not None and cursor.window == len(self.windows(cursor.epoch)):
+                if tokens == epoch_start:
+                    raise ConfigError(f"data: {self.name} holds no tokens to train on; give other data")
+                cursor, epoch_start = Cursor(cursor.epoch + 1, tokens=tokens), tokens
+                if not goes_on:
+                    break
+        if self.key is not None:
+            ahead = self.windows(cursor.epoch)[cursor.window :][: 1 + WINDOWS_AHEAD]
+            self.cache.prepare(self.shards[i] for window in ahead for i in window)
+        return shards, np.concatenate(found), cursor
+
+    def _load(self, epoch: int, window: int) -> tuple[list[Loaded], np.ndarray]:
+        """The shards and the documents of a window, in the order of training. The last one is kept."""
+        if self._at != (epoch, window):
+            shards = [self.shards[i] for i in self.windows(epoch)[window]]
+            documents = self.cache.load_all(shards)
+            pieces = np.zeros(sum(len(each.lengths) for each in documents), PIECE)
+            pieces["shard"] = np.repeat(np.arange(len(shards)), [len(each.lengths) for each in documents])
+            pieces["length"] = np.concatenate([each.lengths for each in documents])
+            pieces["low"] = np.concatenate([each.lengths.cumsum() - each.lengths for each in documents])
+            if self.key is not None:
+                pieces = pieces[pack.permutation(len(pieces), (*self.key, epoch, window))]
+            self._at, self._loaded = (epoch, window), (list(zip(shards, documents, strict=True)), pieces)
+            self.seen_bytes += sum(shard.num_bytes for shard in shards)
+            self.seen_documents += len(pieces)
+            self.seen_tokens += int(pieces["length"].sum())
+            for each in documents:
+                self.skipped.update(each.skipped)
+        return self._loaded
+
+
+class SequenceStream:
+    """Sources -> packed sequences of `context` tokens."""
+
+    def __init__(
+        self, sources: Sequence[Source], context: int, *, group: int = 1, pad_id: int = 0,
+        long_documents: Literal["split", "drop", "refuse"] = "split",
+    ):  # fmt: skip
+        """`group`: sequences of a step, over all ranks. The sources have keys, or none of them has."""
+        self.sources, self.context, self.group, self.pad_id = sources, context, group, pad_id
+        self.long_documents, self.shuffled = long_documents, sources[0].key is not None
+        self.main = max(range(len(sources)), key=lambda i: sum(sources[i].sizes) / sources[i].weight)
+        self.seek(Position())
+
+    def seek(self, position: Position) -> None:
+        cursors = position.cursors or (Cursor(),) * len(self.sources)
+        packings = position.packings or (Packing(self.context, self.group),)
+        if packings[-1].context != self.context:
+            packings = (*packings, Packing(self.context, self.group))
+        self.position = Position(position.sequences, cursors, packings)
+        # A step starts here, counted in sequences of the round. Another group than the round's is for the next.
+        self._step_start = packings[-1].lead if packings[-1].group == self.group else packings[-1].done
+        self._round: Round | None = None
+
+    def next(self, materialize: bool = True) -> PackedSequence | None:
+        """The next sequence; None at the end of a stream without a key, or if not `materialize`."""
+        while self.position.packings[-1].done == len(self.round):
+            if not len(self.round) and not self.shuffled:
+                return None
+            self._step_start = (self._step_start - len(self.round)) % self.group
+            packing = Packing(self.context, self.group, self._step_start)
+            self.position = Position(self.position.sequences, self.behind, (packing,))
+            self._round = None
+        *earlier, packing = self.position.packings
+        sequence = self.sequence(packing.done) if materialize else None
+        packings = (*earlier, replace(packing, done=packing.done + 1))
+        self.position = Position(self.position.sequences + 1, self.position.cursors, packings)
+        return sequence
+
+    def sequence(self, index: int) -> PackedSequence:
+        """Of the round."""
+        pieces = self.round.sequences(index, index + 1)
+        return pack.pack([documents for _, documents in self._shards], pieces, self.context, self.pad_id)
+
+    @property
+    def round(self) -> Round:
+        """The round of the position. Sets `behind`, the place in each source behind it, and `num_long`, its documents
+        longer than the context."""
+        if self._round is None:
+            self._round = self._load()
+        return self._round
+
+    def _load(self) -> Round:
+        pieces, main = self._take(), self.position.cursors[self.main]
+        key = self.sources[self.main].key
+        key = None if key is None else (*key, main.epoch, main.window, main.document)
+        self.num_long = 0
+        for packing in self.position.packings:
+            long = pieces["length"] > packing.context
+            self.num_long += int(long.sum())
+            if long.any() and self.long_documents == "refuse":
+                raise ConfigError(self._refusal(pieces[long][0]))
+            if self.long_documents == "drop":
+                pieces = pieces[~long]
+            found = Round(pack.cut(pieces, packing.context), packing, key)
+            pieces = found.sequences(packing.done, len(found))
+        return found
+
+    def _take(self) -> np.ndarray:
+        """The documents of a round [n], of all sources."""
+        cursors, packing = list(self.position.cursors), self.position.packings[0]
+        num_sequences = max(ROUND_SEQUENCES, ROUND_STEPS * packing.group) if self.shuffled else HELD_OUT_SEQUENCES
+        num_tokens = max(num_sequences * packing.context, ROUND_TOKENS * self.shuffled)
+        longest = packing.context if self.long_documents == "drop" else np.inf
+        main, weights = self.main, [source.weight for source in self.sources]
+        self._shards: list[Loaded] = []
+        found: list[np.ndarray] = []
+        for i in sorted(range(len(cursors)), key=lambda i: i != main):  # the main source sets the pace
+            need = weights[i] / weights[main] * cursors[main].tokens - cursors[i].tokens
+            need = num_tokens * weights[i] / sum(weights) if i == main else need
+            shards, pieces, cursors[i] = self.sources[i].take(cursors[i], need, longest, goes_on=i != main)
+            pieces["shard"] += len(self._shards)
+            pieces["source"] = i
+            self._shards += shards
+            found.append(pieces)
+        self.behind = tuple(cursors)
+        # Evenly mixed.
+        place = np.concatenate([pieces["length"].cumsum() / max(pieces["length"].sum(), 1) for pieces in found])
+        return np.concatenate(found)[place.argsort(kind="stable")]
+
+    def _refusal(self, piece: np.void) -> str:
+        shard, documents = self._shards[piece["shard"]]
+        index = int((documents.lengths.cumsum() <= piece["low"]).sum())
+        # Of text each part is a document; which record it is was not noted.
+        part = shard.parts[index if len(shard.parts) == len(documents.lengths) else 0]
+        return (
+            f"{part.file.path} holds a document of {piece['length']} tokens, more than data.context={self.context} "
+            "(data.long_documents=refuse); use a longer data.context, or data.long_documents=split or drop"
+        )
