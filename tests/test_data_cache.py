@@ -27,12 +27,12 @@ class CountingTokenizer(ByteTokenizer):
         super().__init__()
         self.log = log
 
-    def encode_batch(self, texts):
+    def encode_batch(self, texts, trained=None):
         found = [json.dumps([os.getpid(), text]) + "\n" for text in texts if "quick brown fox" not in text]
         if found:  # and not the fingerprint's sentence
             with self.log.open("a") as file:
                 file.writelines(found)
-        return super().encode_batch(texts)
+        return super().encode_batch(texts, trained)
 
     def seen(self):
         return [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []

@@ -98,7 +98,7 @@ def test_text_that_is_not_utf8(tmp_path):
 
 def test_less_than_a_sequence_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("123456789")
-    match = r"a.txt holds 9 tokens to train on, too few for one sequence of data.context=10; give more text, or a short"
-    for context in (10, 9):
-        with pytest.raises(ConfigError, match=match) if context == 10 else nullcontext():
+    match = r"a.txt holds 10 tokens to train on, too few for one sequence of data.context=11; give more text"
+    for context in (11, 10):
+        with pytest.raises(ConfigError, match=match) if context == 11 else nullcontext():
             check(DataConfig(path=tmp_path / "a.txt", context=context, validation_fraction=0), 264)

@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from ithaka.config import ConfigError, DataConfig
@@ -97,20 +95,10 @@ def test_one_json_object_is_refused_when_named_and_a_source_among_sources(tmp_pa
     assert len(documents_of(tmp_path)) == 3
 
 
-@pytest.mark.parametrize("name", ["messages", "conversations"])
-def test_conversations_are_refused_in_every_format(tmp_path, name):
-    rows = [{"id": 1, name: MESSAGES}, {"id": 2, name: MESSAGES}]
-    match = rf"has no field data.text_field=text; its fields are id, {name}; conversations \({name}\) are not read yet"
-    (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
-    refused(tmp_path / "a.json", rf"a.json record 1: {match}.*data.text_field", validation_fraction=0)
-    refused(tmp_path, rf"a.json record \d: {match}")
+def test_a_folder_of_conversations_takes_no_other_file(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps([{"id": 1, "messages": MESSAGES}], indent=1))
     (tmp_path / "notes.txt").write_text("some text\n")
     refused(tmp_path, r"holds records \(a.json\) and also notes.txt, which holds none; choose the files with a glob")
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    refused(tmp_path / "a.jsonl", rf"a.jsonl line 1: {match}")
-    refused(tmp_path / "a.jsonl", rf"line 1: data.text_field={name} is list, not a string", text_field=name)
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    refused(tmp_path / "a.parquet", rf"a.parquet {match}")
 
 
 def test_small_files_of_a_directory_are_mixed(tmp_path):

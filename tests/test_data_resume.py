@@ -164,7 +164,7 @@ def test_resuming_tokenises_only_the_round_it_stopped_in(tmp_path, monkeypatch):
     for _ in range(50):
         stream.next_batch()
     tokenised, encode = [], ByteTokenizer.encode_batch
-    monkeypatch.setattr(ByteTokenizer, "encode_batch", lambda self, t: tokenised.append(t) or encode(self, t))
+    monkeypatch.setattr(ByteTokenizer, "encode_batch", lambda self, t, s: tokenised.append(t) or encode(self, t, s))
     monkeypatch.setattr(TokenCache, "prepare", lambda self, shards: None)
     resumed = opened(data)
     resumed.load_state_dict(stream.state_dict())

@@ -113,6 +113,15 @@ class Reading(Section):
 
     # The field of a record (JSONL, JSON, Parquet, Arrow) that holds the text.
     text_field: str = "text"
+    # What records hold. auto: messages (or conversations), prompt and completion, input_ids (and labels), or text, by
+    # their fields.
+    format: Literal["auto", "messages", "prompt_completion", "text", "input_ids"] = "auto"
+    # What is trained; the rest is read. auto: the assistant's turns of messages, completions, or all.
+    train_on: Literal["auto", "assistant", "completion", "all"] = "auto"
+    # Train the token that ends an assistant's turn, a completion or a text.
+    train_on_eos: bool = True
+    # A record that cannot be trained on ends the run, or is skipped and counted.
+    bad_records: Literal["refuse", "skip"] = "refuse"
 
 
 @dataclass(frozen=True)
@@ -138,6 +147,8 @@ class DataConfig(Reading):
     validation_fraction: float = setting(0.02, ge=0, lt=1)
     # null: the model's own (bytes for an embedded model). bytes: one token per byte. Else a directory.
     tokenizer: str | None = None
+    # A Jinja file in place of the tokenizer's chat template.
+    chat_template: Path | None = None
     # Tokens per sequence.
     context: int = setting(4096, ge=2)
     # What becomes of documents longer than context. split: pieces of context tokens, and the rest.

@@ -20,8 +20,9 @@ from typing import BinaryIO
 import numpy as np
 
 from ithaka.config import ConfigError
+from ithaka.data.conversation import Document
 from ithaka.data.pack import Documents
-from ithaka.data.read import Shard, Text
+from ithaka.data.read import Shard
 from ithaka.data.tokenizer import Tokenizer
 
 FORMAT = 3
@@ -117,29 +118,42 @@ class TokenCache:
 
     def _tokenise(self, shard: Shard, file: BinaryIO) -> None:
         """tokens int32 [n], lengths int64 [documents], the skipped as JSON, then its bytes and the documents, int64."""
-        prefix = np.asarray(self.tokenizer.document_prefix, np.int32)
-        suffix = np.asarray([] if self.tokenizer.eos_id is None else [self.tokenizer.eos_id], np.int32)
         lengths, skipped = [], Counter[str]()
-        for texts in _batches(shard.texts()):
-            for ids, text in zip(self.tokenizer.encode_batch([text.text for text in texts]), texts, strict=True):
-                if text.first and text.last and not len(ids):
-                    skipped["empty"] += 1
-                    continue
-                tokens = np.concatenate([prefix[: len(prefix) * text.first], ids, suffix[: len(suffix) * text.last]])
-                file.write(tokens.tobytes())
-                lengths += [0] if text.first else []
-                lengths[-1] += len(tokens)
+        for tokens, starts, reason in tokenise(shard, self.tokenizer):
             os.utime(self.directory)  # the sign of life that other ranks look for
+            if reason:
+                skipped[reason] += 1
+                continue
+            file.write(tokens.tobytes())
+            lengths += [0] if starts else []
+            lengths[-1] += len(tokens)
         reasons = json.dumps(skipped).encode()
         file.write(np.asarray(lengths, np.int64).tobytes() + reasons)
         file.write(np.asarray([len(reasons), len(lengths)], np.int64).tobytes())
 
 
-def _batches(texts: Iterable[Text]) -> Iterator[list[Text]]:
+def tokenise(shard: Shard, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, bool, str]]:
+    """Each document, or part of one: tokens as in Documents, whether they start it, and why to leave it out, or ""."""
+    prefix = np.asarray(tokenizer.document_prefix, np.int32)
+    suffix = np.asarray([] if tokenizer.eos_id is None else [tokenizer.eos_id], np.int32)
+    suffix = suffix if shard.reading.train_on_eos else ~suffix
+    for documents in _batches(shard.documents(tokenizer)):
+        encoded = tokenizer.encode_batch([each.text for each in documents], [each.trained for each in documents])
+        for document, ids in zip(documents, encoded, strict=True):
+            ids = ids if document.ids is None else document.ids
+            before, after = (each[: len(each) * document.framed] for each in (prefix, suffix))
+            tokens = np.concatenate([before[: len(before) * document.first], ids, after[: len(after) * document.last]])
+            reason = document.skipped
+            if not reason and document.first and document.last:
+                reason = "empty" if not len(ids) else "" if (tokens[1:] >= 0).any() else "with nothing to train"
+            yield tokens, document.first, reason
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     batch, num_chars = [], 0
-    for text in texts:
-        batch.append(text)
-        num_chars += len(text.text)
+    for document in documents:
+        batch.append(document)
+        num_chars += len(document.text)
         if num_chars >= BATCH_CHARS:
             yield batch
             batch, num_chars = [], 0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ithaka.config import ConfigError, DataConfig, SourceConfig
-from ithaka.data.cache import TokenCache
+from ithaka.data.cache import TokenCache, tokenise
 from ithaka.data.files import find
 from ithaka.data.mix import SequenceStream, Source
 from ithaka.data.pack import Split, imbalance, permutation
@@ -49,7 +49,7 @@ def check(data: DataConfig, vocab_size: int, model_path: Path | None = None) -> 
 
     For use before any process starts. What it cannot see (a bad line far into a file) raises when it is read.
     """
-    tokenizer = load_tokenizer(data.tokenizer, model_path)
+    tokenizer = load_tokenizer(data.tokenizer, model_path, data.chat_template)
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
             f"the tokenizer's vocabulary of {tokenizer.vocab_size} exceeds model vocab_size={vocab_size}; "
@@ -60,10 +60,11 @@ def check(data: DataConfig, vocab_size: int, model_path: Path | None = None) -> 
     hold_none_out = ", or data.validation_fraction=0" if data.validation_path is None and held_out is not None else ""
     paths = [f"{name}={source.path}" for name, source in _fields(data)]
     for path, shards in zip(paths, train, strict=True):
-        _probe(shards, f"{path} holds no text to train on; give a path with more documents{hold_none_out}")
+        if_empty = f"{path} holds no text to train on; give a path with more documents{hold_none_out}"
+        _probe(shards, tokenizer, if_empty)
     if sum(shard.num_bytes for shards in train for shard in shards) < data.context:
-        texts = [text.text for shards in train for shard in shards for text in shard.texts()]
-        num_tokens = sum(map(len, tokenizer.encode_batch(texts)))
+        tokenised = (each for shards in train for shard in shards for each in tokenise(shard, tokenizer))
+        num_tokens = sum(len(tokens) for tokens, _, reason in tokenised if not reason)
         if num_tokens < data.context:
             raise ConfigError(
                 f"{' and '.join(paths)} holds {num_tokens} tokens to train on, too few for one sequence of "
@@ -71,7 +72,7 @@ def check(data: DataConfig, vocab_size: int, model_path: Path | None = None) -> 
             )
     for shards in held_out or ():
         way_out = "raise it, or set it to 0" if data.validation_path is None else "give other data"
-        _probe(shards, f"{about['validation']} holds no text to validate on; {way_out}")
+        _probe(shards, tokenizer, f"{about['validation']} holds no text to validate on; {way_out}")
 
 
 def _fields(data: DataConfig) -> list[tuple[str, SourceConfig]]:
@@ -120,10 +121,13 @@ def _shards(data: DataConfig) -> tuple[list[list[Shard]], list[list[Shard]] | No
     return train, held_out or None, {**about, "validation": validation}
 
 
-def _probe(shards: Sequence[Shard], if_empty: str) -> None:
+def _probe(shards: Sequence[Shard], tokenizer: Tokenizer, if_empty: str) -> None:
     """Raise what reading the first shard with text raises, or ConfigError(if_empty) where there is none."""
-    if not any(any([text.text for text in itertools.islice(shard.texts(), PROBE_TEXTS)]) for shard in shards):
-        raise ConfigError(if_empty)
+    for shard in shards:
+        documents = list(itertools.islice(shard.documents(tokenizer), PROBE_TEXTS))
+        if any(each.ids is not None or (each.text and each.trained != []) for each in documents):
+            return
+    raise ConfigError(if_empty)
 
 
 def data_facts(opened: TrainData, num_sequences: int) -> dict[str, str]:

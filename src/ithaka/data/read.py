@@ -5,6 +5,7 @@ start in some 2 MiB, a JSON file, a Parquet row group, rows of an Arrow table.
 """
 
 import codecs
+import dataclasses
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -19,8 +20,10 @@ import pyarrow.parquet
 
 from ithaka.config import ConfigError, Reading
 from ithaka.data import pack
+from ithaka.data.conversation import BadRecord, Document, check_train_on, document, fields_of
 from ithaka.data.files import File, open_dataset
 from ithaka.data.pack import Split
+from ithaka.data.tokenizer import Tokenizer
 
 SHARD_BYTES = 1 << 21
 TEXT_PIECE_BYTES = 1 << 20
@@ -36,20 +39,13 @@ class Part(NamedTuple):
     ends: bool = True  # False where a large text goes on
 
 
-class Text(NamedTuple):
-    """A document, or a part of one."""
-
-    text: str
-    first: bool = True
-    last: bool = True
-
-
 @dataclass(frozen=True)
 class Shard:
     parts: tuple[Part, ...]  # several of text, one of records
     num_bytes: int
+    reading: Reading
     # Of records:
-    field: str | None = None
+    columns: tuple[str, ...] = ()  # that are read of Parquet and Arrow
     split: Split | None = None
     file_index: int = 0
 
@@ -57,7 +53,9 @@ class Shard:
     def identity(self) -> tuple[object, ...]:
         """What tells this shard from any other, wherever its files lie."""
         parts = ((part.file.path.name, *part[1:], part.file.split) for part in self.parts)
-        return (*parts, self.num_bytes, self.field, self.split)
+        settings = {name: value for name, value in vars(self.reading).items() if value != getattr(Reading, name)}
+        field = None if self.parts[0].file.kind == "text" else self.reading.text_field
+        return (*parts, self.num_bytes, field, self.split, *sorted(settings.items() - {("text_field", field)}))
 
     @property
     def paths(self) -> list[Path]:
@@ -66,17 +64,24 @@ class Shard:
             return [Path(each["filename"]) for each in _table(self.parts[0].file).cache_files]
         return [part.file.path for part in self.parts]
 
-    def texts(self) -> Iterator[Text]:
+    def documents(self, tokenizer: Tokenizer) -> Iterator[Document]:
         """Its documents on this side of the split; ConfigError names the record that is not understood."""
         part = self.parts[0]
-        if self.field is None:
+        if part.file.kind == "text":
             yield from itertools.chain(*map(_pieces, self.parts))
             return
         first = 0
-        for records in READERS[part.file.kind](part, self.field):
+        for records in READERS[part.file.kind](part, self.columns):
             rows = np.arange(first, first + len(records))
             kept = rows if self.split is None else rows[self.split.keeps(rows, self.file_index, part.start)]
-            yield from (Text(_text(part, self.field, records[row - first], int(row))) for row in kept)
+            for row in kept.tolist():
+                try:
+                    record = _parsed(records[row - first])
+                    yield document(record, self.reading, tokenizer.chat, tokenizer.vocab_size)
+                except BadRecord as error:
+                    if self.reading.bad_records == "refuse":
+                        raise ConfigError(f"{_place(part, row)}: {error}") from error
+                    yield Document(skipped=error.reason)
             first += len(records)
 
 
@@ -84,20 +89,25 @@ def make_shards(files: Sequence[File], reading: Reading, split: Split | None = N
     """The shards of one side of the split (None: of everything), in the order of the files.
 
     A record is held out by a hash of its place, the very first one always; of several text files whole ones are, by a
-    hash of theirs; of a single text file, its end. Checks the columns, and the first record of each JSONL file.
+    hash of theirs; of a single text file, its end. Checks the columns of Parquet and Arrow.
     """
-    shards = _text_shards([file for file in files if file.kind == "text"], split)
-    field = reading.text_field
+    reading = Reading(**{each.name: getattr(reading, each.name) for each in dataclasses.fields(Reading)})
+    texts = [file for file in files if file.kind == "text"]
+    if texts:
+        check_train_on(reading, "text", ["all"])
+        if reading.format not in ("auto", "text"):
+            raise ConfigError(f"{texts[0].path} is text, not records of data.format={reading.format}; give JSONL")
+    shards = _text_shards(texts, reading, split)
     for index, file in enumerate(files):
-        for start, stop, num_bytes in _record_ranges(file, field) if file.kind != "text" else ():
-            shards.append(Shard((Part(file, start, stop),), num_bytes, field, split, index))
+        for start, stop, num_bytes, columns in _record_ranges(file, reading) if file.kind != "text" else ():
+            shards.append(Shard((Part(file, start, stop),), num_bytes, reading, tuple(columns), split, index))
     return shards
 
 
 # Text
 
 
-def _text_shards(files: Sequence[File], split: Split | None) -> list[Shard]:
+def _text_shards(files: Sequence[File], reading: Reading, split: Split | None) -> list[Shard]:
     """A text of more than a window is cut, and its parts are shuffled like documents."""
     ranges = [(file, 0, file.path.stat().st_size) for file in files]
     if split is not None and len(files) == 1:
@@ -118,17 +128,17 @@ def _text_shards(files: Sequence[File], split: Split | None) -> list[Shard]:
                 room = SHARD_BYTES
             groups[-1].append(Part(file, low, high, ends=high == stop))
             room -= high - low
-    return [Shard(tuple(group), sum(part.stop - part.start for part in group)) for group in groups]
+    return [Shard(tuple(group), sum(part.stop - part.start for part in group), reading) for group in groups]
 
 
-def _pieces(part: Part) -> Iterator[Text]:
+def _pieces(part: Part) -> Iterator[Document]:
     for low, high in pairwise(_edges(part.file.path, part.start, part.stop, TEXT_PIECE_BYTES)):
         try:
             text = _bytes(part.file.path, low, high).decode()
         except UnicodeDecodeError as error:
             where = f"data file {part.file.path} is not UTF-8 text at byte {low + error.start}"
             raise ConfigError(f"{where}; convert it, or leave it out") from error
-        yield Text(text, first=low == part.start, last=part.ends and high == part.stop)
+        yield Document(text, framed=True, first=low == part.start, last=part.ends and high == part.stop)
 
 
 def _edges(path: Path, start: int, stop: int, step: int) -> list[int]:
@@ -160,36 +170,34 @@ def _bytes(path: Path, low: int, high: int) -> bytes:
 # Records
 
 
-def _text(part: Part, field: str, record: Any, row: int) -> str:
-    """The text of the `row`-th record of a part."""
+def _parsed(record: Any) -> Any:
     if isinstance(record, bytes):
         try:
-            record = json.loads(record)
+            return json.loads(record)
         except ValueError as error:
-            record = error
-    if isinstance(record, dict) and isinstance(record.get(field), str):
-        return record[field]
+            raise BadRecord("not JSON", f"not JSON ({error}); data.path wants one JSON object a line") from error
+    return record
+
+
+def _nulls_dropped(record: dict[str, Any]) -> dict[str, Any]:
+    """Nulls inside of a value stand for fields that the record does not have: Arrow gives all records the same."""
+    return {name: _without_nulls(value) for name, value in record.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [*map(_without_nulls, value)] if isinstance(value, list) and value and isinstance(value[0], dict) else value
+
+
+def _place(part: Part, row: int) -> str:
+    """Where the `row`-th record of a part is."""
     where = f"record {part.start + row + 1}"
     if part.file.kind == "parquet":
         where = f"row group {part.start} row {row}"
     elif part.file.kind == "jsonl":
         where = f"line {_line_number(part.file.path, part.start, row)}"
-    raise ConfigError(f"{part.file.path} {where}: {_complaint(record, field)}")
-
-
-def _complaint(record: Any, field: str) -> str:
-    """Why a record, or its ValueError, has no text."""
-    if isinstance(record, ValueError):
-        return f"not JSON ({record}); data.path wants one JSON object a line"
-    if not isinstance(record, dict):
-        return f"a {type(record).__name__}, not a JSON object; data.path wants one object a record"
-    if field in record:
-        kind = "null" if record[field] is None else type(record[field]).__name__
-        return f"data.text_field={field} is {kind}, not a string; drop such records, or name a field of text"
-    way_out = "name the field that holds the text with data.text_field"
-    for name in {"messages", "conversations"} & set(record):
-        way_out = f"conversations ({name}) are not read yet: write them as text with a chat template, and {way_out}"
-    return f"has no field data.text_field={field}; its fields are {', '.join(record) or 'none'}; {way_out}"
+    return f"{part.file.path} {where}"
 
 
 def _line_number(path: Path, start: int, row: int) -> int:
@@ -199,7 +207,7 @@ def _line_number(path: Path, start: int, row: int) -> int:
         return next(itertools.islice(ours, row, None))
 
 
-def _jsonl(part: Part, field: str) -> Iterator[list[bytes]]:
+def _jsonl(part: Part, columns: Sequence[str]) -> Iterator[list[bytes]]:
     lines = []
     with part.file.path.open("rb") as file:
         if part.start:
@@ -212,23 +220,23 @@ def _jsonl(part: Part, field: str) -> Iterator[list[bytes]]:
     yield [line for line in lines if line.strip()]
 
 
-def _json(part: Part, field: str) -> Iterator[list[Any]]:
+def _json(part: Part, columns: Sequence[str]) -> Iterator[list[Any]]:
     try:
         yield json.loads(part.file.path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise ConfigError(f"{part.file.path} is not JSON ({error}); repair it, or write it as JSONL") from error
 
 
-def _parquet(part: Part, field: str) -> Iterator[list[Any]]:
+def _parquet(part: Part, columns: Sequence[str]) -> Iterator[list[Any]]:
     with pa.parquet.ParquetFile(part.file.path, pre_buffer=False, buffer_size=1 << 20) as file:
-        for batch in file.iter_batches(BATCH_RECORDS, row_groups=[part.start], columns=[field]):
-            yield batch.to_pylist()
+        for batch in file.iter_batches(BATCH_RECORDS, row_groups=[part.start], columns=columns):
+            yield [_nulls_dropped(row) for row in batch.to_pylist()]
 
 
-def _arrow(part: Part, field: str) -> Iterator[list[Any]]:
-    table = _table(part.file).select_columns([field])
+def _arrow(part: Part, columns: Sequence[str]) -> Iterator[list[Any]]:
+    table = _table(part.file).select_columns(columns)
     for low in range(part.start, part.stop, BATCH_RECORDS):
-        yield table.select(range(low, min(low + BATCH_RECORDS, part.stop))).to_list()
+        yield [_nulls_dropped(row) for row in table.select(range(low, min(low + BATCH_RECORDS, part.stop))).to_list()]
 
 
 READERS = {"jsonl": _jsonl, "json": _json, "parquet": _parquet, "arrow": _arrow}
@@ -238,8 +246,8 @@ def _table(file: File) -> Any:
     return open_dataset(str(file.path))[file.split or "train"]
 
 
-def _record_ranges(file: File, field: str) -> list[tuple[int, int, int]]:
-    """(start, stop, bytes) of each shard."""
+def _record_ranges(file: File, reading: Reading) -> list[tuple[int, int, int, Sequence[str]]]:
+    """(start, stop, bytes, columns to read) of each shard."""
     if file.kind == "parquet":
         try:
             with pa.parquet.ParquetFile(file.path) as parquet:
@@ -255,11 +263,17 @@ def _record_ranges(file: File, field: str) -> list[tuple[int, int, int]]:
     else:
         size = file.path.stat().st_size
         if file.kind == "json":
-            return [(0, 1, size)]
+            return [(0, 1, size, ())]
         with file.path.open("rb") as lines:
-            for line in itertools.islice(filter(bytes.strip, lines), 1):
-                _text(Part(file, 0, size), field, line, 0)
-        return [(low, high, high - low) for low, high in pairwise([*range(0, size, SHARD_BYTES), size])]
-    if field not in names:
-        raise ConfigError(f"{file.path} {_complaint(dict.fromkeys(names), field)}")
-    return ranges
+            first = next(filter(bytes.strip, lines), b"")
+        try:
+            if first and reading.bad_records == "refuse":
+                fields_of(_parsed(first), reading)
+        except BadRecord as error:
+            raise ConfigError(f"{_place(Part(file, 0, size), 0)}: {error}") from error
+        return [(low, high, high - low, ()) for low, high in pairwise([*range(0, size, SHARD_BYTES), size])]
+    try:
+        columns = fields_of(dict.fromkeys(names), reading)[1]
+    except BadRecord as error:
+        raise ConfigError(f"{file.path} {error}") from error
+    return [(*each, columns) for each in ranges]

@@ -1,9 +1,11 @@
 """Text <-> token ids: a Hugging Face tokenizer, or bytes. Both save as Hugging Face directories."""
 
+import bisect
 import functools
 import hashlib
 import json
 from collections.abc import Sequence
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ithaka.config import ConfigError
+from ithaka.data.conversation import ChatTemplate, Span
 
+Trained = Sequence[Span] | None
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -41,10 +45,19 @@ class Tokenizer:
         """Identifies the ids that texts get: the vocabulary, what surrounds a document, and one sentence's ids."""
         words = sorted(self.hf.get_vocab().items())
         ids = self.encode_batch(["The quick brown fox; 1234567 x 89,\n\tif (a != b): naïve 日本語 🎉"])[0].tolist()
-        return hashlib.sha256(repr((words, self.document_prefix, self.eos_id, ids)).encode()).hexdigest()[:16]
+        chat = [self.hf.chat_template] if self.hf.chat_template else []
+        return hashlib.sha256(repr((words, self.document_prefix, self.eos_id, ids, *chat)).encode()).hexdigest()[:16]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """-> one int32 array a text, without special tokens; the tokenizers library spreads a batch over the cores."""
+    @functools.cached_property
+    def chat(self) -> ChatTemplate:
+        return ChatTemplate(self.hf)
+
+    def encode_batch(self, texts: Sequence[str], trained: Sequence[Trained] | None = None) -> list[np.ndarray]:
+        """-> one int32 array a text, without special tokens; the tokenizers library spreads a batch over the cores.
+
+        trained: of each text, the spans to train (None: all). Outside of them, ids are marked as in Documents: a token
+        is trained if its first character is. A byte-level tokenizer may not count the space before a word as its first.
+        """
         if not texts:
             return []
         # verbose=False: documents longer than model_max_length are what this library is for.
@@ -52,7 +65,13 @@ class Tokenizer:
             list(texts), add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False,
             verbose=False, truncation=False, padding=False,
         )  # fmt: skip
-        return [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
+        found = [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
+        for i, spans in enumerate(trained or ()):
+            if spans is not None and not encoded.is_fast:
+                raise ConfigError("the tokenizer has no tokenizer.json, which messages and completions need; make one")
+            if spans is not None:
+                found[i] = _marked(found[i], [_first_token(encoded.encodings[i], edge) for edge in chain(*spans)])
+        return found
 
     def decode(self, ids: Any) -> str:
         """The text, special tokens included."""
@@ -74,12 +93,42 @@ class ByteTokenizer(Tokenizer):
         how = {"split_special_tokens": True, "clean_up_tokenization_spaces": False}
         super().__init__(PreTrainedTokenizerFast(tokenizer_object=backend, **names, **how))
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32) for text in texts]
+    def encode_batch(self, texts: Sequence[str], trained: Sequence[Trained] | None = None) -> list[np.ndarray]:
+        found = [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32) for text in texts]
+        for i, spans in enumerate(trained or ()):
+            if spans is not None:
+                edges = [0, *chain(*spans)]
+                lengths = [len(texts[i][low:high].encode()) for low, high in pairwise(edges)]
+                found[i] = _marked(found[i], list(accumulate(lengths)))
+        return found
 
 
-def load_tokenizer(name: str | None, model_path: Path | None) -> Tokenizer:
-    """The tokenizer `data.tokenizer` names: "bytes", a directory, or None = the model's.
+def _marked(ids: np.ndarray, edges: Sequence[int]) -> np.ndarray:
+    """`edges`: where what is trained starts and ends, by turns."""
+    marked = ~ids
+    for low, high in zip(edges[::2], edges[1::2], strict=True):
+        marked[low:high] = ids[low:high]
+    return marked
+
+
+def _first_token(encoding: Any, place: int) -> int:
+    """The first token with a character at `place` or later; one of no width there is the space before it."""
+    return bisect.bisect_left(range(len(encoding)), (place, place + 1), key=encoding.token_to_chars)
+
+
+def load_tokenizer(name: str | None, model_path: Path | None, chat_template: Path | None = None) -> Tokenizer:
+    """The tokenizer `data.tokenizer` names, with the template in the file `data.chat_template`, where one is given."""
+    tokenizer = _load(name, model_path)
+    if chat_template is not None:
+        try:
+            tokenizer.hf.chat_template = chat_template.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"data.chat_template={chat_template} cannot be read ({error}); give a file") from error
+    return tokenizer
+
+
+def _load(name: str | None, model_path: Path | None) -> Tokenizer:
+    """`name` is "bytes", a directory, or None = the model's.
 
     An embedded model (`model_path` None) is a byte model. Raises ConfigError where there is none.
     """

@@ -67,7 +67,7 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, config.optim)
         self.num_params = sum(param.numel() for param in self.model.parameters())
         with status("opening the data"):
-            self.tokenizer = load_tokenizer(config.data.tokenizer, config.model.path)
+            self.tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.chat_template)
             self.data = open_data(
                 config.data,
                 tokenizer=self.tokenizer,

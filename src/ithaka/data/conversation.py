@@ -1,0 +1,364 @@
+"""A record -> its text, and which of it is trained. No files, no tokens.
+
+The tokenizer's chat template renders a conversation as a whole, with marks where each turn of its loop over the
+messages starts and ends, and where its `{% generation %}` blocks do. Without the marks the text must be the plain
+rendering. Nothing is inferred from rendering the first messages alone: many templates (Qwen3's) render a message in
+another way when others follow.
+
+Of an assistant's turn is trained what the template puts into `{% generation %}`; in a template without, what follows
+the generation prompt, up to the stop token: the special token that ends the turn.
+"""
+
+import functools
+import itertools
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ithaka.config import ConfigError, Reading, shown
+
+Span = tuple[int, int]
+Message = dict[str, Any]
+
+ROLES = ("system", "user", "assistant", "tool")
+FLAGS = ("train", "loss_mask", "weight")  # of a message; 0 or false: read, but not trained
+# By format: its fields, those it can have besides, and what can be trained (the default first).
+FIELDS: dict[str, tuple[list[str], list[str], list[str]]] = {
+    "messages": (["messages"], ["tools"], ["assistant", "all"]),
+    "prompt_completion": (["prompt", "completion"], ["tools"], ["completion", "all"]),
+    "input_ids": (["input_ids"], ["labels"], ["all"]),
+}
+# A tag of a loop or of a generation block; comments are matched to be passed over.
+TAG = re.compile(
+    r"\{#.*?#\}|\{%(?P<left>[-+]?)\s*(?P<tag>(?:end)?(?:for|generation))\b(?P<rest>.*?)(?P<right>[-+]?)%\}", re.DOTALL
+)
+GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
+MARK = re.compile("\ufdd0(.*?)\ufdd1")  # no characters of any text
+PROBE: list[Message] = [{"role": "user", "content": "x"}]
+
+
+class BadRecord(ValueError):
+    """A record that cannot be trained on. `reason`: in a few words, for counting."""
+
+    def __init__(self, reason: str, detail: str):
+        super().__init__(detail)
+        self.reason = reason
+
+
+class Document(NamedTuple):
+    """One to be tokenised: `text`, of which the spans `trained` (None: all) are, or `ids`, marked as in Documents."""
+
+    text: str = ""
+    trained: Sequence[Span] | None = None
+    ids: np.ndarray | None = None
+    framed: bool = False  # stands between the tokenizer's bos and eos
+    first: bool = True  # not first, or not last: a part of a long text
+    last: bool = True
+    skipped: str = ""  # why there is none
+
+
+def fields_of(record: Any, reading: Reading) -> tuple[str, list[str]]:
+    """The format of a record, and which of its fields are read."""
+    if not isinstance(record, dict):
+        raise BadRecord("not an object", f"a {type(record).__name__}, not a JSON object; data.path wants one a record")
+    alias = "conversations" if "messages" not in record and "conversations" in record else "messages"
+    fields = {**FIELDS, "messages": ([alias], *FIELDS["messages"][1:])}
+    kind: str = reading.format
+    if kind == "auto":
+        fits = (kind for kind, (needed, *_) in fields.items() if set(needed) <= set(record))
+        kind = "text" if reading.text_field != Reading.text_field else next(fits, "text")
+    needed, besides, train_on = fields.get(kind, ([reading.text_field], [], ["all"]))
+    if missing := [name for name in needed if name not in record]:
+        label = f"data.text_field={missing[0]}" if kind == "text" else missing[0]
+        has = f"has no field {label}; its fields are {', '.join(record) or 'none'}"
+        raise BadRecord("without its field", f"{has}; name the field that holds the text with data.text_field")
+    check_train_on(reading, kind, train_on)
+    return kind, [*needed, *(name for name in besides if name in record)]
+
+
+def check_train_on(reading: Reading, kind: str, train_on: Sequence[str]) -> None:
+    if reading.train_on not in ("auto", *train_on):
+        way_out = f"use {' or '.join(train_on)}, or auto"
+        raise ConfigError(f"data.train_on={reading.train_on} is not for data of format {kind}; {way_out}")
+
+
+def document(record: Any, reading: Reading, chat: "ChatTemplate", vocab_size: int) -> Document:
+    """BadRecord says what is wrong with the record."""
+    kind, names = fields_of(record, reading)
+    values = [record[name] for name in names]
+    everything = reading.train_on == "all"
+    if kind == "text":
+        return Document(_string(values[0], f"data.text_field={reading.text_field}"), framed=True)
+    if kind == "input_ids":
+        return Document(ids=_marked_ids(values[0], values[1] if len(values) > 1 else None, vocab_size))
+    if kind == "prompt_completion" and not (isinstance(values[0], list) and isinstance(values[1], list)):
+        prompt, completion = (_string(value, name) for name, value in zip(names[:2], values, strict=False))
+        text = prompt + completion
+        return Document(text, None if everything else [(len(prompt), len(text))], framed=True)
+    num_read, given = (len(values[0]), values[0] + values[1]) if kind == "prompt_completion" else (0, values[0])
+    messages, wanted = conversation(given)
+    if not everything:
+        wanted = [want and i >= num_read for i, want in enumerate(wanted)]
+        if not any(message["role"] == "assistant" for message in messages[num_read:]):
+            raise BadRecord("without an assistant's turn", "has no assistant's turn to train; drop it, or add one")
+    return Document(*chat.render(messages, _tools(record.get("tools")), wanted, everything, reading.train_on_eos))
+
+
+def _string(value: Any, label: str) -> str:
+    if not isinstance(value, str):
+        kind = "null" if value is None else type(value).__name__
+        raise BadRecord("without text", f"{label} is {kind}, not a string; drop such records, or name a field of text")
+    return value
+
+
+def _marked_ids(ids: Any, labels: Any, vocab_size: int) -> np.ndarray:
+    def array(name: str, values: Any) -> np.ndarray:
+        found = np.asarray(values)
+        if found.ndim != 1 or not (found.dtype.kind in "iu" or not found.size):
+            raise BadRecord("without token ids", f"{name} is no list of whole numbers")
+        return found.astype(np.int64)
+
+    found = array("input_ids", ids)
+    if len(found) and not (found.min() >= 0 and found.max() < vocab_size):
+        rule = f"input_ids has {found.min()} to {found.max()}, and the tokenizer 0 to {vocab_size - 1}"
+        raise BadRecord("ids outside the vocabulary", f"{rule}; tokenise with the model's own tokenizer")
+    targets = found if labels is None else array("labels", labels)
+    if len(targets) != len(found) or ((targets != found) & (targets != -100)).any():
+        rule = "labels must be those of input_ids, not shifted, or -100 where nothing is trained"
+        raise BadRecord("labels that are not input_ids", rule)
+    return np.where(targets == -100, ~found, found).astype(np.int32)
+
+
+def _tools(tools: Any) -> list[Any] | None:
+    try:
+        found = json.loads(tools) if isinstance(tools, str) else tools
+    except ValueError:
+        found = 0
+    if found is not None and not (isinstance(found, list) and all(isinstance(tool, dict) for tool in found)):
+        raise BadRecord("tools that are no JSON", "tools is no list of JSON objects; write each tool's JSON schema")
+    return found or None
+
+
+def conversation(given: Any) -> tuple[list[Message], list[bool]]:
+    """Messages as chat templates take them, and whether each may be trained."""
+    if not isinstance(given, list) or not given:
+        raise BadRecord("without messages", "messages is no list of messages, or an empty one")
+    pairs = [_message(message, f"message {n}") for n, message in enumerate(given, 1)]
+    return [message for message, _ in pairs], [wanted for _, wanted in pairs]
+
+
+def _message(given: Any, where: str) -> tuple[Message, bool]:
+    role = given.get("role") if isinstance(given, Mapping) else None
+    if role not in ROLES:
+        fields = "" if role or not isinstance(given, Mapping) else f" (its fields are {', '.join(given)})"
+        raise BadRecord("with an unknown role", f"{where} has role {shown(role)}{fields}; use {', '.join(ROLES)}")
+    flags = {name: given[name] for name in FLAGS if given.get(name) is not None}
+    for name, flag in flags.items():
+        if flag not in (0, 1):
+            raise BadRecord("with a partial weight", f"{where} has {name}={shown(flag)}; use 0 or 1: train it or not")
+    message = {name: value for name, value in given.items() if name not in FLAGS}
+    content = message.get("content")
+    if isinstance(content, list):
+        texts = [part["text"] for part in content if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+        message["content"] = content = "".join(texts) if len(texts) == len(content) else content
+    if not isinstance(content, str) and not (content is None and role == "assistant"):
+        raise BadRecord("with content that is no text", f"{where} has content that is no text; leave it out")
+    if message.get("tool_calls"):
+        message["tool_calls"] = [_tool_call(call, where) for call in message["tool_calls"]]
+    return message, all(flags.values())
+
+
+def _tool_call(call: Any, where: str) -> Any:
+    """Its arguments as an object, as templates want them: OpenAI's are a string of JSON."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise BadRecord("with a tool call that is none", f"{where} has a tool call that is no object; drop the record")
+    if not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        function = {**function, "arguments": json.loads(function["arguments"])}
+    except ValueError as error:
+        name = function.get("name")
+        detail = f"{where} calls {name} with arguments that are no JSON ({error}); repair them, or drop the record"
+        raise BadRecord("with tool arguments that are no JSON", detail) from error
+    return {**call, "function": function} if "function" in call else function
+
+
+@dataclass
+class Turn:
+    """Of the text: what one message became."""
+
+    role: str
+    start: int
+    stop: int
+    generated: list[Span] = field(default_factory=list)
+
+
+class ChatTemplate:
+    """That of a tokenizer of Hugging Face."""
+
+    def __init__(self, hf: Any):
+        self.hf = hf
+        added = [token.content for token in hf.added_tokens_decoder.values() if token.special]
+        self.special = tuple({*added, *hf.all_special_tokens})
+
+    def render(
+        self, messages: list[Message], tools: list[Any] | None, wanted: Sequence[bool], everything: bool, eos: bool
+    ) -> tuple[str, list[Span] | None]:
+        """The text, and what is trained of it: of the `wanted` messages, `everything` or the assistant's turns."""
+        if not self.hf.chat_template:
+            raise ConfigError(
+                "the data has messages, and the tokenizer no chat template; give one with data.chat_template=FILE, or "
+                "the tokenizer of an instruct model with data.tokenizer"
+            )
+        text = self._apply(messages, tools)
+        if everything and all(wanted):
+            return text, None
+        roles = [message["role"] for message in messages]
+        picked = [i for i, want in enumerate(wanted) if want != everything and (everything or roles[i] == "assistant")]
+        turns = self._turns(messages, tools, text, picked)
+        if everything:
+            edges = [0, *(edge for turn in turns for edge in (turn.start, turn.stop)), len(text)]
+            return text, list(zip(edges[::2], edges[1::2], strict=True))
+        generates = GENERATION.search(self.hf.get_chat_template(None, tools)) is not None
+        return text, [span for turn in turns for span in self._trained(text, turn, generates, eos)]
+
+    @functools.cached_property
+    def stop(self) -> str | None:
+        """The special token that ends an assistant's turn."""
+        text, (turns, *_) = self._marked([*PROBE, {"role": "assistant", "content": "x"}])
+        return self._stop(text, turns[-1])[0]
+
+    def _apply(self, messages: list[Message], tools: list[Any] | None = None, **options: Any) -> str:
+        try:
+            return self.hf.apply_chat_template(messages, tools=tools, tokenize=False, **options)
+        except Exception as error:  # a template runs any code, and has many ways to refuse
+            detail = f"the chat template does not take it ({type(error).__name__}: {error}); change it or drop it"
+            raise BadRecord("refused by the chat template", detail) from error
+
+    def _marked(
+        self, messages: list[Message], tools: list[Any] | None = None, **options: Any
+    ) -> tuple[str, list[list[Turn]]]:
+        template = with_marks(self.hf.get_chat_template(None, tools))
+        return parse_marks(self._apply(messages, tools, chat_template=template, **options))
+
+    def _turns(self, messages: list[Message], tools: list[Any] | None, text: str, picked: Sequence[int]) -> list[Turn]:
+        """What the `picked` messages became. Refuses a template that does not render them one by one."""
+        marked, loops = self._marked(messages, tools)
+        found: list[list[Turn]] = [[] for _ in messages]
+        for turns, role in itertools.product(loops, ROLES):
+            places = [i for i, message in enumerate(messages) if message["role"] == role]
+            turns = [turn for turn in turns if turn.role == role]
+            for i, turn in zip(places, turns, strict=True) if len(places) == len(turns) else ():
+                found[i] += [turn] if text[turn.start : turn.stop].strip() else []
+        if marked != text or not loops:
+            way_out = "give one with a loop over the messages with data.chat_template=FILE"
+            raise ConfigError(f"the chat template does not say where an assistant's turn starts and ends; {way_out}")
+        for i in picked:
+            if len(found[i]) != 1:
+                detail = f"the chat template renders message {i + 1} {len(found[i])} times, and not by itself once"
+                raise BadRecord("refused by the chat template", f"{detail}, so what to train is not known; drop it")
+        return [found[i][0] for i in picked]
+
+    def _trained(self, text: str, turn: Turn, generates: bool, eos: bool) -> list[Span]:
+        stop, end = self._stop(text, turn)
+        start = end - len(stop) if stop else turn.stop
+        spans = turn.generated if generates else [(self._after_header(text, turn), start)]
+        if stop and not eos:
+            return [(low, min(high, start)) for low, high in spans]
+        if stop and spans and not text[spans[-1][1] : start].strip():
+            return [*spans[:-1], (spans[-1][0], max(spans[-1][1], end))]
+        return spans
+
+    def _stop(self, text: str, turn: Turn) -> tuple[str | None, int]:
+        """The special token that ends a turn, and where it ends; white space may follow it."""
+        end = turn.start + len(text[turn.start : turn.stop].rstrip())
+        return next((token for token in self.special if text.endswith(token, turn.start, end)), None), end
+
+    def _after_header(self, text: str, turn: Turn) -> int:
+        prompt, role = self._headers
+        for header in (prompt, role) if role else (prompt,):
+            if text.startswith(header, turn.start):
+                return turn.start + len(header)
+        at = text.find(prompt, turn.start, turn.stop)  # behind a system prompt that opens the first turn
+        if at < 0:
+            raise ConfigError(
+                f"the chat template starts an assistant's turn with {text[turn.start : turn.start + 40]!r}, not with "
+                f"its generation prompt {prompt!r}; mark what is trained in it with {{% generation %}}, and give it "
+                "with data.chat_template=FILE"
+            )
+        return at + len(prompt)
+
+    @functools.cached_property
+    def _headers(self) -> tuple[str, str]:
+        """The generation prompt, and as much of it as opens an earlier turn: no <think>, for one."""
+        (plain, before), (text, after) = (self._marked(PROBE, add_generation_prompt=ask) for ask in (False, True))
+        asked, turn = plain[before[-1][-1].start :], after[-1][-1]
+        follows = text.startswith(asked, turn.start)  # else the template ends the text without one, with eos perhaps
+        prompt = text[turn.start + len(asked) if follows else turn.stop :]
+        text, loops = self._marked([*PROBE, {"role": "assistant", "content": "x"}, *PROBE])
+        answer = loops[-1][1]
+        return prompt, os.path.commonprefix([prompt, text[answer.start : answer.stop]])
+
+
+@functools.lru_cache
+def with_marks(template: str) -> str:
+    """The template with marks in its outer loops, where they run over messages, and around generation blocks.
+
+    A tag becomes tags that treat the white space around them as it did.
+    """
+    loops: list[str] = []
+
+    def marked(match: re.Match[str]) -> str:
+        left, tag, rest, right = match.group("left", "tag", "rest", "right")
+        if tag == "generation":
+            return f"{{%{left} if true %}}{_mark('<')}{{% if true {right}%}}"
+        if tag == "endgeneration":
+            return f"{{%{left} endif %}}{_mark('>')}{{% endif {right}%}}"
+        if tag == "for":
+            variable = re.match(r"\s+(\w+)\s+in\b", rest)
+            loops.append(variable[1] if variable and not loops else "")
+        if tag is None or not (name := loops.pop() if tag == "endfor" and loops else loops[-1] if loops else ""):
+            return match[0]
+        if tag == "for":
+            return (
+                f"{{%{left} for{rest}%}}{{% if {name}.role is defined %}}"
+                f"{_mark('', 'loop.index0', name)}{{% endif {right}%}}"
+            )
+        return f"{{%{left} if {name}.role is defined %}}{_mark('/')}{{% endif %}}{{% endfor {right}%}}"
+
+    return TAG.sub(marked, template)
+
+
+def _mark(text: str, index: str = "''", name: str = "") -> str:
+    role = f" ~ ' ' ~ {name}.role" if name else ""
+    return f"{{{{ '\ufdd0{text}' ~ {index}{role} ~ '\ufdd1' }}}}"
+
+
+def parse_marks(rendered: str) -> tuple[str, list[list[Turn]]]:
+    """The text without its marks, and the turns of each loop over messages."""
+    pieces = MARK.split(rendered)
+    loops: list[list[Turn]] = []
+    place, opened, generating = len(pieces[0]), False, 0
+    for mark, text in zip(pieces[1::2], pieces[2::2], strict=True):
+        if mark == "<":
+            generating = place
+        elif mark == ">" and opened:
+            loops[-1][-1].generated.append((generating, place))
+        else:
+            if opened:
+                loops[-1][-1].stop = place
+            opened = mark not in "/>"
+            if opened:
+                index, role = mark.split(" ", 1)
+                loops += [[]] if index == "0" else []
+                loops[-1].append(Turn(role, place, place))
+        place += len(text)
+    if opened:
+        loops[-1][-1].stop = place
+    return "".join(pieces[::2]), loops

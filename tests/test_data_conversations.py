@@ -1,0 +1,406 @@
+"""Of a conversation the assistant's turns are trained, token for token as a hand-marked text says."""
+
+import json
+import re
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import templates
+from ithaka.config import ConfigError, DataConfig, Reading
+from ithaka.data.cache import TokenCache
+from ithaka.data.files import find
+from ithaka.data.open import check, open_data
+from ithaka.data.read import make_shards
+from ithaka.data.tokenizer import ByteTokenizer, Tokenizer
+from templates import chat_tokenizer
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+def says(role, content=None, **more):
+    return {"role": role, "content": content, **more}
+
+
+def calls(*arguments, **more):
+    """OpenAI's arguments are a string."""
+    each = [
+        {"type": "function", "id": "call00001", "function": {"name": "add", "arguments": json.dumps(values)}}
+        for values in arguments
+    ]
+    return {"role": "assistant", "tool_calls": each, **more}
+
+
+def written(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def tokens_of(path, tokenizer, **settings):
+    """The marked tokens of each document, and what was skipped."""
+    documents, skipped = [], {}
+    cache = TokenCache(path.parent / "tokens", tokenizer)
+    for each in cache.load_all(make_shards(find(path).files, Reading(**settings))):
+        documents += np.split(np.asarray(each.tokens), np.cumsum(each.lengths)[:-1]) if len(each.lengths) else []
+        skipped |= each.skipped
+    cache.close()
+    return [document.tolist() for document in documents], skipped
+
+
+def plain_ids(tokens):
+    return [token if token >= 0 else ~token for token in tokens]
+
+
+def reference(hf, marked):
+    """A text with «...» around what is trained -> the tokens. Counts bytes of tokens: no offsets."""
+    text, trained = "", []
+    for i, piece in enumerate(re.split("[«»]", marked)):
+        text += piece
+        trained += [i % 2 == 1] * len(piece.encode())
+    tokens, place = [], 0
+    for token in hf(text, add_special_tokens=False)["input_ids"]:
+        tokens.append(token if trained[place] else ~token)
+        name = hf.convert_ids_to_tokens(token)
+        place += len(name.encode()) if name in templates.SPECIAL else len(name)  # else one letter is a byte
+    assert place == len(text.encode())
+    return tokens
+
+
+TALK = [
+    says("system", "be kind"), says("user", "hello"), says("assistant", "hello there, 🎉 user"),
+    says("user", " the 2 "), says("assistant", " 2 + 2 is 4.\n"),
+]  # fmt: skip
+TOOL_TALK = [
+    says("user", "2 + 2?"),
+    calls({"a": 2, "b": 2}, reasoning_content="the tool"),
+    says("tool", "4", tool_call_id="call00001"),
+    says("assistant", "it is 4", reasoning_content="the answer"),
+    says("user", "hello"),
+    calls({"a": 1}, {"b": None}, reasoning_content="twice", content="I call"),
+    says("tool", "1", tool_call_id="call00001"),
+    says("tool", "2", tool_call_id="call00001"),
+    says("assistant", "<think>\nso\n</think>\n\nthere"),
+]
+CASES = {
+    "chatml": (
+        templates.CHATML, TALK, None,
+        "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+        "«hello there, 🎉 user<|im_end|>»\n<|im_start|>user\n the 2 <|im_end|>\n<|im_start|>assistant\n"
+        "« 2 + 2 is 4.\n<|im_end|>»\n",
+    ),
+    "smollm2": (
+        templates.SMOLLM2, TALK[1:], None,
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n«hello there, 🎉 user<|im_end|>»\n"
+        "<|im_start|>user\n the 2 <|im_end|>\n<|im_start|>assistant\n« 2 + 2 is 4.\n<|im_end|>»\n",
+    ),
+    "smollm2, the assistant first": (
+        templates.SMOLLM2, TALK[2:4], None,
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>assistant\n«hello there, 🎉 user<|im_end|>»\n<|im_start|>user\n the 2 <|im_end|>\n",
+    ),
+    "llama 3": (
+        templates.LLAMA3, TALK, None,
+        "<s><|start_header_id|>system<|end_header_id|>\n\nbe kind<|eot_id|><|start_header_id|>user<|end_header_id|>"
+        "\n\nhello<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n«hello there, 🎉 user<|eot_id|>»"
+        "<|start_header_id|>user<|end_header_id|>\n\nthe 2<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+        "«2 + 2 is 4.<|eot_id|>»",
+    ),
+    "gemma": (
+        templates.GEMMA, TALK[1:], None,
+        "<s><start_of_turn>user\nhello<end_of_turn>\n<start_of_turn>model\n«hello there, 🎉 user<end_of_turn>»\n"
+        "<start_of_turn>user\nthe 2<end_of_turn>\n<start_of_turn>model\n«2 + 2 is 4.<end_of_turn>»\n",
+    ),
+    "mistral": (
+        templates.MISTRAL, TALK, None,
+        "<s>[INST] hello[/INST]« hello there, 🎉 user</s>»[INST]  the 2 [/INST]« 2 + 2 is 4.</s>»",
+    ),
+    # The first question is the last one again: for this template both are the last.
+    "mistral with tools": (
+        templates.MISTRAL, [says("user", "hello"), says("assistant", "yes"), says("user", "hello"), *TOOL_TALK[1:4]],
+        TOOLS,
+        '<s>[AVAILABLE_TOOLS] [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]'
+        '[/AVAILABLE_TOOLS][INST] hello[/INST]« yes</s>»[AVAILABLE_TOOLS] [{"type": "function", "function": {"name": '
+        '"add", "parameters": {"type": "object"}}}][/AVAILABLE_TOOLS][INST] hello[/INST]«[TOOL_CALLS] [{"name": '
+        '"add", "arguments": {"a": 2, "b": 2}, "id": "call00001"}]</s>»[TOOL_RESULTS] {"content": 4, '
+        '"call_id": "call00001"}[/TOOL_RESULTS]« it is 4</s>»',
+    ),
+    # Thinking before the last question is dropped; a first part of this conversation is rendered with it.
+    "qwen3 with tools and thinking": (
+        templates.QWEN3, [says("system", "be kind"), *TOOL_TALK], TOOLS,
+        '<|im_start|>system\nbe kind\n\n# Tools\n<tools>\n{"type": "function", "function": {"name": "add", '
+        '"parameters": {"type": "object"}}}\n</tools><|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>\n'
+        '<|im_start|>assistant\n«<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>»\n'
+        "<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+        "«it is 4<|im_end|>»\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+        '«<think>\ntwice\n</think>\n\nI call\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "add", "arguments": {"b": null}}\n</tool_call><|im_end|>»\n'
+        "<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n«<think>\nso\n</think>\n\nthere<|im_end|>»\n",
+    ),
+    "qwen3, no thinking": (
+        templates.QWEN3, TALK[1:3], None,
+        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+        "«<think>\n\n</think>\n\nhello there, 🎉 user<|im_end|>»\n",
+    ),
+    "zephyr": (
+        templates.ZEPHYR, TALK[1:], None,
+        "<|user|>\nhello</s>\n<|assistant|>\n«hello there, 🎉 user</s>»\n<|user|>\n the 2 </s>\n<|assistant|>\n"
+        "« 2 + 2 is 4.\n</s>»\n",
+    ),
+    "phi 3": (
+        templates.PHI3, TALK[1:3], None,
+        "<|user|>\nhello<|end|>\n<|assistant|>\n«hello there, 🎉 user<|end|>»\n<|endoftext|>",
+    ),
+    "a prompt that opens the thinking": (
+        templates.THINKING,
+        [
+            says("user", "hello"), says("assistant", "<think>\nso\n</think>\n\n<there"),
+            says("user", "hello"), says("assistant", "<think>\nso\n</think>\n\nthere"),
+        ], None,
+        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n«<there<|im_end|>»\n<|im_start|>user\nhello"
+        "<|im_end|>\n<|im_start|>assistant\n<think>\n«so\n</think>\n\nthere<|im_end|>»\n",
+    ),
+    "gpt-oss": (
+        templates.GPT_OSS, [*TALK[1:4], says("assistant", "4", thinking="2 + 2")], None,
+        "<|start|>user<|message|>hello<|end|><|start|>assistant«<|channel|>final<|message|>hello there, 🎉 user"
+        "<|end|>»<|start|>user<|message|> the 2 <|end|><|start|>assistant«<|channel|>analysis<|message|>2 + 2<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>4<|return|>»",
+    ),
+    "generation marks": (
+        templates.GENERATION, TALK[:3], None,
+        "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+        "«hello there, 🎉 user<|im_end|>»\n",
+    ),
+    "generation marks that leave the stop token out": (
+        templates.GENERATION.replace("+ '<|im_end|>' }}", "}}").replace("{{- '\\n' }}", "{{- '<|im_end|>\\n' }}", 1),
+        TALK[:3], None,
+        "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+        "«hello there, 🎉 user<|im_end|>»\n",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer_with():
+    hf = chat_tokenizer(None)
+
+    def with_template(template):
+        hf.chat_template = template
+        return Tokenizer(hf)
+
+    return with_template
+
+
+def with_objects(messages):
+    """Arguments of tool calls as objects, which templates want."""
+    messages = json.loads(json.dumps(messages))
+    for call in (call for message in messages for call in message.get("tool_calls", [])):
+        call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return messages
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_assistants_turns_are_trained(tmp_path, tokenizer_with, case):
+    template, messages, tools, marked = CASES[case]
+    tokenizer = tokenizer_with(template)
+    path = written(tmp_path / "a.jsonl", {"messages": messages, "tools": tools})
+    ((tokens,), skipped) = tokens_of(path, tokenizer)
+    whole = tokenizer.hf.apply_chat_template(with_objects(messages), tools=tools, tokenize=True)["input_ids"]
+    assert plain_ids(tokens) == whole and not skipped
+    assert tokens == reference(tokenizer.hf, marked)
+    stop = [token for token in templates.SPECIAL if marked.endswith((f"{token}»", f"{token}»\n"))]
+    ((without,), _) = tokens_of(path, tokenizer, train_on_eos=False)
+    if stop:
+        unmarked = marked.replace(f"{stop[0]}»", f"»{stop[0]}").replace("<|end|>»", "»<|end|>")
+        assert without == reference(tokenizer.hf, unmarked)
+    ((everything,), _) = tokens_of(path, tokenizer, train_on="all")
+    assert everything == whole
+
+
+@pytest.mark.parametrize("flag", [{"train": False}, {"loss_mask": 0}, {"weight": 0}, {"weight": 0.0, "train": True}])
+def test_a_message_can_be_left_untrained(tmp_path, tokenizer_with, flag):
+    template, messages, _, marked = CASES["chatml"]
+    messages = [dict(message, **(flag if i == 2 else {"train": True})) for i, message in enumerate(messages)]
+    path, tokenizer = written(tmp_path / "a.jsonl", {"messages": messages}), tokenizer_with(template)
+    first = "«hello there, 🎉 user<|im_end|>»"
+    ((tokens,), _) = tokens_of(path, tokenizer)
+    assert tokens == reference(tokenizer.hf, marked.replace(first, first[1:-1]))
+    ((tokens,), _) = tokens_of(path, tokenizer, train_on="all")
+    turn = f"<|im_start|>assistant\n{first}\n"
+    head, tail = (part.replace("«", "").replace("»", "") for part in marked.split(turn))
+    assert tokens == reference(tokenizer.hf, f"«{head}»{turn.replace(first, first[1:-1])}«{tail}»")
+    for message in messages:
+        message["train"] = False
+    ((), skipped) = tokens_of(written(tmp_path / "b.jsonl", {"messages": messages}), tokenizer)
+    assert skipped == {"with nothing to train": 1}
+
+
+def test_a_split_conversation_keeps_its_marks(tmp_path, tokenizer_with):
+    template, messages, _, marked = CASES["llama 3"]
+    tokenizer = tokenizer_with(template)
+    path, context = written(tmp_path / "a.jsonl", {"messages": messages}), 12
+    tokens = reference(tokenizer.hf, marked)
+    pieces = [tokens[low : low + context] for low in range(0, len(tokens), context)]
+    expected = {(*plain_ids(piece), -100, *(max(token, -1) for token in piece[1:])) for piece in pieces}
+    data = DataConfig(path=path, context=context, validation_fraction=0)
+    opened = open_data(data, tokenizer=tokenizer, seed=0, cache_dir=tmp_path / "tokens")
+    batches, found = [opened.next_batch() for _ in pieces], set()
+    opened.close()
+    for batch in batches:
+        length = int((batch.document_ids[0] == 0).sum())
+        ids, labels = (each[0, :length].tolist() for each in (batch.input_ids, batch.labels))
+        found.add((*ids, labels[0], *(label if label != -100 else -1 for label in labels[1:])))
+        assert (batch.labels[0, length:] == -100).all()
+    assert found == expected
+
+
+def test_a_token_is_trained_if_its_first_character_is(tokenizer_with):
+    tokenizer = tokenizer_with(None)
+    (ids,) = tokenizer.encode_batch(["the assistant"])
+    assert tokenizer.hf.convert_ids_to_tokens(ids) == ["the", "Ġassistant"]
+
+    def trained(low, high, text="the assistant"):
+        return [int(token >= 0) for token in tokenizer.encode_batch([text], [[(low, high)]])[0]]
+
+    assert trained(0, 2) == [1, 0]  # ends inside of a token: that is trained
+    assert trained(1, 13) == [0, 1]  # starts inside of a token: that is not
+    assert trained(4, 13) == [0, 1]  # a byte-level tokenizer does not count the space before a word
+    assert trained(0, 4) == [1, 0]
+    assert trained(0, 0) == [0, 0]
+    assert trained(2, 3, "a \n🎉") == [0, 0, 1, 0, 0, 0, 0][: len(trained(2, 3, "a \n🎉"))]
+    bytes_of = ByteTokenizer().encode_batch(["é🎉b"], [[(1, 2)]])[0]
+    assert [int(token >= 0) for token in bytes_of] == [0, 0, 1, 1, 1, 1, 0]
+
+
+def test_prompts_are_read_and_completions_trained(tmp_path, tokenizer_with):
+    tokenizer = tokenizer_with(templates.CHATML)
+    hf, eos = tokenizer.hf, tokenizer.eos_id
+    path = written(tmp_path / "a.jsonl", {"prompt": "the user", "completion": " answers"})
+    assert tokens_of(path, tokenizer)[0] == [reference(hf, "the user« answers»") + [eos]]
+    assert tokens_of(path, tokenizer, train_on_eos=False)[0] == [reference(hf, "the user« answers»") + [~eos]]
+    assert tokens_of(path, tokenizer, train_on="all")[0] == [reference(hf, "«the user answers»") + [eos]]
+    talk = {"prompt": TALK[:4], "completion": TALK[4:]}
+    first = "«hello there, 🎉 user<|im_end|>»"
+    expected = reference(hf, CASES["chatml"][3].replace(first, first[1:-1]))
+    assert tokens_of(written(tmp_path / "b.jsonl", talk), tokenizer)[0] == [expected]
+
+
+def test_ids_come_with_labels(tmp_path, tokenizer_with):
+    tokenizer = tokenizer_with(None)
+    rows = [{"input_ids": [5, 6, 7], "labels": [-100, 6, -100]}, {"input_ids": [8, 9]}, {"input_ids": []}]
+    assert tokens_of(written(tmp_path / "a.jsonl", *rows), tokenizer) == ([[~5, 6, ~7], [8, 9]], {"empty": 1})
+    pq.write_table(pa.Table.from_pylist(rows[:1]), tmp_path / "a.parquet")
+    assert tokens_of(tmp_path / "a.parquet", tokenizer) == ([[~5, 6, ~7]], {})
+    for row, match in (
+        ({"input_ids": [5, 6], "labels": [6, -100]}, "labels must be those of input_ids, not shifted"),
+        ({"input_ids": [5, 6], "labels": [5]}, "labels must be those of input_ids"),
+        ({"input_ids": [5, 1 << 20]}, r"input_ids has 5 to 1048576, and the tokenizer 0 to \d+; tokenise with"),
+        ({"input_ids": "five"}, "input_ids is no list of whole numbers"),
+    ):
+        with pytest.raises(ConfigError, match=rf"b.jsonl line 1: {match}"):
+            tokens_of(written(tmp_path / "b.jsonl", row), tokenizer)
+
+
+def test_every_kind_of_file_gives_the_same_conversation(tmp_path, tokenizer_with):
+    """Arrow fills up what a record does not have with nulls."""
+    template, messages, tools, marked = CASES["qwen3 with tools and thinking"]
+    messages, expected = (
+        with_objects(messages),
+        reference(tokenizer_with(template).hf, marked.replace('{"b": null}', "{}")),
+    )
+    messages[6]["tool_calls"][1]["function"]["arguments"] = {}
+    rows = [{"id": 1, "messages": messages, "tools": tools}, {"id": 2, "messages": messages, "tools": tools}]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    written(tmp_path / "a.jsonl", *rows)
+    for_paths = [tmp_path / "a.json", tmp_path / "a.parquet", tmp_path / "a.jsonl"]
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "folder"))
+    for path in [*for_paths, tmp_path / "folder"]:
+        assert tokens_of(path, tokenizer_with(template))[0] == [expected] * 2, path.name
+    # Other names and other ways to write the same.
+    parts = [dict(m, content=[{"type": "text", "text": m["content"]}] if m.get("content") else None) for m in messages]
+    again = written(tmp_path / "b.jsonl", {"conversations": parts, "tools": json.dumps(tools)})
+    assert tokens_of(again, tokenizer_with(template))[0] == [expected]
+
+
+BAD = {
+    "not JSON": ("{", r"not JSON \("),
+    "not an object": ("[1]", "a list, not a JSON object"),
+    "without its field": ({"body": "x"}, "has no field data.text_field=text; its fields are body"),
+    "with an unknown role": ({"messages": [says("robot", "x")]}, "message 1 has role robot; use system, user, assist"),
+    "without an assistant's turn": ({"messages": TALK[:2]}, "has no assistant's turn to train"),
+    "with tool arguments that are no JSON": (
+        {"messages": [says("assistant", tool_calls=[{"function": {"name": "add", "arguments": "{a: 1"}}])]},
+        r"message 1 calls add with arguments that are no JSON",
+    ),
+    "with content that is no text": ({"messages": [says("user", [{"type": "image"}])]}, "message 1 has content that"),
+    "with a partial weight": ({"messages": [says("user", "x", weight=0.5)]}, "message 1 has weight=0.5; use 0 or 1"),
+    "without messages": ({"messages": []}, "messages is no list of messages, or an empty one"),
+    "tools that are no JSON": ({"messages": TALK, "tools": "{x"}, "tools is no list of JSON objects"),
+    "without text": ({"prompt": "x", "completion": 3}, "completion is int, not a string"),
+    "refused by the chat template": (
+        {"messages": TALK}, r"the chat template does not take it \(TemplateError: System role not supported\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_bad_records_are_named_or_skipped_and_counted(tmp_path, tokenizer_with, reason):
+    record, match = BAD[reason]
+    good = {"messages": TALK[1:]}
+    lines = [json.dumps(good), "", record if isinstance(record, str) else json.dumps(record), json.dumps(good)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    tokenizer = tokenizer_with(templates.GEMMA)
+    with pytest.raises(ConfigError, match=rf"a.jsonl line 3: {match}"):
+        tokens_of(tmp_path / "a.jsonl", tokenizer)
+    documents, skipped = tokens_of(tmp_path / "a.jsonl", tokenizer, bad_records="skip")
+    assert len(documents) == 2 and skipped == {reason: 1}
+
+
+def test_templates_that_cannot_be_right_are_refused(tmp_path, tokenizer_with):
+    path = written(tmp_path / "a.jsonl", {"messages": TALK[1:3]})
+    for template, match in (
+        (None, r"the tokenizer no chat template; give one with data.chat_template=FILE"),
+        ("{{ messages | tojson }}", "does not say where an assistant's turn starts and ends; give one with a loop"),
+        ("{% set a %}{% for m in messages %} {{ m.content }} {% endfor %}{% endset %}{{ a | trim }}", "does not say"),
+        (
+            "{% for m in messages %}{{ 'A: ' + m.content }}{% endfor %}{% if add_generation_prompt %}Q: {% endif %}",
+            "starts an assistant's turn with 'A: hello there, 🎉 user', not with its generation prompt 'Q: '",
+        ),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=match):
+            tokens_of(path, tokenizer_with(template))
+
+
+def test_settings_that_do_not_fit_the_data_are_refused(tmp_path):
+    path = written(tmp_path / "a.jsonl", {"messages": TALK}, {"messages": TALK})
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "chat.jinja").write_text(templates.CHATML)
+    for data, match in (
+        (DataConfig(path=path, train_on="completion"), "data.train_on=completion is not for data of format messages"),
+        (DataConfig(path=tmp_path / "a.txt", train_on="assistant"), "train_on=assistant is not for data of form"),
+        (DataConfig(path=tmp_path / "a.txt", format="messages"), "a.txt is text, not records of data.format=messages"),
+        (DataConfig(path=path, format="text"), "line 1: has no field data.text_field=text; its fields are messages"),
+        (DataConfig(path=path), "the tokenizer no chat template"),
+        (DataConfig(path=path, chat_template=tmp_path / "none"), r"data.chat_template=.*none cannot be read"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=match):
+            check(data, 264)
+    check(DataConfig(path=path, chat_template=tmp_path / "chat.jinja", context=64, validation_fraction=0), 264)
+
+
+def test_shards_and_tokens_are_known_by_settings_and_template(tmp_path, tokenizer_with):
+    path = written(tmp_path / "a.jsonl", {"messages": TALK})
+    changes = [{}, {"format": "messages"}, {"train_on": "all"}, {"train_on_eos": False}, {"bad_records": "skip"}]
+    identities = {make_shards(find(path).files, Reading(**each))[0].identity for each in changes}
+    assert len(identities) == len(changes)
+    assert len({tokenizer_with(each).fingerprint for each in (None, templates.CHATML, templates.QWEN3)}) == 3
+
+
+def test_the_stop_token_is_known_or_missing(tokenizer_with):
+    assert tokenizer_with(templates.LLAMA3).chat.stop == "<|eot_id|>"
+    assert tokenizer_with("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}").chat.stop is None
