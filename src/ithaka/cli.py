@@ -367,10 +367,11 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
 def export(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The directory of a run.")],
     out_dir: Annotated[Path, typer.Argument(metavar="OUT_DIR", help="A new or empty directory.")],
+    merge: Annotated[bool, typer.Option("--merge", help="Merge the run's adapter into its base model.")] = False,
 ) -> None:
-    """Write the latest checkpoint of a run as a Hugging Face directory."""
+    """Write the latest checkpoint of a run as a Hugging Face directory; an adapter in PEFT's format."""
     from ithaka.train import checkpoint
 
     check_writable("OUT_DIR", out_dir, folder=True)
-    checkpoint.export(run_dir, out_dir)
+    checkpoint.export(run_dir, out_dir, merge)
     print(f"exported to {out_dir}")

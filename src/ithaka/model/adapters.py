@@ -3,21 +3,52 @@ PEFT's files do."""
 
 import dataclasses
 import warnings
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
-from ithaka.config import AdapterConfig, ConfigError
+from ithaka.config import AdapterConfig, ConfigError, shown
 from ithaka.layer.linear import is_linear
+from ithaka.plan.shape import read_json
 
 NAME = "default"  # PEFT's, of the only adapter
 # What the layers compute of a PEFT configuration; variants (DoRA and others) have fields of their own.
 PLAIN = {"peft_type": "LORA", "bias": "none", "lora_dropout": 0, "lora_bias": False, "layer_replication": None}
 PLAIN |= {"target_parameters": None, "trainable_token_indices": None}
 INITS = (True, False, "gaussian")  # others change the base weights as well
+
+
+def with_stored_settings(adapter: AdapterConfig, given: Set[str]) -> AdapterConfig:
+    """The settings with those of adapter.path, where it is set; a `given` one must be the same."""
+    if adapter.path is None:
+        return adapter
+    file = adapter.path / "adapter_config.json"
+    if not file.is_file():
+        raise ConfigError(f"adapter.path={adapter.path} holds no {file.name}; give a directory that PEFT wrote")
+    stored = read_json(file)
+    if (kind := stored.get("peft_type")) != "LORA":
+        raise ConfigError(f"adapter.path={adapter.path} has peft_type={kind}; only LORA is supported")
+    targets, saved = stored.get("target_modules"), stored.get("modules_to_save") or ()
+    if not isinstance(targets, list):
+        raise ConfigError(f"adapter.path={adapter.path} has target_modules={targets}; list the modules there by name")
+    values = {
+        "rank": stored["r"],
+        "alpha": float(stored["lora_alpha"]),
+        "rslora": stored.get("use_rslora", False),
+        "targets": tuple(sorted(targets)),
+        "modules_to_save": tuple(sorted({name.rpartition(".")[2] for name in saved})),
+    }
+    for name, value in values.items():
+        mine = getattr(adapter, name)
+        mine = tuple(sorted(mine)) if isinstance(mine, tuple) else mine
+        if f"adapter.{name}" in given and mine != value:
+            raise ConfigError(
+                f"adapter.{name}={shown(mine)} is {shown(value)} in adapter.path={adapter.path}; leave it out"
+            )
+    return dataclasses.replace(adapter, **values)
 
 
 def lora_config(adapter: AdapterConfig, base: Path | None, tied: bool) -> Any:
@@ -49,7 +80,7 @@ def lora_config(adapter: AdapterConfig, base: Path | None, tied: bool) -> Any:
     return config
 
 
-def add_adapter(model: PreTrainedModel, adapter: AdapterConfig, base: Path | None, master: torch.dtype) -> None:
+def add_adapter(model: Any, adapter: AdapterConfig, base: Path | None, master: torch.dtype) -> None:
     """Freezes the model and puts PEFT's modules into it, trained ones in the dtype `master`.
 
     A module of modules_to_save keeps its name: there is no frozen copy beside it.
@@ -108,3 +139,13 @@ def stored_name(name: str) -> str:
 def adapter_name(name: str) -> str:
     """A parameter's name in adapter_model.safetensors."""
     return "base_model.model." + name.replace(f".{NAME}.", ".")
+
+
+def merge_adapter(base: Path, adapter: Path, out: Path) -> None:
+    """Writes the base model with the adapter merged: in float32, rounded once to the dtype that the base names."""
+    from peft import PeftModel
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+    merged.to(AutoConfig.from_pretrained(base).dtype or torch.float32).save_pretrained(out)

@@ -36,7 +36,9 @@ def load_weights(model: PreTrainedModel, directory: Path, vocab_size: int) -> No
 def load_adapter(model: PreTrainedModel, directory: Path) -> None:
     """Reads this rank's rows of all that PEFT stored: adapters, and modules trained whole."""
     where = _open(directory / "adapter_model.safetensors", "adapter.path")
-    named = {adapter_name(stored_name(name)): param for name, param in model.named_parameters()}
+    named = {adapter_name(name): param for name, param in model.named_parameters()}
+    if (head := adapter_name("lm_head.weight")) not in named:
+        where.pop(head, None)  # tied
     params = {name: param for name, param in named.items() if param.requires_grad or name in where}
     _fill(params, where, f"adapter.path={directory}", "fix adapter_config.json")
 

@@ -20,21 +20,24 @@ import fcntl
 import json
 import os
 import shutil
+import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from ithaka.config import Config, ConfigError, shown, to_dict
 from ithaka.config import load as load_config
+from ithaka.model.adapters import adapter_name, merge_adapter
 from ithaka.plan.shape import ModelShape, read_shape
 from ithaka.train.launch import is_out_of_memory
 
@@ -88,6 +91,13 @@ def _rng_tensors(rank: int) -> dict[str, Tensor]:
     return states
 
 
+def _trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Weights and optimizer state, without frozen weights: a run with an adapter reads those from model.path again."""
+    weights, optim = get_state_dict(model, optimizer)
+    params = dict(model.named_parameters(remove_duplicate=False))  # a tied weight under both its names
+    return {name: t for name, t in weights.items() if name not in params or params[name].requires_grad}, optim
+
+
 def save(
     run_dir: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], keep_last: int
 ) -> Path:
@@ -104,7 +114,7 @@ def save(
             shutil.rmtree(stale)
         temporary.mkdir()
     dist.barrier()
-    weights, optim = get_state_dict(model, optimizer)
+    weights, optim = _trained_state(model, optimizer)
     # Without the optimizer's hyperparameters: they come from the config, and the rate from the step.
     tensors = {"model": weights, "moments": optim["state"], "rng": _rng_tensors(rank)}
     with _explained(f"checkpoint {final} cannot be written"):
@@ -181,7 +191,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     Shards are cut anew when the number of ranks differs; RNG states belong to ranks, so then the generators
     keep the seeds they have."""
     state, rank = read_state(path), dist.get_rank()
-    weights, optim = get_state_dict(model, optimizer)
+    weights, optim = _trained_state(model, optimizer)
     tensors: dict[str, Any] = {"model": weights, "moments": optim["state"]}
     reader = dcp.FileSystemReader(path)
     if state["world_size"] == dist.get_world_size():
@@ -189,7 +199,8 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
         tensors["rng"] = {k: v for k, v in _rng_tensors(rank).items() if f"rng.{k}" in saved}
     with _explained(f"checkpoint {path} cannot be read"):
         dcp.load(tensors, storage_reader=reader)
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optim)
+    options = StateDictOptions(strict=False)  # frozen weights are not in it
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optim, options=options)
     for key, rng in tensors.get("rng", {}).items():
         (torch.cuda.set_rng_state if key.endswith(".cuda") else torch.set_rng_state)(rng)
     return state
@@ -225,6 +236,8 @@ def resume_point(run_dir: Path, config: Config, shape: ModelShape) -> tuple[Path
     if (saved / "config.json").is_file() and read_shape(saved / "config.json") != shape.with_adapter(None):
         why = f"has another shape than the model of {run_dir}"
         raise ConfigError(f"model.{model} {why}; leave it out, or start a new run")
+    if config.adapter != before.adapter:
+        raise ConfigError("adapter is not as the run has it, which its weights depend on; leave it out")
     changed, old = {}, to_dict(before)
     for section, values in to_dict(config).items():
         for key, value in (values or {}).items():
@@ -234,17 +247,23 @@ def resume_point(run_dir: Path, config: Config, shape: ModelShape) -> tuple[Path
     return found, changed
 
 
-def export(run_dir: Path, out_dir: Path) -> Path:
+def export(run_dir: Path, out_dir: Path, merge: bool = False) -> Path:
     """Writes the latest checkpoint of `run_dir` as a Hugging Face directory; returns `out_dir`.
 
     One process, without a process group; the whole model passes through host memory.  Weights keep the
-    precision of the master weights (float32 in a usual run), so logits are those of the trained model."""
+    precision of the master weights (float32 in a usual run), so logits are those of the trained model.
+    Of a run with an adapter, it writes the adapter in PEFT's format, or with `merge` the base model with the adapter
+    merged in float32 and rounded to the base's own precision."""
     from transformers import AutoConfig, AutoModelForCausalLM  # late: only export needs it
 
-    out_dir = out_dir.absolute()
+    out_dir, folder = out_dir.absolute(), run_dir / "model"
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise ConfigError(f"output directory {out_dir} exists and is not empty; give a new or empty one")
-    reader = dcp.FileSystemReader(find(run_dir))
+    found = find(run_dir)
+    has_adapter = (folder / "adapter_config.json").is_file()
+    if merge and not has_adapter:
+        raise ConfigError(f"--merge: {run_dir} trained no adapter; leave it out")
+    reader = dcp.FileSystemReader(found)
     weights = {
         name.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in reader.read_metadata().state_dict_metadata.items()
@@ -252,10 +271,30 @@ def export(run_dir: Path, out_dir: Path) -> Path:
     }
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no process group is wanted
     dcp.load({"model": weights}, storage_reader=reader, no_dist=True)
+    if has_adapter:
+        return _export_adapter(run_dir, out_dir, weights, merge)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(run_dir / "model"))
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     model.load_state_dict(weights, assign=True)
     model.tie_weights()
     model.save_pretrained(out_dir)  # its config.json names the dtype, and its generation config is made up
-    shutil.copytree(run_dir / "model", out_dir, dirs_exist_ok=True, ignore=shutil.ignore_patterns("config.json"))
+    shutil.copytree(folder, out_dir, dirs_exist_ok=True, ignore=shutil.ignore_patterns("config.json"))
+    return out_dir
+
+
+def _export_adapter(run_dir: Path, out_dir: Path, weights: dict[str, Tensor], merge: bool) -> Path:
+    base = load_config(run_dir / "config.yaml").model.path
+    if merge and not (base and base.is_dir()):
+        raise ConfigError(f"--merge needs the base model, and model.path={base} of {run_dir} is no directory")
+    with tempfile.TemporaryDirectory() if merge else nullcontext(out_dir) as folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        shutil.copy(run_dir / "model" / "adapter_config.json", folder)
+        tensors = {adapter_name(name): tensor for name, tensor in weights.items()}
+        save_file(tensors, Path(folder) / "adapter_model.safetensors", metadata={"format": "pt"})
+        if merge:
+            assert base is not None
+            merge_adapter(base, Path(folder), out_dir)
+    for file in (run_dir / "model").iterdir():
+        if not file.name.endswith("config.json") or "tokenizer" in file.name:
+            shutil.copy(file, out_dir)
     return out_dir

@@ -66,6 +66,7 @@ class Trainer:
             )
         self.optimizer = make_optimizer(self.model, config.optim)
         self.num_params = sum(param.numel() for param in self.model.parameters())
+        self.num_trained = sum(param.numel() for param in self.model.parameters() if param.requires_grad)
         with status("opening the data"):
             self.tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.chat_template)
             self.data = open_data(
@@ -187,7 +188,8 @@ def _write_run_dir(trainer: Trainer) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     trainer.lock = checkpoint.lock(run.run_dir)
     checkpoint.write_atomic(run.run_dir / "config.yaml", f"format: {FORMAT}\n{to_yaml(run.config)}")
-    for part in (trainer.model.config, trainer.model.generation_config, trainer.tokenizer.hf):
+    adapter = getattr(trainer.model, "peft_config", {}).get("default")
+    for part in (adapter, trainer.model.config, trainer.model.generation_config, trainer.tokenizer.hf):
         if part is not None:
             part.save_pretrained(folder)
     own = (run.config.model.path or folder) / "generation_config.json"
@@ -257,7 +259,10 @@ def _mfu(trainer: Trainer, num_tokens: int, num_pairs: int, step_s: float) -> fl
         return None
     # An embedding is read, not multiplied, unless it is the output head as well.
     lookup_only = 0 if shape.tied else shape.vocab * shape.hidden
-    flops = step_flops(trainer.num_params - lookup_only, num_tokens, shape.heads * shape.head_dim, num_pairs)
+    # Of a frozen weight two products are computed, of a trained one three.
+    matmul_params = trainer.num_params - lookup_only
+    matmul_params -= max(0, matmul_params - trainer.num_trained) // 3
+    flops = step_flops(matmul_params, num_tokens, shape.heads * shape.head_dim, num_pairs)
     return flops / (step_s * peak * trainer.mesh.world_size)
 
 
@@ -265,8 +270,10 @@ def _header(trainer: Trainer) -> dict[str, str]:
     config, mesh, model = trainer.config, trainer.mesh, trainer.model
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
     tokens = config.train.batch * config.train.accumulate * mesh.dp_size * config.data.context
+    frozen = trainer.num_trained < trainer.num_params
+    size = amount(trainer.num_params) + f" parameters{f', {amount(trainer.num_trained)} trained' if frozen else ''}"
     facts = {
-        "model": f"{config.model.path or model.config.model_type}, {amount(trainer.num_params)} parameters",
+        "model": f"{config.model.path or model.config.model_type}, {size}",
         "ranks": f"{mesh.world_size} ({device}) = {mesh.dp_size} data x {mesh.cp_size} context parallel",
         "context": f"{config.data.context} tokens, {tokens} per step, {config.train.steps} steps",
         "attention": f"kernel {trainer.kernel}",
@@ -284,6 +291,8 @@ def _summary(trainer: Trainer, records: list[dict[str, Any]]) -> dict[str, str]:
     facts = {"validation loss": " -> ".join([losses[0], *losses[1:][-1:]])} if losses else {}
     facts["speed"] = f"{amount(statistics.median(rates))} tokens/s (median step)"
     facts["export"] = f"ithaka export {run_dir} OUT_DIR"
+    if trainer.config.adapter is not None:
+        facts["merged"] = f"ithaka export {run_dir} OUT_DIR --merge"
     facts["train longer"] = f"ithaka train --resume {run_dir} --set train.steps={more}"
     if optim.schedule == "cosine" and optim.warmup_steps < (optim.decay_steps or trainer.step) <= trainer.step:
         facts["lr"] = f"stays as it is then; for a longer cosine add --set optim.decay_steps={more}"

@@ -35,6 +35,7 @@ from ithaka.config import (
 )
 from ithaka.dist.mesh import start_process_group
 from ithaka.layout import Layout, check_fixed, either, fixed_settings, layout_of
+from ithaka.model.adapters import with_stored_settings
 from ithaka.plan.bytes import Holders, Ledger, memory
 from ithaka.plan.hardware import GPUS, Hardware, find_gpu, gpu_named, this_host
 from ithaka.plan.search import Plan, space_of, work_of
@@ -182,6 +183,9 @@ def _resolve(file: Path | None, changes: list[str], resume: Path | None, run_dir
         job = os.environ["MASTER_PORT"] if job == "none" else job
         name = time.strftime("%Y%m%d-%H%M%S") if job is None else f"torchrun-{job}"
         run_dir = run_dir or config.train.run_dir or Path("runs") / name
+    if config.adapter is not None:
+        adapter = with_stored_settings(config.adapter, given(resume / "config.yaml" if resume else file, changes))
+        config = dataclasses.replace(config, adapter=adapter)
     end, warmup = config.optim.decay_steps, config.optim.warmup_steps
     if config.optim.schedule == "cosine" and end is not None and end <= warmup:
         raise ConfigError(f"optim.decay_steps={end} ends within optim.warmup_steps={warmup}; give more, or null")
@@ -323,12 +327,16 @@ def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
     check_effects({f"memory.{name}": value for name, value in vars(memory).items()})
     idle_disk = memory.disk_path is not None and "disk" not in (memory.offload, memory.attention_offload)
     blocks, kernels = (attention.block_q, attention.block_kv), ("auto", *KERNELS)
+    no_peft = config.adapter is not None and find_spec("peft") is None
+    resized = config.adapter is not None and config.model.resize_embeddings
     no_events = config.train.tensorboard and find_spec("tensorboard") is None
     wrong = [
         (idle_disk, f"memory.disk_path={memory.disk_path} has no effect without memory.offload=disk; leave it null"),
         # Only its name: the ranks, which own the devices, find out whether it runs.
         (attention.kernel not in kernels, f"attention.kernel={attention.kernel} is unknown; use {either(kernels)}"),
         (blocks.count(None) == 1, f"attention.block_q, block_kv={blocks} go together; set both or neither"),
+        (no_peft, "adapter needs an extra: pip install 'ithaka[adapter]', or leave the section out"),
+        (resized, "model.resize_embeddings=true cannot go with an adapter, whose base stays as it is; set it to false"),
         (no_events, "train.tensorboard=true needs an extra: pip install 'ithaka[tensorboard]', or set it to false"),
     ]
     for words in (words for holds, words in wrong if holds):

@@ -1,0 +1,222 @@
+"""A run with an adapter: the losses of a plain PEFT loop, PEFT's files in and out, merged and resumed."""
+
+import dataclasses
+import json
+import warnings
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from ithaka.config import AdapterConfig, ConfigError, ModelConfig
+from ithaka.dist.mesh import make_mesh
+from ithaka.layer.linear import linear_of
+from ithaka.layout import Layout
+from ithaka.model.adapters import with_stored_settings
+from ithaka.model.build import build_model
+from ithaka.train import checkpoint
+from ithaka.train.loop import prepare
+from ithaka.train.step import learning_rate
+from models import tiny_model
+from parity import plain_sum
+from runs import MODEL, numbers, run, tiny_run, valid
+
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+CASES = {
+    "adapters": (False, {"target_modules": [*LINEARS, "lm_head"]}),
+    "and both ends": (False, {"target_modules": LINEARS, "modules_to_save": ["embed_tokens", "lm_head"]}),
+    "tied ends": (
+        True,
+        {"target_modules": LINEARS, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """PEFT warns of tied weights and of embeddings that it saves."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def saved_base(folder, tied, dtype=torch.float32):
+    model = tiny_model(LlamaConfig(**{**MODEL, "tie_word_embeddings": tied}), dtype)
+    model.save_pretrained(folder)
+    return folder
+
+
+def saved_adapter(base, folder, **lora):
+    """As PEFT writes it, after some training: B is not zero."""
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=3, lora_alpha=5, **lora))
+    with torch.no_grad():
+        for param in (param for param in model.parameters() if param.requires_grad):
+            param += 0.1 * torch.randn(param.shape, generator=torch.Generator().manual_seed(8))
+    model.save_pretrained(folder)
+    return folder
+
+
+def configured(folder, base, adapter, **sections):
+    config = tiny_run(folder, **sections)
+    return dataclasses.replace(config, model=ModelConfig(path=base, dtype="float64"), adapter=adapter)
+
+
+def recorded(config):
+    """What `run` does, and what it saw: (micro-batches of each step, losses)."""
+    trainer, seen, losses = prepare(valid(config)), [], []
+    while trainer.step < config.train.steps:
+        batches = [trainer.data.next_batch() for _ in range(config.train.accumulate)]
+        losses.append(trainer.advance(batches)[0].loss)
+        seen.append(batches)
+    trainer.save()
+    return seen, losses
+
+
+def batch_loss(model, batches):
+    """Of documents one by one, as if alone."""
+    total, count = 0.0, 0
+    for batch in batches:
+        for ids, labels, documents in zip(batch.input_ids, batch.labels, batch.document_ids, strict=True):
+            lengths = torch.unique_consecutive(documents, return_counts=True)[1].tolist()
+            for part, wanted in zip(ids.split(lengths), labels.split(lengths), strict=True):
+                if len(part) > 1:
+                    total = total + plain_sum(model, part[None], wanted[None])
+            count += int((labels[1:] != -100).sum())
+    return total / count
+
+
+def loaded(base, adapter, **how):
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+    return PeftModel.from_pretrained(model, str(adapter), **how).double()
+
+
+def plain_losses(model, seen, optim):
+    """The loop as one writes it with PEFT."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer, losses = torch.optim.AdamW(params, betas=optim.betas, weight_decay=optim.weight_decay), []
+    for step, batches in enumerate(seen):
+        optimizer.param_groups[0]["lr"] = learning_rate(step, optim, len(seen))
+        loss = batch_loss(model, batches)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(params, optim.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_peft_made_adapter_is_trained_as_peft_would_and_exported(ranks, tmp_path, case):
+    tied, lora = CASES[case]
+    base = saved_base(tmp_path / "base", tied)
+    start = saved_adapter(base, tmp_path / "start", **lora)
+    settings = with_stored_settings(AdapterConfig(path=start), set())
+    config = configured(tmp_path / "a", base, settings, train={"steps": 3})
+    seen, losses = ranks.run(2, recorded, config)[0]
+    plain = loaded(base, start, is_trainable=True)
+    assert losses == pytest.approx(plain_losses(plain, seen, config.optim), rel=1e-6)
+    assert losses[-1] < losses[0] - 0.01
+
+    ids = torch.arange(40).reshape(2, 20) * 13 % MODEL["vocab_size"]
+    wanted = plain(input_ids=ids).logits
+    out = checkpoint.export(config.train.run_dir, tmp_path / "out")
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {file.name for file in out.iterdir()}
+    assert not (out / "config.json").exists(), "PEFT reads the base's"
+    torch.testing.assert_close(loaded(base, out)(input_ids=ids).logits, wanted, rtol=1e-5, atol=1e-5)
+    merged = AutoModelForCausalLM.from_pretrained(checkpoint.export(config.train.run_dir, tmp_path / "whole", True))
+    assert (merged.lm_head.weight is merged.model.embed_tokens.weight) == tied
+    torch.testing.assert_close(merged.double()(input_ids=ids).logits, wanted, rtol=1e-5, atol=1e-5)
+
+    again = configured(tmp_path / "b", base, AdapterConfig(path=out), train={"steps": 1})
+    (batches,), (loss,) = ranks.run(2, recorded, again)[0]
+    assert loss == pytest.approx(float(batch_loss(loaded(base, out), batches).detach()), rel=1e-6)
+
+
+def test_checkpoints_hold_what_is_trained_and_resume_bitwise(ranks, tmp_path):
+    base = saved_base(tmp_path / "base", True)
+    adapter = AdapterConfig(rank=2, targets=("q_proj", "down_proj"), modules_to_save=("embed_tokens",))
+    config = configured(tmp_path, base, adapter)
+    ranks.run(2, run, config)
+    run_dir = config.train.run_dir
+    whole, names = numbers(run_dir), FileSystemReader(checkpoint.find(run_dir)).read_metadata().state_dict_metadata
+    weights = {name for name in names if name.startswith("model.")}
+    assert weights and all("lora_" in name or "embed_tokens" in name or "lm_head" in name for name in weights)
+    (run_dir / "latest").write_text("step-00000002\n")
+    ranks.run(2, run, config, run_dir)
+    assert numbers(run_dir) == whole
+    with pytest.raises(ConfigError, match="adapter is not as the run has it"):
+        other = dataclasses.replace(config, adapter=dataclasses.replace(adapter, rank=3))
+        valid(dataclasses.replace(other, train=dataclasses.replace(config.train, steps=9)), run_dir)
+
+
+def built(base, adapter):
+    """Whole parameters of a model in bfloat16."""
+    model = build_model(base, make_mesh(1), Layout(dtype="bfloat16"), adapter=adapter, seed=4)
+    return {name: (param.full_tensor().detach(), param.requires_grad) for name, param in model.named_parameters()}
+
+
+def test_a_new_adapter_is_peft_s_and_the_same_on_any_ranks(ranks, tmp_path):
+    base = saved_base(tmp_path / "base", False, torch.bfloat16)
+    adapter = AdapterConfig(rank=3, alpha=6, modules_to_save=("lm_head",))
+    (one,), (two, other) = ranks.run(1, built, base, adapter), ranks.run(2, built, base, adapter)
+    stored = load_file(base / "model.safetensors")
+    for name, (tensor, trained) in one.items():
+        assert torch.equal(tensor, two[name][0]) and torch.equal(tensor, other[name][0]), name
+        assert trained == ("lora_" in name or name == "lm_head.weight")
+        assert tensor.dtype == (torch.float32 if trained else torch.bfloat16)
+        if "lora_B" in name:
+            assert not tensor.any()
+        elif "lora_A" in name:
+            bound = tensor.shape[1] ** -0.5
+            assert 0.8 * bound < tensor.abs().max() <= bound and abs(tensor.mean()) < bound / 3, name
+        else:
+            assert torch.equal(tensor.bfloat16(), stored[name.replace(".base_layer", "")])
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=3, target_modules="all-linear"))
+    named = {name.removeprefix("base_model.model.") for name, _ in theirs.named_parameters()}
+    assert set(one) == named
+
+
+@pytest.mark.parametrize(
+    "settings, scale, targets",
+    [
+        ({"rank": 4, "alpha": 6}, 1.5, 14),
+        ({"rank": 4, "alpha": 6, "rslora": True}, 3.0, 14),
+        ({"rank": 2, "alpha": 3, "targets": ("q_proj", "1.mlp.up_proj", "lm_head")}, 1.5, 4),
+    ],
+)
+def test_settings_mean_what_they_mean_to_peft(settings, scale, targets):
+    model = build_model({**MODEL, "tie_word_embeddings": False}, make_mesh(1), adapter=AdapterConfig(**settings))
+    modules = [module for module in model.modules() if hasattr(module, "lora_A")]
+    assert len(modules) == targets
+    assert {linear_of(module).scale for module in modules} == {scale}
+    assert {len(linear_of(module).a_rD) for module in modules} == {settings["rank"]}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"peft_type": "IA3"}, "peft_type=IA3"),
+        ({"target_modules": ".*proj"}, "target_modules=.*proj"),
+        ({"r": 7}, "adapter.rank=16 is 7 in adapter.path"),
+        ({"lora_dropout": 0.1}, "PEFT's lora_dropout=0.1"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa"),
+    ],
+)
+def test_adapters_that_are_refused(tmp_path, change, message):
+    base = saved_base(tmp_path / "base", False)
+    folder = saved_adapter(base, tmp_path / "adapter", target_modules=["q_proj"])
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(ConfigError) as error:
+        adapter = with_stored_settings(AdapterConfig(path=folder), {"adapter.rank"} if "r" in change else set())
+        build_model(base, make_mesh(1), adapter=adapter)
+    assert message in str(error.value)
+
+
+def test_a_tied_head_takes_no_adapter(tmp_path):
+    adapter = AdapterConfig(targets=("lm_head",))
+    with pytest.raises(ConfigError, match="adapter.targets=lm_head cannot be merged"):
+        build_model(saved_base(tmp_path, True), make_mesh(1), adapter=adapter)
