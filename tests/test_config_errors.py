@@ -1,6 +1,7 @@
 """The configuration is strict: what it does not understand it refuses, with field, value and way out."""
 
 import dataclasses
+import pathlib
 
 import pytest
 import yaml
@@ -39,6 +40,10 @@ from ithaka.config import (
         ("data.path=", ["data.path=", "no value", "null"]),
         ("data.path=''", ["data.path=", "a path or null"]),
         ("data.validation_fraction=1", ["data.validation_fraction=1", "less than 1"]),
+        ("data.sources=[{path: a, wieght: 2}]", ["data.sources.wieght=2", "did you mean data.sources.weight?"]),
+        ("data.sources=[{path: a, weight: 0}]", ["data.sources.weight=0", "more than 0"]),
+        ("data.sources=[a, b]", ["data.sources=", "a list of mappings, such as [{path: a.jsonl"]),
+        ("data.sources={path: a}", ["data.sources=", "a list of mappings"]),
         ("parallel.cp=0", ["parallel.cp=0", "at least 1"]),
         ("parallel.cp=most", ["parallel.cp=most", "a whole number or auto or all"]),
         ("memory.checkpoint=some", ["memory.checkpoint=some", "none or full"]),
@@ -187,3 +192,13 @@ def test_any_valid_value_survives_yaml(tile, keep, eps, field):
     config = parse(tree)
     assert config.memory == MemoryConfig(tile_tokens=tile, keep_attention=keep)
     assert parse(yaml.safe_load(to_yaml(config))) == config
+
+
+def test_a_source_takes_from_data_how_records_are_read_unless_it_says():
+    config = load(overrides=["data.text_field=body", "data.sources=[{path: a, weight: 2}, {path: b, text_field: t}]"])
+    assert [(s.text_field, s.weight) for s in config.data.all_sources()] == [("body", 2), ("t", 1)]
+    assert parse(yaml.safe_load(to_yaml(config))) == config
+    (alone,) = load(overrides=["data.path=a", "data.text_field=body"]).data.all_sources()
+    assert (alone.path, alone.text_field) == (pathlib.Path("a"), "body")
+    with pytest.raises(ConfigError, match="data.path=c and data.sources both say what to read; make the path a source"):
+        load(overrides=["data.path=c", "data.sources=[{path: a}]"])

@@ -130,7 +130,7 @@ def test_steps_of_another_size_go_on_with_the_round_and_lose_nothing(data, befor
     global_rows(streams, 4 // before)
     state = json.dumps(streams[0].state_dict())
     same, other = opened_on(data, before, state=state), opened_on(data, after, state=state)
-    left = len(same[0].stream.round) - same[0].position.packings[-1].done
+    left = len(same[0].stream.round()) - same[0].position.packings[-1].done
     calls = left // (before * after)
     assert_equal(global_rows(same, calls * after), global_rows(other, calls * before))
     # The groups of the next round start where a step does.

@@ -155,24 +155,21 @@ class DataConfig(Reading):
     long_documents: Literal["split", "drop", "refuse"] = "split"
 
     def __post_init__(self) -> None:
-        reading = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(Reading)}
-        if not isinstance(self.sources, list | tuple) or not all(
-            isinstance(s, dict | SourceConfig) for s in self.sources
-        ):
-            way = "write a list of mappings: [{path: a.jsonl, weight: 3}, {path: b.jsonl}]"
-            raise ConfigError(f"data.sources={self.sources} is not accepted; {way}")
         if self.sources and self.path is not None:
             raise ConfigError(f"data.path={self.path} and data.sources both say what to read; make the path a source")
-        for source in self.sources:
-            _check_names(source if isinstance(source, dict) else {}, SourceConfig, "data.sources.")
-        made = [SourceConfig(**{**reading, **s}) if isinstance(s, dict) else s for s in self.sources]
-        object.__setattr__(self, "sources", tuple(made))
+        if isinstance(self.sources, list | tuple):
+            made = tuple(self._source(**each) if isinstance(each, dict) else each for each in self.sources)
+            object.__setattr__(self, "sources", made)
         super().__post_init__()
 
     def all_sources(self) -> tuple[SourceConfig, ...]:
         """At least one."""
-        reading = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(Reading)}
-        return self.sources or (SourceConfig(path=self.path, **reading),)
+        return self.sources or (self._source(path=self.path),)
+
+    def _source(self, **values: Any) -> SourceConfig:
+        _check_names(values, SourceConfig, "data.sources.")
+        shared = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(Reading)}
+        return SourceConfig(**(shared | values))
 
 
 @dataclass(frozen=True)
@@ -490,7 +487,8 @@ def _describe(hint: Any) -> str:
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
     if typing.get_origin(hint) is tuple:
         if Ellipsis in typing.get_args(hint):
-            return "a list of names"
+            is_text = typing.get_args(hint)[0] is str
+            return "a list of names" if is_text else "a list of mappings, such as [{path: a.jsonl, weight: 2}]"
         return f"a list of {len(typing.get_args(hint))} numbers"
     parts = (part if isinstance(part, str) else _describe(part) for part in typing.get_args(hint))
     return (names | {type(None): "null"}).get(hint) or " or ".join(parts)

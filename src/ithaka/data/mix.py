@@ -4,8 +4,7 @@ A round is the documents that are packed together. It takes of every source what
 with the epoch of the main source, the one that takes longest; the others begin their next epoch inside a round.
 """
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -63,8 +62,9 @@ class Source:
         """`key` shuffles, anew for each of endless epochs; None: one epoch, in the order of the files."""
         self.name, self.shards, self.cache, self.key, self.weight = name, shards, cache, key, weight
         self.sizes = [shard.num_bytes for shard in shards]
-        self.seen_bytes = self.seen_documents = self.seen_tokens = 0  # of what was loaded
-        self.skipped = Counter[str]()
+        self.num_bytes = sum(self.sizes)
+        # Of each shard that was loaded: documents, their tokens, and those skipped, by reason.
+        self.seen: dict[int, tuple[int, int, Mapping[str, int]]] = {}
         self._epoch, self._windows = -1, [[0]]
         self._at: tuple[int, int] | None = None
         self._loaded: tuple[list[Loaded], np.ndarray] = ([], np.empty(0, PIECE))
@@ -88,7 +88,7 @@ class Source:
         until = cursor.tokens + num_tokens
         epoch_start = cursor.tokens if cursor.window == cursor.document == 0 else None  # in tokens, if it is ours
         while cursor.tokens < until and cursor.window < len(self.windows(cursor.epoch)):
-            loaded, pieces = self._load(cursor.epoch, cursor.window)
+            loaded, pieces = self.load(cursor.epoch, cursor.window, longest)
             pieces = pieces[cursor.document :].copy()
             ends = np.where(pieces["length"] > longest, 0, pieces["length"]).cumsum()
             count = int(ends.searchsorted(until - cursor.tokens)) + 1
@@ -109,11 +109,17 @@ class Source:
             self.cache.prepare(self.shards[i] for window in ahead for i in window)
         return shards, np.concatenate(found), cursor
 
-    def _load(self, epoch: int, window: int) -> tuple[list[Loaded], np.ndarray]:
-        """The shards and the documents of a window, in the order of training. The last one is kept."""
+    def load(self, epoch: int, window: int, longest: float = np.inf) -> tuple[list[Loaded], np.ndarray]:
+        """The shards and the documents of a window, in the order of training; longer ones are not counted as seen.
+
+        The last window is kept."""
         if self._at != (epoch, window):
-            shards = [self.shards[i] for i in self.windows(epoch)[window]]
+            indices = self.windows(epoch)[window]
+            shards = [self.shards[i] for i in indices]
             documents = self.cache.load_all(shards)
+            for i, each in zip(indices, documents, strict=True):
+                kept = each.lengths[each.lengths <= longest]
+                self.seen[i] = len(kept), int(kept.sum()), each.skipped
             pieces = np.zeros(sum(len(each.lengths) for each in documents), PIECE)
             pieces["shard"] = np.repeat(np.arange(len(shards)), [len(each.lengths) for each in documents])
             pieces["length"] = np.concatenate([each.lengths for each in documents])
@@ -121,11 +127,6 @@ class Source:
             if self.key is not None:
                 pieces = pieces[pack.permutation(len(pieces), (*self.key, epoch, window))]
             self._at, self._loaded = (epoch, window), (list(zip(shards, documents, strict=True)), pieces)
-            self.seen_bytes += sum(shard.num_bytes for shard in shards)
-            self.seen_documents += len(pieces)
-            self.seen_tokens += int(pieces["length"].sum())
-            for each in documents:
-                self.skipped.update(each.skipped)
         return self._loaded
 
 
@@ -139,7 +140,7 @@ class SequenceStream:
         """`group`: sequences of a step, over all ranks. The sources have keys, or none of them has."""
         self.sources, self.context, self.group, self.pad_id = sources, context, group, pad_id
         self.long_documents, self.shuffled = long_documents, sources[0].key is not None
-        self.main = max(range(len(sources)), key=lambda i: sum(sources[i].sizes) / sources[i].weight)
+        self.main = max(range(len(sources)), key=lambda i: sources[i].num_bytes / sources[i].weight)
         self.seek(Position())
 
     def seek(self, position: Position) -> None:
@@ -153,30 +154,32 @@ class SequenceStream:
         self._round: Round | None = None
 
     def next(self, materialize: bool = True) -> PackedSequence | None:
-        """The next sequence; None at the end of a stream without a key, or if not `materialize`."""
-        while self.position.packings[-1].done == len(self.round):
-            if not len(self.round) and not self.shuffled:
-                return None
-            self._step_start = (self._step_start - len(self.round)) % self.group
-            packing = Packing(self.context, self.group, self._step_start)
-            self.position = Position(self.position.sequences, self.behind, (packing,))
-            self._round = None
+        """The next sequence; None at the end of a stream without keys, or if not `materialize`."""
+        packed = self.round()
         *earlier, packing = self.position.packings
-        sequence = self.sequence(packing.done) if materialize else None
+        if not len(packed):
+            return None
         packings = (*earlier, replace(packing, done=packing.done + 1))
         self.position = Position(self.position.sequences + 1, self.position.cursors, packings)
-        return sequence
+        return self.sequence(packing.done) if materialize else None
 
     def sequence(self, index: int) -> PackedSequence:
         """Of the round."""
-        pieces = self.round.sequences(index, index + 1)
+        assert self._round is not None
+        pieces = self._round.sequences(index, index + 1)
         return pack.pack([documents for _, documents in self._shards], pieces, self.context, self.pad_id)
 
-    @property
     def round(self) -> Round:
-        """The round of the position. Sets `behind`, the place in each source behind it, and `num_long`, its documents
-        longer than the context."""
+        """The round of the next sequence, empty at the end of a stream without keys; moves on to it.
+
+        Sets `num_long`, its documents that are longer than the context.
+        """
         if self._round is None:
+            self._round = self._load()
+        while self.position.packings[-1].done == len(self._round) and (self.shuffled or len(self._round)):
+            self._step_start = (self._step_start - len(self._round)) % self.group
+            packing = Packing(self.context, self.group, self._step_start)
+            self.position = Position(self.position.sequences, self._behind, (packing,))
             self._round = self._load()
         return self._round
 
@@ -213,7 +216,7 @@ class SequenceStream:
             pieces["source"] = i
             self._shards += shards
             found.append(pieces)
-        self.behind = tuple(cursors)
+        self._behind = tuple(cursors)
         # Evenly mixed.
         place = np.concatenate([pieces["length"].cumsum() / max(pieces["length"].sum(), 1) for pieces in found])
         return np.concatenate(found)[place.argsort(kind="stable")]

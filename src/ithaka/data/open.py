@@ -135,28 +135,31 @@ def data_facts(opened: TrainData, num_sequences: int) -> dict[str, str]:
 
     Counts the first round to be trained on, which must be tokenised anyway; small data is one round.
     """
-    stream, about, names = opened.stream, dict(opened.about), opened.source_names
-    packed, sequences = stream.round, len(stream.round)
-    run_tokens = num_sequences * packed.num_tokens / sequences
-    weights = [source.weight for source in stream.sources]
+    stream, about = opened.stream, dict(opened.about)
+    packed = stream.round()
+    sequence_tokens = packed.num_tokens / len(packed)
     facts: dict[str, str] = {}
     epochs, skipped = [], Counter[str]()
-    for source, name in zip(stream.sources, names, strict=True):
-        whole = source.seen_bytes >= sum(source.sizes)
-        part = min(1.0, source.seen_bytes / sum(source.sizes))
-        documents, tokens = int(source.seen_documents / part), int(source.seen_tokens / part)
-        share = source.weight / sum(weights)
-        epochs.append(f"{'' if whole else 'about '}{run_tokens * share / tokens:.3g}")
-        counts = f"{'' if whole else 'about '}{documents:,} documents, {tokens:,} tokens"
-        if len(names) == 1:
-            exact = whole and tokens == packed.num_tokens
-            num = sequences if exact else round(tokens * sequences / packed.num_tokens)
-            facts["data"] = f"{about.pop(name)}, {counts}, {'' if exact else 'about '}{num:,} sequences"
+    for source in stream.sources:
+        if not source.seen:
+            source.load(0, 0)
+        counts = list(source.seen.values())
+        part = sum(source.sizes[i] for i in source.seen) / source.num_bytes
+        guess = "" if len(counts) == len(source.shards) else "about "
+        documents, tokens = round(sum(each[0] for each in counts) / part), round(sum(each[1] for each in counts) / part)
+        share = source.weight / sum(each.weight for each in stream.sources)
+        epochs.append(f"{guess}{num_sequences * sequence_tokens * share / tokens:.3g}")
+        words = f"{about.pop(source.name)}, {guess}{documents:,} documents, {tokens:,} tokens"
+        if len(stream.sources) == 1:
+            exactly = "" if tokens == packed.num_tokens else "about "
+            facts["data"] = f"{words}, {exactly}{round(tokens / sequence_tokens):,} sequences"
         else:
-            facts[f"source {name}"] = f"{share:.1%} of the tokens; {about.pop(name)}, {counts}, {epochs[-1]} epochs"
-        skipped.update(source.skipped)
-    facts["epochs"] = f"{' and '.join(epochs)} ({num_sequences:,} sequences in all)"
-    facts["packing"] = f"{packed.num_tokens / (sequences * stream.context):.1%} of each sequence filled"
+            facts[f"source {source.name}"] = f"{share:.1%} of the tokens; {words}"
+            epochs[-1] += f" of {source.name}"
+        for _, _, reasons in counts:
+            skipped.update(reasons)
+    facts["epochs"] = f"{', '.join(epochs)} ({num_sequences:,} sequences in all)"
+    facts["packing"] = f"{sequence_tokens / stream.context:.1%} of each sequence filled"
     if stream.num_long:
         what = {"split": "split", "drop": "dropped"}[stream.long_documents]
         facts["packing"] += f"; {stream.num_long:,} documents longer than data.context {what}"
@@ -166,9 +169,9 @@ def data_facts(opened: TrainData, num_sequences: int) -> dict[str, str]:
         after, before = (f"{imbalance(each, opened.size, opened.batch):.3f}" for each in (areas, shuffled))
         facts["balance"] = f"attention of {opened.size} ranks, largest over mean: {after}, and {before} if not grouped"
     if skipped:
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in skipped.most_common())
-        facts["skipped"] = f"{skipped.total():,} documents: {reasons}"
-    first = stream.sequence(min(stream.position.packings[-1].done, sequences - 1))
+        words = ", ".join(f"{count:,} {reason}" for reason, count in skipped.most_common())
+        facts["skipped"] = f"{skipped.total():,} documents: {words}"
+    first = stream.sequence(stream.position.packings[-1].done)
     text = opened.cache.tokenizer.decode(first.ids[: min(first.length, SHOWN_TOKENS)])
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     return {**facts, **about, "starts with": shown}
