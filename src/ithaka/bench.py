@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import psutil
@@ -18,6 +17,8 @@ from ithaka.attention.blocks import attention, attention_backward, default_block
 from ithaka.attention.kernels import resolve_kernel
 from ithaka.dist.mesh import default_device
 from ithaka.plan.hardware import GPUS, gpu_named
+
+CALLS_AHEAD = 8  # of the host before the device
 
 
 def here() -> tuple[torch.device, torch.dtype]:
@@ -87,20 +88,40 @@ def sustained(
 ) -> float:
     """Median seconds of a call in the second half of `seconds` of calls; at least three after a warm-up.
 
-    `before` runs before each call, untimed. seconds=0 is one call after the warm-up, for lengths that take minutes.
+    Calls follow one another as in training: on a GPU the host runs some ahead. `before` runs before each call, untimed.
+    seconds=0 is one call after the warm-up, for lengths that take minutes.
     """
-    done = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    on_gpu = device.type == "cuda"
     call()
-    times: list[float] = []
+    calls: list[tuple[_Moment, _Moment]] = []
     begin = time.perf_counter()
-    while len(times) < (3 if seconds else 1) or time.perf_counter() - begin < seconds:
+    while len(calls) < (3 if seconds else 1) or time.perf_counter() - begin < seconds:
         before()
-        done()
-        started = time.perf_counter()
+        started = _Moment(on_gpu)
         call()
-        done()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times[len(times) // 2 :])
+        calls.append((started, _Moment(on_gpu)))
+        calls[max(0, len(calls) - CALLS_AHEAD)][1].wait()
+    return statistics.median(stop.since(start) for start, stop in calls[len(calls) // 2 :])
+
+
+class _Moment:
+    """When the work given to the device so far is done."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self.event = torch.cuda.Event(enable_timing=True) if on_gpu else None
+        self.at = time.perf_counter()
+        if self.event is not None:
+            self.event.record()
+
+    def wait(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+
+    def since(self, start: "_Moment") -> float:
+        if self.event is None or start.event is None:
+            return self.at - start.at
+        self.event.synchronize()
+        return start.event.elapsed_time(self.event) / 1e3
 
 
 def measure_device(device: torch.device, dtype: torch.dtype, seconds: float) -> dict[str, Any]:

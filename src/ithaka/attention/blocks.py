@@ -219,9 +219,10 @@ def _job(
 def _rows(x_Sh: Tensor, repeats: QueryBlock | Pair, start: int, length: int) -> Tensor:
     """View [B, h, length, ...] of the tokens from `start` on, once per repetition of a block or pair."""
     by_token, by_head, *rest = x_Sh.stride()
+    step = repeats.step or length  # fa4 takes a stride of 0 for a broadcast
     return x_Sh.as_strided(
         (repeats.count, x_Sh.shape[1], length, *x_Sh.shape[2:]),
-        (repeats.step * by_token, by_head, by_token, *rest),
+        (step * by_token, by_head, by_token, *rest),
         x_Sh.storage_offset() + start * by_token,
     )
 
