@@ -262,6 +262,44 @@ def rehearse(
         print("memory only: attention was cut short, so its times say nothing about training")
 
 
+@app.command()
+def verify(
+    model: Annotated[str, typer.Argument(metavar="MODEL|CONFIG.yaml", help="A directory, a config.json or a name.")],
+    cp: Annotated[int | None, typer.Option(min=1, help="Ranks that share a sequence; by default 4.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check two layers of your model on cp ranks against plain transformers: loss, gradients, masks, documents."""
+    with _loading() as status:
+        from ithaka.verify import of_name, verify
+
+    with status("comparing with plain transformers"):
+        found = verify(*of_name(model), cp)
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        _show_checks(found)
+    raise typer.Exit(0 if found["ok"] else 1)
+
+
+def _show_checks(found: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    title = "two layers of a {model_type}, {weights} weights, cp={cp} on {device}, beside plain transformers"
+    table = Table("part", "error", "allowed", "margin", "of", title=title.format(**found), title_justify="left")
+    for check in found["checks"]:
+        error, allowed = check["error"], check["allowed"]
+        margin = (
+            "information" if allowed is None else f"{min(allowed / max(error, 1e-16), 1e6):.3g} x" if allowed else ""
+        )
+        words = f"{error:.1e}", "" if allowed is None else f"{allowed:.0e}", margin, check["where"]
+        off = not check["ok"]
+        table.add_row(("OFF: " if off else "") + check["part"], *words, style="bold red" if off else None)
+    Console().print(table)
+    off_parts = [check["part"] for check in found["checks"] if not check["ok"]]
+    print(f"off: {', '.join(off_parts)}" if off_parts else "all parts are right")
+
+
 @bench.command("attention")
 def bench_attention(
     tokens: Annotated[str | None, typer.Option(help="Lengths, by default 16K,64K; on a CPU 1K,4K.")] = None,

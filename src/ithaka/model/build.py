@@ -108,7 +108,7 @@ def build_model(
     source's, embeddings are resized, and each new row of stored ones is the mean of the others. With an adapter, all
     else is frozen and in the dtype of the computation.
     """
-    config, dtype = _hf_config(source), getattr(torch, layout.dtype or "float32") if layout else torch.float32
+    config, dtype = hf_config(source), getattr(torch, layout.dtype or "float32") if layout else torch.float32
     stored_vocab, config.vocab_size = config.vocab_size, vocab_size or config.vocab_size
     with torch.device("meta"):
         master = torch.promote_types(dtype, torch.float32)
@@ -130,7 +130,8 @@ def build_model(
     return model
 
 
-def _hf_config(source: Path | dict):
+def hf_config(source: Path | dict) -> Any:
+    """Hugging Face's configuration of a directory, a config.json or a config's dict."""
     if isinstance(source, dict):
         return AutoConfig.for_model(**source)
     config = AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=True)

@@ -25,7 +25,7 @@ def load_weights(model: PreTrainedModel, directory: Path, vocab_size: int) -> No
     named = model.named_parameters()  # names a tied weight once, as the embedding
     params = {stored_name(name): param for name, param in named if ".lora_" not in name}
     # A tied head may be stored as well.
-    where = {name: file for name, file in _tensor_files(directory).items() if not name.endswith("inv_freq")}
+    where = {name: file for name, file in tensor_files(directory).items() if not name.endswith("inv_freq")}
     if "lm_head.weight" not in params:
         where.pop("lm_head.weight", None)
     way = "fix config.json, or (experts one by one) give ithaka.parallelize AutoModelForCausalLM.from_pretrained(...)"
@@ -98,7 +98,7 @@ def _mean_row(stored: Any, num_rows: int) -> Tensor:
     return sum((stored[at : min(at + 4096, num_rows)].double().sum(0) for at in runs), torch.zeros(())) / num_rows
 
 
-def _tensor_files(directory: Path) -> dict[str, Any]:
+def tensor_files(directory: Path) -> dict[str, Any]:
     """The open file of each tensor, by Hugging Face's rule: the single file, else those of the index, else all."""
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     paths = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))

@@ -1,0 +1,268 @@
+"""Is it right on my model? Two of its layers, with its weights, on cp ranks, against plain transformers.
+
+In float64, so that what is left is the rounding of transformers' own norms and angles, which are in float32. The
+vocabulary is cut, and a window is shortened to be felt by few tokens; all else is the model's own.
+"""
+
+import json
+import math
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+from ithaka.config import AdapterConfig, Config, ConfigError, embedded_model
+from ithaka.config import load as load_config
+from ithaka.dist.mesh import Mesh, end_process_group, make_mesh
+from ithaka.layer.loss import IGNORED
+from ithaka.layer.store import Store
+from ithaka.layout import LayerKeeps, Layout, layout_of
+from ithaka.model.adapters import add_adapter
+from ithaka.model.build import hf_config, parallelize
+from ithaka.model.logprobs import token_logprobs
+from ithaka.model.weights import EMBEDDINGS, tensor_files
+from ithaka.plan.models import find_config
+from ithaka.train.launch import num_gpus, run_ranks
+
+ALLOWED = 1e-4  # relative; a wrong index, factor or mask gives 1e-2 and more
+VOCAB, WINDOW, TILE = 1024, 11, 16
+RESULT, HEADS = "checks.json", "heads of"
+WRONG = 1e9  # of a gradient that is missing or not finite: JSON has no infinity
+Checks = Iterator[dict[str, Any]]
+QKV = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
+
+
+def check(part: str, where: str, error: float, allowed: float | None = ALLOWED) -> dict[str, Any]:
+    """One comparison: `error` is relative, of `where`, the worst of what was compared. `allowed` None: information."""
+    return {"part": part, "where": where, "error": error, "allowed": allowed, "ok": allowed is None or error <= allowed}
+
+
+def of_name(model: str) -> tuple[Path | dict, Config | None]:
+    """What a user names: a CONFIG.yaml, and then its settings too; else a path, or a name that the planner knows."""
+    if model.endswith((".yaml", ".yml")):
+        config = load_config(Path(model))
+        return config.model.path or embedded_model(config.model.embedded), config
+    return (path if (path := Path(model).expanduser()).exists() else find_config(model)), None
+
+
+def verify(source: Path | dict, config: Config | None = None, cp: int | None = None) -> dict[str, Any]:
+    """Cuts the model, starts the ranks and returns the checks, and what was checked."""
+    whole, asked = hf_config(source), config.parallel.cp if config is not None else 4
+    heads = whole.num_attention_heads
+    cp = cp or min(asked if isinstance(asked, int) else 4, heads)
+    if cp > heads:
+        raise ConfigError(f"--cp={cp} exceeds the {heads} query heads; use at most {heads}")
+    layout, device = layout_for(config, cp, heads), "cuda" if num_gpus() >= cp else "cpu"
+    adapter = config.adapter if config is not None else AdapterConfig(rank=4) if find_spec("peft") else None
+    with tempfile.TemporaryDirectory(prefix="ithaka-verify-") as name:
+        weights = cut(source, Path(name))
+        if code := run_ranks(_rank, (Path(name), layout, adapter, device), cp):
+            raise SystemExit(code)
+        checks = json.loads((Path(name) / RESULT).read_text())
+    facts = {"model_type": whole.model_type, "weights": weights, "cp": cp, "device": device}
+    return {"ok": all(each["ok"] for each in checks), **facts, "checks": checks}
+
+
+def layout_for(config: Config | None, cp: int, heads: int) -> Layout:
+    """The configuration's layout, for two layers and few tokens; without one, with every technique on."""
+    if config is None:
+        kept = (LayerKeeps("host", "host"), LayerKeeps())
+        return Layout(cp, cp if cp < heads else None, TILE, kept, dtype="float64")
+    layout = layout_of(config, 2, cp, on_gpu=False)
+    stage = layout.heads_per_stage and max(1, layout.heads_per_stage // config.parallel.cp_of(cp)) * cp
+    stage, tile = stage if stage and stage < heads else None, min(layout.tile_tokens or TILE, TILE)
+    layout = replace(layout, cp=cp, heads_per_stage=stage, tile_tokens=tile, dtype="float64", blocks=None)
+    return replace(layout, offload_optimizer=False)
+
+
+# ---- the model, cut
+
+
+def cut(source: Path | dict, out: Path) -> str:
+    """Writes a Hugging Face directory with two layers, of two kinds if the model has them, and the first tokens.
+    Returns whose weights it has."""
+    config = hf_config(source)
+    kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+    layers = [0, next((i for i, kind in enumerate(kinds) if kind != kinds[0]), 1)][: len(kinds)]
+    config.num_hidden_layers, config.vocab_size = len(layers), min(VOCAB, config.vocab_size)
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = None  # they may lie beyond it
+    if kinds[0] is not None:
+        config.layer_types = [kinds[i] for i in layers]
+    if getattr(config, "sliding_window", None):
+        config.sliding_window = min(WINDOW, config.sliding_window)
+    if not (isinstance(source, Path) and any(source.glob("*.safetensors"))):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(out)
+        return "random"
+    config.save_pretrained(out)
+    tensors = {}
+    for name, file in tensor_files(source).items():
+        layer = re.match(r"model\.layers\.(\d+)", name)
+        if layer is None or int(layer[1]) in layers:
+            new = f"model.layers.{layers.index(int(layer[1]))}{name[layer.end() :]}" if layer else name
+            rows = config.vocab_size if name in EMBEDDINGS else None
+            tensors[new] = file.get_slice(name)[:rows].contiguous()
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return "its own"
+
+
+def load(directory: Path, adapter: AdapterConfig | None) -> PreTrainedModel:
+    """The cut model in float64; adapters are random, since with B zero, as it starts, A has no gradient."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, attn_implementation="sdpa")
+    if adapter is not None:
+        if not isinstance(adapter.targets, str):  # without the numbers of layers
+            adapter = replace(adapter, targets=tuple({name.rpartition(".")[2]: 0 for name in adapter.targets}))
+        add_adapter(model, replace(adapter, path=None), None, torch.float64)
+        generator = torch.Generator().manual_seed(1)
+        for param in (param for param in model.parameters() if param.requires_grad):
+            param.data.normal_(0, 0.1, generator=generator)
+    return model.train()
+
+
+# ---- on every rank
+
+
+def _rank(directory: Path, layout: Layout, adapter: AdapterConfig | None, device: str) -> None:
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    mesh = make_mesh(layout.cp, device if device == "cpu" else None)
+    checks = list(run_checks(directory, mesh, layout, adapter))
+    if mesh.rank == 0:
+        (directory / RESULT).write_text(json.dumps(checks))
+    end_process_group()
+
+
+class Pair:
+    """The parallel model, and on rank 0 the plain one. Every rank calls every method; rank 0 has the answers."""
+
+    def __init__(self, directory: Path, mesh: Mesh, layout: Layout, adapter: AdapterConfig | None = None) -> None:
+        self.plain = load(directory, adapter).to(mesh.device) if mesh.rank == 0 else None
+        model = load(directory, adapter)
+        layout = replace(layout, kept=layout.kept[: model.config.num_hidden_layers])
+        self.head_dim = model.model.layers[0].self_attn.head_dim
+        self.model = parallelize(model, mesh=mesh, layout=layout, store=Store(mesh.device))
+
+    def losses(self, ids: Tensor, labels: Tensor, right: Callable | None = None, **inputs: Tensor) -> dict[str, float]:
+        """Errors of the loss and of every gradient, by name. `right`: the summed loss of the plain model."""
+        count, plain = (labels[:, 1:] != IGNORED).sum(), self.plain
+        loss = self.model(input_ids=ids, labels=labels, **inputs).loss
+        loss.backward()
+        errors, wanted = {}, {}
+        if plain is not None:
+            expected = (right(plain) if right else _plain_sum(plain, ids, labels, **inputs)) / count
+            expected.backward()
+            errors["loss"] = _relative(loss.detach(), expected.detach())
+            wanted = {name: param.grad for name, param in plain.named_parameters() if param.grad is not None}
+        # Some gradients are zero but for rounding: those of q and k if no token sees another.
+        least = 1e-6 * sum(float(grad.norm()) ** 2 for grad in wanted.values()) ** 0.5
+        for name, param in self.model.named_parameters():
+            grad = None if param.grad is None else param.grad.full_tensor()
+            if name in wanted:
+                errors[name] = WRONG if grad is None else _relative(grad, wanted[name], least)
+                if grad is not None and name.endswith(QKV):
+                    errors[f"{HEADS} {name}"] = _turned(grad, wanted[name], self.head_dim, least)
+        self.model.zero_grad()
+        if plain is not None:
+            plain.zero_grad()
+        return errors
+
+    @torch.no_grad()
+    def logits(self, ids: Tensor, plain_inputs: dict[str, Tensor], **inputs: Tensor) -> float:
+        logits = self.model(input_ids=ids, **inputs).logits
+        return 0.0 if self.plain is None else _relative(logits, _plain_logits(self.plain, ids, **plain_inputs))
+
+
+def run_checks(directory: Path, mesh: Mesh, layout: Layout, adapter: AdapterConfig | None) -> Checks:
+    pair, cp = Pair(directory, mesh, layout), layout.cp
+    full_length = pair.model.config.max_position_embeddings
+
+    def ids_of(*shape: int) -> Tensor:
+        return torch.randint(pair.model.config.vocab_size, shape, generator=torch.Generator().manual_seed(2))
+
+    ids = ids_of(2, 8 * cp + 3)
+    yield check("logits", "all", pair.logits(ids, {}))
+    errors = pair.losses(ids, ids.masked_fill(ids_of(2, 8 * cp + 3) % 4 == 0, IGNORED))
+    yield check("loss", "loss", errors.pop("loss", 0.0))
+    yield _worst("gradients", errors)
+    yield _worst("head pairing", errors, heads=True)  # their direction alone: a wrong partner, not a wrong factor
+    if cp > 1:
+        ids, at = ids_of(1, 4 * cp), torch.arange(4 * cp)
+        yield _worst("labels at shard borders", pair.losses(ids, ids.masked_fill((at % 4 != 0) | (at == 0), IGNORED)))
+    for length in (cp + 1, max(2, cp - 1)):
+        yield _worst(f"uneven lengths: {length} tokens", pair.losses(ids_of(1, length), ids_of(1, length)))
+    ids, at, kept = ids_of(2, 2 * cp + 5), torch.arange(2 * cp + 5), torch.tensor([[2 * cp + 5], [cp + 2]])
+    for side, mask in (("right", at < kept), ("left", at.flip(0) < kept)):
+        labels = ids.masked_fill(~(mask & F.pad(mask[:, :-1], (1, 0))), IGNORED)
+        yield _worst(f"padding on the {side}", pair.losses(ids, labels, attention_mask=mask.long()))
+    yield from _documents(pair, ids_of, (5, 1, cp + 4, 7))
+    few = min(10, getattr(pair.model.config, "sliding_window", None) or 10)
+    ids, mask = ids_of(1, few), torch.ones(few, few, dtype=torch.bool).tril()[None, None]
+    for part, last, allowed in (("rope", 300, ALLOWED), ("exact positions", full_length, None)):
+        positions = torch.arange(0, last, (last - 1) // (few - 1))[None, :few]
+        ours = {"position_ids": positions, "document_ids": torch.zeros_like(ids)}  # documents only: not by positions
+        error = pair.logits(ids, {"position_ids": positions, "attention_mask": mask}, **ours)
+        yield check(part, f"logits, {few} tokens over {last} positions", error, allowed)
+    if adapter is not None:
+        ids = ids_of(1, 8 * cp + 3)
+        yield _worst("adapter", Pair(directory, mesh, layout, adapter).losses(ids, ids))
+
+
+def _documents(pair: Pair, ids_of: Callable[..., Tensor], lengths: tuple[int, ...]) -> Checks:
+    """Packed, as if each were alone; and one changed, which the others must not notice."""
+    ids = ids_of(1, sum(lengths))
+    documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
+    labels = ids.index_fill(1, torch.tensor([0, *accumulate(lengths)][:-1]), IGNORED)
+    parts = [part for part in ids.split(lengths, dim=1) if part.shape[1] > 1]
+
+    def alone(plain: nn.Module) -> Tensor:
+        return torch.stack([_plain_sum(plain, part, part) for part in parts]).sum()
+
+    yield _worst("documents", pair.losses(ids, labels, alone, document_ids=documents))
+    error = 0.0
+    with torch.no_grad():
+        before = token_logprobs(pair.model, ids, labels, document_ids=documents).logprobs.cpu()
+        for number in range(len(lengths)):
+            changed = torch.where(documents == number, (ids + 1) % pair.model.config.vocab_size, ids)
+            after = token_logprobs(pair.model, changed, labels, document_ids=documents).logprobs.cpu()
+            error = max(error, float((before - after)[documents != number].abs().max()))
+    yield check("documents apart, bit for bit", "labels when another document changes", error, 0.0)
+
+
+def _plain_logits(model: nn.Module, ids: Tensor, **inputs: Tensor) -> Tensor:
+    device = next(model.parameters()).device
+    inputs = {name: value.to(device) for name, value in inputs.items()}
+    return model(input_ids=ids.to(device), use_cache=False, **inputs).logits
+
+
+def _plain_sum(model: nn.Module, ids: Tensor, labels: Tensor, **inputs: Tensor) -> Tensor:
+    """Of the losses in the model's own precision; its own loss rounds to float32."""
+    logits = _plain_logits(model, ids, **inputs)[:, :-1].flatten(0, 1)
+    return F.cross_entropy(logits, labels[:, 1:].flatten().to(logits.device), ignore_index=IGNORED, reduction="sum")
+
+
+def _relative(ours: Tensor, right: Tensor, least: float = 0.0) -> float:
+    error = float((ours - right).norm()) / (max(float(right.norm()), least) or 1.0)
+    return error if math.isfinite(error) else WRONG
+
+
+def _turned(ours: Tensor, right: Tensor, head_dim: int, least: float) -> float:
+    """How far the gradients of heads that have one point elsewhere: 1 - cosine, summed."""
+    a, b = (grad.view(-1, head_dim * grad.shape[1]) for grad in (ours, right))
+    return float((1 - F.cosine_similarity(a, b))[b.norm(dim=1) > least].clamp_min(0).sum())
+
+
+def _worst(part: str, errors: dict[str, float], heads: bool = False) -> dict[str, Any]:
+    errors = {name: error for name, error in errors.items() if name.startswith(HEADS) == heads}
+    where = max(errors, key=lambda name: errors[name], default="")
+    return check(part, where.replace("model.", "", 1), errors.get(where, 0.0))

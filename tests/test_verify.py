@@ -1,0 +1,180 @@
+"""`ithaka verify`: right models pass, and each kind of error is found and named."""
+
+import copy
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from typer.testing import CliRunner
+
+from ithaka import cli, verify
+from ithaka.attention.blocks import Docs
+from ithaka.config import AdapterConfig, ConfigError, parse
+from ithaka.dist.mesh import make_mesh
+from ithaka.layer.loss import IGNORED
+from ithaka.layout import LayerKeeps
+from ithaka.model import batch, build, calls
+from models import CONSTRUCTING, tiny_config, tiny_model
+from threads import on_threads
+
+LORA = AdapterConfig(rank=2, targets=("31.self_attn.q_proj", "down_proj"))
+
+
+@pytest.fixture(autouse=True)
+def loads_once(monkeypatch):
+    """transformers loads one model at a time; ranks that are threads share what was loaded."""
+    loaded = cache(verify.load)
+
+    def load(*args):
+        with CONSTRUCTING:
+            return copy.deepcopy(loaded(*args))
+
+    monkeypatch.setattr(verify, "load", load)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """-> the directory of a model as transformers writes it, with more layers and tokens than are checked."""
+
+    def save(family: str, heads: int = 4, kv_heads: int = 2, **changes) -> Path:
+        folder = tmp_path_factory.mktemp(family)
+        sizes = {"vocab_size": 1100, "num_hidden_layers": 4, **changes}
+        tiny_model(tiny_config(family, heads, kv_heads, **sizes), torch.float32).save_pretrained(folder)
+        return folder
+
+    return save
+
+
+def checks_of(source: Path, folder: Path, cp: int, adapter: AdapterConfig | None = None) -> dict[str, dict]:
+    verify.cut(source, folder)
+    layout = verify.layout_for(None, cp, verify.hf_config(source).num_attention_heads)
+    ranks = on_threads(cp, lambda: list(verify.run_checks(folder, make_mesh(cp), layout, adapter)))
+    return {check["part"]: check for check in ranks[0]}
+
+
+CASES = [
+    ("llama", 6, 2, 4, LORA, {}),  # uneven heads, kv heads fewer than ranks, tied
+    ("llama", 4, 4, 1, None, {"tie_word_embeddings": False, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+    ("mistral", 4, 2, 2, None, {"sliding_window": 4096}),
+    ("qwen2", 4, 2, 1, None, {"max_window_layers": 3}),  # the last layer alone has a window
+    ("qwen3", 4, 1, 2, AdapterConfig(rank=2), {}),
+]
+
+
+@pytest.mark.parametrize("family,heads,kv_heads,cp,adapter,changes", CASES)
+def test_right_models_pass(saved, tmp_path, family, heads, kv_heads, cp, adapter, changes):
+    checks = checks_of(saved(family, heads, kv_heads, **changes), tmp_path, cp, adapter)
+    assert not [check for check in checks.values() if not check["ok"]]
+    parts = {"logits", "loss", "gradients", "head pairing", "padding on the left", "padding on the right", "documents"}
+    parts |= {"documents apart, bit for bit", "rope", "exact positions"}
+    assert parts | ({"labels at shard borders"} if cp > 1 else set()) | ({"adapter"} if adapter else set()) < set(
+        checks
+    )
+    assert all(0 < check["error"] < 1e-5 for check in checks.values() if check["allowed"])
+    cut = json.loads((tmp_path / "config.json").read_text())
+    assert (cut["num_hidden_layers"], cut["vocab_size"]) == (2, 1024)
+    if family == "qwen2":
+        assert cut["layer_types"] == ["full_attention", "sliding_attention"]
+
+
+# ---- planted errors
+
+
+def wrong_partners(patch):
+    def table(*args):
+        made = head_table(*args)
+        kv_heads = max(head for load in made.loads for heads in load.kv_heads for head in heads) + 1
+        swapped = tuple(
+            replace(load, kv_heads=tuple(tuple(kv_heads - 1 - g for g in heads) for heads in load.kv_heads))
+            for load in made.loads
+        )
+        return replace(made, loads=swapped)
+
+    head_table = build.head_table
+    patch.setattr(build, "head_table", table)
+
+
+def changed_share(patch, change):
+    def take_share(inputs, vocab_size, mesh):
+        return change(batch.take_share(inputs, vocab_size, mesh), inputs, mesh)
+
+    patch.setattr(calls, "take_share", take_share)
+
+
+def shift_after_sharding(patch):
+    def change(share, inputs, mesh):
+        if share.labels_s is None:
+            return share
+        return replace(share, labels_s=F.pad(batch._mine(inputs["labels"], mesh, IGNORED)[1:], (0, 1), value=IGNORED))
+
+    changed_share(patch, change)
+
+
+def leaking_document(patch):
+    def change(share, inputs, mesh):
+        starts = share.docs.starts
+        return replace(share, docs=Docs((*starts[:2], *starts[3:]))) if len(starts) > 4 else share
+
+    changed_share(patch, change)
+
+
+def halved_gradient(patch):
+    patch.setattr(build._GlobalSum, "backward", staticmethod(lambda ctx, dtotal: (dtotal / 2, None)))
+
+
+def skipped_norm(patch):
+    def parts(model, index):
+        made = layer_parts(model, index)
+        return replace(made, norm1=nn.Identity()) if index == 1 else made
+
+    layer_parts = build.layer_parts
+    patch.setattr(build, "layer_parts", parts)
+
+
+PLANTED = [
+    (wrong_partners, {"logits", "gradients", "head pairing"}, {"documents apart, bit for bit"}),
+    (shift_after_sharding, {"labels at shard borders"}, {"logits", "rope"}),
+    (leaking_document, {"documents", "documents apart, bit for bit"}, {"logits", "loss", "gradients", "rope"}),
+    (halved_gradient, {"gradients"}, {"logits", "loss", "head pairing"}),
+    (skipped_norm, {"logits", "gradients"}, {"documents apart, bit for bit"}),
+]
+
+
+@pytest.mark.parametrize("plant,off,right", PLANTED)
+def test_errors_are_found_and_named(saved, tmp_path, monkeypatch, plant, off, right):
+    plant(monkeypatch)
+    checks = checks_of(saved("llama"), tmp_path, 2 if plant is shift_after_sharding else 1)
+    found = {part for part, check in checks.items() if not check["ok"]}
+    assert off <= found and not right & found
+    if plant is skipped_norm:
+        assert checks["gradients"]["where"] == "layers.1.input_layernorm.weight"
+
+
+# ---- the command
+
+
+def test_the_command_shows_margins_and_ends_with_1_when_something_is_off(saved, tmp_path, monkeypatch):
+    """One rank runs in this process."""
+    settings = tmp_path / "long.yaml"
+    settings.write_text(f"model: {{path: {saved('llama')}}}\nparallel: {{cp: 8, heads_per_stage: 8}}\n")
+    answer = CliRunner().invoke(cli.app, ["verify", str(settings), "--cp", "1", "--json"])
+    found = json.loads(answer.stdout)
+    assert answer.exit_code == 0 and found["ok"] and (found["cp"], found["weights"]) == (1, "its own")
+    halved_gradient(monkeypatch)
+    answer = CliRunner().invoke(cli.app, ["verify", str(saved("llama")), "--cp", "1"])
+    assert answer.exit_code == 1
+    assert "OFF: gradients" in answer.stdout and "off: gradients" in answer.stdout
+
+
+def test_the_layout_is_the_configurations():
+    tree = {"parallel": {"cp": 8, "heads_per_stage": 16}, "memory": {"offload": "disk", "keep_attention": "all"}}
+    layout = verify.layout_for(parse(tree), cp=2, heads=32)
+    assert (layout.cp, layout.heads_per_stage, layout.tile_tokens) == (2, 4, 16)
+    assert layout.kept == (LayerKeeps("disk", "disk"),) * 2
+    with pytest.raises(ConfigError, match="--cp=9 exceeds the 4 query heads"):
+        verify.verify({"model_type": "llama", "num_attention_heads": 4}, None, 9)
