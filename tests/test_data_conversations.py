@@ -12,7 +12,7 @@ import templates
 from ithaka.config import ConfigError, DataConfig, Reading
 from ithaka.data.cache import TokenCache
 from ithaka.data.files import find
-from ithaka.data.open import check, open_data
+from ithaka.data.open import check, data_facts, open_data
 from ithaka.data.read import make_shards
 from ithaka.data.tokenizer import ByteTokenizer, Tokenizer
 from templates import chat_tokenizer
@@ -248,6 +248,9 @@ def test_a_split_conversation_keeps_its_marks(tmp_path, tokenizer_with):
     data = DataConfig(path=path, context=context, validation_fraction=0)
     opened = open_data(data, tokenizer=tokenizer, seed=0, cache_dir=tmp_path / "tokens")
     batches, found = [opened.next_batch() for _ in pieces], set()
+    assert re.fullmatch(
+        r"[\d.]+% of the first .*; an assistant's turn ends with <\|eot_id\|>", data_facts(opened, 9)["trained"]
+    )
     opened.close()
     for batch in batches:
         length = int((batch.document_ids[0] == 0).sum())

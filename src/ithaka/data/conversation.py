@@ -101,7 +101,10 @@ def document(record: Any, reading: Reading, chat: "ChatTemplate", vocab_size: in
         text = prompt + completion
         return Document(text, None if everything else [(len(prompt), len(text))], framed=True)
     num_read, given = (len(values[0]), values[0] + values[1]) if kind == "prompt_completion" else (0, values[0])
-    messages, wanted = conversation(given)
+    if not isinstance(given, list) or not given:
+        raise BadRecord("without messages", "messages is no list of messages, or an empty one")
+    pairs = [_message(message, f"message {n}") for n, message in enumerate(given, 1)]
+    messages, wanted = [message for message, _ in pairs], [want for _, want in pairs]
     if not everything:
         wanted = [want and i >= num_read for i, want in enumerate(wanted)]
         if not any(message["role"] == "assistant" for message in messages[num_read:]):
@@ -144,15 +147,8 @@ def _tools(tools: Any) -> list[Any] | None:
     return found or None
 
 
-def conversation(given: Any) -> tuple[list[Message], list[bool]]:
-    """Messages as chat templates take them, and whether each may be trained."""
-    if not isinstance(given, list) or not given:
-        raise BadRecord("without messages", "messages is no list of messages, or an empty one")
-    pairs = [_message(message, f"message {n}") for n, message in enumerate(given, 1)]
-    return [message for message, _ in pairs], [wanted for _, wanted in pairs]
-
-
 def _message(given: Any, where: str) -> tuple[Message, bool]:
+    """A message as chat templates take it, and whether it may be trained."""
     role = given.get("role") if isinstance(given, Mapping) else None
     if role not in ROLES:
         fields = "" if role or not isinstance(given, Mapping) else f" (its fields are {', '.join(given)})"
@@ -205,7 +201,7 @@ class ChatTemplate:
     def __init__(self, hf: Any):
         self.hf = hf
         added = [token.content for token in hf.added_tokens_decoder.values() if token.special]
-        self.special = tuple({*added, *hf.all_special_tokens})
+        self.special = sorted({*added, *hf.all_special_tokens}, key=len, reverse=True)
 
     def render(
         self, messages: list[Message], tools: list[Any] | None, wanted: Sequence[bool], everything: bool, eos: bool
@@ -223,7 +219,7 @@ class ChatTemplate:
         picked = [i for i, want in enumerate(wanted) if want != everything and (everything or roles[i] == "assistant")]
         turns = self._turns(messages, tools, text, picked)
         if everything:
-            edges = [0, *(edge for turn in turns for edge in (turn.start, turn.stop)), len(text)]
+            edges = [0, *sorted(edge for turn in turns for edge in (turn.start, turn.stop)), len(text)]
             return text, list(zip(edges[::2], edges[1::2], strict=True))
         generates = GENERATION.search(self.hf.get_chat_template(None, tools)) is not None
         return text, [span for turn in turns for span in self._trained(text, turn, generates, eos)]
@@ -231,8 +227,8 @@ class ChatTemplate:
     @functools.cached_property
     def stop(self) -> str | None:
         """The special token that ends an assistant's turn."""
-        text, (turns, *_) = self._marked([*PROBE, {"role": "assistant", "content": "x"}])
-        return self._stop(text, turns[-1])[0]
+        text, turns = self._probe([*PROBE, {"role": "assistant", "content": "x"}])
+        return self._stop(text, turns[-1])[0] if turns else None
 
     def _apply(self, messages: list[Message], tools: list[Any] | None = None, **options: Any) -> str:
         try:
@@ -297,13 +293,16 @@ class ChatTemplate:
     @functools.cached_property
     def _headers(self) -> tuple[str, str]:
         """The generation prompt, and as much of it as opens an earlier turn: no <think>, for one."""
-        (plain, before), (text, after) = (self._marked(PROBE, add_generation_prompt=ask) for ask in (False, True))
-        asked, turn = plain[before[-1][-1].start :], after[-1][-1]
+        (plain, before), (text, after) = (self._probe(PROBE, add_generation_prompt=ask) for ask in (False, True))
+        asked, turn = plain[before[-1].start :], after[-1]
         follows = text.startswith(asked, turn.start)  # else the template ends the text without one, with eos perhaps
         prompt = text[turn.start + len(asked) if follows else turn.stop :]
-        text, loops = self._marked([*PROBE, {"role": "assistant", "content": "x"}, *PROBE])
-        answer = loops[-1][1]
+        text, (_, answer, _) = self._probe([*PROBE, {"role": "assistant", "content": "x"}, *PROBE])
         return prompt, os.path.commonprefix([prompt, text[answer.start : answer.stop]])
+
+    def _probe(self, messages: list[Message], **options: Any) -> tuple[str, list[Turn]]:
+        text, loops = self._marked(messages, **options)
+        return text, next((turns for turns in loops if any(turn.stop > turn.start for turn in turns)), [])
 
 
 @functools.lru_cache
@@ -313,31 +312,29 @@ def with_marks(template: str) -> str:
     A tag becomes tags that treat the white space around them as it did.
     """
     loops: list[str] = []
+    opens, closes, ends = (_mark(f"'{each}'") for each in "<>/")
 
     def marked(match: re.Match[str]) -> str:
         left, tag, rest, right = match.group("left", "tag", "rest", "right")
         if tag == "generation":
-            return f"{{%{left} if true %}}{_mark('<')}{{% if true {right}%}}"
+            return f"{{%{left} if true %}}{opens}{{% if true {right}%}}"
         if tag == "endgeneration":
-            return f"{{%{left} endif %}}{_mark('>')}{{% endif {right}%}}"
+            return f"{{%{left} endif %}}{closes}{{% endif {right}%}}"
         if tag == "for":
             variable = re.match(r"\s+(\w+)\s+in\b", rest)
             loops.append(variable[1] if variable and not loops else "")
         if tag is None or not (name := loops.pop() if tag == "endfor" and loops else loops[-1] if loops else ""):
             return match[0]
-        if tag == "for":
-            return (
-                f"{{%{left} for{rest}%}}{{% if {name}.role is defined %}}"
-                f"{_mark('', 'loop.index0', name)}{{% endif {right}%}}"
-            )
-        return f"{{%{left} if {name}.role is defined %}}{_mark('/')}{{% endif %}}{{% endfor {right}%}}"
+        if tag == "endfor":
+            return f"{{%{left} if {name}.role is defined %}}{ends}{{% endif %}}{{% endfor {right}%}}"
+        start = _mark(f"loop.index0 ~ ' ' ~ {name}.role")
+        return f"{{%{left} for{rest}%}}{{% if {name}.role is defined %}}{start}{{% endif {right}%}}"
 
     return TAG.sub(marked, template)
 
 
-def _mark(text: str, index: str = "''", name: str = "") -> str:
-    role = f" ~ ' ' ~ {name}.role" if name else ""
-    return f"{{{{ '\ufdd0{text}' ~ {index}{role} ~ '\ufdd1' }}}}"
+def _mark(expression: str) -> str:
+    return f"{{{{ '\ufdd0' ~ {expression} ~ '\ufdd1' }}}}"
 
 
 def parse_marks(rendered: str) -> tuple[str, list[list[Turn]]]:

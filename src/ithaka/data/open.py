@@ -172,6 +172,12 @@ def data_facts(opened: TrainData, num_sequences: int) -> dict[str, str]:
         words = ", ".join(f"{count:,} {reason}" for reason, count in skipped.most_common())
         facts["skipped"] = f"{skipped.total():,} documents: {words}"
     first = stream.sequence(stream.position.packings[-1].done)
-    text = opened.cache.tokenizer.decode(first.ids[: min(first.length, SHOWN_TOKENS)])
+    tokenizer, trained = opened.cache.tokenizer, first.tokens[: first.length] >= 0
+    if not trained.all():
+        facts["trained"] = f"{trained.mean():.1%} of the first sequence"
+        if tokenizer.hf.chat_template:
+            none = "no special token, so the model does not learn to stop: give a data.chat_template that has one"
+            facts["trained"] += f"; an assistant's turn ends with {tokenizer.chat.stop or none}"
+    text = tokenizer.decode(first.ids[: min(first.length, SHOWN_TOKENS)])
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     return {**facts, **about, "starts with": shown}
