@@ -15,10 +15,12 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from ithaka.attention.kernels import resolve_kernel
+from ithaka.config import AdapterConfig
 from ithaka.dist.loopback import LoopbackGroup
 from ithaka.layer.schedule import StreamedLayer
 from ithaka.layer.store import Store
 from ithaka.layout import LayerKeeps, Layout
+from ithaka.model.adapters import add_adapter
 from ithaka.model.families import layer_parts
 from ithaka.phases import GRADIENTS
 from ithaka.plan.bytes import kept_attention_bytes, layer_moments, layer_peak
@@ -43,6 +45,7 @@ class Case:
     inputs: str = "host"
     attention: str | None = "host"  # tier; None: computed again
     dtype: torch.dtype = torch.float32
+    adapter: AdapterConfig | None = None
 
     @property
     def keeps(self) -> LayerKeeps:
@@ -80,12 +83,14 @@ CASES = [
     Case(9, 3, 2, 2, attention=None, overlap=False),
     Case(9, 3, 4, 8, overlap=False),  # ranks whose slots read two kv heads
     Case(9, 3, 4, None, inputs="device", attention="device"),
+    Case(8, 2, 2, 2, overlap=False, adapter=AdapterConfig(4)),
+    Case(9, 3, 4, 8, inputs="device", attention=None, adapter=AdapterConfig(4, targets=("q_proj", "up_proj"))),
 ]
 
 
 def name(case: Case) -> str:
     sharing = f"{case.heads}-{case.kv_heads} cp{case.cp} {case.heads_per_stage} t{case.tile_tokens}"
-    return f"{sharing} {case.overlap} {case.inputs} {case.attention}"
+    return f"{sharing} {case.overlap} {case.inputs} {case.attention}" + " adapter" * (case.adapter is not None)
 
 
 # Direction and part of the schedule; no part: all of it.
@@ -104,18 +109,20 @@ def config_of(case: Case):
 
 
 def shape_of(case: Case) -> ModelShape:
-    return shape_from_config(config_of(case).to_dict())
+    return shape_from_config(config_of(case).to_dict()).with_adapter(case.adapter)
 
 
 def run_layer(case: Case, rank: int) -> MemoryMap:
     """One layer's forward and backward as rank `rank`; x counts as the residual stream or as kept."""
     model = tiny_model(config_of(case), case.dtype)
+    if case.adapter is not None:
+        add_adapter(model, case.adapter, None, case.dtype)
     group = LoopbackGroup(rank, case.cp)
     table = head_table(case.heads, case.kv_heads, case.cp, case.heads_per_stage)
     block, rotary = model.model.layers[0], model.model.rotary_emb
     parts, how = layer_parts(model, 0), (case.layout, case.keeps)
     layer = StreamedLayer("layer", block, parts, rotary, group, table, Store(), *how)
-    params, positions_s = list(block.parameters()), torch.arange(TOKENS)
+    params, positions_s = [p for p in block.parameters() if p.requires_grad], torch.arange(TOKENS)
     leaf_sD = torch.randn(TOKENS, model.config.hidden_size, dtype=case.dtype, requires_grad=True)
     resolve_kernel("auto", torch.device("cpu"), case.dtype, parts.head_dim)  # its trial is no part of a layer
     with LiveBytes() as live:

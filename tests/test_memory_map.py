@@ -25,9 +25,12 @@ MEMORY = {
 }
 
 
-def profiled(folder: Path, memory: dict[str, Any], context: int = 1024, **model: Any) -> dict[str, Any]:
+def profiled(
+    folder: Path, memory: dict[str, Any], context: int = 1024, adapter: dict[str, Any] | None = None, **model: Any
+) -> dict[str, Any]:
     config = tiny_run(
         folder,
+        **({"adapter": adapter} if adapter else {}),
         model=MODEL | model,
         memory=memory,
         data={"context": context},
@@ -71,6 +74,21 @@ def test_a_large_vocabulary_is_planned_and_named(tmp_path, tied):
     assert peak["planned"]["gradients"] == pytest.approx(peak["holders"]["gradients"], rel=0.01)
     assert peak["holders"].get("other", 0) < 0.001 * peak["num_bytes"]
     assert peak["phase"] == "embedding backward" or not tied
+
+
+@pytest.mark.parametrize(
+    "adapter, tied",
+    [({"rank": 4}, False), ({"targets": ["1.self_attn.q_proj"]}, True), ({"modules_to_save": ["embed_tokens"]}, True)],
+    ids=["all-linear", "the upper layer's", "with the embedding"],
+)
+def test_frozen_weights_are_planned(tmp_path, adapter, tied):
+    """The frozen vocabulary has no gradients and no state; a layer below the first adapter keeps nothing."""
+    sizes = {"context": 32, "vocab_size": 40000, "tie_word_embeddings": tied}
+    peak = profiled(tmp_path, MEMORY["recomputed"], adapter=adapter, **sizes)["memory"]["peak"]
+    assert sum(peak["planned"].values()) == pytest.approx(peak["num_bytes"], rel=0.002)
+    assert peak["planned"]["optimizer"] == pytest.approx(peak["holders"]["optimizer"], rel=0.01)
+    assert peak["planned"].get("kept on device") == peak["holders"].get("kept on device")
+    assert ("gradients" in peak["holders"]) == ("modules_to_save" in adapter)
 
 
 def test_times_add_up_to_the_step(tmp_path):

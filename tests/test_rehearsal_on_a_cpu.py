@@ -60,6 +60,16 @@ def test_json_says_what_ran_and_where_its_peak_is(model, monkeypatch):
     assert answer["peak_phase"]
 
 
+def test_adapters_are_rehearsed(model):
+    """On every layer, also if the model has them in a higher one only. The vocabulary, which is frozen, takes most of
+    the memory."""
+    model.write_text(json.dumps(json.loads(model.read_text()) | {"vocab_size": 20000}))
+    told = ("--adapter", "4", "--set", "adapter.targets=[1.mlp.up_proj]")
+    answer = json.loads(rehearse(model, "--context", "4", "--layers", "1", *told, "--json").stdout)
+    peak = answer["rows"][0]
+    assert peak["measured"] == pytest.approx(peak["planned"], rel=0.02)
+
+
 def test_a_rehearsal_of_memory_only_says_so(model):
     options = ("--context", "64", "--layers", "1", "--memory-only", "--set", "memory.checkpoint=none")
     result = rehearse(model, *options)

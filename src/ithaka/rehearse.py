@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ithaka.config import ConfigError, OptimConfig
+from ithaka.config import AdapterConfig, ConfigError, OptimConfig
 from ithaka.dist.loopback import start_loopback
 from ithaka.dist.mesh import default_device, make_mesh
 from ithaka.layout import Layout, make_layout
@@ -54,7 +54,13 @@ class Rehearsed:
 
 
 def rehearse(
-    config: dict[str, Any], layout: Layout, ranks: int, context: int, memory_only: bool, witness: Witness
+    config: dict[str, Any],
+    layout: Layout,
+    ranks: int,
+    context: int,
+    memory_only: bool,
+    witness: Witness,
+    adapter: AdapterConfig | None = None,
 ) -> Rehearsed:
     """Runs two training steps as rank 0 of `ranks`; the last one is measured. With `memory_only` one.
 
@@ -72,7 +78,7 @@ def rehearse(
         stack.enter_context(listening(witness))
         mesh = make_mesh(layout.cp, default_device())
         with phase("building the model"):
-            model = build_model(few, mesh, layout)
+            model = build_model(few, mesh, layout, adapter=adapter)
         optimizer = make_optimizer(model, OptimConfig(lr=0.0))
         s = context // mesh.cp_size
         tiny_s = TINY_TOKENS if s >= 16 * TINY_TOKENS else max(1, s // 64)
@@ -171,8 +177,13 @@ def ladder(config: dict[str, Any], ranks: int, context: int, tile_tokens: int, l
 
 
 def of_few_layers(plan: Plan, layers: int, memory_only: bool) -> Plan:
-    """What a plan's own layout costs on its first layers, in the precision of this device."""
-    few = replace(plan.shape, num_layers=layers, windows=plan.shape.windows[:layers])
+    """What a plan's own layout costs on its first layers, in the precision of this device. Each of them gets the
+    adapters of the layer that has most."""
+    shape = plan.shape
+    few = replace(shape, num_layers=layers, windows=shape.windows[:layers])
+    if shape.adapter:
+        targets = (*shape.most_adapted, *(["lm_head"] if shape.has_adapter("lm_head") else []))
+        few = few.with_adapter(replace(shape.adapter, targets=targets))
     layout = replace(plan.layout, kept=plan.layout.kept[:layers], dtype=_dtype())
     work = replace(plan.work, document_tokens=SHORT_DOCUMENT) if memory_only else plan.work
     return Plan(few, layout, plan.hardware, work)
@@ -214,9 +225,8 @@ def rehearse_plan(plan: Plan, few: Plan, model: str) -> tuple[list[dict[str, Any
         total_bytes = torch.cuda.get_device_properties(default_device()).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, plan.hardware.gpu.memory_bytes / total_bytes))
     try:
-        measured = rehearse(
-            config, few.layout, plan.hardware.num_gpus, plan.work.tokens, few.work != plan.work, witness
-        )
+        how = (few.work != plan.work, witness, few.shape.adapter)
+        measured = rehearse(config, few.layout, plan.hardware.num_gpus, plan.work.tokens, *how)
     except Exception as error:
         if not is_shortage(error):
             raise
