@@ -45,7 +45,7 @@ class NoCache:
 
 
 def make_stream(shards, context, seed=None, **settings):
-    return SequenceStream([Source("a", shards, NoCache(), None if seed is None else (seed,))], context, **settings)
+    return SequenceStream([Source("a", 1, shards, NoCache(), None if seed is None else (seed,))], context, **settings)
 
 
 @st.composite
@@ -174,7 +174,9 @@ def test_long_documents_are_refused_by_name(tmp_path):
     for name, size in {"a.txt": 9, "b.txt": 30, "c.txt": 9}.items():
         (tmp_path / name).write_text("x" * size)
     data = DataConfig(path=tmp_path, context=16, validation_fraction=0, long_documents="refuse")
-    match = r"b.txt holds a document of 31 tokens, more than data.context=16 \(data.long_documents=refuse\); use a"
+    match = (
+        r"b.txt holds a document of 31 tokens, more than data.context=16; with data.long_documents=refuse use a longer"
+    )
     with pytest.raises(ConfigError, match=match):
         opened_at(data).next_batch()
     opened_at(dataclasses.replace(data, context=31)).next_batch()
@@ -258,7 +260,7 @@ def test_a_hundred_thousand_documents_are_packed_in_well_below_a_second():
 def mixed(weights, sizes, context=64, **settings):
     """Source i has sizes[i] documents of up to 9 tokens i."""
     shards = [[ListShard([[i] * (j % 9 + 1) for j in range(size)])] for i, size in enumerate(sizes)]
-    sources = [Source(str(i), s, NoCache(), (5, i), w) for i, (s, w) in enumerate(zip(shards, weights, strict=True))]
+    sources = [Source(str(i), w, s, NoCache(), (5, i)) for i, (s, w) in enumerate(zip(shards, weights, strict=True))]
     return SequenceStream(sources, context, **settings)
 
 

@@ -6,6 +6,7 @@ with the epoch of the main source, the one that takes longest; the others begin 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -57,7 +58,7 @@ class Source:
     """Shards -> documents, epoch after epoch."""
 
     def __init__(
-        self, name: str, shards: Sequence[Shard], cache: TokenCache, key: tuple[int, ...] | None, weight: float = 1.0
+        self, name: str, weight: float, shards: Sequence[Shard], cache: TokenCache, key: tuple[int, ...] | None
     ):
         """`key` shuffles, anew for each of endless epochs; None: one epoch, in the order of the files."""
         self.name, self.shards, self.cache, self.key, self.weight = name, shards, cache, key, weight
@@ -65,16 +66,12 @@ class Source:
         self.num_bytes = sum(self.sizes)
         # Of each shard that was loaded: documents, their tokens, and those skipped, by reason.
         self.seen: dict[int, tuple[int, int, Mapping[str, int]]] = {}
-        self._epoch, self._windows = -1, [[0]]
-        self._at: tuple[int, int] | None = None
-        self._loaded: tuple[list[Loaded], np.ndarray] = ([], np.empty(0, PIECE))
+        self.windows, self.load = lru_cache(1)(self._deal), lru_cache(1)(self._load)
 
-    def windows(self, epoch: int) -> list[list[int]]:
-        """The shards of each, by index."""
-        if self._epoch != epoch:
-            key = None if self.key is None else (*self.key, epoch)
-            self._epoch, self._windows = epoch, pack.deal(self.sizes, key, pack.WINDOW_BYTES if key else 0)
-        return self._windows
+    def _deal(self, epoch: int) -> list[list[int]]:
+        """The shards of each window, by index."""
+        key = None if self.key is None else (*self.key, epoch)
+        return pack.deal(self.sizes, key, pack.WINDOW_BYTES if key else 0)
 
     def take(
         self, cursor: Cursor, num_tokens: float, longest: float, goes_on: bool
@@ -109,25 +106,21 @@ class Source:
             self.cache.prepare(self.shards[i] for window in ahead for i in window)
         return shards, np.concatenate(found), cursor
 
-    def load(self, epoch: int, window: int, longest: float = np.inf) -> tuple[list[Loaded], np.ndarray]:
-        """The shards and the documents of a window, in the order of training; longer ones are not counted as seen.
-
-        The last window is kept."""
-        if self._at != (epoch, window):
-            indices = self.windows(epoch)[window]
-            shards = [self.shards[i] for i in indices]
-            documents = self.cache.load_all(shards)
-            for i, each in zip(indices, documents, strict=True):
-                kept = each.lengths[each.lengths <= longest]
-                self.seen[i] = len(kept), int(kept.sum()), each.skipped
-            pieces = np.zeros(sum(len(each.lengths) for each in documents), PIECE)
-            pieces["shard"] = np.repeat(np.arange(len(shards)), [len(each.lengths) for each in documents])
-            pieces["length"] = np.concatenate([each.lengths for each in documents])
-            pieces["low"] = np.concatenate([each.lengths.cumsum() - each.lengths for each in documents])
-            if self.key is not None:
-                pieces = pieces[pack.permutation(len(pieces), (*self.key, epoch, window))]
-            self._at, self._loaded = (epoch, window), (list(zip(shards, documents, strict=True)), pieces)
-        return self._loaded
+    def _load(self, epoch: int, window: int, longest: float) -> tuple[list[Loaded], np.ndarray]:
+        """The shards and the documents of a window, in the order of training; longer ones are not counted as seen."""
+        indices = self.windows(epoch)[window]
+        shards = [self.shards[i] for i in indices]
+        documents = self.cache.load_all(shards)
+        for i, each in zip(indices, documents, strict=True):
+            kept = each.lengths[each.lengths <= longest]
+            self.seen[i] = len(kept), int(kept.sum()), each.skipped
+        pieces = np.zeros(sum(len(each.lengths) for each in documents), PIECE)
+        pieces["shard"] = np.repeat(np.arange(len(shards)), [len(each.lengths) for each in documents])
+        pieces["length"] = np.concatenate([each.lengths for each in documents])
+        pieces["low"] = np.concatenate([each.lengths.cumsum() - each.lengths for each in documents])
+        if self.key is not None:
+            pieces = pieces[pack.permutation(len(pieces), (*self.key, epoch, window))]
+        return list(zip(shards, documents, strict=True)), pieces
 
 
 class SequenceStream:
@@ -223,10 +216,9 @@ class SequenceStream:
 
     def _refusal(self, piece: np.void) -> str:
         shard, documents = self._shards[piece["shard"]]
-        index = int((documents.lengths.cumsum() <= piece["low"]).sum())
-        # Of text each part is a document; which record it is was not noted.
-        part = shard.parts[index if len(shard.parts) == len(documents.lengths) else 0]
+        # Of text each part is a document. Which record it was is not known here.
+        index = int((documents.lengths.cumsum() <= piece["low"]).sum()) if len(shard.parts) > 1 else 0
         return (
-            f"{part.file.path} holds a document of {piece['length']} tokens, more than data.context={self.context} "
-            "(data.long_documents=refuse); use a longer data.context, or data.long_documents=split or drop"
+            f"{shard.parts[index].file.path} holds a document of {piece['length']} tokens, more than data.context="
+            f"{self.context}; with data.long_documents=refuse use a longer data.context, else split or drop"
         )

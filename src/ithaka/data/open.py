@@ -31,16 +31,15 @@ def open_data(
     """
     cache = TokenCache(cache_dir, tokenizer, fills_cache)
     train, held_out, about = _shards(data)
-    names, weights = _names(data), [source.weight for source in data.all_sources()]
-    sources = [Source(names[i], shards, cache, (seed, i), weights[i]) for i, shards in enumerate(train)]
+    named = [(name, source.weight) for _, name, source in _named(data)]
+    sources = [Source(*named[i], shards, cache, (seed, i)) for i, shards in enumerate(train)]
     opened = functools.partial(
         SequenceStream, context=data.context, pad_id=tokenizer.pad_id, long_documents=data.long_documents
     )
     stream = opened(sources, group=batch * dp_size * accumulate)
     validation = None
     if held_out is not None:
-        sources = [Source(names[i], shards, cache, None, weights[i]) for i, shards in enumerate(held_out)]
-        validation = opened(sources)
+        validation = opened([Source(*named[i], shards, cache, None) for i, shards in enumerate(held_out)])
     return TrainData(stream, validation, about, rank=dp_rank, size=dp_size, batch=batch)
 
 
@@ -58,7 +57,7 @@ def check(data: DataConfig, vocab_size: int, model_path: Path | None = None) -> 
         )
     train, held_out, about = _shards(data)
     hold_none_out = ", or data.validation_fraction=0" if data.validation_path is None and held_out is not None else ""
-    paths = [f"{name}={source.path}" for name, source in _fields(data)]
+    paths = [f"{field}={source.path}" for field, _, source in _named(data)]
     for path, shards in zip(paths, train, strict=True):
         if_empty = f"{path} holds no text to train on; give a path with more documents{hold_none_out}"
         _probe(shards, tokenizer, if_empty)
@@ -75,18 +74,14 @@ def check(data: DataConfig, vocab_size: int, model_path: Path | None = None) -> 
         _probe(shards, tokenizer, f"{about['validation']} holds no text to validate on; {way_out}")
 
 
-def _fields(data: DataConfig) -> list[tuple[str, SourceConfig]]:
-    """Each source, with the field that names its path."""
-    if not data.sources:
-        return [("data.path", source) for source in data.all_sources()]
-    return [(f"data.sources[{i}].path", source) for i, source in enumerate(data.sources)]
-
-
-def _names(data: DataConfig) -> list[str]:
-    """Of the sources, for the log: as short as tells them apart."""
-    paths = [source.path or Path("Python's standard library") for source in data.all_sources()]
-    names = [path.stem for path in paths]
-    return names if len(set(names)) == len(names) else [str(path) for path in paths]
+def _named(data: DataConfig) -> list[tuple[str, str, SourceConfig]]:
+    """Each source with the field of its path, and its name in the log: as short as tells it from the others."""
+    sources = data.all_sources()
+    fields = [f"data.sources[{i}].path" if data.sources else "data.path" for i in range(len(sources))]
+    paths = [source.path or Path("Python's standard library") for source in sources]
+    stems = [path.stem for path in paths]
+    names = stems if len(set(stems)) == len(stems) else list(map(str, paths))
+    return list(zip(fields, names, sources, strict=True))
 
 
 def _shards(data: DataConfig) -> tuple[list[list[Shard]], list[list[Shard]] | None, dict[str, str]]:
@@ -96,7 +91,7 @@ def _shards(data: DataConfig) -> tuple[list[list[Shard]], list[list[Shard]] | No
     held_out: list[list[Shard]] = []
     about: dict[str, str] = {}
     validation = f"data.validation_path={data.validation_path}"
-    for (field, source), name in zip(_fields(data), _names(data), strict=True):
+    for field, name, source in _named(data):
         found, split = find(source.path, field), None
         if data.validation_path is None and not fraction:
             validation = "none, data.validation_fraction=0"
@@ -142,7 +137,7 @@ def data_facts(opened: TrainData, num_sequences: int) -> dict[str, str]:
     epochs, skipped = [], Counter[str]()
     for source in stream.sources:
         if not source.seen:
-            source.load(0, 0)
+            source.load(0, 0, stream.context)
         counts = list(source.seen.values())
         part = sum(source.sizes[i] for i in source.seen) / source.num_bytes
         guess = "" if len(counts) == len(source.shards) else "about "
