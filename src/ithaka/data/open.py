@@ -162,7 +162,8 @@ def data_facts(opened: TrainData, num_sequences: int) -> dict[str, str]:
         areas = packed.areas[packed.packing.lead :]
         shuffled = areas[permutation(len(areas), (0,))]
         after, before = (f"{imbalance(each, opened.size, opened.batch):.3f}" for each in (areas, shuffled))
-        facts["balance"] = f"attention of {opened.size} ranks, largest over mean: {after}, and {before} if not grouped"
+        words = f"attention of {opened.size} ranks, largest over mean: {after}; {before} if sequences were not grouped"
+        facts["balance"] = f"{words}, over {len(packed):,} of them"
     if skipped:
         words = ", ".join(f"{count:,} {reason}" for reason, count in skipped.most_common())
         facts["skipped"] = f"{skipped.total():,} documents: {words}"
