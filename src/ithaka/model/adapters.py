@@ -29,14 +29,13 @@ def with_stored_settings(adapter: AdapterConfig, given: Set[str]) -> AdapterConf
     if not file.is_file():
         raise ConfigError(f"adapter.path={adapter.path} holds no {file.name}; give a directory that PEFT wrote")
     stored = read_json(file)
-    if (kind := stored.get("peft_type")) != "LORA":
-        raise ConfigError(f"adapter.path={adapter.path} has peft_type={kind}; only LORA is supported")
     targets, saved = stored.get("target_modules"), stored.get("modules_to_save") or ()
-    if not isinstance(targets, list):
-        raise ConfigError(f"adapter.path={adapter.path} has target_modules={targets}; list the modules there by name")
+    if (kind := stored.get("peft_type")) != "LORA" or not isinstance(targets, list):
+        what = f"peft_type={kind}, target_modules={targets}"
+        raise ConfigError(f"adapter.path={adapter.path} has {what}; only LORA is supported, on modules listed by name")
     values = {
-        "rank": stored["r"],
-        "alpha": float(stored["lora_alpha"]),
+        "rank": stored.get("r"),
+        "alpha": stored.get("lora_alpha"),
         "rslora": stored.get("use_rslora", False),
         "targets": tuple(sorted(targets)),
         "modules_to_save": tuple(sorted({name.rpartition(".")[2] for name in saved})),
