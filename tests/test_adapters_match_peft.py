@@ -134,17 +134,19 @@ def test_gradients_of_frozen_weights_are_never_formed(kept, frozen):
     assert products.shapes and shapes.isdisjoint(products.shapes) == frozen
 
 
-@pytest.mark.parametrize("kept", [LayerKeeps("host"), EVERYTHING])
-def test_layers_below_the_first_adapter_have_no_backward(kept):
-    """Nor do they keep anything for one."""
-    config, ids, seen = tiny_config("llama", num_hidden_layers=3), random_ids(1, 19), []
+@pytest.mark.parametrize("tier", ["host", "device"])
+def test_layers_below_the_first_adapter_keep_nothing_and_have_no_backward(tier, monkeypatch):
+    config, ids, outputs, kept = tiny_config("llama", num_hidden_layers=3), random_ids(1, 19), [], []
     model = with_lora(config, target_modules=["layers.1.mlp.up_proj"])
     for layer in model.get_base_model().model.layers:
-        layer.register_forward_hook(lambda module, args, out: seen.append(out.requires_grad))
-    store = Store(torch.device("cpu"))
-    parallelize(model, layout=Layout(kept=(kept,) * 3), store=store)(input_ids=ids, labels=ids).loss.backward()
-    assert seen == [False, True, True]
-    assert store.pool.peak_bytes == (0 if kept is EVERYTHING else 2 * 19 * 32 * 8)
+        layer.register_forward_hook(lambda module, args, out: outputs.append(out.requires_grad))
+    keep = Store.keep
+    monkeypatch.setattr(Store, "keep", lambda self, t, tier: kept.append(tier) or keep(self, t, tier))
+    parallel = parallelize(model, layout=Layout(kept=(LayerKeeps(tier, tier),) * 3))
+    loss = parallel(input_ids=ids, labels=ids).loss
+    assert kept.count(tier) == 2 * 3, "of two layers, the input and attention's output and lse"
+    assert outputs == [False, True, True]
+    loss.backward()
 
 
 def two_adapters(model):

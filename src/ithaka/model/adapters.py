@@ -79,8 +79,8 @@ def lora_config(adapter: AdapterConfig, base: Path | None, tied: bool) -> Any:
     return config
 
 
-def add_adapter(model: Any, adapter: AdapterConfig, base: Path | None, master: torch.dtype) -> None:
-    """Freezes the model and puts PEFT's modules into it, trained ones in the dtype `master`.
+def add_adapter(model: Any, adapter: AdapterConfig, base: Path | None) -> None:
+    """Freezes the model and puts PEFT's modules into it, in float32 or wider.
 
     A module of modules_to_save keeps its name: there is no frozen copy beside it.
     """
@@ -103,9 +103,6 @@ def add_adapter(model: Any, adapter: AdapterConfig, base: Path | None, master: t
             "adapter.targets=lm_head cannot be merged into a model that ties lm_head to embed_tokens; leave it out, or "
             "train both with adapter.modules_to_save=[embed_tokens]"
         )
-    for param in model.parameters():
-        if param.requires_grad:
-            param.data = param.data.to(master)
 
 
 def check_config(config: Any) -> None:

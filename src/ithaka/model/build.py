@@ -20,7 +20,7 @@ from ithaka.layer.linear import linear_of
 from ithaka.layer.loss import TokenResults, linear_cross_entropy
 from ithaka.layer.schedule import StreamedLayer
 from ithaka.layer.store import Store
-from ithaka.layer.tiles import apply_norm
+from ithaka.layer.tiles import apply_norm, sum_dtype
 from ithaka.layout import Layout
 from ithaka.model.adapters import add_adapter, check_adapters
 from ithaka.model.calls import Call, CallCheck, check_around, check_modules, mark_replaced
@@ -111,10 +111,9 @@ def build_model(
     config, dtype = hf_config(source), getattr(torch, layout.dtype or "float32") if layout else torch.float32
     stored_vocab, config.vocab_size = config.vocab_size, vocab_size or config.vocab_size
     with torch.device("meta"):
-        master = torch.promote_types(dtype, torch.float32)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype if adapter else master)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype if adapter else sum_dtype(dtype))
         if adapter is not None:
-            add_adapter(model, adapter, source if isinstance(source, Path) else None, master)
+            add_adapter(model, adapter, source if isinstance(source, Path) else None)
     parallelize(model, mesh=mesh, layout=layout, store=store)
     model.to_empty(device=torch.device("cpu") if layout and layout.offload_optimizer else mesh.device)
     model.model.rotary_emb.__init__(config)  # its buffers are computed, not loaded
