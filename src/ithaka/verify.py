@@ -123,7 +123,7 @@ def load(directory: Path, adapter: AdapterConfig | None) -> PreTrainedModel:
     if adapter is not None:
         if not isinstance(adapter.targets, str):  # without the numbers of layers
             adapter = replace(adapter, targets=tuple({name.rpartition(".")[2]: 0 for name in adapter.targets}))
-        add_adapter(model, replace(adapter, path=None), None, torch.float64)
+        add_adapter(model, replace(adapter, path=None), None)
         generator = torch.Generator().manual_seed(1)
         for param in (param for param in model.parameters() if param.requires_grad):
             param.data.normal_(0, 0.1, generator=generator)
