@@ -269,11 +269,20 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Check two layers of your model on cp ranks against plain transformers: loss, gradients, masks, documents."""
+    from ithaka.config import embedded_model, load
+    from ithaka.plan.models import find_config
+
+    settings, path = None, Path(model).expanduser()
+    if path.suffix in (".yaml", ".yml"):
+        settings = load(path)
+        source = settings.model.path or embedded_model(settings.model.embedded)
+    else:
+        source = path if path.exists() else find_config(model)
     with _loading() as status:
-        from ithaka.verify import of_name, verify
+        from ithaka.verify import verify
 
     with status("comparing with plain transformers"):
-        found = verify(*of_name(model), cp)
+        found = verify(source, settings, cp)
     if as_json:
         print(json.dumps(found, indent=2))
     else:
@@ -283,10 +292,11 @@ def verify(
 
 def _show_checks(found: Mapping[str, Any]) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     title = "two layers of a {model_type}, {weights} weights, cp={cp} on {device}, beside plain transformers"
-    table = Table("part", "error", "allowed", "margin", "of", title=title.format(**found), title_justify="left")
+    of = Column("of", overflow="fold")
+    table = Table("part", "error", "allowed", "margin", of, title=title.format(**found), title_justify="left")
     for check in found["checks"]:
         error, allowed = check["error"], check["allowed"]
         margin = (

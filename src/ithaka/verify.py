@@ -22,8 +22,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from ithaka.config import AdapterConfig, Config, ConfigError, embedded_model
-from ithaka.config import load as load_config
+from ithaka.config import AdapterConfig, Config, ConfigError
 from ithaka.dist.mesh import Mesh, end_process_group, make_mesh
 from ithaka.layer.loss import IGNORED
 from ithaka.layer.store import Store
@@ -32,7 +31,6 @@ from ithaka.model.adapters import add_adapter
 from ithaka.model.build import hf_config, parallelize
 from ithaka.model.logprobs import token_logprobs
 from ithaka.model.weights import EMBEDDINGS, tensor_files
-from ithaka.plan.models import find_config
 from ithaka.train.launch import num_gpus, run_ranks
 
 ALLOWED = 1e-4  # relative; a wrong index, factor or mask gives 1e-2 and more
@@ -48,16 +46,9 @@ def check(part: str, where: str, error: float, allowed: float | None = ALLOWED) 
     return {"part": part, "where": where, "error": error, "allowed": allowed, "ok": allowed is None or error <= allowed}
 
 
-def of_name(model: str) -> tuple[Path | dict, Config | None]:
-    """What a user names: a CONFIG.yaml, and then its settings too; else a path, or a name that the planner knows."""
-    if model.endswith((".yaml", ".yml")):
-        config = load_config(Path(model))
-        return config.model.path or embedded_model(config.model.embedded), config
-    return (path if (path := Path(model).expanduser()).exists() else find_config(model)), None
-
-
 def verify(source: Path | dict, config: Config | None = None, cp: int | None = None) -> dict[str, Any]:
-    """Cuts the model, starts the ranks and returns the checks, and what was checked."""
+    """Cuts the model, starts the ranks and returns the checks, and what was checked. `config`: of the layout."""
+    logging.disable_progress_bar()
     whole, asked = hf_config(source), config.parallel.cp if config is not None else 4
     heads = whole.num_attention_heads
     cp = cp or min(asked if isinstance(asked, int) else 4, heads)
@@ -126,7 +117,7 @@ def load(directory: Path, adapter: AdapterConfig | None) -> PreTrainedModel:
         add_adapter(model, replace(adapter, path=None), None)
         generator = torch.Generator().manual_seed(1)
         for param in (param for param in model.parameters() if param.requires_grad):
-            param.data.normal_(0, 0.1, generator=generator)
+            param.data.normal_(0, 0.02, generator=generator)
     return model.train()
 
 
