@@ -64,8 +64,8 @@ def test_adapters_are_rehearsed(model):
     """On every layer, also if the model has them in a higher one only. The vocabulary, which is frozen, takes most of
     the memory."""
     model.write_text(json.dumps(json.loads(model.read_text()) | {"vocab_size": 20000}))
-    told = ("--adapter", "4", "--set", "adapter.targets=[1.mlp.up_proj]")
-    answer = json.loads(rehearse(model, "--context", "4", "--layers", "1", *told, "--json").stdout)
+    told = ("--gpus", "1xH100-80GB", "--context", "4", "--layers", "1", "--json")
+    answer = json.loads(rehearse(model, *told, "--adapter", "4", "--set", "adapter.targets=[1.mlp.up_proj]").stdout)
     peak = answer["rows"][0]
     assert peak["measured"] == pytest.approx(peak["planned"], rel=0.02)
 
