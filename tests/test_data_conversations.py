@@ -154,6 +154,10 @@ CASES = {
         templates.PHI3, TALK[1:3], None,
         "<|user|>\nhello<|end|>\n<|assistant|>\n«hello there, 🎉 user<|end|>»\n<|endoftext|>",
     ),
+    "an end longer than the prompt": (
+        templates.PHI3.replace("'<|endoftext|>'", "'<|endoftext|><|endoftext|>'"), TALK[1:3], None,
+        "<|user|>\nhello<|end|>\n<|assistant|>\n«hello there, 🎉 user<|end|>»\n<|endoftext|><|endoftext|>",
+    ),
     "a prompt that opens the thinking": (
         templates.THINKING,
         [
@@ -173,6 +177,11 @@ CASES = {
         templates.GENERATION, TALK[:3], None,
         "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
         "«hello there, 🎉 user<|im_end|>»\n",
+    ),
+    "generation marks in the last turn": (
+        templates.GENERATION.replace("'assistant' %}", "'assistant' and loop.last %}"), TALK[1:], None,
+        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nhello there, 🎉 user<|im_end|>\n<|im_start|>user\n"
+        " the 2 <|im_end|>\n<|im_start|>assistant\n« 2 + 2 is 4.\n<|im_end|>»\n",
     ),
     "generation marks that leave the stop token out": (
         templates.GENERATION.replace("+ '<|im_end|>' }}", "}}").replace("{{- '\\n' }}", "{{- '<|im_end|>\\n' }}", 1),
@@ -236,6 +245,15 @@ def test_a_message_can_be_left_untrained(tmp_path, tokenizer_with, flag):
         message["train"] = False
     ((), skipped) = tokens_of(written(tmp_path / "b.jsonl", {"messages": messages}), tokenizer)
     assert skipped == {"with nothing to train": 1}
+
+
+def test_generation_marks_are_those_of_transformers(tmp_path, tokenizer_with):
+    tokenizer, talk = tokenizer_with(templates.GENERATION), TALK[:3]  # theirs misses a turn that starts with a space
+    mask = tokenizer.hf.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)[
+        "assistant_masks"
+    ]
+    ((tokens,), _) = tokens_of(written(tmp_path / "a.jsonl", {"messages": talk}), tokenizer)
+    assert [int(token >= 0) for token in tokens] == mask and 0 < sum(mask) < len(mask)
 
 
 def test_a_split_conversation_keeps_its_marks(tmp_path, tokenizer_with):
