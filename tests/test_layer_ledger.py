@@ -116,7 +116,7 @@ def run_layer(case: Case, rank: int) -> MemoryMap:
     """One layer's forward and backward as rank `rank`; x counts as the residual stream or as kept."""
     model = tiny_model(config_of(case), case.dtype)
     if case.adapter is not None:
-        add_adapter(model, case.adapter, None, case.dtype)
+        add_adapter(model, case.adapter, None)
     group = LoopbackGroup(rank, case.cp)
     table = head_table(case.heads, case.kv_heads, case.cp, case.heads_per_stage)
     block, rotary = model.model.layers[0], model.model.rotary_emb
