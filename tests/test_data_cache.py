@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from ithaka.config import ConfigError, DataConfig, Reading
-from ithaka.data import cache, mix, pack, read
+from ithaka.data import cache, mix, read
 from ithaka.data.cache import TokenCache
 from ithaka.data.files import find
 from ithaka.data.open import data_facts, open_data
@@ -40,10 +40,9 @@ class CountingTokenizer(ByteTokenizer):
 
 @contextlib.contextmanager
 def small_pieces():
-    """An epoch has many shards, windows and rounds."""
+    """An epoch has many shards and rounds."""
     rounds = {"ROUND_TOKENS": 0, "ROUND_SEQUENCES": 4, "ROUND_STEPS": 1, "HELD_OUT_SEQUENCES": 2}
-    shards, windows = mock.patch.object(read, "SHARD_BYTES", 300), mock.patch.object(pack, "WINDOW_BYTES", 1000)
-    with mock.patch.multiple(mix, **rounds), shards, windows:
+    with mock.patch.multiple(mix, **rounds), mock.patch.object(read, "SHARD_BYTES", 300):
         yield
 
 
@@ -96,7 +95,7 @@ def test_only_what_is_needed_soon_is_tokenised(data, tmp_path):
     stream, tokenizer = opened(data, tmp_path)
     stream.next_batch()
     time.sleep(0.3)
-    assert len(stream.stream.sources[0].windows(0)) > 5
+    assert len(stream.stream.sources[0].shards) > 10
     assert 0 < len(tokenizer.seen()) < 40
 
 
@@ -176,7 +175,7 @@ def test_what_is_read_ahead_when_a_run_ends_leaves_nothing_behind(data, tmp_path
 
     monkeypatch.setattr(TokenCache, "_tokenise", slowly)
     stream, _ = opened(data, tmp_path)
-    while stream.stream.position.cursors[0].window < 2:
+    while stream.stream.position.cursors[0].shard < 4:
         stream.next_batch()
     start = time.monotonic()
     stream.close(remove=True)

@@ -42,7 +42,7 @@ def tokens_of(path, tokenizer, **settings):
     """The marked tokens of each document, and what was skipped."""
     documents, skipped = [], {}
     cache = TokenCache(path.parent / "tokens", tokenizer)
-    for each in cache.load_all(make_shards(find(path).files, Reading(**settings))):
+    for each in map(cache.load, make_shards(find(path).files, Reading(**settings))):
         documents += np.split(np.asarray(each.tokens), np.cumsum(each.lengths)[:-1]) if len(each.lengths) else []
         skipped |= each.skipped
     cache.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ithaka.config import ConfigError, DataConfig
-from ithaka.data import files, mix, pack
+from ithaka.data import files, mix
 from ithaka.data.open import check, data_facts
 from runs import MODEL
 from test_data_sources import TEXTS, documents_of, encoded, opened_at, write_jsonl, write_parquet
@@ -167,7 +167,6 @@ def test_facts_of_small_data_are_counted_and_a_sequence_is_shown(tmp_path):
 
 
 def test_of_large_data_what_comes_first_is_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(pack, "WINDOW_BYTES", 0)
     monkeypatch.setattr(mix, "ROUND_TOKENS", 0)
     path = write_parquet(tmp_path / "a.parquet", ["1234567"] * 200, row_group_size=50)
     opened = opened_at(DataConfig(path=path, context=8, validation_fraction=0))

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from ithaka.config import ConfigError, DataConfig
 from ithaka.data import mix
-from ithaka.data import pack as packing
 from ithaka.data.mix import SequenceStream, Source
 from ithaka.data.open import data_facts
-from ithaka.data.pack import PIECE, Documents, Packing, Round, best_fit, cut, deal, group_alike, imbalance, permutation
+from ithaka.data.pack import PIECE, Documents, Packing, Round, best_fit, cut, group_alike, imbalance, permutation
 from ithaka.data.stream import collate, num_valid
 from test_data_sources import opened_at, write_jsonl
 
@@ -40,8 +39,8 @@ class NoCache:
     def prepare(self, shards):
         list(shards)
 
-    def load_all(self, shards):
-        return [shard.load() for shard in shards]
+    def load(self, shard):
+        return shard.load()
 
 
 def make_stream(shards, context, seed=None, **settings):
@@ -188,13 +187,12 @@ def test_empty_shards_are_an_error_not_an_endless_loop():
 
 
 @pytest.fixture(autouse=True)
-def windows_of_two_shards_and_small_rounds(monkeypatch):
-    monkeypatch.setattr(packing, "WINDOW_BYTES", 150)
+def small_rounds(monkeypatch):
     for name, value in {"ROUND_TOKENS": 0, "ROUND_SEQUENCES": 3, "ROUND_STEPS": 2, "HELD_OUT_SEQUENCES": 3}.items():
         monkeypatch.setattr(mix, name, value)
 
 
-def test_documents_of_different_shards_are_mixed_within_a_window():
+def test_documents_of_different_shards_are_mixed_within_a_round():
     shards = [ListShard([[100 * i + j] for j in range(20)]) for i in range(2)]
     order = make_stream(shards, 40, seed=0).next().ids // 100
     assert 10 < (np.diff(order) != 0).sum() < 30
@@ -309,13 +307,3 @@ def test_data_sources_are_read_each_in_its_way_and_told_apart(tmp_path):
     other = dataclasses.replace(config, sources=[{**sources[0], "weight": 2}, sources[1]])
     with pytest.raises(ConfigError, match="data.sources, .* are not those of the checkpoint"):
         opened_at(dataclasses.replace(other, text_field="body")).load_state_dict(state)
-
-
-@settings(max_examples=200, deadline=None)
-@given(count=st.integers(0, 30), room=st.integers(0, 500), seed=st.none() | st.integers(0, 9))
-def test_windows_deal_every_shard_once(count, room, seed):
-    windows = deal([100] * count, None if seed is None else (seed, 0), room)
-    order = [shard for window in windows for shard in window]
-    assert sorted(order) == list(range(count))
-    assert seed is not None or order == sorted(order)
-    assert all(100 * (len(window) - 1) < max(room, 1) for window in windows)

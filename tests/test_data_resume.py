@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ithaka.config import ConfigError, DataConfig
-from ithaka.data import cache, mix, pack, read
+from ithaka.data import cache, mix, read
 from ithaka.data.cache import TokenCache
 from ithaka.data.stream import num_valid
 from ithaka.data.tokenizer import ByteTokenizer
@@ -24,11 +24,10 @@ KINDS = ["text", "directory", "jsonl", "parquet", "mixture"]
 
 @pytest.fixture(params=KINDS)
 def data(request, tmp_path, monkeypatch):
-    """A config over each kind of source; a round spans many shards and windows, an epoch some rounds."""
+    """A config over each kind of source; a round spans many shards, an epoch some rounds."""
     monkeypatch.setattr(read, "TEXT_PIECE_BYTES", 50)
     monkeypatch.setattr(read, "SHARD_BYTES", 300)
     monkeypatch.setattr(read, "BATCH_RECORDS", 7)
-    monkeypatch.setattr(pack, "WINDOW_BYTES", 1000)
     small_rounds(monkeypatch)
     path = {
         "text": lambda: write_text(tmp_path / "a.txt"),
@@ -163,7 +162,7 @@ def test_an_epoch_goes_on_with_other_steps_or_another_context_and_loses_nothing(
 
 def test_resuming_tokenises_only_the_round_it_stopped_in(tmp_path, monkeypatch):
     monkeypatch.setattr(read, "TEXT_PIECE_BYTES", 50)
-    monkeypatch.setattr(pack, "WINDOW_BYTES", 100)
+    monkeypatch.setattr(read, "PART_BYTES", 100)
     small_rounds(monkeypatch, 3)
     data = DataConfig(path=write_text(tmp_path / "a.txt"), context=16, validation_fraction=0)
     stream = opened(data)

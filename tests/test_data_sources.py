@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ithaka.config import DataConfig, Reading
-from ithaka.data import pack, read
+from ithaka.data import read
 from ithaka.data.cache import TokenCache
 from ithaka.data.files import find
 from ithaka.data.open import check, open_data
@@ -30,7 +30,7 @@ def documents_of(path, split=None, tokenizer=BYTES, field="text"):
     """The documents of a path, each without its eos."""
     shards, found = make_shards(find(path).files, Reading(field), split), []
     with tempfile.TemporaryDirectory() as folder:
-        for loaded in TokenCache(Path(folder), tokenizer).load_all(shards):
+        for loaded in map(TokenCache(Path(folder), tokenizer).load, shards):
             assert loaded.lengths.sum() == len(loaded.tokens)
             found += [part.tolist() for part in np.split(loaded.tokens, np.cumsum(loaded.lengths)[:-1]) if len(part)]
     return [bytes(d[:-1]) if d[-1] == EOS and max(d[:-1], default=0) < 256 else tuple(d) for d in found]
@@ -171,7 +171,7 @@ def test_a_text_file_alone_gives_up_its_end(tmp_path_factory, text, fraction):
 
 
 def test_a_large_text_is_cut_after_newlines_and_only_its_end_is_an_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(pack, "WINDOW_BYTES", 200)
+    monkeypatch.setattr(read, "PART_BYTES", 200)
     monkeypatch.setattr(read, "TEXT_PIECE_BYTES", 64)
     texts = {"a.txt": "small a", "b.txt": "".join(f"line {i}\n" for i in range(100)), "c.txt": "small c"}
     for name, text in texts.items():

@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
@@ -48,10 +48,6 @@ class TokenCache:
             path = self._path(shard)
             if path not in self._futures and not path.exists():
                 self._futures[path] = self._ahead.submit(self._write, shard, path)
-
-    def load_all(self, shards: Sequence[Shard]) -> list[Documents]:
-        self.prepare(shards)
-        return [self.load(shard) for shard in shards]
 
     def load(self, shard: Shard) -> Documents:
         """Waits until the shard is tokenised; raises what reading it raises."""

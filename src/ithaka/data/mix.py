@@ -6,7 +6,6 @@ with the epoch of the main source, the one that takes longest; the others begin 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -17,9 +16,8 @@ from ithaka.data.cache import TokenCache
 from ithaka.data.pack import PIECE, Documents, PackedSequence, Packing, Round
 from ithaka.data.read import Shard
 
-WINDOWS_AHEAD = 2
 # A round's size: tokens, sequences and steps, at least.
-ROUND_TOKENS = 1 << 22
+ROUND_TOKENS = 1 << 24
 ROUND_SEQUENCES = 64
 ROUND_STEPS = 32
 HELD_OUT_SEQUENCES = 16  # of a round without a seed, of which only the first sequences may be needed
@@ -29,10 +27,10 @@ Loaded = tuple[Shard, Documents]
 
 @dataclass(frozen=True)
 class Cursor:
-    """A place in a source: documents taken of a window of an epoch, and tokens since the start of training."""
+    """A place in a source: documents taken of a shard of an epoch, and tokens since the start of training."""
 
     epoch: int = 0
-    window: int = 0
+    shard: int = 0  # in the order of the epoch
     document: int = 0
     tokens: int = 0
 
@@ -61,17 +59,13 @@ class Source:
         self, name: str, weight: float, shards: Sequence[Shard], cache: TokenCache, key: tuple[int, ...] | None
     ):
         """`key` shuffles, anew for each of endless epochs; None: one epoch, in the order of the files."""
-        self.name, self.shards, self.cache, self.key, self.weight = name, shards, cache, key, weight
-        self.sizes = [shard.num_bytes for shard in shards]
-        self.num_bytes = sum(self.sizes)
+        self.name, self.weight, self.shards, self.cache, self.key = name, weight, shards, cache, key
+        self.num_bytes = sum(shard.num_bytes for shard in shards)
         # Of each shard that was loaded: documents, their tokens, and those skipped, by reason.
         self.seen: dict[int, tuple[int, int, Mapping[str, int]]] = {}
-        self.windows, self.load = lru_cache(1)(self._deal), lru_cache(1)(self._load)
 
-    def _deal(self, epoch: int) -> list[list[int]]:
-        """The shards of each window, by index."""
-        key = None if self.key is None else (*self.key, epoch)
-        return pack.deal(self.sizes, key, pack.WINDOW_BYTES if key else 0)
+    def _order(self, count: int, *key: int) -> list[int]:
+        return list(range(count)) if self.key is None else pack.permutation(count, (*self.key, *key)).tolist()
 
     def take(
         self, cursor: Cursor, num_tokens: float, longest: float, goes_on: bool
@@ -83,44 +77,38 @@ class Source:
         shards: list[Loaded] = []
         found = [np.empty(0, PIECE)]
         until = cursor.tokens + num_tokens
-        epoch_start = cursor.tokens if cursor.window == cursor.document == 0 else None  # in tokens, if it is ours
-        while cursor.tokens < until and cursor.window < len(self.windows(cursor.epoch)):
-            loaded, pieces = self.load(cursor.epoch, cursor.window, longest)
-            pieces = pieces[cursor.document :].copy()
+        epoch_start = cursor.tokens if cursor.shard == cursor.document == 0 else None  # in tokens, if it is ours
+        order = self._order(len(self.shards), cursor.epoch)
+        while cursor.tokens < until and cursor.shard < len(order):
+            documents = self._load(order[cursor.shard], longest)
+            pieces = np.zeros(len(documents.lengths), PIECE)
+            pieces["shard"], pieces["length"] = len(shards), documents.lengths
+            pieces["low"] = documents.lengths.cumsum() - documents.lengths
+            pieces = pieces[self._order(len(pieces), cursor.epoch, cursor.shard)[cursor.document :]]
             ends = np.where(pieces["length"] > longest, 0, pieces["length"]).cumsum()
             count = int(ends.searchsorted(until - cursor.tokens)) + 1
-            pieces["shard"] += len(shards)
-            shards, found = shards + loaded, [*found, pieces[:count]]
+            shards.append((self.shards[order[cursor.shard]], documents))
+            found.append(pieces[:count])
             tokens = cursor.tokens + int(ends[:count][-1:].sum())
             cursor = replace(cursor, document=cursor.document + count, tokens=tokens)
             if count >= len(pieces):
-                cursor = Cursor(cursor.epoch, cursor.window + 1, 0, tokens)
-            if self.key is not None and cursor.window == len(self.windows(cursor.epoch)):
+                cursor = Cursor(cursor.epoch, cursor.shard + 1, 0, tokens)
+            if self.key is not None and cursor.shard == len(order):
                 if tokens == epoch_start:
                     raise ConfigError(f"data: {self.name} holds no tokens to train on; give other data")
                 cursor, epoch_start = Cursor(cursor.epoch + 1, tokens=tokens), tokens
+                order = self._order(len(self.shards), cursor.epoch)
                 if not goes_on:
                     break
-        if self.key is not None:
-            ahead = self.windows(cursor.epoch)[cursor.window :][: 1 + WINDOWS_AHEAD]
-            self.cache.prepare(self.shards[i] for window in ahead for i in window)
+        if self.key is not None:  # the next round may need as many shards
+            self.cache.prepare(self.shards[i] for i in order[cursor.shard :][: 1 + len(shards)])
         return shards, np.concatenate(found), cursor
 
-    def _load(self, epoch: int, window: int, longest: float) -> tuple[list[Loaded], np.ndarray]:
-        """The shards and the documents of a window, in the order of training; longer ones are not counted as seen."""
-        indices = self.windows(epoch)[window]
-        shards = [self.shards[i] for i in indices]
-        documents = self.cache.load_all(shards)
-        for i, each in zip(indices, documents, strict=True):
-            kept = each.lengths[each.lengths <= longest]
-            self.seen[i] = len(kept), int(kept.sum()), each.skipped
-        pieces = np.zeros(sum(len(each.lengths) for each in documents), PIECE)
-        pieces["shard"] = np.repeat(np.arange(len(shards)), [len(each.lengths) for each in documents])
-        pieces["length"] = np.concatenate([each.lengths for each in documents])
-        pieces["low"] = np.concatenate([each.lengths.cumsum() - each.lengths for each in documents])
-        if self.key is not None:
-            pieces = pieces[pack.permutation(len(pieces), (*self.key, epoch, window))]
-        return list(zip(shards, documents, strict=True)), pieces
+    def _load(self, index: int, longest: float) -> Documents:
+        documents = self.cache.load(self.shards[index])
+        kept = documents.lengths[documents.lengths <= longest]
+        self.seen[index] = len(kept), int(kept.sum()), documents.skipped
+        return documents
 
 
 class SequenceStream:
@@ -177,9 +165,9 @@ class SequenceStream:
         return self._round
 
     def _load(self) -> Round:
-        pieces, main = self._take(), self.position.cursors[self.main]
-        key = self.sources[self.main].key
-        key = None if key is None else (*key, main.epoch, main.window, main.document)
+        main, key = self.position.cursors[self.main], self.sources[self.main].key
+        key = None if key is None else (*key, main.epoch, main.shard, main.document)
+        pieces = self._take(key)
         self.num_long = 0
         for packing in self.position.packings:
             long = pieces["length"] > packing.context
@@ -192,8 +180,8 @@ class SequenceStream:
             pieces = found.sequences(packing.done, len(found))
         return found
 
-    def _take(self) -> np.ndarray:
-        """The documents of a round [n], of all sources."""
+    def _take(self, key: tuple[int, ...] | None) -> np.ndarray:
+        """The documents of a round [n], of all sources, shuffled by `key`."""
         cursors, packing = list(self.position.cursors), self.position.packings[0]
         num_sequences = max(ROUND_SEQUENCES, ROUND_STEPS * packing.group) if self.shuffled else HELD_OUT_SEQUENCES
         num_tokens = max(num_sequences * packing.context, ROUND_TOKENS * self.shuffled)
@@ -210,6 +198,8 @@ class SequenceStream:
             self._shards += shards
             found.append(pieces)
         self._behind = tuple(cursors)
+        if key is not None:
+            found = [pieces[pack.permutation(len(pieces), key)] for pieces in found]
         # Evenly mixed.
         place = np.concatenate([pieces["length"].cumsum() / max(pieces["length"].sum(), 1) for pieces in found])
         return np.concatenate(found)[place.argsort(kind="stable")]

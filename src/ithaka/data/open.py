@@ -9,7 +9,7 @@ from pathlib import Path
 from ithaka.config import ConfigError, DataConfig, SourceConfig
 from ithaka.data.cache import TokenCache, tokenise
 from ithaka.data.files import find
-from ithaka.data.mix import SequenceStream, Source
+from ithaka.data.mix import Cursor, SequenceStream, Source
 from ithaka.data.pack import Split, imbalance, permutation
 from ithaka.data.read import Shard, make_shards
 from ithaka.data.stream import TrainData
@@ -137,9 +137,9 @@ def data_facts(opened: TrainData, num_sequences: int) -> dict[str, str]:
     epochs, skipped = [], Counter[str]()
     for source in stream.sources:
         if not source.seen:
-            source.load(0, 0, stream.context)
+            source.take(Cursor(), 1, stream.context, goes_on=False)
         counts = list(source.seen.values())
-        part = sum(source.sizes[i] for i in source.seen) / source.num_bytes
+        part = sum(source.shards[i].num_bytes for i in source.seen) / source.num_bytes
         guess = "" if len(counts) == len(source.shards) else "about "
         documents, tokens = round(sum(each[0] for each in counts) / part), round(sum(each[1] for each in counts) / part)
         share = source.weight / sum(each.weight for each in stream.sources)

@@ -1,9 +1,9 @@
 """Which tokens go where: pure functions of sizes, lengths, seed and position. No files, no ranks.
 
-A shard is some documents that are read and tokenised together. An epoch shuffles the shards of a source, deals them
-into windows of about WINDOW_BYTES and shuffles the documents of each window. Documents are packed a round at a time:
-each goes whole into the fullest sequence of S tokens that has room for it. Sequences of similar attention area are
-grouped into the same step, and the groups are shuffled.
+A shard is some documents that are read and tokenised together. An epoch shuffles the shards of a source; a round is
+the documents of some of them, shuffled and packed together. Each document goes whole into the fullest sequence of S
+tokens that has room for it. Sequences of similar attention area are grouped into the same step, and the groups are
+shuffled.
 """
 
 from bisect import bisect_left, insort
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-WINDOW_BYTES = 1 << 26
 SHORT = 1 / 8  # of a sequence: sorting shorter documents too gains less than 0.4 % of room
 # Documents, or parts of them: the shard of a round, the source, the first token in the shard, how many.
 PIECE = np.dtype([("shard", np.int32), ("source", np.int32), ("low", np.int64), ("length", np.int64)])
@@ -169,19 +168,6 @@ def pack(shards: Sequence[Documents], pieces: np.ndarray, context: int, pad_id: 
         tokens_S[end - length : end] = shards[shard].tokens[low : low + length]
     starts = np.concatenate([np.zeros(1, np.int64), ends])
     return PackedSequence(tokens_S, starts[: max(len(pieces), 1)], int(starts[-1]), pieces["source"])
-
-
-def deal(sizes: Sequence[int], key: tuple[int, ...] | None, window_bytes: int) -> list[list[int]]:
-    """Shards by index -> those of each window of an epoch, in order; `key` shuffles, None does not."""
-    windows: list[list[int]] = []
-    room = 0
-    for i in range(len(sizes)) if key is None else permutation(len(sizes), key).tolist():
-        if room <= 0:
-            windows.append([])
-            room = window_bytes
-        windows[-1].append(i)
-        room -= sizes[i]
-    return windows
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from ithaka.data.tokenizer import Tokenizer
 
 SHARD_BYTES = 1 << 21
 TEXT_PIECE_BYTES = 1 << 20
+PART_BYTES = 1 << 26
 BATCH_RECORDS = 64
 
 
@@ -108,7 +109,7 @@ def make_shards(files: Sequence[File], reading: Reading, split: Split | None = N
 
 
 def _text_shards(files: Sequence[File], reading: Reading, split: Split | None) -> list[Shard]:
-    """A text of more than a window is cut, and its parts are shuffled like documents."""
+    """A text of more than PART_BYTES is cut, and its parts are shuffled like documents."""
     ranges = [(file, 0, file.path.stat().st_size) for file in files]
     if split is not None and len(files) == 1:
         file, _, size = ranges[0]
@@ -122,7 +123,7 @@ def _text_shards(files: Sequence[File], reading: Reading, split: Split | None) -
     groups: list[list[Part]] = []
     room = 0
     for file, start, stop in (each for each in ranges if each[2] > each[1]):
-        for low, high in pairwise(_edges(file.path, start, stop, pack.WINDOW_BYTES)):
+        for low, high in pairwise(_edges(file.path, start, stop, PART_BYTES)):
             if high - low > room:
                 groups.append([])
                 room = SHARD_BYTES
