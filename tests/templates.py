@@ -209,6 +209,15 @@ THINKING = """{%- macro body(content) -%}{%- for part in [content] -%}{{ part }}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n<think>\n' -}}{%- endif -%}"""
 
+# Takes the arguments of a call as text.
+DEEPSEEK = """{%- for message in messages %}{%- if message['role'] == 'user' %}{{'<|user|>' + message['content']}}\
+{%- endif %}{%- if message['role'] == 'assistant' and 'tool_calls' in message %}\
+{%- for tool in message['tool_calls'] %}\
+{{'<|assistant|>' + tool['function']['name'] + ' ' + tool['function']['arguments']}}{%- endfor %}{{'</s>'}}\
+{%- endif %}{%- if message['role'] == 'assistant' and 'tool_calls' not in message %}\
+{{'<|assistant|>' + message['content'] + '</s>'}}{%- endif %}{%- endfor -%}\
+{% if add_generation_prompt %}{{'<|assistant|>'}}{% endif %}"""
+
 # The last answer ends with another token than the others, and a turn has several parts.
 GPT_OSS = """{%- for message in messages -%}
     {%- if message.role == 'assistant' and loop.last -%}

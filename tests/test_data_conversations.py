@@ -173,6 +173,11 @@ CASES = {
         "<|end|>»<|start|>user<|message|> the 2 <|end|><|start|>assistant«<|channel|>analysis<|message|>2 + 2<|end|>"
         "<|start|>assistant<|channel|>final<|message|>4<|return|>»",
     ),
+    # Arguments are joined to text, which fails for objects.
+    "deepseek": (
+        templates.DEEPSEEK, TOOL_TALK[:2], None,
+        '<|user|>2 + 2?<|assistant|>«add {"a": 2, "b": 2}</s>»',
+    ),
     "generation marks": (
         templates.GENERATION, TALK[:3], None,
         "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
@@ -217,7 +222,8 @@ def test_the_assistants_turns_are_trained(tmp_path, tokenizer_with, case):
     tokenizer = tokenizer_with(template)
     path = written(tmp_path / "a.jsonl", {"messages": messages, "tools": tools})
     ((tokens,), skipped) = tokens_of(path, tokenizer)
-    whole = tokenizer.hf.apply_chat_template(with_objects(messages), tools=tools, tokenize=True)["input_ids"]
+    given = messages if template == templates.DEEPSEEK else with_objects(messages)
+    whole = tokenizer.hf.apply_chat_template(given, tools=tools, tokenize=True)["input_ids"]
     assert plain_ids(tokens) == whole and not skipped
     assert tokens == reference(tokenizer.hf, marked)
     stop = [token for token in templates.SPECIAL if marked.endswith((f"{token}»", f"{token}»\n"))]
@@ -356,7 +362,7 @@ BAD = {
     "without an assistant's turn": ({"messages": TALK[:2]}, "has no assistant's turn to train"),
     "with tool arguments that are no JSON": (
         {"messages": [says("assistant", tool_calls=[{"function": {"name": "add", "arguments": "{a: 1"}}])]},
-        r"message 1 calls add with arguments that are no JSON",
+        r"message 1 calls a tool with arguments that are no JSON",
     ),
     "with content that is no text": ({"messages": [says("user", [{"type": "image"}])]}, "message 1 has content that"),
     "with a partial weight": ({"messages": [says("user", "x", weight=0.5)]}, "message 1 has weight=0.5; use 0 or 1"),

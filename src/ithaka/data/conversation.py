@@ -14,7 +14,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -109,7 +109,14 @@ def document(record: Any, reading: Reading, chat: "ChatTemplate", vocab_size: in
         wanted = [want and i >= num_read for i, want in enumerate(wanted)]
         if not any(message["role"] == "assistant" for message in messages[num_read:]):
             raise BadRecord("without an assistant's turn", "has no assistant's turn to train; drop it, or add one")
-    return Document(*chat.render(messages, _tools(record.get("tools")), wanted, everything, reading.train_on_eos))
+    tools = _tools(record.get("tools"))
+    try:
+        return Document(*chat.render(messages, tools, wanted, everything, reading.train_on_eos))
+    except BadRecord:
+        as_text = [_with_arguments(message, json.dumps) for message in messages]
+        if as_text == messages:
+            raise
+        return Document(*chat.render(as_text, tools, wanted, everything, reading.train_on_eos))  # as DeepSeek wants it
 
 
 def _string(value: Any, label: str) -> str:
@@ -164,25 +171,26 @@ def _message(given: Any, where: str) -> tuple[Message, bool]:
         message["content"] = content = "".join(texts) if len(texts) == len(content) else content
     if not isinstance(content, str) and not (content is None and role == "assistant"):
         raise BadRecord("with content that is no text", f"{where} has content that is no text; leave it out")
-    if message.get("tool_calls"):
-        message["tool_calls"] = [_tool_call(call, where) for call in message["tool_calls"]]
+    try:
+        # OpenAI's are a string of JSON; most templates want an object.
+        message = _with_arguments(message, lambda value: json.loads(value) if isinstance(value, str) else value)
+    except (ValueError, TypeError, AttributeError) as error:
+        detail = f"{where} calls a tool with arguments that are no JSON ({error}); repair them, or drop the record"
+        raise BadRecord("with tool arguments that are no JSON", detail) from error
     return message, all(flags.values())
 
 
-def _tool_call(call: Any, where: str) -> Any:
-    """Its arguments as an object, as templates want them: OpenAI's are a string of JSON."""
-    function = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping):
-        raise BadRecord("with a tool call that is none", f"{where} has a tool call that is no object; drop the record")
-    if not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        function = {**function, "arguments": json.loads(function["arguments"])}
-    except ValueError as error:
-        name = function.get("name")
-        detail = f"{where} calls {name} with arguments that are no JSON ({error}); repair them, or drop the record"
-        raise BadRecord("with tool arguments that are no JSON", detail) from error
-    return {**call, "function": function} if "function" in call else function
+def _with_arguments(message: Message, convert: Callable[[Any], Any]) -> Message:
+    """With the arguments of its tool calls converted."""
+    calls = [
+        {**call, "function": dict(call["function"])} if "function" in call else dict(call)
+        for call in message.get("tool_calls") or ()
+    ]
+    for call in calls:
+        function = call.get("function", call)
+        if function.get("arguments") is not None:
+            function["arguments"] = convert(function["arguments"])
+    return {**message, "tool_calls": calls} if calls else message
 
 
 @dataclass
