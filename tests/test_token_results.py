@@ -202,8 +202,10 @@ def test_losses_of_data_parallel_groups_add_up():
     check(on_threads(4, work))
 
 
-def test_a_plain_model_is_refused():
-    ids = random_ids(1, 4)
+def test_what_cannot_be_given_is_refused():
+    ids, (model, _) = random_ids(1, 4), parallel(1)
+    with pytest.raises(TypeError, match="pass labels"):
+        ithaka.token_logprobs(model, ids, None)
     with pytest.raises(ConfigError, match=r"LlamaForCausalLM is not parallel; call ithaka.parallelize"):
         ithaka.token_logprobs(tiny_model(tiny_config("llama")), ids, ids)
 

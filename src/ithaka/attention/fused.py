@@ -90,7 +90,8 @@ def row_logsumexp(logits_tV: Tensor, details: bool = False) -> tuple[Tensor, ...
         lse_t = wide_tV.logsumexp(-1)
         if not details:
             return (lse_t,)
-        return lse_t, (wide_tV - lse_t[:, None]).exp_().mul_(wide_tV).sum(-1), wide_tV.amax(-1)
+        log_p_tV = wide_tV - lse_t[:, None]
+        return lse_t, lse_t + log_p_tV.exp().mul_(log_p_tV).sum(-1), wide_tV.amax(-1)
     assert logits_tV.is_contiguous()
     t, V = logits_tV.shape
     values_nt = logits_tV.new_empty(3 if details else 1, t, dtype=wide)

@@ -120,6 +120,8 @@ def _arguments(input_ids: Any = None, **named: Any) -> tuple[dict[str, Tensor], 
                 "layers see hidden states; there is no cache: export the model and generate with Hugging Face's own"
             )
     given = {name: named[name] for name in INPUTS if named.get(name) is not None} | {"input_ids": input_ids}
+    if named.get("per_token") and "labels" not in given:
+        raise TypeError("per_token=True gives losses, entropies and hits of labels; pass labels")
     items = named.get("num_items_in_batch")
     items = items.item() if isinstance(items, Tensor) else items
     return {name: as_integers(name, value) for name, value in given.items()}, items

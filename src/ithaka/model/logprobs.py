@@ -42,7 +42,8 @@ def token_logprobs(
         return TokenLogprobs(-losses_s, *details)
     values_s3 = torch.stack([x.to(losses_s.dtype) for x in (-losses_s, *details)], dim=-1)
     values_BN3 = GatherTokens.apply(values_s3, mesh.cp_group, input_ids.shape)
-    logprobs_BN, entropies_BN, correct_BN = F.pad(values_BN3[:, :-1], (0, 0, 1, 0)).unbind(-1)
+    values_BN3 = F.pad(values_BN3[:, :-1], (0, 0, 1, 0))
+    logprobs_BN, entropies_BN, correct_BN = (values_BN3[..., i] for i in range(3))
     return TokenLogprobs(logprobs_BN, entropies_BN, correct_BN.bool())
 
 
