@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ithaka.attention.fused import merge
 from ithaka.attention.kernels import Kernel, resolve_kernel
-from ithaka.attention.pairs import CAUSAL, EDGE, Pair, QueryBlock, Span, query_major, spans_of, split_ragged
+from ithaka.attention.pairs import EDGE, FULL, WINDOW, Pair, QueryBlock, Span, query_major, spans_of, split_ragged
 from ithaka.config import ConfigError
 
 Tensors = tuple[Tensor, ...]
@@ -26,6 +26,11 @@ MAX_ELEMENTS = 2**31 - 1  # the most that a kernel call may address
 # Up to this length, documents of unequal length share calls of the varlen kernel. cuDNN is faster at every length but
 # plans each new shape (0.13 s for both directions); longer documents repay that (measured at 128 heads x layers).
 SHORT = 32768
+# What one call takes of short documents where the kernel writes to our buffers: fa4 keeps the host busy for 0.1 to 0.2
+# ms a call, in which a GPU attends to 64 documents of 2K tokens.
+CALL_TOKENS = 512 * 1024
+# Rows in forward, keys in backward, that one SM of a Hopper GPU attends to at a time in fa4, up to a head dim.
+FA4_TILES = (((96, 192), (256, 128)), ((128, 128), (192, 96), (256, 48)))
 
 
 class How(TypedDict, total=False):
@@ -90,15 +95,20 @@ def default_blocks(device: torch.device, kernel: str, row_bytes: int, backward: 
     """(block_q, block_kv) in tokens, for one head of `row_bytes` per token.
 
     On a GPU the keys and values of a block, which every row reads again, fill up to 0.6 of the L2 cache (64 Ki tokens
-    of a 128-wide head in an H200's 60 MB). Elsewhere blocks only bound the buffers.
+    of a 128-wide head in an H200's 60 MB). fa4 takes whole waves instead: of all SMs, the last has as much to do as the
+    first. Elsewhere blocks only bound the buffers.
     """
     if kernel == "reference":
         return 1024, 1024  # it holds the pair's scores in fp64
     if device.type != "cuda":
         return 8192, 8192
-    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-    tokens = max(8192, int(0.6 * l2_bytes) // (2 * row_bytes))
+    gpu = torch.cuda.get_device_properties(device)
+    tokens = max(8192, int(0.6 * gpu.L2_cache_size) // (2 * row_bytes))
     block_kv = 1 << (tokens.bit_length() - 1)
+    if kernel == "fa4":
+        wave = gpu.multi_processor_count * next(tile for most, tile in FA4_TILES[backward] if row_bytes <= 2 * most)
+        block_kv = max(1, round(block_kv / wave)) * wave
+        return (4 if backward else 1) * block_kv, block_kv
     return (4 if backward else 2) * block_kv, block_kv
 
 
@@ -130,6 +140,7 @@ class Docs:
         self.starts = starts
         if starts[0] != 0 or any(b < a for a, b in zip(starts, starts[1:], strict=False)):
             raise ConfigError(f"docs must start at 0 and ascend, got {starts[:4]}...{starts[-2:]}")
+        self.longest = max(b - a for a, b in zip(starts, starts[1:], strict=False))
         self._walks: dict[tuple, tuple[list[QueryBlock], list[_Chunk]]] = {}
 
     def walk(self, device: torch.device, varlen: bool, **how: Any) -> tuple[list[QueryBlock], list[_Chunk]]:
@@ -139,7 +150,7 @@ class Docs:
             spans, chunks = spans_of(self.starts), []
             if varlen:
                 short = min(SHORT, how["block_q"], how["block_kv"])
-                spans, ragged = split_ragged(spans, short=short, block=how["block_q"])
+                spans, ragged = split_ragged(spans, short=short, block=max(how["block_q"], how["call_tokens"]))
                 chunks = [_Chunk.of(chunk, device) for chunk in ragged]
             self._walks[key] = (list(query_major(spans, **how)), chunks)
         return self._walks[key]
@@ -204,14 +215,16 @@ def _job(
     block_q, block_kv = blocks or default_blocks(q.device, chosen.name, head_dim * q.element_size(), backward)
     most = max(1, MAX_ELEMENTS // max(x.stride(0) for x in (q, k, v)))
     block_q, block_kv = min(block_q, most), min(block_kv, most)
-    mask = dict(causal=causal, window=window, block_q=block_q, block_kv=block_kv, halve=not backward)
+    most_at_once = CALL_TOKENS if chosen.direct and blocks is None else block_q
+    walk = dict(causal=causal, window=window, block_q=block_q, block_kv=block_kv, halve=not (backward or chosen.direct))
+    walk |= dict(call_tokens=most_at_once, knows_windows=chosen.direct)
     return _Job(
         chosen,
         scale,
         causal,
         window,
-        *docs.walk(q.device, chosen.varlen is not None, **mask),
-        heads_at_once=max(1, block_q // max(1, num_tokens)),
+        *docs.walk(q.device, chosen.varlen is not None, **walk),
+        heads_at_once=max(1, (most_at_once if docs.longest <= SHORT else block_q) // max(1, num_tokens)),
         sum_dtype=torch.promote_types(q.dtype, torch.float32),
     )
 
@@ -239,10 +252,10 @@ def _call(job: _Job, pair: Pair, way: str, *inputs: Tensor, **into: Any) -> Tens
     """The kernel's results for one pair, `way` forward or backward; its stand-in's if there are few rows or keys."""
     small, kernel = min(pair.rows, pair.keys) < job.kernel.smallest, job.kernel
     call: Callable[..., Tensors] = getattr(kernel.stand_in if small and kernel.stand_in else kernel, way)
+    if pair.mask == WINDOW:
+        into["window"] = job.window
     if pair.mask != EDGE:
-        return call(*inputs, job.scale, pair.mask == CAUSAL, **into)
-    if kernel.direct:
-        return call(*inputs, job.scale, False, edge=True)
+        return call(*inputs, job.scale, pair.mask != FULL, **into)
     return tuple(x.flip(2) for x in call(*(x.flip(2) for x in inputs), job.scale, True))
 
 

@@ -45,7 +45,7 @@ class Kernel:
     forward(q_BhqK, k_BhkK, v_BhkK, scale, causal) -> out_BhqK, lse_Bhq (fp32, or fp64 for fp64 inputs)
     backward(dout_BhqK, q, k, v, out_BhqK, lse_Bhq, scale, causal) -> dq, dk, dv, where out and lse may be those
     of *all* keys: then the three are what this pair adds to the gradients. Inputs may be strided except in K.
-    With `direct`, h may be larger for q than for k (GQA); edge=True is the mask of `pairs.py` by that name; forward
+    With `direct`, h may be larger for q than for k (GQA); window=n is the mask of `pairs.py` by that name; forward
     takes into=(out, lse) and backward into=dq: buffers, strided like inputs, for the results. dq may lie over out.
     """
 
@@ -173,20 +173,19 @@ def _fa4_missing(device: torch.device) -> str | None:
     return None
 
 
-def _fa4_mask(scale, causal, left):
-    """`left`: how many keys before its own a row sees; None: all."""
-    return {"softmax_scale": scale, "causal": causal, "window_size_left": left}
+def _fa4_mask(scale, causal, window):
+    return {"softmax_scale": scale, "causal": causal, "window_size_left": None if window is None else window - 1}
 
 
-def _fa4_forward(q, k, v, scale, causal, edge=False, into=(None, None)):
-    mask = _fa4_mask(scale, causal, 0 if edge else None)
+def _fa4_forward(q, k, v, scale, causal, window=None, into=(None, None)):
+    mask = _fa4_mask(scale, causal, window)
     q, k, v, out = (x if x is None else x.transpose(1, 2) for x in (q, k, v, into[0]))
     out, lse, *_ = _fa4()._flash_attn_fwd(q, k, v, **mask, return_lse=True, out=out, lse=into[1])
     return out.transpose(1, 2), lse
 
 
-def _fa4_backward(dout, q, k, v, out, lse, scale, causal, edge=False, into=None):
-    mask = _fa4_mask(scale, causal, 0 if edge else None)
+def _fa4_backward(dout, q, k, v, out, lse, scale, causal, window=None, into=None):
+    mask = _fa4_mask(scale, causal, window)
     dout, q, k, v, out, dq = (x if x is None else x.transpose(1, 2) for x in (dout, q, k, v, out, into))
     deterministic = torch.are_deterministic_algorithms_enabled()
     grads = _fa4()._flash_attn_bwd(q, k, v, out, dout, lse, **mask, deterministic=deterministic, dq=dq)
@@ -194,8 +193,8 @@ def _fa4_backward(dout, q, k, v, out, lse, scale, causal, edge=False, into=None)
 
 
 def _fa4_documents(ends, longest, scale, causal, window):
-    mask = _fa4_mask(scale, causal, None if window is None else window - 1)
-    return mask | {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    lengths = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    return _fa4_mask(scale, causal, window) | lengths
 
 
 def _fa4_varlen_forward(q, k, v, *documents, into=(None, None)):

@@ -1,11 +1,13 @@
 """Which block pairs attention visits, and in what order: plain integers, no torch.
 
-A **pair** is a run of query rows against a run of keys with one of three masks (i and j count from the pair's corner):
+A **pair** is a run of query rows against a run of keys with one of four masks (i and j count from the pair's corner):
 
     full    every row sees every key
     causal  square, row i sees keys j <= i
     edge    square, row i sees keys j >= i: the far end of a sliding window. Read backwards (last row and last key
             first) it *is* causal, so every kernel with a causal flag can do it.
+    window  the last row sees the last `window` keys, each row before it those one further back: all of a sliding
+            window at once, for kernels that know windows
 
 A **query block** is a run of query rows and all the pairs in which it meets its keys. `count` > 1 repeats the block (or
 pair) `count` times, `step` tokens apart, in one batched kernel call: equal documents, the bands of a window, the
@@ -16,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-FULL, CAUSAL, EDGE = "full", "causal", "edge"
+FULL, CAUSAL, EDGE, WINDOW = "full", "causal", "edge", "window"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +54,22 @@ def spans_of(docs: tuple[int, ...]) -> list[Span]:
 
 
 def query_major(
-    spans: list[Span], *, causal: bool, window: int | None, block_q: int, block_kv: int, halve: bool = False
-) -> Iterator[QueryBlock]:
+    spans: list[Span], *, causal: bool, window: int | None, block_q: int, block_kv: int, halve: bool = False,
+    call_tokens: int = 0, knows_windows: bool = False,
+) -> Iterator[QueryBlock]:  # fmt: skip
     """Blocks of query rows, ascending. Every row of every document is in exactly one.
 
-    `halve`: cut the squares on the diagonal further (`_halved_squares`).
+    `halve`: cut the squares on the diagonal further (`_halved_squares`). `call_tokens`: how many tokens of equal
+    documents one call may take, at least block_q. `knows_windows`: the kernel takes the mask `window`.
     """
     for start, length, run in _runs(spans):
-        blocks = _document(length, causal, window, block_q, block_kv, halve, alone=run == 1)
-        # Equal documents side by side, as many per batched call as fit into `block_q` tokens.
+        if knows_windows and window is not None and window < length:
+            blocks = [_windowed(a, e, window) for a, e in _cut(0, length, block_q)]
+        else:
+            blocks = _document(length, causal, window, block_q, block_kv, halve, alone=run == 1)
+        # Equal documents side by side, as many as fit into one batched call.
         nested = any(pair.count > 1 for block in blocks for pair in block.pairs)
-        batch = 1 if nested else max(1, block_q // length)
+        batch = 1 if nested else max(1, max(block_q, call_tokens) // length)
         for first in range(0, run, batch):
             count = min(batch, run - first)
             by = start + first * length
@@ -118,6 +125,11 @@ def _document(
     # Rows below `window` see everything before them; only later rows have an edge.
     head = [_causal(a, e, block_kv, False) for a, e in _cut(0, window, block_q)]
     return head + _bands(length, window, block_q, block_kv, batched=alone)
+
+
+def _windowed(a: int, e: int, window: int) -> QueryBlock:
+    oldest = max(0, a - window + 1)
+    return QueryBlock(a, e - a, (Pair(a, e - a, oldest, e - oldest, WINDOW),))
 
 
 def _bands(length: int, window: int, block_q: int, block_kv: int, *, batched: bool) -> list[QueryBlock]:

@@ -29,7 +29,7 @@ HOST_RESERVE_SHARE = 0.05  # of a node's memory: the system, file cache
 HOST_PROCESS_BYTES = 6 * 10**9  # per rank: Python, torch, data
 DISK_STATION_LAYERS = 3  # layers in host memory on their way to or from disk
 # Rows of a query block in attention/blocks.py, forward and backward, for a head dim of 128; others: as many bytes.
-BLOCK_TOKENS = {"attend": 128 * 1024, "attend backward": 256 * 1024}
+BLOCK_TOKENS = {"attend": 128 * 1024, "attend backward": 264 * 1024}
 BLOCK_BUFFERS = 4  # in the dtype of sums, of a block in flight inside attention
 
 TileWork = Literal["none", "project", "project backward", "mlp", "mlp backward", "attend", "attend backward"]
