@@ -8,7 +8,7 @@ A checkpoint is written under a name that begins with a dot, synced, renamed, an
 so whenever a run is killed, `latest` names a complete one.  Every rank must see the same RUN_DIR.
 
 A resumed run may change any setting but train.run_dir, train.seed, and what would give other tokens or weights of
-another shape. The place in the data counts tokens: with another context nothing is skipped or repeated.
+another shape. With another context or other steps, no document is skipped or repeated.
 
 Tensors and RNG states go through torch.distributed.checkpoint, all else is JSON.  We pickle nothing, but torch
 keeps its own index (`.metadata`) as a pickle: resume and export only run directories you trust.
