@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -20,7 +21,7 @@ def run(*arguments: str):
 
 def test_help_needs_no_torch():
     check = "import sys; from typer.testing import CliRunner; from ithaka.cli import app\n" \
-        "for names in (['bench'], ['bench', 'attention'], ['bench', 'device'], ['bench', 'ladder']):\n" \
+        "for names in (['bench'], ['bench', 'attention'], ['bench', 'device'], ['bench', 'gate'], ['bench', 'ladder']):\n" \
         "    shown = CliRunner().invoke(app, [*names, '--help'])\n" \
         "    assert shown.exit_code == 0 and 'completion' not in shown.output, shown.output\n" \
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"  # fmt: skip
@@ -76,3 +77,18 @@ def test_ladder_measures_every_rung(tmp_path):
     peaks = {row["technique"]: row["peak X"] for row in json.loads(result.stdout)}
     assert len(peaks) == 6
     assert peaks["none"] > peaks["+ checkpointing"] > peaks["+ tiles"] > peaks["+ kept attention"] > 2
+
+
+def test_the_gate_fails_where_a_layer_is_slower_or_larger_than_recorded(tmp_path, monkeypatch):
+    measured = SimpleNamespace(forward_s=0.1, backward_s=0.3, peak_bytes=5 * 2**30)
+    monkeypatch.setattr(rehearsal, "rehearse", lambda *_: measured)
+    file = tmp_path / "gate.json"
+    assert run("bench", "gate", "--beside", file).exit_code == 0
+    recorded = json.loads(file.read_text())
+    assert recorded["1048576"] == {"seconds": 0.4, "peak GiB": 5.0} and len(recorded) == 3
+    for factor, code in ((1.0, 0), (1.019, 0), (1.03, 1), (0.5, 0)):
+        for name in ("seconds", "peak GiB"):
+            before = {context: row | {name: row[name] / factor} for context, row in recorded.items()}
+            file.write_text(json.dumps(before))
+            assert run("bench", "gate", "--beside", file).exit_code == code, (factor, name)
+            assert json.loads(file.read_text()) == before  # recorded figures stay

@@ -358,6 +358,28 @@ def bench_device(
     print(f"written to {out}; use it with: ithaka plan MODEL --gpus 8 --gpu-file {out}")
 
 
+@bench.command("gate")
+def bench_gate(
+    beside: Annotated[Path, typer.Option(metavar="FILE", help="Recorded figures; written if absent.")],
+    as_json: AsJson = False,
+) -> None:
+    """Seconds and peak of a Llama-3-8B layer at three lengths beside recorded ones; exit code 1 beyond 2 %."""
+    from ithaka.plan.shape import read_json
+
+    recorded = read_json(beside, "--beside ", "give what `ithaka bench gate` wrote") if beside.exists() else {}
+    check_writable("--beside", beside)
+    with _loading():
+        from ithaka.rehearse import GATE_ALLOWS, gate
+
+    rows = gate(recorded)
+    _print(rows, as_json)
+    if not recorded:
+        figures = {str(row.pop("context")): row for row in rows}
+        beside.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    if any(value > 1 + GATE_ALLOWS for row in rows for name, value in row.items() if name.endswith("recorded")):
+        raise typer.Exit(1)
+
+
 @bench.command("ladder")
 def bench_ladder(
     model: Model,

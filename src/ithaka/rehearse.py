@@ -173,6 +173,28 @@ def ladder(config: dict[str, Any], ranks: int, context: int, tile_tokens: int, l
     return rows
 
 
+# Of a Llama-3-8B layer as rank 0 of 8: context -> heads per stage, overlap, tokens of a tile.
+GATE = {2**17: (8, True, 16384), 2**19: (16, True, 16384), 2**20: (8, False, 8192)}
+GATE_ALLOWS = 0.02
+
+
+def gate(recorded: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
+    """Seconds and peak of a layer at three lengths, and their ratios to those recorded by context."""
+    rows = []
+    for context, (heads, overlap, tile) in GATE.items():
+        kept: dict[str, Any] = {"input_tier": "host", "keep_attention": 2, "attention_tier": "host"}
+        layout = make_layout(2, cp=8, heads_per_stage=heads, overlap=overlap, tile_tokens=tile, dtype=_dtype(), **kept)
+        with status(f"a layer at {context} tokens"):
+            measured = rehearse(find_config("llama3-8b"), layout, 8, context, False, Witness(default_device()))
+        gc.collect()
+        torch.cuda.empty_cache()
+        found = {"seconds": measured.forward_s + measured.backward_s, "peak GiB": measured.peak_bytes / GIB}
+        before = recorded.get(str(context), {})
+        ratios = {f"{name}, x recorded": value / before[name] for name, value in found.items() if name in before}
+        rows.append({"context": context, **found, **ratios})
+    return rows
+
+
 # ---- a plan: measured beside planned
 
 
