@@ -110,9 +110,13 @@ def exact_gradients(model: PreTrainedModel, batch: Batch, choices: Choices | Non
     return _gradients(model)
 
 
-def autocast_gradients(model: PreTrainedModel, batch: Batch, choices: Choices | None = None) -> Gradients:
+def autocast_gradients(
+    model: PreTrainedModel, batch: Batch, choices: Choices | None = None, residual: torch.dtype = torch.float32
+) -> Gradients:
+    """`residual`: the dtype of the residual stream; autocast's own is fp32."""
     model = copy.deepcopy(model)
     _send_to(model, choices or {})
+    model.model.embed_tokens.register_forward_hook(lambda module, inputs, output: output.to(residual))
     with torch.autocast(batch.ids.device.type, dtype=torch.bfloat16):
         loss = plain_loss(model, batch.ids, batch.ids, use_cache=False, **batch.for_plain())
     loss.backward()
