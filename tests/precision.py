@@ -96,6 +96,17 @@ def initial_model(family: str, size: Size, seed: int, device: torch.device, **ch
     return model.train()
 
 
+def with_adapters(model: PreTrainedModel) -> PreTrainedModel:
+    """LoRA beside every linear map of the layers, as after some training: B is not zero."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")).get_base_model()
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(param, std=0.02)
+    return model
+
+
 def random_batch(size: Size, seed: int, device: torch.device, documents: tuple[int, ...] = ()) -> Batch:
     generator = torch.Generator().manual_seed(100 + seed)
     ids = torch.randint(size.vocab, (1, sum(documents) or size.tokens), generator=generator)
@@ -133,7 +144,7 @@ def our_gradients(model: PreTrainedModel, batch: Batch, cp: int, layout: Layout)
     def work() -> Gradients:
         ours = parallel_copy(model, batch.ids.device, cp, layout)
         ours(input_ids=batch.ids, labels=batch.ids, **batch.for_ours()).loss.backward()
-        return {name: param.grad.full_tensor() for name, param in ours.named_parameters()}
+        return {name: grad.full_tensor() for name, grad in _gradients(ours).items()}
 
     first, *others = on_threads(cp, work)
     for other in others:
@@ -162,7 +173,7 @@ def _send_to(model: PreTrainedModel, choices: Choices) -> None:
 
 
 def _gradients(model: PreTrainedModel) -> Gradients:
-    return {name: param.grad for name, param in model.named_parameters()}
+    return {name: param.grad for name, param in model.named_parameters() if param.requires_grad}
 
 
 def kind_of(name: str) -> str:
@@ -207,10 +218,13 @@ def assert_as_good_as_autocast(ours: list[Gradients], autocast: list[Gradients],
 class Yardsticks:
     """Exact and autocast gradients of one family's models, made once and compared with many layouts."""
 
-    def __init__(self, family: str, size: Size, device: torch.device, packed: bool = False) -> None:
+    def __init__(
+        self, family: str, size: Size, device: torch.device, packed: bool = False, adapted: bool = False
+    ) -> None:
         documents = packed_documents(size.tokens) if packed else ()
         seeds = SEEDS if device.type == "cuda" else SEEDS[:1]
         self.models = [initial_model(family, size, seed, device) for seed in seeds]
+        self.models = [with_adapters(model) for model in self.models] if adapted else self.models
         self.batches = [random_batch(size, seed, device, documents) for seed in seeds]
         pairs = list(zip(self.models, self.batches, strict=True))
         self.exact = [exact_gradients(*pair) for pair in pairs]

@@ -67,14 +67,14 @@ def compare(cp, config, layout, documents=None, **lora):
 SUBSETS = [subset for n in range(8) for subset in combinations(LINEARS, n)]
 
 
-@pytest.mark.parametrize("part, cp", [(0, 1), (1, 2), (2, 1), (3, 1)])
-def test_every_combination_of_targets(part, cp):
+@pytest.mark.parametrize("part", range(4))
+def test_every_combination_of_targets(part):
     """128 subsets of a layer's modules, each in a layer of its own; with lm_head and without."""
     names = ["lm_head"] if part % 2 else []
     for layer, subset in enumerate(SUBSETS[part::4]):
         names += [f"layers.{layer}.{'self_attn' if name[0] in 'qkvo' else 'mlp'}.{name}" for name in subset]
     config = tiny_config("llama", 2, 1, num_hidden_layers=32, tie_word_embeddings=part == 1)
-    check(compare(cp, config, Layout(heads_per_stage=cp, tile_tokens=16), target_modules=names))
+    check(compare(1, config, Layout(heads_per_stage=1, tile_tokens=16), target_modules=names))
 
 
 LAYOUTS = {

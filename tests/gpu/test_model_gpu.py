@@ -39,7 +39,7 @@ def size(device):
 @pytest.fixture(scope="session")
 def yardsticks(device, size):
     """Keeps only the latest: tests are ordered by it."""
-    return lru_cache(1)(lambda family, packed=False: Yardsticks(family, size, device, packed))
+    return lru_cache(1)(lambda family, **how: Yardsticks(family, size, device, **how))
 
 
 # cp, stages (of the larger model's 32 heads; 4 on a CPU)
@@ -88,6 +88,17 @@ def test_packed_documents(yardsticks, size, cp, stages):
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
 def test_every_family(yardsticks, size, family, cp, stages):
     yardsticks(family).check(cp, bf16(size.heads // stages, tile_tokens=size.tokens // 3, keep_attention="device"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"keep_attention": "host"}, id="kept"), pytest.param({"checkpoint": False}, id="everything")],
+)
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=gpu)])
+def test_adapters(yardsticks, size, family, options):
+    pytest.importorskip("peft")
+    layout = bf16(size.heads // 2, tile_tokens=size.tokens // 3, **options)
+    yardsticks(family, adapted=True).check(2, layout)
 
 
 def with_choices(model, batch, cp: int, layout: Layout) -> tuple[Gradients, dict[str, Choices]]:
