@@ -20,6 +20,7 @@ from ithaka.layer.loss import IGNORED
 from ithaka.layout import LayerKeeps
 from ithaka.model import batch, build, calls
 from models import CONSTRUCTING, tiny_config, tiny_model
+from runs import MODEL
 from threads import on_threads
 
 LORA = AdapterConfig(rank=2, targets=("31.self_attn.q_proj", "down_proj"))
@@ -176,5 +177,15 @@ def test_the_layout_is_the_configurations():
     layout = verify.layout_for(parse(tree), cp=2, heads=32)
     assert (layout.cp, layout.heads_per_stage, layout.tile_tokens) == (2, 4, 16)
     assert layout.kept == (LayerKeeps("disk", "disk"),) * 2
+
+
+def test_what_cannot_be_checked_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="--cp=9 exceeds the 4 query heads"):
-        verify.verify({"model_type": "llama", "num_attention_heads": 4}, None, 9)
+        verify.verify(MODEL, None, 9)
+    (tmp_path / "long.yaml").write_text(f"model: {{path: {tmp_path}}}\n")
+    answer = CliRunner().invoke(cli.app, ["verify", str(tmp_path / "long.yaml")])
+    assert answer.exit_code == 2 and "config.json cannot be read" in answer.stderr
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ConfigError, match="its weights in pytorch_model.bin"):
+        verify.verify(tmp_path)

@@ -31,7 +31,9 @@ from ithaka.model.adapters import add_adapter
 from ithaka.model.build import hf_config, parallelize
 from ithaka.model.logprobs import token_logprobs
 from ithaka.model.weights import EMBEDDINGS, tensor_files
+from ithaka.plan.shape import read_shape, shape_from_config
 from ithaka.train.launch import num_gpus, run_ranks
+from ithaka.train.preflight import check_weights
 
 ALLOWED = 1e-4  # relative; a wrong index, factor or mask gives 1e-2 and more
 VOCAB, WINDOW, TILE = 1024, 11, 16
@@ -49,8 +51,9 @@ def check(part: str, where: str, error: float, allowed: float | None = ALLOWED) 
 def verify(source: Path | dict, config: Config | None = None, cp: int | None = None) -> dict[str, Any]:
     """Cuts the model, starts the ranks and returns the checks, and what was checked. `config`: of the layout."""
     logging.disable_progress_bar()
-    whole, asked = hf_config(source), config.parallel.cp if config is not None else 4
-    heads = whole.num_attention_heads
+    shape = read_shape(source) if isinstance(source, Path) else shape_from_config(source)
+    check_weights(source if isinstance(source, Path) else None)
+    heads, asked = shape.heads, config.parallel.cp if config is not None else 4
     cp = cp or min(asked if isinstance(asked, int) else 4, heads)
     if cp > heads:
         raise ConfigError(f"--cp={cp} exceeds the {heads} query heads; use at most {heads}")
@@ -61,7 +64,7 @@ def verify(source: Path | dict, config: Config | None = None, cp: int | None = N
         if code := run_ranks(_rank, (Path(name), layout, adapter, device), cp):
             raise SystemExit(code)
         checks = json.loads((Path(name) / RESULT).read_text())
-    facts = {"model_type": whole.model_type, "weights": weights, "cp": cp, "device": device}
+    facts = {"model_type": shape.family, "weights": weights, "cp": cp, "device": device}
     return {"ok": all(each["ok"] for each in checks), **facts, "checks": checks}
 
 
