@@ -208,12 +208,27 @@ def test_a_parallel_peft_model_is_saved_by_peft(tmp_path):
 
 def test_frozen_bfloat16_beside_float32_adapters():
     """PEFT makes adapters float32 and copies modules_to_save as they are; both are updated in float32."""
-    model = tiny_model(tiny_config("qwen2"), torch.bfloat16)
-    lora = LoraConfig(r=2, target_modules=LINEARS, modules_to_save=["lm_head"])
+    lora = LoraConfig(r=3, target_modules=LINEARS, modules_to_save=["lm_head"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model, ids = parallelize(get_peft_model(model, lora)), random_ids(1, 19)
-    model(input_ids=ids, labels=ids).loss.backward()
-    for name, param in model.named_parameters():
-        assert param.dtype == (torch.float32 if param.requires_grad else torch.bfloat16), name
-        assert (param.grad is not None) == param.requires_grad
+        models = [get_peft_model(tiny_model(tiny_config("qwen2"), torch.bfloat16), lora) for _ in range(2)]
+    ids = random_ids(1, 19)
+
+    def work():
+        mesh = make_mesh(2)
+        model = parallelize(models[mesh.rank], mesh=mesh)
+        model(input_ids=ids, labels=ids).loss.backward()
+        return {name: (p.dtype, p.grad is None, p.requires_grad) for name, p in model.named_parameters()}
+
+    for params in on_threads(2, work):
+        for name, (dtype, no_grad, trained) in params.items():
+            assert (dtype, no_grad) == ((torch.float32, False) if trained else (torch.bfloat16, True)), name
+
+
+def test_quantised_linears_are_refused():
+    """As libraries for them do it: a class of their own in nn.Linear's place."""
+    model = tiny_model(tiny_config("llama", num_hidden_layers=1))
+    model.model.layers[0].mlp.up_proj.__class__ = type("Linear4bit", (torch.nn.Linear,), {})
+    model = get_peft_model(model, LoraConfig(target_modules=["up_proj"]))
+    with pytest.raises(ConfigError, match=r"up_proj is PEFT's Linear around a Linear4bit, .* not quantised"):
+        parallelize(model)

@@ -285,7 +285,8 @@ def export(run_dir: Path, out_dir: Path, merge: bool = False) -> Path:
 def _export_adapter(run_dir: Path, out_dir: Path, weights: dict[str, Tensor], merge: bool) -> Path:
     base = load_config(run_dir / "config.yaml").model.path
     if merge and not (base and base.is_dir()):
-        raise ConfigError(f"--merge needs the base model, and model.path={base} of {run_dir} is no directory")
+        way = "put it there, or leave --merge out and merge with PEFT"
+        raise ConfigError(f"--merge needs the base model, and model.path={base} of the run is no directory; {way}")
     with tempfile.TemporaryDirectory() if merge else nullcontext(out_dir) as folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
         shutil.copy(run_dir / "model" / "adapter_config.json", folder)

@@ -291,7 +291,7 @@ def _summary(trainer: Trainer, records: list[dict[str, Any]]) -> dict[str, str]:
     facts = {"validation loss": " -> ".join([losses[0], *losses[1:][-1:]])} if losses else {}
     facts["speed"] = f"{amount(statistics.median(rates))} tokens/s (median step)"
     facts["export"] = f"ithaka export {run_dir} OUT_DIR"
-    if trainer.config.adapter is not None:
+    if trainer.config.adapter is not None and (path := trainer.config.model.path) is not None and path.is_dir():
         facts["merged"] = f"ithaka export {run_dir} OUT_DIR --merge"
     facts["train longer"] = f"ithaka train --resume {run_dir} --set train.steps={more}"
     if optim.schedule == "cosine" and optim.warmup_steps < (optim.decay_steps or trainer.step) <= trainer.step:
