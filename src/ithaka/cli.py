@@ -300,7 +300,7 @@ def _show_checks(found: Mapping[str, Any]) -> None:
     for check in found["checks"]:
         error, allowed = check["error"], check["allowed"]
         margin = (
-            "information" if allowed is None else f"{min(allowed / max(error, 1e-16), 1e6):.3g} x" if allowed else ""
+            "information" if allowed is None else f"{min(allowed / max(error, 1e-16), 1e6):,.0f} x" if allowed else ""
         )
         words = f"{error:.1e}", "" if allowed is None else f"{allowed:.0e}", margin, check["where"]
         off = not check["ok"]
