@@ -19,6 +19,7 @@ from models import tiny_config, tiny_model
 
 OPTIM = OptimConfig(lr=1e-2, weight_decay=0.3, clip_norm=0.05)
 NUM_MICRO = 2
+SOURCES = ("code", "books", "empty")
 
 
 def batches_of(dp_rank: int) -> list[Batch]:
@@ -40,9 +41,9 @@ def our_steps(num_steps: int, cp: int, family: str):
     optimizer = make_optimizer(model, OPTIM)
     batches, how = batches_of(mesh.dp_rank), {"lr": 1e-2, "clip_norm": OPTIM.clip_norm, "mesh": mesh}
     # The last step as if there were one source.
-    results = [train_step(model, optimizer, batches, **how, num_sources=3) for _ in range(num_steps - 1)]
+    results = [train_step(model, optimizer, batches, **how, source_names=SOURCES) for _ in range(num_steps - 1)]
     results.append(train_step(model, optimizer, batches, **how))
-    val = validation_loss(model, batches, mesh, num_sources=3)
+    val = validation_loss(model, batches, mesh, SOURCES)
     weights = {name: param.full_tensor().detach() for name, param in model.named_parameters()}
     return results, val, weights
 
@@ -53,13 +54,13 @@ def summed_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 @torch.no_grad()
-def source_losses(model: nn.Module, batches: list[Batch]) -> list[float | None]:
+def source_losses(model: nn.Module, batches: list[Batch], what: str) -> dict[str, float]:
     """The mean over each source's labels, with the others' ignored."""
-    means: list[float | None] = []
-    for source in range(3):
+    means = {}
+    for source in range(2):
         own = [b._replace(labels=b.labels.masked_fill(b.source_ids != source, -100)) for b in batches]
         count = sum(int((b.labels[:, 1:] != -100).sum()) for b in own)
-        means.append(float(sum(summed_loss(model, b) for b in own)) / count if count else None)
+        means[f"{what}/{SOURCES[source]}"] = float(sum(summed_loss(model, b) for b in own)) / count
     return means
 
 
@@ -76,7 +77,7 @@ def plain_steps(num_steps: int, dp_size: int, family: str):
     count = sum(int((batch.labels[:, 1:] != -100).sum()) for batch in batches)
     results = []
     for step in range(num_steps):
-        sources = source_losses(model, batches) if step < num_steps - 1 else []
+        sources = source_losses(model, batches, "loss") if step < num_steps - 1 else {}
         loss = sum(summed_loss(model, batch) for batch in batches) / count
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip_norm)
@@ -87,7 +88,7 @@ def plain_steps(num_steps: int, dp_size: int, family: str):
         val = float(sum(summed_loss(model, batch) for batch in batches)) / count
     return (
         results,
-        (val, source_losses(model, batches)),
+        (val, source_losses(model, batches, "val_loss")),
         {name: param.detach() for name, param in model.named_parameters()},
     )
 
@@ -99,10 +100,9 @@ def test_steps_equal_plain_pytorch(ranks, num_ranks, cp, family):
         for result, (loss, norm, count, sources) in zip(results, expected, strict=True):
             assert (result.loss, result.grad_norm) == pytest.approx((loss, norm), rel=1e-9)
             assert result.label_tokens == count
-            assert result.source_losses[:2] == pytest.approx(sources[:2], rel=1e-9)
-            assert result.source_losses[2:] == sources[2:]
+            assert result.source_losses == pytest.approx(sources, rel=1e-9)
         assert val[0] == pytest.approx(expected_val[0], rel=1e-9)
-        assert val[1][:2] == pytest.approx(expected_val[1][:2], rel=1e-9) and val[1][2] is None
+        assert val[1] == pytest.approx(expected_val[1], rel=1e-9)
         for name, weight in weights.items():
             torch.testing.assert_close(ours[name], weight, rtol=1e-8, atol=1e-9, msg=name)
 

@@ -25,7 +25,6 @@ from transformers.utils import logging
 from ithaka.config import AdapterConfig, Config, ConfigError
 from ithaka.dist.mesh import Mesh, end_process_group, make_mesh
 from ithaka.layer.loss import IGNORED
-from ithaka.layer.store import Store
 from ithaka.layout import LayerKeeps, Layout, layout_of
 from ithaka.model.adapters import add_adapter
 from ithaka.model.build import hf_config, parallelize
@@ -145,7 +144,7 @@ class Pair:
         model = load(directory, adapter)
         layout = replace(layout, kept=layout.kept[: model.config.num_hidden_layers])
         self.head_dim = model.model.layers[0].self_attn.head_dim
-        self.model = parallelize(model, mesh=mesh, layout=layout, store=Store(mesh.device))
+        self.model = parallelize(model, mesh=mesh, layout=layout)
 
     def losses(self, ids: Tensor, labels: Tensor, right: Callable | None = None, **inputs: Tensor) -> dict[str, float]:
         """Errors of the loss and of every gradient, by name. `right`: the summed loss of the plain model."""

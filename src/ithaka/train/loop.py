@@ -28,7 +28,7 @@ from ithaka.train import checkpoint
 from ithaka.train.console import Console, Record, amount, host_peak_bytes, read_metrics, status, step_flops
 from ithaka.train.launch import stop_requests
 from ithaka.train.preflight import Run, store_host_bytes, together
-from ithaka.train.step import SourceLosses, StepResult, learning_rate, make_optimizer, train_step, validation_loss
+from ithaka.train.step import StepResult, learning_rate, make_optimizer, train_step, validation_loss
 from ithaka.train.watch import Watch, Witness, explain_shortage, is_shortage
 
 
@@ -108,7 +108,7 @@ class Trainer:
             clip_norm=config.optim.clip_norm,
             mesh=self.mesh,
             windows=self.run.shape.windows,
-            num_sources=len(self.data.source_names),
+            source_names=self.data.source_names,
         )
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             raise Diverged(
@@ -123,13 +123,7 @@ class Trainer:
     @phase("validation")
     def validate(self) -> tuple[float | None, dict[str, float]]:
         batches = self.data.validation_batches(self.config.train.validate_sequences)
-        loss, of_sources = validation_loss(self.model, batches, self.mesh, len(self.data.source_names))
-        return loss, self.named("val_loss", of_sources)
-
-    def named(self, what: str, losses: SourceLosses) -> dict[str, float]:
-        """The losses of sources as a record has them."""
-        names = zip(self.data.source_names, losses, strict=True) if losses else ()
-        return {f"{what}/{name}": loss for name, loss in names if loss is not None}
+        return validation_loss(self.model, batches, self.mesh, self.data.source_names)
 
     def due(self, every: int) -> bool:
         """Whether something done every so many steps (0: only at the end) is done after this one."""
@@ -217,11 +211,11 @@ def _train(trainer: Trainer, stop: list[Signals], only_profile: bool) -> int:
             with watch.step(trainer.step + 1):
                 result, lr, num_tokens = trainer.advance(batches)
                 step_s = time.perf_counter() - start
-            val_loss, sources = None, trainer.named("loss", result.source_losses)
+            val_loss, sources = None, result.source_losses
             if trainer.due(settings.validate_every):
                 with console.doing("validation"):
                     val_loss, val_sources = trainer.validate()
-                sources |= val_sources
+                sources = sources | val_sources
             asked, peaks = _agree(stop, mesh, watch.device_peak_bytes)
             speed = num_tokens / step_s, step_s, _mfu(trainer, num_tokens, result.num_pairs, step_s)
             losses = result.loss, val_loss, lr, result.grad_norm

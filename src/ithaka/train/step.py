@@ -24,7 +24,6 @@ from ithaka.layer.loss import IGNORED, TokenResults
 from ithaka.model.batch import label_share, num_pairs
 from ithaka.phases import phase
 
-SourceLosses = list[float | None]  # means; None: no label of that source. Empty: there is one source
 _CHUNK = 1 << 20  # elements; on a CPU each is widened to fp64 for its norm
 
 
@@ -93,9 +92,9 @@ def clip_gradients(params: Iterable[nn.Parameter], max_norm: float | None, devic
 class SourceSums:
     """Losses and labels of each source of the data. With one source there is nothing to do, and nothing is done."""
 
-    def __init__(self, num_sources: int, mesh: Mesh) -> None:
-        self.several, self.mesh = num_sources > 1, mesh
-        self._sums = torch.zeros(2, num_sources, dtype=torch.float64, device=mesh.device)
+    def __init__(self, names: Sequence[str], mesh: Mesh) -> None:
+        self.several, self.names, self.mesh = len(names) > 1, names, mesh
+        self._sums = torch.zeros(2, len(names), dtype=torch.float64, device=mesh.device)
 
     def add(self, batch: Batch, tokens: TokenResults | None) -> None:
         if tokens is not None and batch.source_ids is not None:
@@ -103,12 +102,13 @@ class SourceSums:
             values_2s = torch.stack([tokens.losses.detach().double(), valid_s.double()])
             self._sums.index_add_(1, label_share(batch.source_ids, self.mesh), values_2s)
 
-    def means(self) -> SourceLosses:
-        """Over all ranks."""
+    def means(self, what: str) -> dict[str, float]:
+        """Of the sources with a label on any rank: {"what/NAME": mean}."""
         if not self.several:
-            return []
+            return {}
         dist.all_reduce(self._sums)
-        return [loss / count if count else None for loss, count in zip(*self._sums.tolist(), strict=True)]
+        sums = zip(self.names, *self._sums.tolist(), strict=True)
+        return {f"{what}/{name}": loss / count for name, loss, count in sums if count}
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class StepResult:
     grad_norm: float
     label_tokens: int
     num_pairs: int  # query-key pairs of attention, summed over layers
-    source_losses: SourceLosses
+    source_losses: dict[str, float]  # loss/NAME; empty with one source
 
 
 def train_step(
@@ -131,9 +131,9 @@ def train_step(
     clip_norm: float | None,
     mesh: Mesh,
     windows: Sequence[int | None] = (),
-    num_sources: int = 1,
+    source_names: Sequence[str] = (),
 ) -> StepResult:
-    """One update from this rank's micro-batches; `windows` are the layers', `num_sources` those of the data.
+    """One update from this rank's micro-batches; `windows` are the layers', `source_names` the data's.
 
     The number of valid labels of the whole global batch is known before the first forward, so every
     micro-step is weighted by its tokens and gradients are divided once."""
@@ -146,7 +146,7 @@ def train_step(
     for group in optimizer.param_groups:
         group["lr"] = lr
     total_loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    sources = SourceSums(num_sources, mesh)
+    sources = SourceSums(source_names, mesh)
     for batch in batches:
         out = model(**batch.inputs, num_items_in_batch=max(label_tokens, 1), per_token=sources.several)
         sources.add(batch, out.tokens)
@@ -156,16 +156,16 @@ def train_step(
         norm = clip_gradients(model.parameters(), clip_norm, mesh.device)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(float(total_loss), float(norm), label_tokens, all_pairs, sources.means())
+    return StepResult(float(total_loss), float(norm), label_tokens, all_pairs, sources.means("loss"))
 
 
 @torch.no_grad()
 def validation_loss(
-    model: nn.Module, batches: Iterable[Batch], mesh: Mesh, num_sources: int = 1
-) -> tuple[float | None, SourceLosses]:
+    model: nn.Module, batches: Iterable[Batch], mesh: Mesh, source_names: Sequence[str] = ()
+) -> tuple[float | None, dict[str, float]]:
     """Mean over all valid labels of all ranks, None without any, and of each source; every rank passes the same number
     of batches."""
-    sources = SourceSums(num_sources, mesh)
+    sources = SourceSums(source_names, mesh)
     total, num_labels = torch.zeros((), dtype=torch.float64, device=mesh.device), 0
     was_training = model.training
     model.eval()
@@ -177,4 +177,4 @@ def validation_loss(
     model.train(was_training)
     if isinstance(model, FSDPModule):
         model.reshard()  # a root keeps its gathered parameters after forward, expecting a backward
-    return float(total) / num_labels if num_labels else None, sources.means()
+    return float(total) / num_labels if num_labels else None, sources.means("val_loss")
