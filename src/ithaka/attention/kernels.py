@@ -6,6 +6,7 @@ the rest (blocks, windows, documents).
 """
 
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -153,11 +154,19 @@ FA4_VERSIONS = ("4.0.0b36",)
 
 @cache
 def _fa4() -> Any:
-    # Kernels are compiled when first called, 2 to 4 s each: keep them for the next process.
+    # Kernels are compiled when first called, 4 s each: keep them for the next process.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     from flash_attn.cute import interface
 
     return interface
+
+
+_COMPILING = threading.Lock()  # two threads that compile at once abort the process
+
+
+def _fa4_call(name, *inputs, **how):
+    with _COMPILING:
+        return getattr(_fa4(), name)(*inputs, **how)
 
 
 def _fa4_missing(device: torch.device) -> str | None:
@@ -180,7 +189,7 @@ def _fa4_mask(scale, causal, window):
 def _fa4_forward(q, k, v, scale, causal, window=None, into=(None, None)):
     mask = _fa4_mask(scale, causal, window)
     q, k, v, out = (x if x is None else x.transpose(1, 2) for x in (q, k, v, into[0]))
-    out, lse, *_ = _fa4()._flash_attn_fwd(q, k, v, **mask, return_lse=True, out=out, lse=into[1])
+    out, lse, *_ = _fa4_call("_flash_attn_fwd", q, k, v, **mask, return_lse=True, out=out, lse=into[1])
     return out.transpose(1, 2), lse
 
 
@@ -188,7 +197,7 @@ def _fa4_backward(dout, q, k, v, out, lse, scale, causal, window=None, into=None
     mask = _fa4_mask(scale, causal, window)
     dout, q, k, v, out, dq = (x if x is None else x.transpose(1, 2) for x in (dout, q, k, v, out, into))
     deterministic = torch.are_deterministic_algorithms_enabled()
-    grads = _fa4()._flash_attn_bwd(q, k, v, out, dout, lse, **mask, deterministic=deterministic, dq=dq)
+    grads = _fa4_call("_flash_attn_bwd", q, k, v, out, dout, lse, **mask, deterministic=deterministic, dq=dq)
     return tuple(grad.transpose(1, 2) for grad in grads)
 
 
@@ -199,12 +208,12 @@ def _fa4_documents(ends, longest, scale, causal, window):
 
 def _fa4_varlen_forward(q, k, v, *documents, into=(None, None)):
     how = _fa4_documents(*documents)
-    return _fa4()._flash_attn_fwd(q, k, v, **how, return_lse=True, out=into[0], lse=into[1])[:2]
+    return _fa4_call("_flash_attn_fwd", q, k, v, **how, return_lse=True, out=into[0], lse=into[1])[:2]
 
 
 def _fa4_varlen_backward(dout, q, k, v, out, lse, *documents, into=None):
     how = _fa4_documents(*documents) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
-    return _fa4()._flash_attn_bwd(q, k, v, out, dout, lse, **how, dq=into)
+    return _fa4_call("_flash_attn_bwd", q, k, v, out, dout, lse, **how, dq=into)
 
 
 # --- registry ---------------------------------------------------------------------------------------------
