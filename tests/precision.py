@@ -32,9 +32,9 @@ MEDIAN, WORST = 1.15, 1.5
 # The same on a CPU, where models are small and ratios noisy: up to 2. What is wrong fails all the
 # same, which test_precision.py shows.
 CPU_MEDIAN, CPU_WORST = 3.0, 4.0
-# A router's gradient is little: from one rounding to another as good, its error varies by a factor of 1.8 (autocast's own,
-# with the residual stream in fp32 and in bf16). The errors of all layers and seeds are taken together.
-POOLED = {"mlp.gate.weight": 1.15}
+# From one rounding to another as good, a router's error varies by a factor of 1.8 (autocast's own, with the residual
+# stream in fp32 and in bf16): the errors of all layers and seeds are taken together. Ours are 1.15 times autocast's.
+ROUTERS, ROUTERS_MOST = "mlp.gate.weight", 1.3
 MEANINGFUL = 0.25  # autocast's own error; beyond it a wrong gradient could pass
 
 
@@ -208,11 +208,13 @@ def assert_as_good_as_autocast(ours: list[Gradients], autocast: list[Gradients],
     most, worst = (MEDIAN, WORST) if on_gpu else (CPU_MEDIAN, CPU_WORST)
     for kind, errors in found.items():
         ratios = [a / b for a, b in errors]
-        if kind in POOLED:
-            ratios = [math.hypot(*(a for a, _ in errors)) / math.hypot(*(b for _, b in errors)) / POOLED[kind]]
+        allowed = most
+        if kind == ROUTERS:
+            ours_of_all, autocast_of_all = (math.hypot(*each) for each in zip(*errors, strict=True))
+            ratios, allowed = [ours_of_all / autocast_of_all], max(most, ROUTERS_MOST)
         worst_yardstick = max(b for _, b in errors)
         assert worst_yardstick < MEANINGFUL, f"{kind}: autocast itself is off by {worst_yardstick:.2g}"
-        if not (median(ratios) <= most and max(ratios) <= worst):
+        if not (median(ratios) <= allowed and max(ratios) <= worst):
             wrong.append(f"{kind}: median {median(ratios):.3f}, worst {max(ratios):.3f}")
     assert not wrong, "error over autocast's:\n" + "\n".join(wrong)
 
