@@ -170,6 +170,36 @@ def _run(
 
 
 @app.command()
+def data(
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    ranks: Ranks = None,
+    page: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page instead.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what would be trained on: figures, and packed sequences with the trained tokens marked. Needs no GPU."""
+    if page is not None:
+        check_writable("--html", page)
+    with _loading() as status:
+        from rich.console import Console
+
+        from ithaka import show_data
+        from ithaka.train.preflight import resolve
+
+    with status("reading and packing the data"):
+        settings = resolve(config, [*(overrides or []), *([f"parallel.ranks={ranks}"] if ranks is not None else [])])
+        view = show_data.read_data(settings, show_data.TERMINAL if page is None else show_data.PAGE)
+    if page is not None:
+        page.write_text(show_data.data_page(view, f"Data of {config or 'ithaka train'}"), encoding="utf-8")
+    if as_json:
+        print(json.dumps(view.figures, indent=2))
+    elif page is not None:
+        print(f"written to {page}")
+    else:
+        show_data.print_data(view, Console(highlight=False))
+
+
+@app.command()
 def plan(
     model: Model,
     gpus: Gpus,

@@ -153,7 +153,7 @@ class SequenceStream:
     def round(self) -> Round:
         """The round of the next sequence, empty at the end of a stream without keys; moves on to it.
 
-        Sets `num_long`, its documents that are longer than the context.
+        Sets `documents`, its pieces before any is dropped or cut, and `num_long`, those longer than the context.
         """
         if self._round is None:
             self._round = self._load()
@@ -167,7 +167,7 @@ class SequenceStream:
     def _load(self) -> Round:
         main, key = self.position.cursors[self.main], self.sources[self.main].key
         key = None if key is None else (*key, main.epoch, main.shard, main.document)
-        pieces = self._take(key)
+        pieces = self.documents = self._take(key)
         self.num_long = 0
         for packing in self.position.packings:
             long = pieces["length"] > packing.context

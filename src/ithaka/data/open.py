@@ -125,6 +125,15 @@ def _probe(shards: Sequence[Shard], tokenizer: Tokenizer, if_empty: str) -> None
     raise ConfigError(if_empty)
 
 
+def balance(opened: TrainData) -> dict[str, float] | None:
+    """Of the first round: attention of the data-parallel ranks, largest over mean. None: there is one rank."""
+    packed = opened.stream.round()
+    areas = packed.areas[packed.packing.lead :]
+    orders = {"grouped": areas, "not_grouped": areas[permutation(len(areas), (0,))]}
+    found = {name: imbalance(order, opened.size, opened.batch) for name, order in orders.items()}
+    return {"ranks": opened.size, **found} if opened.size > 1 else None
+
+
 def data_facts(opened: TrainData, num_sequences: int) -> dict[str, str]:
     """What a run of `num_sequences` will train on, in words, by topic. For one rank, before the first step.
 
@@ -158,12 +167,9 @@ def data_facts(opened: TrainData, num_sequences: int) -> dict[str, str]:
     if stream.num_long:
         what = {"split": "split", "drop": "dropped"}[stream.long_documents]
         facts["packing"] += f"; {stream.num_long:,} documents longer than data.context {what}"
-    if opened.size > 1:
-        areas = packed.areas[packed.packing.lead :]
-        shuffled = areas[permutation(len(areas), (0,))]
-        after, before = (f"{imbalance(each, opened.size, opened.batch):.3f}" for each in (areas, shuffled))
-        words = f"attention of {opened.size} ranks, largest over mean: {after}; {before} if sequences were not grouped"
-        facts["balance"] = f"{words}, over {len(packed):,} of them"
+    if balanced := balance(opened):
+        words = "attention of {ranks} ranks, largest over mean: {grouped:.3f}; {not_grouped:.3f} if sequences were not "
+        facts["balance"] = f"{words.format(**balanced)}grouped, over {len(packed):,} of them"
     if skipped:
         words = ", ".join(f"{count:,} {reason}" for reason, count in skipped.most_common())
         facts["skipped"] = f"{skipped.total():,} documents: {words}"

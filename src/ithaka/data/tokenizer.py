@@ -75,7 +75,7 @@ class Tokenizer:
 
     def decode(self, ids: Any) -> str:
         """The text, special tokens included."""
-        return self.hf.decode([int(i) for i in ids])
+        return self.hf.decode([int(i) for i in ids], clean_up_tokenization_spaces=False)
 
 
 class ByteTokenizer(Tokenizer):

@@ -24,13 +24,23 @@ def write_report(run_dirs: Sequence[Path], out: Path | None = None) -> Path:
     name = "report.html" if len(runs) == 1 else "report-" + "-".join(run["name"] for run in runs) + ".html"
     path = out or run_dirs[0] / name
     check_writable("--out", path)
-    parts = {"title": html.escape(", ".join(run["name"] for run in runs))}
     # A "<" of a run's own text could end the script element, or open a comment in it.
-    parts["data"] = json.dumps(runs, separators=(",", ":")).replace("<", "\\u003c")
-    for key, file in {"style": "report.css", "charts": CHARTS, "script": "report.js", "page": "page.html"}.items():
-        parts[key] = (files("ithaka.report") / file).read_text(encoding="utf-8")
-    path.write_text(Template(parts["page"]).substitute(parts), encoding="utf-8")
+    data = json.dumps(runs, separators=(",", ":")).replace("<", "\\u003c")
+    body = "<noscript>This page draws its charts with JavaScript, all of it inside this file.</noscript>"
+    scripts = f'<script id="data" type="application/json">{data}</script>\n<script>{_part(CHARTS)}</script>'
+    path.write_text(page(", ".join(run["name"] for run in runs), body, scripts, _part("report.js")), encoding="utf-8")
     return path
+
+
+def page(title: str, body: str, scripts: str = "", last: str = "") -> str:
+    """An HTML page in our style, light and dark. `last`: JavaScript to run when everything else is there."""
+    scripts += f"\n<script>{last}{_part('theme.js')}</script>"
+    parts = {"title": html.escape(title), "style": _part("report.css"), "body": body, "scripts": scripts}
+    return Template(_part("page.html")).substitute(parts)
+
+
+def _part(file: str) -> str:
+    return (files("ithaka.report") / file).read_text(encoding="utf-8")
 
 
 def read_run(run_dir: Path) -> dict[str, Any]:

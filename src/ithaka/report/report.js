@@ -351,16 +351,6 @@ function keptWords(layer) {
   return `input ${WHERE[layer.input]}; attention's output ${layer.attention ? WHERE[layer.attention] : "is computed again"}`;
 }
 
-// ---- light and dark
-
-const dark = matchMedia("(prefers-color-scheme: dark)");
-let chosen = null;
-function theme() {
-  document.documentElement.classList.toggle("dark", chosen ?? dark.matches);
-  drawAll();
-}
-document.getElementById("theme").addEventListener("click", () => { chosen = !(chosen ?? dark.matches); theme(); });
-dark.addEventListener("change", theme);
 let resizing = 0;
 addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout(drawAll, 150); });
 
@@ -371,5 +361,3 @@ curves("Speed", "Input tokens per second, without validation and saving.", [["to
 memory();
 times();
 facts();
-theme();
-document.documentElement.dataset.ready = "yes";

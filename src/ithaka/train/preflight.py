@@ -86,7 +86,7 @@ def preflight(file: Path | None, changes: list[str], resume: Path | None = None,
         start_process_group()
 
     def told() -> tuple[Config, Hardware]:
-        config = _resolve(file, changes, resume, run_dir)
+        config = resolve(file, changes, resume, run_dir)
         num_ranks = launch.decide_ranks(config.parallel.ranks, launch.num_gpus())
         return config, machine_here(config, num_ranks, launch.gpu())
 
@@ -162,7 +162,7 @@ def check_ranks_agree(configs: Sequence[Config]) -> None:
             raise ConfigError(f"rank 0 has `{here.strip()}` and rank {rank} `{there.strip()}`; {way}")
 
 
-def _resolve(file: Path | None, changes: list[str], resume: Path | None, run_dir: Path | None) -> Config:
+def resolve(file: Path | None, changes: list[str], resume: Path | None = None, run_dir: Path | None = None) -> Config:
     """The settings of the run, with its run directory and the length of its learning-rate schedule."""
     if resume is not None:
         moved = "--set train.run_dir" if "train.run_dir" in given(None, changes) else ""
