@@ -72,7 +72,7 @@ def read_data(config: Config, limits: tuple[int, int, int]) -> DataView:
             sequences = [show_sequence(data, i, *limits[1:]) for i in np.unique(chosen).tolist()]
         finally:
             data.close()
-    share = f"{figures['tokens'] / max(figures['estimated_tokens'], 1):.2%} of the data; the rest was not read"
+    share = f"{figures['tokens'] / max(figures['estimated_tokens'], 1):.1%} of the data; the rest was not read"
     read = "all of the data" if figures["complete"] else f"the first {figures['sequences']:,} sequences: about {share}"
     _, _, stop = facts.pop("trained", "").partition(";")
     facts["trained"] = f"{figures['trained_share']:.1%} of these tokens" + f";{stop}" * bool(stop)

@@ -1,0 +1,189 @@
+"""`ithaka data`: figures as counted by hand, trained tokens marked in the terminal and on a page, the data's errors."""
+
+import json
+import re
+import tempfile
+
+import pytest
+from typer.testing import CliRunner
+
+from browser import Browser, find_browser
+from ithaka.cli import app
+from ithaka.data import mix, read
+from ithaka.train import launch
+from runs import MODEL
+
+TEMPLATE = """{% for m in messages %}{{ m.role[0] + ':' + m.content + '|' }}{% endfor %}\
+{% if add_generation_prompt %}a:{% endif %}"""
+
+
+def talk(question, answer, **more):
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **more}]}
+
+
+# 10 tokens (u:hi|a:yo|), of which "yo|" is trained; nothing; nothing; 30 tokens, 5 trained, in pieces of 16 and 14.
+TALKS = [talk("hi", "yo"), talk("hi", "no", train=False), {"messages": [{"role": "user", "content": "hi"}]}]
+TALKS += [talk("x" * 20, "yyyy")]
+# Each ends with <|eos|>. 6 tokens, 4 trained ("cde" and eos); 5 tokens, 4 trained (none precedes the first).
+PAIRS, TEXTS = [{"prompt": "ab", "completion": "cde"}], [{"text": "abcd"}, {"text": ""}] + [{"text": "pqrs"}] * 2
+CASES = {
+    "messages, split": (
+        TALKS,
+        "split",
+        {"documents": 2, "tokens": 40, "trained_tokens": 8, "sequences": 3, "split": 1},
+    ),
+    "messages, drop": (
+        TALKS,
+        "drop",
+        {"documents": 1, "tokens": 10, "trained_tokens": 3, "sequences": 1, "dropped": 1},
+    ),
+    "completions": (PAIRS * 4, "split", {"documents": 4, "tokens": 24, "trained_tokens": 16, "sequences": 2}),
+    "texts": (TEXTS * 2, "split", {"documents": 6, "tokens": 30, "trained_tokens": 24, "sequences": 2}),
+}
+SKIPPED = {"messages": {"with nothing to train": 1, "without an assistant's turn": 1}, "texts": {"empty": 2}}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with a model, and a place for temporary files that must be empty afterwards."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(launch, "num_gpus", lambda: 0)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    yield tmp_path
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+def shown(folder, records, *options, env=None, code=0, **data):
+    """What `ithaka data` prints for these records, or says on stderr if it does not end with 0."""
+    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+    (folder / "a.jsonl").write_text("".join(line + "\n" for line in lines))
+    sets = {"model.path": "config.json", "data.tokenizer": "bytes", "data.path": "a.jsonl"}
+    sets |= {"data.chat_template": "chat.jinja", "data.validation_fraction": 0, "data.context": 16, "parallel.ranks": 1}
+    sets |= {f"data.{name}": value for name, value in data.items()}
+    arguments = [part for name, value in sets.items() for part in ("--set", f"{name}={json.dumps(value)}")]
+    before = sorted(folder.rglob("*"))
+    result = CliRunner().invoke(app, ["data", *arguments, *options], env=env)
+    assert result.exit_code == code, result.output + repr(result.exception)
+    assert code == 0 or (result.stdout == "" and sorted(folder.rglob("*")) == before)
+    return result.stderr if code else result.stdout
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_figures_are_those_counted_by_hand(folder, case):
+    records, long_documents, expected = CASES[case]
+    figures = json.loads(shown(folder, records, "--json", bad_records="skip", long_documents=long_documents))
+    expected = {"complete": True, "files": 1, "split": 0, "dropped": 0, "balance": None, **expected}
+    expected |= {"skipped": SKIPPED.get(case.split(",")[0], {})}
+    assert {name: figures[name] for name in expected} == expected
+    assert figures["packing_efficiency"] == expected["tokens"] / (16 * expected["sequences"])
+    assert figures["trained_share"] == expected["trained_tokens"] / expected["tokens"]
+
+
+def test_lengths_are_counted_by_powers_of_two(folder):
+    figures = json.loads(shown(folder, [{"text": "a" * n} for n in (3, 4, 7, 8, 30)], "--json"))  # and eos
+    assert figures["histogram"] == {"4": 1, "8": 2, "16": 1, "32": 1}
+    assert figures["lengths"] == {"shortest": 4, "median": 8, "longest": 31}
+
+
+def test_sources_are_counted_apart_and_ranks_compared(folder):
+    for name, letter, records in (("a", "a", 30), ("b", "b", 10)):
+        (folder / f"{name}.jsonl").write_text(f'{{"text": "{letter * 9}"}}\n' * records + '{"text": ""}\n')
+    sources = [{"path": "a.jsonl", "weight": 2}, {"path": "b.jsonl"}]
+    config = {"model": {"path": "config.json"}, "train": {"steps": 3}, "parallel": {"ranks": 2, "cp": 1}}
+    config["data"] = {"sources": sources, "tokenizer": "bytes", "context": 20, "validation_fraction": 0}
+    (folder / "c.yaml").write_text(json.dumps(config))  # JSON is YAML
+    result = CliRunner().invoke(app, ["data", "c.yaml", "--json"])
+    figures = json.loads(result.stdout)
+    keys = ("name", "files", "documents", "tokens", "trained_tokens", "skipped")
+    a, b = ({key: source[key] for key in keys} for source in figures["sources"])
+    assert a == dict(zip(keys, ("a", 1, 30, 300, 270, {"empty": 1}), strict=True))
+    assert b == dict(zip(keys, ("b", 1, 15, 150, 135, {"empty": 1}), strict=True))  # one and a half times
+    assert figures["tokens"] == 450 and figures["skipped"] == {"empty": 2} and figures["complete"]
+    assert figures["balance"]["ranks"] == 2 and figures["balance"]["grouped"] >= 1
+    text = CliRunner().invoke(app, ["data", "c.yaml"]).stdout
+    assert "source a" in text and re.search(r"── document \d of [ab]: 10 tokens, 9 trained", text)
+
+
+def test_of_large_data_a_stated_part_is_read(folder, monkeypatch):
+    monkeypatch.setattr(mix, "ROUND_TOKENS", 0)
+    monkeypatch.setattr(read, "SHARD_BYTES", 200)
+    records = [{"text": "123456789abcdef"}] * 256  # a sequence each
+    part = r"read +the first 64 sequences: about 2[45]\.\d% of the data; the rest was not read"
+    assert re.search(part, " ".join(shown(folder, records).split()))
+    figures = json.loads(shown(folder, records, "--json"))
+    assert not figures["complete"] and figures["tokens"] == 1024 and abs(figures["estimated_tokens"] / 4096 - 1) < 0.05
+    assert "read        all of the data" in shown(folder, records[:64])
+
+
+def test_the_terminal_marks_what_is_trained_with_and_without_colours(folder):
+    records = [talk("<tool_call>\x1b", "yo"), talk("hi", "a🎉")]
+    terminal = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "80"}
+    plain = shown(folder, records, context=40)
+    assert "u:⟦<tool_call>⟧\\x1b|a:«yo|»" in plain and "a:«a🎉|»" in plain and "\x1b" not in plain
+    assert "no special token, so the model does not learn to stop" in " ".join(plain.split())
+    coloured = shown(folder, records, context=40, env=terminal)
+    assert "\x1b[1;32myo|\x1b[0m" in coloured and "«" not in coloured
+    assert "\x1b[2;4m<tool_call>\x1b[0m" in coloured and "\\x1b|a:" in coloured
+    assert "«\x1b[1myo|\x1b[0m»" in shown(folder, records, context=40, env={**terminal, "NO_COLOR": "1"})
+    narrow = shown(folder, records, context=40, env={"COLUMNS": "40"})
+    assert max(map(len, narrow.splitlines())) <= 40
+
+
+def test_long_documents_lose_their_middle_and_many_their_end(folder):
+    text = shown(folder, [{"text": "h" * 80 + "m" * 700 + "t" * 159}], context=940)
+    assert "... 700 tokens left out here, 700 trained ..." in text and "m" * 9 not in text
+    assert text.count("h" * 9) and text.endswith("t\n<|eos|>»\n")
+    text = shown(folder, [{"text": "abcd"}] * 9, context=45)
+    assert "document 4: 5 tokens, 4 trained" in text and "── 5 more documents: 25 tokens, 20 trained" in text
+
+
+def test_the_page_marks_what_is_trained(folder):
+    records = [talk("<b>", "y&🎉"), talk("hi", "no", train=False)]
+    assert shown(folder, records, "--html", "page.html", context=16) == "written to page.html\n"
+    text = (folder / "page.html").read_text()
+    marks = re.findall(r'<mark title="id ([\d ]+), position (\d+)">(.*?)</mark>', text)
+    assert marks == [("121", "8", "y"), ("38", "9", "&amp;"), ("240 159 142 137", "10", "🎉"), ("124", "14", "|")]
+    assert '<span title="id 60, position 2">&lt;</span>' in text and "1 with nothing to train" in text
+    assert "http://" not in text and "https://" not in text and len(text) < 50_000
+
+
+@pytest.mark.skipif(find_browser() is None, reason="no Chromium or Chrome is installed: the page cannot be drawn")
+def test_the_page_is_drawn_light_and_dark(folder):
+    shown(folder, [talk("x" * 2000, "yes <tool_call>")], "--html", "page.html", context=2000)
+    with Browser(find_browser() or "") as browser:
+        for width, dark in ((1000, False), (1000, True), (390, False)):
+            browser.open(folder / "page.html", width, dark=dark)
+            assert browser.complaints() == []
+            assert browser.evaluate("document.documentElement.scrollWidth") <= width
+            colours = "['mark', 'body'].map(each => getComputedStyle(document.querySelector(each)).backgroundColor)"
+            mark, back = ([int(n) for n in colour[4:-1].split(",")] for colour in browser.evaluate(colours))
+            assert (sum(back) < 150) == dark and mark[1] > max(mark[0], mark[2])  # green
+
+
+@pytest.mark.parametrize(
+    "records, words",
+    [
+        ([TEXTS[0], "{not json"], r"a.jsonl line 2: not JSON \("),
+        (
+            ["", talk("a", "b"), {"messages": [{"role": "judge", "content": "x"}]}],
+            "line 3: message 1 has role judge; use",
+        ),
+        (TALKS[2:3], "a.jsonl line 1: has no assistant's turn to train; drop it, or add one"),
+        ([{"text": ""}], "data.path=a.jsonl holds no text to train on"),
+        ([{"body": "a"}], "a.jsonl line 1: has no field data.text_field=text; its fields are body"),
+    ],
+)
+def test_bad_data_ends_with_2_and_nothing_written(folder, records, words):
+    for options in ((), ("--json",), ("--html", "page.html")):
+        error = shown(folder, records, *options, code=2)
+        assert error.startswith("ConfigError: ") and error.count("\n") == 1 and re.search(words, error)
+
+
+def test_a_page_that_cannot_be_written_is_refused_first(folder):
+    error = shown(folder, [TEXTS[0]], "--html", "missing/page.html", code=2)
+    assert error.startswith("ConfigError: --html=missing/page.html cannot be written")
