@@ -9,6 +9,8 @@ STAMP  := $(VENV)/.installed
 GPU    := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
 # Without an NVIDIA driver a fixed torch; with one, whatever pip chooses for it.
 TORCH  := $(if $(GPU),,torch==2.13.0)
+# With one, FlashAttention 4 too.
+EXTRAS := $(if $(GPU),dev$(shell echo ,)gpu,dev)
 # How many tests run at once; on a GPU, whose memory they measure, one.
 TESTS  := $(if $(GPU),0,2)
 
@@ -31,7 +33,7 @@ $(STAMP): pyproject.toml Makefile
 	       "name another: make PYTHON=python3.12" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@if [ -n "$(TORCH)" ]; then echo "pip install $(TORCH)"; $(BIN)/python -m pip install -q $(TORCH); fi
-	$(BIN)/python -m pip install -q -e '.[dev]'
+	$(BIN)/python -m pip install -q -e '.[$(EXTRAS)]'
 	@touch $(STAMP)
 
 clean:

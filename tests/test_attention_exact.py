@@ -63,7 +63,8 @@ MASKS = {
 @pytest.fixture
 def fa4(monkeypatch):
     """The kernel fa4 with plain PyTorch behind it, on a CPU."""
-    anywhere = replace(KERNELS["fa4"], device="any", dtypes=KERNELS["cpu"].dtypes, missing=lambda device: None)
+    cpu = KERNELS["cpu"]
+    anywhere = replace(KERNELS["fa4"], device="any", dtypes=cpu.dtypes, capabilities=(), missing=lambda: None)
     monkeypatch.setitem(KERNELS, "fa4", anywhere)
     monkeypatch.setattr(kernels, "_fa4", lambda: fake_fa4)
 

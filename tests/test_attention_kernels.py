@@ -1,8 +1,10 @@
 """The registry: what runs here is found, what is absent is refused with the way to get it."""
 
 import json
+import sys
 import warnings
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
@@ -242,3 +244,64 @@ def test_bench_prints_a_table_or_json():
     assert all(row["forward_tflops"] > 0 and row["backward_tflops"] > 0 for row in rows)
     header, *lines = CliRunner().invoke(app, args).stdout.splitlines()
     assert "forward_tflops" in header and len(lines) == 4 and len({len(line) for line in lines}) == 1
+
+
+@pytest.fixture
+def gpu_of(monkeypatch):
+    """A CPU that passes for a GPU of some compute capability, and what is installed of flash-attn-4 on it."""
+
+    def pretend(capability, installed, **trials):
+        kernels._auto.cache_clear()
+        for name, kernel in KERNELS.items():
+            monkeypatch.setitem(KERNELS, name, replace(kernel, device="any", stand_in=None))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(kernels, "version", installed if callable(installed) else lambda package: installed)
+        compared = lambda kernel, *_: trials.get(kernel.name)  # noqa: E731
+        kernels._trial.cache_clear()
+        monkeypatch.setattr(kernels, "_compare", compared)
+
+    yield pretend
+    kernels._trial.cache_clear()
+    kernels._auto.cache_clear()
+
+
+def not_installed(package):
+    raise PackageNotFoundError(package)
+
+
+@pytest.mark.parametrize(
+    "capability, chosen", [((9, 0), "fa4"), ((10, 0), "fa4"), ((8, 9), "cudnn"), ((12, 0), "cudnn")]
+)
+def test_fa4_is_chosen_on_hopper_and_blackwell(gpu_of, capability, chosen):
+    gpu_of(capability, "4.0.0b36")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert resolve_kernel("auto", CPU, torch.bfloat16, 128).name == chosen
+    if chosen != "fa4":
+        with pytest.raises(ConfigError, match=f"fa4 needs compute capability 9 or 10, not {capability[0]}"):
+            resolve_kernel("fa4", CPU, torch.bfloat16, 128)
+
+
+@pytest.mark.parametrize(
+    "installed, wrong, line",
+    [
+        (not_installed, None, "needs flash-attn-4, which is not installed; pip install 'ithaka.gpu.'"),
+        ("4.0.0b40", None, "was tested with flash-attn-4 4.0.0b36, not 4.0.0b40; pip install"),
+        ("4.0.0b36", "is wrong here: dq is off", "is wrong here: dq is off"),
+    ],
+)
+def test_without_fa4_the_next_kernel_is_taken_with_a_line(gpu_of, installed, wrong, line):
+    gpu_of((9, 0), installed, fa4=wrong)
+    with pytest.warns(UserWarning, match=f"attention.kernel=auto skips fa4, which {line}"):
+        assert resolve_kernel("auto", CPU, torch.bfloat16, 128).name == "cudnn"
+    with pytest.raises(ConfigError, match=f"attention.kernel=fa4 {line}"):
+        resolve_kernel("fa4", CPU, torch.bfloat16, 128)
+
+
+def test_a_broken_flash_attn_4_is_skipped(gpu_of, monkeypatch):
+    """It is installed, and cannot be imported."""
+    gpu_of((9, 0), "4.0.0b36")
+    monkeypatch.setattr(kernels, "_compare", lambda kernel, *_: kernels._fa4() if kernel.name == "fa4" else None)
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    with pytest.warns(UserWarning, match="skips fa4, which does not run here .ModuleNotFoundError"):
+        assert resolve_kernel("auto", CPU, torch.bfloat16, 128).name == "cudnn"

@@ -10,6 +10,7 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
 from allocations import bytes_now
+from ithaka.attention import kernels
 from ithaka.config import parse
 from ithaka.dist.mesh import make_mesh
 from ithaka.layer import schedule, stages
@@ -17,8 +18,10 @@ from ithaka.layer.store import Store
 from ithaka.layout import layout_of
 from ithaka.model import build
 from ithaka.profile.live import LiveBytes
+from ithaka.train.loop import prepare
 from models import tiny_config
 from parity import random_ids
+from runs import tiny_run, valid
 
 CPU = torch.device("cpu")
 
@@ -154,3 +157,18 @@ def test_offload_optimizer_is_fsdps_policy(monkeypatch):
         built(f"memory: {{offload_optimizer: {value}}}")
         assert set(seen) == {policy}
         seen.clear()
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_deterministic_reaches_pytorch_and_the_kernel(tmp_path, monkeypatch, asked):
+    told = []
+    monkeypatch.setattr(kernels, "_fa4_call", lambda *_, **how: told.append(how["deterministic"]) or ())
+    try:
+        prepare(valid(tiny_run(tmp_path, train={"deterministic": asked})))
+        assert torch.are_deterministic_algorithms_enabled() == asked
+        ends, x = torch.tensor([0, 4]), torch.zeros(4, 1, 8)
+        kernels.KERNELS["fa4"].varlen.backward(x, x, x, x, x, x[..., 0].t(), ends, 4, 1.0, True, None)
+        kernels.KERNELS["fa4"].backward(*[x[None]] * 5, x[None, ..., 0], 1.0, True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert told == [asked, asked]

@@ -257,6 +257,8 @@ class TrainConfig(Section):
     seed: int = setting(0, ge=0)
     # torch.compile for the MLP.
     compile: bool = False
+    # Sum gradients in a fixed order, so that a run on a GPU repeats to the bit; attention's backward is 10 % slower.
+    deterministic: bool = False
     # Write TensorBoard events into the run directory (needs the extra: pip install ithaka[tensorboard]).
     tensorboard: bool = False
     # Where the run is written. null: runs/<date>-<time>.

@@ -35,8 +35,10 @@ NETWORK_BYTES_S = 50e9  # per GPU and direction: one 400 Gb/s adapter each
 LINK_SHARE = 0.8  # of NVLink's or the network's published rate, in large collectives
 
 H200_MATMUL = 790e12
-H200_ATTENTION_FORWARD = 594e12
-H200_ATTENTION_BACKWARD = 534e12
+# Attention, forward and backward. FlashAttention 4 runs on Hopper and Blackwell; elsewhere the share of cuDNN.
+H200_FA4 = (664e12, 628e12)
+H200_CUDNN = (594e12, 534e12)
+B200_FA4_FORWARD = 1613e12  # published: arXiv 2603.05451, "up to"; backward: as far below forward as on the H200
 H200_PCIE = 55e9
 PCIE_4, PCIE_5 = 31.5e9, 63e9  # payload of 16 lanes, each way
 PCIE_SHARE = H200_PCIE / PCIE_5
@@ -112,16 +114,18 @@ class Hardware:
 
 
 def _gpu(
-    name: str, gibibytes: float, memory_tb_s: float, pcie: float, nvlink_gb_s: float | None, source: str = SCALED
-) -> Gpu:
-    """NVLink each way; None: over PCIe."""
+    name: str, gibibytes: float, memory_tb_s: float, pcie: float, nvlink_gb_s: float | None, source: str = SCALED,
+    attention: tuple[float, float] | None = None,
+) -> Gpu:  # fmt: skip
+    """NVLink each way; None: over PCIe. `attention`: its rates; None: cuDNN's share."""
     peak, best = peak_flops(name) or 0.0, peak_flops("H200") or 1.0
+    forward, backward = attention or (rate * peak / best for rate in H200_CUDNN)
     return Gpu(
         name,
         memory_bytes=int(gibibytes * GIB),
         matmul_flops=H200_MATMUL * peak / best,
-        attention_forward_flops=H200_ATTENTION_FORWARD * peak / best,
-        attention_backward_flops=H200_ATTENTION_BACKWARD * peak / best,
+        attention_forward_flops=forward,
+        attention_backward_flops=backward,
         memory_bytes_s=memory_tb_s * 1e12,
         pcie_bytes_s=pcie * PCIE_SHARE,
         link_bytes_s=(nvlink_gb_s * 1e9 if nvlink_gb_s else pcie) * LINK_SHARE,
@@ -129,13 +133,15 @@ def _gpu(
     )
 
 
+WITH_FA4 = "measured on an H200, attention with FlashAttention 4"
+B200_FA4 = (B200_FA4_FORWARD, B200_FA4_FORWARD * H200_FA4[1] / H200_FA4[0])
 # GiB as PyTorch reports it, memory TB/s, PCIe, NVLink GB/s: from the documents above.
 _TABLE = [
-    _gpu("H100-80GB", 79.1, 3.35, PCIE_5, 450, "the H200's, measured here: the same chip with other memory"),
-    _gpu("H200-141GB", 139.8, 4.8, PCIE_5, 450, "measured here on an H200 (LOG.md)"),
+    _gpu("H100-80GB", 79.1, 3.35, PCIE_5, 450, f"the H200's, {WITH_FA4}: the same chip with other memory", H200_FA4),
+    _gpu("H200-141GB", 139.8, 4.8, PCIE_5, 450, f"{WITH_FA4} (LOG.md)", H200_FA4),
     _gpu("A100-80GB", 79.1, 2.039, PCIE_4, 300),
     _gpu("A100-40GB", 39.3, 1.555, PCIE_4, 300),
-    _gpu("B200-180GB", 178.3, 7.7, PCIE_5, 900),
+    _gpu("B200-180GB", 178.3, 7.7, PCIE_5, 900, f"{SCALED}; attention: FlashAttention 4 as published", B200_FA4),
     _gpu("L40S-48GB", 44.3, 0.864, PCIE_4, None),
     _gpu("RTX4090-24GB", 23.5, 1.008, PCIE_4, None),
     _gpu("RTX5090-32GB", 31.3, 1.792, PCIE_5, None),

@@ -51,6 +51,10 @@ class Trainer:
         self.lock: int | None = None  # of the run directory, on rank 0
         config, dtype = run.config, getattr(torch, run.layout.dtype or "float32")
         torch.manual_seed(config.train.seed + mesh.rank)
+        torch.use_deterministic_algorithms(config.train.deterministic, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it fills every buffer
+        if config.train.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as cuBLAS asks for it, before its first call
         self.kernel = resolve_kernel(run.layout.kernel, mesh.device, dtype, run.shape.head_dim).name
         store = Store(mesh.device, host_bytes=store_host_bytes(run), disk_path=config.memory.disk_path)
         with phase("building the model"), status("building the model"):
