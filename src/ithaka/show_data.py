@@ -30,7 +30,6 @@ from ithaka.train.preflight import model_shape
 TOOLS = re.compile(
     r'<[^<>\s]*tool[^<>\s]*>|\[/?\w*TOOL\w*\]|<\|(python_tag|call)\|>|{"name": "[^"]*", "(argu|para)me\w+":'
 )
-LENGTHS = "Lengths of documents: median {median:,.0f} tokens, {shortest:,} to {longest:,}; data.context={context:,}"
 TERMINAL, PAGE = (2, 4, 240), (4, 8, 800)  # shown: sequences, documents of each, tokens of each document
 
 
@@ -44,13 +43,10 @@ class Piece(NamedTuple):
     tool: bool = False
 
 
-Shown = list[tuple[str, list[Piece]]]  # of a sequence: its first documents, each in words and in pieces
-
-
 class DataView(NamedTuple):
     figures: dict[str, Any]  # for programs
     facts: dict[str, str]  # in words, by topic
-    sequences: list[tuple[str, Shown]]  # some of them, in words first
+    sequences: list[tuple[str, list[tuple[str, list[Piece]]]]]  # some of them and their documents, each in words first
 
 
 def read_data(config: Config, limits: tuple[int, int, int]) -> DataView:
@@ -77,6 +73,9 @@ def read_data(config: Config, limits: tuple[int, int, int]) -> DataView:
     _, _, stop = facts.pop("trained", "").partition(";")
     facts["trained"] = f"{figures['trained_share']:.1%} of these tokens" + f";{stop}" * bool(stop)
     del facts["starts with"]
+    facts["lengths"] = "of documents: median {median:,.0f} tokens, {shortest:,} to {longest:,}".format(
+        **figures["lengths"]
+    )
     return DataView(figures, {"read": read, **facts}, sequences)
 
 
@@ -97,7 +96,7 @@ def count(data: TrainData) -> dict[str, Any]:
         read_bytes = sum(source.shards[index].num_bytes for index in source.seen)
         own = {"files": len({part.file for shard in source.shards for part in shard.parts}), "documents": len(lengths)}
         own |= {"tokens": int(lengths.sum()), "trained_tokens": int(trained[i])}
-        own["estimated_tokens"] = round(read_tokens * source.num_bytes / max(read_bytes, 1))
+        own |= {"estimated_tokens": round(read_tokens * source.num_bytes / max(read_bytes, 1))}
         skipped = sum((Counter(reasons) for *_, reasons in seen), Counter[str]())
         sources.append({"name": source.name, **own, "skipped": skipped})
         complete &= len(seen) == len(source.shards) and own["tokens"] >= read_tokens
@@ -122,7 +121,7 @@ def count(data: TrainData) -> dict[str, Any]:
     }
 
 
-def show_sequence(data: TrainData, index: int, num_documents: int, num_tokens: int) -> tuple[str, Shown]:
+def show_sequence(data: TrainData, index: int, num_documents: int, num_tokens: int) -> tuple[str, list[Any]]:
     sequence = data.stream.sequence(index)
     ids, trained = sequence.ids, sequence.labels() != IGNORED
     edges = [*sequence.starts.tolist(), sequence.length]
@@ -130,7 +129,7 @@ def show_sequence(data: TrainData, index: int, num_documents: int, num_tokens: i
     def words(what: str, low: int, high: int) -> str:
         return f"{what}: {high - low:,} tokens, {trained[low:high].sum():,} trained"
 
-    shown: Shown = []
+    shown: list[tuple[str, list[Piece]]] = []
     for n, (low, high) in enumerate(itertools.islice(itertools.pairwise(edges), num_documents), 1):
         source = f" of {data.source_names[sequence.sources[n - 1]]}" if len(data.source_names) > 1 else ""
         pieces = show_document(data.cache.tokenizer, ids[low:high].tolist(), trained[low:high], num_tokens)
@@ -181,11 +180,11 @@ def print_data(view: DataView, console: Console) -> None:
     plain = console.no_color or console.color_system is None
     facts, lengths = Table.grid(padding=(0, 2)), Table.grid("", "", "", "", padding=(0, 2))
     for topic, words in view.facts.items():
-        facts.add_row(Text(topic), Text(words))
+        facts.add_row(Text(topic), Text(words, overflow="fold"))
     for up_to, documents, share, words in histogram(view.figures):
-        bar = Text("█" * round(24 * share) or "▏", "cyan")
+        bar = Text("█" * round(share * min(24, console.width - 30)) or "▏" * (share > 0), "cyan")
         lengths.add_row(Text(up_to, justify="right"), Text(documents, justify="right"), bar, words)
-    console.print(facts, Text(f"\n{LENGTHS.format(**view.figures | view.figures['lengths'])}"), lengths)
+    console.print(facts, Text(), lengths)
     legend = ("trained", [0], 0, True), (", only read, ", [0], 0, False), ("tools", [0], 0, False, True)
     console.print(Text("\n").append(_styled([Piece(*each) for each in legend], plain)))
     for title, shown in view.sequences:
@@ -211,12 +210,11 @@ def _styled(pieces: list[Piece], plain: bool) -> Text:
 def data_page(view: DataView, heading: str) -> str:
     """The same as an HTML page, of one file."""
     rows = "".join(f"<tr><th>{html.escape(k)}</th><td>{html.escape(v)}</td></tr>" for k, v in view.facts.items())
-    parts = [
-        f"<table>{rows}</table><h2>{LENGTHS.format(**view.figures | view.figures['lengths'])}</h2><table class=bars>"
-    ]
+    parts = [f"<table>{rows}</table><h2>Lengths</h2><table class=bars>"]
     for up_to, documents, share, words in histogram(view.figures):
         cells = f"<td class=number>{up_to}</td><td class=number>{documents}</td>"
-        parts.append(f'<tr>{cells}<td><div style="width:{share:.1%}"></div></td><td>{words}</td></tr>')
+        bar = f'<div style="width:{share:.1%};min-width:{share > 0:d}px"></div>'
+        parts.append(f"<tr>{cells}<td>{bar}</td><td>{words}</td></tr>")
     parts += ["</table><h2>Packed sequences</h2><p class=tokens><mark>trained</mark>, <span>only read</span>, "]
     parts += ["<span class=tool>tools</span>; point at a token for its id and its position in the document</p>"]
     for title, shown in view.sequences:
