@@ -45,7 +45,7 @@ class Section:
 
     def __post_init__(self) -> None:
         section, hints = type(self).__name__.removesuffix("Config").lower(), typing.get_type_hints(type(self))
-        section = "data.sources" if section == "source" else section
+        section = {"source": "data.sources", "rope": "model.rope"}.get(section, section)
         for entry in dataclasses.fields(self):  # type: ignore[arg-type]
             name, value, hint = f"{section}.{entry.name}", getattr(self, entry.name), hints[entry.name]
             try:
@@ -60,6 +60,28 @@ class Section:
 
 
 @dataclass(frozen=True)
+class RopeConfig(Section):
+    """model.rope: what is null is as the model has it, or derived. All but type and theta as Hugging Face names it."""
+
+    # How positions are stretched (Hugging Face: rope_type).
+    type: Literal["default", "linear", "llama3", "yarn"] | None = None
+    # Base of the wavelengths (Hugging Face: rope_theta).
+    theta: float | None = setting(None, gt=1)
+    # By how much: linear, llama3 and yarn need it.
+    factor: float | None = setting(None, ge=1)
+    # Positions before the stretch, for llama3 and yarn.
+    original_max_position_embeddings: int | None = setting(None, ge=1)
+    # Of llama3: wavelengths above original / low are stretched, those below original / high are not. null: 1 and 4.
+    low_freq_factor: float | None = setting(None, gt=0)
+    high_freq_factor: float | None = setting(None, gt=0)
+    # Of yarn: dimensions that turn less than beta_slow times are stretched, those above beta_fast are not. null: 1 and
+    # 32. attention_factor scales queries and keys; null: 0.1 ln(factor) + 1.
+    beta_slow: float | None = setting(None, gt=0)
+    beta_fast: float | None = setting(None, gt=0)
+    attention_factor: float | None = setting(None, gt=0)
+
+
+@dataclass(frozen=True)
 class ModelConfig(Section):
     # A Hugging Face directory, or a config.json alone to train from scratch. null: the embedded model.
     path: Path | None = None
@@ -70,6 +92,14 @@ class ModelConfig(Section):
     # Where the tokenizer (data.tokenizer) has more tokens than the model: add rows to its embeddings, each the mean of
     # the others. Only for tokens added to the model's own tokenizer: another one's ids mean other tokens.
     resize_embeddings: bool = False
+    # Positions beyond those the model was made for: {theta: 8.0e6}, or {type: yarn, factor: 16}. null: as it has them.
+    rope: RopeConfig | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rope, dict):
+            _check_names(self.rope, RopeConfig, "model.rope.")
+            object.__setattr__(self, "rope", RopeConfig(**self.rope))
+        super().__post_init__()
 
 
 # The linear modules that an adapter may stand beside, as all families name them, and those that may be trained whole.
@@ -487,6 +517,7 @@ def parse_count(text: str) -> int | None:
 
 def _describe(hint: Any) -> str:
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
+    names[RopeConfig] = "a mapping, such as {theta: 8.0e6}"
     if typing.get_origin(hint) is tuple:
         if Ellipsis in typing.get_args(hint):
             is_text = typing.get_args(hint)[0] is str

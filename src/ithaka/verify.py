@@ -28,7 +28,7 @@ from ithaka.dist.mesh import Mesh, end_process_group, make_mesh
 from ithaka.layer.loss import IGNORED
 from ithaka.layout import LayerKeeps, Layout, layout_of
 from ithaka.model.adapters import add_adapter
-from ithaka.model.build import hf_config, parallelize
+from ithaka.model.build import has_weights, hf_config, parallelize
 from ithaka.model.logprobs import token_logprobs
 from ithaka.model.weights import EMBEDDINGS, tensor_files
 from ithaka.plan.shape import read_shape, shape_from_config
@@ -60,7 +60,7 @@ def verify(source: Path | dict, config: Config | None = None, cp: int | None = N
     layout, device = layout_for(config, cp, heads), "cuda" if num_gpus() >= cp else "cpu"
     adapter = config.adapter if config is not None else AdapterConfig(rank=4) if find_spec("peft") else None
     with tempfile.TemporaryDirectory(prefix="ithaka-verify-") as name:
-        weights = cut(source, Path(name))
+        weights = cut(source, Path(name), config)
         if code := run_ranks(_rank, (Path(name), layout, adapter, device), cp):
             raise SystemExit(code)
         checks = json.loads((Path(name) / RESULT).read_text())
@@ -83,10 +83,10 @@ def layout_for(config: Config | None, cp: int, heads: int) -> Layout:
 # ---- the model, cut
 
 
-def cut(source: Path | dict, out: Path) -> str:
+def cut(source: Path | dict, out: Path, settings: Config | None = None) -> str:
     """Writes a Hugging Face directory with two layers, of two kinds if the model has them, and the first tokens.
     Returns whose weights it has."""
-    config = hf_config(source)
+    config = hf_config(source, *((settings.model.rope, settings.data.context) if settings is not None else ()))
     kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
     layers = [0, next((i for i, kind in enumerate(kinds) if kind != kinds[0]), 1)][: len(kinds)]
     config.num_hidden_layers, config.vocab_size = len(layers), min(VOCAB, config.vocab_size)
@@ -95,7 +95,7 @@ def cut(source: Path | dict, out: Path) -> str:
         config.layer_types = [kinds[i] for i in layers]
     if getattr(config, "sliding_window", None):
         config.sliding_window = min(WINDOW, config.sliding_window)
-    if not (isinstance(source, Path) and any(source.glob("*.safetensors"))):
+    if not has_weights(source):
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(out)
         return "random"

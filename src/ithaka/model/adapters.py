@@ -137,11 +137,15 @@ def adapter_name(name: str) -> str:
     return "base_model.model." + name.replace(f".{NAME}.", ".")
 
 
-def merge_adapter(base: Path, adapter: Path, out: Path) -> None:
-    """Writes the base model with the adapter merged: in float32, rounded once to the dtype that the base names."""
+def merge_adapter(base: Path, adapter: Path, out: Path, config: Path) -> None:
+    """Writes the base model with the adapter merged: in float32, rounded once to the dtype that the base names.
+
+    `config`: the directory of the config.json that it was trained with, which may have other positions.
+    """
     from peft import PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    trained = AutoConfig.from_pretrained(config)
+    model = AutoModelForCausalLM.from_pretrained(base, config=trained, dtype=torch.float32)
     merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     merged.to(AutoConfig.from_pretrained(base).dtype or torch.float32).save_pretrained(out)

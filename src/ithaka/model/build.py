@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ithaka.attention.kernels import resolve_kernel
-from ithaka.config import AdapterConfig, ConfigError
+from ithaka.config import AdapterConfig, ConfigError, RopeConfig
 from ithaka.dist.mesh import Mesh, make_mesh
 from ithaka.layer.linear import linear_of
 from ithaka.layer.loss import TokenResults, linear_cross_entropy
@@ -25,6 +25,7 @@ from ithaka.layout import Layout
 from ithaka.model.adapters import add_adapter, check_adapters
 from ithaka.model.calls import Call, CallCheck, check_around, check_modules, mark_replaced
 from ithaka.model.families import check_supported, layer_parts
+from ithaka.model.positions import set_positions
 from ithaka.model.weights import init_adapter, init_weights, load_adapter, load_weights
 from ithaka.phases import mark_backward, phase
 from ithaka.plan.heads import head_table
@@ -100,15 +101,18 @@ def build_model(
     seed: int = 0,
     vocab_size: int | None = None,
     adapter: AdapterConfig | None = None,
+    rope: RopeConfig | None = None,
+    context: int = 0,
 ) -> PreTrainedModel:
     """A parallel model from a Hugging Face directory, a config.json or a config's dict.
 
     Built on the meta device; weights go straight from the safetensors files into this rank's shards, or, where
     there are none, are drawn from `seed`: the same values for any number of ranks. `vocab_size`: if larger than the
     source's, embeddings are resized, and each new row of stored ones is the mean of the others. With an adapter, all
-    else is frozen and in the dtype of the computation.
+    else is frozen and in the dtype of the computation. `rope` and `context`: as in `hf_config`.
     """
-    config, dtype = hf_config(source), getattr(torch, layout.dtype or "float32") if layout else torch.float32
+    dtype = getattr(torch, layout.dtype or "float32") if layout else torch.float32
+    config = hf_config(source, rope, context)
     stored_vocab, config.vocab_size = config.vocab_size, vocab_size or config.vocab_size
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype if adapter else sum_dtype(dtype))
@@ -118,7 +122,7 @@ def build_model(
     model.to_empty(device=torch.device("cpu") if layout and layout.offload_optimizer else mesh.device)
     model.model.rotary_emb.__init__(config)  # its buffers are computed, not loaded
     model.model.rotary_emb.to(mesh.device)
-    if isinstance(source, Path) and any(source.glob("*.safetensors")):
+    if has_weights(source):
         load_weights(model, source, stored_vocab)
     else:
         init_weights(model, seed)
@@ -129,14 +133,21 @@ def build_model(
     return model
 
 
-def hf_config(source: Path | dict) -> Any:
-    """Hugging Face's configuration of a directory, a config.json or a config's dict."""
+def has_weights(source: Path | dict) -> TypeGuard[Path]:
+    return isinstance(source, Path) and any(source.glob("*.safetensors"))
+
+
+def hf_config(source: Path | dict, rope: RopeConfig | None = None, context: int = 0) -> Any:
+    """Hugging Face's configuration of a directory, a config.json or a config's dict, with positions for `context`
+    tokens as `rope` says. Refuses what trained weights have no positions for."""
     if isinstance(source, dict):
-        return AutoConfig.for_model(**source)
-    config = AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=True)
+        config = AutoConfig.for_model(**source)
+    else:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=True)
     how = getattr(config, "quantization_config", None)
     if how:
         raise ConfigError(f"model.path={source} is quantised ({how.get('quant_method')}); give bfloat16 or float32")
+    set_positions(config, rope, context, trained=has_weights(source))
     return config
 
 

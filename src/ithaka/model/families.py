@@ -8,15 +8,13 @@ from ithaka.config import ConfigError
 from ithaka.layer.linear import is_linear, linear_of
 from ithaka.layer.schedule import LayerParts
 from ithaka.model.adapters import check_adapters
+from ithaka.model.positions import FIXED_ROPE
 from ithaka.plan.shape import FAMILIES
 
 # Mixtures of experts are not planned; their blocks are token-wise like any MLP.
 SUPPORTED = (*FAMILIES, "qwen3_moe", "mixtral")
 # Attention takes the config's window in every layer; that of other families has its own, or none.
 WINDOW_OF_CONFIG = ("mistral", "mixtral")
-
-# RoPE kinds whose frequencies are fixed; "dynamic" and "longrope" change them with the sequence length.
-FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "lm_head")
 
 
@@ -52,7 +50,9 @@ def check_supported(model: PreTrainedModel) -> None:
             raise ConfigError(f"{name}={getattr(config, name)} is not supported; set it to 0 or false in config.json")
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope not in FIXED_ROPE:
-        raise ConfigError(f"rope_type={rope} changes with the length; use one of {', '.join(FIXED_ROPE)}")
+        raise ConfigError(
+            f"rope_type={rope} changes with the length; use one of {', '.join(FIXED_ROPE)} (model.rope.type)"
+        )
     precision = model.model.rotary_emb.inv_freq.dtype
     if precision.itemsize < 4:
         raise ConfigError(

@@ -283,7 +283,8 @@ def export(run_dir: Path, out_dir: Path, merge: bool = False) -> Path:
 
 
 def _export_adapter(run_dir: Path, out_dir: Path, weights: dict[str, Tensor], merge: bool) -> Path:
-    base = load_config(run_dir / "config.yaml").model.path
+    settings = load_config(run_dir / "config.yaml").model
+    base = settings.path
     if merge and not (base and base.is_dir()):
         way = "put it there, or leave --merge out and merge with PEFT"
         raise ConfigError(f"--merge needs the base model, and model.path={base} of the run is no directory; {way}")
@@ -294,8 +295,9 @@ def _export_adapter(run_dir: Path, out_dir: Path, weights: dict[str, Tensor], me
         save_file(tensors, Path(folder) / "adapter_model.safetensors", metadata={"format": "pt"})
         if merge:
             assert base is not None
-            merge_adapter(base, Path(folder), out_dir)
+            merge_adapter(base, Path(folder), out_dir, run_dir / "model")
+    moved = not merge and settings.rope is not None  # then its base needs the run's config.json as well
     for file in (run_dir / "model").iterdir():
-        if not file.name.endswith("config.json") or "tokenizer" in file.name:
+        if not file.name.endswith("config.json") or "tokenizer" in file.name or (moved and file.name == "config.json"):
             shutil.copy(file, out_dir)
     return out_dir

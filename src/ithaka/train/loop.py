@@ -67,6 +67,8 @@ class Trainer:
                 seed=config.train.seed,
                 vocab_size=run.shape.vocab,
                 adapter=config.adapter,
+                rope=config.model.rope,
+                context=config.data.context,
             )
         self.optimizer = make_optimizer(self.model, config.optim)
         self.num_params = sum(param.numel() for param in self.model.parameters())
@@ -277,6 +279,10 @@ def _header(trainer: Trainer) -> dict[str, str]:
         "attention": f"kernel {trainer.kernel}",
         "run": f"{trainer.run.run_dir}{f', resumed after step {trainer.step}' if trainer.step else ''}",
     }
+    if config.model.rope is not None:
+        values = {name.removeprefix("rope_"): value for name, value in model.config.rope_parameters.items()}
+        shown = ", ".join(f"{name} {value}" for name, value in values.items())
+        facts["rope"] = f"{shown}, for {model.config.max_position_embeddings} positions"
     return facts | trainer.data_facts | dict(trainer.run.changed)
 
 

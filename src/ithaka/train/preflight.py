@@ -119,8 +119,11 @@ def validated(config: Config, num_ranks: int, resume: Path | None = None, here: 
     if resume is not None:
         found, changed = checkpoint.resume_point(resume, config, shape)
         run = dataclasses.replace(run, checkpoint=found, changed=changed)
-    from ithaka.data.open import check as check_data  # late: it imports transformers, and cheap checks answer at once
+    # Late: they import transformers, and cheap checks answer at once.
+    from ithaka.data.open import check as check_data
+    from ithaka.model.build import hf_config
 
+    hf_config(config.model.path or embedded_model(config.model.embedded), config.model.rope, config.data.context)
     check_data(config.data, shape.vocab, config.model.path)
     return run
 

@@ -1,0 +1,165 @@
+"""model.rope: Hugging Face's loss and gradients with the same rope_parameters, exported with them; what is refused."""
+
+import dataclasses
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ithaka import verify
+from ithaka.config import AdapterConfig, ConfigError, RopeConfig
+from ithaka.dist.mesh import make_mesh
+from ithaka.layout import LayerKeeps, Layout
+from ithaka.model.build import build_model, hf_config
+from ithaka.train import checkpoint, loop
+from models import plain_loss, tiny_config, tiny_model, widen
+from parity import check, gradient_errors, random_ids, relative
+from runs import MODEL, run, tiny_run, valid
+
+MADE_FOR, CONTEXT = 16, 50
+OWN = {"rope_type": "default", "rope_theta": 100.0}  # turns that differ within few positions
+# model.rope -> what transformers must be told.
+KINDS = [
+    ({"theta": 400.0}, {"rope_type": "default", "rope_theta": 400.0}),
+    ({"type": "linear", "factor": 4}, {"rope_type": "linear", "factor": 4.0}),
+    (
+        {"type": "llama3", "factor": 8, "theta": 200.0},
+        {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": MADE_FOR}
+        | {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 200.0},
+    ),
+    (
+        {"type": "yarn", "factor": 8, "original_max_position_embeddings": 8, "beta_fast": 3},
+        {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8, "beta_fast": 3.0},
+    ),
+]
+REACH = {"default": CONTEXT, "llama3": CONTEXT, "linear": 4 * MADE_FOR, "yarn": 64}
+
+
+def saved(folder, **changes):
+    sizes = {"max_position_embeddings": MADE_FOR, "rope_parameters": OWN, **changes}
+    tiny_model(tiny_config("llama", **sizes)).save_pretrained(folder)
+    return folder
+
+
+def errors_of(folder):
+    """One rank's part: of every kind, beside a plain model of the same file that is told by hand."""
+    ids, mesh, found = random_ids(1, CONTEXT), make_mesh(2), []
+    layout = Layout(2, heads_per_stage=2, tile_tokens=5, kept=(LayerKeeps(attention="device"),) * 2, dtype="float64")
+    for rope, told in KINDS:
+        config = AutoConfig.from_pretrained(folder)
+        config.rope_parameters = OWN | told
+        plain = widen(AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float64).train())
+        expected = plain_loss(plain, ids, ids)
+        expected.backward()
+        model = widen(build_model(folder, mesh, layout, rope=RopeConfig(**rope), context=CONTEXT))
+        assert model.config.rope_parameters == OWN | told
+        assert model.config.max_position_embeddings == REACH[told["rope_type"]]
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        found.append({"loss": relative(loss.detach(), expected.detach()), **gradient_errors(model, plain)})
+    return found
+
+
+def test_each_kind_has_the_loss_and_gradients_of_hugging_face(ranks, tmp_path):
+    for errors in ranks.run(2, errors_of, saved(tmp_path)):
+        assert len(errors) == len(KINDS)
+        check(errors)
+
+
+def trained(config, ids):
+    """Header and logits of a run's last checkpoint."""
+    longer = replace(config, train=replace(config.train, steps=100))
+    trainer = loop.prepare(valid(longer, config.train.run_dir))
+    with torch.no_grad():
+        return loop._header(trainer), trainer.model(input_ids=ids).logits
+
+
+def moved_run(folder, **sections):
+    base = folder / "base"
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**MODEL, "max_position_embeddings": MADE_FOR}))
+    model.save_pretrained(base)
+    config = tiny_run(folder, train={"steps": 1}, **sections)
+    rope = RopeConfig(type="yarn", factor=4)
+    return replace(config, model=dataclasses.replace(config.model, path=base, rope=rope)), base
+
+
+def test_the_export_is_the_trained_model_beyond_the_old_length(ranks, tmp_path):
+    config, _ = moved_run(tmp_path)
+    ids = torch.arange(2 * 61).reshape(2, 61) * 13 % MODEL["vocab_size"]
+    ranks.run(2, run, config)
+    header, logits = ranks.run(2, trained, config, ids)[0]
+    assert header["rope"].startswith("original_max_position_embeddings 16, factor 4.0, type yarn, theta 10000.0")
+    assert header["rope"].endswith("for 64 positions")
+    out = checkpoint.export(config.train.run_dir, tmp_path / "out")
+    written = json.loads((out / "config.json").read_text())
+    assert written["max_position_embeddings"] == 64
+    assert written["rope_parameters"] == {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0} | {
+        "original_max_position_embeddings": 16
+    }
+    torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(out)(ids).logits, logits, rtol=1e-5, atol=1e-5)
+
+
+def test_an_adapter_is_exported_with_the_positions_it_was_trained_at(ranks, tmp_path):
+    config, base = moved_run(tmp_path)
+    config = replace(config, adapter=AdapterConfig(rank=2, alpha=64))
+    ids = torch.arange(2 * 61).reshape(2, 61) * 13 % MODEL["vocab_size"]
+    ranks.run(2, run, config)
+    _, logits = ranks.run(2, trained, config, ids)[0]
+    merged = AutoModelForCausalLM.from_pretrained(checkpoint.export(config.train.run_dir, tmp_path / "whole", True))
+    torch.testing.assert_close(merged(ids).logits, logits, rtol=1e-5, atol=1e-5)
+    out = checkpoint.export(config.train.run_dir, tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(base, config=AutoConfig.from_pretrained(out))
+    adapted = PeftModel.from_pretrained(model, str(out))
+    torch.testing.assert_close(adapted(ids).logits, logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "rope, words",
+    [
+        (None, ["data.context=50 exceeds max_position_embeddings=16", "model.rope={theta: 8.0e6}", "factor: 4"]),
+        ({"type": "yarn"}, ["model.rope.factor is missing", "yarn", "use at least 4 "]),
+        ({"type": "yarn", "factor": 2}, ["model.rope.factor=2.0 gives 32 positions", "data.context=50", "at least 4"]),
+        ({"type": "linear", "factor": 3}, ["model.rope.factor=3.0 gives 48 positions", "at least 4"]),
+        ({"factor": 4}, ["model.rope.factor=4.0 has no effect with type default", "linear or llama3 or yarn"]),
+        ({"type": "llama3", "factor": 4, "beta_fast": 9}, ["model.rope.beta_fast=9.0", "llama3", "use type yarn"]),
+    ],
+)
+def test_trained_weights_are_refused_beyond_their_positions(tmp_path, rope, words):
+    saved(tmp_path)
+    rope = rope and RopeConfig(**rope)
+    with pytest.raises(ConfigError) as error:
+        hf_config(tmp_path, rope, CONTEXT)
+    for word in words:
+        assert word in str(error.value)
+    assert hf_config(tmp_path, None, MADE_FOR).max_position_embeddings == MADE_FOR
+
+
+def test_refused_before_ranks_start_and_not_from_scratch(tmp_path):
+    config, _ = moved_run(tmp_path)
+    assert valid(config)
+    with pytest.raises(ConfigError, match=r"data.context=61 exceeds max_position_embeddings=16"):
+        valid(replace(config, model=replace(config.model, rope=None)))
+    scratch = tiny_run(tmp_path, model={"max_position_embeddings": MADE_FOR})
+    assert valid(scratch)
+    assert hf_config(scratch.model.path, None, 61).max_position_embeddings == 61
+
+
+def test_verify_checks_the_moved_positions(tmp_path):
+    config, base = moved_run(tmp_path)
+    verify.cut(base, tmp_path / "cut", config)
+    cut = json.loads((tmp_path / "cut" / "config.json").read_text())
+    assert cut["rope_parameters"]["rope_type"] == "yarn" and cut["max_position_embeddings"] == 64
+
+
+def test_a_stretched_model_is_stretched_from_where_it_began(tmp_path):
+    """Its own max_position_embeddings are those after the stretch."""
+    own = OWN | {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "beta_fast": 5.0}
+    saved(tmp_path, rope_parameters=own)
+    longer = hf_config(tmp_path, RopeConfig(factor=8), CONTEXT)
+    assert longer.rope_parameters == own | {"factor": 8.0} and longer.max_position_embeddings == 64
+    plain = hf_config(tmp_path, RopeConfig(type="linear", factor=7), CONTEXT)
+    assert plain.rope_parameters == {"rope_type": "linear", "rope_theta": 100.0, "factor": 7.0}
+    assert plain.max_position_embeddings == 56
