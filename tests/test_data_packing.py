@@ -99,6 +99,25 @@ def test_labels_and_document_ids_keep_documents_apart(shards, context):
             assert documents[i] - documents[i - 1] == int(i == sequence.length or (crosses and not padded))
 
 
+def test_documents_together_are_one_text():
+    shards = [ListShard([[1, 2, ~3], [4, 5], [~6, 7, 8, 9]])]
+    apart, together = (make_stream(shards, 7, pad_id=PAD, together=flag) for flag in (False, True))
+    for one, other in zip(iter(apart.next, None), iter(together.next, None), strict=True):
+        assert np.array_equal(one.tokens, other.tokens) and np.array_equal(one.source_ids(), other.source_ids())
+        trained = np.where(one.tokens < 0, -100, one.tokens)  # also where documents begin, but for the first token
+        assert other.labels().tolist() == [-100, *trained[1 : one.length], *[-100] * (7 - one.length)]
+        assert other.document_ids().tolist() == [0] * one.length + [1] * (7 - one.length)
+    assert one.length < 7, "or padding was not seen"
+
+
+def test_data_documents_reaches_the_batches(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ["ab", "cd", "ef"])  # three tokens each, with the one that ends a text
+    for documents, num_documents in (("apart", 3), ("together", 1)):
+        data = DataConfig(path=path, context=9, documents=documents, validation_fraction=0)
+        ids = opened_at(data).next_batch().document_ids
+        assert int(ids.max()) == num_documents - 1
+
+
 @settings(max_examples=100, deadline=None)
 @given(shards=corpora(), context=st.integers(2, 16), data=st.data())
 def test_any_position_continues_bit_for_bit(shards, context, data):

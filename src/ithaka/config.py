@@ -181,6 +181,9 @@ class DataConfig(Reading):
     chat_template: Path | None = None
     # Tokens per sequence.
     context: int = setting(4096, ge=2)
+    # Documents of a sequence: each as if it were alone, or as one text that runs on. together: attention and positions
+    # cross their borders, and a document's first token is predicted from what precedes it.
+    documents: Literal["apart", "together"] = "apart"
     # What becomes of documents longer than context. split: pieces of context tokens, and the rest.
     long_documents: Literal["split", "drop", "refuse"] = "split"
 

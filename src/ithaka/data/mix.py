@@ -116,11 +116,12 @@ class SequenceStream:
 
     def __init__(
         self, sources: Sequence[Source], context: int, *, group: int = 1, pad_id: int = 0,
-        long_documents: Literal["split", "drop", "refuse"] = "split",
+        long_documents: Literal["split", "drop", "refuse"] = "split", together: bool = False,
     ):  # fmt: skip
-        """`group`: sequences of a step, over all ranks. The sources have keys, or none of them has."""
+        """`group`: sequences of a step, over all ranks. The sources have keys, or none of them has. The order of the
+        data is the same whether documents are `together` or apart."""
         self.sources, self.context, self.group, self.pad_id = sources, context, group, pad_id
-        self.long_documents, self.shuffled = long_documents, sources[0].key is not None
+        self.together, self.long_documents, self.shuffled = together, long_documents, sources[0].key is not None
         self.main = max(range(len(sources)), key=lambda i: sources[i].num_bytes / sources[i].weight)
         self.seek(Position())
 
@@ -148,7 +149,8 @@ class SequenceStream:
         """Of the round."""
         assert self._round is not None
         pieces = self._round.sequences(index, index + 1)
-        return pack.pack([documents for _, documents in self._shards], pieces, self.context, self.pad_id)
+        shards = [documents for _, documents in self._shards]
+        return pack.pack(shards, pieces, self.context, self.pad_id, self.together)
 
     def round(self) -> Round:
         """The round of the next sequence, empty at the end of a stream without keys; moves on to it.

@@ -34,8 +34,9 @@ def open_data(
     named = [(name, source.weight) for _, name, source in _named(data)]
     sources = [Source(*named[i], shards, cache, (seed, i)) for i, shards in enumerate(train)]
     opened = functools.partial(
-        SequenceStream, context=data.context, pad_id=tokenizer.pad_id, long_documents=data.long_documents
-    )
+        SequenceStream, context=data.context, pad_id=tokenizer.pad_id, long_documents=data.long_documents,
+        together=data.documents == "together",
+    )  # fmt: skip
     stream = opened(sources, group=batch * dp_size * accumulate)
     validation = None
     if held_out is not None:
@@ -126,12 +127,13 @@ def _probe(shards: Sequence[Shard], tokenizer: Tokenizer, if_empty: str) -> None
 
 
 def balance(opened: TrainData) -> dict[str, float] | None:
-    """Of the first round: attention of the data-parallel ranks, largest over mean. None: there is one rank."""
+    """Of the first round: attention of the data-parallel ranks, largest over mean. None: there is one rank, or
+    documents are together, so that all sequences are alike."""
     packed = opened.stream.round()
     areas = packed.areas[packed.packing.lead :]
     orders = {"grouped": areas, "not_grouped": areas[permutation(len(areas), (0,))]}
     found = {name: imbalance(order, opened.size, opened.batch) for name, order in orders.items()}
-    return {"ranks": opened.size, **found} if opened.size > 1 else None
+    return {"ranks": opened.size, **found} if opened.size > 1 and not opened.stream.together else None
 
 
 def data_facts(opened: TrainData, num_sequences: int) -> dict[str, str]:

@@ -30,12 +30,18 @@ class Documents:
 @dataclass(frozen=True)
 class PackedSequence:
     """tokens: int32 [S], marked as in Documents, padding after `length`. starts: where documents start; 0 is one.
-    sources: of each document."""
+    sources: of each document. together: documents are one text."""
 
     tokens: np.ndarray
     starts: np.ndarray
     length: int
     sources: np.ndarray
+    together: bool = False
+
+    @property
+    def borders(self) -> np.ndarray:
+        """Where attention and positions begin anew."""
+        return self.starts[:1] if self.together else self.starts
 
     @property
     def ids(self) -> np.ndarray:
@@ -44,17 +50,17 @@ class PackedSequence:
         return tokens_S ^ (tokens_S >> 63)  # ~ where negative
 
     def labels(self) -> np.ndarray:
-        """int64 [S], not shifted: the trained tokens. No document's first token is one: what precedes it is another."""
+        """int64 [S], not shifted: the trained tokens. None is the first after a border, which sees none before it."""
         labels_S = self.tokens.astype(np.int64)
         labels_S[labels_S < 0] = IGNORED
-        labels_S[self.starts] = IGNORED
+        labels_S[self.borders] = IGNORED
         labels_S[self.length :] = IGNORED
         return labels_S
 
     def document_ids(self) -> np.ndarray:
-        """int64 [S], counting from 0; the padding is a document of its own."""
+        """int64 [S], counting from 0 those that are apart; the padding is a document of its own."""
         change_S = np.zeros(len(self.tokens), dtype=np.int64)
-        change_S[self.starts] = 1
+        change_S[self.borders] = 1
         change_S[self.length : self.length + 1] = 1
         return np.cumsum(change_S) - 1
 
@@ -160,14 +166,16 @@ def imbalance(areas: np.ndarray, ranks: int, batch: int) -> float:
     return float(steps.max(axis=1).sum() / steps.mean(axis=1).sum()) if len(steps) else 1.0
 
 
-def pack(shards: Sequence[Documents], pieces: np.ndarray, context: int, pad_id: int) -> PackedSequence:
+def pack(
+    shards: Sequence[Documents], pieces: np.ndarray, context: int, pad_id: int, together: bool = False
+) -> PackedSequence:
     """The tokens of `pieces`, one after the other; padding fills up."""
     tokens_S = np.full(context, pad_id, dtype=np.int32)
     ends = pieces["length"].cumsum()
     for (shard, _, low, length), end in zip(pieces.tolist(), ends.tolist(), strict=True):
         tokens_S[end - length : end] = shards[shard].tokens[low : low + length]
     starts = np.concatenate([np.zeros(1, np.int64), ends])
-    return PackedSequence(tokens_S, starts[: max(len(pieces), 1)], int(starts[-1]), pieces["source"])
+    return PackedSequence(tokens_S, starts[: max(len(pieces), 1)], int(starts[-1]), pieces["source"], together)
 
 
 @dataclass(frozen=True)
