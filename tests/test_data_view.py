@@ -85,7 +85,13 @@ def test_figures_are_those_counted_by_hand(folder, case):
 
 
 def test_lengths_are_counted_by_powers_of_two(folder):
-    figures = json.loads(shown(folder, [{"text": "a" * n} for n in (3, 4, 7, 8, 30)], "--json"))  # and eos
+    records = [{"text": "a" * n} for n in (3, 4, 7, 8, 30)]  # and eos
+    drawn = [line.rstrip() for line in shown(folder, records).splitlines() if "up to" in line]
+    half = "█" * 12
+    assert drawn == [f" up to 4  1  {half}", f" up to 8  2  {2 * half}", f"up to 16  1  {half}", f"up to 32  1  {half}"]
+    shown(folder, records, "--html", "page.html")
+    assert re.findall(r"width:([\d.]+)%", (folder / "page.html").read_text()) == ["50.0", "100.0", "50.0", "50.0"]
+    figures = json.loads(shown(folder, records, "--json"))
     assert figures["histogram"] == {"4": 1, "8": 2, "16": 1, "32": 1}
     assert figures["lengths"] == {"shortest": 4, "median": 8, "longest": 31}
 

@@ -8,7 +8,7 @@ import itertools
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -167,23 +167,18 @@ def _pieces(tokenizer: Tokenizer, ids: list[int], trained: np.ndarray, low: int,
             before, low = low, end
 
 
-def histogram(figures: Mapping[str, Any]) -> Iterator[tuple[str, str, float, str]]:
-    """Rows: up to which length, how many documents, as a share of the largest row, and what becomes of them."""
-    rows, done = figures["histogram"], "dropped" if figures["dropped"] else "split"
-    for up_to, documents in rows.items():
-        too_long = documents and up_to // 2 >= figures["context"]
-        yield f"up to {up_to:,}", f"{documents:,}", documents / max(rows.values()), done if too_long else ""
-
-
 def print_data(view: DataView, console: Console) -> None:
     """Without colours, brackets mark what is trained and what belongs to tools."""
     plain = console.no_color or console.color_system is None
-    facts, lengths = Table.grid(padding=(0, 2)), Table.grid("", "", "", "", padding=(0, 2))
+    facts, lengths = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
     for topic, words in view.facts.items():
         facts.add_row(Text(topic), Text(words, overflow="fold"))
-    for up_to, documents, share, words in histogram(view.figures):
-        bar = Text("█" * round(share * min(24, console.width - 30)) or "▏" * (share > 0), "cyan")
-        lengths.add_row(Text(up_to, justify="right"), Text(documents, justify="right"), bar, words)
+    bins = view.figures["histogram"]
+    for up_to, number in bins.items():
+        bar = "█" * round(number / max(bins.values()) * min(24, console.width - 24)) or "▏" * (number > 0)
+        lengths.add_row(
+            *(Text(each, justify="right") for each in (f"up to {up_to:,}", f"{number:,}")), Text(bar, "cyan")
+        )
     console.print(facts, Text(), lengths)
     legend = ("trained", [0], 0, True), (", only read, ", [0], 0, False), ("tools", [0], 0, False, True)
     console.print(Text("\n").append(_styled([Piece(*each) for each in legend], plain)))
@@ -211,10 +206,10 @@ def data_page(view: DataView, heading: str) -> str:
     """The same as an HTML page, of one file."""
     rows = "".join(f"<tr><th>{html.escape(k)}</th><td>{html.escape(v)}</td></tr>" for k, v in view.facts.items())
     parts = [f"<table>{rows}</table><h2>Lengths</h2><table class=bars>"]
-    for up_to, documents, share, words in histogram(view.figures):
-        cells = f"<td class=number>{up_to}</td><td class=number>{documents}</td>"
-        bar = f'<div style="width:{share:.1%};min-width:{share > 0:d}px"></div>'
-        parts.append(f"<tr>{cells}<td>{bar}</td><td>{words}</td></tr>")
+    bins = view.figures["histogram"]
+    for up_to, number in bins.items():
+        bar = f'<div style="width:{number / max(bins.values()):.1%};min-width:{number > 0:d}px"></div>'
+        parts.append(f"<tr><td class=number>up to {up_to:,}<td class=number>{number:,}<td>{bar}</tr>")
     parts += ["</table><h2>Packed sequences</h2><p class=tokens><mark>trained</mark>, <span>only read</span>, "]
     parts += ["<span class=tool>tools</span>; point at a token for its id and its position in the document</p>"]
     for title, shown in view.sequences:
