@@ -136,8 +136,8 @@ def test_the_terminal_marks_what_is_trained_with_and_without_colours(folder):
     assert "\x1b[1;32myo|\x1b[0m" in coloured and "«" not in coloured
     assert "\x1b[2;4m<tool_call>\x1b[0m" in coloured and "\\x1b|a:" in coloured
     assert "«\x1b[1myo|\x1b[0m»" in shown(folder, records, context=40, env={**terminal, "NO_COLOR": "1"})
-    narrow = shown(folder, records, context=40, env={"COLUMNS": "40"})
-    assert max(map(len, narrow.splitlines())) <= 40
+    narrow = shown(folder, records, context=40, env={"COLUMNS": "30"})
+    assert max(map(len, narrow.splitlines())) <= 30 and "…" not in narrow
 
 
 def test_long_documents_lose_their_middle_and_many_their_end(folder):
