@@ -58,6 +58,7 @@ def test_the_loss_of_each_source_is_told_apart(ranks, tmp_path):
             means = [line[f"{key}/{name}"] for name in ("*[02468]", "*[13579]") if f"{key}/{name}" in line]
             assert len(means) == (0 if line[key] is None else 2)
             assert not means or min(means) < line[key] < max(means)
+    assert all("sources" not in each for each in apart)
     assert f"val_loss/*[02468] {apart[-1]['val_loss/*[02468]']:.4f}" in describe(
         record(2, sources={key: value for key, value in apart[-1].items() if "/" in key})
     )

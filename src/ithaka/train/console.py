@@ -57,7 +57,7 @@ class Record:
     @property
     def values(self) -> dict[str, Any]:
         values = asdict(self)
-        return {**values, **values.pop("sources")}
+        return values.pop("sources") | values
 
 
 def step_flops(num_matmul_params: int, num_tokens: int, head_size: int, num_pairs: int) -> float:
