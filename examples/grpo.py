@@ -35,7 +35,7 @@ def grpo_loss(
 ) -> Tensor:
     """This rank's part of the loss; `old_s`: its tokens' log-probabilities when the answers were drawn."""
     tokens = ithaka.token_logprobs(model, ids_BN, labels_BN, document_ids=documents_BN, share=True)
-    advantages_s = ithaka.label_share(model, advantages_BN)
+    advantages_s = ithaka.label_share(model, advantages_BN, document_ids=documents_BN)
     ratio_s = (tokens.logprobs - old_s).exp()
     gain_s = torch.minimum(ratio_s * advantages_s, ratio_s.clamp(1 - CLIP, 1 + CLIP) * advantages_s)
     num_labels = (labels_BN[:, 1:] != -100).sum()  # with several data-parallel groups: of the global batch

@@ -10,7 +10,7 @@ import fake_fa4
 from ithaka.attention import kernels
 from ithaka.attention.blocks import attention, attention_backward
 from ithaka.attention.kernels import KERNELS
-from ithaka.attention.pairs import query_major
+from ithaka.attention.pairs import query_major, spans_of
 from ithaka.config import ConfigError
 from reference import attention_mask, attention_reference
 
@@ -132,7 +132,7 @@ def test_gradients_are_fp32_sums_rounded_once(heads):
     out, lse = attention(q, k, v, scale=SCALE, blocks=(32, 16))
     ours = attention_backward(dout, q, k, v, out, lse, scale=SCALE, blocks=(32, 16))
     totals = [torch.zeros(96, heads, 16) for heads in (n, m, m)]
-    blocks = list(query_major([(0, 96)], causal=True, window=None, block_q=32, block_kv=16))
+    blocks = list(query_major(spans_of((0, 96)), causal=True, window=None, block_q=32, block_kv=16))
     assert len(blocks) == 3 and any(len(block.pairs) > 2 for block in blocks)
     for r in range(n // m):
         heads_r = slice(r, None, n // m)

@@ -65,14 +65,14 @@ def test_every_visible_pair_once(lengths, equal, causal, window, block_q, block_
 @pytest.mark.parametrize("window", [5, 8, 9, 17, 100])
 def test_batched_bands_never_overlap(window):
     """Gradients of one batched call are added without atomics, on either side."""
-    for block in query_major([(0, 300)], causal=True, window=window, block_q=64, block_kv=64):
+    for block in query_major(spans_of((0, 300)), causal=True, window=window, block_q=64, block_kv=64):
         for p in block.pairs:
             assert block.count == 1 or block.step >= max(p.rows, p.keys)
             assert p.count == 1 or p.step >= max(p.rows, p.keys)
 
 
 def test_short_window_is_a_few_batched_calls():
-    blocks = list(query_major([(0, 1 << 20)], causal=True, window=4096, block_q=1 << 17, block_kv=1 << 16))
+    blocks = list(query_major(spans_of((0, 1 << 20)), causal=True, window=4096, block_q=1 << 17, block_kv=1 << 16))
     assert sum(len(block.pairs) for block in blocks) < 40
 
 
@@ -99,21 +99,19 @@ def largest_call(blocks, row_elements):
 def test_no_call_beyond_the_index_range_at_16m(row_elements, mask):
     """Arithmetic on the schedule alone, with the blocks `attention` takes for 60 MB of L2."""
     most, tokens = (2**31 - 1) // row_elements, 1 << 24
-    short = [(i << 10, 1 << 10) for i in range(tokens >> 10)]
-    for spans in ([(0, tokens)], short, [(0, 5), (5, tokens - 5)]):
+    for docs in ((0, tokens), tuple(range(0, tokens + 1, 1 << 10)), (0, 5, tokens)):
         for block_q in (1 << 17, 1 << 18):
             blocks = dict(block_q=min(block_q, most), block_kv=min(1 << 16, most))
-            assert largest_call(query_major(spans, halve=True, **mask, **blocks), row_elements) <= 2**31 - 1
+            assert largest_call(query_major(spans_of(docs), halve=True, **mask, **blocks), row_elements) <= 2**31 - 1
 
 
 def test_the_longest_varlen_chunk_is_a_block():
-    spans = [(i * 1000 + i * (i - 1) // 2, 1000 + i) for i in range(500)]
+    spans = spans_of(tuple(i * 1000 + i * (i - 1) // 2 for i in range(501)))
     blocked, chunks = split_ragged(spans, short=8192, block=1 << 17)
-    assert not blocked and all(sum(length for _, length in chunk) <= 1 << 17 for chunk in chunks)
+    assert not blocked and all(sum(span.length for span in chunk) <= 1 << 17 for chunk in chunks)
     assert sorted(span for chunk in chunks for span in chunk) == spans
 
 
 def test_only_short_unequal_neighbours_are_chunked():
-    blocked, chunks = split_ragged([(0, 3), (3, 4), (7, 50), (57, 2), (59, 9), (68, 9)], short=10, block=16)
-    assert blocked == [(7, 50), (57, 2), (59, 9), (68, 9)]
-    assert chunks == [[(0, 3), (3, 4)]]
+    spans = spans_of((0, 3, 7, 57, 59, 68, 77))
+    assert split_ragged(spans, short=10, block=16) == (spans[2:], [spans[:2]])

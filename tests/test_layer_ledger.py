@@ -16,6 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ithaka.attention.kernels import resolve_kernel
 from ithaka.config import AdapterConfig
+from ithaka.dist.exchange import ALONE
 from ithaka.dist.loopback import LoopbackGroup
 from ithaka.layer.schedule import StreamedLayer
 from ithaka.layer.store import Store
@@ -121,7 +122,7 @@ def run_layer(case: Case, rank: int) -> MemoryMap:
     table = head_table(case.heads, case.kv_heads, case.cp, case.heads_per_stage)
     block, rotary = model.model.layers[0], model.model.rotary_emb
     parts, how = layer_parts(model, 0), (case.layout, case.keeps)
-    layer = StreamedLayer("layer", block, parts, rotary, group, table, Store(), *how)
+    layer = StreamedLayer("layer", block, parts, rotary, group, ALONE, table, Store(), *how)
     params, positions_s = [p for p in block.parameters() if p.requires_grad], torch.arange(TOKENS)
     leaf_sD = torch.randn(TOKENS, model.config.hidden_size, dtype=case.dtype, requires_grad=True)
     resolve_kernel("auto", torch.device("cpu"), case.dtype, parts.head_dim)  # its trial is no part of a layer

@@ -212,7 +212,10 @@ class ParallelConfig(Section):
     # Ranks that share one sequence; the rest are data parallel: a step has train.batch sequences for each group of cp
     # ranks. all: every rank. auto: the planner's choice; every rank where it does not plan.
     cp: int | Literal["auto", "all"] = setting("auto", ge=1)
-    # Query heads, over all cp ranks, whose attention is computed at once. all: plain Ulysses.
+    # Groups into which the cp ranks are divided: ranks of one exchange tokens for heads, so it has no more of them than
+    # heads; between groups k and v are sent. auto: 1.
+    ring: int | Literal["auto"] = setting("auto", ge=1)
+    # Query heads, over the cp / ring ranks of a group, whose attention is computed at once. all: plain Ulysses.
     heads_per_stage: int | Literal["all"] = setting("all", ge=1)
 
     def cp_of(self, num_ranks: int) -> int:

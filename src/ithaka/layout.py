@@ -7,7 +7,7 @@ take it unchanged. This file imports no torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, Literal
@@ -34,8 +34,9 @@ EVERYTHING = LayerKeeps(everything=True)
 class Layout:
     """The defaults are plain: every technique is off."""
 
-    cp: int = 1  # ranks that share a sequence
-    heads_per_stage: int | None = None  # over all cp ranks; None: all heads at once, which is plain Ulysses
+    cp: int = 1  # ranks that share a sequence: ulysses * ring
+    ring: int = field(default=1, kw_only=True)  # Ulysses groups, each with its part of the sequence and all heads
+    heads_per_stage: int | None = None  # over a Ulysses group; None: all heads at once, which is plain Ulysses
     tile_tokens: int | None = None  # None: all of a rank's tokens at once
     kept: tuple[LayerKeeps, ...] = ()  # one entry per layer; empty: every layer keeps its input on the device
     # Memory for time: send the next stage, and fetch what it needs, while this one attends; in backward the input
@@ -46,6 +47,11 @@ class Layout:
     kernel: str = "auto"  # of attention
     blocks: tuple[int, int] | None = None  # tokens per query and per key/value block; None: by the size of the cache
     compile: bool = False  # torch.compile for the MLP
+
+    @property
+    def ulysses(self) -> int:
+        """Ranks that exchange tokens for heads."""
+        return self.cp // self.ring
 
     @property
     def element_bytes(self) -> int:
@@ -119,6 +125,7 @@ def make_layout(
 # The settings that a layout decides, and its name for each.
 SETTINGS = {
     "parallel.cp": "cp",
+    "parallel.ring": "ring",
     "parallel.heads_per_stage": "heads_per_stage",
     "memory.checkpoint": "checkpoint",
     "memory.offload": "input_tier",
@@ -180,15 +187,26 @@ def layout_of(config: Config, num_layers: int, num_ranks: int, on_gpu: bool) -> 
 
 def check_fixed(fixed: Mapping[str, Any], num_heads: int, num_layers: int, num_ranks: int) -> None:
     """Refuse what no layout of such a model on so many ranks can have."""
-    cp, stage, kept = fixed.get("cp") or 1, fixed.get("heads_per_stage") or 0, fixed.get("keep_attention") or 0
+    ring, stage, kept = fixed.get("ring") or 1, fixed.get("heads_per_stage") or 0, fixed.get("keep_attention") or 0
+    cp = fixed.get("cp") or ring
+    ulysses = cp // ring or 1
     ranks, heads = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks", f"{num_heads} query heads of the model"
-    fitting = either(n for n in range(1, min(num_ranks, num_heads) + 1) if num_ranks % n == 0)
-    stages = either([*range(cp, num_heads + 1, cp)[:4], "all"])
+    fitting = either(n for n in range(ring, min(num_ranks, num_heads * ring) + 1, ring) if num_ranks % n == 0)
+    stages = either([*range(ulysses, num_heads + 1, ulysses)[:4], "all"])
+    rings = either(n for n in range(1, cp + 1) if cp % n == 0 and cp // n <= num_heads)
+    times = f"parallel.ring={ring} times " if ring > 1 else ""
+    over = f"parallel.cp={cp}" + f" // parallel.ring={ring}" * (ring > 1)
     for setting, wrong, rule, way_out in (
         (f"parallel.cp={cp}", num_ranks % cp, f"does not divide the {ranks}", f"{fitting}, or other ranks"),
-        (f"parallel.cp={cp} of {ranks}", cp > num_heads, f"exceeds the {heads}", fitting),
+        (f"parallel.ring={ring}", cp % ring, f"does not divide parallel.cp={cp}", rings),
+        (
+            f"parallel.cp={cp} of {ranks}",
+            ulysses > num_heads,
+            f"exceeds {times}the {heads}",
+            f"{fitting}, or parallel.ring={rings}",
+        ),
         (f"parallel.heads_per_stage={stage}", stage > num_heads, f"exceeds the {heads}", "all"),
-        (f"parallel.heads_per_stage={stage}", stage % cp, f"is not a multiple of parallel.cp={cp}", stages),
+        (f"parallel.heads_per_stage={stage}", stage % ulysses, f"is not a multiple of {over}", stages),
         (f"memory.keep_attention={kept}", kept > num_layers, f"exceeds the {num_layers} layers of the model", "all"),
     ):
         if wrong:

@@ -130,7 +130,7 @@ def load(directory: Path, adapter: AdapterConfig | None) -> PreTrainedModel:
 def _rank(directory: Path, layout: Layout, adapter: AdapterConfig | None, device: str) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    mesh = make_mesh(layout.cp, device if device == "cpu" else None)
+    mesh = make_mesh(layout.cp, device if device == "cpu" else None, ring=layout.ring)
     checks = list(run_checks(directory, mesh, layout, adapter))
     if mesh.rank == 0:
         (directory / RESULT).write_text(json.dumps(checks))

@@ -1,8 +1,8 @@
 """Attention in block pairs: exact, any length, packed documents, causal, bidirectional and sliding window.
 
-Shapes: S = tokens of the packed sequence, n = query heads, m = key/value heads, r = n // m query heads per kv
-head, K = head dim. Inside: B = pairs in one batched kernel call, h = kv heads in one kernel call, q/k =
-rows/keys of a pair.
+Shapes: S = tokens of the packed sequence (for q, out and lse, those that `docs` gives this rank), n = query heads,
+m = key/value heads, r = n // m query heads per kv head, K = head dim. Inside: B = pairs in one batched kernel call,
+h = kv heads in one kernel call, q/k = rows/keys of a pair.
 
 The softmax over all keys of a row is merged from the pairs in fp32 and rounded once. In backward every pair gets the
 *global* out and lse rows, so the pairs' gradients simply add up: dq in an fp32 sum per query block, rounded once; dk
@@ -20,6 +20,7 @@ from ithaka.attention.fused import merge
 from ithaka.attention.kernels import Kernel, resolve_kernel
 from ithaka.attention.pairs import EDGE, FULL, WINDOW, Pair, QueryBlock, Span, query_major, spans_of, split_ragged
 from ithaka.config import ConfigError
+from ithaka.plan.deal import Deal, contiguous
 
 Tensors = tuple[Tensor, ...]
 MAX_ELEMENTS = 2**31 - 1  # the most that a kernel call may address
@@ -114,19 +115,20 @@ def default_blocks(device: torch.device, kernel: str, row_bytes: int, backward: 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Neighbouring short documents, tokens [start, stop), for one varlen call."""
+    """Neighbouring short documents for one varlen call: where their rows and their keys are."""
 
-    start: int
-    stop: int
+    rows: slice
+    keys: slice
     ends_d: Tensor
     longest: int
 
     @classmethod
     def of(cls, spans: list[Span], device: torch.device) -> "_Chunk":
-        start = spans[0][0]
-        ends = [0, *(a + length - start for a, length in spans)]
-        longest = max(length for _, length in spans)
-        return cls(start, start + ends[-1], torch.tensor(ends, dtype=torch.int32, device=device), longest)
+        start, shift = spans[0].start, spans[0].shift
+        ends = [0, *(span.start + span.length - start for span in spans)]
+        keys, rows = (slice(a, a + ends[-1]) for a in (start, start + shift))
+        longest = max(span.length for span in spans)
+        return cls(rows, keys, torch.tensor(ends, dtype=torch.int32, device=device), longest)
 
 
 class Docs:
@@ -134,10 +136,12 @@ class Docs:
 
     Made once per batch and passed to every call of attention: with thousands of documents, planning a walk takes the
     host longer than attention takes the GPU, and every call would upload the varlen kernel's indices.
+    `deal`: the query rows are those of `member`; without it, all.
     """
 
-    def __init__(self, starts: tuple[int, ...]) -> None:
-        self.starts = starts
+    def __init__(self, starts: tuple[int, ...], deal: Deal | None = None, member: int = 0) -> None:
+        self.starts, self.deal = starts, deal or contiguous(starts[-1], 1)
+        self.runs = self.deal.runs(member)
         if starts[0] != 0 or any(b < a for a, b in zip(starts, starts[1:], strict=False)):
             raise ConfigError(f"docs must start at 0 and ascend, got {starts[:4]}...{starts[-2:]}")
         self.longest = max(b - a for a, b in zip(starts, starts[1:], strict=False))
@@ -147,7 +151,7 @@ class Docs:
         """Query blocks, and chunks of short unequal documents if `varlen`; `how` as `query_major` takes it."""
         key = (device, varlen, *how.values())
         if key not in self._walks:
-            spans, chunks = spans_of(self.starts), []
+            spans, chunks = spans_of(self.starts, self.runs), []
             if varlen:
                 short = min(SHORT, how["block_q"], how["block_kv"])
                 spans, ragged = split_ragged(spans, short=short, block=max(how["block_q"], how["call_tokens"]))
@@ -203,12 +207,13 @@ def _job(
     docs = docs if isinstance(docs, Docs) else Docs((0, num_tokens) if docs is None else tuple(docs))
     if num_heads % num_kv_heads:
         raise ConfigError(f"{num_heads} query heads are not a multiple of {num_kv_heads} kv heads")
-    if k.shape != v.shape or k.shape != (num_tokens, num_kv_heads, head_dim):
+    elsewhere = docs.deal.num_tokens - sum(length for _, length in docs.runs)  # rows of other members
+    if k.shape != v.shape or k.shape != (num_tokens + elsewhere, num_kv_heads, head_dim):
         raise ConfigError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit together")
     if window is not None and (window < 1 or not causal):
         raise ConfigError(f"window={window} with causal={causal}: a window is at least 1 and needs causal=True")
-    if docs.starts[-1] != num_tokens:
-        raise ConfigError(f"docs end at {docs.starts[-1]}; they must ascend from 0 to the {num_tokens} tokens")
+    if docs.starts[-1] != len(k):
+        raise ConfigError(f"docs end at {docs.starts[-1]}; they must ascend from 0 to the {len(k)} tokens")
     if blocks is not None and min(blocks) < 1:
         raise ConfigError(f"attention.block_q, block_kv={blocks}: each needs at least one token")
     chosen = resolve_kernel(kernel, q.device, q.dtype, head_dim)
@@ -285,7 +290,8 @@ def _forward_block(job: _Job, block: QueryBlock, query: Tensors, keys: Tensors) 
 
 def _forward_chunk(job: _Job, chunk: _Chunk, query: Tensors, keys: Tensors) -> None:
     assert job.kernel.varlen is not None
-    q, out, lse, k, v = (x[chunk.start : chunk.stop] for x in (*query, *keys))
+    q, out, lse = (x[chunk.rows] for x in query)
+    k, v = (x[chunk.keys] for x in keys)
     lengths, mask = (chunk.ends_d, chunk.longest), (job.scale, job.causal, job.window)
     if job.kernel.direct:
         job.kernel.varlen.forward(q, k, v, *lengths, *mask, into=(out, lse.t()))
@@ -321,7 +327,8 @@ def _backward_block(job: _Job, block: QueryBlock, query: Tensors, keys: Tensors)
 
 def _backward_chunk(job: _Job, chunk: _Chunk, query: Tensors, keys: Tensors) -> None:
     assert job.kernel.varlen is not None
-    dout, q, out, lse, dq, k, v, dk, dv = (x[chunk.start : chunk.stop] for x in (*query, *keys))
+    dout, q, out, lse, dq = (x[chunk.rows] for x in query)
+    k, v, dk, dv = (x[chunk.keys] for x in keys)
     lengths, mask = (chunk.ends_d, chunk.longest), (job.scale, job.causal, job.window)
     into = {"into": dq} if job.kernel.direct else {}
     chunk_dq, chunk_dk, chunk_dv = job.kernel.varlen.backward(dout, q, k, v, out, lse.t(), *lengths, *mask, **into)

@@ -8,11 +8,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ithaka.config import ConfigError
+from ithaka.dist.exchange import ALONE
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process's place in the grid of ranks. `cp` ranks share a sequence; ranks of one cp group are neighbours."""
+    """This process's place in the grid of ranks.
+
+    `cp` = ring * ulysses ranks share a sequence; those of one cp group are neighbours, and so are those of one Ulysses
+    group in it. Ranks with the same place in their Ulysses groups are a ring.
+    """
 
     fsdp: DeviceMesh  # one axis over every rank: parameters are sharded over all of them
     rank: int
@@ -20,21 +25,31 @@ class Mesh:
     cp_group: dist.ProcessGroup
     cp_rank: int
     cp_size: int
+    ulysses_group: dist.ProcessGroup  # exchange tokens for heads
+    ring_group: dist.ProcessGroup  # have the same heads of different tokens
     dp_rank: int
     dp_size: int
     device: torch.device
 
 
-def make_mesh(cp: int = 1, device: torch.device | str | None = None) -> Mesh:
-    """Initialises torch.distributed if nobody has, and lays out dp x cp."""
+def make_mesh(cp: int = 1, device: torch.device | str | None = None, *, ring: int = 1) -> Mesh:
+    """Initialises torch.distributed if nobody has, and lays out dp x cp, cp = ring x ulysses."""
     chosen = torch.device(device) if device is not None else default_device()
     start_process_group(chosen)
     world_size = dist.get_world_size()
     if cp < 1 or world_size % cp:
         divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
         raise ConfigError(f"parallel.cp={cp} does not divide the {world_size} ranks; use {divisors}")
+    if ring < 1 or cp % ring:
+        divisors = ", ".join(str(n) for n in range(1, cp + 1) if cp % n == 0)
+        raise ConfigError(f"parallel.ring={ring} does not divide parallel.cp={cp}; use {divisors}")
     fsdp = init_device_mesh(chosen.type, (world_size,), mesh_dim_names=("fsdp",))
     grid = init_device_mesh(chosen.type, (world_size // cp, cp), mesh_dim_names=("dp", "cp"))
+    ulysses_group, ring_group = grid.get_group("cp"), ALONE
+    if ring > 1:
+        sizes = (world_size // cp, ring, cp // ring)
+        of_ring = init_device_mesh(chosen.type, sizes, mesh_dim_names=("dp", "ring", "ulysses"))
+        ulysses_group, ring_group = of_ring.get_group("ulysses"), of_ring.get_group("ring")
     return Mesh(
         fsdp=fsdp,
         rank=fsdp.get_rank(),
@@ -42,6 +57,8 @@ def make_mesh(cp: int = 1, device: torch.device | str | None = None) -> Mesh:
         cp_group=grid.get_group("cp"),
         cp_rank=grid.get_local_rank("cp"),
         cp_size=cp,
+        ulysses_group=ulysses_group,
+        ring_group=ring_group,
         dp_rank=grid.get_local_rank("dp"),
         dp_size=world_size // cp,
         device=chosen,

@@ -1,8 +1,8 @@
 """The decoder layer as one explicit schedule: forward and backward are plain loops over tiles and stages.
 
-Shapes: s tokens on this rank, S in the sequence, t in a tile, D hidden, c ranks, n head slots per rank and stage,
-K head dim, N the width of several heads. Tokens-sharded tensors are [c, s, n, K], heads-sharded ones [S, n, K], as in
-dist/exchange.py.
+Shapes: s tokens on this rank, S on this ring member (in the sequence, without a ring), t in a tile, D hidden, c Ulysses
+ranks, n head slots per rank and stage, K head dim, N the width of several heads. Tokens-sharded tensors are
+[c, s, n, K], heads-sharded ones [S, n, K], as in dist/exchange.py.
 
 Kept for backward: the layer's input and, if `LayerKeeps` says so, attention's output with its log-sum-exp.
 
@@ -131,7 +131,8 @@ class StreamedLayer:
     layer: nn.Module
     parts: LayerParts
     rotary: nn.Module
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup  # Ulysses: exchanges tokens for heads
+    ring: dist.ProcessGroup  # the same heads of other tokens
     table: HeadTable
     store: Store
     layout: Layout
@@ -164,7 +165,7 @@ class StreamedLayer:
         with phase(self.name), phase("forward"), holding(KEPT):
             h_sD, cos_sin = apply_norm(self.parts.norm1, x_sD), self._rotation(positions_s)
             projected = project_all(self._slices(self.query_heads, self.kv_heads), h_sD, cos_sin, self.group.size())
-            out_csnK = StagesAttention.apply(self.table, self.group, self._how(docs), *projected)
+            out_csnK = StagesAttention.apply(self.table, self.group, self.ring, self._how(docs), *projected)
             sum_sD = x_sD.to(sum_dtype(x_sD.dtype)) + self._output(self.query_heads)(join_heads([out_csnK]))
             y_sD = (sum_sD + self._mlp(sum_sD.to(x_sD.dtype))).to(x_sD.dtype)
         return mark_backward(x_sD, y_sD, self.name, "backward")
@@ -187,12 +188,12 @@ class StreamedLayer:
 
     def _attend(self, saved: Saved) -> Iterator[tuple[Tensor, Tensor]]:
         """Attention, stage by stage: yields out_csnK, back on the tokens' ranks, and lse_nS."""
-        stages, held = self.table.stages, HeldHeads(self.table, self.rank, self._how(saved.docs))
-        sent = deque(self._project_and_send(saved, stage) for stage in stages[: self.ahead])
+        stages, held = self.table.stages, self._holding(saved.docs)
+        sent = deque(self._project_and_send(saved, stage, held) for stage in stages[: self.ahead])
         for i in range(len(stages)):
             yield self._attend_stage(i, sent.popleft(), held)
             if i + self.ahead < len(stages):
-                sent.append(self._project_and_send(saved, stages[i + self.ahead]))
+                sent.append(self._project_and_send(saved, stages[i + self.ahead], held))
 
     def _attend_stage(self, i: int, sent: Sent, held: HeldHeads) -> tuple[Tensor, Tensor]:
         out_SnK, lse_nS = self._attention(i, held.attend, arrive(sent))
@@ -206,10 +207,11 @@ class StreamedLayer:
         with phase("attention"), phase(f"stage {i}"):
             return attend(self.table.stages[i], *arrived)
 
-    def _project_and_send(self, saved: Saved, stage: Stage) -> Sent:
+    def _project_and_send(self, saved: Saved, stage: Stage, held: HeldHeads) -> Sent:
         with phase("projections"):
             projected = self._project(saved, stage)
-            return self._send([projected.popleft] * len(projected))
+            sent = self._send([projected.popleft])
+            return sent + self._send([projected.popleft] * len(projected), held.gather)
 
     def _project(self, saved: Saved, stage: Stage) -> deque[Tensor]:
         """q of a stage, and k and v if they come with it, in exchange layout [c, s, n, K]."""
@@ -231,8 +233,8 @@ class StreamedLayer:
             slices += [HeadSlice.of(self.k, index), HeadSlice.of(self.v, index)]
         return slices
 
-    def _send(self, makers: Sequence[Callable[[], Tensor]]) -> Sent:
-        """Sends what each of `makers` returns to the ranks that own its heads.
+    def _send(self, makers: Sequence[Callable[[], Tensor]], take: Callable[[Exchange], Tensor] = Exchange.wait) -> Sent:
+        """Sends what each of `makers` returns to the ranks that own its heads, which `take` it when they need it.
 
         Without overlap, one at a time, so that only one tensor exists twice.
         """
@@ -241,7 +243,7 @@ class StreamedLayer:
             exchange = start_tokens_to_heads(make(), self.group)
             if not self.layout.overlap:
                 exchange.wait()
-            sent.append(exchange.wait)
+            sent.append(partial(take, exchange))
         return sent
 
     # ---- between attention and the MLP, the same in both directions
@@ -317,9 +319,10 @@ class StreamedLayer:
 
     def _attention_backward(self, saved: Saved, attended: deque[Attended], dy_sD: Tensor, grads: GradSum) -> None:
         """Adds the gradient through attention and norm1 to dy, which makes it dx. Uses up `attended`."""
-        stages, held = self.table.stages, HeldHeads(self.table, self.rank, self._how(saved.docs))
+        stages, held = self.table.stages, self._holding(saved.docs)
         dq, dk, dv = (HeadGrads(self.group, self.layout.overlap) for _ in range(3))
-        sent = deque(self._send_backward(saved, stage, attended.popleft(), dy_sD) for stage in stages[: self.ahead])
+        first = stages[: self.ahead]
+        sent = deque(self._send_backward(saved, stage, attended.popleft(), dy_sD, held) for stage in first)
         for i in range(len(stages)):
             if self.layout.overlap and attended:
                 attended[0].out.prefetch()
@@ -329,19 +332,18 @@ class StreamedLayer:
                 dk.add(load, next(dkv))
                 dv.add(load, next(dkv))
             if attended:
-                sent.append(self._send_backward(saved, stages[i + self.ahead], attended.popleft(), dy_sD))
+                sent.append(self._send_backward(saved, stages[i + self.ahead], attended.popleft(), dy_sD, held))
             for grads_of_heads in (dq, dk, dv):
                 grads_of_heads.wait()
         with phase("projections"):
             self._projections_backward(saved, dq.wait(), dk.wait(), dv.wait(), dy_sD, grads)
 
-    def _send_backward(self, saved: Saved, stage: Stage, attended: Attended, dy_sD: Tensor) -> Sent:
+    def _send_backward(self, saved: Saved, stage: Stage, attended: Attended, dy_sD: Tensor, held: HeldHeads) -> Sent:
         """Sends q, attention's output and its gradient, and k and v if they come with the stage; lse is not sent."""
         with phase("projections"):
             projected = self._project(saved, stage)
-            makers: list[Callable[[], Tensor]] = [projected.popleft] * len(projected)
-            makers[1:1] = [attended.out.fetch, partial(self._output_grad, stage, dy_sD)]
-            sent = self._send(makers)
+            sent = self._send([projected.popleft, attended.out.fetch, partial(self._output_grad, stage, dy_sD)])
+            sent += self._send([projected.popleft] * len(projected), held.gather)
             sent.append(attended.lse.fetch)
             return sent
 
@@ -386,6 +388,9 @@ class StreamedLayer:
             in_order = order == list(range(count))
             self._indices[heads, count] = None if in_order else torch.tensor(order, device=weight.device)
         return self._indices[heads, count]
+
+    def _holding(self, docs: Docs) -> HeldHeads:
+        return HeldHeads(self.table, self.rank, self.ring, self._how(docs))
 
     def _how(self, docs: Docs) -> How:
         kernel, blocks = self.layout.kernel, self.layout.blocks

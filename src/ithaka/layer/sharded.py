@@ -1,10 +1,7 @@
 """Differentiable attention over a sequence sharded over ranks: the public entry for models of any kind.
 
-Shapes: s tokens on this rank, S = c * s of the sequence on c ranks, H query and G kv heads, K head dim.
+Shapes: s tokens on this rank, S = c * s on c ranks, H query and G kv heads, K head dim.
 """
-
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,10 +9,10 @@ from torch import Tensor
 
 from ithaka.attention.blocks import Docs, How
 from ithaka.config import ConfigError
+from ithaka.dist.exchange import ALONE
 from ithaka.layer.stages import StagesAttention
+from ithaka.plan.deal import contiguous
 from ithaka.plan.heads import EMPTY, flat, head_table
-
-ALONE: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # a group, for processes without torch.distributed
 
 
 def sharded_attention(
@@ -24,6 +21,7 @@ def sharded_attention(
     v_sGK: Tensor,
     group: dist.ProcessGroup | None = None,
     *,
+    ring: dist.ProcessGroup | None = None,
     scale: float | None = None,
     causal: bool = False,
     window: int | None = None,
@@ -36,17 +34,23 @@ def sharded_attention(
     Rank r of c passes tokens [r s, (r + 1) s) of all H query and G kv heads. `docs` counts tokens of the whole
     sequence. H is a multiple of G; c need not divide either. One all-to-all each for q, k, v and out, and as many in
     backward. Keeps q, k, v, out and lse of the rank's own heads.
+
+    `ring`: of several such groups, the ranks with the same place. The sequence is then c * r shares long, and member j
+    of r has those from c * j on, or what `Docs(starts, deal, j)` says; k and v are gathered over the ring.
     """
     num_heads, num_kv_heads = q_sHK.shape[1], k_sGK.shape[1]
-    ranks = group if group is not None else ALONE
+    ranks, members = group if group is not None else ALONE, ring if ring is not None else ALONE
     if num_heads % num_kv_heads:
         raise ConfigError(f"{num_heads} query heads are not a multiple of {num_kv_heads} kv heads")
     table = head_table(num_heads, num_kv_heads, ranks.size())
     query_heads, kv_heads = table.stages[0].query_heads, table.loads[0].kv_heads
     scale = q_sHK.shape[-1] ** -0.5 if scale is None else scale
+    if not isinstance(docs, Docs):
+        num_tokens = len(q_sHK) * ranks.size() * members.size()
+        docs = Docs(docs or (0, num_tokens), contiguous(num_tokens, members.size()), members.rank())
     how = How(scale=scale, causal=causal, window=window, docs=docs, kernel=kernel, blocks=blocks)
     sent = [_take(x, heads) for x, heads in ((q_sHK, query_heads), (k_sGK, kv_heads), (v_sGK, kv_heads))]
-    out_csnK = StagesAttention.apply(table, ranks, how, *sent)
+    out_csnK = StagesAttention.apply(table, ranks, members, how, *sent)
     slots = [slot for slot, head in enumerate(h for of_rank in query_heads for h in of_rank) if head != EMPTY]
     return out_csnK.transpose(0, 1).flatten(1, 2)[:, slots]  # ranks hold consecutive heads
 

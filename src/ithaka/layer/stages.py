@@ -1,12 +1,13 @@
 """The heads of one stage: projected from tokens into exchange layout, attended to by the rank that owns them, and back.
 
-Shapes: s tokens of this rank, t of a tile, S of the sequence, D hidden, K head dim, c ranks. In projections, n heads
-of all ranks, N = n * K; in exchange layout [c, t, n, K], n slots per rank; in attention, n query and m kv slots of this
-rank. Heads are taken from the weights in the checkpoint's order; nothing is permuted on disk.
+Shapes: s tokens of this rank, t of a tile, S of this ring member, R of the sequence (R = S without a ring), D hidden,
+K head dim, c Ulysses ranks. In projections, n heads of all c ranks, N = n * K; in exchange layout [c, t, n, K], n slots
+per rank; in attention, n query and m kv slots of this rank. Heads are taken from the weights in the checkpoint's order;
+nothing is permuted on disk.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ithaka.attention.blocks import How, attention, attention_backward
+from ithaka.attention.blocks import Docs, How, attention, attention_backward
 from ithaka.attention.fused import Turn, rotate
-from ithaka.dist.exchange import start_heads_to_tokens, start_tokens_to_heads
+from ithaka.dist.exchange import Exchange, gather_members, start_heads_to_tokens, start_tokens_to_heads, sum_members
 from ithaka.layer.linear import Linear, linear_of
 from ithaka.layer.tiles import GradSum, apply_norm, sum_dtype, tile_backward
-from ithaka.phases import STAGE, holding
+from ithaka.phases import STAGE, holding, phase
 from ithaka.plan.heads import HeadTable, Load, Read, Stage
 
 RAN_ALREADY = "a layer's backward has already run and kept nothing; call the model again instead of using retain_graph"
@@ -154,15 +155,22 @@ def join_heads(outs_ctnK: Sequence[Tensor]) -> Tensor:
 
 
 class HeldHeads:
-    """The k and v that this rank holds during one pass over the stages, and attention to them."""
+    """The k and v that this rank holds during one pass over the stages, and attention to them.
 
-    def __init__(self, table: HeadTable, rank: int, how: How) -> None:
-        self.table, self.rank, self.how = table, rank, how
+    `ring`: ranks with the same heads of other tokens. All of them hold k and v of the whole sequence.
+    """
+
+    def __init__(self, table: HeadTable, rank: int, ring: dist.ProcessGroup, how: How) -> None:
+        self.table, self.rank, self.ring, self.how = table, rank, ring, how
         self._kv: dict[int, list[Tensor]] = {}
         self._sums: dict[int, list[Tensor]] = {}  # dk, dv in fp32: several stages add to them
 
+    def gather(self, exchange: Exchange) -> Tensor:
+        """k_SmK or v_SmK, once it is here -> k_RmK or v_RmK."""
+        return self._with_members(gather_members, exchange.wait())
+
     def attend(self, stage: Stage, q_SnK: Tensor, *kv: Tensor) -> tuple[Tensor, Tensor]:
-        """out_SnK and lse_nS of this rank's slots, zero in empty ones. `kv`: k_SmK and v_SmK, if a load arrives."""
+        """out_SnK and lse_nS of this rank's slots, zero in empty ones. `kv`: k_RmK and v_RmK, if a load arrives."""
         self._arrive(stage, kv)
         reads = stage.reads[self.rank]
         if len(reads) == 1 and stage.is_full(self.rank):
@@ -177,7 +185,7 @@ class HeldHeads:
     def attend_backward(self, stage: Stage, q: Tensor, out: Tensor, dout: Tensor, *kv_and_lse: Tensor) -> Tensor:
         """dq_SnK of this rank's slots, written over `out` (empty slots stay zero); adds to the sums of dk and dv.
 
-        `kv_and_lse`: k_SmK and v_SmK, if a load arrives, and always lse_nS.
+        `kv_and_lse`: k_RmK and v_RmK, if a load arrives, and always lse_nS.
         """
         *kv, lse_nS = kv_and_lse
         self._arrive(stage, kv)
@@ -185,10 +193,10 @@ class HeldHeads:
             at = slice(read.first, read.last)
             if read.load not in self._sums:
                 self._sums[read.load] = self._zeros(read.load)
-            k_S1K, v_S1K = self._slot(self._kv, read)
-            dk_S1K, dv_S1K = self._slot(self._sums, read)
+            k_R1K, v_R1K = self._slot(self._kv, read)
+            dk_R1K, dv_R1K = self._slot(self._sums, read)
             attention_backward(
-                dout[:, at], q[:, at], k_S1K, v_S1K, out[:, at], lse_nS[at], **self.how, sums=(dk_S1K, dv_S1K)
+                dout[:, at], q[:, at], k_R1K, v_R1K, out[:, at], lse_nS[at], **self.how, sums=(dk_R1K, dv_R1K)
             )
         return out
 
@@ -196,13 +204,21 @@ class HeldHeads:
         del self._kv[load]
 
     def take_grads(self, load: int) -> Iterator[Tensor]:
-        """Yields dk_SmK, then dv_SmK, each rounded once to the load's dtype; drops the load."""
+        """Yields dk_SmK, then dv_SmK, summed over the ring and rounded once to the load's dtype; drops the load."""
         sums = self._sums.pop(load, None) or self._zeros(load)
         dtype = self._kv.pop(load)[0].dtype
         while sums:
             with holding(STAGE):
-                d_SmK = [sums.pop(0).to(dtype)]
+                d_SmK = [self._with_members(sum_members, sums.pop(0)).to(dtype)]
             yield d_SmK.pop()
+
+    def _with_members(self, collective: Callable[..., Tensor], t: Tensor) -> Tensor:
+        if self.ring.size() == 1:
+            return t
+        docs = self.how["docs"]
+        assert isinstance(docs, Docs)
+        with phase("exchange"):
+            return collective(t, self.ring, docs.deal)
 
     def _arrive(self, stage: Stage, kv: Sequence[Tensor]) -> None:
         if kv:
@@ -226,14 +242,15 @@ class StagesAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, table: HeadTable, group: dist.ProcessGroup, how: How, q_csnK, k_csmK, v_csmK):
+    def forward(ctx, table: HeadTable, group, ring, how: How, q_csnK, k_csmK, v_csmK):
         ctx.table, ctx.group, ctx.kept = table, group, []
-        ctx.held = HeldHeads(table, group.rank(), how)
+        ctx.held = HeldHeads(table, group.rank(), ring, how)
         loads = list(zip(*(_split(t, table.loads) for t in (k_csmK, v_csmK)), strict=True))
         outs = []
         for stage, q in zip(table.stages, _split(q_csnK, table.stages), strict=True):
             kv = () if stage.load is None else loads[stage.load]
-            q_SnK, *new_kv = (start_tokens_to_heads(t.contiguous(), group).wait() for t in (q, *kv))
+            q_SnK = start_tokens_to_heads(q.contiguous(), group).wait()
+            new_kv = [ctx.held.gather(start_tokens_to_heads(t.contiguous(), group)) for t in kv]
             out_SnK, lse_nS = ctx.held.attend(stage, q_SnK, *new_kv)
             ctx.kept.append((q_SnK, out_SnK, lse_nS))
             outs.append(start_heads_to_tokens(out_SnK, group).wait())
@@ -254,7 +271,7 @@ class StagesAttention(torch.autograd.Function):
             for load in range(len(table.loads))
         ]
         ctx.kept = ctx.held = None
-        return None, None, None, *(_joined(parts) for parts in (dqs, *zip(*dkvs, strict=True)))
+        return None, None, None, None, *(_joined(parts) for parts in (dqs, *zip(*dkvs, strict=True)))
 
 
 def _split(t_csnK: Tensor, parts: Sequence[Stage | Load]) -> tuple[Tensor, ...]:

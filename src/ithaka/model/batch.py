@@ -1,6 +1,7 @@
 """A batch of rows -> this rank's share of one packed sequence.
 
-Shapes: B rows of N tokens; S the flat sequence of B * N tokens, padded to a multiple of the cp ranks; s = S / cp.
+Shapes: B rows of N tokens; S the flat sequence of B * N tokens, padded to a multiple of the cp ranks; s = S / cp. Ring
+members have the chunks that they are dealt, and the ranks of a member its tokens in order, s each.
 Rows are documents of the packed sequence, and so are documents inside rows: there is no batch dimension below.
 """
 
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from ithaka.attention.blocks import Docs
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.loss import IGNORED
+from ithaka.plan.deal import Deal, deal
 
 INPUTS = ("input_ids", "labels", "position_ids", "attention_mask", "document_ids")
 
@@ -26,12 +28,12 @@ class Share:
     ids_s: Tensor
     positions_s: Tensor
     labels_s: Tensor | None  # already shifted
-    docs: Docs  # of the whole sequence
+    docs: Docs  # of the whole sequence; who has which of its tokens
     num_valid: int  # valid labels of the whole batch, all cp ranks together
 
 
 def take_share(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share:
-    """Cuts [B, N] INPUTS on the host, the same on every rank of the cp group, into this rank's contiguous tokens.
+    """Cuts [B, N] INPUTS on the host, the same on every rank of the cp group, into this rank's tokens.
 
     position_ids may be [1, N], for every row the same. Raises ValueError for what would be ignored or go wrong.
     """
@@ -49,38 +51,62 @@ def take_share(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share:
     if positions_BN is not None:
         positions_BN = positions_BN.expand_as(ids_BN)
     starts_BN = _document_starts(ids_BN, positions_BN, mask_BN, documents_BN)
+    dealt = _deal(starts_BN, mesh)
     if positions_BN is None:
         positions_BN = torch.arange(ids_BN.shape[1]).expand_as(ids_BN)
         if documents_BN is not None:
             positions_BN = positions_BN - torch.where(starts_BN, positions_BN, 0).cummax(dim=1).values
 
-    num_tokens = ids_BN.numel()
-    padding = -num_tokens % mesh.cp_size
-    ends = [num_tokens] if padding else []
+    ends = dict.fromkeys((ids_BN.numel(), dealt.num_tokens))  # padding is a document
     return Share(
-        ids_s=_mine(ids_BN, mesh, 0),
-        positions_s=_mine(positions_BN, mesh, 0),
-        labels_s=None if shifted_BN is None else _mine(shifted_BN, mesh, IGNORED),
-        docs=Docs((*starts_BN.reshape(-1).nonzero()[:, 0].tolist(), *ends, num_tokens + padding)),
+        ids_s=_mine(ids_BN, mesh, dealt, 0),
+        positions_s=_mine(positions_BN, mesh, dealt, 0),
+        labels_s=None if shifted_BN is None else _mine(shifted_BN, mesh, dealt, IGNORED),
+        docs=Docs((*_starts(starts_BN), *ends), dealt, mesh.ring_group.rank()),
         num_valid=0 if shifted_BN is None else int((shifted_BN != IGNORED).sum()),
     )
 
 
-def label_share(rows_BN: Tensor, mesh: Mesh, fill: float = 0) -> Tensor:
+def deal_of(inputs: dict[str, Tensor], rows_BN: Tensor, mesh: Mesh) -> Deal:
+    """How the tokens of a call of the model are dealt; `inputs`: what it has of INPUTS, `rows_BN`: one that it has."""
+    given = {name: as_integers(name, value) for name, value in inputs.items() if value is not None}
+    positions_BN, mask_BN, documents_BN = map(given.get, INPUTS[2:])
+    if positions_BN is not None:
+        positions_BN = positions_BN.expand(rows_BN.shape)
+    return _deal(_document_starts(rows_BN.cpu(), positions_BN, mask_BN, documents_BN), mesh)
+
+
+def _deal(starts_BN: Tensor, mesh: Mesh) -> Deal:
+    return deal((*_starts(starts_BN), starts_BN.numel()), mesh.ring_group.size(), mesh.ulysses_group.size())
+
+
+def _starts(starts_BN: Tensor) -> list[int]:
+    return starts_BN.reshape(-1).nonzero()[:, 0].tolist()
+
+
+def label_share(rows_BN: Tensor, mesh: Mesh, deal: Deal, fill: float = 0) -> Tensor:
     """What belongs to the labels of this rank's tokens: [B, N] values, each at its label's place -> [s] on its device.
 
     `fill` is for tokens that predict none: a row's last, and padding.
     """
-    return _mine(_shifted(rows_BN, fill), mesh, fill)
+    return _mine(_shifted(rows_BN, fill), mesh, deal, fill)
 
 
 def _shifted(rows_BN: Tensor, fill: float) -> Tensor:
     return F.pad(rows_BN[:, 1:], (0, 1), value=fill)
 
 
-def _mine(rows_BN: Tensor, mesh: Mesh, fill: float) -> Tensor:
-    shares = F.pad(rows_BN.reshape(-1), (0, -rows_BN.numel() % mesh.cp_size), value=fill).view(mesh.cp_size, -1)
-    return shares[mesh.cp_rank].to(mesh.device, copy=True)
+def _mine(rows_BN: Tensor, mesh: Mesh, deal: Deal, fill: float) -> Tensor:
+    return own_tokens(rows_BN.reshape(-1), mesh, deal, fill).to(mesh.device, copy=True)
+
+
+def own_tokens(flat_S: Tensor, mesh: Mesh, deal: Deal, fill: float) -> Tensor:
+    """This rank's tokens, [s, ...] of [S, ...]; `fill` stands for padding."""
+    runs = [flat_S[start : start + length] for start, length in deal.runs(mesh.ring_group.rank())]
+    mine = runs[0] if len(runs) == 1 else torch.cat(runs)
+    s = deal.num_tokens // mesh.cp_size
+    mine = mine[mesh.ulysses_group.rank() * s :][:s]
+    return F.pad(mine, (0, 0) * (mine.dim() - 1) + (0, s - len(mine)), value=fill)
 
 
 def as_integers(name: str, tensor: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from transformers.utils import ModelOutput
 
 from ithaka.attention.kernels import resolve_kernel
 from ithaka.config import AdapterConfig, ConfigError, RopeConfig
+from ithaka.dist.exchange import all_gather, in_order
 from ithaka.dist.mesh import Mesh, make_mesh
 from ithaka.layer.linear import linear_of
 from ithaka.layer.loss import TokenResults, linear_cross_entropy
@@ -23,15 +24,13 @@ from ithaka.layer.store import Store
 from ithaka.layer.tiles import apply_norm, sum_dtype
 from ithaka.layout import Layout
 from ithaka.model.adapters import add_adapter, check_adapters
+from ithaka.model.batch import own_tokens
 from ithaka.model.calls import Call, CallCheck, check_around, check_modules, mark_replaced
 from ithaka.model.families import check_supported, layer_parts
 from ithaka.model.positions import set_positions
 from ithaka.model.weights import init_adapter, init_weights, load_adapter, load_weights
 from ithaka.phases import mark_backward, phase
 from ithaka.plan.heads import head_table
-
-# torch 2.13's name, or the one before.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass
@@ -48,35 +47,40 @@ def parallelize(
     model: PreTrainedModel,
     cp: int | None = None,
     *,
+    ring: int | None = None,
     mesh: Mesh | None = None,
     layout: Layout | None = None,
     store: Store | None = None,
 ) -> PreTrainedModel:
     """Swaps the layers for streamed ones and applies FSDP2, in place. Parameter names stay Hugging Face's.
 
-    `cp` ranks share a sequence; the rest of the world is data parallel. Afterwards the model takes
+    `cp` ranks share a sequence, in `ring` groups that each exchange tokens for heads and have no more ranks than the
+    model has query heads; the rest of the world is data parallel. Afterwards the model takes
     `(input_ids, *, labels, position_ids, attention_mask, document_ids, num_items_in_batch, per_token)`, the same full
     batch on every rank of a cp group (model/calls.py checks that). Gradients arrive sharded and summed over all ranks.
-    `layout` says the rest, and cp as well; without it every technique is off. `store` holds what layers keep.
+    `layout` says the rest, and cp and ring as well; without it every technique is off. `store` holds what layers keep.
     A PeftModel stays one: its base model is parallelized.
     """
     if hasattr(model, "get_base_model"):
         check_adapters(model)  # some methods are not in the base model
-        base = parallelize(model.get_base_model(), cp, mesh=mesh, layout=layout, store=store)
+        base = parallelize(model.get_base_model(), cp, ring=ring, mesh=mesh, layout=layout, store=store)
         model.forward = base.__call__  # PEFT's own would call the base's forward, past its checks and FSDP2
         return model
     check_supported(model)
     check_modules(model)
-    layout = layout or Layout(cp=cp or (mesh.cp_size if mesh else 1))
-    for name, other in (("cp", cp), ("mesh.cp_size", mesh and mesh.cp_size)):
-        if other is not None and other != layout.cp:
-            raise ConfigError(f"{name}={other} is not layout.cp={layout.cp}; give one of them, or the same")
-    heads, stage = model.config.num_attention_heads, layout.heads_per_stage
-    if layout.cp > heads:
-        raise ConfigError(f"parallel.cp={layout.cp} exceeds the {heads} query heads; use at most {heads}")
-    if stage is not None and (stage < 1 or stage % layout.cp):
-        raise ConfigError(f"parallel.heads_per_stage={stage} is not a multiple of cp={layout.cp}; use {layout.cp}")
-    mesh = mesh or make_mesh(layout.cp)
+    of_mesh = (mesh.cp_size, mesh.ring_group.size()) if mesh else (None, None)
+    layout = layout or Layout(cp=cp or of_mesh[0] or 1, ring=ring or of_mesh[1] or 1)
+    for name, others, own in (("cp", (cp, of_mesh[0]), layout.cp), ("ring", (ring, of_mesh[1]), layout.ring)):
+        for where, other in zip(("", "mesh."), others, strict=True):
+            if other is not None and other != own:
+                raise ConfigError(f"{where}{name}={other} is not layout.{name}={own}; give one of them, or the same")
+    mesh = mesh or make_mesh(layout.cp, ring=layout.ring)
+    heads, stage, ulysses = model.config.num_attention_heads, layout.heads_per_stage, layout.ulysses
+    if ulysses > heads:
+        way = f"use at most {heads * layout.ring}, or a larger ring"
+        raise ConfigError(f"parallel.cp={layout.cp} exceeds the {heads} query heads times ring={layout.ring}; {way}")
+    if stage is not None and (stage < 1 or stage % ulysses):
+        raise ConfigError(f"parallel.heads_per_stage={stage} is not a multiple of cp // ring={ulysses}; use {ulysses}")
     dtype = getattr(torch, layout.dtype) if layout.dtype else model.dtype
     # A kernel that does not work is found here, not in the first step.
     resolve_kernel(layout.kernel, mesh.device, dtype, layer_parts(model, 0).head_dim)
@@ -174,12 +178,12 @@ def _shard(model: PreTrainedModel, mesh: Mesh, layout: Layout, dtype: torch.dtyp
 
 
 def _swap_forwards(model: PreTrainedModel, mesh: Mesh, layout: Layout, store: Store) -> None:
-    config, rotary, group = model.config, model.model.rotary_emb, mesh.cp_group
-    table = head_table(config.num_attention_heads, config.num_key_value_heads, layout.cp, layout.heads_per_stage)
+    config, rotary, groups = model.config, model.model.rotary_emb, (mesh.ulysses_group, mesh.ring_group)
+    table = head_table(config.num_attention_heads, config.num_key_value_heads, layout.ulysses, layout.heads_per_stage)
     all_keeps = layout.of_layers(len(model.model.layers))
     for index, (layer, keeps) in enumerate(zip(model.model.layers, all_keeps, strict=True)):
         name, parts = f"layer {index}", layer_parts(model, index)
-        layer.forward = StreamedLayer(name, layer, parts, rotary, group, table, store, layout, keeps)
+        layer.forward = StreamedLayer(name, layer, parts, rotary, *groups, table, store, layout, keeps)
         layer.gradient_checkpointing = False
     model.lm_head.forward = MethodType(_head, model.lm_head)
     model.forward = MethodType(_forward, model)
@@ -197,7 +201,8 @@ def _head(lm_head: nn.Module, x_sD: Tensor, norm: nn.Module, call: Call) -> Toke
     """What the labels give, or logits. Takes the place of lm_head's forward, so that FSDP2 has its weight ready."""
     if call.share.labels_s is not None:
         return linear_cross_entropy(x_sD, call.share.labels_s, norm, linear_of(lm_head), call.per_token)
-    return GatherTokens.apply(linear_of(lm_head)(apply_norm(norm, x_sD)), call.mesh.cp_group, call.shape)
+    logits_sV = linear_of(lm_head)(apply_norm(norm, x_sD))
+    return GatherTokens.apply(logits_sV, call.mesh, call.share.docs.deal, call.shape)
 
 
 def _forward(
@@ -244,19 +249,19 @@ class _GlobalSum(torch.autograd.Function):
 
 
 class GatherTokens(torch.autograd.Function):
-    """The batch's tokens on every rank, [B, N, V]; backward takes this rank's own, which nobody else contributes.
+    """The batch's tokens on every rank, [B, N, V], in order; backward takes its own: nobody else contributes them.
 
     Padding is cut here: FSDP2 hooks the output, and an in-place operation on a view would lose the hook.
     """
 
     @staticmethod
-    def forward(ctx, local_sV, group, shape):
-        ctx.rank, ctx.s, V = group.rank(), len(local_sV), local_sV.shape[1]
-        whole_SV = local_sV.new_empty(group.size() * ctx.s, V)
-        all_gather(whole_SV, local_sV.contiguous(), group=group)
+    def forward(ctx, local_sV, mesh, deal, shape):
+        ctx.mesh, ctx.deal, V = mesh, deal, local_sV.shape[1]
+        whole_SV = local_sV.new_empty(mesh.cp_size * len(local_sV), V)
+        all_gather(whole_SV, local_sV.contiguous(), group=mesh.cp_group)
+        whole_SV = in_order(whole_SV, deal)
         return local_sV.new_empty(0).set_(whole_SV.untyped_storage(), 0, (*shape, V))
 
     @staticmethod
     def backward(ctx, dwhole_BNV):
-        mine_sV = dwhole_BNV.flatten(0, 1)[ctx.rank * ctx.s : (ctx.rank + 1) * ctx.s]
-        return nn.functional.pad(mine_sV, (0, 0, 0, ctx.s - len(mine_sV))), None, None
+        return own_tokens(dwhole_BNV.flatten(0, 1), ctx.mesh, ctx.deal, 0), None, None, None

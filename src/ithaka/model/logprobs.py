@@ -41,18 +41,20 @@ def token_logprobs(
     if share:
         return TokenLogprobs(-losses_s, *details)
     values_s3 = torch.stack([x.to(losses_s.dtype) for x in (-losses_s, *details)], dim=-1)
-    values_BN3 = GatherTokens.apply(values_s3, mesh.cp_group, input_ids.shape)
+    values_BN3 = GatherTokens.apply(values_s3, mesh, batch.deal_of(inputs, input_ids, mesh), input_ids.shape)
     values_BN3 = F.pad(values_BN3[:, :-1], (0, 0, 1, 0))
     logprobs_BN, entropies_BN, correct_BN = (values_BN3[..., i] for i in range(3))
     return TokenLogprobs(logprobs_BN, entropies_BN, correct_BN.bool())
 
 
-def label_share(model: PreTrainedModel, values_BN: Tensor, fill: float = 0) -> Tensor:
+def label_share(model: PreTrainedModel, values_BN: Tensor, fill: float = 0, **inputs: Any) -> Tensor:
     """Values that belong to labels (advantages, masks, older log-probabilities) -> those of this rank's tokens, [s].
 
-    In the order of `token_logprobs(..., share=True)`; `fill` stands where no label is.
+    In the order of `token_logprobs(..., share=True)` with the same `inputs`: in a ring it depends on the documents.
+    `fill` stands where no label is.
     """
-    return batch.label_share(values_BN, _mesh(model), fill)
+    mesh = _mesh(model)
+    return batch.label_share(values_BN, mesh, batch.deal_of(inputs, values_BN, mesh), fill)
 
 
 def _mesh(model: PreTrainedModel) -> Mesh:

@@ -150,7 +150,7 @@ class Slots:
 
 
 def slots_of(shape: ModelShape, layout: Layout) -> Slots:
-    return _slots_of(shape.heads, shape.kv_heads, layout.cp, layout.heads_per_stage)
+    return _slots_of(shape.heads, shape.kv_heads, layout.ulysses, layout.heads_per_stage)
 
 
 @cache

@@ -158,7 +158,7 @@ def train(run: Run, only_profile: bool = False) -> int:
 def prepare(run: Run) -> Trainer:
     """Do all that can be refused before anything is written; a refusal is raised on all ranks."""
     start_process_group()
-    trainer = together(Trainer, run, make_mesh(run.layout.cp))
+    trainer = together(Trainer, run, make_mesh(run.layout.cp, ring=run.layout.ring))
     trainer.data_facts = together(_data_facts, trainer)
     if run.checkpoint is not None:
         trainer.load()
@@ -272,9 +272,11 @@ def _header(trainer: Trainer) -> dict[str, str]:
     tokens = config.train.batch * config.train.accumulate * mesh.dp_size * config.data.context
     frozen = trainer.num_trained < trainer.num_params
     size = amount(trainer.num_params) + f" parameters{f', {amount(trainer.num_trained)} trained' if frozen else ''}"
+    ulysses, ring = mesh.ulysses_group.size(), mesh.ring_group.size()
     facts = {
         "model": f"{config.model.path or model.config.model_type}, {size}",
-        "ranks": f"{mesh.world_size} ({device}) = {mesh.dp_size} data x {mesh.cp_size} context parallel",
+        "ranks": f"{mesh.world_size} ({device}) = {mesh.dp_size} data x {mesh.cp_size} context parallel"
+        + f" ({ulysses} Ulysses x {ring} ring)" * (ring > 1),
         "context": f"{config.data.context} tokens, {tokens} per step, {config.train.steps} steps",
         "attention": f"kernel {trainer.kernel}",
         "run": f"{trainer.run.run_dir}{f', resumed after step {trainer.step}' if trainer.step else ''}",

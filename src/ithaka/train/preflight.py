@@ -324,8 +324,9 @@ def store_host_bytes(run: Run) -> int | None:
 def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
     """Refuse what no layout can have, what would have no effect, and what is missing."""
     parallel, memory, attention = config.parallel, config.memory, config.attention
-    values = {"parallel.cp": parallel.cp_of(num_ranks), "parallel.heads_per_stage": parallel.heads_per_stage}
-    fixed = fixed_settings(values | {"memory.keep_attention": memory.keep_attention}, shape.num_layers, num_ranks)
+    values: dict[str, Any] = {"parallel.cp": parallel.cp_of(num_ranks), "parallel.ring": parallel.ring}
+    values |= {"parallel.heads_per_stage": parallel.heads_per_stage, "memory.keep_attention": memory.keep_attention}
+    fixed = fixed_settings(values, shape.num_layers, num_ranks)
     check_fixed(fixed, shape.heads, shape.num_layers, num_ranks)
     check_effects({f"memory.{name}": value for name, value in vars(memory).items()})
     idle_disk = memory.disk_path is not None and "disk" not in (memory.offload, memory.attention_offload)

@@ -21,7 +21,7 @@ from ithaka.config import OptimConfig
 from ithaka.data.stream import Batch, num_valid
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.loss import IGNORED, TokenResults
-from ithaka.model.batch import label_share, num_pairs
+from ithaka.model.batch import deal_of, label_share, num_pairs
 from ithaka.phases import phase
 
 _CHUNK = 1 << 20  # elements; on a CPU each is widened to fp64 for its norm
@@ -98,9 +98,10 @@ class SourceSums:
 
     def add(self, batch: Batch, tokens: TokenResults | None) -> None:
         if tokens is not None and batch.source_ids is not None:
-            valid_s = label_share(batch.labels, self.mesh, IGNORED) != IGNORED
+            deal = deal_of(batch.inputs, batch.labels, self.mesh)
+            valid_s = label_share(batch.labels, self.mesh, deal, IGNORED) != IGNORED
             values_2s = torch.stack([tokens.losses.detach().double(), valid_s.double()])
-            self._sums.index_add_(1, label_share(batch.source_ids, self.mesh), values_2s)
+            self._sums.index_add_(1, label_share(batch.source_ids, self.mesh, deal), values_2s)
 
     def means(self, what: str) -> dict[str, float]:
         """Of the sources with a label on any rank: {"what/NAME": mean}."""
