@@ -72,13 +72,14 @@ class LayerBytes:
         self.shape, self.layout, self.s, self.slots = shape, layout, s, slots_of(shape, layout)
         self.num_stages = len(self.slots.stages)
         self.x = layout.x_bytes(shape.hidden, s)
-        self.slot = layout.cp * s * shape.head_dim * layout.element_bytes  # one head of every token
+        # One head of every token that this rank has in attention; of a ring's k and v it has all members'.
+        self.slot = layout.ulysses * s * shape.head_dim * layout.element_bytes
         self.q = self.slots.query * self.slot  # T
-        self.lse = layout.cp * s * self.slots.query * layout.sum_bytes
+        self.lse = layout.ulysses * s * self.slots.query * layout.sum_bytes
         stages = self.slots.stages  # k and v, by stage: those that arrive with it (2 U), those held while it attends,
         self.kv = [2 * stage.new_kv * self.slot for stage in stages]  # and those held once its last uses are over
-        self.held = [2 * stage.held * self.slot for stage in stages]
-        self.left = [2 * stage.left * self.slot for stage in stages]
+        self.held = [2 * stage.held * self.slot * layout.ring for stage in stages]
+        self.left = [2 * stage.left * self.slot * layout.ring for stage in stages]
         self.kept = keeps.attention is not None
         self.fetched = self.kept and keeps.attention != "device"  # attention's output comes from the store
         stored = keeps.input != "device"
@@ -87,7 +88,7 @@ class LayerBytes:
         self.held_input = self.x if layout.overlap and stored else 0
         self.streamed = 2 if stored and not layout.overlap else 0
         self.ahead = 2 if layout.overlap else 1
-        self.exchanged = layout.cp > 1  # an exchange has a buffer of its own to receive into
+        self.exchanged = layout.ulysses > 1  # an exchange has a buffer of its own to receive into
 
     def under_way(self, own: int, first: int, last: int) -> int:
         """Tensors of stages [first, last) between their sending and their use: of each `own` and the k, v that arrive.
@@ -104,8 +105,15 @@ class LayerBytes:
         return own + self.kv[stage] + max(self.q, self.kv[stage] // 2)
 
     def sums(self, num_slots: int) -> int:
-        """dk and dv of so many kv slots, in the dtype of sums."""
-        return 2 * num_slots * self.slot // self.layout.element_bytes * self.layout.sum_bytes
+        """dk and dv of so many kv slots and all members' tokens, in the dtype of sums."""
+        return 2 * num_slots * self.slot * self.layout.ring // self.layout.element_bytes * self.layout.sum_bytes
+
+    def gathering(self, stage: int) -> int:
+        """k and v that arrive with a stage and go to the ring, at the most: v as it came, as gathered and in order.
+
+        In backward the sums of dk and dv are larger.
+        """
+        return self.kv[stage] // 2 * (3 * self.layout.ring + 1)
 
     def grad_sums(self, phase: str) -> int:
         """Bytes of weight gradients as they are summed over tiles (GradSum of layer/tiles.py)."""
@@ -129,10 +137,10 @@ class LayerBytes:
         """
         if work == "none":
             return 0
-        shape, cp, slots, hidden = self.shape, self.layout.cp, self.slots, self.shape.hidden
+        shape, c, slots, hidden = self.shape, self.layout.ulysses, self.slots, self.shape.hidden
         t, e, wide = min(self.layout.tile_tokens or self.s, self.s), self.layout.element_bytes, self.layout.sum_bytes
         if work in BLOCK_TOKENS:
-            elements = min(BLOCK_TOKENS[work] * 128, cp * self.s * shape.head_dim)
+            elements = min(BLOCK_TOKENS[work] * 128, c * self.s * shape.head_dim)
             return BLOCK_BUFFERS * elements * wide
         rounded, heads = 0 if wide == e else 1, shape.heads * shape.head_dim
         rank = shape.adapter.rank if shape.adapter else 0  # width of what is between an adapter's two matrices
@@ -143,11 +151,11 @@ class LayerBytes:
             # up to twice as much: no plan knows of them.)
             width = (2 + self.streamed) * hidden + (3 if self.fetched else 1) * heads + 3 * shape.mlp + 2 * rank
             return t * e * width
-        width = cp * slots.query * shape.head_dim
+        width = c * slots.query * shape.head_dim
         if work == "project":
-            kv_width = 2 * cp * max(stage.new_kv for stage in slots.stages) * shape.head_dim
+            kv_width = 2 * c * max(stage.new_kv for stage in slots.stages) * shape.head_dim
             return (width + kv_width) * hidden * e + t * e * ((2 + self.streamed) * hidden + 5 * width + rank)
-        all_widths = self.num_stages * width + 2 * cp * slots.all_kv * shape.head_dim
+        all_widths = self.num_stages * width + 2 * c * slots.all_kv * shape.head_dim
         return all_widths * hidden * e + t * e * ((4 + self.streamed) * hidden + 2 * all_widths + 7 * rank)
 
 
@@ -164,6 +172,9 @@ def attend_moments(b: LayerBytes, phase: str, stream: int) -> Iterator[Moment]:
         yield Moment(project, stream, b.under_way(b.q, 0, i) + b.sending(b.q, i))
     for i in range(b.num_stages):
         later = b.under_way(b.q, i + 1, i + b.ahead)
+        if b.layout.ring > 1:
+            before = b.held[i] - b.kv[i] * b.layout.ring
+            yield Moment(f"{phase} exchange", stream, b.q + later + before + b.gathering(i), i * out)
         part = out * b.slots.stages[i].part // b.slots.query  # the widest read's, where it is not the whole output
         yield Moment(attend, stream, b.q + later + b.held[i] + out + part, i * out, "attend")
         if (new := i + b.ahead) < b.num_stages:

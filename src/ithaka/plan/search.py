@@ -122,8 +122,9 @@ class Space:
 
     @cached_property
     def cps(self) -> list[int]:
-        stage, ranks = self.fixed.get("heads_per_stage") or 0, self.hardware.num_gpus
-        fitting = (n for n in range(1, min(ranks, self.shape.heads) + 1) if ranks % n == 0 and stage % n == 0)
+        stage, ranks, ring = self.fixed.get("heads_per_stage") or 0, self.hardware.num_gpus, self.fixed.get("ring", 1)
+        most = min(ranks // ring, self.shape.heads)
+        fitting = (n * ring for n in range(1, most + 1) if ranks % (n * ring) == 0 and stage % n == 0)
         return [self.fixed["cp"]] if "cp" in self.fixed else list(fitting)
 
     def choose(self, work: Work) -> Plan:
@@ -180,8 +181,9 @@ class Space:
         if not self.fixed.get("checkpoint", True):  # nothing to decide about what is kept
             options |= {"attention_tier": TIERS[:1], "keep_attention": [0], "input_tier": TIERS[:1], "overlap": [True]}
         for cp in self.cps:
-            slots = -(-self.shape.heads // cp)  # all heads at once, half of them, a quarter, ... one per rank
-            widths = [(slots >> i) * cp for i in range(slots.bit_length())]
+            ulysses = cp // self.fixed.get("ring", 1)
+            slots = -(-self.shape.heads // ulysses)  # all heads at once, half of them, a quarter, ... one per rank
+            widths = [(slots >> i) * ulysses for i in range(slots.bit_length())]
             lists = {"cp": [cp], "heads_per_stage": widths, **options} | {name: [v] for name, v in self.fixed.items()}
             for values in product(*lists.values()):
                 frame = dict(zip(lists, values, strict=True))
@@ -229,7 +231,8 @@ class Space:
         it, or as few as possible.
         """
         cp = max(self.cps)
-        lean = {"cp": cp, "heads_per_stage": cp, "tile_tokens": self.tiles[-1], "overlap": False, **self.fixed}
+        stage = cp // self.fixed.get("ring", 1)
+        lean = {"cp": cp, "heads_per_stage": stage, "tile_tokens": self.tiles[-1], "overlap": False, **self.fixed}
         for frame in replace(self, fixed=lean).frames():
             yield make_layout(self.shape.num_layers, **frame)
             if frame["keep_attention"] and "keep_attention" not in self.fixed:

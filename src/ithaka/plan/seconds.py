@@ -64,8 +64,8 @@ def layer_seconds(
     """(forward, backward) of one layer on the rank with the most heads."""
     layout, kept = replace(layout, kept=(keeps,)), keeps.attention is not None
     linear = Linear(shape, layout, hardware, work.local_tokens(layout.cp))
-    heads = -(-shape.heads // layout.cp)
-    flops = 4 * shape.head_dim * heads * work.pairs(window)
+    heads = -(-shape.heads // layout.ulysses)
+    flops = 4 * shape.head_dim * heads * work.pairs(window) / layout.ring
     gpu, narrow = hardware.gpu, NARROW_HEAD_SHARE if shape.head_dim <= 64 else (1.0, 1.0)
     attend = flops / (gpu.attention_forward_flops * narrow[0])
     attend_back = 2.5 * flops / (gpu.attention_backward_flops * narrow[1])
@@ -114,7 +114,7 @@ class Linear:
         slots = slots_of(shape, layout)
         self.x, self.num_stages = layout.x_bytes(shape.hidden, s), len(slots.stages)
         # Width of q, k and v as projected: empty and repeated slots included.
-        self.projected = (self.num_stages * slots.query + 2 * slots.all_kv) * layout.cp * shape.head_dim
+        self.projected = (self.num_stages * slots.query + 2 * slots.all_kv) * layout.ulysses * shape.head_dim
         self.frozen = shape.adapter is not None
         self.num_tiles = -(-s // (layout.tile_tokens or s))
 
@@ -166,7 +166,7 @@ class Linear:
 
 
 def _exchange_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, s: int) -> tuple[float, float]:
-    """(forward, backward) seconds of all-to-alls that nothing hides."""
+    """(forward, backward) seconds of all-to-alls, and of a ring's k, v, dk and dv, that nothing hides."""
     if layout.cp == 1:
         return 0.0, 0.0
     b = LayerBytes(shape, layout, s)
@@ -175,15 +175,19 @@ def _exchange_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, s: 
     hidden = layout.overlap and b.num_stages > 1
     arriving = b.q + b.kv[0] if hidden else queries + kv
     arriving_back = 3 * b.q + b.kv[0] if hidden else 3 * queries + kv
-    inside = min(layout.cp, hardware.gpus_per_node)
+    ulysses = layout.ulysses
+    inside = min(ulysses, hardware.gpus_per_node)
 
     def seconds(num_bytes: int) -> float:
-        """Each rank keeps 1/cp; what leaves the node goes over the network at the same time as the rest."""
-        near = num_bytes * (inside - 1) / layout.cp / hardware.gpu.link_bytes_s
-        far = num_bytes * (layout.cp - inside) / layout.cp / NETWORK_BYTES_S
+        """Each rank keeps 1/ulysses; what leaves the node goes over the network at the same time as the rest."""
+        near = num_bytes * (inside - 1) / ulysses / hardware.gpu.link_bytes_s
+        far = num_bytes * (ulysses - inside) / ulysses / NETWORK_BYTES_S
         return max(near, far)
 
-    return seconds(arriving + queries), seconds(arriving_back + queries + kv)
+    rate = hardware.gpu.link_bytes_s if layout.cp <= hardware.gpus_per_node else NETWORK_BYTES_S
+    gather = (layout.ring - 1) * kv / rate
+    reduce = gather * layout.sum_bytes / layout.element_bytes
+    return seconds(arriving + queries) + gather, seconds(arriving_back + queries + kv) + gather + reduce
 
 
 def _collective_seconds(num_bytes: int, hardware: Hardware) -> float:

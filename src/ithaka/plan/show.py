@@ -209,12 +209,15 @@ def _way_out(plan: Plan) -> str:
 def _reasons(plan: Plan) -> dict[str, str]:
     """Per setting what it does here, and why it was chosen; "as given" where the user decided."""
     layout, shape, batch = plan.layout, plan.shape, _sequences(plan.work.batch)
-    cp, width, s = layout.cp, layout.heads_per_stage or shape.heads, plan.work.local_tokens(layout.cp)
+    cp, ulysses, width = layout.cp, layout.ulysses, layout.heads_per_stage or shape.heads
+    s = plan.work.local_tokens(cp)
     shared = f"{cp} of {plan.hardware.num_gpus} GPUs share {batch}" if cp > 1 else f"every GPU has {batch} of its own"
     step = f"{_sequences(plan.sequences_per_step)}, {tokens(plan.tokens_per_step)} tokens per step"
-    stage = "all heads at once" + " (plain Ulysses)" * (cp > 1)
+    stage = "all heads at once" + " (plain Ulysses)" * (ulysses > 1)
     if width < shape.heads:
-        stage = f"{width // cp} per GPU at a time{_instead(plan, 'more', heads_per_stage=min(2 * width, shape.heads))}"
+        stage = (
+            f"{width // ulysses} per GPU at a time{_instead(plan, 'more', heads_per_stage=min(2 * width, shape.heads))}"
+        )
     inputs = size((shape.num_layers - shape.first_trained) * layout.x_bytes(shape.hidden, s))
     outputs = size(kept_attention_bytes(shape, layout, s) * layout.keep_attention)
     reasons = {
@@ -222,6 +225,10 @@ def _reasons(plan: Plan) -> dict[str, str]:
         "parallel.heads_per_stage": stage,
         "memory.tile_tokens": "tokens per tile of norms, projections and MLP",
     }
+    if layout.ring > 1:
+        reasons["parallel.ring"] = (
+            f"k and v go round {layout.ring} groups of {ulysses} GPUs that exchange tokens for heads"
+        )
     if layout.checkpoint:
         reasons["memory.offload"] = f"layer inputs ({inputs} per GPU) are kept {PLACES[layout.input_tier]}"
         reasons["memory.keep_attention"] = _keep_reason(plan)
