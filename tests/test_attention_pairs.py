@@ -1,10 +1,12 @@
 """The schedule alone: every visible (row, key) once, nothing else, nothing beyond a kernel's range."""
 
+from itertools import accumulate
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ithaka.attention.pairs import CAUSAL, EDGE, query_major, spans_of, split_ragged
+from ithaka.attention.pairs import CAUSAL, EDGE, WINDOW, query_major, spans_of, split_ragged
 
 
 def visible(docs, causal, window):
@@ -17,7 +19,7 @@ def visible(docs, causal, window):
     }
 
 
-def visits(blocks):
+def visits(blocks, window=None):
     for block in blocks:
         for c in range(block.count):
             for p, d in ((pair, d) for pair in block.pairs for d in range(pair.count)):
@@ -26,6 +28,8 @@ def visits(blocks):
                 for i in range(p.rows):
                     for j in range(p.keys):
                         if (p.mask == CAUSAL and j > i) or (p.mask == EDGE and j < i):
+                            continue
+                        if p.mask == WINDOW and not 0 <= p.keys - p.rows + i - j < window:
                             continue
                         yield p.q0 + i + shift, p.k0 + j + shift
 
@@ -45,18 +49,25 @@ def owned(blocks):
     block_q=st.integers(1, 16),
     block_kv=st.integers(1, 16),
     halve=st.booleans(),
+    knows_windows=st.booleans(),
+    pieces=st.lists(st.integers(1, 20), max_size=6),
 )
-def test_every_visible_pair_once(lengths, equal, causal, window, block_q, block_kv, halve):
+def test_every_visible_pair_once(lengths, equal, causal, window, block_q, block_kv, halve, knows_windows, pieces):
+    """Of all rows, or of a few runs of them: every second of `pieces`."""
     docs = [0]
     for length in lengths:
         for _ in range(equal):
             docs.append(docs[-1] + length)
     settings_ = dict(causal=causal, window=window if causal else None, block_q=block_q, block_kv=block_kv)
-    settings_["halve"] = halve
-    expected = sorted(visible(docs, causal, settings_["window"]))
-    blocks = list(query_major(spans_of(tuple(docs)), **settings_))
-    assert sorted(visits(blocks)) == expected
-    assert sorted(owned(blocks)) == list(range(docs[-1]))
+    settings_ |= dict(halve=halve, knows_windows=knows_windows)
+    borders = [0, *(min(border, docs[-1]) for border in accumulate(pieces))]
+    runs = [(a, b - a) for a, b in zip(borders[:-1:2], borders[1::2], strict=False) if b > a]
+    rows = [token for start, length in runs or [(0, docs[-1])] for token in range(start, start + length)]
+    row_of = {token: row for row, token in enumerate(rows)}
+    expected = sorted((row_of[i], j) for i, j in visible(docs, causal, settings_["window"]) if i in row_of)
+    blocks = list(query_major(spans_of(tuple(docs), runs), **settings_))
+    assert sorted(visits(blocks, window)) == expected
+    assert sorted(owned(blocks)) == list(range(len(rows)))
     for block in blocks:
         for p in block.pairs:
             assert p.mask not in (CAUSAL, EDGE) or p.rows == p.keys

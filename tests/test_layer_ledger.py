@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from ithaka.attention.blocks import Docs
 from ithaka.attention.kernels import resolve_kernel
 from ithaka.config import AdapterConfig
-from ithaka.dist.exchange import ALONE
 from ithaka.dist.loopback import LoopbackGroup
 from ithaka.layer.schedule import StreamedLayer
 from ithaka.layer.store import Store
@@ -25,6 +25,7 @@ from ithaka.model.adapters import add_adapter
 from ithaka.model.families import layer_parts
 from ithaka.phases import GRADIENTS
 from ithaka.plan.bytes import kept_attention_bytes, layer_moments, layer_peak
+from ithaka.plan.deal import deal
 from ithaka.plan.heads import head_table
 from ithaka.plan.shape import ModelShape, shape_from_config
 from ithaka.profile.live import LiveBytes
@@ -47,6 +48,7 @@ class Case:
     attention: str | None = "host"  # tier; None: computed again
     dtype: torch.dtype = torch.float32
     adapter: AdapterConfig | None = None
+    ring: int = 1
 
     @property
     def keeps(self) -> LayerKeeps:
@@ -62,6 +64,7 @@ class Case:
             overlap=self.overlap,
             dtype=str(self.dtype).removeprefix("torch."),
             blocks=BLOCKS,
+            ring=self.ring,
         )
 
 
@@ -84,6 +87,10 @@ CASES = [
     Case(9, 3, 2, 2, attention=None, overlap=False),
     Case(9, 3, 4, 8, overlap=False),  # ranks whose slots read two kv heads
     Case(9, 3, 4, None, inputs="device", attention="device"),
+    Case(8, 2, 4, 2, ring=2),
+    Case(8, 2, 4, 2, ring=2, overlap=False, attention=None),
+    Case(8, 4, 4, 4, ring=4, overlap=False, inputs="device", attention="device"),
+    Case(9, 3, 6, 3, ring=3),  # 9 heads on 2 ranks: an empty slot
     Case(8, 2, 2, 2, overlap=False, adapter=AdapterConfig(4)),
     Case(9, 3, 4, 8, inputs="device", attention=None, adapter=AdapterConfig(4, targets=("q_proj", "up_proj"))),
 ]
@@ -91,6 +98,7 @@ CASES = [
 
 def name(case: Case) -> str:
     sharing = f"{case.heads}-{case.kv_heads} cp{case.cp} {case.heads_per_stage} t{case.tile_tokens}"
+    sharing += f" ring{case.ring}" * (case.ring > 1)
     return f"{sharing} {case.overlap} {case.inputs} {case.attention}" + " adapter" * (case.adapter is not None)
 
 
@@ -118,18 +126,19 @@ def run_layer(case: Case, rank: int) -> MemoryMap:
     model = tiny_model(config_of(case), case.dtype)
     if case.adapter is not None:
         add_adapter(model, case.adapter, None)
-    group = LoopbackGroup(rank, case.cp)
-    table = head_table(case.heads, case.kv_heads, case.cp, case.heads_per_stage)
+    ulysses, tokens = case.layout.ulysses, (0, case.cp * TOKENS)
+    groups = LoopbackGroup(rank, ulysses), LoopbackGroup(0, case.ring)
+    table = head_table(case.heads, case.kv_heads, ulysses, case.heads_per_stage)
     block, rotary = model.model.layers[0], model.model.rotary_emb
     parts, how = layer_parts(model, 0), (case.layout, case.keeps)
-    layer = StreamedLayer("layer", block, parts, rotary, group, ALONE, table, Store(), *how)
+    layer = StreamedLayer("layer", block, parts, rotary, *groups, table, Store(), *how)
     params, positions_s = [p for p in block.parameters() if p.requires_grad], torch.arange(TOKENS)
     leaf_sD = torch.randn(TOKENS, model.config.hidden_size, dtype=case.dtype, requires_grad=True)
     resolve_kernel("auto", torch.device("cpu"), case.dtype, parts.head_dim)  # its trial is no part of a layer
     with LiveBytes() as live:
         x_sD = leaf_sD * 1.0
         of_x = get_gradient_edge(x_sD)
-        y_sD = layer(x_sD, positions_s, (0, case.cp * TOKENS))
+        y_sD = layer(x_sD, positions_s, Docs(tokens, deal(tokens, case.ring, ulysses)))
         del x_sD
         of_y, like = get_gradient_edge(y_sD), torch.empty_like(y_sD, device="meta")
         del y_sD
@@ -140,7 +149,9 @@ def run_layer(case: Case, rank: int) -> MemoryMap:
 
 def run_ranks(case: Case) -> list[MemoryMap]:
     """Ranks with equally many heads do the same."""
-    return [run_layer(case, rank) for rank in range(1 if case.heads % case.cp == 0 else case.cp)]
+    return [
+        run_layer(case, rank) for rank in range(1 if case.heads % case.layout.ulysses == 0 else case.layout.ulysses)
+    ]
 
 
 def highest(memory: MemoryMap, *phases: str, lengths: Iterable[int] = ()) -> int:
@@ -175,9 +186,10 @@ def planned(case: Case, direction: str, part: str = "") -> int:
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_a_layer_is_as_high_as_its_ledger(case):
     shape, maps = shape_of(case), run_ranks(case)
+    lengths = (TOKENS, TOKENS * case.layout.ulysses, TOKENS * case.cp)
     for direction, part in EXACT:
         phases = (direction, part) if part else (direction,)
-        live = max(highest(memory, *phases, lengths=(TOKENS, TOKENS * case.cp)) for memory in maps)
+        live = max(highest(memory, *phases, lengths=lengths) for memory in maps)
         assert live == planned(case, direction, part), f"full-length tensors in {direction} {part}"
     for direction in ("forward", "backward"):
         live = max(highest(memory, direction) for memory in maps)

@@ -110,7 +110,8 @@ def shift_after_sharding(patch):
     def change(share, inputs, mesh):
         if share.labels_s is None:
             return share
-        return replace(share, labels_s=F.pad(batch._mine(inputs["labels"], mesh, IGNORED)[1:], (0, 1), value=IGNORED))
+        labels_s = batch._mine(inputs["labels"], mesh, share.docs.deal, IGNORED)
+        return replace(share, labels_s=F.pad(labels_s[1:], (0, 1), value=IGNORED))
 
     changed_share(patch, change)
 

@@ -74,13 +74,14 @@ def parallelize(
         for where, other in zip(("", "mesh."), others, strict=True):
             if other is not None and other != own:
                 raise ConfigError(f"{where}{name}={other} is not layout.{name}={own}; give one of them, or the same")
-    mesh = mesh or make_mesh(layout.cp, ring=layout.ring)
     heads, stage, ulysses = model.config.num_attention_heads, layout.heads_per_stage, layout.ulysses
     if ulysses > heads:
         way = f"use at most {heads * layout.ring}, or a larger ring"
         raise ConfigError(f"parallel.cp={layout.cp} exceeds the {heads} query heads times ring={layout.ring}; {way}")
     if stage is not None and (stage < 1 or stage % ulysses):
-        raise ConfigError(f"parallel.heads_per_stage={stage} is not a multiple of cp // ring={ulysses}; use {ulysses}")
+        over = f"cp={layout.cp}" + f" // ring={layout.ring}" * (layout.ring > 1)
+        raise ConfigError(f"parallel.heads_per_stage={stage} is not a multiple of {over}; use {ulysses}")
+    mesh = mesh or make_mesh(layout.cp, ring=layout.ring)
     dtype = getattr(torch, layout.dtype) if layout.dtype else model.dtype
     # A kernel that does not work is found here, not in the first step.
     resolve_kernel(layout.kernel, mesh.device, dtype, layer_parts(model, 0).head_dim)

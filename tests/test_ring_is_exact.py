@@ -1,0 +1,255 @@
+"""Ulysses x ring: loss and every gradient equal plain Hugging Face's, whoever has which tokens."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import fake_fa4
+import ithaka
+from ithaka.attention import kernels
+from ithaka.attention.blocks import Docs, attention, attention_backward
+from ithaka.config import ConfigError
+from ithaka.dist.mesh import make_mesh
+from ithaka.layer.sharded import sharded_attention
+from ithaka.layout import EVERYTHING, LayerKeeps, Layout
+from ithaka.model.batch import deal_of
+from ithaka.model.build import parallelize
+from ithaka.plan import deal as dealing
+from ithaka.plan.deal import contiguous, deal
+from models import EXPERTS, tiny_config, tiny_model
+from parity import check, gradient_errors, plain_sum, random_ids, relative
+from reference import attention_reference
+from runs import copy_back_at, metrics, run, tiny_run
+from threads import on_threads
+
+GRID = [(1, 2), (2, 2), (4, 2), (2, 4), (1, 8), (3, 2)]  # ulysses, ring
+KEPT = (LayerKeeps("host", "host"), LayerKeeps())
+# Family, query and kv heads (above, at and below the Ulysses ranks), tokens, what the layout changes. Some lengths need
+# padding.
+CASES = [
+    ("llama", 4, 4, 37, {}),
+    ("mistral", 4, 2, 48, {"heads_per_stage": 1, "tile_tokens": 5, "kept": KEPT}),
+    ("qwen2", 7, 1, 41, {"heads_per_stage": 1, "overlap": False, "kept": KEPT}),
+    ("qwen3", 6, 3, 64, {"kept": (EVERYTHING,) * 2, "heads_per_stage": 1}),
+]
+
+
+def documents(num_tokens: int, chunks: int) -> list[int]:
+    """Starts of documents: before, at and after each border of `chunks` chunks."""
+    borders = [i * num_tokens // chunks for i in range(1, chunks)]
+    around = {border + i % 3 - 1 for i, border in enumerate(borders)} | {1, num_tokens // 2 + 2}
+    return [0, *sorted(around - {0, num_tokens}), num_tokens]
+
+
+def positions_of(starts: list[int]) -> torch.Tensor:
+    return torch.cat([torch.arange(b - a) for a, b in zip(starts, starts[1:], strict=False)])[None]
+
+
+@functools.cache
+def plain_results(family, heads, kv_heads, tokens, starts):
+    """The plain model after its backward, and its loss; `starts` of documents."""
+    plain, ids = tiny_model(tiny_config(family, heads, kv_heads)), random_ids(1, tokens)
+    loss = plain_sum(plain, ids, ids, position_ids=positions_of(list(starts))) / (tokens - 1)
+    loss.backward()
+    return plain, loss.detach()
+
+
+def compare(mesh, family, heads, kv_heads, tokens, starts, changes):
+    """Without documents, and with some that end around every border."""
+    ring, ulysses = mesh.ring_group.size(), mesh.ulysses_group.size()
+    layout = replace(Layout(mesh.cp_size, ring=ring), **changes)
+    if layout.heads_per_stage:
+        layout = replace(layout, heads_per_stage=layout.heads_per_stage * ulysses)
+    model = parallelize(tiny_model(tiny_config(family, heads, kv_heads)), mesh=mesh, layout=layout)
+    plain, expected = plain_results(family, heads, kv_heads, tokens, tuple(starts))
+    ids = random_ids(1, tokens)
+    out = model(input_ids=ids, labels=ids, position_ids=positions_of(starts))
+    out.loss.backward()
+    return {"loss": relative(out.loss.detach(), expected), **gradient_errors(model, plain)}
+
+
+def all_cases(ulysses, ring, cases):
+    mesh = make_mesh(ulysses * ring, ring=ring)
+    return [
+        compare(mesh, family, heads, kv_heads, tokens, starts, changes)
+        for number, (family, heads, kv_heads, tokens, changes) in enumerate(cases)
+        for starts in (documents(tokens, 2 * ring) if number % 2 else [0, tokens],)
+    ]
+
+
+@pytest.mark.parametrize("ulysses,ring", GRID)
+def test_any_ulysses_and_ring(ulysses, ring, monkeypatch):
+    """Two chunks per member, and as many as there are tokens for."""
+    turn = GRID.index((ulysses, ring)) % 2
+    for finest, cases in ((False, CASES[turn::2]), (True, CASES[1 - turn :: 2])):
+        monkeypatch.setattr(dealing, "SHORTEST", 1 if finest else 1 << 30)
+        monkeypatch.setattr(dealing, "BALANCED", 1.0)
+        for errors in on_threads(ulysses * ring, lambda cases=cases: all_cases(ulysses, ring, cases)):
+            check(errors)
+
+
+def on_processes(cases):
+    mesh = make_mesh(4, ring=2)
+    results = []
+    for family, *case in cases:
+        results.append(compare(mesh, family, *case))
+    return results
+
+
+def test_processes(ranks):
+    """Documents and windows; a mixture of experts."""
+    cases = [("qwen2", 4, 2, 50, documents(50, 4), {"heads_per_stage": 1}), (EXPERTS[0], 4, 1, 30, [0, 30], {})]
+    for errors in ranks.run(4, on_processes, cases):
+        check(errors)
+
+
+def tokens_and_logits():
+    """Logits of all tokens in order; values of a share beside its log-probabilities, in the same order."""
+    mesh, config, starts = make_mesh(4, ring=2), tiny_config("llama"), [0, 7, 8, 30, 41]
+    plain, ids, positions = tiny_model(config), random_ids(1, 41), positions_of(starts)
+    model = parallelize(tiny_model(config), mesh=mesh)
+    logits = plain(input_ids=ids, position_ids=positions, use_cache=False).logits
+    ours = model(input_ids=ids, position_ids=positions).logits
+    weights = torch.linspace(-1, 2, ids.numel(), dtype=torch.float64)[None]
+    losses = F.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="none")
+    expected = -(losses * weights[0, 1:]).sum()
+    share = ithaka.token_logprobs(model, ids, ids, share=True, position_ids=positions).logprobs
+    mine = (share * ithaka.label_share(model, weights, position_ids=positions)).sum()
+    whole = ithaka.token_logprobs(model, ids, ids, position_ids=positions).logprobs
+    torch.autograd.backward([ours, mine], [torch.ones_like(logits), torch.ones_like(mine)])
+    (logits.sum() + expected).backward()
+    torch.distributed.all_reduce(mine.detach(), group=mesh.cp_group)
+    errors = {"logits": relative(ours.detach(), logits.detach()), "shares": relative(mine.detach(), expected.detach())}
+    errors["log-probabilities"] = relative(-whole[0, 1:].detach(), losses.detach())
+    return errors | gradient_errors(model, plain)
+
+
+def test_logits_and_shares_are_in_order():
+    check(on_threads(4, tokens_and_logits))
+
+
+# ---- attention alone
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "fa4"])
+@pytest.mark.parametrize("window", [None, 3, 20])
+@pytest.mark.parametrize("starts", [(0, 96), (0, 5, 9, 40, 41, 73, 80, 96), tuple(range(0, 97, 8))], ids=str)
+def test_members_together_are_the_whole(kernel, window, starts, monkeypatch):
+    """Rows of each member; dk and dv add up."""
+    if kernel == "fa4":
+        plain = replace(kernels.KERNELS["fa4"], device="cpu", dtypes=kernels.ALL, missing=lambda device: None)
+        monkeypatch.setitem(kernels.KERNELS, "fa4", plain)
+        monkeypatch.setattr(kernels, "_fa4", lambda: fake_fa4)
+    monkeypatch.setattr(dealing, "SHORTEST", 1)
+    monkeypatch.setattr(dealing, "BALANCED", 1.0)
+    monkeypatch.setattr(dealing, "PIECES", (2, 4))
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(96, n, 8, generator=generator, dtype=torch.float64) for n in (4, 2, 2, 4))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out, lse = attention_reference(*leaves, scale=0.3, window=window, docs=starts)
+    dq, *dkv = torch.autograd.grad(out, leaves, dout)
+    for dealt in (deal(starts, 2, 4), deal(starts, 3, 1), deal(starts, 8, 1), contiguous(96, 4)):
+        sums = (torch.zeros_like(k), torch.zeros_like(v))
+        for member in range(len(dealt.members)):
+            docs = Docs(starts, dealt, member)
+            rows = [t for start, length in docs.runs for t in range(start, start + length)]
+            how = {"scale": 0.3, "window": window, "docs": docs, "kernel": kernel, "blocks": (16, 12)}
+            own, own_lse = attention(q[rows], k, v, **how)
+            assert relative(own, out[rows].detach()) < 1e-10 and relative(own_lse, lse[:, rows].detach()) < 1e-10
+            own_dq, *_ = attention_backward(dout[rows], q[rows], k, v, own, own_lse, **how, sums=sums)
+            assert relative(own_dq, dq[rows]) < 1e-10
+        assert max(map(relative, sums, dkv)) < 1e-10
+
+
+def sharded(ring, causal):
+    mesh = make_mesh(4, ring=ring)
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(64, n, 8, generator=generator, dtype=torch.float64) for n in (3, 1, 1, 3)]
+    leaves = [x.requires_grad_() for x in whole[:3]]
+    out, _ = attention_reference(*leaves, scale=8**-0.5, causal=causal)
+    expected = (out, *torch.autograd.grad(out, leaves, whole[3]))
+    mine = slice(mesh.cp_rank * 16, (mesh.cp_rank + 1) * 16)
+    own = [x[mine].detach().requires_grad_() for x in leaves]
+    ours = sharded_attention(*own, mesh.ulysses_group, ring=mesh.ring_group, causal=causal)
+    results = (ours.detach(), *torch.autograd.grad(ours, own, whole[3][mine]))
+    pairs = zip(("out", "dq", "dk", "dv"), results, expected, strict=True)
+    return {name: relative(a, b[mine].detach()) for name, a, b in pairs}
+
+
+@pytest.mark.parametrize("ring,causal", [(2, False), (4, True)])
+def test_sharded_attention(ring, causal):
+    check(on_threads(4, lambda: sharded(ring, causal)))
+
+
+# ---- the deal
+
+
+def test_one_causal_document_is_dealt_in_zigzag():
+    dealt = deal((0, 800), 4, 1)
+    assert sorted(dealt.members) == [(0, 7), (1, 6), (2, 5), (3, 4)] and dealt.balance == 1.0
+
+
+@pytest.mark.parametrize("ring", [2, 4, 8])
+@pytest.mark.parametrize("sigma", [0.5, 1.0, 1.5])
+def test_packed_documents_are_balanced(ring, sigma):
+    """1000 documents, log-normal around 8K; by causal area, and by that of a window of 4096."""
+    lengths = torch.randn(1000, generator=torch.Generator().manual_seed(ring)).mul(sigma).exp().mul(8192).long() + 1
+    starts = (0, *lengths.cumsum(0).tolist())
+    dealt = deal(starts, ring, 8)
+    assert dealt.balance < 1.05 and len({len(chunks) for chunks in dealt.members}) == 1
+    depth = torch.cat([torch.arange(1, int(length) + 1) for length in lengths])
+    depth = F.pad(depth, (0, dealt.num_tokens - len(depth)))
+    for window in (1 << 40, 4096):
+        areas = depth.clamp(max=window).view(-1, dealt.chunk).sum(1)
+        of_members = torch.stack([areas[list(chunks)].sum() for chunks in dealt.members])
+        assert of_members.max() * ring < 1.05 * of_members.sum()
+
+
+def test_inputs_say_how_tokens_are_dealt():
+    def dealt():
+        mesh, tokens = make_mesh(2, ring=2), torch.arange(40)[None]
+        ways = {"document_ids": tokens // 25}, {"position_ids": tokens % 25}, {"attention_mask": tokens < 25}, {}
+        return [deal_of(inputs, tokens, mesh) for inputs in ways]
+
+    (of_documents, of_positions, of_mask, of_nothing), _ = on_threads(2, dealt)
+    assert of_documents == of_positions == of_mask != of_nothing
+
+
+# ---- runs
+
+
+def of_steps(run_dir):
+    return [record[name] for record in metrics(run_dir) for name in ("loss", "val_loss") if record.get(name)]
+
+
+def test_ten_steps_and_resuming_with_another_ring(ranks, tmp_path):
+    def config(name, ring):
+        steps = {"steps": 10, "save_every": 5, "keep_last": 3, "validate_every": 5}
+        return tiny_run(tmp_path / name, parallel={"cp": 4, "ring": ring}, train=steps)
+
+    losses = {}
+    for name, ring in (("4x1", 1), ("2x2", 2), ("1x4", 4)):
+        ranks.run(4, run, config(name, ring))
+        losses[name] = of_steps(config(name, ring).train.run_dir)
+    resumed = config("2x2", 4)
+    folder = copy_back_at(resumed.train.run_dir, tmp_path / "again", step=5)
+    ranks.run(4, run, replace(resumed, train=replace(resumed.train, run_dir=folder)), folder)
+    losses["resumed"] = of_steps(folder)
+    assert len(losses["4x1"]) == 13  # three of them of validation
+    for name in losses:
+        assert losses[name] == pytest.approx(losses["4x1"], rel=1e-5), name
+
+
+def test_a_ring_that_cannot_be_is_refused():
+    def refused():
+        model = tiny_model(tiny_config("llama", 2, 1))
+        with pytest.raises(ConfigError, match="parallel.ring=3 does not divide parallel.cp=4; use 1, 2, 4"):
+            parallelize(model, 4, ring=3)
+        with pytest.raises(ConfigError, match="parallel.cp=4 exceeds the 2 query heads times ring=1; use at most 2"):
+            parallelize(model, 4)
+        assert parallelize(model, 4, ring=2).ithaka_mesh.ring_group.size() == 2
+
+    on_threads(4, refused)
