@@ -205,7 +205,7 @@ def attention_backward_moments(b: LayerBytes, outputs: int) -> Iterator[Moment]:
         yield from sending(i, b.under_way(taken, 0, i), 0)
     returned = 0  # dq, dk, dv of the stages before
     for i in range(b.num_stages):
-        following, ending = i + b.ahead, b.held[i] - b.left[i]
+        following, ending = i + b.ahead, (b.held[i] - b.left[i]) // b.layout.ring  # dk and dv of this member's tokens
         later, more = b.under_way(taken, i + 1, following), following < b.num_stages
         prefetched = b.q if b.fetched and b.layout.overlap and more else 0
         own = taken + (b.lse if b.fetched else 0)
