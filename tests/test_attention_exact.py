@@ -8,10 +8,11 @@ from torch.nn import functional as F
 
 import fake_fa4
 from ithaka.attention import kernels
-from ithaka.attention.blocks import attention, attention_backward
+from ithaka.attention.blocks import Docs, attention, attention_backward
 from ithaka.attention.kernels import KERNELS
 from ithaka.attention.pairs import query_major, spans_of
 from ithaka.config import ConfigError
+from ithaka.plan import deal as deals
 from reference import attention_mask, attention_reference
 
 SCALE = 0.37
@@ -76,6 +77,27 @@ def test_fp64_matches_the_twin(fa4, mask, heads, kernel):
     for blocks in [(32, 16)] if kernel == "reference" else [None, (32, 16), (16, 32), (13, 9), (200, 16), (900, 90)]:
         ours, theirs = both(*inputs(101, *heads), kernel=kernel, blocks=blocks, **MASKS[mask])
         assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "fa4"])
+@pytest.mark.parametrize("mask", [{}, {"window": 3}, {"window": 20}, {"causal": False}], ids=str)
+@pytest.mark.parametrize("starts", [(0, 96), (0, 5, 9, 40, 41, 73, 80, 96), tuple(range(0, 97, 8))], ids=str)
+def test_members_of_a_ring_together_are_the_whole(fa4, kernel, mask, starts, monkeypatch):
+    """Each one's rows; dk and dv add up."""
+    for name, value in (("SHORTEST", 1), ("BALANCED", 1.0), ("PIECES", (2, 4))):
+        monkeypatch.setattr(deals, name, value)
+    q, k, v, dout = inputs(96, 4, 2)
+    _, (out, lse, dq, dk, dv) = both(q, k, v, dout, docs=starts, **mask)
+    for deal in (*(deals.deal(starts, *sizes) for sizes in ((2, 4), (3, 1), (8, 1))), deals.contiguous(96, 4)):
+        sums = (torch.zeros_like(k), torch.zeros_like(v))
+        for member in range(len(deal.members)):
+            docs = Docs(starts, deal, member)
+            rows = [t for start, length in docs.runs for t in range(start, start + length)]
+            how = {"scale": SCALE, "docs": docs, "kernel": kernel, "blocks": (16, 12), **mask}
+            of_rows = attention(q[rows], k, v, **how)
+            grads = attention_backward(dout[rows], q[rows], k, v, of_rows[0].clone(), of_rows[1], **how, sums=sums)
+            assert_equal((*of_rows, grads[0], *sums), (out[rows], lse[:, rows], dq[rows], *sums))
+        assert_equal((out, lse, dq, *sums), (out, lse, dq, dk, dv))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 15, 16, 17, 33])

@@ -7,10 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import fake_fa4
 import ithaka
-from ithaka.attention import kernels
-from ithaka.attention.blocks import Docs, attention, attention_backward
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import make_mesh
 from ithaka.layer.sharded import sharded_attention
@@ -18,7 +15,7 @@ from ithaka.layout import EVERYTHING, LayerKeeps, Layout
 from ithaka.model.batch import deal_of
 from ithaka.model.build import parallelize
 from ithaka.plan import deal as dealing
-from ithaka.plan.deal import contiguous, deal
+from ithaka.plan.deal import deal
 from models import EXPERTS, tiny_config, tiny_model
 from parity import check, gradient_errors, plain_sum, random_ids, relative
 from reference import attention_reference
@@ -58,7 +55,6 @@ def plain_results(family, heads, kv_heads, tokens, starts):
 
 
 def compare(mesh, family, heads, kv_heads, tokens, starts, changes):
-    """Without documents, and with some that end around every border."""
     ring, ulysses = mesh.ring_group.size(), mesh.ulysses_group.size()
     layout = replace(Layout(mesh.cp_size, ring=ring), **changes)
     if layout.heads_per_stage:
@@ -71,32 +67,28 @@ def compare(mesh, family, heads, kv_heads, tokens, starts, changes):
     return {"loss": relative(out.loss.detach(), expected), **gradient_errors(model, plain)}
 
 
-def all_cases(ulysses, ring, cases):
+def compared(ulysses, ring, family, heads, kv_heads, tokens, changes):
+    """One document, and some that end around every border."""
     mesh = make_mesh(ulysses * ring, ring=ring)
-    return [
-        compare(mesh, family, heads, kv_heads, tokens, starts, changes)
-        for number, (family, heads, kv_heads, tokens, changes) in enumerate(cases)
-        for starts in (documents(tokens, 2 * ring) if number % 2 else [0, tokens],)
-    ]
+    all_starts = ([0, tokens], documents(tokens, 2 * ring))
+    return [compare(mesh, family, heads, kv_heads, tokens, starts, changes) for starts in all_starts]
 
 
 @pytest.mark.parametrize("ulysses,ring", GRID)
 def test_any_ulysses_and_ring(ulysses, ring, monkeypatch):
-    """Two chunks per member, and as many as there are tokens for."""
-    turn = GRID.index((ulysses, ring)) % 2
-    for finest, cases in ((False, CASES[turn::2]), (True, CASES[1 - turn :: 2])):
+    """Two chunks per member, and as many as there are tokens for; of CASES, two in turn."""
+    turn = GRID.index((ulysses, ring))
+    for finest in (False, True):
+        case = CASES[(turn + finest) % len(CASES)]
         monkeypatch.setattr(dealing, "SHORTEST", 1 if finest else 1 << 30)
         monkeypatch.setattr(dealing, "BALANCED", 1.0)
-        for errors in on_threads(ulysses * ring, lambda cases=cases: all_cases(ulysses, ring, cases)):
+        for errors in on_threads(ulysses * ring, lambda case=case: compared(ulysses, ring, *case)):
             check(errors)
 
 
 def on_processes(cases):
     mesh = make_mesh(4, ring=2)
-    results = []
-    for family, *case in cases:
-        results.append(compare(mesh, family, *case))
-    return results
+    return [compare(mesh, *case) for case in cases]
 
 
 def test_processes(ranks):
@@ -132,36 +124,6 @@ def test_logits_and_shares_are_in_order():
 
 
 # ---- attention alone
-
-
-@pytest.mark.parametrize("kernel", ["cpu", "fa4"])
-@pytest.mark.parametrize("window", [None, 3, 20])
-@pytest.mark.parametrize("starts", [(0, 96), (0, 5, 9, 40, 41, 73, 80, 96), tuple(range(0, 97, 8))], ids=str)
-def test_members_together_are_the_whole(kernel, window, starts, monkeypatch):
-    """Rows of each member; dk and dv add up."""
-    if kernel == "fa4":
-        plain = replace(kernels.KERNELS["fa4"], device="cpu", dtypes=kernels.ALL, missing=lambda device: None)
-        monkeypatch.setitem(kernels.KERNELS, "fa4", plain)
-        monkeypatch.setattr(kernels, "_fa4", lambda: fake_fa4)
-    monkeypatch.setattr(dealing, "SHORTEST", 1)
-    monkeypatch.setattr(dealing, "BALANCED", 1.0)
-    monkeypatch.setattr(dealing, "PIECES", (2, 4))
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, dout = (torch.randn(96, n, 8, generator=generator, dtype=torch.float64) for n in (4, 2, 2, 4))
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out, lse = attention_reference(*leaves, scale=0.3, window=window, docs=starts)
-    dq, *dkv = torch.autograd.grad(out, leaves, dout)
-    for dealt in (deal(starts, 2, 4), deal(starts, 3, 1), deal(starts, 8, 1), contiguous(96, 4)):
-        sums = (torch.zeros_like(k), torch.zeros_like(v))
-        for member in range(len(dealt.members)):
-            docs = Docs(starts, dealt, member)
-            rows = [t for start, length in docs.runs for t in range(start, start + length)]
-            how = {"scale": 0.3, "window": window, "docs": docs, "kernel": kernel, "blocks": (16, 12)}
-            own, own_lse = attention(q[rows], k, v, **how)
-            assert relative(own, out[rows].detach()) < 1e-10 and relative(own_lse, lse[:, rows].detach()) < 1e-10
-            own_dq, *_ = attention_backward(dout[rows], q[rows], k, v, own, own_lse, **how, sums=sums)
-            assert relative(own_dq, dq[rows]) < 1e-10
-        assert max(map(relative, sums, dkv)) < 1e-10
 
 
 def sharded(ring, causal):
