@@ -293,6 +293,36 @@ def rehearse(
 
 
 @app.command()
+def evaluate(
+    model: Annotated[Path, typer.Argument(metavar="MODEL|RUN", help="A Hugging Face directory, or that of a run.")],
+    contexts: Annotated[str, typer.Option(help="Lengths; loss is measured at the largest.")] = "8K,32K",
+    data: Annotated[Path | None, typer.Option(metavar="PATH", help="As data.path; unseen in training.")] = None,
+    documents: Annotated[int, typer.Option(min=1, help="Long documents to read.")] = 8,
+    samples: Annotated[int, typer.Option(min=1, help="Of each retrieval task, at each length and depth.")] = 2,
+    ranks: Ranks = None,
+    page: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page as well.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what a model does with its context: loss by position, what the long context gives, retrieval."""
+    lengths = sorted({_count(text, "--contexts") for text in contexts.split(",")})
+    if page is not None:
+        check_writable("--html", page)
+    with _loading() as status:
+        from ithaka import evaluate as evaluation
+
+    with status("evaluating"):
+        found = evaluation.evaluate(model, lengths, data, ranks, documents, samples)
+    if page is not None:
+        page.write_text(evaluation.as_page(found), encoding="utf-8")
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    for title, rows in evaluation.tables(found):
+        print(f"{title}\n{_table(rows)}\n")
+    print("long_context_gain: loss with all before a token minus loss with the last 4K only; below zero, it helps")
+
+
+@app.command()
 def verify(
     model: Annotated[str, typer.Argument(metavar="MODEL|CONFIG.yaml", help="A directory, a config.json or a name.")],
     cp: Annotated[int | None, typer.Option(min=1, help="Ranks that share a sequence; by default 4.")] = None,

@@ -1,0 +1,143 @@
+"""`ithaka evaluate` beside a plain script with transformers: losses, gains, retrieval; the tasks are fixed."""
+
+import hashlib
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+from typer.testing import CliRunner
+
+from ithaka import evaluate
+from ithaka.cli import app
+from ithaka.data.tokenizer import ByteTokenizer
+from ithaka.dist.mesh import make_mesh
+from ithaka.evaluate import (
+    DEPTHS,
+    TASKS,
+    Text,
+    is_retrieved,
+    long_context_gains,
+    make_prompt,
+    make_task,
+    measure,
+    token_losses,
+)
+from ithaka.layout import Layout
+from ithaka.model.build import parallelize
+from models import tiny_config, tiny_model
+from runs import run, tiny_run
+
+CONTEXT, SHORT = 850, 64
+BYTES = ByteTokenizer()
+
+
+def test_tasks_are_the_same_for_ever():
+    """Change TASKS_VERSION with them: scores would not be comparable."""
+    task = make_task("multi-value", 0.25, 0)
+    assert task.needles[1] == (0.4375, "The special number of the garden is 1172538.")
+    assert task.question.startswith("What are the four special numbers of the garden, in the order of the text?\n")
+    every = [make_task(kind, depth, seed) for kind in TASKS for depth in DEPTHS for seed in range(3)]
+    assert hashlib.sha256(repr(every).encode()).hexdigest()[:16] == "daef0e58d6bf7270"
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_prompt_has_its_needles_in_the_hay_at_their_depth(depth):
+    hay, task = np.full(2000, ord("~"), np.int32), make_task("multi-key", depth, 1)
+    ids, num_answer = make_prompt(task, hay, BYTES, CONTEXT)
+    text = BYTES.decode(ids)
+    assert len(ids) == CONTEXT and text.endswith(f"\nQuestion: {task.question} {task.answer}")
+    assert num_answer == len(task.answer) + 1
+    for where, needle in task.needles:
+        before, found, _ = text.partition(f"\n{needle}\n")
+        assert found and before.count("~") == int(where * text.count("~"))
+
+
+CONFIG = {"vocab_size": 264, "max_position_embeddings": 1024}
+
+
+def text_of() -> Text:
+    documents = torch.randint(256, (3, CONTEXT), generator=torch.Generator().manual_seed(5)).numpy().astype(np.int32)
+    return Text(list(documents[:2]), [documents[2][:SHORT], documents[1][:40]], documents.ravel())
+
+
+def measured(prompts):
+    """One rank's part: all figures, the gains of the first document, and which prompts are retrieved."""
+    text, layout = text_of(), Layout(2, heads_per_stage=2, tile_tokens=100)
+    model = parallelize(tiny_model(tiny_config("llama", **CONFIG)), mesh=make_mesh(2), layout=layout)
+    found = measure(model, BYTES, text, [CONTEXT], 1, SHORT)
+    gains = long_context_gains(model, text.long[0], token_losses(model, text.long[0][None])[0], SHORT)
+    return found, gains, [is_retrieved(model, *prompt) for prompt in prompts]
+
+
+@torch.no_grad()
+def plain_losses(model, ids):
+    """Of all tokens but the first."""
+    ids = torch.as_tensor(ids).long()[None]
+    return F.cross_entropy(model(input_ids=ids, use_cache=False).logits[0, :-1], ids[0, 1:], reduction="none")
+
+
+def prompts_and_matches(model):
+    """Each task with its answer, with what greedy generation writes, and with one token of that changed."""
+    for kind in TASKS:
+        ids, num_answer = make_prompt(make_task(kind, 0.5, 0), text_of().hay, BYTES, CONTEXT)
+        question = torch.from_numpy(ids[:-num_answer]).long()[None]
+        written = model.generate(question, max_new_tokens=num_answer, do_sample=False)[0].numpy()
+        wrong = written.copy()
+        wrong[-num_answer // 2] ^= 1
+        for each in (ids, written, wrong):
+            yield (each, num_answer), bool((each == written).all())
+
+
+def test_every_figure_is_that_of_a_plain_script(ranks):
+    plain, text = tiny_model(tiny_config("llama", **CONFIG)).eval(), text_of()
+    prompts, matches = zip(*prompts_and_matches(plain), strict=True)
+    losses, quarter = torch.stack([plain_losses(plain, each) for each in text.long]), SHORT // 4
+    short = torch.stack([plain_losses(plain, each).mean() for each in text.short])
+    assert matches == (False, True, False) * len(TASKS)
+    for found, gains, retrieved in ranks.run(2, measured, prompts):
+        assert found["loss"] == pytest.approx(float(losses.mean()), rel=1e-6)
+        edges = [(row["from"], row["to"]) for row in found["loss_by_position"]]
+        assert edges == [(1, 64), (64, 128), (128, 256), (256, 512), (512, CONTEXT)]
+        for row in found["loss_by_position"]:
+            part = losses[:, row["from"] - 1 : row["to"] - 1].mean(1)
+            assert row["loss"] == pytest.approx(float(part.mean()), rel=1e-6)
+            assert row["error"] == pytest.approx(float((part[0] - part[1]).abs() / 2), rel=1e-4)
+        assert found["short_context_loss"] == pytest.approx(float(short.mean()), rel=1e-6)
+        assert len(gains) == CONTEXT // quarter * quarter - SHORT
+        for at in (SHORT, SHORT + 1, SHORT + quarter, 411, len(gains) + SHORT - 1):
+            first = (at // quarter - 3) * quarter
+            assert 3 * quarter <= at - first < SHORT
+            near = plain_losses(plain, text.long[0][first : at + 1])[-1]
+            assert float(gains[at - SHORT]) == pytest.approx(float(losses[0, at - 1] - near), abs=1e-5)
+        error = found["long_context_gain_error"]  # of two documents: half their difference
+        assert abs(abs(found["long_context_gain"] - float(gains.mean())) - error) < 1e-9
+        assert tuple(retrieved) == matches
+        cells = {(cell["task"], cell["context"], cell["depth"]) for cell in found["retrieval"]}
+        assert cells == {(kind, CONTEXT, depth) for kind in TASKS for depth in DEPTHS}
+
+
+def test_a_run_is_evaluated_and_shown(ranks, tmp_path, monkeypatch):
+    calls = itertools.count()
+    monkeypatch.setattr(evaluate, "is_retrieved", lambda *_: next(calls) % 6 in (0, 2, 3))
+    config = tiny_run(tmp_path, model={"max_position_embeddings": 1024}, train={"steps": 1, "validate_every": 0})
+    ranks.run(1, run, config)
+    texts = tmp_path / "long.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"{n} and " * 200}) + "\n" for n in range(3)))
+    arguments = ["evaluate", str(config.train.run_dir), "--data", str(texts), "--ranks", "1", "--documents", "2"]
+    arguments += ["--samples", "2", "--contexts", "900"]
+    result = CliRunner().invoke(app, [*arguments, "--json", "--html", str(tmp_path / "page.html")])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert 4 < found["loss"] < 7 and found["documents"] == 2 and found["long_context_gain"] is None
+    assert [cell["score"] for cell in found["retrieval"]][:6] == [0.5, 1.0, 0.0] * 2
+    assert (tmp_path / "page.html").read_text().count("rgb(0 160 80") == len(TASKS) * len(DEPTHS)
+    refusals = {
+        ("--contexts", "4K"): "has no document of --contexts=4096 tokens: its longest has",
+        ("--contexts", "300,900"): "--contexts=300 is",
+    }
+    for more, words in refusals.items():
+        refused = CliRunner().invoke(app, [*arguments[:-2], *more])
+        assert refused.exit_code == 2 and words in refused.stderr
