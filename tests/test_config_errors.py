@@ -42,6 +42,7 @@ from ithaka.config import (
         ("data.validation_fraction=1", ["data.validation_fraction=1", "less than 1"]),
         ("data.sources=[{path: a, wieght: 2}]", ["data.sources.wieght=2", "did you mean data.sources.weight?"]),
         ("data.sources=[{path: a, weight: 0}]", ["data.sources.weight=0", "more than 0"]),
+        ("data.sources=[{path: a}, {weight: 2}]", ["data.sources has {'weight': 2}, without a path; add one"]),
         ("data.sources=[a, b]", ["data.sources=", "a list of mappings, such as [{path: a.jsonl"]),
         ("data.sources={path: a}", ["data.sources=", "a list of mappings"]),
         ("parallel.cp=0", ["parallel.cp=0", "at least 1"]),

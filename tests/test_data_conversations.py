@@ -364,6 +364,10 @@ BAD = {
         {"messages": [says("assistant", tool_calls=[{"function": {"name": "add", "arguments": "{a: 1"}}])]},
         r"message 1 calls a tool with arguments that are no JSON",
     ),
+    "with tool calls that are no objects": (
+        {"messages": [says("assistant", "x", tool_calls=[{"function": "add"}])]},
+        r"message 1 has tool_calls that are no list of objects {function: {name, arguments}}",
+    ),
     "with content that is no text": ({"messages": [says("user", [{"type": "image"}])]}, "message 1 has content that"),
     "with a partial weight": ({"messages": [says("user", "x", weight=0.5)]}, "message 1 has weight=0.5; use 0 or 1"),
     "without messages": ({"messages": []}, "messages is no list of messages, or an empty one"),
@@ -388,9 +392,25 @@ def test_bad_records_are_named_or_skipped_and_counted(tmp_path, tokenizer_with, 
     assert len(documents) == 2 and skipped == {reason: 1}
 
 
+@pytest.mark.parametrize("answers", [2, 3])
+def test_tools_that_the_template_leaves_out_are_not_left_out_in_silence(tmp_path, tokenizer_with, answers):
+    """A call without content would train an empty answer."""
+    talk = [says("user", "2 + 2?"), calls({"a": 2}, content=""), calls({"a": 3}, content="")][:answers]
+    named = TALK[1].copy() | {"content": "add"}  # does not hide what is missing
+    for template, record in (
+        (templates.CHATML, {"messages": talk}),
+        (templates.CHATML, {"messages": [named, TALK[2]], "tools": TOOLS * 2}),
+        ("{{ tools | tojson }}" + templates.CHATML, {"messages": talk, "tools": TOOLS}),
+    ):
+        path = written(tmp_path / "a.jsonl", record)
+        with pytest.raises(ConfigError, match=r"line 1: the chat template leaves out the tool add, or a call of it"):
+            tokens_of(path, tokenizer_with(template))
+
+
 def test_templates_that_cannot_be_right_are_refused(tmp_path, tokenizer_with):
     path = written(tmp_path / "a.jsonl", {"messages": TALK[1:3]})
     for template, match in (
+        ("{% for m in messages %}{{ m.content }", r"^the chat template is no Jinja \(.*; give a data.chat_template"),
         (None, r"the tokenizer no chat template; give one with data.chat_template=FILE"),
         ("{{ messages | tojson }}", "does not say where an assistant's turn starts and ends; give one with a loop"),
         ("{% set a %}{% for m in messages %} {{ m.content }} {% endfor %}{% endset %}{{ a | trim }}", "does not say"),
@@ -405,6 +425,7 @@ def test_templates_that_cannot_be_right_are_refused(tmp_path, tokenizer_with):
 
 def test_settings_that_do_not_fit_the_data_are_refused(tmp_path):
     path = written(tmp_path / "a.jsonl", {"messages": TALK}, {"messages": TALK})
+    sharegpt = written(tmp_path / "b.jsonl", *[{"conversations": [{"from": "human", "value": "hi"}]}] * 2)
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "chat.jinja").write_text(templates.CHATML)
     for data, match in (
@@ -412,6 +433,9 @@ def test_settings_that_do_not_fit_the_data_are_refused(tmp_path):
         (DataConfig(path=tmp_path / "a.txt", train_on="assistant"), "train_on=assistant is not for data of form"),
         (DataConfig(path=tmp_path / "a.txt", format="messages"), "a.txt is text, not records of data.format=messages"),
         (DataConfig(path=path, format="text"), "line 1: has no field data.text_field=text; its fields are messages"),
+        (DataConfig(path=path, format="input_ids"), "input_ids, which data.format=input_ids wants; .*or to auto"),
+        (DataConfig(path=sharegpt), r"message 1 has role null \(its fields are from, value; write role and content"),
+        (DataConfig(path=sharegpt, bad_records="skip"), r"holds no text .* \(skipped: 1 with an unknown role\)"),
         (DataConfig(path=path), "the tokenizer no chat template"),
         (DataConfig(path=path, chat_template=tmp_path / "none"), r"data.chat_template=.*none cannot be read"),
     ):  # fmt: skip

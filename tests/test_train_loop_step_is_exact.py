@@ -1,6 +1,9 @@
-"""One step against plain PyTorch: unequal micro-batches, two data-parallel ranks, clipping, AdamW."""
+"""One step against plain PyTorch: unequal micro-batches, two data-parallel ranks, clipping, AdamW; and a whole run on
+conversations."""
 
+import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,10 +11,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+import runs
+import templates
 from allocations import allocator_peak
 from ithaka.config import OptimConfig
+from ithaka.data.open import open_data
 from ithaka.data.stream import Batch
+from ithaka.data.tokenizer import Tokenizer
 from ithaka.dist.mesh import make_mesh
 from ithaka.model.build import parallelize
 from ithaka.train.step import clip_gradients, learning_rate, make_optimizer, train_step, validation_loss
@@ -64,15 +72,19 @@ def source_losses(model: nn.Module, batches: list[Batch], what: str) -> dict[str
     return means
 
 
-def plain_steps(num_steps: int, dp_size: int, family: str):
-    model = tiny_model(tiny_config(family))
+def plain_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
     decayed = [param for param in model.parameters() if param.ndim == 2]
     others = [param for param in model.parameters() if param.ndim < 2]
     groups = [
-        {"params": decayed, "weight_decay": OPTIM.weight_decay},
+        {"params": decayed, "weight_decay": optim.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=OPTIM.betas, eps=OPTIM.eps)
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
+
+
+def plain_steps(num_steps: int, dp_size: int, family: str):
+    model = tiny_model(tiny_config(family))
+    optimizer = plain_optimizer(model, OPTIM)
     batches = [batch for rank in range(dp_size) for batch in batches_of(rank)]
     count = sum(int((batch.labels[:, 1:] != -100).sum()) for batch in batches)
     results = []
@@ -105,6 +117,73 @@ def test_steps_equal_plain_pytorch(ranks, num_ranks, cp, family):
         assert val[1] == pytest.approx(expected_val[1], rel=1e-9)
         for name, weight in weights.items():
             torch.testing.assert_close(ours[name], weight, rtol=1e-8, atol=1e-9, msg=name)
+
+
+def talk(number: int) -> list[dict]:
+    """Of one to three questions; some answers are read only."""
+    messages = [{"role": "system", "content": f"Be kind to {number}"}]
+    for turn in range(1 + number % 3):
+        messages.append({"role": "user", "content": f"the user asks {number} " * (1 + turn)})
+        messages.append({"role": "assistant", "content": f"Answer {number + turn}", "train": (number + turn) % 4 != 1})
+    return messages
+
+
+def plain_tokens(hf, messages: list[dict]) -> tuple[list[int], list[int]]:
+    """Ids and labels of a conversation in ChatML, piece by piece."""
+    ids, labels = [], []
+    for message in messages:
+        for piece, answers in (
+            (f"<|im_start|>{message['role']}\n", False),
+            (f"{message['content']}<|im_end|>", message["role"] == "assistant" and message["train"]),
+            ("\n", False),
+        ):
+            new = hf(piece, add_special_tokens=False)["input_ids"]
+            ids, labels = ids + new, labels + (new if answers else [-100] * len(new))
+    return ids, labels
+
+
+def test_a_run_on_conversations_equals_a_plain_loop(ranks, tmp_path):
+    """The plain loop takes from the batches only which conversations they hold, and each of these by itself."""
+    hf, source = templates.chat_tokenizer(templates.CHATML), tmp_path / "source"
+    hf.save_pretrained(source)
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**runs.MODEL, "vocab_size": len(hf)})
+    AutoModelForCausalLM.from_config(config).save_pretrained(source)
+    talks = [talk(number) for number in range(24)]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in talks))
+    data = {"path": str(tmp_path / "talks.jsonl"), "tokenizer": None, "context": 203, "validation_fraction": 0}
+    train = {"steps": 4, "accumulate": 2, "validate_every": 0, "validate_sequences": 0}
+    run = runs.tiny_run(tmp_path, data=data, train=train, parallel={"cp": 2}, optim={"lr": 1e-2, "clip_norm": 0.5})
+    run = replace(run, model=replace(run.model, path=source, dtype="float64"))
+    ranks.run(2, runs.run, run)
+
+    by_ids = {tuple(ids): labels for ids, labels in (plain_tokens(hf, each) for each in talks)}
+    opened = open_data(run.data, tokenizer=Tokenizer(hf), seed=run.train.seed, accumulate=2, cache_dir=tmp_path / "ids")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64)
+    optimizer, seen = plain_optimizer(model, run.optim), []
+    for step, line in enumerate(runs.metrics(tmp_path / "run")):
+        losses, count = torch.zeros((), dtype=torch.float64), 0
+        for batch in (opened.next_batch(), opened.next_batch()):
+            lengths = batch.document_ids[0].unique_consecutive(return_counts=True)[1].tolist()
+            documents = [tuple(each.tolist()) for each in batch.input_ids[0].split(lengths)]
+            for ids in documents if documents[-1] in by_ids else documents[:-1]:  # the last may be padding
+                labels = torch.tensor(by_ids[ids])[1:]
+                losses = losses + nn.functional.cross_entropy(
+                    model(torch.tensor([ids])).logits[0, :-1], labels, reduction="sum"
+                )
+                count += int((labels != -100).sum())
+                seen.append(len(ids))
+        (losses / count).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), run.optim.clip_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, run.optim, run.train.steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert line["label_tokens"] == count
+        # Hugging Face's norms and RoPE round to fp32 in the run as well as here, and AdamW's first steps enlarge that.
+        assert (line["loss"], line["grad_norm"]) == pytest.approx((losses.item() / count, norm.item()), rel=1e-6)
+    opened.close()
+    assert len(seen) > 16 and len(set(seen)) > 2
 
 
 def test_clipping_off_leaves_gradients_and_measures():

@@ -201,6 +201,8 @@ class DataConfig(Reading):
 
     def _source(self, **values: Any) -> SourceConfig:
         _check_names(values, SourceConfig, "data.sources.")
+        if self.sources and values.get("path") is None:
+            raise ConfigError(f"data.sources has {values}, without a path; add one, as of data.path")
         shared = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(Reading)}
         return SourceConfig(**(shared | values))
 

@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -74,9 +75,12 @@ def fields_of(record: Any, reading: Reading) -> tuple[str, list[str]]:
         kind = "text" if reading.text_field != Reading.text_field else next(fits, "text")
     needed, besides, train_on = fields.get(kind, ([reading.text_field], [], ["all"]))
     if missing := [name for name in needed if name not in record]:
-        label = f"data.text_field={missing[0]}" if kind == "text" else missing[0]
+        label, way_out = f"{missing[0]}, which data.format={kind} wants", "set data.format to what it holds, or to auto"
+        if kind == "text":
+            label = f"data.text_field={missing[0]}"
+            way_out = "name the one that holds the text, or write messages, or prompt and completion"
         has = f"has no field {label}; its fields are {', '.join(record) or 'none'}"
-        raise BadRecord("without its field", f"{has}; name the field that holds the text with data.text_field")
+        raise BadRecord("without its field", f"{has}; {way_out}")
     check_train_on(reading, kind, train_on)
     return kind, [*needed, *(name for name in besides if name in record)]
 
@@ -102,7 +106,7 @@ def document(record: Any, reading: Reading, chat: "ChatTemplate", vocab_size: in
         return Document(text, None if everything else [(len(prompt), len(text))], framed=True)
     num_read, given = (len(values[0]), values[0] + values[1]) if kind == "prompt_completion" else (0, values[0])
     if not isinstance(given, list) or not given:
-        raise BadRecord("without messages", "messages is no list of messages, or an empty one")
+        raise BadRecord("without messages", "messages is no list of messages, or an empty one; drop it")
     pairs = [_message(message, f"message {n}") for n, message in enumerate(given, 1)]
     messages, wanted = [message for message, _ in pairs], [want for _, want in pairs]
     if not everything:
@@ -149,7 +153,8 @@ def _tools(tools: Any) -> list[Any] | None:
         found = json.loads(tools) if isinstance(tools, str) else tools
     except ValueError:
         found = 0
-    if found is not None and not (isinstance(found, list) and all(isinstance(tool, dict) for tool in found)):
+    each = found if isinstance(found, list) else [0]
+    if found is not None and not all(isinstance(t, dict) and isinstance(t.get("function", t), dict) for t in each):
         raise BadRecord("tools that are no JSON", "tools is no list of JSON objects; write each tool's JSON schema")
     return found or None
 
@@ -158,8 +163,9 @@ def _message(given: Any, where: str) -> tuple[Message, bool]:
     """A message as chat templates take it, and whether it may be trained."""
     role = given.get("role") if isinstance(given, Mapping) else None
     if role not in ROLES:
-        fields = "" if role or not isinstance(given, Mapping) else f" (its fields are {', '.join(given)})"
-        raise BadRecord("with an unknown role", f"{where} has role {shown(role)}{fields}; use {', '.join(ROLES)}")
+        if role is None and isinstance(given, Mapping):
+            role = f"null (its fields are {', '.join(given)}; write role and content)"
+        raise BadRecord("with an unknown role", f"{where} has role {shown(role)}; use {', '.join(ROLES)}")
     flags = {name: given[name] for name in FLAGS if given.get(name) is not None}
     for name, flag in flags.items():
         if flag not in (0, 1):
@@ -174,9 +180,12 @@ def _message(given: Any, where: str) -> tuple[Message, bool]:
     try:
         # OpenAI's are a string of JSON; most templates want an object.
         message = _with_arguments(message, lambda value: json.loads(value) if isinstance(value, str) else value)
-    except (ValueError, TypeError, AttributeError) as error:
+    except json.JSONDecodeError as error:
         detail = f"{where} calls a tool with arguments that are no JSON ({error}); repair them, or drop the record"
         raise BadRecord("with tool arguments that are no JSON", detail) from error
+    except (ValueError, TypeError, AttributeError) as error:
+        detail = f"{where} has tool_calls that are no list of objects {{function: {{name, arguments}}}}; repair them"
+        raise BadRecord("with tool calls that are no objects", detail) from error
     return message, all(flags.values())
 
 
@@ -221,6 +230,11 @@ class ChatTemplate:
                 "the tokenizer of an instruct model with data.tokenizer"
             )
         text = self._apply(messages, tools)
+        called = [call for message in messages for call in message.get("tool_calls") or ()]
+        names = Counter(str(each.get("function", each).get("name") or "") for each in [*called, *(tools or ())])
+        for name in (name for name, count in names.items() if text.count(name) < count):
+            detail = f"the chat template leaves out the tool {name}, or a call of it; give one that renders tools with"
+            raise BadRecord("refused by the chat template", f"{detail} data.chat_template=FILE, or drop the record")
         if everything and all(wanted):
             return text, None
         roles = [message["role"] for message in messages]
@@ -242,8 +256,10 @@ class ChatTemplate:
         try:
             return self.hf.apply_chat_template(messages, tools=tools, tokenize=False, **options)
         except Exception as error:  # a template runs any code, and has many ways to refuse
-            detail = f"the chat template does not take it ({type(error).__name__}: {error}); change it or drop it"
-            raise BadRecord("refused by the chat template", detail) from error
+            if type(error).__name__ == "TemplateSyntaxError":
+                raise ConfigError(f"the chat template is no Jinja ({error}); give a data.chat_template") from error
+            detail = f"the chat template does not take it ({type(error).__name__}: {error}); change it or drop it, or"
+            raise BadRecord("refused by the chat template", f"{detail} give another data.chat_template") from error
 
     def _marked(
         self, messages: list[Message], tools: list[Any] | None = None, **options: Any

@@ -119,11 +119,17 @@ def _shards(data: DataConfig) -> tuple[list[list[Shard]], list[list[Shard]] | No
 
 def _probe(shards: Sequence[Shard], tokenizer: Tokenizer, if_empty: str) -> None:
     """Raise what reading the first shard with text raises, or ConfigError(if_empty) where there is none."""
+    skipped = Counter[str]()
     for shard in shards:
         documents = list(itertools.islice(shard.documents(tokenizer), PROBE_TEXTS))
         if any(each.ids is not None or (each.text and each.trained != []) for each in documents):
             return
-    raise ConfigError(if_empty)
+        skipped.update(each.skipped or ("with nothing to train" if each.text else "empty") for each in documents)
+    raise ConfigError(f"{if_empty} (skipped: {_counted(skipped)})" if skipped else if_empty)
+
+
+def _counted(skipped: Counter[str]) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in skipped.most_common())
 
 
 def balance(opened: TrainData) -> dict[str, float] | None:
@@ -173,8 +179,7 @@ def data_facts(opened: TrainData, num_sequences: int) -> dict[str, str]:
         words = "attention of {ranks} ranks, largest over mean: {grouped:.3f}; {not_grouped:.3f} if sequences were not "
         facts["balance"] = f"{words.format(**balanced)}grouped, over {len(packed):,} of them"
     if skipped:
-        words = ", ".join(f"{count:,} {reason}" for reason, count in skipped.most_common())
-        facts["skipped"] = f"{skipped.total():,} documents: {words}"
+        facts["skipped"] = f"{skipped.total():,} documents: {_counted(skipped)}"
     first = stream.sequence(stream.position.packings[-1].done)
     tokenizer, trained = opened.cache.tokenizer, first.tokens[: first.length] >= 0
     if not trained.all():
