@@ -51,6 +51,7 @@ def saved_base(folder, tied, dtype=torch.float32):
 
 def saved_adapter(base, folder, **lora):
     """As PEFT writes it, after some training: B is not zero."""
+    torch.manual_seed(7)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=3, lora_alpha=5, **lora))
     with torch.no_grad():
         for param in (param for param in model.parameters() if param.requires_grad):
@@ -60,7 +61,8 @@ def saved_adapter(base, folder, **lora):
 
 
 def configured(folder, base, adapter, **sections):
-    config = tiny_run(folder, **sections)
+    # With a larger eps: Adam would turn the rounding of gradients near zero (norms are in float32) into whole steps.
+    config = tiny_run(folder, optim={"eps": 1e-4}, **sections)
     return dataclasses.replace(config, model=ModelConfig(path=base, dtype="float64"), adapter=adapter)
 
 
@@ -96,7 +98,8 @@ def loaded(base, adapter, **how):
 def plain_losses(model, seen, optim):
     """The loop as one writes it with PEFT."""
     params = [param for param in model.parameters() if param.requires_grad]
-    optimizer, losses = torch.optim.AdamW(params, betas=optim.betas, weight_decay=optim.weight_decay), []
+    optimizer = torch.optim.AdamW(params, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
+    losses = []
     for step, batches in enumerate(seen):
         optimizer.param_groups[0]["lr"] = learning_rate(step, optim, len(seen))
         loss = batch_loss(model, batches)
@@ -147,7 +150,7 @@ def test_checkpoints_hold_what_is_trained_and_resume_bitwise(ranks, tmp_path):
     (run_dir / "latest").write_text("step-00000002\n")
     ranks.run(2, run, config, run_dir)
     assert numbers(run_dir) == whole
-    with pytest.raises(ConfigError, match="adapter is not as the run has it"):
+    with pytest.raises(ConfigError, match="adapter.rank=3 is not the run's 2; leave it out"):
         other = dataclasses.replace(config, adapter=dataclasses.replace(adapter, rank=3))
         valid(dataclasses.replace(other, train=dataclasses.replace(config.train, steps=9)), run_dir)
 
@@ -214,9 +217,3 @@ def test_adapters_that_are_refused(tmp_path, change, message):
         adapter = with_stored_settings(AdapterConfig(path=folder), {"adapter.rank"} if "r" in change else set())
         build_model(base, make_mesh(1), adapter=adapter)
     assert message in str(error.value)
-
-
-def test_a_tied_head_takes_no_adapter(tmp_path):
-    adapter = AdapterConfig(targets=("lm_head",))
-    with pytest.raises(ConfigError, match="adapter.targets=lm_head cannot be merged"):
-        build_model(saved_base(tmp_path, True), make_mesh(1), adapter=adapter)

@@ -26,14 +26,16 @@ from threads import on_threads
 LORA = AdapterConfig(rank=2, targets=("31.self_attn.q_proj", "down_proj"))
 
 
+LOADED = cache(verify.load)
+
+
 @pytest.fixture(autouse=True)
 def loads_once(monkeypatch):
-    """transformers loads one model at a time; ranks that are threads share what was loaded."""
-    loaded = cache(verify.load)
+    """transformers loads one model at a time; ranks that are threads, and tests, share what was loaded."""
 
     def load(*args):
         with CONSTRUCTING:
-            return copy.deepcopy(loaded(*args))
+            return copy.deepcopy(LOADED(*args))
 
     monkeypatch.setattr(verify, "load", load)
 
@@ -51,9 +53,19 @@ def saved(tmp_path_factory):
     return save
 
 
-def checks_of(source: Path, folder: Path, cp: int, adapter: AdapterConfig | None = None) -> dict[str, dict]:
-    verify.cut(source, folder)
-    layout = verify.layout_for(None, cp, verify.hf_config(source).num_attention_heads)
+@pytest.fixture(scope="module")
+def llama(saved):
+    return saved("llama")
+
+
+@pytest.fixture(scope="module")
+def cut_llama(llama, tmp_path_factory):
+    verify.cut(llama, folder := tmp_path_factory.mktemp("cut"))
+    return folder
+
+
+def checks_of(folder: Path, cp: int, adapter: AdapterConfig | None = None) -> dict[str, dict]:
+    layout = verify.layout_for(None, cp, verify.hf_config(folder).num_attention_heads)
     ranks = on_threads(cp, lambda: list(verify.run_checks(folder, make_mesh(cp), layout, adapter)))
     return {check["part"]: check for check in ranks[0]}
 
@@ -61,15 +73,16 @@ def checks_of(source: Path, folder: Path, cp: int, adapter: AdapterConfig | None
 CASES = [
     ("llama", 6, 2, 4, LORA, {}),  # uneven heads, kv heads fewer than ranks, tied
     ("llama", 4, 4, 1, None, {"tie_word_embeddings": False, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
-    ("mistral", 4, 2, 2, None, {"sliding_window": 4096}),
+    ("mistral", 4, 2, 1, None, {"sliding_window": 4096}),
     ("qwen2", 4, 2, 1, None, {"max_window_layers": 3}),  # the last layer alone has a window
-    ("qwen3", 4, 1, 2, AdapterConfig(rank=2), {}),
+    ("qwen3", 4, 1, 2, None, {}),
 ]
 
 
 @pytest.mark.parametrize("family,heads,kv_heads,cp,adapter,changes", CASES)
 def test_right_models_pass(saved, tmp_path, family, heads, kv_heads, cp, adapter, changes):
-    checks = checks_of(saved(family, heads, kv_heads, **changes), tmp_path, cp, adapter)
+    verify.cut(saved(family, heads, kv_heads, **changes), tmp_path)
+    checks = checks_of(tmp_path, cp, adapter)
     assert not [check for check in checks.values() if not check["ok"]]
     parts = {"logits", "loss", "gradients", "head pairing", "uneven lengths", "padding", "documents"}
     parts |= {"documents apart, bit for bit", "rope", "exact positions"}
@@ -147,9 +160,9 @@ PLANTED = [
 
 
 @pytest.mark.parametrize("plant,off,right", PLANTED)
-def test_errors_are_found_and_named(saved, tmp_path, monkeypatch, plant, off, right):
+def test_errors_are_found_and_named(cut_llama, monkeypatch, plant, off, right):
     plant(monkeypatch)
-    checks = checks_of(saved("llama"), tmp_path, 2 if plant is shift_after_sharding else 1)
+    checks = checks_of(cut_llama, 2 if plant is shift_after_sharding else 1)
     found = {part for part, check in checks.items() if not check["ok"]}
     assert off <= found and not right & found
     if plant is skipped_norm:
@@ -159,23 +172,31 @@ def test_errors_are_found_and_named(saved, tmp_path, monkeypatch, plant, off, ri
 # ---- the command
 
 
-def test_the_command_shows_margins_and_ends_with_1_when_something_is_off(saved, tmp_path, monkeypatch):
+def test_the_command_shows_margins_and_ends_with_1_when_something_is_off(llama, tmp_path, monkeypatch):
     """One rank runs in this process."""
     settings = tmp_path / "long.yaml"
-    settings.write_text(f"model: {{path: {saved('llama')}}}\nparallel: {{cp: 8, heads_per_stage: 8}}\n")
+    lora = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(lora))
+    parts = f"model: {{path: {llama}}}", f"adapter: {{path: {tmp_path}}}", "data: {context: 512}"
+    settings.write_text("\n".join([*parts, "parallel: {cp: 8, heads_per_stage: 8}"]))
     answer = CliRunner().invoke(cli.app, ["verify", str(settings), "--cp", "1", "--json"])
     found = json.loads(answer.stdout)
     assert answer.exit_code == 0 and found["ok"] and (found["cp"], found["weights"]) == (1, "its own")
+    assert "q_proj.lora_" in found["checks"][-1]["where"], "the adapter's own targets"
     halved_gradient(monkeypatch)
-    answer = CliRunner().invoke(cli.app, ["verify", str(saved("llama")), "--cp", "1"])
+    answer = CliRunner().invoke(cli.app, ["verify", str(llama), "--cp", "1"])
     assert answer.exit_code == 1
     assert "OFF: gradients" in answer.stdout and "off: gradients" in answer.stdout
 
 
 def test_the_layout_is_the_configurations():
-    tree = {"parallel": {"cp": 8, "heads_per_stage": 16}, "memory": {"offload": "disk", "keep_attention": "all"}}
-    layout = verify.layout_for(parse(tree), cp=2, heads=32)
-    assert (layout.cp, layout.heads_per_stage, layout.tile_tokens) == (2, 4, 16)
+    tree = {
+        "parallel": {"cp": 8, "ring": 4, "heads_per_stage": 16},
+        "memory": {"offload": "disk", "keep_attention": "all"},
+    }
+    layout = verify.layout_for(parse({**tree, "attention": {"kernel": "cudnn"}}), cp=2, heads=32)
+    assert layout.kernel == "auto", "a GPU's kernels have no float64"
+    assert (layout.cp, layout.ring, layout.heads_per_stage, layout.tile_tokens) == (2, 2, 4, 16)
     assert layout.kept == (LayerKeeps("disk", "disk"),) * 2
 
 

@@ -346,28 +346,27 @@ def verify(
     if as_json:
         print(json.dumps(found, indent=2))
     else:
-        _show_checks(found)
+        print(
+            "two layers of a {model_type}, {weights} weights, cp={cp} on {device}, beside plain transformers".format(
+                **found
+            )
+        )
+        print(_table([_shown_check(**check) for check in found["checks"]]))
+        off = [check["part"] for check in found["checks"] if not check["ok"]]
+        print(f"off: {', '.join(off)}" if off else "all parts are right")
     raise typer.Exit(0 if found["ok"] else 1)
 
 
-def _show_checks(found: Mapping[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Column, Table
-
-    title = "two layers of a {model_type}, {weights} weights, cp={cp} on {device}, beside plain transformers"
-    of = Column("of", overflow="fold")
-    table = Table("part", "error", "allowed", "margin", of, title=title.format(**found), title_justify="left")
-    for check in found["checks"]:
-        error, allowed = check["error"], check["allowed"]
-        margin = (
-            "information" if allowed is None else f"{min(allowed / max(error, 1e-16), 1e6):,.0f} x" if allowed else ""
-        )
-        words = f"{error:.1e}", "" if allowed is None else f"{allowed:.0e}", margin, check["where"]
-        off = not check["ok"]
-        table.add_row(("OFF: " if off else "") + check["part"], *words, style="bold red" if off else None)
-    Console().print(table)
-    off_parts = [check["part"] for check in found["checks"] if not check["ok"]]
-    print(f"off: {', '.join(off_parts)}" if off_parts else "all parts are right")
+def _shown_check(part: str, where: str, error: float, allowed: float | None, ok: bool) -> dict[str, str]:
+    margin = "information" if allowed is None else f"{min(allowed / max(error, 1e-16), 1e6):,.0f} x" if allowed else ""
+    limit = "" if allowed is None else f"{allowed:.0e}"
+    return {
+        "part": part if ok else f"OFF: {part}",
+        "error": f"{error:.1e}",
+        "allowed": limit,
+        "margin": margin,
+        "of": where,
+    }
 
 
 @bench.command("attention")

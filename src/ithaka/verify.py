@@ -27,7 +27,7 @@ from ithaka.config import AdapterConfig, Config, ConfigError
 from ithaka.dist.mesh import Mesh, end_process_group, make_mesh
 from ithaka.layer.loss import IGNORED
 from ithaka.layout import LayerKeeps, Layout, layout_of
-from ithaka.model.adapters import add_adapter
+from ithaka.model.adapters import add_adapter, with_stored_settings
 from ithaka.model.build import has_weights, hf_config, parallelize
 from ithaka.model.logprobs import token_logprobs
 from ithaka.model.weights import EMBEDDINGS, tensor_files
@@ -37,7 +37,7 @@ from ithaka.train.preflight import check_weights
 
 ALLOWED = 1e-4  # relative; a wrong index, factor or mask gives 1e-2 and more
 VOCAB, WINDOW, TILE = 1024, 11, 16
-RESULT, HEADS = "checks.json", "heads of"
+RESULT = "checks.json"
 WRONG = 1e9  # of a gradient that is missing or not finite: JSON has no infinity
 Checks = Iterator[dict[str, Any]]
 QKV = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
@@ -59,6 +59,7 @@ def verify(source: Path | dict, config: Config | None = None, cp: int | None = N
         raise ConfigError(f"--cp={cp} exceeds the {heads} query heads; use at most {heads}")
     layout, device = layout_for(config, cp, heads), "cuda" if num_gpus() >= cp else "cpu"
     adapter = config.adapter if config is not None else AdapterConfig(rank=4) if find_spec("peft") else None
+    adapter = adapter and replace(with_stored_settings(adapter, set()), path=None)
     with tempfile.TemporaryDirectory(prefix="ithaka-verify-") as name:
         weights = cut(source, Path(name), config)
         if code := run_ranks(_rank, (Path(name), layout, adapter, device), cp):
@@ -69,15 +70,15 @@ def verify(source: Path | dict, config: Config | None = None, cp: int | None = N
 
 
 def layout_for(config: Config | None, cp: int, heads: int) -> Layout:
-    """The configuration's layout, for two layers and few tokens; without one, with every technique on."""
+    """The configuration's layout, for two layers, few tokens and float64; without one, with every technique on."""
     if config is None:
         kept = (LayerKeeps("host", "host"), LayerKeeps())
         return Layout(cp, cp if cp < heads else None, TILE, kept, dtype="float64")
     layout = layout_of(config, 2, cp, on_gpu=False)
     stage = layout.heads_per_stage and max(1, layout.heads_per_stage // config.parallel.cp_of(cp)) * cp
     stage, tile = stage if stage and stage < heads else None, min(layout.tile_tokens or TILE, TILE)
-    layout = replace(layout, cp=cp, heads_per_stage=stage, tile_tokens=tile, dtype="float64", blocks=None)
-    return replace(layout, offload_optimizer=False)
+    layout = replace(layout, cp=cp, heads_per_stage=stage, tile_tokens=tile, dtype="float64", offload_optimizer=False)
+    return replace(layout, ring=math.gcd(cp, layout.ring), kernel="auto", blocks=None)
 
 
 # ---- the model, cut
@@ -117,7 +118,7 @@ def load(directory: Path, adapter: AdapterConfig | None) -> PreTrainedModel:
     if adapter is not None:
         if not isinstance(adapter.targets, str):  # without the numbers of layers
             adapter = replace(adapter, targets=tuple({name.rpartition(".")[2]: 0 for name in adapter.targets}))
-        add_adapter(model, replace(adapter, path=None), None)
+        add_adapter(model, adapter, None)
         generator = torch.Generator().manual_seed(1)
         for param in (param for param in model.parameters() if param.requires_grad):
             param.data.normal_(0, 0.02, generator=generator)
@@ -141,6 +142,7 @@ class Pair:
     """The parallel model, and on rank 0 the plain one. Every rank calls every method; rank 0 has the answers."""
 
     def __init__(self, directory: Path, mesh: Mesh, layout: Layout, adapter: AdapterConfig | None = None) -> None:
+        self.turned: dict[str, float] = {}  # how far gradients of heads pointed elsewhere, by name
         self.plain = load(directory, adapter).to(mesh.device) if mesh.rank == 0 else None
         model = load(directory, adapter)
         layout = replace(layout, kept=layout.kept[: model.config.num_hidden_layers])
@@ -148,11 +150,11 @@ class Pair:
         self.model = parallelize(model, mesh=mesh, layout=layout)
 
     def losses(self, ids: Tensor, labels: Tensor, right: Callable | None = None, **inputs: Tensor) -> dict[str, float]:
-        """Errors of the loss and of every gradient, by name. `right`: the summed loss of the plain model."""
+        """Errors of the loss and of every gradient, by name; sets `turned`. `right`: the plain model's summed loss."""
         count, plain = (labels[:, 1:] != IGNORED).sum(), self.plain
         loss = self.model(input_ids=ids, labels=labels, **inputs).loss
         loss.backward()
-        errors, wanted = {}, {}
+        errors, wanted, self.turned = {}, {}, {}
         if plain is not None:
             expected = (right(plain) if right else _plain_sum(plain, ids, labels, **inputs)) / count
             expected.backward()
@@ -165,7 +167,7 @@ class Pair:
             if name in wanted:
                 errors[name] = WRONG if grad is None else _relative(grad, wanted[name], least)
                 if grad is not None and name.endswith(QKV):
-                    errors[f"{HEADS} {name}"] = _turned(grad, wanted[name], self.head_dim, least)
+                    self.turned[f"heads of {name}"] = _turned(grad, wanted[name], self.head_dim, least)
         self.model.zero_grad()
         if plain is not None:
             plain.zero_grad()
@@ -189,7 +191,7 @@ def run_checks(directory: Path, mesh: Mesh, layout: Layout, adapter: AdapterConf
     errors = pair.losses(ids, ids.masked_fill(ids_of(2, 8 * cp + 3) % 4 == 0, IGNORED))
     yield check("loss", "loss", errors.pop("loss", 0.0))
     yield _worst("gradients", errors)
-    yield _worst("head pairing", errors, heads=True)  # their direction alone: a wrong partner, not a wrong factor
+    yield _worst("head pairing", pair.turned)  # direction alone: a wrong partner, not a wrong factor
     if cp > 1:
         ids, at = ids_of(1, 4 * cp), torch.arange(4 * cp)
         yield _worst("labels at shard borders", pair.losses(ids, ids.masked_fill((at % 4 != 0) | (at == 0), IGNORED)))
@@ -258,7 +260,6 @@ def _turned(ours: Tensor, right: Tensor, head_dim: int, least: float) -> float:
     return float((1 - F.cosine_similarity(a, b))[b.norm(dim=1) > least].clamp_min(0).sum())
 
 
-def _worst(part: str, errors: dict[str, float], heads: bool = False) -> dict[str, Any]:
-    errors = {name: error for name, error in errors.items() if name.startswith(HEADS) == heads}
+def _worst(part: str, errors: dict[str, float]) -> dict[str, Any]:
     where = max(errors, key=lambda name: errors[name], default="")
     return check(part, where.replace("model.", "", 1), errors.get(where, 0.0))

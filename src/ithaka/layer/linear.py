@@ -69,14 +69,13 @@ class Linear:
 
     def of_heads(self, heads_n: Tensor | None, head_dim: int, dim: int = 0) -> "Linear":
         """The map of some heads, which lie along the output (dim 0) or the input (dim 1); None: all, unchanged."""
-
         if heads_n is None:
             return self
-        along = {"weight_ND", "bias_N", "b_Nr"} if dim == 0 else {"weight_ND", "a_rD"}
-        whole: dict[str, Any] = {name: t for name, t in vars(self).items() if name in along and t is not None}
-        taken: dict[str, Any] = {name: take_heads(t, heads_n, head_dim, dim) for name, t in whole.items()}
-        for name, t in taken.items():
-            t.requires_grad_(whole[name].requires_grad)  # says what is wanted, also where autograd is off
+        taken: dict[str, Any] = {}
+        for name in ("weight_ND", "bias_N", "b_Nr") if dim == 0 else ("weight_ND", "a_rD"):
+            if (whole := getattr(self, name)) is not None:
+                heads = whole.unflatten(dim, (-1, head_dim)).index_select(dim, heads_n).flatten(dim, dim + 1)
+                taken[name] = heads.requires_grad_(whole.requires_grad)  # says what is wanted, also without autograd
         return replace(self, **taken)
 
     def add_sums(self, heads: "Linear", heads_n: Tensor | None, sums: GradSum, grads: GradSum, dim: int = 0) -> None:
@@ -85,14 +84,8 @@ class Linear:
             grads.add_heads(whole, None if part is whole else heads_n, sums.take(part), dim)
 
 
-def take_heads(weight: Tensor, heads_n: Tensor, head_dim: int, dim: int) -> Tensor:
-    """Some heads of a weight or bias, H * K long in `dim`, as n * K."""
-    return weight.unflatten(dim, (-1, head_dim)).index_select(dim, heads_n).flatten(dim, dim + 1)
-
-
 def linear_of(module: nn.Module) -> Linear:
-    """What an nn.Linear, or PEFT's LoRA or modules_to_save around one, computes at this moment: FSDP2 replaces
-    parameters and PEFT switches adapters."""
+    """What an nn.Linear, or PEFT's wrapper of one, computes now: FSDP2 replaces parameters, PEFT switches adapters."""
     if isinstance(module, nn.Linear):
         return Linear(module.weight, module.bias)
     wrapper: Any = module
@@ -110,13 +103,10 @@ def linear_of(module: nn.Module) -> Linear:
 
 
 def is_linear(module: Any) -> bool:
-    """Whether `linear_of` gives all that the module computes."""
+    """Whether `linear_of` gives all that the module computes; PEFT's configuration is checked elsewhere."""
     if type(module) is nn.Linear:
         return True
     kind = f"{type(module).__module__}.{type(module).__name__}"
     if kind == "peft.utils.other.ModulesToSaveWrapper":
         return all(map(is_linear, (module.original_module, *module.modules_to_save.values())))
-    if kind != "peft.tuners.lora.layer.Linear":
-        return False
-    plain = all(type(dropout) is nn.Identity for dropout in module.lora_dropout.values())
-    return plain and is_linear(module.base_layer) and not module.lora_variant and not any(module.lora_bias.values())
+    return kind == "peft.tuners.lora.layer.Linear" and is_linear(module.base_layer)

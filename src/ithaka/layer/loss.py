@@ -27,19 +27,19 @@ def logits_tile_tokens(weight_VD: Tensor) -> int:
 
 
 class TokenResults(NamedTuple):
-    """Of every token, what predicts its label: fp32 or wider, 0 (or False) where the label is IGNORED."""
+    """Of every label: fp32 or wider, 0 (or False) where it is IGNORED."""
 
-    losses: Tensor  # minus the label's log-probability
-    entropies: Tensor | None = None
-    correct: Tensor | None = None  # bool: no logit is larger than the label's
+    logprobs: Tensor
+    entropies: Tensor | None = None  # of the distribution that the label is taken from
+    correct: Tensor | None = None  # bool: no token is likelier than the label
 
 
 def linear_cross_entropy(
     x_sD: Tensor, labels_s: Tensor, norm: nn.Module, head: Linear, details: bool = False
 ) -> TokenResults:
-    """The cross-entropies [s] of head(norm(x)); with `details` entropies and hits too. Labels are already shifted.
+    """Log-probabilities [s] by head(norm(x)); with `details` entropies and hits too. Labels are already shifted.
 
-    Losses and entropies are differentiable. Keeps x and one log-sum-exp per token (with details the entropy as well);
+    All but hits are differentiable. Keeps x and one log-sum-exp per token (with details the entropy as well);
     backward recomputes the logits.
     """
     params = (*head.tensors, *norm.parameters())
@@ -50,17 +50,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @phase("loss forward")
     def forward(ctx, x_sD, labels_s, norm, head, details, *params):
-        losses_s = x_sD.new_empty(len(x_sD), dtype=sum_dtype(x_sD.dtype))
-        lse_s = torch.empty_like(losses_s)
+        logprobs_s = x_sD.new_empty(len(x_sD), dtype=sum_dtype(x_sD.dtype))
+        lse_s = torch.empty_like(logprobs_s)
         details_s: tuple[Tensor, ...] = ()
         if details:
-            details_s = torch.empty_like(losses_s), torch.empty_like(labels_s, dtype=torch.bool)
+            details_s = torch.empty_like(logprobs_s), torch.empty_like(labels_s, dtype=torch.bool)
         for rows in tile_slices(len(x_sD), logits_tile_tokens(head.weight_ND)):
             logits_tV = head(apply_norm(norm, x_sD[rows]))
             valid_t, target_t1 = _targets(labels_s[rows])
             label_logit_t = logits_tV.gather(1, target_t1)[:, 0]
             lse_s[rows], *more = row_logsumexp(logits_tV, details)
-            losses_s[rows] = torch.where(valid_t, lse_s[rows] - label_logit_t, 0)
+            logprobs_s[rows] = torch.where(valid_t, label_logit_t - lse_s[rows], 0)
             if details:
                 (entropies_s, correct_s), (mean_t, top_t) = details_s, more
                 entropies_s[rows] = torch.where(valid_t, lse_s[rows] - mean_t, 0)
@@ -70,14 +70,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.norm, ctx.head, ctx.params = norm, head, params
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*details_s[1:])
-        return losses_s, *details_s
+        return logprobs_s, *details_s
 
     @staticmethod
     @phase("loss backward")
-    def backward(ctx, dlosses_s, dentropies_s=None, _=None):
+    def backward(ctx, dlogprobs_s, dentropies_s=None, _=None):
         x_sD, labels_s, lse_s, *entropies_s = ctx.saved_tensors
         with torch.autocast(x_sD.device.type, enabled=False):
-            dlosses_s = lse_s.new_zeros(()).expand_as(lse_s) if dlosses_s is None else dlosses_s
+            dlosses_s = lse_s.new_zeros(()).expand_as(lse_s) if dlogprobs_s is None else -dlogprobs_s
             norm, head = ctx.norm, ctx.head
             grads = GradSum()
             dx_sD = tag(torch.empty_like(x_sD), RESIDUAL)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ithaka.config import AdapterConfig, ConfigError, shown
 from ithaka.layer.linear import is_linear
@@ -25,15 +25,12 @@ def with_stored_settings(adapter: AdapterConfig, given: Set[str]) -> AdapterConf
     """The settings with those of adapter.path, where it is set; a `given` one must be the same."""
     if adapter.path is None:
         return adapter
-    file = adapter.path / "adapter_config.json"
-    if not file.is_file():
-        raise ConfigError(f"adapter.path={adapter.path} holds no {file.name}; give a directory that PEFT wrote")
-    stored = read_json(file)
+    stored = read_json(adapter.path / "adapter_config.json", "adapter.path=", "give a directory that PEFT wrote")
     targets, saved = stored.get("target_modules"), stored.get("modules_to_save") or ()
     if (kind := stored.get("peft_type")) != "LORA" or not isinstance(targets, list):
         what = f"peft_type={kind}, target_modules={targets}"
         raise ConfigError(f"adapter.path={adapter.path} has {what}; only LORA is supported, on modules listed by name")
-    values = {
+    values: dict[str, Any] = {
         "rank": stored.get("r"),
         "alpha": stored.get("lora_alpha"),
         "rslora": stored.get("use_rslora", False),
@@ -42,11 +39,10 @@ def with_stored_settings(adapter: AdapterConfig, given: Set[str]) -> AdapterConf
     }
     for name, value in values.items():
         mine = getattr(adapter, name)
-        mine = tuple(sorted(mine)) if isinstance(mine, tuple) else mine
-        if f"adapter.{name}" in given and mine != value:
-            raise ConfigError(
-                f"adapter.{name}={shown(mine)} is {shown(value)} in adapter.path={adapter.path}; leave it out"
-            )
+        same = set(mine) == set(value) if isinstance(mine, tuple) else mine == value
+        if f"adapter.{name}" in given and not same:
+            where = f"adapter.path={adapter.path}"
+            raise ConfigError(f"adapter.{name}={shown(mine)} is {shown(value)} in {where}; leave it out")
     return dataclasses.replace(adapter, **values)
 
 
@@ -55,11 +51,10 @@ def lora_config(adapter: AdapterConfig, base: Path | None, tied: bool) -> Any:
     from peft import LoraConfig, PeftConfig
 
     if adapter.path is not None:
-        config = PeftConfig.from_pretrained(adapter.path)
+        config: Any = PeftConfig.from_pretrained(adapter.path)
         config.inference_mode = False
-        inits = getattr(config, "init_lora_weights", True)
-        if inits not in INITS:
-            raise ConfigError(f"adapter.path={adapter.path} has init_lora_weights={inits}, which changes base weights")
+        if (how := config.init_lora_weights) not in INITS:
+            raise ConfigError(f"adapter.path={adapter.path} has init_lora_weights={how}, which changes base weights")
     else:
         config = LoraConfig(
             r=adapter.rank,
@@ -71,10 +66,8 @@ def lora_config(adapter: AdapterConfig, base: Path | None, tied: bool) -> Any:
             task_type="CAUSAL_LM",
         )
     if tied and config.modules_to_save and not config.ensure_weight_tying:
-        raise ConfigError(
-            f"adapter.path={adapter.path} trains {' and '.join(config.modules_to_save)} apart from the weight that the "
-            "model ties them to; make it with ensure_weight_tying=True"
-        )
+        apart = f"trains {' and '.join(config.modules_to_save)} apart from the weight that the model ties them to"
+        raise ConfigError(f"adapter.path={adapter.path} {apart}; make it with ensure_weight_tying=True")
     config.base_model_name_or_path = str(base) if base else None
     return config
 
@@ -91,18 +84,10 @@ def add_adapter(model: Any, adapter: AdapterConfig, base: Path | None) -> None:
     check_config(config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            get_peft_model(model, config, NAME)
-        except ValueError as error:  # no module has such a name
-            raise ConfigError(f"adapter: {error}") from None
+        get_peft_model(model, config, NAME)
     for name, module in list(model.named_modules()):
         if hasattr(module, "original_module"):
             model.set_submodule(name, module.modules_to_save[NAME])
-    if tied and hasattr(model.lm_head, "lora_A"):
-        raise ConfigError(
-            "adapter.targets=lm_head cannot be merged into a model that ties lm_head to embed_tokens; leave it out, or "
-            "train both with adapter.modules_to_save=[embed_tokens]"
-        )
 
 
 def check_config(config: Any) -> None:
@@ -137,15 +122,18 @@ def adapter_name(name: str) -> str:
     return "base_model.model." + name.replace(f".{NAME}.", ".")
 
 
-def merge_adapter(base: Path, adapter: Path, out: Path, config: Path) -> None:
+def merge_adapter(base: Path, adapter: Path, tensors: dict[str, Tensor], out: Path) -> None:
     """Writes the base model with the adapter merged: in float32, rounded once to the dtype that the base names.
 
-    `config`: the directory of the config.json that it was trained with, which may have other positions.
+    `adapter`: a directory with PEFT's configuration, and the config.json that it was trained with, which may have other
+    positions; `tensors`: named as in PEFT's files.
     """
-    from peft import PeftModel
+    from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    trained = AutoConfig.from_pretrained(config)
+    trained = AutoConfig.from_pretrained(adapter)
     model = AutoModelForCausalLM.from_pretrained(base, config=trained, dtype=torch.float32)
-    merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+    peft_model = get_peft_model(model, PeftConfig.from_pretrained(adapter))
+    set_peft_model_state_dict(peft_model, tensors)
+    merged = peft_model.merge_and_unload()
     merged.to(AutoConfig.from_pretrained(base).dtype or torch.float32).save_pretrained(out)

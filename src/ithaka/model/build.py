@@ -28,7 +28,7 @@ from ithaka.model.batch import own_tokens
 from ithaka.model.calls import Call, CallCheck, check_around, check_modules, mark_replaced
 from ithaka.model.families import check_supported, layer_parts
 from ithaka.model.positions import set_positions
-from ithaka.model.weights import init_adapter, init_weights, load_adapter, load_weights
+from ithaka.model.weights import init_weights, load_adapter, load_weights
 from ithaka.phases import mark_backward, phase
 from ithaka.plan.heads import head_table
 
@@ -127,14 +127,11 @@ def build_model(
     model.to_empty(device=torch.device("cpu") if layout and layout.offload_optimizer else mesh.device)
     model.model.rotary_emb.__init__(config)  # its buffers are computed, not loaded
     model.model.rotary_emb.to(mesh.device)
+    init_weights(model, seed, only_adapters=has_weights(source))
     if has_weights(source):
         load_weights(model, source, stored_vocab)
-    else:
-        init_weights(model, seed)
     if adapter is not None and adapter.path is not None:
         load_adapter(model, adapter.path)
-    else:
-        init_adapter(model, seed)
     return model
 
 
@@ -231,7 +228,7 @@ def _forward(
     head = model.lm_head(x_sD, model.model.norm, call)
     if share.labels_s is None:
         return ParallelOutput(logits=head)
-    loss = _GlobalSum.apply(head.losses.sum() / call.divisor, call.mesh.fsdp.get_group())
+    loss = _GlobalSum.apply(-head.logprobs.sum() / call.divisor, call.mesh.fsdp.get_group())
     return ParallelOutput(loss=loss, num_tokens=call.num_tokens, tokens=head if call.per_token else None)
 
 

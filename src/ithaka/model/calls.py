@@ -53,7 +53,7 @@ class Call:
     shape: torch.Size  # of input_ids
     num_tokens: int  # valid labels of the global batch
     divisor: float  # of the summed loss
-    per_token: bool  # whether the losses, entropies and hits of the share's tokens are wanted
+    per_token: bool  # whether log-probabilities, entropies and hits of the share's labels are wanted
 
 
 class CallCheck:
@@ -121,7 +121,7 @@ def _arguments(input_ids: Any = None, **named: Any) -> tuple[dict[str, Tensor], 
             )
     given = {name: named[name] for name in INPUTS if named.get(name) is not None} | {"input_ids": input_ids}
     if named.get("per_token") and "labels" not in given:
-        raise TypeError("per_token=True gives losses, entropies and hits of labels; pass labels")
+        raise TypeError("per_token=True gives log-probabilities of labels; pass labels")
     items = named.get("num_items_in_batch")
     items = items.item() if isinstance(items, Tensor) else items
     return {name: as_integers(name, value) for name, value in given.items()}, items

@@ -3,7 +3,7 @@
 Shapes: B rows of N tokens as the user has them; s tokens on this rank.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,22 +12,17 @@ from transformers import PreTrainedModel
 
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import Mesh
+from ithaka.layer.loss import TokenResults
 from ithaka.model import batch
 from ithaka.model.build import GatherTokens
 
 
-class TokenLogprobs(NamedTuple):
-    """Each at its label's place, given the tokens before it; 0 (or False) where the label does not count."""
-
-    logprobs: Tensor  # fp32 or wider, as the entropies
-    entropies: Tensor  # of the whole distribution that the label is taken from
-    correct: Tensor  # bool: no token is likelier than the label
-
-
 def token_logprobs(
     model: PreTrainedModel, input_ids: Tensor, labels: Tensor, *, share: bool = False, **inputs: Any
-) -> TokenLogprobs:
-    """Of a model that `parallelize` returned: [B, N] tensors, the same on every rank of a cp group.
+) -> TokenResults:
+    """Log-probabilities, entropies and hits by a model that `parallelize` returned.
+
+    [B, N] tensors, the same on every rank of a cp group; each value at its label's place, given the tokens before it.
 
     `labels` and `inputs` (document_ids, position_ids, attention_mask) are those of a call of the model, and labels of
     -100 and a row's first do not count. Logits exist tile by tile: nothing of size tokens x vocabulary does.
@@ -37,24 +32,23 @@ def token_logprobs(
     `share`: only this rank's tokens, [s] tensors, to go with `label_share`; then the losses of all ranks add up.
     """
     mesh = _mesh(model)
-    losses_s, *details = model(input_ids=input_ids, labels=labels, per_token=True, **inputs).tokens
+    tokens = model(input_ids=input_ids, labels=labels, per_token=True, **inputs).tokens
     if share:
-        return TokenLogprobs(-losses_s, *details)
-    values_s3 = torch.stack([x.to(losses_s.dtype) for x in (-losses_s, *details)], dim=-1)
+        return tokens
+    values_s3 = torch.stack([x.to(tokens.logprobs.dtype) for x in tokens], dim=-1)
     values_BN3 = GatherTokens.apply(values_s3, mesh, batch.deal_of(inputs, input_ids, mesh), input_ids.shape)
-    values_BN3 = F.pad(values_BN3[:, :-1], (0, 0, 1, 0))
-    logprobs_BN, entropies_BN, correct_BN = (values_BN3[..., i] for i in range(3))
-    return TokenLogprobs(logprobs_BN, entropies_BN, correct_BN.bool())
+    logprobs_BN, entropies_BN, correct_BN = F.pad(values_BN3[:, :-1], (0, 0, 1, 0)).unbind(-1)
+    return TokenResults(logprobs_BN, entropies_BN, correct_BN.bool())
 
 
-def label_share(model: PreTrainedModel, values_BN: Tensor, fill: float = 0, **inputs: Any) -> Tensor:
+def label_share(model: PreTrainedModel, values_BN: Tensor, **inputs: Any) -> Tensor:
     """Values that belong to labels (advantages, masks, older log-probabilities) -> those of this rank's tokens, [s].
 
     In the order of `token_logprobs(..., share=True)` with the same `inputs`: in a ring it depends on the documents.
-    `fill` stands where no label is.
+    0 stands where no label is.
     """
     mesh = _mesh(model)
-    return batch.label_share(values_BN, mesh, batch.deal_of(inputs, values_BN, mesh), fill)
+    return batch.label_share(values_BN, mesh, batch.deal_of(inputs, values_BN, mesh))
 
 
 def _mesh(model: PreTrainedModel) -> Mesh:

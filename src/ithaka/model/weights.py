@@ -24,12 +24,8 @@ def load_weights(model: PreTrainedModel, directory: Path, vocab_size: int) -> No
     `vocab_size` stored."""
     named = model.named_parameters()  # names a tied weight once, as the embedding
     params = {stored_name(name): param for name, param in named if ".lora_" not in name}
-    # A tied head may be stored as well.
-    where = {name: file for name, file in tensor_files(directory).items() if not name.endswith("inv_freq")}
-    if "lm_head.weight" not in params:
-        where.pop("lm_head.weight", None)
     way = "fix config.json, or (experts one by one) give ithaka.parallelize AutoModelForCausalLM.from_pretrained(...)"
-    _fill(params, where, f"model.path={directory}", way, vocab_size)
+    _fill(params, tensor_files(directory), f"model.path={directory}", way, vocab_size)
 
 
 @torch.no_grad()
@@ -37,8 +33,6 @@ def load_adapter(model: PreTrainedModel, directory: Path) -> None:
     """Reads this rank's rows of all that PEFT stored: adapters, and modules trained whole."""
     where = _open(directory / "adapter_model.safetensors", "adapter.path")
     named = {adapter_name(name): param for name, param in model.named_parameters()}
-    if (head := adapter_name("lm_head.weight")) not in named:
-        where.pop(head, None)  # tied
     params = {name: param for name, param in named.items() if param.requires_grad or name in where}
     _fill(params, where, f"adapter.path={directory}", "fix adapter_config.json")
 
@@ -47,7 +41,8 @@ def _fill(params: dict[str, Any], where: dict[str, Any], source: str, way: str, 
     missing = [name for name in params if name not in where]
     if missing:
         raise ConfigError(f"{source} has no tensor {missing[0]} ({len(missing)} missing in all); copy it again, {way}")
-    extra = [name for name in where if name not in params]
+    # A tied head may be stored as well.
+    extra = [name for name in where if name not in params and not name.endswith(("inv_freq", "lm_head.weight"))]
     if extra:
         raise ConfigError(f"{source} holds {extra[0]}, which its model does not have; {way}")
     for name, param in params.items():
@@ -65,31 +60,27 @@ def _fill(params: dict[str, Any], where: dict[str, Any], source: str, way: str, 
 
 
 @torch.no_grad()
-def init_weights(model: PreTrainedModel, seed: int) -> None:
-    """Hugging Face's initial distribution. Each parameter has its own generator: the same values on any ranks."""
-    std = model.config.initializer_range
+def init_weights(model: PreTrainedModel, seed: int, only_adapters: bool = False) -> None:
+    """Hugging Face's initial distribution, and PEFT's: B is zero, so that adapters change nothing yet.
+
+    Each parameter has its own generator: the same values on any ranks.
+    """
     for module_name, module in model.named_modules():
-        for name, param in module.named_parameters(recurse=False):
-            if name == "bias":
+        is_adapter = ".lora_" in module_name
+        for name, param in module.named_parameters(recurse=False) if is_adapter or not only_adapters else ():
+            key = f"{seed}/{stored_name(f'{module_name}.{name}')}"
+            if name == "bias" or ".lora_B." in module_name:
                 param.zero_()
             elif param.dim() == 1:
                 param.fill_(1.0)  # a norm's weight
-            elif ".lora_" not in module_name:
-                whole = _drawn(param, f"{seed}/{stored_name(f'{module_name}.{name}')}", "normal_", 0.0, std)
+            elif is_adapter:
+                bound = param.shape[1] ** -0.5
+                _keep_rows(param, _drawn(param, key, "uniform_", -bound, bound))
+            else:
+                whole = _drawn(param, key, "normal_", 0.0, model.config.initializer_range)
                 if (padding := getattr(module, "padding_idx", None)) is not None:
                     whole[padding] = 0.0
                 _keep_rows(param, whole)
-
-
-@torch.no_grad()
-def init_adapter(model: PreTrainedModel, seed: int) -> None:
-    """PEFT's initial values, which change nothing yet: B is zero; the same on any ranks."""
-    for name, param in model.named_parameters():
-        if ".lora_B." in name:
-            param.zero_()
-        elif ".lora_A." in name:
-            bound = param.shape[1] ** -0.5
-            _keep_rows(param, _drawn(param, f"{seed}/{name}", "uniform_", -bound, bound))
 
 
 def _mean_row(stored: Any, num_rows: int) -> Tensor:

@@ -123,7 +123,7 @@ class LayerBytes:
         if phase != "backward mlp":
             return shape.trained_layer * wide
         if shape.adapter:
-            return shape.adapters([name for name in shape.most_adapted if name in LAYER_LINEARS[3:]]) * wide
+            return sum(size for name, size in shape.most_adapted.items() if name in LAYER_LINEARS[3:]) * wide
         if self.s <= (self.layout.tile_tokens or self.s):
             # One tile: one weight's gradient while three tensors [s, F] are live; all of them once the product is gone.
             return max(shape.mlp_parameters * wide // 3, shape.mlp_parameters * wide - self.s * e * shape.mlp)
@@ -302,7 +302,7 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
     s, e, wide = work.local_tokens(layout.cp), layout.element_bytes, layout.sum_bytes
     x, alone, above = s * shape.hidden * e, hardware.num_gpus == 1, shape.num_layers - 1
     shards, frozen = (0, 0) if layout.offload_optimizer else shape.shards(hardware.num_gpus)
-    head, layer = shape.vocab * shape.hidden, shape.layer_parameters + shape.adapters(shape.most_adapted)
+    head, layer = shape.vocab * shape.hidden, shape.layer_parameters + sum(shape.most_adapted.values())
     trained, trained_head, embedded = shape.trained_layer, shape.trained_head, shape.saved("embed_tokens")
     # Tied, the embedding belongs to FSDP2's root: whole all the time, and its first gradient waits for its second.
     root, lm_head = (head * e, 0) if shape.tied else (0, trained_head)

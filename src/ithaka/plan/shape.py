@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -105,22 +105,20 @@ class ModelShape:
         return f".{module}".endswith(tuple(f".{target}" for target in targets))
 
     @cached_property
-    def adapted(self) -> tuple[tuple[str, ...], ...]:
-        """The linear maps that have an adapter, layer by layer."""
+    def adapted(self) -> tuple[dict[str, int], ...]:
+        """Layer by layer, the parameters of the adapters, by their linear maps."""
+        rank = self.adapter.rank if self.adapter else 0
         parents = {name: "self_attn" if name in LAYER_LINEARS[:4] else "mlp" for name in LAYER_LINEARS}
-        return tuple(
-            tuple(name for name in parents if self.has_adapter(f"model.layers.{i}.{parents[name]}.{name}"))
+        names = [
+            [n for n in parents if self.has_adapter(f"model.layers.{i}.{parents[n]}.{n}")]
             for i in range(self.num_layers)
-        )
-
-    def adapters(self, names: Collection[str]) -> int:
-        """Parameters of the adapters beside these linear maps of a layer."""
-        return sum(self.adapter.rank * sum(self.linears[name]) for name in names) if self.adapter else 0
+        ]
+        return tuple({name: rank * sum(self.linears[name]) for name in of_layer} for of_layer in names)
 
     @cached_property
-    def most_adapted(self) -> tuple[str, ...]:
+    def most_adapted(self) -> dict[str, int]:
         """Of the layer whose adapters have most parameters."""
-        return max(self.adapted, key=self.adapters)
+        return max(self.adapted, key=lambda sizes: sum(sizes.values()))
 
     def saved(self, module: str) -> int:
         """Parameters of embed_tokens or lm_head, if it is trained whole."""
@@ -130,7 +128,7 @@ class ModelShape:
     @cached_property
     def trained_layer(self) -> int:
         """Of one layer; with adapters, of the one that has most."""
-        return self.adapters(self.most_adapted) if self.adapter else self.layer_parameters
+        return sum(self.most_adapted.values()) if self.adapter else self.layer_parameters
 
     @cached_property
     def trained_head(self) -> int:
@@ -141,7 +139,7 @@ class ModelShape:
     def num_trained(self) -> int:
         if self.adapter is None:
             return self.num_parameters
-        layers = sum(self.adapters(names) for names in self.adapted)
+        layers = sum(sum(sizes.values()) for sizes in self.adapted)
         return layers + self.trained_head + self.saved("embed_tokens") * (not self.tied)
 
     @cached_property
@@ -152,12 +150,17 @@ class ModelShape:
         return [*map(bool, self.adapted[:-1]), True].index(True)
 
     def with_adapter(self, adapter: AdapterConfig | None) -> ModelShape:
-        """Refuses targets that no module has."""
+        """Refuses targets that no module has, and a head that is the embedding."""
         for target in adapter.targets if adapter and adapter.targets != "all-linear" else ():
             only = replace(self, adapter=AdapterConfig(targets=(target,)))
             if not any(only.adapted) and not only.has_adapter("lm_head"):
                 way = f"use a name such as q_proj or {self.num_layers - 1}.self_attn.q_proj"
                 raise ConfigError(f"adapter.targets={target} names no module of the model; {way}")
+        if adapter and self.tied and "lm_head" in adapter.targets:
+            way = "leave it out, or train both with adapter.modules_to_save=[embed_tokens]"
+            raise ConfigError(
+                f"adapter.targets=lm_head cannot be merged into a model that ties it to embed_tokens; {way}"
+            )
         return replace(self, adapter=adapter)
 
 

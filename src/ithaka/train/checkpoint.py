@@ -20,10 +20,9 @@ import fcntl
 import json
 import os
 import shutil
-import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -236,12 +235,12 @@ def resume_point(run_dir: Path, config: Config, shape: ModelShape) -> tuple[Path
     if (saved / "config.json").is_file() and read_shape(saved / "config.json") != shape.with_adapter(None):
         why = f"has another shape than the model of {run_dir}"
         raise ConfigError(f"model.{model} {why}; leave it out, or start a new run")
-    if config.adapter != before.adapter:
-        raise ConfigError("adapter is not as the run has it, which its weights depend on; leave it out")
     changed, old = {}, to_dict(before)
     for section, values in to_dict(config).items():
         for key, value in (values or {}).items():
             was = (old[section] or {}).get(key)
+            if value != was and section == "adapter":
+                raise ConfigError(f"adapter.{key}={shown(value)} is not the run's {shown(was)}; leave it out")
             if value != was and (section, key) != ("train", "run_dir"):  # which may have moved
                 changed[f"{section}.{key}"] = f"{shown(value)} (was {shown(was)})"
     return found, changed
@@ -271,33 +270,30 @@ def export(run_dir: Path, out_dir: Path, merge: bool = False) -> Path:
     }
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no process group is wanted
     dcp.load({"model": weights}, storage_reader=reader, no_dist=True)
+    others = ["config.json"]  # of the folder's files, those that are not exported
     if has_adapter:
-        return _export_adapter(run_dir, out_dir, weights, merge)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    model.load_state_dict(weights, assign=True)
-    model.tie_weights()
-    model.save_pretrained(out_dir)  # its config.json names the dtype, and its generation config is made up
-    shutil.copytree(folder, out_dir, dirs_exist_ok=True, ignore=shutil.ignore_patterns("config.json"))
+        settings = load_config(run_dir / "config.yaml").model
+        if settings.rope is not None and not merge:
+            others = []  # the adapter's base needs the run's config.json as well
+        others.append("adapter_config.json" if merge else "generation_config.json")
+        _export_adapter(settings.path, folder, out_dir, weights, merge)
+    else:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        model.load_state_dict(weights, assign=True)
+        model.tie_weights()
+        model.save_pretrained(out_dir)  # its config.json names the dtype, and its generation config is made up
+    shutil.copytree(folder, out_dir, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*others))
     return out_dir
 
 
-def _export_adapter(run_dir: Path, out_dir: Path, weights: dict[str, Tensor], merge: bool) -> Path:
-    settings = load_config(run_dir / "config.yaml").model
-    base = settings.path
-    if merge and not (base and base.is_dir()):
+def _export_adapter(base: Path | None, folder: Path, out_dir: Path, weights: dict[str, Tensor], merge: bool) -> None:
+    tensors = {adapter_name(name): tensor for name, tensor in weights.items()}
+    if not merge:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, out_dir / "adapter_model.safetensors", metadata={"format": "pt"})
+        return
+    if base is None or not base.is_dir():
         way = "put it there, or leave --merge out and merge with PEFT"
         raise ConfigError(f"--merge needs the base model, and model.path={base} of the run is no directory; {way}")
-    with tempfile.TemporaryDirectory() if merge else nullcontext(out_dir) as folder:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        shutil.copy(run_dir / "model" / "adapter_config.json", folder)
-        tensors = {adapter_name(name): tensor for name, tensor in weights.items()}
-        save_file(tensors, Path(folder) / "adapter_model.safetensors", metadata={"format": "pt"})
-        if merge:
-            assert base is not None
-            merge_adapter(base, Path(folder), out_dir, run_dir / "model")
-    moved = not merge and settings.rope is not None  # then its base needs the run's config.json as well
-    for file in (run_dir / "model").iterdir():
-        if not file.name.endswith("config.json") or "tokenizer" in file.name or (moved and file.name == "config.json"):
-            shutil.copy(file, out_dir)
-    return out_dir
+    merge_adapter(base, folder, tensors, out_dir)

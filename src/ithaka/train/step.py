@@ -100,7 +100,7 @@ class SourceSums:
         if tokens is not None and batch.source_ids is not None:
             deal = deal_of(batch.inputs, batch.labels, self.mesh)
             valid_s = label_share(batch.labels, self.mesh, deal, IGNORED) != IGNORED
-            values_2s = torch.stack([tokens.losses.detach().double(), valid_s.double()])
+            values_2s = torch.stack([-tokens.logprobs.detach().double(), valid_s.double()])
             self._sums.index_add_(1, label_share(batch.source_ids, self.mesh, deal), values_2s)
 
     def means(self, what: str) -> dict[str, float]:
