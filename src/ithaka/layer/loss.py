@@ -27,11 +27,11 @@ def logits_tile_tokens(weight_VD: Tensor) -> int:
 
 
 class TokenResults(NamedTuple):
-    """Of every label: fp32 or wider, 0 (or False) where it is IGNORED."""
+    """Of every label: fp32 or wider, 0 (or False) where it is IGNORED. Without details, log-probabilities alone."""
 
     logprobs: Tensor
-    entropies: Tensor | None = None  # of the distribution that the label is taken from
-    correct: Tensor | None = None  # bool: no token is likelier than the label
+    entropies: Tensor = None  # type: ignore[assignment]  # of the distribution that the label is taken from
+    correct: Tensor = None  # type: ignore[assignment]  # bool: no token is likelier than the label
 
 
 def linear_cross_entropy(
