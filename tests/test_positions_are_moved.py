@@ -8,8 +8,10 @@ import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from ithaka import verify
+from ithaka.cli import app
 from ithaka.config import AdapterConfig, ConfigError, RopeConfig
 from ithaka.dist.mesh import make_mesh
 from ithaka.layout import LayerKeeps, Layout
@@ -110,7 +112,9 @@ def test_an_adapter_is_exported_with_the_positions_it_was_trained_at(ranks, tmp_
     _, logits = ranks.run(2, trained, config, ids)[0]
     merged = AutoModelForCausalLM.from_pretrained(checkpoint.export(config.train.run_dir, tmp_path / "whole", True))
     torch.testing.assert_close(merged(ids).logits, logits, rtol=1e-5, atol=1e-5)
-    out = checkpoint.export(config.train.run_dir, tmp_path / "out")
+    out = tmp_path / "out"
+    told = CliRunner().invoke(app, ["export", str(config.train.run_dir), str(out)])
+    assert told.exit_code == 0 and "load the base model with this config.json" in told.stdout
     model = AutoModelForCausalLM.from_pretrained(base, config=AutoConfig.from_pretrained(out))
     adapted = PeftModel.from_pretrained(model, str(out))
     torch.testing.assert_close(adapted(ids).logits, logits, rtol=1e-5, atol=1e-5)

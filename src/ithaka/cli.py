@@ -504,3 +504,5 @@ def export(
     check_writable("OUT_DIR", out_dir, folder=True)
     checkpoint.export(run_dir, out_dir, merge)
     print(f"exported to {out_dir}")
+    if (out_dir / "adapter_config.json").is_file() and (out_dir / "config.json").is_file():
+        print("model.rope moved the positions: load the base model with this config.json, or export with --merge")

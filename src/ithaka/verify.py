@@ -87,7 +87,7 @@ def layout_for(config: Config | None, cp: int, heads: int) -> Layout:
 def cut(source: Path | dict, out: Path, settings: Config | None = None) -> str:
     """Writes a Hugging Face directory with two layers, of two kinds if the model has them, and the first tokens.
     Returns whose weights it has."""
-    config = hf_config(source, *((settings.model.rope, settings.data.context) if settings is not None else ()))
+    config = hf_config(source, settings.model.rope if settings is not None else None)
     kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
     layers = [0, next((i for i, kind in enumerate(kinds) if kind != kinds[0]), 1)][: len(kinds)]
     config.num_hidden_layers, config.vocab_size = len(layers), min(VOCAB, config.vocab_size)
