@@ -1,6 +1,7 @@
 """Ulysses x ring: loss and every gradient equal plain Hugging Face's, whoever has which tokens."""
 
 import functools
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,10 +9,10 @@ import torch
 from torch.nn import functional as F
 
 import ithaka
-from ithaka.config import ConfigError
+from ithaka.config import ConfigError, parse
 from ithaka.dist.mesh import make_mesh
 from ithaka.layer.sharded import sharded_attention
-from ithaka.layout import EVERYTHING, LayerKeeps, Layout
+from ithaka.layout import EVERYTHING, LayerKeeps, Layout, check_fixed, layout_of
 from ithaka.model.batch import deal_of
 from ithaka.model.build import parallelize
 from ithaka.plan import deal as dealing
@@ -54,46 +55,52 @@ def plain_results(family, heads, kv_heads, tokens, starts):
     return plain, loss.detach()
 
 
-def compare(mesh, family, heads, kv_heads, tokens, starts, changes):
+def compare(mesh, family, heads, kv_heads, tokens, all_starts, changes):
+    """One model on several batches, which differ in their documents."""
     ring, ulysses = mesh.ring_group.size(), mesh.ulysses_group.size()
     layout = replace(Layout(mesh.cp_size, ring=ring), **changes)
     if layout.heads_per_stage:
         layout = replace(layout, heads_per_stage=layout.heads_per_stage * ulysses)
     model = parallelize(tiny_model(tiny_config(family, heads, kv_heads)), mesh=mesh, layout=layout)
-    plain, expected = plain_results(family, heads, kv_heads, tokens, tuple(starts))
-    ids = random_ids(1, tokens)
-    out = model(input_ids=ids, labels=ids, position_ids=positions_of(starts))
-    out.loss.backward()
-    return {"loss": relative(out.loss.detach(), expected), **gradient_errors(model, plain)}
-
-
-def compared(ulysses, ring, family, heads, kv_heads, tokens, changes):
-    """One document, and some that end around every border."""
-    mesh = make_mesh(ulysses * ring, ring=ring)
-    all_starts = ([0, tokens], documents(tokens, 2 * ring))
-    return [compare(mesh, family, heads, kv_heads, tokens, starts, changes) for starts in all_starts]
+    ids, results = random_ids(1, tokens), []
+    for starts in all_starts:
+        plain, expected = plain_results(family, heads, kv_heads, tokens, tuple(starts))
+        model.zero_grad()
+        out = model(input_ids=ids, labels=ids, position_ids=positions_of(starts))
+        out.loss.backward()
+        results.append({"loss": relative(out.loss.detach(), expected), **gradient_errors(model, plain)})
+    return results
 
 
 @pytest.mark.parametrize("ulysses,ring", GRID)
 def test_any_ulysses_and_ring(ulysses, ring, monkeypatch):
-    """Two chunks per member, and as many as there are tokens for; of CASES, two in turn."""
-    turn = GRID.index((ulysses, ring))
+    """Two chunks per member, and as many as there are tokens for; of CASES, two in turn.
+
+    One document, and some that end around every border.
+    """
+    monkeypatch.setattr(dealing, "BALANCED", 1.0)
     for finest in (False, True):
-        case = CASES[(turn + finest) % len(CASES)]
         monkeypatch.setattr(dealing, "SHORTEST", 1 if finest else 1 << 30)
-        monkeypatch.setattr(dealing, "BALANCED", 1.0)
-        for errors in on_threads(ulysses * ring, lambda case=case: compared(ulysses, ring, *case)):
+        family, heads, kv_heads, tokens, changes = CASES[(GRID.index((ulysses, ring)) + finest) % len(CASES)]
+        all_starts = ([0, tokens], documents(tokens, 2 * ring))
+        for starts in all_starts:  # once, not on every thread
+            plain_results(family, heads, kv_heads, tokens, tuple(starts))
+
+        def work(case=(family, heads, kv_heads, tokens, all_starts, changes)):
+            return compare(make_mesh(ulysses * ring, ring=ring), *case)
+
+        for errors in on_threads(ulysses * ring, work):
             check(errors)
 
 
 def on_processes(cases):
     mesh = make_mesh(4, ring=2)
-    return [compare(mesh, *case) for case in cases]
+    return [errors for case in cases for errors in compare(mesh, *case)]
 
 
 def test_processes(ranks):
     """Documents and windows; a mixture of experts."""
-    cases = [("qwen2", 4, 2, 50, documents(50, 4), {"heads_per_stage": 1}), (EXPERTS[0], 4, 1, 30, [0, 30], {})]
+    cases = [("qwen2", 4, 2, 50, [documents(50, 4)], {"heads_per_stage": 1}), (EXPERTS[0], 4, 1, 30, [[0, 30]], {})]
     for errors in ranks.run(4, on_processes, cases):
         check(errors)
 
@@ -203,6 +210,19 @@ def test_ten_steps_and_resuming_with_another_ring(ranks, tmp_path):
     assert len(losses["4x1"]) == 13  # three of them of validation
     for name in losses:
         assert losses[name] == pytest.approx(losses["4x1"], rel=1e-5), name
+
+
+def test_a_configuration_says_how_many_rings():
+    shapes = [layout_of(parse({"parallel": {"ring": ring}}), 2, 8, on_gpu=False) for ring in ("auto", 1, 2, 8)]
+    assert [(layout.ulysses, layout.ring) for layout in shapes] == [(8, 1), (8, 1), (4, 2), (1, 8)]
+    for fixed, words in (
+        ({"cp": 8, "ring": 3}, "parallel.ring=3 does not divide parallel.cp=8; use 2, 4 or 8"),
+        ({"cp": 8}, "exceeds the 4 query heads of the model; use 1, 2 or 4, or parallel.ring=2, 4 or 8"),
+        ({"cp": 8, "ring": 2, "heads_per_stage": 2}, "is not a multiple of parallel.cp=8 // parallel.ring=2; use 4 or"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            check_fixed(fixed, 4, 2, 8)
+    check_fixed({"cp": 8, "ring": 2, "heads_per_stage": 4}, 4, 2, 8)
 
 
 def test_a_ring_that_cannot_be_is_refused():
