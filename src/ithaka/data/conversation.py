@@ -78,7 +78,7 @@ def fields_of(record: Any, reading: Reading) -> tuple[str, list[str]]:
         label, way_out = f"{missing[0]}, which data.format={kind} wants", "set data.format to what it holds, or to auto"
         if kind == "text":
             label = f"data.text_field={missing[0]}"
-            way_out = "name the one that holds the text, or write messages, or prompt and completion"
+            way_out = "name the field that holds the text, or write messages, or prompt and completion"
         has = f"has no field {label}; its fields are {', '.join(record) or 'none'}"
         raise BadRecord("without its field", f"{has}; {way_out}")
     check_train_on(reading, kind, train_on)
