@@ -54,11 +54,9 @@ def verify(source: Path | dict, config: Config | None = None, cp: int | None = N
     shape = read_shape(source) if isinstance(source, Path) else shape_from_config(source)
     check_weights(source if isinstance(source, Path) else None)
     heads, asked = shape.heads, config.parallel.cp if config is not None else 4
-    ring = config.parallel.ring if config is not None and isinstance(config.parallel.ring, int) else 1
-    cp = cp or min(asked if isinstance(asked, int) else 4 * ring, heads * ring)
-    if cp % ring or cp > heads * ring:
-        rule = f"is no multiple of parallel.ring={ring}, or exceeds {ring} times" if ring > 1 else "exceeds"
-        raise ConfigError(f"--cp={cp} {rule} the {heads} query heads; use at most {heads * ring}")
+    cp = cp or min(asked if isinstance(asked, int) else 4, heads)
+    if cp > heads:
+        raise ConfigError(f"--cp={cp} exceeds the {heads} query heads; use at most {heads}")
     layout, device = layout_for(config, cp, heads), "cuda" if num_gpus() >= cp else "cpu"
     adapter = config.adapter if config is not None else AdapterConfig(rank=4) if find_spec("peft") else None
     adapter = adapter and replace(with_stored_settings(adapter, set()), path=None)
@@ -77,8 +75,7 @@ def layout_for(config: Config | None, cp: int, heads: int) -> Layout:
         kept = (LayerKeeps("host", "host"), LayerKeeps())
         return Layout(cp, cp if cp < heads else None, TILE, kept, dtype="float64")
     layout = layout_of(config, 2, cp, on_gpu=False)
-    before, ulysses = config.parallel.cp_of(cp) // layout.ring, cp // layout.ring
-    stage = layout.heads_per_stage and max(1, layout.heads_per_stage // before) * ulysses
+    stage = layout.heads_per_stage and max(1, layout.heads_per_stage // config.parallel.cp_of(cp)) * cp
     stage, tile = stage if stage and stage < heads else None, min(layout.tile_tokens or TILE, TILE)
     layout = replace(layout, cp=cp, heads_per_stage=stage, tile_tokens=tile, dtype="float64", offload_optimizer=False)
     return replace(layout, ring=math.gcd(cp, layout.ring), kernel="auto", blocks=None)

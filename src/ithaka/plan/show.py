@@ -220,15 +220,13 @@ def _reasons(plan: Plan) -> dict[str, str]:
         )
     inputs = size((shape.num_layers - shape.first_trained) * layout.x_bytes(shape.hidden, s))
     outputs = size(kept_attention_bytes(shape, layout, s) * layout.keep_attention)
-    reasons = {
-        "parallel.cp": f"{shared}: {step}",
-        "parallel.heads_per_stage": stage,
-        "memory.tile_tokens": "tokens per tile of norms, projections and MLP",
-    }
+    reasons = {"parallel.cp": f"{shared}: {step}"}
     if layout.ring > 1:
         reasons["parallel.ring"] = (
             f"k and v go round {layout.ring} groups of {ulysses} GPUs that exchange tokens for heads"
         )
+    reasons["parallel.heads_per_stage"] = stage
+    reasons["memory.tile_tokens"] = "tokens per tile of norms, projections and MLP"
     if layout.checkpoint:
         reasons["memory.offload"] = f"layer inputs ({inputs} per GPU) are kept {PLACES[layout.input_tier]}"
         reasons["memory.keep_attention"] = _keep_reason(plan)
