@@ -346,11 +346,8 @@ def verify(
     if as_json:
         print(json.dumps(found, indent=2))
     else:
-        print(
-            "two layers of a {model_type}, {weights} weights, cp={cp} on {device}, beside plain transformers".format(
-                **found
-            )
-        )
+        what = "two layers of a {model_type}, {weights} weights, cp={cp} on {device}, beside plain transformers"
+        print(what.format(**found))
         print(_table([_shown_check(**check) for check in found["checks"]]))
         off = [check["part"] for check in found["checks"] if not check["ok"]]
         print(f"off: {', '.join(off)}" if off else "all parts are right")
@@ -360,13 +357,8 @@ def verify(
 def _shown_check(part: str, where: str, error: float, allowed: float | None, ok: bool) -> dict[str, str]:
     margin = "information" if allowed is None else f"{min(allowed / max(error, 1e-16), 1e6):,.0f} x" if allowed else ""
     limit = "" if allowed is None else f"{allowed:.0e}"
-    return {
-        "part": part if ok else f"OFF: {part}",
-        "error": f"{error:.1e}",
-        "allowed": limit,
-        "margin": margin,
-        "of": where,
-    }
+    words = (part if ok else f"OFF: {part}", f"{error:.1e}", limit, margin, where)
+    return dict(zip(("part", "error", "allowed", "margin", "of"), words, strict=True))
 
 
 @bench.command("attention")

@@ -221,10 +221,9 @@ def _documents(pair: Pair, ids_of: Callable[..., Tensor], lengths: tuple[int, ..
     ids = ids_of(1, sum(lengths))
     documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
     labels = ids.index_fill(1, torch.tensor([0, *accumulate(lengths)][:-1]), IGNORED)
-    parts = [part for part in ids.split(lengths, dim=1) if part.shape[1] > 1]
 
     def alone(plain: nn.Module) -> Tensor:
-        return torch.stack([_plain_sum(plain, part, part) for part in parts]).sum()
+        return torch.stack([_plain_sum(plain, part, part) for part in ids.split(lengths, dim=1)]).sum()
 
     yield _worst("documents", pair.losses(ids, labels, alone, document_ids=documents))
     error = 0.0
