@@ -175,14 +175,14 @@ def test_errors_are_found_and_named(cut_llama, monkeypatch, plant, off, right):
 def test_the_command_shows_margins_and_ends_with_1_when_something_is_off(llama, tmp_path, monkeypatch):
     """One rank runs in this process."""
     settings = tmp_path / "long.yaml"
-    lora = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    lora = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["down_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(lora))
     parts = f"model: {{path: {llama}}}", f"adapter: {{path: {tmp_path}}}", "data: {context: 512}"
     settings.write_text("\n".join([*parts, "parallel: {cp: 8, heads_per_stage: 8}"]))
     answer = CliRunner().invoke(cli.app, ["verify", str(settings), "--cp", "1", "--json"])
     found = json.loads(answer.stdout)
     assert answer.exit_code == 0 and found["ok"] and (found["cp"], found["weights"]) == (1, "its own")
-    assert "q_proj.lora_" in found["checks"][-1]["where"], "the adapter's own targets"
+    assert "down_proj.lora_" in found["checks"][-1]["where"], "the adapter's own targets"
     halved_gradient(monkeypatch)
     settings.write_text("\n".join(parts[::2]))
     answer = CliRunner().invoke(cli.app, ["verify", str(settings), "--cp", "1"])
