@@ -33,7 +33,7 @@ class Browser:
     """`call` sends one command of the DevTools protocol; events that come meanwhile are kept."""
 
     def __init__(self, program: str) -> None:
-        self._folder = tempfile.TemporaryDirectory()
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)  # its children may still write
         to_read, self._write = os.pipe()
         self._read, to_write = os.pipe()
 
@@ -67,7 +67,7 @@ class Browser:
         self._process.wait()
         os.close(self._write)
         os.close(self._read)
-        shutil.rmtree(self._folder.name, ignore_errors=True)
+        self._folder.cleanup()
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         self._number += 1
