@@ -17,7 +17,7 @@ from ithaka.plan.shape import Work
 TB = 10**12
 H100 = find_gpu("H100-80GB")
 NODE = Hardware(H100, 8, 1, host_bytes=2 * TB)
-FEW = settings(max_examples=12, deadline=None, derandomize=True)
+FEW = settings(max_examples=8, deadline=None, derandomize=True)
 
 machines = st.builds(
     lambda gib, gpus, nodes, host, disk: Hardware(
@@ -84,7 +84,7 @@ def test_longest_context_fits_and_the_next_does_not(machine, model):
         assert not choose(shape, machine, 2 * context).fits
 
 
-@settings(FEW, max_examples=6)
+@settings(FEW, max_examples=3)
 @given(machines, models, contexts, st.sampled_from([{}, {"overlap": True}, {"keep_attention": 2}]), st.randoms())
 def test_no_other_layout_that_fits_is_faster(machine, model, context, fixed, random):
     shape = find_shape(model)

@@ -79,7 +79,7 @@ def test_any_ulysses_and_ring(ulysses, ring, monkeypatch):
     One document, and some that end around every border.
     """
     monkeypatch.setattr(dealing, "BALANCED", 1.0)
-    for finest in (False, True):
+    for finest in (False, True) if ulysses * ring < 8 else (True,):  # eight threads are slow
         monkeypatch.setattr(dealing, "SHORTEST", 1 if finest else 1 << 30)
         family, heads, kv_heads, tokens, changes = CASES[(GRID.index((ulysses, ring)) + finest) % len(CASES)]
         all_starts = ([0, tokens], documents(tokens, 2 * ring))
@@ -200,7 +200,7 @@ def test_ten_steps_and_resuming_with_another_ring(ranks, tmp_path):
         return tiny_run(tmp_path / name, parallel={"cp": 4, "ring": ring}, train=steps)
 
     losses = {}
-    for name, ring in (("4x1", 1), ("2x2", 2), ("1x4", 4)):
+    for name, ring in (("4x1", 1), ("2x2", 2)):  # 1x4 below, resumed
         ranks.run(4, run, config(name, ring))
         losses[name] = of_steps(config(name, ring).train.run_dir)
     resumed = config("2x2", 4)
