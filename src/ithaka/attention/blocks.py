@@ -27,8 +27,8 @@ MAX_ELEMENTS = 2**31 - 1  # the most that a kernel call may address
 # Up to this length, documents of unequal length share calls of the varlen kernel. cuDNN is faster at every length but
 # plans each new shape (0.13 s for both directions); longer documents repay that (measured at 128 heads x layers).
 SHORT = 32768
-# What one call takes of short documents where the kernel writes to our buffers: fa4 keeps the host busy for 0.1 to 0.2
-# ms a call, in which a GPU attends to 64 documents of 2K tokens.
+# What one call takes of short documents where the kernel writes to our buffers: fa4 keeps the host busy for some 0.5 ms
+# a call, in which a GPU attends to 200 documents of 2K tokens.
 CALL_TOKENS = 512 * 1024
 # Rows in forward, keys in backward, that one SM of a Hopper GPU attends to at a time in fa4, up to a head dim.
 FA4_TILES = (((96, 192), (256, 128)), ((128, 128), (192, 96), (256, 48)))

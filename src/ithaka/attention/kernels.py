@@ -219,8 +219,9 @@ def _fa4_varlen_backward(dout, q, k, v, out, lse, *documents, into=None):
 
 _FA4_VARLEN = Varlen(_fa4_varlen_forward, _fa4_varlen_backward)
 # Faster than cuDNN at every head dim on Hopper, in both directions (LOG.md); on Blackwell by published rates.
-_ON_HOPPER: dict[str, Any] = {"direct": True, "capabilities": (9, 10), "missing": _fa4_missing}
-_FA4 = Kernel("fa4", _fa4_forward, _fa4_backward, varlen=_FA4_VARLEN, **_ON_HOPPER)
+_FA4 = Kernel(
+    "fa4", _fa4_forward, _fa4_backward, direct=True, capabilities=(9, 10), missing=_fa4_missing, varlen=_FA4_VARLEN
+)
 _VARLEN = Varlen(_flash_varlen_forward, _flash_varlen_backward)
 _FLASH = Kernel("flash", _flash_forward, _flash_backward, varlen=_VARLEN)
 # cuDNN rejects a single row and key, and has crashed on other tiny pairs.
@@ -312,7 +313,7 @@ def _trial(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: i
         said = str(error).strip().partition("\n")[0][:160]
         wrong = f"does not run here ({type(error).__name__}: {said})"
     if wrong is not None:
-        return f"{wrong}; update PyTorch"
+        return f"{wrong}; update PyTorch{', or install flash-attn-4 again' if kernel is _FA4 else ''}"
     if kernel.stand_in is None:
         return None
     wrong = _refusal(kernel.stand_in, device, dtype, head_dim)
