@@ -85,13 +85,13 @@ def query_major(
 ) -> Iterator[QueryBlock]:  # fmt: skip
     """Blocks of query rows. Every row of every span is in exactly one.
 
-    `halve`: cut the squares on the diagonal further (`_halved_squares`). `call_tokens`: how many tokens of equal
-    documents one call may take, at least block_q. `knows_windows`: the kernel takes the mask `window`.
+    `halve`: cut the squares on the diagonal further (`_halved_squares`). `call_tokens`: how many rows of a window, or
+    tokens of equal documents, one call may take, at least block_q. `knows_windows`: the kernel takes the mask `window`.
     """
     for equal in _runs(spans):
         (start, length, top, last, shift), run = equal[0], len(equal)
         if knows_windows and window is not None and window < last:
-            blocks = [_windowed(a, e, window) for a, e in _cut(top, last, block_q)]
+            blocks = [_windowed(a, e, window) for a, e in _cut(top, last, max(block_q, call_tokens))]
         else:
             blocks = _document(equal[0], causal, window, block_q, block_kv, halve, alone=run == 1)
         # Equal documents side by side, as many as fit into one batched call.
