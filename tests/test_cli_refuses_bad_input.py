@@ -1,6 +1,8 @@
 """Bad input ends with exit code 2, one line that says what to do, no process started and nothing written."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import yaml
@@ -38,7 +40,7 @@ def started(monkeypatch):
     """Records what would be started instead of starting it."""
     calls = []
 
-    def run_ranks(function, args, num_ranks):
+    def run_ranks(function, args, num_ranks, apart):
         run, only_profile = args
         assert not only_profile and run.num_ranks == num_ranks
         calls.append(run)
@@ -292,19 +294,48 @@ def test_positions_may_grow_when_a_run_goes_on(run_dir, started):
     assert started[0].config.data.context == 8192
 
 
-def test_under_torchrun_all_ranks_name_the_same_run_directory(folder, started, monkeypatch):
-    monkeypatch.setattr(preflight, "start_process_group", lambda: None)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job7")
-    for rank in ("0", "1"):
-        monkeypatch.setenv("RANK", rank)
-        assert CliRunner().invoke(app, ["train"]).exit_code == 0
-    assert {str(run.run_dir) for run in started} == {"runs/torchrun-job7"}
-
-
 def test_exit_code_of_the_ranks_is_that_of_the_command(folder, monkeypatch):
-    monkeypatch.setattr(launch, "run_ranks", lambda function, args, num_ranks: 3)
+    monkeypatch.setattr(launch, "run_ranks", lambda function, args, num_ranks, apart: 3)
     assert CliRunner().invoke(app, ["train"]).exit_code == 3
+
+
+def test_resume_auto_starts_goes_on_and_ends(run_dir, started):
+    shutil.rmtree(run_dir / "model")
+    command = ["train", "--resume", "auto", "--run-dir", "run", "--ranks", "1", "--set", "train.seed=5"]
+    assert CliRunner().invoke(app, command).exit_code == 0  # killed before its first checkpoint
+    (run_dir / "checkpoints/step-00000005").mkdir(parents=True)
+    assert CliRunner().invoke(app, [*command, "--set", "train.steps=99"]).exit_code == 0
+    assert [(str(run.run_dir), run.checkpoint) for run in started] == [("run", None), ("run", Path("run"))]
+    assert (started[1].config.optim.decay_steps, started[1].config.train.steps) == (72, 99)
+    result = CliRunner().invoke(app, [*command, "--set", "train.steps=5"])
+    assert (result.exit_code, result.stdout, len(started)) == (0, "run is finished: 5 steps are done\n", 2)
+
+
+def test_resume_auto_needs_a_run_directory(folder, started):
+    refused(folder, started, ["train", "--resume", "auto"], ["needs train.run_dir", "--run-dir DIR"])
+
+
+@pytest.mark.parametrize("codes, ended", [([4, 0], 0), ([1, 1], 1), ([2], 2), ([143], 143)])
+def test_failed_ranks_are_started_again(folder, monkeypatch, codes, ended):
+    runs = []
+
+    def run_ranks(function, args, num_ranks, apart):
+        assert apart
+        runs.append(args[0].run_dir)
+        (args[0].run_dir).mkdir(parents=True, exist_ok=True)
+        (args[0].run_dir / "config.yaml").write_text(to_yaml(args[0].config))
+        return codes[len(runs) - 1]
+
+    monkeypatch.setattr(launch, "run_ranks", run_ranks)
+    result = CliRunner().invoke(app, ["train", "--max-restarts", "1"])
+    assert (result.exit_code, len(runs), len(set(runs))) == (ended, len(codes), 1)
+    assert result.stderr.count("Restart") == len(codes) - 1
+
+
+def test_restarts_under_torchrun_are_its_own(folder, started, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused(folder, started, ["train", "--max-restarts", "3"], ["--max-restarts=3", "torchrun"])
 
 
 def test_version(folder):

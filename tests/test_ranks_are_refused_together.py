@@ -1,14 +1,17 @@
 """What one rank is refused for ends all of them at once, and is said once."""
 
+from contextlib import contextmanager
+from pathlib import Path
+
 import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
 from ithaka.cli import app
-from ithaka.config import ConfigError
+from ithaka.config import ConfigError, load
 from ithaka.plan.hardware import Host
 from ithaka.train import loop, preflight
-from runs import tiny_run
+from runs import run, tiny_run
 
 
 def lacks_memory(patch, folder):
@@ -22,18 +25,53 @@ def lacks_a_file(patch, folder):
     patch.setattr(loop, "build_model", build_model)
 
 
-def train(folder, lacking, on_ranks):
-    """As torchrun starts it on two nodes, of which some lack something."""
-    rank = dist.get_rank()
-    config = ["--set", f"model.path={folder / 'config.json'}", "--set", f"data.path={folder / 'texts'}"]
-    config += ["--set", "data.tokenizer=bytes", "--run-dir", str(folder / "new")]
+@contextmanager
+def under_torchrun():
+    """As torchrun starts a rank, one on each of two nodes."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
+        for name, value in {"RANK": dist.get_rank(), "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
             patch.setenv(name, str(value))
-        if rank in on_ranks:
+        yield patch
+
+
+def settings(folder):
+    files = {"model.path": folder / "config.json", "data.path": folder / "texts", "data.tokenizer": "bytes"}
+    return [f"{name}={value}" for name, value in files.items()]
+
+
+def train(folder, lacking, on_ranks):
+    """On two nodes, of which some lack something."""
+    config = [word for setting in settings(folder) for word in ("--set", setting)]
+    config += ["--run-dir", str(folder / "new")]
+    with under_torchrun() as patch:
+        if dist.get_rank() in on_ranks:
             lacking(patch, folder)
         result = CliRunner().invoke(app, ["train", *config])
     return result.exit_code, result.stderr
+
+
+def directories(folder):
+    """Of a new run, of ranks whose clocks differ; and the refusal to go on where only rank 0 sees the checkpoint."""
+    with under_torchrun() as patch:
+        rank = dist.get_rank()
+        patch.setattr(preflight.time, "strftime", lambda how: f"clock-{rank}")
+        chosen = preflight.preflight(None, settings(folder)).run_dir
+        patch.chdir(folder / str(rank))
+        try:
+            preflight.preflight(None, settings(folder), preflight.AUTO, Path("run"))
+        except ConfigError as error:
+            return str(chosen), str(error)
+
+
+def test_rank_0_chooses_the_run_directory_and_all_must_see_it(ranks, tmp_path):
+    for rank in (0, 1):
+        tiny_run(tmp_path / str(rank), train={"run_dir": str(tmp_path / str(rank) / "run"), "steps": 1})
+    tiny_run(tmp_path)
+    ranks.run(1, run, load(overrides=[*settings(tmp_path), f"train.run_dir={tmp_path / '0/run'}", "train.steps=1"]))
+    said = "train.run_dir=run: rank 0 finds run/checkpoints/step-00000001 and rank 1 none; put it on a file system"
+    for chosen, words in ranks.run(2, directories, tmp_path):
+        assert chosen == "runs/clock-0"
+        assert words == f"{said} that all nodes share"
 
 
 @pytest.mark.parametrize(

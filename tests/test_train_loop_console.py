@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -15,7 +16,7 @@ from rich.console import Console as RichConsole
 
 from ithaka.model.batch import num_pairs
 from ithaka.train import console as console_module
-from ithaka.train import launch
+from ithaka.train import launch, loop
 from ithaka.train.console import Console, Record, amount, describe, open_metrics, status, step_flops
 from ithaka.train.loop import Diverged
 from runs import metrics, run, start_program, tiny_run, wait_for
@@ -158,6 +159,25 @@ def test_a_second_signal_leaves_at_once_but_an_echo_does_not(monkeypatch, capfd)
         signal.raise_signal(signal.SIGINT)
     assert left == [130]
     assert capfd.readouterr().err == "Stopping after this step; Ctrl-C again stops at once.\n"  # the first is answered
+
+
+def test_a_step_that_outlasts_the_grace_is_left(monkeypatch, tmp_path):
+    left, train = [], SimpleNamespace(config=tiny_run(tmp_path, train={"grace_s": 0.1}), run_dir=tmp_path / "run")
+    monkeypatch.setattr(loop, "leave", left.append)
+    monkeypatch.setattr(loop, "answer", lambda number, again: left.append("waits"))
+    grace = loop.Grace(train)
+    grace.asked(signal.SIGTERM, False)
+    assert left == ["waits"]
+    wait_for(lambda: len(left) == 2, timeout_s=5)
+    words = "SIGTERM: this step does not end within train.grace_s=0.1. There is no checkpoint yet."
+    assert (left[1].code, left[1].text) == (143, words)
+    grace.step_start, grace.step_s = time.monotonic(), 0.3
+    left.clear()
+    grace.asked(signal.SIGINT, False)
+    assert left == ["waits"]  # of Ctrl-C as long as it takes
+    grace.asked(signal.SIGUSR1, False)
+    assert left[1].code == 138
+    grace.close()
 
 
 def diverging(config):

@@ -93,11 +93,17 @@ def train(
     config: ConfigFile = None,
     overrides: Overrides = None,
     ranks: Ranks = None,
-    resume: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Go on from its latest checkpoint.")] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN_DIR|auto", help="Go on from its latest checkpoint; auto: in train.run_dir, or start."
+        ),
+    ] = None,
     run_dir: RunDir = None,
+    max_restarts: Annotated[int, typer.Option(min=0, help="Start the ranks again, so often, when they fail.")] = 0,
 ) -> None:
     """Train a model: the one CONFIG.yaml names, or without it a small one on Python's own sources."""
-    _run(config, overrides, ranks, run_dir, resume)
+    _run(config, overrides, ranks, run_dir, resume, max_restarts)
 
 
 def train_rank(run: Run, only_profile: bool = False) -> int:
@@ -149,24 +155,41 @@ def _run(
     ranks: Ranks,
     run_dir: RunDir,
     resume: RunDir = None,
+    max_restarts: int = 0,
     profiled_steps: int = 0,
 ) -> None:
-    """Decides and checks, prints the plan, and starts the ranks."""
+    """Decides and checks, prints the plan, and starts the ranks; again, from their last checkpoint, if they fail."""
     with _loading() as status:
         from ithaka.plan import show
         from ithaka.train import launch
-        from ithaka.train.preflight import preflight
+        from ithaka.train.preflight import AUTO, preflight
 
     changes = [*(overrides or []), *([f"parallel.ranks={ranks}"] if ranks is not None else [])]
     if profiled_steps:
         changes += [f"train.steps={profiled_steps}", f"profile.every={profiled_steps}"]
         changes += ["train.validate_every=0", "train.validate_sequences=0"]
-    with status("checking settings and data"):
-        run = preflight(config, changes, resume, run_dir)
-    if run.plan is not None and os.environ.get("RANK", "0") == "0":
-        model = run.config.model
-        print(show.as_text(run.plan, str(model.path or model.embedded), run.config.train.steps), flush=True)
-    raise typer.Exit(launch.run_ranks(train_rank, (run, profiled_steps > 0), run.num_ranks))
+    if max_restarts and launch.under_torchrun():
+        raise ConfigError(f"--max-restarts={max_restarts} is for local ranks; give it to torchrun, before -m ithaka")
+    tells = os.environ.get("RANK", "0") == "0"
+    for left in range(max_restarts, -1, -1):
+        with status("checking settings and data"):
+            run = preflight(config, changes, resume, run_dir)
+        if run.finished:
+            if tells:
+                print(f"{run.run_dir} is finished: {run.config.train.steps} steps are done", flush=True)
+            raise typer.Exit(0)
+        if run.plan is not None and tells:
+            model = run.config.model
+            print(show.as_text(run.plan, str(model.path or model.embedded), run.config.train.steps), flush=True)
+        code = launch.run_ranks(train_rank, (run, profiled_steps > 0), run.num_ranks, apart=max_restarts > 0)
+        if left == 0 or not launch.worth_a_restart(code):
+            break
+        if resume is None:
+            resume, run_dir = AUTO, run.run_dir
+        print(
+            f"Restart {max_restarts - left + 1} of {max_restarts}, after exit code {code}", file=sys.stderr, flush=True
+        )
+    raise typer.Exit(code)
 
 
 @app.command()

@@ -299,7 +299,10 @@ class TrainConfig(Section):
     deterministic: bool = False
     # Write TensorBoard events into the run directory (needs the extra: pip install ithaka[tensorboard]).
     tensorboard: bool = False
-    # Where the run is written. null: runs/<date>-<time>.
+    # After SIGTERM or SIGUSR1: seconds in which the step must end and be saved; else the run leaves at once, with the
+    # last checkpoint. Kubernetes, Slurm and torchrun kill after 30 seconds unless told otherwise.
+    grace_s: float = setting(25.0, ge=0)
+    # Where the run is written. null: runs/<date>-<time>. `--resume auto` needs it.
     run_dir: Path | None = None
 
 

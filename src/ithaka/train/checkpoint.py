@@ -172,6 +172,11 @@ def find(run_dir: Path) -> Path:
     raise ConfigError(f"checkpoint {path} cannot be used: {reason}; {way}")
 
 
+def newest(run_dir: Path | None) -> Path | None:
+    """The checkpoint of the latest step, complete as all are, though it may be damaged."""
+    return max(run_dir.glob("checkpoints/step-*"), default=None) if run_dir is not None else None
+
+
 def last_of(run_dir: Path) -> str:
     """The last checkpoint, in a sentence."""
     latest = run_dir / "latest"
@@ -224,11 +229,8 @@ def resume_point(run_dir: Path, config: Config, shape: ModelShape) -> tuple[Path
     Refuses what is known before the data is opened; the data itself refuses the rest."""
     os.close(lock(run_dir, fcntl.LOCK_SH))  # shared: under torchrun every rank asks
     before, found = load_config(run_dir / "config.yaml"), find(run_dir)
-    step, steps, seed, saved = read_state(found)["step"], config.train.steps, config.train.seed, run_dir / "model"
+    seed, saved = config.train.seed, run_dir / "model"
     model = f"path={config.model.path}" if config.model.path else f"embedded={config.model.embedded}"
-    if step >= steps:
-        way = f"to go on give more: --set train.steps={2 * step}"
-        raise ConfigError(f"train.steps={steps} is reached already by checkpoint {found}; {way}")
     if seed != before.train.seed:
         why = f"is not the run's {before.train.seed}, which the order of its data comes from"
         raise ConfigError(f"train.seed={seed} {why}; leave it out")

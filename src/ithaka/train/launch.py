@@ -2,8 +2,8 @@
 
 PyTorch's elastic launcher starts the ranks, each in a session of its own, and ends them all when one fails.
 Under torchrun the ranks are there already, and one rank needs no other process: both run in this process.
-Exit codes: 2 for a ConfigError, 3 for out of memory (device, host or disk), 1 for other failures, 128 + signal when
-stopped. Torch is imported late: commands that do without it report their errors here too.
+Exit codes: 2 for a ConfigError, 3 for out of memory (device, host or disk), 4 where a rank died or hung, 1 for other
+failures, 128 + signal when stopped. Torch is imported late: commands that do without it report their errors here too.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ import psutil
 from ithaka.config import ConfigError
 from ithaka.plan.hardware import num_cores
 
-EXIT_FAILED, EXIT_CONFIG, EXIT_MEMORY = 1, 2, 3
+EXIT_FAILED, EXIT_CONFIG, EXIT_MEMORY, EXIT_LOST = 1, 2, 3, 4
 
 GRACE_S = 2.0  # when one rank has failed, for the others to fail in their own words
 SAME_S = 0.5  # signals closer together are one: a terminal and a launcher, or `timeout`, send two
 CPU_RANKS = 2
 # Of CUDA and of what calls it (PyTorch, NCCL, Triton), of PyTorch's CPU allocator, of cuBLAS and cuDNN.
 MEMORY_WORDS = ("out of memory", "DefaultCPUAllocator", "_STATUS_ALLOC_FAILED")
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 RankFunction = Callable[..., int | None]  # an exit code, if it is not 0
 
@@ -84,13 +84,18 @@ def decide_ranks(ranks: int | Literal["auto"], gpus: int) -> int:
     return ranks
 
 
-def run_ranks(function: RankFunction, args: tuple[Any, ...], num_ranks: int) -> int:
+def worth_a_restart(code: int) -> bool:
+    """Whether the same run may get further when it is started again."""
+    return code not in (0, EXIT_CONFIG, *(128 + number for number in SIGNALS))
+
+
+def run_ranks(function: RankFunction, args: tuple[Any, ...], num_ranks: int, apart: bool = False) -> int:
     """Call `function(*args)` in every rank and return the exit code; a failure is printed once, to stderr.
 
-    The function must be importable and `args` picklable. The first SIGINT or SIGTERM is passed on to the
-    ranks, which finish their step and save; the second ends them.
+    The function must be importable and `args` picklable. The first SIGINT, SIGTERM or SIGUSR1 is passed on to the
+    ranks, which finish their step and save; the second ends them. `apart`: one rank too gets a process of its own.
     """
-    alone = under_torchrun() or num_ranks == 1
+    alone = under_torchrun() or (num_ranks == 1 and not apart)
     outcome = _call(function, args) if alone else _run_children(function, args, num_ranks)
     tell(outcome)
     return outcome.code
@@ -117,6 +122,20 @@ def tell(outcome: Outcome) -> None:
 
         dist.barrier()
         dist.destroy_process_group()
+
+
+_folder: Path | None = None  # of a rank that our launcher started: where its outcome goes
+
+
+def leave(outcome: Outcome) -> None:
+    """End this rank now, from any thread, without the usual clean-up: it can wait for ranks that will never answer."""
+    rank = os.environ.get("RANK", "0")
+    if _folder is not None:
+        (_folder / f"telling-{rank}").write_bytes(pickle.dumps(outcome))
+        (_folder / f"telling-{rank}").rename(_folder / f"failed-{rank}")
+    elif outcome.text and (rank == "0" or not outcome.shared):
+        os.write(2, f"{outcome.text}\n".encode())  # print may be at work in another thread
+    os._exit(outcome.code)
 
 
 def _call(function: RankFunction, args: tuple[Any, ...]) -> Outcome:
@@ -162,7 +181,7 @@ def _run_children(function: RankFunction, args: tuple[Any, ...], num_ranks: int)
         folder = Path(name)
         (folder / "call").write_bytes(pickle.dumps(sys.path) + pickle.dumps((function, args)))
         logs = DefaultLogsSpecs(log_dir=str(folder / "logs"))
-        # It would kill the ranks 30 seconds after a signal, and a step may take hours: we handle SIGINT and SIGTERM.
+        # It would kill the ranks 30 seconds after a signal, and a step may take hours: we handle SIGNALS.
         here |= {"run_id": folder.name, "max_restarts": 0, "logs_specs": logs, "signals_to_handle": "SIGHUP"}
         try:
             main = "from ithaka.train.launch import child; child()"
@@ -210,7 +229,8 @@ def _end_of(rank: int, code: int) -> Outcome:
 def child() -> None:
     """The main program of a rank: calls the function that the folder named on the command line holds, and leaves its
     outcome there unless it is 0."""
-    folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+    global _folder
+    folder = _folder = Path(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to save until the loop installs its handlers
     threading.Thread(target=_end_with_others, args=(folder, os.getppid()), daemon=True).start()
     with (folder / "call").open("rb") as file:
@@ -218,11 +238,10 @@ def child() -> None:
         function, args = pickle.load(file)
     outcome = _call(function, args)
     sys.stdout.flush()
-    if outcome.code:
-        (folder / f"telling-{rank}").write_bytes(pickle.dumps(outcome))
-        (folder / f"telling-{rank}").rename(folder / f"{'failed' if outcome.text else 'stopped'}-{rank}")
-    if outcome.text:  # without the usual clean-up: it can wait for ranks that will never answer
-        os._exit(outcome.code)
+    if outcome.text:
+        leave(outcome)
+    elif outcome.code:
+        (folder / f"stopped-{os.environ['RANK']}").write_bytes(pickle.dumps(outcome))
 
 
 def _end_with_others(folder: Path, parent: int) -> None:
@@ -233,7 +252,7 @@ def _end_with_others(folder: Path, parent: int) -> None:
     os._exit(EXIT_FAILED)
 
 
-def _answer(number: int, again: bool) -> None:
+def answer(number: int, again: bool) -> None:
     """End this rank if it was asked before, else let rank 0 say what comes: a step may take hours."""
     if again:
         os._exit(128 + number)
@@ -243,8 +262,8 @@ def _answer(number: int, again: bool) -> None:
 
 
 @contextlib.contextmanager
-def stop_requests(act: Callable[[int, bool], None] = _answer) -> Iterator[list[signal.Signals]]:
-    """SIGINT and SIGTERM received inside, from a terminal, a scheduler, or a launcher that passes them on; the training
+def stop_requests(act: Callable[[int, bool], None] = answer) -> Iterator[list[signal.Signals]]:
+    """SIGNALS received inside, from a terminal, a scheduler, or a launcher that passes them on; the training
     loop looks at them after each step. `act` is called with each, and whether one came before. Two within SAME_S
     are one.
     """

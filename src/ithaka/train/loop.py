@@ -8,7 +8,8 @@ import shutil
 import statistics
 import time
 from collections.abc import Sequence
-from signal import Signals
+from signal import SIGINT, Signals
+from threading import Timer
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from ithaka.phases import listening, phase
 from ithaka.plan.hardware import peak_flops
 from ithaka.train import checkpoint
 from ithaka.train.console import Console, Record, amount, host_peak_bytes, read_metrics, status, step_flops
-from ithaka.train.launch import stop_requests
+from ithaka.train.launch import Outcome, answer, leave, stop_requests
 from ithaka.train.preflight import Run, store_host_bytes, together
 from ithaka.train.step import StepResult, learning_rate, make_optimizer, train_step, validation_loss
 from ithaka.train.watch import Watch, Witness, explain_shortage, is_shortage
@@ -38,6 +39,34 @@ class Diverged(RuntimeError):
 
 class OutOfMemoryError(RuntimeError):
     """The launcher turns it into exit code 3."""
+
+
+class Grace:
+    """After SIGTERM or SIGUSR1, leave within train.grace_s: after the step and its checkpoint if they end in time, else
+    at once."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.seconds = run, run.config.train.grace_s
+        self.step_s = self.save_s = 0.0  # of the last ones
+        self.step_start = 0.0  # by time.monotonic()
+        self.timer: Timer | None = None
+
+    def asked(self, number: int, again: bool) -> None:
+        if number != SIGINT and self.step_start + self.step_s + self.save_s > time.monotonic() + self.seconds:
+            self.leave(number)
+        answer(number, again)
+        if number != SIGINT:
+            self.timer = Timer(self.seconds, self.leave, [number])
+            self.timer.daemon = True
+            self.timer.start()
+
+    def close(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+
+    def leave(self, number: int) -> None:
+        words = f"{Signals(number).name}: this step does not end within train.grace_s={self.seconds:g}."
+        leave(Outcome(128 + number, f"{words} {checkpoint.last_of(self.run.run_dir)}", shared=True))
 
 
 class Trainer:
@@ -142,16 +171,18 @@ def train(run: Run, only_profile: bool = False) -> int:
     Returns the exit code: 0 when all steps are done; 128 + signal when asked to stop, after saving. Raises ConfigError,
     OutOfMemoryError, CheckpointError or Diverged with all that the user needs to know. `only_profile`: nothing is
     saved."""
-    witness = Witness(default_device())
-    with stop_requests() as stop, listening(witness):
+    witness, grace = Witness(default_device()), Grace(run)
+    with stop_requests(grace.asked) as stop, listening(witness):
         try:
             trainer = prepare(run)
-            asked = _train(trainer, stop, only_profile)
+            asked = _train(trainer, stop, grace, only_profile)
         except Exception as error:
             if not is_shortage(error):
                 raise
             words = explain_shortage(run, error, witness, str(run.config.model.path or run.run_dir / "model"))
             raise OutOfMemoryError(f"{words}\n{checkpoint.last_of(run.run_dir)}") from error
+        finally:
+            grace.close()
     return 128 + asked if asked else 0
 
 
@@ -197,7 +228,7 @@ def _write_run_dir(trainer: Trainer) -> None:
         shutil.copy(own, folder)
 
 
-def _train(trainer: Trainer, stop: list[Signals], only_profile: bool) -> int:
+def _train(trainer: Trainer, stop: list[Signals], grace: Grace, only_profile: bool) -> int:
     """Train up to train.steps, or to the end of the step in which any rank was asked to stop. Returns the signal that
     asked, or 0."""
     run, settings, mesh = trainer.run, trainer.config.train, trainer.mesh
@@ -213,10 +244,11 @@ def _train(trainer: Trainer, stop: list[Signals], only_profile: bool) -> int:
             console.step(Record(0, None, val_loss, None, None, 0, 0, None, None, None, *peaks, val_sources))
         while trainer.step < settings.steps and not asked:
             start = time.perf_counter()
+            grace.step_start = time.monotonic()
             batches = [trainer.data.next_batch() for _ in range(settings.accumulate)]
             with watch.step(trainer.step + 1):
                 result, lr, num_tokens = trainer.advance(batches)
-                step_s = time.perf_counter() - start
+                step_s = grace.step_s = time.perf_counter() - start
             val_loss, sources = None, result.source_losses
             if trainer.due(settings.validate_every):
                 with console.doing("validation"):
@@ -227,8 +259,10 @@ def _train(trainer: Trainer, stop: list[Signals], only_profile: bool) -> int:
             losses = result.loss, val_loss, lr, result.grad_norm
             console.step(Record(trainer.step, *losses, trainer.tokens, result.label_tokens, *speed, *peaks, sources))
             if not only_profile and (asked or trainer.due(settings.save_every)):
+                start = time.perf_counter()
                 with console.doing("saving"):
                     trainer.save()
+                grace.save_s = time.perf_counter() - start
     finally:
         console.close()
         trainer.data.close(remove=only_profile or trainer.step >= settings.steps)

@@ -51,6 +51,7 @@ T = TypeVar("T")
 STORED = ("layer inputs", "kept attention", "on the way to disk")
 STATES = "parameters, gradients, optimizer"
 STAND_IN = "H100"  # for a GPU that the table lacks
+AUTO = Path("auto")  # --resume auto: go on in train.run_dir if it has a checkpoint, else start there
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,10 @@ class Run:
         return self.config.train.run_dir
 
     @property
+    def finished(self) -> bool:
+        return self.checkpoint is not None and checkpoint.read_state(self.checkpoint)["step"] >= self.config.train.steps
+
+    @property
     def work(self) -> Work:
         return work_of(self.config)
 
@@ -84,28 +89,33 @@ def preflight(file: Path | None, changes: list[str], resume: Path | None = None,
     """Resolve, plan and check the configuration: a file of settings and changes to them, or a run to go on with."""
     if under_torchrun():
         start_process_group()
+    name = gathered(time.strftime("%Y%m%d-%H%M%S"))[0]  # by the clock of rank 0
 
-    def told() -> tuple[Config, Hardware]:
-        config = resolve(file, changes, resume, run_dir)
+    def told() -> tuple[Config, Hardware, Path | None]:
+        config = resolve(file, changes, resume, run_dir, name)
         num_ranks = launch.decide_ranks(config.parallel.ranks, launch.num_gpus())
-        return config, machine_here(config, num_ranks, launch.gpu())
+        newest = checkpoint.newest(config.train.run_dir) if resume is not None else None
+        return config, machine_here(config, num_ranks, launch.gpu()), newest
 
     def decided() -> Run:
-        check_ranks_agree(configs)
+        check_ranks_agree(configs, newest)
         config, least, plan = configs[0], least_of(machines), None
-        if resume is None:  # a run that goes on keeps its settings
+        if resume in (None, AUTO):  # a run that goes on keeps its settings, unless the file is given again
             config, plan = planned(config, given(file, changes, _defaults(file, changes)), least)
         return dataclasses.replace(validated(config, least.num_gpus, resume, mine[1]), plan=plan)
 
     mine = together(told)
-    configs, machines = zip(*gathered(mine), strict=True)
+    configs, machines, newest = zip(*gathered(mine), strict=True)
     return together(decided)
 
 
 def validated(config: Config, num_ranks: int, resume: Path | None = None, here: Hardware | None = None) -> Run:
     """A run with these settings. Raises ConfigError unless it can start; cheap checks first."""
-    if resume is None and (run_dir := config.train.run_dir) is not None:
-        if (run_dir / "config.yaml").exists():
+    run_dir, auto = config.train.run_dir, resume == AUTO
+    if auto:
+        resume = run_dir if checkpoint.newest(run_dir) else None
+    if resume is None and run_dir is not None:
+        if (run_dir / "config.yaml").exists() and not auto:
             way = f"give another with --run-dir, or continue it with --resume {run_dir}"
             raise ConfigError(f"train.run_dir={run_dir} already holds a run; {way}")
         check_writable("train.run_dir", run_dir, folder=True)
@@ -119,6 +129,9 @@ def validated(config: Config, num_ranks: int, resume: Path | None = None, here: 
     if resume is not None:
         found, changed = checkpoint.resume_point(resume, config, shape)
         run = dataclasses.replace(run, checkpoint=found, changed=changed)
+        if run.finished and not auto:
+            way = f"to go on give more: --set train.steps={2 * config.train.steps}"
+            raise ConfigError(f"train.steps={config.train.steps} is reached already by checkpoint {found}; {way}")
     # Late: they import transformers, and cheap checks answer at once.
     from ithaka.data.open import check as check_data
     from ithaka.model.build import hf_config
@@ -155,9 +168,14 @@ def gathered(mine: T) -> list[T]:
     return answers
 
 
-def check_ranks_agree(configs: Sequence[Config]) -> None:
-    """Refuse ranks with different settings: their collectives would wait for each other for ever. Under torchrun every
-    node reads its own file."""
+def check_ranks_agree(configs: Sequence[Config], newest: Sequence[Path | None] = ()) -> None:
+    """Refuse ranks with different settings or checkpoints: their collectives would wait for each other for ever. Under
+    torchrun every node reads its own files."""
+    for rank, found in enumerate(newest):
+        if found != newest[0]:
+            seen = f"rank 0 finds {newest[0] or 'no checkpoint'} and rank {rank} {found or 'none'}"
+            way = "put it on a file system that all nodes share"
+            raise ConfigError(f"train.run_dir={configs[0].train.run_dir}: {seen}; {way}")
     first, *others = (to_yaml(config).splitlines() for config in configs)
     for rank, lines in enumerate(others, 1):
         for here, there in (both for both in zip(first, lines, strict=False) if both[0] != both[1]):
@@ -165,35 +183,46 @@ def check_ranks_agree(configs: Sequence[Config]) -> None:
             raise ConfigError(f"rank 0 has `{here.strip()}` and rank {rank} `{there.strip()}`; {way}")
 
 
-def resolve(file: Path | None, changes: list[str], resume: Path | None = None, run_dir: Path | None = None) -> Config:
-    """The settings of the run, with its run directory and the length of its learning-rate schedule."""
-    if resume is not None:
+def resolve(
+    file: Path | None, changes: list[str], resume: Path | None = None, run_dir: Path | None = None, name: str = ""
+) -> Config:
+    """The settings of the run, with its run directory (by default runs/`name`) and the length of its learning-rate
+    schedule."""
+    if resume is not None and resume != AUTO:
         moved = "--set train.run_dir" if "train.run_dir" in given(None, changes) else ""
         wrong = f"config={file}" if file else f"--run-dir {run_dir}" if run_dir else moved
         if wrong:
             raise ConfigError(f"{wrong} cannot be given with --resume {resume}; leave it out; settings go with --set")
         if not (resume / "config.yaml").is_file():
             raise ConfigError(f"--resume {resume} holds no config.yaml; give the directory of an earlier run")
-        before = load(resume / "config.yaml")
-        last = before.optim.decay_steps or before.train.steps
-        # A cosine that has not begun ends with the longer run.
-        kept = last if last > before.optim.warmup_steps else "null"
-        config, run_dir = load(resume / "config.yaml", [f"optim.decay_steps={kept}", *changes]), resume
+        file, run_dir = resume / "config.yaml", resume
+        config = load(file, [f"optim.decay_steps={_decay_of(file)}", *changes])
     else:
         config = load(file, changes, _defaults(file, changes))
-        # A new name per run, the same on every rank: under torchrun it comes from the job, not the clock.
-        job = os.environ.get("TORCHELASTIC_RUN_ID")
-        job = os.environ["MASTER_PORT"] if job == "none" else job
-        name = time.strftime("%Y%m%d-%H%M%S") if job is None else f"torchrun-{job}"
-        run_dir = run_dir or config.train.run_dir or Path("runs") / name
+        run_dir = run_dir or config.train.run_dir
+        if run_dir is None and resume == AUTO:
+            way = "set it in the file, or give --run-dir DIR"
+            raise ConfigError(f"--resume auto needs train.run_dir, where it looks for the run; {way}")
+        run_dir = run_dir or Path("runs") / name
+        if resume == AUTO and config.optim.decay_steps is None and (run_dir / "config.yaml").is_file():
+            config = load(
+                file, [*changes, f"optim.decay_steps={_decay_of(run_dir / 'config.yaml')}"], _defaults(file, changes)
+            )
     if config.adapter is not None:
-        adapter = with_stored_settings(config.adapter, given(resume / "config.yaml" if resume else file, changes))
+        adapter = with_stored_settings(config.adapter, given(file, changes))
         config = dataclasses.replace(config, adapter=adapter)
     end, warmup = config.optim.decay_steps, config.optim.warmup_steps
     if config.optim.schedule == "cosine" and end is not None and end <= warmup:
         raise ConfigError(f"optim.decay_steps={end} ends within optim.warmup_steps={warmup}; give more, or null")
     optim = dataclasses.replace(config.optim, decay_steps=end or config.train.steps)
     return dataclasses.replace(config, optim=optim, train=dataclasses.replace(config.train, run_dir=run_dir))
+
+
+def _decay_of(file: Path) -> str:
+    """optim.decay_steps of a run that goes on. A cosine that has not begun ends with the longer run."""
+    before = load(file)
+    last = before.optim.decay_steps or before.train.steps
+    return str(last) if last > before.optim.warmup_steps else "null"
 
 
 def _defaults(file: Path | None, changes: list[str]) -> dict[str, dict[str, Any]]:
