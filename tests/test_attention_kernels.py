@@ -145,6 +145,13 @@ def test_a_kernel_that_fails_its_trial_is_skipped_and_refused_by_name(monkeypatc
         resolve_kernel("cpu", CPU, torch.bfloat16, 16)
 
 
+def test_only_the_first_rank_of_a_machine_says_so(monkeypatch, recwarn):
+    monkeypatch.setitem(KERNELS, "cpu", replace(KERNELS["cpu"], forward=raising(ValueError("no"))))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert resolve_kernel("auto", CPU, torch.bfloat16, 24).name == "reference"
+    assert not recwarn.list
+
+
 def test_a_run_goes_on_with_the_next_kernel(monkeypatch):
     monkeypatch.setitem(KERNELS, "cpu", replace(KERNELS["cpu"], forward=raising(ValueError("no"))))
     q, k, v = (torch.randn(9, 2, 8, dtype=torch.float64) for _ in range(3))

@@ -260,7 +260,7 @@ def _auto(kernels: tuple[Kernel, ...], device: torch.device, dtype: torch.dtype,
         failure = unfit or _trial(kernel, device, dtype, head_dim)
         if failure is None:
             return kernel
-        if unfit is None:
+        if unfit is None and os.environ.get("LOCAL_RANK", "0") == "0":  # once per machine
             warnings.warn(f"attention.kernel=auto skips {kernel.name}, which {failure}", stacklevel=4)
     raise ConfigError(f"no attention kernel takes {dtype} with head dim {head_dim} on {device}; change model.dtype")
 
