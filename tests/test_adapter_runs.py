@@ -74,6 +74,7 @@ def recorded(config):
         losses.append(trainer.advance(batches)[0].loss)
         seen.append(batches)
     trainer.save()
+    trainer.saver.finish()
     return seen, losses
 
 

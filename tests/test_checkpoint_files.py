@@ -1,9 +1,12 @@
 """What is on disk after a run, and what happens when part of it is damaged."""
 
+import contextlib
 import dataclasses
 import fcntl
+import io
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -13,14 +16,15 @@ import torch.distributed as dist
 from ithaka.config import ConfigError, load
 from ithaka.train import checkpoint
 from ithaka.train.preflight import model_shape
-from runs import run, tiny_run
+from runs import metrics, numbers, run, tiny_run
 
 
 @pytest.fixture(scope="module")
 def trained(ranks, tmp_path_factory):
     """A finished run of 6 steps on 2 ranks, with checkpoints of steps 4 and 6 kept."""
     folder = tmp_path_factory.mktemp("trained")
-    config = tiny_run(folder, train={"steps": 6, "save_every": 2, "keep_last": 2})
+    constant = {"schedule": "constant", "lr": 1e-2, "warmup_steps": 2}
+    config = tiny_run(folder, train={"steps": 6, "save_every": 2, "keep_last": 2}, optim=constant)
     (folder / "run/checkpoints/.tmp-step-00000001").mkdir(parents=True)  # as a killed save leaves it
     ranks.run(2, run, config)
     return config
@@ -53,6 +57,9 @@ def damaged(run_dir, kind):
     if kind == "truncated":
         data = path / "__1_0.distcp"
         data.write_bytes(data.read_bytes()[:-1])
+    elif kind == "flipped":
+        data = path / "__1_0.distcp"
+        data.write_bytes(bytes([*data.read_bytes()[:-1], data.read_bytes()[-1] ^ 1]))
     elif kind == "same size, index unreadable":
         index = path / ".metadata"
         index.write_bytes(bytes(index.stat().st_size))
@@ -73,22 +80,29 @@ def damaged(run_dir, kind):
         ("gone", "No such file"),
     ],
 )
-def test_damage_is_named_and_the_previous_checkpoint_usable(trained, run_dir, ranks, kind, reason):
+def test_damage_is_named_and_the_previous_checkpoint_taken(run_dir, kind, reason, capsys):
     damaged(run_dir, kind)
-    with pytest.raises(ConfigError, match=reason) as error:
-        checkpoint.find(run_dir)
-    command = str(error.value).split("to go on from step-00000004: ")[1]
-    assert command == f"echo step-00000004 > {run_dir / 'latest'}"
-    (run_dir / "latest").write_text("step-00000004\n")
     assert checkpoint.find(run_dir).name == "step-00000004"
-    if kind == "truncated":
-        before = (trained.train.run_dir / "metrics.jsonl").read_text()
-        config = tiny_run(run_dir.parent, train={"run_dir": str(run_dir), "steps": 6, "save_every": 2})
-        ranks.run(2, run, config, run_dir)
-        losses, again = ([json.loads(line)["loss"] for line in text.splitlines()]
-                         for text in (before, (run_dir / "metrics.jsonl").read_text()))  # fmt: skip
-        assert losses == again
-        assert checkpoint.find(run_dir).name == "step-00000006"  # written anew over the damaged one
+    told = capsys.readouterr().err
+    assert re.search(reason, told) and "step-00000006 cannot be used: " in told and told.count("\n") == 1
+
+
+def go_on(config):
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        run(config, config.train.run_dir)
+    return told.getvalue()
+
+
+def test_a_flipped_bit_is_found_and_the_run_goes_on_from_before(trained, run_dir, ranks):
+    damaged(run_dir, "flipped")
+    whole = numbers(run_dir)
+    lines = [{**line, "loss": -1.0} if line["step"] > 4 else line for line in metrics(run_dir)]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = dataclasses.replace(trained, train=dataclasses.replace(trained.train, run_dir=run_dir, steps=7))
+    told = ranks.run(2, go_on, config)[0]
+    assert "step-00000006 cannot be used: file __1_0.distcp does not hold what was written" in told
+    assert [line["loss"] for line in metrics(run_dir)][:7] == [record[1] for record in whole]
+    assert checkpoint.find(run_dir).name == "step-00000007"
 
 
 def go_on_with_a_rank_that_cannot_read(config):
@@ -112,10 +126,9 @@ def test_where_one_rank_cannot_read_all_end_and_say_why(run_dir, trained, ranks)
 
 def test_without_any_usable_checkpoint_the_error_says_so(run_dir, tmp_path):
     (run_dir / "latest").unlink()
-    with pytest.raises(ConfigError, match="latest is missing.*echo step-00000006"):
-        checkpoint.find(run_dir)
+    assert checkpoint.find(run_dir).name == "step-00000006"
     shutil.rmtree(run_dir / "checkpoints")
-    with pytest.raises(ConfigError, match="none is complete, start anew"):
+    with pytest.raises(ConfigError, match="no checkpoint that can be used; start anew"):
         checkpoint.find(run_dir)
     with pytest.raises(ConfigError, match="does not exist"):
         checkpoint.find(tmp_path / "nowhere")

@@ -75,5 +75,5 @@ def test_a_checkpoint_of_another_format_is_refused_by_its_number(old_run):
     folder, settings = old_run
     file = folder / "checkpoints" / "step-00000002" / "state.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 7}))
-    with pytest.raises(ConfigError, match=r"its format is 7, and this ithaka reads 1: use the ithaka that wrote it"):
+    with pytest.raises(ConfigError, match=r"its format is 7, and this ithaka reads 1; use the ithaka that wrote it"):
         valid(load(folder / "config.yaml", settings), folder)

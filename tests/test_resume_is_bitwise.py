@@ -64,7 +64,8 @@ def test_killed_run_resumes_bit_for_bit(ranks, tmp_path):
     ranks.run(2, run, whole)
     victims = Ranks(2)
     victims.start(2, tmp_path, run_until_killed, killed)
-    wait_for(lambda: len(metrics_so_far(killed.train.run_dir)) == 6)  # of steps 0 to 5; 4 was saved
+    wait_for(lambda: len(metrics_so_far(killed.train.run_dir)) == 6)  # of steps 0 to 5
+    wait_for(lambda: (killed.train.run_dir / "checkpoints/step-00000004").exists())
     victims.close()
     program = start_program(killed, 2, resume=True)
     assert program.wait(120) == 0, program.stderr

@@ -287,8 +287,10 @@ class TrainConfig(Section):
     validate_every: int = setting(100, ge=0)
     # Sequences per validation, over all ranks. 0: never validate.
     validate_sequences: int = setting(8, ge=0)
-    # Save every so many steps. 0: only at the end.
-    save_every: int = setting(100, ge=0)
+    # Save after the step in which so many minutes have passed since the last save. 0: not by time.
+    save_minutes: float = setting(15.0, ge=0)
+    # Save every so many steps too. 0: not by steps. The end of the run is always saved.
+    save_every: int = setting(0, ge=0)
     # Complete checkpoints to keep; older ones are removed.
     keep_last: int = setting(2, ge=1)
     # Seed of the initial weights and of the order of the data.
@@ -356,14 +358,14 @@ CPU_DEFAULT: dict[str, dict[str, Any]] = {
     "parallel": {"ranks": 2, "cp": "all"},
     "memory": {"checkpoint": "none"},
     "optim": {"lr": 4e-3, "warmup_steps": 6},
-    "train": {"steps": 72, "validate_every": 24, "validate_sequences": 4, "save_every": 36},
+    "train": {"steps": 72, "validate_every": 24, "validate_sequences": 4},
 }
 GPU_DEFAULT: dict[str, dict[str, Any]] = {
     "model": {"embedded": "base"},
     "data": {"context": 128 * 1024},
     "parallel": {"ranks": "auto", "cp": "all"},
     "optim": {"lr": 1e-3, "warmup_steps": 10},
-    "train": {"steps": 100, "validate_every": 25, "validate_sequences": 4, "save_every": 50},
+    "train": {"steps": 100, "validate_every": 25, "validate_sequences": 4},
 }
 
 # Byte-level vocabulary of the embedded models: 256 bytes, then these, padded to a multiple of 8.

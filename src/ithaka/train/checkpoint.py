@@ -5,7 +5,8 @@
     RUN_DIR/latest                       one line, the name of the newest complete checkpoint
 
 A checkpoint is written under a name that begins with a dot, synced, renamed, and only then named by `latest`;
-so whenever a run is killed, `latest` names a complete one.  Every rank must see the same RUN_DIR.
+so whenever a run is killed, `latest` names a complete one.  Every rank must see the same RUN_DIR.  Each file has a
+checksum in state.json, checked before a run goes on; of a damaged checkpoint the one before it is taken.
 
 A resumed run may change any setting but train.run_dir, train.seed, and what would give other tokens or weights of
 another shape. With another context or other steps, no document is skipped or repeated.
@@ -17,13 +18,18 @@ keeps its own index (`.metadata`) as a pickle: resume and export only run direct
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
+import sys
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -33,14 +39,17 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 
 from ithaka.config import Config, ConfigError, shown, to_dict
 from ithaka.config import load as load_config
+from ithaka.layer.store import Slab
 from ithaka.model.adapters import adapter_name, merge_adapter
 from ithaka.plan.shape import ModelShape, read_shape
-from ithaka.train.launch import is_out_of_memory
+from ithaka.train.launch import SharedError, is_out_of_memory
 
 FORMAT = 1
+SHARING_S = 60.0  # in which a shared file system must show one node's files to another
 STATE_FILE = "state.json"
 step_name = "step-{:08d}".format
 
@@ -97,40 +106,142 @@ def _trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[
     return {name: t for name, t in weights.items() if name not in params or params[name].requires_grad}, optim
 
 
-def save(
-    run_dir: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], keep_last: int
-) -> Path:
-    """Called by every rank after the same step; returns the checkpoint's directory once `latest` names it.
+class Saver:
+    """Writes checkpoints one after the other, in a thread: in the background where host memory has room for a copy of
+    what is saved, else the run waits. Its collectives have a group of their own. Made by every rank."""
 
-    `state` is JSON with an int "step"; rank 0's is stored.  Then all but the `keep_last` newest checkpoints
-    up to this step are removed."""
-    rank, root = dist.get_rank(), run_dir / "checkpoints"
-    final = root / step_name(state["step"])
-    temporary = root / f".tmp-{final.name}"
-    if rank == 0:
-        root.mkdir(parents=True, exist_ok=True)
-        for stale in root.glob(".tmp-*"):
-            shutil.rmtree(stale)
-        temporary.mkdir()
-    dist.barrier()
-    weights, optim = _trained_state(model, optimizer)
-    # Without the optimizer's hyperparameters: they come from the config, and the rate from the step.
-    tensors = {"model": weights, "moments": optim["state"], "rng": _rng_tensors(rank)}
-    with _explained(f"checkpoint {final} cannot be written"):
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary, sync_files=True))
-    dist.barrier()
-    if rank == 0:
-        sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
-        record = {"format": FORMAT, "world_size": dist.get_world_size(), **state, "file_bytes": sizes}
-        write_atomic(temporary / STATE_FILE, json.dumps(record, indent=1))
-        if final.exists():  # left by a run that went on from an earlier checkpoint
-            shutil.rmtree(final)
-        os.rename(temporary, final)
-        _sync_directory(root)
-        write_atomic(run_dir / "latest", final.name + "\n")
-        _prune(root, state["step"], keep_last)
-    dist.barrier()
-    return final
+    def __init__(self, run_dir: Path, keep_last: int, background: bool) -> None:
+        self.run_dir, self.keep_last, self.background = run_dir, keep_last, background
+        self.group = dist.new_group(backend="gloo")
+        self.seconds = 0.0  # that the last one took
+        self._copies: dict[str, Slab] = {}
+        self._under_way: Future[None] | None = None
+
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Called by every rank after the same step, with no save under way. `state` is JSON with an int "step"; rank
+        0's is stored. `finish` tells the end."""
+        assert self._under_way is None
+        weights, optim = _trained_state(model, optimizer)
+        # Without the optimizer's hyperparameters: they come from the config, and the rate from the step.
+        tensors = {"model": weights, "moments": optim["state"], "rng": _rng_tensors(dist.get_rank())}
+        done = self._under_way = Future[None]()
+
+        def write(tensors: dict[str, Any]) -> None:
+            start = time.monotonic()
+            try:
+                self._write(tensors, state)
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
+            self.seconds = time.monotonic() - start
+
+        if self.background:
+            tensors = self._copied(tensors)
+        Thread(target=write, args=(tensors,), daemon=True, name="saving").start()
+        if not self.background:
+            wait([done])
+
+    @property
+    def is_done(self) -> bool:
+        """Whether a save has ended that `finish` was not called for."""
+        return self._under_way is not None and self._under_way.done()
+
+    def finish(self) -> None:
+        """Wait for the save under way, if there is one. Raises CheckpointError, or ConfigError, on every rank."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def _copied(self, tensors: dict[str, Any], name: str = "") -> dict[str, Any]:
+        """A copy in host memory (page-locked if there is a GPU), which is reused from save to save."""
+        copies = dict[str, Any]()
+        for key, value in tensors.items():
+            if isinstance(value, dict):
+                copies[key] = self._copied(value, f"{name}{key}.")
+                continue
+            local = value.to_local() if isinstance(value, DTensor) else value
+            slab = self._copies.get(name + key)
+            if slab is None:
+                slab = self._copies[name + key] = Slab(local.nbytes, pin=torch.cuda.is_available())
+            copy = slab.view(local.shape, local.dtype).copy_(local, non_blocking=True)
+            copies[key] = DTensor(copy, value._spec, requires_grad=False) if isinstance(value, DTensor) else copy
+        if not name and torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        return copies
+
+    def _write(self, tensors: dict[str, Any], state: dict[str, Any]) -> None:
+        """Written under a name with a dot, seen whole by rank 0, renamed, and then named by `latest`."""
+        rank, root = dist.get_rank(), self.run_dir / "checkpoints"
+        final = root / step_name(state["step"])
+        temporary, what = root / f".tmp-{final.name}", f"checkpoint {final} cannot be written"
+
+        def make_room() -> None:
+            root.mkdir(parents=True, exist_ok=True)
+            for stale in root.glob(".tmp-*"):
+                shutil.rmtree(stale)
+            temporary.mkdir()
+
+        def own_files() -> dict[str, tuple[int, str]]:
+            own = [temporary / ".metadata"] * (rank == 0) + sorted(temporary.glob(f"__{rank}_*"))
+            return {file.name: (file.stat().st_size, checksum(file)) for file in own}
+
+        self._agreed(what, make_room if rank == 0 else None)
+        with _explained(what):
+            writer = dcp.FileSystemWriter(temporary, sync_files=True)
+            dcp.save(tensors, storage_writer=writer, process_group=self.group)
+        written = self._agreed(what, own_files)
+
+        def publish() -> str | None:
+            for other, files in enumerate(written):
+                for name, (num_bytes, _) in files.items():
+                    if not _is_seen(temporary / name, num_bytes):
+                        return f"rank 0 does not see {temporary / name}, which rank {other} wrote"
+            files = {name: entry for own in written for name, entry in own.items()}
+            record = {"format": FORMAT, "world_size": dist.get_world_size(), **state}
+            record["file_bytes"] = {name: num_bytes for name, (num_bytes, _) in files.items()}
+            record["checksums"] = {name: digest for name, (_, digest) in files.items()}
+            write_atomic(temporary / STATE_FILE, json.dumps(record, indent=1))
+            if final.exists():  # left by a run that went on from an earlier checkpoint
+                shutil.rmtree(final)
+            os.rename(temporary, final)
+            _sync_directory(root)
+            write_atomic(self.run_dir / "latest", final.name + "\n")
+            _prune(root, state["step"], self.keep_last)
+            return None
+
+        unseen = self._agreed(what, publish if rank == 0 else None)[0]
+        if unseen is not None:
+            way = "put it on a file system that all nodes share"
+            raise SharedError(f"train.run_dir={self.run_dir}: {unseen}; {way}")
+
+    def _agreed(self, what: str, function: Callable[[], Any] | None) -> list[Any]:
+        """What `function` returned on each rank; if it raises on any, CheckpointError on all."""
+        answer = error = None
+        try:
+            answer = function() if function is not None else None
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        answers: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(answers, (answer, error), group=self.group)
+        for rank, (_, error) in enumerate(answers):
+            if error is not None:
+                raise CheckpointError(f"{what}: rank {rank}: {error}")
+        return [answer for answer, _ in answers]
+
+
+def checksum(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "blake2b").hexdigest()[:32]
+
+
+def _is_seen(file: Path, num_bytes: int) -> bool:
+    """A shared file system may show other nodes' files late."""
+    deadline = time.monotonic() + SHARING_S
+    while not (file.is_file() and file.stat().st_size == num_bytes):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def _prune(root: Path, step: int, keep_last: int) -> None:
@@ -145,31 +256,52 @@ def problem(path: Path) -> str | None:
     try:
         state = read_state(path)
         if (found := state.get("format")) != FORMAT:
-            return f"its format is {found}, and this ithaka reads {FORMAT}: use the ithaka that wrote it"
+            rule = f"its format is {found}, and this ithaka reads {FORMAT}; use the ithaka that wrote it"
+            raise ConfigError(f"checkpoint {path} cannot be used: {rule}")
         for name, num_bytes in state["file_bytes"].items():
             if (path / name).stat().st_size != num_bytes:
                 return f"file {name} does not have the {num_bytes} bytes that were written"
         dcp.FileSystemReader(path).read_metadata()
+    except ConfigError:
+        raise
     except Exception as error:  # a damaged pickle can raise anything
         return f"{type(error).__name__}: {error}"
     return None
 
 
-def find(run_dir: Path) -> Path:
-    """The complete checkpoint named by RUN_DIR/latest, else a ConfigError.
+def damage(path: Path, share: int = 0, of: int = 1) -> str | None:
+    """What of the checkpoint's files is not as it was written, by their checksums; looks at every `of`-th of them."""
+    sums = sorted(read_state(path).get("checksums", {}).items())
+    try:
+        wrong = [name for name, digest in sums[share::of] if checksum(path / name) != digest]
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
+    return f"file {wrong[0]} does not hold what was written" if wrong else None
 
-    An earlier one is never taken silently, because that repeats work and rewrites the metrics: the error says
-    which is usable and how to choose it."""
+
+def find(run_dir: Path, before: Path | None = None) -> Path:
+    """The checkpoint named by RUN_DIR/latest, or the newest one before it (or before `before`) if it cannot be used,
+    which rank 0 says. ConfigError if there is none."""
     if not run_dir.is_dir():
         raise ConfigError(f"run directory {run_dir} does not exist; give the directory of an earlier run")
-    latest, root = run_dir / "latest", run_dir / "checkpoints"
-    path = root / (latest.read_text(encoding="utf-8").strip() if latest.is_file() else "")
-    reason = problem(path) if path != root else f"{latest} is missing or empty"
-    if reason is None:
-        return path
-    usable = [other.name for other in sorted(root.glob("step-*")) if problem(other) is None]
-    way = f"to go on from {usable[-1]}: echo {usable[-1]} > {latest}" if usable else "none is complete, start anew"
-    raise ConfigError(f"checkpoint {path} cannot be used: {reason}; {way}")
+    latest = run_dir / "latest"
+    name = latest.read_text(encoding="utf-8").strip() if latest.is_file() else ""
+    paths = sorted((run_dir / "checkpoints").glob("step-*"), reverse=True)
+    known = [path for path in paths if (path < before if before else path.name <= (name or path.name))]
+    if name and before is None and name not in (path.name for path in known):
+        known.insert(0, run_dir / "checkpoints" / name)
+    for path in known:
+        if (reason := problem(path)) is None:
+            return path
+        tell_damage(path, reason)
+    raise ConfigError(
+        f"run directory {run_dir} has no{' other' * (before is not None)} checkpoint that can be used; start anew"
+    )
+
+
+def tell_damage(path: Path, reason: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"Checkpoint {path} cannot be used: {reason}. The one before it is taken.", file=sys.stderr, flush=True)
 
 
 def newest(run_dir: Path | None) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import shutil
@@ -25,10 +26,11 @@ from ithaka.layer.store import Store
 from ithaka.model.build import build_model
 from ithaka.phases import listening, phase
 from ithaka.plan.hardware import peak_flops
+from ithaka.plan.show import size
 from ithaka.train import checkpoint
 from ithaka.train.console import Console, Record, amount, host_peak_bytes, read_metrics, status, step_flops
 from ithaka.train.launch import Outcome, answer, leave, stop_requests
-from ithaka.train.preflight import Run, store_host_bytes, together
+from ithaka.train.preflight import Run, gathered, has_room_to_save, saved_bytes, store_host_bytes, together
 from ithaka.train.step import StepResult, learning_rate, make_optimizer, train_step, validation_loss
 from ithaka.train.watch import Watch, Witness, explain_shortage, is_shortage
 
@@ -78,6 +80,8 @@ class Trainer:
         self.step = self.tokens = self.first_step = 0  # first_step: of this process
         self.data_facts: dict[str, str] = {}
         self.lock: int | None = None  # of the run directory, on rank 0
+        self.saver: checkpoint.Saver
+        self.saved_at = time.monotonic()
         config, dtype = run.config, getattr(torch, run.layout.dtype or "float32")
         torch.manual_seed(config.train.seed + mesh.rank)
         torch.use_deterministic_algorithms(config.train.deterministic, warn_only=True)
@@ -128,8 +132,17 @@ class Trainer:
 
     @phase("saving")
     def save(self) -> None:
+        """Ends in the background where there is room for it; `saver.finish` waits."""
+        self.saved_at = time.monotonic()
         state = {"step": self.step, "tokens": self.tokens, "data": self.data.state_dict()}
-        checkpoint.save(self.run.run_dir, self.model, self.optimizer, state, self.config.train.keep_last)
+        self.saver.save(self.model, self.optimizer, state)
+
+    @property
+    def save_is_due(self) -> bool:
+        """On rank 0, whose clock counts for all."""
+        minutes = self.config.train.save_minutes
+        by_time = minutes > 0 and time.monotonic() - self.saved_at >= 60 * minutes
+        return self.mesh.rank == 0 and (by_time or self.due(self.config.train.save_every))
 
     def advance(self, batches: Sequence[Batch]) -> tuple[StepResult, float, int]:
         """One step on this rank's micro-batches: its result, learning rate and input tokens over all ranks."""
@@ -189,12 +202,25 @@ def train(run: Run, only_profile: bool = False) -> int:
 def prepare(run: Run) -> Trainer:
     """Do all that can be refused before anything is written; a refusal is raised on all ranks."""
     start_process_group()
+    run = _with_intact_checkpoint(run)
     trainer = together(Trainer, run, make_mesh(run.layout.cp, ring=run.layout.ring))
+    trainer.saver = checkpoint.Saver(run.run_dir, run.config.train.keep_last, has_room_to_save(run))
     trainer.data_facts = together(_data_facts, trainer)
     if run.checkpoint is not None:
         trainer.load()
     together(_write_run_dir, trainer)
     return trainer
+
+
+def _with_intact_checkpoint(run: Run) -> Run:
+    """The ranks share the work of checking files."""
+    while run.checkpoint is not None:
+        found = gathered(checkpoint.damage(run.checkpoint, dist.get_rank(), dist.get_world_size()))
+        if not any(found):
+            break
+        checkpoint.tell_damage(run.checkpoint, next(filter(None, found)))
+        run = dataclasses.replace(run, checkpoint=checkpoint.find(run.run_dir, before=run.checkpoint))
+    return run
 
 
 def _data_facts(trainer: Trainer) -> dict[str, str]:
@@ -240,7 +266,7 @@ def _train(trainer: Trainer, stop: list[Signals], grace: Grace, only_profile: bo
         if trainer.step == 0 and settings.validate_every:
             with console.doing("validation before the first step"):
                 val_loss, val_sources = trainer.validate()
-            _, peaks = _agree(stop, mesh)
+            _, _, peaks = _agree(stop, trainer)
             console.step(Record(0, None, val_loss, None, None, 0, 0, None, None, None, *peaks, val_sources))
         while trainer.step < settings.steps and not asked:
             start = time.perf_counter()
@@ -254,15 +280,19 @@ def _train(trainer: Trainer, stop: list[Signals], grace: Grace, only_profile: bo
                 with console.doing("validation"):
                     val_loss, val_sources = trainer.validate()
                 sources = sources | val_sources
-            asked, peaks = _agree(stop, mesh, watch.device_peak_bytes)
+            asked, (save, saved), peaks = _agree(stop, trainer, watch.device_peak_bytes)
             speed = num_tokens / step_s, step_s, _mfu(trainer, num_tokens, result.num_pairs, step_s)
             losses = result.loss, val_loss, lr, result.grad_norm
             console.step(Record(trainer.step, *losses, trainer.tokens, result.label_tokens, *speed, *peaks, sources))
-            if not only_profile and (asked or trainer.due(settings.save_every)):
-                start = time.perf_counter()
+            last = bool(asked) or trainer.step == settings.steps
+            if save or saved or last:
+                _finish_save(trainer, console)
+            if not only_profile and (save or last):
                 with console.doing("saving"):
                     trainer.save()
-                grace.save_s = time.perf_counter() - start
+                    if last:
+                        trainer.saver.finish()
+            grace.save_s = trainer.saver.seconds
     finally:
         console.close()
         trainer.data.close(remove=only_profile or trainer.step >= settings.steps)
@@ -275,15 +305,27 @@ def _train(trainer: Trainer, stop: list[Signals], grace: Grace, only_profile: bo
     return asked if trainer.step < settings.steps else 0
 
 
-def _agree(stop: list[Signals], mesh: Mesh, earlier_peak: int = 0) -> tuple[int, tuple[int | None, int]]:
-    """The signal that asked any rank to stop, or 0, and the largest memory peaks (device, host). One all-reduce on the
-    host, after each step, so that all ranks stop after the same one."""
+def _finish_save(trainer: Trainer, console: Console) -> None:
+    """A checkpoint that cannot be written does not end the run: its disk may have room again at the next one."""
+    try:
+        trainer.saver.finish()
+    except checkpoint.CheckpointError as error:
+        console.say(f"{error}. {checkpoint.last_of(trainer.run.run_dir)} The run goes on, and saves again when due.")
+
+
+def _agree(
+    stop: list[Signals], trainer: Trainer, earlier_peak: int = 0
+) -> tuple[int, tuple[bool, bool], tuple[int | None, int]]:
+    """The signal that asked any rank to stop, or 0; whether a save is due, and whether one has ended; and the largest
+    memory peaks (device, host). One all-reduce on the host, after each step, so that all ranks do the same."""
+    mesh = trainer.mesh
     on_gpu = mesh.device.type == "cuda"
     device_peak = max(torch.cuda.max_memory_allocated(mesh.device), earlier_peak) if on_gpu else 0
-    shared = torch.tensor([stop[0] if stop else 0, device_peak, host_peak_bytes()], dtype=torch.int64)
+    mine = [stop[0] if stop else 0, trainer.save_is_due, trainer.saver.is_done, device_peak, host_peak_bytes()]
+    shared = torch.tensor(mine, dtype=torch.int64)
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
-    asked, device_peak, host_peak = shared.tolist()
-    return asked, (device_peak if on_gpu else None, host_peak)
+    asked, save, saved, device_peak, host_peak = shared.tolist()
+    return asked, (bool(save), bool(saved)), (device_peak if on_gpu else None, host_peak)
 
 
 def _mfu(trainer: Trainer, num_tokens: int, num_pairs: int, step_s: float) -> float | None:
@@ -314,12 +356,23 @@ def _header(trainer: Trainer) -> dict[str, str]:
         "context": f"{config.data.context} tokens, {tokens} per step, {config.train.steps} steps",
         "attention": f"kernel {trainer.kernel}",
         "run": f"{trainer.run.run_dir}{f', resumed after step {trainer.step}' if trainer.step else ''}",
+        "saving": _saving(trainer),
     }
     if config.model.rope is not None:
         values = {name.removeprefix("rope_"): value for name, value in model.config.rope_parameters.items()}
         shown = ", ".join(f"{name} {value}" for name, value in values.items())
         facts["rope"] = f"{shown}, for {model.config.max_position_embeddings} positions"
     return facts | trainer.data_facts | dict(trainer.run.changed)
+
+
+def _saving(trainer: Trainer) -> str:
+    settings, room = trainer.config.train, size(saved_bytes(trainer.run))
+    every = [f"{settings.save_minutes:g} minutes"] * (settings.save_minutes > 0)
+    every += [f"{settings.save_every} steps"] * (settings.save_every > 0)
+    way = f"in the background, from {room} of host memory per node"
+    if not trainer.saver.background:
+        way = f"in the foreground: {room} of host memory per node are not free for a copy"
+    return f"{'every ' + ' and '.join(every) if every else 'at the end'}, {way}"
 
 
 def _summary(trainer: Trainer, records: list[dict[str, Any]]) -> dict[str, str]:

@@ -350,6 +350,19 @@ def store_host_bytes(run: Run) -> int | None:
     return min(share, kept // ranks) if to_disk else share
 
 
+def saved_bytes(run: Run) -> int:
+    """Of a copy of what a checkpoint holds, on one machine: weights and two moments, in float32."""
+    return run.hardware.gpus_per_node * 12 * run.shape.shards(run.num_ranks)[0]
+
+
+def has_room_to_save(run: Run) -> bool:
+    """Whether host memory has room for that copy, beside all else that is planned."""
+    planned = sum(run.ledger.host.values())
+    if run.hardware.gpu.name == "CPU":
+        planned += sum(held(run.ledger.gpu, run.hardware.gpus_per_node).values())
+    return planned + saved_bytes(run) <= run.hardware.host_bytes
+
+
 def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
     """Refuse what no layout can have, what would have no effect, and what is missing."""
     parallel, memory, attention = config.parallel, config.memory, config.attention

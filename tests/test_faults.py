@@ -1,0 +1,139 @@
+"""Faults, injected: what the user sees, and what is kept."""
+
+import contextlib
+import dataclasses
+import errno
+import io
+import os
+import time
+
+import pytest
+import torch.distributed as dist
+
+from ithaka.config import ConfigError
+from ithaka.train import checkpoint, loop
+from runs import numbers, run, tiny_run
+
+
+def moved(config, run_dir, **train):
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, run_dir=run_dir, **train))
+
+
+def told_by(fault, config, resume=False):
+    """What this rank prints of a run with a fault injected by `fault(patch)`, and the error that ends it."""
+    error = None
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as told:
+        fault(patch)
+        try:
+            run(config, config.train.run_dir if resume else None)
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    return told.getvalue(), error
+
+
+@pytest.fixture(scope="module")
+def whole(ranks, tmp_path_factory):
+    """An undisturbed run of four steps on two ranks, saved after 2 and 4."""
+    config = tiny_run(tmp_path_factory.mktemp("whole"))
+    ranks.run(2, run, config)
+    return config
+
+
+def fails_once(function, number):
+    """`function`, which raises an OSError when it is called first."""
+    calls = []
+
+    def failing(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 1:
+            raise OSError(number, os.strerror(number))
+        return function(*args, **kwargs)
+
+    return failing
+
+
+def disk_full(patch):
+    """On rank 1, as it writes the first checkpoint."""
+    if dist.get_rank() == 1:
+        patch.setattr(checkpoint.dcp.FileSystemWriter, "write_data",
+                      fails_once(checkpoint.dcp.FileSystemWriter.write_data, errno.ENOSPC))  # fmt: skip
+
+
+def read_only(patch):
+    """On rank 0, as it names the first checkpoint."""
+    if dist.get_rank() == 0:
+        patch.setattr(checkpoint.os, "rename", fails_once(os.rename, errno.EROFS))
+
+
+@pytest.mark.parametrize(
+    "fault, words",
+    [(disk_full, "rank 1: OSError: [Errno 28] No space left"), (read_only, "rank 0: OSError: [Errno 30] Read-only")],
+)
+def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(ranks, whole, tmp_path, fault, words):
+    config = moved(whole, tmp_path / "run")
+    (told, error), _ = ranks.run(2, told_by, fault, config)
+    assert error is None
+    assert f"step-00000002 cannot be written: {words}" in told and "The run goes on" in told
+    assert [path.name for path in (tmp_path / "run/checkpoints").glob("*")] == ["step-00000004"]
+    assert numbers(config.train.run_dir) == numbers(whole.train.run_dir)
+
+
+def slow_to_write(patch):
+    """The steps that follow a save change the weights before they are written."""
+    save = checkpoint.dcp.save
+    patch.setattr(checkpoint.dcp, "save", lambda *args, **kwargs: time.sleep(0.2) or save(*args, **kwargs))
+
+
+def in_the_foreground(patch):
+    slow_to_write(patch)
+    patch.setattr(loop, "has_room_to_save", lambda run: False)
+
+
+def test_what_is_saved_in_the_background_is_the_step_it_was_saved_after(ranks, whole, tmp_path):
+    said, saved = {}, {}
+    for fault in (slow_to_write, in_the_foreground):
+        config = moved(whole, tmp_path / fault.__name__)
+        (said[fault], error), _ = ranks.run(2, told_by, fault, config)
+        assert error is None
+        states = [checkpoint.read_state(path) for path in sorted(config.train.run_dir.glob("checkpoints/*"))]
+        files = ("__0_0.distcp", "__1_0.distcp")
+        saved[fault] = [(state["step"], [state["checksums"][name] for name in files]) for state in states]
+    assert [step for step, _ in saved[slow_to_write]] == [2, 4]
+    assert saved[slow_to_write] == saved[in_the_foreground]
+    assert "every 15 minutes and 2 steps, in the background" in said[slow_to_write]
+    assert "in the foreground: " in said[in_the_foreground]
+
+
+def unshared(config):
+    own = moved(config, config.train.run_dir / str(dist.get_rank()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "SHARING_S", 0.1)
+        with pytest.raises(ConfigError) as error:
+            run(own)
+    return str(error.value)
+
+
+def test_a_directory_that_is_not_shared_is_refused_at_the_first_save(ranks, whole, tmp_path):
+    first, second = ranks.run(2, unshared, moved(whole, tmp_path))
+    seen = f"{tmp_path}/0/checkpoints/.tmp-step-00000002/__1_0.distcp"
+    assert first == (
+        f"train.run_dir={tmp_path}/0: rank 0 does not see {seen}, which rank 1 wrote; "
+        "put it on a file system that all nodes share"
+    )
+    assert not (tmp_path / "0/latest").exists()
+    assert "does not see" in second
+
+
+def by_minutes(patch):
+    """A minute passes in every step, and the clock is set back."""
+    now, steps, train_step = time.monotonic, [], loop.train_step
+    patch.setattr(loop, "train_step", lambda *args, **kwargs: steps.append(1) or train_step(*args, **kwargs))
+    patch.setattr(loop.time, "monotonic", lambda: now() + 60 * len(steps))
+    patch.setattr(loop.time, "time", lambda: -60.0 * len(steps))
+
+
+def test_saves_by_minutes(ranks, whole, tmp_path):
+    config = moved(whole, tmp_path / "run", save_every=0, save_minutes=2, steps=5, keep_last=9)
+    (told, error), _ = ranks.run(2, told_by, by_minutes, config)
+    assert error is None and "every 2 minutes, " in told
+    assert [path.name[-1] for path in sorted((tmp_path / "run/checkpoints").glob("*"))] == ["2", "4", "5"]
