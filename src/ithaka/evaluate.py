@@ -37,6 +37,7 @@ SHORT_DOCUMENTS = 32  # whose loss at short context is taken
 FIRST_BUCKET = 64  # tokens; from there on a bucket is as long as all before it
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 HAY_STEP = 7919  # tokens by which the hay of a sample is turned
+MOST_AT_ONCE = 1 << 29  # elements of a tensor of all heads
 RESULT = "result.json"
 
 
@@ -244,7 +245,10 @@ def _rank(directory: Path, folder: Path, text: Text, contexts: list[int], sample
     start_process_group()
     mesh = make_mesh(dist.get_world_size())
     dtype = "bfloat16" if mesh.device.type == "cuda" else "float32"
-    layout = Layout(mesh.cp_size, heads_per_stage=mesh.cp_size, tile_tokens=8192, dtype=dtype)
+    shape = read_shape(directory)
+    # All heads at once where their tensors are small, which is faster; else as few as there can be.
+    few = max(contexts) // mesh.cp_size * shape.heads * shape.head_dim > MOST_AT_ONCE
+    layout = Layout(mesh.cp_size, heads_per_stage=mesh.cp_size if few else None, tile_tokens=8192, dtype=dtype)
     model = build_model(directory, mesh, layout)
     found = measure(model, load_tokenizer(None, directory), text, contexts, samples)
     if mesh.rank == 0:
