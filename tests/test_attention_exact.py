@@ -74,7 +74,7 @@ def fa4(monkeypatch):
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "reference", "fa4"])
-@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (6, 2), (8, 1)], ids=str)
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (4, 1)], ids=str)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_fp64_matches_the_twin(fa4, mask, heads, kernel):
     for blocks in {"reference": [(32, 16)], "fa4": [None, (13, 9), (900, 90)]}.get(kernel, BLOCKS):
@@ -128,7 +128,7 @@ def test_no_tokens():
     assert attention_backward(dout, q, k, v, out, lse, scale=1.0)[1].shape == (0, 1, 16)
 
 
-@pytest.mark.parametrize("heads", [(2, 2), (4, 1)], ids=str)
+@pytest.mark.parametrize("heads", [(2, 1)], ids=str)
 @pytest.mark.parametrize("mask", ["causal", "bidirectional", "window 9", "equal docs", "docs, window"])
 def test_sixteen_bits_lose_no_more_than_plain_pytorch(mask, heads):
     """Many small blocks: ratios are up to 1.3, and 2 to 4.5 with any of the sums over them in bf16 instead of fp32."""

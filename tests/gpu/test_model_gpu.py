@@ -44,9 +44,9 @@ def yardsticks(device, size):
 
 # cp, stages (of the larger model's 32 heads; 4 on a CPU)
 STAGES = [
-    pytest.param(1, 1),
+    pytest.param(1, 1, marks=gpu),
     pytest.param(1, 2, marks=gpu),
-    pytest.param(1, 4),
+    pytest.param(1, 4, marks=gpu),
     pytest.param(1, 8, marks=gpu),
     pytest.param(1, 32, marks=gpu),
     pytest.param(2, 1, marks=gpu),
@@ -85,14 +85,19 @@ def test_packed_documents(yardsticks, size, cp, stages):
 @pytest.mark.parametrize(
     "cp,stages", [pytest.param(1, 1, marks=gpu), pytest.param(2, 2), pytest.param(2, 8, marks=gpu)]
 )
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize(
+    "family", [pytest.param("qwen2", marks=gpu), pytest.param("qwen3", marks=gpu), pytest.param("mistral")]
+)
 def test_every_family(yardsticks, size, family, cp, stages):
     yardsticks(family).check(cp, bf16(size.heads // stages, tile_tokens=size.tokens // 3, keep_attention="device"))
 
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param({"keep_attention": "host"}, id="kept"), pytest.param({"checkpoint": False}, id="everything")],
+    [
+        pytest.param({"keep_attention": "host"}, id="kept"),
+        pytest.param({"checkpoint": False}, id="everything", marks=gpu),
+    ],
 )
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=gpu)])
 def test_adapters(yardsticks, size, family, options):
@@ -133,8 +138,11 @@ def num_different(a: Choices, b: Choices) -> int:
     return sum(int((a[name].sort(-1).values != b[name].sort(-1).values).any(-1).sum()) for name in a)
 
 
-@pytest.mark.parametrize("keep_attention", ["device", None])
-@pytest.mark.parametrize("cp,stages", [(1, 4), pytest.param(1, 1, marks=gpu), (2, 2), pytest.param(2, 8, marks=gpu)])
+@pytest.mark.parametrize("keep_attention", [pytest.param("device", marks=gpu), None])
+@pytest.mark.parametrize(
+    "cp,stages",
+    [pytest.param(1, 4, marks=gpu), pytest.param(1, 1, marks=gpu), (2, 2), pytest.param(2, 8, marks=gpu)],
+)
 @pytest.mark.parametrize("family", EXPERTS)
 def test_backward_chooses_the_experts_of_forward(device, size, family, cp, stages, keep_attention):
     model, batch = initial_model(family, size, 0, device), random_batch(size, 0, device)
@@ -185,8 +193,8 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=gpu), "adamw"])
+@pytest.mark.parametrize("cp", [pytest.param(1, marks=gpu), 2])
 def test_optimizer_in_host_memory_takes_the_same_step(device, size, cp, optimizer):
     """Equal gradients, bit for bit, with a kernel that always adds in the same order; equal weights but for the last
     bits, which a CPU and a GPU may round differently.
