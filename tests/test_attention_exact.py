@@ -13,6 +13,7 @@ from ithaka.attention.kernels import KERNELS
 from ithaka.attention.pairs import query_major, spans_of
 from ithaka.config import ConfigError
 from ithaka.plan import deal as deals
+from ithaka.plan import rounds
 from reference import attention_mask, attention_reference
 
 SCALE = 0.37
@@ -86,21 +87,46 @@ def test_fp64_matches_the_twin(fa4, mask, heads, kernel):
 @pytest.mark.parametrize("mask", [{}, {"window": 3}, {"window": 20}, {"causal": False}], ids=str)
 @pytest.mark.parametrize("starts", [(0, 96), (0, 5, 9, 40, 41, 73, 77, 82, 96), tuple(range(0, 97, 8))], ids=str)
 def test_members_of_a_ring_together_are_the_whole(fa4, kernel, mask, starts, monkeypatch):
-    """Each one's rows; dk and dv add up."""
-    for name, value in (("SHORTEST", 1), ("BALANCED", 1.0), ("PIECES", (2, 4))):
-        monkeypatch.setattr(deals, name, value)
+    """Each one's rows, whose keys come in parts; dk and dv add up. What no row sees does not come."""
     q, k, v, dout = inputs(96, 4, 2)
     _, (out, lse, dq, dk, dv) = both(q, k, v, dout, docs=starts, **mask)
-    for deal in (*(deals.deal(starts, *sizes) for sizes in ((2, 4), (3, 1))), deals.contiguous(96, 4)):
+    monkeypatch.setattr(rounds, "ROUND_TOKENS", 20)
+    whole = deals.deal(starts, 2, 4)
+    monkeypatch.setattr(deals, "LONG", (0.0,))
+    for deal in (whole, deals.deal(starts, 3, 1), deals.contiguous(96, 4)):
         sums = (torch.zeros_like(k), torch.zeros_like(v))
-        for member in range(len(deal.members)):
+        for member, runs in enumerate(deal.members):
             docs = Docs(starts, deal, member)
-            rows = [t for start, length in docs.runs for t in range(start, start + length)]
+            mine = tokens_of(runs)
+            parts = [mine, *([t for of in r.received for t in tokens_of(of)] for r in docs.rounds(**mask))]
+            assert set(sum(parts[1:], [])) <= seen_by(mine, starts, **mask) - set(mine)
             how = {"scale": SCALE, "docs": docs, "kernel": kernel, "blocks": (16, 12), **mask}
-            of_rows = attention(q[rows], k, v, **how)
-            grads = attention_backward(dout[rows], q[rows], k, v, of_rows[0].clone(), of_rows[1], **how, sums=sums)
-            assert_equal((*of_rows, grads[0], *sums), (out[rows], lse[:, rows], dq[rows], *sums))
+            found = torch.zeros_like(q[mine]), torch.full((4, len(mine)), -torch.inf, dtype=q.dtype)
+            for part, keys in enumerate(parts):
+                attention(q[mine], k[keys], v[keys], part=part, sums=found, **how)
+            of_q = torch.zeros_like(q[mine])
+            for part, keys in enumerate(parts):
+                of_keys = torch.zeros_like(k[keys]), torch.zeros_like(v[keys])
+                rows = (dout[mine], q[mine], k[keys], v[keys], *found)
+                attention_backward(*rows, part=part, dq=of_q, sums=of_keys, **how)
+                for total, d in zip(sums, of_keys, strict=True):
+                    total[keys] += d
+            assert_equal((*found, of_q, *sums), (out[mine], lse[:, mine], dq[mine], *sums))
         assert_equal((out, lse, dq, *sums), (out, lse, dq, dk, dv))
+
+
+def tokens_of(runs):
+    return [t for start, length in runs for t in range(start, start + length)]
+
+
+def seen_by(rows, starts, causal=True, window=None):
+    """Token by token."""
+    keys = set()
+    for row in rows:
+        start = max(s for s in starts if s <= row)
+        end = min(s for s in starts if s > row)
+        keys |= set(range(max(start, row - window + 1) if window else start, row + 1 if causal else end))
+    return keys
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 15, 16, 17, 33])

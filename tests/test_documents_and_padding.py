@@ -199,4 +199,4 @@ def test_documents_are_worked_out_once_per_batch(monkeypatch):
     documents = torch.arange(40)[None] // 7
     for _ in range(2):
         model(input_ids=ids, labels=ids, document_ids=documents).loss.backward()
-    assert walks == [True, False] * 2
+    assert walks == [True, True, False, False] * 2  # whole documents, and parts of them

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from bisect import bisect_right
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import ithaka
+from ithaka.attention.blocks import Docs
 from ithaka.config import ConfigError, parse
 from ithaka.dist.mesh import make_mesh
 from ithaka.layer.sharded import sharded_attention
@@ -16,6 +18,7 @@ from ithaka.layout import EVERYTHING, LayerKeeps, Layout, check_fixed, layout_of
 from ithaka.model.batch import deal_of
 from ithaka.model.build import parallelize
 from ithaka.plan import deal as dealing
+from ithaka.plan import rounds
 from ithaka.plan.deal import deal
 from models import EXPERTS, tiny_config, tiny_model
 from parity import check, gradient_errors, plain_sum, random_ids, relative
@@ -74,13 +77,13 @@ def compare(mesh, family, heads, kv_heads, tokens, all_starts, changes):
 
 @pytest.mark.parametrize("ulysses,ring", GRID)
 def test_any_ulysses_and_ring(ulysses, ring, monkeypatch):
-    """Two chunks per member, and as many as there are tokens for; of CASES, two in turn.
+    """Documents whole where they can be, and all cut; rounds of many tokens and of few; of CASES, two in turn.
 
     One document, and some that end around every border.
     """
-    monkeypatch.setattr(dealing, "BALANCED", 1.0)
     for finest in (False, True) if ulysses * ring < 8 else (True,):  # eight threads are slow
-        monkeypatch.setattr(dealing, "SHORTEST", 1 if finest else 1 << 30)
+        monkeypatch.setattr(dealing, "LONG", (0.0,) if finest else (1.0,))
+        monkeypatch.setattr(rounds, "ROUND_TOKENS", 12 if finest else 1 << 30)
         family, heads, kv_heads, tokens, changes = CASES[(GRID.index((ulysses, ring)) + finest) % len(CASES)]
         all_starts = ([0, tokens], documents(tokens, 2 * ring))
         for starts in all_starts:  # once, not on every thread
@@ -158,23 +161,44 @@ def test_sharded_attention(ring, causal):
 
 def test_one_causal_document_is_dealt_in_zigzag():
     dealt = deal((0, 800), 4, 1)
-    assert sorted(dealt.members) == [(0, 7), (1, 6), (2, 5), (3, 4)] and dealt.balance == 1.0
+    zigzag = ((0, 100), (700, 100)), ((100, 100), (600, 100)), ((200, 100), (500, 100)), ((300, 200),)
+    assert dealt.members == zigzag and dealt.balance == 1.0
 
 
 @pytest.mark.parametrize("ring", [2, 4, 8])
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 1.5])
 def test_packed_documents_are_balanced(ring, sigma):
-    """1000 documents, log-normal around 8K; by causal area, and by that of a window of 4096."""
+    """1000 documents, log-normal around 8K: by causal area, and by that of a window of 4096; few of them are cut."""
     lengths = torch.randn(1000, generator=torch.Generator().manual_seed(ring)).mul(sigma).exp().mul(8192).long() + 1
     starts = (0, *lengths.cumsum(0).tolist())
     dealt = deal(starts, ring, 8)
-    assert dealt.balance < 1.05 and len({len(chunks) for chunks in dealt.members}) == 1
+    assert dealt.balance < 1.05 and {sum(n for _, n in runs) for runs in dealt.members} == {dealt.num_tokens // ring}
+    assert sorted(run for runs in dealt.members for run in runs)[-1][0] < dealt.num_tokens < starts[-1] + 8 * ring
     depth = torch.cat([torch.arange(1, int(length) + 1) for length in lengths])
     depth = F.pad(depth, (0, dealt.num_tokens - len(depth)))
     for window in (1 << 40, 4096):
-        areas = depth.clamp(max=window).view(-1, dealt.chunk).sum(1)
-        of_members = torch.stack([areas[list(chunks)].sum() for chunks in dealt.members])
-        assert of_members.max() * ring < 1.05 * of_members.sum()
+        areas = [sum(depth[a : a + n].clamp(max=window).sum() for a, n in runs) for runs in dealt.members]
+        assert max(areas) * ring < 1.05 * sum(areas)
+    inside = {edge for runs in dealt.members for run in runs for edge in (run[0], sum(run))} - set(starts)
+    assert len({bisect_right(starts, edge) for edge in inside}) <= 2 * ring
+
+
+def received_tokens(starts, ring, window=None):
+    """Tokens whose k and v each member receives; as many are sent, and no member does more than it may in a round."""
+    dealt = deal(starts, ring, 1)
+    of_members = [Docs((*starts, dealt.num_tokens), dealt, member).rounds(True, window) for member in range(ring)]
+    counts = [[(sum(r.num_received), sum(r.num_sent)) for r in of_rounds] for of_rounds in of_members]
+    for of_round in zip(*counts, strict=True):
+        assert sum(received for received, _ in of_round) == sum(sent for _, sent in of_round)
+        assert max(map(max, of_round)) <= rounds.round_tokens(dealt.num_tokens // ring)
+    return [sum(received for received, _ in of_rounds) for of_rounds in counts]
+
+
+def test_what_no_row_sees_is_not_sent():
+    """In zigzag, member i of 4 sees the first 8 - i of 8 pieces and has two of them; packed documents stay whole."""
+    assert received_tokens((0, 1 << 20), 4) == [(6 - i) << 17 for i in range(4)]
+    assert received_tokens(tuple(range(0, (1 << 20) + 1, 1 << 12)), 4) == [0] * 4
+    assert received_tokens((0, 1 << 20), 4, window=4096) == [4095, 2 * 4095, 2 * 4095, 4095]
 
 
 def test_inputs_say_how_tokens_are_dealt():

@@ -1,12 +1,13 @@
 """Attention in block pairs: exact, any length, packed documents, causal, bidirectional and sliding window.
 
-Shapes: S = tokens of the packed sequence (for q, out and lse, those that `docs` gives this rank), n = query heads,
+Shapes: S = tokens of the packed sequence, or those of them that `docs` gives this rank, n = query heads,
 m = key/value heads, r = n // m query heads per kv head, K = head dim. Inside: B = pairs in one batched kernel call,
 h = kv heads in one kernel call, q/k = rows/keys of a pair.
 
 The softmax over all keys of a row is merged from the pairs in fp32 and rounded once. In backward every pair gets the
 *global* out and lse rows, so the pairs' gradients simply add up: dq in an fp32 sum per query block, rounded once; dk
 and dv in fp32 sums of full length, which the caller may pass from call to call. (For fp64 inputs all sums are fp64.)
+Where keys come in parts, a call has those of one part, and `out` and dq are sums from call to call as well.
 """
 
 from collections.abc import Callable
@@ -18,9 +19,23 @@ from torch import Tensor
 
 from ithaka.attention.fused import merge
 from ithaka.attention.kernels import Kernel, resolve_kernel
-from ithaka.attention.pairs import EDGE, FULL, WINDOW, Pair, QueryBlock, Span, query_major, spans_of, split_ragged
+from ithaka.attention.pairs import (
+    EDGE,
+    FULL,
+    WINDOW,
+    Keys,
+    Pair,
+    QueryBlock,
+    Span,
+    by_part,
+    query_major,
+    seen,
+    spans_of,
+    split_ragged,
+)
 from ithaka.config import ConfigError
 from ithaka.plan.deal import Deal, contiguous
+from ithaka.plan.rounds import Round, rounds_of
 
 Tensors = tuple[Tensor, ...]
 MAX_ELEMENTS = 2**31 - 1  # the most that a kernel call may address
@@ -46,14 +61,29 @@ class How(TypedDict, total=False):
 
 
 @torch.no_grad()
-def attention(q_SnK: Tensor, k_SmK: Tensor, v_SmK: Tensor, **how: Unpack[How]) -> tuple[Tensor, Tensor]:
+def attention(
+    q_SnK: Tensor,
+    k_SmK: Tensor,
+    v_SmK: Tensor,
+    *,
+    part: int = 0,
+    sums: tuple[Tensor, Tensor] | None = None,
+    **how: Unpack[How],
+) -> tuple[Tensor, Tensor]:
     """softmax(scale * q k^T + mask) v, and the log-sum-exp of each row. Not differentiable.
 
     n is a multiple of m; query head j reads kv head j // (n // m). Attention never crosses documents. Inputs may be
     strided in S and heads. Returns out_SnK (contiguous, q's dtype) and lse_nS (fp32; fp64 for fp64); allocates only
     those and block buffers.
+
+    `part`: k and v are those of this rank's own tokens (0), or what round `part - 1` of `docs.rounds` brings. `sums`:
+    out_SnK and lse_nS in fp32 (fp64 for fp64) over the parts so far, zero and -inf at first, which this call merges its
+    part into and returns.
     """
-    job = _job(q_SnK, k_SmK, v_SmK, backward=False, **how)
+    job = _job(q_SnK, k_SmK, v_SmK, backward=False, part=part, adds=sums is not None, **how)
+    if sums is not None:
+        job.walk(_forward_block, _forward_chunk, (q_SnK, sums[0], sums[1].t()), (k_SmK, v_SmK))
+        return sums
     out_SnK = torch.empty(q_SnK.shape, dtype=q_SnK.dtype, device=q_SnK.device)
     lse_nS = torch.empty(q_SnK.shape[1], q_SnK.shape[0], dtype=job.sum_dtype, device=q_SnK.device)
     job.walk(_forward_block, _forward_chunk, (q_SnK, out_SnK, lse_nS.t()), (k_SmK, v_SmK))
@@ -69,6 +99,8 @@ def attention_backward(
     out_SnK: Tensor,
     lse_nS: Tensor,
     *,
+    part: int = 0,
+    dq: Tensor | None = None,
     sums: tuple[Tensor, Tensor] | None = None,
     **how: Unpack[How],
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,13 +109,14 @@ def attention_backward(
     `sums`: dk_SmK and dv_SmK in fp32 (fp64 for fp64), which this call adds to and returns as dk and dv. It then also
     writes dq over `out`, so that it allocates nothing as long as the sequence. Without `sums` it makes its own, rounds
     them, and leaves `out` alone.
+    `part` as in `attention`. `dq`: its sum over the parts so far, in the same dtype, which this call adds to instead.
     """
-    job = _job(q_SnK, k_SmK, v_SmK, backward=True, **how)
+    job = _job(q_SnK, k_SmK, v_SmK, backward=True, part=part, adds=dq is not None, **how)
     if sums is None:
         dq_SnK = torch.empty(q_SnK.shape, dtype=q_SnK.dtype, device=q_SnK.device)
         dk_SmK, dv_SmK = (torch.zeros(x.shape, dtype=job.sum_dtype, device=x.device) for x in (k_SmK, v_SmK))
     else:
-        dq_SnK, (dk_SmK, dv_SmK) = out_SnK, sums
+        dq_SnK, (dk_SmK, dv_SmK) = out_SnK if dq is None else dq, sums
         assert dk_SmK.dtype == dv_SmK.dtype == job.sum_dtype, f"sums in {dk_SmK.dtype} and {dv_SmK.dtype}"
     query, keys = (dout_SnK, q_SnK, out_SnK, lse_nS.t(), dq_SnK), (k_SmK, v_SmK, dk_SmK, dv_SmK)
     job.walk(_backward_block, _backward_chunk, query, keys)
@@ -136,28 +169,60 @@ class Docs:
 
     Made once per batch and passed to every call of attention: with thousands of documents, planning a walk takes the
     host longer than attention takes the GPU, and every call would upload the varlen kernel's indices.
-    `deal`: the query rows are those of `member`; without it, all.
+    `deal`: the query rows are those of `member`; without it, all. Keys then come in parts: its own, and those of each
+    of its `rounds`.
     """
 
     def __init__(self, starts: tuple[int, ...], deal: Deal | None = None, member: int = 0) -> None:
         self.starts, self.deal = starts, deal or contiguous(starts[-1], 1)
-        self.runs = self.deal.runs(member)
+        self.member, self.runs = member, self.deal.members[member]
         if starts[0] != 0 or any(b < a for a, b in zip(starts, starts[1:], strict=False)):
             raise ConfigError(f"docs must start at 0 and ascend, got {starts[:4]}...{starts[-2:]}")
         self.longest = max(b - a for a, b in zip(starts, starts[1:], strict=False))
-        self._walks: dict[tuple, tuple[list[QueryBlock], list[_Chunk]]] = {}
+        self._rounds: dict[tuple[bool, int | None], list[Round]] = {}
+        self._walks: dict[tuple, list[tuple[list[QueryBlock], list[_Chunk]]]] = {}
 
-    def walk(self, device: torch.device, varlen: bool, **how: Any) -> tuple[list[QueryBlock], list[_Chunk]]:
-        """Query blocks, and chunks of short unequal documents if `varlen`; `how` as `query_major` takes it."""
+    def rounds(self, causal: bool = True, window: int | None = None) -> list[Round]:
+        """How keys of other members come to this one; as many rounds on all of them, none if no rows see any."""
+        if (causal, window) not in self._rounds:
+            members = self.deal.members if len(self.deal.members) > 1 else ()
+            all_seen = [seen(spans_of(self.starts, runs), causal, window) for runs in members]
+            self._rounds[causal, window] = rounds_of(self.deal, all_seen, self.member) if members else []
+        return self._rounds[causal, window]
+
+    def num_keys(self, part: int, causal: bool, window: int | None) -> int:
+        if part:
+            return sum(self.rounds(causal, window)[part - 1].num_received)
+        return sum(length for _, length in self.runs)
+
+    def walk(self, part: int, device: torch.device, varlen: bool, **how: Any) -> tuple[list[QueryBlock], list[_Chunk]]:
+        """Query blocks of a part of the keys, and, of its own, chunks of short unequal documents if `varlen`; `how` as
+        `query_major` takes it."""
         key = (device, varlen, *how.values())
         if key not in self._walks:
             spans, chunks = spans_of(self.starts, self.runs), []
+            # Documents that are whole on this rank lie in its keys as in its rows.
+            whole = [span._replace(start=span.start + span.shift, shift=0) for span in spans if span.is_whole]
             if varlen:
                 short = min(SHORT, how["block_q"], how["block_kv"])
-                spans, ragged = split_ragged(spans, short=short, block=max(how["block_q"], how["call_tokens"]))
+                whole, ragged = split_ragged(whole, short=short, block=max(how["block_q"], how["call_tokens"]))
                 chunks = [_Chunk.of(chunk, device) for chunk in ragged]
-            self._walks[key] = (list(query_major(spans, **how)), chunks)
-        return self._walks[key]
+            keys = self._keys(how["causal"], how["window"])
+            cut = query_major([span for span in spans if not span.is_whole], **how | {"knows_windows": False})
+            own, *others = by_part(cut, keys, 1 + len(self.rounds(how["causal"], how["window"])))
+            self._walks[key] = [([*query_major(whole, **how), *own], chunks), *((blocks, []) for blocks in others)]
+        return self._walks[key][part]
+
+    def _keys(self, causal: bool, window: int | None) -> list[Keys]:
+        """Where the keys are that this rank's rows see."""
+        parts = [self.runs, *([run for runs in r.received for run in runs] for r in self.rounds(causal, window))]
+        keys = []
+        for part, runs in enumerate(parts):
+            row = 0
+            for start, length in runs:
+                keys.append(Keys(start, length, part, row - start))
+                row += length
+        return sorted(keys)
 
 
 @dataclass(frozen=True)
@@ -172,6 +237,7 @@ class _Job:
     chunks: list[_Chunk]
     heads_at_once: int  # query heads per kernel call: one at long lengths (a block fills the chip), more at short ones
     sum_dtype: torch.dtype
+    adds: bool  # out and lse, or dq, are sums over parts of the keys
 
     def walk(self, on_block: Callable, on_chunk: Callable, of_query: Tensors, of_keys: Tensors) -> None:
         """Every block and chunk, for views of some kv heads at a time and one query head of each, or all of them."""
@@ -196,6 +262,8 @@ def _job(
     v: Tensor,
     *,
     backward: bool,
+    part: int,
+    adds: bool,
     scale: float,
     causal: bool = True,
     window: int | None = None,
@@ -207,13 +275,14 @@ def _job(
     docs = docs if isinstance(docs, Docs) else Docs((0, num_tokens) if docs is None else tuple(docs))
     if num_heads % num_kv_heads:
         raise ConfigError(f"{num_heads} query heads are not a multiple of {num_kv_heads} kv heads")
-    elsewhere = docs.deal.num_tokens - sum(length for _, length in docs.runs)  # rows of other members
-    if k.shape != v.shape or k.shape != (num_tokens + elsewhere, num_kv_heads, head_dim):
+    if k.shape != v.shape or k.shape[1:] != (num_kv_heads, head_dim) or (part == 0 and len(k) != num_tokens):
         raise ConfigError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit together")
     if window is not None and (window < 1 or not causal):
         raise ConfigError(f"window={window} with causal={causal}: a window is at least 1 and needs causal=True")
-    if docs.starts[-1] != len(k):
-        raise ConfigError(f"docs end at {docs.starts[-1]}; they must ascend from 0 to the {len(k)} tokens")
+    ends = docs.deal.num_tokens if len(docs.deal.members) > 1 else num_tokens
+    if docs.starts[-1] != ends:
+        raise ConfigError(f"docs end at {docs.starts[-1]}; they must ascend from 0 to the {ends} tokens")
+    assert len(k) == docs.num_keys(part, causal, window)
     if blocks is not None and min(blocks) < 1:
         raise ConfigError(f"attention.block_q, block_kv={blocks}: each needs at least one token")
     chosen = resolve_kernel(kernel, q.device, q.dtype, head_dim)
@@ -229,9 +298,10 @@ def _job(
         scale,
         causal,
         window,
-        *docs.walk(q.device, chosen.varlen is not None, **walk),
+        *docs.walk(part, q.device, chosen.varlen is not None, **walk),
         heads_at_once=max(1, (most_at_once if reach <= SHORT else block_q) // max(1, num_tokens)),
         sum_dtype=torch.promote_types(q.dtype, torch.float32),
+        adds=adds,
     )
 
 
@@ -269,12 +339,14 @@ def _call(job: _Job, pair: Pair, way: str, *inputs: Tensor, **into: Any) -> Tens
 
 
 def _forward_block(job: _Job, block: QueryBlock, query: Tensors, keys: Tensors) -> None:
-    """All keys of one query block, merged in fp32 and written once."""
+    """All keys of one query block, merged in fp32 and written once, or merged into sums over parts."""
     q, *written = query
     to_out, to_lse = (_rows(x, block, block.start, block.length) for x in written)
-    one = len(block.pairs) == 1 and block.pairs[0].count == 1
+    one = len(block.pairs) == 1 and block.pairs[0].count == 1 and not job.adds
     into = {"into": (to_out, to_lse)} if one and job.kernel.direct else {}
-    if not one:
+    if job.adds:
+        sum_out, sum_lse = to_out, to_lse
+    elif not one:
         sum_out = torch.zeros(to_out.shape, dtype=job.sum_dtype, device=q.device)
         sum_lse = torch.full(to_lse.shape, float("-inf"), dtype=job.sum_dtype, device=q.device)
     for pair in block.pairs:
@@ -284,7 +356,7 @@ def _forward_block(job: _Job, block: QueryBlock, query: Tensors, keys: Tensors) 
         pair_out, pair_lse = _call(job, pair, "forward", q_rows, k_rows, v_rows, **into)
         if not one:
             merge(_in_block(sum_out, block, pair), _in_block(sum_lse, block, pair), pair_out, pair_lse)
-    if not into:
+    if not into and not job.adds:
         to_out.copy_(pair_out if one else sum_out)
         to_lse.copy_(pair_lse if one else sum_lse)
 
@@ -294,7 +366,7 @@ def _forward_chunk(job: _Job, chunk: _Chunk, query: Tensors, keys: Tensors) -> N
     q, out, lse = (x[chunk.rows] for x in query)
     k, v = (x[chunk.keys] for x in keys)
     lengths, mask = (chunk.ends_d, chunk.longest), (job.scale, job.causal, job.window)
-    if job.kernel.direct:
+    if job.kernel.direct and not job.adds:  # sums: nothing was added to these rows, which see no other part
         job.kernel.varlen.forward(q, k, v, *lengths, *mask, into=(out, lse.t()))
         return
     chunk_out, chunk_lse = job.kernel.varlen.forward(q, k, v, *lengths, *mask)
@@ -309,9 +381,11 @@ def _backward_block(job: _Job, block: QueryBlock, query: Tensors, keys: Tensors)
     """All keys of one query block. dq may share `out`'s memory: it is written after the last read of these rows."""
     *read, dq = query
     to_dq = _rows(dq, block, block.start, block.length)
-    one = len(block.pairs) == 1 and block.pairs[0].count == 1
+    one = len(block.pairs) == 1 and block.pairs[0].count == 1 and not job.adds
     into = {"into": to_dq} if one and job.kernel.direct else {}
-    if not one:
+    if job.adds:
+        sum_dq = to_dq
+    elif not one:
         sum_dq = torch.zeros(to_dq.shape, dtype=job.sum_dtype, device=to_dq.device)
     for pair in block.pairs:
         repeats: QueryBlock | Pair = pair if pair.count > 1 else block
@@ -322,7 +396,7 @@ def _backward_block(job: _Job, block: QueryBlock, query: Tensors, keys: Tensors)
         dv.add_(pair_dv)
         if not one:
             _in_block(sum_dq, block, pair).add_(pair_dq)
-    if not into:
+    if not into and not job.adds:
         to_dq.copy_(pair_dq if one else sum_dq)
 
 
@@ -331,7 +405,7 @@ def _backward_chunk(job: _Job, chunk: _Chunk, query: Tensors, keys: Tensors) -> 
     dout, q, out, lse, dq = (x[chunk.rows] for x in query)
     k, v, dk, dv = (x[chunk.keys] for x in keys)
     lengths, mask = (chunk.ends_d, chunk.longest), (job.scale, job.causal, job.window)
-    into = {"into": dq} if job.kernel.direct else {}
+    into = {"into": dq} if job.kernel.direct and not job.adds else {}
     chunk_dq, chunk_dk, chunk_dv = job.kernel.varlen.backward(dout, q, k, v, out, lse.t(), *lengths, *mask, **into)
     if not into:
         dq.copy_(chunk_dq)

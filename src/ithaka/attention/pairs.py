@@ -11,12 +11,13 @@ A **pair** is a run of query rows against a run of keys with one of four masks (
 
 A **query block** is a run of query rows and all the pairs in which it meets its keys. `count` > 1 repeats the block (or
 pair) `count` times, `step` tokens apart, in one batched kernel call: equal documents, the bands of a window, the
-squares along a diagonal; never both a block and its pairs. Keys are counted by their tokens in the packed sequence,
-query rows as this rank has them: of all tokens, or of some runs of them.
+squares along a diagonal; never both a block and its pairs. Query rows are counted as this rank has them: of all tokens,
+or of some runs of them; keys by their tokens in the packed sequence, until `by_part` says where they lie.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
@@ -77,6 +78,73 @@ def spans_of(docs: tuple[int, ...], runs: Sequence[tuple[int, int]] | None = Non
             i += 1
         row += length
     return spans
+
+
+def seen(spans: Iterable[Span], causal: bool, window: int | None) -> list[tuple[int, int]]:
+    """The keys that rows of parts of documents see, as (first token, tokens), ascending; also this rank's own."""
+    runs: list[tuple[int, int]] = []
+    for start, length, first, last, _ in sorted(span for span in spans if not span.is_whole):
+        low = start + (max(0, first - window + 1) if causal and window else 0)
+        high = start + (last if causal else length)
+        if runs and low < sum(runs[-1]):  # of the same document, whose later rows see further
+            low = runs.pop()[0]
+        runs.append((low, high - low))
+    return runs
+
+
+class Keys(NamedTuple):
+    """Tokens [first, first + tokens) as keys: token t is row t + shift of part `part`."""
+
+    first: int
+    tokens: int
+    part: int
+    shift: int
+
+
+def by_part(blocks: Iterable[QueryBlock], runs: Sequence[Keys], num_parts: int) -> list[list[QueryBlock]]:
+    """The blocks of each part of the keys, which hold all that the blocks see. `runs` ascend."""
+    firsts = [run.first for run in runs]
+    parts: list[list[QueryBlock]] = [[] for _ in range(num_parts)]
+
+    def run_at(token: int) -> int:
+        return bisect_right(firsts, token) - 1
+
+    for block in blocks:
+        low = min(pair.k0 for pair in block.pairs)
+        high = max(pair.k0 + pair.keys for pair in block.pairs) + (block.count - 1) * block.step
+        run = runs[run_at(low)]
+        if block.count > 1 and high <= run.first + run.tokens:
+            moved = tuple(replace(pair, k0=pair.k0 + run.shift) for pair in block.pairs)
+            parts[run.part].append(replace(block, pairs=moved))
+            continue
+        for by in range(0, block.count * (block.step or 1), block.step or 1):
+            pairs = defaultdict(list)
+            for pair in (replace(pair, q0=pair.q0 + by, k0=pair.k0 + by) for pair in block.pairs):
+                run = runs[run_at(pair.k0)]
+                if pair.k0 + pair.keys + (pair.count - 1) * pair.step <= run.first + run.tokens:
+                    pairs[run.part].append(replace(pair, k0=pair.k0 + run.shift))
+                    continue
+                for more in range(0, pair.count * (pair.step or 1), pair.step or 1):
+                    one = replace(pair, q0=pair.q0 + more, k0=pair.k0 + more, count=1, step=0)
+                    for run in runs[run_at(one.k0) : run_at(one.k0 + one.keys - 1) + 1]:
+                        pairs[run.part] += _of_run(one, run)
+            for part, of_part in pairs.items():
+                parts[part].append(QueryBlock(block.start + by, block.length, tuple(of_part)))
+    return parts
+
+
+def _of_run(pair: Pair, run: Keys) -> Iterator[Pair]:
+    """What a pair has of a run's keys. Of a square: a smaller one on its diagonal, and the rows that see all of it."""
+    c, d = max(0, run.first - pair.k0), min(pair.keys, run.first + run.tokens - pair.k0)
+    k0, keys = pair.k0 + c + run.shift, d - c
+    if pair.mask == FULL:
+        yield Pair(pair.q0, pair.rows, k0, keys, FULL)
+        return
+    assert pair.mask in (CAUSAL, EDGE)
+    yield Pair(pair.q0 + c, keys, k0, keys, pair.mask)
+    first, last = (d, pair.rows) if pair.mask == CAUSAL else (0, c)
+    if first < last:
+        yield Pair(pair.q0 + first, last - first, k0, keys, FULL)
 
 
 def query_major(

@@ -1,7 +1,7 @@
-"""Tokens-sharded <-> heads-sharded, by one all-to-all; a ring's k and v on all its members. Both the identity on one.
+"""Tokens-sharded <-> heads-sharded, by one all-to-all, the identity on one rank; a ring's k and v in rounds.
 
 Shapes: S tokens of a ring member, s = S / c tokens on this rank, c Ulysses ranks, n head slots per rank, K head dim. In
-the functions for rings, R tokens of the sequence, S = R / r of each of r members.
+the functions for rings, R tokens of the sequence, p of a round, m kv slots.
 Tokens-sharded tensors are [c, s, n, K]: this rank's tokens, for the heads of every rank.
 Heads-sharded tensors are [S, n, K]: every token, for this rank's heads. Both lie in memory in the order in which
 the all-to-all sends and receives, so neither direction needs a copy.
@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from ithaka.plan.deal import Deal
+from ithaka.plan.rounds import Round
 
 ALONE: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # a group of one, which needs no torch.distributed
-# torch 2.13's names, or the ones before.
+# torch 2.13's name, or the one before.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass
@@ -60,27 +60,32 @@ def _start(send: torch.Tensor, shape: tuple[int, ...], group: dist.ProcessGroup)
 # ---- rings
 
 
-def gather_members(t_SmK: torch.Tensor, group: dist.ProcessGroup, deal: Deal) -> torch.Tensor:
-    """[S, m, K] of each member -> [R, m, K] of all, in the sequence's order."""
-    gathered = t_SmK.new_empty(group.size() * len(t_SmK), *t_SmK.shape[1:])
-    all_gather(gathered, t_SmK.contiguous(), group=group)
-    return in_order(gathered, deal)
+def start_round(t_SmK: torch.Tensor, round_: Round, group: dist.ProcessGroup) -> Exchange:
+    """Starts sending this member's tokens of a round, [S, m, K] -> those that it receives, [p, m, K]."""
+    send = torch.cat([t_SmK[row : row + length] for runs in round_.sent for row, length in runs] or [t_SmK[:0]])
+    return _between(send, round_.num_sent, round_.num_received, group)
 
 
-def sum_members(t_RmK: torch.Tensor, group: dist.ProcessGroup, deal: Deal) -> torch.Tensor:
-    """[R, m, K] of each member, in the sequence's order -> the sum over members of this one's tokens, [S, m, K]."""
-    dealt = _chunks(t_RmK, deal.chunk, deal.dealt)
-    del t_RmK
-    mine = dealt.new_empty(len(dealt) // group.size(), *dealt.shape[1:])
-    reduce_scatter(mine, dealt, group=group)
-    return mine
+def start_return(d_pmK: torch.Tensor, round_: Round, group: dist.ProcessGroup) -> Exchange:
+    """Starts sending gradients of the tokens received in a round back to their owners."""
+    return _between(d_pmK, round_.num_received, round_.num_sent, group)
+
+
+def add_returned(sum_SmK: torch.Tensor, d_pmK: torch.Tensor, round_: Round) -> None:
+    """Adds what `start_return` brought to the sums of this member's tokens."""
+    runs = [run for runs in round_.sent for run in runs]
+    for (row, length), d in zip(runs, d_pmK.split([length for _, length in runs]), strict=True):
+        sum_SmK[row : row + length] += d
+
+
+def _between(send: torch.Tensor, counts: list[int], to_receive: list[int], group: dist.ProcessGroup) -> Exchange:
+    received = send.new_empty(sum(to_receive), *send.shape[1:])
+    work = dist.all_to_all_single(received, send, to_receive, counts, group=group, async_op=True)
+    return Exchange(received, send, work)
 
 
 def in_order(dealt_R: torch.Tensor, deal: Deal) -> torch.Tensor:
     """The tokens of all members, member by member -> in the sequence's order."""
-    return _chunks(dealt_R, deal.chunk, deal.places)
-
-
-def _chunks(t_R: torch.Tensor, chunk: int, numbers: list[int]) -> torch.Tensor:
-    chunks = t_R.split(chunk)
-    return t_R if numbers == list(range(len(chunks))) else torch.cat([chunks[number] for number in numbers])
+    if len(deal.members) == 1:
+        return dealt_R
+    return torch.cat([dealt_R[row : row + length] for row, length in deal.in_order])

@@ -55,7 +55,9 @@ class LoopbackGroup(dist.ProcessGroup):
         return _done([output])
 
     def all_to_all_single(self, output, own, output_splits=None, input_splits=None, opts=None):
-        output.detach().copy_(own)
+        for at in range(0, len(output), max(1, len(own))):  # in a ring, more may be received than is sent, or less
+            part = output.detach()[at : at + max(1, len(own))]
+            part.copy_(own.detach()[: len(part)]) if len(own) else part.normal_()
         return _done([output])
 
     broadcast = allreduce  # type: ignore[assignment]

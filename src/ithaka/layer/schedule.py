@@ -189,11 +189,11 @@ class StreamedLayer:
     def _attend(self, saved: Saved) -> Iterator[tuple[Tensor, Tensor]]:
         """Attention, stage by stage: yields out_csnK, back on the tokens' ranks, and lse_nS."""
         stages, held = self.table.stages, self._holding(saved.docs)
-        sent = deque(self._project_and_send(saved, stage, held) for stage in stages[: self.ahead])
+        sent = deque(self._project_and_send(saved, stage) for stage in stages[: self.ahead])
         for i in range(len(stages)):
             yield self._attend_stage(i, sent.popleft(), held)
             if i + self.ahead < len(stages):
-                sent.append(self._project_and_send(saved, stages[i + self.ahead], held))
+                sent.append(self._project_and_send(saved, stages[i + self.ahead]))
 
     def _attend_stage(self, i: int, sent: Sent, held: HeldHeads) -> tuple[Tensor, Tensor]:
         out_SnK, lse_nS = self._attention(i, held.attend, arrive(sent))
@@ -207,11 +207,10 @@ class StreamedLayer:
         with phase("attention"), phase(f"stage {i}"):
             return attend(self.table.stages[i], *arrived)
 
-    def _project_and_send(self, saved: Saved, stage: Stage, held: HeldHeads) -> Sent:
+    def _project_and_send(self, saved: Saved, stage: Stage) -> Sent:
         with phase("projections"):
             projected = self._project(saved, stage)
-            sent = self._send([projected.popleft])
-            return sent + self._send([projected.popleft] * len(projected), held.gather)
+            return self._send([projected.popleft] * len(projected))
 
     def _project(self, saved: Saved, stage: Stage) -> deque[Tensor]:
         """q of a stage, and k and v if they come with it, in exchange layout [c, s, n, K]."""
@@ -233,8 +232,8 @@ class StreamedLayer:
             slices += [HeadSlice.of(self.k, index), HeadSlice.of(self.v, index)]
         return slices
 
-    def _send(self, makers: Sequence[Callable[[], Tensor]], take: Callable[[Exchange], Tensor] = Exchange.wait) -> Sent:
-        """Sends what each of `makers` returns to the ranks that own its heads, which `take` it when they need it.
+    def _send(self, makers: Sequence[Callable[[], Tensor]]) -> Sent:
+        """Sends what each of `makers` returns to the ranks that own its heads.
 
         Without overlap, one at a time, so that only one tensor exists twice.
         """
@@ -243,7 +242,7 @@ class StreamedLayer:
             exchange = start_tokens_to_heads(make(), self.group)
             if not self.layout.overlap:
                 exchange.wait()
-            sent.append(partial(take, exchange))
+            sent.append(exchange.wait)
         return sent
 
     # ---- between attention and the MLP, the same in both directions
@@ -322,7 +321,7 @@ class StreamedLayer:
         stages, held = self.table.stages, self._holding(saved.docs)
         dq, dk, dv = (HeadGrads(self.group, self.layout.overlap) for _ in range(3))
         first = stages[: self.ahead]
-        sent = deque(self._send_backward(saved, stage, attended.popleft(), dy_sD, held) for stage in first)
+        sent = deque(self._send_backward(saved, stage, attended.popleft(), dy_sD) for stage in first)
         for i in range(len(stages)):
             if self.layout.overlap and attended:
                 attended[0].out.prefetch()
@@ -332,18 +331,22 @@ class StreamedLayer:
                 dk.add(load, next(dkv))
                 dv.add(load, next(dkv))
             if attended:
-                sent.append(self._send_backward(saved, stages[i + self.ahead], attended.popleft(), dy_sD, held))
+                sent.append(self._send_backward(saved, stages[i + self.ahead], attended.popleft(), dy_sD))
             for grads_of_heads in (dq, dk, dv):
                 grads_of_heads.wait()
         with phase("projections"):
             self._projections_backward(saved, dq.wait(), dk.wait(), dv.wait(), dy_sD, grads)
 
-    def _send_backward(self, saved: Saved, stage: Stage, attended: Attended, dy_sD: Tensor, held: HeldHeads) -> Sent:
+    def _send_backward(self, saved: Saved, stage: Stage, attended: Attended, dy_sD: Tensor) -> Sent:
         """Sends q, attention's output and its gradient, and k and v if they come with the stage; lse is not sent."""
         with phase("projections"):
             projected = self._project(saved, stage)
-            sent = self._send([projected.popleft, attended.out.fetch, partial(self._output_grad, stage, dy_sD)])
-            sent += self._send([projected.popleft] * len(projected), held.gather)
+            makers: list[Callable[[], Tensor]] = [
+                projected.popleft,
+                attended.out.fetch,
+                partial(self._output_grad, stage, dy_sD),
+            ]
+            sent = self._send(makers + [projected.popleft] * (len(projected) - 1))
             sent.append(attended.lse.fetch)
             return sent
 

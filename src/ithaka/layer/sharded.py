@@ -36,7 +36,7 @@ def sharded_attention(
     backward. Keeps q, k, v, out and lse of the rank's own heads.
 
     `ring`: of several such groups, the ranks with the same place. The sequence is then c * r shares long, and member j
-    of r has those from c * j on, or what `Docs(starts, deal, j)` says; k and v are gathered over the ring.
+    of r has those from c * j on, or what `Docs(starts, deal, j)` says; k and v go round the ring.
     """
     num_heads, num_kv_heads = q_sHK.shape[1], k_sGK.shape[1]
     ranks, members = group if group is not None else ALONE, ring if ring is not None else ALONE

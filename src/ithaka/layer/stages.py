@@ -1,13 +1,13 @@
 """The heads of one stage: projected from tokens into exchange layout, attended to by the rank that owns them, and back.
 
-Shapes: s tokens of this rank, t of a tile, S of this ring member, R of the sequence (R = S without a ring), D hidden,
-K head dim, c Ulysses ranks. In projections, n heads of all c ranks, N = n * K; in exchange layout [c, t, n, K], n slots
+Shapes: s tokens of this rank, t of a tile, S of this ring member (of the sequence, without a ring), D hidden, K head
+dim, c Ulysses ranks. In projections, n heads of all c ranks, N = n * K; in exchange layout [c, t, n, K], n slots
 per rank; in attention, n query and m kv slots of this rank. Heads are taken from the weights in the checkpoint's order;
 nothing is permuted on disk.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ithaka.attention.blocks import Docs, How, attention, attention_backward
+from ithaka.attention.blocks import How
 from ithaka.attention.fused import Turn, rotate
-from ithaka.dist.exchange import Exchange, gather_members, start_heads_to_tokens, start_tokens_to_heads, sum_members
+from ithaka.dist.exchange import start_heads_to_tokens, start_tokens_to_heads
 from ithaka.layer.linear import Linear, linear_of
+from ithaka.layer.ring import ring_attention, ring_attention_backward
 from ithaka.layer.tiles import GradSum, apply_norm, sum_dtype, tile_backward
-from ithaka.phases import STAGE, holding, phase
+from ithaka.phases import STAGE, holding
 from ithaka.plan.heads import HeadTable, Load, Read, Stage
 
 RAN_ALREADY = "a layer's backward has already run and kept nothing; call the model again instead of using retain_graph"
@@ -157,7 +158,7 @@ def join_heads(outs_ctnK: Sequence[Tensor]) -> Tensor:
 class HeldHeads:
     """The k and v that this rank holds during one pass over the stages, and attention to them.
 
-    `ring`: ranks with the same heads of other tokens. All of them hold k and v of the whole sequence.
+    `ring`: ranks with the same heads of other tokens.
     """
 
     def __init__(self, table: HeadTable, rank: int, ring: dist.ProcessGroup, how: How) -> None:
@@ -165,27 +166,24 @@ class HeldHeads:
         self._kv: dict[int, list[Tensor]] = {}
         self._sums: dict[int, list[Tensor]] = {}  # dk, dv in fp32: several stages add to them
 
-    def gather(self, exchange: Exchange) -> Tensor:
-        """k_SmK or v_SmK, once it is here -> k_RmK or v_RmK."""
-        return self._with_members(gather_members, exchange.wait())
-
     def attend(self, stage: Stage, q_SnK: Tensor, *kv: Tensor) -> tuple[Tensor, Tensor]:
-        """out_SnK and lse_nS of this rank's slots, zero in empty ones. `kv`: k_RmK and v_RmK, if a load arrives."""
+        """out_SnK and lse_nS of this rank's slots, zero in empty ones. `kv`: k_SmK and v_SmK, if a load arrives."""
         self._arrive(stage, kv)
         reads = stage.reads[self.rank]
         if len(reads) == 1 and stage.is_full(self.rank):
-            return attention(q_SnK, *self._slot(self._kv, reads[0]), **self.how)
+            return ring_attention(q_SnK, *self._slot(self._kv, reads[0]), self.ring, self.how)
         out_SnK = torch.zeros_like(q_SnK)
         lse_nS = q_SnK.new_zeros(q_SnK.shape[1], q_SnK.shape[0], dtype=sum_dtype(q_SnK.dtype))
         for read in reads:
             at = slice(read.first, read.last)
-            out_SnK[:, at], lse_nS[at] = attention(q_SnK[:, at], *self._slot(self._kv, read), **self.how)
+            kv_slot = self._slot(self._kv, read)
+            out_SnK[:, at], lse_nS[at] = ring_attention(q_SnK[:, at], *kv_slot, self.ring, self.how)
         return out_SnK, lse_nS
 
     def attend_backward(self, stage: Stage, q: Tensor, out: Tensor, dout: Tensor, *kv_and_lse: Tensor) -> Tensor:
         """dq_SnK of this rank's slots, written over `out` (empty slots stay zero); adds to the sums of dk and dv.
 
-        `kv_and_lse`: k_RmK and v_RmK, if a load arrives, and always lse_nS.
+        `kv_and_lse`: k_SmK and v_SmK, if a load arrives, and always lse_nS.
         """
         *kv, lse_nS = kv_and_lse
         self._arrive(stage, kv)
@@ -193,32 +191,21 @@ class HeldHeads:
             at = slice(read.first, read.last)
             if read.load not in self._sums:
                 self._sums[read.load] = self._zeros(read.load)
-            k_R1K, v_R1K = self._slot(self._kv, read)
-            dk_R1K, dv_R1K = self._slot(self._sums, read)
-            attention_backward(
-                dout[:, at], q[:, at], k_R1K, v_R1K, out[:, at], lse_nS[at], **self.how, sums=(dk_R1K, dv_R1K)
-            )
+            of_rows = (dout[:, at], q[:, at], *self._slot(self._kv, read), out[:, at], lse_nS[at])
+            ring_attention_backward(*of_rows, self._slot(self._sums, read), self.ring, self.how)
         return out
 
     def drop(self, load: int) -> None:
         del self._kv[load]
 
     def take_grads(self, load: int) -> Iterator[Tensor]:
-        """Yields dk_SmK, then dv_SmK, summed over the ring and rounded once to the load's dtype; drops the load."""
+        """Yields dk_SmK, then dv_SmK, rounded once to the load's dtype; drops the load."""
         sums = self._sums.pop(load, None) or self._zeros(load)
         dtype = self._kv.pop(load)[0].dtype
         while sums:
             with holding(STAGE):
-                d_SmK = [self._with_members(sum_members, sums.pop(0)).to(dtype)]
+                d_SmK = [sums.pop(0).to(dtype)]
             yield d_SmK.pop()
-
-    def _with_members(self, collective: Callable[..., Tensor], t: Tensor) -> Tensor:
-        if self.ring.size() == 1:
-            return t
-        docs = self.how["docs"]
-        assert isinstance(docs, Docs)
-        with phase("exchange"):
-            return collective(t, self.ring, docs.deal)
 
     def _arrive(self, stage: Stage, kv: Sequence[Tensor]) -> None:
         if kv:
@@ -229,8 +216,9 @@ class HeldHeads:
         return [torch.zeros_like(t, dtype=sum_dtype(t.dtype)) for t in self._kv[load]]
 
     @staticmethod
-    def _slot(of_loads: dict[int, list[Tensor]], read: Read) -> list[Tensor]:
-        return [t[:, read.kv_slot : read.kv_slot + 1] for t in of_loads[read.load]]
+    def _slot(of_loads: dict[int, list[Tensor]], read: Read) -> tuple[Tensor, Tensor]:
+        k, v = (t[:, read.kv_slot : read.kv_slot + 1] for t in of_loads[read.load])
+        return k, v
 
 
 class StagesAttention(torch.autograd.Function):
@@ -249,8 +237,7 @@ class StagesAttention(torch.autograd.Function):
         outs = []
         for stage, q in zip(table.stages, _split(q_csnK, table.stages), strict=True):
             kv = () if stage.load is None else loads[stage.load]
-            q_SnK = start_tokens_to_heads(q.contiguous(), group).wait()
-            new_kv = [ctx.held.gather(start_tokens_to_heads(t.contiguous(), group)) for t in kv]
+            q_SnK, *new_kv = (start_tokens_to_heads(t.contiguous(), group).wait() for t in (q, *kv))
             out_SnK, lse_nS = ctx.held.attend(stage, q_SnK, *new_kv)
             ctx.kept.append((q_SnK, out_SnK, lse_nS))
             outs.append(start_heads_to_tokens(out_SnK, group).wait())

@@ -102,7 +102,7 @@ def _mine(rows_BN: Tensor, mesh: Mesh, deal: Deal, fill: float) -> Tensor:
 
 def own_tokens(flat_S: Tensor, mesh: Mesh, deal: Deal, fill: float) -> Tensor:
     """This rank's tokens, [s, ...] of [S, ...]; `fill` stands for padding."""
-    runs = [flat_S[start : start + length] for start, length in deal.runs(mesh.ring_group.rank())]
+    runs = [flat_S[start : start + length] for start, length in deal.members[mesh.ring_group.rank()]]
     mine = runs[0] if len(runs) == 1 else torch.cat(runs)
     s = deal.num_tokens // mesh.cp_size
     mine = mine[mesh.ulysses_group.rank() * s :][:s]

@@ -19,6 +19,7 @@ from ithaka.config import LAYER_LINEARS
 from ithaka.layout import LayerKeeps, Layout
 from ithaka.plan.hardware import GIB, Hardware
 from ithaka.plan.heads import slots_of
+from ithaka.plan.rounds import round_tokens
 from ithaka.plan.shape import ModelShape, Work
 
 LOGITS_TILE_BYTES = 2**29  # logits of a tile of the loss
@@ -72,14 +73,14 @@ class LayerBytes:
         self.shape, self.layout, self.s, self.slots = shape, layout, s, slots_of(shape, layout)
         self.num_stages = len(self.slots.stages)
         self.x = layout.x_bytes(shape.hidden, s)
-        # One head of every token that this rank has in attention; of a ring's k and v it has all members'.
+        # One head of every token that this rank has in attention.
         self.slot = layout.ulysses * s * shape.head_dim * layout.element_bytes
         self.q = self.slots.query * self.slot  # T
         self.lse = layout.ulysses * s * self.slots.query * layout.sum_bytes
         stages = self.slots.stages  # k and v, by stage: those that arrive with it (2 U), those held while it attends,
         self.kv = [2 * stage.new_kv * self.slot for stage in stages]  # and those held once its last uses are over
-        self.held = [2 * stage.held * self.slot * layout.ring for stage in stages]
-        self.left = [2 * stage.left * self.slot * layout.ring for stage in stages]
+        self.held = [2 * stage.held * self.slot for stage in stages]
+        self.left = [2 * stage.left * self.slot for stage in stages]
         self.kept = keeps.attention is not None
         self.fetched = self.kept and keeps.attention != "device"  # attention's output comes from the store
         stored = keeps.input != "device"
@@ -104,16 +105,43 @@ class LayerBytes:
             return self.under_way(own, stage, stage + 1)
         return own + self.kv[stage] + max(self.q, self.kv[stage] // 2)
 
+    def wide(self, num_bytes: int) -> int:
+        """In the dtype of sums."""
+        return num_bytes // self.layout.element_bytes * self.layout.sum_bytes
+
     def sums(self, num_slots: int) -> int:
-        """dk and dv of so many kv slots and all members' tokens, in the dtype of sums."""
-        return 2 * num_slots * self.slot * self.layout.ring // self.layout.element_bytes * self.layout.sum_bytes
+        """dk and dv of so many kv slots."""
+        return 2 * num_slots * self.wide(self.slot)
 
-    def gathering(self, stage: int) -> int:
-        """k and v that arrive with a stage and go to the ring, at the most: v as it came, as gathered and in order.
+    def attended(self, stage: int) -> int:
+        """While a stage attends: its output, and what a read that is not the whole output has besides.
 
-        In backward the sums of dk and dv are larger.
+        In a ring a read's output is a sum over the rounds, and k and v of one round are used while those of the next
+        are sent and received.
         """
-        return self.kv[stage] // 2 * (3 * self.layout.ring + 1)
+        slots, out = self.slots.stages[stage], self.q + self.lse
+        if self.layout.ring == 1:
+            return out + out * slots.part // self.slots.query
+
+        def summed(width: int) -> int:
+            rounded = 0 if self.layout.sum_bytes == self.layout.element_bytes else width * self.slot
+            return width * (self.wide(self.slot) + self.lse // self.slots.query) + max(3 * self.round, rounded)
+
+        return max(summed(slots.widest), out + summed(slots.part) if slots.part else 0)
+
+    def attended_back(self, stage: int) -> int:
+        """In a ring, while a stage attends backward: dq as summed over the rounds, and k and v as in forward; dk and dv
+        of one round are summed while those of the round before are sent and received."""
+        if self.layout.ring == 1:
+            return 0
+        return self.slots.stages[stage].widest * self.wide(self.slot) + 3 * self.round + 3 * self.wide(self.round)
+
+    @property
+    def round(self) -> int:
+        """k and v of one slot that a ring's member receives in a round."""
+        member = self.layout.ulysses * self.s
+        tokens = min(round_tokens(member), (self.layout.ring - 1) * member)
+        return 2 * tokens * self.shape.head_dim * self.layout.element_bytes
 
     def grad_sums(self, phase: str) -> int:
         """Bytes of weight gradients as they are summed over tiles (GradSum of layer/tiles.py)."""
@@ -172,11 +200,7 @@ def attend_moments(b: LayerBytes, phase: str, stream: int) -> Iterator[Moment]:
         yield Moment(project, stream, b.under_way(b.q, 0, i) + b.sending(b.q, i))
     for i in range(b.num_stages):
         later = b.under_way(b.q, i + 1, i + b.ahead)
-        if b.layout.ring > 1:
-            before = b.held[i] - b.kv[i] * b.layout.ring
-            yield Moment(f"{phase} exchange", stream, b.q + later + before + b.gathering(i), i * out)
-        part = out * b.slots.stages[i].part // b.slots.query  # the widest read's, where it is not the whole output
-        yield Moment(attend, stream, b.q + later + b.held[i] + out + part, i * out, "attend")
+        yield Moment(attend, stream, b.q + later + b.held[i] + b.attended(i), i * out, "attend")
         if (new := i + b.ahead) < b.num_stages:
             others = later + b.left[i]
             yield Moment(project, stream, others + b.q + b.kv[new], (i + 1) * out, "project")
@@ -205,11 +229,11 @@ def attention_backward_moments(b: LayerBytes, outputs: int) -> Iterator[Moment]:
         yield from sending(i, b.under_way(taken, 0, i), 0)
     returned = 0  # dq, dk, dv of the stages before
     for i in range(b.num_stages):
-        following, ending = i + b.ahead, (b.held[i] - b.left[i]) // b.layout.ring  # dk and dv of this member's tokens
+        following, ending = i + b.ahead, b.held[i] - b.left[i]  # dk and dv
         later, more = b.under_way(taken, i + 1, following), following < b.num_stages
         prefetched = b.q if b.fetched and b.layout.overlap and more else 0
         own = taken + (b.lse if b.fetched else 0)
-        live = returned + own + later + prefetched + b.held[i] + b.sums(b.slots.stages[i].summed)
+        live = returned + own + later + prefetched + b.held[i] + b.sums(b.slots.stages[i].summed) + b.attended_back(i)
         yield Moment(attend, stream, live, left(min(following, b.num_stages), i), "attend backward")
         returned += b.q + ending
         if more:

@@ -137,6 +137,7 @@ class StageSlots:
     summed: int  # of those held, the ones for which a rank has gradient sums: it has read their load
     left_summed: int  # likewise of those left
     part: int  # query slots of the widest read that a rank copies into its output; 0: all are whole outputs
+    widest: int  # query slots of the widest read
 
 
 @dataclass(frozen=True)
@@ -176,4 +177,5 @@ def _stage_slots(table: HeadTable, i: int) -> StageSlots:
         summed=max(slots(numbers, i) for numbers in read_by),
         left_summed=max(slots(numbers, i + 1) for numbers in read_by),
         part=max((r.last - r.first for rank in ranks if not whole[rank] for r in stage.reads[rank]), default=0),
+        widest=max(r.last - r.first for reads in stage.reads for r in reads),
     )
