@@ -5,14 +5,17 @@ import dataclasses
 import errno
 import io
 import os
+import signal
 import time
 
 import pytest
 import torch.distributed as dist
 
 from ithaka.config import ConfigError
-from ithaka.train import checkpoint, loop
-from runs import numbers, run, tiny_run
+from ithaka.layer import stages
+from ithaka.train import checkpoint, heartbeat, loop
+from ranks import Ranks
+from runs import numbers, run, tiny_run, wait_for
 
 
 def moved(config, run_dir, **train):
@@ -137,3 +140,64 @@ def test_saves_by_minutes(ranks, whole, tmp_path):
     (told, error), _ = ranks.run(2, told_by, by_minutes, config)
     assert error is None and "every 2 minutes, " in told
     assert [path.name[-1] for path in sorted((tmp_path / "run/checkpoints").glob("*"))] == ["2", "4", "5"]
+
+
+def asleep(patch, sleep=lambda: time.sleep(60)):
+    """Rank 1 in its second step, in the forward of its second layer: rank 0 waits for it in an exchange."""
+    patch.setattr(heartbeat, "BEAT_S", 0.1)
+    patch.setattr(heartbeat, "ANSWER_S", 0.0)
+    patch.setattr(heartbeat.Limits, "of", staticmethod(lambda run: heartbeat.Limits(60.0, 1.0, 60.0)))
+    calls, attend = [], stages.HeldHeads.attend
+
+    def slow(*args):
+        calls.append(args)
+        if dist.get_rank() == 1 and len(calls) == 14:
+            sleep()
+        return attend(*args)
+
+    patch.setattr(stages.HeldHeads, "attend", slow)
+
+
+def frozen(patch):
+    patch.setattr(heartbeat, "SILENT_S", 1.0)
+    asleep(patch, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    patch.setattr(heartbeat.Limits, "of", staticmethod(lambda run: heartbeat.Limits(60.0, 60.0, 60.0)))
+
+
+def leaves_words(fault, config, folder):
+    """What this rank would say as it leaves goes to a file, because it leaves in earnest."""
+
+    def leave(outcome):
+        (folder / f"words-{dist.get_rank()}").write_text(f"{outcome.code} {outcome.text}")
+        os._exit(outcome.code)
+
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        patch.setattr(heartbeat, "leave", leave)
+        run(config)
+
+
+@pytest.mark.parametrize(
+    "fault, words",
+    [
+        (asleep, "did not arrive: no rank moved for 1 s"),
+        (frozen, "has not been heard of for 1 s: it died, or is frozen"),
+    ],
+)
+def test_a_rank_that_hangs_ends_all_and_is_named(whole, tmp_path, fault, words):
+    config, victims = moved(whole, tmp_path / "run"), Ranks(2)
+    victims.start(2, tmp_path, leaves_words, fault, config, tmp_path)
+    wait_for(lambda: any(path.read_text() for path in tmp_path.glob("words-*")))
+    told = next(path.read_text() for path in tmp_path.glob("words-*") if path.read_text())
+    victims.close()
+    assert told.startswith("4 rank 1 on ") and words in told.splitlines()[0]
+    assert fault is frozen or "\n  rank 1: step 2, layer 1 / forward / attention / stage 0\n" in told
+    assert "\n  rank 0: step 2, layer 1 / forward / exchange\n" in told
+    assert any("attend" in path.read_text() for path in (tmp_path / "run/hang").glob("stacks-*"))
+
+
+def test_slow_ranks_are_named_once():
+    slow = heartbeat.SlowRanks()
+    said = [slow.add([1.0, 1.1, 1.0, 1.5]) for _ in range(20)]
+    assert said == [{}] * 9 + [{3: pytest.approx(1.5)}] + [{}] * 10
+    assert [slow.add([1.0, 1.0]) for slow in [heartbeat.SlowRanks()] for _ in range(12)] == [{}] * 12

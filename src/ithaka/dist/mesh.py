@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -80,10 +81,19 @@ def start_process_group(device: torch.device | None = None) -> None:
     device = device or default_device()
     # gloo beside NCCL: checkpoints and collectives on host data need a CPU backend.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):  # of the flight recorder, now and before
+        os.environ.setdefault(name, "2000")
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def set_timeouts(seconds: float) -> None:
+    """Of every group there is: by default NCCL's end a run after ten minutes, and gloo's after thirty."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group.size() > 1:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def end_process_group() -> None:

@@ -118,7 +118,7 @@ def _whole_lines(path: Path) -> list[str]:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of whole steps."""
-    return [record for record in map(json.loads, _whole_lines(path)) if "progress" not in record]
+    return [record for record in map(json.loads, _whole_lines(path)) if not record.keys() & {"progress", "event"}]
 
 
 class Console:
@@ -184,6 +184,12 @@ class Console:
         """Where a long step is."""
         self._write({"step": report.step, "progress": asdict(report)})
         self._show(report.step, " under way:", describe_progress(report))
+
+    def event(self, step: int, words: str, **values: Any) -> None:
+        """Something that happened besides steps: said, and a line of metrics.jsonl."""
+        if self.active:
+            self._write({"step": step, "event": words, **values})
+            self.say(words)
 
     def _write(self, values: dict[str, Any]) -> None:
         self._metrics.write(json.dumps(values) + "\n")  # one call: progress comes from a thread of its own

@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -98,6 +99,11 @@ def run_ranks(function: RankFunction, args: tuple[Any, ...], num_ranks: int, apa
     alone = under_torchrun() or (num_ranks == 1 and not apart)
     outcome = _call(function, args) if alone else _run_children(function, args, num_ranks)
     tell(outcome)
+    if (
+        outcome.text and under_torchrun() and not outcome.shared
+    ):  # without the usual clean-up: it can wait for ranks that will never answer
+        sys.stdout.flush()
+        os._exit(outcome.code)
     return outcome.code
 
 
@@ -120,7 +126,12 @@ def tell(outcome: Outcome) -> None:
     if shared:
         import torch.distributed as dist
 
-        dist.barrier()
+        store = dist.distributed_c10d._get_default_store()
+        if os.environ["RANK"] == "0":
+            store.set("told", "")
+        else:
+            with contextlib.suppress(RuntimeError):
+                store.wait(["told"], timedelta(seconds=GRACE_S + 8))
         dist.destroy_process_group()
 
 

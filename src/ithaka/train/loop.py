@@ -21,7 +21,7 @@ from ithaka.config import FORMAT, ConfigError, embedded_model, to_yaml
 from ithaka.data.open import data_facts, open_data
 from ithaka.data.stream import Batch
 from ithaka.data.tokenizer import load_tokenizer
-from ithaka.dist.mesh import Mesh, default_device, make_mesh, start_process_group
+from ithaka.dist.mesh import Mesh, default_device, make_mesh, set_timeouts, start_process_group
 from ithaka.layer.store import Store
 from ithaka.model.build import build_model
 from ithaka.phases import listening, phase
@@ -29,6 +29,7 @@ from ithaka.plan.hardware import peak_flops
 from ithaka.plan.show import size
 from ithaka.train import checkpoint
 from ithaka.train.console import Console, Record, amount, host_peak_bytes, read_metrics, status, step_flops
+from ithaka.train.heartbeat import Heartbeat, Limits, Place, SlowRanks
 from ithaka.train.launch import Outcome, answer, leave, stop_requests
 from ithaka.train.preflight import Run, gathered, has_room_to_save, saved_bytes, store_host_bytes, together
 from ithaka.train.step import StepResult, learning_rate, make_optimizer, train_step, validation_loss
@@ -185,11 +186,19 @@ def train(run: Run, only_profile: bool = False) -> int:
     OutOfMemoryError, CheckpointError or Diverged with all that the user needs to know. `only_profile`: nothing is
     saved."""
     witness, grace = Witness(default_device()), Grace(run)
-    with stop_requests(grace.asked) as stop, listening(witness):
+    place, limits = Place(witness.device), Limits.of(run)
+    start_process_group()
+    beat = Heartbeat(place, limits, run.run_dir)
+    with stop_requests(grace.asked) as stop, listening(witness), listening(place):
         try:
+            beat.start()
+            set_timeouts(2 * limits.start)
             trainer = prepare(run)
-            asked = _train(trainer, stop, grace, only_profile)
+            set_timeouts(2 * max(vars(limits).values()))
+            asked = _train(trainer, stop, grace, beat, only_profile)
+            beat.close()
         except Exception as error:
+            beat.close(f"{type(error).__name__}: {error}"[:2000])
             if not is_shortage(error):
                 raise
             words = explain_shortage(run, error, witness, str(run.config.model.path or run.run_dir / "model"))
@@ -254,24 +263,26 @@ def _write_run_dir(trainer: Trainer) -> None:
         shutil.copy(own, folder)
 
 
-def _train(trainer: Trainer, stop: list[Signals], grace: Grace, only_profile: bool) -> int:
+def _train(trainer: Trainer, stop: list[Signals], grace: Grace, beat: Heartbeat, only_profile: bool) -> int:
     """Train up to train.steps, or to the end of the step in which any rank was asked to stop. Returns the signal that
     asked, or 0."""
     run, settings, mesh = trainer.run, trainer.config.train, trainer.mesh
     console = Console(run.run_dir, settings.steps, trainer.step, settings.tensorboard, mesh.rank == 0)
     asked = 0
     try:
-        console.facts("ithaka", _header(trainer))
+        console.facts("ithaka", _header(trainer) | {"time-outs": beat.limits.words})
+        slow = SlowRanks()
         watch = Watch(run, trainer.model, trainer.optimizer, mesh, console)
         if trainer.step == 0 and settings.validate_every:
             with console.doing("validation before the first step"):
                 val_loss, val_sources = trainer.validate()
-            _, _, peaks = _agree(stop, trainer)
+            _, _, peaks, _ = _agree(stop, trainer)
             console.step(Record(0, None, val_loss, None, None, 0, 0, None, None, None, *peaks, val_sources))
         while trainer.step < settings.steps and not asked:
             start = time.perf_counter()
-            grace.step_start = time.monotonic()
-            batches = [trainer.data.next_batch() for _ in range(settings.accumulate)]
+            grace.step_start, beat.place.step = time.monotonic(), trainer.step + 1
+            with phase("data"):
+                batches = [trainer.data.next_batch() for _ in range(settings.accumulate)]
             with watch.step(trainer.step + 1):
                 result, lr, num_tokens = trainer.advance(batches)
                 step_s = grace.step_s = time.perf_counter() - start
@@ -280,7 +291,11 @@ def _train(trainer: Trainer, stop: list[Signals], grace: Grace, only_profile: bo
                 with console.doing("validation"):
                     val_loss, val_sources = trainer.validate()
                 sources = sources | val_sources
-            asked, (save, saved), peaks = _agree(stop, trainer, watch.device_peak_bytes)
+            earlier, attention_s = watch.device_peak_bytes, beat.place.end_step()
+            asked, (save, saved), peaks, of_ranks = _agree(stop, trainer, earlier, attention_s)
+            if late := slow.add(of_ranks):
+                shown = ", ".join(f"rank {rank} takes {times:.2f} times" for rank, times in late.items())
+                console.event(trainer.step, f"Slow: {shown} the median rank's seconds in attention", slow_ranks=late)
             speed = num_tokens / step_s, step_s, _mfu(trainer, num_tokens, result.num_pairs, step_s)
             losses = result.loss, val_loss, lr, result.grad_norm
             console.step(Record(trainer.step, *losses, trainer.tokens, result.label_tokens, *speed, *peaks, sources))
@@ -314,18 +329,25 @@ def _finish_save(trainer: Trainer, console: Console) -> None:
 
 
 def _agree(
-    stop: list[Signals], trainer: Trainer, earlier_peak: int = 0
-) -> tuple[int, tuple[bool, bool], tuple[int | None, int]]:
-    """The signal that asked any rank to stop, or 0; whether a save is due, and whether one has ended; and the largest
-    memory peaks (device, host). One all-reduce on the host, after each step, so that all ranks do the same."""
+    stop: list[Signals], trainer: Trainer, earlier_peak: int = 0, attention_s: float = 0.0
+) -> tuple[int, tuple[bool, bool], tuple[int | None, int], list[float]]:
+    """The signal that asked any rank to stop, or 0; whether a save is due, and whether one has ended; the largest
+    memory peaks (device, host); and each rank's `attention_s`. One all-gather on the host, after each step, so that all
+    ranks do the same."""
     mesh = trainer.mesh
     on_gpu = mesh.device.type == "cuda"
     device_peak = max(torch.cuda.max_memory_allocated(mesh.device), earlier_peak) if on_gpu else 0
     mine = [stop[0] if stop else 0, trainer.save_is_due, trainer.saver.is_done, device_peak, host_peak_bytes()]
-    shared = torch.tensor(mine, dtype=torch.int64)
-    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
-    asked, save, saved, device_peak, host_peak = shared.tolist()
-    return asked, (bool(save), bool(saved)), (device_peak if on_gpu else None, host_peak)
+    own = torch.tensor([*mine, attention_s], dtype=torch.float64)  # which holds bytes exactly
+    shared = [torch.empty_like(own) for _ in range(mesh.world_size)]
+    dist.all_gather(shared, own)
+    asked, save, saved, device_peak, host_peak, _ = map(int, torch.stack(shared).amax(0).tolist())
+    return (
+        asked,
+        (bool(save), bool(saved)),
+        (device_peak if on_gpu else None, host_peak),
+        [s[-1].item() for s in shared],
+    )
 
 
 def _mfu(trainer: Trainer, num_tokens: int, num_pairs: int, step_s: float) -> float | None:

@@ -1,0 +1,245 @@
+"""Heartbeats: every rank tells the others that it lives and where it is. If one dies, freezes or hangs, all end and
+name it.
+
+Beats go through the store that the ranks met in, not through collectives, so they work while those hang.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import socket
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ithaka.phases import Listener, PhasePath
+from ithaka.plan.seconds import layer_seconds
+from ithaka.train.launch import EXIT_LOST, Outcome, leave
+from ithaka.train.preflight import Run, saved_bytes
+
+BEAT_S = 5.0
+SILENT_S = 40.0  # without a beat a rank is dead, or frozen
+LEAST_S = 45.0  # without progress inside a step
+LATE_S = 10.0
+ANSWER_S = 2.0
+PATIENCE = 5  # times what was planned
+READ_BYTES_S, TOKENISE_BYTES_S, WRITE_BYTES_S = 50e6, 1e6, 50e6  # what a slow machine manages
+SLOW, SLOW_STEPS = 1.2, 10  # times the median rank's seconds in attention, over so many steps
+SHOWN = 8  # ranks of a report
+
+Beat = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds without progress after which the run has hung."""
+
+    start: float  # reading, also between steps: data and model files
+    step: float
+    save: float
+
+    @staticmethod
+    def of(run: Run) -> Limits:
+        shape, layout = run.shape, run.layout
+        keeps = layout.of_layers(shape.num_layers)
+        layers = {(window, kept) for window, kept in zip(shape.windows, keeps, strict=True)}
+        longest = max(
+            layer_seconds(shape, layout, run.hardware, run.work, window, kept)[1].total for window, kept in layers
+        )
+        data = run.config.data
+        paths = [data.path, data.validation_path, *(source.path for source in data.sources)]
+        read = _bytes_below(run.config.model.path) / READ_BYTES_S + sum(map(_bytes_below, paths)) / TOKENISE_BYTES_S
+        # A checkpoint's files are written by all nodes, to one disk at the worst.
+        write = saved_bytes(run) * run.hardware.num_nodes / WRITE_BYTES_S
+        return Limits(600 + read + write, max(LEAST_S, PATIENCE * longest), 600 + write)
+
+    def of_phase(self, path: PhasePath) -> float:
+        if path[:1] == ("saving",):
+            return self.save
+        in_step = path[:1] and (path[0].startswith(("layer ", "loss ", "embedding")) or path[0] == "optimizer")
+        return self.step if in_step else self.start
+
+    @property
+    def words(self) -> str:
+        parts = {"start": self.start, "step": self.step, "save": self.save}
+        return ", ".join(f"{name} {seconds:.0f} s" for name, seconds in parts.items()) + " without progress"
+
+
+def _bytes_below(path: Path | None) -> int:
+    if path is None or not path.exists():
+        return 0
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+class Place(Listener):
+    """Where this rank is, and its seconds in attention. On a GPU the host runs ahead: a phase is reached when the
+    device has passed an event recorded there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_gpu, self.step = device.type == "cuda", 0
+        self.warm = False  # after its first step, in which kernels are compiled and tried
+        self._lock = threading.Lock()
+        self._passed, self._path = 0, PhasePath()
+        self._ahead: deque[tuple[Any, PhasePath]] = deque()
+        self._attention: list[list[Any]] = []  # start and end
+
+    def enter(self, path: PhasePath) -> None:
+        # A layer's direction, its stages and where it waits for others, or what is no layer. Tiles come too often.
+        if len(path) in (2, 4) or path[-1] == "exchange" or not path[0].startswith("layer "):
+            mark = self._mark()
+            self._ahead.append((mark, path))
+            if len(path) == 4:
+                self._attention.append([mark])
+
+    def leave(self, path: PhasePath) -> None:
+        if len(path) == 4 and self._attention:
+            self._attention[-1].append(self._mark())
+
+    def _mark(self) -> Any:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def now(self) -> tuple[int, int, PhasePath]:
+        """Step, phases passed since the start, and the phase."""
+        with self._lock:
+            while self._ahead and (not self.on_gpu or self._ahead[0][0].query()):
+                self._path, self._passed = self._ahead.popleft()[1], self._passed + 1
+            return self.step, self._passed, self._path
+
+    def end_step(self) -> float:
+        """Its seconds in attention. The device must have nothing left to do."""
+        self.now()
+        self.warm = True
+        pairs, self._attention = [pair for pair in self._attention if len(pair) == 2], []
+        if self.on_gpu:
+            return sum(start.elapsed_time(end) for start, end in pairs) / 1000
+        return sum(end - start for start, end in pairs)
+
+
+class SlowRanks:
+    """Ranks whose attention takes longer than the median rank's."""
+
+    def __init__(self) -> None:
+        self._steps: deque[Sequence[float]] = deque(maxlen=SLOW_STEPS)
+        self._told: set[int] = set()
+
+    def add(self, seconds: Sequence[float]) -> dict[int, float]:
+        """Of each rank in this step. Returns ranks that became slow, with how many times the median they take."""
+        self._steps.append(seconds)
+        sums = [sum(each) for each in zip(*self._steps, strict=True)]
+        median = statistics.median_low(sums)
+        if len(self._steps) < SLOW_STEPS or median <= 0:
+            return {}
+        slow = {rank: own / median for rank, own in enumerate(sums) if own > SLOW * median}
+        new, self._told = {rank: slow[rank] for rank in slow.keys() - self._told}, set(slow)
+        return new
+
+
+class Heartbeat:
+    """Beats and watches in a thread, from `start` to `close`. A rank alone has nobody to wait for."""
+
+    def __init__(self, place: Place, limits: Limits, run_dir: Path) -> None:
+        self.place, self.limits, self.run_dir = place, limits, run_dir
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._stop, self._number, self._words = threading.Event(), 0, ""
+        store = dist.distributed_c10d._get_default_store()
+        # A connection of its own: another thread may block the shared one.
+        self._store = dist.PrefixStore("heartbeat", store.clone() if hasattr(store, "clone") else store)
+        self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
+
+    def start(self) -> None:
+        """Called by every rank."""
+        if self.size > 1:
+            self._beat()
+            dist.barrier()
+            self._thread.start()
+
+    def close(self, words: str = "") -> None:
+        """Tell the others that this rank has left; `words`: because of an error."""
+        self._stop.set()
+        self._words = words or "done"
+        if self._thread.is_alive():
+            with suppress(RuntimeError):
+                self._beat()
+
+    def _beat(self) -> None:
+        step, passed, path = self.place.now()
+        self._number += 1
+        beat = {"host": socket.gethostname(), "step": step, "passed": passed, "path": path, "words": self._words}
+        self._store.set(str(self.rank), json.dumps({"beat": self._number, **beat}))
+
+    def _beats(self) -> list[Beat]:
+        return [json.loads(self._store.get(str(rank))) for rank in range(self.size)]
+
+    def _run(self) -> None:
+        heard, beats, moved_at, unreachable = [time.monotonic()] * self.size, list[Beat](), time.monotonic(), 0
+        while not self._stop.wait(BEAT_S):
+            late = time.monotonic() - max(heard) > LATE_S  # this process was stopped, as the others may have been
+            before, now = beats, time.monotonic()
+            try:
+                self._beat()
+                beats, unreachable = self._beats(), 0
+            except RuntimeError as error:
+                unreachable += 1
+                if unreachable == 3 and not self._stop.is_set():
+                    words = " ".join(str(error).split())[:200]
+                    self._end(f"rank 0, or its launcher, is gone: its store does not answer ({words})", before)
+                continue
+            if late or not before or any(a["passed"] != b["passed"] for a, b in zip(before, beats, strict=True)):
+                moved_at = now
+            for rank, beat in enumerate(beats):
+                if late or not before or beat["beat"] != before[rank]["beat"] or beat["words"] == "done":
+                    heard[rank] = now
+                name = f"rank {rank} on {beat['host']}"
+                if beat["words"] not in ("", "done"):
+                    self._end(f"{name} failed: {beat['words']}", beats)
+                if now - heard[rank] > SILENT_S:
+                    self._end(f"{name} has not been heard of for {SILENT_S:.0f} s: it died, or is frozen", beats)
+            phases = [tuple(beat["path"]) for beat in beats if self.place.warm]
+            limit = max(map(self.limits.of_phase, phases), default=self.limits.start)
+            if now - moved_at > limit and not any(beat["words"] for beat in beats):
+                self._end(f"{_behind(beats)}: no rank moved for {limit:.0f} s", beats)
+
+    def _end(self, reason: str, beats: list[Beat]) -> None:
+        """Keep what helps to find the cause, say where every rank is, and leave."""
+        if self._stop.wait(ANSWER_S):  # this rank has an error of its own
+            return
+        folder = self.run_dir / "hang"
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / f"stacks-{self.rank}.txt").open("w") as file:
+                faulthandler.dump_traceback(file)
+            dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
+            if self.place.on_gpu and dump is not None:
+                (folder / f"nccl-{self.rank}.pickle").write_bytes(dump())  # read it with torchfrtrace
+        order = sorted(range(len(beats)), key=lambda rank: beats[rank]["passed"])
+        lines = [f"  rank {rank}: {_where(beats[rank])}" for rank in sorted(order[:SHOWN])]
+        lines += [f"  {len(beats) - SHOWN} ranks more, further on"] * (len(beats) > SHOWN)
+        leave(Outcome(EXIT_LOST, "\n".join([reason, *lines, f"Stacks of all ranks are in {folder}"])))
+
+
+def _where(beat: Beat) -> str:
+    return f"step {beat['step']}, {' / '.join(beat['path']) or 'before its first phase'}"
+
+
+def _behind(beats: list[Beat]) -> str:
+    """The ranks that the others wait for, in words."""
+    least = min(beat["passed"] for beat in beats)
+    behind = [f"rank {rank} on {beat['host']}" for rank, beat in enumerate(beats) if beat["passed"] == least]
+    if len(behind) == len(beats):
+        return "all ranks wait in the same phase"
+    return f"{', '.join(behind[:SHOWN])} did not arrive"
