@@ -81,8 +81,7 @@ def start_process_group(device: torch.device | None = None) -> None:
     device = device or default_device()
     # gloo beside NCCL: checkpoints and collectives on host data need a CPU backend.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):  # of the flight recorder, now and before
-        os.environ.setdefault(name, "2000")
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that NCCL's flight recorder remembers
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
