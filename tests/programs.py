@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 # Imported once, by the process that all others are forks of; it runs nothing else and has no threads.
-PRELOAD = ["ithaka.train.loop", "torch.distributed.launcher.api", "hypothesis", "pytest"]
+PRELOAD = ["ithaka.train.loop", "trl.trainer.sft_trainer", "torch.distributed.launcher.api", "hypothesis", "pytest"]
 
 
 def forks() -> Any:

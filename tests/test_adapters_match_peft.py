@@ -8,7 +8,6 @@ from itertools import combinations
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ithaka.config import ConfigError
@@ -191,19 +190,6 @@ def test_switching_an_adapter_off_gives_the_base_model():
         on = model(input_ids=ids).logits
         torch.testing.assert_close(on, plain(input_ids=ids).logits, rtol=1e-10, atol=1e-10)
     assert relative(on, off) > 0.1
-
-
-def test_a_parallel_peft_model_is_saved_by_peft(tmp_path):
-    """With the whole state, as PEFT saves any model that FSDP2 shards."""
-    config, ids = tiny_config("llama"), random_ids(1, 19)
-    model = parallelize(with_lora(config, target_modules=LINEARS))
-    with torch.no_grad():
-        wanted = model(input_ids=ids).logits
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    model.save_pretrained(tmp_path, state_dict=state)
-    with torch.no_grad():
-        loaded = PeftModel.from_pretrained(tiny_model(config), str(tmp_path))(input_ids=ids).logits
-    torch.testing.assert_close(loaded, wanted, rtol=1e-10, atol=1e-10)
 
 
 def test_frozen_bfloat16_beside_float32_adapters():

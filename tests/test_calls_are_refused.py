@@ -79,7 +79,6 @@ def test_arguments_that_change_nothing_are_taken(model, expected):
         ("return_dict", False),
         ("logits_to_keep", 1),
         ("logits_to_keep", torch.tensor([5])),
-        ("shift_labels", IDS),
     ],
 )
 def test_arguments_that_would_be_ignored(model, name, value):
@@ -87,9 +86,25 @@ def test_arguments_that_would_be_ignored(model, name, value):
     assert f"{name} is not supported" in message and "which takes input_ids, labels" in message
 
 
+def test_labels_that_are_shifted_already(model, expected):
+    shifted = torch.cat([IDS[:, 1:], torch.full((2, 1), -100)], dim=1)
+    assert loss_of(model, labels=None, shift_labels=shifted) == pytest.approx(expected, rel=1e-12)
+
+
+def test_documents_as_kernels_take_them(model):
+    """cu_seq_lens_q runs through the rows; what goes with it changes nothing."""
+    ends = torch.tensor([0, 4, 6, 12], dtype=torch.int32)
+    of_kernels = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 6, "max_length_k": 6}
+    documents = torch.tensor([[0, 0, 0, 0, 1, 1], [2] * 6])
+    assert loss_of(model, **of_kernels) == loss_of(model, document_ids=documents)
+    assert "it must end at the 12 input_ids" in refused(model, ValueError, cu_seq_lens_q=ends[:-1])
+
+
 def test_generating(model):
-    with pytest.raises(TypeError, match="export the model and generate with Hugging Face's own"):
-        model.generate(IDS, max_new_tokens=2)
+    prompt = {"input_ids": IDS, "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])}
+    expected = tiny_model(tiny_config("llama")).eval().generate(**prompt, max_new_tokens=3, do_sample=False)
+    assert torch.equal(model.train().generate(**prompt, max_new_tokens=3, do_sample=False), expected)
+    assert model.training
 
 
 def test_a_call_of_forward_itself(model):

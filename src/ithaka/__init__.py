@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str):
     """The public names below, without importing torch for commands that need none."""
     homes = {
-        "parallelize": "ithaka.model.build",
+        "parallelize": "ithaka.hf",
         "token_logprobs": "ithaka.model.logprobs",
         "label_share": "ithaka.model.logprobs",
         "Layout": "ithaka.layout",

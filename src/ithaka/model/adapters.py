@@ -117,9 +117,15 @@ def stored_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-def adapter_name(name: str) -> str:
+def adapter_name(name: str, adapter: str = NAME) -> str:
     """A parameter's name in adapter_model.safetensors."""
-    return "base_model.model." + name.replace(f".{NAME}.", ".")
+    return "base_model.model." + name.replace(f".modules_to_save.{adapter}.", ".").replace(f".{adapter}.", ".")
+
+
+def active_adapter(base: Any) -> str | None:
+    """The one that is active, of a base model with PEFT's modules in it; check_adapters refuses several."""
+    names = (name for module in base.modules() if hasattr(module, "base_layer") for name in module.active_adapters)
+    return next(names, None)
 
 
 def merge_adapter(base: Path, adapter: Path, tensors: dict[str, Tensor], out: Path) -> None:

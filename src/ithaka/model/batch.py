@@ -18,7 +18,7 @@ from ithaka.dist.mesh import Mesh
 from ithaka.layer.loss import IGNORED
 from ithaka.plan.deal import Deal, deal
 
-INPUTS = ("input_ids", "labels", "position_ids", "attention_mask", "document_ids")
+INPUTS = ("input_ids", "labels", "position_ids", "attention_mask", "document_ids", "shift_labels")
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,14 @@ def take_share(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share:
     position_ids may be [1, N], for every row the same. Raises ValueError for what would be ignored or go wrong.
     """
     _check_shapes(inputs)
-    ids_BN, labels_BN, positions_BN, mask_BN, documents_BN = map(inputs.get, INPUTS)
+    ids_BN, labels_BN, positions_BN, mask_BN, documents_BN, shifted_BN = map(inputs.get, INPUTS)
     assert ids_BN is not None
     _check_tokens("input_ids", ids_BN, vocab_size, "use the model's own tokenizer, or resize the embeddings first")
-    shifted_BN = None
-    if labels_BN is not None:
+    if shifted_BN is None and labels_BN is not None:
         shifted_BN = _shifted(labels_BN, IGNORED)
-        counted_BN = shifted_BN.masked_fill(shifted_BN == IGNORED, 0).roll(1, dims=1)  # at their own columns again
+    if shifted_BN is not None:
+        labels_BN = shifted_BN.roll(1, dims=1)  # at their own columns
+        counted_BN = labels_BN.masked_fill(labels_BN == IGNORED, 0)
         _check_tokens("labels", counted_BN, vocab_size, f"set labels that do not count to {IGNORED}")
     if mask_BN is not None:
         _check_mask(mask_BN, labels_BN)
@@ -70,7 +71,7 @@ def take_share(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share:
 def deal_of(inputs: dict[str, Tensor], rows_BN: Tensor, mesh: Mesh) -> Deal:
     """How the tokens of a call of the model are dealt; `inputs`: what it has of INPUTS, `rows_BN`: one that it has."""
     given = {name: as_integers(name, value) for name, value in inputs.items() if value is not None}
-    positions_BN, mask_BN, documents_BN = map(given.get, INPUTS[2:])
+    positions_BN, mask_BN, documents_BN = map(given.get, INPUTS[2:5])
     if positions_BN is not None:
         positions_BN = positions_BN.expand(rows_BN.shape)
     return _deal(_document_starts(rows_BN.cpu(), positions_BN, mask_BN, documents_BN), mesh)

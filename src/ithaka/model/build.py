@@ -28,6 +28,7 @@ from ithaka.model.batch import own_tokens
 from ithaka.model.calls import Call, CallCheck, check_around, check_modules, mark_replaced
 from ithaka.model.families import check_supported, layer_parts
 from ithaka.model.positions import set_positions
+from ithaka.model.save import generate, save_pretrained
 from ithaka.model.weights import init_weights, load_adapter, load_weights
 from ithaka.phases import mark_backward, phase
 from ithaka.plan.heads import head_table
@@ -65,6 +66,7 @@ def parallelize(
         check_adapters(model)  # some methods are not in the base model
         base = parallelize(model.get_base_model(), cp, ring=ring, mesh=mesh, layout=layout, store=store)
         model.forward = base.__call__  # PEFT's own would call the base's forward, past its checks and FSDP2
+        model.save_pretrained = base.save_pretrained
         return model
     check_supported(model)
     check_modules(model)
@@ -94,6 +96,7 @@ def parallelize(
     _swap_forwards(model, mesh, layout, store or Store(mesh.device))
     CallCheck(model, mesh)
     model.ithaka_mesh = mesh
+    model.save_pretrained, model.generate = MethodType(save_pretrained, model), MethodType(generate, model)
     return model
 
 
@@ -211,6 +214,7 @@ def _forward(
     position_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     document_ids: Tensor | None = None,
+    shift_labels: Tensor | None = None,
     num_items_in_batch: int | None = None,
     per_token: bool = False,
     **others: Any,

@@ -29,6 +29,8 @@ from ithaka.model.batch import INPUTS, Share, as_integers, take_share
 # One rank's call, as far as others need to know it: error, facts, number of valid labels.
 Report = tuple[tuple[type[Exception], str] | None, dict[str, Any], int]
 ARGUMENTS = (*INPUTS, "num_items_in_batch", "per_token")
+# What collators add for FlashAttention and linear attention; the documents are read from cu_seq_lens_q.
+OF_KERNELS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _watch_optimizers = cache(register_optimizer_step_pre_hook)
 MODES = ("labels given", "gradients enabled", "num_items_in_batch")  # the ranks' collectives depend on them
 
@@ -112,19 +114,29 @@ class CallCheck:
 
 def _arguments(input_ids: Any = None, **named: Any) -> tuple[dict[str, Tensor], float | None]:
     """The tensors that were given, on the host (documents are read there anyway), and num_items_in_batch."""
-    for name in named.keys() - ARGUMENTS:
+    for name in named.keys() - {*ARGUMENTS, *OF_KERNELS}:
         value, neutral = named[name], name == "return_dict"  # use_cache=False and the like change nothing, as None
         if value is not None and (isinstance(value, Tensor) or value != neutral):
             raise TypeError(
                 f"{name} is not supported by a parallel model, which takes {', '.join(ARGUMENTS)}; hooks on decoder "
-                "layers see hidden states; there is no cache: export the model and generate with Hugging Face's own"
+                "layers see hidden states; there is no cache: save the model and generate with Hugging Face's own"
             )
     given = {name: named[name] for name in INPUTS if named.get(name) is not None} | {"input_ids": input_ids}
-    if named.get("per_token") and "labels" not in given:
+    if (ends := named.get("cu_seq_lens_q")) is not None and isinstance(input_ids, Tensor):
+        given.setdefault("document_ids", _documents(ends, input_ids))
+    if named.get("per_token") and not given.keys() & {"labels", "shift_labels"}:
         raise TypeError("per_token=True gives log-probabilities of labels; pass labels")
     items = named.get("num_items_in_batch")
     items = items.item() if isinstance(items, Tensor) else items
     return {name: as_integers(name, value) for name, value in given.items()}, items
+
+
+def _documents(ends: Tensor, input_ids: Tensor) -> Tensor:
+    """document_ids of FlashAttention's cumulative lengths, which run through all rows."""
+    lengths = ends.cpu().diff()
+    if int(lengths.sum()) != input_ids.numel():
+        raise ValueError(f"cu_seq_lens_q ends at {int(ends[-1])}; it must end at the {input_ids.numel()} input_ids")
+    return torch.arange(len(lengths)).repeat_interleave(lengths).view(input_ids.shape)
 
 
 def _facts(tensors: dict[str, Tensor], items: float | None) -> dict[str, Any]:
@@ -134,7 +146,8 @@ def _facts(tensors: dict[str, Tensor], items: float | None) -> dict[str, Any]:
         values: Any = tensor.contiguous().numpy()
         digest = hashlib.sha1(values, usedforsecurity=False).hexdigest()[:16]
         facts[name] = f"shape {tuple(tensor.shape)} with hash {digest}"
-    return facts | dict(zip(MODES, ("labels" in tensors, torch.is_grad_enabled(), items), strict=True))
+    labelled = bool(tensors.keys() & {"labels", "shift_labels"})
+    return facts | dict(zip(MODES, (labelled, torch.is_grad_enabled(), items), strict=True))
 
 
 # ---- one error for all ranks

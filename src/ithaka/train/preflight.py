@@ -284,12 +284,14 @@ def plans_for(config: Config, hardware: Hardware) -> bool:
     )
 
 
-def planned(config: Config, given: Set[str], hardware: Hardware) -> tuple[Config, Plan | None]:
+def planned(
+    config: Config, given: Set[str], hardware: Hardware, shape: ModelShape | None = None
+) -> tuple[Config, Plan | None]:
     """`config` with every setting that is not `given` taken from the fastest plan that fits, or that misses by least,
-    and that plan."""
+    and that plan. `shape`: of the model, unless the configuration says it."""
     if not plans_for(config, hardware):
         return config, None
-    plan = space_of(config, given, model_shape(config), hardware).choose(work_of(config))
+    plan = space_of(config, given, shape or model_shape(config), hardware).choose(work_of(config))
     tree = to_dict(config)
     for name, value in plan.settings.items():
         section, key = name.split(".")

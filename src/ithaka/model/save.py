@@ -1,0 +1,133 @@
+"""`save_pretrained` and `generate` of a parallel model: every rank calls them, rank 0 writes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from ithaka.config import ConfigError
+from ithaka.model.adapters import active_adapter, adapter_name
+
+INDEX = "model.safetensors.index.json"
+# Arguments of Hugging Face's and PEFT's save_pretrained, with the values that change nothing here.
+NEUTRAL = {"is_main_process": True, "state_dict": None, "push_to_hub": False, "safe_serialization": True}
+
+
+def save_pretrained(model: Any, save_directory: str | Path, max_shard_size: int | str = "5GB", **others: Any) -> None:
+    """Writes a Hugging Face directory, or of a model with an adapter PEFT's; `model` is what parallelize returned.
+
+    Every rank calls it. Tensors are gathered one by one, and rank 0's host holds those of one file at a time. Weights
+    keep the precision they are trained in. Raises on every rank what goes wrong on rank 0.
+    """
+    for name, value in others.items():
+        if value is not None and value != NEUTRAL.get(name):
+            raise ConfigError(f"save_pretrained({name}=...) is not supported by a parallel model; leave it out")
+    base, directory = getattr(model, "get_base_model", lambda: model)(), Path(save_directory)
+    base.reshard()  # a root keeps its gathered parameters after a forward without backward
+    adapter, params = active_adapter(base), dict(base.named_parameters())  # a tied weight is named once
+    if adapter is None:
+        pattern = "model{suffix}.safetensors"
+        empty = {name: torch.empty(param.shape, dtype=param.dtype, device="meta") for name, param in params.items()}
+        split = split_torch_state_dict_into_shards(empty, filename_pattern=pattern, max_shard_size=max_shard_size)
+        files = split.filename_to_tensors
+    else:
+        own = [name for name, param in params.items() if param.requires_grad or f".{adapter}." in name]
+        files = {"adapter_model.safetensors": own}
+    writer = _Writer(base, directory, adapter) if base.ithaka_mesh.rank == 0 else None
+    for file, names in files.items():
+        tensors = {}
+        for name in names:
+            part: Any = params[name].detach().to(base.ithaka_mesh.device)
+            whole = part.full_tensor() if isinstance(part, DTensor) else part
+            if writer is not None:
+                tensors[name] = whole.cpu()
+        if writer is not None:
+            writer.write(file, tensors)
+    error = [writer.finish() if writer is not None else None]
+    dist.broadcast_object_list(error, group=base.ithaka_mesh.fsdp.get_group(), group_src=0)
+    if error[0] is not None:
+        raise OSError(f"save_pretrained({save_directory}): rank 0: {error[0]}")
+
+
+class _Writer:
+    """What rank 0 does. Keeps the first error: the others still gather with it."""
+
+    def __init__(self, base: PreTrainedModel, directory: Path, adapter: str | None) -> None:
+        self.base, self.directory, self.adapter = base, directory, adapter
+        self.error: str | None = None
+        self.weight_map: dict[str, str] = {}
+        self.num_bytes = 0
+        self._try(self._begin)
+
+    def write(self, file: str, tensors: dict[str, Tensor]) -> None:
+        self._try(self._write, file, tensors)
+
+    def finish(self) -> str | None:
+        self._try(self._finish)
+        return self.error
+
+    def _try(self, function: Any, *args: Any) -> None:
+        if self.error is None:
+            try:
+                function(*args)
+            except Exception as error:
+                self.error = f"{type(error).__name__}: {error}"
+
+    def _begin(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if self.adapter is None:  # an earlier save may have had more files
+            for stale in [*self.directory.glob("model-*-of-*.safetensors"), self.directory / INDEX]:
+                stale.unlink(missing_ok=True)
+        base: Any = self.base
+        if self.adapter is not None:
+            config = base.peft_config[self.adapter]
+            inference, config.inference_mode = config.inference_mode, True  # as PEFT writes it
+            config.save_pretrained(self.directory)
+            config.inference_mode = inference
+            return
+        base.config.dtype = str(base.dtype).removeprefix("torch.")
+        base.config.architectures = [type(base).__name__.removeprefix("FSDP")]
+        base.config.save_pretrained(self.directory)
+        base.generation_config.save_pretrained(self.directory)
+
+    def _write(self, file: str, tensors: dict[str, Tensor]) -> None:
+        if self.adapter is not None:
+            tensors = {adapter_name(name, self.adapter): tensor for name, tensor in tensors.items()}
+        else:
+            tensors = revert_weight_conversion(self.base, tensors)
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(tensors, self.directory / file, metadata={"format": "pt"})
+        self.weight_map |= dict.fromkeys(tensors, file)
+        self.num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+
+    def _finish(self) -> None:
+        if len(set(self.weight_map.values())) > 1:
+            index = {"metadata": {"total_size": self.num_bytes}, "weight_map": self.weight_map}
+            (self.directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Hugging Face's own, for short samples: there is no cache, so each token takes a forward of all before it.
+
+    Every rank calls it, those of a cp group with the same prompts. Samples are drawn from rank 0's generator.
+    """
+    mesh, was_training = model.ithaka_mesh, model.training
+    seed = [int(torch.randint(2**62, ()))]
+    dist.broadcast_object_list(seed, group=mesh.cp_group, group_src=0)
+    devices = [mesh.device] if mesh.device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(seed[0])
+            several = {"synced_gpus": True} if mesh.world_size > 1 else {}
+            return type(model).generate(model.eval(), *args, **{**several, **kwargs, "use_cache": False})
+    finally:
+        model.train(was_training)
+        model.reshard()

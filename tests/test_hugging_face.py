@@ -1,0 +1,132 @@
+"""Trainer and SFTTrainer on ranks that share sequences log and train what one plain process does; examples run here."""
+
+import importlib.util
+import os
+import warnings
+from functools import partial
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState
+from peft import PeftModel
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, Trainer
+from transformers.trainer_callback import PrinterCallback
+from trl import SFTTrainer
+
+from ithaka.hf import long_context
+
+TOLERANCE = 1e-5  # fp32
+OPTIMIZER = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})}  # AdamW amplifies rounding
+LOGGED = ("loss", "grad_norm", "learning_rate", "entropy", "mean_token_accuracy", "num_tokens", "eval_loss")
+datasets.disable_progress_bars()
+QUIET = {"use_cpu": True, "disable_tqdm": True, "seed": 3, "dataloader_pin_memory": False, "save_total_limit": None}
+
+
+def example(name):
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(name, cp, folder, resume=None, **changes):
+    """(logs, weights) of a run of an example, on the ranks there are; cp=0: of the plain trainer."""
+    module, world = example(name), dist.get_world_size()
+    trainer_class = {"hf_trainer": Trainer, "sft": SFTTrainer}[name]
+    if cp:  # what torchrun would say
+        local = {"LOCAL_RANK": str(dist.get_rank()), "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+        os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(world), **local}
+        trainer_class = partial(long_context(trainer_class), ithaka={"cp": cp})
+        changes |= {"per_device_train_batch_size": 2 * cp // world}
+    try:
+        trainer = module.make_trainer(partial(trainer_class, **OPTIMIZER), str(folder), **QUIET, **changes)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model(str(folder / "final"))
+        named = trainer.model.named_parameters()
+        whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in named}
+        return trainer.state.log_history, {name: tensor.detach() for name, tensor in whole.items()}
+    finally:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if cp else ():
+            del os.environ[name]
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+def check(runs, expected, logged=LOGGED):
+    """Every rank's."""
+    logs, weights = expected
+    for rank_logs, rank_weights in runs:
+        assert [log["step"] for log in rank_logs] == [log["step"] for log in logs]
+        seen = set()
+        for log, plain in zip(rank_logs, logs, strict=True):
+            for key in (key for key in logged if key in plain):
+                assert log[key] == pytest.approx(plain[key], abs=TOLERANCE), (key, log["step"])
+                seen.add(key)
+        assert {"loss", "eval_loss", "grad_norm"} <= seen
+        for name, tensor in rank_weights.items():
+            assert (tensor - weights[name]).abs().max() < TOLERANCE, name
+
+
+def test_trainer(ranks, tmp_path):
+    """Accumulation, rows of unequal lengths, evaluation, a checkpoint of 2 x 2 ranks with which two go on."""
+    (expected,) = ranks.run(1, run, "hf_trainer", 0, tmp_path / "plain")
+    runs = ranks.run(4, run, "hf_trainer", 2, tmp_path / "four")
+    check(runs, expected)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "four" / "final")
+    for name, tensor in saved.named_parameters():
+        assert torch.equal(tensor, runs[0][1][name])
+    checkpoint = str(tmp_path / "four" / "checkpoint-5")
+    check(ranks.run(2, run, "hf_trainer", 2, tmp_path / "two", checkpoint), expected)
+
+
+def test_sft_trainer_on_packed_conversations(ranks, tmp_path):
+    """Of which the assistant's turns are trained, on 2 x 2 ranks; TRL logs entropy and accuracy besides."""
+    (expected,) = ranks.run(1, run, "sft", 0, tmp_path / "plain")
+    assert {"entropy", "mean_token_accuracy", "num_tokens"} <= expected[0][0].keys()
+    check(ranks.run(4, run, "sft", 2, tmp_path / "four"), expected)
+
+
+def test_sft_trainer_with_adapters(ranks, tmp_path):
+    """On padded rows; saved in PEFT's format, and resumed."""
+    changes = {"lora": True, "packing": False}
+    (expected,) = ranks.run(1, partial(run, **changes), "sft", 0, tmp_path / "plain")
+    runs = ranks.run(2, partial(run, **changes), "sft", 2, tmp_path / "two")
+    check(runs, expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        base = example("sft").make_trainer(lambda **arguments: arguments["model"], str(tmp_path))
+        saved = PeftModel.from_pretrained(base, tmp_path / "two" / "final")
+    for name, tensor in saved.named_parameters():
+        assert torch.equal(tensor, runs[0][1][name])
+    checkpoint = str(tmp_path / "two" / "checkpoint-5")
+    again = ranks.run(2, partial(run, **changes), "sft", 2, tmp_path / "again", checkpoint)
+    check(again, expected, set(LOGGED) - {"num_tokens"})  # which TRL counts from 0 again
+
+
+def own_loop(folder, lora):
+    return example("own_loop").main(folder, lora)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_own_loop(ranks, tmp_path, lora):
+    """Two ranks lose what one does, and what they save is what one plain model loads."""
+    (expected,) = ranks.run(1, own_loop, tmp_path / "one", lora)
+    assert ranks.run(2, own_loop, tmp_path / "two", lora) == [pytest.approx(expected, abs=1e-4)] * 2  # AdamW
+    module = example("own_loop")
+    files = (tmp_path / "one", tmp_path / "two")
+    if lora:
+        models = [PeftModel.from_pretrained(module.make_model(False), file) for file in files]
+    else:
+        models = [AutoModelForCausalLM.from_pretrained(file) for file in files]
+    (one, two), start = (
+        [dict(model.named_parameters()) for model in models],
+        dict(module.make_model(lora).named_parameters()),
+    )
+    changed = [name for name, tensor in one.items() if not torch.equal(tensor, start[name])]
+    assert changed and all((".lora_" in name) == lora for name in changed)
+    assert all((one[name] - two[name]).abs().max() < 1e-2 for name in changed)

@@ -1,0 +1,147 @@
+"""What a trainer cannot have with long_context is refused by name; `parallelize` with a context plans as a run does."""
+
+import copy
+import dataclasses
+from functools import partial
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from trl import DPOTrainer
+
+import ithaka
+from ithaka import hf
+from ithaka.config import ConfigError, parse
+from ithaka.dist.mesh import start_process_group
+from ithaka.layout import Layout
+from ithaka.train.preflight import machine_here, planned
+from models import tiny_config, tiny_model
+
+H200 = ("NVIDIA H200", 2**62)
+
+
+@pytest.fixture(autouse=True)
+def accelerate_forgets():
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def trainer(tmp_path, ithaka=None, arguments=None, **given):
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    for name, value in (arguments or {}).items():
+        setattr(args, name, value)
+    model = tiny_model(tiny_config("llama"), torch.float32)
+    return hf.long_context(Trainer)(model=model, args=args, ithaka=ithaka, **given)
+
+
+# ---- trainers
+
+
+@pytest.mark.parametrize(
+    "name, value, way_out",
+    [
+        ("deepspeed", "ds.json", "ithaka shards the model itself"),
+        ("fsdp", True, "ithaka applies FSDP2 itself"),
+        ("parallelism_config", object(), "give ithaka={'cp': ...} instead"),
+        ("gradient_checkpointing_kwargs", {"use_reentrant": True}, "recompute already"),
+        ("fp16", True, "use bf16=True"),
+        ("torch_compile", True, "Layout(compile=True)"),
+        ("label_smoothing_factor", 0.1, "logits of whole sequences"),
+        ("neftune_noise_alpha", 5, "which no rank has"),
+        ("average_tokens_across_devices", False, "counts the same here"),
+        ("train_sampling_strategy", "batch_rebalance", "use random or group_by_length"),
+    ],
+)
+def test_arguments(tmp_path, name, value, way_out):
+    with pytest.raises(ConfigError) as caught:
+        trainer(tmp_path, arguments={name: value})
+    assert f"{name}=" in str(caught.value) and way_out in str(caught.value)
+
+
+def test_objects(tmp_path):
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1)
+    for given in ({"optimizers": (optimizer, None)}, {"compute_metrics": print}, {"compute_loss_func": print}):
+        with pytest.raises(ConfigError, match=next(iter(given))):
+            trainer(tmp_path, **given)
+    with pytest.raises(ConfigError, match="'cpus'.* is not a setting; use cp, ring, context, layout"):
+        trainer(tmp_path, {"cpus": 2})
+    with pytest.raises(ConfigError, match="of TRL only SFTTrainer is supported"):
+        hf.long_context(DPOTrainer)
+    with pytest.raises(ConfigError, match="give transformers.Trainer, trl.SFTTrainer or a class on one"):
+        hf.long_context(dict)
+
+
+def test_checkpoints_of_others(tmp_path):
+    made = trainer(tmp_path, train_dataset=[{"input_ids": [1, 2], "labels": [1, 2]}])
+    with pytest.raises(ConfigError, match="has no folder ithaka; give one that long_context wrote"):
+        made.train(resume_from_checkpoint=str(tmp_path))
+
+
+def test_gradient_checkpointing_is_what_the_layers_do(tmp_path):
+    """TRL's default. The user's own arguments stay as they are."""
+    made = trainer(tmp_path, arguments={"gradient_checkpointing": True})
+    assert not made.args.gradient_checkpointing
+
+
+# ---- plans
+
+
+@pytest.fixture
+def on_h200(monkeypatch):
+    monkeypatch.setattr("ithaka.train.launch.gpu", lambda: H200)
+    monkeypatch.setattr("ithaka.plan.hardware.cgroup_rooms", list)
+
+
+def test_a_context_is_planned_as_for_a_run(on_h200, capsys):
+    """On a GPU that the planner knows, and of which a CPU takes the place here."""
+    model = tiny_model(tiny_config("llama"), torch.bfloat16)
+    model = ithaka.parallelize(model, cp="auto", context="64K", batch=2)
+    config = parse({"model": {"dtype": "bfloat16"}, "data": {"context": 65536}, "train": {"batch": 2}})
+    shape = hf.model_shape(model)
+    _, expected = planned(config, set(), machine_here(config, 1, H200), shape)
+    assert model.ithaka_plan.layout == expected.layout and model.ithaka_plan.work == expected.work
+    planned_for = dataclasses.replace(expected.layout, dtype="bfloat16", heads_per_stage=None)  # all
+    assert model.model.layers[0].forward.layout == planned_for
+    printed = capsys.readouterr().out
+    assert "64K tokens" in printed and printed.count("parallel.cp ") == 1
+
+
+def big_model(**changes):
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    with torch.device("meta"):
+        config = AutoConfig.for_model("llama", **sizes, vocab_size=128256, num_hidden_layers=32)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def test_what_does_not_fit_is_refused(on_h200):
+    start_process_group()
+    run = partial(hf.planned_run, big_model(), None, None, "bfloat16", None)
+    with pytest.raises(ConfigError, match="data.context=67108864 needs .* of each GPU"):
+        run(64 * 2**20, 1)
+    with pytest.raises(ConfigError, match="parallel.cp=3 does not divide the 1 rank"):
+        hf.planned_run(big_model(), 3, None, "bfloat16", None, 4096, 1)
+
+
+def test_adapters_are_planned(on_h200):
+    """Freezing the base leaves room: what does not fit with every parameter trained does with PEFT's adapters."""
+    start_process_group()
+    plain = big_model()
+    with pytest.raises(ConfigError, match="of each GPU"):
+        hf.planned_run(copy.copy(plain), None, None, "bfloat16", Layout(tile_tokens=4096), 131072, 1)
+    adapted = get_peft_model(plain, LoraConfig(r=16, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"]))
+    shape = hf.model_shape(adapted)
+    assert shape.num_trained == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    assert hf.planned_run(adapted, None, None, "bfloat16", None, 131072, 1).plan.fits
+
+
+def test_settings_without_a_plan():
+    with pytest.raises(ConfigError, match="context='long' is not a number of tokens"):
+        ithaka.parallelize(big_model(), context="long")
+    with pytest.raises(ConfigError, match="cp='all' is not a number of ranks"):
+        ithaka.parallelize(big_model(), cp="all")
+    model = ithaka.parallelize(tiny_model(tiny_config("llama")), context=64)
+    layout = model.model.layers[0].forward.layout
+    assert model.ithaka_plan is None and layout.dtype == "float64" and layout.tile_tokens == 8192

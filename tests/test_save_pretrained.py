@@ -1,0 +1,81 @@
+"""`save_pretrained` of a parallel model: plain transformers and PEFT load what was trained, file by file."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from ithaka.config import ConfigError
+from ithaka.dist.mesh import make_mesh
+from ithaka.model.build import parallelize
+from models import tiny_config, tiny_model
+from parity import random_ids
+from threads import on_threads
+
+LARGEST = 25_000  # bytes of a file; the largest parameter has 24576
+
+
+def saved(plain, folder, **settings):
+    """By two ranks that have called the model, and keep its root gathered."""
+    models = [copy.deepcopy(plain) for _ in range(2)]
+
+    def work():
+        mesh = make_mesh(2)
+        model = parallelize(models[mesh.rank], mesh=mesh)
+        with torch.no_grad():
+            model(input_ids=random_ids(1, 6))
+        model.save_pretrained(folder, **settings)
+
+    on_threads(2, work)
+    return folder
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_whole_models(tmp_path, family):
+    """Tied embeddings, and experts, which files hold one by one."""
+    plain = tiny_model(tiny_config(family), torch.float32)
+    plain.save_pretrained(tmp_path / "plain")
+    folder = saved(plain, tmp_path, max_shard_size=LARGEST)
+    files = [load_file(file) for file in sorted(tmp_path.glob("model-*.safetensors"))]
+    assert len(files) > 2 and all(sum(tensor.nbytes for tensor in file.values()) <= LARGEST for file in files)
+    expected = load_file(tmp_path / "plain" / "model.safetensors")
+    found = {name: tensor for file in files for name, tensor in file.items()}
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    loaded = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in plain.named_parameters())
+    saved(plain, tmp_path)
+    assert [file.name for file in tmp_path.glob("*.safetensors*")] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("changes", [{}, {"modules_to_save": ["lm_head"], "use_rslora": True}])
+def test_adapters(tmp_path, changes):
+    config = tiny_config("qwen2", tie_word_embeddings=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        lora = LoraConfig(r=3, target_modules=["q_proj", "down_proj"], init_lora_weights=False, **changes)
+        plain = get_peft_model(tiny_model(config, torch.float32), lora, "mine")
+        expected = get_peft_model_state_dict(plain, adapter_name="mine")
+        folder = saved(plain, tmp_path)
+        found = load_file(folder / "adapter_model.safetensors")
+        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+        loaded = PeftModel.from_pretrained(tiny_model(config, torch.float32), folder)
+    ids = random_ids(1, 6)
+    assert torch.equal(loaded.eval()(input_ids=ids).logits, plain.eval()(input_ids=ids).logits)
+    assert loaded.peft_config["default"].use_rslora == bool(changes)
+
+
+def test_errors_are_raised_on_every_rank(tmp_path):
+    (tmp_path / "file").write_text("")
+
+    def work():
+        model = parallelize(tiny_model(tiny_config("llama")), mesh=make_mesh(2))
+        with pytest.raises(OSError, match="rank 0: FileExistsError"):
+            model.save_pretrained(tmp_path / "file")
+        with pytest.raises(ConfigError, match=r"save_pretrained\(variant=...\) is not supported"):
+            model.save_pretrained(tmp_path, variant="fp16")
+
+    on_threads(2, work)
