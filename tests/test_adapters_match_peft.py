@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ithaka.config import ConfigError
