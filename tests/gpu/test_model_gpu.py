@@ -11,6 +11,7 @@ import torch
 from ithaka.layout import Layout
 from models import EXPERTS
 from precision import (
+    EXPERTS_MEDIAN,
     LARGE,
     SEEDS,
     SMALL,
@@ -166,7 +167,7 @@ def test_mixtures_of_experts(device, size, family, cp, stages):
         ours.append(grads)
         autocast.append(autocast_gradients(model, batch, choices["forward"]))
         exact.append(exact_gradients(model, batch, choices["forward"]))
-    assert_as_good_as_autocast(ours, autocast, exact)
+    assert_as_good_as_autocast(ours, autocast, exact, most=EXPERTS_MEDIAN)
 
 
 def after_a_step(model, batch, cp: int, layout: Layout, make_optimizer) -> list[dict[str, dict[str, torch.Tensor]]]:

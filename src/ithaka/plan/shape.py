@@ -180,9 +180,14 @@ class Work:
     def local_tokens(self, cp: int) -> int:
         return -(-self.tokens // cp)
 
+    @property
+    def length(self) -> int:
+        """Of a document."""
+        return min(self.document_tokens or self.context, self.context)
+
     def pairs(self, window: int | None) -> float:
         """Query-key pairs that a head visits."""
-        length = min(self.document_tokens or self.context, self.context)
+        length = self.length
         if window is None or window >= length:
             return self.tokens * length / 2
         return self.tokens / length * (window * length - window**2 / 2)
