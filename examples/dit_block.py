@@ -2,7 +2,7 @@
 
 Video diffusion models attend over every patch of every frame, without a causal mask: at 100 thousand patches
 attention is most of the work. `sharded_attention` is all such a model needs: everything else is token-wise
-and runs on each rank's own patches.
+and runs on each rank's own patches. Patches attend to a prompt's tokens as well, which ranks share too.
 
     torchrun --nproc-per-node 2 examples/dit_block.py     # two ranks share one sequence
     python examples/dit_block.py                          # one rank, the same loss
@@ -18,9 +18,9 @@ from ithaka.layer.sharded import sharded_attention
 
 
 class DiTBlock(nn.Module):
-    """x_sD and a conditioning vector c_D (timestep, prompt) -> x_sD; adaLN-Zero, as in DiT.
+    """x_BsD, a prompt's p_BtD and a conditioning c_BD (the timestep) -> x_BsD; adaLN-Zero, as in DiT.
 
-    Shapes: s = this rank's patches, D = width, H = heads, K = D // H.
+    Shapes: B = videos, s = this rank's patches, t = its tokens of the prompt, D = width, H = heads, K = D // H.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -29,29 +29,48 @@ class DiTBlock(nn.Module):
         self.norm = nn.LayerNorm(width, elementwise_affine=False)
         self.modulation = nn.Linear(width, 6 * width)
         self.qkv = nn.Linear(width, 3 * width)
+        self.prompt = nn.Linear(width, 2 * width)
         self.out = nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width))
 
-    def forward(self, x_sD: Tensor, c_D: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(c_D).chunk(6)
-        x_sD = x_sD + gate1 * self.attend(self.norm(x_sD) * (1 + scale1) + shift1, group)
-        return x_sD + gate2 * self.mlp(self.norm(x_sD) * (1 + scale2) + shift2)
+    def forward(
+        self, x_BsD: Tensor, p_BtD: Tensor, c_BD: Tensor, num_words: int, group: dist.ProcessGroup | None = None
+    ) -> Tensor:
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(c_BD)[:, None].chunk(6, dim=-1)
+        h_BsD = self.norm(x_BsD) * (1 + scale1) + shift1
+        x_BsD = x_BsD + gate1 * self.attend(h_BsD, p_BtD, num_words, group)
+        return x_BsD + gate2 * self.mlp(self.norm(x_BsD) * (1 + scale2) + shift2)
 
-    def attend(self, h_sD: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        q_sHK, k_sHK, v_sHK = self.qkv(h_sD).unflatten(-1, (3, self.heads, -1)).unbind(1)
-        return self.out(sharded_attention(q_sHK, k_sHK, v_sHK, group, causal=False).flatten(1))
+    def attend(self, h_BsD: Tensor, p_BtD: Tensor, num_words: int, group: dist.ProcessGroup | None) -> Tensor:
+        """Patches see all patches, and the prompt's `num_words` first tokens: the others are padding."""
+        q, k, v = self.qkv(h_BsD).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        prompt_k, prompt_v = self.prompt(p_BtD).unflatten(-1, (2, self.heads, -1)).unbind(2)
+        k, v = torch.cat([prompt_k, k], dim=1), torch.cat([prompt_v, v], dim=1)
+        ranges = visible(h_BsD.shape[1], p_BtD.shape[1], num_words, group.size() if group is not None else 1)
+        return self.out(sharded_attention(q, k, v, group, ranges=ranges).flatten(2))
+
+
+def visible(patches: int, tokens: int, num_words: int, ranks: int) -> list[tuple[int, int, int, int]]:
+    """(first patch, last, first key, last): what patches see. A rank's keys are its tokens, then its patches."""
+    ranges = []
+    for rank in range(ranks):
+        start, stop = rank * (tokens + patches), (rank + 1) * (tokens + patches)
+        words = min(max(num_words - rank * tokens, 0), tokens)
+        ranges += [(0, ranks * patches, start, start + words)] * (words > 0)
+        ranges += [(0, ranks * patches, start + tokens, stop)]
+    return ranges
 
 
 def denoising_loss(block: DiTBlock, group: dist.ProcessGroup | None, num_patches: int = 96) -> Tensor:
-    """This rank's share of the mean squared error on one random "video"; the shares add up to the loss."""
+    """This rank's share of the mean squared error on two random "videos"; the shares add up to the loss."""
     generator = torch.Generator().manual_seed(1)
-    width = block.out.out_features
-    clean, noise = (torch.randn(num_patches, width, generator=generator) for _ in range(2))
-    condition = torch.randn(width, generator=generator)
+    width, num_words, padded = block.out.out_features, 5, 8
+    clean, noise = (torch.randn(2, num_patches, width, generator=generator) for _ in range(2))
+    prompt, condition = (torch.randn(2, *n, width, generator=generator) for n in ((padded,), ()))
     rank, size = (group.rank(), group.size()) if group is not None else (0, 1)
-    own = slice(rank * num_patches // size, (rank + 1) * num_patches // size)
-    predicted = block(clean[own] + noise[own], condition, group)
-    return (predicted - noise[own]).square().sum() / noise.numel()
+    own, words = (slice(rank * n // size, (rank + 1) * n // size) for n in (num_patches, padded))
+    predicted = block(clean[:, own] + noise[:, own], prompt[:, words], condition, num_words, group)
+    return (predicted - noise[:, own]).square().sum() / noise.numel()
 
 
 def train_step(block: DiTBlock, group: dist.ProcessGroup | None) -> tuple[Tensor, list[Tensor]]:

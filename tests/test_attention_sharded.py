@@ -95,11 +95,62 @@ def dit_step_fp64():
 
 
 def test_dit_attention_is_pytorchs_own():
-    """One rank against nn.functional.scaled_dot_product_attention, not against our own twin."""
+    """One rank against nn.functional.scaled_dot_product_attention, not against our own twin; padding is not seen."""
     module = example()
     torch.manual_seed(0)
-    block, x = module.DiTBlock(32, 4), torch.randn(40, 32)
-    q, k, v = block.qkv(x).unflatten(-1, (3, 4, -1)).unbind(1)
-    plain = torch.nn.functional.scaled_dot_product_attention(*(t.transpose(0, 1) for t in (q, k, v)))
-    expected = block.out(plain.transpose(0, 1).flatten(1))
-    torch.testing.assert_close(block.attend(x, None), expected)
+    block, x, prompt = module.DiTBlock(32, 4), torch.randn(2, 40, 32), torch.randn(2, 8, 32)
+    q, k, v = block.qkv(x).unflatten(-1, (3, 4, -1)).unbind(2)
+    words = block.prompt(prompt[:, :5]).unflatten(-1, (2, 4, -1)).unbind(2)
+    k, v = (torch.cat(both, dim=1) for both in zip(words, (k, v), strict=True))
+    plain = torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
+    expected = block.out(plain.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(block.attend(x, prompt, 5, None), expected)
+
+
+# ---- batches, queries and keys of different lengths, block masks
+
+
+RANGES = [(0, 20, 0, 7), (20, 48, 3, 30), (0, 30, 40, 96), (30, 48, 90, 96), (33, 40, 30, 31)]  # rows [48, 64) see none
+
+
+def batched(ranges, num_keys=96):
+    """Errors of out, dq, dk and dv of this rank's tokens of two sequences, beside a twin that has all of them."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((64, 6), (num_keys, 2), (num_keys, 2), (64, 6))
+    whole = [torch.randn(2, *shape, 8, generator=generator, dtype=torch.float64) for shape in shapes]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    q, k, v, dout = (x.chunk(size, dim=1)[rank].clone() for x in whole)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = sharded_attention(*leaves, dist.group.WORLD, ranges=ranges, blocks=(16, 16))
+    ours = [x.detach() for x in (out, *torch.autograd.grad(out, leaves, dout))]
+    leaves = [x.requires_grad_() for x in whole[:3]]
+    mask = torch.zeros(64, num_keys, dtype=torch.bool)
+    for a, b, c, d in ranges or [(0, 64, 0, num_keys)]:
+        mask[a:b, c:d] = True
+    q, k, v = (x.transpose(1, 2) for x in leaves)
+    k, v = (x.repeat_interleave(3, dim=1) for x in (k, v))
+    scores = (q @ k.mT * 8**-0.5).masked_fill(~mask, float("-inf")).softmax(-1).nan_to_num(0)
+    out = (scores @ v).transpose(1, 2)
+    theirs = (out, *torch.autograd.grad(out, leaves, whole[3]))
+    return [float((x - y.chunk(size, dim=1)[rank]).abs().max()) for x, y in zip(ours, theirs, strict=True)]
+
+
+@pytest.mark.parametrize("ranges", [None, RANGES])
+def test_batches_of_more_keys_than_queries(ranks, ranges):
+    for n in (1, 2, 4):
+        for errors in ranks.run(n, batched, ranges):
+            assert max(errors) < 1e-10
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"causal": True}, "causal cannot go with 64 queries and 96 keys"),
+        ({"ranges": [(0, 64, 0, 96)], "docs": (0, 64)}, "docs cannot go with ranges"),
+        ({"ranges": [(0, 64, 90, 97)]}, r"\(0, 64, 90, 97\) is empty or too far; .* keys within \[0, 96\)"),
+        ({"ranges": [(0, 9, 0, 9), (8, 10, 8, 9)]}, r"\(0, 9, 0, 9\) and \(8, 10, 8, 9\) overlap"),
+    ],
+)
+def test_masks_that_do_not_fit_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        sharded_attention(torch.zeros(64, 2, 8), *torch.zeros(2, 96, 2, 8), **settings)

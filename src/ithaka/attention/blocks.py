@@ -10,7 +10,7 @@ and dv in fp32 sums of full length, which the caller may pass from call to call.
 Where keys come in parts, a call has those of one part, and `out` and dq are sums from call to call as well.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Required, TypedDict, Unpack
 
@@ -26,8 +26,10 @@ from ithaka.attention.pairs import (
     Keys,
     Pair,
     QueryBlock,
+    Range,
     Span,
     by_part,
+    in_ranges,
     query_major,
     seen,
     spans_of,
@@ -225,6 +227,27 @@ class Docs:
         return sorted(keys)
 
 
+class Ranges(Docs):
+    """Block masks: of `num_rows` queries, rows [a, b) see keys [c, d) for each (a, b, c, d), and no others."""
+
+    def __init__(self, ranges: Sequence[Range], num_rows: int, num_keys: int) -> None:
+        super().__init__((0, num_rows))
+        self.ranges, self._num_keys = tuple(ranges), num_keys
+        for number, (a, b, c, d) in enumerate(self.ranges):
+            if not (0 <= a < b <= num_rows and 0 <= c < d <= num_keys):
+                limits = f"rows within [0, {num_rows}) and keys within [0, {num_keys})"
+                raise ConfigError(f"ranges: {(a, b, c, d)} is empty or too far; use (a, b, c, d) with {limits}")
+            for other in self.ranges[:number]:
+                if max(a, other[0]) < min(b, other[1]) and max(c, other[2]) < min(d, other[3]):
+                    raise ConfigError(f"ranges: {other} and {(a, b, c, d)} overlap, and would count twice; cut one")
+
+    def num_keys(self, part: int, causal: bool, window: int | None) -> int:
+        return self._num_keys
+
+    def walk(self, part: int, device: torch.device, varlen: bool, **how: Any) -> tuple[list[QueryBlock], list[_Chunk]]:
+        return in_ranges(self.ranges, self.starts[-1], how["block_q"], how["block_kv"]), []
+
+
 @dataclass(frozen=True)
 class _Job:
     """The work of one call."""
@@ -275,7 +298,8 @@ def _job(
     docs = docs if isinstance(docs, Docs) else Docs((0, num_tokens) if docs is None else tuple(docs))
     if num_heads % num_kv_heads:
         raise ConfigError(f"{num_heads} query heads are not a multiple of {num_kv_heads} kv heads")
-    if k.shape != v.shape or k.shape[1:] != (num_kv_heads, head_dim) or (part == 0 and len(k) != num_tokens):
+    num_keys = docs.num_keys(0, causal, window) if isinstance(docs, Ranges) else num_tokens
+    if k.shape != v.shape or k.shape[1:] != (num_kv_heads, head_dim) or (part == 0 and len(k) != num_keys):
         raise ConfigError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit together")
     if window is not None and (window < 1 or not causal):
         raise ConfigError(f"window={window} with causal={causal}: a window is at least 1 and needs causal=True")

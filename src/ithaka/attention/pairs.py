@@ -174,6 +174,21 @@ def query_major(
                 yield replace(moved, count=count, step=length) if count > 1 else moved
 
 
+Range = tuple[int, int, int, int]  # rows [a, b) see keys [c, d)
+
+
+def in_ranges(ranges: Sequence[Range], num_rows: int, block_q: int, block_kv: int) -> list[QueryBlock]:
+    """Blocks of rows that see ranges of keys, all of them in full; a row in no range is in a block without pairs."""
+    cuts = sorted({0, num_rows, *(row for a, b, _, _ in ranges for row in (a, b))})
+    blocks = []
+    for low, high in zip(cuts, cuts[1:], strict=False):
+        keys = sorted((c, d) for a, b, c, d in ranges if a <= low and high <= b)
+        for a, e in _cut(low, high, block_q):
+            pairs = (pair for c, d in keys for pair in _full(a, e, c, d, block_kv))
+            blocks.append(QueryBlock(a, e - a, tuple(pairs)))
+    return blocks
+
+
 def split_ragged(spans: list[Span], *, short: int, block: int) -> tuple[list[Span], list[list[Span]]]:
     """(documents for block pairs, chunks of short unequal documents for a varlen kernel).
 
