@@ -1,6 +1,7 @@
-"""A group of gloo processes that serves many cases: started once, a fresh process group per case."""
+"""A group of processes that serves many cases: started once, a fresh process group per case."""
 
 import gc
+import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -17,8 +18,8 @@ from programs import forks
 class Ranks:
     """`run(n, f, *args)` calls f(*args) on n ranks at once and returns what each returned."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, size: int, backend: str = "gloo", **environment: str) -> None:
+        self._size, self._backend, self._environment = size, backend, environment
         self._fork()
 
     def _fork(self) -> None:
@@ -27,7 +28,8 @@ class Ranks:
         self._processes = []
         for _ in range(self._size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            args = theirs, self._backend, self._environment
+            process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -57,13 +59,14 @@ class Ranks:
             process.kill()
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, backend: str, environment: dict[str, str]) -> None:
+    os.environ |= environment
     gc.freeze()  # a collection would walk through all that is imported, and copy the pages it shares with others
     torch.set_num_threads(1)
     while True:
         function, args, rank, num_ranks, store = pipe.recv()
         try:
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+            dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=num_ranks)
             dist.barrier()  # a rank that is done at once would hang up on those that still connect
             answer = (function(*args), None)
         except BaseException:

@@ -176,6 +176,14 @@ class Heartbeat:
             with suppress(RuntimeError):
                 self._beat()
 
+    def wait_for_verdict(self, error: Exception, stop: Sequence[object]) -> None:
+        """Where a collective failed because another rank is gone, let the thread find out which: it ends this process.
+        Returns if it does not, or when a launcher asks to `stop`."""
+        lost = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+        deadline = time.monotonic() + SILENT_S + 2 * BEAT_S
+        while lost and self._thread.is_alive() and not stop and time.monotonic() < deadline:
+            time.sleep(0.1)
+
     def _beat(self) -> None:
         step, passed, path = self.place.now()
         self._number += 1

@@ -198,6 +198,7 @@ def train(run: Run, only_profile: bool = False) -> int:
             asked = _train(trainer, stop, grace, beat, only_profile)
             beat.close()
         except Exception as error:
+            beat.wait_for_verdict(error, stop)
             beat.close(f"{type(error).__name__}: {error}"[:2000])
             if not is_shortage(error):
                 raise
