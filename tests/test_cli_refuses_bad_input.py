@@ -78,15 +78,15 @@ def write_model(folder, **changes):
         (["--set", "data.context=0"], ["data.context=0", "at least 2"]),
         (
             ["--set", "parallel.cp=6", "--ranks", "8"],
-            ["parallel.cp=6 does not divide the 8 ranks; use 1, 2 or 4, or other ranks"],
+            ["parallel.cp=6 does not divide the 8 ranks; use 1, 2, 4 or 8, or other ranks"],
         ),
         (["--set", "parallel.cp=4"], ["parallel.cp=4", "the 2 ranks", "or other ranks"]),
         (["--set", "parallel.cp=3", "--ranks", "1"], ["parallel.cp=3", "1 rank;", "use 1,"]),
         (
-            ["--set", "parallel.cp=16", "--ranks", "16"],
-            ["parallel.cp=16", "4 query heads", "use 1, 2 or 4"],
+            ["--set", "parallel.ring=2", "--ranks", "16"],
+            ["parallel.cp=16 of 16 ranks", "parallel.ring=2 times the 4 query heads", "parallel.ring=4, 8 or 16"],
         ),
-        (["--ranks", "16"], ["parallel.cp=16 of 16 ranks", "4 query heads", "use 1, 2 or 4"]),
+        (["--set", "parallel.replicas=3"], ["parallel.replicas=3 does not divide the 2 ranks; use 1 or 2"]),
         (["--ranks", "0"], ["parallel.ranks=0", "at least 1"]),
         (
             ["--set", "parallel.heads_per_stage=3"],

@@ -190,3 +190,36 @@ def test_keeping_attention_costs_bytes_and_saves_seconds():
     kept = memory(shape, Layout(8, 8, 8192, (LayerKeeps("host", "host"),) * 32), NODE, work)
     none = memory(shape, Layout(8, 8, 8192, (LayerKeeps("host"),) * 32), NODE, work)
     assert kept.host_peak > none.host_peak and kept.gpu_peak < none.gpu_peak
+
+
+@pytest.mark.parametrize(
+    "model,nodes,cp,context,split",
+    [
+        ("qwen2.5-7b", 1, 8, 2**21, (4, 2)),  # 28 heads: no empty slots
+        ("llama3-8b", 2, 16, 2**17, (8, 2)),  # tokens are exchanged for heads inside nodes
+        ("llama3-8b", 8, 64, 2**22, (8, 8)),  # more ranks than heads
+        ("llama3-8b", 1, 8, 2**20, (8, 1)),
+    ],
+)
+def test_ring_follows_from_heads_and_nodes(model, nodes, cp, context, split):
+    plan = choose(find_shape(model), replace(NODE, num_nodes=nodes), context, {"cp": cp})
+    assert (plan.layout.ulysses, plan.layout.ring) == split
+    if split[1] > 1:
+        only = choose(find_shape(model), replace(NODE, num_nodes=nodes), context, {"cp": cp, "ring": split[1]})
+        assert only.step_s == plan.step_s
+
+
+def test_eight_nodes_reach_45_million_tokens():
+    """Host memory ends it."""
+    context, limit = Space(find_shape("llama3-8b"), replace(NODE, num_nodes=8)).longest()
+    assert context >= 45 * 2**20 and limit == "host"
+
+
+def test_parameters_are_replicated_where_the_network_is_slow():
+    slow = replace(NODE, num_nodes=2, gpu=replace(H100, network_bytes_s=2e9))
+    shape = find_shape("llama3-8b")
+    plan = choose(shape, slow, 2**14)
+    assert plan.layout.replicas == 2 and choose(shape, replace(NODE, num_nodes=2), 2**14).layout.replicas == 1
+    alone = replace(plan, layout=replace(plan.layout, replicas=1))
+    assert plan.seconds.exchange < alone.seconds.exchange
+    assert plan.ledger.gpu["parameters"] == pytest.approx(2 * alone.ledger.gpu["parameters"])

@@ -215,23 +215,27 @@ def test_inputs_say_how_tokens_are_dealt():
 
 
 def of_steps(run_dir):
-    return [record[name] for record in metrics(run_dir) for name in ("loss", "val_loss") if record.get(name)]
+    names = ("loss", "val_loss", "grad_norm")
+    return [record[name] for record in metrics(run_dir) for name in names if record.get(name)]
 
 
 def test_ten_steps_and_resuming_with_another_ring(ranks, tmp_path):
-    def config(name, ring):
+    """The model is sharded over all ranks, or over two of them and replicated."""
+
+    def config(name, ring, replicas):
         steps = {"steps": 10, "save_every": 5, "keep_last": 3, "validate_every": 5}
-        return tiny_run(tmp_path / name, parallel={"cp": 4, "ring": ring}, train=steps)
+        parallel = {"cp": 4, "ring": ring, "replicas": replicas}
+        return tiny_run(tmp_path / name, parallel=parallel, train=steps)
 
     losses = {}
-    for name, ring in (("4x1", 1), ("2x2", 2)):  # 1x4 below, resumed
-        ranks.run(4, run, config(name, ring))
-        losses[name] = of_steps(config(name, ring).train.run_dir)
-    resumed = config("2x2", 4)
+    for name, ring, replicas in (("4x1", 1, 1), ("2x2", 2, 2)):  # 1x4 below, resumed
+        ranks.run(4, run, config(name, ring, replicas))
+        losses[name] = of_steps(config(name, ring, replicas).train.run_dir)
+    resumed = config("2x2", 4, 1)
     folder = copy_back_at(resumed.train.run_dir, tmp_path / "again", step=5)
     ranks.run(4, run, replace(resumed, train=replace(resumed.train, run_dir=folder)), folder)
     losses["resumed"] = of_steps(folder)
-    assert len(losses["4x1"]) == 13  # three of them of validation
+    assert len(losses["4x1"]) == 23  # three of them of validation
     for name in losses:
         assert losses[name] == pytest.approx(losses["4x1"], rel=1e-5), name
 
@@ -241,12 +245,13 @@ def test_a_configuration_says_how_many_rings():
     assert [(layout.ulysses, layout.ring) for layout in shapes] == [(8, 1), (8, 1), (4, 2), (1, 8)]
     for fixed, words in (
         ({"cp": 8, "ring": 3}, "parallel.ring=3 does not divide parallel.cp=8; use 2, 4 or 8"),
-        ({"cp": 8}, "exceeds the 4 query heads of the model; use 1, 2 or 4, or parallel.ring=2, 4 or 8"),
+        ({"cp": 8, "ring": 1}, "exceeds the 4 query heads of the model; use 1, 2 or 4, or parallel.ring=2, 4 or 8"),
         ({"cp": 8, "ring": 2, "heads_per_stage": 2}, "is not a multiple of parallel.cp=8 // parallel.ring=2; use 4 or"),
     ):
         with pytest.raises(ConfigError, match=re.escape(words)):
             check_fixed(fixed, 4, 2, 8)
     check_fixed({"cp": 8, "ring": 2, "heads_per_stage": 4}, 4, 2, 8)
+    assert layout_of(parse({}), 2, 8, on_gpu=False, num_heads=3).ring == 4  # as few as the heads allow
 
 
 def test_a_ring_that_cannot_be_is_refused():

@@ -13,7 +13,7 @@ from allocations import bytes_now
 from ithaka.attention import kernels
 from ithaka.config import parse
 from ithaka.dist.mesh import make_mesh
-from ithaka.layer import schedule, stages
+from ithaka.layer import ring, schedule, stages
 from ithaka.layer.store import Store
 from ithaka.layout import layout_of
 from ithaka.model import build
@@ -108,8 +108,8 @@ def test_disk_path_is_where_the_file_is(tmp_path, monkeypatch):
 
 def test_attention_settings_reach_attention(monkeypatch):
     seen = []
-    attention = stages.attention
-    monkeypatch.setattr(stages, "attention", lambda *a, **k: seen.append(k) or attention(*a, **k))
+    attention = ring.attention
+    monkeypatch.setattr(ring, "attention", lambda *a, **k: seen.append(k) or attention(*a, **k))
     built("attention: {kernel: reference, block_q: 8, block_kv: 6}")
     assert {(how["kernel"], how["blocks"]) for how in seen} == {("reference", (8, 6))}
     built("{}")

@@ -215,8 +215,11 @@ class ParallelConfig(Section):
     # ranks. all: every rank. auto: the planner's choice; every rank where it does not plan.
     cp: int | Literal["auto", "all"] = setting("auto", ge=1)
     # Groups into which the cp ranks are divided: ranks of one exchange tokens for heads, so it has no more of them than
-    # heads; between groups k and v are sent. auto: 1.
+    # heads; between groups k and v are sent. auto: the planner's choice; as few as the heads allow where it plans not.
     ring: int | Literal["auto"] = setting("auto", ge=1)
+    # Copies of the model's parameters: 1 shards them over all ranks, the number of nodes over the ranks of each node,
+    # which takes memory and spares the network. auto: the planner's choice; 1 where it does not plan.
+    replicas: int | Literal["auto"] = setting("auto", ge=1)
     # Query heads, over the cp / ring ranks of a group, whose attention is computed at once. all: plain Ulysses.
     heads_per_stage: int | Literal["all"] = setting("all", ge=1)
 

@@ -25,7 +25,7 @@ from ithaka.data.read import make_shards
 from ithaka.data.tokenizer import Tokenizer, load_tokenizer
 from ithaka.dist.mesh import end_process_group, make_mesh, start_process_group
 from ithaka.layer.loss import IGNORED
-from ithaka.layout import Layout
+from ithaka.layout import Layout, fewest_rings
 from ithaka.model.build import build_model, has_weights
 from ithaka.model.logprobs import token_logprobs
 from ithaka.plan.shape import read_shape
@@ -226,14 +226,14 @@ def evaluate(
         if (source / "config.yaml").is_file():
             has_adapter = (source / "model" / "adapter_config.json").is_file()
             model = checkpoint.export(source, folder / "model", merge=has_adapter)
-        shape = read_shape(model)
+        read_shape(model)
         if not has_weights(model):
             raise ConfigError(f"MODEL={source} has no safetensors; give a directory with weights, or a run")
         tokenizer = load_tokenizer(None, model)
         text = read_text(data, tokenizer, max(contexts), num_documents)
         for kind, context in itertools.product(TASKS, contexts):  # refuses a context that is too short for them
             make_prompt(make_task(kind, 0, 0), text.hay, tokenizer, context)
-        num_ranks = min(launch.decide_ranks(ranks or "auto", launch.num_gpus()), shape.heads)
+        num_ranks = launch.decide_ranks(ranks or "auto", launch.num_gpus())
         if code := launch.run_ranks(_rank, (model, folder, text, list(contexts), samples), num_ranks):
             raise SystemExit(code)
         if not (folder / RESULT).is_file():  # under torchrun rank 0 has it
@@ -243,12 +243,13 @@ def evaluate(
 
 def _rank(directory: Path, folder: Path, text: Text, contexts: list[int], samples: int) -> None:
     start_process_group()
-    mesh = make_mesh(dist.get_world_size())
+    shape, cp = read_shape(directory), dist.get_world_size()
+    ring = fewest_rings(cp, shape.heads)
+    mesh = make_mesh(cp, ring=ring)
     dtype = "bfloat16" if mesh.device.type == "cuda" else "float32"
-    shape = read_shape(directory)
     # All heads at once where their tensors are small, which is faster; else as few as there can be.
-    few = max(contexts) // mesh.cp_size * shape.heads * shape.head_dim > MOST_AT_ONCE
-    layout = Layout(mesh.cp_size, heads_per_stage=mesh.cp_size if few else None, tile_tokens=8192, dtype=dtype)
+    few = max(contexts) // cp * shape.heads * shape.head_dim > MOST_AT_ONCE
+    layout = Layout(cp, heads_per_stage=cp // ring if few else None, tile_tokens=8192, dtype=dtype, ring=ring)
     model = build_model(directory, mesh, layout)
     found = measure(model, load_tokenizer(None, directory), text, contexts, samples)
     if mesh.rank == 0:

@@ -36,6 +36,7 @@ class Layout:
 
     cp: int = 1  # ranks that share a sequence: ulysses * ring
     ring: int = field(default=1, kw_only=True)  # Ulysses groups, each with its part of the sequence and all heads
+    replicas: int = field(default=1, kw_only=True)  # copies of the model, each sharded over neighbouring ranks
     heads_per_stage: int | None = None  # over a Ulysses group; None: all heads at once, which is plain Ulysses
     tile_tokens: int | None = None  # None: all of a rank's tokens at once
     kept: tuple[LayerKeeps, ...] = ()  # one entry per layer; empty: every layer keeps its input on the device
@@ -126,6 +127,7 @@ def make_layout(
 SETTINGS = {
     "parallel.cp": "cp",
     "parallel.ring": "ring",
+    "parallel.replicas": "replicas",
     "parallel.heads_per_stage": "heads_per_stage",
     "memory.checkpoint": "checkpoint",
     "memory.offload": "input_tier",
@@ -170,14 +172,20 @@ def settings_of(layout: Layout, num_heads: int) -> dict[str, Any]:
     return settings
 
 
-def layout_of(config: Config, num_layers: int, num_ranks: int, on_gpu: bool) -> Layout:
-    """The layout that a whole configuration describes."""
+def fewest_rings(cp: int, num_heads: int) -> int:
+    """Of groups that have no more ranks than there are heads."""
+    return next(ring for ring in range(1, cp + 1) if cp % ring == 0 and cp // ring <= num_heads)
+
+
+def layout_of(config: Config, num_layers: int, num_ranks: int, on_gpu: bool, num_heads: int | None = None) -> Layout:
+    """The layout that a whole configuration describes. `num_heads`: of the model, for parallel.ring=auto."""
     values = {name: attrgetter(name)(config) for name in SETTINGS}
     fixed = fixed_settings(values | {"parallel.cp": config.parallel.cp_of(num_ranks)}, num_layers, num_ranks)
     dtype, attention = config.model.dtype, config.attention
+    ring = fewest_rings(fixed["cp"], num_heads or fixed["cp"])
     return make_layout(
         num_layers,
-        **{"attention_tier": fixed["input_tier"], **fixed},
+        **{"attention_tier": fixed["input_tier"], "ring": ring, **fixed},
         dtype=dtype if dtype != "auto" else "bfloat16" if on_gpu else "float32",
         kernel=attention.kernel,
         blocks=(attention.block_q, attention.block_kv) if attention.block_q and attention.block_kv else None,
@@ -187,11 +195,13 @@ def layout_of(config: Config, num_layers: int, num_ranks: int, on_gpu: bool) -> 
 
 def check_fixed(fixed: Mapping[str, Any], num_heads: int, num_layers: int, num_ranks: int) -> None:
     """Refuse what no layout of such a model on so many ranks can have."""
-    ring, stage, kept = fixed.get("ring") or 1, fixed.get("heads_per_stage") or 0, fixed.get("keep_attention") or 0
-    cp = fixed.get("cp") or ring
+    stage, kept = fixed.get("heads_per_stage") or 0, fixed.get("keep_attention") or 0
+    ring = fixed.get("ring") or fewest_rings(fixed.get("cp") or 1, num_heads)
+    cp, replicas = fixed.get("cp") or ring, fixed.get("replicas") or 1
     ulysses = cp // ring or 1
     ranks, heads = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks", f"{num_heads} query heads of the model"
-    fitting = either(n for n in range(ring, min(num_ranks, num_heads * ring) + 1, ring) if num_ranks % n == 0)
+    step, most = (ring, num_heads * ring) if fixed.get("ring") else (1, num_ranks)
+    fitting = either(n for n in range(step, min(num_ranks, most) + 1, step) if num_ranks % n == 0)
     stages = either([*range(ulysses, num_heads + 1, ulysses)[:4], "all"])
     rings = either(n for n in range(1, cp + 1) if cp % n == 0 and cp // n <= num_heads)
     times = f"parallel.ring={ring} times " if ring > 1 else ""
@@ -204,6 +214,12 @@ def check_fixed(fixed: Mapping[str, Any], num_heads: int, num_layers: int, num_r
             ulysses > num_heads,
             f"exceeds {times}the {heads}",
             f"{fitting}, or parallel.ring={rings}",
+        ),
+        (
+            f"parallel.replicas={replicas}",
+            num_ranks % replicas,
+            f"does not divide the {ranks}",
+            either(n for n in range(1, num_ranks + 1) if num_ranks % n == 0),
         ),
         (f"parallel.heads_per_stage={stage}", stage > num_heads, f"exceeds the {heads}", "all"),
         (f"parallel.heads_per_stage={stage}", stage % ulysses, f"is not a multiple of {over}", stages),

@@ -76,7 +76,7 @@ def rehearse(
     with ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
         stack.enter_context(listening(witness))
-        mesh = make_mesh(layout.cp, default_device(), ring=layout.ring)
+        mesh = make_mesh(layout.cp, default_device(), ring=layout.ring, replicas=layout.replicas)
         with phase("building the model"):
             model = build_model(few, mesh, layout, adapter=adapter)
         optimizer = make_optimizer(model, OptimConfig(lr=0.0))

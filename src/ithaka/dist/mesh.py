@@ -1,4 +1,4 @@
-"""The only file that makes process groups: data-parallel x context-parallel, with FSDP2 over all ranks."""
+"""The only file that makes process groups: data-parallel x context-parallel, with FSDP2 over the same ranks."""
 
 import os
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Mesh:
     group in it. Ranks with the same place in their Ulysses groups are a ring.
     """
 
-    fsdp: DeviceMesh  # one axis over every rank: parameters are sharded over all of them
+    fsdp: DeviceMesh  # parameters are sharded over its last axis, and replicated over the one before, if there is one
     rank: int
     world_size: int
     cp_group: dist.ProcessGroup
@@ -33,8 +33,11 @@ class Mesh:
     device: torch.device
 
 
-def make_mesh(cp: int = 1, device: torch.device | str | None = None, *, ring: int = 1) -> Mesh:
-    """Initialises torch.distributed if nobody has, and lays out dp x cp, cp = ring x ulysses."""
+def make_mesh(
+    cp: int = 1, device: torch.device | str | None = None, *, ring: int = 1, replicas: int = 1
+) -> Mesh:
+    """Initialises torch.distributed if nobody has, and lays out dp x cp, cp = ring x ulysses. `replicas` of the model
+    are each sharded over neighbouring ranks."""
     chosen = torch.device(device) if device is not None else default_device()
     start_process_group(chosen)
     world_size = dist.get_world_size()
@@ -45,15 +48,18 @@ def make_mesh(cp: int = 1, device: torch.device | str | None = None, *, ring: in
         divisors = ", ".join(str(n) for n in range(1, cp + 1) if cp % n == 0)
         raise ConfigError(f"parallel.ring={ring} does not divide parallel.cp={cp}; use {divisors}")
     fsdp = init_device_mesh(chosen.type, (world_size,), mesh_dim_names=("fsdp",))
+    if replicas > 1:
+        sizes = (replicas, world_size // replicas)
+        fsdp = init_device_mesh(chosen.type, sizes, mesh_dim_names=("replicas", "fsdp"))
     grid = init_device_mesh(chosen.type, (world_size // cp, cp), mesh_dim_names=("dp", "cp"))
     ulysses_group, ring_group = grid.get_group("cp"), ALONE
     if ring > 1:
-        sizes = (world_size // cp, ring, cp // ring)
-        of_ring = init_device_mesh(chosen.type, sizes, mesh_dim_names=("dp", "ring", "ulysses"))
+        lengths = (world_size // cp, ring, cp // ring)
+        of_ring = init_device_mesh(chosen.type, lengths, mesh_dim_names=("dp", "ring", "ulysses"))
         ulysses_group, ring_group = of_ring.get_group("ulysses"), of_ring.get_group("ring")
     return Mesh(
         fsdp=fsdp,
-        rank=fsdp.get_rank(),
+        rank=dist.get_rank(),
         world_size=world_size,
         cp_group=grid.get_group("cp"),
         cp_rank=grid.get_local_rank("cp"),

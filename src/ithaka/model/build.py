@@ -83,7 +83,7 @@ def parallelize(
     if stage is not None and (stage < 1 or stage % ulysses):
         over = f"cp={layout.cp}" + f" // ring={layout.ring}" * (layout.ring > 1)
         raise ConfigError(f"parallel.heads_per_stage={stage} is not a multiple of {over}; use {ulysses}")
-    mesh = mesh or make_mesh(layout.cp, ring=layout.ring)
+    mesh = mesh or make_mesh(layout.cp, ring=layout.ring, replicas=layout.replicas)
     dtype = getattr(torch, layout.dtype) if layout.dtype else model.dtype
     # A kernel that does not work is found here, not in the first step.
     resolve_kernel(layout.kernel, mesh.device, dtype, layer_parts(model, 0).head_dim)
@@ -157,7 +157,8 @@ def hf_config(source: Path | dict, rope: RopeConfig | None = None, context: int 
 
 
 def _shard(model: PreTrainedModel, mesh: Mesh, layout: Layout, dtype: torch.dtype) -> None:
-    """FSDP2 over every rank, one unit per layer. Gradients are summed: the loss is divided once, globally."""
+    """FSDP2 over every rank, or those of each replica, one unit per layer. Gradients are summed: the loss is divided
+    once, globally."""
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype.itemsize == 2 else None)
     on_host = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
     offload = on_host if layout.offload_optimizer else OffloadPolicy()
@@ -232,7 +233,7 @@ def _forward(
     head = model.lm_head(x_sD, model.model.norm, call)
     if share.labels_s is None:
         return ParallelOutput(logits=head)
-    loss = _GlobalSum.apply(-head.logprobs.sum() / call.divisor, call.mesh.fsdp.get_group())
+    loss = _GlobalSum.apply(-head.logprobs.sum() / call.divisor)
     return ParallelOutput(loss=loss, num_tokens=call.num_tokens, tokens=head if call.per_token else None)
 
 
@@ -240,14 +241,14 @@ class _GlobalSum(torch.autograd.Function):
     """The sum over ranks; backward passes the gradient on as it is, since FSDP2 sums what ranks contribute."""
 
     @staticmethod
-    def forward(ctx, value, group):
+    def forward(ctx, value):
         total = value.clone()
-        dist.all_reduce(total, group=group)
+        dist.all_reduce(total)
         return total
 
     @staticmethod
     def backward(ctx, dtotal):
-        return dtotal, None
+        return dtotal
 
 
 class GatherTokens(torch.autograd.Function):

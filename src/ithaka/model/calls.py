@@ -101,7 +101,7 @@ class CallCheck:
         """Valid labels of the global batch, known without asking the device. Raises on all ranks or on none."""
         reports, cp = [report] * self.mesh.world_size, self.mesh.cp_size
         if len(reports) > 1:
-            dist.all_gather_object(reports, report, group=self.mesh.fsdp.get_group())
+            dist.all_gather_object(reports, report)
         errors = {rank: error for rank, (error, _, _) in enumerate(reports) if error is not None}
         for rank, (kind, text) in errors.items():
             raise kind(text if len(errors) == len(reports) else f"rank {rank}: {text}")

@@ -325,7 +325,7 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
     """
     s, e, wide = work.local_tokens(layout.cp), layout.element_bytes, layout.sum_bytes
     x, alone, above = s * shape.hidden * e, hardware.num_gpus == 1, shape.num_layers - 1
-    shards, frozen = (0, 0) if layout.offload_optimizer else shape.shards(hardware.num_gpus)
+    shards, frozen = (0, 0) if layout.offload_optimizer else shape.shards(hardware.num_gpus // layout.replicas)
     head, layer = shape.vocab * shape.hidden, shape.layer_parameters + sum(shape.most_adapted.values())
     trained, trained_head, embedded = shape.trained_layer, shape.trained_head, shape.saved("embed_tokens")
     # Tied, the embedding belongs to FSDP2's root: whole all the time, and its first gradient waits for its second.
@@ -366,7 +366,7 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
     # weight's two gradients and their sum; then the gradient, its wide copy to send and the shard that comes back.
     buffer = (s // EMBEDDING_RUN + min(s, shape.vocab)) * shape.hidden * wide if embedded else 0
     made = (head * e, embedded * e + trained * wide + root_grad + max(buffer, root_grad))
-    sent = (root, embedded * e + embedded * wide + embedded * wide // hardware.num_gpus)
+    sent = (root, embedded * e + embedded * wide + embedded * wide * layout.replicas // hardware.num_gpus)
     weights, waiting = max(made, sent, key=sum)
     embedding = held(Moment("embedding", x), weights, lm_head + (above + 1) * trained, waiting)
     return [
@@ -402,7 +402,7 @@ def _outside(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) 
         inputs[keeps.input] += count
         outputs[keeps.attention] += count
     x, out = ranks * layout.x_bytes(shape.hidden, s), ranks * kept_attention_bytes(shape, layout, s)
-    trained, frozen = shape.shards(hardware.num_gpus)
+    trained, frozen = shape.shards(hardware.num_gpus // layout.replicas)
     states = ranks * (16 * trained + layout.element_bytes * frozen)
     station = min(DISK_STATION_LAYERS, inputs["disk"]) * x + min(DISK_STATION_LAYERS, outputs["disk"]) * out
     host = {

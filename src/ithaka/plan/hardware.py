@@ -85,6 +85,7 @@ class Gpu:
     memory_bytes_s: float
     pcie_bytes_s: float  # each way
     link_bytes_s: float  # each way, to the other GPUs of the node
+    network_bytes_s: float = NETWORK_BYTES_S  # each way, to GPUs of other nodes
     source: str = field(default="not stated", compare=False)  # of the rates
 
 
@@ -145,7 +146,7 @@ _TABLE = [
     _gpu("L40S-48GB", 44.3, 0.864, PCIE_4, None),
     _gpu("RTX4090-24GB", 23.5, 1.008, PCIE_4, None),
     _gpu("RTX5090-32GB", 31.3, 1.792, PCIE_5, None),
-    Gpu("CPU", 16 * GIB, 1e11, 5e10, 5e10, 2e10, 1e10, 5e9, "assumed: a laptop's order of magnitude; measure your own"),
+    Gpu("CPU", 16 * GIB, 1e11, 5e10, 5e10, 2e10, 1e10, 5e9, source="assumed: a laptop's order of magnitude"),
 ]
 GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in _TABLE}
 
@@ -218,7 +219,7 @@ def read_gpu(file: Path) -> Gpu:
         if not (isinstance(value, str) if key in TEXTS else type(value) in (int, float) and 0 < value < math.inf):
             wanted = "text" if key in TEXTS else "a positive number"
             raise ConfigError(f"--gpu-file {file}: {key}={value} is not {wanted}; correct it")
-    base = vars(find_gpu(values.pop("based_on"))) if "based_on" in values else {}
+    base = vars(find_gpu(values.pop("based_on"))) if "based_on" in values else {"network_bytes_s": NETWORK_BYTES_S}
     if missing := [name for name in FIGURES if name not in base | values]:
         raise ConfigError(f"--gpu-file {file} lacks {', '.join(missing)}; add them, or based_on with a known GPU")
     gpu = Gpu(**{**base, "name": file.stem, "source": str(file), **values})

@@ -138,6 +138,7 @@ class StageSlots:
     left_summed: int  # likewise of those left
     part: int  # query slots of the widest read that a rank copies into its output; 0: all are whole outputs
     widest: int  # query slots of the widest read
+    reads: int  # kv slots that it attends to
 
 
 @dataclass(frozen=True)
@@ -178,4 +179,5 @@ def _stage_slots(table: HeadTable, i: int) -> StageSlots:
         left_summed=max(slots(numbers, i + 1) for numbers in read_by),
         part=max((r.last - r.first for rank in ranks if not whole[rank] for r in stage.reads[rank]), default=0),
         widest=max(r.last - r.first for reads in stage.reads for r in reads),
+        reads=max(map(len, stage.reads)),
     )

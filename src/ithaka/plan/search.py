@@ -1,14 +1,14 @@
 """Tries plans and returns the fastest that fits; finds the longest context.
 
-Every context parallel size, width of stages, tier, tile and overlap is tried. A layer's time does not depend on the
-others, so either no layer keeps attention's output or as many as there is room for.
+Every context parallel size, width of stages, tier, tile and overlap is tried, and the rings that can be best. A
+layer's time does not depend on the others, so either no layer keeps attention's output or as many as there is room for.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -18,7 +18,7 @@ from ithaka.config import Config
 from ithaka.layout import SETTINGS, Layout, Tier, check_fixed, fixed_settings, make_layout, settings_of
 from ithaka.plan.bytes import Ledger, memory
 from ithaka.plan.hardware import Hardware
-from ithaka.plan.seconds import Seconds, step_seconds
+from ithaka.plan.seconds import Seconds, gather_seconds, reduce_seconds, step_seconds
 from ithaka.plan.shape import ModelShape, Work
 
 TILE_BYTES = 2**27  # of x, in the largest tile: the narrower a model, the more tokens outweigh a kernel's launch
@@ -52,9 +52,9 @@ class Plan:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Plans of one kind look alike to a reader: the same cp, and the same tiers for what is kept."""
+        """Plans of one kind look alike to a reader: the same cp and ring, and the same tiers for what is kept."""
         layout = self.layout
-        return layout.cp, layout.input_tier, layout.attention_tier if layout.keep_attention else None
+        return layout.cp, layout.ring, layout.input_tier, layout.attention_tier if layout.keep_attention else None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def _order(plan: Plan) -> tuple[Any, ...]:
     layout, ledger = plan.layout, plan.ledger
     tiers = (TIERS.index(layout.input_tier), TIERS.index(layout.attention_tier))
     width = layout.heads_per_stage or plan.shape.heads
-    return (-plan.tokens_per_s_per_gpu, ledger.gpu_peak, ledger.host_peak, *tiers, layout.cp, width)
+    return (-plan.tokens_per_s_per_gpu, ledger.gpu_peak, ledger.host_peak, *tiers, layout.cp, layout.ring, width)
 
 
 @dataclass(frozen=True)
@@ -121,11 +121,29 @@ class Space:
         check_fixed(self.fixed, self.shape.heads, self.shape.num_layers, self.hardware.num_gpus)
 
     @cached_property
+    def splits(self) -> list[tuple[int, int]]:
+        """(cp, ring) to try. Of each cp the largest Ulysses groups that there can be, that stay inside a node, and that
+        leave no slot empty: larger ones need less memory and send less, unless they cross nodes."""
+        stage, ring, ranks = self.fixed.get("heads_per_stage") or 0, self.fixed.get("ring"), self.hardware.num_gpus
+        found = []
+        for cp in [self.fixed["cp"]] if "cp" in self.fixed else [n for n in range(1, ranks + 1) if ranks % n == 0]:
+            groups = [n for n in range(1, min(cp, self.shape.heads) + 1) if cp % n == 0 and stage % n == 0]
+            groups = [n for n in groups if ring is None or cp == n * ring]
+            whole = (cp, self.hardware.gpus_per_node, self.shape.heads)
+            best = {max((n for n in groups if number % n == 0), default=0) for number in whole} - {0}
+            found += [(cp, cp // ulysses) for ulysses in sorted(best, reverse=True)]
+        return found
+
+    @property
     def cps(self) -> list[int]:
-        stage, ranks, ring = self.fixed.get("heads_per_stage") or 0, self.hardware.num_gpus, self.fixed.get("ring", 1)
-        most = min(ranks // ring, self.shape.heads)
-        fitting = (n * ring for n in range(1, most + 1) if ranks % (n * ring) == 0 and stage % n == 0)
-        return [self.fixed["cp"]] if "cp" in self.fixed else list(fitting)
+        return [cp for cp, _ in self.splits]
+
+    @property
+    def replicas(self) -> list[int]:
+        """Numbers of replicas to try: one per node where that moves less."""
+        nodes, machine = self.hardware.num_nodes, self.hardware
+        moved_s = {n: 2 * gather_seconds(2**20, machine, n) + reduce_seconds(2**21, machine, n) for n in (1, nodes)}
+        return [nodes, 1] if moved_s[nodes] < moved_s[1] else [1]
 
     def choose(self, work: Work) -> Plan:
         """The fastest plan that fits, in tokens per second and GPU; without one, the plan that misses by least."""
@@ -143,8 +161,8 @@ class Space:
         if ways := [tier for tier in self.ways_further(batch, context) if tier in stops]:
             return context, ways[-1]
         work = Work(context + self.grain, batch)
-        missing = min(memory(self.shape, layout, self.hardware, work).worst for layout in self.leanest())[1]
-        capped = "cp" not in self.fixed and max(self.cps) < self.hardware.num_gpus
+        missing = min(memory(self.shape, layout, self.hardware, work).worst for layout in self.largest())[1]
+        capped = "cp" not in self.fixed and max(self.cps) < self.hardware.num_gpus  # the ring is fixed
         return context, "heads" if missing == "GPU" and capped else missing
 
     def ways_further(self, batch: int, context: int) -> list[str]:
@@ -167,12 +185,14 @@ class Space:
         largest = round(math.log2(TILE_BYTES / (2 * self.shape.hidden)))
         return [2 ** (largest - i) for i in range(TILE_SIZES)]
 
-    def frames(self) -> Iterator[dict[str, Any]]:
-        """Every layout, in the words of `make_layout`; if attention's output is kept, by as few layers as possible."""
+    def frames(self, splits: Sequence[tuple[int, int]] | None = None) -> Iterator[dict[str, Any]]:
+        """Every layout (of some splits), in the words of `make_layout`; if attention's output is kept, by as few layers
+        as possible."""
         tiers = TIERS if self.hardware.disk_bytes else TIERS[:2]
         options: dict[str, Any] = {
             "attention_tier": tiers,
             "keep_attention": [1] if "attention_tier" in self.fixed else [1, 0],
+            "replicas": self.replicas,
             "offload_optimizer": [False, True],
             "input_tier": tiers,
             "overlap": [True, False],
@@ -180,11 +200,12 @@ class Space:
         }
         if not self.fixed.get("checkpoint", True):  # nothing to decide about what is kept
             options |= {"attention_tier": TIERS[:1], "keep_attention": [0], "input_tier": TIERS[:1], "overlap": [True]}
-        for cp in self.cps:
-            ulysses = cp // self.fixed.get("ring", 1)
+        for cp, ring in self.splits if splits is None else splits:
+            ulysses = cp // ring
             slots = -(-self.shape.heads // ulysses)  # all heads at once, half of them, a quarter, ... one per rank
             widths = [(slots >> i) * ulysses for i in range(slots.bit_length())]
-            lists = {"cp": [cp], "heads_per_stage": widths, **options} | {name: [v] for name, v in self.fixed.items()}
+            lists = {"cp": [cp], "ring": [ring], "heads_per_stage": widths, **options}
+            lists |= {name: [v] for name, v in self.fixed.items()}
             for values in product(*lists.values()):
                 frame = dict(zip(lists, values, strict=True))
                 if frame["keep_attention"] or frame["attention_tier"] == lists["attention_tier"][0]:
@@ -196,7 +217,11 @@ class Space:
     def fitting(self, work: Work) -> Iterator[Plan]:
         """Plans that fit. Once a tier has room for everything, farther ones are not tried: they are not faster."""
         settled = set()
-        for frame in self.frames():
+        possible = [
+            split for split in self.splits
+            if any(memory(self.shape, layout, self.hardware, work).fits for layout in self.leanest(*split))
+        ]  # fmt: skip
+        for frame in self.frames(possible):
             kind = tuple(value for name, value in frame.items() if name not in ("offload_optimizer", "input_tier"))
             free = frame["keep_attention"] and "keep_attention" not in self.fixed
             most = self.shape.num_layers if free else frame["keep_attention"]
@@ -224,32 +249,37 @@ class Space:
         plans = [self.plan(frame, work) for frame in frames if frame["keep_attention"] == fewest]
         return min(plans, key=lambda plan: (plan.ledger.worst[0], -plan.tokens_per_s_per_gpu))
 
-    def leanest(self) -> Iterator[Layout]:
-        """Layouts that can be the last to fit: most ranks per sequence, narrowest stage, smallest tile.
+    def leanest(self, cp: int, ring: int) -> Iterator[Layout]:
+        """Layouts of a split that can be the last to fit: narrowest stage, smallest tile.
 
         If every layer keeps attention's output, the device needs no room to compute it again: so all layers keep
         it, or as few as possible.
         """
-        cp = max(self.cps)
-        stage = cp // self.fixed.get("ring", 1)
-        lean = {"cp": cp, "heads_per_stage": stage, "tile_tokens": self.tiles[-1], "overlap": False, **self.fixed}
-        for frame in replace(self, fixed=lean).frames():
+        lean = {"cp": cp, "ring": ring, "heads_per_stage": cp // ring, "tile_tokens": self.tiles[-1]}
+        lean |= {"overlap": False, "replicas": 1}
+        for frame in replace(self, fixed=lean | dict(self.fixed)).frames([(cp, ring)]):
             yield make_layout(self.shape.num_layers, **frame)
             if frame["keep_attention"] and "keep_attention" not in self.fixed:
                 yield make_layout(self.shape.num_layers, **frame | {"keep_attention": self.shape.num_layers})
 
+    def largest(self) -> Iterator[Layout]:
+        """The leanest of those with most ranks per sequence."""
+        for split in (split for split in self.splits if split[0] == max(self.cps)):
+            yield from self.leanest(*split)
+
     def longest_context(self, batch: int) -> int:
         """In multiples of CONTEXT_GRAIN per rank; 0 when none fits."""
-        layouts = list(self.leanest())
+        best = 0
+        for layout in self.largest():
 
-        def has_room(grains: int) -> bool:
-            work = Work(grains * self.grain, batch)
-            return any(memory(self.shape, layout, self.hardware, work).fits for layout in layouts)
+            def has_room(grains: int, layout: Layout = layout) -> bool:
+                return memory(self.shape, layout, self.hardware, Work(grains * self.grain, batch)).fits
 
-        high = 1
-        while has_room(high):
-            high *= 2
-        return _largest(has_room, high) * self.grain
+            high = best + 1
+            while has_room(high):
+                high *= 2
+            best = max(best, _largest(has_room, high)) if high > best + 1 else best
+        return best * self.grain
 
 
 def _largest(fits: Callable[[int], bool], beyond: int) -> int:

@@ -14,7 +14,7 @@ from itertools import groupby
 from ithaka.config import LAYER_LINEARS
 from ithaka.layout import LayerKeeps, Layout
 from ithaka.plan.bytes import LOGITS_TILE_BYTES, LayerBytes, kept_attention_bytes
-from ithaka.plan.hardware import DISK_BYTES_S, HOST_UPDATE_BYTES_S, NETWORK_BYTES_S, Hardware
+from ithaka.plan.hardware import DISK_BYTES_S, HOST_UPDATE_BYTES_S, Hardware
 from ithaka.plan.heads import slots_of
 from ithaka.plan.shape import ModelShape, Work
 
@@ -79,18 +79,23 @@ def layer_seconds(
 
     projections, mlp = linear.project(False), linear.mlp(False)
     ex_forward, ex_backward = _exchange_seconds(shape, layout, hardware, linear.s)
+    if layout.ring > 1:
+        ring_forward, ring_backward, last = _ring_seconds(shape, layout, hardware, linear.s)
+        ex_forward += max(0.0, ring_forward - attend)
+        ex_backward += max(0.0, ring_backward - attend_back) + last
     again = Seconds() if kept or not layout.checkpoint else Seconds(attend, projections, ex_forward)
     busy = projections + attend + mlp
     copy_out = max(0.0, (x * from_store + fetched) / pcie - busy)
     # Through the node's disk, one way; no layer gains from another's surplus.
     to_disk = x * (layout.input_tier == "disk") + out * (layout.attention_tier == "disk")
     write = to_disk * hardware.gpus_per_node / DISK_BYTES_S
-    # All-gather of the layer's weights, reduce-scatter of its gradients, over all ranks.
+    # All-gather of the layer's weights, reduction of its gradients.
     e, trained, frozen = layout.element_bytes, shape.trained_layer, shape.layer_parameters if shape.adapter else 0
-    to_host = 4 * trained / hardware.num_gpus / gpu.pcie_bytes_s * layout.offload_optimizer
-    from_host = to_host + e * frozen / hardware.num_gpus / gpu.pcie_bytes_s * layout.offload_optimizer
-    gather = _collective_seconds((trained + frozen) * e, hardware) + from_host
-    reduce = _collective_seconds(trained * layout.sum_bytes, hardware) + to_host
+    sharers = hardware.num_gpus // layout.replicas
+    to_host = 4 * trained / sharers / gpu.pcie_bytes_s * layout.offload_optimizer
+    from_host = to_host + e * frozen / sharers / gpu.pcie_bytes_s * layout.offload_optimizer
+    gather = gather_seconds((trained + frozen) * e, hardware, layout.replicas) + from_host
+    reduce = reduce_seconds(trained * layout.sum_bytes, hardware, layout.replicas) + to_host
     forward = Seconds(
         attend, projections + mlp, ex_forward + max(0.0, gather - busy), copy_out + max(0.0, write - busy)
     )
@@ -169,7 +174,7 @@ class Linear:
 
 
 def _exchange_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, s: int) -> tuple[float, float]:
-    """(forward, backward) seconds of all-to-alls, and of a ring's k, v, dk and dv, that nothing hides."""
+    """(forward, backward) seconds of all-to-alls that nothing hides."""
     if layout.cp == 1:
         return 0.0, 0.0
     b = LayerBytes(shape, layout, s)
@@ -184,20 +189,39 @@ def _exchange_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, s: 
     def seconds(num_bytes: int) -> float:
         """Each rank keeps 1/ulysses; what leaves the node goes over the network at the same time as the rest."""
         near = num_bytes * (inside - 1) / ulysses / hardware.gpu.link_bytes_s
-        far = num_bytes * (ulysses - inside) / ulysses / NETWORK_BYTES_S
+        far = num_bytes * (ulysses - inside) / ulysses / hardware.gpu.network_bytes_s
         return max(near, far)
 
-    rate = hardware.gpu.link_bytes_s if layout.cp <= hardware.gpus_per_node else NETWORK_BYTES_S
-    gather = (layout.ring - 1) * kv / rate
-    reduce = gather * layout.sum_bytes / layout.element_bytes
-    return seconds(arriving + queries) + gather, seconds(arriving_back + queries + kv) + gather + reduce
+    return seconds(arriving + queries), seconds(arriving_back + queries + kv)
 
 
-def _collective_seconds(num_bytes: int, hardware: Hardware) -> float:
-    """An all-gather to `num_bytes` on every rank, or a reduce-scatter from them."""
-    world = hardware.num_gpus
-    rate = hardware.gpu.link_bytes_s if hardware.num_nodes == 1 else NETWORK_BYTES_S
-    return num_bytes * (world - 1) / world / rate
+def _ring_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, s: int) -> tuple[float, float, float]:
+    """(forward, backward, end of backward): k and v come to the member that sees all, dk and dv go back from it. All
+    but the last round's dk and dv have attention to hide behind."""
+    b, gpu = LayerBytes(shape, layout, s), hardware.gpu
+    inside = max(1, min(layout.ring, hardware.gpus_per_node // layout.ulysses))  # members in this node
+    per_byte = (inside - 1) / gpu.link_bytes_s + (layout.ring - inside) / gpu.network_bytes_s
+    reads = sum(stage.reads for stage in b.slots.stages)
+    kv = 2 * reads * b.slot
+    last = b.wide(b.round) / (gpu.link_bytes_s if inside == layout.ring else gpu.network_bytes_s)
+    return kv * per_byte, (kv + b.wide(kv)) * per_byte, reads * last
+
+
+def gather_seconds(num_bytes: int, hardware: Hardware, replicas: int = 1) -> float:
+    """An all-gather to `num_bytes` on every rank of a replica, or a reduce-scatter from them. Between nodes all their
+    GPUs send at once, each another part."""
+    sharers, gpu = hardware.num_gpus // replicas, hardware.gpu
+    near = sharers <= hardware.gpus_per_node
+    rate = gpu.link_bytes_s if near else min(gpu.link_bytes_s, hardware.gpus_per_node * gpu.network_bytes_s)
+    return num_bytes * (sharers - 1) / sharers / rate
+
+
+def reduce_seconds(num_bytes: int, hardware: Hardware, replicas: int = 1) -> float:
+    """A reduce-scatter in every replica, then an all-reduce of each shard over the replicas."""
+    shard = num_bytes * replicas / hardware.num_gpus
+    return gather_seconds(num_bytes, hardware, replicas) + 2 * shard * (replicas - 1) / replicas / (
+        hardware.gpu.link_bytes_s if hardware.num_nodes == 1 else hardware.gpu.network_bytes_s
+    )
 
 
 def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
@@ -208,9 +232,9 @@ def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Wo
     for (window, keeps, needs_backward), same in groupby(layers):
         forward, backward = layer_seconds(shape, layout, hardware, work, window, keeps)
         total = total + (forward + backward if needs_backward else forward).times(len(list(same)))
-    rate, count = hardware.gpu.memory_bytes_s, hardware.num_gpus
+    rate, count = hardware.gpu.memory_bytes_s, hardware.num_gpus / layout.replicas
     if layout.offload_optimizer:
-        rate, count = HOST_UPDATE_BYTES_S, hardware.num_nodes
+        rate, count = HOST_UPDATE_BYTES_S, hardware.num_nodes / layout.replicas
     return total.times(work.accumulate) + Seconds(update=UPDATE_BYTES * shape.num_trained / count / rate)
 
 
@@ -224,6 +248,8 @@ def _loss_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: W
     logits_bytes = linear.s * shape.vocab * layout.element_bytes
     trained = shape.saved("lm_head") > 0
     sums = logits_bytes / LOGITS_TILE_BYTES * 2 * shape.saved("lm_head") * layout.sum_bytes
-    moved = _collective_seconds((2 + trained) * shape.vocab * shape.hidden * layout.element_bytes, hardware)
+    head_bytes = shape.vocab * shape.hidden * layout.element_bytes
+    moved = gather_seconds(2 * head_bytes, hardware, layout.replicas)
+    moved += reduce_seconds(trained * head_bytes, hardware, layout.replicas)
     matmuls = (3 + trained) * linear.matmul(shape.hidden, shape.vocab, LOSS_SHARE)
     return Seconds(linear=matmuls + linear.moving(LOGIT_PASSES * logits_bytes + sums), exchange=moved)

@@ -15,7 +15,7 @@ from ithaka.config import Config, ConfigError, given, load, parse_count, shown, 
 from ithaka.layout import SETTINGS
 from ithaka.plan import search
 from ithaka.plan.bytes import HOST_PROCESS_BYTES, HOST_RESERVE_SHARE, RESERVE_BYTES, RESERVE_SHARE, kept_attention_bytes
-from ithaka.plan.hardware import DISK_BYTES_S, GIB, HOST_BYTES_PER_GPU, NETWORK_BYTES_S, Hardware
+from ithaka.plan.hardware import DISK_BYTES_S, GIB, HOST_BYTES_PER_GPU, Hardware
 from ithaka.plan.models import find_shape, hub_id
 from ithaka.plan.search import Plan, Space
 from ithaka.plan.shape import Work
@@ -25,7 +25,7 @@ WIDTH = 118
 OPTIONS = {"model.path": "the argument MODEL", "data.context": "--context", "train.batch": "--batch",
            "train.steps": "--steps"}  # fmt: skip
 ADAPTER = {"adapter.rank", "adapter.targets", "adapter.modules_to_save"}
-COLUMNS = ("cp", "heads/stage", "inputs", "attention kept", "optimizer", "tok/s/GPU", "GPU GiB", "host GiB")
+COLUMNS = ("  cp", "heads/stage", "inputs", "attention kept", "optimizer", "tok/s/GPU", "GPU GiB", "host GiB")
 PLACES = {"device": "on the device", "host": "in host memory", "disk": "on disk"}
 TIER_WORDS = {"GPU": ("GPU memory", ""), "host": ("host memory", "--host-memory 2TB"), "disk": ("disk", "--disk 10TB")}
 
@@ -222,9 +222,11 @@ def _reasons(plan: Plan) -> dict[str, str]:
     outputs = size(kept_attention_bytes(shape, layout, s) * layout.keep_attention)
     reasons = {"parallel.cp": f"{shared}: {step}"}
     if layout.ring > 1:
-        reasons["parallel.ring"] = (
-            f"k and v go round {layout.ring} groups of {ulysses} GPUs that exchange tokens for heads"
-        )
+        reasons["parallel.ring"] = f"k and v go round {layout.ring} groups of {ulysses} GPUs{_why_ring(plan)}"
+    if layout.replicas > 1:
+        sharers = plan.hardware.num_gpus // layout.replicas
+        why = _instead(plan, "sharding over all", replicas=1)
+        reasons["parallel.replicas"] = f"parameters are sharded over {sharers} GPUs and replicated{why}"
     reasons["parallel.heads_per_stage"] = stage
     reasons["memory.tile_tokens"] = "tokens per tile of norms, projections and MLP"
     if layout.checkpoint:
@@ -241,6 +243,14 @@ def _reasons(plan: Plan) -> dict[str, str]:
     where = PLACES["host" if layout.offload_optimizer else "device"]
     reasons["memory.offload_optimizer"] = f"parameters, gradients and AdamW's state are kept {where}"
     return {name: f"{why} (as given)" if SETTINGS[name] in plan.given else why for name, why in reasons.items()}
+
+
+def _why_ring(plan: Plan) -> str:
+    cp, heads, width = plan.layout.cp, plan.shape.heads, plan.layout.heads_per_stage
+    if cp > heads:
+        return f": the model has only {heads} query heads to exchange"
+    stage = None if width is None else min(-(-width // cp) * cp, heads)
+    return _instead(plan, f"exchanging tokens for heads over {cp}", ring=1, heads_per_stage=stage)
 
 
 def _sequences(count: int) -> str:
@@ -288,7 +298,8 @@ def _others(plan: Plan) -> Iterator[str]:
         kept = f"{layout.keep_attention} on {layout.attention_tier}" if layout.keep_attention else "none"
         where = (layout.input_tier, kept, "host" if layout.offload_optimizer else "device")
         figures = (rate(other.tokens_per_s_per_gpu), f"{ledger.gpu_peak / GIB:.1f}", f"{ledger.host_peak / GIB:.0f}")
-        cells = (layout.cp, other.settings["parallel.heads_per_stage"], *where, *figures)
+        split = layout.cp if layout.ring == 1 else f"{layout.ulysses}x{layout.ring}"
+        cells = (split, other.settings["parallel.heads_per_stage"], *where, *figures)
         yield "".join(f"  {cell:>{len(title)}}" for title, cell in zip(COLUMNS, cells, strict=True))
 
 
@@ -304,7 +315,7 @@ def assumed(plan: Plan) -> dict[str, str]:
     found = {
         "host memory": f"{HOST_BYTES_PER_GPU / 1e9:.0f} GB per GPU; give yours with --host-memory",
         "links": f"{gpu.link_bytes_s / 1e9:.0f} GB/s per GPU inside a node, "
-        f"{NETWORK_BYTES_S / 1e9:.0f} GB/s between nodes",
+        f"{gpu.network_bytes_s / 1e9:.3g} GB/s between nodes",
         "disk": f"{DISK_BYTES_S / 1e9:.0f} GB/s per node",
         "reserve": f"{RESERVE_BYTES / GIB:.0f} GiB + {RESERVE_SHARE:.0%} of each GPU (context, workspaces, "
         f"fragmentation), {HOST_PROCESS_BYTES / 1e9:.0f} GB per GPU + {HOST_RESERVE_SHARE:.0%} of a node's host memory",

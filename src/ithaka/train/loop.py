@@ -213,7 +213,7 @@ def prepare(run: Run) -> Trainer:
     """Do all that can be refused before anything is written; a refusal is raised on all ranks."""
     start_process_group()
     run = _with_intact_checkpoint(run)
-    trainer = together(Trainer, run, make_mesh(run.layout.cp, ring=run.layout.ring))
+    trainer = together(Trainer, run, make_mesh(run.layout.cp, ring=run.layout.ring, replicas=run.layout.replicas))
     trainer.saver = checkpoint.Saver(run.run_dir, run.config.train.keep_last, has_room_to_save(run))
     trainer.data_facts = together(_data_facts, trainer)
     if run.checkpoint is not None:

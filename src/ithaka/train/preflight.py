@@ -122,7 +122,7 @@ def validated(config: Config, num_ranks: int, resume: Path | None = None, here: 
     shape = model_shape(config)
     check_settings(config, num_ranks, shape)
     hardware = here or machine_here(config, num_ranks, launch.gpu())
-    layout = layout_of(config, shape.num_layers, num_ranks, on_gpu=hardware.gpu.name != "CPU")
+    layout = layout_of(config, shape.num_layers, num_ranks, hardware.gpu.name != "CPU", shape.heads)
     run = Run(config, num_ranks, shape, layout, hardware)
     check_fits(run)
     check_weights(config.model.path)
@@ -369,6 +369,7 @@ def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
     """Refuse what no layout can have, what would have no effect, and what is missing."""
     parallel, memory, attention = config.parallel, config.memory, config.attention
     values: dict[str, Any] = {"parallel.cp": parallel.cp_of(num_ranks), "parallel.ring": parallel.ring}
+    values |= {"parallel.replicas": parallel.replicas}
     values |= {"parallel.heads_per_stage": parallel.heads_per_stage, "memory.keep_attention": memory.keep_attention}
     fixed = fixed_settings(values, shape.num_layers, num_ranks)
     check_fixed(fixed, shape.heads, shape.num_layers, num_ranks)

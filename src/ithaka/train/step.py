@@ -1,6 +1,6 @@
 """One training step, validation, and what updates the weights: optimizer, learning rate, clipping.
 
-Under FSDP2 every parameter, gradient and moment is a DTensor sharded over the whole mesh, so each rank
+Under FSDP2 every parameter, gradient and moment is a DTensor sharded over the ranks of a replica, so each rank
 updates its own share and only the gradient norm communicates (one scalar).  With `memory.offload_optimizer`
 FSDP2 keeps the shards and their gradients in host memory; the same code then runs the fused CPU AdamW there.
 """
@@ -54,11 +54,15 @@ def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
 
 
 def _local(grad: Tensor) -> Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def _is_first(grad: Tensor) -> bool:
+    """Whether this rank is the first of those that hold the same elements."""
     if not isinstance(grad, DTensor):
-        return grad
-    # A replicated mesh dim would count an element several times in the norm; ithaka shards over the whole mesh.
-    assert all(isinstance(placement, Shard) for placement in grad.placements), grad.placements
-    return grad.to_local()
+        return not dist.is_initialized() or dist.get_rank() == 0
+    places = zip(grad.placements, grad.device_mesh.get_coordinate() or (), strict=True)
+    return all(isinstance(placement, Shard) or at == 0 for placement, at in places)
 
 
 @torch.no_grad()
@@ -72,9 +76,7 @@ def clip_gradients(params: Iterable[nn.Parameter], max_norm: float | None, devic
     ready = dist.is_initialized()
     whole = [param.grad for param in params if param.grad is not None]
     grads = [_local(grad) for grad in whole]
-    # Each element is counted by one rank: by its holder if it is sharded, by rank 0 if every rank holds the same.
-    first = not ready or dist.get_rank() == 0
-    counted = [own for grad, own in zip(whole, grads, strict=True) if first or isinstance(grad, DTensor)]
+    counted = [own for grad, own in zip(whole, grads, strict=True) if _is_first(grad)]
     square = torch.zeros((), dtype=torch.float64, device=device)
     chunks = [chunk for grad in counted if grad.numel() for chunk in grad.flatten().split(_CHUNK)]
     if chunks:
