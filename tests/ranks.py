@@ -57,6 +57,8 @@ class Ranks:
         """Kill all ranks."""
         for process in self._processes:
             process.kill()
+        for process in self._processes:
+            process.join()
 
 
 def _serve(pipe: Connection, backend: str, environment: dict[str, str]) -> None:

@@ -4,18 +4,21 @@ import contextlib
 import dataclasses
 import errno
 import io
+import math
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from ithaka.config import ConfigError
 from ithaka.layer import stages
-from ithaka.train import checkpoint, heartbeat, loop
+from ithaka.train import checkpoint, heartbeat, loop, step
+from ithaka.train.console import read_metrics
 from ranks import Ranks
-from runs import numbers, run, tiny_run, wait_for
+from runs import metrics, numbers, run, tiny_run, wait_for
 
 
 def moved(config, run_dir, **train):
@@ -201,3 +204,63 @@ def test_slow_ranks_are_named_once():
     said = [slow.add([1.0, 1.1, 1.0, 1.5]) for _ in range(20)]
     assert said == [{}] * 9 + [{3: pytest.approx(1.5)}] + [{}] * 10
     assert [slow.add([1.0, 1.0]) for slow in [heartbeat.SlowRanks()] for _ in range(12)] == [{}] * 12
+
+
+def poisoned(patch, calls_hit):
+    """Rank 1's share of a gradient is no number in these computations, each of a step or its repetition."""
+    calls, clip = [], step.clip_gradients
+
+    def clip_gradients(params, *args):
+        params = list(params)
+        calls.append(params)
+        if len(calls) in calls_hit and dist.get_rank() == 1:
+            params[0].grad.to_local().view(-1)[0] = float("nan")
+        return clip(params, *args)
+
+    patch.setattr(step, "clip_gradients", clip_gradients)
+
+
+def nan_once(patch):
+    poisoned(patch, [3])
+
+
+def nan_twice(patch):
+    poisoned(patch, [3, 4])
+
+
+def nan_always(patch):
+    poisoned(patch, range(3, 99))
+
+
+def test_a_step_that_is_bad_once_is_computed_again_and_the_rank_named(ranks, whole, tmp_path):
+    config = moved(whole, tmp_path / "run")
+    (told, error), _ = ranks.run(2, told_by, nan_once, config)
+    assert error is None
+    assert "gradient norm nan, but not when computed again: the hardware of rank 1 on " in told
+    assert [line["step"] for line in metrics(config.train.run_dir) if "suspected" in line] == [3]
+    lines = [line for line in metrics(config.train.run_dir) if "event" not in line]
+    assert [line["loss"] for line in lines] == [line["loss"] for line in metrics(whole.train.run_dir)]
+
+
+@pytest.mark.parametrize("fault, way", [(nan_twice, "skip"), (nan_always, "skip"), (nan_twice, "stop")])
+def test_a_step_that_is_bad_twice_is_skipped_or_ends_the_run(ranks, whole, tmp_path, fault, way):
+    config = moved(whole, tmp_path / "run", bad_step=way)
+    (told, error), _ = ranks.run(2, told_by, fault, config)
+    if way == "stop" or fault is nan_always:
+        assert error.startswith("Diverged: step 3: loss ") and "gradient norm nan, twice. The last checkpoint" in error
+        assert (tmp_path / "run/latest").read_text() == "step-00000002\n"
+        assert told.count("is skipped") == (0 if way == "stop" else 2)
+        return
+    assert error is None and "Its batch is skipped; " in told
+    [skipped] = [line["skipped_documents"] for line in metrics(config.train.run_dir) if "event" in line]
+    assert skipped and all(isinstance(start, str) for start in skipped)
+    assert [record["step"] for record in read_metrics(config.train.run_dir / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+
+
+def test_a_spike_is_a_multiple_of_the_median(whole):
+    def accepts(norm, spike, count):
+        trainer = SimpleNamespace(config=moved(whole, None, spike=spike), norms=[1.0] * count)
+        return loop.Trainer.accepts(trainer, 2.0, norm)
+
+    assert [accepts(norm, 4, 20) for norm in (3.9, 4.1, math.inf, math.nan)] == [True, False, False, False]
+    assert accepts(99.0, 4, 19) and accepts(99.0, None, 20)

@@ -296,6 +296,11 @@ class TrainConfig(Section):
     save_every: int = setting(0, ge=0)
     # Complete checkpoints to keep; older ones are removed.
     keep_last: int = setting(2, ge=1)
+    # A step whose loss or gradient is not finite, or spikes, is computed again. If it is no better: stop, or skip the
+    # batch, whose documents are logged; three in a row stop the run.
+    bad_step: Literal["stop", "skip"] = "stop"
+    # A gradient norm so many times the median of the last 100 is a spike. null: none is.
+    spike: float | None = setting(None, gt=1)
     # Seed of the initial weights and of the order of the data.
     seed: int = setting(0, ge=0)
     # torch.compile for the MLP.

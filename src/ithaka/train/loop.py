@@ -6,9 +6,13 @@ import dataclasses
 import math
 import os
 import shutil
+import socket
 import statistics
 import time
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from signal import SIGINT, Signals
 from threading import Timer
 from typing import Any
@@ -20,7 +24,7 @@ from ithaka.attention.kernels import resolve_kernel
 from ithaka.config import FORMAT, ConfigError, embedded_model, to_yaml
 from ithaka.data.open import data_facts, open_data
 from ithaka.data.stream import Batch
-from ithaka.data.tokenizer import load_tokenizer
+from ithaka.data.tokenizer import Tokenizer, load_tokenizer
 from ithaka.dist.mesh import Mesh, default_device, make_mesh, set_timeouts, start_process_group
 from ithaka.layer.store import Store
 from ithaka.model.build import build_model
@@ -35,9 +39,12 @@ from ithaka.train.preflight import Run, gathered, has_room_to_save, saved_bytes,
 from ithaka.train.step import StepResult, learning_rate, make_optimizer, train_step, validation_loss
 from ithaka.train.watch import Watch, Witness, explain_shortage, is_shortage
 
+LEAST_NORMS = 20  # before a gradient can be a spike
+MOST_SKIPPED = 2  # batches in a row
+
 
 class Diverged(RuntimeError):
-    """Loss or gradient is no longer finite."""
+    """Loss or gradient is no longer finite, or spikes."""
 
 
 class OutOfMemoryError(RuntimeError):
@@ -82,6 +89,9 @@ class Trainer:
         self.data_facts: dict[str, str] = {}
         self.lock: int | None = None  # of the run directory, on rank 0
         self.saver: checkpoint.Saver
+        self.console: Console | None = None
+        self.norms: deque[float] = deque(maxlen=100)  # of the last steps' gradients
+        self.skipped = 0  # batches in a row
         self.saved_at = time.monotonic()
         config, dtype = run.config, getattr(torch, run.layout.dtype or "float32")
         torch.manual_seed(config.train.seed + mesh.rank)
@@ -130,12 +140,14 @@ class Trainer:
         with status("loading the checkpoint"):
             state = checkpoint.load(self.run.checkpoint, self.model, self.optimizer)
         self.step, self.tokens, self.first_step = state["step"], state["tokens"], state["step"] + 1
+        self.norms.extend(state.get("norms", []))
 
     @phase("saving")
     def save(self) -> None:
         """Ends in the background where there is room for it; `saver.finish` waits."""
         self.saved_at = time.monotonic()
-        state = {"step": self.step, "tokens": self.tokens, "data": self.data.state_dict()}
+        norms = list(self.norms) if self.config.train.spike else []
+        state = {"step": self.step, "tokens": self.tokens, "data": self.data.state_dict(), "norms": norms}
         self.saver.save(self.model, self.optimizer, state)
 
     @property
@@ -145,11 +157,48 @@ class Trainer:
         by_time = minutes > 0 and time.monotonic() - self.saved_at >= 60 * minutes
         return self.mesh.rank == 0 and (by_time or self.due(self.config.train.save_every))
 
-    def advance(self, batches: Sequence[Batch]) -> tuple[StepResult, float, int]:
-        """One step on this rank's micro-batches: its result, learning rate and input tokens over all ranks."""
+    def accepts(self, loss: float, norm: float) -> bool:
+        """Whether a step with these may change the weights."""
+        spike = self.config.train.spike
+        limit = spike * statistics.median(self.norms) if spike and len(self.norms) >= LEAST_NORMS else math.inf
+        return math.isfinite(loss) and math.isfinite(norm) and norm <= limit
+
+    def _skip_or_stop(self, result: StepResult, batches: Sequence[Batch]) -> None:
+        """Of a step that is as bad when it is computed again."""
+        self.skipped += 1
+        what = f"step {self.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}, twice"
+        if self.config.train.bad_step == "stop" or self.skipped > MOST_SKIPPED:
+            with suppress(checkpoint.CheckpointError):
+                self.saver.finish()
+            raise Diverged(
+                f"{what}. {checkpoint.last_of(self.run.run_dir)} Try a lower optim.lr or more optim.warmup_steps."
+            )
+        own = [_starts(batch, self.tokenizer) for batch in batches] if self.mesh.cp_rank == 0 else []
+        documents = [start for starts in gathered(own) for each in starts for start in each]
+        self.tell(f"{what}. Its batch is skipped; {len(documents)} documents", skipped_documents=documents)
+
+    def _suspect(self, first: StepResult) -> None:
+        """Name the ranks where a step was bad that was not when it was computed again."""
+        norms = gathered((socket.gethostname(), first.refused_norm))
+        bad = [f"rank {rank} on {host}" for rank, (host, norm) in enumerate(norms) if not math.isfinite(norm or 0.0)]
+        if not bad:  # a spike: the largest share
+            rank, (host, _) = max(enumerate(norms), key=lambda entry: entry[1][1] or 0.0)
+            bad = [f"rank {rank} on {host}"]
+        who = ", ".join(bad) if len(bad) < len(norms) else "one of the ranks, which it is cannot be told: all were hit"
+        what = f"step {self.step + 1}: loss {first.loss}, gradient norm {first.grad_norm}, but not when computed again"
+        self.tell(f"{what}: the hardware of {who} may be failing", suspected=bad)
+
+    def tell(self, words: str, **values: Any) -> None:
+        if self.console is not None:
+            self.console.event(self.step + 1, words, **values)
+
+    def advance(self, batches: Sequence[Batch]) -> tuple[StepResult, float, int] | None:
+        """One step on this rank's micro-batches: its result, learning rate and input tokens over all ranks. None: the
+        batch was skipped."""
         config = self.config
         lr = learning_rate(self.step, config.optim, config.train.steps)
-        result = train_step(
+        compute = partial(
+            train_step,
             self.model,
             self.optimizer,
             batches,
@@ -158,12 +207,17 @@ class Trainer:
             mesh=self.mesh,
             windows=self.run.shape.windows,
             source_names=self.data.source_names,
+            accepts=self.accepts,
         )
-        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
-            raise Diverged(
-                f"step {self.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}. "
-                f"{checkpoint.last_of(self.run.run_dir)} Try a lower optim.lr or more optim.warmup_steps."
-            )
+        result = compute()
+        if result.refused_norm is not None:
+            first, result = result, compute()
+            if result.refused_norm is not None:
+                self._skip_or_stop(result, batches)
+                return None
+            self._suspect(first)
+        self.norms.append(result.grad_norm)
+        self.skipped = 0
         num_tokens = sum(batch.input_ids.numel() for batch in batches) * self.mesh.dp_size
         self.step += 1
         self.tokens += num_tokens
@@ -233,6 +287,15 @@ def _with_intact_checkpoint(run: Run) -> Run:
     return run
 
 
+def _starts(batch: Batch, tokenizer: Tokenizer) -> list[str]:
+    """The first words of each document of a batch."""
+    starts = []
+    for ids, documents in zip(batch.input_ids, batch.document_ids, strict=True):
+        lengths = torch.unique_consecutive(documents, return_counts=True)[1].tolist()
+        starts += [tokenizer.decode(part[:32].tolist()) for part in ids.split(lengths)]
+    return starts
+
+
 def _data_facts(trainer: Trainer) -> dict[str, str]:
     """What will be trained on, in words. Rank 0 reads it."""
     if trainer.mesh.rank != 0:
@@ -269,7 +332,7 @@ def _train(trainer: Trainer, stop: list[Signals], grace: Grace, beat: Heartbeat,
     asked, or 0."""
     run, settings, mesh = trainer.run, trainer.config.train, trainer.mesh
     console = Console(run.run_dir, settings.steps, trainer.step, settings.tensorboard, mesh.rank == 0)
-    asked = 0
+    asked, trainer.console = 0, console
     try:
         console.facts("ithaka", _header(trainer) | {"time-outs": beat.limits.words})
         slow = SlowRanks()
@@ -285,8 +348,11 @@ def _train(trainer: Trainer, stop: list[Signals], grace: Grace, beat: Heartbeat,
             with phase("data"):
                 batches = [trainer.data.next_batch() for _ in range(settings.accumulate)]
             with watch.step(trainer.step + 1):
-                result, lr, num_tokens = trainer.advance(batches)
+                advanced = trainer.advance(batches)
                 step_s = grace.step_s = time.perf_counter() - start
+            if advanced is None:
+                continue
+            result, lr, num_tokens = advanced
             val_loss, sources = None, result.source_losses
             if trainer.due(settings.validate_every):
                 with console.doing("validation"):

@@ -359,10 +359,8 @@ def saved_bytes(run: Run) -> int:
 
 def has_room_to_save(run: Run) -> bool:
     """Whether host memory has room for that copy, beside all else that is planned."""
-    planned = sum(run.ledger.host.values())
-    if run.hardware.gpu.name == "CPU":
-        planned += sum(held(run.ledger.gpu, run.hardware.gpus_per_node).values())
-    return planned + saved_bytes(run) <= run.hardware.host_bytes
+    planned = run.ledger.host if plans_for(run.config, run.hardware) else needs(run)[0]
+    return sum(planned.values()) + saved_bytes(run) <= run.hardware.host_bytes
 
 
 def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:

@@ -8,7 +8,7 @@ FSDP2 keeps the shards and their gradients in host memory; the same code then ru
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,9 +86,17 @@ def clip_gradients(params: Iterable[nn.Parameter], max_norm: float | None, devic
     norm = square.sqrt()
     if max_norm is not None and grads:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        factor = torch.where(norm.isfinite(), factor, 1.0)  # so that it shows whose gradients are not finite
         wide = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
         torch._foreach_mul_(grads, factor.to(grads[0].device, wide))
     return norm
+
+
+def own_norm(params: Iterable[nn.Parameter]) -> float:
+    """Of this rank's shares of the gradients."""
+    grads = [_local(param.grad) for param in params if param.grad is not None]
+    chunks = [chunk for grad in grads if grad.numel() for chunk in grad.flatten().split(_CHUNK)]
+    return float(torch.stack(torch._foreach_norm(chunks, 2.0, dtype=torch.float64)).norm()) if chunks else 0.0
 
 
 class SourceSums:
@@ -123,6 +131,7 @@ class StepResult:
     label_tokens: int
     num_pairs: int  # query-key pairs of attention, summed over layers
     source_losses: dict[str, float]  # loss/NAME; empty with one source
+    refused_norm: float | None = None  # where there was no update: of this rank's shares of the gradients
 
 
 def train_step(
@@ -135,8 +144,10 @@ def train_step(
     mesh: Mesh,
     windows: Sequence[int | None] = (),
     source_names: Sequence[str] = (),
+    accepts: Callable[[float, float], bool] = lambda loss, norm: True,
 ) -> StepResult:
-    """One update from this rank's micro-batches; `windows` are the layers', `source_names` the data's.
+    """One update from this rank's micro-batches; `windows` are the layers', `source_names` the data's. Without the
+    update if `accepts` refuses the loss and the gradient norm.
 
     The number of valid labels of the whole global batch is known before the first forward, so every
     micro-step is weighted by its tokens and gradients are divided once."""
@@ -156,10 +167,14 @@ def train_step(
         out.loss.backward()
         total_loss += out.loss.detach()
     with phase("optimizer"):
-        norm = clip_gradients(model.parameters(), clip_norm, mesh.device)
-        optimizer.step()
+        norm = float(clip_gradients(model.parameters(), clip_norm, mesh.device))
+        loss, refused_norm = float(total_loss), None
+        if accepts(loss, norm):
+            optimizer.step()
+        else:
+            refused_norm = own_norm(model.parameters())
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(float(total_loss), float(norm), label_tokens, all_pairs, sources.means("loss"))
+    return StepResult(loss, norm, label_tokens, all_pairs, sources.means("loss"), refused_norm)
 
 
 @torch.no_grad()
