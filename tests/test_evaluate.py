@@ -7,26 +7,30 @@ import json
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from ithaka import evaluate
+from ithaka import measure as measuring
 from ithaka.cli import app
 from ithaka.data.tokenizer import ByteTokenizer
 from ithaka.dist.mesh import make_mesh
-from ithaka.evaluate import (
+from ithaka.layout import Layout
+from ithaka.measure import (
     DEPTHS,
     TASKS,
     Text,
     is_retrieved,
+    key_tokens,
     long_context_gains,
     make_prompt,
     make_task,
     measure,
     token_losses,
 )
-from ithaka.layout import Layout
 from ithaka.model.build import parallelize
+from ithaka.train import checkpoint
 from models import tiny_config, tiny_model
 from runs import run, tiny_run
 
@@ -53,6 +57,11 @@ def test_a_prompt_has_its_needles_in_the_hay_at_their_depth(depth):
     for where, needle in task.needles:
         before, found, _ = text.partition(f"\n{needle}\n")
         assert found and before.count("~") == int(where * text.count("~"))
+
+
+def test_key_tokens_gain_much_and_end_well():
+    losses, gains = torch.tensor([9.0] * 8 + [1.9, 2.1, 0.0, 1.0]), torch.tensor([-2.1, -5.0, -1.9, -3.0])
+    assert key_tokens(losses, gains, 8).tolist() == [1, 0, 0, 1]
 
 
 CONFIG = {"vocab_size": 264, "max_position_embeddings": 1024}
@@ -119,9 +128,9 @@ def test_every_figure_is_that_of_a_plain_script(ranks):
         assert cells == {(kind, CONTEXT, depth) for kind in TASKS for depth in DEPTHS}
 
 
-def test_a_run_is_evaluated_and_shown(ranks, tmp_path, monkeypatch):
+def test_a_run_is_evaluated_and_shown(ranks, tmp_path, monkeypatch, capfd):
     calls = itertools.count()
-    monkeypatch.setattr(evaluate, "is_retrieved", lambda *_: next(calls) % 6 in (0, 2, 3))
+    monkeypatch.setattr(measuring, "is_retrieved", lambda *_: next(calls) % 6 in (0, 2, 3))
     config = tiny_run(tmp_path, model={"max_position_embeddings": 1024}, train={"steps": 1, "validate_every": 0})
     ranks.run(1, run, config)
     texts = tmp_path / "long.jsonl"
@@ -133,11 +142,25 @@ def test_a_run_is_evaluated_and_shown(ranks, tmp_path, monkeypatch):
     found = json.loads(result.stdout)
     assert 4 < found["loss"] < 7 and found["documents"] == 2 and found["long_context_gain"] is None
     assert [cell["score"] for cell in found["retrieval"]][:6] == [0.5, 1.0, 0.0] * 2
-    assert (tmp_path / "page.html").read_text().count("rgb(0 160 80") == len(TASKS) * len(DEPTHS)
+    assert (tmp_path / "page.html").read_text().count("--score: ") == len(TASKS) * len(DEPTHS)
+    (tmp_path / "run.json").write_text(result.stdout)
     refusals = {
         ("--contexts", "4K"): "has no document of --contexts=4096 tokens: its longest has",
         ("--contexts", "300,900"): "--contexts=300 is",
+        ("--contexts", "800", str(tmp_path / "run.json")): "run.json has contexts=[900] and ",
     }
     for more, words in refusals.items():
         refused = CliRunner().invoke(app, [*arguments[:-2], *more])
-        assert refused.exit_code == 2 and words in refused.stderr
+        assert refused.exit_code == 2 and words in refused.stderr, refused.stderr
+    # Beside it, an adapter of its own export that changes nothing.
+    base = checkpoint.export(config.train.run_dir, tmp_path / "base")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path / "adapter")
+    sides = ["evaluate", str(tmp_path / "adapter"), str(tmp_path / "run.json"), *arguments[2:]]
+    capfd.readouterr()
+    result = CliRunner().invoke(app, [*sides, "--html", str(tmp_path / "page.html")])
+    assert result.exit_code == 0, result.output
+    assert capfd.readouterr().err == "" and result.stderr == "", "a progress bar is noise in a file"
+    losses = next(line for line in result.stdout.splitlines() if line.startswith("loss  ")).split()
+    assert losses[1] == losses[3] and "loss A  error A  loss B  error B" in result.stdout
+    assert (tmp_path / "page.html").read_text().count("--score: ") == 2 * len(TASKS) * len(DEPTHS)

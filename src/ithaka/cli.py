@@ -317,7 +317,10 @@ def rehearse(
 
 @app.command()
 def evaluate(
-    model: Annotated[Path, typer.Argument(metavar="MODEL|RUN", help="A Hugging Face directory, or that of a run.")],
+    models: Annotated[
+        list[Path],
+        typer.Argument(metavar="MODEL|RUN|ADAPTER|FILE...", help="One directory, or two; or what --json wrote before."),
+    ],
     contexts: Annotated[str, typer.Option(help="Lengths; loss is measured at the largest.")] = "8K,32K",
     data: Annotated[Path | None, typer.Option(metavar="PATH", help="As data.path; unseen in training.")] = None,
     documents: Annotated[int, typer.Option(min=1, help="Long documents to read.")] = 8,
@@ -326,7 +329,9 @@ def evaluate(
     page: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page as well.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what a model does with its context: loss by position, what the long context gives, retrieval."""
+    """Measure what a model, or two, do with their context: loss by position, what the long context gives, retrieval."""
+    if len(models) > 2:
+        raise ConfigError(f"{len(models)} models are too many side by side; give one or two")
     lengths = sorted({_count(text, "--contexts") for text in contexts.split(",")})
     if page is not None:
         check_writable("--html", page)
@@ -334,15 +339,15 @@ def evaluate(
         from ithaka import evaluate as evaluation
 
     with status("evaluating"):
-        found = evaluation.evaluate(model, lengths, data, ranks, documents, samples)
+        found = evaluation.evaluate_all(models, lengths, data, ranks, documents, samples)
     if page is not None:
         page.write_text(evaluation.as_page(found), encoding="utf-8")
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(found if len(found) > 1 else found[0], indent=2))
         return
     for title, rows in evaluation.tables(found):
         print(f"{title}\n{_table(rows)}\n")
-    print("long_context_gain: loss with all before a token minus loss with the last 4K only; below zero, it helps")
+    print(evaluation.MEANING)
 
 
 @app.command()

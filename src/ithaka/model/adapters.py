@@ -131,13 +131,15 @@ def active_adapter(base: Any) -> str | None:
 def merge_adapter(base: Path, adapter: Path, tensors: dict[str, Tensor], out: Path) -> None:
     """Writes the base model with the adapter merged: in float32, rounded once to the dtype that the base names.
 
-    `adapter`: a directory with PEFT's configuration, and the config.json that it was trained with, which may have other
-    positions; `tensors`: named as in PEFT's files.
+    `adapter`: a directory with PEFT's configuration, and, if its positions are not the base's, the config.json that it
+    was trained with; `tensors`: named as in PEFT's files.
     """
     from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
-    trained = AutoConfig.from_pretrained(adapter)
+    trained = AutoConfig.from_pretrained(adapter if (adapter / "config.json").is_file() else base)
+    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(base, config=trained, dtype=torch.float32)
     peft_model = get_peft_model(model, PeftConfig.from_pretrained(adapter))
     set_peft_model_state_dict(peft_model, tensors)

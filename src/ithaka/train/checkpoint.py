@@ -388,6 +388,9 @@ def export(run_dir: Path, out_dir: Path, merge: bool = False) -> Path:
     Of a run with an adapter, it writes the adapter in PEFT's format, or with `merge` the base model with the adapter
     merged in float32 and rounded to the base's own precision."""
     from transformers import AutoConfig, AutoModelForCausalLM  # late: only export needs it
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
     out_dir, folder = out_dir.absolute(), run_dir / "model"
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
