@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import ithaka
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-CONTEXT = 512
+CONTEXT = 256
 
 
 def make_model(lora: bool) -> Any:

@@ -72,7 +72,7 @@ def make_trainer(trainer_class: Callable[..., Any], output_dir: str, lora: bool 
     }
     args = SFTConfig(output_dir, **{**settings, **changes})
     adapter = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])} if lora else {}
-    data = {"train_dataset": conversations(120), "eval_dataset": conversations(20, first=200)}
+    data = {"train_dataset": conversations(60), "eval_dataset": conversations(6, first=200)}
     return trainer_class(model=model, args=args, processing_class=tokenizer, **data, **adapter)
 
 
