@@ -50,7 +50,7 @@ def compare(cp, config, layout, documents=None, **lora):
     expected.backward()
 
     def work():
-        mesh = make_mesh(cp)
+        mesh = make_mesh(cp, ring=layout.ring)
         store = Store(mesh.device)
         model = parallelize(models[mesh.rank], mesh=mesh, layout=replace(layout, cp=cp), store=store)
         loss = model(input_ids=ids, labels=labels, **given).loss
@@ -82,17 +82,18 @@ LAYOUTS = {
     "kept": Layout(heads_per_stage=4, tile_tokens=4, kept=(LayerKeeps(attention="device"), LayerKeeps("host", "host"))),
     "disk": Layout(heads_per_stage=4, kept=(LayerKeeps("disk", "disk"), LayerKeeps("disk"))),
     "everything": Layout(heads_per_stage=4, kept=(EVERYTHING, EVERYTHING)),
+    "ring": Layout(heads_per_stage=4, tile_tokens=3, ring=2),
 }
 CASES = [  # family, cp, layout, documents, changes to PEFT's configuration
     ("llama", 1, "whole", None, {}),
     ("llama", 2, "kept", (7, 1, 9, 4), {"use_rslora": True}),
-    ("mistral", 4, "stages", None, {"rank_pattern": {"k_proj": 2}, "alpha_pattern": {"down_proj": 7}}),
+    ("mistral", 4, "ring", None, {"rank_pattern": {"k_proj": 2}, "alpha_pattern": {"down_proj": 7}}),
     ("qwen2", 1, "disk", (7, 1, 9, 4), {}),
     ("qwen2", 4, "everything", None, {"use_rslora": True}),
     ("qwen3", 2, "stages", (7, 1, 9, 4), {}),
     ("qwen3", 2, "everything", (7, 1, 9, 4), {"modules_to_save": ["lm_head", "q_norm"]}),
     ("mistral", 2, "kept", None, {"modules_to_save": ["embed_tokens", "lm_head"], "target_modules": ["q_proj"]}),
-    ("llama", 2, "stages", None, {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
+    ("llama", 4, "stages", None, {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
     ("llama", 1, "stages", None, {"modules_to_save": ["embed_tokens"]}),
     ("qwen3_moe", 2, "stages", None, {"target_modules": LINEARS[:4]}),
 ]

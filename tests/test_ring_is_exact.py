@@ -19,7 +19,8 @@ from ithaka.model.batch import deal_of
 from ithaka.model.build import parallelize
 from ithaka.plan import deal as dealing
 from ithaka.plan import rounds
-from ithaka.plan.deal import deal
+from ithaka.plan.deal import contiguous, deal
+from ithaka.plan.heads import head_table
 from models import EXPERTS, tiny_config, tiny_model
 from parity import check, gradient_errors, plain_sum, random_ids, relative
 from reference import attention_reference
@@ -145,10 +146,19 @@ def sharded(ring, causal):
     expected = (out, *torch.autograd.grad(out, leaves, whole[3]))
     mine = slice(mesh.cp_rank * 16, (mesh.cp_rank + 1) * 16)
     own = [x[mine].detach().requires_grad_() for x in leaves]
-    ours = sharded_attention(*own, mesh.ulysses_group, ring=mesh.ring_group, causal=causal)
+    docs = Docs((0, 64), contiguous(64, ring), mesh.ring_group.rank())
+    ours = sharded_attention(*own, mesh.ulysses_group, ring=mesh.ring_group, causal=causal, docs=docs)
     results = (ours.detach(), *torch.autograd.grad(ours, own, whole[3][mine]))
     pairs = zip(("out", "dq", "dk", "dv"), results, expected, strict=True)
-    return {name: relative(a, b[mine].detach()) for name, a, b in pairs}
+    errors = {name: relative(a, b[mine].detach()) for name, a, b in pairs}
+    # To later members k and v in both directions, to earlier ones dk and dv; if not causal, all to all. Of one head.
+    later, earlier = (ring - 1 - docs.member, docs.member) if causal else (ring - 1, ring - 1)
+    reads = len(table_of(3, mesh).reads[mesh.ulysses_group.rank()])
+    return errors | {"bytes": docs.sent_bytes - reads * 2 * (64 // ring) * 8 * 8 * (2 * later + earlier)}
+
+
+def table_of(num_heads, mesh):
+    return head_table(num_heads, 1, mesh.ulysses_group.size()).stages[0]
 
 
 @pytest.mark.parametrize("ring,causal", [(2, False), (4, True)])
@@ -236,6 +246,8 @@ def test_ten_steps_and_resuming_with_another_ring(ranks, tmp_path):
     ranks.run(4, run, replace(resumed, train=replace(resumed.train, run_dir=folder)), folder)
     losses["resumed"] = of_steps(folder)
     assert len(losses["4x1"]) == 23  # three of them of validation
+    for record in metrics(config("2x2", 2, 2).train.run_dir)[1:]:
+        assert 1.0 <= record["balance"] < 1.5 and record["ring_bytes"] > 0  # documents of few tokens
     for name in losses:
         assert losses[name] == pytest.approx(losses["4x1"], rel=1e-5), name
 

@@ -178,6 +178,7 @@ class Docs:
     def __init__(self, starts: tuple[int, ...], deal: Deal | None = None, member: int = 0) -> None:
         self.starts, self.deal = starts, deal or contiguous(starts[-1], 1)
         self.member, self.runs = member, self.deal.members[member]
+        self.sent_bytes = 0  # by this member to others, so far
         if starts[0] != 0 or any(b < a for a, b in zip(starts, starts[1:], strict=False)):
             raise ConfigError(f"docs must start at 0 and ascend, got {starts[:4]}...{starts[-2:]}")
         self.longest = max(b - a for a, b in zip(starts, starts[1:], strict=False))

@@ -25,13 +25,13 @@ def ring_attention(
     rounds = _rounds(how)
     if not rounds:
         return attention(q_SnK, k_S1K, v_S1K, **how)
-    coming = _start(rounds[0], k_S1K, v_S1K, ring)
+    coming = _start(rounds[0], k_S1K, v_S1K, ring, how)
     out_SnK = torch.zeros_like(q_SnK, dtype=sum_dtype(q_SnK.dtype))
     lse_nS = out_SnK.new_full((q_SnK.shape[1], q_SnK.shape[0]), float("-inf"))
     attention(q_SnK, k_S1K, v_S1K, sums=(out_SnK, lse_nS), **how)
     for part in range(1, len(rounds) + 1):
         k_p1K, v_p1K = _wait(coming)
-        coming = _start(rounds[part], k_S1K, v_S1K, ring) if part < len(rounds) else []
+        coming = _start(rounds[part], k_S1K, v_S1K, ring, how) if part < len(rounds) else []
         attention(q_SnK, k_p1K, v_p1K, part=part, sums=(out_SnK, lse_nS), **how)
         del k_p1K, v_p1K
     return out_SnK.to(q_SnK.dtype), lse_nS
@@ -56,18 +56,18 @@ def ring_attention_backward(
     if not rounds:
         attention_backward(dout_SnK, q_SnK, k_S1K, v_S1K, *of_rows, sums=sums, **how)
         return
-    coming, going = _start(rounds[0], k_S1K, v_S1K, ring), list[Exchange]()
+    coming, going = _start(rounds[0], k_S1K, v_S1K, ring, how), list[Exchange]()
     dq_SnK = torch.zeros_like(q_SnK, dtype=sums[0].dtype)
     attention_backward(dout_SnK, q_SnK, k_S1K, v_S1K, *of_rows, dq=dq_SnK, sums=sums, **how)
     for part in range(1, len(rounds) + 1):
         k_p1K, v_p1K = _wait(coming)
-        coming = _start(rounds[part], k_S1K, v_S1K, ring) if part < len(rounds) else []
+        coming = _start(rounds[part], k_S1K, v_S1K, ring, how) if part < len(rounds) else []
         d_kv = torch.zeros_like(k_p1K, dtype=sums[0].dtype), torch.zeros_like(v_p1K, dtype=sums[1].dtype)
         attention_backward(dout_SnK, q_SnK, k_p1K, v_p1K, *of_rows, part=part, dq=dq_SnK, sums=d_kv, **how)
         del k_p1K, v_p1K
         with phase("exchange"):
             _add(sums, going, rounds[part - 2])
-            going = [start_return(d, rounds[part - 1], ring) for d in d_kv]
+            going = _counted([start_return(d, rounds[part - 1], ring) for d in d_kv], how)
         del d_kv
     with phase("exchange"):
         _add(sums, going, rounds[-1])
@@ -80,8 +80,15 @@ def _rounds(how: How) -> list[Round]:
 
 
 @phase("exchange")
-def _start(round_: Round, k_S1K: Tensor, v_S1K: Tensor, ring: dist.ProcessGroup) -> list[Exchange]:
-    return [start_round(t_S1K, round_, ring) for t_S1K in (k_S1K, v_S1K)]
+def _start(round_: Round, k_S1K: Tensor, v_S1K: Tensor, ring: dist.ProcessGroup, how: How) -> list[Exchange]:
+    return _counted([start_round(t_S1K, round_, ring) for t_S1K in (k_S1K, v_S1K)], how)
+
+
+def _counted(started: list[Exchange], how: How) -> list[Exchange]:
+    docs = how["docs"]
+    assert isinstance(docs, Docs)
+    docs.sent_bytes += sum(each.send.nbytes for each in started if each.send is not None)
+    return started
 
 
 @phase("exchange")

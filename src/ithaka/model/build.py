@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from ithaka.attention.blocks import Docs
 from ithaka.attention.kernels import resolve_kernel
 from ithaka.config import AdapterConfig, ConfigError, RopeConfig
 from ithaka.dist.exchange import all_gather, in_order
@@ -42,6 +43,7 @@ class ParallelOutput(ModelOutput):
     logits: Tensor | None = None
     num_tokens: int | None = None
     tokens: TokenResults | None = None  # of this rank's share
+    docs: Docs | None = None  # whose documents are where, and what was sent for them
 
 
 def parallelize(
@@ -234,7 +236,8 @@ def _forward(
     if share.labels_s is None:
         return ParallelOutput(logits=head)
     loss = _GlobalSum.apply(-head.logprobs.sum() / call.divisor)
-    return ParallelOutput(loss=loss, num_tokens=call.num_tokens, tokens=head if call.per_token else None)
+    tokens = head if call.per_token else None
+    return ParallelOutput(loss=loss, num_tokens=call.num_tokens, tokens=tokens, docs=share.docs)
 
 
 class _GlobalSum(torch.autograd.Function):

@@ -51,6 +51,8 @@ class Record:
     mfu: float | None  # None where the device's peak is not known
     device_peak_bytes: int | None  # largest of any rank since the start; None on CPU
     host_peak_bytes: int  # largest resident size of any rank's process since the start
+    balance: float | None = None  # attention of the rank with most over the mean; None: all ranks have the same
+    ring_bytes: int = 0  # k, v, dk and dv that the ring's member with most sent in this step
     # "loss/NAME" and "val_loss/NAME" of each source of the data, as keys of the record itself. Empty: there is one
     sources: dict[str, float] = field(default_factory=dict)
 
@@ -91,6 +93,8 @@ def describe(record: Record) -> str:
         "mfu": record.mfu is not None and f"{100 * record.mfu:.1f}%",
         "device": record.device_peak_bytes is not None and size(record.device_peak_bytes),
         "host": size(record.host_peak_bytes),
+        "balance": record.balance is not None and f"{record.balance:.3f}",
+        "ring": record.ring_bytes > 0 and size(record.ring_bytes),
     }
     return "  ".join(f"{name} {words}".strip() for name, words in parts.items() if words)
 

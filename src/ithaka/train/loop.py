@@ -341,7 +341,7 @@ def _train(trainer: Trainer, stop: list[Signals], grace: Grace, beat: Heartbeat,
             with console.doing("validation before the first step"):
                 val_loss, val_sources = trainer.validate()
             _, _, peaks, _ = _agree(stop, trainer)
-            console.step(Record(0, None, val_loss, None, None, 0, 0, None, None, None, *peaks, val_sources))
+            console.step(Record(0, None, val_loss, None, None, 0, 0, None, None, None, *peaks, sources=val_sources))
         while trainer.step < settings.steps and not asked:
             start = time.perf_counter()
             grace.step_start, beat.place.step = time.monotonic(), trainer.step + 1
@@ -365,7 +365,8 @@ def _train(trainer: Trainer, stop: list[Signals], grace: Grace, beat: Heartbeat,
                 console.event(trainer.step, f"Slow: {shown} the median rank's seconds in attention", slow_ranks=late)
             speed = num_tokens / step_s, step_s, _mfu(trainer, num_tokens, result.num_pairs, step_s)
             losses = result.loss, val_loss, lr, result.grad_norm
-            console.step(Record(trainer.step, *losses, trainer.tokens, result.label_tokens, *speed, *peaks, sources))
+            counts, ring = (trainer.tokens, result.label_tokens), (result.balance, result.ring_bytes)
+            console.step(Record(trainer.step, *losses, *counts, *speed, *peaks, *ring, sources))
             last = bool(asked) or trainer.step == settings.steps
             if save or saved or last:
                 _finish_save(trainer, console)

@@ -132,6 +132,8 @@ class StepResult:
     num_pairs: int  # query-key pairs of attention, summed over layers
     source_losses: dict[str, float]  # loss/NAME; empty with one source
     refused_norm: float | None = None  # where there was no update: of this rank's shares of the gradients
+    balance: float | None = None  # attention of the rank with most over the mean; None: all have the same
+    ring_bytes: int = 0  # k, v, dk and dv that the ring's member with most sent
 
 
 def train_step(
@@ -152,20 +154,22 @@ def train_step(
     The number of valid labels of the whole global batch is known before the first forward, so every
     micro-step is weighted by its tokens and gradients are divided once."""
     labels = sum(num_valid(batch.labels) for batch in batches)
-    pairs = sum(num_pairs(batch.document_ids, windows) for batch in batches)
+    pairs = [num_pairs(batch.document_ids, windows) for batch in batches]
     # The ranks of a cp group hold the same batch: one of them counts it.
-    counts = torch.tensor([labels, pairs] if mesh.cp_rank == 0 else [0, 0])
+    counts = torch.tensor([labels, *pairs]) * (mesh.cp_rank == 0)
     dist.all_reduce(counts)
-    label_tokens, all_pairs = counts.tolist()
+    label_tokens, *all_pairs = counts.tolist()
     for group in optimizer.param_groups:
         group["lr"] = lr
     total_loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    sources = SourceSums(source_names, mesh)
-    for batch in batches:
+    sources, largest, ring_bytes = SourceSums(source_names, mesh), [], 0
+    for batch, own_pairs in zip(batches, pairs, strict=True):
         out = model(**batch.inputs, num_items_in_batch=max(label_tokens, 1), per_token=sources.several)
         sources.add(batch, out.tokens)
         out.loss.backward()
         total_loss += out.loss.detach()
+        largest.append(own_pairs * out.docs.deal.balance)
+        ring_bytes += out.docs.sent_bytes
     with phase("optimizer"):
         norm = float(clip_gradients(model.parameters(), clip_norm, mesh.device))
         loss, refused_norm = float(total_loss), None
@@ -174,7 +178,13 @@ def train_step(
         else:
             refused_norm = own_norm(model.parameters())
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(loss, norm, label_tokens, all_pairs, sources.means("loss"), refused_norm)
+    balance = None
+    if mesh.dp_size > 1 or mesh.ring_group.size() > 1:
+        most = torch.tensor([ring_bytes, *largest], dtype=torch.float64)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        balance, ring_bytes = float(most[1:].sum()) * mesh.dp_size / max(1, sum(all_pairs)), int(most[0])
+    means = sources.means("loss")
+    return StepResult(loss, norm, label_tokens, sum(all_pairs), means, refused_norm, balance, ring_bytes)
 
 
 @torch.no_grad()

@@ -65,6 +65,7 @@ class Watch:
         (self.run.run_dir / "machine.json").write_text(json.dumps(facts), encoding="utf-8")
         stages = len(slots_of(plan.shape, plan.layout).stages)
         facts = {"layout": dataclasses.asdict(plan.layout), "stages": stages, "peak_bytes": planned_holders(plan)}
+        facts["gpus"] = plan.hardware.name  # nodes x ranks
         if gpu_named(plan.hardware.gpu.name):
             facts["seconds"] = dataclasses.asdict(plan.seconds)
         (self.run.run_dir / "plan.json").write_text(json.dumps(facts), encoding="utf-8")
