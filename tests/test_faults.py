@@ -6,6 +6,7 @@ import errno
 import io
 import math
 import os
+import shutil
 import signal
 import time
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from ithaka.layer import stages
 from ithaka.train import checkpoint, heartbeat, loop, step
 from ithaka.train.console import read_metrics
 from ranks import Ranks
-from runs import metrics, numbers, run, tiny_run, wait_for
+from runs import copy_back_at, metrics, numbers, run, tiny_run, wait_for
 
 
 def moved(config, run_dir, **train):
@@ -264,3 +265,45 @@ def test_a_spike_is_a_multiple_of_the_median(whole):
 
     assert [accepts(norm, 4, 20) for norm in (3.9, 4.1, math.inf, math.nan)] == [True, False, False, False]
     assert accepts(99.0, 4, 19) and accepts(99.0, None, 20)
+
+
+def with_other_data(config, other):
+    path = config.data.path if dist.get_rank() == 0 else other
+    run(dataclasses.replace(config, data=dataclasses.replace(config.data, path=path)))
+
+
+def test_a_rank_with_other_data_is_refused_before_the_first_step(ranks, whole, tmp_path):
+    """The same names and sizes."""
+    other = shutil.copytree(whole.data.path, tmp_path / "texts")
+    text = (other / "07.txt").read_text()
+    (other / "07.txt").write_text(text.replace("7", "8"))
+    with pytest.raises(AssertionError, match=r"do not have the same: data.path is \w+ on rank 0 and \w+ on rank 1, "):
+        ranks.run(2, with_other_data, moved(whole, tmp_path / "run"), other)
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_the_global_batch_is_kept_by_another_number_of_ranks(ranks, whole, tmp_path):
+    config = moved(whole, tmp_path / "two", global_batch=4, accumulate=1, save_every=2)
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, cp=1))
+    ranks.run(2, run, config)
+    again = moved(config, copy_back_at(config.train.run_dir, tmp_path / "one", 2))
+    ranks.run(1, run, again, again.train.run_dir)
+    losses, others = ([r["loss"] for r in metrics(c.train.run_dir)[3:]] for c in (config, again))
+    assert others == pytest.approx(losses, rel=1e-5)
+    lost = moved(again, copy_back_at(config.train.run_dir, tmp_path / "lost", 2), global_batch=None, accumulate=2)
+    [(told, _)] = ranks.run(1, told_by, nothing, lost, True)
+    assert "2 sequences per step (was 4); train.global_batch=4 keeps them" in told
+    with pytest.raises(ConfigError, match=r"global_batch=3 is no multiple of 2, .* on 2 .* ranks; use 2 or 4, or"):
+        dataclasses.replace(config.train, global_batch=3).micro_steps(2)
+
+
+def nothing(patch):
+    """No fault, but a validation that would take long."""
+    patch.setattr(loop, "validation_seconds", lambda run: 7200.0)
+
+
+def test_validation_before_the_first_step_is_left_out_where_it_takes_long(ranks, whole, tmp_path):
+    config = moved(whole, tmp_path / "run", steps=1)
+    [(told, error)] = ranks.run(1, told_by, nothing, config)
+    assert error is None and "No validation before the first step: it would take about 120 minutes" in told
+    assert [line["step"] for line in metrics(config.train.run_dir)] == [1]

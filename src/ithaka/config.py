@@ -286,6 +286,9 @@ class TrainConfig(Section):
     batch: int = setting(1, ge=1)
     # Micro-steps per optimizer step.
     accumulate: int = setting(1, ge=1)
+    # Sequences per optimizer step, over all ranks: accumulate is derived from it, so that another number of GPUs keeps
+    # it. null: batch x accumulate x data-parallel ranks.
+    global_batch: int | None = setting(None, ge=1)
     # Validate every so many steps. 0: only at the end.
     validate_every: int = setting(100, ge=0)
     # Sequences per validation, over all ranks. 0: never validate.
@@ -314,6 +317,17 @@ class TrainConfig(Section):
     grace_s: float = setting(25.0, ge=0)
     # Where the run is written. null: runs/<date>-<time>. `--resume auto` needs it.
     run_dir: Path | None = None
+
+    def micro_steps(self, dp: int) -> int:
+        """Per optimizer step, on so many data-parallel ranks."""
+        per = self.batch * dp
+        if self.global_batch is None:
+            return self.accumulate
+        if self.global_batch % per:
+            what = f"is no multiple of {per}, train.batch={self.batch} on {dp} data-parallel ranks"
+            near = " or ".join(str(per * n) for n in (self.global_batch // per, self.global_batch // per + 1) if n)
+            raise ConfigError(f"train.global_batch={self.global_batch} {what}; use {near}, or another parallel.cp")
+        return self.global_batch // per
 
 
 @dataclass(frozen=True)

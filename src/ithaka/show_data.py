@@ -59,10 +59,10 @@ def read_data(config: Config, limits: tuple[int, int, int]) -> DataView:
     with tempfile.TemporaryDirectory(prefix="ithaka-") as folder:
         data = open_data(
             config.data, tokenizer=tokenizer, seed=train.seed, dp_size=dp_size, batch=train.batch,
-            accumulate=train.accumulate, cache_dir=Path(folder),
+            accumulate=train.micro_steps(dp_size), cache_dir=Path(folder),
         )  # fmt: skip
         try:
-            facts = data_facts(data, train.steps * train.accumulate * train.batch * dp_size)
+            facts = data_facts(data, train.steps * train.micro_steps(dp_size) * train.batch * dp_size)
             figures = count(data)
             chosen = np.linspace(0, figures["sequences"] - 1, limits[0]).round().astype(int)
             sequences = [show_sequence(data, i, *limits[1:]) for i in np.unique(chosen).tolist()]

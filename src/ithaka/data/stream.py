@@ -102,7 +102,7 @@ class TrainData:
 
     def state_dict(self) -> dict[str, Any]:
         """The global position, the same on every rank; small and JSON-able."""
-        return {"version": FORMAT, "data": self._fingerprint(), **asdict(self.position)}
+        return {"version": FORMAT, "data": self.fingerprint(), **asdict(self.position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was called, on any number of ranks. The files must be the same."""
@@ -112,7 +112,7 @@ class TrainData:
                 "data has changed; go on with the version that wrote it, or export the run and start a new one "
                 "from its weights"
             )
-        if state["data"] != self._fingerprint():
+        if state["data"] != self.fingerprint():
             raise ConfigError(
                 "data.path, its files, data.sources, data.text_field, data.long_documents, data.validation_fraction, "
                 "data.tokenizer or train.seed are not those of the checkpoint; put them back, or export the run and "
@@ -132,7 +132,7 @@ class TrainData:
         self._ahead.shutdown(cancel_futures=True)
         self.cache.close(remove)
 
-    def _fingerprint(self) -> str:
+    def fingerprint(self) -> str:
         """Of what decides the order and the tokens, but not of where the files lie."""
         sources = [(source.weight, [shard.identity for shard in source.shards]) for source in self.stream.sources]
         decides = (self.stream.sources[0].key, self.cache.tokenizer.fingerprint, self.stream.long_documents, sources)

@@ -50,12 +50,7 @@ class Limits:
 
     @staticmethod
     def of(run: Run) -> Limits:
-        shape, layout = run.shape, run.layout
-        keeps = layout.of_layers(shape.num_layers)
-        layers = {(window, kept) for window, kept in zip(shape.windows, keeps, strict=True)}
-        longest = max(
-            layer_seconds(shape, layout, run.hardware, run.work, window, kept)[1].total for window, kept in layers
-        )
+        longest = max(backward for _, backward in _planned(run))
         data = run.config.data
         paths = [data.path, data.validation_path, *(source.path for source in data.sources)]
         read = _bytes_below(run.config.model.path) / READ_BYTES_S + sum(map(_bytes_below, paths)) / TOKENISE_BYTES_S
@@ -73,6 +68,20 @@ class Limits:
     def words(self) -> str:
         parts = {"start": self.start, "step": self.step, "save": self.save}
         return ", ".join(f"{name} {seconds:.0f} s" for name, seconds in parts.items()) + " without progress"
+
+
+def _planned(run: Run) -> list[tuple[float, float]]:
+    """Seconds of each layer, forward and backward."""
+    shape, layout = run.shape, run.layout
+    layers = list(zip(shape.windows, layout.of_layers(shape.num_layers), strict=True))
+    seconds = {each: layer_seconds(shape, layout, run.hardware, run.work, *each) for each in set(layers)}
+    return [(seconds[each][0].total, seconds[each][1].total) for each in layers]
+
+
+def validation_seconds(run: Run) -> float:
+    """Planned, without the loss."""
+    num_batches = -(-run.config.train.validate_sequences // (run.work.batch * run.num_ranks // run.layout.cp))
+    return num_batches * sum(forward for forward, _ in _planned(run))
 
 
 def _bytes_below(path: Path | None) -> int:

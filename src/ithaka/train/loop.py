@@ -33,14 +33,24 @@ from ithaka.plan.hardware import peak_flops
 from ithaka.plan.show import size
 from ithaka.train import checkpoint
 from ithaka.train.console import Console, Record, amount, host_peak_bytes, read_metrics, status, step_flops
-from ithaka.train.heartbeat import Heartbeat, Limits, Place, SlowRanks
+from ithaka.train.heartbeat import Heartbeat, Limits, Place, SlowRanks, validation_seconds
 from ithaka.train.launch import Outcome, answer, leave, stop_requests
-from ithaka.train.preflight import Run, gathered, has_room_to_save, saved_bytes, store_host_bytes, together
+from ithaka.train.preflight import (
+    Run,
+    check_same,
+    fingerprints,
+    gathered,
+    has_room_to_save,
+    saved_bytes,
+    store_host_bytes,
+    together,
+)
 from ithaka.train.step import StepResult, learning_rate, make_optimizer, train_step, validation_loss
 from ithaka.train.watch import Watch, Witness, explain_shortage, is_shortage
 
 LEAST_NORMS = 20  # before a gradient can be a spike
 MOST_SKIPPED = 2  # batches in a row
+SHORT_S = 120.0  # of validation before the first step
 
 
 class Diverged(RuntimeError):
@@ -141,6 +151,13 @@ class Trainer:
             state = checkpoint.load(self.run.checkpoint, self.model, self.optimizer)
         self.step, self.tokens, self.first_step = state["step"], state["tokens"], state["step"] + 1
         self.norms.extend(state.get("norms", []))
+        if (before := state.get("global_batch", self.global_batch)) != self.global_batch:
+            words = f"{self.global_batch} sequences per step (was {before}); train.global_batch={before} keeps them"
+            self.data_facts["batch"] = words
+
+    @property
+    def global_batch(self) -> int:
+        return self.config.train.batch * self.config.train.accumulate * self.mesh.dp_size
 
     @phase("saving")
     def save(self) -> None:
@@ -148,6 +165,7 @@ class Trainer:
         self.saved_at = time.monotonic()
         norms = list(self.norms) if self.config.train.spike else []
         state = {"step": self.step, "tokens": self.tokens, "data": self.data.state_dict(), "norms": norms}
+        state["global_batch"] = self.global_batch
         self.saver.save(self.model, self.optimizer, state)
 
     @property
@@ -269,6 +287,8 @@ def prepare(run: Run) -> Trainer:
     run = _with_intact_checkpoint(run)
     trainer = together(Trainer, run, make_mesh(run.layout.cp, ring=run.layout.ring, replicas=run.layout.replicas))
     trainer.saver = checkpoint.Saver(run.run_dir, run.config.train.keep_last, has_room_to_save(run))
+    own = fingerprints(run.config, trainer.data.fingerprint(), trainer.tokenizer.fingerprint)
+    check_same(gathered((socket.gethostname(), own)))
     trainer.data_facts = together(_data_facts, trainer)
     if run.checkpoint is not None:
         trainer.load()
@@ -301,7 +321,7 @@ def _data_facts(trainer: Trainer) -> dict[str, str]:
     if trainer.mesh.rank != 0:
         return {}
     train, data = trainer.config.train, trainer.data
-    num_sequences = train.steps * train.accumulate * train.batch * trainer.mesh.dp_size
+    num_sequences = train.steps * trainer.global_batch
     try:
         with status("reading the data"):
             return data_facts(data, num_sequences)
@@ -337,7 +357,10 @@ def _train(trainer: Trainer, stop: list[Signals], grace: Grace, beat: Heartbeat,
         console.facts("ithaka", _header(trainer) | {"time-outs": beat.limits.words})
         slow = SlowRanks()
         watch = Watch(run, trainer.model, trainer.optimizer, mesh, console)
-        if trainer.step == 0 and settings.validate_every:
+        planned_s = validation_seconds(run)
+        if trainer.step == 0 and settings.validate_every and planned_s > SHORT_S:
+            console.say(f"No validation before the first step: it would take about {planned_s / 60:.0f} minutes")
+        elif trainer.step == 0 and settings.validate_every:
             with console.doing("validation before the first step"):
                 val_loss, val_sources = trainer.validate()
             _, _, peaks, _ = _agree(stop, trainer)
@@ -435,7 +458,7 @@ def _mfu(trainer: Trainer, num_tokens: int, num_pairs: int, step_s: float) -> fl
 def _header(trainer: Trainer) -> dict[str, str]:
     config, mesh, model = trainer.config, trainer.mesh, trainer.model
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
-    tokens = config.train.batch * config.train.accumulate * mesh.dp_size * config.data.context
+    tokens = trainer.global_batch * config.data.context
     frozen = trainer.num_trained < trainer.num_params
     size = amount(trainer.num_params) + f" parameters{f', {amount(trainer.num_trained)} trained' if frozen else ''}"
     ulysses, ring = mesh.ulysses_group.size(), mesh.ring_group.size()

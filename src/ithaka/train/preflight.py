@@ -6,18 +6,23 @@ Under torchrun every rank does this. If a check fails on any rank, it is raised 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
 import os
+import platform
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
+import ithaka
 from ithaka.attention.kernels import KERNELS
 from ithaka.config import (
     CPU_DEFAULT,
@@ -51,6 +56,7 @@ T = TypeVar("T")
 STORED = ("layer inputs", "kept attention", "on the way to disk")
 STATES = "parameters, gradients, optimizer"
 STAND_IN = "H100"  # for a GPU that the table lacks
+ENDS_BYTES, MOST_FILES = 2**16, 256  # of files whose contents are compared between ranks
 AUTO = Path("auto")  # --resume auto: go on in train.run_dir if it has a checkpoint, else start there
 
 
@@ -123,6 +129,8 @@ def validated(config: Config, num_ranks: int, resume: Path | None = None, here: 
     check_settings(config, num_ranks, shape)
     hardware = here or machine_here(config, num_ranks, launch.gpu())
     layout = layout_of(config, shape.num_layers, num_ranks, hardware.gpu.name != "CPU", shape.heads)
+    accumulate = config.train.micro_steps(num_ranks // layout.cp)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, accumulate=accumulate))
     run = Run(config, num_ranks, shape, layout, hardware)
     check_fits(run)
     check_weights(config.model.path)
@@ -168,6 +176,40 @@ def gathered(mine: T) -> list[T]:
     return answers
 
 
+def fingerprints(config: Config, data: str, tokenizer: str) -> dict[str, str]:
+    """Of what every rank must have alike, by name."""
+    found = {"data": data, "tokenizer": tokenizer, "python": platform.python_version(), "ithaka": ithaka.__version__}
+    for name in ("torch", "transformers", "tokenizers", "peft", "datasets"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    files = {"model.path": [config.model.path], "data.path": [s.path for s in config.data.all_sources()]}
+    return found | {name: _contents([path for path in paths if path]) for name, paths in files.items()}
+
+
+def _contents(paths: Sequence[Path]) -> str:
+    """Of the files below: names, sizes, and what some hold at both ends."""
+    found = hashlib.sha256()
+    files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    for number, file in enumerate(file for file in files if file.is_file()):
+        num_bytes = file.stat().st_size
+        found.update(f"{file.name} {num_bytes}\n".encode())
+        if number < MOST_FILES:
+            with file.open("rb") as opened:
+                found.update(opened.read(ENDS_BYTES))
+                opened.seek(max(0, num_bytes - ENDS_BYTES))
+                found.update(opened.read())
+    return found.hexdigest()[:12]
+
+
+def check_same(fingerprints: Sequence[tuple[str, dict[str, str]]]) -> None:
+    """`fingerprints`: of every rank, with its host."""
+    _, first = fingerprints[0]
+    for rank, (host, own) in enumerate(fingerprints):
+        for name in (name for name in first if own.get(name) != first[name]):
+            seen = f"{name} is {first[name]} on rank 0 and {own.get(name)} on rank {rank}, {host}"
+            raise SharedError(f"the ranks do not have the same: {seen}; give all nodes the same files and packages")
+
+
 def check_ranks_agree(configs: Sequence[Config], newest: Sequence[Path | None] = ()) -> None:
     """Refuse ranks with different settings or checkpoints: their collectives would wait for each other for ever. Under
     torchrun every node reads its own files."""
@@ -211,6 +253,8 @@ def resolve(
     if config.adapter is not None:
         adapter = with_stored_settings(config.adapter, given(file, changes))
         config = dataclasses.replace(config, adapter=adapter)
+    if {"train.accumulate", "train.global_batch"} <= given(None if run_dir == resume else file, changes):
+        raise ConfigError(f"train.accumulate={config.train.accumulate} follows from train.global_batch; leave one out")
     end, warmup = config.optim.decay_steps, config.optim.warmup_steps
     if config.optim.schedule == "cosine" and end is not None and end <= warmup:
         raise ConfigError(f"optim.decay_steps={end} ends within optim.warmup_steps={warmup}; give more, or null")
