@@ -30,7 +30,7 @@ def folder(tmp_path, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(launch, "num_gpus", lambda: 0)
-    monkeypatch.setattr(preflight, "find_spec", lambda name: None)  # of TensorBoard, which may be installed
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)  # of trackers, which may be installed
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -100,7 +100,11 @@ def write_model(folder, **changes):
             ["--set", "optim.decay_steps=6"],
             ["optim.decay_steps=6", "optim.warmup_steps=6", "give more, or null"],
         ),
-        (["--set", "train.tensorboard=true"], ["train.tensorboard=true", "pip install 'ithaka[tensorboard]'"]),
+        (["--set", "train.track=[wandb]"], ["train.track=wandb needs a package: pip install wandb, or leave it out"]),
+        (
+            ["--set", "train.track=wandb"],
+            ["train.track=wandb", "a list, such as [tensorboard], of "],
+        ),
         (["--set", "attention.kernel=magic"], ["attention.kernel=magic", "use auto, "]),
         (["--set", "memory.disk_path=nowhere"], ["memory.disk_path=nowhere", "create it"]),
         (["--set", "model.path=nowhere"], ["model.path=nowhere", "No such file", "config.json"]),

@@ -1,4 +1,4 @@
-"""What a run tells: console, metrics.jsonl, TensorBoard; and how it stops."""
+"""What a run tells: console, metrics.jsonl; and how it stops."""
 
 import io
 import json
@@ -7,8 +7,8 @@ import signal
 import sys
 import time
 from functools import partial
+from importlib.util import find_spec
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -19,7 +19,9 @@ from ithaka.train import console as console_module
 from ithaka.train import launch, loop
 from ithaka.train.console import Console, Record, amount, describe, open_metrics, status, step_flops
 from ithaka.train.loop import Diverged
+from ithaka.train.track import tracked
 from runs import metrics, run, start_program, tiny_run, wait_for
+from test_trackers import tensorboard_scalars
 
 
 def record(step: int, **changes) -> Record:
@@ -30,8 +32,9 @@ def record(step: int, **changes) -> Record:
     return Record(**{**values, **changes})
 
 
-def test_run_writes_every_step_to_metrics(ranks, tmp_path):
-    config = tiny_run(tmp_path, train={"steps": 4, "validate_every": 2})
+def test_run_writes_every_step_to_metrics_and_rank_0_to_its_trackers(ranks, tmp_path):
+    track = ["tensorboard"] if find_spec("tensorboard") else []
+    config = tiny_run(tmp_path, train={"steps": 4, "validate_every": 2, "track": track})
     ranks.run(2, run, config)
     lines = metrics(config.train.run_dir)
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
@@ -41,6 +44,11 @@ def test_run_writes_every_step_to_metrics(ranks, tmp_path):
     assert set(keys.split()) <= set(lines[1])
     assert [line["tokens"] for line in lines] == [2 * 61 * step for step in range(5)]
     assert all(line["host_peak_bytes"] > 2**20 and line["mfu"] is None for line in lines)
+    if track:
+        named = {(name, line["step"]): value for line in lines for name, value in tracked(line).items()}
+        written = {(name, step): value for name, step, value in tensorboard_scalars(tmp_path)}
+        assert written == pytest.approx(named, rel=1e-5) and ("train/loss", 4) in named
+        assert len(list(tmp_path.glob("run/tensorboard/events*"))) == 1
 
 
 def test_the_loss_of_each_source_is_told_apart(ranks, tmp_path):
@@ -104,21 +112,6 @@ def test_console_has_a_bar_on_a_terminal_and_plain_lines_elsewhere(tmp_path, mon
     ):
         assert part in text
     assert terminal == ("━" in text)  # the bar
-
-
-def test_tensorboard_gets_the_same_numbers(tmp_path, monkeypatch):
-    """With a stand-in for its writer: the package is an extra."""
-    writer = MagicMock()
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", writer)
-    shown = Console(tmp_path, num_steps=3, step=4, tensorboard=True)
-    shown.step(record(5))
-    shown.close()
-    writer.SummaryWriter.assert_called_once_with(str(tmp_path / "tensorboard"), purge_step=5)
-    scalars = writer.SummaryWriter().__enter__().add_scalar.call_args_list
-    written = {(key, step): value for (key, value, step), _ in scalars}
-    (line,) = metrics(tmp_path)
-    assert written == {(key, 5): value for key, value in line.items() if key != "step" and value is not None}
-    assert written[("loss", 5)] == 2.5
 
 
 def test_flops_and_amounts():

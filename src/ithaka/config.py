@@ -310,8 +310,8 @@ class TrainConfig(Section):
     compile: bool = False
     # Sum gradients in a fixed order, so that a run on a GPU repeats to the bit; attention's backward is 10 % slower.
     deterministic: bool = False
-    # Write TensorBoard events into the run directory (needs the extra: pip install ithaka[tensorboard]).
-    tensorboard: bool = False
+    # Trackers that get every step's figures too, each if its package is installed: [tensorboard, wandb].
+    track: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = ()
     # After SIGTERM or SIGUSR1: seconds in which the step must end and be saved; else the run leaves at once, with the
     # last checkpoint. Kubernetes, Slurm and torchrun kill after 30 seconds unless told otherwise.
     grace_s: float = setting(25.0, ge=0)
@@ -470,6 +470,8 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
         raise ConfigError(
             f"config={path} has format {written}, and this ithaka reads 1 to {FORMAT}; use the ithaka that wrote it"
         )
+    if isinstance(train := tree.get("train"), dict) and "tensorboard" in train:  # in runs from before `track`
+        train.setdefault("track", ["tensorboard"] * bool(train.pop("tensorboard")))
     return tree
 
 
@@ -555,8 +557,10 @@ def _describe(hint: Any) -> str:
     names[RopeConfig] = "a mapping, such as {theta: 8.0e6}"
     if typing.get_origin(hint) is tuple:
         if Ellipsis in typing.get_args(hint):
-            is_text = typing.get_args(hint)[0] is str
-            return "a list of names" if is_text else "a list of mappings, such as [{path: a.jsonl, weight: 2}]"
+            of = typing.get_args(hint)[0]
+            if typing.get_origin(of) is Literal:
+                return f"a list, such as [{typing.get_args(of)[0]}], of {_describe(of)}"
+            return "a list of names" if of is str else "a list of mappings, such as [{path: a.jsonl, weight: 2}]"
         return f"a list of {len(typing.get_args(hint))} numbers"
     parts = (part if isinstance(part, str) else _describe(part) for part in typing.get_args(hint))
     return (names | {type(None): "null"}).get(hint) or " or ".join(parts)

@@ -1,4 +1,4 @@
-"""What a run prints and records: rank 0's console, metrics.jsonl and TensorBoard.
+"""What a run prints and records: rank 0's console, metrics.jsonl and trackers.
 
 The same record per step goes everywhere; `metrics.jsonl` holds one JSON object per line with the keys of
 `Record`. Imports no torch: `status` is shown while torch loads.
@@ -26,6 +26,7 @@ from ithaka.plan.show import size
 
 if TYPE_CHECKING:
     from ithaka.profile.progress import StepProgress
+    from ithaka.train.track import Trackers
 
 
 def status(what: str) -> AbstractContextManager[Any]:
@@ -130,18 +131,18 @@ class Console:
 
     On a terminal a progress bar with an estimate of the time left, else a plain line per step."""
 
-    def __init__(self, run_dir: Path, num_steps: int, step: int = 0, tensorboard: bool = False, active: bool = True):
+    def __init__(
+        self, run_dir: Path, num_steps: int, step: int = 0, trackers: Trackers | None = None, active: bool = True
+    ):
         self.active, self.num_steps = active, num_steps
         self._rich = RichConsole(highlight=False, soft_wrap=True, quiet=not active)
-        self._events: Any = None
+        self._trackers = trackers
         self._open = ExitStack()
         self.close = self._open.close  # ends the bar and the files
         if active:
             self._metrics = self._open.enter_context(open_metrics(run_dir / "metrics.jsonl", step))
-        if active and tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._events = self._open.enter_context(SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1))
+        if trackers is not None:
+            self._open.callback(trackers.close)
         self._plain = not (active and self._rich.is_terminal)
         whole = Column(no_wrap=True)  # in a narrow terminal the words take more lines
         columns = (
@@ -176,9 +177,8 @@ class Console:
         if not self.active:
             return
         self._write(record.values)
-        for key, value in record.values.items() if self._events is not None else ():
-            if key != "step" and value is not None:
-                self._events.add_scalar(key, value, record.step)
+        for words in self._trackers.log(record.values, record.step) if self._trackers is not None else ():
+            self.say(words)
         self._bar.update(self._task, completed=record.step)
         self._show(record.step, " ", describe(record))
         if record.val_loss is not None and not self._plain:

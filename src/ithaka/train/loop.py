@@ -46,6 +46,7 @@ from ithaka.train.preflight import (
     together,
 )
 from ithaka.train.step import StepResult, learning_rate, make_optimizer, train_step, validation_loss
+from ithaka.train.track import Trackers
 from ithaka.train.watch import Watch, Witness, explain_shortage, is_shortage
 
 LEAST_NORMS = 20  # before a gradient can be a spike
@@ -351,7 +352,9 @@ def _train(trainer: Trainer, stop: list[Signals], grace: Grace, beat: Heartbeat,
     """Train up to train.steps, or to the end of the step in which any rank was asked to stop. Returns the signal that
     asked, or 0."""
     run, settings, mesh = trainer.run, trainer.config.train, trainer.mesh
-    console = Console(run.run_dir, settings.steps, trainer.step, settings.tensorboard, mesh.rank == 0)
+    tracks = mesh.rank == 0 and not only_profile and bool(settings.track)
+    trackers = together(lambda: Trackers(run.run_dir, run.config, trainer.step) if tracks else None)
+    console = Console(run.run_dir, settings.steps, trainer.step, trackers, mesh.rank == 0)
     asked, trainer.console = 0, console
     try:
         console.facts("ithaka", _header(trainer) | {"time-outs": beat.limits.words})

@@ -420,7 +420,8 @@ def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
     blocks, kernels = (attention.block_q, attention.block_kv), ("auto", *KERNELS)
     no_peft = config.adapter is not None and find_spec("peft") is None
     resized = config.adapter is not None and config.model.resize_embeddings
-    no_events = config.train.tensorboard and find_spec("tensorboard") is None
+    # A folder named wandb, which wandb makes where it is used, is found too: it has no origin.
+    missing = [name for name in config.train.track if getattr(find_spec(name), "origin", None) is None]
     wrong = [
         (idle_disk, f"memory.disk_path={memory.disk_path} has no effect without memory.offload=disk; leave it null"),
         # Only its name: the ranks, which own the devices, find out whether it runs.
@@ -428,7 +429,7 @@ def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
         (blocks.count(None) == 1, f"attention.block_q, block_kv={blocks} go together; set both or neither"),
         (no_peft, "adapter needs an extra: pip install 'ithaka[adapter]', or leave the section out"),
         (resized, "model.resize_embeddings=true cannot go with an adapter, whose base stays as it is; set it to false"),
-        (no_events, "train.tensorboard=true needs an extra: pip install 'ithaka[tensorboard]', or set it to false"),
+        (missing, f"train.track={' '.join(missing)} needs a package: pip install {' '.join(missing)}, or leave it out"),
     ]
     for words in (words for holds, words in wrong if holds):
         raise ConfigError(words)

@@ -1,0 +1,110 @@
+"""Trackers by name: what each has in its own files, offline, under the names its users expect."""
+
+import json
+import struct
+
+import pytest
+
+from ithaka.config import ConfigError
+from ithaka.train import track
+from ithaka.train.console import Console
+from ithaka.train.track import Trackers
+from runs import tiny_run
+
+VALUES = {"loss": 2.5, "val_loss": 2.25, "lr": 1e-3, "tokens": 400, "loss/a*b": 3.5, "mfu": None}
+
+
+def tensorboard_scalars(folder):
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+    for file in sorted(folder.glob("run/tensorboard/events*")):
+        for event in loader.EventFileLoader(str(file)).Load():
+            for value in event.summary.value:
+                yield value.tag, event.step, round(value.tensor.float_val[0], 6)
+
+
+def wandb_scalars(folder):
+    """A .wandb file is a log as LevelDB writes it: blocks of 32 KiB, records after headers of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
+        data, place = file.read_bytes(), 7
+        while place + 7 < len(data):
+            _, length, kind = struct.unpack_from("<IHB", data, place)
+            if kind == 1:
+                items = Record.FromString(data[place + 7 : place + 7 + length]).history.item
+                row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+                step = row.get("train/global_step")
+                yield from ((key, step, value) for key, value in row.items() if key.startswith(("train/", "eval/")))
+            place += 7 + length
+            place += (-place % 32768) if -place % 32768 < 7 else 0
+
+
+def trackio_scalars(folder):
+    from trackio.sqlite_storage import SQLiteStorage
+
+    for name in SQLiteStorage.get_runs(track.PROJECT):
+        for row in SQLiteStorage.get_logs(track.PROJECT, name):
+            yield from ((key, row["step"], value) for key, value in row.items() if key.startswith(("train/", "eval/")))
+
+
+def mlflow_scalars(folder):
+    from mlflow import MlflowClient
+
+    client = MlflowClient()
+    for experiment in client.search_experiments():
+        for each in client.search_runs([experiment.experiment_id]):
+            assert each.data.params["train.seed"] == "0"
+            for key in each.data.metrics:
+                yield from (
+                    (key, entry.step, entry.value) for entry in client.get_metric_history(each.info.run_id, key)
+                )
+
+
+READERS = {
+    "tensorboard": tensorboard_scalars,
+    "wandb": wandb_scalars,
+    "trackio": trackio_scalars,
+    "mlflow": mlflow_scalars,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_trackers_own_files_have_every_step_of_a_run_and_of_its_resumption(name, tmp_path, monkeypatch):
+    pytest.importorskip(name)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # where mlflow-skinny can write without a data base
+    monkeypatch.chdir(tmp_path)
+    if name == "trackio":
+        for module in ("trackio.sqlite_storage", "trackio.utils", "trackio"):
+            monkeypatch.setattr(f"{module}.TRACKIO_DIR", tmp_path / "trackio")
+    config, run_dir = tiny_run(tmp_path, train={"track": [name]}), tmp_path / "run"
+    run_dir.mkdir()
+    for step in (0, 1):
+        trackers = Trackers(run_dir, config, step)
+        assert trackers.log({"step": step + 1, **VALUES}, step + 1) == []
+        trackers.close()
+    source = "train/a_b_loss" if name == "mlflow" else "train/a*b_loss"
+    names = {"train/loss": 2.5, "eval/loss": 2.25, "train/learning_rate": 1e-3, source: 3.5}
+    found = {each for each in READERS[name](tmp_path) if each[0] in names}
+    assert found == {(key, step, value) for key, value in names.items() for step in (1, 2)}
+    assert name == "tensorboard" or json.loads((run_dir / track.IDS).read_text())[name]
+
+
+def test_a_tracker_that_fails_does_not_end_the_run(tmp_path, monkeypatch, capsys):
+    def failing(*_):
+        raise OSError("no network")
+
+    config = tiny_run(tmp_path, train={"track": ["wandb"]})
+    monkeypatch.setitem(track.TRACKERS, "wandb", failing)
+    with pytest.raises(ConfigError, match=r"train.track=wandb cannot start \(OSError: no network\); put it right"):
+        Trackers(tmp_path, config, 0)
+    trackers = Trackers(tmp_path, tiny_run(tmp_path), 0)
+    trackers._logs["wandb"] = failing
+    console = Console(tmp_path, 3, trackers=trackers)
+    for words in trackers.log(VALUES, 1):
+        console.say(words)
+    console.close()
+    assert "train.track=wandb failed (OSError: no network); the run goes on without it" in capsys.readouterr().out
+    assert trackers.log(VALUES, 2) == []
