@@ -27,9 +27,9 @@ MLP_PASSES = (3, 6)  # reads and writes of [s, F] by element-wise kernels, forwa
 WALK_PASSES = (4, 5)  # of [s, D], per walk over the tiles
 HEAD_PASSES = (8, 24)  # of each projected head's [s, K]: RoPE, layout, sums
 STAGE_SECONDS = (0.0004, 0.0007)  # per stage whatever s is, forward and backward: slices of weights, launches
-# Of attention's rate at a head dim of 128, at 64, where matmuls wait for the softmax; forward, half of it is reached in
-# documents of 28 Ki tokens (444, 498 and 529 TFLOP/s at 128K, 256K and 1M).
-NARROW_HEAD_SHARE, NARROW_HEAD_HALF = (0.81, 0.84), 28 * 1024
+# Of attention's rate at a head dim of 128, at 64, where matmuls wait for the softmax. Forward it grows with the length
+# of documents (444, 498 and 529 TFLOP/s at 128K, 256K and 1M; shorter ones were not measured).
+NARROW_HEAD_SHARE, NARROW_HEAD_START, NARROW_HEAD_LEAST = (0.81, 0.84), 28 * 1024, 128 * 1024
 LOGIT_PASSES = 3  # over the logits by the loss's element-wise kernels: one forward, read and write backward
 # Beside an adapter, forward and backward: reads and writes of its map's inputs and outputs, which its tall matmuls
 # wait for; forward is computed again in backward, and there are three gradients.
@@ -69,7 +69,7 @@ def layer_seconds(
     gpu, share, share_back = hardware.gpu, 1.0, 1.0
     if shape.head_dim <= 64:
         share, share_back = NARROW_HEAD_SHARE
-        share /= 1 + NARROW_HEAD_HALF / work.length
+        share /= 1 + NARROW_HEAD_START / max(work.length, NARROW_HEAD_LEAST)
     attend = flops / (gpu.attention_forward_flops * share)
     attend_back = 2.5 * flops / (gpu.attention_backward_flops * share_back)
     pcie = hardware.gpu.pcie_bytes_s * COPY_SHARE
