@@ -1,4 +1,4 @@
-"""What this machine gives: attention's rates, and a device's.
+"""What this machine gives: attention's rates, a device's, and those between ranks.
 
 Random data, a warm-up, then calls back to back for several seconds; the median of the second half counts,
 since a chip that has just woken up is faster than one that has been working.
@@ -12,10 +12,12 @@ from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 
 from ithaka.attention.blocks import attention, attention_backward, default_blocks
 from ithaka.attention.kernels import resolve_kernel
-from ithaka.dist.mesh import default_device
+from ithaka.dist.exchange import all_gather
+from ithaka.dist.mesh import default_device, node_groups
 from ithaka.plan.hardware import GPUS, gpu_named
 
 CALLS_AHEAD = 8  # of the host before the device
@@ -153,3 +155,66 @@ def measure_device(device: torch.device, dtype: torch.dtype, seconds: float) -> 
     links = f"{known.name}'s" if known else "as over PCIe"
     told = f"ithaka bench device, {str(dtype).removeprefix('torch.')}; link_bytes_s is not measured: {links}"
     return {"name": name, **values, "source": told}
+
+
+NETWORK_CALLS = 5  # the median counts
+
+
+def measure_network(device: torch.device, mebibytes: int) -> list[dict[str, Any]]:
+    """Rows of bytes per second that a rank sends to the others, in and between nodes, all ranks at once.
+
+    The slowest rank counts. send/recv: to the next rank, from the one before.
+    """
+    rows = []
+    for where, group in node_groups(device).items():
+        for what, (num_bytes, call) in _calls(group, device, mebibytes).items() if group.size() > 1 else ():
+            slowest_s = torch.tensor(_together_s(call, device))
+            dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX)
+            figures = {"ranks": group.size(), "GB/s": num_bytes / float(slowest_s) / 1e9}
+            rows.append({"what": what, "where": where, **figures})
+    return rows
+
+
+def _calls(
+    group: dist.ProcessGroup, device: torch.device, mebibytes: int
+) -> dict[str, tuple[int, Callable[[], object]]]:
+    """(bytes that a rank sends, the call) by name."""
+    n, rank = group.size(), group.rank()
+    own, received = (torch.ones(mebibytes * 2**18 // n * n, device=device) for _ in range(2))
+    following, before = (dist.get_global_rank(group, (rank + step) % n) for step in (1, -1))
+
+    def shift() -> None:
+        sends = [dist.P2POp(dist.isend, own, following, group), dist.P2POp(dist.irecv, received, before, group)]
+        for work in dist.batch_isend_irecv(sends):
+            work.wait()
+
+    shared = own.nbytes * (n - 1) // n
+    return {
+        "all-to-all": (shared, lambda: dist.all_to_all_single(received, own, group=group)),
+        "all-gather": (shared, lambda: all_gather(received, own[: len(own) // n], group=group)),
+        "send/recv": (own.nbytes, shift),
+    }
+
+
+def _together_s(call: Callable[[], object], device: torch.device) -> float:
+    """Median seconds of a call that all ranks make as often."""
+    taken, done = [], torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    for _ in range(1 + NETWORK_CALLS):
+        done()
+        dist.barrier()
+        started = time.perf_counter()
+        call()
+        done()
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken[1:])
+
+
+def network_figures(rows: list[dict[str, Any]], device: torch.device) -> dict[str, Any]:
+    """For `--gpu-file`: the slower of all-to-all and send/recv in and between nodes; the rest as the GPU is known."""
+    known = gpu_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else GPUS["CPU"]
+    fields = {"inside a node": "link_bytes_s", "between nodes": "network_bytes_s"}
+    values: dict[str, Any] = {"based_on": known.name, "name": known.name} if known else {}
+    for where, field in fields.items():
+        rates = [row["GB/s"] * 1e9 for row in rows if row["where"] == where and row["what"] != "all-gather"]
+        values |= {field: min(rates)} if rates else {}
+    return {**values, "source": f"ithaka bench network, {dist.get_world_size()} ranks; other rates: the table's"}

@@ -437,6 +437,37 @@ def bench_device(
     print(f"written to {out}; use it with: ithaka plan MODEL --gpus 8 --gpu-file {out}")
 
 
+@bench.command("network")
+def bench_network(
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The file to write.")] = Path("network.json"),
+    size: Annotated[int, typer.Option(min=1, metavar="MIB", help="What a rank sends in a call.")] = 256,
+) -> None:
+    """Measure what ranks send each other, and write it for `ithaka plan --gpu-file`. Start it with torchrun."""
+    from ithaka.train.launch import run_ranks, under_torchrun
+
+    if not under_torchrun():
+        raise ConfigError(
+            "bench network measures between ranks; start it with torchrun --nproc-per-node 8 -m ithaka ..."
+        )
+    raise typer.Exit(run_ranks(_network_rank, (out, size), 1))
+
+
+def _network_rank(out: Path, size: int) -> None:
+    with _loading():
+        import torch.distributed as dist
+
+        from ithaka.bench import here, measure_network, network_figures
+
+    device, _ = here()
+    rows = measure_network(device, size)
+    if dist.get_rank() == 0:
+        print(_table(rows) if rows else "one rank: nothing is sent")
+        out.write_text(json.dumps(network_figures(rows, device), indent=1) + "\n", encoding="utf-8")
+        print(f"written to {out}; use it with: ithaka plan MODEL --gpus 2x8 --gpu-file {out}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 @bench.command("gate")
 def bench_gate(
     beside: Annotated[Path, typer.Option(metavar="FILE", help="Recorded figures; written if absent.")],

@@ -72,6 +72,16 @@ def make_mesh(
     )
 
 
+def node_groups(device: torch.device) -> dict[str, dist.ProcessGroup]:
+    """The ranks of this node, and those with the same place in all nodes."""
+    start_process_group(device)
+    world_size = dist.get_world_size()
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    names = ("between nodes", "inside a node")
+    grid = init_device_mesh(device.type, (world_size // per_node, per_node), mesh_dim_names=names)
+    return {name: grid.get_group(name) for name in reversed(names)}
+
+
 def default_device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")

@@ -1,0 +1,73 @@
+"""Several nodes: two torchrun agents on one machine, the network bench, and a rehearsal of rank 0 of two nodes."""
+
+import json
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ithaka.bench import measure_network, network_figures
+from ithaka.cli import app
+from ithaka.config import to_yaml
+from ithaka.plan.hardware import find_hardware
+from models import tiny_config
+from runs import metrics, tiny_run
+
+
+def test_two_agents_train_one_model(tmp_path):
+    """As docs/several-nodes.md starts them; every rank has the plan of two nodes."""
+    config = tiny_run(tmp_path, parallel={"cp": 2, "ring": 2, "replicas": 2}, train={"steps": 1, "validate_every": 0})
+    settings = to_yaml(config).splitlines(keepends=True)
+    (tmp_path / "run.yaml").write_text("".join(line for line in settings if "global_batch" not in line))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    agent += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "two"]
+    command = [*agent, "-m", "ithaka", "train", str(tmp_path / "run.yaml")]
+    agents = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(2)]
+    try:
+        words = [agent.communicate(timeout=120)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(words)
+    assert sum("1 data x 2 context parallel (1 Ulysses x 2 ring)" in output for output in words) == 1
+    run_dir = config.train.run_dir
+    assert json.loads((run_dir / "plan.json").read_text())["gpus"] == "2x1xCPU"
+    assert metrics(run_dir)[-1]["ring_bytes"] > 0
+
+
+def measured_here():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        rows = measure_network(torch.device("cpu"), 1)
+    return rows, network_figures(rows, torch.device("cpu"))
+
+
+def test_bench_network_writes_what_plan_reads(ranks, tmp_path):
+    (rows, figures), *others = ranks.run(4, measured_here)
+    assert all(rows == found for found, _ in others), "the slowest rank counts, for all"
+    whats, places = ("all-to-all", "all-gather", "send/recv"), ("inside a node", "between nodes")
+    assert {(row["what"], row["where"], row["ranks"]) for row in rows} == {(w, p, 2) for w in whats for p in places}
+    assert all(row["GB/s"] > 0 for row in rows)
+    (tmp_path / "network.json").write_text(json.dumps(figures))
+    gpu = find_hardware("2x2", tmp_path / "network.json").gpu
+    far = [row["GB/s"] * 1e9 for row in rows if row["where"] == "between nodes" and row["what"] != "all-gather"]
+    assert gpu.network_bytes_s == min(far) and gpu.link_bytes_s == figures["link_bytes_s"]
+    alone = CliRunner().invoke(app, ["bench", "network"])
+    assert alone.exit_code == 2 and "start it with torchrun" in alone.stderr
+
+
+def test_rank_0_of_two_nodes_is_rehearsed(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(tiny_config("llama", attention_bias=False, tie_word_embeddings=False).to_dict()))
+    words = ["rehearse", str(file), "--gpus", "2x2xH100-80GB", "--context", "2048", "--json"]
+    found = json.loads(CliRunner().invoke(app, [*words, "--set", "parallel.cp=4", "--set", "parallel.ring=2"]).stdout)
+    assert found["settings"]["parallel.ring"] == 2
+    peak = next(row for row in found["rows"] if row["what"] == "peak, reserve apart")
+    assert peak["measured"] == pytest.approx(peak["planned"], rel=0.5)  # weights, and tiles of a CPU, are most of it
