@@ -4,6 +4,7 @@ Needs an NCCL that takes several ranks per GPU (2.30 and later), for example one
 `LD_PRELOAD=DIR/libnccl.so.2 pytest tests/gpu/test_nccl.py`.
 """
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -48,9 +49,16 @@ def nccl_ranks(size: int) -> Ranks:
     return Ranks(size, "cpu:gloo,cuda:nccl" if on_gpu else "gloo", **SEVERAL_ON_ONE)
 
 
+def loaded_nccl() -> tuple[int, int]:
+    """`torch.cuda.nccl.version()` is the one that torch was built with."""
+    number = ctypes.c_int()
+    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    return number.value // 10000, number.value // 100 % 100
+
+
 @pytest.fixture(scope="module")
 def nccl():
-    found = torch.cuda.nccl.version()
+    found = loaded_nccl()
     if found < LEAST_NCCL:
         pytest.skip(f"NCCL {found} takes one rank per GPU; {LEAST_NCCL} and later take several")
     group = nccl_ranks(4)
