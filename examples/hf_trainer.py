@@ -52,6 +52,7 @@ def make_trainer(trainer_class: Callable[..., Any], output_dir: str, **changes: 
         "eval_steps": 5,
         "per_device_eval_batch_size": 1,
         "learning_rate": 1e-2,
+        "use_cpu": not torch.cuda.is_available(),
         "report_to": [],
     }
     args = TrainingArguments(output_dir, **{**settings, **changes})

@@ -68,6 +68,7 @@ def make_trainer(trainer_class: Callable[..., Any], output_dir: str, lora: bool 
         "per_device_eval_batch_size": 1,
         "learning_rate": 1e-2,
         "bf16": torch.cuda.is_available(),
+        "use_cpu": not torch.cuda.is_available(),
         "report_to": [],
     }
     args = SFTConfig(output_dir, **{**settings, **changes})

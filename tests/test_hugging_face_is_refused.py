@@ -74,6 +74,14 @@ def test_objects(tmp_path):
         hf.long_context(dict)
 
 
+def test_a_trainer_that_does_not_see_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "world_size", 1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("accelerate.state.PartialState._prepare_backend", lambda *args: (None, "NO"))
+    with pytest.raises(ConfigError, match="the trainer sees 1 of 2 processes; .* use_cpu=True"):
+        trainer(tmp_path)
+
+
 def test_checkpoints_of_others(tmp_path):
     made = trainer(tmp_path, train_dataset=[{"input_ids": [1, 2], "labels": [1, 2]}])
     with pytest.raises(ConfigError, match="has no folder ithaka; give one that long_context wrote"):

@@ -6,6 +6,7 @@ divided by the labels of the whole step, and gradients arrive summed, so nothing
 
 import contextlib
 import copy
+import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -228,6 +229,10 @@ class LongContext(Trainer):
         self._share_data()
 
     def _refuse_launcher(self) -> None:
+        started = int(os.environ.get("WORLD_SIZE", "1"))
+        if self.args.world_size != started:
+            sees = f"the trainer sees {self.args.world_size} of {started} processes"
+            raise ConfigError(f"{sees}; on a machine without GPUs give it use_cpu=True")
         for is_on, what in (
             (self.is_deepspeed_enabled, "DeepSpeed"),
             (self.is_fsdp_enabled, "FSDP"),
