@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import make_mesh
+from ithaka.layout import Layout
 from ithaka.model.build import parallelize
 from models import tiny_config, tiny_model
 from parity import random_ids
@@ -20,12 +21,12 @@ LARGEST = 25_000  # bytes of a file; the largest parameter has 24576
 
 
 def saved(plain, folder, **settings):
-    """By two ranks that have called the model, and keep its root gathered."""
+    """By two ranks that have called the model: they keep its root gathered, in the dtype of the computation."""
     models = [copy.deepcopy(plain) for _ in range(2)]
 
     def work():
         mesh = make_mesh(2)
-        model = parallelize(models[mesh.rank], mesh=mesh)
+        model = parallelize(models[mesh.rank], mesh=mesh, layout=Layout(cp=2, dtype="bfloat16"))
         with torch.no_grad():
             model(input_ids=random_ids(1, 6))
         model.save_pretrained(folder, **settings)
