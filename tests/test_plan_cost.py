@@ -8,7 +8,7 @@ import pytest
 
 from ithaka.config import ConfigError, parse_count
 from ithaka.layout import LayerKeeps, Layout
-from ithaka.plan.bytes import LayerBytes, gpu_phases, kept_attention_bytes, layer_moments, memory
+from ithaka.plan.bytes import LayerBytes, gpu_phases, kept_attention_bytes, layer_moments, layer_peak, memory
 from ithaka.plan.hardware import H200_CUDNN, parse_gpus
 from ithaka.plan.models import find_shape
 from ithaka.plan.seconds import COPY_SHARE, Linear, layer_seconds, step_seconds
@@ -186,3 +186,11 @@ def test_a_layout_for_another_number_of_layers_is_refused():
         ConfigError, match="layout.kept has 32 entries for the 4 layers of the model; give one per layer"
     ):
         memory(replace(LLAMA, num_layers=4, windows=LLAMA.windows[:4]), STREAMED, H200, Work(2**20))
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_memory_does_not_grow_with_the_ring(direction):
+    """With as many tokens per rank."""
+    keeps, shape = LayerKeeps("host", "host"), find_shape("llama3-8b")
+    layouts = [Layout(8 * ring, 8, 16384, (keeps,), ring=ring, overlap=False) for ring in (2, 8, 64)]
+    assert len({layer_peak(shape, layout, 2**18, keeps, direction) for layout in layouts}) == 1
