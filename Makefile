@@ -1,6 +1,7 @@
 # make train    train the embedded default (settings: make train ARGS="--set train.steps=100")
 # make test     everything the continuous integration checks
 # make lint     the part of it that takes seconds
+# make faults   100 runs killed at random moments and resumed, and what torchrun and Slurm start; half an hour
 
 PYTHON ?= python3
 VENV   := .venv
@@ -14,7 +15,7 @@ EXTRAS := $(if $(GPU),dev$(shell echo ,)gpu,dev)
 # How many tests run at once; on a GPU, whose memory they measure, one.
 TESTS  := $(if $(GPU),0,2)
 
-.PHONY: train test lint clean
+.PHONY: train test lint faults clean
 
 train: $(STAMP)
 	$(BIN)/ithaka train $(ARGS)
@@ -26,6 +27,10 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+faults: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python tests/faults.py $(ARGS)
+	$(BIN)/pytest tests/test_faults.py tests/test_launchers.py --launchers
 
 $(STAMP): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -10,6 +10,10 @@ from ithaka.dist.mesh import end_process_group
 from ranks import Ranks
 
 
+def pytest_addoption(parser):
+    parser.addoption("--launchers", action="store_true", help="Run what torchrun and Slurm start too; minutes.")
+
+
 def pytest_collection_modifyitems(items):
     """Tests marked `gpu` need a CUDA device. Others in tests/gpu run on either: on a CPU fewer cases, and small."""
     if torch.cuda.is_available():

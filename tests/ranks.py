@@ -53,6 +53,9 @@ class Ranks:
         for rank in range(num_ranks):
             self._pipes[rank].send((function, args, rank, num_ranks, directory / "store"))
 
+    def dead(self) -> list[int]:
+        return [rank for rank, process in enumerate(self._processes) if process.exitcode is not None]
+
     def close(self) -> None:
         """Kill all ranks."""
         for process in self._processes:

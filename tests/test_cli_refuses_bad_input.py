@@ -75,7 +75,7 @@ def write_model(folder, **changes):
     [
         (["missing.yaml"], ["config=missing.yaml", "No such file", "YAML file"]),
         (["--set", "train.stepz=5"], ["train.stepz=5", "did you mean train.steps?"]),
-        (["--set", "train.accumulate=2", "--set", "train.global_batch=4"], ["follows from train.global_batch"]),
+        (["--set", "train.accumulate=2", "--set", "train.global_batch=4"], ["not the 4 that train.global_batch=4"]),
         (["--ranks", "2", "--set", "parallel.cp=1", "--set", "train.global_batch=3"], ["no multiple of 2", "2 or 4"]),
         (["--set", "data.context=0"], ["data.context=0", "at least 2"]),
         (

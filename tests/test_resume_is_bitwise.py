@@ -3,17 +3,14 @@
 import contextlib
 import dataclasses
 import io
+import random
 import re
-import time
-from unittest.mock import patch
 
 import pytest
-import torch.distributed as dist
 
+import faults
 from ithaka.config import load
-from ithaka.train import loop
-from ranks import Ranks
-from runs import copy_back_at, metrics, numbers, run, start_program, tiny_run, wait_for
+from runs import copy_back_at, metrics, numbers, run, tiny_run
 
 
 def moved(config, run_dir):
@@ -44,39 +41,16 @@ def test_resume_on_other_ranks_agrees_up_to_rounding(ranks, tmp_path):
     assert others == pytest.approx(losses, rel=1e-5)
 
 
-def run_until_killed(config):
-    """Rank 1 does not come out of step 6, and rank 0 waits for it."""
-    steps, train_step = [], loop.train_step
-
-    def slow_step(*args, **kwargs):
-        steps.append(len(steps) + 1)
-        if steps[-1] == 6 and dist.get_rank() == 1:
-            time.sleep(60)
-        return train_step(*args, **kwargs)
-
-    with patch.object(loop, "train_step", slow_step):
-        run(config)
+@pytest.fixture(scope="module")
+def whole(ranks, tmp_path_factory):
+    config = faults.configured(tmp_path_factory.mktemp("whole"))
+    ranks.run(2, run, config)
+    return config
 
 
-def test_killed_run_resumes_bit_for_bit(ranks, tmp_path):
-    whole = tiny_run(tmp_path, train={"steps": 8, "save_every": 2})
-    killed = moved(whole, tmp_path / "killed")
-    ranks.run(2, run, whole)
-    victims = Ranks(2)
-    victims.start(2, tmp_path, run_until_killed, killed)
-    wait_for(lambda: len(metrics_so_far(killed.train.run_dir)) == 6)  # of steps 0 to 5
-    wait_for(lambda: (killed.train.run_dir / "checkpoints/step-00000004").exists())
-    victims.close()
-    program = start_program(killed, 2, resume=True)
-    assert program.wait(120) == 0, program.stderr
-    told = ("2 (CPU) = 1 data x 2 context parallel", "resumed", "step 8/8", "ithaka export")
-    assert [part for part in told if part not in program.stdout] == []
-    assert numbers(killed.train.run_dir) == numbers(whole.train.run_dir)
-
-
-def metrics_so_far(run_dir):
-    path = run_dir / "metrics.jsonl"
-    return path.read_text().splitlines() if path.exists() else []
+@pytest.mark.parametrize("point", faults.POINTS)
+def test_a_killed_run_goes_on_bit_for_bit(ranks, whole, tmp_path, point):
+    faults.kill_and_resume(ranks, whole, tmp_path / "killed", point, random.Random(point))
 
 
 def test_finished_run_is_not_resumed_without_more_steps(ranks, tmp_path):

@@ -130,6 +130,9 @@ def validated(config: Config, num_ranks: int, resume: Path | None = None, here: 
     hardware = here or machine_here(config, num_ranks, launch.gpu())
     layout = layout_of(config, shape.num_layers, num_ranks, hardware.gpu.name != "CPU", shape.heads)
     accumulate = config.train.micro_steps(num_ranks // layout.cp)
+    if resume is None and config.train.accumulate not in (1, accumulate):
+        words = f"is not the {accumulate} that train.global_batch={config.train.global_batch} gives; leave one out"
+        raise ConfigError(f"train.accumulate={config.train.accumulate} {words}")
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, accumulate=accumulate))
     run = Run(config, num_ranks, shape, layout, hardware)
     check_fits(run)
@@ -253,8 +256,6 @@ def resolve(
     if config.adapter is not None:
         adapter = with_stored_settings(config.adapter, given(file, changes))
         config = dataclasses.replace(config, adapter=adapter)
-    if {"train.accumulate", "train.global_batch"} <= given(None if run_dir == resume else file, changes):
-        raise ConfigError(f"train.accumulate={config.train.accumulate} follows from train.global_batch; leave one out")
     end, warmup = config.optim.decay_steps, config.optim.warmup_steps
     if config.optim.schedule == "cosine" and end is not None and end <= warmup:
         raise ConfigError(f"optim.decay_steps={end} ends within optim.warmup_steps={warmup}; give more, or null")

@@ -1,0 +1,144 @@
+"""The lines of docs/running-for-weeks.md, as torchrun and Slurm start them, with ranks and agents killed. For `make
+faults`: each takes a minute."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ithaka.config import to_yaml
+from ithaka.train.console import read_metrics
+from runs import run, tiny_run, wait_for
+
+DOCS = Path(__file__).parents[1] / "docs/running-for-weeks.md"
+
+
+@pytest.fixture(autouse=True)
+def asked_for(request):
+    if not request.config.getoption("--launchers"):
+        pytest.skip("takes minutes: --launchers")
+
+
+def block(name: str) -> str:
+    return re.search(rf"```{name}\n(.*?)```", DOCS.read_text(), re.DOTALL).group(1)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """With long.yaml, and commands that stand for those of a cluster. A step takes a tenth of a second."""
+    config = tiny_run(tmp_path, parallel={"cp": 1}, train={"steps": 60, "save_every": 5, "validate_every": 0})
+    (tmp_path / "long.yaml").write_text(to_yaml(config))
+    (tmp_path / "bin").mkdir()
+    slow = "import time; from ithaka.train import loop; step = loop.train_step\n"
+    slow += "loop.train_step = lambda *args, **how: time.sleep(0.1) or step(*args, **how)\n"
+    (tmp_path / "slow.py").write_text(slow + "from ithaka.cli import main; main()\n")
+    commands = {
+        "ithaka": f'exec {sys.executable} {tmp_path / "slow.py"} "$@"',
+        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+        "scontrol": f'[ "$1" = show ] && echo localhost || echo "$@" >> {tmp_path / "requeued"}',
+        # Two nodes of one task, on one machine. Signals go to the tasks, as Slurm's do.
+        "srun": 'shift; for i in 0 1; do SLURM_PROCID=$i SLURM_LOCALID=0 SLURM_NTASKS=2 SLURM_NTASKS_PER_NODE=1 "$@" & '
+        'pids="$pids $!"; done; code=0; for p in $pids; do wait $p || { c=$?; [ $c -gt $code ] && code=$c; '
+        "kill -TERM $pids 2>/dev/null; }; done; exit $code",
+    }
+    for name, line in commands.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def num_done(folder) -> int:
+    metrics = folder / "run/metrics.jsonl"
+    return len(read_metrics(metrics)) if metrics.exists() else 0
+
+
+def ranks_of(processes) -> list[psutil.Process]:
+    """Those that run ithaka; agents have it on their command lines too."""
+    below = [child for process in processes for child in psutil.Process(process.pid).children(recursive=True)]
+    return [
+        child
+        for child in below
+        if "slow.py" in " ".join(child.cmdline()) and "torch.distributed.run" not in child.cmdline()
+    ]
+
+
+def start(command: str, folder: Path, name: str) -> subprocess.Popen:
+    output = (folder / name).open("a")
+    return subprocess.Popen(["bash", "-c", command], stdout=output, stderr=output, start_new_session=True)
+
+
+def undisturbed(ranks, folder) -> list[float]:
+    config = tiny_run(folder / "whole", parallel={"cp": 1}, train={"steps": 60, "save_every": 0, "validate_every": 0})
+    ranks.run(2, run, config)
+    return [record["loss"] for record in read_metrics(config.train.run_dir / "metrics.jsonl")]
+
+
+def losses(folder) -> list[float]:
+    return [record["loss"] for record in read_metrics(folder / "run/metrics.jsonl")]
+
+
+def killed_at(folder, agents, step: int) -> None:
+    """Kill a rank once so many steps are done and saved, in all."""
+    wait_for(lambda: num_done(folder) >= step and (folder / "run/latest").exists(), timeout_s=180)
+    ranks_of(agents)[-1].send_signal(signal.SIGKILL)
+
+
+def test_torchrun_with_two_agents_and_kills_finishes_one_run(ranks, folder):
+    """The same command three times: in each a rank is killed; twice the agents are killed too."""
+    line = block("torchrun").strip().replace("--nproc-per-node 8", "--nproc-per-node 1")
+    line = line.replace("-m ithaka", str(folder / "slow.py"))
+    for attempt, step in enumerate((8, 22, 36)):
+        here = line.replace("node0:29500", f"localhost:{port()}")
+        agents = [start(here, folder, f"agent-{n}.txt") for n in range(2)]
+        killed_at(folder, agents, step)
+        if attempt < 2:
+            wait_for(lambda: num_done(folder) >= step + 8, timeout_s=180)  # noqa: B023  # its torchrun started it again
+            started = [psutil.Process(agent.pid) for agent in agents]
+            for process in [*started, *(child for each in started for child in each.children(recursive=True))]:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+    assert [agent.wait(240) for agent in agents] == [0, 0], (folder / "agent-0.txt").read_text()[-3000:]
+    assert losses(folder) == undisturbed(ranks, folder)
+
+
+def test_the_slurm_script_restarts_requeues_and_finishes(ranks, folder):
+    script = block("slurm").replace("MASTER_PORT=29500", f"MASTER_PORT={port()}")
+    environment = "SLURM_JOB_ID=7 SLURM_JOB_NODELIST=node"
+    (folder / "job.sh").write_text(script)
+    job = start(f"{environment} bash job.sh", folder, "job.txt")
+    killed_at(folder, [job], 8)
+    wait_for(lambda: num_done(folder) >= 22 and len(ranks_of([job])) == 2, timeout_s=180)
+    for rank in ranks_of([job]):
+        rank.send_signal(signal.SIGUSR1)
+    assert job.wait(120) == 0, (folder / "job.txt").read_text()[-3000:]
+    assert (folder / "requeued").read_text() == "requeue 7\n"
+    assert "Stopped as asked after step" in (folder / "job.txt").read_text()
+    assert start(f"{environment} bash job.sh", folder, "job.txt").wait(240) == 0
+    assert losses(folder) == undisturbed(ranks, folder)
+    assert start(f"{environment} bash job.sh", folder, "job.txt").wait(120) == 0
+    assert "run is finished: 60 steps are done" in (folder / "job.txt").read_text()
+
+
+def test_every_setting_and_code_of_the_page_exists():
+    text = DOCS.read_text()
+    from ithaka.config import load
+    from ithaka.train import launch
+
+    for name in re.findall(r"`train\.(\w+)", text):
+        assert hasattr(load().train, name), name
+    assert [launch.EXIT_FAILED, launch.EXIT_CONFIG, launch.EXIT_MEMORY, launch.EXIT_LOST] == [1, 2, 3, 4]
