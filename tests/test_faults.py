@@ -10,6 +10,7 @@ import shutil
 import signal
 import time
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch.distributed as dist
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from ithaka.config import ConfigError
 from ithaka.layer import stages
 from ithaka.train import checkpoint, heartbeat, loop, step
-from ithaka.train.console import read_metrics
+from ithaka.train.console import Console, read_metrics
 from ranks import Ranks
 from runs import copy_back_at, metrics, numbers, run, tiny_run, wait_for
 
@@ -198,6 +199,28 @@ def test_a_rank_that_hangs_ends_all_and_is_named(whole, tmp_path, fault, words):
     assert fault is frozen or "\n  rank 1: step 2, layer 1 / forward / attention / stage 0\n" in told
     assert "\n  rank 0: step 2, layer 1 / forward / exchange\n" in told
     assert any("attend" in path.read_text() for path in (tmp_path / "run/hang").glob("stacks-*"))
+
+
+def test_lines_that_the_disk_does_not_take_are_written_later(tmp_path, capsys):
+    shown = Console(tmp_path, num_steps=3)
+    file, shown._metrics = shown._metrics, MagicMock()
+    shown._metrics.write.side_effect, shown._metrics.name = OSError(errno.EROFS, "Read-only file system"), "metrics"
+    for number in (1, 2):
+        shown.event(number, "words")
+    shown._metrics = file
+    shown.event(3, "words")
+    shown.close()
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
+    assert capsys.readouterr().out.count("metrics cannot be written (Read-only file system); its lines are kept") == 1
+
+
+def test_host_memory_that_runs_out_is_said_once(monkeypatch, capfd):
+    monkeypatch.setattr(heartbeat, "this_host", lambda path: SimpleNamespace(memory_bytes=2**29))
+    watched = SimpleNamespace(_told_memory=False, _local_rank="0")
+    for _ in range(2):
+        heartbeat.Heartbeat._watch_memory(watched)
+    said = capfd.readouterr().err
+    assert said.count("has 512 MiB of host memory left; the largest other process is ") == said.count("\n") == 1
 
 
 def test_slow_ranks_are_named_once():

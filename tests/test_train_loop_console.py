@@ -77,7 +77,7 @@ def test_resumed_metrics_drop_lost_steps_and_half_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
     with open_metrics(path, 2) as file:
-        file.write('{"step": 3}\n')
+        file.write(b'{"step": 3}\n')
         assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
     open_metrics(path, 0).close()
     assert path.read_text() == ""

@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from threading import Lock
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console as RichConsole
 from rich.markup import escape
@@ -105,14 +107,14 @@ def describe_progress(report: StepProgress) -> str:
     return f"{report.phase or 'starting'}  {report.percent:.0f}%{left}"
 
 
-def open_metrics(path: Path, step: int) -> TextIO:
-    """To append records, each line flushed. A resumed run first drops the lines after `step`, which belong to work lost
+def open_metrics(path: Path, step: int) -> FileIO:
+    """To append records, unbuffered. A resumed run first drops the lines after `step`, which belong to work lost
     with the old process and will be done again."""
     kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= step] if step else []
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     os.replace(temporary, path)
-    return open(path, "a", encoding="utf-8", buffering=1)
+    return FileIO(path, "a")
 
 
 def _whole_lines(path: Path) -> list[str]:
@@ -139,6 +141,7 @@ class Console:
         self._trackers = trackers
         self._open = ExitStack()
         self.close = self._open.close  # ends the bar and the files
+        self._unwritten, self._writing = b"", Lock()  # lines of metrics.jsonl
         if active:
             self._metrics = self._open.enter_context(open_metrics(run_dir / "metrics.jsonl", step))
         if trackers is not None:
@@ -196,7 +199,14 @@ class Console:
             self.say(words)
 
     def _write(self, values: dict[str, Any]) -> None:
-        self._metrics.write(json.dumps(values) + "\n")  # one call: progress comes from a thread of its own
+        """What a disk that is full, or read-only, does not take is kept for the next line."""
+        with self._writing:  # progress comes from a thread of its own
+            before, self._unwritten = self._unwritten, self._unwritten + f"{json.dumps(values)}\n".encode()
+            try:
+                self._unwritten = self._unwritten[self._metrics.write(self._unwritten) :]
+            except OSError as error:
+                if not before:
+                    self.say(f"{self._metrics.name} cannot be written ({error.strerror}); its lines are kept in memory")
 
     def _show(self, step: int, what: str, words: str) -> None:
         self._bar.update(self._task, status=words)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import os
 import socket
 import statistics
 import threading
@@ -19,11 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from ithaka.phases import Listener, PhasePath
+from ithaka.plan.hardware import this_host
 from ithaka.plan.seconds import layer_seconds
+from ithaka.plan.show import size
 from ithaka.train.launch import EXIT_LOST, Outcome, leave
 from ithaka.train.preflight import Run, saved_bytes
 
@@ -36,6 +40,7 @@ PATIENCE = 5  # times what was planned
 READ_BYTES_S, TOKENISE_BYTES_S, WRITE_BYTES_S = 50e6, 1e6, 50e6  # what a slow machine manages
 SLOW, SLOW_STEPS = 1.2, 10  # times the median rank's seconds in attention, over so many steps
 SHOWN = 8  # ranks of a report
+LOW_BYTES = 2**30  # of host memory
 
 Beat = dict[str, Any]
 
@@ -165,6 +170,7 @@ class Heartbeat:
         self.place, self.limits, self.run_dir = place, limits, run_dir
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._stop, self._number, self._words = threading.Event(), 0, ""
+        self._told_memory, self._local_rank = False, os.environ.get("LOCAL_RANK", "0")
         store = dist.distributed_c10d._get_default_store()
         # A connection of its own: another thread may block the shared one.
         self._store = dist.PrefixStore("heartbeat", store.clone() if hasattr(store, "clone") else store)
@@ -207,6 +213,7 @@ class Heartbeat:
         while not self._stop.wait(BEAT_S):
             late = time.monotonic() - max(heard) > LATE_S  # this process was stopped, as the others may have been
             before, now = beats, time.monotonic()
+            self._watch_memory()
             try:
                 self._beat()
                 beats, unreachable = self._beats(), 0
@@ -230,6 +237,18 @@ class Heartbeat:
             limit = max(map(self.limits.of_phase, phases), default=self.limits.start)
             if now - moved_at > limit and not any(beat["words"] for beat in beats):
                 self._end(f"{_behind(beats)}: no rank moved for {limit:.0f} s", beats)
+
+    def _watch_memory(self) -> None:
+        """Say once, on each machine, that its memory runs out, and who else takes it."""
+        free = this_host(None).memory_bytes
+        if self._told_memory or free > LOW_BYTES or self._local_rank != "0":
+            return
+        self._told_memory, ours = True, {process.pid for process in psutil.Process(os.getppid()).children()}
+        processes = psutil.process_iter(["pid", "name", "memory_info"])
+        sizes = [(p.info["memory_info"].rss, p.info["name"], p.pid) for p in processes if p.info["memory_info"]]
+        used, name, pid = max((entry for entry in sizes if entry[2] not in ours), default=(0, "none", 0))
+        words = f"{socket.gethostname()} has {size(free)} of host memory left; the largest other process is {name}"
+        os.write(2, f"{words} ({pid}) with {size(used)}\n".encode())
 
     def _end(self, reason: str, beats: list[Beat]) -> None:
         """Keep what helps to find the cause, say where every rank is, and leave."""
