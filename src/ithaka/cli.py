@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import product
@@ -101,9 +102,15 @@ def train(
     ] = None,
     run_dir: RunDir = None,
     max_restarts: Annotated[int, typer.Option(min=0, help="Start the ranks again, so often, when they fail.")] = 0,
+    evaluate_only: Annotated[
+        bool, typer.Option("--evaluate-only", help="Print the validation loss (with --resume, of that run).")
+    ] = False,
 ) -> None:
     """Train a model: the one CONFIG.yaml names, or without it a small one on Python's own sources."""
-    _run(config, overrides, ranks, run_dir, resume, max_restarts)
+    if evaluate_only and resume is None:
+        with tempfile.TemporaryDirectory(prefix="ithaka-") as name:
+            _run(config, overrides, ranks, Path(name) / "run", trains=False)
+    _run(config, overrides, ranks, run_dir, resume, max_restarts, trains=not evaluate_only)
 
 
 def train_rank(run: Run, only_profile: bool = False) -> int:
@@ -124,6 +131,15 @@ def train_rank(run: Run, only_profile: bool = False) -> int:
         except Exception as error:  # the run is done and saved: it must not fail now
             print(f"Report: none ({error})", flush=True)
     return code
+
+
+def validate_rank(run: Run) -> None:
+    with _loading("starting the ranks"):
+        from ithaka.dist.mesh import end_process_group
+        from ithaka.train import loop
+
+    loop.validate_only(run)
+    end_process_group()
 
 
 @app.command()
@@ -157,6 +173,7 @@ def _run(
     resume: RunDir = None,
     max_restarts: int = 0,
     profiled_steps: int = 0,
+    trains: bool = True,
 ) -> None:
     """Decides and checks, prints the plan, and starts the ranks; again, from their last checkpoint, if they fail."""
     with _loading() as status:
@@ -173,14 +190,17 @@ def _run(
     tells = os.environ.get("RANK", "0") == "0"
     for left in range(max_restarts, -1, -1):
         with status("checking settings and data"):
-            run = preflight(config, changes, resume, run_dir)
+            run = preflight(config, changes, resume, run_dir, trains)
+        if not trains:
+            raise typer.Exit(launch.run_ranks(validate_rank, (run,), run.num_ranks))
+        train = run.config.train
         if run.finished:
             if tells:
-                print(f"{run.run_dir} is finished: {run.config.train.steps} steps are done", flush=True)
+                print(f"{run.run_dir} is finished: {run.last_step} steps are done", flush=True)
             raise typer.Exit(0)
         if run.plan is not None and tells:
-            model = run.config.model
-            print(show.as_text(run.plan, str(model.path or model.embedded), run.config.train.steps), flush=True)
+            model, steps = run.config.model, train.steps if train.epochs is None else None
+            print(show.as_text(run.plan, str(model.path or model.embedded), steps), flush=True)
         code = launch.run_ranks(train_rank, (run, profiled_steps > 0), run.num_ranks, apart=max_restarts > 0)
         if left == 0 or not launch.worth_a_restart(code):
             break
@@ -348,6 +368,25 @@ def evaluate(
     for title, rows in evaluation.tables(found):
         print(f"{title}\n{_table(rows)}\n")
     print(evaluation.MEANING)
+
+
+@app.command()
+def sample(
+    model: Annotated[
+        Path, typer.Argument(metavar="RUN|MODEL|ADAPTER", help="A run (its latest checkpoint), or a model.")
+    ],
+    prompt: Annotated[str, typer.Option(help="The beginning; what the user says, if there is a chat template.")],
+    tokens: Annotated[int, typer.Option(min=1, help="At most so many are generated.")] = 100,
+    temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest token each time.")] = 0.7,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text, chat template or not.")] = False,
+) -> None:
+    """Generate a short text, on one device, with plain transformers."""
+    with _loading() as status:
+        from ithaka.sample import sample
+
+    with status("generating"):
+        text = sample(model, prompt, tokens, temperature, raw)
+    print(text)
 
 
 @app.command()
@@ -548,12 +587,13 @@ def export(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The directory of a run.")],
     out_dir: Annotated[Path, typer.Argument(metavar="OUT_DIR", help="A new or empty directory.")],
     merge: Annotated[bool, typer.Option("--merge", help="Merge the run's adapter into its base model.")] = False,
+    step: Annotated[int | None, typer.Option(help="Of which step; by default the latest checkpoint.")] = None,
 ) -> None:
-    """Write the latest checkpoint of a run as a Hugging Face directory; an adapter in PEFT's format."""
+    """Write a checkpoint of a run as a Hugging Face directory; an adapter in PEFT's format."""
     from ithaka.train import checkpoint
 
     check_writable("OUT_DIR", out_dir, folder=True)
-    checkpoint.export(run_dir, out_dir, merge)
+    checkpoint.export(run_dir, out_dir, merge, step)
     print(f"exported to {out_dir}")
     if (out_dir / "adapter_config.json").is_file() and (out_dir / "config.json").is_file():
         print("model.rope moved the positions: load the base model with this config.json, or export with --merge")

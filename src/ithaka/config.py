@@ -282,6 +282,8 @@ class OptimConfig(Section):
 class TrainConfig(Section):
     # Optimizer steps in the whole run, over all resumptions.
     steps: int = setting(1000, ge=1)
+    # Instead of steps: passes over the data (several sources: over as many tokens as they have together). 0.5 is half.
+    epochs: float | None = setting(None, gt=0)
     # Sequences per data-parallel rank and micro-step.
     batch: int = setting(1, ge=1)
     # Micro-steps per optimizer step.
@@ -299,6 +301,10 @@ class TrainConfig(Section):
     save_every: int = setting(0, ge=0)
     # Complete checkpoints to keep; older ones are removed.
     keep_last: int = setting(2, ge=1)
+    # Also save at, and keep, the lowest validation loss; the end of the run says its step, for `ithaka export --step`.
+    keep_best: bool = False
+    # End the run when so many validations in a row bring no lower loss, and keep_best. 0: never.
+    patience: int = setting(0, ge=0)
     # A step whose loss or gradient is not finite, or spikes, is computed again. If it is no better: stop, or skip the
     # batch, whose documents are logged; three in a row stop the run.
     bad_step: Literal["stop", "skip"] = "stop"

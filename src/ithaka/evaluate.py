@@ -54,7 +54,7 @@ def evaluate(
     sequence."""
     with tempfile.TemporaryDirectory(prefix="ithaka-evaluate-") as name:
         folder = Path(name)
-        model = _as_model(source, folder / "model")
+        model = as_model(source, folder / "model")
         read_shape(model)
         if not has_weights(model):
             raise ConfigError(f"MODEL={source} has no safetensors; give a directory with weights, an adapter, or a run")
@@ -70,7 +70,7 @@ def evaluate(
         return {"model": str(source), **json.loads((folder / RESULT).read_text())}
 
 
-def _as_model(source: Path, out: Path) -> Path:
+def as_model(source: Path, out: Path) -> Path:
     """A directory with the whole model: `source`, or `out`, where a run is exported and an adapter merged."""
     if (source / "config.yaml").is_file():
         return checkpoint.export(source, out, merge=(source / "model" / "adapter_config.json").is_file())

@@ -142,6 +142,23 @@ def balance(opened: TrainData) -> dict[str, float] | None:
     return {"ranks": opened.size, **found} if opened.size > 1 and not opened.stream.together else None
 
 
+def _amount(source: Source, stream: SequenceStream) -> tuple[int, int, str]:
+    """Documents and tokens of a source, and "about " unless all of it was read."""
+    if not source.seen:
+        source.take(Cursor(), 1, stream.context, goes_on=False)
+    counts = list(source.seen.values())
+    part = sum(source.shards[i].num_bytes for i in source.seen) / source.num_bytes
+    documents, tokens = round(sum(each[0] for each in counts) / part), round(sum(each[1] for each in counts) / part)
+    return documents, tokens, "" if len(counts) == len(source.shards) else "about "
+
+
+def epoch_sequences(opened: TrainData) -> float:
+    """Sequences of a pass over the data; an estimate if it is larger than a round."""
+    packed = opened.stream.round()
+    tokens = sum(_amount(source, opened.stream)[1] for source in opened.stream.sources)
+    return tokens / (packed.num_tokens / len(packed))
+
+
 def data_facts(opened: TrainData, num_sequences: int) -> dict[str, str]:
     """What a run of `num_sequences` will train on, in words, by topic. For one rank, before the first step.
 
@@ -153,12 +170,7 @@ def data_facts(opened: TrainData, num_sequences: int) -> dict[str, str]:
     facts: dict[str, str] = {}
     epochs, skipped = [], Counter[str]()
     for source in stream.sources:
-        if not source.seen:
-            source.take(Cursor(), 1, stream.context, goes_on=False)
-        counts = list(source.seen.values())
-        part = sum(source.shards[i].num_bytes for i in source.seen) / source.num_bytes
-        guess = "" if len(counts) == len(source.shards) else "about "
-        documents, tokens = round(sum(each[0] for each in counts) / part), round(sum(each[1] for each in counts) / part)
+        documents, tokens, guess = _amount(source, stream)
         share = source.weight / sum(each.weight for each in stream.sources)
         epochs.append(f"{guess}{num_sequences * sequence_tokens * share / tokens:.3g}")
         words = f"{about.pop(source.name)}, {guess}{documents:,} documents, {tokens:,} tokens"
@@ -168,7 +180,7 @@ def data_facts(opened: TrainData, num_sequences: int) -> dict[str, str]:
         else:
             facts[f"source {source.name}"] = f"{share:.1%} of the tokens; {words}"
             epochs[-1] += f" of {source.name}"
-        for _, _, reasons in counts:
+        for _, _, reasons in source.seen.values():
             skipped.update(reasons)
     facts["epochs"] = f"{', '.join(epochs)} ({num_sequences:,} sequences in all)"
     facts["packing"] = f"{sequence_tokens / stream.context:.1%} of each sequence filled"

@@ -44,6 +44,7 @@ from torch.distributed.tensor import DTensor
 from ithaka.config import Config, ConfigError, shown, to_dict
 from ithaka.config import load as load_config
 from ithaka.layer.store import Slab
+from ithaka.layout import either
 from ithaka.model.adapters import adapter_name, merge_adapter
 from ithaka.plan.shape import ModelShape, read_shape
 from ithaka.train.launch import SharedError, is_out_of_memory
@@ -110,8 +111,8 @@ class Saver:
     """Writes checkpoints one after the other, in a thread: in the background where host memory has room for a copy of
     what is saved, else the run waits. Its collectives have a group of their own. Made by every rank."""
 
-    def __init__(self, run_dir: Path, keep_last: int, background: bool) -> None:
-        self.run_dir, self.keep_last, self.background = run_dir, keep_last, background
+    def __init__(self, run_dir: Path, keep_last: int, background: bool, keep_best: bool = False) -> None:
+        self.run_dir, self.keep_last, self.background, self.keep_best = run_dir, keep_last, background, keep_best
         self.group = dist.new_group(backend="gloo")
         self.seconds = 0.0  # that the last one took
         self._copies: dict[str, Slab] = {}
@@ -206,7 +207,8 @@ class Saver:
             os.rename(temporary, final)
             _sync_directory(root)
             write_atomic(self.run_dir / "latest", final.name + "\n")
-            _prune(root, state["step"], self.keep_last)
+            best = state["best"][1] if self.keep_best and state.get("best") else 0
+            _prune(root, state["step"], self.keep_last, best)
             return None
 
         unseen = self._agreed(what, publish if rank == 0 else None)[0]
@@ -244,10 +246,11 @@ def _is_seen(file: Path, num_bytes: int) -> bool:
     return True
 
 
-def _prune(root: Path, step: int, keep_last: int) -> None:
+def _prune(root: Path, step: int, keep_last: int, best: int = 0) -> None:
     """Checkpoints beyond `step` stay: they are another continuation, which the user may still want."""
     for path in [path for path in sorted(root.glob("step-*")) if path.name <= step_name(step)][:-keep_last]:
-        shutil.rmtree(path)
+        if path.name != step_name(best):
+            shutil.rmtree(path)
 
 
 def problem(path: Path) -> str | None:
@@ -297,6 +300,17 @@ def find(run_dir: Path, before: Path | None = None) -> Path:
     raise ConfigError(
         f"run directory {run_dir} has no{' other' * (before is not None)} checkpoint that can be used; start anew"
     )
+
+
+def of_step(run_dir: Path, step: int) -> Path:
+    """The checkpoint of that step. ConfigError if there is none, or it cannot be used."""
+    path = run_dir / "checkpoints" / step_name(step)
+    if not path.is_dir():
+        steps = [int(each.name.removeprefix("step-")) for each in sorted(path.parent.glob("step-*"))]
+        raise ConfigError(f"--step={step}: {run_dir} has no such checkpoint; use {either(steps) or 'another run'}")
+    if reason := problem(path):
+        raise ConfigError(f"--step={step}: {path} cannot be used: {reason}; use another step")
+    return path
 
 
 def tell_damage(path: Path, reason: str) -> None:
@@ -380,8 +394,8 @@ def resume_point(run_dir: Path, config: Config, shape: ModelShape) -> tuple[Path
     return found, changed
 
 
-def export(run_dir: Path, out_dir: Path, merge: bool = False) -> Path:
-    """Writes the latest checkpoint of `run_dir` as a Hugging Face directory; returns `out_dir`.
+def export(run_dir: Path, out_dir: Path, merge: bool = False, step: int | None = None) -> Path:
+    """Writes a checkpoint of `run_dir`, the latest or that of `step`, as a Hugging Face directory; returns `out_dir`.
 
     One process, without a process group; the whole model passes through host memory.  Weights keep the
     precision of the master weights (float32 in a usual run), so logits are those of the trained model.
@@ -395,7 +409,7 @@ def export(run_dir: Path, out_dir: Path, merge: bool = False) -> Path:
     out_dir, folder = out_dir.absolute(), run_dir / "model"
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise ConfigError(f"output directory {out_dir} exists and is not empty; give a new or empty one")
-    found = find(run_dir)
+    found = find(run_dir) if step is None else of_step(run_dir, step)
     has_adapter = (folder / "adapter_config.json").is_file()
     if merge and not has_adapter:
         raise ConfigError(f"--merge: {run_dir} trained no adapter; leave it out")

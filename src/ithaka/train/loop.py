@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ithaka.attention.kernels import resolve_kernel
 from ithaka.config import FORMAT, ConfigError, embedded_model, to_yaml
-from ithaka.data.open import data_facts, open_data
+from ithaka.data.open import data_facts, epoch_sequences, open_data
 from ithaka.data.stream import Batch
 from ithaka.data.tokenizer import Tokenizer, load_tokenizer
 from ithaka.dist.mesh import Mesh, default_device, make_mesh, set_timeouts, start_process_group
@@ -34,7 +34,7 @@ from ithaka.plan.show import size
 from ithaka.train import checkpoint
 from ithaka.train.console import Console, Record, amount, host_peak_bytes, read_metrics, status, step_flops
 from ithaka.train.heartbeat import Heartbeat, Limits, Place, SlowRanks, validation_seconds
-from ithaka.train.launch import Outcome, answer, leave, stop_requests
+from ithaka.train.launch import Outcome, SharedError, answer, leave, stop_requests
 from ithaka.train.preflight import (
     Run,
     check_same,
@@ -103,6 +103,9 @@ class Trainer:
         self.console: Console | None = None
         self.norms: deque[float] = deque(maxlen=100)  # of the last steps' gradients
         self.skipped = 0  # batches in a row
+        self.best: tuple[float, int] | None = None  # lowest validation loss, and its step
+        self.stale = 0  # validations since
+        self.epochs = run.config.train.epochs
         self.saved_at = time.monotonic()
         config, dtype = run.config, getattr(torch, run.layout.dtype or "float32")
         torch.manual_seed(config.train.seed + mesh.rank)
@@ -152,6 +155,7 @@ class Trainer:
             state = checkpoint.load(self.run.checkpoint, self.model, self.optimizer)
         self.step, self.tokens, self.first_step = state["step"], state["tokens"], state["step"] + 1
         self.norms.extend(state.get("norms", []))
+        self.best, self.stale = tuple(state.get("best") or ()) or None, state.get("stale", 0)
         if (before := state.get("global_batch", self.global_batch)) != self.global_batch:
             words = f"{self.global_batch} sequences per step (was {before}); train.global_batch={before} keeps them"
             self.data_facts["batch"] = words
@@ -166,8 +170,22 @@ class Trainer:
         self.saved_at = time.monotonic()
         norms = list(self.norms) if self.config.train.spike else []
         state = {"step": self.step, "tokens": self.tokens, "data": self.data.state_dict(), "norms": norms}
-        state["global_batch"] = self.global_batch
+        state |= {"global_batch": self.global_batch, "best": self.best, "stale": self.stale}
+        state |= {"epochs": self.epochs, "steps": self.config.train.steps}
         self.saver.save(self.model, self.optimizer, state)
+
+    def improves(self, val_loss: float | None) -> bool:
+        """Whether it is the lowest so far, for patience and the best checkpoint."""
+        if val_loss is None:
+            return False
+        better = self.best is None or val_loss < self.best[0]
+        self.best, self.stale = ((val_loss, self.step), 0) if better else (self.best, self.stale + 1)
+        return better
+
+    @property
+    def done(self) -> bool:
+        settings = self.config.train
+        return self.step >= settings.steps or 0 < settings.patience <= self.stale
 
     @property
     def save_is_due(self) -> bool:
@@ -282,14 +300,39 @@ def train(run: Run, only_profile: bool = False) -> int:
     return 128 + asked if asked else 0
 
 
-def prepare(run: Run) -> Trainer:
+def validate_only(run: Run) -> None:
+    """The validation loss of a model or a run, printed by rank 0. The run directory stays as it is."""
+    start_process_group()
+    tokens = run.run_dir / "tokens"
+    had_tokens = tokens.exists()
+    trainer = prepare(run, trains=False)
+    count = run.config.train.validate_sequences
+    loss, sources = trainer.validate()
+    trainer.data.close(remove=not had_tokens)
+    if loss is None:
+        way = "set data.validation_path, data.validation_fraction or train.validate_sequences"
+        raise SharedError(f"--evaluate-only: nothing is held out for validation; {way}")
+    if trainer.mesh.rank == 0:
+        what = f"{run.run_dir}, step {trainer.step}" if run.checkpoint else run.config.model.path or "embedded model"
+        for name, value in {"validation loss": loss, "perplexity": math.exp(loss), **sources}.items():
+            print(f"{name:<16} {value:.4f}", flush=True)
+        print(f"of {what}, over up to {count} sequences of {run.config.data.context} tokens", flush=True)
+
+
+def prepare(run: Run, trains: bool = True) -> Trainer:
     """Do all that can be refused before anything is written; a refusal is raised on all ranks."""
     start_process_group()
     run = _with_intact_checkpoint(run)
     trainer = together(Trainer, run, make_mesh(run.layout.cp, ring=run.layout.ring, replicas=run.layout.replicas))
-    trainer.saver = checkpoint.Saver(run.run_dir, run.config.train.keep_last, has_room_to_save(run))
+    settings = run.config.train
+    keeps_best = settings.keep_best or settings.patience > 0
+    trainer.saver = checkpoint.Saver(run.run_dir, settings.keep_last, has_room_to_save(run), keeps_best)
     own = fingerprints(run.config, trainer.data.fingerprint(), trainer.tokenizer.fingerprint)
     check_same(gathered((socket.gethostname(), own)))
+    if not trains:
+        trainer.load() if run.checkpoint is not None else None
+        return trainer
+    _decide_steps(trainer)
     trainer.data_facts = together(_data_facts, trainer)
     if run.checkpoint is not None:
         trainer.load()
@@ -315,6 +358,22 @@ def _starts(batch: Batch, tokenizer: Tokenizer) -> list[str]:
         lengths = torch.unique_consecutive(documents, return_counts=True)[1].tolist()
         starts += [tokenizer.decode(part[:32].tolist()) for part in ids.split(lengths)]
     return starts
+
+
+def _decide_steps(trainer: Trainer) -> None:
+    """train.steps of train.epochs: as when the run began, or by what rank 0 reads of the data."""
+    run, config = trainer.run, trainer.config
+    if config.train.epochs is None:
+        return
+    before = checkpoint.read_state(run.checkpoint) if run.checkpoint is not None else {}
+    steps = before["steps"] if before.get("epochs") == config.train.epochs else None
+    if steps is None:
+        sequences = together(lambda: epoch_sequences(trainer.data) if trainer.mesh.rank == 0 else 0.0)
+        steps = max(1, math.ceil(config.train.epochs * gathered(sequences)[0] / trainer.global_batch - 1e-6))
+    train = dataclasses.replace(config.train, steps=steps, epochs=None)
+    optim = dataclasses.replace(config.optim, decay_steps=config.optim.decay_steps or steps)
+    trainer.config = dataclasses.replace(config, train=train, optim=optim)
+    trainer.run = dataclasses.replace(run, config=trainer.config)
 
 
 def _data_facts(trainer: Trainer) -> dict[str, str]:
@@ -368,7 +427,7 @@ def _train(trainer: Trainer, stop: list[Signals], grace: Grace, beat: Heartbeat,
                 val_loss, val_sources = trainer.validate()
             _, _, peaks, _ = _agree(stop, trainer)
             console.step(Record(0, None, val_loss, None, None, 0, 0, None, None, None, *peaks, sources=val_sources))
-        while trainer.step < settings.steps and not asked:
+        while not trainer.done and not asked:
             start = time.perf_counter()
             grace.step_start, beat.place.step = time.monotonic(), trainer.step + 1
             with phase("data"):
@@ -379,11 +438,11 @@ def _train(trainer: Trainer, stop: list[Signals], grace: Grace, beat: Heartbeat,
             if advanced is None:
                 continue
             result, lr, num_tokens = advanced
-            val_loss, sources = None, result.source_losses
+            val_loss, sources, better = None, result.source_losses, False
             if trainer.due(settings.validate_every):
                 with console.doing("validation"):
                     val_loss, val_sources = trainer.validate()
-                sources = sources | val_sources
+                sources, better = sources | val_sources, trainer.improves(val_loss)
             earlier, attention_s = watch.device_peak_bytes, beat.place.end_step()
             asked, (save, saved), peaks, of_ranks = _agree(stop, trainer, earlier, attention_s)
             if late := slow.add(of_ranks):
@@ -393,7 +452,8 @@ def _train(trainer: Trainer, stop: list[Signals], grace: Grace, beat: Heartbeat,
             losses = result.loss, val_loss, lr, result.grad_norm
             counts, ring = (trainer.tokens, result.label_tokens), (result.balance, result.ring_bytes)
             console.step(Record(trainer.step, *losses, *counts, *speed, *peaks, *ring, sources))
-            last = bool(asked) or trainer.step == settings.steps
+            save |= better and trainer.saver.keep_best
+            last = bool(asked) or trainer.done
             if save or saved or last:
                 _finish_save(trainer, console)
             if not only_profile and (save or last):
@@ -404,14 +464,14 @@ def _train(trainer: Trainer, stop: list[Signals], grace: Grace, beat: Heartbeat,
             grace.save_s = trainer.saver.seconds
     finally:
         console.close()
-        trainer.data.close(remove=only_profile or trainer.step >= settings.steps)
+        trainer.data.close(remove=only_profile or trainer.done)
         if trainer.lock is not None:
             os.close(trainer.lock)
-    if trainer.step < settings.steps and not only_profile:
+    if not trainer.done and not only_profile:
         console.say(f"Stopped as asked after step {trainer.step}; go on with: ithaka train --resume {run.run_dir}")
     elif console.active and not only_profile:
         console.facts("done", _summary(trainer, read_metrics(run.run_dir / "metrics.jsonl")))
-    return asked if trainer.step < settings.steps else 0
+    return 0 if trainer.done else asked
 
 
 def _finish_save(trainer: Trainer, console: Console) -> None:
@@ -498,6 +558,11 @@ def _summary(trainer: Trainer, records: list[dict[str, Any]]) -> dict[str, str]:
     losses = [f"{loss:.4f}" for loss in since if loss is not None]
     rates = [r["tokens_per_s"] for r in records if r["tokens_per_s"]]
     facts = {"validation loss": " -> ".join([losses[0], *losses[1:][-1:]])} if losses else {}
+    if trainer.best is not None and trainer.saver.keep_best:
+        loss, step = trainer.best
+        facts["best"] = f"{loss:.4f} after step {step}: ithaka export {run_dir} OUT_DIR --step {step}"
+    if trainer.step < trainer.config.train.steps:
+        facts["stopped early"] = f"after step {trainer.step}: {trainer.stale} validations in a row were not lower"
     facts["speed"] = f"{amount(statistics.median(rates))} tokens/s (median step)"
     facts["export"] = f"ithaka export {run_dir} OUT_DIR"
     if trainer.config.adapter is not None and (path := trainer.config.model.path) is not None and path.is_dir():

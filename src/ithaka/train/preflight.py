@@ -35,6 +35,7 @@ from ithaka.config import (
     given,
     load,
     parse,
+    shown,
     to_dict,
     to_yaml,
 )
@@ -79,8 +80,18 @@ class Run:
         return self.config.train.run_dir
 
     @property
+    def last_step(self) -> int:
+        return checkpoint.read_state(self.checkpoint)["step"] if self.checkpoint is not None else 0
+
+    @property
     def finished(self) -> bool:
-        return self.checkpoint is not None and checkpoint.read_state(self.checkpoint)["step"] >= self.config.train.steps
+        if self.checkpoint is None:
+            return False
+        state, train = checkpoint.read_state(self.checkpoint), self.config.train
+        if train.epochs is not None and state.get("epochs") != train.epochs:
+            return False  # the data says how many steps they are
+        steps = train.steps if train.epochs is None else state["steps"]
+        return state["step"] >= steps or 0 < train.patience <= state.get("stale", 0)
 
     @property
     def work(self) -> Work:
@@ -91,8 +102,11 @@ class Run:
         return memory(self.shape, self.layout, self.hardware, self.work)
 
 
-def preflight(file: Path | None, changes: list[str], resume: Path | None = None, run_dir: Path | None = None) -> Run:
-    """Resolve, plan and check the configuration: a file of settings and changes to them, or a run to go on with."""
+def preflight(
+    file: Path | None, changes: list[str], resume: Path | None = None, run_dir: Path | None = None, trains: bool = True
+) -> Run:
+    """Resolve, plan and check the configuration: a file of settings and changes to them, or a run to go on with; with
+    `trains` false, to validate."""
     if under_torchrun():
         start_process_group()
     name = gathered(time.strftime("%Y%m%d-%H%M%S"))[0]  # by the clock of rank 0
@@ -108,14 +122,16 @@ def preflight(file: Path | None, changes: list[str], resume: Path | None = None,
         config, least, plan = configs[0], least_of(machines), None
         if resume in (None, AUTO):  # a run that goes on keeps its settings, unless the file is given again
             config, plan = planned(config, given(file, changes, _defaults(file, changes)), least)
-        return dataclasses.replace(validated(config, least.num_gpus, resume, mine[1]), plan=plan)
+        return dataclasses.replace(validated(config, least.num_gpus, resume, mine[1], trains), plan=plan)
 
     mine = together(told)
     configs, machines, newest = zip(*gathered(mine), strict=True)
     return together(decided)
 
 
-def validated(config: Config, num_ranks: int, resume: Path | None = None, here: Hardware | None = None) -> Run:
+def validated(
+    config: Config, num_ranks: int, resume: Path | None = None, here: Hardware | None = None, trains: bool = True
+) -> Run:
     """A run with these settings. Raises ConfigError unless it can start; cheap checks first."""
     run_dir, auto = config.train.run_dir, resume == AUTO
     if auto:
@@ -140,9 +156,11 @@ def validated(config: Config, num_ranks: int, resume: Path | None = None, here: 
     if resume is not None:
         found, changed = checkpoint.resume_point(resume, config, shape)
         run = dataclasses.replace(run, checkpoint=found, changed=changed)
-        if run.finished and not auto:
-            way = f"to go on give more: --set train.steps={2 * config.train.steps}"
-            raise ConfigError(f"train.steps={config.train.steps} is reached already by checkpoint {found}; {way}")
+        if trains and run.finished and not auto:
+            name = "steps" if run.last_step >= config.train.steps else "patience"
+            value = getattr(config.train, name)
+            way = f"to go on give more: --set train.{name}={2 * value}"
+            raise ConfigError(f"train.{name}={value} is reached already by checkpoint {found}; {way}")
     # Late: they import transformers, and cheap checks answer at once.
     from ithaka.data.open import check as check_data
     from ithaka.model.build import hf_config
@@ -256,10 +274,14 @@ def resolve(
     if config.adapter is not None:
         adapter = with_stored_settings(config.adapter, given(file, changes))
         config = dataclasses.replace(config, adapter=adapter)
+    if {"train.steps", "train.epochs"} <= given(None if run_dir == resume else file, changes):
+        raise ConfigError(f"train.epochs={config.train.epochs} and train.steps both say how long; leave one out")
     end, warmup = config.optim.decay_steps, config.optim.warmup_steps
     if config.optim.schedule == "cosine" and end is not None and end <= warmup:
         raise ConfigError(f"optim.decay_steps={end} ends within optim.warmup_steps={warmup}; give more, or null")
-    optim = dataclasses.replace(config.optim, decay_steps=end or config.train.steps)
+    if config.train.epochs is None:
+        end = end or config.train.steps
+    optim = dataclasses.replace(config.optim, decay_steps=end)
     return dataclasses.replace(config, optim=optim, train=dataclasses.replace(config.train, run_dir=run_dir))
 
 
@@ -422,6 +444,10 @@ def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
     no_peft = config.adapter is not None and find_spec("peft") is None
     resized = config.adapter is not None and config.model.resize_embeddings
     # A folder named wandb, which wandb makes where it is used, is found too: it has no origin.
+    train = config.train
+    unseen = {"keep_best": train.keep_best, "patience": train.patience} if not train.validate_sequences else {}
+    unseen |= {"patience": train.patience} if not train.validate_every else {}
+    idle = [f"train.{name}={shown(value)}" for name, value in unseen.items() if value]
     missing = [name for name in config.train.track if getattr(find_spec(name), "origin", None) is None]
     wrong = [
         (idle_disk, f"memory.disk_path={memory.disk_path} has no effect without memory.offload=disk; leave it null"),
@@ -430,6 +456,7 @@ def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
         (blocks.count(None) == 1, f"attention.block_q, block_kv={blocks} go together; set both or neither"),
         (no_peft, "adapter needs an extra: pip install 'ithaka[adapter]', or leave the section out"),
         (resized, "model.resize_embeddings=true cannot go with an adapter, whose base stays as it is; set it to false"),
+        (idle, f"{either(idle)} has no effect without validation; set train.validate_every and validate_sequences"),
         (missing, f"train.track={' '.join(missing)} needs a package: pip install {' '.join(missing)}, or leave it out"),
     ]
     for words in (words for holds, words in wrong if holds):

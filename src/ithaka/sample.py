@@ -1,0 +1,41 @@
+"""A short text from a run, a model or an adapter: what was learned, at a glance. Serve longer ones with vLLM."""
+
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from ithaka.config import ConfigError
+from ithaka.data.tokenizer import load_tokenizer
+from ithaka.dist.mesh import default_device
+from ithaka.evaluate import as_model
+from ithaka.model.build import has_weights
+
+
+def sample(source: Path, prompt: str, num_tokens: int, temperature: float, raw: bool = False) -> str:
+    """The answer to `prompt` if the tokenizer has a chat template and not `raw`; else its continuation. Of the family
+    that transformers finds in config.json, on one device."""
+    device = default_device()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    with tempfile.TemporaryDirectory(prefix="ithaka-sample-") as name:
+        directory = as_model(source, Path(name) / "model")
+        if not has_weights(directory):
+            raise ConfigError(f"MODEL={source} has no safetensors; give a directory with weights, an adapter, or a run")
+        tokenizer = load_tokenizer(None, directory)
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device).eval()
+    if tokenizer.hf.chat_template and not raw:
+        messages = [{"role": "user", "content": prompt}]
+        text = tokenizer.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids = tokenizer.encode_batch([text])[0].tolist()
+    else:
+        ids = [*tokenizer.document_prefix, *tokenizer.encode_batch([prompt])[0].tolist()]
+    if not ids:
+        raise ConfigError("--prompt='' has no token to begin with; give a word")
+    chosen = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    prompt_ids = torch.tensor([ids], device=device)
+    mask = torch.ones_like(prompt_ids)
+    made = model.generate(
+        prompt_ids, attention_mask=mask, max_new_tokens=num_tokens, pad_token_id=tokenizer.pad_id, **chosen
+    )
+    return tokenizer.hf.decode(made[0, len(ids) :].tolist(), skip_special_tokens=True)

@@ -1,0 +1,91 @@
+"""Knobs of a run: epochs, the best checkpoint, early stop, another learning rate, validation alone, export of a step,
+samples."""
+
+import math
+import shutil
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from ithaka.cli import app, validate_rank
+from ithaka.config import ConfigError, load
+from ithaka.train import checkpoint, loop
+from ithaka.train.preflight import check_settings, resolve, validated
+from runs import metrics, run, tiny_run, valid
+
+
+def names(run_dir):
+    return [path.name for path in sorted(run_dir.glob("checkpoints/step-*"))]
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A run whose validation losses are given: it stops early, two validations after the lowest."""
+    losses = iter((9.0, 3.0, 2.0, 2.5, 2.25))
+    settings = {"validate_every": 1, "save_every": 0, "keep_last": 1, "patience": 2, "epochs": 2, "accumulate": 3}
+    config = tiny_run(tmp_path_factory.mktemp("knobs"), train=settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.Trainer, "validate", lambda self: (next(losses), {}))
+        run(config)
+    return config
+
+
+def test_patience_ends_the_run_and_the_best_checkpoint_is_kept(stopped, tmp_path):
+    run_dir = stopped.train.run_dir
+    assert [line["val_loss"] for line in metrics(run_dir)] == [9.0, 3.0, 2.0, 2.5, 2.25]
+    assert names(run_dir) == ["step-00000002", "step-00000004"], "the best and the last"
+    state = checkpoint.read_state(checkpoint.find(run_dir))
+    assert (state["best"], state["stale"]) == ([2.0, 2], 2)
+    saved = load(run_dir / "config.yaml")
+    with pytest.raises(ConfigError, match=r"train.patience=2 is reached already .*: --set train.patience=4"):
+        valid(saved, run_dir)
+    more = replace(saved, train=replace(saved.train, patience=3))
+    assert not valid(more, run_dir).finished
+
+
+def test_epochs_become_steps(stopped):
+    train = load(stopped.train.run_dir / "config.yaml").train
+    assert (train.steps, train.epochs) == (math.ceil(2 * 67 / 3), None), "67 sequences are a pass over the data"
+    assert load(stopped.train.run_dir / "config.yaml").optim.decay_steps == train.steps
+    with pytest.raises(ConfigError, match=r"train.epochs=2.0 and train.steps both say how long; leave one out"):
+        resolve(None, ["train.epochs=2", "train.steps=3"])
+    assert resolve(None, ["train.epochs=2"]).optim.decay_steps is None
+
+
+def test_a_resumed_run_takes_another_learning_rate(stopped, tmp_path):
+    run_dir = shutil.copytree(stopped.train.run_dir, tmp_path / "run")
+    changes = ["optim.lr=0.5", "optim.schedule=constant", "train.patience=0", "train.steps=5", "train.validate_every=0"]
+    run(resolve(None, changes, run_dir), run_dir)
+    assert [line["lr"] for line in metrics(run_dir)[-1:]] == [0.5] and len(metrics(run_dir)) == 6
+    assert names(run_dir)[0] == "step-00000005", "without patience and keep_best the best is as old as any other"
+
+
+def test_a_step_is_exported_and_sampled(stopped, tmp_path):
+    run_dir, ask = stopped.train.run_dir, CliRunner()
+    last = int(names(run_dir)[-1].removeprefix("step-"))
+    assert ask.invoke(app, ["export", str(run_dir), str(tmp_path / "out"), "--step", str(last)]).exit_code == 0
+    refused = ask.invoke(app, ["export", str(run_dir), str(tmp_path / "no"), "--step", "3"])
+    assert refused.exit_code == 2 and f"has no such checkpoint; use {last}" in refused.stderr
+    how = ["--prompt", "Document 12: 12 13", "--tokens", "5", "--temperature", "0"]
+    texts = [ask.invoke(app, ["sample", str(source), *how]) for source in (run_dir, tmp_path / "out")]
+    assert texts[0].exit_code == 0 and texts[0].stdout == texts[1].stdout and len(texts[0].stdout) > 1
+
+
+def test_evaluate_only_prints_the_loss_and_leaves_the_run_alone(stopped, capsys):
+    run_dir = stopped.train.run_dir
+    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+    config = load(run_dir / "config.yaml", ["train.validate_sequences=2"])
+    validate_rank(validated(config, 1, run_dir, trains=False))
+    shown = capsys.readouterr().out.split()
+    loss, perplexity = float(shown[2]), float(shown[4])
+    assert perplexity == pytest.approx(math.exp(loss), rel=1e-3) and 0 < loss < 9
+    after = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*") if path != run_dir}
+    assert after == {path: time for path, time in before.items() if path != run_dir}
+
+
+@pytest.mark.parametrize("train", [{"patience": 2, "validate_every": 0}, {"keep_best": True, "validate_sequences": 0}])
+def test_a_knob_without_validation_is_refused(train, tmp_path):
+    config = tiny_run(tmp_path, train=train)
+    with pytest.raises(ConfigError, match="has no effect without validation"):
+        check_settings(config, 1, valid(tiny_run(tmp_path)).shape)
