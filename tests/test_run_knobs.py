@@ -6,6 +6,8 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from ithaka.cli import app, validate_rank
@@ -63,12 +65,15 @@ def test_a_resumed_run_takes_another_learning_rate(stopped, tmp_path):
 
 def test_a_step_is_exported_and_sampled(stopped, tmp_path):
     run_dir, ask = stopped.train.run_dir, CliRunner()
-    last = int(names(run_dir)[-1].removeprefix("step-"))
-    assert ask.invoke(app, ["export", str(run_dir), str(tmp_path / "out"), "--step", str(last)]).exit_code == 0
+    for step in (2, 4):
+        out = str(tmp_path / f"step {step}")
+        assert ask.invoke(app, ["export", str(run_dir), out, "--step", str(step)]).exit_code == 0
     refused = ask.invoke(app, ["export", str(run_dir), str(tmp_path / "no"), "--step", "3"])
-    assert refused.exit_code == 2 and f"has no such checkpoint; use {last}" in refused.stderr
+    assert refused.exit_code == 2 and "has no such checkpoint; use 2 or 4" in refused.stderr
+    weights = [load_file(tmp_path / f"step {step}" / "model.safetensors")["model.norm.weight"] for step in (2, 4)]
+    assert not torch.equal(*weights)
     how = ["--prompt", "Document 12: 12 13", "--tokens", "5", "--temperature", "0"]
-    texts = [ask.invoke(app, ["sample", str(source), *how]) for source in (run_dir, tmp_path / "out")]
+    texts = [ask.invoke(app, ["sample", str(source), *how]) for source in (run_dir, tmp_path / "step 4")]
     assert texts[0].exit_code == 0 and texts[0].stdout == texts[1].stdout and len(texts[0].stdout) > 1
 
 
