@@ -116,13 +116,16 @@ def train(
 def train_rank(run: Run, only_profile: bool = False) -> int:
     """What every rank runs; rank 0 then writes the report. Returns the exit code."""
     with _loading("starting the ranks"):
-        from ithaka.dist.mesh import end_process_group, start_process_group
-        from ithaka.train import loop
+        from ithaka.dist.mesh import end_process_group, free_memory, start_process_group
+        from ithaka.train import launch, loop
 
         start_process_group()
 
     code = loop.train(run, only_profile)
-    end_process_group()
+    if launch.stays_for_more() and not code and run.config.train.steps < run.config.ends[-1]:
+        free_memory()
+    else:
+        end_process_group()
     if os.environ.get("RANK", "0") == "0":
         from ithaka.report.page import write_report
 
@@ -188,7 +191,8 @@ def _run(
     if max_restarts and launch.under_torchrun():
         raise ConfigError(f"--max-restarts={max_restarts} is for local ranks; give it to torchrun, before -m ithaka")
     tells = os.environ.get("RANK", "0") == "0"
-    for left in range(max_restarts, -1, -1):
+    left = max_restarts
+    while True:  # entries of a curriculum, and restarts
         with status("checking settings and data"):
             run = preflight(config, changes, resume, run_dir, trains)
         if not trains:
@@ -201,14 +205,16 @@ def _run(
         if run.plan is not None and tells:
             model, steps = run.config.model, train.steps if train.epochs is None else None
             print(show.as_text(run.plan, str(model.path or model.embedded), steps), flush=True)
-        code = launch.run_ranks(train_rank, (run, profiled_steps > 0), run.num_ranks, apart=max_restarts > 0)
-        if left == 0 or not launch.worth_a_restart(code):
-            break
+        # A process that ends gives all of its memory back.
+        apart = max_restarts > 0 or bool(run.config.curriculum and launch.num_gpus())
+        code = launch.run_ranks(train_rank, (run, profiled_steps > 0), run.num_ranks, apart)
+        if code or train.steps == run.config.ends[-1]:
+            if left == 0 or not launch.worth_a_restart(code):
+                break
+            number, left = max_restarts - left + 1, left - 1
+            print(f"Restart {number} of {max_restarts}, after exit code {code}", file=sys.stderr, flush=True)
         if resume is None:
             resume, run_dir = AUTO, run.run_dir
-        print(
-            f"Restart {max_restarts - left + 1} of {max_restarts}, after exit code {code}", file=sys.stderr, flush=True
-        )
     raise typer.Exit(code)
 
 
@@ -230,7 +236,8 @@ def data(
         from ithaka.train.preflight import resolve
 
     with status("reading and packing the data"):
-        settings = resolve(config, [*(overrides or []), *([f"parallel.ranks={ranks}"] if ranks is not None else [])])
+        changes = [*(overrides or []), *([f"parallel.ranks={ranks}"] if ranks is not None else [])]
+        settings = resolve(config, changes).at(0)
         view = show_data.read_data(settings, show_data.TERMINAL if page is None else show_data.PAGE)
     if page is not None:
         page.write_text(show_data.data_page(view, f"Data of {config or 'ithaka train'}"), encoding="utf-8")

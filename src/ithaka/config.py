@@ -7,9 +7,11 @@ This file imports no torch.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import difflib
+import itertools
 import math
 import operator
 import re
@@ -45,7 +47,7 @@ class Section:
 
     def __post_init__(self) -> None:
         section, hints = type(self).__name__.removesuffix("Config").lower(), typing.get_type_hints(type(self))
-        section = {"source": "data.sources", "rope": "model.rope"}.get(section, section)
+        section = {"source": "data.sources", "rope": "model.rope", "entry": "curriculum"}.get(section, section)
         for entry in dataclasses.fields(self):  # type: ignore[arg-type]
             name, value, hint = f"{section}.{entry.name}", getattr(self, entry.name), hints[entry.name]
             try:
@@ -343,6 +345,34 @@ class ProfileConfig(Section):
 
 
 @dataclass(frozen=True)
+class EntryConfig(Section):
+    """One of curriculum. Of rope and data, what it leaves out is as in the entry before it."""
+
+    # As data.context and train.steps, of this entry alone; both are needed.
+    context: int | None = setting(None, ge=2)
+    steps: int | None = setting(None, ge=1)
+    # As model.rope.
+    rope: RopeConfig | None = None
+    # Settings of data, such as {sources: [...]}. Other documents are read from their beginning.
+    data: dict | None = None
+    # Settings of optim, with a schedule of this entry's own, from its first step to its last. null: the run's.
+    optim: dict | None = None
+
+    def __post_init__(self) -> None:
+        for name, section in (("rope", RopeConfig), ("data", DataConfig), ("optim", OptimConfig)):
+            if isinstance(values := getattr(self, name), dict):
+                _check_names(values, section, f"curriculum.{name}.")
+                if name == "rope":
+                    object.__setattr__(self, name, RopeConfig(**values))
+        super().__post_init__()
+        for name, value in (("context", self.context), ("steps", self.steps)):
+            if value is None:
+                raise ConfigError(f"curriculum has an entry without {name}; add it: {{context: 64K, steps: 200}}")
+        if "context" in (self.data or {}):
+            raise ConfigError("curriculum.data.context is the entry's context; write it beside data, not in it")
+
+
+@dataclass(frozen=True)
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     adapter: AdapterConfig | None = None  # null: every parameter is trained
@@ -353,11 +383,68 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    # One run through several lengths: [{context: 64K, steps: 200}, {context: 512K, steps: 50, rope: {theta: 1.3e8}}].
+    # Each entry is planned for itself; weights, optimizer and learning rate go on from one to the next.
+    curriculum: tuple[EntryConfig, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.curriculum, list | tuple):
+            raise ConfigError(
+                f"curriculum={self.curriculum} is not accepted; use a list, [{{context: 64K, steps: 200}}]"
+            )
+        for each in (each for each in self.curriculum if isinstance(each, dict)):
+            _check_names(each, EntryConfig, "curriculum.")
+        made = tuple(EntryConfig(**each) if isinstance(each, dict) else each for each in self.curriculum)
+        object.__setattr__(self, "curriculum", made)
+
+    @property
+    def ends(self) -> list[int]:
+        """The last step of each entry; without a curriculum, of the run."""
+        return list(itertools.accumulate(entry.steps or 0 for entry in self.curriculum)) or [self.train.steps]
+
+    @property
+    def entry(self) -> int:
+        """Of a configuration that `at` gave: the number of its entry, from 0."""
+        return self.ends.index(self.train.steps)
+
+    @property
+    def start(self) -> int:
+        """Steps before this entry."""
+        return [0, *self.ends][self.entry]
+
+    @property
+    def schedule_start(self) -> int:
+        """Steps before the learning-rate schedule."""
+        return self.start if self.curriculum and self.curriculum[self.entry].optim else 0
+
+    def at(self, step: int) -> Config:
+        """With the settings of the entry that comes after `step` steps; without a curriculum, the same."""
+        if not self.curriculum:
+            return self
+        index = min(bisect.bisect_right(self.ends, step), len(self.ends) - 1)
+        model, data, optim, entry = self.model, self.data, self.optim, self.curriculum[index]
+        for each in self.curriculum[: index + 1]:
+            values = each.data or {}
+            fresh: dict[str, Any] = {"path": None, "sources": ()} if {"path", "sources"} & {*values} else {}
+            data = dataclasses.replace(data, **{**fresh, **values, "context": each.context})
+            model = dataclasses.replace(model, rope=each.rope or model.rope)
+        if entry.optim:
+            optim = dataclasses.replace(optim, **{"decay_steps": entry.steps, **entry.optim})
+            check_schedule(optim)
+        train = dataclasses.replace(self.train, steps=self.ends[index])
+        return dataclasses.replace(self, train=train, data=data, model=model, optim=optim)
+
+
+def check_schedule(optim: OptimConfig) -> None:
+    end, warmup = optim.decay_steps, optim.warmup_steps
+    if optim.schedule == "cosine" and end is not None and end <= warmup:
+        raise ConfigError(f"optim.decay_steps={end} ends within optim.warmup_steps={warmup}; give more, or null")
 
 
 SECTIONS: dict[str, Any] = {
     entry.name: AdapterConfig if entry.name == "adapter" else entry.default_factory
     for entry in dataclasses.fields(Config)
+    if entry.name != "curriculum"
 }
 
 
@@ -436,7 +523,8 @@ def load(path: Path | None = None, overrides: Sequence[str] = (), base: Mapping[
 def given(path: Path | None, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None) -> set[str]:
     """The names, section.key, of what `load` with the same arguments does not take from the defaults."""
     trees = [base or {}, _read_yaml(path) if path is not None else {}]
-    names = {f"{section}.{key}" for tree in trees for section, values in tree.items() for key in values or {}}
+    sections = (each for tree in trees for each in tree.items() if isinstance(each[1], Mapping))
+    names = {f"{section}.{key}" for section, values in sections for key in values}
     return names | {".".join(_parse_override(override)[:2]) for override in overrides}
 
 
@@ -497,17 +585,48 @@ def _parse_override(override: str) -> tuple[str, str, Any]:
 def _merged(sources: Iterable[tuple[str, Mapping[str, Any]]]) -> Config:
     """The sections of all sources, each laid over those before it; names that do not exist are refused."""
     merged: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS if name != "adapter"}
+    curriculum: Any = ()
     for source, tree in sources:
         for section, values in tree.items():
+            if section == "curriculum":
+                curriculum = values or ()
+                continue
             if section not in SECTIONS:
-                raise ConfigError(f"{section} in {source} is not a section; {_did_you_mean(section, SECTIONS)}")
+                known = [*SECTIONS, "curriculum"]
+                raise ConfigError(f"{section} in {source} is not a section; {_did_you_mean(section, known)}")
             values = {} if values is None else values
             if not isinstance(values, Mapping):
                 raise ConfigError(f"{section}={values!r} in {source} is not a mapping; write keys below `{section}:`")
             _check_names(values, SECTIONS[section], f"{section}.")
             if section != "adapter" or tree[section] is not None:
                 merged.setdefault(section, {}).update(values)
-    return Config(**{name: SECTIONS[name](**values) for name, values in merged.items()})
+    config = Config(**{name: SECTIONS[name](**values) for name, values in merged.items()}, curriculum=curriculum)
+    return _with_curriculum(config, merged) if curriculum else config
+
+
+def _with_curriculum(config: Config, given: Mapping[str, Mapping[str, Any]]) -> Config:
+    """As a whole it has the steps of all entries and the context of the first; `at` gives what its entries have."""
+    entries, ends = config.curriculum, config.ends
+    contexts = [entry.context or 0 for entry in entries]
+    places = [(ends[-1], contexts[0]), *zip(ends, contexts, strict=True)]
+    for name in ("epochs", "patience", "keep_best"):  # losses at other lengths cannot be compared
+        if value := getattr(config.train, name):
+            raise ConfigError(f"train.{name}={shown(value)} cannot stand beside curriculum; leave it out")
+    own = {"train.steps": config.train.steps, "data.context": config.data.context}
+    said = [f"{name}={value}" for name, value in own.items() if name.split(".")[1] in given[name.split(".")[0]]]
+    if said and tuple(own.values()) not in places:
+        raise ConfigError(f"{' and '.join(said)} cannot stand beside curriculum, whose entries say it; leave it out")
+    if not said:
+        if config.model.rope is not None and entries[0].rope is not None:
+            raise ConfigError("model.rope has no effect: the first entry of curriculum has its own; leave one out")
+        train = dataclasses.replace(config.train, steps=ends[-1])
+        config = dataclasses.replace(config, train=train, data=dataclasses.replace(config.data, context=contexts[0]))
+    for index, end in enumerate(ends):
+        try:
+            config.at(end - 1)
+        except ConfigError as error:
+            raise ConfigError(f"curriculum[{index}]: {error}") from None
+    return config
 
 
 def _check_names(values: Mapping[str, Any], section: Any, prefix: str) -> None:

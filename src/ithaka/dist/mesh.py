@@ -1,5 +1,6 @@
 """The only file that makes process groups: data-parallel x context-parallel, with FSDP2 over the same ranks."""
 
+import gc
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -109,6 +110,13 @@ def set_timeouts(seconds: float) -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         if group.size() > 1:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def free_memory() -> None:
+    """Give back what objects that are gone had: a model and its optimizer refer to each other."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def end_process_group() -> None:

@@ -153,7 +153,7 @@ function summary() {
       ["tokens/s (median)", amount(median(m.tokens_per_s))],
       ["step (median)", seconds(median(m.step_s))],
       ...(median(m.mfu) == null ? [] : [["MFU (median)", (100 * median(m.mfu)).toFixed(1) + " %"]]),
-      ["tokens of context", run.config.data.context],
+      ["tokens of context", run.config.curriculum?.length ? run.config.curriculum.map(e => e.context).join(", ") : run.config.data.context],
       !run.device_peak_bytes ? ["host peak per rank", bytes(run.host_peak_bytes)] : ["device peak", bytes(run.device_peak_bytes)],
     ];
     if (peak && peak.largest.length) cards.push(["largest holder", Object.entries(peak.holders).sort((a, b) => b[1] - a[1])[0][0]]);
@@ -324,10 +324,11 @@ function facts() {
       fold("Machine", div, true);
     }
     const lines = Object.entries(run.config).flatMap(([name, values]) =>
-      [`${name}:`, ...Object.entries(values || {}).map(([k, v]) => `  ${k}: ${v === null ? "null" : Array.isArray(v) ? "[" + v.join(", ") + "]" : v}`)]);
+      [`${name}:`, ...Object.entries(values || {}).map(([k, v]) => `  ${k}: ${v === null ? "null" : Array.isArray(v) ? "[" + v.map(shown).join(", ") + "]" : shown(v)}`)]);
     fold("Configuration", make("pre", {}, lines.join("\n")), false);
   });
 }
+function shown(v) { return typeof v === "object" ? JSON.stringify(v) : v; }
 const WHERE = { device: "on the device", host: "in host memory", disk: "on disk" };
 const IF_NULL = { blocks: "by the cache's size", dtype: "the parameters' own" };
 function plan(planned, into) {

@@ -138,6 +138,11 @@ def tell(outcome: Outcome) -> None:
 _folder: Path | None = None  # of a rank that our launcher started: where its outcome goes
 
 
+def stays_for_more() -> bool:
+    """Whether this process goes on with a run's next entry, in the group it has: torchrun's ranks meet only once."""
+    return under_torchrun() and _folder is None
+
+
 def leave(outcome: Outcome) -> None:
     """End this rank now, from any thread, without the usual clean-up: it can wait for ranks that will never answer."""
     rank = os.environ.get("RANK", "0")

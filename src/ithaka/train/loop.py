@@ -107,6 +107,7 @@ class Trainer:
         self.stale = 0  # validations since
         self.epochs = run.config.train.epochs
         self.saved_at = time.monotonic()
+        self.places: dict[str, Any] = {}  # in data of other entries
         config, dtype = run.config, getattr(torch, run.layout.dtype or "float32")
         torch.manual_seed(config.train.seed + mesh.rank)
         torch.use_deterministic_algorithms(config.train.deterministic, warn_only=True)
@@ -145,7 +146,11 @@ class Trainer:
                 fills_cache=os.environ.get("LOCAL_RANK", "0") == "0",
             )
         if run.checkpoint is not None:
-            self.data.load_state_dict(checkpoint.read_state(run.checkpoint)["data"])
+            state = checkpoint.read_state(run.checkpoint)
+            self.places = state.get("places", {}) | {state["data"]["data"]: state["data"]}
+            place = self.places.pop(self.data.fingerprint(), None)
+            if place is not None or not (config.curriculum and state["step"] == config.start):
+                self.data.load_state_dict(place or state["data"])
 
     @phase("loading the checkpoint")
     def load(self) -> None:
@@ -172,6 +177,7 @@ class Trainer:
         state = {"step": self.step, "tokens": self.tokens, "data": self.data.state_dict(), "norms": norms}
         state |= {"global_batch": self.global_batch, "best": self.best, "stale": self.stale}
         state |= {"epochs": self.epochs, "steps": self.config.train.steps}
+        state |= {"places": self.places} if self.places else {}
         self.saver.save(self.model, self.optimizer, state)
 
     def improves(self, val_loss: float | None) -> bool:
@@ -233,7 +239,7 @@ class Trainer:
         """One step on this rank's micro-batches: its result, learning rate and input tokens over all ranks. None: the
         batch was skipped."""
         config = self.config
-        lr = learning_rate(self.step, config.optim, config.train.steps)
+        lr = learning_rate(self.step - config.schedule_start, config.optim, config.train.steps)
         compute = partial(
             train_step,
             self.model,
@@ -323,6 +329,9 @@ def prepare(run: Run, trains: bool = True) -> Trainer:
     """Do all that can be refused before anything is written; a refusal is raised on all ranks."""
     start_process_group()
     run = _with_intact_checkpoint(run)
+    if run.checkpoint is not None and checkpoint.read_state(run.checkpoint)["step"] < run.config.start:
+        way = "remove the damaged ones, and resume again"
+        raise SharedError(f"checkpoint {run.checkpoint} is of an earlier entry of curriculum; {way}")
     trainer = together(Trainer, run, make_mesh(run.layout.cp, ring=run.layout.ring, replicas=run.layout.replicas))
     settings = run.config.train
     keeps_best = settings.keep_best or settings.patience > 0
@@ -381,7 +390,7 @@ def _data_facts(trainer: Trainer) -> dict[str, str]:
     if trainer.mesh.rank != 0:
         return {}
     train, data = trainer.config.train, trainer.data
-    num_sequences = train.steps * trainer.global_batch
+    num_sequences = (train.steps - trainer.config.start) * trainer.global_batch
     try:
         with status("reading the data"):
             return data_facts(data, num_sequences)
@@ -397,7 +406,7 @@ def _write_run_dir(trainer: Trainer) -> None:
     run, folder = trainer.run, trainer.run.run_dir / "model"
     folder.mkdir(parents=True, exist_ok=True)
     trainer.lock = checkpoint.lock(run.run_dir)
-    checkpoint.write_atomic(run.run_dir / "config.yaml", f"format: {FORMAT}\n{to_yaml(run.config)}")
+    checkpoint.write_atomic(run.run_dir / "config.yaml", f"format: {FORMAT}\n{run.saved or to_yaml(run.config)}")
     adapter = getattr(trainer.model, "peft_config", {}).get("default")
     for part in (adapter, trainer.model.config, trainer.model.generation_config, trainer.tokenizer.hf):
         if part is not None:
@@ -413,7 +422,7 @@ def _train(trainer: Trainer, stop: list[Signals], grace: Grace, beat: Heartbeat,
     run, settings, mesh = trainer.run, trainer.config.train, trainer.mesh
     tracks = mesh.rank == 0 and not only_profile and bool(settings.track)
     trackers = together(lambda: Trackers(run.run_dir, run.config, trainer.step) if tracks else None)
-    console = Console(run.run_dir, settings.steps, trainer.step, trackers, mesh.rank == 0)
+    console = Console(run.run_dir, trainer.config.ends[-1], trainer.step, trackers, mesh.rank == 0)
     asked, trainer.console = 0, console
     try:
         console.facts("ithaka", _header(trainer) | {"time-outs": beat.limits.words})
@@ -464,13 +473,16 @@ def _train(trainer: Trainer, stop: list[Signals], grace: Grace, beat: Heartbeat,
             grace.save_s = trainer.saver.seconds
     finally:
         console.close()
-        trainer.data.close(remove=only_profile or trainer.done)
+        trainer.data.close(
+            remove=only_profile or (trainer.done and trainer.config.entry + 1 == len(trainer.config.ends))
+        )
         if trainer.lock is not None:
             os.close(trainer.lock)
     if not trainer.done and not only_profile:
         console.say(f"Stopped as asked after step {trainer.step}; go on with: ithaka train --resume {run.run_dir}")
     elif console.active and not only_profile:
-        console.facts("done", _summary(trainer, read_metrics(run.run_dir / "metrics.jsonl")))
+        of = run.config.curriculum and f"entry {run.config.entry + 1} of {len(run.config.ends)} "
+        console.facts(f"{of or ''}done", _summary(trainer, read_metrics(run.run_dir / "metrics.jsonl")))
     return 0 if trainer.done else asked
 
 
@@ -529,11 +541,13 @@ def _header(trainer: Trainer) -> dict[str, str]:
         "model": f"{config.model.path or model.config.model_type}, {size}",
         "ranks": f"{mesh.world_size} ({device}) = {mesh.dp_size} data x {mesh.cp_size} context parallel"
         + f" ({ulysses} Ulysses x {ring} ring)" * (ring > 1),
-        "context": f"{config.data.context} tokens, {tokens} per step, {config.train.steps} steps",
+        "context": f"{config.data.context} tokens, {tokens} per step, {config.train.steps - config.start} steps",
         "attention": f"kernel {trainer.kernel}",
         "run": f"{trainer.run.run_dir}{f', resumed after step {trainer.step}' if trainer.step else ''}",
         "saving": _saving(trainer),
     }
+    if config.curriculum:
+        facts["entry"] = f"{config.entry + 1} of {len(config.ends)}, steps {config.start + 1} to {config.train.steps}"
     if config.model.rope is not None:
         values = {name.removeprefix("rope_"): value for name, value in model.config.rope_parameters.items()}
         shown = ", ".join(f"{name} {value}" for name, value in values.items())
@@ -567,6 +581,8 @@ def _summary(trainer: Trainer, records: list[dict[str, Any]]) -> dict[str, str]:
     facts["export"] = f"ithaka export {run_dir} OUT_DIR"
     if trainer.config.adapter is not None and (path := trainer.config.model.path) is not None and path.is_dir():
         facts["merged"] = f"ithaka export {run_dir} OUT_DIR --merge"
+    if trainer.config.curriculum:
+        return facts
     facts["train longer"] = f"ithaka train --resume {run_dir} --set train.steps={more}"
     if optim.schedule == "cosine" and optim.warmup_steps < (optim.decay_steps or trainer.step) <= trainer.step:
         facts["lr"] = f"stays as it is then; for a longer cosine add --set optim.decay_steps={more}"

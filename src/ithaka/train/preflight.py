@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
+import yaml
 
 import ithaka
 from ithaka.attention.kernels import KERNELS
@@ -30,6 +31,7 @@ from ithaka.config import (
     Config,
     ConfigError,
     check_effects,
+    check_schedule,
     check_writable,
     embedded_model,
     given,
@@ -73,6 +75,7 @@ class Run:
     plan: Plan | None = None  # the planner's, if it decided anything
     checkpoint: Path | None = None  # to go on from
     changed: Mapping[str, str] = field(default_factory=dict)  # settings that differ from the run's so far, in words
+    saved: str = ""  # config.yaml, if it is not `config`: a curriculum, without what is planned for each entry
 
     @property
     def run_dir(self) -> Path:
@@ -119,10 +122,19 @@ def preflight(
 
     def decided() -> Run:
         check_ranks_agree(configs, newest)
-        config, least, plan = configs[0], least_of(machines), None
-        if resume in (None, AUTO):  # a run that goes on keeps its settings, unless the file is given again
-            config, plan = planned(config, given(file, changes, _defaults(file, changes)), least)
-        return dataclasses.replace(validated(config, least.num_gpus, resume, mine[1], trains), plan=plan)
+        whole, least, plan = configs[0], least_of(machines), None
+        names = given(file, changes, _defaults(file, changes))
+        if whole.curriculum and resume not in (None, AUTO):
+            names = given(resume / "config.yaml", changes)
+        found = checkpoint.find(newest[0].parents[1]) if whole.curriculum and newest[0] else None
+        config = whole.at(checkpoint.read_state(found)["step"] if found else 0)
+        if resume in (None, AUTO) or whole.curriculum:  # else a run that goes on keeps its settings
+            config, plan = planned(config, names, least)
+        run = dataclasses.replace(validated(config, least.num_gpus, resume, mine[1], trains), plan=plan)
+        for start in (end for end in whole.ends[:-1] if end >= config.train.steps):  # later entries
+            later = planned(whole.at(start), names, least)[0]
+            check_inputs(fitting(later, least.num_gpus, mine[1], resume is not None))
+        return dataclasses.replace(run, saved=_saved(whole, names, plan)) if whole.curriculum else run
 
     mine = together(told)
     configs, machines, newest = zip(*gathered(mine), strict=True)
@@ -141,33 +153,53 @@ def validated(
             way = f"give another with --run-dir, or continue it with --resume {run_dir}"
             raise ConfigError(f"train.run_dir={run_dir} already holds a run; {way}")
         check_writable("train.run_dir", run_dir, folder=True)
+    run = fitting(config, num_ranks, here, resume is not None)
+    if resume is not None:
+        found, changed = checkpoint.resume_point(resume, run.config, run.shape)
+        run = dataclasses.replace(run, checkpoint=found, changed=changed)
+        if trains and run.finished and not auto:
+            name = "steps" if run.last_step >= config.train.steps else "patience"
+            value = getattr(config.train, name)
+            way = f"to go on give more: --set train.{name}={2 * value}"
+            way = "to go on give the file with more entries, and --resume auto" if config.curriculum else way
+            raise ConfigError(f"train.{name}={value} is reached already by checkpoint {found}; {way}")
+    check_inputs(run)
+    return run
+
+
+def _saved(whole: Config, names: Set[str], plan: Plan | None) -> str:
+    tree = to_dict(whole)
+    for section, key in (name.split(".") for name in (plan.settings if plan else {}) if name not in names):
+        del tree[section][key]
+    return yaml.safe_dump(tree, sort_keys=False)
+
+
+def fitting(config: Config, num_ranks: int, here: Hardware | None, goes_on: bool) -> Run:
+    """A run with these settings, which its machine has room for."""
     shape = model_shape(config)
     check_settings(config, num_ranks, shape)
     hardware = here or machine_here(config, num_ranks, launch.gpu())
     layout = layout_of(config, shape.num_layers, num_ranks, hardware.gpu.name != "CPU", shape.heads)
     accumulate = config.train.micro_steps(num_ranks // layout.cp)
-    if resume is None and config.train.accumulate not in (1, accumulate):
+    if not goes_on and config.train.accumulate not in (1, accumulate):
         words = f"is not the {accumulate} that train.global_batch={config.train.global_batch} gives; leave one out"
         raise ConfigError(f"train.accumulate={config.train.accumulate} {words}")
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, accumulate=accumulate))
     run = Run(config, num_ranks, shape, layout, hardware)
     check_fits(run)
     check_weights(config.model.path)
-    if resume is not None:
-        found, changed = checkpoint.resume_point(resume, config, shape)
-        run = dataclasses.replace(run, checkpoint=found, changed=changed)
-        if trains and run.finished and not auto:
-            name = "steps" if run.last_step >= config.train.steps else "patience"
-            value = getattr(config.train, name)
-            way = f"to go on give more: --set train.{name}={2 * value}"
-            raise ConfigError(f"train.{name}={value} is reached already by checkpoint {found}; {way}")
+    return run
+
+
+def check_inputs(run: Run) -> None:
+    """Refuse positions that the model lacks, and data that cannot be trained on."""
     # Late: they import transformers, and cheap checks answer at once.
     from ithaka.data.open import check as check_data
     from ithaka.model.build import hf_config
 
-    hf_config(config.model.path or embedded_model(config.model.embedded), config.model.rope, config.data.context)
-    check_data(config.data, shape.vocab, config.model.path)
-    return run
+    model, data = run.config.model, run.config.data
+    hf_config(model.path or embedded_model(model.embedded), model.rope, data.context)
+    check_data(data, run.shape.vocab, model.path)
 
 
 def together(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -276,9 +308,8 @@ def resolve(
         config = dataclasses.replace(config, adapter=adapter)
     if {"train.steps", "train.epochs"} <= given(None if run_dir == resume else file, changes):
         raise ConfigError(f"train.epochs={config.train.epochs} and train.steps both say how long; leave one out")
-    end, warmup = config.optim.decay_steps, config.optim.warmup_steps
-    if config.optim.schedule == "cosine" and end is not None and end <= warmup:
-        raise ConfigError(f"optim.decay_steps={end} ends within optim.warmup_steps={warmup}; give more, or null")
+    check_schedule(config.optim)
+    end = config.optim.decay_steps
     if config.train.epochs is None:
         end = end or config.train.steps
     optim = dataclasses.replace(config.optim, decay_steps=end)

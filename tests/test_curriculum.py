@@ -1,0 +1,131 @@
+"""A curriculum: one run through several lengths, each planned for itself, that goes on from anywhere."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from ithaka.cli import app
+from ithaka.config import ConfigError, given, load, parse, to_dict, to_yaml
+from ithaka.plan.hardware import Hardware, find_gpu
+from ithaka.train.preflight import _saved, planned
+from ithaka.train.step import learning_rate
+from runs import copy_back_at, metrics, numbers, tiny_run
+
+ENTRIES = [
+    {"context": 61, "steps": 3},
+    {"context": 122, "steps": 3, "rope": {"theta": 5e4}, "data": {"documents": "together"}},
+    {"context": 90, "steps": 2, "data": {"path": "OTHER"}, "optim": {"lr": 5e-4, "warmup_steps": 1}},
+    {"context": 61, "steps": 2, "data": {"path": "FIRST"}},
+]
+
+
+def train(*arguments):
+    result = CliRunner().invoke(app, ["train", *map(str, arguments), "--ranks", "1"])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """The run of ENTRIES, its file and what it printed."""
+    folder = tmp_path_factory.mktemp("curriculum")
+    tree = to_dict(tiny_run(folder))
+    shutil.copytree(folder / "texts", folder / "others")
+    (folder / "others" / "00.txt").write_text("Quite another text. " * 20)
+    paths = {"FIRST": str(folder / "texts"), "OTHER": str(folder / "others")}
+    tree["curriculum"] = json.loads(json.dumps(ENTRIES))
+    for entry in tree["curriculum"]:
+        entry["data"] = {k: paths.get(v, v) for k, v in entry.get("data", {}).items()}
+    del tree["train"]["steps"], tree["data"]["context"], tree["train"]["run_dir"]
+    tree["train"] |= {"save_every": 1, "keep_last": 20}
+    (folder / "file.yaml").write_text(yaml.safe_dump(tree))
+    return folder / "run", folder / "file.yaml", train(folder / "file.yaml", "--run-dir", folder / "run")
+
+
+def test_one_command_goes_through_all_entries(done):
+    run_dir, file, said = done
+    records = metrics(run_dir)[1:]
+    assert [record["step"] for record in records] == list(range(1, 11))
+    per_step = [b["tokens"] - a["tokens"] for a, b in zip(metrics(run_dir), records, strict=False)]
+    assert per_step == [2 * 61] * 3 + [2 * 122] * 3 + [2 * 90] * 2 + [2 * 61] * 2
+    optim = dataclasses.replace(load(file).optim, decay_steps=10)
+    own = dataclasses.replace(optim, lr=5e-4, warmup_steps=1, decay_steps=2)
+    rates = [learning_rate(step, optim, 10) for step in range(10)]
+    rates[6:8] = learning_rate(0, own, 2), learning_rate(1, own, 2)
+    assert [record["lr"] for record in records] == rates
+    assert "4 of 4, steps 9 to 10" in said and "theta 50000.0" in said.partition("2 of 4")[2]
+    assert json.loads((run_dir / "model" / "config.json").read_text())["rope_parameters"]["rope_theta"] == 5e4
+    assert not (run_dir / "tokens").exists() or not any((run_dir / "tokens").iterdir())
+
+
+def test_data_goes_on_where_an_entry_left_it(done):
+    """The last entry reads on in the first two's data."""
+    states = [json.loads((done[0] / f"checkpoints/step-{step:08d}/state.json").read_text()) for step in (6, 8, 9)]
+    before, other, after = (state["data"] for state in states)
+    assert before["data"] == after["data"] != other["data"]
+    assert after["sequences"] == before["sequences"] + 2 and other["sequences"] == 4
+
+
+@pytest.mark.parametrize("step", [3, 7])
+def test_it_goes_on_from_anywhere_with_the_same_numbers(done, tmp_path, step):
+    again = copy_back_at(done[0], tmp_path / "again", step)
+    train("--resume", again)
+    assert numbers(again) == numbers(done[0])
+
+
+def test_a_finished_one_says_how_to_go_on(done):
+    result = CliRunner().invoke(app, ["train", "--resume", str(done[0])])
+    assert result.exit_code == 2 and "more entries, and --resume auto" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "tree, words",
+    [
+        ({"train": {"steps": 7}}, "train.steps=7 cannot stand beside curriculum"),
+        ({"data": {"context": 7}}, "data.context=7 cannot stand beside curriculum"),
+        (
+            {"model": {"rope": {"theta": 9.0}}, "curriculum": [{**ENTRIES[0], "rope": {"theta": 8.0}}]},
+            "model.rope has no",
+        ),
+        ({"curriculum": {"context": 8}}, "is not accepted; use a list"),
+        ({"curriculum": [{"context": 8}]}, "an entry without steps"),
+        ({"curriculum": [{"context": 8, "steps": 0}]}, "curriculum.steps=0 is out of range"),
+        ({"curriculum": [{"context": 8, "step": 1}]}, "did you mean curriculum.steps"),
+        ({"curriculum": [{"context": 8, "steps": 1, "data": {"context": 9}}]}, "write it beside data"),
+        ({"curriculum": [{"context": 8, "steps": 1, "data": {"pth": 9}}]}, "did you mean curriculum.data.path"),
+        ({"curriculum": [{"context": 8, "steps": 1, "optim": {"lr": -1}}]}, r"curriculum[0]: optim.lr=-1"),
+        (
+            {"curriculum": [{"context": 8, "steps": 4, "optim": {"warmup_steps": 4}}]},
+            "ends within optim.warmup_steps=4",
+        ),
+    ],
+)
+def test_what_an_entry_cannot_say_is_refused(tree, words):
+    with pytest.raises(ConfigError) as error:
+        parse({"curriculum": [{"context": 8, "steps": 1}], **tree})
+    assert words in str(error.value)
+
+
+def test_later_entries_are_checked_before_the_first_starts(done, tmp_path):
+    tree = yaml.safe_load(done[1].read_text())
+    tree["curriculum"][3]["data"] = {"path": "/nowhere"}
+    (tmp_path / "file.yaml").write_text(yaml.safe_dump(tree))
+    result = CliRunner().invoke(app, ["train", str(tmp_path / "file.yaml"), "--run-dir", str(tmp_path / "run")])
+    assert result.exit_code == 2 and "/nowhere" in result.stderr and not (tmp_path / "run").exists()
+
+
+def test_each_entry_is_planned_for_itself(tmp_path):
+    curriculum = [{"context": 2**15, "steps": 1}, {"context": 2**24, "steps": 1}]
+    tree = {"model": {"embedded": "base"}, "memory": {"tile_tokens": 4096}, "curriculum": curriculum}
+    whole, names = parse(tree), {"model.embedded", "memory.tile_tokens"}
+    hardware = Hardware(find_gpu("H100"), 8, 1, host_bytes=2 * 10**12, disk_bytes=0)
+    plans = [planned(whole.at(step), names, hardware)[1] for step in (0, 1)]
+    assert plans[0].layout != plans[1].layout and {plan.layout.tile_tokens for plan in plans} == {4096}
+    (tmp_path / "config.yaml").write_text(_saved(whole, names, plans[0]))
+    assert load(tmp_path / "config.yaml") == whole == parse(yaml.safe_load(to_yaml(whole)))
+    stored = given(tmp_path / "config.yaml")
+    assert "memory.tile_tokens" in stored and not stored & ({*plans[0].settings} - names)
