@@ -1,6 +1,7 @@
 """The report of a run: one file, complete, that draws itself in a browser without a network."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,8 @@ import pytest
 from browser import Browser, find_browser
 from ithaka.cli import train_rank
 from ithaka.config import ConfigError
-from ithaka.report.page import write_report
-from runs import tiny_run, valid
+from ithaka.report.page import live_report, write_report
+from runs import tiny_run, valid, wait_for
 
 SIZES = {"desktop": (1200, False), "dark": (1200, True), "phone": (390, False)}
 
@@ -35,6 +36,7 @@ def test_every_run_ends_with_a_report_that_has_everything(run_dir):
     assert run["metrics"]["step"] == [0, 1, 2, 3, 4]
     assert run["config"]["data"]["context"] == 61
     assert run["machine"]["torch"] and run["plan"]["layout"]["cp"] == 1
+    assert "67 sequences" in run["data"]["data"] and None not in run["metrics"]["lr"][1:]
     assert run["profile"]["step"] == 3 and run["profile"]["memory"]["holders"]
 
 
@@ -95,7 +97,7 @@ def test_charts_are_drawn_without_complaints(run_dir, browser, tmp_path, size, n
     browser.open(page, width, dark=dark)
     assert browser.complaints() == []
     drawn = browser.evaluate(DRAWN)
-    assert len(drawn) == 2 + 3 * num_runs and min(drawn) > 500
+    assert len(drawn) == 6 + 3 * num_runs and min(drawn) > 500
     assert browser.evaluate("document.documentElement.scrollWidth") <= width, "no sideways scrolling"
     shown = browser.evaluate("document.body.innerText")
     assert "kept by layers 0 to 1" in shown and "[object" not in shown and "undefined" not in shown
@@ -144,29 +146,65 @@ def test_no_two_labels_of_an_axis_are_alike(run_dir, browser, tmp_path, size):
     width, dark = SIZES[size]
     browser.open(write_report([tmp_path]), width, dark=dark)
     shown = browser.evaluate(LABELS)
-    browser.evaluate("charts[2].live.dispatchAction({type: 'dataZoom', start: 20, end: 21})")
-    shown.append(browser.evaluate(LABELS)[4])
+    browser.evaluate("charts[3].live.dispatchAction({type: 'dataZoom', start: 20, end: 21})")
+    shown.append(browser.evaluate(LABELS)[6])
     assert all(len(labels) == len(set(labels)) > 2 for labels in shown), shown
-    assert shown[3][:2] == ["12.04K", "12.05K"]
+    assert shown[5][:2] == ["12.04K", "12.05K"]
 
 
 @needs_browser
 def test_holders_can_be_looked_at_and_hidden(run_dir, browser):
     browser.open(run_dir / "report.html")
-    browser.evaluate("document.querySelectorAll('.chart')[2].scrollIntoView()")
-    box = "document.querySelectorAll('.chart')[2].getBoundingClientRect()"
+    browser.evaluate("document.querySelectorAll('.chart')[6].scrollIntoView()")
+    box = "document.querySelectorAll('.chart')[6].getBoundingClientRect()"
     left, top, width, height = browser.evaluate(f"(r => [r.left, r.top, r.width, r.height])({box})")
     browser.move_mouse(left + width / 2, top + height / 2)
-    tip = "document.querySelectorAll('.chart')[2].innerText"
+    tip = "document.querySelectorAll('.chart')[6].innerText"
     assert "all shown" in browser.evaluate(tip) and "parameters" in browser.evaluate(tip)
-    option = "charts[2].live.getOption()"
+    option = "charts[6].live.getOption()"
     first = browser.evaluate(f"{option}.series[0].name")
-    browser.evaluate(f"charts[2].live.dispatchAction({{type: 'legendToggleSelect', name: '{first}'}})")
+    browser.evaluate(f"charts[6].live.dispatchAction({{type: 'legendToggleSelect', name: '{first}'}})")
     assert browser.evaluate(f"{option}.legend[0].selected['{first}']") is False
-    browser.evaluate("charts[2].live.dispatchAction({type: 'dataZoom', start: 20, end: 40})")
+    browser.evaluate("charts[6].live.dispatchAction({type: 'dataZoom', start: 20, end: 40})")
     assert browser.evaluate(f"{option}.dataZoom[0].start") == 20
     dark = "document.documentElement.classList.contains('dark')"
     assert browser.evaluate(dark) is False
     browser.evaluate("document.getElementById('theme').click()")
     assert browser.evaluate(dark) is True
     assert browser.complaints() == []
+
+
+@needs_browser
+def test_curves_of_two_runs_are_told_apart_over_any_axis(run_dir, browser, tmp_path):
+    other = tmp_path / "run"
+    shutil.copytree(run_dir, other)
+    text = (other / "config.yaml").read_text()
+    (other / "config.yaml").write_text(text.replace("lr: 0.01", "lr: 0.02"))
+    browser.open(write_report([run_dir, other], tmp_path / "page.html"))
+    lines = browser.evaluate(
+        "charts[0].live.getOption().series.map(s => [s.name, s.color, s.symbol, s.lineStyle.type])"
+    )
+    assert len({tuple(line) for line in lines}) == len({line[0] for line in lines}) == 4
+    assert len({(colour, kind) for _, colour, _, kind in lines}) == 4
+    shown = browser.evaluate("document.body.innerText")
+    differs = shown.partition("What differs")[2].partition("Data")[0].split()
+    assert "optim.lr" in differs and "0.02" in differs and "optim.eps" not in differs
+    choose = "(s => { s.value = '{}'; s.dispatchEvent(new Event('change')); })(document.getElementById('{}'))"
+    last = "charts[0].live.getOption().series[0].data.at(-1)"
+    (step, loss), tokens = browser.evaluate(last), 2 * 61 * 4
+    browser.evaluate(choose.replace("{}", "tokens", 1).replace("{}", "x"))
+    browser.evaluate(choose.replace("{}", "most", 1).replace("{}", "smooth"))
+    assert browser.evaluate(last)[0] == tokens and step == 4
+    assert loss < browser.evaluate(last)[1] < 6, "a mean with those before it"
+    browser.evaluate(choose.replace("{}", "hours", 1).replace("{}", "x"))
+    assert 0 < browser.evaluate(last)[0] < 1 and browser.evaluate("location.hash") == "#x=hours&smooth=most"
+    assert browser.complaints() == []
+
+
+def test_the_page_of_a_run_under_way_loads_itself_again(run_dir, tmp_path):
+    (tmp_path / "config.yaml").write_text((run_dir / "config.yaml").read_text())
+    page = tmp_path / "report.html"
+    with live_report(tmp_path, every_s=0.01):
+        wait_for(page.exists)
+    assert '<html lang="en" data-live="yes">' in page.read_text()
+    assert '<html lang="en">' in write_report([tmp_path]).read_text()

@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -121,14 +121,16 @@ def train_rank(run: Run, only_profile: bool = False) -> int:
 
         start_process_group()
 
-    code = loop.train(run, only_profile)
+    from ithaka.report.page import live_report, write_report
+
+    tells = os.environ.get("RANK", "0") == "0"
+    with live_report(run.run_dir) if tells else nullcontext():
+        code = loop.train(run, only_profile)
     if launch.stays_for_more() and not code and run.config.train.steps < run.config.ends[-1]:
         free_memory()
     else:
         end_process_group()
-    if os.environ.get("RANK", "0") == "0":
-        from ithaka.report.page import write_report
-
+    if tells:
         try:
             print(f"Report: {write_report([run.run_dir])}", flush=True)
         except Exception as error:  # the run is done and saved: it must not fail now

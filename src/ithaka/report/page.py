@@ -2,10 +2,13 @@
 
 import html
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.resources import files
 from pathlib import Path
 from string import Template
+from threading import Event, Thread
 from typing import Any
 
 import yaml
@@ -15,27 +18,62 @@ from ithaka.train.console import read_metrics
 
 CHARTS = "echarts.common.min.js"  # Apache ECharts 6.1.0, as published; see NOTICE.echarts
 PEAKS = ("device_peak_bytes", "host_peak_bytes")  # each part of a resumed run has its own
-SHOWN = ("step", "loss", "val_loss", "tokens_per_s", "step_s", "mfu")
+SHOWN = ("step", "loss", "val_loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s", "mfu", *PEAKS)
 
 
-def write_report(run_dirs: Sequence[Path], out: Path | None = None) -> Path:
-    """Writes the page for these runs; by default report.html in the first one's directory."""
+def write_report(run_dirs: Sequence[Path], out: Path | None = None, live: bool = False) -> Path:
+    """Writes the page for these runs; by default report.html in the first one's directory. A `live` one loads itself
+    again twice a minute."""
     runs = [read_run(run_dir) for run_dir in run_dirs]
-    name = "report.html" if len(runs) == 1 else "report-" + "-".join(run["name"] for run in runs) + ".html"
-    path = out or run_dirs[0] / name
+    for i, run in enumerate(runs):  # names that tell them apart
+        if run["name"] in [other["name"] for other in runs[:i] + runs[i + 1 :]]:
+            run["name"] = f"{run_dirs[i].resolve().parent.name}/{run['name']} ({i + 1})"
+    others = "".join(f"-{run_dir.resolve().name}" for run_dir in run_dirs) if len(runs) > 1 else ""
+    path = out or run_dirs[0] / f"report{others}.html"
     check_writable("--out", path)
     # A "<" of a run's own text could end the script element, or open a comment in it.
     data = json.dumps(runs, separators=(",", ":")).replace("<", "\\u003c")
     body = "<noscript>This page draws its charts with JavaScript, all of it inside this file.</noscript>"
     scripts = f'<script id="data" type="application/json">{data}</script>\n<script>{_part(CHARTS)}</script>'
-    path.write_text(page(", ".join(run["name"] for run in runs), body, scripts, _part("report.js")), encoding="utf-8")
+    text = page(", ".join(run["name"] for run in runs), body, scripts, _part("report.js"), live)
+    temporary = path.with_name(f".{path.name}.tmp")  # a page that is half written is not loaded
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
     return path
 
 
-def page(title: str, body: str, scripts: str = "", last: str = "") -> str:
+@contextmanager
+def live_report(run_dir: Path, every_s: float = 30.0) -> Iterator[None]:
+    """Keep report.html up to date while the code inside runs, with at most a hundredth of a core."""
+    done = Event()
+
+    def write() -> None:
+        wait_s = every_s
+        while not done.wait(wait_s):
+            start = time.monotonic()
+            with suppress(Exception):  # before its first files there is nothing to show
+                write_report([run_dir], live=True)
+            wait_s = max(every_s, 100 * (time.monotonic() - start))
+
+    writer = Thread(target=write, daemon=True, name="report")
+    writer.start()
+    try:
+        yield
+    finally:
+        done.set()
+        writer.join()
+
+
+def page(title: str, body: str, scripts: str = "", last: str = "", live: bool = False) -> str:
     """An HTML page in our style, light and dark. `last`: JavaScript to run when everything else is there."""
     scripts += f"\n<script>{last}{_part('theme.js')}</script>"
-    parts = {"title": html.escape(title), "style": _part("report.css"), "body": body, "scripts": scripts}
+    parts = {
+        "live": ' data-live="yes"' * live,
+        "title": html.escape(title),
+        "style": _part("report.css"),
+        "body": body,
+        "scripts": scripts,
+    }
     return Template(_part("page.html")).substitute(parts)
 
 
@@ -56,6 +94,7 @@ def read_run(run_dir: Path) -> dict[str, Any]:
         **{key: max((record.get(key) or 0 for record in records), default=0) or None for key in PEAKS},
         "config": yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8")),
         "machine": json.loads(_text(run_dir / "machine.json") or "null"),
+        "data": json.loads(_text(run_dir / "data.json") or "null"),
         "plan": json.loads(_text(run_dir / "plan.json") or "null"),
         "profile": json.loads(latest.read_text(encoding="utf-8")) if latest else None,
     }

@@ -9,7 +9,9 @@ const HOLDER_COLOURS = {
   "loss tile": "#9c755f", "other": "#8f979e",
 };
 const KIND_COLOURS = { compute: "#4e79a7", exchange: "#e15759", copies: "#edc948", idle: "#8f979e" };
-const RUN_COLOURS = ["#4e79a7", "#e15759", "#59a14f", "#b07aa1", "#f28e2b", "#2b8a9e"];
+// Colours and marks of runs, which the colour-blind can tell apart too.
+const RUN_COLOURS = ["#2f7fc1", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#7a5195"];
+const RUN_SYMBOLS = ["circle", "rect", "triangle", "diamond", "pin", "arrow"];
 
 // ---- words
 
@@ -146,39 +148,118 @@ function summary() {
   const into = section("Summary");
   perRun(into, (run, box) => {
     const m = run.metrics, peak = run.profile && run.profile.memory.peak;
+    const of = run.config.train?.steps, val = lastOf(m.val_loss), mfu = median(m.mfu);
+    const best = Math.min(...m.val_loss.filter(v => v != null));
+    const shown = (value, words) => value == null ? null : words(value);
     const cards = [
-      ["steps", lastOf(m.step) ?? "-"],
-      ["loss", lastOf(m.loss)?.toFixed(4) ?? "-"],
-      ["validation loss", lastOf(m.val_loss)?.toFixed(4) ?? "-"],
-      ["tokens/s (median)", amount(median(m.tokens_per_s))],
-      ["step (median)", seconds(median(m.step_s))],
-      ...(median(m.mfu) == null ? [] : [["MFU (median)", (100 * median(m.mfu)).toFixed(1) + " %"]]),
+      ["steps" + (of ? ` of ${of}` : ""), lastOf(m.step)],
+      ["tokens", shown(lastOf(m.tokens ?? []), amount)],
+      ["loss", lastOf(m.loss)?.toFixed(4)],
+      ["validation loss", val?.toFixed(4)],
+      ["lowest validation loss", best < val ? best.toFixed(4) : null],
+      ["validation perplexity", shown(val, v => Math.exp(v).toPrecision(4))],
+      ["tokens/s (median)", shown(median(m.tokens_per_s), amount)],
+      ["step (median)", shown(median(m.step_s), seconds)],
+      ["MFU (median)", shown(mfu, v => (100 * v).toFixed(1) + " %")],
       ["tokens of context", run.config.curriculum?.length ? run.config.curriculum.map(e => e.context).join(", ") : run.config.data.context],
-      !run.device_peak_bytes ? ["host peak per rank", bytes(run.host_peak_bytes)] : ["device peak", bytes(run.device_peak_bytes)],
-    ];
+      ["host peak per rank", run.device_peak_bytes ? null : shown(run.host_peak_bytes, bytes)],
+      ["device peak", shown(run.device_peak_bytes, bytes)],
+    ].filter(([, value]) => value != null);
     if (peak && peak.largest.length) cards.push(["largest holder", Object.entries(peak.holders).sort((a, b) => b[1] - a[1])[0][0]]);
     box.append(make("div", { class: "cards" }, ...cards.map(([name, value]) =>
       make("div", { class: "card" }, make("b", {}, String(value)), make("span", {}, name)))));
   });
 }
+// What the curves are drawn over, and how smoothly: kept in the address, so that a reload keeps them.
+const AXES = { step: ["step", PLAIN], tokens: ["tokens", AMOUNTS], hours: ["hours of steps", PLAIN] };
+const SMOOTH = { none: 0, little: 0.6, more: 0.9, most: 0.98 };
+const chosenOf = () => ({ x: "step", smooth: "none", ...Object.fromEntries(new URLSearchParams(location.hash.slice(1))) });
+const xs = run => {
+  const m = run.metrics, x = chosenOf().x;
+  let seconds = 0;
+  return x !== "hours" ? m[x] ?? m.step : m.step_s.map(s => (seconds += s ?? 0) / 3600);
+};
 function points(run, key) {
-  return run.metrics.step.map((step, i) => [step, run.metrics[key][i]]).filter(p => p[1] != null);
+  const own = run.metrics[key], x = xs(run);
+  return x.map((at, i) => [at, own[i]]).filter(p => p[0] != null && p[1] != null);
 }
-function curves(title, note, keys, format, units) {
-  const most = Math.max(...runs.flatMap(run => keys.flatMap(([key]) => points(run, key).map(p => p[1]))));
-  if (most === -Infinity) return;
-  chart(section(title, note), (c, narrow) => ({
-    ...base(c, narrow),
-    tooltip: { ...base(c, narrow).tooltip, valueFormatter: format },
-    xAxis: axis(c, { type: "value", minInterval: 1, name: "step", min: "dataMin", max: "dataMax", axisLabel: { formatter: n => Number.isInteger(n) ? String(n) : "" } }),
-    yAxis: axis(c, { type: "value", scale: true, axisLabel: { formatter: inUnitOf(most, units) } }),
-    series: runs.flatMap((run, r) => keys.filter(([key]) => points(run, key).length).map(([key, name, dashed]) => ({
-      name: label(run.name) + name, type: "line", data: points(run, key), sampling: "lttb",
-      showSymbol: points(run, key).length < 40, symbolSize: dashed ? 8 : 4, connectNulls: true,
-      color: RUN_COLOURS[(keys.length > 1 && runs.length === 1 ? (dashed ? 1 : 0) : r) % RUN_COLOURS.length],
-      lineStyle: { width: 2, type: dashed ? "dashed" : "solid" },
-    }))),
-  }));
+// An exponential mean that starts without a bias towards 0.
+function smoothed(values) {
+  const keep = SMOOTH[chosenOf().smooth] ?? 0;
+  let mean = 0, weight = 0;
+  return values.map(([x, y]) => { mean = keep * mean + (1 - keep) * y; weight = keep * weight + 1 - keep; return [x, mean / weight]; });
+}
+function controls(into) {
+  const bar = make("p", { class: "note controls" });
+  for (const [name, words, values] of [["x", "over", AXES], ["smooth", "smoothing", SMOOTH]]) {
+    const select = make("select", { id: name, "aria-label": words }, ...Object.keys(values).map(v => make("option", { value: v }, v)));
+    select.value = chosenOf()[name];
+    select.addEventListener("change", () => {
+      history.replaceState(null, "", "#" + new URLSearchParams({ ...chosenOf(), [name]: select.value }));
+      drawAll();
+    });
+    bar.append(make("label", {}, words + " ", select), " ");
+  }
+  into.append(bar);
+}
+// keys: of the metrics, its name, whether it is validation (dashed, never smoothed).
+function curves(into, title, note, keys, format, units) {
+  const values = () => runs.flatMap(run => keys.flatMap(([key]) => points(run, key).map(p => p[1])));
+  if (!values().length) return;
+  const box = make("div", {}, make("h3", {}, title), make("p", { class: "note" }, note));
+  into.append(box);
+  chart(box, (c, narrow) => {
+    const [name, xUnits] = AXES[chosenOf().x] ?? AXES.step, most = Math.max(...values());
+    const whole = name === "step";
+    return {
+      ...base(c, narrow),
+      tooltip: { ...base(c, narrow).tooltip, valueFormatter: format },
+      xAxis: axis(c, {
+        type: "value", minInterval: whole ? 1 : 0, name, min: "dataMin", max: "dataMax",
+        axisLabel: { formatter: whole ? n => Number.isInteger(n) ? String(n) : "" : inUnitOf(Math.max(...runs.flatMap(xs)), xUnits), showMinLabel: whole, showMaxLabel: whole },
+      }),
+      yAxis: units === BYTES ? fromZero(c, most, BYTES, 5) : axis(c, { type: "value", scale: true, axisLabel: { formatter: inUnitOf(most, units) } }),
+      series: runs.flatMap((run, r) => keys.filter(([key]) => points(run, key).length).map(([key, own, dashed]) => ({
+        name: label(run.name) + own, type: "line", data: dashed ? points(run, key) : smoothed(points(run, key)), sampling: "lttb",
+        showSymbol: points(run, key).length < 40, symbol: RUN_SYMBOLS[r % RUN_SYMBOLS.length], symbolSize: dashed ? 8 : 5, connectNulls: true,
+        color: RUN_COLOURS[(keys.length > 1 && runs.length === 1 ? (dashed ? 1 : 0) : r) % RUN_COLOURS.length],
+        lineStyle: { width: 2, type: dashed ? "dashed" : "solid" },
+      }))),
+    };
+  });
+}
+function allCurves() {
+  const into = section("Curves"), grid = make("div", { class: "runs" });
+  controls(into);
+  into.append(grid);
+  const digits = v => v == null ? "-" : Number(v).toFixed(4), short = v => v == null ? "-" : Number(v).toPrecision(4);
+  for (const run of runs) for (const key of ["loss", "val_loss"]) run.metrics["exp_" + key] = run.metrics[key].map(v => v == null ? null : Math.exp(v));
+  curves(grid, "Loss", "Mean over all valid tokens of the step; validation after the update.", [["loss", "loss", false], ["val_loss", "validation", true]], digits, PLAIN);
+  curves(grid, "Perplexity", "The exponential of the loss.", [["exp_loss", "perplexity", false], ["exp_val_loss", "validation", true]], short, PLAIN);
+  curves(grid, "Learning rate", "Of the step.", [["lr", "learning rate", false]], short, PLAIN);
+  curves(grid, "Gradient norm", "Of the whole gradient, before clipping.", [["grad_norm", "gradient norm", false]], short, PLAIN);
+  curves(grid, "Speed", "Input tokens per second, without validation and saving.", [["tokens_per_s", "tokens/s", false]], amount, AMOUNTS);
+  const onDevice = runs.some(run => run.device_peak_bytes);
+  curves(grid, "Memory", `Highest so far of any rank, ${onDevice ? "on its device" : "of its process"}.`, [[onDevice ? "device_peak_bytes" : "host_peak_bytes", "peak", false]], bytes, BYTES);
+  if (!grid.children.length) into.remove();
+}
+
+// ---- what differs between runs, and what they train on
+
+function flat(config) {
+  return Object.fromEntries(Object.entries(config).flatMap(([name, values]) =>
+    values && typeof values === "object" ? Object.entries(values).map(([k, v]) => [`${name}.${k}`, JSON.stringify(v)]) : [[name, JSON.stringify(values)]]));
+}
+function differences() {
+  if (runs.length < 2) return;
+  const all = runs.map(run => ({ ...flat(run.config), ...flat({ machine: run.machine || {} }) }));
+  const names = [...new Set(all.flatMap(Object.keys))].filter(n => n !== "train.run_dir" && new Set(all.map(one => one[n])).size > 1);
+  const into = section("What differs", names.length ? "Settings and machine." : "Settings and machine are the same.");
+  if (names.length) table(into, ["", ...runs.map(run => ({ name: run.name, kind: "code" }))], names.map(n => [n, ...all.map(one => one[n] ?? "-")]));
+}
+function dataSummary() {
+  if (!runs.some(run => run.data)) return;
+  perRun(section("Data"), (run, box) => { if (run.data) table(box, ["", ""], Object.entries(run.data)); });
 }
 
 // ---- memory
@@ -357,8 +438,11 @@ addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout
 
 page.replaceChildren();
 summary();
-curves("Loss", "Mean over all valid tokens of the step; validation after the update.", [["loss", "loss", false], ["val_loss", "validation", true]], v => v == null ? "-" : Number(v).toFixed(4), PLAIN);
-curves("Speed", "Input tokens per second, without validation and saving.", [["tokens_per_s", "tokens/s", false]], amount, AMOUNTS);
+allCurves();
+differences();
 memory();
 times();
+dataSummary();
 facts();
+// While the run goes on, the page is written again and again.
+if (document.documentElement.dataset.live) setTimeout(() => location.reload(), 30000);

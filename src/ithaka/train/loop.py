@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import shutil
@@ -407,6 +408,7 @@ def _write_run_dir(trainer: Trainer) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     trainer.lock = checkpoint.lock(run.run_dir)
     checkpoint.write_atomic(run.run_dir / "config.yaml", f"format: {FORMAT}\n{run.saved or to_yaml(run.config)}")
+    checkpoint.write_atomic(run.run_dir / "data.json", json.dumps(trainer.data_facts, indent=1))
     adapter = getattr(trainer.model, "peft_config", {}).get("default")
     for part in (adapter, trainer.model.config, trainer.model.generation_config, trainer.tokenizer.hf):
         if part is not None:
