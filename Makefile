@@ -1,6 +1,7 @@
 # make train    train the embedded default (settings: make train ARGS="--set train.steps=100")
 # make test     everything the continuous integration checks
 # make lint     the part of it that takes seconds
+# make docs     the documentation as a site, in build/site
 # make faults   100 runs killed at random moments and resumed, and what torchrun and Slurm start; half an hour
 
 PYTHON ?= python3
@@ -15,13 +16,18 @@ EXTRAS := $(if $(GPU),dev$(shell echo ,)gpu,dev)
 # How many tests run at once; on a GPU, whose memory they measure, one.
 TESTS  := $(if $(GPU),0,2)
 
-.PHONY: train test lint faults clean
+.PHONY: docs train test lint faults clean
 
 train: $(STAMP)
 	$(BIN)/ithaka train $(ARGS)
 
 test: lint
 	$(BIN)/pytest -n $(TESTS) --dist worksteal $(ARGS)
+
+docs: $(STAMP)
+	$(BIN)/python -m pip install -q -e '.[docs]'
+	$(BIN)/python docs/make_reference.py
+	$(BIN)/mkdocs build --strict
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -115,9 +115,9 @@ class AdapterConfig(Section):
 
     # Rank of the adapters (PEFT: r).
     rank: int = setting(16, ge=1)
-    # An adapter's output is scaled by alpha / rank (PEFT: lora_alpha),
+    # An adapter's output is scaled by alpha / rank (PEFT: lora_alpha).
     alpha: float = setting(32, gt=0)
-    # or by alpha / sqrt(rank) (PEFT: use_rslora).
+    # Scale it by alpha / sqrt(rank) instead (PEFT: use_rslora).
     rslora: bool = False
     # Modules with an adapter (PEFT: target_modules), by the ends of their names: q_proj, or 31.self_attn.q_proj.
     # all-linear: the seven of every layer.
@@ -264,6 +264,7 @@ class AttentionConfig(Section):
 class OptimConfig(Section):
     # Peak learning rate of AdamW.
     lr: float = setting(3e-4, ge=0)
+    # Of AdamW: how slowly its two averages change, and what keeps it from dividing by 0.
     betas: tuple[float, float] = setting((0.9, 0.95), ge=0, lt=1)
     eps: float = setting(1e-8, gt=0)
     # Applied to matrices only: not to norms and biases.
@@ -275,6 +276,7 @@ class OptimConfig(Section):
     decay_steps: int | None = setting(None, ge=1)
     # Steps in which the learning rate rises from 0 to lr.
     warmup_steps: int = setting(0, ge=0)
+    # What of lr is left at the cosine's end.
     min_lr_ratio: float = setting(0.1, ge=0, le=1)
     # Largest norm of the whole gradient. null: no clipping.
     clip_norm: float | None = setting(1.0, gt=0)

@@ -1,0 +1,100 @@
+"""The documentation is true: pages made from code, links, quoted errors, the site's pages; and the wheel installs."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+import ithaka
+from ithaka.config import SECTIONS
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def reference():
+    spec = importlib.util.spec_from_file_location("make_reference", ROOT / "docs" / "make_reference.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_pages_made_from_the_code_are_up_to_date():
+    made = reference()
+    for name, text in {"settings.md": made.settings(), "api.md": made.api()}.items():
+        assert (ROOT / "docs" / name).read_text() == text, "run: python docs/make_reference.py"
+    rows = re.findall(r"\| `([\w.]+)` \| `[^`]*` \| (.+) \|", made.settings())
+    assert len(rows) > 70 and {name.split(".")[0] for name, _ in rows} == {*SECTIONS, "curriculum"}
+
+
+def anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    for link in LINK.findall(text):
+        path, _, anchor = link.partition("#")
+        if not path.startswith(("http://", "https://")):
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+def test_questions_quote_errors_that_exist():
+    quoted = re.findall(r"^### `(.+)`$", (ROOT / "docs" / "faq.md").read_text(), re.M)
+    sources = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    assert len(quoted) > 9 and not [words for words in quoted if words not in sources]
+
+
+def test_every_page_is_in_the_site():
+    def files(nav):
+        return [
+            file
+            for each in nav
+            for value in each.values()
+            for file in ([value] if isinstance(value, str) else files(value))
+        ]
+
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    assert sorted(files(nav)) == sorted(page.name for page in PAGES if page.parent.name == "docs")
+
+
+def test_the_wheel_installs_and_runs(tmp_path):
+    """Into an empty environment; what it depends on comes from this one."""
+    pip = [sys.executable, "-m", "pip"]
+    how = ["--no-deps", "--no-build-isolation", "--no-index", "-q"]
+    source = tmp_path / "source"  # setuptools writes beside what it builds
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_bytes((ROOT / name).read_bytes())
+    for path in (path for path in (ROOT / "src" / "ithaka").rglob("*") if path.is_file() and path.suffix != ".pyc"):
+        copy = source / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    subprocess.run([*pip, "wheel", *how, "-w", str(tmp_path), str(source)], check=True)
+    (wheel,) = tmp_path.glob(f"ithaka-{ithaka.__version__}-*.whl")
+    assert {f"ithaka/report/{name}" for name in ("report.js", "page.html", "report.css")} < set(
+        zipfile.ZipFile(wheel).namelist()
+    )
+    subprocess.run([*pip, "install", *how, "--target", str(tmp_path / "site"), str(wheel)], check=True)
+    # -I: neither the working directory nor PYTHONPATH
+    code = (
+        "import sys; sys.path.insert(0, sys.argv.pop(1)); import ithaka.cli; print(ithaka.__file__); ithaka.cli.main()"
+    )
+    command = [sys.executable, "-I", "-c", code, str(tmp_path / "site")]
+    plan = ["plan", "llama3-8b", "--gpus", "8xH100-80GB", "--context", "128K"]
+    done = subprocess.run([*command, *plan], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith(str(tmp_path / "site")) and "fits" in done.stdout, (
+        done.stderr
+    )
+    assert (tmp_path / "site" / "bin" / "ithaka").is_file()
