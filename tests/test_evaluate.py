@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from ithaka import measure as measuring
 from ithaka.cli import app
+from ithaka.config import ConfigError
 from ithaka.data.tokenizer import ByteTokenizer
 from ithaka.dist.mesh import make_mesh
 from ithaka.layout import Layout
@@ -30,9 +31,11 @@ from ithaka.measure import (
     token_losses,
 )
 from ithaka.model.build import parallelize
+from ithaka.report.page import read_run
 from ithaka.train import checkpoint
+from ithaka.train.track import tracked
 from models import tiny_config, tiny_model
-from runs import run, tiny_run
+from runs import metrics, run, tiny_run
 
 CONTEXT, SHORT = 850, 64
 BYTES = ByteTokenizer()
@@ -145,8 +148,8 @@ def test_a_run_is_evaluated_and_shown(ranks, tmp_path, monkeypatch, capfd):
     assert (tmp_path / "page.html").read_text().count("--score: ") == len(TASKS) * len(DEPTHS)
     (tmp_path / "run.json").write_text(result.stdout)
     refusals = {
-        ("--contexts", "4K"): "has no document of --contexts=4096 tokens: its longest has",
-        ("--contexts", "300,900"): "--contexts=300 is",
+        ("--contexts", "4K"): "has no document of 4096 tokens: its longest has",
+        ("--contexts", "300,900"): "a context of 300 to evaluate is",
         ("--contexts", "800", str(tmp_path / "run.json")): "run.json has contexts=[900] and ",
     }
     for more, words in refusals.items():
@@ -164,3 +167,27 @@ def test_a_run_is_evaluated_and_shown(ranks, tmp_path, monkeypatch, capfd):
     losses = next(line for line in result.stdout.splitlines() if line.startswith("loss  ")).split()
     assert losses[1] == losses[3] and "loss A  error A  loss B  error B" in result.stdout
     assert (tmp_path / "page.html").read_text().count("--score: ") == 2 * len(TASKS) * len(DEPTHS)
+
+
+def test_a_run_evaluates_itself(ranks, tmp_path, monkeypatch):
+    calls = itertools.count()
+    monkeypatch.setattr(measuring, "is_retrieved", lambda *_: next(calls) % 2 == 0)
+    texts = tmp_path / "long.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"{n} and " * 200}) + "\n" for n in range(3)))
+    how = {"every": 2, "contexts": ["900"], "data": str(texts), "documents": 2, "samples": 1}
+    model, steps = {"max_position_embeddings": 1024}, {"steps": 3, "validate_every": 0}
+    config = tiny_run(tmp_path, model=model, train=steps, evaluate=how)
+    run(config)
+    records = metrics(config.train.run_dir)
+    assert [record["step"] for record in records if "evaluate/loss" in record] == [2, 3]
+    assert {"evaluate/retrieval", "evaluate/short_context_loss", "evaluate/retrieval/single/900"} <= records[-1].keys()
+    found = [json.loads((config.train.run_dir / f"evaluations/step-{step}.json").read_text()) for step in (2, 3)]
+    assert found[1]["loss"] == records[-1]["evaluate/loss"] != found[0]["loss"]
+    assert tracked(records[-1])["evaluate/loss"] == found[1]["loss"]
+    assert read_run(config.train.run_dir)["metrics"]["evaluate/loss"][-1] == found[1]["loss"]
+    plain = tiny_run(tmp_path / "plain", model=model, train=steps)
+    run(plain)
+    assert [record["loss"] for record in metrics(plain.train.run_dir)] == [record["loss"] for record in records]
+    too_long = tiny_run(tmp_path / "long", model=model, train=steps, evaluate={**how, "contexts": ["4K"]})
+    with pytest.raises(ConfigError, match="evaluate.data=.* has no document of 4096 tokens"):
+        run(too_long)

@@ -347,6 +347,21 @@ class ProfileConfig(Section):
 
 
 @dataclass(frozen=True)
+class EvaluateConfig(Section):
+    """`ithaka evaluate` during training; what it finds is in evaluations/step-N.json too."""
+
+    # Every so many steps, and after the last. 0: never.
+    every: int = setting(0, ge=0)
+    # Lengths; loss is measured at the largest, also beyond data.context. []: data.context.
+    contexts: tuple[int, ...] = setting((), ge=2)
+    # As data.path, unseen in training. null: Python's standard library.
+    data: Path | None = None
+    # Long documents to read; samples of each retrieval task, at each length and depth.
+    documents: int = setting(8, ge=1)
+    samples: int = setting(2, ge=1)
+
+
+@dataclass(frozen=True)
 class EntryConfig(Section):
     """One of curriculum. Of rope and data, what it leaves out is as in the entry before it."""
 
@@ -385,6 +400,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     # One run through several lengths: [{context: 64K, steps: 200}, {context: 512K, steps: 50, rope: {theta: 1.3e8}}].
     # Each entry is planned for itself; weights, optimizer and learning rate go on from one to the next.
     curriculum: tuple[EntryConfig, ...] = ()
@@ -687,7 +703,8 @@ def _describe(hint: Any) -> str:
             of = typing.get_args(hint)[0]
             if typing.get_origin(of) is Literal:
                 return f"a list, such as [{typing.get_args(of)[0]}], of {_describe(of)}"
-            return "a list of names" if of is str else "a list of mappings, such as [{path: a.jsonl, weight: 2}]"
+            names = {str: "a list of names", int: "a list of whole numbers"}
+            return names.get(of, "") or "a list of mappings, such as [{path: a.jsonl, weight: 2}]"
         return f"a list of {len(typing.get_args(hint))} numbers"
     parts = (part if isinstance(part, str) else _describe(part) for part in typing.get_args(hint))
     return (names | {type(None): "null"}).get(hint) or " or ".join(parts)

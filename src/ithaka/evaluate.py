@@ -16,7 +16,7 @@ from ithaka.config import ConfigError
 from ithaka.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from ithaka.dist.mesh import end_process_group, make_mesh, start_process_group
 from ithaka.layout import Layout, fewest_rings
-from ithaka.measure import TASKS, Text, make_prompt, make_task, measure, read_text
+from ithaka.measure import TASKS, Text, check_prompts, measure, read_text
 from ithaka.model.adapters import merge_adapter
 from ithaka.model.build import build_model, has_weights
 from ithaka.plan.shape import read_json, read_shape
@@ -60,8 +60,7 @@ def evaluate(
             raise ConfigError(f"MODEL={source} has no safetensors; give a directory with weights, an adapter, or a run")
         tokenizer = load_tokenizer(None, model)
         text = read_text(data, tokenizer, max(contexts), num_documents)
-        for kind, context in itertools.product(TASKS, contexts):  # refuses a context that is too short for them
-            make_prompt(make_task(kind, 0, 0), text.hay, tokenizer, context)
+        check_prompts(text, tokenizer, contexts)
         num_ranks = launch.decide_ranks(ranks or "auto", launch.num_gpus())
         if code := launch.run_ranks(_rank, (model, folder, text, list(contexts), samples), num_ranks):
             raise SystemExit(code)

@@ -88,7 +88,7 @@ def make_prompt(task: Task, hay: np.ndarray, tokenizer: Tokenizer, length: int) 
     prefix = np.asarray(tokenizer.document_prefix, np.int32)
     room = length - sum(map(len, (prefix, *parts, question, answer)))
     if room < 0:
-        raise ConfigError(f"--contexts={length} is {-room} tokens too short for the tasks; use more")
+        raise ConfigError(f"a context of {length} to evaluate is {-room} tokens too short for the tasks; use more")
     pieces = np.split(np.resize(hay, room), [int(where * room) for where, _ in needles])
     woven = itertools.chain.from_iterable(itertools.zip_longest(pieces, parts, fillvalue=prefix[:0]))
     return np.concatenate([prefix, *woven, question, answer]), len(answer)
@@ -110,11 +110,31 @@ class Text(NamedTuple):
         return hashlib.sha256(b"".join(each.tobytes() for each in (*self.long, *self.short))).hexdigest()[:16]
 
 
-def read_text(path: Path | None, tokenizer: Tokenizer, context: int, num_documents: int, short: int = SHORT) -> Text:
+def check_prompts(text: Text, tokenizer: Tokenizer, contexts: Sequence[int]) -> None:
+    """Refuse a context that is too short for the tasks."""
+    for kind, context in itertools.product(TASKS, contexts):
+        make_prompt(make_task(kind, 0, 0), text.hay, tokenizer, context)
+
+
+def scalars(found: dict[str, Any]) -> dict[str, float]:
+    """The figures, retrieval over all, and that of each task at each context, by names for a run's records."""
+    names = ("loss", "long_context_gain", "key_tokens", "short_context_loss")
+    values = {name: found[name] for name in names if found[name] is not None}
+    cells: dict[str, list[float]] = {}
+    for cell in found["retrieval"]:
+        for name in ("retrieval", f"retrieval/{cell['task']}/{cell['context']}"):
+            cells.setdefault(name, []).append(cell["score"])
+    values |= {name: sum(scores) / len(scores) for name, scores in cells.items()}
+    return {f"evaluate/{name}": value for name, value in values.items()}
+
+
+def read_text(
+    path: Path | None, tokenizer: Tokenizer, context: int, num_documents: int, short: int = SHORT, where: str = "--data"
+) -> Text:
     """Reads until there are enough documents of `context` tokens; those of fewer are hay as well."""
     text, longest = Text([], [], np.empty(0, np.int32)), 0
     hay: list[np.ndarray] = []
-    for document in _documents(path, tokenizer):
+    for document in _documents(path, tokenizer, where):
         longest = max(longest, len(document))
         if len(text.short) < SHORT_DOCUMENTS and len(document) > 1:
             text.short.append(document[:short])
@@ -125,13 +145,13 @@ def read_text(path: Path | None, tokenizer: Tokenizer, context: int, num_documen
         if len(text.long) == num_documents and len(text.short) == SHORT_DOCUMENTS:
             break
     if not text.long:
-        what = f"--data={path or 'the standard library of Python'} has no document of --contexts={context} tokens"
+        what = f"{where}={path or 'the standard library of Python'} has no document of {context} tokens"
         raise ConfigError(f"{what}: its longest has {longest}; give longer documents, or shorter contexts")
     return text._replace(long=text.long[:num_documents], hay=np.concatenate(hay))
 
 
-def _documents(path: Path | None, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    shards = make_shards(find(path, "--data").files, Reading())
+def _documents(path: Path | None, tokenizer: Tokenizer, where: str) -> Iterator[np.ndarray]:
+    shards = make_shards(find(path, where).files, Reading())
     whole: list[np.ndarray] = []
     for tokens, first, reason in itertools.chain.from_iterable(tokenise(shard, tokenizer) for shard in shards):
         if first and whole:

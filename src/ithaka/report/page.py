@@ -86,11 +86,12 @@ def read_run(run_dir: Path) -> dict[str, Any]:
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"RUN_DIR={run_dir} holds no config.yaml; give the directory of a run")
     records = read_metrics(run_dir / "metrics.jsonl")
+    evaluated = sorted({key for record in records for key in record if key.startswith("evaluate/")})
     profiles = run_dir.glob("profile/step-*/profile.json")
     latest = max(profiles, key=lambda file: int(file.parent.name.removeprefix("step-")), default=None)
     return {
         "name": run_dir.resolve().name,
-        "metrics": {key: [record.get(key) for record in records] for key in SHOWN},
+        "metrics": {key: [record.get(key) for record in records] for key in (*SHOWN, *evaluated)},
         **{key: max((record.get(key) or 0 for record in records), default=0) or None for key in PEAKS},
         "config": yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8")),
         "machine": json.loads(_text(run_dir / "machine.json") or "null"),

@@ -180,7 +180,7 @@ const xs = run => {
   return x !== "hours" ? m[x] ?? m.step : m.step_s.map(s => (seconds += s ?? 0) / 3600);
 };
 function points(run, key) {
-  const own = run.metrics[key], x = xs(run);
+  const own = run.metrics[key] ?? [], x = xs(run);
   return x.map((at, i) => [at, own[i]]).filter(p => p[0] != null && p[1] != null);
 }
 // An exponential mean that starts without a bias towards 0.
@@ -219,10 +219,10 @@ function curves(into, title, note, keys, format, units) {
         axisLabel: { formatter: whole ? n => Number.isInteger(n) ? String(n) : "" : inUnitOf(Math.max(...runs.flatMap(xs)), xUnits), showMinLabel: whole, showMaxLabel: whole },
       }),
       yAxis: units === BYTES ? fromZero(c, most, BYTES, 5) : axis(c, { type: "value", scale: true, axisLabel: { formatter: inUnitOf(most, units) } }),
-      series: runs.flatMap((run, r) => keys.filter(([key]) => points(run, key).length).map(([key, own, dashed]) => ({
+      series: runs.flatMap((run, r) => keys.filter(([key]) => points(run, key).length).map(([key, own, dashed], k) => ({
         name: label(run.name) + own, type: "line", data: dashed ? points(run, key) : smoothed(points(run, key)), sampling: "lttb",
         showSymbol: points(run, key).length < 40, symbol: RUN_SYMBOLS[r % RUN_SYMBOLS.length], symbolSize: dashed ? 8 : 5, connectNulls: true,
-        color: RUN_COLOURS[(keys.length > 1 && runs.length === 1 ? (dashed ? 1 : 0) : r) % RUN_COLOURS.length],
+        color: RUN_COLOURS[(keys.length > 1 && runs.length === 1 ? k : r) % RUN_COLOURS.length],
         lineStyle: { width: 2, type: dashed ? "dashed" : "solid" },
       }))),
     };
@@ -239,6 +239,10 @@ function allCurves() {
   curves(grid, "Learning rate", "Of the step.", [["lr", "learning rate", false]], short, PLAIN);
   curves(grid, "Gradient norm", "Of the whole gradient, before clipping.", [["grad_norm", "gradient norm", false]], short, PLAIN);
   curves(grid, "Speed", "Input tokens per second, without validation and saving.", [["tokens_per_s", "tokens/s", false]], amount, AMOUNTS);
+  const evaluated = [...new Set(runs.flatMap(run => Object.keys(run.metrics)))].filter(key => key.startsWith("evaluate/"));
+  const named = test => evaluated.filter(test).map(key => [key, key.replace(/^evaluate\/(retrieval\/)?/, "").replaceAll("_", " "), true]);
+  curves(grid, "Evaluation", "Loss of held-out documents at the largest context and at a short one, and what the long context gives.", named(key => /loss|gain/.test(key)), digits, PLAIN);
+  curves(grid, "Retrieval", "Share of answers found, by task and context.", named(key => key.startsWith("evaluate/retrieval/")), short, PLAIN);
   const onDevice = runs.some(run => run.device_peak_bytes);
   curves(grid, "Memory", `Highest so far of any rank, ${onDevice ? "on its device" : "of its process"}.`, [[onDevice ? "device_peak_bytes" : "host_peak_bytes", "peak", false]], bytes, BYTES);
   if (!grid.children.length) into.remove();

@@ -89,7 +89,8 @@ def describe(record: Record) -> str:
     parts = {
         "loss": record.loss is not None and f"{record.loss:.4f}",
         "val": record.val_loss is not None and f"{record.val_loss:.4f}",
-        **{name: f"{loss:.4f}" for name, loss in record.sources.items()},
+        # Of an evaluation the figures, not each task at each length.
+        **{name: f"{value:.4f}" for name, value in record.sources.items() if name.count("/") == 1},
         "lr": record.lr is not None and f"{record.lr:.2e}",
         "grad": record.grad_norm is not None and f"{record.grad_norm:.3f}",
         "": record.tokens_per_s is not None and f"{amount(record.tokens_per_s)} tok/s",

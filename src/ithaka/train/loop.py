@@ -28,6 +28,7 @@ from ithaka.data.stream import Batch
 from ithaka.data.tokenizer import Tokenizer, load_tokenizer
 from ithaka.dist.mesh import Mesh, default_device, make_mesh, set_timeouts, start_process_group
 from ithaka.layer.store import Store
+from ithaka.measure import Text, check_prompts, measure, read_text, scalars
 from ithaka.model.build import build_model
 from ithaka.phases import listening, phase
 from ithaka.plan.hardware import peak_flops
@@ -102,6 +103,7 @@ class Trainer:
         self.lock: int | None = None  # of the run directory, on rank 0
         self.saver: checkpoint.Saver
         self.console: Console | None = None
+        self.text: Text | None = None  # to evaluate on
         self.norms: deque[float] = deque(maxlen=100)  # of the last steps' gradients
         self.skipped = 0  # batches in a row
         self.best: tuple[float, int] | None = None  # lowest validation loss, and its step
@@ -272,6 +274,33 @@ class Trainer:
         batches = self.data.validation_batches(self.config.train.validate_sequences)
         return validation_loss(self.model, batches, self.mesh, self.data.source_names)
 
+    def read_evaluation(self) -> Text | None:
+        """What is evaluated on; None: nothing is."""
+        how = self.config.evaluate
+        if not how.every:
+            return None
+        text = read_text(how.data, self.tokenizer, max(self.contexts), how.documents, where="evaluate.data")
+        check_prompts(text, self.tokenizer, self.contexts)
+        return text
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        return self.config.evaluate.contexts or (self.config.data.context,)
+
+    @phase("evaluation")
+    def evaluate(self) -> dict[str, float]:
+        """Rank 0 writes it into the run directory as well."""
+        assert self.text is not None
+        found = measure(self.model, self.tokenizer, self.text, self.contexts, self.config.evaluate.samples)
+        self.model.train()
+        self.model.reshard()  # a root keeps its gathered parameters after forward, expecting a backward
+        if self.mesh.rank == 0:
+            folder = self.run.run_dir / "evaluations"
+            folder.mkdir(exist_ok=True)
+            words = json.dumps({"model": f"{self.run.run_dir}, step {self.step}", **found}, indent=2)
+            checkpoint.write_atomic(folder / f"step-{self.step}.json", words)
+        return scalars(found)
+
     def due(self, every: int) -> bool:
         """Whether something done every so many steps (0: only at the end) is done after this one."""
         return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
@@ -343,6 +372,7 @@ def prepare(run: Run, trains: bool = True) -> Trainer:
         trainer.load() if run.checkpoint is not None else None
         return trainer
     _decide_steps(trainer)
+    trainer.text = together(trainer.read_evaluation)
     trainer.data_facts = together(_data_facts, trainer)
     if run.checkpoint is not None:
         trainer.load()
@@ -454,6 +484,9 @@ def _train(trainer: Trainer, stop: list[Signals], grace: Grace, beat: Heartbeat,
                 with console.doing("validation"):
                     val_loss, val_sources = trainer.validate()
                 sources, better = sources | val_sources, trainer.improves(val_loss)
+            if trainer.text is not None and trainer.due(trainer.config.evaluate.every):
+                with console.doing("evaluation"):
+                    sources = sources | trainer.evaluate()
             earlier, attention_s = watch.device_peak_bytes, beat.place.end_step()
             asked, (save, saved), peaks, of_ranks = _agree(stop, trainer, earlier, attention_s)
             if late := slow.add(of_ranks):

@@ -29,6 +29,9 @@ def tracked(values: Mapping[str, Any]) -> dict[str, float]:
     named = {}
     for key, value in values.items():
         figure, _, source = key.partition("/")
+        if figure == "evaluate":
+            named[key] = value
+            continue
         kind, _, figure = NAMES.get(figure, f"train/{figure}").partition("/")
         if key != "step" and value is not None:
             named[f"{kind}/{source}_{figure}" if source else f"{kind}/{figure}"] = value
@@ -79,7 +82,8 @@ def _mlflow(run_dir: Path, config: Config, first: int, known: str | None) -> Ite
     with mlflow.start_run(run_id=known, run_name=run_dir.name) as run:
         if known is None:
             for name, settings in to_dict(config).items():
-                mlflow.log_params({f"{name}.{key}": value for key, value in (settings or {}).items()})
+                values = settings if isinstance(settings, dict) else {"entries": settings} if settings else {}
+                mlflow.log_params({f"{name}.{key}": value for key, value in values.items()})
 
         def log(values: dict[str, float], step: int) -> None:
             allowed = {re.sub(r"[^\w\-./ ]", "_", key): value for key, value in values.items()}
