@@ -17,8 +17,10 @@ from models import tiny_config
 from runs import metrics, tiny_run
 
 
-def test_two_agents_train_one_model(tmp_path):
+def test_two_agents_train_one_model(tmp_path, request):
     """As docs/several-nodes.md starts them; every rank has the plan of two nodes."""
+    if not request.config.getoption("--launchers"):
+        pytest.skip("starts four programs: --launchers")
     config = tiny_run(tmp_path, parallel={"cp": 2, "ring": 2, "replicas": 2}, train={"steps": 1, "validate_every": 0})
     settings = to_yaml(config).splitlines(keepends=True)
     (tmp_path / "run.yaml").write_text("".join(line for line in settings if "global_batch" not in line))
