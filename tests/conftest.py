@@ -9,13 +9,41 @@ import torch
 from ithaka.dist.mesh import end_process_group
 from ranks import Ranks
 
+# Left out unless `--slow` is given (`make test ARGS=--slow`), so that `make test` stays below six minutes: whole runs
+# of which others see most, and the largest cases of a grid.
+SLOW = (
+    "test_a_late_disk",
+    "test_a_run_does_without_datasets",
+    "test_bench_prints_a_table_or_json",
+    "test_disk_full_in_the_middle_of_a_step",
+    "test_ladder_measures_every_rung",
+    "test_optimizer_on_the_host_trains_the_same",
+    "test_sigterm_finishes_the_step_saves_and_leaves_with_its_number",
+    "test_ten_steps_and_resuming_with_another_ring",
+    "test_any_ulysses_and_ring[1-8]",
+    "test_a_layer_is_as_high_as_its_ledger[9-3",
+    "test_a_layer_is_as_high_as_its_ledger[8-4 cp4 4 t110 ring4",
+    "test_a_peft_made_adapter_is_trained_as_peft_would_and_exported[tied ends]",
+    "test_a_step_that_is_bad_twice_is_skipped_or_ends_the_run[nan_always",
+    "test_bits_do_not_depend_on_tier_or_overlap[2-2-",
+    "test_stages_tiles_and_kept_attention[llama-28",
+    "test_memory_is_that_of_a_batch_of_texts_and_a_sequence_not_of_the_file",
+    "test_more_memory_never_hurts",
+)
+
 
 def pytest_addoption(parser):
     parser.addoption("--launchers", action="store_true", help="Run what torchrun and Slurm start too; minutes.")
+    parser.addoption("--slow", action="store_true", help="Run the slow tests too; minutes.")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Tests marked `gpu` need a CUDA device. Others in tests/gpu run on either: on a CPU fewer cases, and small."""
+    if not config.getoption("--slow"):
+        slow = pytest.mark.skip(reason="slow: --slow")
+        for item in items:
+            if item.name.startswith(SLOW):
+                item.add_marker(slow)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device; torch finds none")
