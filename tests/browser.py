@@ -23,6 +23,7 @@ OPTIONS = (
     "--remote-debugging-pipe",
 )
 TIMEOUT_S = 60.0
+FOLDERS = tempfile.gettempdir()  # not where a test has its own temporary files
 
 
 def find_browser() -> str | None:
@@ -33,7 +34,7 @@ class Browser:
     """`call` sends one command of the DevTools protocol; events that come meanwhile are kept."""
 
     def __init__(self, program: str) -> None:
-        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)  # its children may still write
+        self._folder = tempfile.TemporaryDirectory(dir=FOLDERS, ignore_cleanup_errors=True)  # children may still write
         to_read, self._write = os.pipe()
         self._read, to_write = os.pipe()
 

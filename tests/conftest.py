@@ -29,6 +29,18 @@ SLOW = (
     "test_stages_tiles_and_kept_attention[llama-28",
     "test_memory_is_that_of_a_batch_of_texts_and_a_sequence_not_of_the_file",
     "test_more_memory_never_hurts",
+    "test_a_checkpoint_that_cannot_be_written_does_not_end_the_run[disk_full",
+    "test_a_compiled_mlp_gives_the_same_gradients",
+    "test_a_failing_rank_ends_the_others_and_gives_its_exit_code[0-",
+    "test_an_adapter_is_exported_with_the_positions_it_was_trained_at",
+    "test_charts_are_drawn_without_complaints[2",
+    "test_every_built_in_model_has_a_plan[q",
+    "test_frozen_weights_are_planned",
+    "test_matches_the_twin_on_any_number_of_ranks[(6, 2)",
+    "test_no_call_beyond_the_index_range_at_16m",
+    "test_resumed_run_repeats_every_number",
+    "test_right_models_pass[q",
+    "test_tiers_train_the_same",
 )
 
 
