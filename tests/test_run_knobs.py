@@ -50,6 +50,7 @@ def test_epochs_become_steps(stopped):
     train = load(stopped.train.run_dir / "config.yaml").train
     assert (train.steps, train.epochs) == (math.ceil(2 * 67 / 3), None), "67 sequences are a pass over the data"
     assert load(stopped.train.run_dir / "config.yaml").optim.decay_steps == train.steps
+    resolve(stopped.train.run_dir / "config.yaml", [])  # a run's own settings make another one
     with pytest.raises(ConfigError, match=r"train.epochs=2.0 and train.steps both say how long; leave one out"):
         resolve(None, ["train.epochs=2", "train.steps=3"])
     assert resolve(None, ["train.epochs=2"]).optim.decay_steps is None

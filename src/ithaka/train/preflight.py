@@ -306,7 +306,8 @@ def resolve(
     if config.adapter is not None:
         adapter = with_stored_settings(config.adapter, given(file, changes))
         config = dataclasses.replace(config, adapter=adapter)
-    if {"train.steps", "train.epochs"} <= given(None if run_dir == resume else file, changes):
+    both = {"train.steps", "train.epochs"} <= given(None if run_dir == resume else file, changes)
+    if both and config.train.epochs is not None:
         raise ConfigError(f"train.epochs={config.train.epochs} and train.steps both say how long; leave one out")
     check_schedule(config.optim)
     end = config.optim.decay_steps
