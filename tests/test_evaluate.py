@@ -30,7 +30,7 @@ from ithaka.measure import (
     measure,
     token_losses,
 )
-from ithaka.model.build import parallelize
+from ithaka.model.build import build_model, parallelize
 from ithaka.report.page import read_run
 from ithaka.train import checkpoint
 from ithaka.train.track import tracked
@@ -167,6 +167,16 @@ def test_a_run_is_evaluated_and_shown(ranks, tmp_path, monkeypatch, capfd):
     losses = next(line for line in result.stdout.splitlines() if line.startswith("loss  ")).split()
     assert losses[1] == losses[3] and "loss A  error A  loss B  error B" in result.stdout
     assert (tmp_path / "page.html").read_text().count("--score: ") == 2 * len(TASKS) * len(DEPTHS)
+
+
+def test_narrow_parameters_give_the_same_losses(tmp_path):
+    """They are never updated, so the dtype of the computation is enough."""
+    tiny_model(tiny_config("llama", **CONFIG), torch.float32).save_pretrained(tmp_path)
+    mesh, layout = make_mesh(1), Layout(dtype="bfloat16")
+    wide, narrow = (build_model(tmp_path, mesh, layout, trains=trains) for trains in (True, False))
+    assert {param.dtype for param in narrow.parameters()} == {torch.bfloat16} != {wide.dtype}
+    ids = text_of().long[0][None, :100]
+    assert torch.equal(token_losses(narrow, ids), token_losses(wide, ids))
 
 
 def test_a_run_evaluates_itself(ranks, tmp_path, monkeypatch):

@@ -2,16 +2,20 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from ithaka import rehearse as rehearsal
 from ithaka.cli import app
 from ithaka.plan.hardware import Host, parse_gpus
 from ithaka.plan.models import find_shape
-from ithaka.plan.search import Space
-from ithaka.plan.shape import Work
+from ithaka.plan.search import Space, forward_plan
+from ithaka.plan.seconds import layer_seconds
+from ithaka.plan.shape import Work, shape_from_config
+from ithaka.train.watch import Witness
 from models import tiny_config
 
 
@@ -70,6 +74,39 @@ def test_adapters_are_rehearsed(model):
     assert peak["measured"] == pytest.approx(peak["planned"], rel=0.02)
 
 
+def test_an_evaluation_is_rehearsed(model):
+    """Parameters and the vocabulary's weight take most of the memory: no gradients, no optimizer."""
+    model.write_text(json.dumps(json.loads(model.read_text()) | {"vocab_size": 20000}))
+    told = ("--evaluate", "--context", "2", "--layers", "1", "--json")
+    answer = json.loads(rehearse(model, *told).stdout)
+    rows = {row["what"]: row for row in answer["rows"]}
+    peak = rows["peak, reserve apart"]
+    assert peak["measured"] == pytest.approx(peak["planned"], rel=0.03) and answer["peak_phase"] == "loss forward"
+    assert rows["layer forward"]["measured"] > 0 and "layer backward" not in rows
+    refused = rehearse(model, *told, "--set", "memory.tile_tokens=64")
+    assert refused.exit_code == 2 and "memory.tile_tokens does not change an evaluation" in refused.stderr
+    refused = rehearse(model, "--evaluate", "--context", "1000M")
+    assert refused.exit_code == 2 and "--context 1000M to evaluate needs " in refused.stderr
+
+
+def test_an_evaluation_is_as_high_as_its_ledger():
+    """Heads take most of the memory; tiles are small, since the plan counts a GPU's."""
+    sizes = {"num_attention_heads": 32, "head_dim": 8, "num_key_value_heads": 8, "tie_word_embeddings": False}
+    config = tiny_config("llama", attention_bias=False, **sizes).to_dict()
+    plan = forward_plan(shape_from_config(config), parse_gpus("2xH100-80GB"), Work(512))
+    few = rehearsal.of_few_layers(plan, 2, False)
+    few = replace(few, layout=replace(few.layout, tile_tokens=16))
+    measured = rehearsal.rehearse(config, few.layout, 2, 512, True, Witness(torch.device("cpu")), None, False)
+    planned = few.ledger.gpu_peak - few.ledger.gpu["reserve"]
+    assert measured.peak_bytes == pytest.approx(planned, rel=0.05) and "layer 0 / forward" in measured.peak_phase
+
+
+def test_an_evaluation_takes_few_heads_at_once_where_they_are_large():
+    shape = find_shape("llama3-8b")
+    stages = [forward_plan(shape, parse_gpus("8xH200"), Work(n << 20)).layout.heads_per_stage for n in (1, 2)]
+    assert stages == [None, 8]
+
+
 def test_a_rehearsal_of_memory_only_says_so(model):
     options = ("--context", "64", "--layers", "1", "--memory-only", "--set", "memory.checkpoint=none")
     result = rehearse(model, *options)
@@ -93,6 +130,19 @@ def test_attention_cut_short_makes_no_step(memory_only, monkeypatch):
     rows = {row["what"]: row for row in rehearsal.compare(plan, few, measured)}
     assert ("tokens/s per GPU" in rows) == ("step of 32 layers" in rows) == (not memory_only)
     assert "layer forward" in rows
+
+
+def test_a_forward_of_all_layers_is_that_of_few_and_the_loss(monkeypatch):
+    monkeypatch.setattr(rehearsal, "_on_gpu", lambda: True)
+    plan = forward_plan(find_shape("llama3-8b"), parse_gpus("8xH200"), Work(2**20))
+    few = rehearsal.of_few_layers(plan, 2, False)
+    forward, _ = layer_seconds(few.shape, few.layout, few.hardware, few.work, None, few.layout.kept[0])
+    alone_s = forward.total - forward.exchange
+    loss_s = plan.step_s - 32 * forward.total  # 128K tokens on each GPU
+    assert loss_s == pytest.approx(2 * 2**17 * 4096 * 128256 / 720e12, rel=0.2)
+    measured = rehearsal.Rehearsed(1, 1, 1, "", 0, 0, alone_s, 0.0, 2 * alone_s + loss_s)
+    rows = {row["what"]: row for row in rehearsal.compare(plan, few, measured)}
+    assert rows["forward of 32 layers"]["measured"] == pytest.approx(rows["forward of 32 layers"]["planned"])
 
 
 def test_more_than_is_free_is_refused(model, monkeypatch):

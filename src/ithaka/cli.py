@@ -310,6 +310,7 @@ def rehearse(
     adapter: Adapter = None,
     overrides: Overrides = None,
     gpu_file: GpuFile = None,
+    evaluate: Annotated[bool, typer.Option("--evaluate", help="Forward alone, as `ithaka evaluate` does it.")] = False,
     memory_only: Annotated[bool, typer.Option("--memory-only", help="Cut attention short, to save time.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -319,7 +320,11 @@ def rehearse(
 
     hardware = find_hardware(gpus, gpu_file, host_memory, disk)
     question = show.question(model, hardware, context, batch, overrides or [], adapter)
-    plan = question.plan()
+    plan = question.forward_plan() if evaluate else question.plan()
+    if evaluate and not plan.fits:
+        need, have = map(show.size, plan.ledger.tiers["GPU"])
+        way = "use a shorter --context or more GPUs"
+        raise ConfigError(f"--context {context} to evaluate needs {need} of each GPU, which has {have}; {way}")
     if not plan.fits:
         print(show.plan_answer(question, False, None, as_json)[0])
         raise typer.Exit(EXIT_DOES_NOT_FIT)

@@ -14,16 +14,15 @@ from safetensors.torch import load_file
 
 from ithaka.config import ConfigError
 from ithaka.data.tokenizer import TOKENIZER_FILES, load_tokenizer
-from ithaka.dist.mesh import end_process_group, make_mesh, start_process_group
-from ithaka.layout import Layout, fewest_rings
+from ithaka.dist.mesh import default_device, end_process_group, make_mesh, start_process_group
 from ithaka.measure import TASKS, Text, check_prompts, measure, read_text
 from ithaka.model.adapters import merge_adapter
 from ithaka.model.build import build_model, has_weights
+from ithaka.plan.search import forward_layout
 from ithaka.plan.shape import read_json, read_shape
 from ithaka.report.page import page
 from ithaka.train import checkpoint, launch
 
-MOST_AT_ONCE = 1 << 29  # elements of a tensor of all heads
 RESULT = "result.json"
 MEANING = (
     "long_context_gain: loss with all before a token minus loss with the last 4K only; below zero, it helps. "
@@ -92,13 +91,10 @@ def as_model(source: Path, out: Path) -> Path:
 def _rank(directory: Path, folder: Path, text: Text, contexts: list[int], samples: int) -> None:
     start_process_group()
     shape, cp = read_shape(directory), dist.get_world_size()
-    ring = fewest_rings(cp, shape.heads)
-    mesh = make_mesh(cp, ring=ring)
-    dtype = "bfloat16" if mesh.device.type == "cuda" else "float32"
-    # All heads at once where their tensors are small, which is faster; else as few as there can be.
-    few = max(contexts) // cp * shape.heads * shape.head_dim > MOST_AT_ONCE
-    layout = Layout(cp, heads_per_stage=cp // ring if few else None, tile_tokens=8192, dtype=dtype, ring=ring)
-    model = build_model(directory, mesh, layout)
+    dtype = "bfloat16" if default_device().type == "cuda" else "float32"
+    layout = forward_layout(shape, cp, max(contexts), dtype)
+    mesh = make_mesh(cp, ring=layout.ring)
+    model = build_model(directory, mesh, layout, trains=False)
     found = measure(model, load_tokenizer(None, directory), text, contexts, samples)
     if mesh.rank == 0:
         (folder / RESULT).write_text(json.dumps(found))

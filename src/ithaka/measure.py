@@ -164,10 +164,10 @@ def _documents(path: Path | None, tokenizer: Tokenizer, where: str) -> Iterator[
 
 
 @torch.no_grad()
-def token_losses(model: PreTrainedModel, ids_BN: np.ndarray | Tensor) -> Tensor:
+def token_losses(model: PreTrainedModel, ids_BN: np.ndarray | Tensor, **inputs: Any) -> Tensor:
     """float64 [B, N] on the host; 0 for a row's first token, which nothing predicts."""
     ids_BN = torch.as_tensor(ids_BN).long()
-    return -token_logprobs(model, ids_BN, ids_BN).logprobs.double().cpu()
+    return -token_logprobs(model, ids_BN, ids_BN, **inputs).logprobs.double().cpu()
 
 
 @torch.no_grad()

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from ithaka.config import AdapterConfig, ConfigError, OptimConfig
 from ithaka.dist.loopback import start_loopback
 from ithaka.dist.mesh import default_device, make_mesh
 from ithaka.layout import Layout, make_layout
+from ithaka.measure import token_losses
 from ithaka.model.build import build_model
 from ithaka.phases import PhasePath, listening, phase
 from ithaka.plan.hardware import GIB, this_host
@@ -61,8 +63,10 @@ def rehearse(
     memory_only: bool,
     witness: Witness,
     adapter: AdapterConfig | None = None,
+    trains: bool = True,
 ) -> Rehearsed:
-    """Runs two training steps as rank 0 of `ranks`; the last one is measured. With `memory_only` one.
+    """Runs two training steps, or forwards of an evaluation, as rank 0 of `ranks`; the last one is measured. With
+    `memory_only` one.
 
     `config`: the model's config.json; as many layers as the layout has are built, with random weights.
     `memory_only`: attention looks at most 128 Ki tokens back, which cuts its mathematics short; every allocation and
@@ -78,15 +82,16 @@ def rehearse(
         stack.enter_context(listening(witness))
         mesh = make_mesh(layout.cp, default_device(), ring=layout.ring, replicas=layout.replicas)
         with phase("building the model"):
-            model = build_model(few, mesh, layout, adapter=adapter)
-        optimizer = make_optimizer(model, OptimConfig(lr=0.0))
+            model = build_model(few, mesh, layout, adapter=adapter, trains=trains).train(trains)
+        optimizer = make_optimizer(model, OptimConfig(lr=0.0)) if trains else None
         s = context // mesh.cp_size
         tiny_s = TINY_TOKENS if s >= 16 * TINY_TOKENS else max(1, s // 64)
         *_, base = _measure(model, optimizer, mesh.device, mesh.cp_size * tiny_s, False)
         timeline, step_s, peaks = _measure(model, optimizer, mesh.device, context, memory_only)
         highest = max(peaks, key=lambda path: (peaks[path], len(path)))
         seconds, store = timeline.seconds(), model.model.layers[0].forward.store
-        spent = {way: sum(seconds["step", f"layer {i}", way] for i in range(layers)) for way in ("forward", "backward")}
+        ways = ("forward", "backward")
+        spent = {way: sum(seconds.get(("step", f"layer {i}", way), 0.0) for i in range(layers)) for way in ways}
         return Rehearsed(
             x_bytes=layout.x_bytes(model.config.hidden_size, s),
             layer_bytes=_layers_peak(peaks) - _layers_peak(base),
@@ -101,7 +106,7 @@ def rehearse(
 
 
 def _measure(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, device: torch.device, context: int, memory_only: bool
+    model: PreTrainedModel, optimizer: Optimizer | None, device: torch.device, context: int, memory_only: bool
 ) -> tuple[Timeline, float, dict[PhasePath, int]]:
     """(phases, seconds, peak bytes by phase) of the last step; on a CPU, live bytes of one more."""
     ids = torch.randint(model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(1))
@@ -124,12 +129,16 @@ def _measure(
     return timeline, step_s, live.phase_peaks()
 
 
-def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids: Tensor, documents: Tensor | None) -> None:
+def _step(model: PreTrainedModel, optimizer: Optimizer | None, ids: Tensor, documents: Tensor | None) -> None:
+    """Without an optimizer, what an evaluation does."""
     with phase("step"):
-        loss = model(input_ids=ids, labels=ids, document_ids=documents).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        if optimizer is None:
+            loss = token_losses(model, ids, document_ids=documents).mean()
+        else:
+            loss = model(input_ids=ids, labels=ids, document_ids=documents).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
     if not torch.isfinite(loss):
         raise RuntimeError(f"the rehearsal's loss is {loss.item()}; its timings would mean nothing")
 
@@ -247,7 +256,7 @@ def rehearse_plan(plan: Plan, few: Plan, model: str) -> tuple[list[dict[str, Any
         total_bytes = torch.cuda.get_device_properties(default_device()).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, plan.hardware.gpu.memory_bytes / total_bytes))
     try:
-        how = (few.work != plan.work, witness, few.shape.adapter)
+        how = (few.work != plan.work, witness, few.shape.adapter, plan.work.trains)
         measured = rehearse(config, few.layout, plan.hardware.num_gpus, plan.work.tokens, *how)
     except Exception as error:
         if not is_shortage(error):
@@ -257,10 +266,11 @@ def rehearse_plan(plan: Plan, few: Plan, model: str) -> tuple[list[dict[str, Any
 
 
 def compare(plan: Plan, few: Plan, measured: Rehearsed) -> list[dict[str, Any]]:
-    """Rows for the rehearsed layers, then, where it means something, for the whole model's step."""
+    """Rows for the rehearsed layers, then, where it means something, for the whole model's step or forward."""
     window, keeps = few.shape.windows[0], few.layout.kept[0]
     forward, backward = layer_seconds(few.shape, few.layout, few.hardware, few.work, window, keeps)
-    modelled_s, layer_s = (forward + backward).exchange, measured.forward_s + measured.backward_s
+    trains, layer_s = plan.work.trains, measured.forward_s + measured.backward_s
+    modelled_s = forward.exchange + backward.exchange * trains
     step_s = measured.step_s - few.shape.num_layers * layer_s + plan.shape.num_layers * (layer_s + modelled_s)
     tokens_per_s = plan.work.tokens / plan.layout.cp / step_s
     peak, of_node = few.ledger.gpu_peak - few.ledger.gpu["reserve"], GIB * few.hardware.gpus_per_node
@@ -271,12 +281,13 @@ def compare(plan: Plan, few: Plan, measured: Rehearsed) -> list[dict[str, Any]]:
         ("kept on the host, or on the way to disk", host / of_node, measured.host_bytes / GIB, "GiB"),
         ("kept on disk", few.ledger.disk_peak / of_node, measured.disk_bytes / GIB, "GiB"),
         ("layer forward", forward.total - forward.exchange, measured.forward_s, "s"),
-        ("layer backward", backward.total - backward.exchange, measured.backward_s, "s"),
     ]
+    if trains:
+        rows.append(("layer backward", backward.total - backward.exchange, measured.backward_s, "s"))
     if _on_gpu() and few.work == plan.work:  # a CPU's seconds, or attention cut short, make no step of these GPUs
         rows += [
             ("exchange per layer, modelled only", modelled_s, modelled_s, "s"),
-            (f"step of {plan.shape.num_layers} layers", plan.step_s, step_s, "s"),
+            (f"{'step' if trains else 'forward'} of {plan.shape.num_layers} layers", plan.step_s, step_s, "s"),
             ("tokens/s per GPU", round(plan.tokens_per_s_per_gpu), round(tokens_per_s), ""),
         ]
     return [dict(zip(("what", "planned", "measured", "unit"), row, strict=True)) for row in rows]

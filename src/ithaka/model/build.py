@@ -113,19 +113,21 @@ def build_model(
     adapter: AdapterConfig | None = None,
     rope: RopeConfig | None = None,
     context: int = 0,
+    trains: bool = True,
 ) -> PreTrainedModel:
     """A parallel model from a Hugging Face directory, a config.json or a config's dict.
 
     Built on the meta device; weights go straight from the safetensors files into this rank's shards, or, where
     there are none, are drawn from `seed`: the same values for any number of ranks. `vocab_size`: if larger than the
     source's, embeddings are resized, and each new row of stored ones is the mean of the others. With an adapter, all
-    else is frozen and in the dtype of the computation. `rope` and `context`: as in `hf_config`.
+    else is frozen and in the dtype of the computation, which all parameters are in if the model never `trains`.
+    `rope` and `context`: as in `hf_config`.
     """
     dtype = getattr(torch, layout.dtype or "float32") if layout else torch.float32
     config = hf_config(source, rope, context)
     stored_vocab, config.vocab_size = config.vocab_size, vocab_size or config.vocab_size
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype if adapter else sum_dtype(dtype))
+        model = AutoModelForCausalLM.from_config(config, dtype=sum_dtype(dtype) if trains and not adapter else dtype)
         if adapter is not None:
             add_adapter(model, adapter, source if isinstance(source, Path) else None)
     parallelize(model, mesh=mesh, layout=layout, store=store)

@@ -321,7 +321,7 @@ def memory(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) ->
 def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> list[tuple[str, Holders]]:
     """(phase, holder -> bytes) on one GPU, reserve left out: the phases that can be the highest.
 
-    Weights are gathered narrow, gradients are sent wide. What is frozen has no gradient.
+    Weights are gathered narrow, gradients are sent wide. What is frozen has no gradient. A forward alone keeps nothing.
     """
     s, e, wide = work.local_tokens(layout.cp), layout.element_bytes, layout.sum_bytes
     x, alone, above = s * shape.hidden * e, hardware.num_gpus == 1, shape.num_layers - 1
@@ -345,9 +345,9 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
     def held(moment: Moment, weights: int, arrived: int = 0, waiting: int = 0, kept: int = 0) -> Holders:
         """`arrived`: parameters whose gradients are sharded already. `waiting`: bytes of gradients that are not."""
         return {
-            "parameters": 4 * shards + e * frozen,
+            "parameters": (4 if work.trains else e) * shards + e * frozen,
             "gradients": 4 * shards * min(arrived, shape.num_trained) // shape.num_trained + waiting + moment.sums,
-            "optimizer": 8 * shards,
+            "optimizer": 8 * shards * work.trains,
             "layer weights": weights,
             "residual stream": moment.stream,
             "stage buffers": moment.stages + moment.outputs,
@@ -355,6 +355,11 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
             "kept activations": kept,
         }
 
+    if not work.trains:
+        # FSDP2 holds what was gathered last twice: as it came, and as parameters.
+        loss = held(Moment("loss", x), root + ahead if shape.tied else head * e * (1 if alone else 2))
+        loss["loss tile"] = min(LOGITS_TILE_BYTES, s * shape.vocab * e)
+        return [("forward", held(forward, root + layer * e + ahead)), ("loss", loss)]
     loss = held(Moment("loss", 2 * x), head * e + ahead, kept=kept)
     loss["loss tile"] = trained_head * wide + max(min(LOGITS_TILE_BYTES, s * shape.vocab * e), trained_head * e)
     # The last layer's while lm_head's gradient is still being sent, the first one's while those of the layer above are.

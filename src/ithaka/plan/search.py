@@ -15,7 +15,16 @@ from itertools import product
 from typing import Any
 
 from ithaka.config import Config
-from ithaka.layout import SETTINGS, Layout, Tier, check_fixed, fixed_settings, make_layout, settings_of
+from ithaka.layout import (
+    SETTINGS,
+    Layout,
+    Tier,
+    check_fixed,
+    fewest_rings,
+    fixed_settings,
+    make_layout,
+    settings_of,
+)
 from ithaka.plan.bytes import Ledger, memory
 from ithaka.plan.hardware import Hardware
 from ithaka.plan.seconds import Seconds, gather_seconds, reduce_seconds, step_seconds
@@ -27,6 +36,7 @@ TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 CONTEXT_GRAIN = 1024  # per rank: longest contexts are multiples of this many tokens per rank
 UNLIMITED_BYTES = 2**60
 NUM_OTHERS = 4  # plans shown beside the chosen one
+MOST_AT_ONCE = 1 << 29  # elements of a tensor of all heads, in a forward alone
 
 Fixed = Mapping[str, Any]  # what the user decided, in the words of `make_layout`
 
@@ -89,6 +99,21 @@ class Plan:
             return self.ledger.worst[1]
         shares = {name: getattr(self.seconds, name) for name in ("attention", "linear", "exchange", "copies")}
         return max(shares, key=lambda name: shares[name])
+
+
+def forward_plan(shape: ModelShape, hardware: Hardware, work: Work) -> Plan:
+    """A forward alone, as an evaluation runs it."""
+    layout = forward_layout(shape, hardware.num_gpus, work.tokens, "bfloat16")
+    return Plan(shape, layout, hardware, replace(work, trains=False))
+
+
+def forward_layout(shape: ModelShape, cp: int, tokens: int, dtype: str) -> Layout:
+    """Of a model that is evaluated: all ranks share each sequence. All heads at once where their tensors are small,
+    which is faster; else as few as there can be."""
+    ring = fewest_rings(cp, shape.heads)
+    few = tokens // cp * shape.heads * shape.head_dim > MOST_AT_ONCE
+    stage = cp // ring if few else None
+    return make_layout(shape.num_layers, cp=cp, ring=ring, heads_per_stage=stage, tile_tokens=8192, dtype=dtype)
 
 
 def work_of(config: Config) -> Work:

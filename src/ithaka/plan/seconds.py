@@ -1,4 +1,4 @@
-"""FLOPs and seconds of a training step: pure arithmetic on a model's shape, a layout and the hardware.
+"""FLOPs and seconds of a training step, or of a forward alone: arithmetic on a shape, a layout and the hardware.
 
 Letters as in plan/bytes.py. Rates come from plan/hardware.py; the shares and passes below were fitted to
 rehearsals on an H200 (LOG.md, "planned against rehearsed").
@@ -227,12 +227,14 @@ def reduce_seconds(num_bytes: int, hardware: Hardware, replicas: int = 1) -> flo
 def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
     """One optimizer step: all layers and the loss in every micro-step, and the update."""
     total = _loss_seconds(shape, layout, hardware, work)
-    trained = [i >= shape.first_trained for i in range(shape.num_layers)]
+    trained = [work.trains and i >= shape.first_trained for i in range(shape.num_layers)]
     layers = zip(shape.windows, layout.of_layers(shape.num_layers), trained, strict=True)
     for (window, keeps, needs_backward), same in groupby(layers):
         forward, backward = layer_seconds(shape, layout, hardware, work, window, keeps)
         total = total + (forward + backward if needs_backward else forward).times(len(list(same)))
     rate, count = hardware.gpu.memory_bytes_s, hardware.num_gpus / layout.replicas
+    if not work.trains:
+        return total
     if layout.offload_optimizer:
         rate, count = HOST_UPDATE_BYTES_S, hardware.num_nodes / layout.replicas
     return total.times(work.accumulate) + Seconds(update=UPDATE_BYTES * shape.num_trained / count / rate)
@@ -240,15 +242,18 @@ def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Wo
 
 def _loss_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
     """Logits twice, their two gradients, the kernels between, and the weight's sum once per tile of logits. A frozen
-    weight has no gradient.
+    weight has no gradient; a forward alone has logits once.
 
     Nothing hides the gathering of lm_head.
     """
     linear = Linear(shape, layout, hardware, work.local_tokens(layout.cp))
     logits_bytes = linear.s * shape.vocab * layout.element_bytes
     trained = shape.saved("lm_head") > 0
-    sums = logits_bytes / LOGITS_TILE_BYTES * 2 * shape.saved("lm_head") * layout.sum_bytes
     head_bytes = shape.vocab * shape.hidden * layout.element_bytes
+    if not work.trains:
+        logits = linear.matmul(shape.hidden, shape.vocab, LOSS_SHARE) + linear.moving(logits_bytes)
+        return Seconds(linear=logits, exchange=gather_seconds(head_bytes, hardware, layout.replicas))
+    sums = logits_bytes / LOGITS_TILE_BYTES * 2 * shape.saved("lm_head") * layout.sum_bytes
     moved = gather_seconds(2 * head_bytes, hardware, layout.replicas)
     moved += reduce_seconds(trained * head_bytes, hardware, layout.replicas)
     matmuls = (3 + trained) * linear.matmul(shape.hidden, shape.vocab, LOSS_SHARE)

@@ -172,6 +172,7 @@ class Work:
     batch: int = 1
     document_tokens: int | None = None  # length of the packed documents; None: one per sequence
     accumulate: int = 1  # micro-steps per optimizer step
+    trains: bool = True  # False: forward alone, without gradients
 
     @property
     def tokens(self) -> int:

@@ -46,6 +46,12 @@ class Question:
     def plan(self, context: int = 0) -> Plan:
         return self.space.choose(replace(self.work, context=context or self.work.context))
 
+    def forward_plan(self) -> Plan:
+        """Of an evaluation, whose layout no setting changes."""
+        if self.given:
+            raise ConfigError(f"{sorted(self.given)[0]} does not change an evaluation; leave it out with --evaluate")
+        return search.forward_plan(self.space.shape, self.space.hardware, self.work)
+
 
 def question(
     model: str,

@@ -89,7 +89,7 @@ class MemoryMap(PhaseLog, ExitStack):
         """Tags what is there before a step."""
         for tensor in (*model.parameters(), *model.buffers()):
             self.tag(tensor, phases.PARAMETERS)
-        for value in (value for state in optimizer.state.values() for value in state.values()):
+        for value in (value for state in (optimizer.state.values() if optimizer else ()) for value in state.values()):
             if isinstance(value, Tensor):
                 self.tag(value, phases.OPTIMIZER)
 

@@ -164,6 +164,9 @@ def _planned_lines(plan: Run | Plan, error: Exception, witness: Witness) -> Iter
 
 def _ways_out(plan: Run | Plan, model: str) -> Iterator[str]:
     hardware, work = plan.hardware, plan.work
+    if not work.trains:
+        yield "Use a shorter --context or more GPUs"
+        return
     if hardware.gpu.name == "CPU":
         yield "Use a shorter data.context, a smaller memory.tile_tokens or a smaller model"
         return
