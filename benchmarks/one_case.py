@@ -1,0 +1,172 @@
+"""Measures training steps of one side: `python benchmarks/one_case.py hf` or `ithaka`, started by against_liger.py.
+
+Reads cases from standard input, one JSON object a line, and answers each with a line of figures. Both sides train the
+same model on the same tokens with the same loop: float32 weights and moments, bfloat16 computation, fused AdamW.
+"""
+
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from importlib.metadata import distributions
+from typing import Any
+
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from ithaka.config import parse
+from ithaka.dist.mesh import default_device, end_process_group, free_memory, start_process_group
+from ithaka.hf import model_shape, parallelize
+from ithaka.plan.bytes import RESERVE_BYTES, RESERVE_SHARE
+from ithaka.plan.hardware import GIB, GPUS, Hardware, gpu_named, this_host
+from ithaka.plan.search import space_of, work_of
+
+Side = tuple[Any, Callable[[], Any]]  # a model and its forward pass
+DEVICE = default_device()
+ON_GPU = DEVICE.type == "cuda"
+COMPUTE = "bfloat16" if ON_GPU else "float32"  # on a CPU the benchmark is tried out, nothing more
+NAMES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+SHAPES = {"3b": (3072, 8192, 24, 8, 128, 128256), "tiny": (64, 128, 4, 2, 16, 512)}  # 3b: Llama 3.2 3B
+LONG = 64 * 1024  # tokens from which one step warms up; below, two
+TIMED_STEPS, TIMED_S = 5, 6.0  # at least two steps, then until one of these is reached
+PACKAGES = ("torch", "transformers", "liger-kernel", "flash-attn-4")
+# What a case fixes of ithaka's settings; the planner decides the rest.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "none": {"checkpoint": "none"},
+    "full": {"checkpoint": "full", "offload": "none", "keep_attention": "all", "attention_offload": "none"},
+    "planned": {},
+}
+
+
+def new_model(case: dict, **how: Any) -> Any:
+    """The same weights on both sides."""
+    shape = dict(zip(NAMES, SHAPES[case["model"]], strict=True)) | {"num_hidden_layers": case["layers"]}
+    shape |= {"max_position_embeddings": case["tokens"], "tie_word_embeddings": True, "use_cache": False}
+    config = LlamaConfig(**shape, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    torch.manual_seed(0)
+    with DEVICE:
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **how).train()
+
+
+def new_batch(case: dict) -> dict[str, Tensor]:
+    """On the host. The first token of a packed document is no label."""
+    random = torch.Generator().manual_seed(1)
+    ids = torch.randint(SHAPES[case["model"]][-1], (1, case["tokens"]), generator=random)
+    labels = ids.clone()
+    labels[:, :: case["documents"] or case["tokens"]] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def hf(case: dict) -> Side:
+    """precision=autocast: what `Trainer(bf16=True)` does; the residual stream is float32. precision=fsdp2: FSDP2's
+    mixed precision, as in ithaka; the residual stream and the weights that Liger's loss reads are bfloat16."""
+    model = new_model(case, attn_implementation=case["attention"])
+    if case["checkpointing"] == "on":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if case["precision"] == "fsdp2":
+        start_process_group(DEVICE)
+        policy = MixedPrecisionPolicy(param_dtype=getattr(torch, COMPUTE), reduce_dtype=torch.float32)
+        for module in (*model.model.layers, model):
+            fully_shard(module, mp_policy=policy)
+    batch, length, told = new_batch(case), case["documents"], {}
+    if length and case["attention"] == "sdpa":  # rows of a batch: documents of one length need no packing
+        batch = {name: value.view(-1, length) for name, value in batch.items()}
+    elif length:  # as transformers' DataCollatorWithFlattening(return_flash_attn_kwargs=True) packs
+        ends = torch.arange(0, case["tokens"] + 1, length, dtype=torch.int32)
+        batch |= {"position_ids": torch.arange(case["tokens"])[None] % length}
+        batch |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+        told = {"max_length_q": length, "max_length_k": length}
+
+    def forward() -> Any:
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=ON_GPU and case["precision"] == "autocast"):
+            return model(**{name: value.to(DEVICE) for name, value in batch.items()}, **told)
+
+    return model, forward
+
+
+def ithaka(case: dict) -> Side:
+    """Planned within `within_GiB` of what PyTorch allocates, where the case has it, else within the whole GPU."""
+    model, batch = new_model(case), new_batch(case)
+    gpu = (gpu_named(torch.cuda.get_device_name()) if ON_GPU else GPUS["CPU"]) or GPUS["H200-141GB"]
+    limit = ((case.get("within_GiB") or 1e6) * GIB + RESERVE_BYTES) / (1 - RESERVE_SHARE)
+    total = torch.cuda.mem_get_info()[1] if ON_GPU else gpu.memory_bytes
+    gpu = dataclasses.replace(gpu, memory_bytes=min(gpu.memory_bytes, total, int(limit)))
+    memory = {"offload_optimizer": False, **SETTINGS[case["how"]]}
+    config = parse({"model": {"dtype": COMPUTE}, "data": {"context": case["tokens"]}, "memory": memory})
+    hardware = Hardware(gpu, host_bytes=this_host().memory_bytes)
+    space = space_of(config, {f"memory.{name}" for name in memory}, model_shape(model), hardware)
+    plan = space.choose(dataclasses.replace(work_of(config), document_tokens=case["documents"] or None))
+    case["plan"] = {name: str(value) for name, value in plan.settings.items()} | {"fits": plan.fits}
+    layout = dataclasses.replace(plan.layout, dtype=COMPUTE)
+    model = parallelize(model, context=case["tokens"], layout=layout)
+    if case["documents"]:
+        batch["document_ids"] = torch.arange(case["tokens"])[None] // case["documents"]
+    return model, lambda: model(**batch)
+
+
+def measure(case: dict, model: Any, forward: Callable[[], Any]) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    losses: list[float] = []
+
+    def step_s() -> float:
+        begin = time.perf_counter()
+        loss = forward().loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if ON_GPU:
+            torch.cuda.synchronize()
+        losses.append(round(loss.item(), 4))
+        return time.perf_counter() - begin
+
+    for _ in range(1 if case["tokens"] >= LONG else 2):
+        step_s()
+    if ON_GPU:
+        torch.cuda.reset_peak_memory_stats()
+    timed = [step_s(), step_s()]
+    while len(timed) < TIMED_STEPS and sum(timed) < TIMED_S:
+        timed.append(step_s())
+    median = statistics.median(timed)
+    peak = round(torch.cuda.max_memory_allocated() / GIB, 2) if ON_GPU else None
+    figures = {"step_s": round(median, 4), "tokens_per_s": round(case["tokens"] / median), "peak_GiB": peak}
+    return {**figures, "all_s": [round(s, 4) for s in timed], "losses": losses}
+
+
+def answer(side: Callable[[dict], Side], case: dict) -> dict[str, Any]:
+    try:
+        return case | measure(case, *side(case))
+    except torch.OutOfMemoryError as error:
+        return case | {"out_of_memory": str(error).splitlines()[0][:120]}
+    except Exception as error:
+        traceback.print_exc()
+        return case | {"failed": f"{type(error).__name__}: {error}"[:200]}
+
+
+def main() -> None:
+    side = {"hf": hf, "ithaka": ithaka}[sys.argv[1]]
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print goes to the log
+    if side is hf and ON_GPU:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama(rope=True, swiglu=True, rms_norm=True, fused_linear_cross_entropy=True)
+    versions = {found.name: found.version for found in distributions() if found.name.replace("_", "-") in PACKAGES}
+    device = torch.cuda.get_device_name() if ON_GPU else "CPU"
+    print(json.dumps({"about": {"device": device, **versions}}), file=answers, flush=True)
+    for line in sys.stdin:
+        result = answer(side, json.loads(line))
+        end_process_group()
+        free_memory()
+        print(json.dumps(result), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
