@@ -23,8 +23,11 @@ def heads_read(table: HeadTable, rank: int) -> list[tuple[int, int]]:
     pairs = []
     for stage in table.stages:
         for read in stage.reads[rank]:
-            kv_head = table.loads[read.load].kv_heads[rank][read.kv_slot]
-            pairs += [(stage.query_heads[rank][slot], kv_head) for slot in range(read.first, read.last)]
+            kv_heads = table.loads[read.load].kv_heads[rank][read.kv_slot :][: read.num_kv]
+            assert len(kv_heads) == read.num_kv and read.width % read.num_kv == 0
+            of_each = read.width // read.num_kv
+            slots = range(read.first, read.last)
+            pairs += [(stage.query_heads[rank][slot], kv_heads[n // of_each]) for n, slot in enumerate(slots)]
     return pairs
 
 

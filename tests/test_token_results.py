@@ -15,7 +15,7 @@ from allocations import allocator_peak
 from ithaka.config import ConfigError
 from ithaka.layer import loss
 from ithaka.layer.linear import Linear
-from ithaka.layer.loss import IGNORED, TokenResults, linear_cross_entropy
+from ithaka.layer.loss import IGNORED, TokenResults, linear_cross_entropy, summed_cross_entropy
 from models import tiny_config, tiny_model
 from parity import TOLERANCE, check, gradient_errors, parallel, random_ids, relative
 from threads import on_threads
@@ -55,7 +55,7 @@ def head(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, list[Tensor], T
 def test_tokens_are_those_of_plain_logits(monkeypatch, use):
     monkeypatch.setattr(loss, "LOGITS_TILE_BYTES", 5 * 37 * 8)  # tiles of 5 tokens, the last of 3
     norm, leaves, labels = head()
-    ours = linear_cross_entropy(leaves[0], labels, norm, Linear(leaves[1]), details=True)
+    ours = linear_cross_entropy(leaves[0], labels, norm, Linear(leaves[1]))
     plain = plain_results(norm(leaves[0]) @ leaves[1].t(), labels)
     assert torch.equal(ours.correct, plain.correct) and 0 < int(ours.correct.sum()) < 18
     for mine, theirs in zip(ours[:2], plain[:2], strict=True):
@@ -66,15 +66,19 @@ def test_tokens_are_those_of_plain_logits(monkeypatch, use):
         assert theirs.norm() > 0 and relative(mine, theirs) < TOLERANCE
 
 
-def test_details_do_not_change_the_log_probabilities():
-    norm, leaves, labels = head(torch.float32)
-    short, full = (
-        linear_cross_entropy(leaves[0], labels, norm, Linear(leaves[1]), details) for details in (False, True)
-    )
-    assert short.entropies is None and short.correct is None
-    assert torch.equal(short.logprobs, full.logprobs)
-    for a, b in zip(*(torch.autograd.grad(each.logprobs.sum(), leaves) for each in (short, full)), strict=True):
-        assert torch.equal(a, b)
+@pytest.mark.parametrize("factor", [1.0, -3.0])
+def test_the_summed_loss_is_that_of_plain_logits(monkeypatch, factor):
+    """With its gradients, times whatever the loss is multiplied by; once."""
+    monkeypatch.setattr(loss, "LOGITS_TILE_BYTES", 5 * 37 * 8)
+    norm, leaves, labels = head()
+    ours = summed_cross_entropy(leaves[0], labels, norm, Linear(leaves[1]), 7.0)
+    plain = F.cross_entropy(norm(leaves[0]) @ leaves[1].t(), labels, ignore_index=IGNORED, reduction="sum") / 7
+    assert relative(ours.detach(), plain.detach()) < TOLERANCE
+    grads = [torch.autograd.grad(factor * each, leaves, retain_graph=True) for each in (ours, plain)]
+    for mine, theirs in zip(*grads, strict=True):
+        assert theirs.norm() > 0 and relative(mine, theirs) < TOLERANCE
+    with pytest.raises(RuntimeError, match="retain_graph"):
+        torch.autograd.grad(ours, leaves)
 
 
 # ---- of a parallel model

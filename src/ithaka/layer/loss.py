@@ -1,6 +1,7 @@
-"""Tiled linear + cross-entropy per token: logits exist one tile at a time, and its bytes do not grow with S or V.
+"""Tiled linear + cross-entropy: logits exist one tile at a time, and its bytes do not grow with S or V.
 
-In backward, the gradient overwrites the tile's logits.
+The gradient overwrites the tile's logits. That of the summed loss is made in forward, of three matrix products; that of
+single tokens, which nobody knows before backward, of logits computed again.
 
 Shapes: s tokens on this rank, t in a tile, D hidden, V vocabulary.
 """
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from ithaka.attention.fused import row_logsumexp, softmax_grad
 from ithaka.layer.linear import Linear
+from ithaka.layer.stages import RAN_ALREADY
 from ithaka.layer.tiles import GradSum, apply_norm, sum_dtype, tile_backward, tile_slices
 from ithaka.phases import RESIDUAL, phase, tag
 from ithaka.plan.bytes import LOGITS_TILE_BYTES
@@ -27,55 +29,86 @@ def logits_tile_tokens(weight_VD: Tensor) -> int:
 
 
 class TokenResults(NamedTuple):
-    """Of every label: fp32 or wider, 0 (or False) where it is IGNORED. Without details, log-probabilities alone."""
+    """Of every label: fp32 or wider, 0 (or False) where it is IGNORED."""
 
     logprobs: Tensor
-    entropies: Tensor = None  # type: ignore[assignment]  # of the distribution that the label is taken from
-    correct: Tensor = None  # type: ignore[assignment]  # bool: no token is likelier than the label
+    entropies: Tensor  # of the distribution that the label is taken from
+    correct: Tensor  # bool: no token is likelier than the label
 
 
-def linear_cross_entropy(
-    x_sD: Tensor, labels_s: Tensor, norm: nn.Module, head: Linear, details: bool = False
-) -> TokenResults:
-    """Log-probabilities [s] by head(norm(x)); with `details` entropies and hits too. Labels are already shifted.
+def linear_cross_entropy(x_sD: Tensor, labels_s: Tensor, norm: nn.Module, head: Linear) -> TokenResults:
+    """Log-probabilities, entropies and hits [s] by head(norm(x)). Labels are already shifted.
 
-    All but hits are differentiable. Keeps x and one log-sum-exp per token (with details the entropy as well);
-    backward recomputes the logits.
+    All but hits are differentiable. Keeps x, and per token a log-sum-exp and the entropy; backward recomputes the
+    logits.
     """
+    return TokenResults(*_LinearCrossEntropy.apply(x_sD, labels_s, norm, head, *head.tensors, *norm.parameters()))
+
+
+def summed_cross_entropy(x_sD: Tensor, labels_s: Tensor, norm: nn.Module, head: Linear, divisor: float) -> Tensor:
+    """The summed loss of head(norm(x)) over `divisor`, a scalar: with gradients, if they are wanted, made at once."""
     params = (*head.tensors, *norm.parameters())
-    return TokenResults(*_LinearCrossEntropy.apply(x_sD, labels_s, norm, head, details, *params))
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (x_sD, *params))
+    return _SummedCrossEntropy.apply(x_sD, labels_s, norm, head, divisor, wanted, *params)
+
+
+class _SummedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    @phase("loss forward")
+    def forward(ctx, x_sD, labels_s, norm, head, divisor, wanted, *params):
+        sum_ = x_sD.new_zeros((), dtype=sum_dtype(x_sD.dtype))
+        dx_sD, grads = tag(torch.empty_like(x_sD), RESIDUAL) if wanted else None, GradSum()
+        for rows in tile_slices(len(x_sD), logits_tile_tokens(head.weight_ND)):
+            h_tD = apply_norm(norm, x_sD[rows])
+            logits_tV = head(h_tD)
+            valid_t, target_t1 = _targets(labels_s[rows])
+            (lse_t,) = row_logsumexp(logits_tV)
+            sum_ += torch.where(valid_t, lse_t - logits_tV.gather(1, target_t1)[:, 0], 0).sum()
+            if dx_sD is not None:
+                softmax_grad(logits_tV, target_t1[:, 0], lse_t, valid_t.to(lse_t.dtype) / divisor)
+                dx_sD[rows] = _through_head(logits_tV, h_tD, x_sD[rows], norm, head, grads)
+            del logits_tV  # before the next tile's
+        ctx.grads = [dx_sD, *(grads.take_as(p) for p in params)] if wanted else None
+        return sum_ / divisor
+
+    @staticmethod
+    @phase("loss backward")
+    def backward(ctx, dloss):
+        if ctx.grads is None:
+            raise RuntimeError(RAN_ALREADY)
+        (dx_sD, *dparams), ctx.grads = ctx.grads, None
+        for grad in (dx_sD, *dparams):
+            if grad is not None:
+                grad.mul_(dloss)
+        return dx_sD, None, None, None, None, None, *dparams
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @phase("loss forward")
-    def forward(ctx, x_sD, labels_s, norm, head, details, *params):
+    def forward(ctx, x_sD, labels_s, norm, head, *params):
         logprobs_s = x_sD.new_empty(len(x_sD), dtype=sum_dtype(x_sD.dtype))
-        lse_s = torch.empty_like(logprobs_s)
-        details_s: tuple[Tensor, ...] = ()
-        if details:
-            details_s = torch.empty_like(logprobs_s), torch.empty_like(labels_s, dtype=torch.bool)
+        lse_s, entropies_s = torch.empty_like(logprobs_s), torch.empty_like(logprobs_s)
+        correct_s = torch.empty_like(labels_s, dtype=torch.bool)
         for rows in tile_slices(len(x_sD), logits_tile_tokens(head.weight_ND)):
             logits_tV = head(apply_norm(norm, x_sD[rows]))
             valid_t, target_t1 = _targets(labels_s[rows])
             label_logit_t = logits_tV.gather(1, target_t1)[:, 0]
-            lse_s[rows], *more = row_logsumexp(logits_tV, details)
+            lse_s[rows], mean_t, top_t = row_logsumexp(logits_tV, details=True)
             logprobs_s[rows] = torch.where(valid_t, label_logit_t - lse_s[rows], 0)
-            if details:
-                (entropies_s, correct_s), (mean_t, top_t) = details_s, more
-                entropies_s[rows] = torch.where(valid_t, lse_s[rows] - mean_t, 0)
-                correct_s[rows] = valid_t & (label_logit_t >= top_t)
+            entropies_s[rows] = torch.where(valid_t, lse_s[rows] - mean_t, 0)
+            correct_s[rows] = valid_t & (label_logit_t >= top_t)
             del logits_tV  # before the next tile's
-        ctx.save_for_backward(x_sD, labels_s, lse_s, *details_s[:1])
+        ctx.save_for_backward(x_sD, labels_s, lse_s, entropies_s)
         ctx.norm, ctx.head, ctx.params = norm, head, params
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*details_s[1:])
-        return logprobs_s, *details_s
+        ctx.mark_non_differentiable(correct_s)
+        return logprobs_s, entropies_s, correct_s
 
     @staticmethod
     @phase("loss backward")
-    def backward(ctx, dlogprobs_s, dentropies_s=None, _=None):
-        x_sD, labels_s, lse_s, *entropies_s = ctx.saved_tensors
+    def backward(ctx, dlogprobs_s, dentropies_s, _):
+        x_sD, labels_s, lse_s, entropies_s = ctx.saved_tensors
         with torch.autocast(x_sD.device.type, enabled=False):
             dlosses_s = lse_s.new_zeros(()).expand_as(lse_s) if dlogprobs_s is None else -dlogprobs_s
             norm, head = ctx.norm, ctx.head
@@ -85,14 +118,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 h_tD = apply_norm(norm, x_sD[rows])
                 dlogits_tV = head(h_tD)
                 valid_t, target_t1 = _targets(labels_s[rows])
-                entropy = None if dentropies_s is None else (valid_t * dentropies_s[rows], entropies_s[0][rows])
+                entropy = None if dentropies_s is None else (valid_t * dentropies_s[rows], entropies_s[rows])
                 softmax_grad(dlogits_tV, target_t1[:, 0], lse_s[rows], valid_t * dlosses_s[rows], entropy)
-                dz_tr = head.reduced_grad(dlogits_tV)
-                head.add_grads(dlogits_tV, h_tD, dz_tr, grads)
-                dh_tD = head.input_grad(dlogits_tV, dz_tr)
-                del dlogits_tV
-                dx_sD[rows] = tile_backward(partial(apply_norm, norm), norm.parameters(), x_sD[rows], dh_tD, grads)
-            return dx_sD, None, None, None, None, *(grads.take_as(p) for p in ctx.params)
+                dx_sD[rows] = _through_head(dlogits_tV, h_tD, x_sD[rows], norm, head, grads)
+                del dlogits_tV  # before the next tile's
+            return dx_sD, None, None, None, *(grads.take_as(p) for p in ctx.params)
+
+
+def _through_head(
+    dlogits_tV: Tensor, h_tD: Tensor, x_tD: Tensor, norm: nn.Module, head: Linear, grads: GradSum
+) -> Tensor:
+    """dx of a tile; adds the gradients of head and norm."""
+    dz_tr = head.reduced_grad(dlogits_tV)
+    head.add_grads(dlogits_tV, h_tD, dz_tr, grads)
+    dh_tD = head.input_grad(dlogits_tV, dz_tr)
+    return tile_backward(partial(apply_norm, norm), norm.parameters(), x_tD, dh_tD, grads)
 
 
 def _targets(labels_t: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """Attention whose keys are spread over the members of a ring: to their own first, then, round by round, to the others'.
 
-Shapes: S tokens of this member, n query heads, K head dim, p tokens of a round. While the pairs of one round are
-computed, the next round's k and v are on their way, and so are the dk and dv of the round before. Without a ring, or
-where no row sees a key of another member, there are no rounds, and nothing is copied or sent.
+Shapes: S tokens of this member, n query and m kv heads, K head dim, p tokens of a round. While the pairs of one round
+are computed, the next round's k and v are on their way, and so are the dk and dv of the round before. Without a ring,
+or where no row sees a key of another member, there are no rounds, and nothing is copied or sent.
 """
 
 from typing import Any
@@ -19,29 +19,29 @@ from ithaka.plan.rounds import Round
 
 
 def ring_attention(
-    q_SnK: Tensor, k_S1K: Tensor, v_S1K: Tensor, ring: dist.ProcessGroup, how: How
+    q_SnK: Tensor, k_SmK: Tensor, v_SmK: Tensor, ring: dist.ProcessGroup, how: How
 ) -> tuple[Tensor, Tensor]:
     """out_SnK and lse_nS of this member's rows. Across rounds, `out` is summed in fp32 (fp64 for fp64)."""
     rounds = _rounds(how)
     if not rounds:
-        return attention(q_SnK, k_S1K, v_S1K, **how)
-    coming = _start(rounds[0], k_S1K, v_S1K, ring, how)
+        return attention(q_SnK, k_SmK, v_SmK, **how)
+    coming = _start(rounds[0], k_SmK, v_SmK, ring, how)
     out_SnK = torch.zeros_like(q_SnK, dtype=sum_dtype(q_SnK.dtype))
     lse_nS = out_SnK.new_full((q_SnK.shape[1], q_SnK.shape[0]), float("-inf"))
-    attention(q_SnK, k_S1K, v_S1K, sums=(out_SnK, lse_nS), **how)
+    attention(q_SnK, k_SmK, v_SmK, sums=(out_SnK, lse_nS), **how)
     for part in range(1, len(rounds) + 1):
-        k_p1K, v_p1K = _wait(coming)
-        coming = _start(rounds[part], k_S1K, v_S1K, ring, how) if part < len(rounds) else []
-        attention(q_SnK, k_p1K, v_p1K, part=part, sums=(out_SnK, lse_nS), **how)
-        del k_p1K, v_p1K
+        k_pmK, v_pmK = _wait(coming)
+        coming = _start(rounds[part], k_SmK, v_SmK, ring, how) if part < len(rounds) else []
+        attention(q_SnK, k_pmK, v_pmK, part=part, sums=(out_SnK, lse_nS), **how)
+        del k_pmK, v_pmK
     return out_SnK.to(q_SnK.dtype), lse_nS
 
 
 def ring_attention_backward(
     dout_SnK: Tensor,
     q_SnK: Tensor,
-    k_S1K: Tensor,
-    v_S1K: Tensor,
+    k_SmK: Tensor,
+    v_SmK: Tensor,
     out_SnK: Tensor,
     lse_nS: Tensor,
     sums: tuple[Tensor, Tensor],
@@ -54,17 +54,17 @@ def ring_attention_backward(
     """
     rounds, of_rows = _rounds(how), (out_SnK, lse_nS)
     if not rounds:
-        attention_backward(dout_SnK, q_SnK, k_S1K, v_S1K, *of_rows, sums=sums, **how)
+        attention_backward(dout_SnK, q_SnK, k_SmK, v_SmK, *of_rows, sums=sums, **how)
         return
-    coming, going = _start(rounds[0], k_S1K, v_S1K, ring, how), list[Exchange]()
+    coming, going = _start(rounds[0], k_SmK, v_SmK, ring, how), list[Exchange]()
     dq_SnK = torch.zeros_like(q_SnK, dtype=sums[0].dtype)
-    attention_backward(dout_SnK, q_SnK, k_S1K, v_S1K, *of_rows, dq=dq_SnK, sums=sums, **how)
+    attention_backward(dout_SnK, q_SnK, k_SmK, v_SmK, *of_rows, dq=dq_SnK, sums=sums, **how)
     for part in range(1, len(rounds) + 1):
-        k_p1K, v_p1K = _wait(coming)
-        coming = _start(rounds[part], k_S1K, v_S1K, ring, how) if part < len(rounds) else []
-        d_kv = torch.zeros_like(k_p1K, dtype=sums[0].dtype), torch.zeros_like(v_p1K, dtype=sums[1].dtype)
-        attention_backward(dout_SnK, q_SnK, k_p1K, v_p1K, *of_rows, part=part, dq=dq_SnK, sums=d_kv, **how)
-        del k_p1K, v_p1K
+        k_pmK, v_pmK = _wait(coming)
+        coming = _start(rounds[part], k_SmK, v_SmK, ring, how) if part < len(rounds) else []
+        d_kv = torch.zeros_like(k_pmK, dtype=sums[0].dtype), torch.zeros_like(v_pmK, dtype=sums[1].dtype)
+        attention_backward(dout_SnK, q_SnK, k_pmK, v_pmK, *of_rows, part=part, dq=dq_SnK, sums=d_kv, **how)
+        del k_pmK, v_pmK
         with phase("exchange"):
             _add(sums, going, rounds[part - 2])
             going = _counted([start_return(d, rounds[part - 1], ring) for d in d_kv], how)
@@ -80,8 +80,8 @@ def _rounds(how: How) -> list[Round]:
 
 
 @phase("exchange")
-def _start(round_: Round, k_S1K: Tensor, v_S1K: Tensor, ring: dist.ProcessGroup, how: How) -> list[Exchange]:
-    return _counted([start_round(t_S1K, round_, ring) for t_S1K in (k_S1K, v_S1K)], how)
+def _start(round_: Round, k_SmK: Tensor, v_SmK: Tensor, ring: dist.ProcessGroup, how: How) -> list[Exchange]:
+    return _counted([start_round(t_SmK, round_, ring) for t_SmK in (k_SmK, v_SmK)], how)
 
 
 def _counted(started: list[Exchange], how: How) -> list[Exchange]:
@@ -97,5 +97,5 @@ def _wait(coming: list[Exchange]) -> Any:
 
 
 def _add(sums: tuple[Tensor, Tensor], going: list[Exchange], round_: Round) -> None:
-    for sum_S1K in sums if going else ():
-        add_returned(sum_S1K, going.pop(0).wait(), round_)
+    for sum_SmK in sums if going else ():
+        add_returned(sum_SmK, going.pop(0).wait(), round_)

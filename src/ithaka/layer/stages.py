@@ -217,7 +217,7 @@ class HeldHeads:
 
     @staticmethod
     def _slot(of_loads: dict[int, list[Tensor]], read: Read) -> tuple[Tensor, Tensor]:
-        k, v = (t[:, read.kv_slot : read.kv_slot + 1] for t in of_loads[read.load])
+        k, v = (t[:, read.kv_slot : read.kv_slot + read.num_kv] for t in of_loads[read.load])
         return k, v
 
 

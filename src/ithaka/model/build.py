@@ -19,7 +19,7 @@ from ithaka.config import AdapterConfig, ConfigError, RopeConfig
 from ithaka.dist.exchange import all_gather, in_order
 from ithaka.dist.mesh import Mesh, make_mesh
 from ithaka.layer.linear import linear_of
-from ithaka.layer.loss import TokenResults, linear_cross_entropy
+from ithaka.layer.loss import TokenResults, linear_cross_entropy, summed_cross_entropy
 from ithaka.layer.schedule import StreamedLayer
 from ithaka.layer.store import Store
 from ithaka.layer.tiles import apply_norm, sum_dtype
@@ -204,9 +204,11 @@ def _refuse(*args: Any, **kwargs: Any) -> None:
 
 
 def _head(lm_head: nn.Module, x_sD: Tensor, norm: nn.Module, call: Call) -> TokenResults | Tensor:
-    """What the labels give, or logits. Takes the place of lm_head's forward, so that FSDP2 has its weight ready."""
+    """This rank's part of the loss, what each label gives, or, without labels, logits. Takes the place of lm_head's
+    forward, so that FSDP2 has its weight ready."""
     if call.share.labels_s is not None:
-        return linear_cross_entropy(x_sD, call.share.labels_s, norm, linear_of(lm_head), call.per_token)
+        inputs = x_sD, call.share.labels_s, norm, linear_of(lm_head)
+        return linear_cross_entropy(*inputs) if call.per_token else summed_cross_entropy(*inputs, call.divisor)
     logits_sV = linear_of(lm_head)(apply_norm(norm, x_sD))
     return GatherTokens.apply(logits_sV, call.mesh, call.share.docs.deal, call.shape)
 
@@ -237,8 +239,8 @@ def _forward(
     head = model.lm_head(x_sD, model.model.norm, call)
     if share.labels_s is None:
         return ParallelOutput(logits=head)
-    loss = _GlobalSum.apply(-head.logprobs.sum() / call.divisor)
     tokens = head if call.per_token else None
+    loss = _GlobalSum.apply(head if tokens is None else -tokens.logprobs.sum() / call.divisor)
     return ParallelOutput(loss=loss, num_tokens=call.num_tokens, tokens=tokens, docs=share.docs)
 
 

@@ -125,7 +125,7 @@ class LayerBytes:
 
         def summed(width: int) -> int:
             rounded = 0 if self.layout.sum_bytes == self.layout.element_bytes else width * self.slot
-            return width * (self.wide(self.slot) + self.lse // self.slots.query) + max(3 * self.round, rounded)
+            return width * (self.wide(self.slot) + self.lse // self.slots.query) + max(3 * self.round(stage), rounded)
 
         return max(summed(slots.widest), out + summed(slots.part) if slots.part else 0)
 
@@ -134,14 +134,14 @@ class LayerBytes:
         of one round are summed while those of the round before are sent and received."""
         if self.layout.ring == 1:
             return 0
-        return self.slots.stages[stage].widest * self.wide(self.slot) + 3 * self.round + 3 * self.wide(self.round)
+        sent = 3 * self.round(stage)
+        return self.slots.stages[stage].widest * self.wide(self.slot) + sent + self.wide(sent)
 
-    @property
-    def round(self) -> int:
-        """k and v of one slot that a ring's member receives in a round."""
+    def round(self, stage: int) -> int:
+        """k and v of one read that a ring's member receives in a round."""
         member = self.layout.ulysses * self.s
         tokens = min(round_tokens(member), (self.layout.ring - 1) * member)
-        return 2 * tokens * self.shape.head_dim * self.layout.element_bytes
+        return 2 * self.slots.stages[stage].most_kv * tokens * self.shape.head_dim * self.layout.element_bytes
 
     def grad_sums(self, phase: str) -> int:
         """Bytes of weight gradients as they are summed over tiles (GradSum of layer/tiles.py)."""
@@ -168,8 +168,9 @@ class LayerBytes:
         shape, c, slots, hidden = self.shape, self.layout.ulysses, self.slots, self.shape.hidden
         t, e, wide = min(self.layout.tile_tokens or self.s, self.s), self.layout.element_bytes, self.layout.sum_bytes
         if work in BLOCK_TOKENS:
-            elements = min(BLOCK_TOKENS[work] * 128, c * self.s * shape.head_dim)
-            return BLOCK_BUFFERS * elements * wide
+            tokens, calls = c * self.s, [(stage.widest, stage.most_kv) for stage in slots.stages]
+            heads = max(_heads_at_once(BLOCK_TOKENS[work] // tokens, *read) for read in calls)
+            return BLOCK_BUFFERS * min(BLOCK_TOKENS[work] * 128, heads * tokens * shape.head_dim) * wide
         rounded, heads = 0 if wide == e else 1, shape.heads * shape.head_dim
         rank = shape.adapter.rank if shape.adapter else 0  # width of what is between an adapter's two matrices
         if work == "mlp":  # x + attention as summed and as rounded, its norm, two widths of the MLP
@@ -185,6 +186,12 @@ class LayerBytes:
             return (width + kv_width) * hidden * e + t * e * ((2 + self.streamed) * hidden + 5 * width + rank)
         all_widths = self.num_stages * width + 2 * c * slots.all_kv * shape.head_dim
         return all_widths * hidden * e + t * e * ((4 + self.streamed) * hidden + 2 * all_widths + 7 * rank)
+
+
+def _heads_at_once(most: int, queries: int, kv: int) -> int:
+    """Query heads in one kernel call: whole groups, or else one head of each (`_Job.walk` of attention/blocks.py)."""
+    group = queries // kv
+    return min(queries, most // group * group) if most >= group else min(max(1, most), kv)
 
 
 def attend_moments(b: LayerBytes, phase: str, stream: int) -> Iterator[Moment]:

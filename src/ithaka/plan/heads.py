@@ -8,6 +8,7 @@ exchange carries them as filler, and their owner computes nothing for them.
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 
 from ithaka.layout import Layout
 from ithaka.plan.shape import ModelShape
@@ -18,12 +19,24 @@ Heads = tuple[tuple[int, ...], ...]  # [rank][slot]
 
 @dataclass(frozen=True)
 class Read:
-    """Slots [first, last) of a stage attend to kv slot `kv_slot` of load `load`."""
+    """Slots [first, last) of a stage attend to `num_kv` slots of load `load` from `kv_slot` on, as many to each."""
 
     first: int
     last: int
     load: int
     kv_slot: int
+    num_kv: int = 1
+
+    @property
+    def width(self) -> int:
+        return self.last - self.first
+
+    def joined(self, other: "Read") -> "Read | None":
+        """With the next one, if both are of neighbouring kv slots and as many query slots attend to each."""
+        fits = other.load == self.load and other.kv_slot == self.kv_slot + self.num_kv
+        if not fits or other.width * self.num_kv != self.width:
+            return None
+        return Read(self.first, other.last, self.load, self.kv_slot, self.num_kv + 1)
 
 
 @dataclass(frozen=True)
@@ -113,14 +126,12 @@ def _with_loads(query_heads: list[Heads], cp: int, group_size: int) -> HeadTable
 
 def _reads(heads: tuple[int, ...], held: dict[int, tuple[int, int]], group_size: int) -> tuple[Read, ...]:
     reads: list[Read] = []
-    for slot, head in enumerate(heads):
-        if head == EMPTY:
-            break
-        load, kv_slot = held[head // group_size]
-        if reads and (reads[-1].load, reads[-1].kv_slot) == (load, kv_slot):
-            reads[-1] = Read(reads[-1].first, slot + 1, load, kv_slot)
-        else:
-            reads.append(Read(slot, slot + 1, load, kv_slot))
+    taken = [head for head in heads if head != EMPTY]
+    for group, of_group in groupby(range(len(taken)), key=lambda slot: taken[slot] // group_size):
+        first, *more = of_group
+        read = Read(first, first + 1 + len(more), *held[group])
+        joined = reads[-1].joined(read) if reads else None
+        reads = [*reads[:-1], joined] if joined else [*reads, read]
     return tuple(reads)
 
 
@@ -138,6 +149,7 @@ class StageSlots:
     left_summed: int  # likewise of those left
     part: int  # query slots of the widest read that a rank copies into its output; 0: all are whole outputs
     widest: int  # query slots of the widest read
+    most_kv: int  # kv slots of the read that has most
     reads: int  # kv slots that it attends to
 
 
@@ -177,7 +189,8 @@ def _stage_slots(table: HeadTable, i: int) -> StageSlots:
         left=slots(arrived, i + 1),
         summed=max(slots(numbers, i) for numbers in read_by),
         left_summed=max(slots(numbers, i + 1) for numbers in read_by),
-        part=max((r.last - r.first for rank in ranks if not whole[rank] for r in stage.reads[rank]), default=0),
-        widest=max(r.last - r.first for reads in stage.reads for r in reads),
-        reads=max(map(len, stage.reads)),
+        part=max((read.width for rank in ranks if not whole[rank] for read in stage.reads[rank]), default=0),
+        widest=max(read.width for reads in stage.reads for read in reads),
+        most_kv=max(read.num_kv for reads in stage.reads for read in reads),
+        reads=max(sum(read.num_kv for read in reads) for reads in stage.reads),
     )

@@ -30,7 +30,7 @@ STAGE_SECONDS = (0.0004, 0.0007)  # per stage whatever s is, forward and backwar
 # Of attention's rate at a head dim of 128, at 64, where matmuls wait for the softmax. Forward it grows with the length
 # of documents (444, 498 and 529 TFLOP/s at 128K, 256K and 1M; shorter ones were not measured).
 NARROW_HEAD_SHARE, NARROW_HEAD_START, NARROW_HEAD_LEAST = (0.81, 0.84), 28 * 1024, 128 * 1024
-LOGIT_PASSES = 3  # over the logits by the loss's element-wise kernels: one forward, read and write backward
+LOGIT_PASSES = 3  # over the logits by the loss's element-wise kernels: one for the loss, two for its gradient
 # Beside an adapter, forward and backward: reads and writes of its map's inputs and outputs, which its tall matmuls
 # wait for; forward is computed again in backward, and there are three gradients.
 ADAPTER_PASSES = ((1, 2), (4, 4))
@@ -201,10 +201,10 @@ def _ring_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, s: int)
     b, gpu = LayerBytes(shape, layout, s), hardware.gpu
     inside = max(1, min(layout.ring, hardware.gpus_per_node // layout.ulysses))  # members in this node
     per_byte = (inside - 1) / gpu.link_bytes_s + (layout.ring - inside) / gpu.network_bytes_s
-    reads = sum(stage.reads for stage in b.slots.stages)
-    kv = 2 * reads * b.slot
-    last = b.wide(b.round) / (gpu.link_bytes_s if inside == layout.ring else gpu.network_bytes_s)
-    return kv * per_byte, (kv + b.wide(kv)) * per_byte, reads * last
+    kv = 2 * sum(stage.reads for stage in b.slots.stages) * b.slot
+    last = sum(b.wide(b.round(stage)) for stage in range(b.num_stages))
+    rate = gpu.link_bytes_s if inside == layout.ring else gpu.network_bytes_s
+    return kv * per_byte, (kv + b.wide(kv)) * per_byte, last / rate
 
 
 def gather_seconds(num_bytes: int, hardware: Hardware, replicas: int = 1) -> float:
@@ -241,8 +241,8 @@ def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Wo
 
 
 def _loss_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
-    """Logits twice, their two gradients, the kernels between, and the weight's sum once per tile of logits. A frozen
-    weight has no gradient; a forward alone has logits once.
+    """Logits, their two gradients, the kernels between, and the weight's sum once per tile of logits. A frozen weight
+    has no gradient; a forward alone has logits alone.
 
     Nothing hides the gathering of lm_head.
     """
@@ -256,5 +256,5 @@ def _loss_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: W
     sums = logits_bytes / LOGITS_TILE_BYTES * 2 * shape.saved("lm_head") * layout.sum_bytes
     moved = gather_seconds(2 * head_bytes, hardware, layout.replicas)
     moved += reduce_seconds(trained * head_bytes, hardware, layout.replicas)
-    matmuls = (3 + trained) * linear.matmul(shape.hidden, shape.vocab, LOSS_SHARE)
+    matmuls = (2 + trained) * linear.matmul(shape.hidden, shape.vocab, LOSS_SHARE)
     return Seconds(linear=matmuls + linear.moving(LOGIT_PASSES * logits_bytes + sums), exchange=moved)

@@ -88,5 +88,5 @@ def planned_shares(plan: Plan) -> dict[PhasePath, float]:
         forward, backward = layer_seconds(plan.shape, plan.layout, plan.hardware, plan.work, window, kept)
         seconds |= {(f"layer {i}", "forward"): forward.total, (f"layer {i}", "backward"): backward.total}
     total = plan.seconds.total - plan.seconds.update
-    seconds[("loss backward",)] = total - sum(seconds.values())
+    seconds[("loss forward",)] = total - sum(seconds.values())
     return {path: path_s / total for path, path_s in seconds.items()}
