@@ -15,10 +15,7 @@ from collections.abc import Callable
 from importlib.metadata import distributions
 from typing import Any
 
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-
 import torch
-from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -29,21 +26,16 @@ from ithaka.plan.bytes import RESERVE_BYTES, RESERVE_SHARE
 from ithaka.plan.hardware import GIB, GPUS, Hardware, gpu_named, this_host
 from ithaka.plan.search import space_of, work_of
 
-Side = tuple[Any, Callable[[], Any]]  # a model and its forward pass
+MEASURED: dict[str, dict[str, Any]] = {}  # by context and layout: two cases of ithaka may come to the same
 DEVICE = default_device()
 ON_GPU = DEVICE.type == "cuda"
 COMPUTE = "bfloat16" if ON_GPU else "float32"  # on a CPU the benchmark is tried out, nothing more
 NAMES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 SHAPES = {"3b": (3072, 8192, 24, 8, 128, 128256), "tiny": (64, 128, 4, 2, 16, 512)}  # 3b: Llama 3.2 3B
-LONG = 64 * 1024  # tokens from which one step warms up; below, two
-TIMED_STEPS, TIMED_S = 5, 6.0  # at least two steps, then until one of these is reached
-PACKAGES = ("torch", "transformers", "liger-kernel", "flash-attn-4")
+TIMED_STEPS, TIMED_S = 5, 4.0  # at least two steps, then until one of these is reached
 # What a case fixes of ithaka's settings; the planner decides the rest.
-SETTINGS: dict[str, dict[str, Any]] = {
-    "none": {"checkpoint": "none"},
-    "full": {"checkpoint": "full", "offload": "none", "keep_attention": "all", "attention_offload": "none"},
-    "planned": {},
-}
+ON_DEVICE = {"offload": "none", "keep_attention": "all", "attention_offload": "none"}
+SETTINGS = {"none": {"checkpoint": "none"}, "full": {"checkpoint": "full", **ON_DEVICE}, "planned": {}}
 
 
 def new_model(case: dict, **how: Any) -> Any:
@@ -56,16 +48,16 @@ def new_model(case: dict, **how: Any) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **how).train()
 
 
-def new_batch(case: dict) -> dict[str, Tensor]:
+def new_batch(case: dict) -> dict[str, Any]:
     """On the host. The first token of a packed document is no label."""
-    random = torch.Generator().manual_seed(1)
-    ids = torch.randint(SHAPES[case["model"]][-1], (1, case["tokens"]), generator=random)
+    random, vocab = torch.Generator().manual_seed(1), SHAPES[case["model"]][-1]
+    ids = torch.randint(vocab, (1, case["tokens"]), generator=random)
     labels = ids.clone()
     labels[:, :: case["documents"] or case["tokens"]] = -100
     return {"input_ids": ids, "labels": labels}
 
 
-def hf(case: dict) -> Side:
+def hf(case: dict) -> tuple[Any, Callable[[], Any]]:
     """precision=autocast: what `Trainer(bf16=True)` does; the residual stream is float32. precision=fsdp2: FSDP2's
     mixed precision, as in ithaka; the residual stream and the weights that Liger's loss reads are bfloat16."""
     model = new_model(case, attn_implementation=case["attention"])
@@ -81,8 +73,8 @@ def hf(case: dict) -> Side:
         batch = {name: value.view(-1, length) for name, value in batch.items()}
     elif length:  # as transformers' DataCollatorWithFlattening(return_flash_attn_kwargs=True) packs
         ends = torch.arange(0, case["tokens"] + 1, length, dtype=torch.int32)
-        batch |= {"position_ids": torch.arange(case["tokens"])[None] % length}
-        batch |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+        positions = torch.arange(case["tokens"])[None] % length
+        batch |= {"position_ids": positions, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
         told = {"max_length_q": length, "max_length_k": length}
 
     def forward() -> Any:
@@ -92,7 +84,7 @@ def hf(case: dict) -> Side:
     return model, forward
 
 
-def ithaka(case: dict) -> Side:
+def ithaka(case: dict) -> tuple[Any, Callable[[], Any]]:
     """Planned within `within_GiB` of what PyTorch allocates, where the case has it, else within the whole GPU."""
     model, batch = new_model(case), new_batch(case)
     gpu = (gpu_named(torch.cuda.get_device_name()) if ON_GPU else GPUS["CPU"]) or GPUS["H200-141GB"]
@@ -104,15 +96,17 @@ def ithaka(case: dict) -> Side:
     hardware = Hardware(gpu, host_bytes=this_host().memory_bytes)
     space = space_of(config, {f"memory.{name}" for name in memory}, model_shape(model), hardware)
     plan = space.choose(dataclasses.replace(work_of(config), document_tokens=case["documents"] or None))
-    case["plan"] = {name: str(value) for name, value in plan.settings.items()} | {"fits": plan.fits}
-    layout = dataclasses.replace(plan.layout, dtype=COMPUTE)
-    model = parallelize(model, context=case["tokens"], layout=layout)
+    case |= {"fits": plan.fits, "plan": f"{case['tokens']} {case['documents']} {plan.layout}"}
     if case["documents"]:
         batch["document_ids"] = torch.arange(case["tokens"])[None] // case["documents"]
+    if case["plan"] not in MEASURED:
+        parallelize(model, context=case["tokens"], layout=dataclasses.replace(plan.layout, dtype=COMPUTE))
     return model, lambda: model(**batch)
 
 
 def measure(case: dict, model: Any, forward: Callable[[], Any]) -> dict[str, Any]:
+    if case.get("plan") in MEASURED:
+        return MEASURED[case["plan"]]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     losses: list[float] = []
 
@@ -127,7 +121,7 @@ def measure(case: dict, model: Any, forward: Callable[[], Any]) -> dict[str, Any
         losses.append(round(loss.item(), 4))
         return time.perf_counter() - begin
 
-    for _ in range(1 if case["tokens"] >= LONG else 2):
+    for _ in range(1 if case["tokens"] >= 64 * 1024 else 2):  # to warm up
         step_s()
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
@@ -137,17 +131,8 @@ def measure(case: dict, model: Any, forward: Callable[[], Any]) -> dict[str, Any
     median = statistics.median(timed)
     peak = round(torch.cuda.max_memory_allocated() / GIB, 2) if ON_GPU else None
     figures = {"step_s": round(median, 4), "tokens_per_s": round(case["tokens"] / median), "peak_GiB": peak}
-    return {**figures, "all_s": [round(s, 4) for s in timed], "losses": losses}
-
-
-def answer(side: Callable[[dict], Side], case: dict) -> dict[str, Any]:
-    try:
-        return case | measure(case, *side(case))
-    except torch.OutOfMemoryError as error:
-        return case | {"out_of_memory": str(error).splitlines()[0][:120]}
-    except Exception as error:
-        traceback.print_exc()
-        return case | {"failed": f"{type(error).__name__}: {error}"[:200]}
+    figures |= {"all_s": [round(s, 4) for s in timed], "losses": losses}
+    return MEASURED.setdefault(case["plan"], figures) if "plan" in case else figures
 
 
 def main() -> None:
@@ -158,14 +143,21 @@ def main() -> None:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama(rope=True, swiglu=True, rms_norm=True, fused_linear_cross_entropy=True)
-    versions = {found.name: found.version for found in distributions() if found.name.replace("_", "-") in PACKAGES}
-    device = torch.cuda.get_device_name() if ON_GPU else "CPU"
-    print(json.dumps({"about": {"device": device, **versions}}), file=answers, flush=True)
+    about = [torch.cuda.get_device_name() if ON_GPU else "CPU"]
+    names = ("torch", "transformers", "liger_kernel", "liger-kernel", "flash-attn-4")
+    about += sorted({f"{found.name} {found.version}" for found in distributions() if found.name in names})
     for line in sys.stdin:
-        result = answer(side, json.loads(line))
+        case = json.loads(line)
+        try:
+            result = measure(case, *side(case)) | {"about": ", ".join(about)}
+        except torch.OutOfMemoryError as error:
+            result = {"out_of_memory": str(error)[:120]}
+        except Exception as error:
+            traceback.print_exc()
+            result = {"failed": f"{type(error).__name__}: {error}"[:200]}
         end_process_group()
         free_memory()
-        print(json.dumps(result), file=answers, flush=True)
+        print(json.dumps(case | result), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,48 @@
+"""The benchmark compares what it says: both sides train alike, and the table takes the fastest within their memory."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """Imports a file of benchmarks/."""
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
+    return importlib.import_module
+
+
+def test_both_sides_train_alike(benchmark, monkeypatch):
+    one_case = benchmark("one_case")
+    monkeypatch.setattr(one_case, "TIMED_STEPS", 2)
+    case = {"model": "tiny", "tokens": 64, "documents": 16, "layers": 2, "checkpointing": "on"}
+    losses = {}
+    for how in ("autocast", "fsdp2", "none", "full"):
+        side = one_case.ithaka if how in one_case.SETTINGS else one_case.hf
+        told = case | {"attention": "sdpa", "precision": how, "how": how}
+        losses[how] = one_case.measure(told, *side(told))["losses"]
+        one_case.end_process_group()
+    assert losses["none"][0] - losses["none"][-1] > 0.01
+    for how in losses:
+        assert losses[how] == pytest.approx(losses["autocast"], abs=0.02 if one_case.ON_GPU else 2e-4), how
+
+
+def test_the_table_takes_the_fastest_within_their_memory(benchmark, tmp_path):
+    against = benchmark("against_liger")
+
+    def row(side, step_s, peak, **how):
+        figures = {"step_s": step_s, "tokens_per_s": 8192 / step_s, "peak_GiB": peak, "losses": [7.0], "about": "a GPU"}
+        about = {"tokens": 8192, "documents": 0, "layers": 6, "checkpointing": "off"}
+        return {**about, "side": side, **how, **figures}
+
+    rows = [
+        row("hf", 0.3, 20.0, attention="sdpa", precision="autocast"),
+        row("hf", 0.2, 18.0, attention="sdpa", precision="fsdp2"),
+        row("ithaka", 0.1, 18.5, how="none"),
+        row("ithaka", 0.16, 9.0, how="planned"),
+    ]
+    against.write({against.name_of(row): row for row in rows}, tmp_path)
+    lines = (tmp_path / "table.md").read_text().splitlines()
+    cells = "| 8K | 0.200 s, 18.0 GiB | sdpa, fsdp2 | 0.100 s, 18.5 GiB | 0.160 s, 9.0 GiB | 1.25 | 0.50 | 0.0000 |"
+    assert cells in lines and lines[0] == "a GPU"
