@@ -170,7 +170,14 @@ class LayerBytes:
         if work in BLOCK_TOKENS:
             tokens, calls = c * self.s, [(stage.widest, stage.most_kv) for stage in slots.stages]
             heads = max(_heads_at_once(BLOCK_TOKENS[work] // tokens, *read) for read in calls)
-            return BLOCK_BUFFERS * min(BLOCK_TOKENS[work] * 128, heads * tokens * shape.head_dim) * wide
+            if heads == 1:
+                return BLOCK_BUFFERS * min(BLOCK_TOKENS[work] * 128, tokens * shape.head_dim) * wide
+            # Whole sequences in one call. Backward has dq as it is summed, dk and dv; forward writes to our buffers, or
+            # takes one head of each group.
+            elements = tokens * shape.head_dim
+            return (
+                2 * heads * elements * wide if work == "attend backward" else max(kv for _, kv in calls) * elements * e
+            )
         rounded, heads = 0 if wide == e else 1, shape.heads * shape.head_dim
         rank = shape.adapter.rank if shape.adapter else 0  # width of what is between an adapter's two matrices
         if work == "mlp":  # x + attention as summed and as rounded, its norm, two widths of the MLP
