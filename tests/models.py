@@ -6,6 +6,7 @@ from types import MethodType
 import torch
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_rope_utils import dynamic_rope_update
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 EXPERTS = ("qwen3_moe", "mixtral")
@@ -61,7 +62,7 @@ def widen(model: PreTrainedModel) -> PreTrainedModel:
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = MethodType(_wide_norm, module)
-    model.model.rotary_emb.forward = MethodType(_wide_rotary, model.model.rotary_emb)
+    model.model.rotary_emb.forward = MethodType(dynamic_rope_update(_wide_rotary), model.model.rotary_emb)
     return model
 
 

@@ -53,7 +53,7 @@ from ithaka.config import (
         ("model.dtype=fp8", ["model.dtype=fp8", "bfloat16"]),
         ("model.rope=yarn", ["model.rope=yarn", "a mapping, such as {theta: 8.0e6} or null"]),
         ("model.rope={rope_theta: 5}", ["model.rope.rope_theta=5", "did you mean model.rope.theta?"]),
-        ("model.rope={type: longrope}", ["model.rope.type=longrope", "default or linear or llama3 or yarn"]),
+        ("model.rope={type: dynamic}", ["model.rope.type=dynamic", "default or linear or llama3 or yarn or longrope"]),
         ("model.rope={factor: 0.5}", ["model.rope.factor=0.5", "at least 1"]),
         ("optim.betas=0.9", ["optim.betas=0.9", "a list of 2 numbers"]),
         ("optim.betas=[0.9, 1.0]", ["optim.betas=1.0", "less than 1"]),

@@ -19,6 +19,7 @@ from ithaka.attention.kernels import resolve_kernel
 from ithaka.config import AdapterConfig
 from ithaka.dist.loopback import LoopbackGroup
 from ithaka.layer.schedule import StreamedLayer
+from ithaka.layer.stages import Positions
 from ithaka.layer.store import Store
 from ithaka.layout import LayerKeeps, Layout
 from ithaka.model.adapters import add_adapter
@@ -139,14 +140,15 @@ def run_layer(case: Case, rank: int) -> MemoryMap:
     table = head_table(case.heads, case.kv_heads, ulysses, case.heads_per_stage)
     block, rotary = model.model.layers[0], model.model.rotary_emb
     parts, how = layer_parts(model, 0), (case.layout, case.keeps)
-    layer = StreamedLayer("layer", block, parts, rotary, *groups, table, Store(), *how)
-    params, positions_s = [p for p in block.parameters() if p.requires_grad], torch.arange(TOKENS)
+    layer = StreamedLayer("layer", block, parts, *groups, table, Store(), *how)
+    params = [p for p in block.parameters() if p.requires_grad]
+    positions = Positions(torch.arange(TOKENS), rotary.inv_freq, rotary.attention_scaling)
     leaf_sD = torch.randn(TOKENS, model.config.hidden_size, dtype=case.dtype, requires_grad=True)
     resolve_kernel("auto", torch.device("cpu"), case.dtype, parts.head_dim)  # its trial is no part of a layer
     with LiveBytes() as live:
         x_sD = leaf_sD * 1.0
         of_x = get_gradient_edge(x_sD)
-        y_sD = layer(x_sD, positions_s, Docs(tokens, in_turn(tokens[1], case.ring)))
+        y_sD = layer(x_sD, positions, Docs(tokens, in_turn(tokens[1], case.ring)))
         del x_sD
         of_y, like = get_gradient_edge(y_sD), torch.empty_like(y_sD, device="meta")
         del y_sD

@@ -2,17 +2,19 @@
 
 import dataclasses
 import json
+import math
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from ithaka import verify
 from ithaka.cli import app
-from ithaka.config import AdapterConfig, ConfigError, RopeConfig
+from ithaka.config import AdapterConfig, ConfigError, RopeConfig, parse, to_dict
 from ithaka.dist.mesh import make_mesh
 from ithaka.layout import LayerKeeps, Layout
 from ithaka.model.build import build_model, hf_config
@@ -37,7 +39,11 @@ KINDS = [
         {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8, "beta_fast": 3.0},
     ),
 ]
-REACH = {"default": CONTEXT, "llama3": CONTEXT, "linear": 4 * MADE_FOR, "yarn": 64}
+# Only the second of two ranks has positions beyond the original ones.
+LONG = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0, 9.0, 20.0]}
+LONGROPE = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 28, **LONG}
+KINDS.append(({name.removeprefix("rope_"): value for name, value in LONGROPE.items()}, LONGROPE))
+REACH = {"longrope": 4 * 28, "default": CONTEXT, "llama3": CONTEXT, "linear": 4 * MADE_FOR, "yarn": 64}
 
 
 def saved(folder, **changes):
@@ -65,6 +71,43 @@ def errors_of(folder):
     return found
 
 
+def errors_of_longrope(folder):
+    """One rank's part: a model whose own positions are such, in Phi's manner; forwards of both lengths, then both
+    backwards; and two data-parallel ranks of which one has a position beyond the original ones."""
+    ids, found = random_ids(2, 2 * MADE_FOR), []
+
+    def pair(cp):
+        layout = Layout(cp, heads_per_stage=2, tile_tokens=5, dtype="float64")
+        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        return widen(plain.train()), widen(build_model(folder, make_mesh(cp), layout, context=CONTEXT))
+
+    def note(model, plain, loss, expected):
+        loss.backward()
+        expected.backward()
+        found.append({"loss": relative(loss.detach(), expected.detach()), **gradient_errors(model, plain)})
+
+    plain, model = pair(2)
+    turned = 1 + math.log(64 / MADE_FOR) / math.log(MADE_FOR)  # by Phi's rule, squared
+    assert model.model.rotary_emb.attention_scaling**2 == pytest.approx(turned)
+    both = [ids[:1], ids[:1, :MADE_FOR]]
+    losses = [model(input_ids=each, labels=each).loss for each in both]
+    note(model, plain, sum(losses), sum(plain_loss(plain, each, each) for each in both))
+    plain, model = pair(1)
+    near = ids[:, :MADE_FOR]
+    at = torch.arange(MADE_FOR) + torch.tensor([[0], [1]])
+    mine = slice(dist.get_rank(), dist.get_rank() + 1)
+    loss = model(input_ids=near[mine], labels=near[mine], position_ids=at[mine]).loss
+    note(model, plain, loss, plain_loss(plain, near, near, position_ids=at))
+    return found
+
+
+def test_longrope_is_chosen_once_for_all_ranks_and_kept_for_backward(ranks, tmp_path):
+    phi = {"original_max_position_embeddings": MADE_FOR, "max_position_embeddings": 64}
+    saved(tmp_path, rope_parameters=OWN | {"rope_type": "longrope", **LONG}, **phi)
+    for errors in ranks.run(2, errors_of_longrope, tmp_path):
+        check(errors)
+
+
 def test_each_kind_has_the_loss_and_gradients_of_hugging_face(ranks, tmp_path):
     for errors in ranks.run(2, errors_of, saved(tmp_path)):
         assert len(errors) == len(KINDS)
@@ -79,13 +122,28 @@ def trained(config, ids):
         return loop._header(trainer), trainer.model(input_ids=ids).logits
 
 
-def moved_run(folder, **sections):
+def moved_run(folder, **rope):
     base = folder / "base"
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**MODEL, "max_position_embeddings": MADE_FOR}))
     model.save_pretrained(base)
-    config = tiny_run(folder, train={"steps": 1}, **sections)
-    rope = RopeConfig(type="yarn", factor=4)
-    return replace(config, model=dataclasses.replace(config.model, path=base, rope=rope)), base
+    config, moved = tiny_run(folder, train={"steps": 1}), RopeConfig(**rope or {"type": "yarn", "factor": 4})
+    return replace(config, model=dataclasses.replace(config.model, path=base, rope=moved)), base
+
+
+def test_a_run_with_longrope_is_exported_with_it(ranks, tmp_path):
+    config = parse(to_dict(moved_run(tmp_path, type="longrope", **LONG)[0]))
+    ids = torch.arange(61)[None] * 13 % MODEL["vocab_size"]
+    ranks.run(2, run, config)
+    header, logits = ranks.run(2, trained, config, ids)[0]
+    assert "long_factor (4), type longrope" in header["rope"]
+    out = checkpoint.export(config.train.run_dir, tmp_path / "out")
+    written = json.loads((out / "config.json").read_text())
+    assert written["rope_parameters"] == LONG | {"rope_type": "longrope", "rope_theta": 10000.0} | {
+        "original_max_position_embeddings": MADE_FOR
+    }
+    assert written["max_position_embeddings"] == 61  # and by it the attention factor
+    model = AutoModelForCausalLM.from_pretrained(out)
+    torch.testing.assert_close(model(ids).logits, logits, rtol=1e-5, atol=1e-5)
 
 
 def test_the_export_is_the_trained_model_beyond_the_old_length(ranks, tmp_path):
@@ -127,7 +185,10 @@ def test_an_adapter_is_exported_with_the_positions_it_was_trained_at(ranks, tmp_
         ({"type": "yarn"}, ["model.rope.factor is missing", "yarn", "use at least 4 "]),
         ({"type": "yarn", "factor": 2}, ["model.rope.factor=2.0 gives 32 positions", "data.context=50", "at least 4"]),
         ({"type": "linear", "factor": 3}, ["model.rope.factor=3.0 gives 48 positions", "at least 4"]),
-        ({"factor": 4}, ["model.rope.factor=4.0 has no effect with type default", "linear or llama3 or yarn"]),
+        ({"factor": 4}, ["model.rope.factor=4.0 has no effect with type default", "linear or llama3 or yarn or"]),
+        ({"type": "longrope", "factor": 2, **LONG}, ["model.rope.factor=2.0 gives 32 positions", "at least 4"]),
+        ({"type": "longrope"}, ["model.rope.short_factor has 0 numbers", "longrope", "give 4"]),
+        ({"type": "longrope", **LONG, "long_factor": [1, 2]}, ["model.rope.long_factor has 2 numbers", "give 4"]),
         ({"type": "llama3", "factor": 4, "beta_fast": 9}, ["model.rope.beta_fast=9.0", "llama3", "use type yarn"]),
     ],
 )
@@ -167,3 +228,8 @@ def test_a_stretched_model_is_stretched_from_where_it_began(tmp_path):
     plain = hf_config(tmp_path, RopeConfig(type="linear", factor=7), CONTEXT)
     assert plain.rope_parameters == {"rope_type": "linear", "rope_theta": 100.0, "factor": 7.0}
     assert plain.max_position_embeddings == 56
+    phi = {"original_max_position_embeddings": MADE_FOR, "max_position_embeddings": 64}  # beside rope_parameters
+    saved(tmp_path / "phi", rope_parameters=OWN | {"rope_type": "longrope", **LONG}, **phi)
+    told = hf_config(tmp_path / "phi", RopeConfig(original_max_position_embeddings=8), 80)
+    told.standardize_rope_params()
+    assert told.rope_parameters["original_max_position_embeddings"] == 8 and told.max_position_embeddings == 80

@@ -66,20 +66,25 @@ class RopeConfig(Section):
     """model.rope: what is null is as the model has it, or derived. All but type and theta as Hugging Face names it."""
 
     # How positions are stretched (Hugging Face: rope_type).
-    type: Literal["default", "linear", "llama3", "yarn"] | None = None
+    type: Literal["default", "linear", "llama3", "yarn", "longrope"] | None = None
     # Base of the wavelengths (Hugging Face: rope_theta).
     theta: float | None = setting(None, gt=1)
-    # By how much: linear, llama3 and yarn need it.
+    # By how much: linear, llama3 and yarn need it. Of longrope, null: new positions / original ones.
     factor: float | None = setting(None, ge=1)
-    # Positions before the stretch, for llama3 and yarn.
+    # Positions before the stretch, for llama3, yarn and longrope.
     original_max_position_embeddings: int | None = setting(None, ge=1)
     # Of llama3: wavelengths above original / low are stretched, those below original / high are not. null: 1 and 4.
     low_freq_factor: float | None = setting(None, gt=0)
     high_freq_factor: float | None = setting(None, gt=0)
     # Of yarn: dimensions that turn less than beta_slow times are stretched, those above beta_fast are not. null: 1 and
-    # 32. attention_factor scales queries and keys; null: 0.1 ln(factor) + 1.
+    # 32.
     beta_slow: float | None = setting(None, gt=0)
     beta_fast: float | None = setting(None, gt=0)
+    # Of longrope: by how much each frequency is stretched, head_dim / 2 numbers: long_factor in a batch with positions
+    # beyond the original ones, short_factor in others.
+    short_factor: tuple[float, ...] | None = setting(None, gt=0)
+    long_factor: tuple[float, ...] | None = setting(None, gt=0)
+    # Of yarn and longrope: scales queries and keys. null: 0.1 ln(factor) + 1, sqrt(1 + ln(factor) / ln(original)).
     attention_factor: float | None = setting(None, gt=0)
 
 

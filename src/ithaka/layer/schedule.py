@@ -30,13 +30,13 @@ from ithaka.layer.stages import (
     RAN_ALREADY,
     HeadSlice,
     HeldHeads,
+    Positions,
     Projection,
     ProjectionsBackward,
     Rotation,
     StagesAttention,
     join_heads,
     project_all,
-    rotation,
 )
 from ithaka.layer.store import Kept, Store
 from ithaka.layer.tiles import GradSum, apply_norm, sum_dtype, tile_backward, tile_slices
@@ -74,7 +74,7 @@ class Attended(NamedTuple):
 class Saved:
     """What one forward keeps for its backward."""
 
-    positions_s: Tensor
+    positions: Positions
     docs: Docs
     x: Kept
     attended: list[Attended] = field(default_factory=list)  # per stage
@@ -125,12 +125,11 @@ class HeadGrads:
 
 @dataclass(eq=False, repr=False)
 class StreamedLayer:
-    """Replaces a Hugging Face decoder layer's forward: (x_sD, positions_s, docs) -> y_sD."""
+    """Replaces a Hugging Face decoder layer's forward: (x_sD, positions, docs) -> y_sD."""
 
     name: str
     layer: nn.Module
     parts: LayerParts
-    rotary: nn.Module
     group: dist.ProcessGroup  # Ulysses: exchanges tokens for heads
     ring: dist.ProcessGroup  # the same heads of other tokens
     table: HeadTable
@@ -150,20 +149,20 @@ class StreamedLayer:
         self.hooked = False  # set at each call: a user's hook may keep the gradients between layers
         self._indices: dict[tuple[Heads, int], Tensor | None] = {}
 
-    def __call__(self, x_sD: Tensor, positions_s: Tensor, docs: Docs) -> Tensor:
+    def __call__(self, x_sD: Tensor, positions: Positions, docs: Docs) -> Tensor:
         # Below the first trained parameter there is no backward.
         trains = x_sD.requires_grad or any(param.requires_grad for param in self.layer.parameters())
         if torch.is_grad_enabled() and trains and self.keeps.everything:
-            return self.keep_everything(x_sD, positions_s, docs)
+            return self.keep_everything(x_sD, positions, docs)
         if torch.is_grad_enabled() and trains:
-            return _LayerFunction.apply(x_sD, self, positions_s, docs, *self.layer.parameters())
+            return _LayerFunction.apply(x_sD, self, positions, docs, *self.layer.parameters())
         with phase(self.name), phase("forward"):
-            return self.forward(x_sD, Saved(positions_s, docs, Kept(x_sD)), keep=False)
+            return self.forward(x_sD, Saved(positions, docs, Kept(x_sD)), keep=False)
 
-    def keep_everything(self, x_sD: Tensor, positions_s: Tensor, docs: Docs) -> Tensor:
+    def keep_everything(self, x_sD: Tensor, positions: Positions, docs: Docs) -> Tensor:
         """The layer as ordinary differentiable ops around the attention of all stages: nothing is recomputed."""
         with phase(self.name), phase("forward"), holding(KEPT):
-            h_sD, cos_sin = apply_norm(self.parts.norm1, x_sD), self._rotation(positions_s)
+            h_sD, cos_sin = apply_norm(self.parts.norm1, x_sD), self._rotation(positions, slice(None))
             projected = project_all(self._slices(self.query_heads, self.kv_heads), h_sD, cos_sin, self.group.size())
             out_csnK = StagesAttention.apply(self.table, self.group, self.ring, self._how(docs), *projected)
             sum_sD = x_sD.to(sum_dtype(x_sD.dtype)) + self._output(self.query_heads)(join_heads([out_csnK]))
@@ -216,10 +215,10 @@ class StreamedLayer:
         """q of a stage, and k and v if they come with it, in exchange layout [c, s, n, K]."""
         kv_heads = None if stage.load is None else self.table.loads[stage.load].kv_heads
         slices, c, K = self._slices(stage.query_heads, kv_heads), self.group.size(), self.parts.head_dim
-        shapes = [(c, len(saved.positions_s), part.width // (c * K), K) for part in slices]
+        shapes = [(c, len(saved.positions), part.width // (c * K), K) for part in slices]
         projected = deque(part.linear.weight_ND.new_empty(shape) for part, shape in zip(slices, shapes, strict=True))
         for rows, x_tD in self._input_tiles(saved):
-            h_tD, cos_sin = apply_norm(self.parts.norm1, x_tD), self._rotation(saved.positions_s[rows])
+            h_tD, cos_sin = apply_norm(self.parts.norm1, x_tD), self._rotation(saved.positions, rows)
             for part, into_csnK in zip(slices, projected, strict=True):
                 part.project(h_tD, cos_sin, into_csnK[:, rows])
         return projected
@@ -251,7 +250,7 @@ class StreamedLayer:
         self, saved: Saved, attended: Sequence[Attended]
     ) -> Iterator[tuple[slice, Tensor, tuple[Tensor, ...]]]:
         """Yields for each tile its rows, x, and every stage's attention output."""
-        slices = tile_slices(len(saved.positions_s), self.layout.tile_tokens)
+        slices = tile_slices(len(saved.positions), self.layout.tile_tokens)
         outs = [of_stage.out.tiles(slices, dim=1) for of_stage in attended]
         for (rows, x_tD), *outs_ctnK in zip(self._input_tiles(saved), *outs, strict=True):
             yield rows, x_tD, tuple(outs_ctnK)
@@ -366,7 +365,7 @@ class StreamedLayer:
         norm1, weights = partial(apply_norm, self.parts.norm1), list(self.parts.norm1.parameters())
         projections = ProjectionsBackward(self._slices(self.query_heads, self.kv_heads), [dq, dk, dv])
         for rows, x_tD in self._input_tiles(saved):
-            cos_sin = self._rotation(saved.positions_s[rows])
+            cos_sin = self._rotation(saved.positions, rows)
             dh_tD = projections.tile(rows, norm1(x_tD), cos_sin, grads)
             dy_sD[rows] += tile_backward(norm1, weights, x_tD, dh_tD, grads)
         projections.finish(grads)
@@ -374,13 +373,11 @@ class StreamedLayer:
     # ---- shared
 
     def _input_tiles(self, saved: Saved) -> Iterator[tuple[slice, Tensor]]:
-        slices = tile_slices(len(saved.positions_s), self.layout.tile_tokens)
+        slices = tile_slices(len(saved.positions), self.layout.tile_tokens)
         return zip(slices, saved.x.tiles(slices, hold=self.layout.overlap), strict=True)
 
-    def _rotation(self, positions_t: Tensor) -> Rotation:
-        rotary: Any = self.rotary
-        dtype = linear_of(self.parts.q_proj).weight_ND.dtype
-        return rotation(positions_t, rotary.inv_freq, rotary.attention_scaling, dtype)
+    def _rotation(self, positions: Positions, rows: slice) -> Rotation:
+        return positions.rotation(rows, linear_of(self.parts.q_proj).weight_ND.dtype)
 
     def _heads(self, heads: Heads, projection: Projection) -> Tensor | None:
         """The heads as an index; None if they are all of the projection's, in order."""
@@ -404,9 +401,9 @@ class _LayerFunction(torch.autograd.Function):
     """One node per layer. Weight gradients are returned like any other, so FSDP2 sees them in the usual way."""
 
     @staticmethod
-    def forward(ctx, x_sD, layer, positions_s, docs, *params):
+    def forward(ctx, x_sD, layer, positions, docs, *params):
         ctx.layer, ctx.params, ctx.hooked = layer, params, layer.hooked
-        ctx.saved = Saved(positions_s, docs, layer.store.keep(x_sD, layer.keeps.input))
+        ctx.saved = Saved(positions, docs, layer.store.keep(x_sD, layer.keeps.input))
         ctx.saved.before = layer.store.follow(ctx.saved)
         with phase(layer.name), phase("forward"):
             return layer.forward(x_sD, ctx.saved, keep=True)

@@ -138,6 +138,21 @@ class ProjectionsBackward:
             into_tnK.copy_(tile_backward(through, norm.parameters(), t_tnK, into_tnK, grads))
 
 
+@dataclass(frozen=True)
+class Positions:
+    """Of this rank's tokens, and what RoPE turns them by. No tuple: FSDP2 would round the frequencies in one."""
+
+    positions_s: Tensor
+    inv_freq_k: Tensor
+    scaling: float
+
+    def __len__(self) -> int:
+        return len(self.positions_s)
+
+    def rotation(self, rows: slice, dtype: torch.dtype) -> Rotation:
+        return rotation(self.positions_s[rows], self.inv_freq_k, self.scaling, dtype)
+
+
 def rotation(positions_t: Tensor, inv_freq_k: Tensor, scaling: float, dtype: torch.dtype) -> Rotation:
     """RoPE's cosines and sines for `rotate`, K = 2 k, in fp32, or in fp64 for fp64.
 

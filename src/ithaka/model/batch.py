@@ -30,6 +30,7 @@ class Share:
     labels_s: Tensor | None  # already shifted
     docs: Docs  # of the whole sequence; who has which of its tokens
     num_valid: int  # valid labels of the whole batch, all cp ranks together
+    num_positions: int  # 1 + the largest position of the whole batch
 
 
 def take_share(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share:
@@ -65,6 +66,7 @@ def take_share(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share:
         labels_s=None if shifted_BN is None else _mine(shifted_BN, mesh, dealt, IGNORED),
         docs=Docs((*_starts(starts_BN), *ends), dealt, mesh.ring_group.rank()),
         num_valid=0 if shifted_BN is None else int((shifted_BN != IGNORED).sum()),
+        num_positions=1 + int(positions_BN.max()),
     )
 
 

@@ -21,6 +21,7 @@ from ithaka.dist.mesh import Mesh, make_mesh
 from ithaka.layer.linear import linear_of
 from ithaka.layer.loss import TokenResults, linear_cross_entropy, summed_cross_entropy
 from ithaka.layer.schedule import StreamedLayer
+from ithaka.layer.stages import Positions
 from ithaka.layer.store import Store
 from ithaka.layer.tiles import apply_norm, sum_dtype
 from ithaka.layout import Layout
@@ -28,7 +29,7 @@ from ithaka.model.adapters import add_adapter, check_adapters
 from ithaka.model.batch import own_tokens
 from ithaka.model.calls import Call, CallCheck, check_around, check_modules, mark_replaced
 from ithaka.model.families import check_supported, layer_parts
-from ithaka.model.positions import set_positions
+from ithaka.model.positions import frequencies, set_positions
 from ithaka.model.save import generate, save_pretrained
 from ithaka.model.weights import init_weights, load_adapter, load_weights
 from ithaka.phases import mark_backward, phase
@@ -184,12 +185,12 @@ def _shard(model: PreTrainedModel, mesh: Mesh, layout: Layout, dtype: torch.dtyp
 
 
 def _swap_forwards(model: PreTrainedModel, mesh: Mesh, layout: Layout, store: Store) -> None:
-    config, rotary, groups = model.config, model.model.rotary_emb, (mesh.ulysses_group, mesh.ring_group)
+    config, groups = model.config, (mesh.ulysses_group, mesh.ring_group)
     table = head_table(config.num_attention_heads, config.num_key_value_heads, layout.ulysses, layout.heads_per_stage)
     all_keeps = layout.of_layers(len(model.model.layers))
     for index, (layer, keeps) in enumerate(zip(model.model.layers, all_keeps, strict=True)):
         name, parts = f"layer {index}", layer_parts(model, index)
-        layer.forward = StreamedLayer(name, layer, parts, rotary, *groups, table, store, layout, keeps)
+        layer.forward = StreamedLayer(name, layer, parts, *groups, table, store, layout, keeps)
         layer.gradient_checkpointing = False
     model.lm_head.forward = MethodType(_head, model.lm_head)
     model.forward = MethodType(_forward, model)
@@ -234,8 +235,10 @@ def _forward(
     share = call.share
     with phase("embedding"):
         x_sD = mark_backward(None, model.model.embed_tokens(share.ids_s), "embedding backward")
+    rotary = model.model.rotary_emb
+    positions = Positions(share.positions_s, frequencies(rotary, call.num_positions), rotary.attention_scaling)
     for layer in model.model.layers:
-        x_sD = layer(x_sD, share.positions_s, share.docs)
+        x_sD = layer(x_sD, positions, share.docs)
     head = model.lm_head(x_sD, model.model.norm, call)
     if share.labels_s is None:
         return ParallelOutput(logits=head)

@@ -26,8 +26,8 @@ from ithaka.dist.mesh import Mesh
 from ithaka.layer.mlp import HOOKS
 from ithaka.model.batch import INPUTS, Share, as_integers, take_share
 
-# One rank's call, as far as others need to know it: error, facts, number of valid labels.
-Report = tuple[tuple[type[Exception], str] | None, dict[str, Any], int]
+# One rank's call, as far as others need to know it: error, facts, numbers of valid labels and of positions.
+Report = tuple[tuple[type[Exception], str] | None, dict[str, Any], int, int]
 ARGUMENTS = (*INPUTS, "num_items_in_batch", "per_token")
 # What collators add for FlashAttention and linear attention; the documents are read from cu_seq_lens_q.
 OF_KERNELS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -54,6 +54,7 @@ class Call:
     share: Share
     shape: torch.Size  # of input_ids
     num_tokens: int  # valid labels of the global batch
+    num_positions: int  # 1 + its largest position
     divisor: float  # of the summed loss
     per_token: bool  # whether log-probabilities, entropies and hits of the share's labels are wanted
 
@@ -70,7 +71,7 @@ class CallCheck:
         model.register_forward_pre_hook(self, prepend=True, with_kwargs=True)
 
     def __call__(self, model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple[Call], dict]:
-        mesh, error, facts, num_valid = self.mesh, None, {}, 0
+        mesh, error, facts, numbers = self.mesh, None, {}, (0, 0)
         try:
             check_around(mesh.device)
             _check_finished(model)
@@ -79,14 +80,15 @@ class CallCheck:
             tensors, items = _arguments(*args, **kwargs)
             facts = _facts(tensors, items)
             share = take_share(tensors, model.model.embed_tokens.num_embeddings, mesh)
-            num_valid = share.num_valid
+            numbers = share.num_valid, share.num_positions
         except (TypeError, ValueError) as caught:
             error = type(caught), str(caught)
-        num_tokens = self._agree((error, facts, num_valid))
+        num_tokens, num_positions = self._agree((error, facts, *numbers))
         for layer in model.model.layers:
             layer.forward.hooked = hooked
         divisor = max(num_tokens, 1) if items is None else items or 1
-        return (Call(mesh, share, tensors["input_ids"].shape, num_tokens, divisor, bool(kwargs.get("per_token"))),), {}
+        shape, per_token = tensors["input_ids"].shape, bool(kwargs.get("per_token"))
+        return (Call(mesh, share, shape, num_tokens, num_positions, divisor, per_token),), {}
 
     def _check_unchanged(self, model: PreTrainedModel) -> None:
         parts = _parts(model)
@@ -97,16 +99,18 @@ class CallCheck:
                     " change the model first, then parallelize; Layout(dtype=...) computes in another dtype"
                 )
 
-    def _agree(self, report: Report) -> int:
-        """Valid labels of the global batch, known without asking the device. Raises on all ranks or on none."""
+    def _agree(self, report: Report) -> tuple[int, int]:
+        """Valid labels and positions of the global batch, known without asking the device. Raises on all ranks or on
+        none."""
         reports, cp = [report] * self.mesh.world_size, self.mesh.cp_size
         if len(reports) > 1:
             dist.all_gather_object(reports, report)
-        errors = {rank: error for rank, (error, _, _) in enumerate(reports) if error is not None}
+        errors = {rank: error for rank, (error, *_) in enumerate(reports) if error is not None}
         for rank, (kind, text) in errors.items():
             raise kind(text if len(errors) == len(reports) else f"rank {rank}: {text}")
-        _raise_differences([facts for _, facts, _ in reports], cp)
-        return sum(num_valid for _, _, num_valid in reports[::cp])
+        _raise_differences([facts for _, facts, *_ in reports], cp)
+        num_valid, num_positions = zip(*(report[2:] for report in reports[::cp]), strict=True)
+        return sum(num_valid), max(num_positions)
 
 
 # ---- the arguments of one call

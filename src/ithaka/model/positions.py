@@ -1,18 +1,29 @@
-"""model.rope and the context -> Hugging Face's rope_parameters and max_position_embeddings."""
+"""model.rope and the context -> Hugging Face's rope_parameters and max_position_embeddings; a batch's frequencies."""
 
 import math
 from typing import Any
 
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
 from ithaka.config import ConfigError, RopeConfig
 
-# RoPE kinds whose frequencies are fixed, and what each takes beside rope_theta. Those of "dynamic" and "longrope"
-# change with the sequence's length.
-FIXED_ROPE = {
+# RoPE kinds, and what each takes beside rope_theta. The frequencies of "dynamic" change with every length.
+ROPE_KINDS = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
+    "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
 }
+
+
+def frequencies(rotary: Any, num_positions: int) -> Tensor:
+    """Of a batch with positions below `num_positions`, by Hugging Face's rotary module: longrope has two sets."""
+    if rotary.rope_type != "longrope":
+        return rotary.inv_freq
+    make = ROPE_INIT_FUNCTIONS["longrope"]
+    return make(rotary.config, rotary.inv_freq.device, seq_len=num_positions)[0]
 
 
 def set_positions(config: Any, rope: RopeConfig | None, context: int, trained: bool) -> None:
@@ -40,19 +51,27 @@ def _apply(config: Any, rope: RopeConfig, context: int) -> int:
     """Sets rope_parameters. Returns the positions that there are then; where no factor tells, the context counts."""
     own = config.rope_parameters
     kind = rope.type or own["rope_type"]
-    names = FIXED_ROPE.get(kind, ())
+    names = ROPE_KINDS.get(kind, ())
     given = {name: value for name, value in vars(rope).items() if value is not None and name not in ("type", "theta")}
+    given = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
     for name in given.keys() - {*names}:
-        others = " or ".join(other for other, its_names in FIXED_ROPE.items() if name in its_names)
+        others = " or ".join(other for other, its_names in ROPE_KINDS.items() if name in its_names)
         raise ConfigError(f"model.rope.{name}={given[name]} has no effect with type {kind}; use type {others}")
     before = own.get("original_max_position_embeddings") or int(config.max_position_embeddings / own.get("factor", 1))
     derived = {"original_max_position_embeddings": before, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    values = {name: value for name, value in derived.items() if name in names}
+    values: dict[str, Any] = {name: value for name, value in derived.items() if name in names}
     values |= (own if kind == own["rope_type"] else {}) | given
-    if "factor" in names and "factor" not in values:
+    if kind == "longrope":
+        count = (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) // 2
+        for name in ("short_factor", "long_factor"):
+            if (found := len(values.get(name) or ())) != count:
+                what = f"model.rope.{name} has {found} numbers, and type longrope needs one for each frequency"
+                raise ConfigError(f"{what}; give {count}")
+    elif "factor" in names and "factor" not in values:
         way = f"use at least {max(1, math.ceil(context / before))} for data.context={context}"
         raise ConfigError(f"model.rope.factor is missing, which type {kind} needs; {way}")
+    vars(config).pop("original_max_position_embeddings", None)  # where Phi has it; it would come before the other
     config.rope_parameters = values | {"rope_type": kind, "rope_theta": rope.theta or own["rope_theta"]}
-    if kind in ("linear", "yarn"):
+    if kind != "llama3" and values.get("factor"):
         return int(values["factor"] * values.get("original_max_position_embeddings", before))
     return max(config.max_position_embeddings, context)

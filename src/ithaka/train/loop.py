@@ -585,6 +585,7 @@ def _header(trainer: Trainer) -> dict[str, str]:
         facts["entry"] = f"{config.entry + 1} of {len(config.ends)}, steps {config.start + 1} to {config.train.steps}"
     if config.model.rope is not None:
         values = {name.removeprefix("rope_"): value for name, value in model.config.rope_parameters.items()}
+        values |= {name: f"({len(value)})" for name, value in values.items() if isinstance(value, list)}
         shown = ", ".join(f"{name} {value}" for name, value in values.items())
         facts["rope"] = f"{shown}, for {model.config.max_position_embeddings} positions"
     return facts | trainer.data_facts | dict(trainer.run.changed)
