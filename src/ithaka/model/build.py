@@ -178,8 +178,9 @@ def _shard(model: PreTrainedModel, mesh: Mesh, layout: Layout, dtype: torch.dtyp
         for end in ends:
             shard(end)
     shard(model)
+    alone = mesh.fsdp.size() == 1  # then FSDP2 would divide by 1, in one more pass and with one more copy
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, FSDPModule) and not alone:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
