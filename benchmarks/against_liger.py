@@ -26,11 +26,12 @@ from ithaka.config import parse_count
 from ithaka.plan.show import tokens as shown
 
 Row = dict[str, Any]
-TOO_SLOW = 1.05  # times their fastest: variants of theirs that, from 32K on, do not run at longer contexts
 ATTENTION, PRECISION = ("sdpa", "flash_attention_4"), ("autocast", "fsdp2")
 FIXED = {"off": "none", "on": "full"}  # checkpointing -> ithaka's counterpart, besides what it plans
 HEADINGS = {"off": "Nothing recomputed", "on": "Checkpointing"}
 PACKED = {"sdpa": " on rows of a batch", "flash_attention_4": " on packed rows"}
+SERIES = (("Hugging Face + Liger, autocast", "autocast", 1, "#c9a06f"),
+          ("Hugging Face + Liger, FSDP2", "fsdp2", 1, "#b0651d"), ("ithaka", "fsdp2", 2, "#1d5fb0"))  # fmt: skip
 COLUMNS = ("tokens", "Hugging Face + Liger", "with", "ithaka, {}", "ithaka, planned within their memory",
            "tokens/s, theirs = 1", "GiB, theirs = 1", "losses differ by")  # fmt: skip
 
@@ -74,16 +75,14 @@ class Benchmark:
                 case = {"tokens": tokens, "documents": documents, "layers": layers, "checkpointing": checkpointing}
                 case |= {"model": "tiny" if self.options.tiny else "3b"}
                 theirs, ours = [], {**case, "side": "ithaka", "how": how}
-                precisions = {precision for _, precision in kept[checkpointing]}
-                packed = [variant for variant in everything if variant[1] in precisions]
-                for attention, precision in packed if documents else kept[checkpointing]:
+                for attention, precision in everything if documents else kept[checkpointing]:
                     theirs.append(self.measure({**case, "side": "hf", "attention": attention, "precision": precision}))
                     if len(theirs) == 1:
                         self.measure(ours)
                 best = fastest(theirs)
-                if best and tokens >= 32 * 1024 and not documents:
-                    near = [row for row in theirs if row.get("step_s", 1e9) < TOO_SLOW * best["step_s"]]
-                    kept[checkpointing] = [(row["attention"], row["precision"]) for row in near]
+                if best and tokens >= 16 * 1024 and not documents:  # beyond, the faster attention of each precision
+                    both = [fastest([row for row in theirs if row.get("precision") == name]) for name in PRECISION]
+                    kept[checkpointing] = [(row["attention"], row["precision"]) for row in both if row]
                 self.measure({**ours, "how": "planned", "within_GiB": best.get("peak_GiB")})
             write(self.rows, self.options.out)
 
@@ -101,14 +100,14 @@ def fastest(rows: list[Row]) -> Row:
     return min((row for row in rows if "step_s" in row), key=lambda row: row["step_s"], default={})
 
 
-def pairs(rows: dict[str, Row], checkpointing: str) -> list[tuple[str, Row, Row, dict[str, Row]]]:
-    """By context: what it is, their fastest, the one of ours to compare it with, and all of ours. The one: our fastest
-    of those that need no more memory than theirs or, where none does, our fastest."""
+def pairs(rows: dict[str, Row], checkpointing: str, precision: str) -> list[tuple[str, Row, Row, dict[str, Row]]]:
+    """By context: what it is, their fastest of a precision, the one of ours to compare it with, and all of ours. The
+    one: our fastest of those that need no more memory than theirs or, where none does, our fastest."""
     pairs, of_kind = [], [row for row in rows.values() if row["checkpointing"] == checkpointing]
     of_kind.sort(key=lambda row: (row["documents"], row["tokens"]))
     for context, group in groupby(of_kind, key=context_of):
         same = list(group)
-        theirs = fastest([row for row in same if row["side"] == "hf"])
+        theirs = fastest([row for row in same if row.get("precision") == precision])
         ours = [row for row in same if row["side"] == "ithaka"]
         fair = [row for row in ours if (row.get("peak_GiB") or 0) <= (theirs.get("peak_GiB") or 1e9)]
         pairs.append((context, theirs, fastest(fair) or fastest(ours), {row["how"]: row for row in ours}))
@@ -127,7 +126,8 @@ def write(rows: dict[str, Row], out: Path) -> None:
     for checkpointing, heading in HEADINGS.items():
         columns = " | ".join(COLUMNS).format(f"checkpoint: {FIXED[checkpointing]}")
         lines += ["", f"**{heading}**", "", f"| {columns} |", "|---" * len(COLUMNS) + "|"]
-        for what, theirs, best, ours in pairs(rows, checkpointing):
+        compared = [pair for precision in PRECISION for pair in pairs(rows, checkpointing, precision)]
+        for what, theirs, best, ours in compared:
             cells = [what, cell(theirs), ""] + [cell(ours.get(way, {})) for way in (FIXED[checkpointing], "planned")]
             if theirs and best:
                 packed = PACKED[theirs["attention"]] * bool(theirs["documents"])
@@ -151,8 +151,8 @@ def draw(rows: dict[str, Row], file: Path) -> None:
     figure.suptitle(f"Llama 3.2 3B, cut to six layers (four at 128K), {device}")
     for row, axes in zip((("tokens_per_s", "tokens/s"), ("peak_GiB", "peak, GiB")), figure.subplots(2, 2), strict=True):
         for ax, (checkpointing, heading) in zip(axes, HEADINGS.items(), strict=True):
-            compared = [pair for pair in pairs(rows, checkpointing) if " of " not in pair[0]]
-            for side, place, colour in (("Hugging Face + Liger", 1, "#b0651d"), ("ithaka", 2, "#1d5fb0")):
+            for side, precision, place, colour in SERIES:
+                compared = [pair for pair in pairs(rows, checkpointing, precision) if " of " not in pair[0]]
                 heights = [pair[place].get(row[0]) or float("nan") for pair in compared]
                 ax.plot([pair[0] for pair in compared], heights, "o-", color=colour, label=side)
             ax.set(title=heading, xlabel="tokens", ylabel=row[1], ylim=(0, None))
