@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from ithaka.measure import (
     make_prompt,
     make_task,
     measure,
+    read_text,
     token_losses,
 )
 from ithaka.model.build import build_model, parallelize
@@ -179,15 +181,21 @@ def test_narrow_parameters_give_the_same_losses(tmp_path):
     assert torch.equal(token_losses(narrow, ids), token_losses(wide, ids))
 
 
-def test_a_run_evaluates_itself(ranks, tmp_path, monkeypatch):
+def quick_run(config):
+    """One rank's part of a run. What is retrieved is made up, which takes no forwards."""
     calls = itertools.count()
-    monkeypatch.setattr(measuring, "is_retrieved", lambda *_: next(calls) % 2 == 0)
+    with patch.object(measuring, "is_retrieved", lambda *_: next(calls) % 2 == 0):
+        run(config)
+
+
+def test_a_run_evaluates_itself(ranks, tmp_path):
+    """On two ranks, which share each document: the figures are its export's, and training goes on as without."""
     texts = tmp_path / "long.jsonl"
     texts.write_text("".join(json.dumps({"text": f"{n} and " * 200}) + "\n" for n in range(3)))
     how = {"every": 2, "contexts": ["900"], "data": str(texts), "documents": 2, "samples": 1}
     model, steps = {"max_position_embeddings": 1024}, {"steps": 3, "validate_every": 0}
-    config = tiny_run(tmp_path, model=model, train=steps, evaluate=how)
-    run(config)
+    config = tiny_run(tmp_path, model=model, train=steps, parallel={"cp": 2}, evaluate=how)
+    ranks.run(2, quick_run, config)
     records = metrics(config.train.run_dir)
     assert [record["step"] for record in records if "evaluate/loss" in record] == [2, 3]
     assert {"evaluate/retrieval", "evaluate/short_context_loss", "evaluate/retrieval/single/900"} <= records[-1].keys()
@@ -195,9 +203,13 @@ def test_a_run_evaluates_itself(ranks, tmp_path, monkeypatch):
     assert found[1]["loss"] == records[-1]["evaluate/loss"] != found[0]["loss"]
     assert tracked(records[-1])["evaluate/loss"] == found[1]["loss"]
     assert read_run(config.train.run_dir)["metrics"]["evaluate/loss"][-1] == found[1]["loss"]
+    exported = AutoModelForCausalLM.from_pretrained(checkpoint.export(config.train.run_dir, tmp_path / "out"))
+    expected = [plain_losses(exported, each).mean() for each in read_text(texts, BYTES, 900, 2).long]
+    assert found[1]["loss"] == pytest.approx(float(torch.stack(expected).mean()), rel=1e-5)
     plain = tiny_run(tmp_path / "plain", model=model, train=steps)
     run(plain)
-    assert [record["loss"] for record in metrics(plain.train.run_dir)] == [record["loss"] for record in records]
+    losses = [record["loss"] for record in metrics(plain.train.run_dir)]
+    assert [record["loss"] for record in records] == pytest.approx(losses, rel=1e-5)
     too_long = tiny_run(tmp_path / "long", model=model, train=steps, evaluate={**how, "contexts": ["4K"]})
     with pytest.raises(ConfigError, match="evaluate.data=.* has no document of 4096 tokens"):
         run(too_long)
