@@ -166,8 +166,10 @@ def rotation(positions_t: Tensor, inv_freq_k: Tensor, scaling: float, dtype: tor
 
 
 def join_heads(outs_ctnK: Sequence[Tensor]) -> Tensor:
-    """The heads of all stages side by side, [t, N]: rank by rank, and of each rank stage by stage."""
-    return torch.cat([out_ctnK.transpose(0, 1) for out_ctnK in outs_ctnK], dim=2).flatten(1)
+    """The heads of all stages side by side, [t, N]: rank by rank, and of each rank stage by stage. Read only: of one
+    stage on one rank, they are the same memory."""
+    outs_tcnK = [out_ctnK.transpose(0, 1) for out_ctnK in outs_ctnK]
+    return (outs_tcnK[0] if len(outs_tcnK) == 1 else torch.cat(outs_tcnK, dim=2)).flatten(1)
 
 
 class HeldHeads:
