@@ -1,13 +1,13 @@
+"""torch is imported late: the process that hands tests out to others has no use for it."""
+
 import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-import torch
 
-from ithaka.dist.mesh import end_process_group
-from ranks import Ranks
+from programs import fork_from_here
 
 # Left out unless `--slow` is given (`make test ARGS=--slow`), so that `make test` stays below six minutes: whole runs
 # of which others see most, and the largest cases of a grid.
@@ -56,6 +56,8 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.name.startswith(SLOW):
                 item.add_marker(slow)
+    import torch
+
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device; torch finds none")
@@ -70,21 +72,36 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def processes():
+    """Before any test has started threads."""
+    import torch
+
+    if not torch.cuda.is_available():  # CUDA does not survive a fork
+        fork_from_here()
+
+
 @pytest.fixture(scope="session")
-def device() -> torch.device:
+def device():
     """The GPU, or the CPU where there is none."""
+    import torch
+
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture(autouse=True)
 def no_group_is_left():
     """A mesh, or a run that failed, leaves its process group behind, and any test may come next."""
+    from ithaka.dist.mesh import end_process_group
+
     yield
     end_process_group()
 
 
 @pytest.fixture(scope="session")
 def ranks():
+    from ranks import Ranks
+
     group = Ranks(4)
     yield group
     group.close()

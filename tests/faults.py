@@ -21,13 +21,14 @@ from ithaka.phases import Listener, PhasePath, listening
 from ithaka.train import checkpoint
 from ithaka.train.console import read_metrics
 from ithaka.train.preflight import AUTO
+from programs import fork_from_here
 from ranks import Ranks
 from runs import run, tiny_run, wait_for
 
 RANKS = 2
 STEPS = 6
 # Where a run dies, and how often that place is passed before its last save ends.
-POINTS = {"forward": 20, "backward": 20, "update": 5, "save": 2, "publish": 8}
+POINTS = {"forward": 10, "backward": 10, "update": 5, "save": 2, "publish": 8}
 SAME, CLOSE = "bit for bit", "within 1e-5"
 
 
@@ -65,6 +66,10 @@ def configured(folder: Path) -> Config:
     return tiny_run(folder, train={"steps": STEPS, "save_every": 2, "validate_every": 0, "validate_sequences": 0})
 
 
+def moved(config: Config, run_dir: Path) -> Config:
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, run_dir=run_dir))
+
+
 def final_weights(config: Config) -> list[str]:
     state = checkpoint.read_state(checkpoint.find(config.train.run_dir))
     return [digest for name, digest in state["checksums"].items() if name.startswith("__")]
@@ -74,27 +79,28 @@ def losses(config: Config) -> list[float]:
     return [record["loss"] for record in read_metrics(config.train.run_dir / "metrics.jsonl")]
 
 
-def kill_and_resume(
-    group: Ranks, whole: Config, folder: Path, point: str, choice: random.Random, num_ranks: int = RANKS
-) -> tuple[str, int]:
-    """Kill one of two ranks at a random pass of `point`, and let `num_ranks` of `group` go on with the same command.
-    Returns how the two runs agree, and how many steps were lost. AssertionError if they do not agree."""
-    config = dataclasses.replace(whole, train=dataclasses.replace(whole.train, run_dir=folder / "run"))
-    nth, victim = choice.randint(1, POINTS[point]), 0 if point == "publish" else choice.randrange(RANKS)
+def kill(config: Config, folder: Path, point: str, nth: int, victim: int) -> int:
+    """Start the run, or go on with it, on two ranks, and kill one at the `nth` pass of `point`. Returns how many steps
+    are lost."""
     victims = Ranks(RANKS)
     folder.mkdir(exist_ok=True)
     victims.start(RANKS, folder, run_and_die, config, point, nth, victim)
     wait_for(lambda: victims.dead() == [victim], timeout_s=120)
     victims.close()
-    metrics = config.train.run_dir / "metrics.jsonl"
+    metrics, latest = config.train.run_dir / "metrics.jsonl", config.train.run_dir / "latest"
     done = len(read_metrics(metrics)) if metrics.exists() else 0
-    latest = config.train.run_dir / "latest"
     saved = int(latest.read_text().strip().rpartition("-")[2]) if latest.exists() else 0
+    return max(0, done - saved)
+
+
+def finish(group: Ranks, whole: Config, config: Config, num_ranks: int = RANKS) -> str:
+    """Let `num_ranks` of `group` go on with the same command. Returns how the run agrees with the undisturbed one;
+    AssertionError if it does not."""
     group.run(num_ranks, run, config, AUTO)
     if num_ranks == RANKS:
         assert losses(config) == losses(whole) and final_weights(config) == final_weights(whole)
     assert losses(config) == pytest.approx(losses(whole), rel=1e-5)
-    return SAME if num_ranks == RANKS else CLOSE, max(0, done - saved)
+    return SAME if num_ranks == RANKS else CLOSE
 
 
 def main() -> None:
@@ -102,6 +108,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
+    fork_from_here()
     choice, group, start = random.Random(asked.seed), Ranks(4), time.monotonic()
     found: Counter[tuple[str, int, str]] = Counter()
     lost: Counter[str] = Counter()
@@ -112,8 +119,10 @@ def main() -> None:
         for number in range(asked.kills):
             point, num_ranks = list(POINTS)[number % len(POINTS)], choice.choice([RANKS, RANKS, 1, 4])
             try:
-                result, steps = kill_and_resume(group, whole, folder / str(number), point, choice, num_ranks)
-                lost[point] += steps
+                config = moved(whole, folder / str(number) / "run")
+                victim = 0 if point == "publish" else choice.randrange(RANKS)
+                lost[point] += kill(config, folder / str(number), point, choice.randint(1, POINTS[point]), victim)
+                result = finish(group, whole, config, num_ranks)
             except (AssertionError, TimeoutError) as error:
                 result = "FAILED"
                 print(f"kill {number}, {point}, {num_ranks} ranks: {error}", flush=True)

@@ -46,15 +46,24 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 def gradient_errors(model: nn.Module, plain: nn.Module) -> Errors:
-    """Relative errors of all gradients; a parameter without one in `plain` must have none in `model`."""
-    wanted = {name: param.grad for name, param in plain.named_parameters()}
+    """Of this rank's shards of all gradients; a parameter without one in `plain` must have none in `model`."""
+    return shard_errors(model, {name: param.grad for name, param in plain.named_parameters()})
+
+
+def shard_errors(model: nn.Module, wanted: dict[str, Tensor | None]) -> Errors:
+    """Errors of this rank's shards in units of the whole gradients' norms. Together the ranks compare everything."""
+    params = dict(model.named_parameters())
+    assert set(params) == set(wanted)
     errors: Errors = {}
-    for name, param in model.named_parameters():
-        expected = wanted.pop(name)
+    for name, param in params.items():
+        expected = wanted[name]
         assert (param.grad is None) == (expected is None), f"{name}: gradient {param.grad}, not {expected}"
         if expected is not None:
-            errors[name] = relative(param.grad.full_tensor(), expected)
-    assert not wanted
+            mesh = param.grad.device_mesh
+            shards = expected.chunk(mesh.size(-1))
+            rank = mesh.get_local_rank(mesh.ndim - 1)
+            shard = shards[rank] if rank < len(shards) else expected[:0]
+            errors[name] = float((param.grad.to_local() - shard).norm()) / (float(expected.norm()) or 1.0)
     return errors
 
 

@@ -3,11 +3,14 @@
 Imports neither itself: what a launched rank runs may be in a test that imports this.
 """
 
+import contextlib
 import multiprocessing
 import os
+import select
 import sys
 import tempfile
 from collections.abc import Callable
+from multiprocessing import forkserver, util
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,35 @@ def forks() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
+
+
+def fork_from_here() -> None:
+    """Makes a fork of this process, with all that it has imported, the one that all others are forks of. It imports
+    what is missing once it is needed."""
+    forks()
+    server, spawn = forkserver._forkserver, util.spawnv_passfds
+
+    def fork(_: str, command: list[str], fds: list[int]) -> int:
+        """As if a new process ran `command`: it listens at the first of `fds`, and ends with the second."""
+        if pid := os.fork():
+            return pid
+        try:
+            server.__init__()  # its lock is held
+            for fd in range(3, 256):  # the other end of the second, through which this process would wait for itself
+                with contextlib.suppress(OSError):
+                    if fd not in fds and os.path.sameopenfile(fd, fds[1]):
+                        os.close(fd)
+            sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__  # pytest has its own
+            select.select(fds, [], [])
+            exec(command[-1])
+        finally:
+            os._exit(0)
+
+    util.spawnv_passfds = fork
+    try:
+        server.ensure_running()
+    finally:
+        util.spawnv_passfds = spawn
 
 
 class Program:

@@ -52,7 +52,6 @@ def tiny_run(folder: Path, *, model: dict[str, Any] | None = None, **sections: d
             "keep_last": 3,
             "validate_every": 3,
             "validate_sequences": 2,
-            "accumulate": 2,
         },
     }
     return parse({name: {**tree.get(name, {}), **sections.get(name, {})} for name in {**tree, **sections}})

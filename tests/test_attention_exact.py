@@ -62,7 +62,11 @@ MASKS = {
 }
 
 
-BLOCKS = [None, (32, 16), (16, 32), (13, 9), (200, 16)]
+BLOCKS = {
+    "cpu": [(13, 9), None, (32, 16), (16, 32), (200, 16)],
+    "reference": [(32, 16)],
+    "fa4": [(26, 18), None, (900, 90)],
+}
 
 
 @pytest.fixture
@@ -74,18 +78,32 @@ def fa4(monkeypatch):
     monkeypatch.setattr(kernels, "_fa4", lambda: fake_fa4)
 
 
-@pytest.mark.parametrize("kernel", ["cpu", "reference", "fa4"])
-@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (4, 1)], ids=str)
+@pytest.mark.parametrize("kernel", BLOCKS)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_fp64_matches_the_twin(fa4, mask, heads, kernel):
-    for blocks in {"reference": [(32, 16)], "fa4": [None, (13, 9), (900, 90)]}.get(kernel, BLOCKS):
+def test_fp64_matches_the_twin(fa4, mask, kernel):
+    """Groups of three heads in all blocks; groups of one, and a single group, in the first of them."""
+    cases = [((6, 2), blocks) for blocks in BLOCKS[kernel]]
+    if kernel != "reference":
+        cases += [((2, 2), BLOCKS[kernel][0]), ((4, 1), BLOCKS[kernel][0])]
+    for heads, blocks in cases:
         ours, theirs = both(*inputs(101, *heads), kernel=kernel, blocks=blocks, **MASKS[mask])
         assert_equal(ours, theirs)
 
 
+IN_RING = [{}, {"window": 3}, {"window": 20}, {"causal": False}]
+MANY_DOCS = (0, 5, 9, 40, 41, 73, 77, 82, 96)
+
+
 @pytest.mark.parametrize("kernel", ["fa4"])
-@pytest.mark.parametrize("mask", [{}, {"window": 3}, {"window": 20}, {"causal": False}], ids=str)
-@pytest.mark.parametrize("starts", [(0, 96), (0, 5, 9, 40, 41, 73, 77, 82, 96), tuple(range(0, 97, 8))], ids=str)
+@pytest.mark.parametrize(
+    "starts, mask",
+    [
+        *((MANY_DOCS, mask) for mask in IN_RING),
+        *(((0, 96), mask) for mask in IN_RING[::2]),
+        (tuple(range(0, 97, 8)), {}),
+    ],
+    ids=str,
+)
 def test_members_of_a_ring_together_are_the_whole(fa4, kernel, mask, starts, monkeypatch):
     """Each one's rows, whose keys come in parts; dk and dv add up. What no row sees does not come."""
     q, k, v, dout = inputs(96, 4, 2)
@@ -100,7 +118,7 @@ def test_members_of_a_ring_together_are_the_whole(fa4, kernel, mask, starts, mon
             mine = tokens_of(runs)
             parts = [mine, *([t for of in r.received for t in tokens_of(of)] for r in docs.rounds(**mask))]
             assert set(sum(parts[1:], [])) <= seen_by(mine, starts, **mask) - set(mine)
-            how = {"scale": SCALE, "docs": docs, "kernel": kernel, "blocks": (16, 12), **mask}
+            how = {"scale": SCALE, "docs": docs, "kernel": kernel, "blocks": (24, 20), **mask}
             found = torch.zeros_like(q[mine]), torch.full((4, len(mine)), -torch.inf, dtype=q.dtype)
             for part, keys in enumerate(parts):
                 attention(q[mine], k[keys], v[keys], part=part, sums=found, **how)

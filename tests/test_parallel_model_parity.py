@@ -12,8 +12,8 @@ from ithaka.dist.mesh import make_mesh
 from ithaka.layout import EVERYTHING, LayerKeeps, Layout
 from ithaka.model.build import parallelize
 from models import EXPERTS, FAMILIES, plain_loss, tiny_config, tiny_model
+from parity import check, relative, shard_errors
 
-TOLERANCE = 1e-10
 STAGED = [  # family, heads, kv heads, cp, heads per stage
     ("llama", 4, 2, 1, 1),
     ("qwen2", 8, 2, 2, 2),
@@ -29,10 +29,6 @@ def batch(config, rows: int, tokens: int):
     generator = torch.Generator().manual_seed(11)
     ids = torch.randint(config.vocab_size, (rows, tokens), generator=generator)
     return ids, ids.clone()
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm().clamp_min(1e-30))
 
 
 @functools.lru_cache(maxsize=8)
@@ -61,19 +57,8 @@ def compare(family, heads, kv_heads, cp, dp, rows, tokens, layout=None, ignore_f
     out = model(input_ids=ids[mine], labels=labels[mine])
     out.loss.backward()
 
-    errors = {"loss": relative(out.loss.detach(), expected)}
-    for name, param in model.named_parameters():
-        assert param.grad is not None, f"{name} has no gradient"
-        errors[name] = relative(param.grad.full_tensor(), wanted[name])
-    assert set(errors) == {"loss", *wanted}
     assert out.num_tokens == int((labels[:, 1:] != -100).sum())
-    return errors
-
-
-def check(errors_of_ranks) -> None:
-    for errors in errors_of_ranks:
-        wrong = {name: error for name, error in errors.items() if not error < TOLERANCE}
-        assert not wrong
+    return {"loss": relative(out.loss.detach(), expected), **shard_errors(model, wanted)}
 
 
 @pytest.mark.parametrize("cp,dp", [(1, 1), (2, 1), (4, 1), (2, 2), (1, 2)])

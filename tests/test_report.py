@@ -192,7 +192,7 @@ def test_curves_of_two_runs_are_told_apart_over_any_axis(run_dir, browser, tmp_p
     assert "optim.lr" in differs and "0.02" in differs and "optim.eps" not in differs
     choose = "(s => { s.value = '{}'; s.dispatchEvent(new Event('change')); })(document.getElementById('{}'))"
     last = "charts[0].live.getOption().series[0].data.at(-1)"
-    (step, loss), tokens = browser.evaluate(last), 2 * 61 * 4
+    (step, loss), tokens = browser.evaluate(last), 61 * 4
     browser.evaluate(choose.replace("{}", "tokens", 1).replace("{}", "x"))
     browser.evaluate(choose.replace("{}", "most", 1).replace("{}", "smooth"))
     assert browser.evaluate(last)[0] == tokens and step == 4

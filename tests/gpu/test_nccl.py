@@ -143,7 +143,7 @@ def test_a_run_on_four_ranks_goes_on_with_the_same_bits(nccl, trained, tmp_path)
 def test_it_goes_on_with_two_ranks(nccl, trained, tmp_path):
     """Of twice the micro-steps: the same sequences."""
     again = moved(trained, copy_back_at(trained.train.run_dir, tmp_path / "again", 2))
-    again = replace(again, train=replace(again.train, accumulate=4))
+    again = replace(again, train=replace(again.train, accumulate=2))
     nccl.run(2, run, again, again.train.run_dir, timeout_s=300)
     assert losses(again) == pytest.approx(losses(trained), rel=1e-2)
 
@@ -197,7 +197,7 @@ def test_a_rank_that_falls_out_ends_all_within_a_minute(nccl, trained, tmp_path,
     if torch.cuda.is_available():
         assert list((tmp_path / "run/hang").glob("nccl-*"))
     print(f"{how}: {waited_s:.0f} s\n{told}")
-    on_two = replace(config, train=replace(config.train, accumulate=4))
+    on_two = replace(config, train=replace(config.train, accumulate=2))
     nccl.run(2, run, on_two, on_two.train.run_dir, timeout_s=300)
     assert losses(on_two) == pytest.approx(losses(trained), rel=1e-2)
 

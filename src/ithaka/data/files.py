@@ -138,9 +138,11 @@ def _is_text(path: Path) -> bool:
 
 
 def _standard_library() -> list[File]:
-    root = Path(sysconfig.get_path("stdlib"))
-    paths = sorted(p for p in root.rglob("*.py") if not NOT_LIBRARY & set(p.relative_to(root).parts))
-    return [File(path, "text") for path in paths if _why_not(path) is None]
+    paths = list[Path]()
+    for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
+        folders[:] = set(folders) - NOT_LIBRARY
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    return [File(path, "text") for path in sorted(paths) if _why_not(path) is None]
 
 
 def _dataset(path: str, name: str) -> Found:

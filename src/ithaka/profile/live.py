@@ -12,7 +12,6 @@ from torch import Tensor, UntypedStorage
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from ithaka.phases import Now, listening
 from ithaka.profile.memory import MemoryMap, Piece, form, local_tensor, made_by
@@ -94,7 +93,7 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # comes back with the local tensors
-        given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+        given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, *(kwargs or {}).values()))}
         out = func(*args, **(kwargs or {}))
         for tensor in _tensors(out):
             self.live.returned(tensor, given)
@@ -103,7 +102,9 @@ class _Operations(TorchDispatchMode):
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
     """Those with memory on the CPU; DTensor works out shapes with FakeTensors, which have none."""
-    for leaf in tree_iter(tree):
-        is_real = isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor)
-        if is_real and leaf.device.type == "cpu" and leaf.layout == torch.strided:
-            yield leaf
+    if isinstance(tree, Tensor):
+        if not isinstance(tree, FakeTensor) and tree.device.type == "cpu" and tree.layout == torch.strided:
+            yield tree
+    elif isinstance(tree, list | tuple):
+        for part in tree:
+            yield from _tensors(part)
