@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ithaka.config import ConfigError, load
 from ithaka.train import checkpoint
-from ithaka.train.preflight import model_shape
+from ithaka.train.preflight import AUTO, model_shape, preflight
 from runs import metrics, numbers, run, tiny_run
 
 
@@ -103,6 +103,21 @@ def test_a_flipped_bit_is_found_and_the_run_goes_on_from_before(trained, run_dir
     assert "step-00000006 cannot be used: file __1_0.distcp does not hold what was written" in told
     assert [line["loss"] for line in metrics(run_dir)][:7] == [record[1] for record in whole]
     assert checkpoint.find(run_dir).name == "step-00000007"
+
+
+def test_a_flipped_bit_in_a_finished_run_is_found(run_dir, tmp_path, capsys):
+    """By the command that would call it finished, which then goes on from before, and by an export."""
+    damaged(run_dir, "flipped")
+    again = preflight(run_dir / "config.yaml", [], AUTO, run_dir)
+    assert (again.last_step, again.finished) == (4, False)
+    with pytest.raises(
+        ConfigError, match=r"--step=6: .* file __1_0.distcp does not hold what was written; use another"
+    ):
+        checkpoint.export(run_dir, tmp_path / "six", step=6)
+    newest, four = (checkpoint.export(run_dir, tmp_path / str(step), step=step) for step in (None, 4))
+    assert (newest / "model.safetensors").read_bytes() == (four / "model.safetensors").read_bytes()
+    told = "step-00000006 cannot be used: file __1_0.distcp does not hold what was written. The one before it is taken."
+    assert capsys.readouterr().err.count(told) == 2
 
 
 def go_on_with_a_rank_that_cannot_read(config):

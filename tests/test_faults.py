@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from ithaka.config import ConfigError
-from ithaka.layer import stages
+from ithaka.layer import stages, store
 from ithaka.train import checkpoint, heartbeat, loop, step
 from ithaka.train.console import Console, read_metrics
 from ranks import Ranks
@@ -156,7 +156,7 @@ def asleep(patch, sleep=lambda: time.sleep(60)):
 
     def slow(*args):
         calls.append(args)
-        if dist.get_rank() == 1 and len(calls) == 14:
+        if dist.get_rank() == 1 and len(calls) == 10:
             sleep()
         return attend(*args)
 
@@ -221,6 +221,27 @@ def test_host_memory_that_runs_out_is_said_once(monkeypatch, capfd):
         heartbeat.Heartbeat._watch_memory(watched)
     said = capfd.readouterr().err
     assert said.count("has 512 MiB of host memory left; the largest other process is ") == said.count("\n") == 1
+
+
+def slow_disk(patch, planned_bytes_s=1e9):
+    pwrite = os.pwrite
+    patch.setattr(store.os, "pwrite", lambda *args: time.sleep(0.25) or pwrite(*args))
+    patch.setattr(loop, "LATE_S", 0.02)
+    patch.setattr(loop, "DISK_BYTES_S", planned_bytes_s)
+
+
+def disk_as_planned(patch):
+    slow_disk(patch, planned_bytes_s=1e3)
+
+
+@pytest.mark.parametrize("fault, times", [(slow_disk, 1), (disk_as_planned, 0)])
+def test_a_disk_that_is_slower_than_planned_is_named_once(ranks, whole, tmp_path, fault, times):
+    config = moved(whole, tmp_path / "run", steps=2, validate_every=0)
+    config = dataclasses.replace(config, memory=dataclasses.replace(config.memory, offload="disk", disk_path=tmp_path))
+    [(told, error)] = ranks.run(1, told_by, fault, config)
+    assert error is None and told.count("Slow disk: 1 of 1 ranks wait for it; rank 0 moves ") == times
+    assert told.count(f"KiB/s to and from {tmp_path}, 953.7 MiB/s planned") == times
+    assert [line["slow_disks"].keys() for line in metrics(config.train.run_dir) if "event" in line] == [{"0"}] * times
 
 
 def test_slow_ranks_are_named_once():

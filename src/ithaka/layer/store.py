@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -110,6 +111,7 @@ class SlabPool(_Tier):
         super().__init__()
         self.budget_bytes, self.pin, self.peak_bytes = budget_bytes, pin, 0
         self.num_expected = 0  # slabs that the disk threads will return
+        self.waited_s = 0.0  # for the disk
 
     def take(self, num_bytes: int) -> Slab:
         """A slab of `num_bytes`. Waits for slabs that the disk threads hold; raises StoreError if there are none."""
@@ -122,7 +124,9 @@ class SlabPool(_Tier):
                         f"limit of {self.budget_bytes}; use memory.offload=disk, memory.keep_attention=none, more "
                         "ranks (parallel.cp) or a shorter data.context",
                     )
+                start = time.monotonic()
                 self._changed.wait()
+                self.waited_s += time.monotonic() - start
             return slab
 
     def take_if_room(self, num_bytes: int) -> Slab | None:
@@ -159,6 +163,8 @@ class DiskFile(_Tier):
         self.directory = directory
         self._file: Any = None
         self.failure: str | None = None  # of the background writer
+        self.moved_bytes, self.busy_s = 0, 0.0  # busy_s: while at least one thread moved some
+        self._moving, self._since = 0, 0.0
 
     def take(self, num_bytes: int) -> int:
         """An offset with `num_bytes` reserved, so that a full disk fails here, not in a background write."""
@@ -188,13 +194,27 @@ class DiskFile(_Tier):
     def read(self, into: memoryview, offset: int) -> None:
         self._move("read", lambda file, part, at: os.preadv(file, [part], at), into, offset)
 
+    @contextmanager
+    def _busy(self, num_bytes: int) -> Iterator[None]:
+        with self._changed:
+            self._since = self._since if self._moving else time.monotonic()
+            self._moving += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._moving -= 1
+                self.moved_bytes += num_bytes
+                self.busy_s += 0.0 if self._moving else time.monotonic() - self._since
+
     def _move(self, verb: str, move: Callable[[int, memoryview, int], int], data: memoryview, offset: int) -> None:
         try:
-            while data:
-                moved = move(self._file.fileno(), data[: 2**30], offset)
-                if moved == 0:
-                    raise OSError(f"the file ends at {offset}")
-                data, offset = data[moved:], offset + moved
+            with self._busy(len(data)):
+                while data:
+                    moved = move(self._file.fileno(), data[: 2**30], offset)
+                    if moved == 0:
+                        raise OSError(f"the file ends at {offset}")
+                    data, offset = data[moved:], offset + moved
         except OSError as error:
             raise self._error(f"could not {verb} {len(data)} bytes in {self.directory}", error) from error
 
@@ -229,6 +249,13 @@ class Store:
             self.pool.restart(tensor.nbytes)
             self.disk.restart(tensor.nbytes)
         return {"host": KeptOnHost, "disk": KeptOnDisk}[tier](tensor.contiguous(), self)
+
+    def disk_use(self) -> tuple[int, float, float]:
+        """Since the last call: bytes moved to and from disk, seconds in which some moved, seconds waited for them."""
+        disk, pool = self.disk, self.pool
+        use, disk.moved_bytes = (disk.moved_bytes, disk.busy_s, pool.waited_s), 0
+        disk.busy_s = pool.waited_s = 0.0
+        return use
 
     def follow(self, saved: Any) -> Callable[[], Any]:
         """Remembers `saved` as the latest; returns a weak reference to the one before it."""
@@ -396,7 +423,9 @@ class KeptOnDisk(KeptOnHost):
     def _host(self) -> Tensor:
         self.read_ahead(wait=True)
         assert self._reading is not None
+        start = time.monotonic()
         self._reading.result()
+        self.store.pool.waited_s += time.monotonic() - start
         return super()._host()
 
     def _give_back(self) -> None:

@@ -6,7 +6,8 @@
 
 A checkpoint is written under a name that begins with a dot, synced, renamed, and only then named by `latest`;
 so whenever a run is killed, `latest` names a complete one.  Every rank must see the same RUN_DIR.  Each file has a
-checksum in state.json, checked before a run goes on; of a damaged checkpoint the one before it is taken.
+checksum in state.json, checked before a run goes on, is called finished or is exported; instead of a damaged one
+the one before it is taken.
 
 A resumed run may change any setting but train.run_dir, train.seed, and what would give other tokens or weights of
 another shape. With another context or other steps, no document is skipped or repeated.
@@ -308,9 +309,18 @@ def of_step(run_dir: Path, step: int) -> Path:
     if not path.is_dir():
         steps = [int(each.name.removeprefix("step-")) for each in sorted(path.parent.glob("step-*"))]
         raise ConfigError(f"--step={step}: {run_dir} has no such checkpoint; use {either(steps) or 'another run'}")
-    if reason := problem(path):
+    if reason := problem(path) or damage(path):
         raise ConfigError(f"--step={step}: {path} cannot be used: {reason}; use another step")
     return path
+
+
+def find_intact(run_dir: Path) -> Path:
+    """As `find`, but with every file as it was written."""
+    found = find(run_dir)
+    while reason := damage(found):
+        tell_damage(found, reason)
+        found = find(run_dir, before=found)
+    return found
 
 
 def tell_damage(path: Path, reason: str) -> None:
@@ -413,7 +423,7 @@ def export(run_dir: Path, out_dir: Path, merge: bool = False, step: int | None =
     out_dir, folder = out_dir.absolute(), run_dir / "model"
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise ConfigError(f"output directory {out_dir} exists and is not empty; give a new or empty one")
-    found = find(run_dir) if step is None else of_step(run_dir, step)
+    found = find_intact(run_dir) if step is None else of_step(run_dir, step)
     has_adapter = (folder / "adapter_config.json").is_file()
     if merge and not has_adapter:
         raise ConfigError(f"--merge: {run_dir} trained no adapter; leave it out")

@@ -31,7 +31,7 @@ from ithaka.layer.store import Store
 from ithaka.measure import Text, check_prompts, measure, read_text, scalars
 from ithaka.model.build import build_model
 from ithaka.phases import listening, phase
-from ithaka.plan.hardware import peak_flops
+from ithaka.plan.hardware import DISK_BYTES_S, peak_flops
 from ithaka.plan.show import size
 from ithaka.train import checkpoint
 from ithaka.train.console import Console, Record, amount, host_peak_bytes, read_metrics, status, step_flops
@@ -46,6 +46,7 @@ from ithaka.train.preflight import (
     saved_bytes,
     store_host_bytes,
     together,
+    with_intact_checkpoint,
 )
 from ithaka.train.step import StepResult, learning_rate, make_optimizer, train_step, validation_loss
 from ithaka.train.track import Trackers
@@ -54,6 +55,7 @@ from ithaka.train.watch import Watch, Witness, explain_shortage, is_shortage
 LEAST_NORMS = 20  # before a gradient can be a spike
 MOST_SKIPPED = 2  # batches in a row
 SHORT_S = 120.0  # of validation before the first step
+LATE_S, LATE_SHARE = 1.0, 0.05  # of a step that waits for a slow disk
 
 
 class Diverged(RuntimeError):
@@ -118,14 +120,14 @@ class Trainer:
         if config.train.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as cuBLAS asks for it, before its first call
         self.kernel = resolve_kernel(run.layout.kernel, mesh.device, dtype, run.shape.head_dim).name
-        store = Store(mesh.device, host_bytes=store_host_bytes(run), disk_path=config.memory.disk_path)
+        self.store = Store(mesh.device, host_bytes=store_host_bytes(run), disk_path=config.memory.disk_path)
         with phase("building the model"), status("building the model"):
             source = config.model.path or embedded_model(config.model.embedded)
             self.model = build_model(
                 source,
                 mesh,
                 run.layout,
-                store=store,
+                store=self.store,
                 seed=config.train.seed,
                 vocab_size=run.shape.vocab,
                 adapter=config.adapter,
@@ -233,6 +235,17 @@ class Trainer:
         who = ", ".join(bad) if len(bad) < len(norms) else "one of the ranks, which it is cannot be told: all were hit"
         what = f"step {self.step + 1}: loss {first.loss}, gradient norm {first.grad_norm}, but not when computed again"
         self.tell(f"{what}: the hardware of {who} may be failing", suspected=bad)
+
+    def slow_disk(self, step_s: float) -> float:
+        """Bytes per second of the disk tier in this step, if the step waited longer for it than planned; else 0."""
+        moved_bytes, busy_s, waited_s = self.store.disk_use()
+        late_s = min(waited_s, busy_s - moved_bytes / self.planned_disk_bytes_s)
+        return moved_bytes / busy_s if late_s > max(LATE_S, LATE_SHARE * step_s) else 0.0
+
+    @property
+    def planned_disk_bytes_s(self) -> float:
+        """This rank's share."""
+        return DISK_BYTES_S / self.run.hardware.gpus_per_node
 
     def tell(self, words: str, **values: Any) -> None:
         if self.console is not None:
@@ -358,7 +371,7 @@ def validate_only(run: Run) -> None:
 def prepare(run: Run, trains: bool = True) -> Trainer:
     """Do all that can be refused before anything is written; a refusal is raised on all ranks."""
     start_process_group()
-    run = _with_intact_checkpoint(run)
+    run = with_intact_checkpoint(run)
     if run.checkpoint is not None and checkpoint.read_state(run.checkpoint)["step"] < run.config.start:
         way = "remove the damaged ones, and resume again"
         raise SharedError(f"checkpoint {run.checkpoint} is of an earlier entry of curriculum; {way}")
@@ -378,17 +391,6 @@ def prepare(run: Run, trains: bool = True) -> Trainer:
         trainer.load()
     together(_write_run_dir, trainer)
     return trainer
-
-
-def _with_intact_checkpoint(run: Run) -> Run:
-    """The ranks share the work of checking files."""
-    while run.checkpoint is not None:
-        found = gathered(checkpoint.damage(run.checkpoint, dist.get_rank(), dist.get_world_size()))
-        if not any(found):
-            break
-        checkpoint.tell_damage(run.checkpoint, next(filter(None, found)))
-        run = dataclasses.replace(run, checkpoint=checkpoint.find(run.run_dir, before=run.checkpoint))
-    return run
 
 
 def _starts(batch: Batch, tokenizer: Tokenizer) -> list[str]:
@@ -455,7 +457,7 @@ def _train(trainer: Trainer, stop: list[Signals], grace: Grace, beat: Heartbeat,
     tracks = mesh.rank == 0 and not only_profile and bool(settings.track)
     trackers = together(lambda: Trackers(run.run_dir, run.config, trainer.step) if tracks else None)
     console = Console(run.run_dir, trainer.config.ends[-1], trainer.step, trackers, mesh.rank == 0)
-    asked, trainer.console = 0, console
+    asked, told_disk, trainer.console = 0, False, console
     try:
         console.facts("ithaka", _header(trainer) | {"time-outs": beat.limits.words})
         slow = SlowRanks()
@@ -488,10 +490,14 @@ def _train(trainer: Trainer, stop: list[Signals], grace: Grace, beat: Heartbeat,
                 with console.doing("evaluation"):
                     sources = sources | trainer.evaluate()
             earlier, attention_s = watch.device_peak_bytes, beat.place.end_step()
-            asked, (save, saved), peaks, of_ranks = _agree(stop, trainer, earlier, attention_s)
-            if late := slow.add(of_ranks):
+            of_rank = attention_s, trainer.slow_disk(step_s)
+            asked, (save, saved), peaks, (attention, disks) = _agree(stop, trainer, earlier, of_rank)
+            if late := slow.add(attention):
                 shown = ", ".join(f"rank {rank} takes {times:.2f} times" for rank, times in late.items())
                 console.event(trainer.step, f"Slow: {shown} the median rank's seconds in attention", slow_ranks=late)
+            if any(disks) and not told_disk:
+                told_disk = True
+                _tell_slow_disks(trainer, disks)
             speed = num_tokens / step_s, step_s, _mfu(trainer, num_tokens, result.num_pairs, step_s)
             losses = result.loss, val_loss, lr, result.grad_norm
             counts, ring = (trainer.tokens, result.label_tokens), (result.balance, result.ring_bytes)
@@ -530,25 +536,31 @@ def _finish_save(trainer: Trainer, console: Console) -> None:
 
 
 def _agree(
-    stop: list[Signals], trainer: Trainer, earlier_peak: int = 0, attention_s: float = 0.0
-) -> tuple[int, tuple[bool, bool], tuple[int | None, int], list[float]]:
+    stop: list[Signals], trainer: Trainer, earlier_peak: int = 0, of_rank: tuple[float, ...] = ()
+) -> tuple[int, tuple[bool, bool], tuple[int | None, int], list[list[float]]]:
     """The signal that asked any rank to stop, or 0; whether a save is due, and whether one has ended; the largest
-    memory peaks (device, host); and each rank's `attention_s`. One all-gather on the host, after each step, so that all
-    ranks do the same."""
+    memory peaks (device, host); and each of `of_rank`, on every rank. One all-gather on the host, after each step, so
+    that all ranks do the same."""
     mesh = trainer.mesh
     on_gpu = mesh.device.type == "cuda"
     device_peak = max(torch.cuda.max_memory_allocated(mesh.device), earlier_peak) if on_gpu else 0
     mine = [stop[0] if stop else 0, trainer.save_is_due, trainer.saver.is_done, device_peak, host_peak_bytes()]
-    own = torch.tensor([*mine, attention_s], dtype=torch.float64)  # which holds bytes exactly
+    own = torch.tensor([*mine, *of_rank], dtype=torch.float64)  # which holds bytes exactly
     shared = [torch.empty_like(own) for _ in range(mesh.world_size)]
     dist.all_gather(shared, own)
-    asked, save, saved, device_peak, host_peak, _ = map(int, torch.stack(shared).amax(0).tolist())
-    return (
-        asked,
-        (bool(save), bool(saved)),
-        (device_peak if on_gpu else None, host_peak),
-        [s[-1].item() for s in shared],
+    of_ranks = torch.stack(shared)
+    asked, save, saved, device_peak, host_peak = map(int, of_ranks[:, : len(mine)].amax(0).tolist())
+    peaks = device_peak if on_gpu else None, host_peak
+    return asked, (bool(save), bool(saved)), peaks, of_ranks[:, len(mine) :].t().tolist()
+
+
+def _tell_slow_disks(trainer: Trainer, rates: list[float]) -> None:
+    slow, folder = {rank: rate for rank, rate in enumerate(rates) if rate}, trainer.store.disk.directory
+    rank = min(slow, key=lambda rank: slow[rank])
+    what = (
+        f"rank {rank} moves {size(slow[rank])}/s to and from {folder}, {size(trainer.planned_disk_bytes_s)}/s planned"
     )
+    trainer.tell(f"Slow disk: {len(slow)} of {len(rates)} ranks wait for it; {what}", slow_disks=slow)
 
 
 def _mfu(trainer: Trainer, num_tokens: int, num_pairs: int, step_s: float) -> float | None:

@@ -138,7 +138,8 @@ def preflight(
 
     mine = together(told)
     configs, machines, newest = zip(*gathered(mine), strict=True)
-    return together(decided)
+    run = together(decided)
+    return with_intact_checkpoint(run) if run.finished else run  # one that goes on checks its files later
 
 
 def validated(
@@ -227,6 +228,19 @@ def gathered(mine: T) -> list[T]:
     if len(answers) > 1:
         dist.all_gather_object(answers, mine)
     return answers
+
+
+def with_intact_checkpoint(run: Run) -> Run:
+    """`run`, which goes on from the newest checkpoint whose files are as they were written. The ranks share the work of
+    checking them."""
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    while run.checkpoint is not None:
+        found = gathered(checkpoint.damage(run.checkpoint, rank, num_ranks))
+        if not any(found):
+            break
+        checkpoint.tell_damage(run.checkpoint, next(filter(None, found)))
+        run = dataclasses.replace(run, checkpoint=checkpoint.find(run.run_dir, before=run.checkpoint))
+    return run
 
 
 def fingerprints(config: Config, data: str, tokenizer: str) -> dict[str, str]:
