@@ -18,8 +18,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
-def reference():
-    spec = importlib.util.spec_from_file_location("make_reference", ROOT / "docs" / "make_reference.py")
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -27,11 +27,20 @@ def reference():
 
 
 def test_pages_made_from_the_code_are_up_to_date():
-    made = reference()
+    made = script("make_reference")
     for name, text in {"settings.md": made.settings(), "api.md": made.api()}.items():
         assert (ROOT / "docs" / name).read_text() == text, "run: python docs/make_reference.py"
     rows = re.findall(r"\| `([\w.]+)` \| `[^`]*` \| (.+) \|", made.settings())
     assert len(rows) > 70 and {name.split(".")[0] for name, _ in rows} == {*SECTIONS, "curriculum"}
+
+
+def test_the_ladder_is_what_is_planned():
+    made = script("make_ladder")
+    longest = made.ladder()
+    assert (ROOT / "docs" / "ladder.svg").read_text() == made.svg(longest), "run: python docs/make_ladder.py"
+    page = (ROOT / "docs" / "how-much-context.md").read_text()
+    rows = dict(zip(made.RUNGS.items(), map(made.show.tokens, longest.values()), strict=True))
+    assert not [row for (name, added), n in rows.items() if (row := f"| {name} | `{added}` | {n} |") not in page]
 
 
 def anchors(page: Path) -> set[str]:
