@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +19,7 @@ from ithaka.data.tokenizer import ByteTokenizer, Tokenizer
 from templates import chat_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+ROOT = Path(__file__).parent.parent
 
 
 def says(role, content=None, **more):
@@ -139,6 +141,14 @@ CASES = {
         '<tool_call>\n{"name": "add", "arguments": {"b": null}}\n</tool_call><|im_end|>»\n'
         "<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n«<think>\nso\n</think>\n\nthere<|im_end|>»\n",
+    ),
+    "the example for models without tools": (
+        (ROOT / "examples" / "chatml_tools.jinja").read_text(), [says("system", "be kind"), *TOOL_TALK[:4]], TOOLS,
+        '<|im_start|>system\nbe kind\n\nFunctions:\n{"type": "function", "function": {"name": "add", "parameters": '
+        '{"type": "object"}}}\nTo call one, write <tool_call>{"name": NAME, "arguments": OBJECT}</tool_call>.'
+        '<|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n«<tool_call>{"name": "add", '
+        '"arguments": {"a": 2, "b": 2}}</tool_call><|im_end|>»\n<|im_start|>user\n<tool_response>4</tool_response>'
+        "<|im_end|>\n<|im_start|>assistant\n«it is 4<|im_end|>»\n",
     ),
     "qwen3, no thinking": (
         templates.QWEN3, TALK[1:3], None,

@@ -18,6 +18,7 @@ from ithaka.cli import app
 from ithaka.config import ConfigError
 from ithaka.data.tokenizer import ByteTokenizer
 from ithaka.dist.mesh import make_mesh
+from ithaka.evaluate import as_model
 from ithaka.layout import Layout
 from ithaka.measure import (
     DEPTHS,
@@ -161,6 +162,8 @@ def test_a_run_is_evaluated_and_shown(ranks, tmp_path, monkeypatch, capfd):
     base = checkpoint.export(config.train.run_dir, tmp_path / "base")
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules=["q_proj"]))
     model.save_pretrained(tmp_path / "adapter")
+    (base / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert (as_model(tmp_path / "adapter", tmp_path / "merged") / "chat_template.jinja").is_file()
     sides = ["evaluate", str(tmp_path / "adapter"), str(tmp_path / "run.json"), *arguments[2:]]
     capfd.readouterr()
     result = CliRunner().invoke(app, [*sides, "--html", str(tmp_path / "page.html")])

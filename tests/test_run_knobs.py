@@ -76,6 +76,8 @@ def test_a_step_is_exported_and_sampled(stopped, tmp_path):
     how = ["--prompt", "Document 12: 12 13", "--tokens", "5", "--temperature", "0"]
     texts = [ask.invoke(app, ["sample", str(source), *how]) for source in (run_dir, tmp_path / "step 4")]
     assert texts[0].exit_code == 0 and texts[0].stdout == texts[1].stdout and len(texts[0].stdout) > 1
+    refused = ask.invoke(app, ["sample", str(tmp_path / "no"), *how])
+    assert refused.exit_code == 2 and "does not exist; give a directory with weights" in refused.stderr
 
 
 def test_evaluate_only_prints_the_loss_and_leaves_the_run_alone(stopped, capsys):

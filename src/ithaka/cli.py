@@ -500,7 +500,7 @@ def bench_network(
 
     if not under_torchrun():
         raise ConfigError(
-            "bench network measures between ranks; start it with torchrun --nproc-per-node 8 -m ithaka ..."
+            "bench network measures between ranks; use torchrun --nproc-per-node 8 -m ithaka bench network"
         )
     raise typer.Exit(run_ranks(_network_rank, (out, size), 1))
 
@@ -516,7 +516,9 @@ def _network_rank(out: Path, size: int) -> None:
     if dist.get_rank() == 0:
         print(_table(rows) if rows else "one rank: nothing is sent")
         out.write_text(json.dumps(network_figures(rows, device), indent=1) + "\n", encoding="utf-8")
-        print(f"written to {out}; use it with: ithaka plan MODEL --gpus 2x8 --gpu-file {out}")
+        per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+        gpus = f"{dist.get_world_size() // per_node}x{per_node}"
+        print(f"written to {out}; use it with: ithaka plan MODEL --gpus {gpus} --gpu-file {out}")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -3,7 +3,6 @@
 import html
 import itertools
 import json
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -55,8 +54,6 @@ def evaluate(
         folder = Path(name)
         model = as_model(source, folder / "model")
         read_shape(model)
-        if not has_weights(model):
-            raise ConfigError(f"MODEL={source} has no safetensors; give a directory with weights, an adapter, or a run")
         tokenizer = load_tokenizer(None, model)
         text = read_text(data, tokenizer, max(contexts), num_documents)
         check_prompts(text, tokenizer, contexts)
@@ -73,6 +70,9 @@ def as_model(source: Path, out: Path) -> Path:
     if (source / "config.yaml").is_file():
         return checkpoint.export(source, out, merge=(source / "model" / "adapter_config.json").is_file())
     if not (source / "adapter_config.json").is_file():
+        if not has_weights(source):
+            problem = "has no safetensors" if source.exists() else "does not exist"
+            raise ConfigError(f"MODEL={source} {problem}; give a directory with weights, an adapter, or a run")
         return source
     settings = read_json(source / "adapter_config.json", "MODEL=", "give a directory that PEFT wrote")
     base = Path(settings.get("base_model_name_or_path") or "")
@@ -82,9 +82,8 @@ def as_model(source: Path, out: Path) -> Path:
             f"MODEL={source} is an adapter whose base_model_name_or_path={base} has no safetensors; {way}"
         )
     merge_adapter(base, source, load_file(source / "adapter_model.safetensors"), out)
-    for each in (base, source):  # an adapter may come with a tokenizer of its own
-        for file in filter(Path.is_file, (each / file for file in TOKENIZER_FILES)):
-            shutil.copy(file, out)
+    has_tokenizer = any((source / file).is_file() for file in TOKENIZER_FILES)
+    load_tokenizer(None, source if has_tokenizer else base).hf.save_pretrained(out)
     return out
 
 

@@ -5,23 +5,22 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from ithaka.config import ConfigError
 from ithaka.data.tokenizer import load_tokenizer
 from ithaka.dist.mesh import default_device
 from ithaka.evaluate import as_model
-from ithaka.model.build import has_weights
 
 
 def sample(source: Path, prompt: str, num_tokens: int, temperature: float, raw: bool = False) -> str:
     """The answer to `prompt` if the tokenizer has a chat template and not `raw`; else its continuation. Of the family
     that transformers finds in config.json, on one device."""
+    disable_progress_bar()
     device = default_device()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with tempfile.TemporaryDirectory(prefix="ithaka-sample-") as name:
         directory = as_model(source, Path(name) / "model")
-        if not has_weights(directory):
-            raise ConfigError(f"MODEL={source} has no safetensors; give a directory with weights, an adapter, or a run")
         tokenizer = load_tokenizer(None, directory)
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device).eval()
     if tokenizer.hf.chat_template and not raw:
