@@ -94,6 +94,19 @@ def test_gradient_checkpointing_is_what_the_layers_do(tmp_path):
     assert not made.args.gradient_checkpointing
 
 
+class Loading(Trainer):
+    """As SFTTrainer does."""
+
+    def __init__(self, model, **given):
+        super().__init__(model=AutoModelForCausalLM.from_pretrained(model), **given)
+
+
+def test_a_trainer_that_loads_the_model_itself(tmp_path):
+    tiny_model(tiny_config("llama"), torch.float32).save_pretrained(tmp_path)
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    assert hf.long_context(Loading)(model=str(tmp_path), args=args).model.ithaka_mesh.cp_size == 1
+
+
 # ---- plans
 
 

@@ -20,13 +20,13 @@ from threads import on_threads
 LARGEST = 25_000  # bytes of a file; the largest parameter has 24576
 
 
-def saved(plain, folder, **settings):
+def saved(plain, folder, replicas=1, **settings):
     """By two ranks that have called the model: they keep its root gathered, in the dtype of the computation."""
     models = [copy.deepcopy(plain) for _ in range(2)]
 
     def work():
-        mesh = make_mesh(2)
-        model = parallelize(models[mesh.rank], mesh=mesh, layout=Layout(cp=2, dtype="bfloat16"))
+        mesh, layout = make_mesh(2, replicas=replicas), Layout(cp=2, dtype="bfloat16", replicas=replicas)
+        model = parallelize(models[mesh.rank], mesh=mesh, layout=layout)
         with torch.no_grad():
             model(input_ids=random_ids(1, 6))
         model.save_pretrained(folder, **settings)
@@ -48,7 +48,7 @@ def test_whole_models(tmp_path, family):
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     loaded = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
     assert all(torch.equal(loaded[name], tensor) for name, tensor in plain.named_parameters())
-    saved(plain, tmp_path)
+    saved(plain, tmp_path, replicas=2)
     assert [file.name for file in tmp_path.glob("*.safetensors*")] == ["model.safetensors"]
 
 

@@ -210,7 +210,8 @@ class LongContext(Trainer):
                 raise ConfigError(f"{name} cannot go with long_context; {way}")
         if (given.get("optimizers") or (None,))[0] is not None:
             raise ConfigError("optimizers: it would hold parameters from before sharding; use optimizer_cls_and_kwargs")
-        own_forward = "forward" in vars(_base(given.get("model")))
+        # TRL takes a path or a name too, and loads the model itself.
+        own_forward = "forward" in getattr(_base(given.get("model")), "__dict__", ())
         super().__init__(*positional, **named)
         _refuse_arguments(self.args)
         self._refuse_launcher()

@@ -52,7 +52,7 @@ def save_pretrained(model: Any, save_directory: str | Path, max_shard_size: int 
         if writer is not None:
             writer.write(file, tensors)
     error = [writer.finish() if writer is not None else None]
-    dist.broadcast_object_list(error, group=base.ithaka_mesh.fsdp.get_group(), group_src=0)
+    dist.broadcast_object_list(error, src=0)
     if error[0] is not None:
         raise OSError(f"save_pretrained({save_directory}): rank 0: {error[0]}")
 
