@@ -60,6 +60,9 @@ def damaged(run_dir, kind):
     elif kind == "flipped":
         data = path / "__1_0.distcp"
         data.write_bytes(bytes([*data.read_bytes()[:-1], data.read_bytes()[-1] ^ 1]))
+    elif kind == "another number":
+        state = (path / "state.json").read_text()
+        (path / "state.json").write_text(state.replace('"step": 6', '"step": 7'))
     elif kind == "same size, index unreadable":
         index = path / ".metadata"
         index.write_bytes(bytes(index.stat().st_size))
@@ -76,6 +79,7 @@ def damaged(run_dir, kind):
         ("__0_0.distcp", "No such file.*__0_0.distcp"),
         (".metadata", "No such file.*.metadata"),
         ("state.json", "No such file.*state.json"),
+        ("another number", "file state.json does not hold what was written"),
         ("same size, index unreadable", "cannot be used: UnpicklingError"),
         ("gone", "No such file"),
     ],

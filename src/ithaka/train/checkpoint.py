@@ -202,6 +202,7 @@ class Saver:
             record = {"format": FORMAT, "world_size": dist.get_world_size(), **state}
             record["file_bytes"] = {name: num_bytes for name, (num_bytes, _) in files.items()}
             record["checksums"] = {name: digest for name, (_, digest) in files.items()}
+            record["checksums"][STATE_FILE] = _state_checksum(record)
             write_atomic(temporary / STATE_FILE, json.dumps(record, indent=1))
             if final.exists():  # left by a run that went on from an earlier checkpoint
                 shutil.rmtree(final)
@@ -237,6 +238,13 @@ def checksum(file: Path) -> str:
         return hashlib.file_digest(opened, "blake2b").hexdigest()[:32]
 
 
+def _state_checksum(state: dict[str, Any]) -> str:
+    """Of all that state.json holds but this checksum itself."""
+    checksums = {name: digest for name, digest in state["checksums"].items() if name != STATE_FILE}
+    words = json.dumps({**state, "checksums": checksums})
+    return hashlib.blake2b(words.encode()).hexdigest()[:32]
+
+
 def _is_seen(file: Path, num_bytes: int) -> bool:
     """A shared file system may show other nodes' files late."""
     deadline = time.monotonic() + SHARING_S
@@ -255,13 +263,16 @@ def _prune(root: Path, step: int, keep_last: int, best: int = 0) -> None:
 
 
 def problem(path: Path) -> str | None:
-    """Why the checkpoint at `path` cannot be used, or None: every file is there with the size it was written with, and
-    torch's index can be read."""
+    """Why the checkpoint at `path` cannot be used, or None: state.json is as it was written, every file is there with
+    the size it was written with, and torch's index can be read."""
     try:
         state = read_state(path)
         if (found := state.get("format")) != FORMAT:
             rule = f"its format is {found}, and this ithaka reads {FORMAT}; use the ithaka that wrote it"
             raise ConfigError(f"checkpoint {path} cannot be used: {rule}")
+        own = state.get("checksums", {}).get(STATE_FILE)  # none: of an earlier version
+        if own is not None and own != _state_checksum(state):
+            return f"file {STATE_FILE} does not hold what was written"
         for name, num_bytes in state["file_bytes"].items():
             if (path / name).stat().st_size != num_bytes:
                 return f"file {name} does not have the {num_bytes} bytes that were written"
@@ -277,7 +288,7 @@ def damage(path: Path, share: int = 0, of: int = 1) -> str | None:
     """What of the checkpoint's files is not as it was written, by their checksums; looks at every `of`-th of them."""
     sums = sorted(read_state(path).get("checksums", {}).items())
     try:
-        wrong = [name for name, digest in sums[share::of] if checksum(path / name) != digest]
+        wrong = [name for name, digest in sums[share::of] if name != STATE_FILE and checksum(path / name) != digest]
     except OSError as error:
         return f"{type(error).__name__}: {error}"
     return f"file {wrong[0]} does not hold what was written" if wrong else None
