@@ -170,7 +170,7 @@ def test_a_run_is_evaluated_and_shown(ranks, tmp_path, monkeypatch, capfd):
     assert result.exit_code == 0, result.output
     assert capfd.readouterr().err == "" and result.stderr == "", "a progress bar is noise in a file"
     losses = next(line for line in result.stdout.splitlines() if line.startswith("loss  ")).split()
-    assert losses[1] == losses[3] and "loss A  error A  loss B  error B" in result.stdout
+    assert losses[1] == losses[3] and "loss A error A loss B error B" in " ".join(result.stdout.split())
     assert (tmp_path / "page.html").read_text().count("--score: ") == 2 * len(TASKS) * len(DEPTHS)
 
 
