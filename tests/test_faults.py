@@ -15,9 +15,9 @@ from unittest.mock import MagicMock
 import pytest
 import torch.distributed as dist
 
-from ithaka.config import ConfigError
+from ithaka.config import ConfigError, parse
 from ithaka.layer import stages, store
-from ithaka.train import checkpoint, heartbeat, loop, step
+from ithaka.train import checkpoint, heartbeat, loop, preflight, step
 from ithaka.train.console import Console, read_metrics
 from ranks import Ranks
 from runs import copy_back_at, metrics, numbers, run, tiny_run, wait_for
@@ -313,7 +313,7 @@ def test_a_spike_is_a_multiple_of_the_median(whole):
 
 def with_other_data(config, other):
     path = config.data.path if dist.get_rank() == 0 else other
-    run(dataclasses.replace(config, data=dataclasses.replace(config.data, path=path)))
+    run(dataclasses.replace(config, data=dataclasses.replace(config.data, path=path / "*.txt")))
 
 
 def test_a_rank_with_other_data_is_refused_before_the_first_step(ranks, whole, tmp_path):
@@ -324,6 +324,18 @@ def test_a_rank_with_other_data_is_refused_before_the_first_step(ranks, whole, t
     with pytest.raises(AssertionError, match=r"do not have the same: data.path is \w+ on rank 0 and \w+ on rank 1, "):
         ranks.run(2, with_other_data, moved(whole, tmp_path / "run"), other)
     assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_a_model_is_the_same_whatever_a_download_left_beside_it(tmp_path):
+    data = SimpleNamespace(fingerprint=str, stream=SimpleNamespace(sources=[]), validation=None)
+
+    def found(name, weights):
+        (tmp_path / name / ".cache").mkdir(parents=True)
+        (tmp_path / name / ".cache" / "when").write_text(name)
+        (tmp_path / name / "model.safetensors").write_text(weights)
+        return preflight.fingerprints(parse({"model": {"path": str(tmp_path / name)}}), data, "")
+
+    assert found("one", "weights") == found("two", "weights") != found("three", "others!")
 
 
 def test_the_global_batch_is_kept_by_another_number_of_ranks(ranks, whole, tmp_path):

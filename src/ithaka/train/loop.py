@@ -379,7 +379,7 @@ def prepare(run: Run, trains: bool = True) -> Trainer:
     settings = run.config.train
     keeps_best = settings.keep_best or settings.patience > 0
     trainer.saver = checkpoint.Saver(run.run_dir, settings.keep_last, has_room_to_save(run), keeps_best)
-    own = fingerprints(run.config, trainer.data.fingerprint(), trainer.tokenizer.fingerprint)
+    own = fingerprints(run.config, trainer.data, trainer.tokenizer.fingerprint)
     check_same(gathered((socket.gethostname(), own)))
     if not trains:
         trainer.load() if run.checkpoint is not None else None

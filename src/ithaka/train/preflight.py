@@ -13,12 +13,12 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 import yaml
@@ -51,6 +51,9 @@ from ithaka.plan.shape import ModelShape, Work, read_shape, shape_from_config
 from ithaka.plan.show import size
 from ithaka.train import checkpoint, launch
 from ithaka.train.launch import SharedError, under_torchrun
+
+if TYPE_CHECKING:
+    from ithaka.data.stream import TrainData
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -243,20 +246,23 @@ def with_intact_checkpoint(run: Run) -> Run:
     return run
 
 
-def fingerprints(config: Config, data: str, tokenizer: str) -> dict[str, str]:
+def fingerprints(config: Config, data: TrainData, tokenizer: str) -> dict[str, str]:
     """Of what every rank must have alike, by name."""
-    found = {"data": data, "tokenizer": tokenizer, "python": platform.python_version(), "ithaka": ithaka.__version__}
+    found = {"data": data.fingerprint(), "tokenizer": tokenizer, "python": platform.python_version()}
+    found["ithaka"] = ithaka.__version__
     for name in ("torch", "transformers", "tokenizers", "peft", "datasets"):
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
-    files = {"model.path": [config.model.path], "data.path": [s.path for s in config.data.all_sources()]}
-    return found | {name: _contents([path for path in paths if path]) for name, paths in files.items()}
+    model, streams = config.model.path, [stream for stream in (data.stream, data.validation) if stream is not None]
+    of_model = sorted(model.glob("[!.]*")) if model is not None and model.is_dir() else [model] if model else []
+    shards = [shard for stream in streams for source in stream.sources for shard in source.shards]
+    of_data = dict.fromkeys(path for shard in shards for path in shard.paths)
+    return found | {"model.path": _contents(of_model), "data.path": _contents(of_data)}
 
 
-def _contents(paths: Sequence[Path]) -> str:
-    """Of the files below: names, sizes, and what some hold at both ends."""
+def _contents(files: Iterable[Path]) -> str:
+    """Names, sizes, and what some hold at both ends."""
     found = hashlib.sha256()
-    files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
     for number, file in enumerate(file for file in files if file.is_file()):
         num_bytes = file.stat().st_size
         found.update(f"{file.name} {num_bytes}\n".encode())
