@@ -18,7 +18,7 @@ from ithaka.cli import app
 from ithaka.config import ConfigError
 from ithaka.data.tokenizer import ByteTokenizer
 from ithaka.dist.mesh import make_mesh
-from ithaka.evaluate import as_model
+from ithaka.evaluate import as_model, evaluate_all
 from ithaka.layout import Layout
 from ithaka.measure import (
     DEPTHS,
@@ -172,6 +172,14 @@ def test_a_run_is_evaluated_and_shown(ranks, tmp_path, monkeypatch, capfd):
     losses = next(line for line in result.stdout.splitlines() if line.startswith("loss  ")).split()
     assert losses[1] == losses[3] and "loss A error A loss B error B" in " ".join(result.stdout.split())
     assert (tmp_path / "page.html").read_text().count("--score: ") == 2 * len(TASKS) * len(DEPTHS)
+
+
+def test_two_models_under_torchrun_are_refused(tmp_path, monkeypatch):
+    """Its ranks cannot meet a second time."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="2 models under torchrun: .* --json, then give both files"):
+        evaluate_all([tmp_path / "a", tmp_path / "b"])
 
 
 def test_narrow_parameters_give_the_same_losses(tmp_path):

@@ -35,6 +35,9 @@ def evaluate_all(sources: Sequence[Path], *how: Any) -> list[dict[str, Any]]:
     """Of each source, as `evaluate` gives it, or read from a file that has it; refuses what cannot be compared."""
     earlier = {each: read_json(each, "MODEL=", "give what --json wrote") for each in sources if each.is_file()}
     all_found: list[dict[str, Any]] = []
+    if launch.under_torchrun() and len(sources) - len(earlier) > 1:  # whose ranks meet only once
+        way = "write each result with --json, then give both files"
+        raise ConfigError(f"{len(sources)} models under torchrun: it measures one at a time; {way}")
     for source in sources:
         all_found.append(earlier.get(source) or evaluate(source, *how))
         for name in SAME:
