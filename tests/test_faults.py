@@ -287,6 +287,29 @@ def test_a_step_that_is_bad_once_is_computed_again_and_the_rank_named(ranks, who
     assert [line["loss"] for line in lines] == [line["loss"] for line in metrics(whole.train.run_dir)]
 
 
+def wrong_attention(patch):
+    """Of rank 1, once, in its third step: the gradients of both ranks are hit."""
+    computed, hit, train_step, attend = [], [], loop.train_step, stages.HeldHeads.attend
+
+    def wrong(*args):
+        out, lse = attend(*args)
+        if dist.get_rank() == 1 and len(computed) == 3 and not hit:
+            hit.append(args)
+            out = out * math.nan
+        return out, lse
+
+    patch.setattr(loop, "train_step", lambda *args, **kwargs: computed.append(args) or train_step(*args, **kwargs))
+    patch.setattr(stages.HeldHeads, "attend", wrong)
+
+
+def test_the_rank_of_a_wrong_loss_is_named(ranks, whole, tmp_path):
+    config = moved(whole, tmp_path / "run", steps=3)
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, cp=1))
+    (told, error), _ = ranks.run(2, told_by, wrong_attention, config)
+    assert error is None and "step 3: loss nan, gradient norm nan, but not when computed again" in told
+    assert ": the hardware of rank 1 on " in told and "rank 0 on" not in told
+
+
 @pytest.mark.parametrize("fault, way", [(nan_twice, "skip"), (nan_always, "skip"), (nan_twice, "stop")])
 def test_a_step_that_is_bad_twice_is_skipped_or_ends_the_run(ranks, whole, tmp_path, fault, way):
     config = moved(whole, tmp_path / "run", bad_step=way)

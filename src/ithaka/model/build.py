@@ -45,6 +45,7 @@ class ParallelOutput(ModelOutput):
     num_tokens: int | None = None
     tokens: TokenResults | None = None  # of this rank's share
     docs: Docs | None = None  # whose documents are where, and what was sent for them
+    own_loss: Tensor | None = None  # this rank's part
 
 
 def parallelize(
@@ -244,8 +245,9 @@ def _forward(
     if share.labels_s is None:
         return ParallelOutput(logits=head)
     tokens = head if call.per_token else None
-    loss = _GlobalSum.apply(head if tokens is None else -tokens.logprobs.sum() / call.divisor)
-    return ParallelOutput(loss=loss, num_tokens=call.num_tokens, tokens=tokens, docs=share.docs)
+    own = head if tokens is None else -tokens.logprobs.sum() / call.divisor
+    of_rank = {"tokens": tokens, "docs": share.docs, "own_loss": own.detach()}
+    return ParallelOutput(loss=_GlobalSum.apply(own), num_tokens=call.num_tokens, **of_rank)
 
 
 class _GlobalSum(torch.autograd.Function):

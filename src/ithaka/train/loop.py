@@ -227,14 +227,16 @@ class Trainer:
 
     def _suspect(self, first: StepResult) -> None:
         """Name the ranks where a step was bad that was not when it was computed again."""
-        norms = gathered((socket.gethostname(), first.refused_norm))
-        bad = [f"rank {rank} on {host}" for rank, (host, norm) in enumerate(norms) if not math.isfinite(norm or 0.0)]
-        if not bad:  # a spike: the largest share
-            rank, (host, _) = max(enumerate(norms), key=lambda entry: entry[1][1] or 0.0)
-            bad = [f"rank {rank} on {host}"]
-        who = ", ".join(bad) if len(bad) < len(norms) else "one of the ranks, which it is cannot be told: all were hit"
+        ranks = gathered((f"rank {self.mesh.rank} on {socket.gethostname()}", *(first.refused or ())))
+        # A bad forward shows in the loss of its own ranks, and then in the gradients of all.
+        bad = [name for name, loss, _ in ranks if not math.isfinite(loss)]
+        bad = bad or [name for name, _, norm in ranks if not math.isfinite(norm)]
+        bad = bad or [max(ranks, key=lambda entry: entry[2])[0]]  # a spike: the largest share
+        who = f"the hardware of {', '.join(bad)} may be failing"
+        if len(bad) == len(ranks) > 1:
+            who = "hardware may be failing, and which cannot be told: all ranks were hit"
         what = f"step {self.step + 1}: loss {first.loss}, gradient norm {first.grad_norm}, but not when computed again"
-        self.tell(f"{what}: the hardware of {who} may be failing", suspected=bad)
+        self.tell(f"{what}: {who}", suspected=bad)
 
     def slow_disk(self, step_s: float) -> float:
         """Bytes per second of the disk tier in this step, if the step waited longer for it than planned; else 0."""
@@ -269,9 +271,9 @@ class Trainer:
             accepts=self.accepts,
         )
         result = compute()
-        if result.refused_norm is not None:
+        if result.refused is not None:
             first, result = result, compute()
-            if result.refused_norm is not None:
+            if result.refused is not None:
                 self._skip_or_stop(result, batches)
                 return None
             self._suspect(first)

@@ -131,7 +131,8 @@ class StepResult:
     label_tokens: int
     num_pairs: int  # query-key pairs of attention, summed over layers
     source_losses: dict[str, float]  # loss/NAME; empty with one source
-    refused_norm: float | None = None  # where there was no update: of this rank's shares of the gradients
+    # Where there was no update: this rank's part of the loss, and the norm of its shares of the gradients.
+    refused: tuple[float, float] | None = None
     balance: float | None = None  # attention of the rank with most over the mean; None: all have the same
     ring_bytes: int = 0  # k, v, dk and dv that the ring's member with most sent
 
@@ -162,21 +163,22 @@ def train_step(
     for group in optimizer.param_groups:
         group["lr"] = lr
     total_loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    sources, largest, ring_bytes = SourceSums(source_names, mesh), [], 0
+    sources, largest, own_losses, ring_bytes = SourceSums(source_names, mesh), [], [], 0
     for batch, own_pairs in zip(batches, pairs, strict=True):
         out = model(**batch.inputs, num_items_in_batch=max(label_tokens, 1), per_token=sources.several)
         sources.add(batch, out.tokens)
         out.loss.backward()
         total_loss += out.loss.detach()
+        own_losses.append(out.own_loss)
         largest.append(own_pairs * out.docs.deal.balance)
         ring_bytes += out.docs.sent_bytes
     with phase("optimizer"):
         norm = float(clip_gradients(model.parameters(), clip_norm, mesh.device))
-        loss, refused_norm = float(total_loss), None
+        loss, refused = float(total_loss), None
         if accepts(loss, norm):
             optimizer.step()
         else:
-            refused_norm = own_norm(model.parameters())
+            refused = float(sum(own_losses)), own_norm(model.parameters())
     optimizer.zero_grad(set_to_none=True)
     balance = None
     if mesh.dp_size > 1 or mesh.ring_group.size() > 1:
@@ -184,7 +186,7 @@ def train_step(
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         balance, ring_bytes = float(most[1:].sum()) * mesh.dp_size / max(1, sum(all_pairs)), int(most[0])
     means = sources.means("loss")
-    return StepResult(loss, norm, label_tokens, sum(all_pairs), means, refused_norm, balance, ring_bytes)
+    return StepResult(loss, norm, label_tokens, sum(all_pairs), means, refused, balance, ring_bytes)
 
 
 @torch.no_grad()
