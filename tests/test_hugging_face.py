@@ -20,10 +20,23 @@ from trl import SFTTrainer
 from ithaka.hf import long_context
 
 TOLERANCE = 1e-5  # fp32
-OPTIMIZER = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})}  # AdamW amplifies rounding
+
+
+class FadingSGD(torch.optim.SGD):
+    """Its steps fade with their number: state that is no tensor, beside momentum. (AdamW would amplify rounding.)"""
+
+    def step(self, closure=None):
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            number = self.state[param]["number"] = self.state[param].get("number", 0) + 1
+            param.grad.mul_(1 - number / 20)
+        return super().step(closure)
+
+
+OPTIMIZER = {"optimizer_cls_and_kwargs": (FadingSGD, {"lr": 0.05, "momentum": 0.9})}
 LOGGED = ("loss", "grad_norm", "learning_rate", "entropy", "mean_token_accuracy", "num_tokens", "eval_loss")
 datasets.disable_progress_bars()
 QUIET = {"use_cpu": True, "disable_tqdm": True, "seed": 3, "dataloader_pin_memory": False, "save_total_limit": None}
+SHORT = {"max_steps": 6, "save_steps": 3, "eval_steps": 3}  # for seconds less
 
 
 def example(name):
@@ -79,14 +92,14 @@ def test_trainer(ranks, tmp_path):
     """Accumulation, rows of unequal lengths, evaluation, a checkpoint of 2 x 2 ranks with which two go on; in the end
     the weights are those of one in the middle, which is to be the best."""
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
-    trained = partial(run, **best)
+    trained = partial(run, **best, **SHORT)
     (expected,) = ranks.run(1, trained, "hf_trainer", 0, tmp_path / "plain")
     runs = ranks.run(4, trained, "hf_trainer", 2, tmp_path / "four")
     check(runs, expected)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "four" / "final")
     for name, tensor in saved.named_parameters():
         assert torch.equal(tensor, runs[0][1][name])
-    checkpoint = str(tmp_path / "four" / "checkpoint-5")
+    checkpoint = str(tmp_path / "four" / "checkpoint-3")
     check(ranks.run(2, trained, "hf_trainer", 2, tmp_path / "two", checkpoint), expected)
 
 
@@ -99,7 +112,7 @@ def test_sft_trainer_on_packed_conversations(ranks, tmp_path):
 
 def test_sft_trainer_with_adapters(ranks, tmp_path):
     """On padded rows; saved in PEFT's format, and resumed."""
-    changes = {"lora": True, "packing": False, "gradient_accumulation_steps": 1}
+    changes = {"lora": True, "packing": False, "gradient_accumulation_steps": 1, **SHORT}
     (expected,) = ranks.run(1, partial(run, **changes), "sft", 0, tmp_path / "plain")
     runs = ranks.run(2, partial(run, **changes), "sft", 2, tmp_path / "two")
     check(runs, expected)
@@ -109,7 +122,7 @@ def test_sft_trainer_with_adapters(ranks, tmp_path):
         saved = PeftModel.from_pretrained(base, tmp_path / "two" / "final")
     for name, tensor in saved.named_parameters():
         assert torch.equal(tensor, runs[0][1][name])
-    checkpoint = str(tmp_path / "two" / "checkpoint-5")
+    checkpoint = str(tmp_path / "two" / "checkpoint-3")
     again = ranks.run(2, partial(run, **changes), "sft", 2, tmp_path / "again", checkpoint)
     check(again, expected, set(LOGGED) - {"num_tokens"})  # which TRL counts from 0 again
 
