@@ -11,69 +11,16 @@ import pytest
 
 from ithaka.config import ConfigError
 from ithaka.train import launch
+from launched import (
+    fail,
+    fail_everywhere,
+    fail_while_saving,
+    finish_step_then_stop,
+    never_stop,
+    not_yet_training,
+    write_environment,
+)
 from programs import Program
-
-# What the ranks of these tests run: module-level, so that a started process can import it.
-
-
-def write_environment(folder: Path) -> None:
-    names = (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "OMP_NUM_THREADS",
-    )
-    (folder / os.environ["RANK"]).write_text(" ".join(os.environ[name] for name in names))
-
-
-def fail(rank: str, kind: str) -> None:
-    if os.environ.get("RANK", "0") != rank:
-        time.sleep(60)
-    if kind == "config":
-        raise ConfigError("parallel.cp=6 does not divide the 8 ranks; use 1, 2, 4 or 8")
-    if kind == "memory":
-        raise MemoryError("no room")
-    if kind == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    raise RuntimeError("boom")
-
-
-def fail_everywhere() -> None:
-    raise RuntimeError("boom on all")
-
-
-def finish_step_then_stop(folder: Path, patience_s: float = 20.0) -> None:
-    """Like the training loop: the first signal sets a flag, and the work goes on for a moment."""
-    asked: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
-    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
-    rank = os.environ["RANK"]
-    (folder / f"ready{rank}").write_text(str(os.getpid()))
-    deadline = time.monotonic() + patience_s
-    while not asked and time.monotonic() < deadline:
-        time.sleep(0.02)
-    time.sleep(0.5)
-    (folder / f"saved{rank}").write_text(" ".join(map(str, asked)))
-
-
-def not_yet_training(folder: Path) -> None:
-    (folder / f"ready{os.environ['RANK']}").write_text(str(os.getpid()))
-    time.sleep(60)
-
-
-def fail_while_saving(folder: Path) -> None:
-    finish_step_then_stop(folder)
-    raise OSError("disk full")
-
-
-def never_stop(folder: Path) -> None:
-    signal.signal(signal.SIGINT, lambda number, frame: None)
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
-    (folder / f"ready{os.environ['RANK']}").write_text(str(os.getpid()))
-    time.sleep(60)
 
 
 def launch_two(function: Callable[[Path], None], folder: Path) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ from runs import run, tiny_run
 MODEL = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 2048}
 MEMORY = {
     "everything kept": {"checkpoint": "none"},
-    "recomputed": {"checkpoint": "full", "tile_tokens": 256},
-    "attention kept": {"checkpoint": "full", "tile_tokens": 256, "keep_attention": "all"},
-    "on the host": {"checkpoint": "full", "tile_tokens": 256, "offload": "host"},
+    "recomputed": {"checkpoint": "full", "tile_tokens": 128},
+    "attention kept": {"checkpoint": "full", "tile_tokens": 128, "keep_attention": "all"},
+    "on the host": {"checkpoint": "full", "tile_tokens": 128, "offload": "host"},
 }
 
 
 def profiled(
-    folder: Path, memory: dict[str, Any], context: int = 1024, adapter: dict[str, Any] | None = None, **model: Any
+    folder: Path, memory: dict[str, Any], context: int = 512, adapter: dict[str, Any] | None = None, **model: Any
 ) -> dict[str, Any]:
     config = tiny_run(
         folder,
@@ -44,14 +45,26 @@ def profiled(
     return json.loads((config.train.run_dir / "profile" / "step-2" / "profile.json").read_text())
 
 
+@pytest.fixture(scope="module")
+def profiles(tmp_path_factory):
+    """-> the folder of a run with MEMORY[name], and its profile."""
+
+    @cache
+    def profile(name: str) -> tuple[Path, dict[str, Any]]:
+        folder = tmp_path_factory.mktemp("profiled")
+        return folder, profiled(folder, MEMORY[name])
+
+    return profile
+
+
 @pytest.mark.parametrize("name", MEMORY)
-def test_map_adds_up_to_the_measured_peak(tmp_path, name):
-    data = profiled(tmp_path, MEMORY[name])
+def test_map_adds_up_to_the_measured_peak(profiles, name):
+    folder, data = profiles(name)
     memory, peak = data["memory"], data["memory"]["peak"]
     total = max(map(sum, zip(*memory["holders"].values(), strict=True)))
     assert total == peak["num_bytes"] == sum(peak["holders"].values())
     before = sum(memory["holders"][name][0] for name in ("parameters", "optimizer"))
-    measured = before + traced_peak(tmp_path / "run" / "profile" / "step-2" / "trace.json.gz")
+    measured = before + traced_peak(folder / "run" / "profile" / "step-2" / "trace.json.gz")
     assert abs(total - measured) < 0.02 * measured
     assert peak["holders"].get("other", 0) < 0.05 * total
     assert set(memory["holders"]) <= set(HOLDERS)
@@ -91,8 +104,8 @@ def test_frozen_weights_are_planned(tmp_path, adapter, tied):
     assert ("gradients" in peak["holders"]) == ("modules_to_save" in adapter)
 
 
-def test_times_add_up_to_the_step(tmp_path):
-    data = profiled(tmp_path, MEMORY["on the host"])
+def test_times_add_up_to_the_step(profiles):
+    _, data = profiles("on the host")
     times = data["times"]
     totals = {kind: sum(row[kind] for row in times["phases"]) for kind in KINDS}
     assert sum(totals.values()) == pytest.approx(times["wall_s"])
@@ -112,12 +125,12 @@ def test_planted_hog_is_named_first(tmp_path, monkeypatch):
     monkeypatch.setattr(StreamedLayer, "_mlp_backward", with_hog)
     peak = profiled(tmp_path, MEMORY["recomputed"])["memory"]["peak"]
     first = peak["largest"][0]
-    assert first["num_bytes"] == 1024 * 4096 * 4
-    assert first["what"] == "float32 [1024, 4096]"
+    assert first["num_bytes"] == 512 * 4096 * 4
+    assert first["what"] == "float32 [512, 4096]"
     assert "test_memory_map.py" in first["made_by"] and "with_hog" in first["made_by"]
     assert "backward / mlp" in peak["phase"]
     words = (tmp_path / "run" / "profile" / "step-2" / "peak.txt").read_text()
-    assert words.splitlines()[3].strip().startswith("1. 16 MiB")
+    assert words.splitlines()[3].strip().startswith("1. 8 MiB")
 
 
 def test_leaving_the_recorders_is_no_part_of_the_step(monkeypatch):

@@ -385,7 +385,8 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
     # weight's two gradients and their sum; then the gradient, its wide copy to send and the shard that comes back.
     buffer = (s // EMBEDDING_RUN + min(s, shape.vocab)) * shape.hidden * wide if embedded else 0
     made = (head * e, embedded * e + trained * wide + root_grad + max(buffer, root_grad))
-    sent = (root, embedded * e + embedded * wide + embedded * wide * layout.replicas // hardware.num_gpus)
+    arrived = 0 if alone else embedded * wide * layout.replicas // hardware.num_gpus
+    sent = (root, embedded * e + embedded * wide + arrived)
     weights, waiting = max(made, sent, key=sum)
     embedding = held(Moment("embedding", x), weights, lm_head + (above + 1) * trained, waiting)
     return [
