@@ -88,7 +88,7 @@ def children() -> set[int]:
 
 def test_a_killed_rank_is_named(capsys, monkeypatch):
     monkeypatch.setattr(launch, "GRACE_S", 0.2)
-    assert launch.run_ranks(fail, ("1", "killed"), 2) == 1
+    assert launch.run_ranks(fail, ("1", "killed"), 2) == launch.EXIT_LOST
     assert "rank 1 was killed by SIGKILL" in capsys.readouterr().err
 
 

@@ -226,6 +226,8 @@ def _send(number: int, again: bool) -> None:
             rank.send_signal(signal.SIGKILL if again else number)
     if not ranks:
         raise KeyboardInterrupt
+    if not again:
+        _say_stopping()
 
 
 def _likely_cause(outcome: Outcome) -> tuple[int, float]:
@@ -239,7 +241,8 @@ def _end_of(rank: int, code: int) -> Outcome:
     """The outcome of a rank that could not report its own."""
     end = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
     hint = "; the system kills processes when host memory runs out" if -code == signal.SIGKILL else ""
-    return Outcome(128 - code if -code in SIGNALS else max(code, EXIT_FAILED), f"rank {rank} {end}{hint}")
+    code = 128 - code if -code in SIGNALS else EXIT_LOST if code < 0 else max(code, EXIT_FAILED)
+    return Outcome(code, f"rank {rank} {end}{hint}")
 
 
 def child() -> None:
@@ -269,12 +272,17 @@ def _end_with_others(folder: Path, parent: int) -> None:
 
 
 def answer(number: int, again: bool) -> None:
-    """End this rank if it was asked before, else let rank 0 say what comes: a step may take hours."""
+    """End this rank if it was asked before, else let rank 0 say what comes: a step may take hours. Our own launcher says
+    it itself: it alone knows whether a user asked, or a rank is ended because another died."""
     if again:
         os._exit(128 + number)
-    elif os.environ.get("RANK", "0") == "0":  # os.write: print may be at work where the signal came
-        line_break = b"\n" if os.isatty(2) else b""  # after the terminal's ^C
-        os.write(2, line_break + b"Stopping after this step; Ctrl-C again stops at once.\n")
+    elif _folder is None and os.environ.get("RANK", "0") == "0":
+        _say_stopping()
+
+
+def _say_stopping() -> None:
+    line_break = b"\n" if os.isatty(2) else b""  # after the terminal's ^C
+    os.write(2, line_break + b"Stopping after this step; Ctrl-C again stops at once.\n")  # print may be at work
 
 
 @contextlib.contextmanager
