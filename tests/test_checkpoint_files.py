@@ -160,6 +160,10 @@ def test_pruning_leaves_later_checkpoints_alone(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000006", "step-00000008"]
 
 
+def test_a_checkpoint_that_another_run_removes_is_damaged(tmp_path):
+    assert "FileNotFoundError" in checkpoint.damage(tmp_path / "gone")
+
+
 def test_two_runs_in_one_directory_are_refused(trained, run_dir, ranks):
     """Both would write its checkpoints and metrics."""
     longer = dataclasses.replace(trained.train, steps=7, run_dir=run_dir)

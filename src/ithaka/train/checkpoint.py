@@ -286,8 +286,8 @@ def problem(path: Path) -> str | None:
 
 def damage(path: Path, share: int = 0, of: int = 1) -> str | None:
     """What of the checkpoint's files is not as it was written, by their checksums; looks at every `of`-th of them."""
-    sums = sorted(read_state(path).get("checksums", {}).items())
-    try:
+    try:  # another run in this directory may be removing it
+        sums = sorted(read_state(path).get("checksums", {}).items())
         wrong = [name for name, digest in sums[share::of] if name != STATE_FILE and checksum(path / name) != digest]
     except OSError as error:
         return f"{type(error).__name__}: {error}"

@@ -272,8 +272,8 @@ def _end_with_others(folder: Path, parent: int) -> None:
 
 
 def answer(number: int, again: bool) -> None:
-    """End this rank if it was asked before, else let rank 0 say what comes: a step may take hours. Our own launcher says
-    it itself: it alone knows whether a user asked, or a rank is ended because another died."""
+    """End this rank if it was asked before, else let rank 0 say what comes: a step may take hours. Our own launcher
+    says it itself: it alone knows whether a user asked, or a rank is ended because another died."""
     if again:
         os._exit(128 + number)
     elif _folder is None and os.environ.get("RANK", "0") == "0":
