@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from ithaka.cli import app
 from ithaka.config import ConfigError, given, load, parse, to_dict, to_yaml
 from ithaka.plan.hardware import Hardware, find_gpu
+from ithaka.train import checkpoint
 from ithaka.train.preflight import _saved, planned
 from ithaka.train.step import learning_rate
 from runs import copy_back_at, metrics, numbers, tiny_run
@@ -58,7 +59,7 @@ def test_one_command_goes_through_all_entries(done):
     rates[6:8] = learning_rate(0, own, 2), learning_rate(1, own, 2)
     assert [record["lr"] for record in records] == rates
     assert "4 of 4, steps 9 to 10" in said and "theta 50000.0" in said.partition("2 of 4")[2]
-    assert json.loads((run_dir / "model" / "config.json").read_text())["rope_parameters"]["rope_theta"] == 5e4
+    assert theta_of(run_dir / "model") == 5e4
     assert not (run_dir / "tokens").exists() or not any((run_dir / "tokens").iterdir())
 
 
@@ -68,6 +69,15 @@ def test_data_goes_on_where_an_entry_left_it(done):
     before, other, after = (state["data"] for state in states)
     assert before["data"] == after["data"] != other["data"]
     assert after["sequences"] == before["sequences"] + 1 and other["sequences"] == 2
+
+
+def test_a_step_is_exported_with_the_positions_of_its_entry(done, tmp_path):
+    thetas = [theta_of(checkpoint.export(done[0], tmp_path / str(step), step=step)) for step in (3, 4)]
+    assert thetas == [10000.0, 5e4]
+
+
+def theta_of(folder):
+    return json.loads((folder / "config.json").read_text())["rope_parameters"]["rope_theta"]
 
 
 @pytest.mark.parametrize("step", [3, 7])

@@ -24,6 +24,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -426,8 +427,7 @@ def export(run_dir: Path, out_dir: Path, merge: bool = False, step: int | None =
     precision of the master weights (float32 in a usual run), so logits are those of the trained model.
     Of a run with an adapter, it writes the adapter in PEFT's format, or with `merge` the base model with the adapter
     merged in float32 and rounded to the base's own precision."""
-    from transformers import AutoConfig, AutoModelForCausalLM  # late: only export needs it
-    from transformers.utils import logging
+    from transformers.utils import logging  # late: only export needs it
 
     logging.disable_progress_bar()
 
@@ -435,8 +435,7 @@ def export(run_dir: Path, out_dir: Path, merge: bool = False, step: int | None =
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise ConfigError(f"output directory {out_dir} exists and is not empty; give a new or empty one")
     found = find_intact(run_dir) if step is None else of_step(run_dir, step)
-    has_adapter = (folder / "adapter_config.json").is_file()
-    if merge and not has_adapter:
+    if merge and not (folder / "adapter_config.json").is_file():
         raise ConfigError(f"--merge: {run_dir} trained no adapter; leave it out")
     reader = dcp.FileSystemReader(found)
     weights = {
@@ -446,9 +445,23 @@ def export(run_dir: Path, out_dir: Path, merge: bool = False, step: int | None =
     }
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no process group is wanted
     dcp.load({"model": weights}, storage_reader=reader, no_dist=True)
+    with tempfile.TemporaryDirectory(prefix="ithaka-export-") as name:
+        folder = Path(shutil.copytree(folder, Path(name) / "model"))
+        _write_export(run_dir, found, folder, out_dir, weights, merge)
+    return out_dir
+
+
+def _write_export(
+    run_dir: Path, found: Path, folder: Path, out_dir: Path, weights: dict[str, Tensor], merge: bool
+) -> None:
+    """`folder`: a copy of RUN_DIR/model, whose positions may be of a later step than the checkpoint `found`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    state, file = read_state(found), folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | state.get("positions", {})))
     others = ["config.json"]  # of the folder's files, those that are not exported
-    if has_adapter:
-        settings = load_config(run_dir / "config.yaml").model
+    if (folder / "adapter_config.json").is_file():
+        settings = load_config(run_dir / "config.yaml").at(state["step"] - 1).model
         if settings.rope is not None and not merge:
             others = []  # the adapter's base needs the run's config.json as well
         others.append("adapter_config.json" if merge else "generation_config.json")
@@ -460,7 +473,6 @@ def export(run_dir: Path, out_dir: Path, merge: bool = False, step: int | None =
         model.tie_weights()
         model.save_pretrained(out_dir)  # its config.json names the dtype, and its generation config is made up
     shutil.copytree(folder, out_dir, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*others))
-    return out_dir
 
 
 def _export_adapter(base: Path | None, folder: Path, out_dir: Path, weights: dict[str, Tensor], merge: bool) -> None:

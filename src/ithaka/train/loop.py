@@ -183,6 +183,8 @@ class Trainer:
         state |= {"global_batch": self.global_batch, "best": self.best, "stale": self.stale}
         state |= {"epochs": self.epochs, "steps": self.config.train.steps}
         state |= {"places": self.places} if self.places else {}
+        names = "rope_parameters", "max_position_embeddings"  # which change with model.rope, also within a run
+        state["positions"] = {name: getattr(self.model.config, name) for name in names}
         self.saver.save(self.model, self.optimizer, state)
 
     def improves(self, val_loss: float | None) -> bool:
