@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ithaka.dist.mesh import make_mesh
-from ithaka.layout import LayerKeeps, Layout
+from ithaka.layout import EVERYTHING, LayerKeeps, Layout
 from ithaka.model.build import parallelize
 from models import plain_loss, tiny_config, widen
 from threads import on_threads
@@ -257,7 +257,7 @@ def bf16(
     heads_per_stage: int | None = None, keep_input="device", keep_attention=None, checkpoint=True, **fields
 ) -> Layout:
     """Of one layer and one rank: `parallel_copy` makes it that of a model."""
-    keeps = LayerKeeps(keep_input, keep_attention, everything=not checkpoint)
+    keeps = LayerKeeps(keep_input, keep_attention) if checkpoint else EVERYTHING
     return Layout(1, heads_per_stage, kept=(keeps,), dtype="bfloat16", **fields)
 
 

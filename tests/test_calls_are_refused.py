@@ -215,9 +215,8 @@ def test_a_wrapped_model():
         parallelize(nn.DataParallel(tiny_model(tiny_config("llama"))), mesh=make_mesh(1))
 
 
-@pytest.mark.parametrize("checkpoint", [True, False])
-def test_a_second_backward(checkpoint):
-    loss = parallel(make_layout(2, checkpoint=checkpoint))(input_ids=IDS, labels=IDS).loss
+def test_a_second_backward():
+    loss = parallel(make_layout(2, keep_everything=1))(input_ids=IDS, labels=IDS).loss
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="call the model again instead of using retain_graph"):
         loss.backward()
@@ -232,9 +231,8 @@ def test_a_call_after_a_backward_that_failed(model):
     assert "an earlier backward of this model did not finish" in refused(model)
 
 
-@pytest.mark.parametrize("checkpoint", [True, False])
-def test_a_call_after_a_second_backward(checkpoint):
-    model = parallel(make_layout(2, checkpoint=checkpoint))
+def test_a_call_after_a_second_backward():
+    model = parallel(make_layout(2, keep_everything=1))
     loss = model(input_ids=IDS, labels=IDS).loss
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError):

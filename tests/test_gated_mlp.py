@@ -1,5 +1,7 @@
 """The written-out backward of a gated MLP against autograd through Hugging Face's module, in fp64."""
 
+from collections import deque
+
 import pytest
 import torch
 from torch import nn
@@ -26,16 +28,18 @@ def draw(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("act", ["silu", "swish"])
 @pytest.mark.parametrize("bias", [True, False])
-def test_output_and_every_gradient(act, bias):
+@pytest.mark.parametrize("keep", [True, False])
+def test_output_and_every_gradient(act, bias, keep):
     mlp = make(act, bias)
     gated, h_tD, dy_tD, y_tD = gated_mlp(mlp), draw(7, 12).requires_grad_(), draw(1, 7, 12)[0], draw(2, 7, 12)[1]
     plain = mlp(h_tD)
     expected = torch.autograd.grad(plain, [h_tD, *mlp.parameters()], dy_tD)
     before = y_tD.clone()
     with torch.no_grad():
-        gated.add_to(y_tD, h_tD)
+        kept = deque(filter(None, [gated.add_to(y_tD, h_tD, keep)]))
+        assert len(kept) == keep
         grads = GradSum()
-        dh_tD = gated.backward(h_tD, dy_tD, grads)
+        dh_tD = gated.backward(h_tD, dy_tD, grads, kept)
     torch.testing.assert_close(y_tD, before + plain, rtol=1e-12, atol=1e-12)
     for ours, theirs in zip([dh_tD, *map(grads.take, mlp.parameters())], expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
@@ -46,7 +50,7 @@ def test_frozen_weights_get_no_gradient():
     mlp.up_proj.weight.requires_grad_(False)
     grads = GradSum()
     with torch.no_grad():
-        gated_mlp(mlp).backward(draw(5, 12), draw(1, 5, 12)[0], grads)
+        gated_mlp(mlp).backward(draw(5, 12), draw(1, 5, 12)[0], grads, deque())
     taken = {name: grads.take(param) is not None for name, param in mlp.named_parameters()}
     assert taken.pop("up_proj.weight") is False and all(taken.values())
 

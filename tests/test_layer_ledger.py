@@ -1,7 +1,8 @@
 """The byte ledger of a layer (plan/bytes.py) against what is live in layer/schedule.py, counted storage by storage.
 
-Exact: the full-length tensors (those with a dimension of s or S tokens), at their highest in forward, in backward
-and in backward's parts. Shapes are such that no weight, no tile and no block has a dimension like that.
+Exact: the full-length tensors (those with a dimension of s or S tokens, or kept tile by tile), at their highest in
+forward, in backward and in backward's parts. Shapes are such that no weight, no tile and no block has a dimension like
+that.
 Bounded: with what does not grow with s (tiles, attention's blocks, slices of weights) a layer is at most 10 % above
 its ledger, which counts those of a GPU's fused kernels while a CPU runs Hugging Face's own. Weight gradients are no
 part of a layer's ledger.
@@ -12,26 +13,32 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 
+from ithaka import rehearse
 from ithaka.attention.blocks import Docs
 from ithaka.attention.kernels import resolve_kernel
-from ithaka.config import AdapterConfig
-from ithaka.dist.loopback import LoopbackGroup
+from ithaka.config import AdapterConfig, OptimConfig
+from ithaka.dist.loopback import LoopbackGroup, start_loopback
+from ithaka.dist.mesh import make_mesh
 from ithaka.layer.schedule import StreamedLayer
 from ithaka.layer.stages import Positions
 from ithaka.layer.store import Store
-from ithaka.layout import LayerKeeps, Layout
+from ithaka.layout import LayerKeeps, Layout, make_layout
 from ithaka.model.adapters import add_adapter
+from ithaka.model.build import build_model
 from ithaka.model.families import layer_parts
-from ithaka.phases import GRADIENTS
+from ithaka.phases import GRADIENTS, KEPT
 from ithaka.plan import rounds
-from ithaka.plan.bytes import kept_attention_bytes, layer_moments, layer_peak
+from ithaka.plan.bytes import LayerBytes, gpu_phases, layer_moments, layer_peaks
 from ithaka.plan.deal import Deal
+from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.heads import head_table
-from ithaka.plan.shape import ModelShape, shape_from_config
+from ithaka.plan.shape import ModelShape, Work, shape_from_config
 from ithaka.profile.live import LiveBytes
 from ithaka.profile.memory import MemoryMap
+from ithaka.train.step import make_optimizer
 from models import tiny_config, tiny_model
 
 TOKENS = 320  # of a rank
@@ -48,13 +55,14 @@ class Case:
     overlap: bool = True
     inputs: str = "host"
     attention: str | None = "host"  # tier; None: computed again
+    more: tuple[bool, bool] = (False, False)  # projections, MLP
     dtype: torch.dtype = torch.float32
     adapter: AdapterConfig | None = None
     ring: int = 1
 
     @property
     def keeps(self) -> LayerKeeps:
-        return LayerKeeps(self.inputs, self.attention)  # type: ignore[arg-type]
+        return LayerKeeps(self.inputs, self.attention, *self.more)  # type: ignore[arg-type]
 
     @property
     def layout(self) -> Layout:
@@ -70,6 +78,7 @@ class Case:
         )
 
 
+ALL = (True, True)
 CASES = [
     Case(4, 2, 1, None),
     Case(4, 2, 1, 1),
@@ -93,6 +102,12 @@ CASES = [
     Case(8, 2, 4, 2, ring=2, overlap=False, attention=None),
     Case(8, 4, 4, 4, ring=4, overlap=False, inputs="device", attention="device"),
     Case(9, 3, 6, 3, ring=3),  # 9 heads on 2 ranks: an empty slot
+    Case(4, 2, 1, None, 32, inputs="device", attention="device", more=ALL),
+    Case(8, 2, 2, 4, 32, overlap=False, inputs="device", attention="device", more=ALL),
+    Case(8, 2, 2, 2, 32, more=ALL),
+    Case(8, 4, 4, 4, attention="device", more=(True, False)),
+    Case(9, 3, 4, 8, overlap=False, inputs="device", more=(True, False), dtype=torch.float64),
+    Case(9, 3, 6, 3, 32, ring=3, inputs="device", attention="device", more=ALL),
     Case(8, 2, 2, 2, overlap=False, adapter=AdapterConfig(4)),
     Case(9, 3, 4, 8, inputs="device", attention=None, adapter=AdapterConfig(4, targets=("q_proj", "up_proj"))),
 ]
@@ -101,7 +116,11 @@ CASES = [
 def name(case: Case) -> str:
     sharing = f"{case.heads}-{case.kv_heads} cp{case.cp} {case.heads_per_stage} t{case.tile_tokens}"
     sharing += f" ring{case.ring}" * (case.ring > 1)
-    return f"{sharing} {case.overlap} {case.inputs} {case.attention}" + " adapter" * (case.adapter is not None)
+    return (
+        f"{sharing} {case.overlap} {case.inputs} {case.attention}"
+        + " adapter" * (case.adapter is not None)
+        + (f" and {sum(case.more)}" * any(case.more))
+    )
 
 
 # Direction and part of the schedule; no part: all of it.
@@ -167,11 +186,11 @@ def run_ranks(case: Case) -> list[MemoryMap]:
 def highest(memory: MemoryMap, *phases: str, lengths: Iterable[int] = ()) -> int:
     """The most bytes live at once while all of `phases` were open, gradients left out.
 
-    `lengths`: only of tensors with a dimension of one of these.
+    `lengths`: only of tensors with a dimension of one of these, or kept.
     """
     now = most = 0
     for at_ns, num_bytes, piece in memory.edges():
-        if piece.holder != GRADIENTS and (not lengths or set(lengths) & set(piece.shape)):
+        if piece.holder != GRADIENTS and (not lengths or piece.holder == KEPT or set(lengths) & set(piece.shape)):
             now += num_bytes
         if set(phases) <= set(memory.at(at_ns)):
             most = max(most, now)
@@ -183,12 +202,11 @@ def kept_on_device(case: Case, direction: str) -> int:
     shape, layout = shape_of(case), case.layout
     if direction == "forward":
         return 0
-    x = TOKENS * shape.hidden * layout.element_bytes if case.inputs == "device" else 0
-    return x + (kept_attention_bytes(shape, layout, TOKENS) if case.attention == "device" else 0)
+    return LayerBytes(shape, layout, TOKENS, case.keeps).own
 
 
 def planned(case: Case, direction: str, part: str = "") -> int:
-    moments = layer_moments(shape_of(case), case.layout, TOKENS, case.keeps)
+    moments = layer_moments(LayerBytes(shape_of(case), case.layout, TOKENS, case.keeps))
     fitting = [m.rest for m in moments if m.phase.startswith(direction) and m.phase.endswith(part)]
     return max(fitting) + kept_on_device(case, direction)
 
@@ -204,8 +222,35 @@ def test_a_layer_is_as_high_as_its_ledger(case, monkeypatch):
         phases = (direction, part) if part else (direction,)
         live = max(highest(memory, *phases, lengths=lengths) for memory in maps)
         assert live == planned(case, direction, part), f"full-length tensors in {direction} {part}"
-    for direction in ("forward", "backward"):
+    peaks = layer_peaks(shape, case.layout, TOKENS, case.keeps)
+    for direction, moment in zip(("forward", "backward"), peaks, strict=True):
         live = max(highest(memory, direction) for memory in maps)
-        moment = layer_peak(shape, case.layout, TOKENS, case.keeps, direction)
         with_tiles = moment.live - moment.sums + kept_on_device(case, direction)
         assert planned(case, direction) <= live <= 1.1 * with_tiles, direction
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_layers_that_keep_more_and_less(overlap):
+    """In one step every layer is as high as planned: what the last ones keep is gone when those below begin."""
+    config = config_of(Case(8, 4, 2, 4)).to_dict() | {"num_hidden_layers": 4, "intermediate_size": 128}
+    tiers = ("device", "device") if overlap else ("host", "host")
+    counts = {"keep_attention": 3, "keep_projections": 2, "keep_everything": 1}
+    layout = make_layout(4, cp=2, heads_per_stage=4, tile_tokens=64, blocks=BLOCKS, dtype="float32", overlap=overlap,
+                         input_tier=tiers[0], attention_tier=tiers[1], **counts)  # fmt: skip
+    planned = gpu_phases(shape_from_config(config), layout, parse_gpus("2xH100"), Work(2 * TOKENS))
+    highest = {name: sum(holders.values()) for name, holders in planned}
+    start_loopback(2)
+    try:
+        model = build_model(config, make_mesh(2, torch.device("cpu")), layout)
+        step = (model, make_optimizer(model, OptimConfig(lr=0.0)), torch.device("cpu"), 2 * TOKENS, True)
+        peaks = rehearse._measure(*step)[2]
+    finally:
+        dist.destroy_process_group()
+
+    def measured(layer: int, direction: str) -> int:
+        return max(peak for path, peak in peaks.items() if path[1:3] == (f"layer {layer}", direction))
+
+    assert measured(3, "forward") == pytest.approx(highest["forward"], rel=0.03)
+    for layer in range(4):
+        name = "last layer" if layer == 3 else "first layer" if layer == 0 else f"layer {layer}"
+        assert measured(layer, "backward") == pytest.approx(highest[f"backward, {name}"], rel=0.06), layer

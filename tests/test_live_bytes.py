@@ -103,7 +103,7 @@ def test_phases_and_holders_cost_nothing_while_nobody_listens(monkeypatch):
     monkeypatch.setattr(phases, "_set", None)
     x = torch.ones(2, requires_grad=True)
     with phase("layer 0"), holding("stage buffers"):
-        phases.mark_backward(x, 2 * x, "backward").sum().backward()
+        phases.mark_backward(2 * x, "backward").sum().backward()
     assert phases.Now.path == ()
 
 
@@ -111,7 +111,7 @@ def test_phases_of_ordinary_autograd_are_told():
     with LiveBytes() as live, phase("layer 0"):
         x = floats(1).requires_grad_()
         y = 2 * x
-        phases.mark_backward(x, y, "layer 1", "backward").sum().backward()
+        phases.mark_backward(y, "layer 1", "backward").sum().backward()
     assert ("layer 0", "layer 1", "backward") in live.phase_peaks()
     assert live.marks[-1][1] == ()
 

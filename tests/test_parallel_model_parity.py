@@ -111,7 +111,8 @@ def layouts(draw) -> tuple:
     heads = kv_heads * group_size
     cp = draw(st.sampled_from([n for n in (1, 2, 4) if n <= heads]))
     per_rank = draw(st.none() | st.integers(1, -(-heads // cp)))
-    kept = tuple(draw(st.sampled_from([*(LayerKeeps(*tiers) for tiers in TIERS), EVERYTHING])) for _ in range(2))
+    more = [EVERYTHING, LayerKeeps("host", "device", projections=True), LayerKeeps("device", "host", True, mlp=True)]
+    kept = tuple(draw(st.sampled_from([*(LayerKeeps(*tiers) for tiers in TIERS), *more])) for _ in range(2))
     tile_tokens = draw(st.none() | st.integers(1, 12))
     layout = Layout(cp, None if per_rank is None else per_rank * cp, tile_tokens, kept, draw(st.booleans()))
     family, rows, tokens = draw(st.sampled_from(FAMILIES)), draw(st.integers(1, 3)), draw(st.integers(3, 24))
@@ -126,8 +127,8 @@ def test_any_layout(ranks, case):
 
 
 @pytest.mark.parametrize("family,heads,kv_heads,cp,heads_per_stage", STAGED)
-def test_keeping_everything(ranks, family, heads, kv_heads, cp, heads_per_stage):
-    layout = Layout(cp, heads_per_stage, kept=(EVERYTHING,) * 2)
+def test_keeping_more_and_less(ranks, family, heads, kv_heads, cp, heads_per_stage):
+    layout = Layout(cp, heads_per_stage, tile_tokens=5, kept=(LayerKeeps("host", "device", True), EVERYTHING))
     check(ranks.run(cp, compare, family, heads, kv_heads, cp, 1, 1, 21, layout))
 
 
@@ -149,5 +150,5 @@ def test_other_kinds_of_rope(ranks, rope_type):
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_mixtures_of_experts(ranks, family):
-    layout = Layout(2, heads_per_stage=2, tile_tokens=5, kept=(LayerKeeps(attention="device"),) * 2)
+    layout = Layout(2, heads_per_stage=2, tile_tokens=5, kept=(LayerKeeps(attention="device"), EVERYTHING))
     check(ranks.run(2, compare, family, 4, 2, 2, 1, 2, 19, layout))

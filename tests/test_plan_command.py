@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from ithaka.cli import app
 from ithaka.config import ConfigError, load
 from ithaka.plan.hardware import find_gpu, find_hardware, parse_bytes, parse_gpus
+from ithaka.plan.search import NEAR_ENOUGH
 from ithaka.plan.show import size
 
 ARGS = ["plan", "llama3-8b", "--gpus", "8xH100-80GB", "--host-memory", "2TB", "--context", "1M"]
@@ -54,15 +55,19 @@ def test_a_fast_model_has_its_rate_in_digits():
 
 
 def test_other_plans_stand_below_the_plan():
-    """Each has another cp or other tiers, and none is faster. With those settings given, there is none."""
+    """Each has another cp or other tiers, and none is much faster. With those settings given, there is none."""
     answer, text = json.loads(run(*ARGS, "--json")), run(*ARGS)
     table = text.partition("This plan and others\n")[2].partition("\n\n")[0].splitlines()
     title, *rows = [re.split(r" {2,}", line.strip()) for line in table]
     assert title[:6] == ["cp", "heads/stage", "inputs", "attention kept", "optimizer", "tok/s/GPU"] and len(rows) == 5
-    assert (rows[0][0], rows[0][2]) == (str(answer["settings"]["parallel.cp"]), answer["settings"]["memory.offload"])
+    assert (rows[0][0], rows[0][2].replace("device", "none")) == (
+        str(answer["settings"]["parallel.cp"]),
+        answer["settings"]["memory.offload"],
+    )
     assert rows[0][5] == f"{answer['tokens_per_s_per_gpu']:.4g}"
     speeds, kinds = [float(row[5]) for row in rows], {(row[0], row[2], row[3].split()[-1]) for row in rows}
-    assert speeds == sorted(speeds, reverse=True) and len(kinds) == len(rows)
+    assert speeds[1:] == sorted(speeds[1:], reverse=True) and len(kinds) == len(rows)
+    assert speeds[0] >= NEAR_ENOUGH * max(speeds)
     cp, width, inputs, kept, optimizer, speed, gpu_gib, host_gib = rows[-1]
     count, _, tier = kept.partition(" on ")
     again = {"parallel.cp": cp, "parallel.heads_per_stage": width, "memory.keep_attention": count}
@@ -115,12 +120,15 @@ def test_reasons_hold():
     assert reasons["parallel.heads_per_stage"] == "1 per GPU at a time: more, with the rest as it is, does not fit"
     assert reasons["memory.overlap"] == "one stage's tensors at a time: overlap, with the rest as it is, does not fit"
     everything = json.loads(run(*ARGS[:-1], "64K", "--set", "memory.checkpoint=none", "--json"))["reasons"]
-    assert "memory.keep_attention" not in everything and "memory.checkpoint" in everything
+    assert everything["memory.keep_projections"].startswith("32 of 32 layers keep all but the MLP's middle (")
+    assert re.fullmatch(
+        r"32 of 32 layers keep everything \(\d+ GiB more\): saves .* \(as given\)", everything["memory.checkpoint"]
+    )
 
 
 def test_a_width_that_suits_only_fewer_ranks_per_sequence_has_a_plan():
     base = ["plan", "llama3-8b", "--gpus", "8xH100", "--set", "parallel.heads_per_stage=4"]
-    assert "does not fit" in run(*base, *NONE, code=3)
+    assert "does not fit" in run(*base, *NONE, "--context", "512K", code=3)
     answer = json.loads(run(*base, *NONE, "--context", "16K", "--json"))
     assert answer["settings"]["parallel.cp"] <= 4 and answer["settings"]["memory.overlap"]
 
@@ -193,12 +201,11 @@ def test_one_gpu_shares_nothing_and_an_unused_disk_is_not_drawn():
         (["plan", "llama3-8b", "--gpus", "20xH100"], "--gpus 20xH100 is more than a node of 8"),
         ([*ARGS[:-1], "1"], "--context 1 is not a number of tokens from 2 on"),
         ([*ARGS[:-1], "-5"], "--context -5 is not a number of tokens"),
-        ([*ARGS, *NONE, "--set", "memory.keep_attention=all"], "keep_attention=all has no effect with memory.ch"),
         ([*ARGS, "--set", "parallel.heads_per_stage=64"], "parallel.heads_per_stage=64 exceeds the 32 query heads"),
         ([*ARGS, "--set", "memory.keep_attention=33"], "memory.keep_attention=33 exceeds the 32 layers"),
         ([*ARGS, *NONE, "--set", "memory.keep_attention=4"], "keep_attention=4 has no effect"),
-        ([*ARGS, *NONE, "--set", "memory.offload=disk"], "memory.offload=disk has no effect"),
-        ([*ARGS, *NONE, "--set", "memory.attention_offload=host"], "memory.attention_offload=host has no effect"),
+        ([*ARGS, *NONE, "--set", "memory.keep_projections=4"], "keep_projections=4 has no effect with memory.ch"),
+        ([*ARGS, "--set", "memory.checkpoint=33"], "memory.checkpoint=33 exceeds the 32 layers"),
         (
             [*ARGS, "--set", "memory.keep_attention=none", "--set", "memory.attention_offload=host"],
             "memory.attention_offload=host has no effect with memory.keep_attention=none",

@@ -70,7 +70,7 @@ def on_gpus(config, num_ranks, hardware=None):
 
 
 def test_long_contexts_go_to_the_host_and_given_settings_win(tmp_path):
-    config, told = llama(tmp_path, data__context="2M", memory__tile_tokens=4096)
+    config, told = llama(tmp_path, data__context="4M", memory__tile_tokens=4096)
     resolved, plan = planned(config, told, node())
     assert plan is not None and plan.fits
     assert resolved.memory.offload == "host" and resolved.memory.keep_attention != "none"
@@ -117,8 +117,8 @@ def test_training_takes_a_plan_s_yaml_as_it_is(tmp_path, context):
 
 
 def test_cp_is_planned_for_the_sequences_of_a_step(tmp_path):
-    """At 128K a GPU holds a sequence of its own; at 4M four do not hold one."""
-    chosen = [planned(*llama(tmp_path, data__context=c), node(H100))[0].parallel.cp for c in ("128K", "4M")]
+    """At 64K half of the GPUs hold a sequence with all that it keeps; at 4M four do not hold one."""
+    chosen = [planned(*llama(tmp_path, data__context=c), node(H100))[0].parallel.cp for c in ("64K", "4M")]
     assert chosen[0] < 8 == chosen[1]
 
 

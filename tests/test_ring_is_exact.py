@@ -35,7 +35,7 @@ CASES = [
     ("llama", 4, 4, 37, {}),
     ("mistral", 4, 2, 48, {"heads_per_stage": 1, "tile_tokens": 5, "kept": KEPT}),
     ("qwen2", 7, 1, 41, {"heads_per_stage": 1, "overlap": False, "kept": KEPT}),
-    ("qwen3", 6, 3, 64, {"kept": (EVERYTHING,) * 2, "heads_per_stage": 1}),
+    ("qwen3", 6, 3, 64, {"kept": (LayerKeeps(), EVERYTHING), "heads_per_stage": 1}),
 ]
 
 

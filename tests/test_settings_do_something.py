@@ -94,9 +94,18 @@ def test_offload_also_moves_attentions_output():
     assert held == (2 * 24 * 32 * 4 + 24 * (32 + 4) * 4, 0)
 
 
-def test_checkpoint_keeps_inputs_only():
-    kept = {value: built(f"memory: {{checkpoint: {value}}}")[1] for value in ("none", "full")}
-    assert kept["none"] > 3 * kept["full"]
+def test_layers_keep_what_they_are_told_to():
+    """For one layer more that keeps q, k, v and the sum after attention, or gate and up: their values of 24 tokens."""
+
+    def kept(words: str) -> int:
+        return built(f"memory: {{{words}}}")[1]
+
+    attended, none = kept("keep_attention: all"), kept("checkpoint: none")
+    projected = [kept(f"keep_attention: all, keep_projections: {n}") for n in (1, "all")]
+    half = kept("keep_projections: all, checkpoint: 1")
+    values = [more // (24 * 4) for more in (projected[0] - attended, projected[1] - projected[0])]
+    assert values == [32 + 2 * 16 + 32] * 2
+    assert half - projected[1] == none - half == 24 * 4 * 2 * 40
 
 
 def test_disk_path_is_where_the_file_is(tmp_path, monkeypatch):

@@ -236,16 +236,19 @@ class ParallelConfig(Section):
 
 @dataclass(frozen=True)
 class MemoryConfig(Section):
-    # full: keep each layer's input only and compute the rest again in backward. none: keep everything.
-    checkpoint: Literal["none", "full"] = "full"
+    # Layers that compute their MLP again in backward, and by default all else; the last ones keep everything. full: all
+    # of them. none: no layer does.
+    checkpoint: int | Literal["none", "full"] = setting("full", ge=0)
     # Where kept activations live: none = on the device.
     offload: Literal["none", "host", "disk"] = "none"
     # Local tokens per tile of token-wise work (norms, projections, MLP). all: one tile.
     tile_tokens: int | Literal["all"] = setting(8192, ge=1)
-    # Layers that keep attention's output instead of computing it again in backward.
+    # Layers, counted from the last, that keep attention's output instead of computing it again in backward.
     keep_attention: int | Literal["none", "all"] = setting("none", ge=0)
     # Where those outputs live. null: where memory.offload says.
     attention_offload: Literal["none", "host", "disk"] | None = None
+    # Layers, counted from the last, that keep q, k, v and the sum after attention as well: all but the MLP's middle.
+    keep_projections: int | Literal["none", "all"] = setting("none", ge=0)
     # Memory for time: send and fetch ahead of their use; false for the longest sequences.
     overlap: bool = True
     # Keep parameters, gradients and optimizer state in host memory and update them there.
@@ -476,14 +479,13 @@ def check_effects(settings: Mapping[str, Any]) -> None:
 
     `settings`: by name (memory.offload); those left out are not decided yet.
     """
-    kept = ("offload", "keep_attention", "attention_offload", "overlap")
     for cause, values, other, idle in (
-        ("memory.checkpoint", ("none",), "full", kept),
+        ("memory.checkpoint", ("none", 0), "full", ("keep_attention", "keep_projections")),
         ("memory.keep_attention", ("none", 0), "all", ("attention_offload",)),
     ):
         for key in idle if settings.get(cause) in values else ():
             plain = getattr(MemoryConfig, key)
-            if (value := settings.get(f"memory.{key}", plain)) != plain:
+            if (value := settings.get(f"memory.{key}", plain)) not in (plain, "all"):
                 raise ConfigError(
                     f"memory.{key}={shown(value)} has no effect with {cause}={settings[cause]}; "
                     f"use {cause}={other}, or memory.{key}={shown(plain)}"

@@ -24,10 +24,12 @@ class LayerKeeps:
 
     input: Tier = "device"
     attention: Tier | None = None  # attention's output; None: computed again in backward
-    everything: bool = False  # ordinary autograd keeps all there is, on the device; the other fields do not apply
+    # On the device, for layers that keep attention's output: q, k, v and x + attention,
+    projections: bool = False
+    mlp: bool = False  # and what the MLP's first two products return
 
 
-EVERYTHING = LayerKeeps(everything=True)
+EVERYTHING = LayerKeeps("device", "device", True, True)
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,6 @@ class Layout:
     # What is kept, in the words of a configuration, which has one for all layers.
 
     @property
-    def checkpoint(self) -> bool:
-        return not any(layer.everything for layer in self.kept)
-
-    @property
     def input_tier(self) -> Tier:
         return self.kept[0].input if self.kept else "device"
 
@@ -95,12 +93,21 @@ class Layout:
         return sum(layer.attention is not None for layer in self.kept)
 
     @property
+    def keep_projections(self) -> int:
+        """Layers that keep all but the MLP's middle."""
+        return sum(layer.projections for layer in self.kept)
+
+    @property
+    def keep_everything(self) -> int:
+        return sum(layer.mlp for layer in self.kept)
+
+    @property
     def attention_tier(self) -> Tier:
         return next((layer.attention for layer in self.kept if layer.attention), "device")
 
     def but(self, **changes: Any) -> Layout:
         """A copy with some fields changed, and with what is kept in the words above."""
-        words = ("checkpoint", "input_tier", "keep_attention", "attention_tier")
+        words = ("input_tier", "keep_attention", "attention_tier", "keep_projections", "keep_everything")
         told = {word: changes.pop(word, getattr(self, word)) for word in words}
         return replace(self, kept=make_layout(len(self.kept), **told).kept, **changes)
 
@@ -108,17 +115,25 @@ class Layout:
 def make_layout(
     num_layers: int,
     *,
-    checkpoint: bool = True,
     input_tier: Tier = "device",
     keep_attention: int = 0,
     attention_tier: Tier = "device",
+    keep_projections: int = 0,
+    keep_everything: int = 0,
     **fields: Any,
 ) -> Layout:
-    """A layout from its fields, with what is kept in the words of a configuration; the first `keep_attention` layers
-    keep attention's output."""
-    first = (LayerKeeps(input_tier, attention_tier),) * min(keep_attention, num_layers)
-    kept = first + (LayerKeeps(input_tier),) * (num_layers - len(first))
-    return Layout(kept=kept if checkpoint else (EVERYTHING,) * num_layers, **fields)
+    """A layout from its fields, with what is kept in the words of a configuration.
+
+    The last layers keep most: their backward comes first, so it is gone when those below compute again.
+    """
+    everything = min(keep_everything, num_layers)
+    projected = max(min(keep_projections, num_layers), everything)
+    attended = max(min(keep_attention, num_layers), projected)
+    kept = (LayerKeeps(input_tier),) * (num_layers - attended)
+    kept += (LayerKeeps(input_tier, attention_tier),) * (attended - projected)
+    kept += (LayerKeeps(input_tier, attention_tier, True),) * (projected - everything)
+    kept += (LayerKeeps(input_tier, attention_tier, True, True),) * everything
+    return Layout(kept=kept, **fields)
 
 
 # ---- a configuration's settings
@@ -129,11 +144,12 @@ SETTINGS = {
     "parallel.ring": "ring",
     "parallel.replicas": "replicas",
     "parallel.heads_per_stage": "heads_per_stage",
-    "memory.checkpoint": "checkpoint",
+    "memory.checkpoint": "keep_everything",
     "memory.offload": "input_tier",
     "memory.tile_tokens": "tile_tokens",
     "memory.keep_attention": "keep_attention",
     "memory.attention_offload": "attention_tier",
+    "memory.keep_projections": "keep_projections",
     "memory.offload_optimizer": "offload_optimizer",
     "memory.overlap": "overlap",
 }
@@ -144,11 +160,13 @@ def _words(num_layers: int, num_ranks: int) -> dict[str, dict[Any, Any]]:
     return {
         "cp": {"all": num_ranks},
         "heads_per_stage": {"all": None},
-        "checkpoint": {"full": True, "none": False},
+        # memory.checkpoint counts the others.
+        "keep_everything": {n: num_layers - n for n in range(num_layers + 1)} | {"none": num_layers, "full": 0},
         "input_tier": {"none": "device"},
         "tile_tokens": {"all": None},
         "keep_attention": {"none": 0, "all": num_layers},
         "attention_tier": {"none": "device"},
+        "keep_projections": {"none": 0, "all": num_layers},
     }
 
 
@@ -195,7 +213,7 @@ def layout_of(config: Config, num_layers: int, num_ranks: int, on_gpu: bool, num
 
 def check_fixed(fixed: Mapping[str, Any], num_heads: int, num_layers: int, num_ranks: int) -> None:
     """Refuse what no layout of such a model on so many ranks can have."""
-    stage, kept = fixed.get("heads_per_stage") or 0, fixed.get("keep_attention") or 0
+    stage = fixed.get("heads_per_stage") or 0
     ring = fixed.get("ring") or fewest_rings(fixed.get("cp") or 1, num_heads)
     cp, replicas = fixed.get("cp") or ring, fixed.get("replicas") or 1
     ulysses = cp // ring or 1
@@ -223,7 +241,14 @@ def check_fixed(fixed: Mapping[str, Any], num_heads: int, num_layers: int, num_r
         ),
         (f"parallel.heads_per_stage={stage}", stage > num_heads, f"exceeds the {heads}", "all"),
         (f"parallel.heads_per_stage={stage}", stage % ulysses, f"is not a multiple of {over}", stages),
-        (f"memory.keep_attention={kept}", kept > num_layers, f"exceeds the {num_layers} layers of the model", "all"),
+        *(
+            (f"{name}={fixed.get(word)}", (fixed.get(word) or 0) > num_layers, f"exceeds the {num_layers} layers", way)
+            for name, word, way in (
+                ("memory.checkpoint", "keep_everything", "full"),
+                ("memory.keep_attention", "keep_attention", "all"),
+                ("memory.keep_projections", "keep_projections", "all"),
+            )
+        ),
     ):
         if wrong:
             raise ConfigError(f"{setting} {rule}; use {way_out}")

@@ -85,9 +85,9 @@ def _set(path: PhasePath, holder: str) -> None:
         listener.holder_changed()
 
 
-def mark_backward(x: Tensor | None, y: Tensor, *names: str) -> Tensor:
-    """Returns y. Puts autograd's work from y's gradient to x's (None: to its parameters') into the phases `names`."""
-    if not Now.listeners or y.grad_fn is None or (x is not None and not x.requires_grad):
+def mark_backward(y: Tensor, *names: str) -> Tensor:
+    """Returns y. Puts autograd's work from y's gradient to its parameters' into the phases `names`."""
+    if not Now.listeners or y.grad_fn is None:
         return y
     outer: list[tuple[PhasePath, str]] = []
 
@@ -96,9 +96,6 @@ def mark_backward(x: Tensor | None, y: Tensor, *names: str) -> Tensor:
             _leave(outer.pop())
 
     y.register_hook(lambda _: outer.extend(_enter(name) for name in names))
-    if x is not None:
-        x.register_hook(leave)
-        return y
     for node in filter(None, (node for node, _ in y.grad_fn.next_functions)):
         node.register_prehook(leave)  # for a tied weight, after both its gradients are added
     return y

@@ -8,6 +8,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from ithaka.phases import PhasePath, listening, phase
 from ithaka.plan.hardware import GIB, this_host
 from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan
-from ithaka.plan.seconds import layer_seconds
+from ithaka.plan.seconds import Seconds, layer_seconds
 from ithaka.plan.show import size
 from ithaka.profile.live import LiveBytes
 from ithaka.profile.times import Timeline
@@ -163,13 +164,13 @@ def ladder(config: dict[str, Any], ranks: int, context: int, tile_tokens: int, l
     """Rows of what was measured with one technique more in each."""
     rungs: dict[str, dict[str, Any]] = {
         "none": {},
-        "+ checkpointing": {"checkpoint": True},
+        "+ checkpointing": {"keep_everything": 0, "keep_projections": 0, "keep_attention": 0},
         "+ offload": {"input_tier": "host"},
         "+ tiles": {"tile_tokens": tile_tokens},
         "+ stages": {"heads_per_stage": ranks},
         "+ kept attention": {"keep_attention": layers, "attention_tier": "host"},
     }
-    layout, rows = make_layout(layers, cp=ranks, checkpoint=False, overlap=False, dtype=_dtype()), []
+    layout, rows = make_layout(layers, cp=ranks, keep_everything=layers, overlap=False, dtype=_dtype()), []
     for name, change in rungs.items():
         layout = layout.but(**change)
         with status(f"{name}: rehearsing at {context} tokens"):
@@ -208,14 +209,15 @@ def gate(recorded: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
 
 
 def of_few_layers(plan: Plan, layers: int, memory_only: bool) -> Plan:
-    """What a plan's own layout costs on its first layers, in the precision of this device. Each of them gets the
-    adapters of the layer that has most."""
+    """What a plan's own layout costs on few layers, which keep what the plan's evenly spaced ones do, in the precision
+    of this device. Each of them gets the adapters of the layer that has most."""
     shape = plan.shape
+    kept = tuple(plan.layout.kept[(2 * i + 1) * shape.num_layers // (2 * layers)] for i in range(layers))
     few = replace(shape, num_layers=layers, windows=shape.windows[:layers])
     if shape.adapter:
         targets = (*shape.most_adapted, *(["lm_head"] if shape.has_adapter("lm_head") else []))
         few = few.with_adapter(replace(shape.adapter, targets=targets))
-    layout = replace(plan.layout, kept=plan.layout.kept[:layers], dtype=_dtype())
+    layout = replace(plan.layout, kept=kept, dtype=_dtype())
     work = replace(plan.work, document_tokens=SHORT_DOCUMENT) if memory_only else plan.work
     return Plan(few, layout, plan.hardware, work)
 
@@ -265,13 +267,24 @@ def rehearse_plan(plan: Plan, few: Plan, model: str) -> tuple[list[dict[str, Any
     return compare(plan, few, measured), measured.peak_phase
 
 
+def _layers_seconds(plan: Plan) -> tuple[Seconds, Seconds]:
+    """Planned for all layers: forward, and backward if there is one."""
+    total = Seconds(), Seconds()
+    for (window, keeps), same in groupby(zip(plan.shape.windows, plan.layout.kept, strict=True)):
+        of_layer = layer_seconds(plan.shape, plan.layout, plan.hardware, plan.work, window, keeps)
+        total = total[0] + of_layer[0].times(n := len(list(same))), total[1] + of_layer[1].times(n * plan.work.trains)
+    return total
+
+
 def compare(plan: Plan, few: Plan, measured: Rehearsed) -> list[dict[str, Any]]:
     """Rows for the rehearsed layers, then, where it means something, for the whole model's step or forward."""
-    window, keeps = few.shape.windows[0], few.layout.kept[0]
-    forward, backward = layer_seconds(few.shape, few.layout, few.hardware, few.work, window, keeps)
-    trains, layer_s = plan.work.trains, measured.forward_s + measured.backward_s
-    modelled_s = forward.exchange + backward.exchange * trains
-    step_s = measured.step_s - few.shape.num_layers * layer_s + plan.shape.num_layers * (layer_s + modelled_s)
+    forward, backward = (way.times(1 / few.shape.num_layers) for way in _layers_seconds(few))
+    modelled_s, layer_s = (forward + backward).exchange, measured.forward_s + measured.backward_s
+    trains = plan.work.trains
+    # The whole model's layers take as much longer as planned: what they keep may differ.
+    whole = sum(_layers_seconds(plan), Seconds())
+    more = (whole.total - whole.exchange) / ((forward + backward).total - modelled_s)
+    step_s = measured.step_s + (more - few.shape.num_layers) * layer_s + whole.exchange
     tokens_per_s = plan.work.tokens / plan.layout.cp / step_s
     peak, of_node = few.ledger.gpu_peak - few.ledger.gpu["reserve"], GIB * few.hardware.gpus_per_node
     host = sum(few.ledger.host[holder] for holder in STORED)

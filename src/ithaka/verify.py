@@ -145,7 +145,7 @@ class Pair:
         self.turned: dict[str, float] = {}  # how far gradients of heads pointed elsewhere, by name
         self.plain = load(directory, adapter).to(mesh.device) if mesh.rank == 0 else None
         model = load(directory, adapter)
-        layout = replace(layout, kept=layout.kept[: model.config.num_hidden_layers])
+        layout = replace(layout, kept=layout.kept[-model.config.num_hidden_layers :])
         self.head_dim = model.model.layers[0].self_attn.head_dim
         self.model = parallelize(model, mesh=mesh, layout=layout)
 

@@ -39,30 +39,12 @@ def rotate(into_BhtK: Tensor, x_BhtK: Tensor, cos_tK: Tensor, sin_tK: Tensor) ->
     into_BhtK.copy_((wide_BhtK * cos_tK).addcmul_(wide_BhtK.roll(x_BhtK.shape[-1] // 2, -1), sin_tK))
 
 
-class Turn(torch.autograd.Function):
-    """`rotate` into a new, contiguous tensor; differentiable in x."""
-
-    @staticmethod
-    def forward(ctx, x_BthK, cos_tK, sin_tK):
-        ctx.save_for_backward(cos_tK, sin_tK)
-        turned_BthK = torch.empty(x_BthK.shape, dtype=x_BthK.dtype, device=x_BthK.device)
-        rotate(turned_BthK.transpose(1, 2), x_BthK.transpose(1, 2), cos_tK, sin_tK)
-        return turned_BthK
-
-    @staticmethod
-    def backward(ctx, dturned_BthK):
-        cos_tK, sin_tK = ctx.saved_tensors
-        dx_BthK = torch.empty_like(dturned_BthK)
-        rotate(dx_BthK.transpose(1, 2), dturned_BthK.transpose(1, 2), cos_tK, -sin_tK)
-        return dx_BthK, None, None
-
-
-def silu_mul(gate_tF: Tensor, up_tF: Tensor) -> None:
-    """silu(gate) * up, written over gate."""
+def silu_mul(gate_tF: Tensor, up_tF: Tensor, into_tF: Tensor) -> None:
+    """silu(gate) * up; `into` may be gate."""
     if triton is not None and gate_tF.is_cuda and gate_tF.dtype != torch.float64:
-        _launch_flat(_silu_mul_kernel, gate_tF, up_tF)
+        _launch_flat(_silu_mul_kernel, gate_tF, up_tF, into_tF)
     else:
-        torch.nn.functional.silu(gate_tF, inplace=True).mul_(up_tF)
+        torch.ops.aten.silu.out(gate_tF, out=into_tF).mul_(up_tF)
 
 
 def silu_mul_backward(gate_tF: Tensor, up_tF: Tensor, da_tF: Tensor) -> None:
@@ -191,12 +173,12 @@ if triton is not None:
         tl.store(into, turned.to(into.dtype.element_ty), inside)
 
     @triton.jit
-    def _silu_mul_kernel(gate, up, count, BLOCK: tl.constexpr):
+    def _silu_mul_kernel(gate, up, into, count, BLOCK: tl.constexpr):
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = at < count
         g = tl.load(gate + at, inside, other=0.0).to(tl.float32)
         u = tl.load(up + at, inside, other=0.0).to(tl.float32)
-        tl.store(gate + at, (g * tl.sigmoid(g) * u).to(gate.dtype.element_ty), inside)
+        tl.store(into + at, (g * tl.sigmoid(g) * u).to(into.dtype.element_ty), inside)
 
     @triton.jit
     def _silu_mul_backward_kernel(gate, up, da, count, BLOCK: tl.constexpr):

@@ -6,13 +6,18 @@ This keeps three, and on a GPU adds the weight gradients straight to their fp32 
 Shapes: t tokens of a tile, D hidden, F width of the MLP.
 """
 
+from collections import deque
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from ithaka.attention.fused import silu_mul, silu_mul_backward
 from ithaka.layer.linear import Linear, is_linear, linear_of
 from ithaka.layer.tiles import GradSum
+from ithaka.phases import KEPT, tag
+
+Inside = tuple[Tensor, Tensor]  # gate and up
 
 
 @dataclass(frozen=True)
@@ -21,16 +26,22 @@ class GatedMlp:
     up: Linear
     down: Linear
 
-    def add_to(self, y_tD: Tensor, h_tD: Tensor) -> None:
-        """y += down(silu(gate(h)) * up(h)), in place; y is in the dtype of sums. Not differentiable."""
-        a_tF, b_tF = self.gate(h_tD), self.up(h_tD)
-        silu_mul(a_tF, b_tF)
-        del b_tF
-        self.down.add_to(y_tD, a_tF)
+    def add_to(self, y_tD: Tensor, h_tD: Tensor, keep: bool) -> Inside | None:
+        """y += down(silu(gate(h)) * up(h)), in place; y is in the dtype of sums. Not differentiable.
 
-    def backward(self, h_tD: Tensor, dy_tD: Tensor, grads: GradSum) -> Tensor:
-        """Returns dh; adds the weights' gradients to `grads`."""
-        dgate_tF, dup_tF = self.gate(h_tD), self.up(h_tD)
+        `keep`: returns gate and up, for `backward`.
+        """
+        gate_tF, up_tF = self.gate(h_tD), self.up(h_tD)
+        a_tF = torch.empty_like(gate_tF) if keep else gate_tF
+        silu_mul(gate_tF, up_tF, a_tF)
+        inside = (tag(gate_tF, KEPT), tag(up_tF, KEPT)) if keep else None
+        del up_tF
+        self.down.add_to(y_tD, a_tF)
+        return inside
+
+    def backward(self, h_tD: Tensor, dy_tD: Tensor, grads: GradSum, kept: deque[Inside]) -> Tensor:
+        """Returns dh; adds the weights' gradients to `grads`. `kept`: what `add_to` returned, tile by tile; used up."""
+        dgate_tF, dup_tF = kept.popleft() if kept else (self.gate(h_tD), self.up(h_tD))
         dz_tr = self.down.reduced_grad(dy_tD)
         a_tF = self.down.input_grad(dy_tD, dz_tr)
         silu_mul_backward(dgate_tF, dup_tF, a_tF)  # in place: until here gate, up and da

@@ -4,7 +4,7 @@ Shapes: s tokens on this rank, S on this ring member (in the sequence, without a
 ranks, n head slots per rank and stage, K head dim, N the width of several heads. Tokens-sharded tensors are
 [c, s, n, K], heads-sharded ones [S, n, K], as in dist/exchange.py.
 
-Kept for backward: the layer's input and, if `LayerKeeps` says so, attention's output with its log-sum-exp.
+Kept for backward: the layer's input and what else `LayerKeeps` says; the rest is computed again.
 
 After the last stage, one matrix product per tile sums over all heads: the output projection in forward, the gradient at
 norm1's output in backward. So rounding does not depend on the number of stages, and backward, which recomputes
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ithaka.attention.blocks import Docs, How
 from ithaka.dist.exchange import Exchange, start_heads_to_tokens, start_tokens_to_heads
 from ithaka.layer.linear import Linear, linear_of
-from ithaka.layer.mlp import GatedMlp, gated_mlp
+from ithaka.layer.mlp import GatedMlp, Inside, gated_mlp
 from ithaka.layer.stages import (
     RAN_ALREADY,
     HeadSlice,
@@ -34,14 +34,12 @@ from ithaka.layer.stages import (
     Projection,
     ProjectionsBackward,
     Rotation,
-    StagesAttention,
     join_heads,
-    project_all,
 )
 from ithaka.layer.store import Kept, Store
-from ithaka.layer.tiles import GradSum, apply_norm, sum_dtype, tile_backward, tile_slices
+from ithaka.layer.tiles import GradSum, apply_norm, graph_backward, run_tile, sum_dtype, tile_backward, tile_slices
 from ithaka.layout import LayerKeeps, Layout
-from ithaka.phases import KEPT, RESIDUAL, holding, mark_backward, phase, tag
+from ithaka.phases import KEPT, RESIDUAL, phase, tag
 from ithaka.plan.heads import Heads, HeadTable, Stage, flat, joined
 
 
@@ -77,7 +75,11 @@ class Saved:
     positions: Positions
     docs: Docs
     x: Kept
+    keeps: LayerKeeps = LayerKeeps()
     attended: list[Attended] = field(default_factory=list)  # per stage
+    arrived: deque[list[Kept]] = field(default_factory=deque)  # per stage: q, and k and v if they came with it
+    middles: deque[Tensor] = field(default_factory=deque)  # per tile: x + attention, rounded
+    insides: deque[Inside] = field(default_factory=deque)  # per tile; if the MLP is a black box, of `run_tile`
     before: Callable[[], "Saved | None"] = lambda: None  # of the layer below, whose backward comes next
 
     def settle(self) -> None:
@@ -152,35 +154,29 @@ class StreamedLayer:
     def __call__(self, x_sD: Tensor, positions: Positions, docs: Docs) -> Tensor:
         # Below the first trained parameter there is no backward.
         trains = x_sD.requires_grad or any(param.requires_grad for param in self.layer.parameters())
-        if torch.is_grad_enabled() and trains and self.keeps.everything:
-            return self.keep_everything(x_sD, positions, docs)
         if torch.is_grad_enabled() and trains:
             return _LayerFunction.apply(x_sD, self, positions, docs, *self.layer.parameters())
         with phase(self.name), phase("forward"):
-            return self.forward(x_sD, Saved(positions, docs, Kept(x_sD)), keep=False)
-
-    def keep_everything(self, x_sD: Tensor, positions: Positions, docs: Docs) -> Tensor:
-        """The layer as ordinary differentiable ops around the attention of all stages: nothing is recomputed."""
-        with phase(self.name), phase("forward"), holding(KEPT):
-            h_sD, cos_sin = apply_norm(self.parts.norm1, x_sD), self._rotation(positions, slice(None))
-            projected = project_all(self._slices(self.query_heads, self.kv_heads), h_sD, cos_sin, self.group.size())
-            out_csnK = StagesAttention.apply(self.table, self.group, self.ring, self._how(docs), *projected)
-            sum_sD = x_sD.to(sum_dtype(x_sD.dtype)) + self._output(self.query_heads)(join_heads([out_csnK]))
-            y_sD = (sum_sD + self._mlp(sum_sD.to(x_sD.dtype))).to(x_sD.dtype)
-        return mark_backward(x_sD, y_sD, self.name, "backward")
+            return self.forward(x_sD, Saved(positions, docs, Kept(x_sD)))
 
     # ---- forward
 
-    def forward(self, x_sD: Tensor, saved: Saved, keep: bool) -> Tensor:
-        tier = self.keeps.attention if keep else None
-        attended = [Attended(*(self.store.keep(t, tier) for t in out_lse)) for out_lse in self._attend(saved)]
-        if tier is not None:
+    def forward(self, x_sD: Tensor, saved: Saved) -> Tensor:
+        keeps = saved.keeps
+        attended = [Attended(*(self.store.keep(t, keeps.attention) for t in both)) for both in self._attend(saved)]
+        if keeps.attention is not None:
             saved.attended = attended
         with phase("mlp"):
             y_sD, gated, output = tag(torch.empty_like(x_sD), RESIDUAL), self._gated(), self._output(self.query_heads)
             for rows, x_tD, outs_ctnK in self._attended_tiles(saved, attended):
                 sum_tD = self._add_attention(x_tD, join_heads(outs_ctnK), output)
-                self._add_mlp(sum_tD, sum_tD.to(x_tD.dtype), gated)
+                if keeps.projections:
+                    middle_tD = tag(sum_tD.to(x_tD.dtype, copy=True), KEPT)
+                    saved.middles.append(middle_tD)
+                else:
+                    middle_tD = sum_tD.to(x_tD.dtype)
+                if inside := self._add_mlp(sum_tD, middle_tD, gated, keeps.mlp):
+                    saved.insides.append(inside)
                 y_sD[rows] = sum_tD
         saved.settle()
         return y_sD
@@ -190,12 +186,12 @@ class StreamedLayer:
         stages, held = self.table.stages, self._holding(saved.docs)
         sent = deque(self._project_and_send(saved, stage) for stage in stages[: self.ahead])
         for i in range(len(stages)):
-            yield self._attend_stage(i, sent.popleft(), held)
+            yield self._attend_stage(i, sent.popleft(), held, saved)
             if i + self.ahead < len(stages):
                 sent.append(self._project_and_send(saved, stages[i + self.ahead]))
 
-    def _attend_stage(self, i: int, sent: Sent, held: HeldHeads) -> tuple[Tensor, Tensor]:
-        out_SnK, lse_nS = self._attention(i, held.attend, arrive(sent))
+    def _attend_stage(self, i: int, sent: Sent, held: HeldHeads, saved: Saved) -> tuple[Tensor, Tensor]:
+        out_SnK, lse_nS = self._attention(i, held.attend, self._kept_arrivals(arrive(sent), saved))
         for load in self.table.loads_ending(i):
             held.drop(load)
         with phase("exchange"):
@@ -205,6 +201,11 @@ class StreamedLayer:
         """A separate function, so that its arguments are freed when it returns."""
         with phase("attention"), phase(f"stage {i}"):
             return attend(self.table.stages[i], *arrived)
+
+    def _kept_arrivals(self, arrived: list[Tensor], saved: Saved) -> list[Tensor]:
+        if saved.keeps.projections:
+            saved.arrived.append([self.store.keep(t, "device") for t in arrived])
+        return arrived
 
     def _project_and_send(self, saved: Saved, stage: Stage) -> Sent:
         with phase("projections"):
@@ -273,11 +274,13 @@ class StreamedLayer:
         """Checked in every pass: hooks and wrappers may be added later."""
         return None if self.layout.compile else gated_mlp(self.parts.mlp)
 
-    def _add_mlp(self, sum_tD: Tensor, middle_tD: Tensor, gated: GatedMlp | None) -> None:
-        if gated is None:
-            sum_tD += self._mlp(middle_tD)
-        else:
-            gated.add_to(sum_tD, apply_norm(self.parts.norm2, middle_tD))
+    def _add_mlp(self, sum_tD: Tensor, middle_tD: Tensor, gated: GatedMlp | None, keep: bool) -> Inside | None:
+        """`keep`: returns what `_through_mlp` needs."""
+        if gated is not None:
+            return gated.add_to(sum_tD, apply_norm(self.parts.norm2, middle_tD), keep)
+        inside = run_tile(self._mlp, middle_tD) if keep else None
+        sum_tD += self._mlp(middle_tD) if inside is None else inside[1].detach()
+        return inside
 
     # ---- backward
 
@@ -301,18 +304,24 @@ class StreamedLayer:
         gated, sums, output = self._gated(), GradSum(), self._output(self.query_heads)
         for rows, x_tD, outs_ctnK in self._attended_tiles(saved, attended):
             dy_tD, out_tN = dy_sD[rows], join_heads(outs_ctnK)
-            middle_tD = self._add_attention(x_tD, out_tN, output).to(x_tD.dtype)
-            dy_tD += self._through_mlp(middle_tD, dy_tD, gated, grads)
+            if saved.middles:
+                middle_tD = saved.middles.popleft()
+            else:
+                middle_tD = self._add_attention(x_tD, out_tN, output).to(x_tD.dtype)
+            dy_tD += self._through_mlp(middle_tD, dy_tD, saved, gated, grads)
             output.add_grads(dy_tD, out_tN, output.reduced_grad(dy_tD), sums)
         linear_of(self.parts.o_proj).add_sums(output, self._heads(self.query_heads, self.q), sums, grads, dim=1)
 
-    def _through_mlp(self, middle_tD: Tensor, dy_tD: Tensor, gated: GatedMlp | None, grads: GradSum) -> Tensor:
+    def _through_mlp(
+        self, middle_tD: Tensor, dy_tD: Tensor, saved: Saved, gated: GatedMlp | None, grads: GradSum
+    ) -> Tensor:
         """The gradient through norm2 and the MLP, without the residual's."""
         norm2 = self.parts.norm2
         if gated is None:
             params = [*norm2.parameters(), *self.parts.mlp.parameters()]
-            return tile_backward(self._mlp, params, middle_tD, dy_tD, grads)
-        dh_tD = gated.backward(apply_norm(norm2, middle_tD), dy_tD, grads)
+            inside = saved.insides.popleft() if saved.insides else run_tile(self._mlp, middle_tD)
+            return graph_backward(*inside, params, dy_tD, grads)
+        dh_tD = gated.backward(apply_norm(norm2, middle_tD), dy_tD, grads, saved.insides)
         return tile_backward(partial(apply_norm, norm2), norm2.parameters(), middle_tD, dh_tD, grads)
 
     def _attention_backward(self, saved: Saved, attended: deque[Attended], dy_sD: Tensor, grads: GradSum) -> None:
@@ -337,15 +346,15 @@ class StreamedLayer:
             self._projections_backward(saved, dq.wait(), dk.wait(), dv.wait(), dy_sD, grads)
 
     def _send_backward(self, saved: Saved, stage: Stage, attended: Attended, dy_sD: Tensor) -> Sent:
-        """Sends q, attention's output and its gradient, and k and v if they come with the stage; lse is not sent."""
+        """Sends q, attention's output and its gradient, and k and v if they come with the stage; lse is not sent, nor
+        are q, k and v that were kept where they arrived."""
         with phase("projections"):
+            makers: list[Callable[[], Tensor]] = [attended.out.fetch, partial(self._output_grad, stage, dy_sD)]
+            if saved.arrived:
+                q, *kv = saved.arrived.popleft()
+                return deque([q.fetch, *self._send(makers), *(t.fetch for t in kv), attended.lse.fetch])
             projected = self._project(saved, stage)
-            makers: list[Callable[[], Tensor]] = [
-                projected.popleft,
-                attended.out.fetch,
-                partial(self._output_grad, stage, dy_sD),
-            ]
-            sent = self._send(makers + [projected.popleft] * (len(projected) - 1))
+            sent = self._send([projected.popleft, *makers, *[projected.popleft] * (len(projected) - 1)])
             sent.append(attended.lse.fetch)
             return sent
 
@@ -403,10 +412,10 @@ class _LayerFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_sD, layer, positions, docs, *params):
         ctx.layer, ctx.params, ctx.hooked = layer, params, layer.hooked
-        ctx.saved = Saved(positions, docs, layer.store.keep(x_sD, layer.keeps.input))
+        ctx.saved = Saved(positions, docs, layer.store.keep(x_sD, layer.keeps.input), layer.keeps)
         ctx.saved.before = layer.store.follow(ctx.saved)
         with phase(layer.name), phase("forward"):
-            return layer.forward(x_sD, ctx.saved, keep=True)
+            return layer.forward(x_sD, ctx.saved)
 
     @staticmethod
     def backward(ctx, dy_sD):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ithaka.attention.blocks import How
-from ithaka.attention.fused import Turn, rotate
+from ithaka.attention.fused import rotate
 from ithaka.dist.exchange import start_heads_to_tokens, start_tokens_to_heads
 from ithaka.layer.linear import Linear, linear_of
 from ithaka.layer.ring import ring_attention, ring_attention_backward
@@ -66,21 +66,6 @@ class HeadSlice:
         """[t, n, K]"""
         t_tnK, norm = t_tN.unflatten(1, (-1, self.projection.head_dim)), self.projection.norm
         return t_tnK if norm is None else apply_norm(norm, t_tnK)
-
-
-def project_all(slices: Sequence[HeadSlice], h_sD: Tensor, rotation: Rotation, c: int) -> list[Tensor]:
-    """All heads of q, k and v for all of a rank's tokens, [c, s, n, K] each, in one product; differentiable."""
-    linears = [part.linear for part in slices]
-    biases = [linear.bias_N for linear in linears if linear.bias_N is not None]
-    weight_ND = torch.cat([linear.weight_ND for linear in linears])
-    t_sN = nn.functional.linear(h_sD, weight_ND, torch.cat(biases) if biases else None)
-    projected = []
-    for part, part_sN in zip(slices, t_sN.split([part.width for part in slices], dim=1), strict=True):
-        if part.linear.b_Nr is not None:
-            part_sN = torch.addmm(part_sN, part.linear.reduced(h_sD), part.linear.b_Nr.t())
-        t_csnK = part.normed(part_sN).unflatten(1, (c, -1)).transpose(0, 1)
-        projected.append(Turn.apply(t_csnK, *rotation) if part.projection.rotates else t_csnK)
-    return projected
 
 
 class ProjectionsBackward:

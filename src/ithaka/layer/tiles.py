@@ -104,10 +104,19 @@ def tile_backward(
     f: Callable[[Tensor], Tensor], params: Iterable[nn.Parameter], x: Tensor, dy: Tensor, grads: GradSum
 ) -> Tensor:
     """dx of y = f(x) for one tile, by local autograd; adds the gradients of `params` to `grads`."""
-    wanted = [p for p in params if p.requires_grad]
+    return graph_backward(*run_tile(f, x), params, dy, grads)
+
+
+def run_tile(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """x as a leaf, and y = f(x) with its graph."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()
-        y = f(x)
+        return x, f(x)
+
+
+def graph_backward(x: Tensor, y: Tensor, params: Iterable[nn.Parameter], dy: Tensor, grads: GradSum) -> Tensor:
+    """dx of what `run_tile` returned; adds the gradients of `params` to `grads`."""
+    wanted = [p for p in params if p.requires_grad]
     dx, *dparams = torch.autograd.grad(y, [x, *wanted], dy, allow_unused=True)
     for param, grad in zip(wanted, dparams, strict=True):
         grads.add(param, grad)

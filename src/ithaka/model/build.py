@@ -236,7 +236,7 @@ def _forward(
     check_around(call.mesh.device)  # again: some libraries wrap forward in it
     share = call.share
     with phase("embedding"):
-        x_sD = mark_backward(None, model.model.embed_tokens(share.ids_s), "embedding backward")
+        x_sD = mark_backward(model.model.embed_tokens(share.ids_s), "embedding backward")
     rotary = model.model.rotary_emb
     positions = Positions(share.positions_s, frequencies(rotary, call.num_positions), rotary.attention_scaling)
     for layer in model.model.layers:

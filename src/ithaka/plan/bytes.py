@@ -11,8 +11,10 @@ live there. The second part is the ledger of a step.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from ithaka.config import LAYER_LINEARS
@@ -44,8 +46,8 @@ class Moment(NamedTuple):
     """What is live at one point of a layer's schedule, above weights, their gradients and what is kept.
 
     stream: full-length tensors of the residual stream. stages: tensors of heads, exchange buffers included.
-    outputs: attention outputs of this layer (below 0: less than what is kept of them). tiles: what the work at
-    this point, `tile`, needs whatever s is. sums: the layer's weight gradients so far.
+    outputs: attention outputs of this layer and what else it will keep (in backward below 0: freed of what was kept).
+    tiles: what the work at this point, `tile`, needs whatever s is. sums: the layer's weight gradients so far.
     """
 
     phase: str
@@ -83,6 +85,13 @@ class LayerBytes:
         self.left = [2 * stage.left * self.slot for stage in stages]
         self.kept = keeps.attention is not None
         self.fetched = self.kept and keeps.attention != "device"  # attention's output comes from the store
+        # Kept on the device: the input, attention's outputs, q with k and v, x + attention, gate and up.
+        self.outputs = self.num_stages * (self.q + self.lse)
+        self.heads = (self.num_stages * self.q + sum(self.kv)) * keeps.projections
+        self.middle = self.x * keeps.projections
+        self.gates = 2 * s * shape.mlp * layout.element_bytes * keeps.mlp
+        self.own = self.x * (keeps.input == "device") + self.outputs * (keeps.attention == "device")
+        self.own += self.heads + self.middle + self.gates
         stored = keeps.input != "device"
         # With overlap, an input from the store stays on the device for the whole backward. Without, only the
         # tile at work and the next one are there.
@@ -180,13 +189,15 @@ class LayerBytes:
             )
         rounded, heads = 0 if wide == e else 1, shape.heads * shape.head_dim
         rank = shape.adapter.rank if shape.adapter else 0  # width of what is between an adapter's two matrices
+        # Less what is kept: x + attention as rounded; two widths of the MLP, but then forward has a third.
+        rounded, gates = rounded and not self.middle, 2 if self.gates else 0
         if work == "mlp":  # x + attention as summed and as rounded, its norm, two widths of the MLP
-            return t * (wide * hidden + e * ((1 + rounded) * hidden + 2 * shape.mlp + rank))
+            return t * (wide * hidden + e * ((1 + rounded) * hidden + (2 - gates // 2) * shape.mlp + rank))
         if work == "mlp backward":
             # x + attention, its norm; layer/mlp.py's three. (Compiled, hooked or wrapped MLPs are black boxes and need
             # up to twice as much: no plan knows of them.)
-            width = (2 + self.streamed) * hidden + (3 if self.fetched else 1) * heads + 3 * shape.mlp + 2 * rank
-            return t * e * width
+            width = (2 - bool(self.middle) + self.streamed) * hidden + (3 if self.fetched else 1) * heads
+            return t * e * (width + (3 - gates) * shape.mlp + 2 * rank)
         width = c * slots.query * shape.head_dim
         if work == "project":
             kv_width = 2 * c * max(stage.new_kv for stage in slots.stages) * shape.head_dim
@@ -209,33 +220,45 @@ def attend_moments(b: LayerBytes, phase: str, stream: int) -> Iterator[Moment]:
     out = b.q + b.lse
     project, attend = f"{phase} projections", f"{phase} attention"
 
+    def outputs(attended: int, stage: int, held: int) -> int:
+        """And q, k and v, where they are kept: those not held for attention."""
+        kept = attended * b.q + sum(b.kv[: stage + 1]) - held if b.heads else 0
+        return attended * out + kept
+
     for i in range(min(b.ahead, b.num_stages)):
         yield Moment(project, stream, b.under_way(b.q, 0, i) + b.q + b.kv[i], 0, "project")
         yield Moment(project, stream, b.under_way(b.q, 0, i) + b.sending(b.q, i))
     for i in range(b.num_stages):
         later = b.under_way(b.q, i + 1, i + b.ahead)
-        yield Moment(attend, stream, b.q + later + b.held[i] + b.attended(i), i * out, "attend")
+        yield Moment(attend, stream, b.q + later + b.held[i] + b.attended(i), outputs(i, i, b.held[i]), "attend")
         if (new := i + b.ahead) < b.num_stages:
-            others = later + b.left[i]
-            yield Moment(project, stream, others + b.q + b.kv[new], (i + 1) * out, "project")
-            yield Moment(project, stream, others + b.sending(b.q, new), (i + 1) * out)
+            others, done = later + b.left[i], outputs(i + 1, i, b.left[i])
+            yield Moment(project, stream, others + b.q + b.kv[new], done, "project")
+            yield Moment(project, stream, others + b.sending(b.q, new), done)
 
 
 def attention_backward_moments(b: LayerBytes, outputs: int) -> Iterator[Moment]:
     """dy is live throughout, and so are the gradients of all heads so far. A fetched output comes one stage at a time;
-    otherwise a stage's output is freed once it is sent, its lse once it is used.
+    otherwise a stage's output is freed once it is sent, its lse once it is used. So are q, k and v that were kept,
+    which are there already.
     """
     stream, attend, project = b.x + b.held_input, "backward attention", "backward projections"
     taken = 3 * b.q  # q, out, dout
+    ends = [held - left for held, left in zip(b.held, b.left, strict=True)]  # k and v that no later stage uses
+    if b.heads:
+        b, taken = copy(b), 2 * b.q
+        b.kv = b.held = b.left = [0] * b.num_stages
 
     def left(sent: int, attended: int) -> int:
-        return outputs - (0 if b.fetched else sent * b.q + attended * b.lse)
+        used = attended * b.q + sum(ends[:attended]) if b.heads else 0
+        return outputs - used - (0 if b.fetched else sent * b.q + attended * b.lse)
 
     def sending(stage: int, others: int, attended: int) -> Iterator[Moment]:
         """q, k and v are made; then they are sent, and out and dout with them."""
         prefetched = b.q if b.fetched and b.layout.overlap and stage >= b.ahead else 0
         made = b.q + b.kv[stage] + prefetched
-        yield Moment(project, stream, others + made, left(stage, attended), "project")
+        if not b.heads:
+            yield Moment(project, stream, others + made, left(stage, attended), "project")
         own = 0 if b.layout.overlap or not b.exchanged or b.fetched else b.q  # out, until all is sent
         yield Moment(project, stream, others + own + b.sending(taken, stage), left(stage + 1, attended))
 
@@ -243,7 +266,7 @@ def attention_backward_moments(b: LayerBytes, outputs: int) -> Iterator[Moment]:
         yield from sending(i, b.under_way(taken, 0, i), 0)
     returned = 0  # dq, dk, dv of the stages before
     for i in range(b.num_stages):
-        following, ending = i + b.ahead, b.held[i] - b.left[i]  # dk and dv
+        following, ending = i + b.ahead, ends[i]  # dk and dv
         later, more = b.under_way(taken, i + 1, following), following < b.num_stages
         prefetched = b.q if b.fetched and b.layout.overlap and more else 0
         own = taken + (b.lse if b.fetched else 0)
@@ -257,33 +280,35 @@ def attention_backward_moments(b: LayerBytes, outputs: int) -> Iterator[Moment]:
     yield Moment(project, stream, returned, left(b.num_stages, b.num_stages), "project backward")
 
 
-def layer_moments(shape: ModelShape, layout: Layout, s: int, keeps: LayerKeeps) -> Iterator[Moment]:
+def layer_moments(b: LayerBytes) -> Iterator[Moment]:
     """Every moment of a layer's forward and backward on one rank."""
-    b = LayerBytes(shape, layout, s, keeps)
-    outputs = b.num_stages * (b.q + b.lse)
+    outputs, more = b.outputs, b.middle + b.gates
     yield from attend_moments(b, "forward", b.x)
-    yield Moment("forward mlp", 2 * b.x, 0, outputs, "mlp")  # y is made from x and the outputs of all stages
+    yield Moment("forward mlp", 2 * b.x, 0, outputs + b.heads + more, "mlp")  # y, from x and the outputs of all stages
     if b.kept:
         outputs = 0
     else:
         yield from attend_moments(b, "backward again", b.x + b.held_input)
     yield Moment("backward mlp", b.x + b.held_input, 0, outputs, "mlp backward")  # dy, one tile of everything else
-    yield from attention_backward_moments(b, outputs)
+    yield from attention_backward_moments(b, outputs - more)
 
 
-def layer_peak(shape: ModelShape, layout: Layout, s: int, keeps: LayerKeeps, direction: str) -> Moment:
-    """The moment of "forward" or "backward" at which most is live."""
+def layer_peaks(shape: ModelShape, layout: Layout, s: int, keeps: LayerKeeps) -> tuple[Moment, Moment]:
+    """The moments of forward and of backward at which most is live."""
     b = LayerBytes(shape, layout, s, keeps)
-    moments = (moment for moment in layer_moments(shape, layout, s, keeps) if moment.phase.startswith(direction))
-    highest = {(m.phase, m.tile): m for m in sorted(moments, key=lambda moment: moment.rest)}  # of each kind the last
-    found = [m._replace(tiles=b.tile_bytes(m.tile), sums=b.grad_sums(m.phase)) for m in highest.values()]
-    return max(found, key=lambda moment: (moment.live, -moment.tiles))
+    moments = sorted(layer_moments(b), key=lambda moment: moment.rest)
+    highest = {(m.phase, m.tile): m for m in moments}.values()  # of each kind the last
+    found = [m._replace(tiles=b.tile_bytes(m.tile), sums=b.grad_sums(m.phase)) for m in highest]
+    forward, backward = (
+        max((m for m in found if m.phase.startswith(direction)), key=lambda moment: (moment.live, -moment.tiles))
+        for direction in ("forward", "backward")
+    )
+    return forward, backward
 
 
 def kept_attention_bytes(shape: ModelShape, layout: Layout, s: int) -> int:
     """out and lse of one layer on one rank, all stages, empty slots included."""
-    b = LayerBytes(shape, layout, s)
-    return b.num_stages * (b.q + b.lse)
+    return LayerBytes(shape, layout, s).outputs
 
 
 # ---- the ledger of a step
@@ -350,11 +375,12 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
     # What decides a layer's bytes beside what it keeps: a key for the cache.
     bare = replace(layout, kept=(), offload_optimizer=False)
     groups = layout.groups(shape.num_layers, shape.first_trained)
-    layers = [(*_of_layer(shape, bare, s, keeps), count) for keeps, count in groups]
-    kept = sum(own * count for own, _, _, count in layers)  # from forward to backward
+    layers = [_of_layer(shape, bare, s, keeps) for keeps, _ in groups]
+    # From forward to backward, by all layers up to the last of each group.
+    kept = list(accumulate(own * count for (own, *_), (_, count) in zip(layers, groups, strict=True)))
     # In forward a layer's own is still among its moment's.
-    kept_before, forward = max(((kept - own, moment) for own, moment, _, _ in layers), key=lambda p: p[0] + p[1].live)
-    backward = max((moment for _, _, moment, _ in layers), key=lambda moment: moment.live)
+    before = [(upto - own, moment) for upto, (own, moment, _) in zip(kept, layers, strict=True)]
+    kept_before, forward = max(before, key=lambda each: each[0] + each[1].live)
 
     def held(moment: Moment, weights: int, arrived: int = 0, waiting: int = 0, kept: int = 0) -> Holders:
         """`arrived`: parameters whose gradients are sharded already. `waiting`: bytes of gradients that are not."""
@@ -374,13 +400,19 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
         loss = held(Moment("loss", x), root + ahead if shape.tied else head * e * (1 if alone else 2))
         loss["loss tile"] = min(LOGITS_TILE_BYTES, s * shape.vocab * e)
         return [("forward", held(forward, root + layer * e + ahead)), ("loss", loss)]
-    loss = held(Moment("loss", 2 * x), head * e + ahead, kept=kept)
+    loss = held(Moment("loss", 2 * x), head * e + ahead, kept=kept[-1])
     loss["loss tile"] = trained_head * wide + max(min(LOGITS_TILE_BYTES, s * shape.vocab * e), trained_head * e)
-    # The last layer's while lm_head's gradient is still being sent, the first one's while those of the layer above are.
+    # The last layer's while lm_head's gradient is still being sent, others' while those of the layer above are. Of each
+    # group the last layer, when most is kept.
     below = ahead if above else 0 if alone or shape.tied else head * e
-    last = held(backward, root + layer * e + below, lm_head, root_grad or trained_head * wide, kept)
-    weights = layer * e + (0 if alone and not shape.tied else head * e)
-    first = held(backward, weights, lm_head + above * trained, trained * wide * (above > 0) + root_grad, layers[0][0])
+    backward, done = [], 0
+    for upto, (_, _, moment), (_, count) in zip(reversed(kept), reversed(layers), reversed(groups), strict=True):
+        waiting = root_grad + trained * wide if done else root_grad or trained_head * wide
+        phase = f"backward, layer {above - done}" if done else "backward, last layer"
+        backward.append((phase, held(moment, root + layer * e + below, lm_head + done * trained, waiting, upto)))
+        done += count
+    weights, (own, _, moment) = layer * e + (0 if alone and not shape.tied else head * e), layers[0]
+    first = held(moment, weights, lm_head + above * trained, trained * wide * (above > 0) + root_grad, own)
     # The embedding's dense gradient and its kernel's buffer, while the first layer's gradients are being sent; a tied
     # weight's two gradients and their sum; then the gradient, its wide copy to send and the shard that comes back.
     buffer = (s // EMBEDDING_RUN + min(s, shape.vocab)) * shape.hidden * wide if embedded else 0
@@ -392,7 +424,7 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
     return [
         ("forward", held(forward, root + layer * e + ahead, kept=kept_before)),
         ("loss", loss),
-        ("backward, last layer", last),
+        *backward,
         ("backward, first layer", first),
         ("backward, embedding", embedding),
         ("update", held(Moment("update"), root, shape.num_trained)),
@@ -402,16 +434,7 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
 @lru_cache(maxsize=8192)
 def _of_layer(shape: ModelShape, layout: Layout, s: int, keeps: LayerKeeps) -> tuple[int, Moment, Moment]:
     """(what it keeps on the device, its highest moment of forward and of backward)."""
-    if keeps.everything:
-        # What ordinary autograd keeps: inputs of matmuls, norms and products. Beside it: the stream and its gradient,
-        # one matmul's gradients of the MLP, the weights' gradients.
-        e, x = layout.element_bytes, layout.x_bytes(shape.hidden, s)
-        widths = 4 * shape.hidden + (3 * shape.heads + 2 * shape.kv_heads) * shape.head_dim + 4 * shape.mlp
-        moment = Moment("everything kept", 2 * x, tiles=3 * s * shape.mlp * e, sums=shape.trained_layer * e)
-        return s * e * widths + s * shape.heads * layout.sum_bytes, moment, moment
-    own = layout.x_bytes(shape.hidden, s) if keeps.input == "device" else 0
-    own += kept_attention_bytes(shape, layout, s) if keeps.attention == "device" else 0
-    return own, layer_peak(shape, layout, s, keeps, "forward"), layer_peak(shape, layout, s, keeps, "backward")
+    return LayerBytes(shape, layout, s, keeps).own, *layer_peaks(shape, layout, s, keeps)
 
 
 def _outside(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> tuple[Holders, Holders]:
@@ -421,7 +444,8 @@ def _outside(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) 
     for keeps, count in layout.groups(shape.num_layers, shape.first_trained):
         inputs[keeps.input] += count
         outputs[keeps.attention] += count
-    x, out = ranks * layout.x_bytes(shape.hidden, s), ranks * kept_attention_bytes(shape, layout, s)
+    x, leaves = ranks * layout.x_bytes(shape.hidden, s), outputs["host"] or outputs["disk"]
+    out = ranks * kept_attention_bytes(shape, layout, s) if leaves else 0
     trained, frozen = shape.shards(hardware.num_gpus // layout.replicas)
     states = ranks * (16 * trained + layout.element_bytes * frozen)
     station = min(DISK_STATION_LAYERS, inputs["disk"]) * x + min(DISK_STATION_LAYERS, outputs["disk"]) * out

@@ -2,6 +2,8 @@
 
 Every context parallel size, width of stages, tier, tile and overlap is tried, and the rings that can be best. A
 layer's time does not depend on the others, so either no layer keeps attention's output or as many as there is room for.
+What is left of the device is spent on more of what layers keep, first on what saves most seconds per byte: q, k, v and
+the sum after attention, then the MLP's middle.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import math
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
@@ -35,6 +37,7 @@ TILE_SIZES = 4  # each half of the one before
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 CONTEXT_GRAIN = 1024  # per rank: longest contexts are multiples of this many tokens per rank
 UNLIMITED_BYTES = 2**60
+NEAR_ENOUGH = 0.99  # of the best speed: copies cost a little more than their seconds, and host memory is pinned first
 NUM_OTHERS = 4  # plans shown beside the chosen one
 MOST_AT_ONCE = 1 << 29  # elements of a tensor of all heads, in a forward alone
 
@@ -59,6 +62,10 @@ class Plan:
     @cached_property
     def seconds(self) -> Seconds:
         return step_seconds(self.shape, self.layout, self.hardware, self.work)
+
+    def but(self, **changes: Any) -> Plan:
+        """With another layout, see `Layout.but`."""
+        return replace(self, layout=self.layout.but(**changes))
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -129,9 +136,15 @@ def space_of(config: Config, given: Collection[str], shape: ModelShape, hardware
 def _order(plan: Plan) -> tuple[Any, ...]:
     """Fastest first; between equals the one that needs least, nearest to the device."""
     layout, ledger = plan.layout, plan.ledger
-    tiers = (TIERS.index(layout.input_tier), TIERS.index(layout.attention_tier))
     width = layout.heads_per_stage or plan.shape.heads
-    return (-plan.tokens_per_s_per_gpu, ledger.gpu_peak, ledger.host_peak, *tiers, layout.cp, layout.ring, width)
+    peaks = ledger.gpu_peak, ledger.host_peak
+    return (-plan.tokens_per_s_per_gpu, *peaks, _distance(plan), layout.cp, layout.ring, width)
+
+
+def _distance(plan: Plan) -> tuple[bool, int]:
+    """From the device: of the optimizer, then of what is kept."""
+    layout = plan.layout
+    return layout.offload_optimizer, TIERS.index(layout.input_tier) + TIERS.index(layout.attention_tier)
 
 
 @dataclass(frozen=True)
@@ -171,12 +184,35 @@ class Space:
         return [nodes, 1] if moved_s[nodes] < moved_s[1] else [1]
 
     def choose(self, work: Work) -> Plan:
-        """The fastest plan that fits, in tokens per second and GPU; without one, the plan that misses by least."""
-        ranked = sorted(self.fitting(work), key=_order) or [self.nearest(work)]
-        kinds: dict[tuple[Any, ...], Plan] = {}
-        for plan in ranked:
-            kinds.setdefault(plan.kind, plan)
-        return replace(ranked[0], given=self.fixed, others=tuple(kinds.values())[1 : 1 + NUM_OTHERS])
+        """The fastest plan that fits, in tokens per second and GPU, or nearly the fastest, if that keeps nearer to the
+        device; without one, the plan that misses by least."""
+        at_most = [(self.richest(plan).tokens_per_s_per_gpu, plan) for plan in self.fitting(work)]
+        best: dict[tuple[Any, ...], Plan] = {}  # of each kind
+        for speed, plan in sorted(at_most, key=lambda pair: -pair[0]):
+            if plan.kind not in best or speed >= best[plan.kind].tokens_per_s_per_gpu:
+                plan = self.spending(plan)
+                best[plan.kind] = min(best.get(plan.kind, plan), plan, key=_order)
+        ranked = sorted(best.values(), key=_order) or [self.nearest(work)]
+        least = NEAR_ENOUGH * ranked[0].tokens_per_s_per_gpu
+        chosen = min((plan for plan in ranked if plan.tokens_per_s_per_gpu >= least), key=_distance)
+        others = [plan for plan in ranked if plan is not chosen]
+        return replace(chosen, given=self.fixed, others=tuple(others[:NUM_OTHERS]))
+
+    def richest(self, plan: Plan) -> Plan:
+        """With all kept on the device that may be, whether it fits or not."""
+        most = self.fixed.get("keep_projections", plan.layout.keep_attention)
+        return plan.but(keep_projections=most, keep_everything=self.fixed.get("keep_everything", most))
+
+    def spending(self, plan: Plan) -> Plan:
+        """With as many more of the layers that keep attention's output keeping more as there is room for."""
+        rich = self.richest(plan)
+        for word in ("keep_projections", "keep_everything"):
+            most = getattr(rich.layout, word)
+            if not (full := plan.but(**{word: most})).fits:
+                room, more = plan.ledger.gpu_bytes - plan.ledger.gpu_peak, full.ledger.gpu_peak - plan.ledger.gpu_peak
+                return plan.but(**{word: _largest(partial(_fits_with, plan, word), most, most * room // max(more, 1))})
+            plan = full
+        return plan
 
     def longest(self, batch: int = 1) -> tuple[int, str]:
         """(longest context that fits, what stops a longer one: GPU, host, disk or heads); 0 when none fits."""
@@ -223,8 +259,6 @@ class Space:
             "overlap": [True, False],
             "tile_tokens": self.tiles,
         }
-        if not self.fixed.get("checkpoint", True):  # nothing to decide about what is kept
-            options |= {"attention_tier": TIERS[:1], "keep_attention": [0], "input_tier": TIERS[:1], "overlap": [True]}
         for cp, ring in self.splits if splits is None else splits:
             ulysses = cp // ring
             slots = -(-self.shape.heads // ulysses)  # all heads at once, half of them, a quarter, ... one per rank
@@ -307,10 +341,15 @@ class Space:
         return best * self.grain
 
 
-def _largest(fits: Callable[[int], bool], beyond: int) -> int:
+def _fits_with(plan: Plan, word: str, count: int) -> bool:
+    return plan.but(**{word: count}).fits
+
+
+def _largest(fits: Callable[[int], bool], beyond: int, guess: int = 0) -> int:
     """The largest count that fits, 0 if none does. `beyond` does not fit; below a count that fits, all do."""
-    low = 0
+    low, guesses = 0, [guess, guess + 1]
     while beyond - low > 1:
-        middle = (low + beyond) // 2
-        low, beyond = (middle, beyond) if fits(middle) else (low, middle)
+        middle = guesses.pop() if guesses else (low + beyond) // 2
+        if low < middle < beyond:
+            low, beyond = (middle, beyond) if fits(middle) else (low, middle)
     return low

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
 from ithaka.config import LAYER_LINEARS
@@ -62,8 +62,8 @@ def layer_seconds(
     shape: ModelShape, layout: Layout, hardware: Hardware, work: Work, window: int | None, keeps: LayerKeeps
 ) -> tuple[Seconds, Seconds]:
     """(forward, backward) of one layer on the rank with the most heads."""
-    layout, kept = replace(layout, kept=(keeps,)), keeps.attention is not None
-    linear = Linear(shape, layout, hardware, work.local_tokens(layout.cp))
+    kept = keeps.attention is not None
+    linear = Linear(shape, layout, hardware, work.local_tokens(layout.cp), keeps)
     heads = -(-shape.heads // layout.ulysses)
     flops = 4 * shape.head_dim * heads * work.pairs(window) / layout.ring
     gpu, share, share_back = hardware.gpu, 1.0, 1.0
@@ -74,20 +74,20 @@ def layer_seconds(
     attend_back = 2.5 * flops / (gpu.attention_backward_flops * share_back)
     pcie = hardware.gpu.pcie_bytes_s * COPY_SHARE
     x, out = linear.x, kept_attention_bytes(shape, layout, linear.s) if kept else 0
-    from_store = layout.checkpoint and layout.input_tier != "device"
-    fetched = out if layout.attention_tier != "device" and layout.checkpoint else 0
+    from_store = keeps.input != "device"
+    fetched = out if keeps.attention != "device" else 0
 
     projections, mlp = linear.project(False), linear.mlp(False)
-    ex_forward, ex_backward = _exchange_seconds(shape, layout, hardware, linear.s)
+    ex_forward, ex_backward = _exchange_seconds(shape, layout, hardware, linear.s, keeps.projections)
     if layout.ring > 1:
         ring_forward, ring_backward, last = _ring_seconds(shape, layout, hardware, linear.s)
         ex_forward += max(0.0, ring_forward - attend)
         ex_backward += max(0.0, ring_backward - attend_back) + last
-    again = Seconds() if kept or not layout.checkpoint else Seconds(attend, projections, ex_forward)
+    again = Seconds() if kept else Seconds(attend, projections, ex_forward)
     busy = projections + attend + mlp
     copy_out = max(0.0, (x * from_store + fetched) / pcie - busy)
     # Through the node's disk, one way; no layer gains from another's surplus.
-    to_disk = x * (layout.input_tier == "disk") + out * (layout.attention_tier == "disk")
+    to_disk = x * (keeps.input == "disk") + out * (keeps.attention == "disk")
     write = to_disk * hardware.gpus_per_node / DISK_BYTES_S
     # All-gather of the layer's weights, reduction of its gradients.
     e, trained, frozen = layout.element_bytes, shape.trained_layer, shape.layer_parameters if shape.adapter else 0
@@ -117,8 +117,10 @@ def layer_seconds(
 class Linear:
     """Token-wise work of one layer on one rank: matmuls, and kernels that only move bytes."""
 
-    def __init__(self, shape: ModelShape, layout: Layout, hardware: Hardware, s: int) -> None:
-        self.shape, self.layout, self.hardware, self.s = shape, layout, hardware, s
+    def __init__(
+        self, shape: ModelShape, layout: Layout, hardware: Hardware, s: int, keeps: LayerKeeps | None = None
+    ) -> None:
+        self.shape, self.layout, self.hardware, self.s, self.keeps = shape, layout, hardware, s, keeps or LayerKeeps()
         slots = slots_of(shape, layout)
         self.x, self.num_stages = layout.x_bytes(shape.hidden, s), len(slots.stages)
         # Width of q, k and v as projected: empty and repeated slots included.
@@ -141,12 +143,15 @@ class Linear:
         return self.matmul(self.shape.hidden, self.shape.heads * self.shape.head_dim, share)
 
     def project(self, backward: bool) -> float:
-        """Forward is computed again in backward where attention's output was not kept."""
-        walks = (self.num_stages + backward) * WALK_PASSES[backward] * self.x
-        heads = HEAD_PASSES[backward] * self.s * self.projected * self.layout.element_bytes
+        """Backward projects once more where that was not kept; where attention's output was not either, forward is
+        computed again besides."""
+        again = not (backward and self.keeps.projections)
+        walks = (self.num_stages * again + backward) * WALK_PASSES[backward] * self.x
+        passes = HEAD_PASSES[backward] - HEAD_PASSES[0] * (not again)
+        heads = passes * self.s * self.projected * self.layout.element_bytes
         matmul, sums = self.matmul(self.shape.hidden, self.projected, PROJECTION_SHARE[backward]), 0.0
         if backward:
-            products = (3 if self.layout.checkpoint else 2) - self.frozen
+            products = 2 + again - self.frozen
             matmul = products * matmul + self.output(PROJECTION_SHARE[1])
             sums = self.sums(self.projected * self.shape.hidden)
         moved = self.moving(walks + heads) + self.adapters(LAYER_LINEARS[:3], backward)
@@ -159,9 +164,10 @@ class Linear:
         one = self.matmul(3 * self.shape.hidden, self.shape.mlp, share)
         if not backward:
             return self.output(share) + one + moved
-        again = 2 / 3 if self.layout.checkpoint else 0  # all but the last product (layer/mlp.py)
+        again = 0 if self.keeps.mlp else 2 / 3  # all but the last product (layer/mlp.py)
         products = 2 - self.frozen
-        return (products + again) * one + products * self.output(share) + moved + self.sums(self.shape.mlp_parameters)
+        output = (products - self.keeps.projections) * self.output(share)
+        return (products + again) * one + output + moved + self.sums(self.shape.mlp_parameters)
 
     def adapters(self, names: Sequence[str], backward: bool) -> float:
         sizes = [size for name, size in self.shape.linears.items() if name in names and name in self.shape.most_adapted]
@@ -173,8 +179,8 @@ class Linear:
         return 0.0 if self.frozen else (self.num_tiles - 1) * self.moving(num_parameters * 2 * self.layout.sum_bytes)
 
 
-def _exchange_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, s: int) -> tuple[float, float]:
-    """(forward, backward) seconds of all-to-alls that nothing hides."""
+def _exchange_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, s: int, kept: bool) -> tuple[float, float]:
+    """(forward, backward) seconds of all-to-alls that nothing hides. `kept`: q, k and v are not sent again."""
     if layout.cp == 1:
         return 0.0, 0.0
     b = LayerBytes(shape, layout, s)
@@ -182,7 +188,8 @@ def _exchange_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, s: 
     queries = b.num_stages * b.q
     hidden = layout.overlap and b.num_stages > 1
     arriving = b.q + b.kv[0] if hidden else queries + kv
-    arriving_back = 3 * b.q + b.kv[0] if hidden else 3 * queries + kv
+    sent_q, sent_kv = (b.q, b.kv[0]) if hidden else (queries, kv)
+    arriving_back = 2 * sent_q + (0 if kept else sent_q + sent_kv)
     ulysses = layout.ulysses
     inside = min(ulysses, hardware.gpus_per_node)
 

@@ -12,9 +12,16 @@ from typing import Any
 import yaml
 
 from ithaka.config import Config, ConfigError, given, load, parse_count, shown, to_dict
-from ithaka.layout import SETTINGS
+from ithaka.layout import EVERYTHING, SETTINGS
 from ithaka.plan import search
-from ithaka.plan.bytes import HOST_PROCESS_BYTES, HOST_RESERVE_SHARE, RESERVE_BYTES, RESERVE_SHARE, kept_attention_bytes
+from ithaka.plan.bytes import (
+    HOST_PROCESS_BYTES,
+    HOST_RESERVE_SHARE,
+    RESERVE_BYTES,
+    RESERVE_SHARE,
+    LayerBytes,
+    kept_attention_bytes,
+)
 from ithaka.plan.hardware import DISK_BYTES_S, GIB, HOST_BYTES_PER_GPU, Hardware
 from ithaka.plan.models import find_shape, hub_id
 from ithaka.plan.search import Plan, Space
@@ -26,6 +33,12 @@ OPTIONS = {"model.path": "the argument MODEL", "data.context": "--context", "tra
            "train.steps": "--steps"}  # fmt: skip
 ADAPTER = {"adapter.rank", "adapter.targets", "adapter.modules_to_save"}
 COLUMNS = ("  cp", "heads/stage", "inputs", "attention kept", "optimizer", "tok/s/GPU", "GPU GiB", "host GiB")
+# What layers keep, and what backward does where they do not.
+LEVELS = {
+    "keep_attention": ("attention's output", "computes attention's output again"),
+    "keep_projections": ("all but the MLP's middle", "projects q, k and v again"),
+    "keep_everything": ("everything", "computes the MLP's middle again"),
+}
 PLACES = {"device": "on the device", "host": "in host memory", "disk": "on disk"}
 TIER_WORDS = {"GPU": ("GPU memory", ""), "host": ("host memory", "--host-memory 2TB"), "disk": ("disk", "--disk 10TB")}
 
@@ -235,17 +248,17 @@ def _reasons(plan: Plan) -> dict[str, str]:
         reasons["parallel.replicas"] = f"parameters are sharded over {sharers} GPUs and replicated{why}"
     reasons["parallel.heads_per_stage"] = stage
     reasons["memory.tile_tokens"] = "tokens per tile of norms, projections and MLP"
-    if layout.checkpoint:
-        reasons["memory.offload"] = f"layer inputs ({inputs} per GPU) are kept {PLACES[layout.input_tier]}"
-        reasons["memory.keep_attention"] = _keep_reason(plan)
-        if layout.keep_attention:
-            where = PLACES[layout.attention_tier]
-            reasons["memory.attention_offload"] = f"attention's outputs ({outputs} per GPU) are kept {where}"
-        reasons["memory.overlap"] = "exchanges run under attention; in backward a layer's input comes once and stays"
-        if not layout.overlap:
-            reasons["memory.overlap"] = f"one stage's tensors at a time{_instead(plan, 'overlap', overlap=True)}"
-    else:
-        reasons["memory.checkpoint"] = "everything is kept, nothing computed again"
+    reasons["memory.offload"] = f"layer inputs ({inputs} per GPU) are kept {PLACES[layout.input_tier]}"
+    reasons["memory.keep_attention"] = _keep_reason(plan, "keep_attention")
+    if layout.keep_attention:
+        where = PLACES[layout.attention_tier]
+        reasons["memory.attention_offload"] = f"attention's outputs ({outputs} per GPU) are kept {where}"
+        reasons["memory.keep_projections"] = _keep_reason(plan, "keep_projections")
+    if layout.keep_projections:
+        reasons["memory.checkpoint"] = _keep_reason(plan, "keep_everything")
+    reasons["memory.overlap"] = "exchanges run under attention; in backward a layer's input comes once and stays"
+    if not layout.overlap:
+        reasons["memory.overlap"] = f"one stage's tensors at a time{_instead(plan, 'overlap', overlap=True)}"
     where = PLACES["host" if layout.offload_optimizer else "device"]
     reasons["memory.offload_optimizer"] = f"parameters, gradients and AdamW's state are kept {where}"
     return {name: f"{why} (as given)" if SETTINGS[name] in plan.given else why for name, why in reasons.items()}
@@ -263,18 +276,23 @@ def _sequences(count: int) -> str:
     return "one sequence" if count == 1 else f"{count} sequences"
 
 
-def _keep_reason(plan: Plan) -> str:
-    kept = plan.layout.keep_attention
+def _keep_reason(plan: Plan, level: str) -> str:
+    """What a level saves beyond those below it."""
+    kept, (what, again) = getattr(plan.layout, level), LEVELS[level]
     if not kept:
-        return f"backward computes attention's output again{_instead(plan, 'keeping it', keep_attention=1)}"
-    saved_s = replace(plan, layout=plan.layout.but(keep_attention=0)).step_s - plan.step_s
+        return f"backward {again}{_instead(plan, 'keeping it', **{level: 1})}"
+    above = dict.fromkeys([*LEVELS][[*LEVELS].index(level) + 1 :], 0)
+    saved_s = plan.but(**above, **{level: 0}).step_s - plan.but(**above).step_s
     effect = f"{'saves' if saved_s >= 0 else 'costs'} {duration(abs(saved_s))} per step"
-    return f"{kept} of {plan.shape.num_layers} layers keep attention's output: {effect}"
+    b = LayerBytes(plan.shape, plan.layout, plan.work.local_tokens(plan.layout.cp), EVERYTHING)
+    num_bytes = {"keep_projections": b.heads + b.middle, "keep_everything": b.gates}.get(level, 0)
+    held = f" ({size(kept * num_bytes)} more)" if num_bytes else ""
+    return f"{kept} of {plan.shape.num_layers} layers keep {what}{held}: {effect}"
 
 
 def _instead(plan: Plan, words: str, **change: Any) -> str:
     """Why the search did not choose `change`, which `words` names; nothing where it did not decide."""
-    other = replace(plan, layout=plan.layout.but(**change))
+    other = plan.but(**change)
     if not plan.fits or change.keys() & plan.given.keys() or (other.fits and other.step_s <= plan.step_s):
         return ""
     return f": {words} would be slower" if other.fits else f": {words}, with the rest as it is, does not fit"

@@ -208,9 +208,7 @@ def _shown_name(file: str) -> str | None:
 
 def planned_holders(plan: Plan) -> dict[str, int]:
     """Bytes by the map's holders on one rank, at the planned peak."""
-    # What ordinary autograd has under way cannot be told apart from the stream's gradients.
-    tiles = phases.MLP if plan.layout.checkpoint else phases.RESIDUAL
-    names = {"layer weights": phases.UNSHARDED, "tiles": tiles, "kept activations": phases.KEPT}
+    names = {"layer weights": phases.UNSHARDED, "tiles": phases.MLP, "kept activations": phases.KEPT}
     planned: Counter[str] = Counter()
     for name, num_bytes in plan.ledger.gpu.items():
         planned[names.get(name, name)] += num_bytes if name != "reserve" else 0

@@ -433,8 +433,8 @@ function plan(planned, into) {
   table(into, ["", ""], rows);
 }
 function keptWords(layer) {
-  if (layer.everything) return "everything, on the device";
-  return `input ${WHERE[layer.input]}; attention's output ${layer.attention ? WHERE[layer.attention] : "is computed again"}`;
+  const more = layer.mlp ? "; all else on the device" : layer.projections ? "; all else but the MLP's middle on the device" : "";
+  return `input ${WHERE[layer.input]}; attention's output ${layer.attention ? WHERE[layer.attention] : "is computed again"}${more}`;
 }
 
 let resizing = 0;

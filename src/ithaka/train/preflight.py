@@ -444,10 +444,11 @@ def check_fits(run: Run) -> None:
         if (need := sum(holders.values())) <= have:
             continue
         ways = {
-            "memory.checkpoint=full": not run.layout.checkpoint,
+            "memory.checkpoint=full": run.layout.keep_everything,
+            "memory.keep_projections=none": run.layout.keep_projections > run.layout.keep_everything,
             "memory.offload=host": memory.offload == "none" and what == "each GPU",
             "memory.offload=disk": memory.offload == "host" and what == "host memory",
-            "memory.keep_attention=none": run.layout.keep_attention,
+            "memory.keep_attention=none": run.layout.keep_attention > run.layout.keep_projections,
             "memory.offload_optimizer=false": holders.get(STATES),
             "a memory.disk_path with more room": what == "disk",
             "more ranks": what == "each GPU",
@@ -487,7 +488,8 @@ def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
     parallel, memory, attention = config.parallel, config.memory, config.attention
     values: dict[str, Any] = {"parallel.cp": parallel.cp_of(num_ranks), "parallel.ring": parallel.ring}
     values |= {"parallel.replicas": parallel.replicas}
-    values |= {"parallel.heads_per_stage": parallel.heads_per_stage, "memory.keep_attention": memory.keep_attention}
+    values |= {"parallel.heads_per_stage": parallel.heads_per_stage, "memory.checkpoint": memory.checkpoint}
+    values |= {f"memory.{name}": getattr(memory, name) for name in ("keep_attention", "keep_projections")}
     fixed = fixed_settings(values, shape.num_layers, num_ranks)
     check_fixed(fixed, shape.heads, shape.num_layers, num_ranks)
     check_effects({f"memory.{name}": value for name, value in vars(memory).items()})
