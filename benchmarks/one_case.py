@@ -34,7 +34,7 @@ NAMES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_val
 SHAPES = {"3b": (3072, 8192, 24, 8, 128, 128256), "tiny": (64, 128, 4, 2, 16, 512)}  # 3b: Llama 3.2 3B
 TIMED_STEPS, TIMED_S = 5, 4.0  # at least two steps, then until one of these is reached
 # What a case fixes of ithaka's settings; the planner decides the rest.
-ON_DEVICE = {"offload": "none", "keep_attention": "all", "attention_offload": "none"}
+ON_DEVICE = {"offload": "none", "keep_attention": "all", "attention_offload": "none", "keep_projections": "none"}
 SETTINGS = {"none": {"checkpoint": "none"}, "full": {"checkpoint": "full", **ON_DEVICE}, "planned": {}}
 
 
