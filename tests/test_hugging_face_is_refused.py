@@ -163,6 +163,12 @@ def test_settings_without_a_plan():
         ithaka.parallelize(big_model(), context="long")
     with pytest.raises(ConfigError, match="cp='all' is not a number of ranks"):
         ithaka.parallelize(big_model(), cp="all")
+    with pytest.raises(ConfigError, match="dtype=bfloat16 is not layout.dtype=float32; give one of them"):
+        ithaka.parallelize(big_model(), dtype="bfloat16", layout=Layout(dtype="float32"))
+    for context in (None, 64):
+        model = tiny_model(tiny_config("llama"))
+        model = ithaka.parallelize(model, context=context, dtype="float32", layout=Layout(tile_tokens=7))
+        assert model.model.layers[0].forward.layout == Layout(tile_tokens=7, dtype="float32")
     model = ithaka.parallelize(tiny_model(tiny_config("llama")), context=64)
     layout = model.model.layers[0].forward.layout
     assert model.ithaka_plan is None and layout.dtype == "float64" and layout.tile_tokens == 8192

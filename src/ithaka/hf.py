@@ -6,6 +6,7 @@ divided by the labels of the whole step, and gradients arrive summed, so nothing
 
 import contextlib
 import copy
+import dataclasses
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -97,6 +98,10 @@ def parallelize(
     cp = None if cp == "auto" else cp
     if cp is not None and not isinstance(cp, int):
         raise ConfigError(f'cp={cp!r} is not a number of ranks; use one that divides them, or "auto" with a context')
+    if layout is not None and dtype is not None:
+        if layout.dtype not in (None, dtype):
+            raise ConfigError(f"dtype={dtype} is not layout.dtype={layout.dtype}; give one of them, or the same")
+        layout = dataclasses.replace(layout, dtype=dtype)
     plan = None
     if context is not None:
         start_process_group()
@@ -360,9 +365,8 @@ class LongContext(Trainer):
             raise ConfigError(f"resume_from_checkpoint={resume_from_checkpoint} has no folder {STATE}; {way}")
         weights = self._weights()
         dcp.load({"model": weights}, checkpoint_id=folder)
-        set_model_state_dict(
-            _base(self.model), weights, options=StateDictOptions(strict=False)
-        )  # frozen ones are not in it
+        options = StateDictOptions(strict=False)  # frozen weights are not in it
+        set_model_state_dict(_base(self.model), weights, options=options)
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)

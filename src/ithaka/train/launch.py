@@ -99,10 +99,8 @@ def run_ranks(function: RankFunction, args: tuple[Any, ...], num_ranks: int, apa
     alone = under_torchrun() or (num_ranks == 1 and not apart)
     outcome = _call(function, args) if alone else _run_children(function, args, num_ranks)
     tell(outcome)
-    if (
-        outcome.text and under_torchrun() and not outcome.shared
-    ):  # without the usual clean-up: it can wait for ranks that will never answer
-        sys.stdout.flush()
+    if outcome.text and under_torchrun() and not outcome.shared:
+        sys.stdout.flush()  # and no usual clean-up: it can wait for ranks that will never answer
         os._exit(outcome.code)
     return outcome.code
 
