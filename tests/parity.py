@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -67,11 +68,22 @@ def shard_errors(model: nn.Module, wanted: dict[str, Tensor | None]) -> Errors:
     return errors
 
 
-def check(errors_of_ranks: list[Errors]) -> None:
+def check(errors_of_ranks: list[Errors] | list[list[Errors]]) -> None:
     for errors in errors_of_ranks:
         assert errors
+        if isinstance(errors, list):
+            check(errors)
+            continue
         wrong = {name: error for name, error in errors.items() if not error < TOLERANCE}
         assert not wrong
+
+
+_compared: dict[tuple, tuple[nn.Module, nn.Module, Mesh]] = {}  # the models that were compared last
+
+
+def each_of(compare: Callable[..., Errors], cases: list[tuple]) -> list[Errors]:
+    """One rank's part of several cases, which share their models."""
+    return [compare(*case) for case in cases]
 
 
 def compare_with(
@@ -87,9 +99,13 @@ def compare_with(
 
     Tensors in `inputs` have the rows of all data-parallel ranks, of which each takes its own.
     """
-    plain = tiny_model(config or tiny_config("llama"))
-    model, mesh = parallel(cp, config, layout, host_bytes)
+    key = dist.group.WORLD, cp, config and config.to_json_string(), layout, host_bytes, freeze
+    if key not in _compared:
+        _compared.clear()
+        _compared[key] = tiny_model(config or tiny_config("llama")), *parallel(cp, config, layout, host_bytes)
+    plain, model, mesh = _compared[key]
     for each in (plain, model):
+        each.zero_grad()
         for name, param in each.named_parameters():
             param.requires_grad_(freeze is None or not freeze(name))
     expected = plain_loss(plain)

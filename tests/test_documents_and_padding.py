@@ -6,7 +6,7 @@ import torch
 from ithaka.attention import blocks as attention
 from ithaka.layout import Layout
 from models import tiny_config
-from parity import check, compare_with, parallel, plain_sum, random_ids
+from parity import check, compare_with, each_of, parallel, plain_sum, random_ids
 
 LENGTHS = (7, 1, 9, 4)  # documents; on 2 and 4 ranks they end in the middle of shards
 
@@ -42,10 +42,9 @@ def with_documents(family, cp, rows, how):
     )
 
 
-@pytest.mark.parametrize("how", ["documents", "positions"])
 @pytest.mark.parametrize("family,cp,rows", [("llama", 1, 1), ("mistral", 2, 2), ("qwen2", 4, 1), ("qwen3", 2, 1)])
-def test_documents_are_as_if_alone(ranks, family, cp, rows, how):
-    check(ranks.run(cp, with_documents, family, cp, rows, how))
+def test_documents_are_as_if_alone(ranks, family, cp, rows):
+    check(ranks.run(cp, each_of, with_documents, [(family, cp, rows, how) for how in ("documents", "positions")]))
 
 
 def with_positions(family, cp, offset, labels_cross):
@@ -112,11 +111,10 @@ def with_padding(family, cp, side, given_positions):
     )
 
 
-@pytest.mark.parametrize("given_positions", [False, True])
-@pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family,cp", [("llama", 1), ("mistral", 2), ("qwen3", 4)])
-def test_padding_is_honoured(ranks, family, cp, side, given_positions):
-    check(ranks.run(cp, with_padding, family, cp, side, given_positions))
+def test_padding_is_honoured(ranks, family, cp):
+    cases = [(family, cp, side, given_positions) for side in ("left", "right") for given_positions in (False, True)]
+    check(ranks.run(cp, each_of, with_padding, cases))
 
 
 def refusals():
