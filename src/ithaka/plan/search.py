@@ -189,12 +189,16 @@ class Space:
         at_most = [(self.richest(plan).tokens_per_s_per_gpu, plan) for plan in self.fitting(work)]
         best: dict[tuple[Any, ...], Plan] = {}  # of each kind
         for speed, plan in sorted(at_most, key=lambda pair: -pair[0]):
+            found = sorted((each.tokens_per_s_per_gpu for each in best.values()), reverse=True)
+            if speed < max(found[NUM_OTHERS:], default=0.0):  # nor are those after it shown
+                break
             if plan.kind not in best or speed >= best[plan.kind].tokens_per_s_per_gpu:
                 plan = self.spending(plan)
                 best[plan.kind] = min(best.get(plan.kind, plan), plan, key=_order)
         ranked = sorted(best.values(), key=_order) or [self.nearest(work)]
-        least = NEAR_ENOUGH * ranked[0].tokens_per_s_per_gpu
-        chosen = min((plan for plan in ranked if plan.tokens_per_s_per_gpu >= least), key=_distance)
+        least, cp = NEAR_ENOUGH * ranked[0].tokens_per_s_per_gpu, ranked[0].layout.cp
+        near = [plan for plan in ranked if plan.tokens_per_s_per_gpu >= least and plan.layout.cp == cp]
+        chosen = min(near, key=_distance)
         others = [plan for plan in ranked if plan is not chosen]
         return replace(chosen, given=self.fixed, others=tuple(others[:NUM_OTHERS]))
 
