@@ -7,7 +7,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ithaka.attention.fused import rotate
+from ithaka.layer import stages
 from ithaka.layer.stages import rotation
+from ithaka.layout import Layout
+from parity import parallel, random_ids
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 KINDS = {
@@ -82,3 +85,19 @@ def test_scores_depend_on_the_distance_alone():
         return float((turned[0] * turned[1]).sum())
 
     assert score(FAR) == pytest.approx(score(1000), abs=1e-5)
+
+
+def frequencies_in_bfloat16() -> tuple[bool, torch.Tensor, torch.Tensor]:
+    """Whether they are wide, those that the layers got, and the model's."""
+    model, _ = parallel(1, layout=Layout(dtype="bfloat16"))
+    seen, make = [], stages.rotation
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "rotation", lambda at, inv_freq, *how: seen.append(inv_freq) or make(at, inv_freq, *how))
+        model(input_ids=random_ids(1, 8), labels=random_ids(1, 8)).loss.backward()
+    return all(each.dtype != torch.bfloat16 for each in seen), torch.stack(seen), model.model.rotary_emb.inv_freq
+
+
+def test_frequencies_are_not_rounded_where_the_computation_is(ranks):
+    """FSDP2 rounds the tensors that it finds among a layer's arguments."""
+    ((wide, seen, own),) = ranks.run(1, frequencies_in_bfloat16)
+    assert wide and len(seen) > 2 and torch.equal(seen, own.expand_as(seen))

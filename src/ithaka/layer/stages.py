@@ -123,13 +123,12 @@ class ProjectionsBackward:
             into_tnK.copy_(tile_backward(through, norm.parameters(), t_tnK, into_tnK, grads))
 
 
-@dataclass(frozen=True)
 class Positions:
-    """Of this rank's tokens, and what RoPE turns them by. No tuple: FSDP2 would round the frequencies in one."""
+    """Of this rank's tokens, and what RoPE turns them by. Neither tuple nor dataclass: FSDP2 looks into them and rounds
+    what it finds to the dtype of the computation, in which frequencies are off by 0.4 %."""
 
-    positions_s: Tensor
-    inv_freq_k: Tensor
-    scaling: float
+    def __init__(self, positions_s: Tensor, inv_freq_k: Tensor, scaling: float) -> None:
+        self.positions_s, self.inv_freq_k, self.scaling = positions_s, inv_freq_k, scaling
 
     def __len__(self) -> int:
         return len(self.positions_s)
