@@ -4,18 +4,22 @@ import contextlib
 import dataclasses
 import errno
 import io
+import json
 import math
 import os
 import shutil
 import signal
+import threading
 import time
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ithaka.config import ConfigError, parse
+from ithaka.dist.mesh import start_process_group
 from ithaka.layer import stages, store
 from ithaka.train import checkpoint, heartbeat, loop, preflight, step
 from ithaka.train.console import Console, read_metrics
@@ -199,6 +203,27 @@ def test_a_rank_that_hangs_ends_all_and_is_named(whole, tmp_path, fault, words):
     assert fault is frozen or "\n  rank 1: step 2, layer 1 / forward / attention / stage 0\n" in told
     assert "\n  rank 0: step 2, layer 1 / forward / exchange\n" in told
     assert any("attend" in path.read_text() for path in (tmp_path / "run/hang").glob("stacks-*"))
+
+
+def test_a_store_that_is_frozen_ends_a_rank(monkeypatch, tmp_path):
+    """As with its machine, or rank 0's process: requests block, without an error."""
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
+    monkeypatch.setattr(heartbeat, "SILENT_S", 0.2)
+    start_process_group()
+    beat = heartbeat.Heartbeat(heartbeat.Place(torch.device("cpu")), heartbeat.Limits(60, 60, 60), tmp_path)
+    answers, ended = threading.Event(), []
+    answers.set()
+    monkeypatch.setattr(beat, "_end", lambda words, beats: ended.append((words, len(beats))) or beat._stop.set())
+    beat.size = 2  # the other beats as this one does
+    monkeypatch.setattr(beat, "_beats", lambda: answers.wait() and [json.loads(beat._store.get("0"))] * 2)
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    beat.start()
+    time.sleep(0.5)
+    assert not ended
+    answers.clear()
+    wait_for(lambda: ended)
+    assert ended == [("rank 0, or its launcher, is gone or frozen: its store has not answered for 0 s", 2)]
+    answers.set()
 
 
 def test_lines_that_the_disk_does_not_take_are_written_later(tmp_path, capsys):

@@ -174,6 +174,7 @@ class Heartbeat:
         store = dist.distributed_c10d._get_default_store()
         # A connection of its own: another thread may block the shared one.
         self._store = dist.PrefixStore("heartbeat", store.clone() if hasattr(store, "clone") else store)
+        self._last, self._unanswered = list[Beat](), 0  # beats; and since then, tries
         self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
 
     def start(self) -> None:
@@ -182,6 +183,7 @@ class Heartbeat:
             self._beat()
             dist.barrier()
             self._thread.start()
+            threading.Thread(target=self._watch_store, daemon=True, name="store").start()
 
     def close(self, words: str = "") -> None:
         """Tell the others that this rank has left; `words`: because of an error."""
@@ -217,6 +219,7 @@ class Heartbeat:
             try:
                 self._beat()
                 beats, unreachable = self._beats(), 0
+                self._last, self._unanswered = beats, 0
             except RuntimeError as error:
                 unreachable += 1
                 if unreachable == 3 and not self._stop.is_set():
@@ -237,6 +240,15 @@ class Heartbeat:
             limit = max(map(self.limits.of_phase, phases), default=self.limits.start)
             if now - moved_at > limit and not any(beat["words"] for beat in beats):
                 self._end(f"{_behind(beats)}: no rank moved for {limit:.0f} s", beats)
+
+    def _watch_store(self) -> None:
+        """A request blocks where the store's process is frozen, or its machine is gone. Counts, and looks at no clock:
+        if this process is stopped, its threads are too."""
+        while not self._stop.wait(BEAT_S):
+            self._unanswered += 1
+            if self._unanswered * BEAT_S > SILENT_S:
+                words = f"its store has not answered for {SILENT_S:.0f} s"
+                self._end(f"rank 0, or its launcher, is gone or frozen: {words}", self._last)
 
     def _watch_memory(self) -> None:
         """Say once, on each machine, that its memory runs out, and who else takes it."""
