@@ -121,7 +121,8 @@ def test_room_in_the_store_is_explained_like_memory(tmp_path, monkeypatch):
     text = str(caught.value)
     total, there, parts = re.search(words, text).groups()
     assert 0 < as_bytes(total) < as_bytes(there) <= psutil.virtual_memory().total  # what was free when the run began
-    assert {part.rsplit(" ", 2)[0] for part in parts.split(", ")} == {"layer inputs", "kept attention"}
+    holders = {part.rsplit(" ", 2)[0] for part in parts.split(", ")}
+    assert holders - {"copy to save"} == {"layer inputs", "kept attention"}  # there may be room for a copy
     assert max(as_bytes(figure) for figure in re.findall(r"[\d.]\S* (?:B|[KMGT]iB)", text)) == as_bytes(there)
 
 

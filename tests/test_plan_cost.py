@@ -156,6 +156,22 @@ def test_what_is_on_the_way_to_disk_is_what_was_rehearsed():
     assert full.host["on the way to disk"] == 3 * ledger.host["on the way to disk"]
 
 
+def test_the_copy_that_is_saved_is_counted_where_there_is_room():
+    """Weights and two moments in fp32, beside those that are in host memory themselves; replicas hold all of them."""
+    work, copied = Work(2**20), 12 * LLAMA.num_parameters
+    ledger = memory(LLAMA, STREAMED, H200, work)
+    assert ledger.host["copy to save"] == pytest.approx(copied, rel=1e-3)
+    assert ledger.host_peak == sum(ledger.host.values()) == ledger.host_needed + ledger.host["copy to save"]
+    for offloaded in (False, True):
+        layout = replace(STREAMED, offload_optimizer=offloaded)
+        needed = memory(LLAMA, layout, H200, work).host_needed
+        full = memory(LLAMA, layout, replace(H200, host_bytes=needed), work)
+        assert full.fits and full.host["copy to save"] == 0, "then a step waits while it is saved"
+    nodes, layouts = replace(H200, num_nodes=2), [replace(STREAMED, replicas=replicas) for replicas in (1, 2)]
+    of_nodes = [memory(LLAMA, layout, nodes, work).host["copy to save"] for layout in layouts]
+    assert of_nodes == pytest.approx([copied / 2, copied], rel=1e-3)
+
+
 def test_every_layer_counts_by_what_it_keeps():
     """Four layers that keep four different things: each adds its own bytes and seconds."""
     shape, work = replace(LLAMA, num_layers=4, windows=LLAMA.windows[:4]), Work(2**20)

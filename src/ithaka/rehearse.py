@@ -225,7 +225,7 @@ def of_few_layers(plan: Plan, layers: int, memory_only: bool) -> Plan:
 def check_cpu_memory(few: Plan) -> None:
     """Refuse what this machine's free memory does not hold: without a GPU the device's memory is the host's."""
     ledger = few.ledger
-    on_host = (ledger.host_peak - ledger.host["reserve"]) // few.hardware.gpus_per_node
+    on_host = (ledger.host_needed - ledger.host["reserve"]) // few.hardware.gpus_per_node
     need_bytes, free_bytes = ledger.gpu_peak - ledger.gpu["reserve"] + on_host, this_host().memory_bytes
     if need_bytes > free_bytes and not _on_gpu():
         raise ConfigError(

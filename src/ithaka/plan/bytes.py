@@ -35,6 +35,8 @@ DISK_STATION_LAYERS = 3  # layers in host memory on their way to or from disk
 BLOCK_TOKENS = {"attend": 128 * 1024, "attend backward": 264 * 1024}
 BLOCK_BUFFERS = 4  # in the dtype of sums, of a block in flight inside attention
 
+COPY = "copy to save"  # a holder
+
 TileWork = Literal["none", "project", "project backward", "mlp", "mlp backward", "attend", "attend backward"]
 Holders = dict[str, int]  # bytes by who holds them
 
@@ -339,6 +341,11 @@ class Ledger:
         }
 
     @property
+    def host_needed(self) -> int:
+        """Without the copy to save, which is made only where there is room."""
+        return self.host_peak - self.host[COPY]
+
+    @property
     def worst(self) -> tuple[float, str]:
         """Of the tier that is exceeded most: need divided by what there is, and its name."""
         return max((need / max(have, 1), tier) for tier, (need, have) in self.tiers.items())
@@ -353,8 +360,15 @@ def memory(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) ->
     name, gpu = max(gpu_phases(shape, layout, hardware, work), key=lambda phase: sum(phase[1].values()))
     gpu["reserve"] = RESERVE_BYTES + int(RESERVE_SHARE * hardware.gpu.memory_bytes)
     host, disk = _outside(shape, layout, hardware, work)
+    copied = saved_bytes(shape, layout, hardware) if work.trains else 0
+    host[COPY] = copied if sum(host.values()) + copied <= hardware.host_bytes else 0  # without room, a step waits
     peaks = (sum(gpu.values()), sum(host.values()), sum(disk.values()))
     return Ledger(name, gpu, host, disk, *peaks, hardware.gpu.memory_bytes, hardware.host_bytes, hardware.disk_bytes)
+
+
+def saved_bytes(shape: ModelShape, layout: Layout, hardware: Hardware) -> int:
+    """Of a copy of what a node's ranks save, in the background: weights and two moments, in float32."""
+    return hardware.gpus_per_node * 12 * shape.shards(hardware.num_gpus // layout.replicas)[0]
 
 
 def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> list[tuple[str, Holders]]:

@@ -137,7 +137,7 @@ def _order(plan: Plan) -> tuple[Any, ...]:
     """Fastest first; between equals the one that needs least, nearest to the device."""
     layout, ledger = plan.layout, plan.ledger
     width = layout.heads_per_stage or plan.shape.heads
-    peaks = ledger.gpu_peak, ledger.host_peak
+    peaks = ledger.gpu_peak, ledger.host_needed
     return (-plan.tokens_per_s_per_gpu, *peaks, _distance(plan), layout.cp, layout.ring, width)
 
 

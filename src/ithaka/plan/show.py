@@ -201,7 +201,7 @@ def _adapter(plan: Plan) -> dict[str, int | float]:
         "trained_parameters": shape.num_trained,
         "frozen_parameters": shape.shards(1)[1],
         "saved_gpu_bytes": whole.ledger.gpu_peak - plan.ledger.gpu_peak,
-        "saved_host_bytes": whole.ledger.host_peak - plan.ledger.host_peak,
+        "saved_host_bytes": whole.ledger.host_needed - plan.ledger.host_needed,
         "saved_step_s": whole.step_s - plan.step_s,
     }
 

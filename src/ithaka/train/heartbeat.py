@@ -29,7 +29,7 @@ from ithaka.plan.hardware import this_host
 from ithaka.plan.seconds import layer_seconds
 from ithaka.plan.show import size
 from ithaka.train.launch import EXIT_LOST, Outcome, leave
-from ithaka.train.preflight import Run, saved_bytes
+from ithaka.train.preflight import Run
 
 BEAT_S = 5.0
 SILENT_S = 40.0  # without a beat a rank is dead, or frozen
@@ -60,7 +60,7 @@ class Limits:
         paths = [data.path, data.validation_path, *(source.path for source in data.sources)]
         read = _bytes_below(run.config.model.path) / READ_BYTES_S + sum(map(_bytes_below, paths)) / TOKENISE_BYTES_S
         # A checkpoint's files are written by all nodes, to one disk at the worst.
-        write = saved_bytes(run) * run.hardware.num_nodes / WRITE_BYTES_S
+        write = run.saved_bytes * run.hardware.num_nodes / WRITE_BYTES_S
         return Limits(600 + read + write, max(LEAST_S, PATIENCE * longest), 600 + write)
 
     def of_phase(self, path: PhasePath) -> float:

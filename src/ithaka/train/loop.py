@@ -43,7 +43,6 @@ from ithaka.train.preflight import (
     fingerprints,
     gathered,
     has_room_to_save,
-    saved_bytes,
     store_host_bytes,
     together,
     with_intact_checkpoint,
@@ -608,7 +607,7 @@ def _header(trainer: Trainer) -> dict[str, str]:
 
 
 def _saving(trainer: Trainer) -> str:
-    settings, room = trainer.config.train, size(saved_bytes(trainer.run))
+    settings, room = trainer.config.train, size(trainer.run.saved_bytes)
     every = [f"{settings.save_minutes:g} minutes"] * (settings.save_minutes > 0)
     every += [f"{settings.save_every} steps"] * (settings.save_every > 0)
     way = f"in the background, from {room} of host memory per node"

@@ -44,7 +44,7 @@ from ithaka.config import (
 from ithaka.dist.mesh import start_process_group
 from ithaka.layout import Layout, check_fixed, either, fixed_settings, layout_of
 from ithaka.model.adapters import with_stored_settings
-from ithaka.plan.bytes import Holders, Ledger, memory
+from ithaka.plan.bytes import COPY, Holders, Ledger, memory, saved_bytes
 from ithaka.plan.hardware import GPUS, Hardware, find_gpu, gpu_named, this_host
 from ithaka.plan.search import Plan, space_of, work_of
 from ithaka.plan.shape import ModelShape, Work, read_shape, shape_from_config
@@ -102,6 +102,10 @@ class Run:
     @property
     def work(self) -> Work:
         return work_of(self.config)
+
+    @property
+    def saved_bytes(self) -> int:
+        return saved_bytes(self.shape, self.layout, self.hardware)
 
     @property
     def ledger(self) -> Ledger:
@@ -427,10 +431,10 @@ def held(holders: Holders, times: int = 1) -> Holders:
 
 
 def needs(run: Run) -> tuple[Holders, Holders]:
-    """(host, disk): bytes per holder on this machine, of all its ranks together. Without a GPU the device's memory is
-    the host's, at the planned peak."""
+    """(host, disk): bytes per holder on this machine, of all its ranks together, that must be there. Without a GPU the
+    device's memory is the host's, at the planned peak."""
     ram = held(run.ledger.gpu, run.hardware.gpus_per_node) if run.hardware.gpu.name == "CPU" else {}
-    return ram | held(run.ledger.host), held(run.ledger.disk)
+    return ram | held({**run.ledger.host, COPY: 0}), held(run.ledger.disk)
 
 
 def check_fits(run: Run) -> None:
@@ -472,15 +476,11 @@ def store_host_bytes(run: Run) -> int | None:
     return min(share, kept // ranks) if to_disk else share
 
 
-def saved_bytes(run: Run) -> int:
-    """Of a copy of what a checkpoint holds, on one machine: weights and two moments, in float32."""
-    return run.hardware.gpus_per_node * 12 * run.shape.shards(run.num_ranks)[0]
-
-
 def has_room_to_save(run: Run) -> bool:
-    """Whether host memory has room for that copy, beside all else that is planned."""
-    planned = run.ledger.host if plans_for(run.config, run.hardware) else needs(run)[0]
-    return sum(planned.values()) + saved_bytes(run) <= run.hardware.host_bytes
+    """Whether host memory has room for a copy of what is saved, beside all else that is planned."""
+    planned = plans_for(run.config, run.hardware)
+    needed = run.ledger.host_needed if planned else sum(needs(run)[0].values())
+    return needed + run.saved_bytes <= run.hardware.host_bytes
 
 
 def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
