@@ -20,6 +20,7 @@ from ithaka.config import (
     TrainConfig,
     load,
     parse,
+    shown,
     to_yaml,
 )
 
@@ -207,3 +208,7 @@ def test_a_source_takes_from_data_how_records_are_read_unless_it_says():
     assert (alone.path, alone.text_field) == (pathlib.Path("a"), "body")
     with pytest.raises(ConfigError, match="data.path=c and data.sources both say what to read; make the path a source"):
         load(overrides=["data.path=c", "data.sources=[{path: a}]"])
+
+
+def test_a_mapping_is_shown_without_what_is_not_set():
+    assert shown({"type": None, "theta": 4e5, "deep": {"on": True}}) == "{theta: 400000.0, deep: {on: true}}"

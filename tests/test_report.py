@@ -10,7 +10,7 @@ from browser import Browser, find_browser
 from ithaka.cli import train_rank
 from ithaka.config import ConfigError
 from ithaka.report.page import live_report, write_report
-from runs import tiny_run, valid, wait_for
+from runs import metrics, tiny_run, valid, wait_for
 
 SIZES = {"desktop": (1200, False), "dark": (1200, True), "phone": (390, False)}
 
@@ -128,6 +128,34 @@ def test_a_run_without_a_profile_says_so_beside_one_with(run_dir, browser, tmp_p
         boxes = f"[...document.querySelectorAll('section')].find(s => s.innerText.startsWith('{title}'))"
         shown = browser.evaluate(f"[...{boxes}.querySelectorAll('.runs > *')].map(box => box.innerText)")
         assert ["not profiled" in text for text in shown] == [False, True]
+
+
+@needs_browser
+def test_an_evaluation_is_drawn_with_its_heat_map(run_dir, browser, tmp_path):
+    (tmp_path / "config.yaml").symlink_to(run_dir / "config.yaml")
+    (tmp_path / "evaluations").mkdir()
+    records = metrics(run_dir)
+    for step in (2, 10):
+        cells = [
+            {"task": task, "context": context, "depth": depth, "score": depth * step / 10}
+            for task in ("single", "variables")
+            for context in (900, 65536)
+            for depth in (0.0, 0.5, 1.0)
+        ]
+        found = {"model": f"run, step {step}", "retrieval": cells}
+        (tmp_path / "evaluations" / f"step-{step}.json").write_text(json.dumps(found))
+        figures = {"loss": 3.0, "long_context_gain": -0.1}
+        figures |= {f"retrieval/{task}/{n}": 0.5 for task in ("single", "variables") for n in (900, 65536)}
+        records.append({"step": 90 + step} | {f"evaluate/{name}": value for name, value in figures.items()})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    browser.open(write_report([run_dir, tmp_path], tmp_path / "page.html"), 390)
+    assert browser.complaints() == [] and browser.evaluate("document.documentElement.scrollWidth") <= 390
+    titles = browser.evaluate("[...document.querySelectorAll('h3')].map(title => title.innerText)")
+    assert {"Evaluation", "Long-context gain", "Retrieval", "single", "variables"} <= set(titles)
+    heat = browser.evaluate("[...document.querySelectorAll('.heat')].map(map => map.innerText.split(/\\s+/).join(' '))")
+    assert [text.strip() for text in heat] == ["0% 50% 100% 900 0 0.5 1 64K 0 0.5 1"] * 2, (
+        "the latest, of the run that has one"
+    )
 
 
 # Of each chart and axis: the labels of its ticks.

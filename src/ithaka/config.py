@@ -574,6 +574,8 @@ def to_yaml(config: Config) -> str:
 
 def shown(value: object) -> str:
     """As it is written in a configuration."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {shown(each)}" for key, each in value.items() if each is not None) + "}"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -87,8 +87,8 @@ def read_run(run_dir: Path) -> dict[str, Any]:
         raise ConfigError(f"RUN_DIR={run_dir} holds no config.yaml; give the directory of a run")
     records = read_metrics(run_dir / "metrics.jsonl")
     evaluated = sorted({key for record in records for key in record if key.startswith("evaluate/")})
-    profiles = run_dir.glob("profile/step-*/profile.json")
-    latest = max(profiles, key=lambda file: int(file.parent.name.removeprefix("step-")), default=None)
+    profile = _newest({int(file.parent.name[5:]): file for file in run_dir.glob("profile/step-*/profile.json")})
+    evaluation = _newest({int(file.stem[5:]): file for file in run_dir.glob("evaluations/step-*.json")})
     return {
         "name": run_dir.resolve().name,
         "metrics": {key: [record.get(key) for record in records] for key in (*SHOWN, *evaluated)},
@@ -97,8 +97,13 @@ def read_run(run_dir: Path) -> dict[str, Any]:
         "machine": json.loads(_text(run_dir / "machine.json") or "null"),
         "data": json.loads(_text(run_dir / "data.json") or "null"),
         "plan": json.loads(_text(run_dir / "plan.json") or "null"),
-        "profile": json.loads(latest.read_text(encoding="utf-8")) if latest else None,
+        "profile": profile,
+        "evaluation": evaluation,
     }
+
+
+def _newest(of_step: dict[int, Path]) -> Any:
+    return json.loads(of_step[max(of_step)].read_text(encoding="utf-8")) if of_step else None
 
 
 def _text(path: Path) -> str | None:

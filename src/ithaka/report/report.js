@@ -12,6 +12,7 @@ const KIND_COLOURS = { compute: "#4e79a7", exchange: "#e15759", copies: "#edc948
 // Colours and marks of runs, which the colour-blind can tell apart too.
 const RUN_COLOURS = ["#2f7fc1", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#7a5195"];
 const RUN_SYMBOLS = ["circle", "rect", "triangle", "diamond", "pin", "arrow"];
+const LINES = ["solid", "dashed", "dotted", [10, 3, 2, 3]];  // of one run in one chart
 
 // ---- words
 
@@ -38,6 +39,7 @@ function seconds(s) {
   if (s >= 60) return (s / 60).toFixed(1) + " min";
   return s >= 1 ? s.toFixed(2) + " s" : (s * 1000).toFixed(s >= 0.01 ? 0 : 2) + " ms";
 }
+function tokens(n) { return n % 1024 ? String(n) : n % 2 ** 20 ? n / 1024 + "K" : n / 2 ** 20 + "M"; }
 function lastOf(values) { return values.filter(v => v != null).at(-1); }
 function median(values) {
   const there = values.filter(v => v != null).sort((a, b) => a - b);
@@ -202,7 +204,7 @@ function controls(into) {
   }
   into.append(bar);
 }
-// keys: of the metrics, its name, whether it is validation (dashed, never smoothed).
+// keys: of the metrics, its name, whether it is measured now and then (never smoothed).
 function curves(into, title, note, keys, format, units) {
   const values = () => runs.flatMap(run => keys.flatMap(([key]) => points(run, key).map(p => p[1])));
   if (!values().length) return;
@@ -219,11 +221,11 @@ function curves(into, title, note, keys, format, units) {
         axisLabel: { formatter: whole ? n => Number.isInteger(n) ? String(n) : "" : inUnitOf(Math.max(...runs.flatMap(xs)), xUnits), showMinLabel: whole, showMaxLabel: whole },
       }),
       yAxis: units === BYTES ? fromZero(c, most, BYTES, 5) : axis(c, { type: "value", scale: true, axisLabel: { formatter: inUnitOf(most, units) } }),
-      series: runs.flatMap((run, r) => keys.filter(([key]) => points(run, key).length).map(([key, own, dashed], k) => ({
-        name: label(run.name) + own, type: "line", data: dashed ? points(run, key) : smoothed(points(run, key)), sampling: "lttb",
-        showSymbol: points(run, key).length < 40, symbol: RUN_SYMBOLS[r % RUN_SYMBOLS.length], symbolSize: dashed ? 8 : 5, connectNulls: true,
+      series: runs.flatMap((run, r) => keys.filter(([key]) => points(run, key).length).map(([key, own, rare], k) => ({
+        name: label(run.name) + own, type: "line", data: rare ? points(run, key) : smoothed(points(run, key)), sampling: "lttb",
+        showSymbol: points(run, key).length < 40, symbol: RUN_SYMBOLS[r % RUN_SYMBOLS.length], symbolSize: rare ? 8 : 5, connectNulls: true,
         color: RUN_COLOURS[(keys.length > 1 && runs.length === 1 ? k : r) % RUN_COLOURS.length],
-        lineStyle: { width: 2, type: dashed ? "dashed" : "solid" },
+        lineStyle: { width: 2, type: LINES[k % LINES.length] },
       }))),
     };
   });
@@ -239,13 +241,32 @@ function allCurves() {
   curves(grid, "Learning rate", "Of the step.", [["lr", "learning rate", false]], short, PLAIN);
   curves(grid, "Gradient norm", "Of the whole gradient, before clipping.", [["grad_norm", "gradient norm", false]], short, PLAIN);
   curves(grid, "Speed", "Input tokens per second, without validation and saving.", [["tokens_per_s", "tokens/s", false]], amount, AMOUNTS);
-  const evaluated = [...new Set(runs.flatMap(run => Object.keys(run.metrics)))].filter(key => key.startsWith("evaluate/"));
-  const named = test => evaluated.filter(test).map(key => [key, key.replace(/^evaluate\/(retrieval\/)?/, "").replaceAll("_", " "), true]);
-  curves(grid, "Evaluation", "Loss of held-out documents at the largest context and at a short one, and what the long context gives.", named(key => /loss|gain/.test(key)), digits, PLAIN);
-  curves(grid, "Retrieval", "Share of answers found, by task and context.", named(key => key.startsWith("evaluate/retrieval/")), short, PLAIN);
   const onDevice = runs.some(run => run.device_peak_bytes);
   curves(grid, "Memory", `Highest so far of any rank, ${onDevice ? "on its device" : "of its process"}.`, [[onDevice ? "device_peak_bytes" : "host_peak_bytes", "peak", false]], bytes, BYTES);
+  const keysOf = run => Object.keys(run.metrics), contextOf = key => key.match(/^evaluate\/retrieval\/.*\/(\d+)$/)?.[1];
+  const contexts = [...new Set(runs.flatMap(keysOf).map(contextOf).filter(Boolean))].sort((a, b) => a - b);
+  for (const run of runs) for (const context of contexts) {  // the mean over tasks
+    const tasks = keysOf(run).filter(key => contextOf(key) === context).map(key => run.metrics[key]);
+    if (tasks.length) run.metrics["found/" + context] = tasks[0].map((v, i) => v == null ? null : tasks.reduce((sum, one) => sum + one[i], 0) / tasks.length);
+  }
+  curves(grid, "Evaluation", "Loss of held-out documents at the largest context and at a short one.", [["evaluate/loss", "loss", true], ["evaluate/short_context_loss", "short context", true]], digits, PLAIN);
+  curves(grid, "Long-context gain", "Loss with all that is before a token minus loss with the last few thousand tokens: below zero, the long context helps.", [["evaluate/long_context_gain", "gain", true]], digits, PLAIN);
+  curves(grid, "Retrieval", "Share of answers found, over all tasks and depths, by context.", contexts.map(c => ["found/" + c, tokens(c), true]), short, PLAIN);
   if (!grid.children.length) into.remove();
+}
+
+function retrieval() {
+  if (!runs.some(run => run.evaluation?.retrieval.length)) return;
+  const into = section("Retrieval at the latest evaluation", "Share of answers found, by context (rows) and depth (columns).");
+  perRun(into, (run, box) => {
+    const cells = run.evaluation?.retrieval ?? [], each = (name, of = cells) => [...new Set(of.map(cell => cell[name]))];
+    const row = (head, cells) => make("tr", {}, make("th", {}, head), ...cells);
+    const heads = () => each("depth").map(depth => make("th", {}, `${Math.round(100 * depth)}%`));
+    const map = own => make("table", { class: "heat" }, row("", heads()), ...each("context", own).map(context => row(tokens(context),
+      own.filter(cell => cell.context === context).map(({ score }) => make("td", { style: `--score: ${score}` }, String(Number(score.toPrecision(2))))))));
+    if (cells.length) box.append(make("p", { class: "note" }, run.evaluation.model), make("div", { class: "maps" }, ...each("task").map(task =>
+      make("section", {}, make("h3", {}, task), map(cells.filter(cell => cell.task === task))))));
+  });
 }
 
 // ---- what differs between runs, and what they train on
@@ -443,6 +464,7 @@ addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout
 page.replaceChildren();
 summary();
 allCurves();
+retrieval();
 differences();
 memory();
 times();
