@@ -37,7 +37,7 @@ lint: $(STAMP)
 faults: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python tests/faults.py $(ARGS)
 	$(BIN)/pytest tests/test_faults.py tests/test_disk_full.py tests/test_train_loop_console.py tests/test_launchers.py \
-	  tests/test_several_nodes.py --launchers --slow
+	  --launchers --slow
 
 $(STAMP): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -1,12 +1,12 @@
 """Several nodes: two torchrun agents on one machine, the network bench, and a rehearsal of rank 0 of two nodes."""
 
 import json
+import multiprocessing
 import socket
-import subprocess
-import sys
 
 import pytest
 import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from typer.testing import CliRunner
 
 from ithaka.bench import measure_network, network_figures
@@ -14,29 +14,36 @@ from ithaka.cli import app
 from ithaka.config import to_yaml
 from ithaka.plan.hardware import find_hardware
 from models import tiny_config
+from programs import Program
 from runs import metrics, tiny_run
 
 
-def test_two_agents_train_one_model(tmp_path, request):
+def rank(arguments):
+    try:
+        app(arguments)
+    except SystemExit as end:  # an agent waits for a result
+        assert end.code == 0
+
+
+def agent(port, arguments):
+    """What torchrun does, but its rank is a fork, and imports nothing."""
+    multiprocessing.current_process()._config["daemon"] = False  # else it may start no process
+    meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": f"localhost:{port}", "run_id": "two", "max_restarts": 0}
+    elastic_launch(LaunchConfig(2, 2, 1, start_method="fork", **meeting), rank)(arguments)
+    return 0
+
+
+def test_two_agents_train_one_model(tmp_path):
     """As docs/several-nodes.md starts them; every rank has the plan of two nodes."""
-    if not request.config.getoption("--launchers"):
-        pytest.skip("starts four programs: --launchers")
     config = tiny_run(tmp_path, parallel={"cp": 2, "ring": 2, "replicas": 2}, train={"steps": 1, "validate_every": 0})
     (tmp_path / "run.yaml").write_text(to_yaml(config))
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-    agent += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "two"]
-    command = [*agent, "-m", "ithaka", "train", str(tmp_path / "run.yaml")]
-    agents = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(2)]
-    try:
-        words = [agent.communicate(timeout=120)[0] for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
-    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(words)
-    assert sum("1 data x 2 context parallel (1 Ulysses x 2 ring)" in output for output in words) == 1
+    agents = [Program(tmp_path, agent, port, ["train", str(tmp_path / "run.yaml")]) for _ in range(2)]
+    codes = [agent.wait(120) for agent in agents]
+    assert codes == [0, 0], "\n".join(agent.stderr for agent in agents)
+    assert sum("1 data x 2 context parallel (1 Ulysses x 2 ring)" in agent.stdout for agent in agents) == 1
     run_dir = config.train.run_dir
     assert json.loads((run_dir / "plan.json").read_text())["gpus"] == "2x1xCPU"
     assert metrics(run_dir)[-1]["ring_bytes"] > 0
@@ -60,7 +67,7 @@ def test_bench_network_writes_what_plan_reads(ranks, tmp_path):
     far = [row["GB/s"] * 1e9 for row in rows if row["where"] == "between nodes" and row["what"] != "all-gather"]
     assert gpu.network_bytes_s == min(far) and gpu.link_bytes_s == figures["link_bytes_s"]
     alone = CliRunner().invoke(app, ["bench", "network"])
-    assert alone.exit_code == 2 and "start it with torchrun" in alone.stderr
+    assert alone.exit_code == 2 and "use torchrun" in alone.stderr
 
 
 def test_rank_0_of_two_nodes_is_rehearsed(tmp_path, monkeypatch):
