@@ -254,10 +254,10 @@ def packed_documents(num_tokens: int) -> tuple[int, ...]:
 
 
 def bf16(
-    heads_per_stage: int | None = None, keep_input="device", keep_attention=None, checkpoint=True, **fields
+    heads_per_stage=None, keep_input="device", keep_attention=None, projections=False, checkpoint=True, **fields
 ) -> Layout:
     """Of one layer and one rank: `parallel_copy` makes it that of a model."""
-    keeps = LayerKeeps(keep_input, keep_attention) if checkpoint else EVERYTHING
+    keeps = LayerKeeps(keep_input, keep_attention, projections) if checkpoint else EVERYTHING
     return Layout(1, heads_per_stage, kept=(keeps,), dtype="bfloat16", **fields)
 
 

@@ -8,7 +8,7 @@ import yaml
 
 from ithaka.config import AdapterConfig, ConfigError
 from ithaka.layout import LayerKeeps, Layout
-from ithaka.plan.bytes import LOGITS_TILE_BYTES, gpu_phases, layer_peaks, memory
+from ithaka.plan.bytes import LOGITS_TILE_BYTES, LayerBytes, gpu_phases, layer_peaks, memory
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.models import find_shape
 from ithaka.plan.seconds import MLP_SHARE, Linear, layer_seconds, step_seconds
@@ -39,7 +39,7 @@ def test_states_are_those_of_the_adapters():
 
 
 def test_frozen_weights_have_no_gradients():
-    short, long = (layer_peaks(ADAPTED, LAYOUT, s, KEEPS)[1] for s in (2**14, 2**17))
+    short, long = (layer_peaks(LayerBytes(ADAPTED, LAYOUT, s, KEEPS))[1] for s in (2**14, 2**17))
     assert (short.phase, short.sums) == ("backward mlp", 4 * 16 * ((D + D) + 3 * (D + F)))
     assert (long.phase, long.sums) == ("backward attention", 4 * LAYER)
     phases = dict(gpu_phases(ADAPTED, LAYOUT, H100, Work(2**20)))

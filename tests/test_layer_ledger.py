@@ -222,7 +222,7 @@ def test_a_layer_is_as_high_as_its_ledger(case, monkeypatch):
         phases = (direction, part) if part else (direction,)
         live = max(highest(memory, *phases, lengths=lengths) for memory in maps)
         assert live == planned(case, direction, part), f"full-length tensors in {direction} {part}"
-    peaks = layer_peaks(shape, case.layout, TOKENS, case.keeps)
+    peaks = layer_peaks(LayerBytes(shape, case.layout, TOKENS, case.keeps))
     for direction, moment in zip(("forward", "backward"), peaks, strict=True):
         live = max(highest(memory, direction) for memory in maps)
         with_tiles = moment.live - moment.sums + kept_on_device(case, direction)

@@ -207,4 +207,4 @@ def test_memory_does_not_grow_with_the_ring():
     """With as many tokens per rank."""
     keeps, shape = LayerKeeps("host", "host"), find_shape("llama3-8b")
     layouts = [Layout(8 * ring, 8, 16384, (keeps,), ring=ring, overlap=False) for ring in (2, 8, 64)]
-    assert len({layer_peaks(shape, layout, 2**18, keeps) for layout in layouts}) == 1
+    assert len({layer_peaks(LayerBytes(shape, layout, 2**18, keeps)) for layout in layouts}) == 1

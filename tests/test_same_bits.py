@@ -1,4 +1,4 @@
-"""On CPU a step gives the same bits every time, wherever what it keeps lives and whatever overlaps."""
+"""On CPU a step gives the same bits every time, whatever it keeps, wherever that lives and whatever overlaps."""
 
 import dataclasses
 
@@ -12,13 +12,12 @@ from models import tiny_config, tiny_model
 from parity import random_ids
 from runs import copy_back_at, numbers, run, tiny_run
 
-TIERS = ("device", "host", "disk")
+TIERS = {"device": (False, False), "host": (True, False), "disk": (True, True)}  # and whether projections, MLP are kept
 
 
 def bits_of_a_step(cp, **options):
     """Loss and all gradients. The same again after a step on other tokens, which leaves other values in the pool."""
-    kept = (LayerKeeps(options.pop("keep_input", "device"), options.pop("keep_attention", None)),) * 2
-    layout = Layout(cp, tile_tokens=5, kept=kept, **options)
+    layout = Layout(cp, tile_tokens=5, kept=(options.pop("keeps"),) * 2, **options)
     model = tiny_model(tiny_config("qwen3", heads=4, kv_heads=2), torch.float32)
     model = parallelize(model, mesh=make_mesh(cp), layout=layout)
     first, steps = random_ids(1, 18), []
@@ -37,8 +36,8 @@ def bits_of_a_step(cp, **options):
 def compare_variants(cp, heads_per_stage, kept):
     first, wrong = None, []
     for overlap in (True, False):
-        for tier in TIERS:
-            how = {"overlap": overlap, "keep_input": tier, "keep_attention": tier if kept else None}
+        for tier, more in TIERS.items():
+            how = {"overlap": overlap, "keeps": LayerKeeps(tier, tier, *more) if kept else LayerKeeps(tier)}
             bits = bits_of_a_step(cp, heads_per_stage=heads_per_stage, **how)
             first = first or bits
             wrong += [(how, name) for name in first if (first[name] != bits[name]).any()]

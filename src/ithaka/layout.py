@@ -108,7 +108,7 @@ class Layout:
     def but(self, **changes: Any) -> Layout:
         """A copy with some fields changed, and with what is kept in the words above."""
         words = ("input_tier", "keep_attention", "attention_tier", "keep_projections", "keep_everything")
-        told = {word: changes.pop(word, getattr(self, word)) for word in words}
+        told = {word: changes.pop(word) if word in changes else getattr(self, word) for word in words}
         return replace(self, kept=make_layout(len(self.kept), **told).kept, **changes)
 
 

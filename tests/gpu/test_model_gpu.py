@@ -67,6 +67,7 @@ TIERS = [
     pytest.param({"keep_input": "host", "keep_attention": None, "overlap": False}, id="streamed"),
     pytest.param({"keep_input": "disk", "keep_attention": "disk", "overlap": True}, id="disk", marks=gpu),
     pytest.param({"keep_input": "device", "keep_attention": "device", "overlap": False}, id="device", marks=gpu),
+    pytest.param({"keep_attention": "host", "projections": True}, id="all but the MLP's middle", marks=gpu),
     pytest.param({"checkpoint": False}, id="everything"),
 ]
 

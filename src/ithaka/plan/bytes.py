@@ -295,9 +295,8 @@ def layer_moments(b: LayerBytes) -> Iterator[Moment]:
     yield from attention_backward_moments(b, outputs - more)
 
 
-def layer_peaks(shape: ModelShape, layout: Layout, s: int, keeps: LayerKeeps) -> tuple[Moment, Moment]:
+def layer_peaks(b: LayerBytes) -> tuple[Moment, Moment]:
     """The moments of forward and of backward at which most is live."""
-    b = LayerBytes(shape, layout, s, keeps)
     moments = sorted(layer_moments(b), key=lambda moment: moment.rest)
     highest = {(m.phase, m.tile): m for m in moments}.values()  # of each kind the last
     found = [m._replace(tiles=b.tile_bytes(m.tile), sums=b.grad_sums(m.phase)) for m in highest]
@@ -448,7 +447,8 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
 @lru_cache(maxsize=8192)
 def _of_layer(shape: ModelShape, layout: Layout, s: int, keeps: LayerKeeps) -> tuple[int, Moment, Moment]:
     """(what it keeps on the device, its highest moment of forward and of backward)."""
-    return LayerBytes(shape, layout, s, keeps).own, *layer_peaks(shape, layout, s, keeps)
+    b = LayerBytes(shape, layout, s, keeps)
+    return b.own, *layer_peaks(b)
 
 
 def _outside(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> tuple[Holders, Holders]:

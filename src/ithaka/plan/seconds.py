@@ -73,9 +73,8 @@ def layer_seconds(
     attend = flops / (gpu.attention_forward_flops * share)
     attend_back = 2.5 * flops / (gpu.attention_backward_flops * share_back)
     pcie = hardware.gpu.pcie_bytes_s * COPY_SHARE
-    x, out = linear.x, kept_attention_bytes(shape, layout, linear.s) if kept else 0
-    from_store = keeps.input != "device"
-    fetched = out if keeps.attention != "device" else 0
+    from_store, stored = keeps.input != "device", keeps.attention in ("host", "disk")
+    x, fetched = linear.x, kept_attention_bytes(shape, layout, linear.s) if stored else 0
 
     projections, mlp = linear.project(False), linear.mlp(False)
     ex_forward, ex_backward = _exchange_seconds(shape, layout, hardware, linear.s, keeps.projections)
@@ -87,7 +86,7 @@ def layer_seconds(
     busy = projections + attend + mlp
     copy_out = max(0.0, (x * from_store + fetched) / pcie - busy)
     # Through the node's disk, one way; no layer gains from another's surplus.
-    to_disk = x * (keeps.input == "disk") + out * (keeps.attention == "disk")
+    to_disk = x * (keeps.input == "disk") + fetched * (keeps.attention == "disk")
     write = to_disk * hardware.gpus_per_node / DISK_BYTES_S
     # All-gather of the layer's weights, reduction of its gradients.
     e, trained, frozen = layout.element_bytes, shape.trained_layer, shape.layer_parameters if shape.adapter else 0
