@@ -95,7 +95,10 @@ def write_model(folder, **changes):
             ["parallel.heads_per_stage=3", "parallel.cp=2", "use 2, 4 or all"],
         ),
         (["--set", "parallel.heads_per_stage=10"], ["parallel.heads_per_stage=10", "4 query heads"]),
-        (["--set", "memory.keep_attention=5"], ["memory.keep_attention=5", "2 layers", "all"]),
+        (
+            ["--set", "memory.checkpoint=full", "--set", "memory.keep_attention=5"],
+            ["memory.keep_attention=5", "2 layers", "all"],
+        ),
         (
             ["--set", "optim.decay_steps=6"],
             ["optim.decay_steps=6", "optim.warmup_steps=6", "give more, or null"],

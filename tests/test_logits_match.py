@@ -65,4 +65,4 @@ def without_logits():
 
 
 def test_no_logits_with_labels(ranks):
-    assert ranks.run(1, without_logits) == [(None, 7, ["loss", "num_tokens", "docs"])]
+    assert ranks.run(1, without_logits) == [(None, 7, ["loss", "num_tokens", "docs", "own_loss"])]
