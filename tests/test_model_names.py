@@ -94,12 +94,11 @@ def test_without_an_answer_the_error_says_what_to_do(monkeypatch, error, words):
         find_config("someone/their-model")
 
 
-def test_training_says_how_to_fetch_what_is_not_there(monkeypatch, tmp_path):
+@pytest.mark.parametrize(("path", "hub"), [("Qwen/Qwen3-4B", "Qwen/Qwen3-4B"), ("models/Qwen3-4B", "ORG/Qwen3-4B")])
+def test_training_says_how_to_fetch_what_is_not_there(path, hub, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        ConfigError, match="cannot be read .*; fetch it with `hf download Qwen/Qwen3-4B --local-dir Qwen/Qwen3"
-    ):
-        read_shape(Path("Qwen/Qwen3-4B"))
+    with pytest.raises(ConfigError, match=f"cannot be read .*; fetch it with `hf download {hub} --local-dir {path}`"):
+        read_shape(Path(path))
 
 
 def test_a_model_of_the_cache_needs_no_network(monkeypatch, tmp_path):

@@ -197,7 +197,8 @@ class Work:
 def read_shape(path: Path) -> ModelShape:
     """The shape of the model in a Hugging Face directory, or of a `config.json` given by its own path."""
     file = path / "config.json" if path.is_dir() else path
-    fetch = f"fetch it with `hf download {path} --local-dir {path}`, or " if re.fullmatch(HUB_ID, str(path)) else ""
+    hub = f"ORG/{path.name}" if path.parts[:1] == ("models",) else path  # as the documentation names directories
+    fetch = f"fetch it with `hf download {hub} --local-dir {path}`, or " if re.fullmatch(HUB_ID, str(path)) else ""
     return shape_from_config(read_json(file, way_out=fetch + GIVE_MODEL), str(path))
 
 

@@ -210,7 +210,8 @@ def _adapter_line(plan: Plan) -> str:
     rank, trained, frozen, gpu_bytes, host_bytes, step_s = _adapter(plan).values()
     what = f"adapters of rank {rank}: {trained / 1e6:.4g}M parameters trained, {frozen / 1e9:.4g}B frozen"
     on_host = f", {size(host_bytes)} of host memory" if host_bytes else ""
-    return f"{what}; that saves {size(gpu_bytes)} per GPU{on_host}, {duration(step_s)} per step"
+    time = f", {duration(step_s)} per step" if step_s > 0 else f" and costs {duration(-step_s)} per step"
+    return f"{what}; that saves {size(gpu_bytes)} per GPU{on_host}{time}"
 
 
 def _way_out(plan: Plan) -> str:
