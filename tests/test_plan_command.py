@@ -14,6 +14,8 @@ from ithaka.plan.hardware import find_gpu, find_hardware, parse_bytes, parse_gpu
 from ithaka.plan.search import NEAR_ENOUGH
 from ithaka.plan.show import size
 
+pytestmark = pytest.mark.usefixtures("plans_once")
+
 ARGS = ["plan", "llama3-8b", "--gpus", "8xH100-80GB", "--host-memory", "2TB", "--context", "1M"]
 
 LONGEST = [*ARGS[:-2], "--max-context"]

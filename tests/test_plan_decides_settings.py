@@ -27,6 +27,8 @@ from ithaka.train.preflight import (
     together,
 )
 
+pytestmark = pytest.mark.usefixtures("plans_once")
+
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 
 
