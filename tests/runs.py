@@ -1,18 +1,24 @@
 """Tiny training runs: a model of two layers on a page of text, in milliseconds per step."""
 
+import contextlib
+import dataclasses
 import json
+import multiprocessing
+import os
 import shutil
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.launcher import api
 
 from ithaka.cli import train_rank
 from ithaka.config import Config, parse
 from ithaka.train import loop
-from ithaka.train.launch import run_ranks
+from ithaka.train.launch import child, run_ranks
 from ithaka.train.preflight import Run, validated
 from programs import Program
 
@@ -75,7 +81,30 @@ def start_program(config: Config, num_ranks: int, resume: bool = False, rank: Ca
 
 
 def _launch(config: Config, num_ranks: int, resume: Path | None, rank: Callable) -> int:
-    return run_ranks(rank, (validated(config, num_ranks, resume),), num_ranks)
+    with may_fork():
+        return run_ranks(rank, (validated(config, num_ranks, resume),), num_ranks)
+
+
+@contextlib.contextmanager
+def may_fork() -> Iterator[None]:
+    """Inside, in a process of programs.py, torchrun's agent forks ranks where it would start a program."""
+
+    def forked(config: api.LaunchConfig, entry: Any) -> Callable:
+        ranks = elastic_launch(dataclasses.replace(config, start_method="fork"), _child)
+        return lambda *command: ranks(command[-1])
+
+    elastic_launch, api.elastic_launch = api.elastic_launch, forked
+    multiprocessing.current_process()._config["daemon"] = False  # else it may start no process
+    try:
+        yield
+    finally:
+        api.elastic_launch = elastic_launch
+
+
+def _child(folder: str) -> None:
+    os.setsid()
+    sys.argv[1:] = [folder]
+    child()
 
 
 def wait_for(condition: Callable[[], bool], program: Program | None = None, timeout_s: float = 90) -> None:

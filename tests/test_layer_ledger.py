@@ -177,10 +177,11 @@ def run_layer(case: Case, rank: int) -> MemoryMap:
 
 
 def run_ranks(case: Case) -> list[MemoryMap]:
-    """Ranks with equally many heads do the same."""
-    return [
-        run_layer(case, rank) for rank in range(1 if case.heads % case.layout.ulysses == 0 else case.layout.ulysses)
-    ]
+    """Of ranks that read alike, one."""
+    ulysses = case.layout.ulysses
+    stages = head_table(case.heads, case.kv_heads, ulysses, case.heads_per_stage).stages
+    alike = {tuple((stage.reads[rank], stage.is_full(rank)) for stage in stages): rank for rank in range(ulysses)}
+    return [run_layer(case, rank) for rank in alike.values()]
 
 
 def highest(memory: MemoryMap, *phases: str, lengths: Iterable[int] = ()) -> int:

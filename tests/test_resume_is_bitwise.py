@@ -18,7 +18,7 @@ def resumed_copy(config, folder, step):
     return moved(config, copy_back_at(config.train.run_dir, folder, step))
 
 
-@pytest.mark.parametrize("num_ranks,cp", [(1, 1), (2, 2), (2, 1)])
+@pytest.mark.parametrize("num_ranks,cp", [(1, 1), (2, 1)])  # (2, 2) below
 def test_resumed_run_repeats_every_number(ranks, tmp_path, num_ranks, cp):
     config = tiny_run(tmp_path, parallel={"cp": cp})
     ranks.run(num_ranks, run, config)

@@ -229,27 +229,25 @@ def of_steps(run_dir):
     return [record[name] for record in metrics(run_dir) for name in names if record.get(name)]
 
 
-def test_ten_steps_and_resuming_with_another_ring(ranks, tmp_path):
-    """The model is sharded over all ranks, or over two of them and replicated."""
+def test_a_run_and_resuming_it_with_another_ring(ranks, tmp_path):
+    """One rank alone; two groups of two, which replicate the model; and from there a ring of four, which shards it."""
 
-    def config(name, ring, replicas):
-        steps = {"steps": 10, "save_every": 5, "keep_last": 3, "validate_every": 5}
-        parallel = {"cp": 4, "ring": ring, "replicas": replicas}
+    def config(name, **parallel):
+        steps = {"steps": 3, "save_every": 2, "keep_last": 3, "validate_every": 0}
         return tiny_run(tmp_path / name, parallel=parallel, train=steps)
 
-    losses = {}
-    for name, ring, replicas in (("4x1", 1, 1), ("2x2", 2, 2)):  # 1x4 below, resumed
-        ranks.run(4, run, config(name, ring, replicas))
-        losses[name] = of_steps(config(name, ring, replicas).train.run_dir)
-    resumed = config("2x2", 4, 1)
-    folder = copy_back_at(resumed.train.run_dir, tmp_path / "again", step=5)
-    ranks.run(4, run, replace(resumed, train=replace(resumed.train, run_dir=folder)), folder)
-    losses["resumed"] = of_steps(folder)
-    assert len(losses["4x1"]) == 23  # three of them of validation
-    for record in metrics(config("2x2", 2, 2).train.run_dir)[1:]:
+    alone, two = config("alone", cp=1), config("2x2", cp=4, ring=2, replicas=2)
+    ranks.run(1, run, alone)
+    ranks.run(4, run, two)
+    again = copy_back_at(two.train.run_dir, tmp_path / "again", step=2)
+    resumed = config("2x2", cp=4, ring=4)
+    ranks.run(4, run, replace(resumed, train=replace(resumed.train, run_dir=again)), again)
+    losses = [of_steps(run_dir) for run_dir in (alone.train.run_dir, two.train.run_dir, again)]
+    assert len(losses[0]) == 7  # one of them of validation
+    for record in metrics(two.train.run_dir):
         assert 1.0 <= record["balance"] < 1.5 and record["ring_bytes"] > 0  # documents of few tokens
-    for name in losses:
-        assert losses[name] == pytest.approx(losses["4x1"], rel=1e-5), name
+    for others in losses[1:]:
+        assert others == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_a_configuration_says_how_many_rings():
