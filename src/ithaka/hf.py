@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
+    set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -374,7 +375,10 @@ class LongContext(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        dcp.load({"moments": self._moments()["state"]}, checkpoint_id=Path(checkpoint, STATE))  # in place
+        moments = self._moments()
+        dcp.load({"moments": moments["state"]}, checkpoint_id=Path(checkpoint, STATE))
+        # In torch 2.13 these are the optimizer's own tensors already; nothing promises that.
+        set_optimizer_state_dict(_base(self.model), self.optimizer.optimizer, moments)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, "scheduler.pt"), weights_only=True))
         for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
