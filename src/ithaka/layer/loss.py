@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from ithaka.attention.fused import row_logsumexp, softmax_grad
 from ithaka.layer.linear import Linear
-from ithaka.layer.stages import RAN_ALREADY
-from ithaka.layer.tiles import GradSum, apply_norm, sum_dtype, tile_backward, tile_slices
+from ithaka.layer.tiles import RAN_ALREADY, GradSum, apply_norm, sum_dtype, tile_backward, tile_slices
 from ithaka.phases import RESIDUAL, phase, tag
 from ithaka.plan.bytes import LOGITS_TILE_BYTES
 

@@ -27,7 +27,6 @@ from ithaka.dist.exchange import Exchange, start_heads_to_tokens, start_tokens_t
 from ithaka.layer.linear import Linear, linear_of
 from ithaka.layer.mlp import GatedMlp, Inside, gated_mlp
 from ithaka.layer.stages import (
-    RAN_ALREADY,
     HeadSlice,
     HeldHeads,
     Positions,
@@ -37,7 +36,16 @@ from ithaka.layer.stages import (
     join_heads,
 )
 from ithaka.layer.store import Kept, Store
-from ithaka.layer.tiles import GradSum, apply_norm, graph_backward, run_tile, sum_dtype, tile_backward, tile_slices
+from ithaka.layer.tiles import (
+    RAN_ALREADY,
+    GradSum,
+    apply_norm,
+    graph_backward,
+    run_tile,
+    sum_dtype,
+    tile_backward,
+    tile_slices,
+)
 from ithaka.layout import LayerKeeps, Layout
 from ithaka.phases import KEPT, RESIDUAL, phase, tag
 from ithaka.plan.heads import Heads, HeadTable, Stage, flat, joined

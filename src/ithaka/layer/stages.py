@@ -20,11 +20,10 @@ from ithaka.attention.fused import rotate
 from ithaka.dist.exchange import start_heads_to_tokens, start_tokens_to_heads
 from ithaka.layer.linear import Linear, linear_of
 from ithaka.layer.ring import ring_attention, ring_attention_backward
-from ithaka.layer.tiles import GradSum, apply_norm, sum_dtype, tile_backward
+from ithaka.layer.tiles import RAN_ALREADY, GradSum, apply_norm, sum_dtype, tile_backward
 from ithaka.phases import STAGE, holding
 from ithaka.plan.heads import HeadTable, Load, Read, Stage
 
-RAN_ALREADY = "a layer's backward has already run and kept nothing; call the model again instead of using retain_graph"
 Rotation = tuple[Tensor, Tensor]  # cos_tK, and sin_tK with the signs that `rotate` expects
 
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from ithaka.phases import GRADIENTS, tag
 
+RAN_ALREADY = "backward has already run and kept nothing; call the model again instead of using retain_graph"
+
 
 def tile_slices(num_tokens: int, tile_tokens: int | None) -> list[slice]:
     """Runs of at most `tile_tokens` tokens that cover `num_tokens` (None: one run)."""
