@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from ithaka.attention.fused import rotate, row_logsumexp, silu_mul, silu_mul_backward, softmax_grad
+from ithaka.attention.fused import (
+    cross_entropy,
+    rotate,
+    row_logsumexp,
+    scale,
+    silu_mul,
+    silu_mul_backward,
+    softmax_grad,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -52,22 +60,39 @@ def test_gated_product_and_its_gradients(dtype, shape):
 
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("t,V", [(3, 5), (130, 4096), (65, 10001)])
+@pytest.mark.parametrize("t,V", [(3, 5), (130, 4096), (65, 40001)])
 def test_logits_gradient(dtype, t, V, with_entropy):
-    logits, target, scale = draw(t, V, dtype=dtype) * 5, torch.randint(V, (t,), device="cuda"), torch.rand(t).cuda()
+    logits, target, by = draw(t, V, dtype=dtype) * 5, torch.randint(V, (t,), device="cuda"), torch.rand(t).cuda()
     dentropy = torch.randn(t).cuda() * with_entropy
     leaf = logits.double().requires_grad_()
     losses = torch.nn.functional.cross_entropy(leaf, target, reduction="none")
     entropies = -(leaf.log_softmax(-1) * leaf.softmax(-1)).sum(-1)
-    (exact,) = torch.autograd.grad((losses, entropies), leaf, (scale.double(), dentropy.double()))
+    (exact,) = torch.autograd.grad((losses, entropies), leaf, (by.double(), dentropy.double()))
     lse, *more = row_logsumexp(logits, with_entropy)
     torch.testing.assert_close(lse.double(), leaf.detach().logsumexp(-1), rtol=1e-6, atol=1e-6)
     if with_entropy:
         mean, top = more
         torch.testing.assert_close((lse - mean).double(), entropies.detach(), rtol=1e-5, atol=1e-5)
         assert torch.equal(top, logits.amax(-1).float())
-        softmax_grad(logits, target, lse, scale, (dentropy, lse - mean))
-    else:
-        softmax_grad(logits, target, lse, scale)
-    assert (logits.double() - exact).abs().max() < 2 * ROUNDING[dtype] * exact.abs().max().clamp_min(1)
-    assert (logits.double() - exact).norm() / exact.norm() < 2 * ROUNDING[dtype]
+        softmax_grad(logits, target, lse, by, (dentropy, lse - mean))
+        close_gradient(logits, exact)
+        return
+    at_once = logits.clone()
+    softmax_grad(logits, target, lse, by)
+    torch.testing.assert_close(cross_entropy(at_once, target, by).double(), losses.detach(), rtol=1e-5, atol=1e-5)
+    close_gradient(logits, exact)
+    close_gradient(at_once, exact)
+
+
+def close_gradient(ours: torch.Tensor, exact: torch.Tensor) -> None:
+    assert (ours.double() - exact).abs().max() < 2 * ROUNDING[ours.dtype] * exact.abs().max().clamp_min(1)
+    assert (ours.double() - exact).norm() / exact.norm() < 2 * ROUNDING[ours.dtype]
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("factor", [1.0, -2.5])
+def test_scaling_in_place(dtype, factor):
+    x = draw(129, 333, dtype=dtype)
+    exact = x.double() * factor
+    scale(x, torch.tensor(factor, device="cuda"))
+    close(x, exact)

@@ -105,8 +105,33 @@ def softmax_grad(
     logits_tV.copy_(p_tV if entropy is None else p_tV.add_(added_tV))
 
 
+def cross_entropy(logits_tV: Tensor, target_t: Tensor, scale_t: Tensor) -> Tensor:
+    """The loss of every row, fp32 or wider; its gradient times `scale` is written over the logits."""
+    if triton is not None and logits_tV.is_cuda and logits_tV.dtype != torch.float64:
+        assert logits_tV.is_contiguous()
+        loss_t = scale_t.new_empty(len(logits_tV), dtype=torch.float32)
+        values = (target_t, scale_t.to(torch.float32), loss_t, logits_tV.shape[1])
+        _cross_entropy_kernel[(len(logits_tV),)](logits_tV, *values, BLOCK=_LONG, num_warps=32)
+        return loss_t
+    (lse_t,) = row_logsumexp(logits_tV)
+    loss_t = lse_t - logits_tV.gather(1, target_t[:, None])[:, 0]
+    softmax_grad(logits_tV, target_t, lse_t, scale_t)
+    return loss_t
+
+
+def scale(x: Tensor, factor: Tensor) -> None:
+    """x *= factor, a scalar; on a GPU x is read and written only if the factor is not 1."""
+    if triton is not None and x.is_cuda and x.is_contiguous() and x.dtype != torch.float64:
+        _scale_kernel[(triton.cdiv(x.numel(), _FLAT),)](
+            x, factor.to(torch.float32), x.numel(), BLOCK=_FLAT, num_warps=8
+        )
+    else:
+        x.mul_(factor)
+
+
 _ROWS = 32
 _FLAT = 4096
+_LONG = 16384  # of a row that is read twice: few rows at a time, so that they stay in the L2 cache
 
 
 def _launch(kernel, *tensors: Tensor) -> None:
@@ -197,16 +222,17 @@ if triton is not None:
     def _logsumexp_kernel(logits, values, t, V, DETAILS: tl.constexpr, BLOCK: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         cols = tl.arange(0, BLOCK)
-        # Each lane keeps its own maximum and sum until the end; -1e30 and not -inf, because -inf - -inf is NaN.
+        # Each lane keeps its own maximum and sums until the end; -1e30 and not -inf, because -inf - -inf is NaN.
         top = tl.full((BLOCK,), -1e30, tl.float32)
         total = tl.zeros((BLOCK,), tl.float32)
         weighted = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, V, BLOCK):
             x = tl.load(logits + row * V + start + cols, start + cols < V, other=-1e30).to(tl.float32)
             higher = tl.maximum(top, x)
-            total = total * tl.exp(top - higher) + tl.exp(x - higher)
+            shrunk = tl.exp(tl.minimum(top, x) - higher)  # of the two exponentials, the one that is not 1
+            total = tl.where(x > top, total * shrunk + 1.0, total + shrunk)
             if DETAILS:
-                weighted = weighted * tl.exp(top - higher) + tl.exp(x - higher) * x
+                weighted = tl.where(x > top, weighted * shrunk + x, weighted + shrunk * x)
             top = higher
         highest = tl.max(top, 0)
         sum_of_all = tl.sum(total * tl.exp(top - highest), 0)
@@ -228,3 +254,36 @@ if triton is not None:
         if ENTROPY:
             dx -= tl.exp(log_p) * (log_p + tl.load(entropy + row)) * tl.load(dentropy + row)
         tl.store(at, dx.to(logits.dtype.element_ty), cols < V)
+
+    @triton.jit
+    def _cross_entropy_kernel(logits, target, scale, loss, V, BLOCK: tl.constexpr):
+        row = tl.program_id(0).to(tl.int64)
+        logits += row * V
+        label = tl.load(target + row)
+        label_logit = tl.load(logits + label).to(tl.float32)
+        cols = tl.arange(0, BLOCK)
+        top = tl.full((BLOCK,), -1e30, tl.float32)  # see _logsumexp_kernel
+        total = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, V, BLOCK):
+            x = tl.load(logits + start + cols, start + cols < V, other=-1e30).to(tl.float32)
+            higher = tl.maximum(top, x)
+            shrunk = tl.exp(tl.minimum(top, x) - higher)
+            total = tl.where(x > top, total * shrunk + 1.0, total + shrunk)
+            top = higher
+        highest = tl.max(top, 0)
+        lse = highest + tl.log(tl.sum(total * tl.exp(top - highest), 0))
+        tl.store(loss + row, lse - label_logit)
+        factor = tl.load(scale + row)
+        for start in range(0, V, BLOCK):
+            at = start + cols
+            x = tl.load(logits + at, at < V, other=-1e30).to(tl.float32)
+            dx = (tl.exp(x - lse) - tl.where(at == label, 1.0, 0.0)) * factor
+            tl.store(logits + at, dx.to(logits.dtype.element_ty), at < V)
+
+    @triton.jit
+    def _scale_kernel(x, factor, count, BLOCK: tl.constexpr):
+        by = tl.load(factor)
+        if by != 1.0:
+            at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            inside = at < count
+            tl.store(x + at, (tl.load(x + at, inside, other=0.0).to(tl.float32) * by).to(x.dtype.element_ty), inside)

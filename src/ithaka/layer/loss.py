@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ithaka.attention.fused import row_logsumexp, softmax_grad
+from ithaka.attention.fused import cross_entropy, row_logsumexp, scale, softmax_grad
 from ithaka.layer.linear import Linear
-from ithaka.layer.tiles import RAN_ALREADY, GradSum, apply_norm, sum_dtype, tile_backward, tile_slices
+from ithaka.layer.tiles import RAN_ALREADY, GradSum, apply_norm, graph_backward, run_tile, sum_dtype, tile_slices
 from ithaka.phases import RESIDUAL, phase, tag
 from ithaka.plan.bytes import LOGITS_TILE_BYTES
 
@@ -58,14 +58,17 @@ class _SummedCrossEntropy(torch.autograd.Function):
         sum_ = x_sD.new_zeros((), dtype=sum_dtype(x_sD.dtype))
         dx_sD, grads = tag(torch.empty_like(x_sD), RESIDUAL) if wanted else None, GradSum()
         for rows in tile_slices(len(x_sD), logits_tile_tokens(head.weight_ND)):
-            h_tD = apply_norm(norm, x_sD[rows])
-            logits_tV = head(h_tD)
             valid_t, target_t1 = _targets(labels_s[rows])
-            (lse_t,) = row_logsumexp(logits_tV)
-            sum_ += torch.where(valid_t, lse_t - logits_tV.gather(1, target_t1)[:, 0], 0).sum()
-            if dx_sD is not None:
-                softmax_grad(logits_tV, target_t1[:, 0], lse_t, valid_t.to(lse_t.dtype) / divisor)
-                dx_sD[rows] = _through_head(logits_tV, h_tD, x_sD[rows], norm, head, grads)
+            if dx_sD is None:
+                logits_tV = head(apply_norm(norm, x_sD[rows]))
+                (lse_t,) = row_logsumexp(logits_tV)
+                loss_t = lse_t - logits_tV.gather(1, target_t1)[:, 0]
+            else:
+                x_tD, h_tD = run_tile(partial(apply_norm, norm), x_sD[rows])
+                logits_tV = head(h_tD.detach())
+                loss_t = cross_entropy(logits_tV, target_t1[:, 0], valid_t.to(sum_.dtype) / divisor)
+                dx_sD[rows] = _through_head(logits_tV, x_tD, h_tD, norm, head, grads)
+            sum_ += torch.where(valid_t, loss_t, 0).sum()
             del logits_tV  # before the next tile's
         ctx.grads = [dx_sD, *(grads.take_as(p) for p in params)] if wanted else None
         return sum_ / divisor
@@ -78,7 +81,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         (dx_sD, *dparams), ctx.grads = ctx.grads, None
         for grad in (dx_sD, *dparams):
             if grad is not None:
-                grad.mul_(dloss)
+                scale(grad, dloss)
         return dx_sD, None, None, None, None, None, *dparams
 
 
@@ -114,24 +117,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grads = GradSum()
             dx_sD = tag(torch.empty_like(x_sD), RESIDUAL)
             for rows in tile_slices(len(x_sD), logits_tile_tokens(head.weight_ND)):
-                h_tD = apply_norm(norm, x_sD[rows])
-                dlogits_tV = head(h_tD)
+                x_tD, h_tD = run_tile(partial(apply_norm, norm), x_sD[rows])
+                dlogits_tV = head(h_tD.detach())
                 valid_t, target_t1 = _targets(labels_s[rows])
                 entropy = None if dentropies_s is None else (valid_t * dentropies_s[rows], entropies_s[rows])
                 softmax_grad(dlogits_tV, target_t1[:, 0], lse_s[rows], valid_t * dlosses_s[rows], entropy)
-                dx_sD[rows] = _through_head(dlogits_tV, h_tD, x_sD[rows], norm, head, grads)
+                dx_sD[rows] = _through_head(dlogits_tV, x_tD, h_tD, norm, head, grads)
                 del dlogits_tV  # before the next tile's
             return dx_sD, None, None, None, *(grads.take_as(p) for p in ctx.params)
 
 
 def _through_head(
-    dlogits_tV: Tensor, h_tD: Tensor, x_tD: Tensor, norm: nn.Module, head: Linear, grads: GradSum
+    dlogits_tV: Tensor, x_tD: Tensor, h_tD: Tensor, norm: nn.Module, head: Linear, grads: GradSum
 ) -> Tensor:
-    """dx of a tile; adds the gradients of head and norm."""
+    """dx of a tile, of which `run_tile` made x and h; adds the gradients of head and norm."""
     dz_tr = head.reduced_grad(dlogits_tV)
-    head.add_grads(dlogits_tV, h_tD, dz_tr, grads)
+    head.add_grads(dlogits_tV, h_tD.detach(), dz_tr, grads)
     dh_tD = head.input_grad(dlogits_tV, dz_tr)
-    return tile_backward(partial(apply_norm, norm), norm.parameters(), x_tD, dh_tD, grads)
+    return graph_backward(x_tD, h_tD, norm.parameters(), dh_tD, grads)
 
 
 def _targets(labels_t: Tensor) -> tuple[Tensor, Tensor]:

@@ -43,7 +43,6 @@ from ithaka.layer.tiles import (
     graph_backward,
     run_tile,
     sum_dtype,
-    tile_backward,
     tile_slices,
 )
 from ithaka.layout import LayerKeeps, Layout
@@ -329,8 +328,9 @@ class StreamedLayer:
             params = [*norm2.parameters(), *self.parts.mlp.parameters()]
             inside = saved.insides.popleft() if saved.insides else run_tile(self._mlp, middle_tD)
             return graph_backward(*inside, params, dy_tD, grads)
-        dh_tD = gated.backward(apply_norm(norm2, middle_tD), dy_tD, grads, saved.insides)
-        return tile_backward(partial(apply_norm, norm2), norm2.parameters(), middle_tD, dh_tD, grads)
+        middle_tD, h_tD = run_tile(partial(apply_norm, norm2), middle_tD)
+        dh_tD = gated.backward(h_tD.detach(), dy_tD, grads, saved.insides)
+        return graph_backward(middle_tD, h_tD, norm2.parameters(), dh_tD, grads)
 
     def _attention_backward(self, saved: Saved, attended: deque[Attended], dy_sD: Tensor, grads: GradSum) -> None:
         """Adds the gradient through attention and norm1 to dy, which makes it dx. Uses up `attended`."""
@@ -382,9 +382,9 @@ class StreamedLayer:
         norm1, weights = partial(apply_norm, self.parts.norm1), list(self.parts.norm1.parameters())
         projections = ProjectionsBackward(self._slices(self.query_heads, self.kv_heads), [dq, dk, dv])
         for rows, x_tD in self._input_tiles(saved):
-            cos_sin = self._rotation(saved.positions, rows)
-            dh_tD = projections.tile(rows, norm1(x_tD), cos_sin, grads)
-            dy_sD[rows] += tile_backward(norm1, weights, x_tD, dh_tD, grads)
+            x_tD, h_tD = run_tile(norm1, x_tD)
+            dh_tD = projections.tile(rows, h_tD.detach(), self._rotation(saved.positions, rows), grads)
+            dy_sD[rows] += graph_backward(x_tD, h_tD, weights, dh_tD, grads)
         projections.finish(grads)
 
     # ---- shared

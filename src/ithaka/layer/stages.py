@@ -20,7 +20,7 @@ from ithaka.attention.fused import rotate
 from ithaka.dist.exchange import start_heads_to_tokens, start_tokens_to_heads
 from ithaka.layer.linear import Linear, linear_of
 from ithaka.layer.ring import ring_attention, ring_attention_backward
-from ithaka.layer.tiles import RAN_ALREADY, GradSum, apply_norm, sum_dtype, tile_backward
+from ithaka.layer.tiles import RAN_ALREADY, GradSum, apply_norm, graph_backward, run_tile, sum_dtype
 from ithaka.phases import STAGE, holding
 from ithaka.plan.heads import HeadTable, Load, Read, Stage
 
@@ -117,9 +117,9 @@ class ProjectionsBackward:
                 into.copy_(d_ctnK.transpose(1, 2))
         norm = part.projection.norm
         if norm is not None:
-            through = partial(apply_norm, norm)
             t_tnK = part.linear(h_tD).unflatten(1, (-1, part.projection.head_dim))
-            into_tnK.copy_(tile_backward(through, norm.parameters(), t_tnK, into_tnK, grads))
+            normed = run_tile(partial(apply_norm, norm), t_tnK)
+            into_tnK.copy_(graph_backward(*normed, norm.parameters(), into_tnK, grads))
 
 
 class Positions:

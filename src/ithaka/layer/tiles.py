@@ -102,13 +102,6 @@ def apply_norm(module: nn.Module, x: Tensor) -> Tensor:
     return module(x)
 
 
-def tile_backward(
-    f: Callable[[Tensor], Tensor], params: Iterable[nn.Parameter], x: Tensor, dy: Tensor, grads: GradSum
-) -> Tensor:
-    """dx of y = f(x) for one tile, by local autograd; adds the gradients of `params` to `grads`."""
-    return graph_backward(*run_tile(f, x), params, dy, grads)
-
-
 def run_tile(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
     """x as a leaf, and y = f(x) with its graph."""
     with torch.enable_grad():
