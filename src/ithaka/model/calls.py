@@ -78,7 +78,7 @@ class CallCheck:
             self._check_unchanged(model)
             hooked = check_modules(model)
             tensors, items = _arguments(*args, **kwargs)
-            facts = _facts(tensors, items)
+            facts = _facts(tensors, items) if mesh.world_size > 1 else {}
             share = take_share(tensors, model.model.embed_tokens.num_embeddings, mesh)
             numbers = share.num_valid, share.num_positions
         except (TypeError, ValueError) as caught:
@@ -168,7 +168,7 @@ def _raise_differences(calls: list[dict[str, Any]], cp: int) -> None:
         "ranks {} and {} call the model in different ways: {}. Pass labels on every rank or on none; likewise use "
         "torch.no_grad(); num_items_in_batch counts the valid labels of all data-parallel ranks"
     )
-    for b, call in enumerate(calls):
+    for b, call in enumerate(calls[1:], 1):
         for a, names, message in ((b - b % cp, INPUTS, same_batch), (0, MODES, same_modes)):
             facts = [(name, calls[a][name], call[name]) for name in names]
             different = [f"{name}: {x} on rank {a}, {y} on rank {b}" for name, x, y in facts if x != y]
