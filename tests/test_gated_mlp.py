@@ -8,7 +8,7 @@ from torch import nn
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from ithaka.attention.fused import rotate, silu_mul_backward
+from ithaka.attention.fused import Positions, rotate, silu_mul_backward
 from ithaka.dist.mesh import make_mesh
 from ithaka.layer.mlp import gated_mlp
 from ithaka.layer.tiles import GradSum
@@ -116,14 +116,12 @@ def test_product_and_its_gradients_are_written_over_their_inputs():
         torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
 
 
-def test_rotation_is_undone_by_the_opposite_sine():
-    x_BhtK, angle_tk = draw(2, 3, 5, 8), draw(5, 4)
-    cos_tK = torch.cat([angle_tk.cos()] * 2, -1)
-    sin_tK = torch.cat([-angle_tk.sin(), angle_tk.sin()], -1)
+def test_rotation_and_its_transpose():
+    x_BhtK, positions = draw(2, 3, 5, 8), Positions(torch.arange(5), draw(4), 1.5)
     turned, back = torch.empty_like(x_BhtK), torch.empty_like(x_BhtK)
-    rotate(turned, x_BhtK, cos_tK, sin_tK)
-    rotate(back, turned, cos_tK, -sin_tK)
-    first, second = x_BhtK.chunk(2, -1)
-    pair = first * angle_tk.cos() - second * angle_tk.sin()
-    torch.testing.assert_close(turned.chunk(2, -1)[0], pair, rtol=1e-13, atol=1e-13)
-    torch.testing.assert_close(back, x_BhtK, rtol=1e-13, atol=1e-13)
+    rotate(turned, x_BhtK, positions)
+    rotate(back, turned, positions.back)
+    (first, second), angle_tk = x_BhtK.chunk(2, -1), torch.arange(5)[:, None] * draw(4)
+    pair = first * angle_tk.cos() - second * angle_tk.sin(), second * angle_tk.cos() + first * angle_tk.sin()
+    torch.testing.assert_close(turned, 1.5 * torch.cat(pair, -1), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(back, 1.5**2 * x_BhtK, rtol=1e-13, atol=1e-13)

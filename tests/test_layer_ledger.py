@@ -18,12 +18,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from ithaka import rehearse
 from ithaka.attention.blocks import Docs
+from ithaka.attention.fused import Positions
 from ithaka.attention.kernels import resolve_kernel
 from ithaka.config import AdapterConfig, OptimConfig
 from ithaka.dist.loopback import LoopbackGroup, start_loopback
 from ithaka.dist.mesh import make_mesh
 from ithaka.layer.schedule import StreamedLayer
-from ithaka.layer.stages import Positions
 from ithaka.layer.store import Store
 from ithaka.layout import LayerKeeps, Layout, make_layout
 from ithaka.model.adapters import add_adapter

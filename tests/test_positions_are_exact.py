@@ -6,9 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ithaka.attention.fused import rotate
+from ithaka.attention.fused import Positions, rotate
 from ithaka.layer import stages
-from ithaka.layer.stages import rotation
 from ithaka.layout import Layout
 from parity import parallel, random_ids
 
@@ -37,7 +36,7 @@ def rotary(kind: str = "default") -> torch.nn.Module:
 
 
 def tables(module: torch.nn.Module, positions: torch.Tensor, dtype=torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
-    return rotation(positions, module.inv_freq, module.attention_scaling, dtype)
+    return Positions(positions, module.inv_freq, module.attention_scaling).tables(dtype)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -74,14 +73,13 @@ def test_phases_at_ten_million_tokens():
 def test_scores_depend_on_the_distance_alone():
     """Of a query and a key 1000 tokens apart, at the start and after ten million tokens."""
     module = rotary()
-    q, k = torch.randn(2, 1, 1, 1, 128, dtype=torch.float64)
+    q, k = torch.randn(2, 1, 1, 1, 128)
 
     def score(position: int) -> float:
         turned = []
         for x, at in ((q, position), (k, position - 1000)):
-            turned.append(torch.empty_like(x))
-            cos, sin = tables(module, torch.tensor([at]))
-            rotate(turned[-1], x, cos.double(), sin.double())
+            turned.append(torch.empty_like(x, dtype=torch.float64))
+            rotate(turned[-1], x, Positions(torch.tensor([at]), module.inv_freq, module.attention_scaling))
         return float((turned[0] * turned[1]).sum())
 
     assert score(FAR) == pytest.approx(score(1000), abs=1e-5)
@@ -90,9 +88,9 @@ def test_scores_depend_on_the_distance_alone():
 def frequencies_in_bfloat16() -> tuple[bool, torch.Tensor, torch.Tensor]:
     """Whether they are wide, those that the layers got, and the model's."""
     model, _ = parallel(1, layout=Layout(dtype="bfloat16"))
-    seen, make = [], stages.rotation
+    seen = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages, "rotation", lambda at, inv_freq, *how: seen.append(inv_freq) or make(at, inv_freq, *how))
+        patch.setattr(stages, "rotate", lambda into, x, at: seen.append(at.inv_freq_k) or rotate(into, x, at))
         model(input_ids=random_ids(1, 8), labels=random_ids(1, 8)).loss.backward()
     return all(each.dtype != torch.bfloat16 for each in seen), torch.stack(seen), model.model.rotary_emb.inv_freq
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ithaka.attention.fused import (
+    Positions,
     cross_entropy,
     rotate,
     row_logsumexp,
@@ -23,24 +24,32 @@ def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(*shape, device="cuda").to(dtype)
 
 
-def close(ours: torch.Tensor, exact: torch.Tensor) -> None:
-    error = (ours.double() - exact).abs() / exact.abs().clamp_min(0.1)
+def close(ours: torch.Tensor, exact: torch.Tensor, size: torch.Tensor | None = None) -> None:
+    """Relative to `size`, by default of the results."""
+    error = (ours.double() - exact).abs() / (exact if size is None else size).abs().clamp_min(0.1)
     assert error.max() < 2 * ROUNDING[ours.dtype]
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("c,n,t,K", [(8, 1, 100, 128), (2, 3, 33, 64), (1, 5, 257, 80), (4, 2, 1, 256)])
-def test_rotation_between_layouts(dtype, c, n, t, K):
-    """From tokens to a slice of exchange layout, and back with the opposite sine."""
+@pytest.mark.parametrize(
+    "c,n,t,K", [(8, 1, 100, 128), (2, 3, 33, 64), (1, 5, 257, 80), (4, 2, 1, 256), (3, 4, 40, 80), (1, 9, 70, 128)]
+)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_rotation_between_layouts(dtype, c, n, t, K, sign):
+    """From tokens to a slice of exchange layout, and the transpose; far positions, packed documents' and near ones."""
     x_tnK, whole_csnK = draw(t, c * n, K, dtype=dtype), torch.full((c, 2 * t, n, K), 7.0, device="cuda", dtype=dtype)
-    angle_tk = draw(t, K // 2, dtype=torch.float32)
-    cos_tK = torch.cat([angle_tk.cos()] * 2, -1).to(dtype)
-    sin_tK = torch.cat([-angle_tk.sin(), angle_tk.sin()], -1).to(dtype)
+    at_t = torch.arange(7_000_000, 7_000_000 + t, device="cuda")
+    at_t[t // 3 :] -= 5_000_000
+    at_t[t // 2 :] -= 2_000_000
+    inv_freq_k = 500_000.0 ** -(torch.arange(K // 2, device="cuda") / (K // 2))
+    positions = Positions(at_t, inv_freq_k, 1.25)
     x_cntK = x_tnK.unflatten(1, (c, n)).permute(1, 2, 0, 3)
     into_cntK = whole_csnK[:, t:].transpose(1, 2)
-    rotate(into_cntK, x_cntK, cos_tK, sin_tK)
-    x, cos, sin = x_cntK.double(), cos_tK.double(), sin_tK.double()
-    close(into_cntK, x * cos + x.roll(K // 2, -1) * sin)
+    rotate(into_cntK, x_cntK, positions if sign == 1 else positions.back)
+    angle_tk = sign * at_t.double()[:, None] * inv_freq_k.double()
+    cos_tk, sin_tk, (first, second) = angle_tk.cos() * 1.25, angle_tk.sin() * 1.25, x_cntK.double().chunk(2, -1)
+    exact = torch.cat((first * cos_tk - second * sin_tk, second * cos_tk + first * sin_tk), -1)
+    close(into_cntK, exact, size=1.25 * torch.hypot(first, second).repeat(1, 1, 1, 2))
     assert (whole_csnK[:, :t] == 7).all()
 
 

@@ -23,18 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ithaka.attention.blocks import Docs, How
+from ithaka.attention.fused import Positions
 from ithaka.dist.exchange import Exchange, start_heads_to_tokens, start_tokens_to_heads
 from ithaka.layer.linear import Linear, linear_of
 from ithaka.layer.mlp import GatedMlp, Inside, gated_mlp
-from ithaka.layer.stages import (
-    HeadSlice,
-    HeldHeads,
-    Positions,
-    Projection,
-    ProjectionsBackward,
-    Rotation,
-    join_heads,
-)
+from ithaka.layer.stages import HeadSlice, HeldHeads, Projection, ProjectionsBackward, join_heads
 from ithaka.layer.store import Kept, Store
 from ithaka.layer.tiles import (
     RAN_ALREADY,
@@ -226,9 +219,9 @@ class StreamedLayer:
         shapes = [(c, len(saved.positions), part.width // (c * K), K) for part in slices]
         projected = deque(part.linear.weight_ND.new_empty(shape) for part, shape in zip(slices, shapes, strict=True))
         for rows, x_tD in self._input_tiles(saved):
-            h_tD, cos_sin = apply_norm(self.parts.norm1, x_tD), self._rotation(saved.positions, rows)
+            h_tD, positions = apply_norm(self.parts.norm1, x_tD), saved.positions[rows]
             for part, into_csnK in zip(slices, projected, strict=True):
-                part.project(h_tD, cos_sin, into_csnK[:, rows])
+                part.project(h_tD, positions, into_csnK[:, rows])
         return projected
 
     def _slices(self, query_heads: Heads, kv_heads: Heads | None) -> list[HeadSlice]:
@@ -383,7 +376,7 @@ class StreamedLayer:
         projections = ProjectionsBackward(self._slices(self.query_heads, self.kv_heads), [dq, dk, dv])
         for rows, x_tD in self._input_tiles(saved):
             x_tD, h_tD = run_tile(norm1, x_tD)
-            dh_tD = projections.tile(rows, h_tD.detach(), self._rotation(saved.positions, rows), grads)
+            dh_tD = projections.tile(rows, h_tD.detach(), saved.positions[rows], grads)
             dy_sD[rows] += graph_backward(x_tD, h_tD, weights, dh_tD, grads)
         projections.finish(grads)
 
@@ -392,9 +385,6 @@ class StreamedLayer:
     def _input_tiles(self, saved: Saved) -> Iterator[tuple[slice, Tensor]]:
         slices = tile_slices(len(saved.positions), self.layout.tile_tokens)
         return zip(slices, saved.x.tiles(slices, hold=self.layout.overlap), strict=True)
-
-    def _rotation(self, positions: Positions, rows: slice) -> Rotation:
-        return positions.rotation(rows, linear_of(self.parts.q_proj).weight_ND.dtype)
 
     def _heads(self, heads: Heads, projection: Projection) -> Tensor | None:
         """The heads as an index; None if they are all of the projection's, in order."""

@@ -6,7 +6,6 @@ per rank; in attention, n query and m kv slots of this rank. Heads are taken fro
 nothing is permuted on disk.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,15 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ithaka.attention.blocks import How
-from ithaka.attention.fused import rotate
+from ithaka.attention.fused import Positions, rotate
 from ithaka.dist.exchange import start_heads_to_tokens, start_tokens_to_heads
 from ithaka.layer.linear import Linear, linear_of
 from ithaka.layer.ring import ring_attention, ring_attention_backward
 from ithaka.layer.tiles import RAN_ALREADY, GradSum, apply_norm, graph_backward, run_tile, sum_dtype
 from ithaka.phases import STAGE, holding
 from ithaka.plan.heads import HeadTable, Load, Read, Stage
-
-Rotation = tuple[Tensor, Tensor]  # cos_tK, and sin_tK with the signs that `rotate` expects
 
 
 @dataclass(frozen=True)
@@ -53,11 +50,11 @@ class HeadSlice:
     def width(self) -> int:
         return len(self.linear.weight_ND)
 
-    def project(self, h_tD: Tensor, rotation: Rotation, into_ctnK: Tensor) -> None:
+    def project(self, h_tD: Tensor, positions: Positions, into_ctnK: Tensor) -> None:
         """Projects, norms and rotates h into a tile in exchange layout."""
         t_ctnK = self.normed(self.linear(h_tD)).unflatten(1, (len(into_ctnK), -1)).transpose(0, 1)
         if self.projection.rotates:
-            rotate(into_ctnK.transpose(1, 2), t_ctnK.transpose(1, 2), *rotation)
+            rotate(into_ctnK.transpose(1, 2), t_ctnK.transpose(1, 2), positions)
         else:
             into_ctnK.copy_(t_ctnK)
 
@@ -82,13 +79,13 @@ class ProjectionsBackward:
         self.weight_MD = torch.cat([*(part.linear.weight_ND for part in slices), *adapters])
         self.sums = GradSum()
 
-    def tile(self, rows: slice, h_tD: Tensor, rotation: Rotation, grads: GradSum) -> Tensor:
+    def tile(self, rows: slice, h_tD: Tensor, positions: Positions, grads: GradSum) -> Tensor:
         """dh_tD of the tokens `rows`. Adds weight gradients to the sums, and those of norms to `grads`."""
         d_tM = h_tD.new_empty(len(h_tD), len(self.weight_MD))
-        first, reduced = 0, []
+        first, reduced, back = 0, [], positions.back
         for part, pieces in zip(self.slices, self.pieces, strict=True):
             d_tN = d_tM[:, first : first + part.width]
-            self._at_linear(part, [piece[:, rows] for piece in pieces], h_tD, rotation, d_tN, grads)
+            self._at_linear(part, [piece[:, rows] for piece in pieces], h_tD, back, d_tN, grads)
             dz_tr = part.linear.reduced_grad(d_tN)
             part.linear.add_grads(d_tN, h_tD, dz_tr, self.sums)
             reduced += [] if dz_tr is None else [dz_tr]
@@ -104,15 +101,14 @@ class ProjectionsBackward:
 
     @staticmethod
     def _at_linear(
-        part: HeadSlice, pieces: list[Tensor], h_tD: Tensor, rotation: Rotation, into_tN: Tensor, grads: GradSum
+        part: HeadSlice, pieces: list[Tensor], h_tD: Tensor, back: Positions, into_tN: Tensor, grads: GradSum
     ) -> None:
         """Gathers the gradient at the linear map's output: rotated back, then through the norm."""
-        cos_tK, sin_tK = rotation
         into_tnK = into_tN.unflatten(1, (-1, part.projection.head_dim))
         into_cntK = into_tnK.unflatten(1, (len(pieces[0]), -1)).permute(1, 2, 0, 3)
         for into, d_ctnK in zip(into_cntK.split([piece.shape[2] for piece in pieces], dim=1), pieces, strict=True):
             if part.projection.rotates:
-                rotate(into, d_ctnK.transpose(1, 2), cos_tK, -sin_tK)  # the transpose rotates the other way
+                rotate(into, d_ctnK.transpose(1, 2), back)
             else:
                 into.copy_(d_ctnK.transpose(1, 2))
         norm = part.projection.norm
@@ -120,32 +116,6 @@ class ProjectionsBackward:
             t_tnK = part.linear(h_tD).unflatten(1, (-1, part.projection.head_dim))
             normed = run_tile(partial(apply_norm, norm), t_tnK)
             into_tnK.copy_(graph_backward(*normed, norm.parameters(), into_tnK, grads))
-
-
-class Positions:
-    """Of this rank's tokens, and what RoPE turns them by. Neither tuple nor dataclass: FSDP2 looks into them and rounds
-    what it finds to the dtype of the computation, in which frequencies are off by 0.4 %."""
-
-    def __init__(self, positions_s: Tensor, inv_freq_k: Tensor, scaling: float) -> None:
-        self.positions_s, self.inv_freq_k, self.scaling = positions_s, inv_freq_k, scaling
-
-    def __len__(self) -> int:
-        return len(self.positions_s)
-
-    def rotation(self, rows: slice, dtype: torch.dtype) -> Rotation:
-        return rotation(self.positions_s[rows], self.inv_freq_k, self.scaling, dtype)
-
-
-def rotation(positions_t: Tensor, inv_freq_k: Tensor, scaling: float, dtype: torch.dtype) -> Rotation:
-    """RoPE's cosines and sines for `rotate`, K = 2 k, in fp32, or in fp64 for fp64.
-
-    Angles are integer positions times Hugging Face's frequencies, in fp64: fp32 would be off by 0.03 rad at 1M tokens.
-    """
-    angles_tk = positions_t.double()[:, None] * inv_freq_k.double()
-    if dtype != torch.float64:
-        angles_tk = angles_tk.remainder(2 * math.pi).float()
-    cos_tk, sin_tk = angles_tk.cos() * scaling, angles_tk.sin() * scaling
-    return torch.cat((cos_tk, cos_tk), -1), torch.cat((-sin_tk, sin_tk), -1)
 
 
 def join_heads(outs_ctnK: Sequence[Tensor]) -> Tensor:

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ithaka.attention.blocks import Docs
+from ithaka.attention.fused import Positions
 from ithaka.attention.kernels import resolve_kernel
 from ithaka.config import AdapterConfig, ConfigError, RopeConfig
 from ithaka.dist.exchange import all_gather, in_order
@@ -21,7 +22,6 @@ from ithaka.dist.mesh import Mesh, make_mesh
 from ithaka.layer.linear import linear_of
 from ithaka.layer.loss import TokenResults, linear_cross_entropy, summed_cross_entropy
 from ithaka.layer.schedule import StreamedLayer
-from ithaka.layer.stages import Positions
 from ithaka.layer.store import Store
 from ithaka.layer.tiles import apply_norm, sum_dtype
 from ithaka.layout import Layout
