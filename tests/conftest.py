@@ -120,3 +120,22 @@ def _remembering(name, method):
         return _answers[key]
 
     return ask
+
+
+@pytest.fixture
+def fa4(monkeypatch):
+    """The kernel fa4 with plain PyTorch behind it, on a CPU. What nobody writes is NaN."""
+    from dataclasses import replace
+
+    import torch
+
+    import fake_fa4
+    from ithaka.attention import kernels
+
+    cpu, real = (kernels.KERNELS[name] for name in ("cpu", "fa4"))
+    anywhere = replace(real, device="any", dtypes=cpu.dtypes, capabilities=(), missing=cpu.missing)
+    monkeypatch.setitem(kernels.KERNELS, "fa4", anywhere)
+    monkeypatch.setattr(kernels, "_fa4", lambda: fake_fa4)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,9 +1,14 @@
 """FlashAttention 4's two functions as the kernel calls them, in plain PyTorch: any device and dtype.
 
-Backward takes out and lse as given, so that those of more keys than its own work as in the real one.
+Backward takes out and lse as given, so that those of more keys than its own work as in the real one. Both compute in
+fp32 (fp64 for fp64) and round what they write.
 """
 
 import torch
+
+
+def _wide(*tensors):
+    return (x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors)
 
 
 def _documents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
@@ -41,19 +46,23 @@ def _flash_attn_fwd(q, k, v, softmax_scale, causal, window_size_left, return_lse
     lse = q.new_empty(shape, dtype=torch.promote_types(q.dtype, torch.float32)) if lse is None else lse
     assert out.shape == q.shape and lse.shape == shape
     lengths = lengths or dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"))
+    q, k, v = _wide(q, k, v)
     for rows, keys in _documents(q, k, **lengths):
         of_lse = (slice(None), rows) if packed else rows
         probs, lse[of_lse] = _probabilities(q[rows], k[keys], None, softmax_scale, causal, window_size_left)
         repeat = q.shape[-2] // v.shape[-2]
-        out[rows] = torch.einsum("hqk,khK->qhK", probs, v[keys].repeat_interleave(repeat, 1)).to(q.dtype)
+        out[rows] = torch.einsum("hqk,khK->qhK", probs, v[keys].repeat_interleave(repeat, 1))
     return out, lse, None, None, None
 
 
-def _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale, causal, window_size_left, deterministic, dq, **lengths):
-    packed = bool(lengths)
-    dq = torch.empty_like(q) if dq is None else dq
-    dk, dv, repeat = torch.empty_like(k), torch.empty_like(v), q.shape[-2] // k.shape[-2]
+def _flash_attn_bwd(
+    q, k, v, out, dout, lse, softmax_scale, causal, window_size_left, deterministic, dq, dk, dv, **lengths
+):
+    packed, repeat = bool(lengths), q.shape[-2] // k.shape[-2]
+    dq, dk, dv = (torch.empty_like(x) if d is None else d for x, d in ((q, dq), (k, dk), (v, dv)))
+    assert all(d.shape == x.shape and d.dtype == q.dtype for x, d in ((q, dq), (k, dk), (v, dv)))
     lengths = lengths or dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"))
+    q, k, v, out, dout = _wide(q, k, v, out, dout)
     for rows, keys in _documents(q, k, **lengths):
         of_lse = (slice(None), rows) if packed else rows
         probs, _ = _probabilities(q[rows], k[keys], lse[of_lse], softmax_scale, causal, window_size_left)

@@ -1,19 +1,20 @@
 """Attention against its plain twin in fp64: output, lse and every gradient; wrong indices show at 1e-10."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch.nn import functional as F
 
 import fake_fa4
-from ithaka.attention import kernels
-from ithaka.attention.blocks import Docs, attention, attention_backward
-from ithaka.attention.kernels import KERNELS
+from ithaka.attention import blocks as op
+from ithaka.attention.blocks import Docs, How, attention, attention_backward
+from ithaka.attention.kernels import KERNELS, resolve_kernel
 from ithaka.attention.pairs import query_major, spans_of
 from ithaka.config import ConfigError
+from ithaka.dist.exchange import ALONE
+from ithaka.layer.stages import HeldHeads
 from ithaka.plan import deal as deals
 from ithaka.plan import rounds
+from ithaka.plan.heads import EMPTY, head_table
 from reference import attention_mask, attention_reference
 
 SCALE = 0.37
@@ -33,7 +34,7 @@ def inputs(num_tokens, n, m, head_dim=16, dtype=torch.float64, seed=0):
 def both(q, k, v, dout, *, kernel="auto", blocks=None, **mask):
     """(out, lse, dq, dk, dv) of the op, and of the twin in fp64."""
     out, lse = attention(q, k, v, scale=SCALE, kernel=kernel, blocks=blocks, **mask)
-    grads = attention_backward(dout, q, k, v, out, lse, scale=SCALE, kernel=kernel, blocks=blocks, **mask)
+    grads = attention_backward(dout, q, k, v, out.clone(), lse, scale=SCALE, kernel=kernel, blocks=blocks, **mask)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     ref_out, ref_lse = attention_reference(*leaves, scale=SCALE, **mask)
     ref_grads = torch.autograd.grad(ref_out, leaves, dout.double())
@@ -67,15 +68,6 @@ BLOCKS = {
     "reference": [(32, 16)],
     "fa4": [(26, 18), None, (900, 90)],
 }
-
-
-@pytest.fixture
-def fa4(monkeypatch):
-    """The kernel fa4 with plain PyTorch behind it, on a CPU."""
-    cpu = KERNELS["cpu"]
-    anywhere = replace(KERNELS["fa4"], device="any", dtypes=cpu.dtypes, capabilities=(), missing=lambda: None)
-    monkeypatch.setitem(KERNELS, "fa4", anywhere)
-    monkeypatch.setattr(kernels, "_fa4", lambda: fake_fa4)
 
 
 @pytest.mark.parametrize("kernel", BLOCKS)
@@ -124,13 +116,112 @@ def test_members_of_a_ring_together_are_the_whole(fa4, kernel, mask, starts, mon
                 attention(q[mine], k[keys], v[keys], part=part, sums=found, **how)
             of_q = torch.zeros_like(q[mine])
             for part, keys in enumerate(parts):
-                of_keys = torch.zeros_like(k[keys]), torch.zeros_like(v[keys])
                 rows = (dout[mine], q[mine], k[keys], v[keys], *found)
-                attention_backward(*rows, part=part, dq=of_q, sums=of_keys, **how)
+                _, *of_keys = attention_backward(*rows, part=part, dq=of_q, **how)
                 for total, d in zip(sums, of_keys, strict=True):
                     total[keys] += d
             assert_equal((*found, of_q, *sums), (out[mine], lse[:, mine], dq[mine], *sums))
         assert_equal((out, lse, dq, *sums), (out, lse, dq, dk, dv))
+
+
+@pytest.fixture
+def written(fa4, monkeypatch):
+    """Whether the kernel got dk and dv to write, of each call of its backward."""
+    for dtype in KERNELS["fa4"].dtypes:
+        resolve_kernel("fa4", torch.device("cpu"), dtype, 16)  # its trial is over
+    calls, backward = [], fake_fa4._flash_attn_bwd
+
+    def watched(*inputs, dk, dv, **how):
+        assert (dk is None) == (dv is None)
+        calls.append(dk is not None)
+        return backward(*inputs, dk=dk, dv=dv, **how)
+
+    monkeypatch.setattr(fake_fa4, "_flash_attn_bwd", watched)
+    return calls
+
+
+ONE_CALL = {
+    **{mask: (6, 2, {}) for mask in MASKS},
+    "one group at a time": (6, 2, {"CALL_TOKENS": 350}),
+    "one head at a time": (2, 2, {"CALL_TOKENS": 101}),
+}
+SEVERAL_CALLS = {
+    "causal": (2, 2, {"blocks": (200, 50)}),
+    "bidirectional": (2, 2, {"blocks": (50, 200)}),  # each row's keys are one pair
+    "window 9": (2, 2, {"blocks": (50, 200)}),
+    "docs": (2, 2, {"blocks": (30, 30)}),
+    "equal docs": (6, 2, {"CALL_TOKENS": 250}),  # two of a group's three heads
+}
+
+
+@pytest.mark.parametrize(
+    "mask, case, once", [*((*item, True) for item in ONE_CALL.items()), *((*x, False) for x in SEVERAL_CALLS.items())]
+)
+def test_gradients_of_keys_in_one_call_are_written_by_the_kernel(written, monkeypatch, mask, case, once):
+    n, m, how = case
+    monkeypatch.setattr(op, "CALL_TOKENS", how.get("CALL_TOKENS", op.CALL_TOKENS))
+    how = MASKS.get(mask, {}) | {"kernel": "fa4", "blocks": how.get("blocks")}
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+        q, k, v, dout = inputs(101, n, m, dtype=dtype)
+        written.clear()
+        ours, theirs = both(q, k, v, dout, **how)
+        assert_equal(ours, theirs, tolerance)
+        assert written and set(written) == {once}
+    q, k, v, dout = (x.bfloat16() for x in (q, k, v, dout))
+    out, lse = attention(q, k, v, scale=SCALE, **how)
+    _, dk, dv = attention_backward(dout, q, k, v, out.clone(), lse, scale=SCALE, **how)
+    assert dk.dtype == dv.dtype == (torch.bfloat16 if once else torch.float32)
+    # Others add to them: parts of a ring, or stages.
+    for more in ({"dq": torch.zeros(q.shape)}, {"sums": (torch.zeros(k.shape), torch.zeros(v.shape))}):
+        written.clear()
+        _, *found = attention_backward(dout, q, k, v, out.clone(), lse, scale=SCALE, **how, **more)
+        assert not any(written) and {x.dtype for x in found} == {torch.float32}
+
+
+# Query heads, kv heads, Ulysses ranks, heads per stage; by rank, whether the kernel writes each load's dk and dv.
+HELD = {
+    (6, 2, 1, None): [[True]],
+    (4, 2, 1, 2): [[True, True]],
+    (4, 1, 1, 2): [[False]],  # two stages
+    (6, 2, 1, 4): [[False]],  # groups of 3 and 1, then of 2
+    (3, 3, 2, None): [[False], [True]],  # the first has an empty slot
+    (3, 1, 2, None): [[True], [True]],
+    (12, 4, 2, 4): [[False, False], [False, False]],
+}
+
+
+@pytest.mark.parametrize("heads", HELD, ids=str)
+def test_only_a_load_that_one_read_takes_whole_is_written_by_the_kernel(written, heads):
+    table = head_table(*heads)
+    how = How(scale=SCALE, docs=Docs((0, 7, 30, 41)), kernel="fa4")
+    q, k, v, dout = inputs(41, *heads[:2])
+    for rank, expected in enumerate(HELD[heads]):
+        held, dqs, dkvs, ways = HeldHeads(table, rank, ALONE, how), torch.zeros_like(q), {}, {}
+        for i, stage in enumerate(table.stages):
+            of_stage = list(stage.query_heads[rank])
+            load = None if stage.load is None else list(table.loads[stage.load].kv_heads[rank])
+            kv = () if load is None else (k[:, load], v[:, load])
+            out, lse = held.attend(stage, q[:, of_stage], *kv)
+            written.clear()
+            dq = held.attend_backward(stage, q[:, of_stage], out, dout[:, of_stage], *kv, lse)
+            for read in stage.reads[rank]:
+                ways.setdefault(read.load, set()).update(written)
+            at = [slot for slot, head in enumerate(of_stage) if head != EMPTY]
+            dqs[:, [of_stage[slot] for slot in at]] = dq[:, at]
+            for ending in table.loads_ending(i):
+                dkvs[ending] = list(held.take_grads(ending))
+        assert [ways[load] for load in range(len(table.loads))] == [{once} for once in expected]
+        mine = sorted({head for stage in table.stages for head in stage.query_heads[rank]} - {EMPTY})
+        of_k = [head // (heads[0] // heads[1]) for head in mine]
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        taken = [leaf[:, of] for leaf, of in zip(leaves, (mine, of_k, of_k), strict=True)]
+        ref_out, _ = attention_reference(*taken, scale=SCALE, docs=how["docs"].starts)
+        theirs = torch.autograd.grad(ref_out, leaves, dout[:, mine])
+        assert (dqs - theirs[0]).abs().max() < 1e-10
+        for number, load in enumerate(table.loads):
+            for ours, exact in zip(dkvs[number], theirs[1:], strict=True):
+                for slot, head in enumerate(load.kv_heads[rank]):
+                    assert (ours[:, slot] - (0 if head == EMPTY else exact[:, head])).abs().max() < 1e-10
 
 
 def tokens_of(runs):
@@ -199,7 +290,7 @@ def test_gradients_are_fp32_sums_rounded_once(heads):
     n, m = heads
     q, k, v, dout = inputs(96, n, m, dtype=torch.bfloat16)
     out, lse = attention(q, k, v, scale=SCALE, blocks=(32, 16))
-    ours = attention_backward(dout, q, k, v, out, lse, scale=SCALE, blocks=(32, 16))
+    ours = attention_backward(dout, q, k, v, out.clone(), lse, scale=SCALE, blocks=(32, 16))
     totals = [torch.zeros(96, heads, 16) for heads in (n, m, m)]
     blocks = list(query_major(spans_of((0, 96)), causal=True, window=None, block_q=32, block_kv=16))
     assert len(blocks) == 3 and any(len(block.pairs) > 2 for block in blocks)
@@ -214,7 +305,7 @@ def test_gradients_are_fp32_sums_rounded_once(heads):
             for total, share in zip((totals[0][rows, heads_r], totals[1][cols], totals[2][cols]), shares, strict=True):
                 total += share[0].transpose(0, 1)
     for name, grad, total in zip(("dq", "dk", "dv"), ours, totals, strict=True):
-        assert torch.equal(grad, total.bfloat16()), name
+        assert torch.equal(grad.bfloat16(), total.bfloat16()), name
 
 
 def test_wrong_calls_are_refused():
@@ -239,7 +330,7 @@ def test_gradients_are_added_to_sums_that_others_began(heads, kv_heads, docs, wi
     k, v = (torch.randn(50, kv_heads, 16, dtype=torch.float64) for _ in range(2))
     how = {"scale": 0.25, "docs": docs, "blocks": (16, 8), "window": window}
     out, lse = attention(q, k, v, **how)
-    dq, dk, dv = attention_backward(dout, q, k, v, out, lse, **how)
+    dq, dk, dv = attention_backward(dout, q, k, v, out.clone(), lse, **how)
     begun = [torch.randn_like(k), torch.randn_like(v)]
     sums = (begun[0].clone(), begun[1].clone())
     dq_again, *_ = attention_backward(dout, q, k, v, out, lse, **how, sums=sums)

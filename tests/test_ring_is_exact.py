@@ -137,7 +137,7 @@ def test_logits_and_shares_are_in_order():
 # ---- attention alone
 
 
-def sharded(ring, causal):
+def sharded(ring, causal, kernel):
     mesh = make_mesh(4, ring=ring)
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(64, n, 8, generator=generator, dtype=torch.float64) for n in (3, 1, 1, 3)]
@@ -147,7 +147,7 @@ def sharded(ring, causal):
     mine = slice(mesh.cp_rank * 16, (mesh.cp_rank + 1) * 16)
     own = [x[mine].detach().requires_grad_() for x in leaves]
     docs = Docs((0, 64), contiguous(64, ring), mesh.ring_group.rank())
-    ours = sharded_attention(*own, mesh.ulysses_group, ring=mesh.ring_group, causal=causal, docs=docs)
+    ours = sharded_attention(*own, mesh.ulysses_group, ring=mesh.ring_group, causal=causal, docs=docs, kernel=kernel)
     results = (ours.detach(), *torch.autograd.grad(ours, own, whole[3][mine]))
     pairs = zip(("out", "dq", "dk", "dv"), results, expected, strict=True)
     errors = {name: relative(a, b[mine].detach()) for name, a, b in pairs}
@@ -161,9 +161,10 @@ def table_of(num_heads, mesh):
     return head_table(num_heads, 1, mesh.ulysses_group.size()).stages[0]
 
 
+@pytest.mark.parametrize("kernel", ["cpu", "fa4"])
 @pytest.mark.parametrize("ring,causal", [(2, False), (4, True)])
-def test_sharded_attention(ring, causal):
-    check(on_threads(4, lambda: sharded(ring, causal)))
+def test_sharded_attention(fa4, ring, causal, kernel):
+    check(on_threads(4, lambda: sharded(ring, causal, kernel)))
 
 
 # ---- the deal

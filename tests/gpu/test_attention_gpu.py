@@ -13,10 +13,12 @@ gpu = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("heads", [(2, 2), (4, 1)], ids=str)
-def test_as_good_as_plain_pytorch_over_all_masks(device, kernel, heads):
+@pytest.mark.parametrize("heads", [(2, 2), (4, 1), (6, 2)], ids=str)
+@pytest.mark.parametrize("one_call", [False, True], ids=["blocks", "one call"])
+def test_as_good_as_plain_pytorch_over_all_masks(device, kernel, heads, one_call):
     head_dim = 128 if device.type == "cuda" else 32
-    assert_as_good_as_plain([errors(kernel, mask, device, heads, head_dim) for mask in MASKS], device)
+    found = [errors(kernel, mask, device, heads, head_dim, one_call=one_call) for mask in MASKS]
+    assert_as_good_as_plain(found, device)
 
 
 @gpu

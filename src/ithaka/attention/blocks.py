@@ -7,6 +7,7 @@ h = kv heads in one kernel call, q/k = rows/keys of a pair.
 The softmax over all keys of a row is merged from the pairs in fp32 and rounded once. In backward every pair gets the
 *global* out and lse rows, so the pairs' gradients simply add up: dq in an fp32 sum per query block, rounded once; dk
 and dv in fp32 sums of full length, which the caller may pass from call to call. (For fp64 inputs all sums are fp64.)
+Where one call has all rows that see a key, nothing adds up, and the kernel itself rounds and writes its dk and dv.
 Where keys come in parts, a call has those of one part, and `out` and dq are sums from call to call as well.
 """
 
@@ -106,24 +107,23 @@ def attention_backward(
     sums: tuple[Tensor, Tensor] | None = None,
     **how: Unpack[How],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq_SnK, dk_SmK, dv_SmK (contiguous, the inputs' dtype) from `attention`'s inputs and its results.
+    """dq_SnK, written over `out`, dk_SmK and dv_SmK from `attention`'s inputs and its results.
 
-    `sums`: dk_SmK and dv_SmK in fp32 (fp64 for fp64), which this call adds to and returns as dk and dv. It then also
-    writes dq over `out`, so that it allocates nothing as long as the sequence. Without `sums` it makes its own, rounds
-    them, and leaves `out` alone.
+    `sums`: dk_SmK and dv_SmK in fp32 (fp64 for fp64), which this call adds to and returns. Without them it makes its
+    own: such sums, for the caller to round, or k's dtype where the kernel writes each gradient once.
     `part` as in `attention`. `dq`: its sum over the parts so far, in the same dtype, which this call adds to instead.
     """
-    job = _job(q_SnK, k_SmK, v_SmK, backward=True, part=part, adds=dq is not None, **how)
-    if sums is None:
-        dq_SnK = torch.empty(q_SnK.shape, dtype=q_SnK.dtype, device=q_SnK.device)
-        dk_SmK, dv_SmK = (torch.zeros(x.shape, dtype=job.sum_dtype, device=x.device) for x in (k_SmK, v_SmK))
-    else:
-        dq_SnK, (dk_SmK, dv_SmK) = out_SnK if dq is None else dq, sums
+    job = _job(q_SnK, k_SmK, v_SmK, backward=True, part=part, adds=dq is not None, alone=sums is None, **how)
+    dq_SnK = out_SnK if dq is None else dq
+    if sums is not None:
+        dk_SmK, dv_SmK = sums
         assert dk_SmK.dtype == dv_SmK.dtype == job.sum_dtype, f"sums in {dk_SmK.dtype} and {dv_SmK.dtype}"
+    elif job.once:
+        dk_SmK, dv_SmK = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k_SmK, v_SmK))
+    else:
+        dk_SmK, dv_SmK = (torch.zeros(x.shape, dtype=job.sum_dtype, device=x.device) for x in (k_SmK, v_SmK))
     query, keys = (dout_SnK, q_SnK, out_SnK, lse_nS.t(), dq_SnK), (k_SmK, v_SmK, dk_SmK, dv_SmK)
     job.walk(_backward_block, _backward_chunk, query, keys)
-    if sums is None:
-        dk_SmK, dv_SmK = dk_SmK.to(k_SmK.dtype), dv_SmK.to(v_SmK.dtype)
     return dq_SnK, dk_SmK, dv_SmK
 
 
@@ -262,12 +262,13 @@ class _Job:
     heads_at_once: int  # query heads per kernel call: one at long lengths (a block fills the chip), more at short ones
     sum_dtype: torch.dtype
     adds: bool  # out and lse, or dq, are sums over parts of the keys
+    together: int  # query heads of one kv head per kernel call: one, or all
+    once: bool  # the kernel writes dk and dv: each key is in one call, and no other adds to its gradients
 
     def walk(self, on_block: Callable, on_chunk: Callable, of_query: Tensors, of_keys: Tensors) -> None:
         """Every block and chunk, for views of some kv heads at a time and one query head of each, or all of them."""
         m = of_keys[0].shape[1]
-        r = of_query[0].shape[1] // m
-        together = r if self.kernel.direct and self.heads_at_once >= r else 1
+        r, together = of_query[0].shape[1] // m, self.together
         kv_at_once = self.heads_at_once // together
         for first in range(0, m, kv_at_once):
             heads = slice(first, first + kv_at_once)
@@ -288,6 +289,7 @@ def _job(
     backward: bool,
     part: int,
     adds: bool,
+    alone: bool = False,
     scale: float,
     causal: bool = True,
     window: int | None = None,
@@ -318,16 +320,31 @@ def _job(
     reach = min(docs.longest, window or docs.longest)
     walk = dict(causal=causal, window=window, block_q=block_q, block_kv=block_kv, halve=not (backward or chosen.direct))
     walk |= dict(call_tokens=most_at_once, knows_windows=chosen.direct)
+    query_blocks, chunks = docs.walk(part, q.device, chosen.varlen is not None, **walk)
+    heads_at_once = max(1, (most_at_once if reach <= SHORT else block_q) // max(1, num_tokens))
+    group = num_heads // num_kv_heads
+    together = group if chosen.direct and heads_at_once >= group else 1
+    once = alone and not adds and chosen.direct and together == group and not isinstance(docs, Ranges)
     return _Job(
         chosen,
         scale,
         causal,
         window,
-        *docs.walk(part, q.device, chosen.varlen is not None, **walk),
-        heads_at_once=max(1, (most_at_once if reach <= SHORT else block_q) // max(1, num_tokens)),
+        query_blocks,
+        chunks,
+        heads_at_once,
         sum_dtype=torch.promote_types(q.dtype, torch.float32),
         adds=adds,
+        together=together,
+        # Every row sees its own key, so that no key is missing: if the calls have as many as there are, none has two.
+        once=once and _num_keys(query_blocks, chunks) == len(k),
     )
+
+
+def _num_keys(query_blocks: list[QueryBlock], chunks: list[_Chunk]) -> int:
+    """Of all calls for one head."""
+    of_blocks = sum(pair.keys * pair.count * block.count for block in query_blocks for pair in block.pairs)
+    return of_blocks + sum(chunk.keys.stop - chunk.keys.start for chunk in chunks)
 
 
 def _rows(x_Sh: Tensor, repeats: QueryBlock | Pair, start: int, length: int) -> Tensor:
@@ -407,7 +424,7 @@ def _backward_block(job: _Job, block: QueryBlock, query: Tensors, keys: Tensors)
     *read, dq = query
     to_dq = _rows(dq, block, block.start, block.length)
     one = len(block.pairs) == 1 and block.pairs[0].count == 1 and not job.adds
-    into = {"into": to_dq} if one and job.kernel.direct else {}
+    direct = one and job.kernel.direct
     if job.adds:
         sum_dq = to_dq
     elif not one:
@@ -416,12 +433,15 @@ def _backward_block(job: _Job, block: QueryBlock, query: Tensors, keys: Tensors)
         repeats: QueryBlock | Pair = pair if pair.count > 1 else block
         dout, q, out, lse = (_rows(x, repeats, pair.q0, pair.rows) for x in read)
         k, v, dk, dv = (_rows(x, repeats, pair.k0, pair.keys) for x in keys)
+        written = (to_dq if direct else None, *((dk, dv) if job.once else (None, None)))
+        into = {"into": written} if job.kernel.direct else {}
         pair_dq, pair_dk, pair_dv = _call(job, pair, "backward", dout, q, k, v, out, lse, **into)
-        dk.add_(pair_dk)
-        dv.add_(pair_dv)
+        if not job.once:
+            dk.add_(pair_dk)
+            dv.add_(pair_dv)
         if not one:
             _in_block(sum_dq, block, pair).add_(pair_dq)
-    if not into and not job.adds:
+    if not direct and not job.adds:
         to_dq.copy_(pair_dq if one else sum_dq)
 
 
@@ -430,9 +450,11 @@ def _backward_chunk(job: _Job, chunk: _Chunk, query: Tensors, keys: Tensors) -> 
     dout, q, out, lse, dq = (x[chunk.rows] for x in query)
     k, v, dk, dv = (x[chunk.keys] for x in keys)
     lengths, mask = (chunk.ends_d, chunk.longest), (job.scale, job.causal, job.window)
-    into = {"into": dq} if job.kernel.direct and not job.adds else {}
+    direct = job.kernel.direct and not job.adds
+    into = {"into": (dq, *((dk, dv) if job.once else (None, None)))} if direct else {}
     chunk_dq, chunk_dk, chunk_dv = job.kernel.varlen.backward(dout, q, k, v, out, lse.t(), *lengths, *mask, **into)
-    if not into:
+    if not direct:
         dq.copy_(chunk_dq)
-    dk.add_(chunk_dk)
-    dv.add_(chunk_dv)
+    if not job.once:
+        dk.add_(chunk_dk)
+        dv.add_(chunk_dv)

@@ -47,7 +47,8 @@ class Kernel:
     backward(dout_BhqK, q, k, v, out_BhqK, lse_Bhq, scale, causal) -> dq, dk, dv, where out and lse may be those
     of *all* keys: then the three are what this pair adds to the gradients. Inputs may be strided except in K.
     With `direct`, h may be larger for q than for k (GQA); window=n is the mask of `pairs.py` by that name; forward
-    takes into=(out, lse) and backward into=dq: buffers, strided like inputs, for the results. dq may lie over out.
+    takes into=(out, lse) and backward into=(dq, dk, dv): buffers, strided like inputs, for the results, or None. dq may
+    lie over out.
     """
 
     name: str
@@ -191,11 +192,11 @@ def _fa4_forward(q, k, v, scale, causal, window=None, into=(None, None)):
     return out.transpose(1, 2), lse
 
 
-def _fa4_backward(dout, q, k, v, out, lse, scale, causal, window=None, into=None):
-    mask = _fa4_mask(scale, causal, window)
-    dout, q, k, v, out, dq = (x if x is None else x.transpose(1, 2) for x in (dout, q, k, v, out, into))
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    grads = _fa4_call("_flash_attn_bwd", q, k, v, out, dout, lse, **mask, deterministic=deterministic, dq=dq)
+def _fa4_backward(dout, q, k, v, out, lse, scale, causal, window=None, into=(None, None, None)):
+    how = _fa4_mask(scale, causal, window) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
+    dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+    dq, dk, dv = (x if x is None else x.transpose(1, 2) for x in into)
+    grads = _fa4_call("_flash_attn_bwd", q, k, v, out, dout, lse, **how, dq=dq, dk=dk, dv=dv)
     return tuple(grad.transpose(1, 2) for grad in grads)
 
 
@@ -209,9 +210,10 @@ def _fa4_varlen_forward(q, k, v, *documents, into=(None, None)):
     return _fa4_call("_flash_attn_fwd", q, k, v, **how, return_lse=True, out=into[0], lse=into[1])[:2]
 
 
-def _fa4_varlen_backward(dout, q, k, v, out, lse, *documents, into=None):
+def _fa4_varlen_backward(dout, q, k, v, out, lse, *documents, into=(None, None, None)):
     how = _fa4_documents(*documents) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
-    return _fa4_call("_flash_attn_bwd", q, k, v, out, dout, lse, **how, dq=into)
+    dq, dk, dv = into
+    return _fa4_call("_flash_attn_bwd", q, k, v, out, dout, lse, **how, dq=dq, dk=dk, dv=dv)
 
 
 # --- registry ---------------------------------------------------------------------------------------------

@@ -44,26 +44,24 @@ def ring_attention_backward(
     v_SmK: Tensor,
     out_SnK: Tensor,
     lse_nS: Tensor,
-    sums: tuple[Tensor, Tensor],
+    sums: tuple[Tensor, Tensor] | None,
     ring: dist.ProcessGroup,
     how: How,
-) -> None:
-    """Writes dq over `out`, and adds to the `sums` of dk and dv of this member's tokens.
+) -> tuple[Tensor, Tensor]:
+    """Writes dq over `out`; returns dk and dv of this member's tokens, with `sums` as in `attention_backward`.
 
     Across rounds dq is summed in fp32 (fp64 for fp64), in which dk and dv travel to their owners as well.
     """
     rounds, of_rows = _rounds(how), (out_SnK, lse_nS)
     if not rounds:
-        attention_backward(dout_SnK, q_SnK, k_SmK, v_SmK, *of_rows, sums=sums, **how)
-        return
+        return attention_backward(dout_SnK, q_SnK, k_SmK, v_SmK, *of_rows, sums=sums, **how)[1:]
     coming, going = _start(rounds[0], k_SmK, v_SmK, ring, how), list[Exchange]()
-    dq_SnK = torch.zeros_like(q_SnK, dtype=sums[0].dtype)
-    attention_backward(dout_SnK, q_SnK, k_SmK, v_SmK, *of_rows, dq=dq_SnK, sums=sums, **how)
+    dq_SnK = torch.zeros_like(q_SnK, dtype=sum_dtype(q_SnK.dtype))
+    sums = attention_backward(dout_SnK, q_SnK, k_SmK, v_SmK, *of_rows, dq=dq_SnK, sums=sums, **how)[1:]
     for part in range(1, len(rounds) + 1):
         k_pmK, v_pmK = _wait(coming)
         coming = _start(rounds[part], k_SmK, v_SmK, ring, how) if part < len(rounds) else []
-        d_kv = torch.zeros_like(k_pmK, dtype=sums[0].dtype), torch.zeros_like(v_pmK, dtype=sums[1].dtype)
-        attention_backward(dout_SnK, q_SnK, k_pmK, v_pmK, *of_rows, part=part, dq=dq_SnK, sums=d_kv, **how)
+        d_kv = attention_backward(dout_SnK, q_SnK, k_pmK, v_pmK, *of_rows, part=part, dq=dq_SnK, **how)[1:]
         del k_pmK, v_pmK
         with phase("exchange"):
             _add(sums, going, rounds[part - 2])
@@ -72,6 +70,7 @@ def ring_attention_backward(
     with phase("exchange"):
         _add(sums, going, rounds[-1])
     out_SnK.copy_(dq_SnK)
+    return sums
 
 
 def _rounds(how: How) -> list[Round]:

@@ -134,7 +134,7 @@ class HeldHeads:
     def __init__(self, table: HeadTable, rank: int, ring: dist.ProcessGroup, how: How) -> None:
         self.table, self.rank, self.ring, self.how = table, rank, ring, how
         self._kv: dict[int, list[Tensor]] = {}
-        self._sums: dict[int, list[Tensor]] = {}  # dk, dv in fp32: several stages add to them
+        self._sums: dict[int, list[Tensor]] = {}  # dk, dv: in fp32 where several calls add to them
 
     def attend(self, stage: Stage, q_SnK: Tensor, *kv: Tensor) -> tuple[Tensor, Tensor]:
         """out_SnK and lse_nS of this rank's slots, zero in empty ones. `kv`: k_SmK and v_SmK, if a load arrives."""
@@ -159,9 +159,12 @@ class HeldHeads:
         self._arrive(stage, kv)
         for read in stage.reads[self.rank]:
             at = slice(read.first, read.last)
+            of_rows = (dout[:, at], q[:, at], *self._slot(self._kv, read), out[:, at], lse_nS[at])
+            if self._is_only(read):
+                self._sums[read.load] = list(ring_attention_backward(*of_rows, None, self.ring, self.how))
+                continue
             if read.load not in self._sums:
                 self._sums[read.load] = self._zeros(read.load)
-            of_rows = (dout[:, at], q[:, at], *self._slot(self._kv, read), out[:, at], lse_nS[at])
             ring_attention_backward(*of_rows, self._slot(self._sums, read), self.ring, self.how)
         return out
 
@@ -181,6 +184,11 @@ class HeldHeads:
         if kv:
             assert stage.load is not None
             self._kv[stage.load] = list(kv)
+
+    def _is_only(self, read: Read) -> bool:
+        """Whether it has all of its load, and no stage has another."""
+        reads = [other for stage in self.table.stages for other in stage.reads[self.rank] if other.load == read.load]
+        return reads == [read] and read.num_kv == self.table.loads[read.load].num_slots
 
     def _zeros(self, load: int) -> list[Tensor]:
         return [torch.zeros_like(t, dtype=sum_dtype(t.dtype)) for t in self._kv[load]]
