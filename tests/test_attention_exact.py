@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 import fake_fa4
 from ithaka.attention import blocks as op
-from ithaka.attention.blocks import Docs, How, attention, attention_backward
+from ithaka.attention.blocks import Docs, How, Ranges, attention, attention_backward
 from ithaka.attention.kernels import KERNELS, resolve_kernel
 from ithaka.attention.pairs import query_major, spans_of
 from ithaka.config import ConfigError
@@ -176,6 +176,15 @@ def test_gradients_of_keys_in_one_call_are_written_by_the_kernel(written, monkey
         written.clear()
         _, *found = attention_backward(dout, q, k, v, out.clone(), lse, scale=SCALE, **how, **more)
         assert not any(written) and {x.dtype for x in found} == {torch.float32}
+
+
+def test_keys_that_no_row_sees_get_zeros(written):
+    """As many keys in calls as there are, but some twice and some never."""
+    q, k, v, dout = inputs(20, 2, 1)
+    how = {"scale": SCALE, "kernel": "fa4", "causal": False, "docs": Ranges([(0, 10, 0, 5), (10, 20, 0, 5)], 20, 10)}
+    out, lse = attention(q, k[:10], v[:10], **how)
+    _, *grads = attention_backward(dout, q, k[:10], v[:10], out, lse, **how)
+    assert not any(written) and all((d[5:] == 0).all() and (d[:5] != 0).all() for d in grads)
 
 
 # Query heads, kv heads, Ulysses ranks, heads per stage; by rank, whether the kernel writes each load's dk and dv.
