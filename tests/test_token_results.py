@@ -53,7 +53,7 @@ def head(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, list[Tensor], T
 
 @pytest.mark.parametrize("use", ["logprobs", "entropies", "both"])
 def test_tokens_are_those_of_plain_logits(monkeypatch, use):
-    monkeypatch.setattr(loss, "LOGITS_TILE_BYTES", 5 * 37 * 8)  # tiles of 5 tokens, the last of 3
+    monkeypatch.setattr(loss, "logits_bytes", lambda _: 5 * 37 * 8)  # tiles of 5 tokens, the last of 3
     norm, leaves, labels = head()
     ours = linear_cross_entropy(leaves[0], labels, norm, Linear(leaves[1]))
     plain = plain_results(norm(leaves[0]) @ leaves[1].t(), labels)
@@ -69,7 +69,7 @@ def test_tokens_are_those_of_plain_logits(monkeypatch, use):
 @pytest.mark.parametrize("factor", [1.0, -3.0])
 def test_the_summed_loss_is_that_of_plain_logits(monkeypatch, factor):
     """With its gradients, times whatever the loss is multiplied by; once."""
-    monkeypatch.setattr(loss, "LOGITS_TILE_BYTES", 5 * 37 * 8)
+    monkeypatch.setattr(loss, "logits_bytes", lambda _: 5 * 37 * 8)
     norm, leaves, labels = head()
     ours = summed_cross_entropy(leaves[0], labels, norm, Linear(leaves[1]), 7.0)
     plain = F.cross_entropy(norm(leaves[0]) @ leaves[1].t(), labels, ignore_index=IGNORED, reduction="sum") / 7
@@ -216,7 +216,7 @@ def test_what_cannot_be_given_is_refused():
 
 def test_memory_does_not_grow_with_tokens_times_vocabulary(monkeypatch):
     """256 tokens more, with 4096 in the vocabulary: their logits alone would be 8 MiB."""
-    monkeypatch.setattr(loss, "LOGITS_TILE_BYTES", 2**18)
+    monkeypatch.setattr(loss, "logits_bytes", lambda _: 2**18)
     model, _ = parallel(1, tiny_config("llama", vocab_size=4096))
 
     def peak(num_tokens: int) -> int:

@@ -16,15 +16,15 @@ from ithaka.attention.fused import cross_entropy, row_logsumexp, scale, softmax_
 from ithaka.layer.linear import Linear
 from ithaka.layer.tiles import RAN_ALREADY, GradSum, apply_norm, graph_backward, run_tile, sum_dtype, tile_slices
 from ithaka.phases import RESIDUAL, phase, tag
-from ithaka.plan.bytes import LOGITS_TILE_BYTES
+from ithaka.plan.bytes import logits_bytes
 
 IGNORED = -100
 WHOLE_ROWS = 128  # matmuls are faster at multiples of it
 
 
-def logits_tile_tokens(weight_VD: Tensor) -> int:
-    tokens = max(1, LOGITS_TILE_BYTES // (len(weight_VD) * weight_VD.element_size()))
-    return tokens // WHOLE_ROWS * WHOLE_ROWS or tokens
+def logits_tiles(x_sD: Tensor, vocab_size: int) -> list[slice]:
+    tokens = max(1, logits_bytes(x_sD.nbytes) // (vocab_size * x_sD.element_size()))
+    return tile_slices(len(x_sD), tokens // WHOLE_ROWS * WHOLE_ROWS or tokens)
 
 
 class TokenResults(NamedTuple):
@@ -57,7 +57,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
     def forward(ctx, x_sD, labels_s, norm, head, divisor, wanted, *params):
         sum_ = x_sD.new_zeros((), dtype=sum_dtype(x_sD.dtype))
         dx_sD, grads = tag(torch.empty_like(x_sD), RESIDUAL) if wanted else None, GradSum()
-        for rows in tile_slices(len(x_sD), logits_tile_tokens(head.weight_ND)):
+        for rows in logits_tiles(x_sD, len(head.weight_ND)):
             valid_t, target_t1 = _targets(labels_s[rows])
             if dx_sD is None:
                 logits_tV = head(apply_norm(norm, x_sD[rows]))
@@ -92,7 +92,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         logprobs_s = x_sD.new_empty(len(x_sD), dtype=sum_dtype(x_sD.dtype))
         lse_s, entropies_s = torch.empty_like(logprobs_s), torch.empty_like(logprobs_s)
         correct_s = torch.empty_like(labels_s, dtype=torch.bool)
-        for rows in tile_slices(len(x_sD), logits_tile_tokens(head.weight_ND)):
+        for rows in logits_tiles(x_sD, len(head.weight_ND)):
             logits_tV = head(apply_norm(norm, x_sD[rows]))
             valid_t, target_t1 = _targets(labels_s[rows])
             label_logit_t = logits_tV.gather(1, target_t1)[:, 0]
@@ -116,7 +116,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             norm, head = ctx.norm, ctx.head
             grads = GradSum()
             dx_sD = tag(torch.empty_like(x_sD), RESIDUAL)
-            for rows in tile_slices(len(x_sD), logits_tile_tokens(head.weight_ND)):
+            for rows in logits_tiles(x_sD, len(head.weight_ND)):
                 x_tD, h_tD = run_tile(partial(apply_norm, norm), x_sD[rows])
                 dlogits_tV = head(h_tD.detach())
                 valid_t, target_t1 = _targets(labels_s[rows])

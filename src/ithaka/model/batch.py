@@ -52,19 +52,20 @@ def take_share(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share:
         _check_mask(mask_BN, labels_BN)
     if positions_BN is not None:
         positions_BN = positions_BN.expand_as(ids_BN)
-    starts_BN = _document_starts(ids_BN, positions_BN, mask_BN, documents_BN)
-    dealt = _deal(starts_BN, mesh)
-    if positions_BN is None:
+    starts = _document_starts(ids_BN, positions_BN, mask_BN, documents_BN)
+    dealt = _deal(starts, ids_BN.numel(), mesh)
+    if positions_BN is None and documents_BN is not None:
+        lengths = torch.tensor([*starts, ids_BN.numel()]).diff()
+        positions_BN = torch.arange(ids_BN.numel()) - torch.tensor(starts).repeat_interleave(lengths)
+    elif positions_BN is None:
         positions_BN = torch.arange(ids_BN.shape[1]).expand_as(ids_BN)
-        if documents_BN is not None:
-            positions_BN = positions_BN - torch.where(starts_BN, positions_BN, 0).cummax(dim=1).values
 
     ends = dict.fromkeys((ids_BN.numel(), dealt.num_tokens))  # padding is a document
     return Share(
         ids_s=_mine(ids_BN, mesh, dealt, 0),
         positions_s=_mine(positions_BN, mesh, dealt, 0),
         labels_s=None if shifted_BN is None else _mine(shifted_BN, mesh, dealt, IGNORED),
-        docs=Docs((*_starts(starts_BN), *ends), dealt, mesh.ring_group.rank()),
+        docs=Docs((*starts, *ends), dealt, mesh.ring_group.rank()),
         num_valid=0 if shifted_BN is None else int((shifted_BN != IGNORED).sum()),
         num_positions=1 + int(positions_BN.max()),
     )
@@ -76,15 +77,12 @@ def deal_of(inputs: dict[str, Tensor], rows_BN: Tensor, mesh: Mesh) -> Deal:
     positions_BN, mask_BN, documents_BN = map(given.get, INPUTS[2:5])
     if positions_BN is not None:
         positions_BN = positions_BN.expand(rows_BN.shape)
-    return _deal(_document_starts(rows_BN.cpu(), positions_BN, mask_BN, documents_BN), mesh)
+    starts = _document_starts(rows_BN.cpu(), positions_BN, mask_BN, documents_BN)
+    return _deal(starts, rows_BN.numel(), mesh)
 
 
-def _deal(starts_BN: Tensor, mesh: Mesh) -> Deal:
-    return deal((*_starts(starts_BN), starts_BN.numel()), mesh.ring_group.size(), mesh.ulysses_group.size())
-
-
-def _starts(starts_BN: Tensor) -> list[int]:
-    return starts_BN.reshape(-1).nonzero()[:, 0].tolist()
+def _deal(starts: list[int], num_tokens: int, mesh: Mesh) -> Deal:
+    return deal((*starts, num_tokens), mesh.ring_group.size(), mesh.ulysses_group.size())
 
 
 def label_share(rows_BN: Tensor, mesh: Mesh, deal: Deal, fill: float = 0) -> Tensor:
@@ -137,9 +135,9 @@ def _check_shapes(inputs: dict[str, Tensor]) -> None:
 
 
 def _check_tokens(name: str, tokens_BN: Tensor, vocab_size: int, way_out: str) -> None:
-    outside_BN = (tokens_BN < 0) | (tokens_BN >= vocab_size)
-    if outside_BN.any():
-        row, column = outside_BN.nonzero()[0].tolist()
+    lowest, highest = tokens_BN.aminmax()
+    if lowest < 0 or highest >= vocab_size:
+        row, column = ((tokens_BN < 0) | (tokens_BN >= vocab_size)).nonzero()[0].tolist()
         raise ValueError(
             f"{name}[{row}, {column}]={int(tokens_BN[row, column])} is not in the vocabulary of {vocab_size} tokens; "
             f"{way_out}"
@@ -164,8 +162,8 @@ def _check_mask(mask_BN: Tensor, labels_BN: Tensor | None) -> None:
 
 def _document_starts(
     ids_BN: Tensor, positions_BN: Tensor | None, mask_BN: Tensor | None, documents_BN: Tensor | None
-) -> Tensor:
-    """[B, N] bool, true at the first token of every document; padding is a document of its own.
+) -> list[int]:
+    """The first token of every document, in the flat sequence; padding is a document of its own.
 
     Where only position_ids are given, a position that does not follow its neighbour starts a document, which is
     Hugging Face's own rule for packed sequences.
@@ -178,7 +176,7 @@ def _document_starts(
         starts_BN[:, 1:] |= positions_BN[:, 1:] != positions_BN[:, :-1] + 1
     if mask_BN is not None:
         starts_BN[:, 1:] |= mask_BN[:, 1:] != mask_BN[:, :-1]
-    return starts_BN
+    return starts_BN.reshape(-1).nonzero()[:, 0].tolist()
 
 
 def num_pairs(document_ids_BS: Tensor, windows: Sequence[int | None]) -> int:

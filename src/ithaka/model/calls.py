@@ -72,8 +72,10 @@ class CallCheck:
 
     def __call__(self, model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple[Call], dict]:
         mesh, error, facts, numbers = self.mesh, None, {}, (0, 0)
+        num_threads = torch.get_num_threads()
         try:
             check_around(mesh.device)
+            torch.set_num_threads(1)  # the GPU waits for this call, and other threads may be late, by 60 ms and more
             _check_finished(model)
             self._check_unchanged(model)
             hooked = check_modules(model)
@@ -83,6 +85,8 @@ class CallCheck:
             numbers = share.num_valid, share.num_positions
         except (TypeError, ValueError) as caught:
             error = type(caught), str(caught)
+        finally:
+            torch.set_num_threads(num_threads)
         num_tokens, num_positions = self._agree((error, facts, *numbers))
         for layer in model.model.layers:
             layer.forward.hooked = hooked

@@ -24,7 +24,7 @@ from ithaka.plan.heads import slots_of
 from ithaka.plan.rounds import round_tokens
 from ithaka.plan.shape import ModelShape, Work
 
-LOGITS_TILE_BYTES = 2**29  # logits of a tile of the loss
+LOGITS_TILE_BYTES = (2**29, 2**30)  # logits of a tile of the loss: at least and at most, see `logits_bytes`
 EMBEDDING_RUN = 10  # tokens whose gradients PyTorch's embedding backward adds up in one row of its buffer
 RESERVE_BYTES = 2 * GIB  # CUDA context, NCCL, cuBLAS and cuDNN workspaces
 RESERVE_SHARE = 0.05  # of the GPU: fragmentation
@@ -365,6 +365,13 @@ def memory(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) ->
     return Ledger(name, gpu, host, disk, *peaks, hardware.gpu.memory_bytes, hardware.host_bytes, hardware.disk_bytes)
 
 
+def logits_bytes(x_bytes: int) -> int:
+    """Of a tile of the loss. Every tile reads and writes the head's gradient: the larger, the faster, where there is
+    much else."""
+    least, most = LOGITS_TILE_BYTES
+    return min(max(least, 4 * x_bytes), most)
+
+
 def saved_bytes(shape: ModelShape, layout: Layout, hardware: Hardware) -> int:
     """Of a copy of what a node's ranks save, in the background: weights and two moments, in float32."""
     return hardware.gpus_per_node * 12 * shape.shards(hardware.num_gpus // layout.replicas)[0]
@@ -411,10 +418,10 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
     if not work.trains:
         # FSDP2 holds what was gathered last twice: as it came, and as parameters.
         loss = held(Moment("loss", x), root + ahead if shape.tied else head * e * (1 if alone else 2))
-        loss["loss tile"] = min(LOGITS_TILE_BYTES, s * shape.vocab * e)
+        loss["loss tile"] = min(logits_bytes(x), s * shape.vocab * e)
         return [("forward", held(forward, root + layer * e + ahead)), ("loss", loss)]
     loss = held(Moment("loss", 2 * x), head * e + ahead, kept=kept[-1])
-    loss["loss tile"] = trained_head * wide + max(min(LOGITS_TILE_BYTES, s * shape.vocab * e), trained_head * e)
+    loss["loss tile"] = trained_head * wide + max(min(logits_bytes(x), s * shape.vocab * e), trained_head * e)
     # The last layer's while lm_head's gradient is still being sent, others' while those of the layer above are. Of each
     # group the last layer, when most is kept.
     below = ahead if above else 0 if alone or shape.tied else head * e

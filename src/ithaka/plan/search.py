@@ -32,8 +32,8 @@ from ithaka.plan.hardware import Hardware
 from ithaka.plan.seconds import Seconds, gather_seconds, reduce_seconds, step_seconds
 from ithaka.plan.shape import ModelShape, Work
 
-TILE_BYTES = 2**27  # of x, in the largest tile: the narrower a model, the more tokens outweigh a kernel's launch
-TILE_SIZES = 4  # each half of the one before
+TILE_BYTES = 2**29  # of x, in the largest tile: the narrower a model, the more tokens outweigh a kernel's launch
+TILE_SIZES = 6  # each half of the one before
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 CONTEXT_GRAIN = 1024  # per rank: longest contexts are multiples of this many tokens per rank
 UNLIMITED_BYTES = 2**60

@@ -13,7 +13,7 @@ from itertools import groupby
 
 from ithaka.config import LAYER_LINEARS
 from ithaka.layout import LayerKeeps, Layout
-from ithaka.plan.bytes import LOGITS_TILE_BYTES, LayerBytes, kept_attention_bytes
+from ithaka.plan.bytes import LayerBytes, kept_attention_bytes, logits_bytes
 from ithaka.plan.hardware import DISK_BYTES_S, HOST_UPDATE_BYTES_S, Hardware
 from ithaka.plan.heads import slots_of
 from ithaka.plan.shape import ModelShape, Work
@@ -253,14 +253,14 @@ def _loss_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: W
     Nothing hides the gathering of lm_head.
     """
     linear = Linear(shape, layout, hardware, work.local_tokens(layout.cp))
-    logits_bytes = linear.s * shape.vocab * layout.element_bytes
+    all_logits = linear.s * shape.vocab * layout.element_bytes
     trained = shape.saved("lm_head") > 0
     head_bytes = shape.vocab * shape.hidden * layout.element_bytes
     if not work.trains:
-        logits = linear.matmul(shape.hidden, shape.vocab, LOSS_SHARE) + linear.moving(logits_bytes)
+        logits = linear.matmul(shape.hidden, shape.vocab, LOSS_SHARE) + linear.moving(all_logits)
         return Seconds(linear=logits, exchange=gather_seconds(head_bytes, hardware, layout.replicas))
-    sums = logits_bytes / LOGITS_TILE_BYTES * 2 * shape.saved("lm_head") * layout.sum_bytes
+    sums = all_logits / logits_bytes(linear.x) * 2 * shape.saved("lm_head") * layout.sum_bytes
     moved = gather_seconds(2 * head_bytes, hardware, layout.replicas)
     moved += reduce_seconds(trained * head_bytes, hardware, layout.replicas)
     matmuls = (2 + trained) * linear.matmul(shape.hidden, shape.vocab, LOSS_SHARE)
-    return Seconds(linear=matmuls + linear.moving(LOGIT_PASSES * logits_bytes + sums), exchange=moved)
+    return Seconds(linear=matmuls + linear.moving(LOGIT_PASSES * all_logits + sums), exchange=moved)
