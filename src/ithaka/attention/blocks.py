@@ -45,9 +45,11 @@ MAX_ELEMENTS = 2**31 - 1  # the most that a kernel call may address
 # Up to this length, documents of unequal length share calls of the varlen kernel. cuDNN is faster at every length but
 # plans each new shape (0.13 s for both directions); longer documents repay that (measured at 128 heads x layers).
 SHORT = 32768
-# What one call takes of short documents and windows where the kernel writes to our buffers: fa4 keeps the host busy for
-# some 0.5 ms a call, in which a GPU attends to 200 documents of 2K tokens.
+# What one call takes, over all its heads, where the kernel writes to our buffers and documents or windows are no longer
+# than WHOLE: fa4 keeps the host busy for some 0.5 ms a call, in which a GPU attends to 200 documents of 2K tokens, and
+# is 1 to 4 % faster on whole documents up to 128K than on blocks of them. At 256K there is no difference.
 CALL_TOKENS = 512 * 1024
+WHOLE = 256 * 1024
 # Rows in forward, keys in backward, that one SM of a Hopper GPU attends to at a time in fa4, up to a head dim.
 FA4_TILES = (((96, 192), (256, 128)), ((128, 128), (192, 96), (256, 48)))
 
@@ -316,12 +318,14 @@ def _job(
     block_q, block_kv = blocks or default_blocks(q.device, chosen.name, head_dim * q.element_size(), backward)
     most = max(1, MAX_ELEMENTS // max(x.stride(0) for x in (q, k, v)))
     block_q, block_kv = min(block_q, most), min(block_kv, most)
-    most_at_once = min(CALL_TOKENS, most) if chosen.direct and blocks is None else block_q
-    reach = min(docs.longest, window or docs.longest)
+    free = chosen.direct and blocks is None
+    most_at_once = min(CALL_TOKENS, most) if free else block_q
+    if free and min(docs.longest, window or docs.longest) <= WHOLE:
+        block_q = block_kv = most_at_once
     walk = dict(causal=causal, window=window, block_q=block_q, block_kv=block_kv, halve=not (backward or chosen.direct))
     walk |= dict(call_tokens=most_at_once, knows_windows=chosen.direct)
     query_blocks, chunks = docs.walk(part, q.device, chosen.varlen is not None, **walk)
-    heads_at_once = max(1, (most_at_once if reach <= SHORT else block_q) // max(1, num_tokens))
+    heads_at_once = max(1, block_q // max(1, num_tokens))
     group = num_heads // num_kv_heads
     together = group if chosen.direct and heads_at_once >= group else 1
     once = alone and not adds and chosen.direct and together == group and not isinstance(docs, Ranges)

@@ -32,7 +32,9 @@ HOST_RESERVE_SHARE = 0.05  # of a node's memory: the system, file cache
 HOST_PROCESS_BYTES = 6 * 10**9  # per rank: Python, torch, data
 DISK_STATION_LAYERS = 3  # layers in host memory on their way to or from disk
 # Rows of a query block in attention/blocks.py, forward and backward, for a head dim of 128; others: as many bytes.
+# Up to a length, calls take so many tokens of all their heads.
 BLOCK_TOKENS = {"attend": 128 * 1024, "attend backward": 264 * 1024}
+WHOLE_TOKENS, CALL_TOKENS = 256 * 1024, 512 * 1024
 BLOCK_BUFFERS = 4  # in the dtype of sums, of a block in flight inside attention
 
 COPY = "copy to save"  # a holder
@@ -180,7 +182,8 @@ class LayerBytes:
         t, e, wide = min(self.layout.tile_tokens or self.s, self.s), self.layout.element_bytes, self.layout.sum_bytes
         if work in BLOCK_TOKENS:
             tokens, calls = c * self.s, [(stage.widest, stage.most_kv) for stage in slots.stages]
-            heads = max(_heads_at_once(BLOCK_TOKENS[work] // tokens, *read) for read in calls)
+            most = CALL_TOKENS if tokens <= WHOLE_TOKENS else BLOCK_TOKENS[work]
+            heads = max(_heads_at_once(most // tokens, *read) for read in calls)
             if heads == 1:
                 return BLOCK_BUFFERS * min(BLOCK_TOKENS[work] * 128, tokens * shape.head_dim) * wide
             # Whole sequences in one call. Backward has dq as it is summed, dk and dv; forward writes to our buffers, or
