@@ -66,7 +66,7 @@ class Benchmark:
         return self.rows.get(name, {})
 
     def run(self) -> None:
-        """By length; of each, theirs and ours in turn, and then ours as planned within what their fastest took."""
+        """By length; of each, theirs and ours in turn, then ours as planned within what each precision took."""
         everything = [(attention, precision) for attention in self.options.attention for precision in PRECISION]
         kept = dict.fromkeys(FIXED, everything)
         for tokens, documents in self.options.cases:
@@ -79,11 +79,12 @@ class Benchmark:
                     theirs.append(self.measure({**case, "side": "hf", "attention": attention, "precision": precision}))
                     if len(theirs) == 1:
                         self.measure(ours)
-                best = fastest(theirs)
-                if best and tokens >= 16 * 1024 and not documents:  # beyond, the faster attention of each precision
-                    both = [fastest([row for row in theirs if row.get("precision") == name]) for name in PRECISION]
+                both = [fastest([row for row in theirs if row.get("precision") == name]) for name in PRECISION]
+                if any(both) and tokens >= 16 * 1024 and not documents:  # beyond, the faster attention of each
                     kept[checkpointing] = [(row["attention"], row["precision"]) for row in both if row]
-                self.measure({**ours, "how": "planned", "within_GiB": best.get("peak_GiB")})
+                for within, best in zip(PRECISION, both, strict=True):
+                    limit = {"within": within, "within_GiB": best.get("peak_GiB")}
+                    self.measure({**ours, "how": "planned", **limit})
             write(self.rows, self.options.out)
 
 
@@ -93,7 +94,8 @@ def context_of(row: Row) -> str:
 
 def name_of(row: Row) -> str:
     how = f"{row['attention']} {row['precision']}" if row["side"] == "hf" else row["how"]
-    return f"{row['side']} {context_of(row)} checkpointing={row['checkpointing']} {how}"
+    within = f" within {row['within']}" if "within" in row else ""
+    return f"{row['side']} {context_of(row)} checkpointing={row['checkpointing']} {how}{within}"
 
 
 def fastest(rows: list[Row]) -> Row:
@@ -110,7 +112,8 @@ def pairs(rows: dict[str, Row], checkpointing: str, precision: str) -> list[tupl
         theirs = fastest([row for row in same if row.get("precision") == precision])
         ours = [row for row in same if row["side"] == "ithaka"]
         fair = [row for row in ours if (row.get("peak_GiB") or 0) <= (theirs.get("peak_GiB") or 1e9)]
-        pairs.append((context, theirs, fastest(fair) or fastest(ours), {row["how"]: row for row in ours}))
+        by_how = {row["how"]: row for row in ours if row.get("within", precision) == precision}
+        pairs.append((context, theirs, fastest(fair) or fastest(ours), by_how))
     return pairs
 
 
