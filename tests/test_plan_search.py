@@ -56,6 +56,13 @@ def test_chosen_plan_fits_its_own_ledger(machine, model, context):
     assert choose(shape, machine, context) == plan, "the same question has the same answer"
 
 
+def test_a_tile_is_no_larger_than_it_need_be():
+    """Every tile above a rank's tokens is the same tile."""
+    shape = find_shape("llama3-8b")
+    assert [choose(shape, NODE, context, {"cp": 8}).layout.tile_tokens for context in (2**13, 2**17)] == [2**11, 2**14]
+    assert choose(shape, NODE, 2**17, {"cp": 8, "tile_tokens": 2**16}).layout.tile_tokens == 2**16
+
+
 @FEW
 @given(machines, models, contexts, st.sampled_from(["gpu", "host", "disk"]), st.floats(1.01, 3.0))
 def test_more_memory_never_hurts(machine, model, context, tier, factor):

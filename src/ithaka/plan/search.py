@@ -285,6 +285,9 @@ class Space:
             if any(memory(self.shape, layout, self.hardware, work).fits for layout in self.leanest(*split))
         ]  # fmt: skip
         for frame in self.frames(possible):
+            enough = max(2 * work.local_tokens(frame["cp"]) - 1, self.tiles[-1])  # a tile half as large has all as well
+            if "tile_tokens" not in self.fixed and frame["tile_tokens"] > enough:
+                continue
             kind = tuple(value for name, value in frame.items() if name not in ("offload_optimizer", "input_tier"))
             free = frame["keep_attention"] and "keep_attention" not in self.fixed
             most = self.shape.num_layers if free else frame["keep_attention"]
