@@ -8,7 +8,7 @@ import yaml
 
 from ithaka.config import AdapterConfig, ConfigError
 from ithaka.layout import LayerKeeps, Layout
-from ithaka.plan.bytes import LayerBytes, gpu_phases, layer_peaks, logits_bytes, memory
+from ithaka.plan.bytes import LayerBytes, gpu_phases, layer_peaks, logits_tile_tokens, memory
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.models import find_shape
 from ithaka.plan.seconds import MLP_SHARE, Linear, layer_seconds, step_seconds
@@ -43,7 +43,7 @@ def test_frozen_weights_have_no_gradients():
     assert (short.phase, short.sums) == ("backward mlp", 4 * 16 * ((D + D) + 3 * (D + F)))
     assert (long.phase, long.sums) == ("backward attention", 4 * LAYER)
     phases = dict(gpu_phases(ADAPTED, LAYOUT, H100, Work(2**20)))
-    assert phases["loss"]["loss tile"] == logits_bytes(2**17 * D * 2) == 2**30
+    assert phases["loss"]["loss tile"] == logits_tile_tokens(LAYOUT.tile_tokens, 2**17, 2 * V) * 2 * V
     assert phases["forward"]["layer weights"] == 2 * 2 * (
         LLAMA.layer_parameters + LAYER
     )  # this layer's, the next one's

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 import ithaka
 from allocations import allocator_peak
 from ithaka.config import ConfigError
-from ithaka.layer import loss
 from ithaka.layer.linear import Linear
 from ithaka.layer.loss import IGNORED, TokenResults, linear_cross_entropy, summed_cross_entropy
+from ithaka.plan import bytes as plan_bytes
 from models import tiny_config, tiny_model
 from parity import TOLERANCE, check, gradient_errors, parallel, random_ids, relative
 from threads import on_threads
@@ -52,10 +52,9 @@ def head(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, list[Tensor], T
 
 
 @pytest.mark.parametrize("use", ["logprobs", "entropies", "both"])
-def test_tokens_are_those_of_plain_logits(monkeypatch, use):
-    monkeypatch.setattr(loss, "logits_bytes", lambda _: 5 * 37 * 8)  # tiles of 5 tokens, the last of 3
+def test_tokens_are_those_of_plain_logits(use):
     norm, leaves, labels = head()
-    ours = linear_cross_entropy(leaves[0], labels, norm, Linear(leaves[1]))
+    ours = linear_cross_entropy(leaves[0], labels, norm, Linear(leaves[1]), 5)  # tiles of 5, the last of 3
     plain = plain_results(norm(leaves[0]) @ leaves[1].t(), labels)
     assert torch.equal(ours.correct, plain.correct) and 0 < int(ours.correct.sum()) < 18
     for mine, theirs in zip(ours[:2], plain[:2], strict=True):
@@ -67,11 +66,10 @@ def test_tokens_are_those_of_plain_logits(monkeypatch, use):
 
 
 @pytest.mark.parametrize("factor", [1.0, -3.0])
-def test_the_summed_loss_is_that_of_plain_logits(monkeypatch, factor):
+def test_the_summed_loss_is_that_of_plain_logits(factor):
     """With its gradients, times whatever the loss is multiplied by; once."""
-    monkeypatch.setattr(loss, "logits_bytes", lambda _: 5 * 37 * 8)
     norm, leaves, labels = head()
-    ours = summed_cross_entropy(leaves[0], labels, norm, Linear(leaves[1]), 7.0)
+    ours = summed_cross_entropy(leaves[0], labels, norm, Linear(leaves[1]), 5, 7.0)
     plain = F.cross_entropy(norm(leaves[0]) @ leaves[1].t(), labels, ignore_index=IGNORED, reduction="sum") / 7
     assert relative(ours.detach(), plain.detach()) < TOLERANCE
     grads = [torch.autograd.grad(factor * each, leaves, retain_graph=True) for each in (ours, plain)]
@@ -216,7 +214,7 @@ def test_what_cannot_be_given_is_refused():
 
 def test_memory_does_not_grow_with_tokens_times_vocabulary(monkeypatch):
     """256 tokens more, with 4096 in the vocabulary: their logits alone would be 8 MiB."""
-    monkeypatch.setattr(loss, "logits_bytes", lambda _: 2**18)
+    monkeypatch.setattr(plan_bytes, "LOGITS_TILE_BYTES", (2**18, 2**18))
     model, _ = parallel(1, tiny_config("llama", vocab_size=4096))
 
     def peak(num_tokens: int) -> int:

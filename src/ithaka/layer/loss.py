@@ -16,15 +16,8 @@ from ithaka.attention.fused import cross_entropy, row_logsumexp, scale, softmax_
 from ithaka.layer.linear import Linear
 from ithaka.layer.tiles import RAN_ALREADY, GradSum, apply_norm, graph_backward, run_tile, sum_dtype, tile_slices
 from ithaka.phases import RESIDUAL, phase, tag
-from ithaka.plan.bytes import logits_bytes
 
 IGNORED = -100
-WHOLE_ROWS = 128  # matmuls are faster at multiples of it
-
-
-def logits_tiles(x_sD: Tensor, vocab_size: int) -> list[slice]:
-    tokens = max(1, logits_bytes(x_sD.nbytes) // (vocab_size * x_sD.element_size()))
-    return tile_slices(len(x_sD), tokens // WHOLE_ROWS * WHOLE_ROWS or tokens)
 
 
 class TokenResults(NamedTuple):
@@ -35,29 +28,32 @@ class TokenResults(NamedTuple):
     correct: Tensor  # bool: no token is likelier than the label
 
 
-def linear_cross_entropy(x_sD: Tensor, labels_s: Tensor, norm: nn.Module, head: Linear) -> TokenResults:
-    """Log-probabilities, entropies and hits [s] by head(norm(x)). Labels are already shifted.
+def linear_cross_entropy(x_sD: Tensor, labels_s: Tensor, norm: nn.Module, head: Linear, tile: int) -> TokenResults:
+    """Log-probabilities, entropies and hits [s] by head(norm(x)), `tile` tokens at a time. Labels are already shifted.
 
     All but hits are differentiable. Keeps x, and per token a log-sum-exp and the entropy; backward recomputes the
     logits.
     """
-    return TokenResults(*_LinearCrossEntropy.apply(x_sD, labels_s, norm, head, *head.tensors, *norm.parameters()))
+    params = (*head.tensors, *norm.parameters())
+    return TokenResults(*_LinearCrossEntropy.apply(x_sD, labels_s, norm, head, tile, *params))
 
 
-def summed_cross_entropy(x_sD: Tensor, labels_s: Tensor, norm: nn.Module, head: Linear, divisor: float) -> Tensor:
+def summed_cross_entropy(
+    x_sD: Tensor, labels_s: Tensor, norm: nn.Module, head: Linear, tile: int, divisor: float
+) -> Tensor:
     """The summed loss of head(norm(x)) over `divisor`, a scalar: with gradients, if they are wanted, made at once."""
     params = (*head.tensors, *norm.parameters())
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (x_sD, *params))
-    return _SummedCrossEntropy.apply(x_sD, labels_s, norm, head, divisor, wanted, *params)
+    return _SummedCrossEntropy.apply(x_sD, labels_s, norm, head, tile, divisor, wanted, *params)
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @phase("loss forward")
-    def forward(ctx, x_sD, labels_s, norm, head, divisor, wanted, *params):
+    def forward(ctx, x_sD, labels_s, norm, head, tile, divisor, wanted, *params):
         sum_ = x_sD.new_zeros((), dtype=sum_dtype(x_sD.dtype))
         dx_sD, grads = tag(torch.empty_like(x_sD), RESIDUAL) if wanted else None, GradSum()
-        for rows in logits_tiles(x_sD, len(head.weight_ND)):
+        for rows in tile_slices(len(x_sD), tile):
             valid_t, target_t1 = _targets(labels_s[rows])
             if dx_sD is None:
                 logits_tV = head(apply_norm(norm, x_sD[rows]))
@@ -82,17 +78,17 @@ class _SummedCrossEntropy(torch.autograd.Function):
         for grad in (dx_sD, *dparams):
             if grad is not None:
                 scale(grad, dloss)
-        return dx_sD, None, None, None, None, None, *dparams
+        return dx_sD, None, None, None, None, None, None, *dparams
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @phase("loss forward")
-    def forward(ctx, x_sD, labels_s, norm, head, *params):
+    def forward(ctx, x_sD, labels_s, norm, head, tile, *params):
         logprobs_s = x_sD.new_empty(len(x_sD), dtype=sum_dtype(x_sD.dtype))
         lse_s, entropies_s = torch.empty_like(logprobs_s), torch.empty_like(logprobs_s)
         correct_s = torch.empty_like(labels_s, dtype=torch.bool)
-        for rows in logits_tiles(x_sD, len(head.weight_ND)):
+        for rows in tile_slices(len(x_sD), tile):
             logits_tV = head(apply_norm(norm, x_sD[rows]))
             valid_t, target_t1 = _targets(labels_s[rows])
             label_logit_t = logits_tV.gather(1, target_t1)[:, 0]
@@ -102,7 +98,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             correct_s[rows] = valid_t & (label_logit_t >= top_t)
             del logits_tV  # before the next tile's
         ctx.save_for_backward(x_sD, labels_s, lse_s, entropies_s)
-        ctx.norm, ctx.head, ctx.params = norm, head, params
+        ctx.norm, ctx.head, ctx.tile, ctx.params = norm, head, tile, params
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(correct_s)
         return logprobs_s, entropies_s, correct_s
@@ -116,7 +112,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             norm, head = ctx.norm, ctx.head
             grads = GradSum()
             dx_sD = tag(torch.empty_like(x_sD), RESIDUAL)
-            for rows in logits_tiles(x_sD, len(head.weight_ND)):
+            for rows in tile_slices(len(x_sD), ctx.tile):
                 x_tD, h_tD = run_tile(partial(apply_norm, norm), x_sD[rows])
                 dlogits_tV = head(h_tD.detach())
                 valid_t, target_t1 = _targets(labels_s[rows])
@@ -124,7 +120,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 softmax_grad(dlogits_tV, target_t1[:, 0], lse_s[rows], valid_t * dlosses_s[rows], entropy)
                 dx_sD[rows] = _through_head(dlogits_tV, x_tD, h_tD, norm, head, grads)
                 del dlogits_tV  # before the next tile's
-            return dx_sD, None, None, None, *(grads.take_as(p) for p in ctx.params)
+            return dx_sD, None, None, None, None, *(grads.take_as(p) for p in ctx.params)
 
 
 def _through_head(

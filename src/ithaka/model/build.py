@@ -33,6 +33,7 @@ from ithaka.model.positions import frequencies, set_positions
 from ithaka.model.save import generate, save_pretrained
 from ithaka.model.weights import init_weights, load_adapter, load_weights
 from ithaka.phases import mark_backward, phase
+from ithaka.plan.bytes import logits_tile_tokens
 from ithaka.plan.heads import head_table
 
 
@@ -194,7 +195,7 @@ def _swap_forwards(model: PreTrainedModel, mesh: Mesh, layout: Layout, store: St
         name, parts = f"layer {index}", layer_parts(model, index)
         layer.forward = StreamedLayer(name, layer, parts, *groups, table, store, layout, keeps)
         layer.gradient_checkpointing = False
-    model.lm_head.forward = MethodType(_head, model.lm_head)
+    model.lm_head.forward = _Head(model.lm_head, layout.tile_tokens)
     model.forward = MethodType(_forward, model)
     model.resize_token_embeddings = model.gradient_checkpointing_enable = _refuse
 
@@ -206,14 +207,22 @@ def _refuse(*args: Any, **kwargs: Any) -> None:
     )
 
 
-def _head(lm_head: nn.Module, x_sD: Tensor, norm: nn.Module, call: Call) -> TokenResults | Tensor:
-    """This rank's part of the loss, what each label gives, or, without labels, logits. Takes the place of lm_head's
-    forward, so that FSDP2 has its weight ready."""
-    if call.share.labels_s is not None:
-        inputs = x_sD, call.share.labels_s, norm, linear_of(lm_head)
+@dataclass(eq=False, repr=False)
+class _Head:
+    """Takes the place of lm_head's forward, so that FSDP2 has its weight ready."""
+
+    lm_head: nn.Module
+    tile_tokens: int | None
+
+    def __call__(self, x_sD: Tensor, norm: nn.Module, call: Call) -> TokenResults | Tensor:
+        """This rank's part of the loss, what each label gives, or, without labels, logits."""
+        head, labels_s = linear_of(self.lm_head), call.share.labels_s
+        if labels_s is None:
+            logits_sV = head(apply_norm(norm, x_sD))
+            return GatherTokens.apply(logits_sV, call.mesh, call.share.docs.deal, call.shape)
+        tile = logits_tile_tokens(self.tile_tokens, len(x_sD), len(head.weight_ND) * x_sD.element_size())
+        inputs = x_sD, labels_s, norm, head, tile
         return linear_cross_entropy(*inputs) if call.per_token else summed_cross_entropy(*inputs, call.divisor)
-    logits_sV = linear_of(lm_head)(apply_norm(norm, x_sD))
-    return GatherTokens.apply(logits_sV, call.mesh, call.share.docs.deal, call.shape)
 
 
 def _forward(

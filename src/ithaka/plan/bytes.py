@@ -24,7 +24,9 @@ from ithaka.plan.heads import slots_of
 from ithaka.plan.rounds import round_tokens
 from ithaka.plan.shape import ModelShape, Work
 
-LOGITS_TILE_BYTES = (2**29, 2**30)  # logits of a tile of the loss: at least and at most, see `logits_bytes`
+LOGITS_TILE_BYTES = (2**29, 2**31)  # logits of a tile of the loss: at least and at most, see `logits_tile_tokens`
+LOGITS_PER_TILE = 8  # tiles of the loss in a tile of the layers
+WHOLE_ROWS = 128  # matmuls are faster at multiples of it
 EMBEDDING_RUN = 10  # tokens whose gradients PyTorch's embedding backward adds up in one row of its buffer
 RESERVE_BYTES = 2 * GIB  # CUDA context, NCCL, cuBLAS and cuDNN workspaces
 RESERVE_SHARE = 0.05  # of the GPU: fragmentation
@@ -368,11 +370,12 @@ def memory(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) ->
     return Ledger(name, gpu, host, disk, *peaks, hardware.gpu.memory_bytes, hardware.host_bytes, hardware.disk_bytes)
 
 
-def logits_bytes(x_bytes: int) -> int:
-    """Of a tile of the loss. Every tile reads and writes the head's gradient: the larger, the faster, where there is
-    much else."""
-    least, most = LOGITS_TILE_BYTES
-    return min(max(least, 4 * x_bytes), most)
+def logits_tile_tokens(tile_tokens: int | None, s: int, row_bytes: int) -> int:
+    """Of a tile of the loss; `row_bytes`: of a token's logits. Every tile reads and writes the head's gradient, so that
+    large ones are faster: they grow with those of the layers, which a plan chooses by the room there is."""
+    least, most = (num_bytes // row_bytes for num_bytes in LOGITS_TILE_BYTES)
+    tokens = min(max((tile_tokens or s) // LOGITS_PER_TILE, least), most)
+    return min(s, tokens // WHOLE_ROWS * WHOLE_ROWS or max(tokens, 1))
 
 
 def saved_bytes(shape: ModelShape, layout: Layout, hardware: Hardware) -> int:
@@ -394,6 +397,7 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
     root, lm_head = (head * e, 0) if shape.tied else (0, trained_head)
     root_grad = embedded * e if shape.tied else 0
     ahead = 0 if alone else layer * e  # the next layer's weights, gathered early; one GPU gathers nothing
+    logits = logits_tile_tokens(layout.tile_tokens, s, shape.vocab * e) * shape.vocab * e
 
     # What decides a layer's bytes beside what it keeps: a key for the cache.
     bare = replace(layout, kept=(), offload_optimizer=False)
@@ -421,10 +425,10 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
     if not work.trains:
         # FSDP2 holds what was gathered last twice: as it came, and as parameters.
         loss = held(Moment("loss", x), root + ahead if shape.tied else head * e * (1 if alone else 2))
-        loss["loss tile"] = min(logits_bytes(x), s * shape.vocab * e)
+        loss["loss tile"] = logits
         return [("forward", held(forward, root + layer * e + ahead)), ("loss", loss)]
     loss = held(Moment("loss", 2 * x), head * e + ahead, kept=kept[-1])
-    loss["loss tile"] = trained_head * wide + max(min(logits_bytes(x), s * shape.vocab * e), trained_head * e)
+    loss["loss tile"] = trained_head * wide + max(logits, trained_head * e)
     # The last layer's while lm_head's gradient is still being sent, others' while those of the layer above are. Of each
     # group the last layer, when most is kept.
     below = ahead if above else 0 if alone or shape.tied else head * e

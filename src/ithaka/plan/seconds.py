@@ -13,7 +13,7 @@ from itertools import groupby
 
 from ithaka.config import LAYER_LINEARS
 from ithaka.layout import LayerKeeps, Layout
-from ithaka.plan.bytes import LayerBytes, kept_attention_bytes, logits_bytes
+from ithaka.plan.bytes import LayerBytes, kept_attention_bytes, logits_tile_tokens
 from ithaka.plan.hardware import DISK_BYTES_S, HOST_UPDATE_BYTES_S, Hardware
 from ithaka.plan.heads import slots_of
 from ithaka.plan.shape import ModelShape, Work
@@ -259,7 +259,8 @@ def _loss_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: W
     if not work.trains:
         logits = linear.matmul(shape.hidden, shape.vocab, LOSS_SHARE) + linear.moving(all_logits)
         return Seconds(linear=logits, exchange=gather_seconds(head_bytes, hardware, layout.replicas))
-    sums = all_logits / logits_bytes(linear.x) * 2 * shape.saved("lm_head") * layout.sum_bytes
+    tokens = logits_tile_tokens(layout.tile_tokens, linear.s, shape.vocab * layout.element_bytes)
+    sums = linear.s / tokens * 2 * shape.saved("lm_head") * layout.sum_bytes
     moved = gather_seconds(2 * head_bytes, hardware, layout.replicas)
     moved += reduce_seconds(trained * head_bytes, hardware, layout.replicas)
     matmuls = (2 + trained) * linear.matmul(shape.hidden, shape.vocab, LOSS_SHARE)
