@@ -144,6 +144,7 @@ ONE_CALL = {
     **{mask: (6, 2, {}) for mask in MASKS},
     "one group at a time": (6, 2, {"CALL_TOKENS": 350}),
     "one head at a time": (2, 2, {"CALL_TOKENS": 101}),
+    "a group, of as many tokens as can be addressed": (6, 2, {"CALL_TOKENS": 350, "MAX_ELEMENTS": 101 * 6 * 16}),
 }
 SEVERAL_CALLS = {
     "causal": (2, 2, {"blocks": (200, 50)}),
@@ -159,7 +160,8 @@ SEVERAL_CALLS = {
 )
 def test_gradients_of_keys_in_one_call_are_written_by_the_kernel(written, monkeypatch, mask, case, once):
     n, m, how = case
-    monkeypatch.setattr(op, "CALL_TOKENS", how.get("CALL_TOKENS", op.CALL_TOKENS))
+    for limit in ("CALL_TOKENS", "MAX_ELEMENTS"):
+        monkeypatch.setattr(op, limit, how.get(limit, getattr(op, limit)))
     how = MASKS.get(mask, {}) | {"kernel": "fa4", "blocks": how.get("blocks")}
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         q, k, v, dout = inputs(101, n, m, dtype=dtype)

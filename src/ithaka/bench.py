@@ -31,7 +31,7 @@ def here() -> tuple[torch.device, torch.dtype]:
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Causal attention. `documents` equal ones share the tokens; blocks=None derives them from the L2 size."""
+    """Causal attention. `documents` equal ones share the tokens; blocks=None: `default_blocks`."""
 
     kernel: str
     tokens: int
@@ -54,26 +54,25 @@ class AttentionCase:
 
 def measure_attention(case: AttentionCase, device: torch.device, dtype: torch.dtype, seconds: float) -> dict[str, Any]:
     """One row of the table: the case as it ran, seconds and TFLOP/s."""
-    kernel = resolve_kernel(case.kernel, device, dtype, case.head_dim).name
-    block_q, block_kv = case.blocks or default_blocks(device, kernel, case.head_dim * dtype.itemsize)
-    how: dict[str, Any] = {"docs": case.docs, "kernel": kernel, "blocks": case.blocks}
+    kernel, longest = resolve_kernel(case.kernel, device, dtype, case.head_dim), -(-case.tokens // case.documents)
+    block_q, block_kv = case.blocks or default_blocks(device, kernel, case.head_dim * dtype.itemsize, longest)
+    how: dict[str, Any] = {"docs": case.docs, "kernel": kernel.name, "blocks": case.blocks}
     how |= {"scale": case.head_dim**-0.5, "causal": True, "window": None}
     heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
     q, k, v, dout = (torch.randn(case.tokens, n, case.head_dim, device=device, dtype=dtype) for n in heads)
     forward_s = sustained(lambda: attention(q, k, v, **how), device, seconds)
-    # Backward as training calls it: dk and dv join fp32 sums and dq is written over `out`, which is renewed untimed.
+    # dq is written over `out`, which is renewed untimed.
     out, lse = attention(q, k, v, **how)
-    sums = (torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32))
     fresh = out.clone()
     backward_s = sustained(
-        lambda: attention_backward(dout, q, k, v, fresh, lse, **how, sums=sums),
+        lambda: attention_backward(dout, q, k, v, fresh, lse, **how),
         device,
         seconds,
         before=lambda: fresh.copy_(out),
     )
     return {
         **asdict(case),
-        "kernel": kernel,
+        "kernel": kernel.name,
         "blocks": f"{block_q}x{block_kv}",
         "forward_s": forward_s,
         "forward_tflops": case.flops / forward_s / 1e12,

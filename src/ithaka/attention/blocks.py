@@ -37,6 +37,7 @@ from ithaka.attention.pairs import (
     split_ragged,
 )
 from ithaka.config import ConfigError
+from ithaka.plan.bytes import CALL_TOKENS, WHOLE_TOKENS
 from ithaka.plan.deal import Deal, contiguous
 from ithaka.plan.rounds import Round, rounds_of
 
@@ -45,11 +46,6 @@ MAX_ELEMENTS = 2**31 - 1  # the most that a kernel call may address
 # Up to this length, documents of unequal length share calls of the varlen kernel. cuDNN is faster at every length but
 # plans each new shape (0.13 s for both directions); longer documents repay that (measured at 128 heads x layers).
 SHORT = 32768
-# What one call takes, over all its heads, where the kernel writes to our buffers and documents or windows are no longer
-# than WHOLE: fa4 keeps the host busy for some 0.5 ms a call, in which a GPU attends to 200 documents of 2K tokens, and
-# is 1 to 4 % faster on whole documents up to 128K than on blocks of them. At 256K there is no difference.
-CALL_TOKENS = 512 * 1024
-WHOLE = 256 * 1024
 # Rows in forward, keys in backward, that one SM of a Hopper GPU attends to at a time in fa4, up to a head dim.
 FA4_TILES = (((96, 192), (256, 128)), ((128, 128), (192, 96), (256, 48)))
 
@@ -62,7 +58,7 @@ class How(TypedDict, total=False):
     window: int | None  # row i sees keys (i - window, i]
     docs: "Docs | tuple[int, ...] | None"  # cumulative starts of packed documents, (0, ..., S), or a `Docs` of them
     kernel: str  # "auto" unless given
-    blocks: tuple[int, int] | None  # (block_q, block_kv) in tokens; the default follows from the L2 size
+    blocks: tuple[int, int] | None  # (block_q, block_kv) in tokens; else `default_blocks`
 
 
 @torch.no_grad()
@@ -129,21 +125,26 @@ def attention_backward(
     return dq_SnK, dk_SmK, dv_SmK
 
 
-def default_blocks(device: torch.device, kernel: str, row_bytes: int, backward: bool = False) -> tuple[int, int]:
-    """(block_q, block_kv) in tokens, for one head of `row_bytes` per token.
+def default_blocks(
+    device: torch.device, kernel: Kernel, row_bytes: int, reach: int, backward: bool = False
+) -> tuple[int, int]:
+    """(block_q, block_kv) in tokens, for one head of `row_bytes` per token, whose rows see up to `reach` keys.
 
-    On a GPU the keys and values of a block, which every row reads again, fill up to 0.6 of the L2 cache (64 Ki tokens
-    of a 128-wide head in an H200's 60 MB). fa4 takes whole waves instead: of all SMs, the last has as much to do as the
-    first. Elsewhere blocks only bound the buffers.
+    A kernel that writes to our buffers takes documents and windows whole, up to a length. Otherwise, on a GPU, the keys
+    and values of a block, which every row reads again, fill up to 0.6 of the L2 cache (64 Ki tokens of a 128-wide head
+    in an H200's 60 MB). fa4 takes whole waves instead: of all SMs, the last has as much to do as the first. Elsewhere
+    blocks only bound the buffers.
     """
-    if kernel == "reference":
+    if kernel.direct and reach <= WHOLE_TOKENS:
+        return CALL_TOKENS, CALL_TOKENS
+    if kernel.name == "reference":
         return 1024, 1024  # it holds the pair's scores in fp64
     if device.type != "cuda":
         return 8192, 8192
     gpu = torch.cuda.get_device_properties(device)
     tokens = max(8192, int(0.6 * gpu.L2_cache_size) // (2 * row_bytes))
     block_kv = 1 << (tokens.bit_length() - 1)
-    if kernel == "fa4":
+    if kernel.name == "fa4":
         wave = gpu.multi_processor_count * next(tile for most, tile in FA4_TILES[backward] if row_bytes <= 2 * most)
         block_kv = max(1, round(block_kv / wave)) * wave
         return (4 if backward else 1) * block_kv, block_kv
@@ -315,17 +316,15 @@ def _job(
     if blocks is not None and min(blocks) < 1:
         raise ConfigError(f"attention.block_q, block_kv={blocks}: each needs at least one token")
     chosen = resolve_kernel(kernel, q.device, q.dtype, head_dim)
-    block_q, block_kv = blocks or default_blocks(q.device, chosen.name, head_dim * q.element_size(), backward)
-    most = max(1, MAX_ELEMENTS // max(x.stride(0) for x in (q, k, v)))
+    reach = min(docs.longest, window or docs.longest)
+    block_q, block_kv = blocks or default_blocks(q.device, chosen, head_dim * q.element_size(), reach, backward)
+    heads_at_once = max(1, block_q // max(1, num_tokens))
+    most = max(1, MAX_ELEMENTS // max(x.stride(0) for x in (q, k, v)))  # tokens, of one head or of several
     block_q, block_kv = min(block_q, most), min(block_kv, most)
-    free = chosen.direct and blocks is None
-    most_at_once = min(CALL_TOKENS, most) if free else block_q
-    if free and min(docs.longest, window or docs.longest) <= WHOLE:
-        block_q = block_kv = most_at_once
+    most_at_once = min(CALL_TOKENS, most) if chosen.direct and blocks is None else block_q
     walk = dict(causal=causal, window=window, block_q=block_q, block_kv=block_kv, halve=not (backward or chosen.direct))
     walk |= dict(call_tokens=most_at_once, knows_windows=chosen.direct)
     query_blocks, chunks = docs.walk(part, q.device, chosen.varlen is not None, **walk)
-    heads_at_once = max(1, block_q // max(1, num_tokens))
     group = num_heads // num_kv_heads
     together = group if chosen.direct and heads_at_once >= group else 1
     once = alone and not adds and chosen.direct and together == group and not isinstance(docs, Ranges)

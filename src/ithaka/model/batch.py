@@ -56,7 +56,8 @@ def take_share(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share:
     dealt = _deal(starts, ids_BN.numel(), mesh)
     if positions_BN is None and documents_BN is not None:
         lengths = torch.tensor([*starts, ids_BN.numel()]).diff()
-        positions_BN = torch.arange(ids_BN.numel()) - torch.tensor(starts).repeat_interleave(lengths)
+        firsts_S = torch.tensor(starts).repeat_interleave(lengths)
+        positions_BN = (torch.arange(len(firsts_S)) - firsts_S).view_as(ids_BN)
     elif positions_BN is None:
         positions_BN = torch.arange(ids_BN.shape[1]).expand_as(ids_BN)
 
