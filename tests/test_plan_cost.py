@@ -8,7 +8,15 @@ import pytest
 
 from ithaka.config import ConfigError, parse_count
 from ithaka.layout import LayerKeeps, Layout
-from ithaka.plan.bytes import LayerBytes, gpu_phases, kept_attention_bytes, layer_moments, layer_peaks, memory
+from ithaka.plan.bytes import (
+    LayerBytes,
+    gpu_phases,
+    kept_attention_bytes,
+    layer_moments,
+    layer_peaks,
+    logits_tile_tokens,
+    memory,
+)
 from ithaka.plan.hardware import H200_CUDNN, parse_gpus
 from ithaka.plan.models import find_shape
 from ithaka.plan.seconds import COPY_SHARE, Linear, layer_seconds, step_seconds
@@ -208,3 +216,12 @@ def test_memory_does_not_grow_with_the_ring():
     keeps, shape = LayerKeeps("host", "host"), find_shape("llama3-8b")
     layouts = [Layout(8 * ring, 8, 16384, (keeps,), ring=ring, overlap=False) for ring in (2, 8, 64)]
     assert len({layer_peaks(LayerBytes(shape, layout, 2**18, keeps)) for layout in layouts}) == 1
+
+
+def test_tiles_of_the_loss_grow_with_those_of_the_layers():
+    """Between 0.5 and 2 GiB of logits; a tile beyond a rank's tokens is the same tile."""
+    tokens = {
+        (tile, s): logits_tile_tokens(tile, s, 2 * 128256)
+        for tile, s in [(2**14, 2**17), (2**15, 2**17), (2**16, 2**17), (None, 2**20), (2**16, 2**14), (2**16, 700)]
+    }
+    assert list(tokens.values()) == [2048, 4096, 8192, 8320, 2048, 700]

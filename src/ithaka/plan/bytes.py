@@ -376,7 +376,7 @@ def logits_tile_tokens(tile_tokens: int | None, s: int, row_bytes: int) -> int:
     """Of a tile of the loss; `row_bytes`: of a token's logits. Every tile reads and writes the head's gradient, so that
     large ones are faster: they grow with those of the layers, which a plan chooses by the room there is."""
     least, most = (num_bytes // row_bytes for num_bytes in LOGITS_TILE_BYTES)
-    tokens = min(max((tile_tokens or s) // LOGITS_PER_TILE, least), most)
+    tokens = min(max(min(tile_tokens or s, s) // LOGITS_PER_TILE, least), most)
     return min(s, tokens // WHOLE_ROWS * WHOLE_ROWS or max(tokens, 1))
 
 
