@@ -32,6 +32,15 @@ class Linear:
         y_tN = F.linear(x_tD, self.weight_ND, self.bias_N)
         return y_tN if self.b_Nr is None else y_tN.addmm_(self.reduced(x_tD), self.b_Nr.t())
 
+    def write_to(self, y_tN: Tensor, x_tD: Tensor) -> None:
+        """Writes the map's output over y, in the dtype of x. Not differentiable."""
+        if self.bias_N is None:
+            torch.mm(x_tD, self.weight_ND.t(), out=y_tN)
+        else:
+            torch.addmm(self.bias_N, x_tD, self.weight_ND.t(), out=y_tN)
+        if self.b_Nr is not None:
+            y_tN.addmm_(self.reduced(x_tD), self.b_Nr.t())
+
     def add_to(self, y_tN: Tensor, x_tD: Tensor) -> None:
         """Adds the map's output to y, which is in the dtype of sums, in place. Not differentiable."""
         add_matmul(y_tN, x_tD, self.weight_ND.t())
@@ -51,9 +60,11 @@ class Linear:
             return None
         return torch.addmm(dy_tN.new_empty(1), dy_tN, self.b_Nr, beta=0, alpha=self.scale)
 
-    def input_grad(self, dy_tN: Tensor, dz_tr: Tensor | None, into_tD: Tensor | None = None) -> Tensor:
-        """dx [t, D]; with `into`, added to it. `dz`: the reduced gradient."""
-        dx_tD = dy_tN @ self.weight_ND if into_tD is None else into_tD.addmm_(dy_tN, self.weight_ND)
+    def input_grad(
+        self, dy_tN: Tensor, dz_tr: Tensor | None, into_tD: Tensor | None = None, adds: bool = True
+    ) -> Tensor:
+        """dx [t, D]; with `into`, added to it or written over it. `dz`: the reduced gradient."""
+        dx_tD = dy_tN @ self.weight_ND if into_tD is None else into_tD.addmm_(dy_tN, self.weight_ND, beta=int(adds))
         return dx_tD if dz_tr is None or self.a_rD is None else dx_tD.addmm_(dz_tr, self.a_rD)
 
     def add_grads(self, dy_tN: Tensor, x_tD: Tensor, dz_tr: Tensor | None, grads: GradSum) -> None:

@@ -52,6 +52,10 @@ class HeadSlice:
 
     def project(self, h_tD: Tensor, positions: Positions, into_ctnK: Tensor) -> None:
         """Projects, norms and rotates h into a tile in exchange layout."""
+        plain = self.projection.norm is None and not self.projection.rotates
+        if plain and len(into_ctnK) == 1:
+            self.linear.write_to(into_ctnK[0].flatten(1), h_tD)
+            return
         t_ctnK = self.normed(self.linear(h_tD)).unflatten(1, (len(into_ctnK), -1)).transpose(0, 1)
         if self.projection.rotates:
             rotate(into_ctnK.transpose(1, 2), t_ctnK.transpose(1, 2), positions)
