@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import psutil
 import pytest
 
 from ithaka.config import ConfigError
+from ithaka.dist.mesh import _warn_of_shared_store
 from ithaka.train import launch
 from launched import (
     fail,
@@ -176,3 +178,13 @@ def test_ranks_do_not_outlive_a_killed_parent(tmp_path):
     os.kill(parent.pid, signal.SIGKILL)
     assert parent.wait(10) == -signal.SIGKILL
     assert gone(pids)
+
+
+def test_a_store_that_torchrun_shares_over_restarts_is_warned_of():
+    told = {"RANK": "0", "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    with pytest.warns(UserWarning, match="max-restarts=3 may hang .* set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        _warn_of_shared_store(told)
+    for name, value in (("RANK", "1"), ("TORCHELASTIC_MAX_RESTARTS", "0"), ("TORCHELASTIC_USE_AGENT_STORE", "False")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            _warn_of_shared_store(told | {name: value})

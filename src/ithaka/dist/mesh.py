@@ -2,6 +2,8 @@
 
 import gc
 import os
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -100,9 +102,20 @@ def start_process_group(device: torch.device | None = None) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that NCCL's flight recorder remembers
     if "RANK" in os.environ:
+        _warn_of_shared_store(os.environ)
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _warn_of_shared_store(environment: Mapping[str, str]) -> None:
+    restarts, shares = environment.get("TORCHELASTIC_MAX_RESTARTS", "0"), "TORCHELASTIC_USE_AGENT_STORE"
+    if environment["RANK"] == "0" and restarts != "0" and environment.get(shares) == "True":
+        warnings.warn(
+            f"torchrun --max-restarts={restarts} may hang when it starts ranks again, which find addresses of those before "
+            "in the store that it keeps; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for it, and use --rdzv-backend c10d",
+            stacklevel=3,
+        )
 
 
 def set_timeouts(seconds: float) -> None:
