@@ -1,7 +1,7 @@
 """Training steps of Hugging Face + Liger and of ithaka on the same model, tokens and GPU: a table and a plot.
 
     pip install liger-kernel==0.8.5 flash-attn-4==4.0.0b36 matplotlib   # for the benchmark alone
-    python benchmarks/against_liger.py --out DIR                        # about seven minutes on an H200
+    python benchmarks/against_liger.py --out DIR                        # less than ten minutes on an H200
     python benchmarks/against_liger.py --out DIR --only 'ithaka 64K'    # some of it again; DIR has the rest
     python benchmarks/against_liger.py --out DIR --only nothing         # the table and the plot of what DIR has
     python benchmarks/against_liger.py --out DIR --tiny                 # does it run? A tiny model, also on a CPU

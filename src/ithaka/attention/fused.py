@@ -183,9 +183,9 @@ def _launch_rotate(into_BhtK: Tensor, x_BhtK: Tensor, positions: Positions) -> N
     B, h, t, K = x_BhtK.shape
     tensors = into_BhtK, x_BhtK, positions.positions_t, positions.inv_freq_k
     assert all(x.stride(-1) == 1 for x in tensors)
+    assert len(positions) == t and len(positions.inv_freq_k) == K // 2
     scales = float(positions.scaling), float(positions.scaling * positions.sign)
     strides = *into_BhtK.stride()[:3], *x_BhtK.stride()[:3]
-    assert len(positions) == t and len(positions.inv_freq_k) == K // 2
     rows, half = _ROWS // 2, K // 2  # half the rows: 56 registers per thread at K = 128, not 107
     tiles, groups = triton.cdiv(t, rows), triton.cdiv(h, _HEADS)
     sizes = {"ROWS": rows, "HEADS": _HEADS, "HALF": half, "COLS": triton.next_power_of_2(half), "TURN": _TURN}

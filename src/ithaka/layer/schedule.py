@@ -364,11 +364,11 @@ class StreamedLayer:
         output, c = self._output(stage.query_heads), self.group.size()
         dout_csnK = dy_sD.new_empty(c, len(dy_sD), stage.num_slots, self.parts.head_dim)
         for rows in tile_slices(len(dy_sD), self.layout.tile_tokens):
-            grads = dy_sD[rows], output.reduced_grad(dy_sD[rows])
+            given = dy_sD[rows], output.reduced_grad(dy_sD[rows])
             if c == 1:
-                output.input_grad(*grads, dout_csnK[0, rows].flatten(1), adds=False)
+                output.input_grad(*given, dout_csnK[0, rows].flatten(1), adds=False)
             else:
-                dout_tN = output.input_grad(*grads)
+                dout_tN = output.input_grad(*given)
                 dout_csnK[:, rows] = dout_tN.unflatten(1, (c, -1, self.parts.head_dim)).transpose(0, 1)
         return dout_csnK
 
