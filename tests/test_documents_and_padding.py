@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from ithaka.attention import blocks as attention
+from ithaka.dist.mesh import make_mesh
 from ithaka.layout import Layout
+from ithaka.model.batch import take_share
 from models import tiny_config
 from parity import check, compare_with, each_of, parallel, plain_sum, random_ids
 
@@ -180,6 +182,14 @@ def one_row_of_positions(cp):
 
 def test_one_row_of_position_ids_serves_every_row(ranks):
     check(ranks.run(2, one_row_of_positions, 2))
+
+
+def test_positions_begin_anew_in_every_document_of_every_row():
+    """RoPE sees only distances, so that a loss would not show it; how far positions go decides longrope's set."""
+    ids, _, documents, positions = packed_inputs(2)
+    share = take_share({"input_ids": ids, "document_ids": documents}, 61, make_mesh(1))
+    assert share.positions_s.tolist() == positions.flatten().tolist()
+    assert share.num_positions == max(LENGTHS)
 
 
 def test_documents_are_worked_out_once_per_batch(monkeypatch):
