@@ -5,7 +5,9 @@ import torch
 
 from ithaka.attention.fused import (
     Positions,
+    add_rounded,
     cross_entropy,
+    rms_norm_backward,
     rotate,
     row_logsumexp,
     scale,
@@ -67,12 +69,39 @@ def test_gated_product_and_its_gradients(dtype, shape):
         close(ours, exact.detach())
 
 
+@pytest.mark.parametrize("shape", [(3, 5), (129, 4096), (1000, 333)])
+def test_sums_rounded_once(shape):
+    total, x = draw(*shape, dtype=torch.float32), draw(*shape, dtype=torch.bfloat16)
+    exact = total.double() + x.double()
+    rounded = add_rounded(total, x)
+    assert rounded.dtype == torch.bfloat16
+    close(rounded, exact)
+    close(total, exact)
+    assert add_rounded(total, exact.float()) is total
+    close(total, 2 * exact)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("t,D", [(3, 8), (1, 3072), (1500, 333), (700, 4096), (33, 12288)])
+def test_gradients_of_a_norm(dtype, t, D):
+    x, dy, before = (draw(t, D, dtype=dtype) for _ in range(3))
+    x, weight = x * torch.rand(t, 1, device="cuda").to(dtype), 1 + draw(D, dtype=dtype) / 4
+    leaves = [x.double().requires_grad_(), weight.double().requires_grad_()]
+    y = torch.nn.functional.rms_norm(leaves[0], (D,), leaves[1], 1e-2)
+    dx, dweight = torch.autograd.grad(y, leaves, dy.double())
+    into = before.clone()
+    summed = rms_norm_backward(into, x, dy, weight, 1e-2)
+    close(into, before.double() + dx, size=before.double().abs() + dx.abs())
+    assert summed.dtype == torch.float32 and (summed.double() - dweight).norm() < 1e-5 * dweight.norm()
+
+
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("t,V", [(3, 5), (130, 4096), (65, 40001)])
 def test_logits_gradient(dtype, t, V, with_entropy):
     logits, target, by = draw(t, V, dtype=dtype) * 5, torch.randint(V, (t,), device="cuda"), torch.rand(t).cuda()
     dentropy = torch.randn(t).cuda() * with_entropy
+    by[1] = 0  # no label
     leaf = logits.double().requires_grad_()
     losses = torch.nn.functional.cross_entropy(leaf, target, reduction="none")
     entropies = -(leaf.log_softmax(-1) * leaf.softmax(-1)).sum(-1)

@@ -16,9 +16,14 @@ except ImportError:  # CPU builds of PyTorch come without it
     triton = None
 
 
+def has_kernels(x: Tensor) -> bool:
+    """Whether the functions below, with such tensors, run in Triton."""
+    return triton is not None and x.is_cuda and x.dtype != torch.float64
+
+
 def merge(sum_out_BhtK: Tensor, sum_lse_Bht: Tensor, out_BhtK: Tensor, lse_Bht: Tensor) -> None:
     """Merges one pair's softmax into the running one, in place. `sum_lse` may be -inf (nothing yet), `lse` must not."""
-    if triton is not None and sum_out_BhtK.is_cuda and sum_out_BhtK.dtype == torch.float32:
+    if has_kernels(sum_out_BhtK):
         _launch(_merge_kernel, sum_out_BhtK, sum_lse_Bht, out_BhtK, lse_Bht)
         return
     new_lse = torch.logaddexp(sum_lse_Bht, lse_Bht)
@@ -64,7 +69,7 @@ class Positions:
 
 def rotate(into_BhtK: Tensor, x_BhtK: Tensor, positions: Positions) -> None:
     """Applies RoPE (Hugging Face's half-and-half pairing of dimensions) to x, writing into another tensor."""
-    if triton is not None and x_BhtK.is_cuda and x_BhtK.dtype != torch.float64:
+    if has_kernels(x_BhtK):
         _launch_rotate(into_BhtK, x_BhtK, positions)
         return
     cos_tK, sin_tK = positions.tables(x_BhtK.dtype)
@@ -72,9 +77,28 @@ def rotate(into_BhtK: Tensor, x_BhtK: Tensor, positions: Positions) -> None:
     into_BhtK.copy_((wide_BhtK * cos_tK).addcmul_(wide_BhtK.roll(x_BhtK.shape[-1] // 2, -1), sin_tK))
 
 
+def add_rounded(sum_tD: Tensor, x_tD: Tensor) -> Tensor:
+    """sum += x, in place; returns the result rounded to the dtype of x: the sum itself, if that has it."""
+    if has_kernels(x_tD) and x_tD.dtype != sum_tD.dtype:
+        _launch_flat(_add_rounded_kernel, sum_tD, x_tD, rounded_tD := torch.empty_like(x_tD))
+        return rounded_tD
+    return sum_tD.add_(x_tD).to(x_tD.dtype)
+
+
+def rms_norm_backward(into_tD: Tensor, x_tD: Tensor, dy_tD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Adds dx of y = x / sqrt(mean(x^2) + eps) * weight to `into`; returns dweight, in fp32. Where `has_kernels`."""
+    assert all(x.is_contiguous() for x in (into_tD, x_tD, dy_tD))
+    (t, D), block = x_tD.shape, triton.next_power_of_2(x_tD.shape[1])
+    programs = min(t, 8 * torch.cuda.get_device_properties(x_tD.device).multi_processor_count)
+    dweight_pD = x_tD.new_empty(programs, D, dtype=torch.float32)
+    tensors, warps = (into_tD, x_tD, dy_tD, weight_D, dweight_pD), 4 if block <= 4096 else 32
+    _rms_norm_backward_kernel[(programs,)](*tensors, eps, t, D, BLOCK=block, num_warps=warps)
+    return dweight_pD.sum(0)
+
+
 def silu_mul(gate_tF: Tensor, up_tF: Tensor, into_tF: Tensor) -> None:
     """silu(gate) * up; `into` may be gate."""
-    if triton is not None and gate_tF.is_cuda and gate_tF.dtype != torch.float64:
+    if has_kernels(gate_tF):
         _launch_flat(_silu_mul_kernel, gate_tF, up_tF, into_tF)
     else:
         torch.ops.aten.silu.out(gate_tF, out=into_tF).mul_(up_tF)
@@ -82,7 +106,7 @@ def silu_mul(gate_tF: Tensor, up_tF: Tensor, into_tF: Tensor) -> None:
 
 def silu_mul_backward(gate_tF: Tensor, up_tF: Tensor, da_tF: Tensor) -> None:
     """Backward of a = silu(gate) * up, in place: dgate into gate, dup into up, and a into da."""
-    if triton is not None and gate_tF.is_cuda and gate_tF.dtype != torch.float64:
+    if has_kernels(gate_tF):
         _launch_flat(_silu_mul_backward_kernel, gate_tF, up_tF, da_tF)
         return
     for g, u, d in zip(*(x.split(_ROWS) for x in (gate_tF, up_tF, da_tF)), strict=True):
@@ -100,7 +124,7 @@ def row_logsumexp(logits_tV: Tensor, details: bool = False) -> tuple[Tensor, ...
     In fp32 or wider.
     """
     wide = torch.promote_types(logits_tV.dtype, torch.float32)
-    if triton is None or not logits_tV.is_cuda or wide == torch.float64:
+    if not has_kernels(logits_tV):
         wide_tV = logits_tV.to(wide)
         lse_t = wide_tV.logsumexp(-1)
         if not details:
@@ -121,7 +145,7 @@ def softmax_grad(
 
     `entropy`: [t] gradients of the softmax's entropies, and these themselves; their share is added.
     """
-    if triton is not None and logits_tV.is_cuda and logits_tV.dtype != torch.float64:
+    if has_kernels(logits_tV):
         assert logits_tV.is_contiguous()
         (t, V), values = logits_tV.shape, (target_t, lse_t, scale_t.to(torch.float32))
         more = (lse_t, lse_t) if entropy is None else (entropy[0].to(torch.float32), entropy[1])
@@ -139,12 +163,12 @@ def softmax_grad(
 
 
 def cross_entropy(logits_tV: Tensor, target_t: Tensor, scale_t: Tensor) -> Tensor:
-    """The loss of every row, fp32 or wider; its gradient times `scale` is written over the logits."""
-    if triton is not None and logits_tV.is_cuda and logits_tV.dtype != torch.float64:
+    """The loss of every row, fp32 or wider; its gradient times `scale`, not negative, is written over the logits."""
+    if has_kernels(logits_tV):
         assert logits_tV.is_contiguous()
         loss_t = scale_t.new_empty(len(logits_tV), dtype=torch.float32)
         values = (target_t, scale_t.to(torch.float32), loss_t, logits_tV.shape[1])
-        _cross_entropy_kernel[(len(logits_tV),)](logits_tV, *values, BLOCK=_LONG, num_warps=32)
+        _cross_entropy_kernel[(len(logits_tV),)](logits_tV, *values, LOG2E=_LOG2E, BLOCK=_LONG, LANE=8, num_warps=32)
         return loss_t
     (lse_t,) = row_logsumexp(logits_tV)
     loss_t = lse_t - logits_tV.gather(1, target_t[:, None])[:, 0]
@@ -154,7 +178,7 @@ def cross_entropy(logits_tV: Tensor, target_t: Tensor, scale_t: Tensor) -> Tenso
 
 def scale(x: Tensor, factor: Tensor) -> None:
     """x *= factor, a scalar; on a GPU x is read and written only if the factor is not 1."""
-    if triton is not None and x.is_cuda and x.is_contiguous() and x.dtype != torch.float64:
+    if has_kernels(x) and x.is_contiguous():
         _scale_kernel[(triton.cdiv(x.numel(), _FLAT),)](
             x, factor.to(torch.float32), x.numel(), BLOCK=_FLAT, num_warps=8
         )
@@ -162,11 +186,11 @@ def scale(x: Tensor, factor: Tensor) -> None:
         x.mul_(factor)
 
 
-_TURN = 2 * math.pi
+_TURN, _LOG2E = 2 * math.pi, math.log2(math.e)
 _ROWS = 32
 _HEADS = 4  # that one program turns by the same angles
 _FLAT = 4096
-_LONG = 16384  # of a row of logits: the fastest of what was tried, with as many warps as there can be
+_LONG = 32768  # of a row of logits
 
 
 def _launch(kernel, *tensors: Tensor) -> None:
@@ -248,6 +272,33 @@ if triton is not None:
             tl.store(into + head * ih + HALF, (second * cos + first * sin).to(into.dtype.element_ty), inside)
 
     @triton.jit
+    def _add_rounded_kernel(sum_, x, rounded, count, BLOCK: tl.constexpr):
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < count
+        total = tl.load(sum_ + at, inside, other=0.0) + tl.load(x + at, inside, other=0.0).to(tl.float32)
+        tl.store(sum_ + at, total, inside)
+        tl.store(rounded + at, total.to(rounded.dtype.element_ty), inside)
+
+    @triton.jit
+    def _rms_norm_backward_kernel(into, x, dy, weight, dweight, eps, t, D, BLOCK: tl.constexpr):
+        cols = tl.arange(0, BLOCK)
+        inside = cols < D
+        w = tl.load(weight + cols, inside, other=0.0).to(tl.float32)
+        dw = tl.zeros((BLOCK,), tl.float32)
+        for row in range(tl.program_id(0), t, tl.num_programs(0)):
+            at = tl.cast(row, tl.int64) * D + cols
+            x_row = tl.load(x + at, inside, other=0.0).to(tl.float32)
+            d_row = tl.load(dy + at, inside, other=0.0).to(tl.float32)
+            sum_row = tl.load(into + at, inside, other=0.0).to(tl.float32)
+            factor = tl.rsqrt(tl.sum(x_row * x_row, 0) / D + eps)
+            x_row *= factor
+            dw += d_row * x_row
+            d_row *= w
+            sum_row += (d_row - x_row * (tl.sum(d_row * x_row, 0) / D)) * factor
+            tl.store(into + at, sum_row.to(into.dtype.element_ty), inside)
+        tl.store(dweight + tl.program_id(0) * D + cols, dw, inside)
+
+    @triton.jit
     def _silu_mul_kernel(gate, up, into, count, BLOCK: tl.constexpr):
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = at < count
@@ -306,29 +357,34 @@ if triton is not None:
         tl.store(at, dx.to(logits.dtype.element_ty), cols < V)
 
     @triton.jit
-    def _cross_entropy_kernel(logits, target, scale, loss, V, BLOCK: tl.constexpr):
+    def _cross_entropy_kernel(
+        logits, target, scale, loss, V, LOG2E: tl.constexpr, BLOCK: tl.constexpr, LANE: tl.constexpr
+    ):
+        """In powers of 2, so that a multiplication and an addition come before each of them, and nothing after."""
         row = tl.program_id(0).to(tl.int64)
         logits += row * V
-        label = tl.load(target + row)
+        label, factor = tl.load(target + row), tl.load(scale + row)
         label_logit = tl.load(logits + label).to(tl.float32)
         cols = tl.arange(0, BLOCK)
-        top = tl.full((BLOCK,), -1e30, tl.float32)  # see _logsumexp_kernel
-        total = tl.zeros((BLOCK,), tl.float32)
+        top = tl.full((BLOCK // LANE,), -1e30, tl.float32)  # see _logsumexp_kernel; a lane has several columns
+        total = tl.zeros((BLOCK // LANE,), tl.float32)
         for start in range(0, V, BLOCK):
             x = tl.load(logits + start + cols, start + cols < V, other=-1e30).to(tl.float32)
-            higher = tl.maximum(top, x)
-            shrunk = tl.exp(tl.minimum(top, x) - higher)
-            total = tl.where(x > top, total * shrunk + 1.0, total + shrunk)
+            x = tl.reshape(x, (BLOCK // LANE, LANE))
+            higher = tl.maximum(top, tl.max(x, 1) * LOG2E)
+            total = total * tl.exp2(top - higher) + tl.sum(tl.exp2(x * LOG2E - higher[:, None]), 1)
             top = higher
         highest = tl.max(top, 0)
-        lse = highest + tl.log(tl.sum(total * tl.exp(top - highest), 0))
-        tl.store(loss + row, lse - label_logit)
-        factor = tl.load(scale + row)
+        log2_sum = highest + tl.log2(tl.sum(total * tl.exp2(top - highest), 0))
+        tl.store(loss + row, log2_sum / LOG2E - label_logit)
+        shift = log2_sum - tl.log2(factor)  # a factor of 0: infinite, and all gradients 0
         for start in range(0, V, BLOCK):
             at = start + cols
             x = tl.load(logits + at, at < V, other=-1e30).to(tl.float32)
-            dx = (tl.exp(x - lse) - tl.where(at == label, 1.0, 0.0)) * factor
-            tl.store(logits + at, dx.to(logits.dtype.element_ty), at < V)
+            tl.store(logits + at, tl.exp2(x * LOG2E - shift).to(logits.dtype.element_ty), at < V)
+        tl.debug_barrier()  # the label's gradient is written twice
+        dlabel = (tl.exp2(label_logit * LOG2E - log2_sum) - 1.0) * factor
+        tl.store(logits + label, dlabel.to(logits.dtype.element_ty))
 
     @triton.jit
     def _scale_kernel(x, factor, count, BLOCK: tl.constexpr):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ithaka.layer.tiles import GradSum, add_matmul, sum_dtype
+from ithaka.layer.tiles import GradSum, add_matmul, sum_dtype, wide_matmul
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,15 @@ class Linear:
     def add_to(self, y_tN: Tensor, x_tD: Tensor) -> None:
         """Adds the map's output to y, which is in the dtype of sums, in place. Not differentiable."""
         add_matmul(y_tN, x_tD, self.weight_ND.t())
+        self._add_rest(y_tN, x_tD)
+
+    def wide(self, x_tD: Tensor) -> Tensor:
+        """The map's output in the dtype of sums. Not differentiable."""
+        y_tN = wide_matmul(x_tD, self.weight_ND.t())
+        self._add_rest(y_tN, x_tD)
+        return y_tN
+
+    def _add_rest(self, y_tN: Tensor, x_tD: Tensor) -> None:
         if self.bias_N is not None:
             y_tN += self.bias_N
         if self.b_Nr is not None:

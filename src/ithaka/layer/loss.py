@@ -6,7 +6,6 @@ single tokens, which nobody knows before backward, of logits computed again.
 Shapes: s tokens on this rank, t in a tile, D hidden, V vocabulary.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from ithaka.attention.fused import cross_entropy, row_logsumexp, scale, softmax_grad
 from ithaka.layer.linear import Linear
-from ithaka.layer.tiles import RAN_ALREADY, GradSum, apply_norm, graph_backward, run_tile, sum_dtype, tile_slices
+from ithaka.layer.tiles import RAN_ALREADY, GradSum, apply_norm, norm_backward, run_norm, sum_dtype, tile_slices
 from ithaka.phases import RESIDUAL, phase, tag
 
 IGNORED = -100
@@ -52,7 +51,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
     @phase("loss forward")
     def forward(ctx, x_sD, labels_s, norm, head, tile, divisor, wanted, *params):
         sum_ = x_sD.new_zeros((), dtype=sum_dtype(x_sD.dtype))
-        dx_sD, grads = tag(torch.empty_like(x_sD), RESIDUAL) if wanted else None, GradSum()
+        dx_sD, grads = tag(torch.zeros_like(x_sD), RESIDUAL) if wanted else None, GradSum()
         for rows in tile_slices(len(x_sD), tile):
             valid_t, target_t1 = _targets(labels_s[rows])
             if dx_sD is None:
@@ -60,10 +59,11 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 (lse_t,) = row_logsumexp(logits_tV)
                 loss_t = lse_t - logits_tV.gather(1, target_t1)[:, 0]
             else:
-                x_tD, h_tD = run_tile(partial(apply_norm, norm), x_sD[rows])
+                x_tD, h_tD = run_norm(norm, x_sD[rows])
                 logits_tV = head(h_tD.detach())
                 loss_t = cross_entropy(logits_tV, target_t1[:, 0], valid_t.to(sum_.dtype) / divisor)
-                dx_sD[rows] = _through_head(logits_tV, x_tD, h_tD, norm, head, grads)
+                dh_tD = _through_head(logits_tV, h_tD.detach(), head, grads)
+                norm_backward(dx_sD[rows], norm, x_tD, h_tD, dh_tD, grads)
             sum_ += torch.where(valid_t, loss_t, 0).sum()
             del logits_tV  # before the next tile's
         ctx.grads = [dx_sD, *(grads.take_as(p) for p in params)] if wanted else None
@@ -111,26 +111,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dlosses_s = lse_s.new_zeros(()).expand_as(lse_s) if dlogprobs_s is None else -dlogprobs_s
             norm, head = ctx.norm, ctx.head
             grads = GradSum()
-            dx_sD = tag(torch.empty_like(x_sD), RESIDUAL)
+            dx_sD = tag(torch.zeros_like(x_sD), RESIDUAL)
             for rows in tile_slices(len(x_sD), ctx.tile):
-                x_tD, h_tD = run_tile(partial(apply_norm, norm), x_sD[rows])
+                x_tD, h_tD = run_norm(norm, x_sD[rows])
                 dlogits_tV = head(h_tD.detach())
                 valid_t, target_t1 = _targets(labels_s[rows])
                 entropy = None if dentropies_s is None else (valid_t * dentropies_s[rows], entropies_s[rows])
                 softmax_grad(dlogits_tV, target_t1[:, 0], lse_s[rows], valid_t * dlosses_s[rows], entropy)
-                dx_sD[rows] = _through_head(dlogits_tV, x_tD, h_tD, norm, head, grads)
+                dh_tD = _through_head(dlogits_tV, h_tD.detach(), head, grads)
+                norm_backward(dx_sD[rows], norm, x_tD, h_tD, dh_tD, grads)
                 del dlogits_tV  # before the next tile's
             return dx_sD, None, None, None, None, *(grads.take_as(p) for p in ctx.params)
 
 
-def _through_head(
-    dlogits_tV: Tensor, x_tD: Tensor, h_tD: Tensor, norm: nn.Module, head: Linear, grads: GradSum
-) -> Tensor:
-    """dx of a tile, of which `run_tile` made x and h; adds the gradients of head and norm."""
+def _through_head(dlogits_tV: Tensor, h_tD: Tensor, head: Linear, grads: GradSum) -> Tensor:
+    """dh of a tile; adds the gradients of the head."""
     dz_tr = head.reduced_grad(dlogits_tV)
-    head.add_grads(dlogits_tV, h_tD.detach(), dz_tr, grads)
-    dh_tD = head.input_grad(dlogits_tV, dz_tr)
-    return graph_backward(x_tD, h_tD, norm.parameters(), dh_tD, grads)
+    head.add_grads(dlogits_tV, h_tD, dz_tr, grads)
+    return head.input_grad(dlogits_tV, dz_tr)
 
 
 def _targets(labels_t: Tensor) -> tuple[Tensor, Tensor]:

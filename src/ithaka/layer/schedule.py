@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ithaka.attention.blocks import Docs, How
-from ithaka.attention.fused import Positions
+from ithaka.attention.fused import Positions, add_rounded
 from ithaka.dist.exchange import Exchange, start_heads_to_tokens, start_tokens_to_heads
 from ithaka.layer.linear import Linear, linear_of
 from ithaka.layer.mlp import GatedMlp, Inside, gated_mlp
@@ -34,8 +34,9 @@ from ithaka.layer.tiles import (
     GradSum,
     apply_norm,
     graph_backward,
+    norm_backward,
+    run_norm,
     run_tile,
-    sum_dtype,
     tile_slices,
 )
 from ithaka.layout import LayerKeeps, Layout
@@ -169,12 +170,11 @@ class StreamedLayer:
         with phase("mlp"):
             y_sD, gated, output = tag(torch.empty_like(x_sD), RESIDUAL), self._gated(), self._output(self.query_heads)
             for rows, x_tD, outs_ctnK in self._attended_tiles(saved, attended):
-                sum_tD = self._add_attention(x_tD, join_heads(outs_ctnK), output)
+                sum_tD = output.wide(join_heads(outs_ctnK))
+                middle_tD = add_rounded(sum_tD, x_tD)
                 if keeps.projections:
-                    middle_tD = tag(sum_tD.to(x_tD.dtype, copy=True), KEPT)
+                    middle_tD = tag(middle_tD.clone() if middle_tD is sum_tD else middle_tD, KEPT)
                     saved.middles.append(middle_tD)
-                else:
-                    middle_tD = sum_tD.to(x_tD.dtype)
                 if inside := self._add_mlp(sum_tD, middle_tD, gated, keeps.mlp):
                     saved.insides.append(inside)
                 y_sD[rows] = sum_tD
@@ -256,13 +256,6 @@ class StreamedLayer:
         for (rows, x_tD), *outs_ctnK in zip(self._input_tiles(saved), *outs, strict=True):
             yield rows, x_tD, tuple(outs_ctnK)
 
-    @staticmethod
-    def _add_attention(x_tD: Tensor, out_tN: Tensor, output: Linear) -> Tensor:
-        """x + attention, in the dtype of sums: not rounded yet."""
-        sum_tD = x_tD.to(sum_dtype(x_tD.dtype), copy=True)
-        output.add_to(sum_tD, out_tN)
-        return sum_tD
-
     def _output(self, heads: Heads) -> Linear:
         """The output projection of some heads."""
         return linear_of(self.parts.o_proj).of_heads(self._heads(heads, self.q), self.parts.head_dim, dim=1)
@@ -304,26 +297,24 @@ class StreamedLayer:
         gated, sums, output = self._gated(), GradSum(), self._output(self.query_heads)
         for rows, x_tD, outs_ctnK in self._attended_tiles(saved, attended):
             dy_tD, out_tN = dy_sD[rows], join_heads(outs_ctnK)
-            if saved.middles:
-                middle_tD = saved.middles.popleft()
-            else:
-                middle_tD = self._add_attention(x_tD, out_tN, output).to(x_tD.dtype)
-            dy_tD += self._through_mlp(middle_tD, dy_tD, saved, gated, grads)
+            middle_tD = saved.middles.popleft() if saved.middles else add_rounded(output.wide(out_tN), x_tD)
+            self._through_mlp(middle_tD, dy_tD, saved, gated, grads)
             output.add_grads(dy_tD, out_tN, output.reduced_grad(dy_tD), sums)
         linear_of(self.parts.o_proj).add_sums(output, self._heads(self.query_heads, self.q), sums, grads, dim=1)
 
     def _through_mlp(
         self, middle_tD: Tensor, dy_tD: Tensor, saved: Saved, gated: GatedMlp | None, grads: GradSum
-    ) -> Tensor:
-        """The gradient through norm2 and the MLP, without the residual's."""
+    ) -> None:
+        """Adds the gradient through the MLP and norm2 to dy."""
         norm2 = self.parts.norm2
         if gated is None:
             params = [*norm2.parameters(), *self.parts.mlp.parameters()]
             inside = saved.insides.popleft() if saved.insides else run_tile(self._mlp, middle_tD)
-            return graph_backward(*inside, params, dy_tD, grads)
-        middle_tD, h_tD = run_tile(partial(apply_norm, norm2), middle_tD)
+            dy_tD += graph_backward(*inside, params, dy_tD, grads)
+            return
+        middle_tD, h_tD = run_norm(norm2, middle_tD)
         dh_tD = gated.backward(h_tD.detach(), dy_tD, grads, saved.insides)
-        return graph_backward(middle_tD, h_tD, norm2.parameters(), dh_tD, grads)
+        norm_backward(dy_tD, norm2, middle_tD, h_tD, dh_tD, grads)
 
     def _attention_backward(self, saved: Saved, attended: deque[Attended], dy_sD: Tensor, grads: GradSum) -> None:
         """Adds the gradient through attention and norm1 to dy, which makes it dx. Uses up `attended`."""
@@ -376,12 +367,12 @@ class StreamedLayer:
         self, saved: Saved, dq: list[Tensor], dk: list[Tensor], dv: list[Tensor], dy_sD: Tensor, grads: GradSum
     ) -> None:
         """Takes the gradients of all heads through the projections and norm1, and adds the result to dy."""
-        norm1, weights = partial(apply_norm, self.parts.norm1), list(self.parts.norm1.parameters())
+        norm1 = self.parts.norm1
         projections = ProjectionsBackward(self._slices(self.query_heads, self.kv_heads), [dq, dk, dv])
         for rows, x_tD in self._input_tiles(saved):
-            x_tD, h_tD = run_tile(norm1, x_tD)
+            x_tD, h_tD = run_norm(norm1, x_tD)
             dh_tD = projections.tile(rows, h_tD.detach(), saved.positions[rows], grads)
-            dy_sD[rows] += graph_backward(x_tD, h_tD, weights, dh_tD, grads)
+            norm_backward(dy_sD[rows], norm1, x_tD, h_tD, dh_tD, grads)
         projections.finish(grads)
 
     # ---- shared

@@ -6,10 +6,13 @@ tiles in fp32 and rounded once.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ithaka.attention.fused import has_kernels, rms_norm_backward
 from ithaka.phases import GRADIENTS, tag
 
 RAN_ALREADY = "backward has already run and kept nothing; call the model again instead of using retain_graph"
@@ -37,10 +40,8 @@ class GradSum:
     def add_product(self, param: Tensor, dout_tN: Tensor, in_tD: Tensor) -> None:
         """Adds the weight gradient of one tile, dout^T @ in; on a GPU straight into the fp32 sum."""
         have = self._sums.get(id(param))
-        if have is None and not _sums_wider(dout_tN):
-            self._put(param, dout_tN.t() @ in_tD)
-        elif have is None:
-            self._put(param, torch.mm(dout_tN.t(), in_tD, out_dtype=torch.float32))
+        if have is None:
+            self._put(param, wide_matmul(dout_tN.t(), in_tD))
         else:
             self._put(param, have.to(sum_dtype(have.dtype)))
             add_matmul(self._sums[id(param)], dout_tN.t(), in_tD)
@@ -79,6 +80,11 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def wide_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in the dtype of sums; on a GPU it is never rounded."""
+    return torch.mm(a, b, out_dtype=torch.float32) if _sums_wider(a) else (a @ b).to(sum_dtype(a.dtype))
+
+
 def add_matmul(into: Tensor, a: Tensor, b: Tensor) -> None:
     """into += a @ b, with `into` in the dtype of sums; on a GPU the product is not rounded before it is added."""
     if into.dtype == a.dtype:
@@ -96,10 +102,27 @@ def _sums_wider(a: Tensor) -> bool:
 
 def apply_norm(module: nn.Module, x: Tensor) -> Tensor:
     """Applies a norm; on a GPU, an RMSNorm runs in PyTorch's fused kernel (Hugging Face's own makes seven passes)."""
-    eps = getattr(module, "variance_epsilon", None)
-    if x.is_cuda and eps is not None and "forward" not in vars(module):
+    if x.is_cuda and (eps := _rms_eps(module)) is not None:
         return nn.functional.rms_norm(x, x.shape[-1:], module.weight, eps)  # type: ignore[arg-type]
     return module(x)
+
+
+def run_norm(module: nn.Module, x_tD: Tensor) -> tuple[Tensor, Tensor]:
+    """x and h = norm(x), for `norm_backward`; h is to be detached where autograd is on."""
+    fused = _rms_eps(module) is not None and has_kernels(x_tD)
+    return (x_tD, apply_norm(module, x_tD)) if fused else run_tile(partial(apply_norm, module), x_tD)
+
+
+def norm_backward(
+    into_tD: Tensor, module: nn.Module, x_tD: Tensor, h_tD: Tensor, dh_tD: Tensor, grads: GradSum
+) -> None:
+    """Adds dx to `into`, and the gradients of the norm's parameters to `grads`. x and h: what `run_norm` returned."""
+    if h_tD.requires_grad:
+        into_tD += graph_backward(x_tD, h_tD, module.parameters(), dh_tD, grads)
+        return
+    weight: Any = module.weight
+    dweight_D = rms_norm_backward(into_tD, x_tD, dh_tD, weight, _rms_eps(module))
+    grads.add(weight, dweight_D if weight.requires_grad else None)
 
 
 def run_tile(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,3 +139,8 @@ def graph_backward(x: Tensor, y: Tensor, params: Iterable[nn.Parameter], dy: Ten
     for param, grad in zip(wanted, dparams, strict=True):
         grads.add(param, grad)
     return dx
+
+
+def _rms_eps(module: nn.Module) -> Any:
+    """Of an RMSNorm as Hugging Face writes them, its forward not wrapped; else None."""
+    return None if "forward" in vars(module) else getattr(module, "variance_epsilon", None)

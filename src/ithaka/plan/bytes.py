@@ -24,8 +24,8 @@ from ithaka.plan.heads import slots_of
 from ithaka.plan.rounds import round_tokens
 from ithaka.plan.shape import ModelShape, Work
 
-LOGITS_TILE_BYTES = (2**29, 2**31)  # logits of a tile of the loss: at least and at most, see `logits_tile_tokens`
-LOGITS_PER_TILE = 8  # tiles of the loss in a tile of the layers
+LOGITS_TILE_BYTES = (2**29, 2**32)  # logits of a tile of the loss: at least and at most, see `logits_tile_tokens`
+LOGITS_PER_TILE = 4  # tiles of the loss in a tile of the layers
 WHOLE_ROWS = 128  # matmuls are faster at multiples of it
 EMBEDDING_RUN = 10  # tokens whose gradients PyTorch's embedding backward adds up in one row of its buffer
 RESERVE_BYTES = 2 * GIB  # CUDA context, NCCL, cuBLAS and cuDNN workspaces
