@@ -43,7 +43,7 @@ def test_frozen_weights_have_no_gradients():
     assert (short.phase, short.sums) == ("backward mlp", 4 * 16 * ((D + D) + 3 * (D + F)))
     assert (long.phase, long.sums) == ("backward attention", 4 * LAYER)
     phases = dict(gpu_phases(ADAPTED, LAYOUT, H100, Work(2**20)))
-    assert phases["loss"]["loss tile"] == logits_tile_tokens(LAYOUT.tile_tokens, 2**17, 2 * V) * 2 * V
+    assert phases["loss"]["loss tile"] == logits_tile_tokens(LAYOUT.tile_tokens, 2**17, 2 * V) * 2 * (V + 2 * D)
     assert phases["forward"]["layer weights"] == 2 * 2 * (
         LLAMA.layer_parameters + LAYER
     )  # this layer's, the next one's

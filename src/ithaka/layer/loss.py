@@ -62,8 +62,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 x_tD, h_tD = run_norm(norm, x_sD[rows])
                 logits_tV = head(h_tD.detach())
                 loss_t = cross_entropy(logits_tV, target_t1[:, 0], valid_t.to(sum_.dtype) / divisor)
-                dh_tD = _through_head(logits_tV, h_tD.detach(), head, grads)
-                norm_backward(dx_sD[rows], norm, x_tD, h_tD, dh_tD, grads)
+                _head_backward(dx_sD[rows], logits_tV, x_tD, h_tD, norm, head, grads)
             sum_ += torch.where(valid_t, loss_t, 0).sum()
             del logits_tV  # before the next tile's
         ctx.grads = [dx_sD, *(grads.take_as(p) for p in params)] if wanted else None
@@ -118,17 +117,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 valid_t, target_t1 = _targets(labels_s[rows])
                 entropy = None if dentropies_s is None else (valid_t * dentropies_s[rows], entropies_s[rows])
                 softmax_grad(dlogits_tV, target_t1[:, 0], lse_s[rows], valid_t * dlosses_s[rows], entropy)
-                dh_tD = _through_head(dlogits_tV, h_tD.detach(), head, grads)
-                norm_backward(dx_sD[rows], norm, x_tD, h_tD, dh_tD, grads)
+                _head_backward(dx_sD[rows], dlogits_tV, x_tD, h_tD, norm, head, grads)
                 del dlogits_tV  # before the next tile's
             return dx_sD, None, None, None, None, *(grads.take_as(p) for p in ctx.params)
 
 
-def _through_head(dlogits_tV: Tensor, h_tD: Tensor, head: Linear, grads: GradSum) -> Tensor:
-    """dh of a tile; adds the gradients of the head."""
+def _head_backward(
+    dx_tD: Tensor, dlogits_tV: Tensor, x_tD: Tensor, h_tD: Tensor, norm: nn.Module, head: Linear, grads: GradSum
+) -> None:
+    """Adds to dx of a tile, of which `run_norm` made x and h, and the gradients of head and norm to `grads`."""
     dz_tr = head.reduced_grad(dlogits_tV)
-    head.add_grads(dlogits_tV, h_tD, dz_tr, grads)
-    return head.input_grad(dlogits_tV, dz_tr)
+    head.add_grads(dlogits_tV, h_tD.detach(), dz_tr, grads)
+    norm_backward(dx_tD, norm, x_tD, h_tD, head.input_grad(dlogits_tV, dz_tr), grads)
 
 
 def _targets(labels_t: Tensor) -> tuple[Tensor, Tensor]:

@@ -399,7 +399,8 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
     root, lm_head = (head * e, 0) if shape.tied else (0, trained_head)
     root_grad = embedded * e if shape.tied else 0
     ahead = 0 if alone else layer * e  # the next layer's weights, gathered early; one GPU gathers nothing
-    logits = logits_tile_tokens(layout.tile_tokens, s, shape.vocab * e) * shape.vocab * e
+    loss_tokens = logits_tile_tokens(layout.tile_tokens, s, shape.vocab * e)
+    logits, normed = loss_tokens * shape.vocab * e, loss_tokens * shape.hidden * e
 
     # What decides a layer's bytes beside what it keeps: a key for the cache.
     bare = replace(layout, kept=(), offload_optimizer=False)
@@ -427,10 +428,10 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
     if not work.trains:
         # FSDP2 holds what was gathered last twice: as it came, and as parameters.
         loss = held(Moment("loss", x), root + ahead if shape.tied else head * e * (1 if alone else 2))
-        loss["loss tile"] = logits
+        loss["loss tile"] = logits + normed
         return [("forward", held(forward, root + layer * e + ahead)), ("loss", loss)]
     loss = held(Moment("loss", 2 * x), head * e + ahead, kept=kept[-1])
-    loss["loss tile"] = trained_head * wide + max(logits, trained_head * e)
+    loss["loss tile"] = trained_head * wide + max(logits + 2 * normed, trained_head * e)  # its gradient as well
     # The last layer's while lm_head's gradient is still being sent, others' while those of the layer above are. Of each
     # group the last layer, when most is kept.
     below = ahead if above else 0 if alone or shape.tied else head * e
