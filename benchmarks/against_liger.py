@@ -1,7 +1,7 @@
 """Training steps of Hugging Face + Liger and of ithaka on the same model, tokens and GPU: a table and a plot.
 
     pip install liger-kernel==0.8.5 flash-attn-4==4.0.0b36 matplotlib   # for the benchmark alone
-    python benchmarks/against_liger.py --out DIR                        # less than ten minutes on an H200
+    python benchmarks/against_liger.py --out DIR                        # about seven minutes on an H200
     python benchmarks/against_liger.py --out DIR --only 'ithaka 64K'    # some of it again; DIR has the rest
     python benchmarks/against_liger.py --out DIR --only nothing         # the table and the plot of what DIR has
     python benchmarks/against_liger.py --out DIR --tiny                 # does it run? A tiny model, also on a CPU
@@ -32,23 +32,37 @@ HEADINGS = {"off": "Nothing recomputed", "on": "Checkpointing"}
 PACKED = {"sdpa": " on rows of a batch", "flash_attention_4": " on packed rows"}
 SERIES = (("Hugging Face + Liger, autocast", "autocast", 1, "#c9a06f"),
           ("Hugging Face + Liger, FSDP2", "fsdp2", 1, "#b0651d"), ("ithaka", "fsdp2", 2, "#1d5fb0"))  # fmt: skip
+USUAL = {"lengths": "8K,16K,32K,64K,128K", "packed": "128K/4K", "layers": 6}
+TINY = {"lengths": "256,512", "packed": "512/64", "layers": 2}
+INSTALL = "pip install liger-kernel==0.8.5 flash-attn-4==4.0.0b36 matplotlib"
 COLUMNS = ("tokens", "Hugging Face + Liger", "with", "ithaka, {}", "ithaka, planned within their memory",
            "tokens/s, theirs = 1", "GiB, theirs = 1", "losses differ by")  # fmt: skip
 
 
 class Benchmark:
-    """`rows`: the latest of each case in DIR/results.jsonl, by its name."""
+    """`rows`: of this model, the latest of each case in DIR/results.jsonl, by its name."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.file, self.begin = options, options.out / "results.jsonl", time.monotonic()
         self.sides: dict[str, subprocess.Popen] = {}
         earlier = self.file.read_text().splitlines() if self.file.exists() else []
-        self.rows: dict[str, Row] = {name_of(row): row for row in map(json.loads, earlier)}
+        self.rows: dict[str, Row] = {}
+        for row in map(json.loads, earlier):
+            if row | self.model_at(row["tokens"]) == row:
+                self.rows[name_of(row)] = row
+        self.ran = 0
+
+    def model_at(self, tokens: int) -> Row:
+        layers = min(self.options.layers, 4) if tokens >= 128 * 1024 else self.options.layers
+        return {"model": "tiny" if self.options.tiny else "3b", "layers": layers}
 
     def measure(self, case: Row) -> Row:
         """The case's row: new, or from DIR where it is not to be run; empty if there is none."""
         name, side, after_s = name_of(case), case["side"], time.monotonic() - self.begin
         if re.search(self.options.only, name) and not 0 < self.options.seconds < after_s:
+            self.ran += 1
+            if side == "hf" and not self.options.tiny and importlib.util.find_spec("liger_kernel") is None:
+                sys.exit(f"Liger is not installed: {INSTALL}, or try this out with --tiny")
             if side not in self.sides:
                 command = [sys.executable, Path(__file__).with_name("one_case.py"), side]
                 pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -71,9 +85,8 @@ class Benchmark:
         kept = dict.fromkeys(FIXED, everything)
         for tokens, documents in self.options.cases:
             for checkpointing, how in FIXED.items():
-                layers = min(self.options.layers, 4) if tokens >= 128 * 1024 else self.options.layers
-                case = {"tokens": tokens, "documents": documents, "layers": layers, "checkpointing": checkpointing}
-                case |= {"model": "tiny" if self.options.tiny else "3b"}
+                case = {"tokens": tokens, "documents": documents, "checkpointing": checkpointing}
+                case |= self.model_at(tokens)
                 theirs, ours = [], {**case, "side": "ithaka", "how": how}
                 for attention, precision in everything if documents else kept[checkpointing]:
                     theirs.append(self.measure({**case, "side": "hf", "attention": attention, "precision": precision}))
@@ -85,7 +98,13 @@ class Benchmark:
                 for within, best in zip(PRECISION, both, strict=True):
                     limit = {"within": within, "within_GiB": best.get("peak_GiB")}
                     self.measure({**ours, "how": "planned", **limit})
-            write(self.rows, self.options.out)
+            write_table(self.rows, self.options.out / "table.md")
+        if not self.ran and self.options.only != "nothing":
+            print(f"no case has a name that matches --only {self.options.only!r}", file=sys.stderr)
+        try:
+            draw(self.rows, self.options.out / "plot.png")
+        except ImportError as error:
+            print(f"no plot: {error}; install matplotlib and run again with --only nothing", file=sys.stderr)
 
 
 def context_of(row: Row) -> str:
@@ -123,8 +142,8 @@ def cell(row: Row) -> str:
     return f"{row['step_s']:.3f} s" + (f", {row['peak_GiB']:.1f} GiB" if row["peak_GiB"] else "")
 
 
-def write(rows: dict[str, Row], out: Path) -> None:
-    """table.md and plot.png. Seconds are the median step's, GiB the most that PyTorch had allocated in one."""
+def write_table(rows: dict[str, Row], file: Path) -> None:
+    """Seconds are the median step's, GiB the most that PyTorch had allocated in one."""
     lines = sorted({row["about"] for row in rows.values() if "about" in row})
     for checkpointing, heading in HEADINGS.items():
         columns = " | ".join(COLUMNS).format(f"checkpoint: {FIXED[checkpointing]}")
@@ -139,11 +158,7 @@ def write(rows: dict[str, Row], out: Path) -> None:
                 apart = max(abs(a - b) for a, b in zip(theirs["losses"], best["losses"], strict=False))
                 cells += [f"{best['tokens_per_s'] / theirs['tokens_per_s']:.2f}", memory, f"{apart:.4f}"]
             lines.append(f"| {' | '.join(cells)} |")
-    (out / "table.md").write_text("\n".join(lines) + "\n")
-    try:
-        draw(rows, out / "plot.png")
-    except ImportError as error:
-        print(f"no plot: {error}; install matplotlib and run again with --only nothing", flush=True)
+    file.write_text("\n".join(lines) + "\n")
 
 
 def draw(rows: dict[str, Row], file: Path) -> None:
@@ -151,7 +166,9 @@ def draw(rows: dict[str, Row], file: Path) -> None:
 
     device = next((row["about"].split(",")[0] for row in rows.values() if "about" in row), "")
     figure = Figure(figsize=(9, 6), layout="constrained")
-    figure.suptitle(f"Llama 3.2 3B, cut to six layers (four at 128K), {device}")
+    layers = " and ".join(map(str, sorted({row["layers"] for row in rows.values()}, reverse=True)))
+    model = "A tiny Llama" if any(row["model"] == "tiny" for row in rows.values()) else "Llama 3.2 3B"
+    figure.suptitle(f"{model}, {layers} layers, {device}")
     for row, axes in zip((("tokens_per_s", "tokens/s"), ("peak_GiB", "peak, GiB")), figure.subplots(2, 2), strict=True):
         for ax, (checkpointing, heading) in zip(axes, HEADINGS.items(), strict=True):
             for side, precision, place, colour in SERIES:
@@ -164,23 +181,37 @@ def draw(rows: dict[str, Row], file: Path) -> None:
     figure.savefig(file, dpi=150)
 
 
-def main() -> None:
+def read_options(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--lengths", default="8K,16K,32K,64K,128K")
-    parser.add_argument("--packed", default="128K/4K", metavar="TOKENS/DOCUMENT", help="packed documents; '' for none")
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--lengths", metavar="TOKENS,...", help="by default 8K,16K,32K,64K,128K; '' for none")
+    parser.add_argument("--packed", metavar="TOKENS/DOCUMENT", help="packed documents, by default 128K/4K; '' for none")
+    parser.add_argument("--layers", type=int, help="by default 6; from 128K up 4 at most")
     parser.add_argument("--only", default="", metavar="REGEX", help="the cases to run, by the names that a run prints")
     parser.add_argument("--seconds", type=float, default=0, help="start no case after this long; 0: no limit")
     parser.add_argument("--tiny", action="store_true")
-    options = parser.parse_args()
-    if not options.tiny and options.only != "nothing" and importlib.util.find_spec("liger_kernel") is None:
-        sys.exit("Liger is not installed; see --help, or try this out with --tiny")
-    if options.tiny:
-        options.lengths, options.packed, options.layers = "256,512", "512/64", 2
+    options = parser.parse_args(words)
+    for name, value in (TINY if options.tiny else USUAL).items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
     options.attention = ATTENTION if importlib.util.find_spec("flash_attn") else ATTENTION[:1]
     options.cases = [(parse_count(text), 0) for text in options.lengths.split(",") if text]
-    options.cases += [tuple(map(parse_count, options.packed.split("/")))] if options.packed else []
+    if not all(tokens for tokens, _ in options.cases):
+        parser.error(f"--lengths {options.lengths}: give numbers of tokens, as in 8K,64K")
+    if options.packed:
+        tokens, *of_document = map(parse_count, options.packed.split("/"))
+        if not (tokens and len(of_document) == 1 and of_document[0] and tokens % of_document[0] == 0):
+            parser.error(f"--packed {options.packed}: give TOKENS/DOCUMENT, whole documents, as in 128K/4K")
+        options.cases.append((tokens, of_document[0]))
+    try:
+        re.compile(options.only)
+    except re.error as error:
+        parser.error(f"--only {options.only}: not a regular expression: {error}")
+    return options
+
+
+def main() -> None:
+    options = read_options()
     options.out.mkdir(parents=True, exist_ok=True)
     Benchmark(options).run()
     print((options.out / "table.md").read_text())

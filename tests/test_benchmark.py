@@ -1,6 +1,7 @@
 """The benchmark compares what it says: both sides train alike, and the table takes the fastest within their memory."""
 
 import importlib
+import json
 from pathlib import Path
 
 import pytest
@@ -42,9 +43,25 @@ def test_the_table_takes_the_fastest_within_their_memory(benchmark, tmp_path):
         row("ithaka", 0.1, 18.5, how="none"),
         row("ithaka", 0.16, 9.0, how="planned"),
     ]
-    against.write({against.name_of(row): row for row in rows}, tmp_path)
+    against.write_table({against.name_of(row): row for row in rows}, tmp_path / "table.md")
     lines = (tmp_path / "table.md").read_text().splitlines()
     ours = "0.100 s, 18.5 GiB | 0.160 s, 9.0 GiB"
     assert lines[0] == "a GPU"
     assert f"| 8K | 0.300 s, 20.0 GiB | sdpa, autocast | {ours} | 3.00 | 0.93 | 0.0000 |" in lines
     assert f"| 8K | 0.200 s, 18.0 GiB | sdpa, fsdp2 | {ours} | 1.25 | 0.50 | 0.0000 |" in lines
+
+
+def test_rows_of_another_model_are_left_out(benchmark, tmp_path):
+    against = benchmark("against_liger")
+    case = {"tokens": 8192, "documents": 0, "checkpointing": "off", "side": "ithaka", "how": "none"}
+    models = [{"model": "3b", "layers": 12}, {"model": "3b", "layers": 6}, {"model": "tiny", "layers": 6}]
+    (tmp_path / "results.jsonl").write_text("\n".join(json.dumps(case | model) for model in models))
+    found = against.Benchmark(against.read_options(["--out", str(tmp_path)])).rows
+    assert list(found.values()) == [case | models[1]]
+
+
+@pytest.mark.parametrize("words", ["--lengths 3x", "--packed 128K", "--packed 128K/3000", "--only ("])
+def test_bad_options_are_refused_before_anything_runs(benchmark, capsys, words):
+    with pytest.raises(SystemExit):
+        benchmark("against_liger").read_options(["--out", "x", *words.split()])
+    assert f"{words}: " in capsys.readouterr().err

@@ -257,7 +257,8 @@ def _reasons(plan: Plan) -> dict[str, str]:
         reasons["memory.keep_projections"] = _keep_reason(plan, "keep_projections")
     if layout.keep_projections:
         reasons["memory.checkpoint"] = _keep_reason(plan, "keep_everything")
-    reasons["memory.overlap"] = "exchanges run under attention; in backward a layer's input comes once and stays"
+    exchanges = "exchanges run under attention; " * (cp > 1)
+    reasons["memory.overlap"] = f"{exchanges}in backward a layer's input comes once and stays"
     if not layout.overlap:
         reasons["memory.overlap"] = f"one stage's tensors at a time{_instead(plan, 'overlap', overlap=True)}"
     where = PLACES["host" if layout.offload_optimizer else "device"]
