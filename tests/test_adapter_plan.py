@@ -44,6 +44,8 @@ def test_frozen_weights_have_no_gradients():
     assert (long.phase, long.sums) == ("backward attention", 4 * LAYER)
     phases = dict(gpu_phases(ADAPTED, LAYOUT, H100, Work(2**20)))
     assert phases["loss"]["loss tile"] == logits_tile_tokens(LAYOUT.tile_tokens, 2**17, 2 * V) * 2 * (V + 2 * D)
+    alone = dict(gpu_phases(ADAPTED, LAYOUT, H100, Work(2**20, trains=False)))
+    assert phases["loss"]["loss tile"] - alone["loss"]["loss tile"] == 2048 * 2 * D  # no gradient of normed rows
     assert phases["forward"]["layer weights"] == 2 * 2 * (
         LLAMA.layer_parameters + LAYER
     )  # this layer's, the next one's

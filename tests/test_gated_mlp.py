@@ -10,6 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ithaka.attention.fused import Positions, rotate, silu_mul_backward
 from ithaka.dist.mesh import make_mesh
+from ithaka.layer.linear import Linear
 from ithaka.layer.mlp import gated_mlp
 from ithaka.layer.tiles import GradSum
 from ithaka.model.build import parallelize
@@ -24,6 +25,13 @@ def make(act: str = "silu", bias: bool = True) -> LlamaMLP:
 
 def draw(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def test_a_wide_output_is_in_the_dtype_of_sums():
+    weight, bias, a, b = draw(5, 3), draw(5), draw(2, 3), draw(5, 2)
+    x, linear = draw(4, 3), Linear(weight, bias, a, b, scale=1.5)
+    torch.testing.assert_close(linear.wide(x), x @ weight.t() + bias + 1.5 * x @ a.t() @ b.t())
+    assert Linear(weight.bfloat16()).wide(x.bfloat16()).dtype == torch.float32
 
 
 @pytest.mark.parametrize("act", ["silu", "swish"])

@@ -241,7 +241,7 @@ class MemoryConfig(Section):
     checkpoint: int | Literal["none", "full"] = setting("full", ge=0)
     # Where kept activations live: none = on the device.
     offload: Literal["none", "host", "disk"] = "none"
-    # Local tokens per tile of token-wise work (norms, projections, MLP); the loss takes an eighth. all: one tile.
+    # Local tokens per tile of token-wise work (norms, projections, MLP); the loss takes a quarter. all: one tile.
     tile_tokens: int | Literal["all"] = setting(8192, ge=1)
     # Layers, counted from the last, that keep attention's output instead of computing it again in backward.
     keep_attention: int | Literal["none", "all"] = setting("none", ge=0)

@@ -1,7 +1,7 @@
 """Element-wise steps between the large kernels, each in one pass over memory if Triton is installed.
 
-Shapes: B = pairs in the batch (in `rotate`, ranks), h = heads, t = tokens of a block or tile, K = head dim, F width of
-the MLP, V vocabulary. Tensors may be strided except in K. Triton computes in fp32 and rounds once.
+Shapes: B = pairs in the batch (in `rotate`, ranks), h = heads, t = tokens of a block or tile, K = head dim, D hidden, F
+width of the MLP, V vocabulary, p programs. Tensors may be strided except in K. Triton computes in fp32 and rounds once.
 """
 
 import math
@@ -190,7 +190,7 @@ _TURN, _LOG2E = 2 * math.pi, math.log2(math.e)
 _ROWS = 32
 _HEADS = 4  # that one program turns by the same angles
 _FLAT = 4096
-_LONG = 32768  # of a row of logits
+_LONG = 16384  # of a row of logits
 
 
 def _launch(kernel, *tensors: Tensor) -> None:

@@ -55,16 +55,11 @@ class _SummedCrossEntropy(torch.autograd.Function):
         for rows in tile_slices(len(x_sD), tile):
             valid_t, target_t1 = _targets(labels_s[rows])
             if dx_sD is None:
-                logits_tV = head(apply_norm(norm, x_sD[rows]))
-                (lse_t,) = row_logsumexp(logits_tV)
-                loss_t = lse_t - logits_tV.gather(1, target_t1)[:, 0]
+                loss_t = _tile_loss(x_sD[rows], target_t1, norm, head)
             else:
-                x_tD, h_tD = run_norm(norm, x_sD[rows])
-                logits_tV = head(h_tD.detach())
-                loss_t = cross_entropy(logits_tV, target_t1[:, 0], valid_t.to(sum_.dtype) / divisor)
-                _head_backward(dx_sD[rows], logits_tV, x_tD, h_tD, norm, head, grads)
+                scale_t = valid_t.to(sum_.dtype) / divisor
+                loss_t = _tile_gradients(dx_sD[rows], x_sD[rows], target_t1[:, 0], scale_t, norm, head, grads)
             sum_ += torch.where(valid_t, loss_t, 0).sum()
-            del logits_tV  # before the next tile's
         ctx.grads = [dx_sD, *(grads.take_as(p) for p in params)] if wanted else None
         return sum_ / divisor
 
@@ -118,14 +113,31 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 entropy = None if dentropies_s is None else (valid_t * dentropies_s[rows], entropies_s[rows])
                 softmax_grad(dlogits_tV, target_t1[:, 0], lse_s[rows], valid_t * dlosses_s[rows], entropy)
                 _head_backward(dx_sD[rows], dlogits_tV, x_tD, h_tD, norm, head, grads)
-                del dlogits_tV  # before the next tile's
+                del dlogits_tV, h_tD  # before the next tile's
             return dx_sD, None, None, None, None, *(grads.take_as(p) for p in ctx.params)
+
+
+def _tile_loss(x_tD: Tensor, target_t1: Tensor, norm: nn.Module, head: Linear) -> Tensor:
+    logits_tV = head(apply_norm(norm, x_tD))
+    (lse_t,) = row_logsumexp(logits_tV)
+    return lse_t - logits_tV.gather(1, target_t1)[:, 0]
+
+
+def _tile_gradients(
+    dx_tD: Tensor, x_tD: Tensor, target_t: Tensor, scale_t: Tensor, norm: nn.Module, head: Linear, grads: GradSum
+) -> Tensor:
+    """The losses of a tile; adds the gradients of losses times `scale` to dx and `grads`."""
+    x_tD, h_tD = run_norm(norm, x_tD)
+    logits_tV = head(h_tD.detach())
+    loss_t = cross_entropy(logits_tV, target_t, scale_t)
+    _head_backward(dx_tD, logits_tV, x_tD, h_tD, norm, head, grads)
+    return loss_t
 
 
 def _head_backward(
     dx_tD: Tensor, dlogits_tV: Tensor, x_tD: Tensor, h_tD: Tensor, norm: nn.Module, head: Linear, grads: GradSum
 ) -> None:
-    """Adds to dx of a tile, of which `run_norm` made x and h, and the gradients of head and norm to `grads`."""
+    """Adds a tile's gradient at x to dx, and those of head and norm to `grads`. x and h: what `run_norm` returned."""
     dz_tr = head.reduced_grad(dlogits_tV)
     head.add_grads(dlogits_tV, h_tD.detach(), dz_tr, grads)
     norm_backward(dx_tD, norm, x_tD, h_tD, head.input_grad(dlogits_tV, dz_tr), grads)

@@ -153,6 +153,7 @@ class StreamedLayer:
         self._indices: dict[tuple[Heads, int], Tensor | None] = {}
 
     def __call__(self, x_sD: Tensor, positions: Positions, docs: Docs) -> Tensor:
+        x_sD = x_sD.contiguous()  # a user's hook may have changed it
         # Below the first trained parameter there is no backward.
         trains = x_sD.requires_grad or any(param.requires_grad for param in self.layer.parameters())
         if torch.is_grad_enabled() and trains:
@@ -417,7 +418,8 @@ class _LayerFunction(torch.autograd.Function):
         grads = GradSum()
         ctx.saved.read_ahead()
         with phase(ctx.layer.name), phase("backward"), torch.autocast(dy_sD.device.type, enabled=False):
-            dy_sD = dy_sD.clone() if ctx.hooked else dy_sD.contiguous()  # overwritten
+            in_order = torch.contiguous_format
+            dy_sD = dy_sD.clone(memory_format=in_order) if ctx.hooked else dy_sD.contiguous()  # overwritten
             dx_sD = ctx.layer.backward(ctx.saved, dy_sD, grads)
         ctx.saved = None
         return dx_sD, None, None, None, *(grads.take_as(p) for p in ctx.params)

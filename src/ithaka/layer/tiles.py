@@ -1,8 +1,8 @@
 """Token-wise work in tiles, forward and backward.
 
-A tile is a run of this rank's tokens. Token-wise modules (norms, mixtures of experts, MLPs that layer/mlp.py does not
-know) are black boxes: run and differentiated tile by tile, with local autograd. Their weight gradients are summed over
-tiles in fp32 and rounded once.
+A tile is a run of this rank's tokens. Token-wise modules (mixtures of experts, MLPs that layer/mlp.py does not know,
+norms but for an RMSNorm on a GPU) are black boxes: run and differentiated tile by tile, with local autograd. Weight
+gradients are summed over tiles in fp32 and rounded once.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,7 +25,7 @@ def tile_slices(num_tokens: int, tile_tokens: int | None) -> list[slice]:
 
 
 class GradSum:
-    """Gradients summed over tiles and stages: fp32 from the second addition on, rounded once at the end."""
+    """Gradients summed over tiles and stages, in fp32 if there are several, and rounded once at the end."""
 
     def __init__(self) -> None:
         self._sums: dict[int, Tensor] = {}
@@ -117,7 +117,7 @@ def norm_backward(
     into_tD: Tensor, module: nn.Module, x_tD: Tensor, h_tD: Tensor, dh_tD: Tensor, grads: GradSum
 ) -> None:
     """Adds dx to `into`, and the gradients of the norm's parameters to `grads`. x and h: what `run_norm` returned."""
-    if h_tD.requires_grad:
+    if h_tD.requires_grad:  # by local autograd
         into_tD += graph_backward(x_tD, h_tD, module.parameters(), dh_tD, grads)
         return
     weight: Any = module.weight

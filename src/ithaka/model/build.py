@@ -221,7 +221,7 @@ class _Head:
             logits_sV = head(apply_norm(norm, x_sD))
             return GatherTokens.apply(logits_sV, call.mesh, call.share.docs.deal, call.shape)
         tile = logits_tile_tokens(self.tile_tokens, len(x_sD), len(head.weight_ND) * x_sD.element_size())
-        inputs = x_sD, labels_s, norm, head, tile
+        inputs = x_sD.contiguous(), labels_s, norm, head, tile  # a user's hook may have changed it
         return linear_cross_entropy(*inputs) if call.per_token else summed_cross_entropy(*inputs, call.divisor)
 
 

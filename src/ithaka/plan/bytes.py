@@ -431,7 +431,7 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
         loss["loss tile"] = logits + normed
         return [("forward", held(forward, root + layer * e + ahead)), ("loss", loss)]
     loss = held(Moment("loss", 2 * x), head * e + ahead, kept=kept[-1])
-    loss["loss tile"] = trained_head * wide + max(logits + 2 * normed, trained_head * e)  # its gradient as well
+    loss["loss tile"] = trained_head * wide + max(logits + 2 * normed, trained_head * e)  # normed: and their gradient
     # The last layer's while lm_head's gradient is still being sent, others' while those of the layer above are. Of each
     # group the last layer, when most is kept.
     below = ahead if above else 0 if alone or shape.tied else head * e
