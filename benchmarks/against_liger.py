@@ -34,7 +34,6 @@ SERIES = (("Hugging Face + Liger, autocast", "autocast", 1, "#c9a06f"),
           ("Hugging Face + Liger, FSDP2", "fsdp2", 1, "#b0651d"), ("ithaka", "fsdp2", 2, "#1d5fb0"))  # fmt: skip
 USUAL = {"lengths": "8K,16K,32K,64K,128K", "packed": "128K/4K", "layers": 6}
 TINY = {"lengths": "256,512", "packed": "512/64", "layers": 2}
-INSTALL = "pip install liger-kernel==0.8.5 flash-attn-4==4.0.0b36 matplotlib"
 COLUMNS = ("tokens", "Hugging Face + Liger", "with", "ithaka, {}", "ithaka, planned within their memory",
            "tokens/s, theirs = 1", "GiB, theirs = 1", "losses differ by")  # fmt: skip
 
@@ -62,7 +61,7 @@ class Benchmark:
         if re.search(self.options.only, name) and not 0 < self.options.seconds < after_s:
             self.ran += 1
             if side == "hf" and not self.options.tiny and importlib.util.find_spec("liger_kernel") is None:
-                sys.exit(f"Liger is not installed: {INSTALL}, or try this out with --tiny")
+                sys.exit("Liger is not installed; see --help, or try this out with --tiny")
             if side not in self.sides:
                 command = [sys.executable, Path(__file__).with_name("one_case.py"), side]
                 pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -184,9 +183,9 @@ def draw(rows: dict[str, Row], file: Path) -> None:
 def read_options(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--lengths", metavar="TOKENS,...", help="by default 8K,16K,32K,64K,128K; '' for none")
-    parser.add_argument("--packed", metavar="TOKENS/DOCUMENT", help="packed documents, by default 128K/4K; '' for none")
-    parser.add_argument("--layers", type=int, help="by default 6; from 128K up 4 at most")
+    parser.add_argument("--lengths", metavar="TOKENS,...", help=f"by default {USUAL['lengths']}; '' for none")
+    parser.add_argument("--packed", metavar="TOKENS/DOCUMENT", help=f"by default {USUAL['packed']}; '' for none")
+    parser.add_argument("--layers", type=int, help=f"by default {USUAL['layers']}; from 128K up 4 at most")
     parser.add_argument("--only", default="", metavar="REGEX", help="the cases to run, by the names that a run prints")
     parser.add_argument("--seconds", type=float, default=0, help="start no case after this long; 0: no limit")
     parser.add_argument("--tiny", action="store_true")

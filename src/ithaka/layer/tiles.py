@@ -43,8 +43,7 @@ class GradSum:
         if have is None:
             self._put(param, wide_matmul(dout_tN.t(), in_tD))
         else:
-            self._put(param, have.to(sum_dtype(have.dtype)))
-            add_matmul(self._sums[id(param)], dout_tN.t(), in_tD)
+            add_matmul(have, dout_tN.t(), in_tD)
 
     def add_heads(self, param: Tensor, heads_n: Tensor | None, grad: Tensor | None, dim: int = 0) -> None:
         """Adds the gradient of some heads (repeats allowed; None: all, in order) to the sum for `param`.
