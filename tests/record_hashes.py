@@ -1,0 +1,153 @@
+"""Record what must not change: hashes of losses and gradients on a CPU, and the answers of the planner.
+
+    PYTHONPATH=src:tests python tests/record_hashes.py --out hashes.json                        # before a change
+    PYTHONPATH=src:tests python tests/record_hashes.py --out after.json --against hashes.json   # after it
+    PYTHONPATH=src:tests python tests/record_hashes.py --plans --out plans.json
+
+With --against, prints every entry that differs and exits with 1 if there is one. Hashes depend on the CPU and on the
+version of torch: compare only recordings of one machine.
+"""
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import sys
+import warnings
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from peft import LoraConfig, get_peft_model
+from typer.testing import CliRunner
+
+from ithaka.cli import app
+from ithaka.dist.mesh import make_mesh
+from ithaka.layout import LayerKeeps, Layout
+from ithaka.model.build import parallelize
+from models import FAMILIES, tiny_config, tiny_model
+from parity import random_ids
+from ranks import Ranks
+
+GROUPS = {"cp1": (1, 1), "cp2": (2, 1), "cp4": (4, 1), "cp4 ring2": (4, 2)}
+TIERS = {
+    "device": LayerKeeps("device", "device", True, True),
+    "host": LayerKeeps("host", "host"),
+    "disk": LayerKeeps("disk"),
+}
+LENGTHS = (23, 1, 24)  # of packed documents
+
+MODELS = ("llama3-8b", "llama3.1-70b", "qwen3-8b", "qwen2.5-7b", "mistral-7b")
+GPUS = ("1xH100-80GB", "8xH100-80GB", "2x8xH200", "8xA100-80GB", "1xRTX4090")
+QUESTIONS = (
+    ("--context", "128K"),
+    ("--context", "1M"),
+    ("--context", "1M", "--disk", "20TB"),
+    ("--context", "512K", "--adapter", "16"),
+    ("--context", "256K", "--host-memory", "512GB"),
+    ("--context", "32K", "--batch", "2"),
+    ("--context", "256K", "--set", "parallel.heads_per_stage=all"),
+    ("--max-context",),
+)
+
+
+def hash_step(family: str, group: str, tier: str, adapter: bool, dtype: str) -> dict[str, str]:
+    """{"loss" or parameter: hash of its loss or gradient} of one step on this rank's group."""
+    cp, ring = GROUPS[group]
+    layout = Layout(cp, 4, tile_tokens=5, ring=ring, kept=(TIERS[tier],) * 2, dtype=dtype)
+    model = tiny_model(tiny_config(family, heads=8, kv_heads=2), torch.float32)
+    if adapter:
+        model = _with_adapter(model)
+    model = parallelize(model, mesh=make_mesh(cp, ring=ring), layout=layout)
+    ids, documents = random_ids(1, sum(LENGTHS)), torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+    loss = model(input_ids=ids, labels=ids, document_ids=documents[None]).loss
+    loss.backward()
+    grads = {name: param.grad.full_tensor() for name, param in model.named_parameters() if param.requires_grad}
+    return {name: _hash(value) for name, value in {"loss": loss.detach(), **grads}.items()}
+
+
+def _with_adapter(model: Any) -> Any:
+    """A and B are random: with B zero, as it starts, A has no gradient."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(model, LoraConfig(r=3, lora_alpha=5, target_modules="all-linear"))
+    generator = torch.Generator().manual_seed(8)
+    with torch.no_grad():
+        for param in (param for param in model.parameters() if param.requires_grad):
+            param.copy_(0.3 * torch.randn(param.shape, generator=generator))
+    return model
+
+
+def _hash(value: torch.Tensor) -> str:
+    return hashlib.sha256(value.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def hash_group(group: str, cases: list[tuple]) -> list[dict[str, str]]:
+    return [hash_step(*case) for case in cases if case[1] == group]
+
+
+def record_hashes() -> dict[str, Any]:
+    cases = list(product(FAMILIES, GROUPS, TIERS, (False, True), ("float32", "bfloat16")))
+    ranks, recorded = Ranks(4), {}
+    for group, (cp, _) in GROUPS.items():
+        hashes = ranks.run(cp, hash_group, group, cases, timeout_s=600)
+        assert all(of_rank == hashes[0] for of_rank in hashes), f"{group}: ranks differ"
+        names = [_name(*case) for case in cases if case[1] == group]
+        recorded |= dict(zip(names, hashes[0], strict=True))
+    ranks.close()
+    return recorded
+
+
+def _name(family: str, group: str, tier: str, adapter: bool, dtype: str) -> str:
+    return f"{family}, {group}, {tier}, {dtype}{', adapter' if adapter else ''}"
+
+
+def record_plan(arguments: tuple[str, ...]) -> Any:
+    result = CliRunner().invoke(app, ["plan", *arguments, "--json"])
+    try:
+        answer = json.loads(result.stdout)
+    except json.JSONDecodeError:
+        answer = {"output": result.output}
+    return {"exit code": result.exit_code, **answer}
+
+
+def record_plans() -> dict[str, Any]:
+    asked = [(model, "--gpus", gpus, *rest) for model, gpus, rest in product(MODELS, GPUS, QUESTIONS)]
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+        return {" ".join(each): plan for each, plan in zip(asked, pool.map(record_plan, asked, 1), strict=True)}
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """One line per entry that differs, with the keys that do."""
+    lines = []
+    for name in sorted(before.keys() | after.keys()):
+        old, new = before.get(name), after.get(name)
+        if old is None or new is None:
+            lines.append(f"{name}: only {'after' if old is None else 'before'}")
+        elif old != new:
+            keys = [key for key in [*old, *(new.keys() - old.keys())] if old.get(key) != new.get(key)]
+            lines.append(f"{name}: {', '.join(keys)}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Record hashes of losses and gradients, or plans, and compare them.")
+    parser.add_argument("--out", type=Path, required=True, help="Write the JSON file here.")
+    parser.add_argument("--against", type=Path, help="An earlier file to compare with.")
+    parser.add_argument("--plans", action="store_true", help="Record plans instead of hashes.")
+    asked = parser.parse_args()
+    recorded = record_plans() if asked.plans else record_hashes()
+    asked.out.write_text(json.dumps(recorded, indent=1))
+    print(f"{len(recorded)} entries in {asked.out}")
+    if asked.against:
+        found = differences(json.loads(asked.against.read_text()), recorded)
+        print("\n".join([*found, f"{len(found)} of {len(recorded)} differ from {asked.against}"]))
+        sys.exit(bool(found))
+
+
+if __name__ == "__main__":
+    main()
