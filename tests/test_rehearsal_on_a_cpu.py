@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 from ithaka import rehearse as rehearsal
 from ithaka.cli import app
+from ithaka.dist.loopback import LoopbackGroup
 from ithaka.plan.hardware import Host, parse_gpus
 from ithaka.plan.models import find_shape
 from ithaka.plan.search import Space, forward_plan
@@ -153,3 +155,29 @@ def test_more_than_is_free_is_refused(model, monkeypatch):
     assert "--context 1048576 with --layers 2 needs " in refused.stderr and "and 4 MiB are free" in refused.stderr
     assert refused.stderr.endswith("; use a shorter --context or fewer --layers\n")
     assert isinstance(rehearse(model, "--context", "64").exception, Started)
+
+
+class CountWrites(TorchDispatchMode):
+    """Counts the operations that write to a tensor."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func._schema.is_mutable
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("sent", [0, 1, 3, 64, 5000])
+@pytest.mark.parametrize("received", [0, 1, 64, 4096])
+def test_a_loopback_round_writes_a_few_times_however_many_rows_it_receives(sent, received):
+    """And what it receives is finite, never zero and never left uninitialized."""
+    torch.manual_seed(0)
+    own, output = torch.randn(sent, 2, 4), torch.full((received, 2, 4), torch.nan)
+    with CountWrites() as writes:
+        LoopbackGroup(0, 2).all_to_all_single(output, own, [0, received], [0, sent])
+    assert writes.count <= 2
+    assert output.isfinite().all() and (output != 0).all()
+    if sent:
+        assert torch.equal(output, own[torch.arange(received) % sent])
+    else:
+        assert len(output.unique()) >= 0.99 * output.numel()

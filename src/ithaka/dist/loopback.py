@@ -1,6 +1,6 @@
 """One process as rank 0 of N: collectives copy locally, everything else is real.
 
-Data stays finite and random, never uninitialised or zero, because both change how fast a GPU runs. The values received
+Received data is finite and random, never uninitialized or zero, because both change how fast a GPU runs. The values
 are not those that other ranks would send; shapes, buffers and kernels are the real ones.
 """
 
@@ -55,9 +55,14 @@ class LoopbackGroup(dist.ProcessGroup):
         return _done([output])
 
     def all_to_all_single(self, output, own, output_splits=None, input_splits=None, opts=None):
-        for at in range(0, len(output), max(1, len(own))):  # in a ring, more may be received than is sent, or less
-            part = output.detach()[at : at + max(1, len(own))]
-            part.copy_(own.detach()[: len(part)]) if len(own) else part.normal_()
+        """Repeats what is sent as often as it fits: in a ring, more may be received than is sent, or less."""
+        output, own = output.detach(), own.detach()
+        if len(own) == 0:
+            output.normal_()
+        else:
+            repeats, rest = divmod(len(output), len(own))
+            output[: len(output) - rest].unflatten(0, (repeats, len(own))).copy_(own)
+            output[len(output) - rest :].copy_(own[:rest])
         return _done([output])
 
     broadcast = allreduce  # type: ignore[assignment]
