@@ -312,3 +312,50 @@ def test_a_broken_flash_attn_4_is_skipped(gpu_of, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     with pytest.warns(UserWarning, match="skips fa4, which does not run here .ModuleNotFoundError"):
         assert resolve_kernel("auto", CPU, torch.bfloat16, 128).name == "cudnn"
+
+
+DSL = "cutlass.base_dsl.dsl"
+# As nvidia-cutlass-dsl 4.6.2 to 4.8.1 emit it.
+UNSUPPORTED = (
+    "Argument {name} (position 22) cannot be converted to a JitArgument for function 'cutlass_call'. Its type "
+    "`<class 'flash_attn.cute.utils.{type}'>` is not supported. If the value is known at compile time, annotate it: "
+    "`{name}: Constexpr`. Otherwise, implement the `JitArgument` or `DynamicExpression` protocol for type "
+    "`<class 'flash_attn.cute.utils.{type}'>`, or register a custom argument adapter."
+)
+AUX_DATA = (UNSUPPORTED.format(name="aux_data", type="AuxData"), DSL)
+OTHERS = [
+    (UNSUPPORTED.format(name="window", type="AuxData"), DSL),
+    (UNSUPPORTED.format(name="aux_data", type="Window"), DSL),
+    ("This static loop has 64 iterations, which may be very slow to compile", DSL),
+    (AUX_DATA[0], "another.library"),
+]
+
+
+class WarningFa4:
+    """Warns as flash-attn-4 does while it compiles."""
+
+    @staticmethod
+    def compile():
+        for text, module in (AUX_DATA, *OTHERS):
+            warnings.warn_explicit(text, UserWarning, f"{module}.py", 1, module)
+
+
+def test_only_the_warnings_about_aux_data_are_silenced(monkeypatch):
+    monkeypatch.setattr(kernels, "_fa4", lambda: WarningFa4)
+    for _ in range(2):  # the second time, the first one's filters are gone
+        with warnings.catch_warnings(record=True) as reached:
+            warnings.simplefilter("always")
+            kernels._fa4_call("compile")
+        assert [str(warning.message) for warning in reached] == [text for text, _ in OTHERS]
+
+
+def test_a_call_of_fa4_leaves_the_filters_in_place(monkeypatch):
+    """Changing them makes Python show warnings again that it has shown once."""
+    monkeypatch.setattr(kernels, "_fa4", lambda: WarningFa4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kernels._fa4_call("compile")
+        before = list(warnings.filters)
+        kernels._fa4_call("compile")
+        assert warnings.filters == before
+        assert sum("aux_data" in str(each[1]) for each in before) == 1

@@ -6,6 +6,7 @@ the rest (blocks, windows, documents).
 """
 
 import os
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -166,8 +167,21 @@ def _fa4() -> Any:
 _COMPILING = threading.Lock()  # two threads that compile at once abort the process
 
 
+# The DSL that flash-attn-4 compiles with warns about the (empty) AuxData that each of its kernels takes.
+_AUX_DATA = r"Argument aux_data \(position \d+\) cannot be converted to a JitArgument .*flash_attn\.cute\.utils\.AuxData\b"
+_AUX_DATA_FROM = r"cutlass\."
+
+
+def _ignore_aux_data() -> None:
+    """Filter out that warning alone, unless it is already: leaving `warnings.catch_warnings` removes the filter."""
+    wanted = ("ignore", re.compile(_AUX_DATA, re.IGNORECASE), UserWarning, re.compile(_AUX_DATA_FROM), 0)
+    if wanted not in warnings.filters:
+        warnings.filterwarnings("ignore", _AUX_DATA, UserWarning, _AUX_DATA_FROM)
+
+
 def _fa4_call(name, *inputs, **how):
     with _COMPILING:
+        _ignore_aux_data()
         return getattr(_fa4(), name)(*inputs, **how)
 
 
