@@ -8,7 +8,6 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ithaka.config import AdapterConfig, ConfigError, ModelConfig
@@ -19,6 +18,7 @@ from ithaka.model.adapters import with_stored_settings
 from ithaka.model.build import build_model
 from ithaka.train import checkpoint
 from ithaka.train.loop import prepare
+from ithaka.train.safe_load import SafeReader
 from ithaka.train.step import learning_rate
 from models import tiny_model
 from parity import plain_sum
@@ -145,7 +145,7 @@ def test_checkpoints_hold_what_is_trained_and_resume_bitwise(ranks, tmp_path):
     config = configured(tmp_path, base, adapter)
     ranks.run(2, run, config)
     run_dir = config.train.run_dir
-    whole, names = numbers(run_dir), FileSystemReader(checkpoint.find(run_dir)).read_metadata().state_dict_metadata
+    whole, names = numbers(run_dir), SafeReader(checkpoint.find(run_dir)).read_metadata().state_dict_metadata
     weights = {name for name in names if name.startswith("model.")}
     assert weights and all("lora_" in name for name in weights)
     (run_dir / "latest").write_text("step-00000002\n")

@@ -6,16 +6,23 @@ import fcntl
 import io
 import json
 import os
+import pickle
 import re
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, MetadataIndex
+from typer.testing import CliRunner
 
+from ithaka.cli import app
 from ithaka.config import ConfigError, load
 from ithaka.train import checkpoint
 from ithaka.train.preflight import AUTO, model_shape, preflight
+from ithaka.train.safe_load import SafeReader
 from runs import metrics, numbers, run, tiny_run
 
 
@@ -47,7 +54,7 @@ def test_state_is_json_and_data_files_hold_tensors_only(run_dir):
     path = checkpoint.find(run_dir)
     state = json.loads((path / "state.json").read_text())
     assert (state["step"], state["world_size"]) == (6, 2)
-    entries = checkpoint.dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    entries = SafeReader(path).read_metadata().state_dict_metadata
     assert all(isinstance(entry, checkpoint.TensorStorageMetadata) for entry in entries.values())
     assert {name.split(".")[0] for name in entries} == {"model", "moments", "rng"}
 
@@ -91,6 +98,79 @@ def test_damage_is_named_and_the_previous_checkpoint_taken(run_dir, kind, reason
     assert re.search(reason, told) and "step-00000006 cannot be used: " in told and told.count("\n") == 1
 
 
+class Planted:
+    """Runs a command where it is unpickled."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.file}",)
+
+
+def rewrite_index(path: Path, change) -> None:
+    """`change` the index of a checkpoint, and make its sizes and checksums agree, as whoever plants something would."""
+    index = path / ".metadata"
+    found = pickle.loads(index.read_bytes())
+    change(found)
+    index.write_bytes(pickle.dumps(found))
+    state = checkpoint.read_state(path)
+    for file in path.glob("[._]*"):
+        state["file_bytes"][file.name], state["checksums"][file.name] = file.stat().st_size, checkpoint.checksum(file)
+    state["checksums"]["state.json"] = checkpoint._state_checksum(state)
+    (path / "state.json").write_text(json.dumps(state))
+
+
+RESUME = "train --resume RUN --set train.steps=8"
+
+
+@pytest.mark.parametrize("command", [RESUME, "export RUN OUT", "sample RUN --prompt x", "evaluate RUN --data no"])
+def test_a_command_planted_in_the_index_is_refused(run_dir, tmp_path, command):
+    for path in (run_dir / "checkpoints").iterdir():
+        rewrite_index(path, lambda found: setattr(found, "planner_data", Planted(tmp_path / "ran")))
+    words = [{"RUN": str(run_dir), "OUT": str(tmp_path / "out")}.get(word, word) for word in command.split()]
+    result = CliRunner().invoke(app, words)
+    assert not (tmp_path / "ran").exists()
+    assert result.exit_code and f".metadata names {os.system.__module__}.system" in result.stderr
+
+
+def resume_planted(config, folder):
+    """`config`'s run with a value that is no tensor in the place of one, whose bytes run a command."""
+
+    def plant(found):
+        name = next(name for name in found.state_dict_metadata if name.startswith("moments."))
+        found.state_dict_metadata[name] = BytesStorageMetadata()
+        info = next(info for index, info in found.storage_data.items() if index.fqn == name)
+        path = folder / "checkpoints/step-00000006" / info.relative_path
+        info.offset = path.stat().st_size
+        with path.open("ab") as file:
+            torch.save(Planted(folder / "ran"), file)
+        info.length = path.stat().st_size - info.offset
+        found.storage_data[MetadataIndex(name)] = info
+
+    rewrite_index(folder / "checkpoints/step-00000006", plant)
+    with pytest.raises(checkpoint.CheckpointError) as error:
+        run(config, folder)
+    return str(error.value)
+
+
+def test_a_command_planted_in_a_value_is_refused(trained, run_dir, ranks):
+    config = dataclasses.replace(trained, train=dataclasses.replace(trained.train, run_dir=run_dir, steps=7))
+    (message,) = ranks.run(1, resume_planted, config, run_dir)
+    assert "cannot be read: rank 0: UnpicklingError" in message and not (run_dir / "ran").exists()
+
+
+def test_an_index_of_another_python_is_read(run_dir, monkeypatch):
+    """3.11.0 pickles a member of an enum by its name."""
+    path = checkpoint.find(run_dir)
+    before = SafeReader(path).read_metadata()
+    by_name = lambda member, protocol: (getattr, (type(member), member.name))  # noqa: E731
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+    rewrite_index(path, lambda found: None)
+    assert b"getattr" in (path / ".metadata").read_bytes()
+    assert SafeReader(path).read_metadata().state_dict_metadata == before.state_dict_metadata
+
+
 def go_on(config):
     with contextlib.redirect_stderr(io.StringIO()) as told:
         run(config, config.train.run_dir)
@@ -130,7 +210,7 @@ def go_on_with_a_rank_that_cannot_read(config):
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(checkpoint.dcp.FileSystemReader, "read_data", read_data)
+            patch.setattr(dcp.FileSystemReader, "read_data", read_data)
         with pytest.raises(checkpoint.CheckpointError) as error:
             run(config, config.train.run_dir)
     return str(error.value)

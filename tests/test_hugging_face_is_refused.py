@@ -2,10 +2,13 @@
 
 import copy
 import dataclasses
+import os
+import pickle
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from accelerate.state import AcceleratorState, GradientState
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
@@ -86,6 +89,23 @@ def test_checkpoints_of_others(tmp_path):
     made = trainer(tmp_path, train_dataset=[{"input_ids": [1, 2], "labels": [1, 2]}])
     with pytest.raises(ConfigError, match="has no folder ithaka; give one that long_context wrote"):
         made.train(resume_from_checkpoint=str(tmp_path))
+
+
+class Planted:
+    """Makes a folder where it is unpickled."""
+
+    def __reduce__(self):
+        return os.mkdir, ("ran",)
+
+
+def test_a_checkpoint_that_would_run_code(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = trainer(tmp_path, train_dataset=[{"input_ids": [1, 2], "labels": [1, 2]}])
+    dcp.save({"model": made._weights()}, checkpoint_id=tmp_path / hf.STATE)
+    (tmp_path / hf.STATE / ".metadata").write_bytes(pickle.dumps(Planted()))
+    with pytest.raises(dcp.CheckpointException, match=r"\.metadata names posix\.mkdir"):
+        made.train(resume_from_checkpoint=str(tmp_path))
+    assert not (tmp_path / "ran").exists()
 
 
 def test_gradient_checkpointing_is_what_the_layers_do(tmp_path):

@@ -1,10 +1,13 @@
 """Models are found by the names people type; a wrong name is answered with the right one, without a network too."""
 
+import contextlib
 import io
 import json
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from urllib.error import HTTPError, URLError
 
 import pytest
@@ -66,13 +69,13 @@ def test_what_cannot_be_an_id_on_the_hub_is_not_looked_up_there(name):
 def answering(monkeypatch, answer):
     """The hub, as far as `find_config` asks it."""
 
-    def urlopen(request, timeout):
+    def open(opener, request, timeout):
         assert timeout <= 10 and request.full_url.endswith("/someone/their-model/resolve/main/config.json")
         if isinstance(answer, Exception):
             raise answer
         return io.BytesIO(json.dumps(answer).encode())
 
-    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    monkeypatch.setattr("urllib.request.OpenerDirector.open", open)
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
 
@@ -99,6 +102,47 @@ def test_training_says_how_to_fetch_what_is_not_there(path, hub, monkeypatch, tm
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=f"cannot be read .*; fetch it with `hf download {hub} --local-dir {path}`"):
         read_shape(Path(path))
+
+
+@contextlib.contextmanager
+def server(answer):
+    """A server on loopback: `answer` gives the status, a Location and the body for a path. Yields its address and the
+    paths that it was asked for, each with the token that came along."""
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append((self.path, self.headers["Authorization"]))
+            status, location, body = answer(self.path)
+            self.send_response(status)
+            self.send_header("Location", location)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as serving:
+        thread = Thread(target=serving.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{serving.server_port}", asked
+        serving.shutdown()
+        thread.join()
+
+
+def test_the_token_stays_with_the_hub(monkeypatch):
+    """A renamed model is found where the hub sends us, with the token; a file that is elsewhere without it."""
+    body = json.dumps(MODELS["qwen3-4b"]).encode()
+    with server(lambda path: (200, "", body)) as (elsewhere, asked_elsewhere):
+        moves = {"/someone/their-model/resolve/main/config.json": "/new", "/new": f"{elsewhere}/file"}
+        with server(lambda path: (307, moves[path], b"")) as (hub, asked_hub):
+            monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+            monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
+            monkeypatch.setattr("huggingface_hub.hf_hub_url", lambda id, name: f"{hub}/{id}/resolve/main/{name}")
+            monkeypatch.setenv("HF_TOKEN", "hf_secret")
+            assert find_config("someone/their-model") == MODELS["qwen3-4b"]
+    assert asked_hub == [(path, "Bearer hf_secret") for path in moves]
+    assert asked_elsewhere == [("/file", None)]
 
 
 def test_a_model_of_the_cache_needs_no_network(monkeypatch, tmp_path):

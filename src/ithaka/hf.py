@@ -41,6 +41,7 @@ from ithaka.plan.shape import ModelShape, shape_from_config
 from ithaka.train import launch
 from ithaka.train.preflight import Run, check_fits, gathered, least_of, machine_here, planned, store_host_bytes
 from ithaka.train.preflight import together as on_all
+from ithaka.train.safe_load import load_into
 from ithaka.train.step import clip_gradients
 
 SETTINGS = ("cp", "ring", "context", "layout")
@@ -365,7 +366,7 @@ class LongContext(Trainer):
             way = "give one that long_context wrote without save_only_model, or load its weights with from_pretrained"
             raise ConfigError(f"resume_from_checkpoint={resume_from_checkpoint} has no folder {STATE}; {way}")
         weights = self._weights()
-        dcp.load({"model": weights}, checkpoint_id=folder)
+        load_into({"model": weights}, folder)
         options = StateDictOptions(strict=False)  # frozen weights are not in it
         set_model_state_dict(_base(self.model), weights, options=options)
 
@@ -376,7 +377,7 @@ class LongContext(Trainer):
         if checkpoint is None:
             return
         moments = self._moments()
-        dcp.load({"moments": moments["state"]}, checkpoint_id=Path(checkpoint, STATE))
+        load_into({"moments": moments["state"]}, Path(checkpoint, STATE))
         # In torch 2.13 these are the optimizer's own tensors already; nothing promises that.
         set_optimizer_state_dict(_base(self.model), self.optimizer.optimizer, moments)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, "scheduler.pt"), weights_only=True))

@@ -108,19 +108,30 @@ def _suggestion(model: str) -> str:
 
 
 def _from_hub(model: str) -> dict[str, Any]:
-    """From the hub's local cache, else over the network, in one try: the hub's own library would retry for 25 s."""
-    from urllib.request import Request, urlopen  # late: it would slow down every command
+    """Read config.json from the hub's local cache, else over the network, in one try: huggingface_hub would retry for
+    25 s."""
+    from urllib.request import HTTPRedirectHandler, Request, build_opener  # late: it would slow down every command
 
     from huggingface_hub import constants, get_token, hf_hub_url, try_to_load_from_cache
 
     cached = try_to_load_from_cache(model, "config.json")
     if isinstance(cached, str):
         return read_json(Path(cached))
+
+    class Redirects(HTTPRedirectHandler):
+        def redirect_request(self, req: Request, *answer: Any) -> Request | None:
+            """Follow a redirect, but show the token to no other host."""
+            redirected = super().redirect_request(req, *answer)
+            if redirected is not None and (redirected.type, redirected.host) != (req.type, req.host):
+                redirected.remove_header("Authorization")
+            return redirected
+
     headers = {"Authorization": f"Bearer {token}"} if (token := get_token()) else {}
+    request = Request(hf_hub_url(model, "config.json"), headers=headers)
     try:
         if constants.HF_HUB_OFFLINE:
             raise OSError("HF_HUB_OFFLINE is set")
-        with urlopen(Request(hf_hub_url(model, "config.json"), headers=headers), timeout=HUB_TIMEOUT_S) as answer:
+        with build_opener(Redirects).open(request, timeout=HUB_TIMEOUT_S) as answer:
             return dict(json.load(answer))
     except (OSError, ValueError) as error:
         code, way_out = getattr(error, "code", None), _suggestion(model)

@@ -12,8 +12,8 @@ the one before it is taken.
 A resumed run may change any setting but train.run_dir, train.seed, and what would give other tokens or weights of
 another shape. With another context or other steps, no document is skipped or repeated.
 
-Tensors and RNG states go through torch.distributed.checkpoint, all else is JSON.  We pickle nothing, but torch
-keeps its own index (`.metadata`) as a pickle: resume and export only run directories you trust.
+Tensors and RNG states go through torch.distributed.checkpoint, all else is JSON.  torch's own index (`.metadata`) is a
+pickle: safe_load.py reads it without running code from it.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from ithaka.layout import either
 from ithaka.model.adapters import adapter_name, merge_adapter
 from ithaka.plan.shape import ModelShape, read_shape
 from ithaka.train.launch import SharedError, is_out_of_memory
+from ithaka.train.safe_load import SafeReader, load_into
 
 FORMAT = 1
 SHARING_S = 60.0  # in which a shared file system must show one node's files to another
@@ -277,7 +278,7 @@ def problem(path: Path) -> str | None:
         for name, num_bytes in state["file_bytes"].items():
             if (path / name).stat().st_size != num_bytes:
                 return f"file {name} does not have the {num_bytes} bytes that were written"
-        dcp.FileSystemReader(path).read_metadata()
+        SafeReader(path).read_metadata()
     except ConfigError:
         raise
     except Exception as error:  # a damaged pickle can raise anything
@@ -365,12 +366,11 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     state, rank = read_state(path), dist.get_rank()
     weights, optim = _trained_state(model, optimizer)
     tensors: dict[str, Any] = {"model": weights, "moments": optim["state"]}
-    reader = dcp.FileSystemReader(path)
     if state["world_size"] == dist.get_world_size():
-        saved = reader.read_metadata().state_dict_metadata
+        saved = SafeReader(path).read_metadata().state_dict_metadata
         tensors["rng"] = {k: v for k, v in _rng_tensors(rank).items() if f"rng.{k}" in saved}
     with _explained(f"checkpoint {path} cannot be read"):
-        dcp.load(tensors, storage_reader=reader)
+        load_into(tensors, path)
     options = StateDictOptions(strict=False)  # frozen weights are not in it
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optim, options=options)
     for key, rng in tensors.get("rng", {}).items():
@@ -437,14 +437,13 @@ def export(run_dir: Path, out_dir: Path, merge: bool = False, step: int | None =
     found = find_intact(run_dir) if step is None else of_step(run_dir, step)
     if merge and not (folder / "adapter_config.json").is_file():
         raise ConfigError(f"--merge: {run_dir} trained no adapter; leave it out")
-    reader = dcp.FileSystemReader(found)
     weights = {
         name.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        for name, entry in SafeReader(found).read_metadata().state_dict_metadata.items()
         if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
     }
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no process group is wanted
-    dcp.load({"model": weights}, storage_reader=reader, no_dist=True)
+    load_into({"model": weights}, found, no_dist=True)
     with tempfile.TemporaryDirectory(prefix="ithaka-export-") as name:
         folder = Path(shutil.copytree(folder, Path(name) / "model"))
         _write_export(run_dir, found, folder, out_dir, weights, merge)
