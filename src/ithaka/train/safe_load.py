@@ -55,8 +55,7 @@ class SafeReader(dcp.FileSystemReader):
             found = _Unpickler(file).load()
         if not isinstance(found, metadata.Metadata):
             raise pickle.UnpicklingError(f".metadata holds a {type(found).__name__}, not a checkpoint's index")
-        if getattr(found, "storage_meta", None) is None:  # as torch's own reader does
-            found.storage_meta = metadata.StorageMeta()
+        found.storage_meta = getattr(found, "storage_meta", None) or metadata.StorageMeta()  # as torch's own reader
         found.storage_meta.load_id = self.load_id
         return found
 
