@@ -263,6 +263,16 @@ def test_a_message_can_be_left_untrained(tmp_path, tokenizer_with, flag):
     assert skipped == {"with nothing to train": 1}
 
 
+@pytest.mark.parametrize("letters", ["\ufdd0\ufdd1", "\ufdd1", "".join(map(chr, range(0xFDD0, 0xFDF0)))])
+@pytest.mark.parametrize("case", ["chatml", "generation marks"])
+def test_any_character_may_occur_in_a_text(tmp_path, tokenizer_with, case, letters):
+    template, messages, _, marked = CASES[case]
+    messages = [{**message, "content": message["content"].replace("hello", letters)} for message in messages]
+    path, tokenizer = written(tmp_path / "a.jsonl", {"messages": messages}), tokenizer_with(template)
+    ((tokens,), skipped) = tokens_of(path, tokenizer, bad_records="skip")
+    assert tokens == reference(tokenizer.hf, marked.replace("hello", letters)) and not skipped
+
+
 def test_generation_marks_are_those_of_transformers(tmp_path, tokenizer_with):
     tokenizer, talk = tokenizer_with(templates.GENERATION), TALK[:3]  # theirs misses a turn that starts with a space
     mask = tokenizer.hf.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)[

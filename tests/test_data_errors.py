@@ -88,12 +88,17 @@ def test_a_bad_line_far_into_a_file_is_named_when_read(tmp_path, monkeypatch):
 def test_text_that_is_not_utf8(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"fine\nso far \xff")
     refuse(r"data.path=.*a.txt cannot be read \(not UTF-8 text\); give UTF-8 text, JSONL,", tmp_path / "a.txt")
-    (tmp_path / "a.dat").write_bytes(b"a\0b\0")
-    refuse(r"a.dat cannot be read \(not UTF-8 text\)", tmp_path / "a.dat")
     (tmp_path / "a.jsonl.gz").write_bytes(b"\x1f\x8b")
     refuse(r"a.jsonl.gz cannot be read \(not UTF-8 text\)", tmp_path / "a.jsonl.gz")
     (tmp_path / "a.npy").write_bytes(b"tokens")
     refuse(r"a.npy cannot be read \(.npy is not read\)", tmp_path / "a.npy")
+
+
+def test_nul_bytes_are_named_with_their_place(tmp_path):
+    (tmp_path / "a.txt").write_text("ab", encoding="utf-16-le")
+    refuse(r"data.path=.*a.txt cannot be read \(NUL at byte 1, .*UTF-16\); give UTF-8 text, JSONL,", tmp_path / "a.txt")
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\n{"text": "a\0b"}\n')
+    refuse(r"a.jsonl line 2: NUL at its byte 11; write UTF-8", tmp_path / "a.jsonl")
 
 
 def test_less_than_a_sequence_is_refused(tmp_path):

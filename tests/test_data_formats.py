@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ithaka.config import ConfigError, DataConfig
-from ithaka.data import files, mix
+from ithaka.config import ConfigError, DataConfig, Reading, parse
+from ithaka.data import files, mix, read
 from ithaka.data.open import check, data_facts
 from runs import MODEL
 from test_data_sources import TEXTS, documents_of, encoded, opened_at, write_jsonl, write_parquet
@@ -183,13 +183,17 @@ def test_hub_names_without_a_network_are_refused_at_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(hub.HfApi, "dataset_info", unreachable)
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
-    refused(
-        "nobody/nothing",
-        r"data.path=nobody/nothing, which is not here and so a name on the hub, cannot be .* \(OSError: no net",
-    )
+    refused("hf://nobody/nothing", r"data.path=hf://nobody/nothing cannot be read .* \(OSError: no network\)")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
-    refused("data/nothing", r"data.path=data/nothing does not exist; give")  # a folder of ours: no name on the hub
+    refused("data/nothing", r"data.path=data/nothing does not exist; give .* data.path=hf://org/name")
+
+
+def test_a_mistyped_path_is_not_looked_up_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "open_dataset", lambda path: pytest.fail(f"{path} was opened"))
+    monkeypatch.chdir(tmp_path)
+    refused("trace/agents", r"data.path=trace/agents does not exist; .* or data.path=hf://trace/agents for a")
+    refused("nobody/nothing", r"data.path=nobody/nothing does not exist", validation_path="x/y")
 
 
 def test_hub_names_are_read_with_datasets(monkeypatch):
@@ -197,9 +201,18 @@ def test_hub_names_are_read_with_datasets(monkeypatch):
     monkeypatch.setattr(hub.HfApi, "dataset_info", lambda *args, **kwargs: None)
     rows = {"train": TEXTS[:9], "dev": TEXTS[9:10]}
     monkeypatch.setattr(datasets, "load_dataset", lambda name: {split: dataset_of(rows[split]) for split in rows})
-    data = opened_at(DataConfig(path="someone/texts", context=4096))
+    data = opened_at(parse({"data": {"path": "hf://someone/texts", "context": 4096}}).data)
     text = bytes(int(i) for i in data.next_batch().input_ids[0] if i < 256)
     assert all(t in text for t in encoded(TEXTS[:9])) and len(data.validation_sequences(5)) == 1
+
+
+def test_a_hub_dataset_is_known_by_the_name_it_had_in_earlier_runs():
+    """Before hf://, so that their place in the data is still found."""
+    identities = [
+        read.Shard((read.Part(files.File(path, "arrow", "train"), 0, 9),), 99, Reading()).identity
+        for path in (Path("someone/texts"), Path("hf://someone/texts"))
+    ]
+    assert identities[0] == identities[1]
 
 
 def test_a_run_does_without_datasets(tmp_path):
@@ -226,7 +239,7 @@ def test_a_folder_that_needs_datasets_says_so(tmp_path, monkeypatch):
         tmp_path / "folder",
         r"folder cannot be read with the package datasets \(.*Error: .*datasets",
     )
-    refused("nobody/nothing", "a name on the hub, cannot be read with the package datasets")
+    refused("hf://nobody/nothing", "nothing cannot be read with the package datasets")
 
 
 def test_datasets_is_imported_in_one_place_and_only_when_needed():

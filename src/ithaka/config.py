@@ -174,7 +174,7 @@ class SourceConfig(Reading):
 @dataclass(frozen=True)
 class DataConfig(Reading):
     # A text file, a directory of sources, JSONL, JSON or Parquet; a directory or a glob of these; a folder of
-    # datasets.save_to_disk, or a dataset's name on the hub. null: Python's standard library.
+    # datasets.save_to_disk, or hf://org/name for a dataset on the hub. null: Python's standard library.
     path: Path | None = None
     # Instead of path, several, mixed: [{path: a.jsonl, weight: 3}, {path: b, weight: 1}]; also how each is read.
     sources: tuple[SourceConfig, ...] = ()

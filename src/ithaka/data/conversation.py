@@ -39,7 +39,8 @@ TAG = re.compile(
     r"\{#.*?#\}|\{%(?P<left>[-+]?)\s*(?P<tag>(?:end)?(?:for|generation))\b(?P<rest>.*?)(?P<right>[-+]?)%\}", re.DOTALL
 )
 GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
-MARK = re.compile("\ufdd0(.*?)\ufdd1")  # no characters of any text
+# What may delimit a mark: characters that texts hardly contain.
+DELIMITERS = (*map(chr, range(0xFDD0, 0xFDF0)), *map(chr, range(0xF0000, 0xF1000)))
 PROBE: list[Message] = [{"role": "user", "content": "x"}]
 
 
@@ -264,8 +265,11 @@ class ChatTemplate:
     def _marked(
         self, messages: list[Message], tools: list[Any] | None = None, **options: Any
     ) -> tuple[str, list[list[Turn]]]:
-        template = with_marks(self.hf.get_chat_template(None, tools))
-        return parse_marks(self._apply(messages, tools, chat_template=template, **options))
+        template = self.hf.get_chat_template(None, tools)
+        around = unused_pair(template + json.dumps([messages, tools], ensure_ascii=False, default=str))
+        return parse_marks(
+            self._apply(messages, tools, chat_template=with_marks(template, *around), **options), *around
+        )
 
     def _turns(self, messages: list[Message], tools: list[Any] | None, text: str, picked: Sequence[int]) -> list[Turn]:
         """What the `picked` messages became. Refuses a template that does not render them one by one."""
@@ -329,14 +333,26 @@ class ChatTemplate:
         return text, next((turns for turns in loops if any(turn.stop > turn.start for turn in turns)), [])
 
 
+def unused_pair(text: str) -> tuple[str, str]:
+    """Return two characters that do not occur in `text`."""
+    unused = list(itertools.islice((each for each in DELIMITERS if each not in text), 2))
+    if len(unused) < 2:
+        raise BadRecord("with every private character", f"uses all but {len(unused)} private characters; drop it")
+    return unused[0], unused[1]
+
+
 @functools.lru_cache
-def with_marks(template: str) -> str:
-    """The template with marks in its outer loops, where they run over messages, and around generation blocks.
+def with_marks(template: str, left_of_mark: str, right_of_mark: str) -> str:
+    """Put marks into a template's outer loops, where they run over messages, and around its generation blocks.
 
     A tag becomes tags that treat the white space around them as it did.
     """
     loops: list[str] = []
-    opens, closes, ends = (_mark(f"'{each}'") for each in "<>/")
+
+    def mark(expression: str) -> str:
+        return f"{{{{ '{left_of_mark}' ~ {expression} ~ '{right_of_mark}' }}}}"
+
+    opens, closes, ends = (mark(f"'{each}'") for each in "<>/")
 
     def marked(match: re.Match[str]) -> str:
         left, tag, rest, right = match.group("left", "tag", "rest", "right")
@@ -351,19 +367,15 @@ def with_marks(template: str) -> str:
             return match[0]
         if tag == "endfor":
             return f"{{%{left} if {name}.role is defined %}}{ends}{{% endif %}}{{% endfor {right}%}}"
-        start = _mark(f"loop.index0 ~ ' ' ~ {name}.role")
+        start = mark(f"loop.index0 ~ ' ' ~ {name}.role")
         return f"{{%{left} for{rest}%}}{{% if {name}.role is defined %}}{start}{{% endif {right}%}}"
 
     return TAG.sub(marked, template)
 
 
-def _mark(expression: str) -> str:
-    return f"{{{{ '\ufdd0' ~ {expression} ~ '\ufdd1' }}}}"
-
-
-def parse_marks(rendered: str) -> tuple[str, list[list[Turn]]]:
-    """The text without its marks, and the turns of each loop over messages."""
-    pieces = MARK.split(rendered)
+def parse_marks(rendered: str, left_of_mark: str, right_of_mark: str) -> tuple[str, list[list[Turn]]]:
+    """Return the text without its marks, and the turns of each loop over messages."""
+    pieces = re.split(f"{left_of_mark}(.*?){right_of_mark}", rendered)
     loops: list[list[Turn]] = []
     place, opened, generating = len(pieces[0]), False, 0
     for mark, text in zip(pieces[1::2], pieces[2::2], strict=True):

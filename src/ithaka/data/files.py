@@ -24,13 +24,14 @@ TRAINING_JSON = re.compile(
 )
 VALIDATION_SPLITS = ("validation", "valid", "val", "dev")
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+HUB_DATASET = re.compile(r"hf:/{1,2}([\w.-]+/[\w.-]+)")  # hf://org/name; a Path has one slash of the two
 SNIFF_BYTES = 1 << 16
 WAY_OUT = "give UTF-8 text, JSONL, JSON, Parquet or a folder of datasets.save_to_disk"
 
 
 @dataclass(frozen=True)
 class File:
-    path: Path  # of kind arrow: a folder of `datasets.save_to_disk`, or the name of a dataset on the hub
+    path: Path  # of kind arrow: a folder of `datasets.save_to_disk`, or hf://org/name
     kind: Kind
     split: str | None = None  # of kind arrow
 
@@ -43,13 +44,15 @@ class Found:
 
 
 def find(path: Path | str | None, name: str = "data.path") -> Found:
-    """The files of `path`, in a fixed order; None is Python's standard library.
+    """Find the files of `path`, in a fixed order; None is Python's standard library.
 
-    A path is a file, a directory, a glob, a folder of `datasets.save_to_disk` or the name of a dataset on the hub.
+    A path is a file, a directory, a glob, a folder of `datasets.save_to_disk`, or hf://org/name on the hub.
     """
     if path is None:
         return Found(_standard_library())
     path = Path(path).expanduser()
+    if hub := HUB_DATASET.fullmatch(str(path)):
+        return _dataset(f"hf://{hub[1]}", name)
     if (path / "dataset_dict.json").is_file() or ((path / "state.json").is_file() and any(path.glob("*.arrow"))):
         return _dataset(str(path), name)
     if path.is_dir():
@@ -58,9 +61,9 @@ def find(path: Path | str | None, name: str = "data.path") -> Found:
     files = [match for match in matches if match.is_file()]
     if files:
         return _named(files, name)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists():
-        return _dataset(str(path), name)
-    raise ConfigError(f"{name}={path} does not exist; give a file, a directory, a glob or a dataset's name on the hub")
+    is_name = HUB_DATASET.fullmatch(f"hf:/{path}") and not path.parent.exists()
+    on_hub = f"{name}=hf://{path if is_name else 'org/name'} for a dataset on the hub"
+    raise ConfigError(f"{name}={path} does not exist; give a file, a directory or a glob, or {on_hub}")
 
 
 def _named(paths: list[Path], name: str) -> Found:
@@ -110,7 +113,7 @@ def _why_not(path: Path) -> str | None:
         return "empty"
     if path.suffix in NOT_READ:
         return f"{path.suffix} is not read"
-    return None if path.suffix in KIND_OF_SUFFIX or _is_text(path) else "not UTF-8 text"
+    return None if path.suffix in KIND_OF_SUFFIX else _why_no_text(_head(path))
 
 
 def _kind(path: Path) -> Kind:
@@ -128,13 +131,12 @@ def _head(path: Path) -> bytes:
         return file.read(SNIFF_BYTES)
 
 
-def _is_text(path: Path) -> bool:
-    head = _head(path)
+def _why_no_text(head: bytes) -> str | None:
     try:
         codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < SNIFF_BYTES)
     except UnicodeDecodeError:
-        return False
-    return b"\0" not in head
+        return "not UTF-8 text"
+    return f"NUL at byte {head.index(0)}, as in binary files and UTF-16" if 0 in head else None
 
 
 def _standard_library() -> list[File]:
@@ -149,10 +151,9 @@ def _dataset(path: str, name: str) -> Found:
     try:
         splits = open_dataset(path)
     except Exception as error:
-        here = "" if os.path.isdir(path) else ", which is not here and so a name on the hub,"
         reason = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
         raise ConfigError(
-            f"{name}={path}{here} cannot be read with the package datasets ({reason}); give another path"
+            f"{name}={path} cannot be read with the package datasets ({reason}); give another path"
         ) from error
     if "train" not in splits:
         raise ConfigError(f"{name}={path} has no split train, only {', '.join(splits)}; save one by itself")
@@ -162,16 +163,16 @@ def _dataset(path: str, name: str) -> Found:
 
 @functools.lru_cache
 def open_dataset(path: str) -> dict[str, Any]:
-    """Split -> rows, in memory-mapped Arrow files: a folder of `datasets.save_to_disk`, or a dataset on the hub."""
+    """Split -> rows, in memory-mapped Arrow files: a folder of `datasets.save_to_disk`, or hf://org/name."""
     import datasets
 
     datasets.disable_progress_bars()
-    if os.path.isdir(path):
+    if (hub := HUB_DATASET.fullmatch(path)) is None:
         found = datasets.load_from_disk(path)
     else:
         from huggingface_hub import HfApi, constants
 
         if not constants.HF_HUB_OFFLINE:
-            HfApi().dataset_info(path, timeout=10)  # `datasets` would try for half a minute
-        found = datasets.load_dataset(path)
+            HfApi().dataset_info(hub[1], timeout=10)  # `datasets` would try for half a minute
+        found = datasets.load_dataset(hub[1])
     return found if isinstance(found, dict) else {"train": found}

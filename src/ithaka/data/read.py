@@ -173,6 +173,8 @@ def _bytes(path: Path, low: int, high: int) -> bytes:
 
 def _parsed(record: Any) -> Any:
     if isinstance(record, bytes):
+        if 0 in record:  # json would guess UTF-16 or UTF-32
+            raise BadRecord("with NUL bytes", f"NUL at its byte {record.index(0)}; write UTF-8, and drop NUL bytes")
         try:
             return json.loads(record)
         except ValueError as error:
