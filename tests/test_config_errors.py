@@ -73,6 +73,7 @@ from ithaka.config import (
         ("train.steps", ["--set train.steps", "section.key=value"]),
         ("steps=5", ["--set steps=5", "section.key=value"]),
         ("train.steps=[", ["train.steps=[", "YAML"]),
+        ("data.sources=[{path: a, path: b}]", ["data.sources=", "path twice", "once"]),
     ],
 )
 def test_bad_override_names_field_value_and_way_out(override, words):
@@ -80,6 +81,11 @@ def test_bad_override_names_field_value_and_way_out(override, words):
         load(overrides=[override])
     for word in words:
         assert word in str(error.value)
+
+
+def test_a_wrong_value_is_refused_even_if_a_later_one_replaces_it():
+    with pytest.raises(ConfigError, match="train.steps=abc is not accepted; use a whole number"):
+        load(overrides=["train.steps=abc", "train.steps=4"])
 
 
 @pytest.mark.parametrize(
@@ -93,6 +99,13 @@ def test_bad_override_names_field_value_and_way_out(override, words):
         ("train:\n  step: 5\n", ["train.step=5", "did you mean train.steps?"]),
         ("train:\n  steps: many\n", ["train.steps=many", "a whole number"]),
         ("5: {}\n", ["5 in", "use one of model"]),
+        (
+            "model:\n  path: a\ndata:\n  path: b\nmodel: {}\n",
+            ["run.yaml has model twice, in line 1 and line 5"],
+        ),
+        ("train:\n  steps: 5\n  batch: 1\n  'steps': 6\n", ["steps twice, in line 2 and line 4", "once"]),
+        ("data:\n  sources:\n  - {path: a}\n  - {path: b,\n     path: c}\n", ["path twice, in line 4 and line 5"]),
+        ("curriculum:\n- context: 64K\n  steps: 1\n  context: 8K\n", ["context twice, in line 2 and line 4"]),
     ],
 )
 def test_bad_file_names_place_and_way_out(content, words, tmp_path):
@@ -103,6 +116,12 @@ def test_bad_file_names_place_and_way_out(content, words, tmp_path):
         load(file)
     for word in words:
         assert word in str(error.value)
+
+
+def test_a_key_may_override_a_merged_one(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("data: {sources: [&a {path: a, weight: 2}, &b {<<: *a, path: b}, {<<: *b, weight: 3}]}\n")
+    assert [(str(source.path), source.weight) for source in load(file).data.sources] == [("a", 2), ("b", 2), ("b", 3)]
 
 
 def test_binary_file_is_refused(tmp_path):

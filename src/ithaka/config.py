@@ -541,8 +541,10 @@ def embedded_model(name: Literal["small", "base"]) -> dict[str, Any]:
 def load(path: Path | None = None, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None) -> Config:
     """The resolved configuration: defaults, then `base`, the YAML file, the `section.key=value` overrides."""
     sources = [("the defaults", base or {}), (str(path), _read_yaml(path) if path is not None else {})]
-    changes = map(_parse_override, overrides)
-    return _merged([*sources, *(("--set", {section: {key: value}}) for section, key, value in changes)])
+    changes = [("--set", {section: {key: value}}) for section, key, value in map(_parse_override, overrides)]
+    for change in changes:
+        _merged([change])  # a wrong value is refused even if a later one replaces it
+    return _merged([*sources, *changes])
 
 
 def given(path: Path | None, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None) -> set[str]:
@@ -579,9 +581,29 @@ def shown(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+class _DuplicateKey(yaml.YAMLError):
+    pass
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that a mapping has twice, where YAML's own loader keeps the last one."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        """Merge keys (<<) are not expanded yet, so a key may still override a merged one."""
+        node, lines = super().compose_mapping_node(anchor), dict[tuple[str, str], int]()
+        for key, _ in node.value:
+            name, line = (key.tag, str(key.value)), key.start_mark.line + 1
+            if name in lines:
+                raise _DuplicateKey(f"has {key.value} twice, in line {lines[name]} and line {line}; write it once")
+            lines[name] = line
+        return node
+
+
 def _read_yaml(path: Path) -> Mapping[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader) or {}
+    except _DuplicateKey as error:
+        raise ConfigError(f"config={path} {error}") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"config={path} cannot be read ({' '.join(str(error).split())}); give a YAML file") from None
     if not isinstance(tree, dict):
@@ -604,7 +626,9 @@ def _parse_override(override: str) -> tuple[str, str, Any]:
     if not text.strip():
         raise ConfigError(f"{section}.{key}= has no value; write one, or null for none")
     try:
-        return section, key, yaml.safe_load(text)
+        return section, key, yaml.load(text, _Loader)
+    except _DuplicateKey as error:
+        raise ConfigError(f"{section}.{key}={text} {error}") from None
     except yaml.YAMLError:
         raise ConfigError(f"{section}.{key}={text} is not a YAML value; quote it: {section}.{key}='\"...\"'") from None
 
