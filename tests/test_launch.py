@@ -13,6 +13,7 @@ import pytest
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import _warn_of_shared_store
 from ithaka.train import launch
+from ithaka.train.console import status
 from launched import (
     fail,
     fail_everywhere,
@@ -23,6 +24,7 @@ from launched import (
     write_environment,
 )
 from programs import Program
+from runs import may_fork
 
 
 def launch_two(function: Callable[[Path], None], folder: Path) -> int:
@@ -47,6 +49,26 @@ def gone(pids: list[int], within_s: float = 5.0) -> bool:
             return False
         time.sleep(0.05)
     return True
+
+
+def launch_in_a_terminal(folder: Path) -> int:
+    """Under a spinner, as `ithaka evaluate` does: ranks that succeed, then ranks that fail."""
+    master, slave = os.openpty()
+    for number in (1, 2):
+        os.dup2(slave, number)
+    with may_fork(), status("measuring"):
+        launch_two(write_environment, folder)
+        launch.run_ranks(fail_everywhere, (), 2)
+    (folder / "screen").write_bytes(os.read(master, 2**16))
+    return 0
+
+
+def test_escape_codes_are_not_shown_in_a_terminal(tmp_path):
+    program = Program(tmp_path, launch_in_a_terminal, tmp_path)
+    assert program.wait(60) == 0
+    screen = (tmp_path / "screen").read_bytes()
+    assert b"measuring" in screen and b"boom on all" in screen
+    assert screen.count(b"[?25h") == screen.count(b"\x1b[?25h") > 0
 
 
 def test_ranks_get_torchruns_variables(tmp_path, monkeypatch):

@@ -209,8 +209,8 @@ def _run_children(function: RankFunction, args: tuple[Any, ...], num_ranks: int)
         except KeyboardInterrupt:
             told.append(Outcome(128 + received[0], f"stopped by {received[0].name}"))
         told += [pickle.loads(file.read_bytes()) for file in folder.glob("*ed-*")]
-    if sys.stdout.isatty():
-        print("\x1b[?25h", end="", flush=True)  # the cursor, which rank 0 hides while it shows progress
+    if told and os.isatty(1):  # rank 0 may have ended before it showed the cursor again that its progress bar hides
+        os.write(1, b"\x1b[?25h")  # past sys.stdout, which a spinner replaces by one that prints escape codes
     if len(received) > 1:
         return Outcome(128 + received[0], f"stopped at once by a second {received[-1].name}")
     return min(told, key=_likely_cause, default=Outcome(0))
