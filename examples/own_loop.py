@@ -20,7 +20,7 @@ CONTEXT = 256
 
 
 def make_model(lora: bool) -> Any:
-    """With a model of your own: AutoModelForCausalLM.from_pretrained(..., dtype=torch.bfloat16)."""
+    """Master weights are float32; for a model of your own: from_pretrained(path, dtype=torch.float32)."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=256, **SIZES))
     return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear")) if lora else model
@@ -42,8 +42,10 @@ def train(model: Any, steps: int) -> list[float]:
 
 
 def main(output_dir: str, lora: bool) -> list[float]:
-    # cp="auto": how many ranks share a sequence is the plan's to decide; on a CPU, all of them.
-    model = ithaka.parallelize(make_model(lora), cp="auto", context=CONTEXT)
+    # On a GPU, compute in bfloat16 and update the float32 master weights.
+    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    # cp="auto": the plan decides how many ranks share a sequence; on a CPU, all of them.
+    model = ithaka.parallelize(make_model(lora), cp="auto", context=CONTEXT, dtype=dtype)
     losses = train(model, steps=5)
     sample = model.generate(input_ids=torch.tensor([[7, 10, 13, 16]]), max_new_tokens=4, do_sample=False)
     model.save_pretrained(output_dir)  # every rank calls it

@@ -65,6 +65,21 @@ def test_questions_quote_errors_that_exist():
     assert len(quoted) > 9 and not [words for words in quoted if words not in sources]
 
 
+def test_printed_commands_are_quoted_in_one_place():
+    """`command` quotes paths; text that names a command has no value in it."""
+    unquoted = re.compile(r"ithaka (?:train|data|verify|export|sample|plan|rehearse|profile|evaluate|report) [^\"`]*\{")
+    sources = {path: path.read_text() for path in (ROOT / "src").rglob("*.py")}
+    assert not {path.name: found for path, text in sources.items() if (found := unquoted.findall(text))}
+
+
+def test_a_loop_of_your_own_loads_float32_master_weights():
+    pages = [*PAGES, *(ROOT / "examples").glob("*.py")]
+    dtypes = {page.name: re.findall(r"from_pretrained\([^()]*dtype=torch\.(\w+)", page.read_text()) for page in pages}
+    found = {name: dtype for name, dtype in dtypes.items() if dtype}
+    assert {"README.md", "hugging-face.md", "own_loop.py"} <= {*found}
+    assert {dtype for each in found.values() for dtype in each} == {"float32"}
+
+
 def test_every_page_is_in_the_site():
     def files(nav):
         return [
