@@ -30,6 +30,7 @@ def folder(tmp_path, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(launch, "num_gpus", lambda: 0)
+    monkeypatch.setattr(launch, "num_cores", lambda: 4)
     monkeypatch.setattr(preflight, "find_spec", lambda name: None)  # of trackers, which may be installed
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -90,6 +91,7 @@ def write_model(folder, **changes):
         ),
         (["--set", "parallel.replicas=3"], ["parallel.replicas=3 does not divide the 2 ranks; use 1 or 2"]),
         (["--ranks", "0"], ["parallel.ranks=0", "at least 1"]),
+        (["--ranks", "64"], ["parallel.ranks=64", "4 cores", "use at most 16", "torchrun"]),
         (
             ["--set", "parallel.heads_per_stage=3"],
             ["parallel.heads_per_stage=3", "parallel.cp=2", "use 2, 4 or all"],

@@ -111,6 +111,8 @@ def test_sources_are_counted_apart_and_ranks_compared(folder):
     assert b == dict(zip(keys, ("b", 1, 15, 150, 135, {"empty": 1}), strict=True))  # one and a half times
     assert figures["tokens"] == 450 and figures["skipped"] == {"empty": 2} and figures["complete"]
     assert figures["balance"]["ranks"] == 2 and figures["balance"]["grouped"] >= 1
+    of_a_cluster = CliRunner().invoke(app, ["data", "c.yaml", "--json", "--ranks", "2048"])  # of which none is started
+    assert of_a_cluster.exit_code == 0 and json.loads(of_a_cluster.stdout)["balance"]["ranks"] == 2048
     text = CliRunner().invoke(app, ["data", "c.yaml"]).stdout
     assert "source a" in text and re.search(r"── document \d of [ab]: 10 tokens, 9 trained", text)
 

@@ -144,6 +144,17 @@ def test_ranks_by_default_one_per_gpu():
         launch.decide_ranks(8, gpus=4)
 
 
+def test_far_more_ranks_than_cores_are_refused(monkeypatch):
+    for cores, most in ((1, 8), (2, 8), (64, 256)):
+        monkeypatch.setattr(launch, "num_cores", lambda cores=cores: cores)
+        assert launch.decide_ranks(most, gpus=0) == most
+        with pytest.raises(ConfigError, match=f"parallel.ranks={most + 1} .*use at most {most}, or .* torchrun"):
+            launch.decide_ranks(most + 1, gpus=0)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "999")
+    assert launch.decide_ranks(999, gpus=0) == 999
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_first_signal_lets_every_rank_finish_and_save(number, tmp_path):
     parent, pids = started(finish_step_then_stop, tmp_path)

@@ -201,9 +201,13 @@ def test_the_layout_is_the_configurations():
     assert layout.kept == (LayerKeeps("disk", "disk"),) * 2
 
 
-def test_what_cannot_be_checked_is_refused(tmp_path):
+def test_what_cannot_be_checked_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(verify, "run_ranks", lambda *_: pytest.fail("ranks were started"))
     with pytest.raises(ConfigError, match="--cp=9 exceeds the 4 query heads"):
         verify.verify(MODEL, None, 9)
+    many = {**MODEL, "num_attention_heads": 2048, "num_key_value_heads": 2048, "hidden_size": 16384}
+    with pytest.raises(ConfigError, match="--cp=2048 is too many for .* use at most .* torchrun"):
+        verify.verify(many, None, 2048)
     (tmp_path / "long.yaml").write_text(f"model: {{path: {tmp_path}}}\n")
     answer = CliRunner().invoke(cli.app, ["verify", str(tmp_path / "long.yaml")])
     assert answer.exit_code == 2 and "config.json cannot be read" in answer.stderr

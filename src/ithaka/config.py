@@ -216,7 +216,8 @@ class DataConfig(Reading):
 
 @dataclass(frozen=True)
 class ParallelConfig(Section):
-    # Local ranks to start. auto: one per GPU, or 2 on CPU. Under torchrun its own number of ranks counts.
+    # Local ranks to start: at most one per GPU, or 4 per CPU core. auto: one per GPU, or 2 on CPU. torchrun's number
+    # of ranks takes precedence.
     ranks: int | Literal["auto"] = setting("auto", ge=1)
     # Ranks that share one sequence; the rest are data parallel: a step has train.batch sequences for each group of cp
     # ranks. all: every rank. auto: the planner's choice; every rank where it does not plan.

@@ -53,7 +53,7 @@ def read_data(config: Config, limits: tuple[int, int, int]) -> DataView:
     """ConfigError as for a run with this data."""
     check(config.data, model_shape(config).vocab, config.model.path)
     train, ranks = config.train, config.parallel.ranks
-    num_ranks = launch.decide_ranks(ranks, launch.num_gpus() if ranks == "auto" else 0)
+    num_ranks = launch.decide_ranks(ranks, launch.num_gpus()) if ranks == "auto" else ranks  # none is started here
     dp_size = max(1, num_ranks // config.parallel.cp_of(num_ranks))
     tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.chat_template)
     with tempfile.TemporaryDirectory(prefix="ithaka-") as folder:

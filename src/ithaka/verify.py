@@ -32,7 +32,7 @@ from ithaka.model.build import has_weights, hf_config, parallelize
 from ithaka.model.logprobs import token_logprobs
 from ithaka.model.weights import EMBEDDINGS, tensor_files
 from ithaka.plan.shape import read_shape, shape_from_config
-from ithaka.train.launch import num_gpus, run_ranks
+from ithaka.train.launch import check_cpu_ranks, most_cpu_ranks, num_gpus, run_ranks
 from ithaka.train.preflight import check_weights
 
 ALLOWED = 1e-4  # relative; a wrong index, factor or mask gives 1e-2 and more
@@ -54,9 +54,11 @@ def verify(source: Path | dict, config: Config | None = None, cp: int | None = N
     shape = read_shape(source) if isinstance(source, Path) else shape_from_config(source)
     check_weights(source if isinstance(source, Path) else None)
     heads, asked = shape.heads, config.parallel.cp if config is not None else 4
-    cp = cp or min(asked if isinstance(asked, int) else 4, heads)
+    cp = cp or min(asked if isinstance(asked, int) else 4, heads, max(num_gpus(), most_cpu_ranks()))
     if cp > heads:
         raise ConfigError(f"--cp={cp} exceeds the {heads} query heads; use at most {heads}")
+    if cp > num_gpus():
+        check_cpu_ranks(cp, "--cp")
     layout, device = layout_for(config, cp, heads), "cuda" if num_gpus() >= cp else "cpu"
     adapter = config.adapter if config is not None else AdapterConfig(rank=4) if find_spec("peft") else None
     adapter = adapter and replace(with_stored_settings(adapter, set()), path=None)

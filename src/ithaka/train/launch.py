@@ -37,6 +37,7 @@ EXIT_FAILED, EXIT_CONFIG, EXIT_MEMORY, EXIT_LOST = 1, 2, 3, 4
 GRACE_S = 2.0  # when one rank has failed, for the others to fail in their own words
 SAME_S = 0.5  # signals closer together are one: a terminal and a launcher, or `timeout`, send two
 CPU_RANKS = 2
+RANKS_PER_CORE, FEW_RANKS = 4, 8  # without GPUs; more are a mistake, such as a cluster's settings on a laptop
 # Of CUDA and of what calls it (PyTorch, NCCL, Triton), of PyTorch's CPU allocator, of cuBLAS and cuDNN.
 MEMORY_WORDS = ("out of memory", "DefaultCPUAllocator", "_STATUS_ALLOC_FAILED")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -75,14 +76,27 @@ def under_torchrun() -> bool:
 
 
 def decide_ranks(ranks: int | Literal["auto"], gpus: int) -> int:
-    """How many ranks the run will have: torchrun's number, the one asked for, or one per GPU."""
+    """How many ranks the run will have: torchrun's number, the requested one, or one per GPU."""
     if under_torchrun():
         return int(os.environ["WORLD_SIZE"])
     if ranks == "auto":
         return gpus or CPU_RANKS
     if gpus and ranks > gpus:
         raise ConfigError(f"parallel.ranks={ranks} exceeds the GPUs found; use at most {gpus}")
+    if not gpus:
+        check_cpu_ranks(ranks, "parallel.ranks")
     return ranks
+
+
+def most_cpu_ranks() -> int:
+    return max(FEW_RANKS, RANKS_PER_CORE * num_cores())
+
+
+def check_cpu_ranks(ranks: int, name: str) -> None:
+    """Refuse to start far more processes than this machine has cores."""
+    if ranks > (most := most_cpu_ranks()):
+        rule = f"is too many for {num_cores()} cores without a GPU ({RANKS_PER_CORE} per core, or {FEW_RANKS})"
+        raise ConfigError(f"{name}={ranks} {rule}; use at most {most}, or start the ranks yourself with torchrun")
 
 
 def worth_a_restart(code: int) -> bool:
