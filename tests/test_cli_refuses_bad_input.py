@@ -160,7 +160,7 @@ def test_empty_data(make, folder, started):
 
 def test_tokenizer_larger_than_the_model(folder, started):
     write_model(folder / "model", vocab_size=200)
-    arguments = ["train", "--set", "model.path=model", "--set", "data.tokenizer=bytes"]
+    arguments = ["train", "--set", "model.path=model/config.json", "--set", "data.tokenizer=bytes"]
     refused(folder, started, arguments, ["259", "vocab_size=200"])
 
 
@@ -176,10 +176,15 @@ def test_model_that_is_not_supported(changes, words, folder, started):
     refused(folder, started, ["train", "--set", "model.path=model"], ["model", *words])
 
 
-def test_pickled_weights_are_not_taken_for_training_from_scratch(folder, started):
-    (write_model(folder / "model") / "pytorch_model.bin").write_bytes(b"")
-    words = ["model.path=model", "pytorch_model.bin", "safetensors", "config.json"]
-    refused(folder, started, ["train", "--set", "model.path=model", "--set", "data.tokenizer=bytes"], words)
+@pytest.mark.parametrize("pickled", [False, True])
+def test_a_model_directory_without_safetensors_does_not_train_from_scratch(folder, started, pickled):
+    write_model(folder / "model")
+    if pickled:
+        (folder / "model" / "pytorch_model.bin").write_bytes(b"")
+    words = ["model.path=model has", "pytorch_model.bin" if pickled else "no weights", "give model/config.json"]
+    for options in ([], ["--evaluate-only"]):
+        arguments = ["train", "--set", "model.path=model", "--set", "data.tokenizer=bytes", *options]
+        refused(folder, started, arguments, words)
 
 
 def test_more_ranks_than_gpus(folder, started, monkeypatch):
@@ -219,7 +224,7 @@ def test_own_model_starts_from_plain_defaults(folder, started):
     arguments = [
         "train",
         "--set",
-        "model.path=model",
+        "model.path=model/config.json",
         "--set",
         "data.path=text.txt",
         "--set",

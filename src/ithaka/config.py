@@ -90,7 +90,7 @@ class RopeConfig(Section):
 
 @dataclass(frozen=True)
 class ModelConfig(Section):
-    # A Hugging Face directory, or a config.json alone to train from scratch. null: the embedded model.
+    # A Hugging Face directory with weights, or a config.json to train from random ones. null: the embedded model.
     path: Path | None = None
     # Which embedded model to train when path is null.
     embedded: Literal["small", "base"] = "small"

@@ -29,7 +29,7 @@ from ithaka.data.tokenizer import Tokenizer, load_tokenizer
 from ithaka.dist.mesh import Mesh, default_device, make_mesh, set_timeouts, start_process_group
 from ithaka.layer.store import Store
 from ithaka.measure import Text, check_prompts, measure, read_text, scalars
-from ithaka.model.build import build_model
+from ithaka.model.build import build_model, has_weights
 from ithaka.phases import listening, phase
 from ithaka.plan.hardware import DISK_BYTES_S, peak_flops
 from ithaka.plan.show import size
@@ -588,11 +588,13 @@ def _header(trainer: Trainer) -> dict[str, str]:
     size = amount(trainer.num_params) + f" parameters{f', {amount(trainer.num_trained)} trained' if frozen else ''}"
     ulysses, ring = mesh.ulysses_group.size(), mesh.ring_group.size()
     facts = {
-        "model": f"{config.model.path or model.config.model_type}, {size}",
+        "model": f"{config.model.path or model.config.model_type}, {size}{random}",
         "ranks": f"{mesh.world_size} ({device}) = {mesh.dp_size} data x {mesh.cp_size} context parallel"
         + f" ({ulysses} Ulysses x {ring} ring)" * (ring > 1),
         "context": f"{config.data.context} tokens, {tokens} per step, {config.train.steps - config.start} steps",
         "attention": f"kernel {trainer.kernel}",
+    source = config.model.path or embedded_model(config.model.embedded)
+    random = ", random weights" * (trainer.run.checkpoint is None and not has_weights(source))
         "run": f"{trainer.run.run_dir}{f', resumed after step {trainer.step}' if trainer.step else ''}",
         "saving": _saving(trainer),
     }

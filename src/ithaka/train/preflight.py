@@ -195,7 +195,8 @@ def fitting(config: Config, num_ranks: int, here: Hardware | None, goes_on: bool
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, accumulate=accumulate))
     run = Run(config, num_ranks, shape, layout, hardware)
     check_fits(run)
-    check_weights(config.model.path)
+    if not goes_on or config.adapter is not None:  # else the checkpoint has all weights
+        check_weights(config.model.path)
     return run
 
 
@@ -518,9 +519,9 @@ def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
 
 
 def check_weights(path: Path | None) -> None:
-    """Weights that are there but cannot be read must not end in a model trained from scratch."""
+    """Refuse a model directory without safetensors: training would silently start from random weights."""
     if path is None or not path.is_dir() or any(path.glob("*.safetensors")):
         return
-    for pickled in (file for file in sorted(path.iterdir()) if file.suffix in (".bin", ".pt", ".pth")):
-        way = f"convert them, or give {path / 'config.json'} to train from scratch"
-        raise ConfigError(f"model.path={path} has its weights in {pickled.name}, not in safetensors; {way}")
+    pickled = next((file.name for file in sorted(path.iterdir()) if file.suffix in (".bin", ".pt", ".pth")), None)
+    what = f"has its weights in {pickled}, not in safetensors; convert them" if pickled else "has no weights; add them"
+    raise ConfigError(f"model.path={path} {what}, or give {path / 'config.json'} to train from random weights")
