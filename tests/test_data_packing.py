@@ -5,6 +5,7 @@ import itertools
 import json
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -326,3 +327,13 @@ def test_data_sources_are_read_each_in_its_way_and_told_apart(tmp_path):
     other = dataclasses.replace(config, sources=[{**sources[0], "weight": 2}, sources[1]])
     with pytest.raises(ConfigError, match="data.sources, .* are not those of the checkpoint"):
         opened_at(dataclasses.replace(other, text_field="body")).load_state_dict(state)
+
+
+def test_sources_with_the_same_stem_are_named_by_their_folders_from_any_working_directory(tmp_path, monkeypatch):
+    for folder in ("en", "fr"):
+        (tmp_path / "data" / folder).mkdir(parents=True)
+        write_jsonl(tmp_path / "data" / folder / "x.jsonl", ["a" * 20] * 50)
+    monkeypatch.chdir(tmp_path)
+    for root in (Path("data"), tmp_path / "data"):
+        sources = [{"path": root / folder / "x.jsonl"} for folder in ("en", "fr")]
+        assert opened_at(DataConfig(sources=sources, context=128)).source_names == ["en/x.jsonl", "fr/x.jsonl"]

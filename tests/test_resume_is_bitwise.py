@@ -5,13 +5,15 @@ import dataclasses
 import io
 import random
 import re
+from pathlib import Path
 
 import pytest
 
 import faults
 from faults import moved
 from ithaka.config import load
-from runs import copy_back_at, metrics, numbers, run, tiny_run
+from ithaka.train.preflight import resolve
+from runs import copy_back_at, metrics, numbers, run, tiny_run, valid
 
 
 def resumed_copy(config, folder, step):
@@ -47,6 +49,32 @@ def test_a_run_that_is_killed_again_and_again_goes_on_bit_for_bit(ranks, tmp_pat
         victim = 0 if point == "publish" else choice.randrange(2)
         faults.kill(config, tmp_path / point, point, choice.randint(1, most), victim)
     faults.finish(ranks, whole, config)
+
+
+def test_a_run_is_resumed_from_another_folder(tmp_path, monkeypatch, capsys):
+    """config.yaml has absolute paths; the relative ones it was started with are no change of settings."""
+    start, elsewhere = tmp_path / "start [1]", tmp_path / "elsewhere"  # with characters that a glob would take
+    start.mkdir()
+    elsewhere.mkdir()
+    monkeypatch.chdir(start)
+    sources = [{"path": "texts/0*.txt"}, {"path": "texts/1*.txt"}]
+    data = {"path": None, "sources": sources, "validation_path": "texts/20.txt", "tokenizer": "bytes", "context": 30}
+    config = tiny_run(Path("."), data=data, train={"run_dir": "run", "steps": 2, "save_every": 0, "validate_every": 0})
+    Path("bytes").mkdir()  # the tokenizer's name stays a word
+    run(config)
+    assert "random weights" in capsys.readouterr().out
+    saved = load(start / "run" / "config.yaml")
+    assert saved.model.path == start / "config.json" and saved.data.validation_path == start / "texts/20.txt"
+    assert saved.data.tokenizer == "bytes" and not saved.data.sources[0].path.exists()
+    same = valid(resolve(None, ["train.steps=3", "model.path=config.json"], Path("run")), Path("run"))
+    assert {*same.changed} == {"train.steps", "optim.decay_steps"}
+    monkeypatch.chdir(elsewhere)
+    again = resolve(None, ["train.steps=3"], start / "run")
+    run(again, start / "run")
+    assert "random weights" not in capsys.readouterr().out
+    lines = metrics(start / "run")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert {key for line in lines for key in line if key.startswith("loss/")} == {"loss/0*", "loss/1*"}
 
 
 def test_finished_run_is_not_resumed_without_more_steps(ranks, tmp_path):

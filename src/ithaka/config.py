@@ -11,10 +11,13 @@ import bisect
 import contextlib
 import dataclasses
 import difflib
+import glob
 import itertools
 import math
 import operator
+import os
 import re
+import shlex
 import tempfile
 import types
 import typing
@@ -571,8 +574,39 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def to_yaml(config: Config) -> str:
-    """The whole configuration as YAML; loading it gives the same Config back."""
+    """The complete configuration as YAML; loading it gives the same Config back."""
     return yaml.safe_dump(to_dict(config), sort_keys=False)
+
+
+# Settings that name files. data: of `evaluate`.
+_PATHS = {"path", "validation_path", "chat_template", "tokenizer", "disk_path", "data"}
+
+
+def with_absolute_paths(tree: Any) -> Any:
+    """A configuration as `to_dict` returns it, readable from any working directory.
+
+    Only paths and globs that match a file here change: anything else is the name of a dataset on the hub, or a word.
+    """
+    if isinstance(tree, list):
+        return [with_absolute_paths(each) for each in tree]
+    if not isinstance(tree, dict):
+        return tree
+    names = {key for key, value in tree.items() if key in _PATHS and isinstance(value, str)}
+    names -= {"tokenizer"} if tree.get("tokenizer") == "bytes" else set()
+    return {key: _absolute(value) if key in names else with_absolute_paths(value) for key, value in tree.items()}
+
+
+def _absolute(name: str) -> str:
+    path = Path(name).expanduser()
+    if os.path.exists(path):
+        return str(path.absolute())
+    is_glob = not path.is_absolute() and next(glob.iglob(name, recursive=True), None) is not None
+    return str(Path(glob.escape(str(Path.cwd()))) / name) if is_glob else name
+
+
+def command(*words: object) -> str:
+    """An `ithaka` command line to paste into a shell."""
+    return shlex.join(["ithaka", *map(str, words)])
 
 
 def shown(value: object) -> str:

@@ -80,8 +80,10 @@ def _named(data: DataConfig) -> list[tuple[str, str, SourceConfig]]:
     sources = data.all_sources()
     fields = [f"data.sources[{i}].path" if data.sources else "data.path" for i in range(len(sources))]
     paths = [source.path or Path("Python's standard library") for source in sources]
-    stems = [path.stem for path in paths]
-    names = stems if len(set(stems)) == len(stems) else list(map(str, paths))
+    names, full, depth = [path.stem for path in paths], [path.absolute() for path in paths], 0
+    while len(set(names)) < len(set(full)):  # from the end: the same for relative and absolute paths
+        depth += 1
+        names = ["/".join(path.parts[-depth:]) for path in full]
     return list(zip(fields, names, sources, strict=True))
 
 

@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from ithaka.config import Config, ConfigError, given, shown, to_dict
+from ithaka.config import Config, ConfigError, check_output, given, shown, to_dict, with_absolute_paths
 from ithaka.config import load as load_config
 from ithaka.layer.store import Slab
 from ithaka.layout import either
@@ -405,10 +405,10 @@ def resume_point(run_dir: Path, config: Config, shape: ModelShape) -> tuple[Path
     if (saved / "config.json").is_file() and read_shape(saved / "config.json") != shape.with_adapter(None):
         why = f"has another shape than the model of {run_dir}"
         raise ConfigError(f"model.{model} {why}; leave it out, or start a new run")
-    changed, old = {}, to_dict(before.at(max(0, read_state(found)["step"] - 1)))
+    changed, old = {}, with_absolute_paths(to_dict(before.at(max(0, read_state(found)["step"] - 1))))
     # A curriculum is planned anew for each entry, and its file has nothing of that.
     known = given(run_dir / "config.yaml") if before.curriculum else None
-    for section, values in to_dict(config).items():
+    for section, values in with_absolute_paths(to_dict(config)).items():
         for key, value in (values or {}).items() if section != "curriculum" else ():
             if known is not None and f"{section}.{key}" not in known:
                 continue

@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import yaml
 
 from ithaka.attention.kernels import resolve_kernel
-from ithaka.config import FORMAT, ConfigError, embedded_model, to_yaml
-from ithaka.data.open import data_facts, epoch_sequences, open_data
+from ithaka.config import FORMAT, ConfigError, command, embedded_model, to_dict, with_absolute_paths
+from ithaka.data.open import data_facts, epoch_steps, open_data
 from ithaka.data.stream import Batch
 from ithaka.data.tokenizer import Tokenizer, load_tokenizer
 from ithaka.dist.mesh import Mesh, default_device, make_mesh, set_timeouts, start_process_group
@@ -442,7 +443,9 @@ def _write_run_dir(trainer: Trainer) -> None:
     run, folder = trainer.run, trainer.run.run_dir / "model"
     folder.mkdir(parents=True, exist_ok=True)
     trainer.lock = checkpoint.lock(run.run_dir)
-    checkpoint.write_atomic(run.run_dir / "config.yaml", f"format: {FORMAT}\n{run.saved or to_yaml(run.config)}")
+    settings = run.saved or yaml.safe_dump(with_absolute_paths(to_dict(run.config)), sort_keys=False)
+    # First: it marks the directory as a run's, in which --resume auto may start again.
+    checkpoint.write_atomic(run.run_dir / "config.yaml", f"format: {FORMAT}\n{settings}")
     checkpoint.write_atomic(run.run_dir / "data.json", json.dumps(trainer.data_facts, indent=1))
     adapter = getattr(trainer.model, "peft_config", {}).get("default")
     for part in (adapter, trainer.model.config, trainer.model.generation_config, trainer.tokenizer.hf):

@@ -42,6 +42,7 @@ from ithaka.config import (
     to_yaml,
 )
 from ithaka.dist.mesh import start_process_group
+    with_absolute_paths,
 from ithaka.layout import Layout, check_fixed, either, fixed_settings, layout_of
 from ithaka.model.adapters import with_stored_settings
 from ithaka.plan.bytes import COPY, Holders, Ledger, memory, saved_bytes
@@ -179,7 +180,7 @@ def _saved(whole: Config, names: Set[str], plan: Plan | None) -> str:
     tree = to_dict(whole)
     for section, key in (name.split(".") for name in (plan.settings if plan else {}) if name not in names):
         del tree[section][key]
-    return yaml.safe_dump(tree, sort_keys=False)
+    return yaml.safe_dump(with_absolute_paths(tree), sort_keys=False)
 
 
 def fitting(config: Config, num_ranks: int, here: Hardware | None, goes_on: bool) -> Run:
