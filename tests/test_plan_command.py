@@ -2,17 +2,23 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
+from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from ithaka.cli import app
-from ithaka.config import ConfigError, load
+from ithaka.config import ConfigError, RopeConfig, load, shown
+from ithaka.model.positions import set_positions
+from ithaka.plan import show
 from ithaka.plan.hardware import find_gpu, find_hardware, parse_bytes, parse_gpus
+from ithaka.plan.models import MODELS
 from ithaka.plan.search import NEAR_ENOUGH
 from ithaka.plan.show import size
+from ithaka.train.preflight import resolve
 
 pytestmark = pytest.mark.usefixtures("plans_once")
 
@@ -254,6 +260,55 @@ def test_yaml_is_printed_or_written_and_only_where_it_fits(tmp_path):
     assert (str(config.model.path), str(config.data.path)) == ("meta-llama/Meta-Llama-3-8B", "books.jsonl")
     assert (config.train.steps, config.data.context) == (500, 2**20)
     assert run(*ARGS[:-1], "100M", "--yaml", code=3) == ""
+
+
+def test_a_planned_file_is_complete(tmp_path):
+    """A user uncomments lines where they are, and adds no section: a second one is refused."""
+    file = tmp_path / "long.yaml"
+    printed = run(*ARGS, "--out", str(file))
+    assert "uncomment model.rope" in printed and printed.endswith(f": ithaka train {file}\n")
+    assert (load(file).model.rope, load(file).data.path) == (None, None)
+    lines = [re.sub(r"^  # (\w+: .*)", r"  \1", line) for line in file.read_text().splitlines()]
+    file.write_text("\n".join(lines))
+    config = resolve(file, [])
+    assert (config.model.rope.type, config.model.rope.factor) == ("yarn", 128)  # 8192 positions
+    assert (str(config.data.path), config.train.epochs, config.optim.lr) == ("books.jsonl", 1, 1e-5)
+    file.write_text(file.read_text() + "\ndata:\n  path: mine.jsonl\n")
+    with pytest.raises(ConfigError, match="data twice"):
+        load(file)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_rope_that_a_plan_asks_for_is_enough(name):
+    """Beyond the model's positions, and only there, it says what training needs."""
+    positions = MODELS[name]["max_position_embeddings"]
+    asked = show.question(name, find_hardware("8xH100", None, None, None), "1M", 1, [])
+    assert asked.missing_rope(positions) is None
+    for context in (positions + 1, 2**20):
+        with pytest.raises(ConfigError, match=re.escape(shown(asked.missing_rope(context)))):
+            set_positions(AutoConfig.for_model(**MODELS[name]), None, context, trained=True)
+        rope = RopeConfig(**asked.missing_rope(context))
+        set_positions(AutoConfig.for_model(**MODELS[name]), rope, context, trained=True)
+
+
+def test_a_context_beyond_the_positions_is_said_in_text_and_json(tmp_path):
+    assert "llama3-8b has 8K positions: training needs model.rope={type: yarn, factor: 128}" in run(*ARGS)
+    assert json.loads(run(*ARGS, "--json"))["missing_rope"] == {"type": "yarn", "factor": 128}
+    short = [*ARGS[:-1], "8K"]
+    assert "rope" not in run(*short) and "rope" not in run(*short, "--json") and "rope" not in run(*short, "--yaml")
+    given = run(*ARGS, "--yaml", "--set", "model.rope={theta: 8.0e6}")
+    assert "rope:" in given and "# rope" not in given
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["llama3-8b"]))
+    scratch = ["plan", str(tmp_path / "config.json"), *ARGS[2:]]
+    assert "rope" not in run(*scratch) and "rope" not in run(*scratch, "--yaml")
+    folder = run("plan", str(tmp_path), *ARGS[2:], "--yaml")
+    assert "# rope: {type: yarn, factor: 128}" in folder and f"{tmp_path} has no *.safetensors" in folder
+
+
+def test_printed_commands_are_quoted(tmp_path):
+    file = tmp_path / "it's mine.yaml"
+    printed = run(*ARGS[:-1], "8K", "--out", str(file))
+    assert shlex.split(printed.rpartition(": ")[2]) == ["ithaka", "train", str(file)]
 
 
 def test_gpu_file(tmp_path):

@@ -291,7 +291,9 @@ def plan(
             print(text, end="")
         else:
             out.write_text(text, encoding="utf-8")
-            print(f"written to {out}; use it with: ithaka train {out}")
+            lacks = question.missing_rope(found.work.context)
+            way = "the model has fewer positions: uncomment model.rope in it, then" if lacks else "use it with"
+            print(f"written to {out}; {way}: {command('train', out)}")
     else:
         text, fits = show.plan_answer(question, max_context, steps, as_json)
         print(text, file=sys.stderr if as_yaml else sys.stdout)

@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ithaka.config import ConfigError, RopeConfig
+from ithaka.plan.shape import yarn_factor
 
 # RoPE kinds, and what each takes beside rope_theta. The frequencies of "dynamic" change with every length.
 ROPE_KINDS = {
@@ -36,9 +37,10 @@ def set_positions(config: Any, rope: RopeConfig | None, context: int, trained: b
     if rope is not None:
         reach = _apply(config, rope, context)
     elif trained and context > reach:
+        factor = yarn_factor(reach, config.rope_parameters, context)
         raise ConfigError(
             f"data.context={context} exceeds max_position_embeddings={reach} of the model; use a shorter context, or "
-            f"move its positions: model.rope={{theta: 8.0e6}}, or {{type: yarn, factor: {math.ceil(context / reach)}}}"
+            f"move its positions: model.rope={{theta: 8.0e6}}, or {{type: yarn, factor: {factor}}}"
         )
     if trained and context > reach:
         factor = config.rope_parameters["factor"]

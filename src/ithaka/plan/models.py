@@ -13,43 +13,44 @@ from ithaka.plan.shape import HUB_ID, ModelShape, read_json, shape_from_config
 
 HUB_TIMEOUT_S = 5.0
 
-# As the public config.json has them. family, layers, hidden size, query heads, kv heads, MLP size, vocabulary, RoPE's
-# theta; then tied embeddings, a head dim of its own (K64), Llama 3.1's stretched RoPE with its factor (x8).
+# As the public config.json has them. family, layers, hidden size, query heads, kv heads, MLP size, vocabulary,
+# positions, RoPE's theta; then tied embeddings, a head dim of its own (K64), Llama 3.1's RoPE with its factor (x8).
 _TABLE = """
-llama3-8b     meta-llama/Meta-Llama-3-8B         llama    32 4096 32  8 14336 128256 5e5
-llama3-70b    meta-llama/Meta-Llama-3-70B        llama    80 8192 64  8 28672 128256 5e5
-llama3.1-8b   meta-llama/Llama-3.1-8B            llama    32 4096 32  8 14336 128256 5e5 x8
-llama3.1-70b  meta-llama/Llama-3.1-70B           llama    80 8192 64  8 28672 128256 5e5 x8
-llama3.2-1b   meta-llama/Llama-3.2-1B            llama    16 2048 32  8  8192 128256 5e5 tied K64 x32
-llama3.2-3b   meta-llama/Llama-3.2-3B            llama    28 3072 24  8  8192 128256 5e5 tied K128 x32
-llama3.3-70b  meta-llama/Llama-3.3-70B-Instruct  llama    80 8192 64  8 28672 128256 5e5 x8
-mistral-7b    mistralai/Mistral-7B-v0.3          mistral  32 4096 32  8 14336  32768 1e6
-qwen2.5-0.5b  Qwen/Qwen2.5-0.5B                  qwen2    24  896 14  2  4864 151936 1e6 tied
-qwen2.5-1.5b  Qwen/Qwen2.5-1.5B                  qwen2    28 1536 12  2  8960 151936 1e6 tied
-qwen2.5-3b    Qwen/Qwen2.5-3B                    qwen2    36 2048 16  2 11008 151936 1e6 tied
-qwen2.5-7b    Qwen/Qwen2.5-7B                    qwen2    28 3584 28  4 18944 152064 1e6
-qwen2.5-14b   Qwen/Qwen2.5-14B                   qwen2    48 5120 40  8 13824 152064 1e6
-qwen2.5-32b   Qwen/Qwen2.5-32B                   qwen2    64 5120 40  8 27648 152064 1e6
-qwen2.5-72b   Qwen/Qwen2.5-72B                   qwen2    80 8192 64  8 29568 152064 1e6
-qwen3-0.6b    Qwen/Qwen3-0.6B                    qwen3    28 1024 16  8  3072 151936 1e6 tied K128
-qwen3-1.7b    Qwen/Qwen3-1.7B                    qwen3    28 2048 16  8  6144 151936 1e6 tied K128
-qwen3-4b      Qwen/Qwen3-4B                      qwen3    36 2560 32  8  9728 151936 1e6 tied K128
-qwen3-8b      Qwen/Qwen3-8B                      qwen3    36 4096 32  8 12288 151936 1e6 K128
-qwen3-14b     Qwen/Qwen3-14B                     qwen3    40 5120 40  8 17408 151936 1e6 K128
-qwen3-32b     Qwen/Qwen3-32B                     qwen3    64 5120 64  8 25600 151936 1e6 K128
-smollm2-135m  HuggingFaceTB/SmolLM2-135M         llama    30  576  9  3  1536  49152 1e5 tied
-smollm2-360m  HuggingFaceTB/SmolLM2-360M         llama    32  960 15  5  2560  49152 1e5 tied
-smollm2-1.7b  HuggingFaceTB/SmolLM2-1.7B         llama    24 2048 32 32  8192  49152 1.3e5 tied
+llama3-8b     meta-llama/Meta-Llama-3-8B         llama    32 4096 32  8 14336 128256   8K 5e5
+llama3-70b    meta-llama/Meta-Llama-3-70B        llama    80 8192 64  8 28672 128256   8K 5e5
+llama3.1-8b   meta-llama/Llama-3.1-8B            llama    32 4096 32  8 14336 128256 128K 5e5 x8
+llama3.1-70b  meta-llama/Llama-3.1-70B           llama    80 8192 64  8 28672 128256 128K 5e5 x8
+llama3.2-1b   meta-llama/Llama-3.2-1B            llama    16 2048 32  8  8192 128256 128K 5e5 tied K64 x32
+llama3.2-3b   meta-llama/Llama-3.2-3B            llama    28 3072 24  8  8192 128256 128K 5e5 tied K128 x32
+llama3.3-70b  meta-llama/Llama-3.3-70B-Instruct  llama    80 8192 64  8 28672 128256 128K 5e5 x8
+mistral-7b    mistralai/Mistral-7B-v0.3          mistral  32 4096 32  8 14336  32768  32K 1e6
+qwen2.5-0.5b  Qwen/Qwen2.5-0.5B                  qwen2    24  896 14  2  4864 151936  32K 1e6 tied
+qwen2.5-1.5b  Qwen/Qwen2.5-1.5B                  qwen2    28 1536 12  2  8960 151936 128K 1e6 tied
+qwen2.5-3b    Qwen/Qwen2.5-3B                    qwen2    36 2048 16  2 11008 151936  32K 1e6 tied
+qwen2.5-7b    Qwen/Qwen2.5-7B                    qwen2    28 3584 28  4 18944 152064 128K 1e6
+qwen2.5-14b   Qwen/Qwen2.5-14B                   qwen2    48 5120 40  8 13824 152064 128K 1e6
+qwen2.5-32b   Qwen/Qwen2.5-32B                   qwen2    64 5120 40  8 27648 152064 128K 1e6
+qwen2.5-72b   Qwen/Qwen2.5-72B                   qwen2    80 8192 64  8 29568 152064 128K 1e6
+qwen3-0.6b    Qwen/Qwen3-0.6B                    qwen3    28 1024 16  8  3072 151936  40K 1e6 tied K128
+qwen3-1.7b    Qwen/Qwen3-1.7B                    qwen3    28 2048 16  8  6144 151936  40K 1e6 tied K128
+qwen3-4b      Qwen/Qwen3-4B                      qwen3    36 2560 32  8  9728 151936  40K 1e6 tied K128
+qwen3-8b      Qwen/Qwen3-8B                      qwen3    36 4096 32  8 12288 151936  40K 1e6 K128
+qwen3-14b     Qwen/Qwen3-14B                     qwen3    40 5120 40  8 17408 151936  40K 1e6 K128
+qwen3-32b     Qwen/Qwen3-32B                     qwen3    64 5120 64  8 25600 151936  40K 1e6 K128
+smollm2-135m  HuggingFaceTB/SmolLM2-135M         llama    30  576  9  3  1536  49152   8K 1e5 tied
+smollm2-360m  HuggingFaceTB/SmolLM2-360M         llama    32  960 15  5  2560  49152   8K 1e5 tied
+smollm2-1.7b  HuggingFaceTB/SmolLM2-1.7B         llama    24 2048 32 32  8192  49152   8K 1.3e5 tied
 """
 _COUNTS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size",
            "vocab_size")  # fmt: skip
 
 
 def _config(family: str, *columns: str) -> dict[str, Any]:
-    counts, theta, more = columns[:6], float(columns[6]), columns[7:]
+    counts, positions, theta, more = columns[:6], columns[6], float(columns[7]), columns[8:]
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     config = {"model_type": family, **{key: int(count) for key, count in zip(_COUNTS, counts, strict=True)}}
-    config |= {"tie_word_embeddings": "tied" in more, "max_position_embeddings": 131072, "rope_parameters": rope}
+    config |= {"tie_word_embeddings": "tied" in more, "rope_parameters": rope}
+    config["max_position_embeddings"] = 1024 * int(positions.removesuffix("K"))
     if family == "mistral":
         config["sliding_window"] = None
     for word in more:

@@ -6,6 +6,7 @@ D hidden size, H query heads, G key/value heads, K head dim, F MLP size, V vocab
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -34,13 +35,14 @@ class Family:
     window: Literal["none", "all", "switched"] = "none"
     kv_heads: int | None = None
     head_dim: int | None = None
+    positions: int = 32768
 
 
 DEFAULT_WINDOW = 4096  # of every family that has windows
 # To add a family: one entry here, one case in tests/test_shape.py and one in tests/models.py.
 FAMILIES: dict[str, Family] = {
-    "llama": Family("attention_bias", "attention_bias", "mlp_bias"),
-    "mistral": Family(window="all", kv_heads=8),
+    "llama": Family("attention_bias", "attention_bias", "mlp_bias", positions=2048),
+    "mistral": Family(window="all", kv_heads=8, positions=131072),
     "qwen2": Family(True, window="switched", kv_heads=32),
     "qwen3": Family("attention_bias", "attention_bias", qk_norm=True, window="switched", kv_heads=32, head_dim=128),
 }
@@ -241,6 +243,17 @@ def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> M
     qkv_bias, out_bias, mlp_bias = (bool(values.get(rule) if isinstance(rule, str) else rule) for rule in rules)
     sizes = (num_layers, hidden, heads, kv_heads, head_dim, mlp, vocab)
     return ModelShape(name, *sizes, tied, windows, qkv_bias, out_bias, mlp_bias, family.qk_norm)
+
+
+def max_positions(values: Mapping[str, Any]) -> int:
+    """Positions of the model that a supported `config.json` describes."""
+    return values.get("max_position_embeddings") or FAMILIES[values["model_type"]].positions
+
+
+def yarn_factor(positions: int, rope: Mapping[str, Any], context: int) -> int:
+    """The factor of YaRN for `context` tokens, which counts from the positions before any stretch."""
+    original = rope.get("original_max_position_embeddings") or int(positions / (rope.get("factor") or 1))
+    return math.ceil(context / original)
 
 
 def _count(

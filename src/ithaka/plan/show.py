@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ithaka.config import Config, ConfigError, given, load, parse_count, shown, to_dict
+from ithaka.config import SECTIONS, Config, ConfigError, given, load, parse_count, shown, to_dict
 from ithaka.layout import EVERYTHING, SETTINGS
 from ithaka.plan import search
 from ithaka.plan.bytes import (
@@ -23,14 +23,24 @@ from ithaka.plan.bytes import (
     kept_attention_bytes,
 )
 from ithaka.plan.hardware import DISK_BYTES_S, GIB, HOST_BYTES_PER_GPU, Hardware
-from ithaka.plan.models import find_shape, hub_id
+from ithaka.plan.models import find_config, hub_id
 from ithaka.plan.search import Plan, Space
-from ithaka.plan.shape import Work
+from ithaka.plan.shape import Work, max_positions, shape_from_config, yarn_factor
 
 WIDTH = 118
 # Settings that `ithaka plan` has options for.
 OPTIONS = {"model.path": "the argument MODEL", "data.context": "--context", "train.batch": "--batch",
            "train.steps": "--steps"}  # fmt: skip
+# Lines of a planned configuration that are the user's to fill in: an example, and what it means.
+TO_FILL_IN = {
+    "data.path": ("books.jsonl", "your documents; without it, Python's standard library"),
+    "optim.lr": ("1.0e-5", "peak learning rate; 3.0e-4 by default"),
+    "optim.warmup_steps": ("20", "none by default"),
+    "train.epochs": ("1", "or steps: 500; 1000 steps by default"),
+    "train.validate_every": ("50", "steps; 100 by default"),
+    "train.keep_best": ("true", "keep the checkpoint with the lowest validation loss"),
+    "train.run_dir": ("runs/long", "runs/<date>-<time> by default"),
+}
 ADAPTER = {"adapter.rank", "adapter.targets", "adapter.modules_to_save"}
 COLUMNS = ("  cp", "heads/stage", "inputs", "attention kept", "optimizer", "tok/s/GPU", "GPU GiB", "host GiB")
 # What layers keep, and what backward does where they do not.
@@ -48,9 +58,11 @@ TIER_WORDS = {"GPU": ("GPU memory", ""), "host": ("host memory", "--host-memory 
 
 @dataclass(frozen=True)
 class Question:
-    """A model on a machine. `config`: what the command was told; `given`: the names (parallel.cp) of what it set."""
+    """A model on a machine. `hf_config`: its config.json; `config`: the command's settings; `given`: the names
+    (parallel.cp) of those that the user set."""
 
     model: str
+    hf_config: Mapping[str, Any]
     space: Space
     config: Config
     given: frozenset[str]
@@ -58,6 +70,14 @@ class Question:
 
     def plan(self, context: int = 0) -> Plan:
         return self.space.choose(replace(self.work, context=context or self.work.context))
+
+    def missing_rope(self, context: int) -> dict[str, Any] | None:
+        """model.rope for a context beyond the positions of a trained model, unless the user set it."""
+        positions, from_scratch = max_positions(self.hf_config), Path(self.model).expanduser().is_file()
+        if context <= positions or from_scratch or "model.rope" in self.given:
+            return None
+        rope = self.hf_config.get("rope_parameters") or self.hf_config.get("rope_scaling") or {}
+        return {"type": "yarn", "factor": yarn_factor(positions, rope, context)}
 
     def forward_plan(self) -> Plan:
         """Of an evaluation, whose layout no setting changes."""
@@ -87,23 +107,31 @@ def question(
         if not any_setting:
             raise ConfigError(f"{name} is not decided by a plan; use one of {', '.join(SETTINGS)}")
     config = load(None, [*overrides, f"data.context={num_tokens}", f"train.batch={batch}"])
-    space = search.space_of(config, told, find_shape(model).with_adapter(config.adapter), hardware)
-    return Question(model, space, config, frozenset(told), search.work_of(config))
+    hf_config = find_config(model)
+    shape = shape_from_config(hf_config, model).with_adapter(config.adapter)
+    space = search.space_of(config, told, shape, hardware)
+    return Question(model, hf_config, space, config, frozenset(told), search.work_of(config))
 
 
 def plan_answer(q: Question, max_context: bool, steps: int | None, as_json: bool) -> tuple[str, bool]:
     """(the answer, whether it fits). With `max_context` the plan is the one at the longest context."""
     context, limited_by = q.space.longest(q.work.batch) if max_context else (0, "")
     plan = q.plan(context)
+    rope = q.missing_rope(plan.work.context)
     if as_json:
         values = as_dict(plan, q.model, steps) | ({"max_context": context} if max_context else {})
+        values |= {"missing_rope": rope} if rope else {}
         values["limited_by"] = limited_by or (plan.limited_by if plan.fits else q.space.longest(q.work.batch)[1])
         return json.dumps(values, indent=2), plan.fits
-    text = as_text(plan, q.model, steps)
+    text = as_text(plan, q.model, steps, _rope_line(q, rope) if rope else "")
     if max_context and context:
         where = f"{q.model} on {plan.hardware.name}"
         text = f"Longest context of {where}: {tokens(context)} tokens ({context}), limited by {limited_by}.\n\n{text}"
     return text, plan.fits
+
+
+def _rope_line(q: Question, rope: Mapping[str, Any]) -> str:
+    return f"{q.model} has {tokens(max_positions(q.hf_config))} positions: training needs model.rope={shown(rope)}"
 
 
 # ---- JSON and YAML
@@ -141,10 +169,11 @@ def as_dict(plan: Plan, model: str, steps: int | None = None) -> dict[str, Any]:
 
 
 def as_yaml(q: Question, plan: Plan, steps: int | None = None) -> str:
-    """A configuration for `ithaka train` with every setting of the plan, and what else the user gave."""
-    weights = None if Path(q.model).exists() else hub_id(q.model)
+    """A complete configuration for `ithaka train`: the plan, the user's settings, and lines to uncomment and edit."""
+    local = Path(q.model).expanduser()
+    weights = None if local.exists() else hub_id(q.model)
     config, tree = to_dict(q.config), dict[str, dict[str, Any]]()
-    chosen: dict[str, Any] = {"model.path": weights or q.model, "data.path": None, "data.context": plan.work.context}
+    chosen: dict[str, Any] = {"model.path": weights or q.model, "data.context": plan.work.context}
     chosen |= {name: config[name.split(".")[0]][name.split(".")[1]] for name in sorted(q.given)} | plan.settings
     chosen |= {"train.batch": plan.work.batch, **({"train.steps": steps} if steps else {})}
     for name, value in chosen.items():
@@ -153,17 +182,29 @@ def as_yaml(q: Question, plan: Plan, steps: int | None = None) -> str:
     lines = [f"# {_headline(plan, q.model)}"]
     if weights:
         lines.append(f"# The weights: hf download {weights} --local-dir {weights}")
-    if "data.path" not in q.given:
-        lines.append("# data.path: your documents; null trains on Python's own sources.")
-    return "\n".join([*lines, yaml.safe_dump(tree, sort_keys=False)])
+    elif local.is_dir() and not any(local.glob("*.safetensors")):
+        lines.append(f"# {q.model} has no *.safetensors; with {local / 'config.json'}, weights are random.")
+    lines.append("# Uncomment what you need, and edit it in place: a section may appear only once.")
+    hints = {name: hint for name, hint in TO_FILL_IN.items() if name not in chosen}
+    if "train.steps" in chosen:
+        hints.pop("train.epochs", None)
+    if rope := q.missing_rope(plan.work.context):
+        positions = tokens(max_positions(q.hf_config))
+        hints["model.rope"] = shown(rope), f"needed: the model has {positions} positions; see docs/extend.md"
+    for section in SECTIONS:
+        own = [(name.split(".")[1], *hint) for name, hint in hints.items() if name.startswith(f"{section}.")]
+        if section in tree or own:
+            values = yaml.safe_dump({section: tree[section]}, sort_keys=False) if section in tree else f"{section}:\n"
+            lines += [values.rstrip(), *(f"{f'  # {key}: {value}':<36}# {why}" for key, value, why in own)]
+    return "\n".join(lines) + "\n"
 
 
 # ---- text
 
 
-def as_text(plan: Plan, model: str, steps: int | None = None) -> str:
-    """The whole answer: does it fit, settings and reasons, memory, time, other plans, assumptions."""
-    lines = [_headline(plan, model)]
+def as_text(plan: Plan, model: str, steps: int | None = None, note: str = "") -> str:
+    """Whether it fits, a note, settings and reasons, memory, time, other plans, assumptions."""
+    lines = [_headline(plan, model), *[note] * bool(note)]
     if not plan.fits:
         lines.append(_way_out(plan))
     elif steps:
