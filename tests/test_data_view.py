@@ -117,6 +117,14 @@ def test_sources_are_counted_apart_and_ranks_compared(folder):
     assert "source a" in text and re.search(r"── document \d of [ab]: 10 tokens, 9 trained", text)
 
 
+def test_epochs_are_those_that_the_run_has(folder):
+    """Two passes over four sequences are 8 steps; train.steps, by default 1000, does not count."""
+    records = [{"text": "123456789abcdef"}] * 4  # a sequence each
+    text = " ".join(shown(folder, records, "--set", "train.epochs=2").split())
+    assert re.search(r"epochs +2 \(8 sequences in all\)", text)
+    assert "epochs 1.5 (6 sequences in all)" in " ".join(shown(folder, records, "--set", "train.steps=6").split())
+
+
 def test_of_large_data_a_stated_part_is_read(folder, monkeypatch):
     monkeypatch.setattr(mix, "ROUND_TOKENS", 0)
     monkeypatch.setattr(read, "SHARD_BYTES", 200)

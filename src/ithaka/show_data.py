@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ithaka.config import Config
-from ithaka.data.open import balance, check, data_facts, open_data
+from ithaka.data.open import balance, check, data_facts, epoch_steps, open_data
 from ithaka.data.pack import IGNORED
 from ithaka.data.stream import TrainData
 from ithaka.data.tokenizer import Tokenizer, load_tokenizer
@@ -62,7 +62,9 @@ def read_data(config: Config, limits: tuple[int, int, int]) -> DataView:
             accumulate=train.micro_steps(dp_size), cache_dir=Path(folder),
         )  # fmt: skip
         try:
-            facts = data_facts(data, train.steps * train.micro_steps(dp_size) * train.batch * dp_size)
+            global_batch = train.micro_steps(dp_size) * train.batch * dp_size
+            steps = train.steps if train.epochs is None else epoch_steps(data, train.epochs, global_batch)
+            facts = data_facts(data, steps * global_batch)
             figures = count(data)
             chosen = np.linspace(0, figures["sequences"] - 1, limits[0]).round().astype(int)
             sequences = [show_sequence(data, i, *limits[1:]) for i in np.unique(chosen).tolist()]

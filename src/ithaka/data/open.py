@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -154,11 +155,12 @@ def _amount(source: Source, stream: SequenceStream) -> tuple[int, int, str]:
     return documents, tokens, "" if len(counts) == len(source.shards) else "about "
 
 
-def epoch_sequences(opened: TrainData) -> float:
-    """Sequences of a pass over the data; an estimate if it is larger than a round."""
+def epoch_steps(opened: TrainData, epochs: float, global_batch: int) -> int:
+    """Optimizer steps of so many passes over the data; an estimate if it is larger than a round."""
     packed = opened.stream.round()
     tokens = sum(_amount(source, opened.stream)[1] for source in opened.stream.sources)
-    return tokens / (packed.num_tokens / len(packed))
+    sequences = tokens / (packed.num_tokens / len(packed))
+    return max(1, math.ceil(epochs * sequences / global_batch - 1e-6))
 
 
 def data_facts(opened: TrainData, num_sequences: int) -> dict[str, str]:

@@ -414,8 +414,9 @@ def _decide_steps(trainer: Trainer) -> None:
     before = checkpoint.read_state(run.checkpoint) if run.checkpoint is not None else {}
     steps = before["steps"] if before.get("epochs") == config.train.epochs else None
     if steps is None:
-        sequences = together(lambda: epoch_sequences(trainer.data) if trainer.mesh.rank == 0 else 0.0)
-        steps = max(1, math.ceil(config.train.epochs * gathered(sequences)[0] / trainer.global_batch - 1e-6))
+        epochs, batch = config.train.epochs, trainer.global_batch
+        own = together(lambda: epoch_steps(trainer.data, epochs, batch) if trainer.mesh.rank == 0 else 0)
+        steps = gathered(own)[0]
     train = dataclasses.replace(config.train, steps=steps, epochs=None)
     optim = dataclasses.replace(config.optim, decay_steps=config.optim.decay_steps or steps)
     trainer.config = dataclasses.replace(config, train=train, optim=optim)
