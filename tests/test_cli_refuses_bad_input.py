@@ -13,12 +13,15 @@ from ithaka.cli import app
 from ithaka.config import (
     CPU_DEFAULT,
     GPU_DEFAULT,
+    ConfigError,
+    check_output,
     check_writable,
     embedded_model,
     load,
     to_dict,
     to_yaml,
 )
+from ithaka.report.page import page
 from ithaka.train import checkpoint, launch, preflight
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 50
@@ -131,6 +134,38 @@ def test_run_directory_of_another_run(folder, started):
     (folder / "old" / "config.yaml").write_text("")
     refused(folder, started, ["train", "--run-dir", "old"], ["train.run_dir=old", "--run-dir", "--resume old"])
     refused(folder, started, ["train", "--set", "train.run_dir=old"], ["train.run_dir=old"])
+
+
+@pytest.mark.parametrize("command", [["train"], ["profile"], ["train", "--resume", "auto"]], ids=" ".join)
+@pytest.mark.parametrize("name", ["report.html", "metrics.jsonl", "config.yaml", "tokens/mine.txt", ".git/HEAD"])
+def test_a_run_directory_with_other_files_needs_force(folder, started, command, name):
+    (folder / "mine" / name).parent.mkdir(parents=True)
+    (folder / "mine" / name).write_text("train: {steps: 50}")
+    words = ["train.run_dir=mine", *([] if name == "config.yaml" else [name.partition("/")[0], "--force"])]
+    refused(folder, started, [*command, "--run-dir", "mine"], words)
+
+
+def test_a_forced_run_directory_and_what_a_crashed_start_left_are_used(folder, started):
+    (folder / "mine").mkdir()
+    (folder / "mine" / "notes.txt").write_text("mine")
+    (folder / "crashed" / "tokens").mkdir(parents=True)
+    (folder / "crashed" / "tokens" / "abc.tokens").write_text("")
+    (folder / "crashed" / "hang").mkdir()
+    (folder / "empty").mkdir()
+    for arguments in (["mine", "--force"], ["crashed"], ["crashed", "--resume", "auto"], ["empty"]):
+        result = CliRunner().invoke(app, ["train", "--run-dir", *arguments])
+        assert result.exit_code == 0, result.output
+    assert len(started) == 4 and (folder / "mine" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("arguments", [["train", "--run-dir", ""], ["profile", "--run-dir="], ["export", "run", ""]])
+def test_an_empty_path_is_not_the_current_folder(folder, started, arguments):
+    refused(folder, started, arguments, ["='' names no folder; give one, or . for the current folder"])
+
+
+@pytest.mark.parametrize("change", ["train.steps=abc", "train.steps=7", "train.epochs=1", "train.validate_every=1"])
+def test_settings_that_a_profile_decides_are_refused(folder, started, change):
+    refused(folder, started, ["profile", "--set", change], [f"--set {change.partition('=')[0]}", "--steps"])
 
 
 def test_run_directory_that_is_a_file(folder, started):
@@ -374,6 +409,53 @@ def test_files_that_cannot_be_written_are_refused_before_the_work(folder, starte
     (folder / "run").mkdir()
     (folder / "run" / "config.yaml").write_text("{}")
     refused(folder, started, [*arguments, option, path], [f"{option}={path} cannot be written: ", "give another path"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["report", "run", "--out"],
+        ["plan", "llama3-8b", "--gpus", "8xH100-80GB", "--out"],
+        ["bench", "device", "--out"],
+        ["data", "--html"],
+        ["evaluate", "model", "--html"],
+        ["export", "run"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_what_is_there_is_not_replaced_unless_forced(folder, started, arguments):
+    """Nothing is measured or read before."""
+    (folder / "run").mkdir()
+    (folder / "run" / "config.yaml").write_text("{}")
+    output = folder / "output"
+    if arguments[0] == "export":
+        output.mkdir()
+        (output / "notes.txt").write_text("mine")
+    else:
+        output.write_text("mine")
+    refused(folder, started, [*arguments, "output"], ["=output ", "give another path, or --force"])
+
+
+def test_a_planned_file_is_written_again_unless_it_was_edited(folder):
+    plan = ["plan", "llama3.2-1b", "--gpus", "H200", "--context", "8K", "--out", "long.yaml"]
+    for _ in range(2):
+        assert CliRunner().invoke(app, plan).exit_code == 0
+    planned = (folder / "long.yaml").read_text()
+    (folder / "long.yaml").write_text(planned + "# mine\n")
+    assert CliRunner().invoke(app, plan).exit_code == 2 and (folder / "long.yaml").read_text() == planned + "# mine\n"
+    assert CliRunner().invoke(app, [*plan, "--force"]).exit_code == 0
+    assert (folder / "long.yaml").read_text() == planned
+
+
+def test_a_page_of_ours_and_an_empty_file_are_replaced(tmp_path):
+    (tmp_path / "page.html").write_text(page("Title", "body"))
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "other.html").write_text("<html><title>mine</title></html>")
+    check_output("--html", tmp_path / "page.html", force=False)
+    check_output("--html", tmp_path / "empty", force=False)
+    with pytest.raises(ConfigError, match="other.html exists; .* --force"):
+        check_output("--html", tmp_path / "other.html", force=False)
+    check_output("--html", tmp_path / "other.html", force=True)
 
 
 @pytest.mark.parametrize("path", ["/proc/none", "/proc/none/deeper", "file/x"])

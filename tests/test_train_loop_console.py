@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shlex
 import signal
 import sys
 import time
@@ -121,13 +122,14 @@ def test_flops_and_amounts():
 
 def test_sigterm_finishes_the_step_saves_and_leaves_with_its_number(tmp_path):
     train = {"steps": 100_000, "save_every": 0, "validate_every": 0}
-    config = tiny_run(tmp_path, train=train)
+    config = tiny_run(tmp_path, train={**train, "run_dir": str(tmp_path / "it's mine")})
     program = start_program(config, 2)
     wait_for(lambda: len(metrics(config.train.run_dir)) >= 2, program)
     os.kill(program.pid, signal.SIGTERM)
     assert program.wait(60) == 128 + signal.SIGTERM, program.stderr
     last = metrics(config.train.run_dir)[-1]["step"]
-    assert f"Stopped as asked after step {last}" in program.stdout
+    stopped = next(line for line in program.stdout.splitlines() if f"Stopped as asked after step {last}" in line)
+    assert shlex.split(stopped.partition(": ")[2]) == ["ithaka", "train", "--resume", str(config.train.run_dir)]
     assert (config.train.run_dir / "latest").read_text() == f"step-{last:08d}\n"
 
 

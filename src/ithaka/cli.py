@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 import ithaka
-from ithaka.config import ConfigError, check_writable, parse_count, shown
+from ithaka.config import ConfigError, check_output, check_writable, command, given, parse_count, shown
 
 if TYPE_CHECKING:
     from ithaka.train.preflight import Run
@@ -55,7 +55,9 @@ Model = Annotated[str, typer.Argument(help="A name (llama3.1-8b), a directory, a
 ConfigFile = Annotated[Path | None, typer.Argument(metavar="CONFIG.yaml", help="Without: a small model to watch.")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Decide one setting.")]
 Ranks = Annotated[int | None, typer.Option(help="Local ranks; by default one per GPU, or 2 on CPU.")]
-RunDir = Annotated[Path | None, typer.Option(metavar="DIR", help="Of the run; by default runs/<date>-<time>.")]
+# Text: as a path, an empty one would be the current folder.
+RunDir = Annotated[str | None, typer.Option(metavar="DIR", help="Of the run; by default runs/<date>-<time>.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace files that are there, or use a folder that has some.")]
 Gpus = Annotated[str, typer.Option(help="For example 8xH100-80GB, or 2x8xH100-80GB for two nodes.")]
 Context = Annotated[str, typer.Option(help="Tokens per sequence: 131072, 128K, 1M.")]
 HostMemory = Annotated[str | None, typer.Option(help="Host memory per node: 2TB, 512GiB. By default 256 GB per GPU.")]
@@ -101,6 +103,7 @@ def train(
         ),
     ] = None,
     run_dir: RunDir = None,
+    force: Force = False,
     max_restarts: Annotated[int, typer.Option(min=0, help="Start the ranks again, so often, when they fail.")] = 0,
     evaluate_only: Annotated[
         bool, typer.Option("--evaluate-only", help="Print the validation loss (with --resume, of that run).")
@@ -109,8 +112,8 @@ def train(
     """Train a model: the one CONFIG.yaml names, or without it a small one on Python's own sources."""
     if evaluate_only and resume is None:
         with tempfile.TemporaryDirectory(prefix="ithaka-") as name:
-            _run(config, overrides, ranks, Path(name) / "run", trains=False)
-    _run(config, overrides, ranks, run_dir, resume, max_restarts, trains=not evaluate_only)
+            _run(config, overrides, ranks, f"{name}/run", trains=False)
+    _run(config, overrides, ranks, run_dir, resume, max_restarts, trains=not evaluate_only, force=force)
 
 
 def train_rank(run: Run, only_profile: bool = False) -> int:
@@ -154,19 +157,23 @@ def profile(
     overrides: Overrides = None,
     ranks: Ranks = None,
     run_dir: RunDir = None,
+    force: Force = False,
 ) -> None:
-    """Run a few steps of a training run and show where memory and time go. Nothing is saved but that."""
-    _run(config, overrides, ranks, run_dir, profiled_steps=steps)
+    """Run a few steps of a training run and show where memory and time go. Nothing else is saved."""
+    _run(config, overrides, ranks, run_dir, profiled_steps=steps, force=force)
 
 
 @app.command()
 def report(
     run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Runs, side by side.")],
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="By default in the first run's directory.")] = None,
+    force: Force = False,
 ) -> None:
-    """Write one HTML page about a run, or about several beside each other. It opens without a network."""
+    """Write one HTML page about a run, or several side by side. It opens without a network."""
     from ithaka.report.page import write_report
 
+    if out is not None:
+        check_output("--out", out, force)
     print(write_report(run_dirs, out))
 
 
@@ -175,12 +182,14 @@ def _run(
     overrides: Overrides,
     ranks: Ranks,
     run_dir: RunDir,
-    resume: RunDir = None,
+    resume: Path | None = None,
     max_restarts: int = 0,
     profiled_steps: int = 0,
     trains: bool = True,
+    force: bool = False,
 ) -> None:
-    """Decides and checks, prints the plan, and starts the ranks; again, from their last checkpoint, if they fail."""
+    """Check the settings, print the plan and start the ranks; restart them from their last checkpoint if they fail."""
+    folder = None if run_dir is None else _path(run_dir, "--run-dir")
     with _loading() as status:
         from ithaka.plan import show
         from ithaka.train import launch
@@ -188,15 +197,18 @@ def _run(
 
     changes = [*(overrides or []), *([f"parallel.ranks={ranks}"] if ranks is not None else [])]
     if profiled_steps:
-        changes += [f"train.steps={profiled_steps}", f"profile.every={profiled_steps}"]
-        changes += ["train.validate_every=0", "train.validate_sequences=0"]
+        decided = {"train.steps": f"{profiled_steps}", "train.epochs": "null", "profile.every": f"{profiled_steps}"}
+        decided |= {"train.validate_every": "0", "train.validate_sequences": "0"}
+        for name in sorted(given(None, changes) & decided.keys()):
+            raise ConfigError(f"--set {name} has no effect on a profile; use --steps, or leave it out")
+        changes += [f"{name}={value}" for name, value in decided.items()]
     if max_restarts and launch.under_torchrun():
         raise ConfigError(f"--max-restarts={max_restarts} is for local ranks; give it to torchrun, before -m ithaka")
     tells = os.environ.get("RANK", "0") == "0"
     left = max_restarts
     while True:  # entries of a curriculum, and restarts
         with status("checking settings and data"):
-            run = preflight(config, changes, resume, run_dir, trains)
+            run = preflight(config, changes, resume, folder, trains, force)
         if not trains:
             raise typer.Exit(launch.run_ranks(validate_rank, (run,), run.num_ranks))
         train = run.config.train
@@ -216,7 +228,7 @@ def _run(
             number, left = max_restarts - left + 1, left - 1
             print(f"Restart {number} of {max_restarts}, after exit code {code}", file=sys.stderr, flush=True)
         if resume is None:
-            resume, run_dir = AUTO, run.run_dir
+            resume, folder = AUTO, run.run_dir
     raise typer.Exit(code)
 
 
@@ -226,11 +238,12 @@ def data(
     overrides: Overrides = None,
     ranks: Ranks = None,
     page: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page instead.")] = None,
+    force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what would be trained on: figures, and packed sequences with the trained tokens marked. Needs no GPU."""
     if page is not None:
-        check_writable("--html", page)
+        check_output("--html", page, force)
     with _loading() as status:
         from rich.console import Console
 
@@ -266,6 +279,7 @@ def plan(
     max_context: Annotated[bool, typer.Option("--max-context", help="The longest that fits.")] = False,
     as_yaml: Annotated[bool, typer.Option("--yaml", help="As a configuration for `ithaka train`.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write that configuration here.")] = None,
+    force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Say what fits and how fast it will be, before anything is rented or started."""
@@ -290,6 +304,7 @@ def plan(
         if out is None:
             print(text, end="")
         else:
+            check_output("--out", out, force, text)
             out.write_text(text, encoding="utf-8")
             lacks = question.missing_rope(found.work.context)
             way = "the model has fewer positions: uncomment model.rope in it, then" if lacks else "use it with"
@@ -363,6 +378,7 @@ def evaluate(
     samples: Annotated[int, typer.Option(min=1, help="Of each retrieval task, at each length and depth.")] = 2,
     ranks: Ranks = None,
     page: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page as well.")] = None,
+    force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure what a model, or two, do with their context: loss by position, what the long context gives, retrieval."""
@@ -370,7 +386,7 @@ def evaluate(
         raise ConfigError(f"{len(models)} models are too many side by side; give one or two")
     lengths = sorted({_count(text, "--contexts") for text in contexts.split(",")})
     if page is not None:
-        check_writable("--html", page)
+        check_output("--html", page, force)
     with _loading() as status:
         from ithaka import evaluate as evaluation
 
@@ -478,9 +494,10 @@ def bench_attention(
 def bench_device(
     out: Annotated[Path, typer.Option(metavar="FILE", help="The file to write.")] = Path("gpu.json"),
     seconds: HowLong = 3.0,
+    force: Force = False,
 ) -> None:
     """Measure matmul, attention and copies here, and write them for `ithaka plan --gpu-file`."""
-    check_writable("--out", out)
+    check_output("--out", out, force)
     with _loading() as status:
         from ithaka.bench import here, measure_device
 
@@ -489,13 +506,14 @@ def bench_device(
     out.write_text(json.dumps(gpu, indent=1) + "\n", encoding="utf-8")
     print(_table([{"figure": name, "value": float(gpu[name])} for name in gpu if name not in ("name", "source")]))
     print(gpu["source"])
-    print(f"written to {out}; use it with: ithaka plan MODEL --gpus 8 --gpu-file {out}")
+    print(f"written to {out}; use it with: {command('plan', 'MODEL', '--gpus', 8, '--gpu-file', out)}")
 
 
 @bench.command("network")
 def bench_network(
     out: Annotated[Path, typer.Option(metavar="FILE", help="The file to write.")] = Path("network.json"),
     size: Annotated[int, typer.Option(min=1, metavar="MIB", help="What a rank sends in a call.")] = 256,
+    force: Force = False,
 ) -> None:
     """Measure what ranks send each other, and write it for `ithaka plan --gpu-file`. Start it with torchrun."""
     from ithaka.train.launch import run_ranks, under_torchrun
@@ -504,6 +522,7 @@ def bench_network(
         raise ConfigError(
             "bench network measures between ranks; use torchrun --nproc-per-node 8 -m ithaka bench network"
         )
+    check_output("--out", out, force)
     raise typer.Exit(run_ranks(_network_rank, (out, size), 1))
 
 
@@ -520,7 +539,7 @@ def _network_rank(out: Path, size: int) -> None:
         out.write_text(json.dumps(network_figures(rows, device), indent=1) + "\n", encoding="utf-8")
         per_node = int(os.environ["LOCAL_WORLD_SIZE"])
         gpus = f"{dist.get_world_size() // per_node}x{per_node}"
-        print(f"written to {out}; use it with: ithaka plan MODEL --gpus {gpus} --gpu-file {out}")
+        print(f"written to {out}; use it with: {command('plan', 'MODEL', '--gpus', gpus, '--gpu-file', out)}")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -570,6 +589,12 @@ def bench_ladder(
     _print(ladder(find_config(model), ranks, **sizes), as_json, note)
 
 
+def _path(text: str, option: str) -> Path:
+    if not text:
+        raise ConfigError(f"{option}='' names no folder; give one, or . for the current folder")
+    return Path(text)
+
+
 def _count(text: str, option: str) -> int:
     if not (count := parse_count(text)):
         raise ConfigError(f"{option}={text} is not a number of tokens; write 65536, 64K or 1M")
@@ -603,15 +628,16 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
 @app.command()
 def export(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The directory of a run.")],
-    out_dir: Annotated[Path, typer.Argument(metavar="OUT_DIR", help="A new or empty directory.")],
+    out_dir: Annotated[str, typer.Argument(metavar="OUT_DIR", help="A new or empty directory.")],
     merge: Annotated[bool, typer.Option("--merge", help="Merge the run's adapter into its base model.")] = False,
     step: Annotated[int | None, typer.Option(help="Of which step; by default the latest checkpoint.")] = None,
+    force: Force = False,
 ) -> None:
     """Write a checkpoint of a run as a Hugging Face directory; an adapter in PEFT's format."""
     from ithaka.train import checkpoint
 
-    check_writable("OUT_DIR", out_dir, folder=True)
-    checkpoint.export(run_dir, out_dir, merge, step)
-    print(f"exported to {out_dir}")
-    if (out_dir / "adapter_config.json").is_file() and (out_dir / "config.json").is_file():
+    folder = _path(out_dir, "OUT_DIR")
+    checkpoint.export(run_dir, folder, merge, step, force)
+    print(f"exported to {folder}")
+    if (folder / "adapter_config.json").is_file() and (folder / "config.json").is_file():
         print("model.rope moved the positions: load the base model with this config.json, or export with --merge")

@@ -793,3 +793,28 @@ def check_writable(option: str, path: Path, folder: bool = False) -> None:
     except OSError as error:
         reason = f"{place} takes no file ({error.strerror})"
         raise ConfigError(f"{option}={path} cannot be written: {reason}; give another path") from None
+
+
+PAGE_MARK = '<meta name="generator" content="ithaka">'  # in the head of every page that ithaka writes
+
+
+def check_output(
+    option: str, path: Path, force: bool, text: str | None = None, *, folder: bool = False, own: Iterable[str] = ()
+) -> None:
+    """`check_writable`, and unless `force`, refuse to replace what a user may have written or edited.
+
+    A file may be replaced if it is empty, holds `text` already or is a page of ours. A folder may hold what is named in
+    `own`.
+    """
+    check_writable(option, path, folder)
+    found = ""
+    if folder and path.is_dir():
+        if others := sorted({entry.name for entry in path.iterdir()} - {*own}):
+            found = f"holds other files ({', '.join(others[:3])}{', ...' * (len(others) > 3)})"
+    elif path.is_file() and path.stat().st_size:
+        content = path.read_bytes()
+        same = text is not None and content == text.encode()
+        found = "" if same or PAGE_MARK.encode() in content[:2000] else "exists"
+    if found and not force:
+        way = "use it anyway" if folder else "replace it"
+        raise ConfigError(f"{option}={path} {found}; give another path, or --force to {way}")

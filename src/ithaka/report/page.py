@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from ithaka.config import ConfigError, check_writable
+from ithaka.config import PAGE_MARK, ConfigError, check_writable
 from ithaka.train.console import read_metrics
 
 CHARTS = "echarts.common.min.js"  # Apache ECharts 6.1.0, as published; see NOTICE.echarts
@@ -69,6 +69,7 @@ def page(title: str, body: str, scripts: str = "", last: str = "", live: bool = 
     scripts += f"\n<script>{last}{_part('theme.js')}</script>"
     parts = {
         "live": ' data-live="yes"' * live,
+        "mark": PAGE_MARK,
         "title": html.escape(title),
         "style": _part("report.css"),
         "body": body,

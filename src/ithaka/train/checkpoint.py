@@ -420,8 +420,8 @@ def resume_point(run_dir: Path, config: Config, shape: ModelShape) -> tuple[Path
     return found, changed
 
 
-def export(run_dir: Path, out_dir: Path, merge: bool = False, step: int | None = None) -> Path:
-    """Writes a checkpoint of `run_dir`, the latest or that of `step`, as a Hugging Face directory; returns `out_dir`.
+def export(run_dir: Path, out_dir: Path, merge: bool = False, step: int | None = None, force: bool = False) -> Path:
+    """Write a checkpoint of `run_dir`, the latest or that of `step`, as a Hugging Face directory; return `out_dir`.
 
     One process, without a process group; the whole model passes through host memory.  Weights keep the
     precision of the master weights (float32 in a usual run), so logits are those of the trained model.
@@ -431,9 +431,8 @@ def export(run_dir: Path, out_dir: Path, merge: bool = False, step: int | None =
 
     logging.disable_progress_bar()
 
+    check_output("OUT_DIR", out_dir, force, folder=True)
     out_dir, folder = out_dir.absolute(), run_dir / "model"
-    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
-        raise ConfigError(f"output directory {out_dir} exists and is not empty; give a new or empty one")
     found = find_intact(run_dir) if step is None else of_step(run_dir, step)
     if merge and not (folder / "adapter_config.json").is_file():
         raise ConfigError(f"--merge: {run_dir} trained no adapter; leave it out")

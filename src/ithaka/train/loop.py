@@ -442,12 +442,13 @@ def _write_run_dir(trainer: Trainer) -> None:
     if trainer.mesh.rank != 0:
         return
     run, folder = trainer.run, trainer.run.run_dir / "model"
-    folder.mkdir(parents=True, exist_ok=True)
+    run.run_dir.mkdir(parents=True, exist_ok=True)
     trainer.lock = checkpoint.lock(run.run_dir)
     settings = run.saved or yaml.safe_dump(with_absolute_paths(to_dict(run.config)), sort_keys=False)
     # First: it marks the directory as a run's, in which --resume auto may start again.
     checkpoint.write_atomic(run.run_dir / "config.yaml", f"format: {FORMAT}\n{settings}")
     checkpoint.write_atomic(run.run_dir / "data.json", json.dumps(trainer.data_facts, indent=1))
+    folder.mkdir(exist_ok=True)
     adapter = getattr(trainer.model, "peft_config", {}).get("default")
     for part in (adapter, trainer.model.config, trainer.model.generation_config, trainer.tokenizer.hf):
         if part is not None:
@@ -527,7 +528,8 @@ def _train(trainer: Trainer, stop: list[Signals], grace: Grace, beat: Heartbeat,
         if trainer.lock is not None:
             os.close(trainer.lock)
     if not trainer.done and not only_profile:
-        console.say(f"Stopped as asked after step {trainer.step}; go on with: ithaka train --resume {run.run_dir}")
+        again = command("train", "--resume", run.run_dir)
+        console.say(f"Stopped as asked after step {trainer.step}; resume with: {again}")
     elif console.active and not only_profile:
         of = run.config.curriculum and f"entry {run.config.entry + 1} of {len(run.config.ends)} "
         console.facts(f"{of or ''}done", _summary(trainer, read_metrics(run.run_dir / "metrics.jsonl")))
@@ -591,14 +593,14 @@ def _header(trainer: Trainer) -> dict[str, str]:
     frozen = trainer.num_trained < trainer.num_params
     size = amount(trainer.num_params) + f" parameters{f', {amount(trainer.num_trained)} trained' if frozen else ''}"
     ulysses, ring = mesh.ulysses_group.size(), mesh.ring_group.size()
+    source = config.model.path or embedded_model(config.model.embedded)
+    random = ", random weights" * (trainer.run.checkpoint is None and not has_weights(source))
     facts = {
         "model": f"{config.model.path or model.config.model_type}, {size}{random}",
         "ranks": f"{mesh.world_size} ({device}) = {mesh.dp_size} data x {mesh.cp_size} context parallel"
         + f" ({ulysses} Ulysses x {ring} ring)" * (ring > 1),
         "context": f"{config.data.context} tokens, {tokens} per step, {config.train.steps - config.start} steps",
         "attention": f"kernel {trainer.kernel}",
-    source = config.model.path or embedded_model(config.model.embedded)
-    random = ", random weights" * (trainer.run.checkpoint is None and not has_weights(source))
         "run": f"{trainer.run.run_dir}{f', resumed after step {trainer.step}' if trainer.step else ''}",
         "saving": _saving(trainer),
     }
@@ -631,16 +633,16 @@ def _summary(trainer: Trainer, records: list[dict[str, Any]]) -> dict[str, str]:
     facts = {"validation loss": " -> ".join([losses[0], *losses[1:][-1:]])} if losses else {}
     if trainer.best is not None and trainer.saver.keep_best:
         loss, step = trainer.best
-        facts["best"] = f"{loss:.4f} after step {step}: ithaka export {run_dir} OUT_DIR --step {step}"
+        facts["best"] = f"{loss:.4f} after step {step}: {command('export', run_dir, 'OUT_DIR', '--step', step)}"
     if trainer.step < trainer.config.train.steps:
         facts["stopped early"] = f"after step {trainer.step}: {trainer.stale} validations in a row were not lower"
     facts["speed"] = f"{amount(statistics.median(rates))} tokens/s (median step)"
-    facts["export"] = f"ithaka export {run_dir} OUT_DIR"
+    facts["export"] = command("export", run_dir, "OUT_DIR")
     if trainer.config.adapter is not None and (path := trainer.config.model.path) is not None and path.is_dir():
-        facts["merged"] = f"ithaka export {run_dir} OUT_DIR --merge"
+        facts["merged"] = command("export", run_dir, "OUT_DIR", "--merge")
     if trainer.config.curriculum:
         return facts
-    facts["train longer"] = f"ithaka train --resume {run_dir} --set train.steps={more}"
+    facts["train longer"] = command("train", "--resume", run_dir, "--set", f"train.steps={more}")
     if optim.schedule == "cosine" and optim.warmup_steps < (optim.decay_steps or trainer.step) <= trainer.step:
         facts["lr"] = f"stays as it is then; for a longer cosine add --set optim.decay_steps={more}"
     return facts

@@ -31,8 +31,10 @@ from ithaka.config import (
     Config,
     ConfigError,
     check_effects,
+    check_output,
     check_schedule,
     check_writable,
+    command,
     embedded_model,
     given,
     load,
@@ -40,9 +42,9 @@ from ithaka.config import (
     shown,
     to_dict,
     to_yaml,
+    with_absolute_paths,
 )
 from ithaka.dist.mesh import start_process_group
-    with_absolute_paths,
 from ithaka.layout import Layout, check_fixed, either, fixed_settings, layout_of
 from ithaka.model.adapters import with_stored_settings
 from ithaka.plan.bytes import COPY, Holders, Ledger, memory, saved_bytes
@@ -64,6 +66,9 @@ STORED = ("layer inputs", "kept attention", "on the way to disk")
 STATES = "parameters, gradients, optimizer"
 STAND_IN = "H100"  # for a GPU that the table lacks
 ENDS_BYTES, MOST_FILES = 2**16, 256  # of files whose contents are compared between ranks
+# Sections of every run's config.yaml, also of early versions. A file that a user wrote rarely has them all.
+SAVED_SECTIONS = {"model", "data", "parallel", "memory", "attention", "optim", "train", "profile"}
+TOKEN_FILES = (".tokens", ".part", ".failed")  # in RUN_DIR/tokens, which is removed after the run
 AUTO = Path("auto")  # --resume auto: go on in train.run_dir if it has a checkpoint, else start there
 
 
@@ -114,10 +119,15 @@ class Run:
 
 
 def preflight(
-    file: Path | None, changes: list[str], resume: Path | None = None, run_dir: Path | None = None, trains: bool = True
+    file: Path | None,
+    changes: list[str],
+    resume: Path | None = None,
+    run_dir: Path | None = None,
+    trains: bool = True,
+    force: bool = False,
 ) -> Run:
-    """Resolve, plan and check the configuration: a file of settings and changes to them, or a run to go on with; with
-    `trains` false, to validate."""
+    """Resolve, plan and check the configuration: a file of settings and changes to them, or a run to resume; with
+    `trains` false, to validate. `force`: the run directory may hold other files."""
     if under_torchrun():
         start_process_group()
     name = gathered(time.strftime("%Y%m%d-%H%M%S"))[0]  # by the clock of rank 0
@@ -138,7 +148,7 @@ def preflight(
         config = whole.at(checkpoint.read_state(found)["step"] if found else 0)
         if resume in (None, AUTO) or whole.curriculum:  # else a run that goes on keeps its settings
             config, plan = planned(config, names, least)
-        run = dataclasses.replace(validated(config, least.num_gpus, resume, mine[1], trains), plan=plan)
+        run = dataclasses.replace(validated(config, least.num_gpus, resume, mine[1], trains, force), plan=plan)
         for start in (end for end in whole.ends[:-1] if end >= config.train.steps):  # later entries
             later = planned(whole.at(start), names, least)[0]
             check_inputs(fitting(later, least.num_gpus, mine[1], resume is not None))
@@ -151,17 +161,19 @@ def preflight(
 
 
 def validated(
-    config: Config, num_ranks: int, resume: Path | None = None, here: Hardware | None = None, trains: bool = True
+    config: Config,
+    num_ranks: int,
+    resume: Path | None = None,
+    here: Hardware | None = None,
+    trains: bool = True,
+    force: bool = False,
 ) -> Run:
     """A run with these settings. Raises ConfigError unless it can start; cheap checks first."""
     run_dir, auto = config.train.run_dir, resume == AUTO
     if auto:
         resume = run_dir if checkpoint.newest(run_dir) else None
     if resume is None and run_dir is not None:
-        if (run_dir / "config.yaml").exists() and not auto:
-            way = f"give another with --run-dir, or continue it with --resume {run_dir}"
-            raise ConfigError(f"train.run_dir={run_dir} already holds a run; {way}")
-        check_writable("train.run_dir", run_dir, folder=True)
+        check_run_dir(run_dir, auto, force)
     run = fitting(config, num_ranks, here, resume is not None)
     if resume is not None:
         found, changed = checkpoint.resume_point(resume, run.config, run.shape)
@@ -174,6 +186,22 @@ def validated(
             raise ConfigError(f"train.{name}={value} is reached already by checkpoint {found}; {way}")
     check_inputs(run)
     return run
+
+
+def check_run_dir(run_dir: Path, auto: bool, force: bool) -> None:
+    """Refuse to start a run among other files: it would replace those that have its names, such as report.html.
+
+    With --resume auto, a run that ended before its first checkpoint starts again in its own directory.
+    """
+    file, own = run_dir / "config.yaml", {"hang", ".config.yaml.tmp"}
+    if file.exists() and not auto:
+        way = f"give another with --run-dir, or continue it: {command('train', '--resume', run_dir)}"
+        raise ConfigError(f"train.run_dir={run_dir} already holds a run; {way}")
+    if all(each.suffix in TOKEN_FILES for each in run_dir.glob("tokens/*")):
+        own.add("tokens")
+    if file.is_file() and {name.partition(".")[0] for name in given(file)} >= SAVED_SECTIONS:
+        own = {entry.name for entry in run_dir.iterdir()}
+    check_output("train.run_dir", run_dir, force, folder=True, own=own)
 
 
 def _saved(whole: Config, names: Set[str], plan: Plan | None) -> str:

@@ -16,6 +16,7 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
+from ithaka.config import command
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.store import StoreError
 from ithaka.phases import Listener, PhasePath
@@ -170,10 +171,9 @@ def _ways_out(plan: Run | Plan, model: str) -> Iterator[str]:
     if hardware.gpu.name == "CPU":
         yield "Use a shorter data.context, a smaller memory.tile_tokens or a smaller model"
         return
-    batch = f" --batch {work.batch}" if work.batch > 1 else ""
-    disk = f" --disk {hardware.disk_bytes // 10**9}GB" if hardware.disk_bytes else ""
+    words: list[object] = ["plan", model, "--gpus", hardware.name, "--context", work.context]
+    words += ["--batch", work.batch] if work.batch > 1 else []
+    words += ["--host-memory", f"{hardware.host_bytes // 10**9}GB"]
+    words += ["--disk", f"{hardware.disk_bytes // 10**9}GB"] if hardware.disk_bytes else []
     yield "What fits, and how fast it will be; less context or more GPUs need less of each:"
-    yield (
-        f"  ithaka plan {model} --gpus {hardware.name} --context {work.context}{batch} "
-        f"--host-memory {hardware.host_bytes // 10**9}GB{disk}"
-    )
+    yield f"  {command(*words)}"
