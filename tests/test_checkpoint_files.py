@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesSto
 from typer.testing import CliRunner
 
 from ithaka.cli import app
-from ithaka.config import ConfigError, load
+from ithaka.config import ConfigError, load, to_yaml
 from ithaka.train import checkpoint
 from ithaka.train.preflight import AUTO, model_shape, preflight
 from ithaka.train.safe_load import SafeReader
@@ -33,7 +33,8 @@ def trained(ranks, tmp_path_factory):
     constant = {"schedule": "constant", "lr": 1e-2, "warmup_steps": 2}
     config = tiny_run(folder, train={"steps": 6, "save_every": 2, "keep_last": 2}, optim=constant)
     (folder / "run/checkpoints/.tmp-step-00000001").mkdir(parents=True)  # as a killed save leaves it
-    ranks.run(2, run, config)
+    (folder / "run/config.yaml").write_text(to_yaml(config))
+    ranks.run(2, run, config, AUTO)
     return config
 
 

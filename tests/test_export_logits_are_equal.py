@@ -95,8 +95,9 @@ def test_export_into_an_empty_folder_and_refusals(ranks, tmp_path, monkeypatch):
     with monkeypatch.context() as inside:
         inside.chdir(out)
         assert checkpoint.export(config.train.run_dir, Path(".")) == out
-    with pytest.raises(ConfigError, match="not empty"):
+    with pytest.raises(ConfigError, match="out holds other files .*--force"):
         checkpoint.export(config.train.run_dir, out)
+    assert checkpoint.export(config.train.run_dir, out, force=True) == out
     with pytest.raises(ConfigError, match="does not exist"):
         checkpoint.export(tmp_path / "nowhere", tmp_path / "other")
     assert not (tmp_path / "other").exists()
