@@ -9,8 +9,10 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from torch.distributed.launcher import api
@@ -18,6 +20,7 @@ from torch.distributed.launcher import api
 from ithaka.cli import train_rank
 from ithaka.config import Config, parse
 from ithaka.train import loop
+from ithaka.train.checkpoint import Saver
 from ithaka.train.launch import child, run_ranks
 from ithaka.train.preflight import Run, validated
 from programs import Program
@@ -68,9 +71,16 @@ def valid(config: Config, resume: Path | None = None) -> Run:
     return validated(config, dist.get_world_size() if dist.is_initialized() else 1, resume)
 
 
-def run(config: Config, resume: Path | None = None, only_profile: bool = False) -> None:
-    """This rank's part of a run."""
-    loop.train(valid(config, resume), only_profile)
+def run(config: Config, resume: Path | None = None, only_profile: bool = False) -> int:
+    """This rank's part of a run. A save ends within a step, as if steps took longer: none that comes due is skipped."""
+    with mock.patch.object(Saver, "is_done", property(_wait_for_save)):
+        return loop.train(valid(config, resume), only_profile)
+
+
+def _wait_for_save(saver: Saver) -> bool:
+    if saver._in_progress is not None:
+        wait([saver._in_progress])
+    return saver.in_progress
 
 
 def start_program(config: Config, num_ranks: int, resume: bool = False, rank: Callable = train_rank) -> Program:

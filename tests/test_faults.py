@@ -21,10 +21,11 @@ import torch.distributed as dist
 from ithaka.config import ConfigError, parse
 from ithaka.dist.mesh import start_process_group
 from ithaka.layer import stages, store
+from ithaka.phases import Now
 from ithaka.train import checkpoint, heartbeat, loop, preflight, step
 from ithaka.train.console import Console, read_metrics
 from ranks import Ranks
-from runs import copy_back_at, metrics, numbers, run, tiny_run, wait_for
+from runs import copy_back_at, metrics, numbers, run, tiny_run, valid, wait_for
 
 
 def moved(config, run_dir, **train):
@@ -116,6 +117,53 @@ def test_what_is_saved_in_the_background_is_the_step_it_was_saved_after(ranks, w
     assert "in the foreground: " in said[in_the_foreground]
 
 
+STEP_S, SAVE_S = 2.0, 3.0  # of the watchdog inside a step; of a slow disk
+
+
+def stopped_while_saving(config):
+    """Rank 1's disk is slow to write the first checkpoint. More come due, and then the user stops the run."""
+    saves, paths, write = [], [], checkpoint.dcp.FileSystemWriter.write_data
+
+    def slow(*args):
+        saves.append(args)
+        if dist.get_rank() == 1 and len(saves) == 1:
+            with contextlib.suppress(AssertionError):
+                wait_for(lambda: "event" in (config.train.run_dir / "metrics.jsonl").read_text(), timeout_s=10)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(SAVE_S)
+            paths.append(Now.path)
+        return write(*args)
+
+    left = []
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as told:
+        watched(patch, STEP_S)
+        patch.setattr(heartbeat, "leave", left.append)
+        patch.setattr(checkpoint.dcp.FileSystemWriter, "write_data", slow)
+        checked = valid(config)
+        limits, code = heartbeat.Limits.of(checked), loop.train(checked)
+    return code, told.getvalue(), left, [limits.of_phase(path) == limits.save > 100 * SAVE_S for path in paths]
+
+
+def test_a_slow_save_is_no_hang_and_the_next_one_is_skipped(whole, tmp_path):
+    config = moved(whole, tmp_path / "run", steps=100_000, save_every=2, validate_every=0, keep_last=9)
+    victims = Ranks(2)
+    try:
+        (code, told, left, _), (*_, others, waits_as_saving) = victims.run(2, stopped_while_saving, config)
+    finally:
+        victims.close()
+    assert left == others == [] and waits_as_saving == [True]
+    lines = metrics(tmp_path / "run")
+    last, skipped = lines[-1]["step"], [line for line in lines if "event" in line]
+    assert code == 130 and (tmp_path / "run/latest").read_text() == f"step-{last:08d}\n"
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == [
+        "step-00000002",
+        f"step-{last:08d}",
+    ]
+    # Once for each that came due.
+    assert [line["step"] for line in skipped] == list(range(4, last, 2)) and skipped[0]["save_in_progress"] == 2
+    assert all(line["event"] in told and "train.save_every" in line["event"] for line in skipped)
+
+
 def unshared(config):
     own = moved(config, config.train.run_dir / str(dist.get_rank()))
     with pytest.MonkeyPatch.context() as patch:
@@ -151,26 +199,32 @@ def test_saves_by_minutes(ranks, whole, tmp_path):
     assert [path.name[-1] for path in sorted((tmp_path / "run/checkpoints").glob("*"))] == ["2", "4", "5"]
 
 
-def asleep(patch, sleep=lambda: time.sleep(60)):
-    """Rank 1 in its second step, in the forward of its second layer: rank 0 waits for it in an exchange."""
+def watched(patch, step_s=None):
+    """Beats come fast. `step_s`: the watchdog's limit inside a step; all else is the watchdog's own."""
     patch.setattr(heartbeat, "BEAT_S", 0.1)
     patch.setattr(heartbeat, "ANSWER_S", 0.0)
-    patch.setattr(heartbeat.Limits, "of", staticmethod(lambda run: heartbeat.Limits(60.0, 1.0, 60.0)))
-    calls, attend = [], stages.HeldHeads.attend
+    if step_s is not None:
+        patch.setattr(heartbeat, "LEAST_S", step_s)
+
+
+def asleep(patch, sleep=lambda: time.sleep(60), step_s=1.0):
+    """Rank 1 in its third step, in the forward of its second layer: rank 0 waits for it in an exchange."""
+    watched(patch, step_s)
+    steps, calls, train_step, attend = [], [], loop.train_step, stages.HeldHeads.attend
 
     def slow(*args):
-        calls.append(args)
-        if dist.get_rank() == 1 and len(calls) == 10:
+        calls.extend([args] * (len(steps) == 3))
+        if dist.get_rank() == 1 and len(calls) == 2:
             sleep()
         return attend(*args)
 
+    patch.setattr(loop, "train_step", lambda *args, **kwargs: steps.append(args) or train_step(*args, **kwargs))
     patch.setattr(stages.HeldHeads, "attend", slow)
 
 
 def frozen(patch):
     patch.setattr(heartbeat, "SILENT_S", 1.0)
-    asleep(patch, lambda: os.kill(os.getpid(), signal.SIGSTOP))
-    patch.setattr(heartbeat.Limits, "of", staticmethod(lambda run: heartbeat.Limits(60.0, 60.0, 60.0)))
+    asleep(patch, lambda: os.kill(os.getpid(), signal.SIGSTOP), step_s=None)
 
 
 def leaves_words(fault, config, folder):

@@ -156,23 +156,38 @@ def test_a_second_signal_leaves_at_once_but_an_echo_does_not(monkeypatch, capfd)
     assert capfd.readouterr().err == "Stopping after this step; Ctrl-C again stops at once.\n"  # the first is answered
 
 
-def test_a_step_that_outlasts_the_grace_is_left(monkeypatch, tmp_path):
-    left, train = [], SimpleNamespace(config=tiny_run(tmp_path, train={"grace_s": 0.1}), run_dir=tmp_path / "run")
-    monkeypatch.setattr(loop, "leave", left.append)
-    monkeypatch.setattr(loop, "answer", lambda number, again: left.append("waits"))
-    grace = loop.Grace(train)
-    grace.asked(signal.SIGTERM, False)
-    assert left == ["waits"]
-    wait_for(lambda: len(left) == 2, timeout_s=5)
-    words = "SIGTERM: this step does not end within train.grace_s=0.1. There is no checkpoint yet."
-    assert (left[1].code, left[1].text) == (143, words)
-    grace.step_start, grace.step_s = time.monotonic(), 0.3
-    left.clear()
-    grace.asked(signal.SIGINT, False)
-    assert left == ["waits"]  # of Ctrl-C as long as it takes
-    grace.asked(signal.SIGUSR1, False)
-    assert left[1].code == 138
+@pytest.fixture
+def grace(monkeypatch, tmp_path):
+    """With train.grace_s=0.1; what it does goes to `.done`: it waits, or leaves with an outcome."""
+    run = SimpleNamespace(config=tiny_run(tmp_path, train={"grace_s": 0.1}), run_dir=tmp_path / "run")
+    grace = loop.Grace(run)
+    grace.done = []
+    monkeypatch.setattr(loop, "leave", grace.done.append)
+    monkeypatch.setattr(loop, "answer", lambda number, again: grace.done.append("waits"))
+    yield grace
     grace.close()
+
+
+def test_a_step_that_outlasts_the_grace_is_left(grace):
+    grace.asked(signal.SIGTERM, False)
+    assert grace.done == ["waits"]
+    wait_for(lambda: len(grace.done) == 2, timeout_s=5)
+    left = grace.done[1]
+    assert left.code == 143 and "train.grace_s=0.1" in left.text and "no checkpoint yet" in left.text
+    grace.step_start, grace.step_s = time.monotonic(), 0.3
+    grace.done.clear()
+    grace.asked(signal.SIGINT, False)
+    assert grace.done == ["waits"]  # of Ctrl-C as long as it takes
+    grace.asked(signal.SIGUSR1, False)
+    assert grace.done[1].code == 138
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_a_save_in_progress_gets_the_grace_to_finish(grace, is_done):
+    grace.step_start = time.monotonic()
+    grace.saver = SimpleNamespace(seconds=99.0, in_progress=True, is_done=is_done)
+    grace.asked(signal.SIGTERM, False)
+    assert (grace.done[0] == "waits") == (not is_done)
 
 
 def diverging(config):

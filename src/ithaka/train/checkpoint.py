@@ -48,6 +48,7 @@ from ithaka.config import load as load_config
 from ithaka.layer.store import Slab
 from ithaka.layout import either
 from ithaka.model.adapters import adapter_name, merge_adapter
+from ithaka.phases import phase
 from ithaka.plan.shape import ModelShape, read_shape
 from ithaka.train.launch import SharedError, is_out_of_memory
 from ithaka.train.safe_load import SafeReader, load_into
@@ -111,24 +112,26 @@ def _trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[
 
 
 class Saver:
-    """Writes checkpoints one after the other, in a thread: in the background where host memory has room for a copy of
-    what is saved, else the run waits. Its collectives have a group of their own. Made by every rank."""
+    """Writes one checkpoint at a time, in a thread: in the background where host memory has room for a copy of the
+    state, else `save` blocks. Uses its own process group; constructed by every rank."""
 
     def __init__(self, run_dir: Path, keep_last: int, background: bool, keep_best: bool = False) -> None:
         self.run_dir, self.keep_last, self.background, self.keep_best = run_dir, keep_last, background, keep_best
         self.group = dist.new_group(backend="gloo")
-        self.seconds = 0.0  # that the last one took
+        self.seconds = 0.0  # taken by the last save
+        self.step, self.started_at = 0, 0.0  # of the last save; by time.monotonic()
         self._copies: dict[str, Slab] = {}
-        self._under_way: Future[None] | None = None
+        self._in_progress: Future[None] | None = None
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Called by every rank after the same step, with no save under way. `state` is JSON with an int "step"; rank
-        0's is stored. `finish` tells the end."""
-        assert self._under_way is None
+        """Start a save. Every rank calls it after the same step, with none in progress. `state` is JSON with an int
+        "step"; rank 0's is stored. `finish` reports the result."""
+        assert not self.in_progress
         weights, optim = _trained_state(model, optimizer)
         # Without the optimizer's hyperparameters: they come from the config, and the rate from the step.
         tensors = {"model": weights, "moments": optim["state"], "rng": _rng_tensors(dist.get_rank())}
-        done = self._under_way = Future[None]()
+        done = self._in_progress = Future[None]()
+        self.step, self.started_at = state["step"], time.monotonic()
 
         def write(tensors: dict[str, Any]) -> None:
             start = time.monotonic()
@@ -146,15 +149,21 @@ class Saver:
             wait([done])
 
     @property
-    def is_done(self) -> bool:
-        """Whether a save has ended that `finish` was not called for."""
-        return self._under_way is not None and self._under_way.done()
+    def in_progress(self) -> bool:
+        """Whether a save was started and `finish` not called yet: the same on every rank after a step."""
+        return self._in_progress is not None
 
+    @property
+    def is_done(self) -> bool:
+        """Whether this rank has written its part of the save in progress; ranks may differ."""
+        return self._in_progress is not None and self._in_progress.done()
+
+    @phase("saving")
     def finish(self) -> None:
-        """Wait for the save under way, if there is one. Raises CheckpointError, or ConfigError, on every rank."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.result()
+        """Wait for the save in progress, if any. Raises CheckpointError or ConfigError on every rank if it failed."""
+        save, self._in_progress = self._in_progress, None
+        if save is not None:
+            save.result()
 
     def _copied(self, tensors: dict[str, Any], name: str = "") -> dict[str, Any]:
         """A copy in host memory (page-locked if there is a GPU), which is reused from save to save."""

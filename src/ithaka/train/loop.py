@@ -68,16 +68,16 @@ class OutOfMemoryError(RuntimeError):
 
 class Grace:
     """After SIGTERM or SIGUSR1, leave within train.grace_s: after the step and its checkpoint if they end in time, else
-    at once."""
+    at once. A save in progress keeps the full grace period to end in."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.seconds = run, run.config.train.grace_s
-        self.step_s = self.save_s = 0.0  # of the last ones
-        self.step_start = 0.0  # by time.monotonic()
+        self.step_start, self.step_s = 0.0, 0.0  # by time.monotonic(); seconds of the last step
+        self.saver: checkpoint.Saver | None = None  # once training starts
         self.timer: Timer | None = None
 
     def asked(self, number: int, again: bool) -> None:
-        if number != SIGINT and self.step_start + self.step_s + self.save_s > time.monotonic() + self.seconds:
+        if number != SIGINT and not self._is_writing and self._needed_s > self.seconds:
             self.leave(number)
         answer(number, again)
         if number != SIGINT:
@@ -85,12 +85,24 @@ class Grace:
             self.timer.daemon = True
             self.timer.start()
 
+    @property
+    def _is_writing(self) -> bool:
+        return self.saver is not None and self.saver.in_progress and not self.saver.is_done
+
+    @property
+    def _needed_s(self) -> float:
+        """Estimated seconds until the current step is done and saved."""
+        save_s = self.saver.seconds if self.saver is not None else 0.0
+        return self.step_start + self.step_s + save_s - time.monotonic()
+
     def close(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
 
     def leave(self, number: int) -> None:
-        words = f"{Signals(number).name}: this step does not end within train.grace_s={self.seconds:g}."
+        words = (
+            f"{Signals(number).name}: the step and its checkpoint do not finish within train.grace_s={self.seconds:g}."
+        )
         leave(Outcome(128 + number, f"{words} {checkpoint.last_of(self.run.run_dir)}", shared=True))
 
 
@@ -111,7 +123,7 @@ class Trainer:
         self.best: tuple[float, int] | None = None  # lowest validation loss, and its step
         self.stale = 0  # validations since
         self.epochs = run.config.train.epochs
-        self.saved_at = time.monotonic()
+        self.saved_at = time.monotonic()  # or skipped
         self.places: dict[str, Any] = {}  # in data of other entries
         config, dtype = run.config, getattr(torch, run.layout.dtype or "float32")
         torch.manual_seed(config.train.seed + mesh.rank)
@@ -176,7 +188,7 @@ class Trainer:
 
     @phase("saving")
     def save(self) -> None:
-        """Ends in the background where there is room for it; `saver.finish` waits."""
+        """Start a save, which ends in the background where host memory has room for it; `saver.finish` waits."""
         self.saved_at = time.monotonic()
         norms = list(self.norms) if self.config.train.spike else []
         state = {"step": self.step, "tokens": self.tokens, "data": self.data.state_dict(), "norms": norms}
@@ -186,6 +198,15 @@ class Trainer:
         names = "rope_parameters", "max_position_embeddings"  # which change with model.rope, also within a run
         state["positions"] = {name: getattr(self.model.config, name) for name in names}
         self.saver.save(self.model, self.optimizer, state)
+
+    def skip_save(self) -> None:
+        """Report the save that is due and was not started because another one is in progress."""
+        self.saved_at, saver = time.monotonic(), self.saver
+        so_far = f"that of step {saver.step} is still being written after {self.saved_at - saver.started_at:.0f} s"
+        way = "Save less often (train.save_minutes, train.save_every) or to faster storage."
+        if self.console is not None:
+            words = f"No checkpoint after step {self.step}: {so_far}. {way}"
+            self.console.event(self.step, words, save_in_progress=saver.step)
 
     def improves(self, val_loss: float | None) -> bool:
         """Whether it is the lowest so far, for patience and the best checkpoint."""
@@ -468,7 +489,7 @@ def _train(trainer: Trainer, stop: list[Signals], grace: Grace, beat: Heartbeat,
     asked, told_disk, trainer.console = 0, False, console
     try:
         console.facts("ithaka", _header(trainer) | {"time-outs": beat.limits.words})
-        slow = SlowRanks()
+        slow, grace.saver = SlowRanks(), trainer.saver
         watch = Watch(run, trainer.model, trainer.optimizer, mesh, console)
         planned_s = validation_seconds(run)
         if trainer.step == 0 and settings.validate_every and planned_s > SHORT_S:
@@ -510,8 +531,12 @@ def _train(trainer: Trainer, stop: list[Signals], grace: Grace, beat: Heartbeat,
             losses = result.loss, val_loss, lr, result.grad_norm
             counts, ring = (trainer.tokens, result.label_tokens), (result.balance, result.ring_bytes)
             console.step(Record(trainer.step, *losses, *counts, *speed, *peaks, *ring, sources))
-            save |= better and trainer.saver.keep_best
-            last = bool(asked) or trainer.done
+            last, best = bool(asked) or trainer.done, better and trainer.saver.keep_best
+            # The best weights and those of a run that ends cannot be saved later: wait for the save in progress.
+            if save and trainer.saver.in_progress and not (saved or last or best):
+                trainer.skip_save()
+                save = False
+            save |= best
             if save or saved or last:
                 _finish_save(trainer, console)
             if not only_profile and (save or last):
@@ -519,7 +544,6 @@ def _train(trainer: Trainer, stop: list[Signals], grace: Grace, beat: Heartbeat,
                     trainer.save()
                     if last:
                         trainer.saver.finish()
-            grace.save_s = trainer.saver.seconds
     finally:
         console.close()
         trainer.data.close(
@@ -537,11 +561,13 @@ def _train(trainer: Trainer, stop: list[Signals], grace: Grace, beat: Heartbeat,
 
 
 def _finish_save(trainer: Trainer, console: Console) -> None:
-    """A checkpoint that cannot be written does not end the run: its disk may have room again at the next one."""
-    try:
-        trainer.saver.finish()
-    except checkpoint.CheckpointError as error:
-        console.say(f"{error}. {checkpoint.last_of(trainer.run.run_dir)} The run goes on, and saves again when due.")
+    """Wait for the save in progress. If it failed, the run continues: the disk may have room for the next one."""
+    with console.doing("saving"):
+        try:
+            trainer.saver.finish()
+        except checkpoint.CheckpointError as error:
+            last = checkpoint.last_of(trainer.run.run_dir)
+            console.say(f"{error}. {last} The run goes on, and saves again when due.")
 
 
 def _agree(
