@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import errno
 import io
-import json
 import math
 import os
 import shutil
@@ -14,6 +13,7 @@ import time
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -254,30 +254,105 @@ def test_a_rank_that_hangs_ends_all_and_is_named(whole, tmp_path, fault, words):
     told = next(path.read_text() for path in tmp_path.glob("words-*") if path.read_text())
     victims.close()
     assert told.startswith("4 rank 1 on ") and words in told.splitlines()[0]
-    assert fault is frozen or "\n  rank 1: step 2, layer 1 / forward / attention / stage 0\n" in told
-    assert "\n  rank 0: step 2, layer 1 / forward / exchange\n" in told
+    assert fault is frozen or "\n  rank 1: step 3, layer 1 / forward / attention / stage 0\n" in told
+    assert "\n  rank 0: step 3, layer 1 / forward / exchange\n" in told
     assert any("attend" in path.read_text() for path in (tmp_path / "run/hang").glob("stacks-*"))
 
 
-def test_a_store_that_is_frozen_ends_a_rank(monkeypatch, tmp_path):
+@pytest.fixture
+def pair(monkeypatch, tmp_path):
+    """The heartbeats of two ranks, in this process and on one store; what they say as they end goes to `.ended`."""
+    start_process_group()
+    monkeypatch.setattr(heartbeat, "ANSWER_S", 0.0)
+    store, beats = dist.HashStore(), []
+    for rank in range(2):
+        beat = heartbeat.Heartbeat(heartbeat.Place(torch.device("cpu")), heartbeat.Limits(60, 60, 60), tmp_path)
+        beat.rank, beat.size, beat._store, beat._heard, beat.ended = rank, 2, store, beat._heard * 2, []
+        beat._beat()
+        beats.append(beat)
+    monkeypatch.setattr(heartbeat, "leave", lambda outcome: [beat.ended.append(outcome.text) for beat in beats])
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    yield beats
+    for beat in beats:
+        beat._stop.set()
+
+
+def test_a_store_that_is_frozen_ends_a_rank(monkeypatch, pair):
     """As with its machine, or rank 0's process: requests block, without an error."""
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
     monkeypatch.setattr(heartbeat, "SILENT_S", 0.2)
-    start_process_group()
-    beat = heartbeat.Heartbeat(heartbeat.Place(torch.device("cpu")), heartbeat.Limits(60, 60, 60), tmp_path)
-    answers, ended = threading.Event(), []
+    beat, other = pair
+    answers, read = threading.Event(), beat._beats
     answers.set()
-    monkeypatch.setattr(beat, "_end", lambda words, beats: ended.append((words, len(beats))) or beat._stop.set())
-    beat.size = 2  # the other beats as this one does
-    monkeypatch.setattr(beat, "_beats", lambda: answers.wait() and [json.loads(beat._store.get("0"))] * 2)
-    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(beat, "_beats", lambda: other._beat() or answers.wait() and read())
     beat.start()
     time.sleep(0.5)
-    assert not ended
+    assert not beat.ended
     answers.clear()
-    wait_for(lambda: ended)
-    assert ended == [("rank 0, or its launcher, is gone or frozen: its store has not answered for 0 s", 2)]
+    wait_for(lambda: beat.ended)
+    assert beat.ended[0].startswith("rank 0, or its launcher, is gone or frozen: its store has not answered for 0 s\n")
     answers.set()
+
+
+def raises(error):
+    def function(*args):
+        raise error
+
+    return function
+
+
+def test_a_rank_whose_device_failed_says_so(monkeypatch, pair):
+    """After a CUDA fault, every query of the device raises."""
+    watching, failing = pair
+    fault = RuntimeError("CUDA error: an illegal memory access was encountered\nFor debugging consider ...")
+    failing.place.on_gpu = True
+    queries, query = [], raises(fault)
+    failing.place._mark = lambda: SimpleNamespace(query=lambda: queries.append(1) or query())
+    failing.place.enter(("optimizer",))
+    for _ in range(2 * heartbeat.LOST_TRIES):
+        failing._watch_ranks()
+        watching._watch_ranks()
+    assert not failing.ended  # its own error is about to be raised
+    asked = len(queries)
+    failing.close(f"RuntimeError: {fault}")
+    assert len(queries) == asked > 0
+    watching._watch_ranks()
+    lines = watching.ended[0].splitlines()
+    assert lines[0].startswith("rank 1 on ") and "failed: RuntimeError: CUDA error: an illegal memory" in lines[0]
+    assert "rank 0: step 0" in watching.ended[0] and "device" not in watching.ended[0].partition("rank 1: ")[0]
+    assert "its device failed: CUDA error: an illegal memory" in watching.ended[0].partition("rank 1: ")[2]
+
+
+def test_positions_are_old_when_the_store_is_lost(monkeypatch, pair):
+    beat = pair[0]
+    for _ in range(2):
+        beat._watch_ranks()
+    monkeypatch.setattr(beat, "_store", SimpleNamespace(set=raises(dist.DistNetworkError("Broken pipe"))))
+    for _ in range(heartbeat.LOST_TRIES):
+        assert not beat.ended
+        beat._heard = [each - 5 for each in beat._heard]  # as if BEAT_S had passed
+        beat._watch_ranks()
+    assert beat.ended[0].startswith("rank 0, or its launcher, is gone: its store does not answer (Broken pipe)\n")
+    assert "\n  rank 0: step 0, before its first phase (15 s ago)\n  rank 1: " in beat.ended[0]
+
+
+@pytest.mark.parametrize(
+    "name, error",
+    [
+        ("_watch_memory", psutil.NoSuchProcess(1)),
+        ("_watch_memory", FileNotFoundError("/tmp/job-7")),
+        ("_beats", RuntimeError("not the store's")),
+    ],
+)
+def test_beats_continue_after_any_error(monkeypatch, pair, capfd, name, error):
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.01)
+    beat = pair[0]
+    monkeypatch.setattr(beat, name, raises(error))
+    beat.start()
+    wait_for(lambda: beat._number > 10, timeout_s=5)
+    assert not beat.ended and beat._thread.is_alive()
+    said = capfd.readouterr().err
+    assert said.count("rank 0: ") == said.count("\n") == 1 and type(error).__name__ in said
 
 
 def test_lines_that_the_disk_does_not_take_are_written_later(tmp_path, capsys):
@@ -294,7 +369,7 @@ def test_lines_that_the_disk_does_not_take_are_written_later(tmp_path, capsys):
 
 
 def test_host_memory_that_runs_out_is_said_once(monkeypatch, capfd):
-    monkeypatch.setattr(heartbeat, "this_host", lambda path: SimpleNamespace(memory_bytes=2**29))
+    monkeypatch.setattr(heartbeat, "available_memory", lambda: 2**29)
     watched = SimpleNamespace(_told_memory=False, _local_rank="0")
     for _ in range(2):
         heartbeat.Heartbeat._watch_memory(watched)

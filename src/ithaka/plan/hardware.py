@@ -254,8 +254,12 @@ class Host:
 def this_host(disk_path: Path | None = None) -> Host:
     """`disk_path`: where files would go; None: the system's temporary directory."""
     folder = disk_path or Path(tempfile.gettempdir())
-    free = [psutil.virtual_memory().available, *cgroup_rooms()]
-    return Host(min(free), shutil.disk_usage(folder).free, folder)
+    return Host(available_memory(), shutil.disk_usage(folder).free, folder)
+
+
+def available_memory() -> int:
+    """Bytes of host memory that this process may still allocate."""
+    return min([psutil.virtual_memory().available, *cgroup_rooms()])
 
 
 def num_cores() -> int:

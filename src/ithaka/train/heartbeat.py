@@ -1,7 +1,6 @@
-"""Heartbeats: every rank tells the others that it lives and where it is. If one dies, freezes or hangs, all end and
-name it.
+"""Each rank publishes a heartbeat and its phase. If one dies, freezes or hangs, all ranks end and name it.
 
-Beats go through the store that the ranks met in, not through collectives, so they work while those hang.
+Beats go through the rendezvous store, not through collectives, so they work while those hang.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ithaka.phases import Listener, PhasePath
-from ithaka.plan.hardware import this_host
+from ithaka.plan.hardware import available_memory
 from ithaka.plan.seconds import layer_seconds
 from ithaka.plan.show import size
 from ithaka.train.launch import EXIT_LOST, Outcome, leave
@@ -34,7 +33,8 @@ from ithaka.train.preflight import Run
 BEAT_S = 5.0
 SILENT_S = 40.0  # without a beat a rank is dead, or frozen
 LEAST_S = 45.0  # without progress inside a step
-LATE_S = 10.0
+LATE_S = 10.0  # after which a beat is old
+LOST_TRIES = 3  # failed requests in a row, after which the store is lost
 ANSWER_S = 2.0
 PATIENCE = 5  # times what was planned
 READ_BYTES_S, TOKENISE_BYTES_S, WRITE_BYTES_S = 50e6, 1e6, 50e6  # what a slow machine manages
@@ -164,17 +164,24 @@ class SlowRanks:
 
 
 class Heartbeat:
-    """Beats and watches in a thread, from `start` to `close`. A rank alone has nobody to wait for."""
+    """Publishes this rank's position and watches the others, in threads, from `start` to `close`. A single rank has
+    nobody to wait for."""
 
     def __init__(self, place: Place, limits: Limits, run_dir: Path) -> None:
         self.place, self.limits, self.run_dir = place, limits, run_dir
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._stop, self._number, self._words = threading.Event(), 0, ""
+        self._stop, self._lock = threading.Event(), threading.Lock()
+        self._number, self._words = 0, ""
+        self._position: Beat = {"step": 0, "passed": 0, "path": ()}  # of this rank, as last known
         self._told_memory, self._local_rank = False, os.environ.get("LOCAL_RANK", "0")
         store = dist.distributed_c10d._get_default_store()
         # A connection of its own: another thread may block the shared one.
         self._store = dist.PrefixStore("heartbeat", store.clone() if hasattr(store, "clone") else store)
         self._last, self._unanswered = list[Beat](), 0  # beats; and since then, tries
+        self._num_failed = 0  # requests to the store, in a row
+        self._heard = [time.monotonic()] * self.size  # when each rank's latest beat was read
+        self._moved_at = time.monotonic()
+        self._reported = set[str]()
         self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
 
     def start(self) -> None:
@@ -186,12 +193,12 @@ class Heartbeat:
             threading.Thread(target=self._watch_store, daemon=True, name="store").start()
 
     def close(self, words: str = "") -> None:
-        """Tell the others that this rank has left; `words`: because of an error."""
+        """Tell the other ranks that this one is done or, with `words`, why it failed."""
         self._stop.set()
         self._words = words or "done"
-        if self._thread.is_alive():
-            with suppress(RuntimeError):
-                self._beat()
+        if self.size > 1:
+            with suppress(Exception):  # which would hide the run's own error
+                self._publish()
 
     def wait_for_verdict(self, error: Exception, stop: Sequence[object]) -> None:
         """Where a collective failed because another rank is gone, let the thread find out which: it ends this process.
@@ -202,57 +209,77 @@ class Heartbeat:
             time.sleep(0.1)
 
     def _beat(self) -> None:
-        step, passed, path = self.place.now()
-        self._number += 1
-        beat = {"host": socket.gethostname(), "step": step, "passed": passed, "path": path, "words": self._words}
-        self._store.set(str(self.rank), json.dumps({"beat": self._number, **beat}))
+        """Publish this rank's position."""
+        try:
+            step, passed, path = self.place.now()
+            self._position = {"step": step, "passed": passed, "path": path}
+        except Exception as error:  # after a CUDA fault, which the step itself will raise
+            self._position["fault"] = _shorten(error)
+        self._publish()
+
+    def _publish(self) -> None:
+        """Does not query the device, so that a rank whose device has failed can still say so."""
+        with self._lock:  # no older beat may overwrite the last one
+            self._number += 1
+            beat = {"beat": self._number, "host": socket.gethostname(), **self._position, "words": self._words}
+            self._store.set(str(self.rank), json.dumps(beat))
 
     def _beats(self) -> list[Beat]:
         return [json.loads(self._store.get(str(rank))) for rank in range(self.size)]
 
     def _run(self) -> None:
-        heard, beats, moved_at, unreachable = [time.monotonic()] * self.size, list[Beat](), time.monotonic(), 0
         while not self._stop.wait(BEAT_S):
-            late = time.monotonic() - max(heard) > LATE_S  # this process was stopped, as the others may have been
-            before, now = beats, time.monotonic()
-            self._watch_memory()
-            try:
-                self._beat()
-                beats, unreachable = self._beats(), 0
-                self._last, self._unanswered = beats, 0
-            except RuntimeError as error:
-                unreachable += 1
-                if unreachable == 3 and not self._stop.is_set():
-                    words = " ".join(str(error).split())[:200]
-                    self._end(f"rank 0, or its launcher, is gone: its store does not answer ({words})", before)
-                continue
-            if late or not before or any(a["passed"] != b["passed"] for a, b in zip(before, beats, strict=True)):
-                moved_at = now
-            for rank, beat in enumerate(beats):
-                if late or not before or beat["beat"] != before[rank]["beat"] or beat["words"] == "done":
-                    heard[rank] = now
-                name = f"rank {rank} on {beat['host']}"
-                if beat["words"] not in ("", "done"):
-                    self._end(f"{name} failed: {beat['words']}", beats)
-                if now - heard[rank] > SILENT_S:
-                    self._end(f"{name} has not been heard of for {SILENT_S:.0f} s: it died, or is frozen", beats)
-            phases = [tuple(beat["path"]) for beat in beats if self.place.warm]
-            limit = max(map(self.limits.of_phase, phases), default=self.limits.start)
-            if now - moved_at > limit and not any(beat["words"] for beat in beats):
-                self._end(f"{_behind(beats)}: no rank moved for {limit:.0f} s", beats)
+            for task in (self._watch_ranks, self._watch_memory):
+                try:
+                    task()
+                except Exception as error:  # the others would take a rank that stops beating for dead
+                    self._report_once(task.__name__, f"{type(error).__name__}: {_shorten(error)}")
+
+    def _report_once(self, task: str, words: str) -> None:
+        if task not in self._reported:
+            self._reported.add(task)
+            os.write(2, f"rank {self.rank}: heartbeat: {words}; the run continues\n".encode())
+
+    def _watch_ranks(self) -> None:
+        """Publish a beat and read those of all ranks. End the run if one has failed or fallen silent, or none moves."""
+        now, before = time.monotonic(), self._last
+        late = now - max(self._heard) > LATE_S  # this process was stopped, as the others may have been
+        try:
+            self._beat()
+            beats = self._last = self._beats()
+        except dist.DistError as error:
+            self._num_failed += 1
+            if self._num_failed == LOST_TRIES:
+                self._end(f"rank 0, or its launcher, is gone: its store does not answer ({_shorten(error)})")
+            return
+        self._num_failed = self._unanswered = 0
+        if late or not before or any(a["passed"] != b["passed"] for a, b in zip(before, beats, strict=True)):
+            self._moved_at = now
+        for rank, beat in enumerate(beats):
+            if late or not before or beat["beat"] != before[rank]["beat"] or beat["words"] == "done":
+                self._heard[rank] = now
+            name = f"rank {rank} on {beat['host']}"
+            if beat["words"] not in ("", "done"):
+                self._end(f"{name} failed: {beat['words']}")
+            if now - self._heard[rank] > SILENT_S:
+                self._end(f"{name} has not been heard of for {SILENT_S:.0f} s: it died, or is frozen")
+        phases = [tuple(beat["path"]) for beat in beats if self.place.warm]
+        limit = max(map(self.limits.of_phase, phases), default=self.limits.start)
+        if now - self._moved_at > limit and not any(beat["words"] for beat in beats):
+            self._end(f"{_behind(beats)}: no rank moved for {limit:.0f} s")
 
     def _watch_store(self) -> None:
-        """A request blocks where the store's process is frozen, or its machine is gone. Counts, and looks at no clock:
-        if this process is stopped, its threads are too."""
+        """A request blocks if the store's process is frozen or its machine is gone. Counts tries instead of seconds:
+        while this process is stopped, this thread is too."""
         while not self._stop.wait(BEAT_S):
             self._unanswered += 1
             if self._unanswered * BEAT_S > SILENT_S:
                 words = f"its store has not answered for {SILENT_S:.0f} s"
-                self._end(f"rank 0, or its launcher, is gone or frozen: {words}", self._last)
+                self._end(f"rank 0, or its launcher, is gone or frozen: {words}")
 
     def _watch_memory(self) -> None:
-        """Say once, on each machine, that its memory runs out, and who else takes it."""
-        free = this_host(None).memory_bytes
+        """Warn once per machine when its memory runs out, and name the largest other process."""
+        free = available_memory()
         if self._told_memory or free > LOW_BYTES or self._local_rank != "0":
             return
         self._told_memory, ours = True, {process.pid for process in psutil.Process(os.getppid()).children()}
@@ -262,26 +289,33 @@ class Heartbeat:
         words = f"{socket.gethostname()} has {size(free)} of host memory left; the largest other process is {name}"
         os.write(2, f"{words} ({pid}) with {size(used)}\n".encode())
 
-    def _end(self, reason: str, beats: list[Beat]) -> None:
-        """Keep what helps to find the cause, say where every rank is, and leave."""
+    def _end(self, reason: str) -> None:
+        """Save stacks for debugging, report where every rank was last, and end this process."""
         if self._stop.wait(ANSWER_S):  # this rank has an error of its own
             return
         folder = self.run_dir / "hang"
-        with suppress(OSError):
+        with suppress(Exception):
             folder.mkdir(parents=True, exist_ok=True)
             with (folder / f"stacks-{self.rank}.txt").open("w") as file:
                 faulthandler.dump_traceback(file)
             dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
             if self.place.on_gpu and dump is not None:
                 (folder / f"nccl-{self.rank}.pickle").write_bytes(dump())  # read it with torchfrtrace
-        order = sorted(range(len(beats)), key=lambda rank: beats[rank]["passed"])
-        lines = [f"  rank {rank}: {_where(beats[rank])}" for rank in sorted(order[:SHOWN])]
+        beats, now = self._last, time.monotonic()
+        order = sorted(range(len(beats)), key=lambda rank: beats[rank]["passed"])[:SHOWN]
+        lines = [f"  rank {rank}: {_where(beats[rank], now - self._heard[rank])}" for rank in sorted(order)]
         lines += [f"  {len(beats) - SHOWN} ranks more, further on"] * (len(beats) > SHOWN)
         leave(Outcome(EXIT_LOST, "\n".join([reason, *lines, f"Stacks of all ranks are in {folder}"])))
 
 
-def _where(beat: Beat) -> str:
-    return f"step {beat['step']}, {' / '.join(beat['path']) or 'before its first phase'}"
+def _where(beat: Beat, age_s: float) -> str:
+    where = f"step {beat['step']}, {' / '.join(beat['path']) or 'before its first phase'}"
+    fault = f", its device failed: {beat['fault']}" if "fault" in beat else ""
+    return where + (f" ({age_s:.0f} s ago)" if age_s > LATE_S else "") + fault
+
+
+def _shorten(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def _behind(beats: list[Beat]) -> str:
