@@ -70,6 +70,28 @@ def test_key_tokens_gain_much_and_end_well():
     assert key_tokens(losses, gains, 8).tolist() == [1, 0, 0, 1]
 
 
+class CountedDocument(np.ndarray):
+    """Counts how often anyone asks for a length."""
+
+    asked = 0
+
+    def __len__(self):
+        CountedDocument.asked += 1
+        return super().__len__()
+
+
+def test_reading_many_short_documents_takes_time_in_proportion(monkeypatch):
+    asked = []
+    for number in (100, 200):
+        documents = [np.arange(3, dtype=np.int32).view(CountedDocument) for _ in range(number)]
+        monkeypatch.setattr(measuring, "_documents", lambda *_, found=documents: [*found, np.zeros(999, np.int32)])
+        CountedDocument.asked = 0
+        text = read_text(None, BYTES, 900, 1)
+        asked.append(CountedDocument.asked)
+        assert len(text.hay) == 3 * number + 999 and len(text.short) == 32
+    assert asked[1] - asked[0] <= 6 * 100
+
+
 CONFIG = {"vocab_size": 264, "max_position_embeddings": 1024}
 
 

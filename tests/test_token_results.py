@@ -65,6 +65,16 @@ def test_tokens_are_those_of_plain_logits(use):
         assert theirs.norm() > 0 and relative(mine, theirs) < TOLERANCE
 
 
+def test_of_tokens_that_are_equally_likely_greedy_generation_takes_the_first():
+    norm, (x, weight, _), labels = head()
+    best = (norm(x) @ weight.t()).argmax(-1)
+    with torch.no_grad():
+        twins = torch.cat([weight, weight])  # every token once more: the second of two is never written
+    for labels, hits in ((best, 23), (best + 37, 0)):
+        ours = linear_cross_entropy(x, labels, norm, Linear(twins), 5)
+        assert int(ours.correct.sum()) == hits
+
+
 @pytest.mark.parametrize("factor", [1.0, -3.0])
 def test_the_summed_loss_is_that_of_plain_logits(factor):
     """With its gradients, times whatever the loss is multiplied by; once."""

@@ -131,15 +131,16 @@ def scalars(found: dict[str, Any]) -> dict[str, float]:
 def read_text(
     path: Path | None, tokenizer: Tokenizer, context: int, num_documents: int, short: int = SHORT, where: str = "--data"
 ) -> Text:
-    """Reads until there are enough documents of `context` tokens; those of fewer are hay as well."""
-    text, longest = Text([], [], np.empty(0, np.int32)), 0
+    """Read until there are enough documents of `context` tokens; the hay takes shorter ones too."""
+    text, longest, num_hay = Text([], [], np.empty(0, np.int32)), 0, 0
     hay: list[np.ndarray] = []
     for document in _documents(path, tokenizer, where):
         longest = max(longest, len(document))
         if len(text.short) < SHORT_DOCUMENTS and len(document) > 1:
             text.short.append(document[:short])
-        if sum(map(len, hay)) < context:
+        if num_hay < context:
             hay.append(document)
+            num_hay += len(document)
         if len(document) >= context:
             text.long.append(document[:context])
         if len(text.long) == num_documents and len(text.short) == SHORT_DOCUMENTS:
@@ -172,7 +173,7 @@ def token_losses(model: PreTrainedModel, ids_BN: np.ndarray | Tensor, **inputs: 
 
 @torch.no_grad()
 def is_retrieved(model: PreTrainedModel, ids_N: np.ndarray, num_answer: int) -> bool:
-    """Whether every token of the answer is the likeliest, given those before it: what greedy generation would write."""
+    """Whether greedy generation would write the answer: every token is the argmax, given those before it."""
     ids = torch.from_numpy(ids_N).long()[None]
     labels = torch.full_like(ids, IGNORED)
     labels[:, -num_answer:] = ids[:, -num_answer:]

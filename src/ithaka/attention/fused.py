@@ -119,7 +119,7 @@ def silu_mul_backward(gate_tF: Tensor, up_tF: Tensor, da_tF: Tensor) -> None:
 
 
 def row_logsumexp(logits_tV: Tensor, details: bool = False) -> tuple[Tensor, ...]:
-    """The log-sum-exp of every row; with `details` the mean of its logits under their softmax, and the largest.
+    """Return the log-sum-exp of every row and, with `details`, the mean of its logits under their softmax.
 
     In fp32 or wider.
     """
@@ -130,10 +130,10 @@ def row_logsumexp(logits_tV: Tensor, details: bool = False) -> tuple[Tensor, ...
         if not details:
             return (lse_t,)
         log_p_tV = wide_tV - lse_t[:, None]
-        return lse_t, lse_t + log_p_tV.exp().mul_(log_p_tV).sum(-1), wide_tV.amax(-1)
+        return lse_t, lse_t + log_p_tV.exp().mul_(log_p_tV).sum(-1)
     assert logits_tV.is_contiguous()
     t, V = logits_tV.shape
-    values_nt = logits_tV.new_empty(3 if details else 1, t, dtype=wide)
+    values_nt = logits_tV.new_empty(2 if details else 1, t, dtype=wide)
     _logsumexp_kernel[(t,)](logits_tV, values_nt, t, V, DETAILS=details, BLOCK=_FLAT, num_warps=8)
     return values_nt.unbind()
 
@@ -340,7 +340,6 @@ if triton is not None:
         tl.store(values + row, highest + tl.log(sum_of_all))
         if DETAILS:
             tl.store(values + t + row, tl.sum(weighted * tl.exp(top - highest), 0) / sum_of_all)
-            tl.store(values + 2 * t + row, highest)
 
     @triton.jit
     def _softmax_grad_kernel(

@@ -24,7 +24,7 @@ class TokenResults(NamedTuple):
 
     logprobs: Tensor
     entropies: Tensor  # of the distribution that the label is taken from
-    correct: Tensor  # bool: no token is likelier than the label
+    correct: Tensor  # bool: the label is the argmax, the first of several
 
 
 def linear_cross_entropy(x_sD: Tensor, labels_s: Tensor, norm: nn.Module, head: Linear, tile: int) -> TokenResults:
@@ -86,10 +86,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits_tV = head(apply_norm(norm, x_sD[rows]))
             valid_t, target_t1 = _targets(labels_s[rows])
             label_logit_t = logits_tV.gather(1, target_t1)[:, 0]
-            lse_s[rows], mean_t, top_t = row_logsumexp(logits_tV, details=True)
+            lse_s[rows], mean_t = row_logsumexp(logits_tV, details=True)
             logprobs_s[rows] = torch.where(valid_t, label_logit_t - lse_s[rows], 0)
             entropies_s[rows] = torch.where(valid_t, lse_s[rows] - mean_t, 0)
-            correct_s[rows] = valid_t & (label_logit_t >= top_t)
+            correct_s[rows] = valid_t & (logits_tV.argmax(-1) == target_t1[:, 0])
             del logits_tV  # before the next tile's
         ctx.save_for_backward(x_sD, labels_s, lse_s, entropies_s)
         ctx.norm, ctx.head, ctx.tile, ctx.params = norm, head, tile, params
