@@ -1,5 +1,6 @@
 """What the ranks of test_launch.py run. Each of them imports this file, so it imports little."""
 
+import fcntl
 import os
 import signal
 import time
@@ -62,6 +63,8 @@ def fail_while_saving(folder: Path) -> None:
 
 
 def never_stop(folder: Path) -> None:
+    if os.environ["RANK"] == "0":
+        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)  # as a run locks its directory
     signal.signal(signal.SIGINT, lambda number, frame: None)
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     (folder / f"ready{os.environ['RANK']}").write_text(str(os.getpid()))

@@ -1,8 +1,11 @@
 """Ranks are started, told of signals, and reported on once; none is left behind."""
 
+import contextlib
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -14,6 +17,7 @@ import pytest
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import _warn_of_shared_store
 from ithaka.train import launch
+from ithaka.train.checkpoint import lock
 from ithaka.train.console import status
 from launched import (
     fail,
@@ -209,9 +213,55 @@ def test_second_signal_ends_all_at_once(tmp_path):
 
 def test_ranks_do_not_outlive_a_killed_parent(tmp_path):
     parent, pids = started(never_stop, tmp_path)
+    with pytest.raises(ConfigError, match="in use by another run"):
+        lock(tmp_path)
     os.kill(parent.pid, signal.SIGKILL)
     assert parent.wait(10) == -signal.SIGKILL
-    assert gone(pids)
+    assert gone(pids, within_s=2.0)
+    os.close(lock(tmp_path))  # a new run may start at once
+
+
+TORCHRUN = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+RANK = """
+import os, time
+from ithaka import cli
+cli.app = lambda: print(os.getpid(), flush=True) or time.sleep(60)
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "shell"])
+def test_a_command_ends_with_torchruns_agent_but_not_with_a_shell(launcher):
+    environment = dict(os.environ)
+    environment.pop("TORCHELASTIC_RUN_ID", None)
+    if launcher == "torchrun":
+        environment |= {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}
+    command = [sys.executable, "-c", TORCHRUN, RANK]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
+        rank = int(parent.stdout.readline())
+        parent.kill()
+    try:
+        assert gone([rank], within_s=2.0 if launcher == "torchrun" else 0.6) == (launcher == "torchrun")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank, signal.SIGKILL)
+
+
+def test_a_rank_whose_launcher_is_gone_before_it_starts_ends(monkeypatch):
+    ended = []
+    monkeypatch.setattr(os, "_exit", lambda code: ended.append(code))
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    launch._end_with_others(process.pid)
+    assert ended == [launch.EXIT_FAILED]
+
+
+def test_a_rank_ends_though_the_launchers_folder_is_gone(tmp_path, monkeypatch, capfd):
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(launch, "_folder", tmp_path / "gone")
+    launch.leave(launch.Outcome(launch.EXIT_LOST, "rank 1 hangs"))
+    assert ended == [launch.EXIT_LOST] and "rank 1 hangs" in capfd.readouterr().err
 
 
 def test_a_store_that_torchrun_shares_over_restarts_is_warned_of():

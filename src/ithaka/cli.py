@@ -72,6 +72,10 @@ HowLong = Annotated[float, typer.Option(min=0, help="How long to measure each fi
 def main() -> None:
     # PyTorch's profiler reads it when torch is imported; without it, its log stands between the lines of a run.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun
+        from ithaka.train.launch import end_with_parent
+
+        end_with_parent()
     app()
 
 

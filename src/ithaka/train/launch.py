@@ -34,6 +34,7 @@ from ithaka.plan.hardware import num_cores
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_MEMORY, EXIT_LOST = 1, 2, 3, 4
 
+ORPHAN_S = 0.2  # how often a rank looks for its launcher
 GRACE_S = 2.0  # when one rank has failed, for the others to fail in their own words
 SAME_S = 0.5  # signals closer together are one: a terminal and a launcher, or `timeout`, send two
 CPU_RANKS = 2
@@ -158,12 +159,16 @@ def stays_for_more() -> bool:
 def leave(outcome: Outcome) -> None:
     """End this rank now, from any thread, without the usual clean-up: it can wait for ranks that will never answer."""
     rank = os.environ.get("RANK", "0")
-    if _folder is not None:
-        (_folder / f"telling-{rank}").write_bytes(pickle.dumps(outcome))
-        (_folder / f"telling-{rank}").rename(_folder / f"failed-{rank}")
-    elif outcome.text and (rank == "0" or not outcome.shared):
-        os.write(2, f"{outcome.text}\n".encode())  # print may be at work in another thread
-    os._exit(outcome.code)
+    try:
+        if _folder is not None:
+            (_folder / f"telling-{rank}").write_bytes(pickle.dumps(outcome))
+            (_folder / f"telling-{rank}").rename(_folder / f"failed-{rank}")
+        elif outcome.text and (rank == "0" or not outcome.shared):
+            os.write(2, f"{outcome.text}\n".encode())  # print may be at work in another thread
+    except OSError:  # the folder is gone, or its disk is full
+        os.write(2, f"{outcome.text}\n".encode())
+    finally:
+        os._exit(outcome.code)
 
 
 def _call(function: RankFunction, args: tuple[Any, ...]) -> Outcome:
@@ -207,7 +212,7 @@ def _run_children(function: RankFunction, args: tuple[Any, ...], num_ranks: int)
     told = list[Outcome]()
     with tempfile.TemporaryDirectory(prefix="ithaka-") as name, stop_requests(_send) as received:
         folder = Path(name)
-        (folder / "call").write_bytes(pickle.dumps(sys.path) + pickle.dumps((function, args)))
+        (folder / "call").write_bytes(pickle.dumps((os.getpid(), sys.path)) + pickle.dumps((function, args)))
         logs = DefaultLogsSpecs(log_dir=str(folder / "logs"))
         # It would kill the ranks 30 seconds after a signal, and a step may take hours: we handle SIGNALS.
         here |= {"run_id": folder.name, "max_restarts": 0, "logs_specs": logs, "signals_to_handle": "SIGHUP"}
@@ -263,9 +268,9 @@ def child() -> None:
     global _folder
     folder = _folder = Path(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to save until the loop installs its handlers
-    threading.Thread(target=_end_with_others, args=(folder, os.getppid()), daemon=True).start()
     with (folder / "call").open("rb") as file:
-        sys.path[:] = pickle.load(file)
+        launcher, sys.path[:] = pickle.load(file)
+        threading.Thread(target=_end_with_others, args=(launcher, folder), daemon=True).start()
         function, args = pickle.load(file)
     outcome = _call(function, args)
     sys.stdout.flush()
@@ -275,11 +280,21 @@ def child() -> None:
         (folder / f"stopped-{os.environ['RANK']}").write_bytes(pickle.dumps(outcome))
 
 
-def _end_with_others(folder: Path, parent: int) -> None:
-    """End this rank with its parent, or soon after another rank failed: it may wait for that one for ever."""
-    while os.getppid() == parent and not any(folder.glob("failed-*")):
-        time.sleep(0.5)
-    time.sleep(GRACE_S)
+def end_with_parent() -> None:
+    """End this process when its parent is gone, even if that was killed with SIGKILL. For ranks of torchrun; the parent
+    of other processes may be a shell that started them in the background."""
+    threading.Thread(target=_end_with_others, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with_others(launcher: int, folder: Path | None = None) -> None:
+    """End this rank with its launcher, or soon after another rank failed: it may wait for that one forever."""
+    parent = os.getppid()
+    gone = parent != launcher and not psutil.pid_exists(launcher)  # killed while this rank was starting
+    while not gone and os.getppid() == parent:
+        if folder is not None and any(folder.glob("failed-*")):
+            time.sleep(GRACE_S)
+            break
+        time.sleep(ORPHAN_S)
     os._exit(EXIT_FAILED)
 
 
