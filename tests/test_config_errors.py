@@ -21,7 +21,9 @@ from ithaka.config import (
     load,
     parse,
     shown,
+    to_dict,
     to_yaml,
+    with_absolute_paths,
 )
 
 
@@ -183,6 +185,32 @@ def test_every_setting_is_in_the_saved_file():
     saved = yaml.safe_load(to_yaml(Config(adapter=AdapterConfig())))
     for name, cls in SECTIONS.items():
         assert list(saved[name]) == [field.name for field in dataclasses.fields(cls)]
+
+
+def test_paths_of_files_become_absolute_and_names_stay(tmp_path, monkeypatch):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "a.txt").write_text("")
+    (tmp_path / "bytes").mkdir()
+    monkeypatch.chdir(tmp_path)
+    sources = [{"path": path} for path in ("hf://org/name", "org/name", "m/*.txt", "/else/where")]
+    config = parse(
+        {
+            "model": {"path": "m"},
+            "adapter": {"path": "m"},
+            "data": {"sources": sources, "tokenizer": "bytes", "text_field": "m", "chat_template": "m/a.txt"},
+            "memory": {"disk_path": "m"},
+            "evaluate": {"data": "m/a.txt"},
+            "curriculum": [{"context": 64, "steps": 3, "data": {"path": "m/a.txt", "tokenizer": "m"}}],
+        }
+    )
+    tree, m = with_absolute_paths(to_dict(config)), str(tmp_path / "m")
+    assert [tree["model"]["path"], tree["adapter"]["path"], tree["memory"]["disk_path"]] == [m, m, m]
+    data = tree["data"]
+    assert (data["tokenizer"], data["text_field"], data["chat_template"]) == ("bytes", "m", f"{m}/a.txt")
+    assert [each["path"] for each in data["sources"]] == ["hf:/org/name", "org/name", f"{m}/*.txt", "/else/where"]
+    assert tree["curriculum"][0]["data"] == {"path": f"{m}/a.txt", "tokenizer": m}
+    assert tree["evaluate"]["data"] == f"{m}/a.txt" and with_absolute_paths(tree) == tree
+    assert to_dict(parse(tree)) == tree
 
 
 def test_an_adapter_is_there_when_a_setting_of_it_is(tmp_path):
