@@ -43,12 +43,27 @@ def refused(model, error=ConfigError, **inputs) -> str:
 # ---- arguments
 
 
-def test_only_input_ids_are_taken_by_position(model, expected):
-    with pytest.raises(TypeError, match="takes from 0 to 1 positional arguments but 2 were given"):
-        model(IDS, torch.ones_like(IDS))
-    assert float(model(IDS, labels=IDS).loss.detach()) == pytest.approx(expected, rel=1e-12)
-    with pytest.raises(TypeError, match="multiple values for argument 'input_ids'"):
-        model(IDS, input_ids=IDS)
+def test_arguments_by_position_are_those_of_transformers(model, expected):
+    mask, positions = torch.ones_like(IDS), torch.arange(6).expand(2, 6)
+    for given in ((IDS,), (IDS, mask), (IDS, mask, positions)):
+        assert float(model(*given, labels=IDS).loss.detach()) == pytest.approx(expected, rel=1e-12)
+    assert float(model(IDS, None, None, None, None, IDS).loss.detach()) == pytest.approx(expected, rel=1e-12)
+    padded, labels = changed(mask, 0, 0, 0), changed(IDS, 0, 1, -100)
+    by_name = loss_of(model, attention_mask=padded, labels=labels)
+    assert float(model(IDS, padded, labels=labels).loss.detach()) == by_name != pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "given, named, words",
+    [
+        ((IDS, None, None, ((IDS, IDS),)), {}, "past_key_values is not supported"),
+        ((IDS,), {"input_ids": IDS}, "input_ids was passed twice; pass arguments by name"),
+        ((IDS,) * 9, {}, "9 positional arguments are too many; pass arguments by name, or in the order input_ids, att"),
+    ],
+)
+def test_arguments_by_position_that_cannot_be(model, given, named, words):
+    with pytest.raises(TypeError, match=words):
+        model(*given, **named)
 
 
 NEUTRAL = {

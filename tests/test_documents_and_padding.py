@@ -192,6 +192,26 @@ def test_positions_begin_anew_in_every_document_of_every_row():
     assert share.num_positions == max(LENGTHS)
 
 
+def test_what_starts_a_document():
+    """As docs/hugging-face.md has it."""
+    ids, mesh = random_ids(1, 8), make_mesh(1)
+    restart, jump = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]), torch.tensor([[0, 1, 2, 3, 4, 7, 8, 9]])
+    documents, mask = torch.tensor([[5, 5, 5, 5, 5, 5, 2, 2]]), torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0]]).bool()
+    for inputs, starts in (
+        ({}, [0]),
+        ({"position_ids": restart}, [0, 3]),
+        ({"position_ids": jump}, [0, 5]),
+        ({"position_ids": restart, "document_ids": documents}, [0, 6]),
+        ({"position_ids": restart, "document_ids": torch.zeros_like(ids)}, [0]),
+        ({"position_ids": restart, "attention_mask": mask}, [0, 7]),
+        ({"document_ids": documents, "attention_mask": mask}, [0, 6, 7]),
+    ):
+        share = take_share({"input_ids": ids, **inputs}, 61, mesh)
+        assert list(share.docs.starts) == [*starts, 8]
+        if "position_ids" in inputs:
+            assert share.positions_s.tolist() == inputs["position_ids"][0].tolist()
+
+
 def test_documents_are_worked_out_once_per_batch(monkeypatch):
     """Not per stage, layer and direction: one walk for forward and one for backward."""
     walks = []

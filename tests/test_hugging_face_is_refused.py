@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import os
 import pickle
+import re
 from functools import partial
 
 import pytest
@@ -36,8 +37,8 @@ def trainer(tmp_path, ithaka=None, arguments=None, **given):
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     for name, value in (arguments or {}).items():
         setattr(args, name, value)
-    model = tiny_model(tiny_config("llama"), torch.float32)
-    return hf.long_context(Trainer)(model=model, args=args, ithaka=ithaka, **given)
+    given.setdefault("model", tiny_model(tiny_config("llama"), torch.float32))
+    return hf.long_context(Trainer)(args=args, ithaka=ithaka, **given)
 
 
 # ---- trainers
@@ -138,7 +139,7 @@ def on_h200(monkeypatch):
 
 def test_a_context_is_planned_as_for_a_run(on_h200, capsys):
     """On a GPU that the planner knows, and of which a CPU takes the place here."""
-    model = tiny_model(tiny_config("llama"), torch.bfloat16)
+    model = tiny_model(tiny_config("llama", max_position_embeddings=65536), torch.bfloat16)
     model = ithaka.parallelize(model, cp="auto", context="64K", batch=2)
     config = parse({"model": {"dtype": "bfloat16"}, "data": {"context": 65536}, "train": {"batch": 2}})
     shape = hf.model_shape(model)
@@ -176,6 +177,22 @@ def test_adapters_are_planned(on_h200):
     shape = hf.model_shape(adapted)
     assert shape.num_trained == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     assert hf.planned_run(adapted, None, None, "bfloat16", None, 131072, 1).plan.fits
+
+
+def test_a_context_beyond_the_positions_of_the_model(tmp_path):
+    """As `ithaka train` refuses it. What the message says to write gives a model that is taken."""
+    tiny_model(tiny_config("llama", max_position_embeddings=32), torch.float32).save_pretrained(tmp_path / "model")
+    load = partial(AutoModelForCausalLM.from_pretrained, tmp_path / "model")
+    for refuse in (
+        lambda: ithaka.parallelize(load(), context=100),
+        lambda: trainer(tmp_path, {"context": 100}, model=load()),
+    ):
+        with pytest.raises(ConfigError, match="context=100 exceeds max_position_embeddings=32 of the model") as caught:
+            refuse()
+    written = re.search(r"from_pretrained\(\.\.\., (.*\})\)", str(caught.value))[1]
+    moved = eval(f"load({written})", {"load": load})
+    assert moved.config.max_position_embeddings == 128 and moved.config.rope_parameters["rope_type"] == "yarn"
+    ithaka.parallelize(moved, context=100)
 
 
 def test_settings_without_a_plan():

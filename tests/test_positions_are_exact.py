@@ -17,6 +17,7 @@ KINDS = {
     "linear": {"factor": 4.0},
     "llama3": LLAMA3,
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "proportional": {"factor": 4.0, "partial_rotary_factor": 0.25},
 }
 FAR = 10_000_000
 

@@ -114,6 +114,25 @@ def test_each_kind_has_the_loss_and_gradients_of_hugging_face(ranks, tmp_path):
         check(errors)
 
 
+def test_a_model_that_turns_a_part_of_each_head(tmp_path):
+    """Of rope_type=proportional theta can be changed; another type would turn the rest too."""
+    own = OWN | {"rope_type": "proportional", "partial_rotary_factor": 0.5}
+    saved(tmp_path, rope_parameters=own)
+    config, ids = AutoConfig.from_pretrained(tmp_path), random_ids(1, CONTEXT)
+    config.rope_parameters = moved = own | {"rope_theta": 9.0}
+    plain = widen(AutoModelForCausalLM.from_pretrained(tmp_path, config=config, dtype=torch.float64).train())
+    expected = plain_loss(plain, ids, ids)
+    expected.backward()
+    layout = Layout(tile_tokens=5, dtype="float64")
+    model = widen(build_model(tmp_path, make_mesh(1), layout, rope=RopeConfig(theta=9.0), context=CONTEXT))
+    assert model.config.rope_parameters == moved and int((model.model.rotary_emb.inv_freq == 0).sum()) == 2
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    check([{"loss": relative(loss.detach(), expected.detach()), **gradient_errors(model, plain)}])
+    with pytest.raises(ConfigError, match="model.rope.type=yarn would turn .* rope_type=proportional .* change theta"):
+        hf_config(tmp_path, RopeConfig(type="yarn", factor=4), CONTEXT)
+
+
 def trained(config, ids):
     """Header and logits of a run's last checkpoint."""
     longer = replace(config, train=replace(config.train, steps=100))

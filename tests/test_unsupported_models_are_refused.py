@@ -13,7 +13,7 @@ from transformers import (
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import make_mesh
 from ithaka.layout import Layout
-from ithaka.model.build import parallelize
+from ithaka.model.build import hf_config, parallelize
 from ithaka.model.families import check_supported
 from models import tiny_config
 
@@ -47,14 +47,26 @@ def test_attention_dropout():
 
 def test_rope_that_changes_with_the_length():
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    assert "rope_type=dynamic" in refused(on_meta(tiny_config("llama", rope_parameters=rope)))
+    message = refused(on_meta(tiny_config("llama", rope_parameters=rope)))
+    assert "rope_type=dynamic changes its frequencies with the length; use one of default, linear" in message
 
 
-@pytest.mark.parametrize("rope_type", ["linear", "llama3", "yarn"])
+@pytest.mark.parametrize("rope_type", ["linear", "llama3", "yarn", "proportional"])
 def test_rope_with_fixed_frequencies_is_taken(rope_type):
     rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
     rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if rope_type == "llama3" else {}
     check_supported(on_meta(tiny_config("llama", rope_parameters=rope)))
+
+
+def test_rope_of_a_part_of_each_head(tmp_path):
+    """transformers cannot compute it for these families either. By `ithaka train` too, before a model is built."""
+    rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}
+    config = tiny_config("llama", rope_parameters=rope)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        hf_config(tmp_path / "config.json", context=64)
+    for message in (refused(on_meta(config)), str(caught.value)):
+        assert "partial_rotary_factor=0.5 with rope_type=linear" in message and "leave it out of rope_param" in message
 
 
 class LoraLinear(nn.Linear):

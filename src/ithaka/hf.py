@@ -7,6 +7,7 @@ divided by the labels of the whole step, and gradients arrive summed, so nothing
 import contextlib
 import copy
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -93,9 +94,15 @@ def parallelize(
     """`ithaka.model.build.parallelize` and, where a context is given, the plan for it that `ithaka train` would make.
 
     `context`: tokens of a sequence, 524288 or "512K"; `batch`: sequences per call. Rank 0 prints the plan, and
-    `model.ithaka_plan` keeps it; it is None where nothing is planned, as on a CPU. What does not fit is refused. `cp`,
-    `ring` and `dtype` (of the computation; None: the model's) are taken as given, and "auto" is for the plan to decide:
-    the same as None. `layout` takes the plan's place.
+    `model.ithaka_plan` keeps it; it is None where nothing is planned, as on a CPU. A context that does not fit, or that
+    exceeds the model's positions, is refused. `cp`, `ring` and `dtype` (of the computation; None: the model's) are
+    taken as given, and "auto" is for the plan to decide: the same as None. `layout` takes the plan's place.
+
+    Attention stays inside a document. `document_ids` mark documents: each change starts one, as does each row. Without
+    them, and without an attention_mask, `position_ids` do: a position that is not the one before it plus 1 starts a
+    document, transformers' own rule for packed rows. So positions that restart, or jump, cut the sequence; to keep it
+    in one piece, pass `document_ids` of zeros. With an attention_mask, positions cut nothing, and padding is a document
+    of its own. A label at a document's first token counts, unless it is -100.
     """
     cp = None if cp == "auto" else cp
     if cp is not None and not isinstance(cp, int):
@@ -106,8 +113,9 @@ def parallelize(
         layout = dataclasses.replace(layout, dtype=dtype)
     plan = None
     if context is not None:
-        start_process_group()
         work = {"context": _count(context), "batch": batch}
+        _check_positions(_base(model).config, work["context"])
+        start_process_group()
         run = planned_run(model, cp, ring, dtype or str(_base(model).dtype).removeprefix("torch."), layout, **work)
         layout, plan = run.layout, run.plan
         store = store or Store(default_device(), host_bytes=store_host_bytes(run))
@@ -163,6 +171,19 @@ def model_shape(model: Any) -> ModelShape:
 
 def _base(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _check_positions(config: Any, context: int) -> None:
+    """Refuse a context beyond the model's positions. They cannot be moved here: the model is built."""
+    reach = config.max_position_embeddings
+    if context > reach:
+        factor, theta = math.ceil(context / reach), config.rope_parameters["rope_theta"]
+        yarn = {"rope_type": "yarn", "rope_theta": theta, "factor": factor, "original_max_position_embeddings": reach}
+        raise ConfigError(
+            f"context={context} exceeds max_position_embeddings={reach} of the model; use a shorter context, or load "
+            f"it with more positions: from_pretrained(..., max_position_embeddings={factor * reach}, "
+            f"rope_parameters={yarn}), or a larger rope_theta in its own rope_parameters"
+        )
 
 
 def _count(context: int | str) -> int:

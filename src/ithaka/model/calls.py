@@ -68,6 +68,8 @@ class CallCheck:
 
     def __init__(self, model: PreTrainedModel, mesh: Mesh) -> None:
         self.mesh, self.parts = mesh, _parts(model)
+        params = inspect.signature(type(model).forward).parameters.values()  # transformers' own
+        self.names = [param.name for param in params if param.kind is param.POSITIONAL_OR_KEYWORD][1:]
         model.register_forward_pre_hook(self, prepend=True, with_kwargs=True)
 
     def __call__(self, model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple[Call], dict]:
@@ -79,7 +81,7 @@ class CallCheck:
             _check_finished(model)
             self._check_unchanged(model)
             hooked = check_modules(model)
-            tensors, items = _arguments(*args, **kwargs)
+            tensors, items = _arguments(**self._named(args, kwargs))
             facts = _facts(tensors, items) if mesh.world_size > 1 else {}
             share = take_share(tensors, model.model.embed_tokens.num_embeddings, mesh)
             numbers = share.num_valid, share.num_positions
@@ -93,6 +95,15 @@ class CallCheck:
         divisor = max(num_tokens, 1) if items is None else items or 1
         shape, per_token = tensors["input_ids"].shape, bool(kwargs.get("per_token"))
         return (Call(mesh, share, shape, num_tokens, num_positions, divisor, per_token),), {}
+
+    def _named(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """All arguments by name; positional ones are in the order of transformers' forward."""
+        named = dict(zip(self.names, args, strict=False))
+        twice = sorted(named.keys() & kwargs.keys())
+        if twice or len(args) > len(named):
+            what = f"{twice[0]} was passed twice" if twice else f"{len(args)} positional arguments are too many"
+            raise TypeError(f"{what}; pass arguments by name, or in the order {', '.join(self.names)}")
+        return named | kwargs
 
     def _check_unchanged(self, model: PreTrainedModel) -> None:
         parts = _parts(model)

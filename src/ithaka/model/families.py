@@ -8,7 +8,7 @@ from ithaka.config import ConfigError
 from ithaka.layer.linear import is_linear, linear_of
 from ithaka.layer.schedule import LayerParts
 from ithaka.model.adapters import check_adapters
-from ithaka.model.positions import ROPE_KINDS
+from ithaka.model.positions import check_rope
 from ithaka.plan.shape import FAMILIES
 
 # Mixtures of experts are not planned; their blocks are token-wise like any MLP.
@@ -48,11 +48,7 @@ def check_supported(model: PreTrainedModel) -> None:
     for name in ("attention_dropout", "output_router_logits", "router_jitter_noise"):
         if getattr(config, name, None):
             raise ConfigError(f"{name}={getattr(config, name)} is not supported; set it to 0 or false in config.json")
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in ROPE_KINDS:
-        raise ConfigError(
-            f"rope_type={rope} changes with the length; use one of {', '.join(ROPE_KINDS)} (model.rope.type)"
-        )
+    check_rope(config)
     precision = model.model.rotary_emb.inv_freq.dtype
     if precision.itemsize < 4:
         raise ConfigError(

@@ -17,6 +17,7 @@ ROPE_KINDS = {
     "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
     "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
 }
+PROPORTIONAL = "proportional"  # fixed frequencies too, 0 for the dimensions that are not turned; not for model.rope
 
 
 def frequencies(rotary: Any, num_positions: int) -> Tensor:
@@ -25,6 +26,22 @@ def frequencies(rotary: Any, num_positions: int) -> Tensor:
         return rotary.inv_freq
     make = ROPE_INIT_FUNCTIONS["longrope"]
     return make(rotary.config, rotary.inv_freq.device, seq_len=num_positions)[0]
+
+
+def check_rope(config: Any) -> None:
+    """Refuse positions that the layer does not compute; `config` is transformers'."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind, share = rope.get("rope_type", "default"), rope.get("partial_rotary_factor") or 1.0
+    if kind not in (*ROPE_KINDS, PROPORTIONAL):
+        why = "changes its frequencies with the length" if kind == "dynamic" else "is not supported"
+        raise ConfigError(f"rope_type={kind} {why}; use one of {', '.join(ROPE_KINDS)} (model.rope.type)")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if kind not in ("default", PROPORTIONAL) and (turned := int(head_dim * share)) != head_dim:
+        raise ConfigError(
+            f"partial_rotary_factor={share} with rope_type={kind} has frequencies for {turned} of the {head_dim} "
+            f"dimensions of a head, which neither transformers nor ithaka computes for model_type={config.model_type}; "
+            "leave it out of rope_parameters in config.json"
+        )
 
 
 def set_positions(config: Any, rope: RopeConfig | None, context: int, trained: bool) -> None:
@@ -46,6 +63,7 @@ def set_positions(config: Any, rope: RopeConfig | None, context: int, trained: b
         factor = config.rope_parameters["factor"]
         what = f"model.rope.factor={factor} gives {reach} positions, fewer than data.context={context}"
         raise ConfigError(f"{what}; use at least {math.ceil(factor * context / reach)}")
+    check_rope(config)
     config.max_position_embeddings = max(reach, context)
 
 
@@ -54,6 +72,9 @@ def _apply(config: Any, rope: RopeConfig, context: int) -> int:
     own = config.rope_parameters
     kind = rope.type or own["rope_type"]
     names = ROPE_KINDS.get(kind, ())
+    if own["rope_type"] == PROPORTIONAL != kind:
+        what = "would turn dimensions that the model's rope_type=proportional leaves alone"
+        raise ConfigError(f"model.rope.type={kind} {what}; leave the type out, and change theta")
     given = {name: value for name, value in vars(rope).items() if value is not None and name not in ("type", "theta")}
     given = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
     for name in given.keys() - {*names}:
