@@ -415,7 +415,7 @@ def test_files_that_cannot_be_written_are_refused_before_the_work(folder, starte
     "arguments",
     [
         ["report", "run", "--out"],
-        ["plan", "llama3-8b", "--gpus", "8xH100-80GB", "--out"],
+        ["plan", "llama3.2-1b", "--gpus", "H200", "--context", "8K", "--out"],
         ["bench", "device", "--out"],
         ["data", "--html"],
         ["evaluate", "model", "--html"],

@@ -57,13 +57,12 @@ def gone(pids: list[int], within_s: float = 5.0) -> bool:
 
 
 def launch_in_a_terminal(folder: Path) -> int:
-    """Under a spinner, as `ithaka evaluate` does: ranks that succeed, then ranks that fail."""
+    """Under a spinner, as `ithaka evaluate` does."""
     master, slave = os.openpty()
     for number in (1, 2):
         os.dup2(slave, number)
     with may_fork(), status("measuring"):
         launch_two(write_environment, folder)
-        launch.run_ranks(fail_everywhere, (), 2)
     (folder / "screen").write_bytes(os.read(master, 2**16))
     return 0
 
@@ -72,7 +71,7 @@ def test_escape_codes_are_not_shown_in_a_terminal(tmp_path):
     program = Program(tmp_path, launch_in_a_terminal, tmp_path)
     assert program.wait(60) == 0
     screen = (tmp_path / "screen").read_bytes()
-    assert b"measuring" in screen and b"boom on all" in screen
+    assert b"measuring" in screen
     assert b"?25h" not in re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", screen)
 
 
