@@ -151,6 +151,7 @@ def test_a_forced_run_directory_and_what_a_crashed_start_left_are_used(folder, s
     (folder / "crashed" / "tokens").mkdir(parents=True)
     (folder / "crashed" / "tokens" / "abc.tokens").write_text("")
     (folder / "crashed" / "hang").mkdir()
+    (folder / "crashed" / "slurm-1.out").write_text("")
     (folder / "empty").mkdir()
     for arguments in (["mine", "--force"], ["crashed"], ["crashed", "--resume", "auto"], ["empty"]):
         result = CliRunner().invoke(app, ["train", "--run-dir", *arguments])

@@ -69,6 +69,7 @@ ENDS_BYTES, MOST_FILES = 2**16, 256  # of files whose contents are compared betw
 # Sections of every run's config.yaml, also of early versions. A file that a user wrote rarely has them all.
 SAVED_SECTIONS = {"model", "data", "parallel", "memory", "attention", "optim", "train", "profile"}
 TOKEN_FILES = (".tokens", ".part", ".failed")  # in RUN_DIR/tokens, which is removed after the run
+LOG_FILES = (".log", ".out", ".err")  # a scheduler may write into the run directory before the run starts
 AUTO = Path("auto")  # --resume auto: go on in train.run_dir if it has a checkpoint, else start there
 
 
@@ -193,7 +194,8 @@ def check_run_dir(run_dir: Path, auto: bool, force: bool) -> None:
 
     With --resume auto, a run that ended before its first checkpoint starts again in its own directory.
     """
-    file, own = run_dir / "config.yaml", {"hang", ".config.yaml.tmp"}
+    file, logs = run_dir / "config.yaml", {each.name for each in run_dir.glob("*") if each.suffix in LOG_FILES}
+    own = {"hang", ".config.yaml.tmp", *logs}
     if file.exists() and not auto:
         way = f"give another with --run-dir, or continue it: {command('train', '--resume', run_dir)}"
         raise ConfigError(f"train.run_dir={run_dir} already holds a run; {way}")
