@@ -1,7 +1,9 @@
 """Bad input ends with exit code 2, one line that says what to do, no process started and nothing written."""
 
+import errno
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,8 @@ from ithaka.config import (
     to_dict,
     to_yaml,
 )
+from ithaka.data import files
+from ithaka.exits import FINAL, ExitCode
 from ithaka.report.page import page
 from ithaka.train import checkpoint, launch, preflight
 
@@ -61,7 +65,7 @@ def contents(folder):
 def refused(folder, started, arguments, words):
     before = contents(folder)
     result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 2, result.output
+    assert result.exit_code == ExitCode.WRONG_INPUT, result.output
     assert result.stderr.startswith("ConfigError: ") and result.stderr.count("\n") == 1
     for word in words:
         assert word in result.stderr
@@ -347,8 +351,8 @@ def test_positions_may_grow_when_a_run_goes_on(run_dir, started):
 
 
 def test_exit_code_of_the_ranks_is_that_of_the_command(folder, monkeypatch):
-    monkeypatch.setattr(launch, "run_ranks", lambda function, args, num_ranks, apart: 3)
-    assert CliRunner().invoke(app, ["train"]).exit_code == 3
+    monkeypatch.setattr(launch, "run_ranks", lambda function, args, num_ranks, apart: ExitCode.DIVERGED)
+    assert CliRunner().invoke(app, ["train"]).exit_code == ExitCode.DIVERGED
 
 
 def test_resume_auto_starts_goes_on_and_ends(run_dir, started):
@@ -367,8 +371,18 @@ def test_resume_auto_needs_a_run_directory(folder, started):
     refused(folder, started, ["train", "--resume", "auto"], ["needs train.run_dir", "--run-dir DIR"])
 
 
-@pytest.mark.parametrize("codes, ended", [([4, 0], 0), ([1, 1], 1), ([2], 2), ([143], 143)])
-def test_failed_ranks_are_started_again(folder, monkeypatch, codes, ended):
+@pytest.mark.parametrize(
+    "codes, saves",
+    [
+        ([ExitCode.HANG, ExitCode.DONE], []),
+        ([ExitCode.FAILED, ExitCode.FAILED], []),
+        ([ExitCode.TRANSIENT, ExitCode.DONE], []),
+        ([ExitCode.HANG, ExitCode.HANG, ExitCode.TRANSIENT, ExitCode.FAILED], [2, 3]),  # refilled by a checkpoint
+        *([[code], []] for code in sorted(FINAL)),
+        ([ExitCode.SIGNALED + signal.SIGTERM], []),
+    ],
+)
+def test_failed_ranks_are_started_again_unless_the_code_is_final(folder, monkeypatch, codes, saves):
     runs = []
 
     def run_ranks(function, args, num_ranks, apart):
@@ -376,12 +390,33 @@ def test_failed_ranks_are_started_again(folder, monkeypatch, codes, ended):
         runs.append(args[0].run_dir)
         (args[0].run_dir).mkdir(parents=True, exist_ok=True)
         (args[0].run_dir / "config.yaml").write_text(to_yaml(args[0].config))
+        if len(runs) in saves:
+            (args[0].run_dir / "latest").write_text(f"step-{len(runs)}")
         return codes[len(runs) - 1]
 
     monkeypatch.setattr(launch, "run_ranks", run_ranks)
+    monkeypatch.setattr(launch, "RETRY_S", 0.0)
     result = CliRunner().invoke(app, ["train", "--max-restarts", "1"])
-    assert (result.exit_code, len(runs), len(set(runs))) == (ended, len(codes), 1)
-    assert result.stderr.count("Restart") == len(codes) - 1
+    assert (result.exit_code, len(runs), len(set(runs))) == (codes[-1], len(codes), 1)
+    assert result.stderr.count("Restart 1 of 1") == len(codes) - 1
+
+
+@pytest.mark.parametrize("times, ended", [(1, ExitCode.DONE), (2, ExitCode.TRANSIENT)])
+def test_a_transient_fault_before_the_ranks_start_is_restarted(folder, started, monkeypatch, times, ended):
+    """Raw, as the file system raises it; without restarts left, one line says it and nothing is written."""
+    faults, head = [OSError(errno.ESTALE, "Stale file handle", "text.txt")] * times, files._head
+    (folder / "text.txt").write_text(TEXT * 100)
+    monkeypatch.setattr(files, "_head", lambda path: raise_first(faults) or head(path))
+    monkeypatch.setattr(launch, "RETRY_S", 0.0)
+    result = CliRunner().invoke(app, ["train", "--set", "data.path=text.txt", "--max-restarts", "1"])
+    assert (result.exit_code, len(started)) == (ended, times % 2), result.output
+    assert result.stderr.count("TransientError: OSError: [Errno 116] Stale file handle: 'text.txt'\n") == times
+    assert result.stderr.count("Restart 1 of 1") == 1
+
+
+def raise_first(errors):
+    if errors:
+        raise errors.pop()
 
 
 def test_restarts_under_torchrun_are_its_own(folder, started, monkeypatch):

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ithaka.config import ConfigError, parse
 from ithaka.dist.mesh import start_process_group
+from ithaka.exits import ExitCode, TransientError
 from ithaka.layer import stages, store
 from ithaka.phases import Now
 from ithaka.train import checkpoint, heartbeat, loop, preflight, step
@@ -168,8 +169,9 @@ def unshared(config):
     own = moved(config, config.train.run_dir / str(dist.get_rank()))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "SHARING_S", 0.1)
-        with pytest.raises(ConfigError) as error:
+        with pytest.raises(TransientError) as error:
             run(own)
+    assert error.value.shared and error.value.exit_code == ExitCode.TRANSIENT
     return str(error.value)
 
 
@@ -178,10 +180,25 @@ def test_a_directory_that_is_not_shared_is_refused_at_the_first_save(ranks, whol
     seen = f"{tmp_path}/0/checkpoints/.tmp-step-00000002/__1_0.distcp"
     assert first == (
         f"train.run_dir={tmp_path}/0: rank 0 does not see {seen}, which rank 1 wrote; "
-        "put it on a file system that all nodes share"
+        "start again, or put it on a file system that all nodes share"
     )
     assert not (tmp_path / "0/latest").exists()
     assert "does not see" in second
+
+
+def late(patch):
+    """Rank 0 does not see the files of the second checkpoint in time."""
+    is_seen = checkpoint._is_seen
+    patch.setattr(checkpoint, "_is_seen", lambda file, size: "step-00000002" in str(file) and is_seen(file, size))
+
+
+def test_a_file_that_appears_late_does_not_end_a_run_that_has_saved(ranks, whole, tmp_path):
+    config = moved(whole, tmp_path / "run", steps=5)
+    (told, error), _ = ranks.run(2, told_by, late, config)
+    assert "step-00000004 cannot be written: rank 0: TimeoutError: rank 0 does not see " in told
+    assert error.startswith("CheckpointError: ")  # of the last step, which nothing follows
+    assert (tmp_path / "run/latest").read_text() == "step-00000002\n"
+    assert [line["step"] for line in metrics(config.train.run_dir)][-1] == 5
 
 
 def by_minutes(patch):
@@ -253,10 +270,27 @@ def test_a_rank_that_hangs_ends_all_and_is_named(whole, tmp_path, fault, words):
     wait_for(lambda: any(path.read_text() for path in tmp_path.glob("words-*")))
     told = next(path.read_text() for path in tmp_path.glob("words-*") if path.read_text())
     victims.close()
-    assert told.startswith("4 rank 1 on ") and words in told.splitlines()[0]
+    assert told.startswith(f"{ExitCode.HANG} rank 1 on ") and words in told.splitlines()[0]
     assert fault is frozen or "\n  rank 1: step 3, layer 1 / forward / attention / stage 0\n" in told
     assert "\n  rank 0: step 3, layer 1 / forward / exchange\n" in told
     assert any("attend" in path.read_text() for path in (tmp_path / "run/hang").glob("stacks-*"))
+
+
+def out_of_memory(patch):
+    def fail():
+        raise MemoryError("no room")
+
+    asleep(patch, fail)
+
+
+def test_all_ranks_end_with_the_code_of_the_one_that_failed(whole, tmp_path):
+    """A scheduler sees one code, whichever rank's it takes."""
+    config, others = moved(whole, tmp_path / "run"), Ranks(2)
+    others.start(2, tmp_path, leaves_words, out_of_memory, config, tmp_path)
+    wait_for(lambda: (tmp_path / "words-0").exists() and (tmp_path / "words-0").read_text())
+    others.close()
+    told = (tmp_path / "words-0").read_text()
+    assert told.startswith(f"{ExitCode.OUT_OF_MEMORY} rank 1 on ") and "failed: MemoryError: no room" in told
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import pytest
 
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import _warn_of_shared_store
+from ithaka.exits import ExitCode
 from ithaka.train import launch
 from ithaka.train.checkpoint import lock
 from ithaka.train.console import status
@@ -90,9 +91,9 @@ def test_ranks_get_torchruns_variables(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "kind, code, words",
     [
-        ("config", 2, "parallel.cp=6"),
-        ("memory", 3, "MemoryError: no room"),
-        ("other", 1, "RuntimeError: boom"),
+        ("config", ExitCode.WRONG_INPUT, "parallel.cp=6"),
+        ("memory", ExitCode.OUT_OF_MEMORY, "MemoryError: no room"),
+        ("other", ExitCode.FAILED, "RuntimeError: boom"),
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1])
@@ -116,17 +117,17 @@ def children() -> set[int]:
 
 def test_a_killed_rank_is_named(capsys, monkeypatch):
     monkeypatch.setattr(launch, "GRACE_S", 0.2)
-    assert launch.run_ranks(fail, ("1", "killed"), 2) == launch.EXIT_LOST
+    assert launch.run_ranks(fail, ("1", "killed"), 2) == ExitCode.HANG
     assert "rank 1 was killed by SIGKILL" in capsys.readouterr().err
 
 
 def test_an_error_on_all_ranks_is_printed_once(capfd):
-    assert launch.run_ranks(fail_everywhere, (), 3) == 1
+    assert launch.run_ranks(fail_everywhere, (), 3) == ExitCode.FAILED
     assert capfd.readouterr().err.count("RuntimeError: boom on all") == 1
 
 
 def test_one_rank_runs_in_this_process(capsys):
-    assert launch.run_ranks(fail, ("0", "config"), 1) == 2
+    assert launch.run_ranks(fail, ("0", "config"), 1) == ExitCode.WRONG_INPUT
     assert capsys.readouterr().err.startswith("ConfigError: parallel.cp=6")
 
 
@@ -175,7 +176,7 @@ def test_first_signal_lets_every_rank_finish_and_save(number, tmp_path):
 def test_signal_before_training_begins_stops_the_run(tmp_path):
     parent, pids = started(not_yet_training, tmp_path)
     os.kill(parent.pid, signal.SIGINT)
-    assert parent.wait(10) == 130
+    assert parent.wait(10) == ExitCode.SIGNALED + signal.SIGINT
     assert "Traceback" not in parent.stderr
     assert gone(pids)
 
@@ -183,7 +184,7 @@ def test_signal_before_training_begins_stops_the_run(tmp_path):
 def test_failure_to_save_after_a_signal_is_told(tmp_path):
     parent, pids = started(fail_while_saving, tmp_path)
     os.kill(parent.pid, signal.SIGTERM)
-    assert parent.wait(20) == 1
+    assert parent.wait(20) == ExitCode.FAILED
     assert parent.stderr.count("OSError: disk full") == 1
     assert gone(pids)
 
@@ -205,7 +206,7 @@ def test_second_signal_ends_all_at_once(tmp_path):
     time.sleep(launch.SAME_S + 0.1)
     assert parent.poll() is None
     os.kill(parent.pid, signal.SIGINT)
-    assert parent.wait(10) == 130
+    assert parent.wait(10) == ExitCode.SIGNALED + signal.SIGINT
     assert "at once" in parent.stderr
     assert gone(pids)
 
@@ -252,15 +253,15 @@ def test_a_rank_whose_launcher_is_gone_before_it_starts_ends(monkeypatch):
     with subprocess.Popen(["true"]) as process:
         process.wait()
     launch._end_with_others(process.pid)
-    assert ended == [launch.EXIT_FAILED]
+    assert ended == [ExitCode.FAILED]
 
 
 def test_a_rank_ends_though_the_launchers_folder_is_gone(tmp_path, monkeypatch, capfd):
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(launch, "_folder", tmp_path / "gone")
-    launch.leave(launch.Outcome(launch.EXIT_LOST, "rank 1 hangs"))
-    assert ended == [launch.EXIT_LOST] and "rank 1 hangs" in capfd.readouterr().err
+    launch.leave(launch.Outcome(ExitCode.HANG, "rank 1 hangs"))
+    assert ended == [ExitCode.HANG] and "rank 1 hangs" in capfd.readouterr().err
 
 
 def test_a_store_that_torchrun_shares_over_restarts_is_warned_of():

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from ithaka.cli import app
 from ithaka.config import load
+from ithaka.exits import ExitCode
 from ithaka.layer.stages import HeldHeads
 from ithaka.layer.store import SlabPool, StoreError
 from ithaka.layout import fixed_settings, make_layout
@@ -26,6 +27,7 @@ from ithaka.train.watch import Witness, explain_shortage, is_shortage
 from runs import numbers, run, tiny_run
 
 GIB = 2**30
+OOM = ExitCode.OUT_OF_MEMORY
 FULL = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1 GiB is free."
 
 
@@ -90,26 +92,39 @@ def test_the_last_checkpoint_goes_on_with_another_setting(tmp_path, capfd, monke
 @pytest.mark.parametrize(
     "error, code",
     [
-        (torch.OutOfMemoryError(FULL), 3),
-        (MemoryError(), 3),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."), 3),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 64 bytes."), 3),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"), 3),
-        (RuntimeError("NCCL error, unhandled cuda error. Last error:\nCuda failure 2 'out of memory'"), 3),
-        (RuntimeError("Triton Error [CUDA]: out of memory"), 3),
-        (RuntimeError("CUDA driver error: out of memory"), 3),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), 3),
-        (OSError(errno.ENOMEM, "Cannot allocate memory"), 3),  # of mmap
-        (RuntimeError("something else"), 1),
-        (OSError(errno.EIO, "Input/output error"), 1),
+        (torch.OutOfMemoryError(FULL), OOM),
+        (MemoryError(), OOM),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."),
+            OOM,
+        ),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 64 bytes."),
+            OOM,
+        ),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"),
+            OOM,
+        ),
+        (
+            RuntimeError("NCCL error, unhandled cuda error. Last error:\nCuda failure 2 'out of memory'"),
+            OOM,
+        ),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), OOM),
+        (RuntimeError("CUDA driver error: out of memory"), OOM),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), OOM),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), OOM),  # of mmap
+        (RuntimeError("something else"), ExitCode.FAILED),
+        (OSError(errno.EIO, "Input/output error"), ExitCode.TRANSIENT),
     ],
 )
-def test_exit_code_3_for_memory_only(tmp_path, monkeypatch, capsys, error, code):
+def test_exit_code_of_memory_for_memory_only(tmp_path, monkeypatch, capsys, error, code):
     config = tiny_run(tmp_path)
     monkeypatch.setattr(loop, "build_model", lambda *_, **__: (_ for _ in ()).throw(error))
     assert launch.run_ranks(run, (config,), 1) == code
     said = capsys.readouterr().err
-    assert ("in building the model: " in said) == (code == 3) and ("Traceback" in said) == (code == 1)
+    assert ("in building the model: " in said) == (code == OOM)
+    assert ("Traceback" in said) == (code == ExitCode.FAILED)
 
 
 def test_room_in_the_store_is_explained_like_memory(tmp_path, monkeypatch):
@@ -173,6 +188,6 @@ def test_a_rehearsal_explains_itself_the_same_way(tmp_path, monkeypatch):
     wasteful = ["--set", "memory.checkpoint=full", "--set", "memory.keep_attention=none"]
     arguments = ["rehearse", str(model), "--gpus", "2xH100-80GB", "--context", "4K", *wasteful]
     result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 3, result.output
+    assert result.exit_code == OOM, result.output
     assert f"in {' / '.join(path)}: " in result.stderr
     assert "planned at most: " in result.stderr and f"ithaka plan {model} --gpus 2xH100-80GB" in result.stderr

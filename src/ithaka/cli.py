@@ -17,19 +17,20 @@ from typer.core import TyperGroup
 
 import ithaka
 from ithaka.config import ConfigError, check_output, check_writable, command, given, parse_count, shown
+from ithaka.exits import ExitCode, is_transient
 
 if TYPE_CHECKING:
     from ithaka.train.preflight import Run
 
 
 class Commands(TyperGroup):
-    """Our own errors end a command with their words on stderr: a ConfigError with exit code 2."""
+    """Our own errors, and transient ones, end a command with their message on stderr and their exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except Exception as error:
-            if not type(error).__module__.startswith("ithaka."):
+            if not type(error).__module__.startswith("ithaka.") and not is_transient(error):
                 raise
             from ithaka.train.launch import outcome_of, tell
 
@@ -47,8 +48,6 @@ app = typer.Typer(
 )
 bench = typer.Typer(no_args_is_help=True, help="Measure what this machine gives.")
 app.add_typer(bench, name="bench")
-
-EXIT_DOES_NOT_FIT = 3  # as for running out of memory
 
 # Arguments and options that several commands have.
 Model = Annotated[str, typer.Argument(help="A name (llama3.1-8b), a directory, a config.json, or an id on the hub.")]
@@ -108,7 +107,7 @@ def train(
     ] = None,
     run_dir: RunDir = None,
     force: Force = False,
-    max_restarts: Annotated[int, typer.Option(min=0, help="Start the ranks again, so often, when they fail.")] = 0,
+    max_restarts: Annotated[int, typer.Option(min=0, help="Restarts after a failure without a new checkpoint.")] = 0,
     evaluate_only: Annotated[
         bool, typer.Option("--evaluate-only", help="Print the validation loss (with --resume, of that run).")
     ] = False,
@@ -196,7 +195,7 @@ def _run(
     folder = None if run_dir is None else _path(run_dir, "--run-dir")
     with _loading() as status:
         from ithaka.plan import show
-        from ithaka.train import launch
+        from ithaka.train import checkpoint, launch
         from ithaka.train.preflight import AUTO, preflight
 
     changes = [*(overrides or []), *([f"parallel.ranks={ranks}"] if ranks is not None else [])]
@@ -209,28 +208,36 @@ def _run(
     if max_restarts and launch.under_torchrun():
         raise ConfigError(f"--max-restarts={max_restarts} is for local ranks; give it to torchrun, before -m ithaka")
     tells = os.environ.get("RANK", "0") == "0"
-    left = max_restarts
+    restarts = launch.Restarts(max_restarts)
     while True:  # entries of a curriculum, and restarts
-        with status("checking settings and data"):
-            run = preflight(config, changes, resume, folder, trains, force)
+        try:
+            with status("checking settings and data"):
+                run = preflight(config, changes, resume, folder, trains, force)
+        except Exception as error:
+            if not is_transient(error):
+                raise
+            outcome = launch.outcome_of(error)
+            launch.tell(outcome)
+            if restarts.allow(outcome.code):
+                continue
+            raise typer.Exit(outcome.code) from None
         if not trains:
             raise typer.Exit(launch.run_ranks(validate_rank, (run,), run.num_ranks))
         train = run.config.train
         if run.finished:
             if tells:
                 print(f"{run.run_dir} is finished: {run.last_step} steps are done", flush=True)
-            raise typer.Exit(0)
+            raise typer.Exit(ExitCode.DONE)
         if run.plan is not None and tells:
             model, steps = run.config.model, train.steps if train.epochs is None else None
             print(show.as_text(run.plan, str(model.path or model.embedded), steps), flush=True)
         # A process that ends gives all of its memory back.
         apart = max_restarts > 0 or bool(run.config.curriculum and launch.num_gpus())
+        before = checkpoint.latest(run.run_dir)
         code = launch.run_ranks(train_rank, (run, profiled_steps > 0), run.num_ranks, apart)
-        if code or train.steps == run.config.ends[-1]:
-            if left == 0 or not launch.worth_a_restart(code):
-                break
-            number, left = max_restarts - left + 1, left - 1
-            print(f"Restart {number} of {max_restarts}, after exit code {code}", file=sys.stderr, flush=True)
+        progressed = checkpoint.latest(run.run_dir) != before
+        if (code or train.steps == run.config.ends[-1]) and not restarts.allow(code, progressed):
+            break
         if resume is None:
             resume, folder = AUTO, run.run_dir
     raise typer.Exit(code)
@@ -316,7 +323,7 @@ def plan(
     else:
         text, fits = show.plan_answer(question, max_context, steps, as_json)
         print(text, file=sys.stderr if as_yaml else sys.stdout)
-        raise typer.Exit(0 if fits else EXIT_DOES_NOT_FIT)
+        raise typer.Exit(ExitCode.DONE if fits else ExitCode.OUT_OF_MEMORY)
 
 
 @app.command()
@@ -348,7 +355,7 @@ def rehearse(
         raise ConfigError(f"--context {context} to evaluate needs {need} of each GPU, which has {have}; {way}")
     if not plan.fits:
         print(show.plan_answer(question, False, None, as_json)[0])
-        raise typer.Exit(EXIT_DOES_NOT_FIT)
+        raise typer.Exit(ExitCode.OUT_OF_MEMORY)
 
     with _loading() as status:
         from ithaka import rehearse as rehearsal
@@ -454,7 +461,7 @@ def verify(
         print(_table([_shown_check(**check) for check in found["checks"]]))
         off = [check["part"] for check in found["checks"] if not check["ok"]]
         print(f"off: {', '.join(off)}" if off else "all parts are right")
-    raise typer.Exit(0 if found["ok"] else 1)
+    raise typer.Exit(ExitCode.DONE if found["ok"] else ExitCode.FAILED)
 
 
 def _shown_check(part: str, where: str, error: float, allowed: float | None, ok: bool) -> dict[str, str]:
@@ -567,7 +574,7 @@ def bench_gate(
         figures = {str(row.pop("context")): row for row in rows}
         beside.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     if any(value > 1 + GATE_ALLOWS for row in rows for name, value in row.items() if name.endswith("recorded")):
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 @bench.command("ladder")

@@ -29,12 +29,21 @@ from typing import Any, Literal
 
 import yaml
 
+from ithaka.exits import ExitCode, TransientError, is_transient
+
 # Of a run directory, stored in its config.yaml. 1: without a number; 2: plan.json has what each layer keeps.
 FORMAT = 2
 
 
 class ConfigError(ValueError):
     """Something the user can put right: names the field, its value, the rule it breaks and the way out."""
+
+    exit_code = ExitCode.WRONG_INPUT
+
+
+def input_error(words: str, error: BaseException) -> ConfigError | TransientError:
+    """The exception for an input that `error` kept from being read: transient, or for the user to put right."""
+    return TransientError(words) if is_transient(error) else ConfigError(words)
 
 
 _LIMITS = {"ge": "at least", "le": "at most", "gt": "more than", "lt": "less than"}  # functions of `operator`
@@ -640,7 +649,8 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
     except _DuplicateKey as error:
         raise ConfigError(f"config={path} {error}") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"config={path} cannot be read ({' '.join(str(error).split())}); give a YAML file") from None
+        words = f"config={path} cannot be read ({' '.join(str(error).split())}); give a YAML file"
+        raise input_error(words, error) from None
     if not isinstance(tree, dict):
         raise ConfigError(f"config={path} holds no mapping; write sections such as `train:` with keys below them")
     written = tree.pop("format", FORMAT)  # absent in files written by hand, and in those of format 1
@@ -792,7 +802,7 @@ def check_writable(option: str, path: Path, folder: bool = False) -> None:
             tempfile.TemporaryFile(dir=place).close()
     except OSError as error:
         reason = f"{place} takes no file ({error.strerror})"
-        raise ConfigError(f"{option}={path} cannot be written: {reason}; give another path") from None
+        raise input_error(f"{option}={path} cannot be written: {reason}; give another path", error) from None
 
 
 PAGE_MARK = '<meta name="generator" content="ithaka">'  # in the head of every page that ithaka writes

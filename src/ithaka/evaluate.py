@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from ithaka.config import ConfigError
 from ithaka.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from ithaka.dist.mesh import default_device, end_process_group, make_mesh, start_process_group
+from ithaka.exits import ExitCode
 from ithaka.measure import TASKS, Text, check_prompts, measure, read_text
 from ithaka.model.adapters import merge_adapter
 from ithaka.model.build import build_model, has_weights
@@ -64,7 +65,7 @@ def evaluate(
         if code := launch.run_ranks(_rank, (model, folder, text, list(contexts), samples), num_ranks):
             raise SystemExit(code)
         if not (folder / RESULT).is_file():  # under torchrun rank 0 has it
-            raise SystemExit(0)
+            raise SystemExit(ExitCode.DONE)
         return {"model": str(source), **json.loads((folder / RESULT).read_text())}
 
 

@@ -19,11 +19,12 @@ from typing import BinaryIO
 
 import numpy as np
 
-from ithaka.config import ConfigError
+from ithaka.config import ConfigError, input_error
 from ithaka.data.conversation import Document
 from ithaka.data.pack import Documents
 from ithaka.data.read import Shard
 from ithaka.data.tokenizer import Tokenizer
+from ithaka.exits import ExitCode, TransientError, is_transient
 
 FORMAT = 3
 BATCH_CHARS = 1 << 23  # tokenised at once, on all cores
@@ -73,14 +74,15 @@ class TokenCache:
         life, since = 0, time.monotonic()
         while not path.exists():
             with contextlib.suppress(FileNotFoundError):
-                raise ConfigError(path.with_suffix(".failed").read_text())
+                code, _, words = path.with_suffix(".failed").read_text().partition(" ")
+                raise TransientError(words) if int(code) == ExitCode.TRANSIENT else ConfigError(words)
             with contextlib.suppress(FileNotFoundError):
                 if self.directory.stat().st_mtime_ns != life:
                     life, since = self.directory.stat().st_mtime_ns, time.monotonic()
             if self.closed or time.monotonic() - since > WAIT_S:
-                raise TimeoutError(
+                raise TransientError(
                     f"{shard.parts[0].file.path} was not tokenised: the first rank of this node wrote nothing to "
-                    f"{self.directory} for {WAIT_S:.0f} s; see what it says, and that all ranks see this directory"
+                    f"{self.directory} for {WAIT_S:.0f} s; see its messages; all ranks must see this directory"
                 )
             time.sleep(POLL_S)
 
@@ -103,12 +105,16 @@ class TokenCache:
         except Exception as error:
             part.unlink(missing_ok=True)
             if isinstance(error, OSError):
-                error = ConfigError(
+                words = (
                     f"{shard.parts[0].file.path} cannot be read, or its tokens cannot be written ({error}); put the "
                     "file back, make room, or give another train.run_dir"
                 )
+                # It was there when the run listed its data: if it is gone for good, the next start says so.
+                gone = isinstance(error, FileNotFoundError)
+                error = TransientError(words) if gone else input_error(words, error)
+            code = ExitCode.TRANSIENT if is_transient(error) else ExitCode.WRONG_INPUT
             with contextlib.suppress(OSError):
-                part.write_text(str(error))
+                part.write_text(f"{code} {error}")
                 part.replace(path.with_suffix(".failed"))
             raise error
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ithaka.config import ConfigError
+from ithaka.config import ConfigError, input_error
 
 Kind = Literal["text", "jsonl", "json", "parquet", "arrow"]
 KIND_OF_SUFFIX: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
@@ -152,9 +152,8 @@ def _dataset(path: str, name: str) -> Found:
         splits = open_dataset(path)
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
-        raise ConfigError(
-            f"{name}={path} cannot be read with the package datasets ({reason}); give another path"
-        ) from error
+        words = f"{name}={path} cannot be read with the package datasets ({reason}); give another path"
+        raise input_error(words, error) from error
     if "train" not in splits:
         raise ConfigError(f"{name}={path} has no split train, only {', '.join(splits)}; save one by itself")
     own = next((split for split in VALIDATION_SPLITS if split in splits), None)

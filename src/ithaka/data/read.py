@@ -24,6 +24,7 @@ from ithaka.data.conversation import BadRecord, Document, check_train_on, docume
 from ithaka.data.files import File, open_dataset
 from ithaka.data.pack import Split
 from ithaka.data.tokenizer import Tokenizer
+from ithaka.exits import TransientError
 
 SHARD_BYTES = 1 << 21
 TEXT_PIECE_BYTES = 1 << 20
@@ -164,7 +165,7 @@ def _bytes(path: Path, low: int, high: int) -> bytes:
         file.seek(low)
         raw = file.read(high - low)
     if len(raw) < high - low:
-        raise ConfigError(f"data file {path} became shorter while it was read; start again")
+        raise TransientError(f"data file {path} became shorter while it was read; start again")
     return raw
 
 

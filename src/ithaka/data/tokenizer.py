@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from ithaka.config import ConfigError
+from ithaka.config import ConfigError, input_error
 from ithaka.data.conversation import ChatTemplate, Span
 
 Trained = Sequence[Span] | None
@@ -123,7 +123,8 @@ def load_tokenizer(name: str | None, model_path: Path | None, chat_template: Pat
         try:
             tokenizer.hf.chat_template = chat_template.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise ConfigError(f"data.chat_template={chat_template} cannot be read ({error}); give a file") from error
+            words = f"data.chat_template={chat_template} cannot be read ({error}); give a file"
+            raise input_error(words, error) from error
     return tokenizer
 
 
@@ -148,7 +149,8 @@ def _load(name: str | None, model_path: Path | None) -> Tokenizer:
         else:
             hf = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"{field}: tokenizer not loaded ({error}); repair it or set data.tokenizer") from error
+        words = f"{field}: tokenizer not loaded ({error}); repair it or set data.tokenizer"
+        raise input_error(words, error) from error
     if alone and (path / "config.json").is_file():
         # It names no eos; the model's config.json may.
         eos = json.loads((path / "config.json").read_text()).get("eos_token_id")

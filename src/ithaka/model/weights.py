@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
-from ithaka.config import ConfigError
+from ithaka.config import ConfigError, input_error
 from ithaka.model.adapters import adapter_name, stored_name
 from ithaka.plan.shape import read_json
 
@@ -101,9 +101,11 @@ def tensor_files(directory: Path) -> dict[str, Any]:
 def _open(path: Path, source: str) -> dict[str, Any]:
     """The file, for each of its tensors."""
     try:
+        path.open("rb").close()  # safetensors reports every failure to open a file as a missing one
         file = safe_open(path, framework="pt")
     except Exception as error:
-        raise ConfigError(f"{source}: {path} is not a whole safetensors file ({error}); copy it again") from error
+        words = f"{source}: {path} is not a complete safetensors file ({error}); copy it again"
+        raise input_error(words, error) from error
     return dict.fromkeys(file.keys(), file)
 
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from ithaka.config import LAYER_LINEARS, AdapterConfig, ConfigError
+from ithaka.config import LAYER_LINEARS, AdapterConfig, ConfigError, input_error
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 GIVE_MODEL = "give a model directory or a config.json"
@@ -205,13 +205,14 @@ def read_shape(path: Path) -> ModelShape:
 
 
 def read_json(file: Path, name: str = "model.path=", way_out: str = GIVE_MODEL) -> dict[str, Any]:
-    """The object in a JSON file; ConfigError when it is missing or is no JSON object. `name`: of what gave the path."""
+    """The object in a JSON file; ConfigError if it is missing or holds none. `name`: of what gave the path."""
     try:
         if isinstance(values := json.loads(file.read_text(encoding="utf-8")), dict):
             return values
         reason = "no JSON object"
     except OSError as error:
         reason = error.strerror or str(error)
+        raise input_error(f"{name}{file} cannot be read ({reason}); {way_out}", error) from None
     except ValueError:
         reason = "not valid JSON"
     raise ConfigError(f"{name}{file} cannot be read ({reason}); {way_out}")

@@ -45,12 +45,13 @@ from torch.distributed.tensor import DTensor
 
 from ithaka.config import Config, ConfigError, check_output, given, shown, to_dict, with_absolute_paths
 from ithaka.config import load as load_config
+from ithaka.exits import TransientError, is_transient
 from ithaka.layer.store import Slab
 from ithaka.layout import either
 from ithaka.model.adapters import adapter_name, merge_adapter
 from ithaka.phases import phase
 from ithaka.plan.shape import ModelShape, read_shape
-from ithaka.train.launch import SharedError, is_out_of_memory
+from ithaka.train.launch import SharedTransientError, is_out_of_memory
 from ithaka.train.safe_load import SafeReader, load_into
 
 FORMAT = 1
@@ -160,7 +161,8 @@ class Saver:
 
     @phase("saving")
     def finish(self) -> None:
-        """Wait for the save in progress, if any. Raises CheckpointError or ConfigError on every rank if it failed."""
+        """Wait for the save in progress, if any. If it failed, raise CheckpointError or SharedTransientError on every
+        rank."""
         save, self._in_progress = self._in_progress, None
         if save is not None:
             save.result()
@@ -207,8 +209,12 @@ class Saver:
         def publish() -> str | None:
             for other, files in enumerate(written):
                 for name, (num_bytes, _) in files.items():
-                    if not _is_seen(temporary / name, num_bytes):
-                        return f"rank 0 does not see {temporary / name}, which rank {other} wrote"
+                    if _is_seen(temporary / name, num_bytes):
+                        continue
+                    unseen = f"rank 0 does not see {temporary / name}, which rank {other} wrote"
+                    if latest(self.run_dir):  # the nodes do share the directory: the run can save again later
+                        raise TimeoutError(unseen)
+                    return unseen
             files = {name: entry for own in written for name, entry in own.items()}
             record = {"format": FORMAT, "world_size": dist.get_world_size(), **state}
             record["file_bytes"] = {name: num_bytes for name, (num_bytes, _) in files.items()}
@@ -226,8 +232,8 @@ class Saver:
 
         unseen = self._agreed(what, publish if rank == 0 else None)[0]
         if unseen is not None:
-            way = "put it on a file system that all nodes share"
-            raise SharedError(f"train.run_dir={self.run_dir}: {unseen}; {way}")
+            way = "start again, or put it on a file system that all nodes share"
+            raise SharedTransientError(f"train.run_dir={self.run_dir}: {unseen}; {way}")
 
     def _agreed(self, what: str, function: Callable[[], Any] | None) -> list[Any]:
         """What `function` returned on each rank; if it raises on any, CheckpointError on all."""
@@ -291,6 +297,7 @@ def problem(path: Path) -> str | None:
     except ConfigError:
         raise
     except Exception as error:  # a damaged pickle can raise anything
+        _check_readable(path, error)
         return f"{type(error).__name__}: {error}"
     return None
 
@@ -301,8 +308,16 @@ def damage(path: Path, share: int = 0, of: int = 1) -> str | None:
         sums = sorted(read_state(path).get("checksums", {}).items())
         wrong = [name for name, digest in sums[share::of] if name != STATE_FILE and checksum(path / name) != digest]
     except OSError as error:
+        _check_readable(path, error)
         return f"{type(error).__name__}: {error}"
     return f"file {wrong[0]} does not hold what was written" if wrong else None
+
+
+def _check_readable(path: Path, error: Exception) -> None:
+    """Raise TransientError if `error` says nothing about the checkpoint itself: an earlier one must not replace it."""
+    if is_transient(error):
+        words = f"checkpoint {path} cannot be read now ({error}); check its disk, and start again"
+        raise TransientError(words) from error
 
 
 def find(run_dir: Path, before: Path | None = None) -> Path:
@@ -310,8 +325,7 @@ def find(run_dir: Path, before: Path | None = None) -> Path:
     which rank 0 says. ConfigError if there is none."""
     if not run_dir.is_dir():
         raise ConfigError(f"run directory {run_dir} does not exist; give the directory of an earlier run")
-    latest = run_dir / "latest"
-    name = latest.read_text(encoding="utf-8").strip() if latest.is_file() else ""
+    name = latest(run_dir)
     paths = sorted((run_dir / "checkpoints").glob("step-*"), reverse=True)
     known = [path for path in paths if (path < before if before else path.name <= (name or path.name))]
     if name and before is None and name not in (path.name for path in known):
@@ -355,12 +369,16 @@ def newest(run_dir: Path | None) -> Path | None:
     return max(run_dir.glob("checkpoints/step-*"), default=None) if run_dir is not None else None
 
 
+def latest(run_dir: Path) -> str:
+    """The name of the newest complete checkpoint, or ""."""
+    file = run_dir / "latest"
+    return file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+
+
 def last_of(run_dir: Path) -> str:
     """The last checkpoint, in a sentence."""
-    latest = run_dir / "latest"
-    if not latest.exists():
-        return "There is no checkpoint yet."
-    return f"The last checkpoint is {run_dir / 'checkpoints' / latest.read_text().strip()}."
+    name = latest(run_dir)
+    return f"The last checkpoint is {run_dir / 'checkpoints' / name}." if name else "There is no checkpoint yet."
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -388,13 +406,14 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 def lock(run_dir: Path, kind: int = fcntl.LOCK_EX) -> int:
-    """The run directory, locked until it is closed or the process ends; ConfigError if another run holds it."""
+    """Lock the run directory until it is closed or the process ends; TransientError if another run holds the lock."""
     directory = os.open(run_dir, os.O_RDONLY)
     try:
         fcntl.flock(directory, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(directory)
-        raise ConfigError(f"train.run_dir={run_dir} is in use by another run; wait for its end, or stop it") from None
+        words = f"train.run_dir={run_dir} is in use by another run; wait for its end, or stop it"
+        raise TransientError(words) from None
     except OSError:  # a file system without locks
         pass
     return directory

@@ -23,11 +23,12 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from ithaka.exits import ExitCode
 from ithaka.phases import Listener, PhasePath
 from ithaka.plan.hardware import available_memory
 from ithaka.plan.seconds import layer_seconds
 from ithaka.plan.show import size
-from ithaka.train.launch import EXIT_LOST, Outcome, leave
+from ithaka.train.launch import Outcome, leave
 from ithaka.train.preflight import Run
 
 BEAT_S = 5.0
@@ -171,7 +172,7 @@ class Heartbeat:
         self.place, self.limits, self.run_dir = place, limits, run_dir
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._stop, self._lock = threading.Event(), threading.Lock()
-        self._number, self._words = 0, ""
+        self._number, self._words, self._code = 0, "", ExitCode.DONE
         self._position: Beat = {"step": 0, "passed": 0, "path": ()}  # of this rank, as last known
         self._told_memory, self._local_rank = False, os.environ.get("LOCAL_RANK", "0")
         store = dist.distributed_c10d._get_default_store()
@@ -192,10 +193,10 @@ class Heartbeat:
             self._thread.start()
             threading.Thread(target=self._watch_store, daemon=True, name="store").start()
 
-    def close(self, words: str = "") -> None:
-        """Tell the other ranks that this one is done or, with `words`, why it failed."""
+    def close(self, words: str = "", code: ExitCode = ExitCode.DONE) -> None:
+        """Tell the other ranks that this one is done or, with `words` and its exit code, why it failed."""
         self._stop.set()
-        self._words = words or "done"
+        self._words, self._code = words or "done", code
         if self.size > 1:
             with suppress(Exception):  # which would hide the run's own error
                 self._publish()
@@ -221,7 +222,8 @@ class Heartbeat:
         """Does not query the device, so that a rank whose device has failed can still say so."""
         with self._lock:  # no older beat may overwrite the last one
             self._number += 1
-            beat = {"beat": self._number, "host": socket.gethostname(), **self._position, "words": self._words}
+            beat = {"beat": self._number, "host": socket.gethostname(), **self._position}
+            beat |= {"words": self._words, "code": self._code}
             self._store.set(str(self.rank), json.dumps(beat))
 
     def _beats(self) -> list[Beat]:
@@ -260,7 +262,7 @@ class Heartbeat:
                 self._heard[rank] = now
             name = f"rank {rank} on {beat['host']}"
             if beat["words"] not in ("", "done"):
-                self._end(f"{name} failed: {beat['words']}")
+                self._end(f"{name} failed: {beat['words']}", beat["code"])
             if now - self._heard[rank] > SILENT_S:
                 self._end(f"{name} has not been heard of for {SILENT_S:.0f} s: it died, or is frozen")
         phases = [tuple(beat["path"]) for beat in beats if self.place.warm]
@@ -289,8 +291,9 @@ class Heartbeat:
         words = f"{socket.gethostname()} has {size(free)} of host memory left; the largest other process is {name}"
         os.write(2, f"{words} ({pid}) with {size(used)}\n".encode())
 
-    def _end(self, reason: str) -> None:
-        """Save stacks for debugging, report where every rank was last, and end this process."""
+    def _end(self, reason: str, code: int = ExitCode.HANG) -> None:
+        """Save stacks for debugging, report where every rank was last, and end this process. `code`: of the rank that
+        failed, so that all ranks end with it and a scheduler sees only that."""
         if self._stop.wait(ANSWER_S):  # this rank has an error of its own
             return
         folder = self.run_dir / "hang"
@@ -305,7 +308,7 @@ class Heartbeat:
         order = sorted(range(len(beats)), key=lambda rank: beats[rank]["passed"])[:SHOWN]
         lines = [f"  rank {rank}: {_where(beats[rank], now - self._heard[rank])}" for rank in sorted(order)]
         lines += [f"  {len(beats) - SHOWN} ranks more, further on"] * (len(beats) > SHOWN)
-        leave(Outcome(EXIT_LOST, "\n".join([reason, *lines, f"Stacks of all ranks are in {folder}"])))
+        leave(Outcome(code, "\n".join([reason, *lines, f"Stacks of all ranks are in {folder}"])))
 
 
 def _where(beat: Beat, age_s: float) -> str:

@@ -2,8 +2,7 @@
 
 PyTorch's elastic launcher starts the ranks, each in a session of its own, and ends them all when one fails.
 Under torchrun the ranks are there already, and one rank needs no other process: both run in this process.
-Exit codes: 2 for a ConfigError, 3 for out of memory (device, host or disk), 4 where a rank died or hung, 1 for other
-failures, 128 + signal when stopped. Torch is imported late: commands that do without it report their errors here too.
+`ithaka.exits` has the exit codes. Torch is imported late: commands that do without it report their errors here too.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from typing import Any, Literal
 import psutil
 
 from ithaka.config import ConfigError
+from ithaka.exits import FINAL, ExitCode, TransientError, is_transient
 from ithaka.plan.hardware import num_cores
-
-EXIT_FAILED, EXIT_CONFIG, EXIT_MEMORY, EXIT_LOST = 1, 2, 3, 4
 
 ORPHAN_S = 0.2  # how often a rank looks for its launcher
 GRACE_S = 2.0  # when one rank has failed, for the others to fail in their own words
 SAME_S = 0.5  # signals closer together are one: a terminal and a launcher, or `timeout`, send two
+RETRY_S = 15.0  # before a restart after a transient fault, which may take a while to pass
 CPU_RANKS = 2
 RANKS_PER_CORE, FEW_RANKS = 4, 8  # without GPUs; more are a mistake, such as a cluster's settings on a laptop
 # Of CUDA and of what calls it (PyTorch, NCCL, Triton), of PyTorch's CPU allocator, of cuBLAS and cuDNN.
@@ -47,6 +46,12 @@ RankFunction = Callable[..., int | None]  # an exit code, if it is not 0
 
 
 class SharedError(ConfigError):
+    """Raised on every rank; rank 0 prints it."""
+
+    shared = True
+
+
+class SharedTransientError(TransientError):
     """Raised on every rank; rank 0 prints it."""
 
     shared = True
@@ -100,9 +105,24 @@ def check_cpu_ranks(ranks: int, name: str) -> None:
         raise ConfigError(f"{name}={ranks} {rule}; use at most {most}, or start the ranks yourself with torchrun")
 
 
-def worth_a_restart(code: int) -> bool:
-    """Whether the same run may get further when it is started again."""
-    return code not in (0, EXIT_CONFIG, *(128 + number for number in SIGNALS))
+class Restarts:
+    """The budget of --max-restarts: so many without a new checkpoint between them."""
+
+    def __init__(self, most: int) -> None:
+        self.most = self.left = most
+
+    def allow(self, code: int, progressed: bool = False) -> bool:
+        """Whether to start the ranks again after `code`. `progressed`: they reached a checkpoint, which refills the
+        budget. Says so, and waits where a fault needs time to pass."""
+        self.left = self.most if progressed else self.left
+        if self.left == 0 or code in FINAL or code >= ExitCode.SIGNALED:
+            return False
+        self.left -= 1
+        number = f"{self.most - self.left} of {self.most} since the last checkpoint"
+        print(f"Restart {number}, after exit code {code}", file=sys.stderr, flush=True)
+        if code == ExitCode.TRANSIENT:
+            time.sleep(RETRY_S)
+        return True
 
 
 def run_ranks(function: RankFunction, args: tuple[Any, ...], num_ranks: int, apart: bool = False) -> int:
@@ -175,20 +195,27 @@ def _call(function: RankFunction, args: tuple[Any, ...]) -> Outcome:
     try:
         return Outcome(function(*args) or 0)
     except KeyboardInterrupt:
-        return Outcome(128 + signal.SIGINT, "stopped by SIGINT")
+        return Outcome(ExitCode.SIGNALED + signal.SIGINT, "stopped by SIGINT")
     except Exception as error:
         return outcome_of(error)
 
 
 def outcome_of(error: Exception) -> Outcome:
     """Call it in the except block: it may format the traceback."""
-    shared = getattr(error, "shared", False)
-    if isinstance(error, ConfigError):
-        return Outcome(EXIT_CONFIG, f"ConfigError: {error}", shared)
-    code = EXIT_MEMORY if is_out_of_memory(error) else EXIT_FAILED
-    if type(error).__module__.partition(".")[0] == "ithaka":  # our own errors say all there is to say
-        return Outcome(code, f"{type(error).__name__}: {error}", shared)
-    return Outcome(code, traceback.format_exc().rstrip(), shared)
+    code, shared = exit_code_of(error), getattr(error, "shared", False)
+    if type(error).__module__.partition(".")[0] != "ithaka":
+        return Outcome(code, traceback.format_exc().rstrip(), shared)
+    kind = next((kind for kind in (ConfigError, TransientError) if isinstance(error, kind)), type(error))
+    return Outcome(code, f"{kind.__name__}: {error}", shared)
+
+
+def exit_code_of(error: BaseException) -> ExitCode:
+    """The code of an error's own class (`exit_code`), or of what it says."""
+    if isinstance(code := getattr(error, "exit_code", None), ExitCode):
+        return code
+    if is_out_of_memory(error):
+        return ExitCode.OUT_OF_MEMORY
+    return ExitCode.TRANSIENT if is_transient(error) else ExitCode.FAILED
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -226,12 +253,12 @@ def _run_children(function: RankFunction, args: tuple[Any, ...], num_ranks: int)
                 if not ended_by_us and not (folder / f"failed-{rank}").exists():
                     told.append(_end_of(rank, failure.exitcode))
         except KeyboardInterrupt:
-            told.append(Outcome(128 + received[0], f"stopped by {received[0].name}"))
+            told.append(Outcome(ExitCode.SIGNALED + received[0], f"stopped by {received[0].name}"))
         told += [pickle.loads(file.read_bytes()) for file in folder.glob("*ed-*")]
     if told and os.isatty(1):  # rank 0 may have ended before it showed the cursor again that its progress bar hides
         os.write(1, b"\x1b[?25h")  # past sys.stdout, which a spinner replaces by one that prints escape codes
     if len(received) > 1:
-        return Outcome(128 + received[0], f"stopped at once by a second {received[-1].name}")
+        return Outcome(ExitCode.SIGNALED + received[0], f"stopped at once by a second {received[-1].name}")
     return min(told, key=_likely_cause, default=Outcome(0))
 
 
@@ -249,7 +276,7 @@ def _send(number: int, again: bool) -> None:
 
 def _likely_cause(outcome: Outcome) -> tuple[int, float]:
     """Sorts the rank that failed first before those that failed because it was gone, and those that only stopped."""
-    explained = outcome.code in (EXIT_CONFIG, EXIT_MEMORY) or outcome.shared
+    explained = outcome.code in FINAL - {ExitCode.DONE} | {ExitCode.TRANSIENT} or outcome.shared
     killed = "was killed by" in outcome.text.partition("\n")[0]
     return (0 if explained else 1 if killed else 2 if outcome.text else 3), outcome.time_s
 
@@ -258,8 +285,9 @@ def _end_of(rank: int, code: int) -> Outcome:
     """The outcome of a rank that could not report its own."""
     end = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
     hint = "; the system kills processes when host memory runs out" if -code == signal.SIGKILL else ""
-    code = 128 - code if -code in SIGNALS else EXIT_LOST if code < 0 else max(code, EXIT_FAILED)
-    return Outcome(code, f"rank {rank} {end}{hint}")
+    if code < 0:
+        code = ExitCode.SIGNALED - code if -code in SIGNALS else ExitCode.HANG
+    return Outcome(code or ExitCode.FAILED, f"rank {rank} {end}{hint}")
 
 
 def child() -> None:
@@ -295,14 +323,14 @@ def _end_with_others(launcher: int, folder: Path | None = None) -> None:
             time.sleep(GRACE_S)
             break
         time.sleep(ORPHAN_S)
-    os._exit(EXIT_FAILED)
+    os._exit(ExitCode.FAILED)
 
 
 def answer(number: int, again: bool) -> None:
     """End this rank if it was asked before, else let rank 0 say what comes: a step may take hours. Our own launcher
     says it itself: it alone knows whether a user asked, or a rank is ended because another died."""
     if again:
-        os._exit(128 + number)
+        os._exit(ExitCode.SIGNALED + number)
     elif _folder is None and os.environ.get("RANK", "0") == "0":
         _say_stopping()
 

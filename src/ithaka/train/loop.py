@@ -28,6 +28,7 @@ from ithaka.data.open import data_facts, epoch_steps, open_data
 from ithaka.data.stream import Batch
 from ithaka.data.tokenizer import Tokenizer, load_tokenizer
 from ithaka.dist.mesh import Mesh, default_device, make_mesh, set_timeouts, start_process_group
+from ithaka.exits import ExitCode, TransientError
 from ithaka.layer.store import Store
 from ithaka.measure import Text, check_prompts, measure, read_text, scalars
 from ithaka.model.build import build_model, has_weights
@@ -37,7 +38,7 @@ from ithaka.plan.show import size
 from ithaka.train import checkpoint
 from ithaka.train.console import Console, Record, amount, host_peak_bytes, read_metrics, status, step_flops
 from ithaka.train.heartbeat import Heartbeat, Limits, Place, SlowRanks, validation_seconds
-from ithaka.train.launch import Outcome, SharedError, answer, leave, stop_requests
+from ithaka.train.launch import Outcome, SharedError, answer, exit_code_of, leave, stop_requests
 from ithaka.train.preflight import (
     Run,
     check_same,
@@ -61,9 +62,13 @@ LATE_S, LATE_SHARE = 1.0, 0.05  # of a step that waits for a slow disk
 class Diverged(RuntimeError):
     """Loss or gradient is no longer finite, or spikes."""
 
+    exit_code = ExitCode.DIVERGED
+
 
 class OutOfMemoryError(RuntimeError):
-    """The launcher turns it into exit code 3."""
+    """Memory ran out on the device or the host, or room in the store."""
+
+    exit_code = ExitCode.OUT_OF_MEMORY
 
 
 class Grace:
@@ -103,7 +108,7 @@ class Grace:
         words = (
             f"{Signals(number).name}: the step and its checkpoint do not finish within train.grace_s={self.seconds:g}."
         )
-        leave(Outcome(128 + number, f"{words} {checkpoint.last_of(self.run.run_dir)}", shared=True))
+        leave(Outcome(ExitCode.SIGNALED + number, f"{words} {checkpoint.last_of(self.run.run_dir)}", shared=True))
 
 
 class Trainer:
@@ -347,9 +352,9 @@ class Trainer:
 def train(run: Run, only_profile: bool = False) -> int:
     """The whole run on this rank, with torchrun's variables set (or none, for a single process).
 
-    Returns the exit code: 0 when all steps are done; 128 + signal when asked to stop, after saving. Raises ConfigError,
-    OutOfMemoryError, CheckpointError or Diverged with all that the user needs to know. `only_profile`: nothing is
-    saved."""
+    Returns the exit code: DONE after the last step, SIGNALED + signal when asked to stop, after saving. Raises
+    ConfigError, TransientError, OutOfMemoryError, CheckpointError or Diverged with all that the user needs to know.
+    `only_profile`: nothing is saved."""
     witness, grace = Witness(default_device()), Grace(run)
     place, limits = Place(witness.device), Limits.of(run)
     start_process_group()
@@ -364,14 +369,15 @@ def train(run: Run, only_profile: bool = False) -> int:
             beat.close()
         except Exception as error:
             beat.wait_for_verdict(error, stop)
-            beat.close(f"{type(error).__name__}: {error}"[:2000])
+            code = ExitCode.OUT_OF_MEMORY if is_shortage(error) else exit_code_of(error)
+            beat.close(f"{type(error).__name__}: {error}"[:2000], code)
             if not is_shortage(error):
                 raise
             words = explain_shortage(run, error, witness, str(run.config.model.path or run.run_dir / "model"))
             raise OutOfMemoryError(f"{words}\n{checkpoint.last_of(run.run_dir)}") from error
         finally:
             grace.close()
-    return 128 + asked if asked else 0
+    return ExitCode.SIGNALED + asked if asked else ExitCode.DONE
 
 
 def validate_only(run: Run) -> None:
@@ -453,7 +459,7 @@ def _data_facts(trainer: Trainer) -> dict[str, str]:
     try:
         with status("reading the data"):
             return data_facts(data, num_sequences)
-    except ConfigError:
+    except (ConfigError, TransientError):
         data.close(remove=True)
         raise
 

@@ -45,6 +45,7 @@ from ithaka.config import (
     with_absolute_paths,
 )
 from ithaka.dist.mesh import start_process_group
+from ithaka.exits import TransientError, is_transient
 from ithaka.layout import Layout, check_fixed, either, fixed_settings, layout_of
 from ithaka.model.adapters import with_stored_settings
 from ithaka.plan.bytes import COPY, Holders, Ledger, memory, saved_bytes
@@ -53,7 +54,7 @@ from ithaka.plan.search import Plan, space_of, work_of
 from ithaka.plan.shape import ModelShape, Work, read_shape, shape_from_config
 from ithaka.plan.show import size
 from ithaka.train import checkpoint, launch
-from ithaka.train.launch import SharedError, under_torchrun
+from ithaka.train.launch import SharedError, SharedTransientError, under_torchrun
 
 if TYPE_CHECKING:
     from ithaka.data.stream import TrainData
@@ -243,7 +244,8 @@ def check_inputs(run: Run) -> None:
 
 
 def together(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What `function` returns on this rank; if it raises ConfigError on any rank, SharedError on all.
+    """Call `function` on this rank. If it raises ConfigError or a transient error on any rank, raise SharedError or
+    SharedTransientError on all.
 
     Every rank must call it, and the function must not communicate. A rank that ends with any other error closes
     its connections, which is how the others notice.
@@ -251,13 +253,17 @@ def together(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     refusal = None
     try:
         result = function(*args, **kwargs)
-    except ConfigError as error:
-        refusal = str(error)
-    refusals = gathered((socket.gethostname(), refusal))
-    refused = [(rank, host, text) for rank, (host, text) in enumerate(refusals) if text is not None]
+    except Exception as error:
+        if not isinstance(error, ConfigError) and not is_transient(error):
+            raise
+        own = isinstance(error, ConfigError | TransientError)
+        refusal = not isinstance(error, ConfigError), str(error) if own else f"{type(error).__name__}: {error}"
+    everyone = gathered((socket.gethostname(), refusal))
+    refused = [(*each, rank, host) for rank, (host, each) in enumerate(everyone) if each is not None]
     if refused:
-        rank, host, text = refused[0]
-        raise SharedError(text if len(refused) == len(refusals) else f"rank {rank} on {host}: {text}")
+        passes, text, rank, host = min(refused, key=lambda each: each[0])  # what the user must put right comes first
+        words = text if len(refused) == len(everyone) else f"rank {rank} on {host}: {text}"
+        raise SharedTransientError(words) if passes else SharedError(words)
     return result
 
 
@@ -274,7 +280,7 @@ def with_intact_checkpoint(run: Run) -> Run:
     checking them."""
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     while run.checkpoint is not None:
-        found = gathered(checkpoint.damage(run.checkpoint, rank, num_ranks))
+        found = gathered(together(checkpoint.damage, run.checkpoint, rank, num_ranks))
         if not any(found):
             break
         checkpoint.tell_damage(run.checkpoint, next(filter(None, found)))
@@ -320,13 +326,13 @@ def check_same(fingerprints: Sequence[tuple[str, dict[str, str]]]) -> None:
 
 
 def check_ranks_agree(configs: Sequence[Config], newest: Sequence[Path | None] = ()) -> None:
-    """Refuse ranks with different settings or checkpoints: their collectives would wait for each other for ever. Under
-    torchrun every node reads its own files."""
+    """Refuse ranks with different settings or checkpoints, whose collectives would deadlock. Under torchrun every node
+    reads its own files, and a shared file system may show a new checkpoint late."""
     for rank, found in enumerate(newest):
         if found != newest[0]:
             seen = f"rank 0 finds {newest[0] or 'no checkpoint'} and rank {rank} {found or 'none'}"
             way = "put it on a file system that all nodes share"
-            raise ConfigError(f"train.run_dir={configs[0].train.run_dir}: {seen}; {way}")
+            raise TransientError(f"train.run_dir={configs[0].train.run_dir}: {seen}; start again, or {way}")
     first, *others = (to_yaml(config).splitlines() for config in configs)
     for rank, lines in enumerate(others, 1):
         for here, there in (both for both in zip(first, lines, strict=False) if both[0] != both[1]):

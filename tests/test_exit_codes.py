@@ -1,0 +1,150 @@
+"""Exit codes: one table, which the docs quote and their Slurm and Kubernetes recipes obey."""
+
+import errno
+import os
+import re
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from ithaka.config import ConfigError, load
+from ithaka.data import files, read
+from ithaka.data.cache import TokenCache
+from ithaka.data.tokenizer import ByteTokenizer
+from ithaka.exits import FINAL, ExitCode, TransientError
+from ithaka.layer.store import StoreError
+from ithaka.train import checkpoint, launch, loop, preflight
+from runs import run, tiny_run
+
+DOCS = Path(__file__).parents[1] / "docs/running-for-weeks.md"
+
+
+def block(name: str) -> str:
+    return re.search(rf"```{name}\n(.*?)```", DOCS.read_text(), re.DOTALL).group(1)
+
+
+def test_the_docs_quote_the_table():
+    rows = re.findall(r"^\| (\d+(?: \+ signal)?) \| (.*) \| (yes|no) \|$", DOCS.read_text(), re.M)
+    labels = {code: f"{code} + signal" if code is ExitCode.SIGNALED else str(code) for code in ExitCode}
+    assert rows == [(labels[code], code.meaning, "yes" if code.final else "no") for code in ExitCode]
+    assert {2, 3, 5} == FINAL - {ExitCode.DONE}
+    for name in re.findall(r"`train\.(\w+)", DOCS.read_text()):
+        assert hasattr(load().train, name), name
+
+
+def test_kubernetes_fails_the_job_on_final_codes_only():
+    rules = yaml.safe_load(block("yaml"))["spec"]["podFailurePolicy"]["rules"]
+    [failing] = [rule["onExitCodes"] for rule in rules if rule["action"] == "FailJob"]
+    assert (failing["operator"], set(failing["values"])) == ("In", FINAL - {ExitCode.DONE})
+
+
+@pytest.mark.parametrize(
+    "codes, saves, attempts, ended, requeued",
+    [
+        *([[code], [], 1, code, False] for code in sorted(FINAL)),
+        ([4, 75, 1, 137], [], 4, 137, False),  # three restarts
+        ([4, 4, 4, 4, 4, 4, 0], [3], 7, 0, False),  # three more after a checkpoint in the fourth attempt
+        ([4, 143], [], 2, 0, True),
+        ([138], [], 1, 0, True),
+    ],
+)
+def test_the_slurm_script_restarts_unless_the_code_is_final(tmp_path, codes, saves, attempts, ended, requeued):
+    (tmp_path / "runs/long").mkdir(parents=True)
+    (tmp_path / "bin").mkdir()
+    commands = {
+        "srun": f"n=$(cat tried 2> /dev/null | wc -l); echo >> tried; codes=({' '.join(map(str, codes))}); "
+        f'[[ " {" ".join(map(str, saves))} " == *" $n "* ]] && echo step-$n > runs/long/latest; exit ${{codes[$n]}}',
+        "scontrol": '[ "$1" = show ] && echo localhost || echo "$@" >> requeued',
+        "sleep": "",
+    }
+    for name, line in commands.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n"}
+    done = subprocess.run(["bash", "-c", block("slurm")], cwd=tmp_path, env=environment, timeout=20)
+    assert (done.returncode, len((tmp_path / "tried").read_text())) == (ended, attempts)
+    assert (tmp_path / "requeued").exists() == requeued
+
+
+def wrapped(error: Exception) -> Exception:
+    """As a library raises it: caused by `error`."""
+    try:
+        raise ValueError("cannot be loaded") from error
+    except ValueError as caught:
+        return caught
+
+
+@pytest.mark.parametrize(
+    "error, code",
+    [
+        (ConfigError("x"), ExitCode.WRONG_INPUT),
+        (torch.OutOfMemoryError("CUDA out of memory"), ExitCode.OUT_OF_MEMORY),
+        (OSError(errno.ENOMEM, ""), ExitCode.OUT_OF_MEMORY),
+        (loop.Diverged("x"), ExitCode.DIVERGED),
+        (loop.OutOfMemoryError("x"), ExitCode.OUT_OF_MEMORY),
+        *((OSError(number, ""), ExitCode.TRANSIENT) for number in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)),
+        (TimeoutError("x"), ExitCode.TRANSIENT),
+        (wrapped(OSError(errno.ESTALE, "")), ExitCode.TRANSIENT),
+        (wrapped(socket.gaierror(socket.EAI_AGAIN, "")), ExitCode.TRANSIENT),
+        (checkpoint.SharedTransientError("x"), ExitCode.TRANSIENT),
+        *((OSError(number, ""), ExitCode.FAILED) for number in (errno.ENOENT, errno.EACCES, errno.ENOSPC)),
+        (StoreError("host", "x"), ExitCode.FAILED),  # the loop explains it as out of memory
+        (RuntimeError("x"), ExitCode.FAILED),
+    ],
+)
+def test_errors_have_the_tables_codes(error, code):
+    assert launch.exit_code_of(error) is code
+
+
+def failing(number: int, **values: object):
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+def test_storage_that_fails_in_a_step_is_transient(tmp_path, monkeypatch, capsys, number):
+    config = tiny_run(tmp_path, train={"validate_every": 0, "validate_sequences": 0})
+    train_step, steps = loop.train_step, []
+    monkeypatch.setattr(read, "_bytes", failing(number))
+    monkeypatch.setattr(preflight, "check_inputs", lambda run: None)
+    assert launch.run_ranks(run, (config,), 1) == ExitCode.TRANSIENT  # before step 1
+    said = capsys.readouterr().err
+    assert said.startswith("TransientError: ") and f"{config.data.path}/" in said and os.strerror(number) in said
+    monkeypatch.undo()
+    monkeypatch.setattr(loop, "train_step", lambda *a, **k: (steps.append(1) or len(steps) > 1) and failing(number)()
+                        or train_step(*a, **k))  # fmt: skip
+    assert launch.run_ranks(run, (config,), 1) == ExitCode.TRANSIENT  # in step 2
+    assert len(steps) == 2
+
+
+@pytest.mark.parametrize(
+    "number, kind",
+    [(errno.EIO, TransientError), (errno.ENOENT, TransientError), (errno.ENOSPC, ConfigError)],
+)
+def test_every_rank_of_a_node_raises_what_the_tokenising_one_does(tmp_path, monkeypatch, number, kind):
+    """A file that was listed and is gone may be back: if not, the next start refuses the data."""
+    text = tmp_path / "a.txt"
+    text.write_text("some text")
+    [shard] = read.make_shards(files.find(text).files, load().data)
+    caches = [TokenCache(tmp_path / "tokens", ByteTokenizer(), fills) for fills in (True, False)]
+    monkeypatch.setattr(read, "_bytes", failing(number))
+    for cache in caches:
+        with pytest.raises(kind, match=re.escape(os.strerror(number))) as caught:
+            cache.load(shard)
+        assert str(text) in str(caught.value)
+
+
+def test_a_checkpoint_on_a_failing_disk_is_not_damaged(tmp_path, monkeypatch):
+    """The one before it must not replace it."""
+    path = tmp_path / "checkpoints/step-00000002"
+    path.mkdir(parents=True)
+    monkeypatch.setattr(checkpoint, "read_state", failing(errno.EIO))
+    for look in (checkpoint.problem, checkpoint.damage, lambda path: checkpoint.find(tmp_path)):
+        with pytest.raises(TransientError, match=f"{path.name} cannot be read now .*start again"):
+            look(path)
