@@ -1,16 +1,18 @@
 """Trackers by name: what each has in its own files, offline, under the names its users expect."""
 
 import json
+import os
+import signal
 import struct
 import time
 
 import pytest
 
 from ithaka.config import ConfigError
-from ithaka.train import track
+from ithaka.train import checkpoint, loop, track
 from ithaka.train.console import Console
 from ithaka.train.track import Trackers
-from runs import tiny_run
+from runs import run, tiny_run
 
 VALUES = {"loss": 2.5, "val_loss": 2.25, "lr": 1e-3, "tokens": 400, "loss/a*b": 3.5, "mfu": None}
 
@@ -23,7 +25,7 @@ def tensorboard_scalars(folder):
                 yield value.tag, event.step, round(value.tensor.float_val[0], 6)
 
 
-def wandb_scalars(folder):
+def wandb_records(folder):
     """A .wandb file is a log as LevelDB writes it: blocks of 32 KiB, records after headers of 7 bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -32,12 +34,21 @@ def wandb_scalars(folder):
         while place + 7 < len(data):
             _, length, kind = struct.unpack_from("<IHB", data, place)
             if kind == 1:
-                items = Record.FromString(data[place + 7 : place + 7 + length]).history.item
-                row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
-                step = row.get("train/global_step")
-                yield from ((key, step, value) for key, value in row.items() if key.startswith(("train/", "eval/")))
+                yield Record.FromString(data[place + 7 : place + 7 + length])
             place += 7 + length
             place += (-place % 32768) if -place % 32768 < 7 else 0
+
+
+def wandb_scalars(folder):
+    for record in wandb_records(folder):
+        row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        step = row.get("train/global_step")
+        yield from ((key, step, value) for key, value in row.items() if key.startswith(("train/", "eval/")))
+
+
+def wandb_ending(folder):
+    codes = [record.exit.exit_code for record in wandb_records(folder) if record.HasField("exit")]
+    return {0: "finished", 1: "failed", 255: "killed"}[codes[-1]]
 
 
 def trackio_scalars(folder):
@@ -61,6 +72,15 @@ def mlflow_scalars(folder):
                 )
 
 
+def mlflow_ending(folder):
+    from mlflow import MlflowClient
+
+    client = MlflowClient()
+    [run] = client.search_runs([each.experiment_id for each in client.search_experiments()])
+    return run.info.status.lower()
+
+
+ENDINGS = {"wandb": wandb_ending, "mlflow": mlflow_ending}
 READERS = {
     "tensorboard": tensorboard_scalars,
     "wandb": wandb_scalars,
@@ -70,7 +90,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_trackers_own_files_have_every_step_of_a_run_and_of_its_resumption(name, tmp_path, monkeypatch):
+def test_a_trackers_own_files_have_every_step_of_a_run_and_how_it_ended(name, tmp_path, monkeypatch):
     pytest.importorskip(name)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -82,15 +102,16 @@ def test_a_trackers_own_files_have_every_step_of_a_run_and_of_its_resumption(nam
             monkeypatch.setattr(f"{module}.TRACKIO_DIR", tmp_path / "trackio")
     config, run_dir = tiny_run(tmp_path, train={"track": [name]}), tmp_path / "run"
     run_dir.mkdir()
-    for step in (0, 1):
+    for step, ending in enumerate(("killed", "failed", "finished")):
         trackers = Trackers(run_dir, config, step)
         assert trackers.log({"step": step + 1, **VALUES}, step + 1) == []
-        trackers.close()
-        time.sleep(1.1 if name == "wandb" else 0)  # it names folders by the second
+        assert trackers.close(ending) == []
+        assert name not in ENDINGS or ENDINGS[name](tmp_path) == ending
+        time.sleep(1.1 if name == "wandb" and step < 2 else 0)  # it names folders by the second
     source = "train/a_b_loss" if name == "mlflow" else "train/a*b_loss"
     names = {"train/loss": 2.5, "eval/loss": 2.25, "train/learning_rate": 1e-3, source: 3.5}
     found = {each for each in READERS[name](tmp_path) if each[0] in names}
-    assert found == {(key, step, value) for key, value in names.items() for step in (1, 2)}
+    assert found == {(key, step, value) for key, value in names.items() for step in (1, 2, 3)}
     assert name == "tensorboard" or json.loads((run_dir / track.IDS).read_text())[name]
 
 
@@ -102,11 +123,49 @@ def test_a_tracker_that_fails_does_not_end_the_run(tmp_path, monkeypatch, capsys
     monkeypatch.setitem(track.TRACKERS, "wandb", failing)
     with pytest.raises(ConfigError, match=r"train.track=wandb cannot start \(OSError: no network\); put it right"):
         Trackers(tmp_path, config, 0)
-    trackers = Trackers(tmp_path, tiny_run(tmp_path), 0)
-    trackers._logs["wandb"] = failing
+    monkeypatch.setitem(track.TRACKERS, "wandb", lambda *_: track.Tracker(None, failing, failing))
+    trackers = Trackers(tmp_path, config, 0)
     console = Console(tmp_path, 3, trackers=trackers)
     for words in trackers.log(VALUES, 1):
         console.say(words)
-    console.close()
-    assert "train.track=wandb failed (OSError: no network); the run goes on without it" in capsys.readouterr().out
     assert trackers.log(VALUES, 2) == []
+    console.close("failed")
+    told = capsys.readouterr().out
+    assert "train.track=wandb failed (OSError: no network); the run goes on without it" in told
+    assert told.count("OSError: no network") == 1
+
+
+def crash(patch):
+    def fail(*args, **kwargs):
+        raise ZeroDivisionError("the run's own error")
+
+    patch.setattr(loop, "train_step", fail)
+
+
+def stop(patch):
+    train_step = loop.train_step
+    patch.setattr(loop, "train_step", lambda *a, **k: os.kill(os.getpid(), signal.SIGINT) or train_step(*a, **k))
+
+
+@pytest.mark.parametrize("fault, ending", [(None, "finished"), (crash, "failed"), (stop, "killed")])
+def test_trackers_learn_how_a_run_ended_and_cannot_change_it(tmp_path, monkeypatch, capsys, fault, ending):
+    pytest.importorskip("wandb")
+    endings = []
+
+    def close(ending):
+        endings.append(ending)
+        raise OSError("no network")
+
+    monkeypatch.setitem(track.TRACKERS, "wandb", lambda *_: track.Tracker(None, lambda *_: None, close))
+    config = tiny_run(tmp_path, train={"track": ["wandb"], "validate_every": 0, "validate_sequences": 0})
+    if fault is not None:
+        fault(monkeypatch)
+    if fault is crash:
+        with pytest.raises(ZeroDivisionError, match="the run's own error"):
+            run(config)
+    else:
+        run(config)
+    assert endings == [ending]
+    words = "train.track=wandb could not be closed (OSError: no network); its last steps may be missing there"
+    assert capsys.readouterr().out.count(words) == 1
+    os.close(checkpoint.lock(config.train.run_dir))  # the run gave it back

@@ -28,7 +28,7 @@ from ithaka.plan.show import size
 
 if TYPE_CHECKING:
     from ithaka.profile.progress import StepProgress
-    from ithaka.train.track import Trackers
+    from ithaka.train.track import Ending, Trackers
 
 
 def status(what: str) -> AbstractContextManager[Any]:
@@ -141,12 +141,9 @@ class Console:
         self._rich = RichConsole(highlight=False, soft_wrap=True, quiet=not active)
         self._trackers = trackers
         self._open = ExitStack()
-        self.close = self._open.close  # ends the bar and the files
         self._unwritten, self._writing = b"", Lock()  # lines of metrics.jsonl
         if active:
             self._metrics = self._open.enter_context(open_metrics(run_dir / "metrics.jsonl", step))
-        if trackers is not None:
-            self._open.callback(trackers.close)
         self._plain = not (active and self._rich.is_terminal)
         whole = Column(no_wrap=True)  # in a narrow terminal the words take more lines
         columns = (
@@ -158,6 +155,12 @@ class Console:
         )
         self._bar = self._open.enter_context(Progress(*columns, console=self._rich, disable=self._plain))
         self._task = self._bar.add_task("train", total=num_steps, completed=step, status="")
+
+    def close(self, ending: Ending = "finished") -> None:
+        """End the progress bar, the files and the trackers, which record how the run ended."""
+        self._open.close()
+        for words in self._trackers.close(ending) if self._trackers is not None else ():
+            self.say(words)
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:

@@ -50,7 +50,7 @@ from ithaka.train.preflight import (
     with_intact_checkpoint,
 )
 from ithaka.train.step import StepResult, learning_rate, make_optimizer, train_step, validation_loss
-from ithaka.train.track import Trackers
+from ithaka.train.track import Ending, Trackers
 from ithaka.train.watch import Watch, Witness, explain_shortage, is_shortage
 
 LEAST_NORMS = 20  # before a gradient can be a spike
@@ -493,6 +493,7 @@ def _train(trainer: Trainer, stop: list[Signals], grace: Grace, beat: Heartbeat,
     trackers = together(lambda: Trackers(run.run_dir, run.config, trainer.step) if tracks else None)
     console = Console(run.run_dir, trainer.config.ends[-1], trainer.step, trackers, mesh.rank == 0)
     asked, told_disk, trainer.console = 0, False, console
+    ending: Ending = "failed"
     try:
         console.facts("ithaka", _header(trainer) | {"time-outs": beat.limits.words})
         slow, grace.saver = SlowRanks(), trainer.saver
@@ -550,8 +551,12 @@ def _train(trainer: Trainer, stop: list[Signals], grace: Grace, beat: Heartbeat,
                     trainer.save()
                     if last:
                         trainer.saver.finish()
+        ending = "finished" if trainer.done else "killed"
+    except KeyboardInterrupt:
+        ending = "killed"
+        raise
     finally:
-        console.close()
+        console.close(ending)
         trainer.data.close(
             remove=only_profile or (trainer.done and trainer.config.entry + 1 == len(trainer.config.ends))
         )

@@ -7,21 +7,31 @@ What a resumed run needs to find its own entry again is in RUN_DIR/track.json.
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from ithaka.config import Config, ConfigError, to_dict
+from ithaka.config import Config, input_error, to_dict
 
 PROJECT = "ithaka"
 IDS = "track.json"
 # As Hugging Face's Trainer names them; other figures are train/FIGURE, and those of one source train/SOURCE_FIGURE.
 NAMES = {"val_loss": "eval/loss", "lr": "train/learning_rate", "tokens": "train/num_input_tokens_seen"}
 
-Log = Callable[[dict[str, float], int], Any]
-# run directory, configuration, first step to log, id of an earlier part -> this run's id, and how to log
-Opener = Callable[[Path, Config, int, str | None], AbstractContextManager[tuple[str | None, Log]]]
+Ending = Literal["finished", "failed", "killed"]  # of this part of a run; killed: stopped by a signal
+WANDB_EXIT_CODES: dict[Ending, int] = {"finished": 0, "failed": 1, "killed": 255}  # as wandb itself has them
+
+
+class Tracker(NamedTuple):
+    """An open tracker: the id that a resumed run finds its entry by, and what to call at each step and at the end."""
+
+    id: str | None
+    log: Callable[[dict[str, float], int], Any]
+    close: Callable[[Ending], Any]
+
+
+# run directory, configuration, first step to log, id of an earlier part
+Opener = Callable[[Path, Config, int, str | None], Tracker]
 
 
 def tracked(values: Mapping[str, Any]) -> dict[str, float]:
@@ -38,16 +48,19 @@ def tracked(values: Mapping[str, Any]) -> dict[str, float]:
     return named
 
 
-@contextmanager
-def _tensorboard(run_dir: Path, config: Config, first: int, known: str | None) -> Iterator[tuple[None, Log]]:
+def _tensorboard(run_dir: Path, config: Config, first: int, known: str | None) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
-    with SummaryWriter(str(run_dir / "tensorboard"), purge_step=first) as writer:
-        yield None, lambda values, step: [writer.add_scalar(key, value, step) for key, value in values.items()]
+    writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first)
+
+    def log(values: dict[str, float], step: int) -> None:
+        for key, value in values.items():
+            writer.add_scalar(key, value, step)
+
+    return Tracker(None, log, lambda ending: writer.close())
 
 
-@contextmanager
-def _wandb(run_dir: Path, config: Config, first: int, known: str | None) -> Iterator[tuple[str, Log]]:
+def _wandb(run_dir: Path, config: Config, first: int, known: str | None) -> Tracker:
     import wandb
 
     run = wandb.init(
@@ -59,70 +72,88 @@ def _wandb(run_dir: Path, config: Config, first: int, known: str | None) -> Iter
     )
     # Steps as values: W&B ignores a step of its own that is not later than the last, as after a resume.
     run.define_metric("*", step_metric="train/global_step")
-    yield run.id, lambda values, step: run.log({**values, "train/global_step": step})
-    run.finish()
+    return Tracker(
+        run.id,
+        lambda values, step: run.log({**values, "train/global_step": step}),
+        lambda ending: run.finish(exit_code=WANDB_EXIT_CODES[ending]),
+    )
 
 
-@contextmanager
-def _trackio(run_dir: Path, config: Config, first: int, known: str | None) -> Iterator[tuple[str, Log]]:
+def _trackio(run_dir: Path, config: Config, first: int, known: str | None) -> Tracker:
     import trackio
 
     project, goes_on = os.environ.get("TRACKIO_PROJECT", PROJECT), "allow" if known else "never"
     run = trackio.init(project, name=known or run_dir.name, config=to_dict(config), resume=goes_on, embed=False)
-    yield run.name, lambda values, step: run.log(values, step=step)
-    run.finish()
+    return Tracker(run.name, lambda values, step: run.log(values, step=step), lambda ending: run.finish())
 
 
-@contextmanager
-def _mlflow(run_dir: Path, config: Config, first: int, known: str | None) -> Iterator[tuple[str, Log]]:
+def _mlflow(run_dir: Path, config: Config, first: int, known: str | None) -> Tracker:
     import mlflow
 
     if "MLFLOW_EXPERIMENT_NAME" not in os.environ and "MLFLOW_EXPERIMENT_ID" not in os.environ:
         mlflow.set_experiment(PROJECT)
-    with mlflow.start_run(run_id=known, run_name=run_dir.name) as run:
-        if known is None:
-            for name, settings in to_dict(config).items():
-                values = settings if isinstance(settings, dict) else {"entries": settings} if settings else {}
-                mlflow.log_params({f"{name}.{key}": value for key, value in values.items()})
+    run = mlflow.start_run(run_id=known, run_name=run_dir.name)
+    if known is None:
+        for name, settings in to_dict(config).items():
+            values = settings if isinstance(settings, dict) else {"entries": settings} if settings else {}
+            mlflow.log_params({f"{name}.{key}": value for key, value in values.items()})
 
-        def log(values: dict[str, float], step: int) -> None:
-            allowed = {re.sub(r"[^\w\-./ ]", "_", key): value for key, value in values.items()}
-            mlflow.log_metrics(allowed, step=step, synchronous=False)  # a slow server does not hold up the step
+    def log(values: dict[str, float], step: int) -> None:
+        allowed = {re.sub(r"[^\w\-./ ]", "_", key): value for key, value in values.items()}
+        mlflow.log_metrics(allowed, step=step, synchronous=False)  # a slow server does not hold up the step
 
-        yield run.info.run_id, log
-        mlflow.flush_async_logging()
+    def close(ending: Ending) -> None:
+        try:
+            mlflow.flush_async_logging()
+        finally:
+            mlflow.end_run(status=ending.upper())
+
+    return Tracker(run.info.run_id, log, close)
 
 
 TRACKERS: dict[str, Opener] = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}
 
 
 class Trackers:
-    """Those of `train.track`, opened; used by rank 0. ConfigError if one cannot start."""
+    """The open trackers of `train.track`, used by rank 0. ConfigError, or TransientError, if one cannot start."""
 
     def __init__(self, run_dir: Path, config: Config, step: int) -> None:
-        self._open, self._logs = ExitStack(), dict[str, Log]()
-        self.close = self._open.close
+        self._open, self._failed = dict[str, Tracker](), set[str]()
         file = run_dir / IDS
         ids = json.loads(file.read_text(encoding="utf-8")) if step and file.is_file() else {}
         for name in config.train.track:
             try:
-                opened = TRACKERS[name](run_dir, config, step + 1, ids.get(name))
-                ids[name], self._logs[name] = self._open.enter_context(opened)
+                self._open[name] = TRACKERS[name](run_dir, config, step + 1, ids.get(name))
+                ids[name] = self._open[name].id
             except Exception as error:
-                self.close()
+                self.close("failed")
                 why = f"{type(error).__name__}: {error}"
                 way = "put it right, choose its offline mode, or leave it out"
-                raise ConfigError(f"train.track={name} cannot start ({why}); {way}") from error
+                raise input_error(f"train.track={name} cannot start ({why}); {way}", error) from error
         if ids:
             file.write_text(json.dumps(ids), encoding="utf-8")
 
     def log(self, values: Mapping[str, Any], step: int) -> list[str]:
-        """What went wrong, in words. Training goes on without a tracker that fails."""
-        wrong = []
-        for name, log in list(self._logs.items()):
+        """Log one step. Returns a message for each tracker that fails; the run goes on without it."""
+        logs = {name: tracker.log for name, tracker in self._open.items() if name not in self._failed}
+        return self._failures(logs, (tracked(values), step), "failed", "the run goes on without it")
+
+    def close(self, ending: Ending) -> list[str]:
+        """Close every tracker, also one that failed before. Returns a message for each that fails only now."""
+        closes = {name: tracker.close for name, tracker in self._open.items()}
+        self._open = {}
+        return self._failures(closes, (ending,), "could not be closed", "its last steps may be missing there")
+
+    def _failures(
+        self, calls: Mapping[str, Callable[..., Any]], args: tuple[Any, ...], what: str, so: str
+    ) -> list[str]:
+        """Call each of `calls`, by tracker; one that raises must neither end the run nor hide the run's own error."""
+        words = []
+        for name, call in calls.items():
             try:
-                log(tracked(values), step)
+                call(*args)
             except Exception as error:
-                del self._logs[name]
-                wrong.append(f"train.track={name} failed ({type(error).__name__}: {error}); the run goes on without it")
-        return wrong
+                if name not in self._failed:
+                    words.append(f"train.track={name} {what} ({type(error).__name__}: {error}); {so}")
+                self._failed.add(name)
+        return words
