@@ -109,6 +109,18 @@ def test_without_a_gpu_the_device_is_host_memory(machine, tmp_path):
         check_fits(run_of(tmp_path, checkpoint="none"))
 
 
+def test_a_long_evaluation_is_refused_where_it_does_not_fit(machine, tmp_path):
+    run = run_of(tmp_path)
+    longer = dataclasses.replace(run.config.evaluate, every=1, contexts=(2048, 8192))
+    run = dataclasses.replace(run, config=dataclasses.replace(run.config, evaluate=longer))
+    trained, evaluated = (sum(needs(run, ledger)[0].values()) for ledger in (run.ledger, run.evaluation_ledger))
+    assert trained < evaluated
+    fits, lacks = (dataclasses.replace(run.hardware, host_bytes=room) for room in (evaluated, evaluated - 1))
+    check_fits(dataclasses.replace(run, hardware=fits))
+    with pytest.raises(ConfigError, match=r"^evaluate.contexts=8192 needs .* of host memory .*; use shorter evaluate"):
+        check_fits(dataclasses.replace(run, hardware=lacks))
+
+
 def test_other_nodes_ranks_need_nothing_here(machine, tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert needs(run_of(tmp_path, on_gpu=True, offload="host"))[0] == {"layer inputs": MIB // 4}

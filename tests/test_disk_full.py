@@ -1,12 +1,19 @@
-"""A disk that fills up in the middle of a step: explained once, no hang, and the last checkpoint goes on."""
+"""A full disk: in the middle of a step it is explained once, without a hang, and the run resumes from its last
+checkpoint; evaluations and profiles that cannot be written do not end the run."""
 
 import dataclasses
 import errno
 import os
+import shutil
 from pathlib import Path
 
+import pytest
+import torch
+
+from ithaka.exits import ExitCode
+from ithaka.train import loop
 from ithaka.train.loop import train
-from runs import numbers, run, start_program, tiny_run
+from runs import metrics, numbers, run, start_program, tiny_run
 
 
 def train_on_a_small_disk(run):
@@ -38,7 +45,7 @@ def test_disk_full_in_the_middle_of_a_step(ranks, tmp_path):
     disk.mkdir()
     full = with_memory(half, offload="disk", keep_attention="all", disk_path=disk)
     program = start_program(full, 2, resume=True, rank=train_on_a_small_disk)
-    assert program.wait(90) == 3, program.stderr
+    assert program.wait(90) == ExitCode.OUT_OF_MEMORY, program.stderr
     last = full.train.run_dir / "checkpoints" / "step-00000002"
     assert "OutOfMemoryError: rank 1, after layer " in program.stderr
     assert program.stderr.count("OutOfMemoryError") == 1 and "Traceback" not in program.stderr
@@ -52,3 +59,39 @@ def test_disk_full_in_the_middle_of_a_step(ranks, tmp_path):
     assert list(disk.iterdir()) == [] and last.is_dir()
     ranks.run(2, run, with_memory(half, offload="host"), Path(half.train.run_dir))
     assert numbers(half.train.run_dir) == numbers(whole.train.run_dir)
+
+
+def cut_off(trace, path):
+    """As PyTorch's profiler leaves its trace on a full disk: it raises nothing."""
+    Path(path).write_text('{"traceEvents": [')
+
+
+@pytest.mark.parametrize("file", ["evaluations/.step-{}.json.tmp", "profile/step-{}/profile.json", None])
+def test_an_evaluation_or_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch, capsys, file):
+    train = {"save_every": 0, "validate_every": 0, "validate_sequences": 0}
+    config = tiny_run(tmp_path, train=train, evaluate={"every": 2}, profile={"every": 2})
+    found = {"loss": 1.5, "long_context_gain": None, "key_tokens": None, "short_context_loss": 2.5, "retrieval": []}
+    monkeypatch.setattr(loop, "measure", lambda *_: found)
+    monkeypatch.setattr(loop, "read_text", lambda *_, **__: ())
+    monkeypatch.setattr(loop, "check_prompts", lambda *_: None)
+    if file is None:
+        monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", cut_off)
+    for step in (2, 4) if file else ():
+        path = config.train.run_dir / file.format(step)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to("/dev/full")  # opens, and every write fails with ENOSPC
+    run(config)
+    what, told = "evaluation" if file and "eval" in file else "profile", capsys.readouterr().out
+    assert told.count(f"The {what} cannot be written (") == 1
+    assert ("No space left on device" if file else "trace.json is incomplete") in told
+    records = metrics(config.train.run_dir)
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert [record["evaluate/loss"] for record in records[1::2]] == [1.5, 1.5]
+    others = {"evaluation": "profile/step-4/profile.json", "profile": "evaluations/step-4.json"}
+    assert (config.train.run_dir / others[what]).is_file()
+    if file and what == "profile":
+        alone = dataclasses.replace(config, evaluate=type(config.evaluate)())
+        shutil.rmtree(config.train.run_dir / "checkpoints")
+        (config.train.run_dir / "config.yaml").unlink()
+        with pytest.raises(OSError, match="No space left"):  # `ithaka profile`, which has nothing else to write
+            run(alone, only_profile=True)

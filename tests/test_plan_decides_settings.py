@@ -124,6 +124,29 @@ def test_cp_is_planned_for_the_sequences_of_a_step(tmp_path):
     assert chosen[0] < 8 == chosen[1]
 
 
+def evaluated(config, every, *contexts):
+    how = dataclasses.replace(config.evaluate, every=every, contexts=contexts)
+    return dataclasses.replace(config, evaluate=how)
+
+
+def test_an_evaluation_longer_than_the_context_is_planned(tmp_path):
+    """It keeps nothing for a backward, so that more fits than can be trained on; weights and optimizer stay."""
+    config, told = llama(tmp_path, data__context="128K", parallel__cp=8)
+    resolved, _ = planned(config, told, node(H100))
+    for every, contexts in ((100, (2**13, 2**19)), (0, (2**24,)), (100, ())):
+        check_fits(on_gpus(evaluated(resolved, every, *contexts), 8))
+    refused = on_gpus(evaluated(resolved, 100, 2**13, 2**24), 8)
+    words = r"^evaluate.contexts=16777216 needs [\d.]+ GiB of each GPU .*, but only 79.1 GiB is there; use "
+    with pytest.raises(ConfigError, match=words + r"shorter evaluate.contexts, .*memory.plan=off to try anyway$"):
+        check_fits(refused)
+    ledger = refused.evaluation_ledger
+    assert (ledger.gpu["optimizer"], ledger.gpu["parameters"], ledger.gpu["kept activations"]) == (
+        8 * refused.shape.num_parameters // 8,
+        4 * refused.shape.num_parameters // 8,
+        0,
+    )
+
+
 def test_a_plan_that_cannot_fit_is_refused(tmp_path):
     config, told = llama(tmp_path, data__context="1M", memory__offload="none", memory__keep_attention="all")
     machine = node(ranks=1)

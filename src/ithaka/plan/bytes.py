@@ -412,12 +412,14 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
     before = [(upto - own, moment) for upto, (own, moment, _) in zip(kept, layers, strict=True)]
     kept_before, forward = max(before, key=lambda each: each[0] + each[1].live)
 
+    resident = work.trains or work.between_steps  # master weights and two moments, in float32
+
     def held(moment: Moment, weights: int, arrived: int = 0, waiting: int = 0, kept: int = 0) -> Holders:
         """`arrived`: parameters whose gradients are sharded already. `waiting`: bytes of gradients that are not."""
         return {
-            "parameters": (4 if work.trains else e) * shards + e * frozen,
+            "parameters": (4 if resident else e) * shards + e * frozen,
             "gradients": 4 * shards * min(arrived, shape.num_trained) // shape.num_trained + waiting + moment.sums,
-            "optimizer": 8 * shards * work.trains,
+            "optimizer": 8 * shards * resident,
             "layer weights": weights,
             "residual stream": moment.stream,
             "stage buffers": moment.stages + moment.outputs,

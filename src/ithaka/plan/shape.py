@@ -175,6 +175,7 @@ class Work:
     document_tokens: int | None = None  # length of the packed documents; None: one per sequence
     accumulate: int = 1  # micro-steps per optimizer step
     trains: bool = True  # False: forward alone, without gradients
+    between_steps: bool = False  # with trains=False: inside a run, whose weights and optimizer state stay in memory
 
     @property
     def tokens(self) -> int:

@@ -66,11 +66,15 @@ class StepTimes(PhaseLog, ExitStack):
         self.stop_ns = time.time_ns()
 
     def write(self, path: Path) -> dict[str, Any]:
-        """The trace as .json.gz. (The profiler's own compression goes line by line, which takes far longer.)"""
+        """Write the trace as .json.gz. (The profiler's own compression goes line by line, which takes far longer.)"""
         plain = path.with_suffix("")
-        self.trace.export_chrome_trace(str(plain))
-        trace = json.loads(plain.read_bytes())
-        plain.unlink()
+        try:
+            self.trace.export_chrome_trace(str(plain))
+            trace = json.loads(plain.read_bytes())
+        except ValueError as error:  # the profiler raises nothing when the disk is full
+            raise OSError(f"{plain} is incomplete") from error
+        finally:
+            plain.unlink(missing_ok=True)
         times = self.times(trace)
         self.annotate(trace)
         path.write_bytes(gzip.compress(json.dumps(trace).encode(), compresslevel=2))

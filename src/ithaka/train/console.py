@@ -142,6 +142,7 @@ class Console:
         self._trackers = trackers
         self._open = ExitStack()
         self._unwritten, self._writing = b"", Lock()  # lines of metrics.jsonl
+        self._unwritable = set[str]()
         if active:
             self._metrics = self._open.enter_context(open_metrics(run_dir / "metrics.jsonl", step))
         self._plain = not (active and self._rich.is_terminal)
@@ -169,6 +170,19 @@ class Console:
         self._bar.update(self._task, status=f"{what} ...")
         yield
         self._bar.update(self._task, status=before)
+
+    @contextmanager
+    def writing(self, what: str) -> Iterator[None]:
+        """Around writing files that the run can do without: an OSError is reported, once until `what` can be written
+        again, and does not end the run."""
+        try:
+            yield
+        except OSError as error:
+            if what not in self._unwritable:
+                self.say(f"The {what} cannot be written ({error}); the run goes on without it")
+            self._unwritable.add(what)
+        else:
+            self._unwritable.discard(what)
 
     def say(self, text: str) -> None:
         """Prints `text` as it is, above the progress bar where there is one."""

@@ -332,16 +332,17 @@ class Trainer:
 
     @phase("evaluation")
     def evaluate(self) -> dict[str, float]:
-        """Rank 0 writes it into the run directory as well."""
-        assert self.text is not None
+        """Measure the model, and return the figures. Rank 0 also writes them to the run directory."""
+        assert self.text is not None and self.console is not None
         found = measure(self.model, self.tokenizer, self.text, self.contexts, self.config.evaluate.samples)
         self.model.train()
         self.model.reshard()  # a root keeps its gathered parameters after forward, expecting a backward
         if self.mesh.rank == 0:
             folder = self.run.run_dir / "evaluations"
-            folder.mkdir(exist_ok=True)
             words = json.dumps({"model": f"{self.run.run_dir}, step {self.step}", **found}, indent=2)
-            checkpoint.write_atomic(folder / f"step-{self.step}.json", words)
+            with self.console.writing("evaluation"):
+                folder.mkdir(exist_ok=True)
+                checkpoint.write_atomic(folder / f"step-{self.step}.json", words)
         return scalars(found)
 
     def due(self, every: int) -> bool:
@@ -497,7 +498,7 @@ def _train(trainer: Trainer, stop: list[Signals], grace: Grace, beat: Heartbeat,
     try:
         console.facts("ithaka", _header(trainer) | {"time-outs": beat.limits.words})
         slow, grace.saver = SlowRanks(), trainer.saver
-        watch = Watch(run, trainer.model, trainer.optimizer, mesh, console)
+        watch = Watch(run, trainer.model, trainer.optimizer, mesh, console, only_profile)
         planned_s = validation_seconds(run)
         if trainer.step == 0 and settings.validate_every and planned_s > SHORT_S:
             console.say(f"No validation before the first step: it would take about {planned_s / 60:.0f} minutes")

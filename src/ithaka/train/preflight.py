@@ -13,7 +13,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -118,6 +118,18 @@ class Run:
     @property
     def ledger(self) -> Ledger:
         return memory(self.shape, self.layout, self.hardware, self.work)
+
+    @property
+    def longest_evaluation(self) -> int:
+        """Tokens of the longest of evaluate.contexts; 0: nothing is evaluated, or nothing longer than data.context."""
+        longest = max(self.config.evaluate.contexts, default=0) if self.config.evaluate.every else 0
+        return longest if longest > self.config.data.context else 0
+
+    @property
+    def evaluation_ledger(self) -> Ledger:
+        """The ledger of the longest evaluation. It has no backward, so it keeps no activations."""
+        work = Work(self.longest_evaluation, trains=False, between_steps=True)
+        return memory(self.shape, dataclasses.replace(self.layout, kept=()), self.hardware, work)
 
 
 def preflight(
@@ -468,24 +480,22 @@ def held(holders: Holders, times: int = 1) -> Holders:
     return {name: times * num_bytes for name, num_bytes in holders.items() if num_bytes and name != "reserve"}
 
 
-def needs(run: Run) -> tuple[Holders, Holders]:
-    """(host, disk): bytes per holder on this machine, of all its ranks together, that must be there. Without a GPU the
-    device's memory is the host's, at the planned peak."""
-    ram = held(run.ledger.gpu, run.hardware.gpus_per_node) if run.hardware.gpu.name == "CPU" else {}
-    return ram | held({**run.ledger.host, COPY: 0}), held(run.ledger.disk)
+def needs(run: Run, ledger: Ledger | None = None) -> tuple[Holders, Holders]:
+    """(host, disk): bytes per holder that all ranks of this machine together must have, by `ledger` or else the run's.
+    Without a GPU the device's memory is the host's, at the planned peak."""
+    ledger = ledger or run.ledger
+    ram = held(ledger.gpu, run.hardware.gpus_per_node) if run.hardware.gpu.name == "CPU" else {}
+    return ram | held({**ledger.host, COPY: 0}), held(ledger.disk)
 
 
 def check_fits(run: Run) -> None:
-    """Refuse what does not fit by the planner's ledger, reserves included. Where the planner does not decide, refuse
-    only what certainly exceeds host memory or disk: what else a process needs is not counted."""
-    ledger, memory, anyway = run.ledger, run.config.memory, plans_for(run.config, run.hardware)
-    host, disk = (ledger.host, ledger.disk) if anyway else needs(run)
-    tiers = {"each GPU": (ledger.gpu if anyway else {}, ledger.gpu_bytes), "host memory": (host, ledger.host_bytes)}
-    tiers["disk"] = (disk, ledger.disk_bytes)
-    for what, (holders, have) in tiers.items():
-        if (need := sum(holders.values())) <= have:
-            continue
-        ways = {
+    """Refuse a step, or an evaluation, that does not fit by the planner's ledger, reserves included. Where the planner
+    does not decide, refuse only what certainly exceeds host memory or disk: what else a process needs is not
+    counted."""
+    anyway = {"memory.plan=off to try anyway": plans_for(run.config, run.hardware)}
+    for what, holders, have in _lacking(run, run.ledger):
+        memory = run.config.memory
+        ways: dict[str, object] = {
             "memory.checkpoint=full": run.layout.keep_everything,
             "memory.keep_projections=none": run.layout.keep_projections > run.layout.keep_everything,
             "memory.offload=host": memory.offload == "none" and what == "each GPU",
@@ -495,12 +505,37 @@ def check_fits(run: Run) -> None:
             "a memory.disk_path with more room": what == "disk",
             "more ranks": what == "each GPU",
             "a shorter data.context": True,
-            "memory.plan=off to try anyway": anyway,
         }
-        parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in holders.items() if num_bytes)
-        needed = f"{size(need)} of {what} for {run.hardware.gpus_per_node} ranks ({parts})"
-        way = either(way for way, helps in ways.items() if helps)
-        raise ConfigError(f"data.context={run.work.context} needs {needed}, but only {size(have)} is there; use {way}")
+        raise _does_not_fit(run, f"data.context={run.work.context}", what, holders, have, ways | anyway)
+    for what, holders, have in _lacking(run, run.evaluation_ledger) if run.longest_evaluation else ():
+        ways = {
+            "shorter evaluate.contexts": True,
+            f"parallel.cp={run.num_ranks}": run.layout.cp < run.num_ranks,
+            "a smaller parallel.heads_per_stage": run.layout.heads_per_stage != run.layout.ulysses,
+            "memory.offload_optimizer=true": what == "each GPU" and not run.layout.offload_optimizer,
+            "evaluate.every=0 and `ithaka evaluate` afterwards": True,
+        }
+        raise _does_not_fit(run, f"evaluate.contexts={run.longest_evaluation}", what, holders, have, ways | anyway)
+
+
+def _lacking(run: Run, ledger: Ledger) -> Iterator[tuple[str, Holders, int]]:
+    """Each tier with too little room: its name, what must be there, and what is."""
+    counts_all = plans_for(run.config, run.hardware)
+    host, disk = (ledger.host, ledger.disk) if counts_all else needs(run, ledger)
+    tiers = {"each GPU": (ledger.gpu if counts_all else {}, ledger.gpu_bytes), "host memory": (host, ledger.host_bytes)}
+    tiers["disk"] = (disk, ledger.disk_bytes)
+    for what, (holders, have) in tiers.items():
+        if sum(holders.values()) > have:
+            yield what, holders, have
+
+
+def _does_not_fit(
+    run: Run, field: str, what: str, holders: Holders, have: int, ways: Mapping[str, object]
+) -> ConfigError:
+    parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in holders.items() if num_bytes)
+    needed = f"{size(sum(holders.values()))} of {what} for {run.hardware.gpus_per_node} ranks ({parts})"
+    way = either(way for way, helps in ways.items() if helps)
+    return ConfigError(f"{field} needs {needed}, but only {size(have)} is there; use {way}")
 
 
 def store_host_bytes(run: Run) -> int | None:

@@ -48,9 +48,17 @@ class Watch:
     """Wraps every step. Does nothing on ranks other than 0."""
 
     def __init__(
-        self, run: Run, model: PreTrainedModel, optimizer: torch.optim.Optimizer, mesh: Mesh, console: Console
+        self,
+        run: Run,
+        model: PreTrainedModel,
+        optimizer: torch.optim.Optimizer,
+        mesh: Mesh,
+        console: Console,
+        only_profile: bool = False,
     ) -> None:
+        """`only_profile`: a profile that cannot be written is an error, not a line on the console."""
         self.run, self.model, self.optimizer, self.mesh, self.console = run, model, optimizer, mesh, console
+        self.only_profile = only_profile
         self.device_peak_bytes = 0  # before the allocator's own count was reset by a profile
         self._plain_s: list[float] = []
         self._times: StepTimes | None = None  # of the step before a profile
@@ -87,8 +95,9 @@ class Watch:
         elif isinstance(recorder, StepProfile):
             plain, folder = self._plain_s[WARM_UP_STEPS:], self.run.run_dir / "profile" / f"step-{number}"
             plain_s = statistics.median(plain) if plain else None
-            words = recorder.write(folder, number, plain_s, planned_holders(self.plan))
-            self.console.say(f"Profile of step {number}, in {folder}:\n{words}")
+            with nullcontext() if self.only_profile else self.console.writing("profile"):
+                words = recorder.write(folder, number, plain_s, planned_holders(self.plan))
+                self.console.say(f"Profile of step {number}, in {folder}:\n{words}")
 
     def _recorder(self, number: int) -> StepProfile | StepTimes | None:
         device, warm = self.mesh.device, len(self._plain_s) >= WARM_UP_STEPS
