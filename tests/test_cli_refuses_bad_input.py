@@ -401,6 +401,26 @@ def test_failed_ranks_are_started_again_unless_the_code_is_final(folder, monkeyp
     assert result.stderr.count("Restart 1 of 1") == len(codes) - 1
 
 
+@pytest.mark.parametrize(
+    "path, reason",
+    [
+        ("loop", "Too many levels of symbolic links"),
+        ("loop/run", "Too many levels of symbolic links"),
+        ("dangling", "No such file or directory"),
+        ("dangling/run", "No such file or directory"),
+        ("file/run", "Not a directory"),
+        ("x" * 300, "File name too long"),
+    ],
+)
+@pytest.mark.parametrize("option", [["--run-dir"], ["--resume"], ["--resume", "auto", "--run-dir"]])
+def test_a_run_directory_that_cannot_be_followed_is_refused(folder, started, path, reason, option):
+    (folder / "loop").symlink_to("loop")
+    (folder / "dangling").symlink_to("nowhere")
+    (folder / "file").touch()
+    words = [f"--resume {path}"] if option == ["--resume"] else [f"train.run_dir={path}", reason]
+    refused(folder, started, ["train", *option, path], [*words, "; give "])
+
+
 @pytest.mark.parametrize("times, ended", [(1, ExitCode.DONE), (2, ExitCode.TRANSIENT)])
 def test_a_transient_fault_before_the_ranks_start_is_restarted(folder, started, monkeypatch, times, ended):
     """Raw, as the file system raises it; without restarts left, one line says it and nothing is written."""

@@ -789,13 +789,14 @@ def _describe(hint: Any) -> str:
 
 
 def check_writable(option: str, path: Path, folder: bool = False) -> None:
-    """Refuse, before the work, a file that cannot be written, or a folder that cannot be made (with its parents) or
-    written into; leave no trace. `option` is what gave the path."""
-    full = path.absolute()
-    place = full if full.exists() else full.parent
-    while folder and not place.exists():
-        place = place.parent
+    """Refuse, before the work, a file that cannot be written, or a folder that cannot be created (with its parents) or
+    written to; leave no trace. `option` is what gave the path."""
+    place = full = path.absolute()
     try:
+        while not place.exists() and (folder or place == full):
+            if folder and place.is_symlink():  # a link to nothing, or a loop, where no folder can be created
+                place.stat()
+            place = place.parent
         if place == full and not folder:
             full.open("ab").close()
         else:  # permissions do not tell all: root has them in /proc, where nothing can be made

@@ -103,7 +103,8 @@ class TokenCache:
                 self._tokenise(shard, file)
             part.replace(path)
         except Exception as error:
-            part.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                part.unlink()
             if isinstance(error, OSError):
                 words = (
                     f"{shard.parts[0].file.path} cannot be read, or its tokens cannot be written ({error}); put the "

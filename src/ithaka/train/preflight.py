@@ -37,6 +37,7 @@ from ithaka.config import (
     command,
     embedded_model,
     given,
+    input_error,
     load,
     parse,
     shown,
@@ -357,6 +358,7 @@ def resolve(
 ) -> Config:
     """The settings of the run, with its run directory (by default runs/`name`) and the length of its learning-rate
     schedule."""
+    check_path("--resume ", None if resume == AUTO else resume)
     if resume is not None and resume != AUTO:
         moved = "--set train.run_dir" if "train.run_dir" in given(None, changes) else ""
         wrong = f"config={file}" if file else f"--run-dir {run_dir}" if run_dir else moved
@@ -373,6 +375,7 @@ def resolve(
             way = "set it in the file, or give --run-dir DIR"
             raise ConfigError(f"--resume auto needs train.run_dir, where it looks for the run; {way}")
         run_dir = run_dir or Path("runs") / name
+        check_path("train.run_dir=", run_dir)
         if resume == AUTO and config.optim.decay_steps is None and (run_dir / "config.yaml").is_file():
             config = load(
                 file, [*changes, f"optim.decay_steps={_decay_of(run_dir / 'config.yaml')}"], _defaults(file, changes)
@@ -389,6 +392,18 @@ def resolve(
         end = end or config.train.steps
     optim = dataclasses.replace(config.optim, decay_steps=end)
     return dataclasses.replace(config, optim=optim, train=dataclasses.replace(config.train, run_dir=run_dir))
+
+
+def check_path(option: str, path: Path | None) -> None:
+    """Refuse a path that the system cannot look up: a loop of symbolic links, a name that is too long, or a folder
+    without permission. It need not exist."""
+    try:
+        if path is not None:
+            path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise input_error(f"{option}{path} cannot be used ({error.strerror}); give another directory", error) from None
 
 
 def _decay_of(file: Path) -> str:
