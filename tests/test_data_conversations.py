@@ -288,6 +288,7 @@ def test_a_split_conversation_keeps_its_marks(tmp_path, tokenizer_with):
     path, context = written(tmp_path / "a.jsonl", {"messages": messages}), 12
     tokens = reference(tokenizer.hf, marked)
     pieces = [tokens[low : low + context] for low in range(0, len(tokens), context)]
+    pieces = [piece for piece in pieces if max(piece[1:]) >= 0]  # the others are left out
     expected = {(*plain_ids(piece), -100, *(max(token, -1) for token in piece[1:])) for piece in pieces}
     data = DataConfig(path=path, context=context, validation_fraction=0)
     opened = open_data(data, tokenizer=tokenizer, seed=0, cache_dir=tmp_path / "tokens")

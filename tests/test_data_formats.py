@@ -12,7 +12,7 @@ import pytest
 
 from ithaka.config import ConfigError, DataConfig, Reading, parse
 from ithaka.data import files, mix, read
-from ithaka.data.open import check, data_facts
+from ithaka.data.open import check, data_facts, epoch_steps
 from runs import MODEL
 from test_data_sources import TEXTS, documents_of, encoded, opened_at, write_jsonl, write_parquet
 
@@ -153,11 +153,14 @@ def test_text_that_is_broken_far_into_a_file_is_refused_by_name(tmp_path):
 def test_facts_of_small_data_are_counted_and_a_sequence_is_shown(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["tab\there", "", "esc\x1b[31m"])
     data = DataConfig(path=tmp_path, context=4, validation_fraction=0)
-    opened = opened_at(data)
+    opened, whole = opened_at(data), dataclasses.replace(data, context=9)
     lines = data_facts(opened, 10)
-    assert lines["data"] == "1 file (jsonl), 0.0 MB, 2 documents, 18 tokens, 5 sequences"
-    assert lines["epochs"] == "2 (10 sequences in all)" and lines["skipped"] == "1 documents: 1 empty"
+    assert lines["data"] == "1 file (jsonl), 0.0 MB, 2 documents, 18 tokens, 4 sequences"
+    assert lines["unlabelled"] == "1 of 5 sequences have no token to train and are left out"  # the last two tokens
+    assert lines["packing"].startswith("100.0% of each") and "unlabelled" not in data_facts(opened_at(whole), 10)
+    assert lines["epochs"] == "2.5 (10 sequences in all)" and lines["skipped"] == "1 documents: 1 empty"
     assert lines["validation"] == "none, data.validation_fraction=0"
+    assert epoch_steps(opened, 1, 1) == 4 and epoch_steps(opened_at(whole), 1, 1) == 2
     longer = opened_at(dataclasses.replace(data, context=64))
     shown = data_facts(longer, 10)["starts with"]
     expected = ["tab\\there<|eos|>", "esc\\x1b[31m<|eos|>"]

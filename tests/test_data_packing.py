@@ -1,4 +1,4 @@
-"""Packed sequences are the documents with their boundaries: whole where they fit, nothing lost, nothing crossing."""
+"""Packed sequences are the documents with their boundaries: whole where they fit, no label lost, nothing crossing."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ithaka.config import ConfigError, DataConfig
 from ithaka.data import mix
-from ithaka.data.mix import SequenceStream, Source
+from ithaka.data.mix import Position, SequenceStream, Source
 from ithaka.data.open import data_facts
 from ithaka.data.pack import PIECE, Documents, Packing, Round, best_fit, cut, group_alike, imbalance, permutation
 from ithaka.data.stream import collate, num_valid
@@ -64,6 +64,11 @@ def documents_of(shards):
     return [document for shard in shards for document in shard.documents]
 
 
+def has_labels(shards):
+    """A document's first token has none."""
+    return any(len(document) > 1 for document in documents_of(shards))
+
+
 def pieces_of(documents, context):
     """What split makes of them."""
     return [document[i : i + context] for document in documents for i in range(0, len(document), context)]
@@ -77,13 +82,16 @@ def documents_in(sequence):
 @settings(max_examples=200, deadline=None)
 @given(shards=corpora(), context=st.integers(2, 16), seed=st.none() | st.integers(0, 5))
 def test_an_epoch_has_every_document_once_and_whole_where_it_fits(shards, context, seed):
-    if not documents_of(shards):
+    if not has_labels(shards):
         return
     stream, found = make_stream(shards, context, seed=seed, pad_id=PAD), []
     while (sequence := stream.next()) and stream.position.epoch == 0:
         assert len(sequence.ids) == context and (sequence.ids[sequence.length :] == PAD).all()
         found += documents_in(sequence)
-    assert sorted(found) == sorted(pieces_of(documents_of(shards), context))
+        assert (sequence.labels() != -100).any()
+    missing = [piece for piece in pieces_of(documents_of(shards), context) if piece not in found]
+    assert sorted(found + missing) == sorted(pieces_of(documents_of(shards), context))
+    assert all(len(piece) == 1 for piece in missing), "only sequences without a label are left out"
 
 
 @settings(max_examples=200, deadline=None)
@@ -122,7 +130,7 @@ def test_data_documents_reaches_the_batches(tmp_path):
 @settings(max_examples=100, deadline=None)
 @given(shards=corpora(), context=st.integers(2, 16), data=st.data())
 def test_any_position_continues_bit_for_bit(shards, context, data):
-    if not documents_of(shards):
+    if not has_labels(shards):
         return
     stream = make_stream(shards, context, seed=3, pad_id=PAD)
     for _ in range(data.draw(st.integers(0, 12))):
@@ -137,7 +145,7 @@ def test_any_position_continues_bit_for_bit(shards, context, data):
 @settings(max_examples=50, deadline=None)
 @given(shards=corpora(), context=st.integers(2, 16))
 def test_skipping_leaves_the_next_sequence_as_it_was(shards, context):
-    if not documents_of(shards):
+    if not has_labels(shards):
         return
     full, skipped = (make_stream(shards, context, seed=1) for _ in range(2))
     for i in range(10):
@@ -163,6 +171,54 @@ def test_epochs_hold_the_same_documents_in_another_order():
     other = make_stream(shards, 4, seed=1)
     assert epochs[0] != [tuple(other.next().ids) for _ in range(20)]
     assert stream.position.epoch == 2
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    shards=corpora(),
+    context=st.integers(2, 16),
+    together=st.booleans(),
+    seed=st.none() | st.just(3),
+    data=st.data(),
+)
+def test_sequences_without_a_label_are_left_out_and_counted(shards, context, together, seed, data):
+    """Compared with the same round as format 4 had it, with every sequence."""
+    for shard in shards:
+        marks = data.draw(st.lists(st.sampled_from([0, 0, -1]), min_size=60, max_size=60))
+        shard.documents = [[t ^ marks[t % 60] for t in document] for document in shard.documents]
+    every, labelled = (make_stream(shards, context, seed=seed, together=together) for _ in range(2))
+    every.seek(Position(packings=(Packing(context, 1, labelled=False),)))
+    if not documents_of(shards):
+        return
+    sequences = [every.sequence(i) for i in range(len(every.round()))]
+    expected = [tuple(each.tokens) for each in sequences if (each.labels() != -100).any()]
+    if not expected:
+        return
+    packed = labelled.round()
+    assert sorted(tuple(labelled.sequence(i).tokens) for i in range(len(packed))) == sorted(expected)
+    assert labelled.num_left_out == len(sequences) - len(expected)
+    assert labelled.read_tokens == every.read_tokens == packed.read_tokens
+    if len(expected) == len(sequences):
+        for i, sequence in enumerate(sequences):
+            assert_same(sequence, labelled.sequence(i))
+
+
+def test_data_without_any_label_is_an_error_not_an_endless_loop():
+    shards = [ListShard([[~1, ~2, ~3, 4]]), ListShard([[5], [~6, ~7]])]
+    with pytest.raises(ConfigError, match=r"data.context=3 tokens has a token to train.*check data.train_on"):
+        make_stream(shards, 3, seed=0).next()
+    assert make_stream(shards, 3).next() is None
+    assert make_stream(shards, 4, seed=0).next().tokens.tolist() == [~1, ~2, ~3, 4]
+
+
+def test_labels_behind_rounds_without_any_are_found(monkeypatch):
+    """While validating too, which ends with the data."""
+    monkeypatch.setattr(mix, "HELD_OUT_SEQUENCES", 1)
+    shards = [ListShard([[~1] * 4]), ListShard([[~1] * 4]), ListShard([[~1, 5, 6, 7]]), ListShard([[~1] * 4])]
+    stream = make_stream(shards, 4)
+    assert stream.next().tokens.tolist() == [~1, 5, 6, 7]
+    assert stream.num_left_out == 2 and stream.read_tokens == 12
+    assert stream.next() is None and stream.next() is None
 
 
 def test_collate_gives_int64_batches_and_counts_shifted_labels():
@@ -213,8 +269,8 @@ def small_rounds(monkeypatch):
 
 
 def test_documents_of_different_shards_are_mixed_within_a_round():
-    shards = [ListShard([[100 * i + j] for j in range(20)]) for i in range(2)]
-    order = make_stream(shards, 40, seed=0).next().ids // 100
+    shards = [ListShard([[100 * i + j] * 2 for j in range(20)]) for i in range(2)]
+    order = make_stream(shards, 80, seed=0).next().ids[::2] // 100
     assert 10 < (np.diff(order) != 0).sum() < 30
 
 

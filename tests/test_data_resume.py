@@ -14,6 +14,7 @@ import torch
 from ithaka.config import ConfigError, DataConfig
 from ithaka.data import cache, mix, read
 from ithaka.data.cache import TokenCache
+from ithaka.data.pack import Packing
 from ithaka.data.stream import num_valid
 from ithaka.data.tokenizer import ByteTokenizer
 from test_data_sources import TEXTS, opened_at, write_jsonl, write_parquet
@@ -274,5 +275,28 @@ def test_memory_is_that_of_a_batch_of_texts_and_a_sequence_not_of_the_file(tmp_p
 
 def test_positions_of_an_earlier_format_are_refused(data):
     state = {"version": 1, "data": "0", "epoch": 0, "sequences": 7, "unit": 1, "cursor": 0, "offset": 4}
-    with pytest.raises(ConfigError, match="format 1, not 4.*; go on with the version that wrote it, or export the run"):
+    with pytest.raises(ConfigError, match="format 1, .* reads 4 to 5.*; resume with the ithaka that .* or export"):
         opened(data).load_state_dict(state)
+
+
+def test_a_round_that_format_4_began_keeps_its_order(tmp_path, monkeypatch):
+    """With its sequences that have no label; the next round leaves them out."""
+    small_rounds(monkeypatch, 40)
+    # The first half of every third record has no label.
+    rows = [{"input_ids": [i] * 32, "labels": [i if i % 3 else -100] * 16 + [i] * 16} for i in range(60)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataConfig(path=tmp_path / "a.jsonl", context=16, validation_fraction=0)
+    old = opened(data)
+    old.stream.seek(mix.Position(packings=(Packing(16, 1, labelled=False),)))
+    for _ in range(3):
+        old.next_batch()
+    state = old.state_dict() | {"version": 4}
+    for packing in state["packings"]:
+        assert packing.pop("labelled") is False
+    (resumed,) = opened_on(data, 1, state=json.dumps(state))
+    left = len(resumed.stream.round()) - 3
+    rows = global_rows([resumed], left + 40)
+    assert_equal(rows, global_rows([old], left + 40))
+    labels = [num_valid(row[1]) for row in rows]
+    assert 0 in labels[:left] and 0 not in labels[left:]
+    assert all(packing["labelled"] for packing in resumed.state_dict()["packings"])

@@ -37,7 +37,7 @@ def old_run(tmp_path):
 
 def test_an_old_place_in_the_data_is_refused_by_its_number_and_the_run_exported(old_run, tmp_path):
     folder, settings = old_run
-    with pytest.raises(ConfigError, match="place in the data has format 1, not 4: .* export the run and start"):
+    with pytest.raises(ConfigError, match="position in the data has format 1, .* reads 4 to 5: .* export the run"):
         run(load(folder / "config.yaml", settings), folder)
     assert (checkpoint.export(folder, tmp_path / "out") / "model.safetensors").is_file()
 

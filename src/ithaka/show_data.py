@@ -111,7 +111,8 @@ def count(data: TrainData) -> dict[str, Any]:
         "trained_share": sums["trained_tokens"] / sums["tokens"],
         "context": stream.context,
         "sequences": len(packed),
-        "packing_efficiency": sums["tokens"] / (len(packed) * stream.context),
+        "sequences_left_out": stream.num_left_out,  # without a token to train
+        "packing_efficiency": packed.num_tokens / (len(packed) * stream.context),
         "skipped": sum((source["skipped"] for source in sources), Counter[str]()),
         "split": stream.num_long - dropped,
         "dropped": dropped,

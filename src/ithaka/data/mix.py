@@ -155,15 +155,28 @@ class SequenceStream:
     def round(self) -> Round:
         """The round of the next sequence, empty at the end of a stream without keys; moves on to it.
 
-        Sets `documents`, its pieces before any is dropped or cut, and `num_long`, those longer than the context.
+        Sets `documents`, its pieces before any is dropped or cut, `num_long`, those longer than the context,
+        `num_left_out`, the sequences without a label that it and the empty rounds before it had, and `read_tokens`,
+        the tokens of all these sequences.
         """
         if self._round is None:
             self._round = self._load()
-        while self.position.packings[-1].done == len(self._round) and (self.shuffled or len(self._round)):
+            self.num_left_out, self.read_tokens = self._round.num_left_out, self._round.read_tokens
+        start = self.position.epoch
+        while self.position.packings[-1].done == len(self._round) and (self.shuffled or len(self.documents)):
+            if self.shuffled and self.position.epoch > start + 1:
+                raise ConfigError(
+                    f"no sequence of data.context={self.context} tokens has a token to train; see `ithaka data`, and "
+                    "check data.train_on, data.chat_template and the labels in the data"
+                )
+            if len(self._round):
+                self.num_left_out = self.read_tokens = 0
             self._step_start = (self._step_start - len(self._round)) % self.group
             packing = Packing(self.context, self.group, self._step_start)
             self.position = Position(self.position.sequences, self._behind, (packing,))
             self._round = self._load()
+            self.num_left_out += self._round.num_left_out
+            self.read_tokens += self._round.read_tokens
         return self._round
 
     def _load(self) -> Round:
@@ -178,7 +191,8 @@ class SequenceStream:
                 raise ConfigError(self._refusal(pieces[long][0]))
             if self.long_documents == "drop":
                 pieces = pieces[~long]
-            found = Round(pack.cut(pieces, packing.context), packing, key)
+            shards = [documents for _, documents in self._shards]
+            found = Round(pack.cut(pieces, packing.context), packing, key, shards, self.together)
             pieces = found.sequences(packing.done, len(found))
         return found
 

@@ -156,10 +156,11 @@ def _amount(source: Source, stream: SequenceStream) -> tuple[int, int, str]:
 
 
 def epoch_steps(opened: TrainData, epochs: float, global_batch: int) -> int:
-    """Optimizer steps of so many passes over the data; an estimate if it is larger than a round."""
+    """Optimizer steps of so many passes over the data, by its sequences with a label; an estimate if the data is larger
+    than a round."""
     packed = opened.stream.round()
     tokens = sum(_amount(source, opened.stream)[1] for source in opened.stream.sources)
-    sequences = tokens / (packed.num_tokens / len(packed))
+    sequences = tokens / (opened.stream.read_tokens / len(packed))
     return max(1, math.ceil(epochs * sequences / global_batch - 1e-6))
 
 
@@ -170,7 +171,7 @@ def data_facts(opened: TrainData, num_sequences: int) -> dict[str, str]:
     """
     stream, about = opened.stream, dict(opened.about)
     packed = stream.round()
-    sequence_tokens = packed.num_tokens / len(packed)
+    sequence_tokens = stream.read_tokens / len(packed)  # read for each sequence that is trained on
     facts: dict[str, str] = {}
     epochs, skipped = [], Counter[str]()
     for source in stream.sources:
@@ -179,7 +180,7 @@ def data_facts(opened: TrainData, num_sequences: int) -> dict[str, str]:
         epochs.append(f"{guess}{num_sequences * sequence_tokens * share / tokens:.3g}")
         words = f"{about.pop(source.name)}, {guess}{documents:,} documents, {tokens:,} tokens"
         if len(stream.sources) == 1:
-            exactly = "" if tokens == packed.num_tokens else "about "
+            exactly = "" if tokens == stream.read_tokens else "about "
             facts["data"] = f"{words}, {exactly}{round(tokens / sequence_tokens):,} sequences"
         else:
             facts[f"source {source.name}"] = f"{share:.1%} of the tokens; {words}"
@@ -187,10 +188,13 @@ def data_facts(opened: TrainData, num_sequences: int) -> dict[str, str]:
         for _, _, reasons in source.seen.values():
             skipped.update(reasons)
     facts["epochs"] = f"{', '.join(epochs)} ({num_sequences:,} sequences in all)"
-    facts["packing"] = f"{sequence_tokens / stream.context:.1%} of each sequence filled"
+    facts["packing"] = f"{packed.num_tokens / len(packed) / stream.context:.1%} of each sequence filled"
     if stream.num_long:
         what = {"split": "split", "drop": "dropped"}[stream.long_documents]
         facts["packing"] += f"; {stream.num_long:,} documents longer than data.context {what}"
+    if stream.num_left_out:
+        of = f"{stream.num_left_out:,} of {stream.num_left_out + len(packed):,} sequences"
+        facts["unlabelled"] = f"{of} have no token to train and are left out"
     if balanced := balance(opened):
         words = "attention of {ranks} ranks, largest over mean: {grouped:.3f}; {not_grouped:.3f} if sequences were not "
         facts["balance"] = f"{words.format(**balanced)}grouped, over {len(packed):,} of them"

@@ -2,8 +2,8 @@
 
 A shard is some documents that are read and tokenised together. An epoch shuffles the shards of a source; a round is
 the documents of some of them, shuffled and packed together. Each document goes whole into the fullest sequence of S
-tokens that has room for it. Sequences of similar attention area are grouped into the same step, and the groups are
-shuffled.
+tokens that has room for it. Sequences without a label are left out. Those of similar attention area are grouped into
+the same step, and the groups are shuffled.
 """
 
 from bisect import bisect_left, insort
@@ -75,28 +75,39 @@ class PackedSequence:
 class Packing:
     """How a round is packed: into sequences of `context` tokens, in groups of `group`.
 
-    The first `lead` sequences complete a group of the round before. `done`: how many were given out.
+    The first `lead` sequences complete a group of the round before. `done`: how many were given out. `labelled`: only
+    sequences with a label count; False in positions of format 4, which counted all.
     """
 
     context: int
     group: int
     lead: int = 0
     done: int = 0
+    labelled: bool = True
 
 
 class Round:
     """Pieces [n] that are packed together, as sequences in the order of training."""
 
-    def __init__(self, pieces: np.ndarray, packing: Packing, key: tuple[int, ...] | None):
-        """`key` shuffles the groups; None: sequences in the order of their first pieces."""
+    def __init__(
+        self, pieces: np.ndarray, packing: Packing, key: tuple[int, ...] | None,
+        shards: Sequence[Documents] = (), together: bool = False,
+    ):  # fmt: skip
+        """`key` shuffles the groups; None: sequences in the order of their first pieces. `shards`: the tokens, to find
+        the sequences without a label."""
+        sequence = best_fit(pieces["length"], packing.context)
+        self.read_tokens, num_packed = int(pieces["length"].sum()), len(np.unique(sequence))
+        if shards and packing.labelled:
+            kept = has_label(shards, pieces, sequence, together)[sequence]
+            pieces, sequence = pieces[kept], np.unique(sequence[kept], return_inverse=True)[1]
         lengths = pieces["length"]
-        sequence = best_fit(lengths, packing.context)
         areas = np.bincount(sequence, lengths * (lengths + 1) / 2)  # pairs of attention
         order = np.unique(sequence, return_index=True)[1].argsort()
         if key is not None:
             order = group_alike(areas, packing.group, packing.lead, key)
         place = order.argsort()[sequence]
         self.packing, self.areas, self.num_tokens = packing, areas[order], int(lengths.sum())
+        self.num_left_out = num_packed - len(areas)
         self.pieces = pieces[place.argsort(kind="stable")]
         self.edges = np.concatenate([[0], np.bincount(place).cumsum()])
 
@@ -106,6 +117,29 @@ class Round:
     def sequences(self, low: int, high: int) -> np.ndarray:
         """Their pieces."""
         return self.pieces[self.edges[low] : self.edges[high]]
+
+
+def has_label(shards: Sequence[Documents], pieces: np.ndarray, sequence: np.ndarray, together: bool) -> np.ndarray:
+    """Which sequences have a label, bool [sequences]. `sequence`: that of each piece.
+
+    A sequence's first token has none, and neither has a document's unless documents are `together`. Reads the tokens
+    of the pieces' shards, and keeps none of them.
+    """
+    labels = np.zeros(len(pieces), bool)
+    for shard in np.unique(pieces["shard"]).tolist():
+        (places,) = np.nonzero((pieces["shard"] == shard) & (pieces["length"] > 1))
+        if len(places):
+            places = places[pieces["low"][places].argsort()]
+            low, tokens = pieces["low"][places], np.asarray(shards[shard].tokens)
+            edges = np.stack([low + 1, low + pieces["length"][places]], axis=1).ravel()
+            largest = np.maximum.reduceat(tokens, edges[:-1] if edges[-1] == len(tokens) else edges)
+            labels[places] = largest[::2] >= 0
+    if together:
+        inside = np.ones(len(pieces), bool)
+        inside[np.unique(sequence, return_index=True)[1]] = False
+        for i in np.nonzero(inside & ~labels)[0].tolist():
+            labels[i] = shards[pieces["shard"][i]].tokens[pieces["low"][i]] >= 0
+    return np.bincount(sequence, labels) > 0
 
 
 def cut(pieces: np.ndarray, context: int) -> np.ndarray:

@@ -22,7 +22,8 @@ from ithaka.data import pack
 from ithaka.data.mix import Cursor, Position, SequenceStream
 from ithaka.data.pack import IGNORED, PIECE, PackedSequence, Packing
 
-FORMAT = 4  # of a saved position; earlier ones had another order of the data
+FORMAT = 5  # of a saved position
+READABLE = (4, 5)  # 4 counted sequences without a label too; earlier ones had another order of the data
 
 
 class Batch(NamedTuple):
@@ -105,12 +106,15 @@ class TrainData:
         return {"version": FORMAT, "data": self.fingerprint(), **asdict(self.position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was called, on any number of ranks. The files must be the same."""
-        if state["version"] != FORMAT:
+        """Continue where `state_dict` was called, on any number of ranks. The files must be the same.
+
+        A round that format 4 began keeps its order to its end, with the sequences that have no label.
+        """
+        if state["version"] not in READABLE:
             raise ConfigError(
-                f"the checkpoint's place in the data has format {state['version']}, not {FORMAT}: the order of the "
-                "data has changed; go on with the version that wrote it, or export the run and start a new one "
-                "from its weights"
+                f"the checkpoint's position in the data has format {state['version']}, and this ithaka reads "
+                f"{READABLE[0]} to {FORMAT}: the order of the data has changed; resume with the ithaka that wrote it, "
+                "or export the run and start a new one from its weights"
             )
         if state["data"] != self.fingerprint():
             raise ConfigError(
@@ -119,10 +123,8 @@ class TrainData:
                 "start a new one from its weights"
             )
         assert self._next is None, "nothing was read yet"
-        cursors, packings = (
-            tuple(Cursor(**c) for c in state["cursors"]),
-            tuple(Packing(**p) for p in state["packings"]),
-        )
+        cursors = tuple(Cursor(**c) for c in state["cursors"])
+        packings = tuple(Packing(**{"labelled": False, **p}) for p in state["packings"])
         self.position = Position(state["sequences"], cursors, packings)
         self.stream.seek(self.position)
 
