@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
+from ithaka import Layout, parallelize, token_logprobs
 from models import tiny_config, tiny_model
 from parity import check, compare_with, each_of, gradient_errors, parallel, plain_sum, random_ids, relative
 
@@ -68,18 +70,50 @@ def test_number_of_items_as_a_tensor(ranks):
     check(ranks.run(1, tensor_of_items))
 
 
-def without_labels(cp):
-    model, _ = parallel(cp)
-    ids = random_ids(2, 9)
-    out = model(input_ids=ids, labels=torch.full_like(ids, -100))
-    out.loss.backward()
-    largest = max(float(param.grad.full_tensor().abs().max()) for param in model.parameters())
-    return float(out.loss.detach()), out.num_tokens, largest
+def without_labels(cp, lora, offload):
+    """Whether each parameter moved in steps of AdamW: with labels, without any, and with labels again."""
+    model = tiny_model(tiny_config("llama"))
+    if lora:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    model = parallelize(model, layout=Layout(cp=cp, offload_optimizer=offload))
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer, ids = torch.optim.AdamW(params, lr=0.1), random_ids(2, 9)
+    none = torch.full_like(ids, -100)
+    none[:, 0] = 5  # which no token predicts
+
+    def gradients(*micro_steps):
+        for labels in micro_steps:
+            model(input_ids=ids, labels=labels).loss.backward()
+        return [param.grad if param.grad is None else param.grad.full_tensor().clone() for param in params]
+
+    def moved():
+        """Updates, and says which parameters moved."""
+        before = [param.full_tensor().detach().clone() for param in params]
+        optimizer.step()
+        optimizer.zero_grad()
+        return [not torch.equal(old, new.full_tensor()) for old, new in zip(before, params, strict=True)]
+
+    gradients(ids)
+    first = moved()
+    assert gradients(none, none) == [None] * len(params)
+    tokens = token_logprobs(model, ids, none)
+    (tokens.logprobs.sum() + tokens.entropies.sum()).backward()
+    without, out = moved(), model(input_ids=ids, labels=none)
+    assert (float(out.loss.detach()), out.num_tokens) == (0.0, 0) and not tokens.logprobs.any()
+    expected = gradients(ids)
+    for labels in ([none, ids], [ids, none]):
+        optimizer.zero_grad()
+        assert all(map(torch.equal, expected, gradients(*labels)))
+    return first, without, moved()
 
 
-@pytest.mark.parametrize("num_ranks,cp", [(1, 1), (2, 2), (2, 1)])
-def test_no_valid_label_anywhere_is_zero_and_not_nan(ranks, num_ranks, cp):
-    assert ranks.run(num_ranks, without_labels, cp) == [(0.0, 0, 0.0)] * num_ranks
+@pytest.mark.parametrize(
+    "num_ranks,cp,lora,offload", [(1, 1, False, False), (2, 2, True, False), (2, 1, False, True), (4, 2, False, False)]
+)
+def test_without_a_label_on_any_rank_nothing_moves(ranks, num_ranks, cp, lora, offload):
+    """AdamW would move weights by a gradient of zeros: by its moments, and by weight decay."""
+    for first, without, again in ranks.run(num_ranks, without_labels, cp, lora, offload):
+        assert all(first) and not any(without) and all(again)
 
 
 def label_of_a_shard_start(at):

@@ -12,6 +12,7 @@ import pytest
 from ithaka.config import FORMAT, ConfigError, load
 from ithaka.report.page import write_report
 from ithaka.train import checkpoint
+from ithaka.train.step import learning_rate
 from runs import metrics, run, tiny_run, valid
 
 MODEL = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
@@ -54,6 +55,34 @@ def test_old_settings_and_tensors_go_on(old_run, tmp_path):
     assert after[:2] == before and [record["step"] for record in after] == [1, 2, 3, 4]
     assert (folder / "config.yaml").read_text().startswith(f"format: {FORMAT}\n")
     assert valid(load(folder / "config.yaml", [*settings, "train.steps=6"]), folder).config.memory.offload == "host"
+
+
+def test_steps_without_a_label_neither_update_nor_count(tmp_path):
+    """They are in rounds that format 4 began: sequences without a label are left out of others."""
+    rows = [{"input_ids": [i] * 20, "labels": [-100 if i % 3 else i] * 10 + [i] * 10} for i in range(60)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"path": str(tmp_path / "a.jsonl"), "context": 10, "validation_fraction": 0}
+    train = {"steps": 2, "save_every": 2, "validate_every": 0, "validate_sequences": 0}
+    config = tiny_run(tmp_path, model={**MODEL, "num_hidden_layers": 1}, data=data, train=train, parallel={"cp": 1})
+    run(config)
+    folder = config.train.run_dir
+    assert "40 of 120 sequences have no token to train" in json.loads((folder / "data.json").read_text())["unlabelled"]
+    file = folder / "checkpoints" / "step-00000002" / "state.json"
+    state = json.loads(file.read_text())
+    state["data"]["version"] = 4
+    del state["checksums"]
+    for packing in state["data"]["packings"]:
+        assert packing.pop("labelled")
+    file.write_text(json.dumps(state))
+    run(load(folder / "config.yaml", ["train.steps=20", "optim.decay_steps=20"]), folder)
+    lines = metrics(folder)
+    steps, events = ([line for line in lines if ("event" in line) == is_event] for is_event in (False, True))
+    assert [step["step"] for step in steps] == [*range(1, 21)]
+    assert all(step["label_tokens"] == 9 and step["loss"] > 0 and step["grad_norm"] > 0 for step in steps)
+    assert [step["lr"] for step in steps[2:]] == [learning_rate(i, config.optim, 20) for i in range(2, 20)]
+    assert [event["unlabelled"] for event in events] == [True], "reported once"
+    done = json.loads((folder / "checkpoints" / "step-00000020" / "state.json").read_text())["data"]["packings"][0]
+    assert done["done"] > 25, "the data has advanced"
 
 
 def test_an_old_run_is_reported(old_run):

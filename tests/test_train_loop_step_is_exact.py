@@ -51,6 +51,9 @@ def our_steps(num_steps: int, cp: int, family: str):
     # The last step as if there were one source.
     results = [train_step(model, optimizer, batches, **how, source_names=SOURCES) for _ in range(num_steps - 1)]
     results.append(train_step(model, optimizer, batches, **how))
+    # None of which changes anything.
+    without = [batch._replace(labels=torch.full_like(batch.labels, -100)) for batch in batches]
+    assert train_step(model, optimizer, without, **how, source_names=SOURCES).label_tokens == 0
     val = validation_loss(model, batches, mesh, SOURCES)
     weights = {name: param.full_tensor().detach() for name, param in model.named_parameters()}
     return results, val, weights

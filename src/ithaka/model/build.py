@@ -244,6 +244,8 @@ def _forward(
         raise TypeError("call model(...), not model.forward(...), which skips the checks and FSDP2")
     check_around(call.mesh.device)  # again: some libraries wrap forward in it
     share = call.share
+    if share.labels_s is not None and not call.num_tokens and torch.is_grad_enabled():
+        return _without_labels(model, call)
     with phase("embedding"):
         x_sD = mark_backward(model.model.embed_tokens(share.ids_s), "embedding backward")
     rotary = model.model.rotary_emb
@@ -257,6 +259,17 @@ def _forward(
     own = head if tokens is None else -tokens.logprobs.sum() / call.divisor
     of_rank = {"tokens": tokens, "docs": share.docs, "own_loss": own.detach()}
     return ParallelOutput(loss=_GlobalSum.apply(own), num_tokens=call.num_tokens, **of_rank)
+
+
+def _without_labels(model: PreTrainedModel, call: Call) -> ParallelOutput:
+    """No rank has a label: zeros that do not depend on the parameters. Backward leaves gradients as they are, so that
+    an optimizer skips parameters whose gradient is None; AdamW would move them by a gradient of zeros."""
+    share, s = call.share, len(call.share.ids_s)
+    kind = {"dtype": sum_dtype(model.dtype), "device": share.ids_s.device}
+    loss, logprobs_s, entropies_s = (torch.zeros(size, **kind, requires_grad=True) for size in ((), s, s))
+    tokens = TokenResults(logprobs_s, entropies_s, torch.zeros_like(share.ids_s, dtype=torch.bool))
+    of_rank = {"tokens": tokens if call.per_token else None, "docs": share.docs, "own_loss": loss.detach()}
+    return ParallelOutput(loss=loss, num_tokens=0, **of_rank)
 
 
 class _GlobalSum(torch.autograd.Function):

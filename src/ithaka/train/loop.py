@@ -125,6 +125,7 @@ class Trainer:
         self.text: Text | None = None  # to evaluate on
         self.norms: deque[float] = deque(maxlen=100)  # of the last steps' gradients
         self.skipped = 0  # batches in a row
+        self.met_unlabelled = False  # a step without a label
         self.best: tuple[float, int] | None = None  # lowest validation loss, and its step
         self.stale = 0  # validations since
         self.epochs = run.config.train.epochs
@@ -253,6 +254,13 @@ class Trainer:
         documents = [start for starts in gathered(own) for each in starts for start in each]
         self.tell(f"{what}. Its batch is skipped; {len(documents)} documents", skipped_documents=documents)
 
+    def _report_unlabelled(self) -> None:
+        """Once: with positions of format 4, there may be many such steps until their round ends."""
+        if not self.met_unlabelled:
+            words = f"step {self.step + 1}: no rank has a token to train; no update, and such steps do not count"
+            self.tell(words, unlabelled=True)
+        self.met_unlabelled = True
+
     def _suspect(self, first: StepResult) -> None:
         """Name the ranks where a step was bad that was not when it was computed again."""
         ranks = gathered((f"rank {self.mesh.rank} on {socket.gethostname()}", *(first.refused or ())))
@@ -283,7 +291,7 @@ class Trainer:
 
     def advance(self, batches: Sequence[Batch]) -> tuple[StepResult, float, int] | None:
         """One step on this rank's micro-batches: its result, learning rate and input tokens over all ranks. None: the
-        batch was skipped."""
+        batch was skipped, and the step does not count."""
         config = self.config
         lr = learning_rate(self.step - config.schedule_start, config.optim, config.train.steps)
         compute = partial(
@@ -299,6 +307,9 @@ class Trainer:
             accepts=self.accepts,
         )
         result = compute()
+        if not result.label_tokens:
+            self._report_unlabelled()
+            return None
         if result.refused is not None:
             first, result = result, compute()
             if result.refused is not None:

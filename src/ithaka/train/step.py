@@ -150,22 +150,25 @@ def train_step(
     accepts: Callable[[float, float], bool] = lambda loss, norm: True,
 ) -> StepResult:
     """One update from this rank's micro-batches; `windows` are the layers', `source_names` the data's. Without the
-    update if `accepts` refuses the loss and the gradient norm.
+    update if `accepts` refuses the loss and the gradient norm. If no rank has a label, nothing is computed and nothing
+    changes; `label_tokens` is 0.
 
-    The number of valid labels of the whole global batch is known before the first forward, so every
-    micro-step is weighted by its tokens and gradients are divided once."""
+    The number of valid labels of the global batch is known before the first forward, so every micro-step is weighted
+    by its tokens and gradients are divided once."""
     labels = sum(num_valid(batch.labels) for batch in batches)
     pairs = [num_pairs(batch.document_ids, windows) for batch in batches]
     # The ranks of a cp group hold the same batch: one of them counts it.
     counts = torch.tensor([labels, *pairs]) * (mesh.cp_rank == 0)
     dist.all_reduce(counts)
     label_tokens, *all_pairs = counts.tolist()
+    if not label_tokens:
+        return StepResult(0.0, 0.0, 0, 0, {})
     for group in optimizer.param_groups:
         group["lr"] = lr
     total_loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
     sources, largest, own_losses, ring_bytes = SourceSums(source_names, mesh), [], [], 0
     for batch, own_pairs in zip(batches, pairs, strict=True):
-        out = model(**batch.inputs, num_items_in_batch=max(label_tokens, 1), per_token=sources.several)
+        out = model(**batch.inputs, num_items_in_batch=label_tokens, per_token=sources.several)
         sources.add(batch, out.tokens)
         out.loss.backward()
         total_loss += out.loss.detach()
