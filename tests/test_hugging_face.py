@@ -1,6 +1,8 @@
 """Trainer and SFTTrainer on ranks that share sequences log and train what one plain process does; examples run here."""
 
+import contextlib
 import importlib.util
+import io
 import os
 import warnings
 from functools import partial
@@ -47,9 +49,13 @@ def example(name):
     return module
 
 
-def run(name, cp, folder, resume=None, **changes):
-    """(logs, weights) of a run of an example, on the ranks there are; cp=0: of the plain trainer."""
+def run(name, cp, folder, resume=None, rows=None, **changes):
+    """(logs, weights) of a run of an example, on the ranks there are; cp=0: of the plain trainer. `rows`: what it is
+    trained on."""
     module, world = example(name), dist.get_world_size()
+    if rows is not None:
+        evaluated = module.rows(3, seed=2)
+        module.rows = lambda count, seed: rows if count == 40 else evaluated
     trainer_class = {"hf_trainer": Trainer, "sft": SFTTrainer}[name]
     if cp:  # what torchrun would say
         local = {"LOCAL_RANK": str(dist.get_rank()), "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
@@ -61,7 +67,10 @@ def run(name, cp, folder, resume=None, **changes):
         trainer.remove_callback(PrinterCallback)
         hooks = trainer.model.get_input_embeddings()._forward_hooks.values()
         assert not cp or "require_grads" not in str(hooks), "TRL's, for checkpointing of its own"
-        trainer.train(resume_from_checkpoint=resume)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            trainer.train(resume_from_checkpoint=resume)
+        reports = bool(cp and rows) and resume is None and dist.get_rank() == 0
+        assert printed.getvalue().count("no rank has a label") == reports
         trainer.save_model(str(folder / "final"))
         named = trainer.model.named_parameters()
         whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in named}
@@ -101,6 +110,29 @@ def test_trainer(ranks, tmp_path):
         assert torch.equal(tensor, runs[0][1][name])
     checkpoint = str(tmp_path / "four" / "checkpoint-3")
     check(ranks.run(2, trained, "hf_trainer", 2, tmp_path / "two", checkpoint), expected)
+
+
+@pytest.fixture
+def rows():
+    """In order: six steps an epoch, the last of one micro-batch; steps 2 and 5 and a half of step 3 have no label."""
+    found = example("hf_trainer").rows(22, seed=1)
+    for i in (4, 5, 6, 7, 10, 11, 16, 17, 18, 19):
+        found[i]["labels"] = [5] + [-100] * (len(found[i]["labels"]) - 1)  # no token predicts the first
+    return found
+
+
+def test_steps_without_a_label_neither_update_nor_count(ranks, tmp_path, rows):
+    """The plain trainer does not get them. Resumed after some were left out, on another number of ranks."""
+    changes = {"max_steps": 10, "save_steps": 6, "eval_steps": 6, "train_sampling_strategy": "sequential"}
+    labelled = rows[:4] + rows[8:16] + rows[20:]
+    (expected,) = ranks.run(1, partial(run, rows=labelled, **changes), "hf_trainer", 0, tmp_path / "plain")
+    assert expected[0][-1]["step"] == 10
+    trained = partial(run, rows=rows, **changes)
+    check(ranks.run(2, trained, "hf_trainer", 1, tmp_path / "two"), expected)
+    checkpoint = str(tmp_path / "two" / "checkpoint-6")
+    check(ranks.run(2, trained, "hf_trainer", 2, tmp_path / "again", checkpoint), expected)
+    with pytest.raises(AssertionError, match="ConfigError: train_dataset: no row has a label to train; give labels"):
+        ranks.run(1, partial(run, rows=rows[4:8], **changes), "hf_trainer", 1, tmp_path / "none")
 
 
 def test_sft_trainer_on_packed_conversations(ranks, tmp_path):

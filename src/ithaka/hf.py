@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import math
 import os
+import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -47,6 +48,7 @@ from ithaka.train.step import clip_gradients
 
 SETTINGS = ("cp", "ring", "context", "layout")
 STATE = "ithaka"  # a checkpoint's folder for what resuming needs besides the trainer's own files
+UNLABELLED = "unlabelled_steps"  # a file in it: how many steps without a label were left out
 LAYERS_RECOMPUTE = "ithaka's layers recompute already what they need"
 # Training arguments that a parallel model cannot honour: the values that are fine, and what to do instead.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -299,6 +301,57 @@ class LongContext(Trainer):
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """FSDP2 does, shard by shard."""
 
+    # ---- steps without a label: left out, so that they neither update nor count
+
+    num_unlabelled = 0  # steps left out since the start of training
+
+    def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
+        """Lets max_steps alone end the training: how many epochs it takes depends on what is left out."""
+        num_epochs, *others = super().set_initial_training_values(*args, **kwargs)
+        self._num_epochs = num_epochs
+        return sys.maxsize if self.args.max_steps > 0 else num_epochs, *others
+
+    def _init_training_state(
+        self, max_steps: int, updates_per_epoch: int, num_epochs: int, resume_from_checkpoint: Any, trial: Any
+    ) -> tuple[int, int]:
+        """The position in the data counts the steps that were left out."""
+        position = super()._init_training_state(
+            max_steps, updates_per_epoch, self._num_epochs, resume_from_checkpoint, trial
+        )
+        file = Path(resume_from_checkpoint or "", STATE, UNLABELLED)
+        self.num_unlabelled = int(file.read_text()) if resume_from_checkpoint and file.is_file() else 0
+        if not self.num_unlabelled:
+            return position
+        epochs, updates = divmod(self.state.global_step + self.num_unlabelled, updates_per_epoch)
+        return epochs, 0 if self.args.ignore_data_skip else updates * self.args.gradient_accumulation_steps
+
+    def _run_epoch(self, **named: Any) -> None:
+        self._blank: list[Any] = []  # a micro-batch of this epoch that no rank has a label in
+        # Whether a step of this epoch had a label, perhaps before the training was resumed in it.
+        self._epoch_trains = named["epoch"] == named["epochs_trained"] and named["steps_trained_in_current_epoch"] > 0
+        super()._run_epoch(**named)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], int | None]:
+        """The micro-batches of the next step that has a label on any rank; none at the epoch's end."""
+        samples, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        while samples and count == 0:
+            if not self.num_unlabelled and self.ithaka_mesh.rank == 0:
+                words = "no rank has a label in these batches; such steps neither update nor count"
+                print(f"step {self.state.global_step + 1}: {words}", flush=True)
+            self.num_unlabelled += 1
+            self._blank = samples[:1]
+            samples, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self._blank and not samples and not self._epoch_trains:
+            raise ConfigError(
+                "train_dataset: no row has a label to train; give labels other than -100 (the first of a row does not "
+                "count), a longer max_length or another chat template"
+            )
+        self._epoch_trains = True
+        if self._blank and samples:
+            # The trainer counts micro-steps, and knows a step that an epoch's end cuts short by their number.
+            samples += self._blank * (self.args.gradient_accumulation_steps - len(samples))
+        return samples, count
+
     # ---- a step
 
     def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -379,6 +432,7 @@ class LongContext(Trainer):
         dcp.save(state, checkpoint_id=Path(output_dir, STATE))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, "scheduler.pt"))
+            Path(output_dir, STATE, UNLABELLED).write_text(str(self.num_unlabelled))
         dist.barrier()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

@@ -265,11 +265,11 @@ def _without_labels(model: PreTrainedModel, call: Call) -> ParallelOutput:
     """No rank has a label: zeros that do not depend on the parameters. Backward leaves gradients as they are, so that
     an optimizer skips parameters whose gradient is None; AdamW would move them by a gradient of zeros."""
     share, s = call.share, len(call.share.ids_s)
-    kind = {"dtype": sum_dtype(model.dtype), "device": share.ids_s.device}
-    loss, logprobs_s, entropies_s = (torch.zeros(size, **kind, requires_grad=True) for size in ((), s, s))
+    zero = torch.zeros((), dtype=sum_dtype(model.dtype), device=share.ids_s.device)
+    loss, logprobs_s, entropies_s = (zero.new_zeros(shape).requires_grad_() for shape in ((), (s,), (s,)))
     tokens = TokenResults(logprobs_s, entropies_s, torch.zeros_like(share.ids_s, dtype=torch.bool))
-    of_rank = {"tokens": tokens if call.per_token else None, "docs": share.docs, "own_loss": loss.detach()}
-    return ParallelOutput(loss=loss, num_tokens=0, **of_rank)
+    tokens_or_none = tokens if call.per_token else None
+    return ParallelOutput(loss=loss, num_tokens=0, tokens=tokens_or_none, docs=share.docs, own_loss=zero)
 
 
 class _GlobalSum(torch.autograd.Function):
