@@ -8,6 +8,7 @@ SPECIAL = [
     "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
     "<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]",
     "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>", "<|start|>", "<|channel|>", "<|message|>", "<|return|>",
+    "<|outputs|>", "<|output|>", "<|end_outputs|>",
 ]  # fmt: skip
 WORDS = "the user asks the assistant who answers: hello there, 2 + 2 is 4. system assistant model tool call think " * 9
 
@@ -217,6 +218,44 @@ DEEPSEEK = """{%- for message in messages %}{%- if message['role'] == 'user' %}{
 {%- endif %}{%- if message['role'] == 'assistant' and 'tool_calls' not in message %}\
 {{'<|assistant|>' + message['content'] + '</s>'}}{%- endif %}{%- endfor -%}\
 {% if add_generation_prompt %}{{'<|assistant|>'}}{% endif %}"""
+
+# As DeepSeek V3 has it: the results of several tools stand in one block, which the next answer closes, without a header
+# of its own; a later call has no header either. Takes the arguments of a call as text, and content that is none.
+DEEPSEEK_V3 = """{%- set ns = namespace(outputs=false, called=false) -%}{{ bos_token }}
+{%- for message in messages -%}
+    {%- if message['role'] == 'user' -%}
+        {%- set ns.outputs = false -%}
+        {{- '<|user|>' + message['content'] -}}
+    {%- elif message['role'] == 'tool' -%}
+        {%- if not ns.outputs -%}{{- '<|outputs|>' -}}{%- endif -%}
+        {%- set ns.outputs = true -%}
+        {{- '<|output|>' + message['content'] -}}
+    {%- elif message['content'] is none -%}
+        {%- set ns.outputs = false -%}
+        {%- for call in message['tool_calls'] -%}
+            {{- '\n' if ns.called else '<|assistant|>' -}}
+            {{- call['function']['name'] + ' ' + call['function']['arguments'] -}}
+            {%- set ns.called = true -%}
+        {%- endfor -%}
+        {{- '</s>' -}}
+    {%- else -%}
+        {{- ('<|end_outputs|>' if ns.outputs else '<|assistant|>') + message['content'] + '</s>' -}}
+        {%- set ns.outputs = false -%}
+    {%- endif -%}
+{%- endfor -%}
+{%- if ns.outputs -%}{{- '<|end_outputs|>' -}}{%- elif add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"""
+
+# The token that ends a turn is written at the start of the next one, and perhaps after the last.
+NEXT_TURN = """{%- for message in messages -%}
+    {%- if not loop.first -%}{{- '<|im_end|>\n' -}}{%- endif -%}
+    {{- '<|im_start|>' + message.role + '\n' + message.content -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_end|>\n<|im_start|>assistant\n' -}}{%- endif -%}"""
+NEXT_TURN_AND_LAST = """{%- for message in messages -%}
+    {%- if not loop.first -%}{{- '<|end|>' -}}{%- else -%}{{- bos_token -}}{%- endif -%}
+    {{- '<|' + message.role + '|>' + message.content -}}
+{%- endfor -%}{{- '<|end|>' -}}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"""
 
 # The last answer ends with another token than the others, and a turn has several parts.
 GPT_OSS = """{%- for message in messages -%}

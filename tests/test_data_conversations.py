@@ -1,5 +1,6 @@
 """Of a conversation the assistant's turns are trained, token for token as a hand-marked text says."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -85,6 +86,7 @@ TOOL_TALK = [
     says("tool", "2", tool_call_id="call00001"),
     says("assistant", "<think>\nso\n</think>\n\nthere"),
 ]
+PLAIN_TALK = [{k: v for k, v in message.items() if k != "reasoning_content"} for message in TOOL_TALK]
 CASES = {
     "chatml": (
         templates.CHATML, TALK, None,
@@ -121,7 +123,7 @@ CASES = {
     ),
     # The first question is the last one again: for this template both are the last.
     "mistral with tools": (
-        templates.MISTRAL, [says("user", "hello"), says("assistant", "yes"), says("user", "hello"), *TOOL_TALK[1:4]],
+        templates.MISTRAL, [says("user", "hello"), says("assistant", "yes"), says("user", "hello"), *PLAIN_TALK[1:4]],
         TOOLS,
         '<s>[AVAILABLE_TOOLS] [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]'
         '[/AVAILABLE_TOOLS][INST] hello[/INST]« yes</s>»[AVAILABLE_TOOLS] [{"type": "function", "function": {"name": '
@@ -143,7 +145,7 @@ CASES = {
         "<|im_start|>assistant\n«<think>\nso\n</think>\n\nthere<|im_end|>»\n",
     ),
     "the example for models without tools": (
-        (ROOT / "examples" / "chatml_tools.jinja").read_text(), [says("system", "be kind"), *TOOL_TALK[:4]], TOOLS,
+        (ROOT / "examples" / "chatml_tools.jinja").read_text(), [says("system", "be kind"), *PLAIN_TALK[:4]], TOOLS,
         '<|im_start|>system\nbe kind\n\nFunctions:\n{"type": "function", "function": {"name": "add", "parameters": '
         '{"type": "object"}}}\nTo call one, write <tool_call>{"name": NAME, "arguments": OBJECT}</tool_call>.'
         '<|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n«<tool_call>{"name": "add", '
@@ -185,8 +187,43 @@ CASES = {
     ),
     # Arguments are joined to text, which fails for objects.
     "deepseek": (
-        templates.DEEPSEEK, TOOL_TALK[:2], None,
+        templates.DEEPSEEK, PLAIN_TALK[:2], None,
         '<|user|>2 + 2?<|assistant|>«add {"a": 2, "b": 2}</s>»',
+    ),
+    "deepseek v3, the results of two tools": (
+        templates.DEEPSEEK_V3,
+        [
+            says("user", "2 + 2?"), calls({"a": 2}, {"a": 3}, content=None), says("tool", "4"), says("tool", "5"),
+            says("assistant", "it is 4"), says("user", "hello"), says("assistant", "there"),
+        ], None,
+        '<s><|user|>2 + 2?<|assistant|>«add {"a": 2}\nadd {"a": 3}</s>»<|outputs|><|output|>4<|output|>5<|end_outputs|>'
+        "«it is 4</s>»<|user|>hello<|assistant|>«there</s>»",
+    ),
+    "the stop token opens the next turn": (
+        templates.NEXT_TURN, TALK, None,
+        "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+        "«hello there, 🎉 user<|im_end|>»\n<|im_start|>user\n the 2 <|im_end|>\n<|im_start|>assistant\n"
+        "« 2 + 2 is 4.\n»",
+    ),
+    "the stop token opens the next turn, and eos ends the last": (
+        templates.NEXT_TURN + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}", TALK[1:3], None,
+        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n«hello there, 🎉 user</s>»",
+    ),
+    "the stop token opens the next turn and follows the last": (
+        templates.NEXT_TURN_AND_LAST, TALK[1:], None,
+        "<s><|user|>hello<|end|><|assistant|>«hello there, 🎉 user<|end|>»<|user|> the 2 <|end|><|assistant|>"
+        "« 2 + 2 is 4.\n<|end|>»",
+    ),
+    "the same, and a prompt that opens the thinking": (
+        templates.NEXT_TURN_AND_LAST.replace("{{- '<|assistant|>' -}}", "{{- '<|assistant|><think>' -}}"),
+        [*TALK[1:4], says("assistant", "<think>so</think>there")], None,
+        "<s><|user|>hello<|end|><|assistant|>«hello there, 🎉 user<|end|>»<|user|> the 2 <|end|><|assistant|><think>"
+        "«so</think>there<|end|>»",
+    ),
+    "the same, with a tool": (
+        templates.NEXT_TURN_AND_LAST,
+        [says("user", "2 + 2?"), says("assistant", "call"), says("tool", "4"), says("assistant", "4")], None,
+        "<s><|user|>2 + 2?<|end|><|assistant|>«call<|end|>»<|tool|>4<|end|><|assistant|>«4<|end|>»",
     ),
     "generation marks": (
         templates.GENERATION, TALK[:3], None,
@@ -232,7 +269,7 @@ def test_the_assistants_turns_are_trained(tmp_path, tokenizer_with, case):
     tokenizer = tokenizer_with(template)
     path = written(tmp_path / "a.jsonl", {"messages": messages, "tools": tools})
     ((tokens,), skipped) = tokens_of(path, tokenizer)
-    given = messages if template == templates.DEEPSEEK else with_objects(messages)
+    given = messages if template in (templates.DEEPSEEK, templates.DEEPSEEK_V3) else with_objects(messages)
     whole = tokenizer.hf.apply_chat_template(given, tools=tools, tokenize=True)["input_ids"]
     assert plain_ids(tokens) == whole and not skipped
     assert tokens == reference(tokenizer.hf, marked)
@@ -243,6 +280,93 @@ def test_the_assistants_turns_are_trained(tmp_path, tokenizer_with, case):
         assert without == reference(tokenizer.hf, unmarked)
     ((everything,), _) = tokens_of(path, tokenizer, train_on="all")
     assert everything == whole
+
+
+def test_a_message_left_untrained_keeps_its_own_stop_token(tmp_path, tokenizer_with):
+    """Where that opens the next turn."""
+    template, messages, _, marked = CASES["the stop token opens the next turn and follows the last"]
+    messages = [dict(message, train=i != 1) for i, message in enumerate(messages)]
+    path, tokenizer = written(tmp_path / "a.jsonl", {"messages": messages}), tokenizer_with(template)
+    ((tokens,), _) = tokens_of(path, tokenizer)
+    first = "«hello there, 🎉 user<|end|>»"
+    assert tokens == reference(tokenizer.hf, marked.replace(first, first[1:-1]))
+    ((tokens,), _) = tokens_of(path, tokenizer, train_on="all")
+    head, tail = (
+        marked.replace(first, first[1:-1]).replace("«", "").replace("»", "").split(f"<|assistant|>{first[1:-1]}")
+    )
+    assert tokens == reference(tokenizer.hf, f"«{head}»<|assistant|>{first[1:-1]}«{tail}»")
+
+
+def test_bytes_have_no_stop_token_and_still_no_header(tmp_path):
+    """Nothing in the text is a special token of bytes; all texts of these templates start alike, with <|."""
+    tokenizer = ByteTokenizer()
+    tokenizer.hf.chat_template, messages, _, marked = CASES["the stop token opens the next turn and follows the last"]
+    ((tokens,), _) = tokens_of(written(tmp_path / "a.jsonl", {"messages": messages}), tokenizer)
+    trained = re.findall("«(.*?)»", marked.replace("<s>", "<|bos|>"), re.DOTALL)
+    runs = [list(run) for is_trained, run in itertools.groupby(tokens, lambda token: token >= 0) if is_trained]
+    assert [bytes(run).decode() for run in runs] == trained
+
+
+def test_records_that_a_template_breaks_are_skipped_and_counted(tmp_path, tokenizer_with):
+    """A second call of this template has no header; without content, its first one is as with none."""
+    call, result = calls({"a": 2}), says("tool", "4")
+    good = [says("user", "hello"), call, result, says("assistant", "4")]
+    bad = [says("user", "hello"), call, result, call, result, says("assistant", "4")]
+    path = written(tmp_path / "a.jsonl", *({"messages": each} for each in (good, bad, good, bad)))
+    tokenizer = tokenizer_with(templates.DEEPSEEK_V3)
+    documents, skipped = tokens_of(path, tokenizer, bad_records="skip")
+    assert len(documents) == 2 and skipped == {"refused by the chat template": 2}
+    text = '<s><|user|>hello<|assistant|>«add {"a": 2}</s>»<|outputs|><|output|>4<|end_outputs|>«4</s>»'
+    assert documents[0] == documents[1] == reference(tokenizer.hf, text)
+    match = (
+        r"line 2: the chat template starts an assistant's turn .* not with .*<\|end_outputs\|>'; mark .*\(2 of the 4"
+    )
+    with pytest.raises(ConfigError, match=match):
+        tokens_of(path, tokenizer)
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking", "function_call"])
+def test_fields_that_the_template_leaves_out_are_refused_and_counted(tmp_path, tokenizer_with, field):
+    def talk(value):
+        return {"messages": [says("user", "hello"), says("assistant", "there", **{field: value})]}
+
+    value = {"name": "add", "arguments": "{}"} if field == "function_call" else "so"
+    path = written(tmp_path / "a.jsonl", talk(None), talk(value), talk(""), talk(value))
+    with pytest.raises(ConfigError) as error:
+        tokens_of(path, tokenizer_with(templates.CHATML))
+    assert f"a.jsonl line 2: message 2 has {field}, which the chat template leaves out; give one that" in str(
+        error.value
+    )
+    assert "data.chat_template=FILE" in str(error.value) and "(2 of the 4 records read here" in str(error.value)
+    documents, skipped = tokens_of(path, tokenizer_with(templates.CHATML), bad_records="skip")
+    assert len(documents) == 2 and skipped == {f"with {field} that the chat template leaves out": 2}
+    rendering = templates.CHATML.replace("message['content']", f"(message.{field} or '')|string + message['content']")
+    ((*_, tokens), skipped) = tokens_of(path, tokenizer_with(rendering))
+    shown = f"{value}there<|im_end|>"
+    assert not skipped and shown in tokenizer_with(rendering).decode(plain_ids(tokens))
+
+
+def test_a_position_that_counts_records_skipped_now_is_refused(tmp_path, tokenizer_with):
+    """Format 4 trained on them, without their reasoning."""
+    plain, reasons = TALK[1:3], [TALK[1], says("assistant", "there", reasoning_content="so")]
+    path = written(tmp_path / "a.jsonl", *({"messages": each} for each in (plain, reasons, plain, plain)))
+    data = DataConfig(path=path, context=32, validation_fraction=0, bad_records="skip")
+    settings = {"tokenizer": tokenizer_with(templates.CHATML), "seed": 0, "cache_dir": tmp_path / "tokens"}
+    state = open_data(data, **settings).state_dict()
+    opened = open_data(data, **settings)
+    opened.load_state_dict(state)
+    opened.next_batch()
+    old = open_data(data, **settings)
+    old.load_state_dict(state | {"version": 4, "packings": [{"context": 32, "group": 1, "lead": 0, "done": 0}]})
+    with pytest.raises(ConfigError, match="counts records with reasoning_content that .* skipped now; export the run"):
+        old.next_batch()
+
+
+def test_reasoning_that_is_written_twice_is_rendered_once(tmp_path, tokenizer_with):
+    """As some servers answer; Qwen's template takes reasoning_content."""
+    talk = [says("user", "hello"), says("assistant", "there", reasoning="so", reasoning_content="so")]
+    ((tokens,), _) = tokens_of(written(tmp_path / "a.jsonl", {"messages": talk}), tokenizer_with(templates.QWEN3))
+    assert "<think>\nso\n</think>" in tokenizer_with(templates.QWEN3).decode(plain_ids(tokens))
 
 
 @pytest.mark.parametrize("flag", [{"train": False}, {"loss_mask": 0}, {"weight": 0}, {"weight": 0.0, "train": True}])
@@ -475,4 +599,8 @@ def test_shards_and_tokens_are_known_by_settings_and_template(tmp_path, tokenize
 
 def test_the_stop_token_is_known_or_missing(tokenizer_with):
     assert tokenizer_with(templates.LLAMA3).chat.stop == "<|eot_id|>"
+    assert tokenizer_with(templates.NEXT_TURN_AND_LAST).chat.stop == "<|end|>"
+    assert tokenizer_with(templates.NEXT_TURN).chat.stop is None, "the last turn does not end"
+    always = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}<|assistant|>"
+    assert tokenizer_with(always).chat.stop is None, "it opens the next answer"
     assert tokenizer_with("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}").chat.stop is None

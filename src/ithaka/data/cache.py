@@ -26,7 +26,7 @@ from ithaka.data.read import Shard
 from ithaka.data.tokenizer import Tokenizer
 from ithaka.exits import ExitCode, TransientError, is_transient
 
-FORMAT = 3
+FORMAT = 4
 BATCH_CHARS = 1 << 23  # tokenised at once, on all cores
 WAIT_S = 600.0  # without a sign of life from the rank that tokenises
 POLL_S = 0.02

@@ -5,14 +5,15 @@ messages starts and ends, and where its `{% generation %}` blocks do. Without th
 rendering. Nothing is inferred from rendering the first messages alone: many templates (Qwen3's) render a message in
 another way when others follow.
 
-Of an assistant's turn is trained what the template puts into `{% generation %}`; in a template without, what follows
-the generation prompt, up to the stop token: the special token that ends the turn.
+What the template puts into `{% generation %}` is trained; in a template without, what follows the generation prompt, up
+to the stop token: the special token that ends the turn. Some templates write it at the start of the next turn, or after
+the last one.
 """
 
+import contextlib
 import functools
 import itertools
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,8 @@ Message = dict[str, Any]
 
 ROLES = ("system", "user", "assistant", "tool")
 FLAGS = ("train", "loss_mask", "weight")  # of a message; 0 or false: read, but not trained
+RENDERED = ("reasoning_content", "reasoning", "thinking", "function_call")  # refused where a template leaves them out
+LEFT_OUT = "the chat template leaves out"
 # By format: its fields, those it can have besides, and what can be trained (the default first).
 FIELDS: dict[str, tuple[list[str], list[str], list[str]]] = {
     "messages": (["messages"], ["tools"], ["assistant", "all"]),
@@ -42,6 +45,7 @@ GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 # What may delimit a mark: characters that texts hardly contain.
 DELIMITERS = (*map(chr, range(0xFDD0, 0xFDF0)), *map(chr, range(0xF0000, 0xF1000)))
 PROBE: list[Message] = [{"role": "user", "content": "x"}]
+ANSWER: Message = {"role": "assistant", "content": "x"}
 
 
 class BadRecord(ValueError):
@@ -118,7 +122,8 @@ def document(record: Any, reading: Reading, chat: "ChatTemplate", vocab_size: in
     try:
         return Document(*chat.render(messages, tools, wanted, everything, reading.train_on_eos))
     except BadRecord:
-        as_text = [_with_arguments(message, json.dumps) for message in messages]
+        empty: dict[str, Message] = {"assistant": {"content": None}}
+        as_text = [_with_arguments(empty.get(m["role"], {}) | m, json.dumps) for m in messages]
         if as_text == messages:
             raise
         return Document(*chat.render(as_text, tools, wanted, everything, reading.train_on_eos))  # as DeepSeek wants it
@@ -220,6 +225,7 @@ class ChatTemplate:
         self.hf = hf
         added = [token.content for token in hf.added_tokens_decoder.values() if token.special]
         self.special = sorted({*added, *hf.all_special_tokens}, key=len, reverse=True)
+        self._rendered: dict[tuple[str, bool], bool] = {}
 
     def render(
         self, messages: list[Message], tools: list[Any] | None, wanted: Sequence[bool], everything: bool, eos: bool
@@ -236,22 +242,43 @@ class ChatTemplate:
         for name in (name for name, count in names.items() if text.count(name) < count):
             detail = f"the chat template leaves out the tool {name}, or a call of it; give one that renders tools with"
             raise BadRecord("refused by the chat template", f"{detail} data.chat_template=FILE, or drop the record")
+        self._check_fields(messages, tools)
         if everything and all(wanted):
             return text, None
         roles = [message["role"] for message in messages]
         picked = [i for i, want in enumerate(wanted) if want != everything and (everything or roles[i] == "assistant")]
         turns = self._turns(messages, tools, text, picked)
-        if everything:
+        if everything:  # but for the picked ones
             edges = [0, *sorted(edge for turn in turns for edge in (turn.start, turn.stop)), len(text)]
             return text, list(zip(edges[::2], edges[1::2], strict=True))
         generates = GENERATION.search(self.hf.get_chat_template(None, tools)) is not None
-        return text, [span for turn in turns for span in self._trained(text, turn, generates, eos)]
+        follow_tools = [i > 0 and roles[i - 1] == "tool" for i in picked]
+        pairs = zip(turns, follow_tools, strict=True)
+        return text, [span for turn, tool in pairs for span in self._trained(text, turn, tool, generates, eos)]
 
     @functools.cached_property
     def stop(self) -> str | None:
-        """The special token that ends an assistant's turn."""
-        text, turns = self._probe([*PROBE, {"role": "assistant", "content": "x"}])
-        return self._stop(text, turns[-1])[0] if turns else None
+        """The special token that ends an assistant's last turn."""
+        text, turns = self._probe([*PROBE, ANSWER])
+        return self._stop(text, self._with_end(text, turns[-1]))[0] if turns else None
+
+    def _check_fields(self, messages: list[Message], tools: list[Any] | None) -> None:
+        """Refuse a message with a field of RENDERED that the template leaves out."""
+        for number, message in enumerate(messages, 1):
+            fields = {name: message[name] for name in RENDERED if str(message.get(name) or "").strip()}
+            rendered = [value for name, value in fields.items() if self._renders(name, tools)]
+            for name in (name for name, value in fields.items() if value not in rendered):
+                way = "give one that renders it with data.chat_template=FILE, or write it into content, or remove it"
+                raise BadRecord(f"with {name} that {LEFT_OUT}", f"message {number} has {name}, which {LEFT_OUT}; {way}")
+
+    def _renders(self, field: str, tools: list[Any] | None) -> bool:
+        """Whether the template renders this field of an assistant's last message."""
+        key, mark = (field, bool(tools)), "Probe0123"
+        if key not in self._rendered:
+            value = {"name": mark, "arguments": mark} if field == "function_call" else mark
+            with contextlib.suppress(BadRecord):
+                self._rendered[key] = mark in self._apply([*PROBE, {**ANSWER, field: value}], tools)
+        return self._rendered.setdefault(key, False)
 
     def _apply(self, messages: list[Message], tools: list[Any] | None = None, **options: Any) -> str:
         try:
@@ -275,6 +302,9 @@ class ChatTemplate:
         """What the `picked` messages became. Refuses a template that does not render them one by one."""
         marked, loops = self._marked(messages, tools)
         found: list[list[Turn]] = [[] for _ in messages]
+        for turn, following in itertools.chain(*map(itertools.pairwise, loops)):
+            if self._lead and text.startswith(self._lead, following.start):
+                turn.stop = following.start = following.start + len(self._lead)
         for turns, role in itertools.product(loops, ROLES):
             places = [i for i, message in enumerate(messages) if message["role"] == role]
             turns = [turn for turn in turns if turn.role == role]
@@ -287,12 +317,22 @@ class ChatTemplate:
             if len(found[i]) != 1:
                 detail = f"the chat template renders message {i + 1} {len(found[i])} times, and not by itself once"
                 raise BadRecord("refused by the chat template", f"{detail}, so what to train is not known; drop it")
-        return [found[i][0] for i in picked]
+        last = len(messages) - 1
+        return [self._with_end(text, found[i][0]) if i == last else found[i][0] for i in picked]
 
-    def _trained(self, text: str, turn: Turn, generates: bool, eos: bool) -> list[Span]:
+    def _with_end(self, text: str, turn: Turn) -> Turn:
+        """The last turn, with the stop token that follows it, unless that opens the next answer already."""
+        follows = text[turn.stop :].lstrip()
+        ends = (token for token in (self._lead.strip(), *self.special) if token and follows.startswith(token))
+        token = next(ends, None) if self._stop(text, turn)[0] is None else None
+        if token is not None and not any(header.lstrip().startswith(token) for header in self._headers):
+            turn.stop = text.index(token, turn.stop) + len(token)
+        return turn
+
+    def _trained(self, text: str, turn: Turn, follows_tool: bool, generates: bool, eos: bool) -> list[Span]:
         stop, end = self._stop(text, turn)
         start = end - len(stop) if stop else turn.stop
-        spans = turn.generated if generates else [(self._after_header(text, turn), start)]
+        spans = turn.generated if generates else [(self._after_header(text, turn, follows_tool), start)]
         if stop and not eos:
             return [(low, min(high, start)) for low, high in spans]
         if stop and spans and not text[spans[-1][1] : start].strip():
@@ -304,29 +344,78 @@ class ChatTemplate:
         end = turn.start + len(text[turn.start : turn.stop].rstrip())
         return next((token for token in self.special if text.endswith(token, turn.start, end)), None), end
 
-    def _after_header(self, text: str, turn: Turn) -> int:
-        prompt, role = self._headers
-        for header in (prompt, role) if role else (prompt,):
+    def _after_header(self, text: str, turn: Turn, follows_tool: bool) -> int:
+        """Where what is trained of a turn starts: behind what the template writes before the model answers."""
+        opening, prompt, role = self._headers
+        of_tools = self._opening_after_tools if follows_tool else None
+        for header in filter(None, (of_tools, opening, prompt, role)):
             if text.startswith(header, turn.start):
                 return turn.start + len(header)
+        if "" in (prompt, of_tools):  # the model writes all of the turn
+            return turn.start
         at = text.find(prompt, turn.start, turn.stop)  # behind a system prompt that opens the first turn
         if at < 0:
-            raise ConfigError(
+            raise BadRecord(
+                "refused by the chat template",
                 f"the chat template starts an assistant's turn with {text[turn.start : turn.start + 40]!r}, not with "
-                f"its generation prompt {prompt!r}; mark what is trained in it with {{% generation %}}, and give it "
-                "with data.chat_template=FILE"
+                f"its generation prompt {of_tools or prompt!r}; mark what is trained in it with {{% generation %}}, "
+                "and give it with data.chat_template=FILE, or drop the record",
             )
         return at + len(prompt)
 
     @functools.cached_property
-    def _headers(self) -> tuple[str, str]:
-        """The generation prompt, and as much of it as opens an earlier turn: no <think>, for one."""
+    def _headers(self) -> tuple[str, str, str]:
+        """How an assistant's turn may open: with all that the template writes behind the question when the model shall
+        answer; with what it writes only then, the generation prompt; and with as much of that as opens an earlier turn:
+        no <think>, for one."""
         (plain, before), (text, after) = (self._probe(PROBE, add_generation_prompt=ask) for ask in (False, True))
         asked, turn = plain[before[-1].start :], after[-1]
         follows = text.startswith(asked, turn.start)  # else the template ends the text without one, with eos perhaps
-        prompt = text[turn.start + len(asked) if follows else turn.stop :]
-        text, (_, answer, _) = self._probe([*PROBE, {"role": "assistant", "content": "x"}, *PROBE])
-        return prompt, os.path.commonprefix([prompt, text[answer.start : answer.stop]])
+        opening, prompt = text[turn.stop :], text[turn.start + len(asked) if follows else turn.stop :]
+        text, (_, answer, _) = self._probe([*PROBE, ANSWER, *PROBE])
+        earlier = text[answer.start : answer.stop]
+        role = earlier[: max(self._shared(each, earlier) for each in (opening, prompt))]
+        opening = opening if opening.strip() else ""
+        return opening.removeprefix(self._lead), prompt.removeprefix(self._lead), role.removeprefix(self._lead)
+
+    @functools.cached_property
+    def _opening_after_tools(self) -> str | None:
+        """All that the template writes behind a tool's result when the model shall answer. None: it takes no tools."""
+        for content, arguments in itertools.product((None, ""), ({}, "{}")):
+            call = {"id": "call00001", "type": "function", "function": {"name": "x", "arguments": arguments}}
+            asks = {"role": "assistant", "content": content, "tool_calls": [call]}
+            result = {"role": "tool", "name": "x", "content": "x", "tool_call_id": "call00001"}
+            with contextlib.suppress(BadRecord):
+                text, turns = self._probe([*PROBE, asks, result], add_generation_prompt=True)
+                if turns and turns[-1].role == "tool" and turns[-1].stop > turns[-1].start:
+                    return text[turns[-1].stop :].removeprefix(self._lead)
+        return None
+
+    @functools.cached_property
+    def _lead(self) -> str:
+        """What ends a turn, where the template writes it at the start of the next one, whoever's that is; else "".
+        The first question is compared with one between answers."""
+        with contextlib.suppress(BadRecord):
+            text, turns = self._probe([*PROBE, ANSWER, *PROBE, ANSWER])
+            if len(turns) == 4:
+                first, *later = (text[turn.start : turn.stop] for turn in turns)
+                first, again = first.removeprefix(self.hf.bos_token or ""), later[1]
+                same = len(first) if again.endswith(first) else self._shared(first, again, at_end=True)
+                lead = again[: len(again) - same]
+                return lead if lead.strip() and all(each.startswith(lead) for each in later) else ""
+        return ""
+
+    def _shared(self, one: str, other: str, at_end: bool = False) -> int:
+        """How many characters the tokens have that both texts start with, or end with."""
+        if not self.hf.is_fast:
+            return 0
+        encoded = [self.hf(each, add_special_tokens=False, return_offsets_mapping=True) for each in (one, other)]
+        a, b = (each["input_ids"][:: -1 if at_end else 1] for each in encoded)
+        count = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+        offsets = encoded[0]["offset_mapping"]
+        if not count:
+            return 0
+        return len(one) - offsets[-count][0] if at_end else offsets[count - 1][1]
 
     def _probe(self, messages: list[Message], **options: Any) -> tuple[str, list[Turn]]:
         text, loops = self._marked(messages, **options)

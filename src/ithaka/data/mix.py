@@ -13,6 +13,7 @@ import numpy as np
 from ithaka.config import ConfigError
 from ithaka.data import pack
 from ithaka.data.cache import TokenCache
+from ithaka.data.conversation import LEFT_OUT
 from ithaka.data.pack import PIECE, Documents, PackedSequence, Packing, Round
 from ithaka.data.read import Shard
 
@@ -183,6 +184,12 @@ class SequenceStream:
         main, key = self.position.cursors[self.main], self.sources[self.main].key
         key = None if key is None else (*key, main.epoch, main.shard, main.document)
         pieces = self.documents = self._take(key)
+        reasons = {reason for _, documents in self._shards for reason in documents.skipped if LEFT_OUT in reason}
+        if reasons and not self.position.packings[0].labelled:
+            raise ConfigError(
+                f"the checkpoint's position in the data counts records {reasons.pop()}, which are skipped now; export "
+                "the run and start a new one from its weights, or give a data.chat_template that renders it"
+            )
         self.num_long = 0
         for packing in self.position.packings:
             long = pieces["length"] > packing.context

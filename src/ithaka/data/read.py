@@ -82,9 +82,24 @@ class Shard:
                     yield document(record, self.reading, tokenizer.chat, tokenizer.vocab_size)
                 except BadRecord as error:
                     if self.reading.bad_records == "refuse":
-                        raise ConfigError(f"{_place(part, row)}: {error}") from error
+                        rest = [records[each - first] for each in kept.tolist() if each > row]
+                        alike = self._count_alike(rest, tokenizer, error.reason)
+                        count = f" ({1 + alike:,} of the {len(kept):,} records read here are {error.reason})" * (
+                            alike > 0
+                        )
+                        raise ConfigError(f"{_place(part, row)}: {error}{count}") from error
                     yield Document(skipped=error.reason)
             first += len(records)
+
+    def _count_alike(self, records: Sequence[Any], tokenizer: Tokenizer, reason: str) -> int:
+        """How many records are bad for this reason."""
+        count = 0
+        for record in records:
+            try:
+                document(_parsed(record), self.reading, tokenizer.chat, tokenizer.vocab_size)
+            except BadRecord as error:
+                count += error.reason == reason
+        return count
 
 
 def make_shards(files: Sequence[File], reading: Reading, split: Split | None = None) -> list[Shard]:
