@@ -105,6 +105,9 @@ def parallelize(
     document, transformers' own rule for packed rows. So positions that restart, or jump, cut the sequence; to keep it
     in one piece, pass `document_ids` of zeros. With an attention_mask, positions cut nothing, and padding is a document
     of its own. A label at a document's first token counts, unless it is -100.
+
+    The loss of a call is the mean over the labels of all ranks. Without any (`num_tokens == 0`) it is 0, and backward
+    leaves gradients alone: None after `zero_grad()`, so that an optimizer's step changes nothing.
     """
     cp = None if cp == "auto" else cp
     if cp is not None and not isinstance(cp, int):
