@@ -1,11 +1,14 @@
 """A call that a parallel model would get wrong without a word is refused by name; one that changes nothing is taken."""
 
+from functools import partial
 from types import MethodType
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
+import ithaka
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import make_mesh
 from ithaka.layout import Layout, make_layout
@@ -216,8 +219,23 @@ def test_inference_mode(model, expected):
     assert loss_of(model) == pytest.approx(expected, rel=1e-12)
 
 
-def test_torch_compile_around_the_model(model):
-    assert "Layout(compile=True)" in refused(torch.compile(model, backend="eager"))
+def test_torch_compile_around_the_model(model, recwarn):
+    """Found at the first call: nothing in torch.compile asks the model."""
+    unsupported = torch._dynamo.exc.Unsupported  # which cites the ConfigError
+    with pytest.raises(unsupported, match="torch.compile is on around a parallel model"):
+        torch.compile(model, backend="eager", fullgraph=True)(input_ids=IDS)
+    assert "torch.compile is on" in (message := refused(torch.compile(model, backend="eager")))
+    assert "Layout(compile=True)" in message and not [each for each in recwarn if "ynamo" in str(each.message)]
+    with pytest.raises(ConfigError, match=r"compile\(\) .*Layout\(compile=True\)"):
+        model.compile()
+    torch._dynamo.reset()
+
+
+def test_ddp_around_the_model(model):
+    adapted = get_peft_model(tiny_model(tiny_config("llama")), LoraConfig(target_modules=["q_proj"]))
+    for each in (model, parallelize(adapted, mesh=make_mesh(1))):
+        with pytest.raises(ConfigError, match="DistributedDataParallel cannot wrap .*; use what parallelize returned"):
+            nn.parallel.DistributedDataParallel(each)
 
 
 def test_parallelize_twice(model):
@@ -225,9 +243,16 @@ def test_parallelize_twice(model):
         parallelize(model, mesh=make_mesh(1))
 
 
-def test_a_wrapped_model():
-    with pytest.raises(AttributeError, match="'DataParallel' object has no attribute 'config'"):
-        parallelize(nn.DataParallel(tiny_model(tiny_config("llama"))), mesh=make_mesh(1))
+@pytest.mark.parametrize(
+    "wrap, name",
+    [(nn.DataParallel, "module"), (nn.parallel.DistributedDataParallel, "module"), (torch.compile, "_orig_mod")],
+)
+@pytest.mark.parametrize("context", [None, 64])
+def test_a_wrapped_model(wrap, name, context):
+    mesh = make_mesh(1)
+    wrapped = wrap(tiny_model(tiny_config("llama")))
+    with pytest.raises(ConfigError, match=f"inside a {type(wrapped).__name__}; pass model.{name}"):
+        ithaka.parallelize(wrapped, mesh=mesh, context=context)
 
 
 def test_a_second_backward():
@@ -317,8 +342,9 @@ def test_tying_and_untying(tied):
 
 
 def test_gradient_checkpointing_of_hugging_face(model):
-    with pytest.raises(ConfigError, match="gradient_checkpointing_enable.*recomputes every layer already"):
-        model.gradient_checkpointing_enable()
+    for enable in (model.gradient_checkpointing_enable, partial(model.gradient_checkpointing_enable, {})):
+        with pytest.raises(ConfigError, match="gradient_checkpointing_enable.*its layers recompute already; leave it"):
+            enable()
 
 
 def test_gradient_checkpointing_before_parallelize_is_replaced(expected):

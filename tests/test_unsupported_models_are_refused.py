@@ -10,6 +10,7 @@ from transformers import (
     LlamaConfig,
 )
 
+import ithaka
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import make_mesh
 from ithaka.layout import Layout
@@ -37,8 +38,9 @@ def test_an_unknown_family():
 def test_a_model_without_a_language_head():
     config = tiny_config("llama", num_labels=2)
     model = on_meta(config, AutoModelForSequenceClassification)
-    with pytest.raises(AttributeError, match="'LlamaForSequenceClassification' object has no attribute 'lm_head'"):
-        check_supported(model)
+    for other in (model, nn.Linear(2, 2), "a/path"):
+        with pytest.raises(ConfigError, match=f"got a {type(other).__name__}, .* AutoModelForCausalLM"):
+            parallelize(other, mesh=make_mesh(1))
 
 
 def test_attention_dropout():
@@ -111,6 +113,9 @@ def bad_layouts():
         lambda: parallelize(wide, layout=Layout(cp=2, heads_per_stage=3)),
         lambda: parallelize(wide, layout=Layout(cp=2, heads_per_stage=1)),
         lambda: make_mesh(0),
+        lambda: ithaka.parallelize(wide, cp=0),
+        lambda: ithaka.parallelize(wide, cp=0, context=64),
+        lambda: ithaka.parallelize(wide, cp=2, ring=-1),
     ):
         with pytest.raises(ConfigError) as caught:
             call()
@@ -125,6 +130,8 @@ def test_layouts_that_cannot_be(ranks):
         assert "heads_per_stage=3" in messages[2] and "multiple of cp=2" in messages[2]
         assert "heads_per_stage=1" in messages[3]
         assert "cp=0" in messages[4]
+        assert messages[5] == messages[6] == "cp=0 is below 1; use 1, or another number that divides the ranks"
+        assert "ring=-1 is below 1; use 1" in messages[7]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -112,6 +112,7 @@ def parallelize(
     cp = None if cp == "auto" else cp
     if cp is not None and not isinstance(cp, int):
         raise ConfigError(f'cp={cp!r} is not a number of ranks; use one that divides them, or "auto" with a context')
+    build.check_given(model, cp, ring)
     if layout is not None and dtype is not None:
         if layout.dtype not in (None, dtype):
             raise ConfigError(f"dtype={dtype} is not layout.dtype={layout.dtype}; give one of them, or the same")

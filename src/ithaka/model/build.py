@@ -27,7 +27,15 @@ from ithaka.layer.tiles import apply_norm, sum_dtype
 from ithaka.layout import Layout
 from ithaka.model.adapters import add_adapter, check_adapters
 from ithaka.model.batch import own_tokens
-from ithaka.model.calls import Call, CallCheck, check_around, check_modules, mark_replaced
+from ithaka.model.calls import (
+    Call,
+    CallCheck,
+    check_around,
+    check_given,
+    check_modules,
+    mark_replaced,
+    refuse_wrappers,
+)
 from ithaka.model.families import check_supported, layer_parts
 from ithaka.model.positions import frequencies, set_positions
 from ithaka.model.save import generate, save_pretrained
@@ -67,11 +75,13 @@ def parallelize(
     `layout` says the rest, and cp and ring as well; without it every technique is off. `store` holds what layers keep.
     A PeftModel stays one: its base model is parallelized.
     """
+    check_given(model, cp, ring)
     if hasattr(model, "get_base_model"):
         check_adapters(model)  # some methods are not in the base model
         base = parallelize(model.get_base_model(), cp, ring=ring, mesh=mesh, layout=layout, store=store)
         model.forward = base.__call__  # PEFT's own would call the base's forward, past its checks and FSDP2
         model.save_pretrained = base.save_pretrained
+        refuse_wrappers(model)
         return model
     check_supported(model)
     check_modules(model)
@@ -102,6 +112,7 @@ def parallelize(
     CallCheck(model, mesh)
     model.ithaka_mesh = mesh
     model.save_pretrained, model.generate = MethodType(save_pretrained, model), MethodType(generate, model)
+    refuse_wrappers(model)
     return model
 
 
@@ -197,14 +208,6 @@ def _swap_forwards(model: PreTrainedModel, mesh: Mesh, layout: Layout, store: St
         layer.gradient_checkpointing = False
     model.lm_head.forward = _Head(model.lm_head, layout.tile_tokens)
     model.forward = MethodType(_forward, model)
-    model.resize_token_embeddings = model.gradient_checkpointing_enable = _refuse
-
-
-def _refuse(*args: Any, **kwargs: Any) -> None:
-    raise ConfigError(
-        "a parallel model has no resize_token_embeddings(): resize first, then parallelize; nor has it "
-        "gradient_checkpointing_enable() (Trainer: gradient_checkpointing=False): it recomputes every layer already"
-    )
 
 
 @dataclass(eq=False, repr=False)

@@ -9,8 +9,8 @@ import hashlib
 import inspect
 import re
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,16 @@ GLOBAL_HOOKS = [getattr(torch_module, f"_global{hooks}") for hooks in HOOKS]
 HOOKABLE = re.compile(r"model\.embed_tokens|model\.layers\.\d+(\.mlp(\..*)?)?|")
 # Modules whose own forward is called, so that a replaced one counts.
 CALLED = re.compile(r"model\.embed_tokens|.*(norm|rotary|mlp).*")
+COMPILED = (
+    "torch.compile is on around a parallel model, which runs its own kernels and collectives and cannot be traced; "
+    "call the model without it, and compile the MLP with Layout(compile=True), or train.compile"
+)
+# Methods of a model that would change what parallelize made of it, each with the way out.
+REFUSED = {
+    "resize_token_embeddings": "resize first, then parallelize",
+    "gradient_checkpointing_enable": "its layers recompute already; leave it out, or gradient_checkpointing=False",
+    "compile": "compile the MLP with Layout(compile=True), or train.compile",
+}
 GATHERED = "a parameter that FSDP2 holds gathered, in the dtype of the computation"
 # Where functions come from that are not the user's: ours, FSDP2's, and inert ones that transformers leaves behind.
 OWN = ("ithaka.", "torch.distributed.", "transformers.utils.output_capturing")
@@ -73,6 +83,8 @@ class CallCheck:
         model.register_forward_pre_hook(self, prepend=True, with_kwargs=True)
 
     def __call__(self, model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple[Call], dict]:
+        if torch.compiler.is_compiling():  # Dynamo would trace the checks; it falls back, and they raise on all ranks
+            raise ConfigError(COMPILED)
         mesh, error, facts, numbers = self.mesh, None, {}, (0, 0)
         num_threads = torch.get_num_threads()
         try:
@@ -247,6 +259,46 @@ def _check_optimizer(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         )
 
 
+# ---- what parallelize is given, and what may not wrap what it returns
+
+
+def check_given(model: Any, cp: int | None, ring: int | None) -> None:
+    """Refuse anything but a language model, or a PeftModel of one, and numbers of ranks below 1."""
+    kind = type(model).__name__
+    for name in ("module", "_orig_mod"):  # of DistributedDataParallel and the like; of torch.compile
+        if name in getattr(model, "_modules", ()):
+            what = f"parallelize got the model inside a {kind}; pass model.{name}"
+            raise ConfigError(f"{what}: ithaka shards it, and Layout(compile=True) compiles the MLP")
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(base, PreTrainedModel) or getattr(base, "lm_head", None) is None:
+        way = "pass what AutoModelForCausalLM.from_pretrained or from_config returns"
+        raise ConfigError(f"parallelize got a {kind}, which is not a language model of transformers; {way}")
+    for name, value, of in (("cp", cp, "ranks"), ("ring", ring, "cp ranks")):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}={value} is below 1; use 1, or another number that divides the {of}")
+
+
+class _RefuseDDP:
+    """DistributedDataParallel first asks a module for the names of parameters that it shall ignore."""
+
+    def __iter__(self) -> NoReturn:
+        raise ConfigError(
+            "DistributedDataParallel cannot wrap a parallel model: its parameters are sharded, and backward sums their "
+            "gradients over all ranks already; use what parallelize returned"
+        )
+
+
+def refuse_wrappers(model: nn.Module) -> None:
+    """Make DDP and the methods in REFUSED raise; torch.compile(model) is found in the first call."""
+    model._ddp_params_and_buffers_to_ignore = _RefuseDDP()  # type: ignore[assignment]
+    for name, way in REFUSED.items():
+        setattr(model, name, partial(_refuse, f"{name}() cannot change a parallel model: {way}"))
+
+
+def _refuse(message: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise ConfigError(message)
+
+
 # ---- what is around a call
 
 
@@ -262,10 +314,11 @@ def _check_finished(model: PreTrainedModel) -> None:
 def check_around(device: torch.device) -> None:
     """Refuses what a call must not be wrapped in."""
     cast, dtype = torch.is_autocast_enabled(device.type), str(torch.get_autocast_dtype(device.type))[len("torch.") :]
+    if torch.compiler.is_compiling() or callable(compiling()):
+        raise ConfigError(COMPILED)
     for is_on, what, instead in (
         (cast, f"torch.autocast({device.type!r}, {dtype})", f"Layout(dtype={dtype!r}) or model.dtype"),
         (torch.is_inference_mode_enabled(), "torch.inference_mode()", "torch.no_grad()"),
-        (callable(compiling()), "torch.compile", "Layout(compile=True) or train.compile, for the MLP"),
     ):
         if is_on:
             raise ConfigError(f"{what} is on around a parallel model, which cannot honour it; use {instead} instead")
