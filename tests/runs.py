@@ -72,15 +72,19 @@ def valid(config: Config, resume: Path | None = None) -> Run:
 
 
 def run(config: Config, resume: Path | None = None, only_profile: bool = False) -> int:
-    """This rank's part of a run. A save ends within a step, as if steps took longer: none that comes due is skipped."""
-    with mock.patch.object(Saver, "is_done", property(_wait_for_save)):
+    """This rank's part of a run."""
+    with saves_in_time():
         return loop.train(valid(config, resume), only_profile)
 
 
-def _wait_for_save(saver: Saver) -> bool:
-    if saver._in_progress is not None:
-        wait([saver._in_progress])
-    return saver.in_progress
+def saves_in_time() -> contextlib.AbstractContextManager[Any]:
+    """Inside, a save ends before the next step does, as if steps took longer: none that comes due is skipped."""
+
+    def is_done(saver: Saver) -> bool:
+        wait([saver._in_progress] if saver._in_progress is not None else [])
+        return saver.in_progress
+
+    return mock.patch.object(Saver, "is_done", property(is_done))
 
 
 def start_program(config: Config, num_ranks: int, resume: bool = False, rank: Callable = train_rank) -> Program:

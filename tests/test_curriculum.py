@@ -14,7 +14,7 @@ from ithaka.plan.hardware import Hardware, find_gpu
 from ithaka.train import checkpoint
 from ithaka.train.preflight import _saved, planned
 from ithaka.train.step import learning_rate
-from runs import copy_back_at, metrics, numbers, tiny_run
+from runs import copy_back_at, metrics, numbers, saves_in_time, tiny_run
 
 ENTRIES = [
     {"context": 61, "steps": 3},
@@ -25,7 +25,8 @@ ENTRIES = [
 
 
 def train(*arguments):
-    result = CliRunner().invoke(app, ["train", *map(str, arguments), "--ranks", "1"])
+    with saves_in_time():
+        result = CliRunner().invoke(app, ["train", *map(str, arguments), "--ranks", "1"])
     assert result.exit_code == 0, result.output
     return result.stdout
 

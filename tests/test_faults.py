@@ -165,6 +165,23 @@ def test_a_slow_save_is_no_hang_and_the_next_one_is_skipped(whole, tmp_path):
     assert all(line["event"] in told and "train.save_every" in line["event"] for line in skipped)
 
 
+def saved_slowly(config):
+    with pytest.MonkeyPatch.context() as patch:
+        slow_to_write(patch)
+        loop.train(valid(config))
+
+
+def test_the_best_weights_are_saved_even_while_another_save_is_in_progress(ranks, whole, tmp_path):
+    config = moved(whole, tmp_path / "run", steps=4, save_every=1, validate_every=1, keep_best=True, keep_last=9)
+    ranks.run(1, saved_slowly, config)
+    lines = metrics(tmp_path / "run")
+    losses = {line["step"]: line["val_loss"] for line in lines if "event" not in line}
+    better = [step for step in range(2, 5) if losses[step] < min(losses[before] for before in range(1, step))]
+    saved = [int(path.name[-1]) for path in sorted((tmp_path / "run/checkpoints").iterdir())]
+    assert len(better) > 1 and set(better) <= set(saved)
+    assert not [line for line in lines if "event" in line and line["step"] in better]
+
+
 def unshared(config):
     own = moved(config, config.train.run_dir / str(dist.get_rank()))
     with pytest.MonkeyPatch.context() as patch:

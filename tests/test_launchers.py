@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -100,7 +99,7 @@ def killed_at(folder, agents, step: int) -> None:
 
 
 def test_torchrun_with_two_agents_and_kills_finishes_one_run(ranks, folder):
-    """The same command three times: in each a rank is killed; twice the agents are killed too."""
+    """The same command three times: in each a rank is killed; twice the agents are killed too, and their ranks end."""
     line = block("torchrun").strip().replace("--nproc-per-node 8", "--nproc-per-node 1")
     line = line.replace("-m ithaka", str(folder / "slow.py"))
     for attempt, step in enumerate((8, 22, 36)):
@@ -109,10 +108,10 @@ def test_torchrun_with_two_agents_and_kills_finishes_one_run(ranks, folder):
         killed_at(folder, agents, step)
         if attempt < 2:
             wait_for(lambda: num_done(folder) >= step + 8, timeout_s=180)  # noqa: B023  # its torchrun started it again
-            started = [psutil.Process(agent.pid) for agent in agents]
-            for process in [*started, *(child for each in started for child in each.children(recursive=True))]:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
+            orphans = ranks_of(agents)
+            for agent in agents:
+                agent.kill()
+            assert len(psutil.wait_procs(orphans, timeout=3)[0]) == 2
     assert [agent.wait(240) for agent in agents] == [0, 0], (folder / "agent-0.txt").read_text()[-3000:]
     assert losses(folder) == undisturbed(ranks, folder)
 
