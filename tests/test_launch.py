@@ -16,7 +16,7 @@ import pytest
 
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import _warn_of_shared_store
-from ithaka.exits import ExitCode
+from ithaka.exits import ExitCode, TransientError
 from ithaka.train import launch
 from ithaka.train.checkpoint import lock
 from ithaka.train.console import status
@@ -213,7 +213,7 @@ def test_second_signal_ends_all_at_once(tmp_path):
 
 def test_ranks_do_not_outlive_a_killed_parent(tmp_path):
     parent, pids = started(never_stop, tmp_path)
-    with pytest.raises(ConfigError, match="in use by another run"):
+    with pytest.raises(TransientError, match="in use by another run"):
         lock(tmp_path)
     os.kill(parent.pid, signal.SIGKILL)
     assert parent.wait(10) == -signal.SIGKILL
