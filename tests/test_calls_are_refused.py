@@ -245,7 +245,11 @@ def test_parallelize_twice(model):
 
 @pytest.mark.parametrize(
     "wrap, name",
-    [(nn.DataParallel, "module"), (nn.parallel.DistributedDataParallel, "module"), (torch.compile, "_orig_mod")],
+    [
+        (nn.DataParallel, "module"),
+        (nn.parallel.DistributedDataParallel, "module"),
+        (partial(torch.compile, backend="eager"), "_orig_mod"),
+    ],
 )
 @pytest.mark.parametrize("context", [None, 64])
 def test_a_wrapped_model(wrap, name, context):
@@ -259,6 +263,97 @@ def test_a_second_backward():
     loss = parallel(make_layout(2, keep_everything=1))(input_ids=IDS, labels=IDS).loss
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="call the model again instead of using retain_graph"):
+        loss.backward()
+
+
+def step(model, params, **how):
+    for param in params.values():
+        param.grad = torch.ones_like(param)
+    torch.optim.AdamW({*params.values()}, lr=0.1, **how).step()  # a tied one is named twice
+
+
+@torch.no_grad()
+def change(name, how, model, params):
+    how(params[name])
+
+
+UP, Q = "model.layers.1.mlp.up_proj.weight", "model.layers.1.self_attn.q_proj.weight"
+# Ways to change parameters, and what the message names.
+CHANGES = {
+    "fused step": (partial(step, fused=True), "layer 0"),
+    "foreach step": (partial(step, foreach=True), "layer 0"),
+    "step": (partial(step, foreach=False), "layer 0"),
+    "one weight": (partial(change, UP, lambda param: param.mul_(2)), "layer 1"),
+    "a shard": (partial(change, Q, lambda param: param.to_local().mul_(2)), "layer 1"),
+    "the head": (partial(change, "lm_head.weight", lambda param: param.add_(1)), "the head"),
+    "the last norm": (partial(change, "model.norm.weight", lambda param: param.add_(1)), "the head"),
+    "a gathered one": (lambda model, _: change("weight", torch.zero_, model, model.model.norm._parameters), "the head"),
+    "other weights": (lambda model, params: model.load_state_dict(model.state_dict()), "layer 0"),
+}
+
+
+def mean_loss(model):
+    return model(input_ids=IDS, labels=IDS).loss
+
+
+def mean_of_tokens(model):
+    return ithaka.token_logprobs(model, IDS, IDS).logprobs.mean()
+
+
+def mean_of_logits(model):
+    return model(input_ids=IDS).logits.div_(2).mean()  # changed in place, as many samplers do
+
+
+@pytest.mark.parametrize("of", [mean_loss, mean_of_tokens, mean_of_logits])
+def test_parameters_that_change_between_forward_and_backward(model, of):
+    """torch raises too: backward would use other weights than forward did. The model can be called again."""
+    params = dict(model.named_parameters(remove_duplicate=False))
+    for act, name in CHANGES.values():
+        loss = of(model)
+        act(model, params)
+        with pytest.raises(RuntimeError, match=f"parameters of {name} changed in place .* call backward first"):
+            loss.backward()
+        of(model).backward()
+
+
+def test_parameters_that_change_where_a_hook_takes_the_output_of_a_layer(model):
+    seen = []
+    model.model.layers[0].register_forward_hook(lambda module, args, output: seen.append(output))
+    params = dict(model.named_parameters())
+    model(input_ids=IDS)
+    step(model, params)
+    with pytest.raises(RuntimeError, match="parameters of layer 0 changed in place"):
+        seen[0].sum().backward()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_changes_that_backward_does_not_see_are_taken(tied):
+    """Steps between backward and forward, steps in backward, accumulation, evaluation; embeddings that are not tied."""
+    model = parallel(tie_word_embeddings=tied)
+    names = [name for name, _ in model.named_parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(2):
+        losses = [mean_loss(model), mean_of_tokens(model)]
+        with torch.no_grad():
+            mean_loss(model.eval())
+        model.train().requires_grad_(True)
+        sum(losses).backward()
+        mean_loss(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    each = {param: torch.optim.SGD([param], lr=0.01) for param in model.parameters()}
+    for param in each:
+        param.register_post_accumulate_grad_hook(lambda param: each[param].step())
+    before = [param.to_local().clone() for param in each]
+    for _ in range(2):
+        mean_loss(model).backward()
+    assert not any(torch.equal(param.to_local(), old) for param, old in zip(each, before, strict=True))
+    loss = mean_loss(model)
+    change("model.embed_tokens.weight", torch.zero_, model, dict(zip(names, each, strict=True)))
+    if tied:
+        with pytest.raises(RuntimeError, match="parameters of the head changed in place"):
+            loss.backward()
+    else:
         loss.backward()
 
 

@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ithaka.dist.loopback import start_loopback
+from ithaka.layout import LayerKeeps, Layout
 from parity import parallel, random_ids
 from threads import on_threads
 
@@ -21,7 +22,7 @@ FAULTS = {
 def message_of(call) -> str:
     try:
         call()
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 
@@ -59,6 +60,25 @@ def wrong_everywhere():
 def test_a_fault_of_every_rank_is_told_once(ranks):
     for message in ranks.run(2, wrong_everywhere):
         assert message.startswith("TypeError: input_ids was passed twice; ")
+
+
+def step_before_backward():
+    """Shards of two ranks, in layers whose inputs are kept on the host."""
+    model, _ = parallel(2, layout=Layout(2, heads_per_stage=2, tile_tokens=3, kept=(LayerKeeps(input="host"),) * 2))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    messages = []
+    for early in (False, True, False):
+        loss = model(**batch(2, 8)).loss
+        if early:
+            optimizer.step()
+        messages.append(message_of(loss.backward))
+        optimizer.step()
+    return messages
+
+
+def test_a_step_before_backward_is_told_by_all(ranks):
+    for first, early, last in ranks.run(2, step_before_backward):
+        assert first == last == "no error" and "parameters of layer 0 changed in place" in early
 
 
 def hooked_on_one_rank():

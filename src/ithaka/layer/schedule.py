@@ -30,6 +30,7 @@ from ithaka.layer.mlp import GatedMlp, Inside, gated_mlp
 from ithaka.layer.stages import HeadSlice, HeldHeads, Projection, ProjectionsBackward, join_heads
 from ithaka.layer.store import Kept, Store
 from ithaka.layer.tiles import (
+    CHANGED,
     RAN_ALREADY,
     GradSum,
     apply_norm,
@@ -139,6 +140,7 @@ class StreamedLayer:
     store: Store
     layout: Layout
     keeps: LayerKeeps
+    num_changes: Callable[[], int] = int  # how often its parameters were changed in place; int: nobody counts
 
     def __post_init__(self) -> None:
         self.rank = self.group.rank()
@@ -405,7 +407,7 @@ class _LayerFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x_sD, layer, positions, docs, *params):
-        ctx.layer, ctx.params, ctx.hooked = layer, params, layer.hooked
+        ctx.layer, ctx.params, ctx.hooked, ctx.num_changes = layer, params, layer.hooked, layer.num_changes()
         ctx.saved = Saved(positions, docs, layer.store.keep(x_sD, layer.keeps.input), layer.keeps)
         ctx.saved.before = layer.store.follow(ctx.saved)
         with phase(layer.name), phase("forward"):
@@ -415,6 +417,8 @@ class _LayerFunction(torch.autograd.Function):
     def backward(ctx, dy_sD):
         if ctx.saved is None:
             raise RuntimeError(RAN_ALREADY)
+        if ctx.layer.num_changes() != ctx.num_changes:
+            raise RuntimeError(CHANGED.format(ctx.layer.name))
         grads = GradSum()
         ctx.saved.read_ahead()
         with phase(ctx.layer.name), phase("backward"), torch.autocast(dy_sD.device.type, enabled=False):

@@ -1,7 +1,7 @@
 """Meta init, swap layers, FSDP2, load weights: the one place where parallelism is applied to a model."""
 
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from types import MethodType
 from typing import Any, TypeGuard
@@ -33,7 +33,9 @@ from ithaka.model.calls import (
     check_around,
     check_given,
     check_modules,
+    guard_backward,
     mark_replaced,
+    num_changes,
     refuse_wrappers,
 )
 from ithaka.model.families import check_supported, layer_parts
@@ -204,7 +206,8 @@ def _swap_forwards(model: PreTrainedModel, mesh: Mesh, layout: Layout, store: St
     all_keeps = layout.of_layers(len(model.model.layers))
     for index, (layer, keeps) in enumerate(zip(model.model.layers, all_keeps, strict=True)):
         name, parts = f"layer {index}", layer_parts(model, index)
-        layer.forward = StreamedLayer(name, layer, parts, *groups, table, store, layout, keeps)
+        changes = partial(num_changes, layer)
+        layer.forward = StreamedLayer(name, layer, parts, *groups, table, store, layout, keeps, changes)
         layer.gradient_checkpointing = False
     model.lm_head.forward = _Head(model.lm_head, layout.tile_tokens)
     model.forward = MethodType(_forward, model)
@@ -257,11 +260,14 @@ def _forward(
         x_sD = layer(x_sD, positions, share.docs)
     head = model.lm_head(x_sD, model.model.norm, call)
     if share.labels_s is None:
+        guard_backward(model, [head])
         return ParallelOutput(logits=head)
     tokens = head if call.per_token else None
     own = head if tokens is None else -tokens.logprobs.sum() / call.divisor
     of_rank = {"tokens": tokens, "docs": share.docs, "own_loss": own.detach()}
-    return ParallelOutput(loss=_GlobalSum.apply(own), num_tokens=call.num_tokens, **of_rank)
+    loss = _GlobalSum.apply(own)
+    guard_backward(model, [loss, *(tokens or ())])
+    return ParallelOutput(loss=loss, num_tokens=call.num_tokens, **of_rank)
 
 
 def _without_labels(model: PreTrainedModel, call: Call) -> ParallelOutput:

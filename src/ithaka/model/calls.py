@@ -8,6 +8,7 @@ call, one small collective gathers the results, and if anything is wrong every r
 import hashlib
 import inspect
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NoReturn
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as compiling
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as torch_module
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -24,6 +26,7 @@ from transformers import PreTrainedModel
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.mlp import HOOKS
+from ithaka.layer.tiles import CHANGED
 from ithaka.model.batch import INPUTS, Share, as_integers, take_share
 
 # One rank's call, as far as others need to know it: error, facts, numbers of valid labels and of positions.
@@ -257,6 +260,9 @@ def _check_optimizer(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
             f"the {type(optimizer).__name__} was made before parallelize and would update parameters that the model no "
             "longer has; make it from model.parameters() after parallelize"
         )
+    # Fused and foreach steps change sharded parameters without counting it.
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+    torch.autograd.graph.increment_version([param for param in params if isinstance(param, DTensor)])
 
 
 # ---- what parallelize is given, and what may not wrap what it returns
@@ -297,6 +303,39 @@ def refuse_wrappers(model: nn.Module) -> None:
 
 def _refuse(message: str, *args: Any, **kwargs: Any) -> NoReturn:
     raise ConfigError(message)
+
+
+# ---- parameters that change between forward and backward
+
+
+def num_changes(*modules: nn.Module) -> int:
+    """How often the parameters that FSDP2 shards with `modules` were changed in place: shards, or gathered ones, which
+    the root keeps until backward.
+
+    Backward gathers shards again, so autograd does not notice that they changed.
+    """
+    groups = [module._get_fsdp_state()._fsdp_param_group for module in modules if isinstance(module, FSDPModule)]
+    params: list[Any] = [param for group in groups if group is not None for param in group.fsdp_params]
+    shards = [param.sharded_param for param in params]
+    gathered = [param._unsharded_param for param in params if hasattr(param, "_unsharded_param")]
+    return sum(tensor._version for tensor in (*shards, *(shard._local_tensor for shard in shards), *gathered))
+
+
+def guard_backward(model: PreTrainedModel, outputs: Iterable[Tensor]) -> None:
+    """Make backward from `outputs` raise if parameters that it needs changed meanwhile: before FSDP2 begins, so that
+    the model can be called again. (Embeddings alone are not needed.)"""
+    units = {layer.forward.name: layer.forward.num_changes for layer in model.model.layers}
+    units["the head"] = partial(num_changes, model, model.lm_head)
+    before = [count() for count in units.values()]
+
+    def check(grad: Tensor) -> None:
+        for (name, count), earlier in zip(units.items(), before, strict=True):
+            if count() != earlier:
+                raise RuntimeError(CHANGED.format(name))
+
+    for output in outputs:
+        if output.requires_grad:
+            output.register_hook(check)
 
 
 # ---- what is around a call
