@@ -13,8 +13,8 @@ GPU    := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
 TORCH  := $(if $(GPU),,torch==2.13.0)
 # With one, FlashAttention 4 too.
 EXTRAS := $(if $(GPU),dev$(shell echo ,)gpu,dev)
-# How many tests run at once; on a GPU, whose memory they measure, one.
-TESTS  := $(if $(GPU),0,2)
+# How many tests run at once. On a GPU, those that take much of its memory run one after the other, as a group.
+TESTS  := $(if $(GPU),-n 5 --dist loadgroup,-n 2 --dist worksteal)
 
 .PHONY: docs train test lint faults clean
 
@@ -22,7 +22,7 @@ train: $(STAMP)
 	$(BIN)/ithaka train $(ARGS)
 
 test: lint
-	$(BIN)/pytest -n $(TESTS) --dist worksteal $(ARGS)
+	$(BIN)/pytest $(TESTS) $(ARGS)
 
 docs: $(STAMP)
 	$(BIN)/python -m pip install -q -e '.[docs]'

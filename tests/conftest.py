@@ -7,7 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
-from programs import fork_from_here
+from programs import PRELOAD, fork_from_here
 
 os.fsync = lambda file: None  # tests end processes, and only the end of a machine loses what was written
 
@@ -68,7 +68,9 @@ def processes():
     """Before any test has started threads."""
     import torch
 
-    if not torch.cuda.is_available():  # CUDA does not survive a fork
+    if torch.cuda.is_available():
+        PRELOAD.clear()  # importing some of it, such as flash-attn-4, initializes CUDA, which does not survive a fork
+    else:
         fork_from_here()
 
 
@@ -87,6 +89,16 @@ def no_group_is_left():
 
     yield
     end_process_group()
+
+
+@pytest.fixture(autouse=True)
+def no_device_memory_is_left():
+    """Several processes share a GPU, and each would keep what its largest test took."""
+    import torch
+
+    yield
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,11 @@ pytestmark = pytest.mark.gpu
 ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 4e-3}
 
 
+@pytest.fixture(autouse=True)
+def same_data_every_time():
+    torch.manual_seed(0)
+
+
 def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(*shape, device="cuda").to(dtype)
 
@@ -112,19 +117,26 @@ def test_logits_gradient(dtype, t, V, with_entropy):
         (mean,) = more
         torch.testing.assert_close((lse - mean).double(), entropies.detach(), rtol=1e-5, atol=1e-5)
         softmax_grad(logits, target, lse, by, (dentropy, lse - mean))
-        close_gradient(logits, exact)
+        close_gradient(logits, exact, exponent_error(lse) * (1 + float(dentropy.abs().max())))
         return
     at_once = logits.clone()
     softmax_grad(logits, target, lse, by)
     torch.testing.assert_close(cross_entropy(at_once, target, by).double(), losses.detach(), rtol=1e-5, atol=1e-5)
-    close_gradient(logits, exact)
-    close_gradient(at_once, exact)
+    close_gradient(logits, exact, exponent_error(lse))
+    close_gradient(at_once, exact, exponent_error(lse))
     assert (at_once[1] == 0).all()
 
 
-def close_gradient(ours: torch.Tensor, exact: torch.Tensor) -> None:
-    assert (ours.double() - exact).abs().max() < 2 * ROUNDING[ours.dtype] * exact.abs().max().clamp_min(1)
-    assert (ours.double() - exact).norm() / exact.norm() < 2 * ROUNDING[ours.dtype]
+def exponent_error(lse_t: torch.Tensor) -> float:
+    """Relative error of exp(x - lse) for an lse that is two units in the last place off; sums of thousands of terms
+    are. At an lse of 30 it is 7e-6, more than ROUNDING of 32 bits."""
+    return 2 * torch.finfo(torch.float32).eps * float(lse_t.abs().max())
+
+
+def close_gradient(ours: torch.Tensor, exact: torch.Tensor, more: float) -> None:
+    most = 2 * ROUNDING[ours.dtype] + more
+    assert (ours.double() - exact).abs().max() < most * exact.abs().max().clamp_min(1)
+    assert (ours.double() - exact).norm() / exact.norm() < most
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
