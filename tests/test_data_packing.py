@@ -173,19 +173,16 @@ def test_epochs_hold_the_same_documents_in_another_order():
     assert stream.position.epoch == 2
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
-    shards=corpora(),
-    context=st.integers(2, 16),
-    together=st.booleans(),
-    seed=st.none() | st.just(3),
-    data=st.data(),
-)
-def test_sequences_without_a_label_are_left_out_and_counted(shards, context, together, seed, data):
+    shards=corpora(), context=st.integers(2, 16), together=st.booleans(), seed=st.none() | st.just(3),
+    marks=st.integers(0, 99),
+)  # fmt: skip
+def test_sequences_without_a_label_are_left_out_and_counted(shards, context, together, seed, marks):
     """Compared with the same round as format 4 had it, with every sequence."""
+    rng = np.random.default_rng(marks)
     for shard in shards:
-        marks = data.draw(st.lists(st.sampled_from([0, 0, -1]), min_size=60, max_size=60))
-        shard.documents = [[t ^ marks[t % 60] for t in document] for document in shard.documents]
+        shard.documents = [[t if rng.random() < 0.3 else ~t for t in document] for document in shard.documents]
     every, labelled = (make_stream(shards, context, seed=seed, together=together) for _ in range(2))
     every.seek(Position(packings=(Packing(context, 1, labelled=False),)))
     if not documents_of(shards):

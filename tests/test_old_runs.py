@@ -74,15 +74,15 @@ def test_steps_without_a_label_neither_update_nor_count(tmp_path):
     for packing in state["data"]["packings"]:
         assert packing.pop("labelled")
     file.write_text(json.dumps(state))
-    run(load(folder / "config.yaml", ["train.steps=20", "optim.decay_steps=20"]), folder)
+    run(load(folder / "config.yaml", ["train.steps=12", "train.save_every=12"]), folder)
     lines = metrics(folder)
     steps, events = ([line for line in lines if ("event" in line) == is_event] for is_event in (False, True))
-    assert [step["step"] for step in steps] == [*range(1, 21)]
+    assert [step["step"] for step in steps] == [*range(1, 13)]
     assert all(step["label_tokens"] == 9 and step["loss"] > 0 and step["grad_norm"] > 0 for step in steps)
-    assert [step["lr"] for step in steps[2:]] == [learning_rate(i, config.optim, 20) for i in range(2, 20)]
+    assert [step["lr"] for step in steps[2:]] == [learning_rate(i, config.optim, 12) for i in range(2, 12)]
     assert [event["unlabelled"] for event in events] == [True], "reported once"
-    done = json.loads((folder / "checkpoints" / "step-00000020" / "state.json").read_text())["data"]["packings"][0]
-    assert done["done"] > 25, "the data has advanced"
+    done = json.loads((folder / "checkpoints" / "step-00000012" / "state.json").read_text())["data"]["packings"][0]
+    assert done["done"] > 12, "the data has advanced"
 
 
 def test_an_old_run_is_reported(old_run):

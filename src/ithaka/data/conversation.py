@@ -30,7 +30,7 @@ Message = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
 FLAGS = ("train", "loss_mask", "weight")  # of a message; 0 or false: read, but not trained
 RENDERED = ("reasoning_content", "reasoning", "thinking", "function_call")  # refused where a template leaves them out
-LEFT_OUT = "the chat template leaves out"
+LEFT_OUT = "that the chat template leaves out"
 # By format: its fields, those it can have besides, and what can be trained (the default first).
 FIELDS: dict[str, tuple[list[str], list[str], list[str]]] = {
     "messages": (["messages"], ["tools"], ["assistant", "all"]),
@@ -269,7 +269,8 @@ class ChatTemplate:
             rendered = [value for name, value in fields.items() if self._renders(name, tools)]
             for name in (name for name, value in fields.items() if value not in rendered):
                 way = "give one that renders it with data.chat_template=FILE, or write it into content, or remove it"
-                raise BadRecord(f"with {name} that {LEFT_OUT}", f"message {number} has {name}, which {LEFT_OUT}; {way}")
+                detail = f"message {number} has {name}, which the chat template leaves out; {way}"
+                raise BadRecord(f"with {name} {LEFT_OUT}", detail)
 
     def _renders(self, field: str, tools: list[Any] | None) -> bool:
         """Whether the template renders this field of an assistant's last message."""
