@@ -86,7 +86,7 @@ def rehearse(
             model = build_model(few, mesh, layout, adapter=adapter, trains=trains).train(trains)
         optimizer = make_optimizer(model, OptimConfig(lr=0.0)) if trains else None
         s = context // mesh.cp_size
-        tiny_s = TINY_TOKENS if s >= 16 * TINY_TOKENS else max(1, s // 64)
+        tiny_s = TINY_TOKENS if s >= 16 * TINY_TOKENS else max(2, s // 64)  # one token has no label
         *_, base = _measure(model, optimizer, mesh.device, mesh.cp_size * tiny_s, False)
         timeline, step_s, peaks = _measure(model, optimizer, mesh.device, context, memory_only)
         highest = max(peaks, key=lambda path: (peaks[path], len(path)))
