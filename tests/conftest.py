@@ -32,6 +32,7 @@ SLOW = (
     "test_every_built_in_model_has_a_plan[q",
     "test_frozen_weights_are_planned",
     "test_no_call_beyond_the_index_range_at_16m",
+    "test_constants_are_those_fitted",
 )
 
 

@@ -2,16 +2,19 @@
 
 import dataclasses
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+from ithaka.attention.kernels import KERNELS
 from ithaka.cli import app
 from ithaka.config import ConfigError, given, load, to_yaml
 from ithaka.layout import layout_of
-from ithaka.plan.hardware import gpu_named, peak_flops
+from ithaka.plan.hardware import KERNEL_NAMES, gpu_named, parse_gpus, peak_flops, with_kernel
+from ithaka.plan.show import as_text
 from ithaka.train.preflight import (
     Run,
     check_fits,
@@ -107,8 +110,8 @@ def test_train_takes_what_plan_answers(tmp_path, context, given_settings):
 
 @pytest.mark.parametrize("context", ["128K", "1M", "4M"])
 def test_training_takes_a_plan_s_yaml_as_it_is(tmp_path, context):
-    model = llama(tmp_path)[0].model.path
-    args = ["plan", str(model), "--gpus", "8xH100", "--host-memory", "2TB", "--context", context]
+    model, kernel = llama(tmp_path)[0].model.path, ["--set", "attention.kernel=cudnn"]
+    args = ["plan", str(model), "--gpus", "8xH100", "--host-memory", "2TB", "--context", context, *kernel]
     answer = json.loads(CliRunner().invoke(app, [*args, "--json"]).stdout)
     file = tmp_path / "long.yaml"
     assert CliRunner().invoke(app, [*args, "--yaml", "--out", str(file)]).exit_code == 0
@@ -116,6 +119,31 @@ def test_training_takes_a_plan_s_yaml_as_it_is(tmp_path, context):
     resolved, plan = planned(config, told, node(H100))
     assert resolved == config and plan.settings == answer["settings"]
     assert plan.step_s == answer["step_s"] and plan.tokens_per_step == answer["tokens_per_step"]
+
+
+@pytest.mark.parametrize("asked, installed, kernel", [
+    ("auto", True, "fa4"), ("auto", False, "cudnn"), ("cudnn", True, "cudnn"), ("flash", True, "flash")
+])  # fmt: skip
+def test_training_is_planned_with_the_kernel_that_will_run(tmp_path, monkeypatch, asked, installed, kernel):
+    """And says so. FlashAttention 4 is planned with only where it is installed and the GPU has it."""
+    fa4 = dataclasses.replace(KERNELS["fa4"], missing=lambda: None if installed else "needs flash-attn-4")
+    monkeypatch.setitem(KERNELS, "fa4", fa4)
+    config, told = llama(tmp_path, data__context="128K", attention__kernel=asked)
+    machine = machine_here(config, 1, (H100, 2**62))
+    plan = planned(config, told, machine)[1]
+    assert machine.gpu.kernel == plan.hardware.gpu.kernel == kernel
+    forward, backward = {"fa4": (664, 628), "cudnn": (594, 534), "flash": (310, 325)}[kernel]
+    assert machine.gpu.attention_forward_flops == pytest.approx(forward * 1e12)
+    assert machine.gpu.attention_backward_flops == pytest.approx(backward * 1e12)
+    assert f"attention    {KERNEL_NAMES[kernel]}" in as_text(plan, "llama")
+    on_a100 = machine_here(config, 1, ("NVIDIA A100-SXM4-80GB", 2**62)).gpu
+    assert on_a100.kernel == ("flash" if asked == "flash" else "cudnn")
+
+
+def test_of_unequal_kernels_the_slowest_counts():
+    fast = node(H100)
+    slow = dataclasses.replace(fast, gpu=with_kernel(fast.gpu, "flash"))
+    assert least_of([fast, slow]).gpu.kernel == least_of([slow, fast]).gpu.kernel == "flash"
 
 
 def test_cp_is_planned_for_the_sequences_of_a_step(tmp_path):
@@ -155,6 +183,27 @@ def test_a_plan_that_cannot_fit_is_refused(tmp_path):
     words = r"data.context=1048576 needs .* of each GPU .*; use memory.offload=host, .* or memory.plan=off to try"
     with pytest.raises(ConfigError, match=words):
         check_fits(on_gpus(resolved, 1, machine))
+
+
+@pytest.mark.parametrize("changes, ways", [
+    ({"data__context": "1M", "memory__offload": "none"}, "left to the planner"),
+    ({"data__context": "1M"}, r"data.context=(\d+), an adapter \(adapter.rank=16\), (\d+) GPUs \((.*?)\)"),
+    ({"data__context": "8M", "adapter__rank": 8}, r"data.context=(\d+), (\d+) GPUs \((.*?)\)"),
+])  # fmt: skip
+def test_what_would_fit_is_found_by_search(tmp_path, changes, ways):
+    machine = node(H100, ranks=1, host=2 * 10**12 if "memory__offload" in changes else 400 * 10**9)
+    config, told = llama(tmp_path, **changes)
+    resolved, _ = planned(config, told, machine)
+    with pytest.raises(ConfigError, match=ways) as refused:
+        check_fits(on_gpus(resolved, 1, machine))
+    if found := re.search(ways, str(refused.value)).groups():
+        context, count, name = int(found[0]), int(found[1]), found[2]
+        shorter, told = llama(tmp_path, **changes | {"data__context": context})
+        assert planned(shorter, told, machine)[1].fits
+        larger = parse_gpus(name)
+        assert larger.num_gpus == count > 1
+        more = dataclasses.replace(machine, gpus_per_node=larger.gpus_per_node, num_nodes=larger.num_nodes)
+        assert planned(config, told, more)[1].fits
 
 
 def test_off_or_an_unknown_gpu_leaves_the_defaults(tmp_path):

@@ -244,6 +244,53 @@ def test_ring_follows_from_heads_and_nodes(model, nodes, cp, context, split):
         assert only.step_s == plan.step_s
 
 
+@pytest.mark.parametrize("nodes", [1, 3, 5, 6])
+@pytest.mark.parametrize("model", ["llama3-8b", "qwen2.5-7b"])
+def test_groups_stay_inside_nodes(nodes, model):
+    """A sequence has part of a node or all of several; tokens are exchanged for heads inside a node, over as many GPUs
+    as the heads allow."""
+    splits = Space(find_shape(model), replace(NODE, num_nodes=nodes)).splits
+    assert {cp for cp, _ in splits} == {1, 2, 4, *(8 * n for n in range(1, nodes + 1) if nodes % n == 0)}
+    widest = {8, 4} if model == "qwen2.5-7b" else {8}  # of 28 heads, 8 GPUs leave slots empty
+    assert {cp // ring for cp, ring in splits if cp >= 8} == widest
+    assert all(ring == 1 for cp, ring in splits if cp < 8)
+
+
+def test_five_nodes_do_not_make_rings_of_five_gpus():
+    """Which straddle nodes, for a gain of 0.8 % where they are taken to lie in one."""
+    plan = choose(find_shape("llama3-8b"), replace(NODE, num_nodes=5), 2**17)
+    assert plan.layout.cp in (4, 8) and plan.layout.ring == 1
+    straddling = Plan(plan.shape, plan.layout.but(cp=5, ring=5, heads_per_stage=None), plan.hardware, plan.work)
+    assert straddling.seconds.exchange > 2 * plan.seconds.exchange
+
+
+def test_a_split_that_the_user_decided_may_cross_nodes():
+    machine, shape = replace(NODE, num_nodes=5), find_shape("llama3-8b")
+    assert Space(shape, machine, {"cp": 5}).splits == [(5, 5)]
+    assert Space(shape, machine, {"cp": 20}).splits == [(20, 5)]
+    assert Space(shape, machine, {"cp": 10, "ring": 1}).splits == [(10, 1)]
+    assert Space(shape, machine, {"ring": 5}).splits == [(40, 5)]
+
+
+@pytest.mark.parametrize("context, host", [(2**19, 2 * TB), (2**20, 2 * TB)])
+def test_of_plans_equally_fast_the_one_with_least_host_memory_is_chosen(context, host):
+    """Within 1 % of the fastest, whatever their cp; others are sorted by speed."""
+    plan = choose(find_shape("llama3-8b"), replace(NODE, host_bytes=host), context)
+    speeds = [other.tokens_per_s_per_gpu for other in plan.others]
+    assert speeds == sorted(speeds, reverse=True)
+    least = NEAR_ENOUGH * max(plan.tokens_per_s_per_gpu, *speeds)
+    assert plan.tokens_per_s_per_gpu >= least
+    near = [other.ledger.host_needed for other in plan.others if other.tokens_per_s_per_gpu >= least]
+    assert near and plan.ledger.host_needed < min(near) and plan.tokens_per_s_per_gpu < speeds[0]
+
+
+def test_host_memory_is_not_spared_at_the_disk_s_expense():
+    machine = Hardware(H100, host_bytes=2 * TB, disk_bytes=20 * TB)
+    plan = choose(find_shape("llama3-8b"), machine, 2**20)
+    assert plan.ledger.disk_peak == 0 < plan.ledger.host["kept attention"]
+    assert any(other.ledger.disk_peak for other in plan.others)
+
+
 def test_eight_nodes_reach_45_million_tokens():
     """Host memory ends it."""
     context, limit = Space(find_shape("llama3-8b"), replace(NODE, num_nodes=8)).longest()

@@ -147,6 +147,7 @@ def measure_device(device: torch.device, dtype: torch.dtype, seconds: float) -> 
         "attention_backward_flops": attended["backward_tflops"] * 1e12,
         "memory_bytes_s": 2 * num_bytes / copy_s,  # read and written
         "pcie_bytes_s": num_bytes / pcie_s,
+        "kernel": attended["kernel"],
     }
     known = gpu_named(name) if gpu else GPUS["CPU"]
     values["link_bytes_s"] = known.link_bytes_s if known else values["pcie_bytes_s"]

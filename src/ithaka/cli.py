@@ -59,7 +59,10 @@ RunDir = Annotated[str | None, typer.Option(metavar="DIR", help="Of the run; by 
 Force = Annotated[bool, typer.Option("--force", help="Replace files that are there, or use a folder that has some.")]
 Gpus = Annotated[str, typer.Option(help="For example 8xH100-80GB, or 2x8xH100-80GB for two nodes.")]
 Context = Annotated[str, typer.Option(help="Tokens per sequence: 131072, 128K, 1M.")]
-HostMemory = Annotated[str | None, typer.Option(help="Host memory per node: 2TB, 512GiB. By default 256 GB per GPU.")]
+HostMemory = Annotated[
+    str | None,
+    typer.Option(help="Host memory per node: 2TB, 512GiB. By default 256 GB per GPU, 64 GB in all for GeForce."),
+]
 Disk = Annotated[str | None, typer.Option(help="Disk per node for activations; by default none.")]
 Batch = Annotated[int, typer.Option(min=1, help="Sequences per micro-step.")]
 Adapter = Annotated[int | None, typer.Option(metavar="RANK", min=1, help="Train LoRA adapters; freeze the rest.")]
@@ -360,12 +363,17 @@ def rehearse(
     with _loading() as status:
         from ithaka import rehearse as rehearsal
 
-    few = rehearsal.of_few_layers(plan, min(layers, plan.shape.num_layers), memory_only)
+    named = question.config.attention.kernel
+    with status("trying attention kernels"):
+        question = question.with_kernel(rehearsal.kernel_here(named, plan.shape.head_dim))
+    plan = question.forward_plan() if evaluate else question.plan()
+    few = rehearsal.of_few_layers(plan, min(layers, plan.shape.num_layers), memory_only, named)
     rehearsal.check_cpu_memory(few)
     about = rehearsal.about(plan, few)
     if not as_json:
         settings = ", ".join(f"{name}={shown(value)}" for name, value in plan.settings.items() if value is not None)
         print("rank 0 of {gpus}, {context} tokens, {layers} of {layers_of_model} layers, on {device}".format(**about))
+        print("attention: kernel {kernel}, planned with the rates of {planned_kernel}".format(**about))
         print(f"settings: {settings}\nX: {about['x']}\n", flush=True)
     with status(f"rehearsing at {few.work.tokens} tokens"):
         rows, peak_phase = rehearsal.rehearse_plan(plan, few, model)
@@ -515,7 +523,7 @@ def bench_device(
     with status("measuring this device"):
         gpu = measure_device(*here(), seconds)
     out.write_text(json.dumps(gpu, indent=1) + "\n", encoding="utf-8")
-    print(_table([{"figure": name, "value": float(gpu[name])} for name in gpu if name not in ("name", "source")]))
+    print(_table([{"figure": name, "value": float(gpu[name])} for name in gpu if not isinstance(gpu[name], str)]))
     print(gpu["source"])
     print(f"written to {out}; use it with: {command('plan', 'MODEL', '--gpus', 8, '--gpu-file', out)}")
 

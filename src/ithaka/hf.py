@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 
+from ithaka.attention.kernels import resolve_kernel
 from ithaka.config import SAVEABLE, AdapterConfig, ConfigError, parse, parse_count
 from ithaka.dist.mesh import Mesh, default_device, start_process_group
 from ithaka.layer.loss import IGNORED
@@ -41,7 +42,16 @@ from ithaka.model.logprobs import token_logprobs
 from ithaka.plan import show
 from ithaka.plan.shape import ModelShape, shape_from_config
 from ithaka.train import launch
-from ithaka.train.preflight import Run, check_fits, gathered, least_of, machine_here, planned, store_host_bytes
+from ithaka.train.preflight import (
+    Run,
+    check_fits,
+    gathered,
+    least_of,
+    machine_here,
+    planned,
+    plans_for,
+    store_host_bytes,
+)
 from ithaka.train.preflight import together as on_all
 from ithaka.train.safe_load import load_into
 from ithaka.train.step import clip_gradients
@@ -151,8 +161,12 @@ def planned_run(
     least = on_all(least_of, gathered(here))
 
     def decided() -> Run:
-        shape = model_shape(model)
-        settled, plan = (config, None) if layout else planned(config, given, least, shape)
+        shape, machine = model_shape(model), least
+        if default_device().type == "cuda" and plans_for(config, least):
+            # The kernel that will run: it passes its trial here, or when the model is built.
+            kernel = resolve_kernel("auto", default_device(), torch.bfloat16, shape.head_dim)
+            machine = least.with_kernel(kernel.name)
+        settled, plan = (config, None) if layout else planned(config, given, machine, shape)
         chosen = layout or layout_of(settled, shape.num_layers, num_ranks, on_gpu=here.gpu.name != "CPU")
         run = Run(settled, num_ranks, shape, chosen, here, plan)
         check_fits(run)

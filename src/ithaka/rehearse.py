@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from ithaka.attention.kernels import resolve_kernel
 from ithaka.config import AdapterConfig, ConfigError, OptimConfig
 from ithaka.dist.loopback import start_loopback
 from ithaka.dist.mesh import default_device, make_mesh
@@ -208,7 +209,12 @@ def gate(recorded: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
 # ---- a plan: measured beside planned
 
 
-def of_few_layers(plan: Plan, layers: int, memory_only: bool) -> Plan:
+def kernel_here(name: str, head_dim: int) -> str:
+    """The attention kernel that runs on this device, in the precision of a rehearsal."""
+    return resolve_kernel(name, default_device(), getattr(torch, _dtype()), head_dim).name
+
+
+def of_few_layers(plan: Plan, layers: int, memory_only: bool, kernel: str = "auto") -> Plan:
     """What a plan's own layout costs on few layers, which keep what the plan's evenly spaced ones do, in the precision
     of this device. Each of them gets the adapters of the layer that has most."""
     shape = plan.shape
@@ -217,7 +223,7 @@ def of_few_layers(plan: Plan, layers: int, memory_only: bool) -> Plan:
     if shape.adapter:
         targets = (*shape.most_adapted, *(["lm_head"] if shape.has_adapter("lm_head") else []))
         few = few.with_adapter(replace(shape.adapter, targets=targets))
-    layout = replace(plan.layout, kept=kept, dtype=_dtype())
+    layout = replace(plan.layout, kept=kept, dtype=_dtype(), kernel=kernel)
     work = replace(plan.work, document_tokens=SHORT_DOCUMENT) if memory_only else plan.work
     return Plan(few, layout, plan.hardware, work)
 
@@ -235,13 +241,15 @@ def check_cpu_memory(few: Plan) -> None:
 
 
 def about(plan: Plan, few: Plan) -> dict[str, Any]:
-    """What is to be rehearsed."""
+    """What is to be rehearsed. kernel: that runs here; planned_kernel: whose rates were planned with."""
     s, hidden = few.work.local_tokens(few.layout.cp), few.shape.hidden
     x = f"one {few.layout.dtype} activation [{s} tokens per rank, {hidden} hidden]"
     times = f"the CPU: measured times are this CPU's, planned ones are those of {plan.hardware.gpu.name}"
     return {
         "device": torch.cuda.get_device_name() if _on_gpu() else times,
         "gpus": plan.hardware.name,
+        "kernel": kernel_here(few.layout.kernel, few.shape.head_dim),
+        "planned_kernel": plan.hardware.gpu.kernel or None,
         "context": plan.work.context,
         "layers": few.shape.num_layers,
         "layers_of_model": plan.shape.num_layers,

@@ -9,7 +9,7 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -251,6 +251,14 @@ KERNELS = {kernel.name: kernel for kernel in (_FA4, _CUDNN, _FLASH, _CPU, _REFER
 def available_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
     """Names of the kernels that pass their trial here, in the order that `auto` prefers."""
     return [name for name, kernel in KERNELS.items() if _refusal(kernel, device, dtype, head_dim) is None]
+
+
+def expected_kernel(name: str, runnable: Sequence[str]) -> str:
+    """The kernel that `resolve_kernel` should return on a GPU that `runnable` run on, the fastest first, judged by
+    what is installed: a trial needs the GPU."""
+    if name != "auto":
+        return name
+    return next((each for each in runnable if KERNELS[each].missing() is None), name)
 
 
 def resolve_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:

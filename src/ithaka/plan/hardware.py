@@ -29,15 +29,17 @@ GPUS_PER_NODE = 8
 
 # Assumptions about the machine around the GPUs, printed with every plan.
 HOST_BYTES_PER_GPU = 256 * 10**9  # 2 TB for 8: what 8-GPU nodes are sold with
+DESKTOP_HOST_BYTES = 64 * 10**9  # of a desktop, however many GPUs it has
 DISK_BYTES_S = 4e9  # per node, either direction: one data-centre NVMe disk, read and write at once
 HOST_UPDATE_BYTES_S = 200e9  # per node: what a fused AdamW on the CPUs streams through host memory
 NETWORK_BYTES_S = 50e9  # per GPU and direction: one 400 Gb/s adapter each
 LINK_SHARE = 0.8  # of NVLink's or the network's published rate, in large collectives
 
 H200_MATMUL = 790e12
-# Attention, forward and backward. FlashAttention 4 runs on Hopper and Blackwell; elsewhere the share of cuDNN.
-H200_FA4 = (664e12, 628e12)
-H200_CUDNN = (594e12, 534e12)
+# Attention by kernel, forward and backward (LOG.md; flash: at 256K). On other GPUs kernels differ by the same factors.
+H200_ATTENTION = {"fa4": (664e12, 628e12), "cudnn": (594e12, 534e12), "flash": (310e12, 325e12)}
+KERNEL_NAMES = {"fa4": "FlashAttention 4", "cudnn": "cuDNN", "flash": "FlashAttention 2"}
+FA4_PACKAGE = "pip install 'ithaka[gpu]'"
 B200_FA4_FORWARD = 1613e12  # published: arXiv 2603.05451, "up to"; backward: as far below forward as on the H200
 H200_PCIE = 55e9
 PCIE_4, PCIE_5 = 31.5e9, 63e9  # payload of 16 lanes, each way
@@ -87,10 +89,13 @@ class Gpu:
     link_bytes_s: float  # each way, to the other GPUs of the node
     network_bytes_s: float = NETWORK_BYTES_S  # each way, to GPUs of other nodes
     source: str = field(default="not stated", compare=False)  # of the rates
+    kernel: str = ""  # that the attention rates were measured with; "": unknown
+    kernels: tuple[str, ...] = ()  # that run on it, the fastest first
+    desktop: bool = False  # in a desktop, not in a server
 
 
-TEXTS = ("name", "source", "based_on")  # of a GPU's file; the rest are figures
-FIGURES = tuple(entry.name for entry in dataclasses.fields(Gpu) if entry.name not in TEXTS)
+TEXTS = ("name", "source", "kernel", "based_on")  # of a GPU's file; the rest are figures
+FIGURES = tuple(entry.name for entry in dataclasses.fields(Gpu) if entry.name not in (*TEXTS, "kernels", "desktop"))
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,14 @@ class Hardware:
     def num_gpus(self) -> int:
         return self.gpus_per_node * self.num_nodes
 
+    def with_kernel(self, kernel: str) -> Hardware:
+        return dataclasses.replace(self, gpu=with_kernel(self.gpu, kernel))
+
+    def with_gpus(self, gpus_per_node: int) -> Hardware:
+        """With another number of GPUs per node, and host memory to match where it is assumed."""
+        assumed = default_host_bytes(self.gpu, gpus_per_node) if self.assumed_host else self.host_bytes
+        return dataclasses.replace(self, gpus_per_node=gpus_per_node, host_bytes=assumed)
+
     @property
     def name(self) -> str:
         nodes = f"{self.num_nodes}x" if self.num_nodes > 1 else ""
@@ -116,11 +129,12 @@ class Hardware:
 
 def _gpu(
     name: str, gibibytes: float, memory_tb_s: float, pcie: float, nvlink_gb_s: float | None, source: str = SCALED,
-    attention: tuple[float, float] | None = None,
+    fa4: tuple[float, float] | None = None,
 ) -> Gpu:  # fmt: skip
-    """NVLink each way; None: over PCIe. `attention`: its rates; None: cuDNN's share."""
+    """NVLink each way; None: over PCIe. `fa4`: attention rates of FlashAttention 4; None: it does not run there."""
     peak, best = peak_flops(name) or 0.0, peak_flops("H200") or 1.0
-    forward, backward = attention or (rate * peak / best for rate in H200_CUDNN)
+    forward, backward = fa4 or (rate * peak / best for rate in H200_ATTENTION["cudnn"])
+    kernels = ("fa4", "cudnn", "flash") if fa4 else ("cudnn", "flash")
     return Gpu(
         name,
         memory_bytes=int(gibibytes * GIB),
@@ -131,18 +145,39 @@ def _gpu(
         pcie_bytes_s=pcie * PCIE_SHARE,
         link_bytes_s=(nvlink_gb_s * 1e9 if nvlink_gb_s else pcie) * LINK_SHARE,
         source=source,
+        kernel=kernels[0],
+        kernels=kernels,
+        desktop=_is_desktop(name),
     )
 
 
-WITH_FA4 = "measured on an H200, attention with FlashAttention 4"
+def _is_desktop(name: str) -> bool:
+    """GeForce RTX 3090, 4090, 5080 and so on; not the RTX 6000 of workstations and servers."""
+    return re.search(r"RTX\d0[5-9]0", _plain(name)) is not None
+
+
+def with_kernel(gpu: Gpu, kernel: str) -> Gpu:
+    """`gpu` with the attention rates of another kernel; unchanged if the rates of either are unknown."""
+    if not {kernel, gpu.kernel} <= H200_ATTENTION.keys():
+        return gpu
+    forward, backward = (a / b for a, b in zip(H200_ATTENTION[kernel], H200_ATTENTION[gpu.kernel], strict=True))
+    return dataclasses.replace(
+        gpu,
+        kernel=kernel,
+        attention_forward_flops=gpu.attention_forward_flops * forward,
+        attention_backward_flops=gpu.attention_backward_flops * backward,
+    )
+
+
+H200_FA4 = H200_ATTENTION["fa4"]
 B200_FA4 = (B200_FA4_FORWARD, B200_FA4_FORWARD * H200_FA4[1] / H200_FA4[0])
 # GiB as PyTorch reports it, memory TB/s, PCIe, NVLink GB/s: from the documents above.
 _TABLE = [
-    _gpu("H100-80GB", 79.1, 3.35, PCIE_5, 450, f"the H200's, {WITH_FA4}: the same chip with other memory", H200_FA4),
-    _gpu("H200-141GB", 139.8, 4.8, PCIE_5, 450, f"{WITH_FA4} (LOG.md)", H200_FA4),
+    _gpu("H100-80GB", 79.1, 3.35, PCIE_5, 450, "measured on an H200: the same chip with other memory", H200_FA4),
+    _gpu("H200-141GB", 139.8, 4.8, PCIE_5, 450, "measured on an H200 (LOG.md)", H200_FA4),
     _gpu("A100-80GB", 79.1, 2.039, PCIE_4, 300),
     _gpu("A100-40GB", 39.3, 1.555, PCIE_4, 300),
-    _gpu("B200-180GB", 178.3, 7.7, PCIE_5, 900, f"{SCALED}; attention: FlashAttention 4 as published", B200_FA4),
+    _gpu("B200-180GB", 178.3, 7.7, PCIE_5, 900, f"{SCALED}; attention: as FlashAttention 4 was published", B200_FA4),
     _gpu("L40S-48GB", 44.3, 0.864, PCIE_4, None),
     _gpu("RTX4090-24GB", 23.5, 1.008, PCIE_4, None),
     _gpu("RTX5090-32GB", 31.3, 1.792, PCIE_5, None),
@@ -197,8 +232,13 @@ def parse_gpus(text: str, gpu: Gpu | None = None) -> Hardware:
         if per_node % GPUS_PER_NODE:
             raise ConfigError(f"--gpus {text} is more than a node of {GPUS_PER_NODE}; say how many nodes, as 1x{text}")
         num_nodes, per_node = per_node // GPUS_PER_NODE, GPUS_PER_NODE
-    host_bytes = HOST_BYTES_PER_GPU * per_node
-    return Hardware(gpu or find_gpu(match[3]), per_node, num_nodes, host_bytes=host_bytes, assumed_host=True)
+    chosen = gpu or find_gpu(match[3])
+    return Hardware(chosen, per_node, num_nodes, host_bytes=default_host_bytes(chosen, per_node), assumed_host=True)
+
+
+def default_host_bytes(gpu: Gpu, gpus_per_node: int) -> int:
+    """Host memory that a node of such GPUs is assumed to have."""
+    return DESKTOP_HOST_BYTES if gpu.desktop else HOST_BYTES_PER_GPU * gpus_per_node
 
 
 def parse_bytes(text: str, name: str) -> int:
@@ -219,7 +259,11 @@ def read_gpu(file: Path) -> Gpu:
         if not (isinstance(value, str) if key in TEXTS else type(value) in (int, float) and 0 < value < math.inf):
             wanted = "text" if key in TEXTS else "a positive number"
             raise ConfigError(f"--gpu-file {file}: {key}={value} is not {wanted}; correct it")
-    base = vars(find_gpu(values.pop("based_on"))) if "based_on" in values else {"network_bytes_s": NETWORK_BYTES_S}
+    base: dict[str, Any] = {"network_bytes_s": NETWORK_BYTES_S, "desktop": _is_desktop(values.get("name", ""))}
+    if "based_on" in values:
+        base = dict(vars(find_gpu(values.pop("based_on"))))
+        if "attention_forward_flops" in values:
+            base["kernel"] = ""  # rates of the user's own
     if missing := [name for name in FIGURES if name not in base | values]:
         raise ConfigError(f"--gpu-file {file} lacks {', '.join(missing)}; add them, or based_on with a known GPU")
     gpu = Gpu(**{**base, "name": file.stem, "source": str(file), **values})

@@ -1,4 +1,4 @@
-"""Tries plans and returns the fastest that fits; finds the longest context.
+"""Try plans and choose one that fits; find the longest context, and what would make a plan fit.
 
 Every context parallel size, width of stages, tier, tile and overlap is tried, and the rings that can be best. A
 layer's time does not depend on the others, so either no layer keeps attention's output or as many as there is room for.
@@ -16,7 +16,7 @@ from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
-from ithaka.config import Config
+from ithaka.config import AdapterConfig, Config, ConfigError
 from ithaka.layout import (
     SETTINGS,
     Layout,
@@ -28,7 +28,7 @@ from ithaka.layout import (
     settings_of,
 )
 from ithaka.plan.bytes import Ledger, memory
-from ithaka.plan.hardware import Hardware
+from ithaka.plan.hardware import GPUS_PER_NODE, Hardware
 from ithaka.plan.seconds import Seconds, gather_seconds, reduce_seconds, step_seconds
 from ithaka.plan.shape import ModelShape, Work
 
@@ -37,8 +37,11 @@ TILE_SIZES = 6  # each half of the one before
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 CONTEXT_GRAIN = 1024  # per rank: longest contexts are multiples of this many tokens per rank
 UNLIMITED_BYTES = 2**60
-NEAR_ENOUGH = 0.99  # of the best speed: copies cost a little more than their seconds, and host memory is pinned first
-NUM_OTHERS = 4  # plans shown beside the chosen one
+NEAR_ENOUGH = 0.99  # of the best speed: a plan this fast is chosen for needing less host memory, which is pinned first
+NUM_OTHERS = 4  # plans shown with the chosen one
+TIER_GRAIN = 64 * 10**9  # of host memory and disk
+MOST_NODES = 1024  # in the search for a machine that is large enough
+ADAPTER_RANK = 16  # of the adapters that are tried where a plan does not fit
 MOST_AT_ONCE = 1 << 29  # elements of a tensor of all heads, in a forward alone
 
 Fixed = Mapping[str, Any]  # what the user decided, in the words of `make_layout`
@@ -71,7 +74,8 @@ class Plan:
     def kind(self) -> tuple[Any, ...]:
         """Plans of one kind look alike to a reader: the same cp and ring, and the same tiers for what is kept."""
         layout = self.layout
-        return layout.cp, layout.ring, layout.input_tier, layout.attention_tier if layout.keep_attention else None
+        tiers = layout.input_tier, layout.attention_tier if layout.keep_attention else None, layout.offload_optimizer
+        return layout.cp, layout.ring, *tiers
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -147,6 +151,22 @@ def _distance(plan: Plan) -> tuple[bool, int]:
     return layout.offload_optimizer, TIERS.index(layout.input_tier) + TIERS.index(layout.attention_tier)
 
 
+def _outside(plan: Plan) -> tuple[int, int]:
+    """Bytes on disk and in host memory."""
+    return plan.ledger.disk_peak, plan.ledger.host_needed
+
+
+@dataclass(frozen=True)
+class WaysToFit:
+    """Changes that make a plan fit, each of them alone."""
+
+    context: int  # the longest that fits; 0: none does
+    adapter: bool  # adapters in place of all parameters
+    hardware: Hardware | None  # the smallest machine of such GPUs
+    host_bytes: int  # host memory per node; 0: no amount is enough
+    disk_bytes: int
+
+
 @dataclass(frozen=True)
 class Space:
     """The layouts of a model on a machine. `fixed`: what the user decided."""
@@ -160,17 +180,23 @@ class Space:
 
     @cached_property
     def splits(self) -> list[tuple[int, int]]:
-        """(cp, ring) to try. Of each cp the largest Ulysses groups that there can be, that stay inside a node, and that
-        leave no slot empty: larger ones need less memory and send less, unless they cross nodes."""
-        stage, ring, ranks = self.fixed.get("heads_per_stage") or 0, self.fixed.get("ring"), self.hardware.num_gpus
-        found = []
-        for cp in [self.fixed["cp"]] if "cp" in self.fixed else [n for n in range(1, ranks + 1) if ranks % n == 0]:
-            groups = [n for n in range(1, min(cp, self.shape.heads) + 1) if cp % n == 0 and stage % n == 0]
-            groups = [n for n in groups if ring is None or cp == n * ring]
-            whole = (cp, self.hardware.gpus_per_node, self.shape.heads)
-            best = {max((n for n in groups if number % n == 0), default=0) for number in whole} - {0}
-            found += [(cp, cp // ulysses) for ulysses in sorted(best, reverse=True)]
-        return found
+        """(cp, ring) to try. The GPUs of a sequence are part of a node or fill several, and Ulysses groups stay inside
+        a node: a group that straddles nodes exchanges everything over the network. Of each cp, the largest such group
+        and the largest that leaves no slot empty: larger ones need less memory and send less."""
+        per_node, ranks = self.hardware.gpus_per_node, self.hardware.num_gpus
+        cps = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        aligned = [cp for cp in cps if per_node % cp == 0 or cp % per_node == 0]
+        if "cp" in self.fixed:
+            return self._rings(self.fixed["cp"])
+        return [split for cp in aligned for split in self._rings(cp)] or [s for cp in cps for s in self._rings(cp)]
+
+    def _rings(self, cp: int) -> list[tuple[int, int]]:
+        heads, per_node = self.shape.heads, self.hardware.gpus_per_node
+        stage, ring = self.fixed.get("heads_per_stage") or 0, self.fixed.get("ring")
+        groups = [n for n in range(1, min(cp, heads) + 1) if cp % n == 0 and stage % n == 0]
+        groups = [n for n in groups if (per_node % n == 0 if ring is None else cp == n * ring)]
+        best = {max(groups, default=0), max((n for n in groups if heads % n == 0), default=0)} - {0}
+        return [(cp, cp // ulysses) for ulysses in sorted(best, reverse=True)]
 
     @property
     def cps(self) -> list[int]:
@@ -184,21 +210,20 @@ class Space:
         return [nodes, 1] if moved_s[nodes] < moved_s[1] else [1]
 
     def choose(self, work: Work) -> Plan:
-        """The fastest plan that fits, in tokens per second and GPU, or nearly the fastest, if that keeps nearer to the
-        device; without one, the plan that misses by least."""
+        """Of the plans that fit within 1 % of the fastest, in tokens per second and GPU, the one that needs the least
+        disk and host memory. If none fits, the plan that misses by least."""
         at_most = [(self.richest(plan).tokens_per_s_per_gpu, plan) for plan in self.fitting(work)]
         best: dict[tuple[Any, ...], Plan] = {}  # of each kind
         for speed, plan in sorted(at_most, key=lambda pair: -pair[0]):
             found = sorted((each.tokens_per_s_per_gpu for each in best.values()), reverse=True)
-            if speed < max(found[NUM_OTHERS:], default=0.0):  # nor are those after it shown
-                break
+            if len(found) > NUM_OTHERS and speed < min(NEAR_ENOUGH * found[0], found[NUM_OTHERS]):
+                break  # neither this one nor those after it are chosen or shown
             if plan.kind not in best or speed >= best[plan.kind].tokens_per_s_per_gpu:
                 plan = self.spending(plan)
                 best[plan.kind] = min(best.get(plan.kind, plan), plan, key=_order)
         ranked = sorted(best.values(), key=_order) or [self.nearest(work)]
-        least, cp = NEAR_ENOUGH * ranked[0].tokens_per_s_per_gpu, ranked[0].layout.cp
-        near = [plan for plan in ranked if plan.tokens_per_s_per_gpu >= least and plan.layout.cp == cp]
-        chosen = min(near, key=_distance)
+        least = NEAR_ENOUGH * ranked[0].tokens_per_s_per_gpu
+        chosen = min((plan for plan in ranked if plan.tokens_per_s_per_gpu >= least), key=_outside)
         others = [plan for plan in ranked if plan is not chosen]
         return replace(chosen, given=self.fixed, others=tuple(others[:NUM_OTHERS]))
 
@@ -223,22 +248,68 @@ class Space:
         context = self.longest_context(batch)
         # A disk that is not there stops nothing. The nearest miss may lack a tier that one of these could relieve.
         stops = ["host", "disk"] if self.hardware.disk_bytes else ["host"]
-        if ways := [tier for tier in self.ways_further(batch, context) if tier in stops]:
+        if ways := [tier for tier in stops if self.having(tier).longest_context(batch) > context]:
             return context, ways[-1]
         work = Work(context + self.grain, batch)
         missing = min(memory(self.shape, layout, self.hardware, work).worst for layout in self.largest())[1]
         capped = "cp" not in self.fixed and max(self.cps) < self.hardware.num_gpus  # the ring is fixed
         return context, "heads" if missing == "GPU" and capped else missing
 
-    def ways_further(self, batch: int, context: int) -> list[str]:
-        """What would let more than `context` tokens fit: host memory or disk without limit, or twice the nodes."""
-        more: dict[str, dict[str, Any]] = {
-            "host": {"host_bytes": UNLIMITED_BYTES},
-            "disk": {"disk_bytes": UNLIMITED_BYTES},
-            "nodes": {"num_nodes": 2 * self.hardware.num_nodes},
-        }
-        spaces = {way: replace(self, hardware=replace(self.hardware, **change)) for way, change in more.items()}
-        return [way for way, space in spaces.items() if space.longest_context(batch) > context]
+    def having(self, tier: str, num_bytes: int = UNLIMITED_BYTES) -> Space:
+        """With so much host memory or disk per node."""
+        change: dict[str, Any] = {f"{tier}_bytes": num_bytes}
+        return replace(self, hardware=replace(self.hardware, **change))
+
+    def fits(self, work: Work) -> bool:
+        """Whether any layout fits."""
+        layouts = (layout for split in self.splits for layout in self.leanest(*split))
+        return any(memory(self.shape, layout, self.hardware, work).fits for layout in layouts)
+
+    def ways_to_fit(self, work: Work) -> WaysToFit:
+        """What would make `work` fit, alone and with these settings."""
+        adapted = replace(self, shape=self.shape.with_adapter(AdapterConfig(rank=ADAPTER_RANK)))
+        return WaysToFit(
+            context=self.longest_context(work.batch),
+            adapter=self.shape.adapter is None and adapted.fits(work),
+            hardware=self.smallest_machine(work),
+            host_bytes=self.enough("host", work),
+            disk_bytes=self.enough("disk", work),
+        )
+
+    def enough(self, tier: str, work: Work) -> int:
+        """Bytes of host memory or disk per node with which `work` fits: a multiple of 64 GB, from 1 TB on of 1024;
+        0 if no amount is enough."""
+        if not self.having(tier).fits(work):
+            return 0
+
+        def too_little(grains: int) -> bool:
+            return not self.having(tier, grains * TIER_GRAIN).fits(work)
+
+        grains = 1
+        while too_little(grains):
+            grains *= 2
+        grains = 1 + _largest(too_little, grains)
+        return TIER_GRAIN * (grains if grains < 16 else -(-grains // 16) * 16)
+
+    def smallest_machine(self, work: Work) -> Hardware | None:
+        """The fewest GPUs of this kind on which `work` fits: twice as many in the node up to 8, then more nodes."""
+
+        def fits(machine: Hardware) -> bool:
+            try:
+                return replace(self, hardware=machine).fits(work)
+            except ConfigError:  # settings that do not suit so many ranks
+                return False
+
+        machine, nodes = self.hardware, self.hardware.num_nodes
+        while nodes == 1 and 2 * machine.gpus_per_node <= GPUS_PER_NODE:
+            machine = machine.with_gpus(2 * machine.gpus_per_node)
+            if fits(machine):
+                return machine
+        while not fits(replace(machine, num_nodes=(nodes := 2 * nodes))):
+            if nodes >= MOST_NODES:
+                return None
+        fewest = 1 + _largest(lambda n: not fits(replace(machine, num_nodes=n)), nodes)
+        return replace(machine, num_nodes=fewest)
 
     @property
     def grain(self) -> int:

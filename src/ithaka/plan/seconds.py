@@ -1,11 +1,12 @@
 """FLOPs and seconds of a training step, or of a forward alone: arithmetic on a shape, a layout and the hardware.
 
-Letters as in plan/bytes.py. Rates come from plan/hardware.py; the shares and passes below were fitted to
-rehearsals on an H200 (LOG.md, "planned against rehearsed").
+Letters as in plan/bytes.py. Rates come from plan/hardware.py. The shares, STAGE_SECONDS and NARROW_HEAD_START are
+fitted to rehearsals on an H200, of which half are held out for testing (`python tests/rehearsed.py` fits them again).
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,18 +19,18 @@ from ithaka.plan.hardware import DISK_BYTES_S, HOST_UPDATE_BYTES_S, Hardware
 from ithaka.plan.heads import slots_of
 from ithaka.plan.shape import ModelShape, Work
 
-# Of the hardware's matmul rate, forward and backward, which is lower: it sums weight gradients in fp32.
-MLP_SHARE = (0.91, 0.83)
-PROJECTION_SHARE = (0.72, 0.52)  # whose matrices are slices of few heads
+# Of the hardware's matmul rate, forward and backward.
+MLP_SHARE = (0.82, 0.82)
+PROJECTION_SHARE = (0.62, 0.49)  # whose matrices are slices of few heads
 LOSS_SHARE = 0.91
-COPY_SHARE = 0.9  # of the PCIe rate, in copies tile by tile
+COPY_SHARE = 0.88  # of the PCIe rate, in copies tile by tile
 MLP_PASSES = (3, 6)  # reads and writes of [s, F] by element-wise kernels, forward and backward
 WALK_PASSES = (4, 5)  # of [s, D], per walk over the tiles
 HEAD_PASSES = (8, 24)  # of each projected head's [s, K]: RoPE, layout, sums
-STAGE_SECONDS = (0.0004, 0.0007)  # per stage whatever s is, forward and backward: slices of weights, launches
+STAGE_SECONDS = 0.00016  # per stage and direction whatever s is: slices of weights, launches
 # Of attention's rate at a head dim of 128, at 64, where matmuls wait for the softmax. Forward it grows with the length
 # of documents (444, 498 and 529 TFLOP/s at 128K, 256K and 1M; shorter ones were not measured).
-NARROW_HEAD_SHARE, NARROW_HEAD_START, NARROW_HEAD_LEAST = (0.81, 0.84), 28 * 1024, 128 * 1024
+NARROW_HEAD_SHARE, NARROW_HEAD_START, NARROW_HEAD_LEAST = (0.82, 0.8), 31 * 1024, 128 * 1024
 LOGIT_PASSES = 3  # over the logits by the loss's element-wise kernels: one for the loss, two for its gradient
 # Beside an adapter, forward and backward: reads and writes of its map's inputs and outputs, which its tall matmuls
 # wait for; forward is computed again in backward, and there are three gradients.
@@ -154,7 +155,7 @@ class Linear:
             matmul = products * matmul + self.output(PROJECTION_SHARE[1])
             sums = self.sums(self.projected * self.shape.hidden)
         moved = self.moving(walks + heads) + self.adapters(LAYER_LINEARS[:3], backward)
-        return matmul + moved + self.num_stages * STAGE_SECONDS[backward] + sums
+        return matmul + moved + self.num_stages * STAGE_SECONDS + sums
 
     def mlp(self, backward: bool) -> float:
         moved = self.moving(MLP_PASSES[backward] * self.s * self.shape.mlp * self.layout.element_bytes)
@@ -190,7 +191,7 @@ def _exchange_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, s: 
     sent_q, sent_kv = (b.q, b.kv[0]) if hidden else (queries, kv)
     arriving_back = 2 * sent_q + (0 if kept else sent_q + sent_kv)
     ulysses = layout.ulysses
-    inside = min(ulysses, hardware.gpus_per_node)
+    inside = math.gcd(ulysses, hardware.gpus_per_node)  # of a group that straddles nodes, the smallest part in one
 
     def seconds(num_bytes: int) -> float:
         """Each rank keeps 1/ulysses; what leaves the node goes over the network at the same time as the rest."""
@@ -205,7 +206,7 @@ def _ring_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, s: int)
     """(forward, backward, end of backward): k and v come to the member that sees all, dk and dv go back from it. All
     but the last round's dk and dv have attention to hide behind."""
     b, gpu = LayerBytes(shape, layout, s), hardware.gpu
-    inside = max(1, min(layout.ring, hardware.gpus_per_node // layout.ulysses))  # members in this node
+    inside = max(1, math.gcd(layout.cp, hardware.gpus_per_node) // layout.ulysses)  # fewest members in one node
     per_byte = (inside - 1) / gpu.link_bytes_s + (layout.ring - inside) / gpu.network_bytes_s
     kv = 2 * sum(stage.reads for stage in b.slots.stages) * b.slot
     last = sum(b.wide(b.round(stage)) for stage in range(b.num_stages))
@@ -262,6 +263,6 @@ def _loss_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: W
     tokens = logits_tile_tokens(layout.tile_tokens, linear.s, shape.vocab * layout.element_bytes)
     sums = linear.s / tokens * 2 * shape.saved("lm_head") * layout.sum_bytes
     moved = gather_seconds(2 * head_bytes, hardware, layout.replicas)
-    moved += reduce_seconds(trained * head_bytes, hardware, layout.replicas)
+    moved += reduce_seconds(shape.saved("lm_head") * layout.sum_bytes, hardware, layout.replicas)
     matmuls = (2 + trained) * linear.matmul(shape.hidden, shape.vocab, LOSS_SHARE)
     return Seconds(linear=matmuls + linear.moving(LOGIT_PASSES * all_logits + sums), exchange=moved)

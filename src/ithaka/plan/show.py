@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from ithaka.config import SECTIONS, Config, ConfigError, given, load, parse_count, shown, to_dict
-from ithaka.layout import EVERYTHING, SETTINGS
+from ithaka.layout import EVERYTHING, SETTINGS, either
 from ithaka.plan import search
 from ithaka.plan.bytes import (
     HOST_PROCESS_BYTES,
@@ -22,9 +22,16 @@ from ithaka.plan.bytes import (
     LayerBytes,
     kept_attention_bytes,
 )
-from ithaka.plan.hardware import DISK_BYTES_S, GIB, HOST_BYTES_PER_GPU, Hardware
+from ithaka.plan.hardware import (
+    DISK_BYTES_S,
+    FA4_PACKAGE,
+    GIB,
+    H200_ATTENTION,
+    KERNEL_NAMES,
+    Hardware,
+)
 from ithaka.plan.models import find_config, hub_id
-from ithaka.plan.search import Plan, Space
+from ithaka.plan.search import ADAPTER_RANK, Plan, Space
 from ithaka.plan.shape import Work, max_positions, shape_from_config, yarn_factor
 
 WIDTH = 118
@@ -68,6 +75,11 @@ class Question:
     given: frozenset[str]
     work: Work
 
+    def with_kernel(self, kernel: str) -> Question:
+        """With the attention rates of this kernel."""
+        machine = self.space.hardware
+        return replace(self, space=replace(self.space, hardware=machine.with_kernel(kernel)))
+
     def plan(self, context: int = 0) -> Plan:
         return self.space.choose(replace(self.work, context=context or self.work.context))
 
@@ -101,12 +113,17 @@ def question(
     if num_tokens is None or num_tokens < 2:
         raise ConfigError(f"--context {context} is not a number of tokens from 2 on; write for example 128K or 1M")
     told = given(None, overrides)
-    for name in told - {*SETTINGS, "train.accumulate"} - ADAPTER:
+    for name in told - {*SETTINGS, "train.accumulate", "attention.kernel"} - ADAPTER:
         if name in OPTIONS:
             raise ConfigError(f"--set {name} has its own option here; use {OPTIONS[name]}")
         if not any_setting:
             raise ConfigError(f"{name} is not decided by a plan; use one of {', '.join(SETTINGS)}")
     config = load(None, [*overrides, f"data.context={num_tokens}", f"train.batch={batch}"])
+    if (kernel := config.attention.kernel) != "auto":
+        if kernel not in (known := hardware.gpu.kernels or tuple(H200_ATTENTION)):
+            rule = f"has no known rate on {hardware.gpu.name}"
+            raise ConfigError(f"attention.kernel={kernel} {rule}; use {either(('auto', *known))}")
+        hardware = hardware.with_kernel(kernel)
     hf_config = find_config(model)
     shape = shape_from_config(hf_config, model).with_adapter(config.adapter)
     space = search.space_of(config, told, shape, hardware)
@@ -148,8 +165,10 @@ def as_dict(plan: Plan, model: str, steps: int | None = None) -> dict[str, Any]:
         "context": plan.work.context,
         "batch": plan.work.batch,
         "gpus": plan.hardware.name,
+        "kernel": plan.hardware.gpu.kernel or None,
         "settings": plan.settings,
         "reasons": _reasons(plan),
+        **({"choice": _choice(plan)} if plan.fits else {"ways_out": _ways_out(plan)}),
         "step_s": plan.step_s,
         "tokens_per_s_per_gpu": plan.tokens_per_s_per_gpu,
         "sequences_per_step": plan.sequences_per_step,
@@ -255,16 +274,21 @@ def _adapter_line(plan: Plan) -> str:
     return f"{what}; that saves {size(gpu_bytes)} per GPU{on_host}{time}"
 
 
+def _ways_out(plan: Plan) -> dict[str, str]:
+    """What makes the plan fit, by option: each was found by search, and is enough alone."""
+    ways = search.Space(plan.shape, plan.hardware, plan.given).ways_to_fit(plan.work)
+    found = {"--context": f"{ways.context} ({tokens(ways.context)})"} if ways.context else {}
+    found |= {"--adapter": str(ADAPTER_RANK)} if ways.adapter else {}
+    found |= {"--gpus": f"{ways.hardware.name} ({ways.hardware.num_gpus} GPUs)"} if ways.hardware else {}
+    amounts = {"--host-memory": ways.host_bytes, "--disk": ways.disk_bytes}
+    found |= {option: f"{num_bytes // 10**9}GB" for option, num_bytes in amounts.items() if num_bytes}
+    free = plan.given and search.Space(plan.shape, plan.hardware).fits(plan.work)
+    return found | ({"--set": "left out"} if free else {})
+
+
 def _way_out(plan: Plan) -> str:
-    """The longest context, and what lets more fit, found by trial; more GPUs come as more nodes."""
-    space, batch = search.Space(plan.shape, plan.hardware, plan.given), plan.work.batch
-    context, _ = space.longest(batch)
-    disk = "more disk" if plan.hardware.disk_bytes else "a disk (--disk 10TB)"
-    words = {"host": "more host memory", "disk": disk, "nodes": "more GPUs"}
-    more = ", or ".join(words[way] for way in space.ways_further(batch, context)) or "GPUs with more memory"
-    if not context:
-        return f"No context fits with these settings: it takes {more}."
-    return f"The longest context that fits is {tokens(context)} ({context}); for more, {more}."
+    ways = either(f"{option} {value}" for option, value in _ways_out(plan).items())
+    return f"It fits with {ways}." if ways else "No shorter context and no number of these GPUs fits: use larger GPUs."
 
 
 def _reasons(plan: Plan) -> dict[str, str]:
@@ -311,6 +335,8 @@ def _why_ring(plan: Plan) -> str:
     cp, heads, width = plan.layout.cp, plan.shape.heads, plan.layout.heads_per_stage
     if cp > heads:
         return f": the model has only {heads} query heads to exchange"
+    if cp > plan.hardware.gpus_per_node:
+        return ": groups that exchange tokens for heads stay inside a node"
     stage = None if width is None else min(-(-width // cp) * cp, heads)
     return _instead(plan, f"exchanging tokens for heads over {cp}", ring=1, heads_per_stage=stage)
 
@@ -358,16 +384,32 @@ def _costs(plan: Plan) -> Iterator[str]:
 
 
 def _others(plan: Plan) -> Iterator[str]:
-    """The plan and the best of other kinds, in a table."""
-    yield from ("", "This plan and others", f"  {'  '.join(COLUMNS)}")
-    for other in (plan, *plan.others):
+    """A table of the plan and the best of other kinds, fastest first; an arrow marks the plan."""
+    yield from ("", f"This plan (>) and others, fastest first: {_choice(plan)}", f"  {'  '.join(COLUMNS)}")
+    for other in _ranked(plan):
         layout, ledger = other.layout, other.ledger
         kept = f"{layout.keep_attention} on {layout.attention_tier}" if layout.keep_attention else "none"
         where = (layout.input_tier, kept, "host" if layout.offload_optimizer else "device")
         figures = (rate(other.tokens_per_s_per_gpu), f"{ledger.gpu_peak / GIB:.1f}", f"{ledger.host_peak / GIB:.0f}")
         split = layout.cp if layout.ring == 1 else f"{layout.ulysses}x{layout.ring}"
         cells = (split, other.settings["parallel.heads_per_stage"], *where, *figures)
-        yield "".join(f"  {cell:>{len(title)}}" for title, cell in zip(COLUMNS, cells, strict=True))
+        row = "".join(f"  {cell:>{len(title)}}" for title, cell in zip(COLUMNS, cells, strict=True))
+        yield f"> {row[2:]}" if other is plan else row
+
+
+def _ranked(plan: Plan) -> list[Plan]:
+    return sorted((plan, *plan.others), key=lambda each: -each.tokens_per_s_per_gpu)
+
+
+def _choice(plan: Plan) -> str:
+    """Why this plan."""
+    fastest = _ranked(plan)[0]
+    if fastest is plan:
+        return "the fastest that fits"
+    slower = 1 - plan.tokens_per_s_per_gpu / fastest.tokens_per_s_per_gpu
+    disk, host = (getattr(fastest.ledger, name) - getattr(plan.ledger, name) for name in ("disk_peak", "host_needed"))
+    saved = f"{size(disk)} less disk" if disk else f"{size(host)} less host memory"
+    return f"{slower:.1%} slower than the fastest that fits, with {saved} per node"
 
 
 def _wrapped(parts: Iterator[str]) -> list[str]:
@@ -380,7 +422,8 @@ def assumed(plan: Plan) -> dict[str, str]:
     """What the plan assumes, because nobody measured or gave it."""
     gpu, hardware = plan.hardware.gpu, plan.hardware
     found = {
-        "host memory": f"{HOST_BYTES_PER_GPU / 1e9:.0f} GB per GPU; give yours with --host-memory",
+        "host memory": f"{hardware.host_bytes / 1e9:.0f} GB per node; give yours with --host-memory",
+        "attention": _attention(plan),
         "links": f"{gpu.link_bytes_s / 1e9:.0f} GB/s per GPU inside a node, "
         f"{gpu.network_bytes_s / 1e9:.3g} GB/s between nodes",
         "disk": f"{DISK_BYTES_S / 1e9:.0f} GB/s per node",
@@ -390,7 +433,21 @@ def assumed(plan: Plan) -> dict[str, str]:
         "data": "one document per sequence; shorter ones, packed, take less attention",
     }
     known = {"host memory": not hardware.assumed_host, "disk": not hardware.disk_bytes}
+    known["attention"] = gpu.kernel not in KERNEL_NAMES
     return {name: text for name, text in found.items() if not known.get(name)}
+
+
+def _attention(plan: Plan) -> str:
+    """The kernel, and how fast the plan would be with and without FlashAttention 4."""
+    gpu = plan.hardware.gpu
+    name, other = KERNEL_NAMES.get(gpu.kernel, gpu.kernel), "cudnn" if gpu.kernel == "fa4" else "fa4"
+    if "fa4" not in gpu.kernels:
+        return name
+    changed = replace(plan, hardware=plan.hardware.with_kernel(other))
+    speed = f"{rate(changed.tokens_per_s_per_gpu)} tok/s per GPU"
+    if other == "fa4":
+        return f"{name}; FlashAttention 4 ({FA4_PACKAGE}) gives {speed}"
+    return f"{name} ({FA4_PACKAGE}); without it, {KERNEL_NAMES[other]} gives {speed}"
 
 
 # ---- numbers for people

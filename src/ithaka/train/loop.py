@@ -649,7 +649,7 @@ def _header(trainer: Trainer) -> dict[str, str]:
         "ranks": f"{mesh.world_size} ({device}) = {mesh.dp_size} data x {mesh.cp_size} context parallel"
         + f" ({ulysses} Ulysses x {ring} ring)" * (ring > 1),
         "context": f"{config.data.context} tokens, {tokens} per step, {config.train.steps - config.start} steps",
-        "attention": f"kernel {trainer.kernel}",
+        "attention": f"kernel {trainer.kernel}{_planned_kernel(trainer)}",
         "run": f"{trainer.run.run_dir}{f', resumed after step {trainer.step}' if trainer.step else ''}",
         "saving": _saving(trainer),
     }
@@ -661,6 +661,12 @@ def _header(trainer: Trainer) -> dict[str, str]:
         shown = ", ".join(f"{name} {value}" for name, value in values.items())
         facts["rope"] = f"{shown}, for {model.config.max_position_embeddings} positions"
     return facts | trainer.data_facts | dict(trainer.run.changed)
+
+
+def _planned_kernel(trainer: Trainer) -> str:
+    """The kernel that was planned with, if another one runs."""
+    expected = trainer.run.plan.hardware.gpu.kernel if trainer.run.plan else ""
+    return f", planned with {expected}" if expected not in ("", trainer.kernel) else ""
 
 
 def _saving(trainer: Trainer) -> str:

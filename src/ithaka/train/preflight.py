@@ -24,7 +24,7 @@ import torch.distributed as dist
 import yaml
 
 import ithaka
-from ithaka.attention.kernels import KERNELS
+from ithaka.attention.kernels import KERNELS, expected_kernel
 from ithaka.config import (
     CPU_DEFAULT,
     GPU_DEFAULT,
@@ -50,8 +50,8 @@ from ithaka.exits import TransientError, is_transient
 from ithaka.layout import Layout, check_fixed, either, fixed_settings, layout_of
 from ithaka.model.adapters import with_stored_settings
 from ithaka.plan.bytes import COPY, Holders, Ledger, memory, saved_bytes
-from ithaka.plan.hardware import GPUS, Hardware, find_gpu, gpu_named, this_host
-from ithaka.plan.search import Plan, space_of, work_of
+from ithaka.plan.hardware import GPUS, Hardware, find_gpu, gpu_named, this_host, with_kernel
+from ithaka.plan.search import ADAPTER_RANK, Plan, Space, space_of, work_of
 from ithaka.plan.shape import ModelShape, Work, read_shape, shape_from_config
 from ithaka.plan.show import size
 from ithaka.train import checkpoint, launch
@@ -435,8 +435,8 @@ def model_shape(config: Config) -> ModelShape:
 
 
 def machine_here(config: Config, num_ranks: int, gpu: tuple[str, int] | None) -> Hardware:
-    """The machine of this rank, as if all nodes were like it: its GPU (name and bytes in all), and what of host memory
-    and disk is free before the run takes any."""
+    """The machine of this rank, as if all nodes were like it: its GPU (name and bytes in all) with the attention kernel
+    that should run on it, and the host memory and disk that are free before the run takes any."""
     settings, disk = config.memory, config.memory.disk_path
     if disk is not None and not disk.is_dir():
         raise ConfigError(f"memory.disk_path={disk} is not a directory; create it, or leave it null")
@@ -448,17 +448,20 @@ def machine_here(config: Config, num_ranks: int, gpu: tuple[str, int] | None) ->
     entry = GPUS["CPU"] if gpu is None else gpu_named(name) or dataclasses.replace(find_gpu(STAND_IN), name=name)
     memory_bytes = gpu_bytes if gpu_named(name) is None else min(entry.memory_bytes, gpu_bytes)
     disk_bytes = host.disk_bytes if disk or "disk" in (settings.offload, settings.attention_offload) else 0
+    entry = with_kernel(entry, expected_kernel(config.attention.kernel, entry.kernels))
     entry = dataclasses.replace(entry, memory_bytes=memory_bytes)
     return Hardware(entry, ranks, num_ranks // ranks, host_bytes=host.memory_bytes, disk_bytes=disk_bytes)
 
 
 def least_of(machines: Sequence[Hardware]) -> Hardware:
-    """What every rank's machine has: the least of host memory and disk, and the GPU with the least memory."""
+    """What every rank's machine has: the least host memory and disk, and the GPU with the least memory, among equals
+    the one whose attention kernel is slowest."""
     numbers = sorted({machine.gpus_per_node for machine in machines})
     if len(numbers) > 1:
         raise ConfigError(f"the nodes have {' and '.join(map(str, numbers))} ranks; start the same number on each")
     host_bytes, disk_bytes = (min(getattr(m, name) for m in machines) for name in ("host_bytes", "disk_bytes"))
-    gpu = min((machine.gpu for machine in machines), key=lambda gpu: gpu.memory_bytes)
+    gpus = (machine.gpu for machine in machines)
+    gpu = min(gpus, key=lambda gpu: (gpu.memory_bytes, gpu.attention_forward_flops))
     return dataclasses.replace(machines[0], gpu=gpu, host_bytes=host_bytes, disk_bytes=disk_bytes)
 
 
@@ -475,8 +478,8 @@ def plans_for(config: Config, hardware: Hardware) -> bool:
 def planned(
     config: Config, given: Set[str], hardware: Hardware, shape: ModelShape | None = None
 ) -> tuple[Config, Plan | None]:
-    """`config` with every setting that is not `given` taken from the fastest plan that fits, or that misses by least,
-    and that plan. `shape`: of the model, unless the configuration says it."""
+    """`config` with every setting that is not `given` taken from the plan for it, and that plan, which may not fit.
+    `shape`: of the model, unless the configuration says it."""
     if not plans_for(config, hardware):
         return config, None
     plan = space_of(config, given, shape or model_shape(config), hardware).choose(work_of(config))
@@ -507,7 +510,8 @@ def check_fits(run: Run) -> None:
     """Refuse a step, or an evaluation, that does not fit by the planner's ledger, reserves included. Where the planner
     does not decide, refuse only what certainly exceeds host memory or disk: what else a process needs is not
     counted."""
-    anyway = {"memory.plan=off to try anyway": plans_for(run.config, run.hardware)}
+    counts_all = plans_for(run.config, run.hardware)
+    anyway = {"memory.plan=off to try anyway": counts_all}
     for what, holders, have in _lacking(run, run.ledger):
         memory = run.config.memory
         ways: dict[str, object] = {
@@ -518,8 +522,7 @@ def check_fits(run: Run) -> None:
             "memory.keep_attention=none": run.layout.keep_attention > run.layout.keep_projections,
             "memory.offload_optimizer=false": holders.get(STATES),
             "a memory.disk_path with more room": what == "disk",
-            "more ranks": what == "each GPU",
-            "a shorter data.context": True,
+            **(_ways_to_fit(run) if counts_all else {"more ranks": what == "each GPU", "a shorter data.context": True}),
         }
         raise _does_not_fit(run, f"data.context={run.work.context}", what, holders, have, ways | anyway)
     for what, holders, have in _lacking(run, run.evaluation_ledger) if run.longest_evaluation else ():
@@ -551,6 +554,20 @@ def _does_not_fit(
     needed = f"{size(sum(holders.values()))} of {what} for {run.hardware.gpus_per_node} ranks ({parts})"
     way = either(way for way, helps in ways.items() if helps)
     return ConfigError(f"{field} needs {needed}, but only {size(have)} is there; use {way}")
+
+
+def _ways_to_fit(run: Run) -> dict[str, bool]:
+    """Found by search, with all settings of memory and parallelism left to the planner."""
+    space = Space(run.shape, run.hardware)
+    if space.fits(run.work):
+        return {"settings of memory and parallel left to the planner": True, "a shorter data.context": True}
+    ways = space.ways_to_fit(run.work)
+    gpus = f"{ways.hardware.num_gpus} GPUs ({ways.hardware.name})" if ways.hardware else ""
+    return {
+        f"data.context={ways.context}": ways.context > 0,
+        f"an adapter (adapter.rank={ADAPTER_RANK})": ways.adapter,
+        gpus: bool(gpus),
+    }
 
 
 def store_host_bytes(run: Run) -> int | None:

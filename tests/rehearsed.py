@@ -1,0 +1,130 @@
+"""Plans against rehearsals on an H200 (LOG.md, "planned against rehearsed").
+
+rehearsed.csv, one rehearsal per row. set: "fitted" if the constants of plan/seconds.py are fitted to it; "held-out"
+for everything at 512K and all of qwen3-32b, a length and a model that no constant has seen. tier: of layer inputs, and
+of attention's output where it is kept. steps: 2, and the second is measured; or 1, which pins host memory and has
+cuDNN plan its kernels in forward. layer_s: both directions together. No seconds: attention was cut short, and only the
+peak is valid.
+
+`PYTHONPATH=src python tests/rehearsed.py` prints the errors of both sets, and the constants fitted again.
+"""
+
+import csv
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from ithaka.config import parse_count
+from ithaka.layout import LayerKeeps, Layout
+from ithaka.plan import seconds
+from ithaka.plan.bytes import kept_attention_bytes, memory
+from ithaka.plan.hardware import parse_gpus, with_kernel
+from ithaka.plan.models import find_shape
+from ithaka.plan.shape import Work
+
+with (Path(__file__).parent / "rehearsed.csv").open(encoding="utf-8") as file:
+    ROWS = list(csv.DictReader(file))
+
+# Seconds per layer of llama3-8b with cuDNN, one H200 as rank 0 of 8: attention and MLP of forward, then of backward.
+# Like the rows, 512K is held out.
+LLAMA = find_shape("llama3-8b")
+STREAMED = Layout(8, 8, 8192, (LayerKeeps("host", "host"),) * 32, overlap=False)  # one query head per rank and stage
+DIRECTIONS = ("forward", "backward")
+PARTS = {
+    2**17: (0.0284, 0.0096, 0.0834, 0.0288),
+    2**19: (0.4835, 0.0395, 1.3341, 0.1087),
+    2**20: (1.9120, 0.0848, 5.2976, 0.2161),
+}
+
+
+def h200(count: int, kernel: str):
+    machine = parse_gpus(f"{count}xH200")
+    return replace(machine, gpu=with_kernel(machine.gpu, kernel))
+
+
+def plan_row(row: dict[str, str]) -> tuple[float, tuple[float, float]]:
+    """(peak in GiB without the reserve, a layer's seconds forward and backward without exchanges)."""
+    layers, cp = int(row["layers"]), int(row["cp"])
+    shape, work = find_shape(row["model"]), Work(parse_count(row["context"]) or 0)
+    shape = replace(shape, num_layers=layers, windows=shape.windows[:layers])
+    keeps = LayerKeeps(row["tier"], row["tier"] if row["kept"] == "1" else None)
+    stage, tile = int(row["heads_per_stage"]), int(row["tile_tokens"])
+    layout = Layout(cp, stage, tile, (keeps,) * layers, overlap=row["overlap"] == "1")
+    hardware = h200(cp, row["kernel"])
+    ledger = memory(shape, layout, hardware, work)
+    parts = seconds.layer_seconds(shape, layout, hardware, work, None, keeps)
+    forward, backward = (part.total - part.exchange for part in parts)
+    return (ledger.gpu_peak - ledger.gpu["reserve"]) / 2**30, (forward, backward)
+
+
+def errors(row: dict[str, str]) -> dict[str, float]:
+    """Planned / measured - 1 of what was measured: the peak, the layer, and each direction after a first step."""
+    peak_gib, (forward_s, backward_s) = plan_row(row)
+    found = {"peak": peak_gib / float(row["peak_gib"]) - 1}
+    if row["layer_s"]:
+        found["layer"] = (forward_s + backward_s) / float(row["layer_s"]) - 1
+    elif row["forward_s"]:
+        measured = float(row["forward_s"]), float(row["backward_s"])
+        found["layer"] = (forward_s + backward_s) / sum(measured) - 1
+        if row["steps"] == "2":
+            found |= {"forward": forward_s / measured[0] - 1, "backward": backward_s / measured[1] - 1}
+    return found
+
+
+def summarize(name: str) -> dict[str, tuple[int, float, float, float]]:
+    """(points, median size of the error, largest underestimate, largest overestimate) of a set."""
+    found = [errors(row) for row in ROWS if row["set"] == name]
+    values = {what: [each[what] for each in found if what in each] for what in ("peak", "layer", *DIRECTIONS)}
+    return {what: (len(v), statistics.median(map(abs, v)), min(v), max(v)) for what, v in values.items()}
+
+
+def plan_parts(context: int) -> list[float]:
+    """As PARTS: the MLP's backward waits for the layer's input and attention's output."""
+    hardware = h200(8, "cudnn")
+    forward, backward = seconds.layer_seconds(LLAMA, STREAMED, hardware, Work(context), None, STREAMED.kept[0])
+    linear = seconds.Linear(LLAMA, STREAMED, hardware, context // 8)
+    fetched_bytes, mlp_back = linear.x + kept_attention_bytes(LLAMA, STREAMED, linear.s), linear.mlp(True)
+    mlp_back += linear.wait(fetched_bytes / (hardware.gpu.pcie_bytes_s * seconds.COPY_SHARE), mlp_back)
+    return [forward.attention, linear.mlp(False), backward.attention, mlp_back]
+
+
+def fit() -> dict[str, object]:
+    """Least squares over the logarithms of planned / measured, each direction, by Levenberg-Marquardt."""
+    fitted = [row for row in ROWS if row["set"] == "fitted"]
+
+    def constants(x: np.ndarray) -> dict[str, object]:
+        mlp, mlp_back, project, project_back, narrow, narrow_back, copy, stage, start = np.exp(x).tolist()
+        pairs = {"MLP_SHARE": (mlp, mlp_back), "PROJECTION_SHARE": (project, project_back)}
+        pairs["NARROW_HEAD_SHARE"] = (narrow, narrow_back)
+        return {**pairs, "COPY_SHARE": copy, "STAGE_SECONDS": stage, "NARROW_HEAD_START": start}
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        vars(seconds).update(constants(x))
+        found = [errors(row) for row in fitted]
+        values = [each[name] for each in found for name in (DIRECTIONS if "forward" in each else ("layer",))]
+        for context in (2**17, 2**20):
+            planned, measured = plan_parts(context), PARTS[context]
+            values += [planned[i] / measured[i] - 1 for i in (1, 3)]
+        return np.log1p(values)
+
+    x, damping = np.log([0.8, 0.8, 0.8, 0.8, 0.8, 0.8, 0.9, 5e-4, 2**15]), 1e-4
+    now = residuals(x)
+    while damping < 1:
+        slopes = np.array([(residuals(x + step) - now) / 1e-4 for step in 1e-4 * np.eye(len(x))])
+        step = np.linalg.solve(slopes @ slopes.T + damping * np.eye(len(x)), -slopes @ now)
+        further = residuals(x + np.clip(step, -0.3, 0.3))
+        if further @ further < now @ now * (1 - 1e-6):
+            x, now, damping = x + np.clip(step, -0.3, 0.3), further, damping / 3
+        else:
+            damping *= 4
+    return constants(x)
+
+
+if __name__ == "__main__":
+    for name in ("fitted", "held-out"):
+        for what, figures in summarize(name).items():
+            print("{}, {}: {} points, median {:.1%}, from {:+.1%} to {:+.1%}".format(name, what, *figures))
+    for name, value in fit().items():
+        print(name, value if isinstance(value, tuple) else f"{value:.3g}")

@@ -1,0 +1,336 @@
+"""Every term of the time model against a count done by hand, with all rates but one without limit.
+
+llama3-8b: 32 query heads and 8 kv heads of 128, hidden 4096, MLP 14336, vocabulary 128256, 32 layers.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from ithaka.config import AdapterConfig
+from ithaka.layout import LayerKeeps, make_layout
+from ithaka.plan import seconds
+from ithaka.plan.hardware import FIGURES, Gpu, Hardware
+from ithaka.plan.models import find_shape
+from ithaka.plan.seconds import layer_seconds, step_seconds
+from ithaka.plan.shape import Work
+
+LLAMA = find_shape("llama3-8b")
+D, F, V, K, LAYERS = 4096, 14336, 128256, 128, 32
+HEAD = K * 2  # bytes of a token in one head
+LAYER = D * (32 + 8 + 8 + 32) * K + 3 * D * F + 2 * D  # parameters
+S = 2**20
+NEVER = 1e40  # a rate that takes no time
+WORK = 1.0  # and one that takes longer than everything else
+
+
+@pytest.fixture(autouse=True)
+def shares(monkeypatch):
+    """Matmuls and copies at the full rate: what is counted are FLOPs and bytes."""
+    for name in ("MLP_SHARE", "PROJECTION_SHARE"):
+        monkeypatch.setattr(seconds, name, (1.0, 1.0))
+    monkeypatch.setattr(seconds, "LOSS_SHARE", 1.0)
+    monkeypatch.setattr(seconds, "COPY_SHARE", 1.0)
+    monkeypatch.setattr(seconds, "STAGE_SECONDS", 0.0)
+
+
+def machine(nodes=1, gpus=8, **rates):
+    return Hardware(Gpu("", **dict.fromkeys(FIGURES, NEVER) | {"memory_bytes": 2**40} | rates), gpus, nodes)
+
+
+def layout_of(cp=8, **words):
+    return make_layout(LAYERS, **{"cp": cp, "heads_per_stage": 32, "tile_tokens": 8192, "overlap": False} | words)
+
+
+def layer(hardware, layout, keeps, shape=LLAMA, work=None):
+    return layer_seconds(shape, layout, hardware, work or Work(S), None, keeps)
+
+
+KEPT = LayerKeeps("device", "device")
+PROJECTED = LayerKeeps("device", "device", projections=True)
+EVERYTHING = LayerKeeps("device", "device", projections=True, mlp=True)
+AGAIN = LayerKeeps("device")
+
+
+@pytest.mark.parametrize("cp, ring, model, heads", [
+    (1, 1, "llama3-8b", 32), (8, 1, "llama3-8b", 4), (16, 2, "llama3-8b", 4), (8, 1, "qwen2.5-7b", 4),
+    (8, 2, "qwen2.5-7b", 7),
+])  # fmt: skip
+def test_attention(cp, ring, model, heads):
+    """Two products of each pair forward, five backward; a ring's members have a share of the pairs."""
+    hardware = machine(gpus=cp, attention_forward_flops=2e12, attention_backward_flops=1e12)
+    layout = layout_of(cp, ring=ring, heads_per_stage=None)
+    forward, backward = layer(hardware, layout, KEPT, find_shape(model))
+    product = 2 * K * heads * S * S / 2 / ring
+    assert (forward.attention, backward.attention) == pytest.approx((2 * product / 2e12, 5 * product / 1e12))
+    again = layer(hardware, layout, AGAIN, find_shape(model))[1]
+    assert again.attention == pytest.approx(forward.attention + backward.attention)
+
+
+def test_narrow_heads_attend_more_slowly():
+    """The shorter the documents, the more so; below 128K no further."""
+    hardware, shape = machine(attention_forward_flops=1e12, attention_backward_flops=1e12), find_shape("llama3.2-1b")
+    (share, share_back), start = seconds.NARROW_HEAD_SHARE, seconds.NARROW_HEAD_START
+    for length, counted in ((2**20, 2**20), (2**17, 2**17), (2**14, 2**17)):
+        forward, backward = layer(hardware, layout_of(), KEPT, shape, Work(S, document_tokens=length))
+        flops = 4 * 64 * 4 * S * length / 2
+        assert forward.attention == pytest.approx(flops / 1e12 / share * (1 + start / counted))
+        assert backward.attention == pytest.approx(2.5 * flops / 1e12 / share_back)
+
+
+# Products of a layer's weights in backward: those computed again, then the gradients of inputs and weights.
+@pytest.mark.parametrize("keeps, adapter, qkv, out, mlp", [
+    (KEPT, False, 3, 3, 2 + 2 / 3),  # the MLP's last product is not computed again
+    (PROJECTED, False, 2, 2, 2 + 2 / 3),
+    (EVERYTHING, False, 2, 2, 2),
+    (KEPT, True, 2, 2, 1 + 2 / 3),
+    (EVERYTHING, True, 1, 1, 1),
+])  # fmt: skip
+def test_matmuls(keeps, adapter, qkv, out, mlp):
+    shape = LLAMA.with_adapter(AdapterConfig(rank=8)) if adapter else LLAMA
+    forward, backward = layer(machine(matmul_flops=1e12), layout_of(), keeps, shape)
+    projections, output, middle = (2 * S / 8 * D * width for width in ((32 + 8 + 8) * K, 32 * K, 3 * F))
+    assert forward.linear == pytest.approx((projections + output + middle) / 1e12)
+    assert backward.linear == pytest.approx((qkv * projections + out * output + mlp * middle) / 1e12)
+    if keeps is KEPT:
+        again = layer(machine(matmul_flops=1e12), layout_of(), AGAIN, shape)[1].linear
+        assert again == pytest.approx(backward.linear + projections / 1e12)
+
+
+def test_each_part_has_its_own_rate(monkeypatch):
+    """The output projection runs with the MLP, except for the gradient of its input."""
+    monkeypatch.setattr(seconds, "MLP_SHARE", (NEVER, NEVER))
+    monkeypatch.setattr(seconds, "PROJECTION_SHARE", (0.5, 0.25))
+    forward, backward = layer(machine(matmul_flops=1e12), layout_of(), KEPT)
+    projections, output = (2 * S / 8 * D * width for width in ((32 + 8 + 8) * K, 32 * K))
+    assert forward.linear == pytest.approx(projections / 0.5e12)
+    assert backward.linear == pytest.approx((3 * projections + output) / 0.25e12)
+
+
+def test_kv_heads_repeated_on_ranks_are_projected_as_often():
+    shape = replace(LLAMA, kv_heads=2)
+    few, many = (layer(machine(matmul_flops=1e12), layout_of(cp), KEPT, shape, Work(S * cp))[0] for cp in (1, 8))
+    assert many.linear - few.linear == pytest.approx(2 * S * D * 2 * (8 - 2) * K / 1e12)
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_kernels_that_only_move_bytes(stages):
+    s, x, tiles = S // 8, S // 8 * D * 2, S // 8 // 8192
+    forward, backward = layer(machine(memory_bytes_s=1e12), layout_of(heads_per_stage=32 // stages), KEPT)
+    heads, middle = s * (32 + 8 + 8) * HEAD, s * F * 2
+    assert forward.linear == pytest.approx((3 * middle + 4 * stages * x + 8 * heads) / 1e12)
+    sums = (tiles - 1) * 2 * 4 * (D * (32 + 8 + 8) * K + 3 * D * F)  # fp32, read and written
+    assert backward.linear == pytest.approx((6 * middle + 5 * (stages + 1) * x + 24 * heads + sums) / 1e12)
+    frozen = LLAMA.with_adapter(AdapterConfig(rank=8, targets=("lm_head",)))  # no weight gradients to sum
+    again = layer(machine(memory_bytes_s=1e12), layout_of(heads_per_stage=32 // stages), KEPT, frozen)[1]
+    assert backward.linear - again.linear == pytest.approx(sums / 1e12)
+    kept = layer(machine(memory_bytes_s=1e12), layout_of(heads_per_stage=32 // stages), PROJECTED)[1]
+    assert backward.linear - kept.linear == pytest.approx((5 * stages * x + 8 * heads) / 1e12)
+
+
+def test_adapters_read_and_write_what_their_maps_do():
+    shape = LLAMA.with_adapter(AdapterConfig(rank=8, targets=("q_proj", "down_proj")))
+    frozen = LLAMA.with_adapter(AdapterConfig(rank=8, targets=("lm_head",)))
+    with_adapters, without = (layer(machine(memory_bytes_s=1e12), layout_of(), KEPT, each) for each in (shape, frozen))
+    s = S // 8
+    forward, backward = (a.linear - b.linear for a, b in zip(with_adapters, without, strict=True))
+    assert forward == pytest.approx(s * 2 * ((D + 2 * D) + (F + 2 * D)) / 1e12)
+    assert backward == pytest.approx(s * 2 * 4 * (D + D + F + D) / 1e12)
+
+
+def test_every_stage_takes_its_time(monkeypatch):
+    monkeypatch.setattr(seconds, "STAGE_SECONDS", 1.0)
+    assert [part.linear for part in layer(machine(), layout_of(heads_per_stage=8), KEPT)] == pytest.approx([4, 4])
+
+
+# ---- exchanges
+
+
+def exchanged(hardware, layout, keeps=KEPT, **more):
+    """Beside compute that hides the gathering of weights."""
+    slow = replace(hardware, gpu=replace(hardware.gpu, matmul_flops=WORK))
+    return [part.exchange for part in layer(slow, layout, keeps, **more)]
+
+
+def test_exchange_inside_a_node():
+    """q, k and v go, the output comes back; in backward they go again with out and dout, and dq, dk and dv come."""
+    token, rate = S // 8 * HEAD * 7 / 8, 1e11
+    q, kv = 32 * token / rate, 16 * token / rate
+    link = machine(link_bytes_s=rate)
+    assert exchanged(link, layout_of()) == pytest.approx([2 * q + kv, 4 * q + 2 * kv])
+    assert exchanged(link, layout_of(), PROJECTED) == pytest.approx([2 * q + kv, 3 * q + kv])
+    assert exchanged(link, layout_of(), AGAIN) == pytest.approx([2 * q + kv, 6 * q + 3 * kv])
+    assert exchanged(link, layout_of(heads_per_stage=8)) == pytest.approx([2 * q + kv, 4 * q + 2 * kv])
+    # What later stages receive comes while the first attends: with the first all k and v, and a quarter of q.
+    early = layout_of(heads_per_stage=8, overlap=True)
+    assert exchanged(link, early) == pytest.approx([q / 4 + kv + q, 3 * q / 4 + kv + q + kv])
+    assert exchanged(link, layout_of(1)) == [0, 0]
+
+
+@pytest.mark.parametrize("gpus, cp, inside, outside, heads", [
+    (8, 16, 7, 8, 96), (4, 16, 3, 12, 96),  # 32 of q, as many of the output, and 8 of k and v, repeated on 16 ranks
+    (8, 6, 1, 4, 96), (8, 3, 0, 2, 90),  # groups that straddle nodes: in some node the fewest are 2 of 6, 1 of 3
+])  # fmt: skip
+def test_exchange_between_nodes(gpus, cp, inside, outside, heads):
+    """Over the link and the network at once. Slots that heads do not fill are sent too."""
+    layout = layout_of(cp, heads_per_stage=None)
+    sent = -(-S // cp) * HEAD * heads / cp / 1e11
+    for rates, others in (({"link_bytes_s": 1e11}, inside), ({"network_bytes_s": 1e11}, outside)):
+        assert exchanged(machine(48 // gpus, gpus, **rates), layout) == pytest.approx(
+            [sent * others, 2 * sent * others]
+        )
+    both = exchanged(machine(48 // gpus, gpus, link_bytes_s=1e11, network_bytes_s=1e11), layout)
+    assert both == pytest.approx([sent * max(inside, outside), 2 * sent * max(inside, outside)])
+
+
+@pytest.mark.parametrize("nodes, gpus, cp, ring, model, near, far", [
+    (2, 8, 16, 2, "llama3-8b", 0, 1),  # a member per node
+    (1, 8, 8, 2, "qwen2.5-7b", 1, 0),  # both in one node
+    (3, 8, 24, 6, "llama3-8b", 1, 4),  # two per node
+    (5, 8, 5, 5, "llama3-8b", 0, 4),  # straddling nodes, some member is alone in its
+])  # fmt: skip
+def test_ring(nodes, gpus, cp, ring, model, near, far):
+    """A member receives k and v of all others; dk and dv go back in fp32, the last round's behind nothing."""
+    shape, layout, ulysses = find_shape(model), layout_of(cp, ring=ring, heads_per_stage=None), cp // ring
+    kv_heads, tokens = -(-shape.kv_heads // ulysses), -(-S // cp) * ulysses
+    member = tokens * 2 * kv_heads * HEAD  # k and v of one member
+    part = max(1 / 8, 32768 / tokens)  # of them, in a round
+    for rates, others in (({"link_bytes_s": 1e11}, near), ({"network_bytes_s": 1e11}, far)):
+        hardware = machine(nodes, gpus, **rates)
+        sent = exchanged(hardware, layout, shape=shape)
+        slow = replace(hardware, gpu=replace(hardware.gpu, attention_forward_flops=WORK, attention_backward_flops=WORK))
+        hidden = exchanged(slow, layout, shape=shape)
+        last = part * member * 2 * (bool(far) == ("network_bytes_s" in rates)) / 1e11
+        assert sent[0] - hidden[0] == pytest.approx(others * member / 1e11, rel=1e-3)
+        assert sent[1] - hidden[1] == pytest.approx(others * 3 * member / 1e11, rel=1e-3)
+        inside = ulysses - 1 if "link_bytes_s" in rates else 0
+        heads = -(-shape.heads // ulysses) * ulysses * 2 + 2 * kv_heads * ulysses
+        there = S / cp * HEAD * heads * inside / ulysses / 1e11
+        assert hidden[0] == pytest.approx(there, rel=1e-3)
+        assert hidden[1] == pytest.approx(2 * there + last, rel=1e-3)
+
+
+# ---- weights
+
+
+def test_weights_are_gathered_and_gradients_reduced_where_nothing_hides_it():
+    """16-bit weights in both directions, fp32 gradients once."""
+    for nodes, rates, rate in (
+        (1, {"link_bytes_s": 1e11}, 1e11),
+        (2, {"network_bytes_s": 1e10}, 8e10),  # a node's GPUs each send another part
+        (2, {"link_bytes_s": 1e9}, 1e9),
+    ):
+        hardware, ranks = machine(nodes, **rates), 8 * nodes
+        parts = layer(hardware, layout_of(1), KEPT)
+        once = LAYER * (ranks - 1) / ranks / rate
+        assert [part.exchange for part in parts] == pytest.approx([2 * once, (2 + 4) * once])
+        slow = replace(hardware, gpu=replace(hardware.gpu, matmul_flops=WORK))
+        assert [part.exchange for part in layer(slow, layout_of(1), KEPT)] == [0, 0]
+
+
+def test_frozen_weights_are_gathered_and_have_no_gradients():
+    frozen = LLAMA.with_adapter(AdapterConfig(rank=8, targets=("lm_head",)))
+    parts = layer(machine(link_bytes_s=1e11), layout_of(1), KEPT, frozen)
+    assert [part.exchange for part in parts] == pytest.approx([2 * LAYER * 7 / 8 / 1e11] * 2)
+
+
+def test_replicas_gather_inside_a_node_and_add_up_between_nodes():
+    layout = layout_of(1, replicas=2)
+    near = layer(machine(2, link_bytes_s=1e11), layout, KEPT)
+    assert [part.exchange for part in near] == pytest.approx([x * LAYER * 7 / 8 / 1e11 for x in (2, 6)])
+    far = layer(machine(2, network_bytes_s=1e10), layout, KEPT)  # an all-reduce of a shard: there and back
+    assert [part.exchange for part in far] == pytest.approx([0, 4 * LAYER / 8 * 2 / 2 / 1e10])
+
+
+def test_an_offloaded_optimizer_has_its_shards_copied():
+    """fp32 weights come in both directions, gradients leave; of a frozen model its 16-bit weights come as well."""
+    layout = layout_of(1, offload_optimizer=True)
+    found = [part.exchange for part in layer(machine(pcie_bytes_s=1e10), layout, KEPT)]
+    assert found == pytest.approx([4 * LAYER / 8 / 1e10, 2 * 4 * LAYER / 8 / 1e10])
+    frozen = LLAMA.with_adapter(AdapterConfig(rank=8, targets=("q_proj",)))
+    found = [part.exchange for part in layer(machine(pcie_bytes_s=1e10), layout, KEPT, frozen)]
+    shard, adapters = 2 * LAYER / 8 / 1e10, 4 * 8 * (D + D) / 8 / 1e10
+    assert found == pytest.approx([shard + adapters, shard + 2 * adapters])
+
+
+# ---- copies
+
+
+def copied(hardware, layout, keeps):
+    return [part.copies for part in layer(hardware, layout, keeps)]
+
+
+def test_copies_to_the_host_and_back():
+    """Inputs leave and come back, once for the MLP and, without overlap, for every walk; so do attention's outputs."""
+    x, rate = S // 8 * D * 2 / 1e10, 1e10
+    out = S // 8 * 32 * (HEAD + 4) / rate
+    pcie, stages = machine(pcie_bytes_s=rate), layout_of(heads_per_stage=8)
+    assert copied(pcie, stages, LayerKeeps("host")) == pytest.approx([x, x + 5 * x])
+    assert copied(pcie, stages, LayerKeeps("host", "host")) == pytest.approx([x + out, x + out + 5 * x])
+    assert copied(pcie, stages, LayerKeeps("device", "host")) == pytest.approx([out, out])
+    assert copied(pcie, replace(stages, overlap=True), LayerKeeps("host", "host")) == pytest.approx([x + out, x + out])
+    assert copied(pcie, stages, KEPT) == [0, 0]
+    # Beside long work only the first of 16 tiles has nothing to hide behind.
+    slow = machine(pcie_bytes_s=rate, matmul_flops=WORK)
+    assert copied(slow, stages, LayerKeeps("host", "host")) == pytest.approx([0, (x + out + 5 * x) / 16])
+
+
+def test_a_disk_takes_what_all_gpus_of_a_node_write():
+    """4 GB/s either way."""
+    x, out = S // 8 * D * 2, S // 8 * 32 * (HEAD + 4)
+    for keeps, num_bytes in ((LayerKeeps("disk", "disk"), x + out), (LayerKeeps("disk", "host"), x)):
+        assert copied(machine(), layout_of(), keeps) == pytest.approx([8 * num_bytes / 4e9] * 2)
+    assert copied(machine(attention_forward_flops=WORK), layout_of(), LayerKeeps("disk"))[0] == 0
+
+
+# ---- the rest of a step
+
+
+def test_loss():
+    """Logits and two gradients of them; three passes over the logits; the head is gathered twice and reduced once."""
+    s, layout, alone = S // 8, layout_of(), replace(LLAMA, num_layers=1, windows=(None,))
+    layout = replace(layout, kept=layout.kept[:1])
+
+    def loss(hardware, work=None, shape=alone):
+        work = work or Work(S)
+        step, parts = step_seconds(shape, layout, hardware, work), layer(hardware, layout, AGAIN, shape, work)
+        return step.linear - sum(part.linear for part in parts[: 1 + work.trains]), step.exchange - sum(
+            part.exchange for part in parts[: 1 + work.trains]
+        )
+
+    forward = Work(S, trains=False)
+    assert loss(machine(matmul_flops=1e12))[0] == pytest.approx(3 * 2 * s * D * V / 1e12)
+    assert loss(machine(matmul_flops=1e12), forward)[0] == pytest.approx(2 * s * D * V / 1e12)
+    frozen = alone.with_adapter(AdapterConfig(rank=8, targets=("q_proj",)))
+    assert loss(machine(matmul_flops=1e12), shape=frozen)[0] == pytest.approx(2 * 2 * s * D * V / 1e12)
+    logits, tiles = s * V * 2, s / 2048  # a quarter of a layer's tile
+    assert loss(machine(memory_bytes_s=1e12))[0] == pytest.approx((3 * logits + tiles * 2 * D * V * 4) / 1e12)
+    assert loss(machine(memory_bytes_s=1e12), forward)[0] == pytest.approx(logits / 1e12)
+    once = D * V * 7 / 8 / 1e11
+    assert loss(machine(link_bytes_s=1e11))[1] == pytest.approx((2 * 2 + 4) * once)
+    assert loss(machine(link_bytes_s=1e11), forward)[1] == pytest.approx(2 * once)
+    assert loss(machine(link_bytes_s=1e11), shape=frozen)[1] == pytest.approx(2 * 2 * once)
+
+
+def test_update():
+    """AdamW reads p, g, m and v and writes p, m and v: each GPU its shard, or the CPUs of a node all of them."""
+    for replicas in (1, 2):
+        hardware, layout = machine(2, memory_bytes_s=1e12), layout_of(replicas=replicas)
+        shard = 7 * 4 * LLAMA.num_parameters * replicas / 16
+        assert step_seconds(LLAMA, layout, hardware, Work(S)).update == pytest.approx(shard / 1e12)
+        layout = replace(layout, offload_optimizer=True)
+        assert step_seconds(LLAMA, layout, hardware, Work(S)).update == pytest.approx(8 * shard / 200e9)
+    assert step_seconds(LLAMA, layout, hardware, Work(S, trains=False)).update == 0
+
+
+def test_a_step_is_its_layers_the_loss_and_one_update():
+    hardware = machine(matmul_flops=1e12, memory_bytes_s=1e12, pcie_bytes_s=1e10, link_bytes_s=1e11)
+    layout = layout_of(input_tier="host")
+    one, four = (step_seconds(LLAMA, layout, hardware, Work(S, accumulate=n)) for n in (1, 4))
+    assert four.total - one.total == pytest.approx(3 * (one.total - one.update))
+    half = replace(LLAMA, num_layers=16, windows=LLAMA.windows[:16])
+    less = step_seconds(half, replace(layout, kept=layout.kept[:16]), hardware, Work(S))
+    parts = sum(part.total for part in layer(hardware, layout, LayerKeeps("host")))
+    assert one.total - one.update - (less.total - less.update) == pytest.approx(16 * parts)
+    forward = step_seconds(LLAMA, layout, hardware, Work(S, trains=False))
+    assert forward.copies == pytest.approx(32 * layer(hardware, layout, LayerKeeps("host"))[0].copies)
