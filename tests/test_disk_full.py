@@ -4,7 +4,6 @@ checkpoint; evaluations and profiles that cannot be written do not end the run."
 import dataclasses
 import errno
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 from ithaka.exits import ExitCode
 from ithaka.train import loop
 from ithaka.train.loop import train
+from ithaka.train.preflight import validated
 from runs import metrics, numbers, run, start_program, tiny_run
 
 
@@ -80,7 +80,7 @@ def test_an_evaluation_or_a_profile_that_cannot_be_written_does_not_end_the_run(
         path = config.train.run_dir / file.format(step)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to("/dev/full")  # opens, and every write fails with ENOSPC
-    run(config)
+    loop.train(validated(config, 1, force=True))
     what, told = "evaluation" if file and "eval" in file else "profile", capsys.readouterr().out
     assert told.count(f"The {what} cannot be written (") == 1
     assert ("No space left on device" if file else "trace.json is incomplete") in told
@@ -90,8 +90,6 @@ def test_an_evaluation_or_a_profile_that_cannot_be_written_does_not_end_the_run(
     others = {"evaluation": "profile/step-4/profile.json", "profile": "evaluations/step-4.json"}
     assert (config.train.run_dir / others[what]).is_file()
     if file and what == "profile":
-        alone = dataclasses.replace(config, evaluate=type(config.evaluate)())
-        shutil.rmtree(config.train.run_dir / "checkpoints")
         (config.train.run_dir / "config.yaml").unlink()
         with pytest.raises(OSError, match="No space left"):  # `ithaka profile`, which has nothing else to write
-            run(alone, only_profile=True)
+            loop.train(validated(config, 1, force=True), only_profile=True)
