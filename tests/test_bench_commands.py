@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from ithaka import rehearse as rehearsal
 from ithaka.cli import app
 from ithaka.config import ConfigError
+from ithaka.exits import ExitCode
 from ithaka.plan.hardware import read_gpu
 from models import tiny_config
 
@@ -49,12 +50,14 @@ def test_plan_reads_what_bench_device_wrote(tmp_path):
 def test_attention_is_refused_before_the_work(wrong, words, monkeypatch):
     monkeypatch.setitem(sys.modules, "ithaka.bench", None)  # what measures is not even imported
     result = run("bench", "attention", *wrong.split())
-    assert result.exit_code == 2 and words in result.stderr and result.stdout == ""
+    assert result.exit_code == ExitCode.WRONG_INPUT and words in result.stderr and result.stdout == ""
 
 
 def test_heads_that_do_not_divide_are_refused():
     result = run("bench", "attention", "--tokens", "64", "--heads", "4", "--kv-heads", "3")
-    assert result.exit_code == 2 and "4 query heads are not a multiple of 3 kv heads" in result.stderr
+    assert (
+        result.exit_code == ExitCode.WRONG_INPUT and "4 query heads are not a multiple of 3 kv heads" in result.stderr
+    )
 
 
 def test_a_refused_ladder_prints_no_table(tmp_path, monkeypatch):
@@ -65,7 +68,7 @@ def test_a_refused_ladder_prints_no_table(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama").to_dict()))
     for ranks, words in (("64", "--ranks=64 exceeds the"), ("2", "the model")):
         refused = run("bench", "ladder", tmp_path / "config.json", "--context", "256", "--ranks", ranks)
-        assert refused.exit_code == 2 and words in refused.stderr and refused.stdout == ""
+        assert refused.exit_code == ExitCode.WRONG_INPUT and words in refused.stderr and refused.stdout == ""
 
 
 def test_ladder_measures_every_rung(tmp_path):
@@ -86,7 +89,7 @@ def test_the_gate_fails_where_a_layer_is_slower_or_larger_than_recorded(tmp_path
     assert run("bench", "gate", "--beside", file).exit_code == 0
     recorded = json.loads(file.read_text())
     assert recorded["1048576"] == {"seconds": 0.4, "peak GiB": 5.0} and len(recorded) == 3
-    for factor, code in ((1.0, 0), (1.019, 0), (1.03, 1), (0.5, 0)):
+    for factor, code in ((1.0, 0), (1.019, 0), (1.03, ExitCode.FAILED), (0.5, 0)):
         for name in ("seconds", "peak GiB"):
             before = {context: row | {name: row[name] / factor} for context, row in recorded.items()}
             file.write_text(json.dumps(before))

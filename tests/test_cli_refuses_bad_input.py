@@ -498,7 +498,10 @@ def test_a_planned_file_is_written_again_unless_it_was_edited(folder):
         assert CliRunner().invoke(app, plan).exit_code == 0
     planned = (folder / "long.yaml").read_text()
     (folder / "long.yaml").write_text(planned + "# mine\n")
-    assert CliRunner().invoke(app, plan).exit_code == 2 and (folder / "long.yaml").read_text() == planned + "# mine\n"
+    assert (
+        CliRunner().invoke(app, plan).exit_code == ExitCode.WRONG_INPUT
+        and (folder / "long.yaml").read_text() == planned + "# mine\n"
+    )
     assert CliRunner().invoke(app, [*plan, "--force"]).exit_code == 0
     assert (folder / "long.yaml").read_text() == planned
 

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from ithaka.cli import app
 from ithaka.config import ConfigError, given, load, parse, to_dict, to_yaml
+from ithaka.exits import ExitCode
 from ithaka.plan.hardware import Hardware, find_gpu
 from ithaka.train import checkpoint
 from ithaka.train.preflight import _saved, planned
@@ -90,7 +91,7 @@ def test_it_goes_on_from_anywhere_with_the_same_numbers(done, tmp_path, step):
 
 def test_a_finished_one_says_how_to_go_on(done):
     result = CliRunner().invoke(app, ["train", "--resume", str(done[0])])
-    assert result.exit_code == 2 and "more entries, and --resume auto" in result.stderr
+    assert result.exit_code == ExitCode.WRONG_INPUT and "more entries, and --resume auto" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def test_later_entries_are_checked_before_the_first_starts(done, tmp_path):
     tree["curriculum"][3]["data"] = {"path": "/nowhere"}
     (tmp_path / "file.yaml").write_text(yaml.safe_dump(tree))
     result = CliRunner().invoke(app, ["train", str(tmp_path / "file.yaml"), "--run-dir", str(tmp_path / "run")])
-    assert result.exit_code == 2 and "/nowhere" in result.stderr and not (tmp_path / "run").exists()
+    assert result.exit_code == ExitCode.WRONG_INPUT and "/nowhere" in result.stderr and not (tmp_path / "run").exists()
 
 
 def test_each_entry_is_planned_for_itself(tmp_path):

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from browser import Browser, find_browser
 from ithaka.cli import app
 from ithaka.data import mix, read
+from ithaka.exits import ExitCode
 from ithaka.train import launch
 from runs import MODEL
 
@@ -205,10 +206,10 @@ def test_the_page_is_drawn_light_and_dark(folder):
 )
 def test_bad_data_ends_with_2_and_nothing_written(folder, records, words):
     for options in ((), ("--json",), ("--html", "page.html")):
-        error = shown(folder, records, *options, code=2)
+        error = shown(folder, records, *options, code=ExitCode.WRONG_INPUT)
         assert error.startswith("ConfigError: ") and error.count("\n") == 1 and re.search(words, error)
 
 
 def test_a_page_that_cannot_be_written_is_refused_first(folder):
-    error = shown(folder, [TEXTS[0]], "--html", "missing/page.html", code=2)
+    error = shown(folder, [TEXTS[0]], "--html", "missing/page.html", code=ExitCode.WRONG_INPUT)
     assert error.startswith("ConfigError: --html=missing/page.html cannot be written")

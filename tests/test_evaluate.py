@@ -19,6 +19,7 @@ from ithaka.config import ConfigError
 from ithaka.data.tokenizer import ByteTokenizer
 from ithaka.dist.mesh import make_mesh
 from ithaka.evaluate import as_model, evaluate_all
+from ithaka.exits import ExitCode
 from ithaka.layout import Layout
 from ithaka.measure import (
     DEPTHS,
@@ -181,7 +182,7 @@ def test_a_run_is_evaluated_and_shown(ranks, tmp_path, monkeypatch, capfd):
     }
     for more, words in refusals.items():
         refused = CliRunner().invoke(app, [*arguments[:-2], *more])
-        assert refused.exit_code == 2 and words in refused.stderr, refused.stderr
+        assert refused.exit_code == ExitCode.WRONG_INPUT and words in refused.stderr, refused.stderr
     # Beside it, an adapter of its own export that changes nothing.
     base = checkpoint.export(config.train.run_dir, tmp_path / "base")
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules=["q_proj"]))

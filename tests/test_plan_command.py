@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from ithaka.cli import app
 from ithaka.config import ConfigError, RopeConfig, load, shown
+from ithaka.exits import ExitCode
 from ithaka.model.positions import set_positions
 from ithaka.plan import show
 from ithaka.plan.hardware import find_gpu, find_hardware, parse_bytes, parse_gpus
@@ -119,7 +120,9 @@ def test_json_has_what_programs_need():
 
 
 def test_what_does_not_fit_has_its_own_exit_code():
-    assert "does not fit" in run("plan", "llama3-70b", "--gpus", "RTX4090", "--context", "1M", code=3)
+    assert "does not fit" in run(
+        "plan", "llama3-70b", "--gpus", "RTX4090", "--context", "1M", code=ExitCode.OUT_OF_MEMORY
+    )
 
 
 def test_every_tier_that_is_too_small_is_named():
@@ -153,13 +156,15 @@ def test_reasons_hold():
 
 def test_a_width_that_suits_only_fewer_ranks_per_sequence_has_a_plan():
     base = ["plan", "llama3-8b", "--gpus", "8xH100", "--set", "parallel.heads_per_stage=4"]
-    assert "does not fit" in run(*base, *NONE, "--context", "512K", code=3)
+    assert "does not fit" in run(*base, *NONE, "--context", "512K", code=ExitCode.OUT_OF_MEMORY)
     answer = json.loads(run(*base, *NONE, "--context", "16K", "--json"))
     assert answer["settings"]["parallel.cp"] <= 4 and answer["settings"]["memory.overlap"]
 
 
 def test_attention_on_a_disk_that_is_not_there_does_not_fit():
-    text = run("plan", "llama3-8b", "--gpus", "8xH100", "--set", "memory.attention_offload=disk", code=3)
+    text = run(
+        "plan", "llama3-8b", "--gpus", "8xH100", "--set", "memory.attention_offload=disk", code=ExitCode.OUT_OF_MEMORY
+    )
     assert "of disk, and there is none (--disk 10TB)" in text
     assert re.search(r"memory.attention_offload +disk .*as given", text)
 
@@ -209,7 +214,7 @@ def test_every_sequence_of_a_batch_is_counted():
 
 
 def test_no_host_memory_at_all_is_said_so():
-    text = run("plan", "llama3-8b", "--gpus", "8xH100", "--host-memory", "0GB", code=3)
+    text = run("plan", "llama3-8b", "--gpus", "8xH100", "--host-memory", "0GB", code=ExitCode.OUT_OF_MEMORY)
     assert "of host memory, and there is none (--host-memory 2TB)" in text
 
 
@@ -258,7 +263,7 @@ def test_one_gpu_shares_nothing_and_an_unused_disk_is_not_drawn():
 )
 def test_mistakes_are_explained(args, words):
     result = CliRunner().invoke(app, args)
-    assert result.exit_code == 2 and words in result.stderr
+    assert result.exit_code == ExitCode.WRONG_INPUT and words in result.stderr
 
 
 def test_what_nobody_gave_is_said_to_be_assumed():
@@ -315,7 +320,7 @@ def test_yaml_is_printed_or_written_and_only_where_it_fits(tmp_path):
     config = load(file)
     assert (str(config.model.path), str(config.data.path)) == ("meta-llama/Meta-Llama-3-8B", "books.jsonl")
     assert (config.train.steps, config.data.context) == (500, 2**20)
-    assert run(*ARGS[:-1], "100M", "--yaml", code=3) == ""
+    assert run(*ARGS[:-1], "100M", "--yaml", code=ExitCode.OUT_OF_MEMORY) == ""
 
 
 def test_a_planned_file_is_complete(tmp_path):

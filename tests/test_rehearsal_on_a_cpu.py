@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from ithaka import rehearse as rehearsal
 from ithaka.cli import app
 from ithaka.dist.loopback import LoopbackGroup
+from ithaka.exits import ExitCode
 from ithaka.plan.hardware import Host, parse_gpus
 from ithaka.plan.models import find_shape
 from ithaka.plan.search import Space, forward_plan
@@ -86,9 +87,12 @@ def test_an_evaluation_is_rehearsed(model):
     assert peak["measured"] == pytest.approx(peak["planned"], rel=0.03) and answer["peak_phase"] == "loss forward"
     assert rows["layer forward"]["measured"] > 0 and "layer backward" not in rows
     refused = rehearse(model, *told, "--set", "memory.tile_tokens=64")
-    assert refused.exit_code == 2 and "memory.tile_tokens does not change an evaluation" in refused.stderr
+    assert (
+        refused.exit_code == ExitCode.WRONG_INPUT
+        and "memory.tile_tokens does not change an evaluation" in refused.stderr
+    )
     refused = rehearse(model, "--evaluate", "--context", "1000M")
-    assert refused.exit_code == 2 and "--context 1000M to evaluate needs " in refused.stderr
+    assert refused.exit_code == ExitCode.WRONG_INPUT and "--context 1000M to evaluate needs " in refused.stderr
 
 
 def test_an_evaluation_is_as_high_as_its_ledger():
@@ -151,7 +155,7 @@ def test_more_than_is_free_is_refused(model, monkeypatch):
     without_work(monkeypatch)
     with_free(monkeypatch, 2**22)
     refused = rehearse(model, "--context", "1M")
-    assert refused.exit_code == 2 and refused.stdout == ""
+    assert refused.exit_code == ExitCode.WRONG_INPUT and refused.stdout == ""
     assert "--context 1048576 with --layers 2 needs " in refused.stderr and "and 4 MiB are free" in refused.stderr
     assert refused.stderr.endswith("; use a shorter --context or fewer --layers\n")
     assert isinstance(rehearse(model, "--context", "64").exception, Started)

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from ithaka.cli import app, validate_rank
 from ithaka.config import ConfigError, load
+from ithaka.exits import ExitCode
 from ithaka.train import checkpoint, loop
 from ithaka.train.preflight import check_settings, resolve, validated
 from runs import metrics, run, tiny_run, valid
@@ -70,14 +71,16 @@ def test_a_step_is_exported_and_sampled(stopped, tmp_path):
         out = str(tmp_path / f"step {step}")
         assert ask.invoke(app, ["export", str(run_dir), out, "--step", str(step)]).exit_code == 0
     refused = ask.invoke(app, ["export", str(run_dir), str(tmp_path / "no"), "--step", "3"])
-    assert refused.exit_code == 2 and "has no such checkpoint; use 2 or 4" in refused.stderr
+    assert refused.exit_code == ExitCode.WRONG_INPUT and "has no such checkpoint; use 2 or 4" in refused.stderr
     weights = [load_file(tmp_path / f"step {step}" / "model.safetensors")["model.norm.weight"] for step in (2, 4)]
     assert not torch.equal(*weights)
     how = ["--prompt", "Document 12: 12 13", "--tokens", "5", "--temperature", "0"]
     texts = [ask.invoke(app, ["sample", str(source), *how]) for source in (run_dir, tmp_path / "step 4")]
     assert texts[0].exit_code == 0 and texts[0].stdout == texts[1].stdout and len(texts[0].stdout) > 1
     refused = ask.invoke(app, ["sample", str(tmp_path / "no"), *how])
-    assert refused.exit_code == 2 and "does not exist; give a directory with weights" in refused.stderr
+    assert (
+        refused.exit_code == ExitCode.WRONG_INPUT and "does not exist; give a directory with weights" in refused.stderr
+    )
 
 
 def test_evaluate_only_prints_the_loss_and_leaves_the_run_alone(stopped, capsys):

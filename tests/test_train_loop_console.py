@@ -15,6 +15,7 @@ import pytest
 import torch
 from rich.console import Console as RichConsole
 
+from ithaka.exits import ExitCode
 from ithaka.model.batch import num_pairs
 from ithaka.train import console as console_module
 from ithaka.train import launch, loop
@@ -126,7 +127,7 @@ def test_sigterm_finishes_the_step_saves_and_leaves_with_its_number(tmp_path):
     program = start_program(config, 2)
     wait_for(lambda: len(metrics(config.train.run_dir)) >= 2, program)
     os.kill(program.pid, signal.SIGTERM)
-    assert program.wait(60) == 128 + signal.SIGTERM, program.stderr
+    assert program.wait(60) == ExitCode.SIGNALED + signal.SIGTERM, program.stderr
     last = metrics(config.train.run_dir)[-1]["step"]
     stopped = next(line for line in program.stdout.splitlines() if f"Stopped as asked after step {last}" in line)
     assert shlex.split(stopped.partition(": ")[2]) == ["ithaka", "train", "--resume", str(config.train.run_dir)]
@@ -152,7 +153,7 @@ def test_a_second_signal_leaves_at_once_but_an_echo_does_not(monkeypatch, capfd)
         assert received == [signal.SIGINT] and left == []
         monkeypatch.setattr(launch, "SAME_S", -1.0)  # as if later
         signal.raise_signal(signal.SIGINT)
-    assert left == [130]
+    assert left == [ExitCode.SIGNALED + signal.SIGINT]
     assert capfd.readouterr().err == "Stopping after this step; Ctrl-C again stops at once.\n"  # the first is answered
 
 
@@ -173,13 +174,17 @@ def test_a_step_that_outlasts_the_grace_is_left(grace):
     assert grace.done == ["waits"]
     wait_for(lambda: len(grace.done) == 2, timeout_s=5)
     left = grace.done[1]
-    assert left.code == 143 and "train.grace_s=0.1" in left.text and "no checkpoint yet" in left.text
+    assert (
+        left.code == ExitCode.SIGNALED + signal.SIGTERM
+        and "train.grace_s=0.1" in left.text
+        and "no checkpoint yet" in left.text
+    )
     grace.step_start, grace.step_s = time.monotonic(), 0.3
     grace.done.clear()
     grace.asked(signal.SIGINT, False)
     assert grace.done == ["waits"]  # of Ctrl-C as long as it takes
     grace.asked(signal.SIGUSR1, False)
-    assert grace.done[1].code == 138
+    assert grace.done[1].code == ExitCode.SIGNALED + signal.SIGUSR1
 
 
 @pytest.mark.parametrize("is_done", [True, False])

@@ -16,6 +16,7 @@ from ithaka import cli, verify
 from ithaka.attention.blocks import Docs
 from ithaka.config import AdapterConfig, ConfigError, parse
 from ithaka.dist.mesh import make_mesh
+from ithaka.exits import ExitCode
 from ithaka.layer.loss import IGNORED
 from ithaka.layout import LayerKeeps
 from ithaka.model import batch, build, calls
@@ -186,7 +187,7 @@ def test_the_command_shows_margins_and_ends_with_1_when_something_is_off(llama, 
     halved_gradient(monkeypatch)
     settings.write_text("\n".join(parts[::2]))
     answer = CliRunner().invoke(cli.app, ["verify", str(settings), "--cp", "1"])
-    assert answer.exit_code == 1
+    assert answer.exit_code == ExitCode.FAILED
     assert "OFF: gradients" in answer.stdout and "off: gradients" in answer.stdout
 
 
@@ -210,7 +211,7 @@ def test_what_cannot_be_checked_is_refused(tmp_path, monkeypatch):
         verify.verify(many, None, 2048)
     (tmp_path / "long.yaml").write_text(f"model: {{path: {tmp_path}}}\n")
     answer = CliRunner().invoke(cli.app, ["verify", str(tmp_path / "long.yaml")])
-    assert answer.exit_code == 2 and "config.json cannot be read" in answer.stderr
+    assert answer.exit_code == ExitCode.WRONG_INPUT and "config.json cannot be read" in answer.stderr
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ConfigError, match="its weights in pytorch_model.bin"):
