@@ -137,6 +137,23 @@ def autocast_gradients(model: PreTrainedModel, batch: Batch, choices: Choices | 
     return _gradients(model)
 
 
+def round_residual_stream(model: PreTrainedModel) -> PreTrainedModel:
+    """Makes a plain model round as ours does between layers, which autocast leaves in fp32: the residual stream and its
+    gradient, and what its second norm reads. The embedding's weights are rounded as well."""
+
+    def through_bf16(x: Tensor) -> Tensor:
+        return x.bfloat16().float()
+
+    with torch.no_grad():
+        embedding = model.model.embed_tokens
+        embedding.weight.copy_(through_bf16(embedding.weight))
+    for module in (embedding, *model.model.layers):
+        module.register_forward_hook(lambda module, inputs, output: through_bf16(output))
+    for layer in model.model.layers:
+        layer.post_attention_layernorm.register_forward_pre_hook(lambda module, inputs: (through_bf16(inputs[0]),))
+    return model
+
+
 def parallel_copy(model: PreTrainedModel, device: torch.device, cp: int, layout: Layout) -> PreTrainedModel:
     """The model on the ranks of a cp group; every layer keeps what the layout's one layer does."""
     layout = replace(layout, cp=cp, kept=layout.kept * model.config.num_hidden_layers)

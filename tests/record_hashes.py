@@ -129,8 +129,8 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         if old is None or new is None:
             lines.append(f"{name}: only {'after' if old is None else 'before'}")
         elif old != new:
-            keys = [key for key in [*old, *(new.keys() - old.keys())] if old.get(key) != new.get(key)]
-            lines.append(f"{name}: {', '.join(keys)}")
+            keys = [key for key in [*old, *sorted(new.keys() - old.keys())] if old.get(key) != new.get(key)]
+            lines.append(f"{name}: {', '.join(keys[:4])}{f' and {len(keys) - 4} more' if len(keys) > 4 else ''}")
     return lines
 
 

@@ -34,6 +34,20 @@ def test_a_wide_output_is_in_the_dtype_of_sums():
     assert Linear(weight.bfloat16()).wide(x.bfloat16()).dtype == torch.float32
 
 
+def test_products_in_16_bits_are_summed_unrounded():
+    """One rounding to bfloat16 would be off by 1e-3."""
+    weight, tiles = draw(40, 30).bfloat16(), [(draw(16, 40).bfloat16(), draw(17, 30)[:16].bfloat16()) for _ in range(3)]
+    output, grads = Linear(weight).wide(tiles[0][1]), GradSum()
+    Linear(weight).add_to(output, tiles[1][1])
+    for dout, x in tiles:
+        grads.add_product(weight, dout, x)
+    for ours, exact in (
+        (output, sum(x.double() @ weight.double().t() for _, x in tiles[:2])),
+        (grads.take(weight), sum(dout.double().t() @ x.double() for dout, x in tiles)),
+    ):
+        assert ours.dtype == torch.float32 and (ours - exact).norm() < 1e-6 * exact.norm()
+
+
 @pytest.mark.parametrize("act", ["silu", "swish"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("keep", [True, False])

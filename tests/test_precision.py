@@ -1,5 +1,8 @@
 """The yardstick for bf16 itself: it takes autocast-like noise, and no gradient that is wrong."""
 
+import copy
+from statistics import median
+
 import pytest
 import torch
 
@@ -7,11 +10,15 @@ from precision import (
     SEEDS,
     SMALL,
     assert_as_good_as_autocast,
+    autocast_gradients,
+    bf16,
     error_ratios,
     exact_gradients,
     initial_model,
     kind_of,
+    our_gradients,
     random_batch,
+    round_residual_stream,
 )
 
 NOISE = 0.015  # relative, as autocast's on these models
@@ -112,3 +119,29 @@ def test_a_missing_gradient_and_another_shape_fail(exact):
         assert_as_good_as_autocast([{**ours[0], HEADED: ours[0][HEADED][:1]}, *ours[1:]], noisy(exact, 2), exact)
     with pytest.raises(ValueError):
         assert_as_good_as_autocast(ours[:2], noisy(exact, 2), exact)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_only_the_residual_stream_is_rounded_more_often_than_by_autocast(family):
+    """In the median over all parameters. Where autocast rounds the residual stream as well, nothing is left."""
+    device, layout = torch.device("cpu"), bf16(SMALL.heads // 2, tile_tokens=SMALL.tokens // 3)
+    models = [initial_model(family, SMALL, seed, device) for seed in SEEDS]
+    batches = [random_batch(SMALL, seed, device) for seed in SEEDS]
+    rounded = [round_residual_stream(copy.deepcopy(model)) for model in models]
+    exact, autocast, autocast_rounded, ours = (
+        [gradients(model, batch) for model, batch in zip(given, batches, strict=True)]
+        for given, gradients in (
+            (models, exact_gradients),
+            (models, autocast_gradients),
+            (rounded, autocast_gradients),
+            (models, lambda model, batch: our_gradients(model, batch, 1, layout)),
+        )
+    )
+
+    def times(yardstick):
+        found = error_ratios(ours, yardstick, exact)
+        return median(a / b for errors in found.values() for a, b in errors)
+
+    print(f"{family}: {times(autocast):.3f} times autocast's error, {times(autocast_rounded):.3f} rounded alike")
+    assert times(autocast) < 1.2
+    assert times(autocast_rounded) < 1.04

@@ -1,4 +1,7 @@
-"""The Triton kernels of attention/fused.py against plain PyTorch in fp64: strided, odd sizes, 16 and 32 bits."""
+"""The functions of attention/fused.py against plain PyTorch in fp64: strided, odd sizes, 16 and 32 bits. On a GPU these
+are the Triton kernels."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +19,8 @@ from ithaka.attention.fused import (
     softmax_grad,
 )
 
-pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+only_gpu = partial(pytest.param, marks=pytest.mark.gpu)
 
 # One result's: half a unit in the last place in 16 bits; in 32 bits the GPU's exp is off by more than that.
 ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 4e-3}
@@ -28,7 +32,7 @@ def same_data_every_time():
 
 
 def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(*shape, device="cuda").to(dtype)
+    return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
 def close(ours: torch.Tensor, exact: torch.Tensor, size: torch.Tensor | None = None) -> None:
@@ -39,16 +43,24 @@ def close(ours: torch.Tensor, exact: torch.Tensor, size: torch.Tensor | None = N
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize(
-    "c,n,t,K", [(8, 1, 100, 128), (2, 3, 33, 64), (1, 5, 257, 80), (4, 2, 1, 256), (3, 4, 40, 80), (1, 9, 70, 128)]
+    "c,n,t,K",
+    [
+        only_gpu(8, 1, 100, 128),
+        (2, 3, 33, 64),
+        only_gpu(1, 5, 257, 80),
+        only_gpu(4, 2, 1, 256),
+        only_gpu(3, 4, 40, 80),
+        only_gpu(1, 9, 70, 128),
+    ],
 )
 @pytest.mark.parametrize("sign", [1, -1])
 def test_rotation_between_layouts(dtype, c, n, t, K, sign):
     """From tokens to a slice of exchange layout, and the transpose; far positions, packed documents' and near ones."""
-    x_tnK, whole_csnK = draw(t, c * n, K, dtype=dtype), torch.full((c, 2 * t, n, K), 7.0, device="cuda", dtype=dtype)
-    at_t = torch.arange(7_000_000, 7_000_000 + t, device="cuda")
+    x_tnK, whole_csnK = draw(t, c * n, K, dtype=dtype), torch.full((c, 2 * t, n, K), 7.0, device=DEVICE, dtype=dtype)
+    at_t = torch.arange(7_000_000, 7_000_000 + t, device=DEVICE)
     at_t[t // 3 :] -= 5_000_000
     at_t[t // 2 :] -= 2_000_000
-    inv_freq_k = 500_000.0 ** -(torch.arange(K // 2, device="cuda") / (K // 2))
+    inv_freq_k = 500_000.0 ** -(torch.arange(K // 2, device=DEVICE) / (K // 2))
     positions = Positions(at_t, inv_freq_k, 1.25)
     x_cntK = x_tnK.unflatten(1, (c, n)).permute(1, 2, 0, 3)
     into_cntK = whole_csnK[:, t:].transpose(1, 2)
@@ -61,7 +73,7 @@ def test_rotation_between_layouts(dtype, c, n, t, K, sign):
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("shape", [(3, 5), (129, 4096), (1000, 333)])
+@pytest.mark.parametrize("shape", [(3, 5), only_gpu((129, 4096)), (1000, 333)])
 def test_gated_product_and_its_gradients(dtype, shape):
     gate, up, da = (draw(*shape, dtype=dtype) for _ in range(3))
     leaves = [gate.double().requires_grad_(), up.double().requires_grad_()]
@@ -74,7 +86,7 @@ def test_gated_product_and_its_gradients(dtype, shape):
         close(ours, exact.detach())
 
 
-@pytest.mark.parametrize("shape", [(3, 5), (129, 4096), (1000, 333)])
+@pytest.mark.parametrize("shape", [(3, 5), only_gpu((129, 4096)), (1000, 333)])
 def test_sums_rounded_once(shape):
     total, x = draw(*shape, dtype=torch.float32), draw(*shape, dtype=torch.bfloat16)
     exact = total.double() + x.double()
@@ -87,10 +99,10 @@ def test_sums_rounded_once(shape):
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("t,D", [(3, 8), (1, 3072), (1500, 333), (700, 4096), (33, 12288)])
+@pytest.mark.parametrize("t,D", [(3, 8), only_gpu(1, 3072), (1500, 333), only_gpu(700, 4096), only_gpu(33, 12288)])
 def test_gradients_of_a_norm(dtype, t, D):
     x, dy, before = (draw(t, D, dtype=dtype) for _ in range(3))
-    x, weight = x * torch.rand(t, 1, device="cuda").to(dtype), 1 + draw(D, dtype=dtype) / 4
+    x, weight = x * torch.rand(t, 1, device=DEVICE).to(dtype), 1 + draw(D, dtype=dtype) / 4
     leaves = [x.double().requires_grad_(), weight.double().requires_grad_()]
     y = torch.nn.functional.rms_norm(leaves[0], (D,), leaves[1], 1e-2)
     dx, dweight = torch.autograd.grad(y, leaves, dy.double())
@@ -102,10 +114,10 @@ def test_gradients_of_a_norm(dtype, t, D):
 
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("t,V", [(3, 5), (130, 4096), (65, 40001), (65, 49152)])
+@pytest.mark.parametrize("t,V", [(3, 5), (130, 4096), only_gpu(65, 40001), only_gpu(65, 49152)])
 def test_logits_gradient(dtype, t, V, with_entropy):
-    logits, target, by = draw(t, V, dtype=dtype) * 5, torch.randint(V, (t,), device="cuda"), torch.rand(t).cuda()
-    dentropy = torch.randn(t).cuda() * with_entropy
+    logits, target, by = draw(t, V, dtype=dtype) * 5, torch.randint(V, (t,), device=DEVICE), torch.rand(t).to(DEVICE)
+    dentropy = torch.randn(t).to(DEVICE) * with_entropy
     by[1] = 0  # no label
     leaf = logits.double().requires_grad_()
     losses = torch.nn.functional.cross_entropy(leaf, target, reduction="none")
@@ -144,5 +156,5 @@ def close_gradient(ours: torch.Tensor, exact: torch.Tensor, more: float) -> None
 def test_scaling_in_place(dtype, factor):
     x = draw(129, 333, dtype=dtype)
     exact = x.double() * factor
-    scale(x, torch.tensor(factor, device="cuda"))
+    scale(x, torch.tensor(factor, device=DEVICE))
     close(x, exact)

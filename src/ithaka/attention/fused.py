@@ -1,7 +1,8 @@
 """Element-wise steps between the large kernels, each in one pass over memory if Triton is installed.
 
 Shapes: B = pairs in the batch (in `rotate`, ranks), h = heads, t = tokens of a block or tile, K = head dim, D hidden, F
-width of the MLP, V vocabulary, p programs. Tensors may be strided except in K. Triton computes in fp32 and rounds once.
+width of the MLP, V vocabulary, p programs. Tensors may be strided except in K. All compute in fp32 and round once, but
+for `silu_mul` without Triton, which rounds twice, as Hugging Face does.
 """
 
 import math
@@ -86,7 +87,16 @@ def add_rounded(sum_tD: Tensor, x_tD: Tensor) -> Tensor:
 
 
 def rms_norm_backward(into_tD: Tensor, x_tD: Tensor, dy_tD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Adds dx of y = x / sqrt(mean(x^2) + eps) * weight to `into`; returns dweight, in fp32. Where `has_kernels`."""
+    """Adds dx of y = x / sqrt(mean(x^2) + eps) * weight to `into`; returns dweight, in fp32 or wider."""
+    if not has_kernels(x_tD):
+        wide = torch.promote_types(x_tD.dtype, torch.float32)
+        factor_t1 = x_tD.to(wide).square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        y_tD, d_tD = x_tD * factor_t1, dy_tD.to(wide)
+        dweight_D = (d_tD * y_tD).sum(0)
+        d_tD = d_tD * weight_D
+        d_tD -= y_tD * (d_tD * y_tD).mean(-1, keepdim=True)
+        into_tD.copy_(d_tD.mul_(factor_t1).add_(into_tD))
+        return dweight_D
     assert all(x.is_contiguous() for x in (into_tD, x_tD, dy_tD))
     (t, D), block = x_tD.shape, triton.next_power_of_2(x_tD.shape[1])
     programs = min(t, 8 * torch.cuda.get_device_properties(x_tD.device).multi_processor_count)
@@ -109,13 +119,19 @@ def silu_mul_backward(gate_tF: Tensor, up_tF: Tensor, da_tF: Tensor) -> None:
     if has_kernels(gate_tF):
         _launch_flat(_silu_mul_backward_kernel, gate_tF, up_tF, da_tF)
         return
-    for g, u, d in zip(*(x.split(_ROWS) for x in (gate_tF, up_tF, da_tF)), strict=True):
-        sigmoid = g.sigmoid()
-        silu = g * sigmoid
-        a = silu * u
-        g.copy_(torch.addcmul(sigmoid, silu, 1 - sigmoid)).mul_(u).mul_(d)
-        u.copy_(silu).mul_(d)
-        d.copy_(a)
+    for rows in zip(*(x.split(_ROWS) for x in (gate_tF, up_tF, da_tF)), strict=True):
+        _silu_mul_backward_rows(*rows)
+
+
+def _silu_mul_backward_rows(gate: Tensor, up: Tensor, da: Tensor) -> None:
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    g, u, d = gate.to(wide), up.to(wide), da.to(wide)  # aliases, if they are wide already
+    sigmoid = g.sigmoid()
+    silu = g * sigmoid
+    a = silu * u
+    gate.copy_(torch.addcmul(sigmoid, silu, 1 - sigmoid).mul_(u).mul_(d))
+    up.copy_(silu.mul_(d))
+    da.copy_(a)
 
 
 def row_logsumexp(logits_tV: Tensor, details: bool = False) -> tuple[Tensor, ...]:

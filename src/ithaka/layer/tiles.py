@@ -1,8 +1,8 @@
 """Token-wise work in tiles, forward and backward.
 
 A tile is a run of this rank's tokens. Token-wise modules (mixtures of experts, MLPs that layer/mlp.py does not know,
-norms but for an RMSNorm on a GPU) are black boxes: run and differentiated tile by tile, with local autograd. Weight
-gradients are summed over tiles in fp32 and rounded once.
+norms but for an RMSNorm on a GPU or in 16 bits) are black boxes: run and differentiated tile by tile, with local
+autograd. Weight gradients are summed over tiles in fp32 and rounded once.
 """
 
 from collections.abc import Callable, Iterable
@@ -42,7 +42,7 @@ class GradSum:
         self._put(param, grad if have is None else have.to(sum_dtype(have.dtype)).add_(grad))
 
     def add_product(self, param: Tensor, dout_tN: Tensor, in_tD: Tensor) -> None:
-        """Adds the weight gradient of one tile, dout^T @ in; on a GPU straight into the fp32 sum."""
+        """Adds the weight gradient of one tile, dout^T @ in, straight into the fp32 sum."""
         have = self._sums.get(id(param))
         if have is None:
             self._put(param, wide_matmul(dout_tN.t(), in_tD))
@@ -84,35 +84,41 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def wide_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in the dtype of sums; on a GPU it is never rounded."""
-    return torch.mm(a, b, out_dtype=torch.float32) if _sums_wider(a) else (a @ b).to(sum_dtype(a.dtype))
+    """a @ b in the dtype of sums, never rounded to 16 bits."""
+    if _sums_wider(a):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    wide = sum_dtype(a.dtype)
+    return a.to(wide) @ b.to(wide)
 
 
 def add_matmul(into: Tensor, a: Tensor, b: Tensor) -> None:
-    """into += a @ b, with `into` in the dtype of sums; on a GPU the product is not rounded before it is added."""
-    if into.dtype == a.dtype:
-        into.addmm_(a, b)
-    elif _sums_wider(a):
+    """into += a @ b, with `into` in the dtype of sums; the product is not rounded before it is added."""
+    if _sums_wider(a) and into.dtype != a.dtype:
         torch.addmm(into, a, b, out_dtype=into.dtype, out=into)
     else:
-        into += a @ b
+        into.addmm_(a.to(into.dtype), b.to(into.dtype))
 
 
 def _sums_wider(a: Tensor) -> bool:
     """Whether a matmul of these 16-bit factors can return fp32."""
-    return a.is_cuda and a.dtype in (torch.bfloat16, torch.float16)
+    return a.is_cuda and _is_16_bit(a)
+
+
+def _is_16_bit(x: Tensor) -> bool:
+    return x.dtype in (torch.bfloat16, torch.float16)
 
 
 def apply_norm(module: nn.Module, x: Tensor) -> Tensor:
-    """Applies a norm; on a GPU, an RMSNorm runs in PyTorch's fused kernel (Hugging Face's own makes seven passes)."""
-    if x.is_cuda and (eps := _rms_eps(module)) is not None:
+    """Applies a norm. On a GPU or in 16 bits an RMSNorm is PyTorch's: Hugging Face's own makes seven passes and rounds
+    twice."""
+    if (x.is_cuda or _is_16_bit(x)) and (eps := _rms_eps(module)) is not None:
         return nn.functional.rms_norm(x, x.shape[-1:], module.weight, eps)  # type: ignore[arg-type]
     return module(x)
 
 
 def run_norm(module: nn.Module, x_tD: Tensor) -> tuple[Tensor, Tensor]:
-    """x and h = norm(x), for `norm_backward`; h is to be detached where autograd is on."""
-    fused = _rms_eps(module) is not None and has_kernels(x_tD)
+    """x and h = norm(x), for `norm_backward`; h must be detached where autograd is on."""
+    fused = _rms_eps(module) is not None and (has_kernels(x_tD) or _is_16_bit(x_tD))
     return (x_tD, apply_norm(module, x_tD)) if fused else run_tile(partial(apply_norm, module), x_tD)
 
 
