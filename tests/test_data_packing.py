@@ -265,6 +265,70 @@ def small_rounds(monkeypatch):
         monkeypatch.setattr(mix, name, value)
 
 
+class Counted(NoCache):
+    """Counts the shards loaded, and those tokenized ahead."""
+
+    def __init__(self):
+        self.loaded, self.prepared = 0, 0
+
+    def prepare(self, shards):
+        self.prepared += len(list(shards))
+
+    def load(self, shard):
+        self.loaded += 1
+        return shard.load()
+
+
+def test_a_run_reads_no_more_than_it_needs_before_its_first_step(monkeypatch):
+    monkeypatch.setattr(mix, "ROUND_SEQUENCES", 64)
+    shards = [ListShard([[8 * i + j for j in range(8)]]) for i in range(200)]  # each fills a sequence
+
+    def run(needed, count, state=None, key=(3,)):
+        cache = Counted()
+        stream = SequenceStream([Source("a", 1, shards, cache, key)], 8, needed=needed)
+        if state is not None:
+            position = json.loads(json.dumps(state))
+            packings = tuple(Packing(**packing) for packing in position["packings"])
+            cursors = tuple(mix.Cursor(**cursor) for cursor in position["cursors"])
+            stream.seek(mix.Position(position["sequences"], cursors, packings))
+        return [stream.next().ids.tolist() for _ in range(count)], cache, stream
+
+    for needed, loaded in ((1, 9), (4, 12), (63, 64), (64, 64), (1000, 64), (None, 64)):
+        sequences, cache, stream = run(needed, 1)
+        assert cache.loaded == loaded and bool(cache.prepared) == (needed is None or needed > 64)
+        if needed is None or needed >= 64 - mix.SPARE_SEQUENCES:
+            assert run(needed, 80)[0] == run(None, 80)[0], "what is trained is as before"
+        else:
+            assert len(sequences[0]) == 8
+    assert run(3, 1, key=None)[1].loaded == 3, "of held-out data, which is not shuffled"
+    # Resumed, also with more steps, it stays in its round; that of an earlier checkpoint had the usual size.
+    sequences, _, stream = run(4, 30)
+    _, _, stopped = run(4, 3)
+    state = dataclasses.asdict(stopped.position)
+    assert sequences == run(4, 3)[0] + run(1, 27, state)[0] == run(4, 3)[0] + run(90, 27, state)[0]
+    assert len({tuple(ids) for ids in sequences[:24]}) == 24, "two rounds of one epoch"
+    _, _, usual = run(None, 3)
+    state = dataclasses.asdict(usual.position)
+    del state["packings"][0]["most"]
+    assert run(None, 3)[0] + run(2, 27, state)[0] == run(None, 30)[0]
+
+
+def test_rounds_are_smaller_only_where_contexts_are_long(monkeypatch):
+    for name, value in {"ROUND_TOKENS": 1 << 24, "ROUND_SEQUENCES": 64, "ROUND_STEPS": 32}.items():
+        monkeypatch.setattr(mix, name, value)
+    monkeypatch.setattr(mix, "HELD_OUT_SEQUENCES", 16)
+    for context in (4096, 1 << 17, 1 << 18):
+        assert mix.round_tokens(Packing(context, 1, most=9)) == mix.round_tokens(Packing(context, 1)) == 1 << 24
+        assert mix.round_tokens(Packing(context, 1, most=2), False) == 16 * context
+    assert mix.round_tokens(Packing(10**7, 1)) == 64 * 10**7
+    assert (
+        mix.round_tokens(Packing(10**7, 8, most=16))
+        == mix.round_tokens(Packing(10**7, 8, most=16), False)
+        == 16 * 10**7
+    )
+    assert mix.round_tokens(Packing(10**7, 8, most=999)) == 256 * 10**7
+
+
 def test_documents_of_different_shards_are_mixed_within_a_round():
     shards = [ListShard([[100 * i + j] * 2 for j in range(20)]) for i in range(2)]
     order = make_stream(shards, 80, seed=0).next().ids[::2] // 100

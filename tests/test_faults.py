@@ -449,13 +449,6 @@ def test_a_disk_that_is_slower_than_planned_is_named_once(ranks, whole, tmp_path
     assert [line["slow_disks"].keys() for line in metrics(config.train.run_dir) if "event" in line] == [{"0"}] * times
 
 
-def test_slow_ranks_are_named_once():
-    slow = heartbeat.SlowRanks()
-    said = [slow.add([1.0, 1.1, 1.0, 1.5]) for _ in range(20)]
-    assert said == [{}] * 9 + [{3: pytest.approx(1.5)}] + [{}] * 10
-    assert [slow.add([1.0, 1.0]) for slow in [heartbeat.SlowRanks()] for _ in range(12)] == [{}] * 12
-
-
 def poisoned(patch, calls_hit):
     """Rank 1's share of a gradient is no number in these computations, each of a step or its repetition."""
     calls, clip = [], step.clip_gradients

@@ -59,7 +59,8 @@ def read_data(config: Config, limits: tuple[int, int, int]) -> DataView:
     with tempfile.TemporaryDirectory(prefix="ithaka-") as folder:
         data = open_data(
             config.data, tokenizer=tokenizer, seed=train.seed, dp_size=dp_size, batch=train.batch,
-            accumulate=train.micro_steps(dp_size), cache_dir=Path(folder),
+            accumulate=train.micro_steps(dp_size), steps=train.steps if train.epochs is None else None,
+            cache_dir=Path(folder),
         )  # fmt: skip
         try:
             global_batch = train.micro_steps(dp_size) * train.batch * dp_size

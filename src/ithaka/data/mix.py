@@ -22,8 +22,17 @@ ROUND_TOKENS = 1 << 24
 ROUND_SEQUENCES = 64
 ROUND_STEPS = 32
 HELD_OUT_SEQUENCES = 16  # of a round without a seed, of which only the first sequences may be needed
+SPARE_SEQUENCES = 8  # of a small round, beyond what the run needs: shuffled, its last and emptiest one may come first
 
 Loaded = tuple[Shard, Documents]
+
+
+def round_tokens(packing: Packing, shuffled: bool = True) -> int:
+    """How many tokens a round takes. Packing, and so what is trained, depends on it: where that is no burden, it does
+    not depend on how many sequences the run needs."""
+    num_sequences = max(ROUND_SEQUENCES, ROUND_STEPS * packing.group) if shuffled else HELD_OUT_SEQUENCES
+    usual = max(num_sequences * packing.context, ROUND_TOKENS * shuffled)
+    return min(usual, max(packing.most * packing.context, ROUND_TOKENS)) if packing.most else usual
 
 
 @dataclass(frozen=True)
@@ -69,11 +78,12 @@ class Source:
         return list(range(count)) if self.key is None else pack.permutation(count, (*self.key, *key)).tolist()
 
     def take(
-        self, cursor: Cursor, num_tokens: float, longest: float, goes_on: bool
+        self, cursor: Cursor, num_tokens: float, longest: float, goes_on: bool, ahead: bool = True
     ) -> tuple[list[Loaded], np.ndarray, Cursor]:
         """Documents of `num_tokens` tokens or a little more: their shards, their pieces [n], and the place behind them.
 
         Documents above `longest` are among them, but do not count. Fewer at an epoch's end, unless it `goes_on`.
+        `ahead`: tokenize what follows in the background.
         """
         shards: list[Loaded] = []
         found = [np.empty(0, PIECE)]
@@ -101,7 +111,7 @@ class Source:
                 order = self._order(len(self.shards), cursor.epoch)
                 if not goes_on:
                     break
-        if self.key is not None:  # the next round may need as many shards
+        if self.key is not None and ahead:  # the next round may need as many shards
             self.cache.prepare(self.shards[i] for i in order[cursor.shard :][: 1 + len(shards)])
         return shards, np.concatenate(found), cursor
 
@@ -117,18 +127,20 @@ class SequenceStream:
 
     def __init__(
         self, sources: Sequence[Source], context: int, *, group: int = 1, pad_id: int = 0,
-        long_documents: Literal["split", "drop", "refuse"] = "split", together: bool = False,
+        long_documents: Literal["split", "drop", "refuse"] = "split", together: bool = False, needed: int | None = None,
     ):  # fmt: skip
-        """`group`: sequences of a step, over all ranks. The sources have keys, or none of them has. The order of the
-        data is the same whether documents are `together` or apart."""
-        self.sources, self.context, self.group, self.pad_id = sources, context, group, pad_id
+        """`group`: sequences of a step, over all ranks. `needed`: how many the run takes from here on; None: unknown.
+        The sources have keys, or none of them has. The order of the data is the same whether documents are `together`
+        or apart."""
+        self.sources, self.context, self.group, self.pad_id, self.needed = sources, context, group, pad_id, needed
         self.together, self.long_documents, self.shuffled = together, long_documents, sources[0].key is not None
         self.main = max(range(len(sources)), key=lambda i: sources[i].num_bytes / sources[i].weight)
         self.seek(Position())
 
     def seek(self, position: Position) -> None:
         cursors = position.cursors or (Cursor(),) * len(self.sources)
-        packings = position.packings or (Packing(self.context, self.group),)
+        most = 0 if self.needed is None else max(self.group, self.needed) + SPARE_SEQUENCES * self.shuffled
+        packings = position.packings or (Packing(self.context, self.group, most=most),)
         if packings[-1].context != self.context:
             packings = (*packings, Packing(self.context, self.group))
         self.position = Position(position.sequences, cursors, packings)
@@ -173,7 +185,7 @@ class SequenceStream:
             if len(self._round):
                 self.num_left_out = self.read_tokens = 0
             self._step_start = (self._step_start - len(self._round)) % self.group
-            packing = Packing(self.context, self.group, self._step_start)
+            packing = Packing(self.context, self.group, self._step_start, most=self.position.packings[0].most)
             self.position = Position(self.position.sequences, self._behind, (packing,))
             self._round = self._load()
             self.num_left_out += self._round.num_left_out
@@ -206,8 +218,8 @@ class SequenceStream:
     def _take(self, key: tuple[int, ...] | None) -> np.ndarray:
         """The documents of a round [n], of all sources, shuffled by `key`."""
         cursors, packing = list(self.position.cursors), self.position.packings[0]
-        num_sequences = max(ROUND_SEQUENCES, ROUND_STEPS * packing.group) if self.shuffled else HELD_OUT_SEQUENCES
-        num_tokens = max(num_sequences * packing.context, ROUND_TOKENS * self.shuffled)
+        num_tokens = round_tokens(packing, self.shuffled)
+        ahead = self.needed is None or self.needed * self.context > num_tokens  # the run needs another round
         longest = packing.context if self.long_documents == "drop" else np.inf
         main, weights = self.main, [source.weight for source in self.sources]
         self._shards: list[Loaded] = []
@@ -215,7 +227,7 @@ class SequenceStream:
         for i in sorted(range(len(cursors)), key=lambda i: i != main):  # the main source sets the pace
             need = weights[i] / weights[main] * cursors[main].tokens - cursors[i].tokens
             need = num_tokens * weights[i] / sum(weights) if i == main else need
-            shards, pieces, cursors[i] = self.sources[i].take(cursors[i], need, longest, goes_on=i != main)
+            shards, pieces, cursors[i] = self.sources[i].take(cursors[i], need, longest, i != main, ahead)
             pieces["shard"] += len(self._shards)
             pieces["source"] = i
             self._shards += shards

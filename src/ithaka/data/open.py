@@ -22,13 +22,14 @@ SHOWN_TOKENS = 64
 
 def open_data(
     data: DataConfig, *, tokenizer: Tokenizer, seed: int, dp_rank: int = 0, dp_size: int = 1,
-    batch: int = 1, accumulate: int = 1, cache_dir: Path, fills_cache: bool = True,
+    batch: int = 1, accumulate: int = 1, steps: int | None = None, validate_sequences: int | None = None,
+    cache_dir: Path, fills_cache: bool = True,
 ) -> TrainData:  # fmt: skip
     """The training data of one data-parallel rank: `batch` sequences of `data.context` tokens a call, `accumulate`
     calls a step.
 
-    Every rank of a cp group passes the same dp_rank. `cache_dir` holds the tokens; one rank of each node
-    writes them (`fills_cache`).
+    Every rank of a cp group passes the same dp_rank. `steps` to come and `validate_sequences` (None: unknown) bound
+    what is tokenized at once. `cache_dir` holds the tokens; one rank of each node writes them (`fills_cache`).
     """
     cache = TokenCache(cache_dir, tokenizer, fills_cache)
     train, held_out, about = _shards(data)
@@ -38,15 +39,18 @@ def open_data(
         SequenceStream, context=data.context, pad_id=tokenizer.pad_id, long_documents=data.long_documents,
         together=data.documents == "together",
     )  # fmt: skip
-    stream = opened(sources, group=batch * dp_size * accumulate)
+    group = batch * dp_size * accumulate
+    stream = opened(sources, group=group, needed=None if steps is None else steps * group)
     validation = None
     if held_out is not None:
-        validation = opened([Source(*named[i], shards, cache, None) for i, shards in enumerate(held_out)])
+        unshuffled = [Source(*named[i], shards, cache, None) for i, shards in enumerate(held_out)]
+        validation = opened(unshuffled, needed=validate_sequences)
     return TrainData(stream, validation, about, rank=dp_rank, size=dp_size, batch=batch)
 
 
-def check(data: DataConfig, vocab_size: int, model_path: Path | None = None) -> None:
-    """Raise ConfigError for data that cannot be trained on, reading little of it.
+def check(data: DataConfig, vocab_size: int, model_path: Path | None = None) -> int:
+    """Raise ConfigError for data that cannot be trained on, reading little of it. Returns its bytes, held-out ones
+    included.
 
     For use before any process starts. What it cannot see (a bad line far into a file) raises when it is read.
     """
@@ -74,6 +78,7 @@ def check(data: DataConfig, vocab_size: int, model_path: Path | None = None) -> 
     for shards in held_out or ():
         way_out = "raise it, or set it to 0" if data.validation_path is None else "give other data"
         _probe(shards, tokenizer, f"{about['validation']} holds no text to validate on; {way_out}")
+    return sum(shard.num_bytes for shards in (*train, *(held_out or ())) for shard in shards)
 
 
 def _named(data: DataConfig) -> list[tuple[str, str, SourceConfig]]:

@@ -76,7 +76,8 @@ class Packing:
     """How a round is packed: into sequences of `context` tokens, in groups of `group`.
 
     The first `lead` sequences complete a group of the round before. `done`: how many were given out. `labelled`: only
-    sequences with a label count; False in positions of format 4, which counted all.
+    sequences with a label count; False in positions of format 4, which counted all. `most`: sequences that are enough
+    for the run, if the usual round has more of them; 0: unknown.
     """
 
     context: int
@@ -84,6 +85,7 @@ class Packing:
     lead: int = 0
     done: int = 0
     labelled: bool = True
+    most: int = 0
 
 
 class Round:

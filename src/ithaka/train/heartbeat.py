@@ -5,8 +5,10 @@ Beats go through the rendezvous store, not through collectives, so they work whi
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import json
+import math
 import os
 import socket
 import statistics
@@ -23,9 +25,11 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from ithaka.data.mix import round_tokens
+from ithaka.data.pack import Packing
 from ithaka.exits import ExitCode
 from ithaka.phases import Listener, PhasePath
-from ithaka.plan.hardware import available_memory
+from ithaka.plan.hardware import GPUS, Hardware, available_memory, gpu_named
 from ithaka.plan.seconds import layer_seconds
 from ithaka.plan.show import size
 from ithaka.train.launch import Outcome, leave
@@ -37,8 +41,9 @@ LEAST_S = 45.0  # without progress inside a step
 LATE_S = 10.0  # after which a beat is old
 LOST_TRIES = 3  # failed requests in a row, after which the store is lost
 ANSWER_S = 2.0
-PATIENCE = 5  # times what was planned
+PATIENCE = 5  # times what was measured or planned
 READ_BYTES_S, TOKENISE_BYTES_S, WRITE_BYTES_S = 50e6, 1e6, 50e6  # what a slow machine manages
+TOKEN_BYTES = 64  # read per token of a round, at most: records may be skipped, and long documents dropped
 SLOW, SLOW_STEPS = 1.2, 10  # times the median rank's seconds in attention, over so many steps
 SHOWN = 8  # ranks of a report
 LOW_BYTES = 2**30  # of host memory
@@ -46,48 +51,96 @@ LOW_BYTES = 2**30  # of host memory
 Beat = dict[str, Any]
 
 
+# Pauses: from one phase that counts as progress to the next. Attention's grow with the length of documents.
+ATTENTION, STEP, UPDATE, VALIDATION = KINDS = ("attention", "step", "update", "validation")
+BETWEEN = ("between steps",)
+
+
+def kind_of(path: PhasePath) -> str | None:
+    """The kind of pause after the start of this phase; None: not measured."""
+    if path[:1] in (("optimizer",), ("validation",)):
+        return UPDATE if path[0] == "optimizer" else VALIDATION
+    if path[:1] and path[0].startswith(("layer ", "loss ", "embedding")):
+        return ATTENTION if _attends(path[:4]) else STEP
+    return None
+
+
+def _attends(path: PhasePath) -> bool:
+    """Whether the phase computes attention in a training step: ("layer 3", "forward", "attention", "stage 0")."""
+    return len(path) == 4 and path[0].startswith("layer ") and path[2] == "attention"
+
+
 @dataclass(frozen=True)
 class Limits:
-    """Seconds without progress after which the run has hung."""
+    """Seconds without progress after which the run has hung. Until a pause is measured, in a step after the first, the
+    start limit applies to it."""
 
-    start: float  # reading, also between steps: data and model files
-    step: float
+    start: float  # reading data and model files, also between steps
+    step: float  # layers and loss
     save: float
+    update: float = 0.0  # the optimizer's, in host memory perhaps; 0: not measured
+    validation: float = 0.0
+    planned: float = 0.0  # a step's limit is at least this; 0: the GPU's rates are not known
 
     @staticmethod
     def of(run: Run) -> Limits:
-        longest = max(backward for _, backward in _planned(run))
-        data = run.config.data
-        paths = [data.path, data.validation_path, *(source.path for source in data.sources)]
-        read = _bytes_below(run.config.model.path) / READ_BYTES_S + sum(map(_bytes_below, paths)) / TOKENISE_BYTES_S
+        known = run.hardware.gpu.name == "CPU" or gpu_named(run.hardware.gpu.name) is not None
+        slowest = min((gpu for gpu in GPUS.values() if gpu.name != "CPU"), key=lambda gpu: gpu.matmul_flops)
+        hardware = run.hardware if known else dataclasses.replace(run.hardware, gpu=slowest)
+        planned = PATIENCE * max(backward for _, backward in _planned(run, hardware))
+        read = _bytes_below(run.config.model.path) / READ_BYTES_S + _bytes_to_tokenize(run) / TOKENISE_BYTES_S
         # A checkpoint's files are written by all nodes, to one disk at the worst.
         write = run.saved_bytes * run.hardware.num_nodes / WRITE_BYTES_S
-        return Limits(600 + read + write, max(LEAST_S, PATIENCE * longest), 600 + write)
+        start = 600 + read + write + planned
+        return Limits(start, start, 600 + write, planned=planned if known else 0.0)
 
     def of_phase(self, path: PhasePath) -> float:
         if path[:1] == ("saving",):
             return self.save
-        in_step = path[:1] and (path[0].startswith(("layer ", "loss ", "embedding")) or path[0] == "optimizer")
-        return self.step if in_step else self.start
+        kind = kind_of(path)
+        measured = {ATTENTION: self.step, STEP: self.step, UPDATE: self.update, VALIDATION: self.validation}
+        return measured[kind] or self.start if kind else self.start
+
+    def measured(self, attention: float, step: float, update: float, validation: float) -> Limits:
+        """With the longest pause of each kind on any rank; 0: none was measured yet."""
+
+        def limit(pause: float, least: float, unmeasured: float) -> float:
+            return max(LEAST_S, PATIENCE * pause, least) if pause else unmeasured
+
+        step_limit = limit(max(attention, step), self.planned, self.step)
+        update, validation = limit(update, 0.0, self.update), limit(validation, 0.0, self.validation)
+        return dataclasses.replace(self, step=step_limit, update=update, validation=validation)
+
+    @property
+    def longest(self) -> float:
+        return max(self.start, self.step, self.save, self.update, self.validation)
 
     @property
     def words(self) -> str:
-        parts = {"start": self.start, "step": self.step, "save": self.save}
-        return ", ".join(f"{name} {seconds:.0f} s" for name, seconds in parts.items()) + " without progress"
+        """Before the first step."""
+        steps = f"steps {PATIENCE} x the longest pause measured, at least {max(LEAST_S, self.planned):.0f} s"
+        return f"start {self.start:.0f} s, save {self.save:.0f} s without progress; {steps}"
 
 
-def _planned(run: Run) -> list[tuple[float, float]]:
+def _planned(run: Run, hardware: Hardware) -> list[tuple[float, float]]:
     """Seconds of each layer, forward and backward."""
     shape, layout = run.shape, run.layout
     layers = list(zip(shape.windows, layout.of_layers(shape.num_layers), strict=True))
-    seconds = {each: layer_seconds(shape, layout, run.hardware, run.work, *each) for each in set(layers)}
+    seconds = {each: layer_seconds(shape, layout, hardware, run.work, *each) for each in set(layers)}
     return [(seconds[each][0].total, seconds[each][1].total) for each in layers]
 
 
 def validation_seconds(run: Run) -> float:
     """Planned, without the loss."""
     num_batches = -(-run.config.train.validate_sequences // (run.work.batch * run.num_ranks // run.layout.cp))
-    return num_batches * sum(forward for forward, _ in _planned(run))
+    return num_batches * sum(forward for forward, _ in _planned(run, run.hardware))
+
+
+def _bytes_to_tokenize(run: Run) -> float:
+    """Bytes of a round of training data and one of held-out data, or of all the data if that is less."""
+    group = run.work.batch * run.work.accumulate * run.num_ranks // run.layout.cp
+    tokens = sum(round_tokens(Packing(run.work.context, group), shuffled) for shuffled in (True, False))
+    return min(run.data_bytes, TOKEN_BYTES * tokens)
 
 
 def _bytes_below(path: Path | None) -> int:
@@ -98,28 +151,47 @@ def _bytes_below(path: Path | None) -> int:
 
 
 class Place(Listener):
-    """Where this rank is, and its seconds in attention. On a GPU the host runs ahead: a phase is reached when the
-    device has passed an event recorded there."""
+    """Where this rank is, its longest pauses, and its seconds in attention. On a GPU the host runs ahead: a phase is
+    reached when the device has passed an event recorded there."""
 
     def __init__(self, device: torch.device) -> None:
-        self.on_gpu, self.step = device.type == "cuda", 0
-        self.warm = False  # after its first step, in which kernels are compiled and tried
+        self.device, self.on_gpu, self.step = device, device.type == "cuda", 0
+        self.warm = False  # after the first step, which compiles and tries kernels
         self._lock = threading.Lock()
         self._passed, self._path = 0, PhasePath()
-        self._ahead: deque[tuple[Any, PhasePath]] = deque()
+        self._ahead: deque[tuple[Any, PhasePath, bool]] = deque()  # mark, phase, whether the pause after it counts
+        self._since: Any = None  # the mark of the phase reached last, if the pause after it counts
+        self._pauses = dict.fromkeys(KINDS, 0.0)  # the longest
+        # In attention: the longest of this step, and the longest to expect where a document fills the context.
+        self._step_pause, self._full_pause = 0.0, math.inf
         self._attention: list[list[Any]] = []  # start and end
 
     def enter(self, path: PhasePath) -> None:
         # A layer's direction, its stages and where it waits for others, or what is no layer. Tiles come too often.
-        if len(path) in (2, 4) or path[-1] == "exchange" or not path[0].startswith("layer "):
-            mark = self._mark()
-            self._ahead.append((mark, path))
-            if len(path) == 4:
+        waits = path[-1] == "exchange"
+        if len(path) == 2 or _attends(path) or waits or not path[0].startswith("layer "):
+            mark = self._reach(path)
+            if _attends(path):
                 self._attention.append([mark])
+            elif waits and _attends(path[:-1]):
+                self._stop_attention(mark)
 
     def leave(self, path: PhasePath) -> None:
-        if len(path) == 4 and self._attention:
-            self._attention[-1].append(self._mark())
+        if _attends(path):
+            self._stop_attention(self._mark())
+        elif path[-1] == "exchange" and _attends(path[:-1]):
+            self._attention.append([self._mark()])
+        elif path in (("optimizer",), ("validation",)):
+            self._reach(BETWEEN)
+
+    def _reach(self, path: PhasePath) -> Any:
+        mark = self._mark()
+        self._ahead.append((mark, path, self.warm))
+        return mark
+
+    def _stop_attention(self, mark: Any) -> None:
+        if self._attention:
+            self._attention[-1].append(mark)
 
     def _mark(self) -> Any:
         if not self.on_gpu:
@@ -128,38 +200,60 @@ class Place(Listener):
         event.record()
         return event
 
+    def _seconds(self, start: Any, end: Any) -> float:
+        return start.elapsed_time(end) / 1000 if self.on_gpu else end - start
+
     def now(self) -> tuple[int, int, PhasePath]:
         """Step, phases passed since the start, and the phase."""
         with self._lock:
             while self._ahead and (not self.on_gpu or self._ahead[0][0].query()):
-                self._path, self._passed = self._ahead.popleft()[1], self._passed + 1
+                mark, path, counts = self._ahead.popleft()
+                self._count_pause(mark)
+                self._path, self._passed, self._since = path, self._passed + 1, mark if counts else None
             return self.step, self._passed, self._path
 
-    def end_step(self) -> float:
-        """Its seconds in attention. The device must have nothing left to do."""
+    def _count_pause(self, end: Any) -> None:
+        kind = kind_of(self._path)
+        if self._since is None or kind is None:
+            return
+        seconds = self._seconds(self._since, end)
+        self._pauses[kind] = max(self._pauses[kind], seconds)
+        if kind == ATTENTION:
+            self._step_pause = max(self._step_pause, seconds)
+
+    def end_step(self, full: float = 1.0) -> tuple[float, list[float]]:
+        """This step's seconds in attention, and the longest pauses so far, by KINDS. `full`: how many times as much
+        attention a step has whose sequences are single documents, and so, at most, how many times as long pauses. The
+        device must have passed the step's attention."""
         self.now()
+        pauses = dict(self._pauses)
+        if self._step_pause:
+            self._full_pause, self._step_pause = min(self._full_pause, full * self._step_pause), 0.0
+        if self._full_pause < math.inf:
+            pauses[ATTENTION] = max(pauses[ATTENTION], self._full_pause)
         self.warm = True
         pairs, self._attention = [pair for pair in self._attention if len(pair) == 2], []
-        if self.on_gpu:
-            return sum(start.elapsed_time(end) for start, end in pairs) / 1000
-        return sum(end - start for start, end in pairs)
+        return sum(self._seconds(*pair) for pair in pairs), list(pauses.values())
 
 
 class SlowRanks:
-    """Ranks whose attention takes longer than the median rank's."""
+    """Ranks whose attention takes longer than the median rank's, and not because they have more of it."""
 
     def __init__(self) -> None:
-        self._steps: deque[Sequence[float]] = deque(maxlen=SLOW_STEPS)
+        self._steps: deque[Sequence[tuple[float, float]]] = deque(maxlen=SLOW_STEPS)
         self._told: set[int] = set()
 
-    def add(self, seconds: Sequence[float]) -> dict[int, float]:
-        """Of each rank in this step. Returns ranks that became slow, with how many times the median they take."""
-        self._steps.append(seconds)
-        sums = [sum(each) for each in zip(*self._steps, strict=True)]
-        median = statistics.median_low(sums)
-        if len(self._steps) < SLOW_STEPS or median <= 0:
+    def add(self, seconds: Sequence[float], work: Sequence[float]) -> dict[int, float]:
+        """Each rank's seconds and amount of attention in this step. Returns ranks that became slow, with how many times
+        the median they take."""
+        self._steps.append(list(zip(seconds, work, strict=True)))
+        sums = [tuple(map(sum, zip(*of_rank, strict=True))) for of_rank in zip(*self._steps, strict=True)]
+        per_work = [own_s / max(own_work, 1.0) for own_s, own_work in sums]
+        median_s, median_rate = statistics.median_low(own_s for own_s, _ in sums), statistics.median_low(per_work)
+        if len(self._steps) < SLOW_STEPS or min(median_s, median_rate) <= 0:
             return {}
-        slow = {rank: own / median for rank, own in enumerate(sums) if own > SLOW * median}
+        times = [min(own_s / median_s, rate / median_rate) for (own_s, _), rate in zip(sums, per_work, strict=True)]
+        slow = {rank: own for rank, own in enumerate(times) if own > SLOW}
         new, self._told = {rank: slow[rank] for rank in slow.keys() - self._told}, set(slow)
         return new
 

@@ -31,6 +31,7 @@ from ithaka.dist.mesh import Mesh, default_device, make_mesh, set_timeouts, star
 from ithaka.exits import ExitCode, TransientError
 from ithaka.layer.store import Store
 from ithaka.measure import Text, check_prompts, measure, read_text, scalars
+from ithaka.model.batch import num_pairs
 from ithaka.model.build import build_model, has_weights
 from ithaka.phases import listening, phase
 from ithaka.plan.hardware import DISK_BYTES_S, peak_flops
@@ -165,6 +166,8 @@ class Trainer:
                 dp_size=mesh.dp_size,
                 batch=config.train.batch,
                 accumulate=config.train.accumulate,
+                steps=config.train.steps - max(run.last_step, config.start) if config.train.epochs is None else None,
+                validate_sequences=config.train.validate_sequences,
                 cache_dir=run.run_dir / "tokens",
                 fills_cache=os.environ.get("LOCAL_RANK", "0") == "0",
             )
@@ -274,6 +277,15 @@ class Trainer:
         what = f"step {self.step + 1}: loss {first.loss}, gradient norm {first.grad_norm}, but not when computed again"
         self.tell(f"{what}: {who}", suspected=bad)
 
+    def attention_work(self, batches: Sequence[Batch]) -> tuple[float, float]:
+        """Query-key pairs of this rank's heads in a step; and how many times as many it would have, without windows, if
+        every sequence were a single document."""
+        ulysses, rank, heads = self.mesh.ulysses_group.size(), self.mesh.ulysses_group.rank(), self.run.shape.heads
+        own_heads = (rank + 1) * heads // ulysses - rank * heads // ulysses
+        own = sum(num_pairs(batch.document_ids, self.run.shape.windows) for batch in batches)
+        seen = sum(num_pairs(batch.document_ids, [None]) for batch in batches)
+        return float(own * own_heads), max(1.0, len(batches) * self.run.work.pairs(None) / seen)
+
     def slow_disk(self, step_s: float) -> float:
         """Bytes per second of the disk tier in this step, if the step waited longer for it than planned; else 0."""
         moved_bytes, busy_s, waited_s = self.store.disk_use()
@@ -370,13 +382,14 @@ def train(run: Run, only_profile: bool = False) -> int:
     witness, grace = Witness(default_device()), Grace(run)
     place, limits = Place(witness.device), Limits.of(run)
     start_process_group()
+    limits = Limits(*map(max, zip(*(vars(each).values() for each in gathered(limits)), strict=True)))
     beat = Heartbeat(place, limits, run.run_dir)
     with stop_requests(grace.asked) as stop, listening(witness), listening(place):
         try:
             beat.start()
-            set_timeouts(2 * limits.start)
+            set_timeouts(2 * limits.longest)
             trainer = prepare(run)
-            set_timeouts(2 * max(vars(limits).values()))
+            set_timeouts(2 * limits.longest)  # of the groups made since then
             asked = _train(trainer, stop, grace, beat, only_profile)
             beat.close()
         except Exception as error:
@@ -537,10 +550,13 @@ def _train(trainer: Trainer, stop: list[Signals], grace: Grace, beat: Heartbeat,
             if trainer.text is not None and trainer.due(trainer.config.evaluate.every):
                 with console.doing("evaluation"):
                     sources = sources | trainer.evaluate()
-            earlier, attention_s = watch.device_peak_bytes, beat.place.end_step()
-            of_rank = attention_s, trainer.slow_disk(step_s)
-            asked, (save, saved), peaks, (attention, disks) = _agree(stop, trainer, earlier, of_rank)
-            if late := slow.add(attention):
+            work, full = trainer.attention_work(batches)
+            earlier, (attention_s, pauses) = watch.device_peak_bytes, beat.place.end_step(full)
+            of_rank = trainer.slow_disk(step_s), attention_s, work, *pauses
+            asked, (save, saved), peaks, of_ranks = _agree(stop, trainer, earlier, of_rank)
+            disks, attention, works, *all_pauses = of_ranks
+            _set_limits(beat, beat.limits.measured(*map(max, all_pauses)))
+            if late := slow.add(attention, works):
                 shown = ", ".join(f"rank {rank} takes {times:.2f} times" for rank, times in late.items())
                 console.event(trainer.step, f"Slow: {shown} the median rank's seconds in attention", slow_ranks=late)
             if any(disks) and not told_disk:
@@ -581,6 +597,13 @@ def _train(trainer: Trainer, stop: list[Signals], grace: Grace, beat: Heartbeat,
         of = run.config.curriculum and f"entry {run.config.entry + 1} of {len(run.config.ends)} "
         console.facts(f"{of or ''}done", _summary(trainer, read_metrics(run.run_dir / "metrics.jsonl")))
     return 0 if trainer.done else asked
+
+
+def _set_limits(beat: Heartbeat, limits: Limits) -> None:
+    """Collectives must not time out before the heartbeat, which can name the rank that hangs."""
+    if limits.longest > beat.limits.longest:
+        set_timeouts(2 * limits.longest)
+    beat.limits = limits
 
 
 def _finish_save(trainer: Trainer, console: Console) -> None:

@@ -88,6 +88,7 @@ class Run:
     checkpoint: Path | None = None  # to go on from
     changed: Mapping[str, str] = field(default_factory=dict)  # settings that differ from the run's so far, in words
     saved: str = ""  # config.yaml, if it is not `config`: a curriculum, without what is planned for each entry
+    data_bytes: int = 0  # of all data files, whether a path, a glob or a name on the hub gave them
 
     @property
     def run_dir(self) -> Path:
@@ -199,8 +200,7 @@ def validated(
             way = f"to go on give more: --set train.{name}={2 * value}"
             way = "to go on give the file with more entries, and --resume auto" if config.curriculum else way
             raise ConfigError(f"train.{name}={value} is reached already by checkpoint {found}; {way}")
-    check_inputs(run)
-    return run
+    return dataclasses.replace(run, data_bytes=check_inputs(run))
 
 
 def check_run_dir(run_dir: Path, auto: bool, force: bool) -> None:
@@ -245,15 +245,15 @@ def fitting(config: Config, num_ranks: int, here: Hardware | None, goes_on: bool
     return run
 
 
-def check_inputs(run: Run) -> None:
-    """Refuse positions that the model lacks, and data that cannot be trained on."""
+def check_inputs(run: Run) -> int:
+    """Refuse positions that the model lacks, and data that cannot be trained on. Returns the bytes of the data."""
     # Late: they import transformers, and cheap checks answer at once.
     from ithaka.data.open import check as check_data
     from ithaka.model.build import hf_config
 
     model, data = run.config.model, run.config.data
     hf_config(model.path or embedded_model(model.embedded), model.rope, data.context)
-    check_data(data, run.shape.vocab, model.path)
+    return check_data(data, run.shape.vocab, model.path)
 
 
 def together(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

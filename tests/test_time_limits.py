@@ -1,0 +1,249 @@
+"""How long a run may make no progress, and which ranks are slow: by what is measured, and by nothing else."""
+
+import contextlib
+import dataclasses
+import io
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ithaka.config import DataConfig
+from ithaka.data import files
+from ithaka.data.open import check
+from ithaka.layer import schedule, stages
+from ithaka.phases import listening, phase
+from ithaka.plan.hardware import GPUS, find_gpu
+from ithaka.train import heartbeat, loop
+from ithaka.train.heartbeat import Limits, Place, SlowRanks
+from ranks import Ranks
+from runs import metrics, run, tiny_run, valid, wait_for
+
+
+@pytest.fixture
+def spend(monkeypatch):
+    """`spend(3, "layer 0", "mlp")` spends three seconds in nested phases, by a clock of its own."""
+    now = SimpleNamespace(s=0.0)
+    monkeypatch.setattr(heartbeat.time, "perf_counter", lambda: now.s)
+
+    def spend(seconds, *path):
+        with contextlib.ExitStack() as opened:
+            for name in path:
+                opened.enter_context(phase(name))
+            now.s += seconds
+
+    return spend
+
+
+def test_seconds_in_attention_are_those_of_training_and_without_waiting(spend):
+    place = Place(torch.device("cpu"))
+    with listening(place):
+        for way in ("forward", "backward"):
+            spend(100, "layer 0", way, "projections", "copies")
+            spend(100, "layer 0", way, "exchange")
+            with phase("layer 0"), phase(way), phase("attention"), phase("stage 0"):
+                spend(1)
+                spend(100, "exchange")  # a ring's k and v, from a slow rank
+                spend(2)
+            spend(100, "layer 0", way, "mlp", "copies")
+        for part in ("attention", "exchange", "mlp", "projections"):
+            spend(100, "validation", "layer 0", "forward", part)
+        spend(100, "validation", "layer 0", "forward", "attention", "stage 0")
+    assert place.end_step()[0] == 6
+    assert place.end_step()[0] == 0
+
+
+def test_pauses_are_measured_by_kind_after_the_first_step(spend):
+    place = Place(torch.device("cpu"))
+
+    def step(times):
+        spend(1 * times, "data")
+        spend(1 * times, "embedding")
+        spend(2 * times, "layer 0", "forward")
+        spend(4 * times, "layer 0", "forward", "attention", "stage 0")
+        spend(3 * times, "layer 0", "forward", "exchange")
+        spend(6 * times, "optimizer")
+        spend(50)  # all that follows is no optimizer
+        spend(5 * times, "validation")
+        spend(7 * times, "validation", "layer 0", "forward")
+        spend(50)
+        spend(99, "saving")
+
+    with listening(place):
+        step(1000)
+        assert place.end_step()[1] == [0, 0, 0, 0], "the first one compiles"
+        step(1)
+        assert place.end_step()[1] == [4, 3, 6, 7]
+        assert place.now()[2] == ("saving",)
+        spend(1, "data")
+        assert place.end_step()[1] == [4, 3, 6, 7]
+    assert place.step == 0 and place.now()[2] == ("data",)
+
+
+def test_a_pause_in_attention_is_measured_for_documents_as_long_as_the_context(spend):
+    place = Place(torch.device("cpu"))
+    with listening(place):
+        place.end_step()
+        pauses = []
+        for seconds, full in ((2.0, 100.0), (3.0, 10.0), (4.0, 10.0), (50.0, 1.0), (1.0, 1.0)):
+            spend(seconds, "layer 0", "forward", "attention", "stage 0")
+            spend(1.0, "layer 0", "forward", "exchange")
+            pauses.append(place.end_step(full)[1][0])
+    assert pauses == [200, 30, 30, 50, 50]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return valid(tiny_run(tmp_path_factory.mktemp("tiny")))
+
+
+LAYER, UPDATE, VALIDATION = ("layer 0", "backward"), ("optimizer",), ("validation", "layer 1", "forward")
+PHASES = (LAYER, ("layer 0", "forward", "attention", "stage 0"), ("loss forward",), UPDATE, VALIDATION, ("data",), ())
+
+
+def test_until_something_is_measured_the_start_limit_applies(tiny):
+    limits = Limits.of(tiny)
+    assert 600 < limits.start < 620 and {limits.of_phase(path) for path in PHASES} == {limits.start}
+    assert limits.of_phase(("saving",)) == limits.save
+    step = limits.measured(0.0, 2.0, 0.0, 0.0)
+    assert [step.of_phase(path) for path in PHASES] == [45.0] * 3 + [limits.start] * 4
+    long = step.measured(30.0, 2.0, 200.0, 12.0)
+    assert [long.of_phase(path) for path in PHASES] == [150.0] * 3 + [1000.0, 60.0] + [limits.start] * 2
+    assert long.longest == 1000.0 and long.measured(0.0, 0.0, 0.0, 0.0) == long
+
+
+def on_gpu(run, name, context):
+    """The same run with longer sequences, on a GPU that is called so."""
+    known = heartbeat.gpu_named(name)
+    gpu = known or dataclasses.replace(find_gpu("H100"), name=name)  # as the preflight stands in for it
+    config = dataclasses.replace(run.config, data=dataclasses.replace(run.config.data, context=context))
+    return dataclasses.replace(run, config=config, hardware=dataclasses.replace(run.hardware, gpu=gpu))
+
+
+def test_an_unknown_gpu_is_given_the_time_of_the_slowest_to_start_and_is_then_measured(tiny):
+    context = 10**8  # attention's seconds then count
+    known, unknown = (Limits.of(on_gpu(tiny, name, context)) for name in ("NVIDIA H100 80GB HBM3", "Some 9000"))
+    slowest = min((gpu for gpu in GPUS.values() if gpu.name != "CPU"), key=lambda gpu: gpu.matmul_flops)
+    assert known.planned > 2000 and unknown.start - known.start > known.planned
+    assert unknown.start == pytest.approx(Limits.of(on_gpu(tiny, slowest.name, context)).start)
+    assert unknown.measured(100.0, 1.0, 0, 0).of_phase(LAYER) == 500, "by no plan for another GPU"
+    assert known.measured(100.0, 1.0, 0, 0).of_phase(LAYER) == known.planned, "documents may become longer"
+    assert known.measured(10_000.0, 1.0, 0, 0).of_phase(LAYER) == 50_000
+
+
+def test_data_counts_however_it_is_named(tmp_path, monkeypatch, tiny):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(4):
+        (folder / f"{i}.txt").write_text("word " * 1000)
+    for path in (folder, folder / "*.txt", f"{folder}/**/*.txt"):
+        assert check(DataConfig(path=path, context=64), 300) == 20_000
+    datasets = pytest.importorskip("datasets")
+    found = datasets.Dataset.from_dict({"text": ["word " * 1000] * 4})
+    monkeypatch.setattr(files, "open_dataset", lambda path: {"train": found})
+    monkeypatch.setattr("ithaka.data.read.open_dataset", lambda path: {"train": found})
+    assert check(DataConfig(path=Path("hf://someone/texts"), context=64), 300) >= 20_000
+    assert tiny.data_bytes == sum(file.stat().st_size for file in tiny.config.data.path.iterdir())
+    limits = [Limits.of(dataclasses.replace(tiny, data_bytes=size)).start for size in (0, 10**8, 10**12, 10**13)]
+    assert limits[1] - limits[0] == pytest.approx(100)
+    assert limits[2] == limits[3] < limits[0] + 3600, "what a round needs, not all of the data"
+
+
+def test_slow_ranks_are_those_with_no_more_work():
+    """Of four ranks, in seconds and work."""
+    cases = [
+        ([1.0, 1.1, 1.0, 1.5], [1, 1, 1, 1], {3: 1.5}),
+        ([3.0, 3.0, 4.0, 4.0], [3, 3, 4, 4], {}),  # 14 heads on four ranks
+        ([1.0, 1.0, 1.0, 4.0], [1, 1, 1, 4], {}),  # longer documents
+        ([1.0, 1.0, 1.0, 0.5], [9, 9, 9, 1], {}),  # short ones, which take longer for their work
+        ([3.0, 3.0, 6.0, 4.0], [3, 3, 4, 4], {2: 1.5}),
+    ]
+    for seconds, work, named in cases:
+        slow = SlowRanks()
+        said = [slow.add(seconds, work) for _ in range(20)]
+        assert said == [{}] * 9 + [pytest.approx(named)] + [{}] * 10, (seconds, work)
+
+
+def slowed(patch, where):
+    """Attention takes 10 ms on both ranks. On rank 1 it takes 30 more, or what comes before it does."""
+    patch.setattr(heartbeat, "SLOW_STEPS", 3)
+    patch.setattr(heartbeat, "SLOW", 1.4)
+
+    def taking(function, seconds):
+        return lambda *args: time.sleep(seconds) or function(*args)
+
+    late = {where: 0.03} if dist.get_rank() == 1 else {}
+    for name in ("attend", "attend_backward"):
+        attend = taking(getattr(stages.HeldHeads, name), 0.01 + late.get("attention", 0.0))
+        patch.setattr(stages.HeldHeads, name, attend)
+    project = taking(schedule.StreamedLayer._project, late.get("projections", 0.0))
+    patch.setattr(schedule.StreamedLayer, "_project", project)
+
+
+def told_by(where, config):
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as told:
+        slowed(patch, where)
+        run(config)
+    return told.getvalue()
+
+
+@pytest.mark.parametrize("where, named", [("attention", {"1"}), ("projections", set())])
+def test_the_rank_that_computes_slowly_is_named_and_not_those_that_wait_for_it(ranks, tmp_path, where, named):
+    """In a ring both wait inside of attention, for k and v; in validation as well."""
+    config = tiny_run(tmp_path, parallel={"cp": 2, "ring": 2}, train={"validate_every": 1, "save_every": 0})
+    told, _ = ranks.run(2, told_by, where, config)
+    events = [line["slow_ranks"] for line in metrics(config.train.run_dir) if "slow_ranks" in line]
+    assert {rank for event in events for rank in event} == named and told.count("Slow: rank") == len(named)
+
+
+def slow_at_first_then_asleep(patch):
+    """On rank 1: what is not measured yet takes longer than the limit that follows, and in step 4 a layer hangs."""
+    patch.setattr(heartbeat, "BEAT_S", 0.1)
+    patch.setattr(heartbeat, "ANSWER_S", 0.0)
+    patch.setattr(heartbeat, "LEAST_S", 1.0)
+    steps, train_step, attend, update = [], loop.train_step, stages.HeldHeads.attend, torch.optim.AdamW.step
+    seconds = {1: 1.4, 4: 60.0}
+
+    def step(*args, **kwargs):
+        steps.append(len(steps) + 1)
+        return train_step(*args, **kwargs)
+
+    def slow_attend(*args):
+        time.sleep(seconds.pop(len(steps), 0.0))
+        return attend(*args)
+
+    def slow_update(*args):
+        time.sleep(1.4 if len(steps) == 2 else 0.0)
+        return update(*args)
+
+    patch.setattr(loop, "train_step", step)
+    if dist.get_rank() == 1:
+        patch.setattr(stages.HeldHeads, "attend", slow_attend)
+        patch.setattr(torch.optim.AdamW, "step", slow_update)
+
+
+def leaves_words(config, folder):
+    def leave(outcome):
+        (folder / f"words-{dist.get_rank()}").write_text(f"{outcome.code} {outcome.text}")
+        os._exit(outcome.code)
+
+    with pytest.MonkeyPatch.context() as patch:
+        slow_at_first_then_asleep(patch)
+        patch.setattr(heartbeat, "leave", leave)
+        run(config)
+
+
+def test_what_was_not_measured_may_take_long_and_a_step_that_was_may_not(tmp_path):
+    train = {"steps": 9, "validate_every": 0, "save_every": 0}
+    config, victims = tiny_run(tmp_path, train=train, memory={"offload_optimizer": True}), Ranks(2)
+    victims.start(2, tmp_path, leaves_words, config, tmp_path)
+    wait_for(lambda: any(path.read_text() for path in tmp_path.glob("words-*")))
+    told = next(path.read_text() for path in tmp_path.glob("words-*") if path.read_text())
+    victims.close()
+    assert told.startswith("4 rank 1 on ") and "no rank moved for 1 s" in told
+    assert "rank 1: step 4, layer 0 / forward / attention" in told
+    assert [line["step"] for line in metrics(config.train.run_dir)] == [1, 2, 3]
