@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -147,6 +148,40 @@ def test_ranks_by_default_one_per_gpu():
     assert launch.decide_ranks(3, gpus=0) == 3
     with pytest.raises(ConfigError, match="parallel.ranks=8 exceeds the GPUs found; use at most 4"):
         launch.decide_ranks(8, gpus=4)
+
+
+FAKE_DRIVER = """
+#include <stdlib.h>
+#include <string.h>
+int cuInit(unsigned flags) { return getenv("CUDA_VISIBLE_DEVICES") == NULL ? 100 : 0; }
+int cuDeviceGet(int *device, int index) { *device = 100 + index; return 0; }
+int cuDeviceGetName(char *name, int size, int device) {
+  strncpy(name, getenv("CUDA_VISIBLE_DEVICES"), size);
+  name[strlen(name)] = '0' + device % 100;
+  return 0;
+}
+int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = (5ul << 30) + device; return 0; }
+"""
+
+
+def test_the_gpu_that_counts_is_the_rank_s_of_those_visible(tmp_path, monkeypatch):
+    """The driver knows what CUDA_VISIBLE_DEVICES means; this one calls each GPU after it, and its number."""
+    if shutil.which("gcc") is None:
+        pytest.skip("needs gcc")
+    (tmp_path / "driver.c").write_text(FAKE_DRIVER)
+    command = ["gcc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", tmp_path / "driver.c"]
+    subprocess.run(command, check=True)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    monkeypatch.setattr(launch, "num_gpus", lambda: 2)
+    for visible in ("3,1", "GPU-8932f937,GPU-b1", "MIG-GPU-89/1/0"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert launch.gpu() == (f"{visible}0", (5 << 30) + 100)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert launch.gpu() == (f"{visible}1", (5 << 30) + 101)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert launch.gpu() == ("unknown", sys.maxsize), "the driver fails"
+    monkeypatch.setattr(launch, "num_gpus", lambda: 0)
+    assert launch.gpu() is None
 
 
 def test_far_more_ranks_than_cores_are_refused(monkeypatch):

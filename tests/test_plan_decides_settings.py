@@ -239,6 +239,14 @@ def test_a_card_has_its_own_peak_and_no_nvlink():
     assert gpu_named("NVIDIA GeForce RTX 5090 Laptop GPU") is None and peak_flops("Some Other 9000") is None
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["NVIDIA GH200 480GB", "NVIDIA GB200", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA RTX 4090D"],
+)
+def test_a_gpu_with_a_similar_name_is_another(name):
+    assert gpu_named(name) is None and peak_flops(name) is None
+
+
 @pytest.mark.parametrize("context", ["128K", "2M", "6M"])
 @pytest.mark.parametrize("disk", [False, True])
 def test_the_checks_accept_what_the_planner_chose(tmp_path, context, disk):

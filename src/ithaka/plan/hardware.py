@@ -9,12 +9,14 @@ Published figures were checked against public pages that quote the documents nam
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import math
 import os
 import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,12 +69,18 @@ PEAK_TFLOPS = {
 
 def peak_flops(name: str) -> float | None:
     """The published peak of the GPU that CUDA, or the table below, calls `name`; None if it is not known."""
-    text = _plain(name)
-    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items() if _plain(part) in text), None)
+    return next((tflops * 1e12 for model, tflops in PEAK_TFLOPS.items() if _is_model(name, model)), None)
 
 
 def _plain(name: str) -> str:
     return name.upper().replace(" ", "").replace("_", "")
+
+
+def _is_model(name: str, model: str) -> bool:
+    """Whether `name` contains `model` as separate words: a GH200 is no H200. A MIG slice is no complete GPU."""
+    words = "[ _-]?".join(re.findall(r"[A-Z]+|[0-9]+", model.upper()))
+    found = re.search(rf"(?<![A-Z0-9]){words}(?![A-Z0-9])", name.upper())
+    return found is not None and re.search(r"\bMIG\b", name.upper()) is None
 
 
 @dataclass(frozen=True)
@@ -198,8 +206,8 @@ def find_gpu(name: str) -> Gpu:
 
 def gpu_named(name: str) -> Gpu | None:
     """The table's entry for what CUDA calls a device ("NVIDIA H100 80GB HBM3"); None if there is none."""
-    text = _plain(name).replace("GEFORCE", "")
-    fitting = {key: gpu for key, gpu in GPUS.items() if key != "CPU" and key.upper().split("-")[0] in text}
+    text = _plain(name)
+    fitting = {key: gpu for key, gpu in GPUS.items() if key != "CPU" and _is_model(name, key.split("-")[0])}
     if len(fitting) > 1:
         fitting = {key: gpu for key, gpu in fitting.items() if key.upper().split("-")[-1] in text}
     if len(fitting) != 1 or "LAPTOP" in text:
@@ -282,6 +290,7 @@ def find_hardware(
 
 # ---- this machine: memory, as the control groups around this process allow it, cores and disk
 
+DRIVER = "libcuda.so.1"
 CGROUP = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 
@@ -304,6 +313,23 @@ def this_host(disk_path: Path | None = None) -> Host:
 def available_memory() -> int:
     """Bytes of host memory that this process may still allocate."""
     return min([psutil.virtual_memory().available, *cgroup_rooms()])
+
+
+def ask_driver(index: int) -> tuple[str, int]:
+    """Name and bytes of the GPU that CUDA numbers `index` in this process: CUDA_VISIBLE_DEVICES (indices, UUIDs, MIG
+    slices) and CUDA_DEVICE_ORDER count. Opens no context, but CUDA cannot be used in forks of this process."""
+    driver = ctypes.CDLL(DRIVER)
+    device, name, num_bytes = ctypes.c_int(), ctypes.create_string_buffer(256), ctypes.c_size_t()
+    calls: tuple[Callable[[], int], ...] = (
+        lambda: driver.cuInit(0),
+        lambda: driver.cuDeviceGet(ctypes.byref(device), index),
+        lambda: driver.cuDeviceGetName(name, len(name), device),
+        lambda: driver.cuDeviceTotalMem_v2(ctypes.byref(num_bytes), device),
+    )
+    for call in calls:
+        if error := call():
+            raise RuntimeError(f"the CUDA driver answers with error {error}")
+    return name.value.decode(), num_bytes.value
 
 
 def num_cores() -> int:

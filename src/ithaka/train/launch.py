@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import pickle
@@ -65,16 +66,20 @@ def num_gpus() -> int:
 
 
 def gpu() -> tuple[str, int] | None:
-    """The name and bytes of the first GPU, asked without starting CUDA in this process; None: there is none."""
+    """Name and bytes of this rank's GPU, or of rank 0's before the ranks start; None: there is none. Another process
+    asks, so that CUDA does not start in this one."""
     if num_gpus() == 0:
         return None
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    index = int(os.environ.get("LOCAL_RANK", "0")) % num_gpus()
+    ask = f"import json; from ithaka.plan.hardware import ask_driver; print(json.dumps(ask_driver({index})))"
+    # With this process's path, which need not be the environment's.
+    query = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {ask}"]
     try:
-        found = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+        found = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
         return "unknown", sys.maxsize
-    name, _, mebibytes = found.stdout.partition("\n")[0].rpartition(",")
-    return name.strip(), int(mebibytes) * 2**20 if mebibytes.strip().isdigit() else sys.maxsize
+    name, num_bytes = json.loads(found.stdout)
+    return name, num_bytes
 
 
 def under_torchrun() -> bool:
