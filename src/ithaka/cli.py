@@ -125,7 +125,7 @@ def train(
 def train_rank(run: Run, only_profile: bool = False) -> int:
     """What every rank runs; rank 0 then writes the report. Returns the exit code."""
     with _loading("starting the ranks"):
-        from ithaka.dist.mesh import end_process_group, free_memory, start_process_group
+        from ithaka.dist.mesh import end_process_group, end_subgroups, free_memory, start_process_group
         from ithaka.train import launch, loop
 
         start_process_group()
@@ -136,7 +136,8 @@ def train_rank(run: Run, only_profile: bool = False) -> int:
     with live_report(run.run_dir) if tells else nullcontext():
         code = loop.train(run, only_profile)
     if launch.stays_for_more() and not code and run.config.train.steps < run.config.ends[-1]:
-        free_memory()
+        free_memory()  # the model's first, which refers to the groups
+        end_subgroups()
     else:
         end_process_group()
     if tells:

@@ -93,6 +93,12 @@ def default_device() -> torch.device:
     return device
 
 
+def use_device(device: torch.device) -> None:
+    """Make `device` this thread's current one. A new thread starts on GPU 0, and would open a context there."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+
+
 def start_process_group(device: torch.device | None = None) -> None:
     """Initialises torch.distributed from torchrun's variables, or alone; does nothing if it is initialised."""
     if dist.is_initialized():
@@ -130,6 +136,13 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def end_subgroups() -> None:
+    """Destroy all process groups but the default one, in the order of their creation. Every rank calls it."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def end_process_group() -> None:

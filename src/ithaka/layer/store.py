@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ithaka.dist.mesh import use_device
 from ithaka.phases import KEPT, phase, tag
 
 Event = torch.cuda.Event | None  # None on a CPU
@@ -236,7 +237,7 @@ class Store:
         self.disk = DiskFile(disk_path or Path(tempfile.gettempdir()))
         self.out_stream = torch.cuda.Stream(self.device) if self.on_gpu else None
         self.in_stream = torch.cuda.Stream(self.device) if self.on_gpu else None
-        self.threads = ThreadPoolExecutor(2, thread_name_prefix="ithaka-store")
+        self.threads = ThreadPoolExecutor(2, "ithaka-store", initializer=use_device, initargs=(self.device,))
         self._latest: Callable[[], Any] = lambda: None
 
     def keep(self, tensor: Tensor, tier: str | None) -> "Kept":

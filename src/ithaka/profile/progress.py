@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ithaka.dist.mesh import use_device
 from ithaka.phases import Listener, PhasePath, listening
 from ithaka.plan.search import Plan
 from ithaka.plan.seconds import layer_seconds
@@ -33,7 +34,7 @@ class Progress(Listener):
     every_s = 30.0
 
     def __init__(self, plan: Plan, micro_steps: int, device: torch.device, say: Callable[[StepProgress], None]) -> None:
-        self.on_gpu, self.say = device.type == "cuda", say
+        self.device, self.on_gpu, self.say = device, device.type == "cuda", say
         self.shares = {path: share / micro_steps for path, share in planned_shares(plan).items()}
 
     @contextmanager
@@ -41,7 +42,7 @@ class Progress(Listener):
         self._ahead: deque[tuple[Any, PhasePath, float]] = deque()  # event, phase, share done
         self._at: tuple[PhasePath, float] = ((), 0.0)
         self._done, stop = 0.0, threading.Event()
-        thread = threading.Thread(target=self._watch, args=(number, stop), daemon=True)
+        thread = threading.Thread(target=self._watch, args=(number, stop), daemon=True, name="progress")
         thread.start()
         try:
             with listening(self):
@@ -70,6 +71,7 @@ class Progress(Listener):
         return self._at
 
     def _watch(self, step: int, stop: threading.Event) -> None:
+        use_device(self.device)
         started, share, reached_s = time.monotonic(), 0.0, 0.0
         while not stop.wait(self.every_s):
             path, done = self.device_at()

@@ -45,6 +45,7 @@ from torch.distributed.tensor import DTensor
 
 from ithaka.config import Config, ConfigError, check_output, given, shown, to_dict, with_absolute_paths
 from ithaka.config import load as load_config
+from ithaka.dist.mesh import default_device, use_device
 from ithaka.exits import TransientError, is_transient
 from ithaka.layer.store import Slab
 from ithaka.layout import either
@@ -131,12 +132,14 @@ class Saver:
         weights, optim = _trained_state(model, optimizer)
         # Without the optimizer's hyperparameters: they come from the config, and the rate from the step.
         tensors = {"model": weights, "moments": optim["state"], "rng": _rng_tensors(dist.get_rank())}
-        done = self._in_progress = Future[None]()
+        done, device = Future[None](), default_device()
+        self._in_progress = done
         self.step, self.started_at = state["step"], time.monotonic()
 
         def write(tensors: dict[str, Any]) -> None:
             start = time.monotonic()
             try:
+                use_device(device)
                 self._write(tensors, state)
                 done.set_result(None)
             except BaseException as error:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from ithaka.data.mix import round_tokens
 from ithaka.data.pack import Packing
+from ithaka.dist.mesh import use_device
 from ithaka.exits import ExitCode
 from ithaka.phases import Listener, PhasePath
 from ithaka.plan.hardware import GPUS, Hardware, available_memory, gpu_named
@@ -324,6 +325,7 @@ class Heartbeat:
         return [json.loads(self._store.get(str(rank))) for rank in range(self.size)]
 
     def _run(self) -> None:
+        use_device(self.place.device)
         while not self._stop.wait(BEAT_S):
             for task in (self._watch_ranks, self._watch_memory):
                 try:
@@ -367,6 +369,7 @@ class Heartbeat:
     def _watch_store(self) -> None:
         """A request blocks if the store's process is frozen or its machine is gone. Counts tries instead of seconds:
         while this process is stopped, this thread is too."""
+        use_device(self.place.device)
         while not self._stop.wait(BEAT_S):
             self._unanswered += 1
             if self._unanswered * BEAT_S > SILENT_S:

@@ -1,0 +1,74 @@
+"""What a rank leaves behind: no context on another rank's GPU, no process group of an entry that is done."""
+
+import contextlib
+import io
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ithaka import cli
+from ithaka.config import parse, to_dict
+from ithaka.dist import mesh
+from ithaka.layer import store
+from ithaka.profile import progress
+from ithaka.train import checkpoint, heartbeat, launch
+from ithaka.train.preflight import AUTO
+from runs import metrics, run, tiny_run, valid
+
+# Threads that use no CUDA: they read, tokenize, or write a page.
+ON_HOST = ("read ahead", "tokenise", "report")
+
+
+def threads_of(config):
+    """Of a run on this rank: the threads it started, and those that chose their device."""
+    started, chosen, start_thread = set(), set(), threading.Thread.start
+
+    def start(thread):
+        if type(thread) is threading.Thread:  # the console's spinners are not
+            started.add(thread.name)
+        start_thread(thread)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+        patch.setattr(threading.Thread, "start", start)
+        for module in (store, progress, checkpoint, heartbeat):
+            patch.setattr(module, "use_device", lambda device: chosen.add((threading.current_thread().name, device)))
+        run(config)
+    return started, chosen
+
+
+def test_every_thread_that_uses_cuda_chooses_its_device(ranks, tmp_path):
+    config = tiny_run(tmp_path, memory={"offload": "disk", "disk_path": str(tmp_path)}, train={"steps": 2})
+    (started, chosen), _ = ranks.run(2, threads_of, config)
+    names = {name for name in started if not name.startswith(ON_HOST)}
+    assert {"heartbeat", "store", "saving", "progress", "ithaka-store_0"} <= names
+    assert chosen == {(name, torch.device("cpu")) for name in names}
+
+
+def test_a_device_is_chosen_by_its_number(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for name in ("cuda:3", "cuda", "cpu"):
+        mesh.use_device(torch.device(name))
+    assert chosen == [torch.device("cuda:3")]
+
+
+def groups_after_entries(config):
+    """How many groups there are after each entry of a curriculum, in one process as under torchrun."""
+    counts = []
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+        patch.setattr(launch, "stays_for_more", lambda: True)
+        patch.setenv("RANK", str(dist.get_rank()))
+        for step in (0, 1):
+            cli.train_rank(valid(config.at(step), AUTO))
+            counts.append(len(dist.distributed_c10d._world.pg_map))
+    return counts
+
+
+def test_an_entry_of_a_curriculum_leaves_no_process_groups(ranks, tmp_path):
+    tree = to_dict(tiny_run(tmp_path, train={"validate_every": 0, "validate_sequences": 0}))
+    del tree["train"]["steps"], tree["data"]["context"]
+    config = parse({**tree, "curriculum": [{"context": 61, "steps": 1}, {"context": 90, "steps": 1}]})
+    assert ranks.run(2, groups_after_entries, config) == [[1, 0]] * 2
+    assert [line["step"] for line in metrics(config.train.run_dir)] == [1, 2]
