@@ -1,6 +1,7 @@
 """The registry: what runs here is found, what is absent is refused with the way to get it."""
 
 import json
+import socket
 import sys
 import warnings
 from dataclasses import replace
@@ -8,6 +9,7 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 import ithaka.attention.blocks as op
@@ -17,7 +19,11 @@ from ithaka.attention.kernels import KERNELS, Kernel, Varlen, available_kernels,
 from ithaka.bench import AttentionCase, measure_attention
 from ithaka.cli import app
 from ithaka.config import ConfigError
+from ithaka.model.build import parallelize
+from ithaka.train import loop
+from models import tiny_config, tiny_model
 from reference import attention_reference
+from runs import tiny_run, valid
 
 CPU = torch.device("cpu")
 CPU_KERNEL = KERNELS["cpu"]
@@ -143,6 +149,78 @@ def test_a_kernel_that_fails_its_trial_is_skipped_and_refused_by_name(monkeypatc
         assert resolve_kernel("auto", CPU, torch.bfloat16, 16).name == "reference"
     with pytest.raises(ConfigError, match=f"attention.kernel=cpu {message}.*or use auto"):
         resolve_kernel("cpu", CPU, torch.bfloat16, 16)
+
+
+def without(what, kernel):
+    """A kernel that ignores the buffers or the window."""
+
+    def ignoring(function):
+        return lambda *inputs, **how: function(*inputs, **{name: how[name] for name in how if name != what})
+
+    return replace(kernel, forward=ignoring(kernel.forward), backward=ignoring(kernel.backward))
+
+
+def with_other_groups(kernel):
+    """Query head j reads kv head j % 2."""
+    order = torch.tensor([0, 2, 1, 3])  # and back again
+
+    def forward(q, *rest, into=(None, None), **how):
+        results = (x[:, order] for x in kernel.forward(q[:, order], *rest, **how))
+        return tuple(x if y is None else y.copy_(x) for x, y in zip(results, into, strict=True))
+
+    return replace(kernel, forward=forward)
+
+
+def with_dq_too_early(kernel):
+    """Writes dq before it has read all of out, whose memory dq may share."""
+
+    def backward(*inputs, into=(None, None, None), **how):
+        if into[0] is not None:
+            into[0].zero_()
+        return kernel.backward(*inputs, into=into, **how)
+
+    return replace(kernel, backward=backward)
+
+
+DIRECT = {
+    "buffers": (lambda kernel: without("into", kernel), "out is off by nan"),
+    "a window": (lambda kernel: without("window", kernel), "out is off by .* in a block with a window"),
+    "groups": (with_other_groups, "out is off by .* in a full block"),
+    "dq over out": (with_dq_too_early, "d[qkv] is off by .* in a block with a window"),
+    "varlen": (lambda kernel: replace(kernel, varlen=without("into", kernel.varlen)), "out is off by nan"),
+}
+
+
+@pytest.mark.parametrize("what", DIRECT)
+def test_a_trial_has_all_that_training_asks_of_a_kernel(fa4, monkeypatch, what):
+    assert "fa4" in available_kernels(CPU, torch.float32, 8)
+    broken, message = DIRECT[what]
+    monkeypatch.setitem(KERNELS, "fa4", broken(KERNELS["fa4"]))
+    with pytest.raises(ConfigError, match=f"attention.kernel=fa4 is wrong here: {message}"):
+        resolve_kernel("fa4", CPU, torch.float32, 8)
+
+
+def kernels_of(config, broken_on):
+    """The kernel of this rank's layers and of a run's, and what was said, where cpu fails on some ranks."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if dist.get_rank() in broken_on:
+            patch.setitem(KERNELS, "cpu", replace(CPU_KERNEL, forward=raising(ValueError("no"))))
+            patch.setenv("LOCAL_RANK", "1")
+        model = parallelize(tiny_model(tiny_config("llama")), 2)
+        trainer = loop.prepare(valid(config), trains=False)
+        trainer.data.close(remove=True)
+    words = [str(each.message) for each in said if "attention.kernel" in str(each.message)]
+    return model.model.layers[0].forward.layout.kernel, trainer.kernel, trainer.run.layout.kernel, words
+
+
+@pytest.mark.parametrize("broken_on, name", [((), "cpu"), ((1,), "reference")])
+def test_ranks_agree_on_a_kernel(ranks, tmp_path, broken_on, name):
+    (*first, said), (*second, said_by_other) = ranks.run(2, kernels_of, tiny_run(tmp_path), broken_on)
+    assert first == second == [name] * 3
+    start = f"attention.kernel=auto is reference on all ranks: rank 1 on {socket.gethostname()} cannot use cpu"
+    assert said_by_other == [] and bool(said) == bool(broken_on)
+    assert all(words.startswith(start) and "ValueError: no" in words for words in said)
 
 
 def test_only_the_first_rank_of_a_machine_says_so(monkeypatch, recwarn):

@@ -122,7 +122,7 @@ def test_attention_settings_reach_attention(monkeypatch):
     built("attention: {kernel: reference, block_q: 8, block_kv: 6}")
     assert {(how["kernel"], how["blocks"]) for how in seen} == {("reference", (8, 6))}
     built("{}")
-    assert (seen[-1]["kernel"], seen[-1]["blocks"]) == ("auto", None)
+    assert seen[-1]["kernel"] not in ("auto", "reference") and seen[-1]["blocks"] is None  # decided once
 
 
 def test_compile_compiles_the_mlp(monkeypatch):

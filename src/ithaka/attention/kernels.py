@@ -7,6 +7,7 @@ the rest (blocks, windows, documents).
 
 import os
 import re
+import socket
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from itertools import accumulate, chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ithaka.attention.fused import merge
@@ -277,6 +279,34 @@ def resolve_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim
     return KERNELS[name]
 
 
+def agree_on_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """The name of the kernel that all ranks use: where auto differs between them, the first one that passes its trial
+    on all. Rank 0 then warns, and names a rank that lacks the better one. Every rank calls it."""
+    chosen = resolve_kernel(name, device, dtype, head_dim).name
+    if name != "auto" or not dist.is_initialized() or dist.get_world_size() == 1:
+        return chosen
+    names, order = _gather(chosen), list(KERNELS)
+    if len(set(names)) == 1:
+        return chosen
+    best, common = (pick(names, key=order.index) for pick in (min, max))
+    refusals = _gather((socket.gethostname(), _refusal(KERNELS[best], device, dtype, head_dim)))
+    while any(_gather(_refusal(KERNELS[common], device, dtype, head_dim))):
+        common = order[order.index(common) + 1]  # at last the reference, which runs anywhere
+    if dist.get_rank() == 0:
+        lacking = [(rank, host, why) for rank, (host, why) in enumerate(refusals) if why is not None]
+        (rank, host, why), *others = lacking
+        where = f"rank {rank} on {host}{f' and {len(others)} more' if others else ''}"
+        words = f"attention.kernel=auto is {common} on all ranks: {where} cannot use {best}, which {why}"
+        warnings.warn(words, stacklevel=3)
+    return common
+
+
+def _gather(own: Any) -> list[Any]:
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    return of_ranks
+
+
 @cache
 def _auto(kernels: tuple[Kernel, ...], device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
     for kernel in kernels:
@@ -347,12 +377,13 @@ def _trial(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: i
 def _compare(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """What differs from the fp64 reference by more than rounding, and by how much."""
     rows, scale = (256 if device.type == "cuda" else 32), head_dim**-0.5
-    keys, random = rows + rows // 2, torch.Generator().manual_seed(0)
-    drawn = [torch.randn(n, 2, head_dim, generator=random, device="cpu") for n in (rows, rows, keys, keys)]
+    keys, random, heads = rows + rows // 2, torch.Generator().manual_seed(0), 4 if kernel.direct else 2
+    sizes = ((rows, heads), (rows, heads), (keys, 2), (keys, 2))
+    drawn = [torch.randn(*size, head_dim, generator=random, device="cpu") for size in sizes]
     dout, q, k, v = (x_SnK.to(device, dtype).transpose(0, 1) for x_SnK in drawn)
     tries = _try_pairs(kernel, scale, dout[None], q[None], k[None], v[None])
     if kernel.varlen is not None:
-        tries = chain(tries, _try_documents(kernel.varlen, scale, dout, q, k[:, -rows:], v[:, -rows:]))
+        tries = chain(tries, _try_documents(kernel, scale, dout, q, k[:, -rows:], v[:, -rows:]))
     for where, ours, exact in tries:
         for name, a, b in zip(_NAMES, ours, exact, strict=True):
             allowed = (_ALLOWED_LSE if name == "lse" else _ALLOWED)[dtype]
@@ -368,37 +399,65 @@ def _compare(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim:
 
 
 def _try_pairs(kernel: Kernel, scale: float, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Iterator[_Try]:
-    """As in training: strided, earlier keys in full, the rows' own causal, a backward from out and lse of both."""
-    rows = q.shape[2]
+    """As in training: strided, earlier keys in full, the rows' own causal, a backward from out and lse of both. A
+    `direct` kernel also gets more query than kv heads, a window, and, where a call has all keys, buffers."""
+    rows, keys = q.shape[2], k.shape[2]
     pairs = [(k[:, :, :-rows], v[:, :, :-rows], False), (k[:, :, -rows:], v[:, :, -rows:], True)]
     out, lse = torch.zeros_like(q, dtype=torch.float64), torch.full_like(q[..., 0], float("-inf"), dtype=torch.float64)
     for pair_k, pair_v, causal in pairs:
-        merge(out, lse, *_reference_forward(q.double(), pair_k, pair_v, scale, causal))
+        merge(out, lse, *_exact(dout, q, pair_k, pair_v, scale, causal)[:2])
     of_both = (out.to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32)))
     for pair_k, pair_v, causal in pairs:
-        ours = kernel.forward(q, pair_k, pair_v, scale, causal)
-        grads = kernel.backward(dout, q, pair_k, pair_v, *of_both, scale, causal)
         exact = _exact(dout, q, pair_k, pair_v, scale, causal, of_both)
+        how = {"into": (None, None, None)} if kernel.direct else {}
+        ours = kernel.forward(q, pair_k, pair_v, scale, causal)
+        grads = kernel.backward(dout, q, pair_k, pair_v, *of_both, scale, causal, **how)
         yield f"a {'causal' if causal else 'full'} block", (*ours, *grads), exact
+    if kernel.direct:
+        window = keys - rows + 1  # as many keys as the rows see
+        seen = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(keys - rows).triu()
+        ours = _into_buffers(kernel, dout, q, k, v, scale, True, window=window)
+        yield "a block with a window", ours, _exact(dout, q, k, v, scale, seen)
+        k, v, _ = pairs[-1]
+        ours = _into_buffers(kernel, dout, q, k, v, scale, True)
+        yield "a causal block written to buffers", ours, _exact(dout, q, k, v, scale, True)
 
 
-def _try_documents(varlen: Varlen, scale: float, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Iterator[_Try]:
+def _try_documents(kernel: Kernel, scale: float, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Iterator[_Try]:
     """Three packed documents, without and with a window; inputs are [h, T, K]."""
-    lengths = (3, 7, q.shape[1] - 10)
+    lengths, varlen = (3, 7, q.shape[1] - 10), kernel.varlen
+    assert varlen is not None
     ends_d = torch.tensor((0, *accumulate(lengths)), dtype=torch.int32, device=q.device)
     seen_TT = torch.block_diag(*(torch.ones(n, n, device=q.device) for n in lengths)).bool().tril()
     dout_ThK, *inputs = (x.transpose(0, 1) for x in (dout, q, k, v))
     for window, where in ((None, "packed documents"), (5, "packed documents with a window")):
         how = (ends_d, max(lengths), scale, True, window)
-        out, lse = varlen.forward(*inputs, *how)
-        grads = varlen.backward(dout_ThK, *inputs, out, lse, *how)
+        if kernel.direct:
+            out, lse, *grads = _into_buffers(varlen, dout_ThK, *inputs, *how)
+        else:
+            out, lse = varlen.forward(*inputs, *how)
+            grads = list(varlen.backward(dout_ThK, *inputs, out, lse, *how))
         ours = (out.transpose(0, 1), lse, *(grad.transpose(0, 1) for grad in grads))
         yield where, ours, _exact(dout, q, k, v, scale, seen_TT if window is None else seen_TT.triu(1 - window))
+
+
+def _into_buffers(kernel: Kernel | Varlen, dout, q, k, v, *how, **window) -> tuple[Tensor, ...]:
+    """out, lse, dq, dk and dv as a direct kernel writes them to buffers of NaN; dq over out."""
+    out, dk, dv = (torch.full_like(x, float("nan")) for x in (q, k, v))
+    heads_first = q.shape[:-1] if q.ndim == 4 else q.shape[1::-1]
+    lse = torch.full(heads_first, float("nan"), dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    kernel.forward(q, k, v, *how, into=(out, lse), **window)
+    dq = out.clone()
+    kernel.backward(dout, q, k, v, dq, lse, *how, into=(dq, dk, dv), **window)
+    return out, lse, dq, dk, dv
 
 
 def _exact(dout, q, k, v, scale, causal, given=None) -> tuple[Tensor, ...]:
     """The reference's results; its backward starts from the out and lse given, or else from its own."""
     dout, q, k, v = (x.double() for x in (dout, q, k, v))
+    repeat = q.shape[-3] // k.shape[-3]
+    k, v = (x.repeat_interleave(repeat, -3) for x in (k, v))
     results = _reference_forward(q, k, v, scale, causal)
     out, lse = given or results
-    return *results, *_reference_backward(dout, q, k, v, out, lse, scale, causal)
+    dq, *dkv = _reference_backward(dout, q, k, v, out, lse, scale, causal)
+    return *results, dq, *(x.unflatten(-3, (-1, repeat)).sum(-3) for x in dkv)

@@ -1,6 +1,6 @@
 """Meta init, swap layers, FSDP2, load weights: the one place where parallelism is applied to a model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
 from types import MethodType
@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput
 
 from ithaka.attention.blocks import Docs
 from ithaka.attention.fused import Positions
-from ithaka.attention.kernels import resolve_kernel
+from ithaka.attention.kernels import agree_on_kernel
 from ithaka.config import AdapterConfig, ConfigError, RopeConfig
 from ithaka.dist.exchange import all_gather, in_order
 from ithaka.dist.mesh import Mesh, make_mesh
@@ -103,7 +103,7 @@ def parallelize(
     mesh = mesh or make_mesh(layout.cp, ring=layout.ring, replicas=layout.replicas)
     dtype = getattr(torch, layout.dtype) if layout.dtype else model.dtype
     # A kernel that does not work is found here, not in the first step.
-    resolve_kernel(layout.kernel, mesh.device, dtype, layer_parts(model, 0).head_dim)
+    layout = replace(layout, kernel=agree_on_kernel(layout.kernel, mesh.device, dtype, layer_parts(model, 0).head_dim))
     mark_replaced(model)
     params = [param for param in model.parameters() if param.requires_grad]
     widest = reduce(torch.promote_types, {param.dtype for param in params} or {dtype})

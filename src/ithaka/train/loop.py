@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from ithaka.attention.kernels import resolve_kernel
+from ithaka.attention.kernels import agree_on_kernel, resolve_kernel
 from ithaka.config import FORMAT, ConfigError, command, embedded_model, to_dict, with_absolute_paths
 from ithaka.data.open import data_facts, epoch_steps, open_data
 from ithaka.data.stream import Batch
@@ -132,13 +132,9 @@ class Trainer:
         self.epochs = run.config.train.epochs
         self.saved_at = time.monotonic()  # or skipped
         self.places: dict[str, Any] = {}  # in data of other entries
-        config, dtype = run.config, getattr(torch, run.layout.dtype or "float32")
+        config = run.config
         torch.manual_seed(config.train.seed + mesh.rank)
-        torch.use_deterministic_algorithms(config.train.deterministic, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it fills every buffer
-        if config.train.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as cuBLAS asks for it, before its first call
-        self.kernel = resolve_kernel(run.layout.kernel, mesh.device, dtype, run.shape.head_dim).name
+        self.kernel = resolve_kernel(run.layout.kernel, mesh.device, _dtype(run), run.shape.head_dim).name
         self.store = Store(mesh.device, host_bytes=store_host_bytes(run), disk_path=config.memory.disk_path)
         with phase("building the model"), status("building the model"):
             source = config.model.path or embedded_model(config.model.embedded)
@@ -431,7 +427,12 @@ def prepare(run: Run, trains: bool = True) -> Trainer:
     if run.checkpoint is not None and checkpoint.read_state(run.checkpoint)["step"] < run.config.start:
         way = "remove the damaged ones, and resume again"
         raise SharedError(f"checkpoint {run.checkpoint} is of an earlier entry of curriculum; {way}")
-    trainer = together(Trainer, run, make_mesh(run.layout.cp, ring=run.layout.ring, replicas=run.layout.replicas))
+    mesh = make_mesh(run.layout.cp, ring=run.layout.ring, replicas=run.layout.replicas)
+    _set_determinism(run.config.train.deterministic)
+    if run.layout.kernel == "auto":  # one given by name is refused with the rest, if it does not work
+        kernel = agree_on_kernel("auto", mesh.device, _dtype(run), run.shape.head_dim)
+        run = dataclasses.replace(run, layout=dataclasses.replace(run.layout, kernel=kernel))
+    trainer = together(Trainer, run, mesh)
     settings = run.config.train
     keeps_best = settings.keep_best or settings.patience > 0
     trainer.saver = checkpoint.Saver(run.run_dir, settings.keep_last, has_room_to_save(run), keeps_best)
@@ -447,6 +448,17 @@ def prepare(run: Run, trains: bool = True) -> Trainer:
         trainer.load()
     together(_write_run_dir, trainer)
     return trainer
+
+
+def _dtype(run: Run) -> torch.dtype:
+    return getattr(torch, run.layout.dtype or "float32")
+
+
+def _set_determinism(deterministic: bool) -> None:
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it fills every buffer
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as cuBLAS asks for it, before its first call
 
 
 def _starts(batch: Batch, tokenizer: Tokenizer) -> list[str]:
