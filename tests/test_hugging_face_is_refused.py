@@ -17,6 +17,7 @@ from trl import DPOTrainer
 
 import ithaka
 from ithaka import hf
+from ithaka.attention.kernels import KERNELS
 from ithaka.config import ConfigError, parse
 from ithaka.dist.mesh import start_process_group
 from ithaka.layout import Layout
@@ -135,6 +136,17 @@ def test_a_trainer_that_loads_the_model_itself(tmp_path):
 def on_h200(monkeypatch):
     monkeypatch.setattr("ithaka.train.launch.gpu", lambda: H200)
     monkeypatch.setattr("ithaka.plan.hardware.cgroup_rooms", list)
+
+
+@pytest.mark.parametrize("kernel", ["fa4", "cudnn"])
+def test_a_context_is_planned_with_the_kernel_that_runs(on_h200, monkeypatch, kernel):
+    """Which only its trial on the GPU shows."""
+    model = tiny_model(tiny_config("llama", max_position_embeddings=65536), torch.bfloat16)
+    with monkeypatch.context() as patch:
+        patch.setattr(hf, "default_device", lambda: torch.device("cuda"))
+        patch.setattr(hf, "resolve_kernel", lambda *_: KERNELS[kernel])
+        run = hf.planned_run(model, None, None, "bfloat16", None, context=65536, batch=1)
+    assert run.plan.hardware.gpu.kernel == kernel
 
 
 def test_a_context_is_planned_as_for_a_run(on_h200, capsys):

@@ -391,6 +391,16 @@ def test_gpu_file(tmp_path):
     )
     large = json.loads(run(*LONGEST, "--disk", "20TB", "--json"))
     assert small["gpus"].startswith("8x") and small["max_context"] < large["max_context"]
+    assert find_hardware("8", file).gpu.kernel == "fa4", "rates and kernel of the GPU that it is based on"
+    file.write_text(json.dumps({"based_on": "RTX4090", "attention_forward_flops": 1e14}))
+    desktop = find_hardware("1", file)
+    assert desktop.gpu.kernel == "" and desktop.host_bytes == 64 * 10**9
+    assert (
+        "attention"
+        not in json.loads(
+            run("plan", "llama3.2-1b", "--gpus", "1", "--gpu-file", str(file), "--context", "8K", "--json")
+        )["assumed"]
+    )
     with pytest.raises(ConfigError, match="--gpus 8xH100 names a GPU beside --gpu-file.* --gpus 8$"):
         find_hardware("8xH100", file)
     file.write_text(json.dumps({"memory_bytes": 1}))

@@ -15,6 +15,7 @@ from ithaka.config import ConfigError, given, load, to_yaml
 from ithaka.layout import layout_of
 from ithaka.plan.hardware import KERNEL_NAMES, gpu_named, parse_gpus, peak_flops, with_kernel
 from ithaka.plan.show import as_text
+from ithaka.train import loop
 from ithaka.train.preflight import (
     Run,
     check_fits,
@@ -138,6 +139,17 @@ def test_training_is_planned_with_the_kernel_that_will_run(tmp_path, monkeypatch
     assert f"attention    {KERNEL_NAMES[kernel]}" in as_text(plan, "llama")
     on_a100 = machine_here(config, 1, ("NVIDIA A100-SXM4-80GB", 2**62)).gpu
     assert on_a100.kernel == ("flash" if asked == "flash" else "cudnn")
+
+
+def test_a_run_says_if_another_kernel_runs_than_was_planned_with():
+    """A kernel may fail its trial, which needs the GPU."""
+    plan = SimpleNamespace(hardware=node(H100))  # with cuDNN: flash-attn-4 is not installed
+    found = [
+        loop._planned_kernel(SimpleNamespace(kernel=kernel, run=SimpleNamespace(plan=planned)))
+        for kernel in ("cudnn", "flash")
+        for planned in (plan, None)
+    ]
+    assert found == ["", "", ", planned with cudnn", ""]
 
 
 def test_of_unequal_kernels_the_slowest_counts():

@@ -59,12 +59,29 @@ def test_settings_are_shown_before_the_work(model, monkeypatch):
     assert "times are this CPU's, planned ones are those of H100-80GB" in result.stdout
 
 
+@pytest.mark.parametrize("runs, planned", [("cudnn", "cudnn"), ("fa4", "fa4"), ("cpu", "fa4")])
+def test_the_plan_is_for_the_kernel_that_runs(model, monkeypatch, runs, planned):
+    """A CPU stands in for the GPU asked for: there the plan is as `ithaka plan` makes it."""
+    kernels = []
+
+    def start(few_config, layout, *_, **__):
+        kernels.append(layout.kernel)
+        raise Started
+
+    monkeypatch.setattr(rehearsal, "rehearse", start)
+    monkeypatch.setattr(rehearsal, "kernel_here", lambda name, head_dim: runs)
+    given = ["--set", "attention.kernel=cudnn"] if runs == "cudnn" else []
+    result = rehearse(model, "--context", "64", *given)
+    assert f"attention: kernel {runs}, planned with the rates of {planned}\n" in result.stdout
+    assert kernels == ["cudnn" if runs == "cudnn" else "auto"]
+
+
 def test_json_says_what_ran_and_where_its_peak_is(model, monkeypatch):
     monkeypatch.setattr(rehearsal, "SHORT_DOCUMENT", 32)
     answer = json.loads(rehearse(model, "--context", "64", "--layers", "1", "--memory-only", "--json").stdout)
     ran = {key: answer[key] for key in ("gpus", "context", "layers", "attention_cut_short")}
     assert ran == {"gpus": "2xH100-80GB", "context": 64, "layers": 1, "attention_cut_short": True}
-    assert answer["peak_phase"]
+    assert answer["peak_phase"] and (answer["kernel"], answer["planned_kernel"]) == ("cpu", "fa4")
 
 
 def test_adapters_are_rehearsed(model):
