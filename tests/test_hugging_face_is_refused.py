@@ -17,7 +17,6 @@ from trl import DPOTrainer
 
 import ithaka
 from ithaka import hf
-from ithaka.attention.kernels import KERNELS
 from ithaka.config import ConfigError, parse
 from ithaka.dist.mesh import start_process_group
 from ithaka.layout import Layout
@@ -142,9 +141,10 @@ def on_h200(monkeypatch):
 def test_a_context_is_planned_with_the_kernel_that_runs(on_h200, monkeypatch, kernel):
     """Which only its trial on the GPU shows."""
     model = tiny_model(tiny_config("llama", max_position_embeddings=65536), torch.bfloat16)
+    start_process_group()
     with monkeypatch.context() as patch:
         patch.setattr(hf, "default_device", lambda: torch.device("cuda"))
-        patch.setattr(hf, "resolve_kernel", lambda *_: KERNELS[kernel])
+        patch.setattr(hf, "agree_on_kernel", lambda *_: kernel)
         run = hf.planned_run(model, None, None, "bfloat16", None, context=65536, batch=1)
     assert run.plan.hardware.gpu.kernel == kernel
 

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 
-from ithaka.attention.kernels import resolve_kernel
+from ithaka.attention.kernels import agree_on_kernel
 from ithaka.config import SAVEABLE, AdapterConfig, ConfigError, parse, parse_count
 from ithaka.dist.mesh import Mesh, default_device, start_process_group
 from ithaka.layer.loss import IGNORED
@@ -158,15 +158,12 @@ def planned_run(
     }
     config, given = parse(tree), {f"parallel.{name}" for name in tree["parallel"]}
     here = on_all(machine_here, config, num_ranks, launch.gpu())
-    least = on_all(least_of, gathered(here))
+    least, shape = on_all(least_of, gathered(here)), on_all(model_shape, model)
+    if default_device().type == "cuda" and plans_for(config, least):  # else there is no trial to know it by
+        least = least.with_kernel(agree_on_kernel("auto", default_device(), torch.bfloat16, shape.head_dim))
 
     def decided() -> Run:
-        shape, machine = model_shape(model), least
-        if default_device().type == "cuda" and plans_for(config, least):
-            # The kernel that will run: it passes its trial here, or when the model is built.
-            kernel = resolve_kernel("auto", default_device(), torch.bfloat16, shape.head_dim)
-            machine = least.with_kernel(kernel.name)
-        settled, plan = (config, None) if layout else planned(config, given, machine, shape)
+        settled, plan = (config, None) if layout else planned(config, given, least, shape)
         chosen = layout or layout_of(settled, shape.num_layers, num_ranks, on_gpu=here.gpu.name != "CPU")
         run = Run(settled, num_ranks, shape, chosen, here, plan)
         check_fits(run)
