@@ -297,7 +297,7 @@ def out_of_memory(patch):
     def fail():
         raise MemoryError("no room")
 
-    asleep(patch, fail)
+    asleep(patch, fail, step_s=None)
 
 
 def test_all_ranks_end_with_the_code_of_the_one_that_failed(whole, tmp_path):
