@@ -17,8 +17,8 @@ from ithaka.data.cache import TokenCache
 from ithaka.data.tokenizer import ByteTokenizer
 from ithaka.exits import FINAL, ExitCode, TransientError
 from ithaka.layer.store import StoreError
-from ithaka.train import checkpoint, launch, loop, preflight
-from runs import run, tiny_run
+from ithaka.train import checkpoint, launch, loop
+from runs import tiny_run, valid
 
 DOCS = Path(__file__).parents[1] / "docs/running-for-weeks.md"
 
@@ -100,7 +100,7 @@ def test_errors_have_the_tables_codes(error, code):
     assert launch.exit_code_of(error) is code
 
 
-def failing(number: int, **values: object):
+def failing(number: int):
     def fail(*args: object, **kwargs: object) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -110,16 +110,19 @@ def failing(number: int, **values: object):
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
 def test_storage_that_fails_in_a_step_is_transient(tmp_path, monkeypatch, capsys, number):
     config = tiny_run(tmp_path, train={"validate_every": 0, "validate_sequences": 0})
-    train_step, steps = loop.train_step, []
-    monkeypatch.setattr(read, "_bytes", failing(number))
-    monkeypatch.setattr(preflight, "check_inputs", lambda run: None)
-    assert launch.run_ranks(run, (config,), 1) == ExitCode.TRANSIENT  # before step 1
+    checked, train_step, steps = valid(config), loop.train_step, []
+    with monkeypatch.context() as patch:
+        patch.setattr(read, "_bytes", failing(number))
+        assert launch.run_ranks(loop.train, (checked,), 1) == ExitCode.TRANSIENT  # before step 1
     said = capsys.readouterr().err
     assert said.startswith("TransientError: ") and f"{config.data.path}/" in said and os.strerror(number) in said
-    monkeypatch.undo()
-    monkeypatch.setattr(loop, "train_step", lambda *a, **k: (steps.append(1) or len(steps) > 1) and failing(number)()
-                        or train_step(*a, **k))  # fmt: skip
-    assert launch.run_ranks(run, (config,), 1) == ExitCode.TRANSIENT  # in step 2
+
+    def fail_in_step_2(*args, **kwargs):
+        steps.append(args)
+        return train_step(*args, **kwargs) if len(steps) == 1 else failing(number)()
+
+    monkeypatch.setattr(loop, "train_step", fail_in_step_2)
+    assert launch.run_ranks(loop.train, (checked,), 1) == ExitCode.TRANSIENT
     assert len(steps) == 2
 
 
