@@ -72,7 +72,8 @@ def processes():
     import torch
 
     if torch.cuda.is_available():
-        PRELOAD.clear()  # importing some of it, such as flash-attn-4, initializes CUDA, which does not survive a fork
+        # Where flash-attn-4 is installed, importing transformers asks CUDA for devices, and no fork can use them then.
+        PRELOAD.clear()
     else:
         fork_from_here()
 

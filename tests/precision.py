@@ -124,6 +124,7 @@ def exact_gradients(model: PreTrainedModel, batch: Batch, choices: Choices | Non
     model = copy.deepcopy(model).double()
     widen(model)
     _send_to(model, choices or {})
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # scores in fp64 take 4 GiB per layer
     plain_loss(model, batch.ids, batch.ids, use_cache=False, **batch.for_plain()).backward()
     return _gradients(model)
 

@@ -4,30 +4,37 @@ Needs an NCCL that takes several ranks per GPU (2.30 and later), for example one
 `LD_PRELOAD=DIR/libnccl.so.2 pytest tests/gpu/test_nccl.py`.
 """
 
+import contextlib
+import copy
 import ctypes
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
-from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from ithaka.config import to_yaml
-from ithaka.dist.mesh import default_device, make_mesh
+from ithaka.dist.mesh import default_device, free_memory, make_mesh
 from ithaka.layer import stages
 from ithaka.model.build import parallelize
 from ithaka.plan import rounds
-from ithaka.train import heartbeat
+from ithaka.train import heartbeat, loop
 from precision import (
     LARGE,
     SEEDS,
     SMALL,
     Batch,
+    Gradients,
     assert_as_good_as_autocast,
     autocast_gradients,
     bf16,
@@ -41,6 +48,8 @@ from runs import copy_back_at, metrics, numbers, run, tiny_run, wait_for
 LEAST_NCCL = (2, 30)
 SEVERAL_ON_ONE = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "LOCAL_RANK": "0"}
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+Case = tuple[int, int, dict[str, Any]]  # cp, ring, and what `bf16` takes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("nccl")]
 
@@ -67,39 +76,48 @@ def nccl():
     group.close()
 
 
-@lru_cache(len(SEEDS))
-def yardsticks(family: str, num_rows: int, seed: int):
-    """Gradients of autocast and of fp64, over a batch of `num_rows` sequences."""
+def yardsticks(model: PreTrainedModel, rows: list[Tensor]) -> dict[int, tuple[Gradients, Gradients]]:
+    """{number of rows: gradients of autocast and of fp64 over a batch of the first so many}"""
+    batches = {number: Batch(torch.cat(rows[:number])) for number in (1, len(rows))}
+    return {n: (autocast_gradients(model, batch), exact_gradients(model, batch)) for n, batch in batches.items()}
+
+
+def compare_with_autocast(family: str, cases: dict[str, Case]) -> dict[str, str]:
+    """Returns, on rank 0, which gradients of which cases are worse than autocast's. The cases share models, meshes and
+    what they are compared with.
+
+    Each data-parallel rank has a sequence of its own. Over several seeds: a kind of parameter has few tensors, and its
+    median over one model varies by several percent. A ring has many rounds.
+    """
+    rounds.ROUND_TOKENS = 1
     device = default_device()
     size = LARGE if device.type == "cuda" else SMALL
-    rows = [random_batch(size, row_seed(seed, row), device).ids for row in range(num_rows)]
-    model, batch = initial_model(family, size, seed, device), Batch(torch.cat(rows))
-    return autocast_gradients(model, batch), exact_gradients(model, batch)
-
-
-def row_seed(seed: int, row: int) -> int:
-    return 10 * seed + row
-
-
-def as_good_as_autocast(family: str, cp: int, ring: int, options: dict) -> None:
-    """Each data-parallel rank has a sequence of its own. Rank 0 compares, over several seeds: a kind of parameter has
-    few tensors, and its median over one model varies by several percent. A ring has many rounds."""
-    rounds.ROUND_TOKENS = 1
-    device, mesh = default_device(), make_mesh(cp, ring=ring)
-    size = LARGE if device.type == "cuda" else SMALL
-    layout = replace(bf16(size.heads // 2, tile_tokens=size.tokens // 3, **options), cp=cp, ring=ring)
-    layout, compared = replace(layout, kept=layout.kept * size.layers), []
-    for seed in SEEDS:
-        ours = parallelize(initial_model(family, size, seed, device), mesh=mesh, layout=layout)
-        batch = random_batch(size, row_seed(seed, mesh.dp_rank), device)
-        ours(input_ids=batch.ids, labels=batch.ids).loss.backward()
-        grads = {name: param.grad.full_tensor() for name, param in ours.named_parameters()}
+    models = [initial_model(family, size, seed, device) for seed in SEEDS]
+    rows = [[random_batch(size, 10 * seed + row, device).ids for row in range(2)] for seed in SEEDS]
+    wanted = [yardsticks(*each) for each in zip(models, rows, strict=True)] if dist.get_rank() == 0 else []
+    free_memory()
+    meshes = {(cp, ring): make_mesh(cp, ring=ring) for cp, ring, _ in cases.values()}
+    wrong = {}
+    for name, (cp, ring, options) in cases.items():
+        mesh = meshes[cp, ring]
+        heads = max(size.heads // 2, cp // ring)
+        layout = replace(bf16(heads, tile_tokens=size.tokens // 3, **options), cp=cp, ring=ring)
+        layout, ours = replace(layout, kept=layout.kept * size.layers), []
+        for model, of_seed in zip(models, rows, strict=True):
+            parallel = parallelize(copy.deepcopy(model), mesh=mesh, layout=layout)
+            ids = of_seed[mesh.dp_rank]
+            parallel(input_ids=ids, labels=ids).loss.backward()
+            ours.append({name: param.grad.full_tensor() for name, param in parallel.named_parameters()})
         if mesh.rank == 0:
-            compared.append((grads, *yardsticks(family, mesh.dp_size, seed)))
-    if mesh.rank == 0:
-        assert_as_good_as_autocast(*map(list, zip(*compared, strict=True)))
+            try:
+                assert_as_good_as_autocast(ours, *map(list, zip(*(each[mesh.dp_size] for each in wanted), strict=True)))
+            except AssertionError as failure:
+                wrong[name] = str(failure)
+    free_memory()
+    return wrong
 
 
+GROUPS = {f"cp {cp}, ring {ring}": (cp, ring, {}) for cp, ring in ((2, 1), (4, 1), (4, 2), (4, 4))}
 TIERS = {
     "kept on device": {"keep_attention": "device"},
     "host": {"keep_input": "host", "keep_attention": "host"},
@@ -109,15 +127,14 @@ TIERS = {
 }
 
 
-@pytest.mark.parametrize("cp, ring", [(2, 1), (4, 1), (4, 2), (4, 4)])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
-def test_every_family_on_four_ranks(nccl, family, cp, ring):
-    nccl.run(4, as_good_as_autocast, family, cp, ring, {}, timeout_s=300)
+def test_every_family_on_four_ranks(nccl, family):
+    assert nccl.run(4, compare_with_autocast, family, GROUPS, timeout_s=300)[0] == {}
 
 
-@pytest.mark.parametrize("tier", TIERS)
-def test_every_tier_on_four_ranks(nccl, tier):
-    nccl.run(4, as_good_as_autocast, "llama", 2, 1, TIERS[tier], timeout_s=300)
+def test_every_tier_on_four_ranks(nccl):
+    tiers = {name: (2, 1, options) for name, options in TIERS.items()}
+    assert nccl.run(4, compare_with_autocast, "llama", tiers, timeout_s=300)[0] == {}
 
 
 def configured(folder, **train):
@@ -162,13 +179,15 @@ def losses(config):
 
 
 def falls_out(config, folder, how: str) -> None:
-    """Rank 3 is killed, or sleeps, in the middle of its fifth step; what the others say as they leave goes to files."""
-    calls, attend = [], stages.HeldHeads.attend
+    """Rank 3 is killed, or sleeps, in its fifth step; what the others say as they leave goes to files."""
+    started, advance, attend = [], loop.Trainer.advance, stages.HeldHeads.attend
+
+    def count_and_advance(*args):
+        started.append(args)
+        return advance(*args)
 
     def attend_or_not(*args):
-        calls.append(args)
-        in_step = len(calls) > 4 * 8 + 2 and (config.train.run_dir / "latest").exists()
-        if dist.get_rank() == 3 and in_step:
+        if dist.get_rank() == 3 and len(started) == 5:
             (folder / "fell").write_text(str(time.time()))
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -180,6 +199,7 @@ def falls_out(config, folder, how: str) -> None:
         os._exit(outcome.code)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.Trainer, "advance", count_and_advance)
         patch.setattr(stages.HeldHeads, "attend", attend_or_not)
         patch.setattr(heartbeat, "leave", leave)
         if how == "asleep":
@@ -187,25 +207,41 @@ def falls_out(config, folder, how: str) -> None:
         run(config)
 
 
-@pytest.mark.parametrize("how", ["killed", "asleep"])
-def test_a_rank_that_falls_out_ends_all_within_a_minute(nccl, trained, tmp_path, how):
-    """Without a launcher, as between nodes: the ranks notice by themselves. Then two ranks go on."""
-    config, victims = moved(trained, tmp_path / "run"), nccl_ranks(4)
-    victims.start(4, tmp_path, falls_out, config, tmp_path, how)
-    wait_for(lambda: (tmp_path / "fell").exists() and (tmp_path / "fell").read_text(), timeout_s=240)
-    fell_at = time.monotonic()
-    wait_for(lambda: any((tmp_path / f"words-{rank}").exists() for rank in range(4)), timeout_s=90)
-    waited_s = time.monotonic() - fell_at
-    time.sleep(3)
-    told = "\n".join(path.read_text() for path in tmp_path.glob("words-*"))
-    victims.close()
-    assert waited_s < 60, f"{waited_s:.0f} s"
-    words = "has not been heard of for 40 s" if how == "killed" else "did not arrive: no rank moved for 15 s"
-    assert "4 rank 3 on " in told and words in told, told
-    assert list((tmp_path / "run/hang").glob("stacks-*"))
-    if torch.cuda.is_available():
-        assert list((tmp_path / "run/hang").glob("nccl-*"))
+HOWS = {
+    "killed": r"4 rank 3 on .* has not been heard of for 40 s",
+    "asleep": r"4 rank 3 on .* did not arrive: no rank moved for \d+ s",
+}
+
+
+@pytest.fixture(scope="module")
+def fallen(nccl, trained, tmp_path_factory):
+    """{how: its folder, after all ranks have ended}; both runs side by side. Without a launcher, as between nodes."""
+    folders = {how: tmp_path_factory.mktemp(how) for how in HOWS}
+    victims = {how: nccl_ranks(4) for how in HOWS}
+    for how, folder in folders.items():
+        victims[how].start(4, folder, falls_out, moved(trained, folder / "run"), folder, how)
+    for folder in folders.values():
+        wait_for(lambda folder=folder: list(folder.glob("words-*")), timeout_s=330)
+    time.sleep(3)  # for the last ranks' words
+    for group in victims.values():
+        group.close()
+    return folders
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_rank_that_falls_out_ends_all_within_a_minute(nccl, trained, fallen, how):
+    """The ranks notice without help. Then two ranks resume the run."""
+    folder = fallen[how]
+    words = list(folder.glob("words-*"))
+    waited_s = min(path.stat().st_mtime for path in words) - float((folder / "fell").read_text())
+    told = "\n".join(path.read_text() for path in words)
     print(f"{how}: {waited_s:.0f} s\n{told}")
+    assert waited_s < 60
+    assert re.search(HOWS[how], told), told
+    assert list((folder / "run/hang").glob("stacks-*"))
+    if torch.cuda.is_available():
+        assert list((folder / "run/hang").glob("nccl-*"))
+    config = moved(trained, folder / "run")
     on_two = replace(config, train=replace(config.train, accumulate=2))
     nccl.run(2, run, on_two, on_two.train.run_dir, timeout_s=300)
     assert losses(on_two) == pytest.approx(losses(trained), rel=1e-2)
@@ -215,16 +251,32 @@ MAIN = "import os, runpy, sys; os.environ['LOCAL_RANK'] = '0'; sys.argv[0] = 'it
 MAIN += "runpy.run_module('ithaka', run_name='__main__')"
 
 
-def test_the_same_command_under_torchrun_on_four_ranks_and_then_two(nccl, trained, tmp_path):
+@pytest.fixture(scope="module", autouse=True)
+def under_torchrun(nccl, tmp_path_factory):
+    """Four ranks and then two, beside the tests that come first: (what was started, its folder)."""
+    folder, commands = tmp_path_factory.mktemp("torchrun"), []
+    (folder / "main.py").write_text(MAIN)
     for num_ranks, steps in ((4, 3), (2, 5)):
-        config = replace(configured(tmp_path, steps=steps, save_every=0), parallel=replace(trained.parallel, cp=2))
-        (tmp_path / "long.yaml").write_text(to_yaml(config))
-        (tmp_path / "main.py").write_text(MAIN)
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
-        command += [str(tmp_path / "main.py"), "train", str(tmp_path / "long.yaml"), "--resume", "auto"]
-        ended = subprocess.run(
-            command, env=os.environ | SEVERAL_ON_ONE, capture_output=True, text=True, timeout=300, check=False
+        file = folder / f"{num_ranks}.yaml"
+        file.write_text(to_yaml(configured(folder, steps=steps, save_every=0)))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+        commands.append(shlex.join([*command, str(folder / "main.py"), "train", str(file), "--resume", "auto"]))
+    with (folder / "output").open("w") as output:
+        started = subprocess.Popen(
+            ["sh", "-c", " && ".join(commands)],
+            env=os.environ | SEVERAL_ON_ONE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
-        assert ended.returncode == 0, ended.stderr[-4000:]
-    assert "resumed after step 3" in ended.stdout
-    assert [line["step"] for line in metrics(tmp_path / "run") if "loss" in line][-1] == 5
+    yield started, folder
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(started.pid, signal.SIGKILL)
+
+
+def test_the_same_command_under_torchrun_on_four_ranks_and_then_two(under_torchrun):
+    started, folder = under_torchrun
+    code, output = started.wait(300), (folder / "output").read_text()
+    assert code == 0, output[-4000:]
+    assert "resumed after step 3" in output
+    assert [line["step"] for line in metrics(folder / "run") if "loss" in line][-1] == 5
