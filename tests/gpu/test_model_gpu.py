@@ -30,7 +30,7 @@ from precision import (
 from threads import on_threads
 
 gpu = pytest.mark.gpu
-pytestmark = pytest.mark.xdist_group("models")
+pytestmark = pytest.mark.xdist_group("large")
 
 
 @pytest.fixture(scope="session")

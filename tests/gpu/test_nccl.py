@@ -51,7 +51,7 @@ SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
 
 Case = tuple[int, int, dict[str, Any]]  # cp, ring, and what `bf16` takes
 
-pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("nccl")]
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("large")]
 
 
 def nccl_ranks(size: int) -> Ranks:
