@@ -87,7 +87,7 @@ def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(ranks, whole, 
     config = moved(whole, tmp_path / "run")
     (told, error), _ = ranks.run(2, told_by, fault, config)
     assert error is None
-    assert f"step-00000002 cannot be written: {words}" in told and "The run goes on" in told
+    assert f"step-00000002 cannot be written: {words}" in told and "The run continues" in told
     assert [path.name for path in (tmp_path / "run/checkpoints").glob("*")] == ["step-00000004"]
     assert numbers(config.train.run_dir) == numbers(whole.train.run_dir)
 

@@ -131,7 +131,7 @@ def test_a_tracker_that_fails_does_not_end_the_run(tmp_path, monkeypatch, capsys
     assert trackers.log(VALUES, 2) == []
     console.close("failed")
     told = capsys.readouterr().out
-    assert "train.track=wandb failed (OSError: no network); the run goes on without it" in told
+    assert "train.track=wandb failed (OSError: no network); the run continues without it" in told
     assert told.count("OSError: no network") == 1
 
 

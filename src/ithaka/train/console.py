@@ -179,7 +179,7 @@ class Console:
             yield
         except OSError as error:
             if what not in self._unwritable:
-                self.say(f"The {what} cannot be written ({error}); the run goes on without it")
+                self.say(f"The {what} cannot be written ({error}); the run continues without it")
             self._unwritable.add(what)
         else:
             self._unwritable.discard(what)

@@ -625,7 +625,7 @@ def _finish_save(trainer: Trainer, console: Console) -> None:
             trainer.saver.finish()
         except checkpoint.CheckpointError as error:
             last = checkpoint.last_of(trainer.run.run_dir)
-            console.say(f"{error}. {last} The run goes on, and saves again when due.")
+            console.say(f"{error}. {last} The run continues and saves again when due.")
 
 
 def _agree(

@@ -134,9 +134,9 @@ class Trackers:
             file.write_text(json.dumps(ids), encoding="utf-8")
 
     def log(self, values: Mapping[str, Any], step: int) -> list[str]:
-        """Log one step. Returns a message for each tracker that fails; the run goes on without it."""
+        """Log one step. Returns a message for each tracker that fails; the run continues without it."""
         logs = {name: tracker.log for name, tracker in self._open.items() if name not in self._failed}
-        return self._failures(logs, (tracked(values), step), "failed", "the run goes on without it")
+        return self._failures(logs, (tracked(values), step), "failed", "the run continues without it")
 
     def close(self, ending: Ending) -> list[str]:
         """Close every tracker, also one that failed before. Returns a message for each that fails only now."""
