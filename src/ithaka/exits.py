@@ -41,7 +41,7 @@ NETWORK = ["ECOMM", "ECONNABORTED", "ECONNREFUSED", "ECONNRESET", "EHOSTDOWN", "
 NETWORK += ["ENETUNREACH", "ENOTCONN", "ESHUTDOWN"]
 # Not every system has all of them.
 TRANSIENT_ERRNOS = {getattr(errno, name, errno.EIO) for name in STORAGE + NETWORK} | {socket.EAI_AGAIN}
-TRANSIENT_STATUS = {408, 429, 500, 502, 503, 504}  # of an HTTP response, from the Hugging Face hub
+TRANSIENT_STATUS = {408, 429, 500, 502, 503, 504}  # HTTP status codes of the Hugging Face hub
 
 
 class TransientError(RuntimeError):

@@ -31,7 +31,7 @@ WAY_OUT = "give UTF-8 text, JSONL, JSON, Parquet or a folder of datasets.save_to
 
 @dataclass(frozen=True)
 class File:
-    path: Path  # of kind arrow: a folder of `datasets.save_to_disk`, or hf://org/name
+    path: Path  # for kind arrow, a folder of `datasets.save_to_disk` or hf://org/name
     kind: Kind
     split: str | None = None  # of kind arrow
 

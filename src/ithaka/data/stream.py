@@ -22,7 +22,7 @@ from ithaka.data import pack
 from ithaka.data.mix import Cursor, Position, SequenceStream
 from ithaka.data.pack import IGNORED, PIECE, PackedSequence, Packing
 
-FORMAT = 5  # of a saved position
+FORMAT = 5  # version of a saved position
 READABLE = (4, 5)  # 4 counted sequences without a label too; earlier ones had another order of the data
 
 

@@ -271,7 +271,7 @@ def _check_optimizer(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
 def check_given(model: Any, cp: int | None, ring: int | None) -> None:
     """Refuse anything but a language model, or a PeftModel of one, and numbers of ranks below 1."""
     kind = type(model).__name__
-    for name in ("module", "_orig_mod"):  # of DistributedDataParallel and the like; of torch.compile
+    for name in ("module", "_orig_mod"):  # set by DistributedDataParallel and torch.compile
         if name in getattr(model, "_modules", ()):
             what = f"parallelize got the model inside a {kind}; pass model.{name}"
             raise ConfigError(f"{what}: ithaka shards it, and Layout(compile=True) compiles the MLP")

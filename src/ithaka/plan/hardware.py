@@ -31,7 +31,7 @@ GPUS_PER_NODE = 8
 
 # Assumptions about the machine around the GPUs, printed with every plan.
 HOST_BYTES_PER_GPU = 256 * 10**9  # 2 TB for 8: what 8-GPU nodes are sold with
-DESKTOP_HOST_BYTES = 64 * 10**9  # of a desktop, however many GPUs it has
+DESKTOP_HOST_BYTES = 64 * 10**9  # per desktop, however many GPUs it has
 DISK_BYTES_S = 4e9  # per node, either direction: one data-centre NVMe disk, read and write at once
 HOST_UPDATE_BYTES_S = 200e9  # per node: what a fused AdamW on the CPUs streams through host memory
 NETWORK_BYTES_S = 50e9  # per GPU and direction: one 400 Gb/s adapter each
@@ -102,7 +102,7 @@ class Gpu:
     desktop: bool = False  # in a desktop, not in a server
 
 
-TEXTS = ("name", "source", "kernel", "based_on")  # of a GPU's file; the rest are figures
+TEXTS = ("name", "source", "kernel", "based_on")  # text fields of a GPU file; the others are numbers
 FIGURES = tuple(entry.name for entry in dataclasses.fields(Gpu) if entry.name not in (*TEXTS, "kernels", "desktop"))
 
 

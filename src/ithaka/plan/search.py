@@ -37,11 +37,11 @@ TILE_SIZES = 6  # each half of the one before
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 CONTEXT_GRAIN = 1024  # per rank: longest contexts are multiples of this many tokens per rank
 UNLIMITED_BYTES = 2**60
-NEAR_ENOUGH = 0.99  # of the best speed: a plan this fast is chosen for needing less host memory, which is pinned first
+NEAR_ENOUGH = 0.99  # plans within this fraction of the best speed compete on host memory
 NUM_OTHERS = 4  # plans shown with the chosen one
-TIER_GRAIN = 64 * 10**9  # of host memory and disk
+TIER_GRAIN = 64 * 10**9  # step in which host memory and disk are tried, bytes
 MOST_NODES = 1024  # in the search for a machine that is large enough
-ADAPTER_RANK = 16  # of the adapters that are tried where a plan does not fit
+ADAPTER_RANK = 16  # tried when a plan does not fit
 MOST_AT_ONCE = 1 << 29  # elements of a tensor of all heads, in a forward alone
 
 Fixed = Mapping[str, Any]  # what the user decided, in the words of `make_layout`

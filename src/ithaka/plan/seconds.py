@@ -19,11 +19,11 @@ from ithaka.plan.hardware import DISK_BYTES_S, HOST_UPDATE_BYTES_S, Hardware
 from ithaka.plan.heads import slots_of
 from ithaka.plan.shape import ModelShape, Work
 
-# Of the hardware's matmul rate, forward and backward.
+# Fractions of the hardware's matmul rate, forward and backward.
 MLP_SHARE = (0.82, 0.82)
 PROJECTION_SHARE = (0.62, 0.49)  # whose matrices are slices of few heads
 LOSS_SHARE = 0.91
-COPY_SHARE = 0.88  # of the PCIe rate, in copies tile by tile
+COPY_SHARE = 0.88  # fraction of the PCIe rate that tile-by-tile copies reach
 MLP_PASSES = (3, 6)  # reads and writes of [s, F] by element-wise kernels, forward and backward
 WALK_PASSES = (4, 5)  # of [s, D], per walk over the tiles
 HEAD_PASSES = (8, 24)  # of each projected head's [s, K]: RoPE, layout, sums
@@ -191,7 +191,7 @@ def _exchange_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, s: 
     sent_q, sent_kv = (b.q, b.kv[0]) if hidden else (queries, kv)
     arriving_back = 2 * sent_q + (0 if kept else sent_q + sent_kv)
     ulysses = layout.ulysses
-    inside = math.gcd(ulysses, hardware.gpus_per_node)  # of a group that straddles nodes, the smallest part in one
+    inside = math.gcd(ulysses, hardware.gpus_per_node)  # smallest part in one node of a group that straddles nodes
 
     def seconds(num_bytes: int) -> float:
         """Each rank keeps 1/ulysses; what leaves the node goes over the network at the same time as the rest."""

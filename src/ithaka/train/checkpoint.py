@@ -121,7 +121,7 @@ class Saver:
         self.run_dir, self.keep_last, self.background, self.keep_best = run_dir, keep_last, background, keep_best
         self.group = dist.new_group(backend="gloo")
         self.seconds = 0.0  # taken by the last save
-        self.step, self.started_at = 0, 0.0  # of the last save; by time.monotonic()
+        self.step, self.started_at = 0, 0.0  # last save; by time.monotonic()
         self._copies: dict[str, Slab] = {}
         self._in_progress: Future[None] | None = None
 

@@ -268,7 +268,7 @@ class Heartbeat:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._number, self._words, self._code = 0, "", ExitCode.DONE
-        self._position: Beat = {"step": 0, "passed": 0, "path": ()}  # of this rank, as last known
+        self._position: Beat = {"step": 0, "passed": 0, "path": ()}  # this rank's last known position
         self._told_memory, self._local_rank = False, os.environ.get("LOCAL_RANK", "0")
         store = dist.distributed_c10d._get_default_store()
         # A connection of its own: another thread may block the shared one.

@@ -385,7 +385,7 @@ def train(run: Run, only_profile: bool = False) -> int:
             beat.start()
             set_timeouts(2 * limits.longest)
             trainer = prepare(run)
-            set_timeouts(2 * limits.longest)  # of the groups made since then
+            set_timeouts(2 * limits.longest)  # for groups created since
             asked = _train(trainer, stop, grace, beat, only_profile)
             beat.close()
         except Exception as error:

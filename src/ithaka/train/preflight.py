@@ -88,7 +88,7 @@ class Run:
     checkpoint: Path | None = None  # to go on from
     changed: Mapping[str, str] = field(default_factory=dict)  # settings that differ from the run's so far, in words
     saved: str = ""  # config.yaml, if it is not `config`: a curriculum, without what is planned for each entry
-    data_bytes: int = 0  # of all data files, whether a path, a glob or a name on the hub gave them
+    data_bytes: int = 0  # all data files, including globs and hub datasets
 
     @property
     def run_dir(self) -> Path:

@@ -18,7 +18,7 @@ IDS = "track.json"
 # As Hugging Face's Trainer names them; other figures are train/FIGURE, and those of one source train/SOURCE_FIGURE.
 NAMES = {"val_loss": "eval/loss", "lr": "train/learning_rate", "tokens": "train/num_input_tokens_seen"}
 
-Ending = Literal["finished", "failed", "killed"]  # of this part of a run; killed: stopped by a signal
+Ending = Literal["finished", "failed", "killed"]  # how this part of a run ended; killed: by a signal
 WANDB_EXIT_CODES: dict[Ending, int] = {"finished": 0, "failed": 1, "killed": 255}  # as wandb itself has them
 
 
