@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ithaka.config import parse_count
-from ithaka.plan.show import tokens as shown
+from ithaka.plan.show import format_tokens as shown
 
 Row = dict[str, Any]
 ATTENTION, PRECISION = ("sdpa", "flash_attention_4"), ("autocast", "fsdp2")

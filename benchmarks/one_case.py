@@ -19,12 +19,12 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from ithaka.config import parse
+from ithaka.config import parse_config
 from ithaka.dist.mesh import default_device, end_process_group, free_memory, start_process_group
 from ithaka.hf import model_shape, parallelize
 from ithaka.plan.bytes import RESERVE_BYTES, RESERVE_SHARE
 from ithaka.plan.hardware import GIB, GPUS, Hardware, gpu_named, this_host
-from ithaka.plan.search import space_of, work_of
+from ithaka.plan.search import make_search_space, work_from_config
 
 MEASURED: dict[str, dict[str, Any]] = {}  # by context and layout: two cases of ithaka may come to the same
 DEVICE = default_device()
@@ -93,10 +93,10 @@ def ithaka(case: dict) -> tuple[Any, Callable[[], Any]]:
     total = torch.cuda.mem_get_info()[1] if ON_GPU else gpu.memory_bytes
     gpu = dataclasses.replace(gpu, memory_bytes=min(gpu.memory_bytes, total, int(limit)))
     memory = {"offload_optimizer": False, **SETTINGS[case["how"]]}
-    config = parse({"model": {"dtype": COMPUTE}, "data": {"context": case["tokens"]}, "memory": memory})
+    config = parse_config({"model": {"dtype": COMPUTE}, "data": {"context": case["tokens"]}, "memory": memory})
     hardware = Hardware(gpu, host_bytes=this_host().memory_bytes)
-    space = space_of(config, {f"memory.{name}" for name in memory}, model_shape(model), hardware)
-    plan = space.choose(dataclasses.replace(work_of(config), document_tokens=case["documents"] or None))
+    space = make_search_space(config, {f"memory.{name}" for name in memory}, model_shape(model), hardware)
+    plan = space.choose(dataclasses.replace(work_from_config(config), document_tokens=case["documents"] or None))
     case |= {"fits": plan.fits, "plan": f"{case['tokens']} {case['documents']} {plan.layout}"}
     if case["documents"]:
         batch["document_ids"] = torch.arange(case["tokens"])[None] // case["documents"]

@@ -38,7 +38,7 @@ def ladder() -> dict[str, int]:
     for name, added in RUNGS.items():
         settings |= dict(each.split("=") for each in added.split())
         overrides = [f"{key}={value}" for key, value in settings.items()]
-        longest[name] = show.question(MODEL, hardware, "128K", 1, overrides).space.longest()[0]
+        longest[name] = show.make_request(MODEL, hardware, "128K", 1, overrides).space.longest()[0]
     return longest
 
 
@@ -65,10 +65,10 @@ def svg(longest: dict[str, int]) -> str:
         for start, end, colour in ((FLOOR, before, BAR), (before, tokens, NEW)):
             width = x(end) - x(start)
             parts.append(f'<rect x="{x(start):.1f}" y="{y}" width="{width:.1f}" height="20" fill="{colour}"/>')
-        parts.append(text(x(tokens) + 7, y + 15, show.tokens(tokens)))
+        parts.append(text(x(tokens) + 7, y + 15, show.format_tokens(tokens)))
         before = tokens
     for power in range(14, 25, 2):
-        parts.append(text(x(2**power), height - 6, show.tokens(2**power), "middle"))
+        parts.append(text(x(2**power), height - 6, show.format_tokens(2**power), "middle"))
     parts.append(text(LEFT - 10, height - 6, "tokens, logarithmic", "end"))
     return "\n".join([*parts, "</g>", "</svg>", ""])
 

@@ -36,7 +36,7 @@ def fields_of(section: type) -> list[tuple[str, str, str]]:
 def _default(value: object) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(map(str, value)) + "]"
-    return config.shown(value)
+    return config.format_value(value)
 
 
 API_HEAD = """# Python API

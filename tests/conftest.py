@@ -117,11 +117,11 @@ def ranks():
 @pytest.fixture(scope="module")
 def plans_once():
     """Tests ask the planner the same again and again, and an answer depends on nothing but the question."""
-    from ithaka.plan.search import Space
+    from ithaka.plan.search import SearchSpace
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("choose", "longest_context"):
-            patch.setattr(Space, name, _remembering(name, getattr(Space, name)))
+            patch.setattr(SearchSpace, name, _remembering(name, getattr(SearchSpace, name)))
         yield
 
 

@@ -71,7 +71,7 @@ def moved(config: Config, run_dir: Path) -> Config:
 
 
 def final_weights(config: Config) -> list[str]:
-    state = checkpoint.read_state(checkpoint.find(config.train.run_dir))
+    state = checkpoint.read_state(checkpoint.find_checkpoint(config.train.run_dir))
     return [digest for name, digest in state["checksums"].items() if name.startswith("__")]
 
 

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 
-from ithaka.data.pack import PIECE, Packing, Round, cut, imbalance, permutation
+from ithaka.data.pack import PIECE, PackedRound, Packing, cut, imbalance, permutation
 
 CONTEXT, RANKS, STEPS = 1 << 17, 8, 32
 
@@ -23,7 +23,7 @@ def stream_cut(lengths):
 def packed(lengths, context, key):
     pieces = np.zeros(len(lengths), PIECE)
     pieces["length"] = lengths
-    return Round(cut(pieces, context), Packing(context, RANKS), key)
+    return PackedRound(cut(pieces, context), Packing(context, RANKS), key)
 
 
 def log_normal(median, sigma, count, seed):

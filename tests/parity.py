@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from ithaka.dist.mesh import Mesh, make_mesh
 from ithaka.layer.store import Store
 from ithaka.layout import Layout
-from ithaka.model.build import parallelize
+from ithaka.model.build import parallelize_model
 from models import tiny_config, tiny_model
 
 TOLERANCE = 1e-10
@@ -24,7 +24,7 @@ def parallel(
     """`layout` for any cp; `host_bytes`: what the store may keep in host memory."""
     mesh = make_mesh(cp)
     layout, store = replace(layout or Layout(), cp=cp), Store(mesh.device, host_bytes=host_bytes)
-    return parallelize(tiny_model(config or tiny_config("llama")), mesh=mesh, layout=layout, store=store), mesh
+    return parallelize_model(tiny_model(config or tiny_config("llama")), mesh=mesh, layout=layout, store=store), mesh
 
 
 def random_ids(*shape: int, vocab: int = 61) -> Tensor:

@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ithaka.dist.mesh import make_mesh
-from ithaka.layout import EVERYTHING, LayerKeeps, Layout
-from ithaka.model.build import parallelize
+from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
+from ithaka.model.build import parallelize_model
 from models import plain_loss, tiny_config, widen
 from threads import on_threads
 
@@ -158,7 +158,7 @@ def round_residual_stream(model: PreTrainedModel) -> PreTrainedModel:
 def parallel_copy(model: PreTrainedModel, device: torch.device, cp: int, layout: Layout) -> PreTrainedModel:
     """The model on the ranks of a cp group; every layer keeps what the layout's one layer does."""
     layout = replace(layout, cp=cp, kept=layout.kept * model.config.num_hidden_layers)
-    return parallelize(copy.deepcopy(model), mesh=make_mesh(cp, device), layout=layout)
+    return parallelize_model(copy.deepcopy(model), mesh=make_mesh(cp, device), layout=layout)
 
 
 def our_gradients(model: PreTrainedModel, batch: Batch, cp: int, layout: Layout) -> Gradients:
@@ -275,7 +275,7 @@ def bf16(
     heads_per_stage=None, keep_input="device", keep_attention=None, projections=False, checkpoint=True, **fields
 ) -> Layout:
     """Of one layer and one rank: `parallel_copy` makes it that of a model."""
-    keeps = LayerKeeps(keep_input, keep_attention, projections) if checkpoint else EVERYTHING
+    keeps = ActivationPolicy(keep_input, keep_attention, projections) if checkpoint else EVERYTHING
     return Layout(1, heads_per_stage, kept=(keeps,), dtype="bfloat16", **fields)
 
 

@@ -29,17 +29,17 @@ from typer.testing import CliRunner
 
 from ithaka.cli import app
 from ithaka.dist.mesh import make_mesh
-from ithaka.layout import LayerKeeps, Layout
-from ithaka.model.build import parallelize
+from ithaka.layout import ActivationPolicy, Layout
+from ithaka.model.build import parallelize_model
 from models import FAMILIES, tiny_config, tiny_model
 from parity import random_ids
 from ranks import Ranks
 
 GROUPS = {"cp1": (1, 1), "cp2": (2, 1), "cp4": (4, 1), "cp4 ring2": (4, 2)}
 TIERS = {
-    "device": LayerKeeps("device", "device", True, True),
-    "host": LayerKeeps("host", "host"),
-    "disk": LayerKeeps("disk"),
+    "device": ActivationPolicy("device", "device", True, True),
+    "host": ActivationPolicy("host", "host"),
+    "disk": ActivationPolicy("disk"),
 }
 LENGTHS = (23, 1, 24)  # of packed documents
 
@@ -65,7 +65,7 @@ def hash_step(family: str, group: str, tier: str, adapter: bool, dtype: str) -> 
     model = tiny_model(tiny_config(family, heads=8, kv_heads=2), torch.float32)
     if adapter:
         model = _with_adapter(model)
-    model = parallelize(model, mesh=make_mesh(cp, ring=ring), layout=layout)
+    model = parallelize_model(model, mesh=make_mesh(cp, ring=ring), layout=layout)
     ids, documents = random_ids(1, sum(LENGTHS)), torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
     loss = model(input_ids=ids, labels=ids, document_ids=documents[None]).loss
     loss.backward()

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from ithaka.config import parse_count
-from ithaka.layout import LayerKeeps, Layout
+from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan import seconds
-from ithaka.plan.bytes import kept_attention_bytes, memory
+from ithaka.plan.bytes import build_ledger, kept_attention_bytes
 from ithaka.plan.hardware import parse_gpus, with_kernel
 from ithaka.plan.models import find_shape
 from ithaka.plan.shape import Work
@@ -30,7 +30,9 @@ with (Path(__file__).parent / "rehearsed.csv").open(encoding="utf-8") as file:
 # Seconds per layer of llama3-8b with cuDNN, one H200 as rank 0 of 8: attention and MLP of forward, then of backward.
 # Like the rows, 512K is held out.
 LLAMA = find_shape("llama3-8b")
-STREAMED = Layout(8, 8, 8192, (LayerKeeps("host", "host"),) * 32, overlap=False)  # one query head per rank and stage
+STREAMED = Layout(
+    8, 8, 8192, (ActivationPolicy("host", "host"),) * 32, overlap=False
+)  # one query head per rank and stage
 DIRECTIONS = ("forward", "backward")
 PARTS = {
     2**17: (0.0284, 0.0096, 0.0834, 0.0288),
@@ -49,11 +51,11 @@ def plan_row(row: dict[str, str]) -> tuple[float, tuple[float, float]]:
     layers, cp = int(row["layers"]), int(row["cp"])
     shape, work = find_shape(row["model"]), Work(parse_count(row["context"]) or 0)
     shape = replace(shape, num_layers=layers, windows=shape.windows[:layers])
-    keeps = LayerKeeps(row["tier"], row["tier"] if row["kept"] == "1" else None)
+    keeps = ActivationPolicy(row["tier"], row["tier"] if row["kept"] == "1" else None)
     stage, tile = int(row["heads_per_stage"]), int(row["tile_tokens"])
     layout = Layout(cp, stage, tile, (keeps,) * layers, overlap=row["overlap"] == "1")
     hardware = h200(cp, row["kernel"])
-    ledger = memory(shape, layout, hardware, work)
+    ledger = build_ledger(shape, layout, hardware, work)
     parts = seconds.layer_seconds(shape, layout, hardware, work, None, keeps)
     forward, backward = (part.total - part.exchange for part in parts)
     return (ledger.gpu_peak - ledger.gpu["reserve"]) / 2**30, (forward, backward)
@@ -84,7 +86,7 @@ def plan_parts(context: int) -> list[float]:
     """As PARTS: the MLP's backward waits for the layer's input and attention's output."""
     hardware = h200(8, "cudnn")
     forward, backward = seconds.layer_seconds(LLAMA, STREAMED, hardware, Work(context), None, STREAMED.kept[0])
-    linear = seconds.Linear(LLAMA, STREAMED, hardware, context // 8)
+    linear = seconds.LinearSeconds(LLAMA, STREAMED, hardware, context // 8)
     fetched_bytes, mlp_back = linear.x + kept_attention_bytes(LLAMA, STREAMED, linear.s), linear.mlp(True)
     mlp_back += linear.wait(fetched_bytes / (hardware.gpu.pcie_bytes_s * seconds.COPY_SHARE), mlp_back)
     return [forward.attention, linear.mlp(False), backward.attention, mlp_back]

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch.distributed.launcher import api
 
 from ithaka.cli import train_rank
-from ithaka.config import Config, parse
+from ithaka.config import Config, parse_config
 from ithaka.train import loop
 from ithaka.train.checkpoint import Saver
-from ithaka.train.launch import child, run_ranks
+from ithaka.train.launch import run_child_rank, run_ranks
 from ithaka.train.preflight import Run, validated
 from programs import Program
 
@@ -63,7 +63,7 @@ def tiny_run(folder: Path, *, model: dict[str, Any] | None = None, **sections: d
             "validate_sequences": 2,
         },
     }
-    return parse({name: {**tree.get(name, {}), **sections.get(name, {})} for name in {**tree, **sections}})
+    return parse_config({name: {**tree.get(name, {}), **sections.get(name, {})} for name in {**tree, **sections}})
 
 
 def valid(config: Config, resume: Path | None = None) -> Run:
@@ -118,7 +118,7 @@ def may_fork() -> Iterator[None]:
 def _child(folder: str) -> None:
     os.setsid()
     sys.argv[1:] = [folder]
-    child()
+    run_child_rank()
 
 
 def wait_for(condition: Callable[[], bool], program: Program | None = None, timeout_s: float = 90) -> None:

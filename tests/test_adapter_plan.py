@@ -7,18 +7,18 @@ import pytest
 import yaml
 
 from ithaka.config import AdapterConfig, ConfigError
-from ithaka.layout import LayerKeeps, Layout
-from ithaka.plan.bytes import LayerBytes, gpu_phases, layer_peaks, logits_tile_tokens, memory
+from ithaka.layout import ActivationPolicy, Layout
+from ithaka.plan.bytes import LayerBytes, build_ledger, gpu_phases, layer_peaks, logits_tile_tokens
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.models import find_shape
-from ithaka.plan.seconds import MLP_SHARE, Linear, layer_seconds, step_seconds
+from ithaka.plan.seconds import MLP_SHARE, LinearSeconds, layer_seconds, step_seconds
 from ithaka.plan.shape import Work
 from test_plan_command import ARGS, run
 
 LLAMA = find_shape("llama3-8b")
 ADAPTED = LLAMA.with_adapter(AdapterConfig(16))
 H100 = parse_gpus("8xH100")
-KEEPS = LayerKeeps("host", "host")
+KEEPS = ActivationPolicy("host", "host")
 LAYOUT = Layout(8, 8, 8192, (KEEPS,) * 32, overlap=False)
 D, F, KV, V = 4096, 14336, 1024, 128256
 LAYER = 16 * ((D + D) + 2 * (D + KV) + (D + D) + 3 * (D + F))  # q; k, v; o; gate, up, down
@@ -26,14 +26,14 @@ TOP = LLAMA.with_adapter(AdapterConfig(16, targets=("31.self_attn.q_proj", "30.s
 
 
 def test_states_are_those_of_the_adapters():
-    ledger = memory(ADAPTED, LAYOUT, H100, Work(2**17))
+    ledger = build_ledger(ADAPTED, LAYOUT, H100, Work(2**17))
     trained, frozen = 32 * LAYER // 8, -(-LLAMA.num_parameters // 8)
     assert ADAPTED.num_trained == 32 * LAYER == 41943040
     assert ledger.gpu["parameters"] == 4 * trained + 2 * frozen
     assert ledger.gpu["optimizer"] == 8 * trained
     phases = dict(gpu_phases(ADAPTED, LAYOUT, H100, Work(2**17)))
     assert phases["update"]["gradients"] == 4 * trained
-    off = memory(ADAPTED, replace(LAYOUT, offload_optimizer=True), H100, Work(2**17))
+    off = build_ledger(ADAPTED, replace(LAYOUT, offload_optimizer=True), H100, Work(2**17))
     assert (off.gpu["parameters"], off.gpu["optimizer"]) == (0, 0)
     assert off.host["parameters, gradients, optimizer"] == 8 * (16 * trained + 2 * frozen)
 
@@ -71,7 +71,7 @@ def test_a_saved_module_is_trained_whole():
 
 
 def test_seconds_have_no_weight_gradients():
-    linear, frozen = (Linear(shape, LAYOUT, H100, 2**17) for shape in (LLAMA, ADAPTED))
+    linear, frozen = (LinearSeconds(shape, LAYOUT, H100, 2**17) for shape in (LLAMA, ADAPTED))
     flops = 2 * 2**17 * (3 * D * F + D * D)  # of the MLP's and the output's weight gradients
     sums = 15 * 2 * 4 * 3 * D * F / H100.gpu.memory_bytes_s
     elements = 4 * (D + D) + 3 * 4 * (D + F)  # read and written beside o; gate, up, down
@@ -94,7 +94,7 @@ def test_layers_below_the_first_adapter_have_no_backward_and_keep_nothing():
     lowest = replace(TOP, adapter=AdapterConfig(16, targets=("0.self_attn.q_proj", "1.self_attn.q_proj")))
     more = [step_seconds(shape, LAYOUT, H100, Work(2**17)).total for shape in (lowest, TOP)]
     assert more[0] - more[1] == pytest.approx(30 * (seconds[1] - seconds[0]))
-    kept = [memory(shape, LAYOUT, H100, Work(2**17)).host["layer inputs"] for shape in (lowest, TOP)]
+    kept = [build_ledger(shape, LAYOUT, H100, Work(2**17)).host["layer inputs"] for shape in (lowest, TOP)]
     assert kept[0] == 16 * kept[1]
     saving = replace(TOP, adapter=replace(TOP.adapter, modules_to_save=("embed_tokens",)))
     assert saving.first_trained == 0, "the embedding's gradient comes through every layer"

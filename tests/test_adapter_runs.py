@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ithaka.config import AdapterConfig, ConfigError, ModelConfig
 from ithaka.dist.mesh import make_mesh
-from ithaka.layer.linear import linear_of
+from ithaka.layer.linear import as_linear
 from ithaka.layout import Layout
 from ithaka.model.adapters import with_stored_settings
 from ithaka.model.build import build_model
@@ -145,7 +145,7 @@ def test_checkpoints_hold_what_is_trained_and_resume_bitwise(ranks, tmp_path):
     config = configured(tmp_path, base, adapter)
     ranks.run(2, run, config)
     run_dir = config.train.run_dir
-    whole, names = numbers(run_dir), SafeReader(checkpoint.find(run_dir)).read_metadata().state_dict_metadata
+    whole, names = numbers(run_dir), SafeReader(checkpoint.find_checkpoint(run_dir)).read_metadata().state_dict_metadata
     weights = {name for name in names if name.startswith("model.")}
     assert weights and all("lora_" in name for name in weights)
     (run_dir / "latest").write_text("step-00000002\n")
@@ -195,8 +195,8 @@ def test_settings_mean_what_they_mean_to_peft(settings, scale, targets):
     model = build_model({**MODEL, "tie_word_embeddings": False}, make_mesh(1), adapter=AdapterConfig(**settings))
     modules = [module for module in model.modules() if hasattr(module, "lora_A")]
     assert len(modules) == targets
-    assert {linear_of(module).scale for module in modules} == {scale}
-    assert {len(linear_of(module).a_rD) for module in modules} == {settings["rank"]}
+    assert {as_linear(module).scale for module in modules} == {scale}
+    assert {len(as_linear(module).a_rD) for module in modules} == {settings["rank"]}
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import make_mesh
 from ithaka.layer.store import Store
-from ithaka.layout import EVERYTHING, LayerKeeps, Layout
-from ithaka.model.build import parallelize
+from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
+from ithaka.model.build import parallelize_model
 from models import CONSTRUCTING, tiny_config, tiny_model
 from parity import check, gradient_errors, plain_sum, random_ids, relative
 from threads import on_threads
@@ -52,7 +52,7 @@ def compare(cp, config, layout, documents=None, **lora):
     def work():
         mesh = make_mesh(cp, ring=layout.ring)
         store = Store(mesh.device)
-        model = parallelize(models[mesh.rank], mesh=mesh, layout=replace(layout, cp=cp), store=store)
+        model = parallelize_model(models[mesh.rank], mesh=mesh, layout=replace(layout, cp=cp), store=store)
         loss = model(input_ids=ids, labels=labels, **given).loss
         loss.backward()
         return {"loss": relative(loss.detach(), expected.detach()), **gradient_errors(model, plain)}
@@ -79,8 +79,10 @@ def test_combinations_of_targets():
 LAYOUTS = {
     "whole": Layout(),
     "stages": Layout(heads_per_stage=4, tile_tokens=3, overlap=False),
-    "kept": Layout(heads_per_stage=4, tile_tokens=4, kept=(LayerKeeps(attention="device"), LayerKeeps("host", "host"))),
-    "disk": Layout(heads_per_stage=4, kept=(LayerKeeps("disk", "disk"), LayerKeeps("disk"))),
+    "kept": Layout(
+        heads_per_stage=4, tile_tokens=4, kept=(ActivationPolicy(attention="device"), ActivationPolicy("host", "host"))
+    ),
+    "disk": Layout(heads_per_stage=4, kept=(ActivationPolicy("disk", "disk"), ActivationPolicy("disk"))),
     "everything": Layout(heads_per_stage=4, kept=(EVERYTHING, EVERYTHING)),
     "ring": Layout(heads_per_stage=4, tile_tokens=3, ring=2),
 }
@@ -119,7 +121,7 @@ class Products(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("kept", [LayerKeeps(), EVERYTHING])
+@pytest.mark.parametrize("kept", [ActivationPolicy(), EVERYTHING])
 @pytest.mark.parametrize("frozen", [True, False])
 def test_gradients_of_frozen_weights_are_never_formed(kept, frozen):
     """No product has the shape of a weight, unless it is trained."""
@@ -128,7 +130,7 @@ def test_gradients_of_frozen_weights_are_never_formed(kept, frozen):
     for param in weights.values():
         param.requires_grad_(not frozen)
     shapes, ids = {tuple(param.shape) for param in weights.values()}, random_ids(1, 19)
-    loss = parallelize(model, layout=Layout(tile_tokens=7, kept=(kept, kept)))(input_ids=ids, labels=ids).loss
+    loss = parallelize_model(model, layout=Layout(tile_tokens=7, kept=(kept, kept)))(input_ids=ids, labels=ids).loss
     with Products() as products:
         loss.backward()
     assert products.shapes and shapes.isdisjoint(products.shapes) == frozen
@@ -142,7 +144,7 @@ def test_layers_below_the_first_adapter_keep_nothing_and_have_no_backward(tier, 
         layer.register_forward_hook(lambda module, args, out: outputs.append(out.requires_grad))
     keep = Store.keep
     monkeypatch.setattr(Store, "keep", lambda self, t, tier: kept.append(tier) or keep(self, t, tier))
-    parallel = parallelize(model, layout=Layout(kept=(LayerKeeps(tier, tier),) * 3))
+    parallel = parallelize_model(model, layout=Layout(kept=(ActivationPolicy(tier, tier),) * 3))
     loss = parallel(input_ids=ids, labels=ids).loss
     assert kept.count(tier) == 2 * 3, "of two layers, the input and attention's output and lse"
     assert outputs == [False, True, True]
@@ -177,13 +179,13 @@ def test_what_else_peft_can_do_is_refused_by_name(message):
         if "adapters" in message:
             two_adapters(model)
     with pytest.raises(ConfigError) as error:
-        parallelize(model)
+        parallelize_model(model)
     assert message in str(error.value)
 
 
 def test_switching_an_adapter_off_gives_the_base_model():
     config, ids = tiny_config("llama"), random_ids(1, 19)
-    plain, model = with_lora(config, target_modules=ALL), parallelize(with_lora(config, target_modules=ALL))
+    plain, model = with_lora(config, target_modules=ALL), parallelize_model(with_lora(config, target_modules=ALL))
     with torch.no_grad(), plain.disable_adapter(), model.disable_adapter():
         off = model(input_ids=ids).logits
         torch.testing.assert_close(off, plain(input_ids=ids).logits, rtol=1e-10, atol=1e-10)
@@ -203,7 +205,7 @@ def test_frozen_bfloat16_beside_float32_adapters():
 
     def work():
         mesh = make_mesh(2)
-        model = parallelize(models[mesh.rank], mesh=mesh)
+        model = parallelize_model(models[mesh.rank], mesh=mesh)
         model(input_ids=ids, labels=ids).loss.backward()
         return {name: (p.dtype, p.grad is None, p.requires_grad) for name, p in model.named_parameters()}
 
@@ -218,4 +220,4 @@ def test_quantised_linears_are_refused():
     model.model.layers[0].mlp.up_proj.__class__ = type("Linear4bit", (torch.nn.Linear,), {})
     model = get_peft_model(model, LoraConfig(target_modules=["up_proj"]))
     with pytest.raises(ConfigError, match=r"up_proj is PEFT's Linear around a Linear4bit, .* not quantised"):
-        parallelize(model)
+        parallelize_model(model)

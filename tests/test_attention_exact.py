@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 import fake_fa4
 from ithaka.attention import blocks as op
-from ithaka.attention.blocks import Docs, How, Ranges, attention, attention_backward
+from ithaka.attention.blocks import AttentionSpec, Docs, Ranges, attention, attention_backward
 from ithaka.attention.kernels import KERNELS, resolve_kernel
 from ithaka.attention.pairs import query_major, spans_of
 from ithaka.config import ConfigError
@@ -14,7 +14,7 @@ from ithaka.dist.exchange import ALONE
 from ithaka.layer.stages import HeldHeads
 from ithaka.plan import deal as deals
 from ithaka.plan import rounds
-from ithaka.plan.heads import EMPTY, head_table
+from ithaka.plan.heads import EMPTY_SLOT, head_table
 from reference import attention_mask, attention_reference
 
 SCALE = 0.37
@@ -101,9 +101,9 @@ def test_members_of_a_ring_together_are_the_whole(fa4, kernel, mask, starts, mon
     q, k, v, dout = inputs(96, 4, 2)
     _, (out, lse, dq, dk, dv) = both(q, k, v, dout, docs=starts, **mask)
     monkeypatch.setattr(rounds, "ROUND_TOKENS", 20)
-    whole = deals.deal(starts, 2, 4)
+    whole = deals.deal_tokens(starts, 2, 4)
     monkeypatch.setattr(deals, "LONG", (0.0,))
-    for deal in (whole, deals.deal(starts, 3, 1), deals.contiguous(96, 4)):
+    for deal in (whole, deals.deal_tokens(starts, 3, 1), deals.contiguous_deal(96, 4)):
         sums = (torch.zeros_like(k), torch.zeros_like(v))
         for member, runs in enumerate(deal.members):
             docs = Docs(starts, deal, member)
@@ -204,7 +204,7 @@ HELD = {
 @pytest.mark.parametrize("heads", HELD, ids=str)
 def test_only_a_load_that_one_read_takes_whole_is_written_by_the_kernel(written, heads):
     table = head_table(*heads)
-    how = How(scale=SCALE, docs=Docs((0, 7, 30, 41)), kernel="fa4")
+    how = AttentionSpec(scale=SCALE, docs=Docs((0, 7, 30, 41)), kernel="fa4")
     q, k, v, dout = inputs(41, *heads[:2])
     for rank, expected in enumerate(HELD[heads]):
         held, dqs, dkvs, ways = HeldHeads(table, rank, ALONE, how), torch.zeros_like(q), {}, {}
@@ -217,12 +217,12 @@ def test_only_a_load_that_one_read_takes_whole_is_written_by_the_kernel(written,
             dq = held.attend_backward(stage, q[:, of_stage], out, dout[:, of_stage], *kv, lse)
             for read in stage.reads[rank]:
                 ways.setdefault(read.load, set()).update(written)
-            at = [slot for slot, head in enumerate(of_stage) if head != EMPTY]
+            at = [slot for slot, head in enumerate(of_stage) if head != EMPTY_SLOT]
             dqs[:, [of_stage[slot] for slot in at]] = dq[:, at]
             for ending in table.loads_ending(i):
                 dkvs[ending] = list(held.take_grads(ending))
         assert [ways[load] for load in range(len(table.loads))] == [{once} for once in expected]
-        mine = sorted({head for stage in table.stages for head in stage.query_heads[rank]} - {EMPTY})
+        mine = sorted({head for stage in table.stages for head in stage.query_heads[rank]} - {EMPTY_SLOT})
         of_k = [head // (heads[0] // heads[1]) for head in mine]
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         taken = [leaf[:, of] for leaf, of in zip(leaves, (mine, of_k, of_k), strict=True)]
@@ -232,7 +232,7 @@ def test_only_a_load_that_one_read_takes_whole_is_written_by_the_kernel(written,
         for number, load in enumerate(table.loads):
             for ours, exact in zip(dkvs[number], theirs[1:], strict=True):
                 for slot, head in enumerate(load.kv_heads[rank]):
-                    assert (ours[:, slot] - (0 if head == EMPTY else exact[:, head])).abs().max() < 1e-10
+                    assert (ours[:, slot] - (0 if head == EMPTY_SLOT else exact[:, head])).abs().max() < 1e-10
 
 
 def tokens_of(runs):

@@ -19,7 +19,7 @@ from ithaka.attention.kernels import KERNELS, Kernel, Varlen, available_kernels,
 from ithaka.bench import AttentionCase, measure_attention
 from ithaka.cli import app
 from ithaka.config import ConfigError
-from ithaka.model.build import parallelize
+from ithaka.model.build import parallelize_model
 from ithaka.train import loop
 from models import tiny_config, tiny_model
 from reference import attention_reference
@@ -207,7 +207,7 @@ def kernels_of(config, broken_on):
         if dist.get_rank() in broken_on:
             patch.setitem(KERNELS, "cpu", replace(CPU_KERNEL, forward=raising(ValueError("no"))))
             patch.setenv("LOCAL_RANK", "1")
-        model = parallelize(tiny_model(tiny_config("llama")), 2)
+        model = parallelize_model(tiny_model(tiny_config("llama")), 2)
         trainer = loop.prepare(valid(config), trains=False)
         trainer.data.close(remove=True)
     words = [str(each.message) for each in said if "attention.kernel" in str(each.message)]

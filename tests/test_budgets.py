@@ -7,7 +7,7 @@ import pytest
 
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import make_mesh
-from ithaka.layout import layout_of
+from ithaka.layout import layout_from_config
 from ithaka.plan import hardware as this_machine
 from ithaka.plan.hardware import Host, cgroup_rooms, this_host
 from ithaka.train import preflight
@@ -15,7 +15,7 @@ from ithaka.train.loop import Trainer
 from ithaka.train.preflight import (
     Run,
     check_fits,
-    machine_here,
+    detect_machine,
     model_shape,
     needs,
     store_host_bytes,
@@ -49,8 +49,8 @@ def run_of(folder, num_ranks=2, on_gpu=False, cp="all", **changes) -> Run:
     config = config_of(folder, **changes)
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, cp=cp))
     shape, gpu = model_shape(config), ("Some Other 9000", 2**40) if on_gpu else None
-    hardware = machine_here(config, num_ranks, gpu)
-    return Run(config, num_ranks, shape, layout_of(config, shape.num_layers, num_ranks, on_gpu), hardware)
+    hardware = detect_machine(config, num_ranks, gpu)
+    return Run(config, num_ranks, shape, layout_from_config(config, shape.num_layers, num_ranks, on_gpu), hardware)
 
 
 def test_needs_are_all_ranks_tensors(machine, tmp_path):

@@ -12,7 +12,7 @@ import ithaka
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import make_mesh
 from ithaka.layout import Layout, make_layout
-from ithaka.model.build import parallelize
+from ithaka.model.build import parallelize_model
 from models import tiny_config, tiny_model
 from parity import plain_sum, random_ids
 
@@ -20,7 +20,7 @@ IDS = random_ids(2, 6)
 
 
 def parallel(layout: Layout | None = None, **changes):
-    return parallelize(tiny_model(tiny_config("llama", **changes)), mesh=make_mesh(1), layout=layout)
+    return parallelize_model(tiny_model(tiny_config("llama", **changes)), mesh=make_mesh(1), layout=layout)
 
 
 @pytest.fixture
@@ -192,7 +192,7 @@ def test_autocast(model):
 def test_backward_under_autocast_computes_as_forward_did():
     grads = []
     for around in (False, True):
-        model = parallelize(tiny_model(tiny_config("llama"), torch.float32), mesh=make_mesh(1))
+        model = parallelize_model(tiny_model(tiny_config("llama"), torch.float32), mesh=make_mesh(1))
         loss = model(input_ids=IDS, labels=IDS).loss
         with torch.autocast("cpu", torch.bfloat16, enabled=around):
             loss.backward()
@@ -233,14 +233,14 @@ def test_torch_compile_around_the_model(model, recwarn):
 
 def test_ddp_around_the_model(model):
     adapted = get_peft_model(tiny_model(tiny_config("llama")), LoraConfig(target_modules=["q_proj"]))
-    for each in (model, parallelize(adapted, mesh=make_mesh(1))):
+    for each in (model, parallelize_model(adapted, mesh=make_mesh(1))):
         with pytest.raises(ConfigError, match="DistributedDataParallel cannot wrap .*; use what parallelize returned"):
             nn.parallel.DistributedDataParallel(each)
 
 
 def test_parallelize_twice(model):
     with pytest.raises(ConfigError, match="is sharded already; call parallelize once"):
-        parallelize(model, mesh=make_mesh(1))
+        parallelize_model(model, mesh=make_mesh(1))
 
 
 @pytest.mark.parametrize(
@@ -445,7 +445,7 @@ def test_gradient_checkpointing_of_hugging_face(model):
 def test_gradient_checkpointing_before_parallelize_is_replaced(expected):
     model = tiny_model(tiny_config("llama"))
     model.gradient_checkpointing_enable()
-    assert loss_of(parallelize(model, mesh=make_mesh(1))) == pytest.approx(expected, rel=1e-12)
+    assert loss_of(parallelize_model(model, mesh=make_mesh(1))) == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_replaced_forward():
@@ -453,7 +453,7 @@ def test_a_replaced_forward():
     attn = model.model.layers[1].self_attn
     attn.forward = MethodType(lambda self, *args, **kwargs: None, attn)
     with pytest.raises(ConfigError, match="model.layers.1.self_attn has a forward of its own"):
-        parallelize(model, mesh=make_mesh(1))
+        parallelize_model(model, mesh=make_mesh(1))
 
 
 def test_evaluation_without_gradients(model, expected):
@@ -466,7 +466,7 @@ def test_an_optimizer_of_the_parameters_before_parallelize():
     """Its parameters get no gradients any more: it would train nothing."""
     model = tiny_model(tiny_config("llama"))
     early = torch.optim.SGD(model.parameters(), lr=0.1)
-    model = parallelize(model, mesh=make_mesh(1))
+    model = parallelize_model(model, mesh=make_mesh(1))
     model(input_ids=IDS, labels=IDS).loss.backward()
     with pytest.raises(ConfigError, match="SGD was made before parallelize.*make it from model.parameters"):
         early.step()

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesSto
 from typer.testing import CliRunner
 
 from ithaka.cli import app
-from ithaka.config import ConfigError, load, to_yaml
+from ithaka.config import ConfigError, load_config, to_yaml
 from ithaka.exits import TransientError
 from ithaka.train import checkpoint
 from ithaka.train.preflight import AUTO, model_shape, preflight
@@ -48,12 +48,12 @@ def test_only_the_last_checkpoints_stay_and_latest_names_the_newest(trained, run
     names = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
     assert names == ["step-00000004", "step-00000006"]
     assert (run_dir / "latest").read_text() == "step-00000006\n"
-    assert checkpoint.find(run_dir).name == "step-00000006"
-    assert load(run_dir / "config.yaml") == trained
+    assert checkpoint.find_checkpoint(run_dir).name == "step-00000006"
+    assert load_config(run_dir / "config.yaml") == trained
 
 
 def test_state_is_json_and_data_files_hold_tensors_only(run_dir):
-    path = checkpoint.find(run_dir)
+    path = checkpoint.find_checkpoint(run_dir)
     state = json.loads((path / "state.json").read_text())
     assert (state["step"], state["world_size"]) == (6, 2)
     entries = SafeReader(path).read_metadata().state_dict_metadata
@@ -95,7 +95,7 @@ def damaged(run_dir, kind):
 )
 def test_damage_is_named_and_the_previous_checkpoint_taken(run_dir, kind, reason, capsys):
     damaged(run_dir, kind)
-    assert checkpoint.find(run_dir).name == "step-00000004"
+    assert checkpoint.find_checkpoint(run_dir).name == "step-00000004"
     told = capsys.readouterr().err
     assert re.search(reason, told) and "step-00000006 cannot be used: " in told and told.count("\n") == 1
 
@@ -164,7 +164,7 @@ def test_a_command_planted_in_a_value_is_refused(trained, run_dir, ranks):
 
 def test_an_index_of_another_python_is_read(run_dir, monkeypatch):
     """3.11.0 pickles a member of an enum by its name."""
-    path = checkpoint.find(run_dir)
+    path = checkpoint.find_checkpoint(run_dir)
     before = SafeReader(path).read_metadata()
     by_name = lambda member, protocol: (getattr, (type(member), member.name))  # noqa: E731
     monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
@@ -188,7 +188,7 @@ def test_a_flipped_bit_is_found_and_the_run_goes_on_from_before(trained, run_dir
     told = ranks.run(2, go_on, config)[0]
     assert "step-00000006 cannot be used: file __1_0.distcp does not hold what was written" in told
     assert [line["loss"] for line in metrics(run_dir)][:7] == [record[1] for record in whole]
-    assert checkpoint.find(run_dir).name == "step-00000007"
+    assert checkpoint.find_checkpoint(run_dir).name == "step-00000007"
 
 
 def test_a_flipped_bit_in_a_finished_run_is_found(run_dir, tmp_path, capsys):
@@ -227,12 +227,12 @@ def test_where_one_rank_cannot_read_all_end_and_say_why(run_dir, trained, ranks)
 
 def test_without_any_usable_checkpoint_the_error_says_so(run_dir, tmp_path):
     (run_dir / "latest").unlink()
-    assert checkpoint.find(run_dir).name == "step-00000006"
+    assert checkpoint.find_checkpoint(run_dir).name == "step-00000006"
     shutil.rmtree(run_dir / "checkpoints")
     with pytest.raises(ConfigError, match="no checkpoint that can be used; start anew"):
-        checkpoint.find(run_dir)
+        checkpoint.find_checkpoint(run_dir)
     with pytest.raises(ConfigError, match="does not exist"):
-        checkpoint.find(tmp_path / "nowhere")
+        checkpoint.find_checkpoint(tmp_path / "nowhere")
 
 
 def test_pruning_leaves_later_checkpoints_alone(tmp_path):
@@ -243,7 +243,7 @@ def test_pruning_leaves_later_checkpoints_alone(tmp_path):
 
 
 def test_a_checkpoint_that_another_run_removes_is_damaged(tmp_path):
-    assert "FileNotFoundError" in checkpoint.damage(tmp_path / "gone")
+    assert "FileNotFoundError" in checkpoint.find_damage(tmp_path / "gone")
 
 
 def test_two_runs_in_one_directory_are_refused(trained, run_dir, ranks):
@@ -264,4 +264,4 @@ def test_two_runs_in_one_directory_are_refused(trained, run_dir, ranks):
         os.close(directory)
     assert (run_dir / "config.yaml").read_text() == before
     ranks.run(2, run, config, run_dir)
-    assert checkpoint.find(run_dir).name == "step-00000007"
+    assert checkpoint.find_checkpoint(run_dir).name == "step-00000007"

@@ -19,12 +19,12 @@ from ithaka.config import (
     check_output,
     check_writable,
     embedded_model,
-    load,
+    load_config,
     to_dict,
     to_yaml,
 )
 from ithaka.data import files
-from ithaka.exits import FINAL, ExitCode
+from ithaka.exits import FINAL_EXIT_CODES, ExitCode
 from ithaka.report.page import page
 from ithaka.train import checkpoint, launch, preflight
 
@@ -186,7 +186,7 @@ def test_run_directory_that_is_a_file(folder, started):
 
 def test_resume_without_a_checkpoint(folder, started):
     (folder / "run").mkdir()
-    (folder / "run" / "config.yaml").write_text(to_yaml(load(base=CPU_DEFAULT)))
+    (folder / "run" / "config.yaml").write_text(to_yaml(load_config(base=CPU_DEFAULT)))
     refused(folder, started, ["train", "--resume", "run"], ["run", "checkpoint"])
 
 
@@ -280,10 +280,10 @@ def test_own_model_starts_from_plain_defaults(folder, started):
 @pytest.fixture
 def run_dir(folder, monkeypatch):
     """A run of the default model with a checkpoint after step 5."""
-    monkeypatch.setattr(checkpoint, "find", lambda run_dir: run_dir)
+    monkeypatch.setattr(checkpoint, "find_checkpoint", lambda run_dir: run_dir)
     monkeypatch.setattr(checkpoint, "read_state", lambda path: {"step": 5})
     (folder / "run").mkdir()
-    (folder / "run" / "config.yaml").write_text(to_yaml(load(overrides=["train.seed=5"], base=CPU_DEFAULT)))
+    (folder / "run" / "config.yaml").write_text(to_yaml(load_config(overrides=["train.seed=5"], base=CPU_DEFAULT)))
     write_model(folder / "run" / "model")
     return folder / "run"
 
@@ -311,7 +311,7 @@ def test_resume_takes_the_saved_settings(run_dir, started):
     ],
 )
 def test_a_longer_run_keeps_its_learning_rate_schedule(run_dir, started, saved, changes, expected):
-    config = to_dict(load(overrides=["train.steps=48"], base=CPU_DEFAULT))
+    config = to_dict(load_config(overrides=["train.steps=48"], base=CPU_DEFAULT))
     config["optim"]["decay_steps"] = saved
     if saved == "no field":
         del config["optim"]["decay_steps"]
@@ -378,7 +378,7 @@ def test_resume_auto_needs_a_run_directory(folder, started):
         ([ExitCode.FAILED, ExitCode.FAILED], []),
         ([ExitCode.TRANSIENT, ExitCode.DONE], []),
         ([ExitCode.HANG, ExitCode.HANG, ExitCode.TRANSIENT, ExitCode.FAILED], [2, 3]),  # refilled by a checkpoint
-        *([[code], []] for code in sorted(FINAL)),
+        *([[code], []] for code in sorted(FINAL_EXIT_CODES)),
         ([ExitCode.SIGNALED + signal.SIGTERM], []),
     ],
 )

@@ -18,9 +18,9 @@ from ithaka.config import (
     MemoryConfig,
     ParallelConfig,
     TrainConfig,
-    load,
-    parse,
-    shown,
+    format_value,
+    load_config,
+    parse_config,
     to_dict,
     to_yaml,
     with_absolute_paths,
@@ -80,14 +80,14 @@ from ithaka.config import (
 )
 def test_bad_override_names_field_value_and_way_out(override, words):
     with pytest.raises(ConfigError) as error:
-        load(overrides=[override])
+        load_config(overrides=[override])
     for word in words:
         assert word in str(error.value)
 
 
 def test_a_wrong_value_is_refused_even_if_a_later_one_replaces_it():
     with pytest.raises(ConfigError, match="train.steps=abc is not accepted; use a whole number"):
-        load(overrides=["train.steps=abc", "train.steps=4"])
+        load_config(overrides=["train.steps=abc", "train.steps=4"])
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_bad_file_names_place_and_way_out(content, words, tmp_path):
     if content is not None:
         file.write_text(content)
     with pytest.raises(ConfigError) as error:
-        load(file)
+        load_config(file)
     for word in words:
         assert word in str(error.value)
 
@@ -123,19 +123,23 @@ def test_bad_file_names_place_and_way_out(content, words, tmp_path):
 def test_a_key_may_override_a_merged_one(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("data: {sources: [&a {path: a, weight: 2}, &b {<<: *a, path: b}, {<<: *b, weight: 3}]}\n")
-    assert [(str(source.path), source.weight) for source in load(file).data.sources] == [("a", 2), ("b", 2), ("b", 3)]
+    assert [(str(source.path), source.weight) for source in load_config(file).data.sources] == [
+        ("a", 2),
+        ("b", 2),
+        ("b", 3),
+    ]
 
 
 def test_binary_file_is_refused(tmp_path):
     (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00\x01")
     with pytest.raises(ConfigError, match="cannot be read .*decode"):
-        load(tmp_path / "run.yaml")
+        load_config(tmp_path / "run.yaml")
 
 
 def test_later_settings_win(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("train:\n  steps: 7\n  batch: 3\ndata:\n")
-    config = load(file, ["train.steps=9"], base={"train": {"steps": 5, "batch": 2, "seed": 1}})
+    config = load_config(file, ["train.steps=9"], base={"train": {"steps": 5, "batch": 2, "seed": 1}})
     assert (config.train.steps, config.train.batch, config.train.seed) == (9, 3, 1)
     assert config.data == Config().data
 
@@ -156,29 +160,29 @@ def test_later_settings_win(tmp_path):
     ],
 )
 def test_token_counts_as_people_write_them(text, tokens):
-    assert load(overrides=[f"data.context={text}"]).data.context == tokens
+    assert load_config(overrides=[f"data.context={text}"]).data.context == tokens
 
 
 def test_numbers_in_scientific_notation():
-    assert load(overrides=["optim.lr=3e-4"]).optim.lr == 3e-4
-    assert load(overrides=["optim.lr=1"]).optim.lr == 1.0
+    assert load_config(overrides=["optim.lr=3e-4"]).optim.lr == 3e-4
+    assert load_config(overrides=["optim.lr=1"]).optim.lr == 1.0
 
 
 def test_off_is_the_word_not_the_yaml_boolean():
-    assert load(overrides=["memory.plan=off"]).memory.plan == "off"
+    assert load_config(overrides=["memory.plan=off"]).memory.plan == "off"
 
 
 def test_words_and_numbers_share_a_field():
-    assert load(overrides=["memory.keep_attention=3"]).memory.keep_attention == 3
-    assert load(overrides=["memory.keep_attention=all"]).memory.keep_attention == "all"
-    assert load(overrides=["optim.clip_norm=null"]).optim.clip_norm is None
+    assert load_config(overrides=["memory.keep_attention=3"]).memory.keep_attention == 3
+    assert load_config(overrides=["memory.keep_attention=all"]).memory.keep_attention == "all"
+    assert load_config(overrides=["optim.clip_norm=null"]).optim.clip_norm is None
 
 
 @pytest.mark.parametrize("base", [{}, CPU_DEFAULT, GPU_DEFAULT], ids=["plain", "cpu", "gpu"])
 def test_defaults_are_valid_and_survive_yaml(base, tmp_path):
-    config = load(overrides=["data.path=some/text.jsonl", "optim.betas=[0.8, 0.9]"], base=base)
+    config = load_config(overrides=["data.path=some/text.jsonl", "optim.betas=[0.8, 0.9]"], base=base)
     (tmp_path / "config.yaml").write_text(to_yaml(config))
-    assert load(tmp_path / "config.yaml") == config
+    assert load_config(tmp_path / "config.yaml") == config
 
 
 def test_every_setting_is_in_the_saved_file():
@@ -193,7 +197,7 @@ def test_paths_of_files_become_absolute_and_names_stay(tmp_path, monkeypatch):
     (tmp_path / "bytes").mkdir()
     monkeypatch.chdir(tmp_path)
     sources = [{"path": path} for path in ("hf://org/name", "org/name", "m/*.txt", "/else/where")]
-    config = parse(
+    config = parse_config(
         {
             "model": {"path": "m"},
             "adapter": {"path": "m"},
@@ -210,16 +214,16 @@ def test_paths_of_files_become_absolute_and_names_stay(tmp_path, monkeypatch):
     assert [each["path"] for each in data["sources"]] == ["hf:/org/name", "org/name", f"{m}/*.txt", "/else/where"]
     assert tree["curriculum"][0]["data"] == {"path": f"{m}/a.txt", "tokenizer": m}
     assert tree["evaluate"]["data"] == f"{m}/a.txt" and with_absolute_paths(tree) == tree
-    assert to_dict(parse(tree)) == tree
+    assert to_dict(parse_config(tree)) == tree
 
 
 def test_an_adapter_is_there_when_a_setting_of_it_is(tmp_path):
     (tmp_path / "null.yaml").write_text("adapter:\n")
-    assert load(tmp_path / "null.yaml").adapter is load().adapter is None
-    config = load(overrides=["adapter.targets=[q_proj, 1.mlp.up_proj]", "adapter.modules_to_save=[lm_head]"])
+    assert load_config(tmp_path / "null.yaml").adapter is load_config().adapter is None
+    config = load_config(overrides=["adapter.targets=[q_proj, 1.mlp.up_proj]", "adapter.modules_to_save=[lm_head]"])
     assert config.adapter == AdapterConfig(16, 32.0, False, ("q_proj", "1.mlp.up_proj"), ("lm_head",))
     (tmp_path / "config.yaml").write_text(to_yaml(config))
-    assert load(tmp_path / "config.yaml") == config
+    assert load_config(tmp_path / "config.yaml") == config
 
 
 def test_python_construction_is_checked_too():
@@ -242,20 +246,22 @@ def test_any_valid_value_survives_yaml(tile, keep, eps, field):
         "optim": {"eps": eps},
         "data": {"text_field": field},
     }
-    config = parse(tree)
+    config = parse_config(tree)
     assert config.memory == MemoryConfig(tile_tokens=tile, keep_attention=keep)
-    assert parse(yaml.safe_load(to_yaml(config))) == config
+    assert parse_config(yaml.safe_load(to_yaml(config))) == config
 
 
 def test_a_source_takes_from_data_how_records_are_read_unless_it_says():
-    config = load(overrides=["data.text_field=body", "data.sources=[{path: a, weight: 2}, {path: b, text_field: t}]"])
+    config = load_config(
+        overrides=["data.text_field=body", "data.sources=[{path: a, weight: 2}, {path: b, text_field: t}]"]
+    )
     assert [(s.text_field, s.weight) for s in config.data.all_sources()] == [("body", 2), ("t", 1)]
-    assert parse(yaml.safe_load(to_yaml(config))) == config
-    (alone,) = load(overrides=["data.path=a", "data.text_field=body"]).data.all_sources()
+    assert parse_config(yaml.safe_load(to_yaml(config))) == config
+    (alone,) = load_config(overrides=["data.path=a", "data.text_field=body"]).data.all_sources()
     assert (alone.path, alone.text_field) == (pathlib.Path("a"), "body")
     with pytest.raises(ConfigError, match="data.path=c and data.sources both say what to read; make the path a source"):
-        load(overrides=["data.path=c", "data.sources=[{path: a}]"])
+        load_config(overrides=["data.path=c", "data.sources=[{path: a}]"])
 
 
 def test_a_mapping_is_shown_without_what_is_not_set():
-    assert shown({"type": None, "theta": 4e5, "deep": {"on": True}}) == "{theta: 400000.0, deep: {on: true}}"
+    assert format_value({"type": None, "theta": 4e5, "deep": {"on": True}}) == "{theta: 400000.0, deep: {on: true}}"

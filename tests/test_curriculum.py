@@ -9,11 +9,11 @@ import yaml
 from typer.testing import CliRunner
 
 from ithaka.cli import app
-from ithaka.config import ConfigError, given, load, parse, to_dict, to_yaml
+from ithaka.config import ConfigError, explicit_settings, load_config, parse_config, to_dict, to_yaml
 from ithaka.exits import ExitCode
 from ithaka.plan.hardware import Hardware, find_gpu
 from ithaka.train import checkpoint
-from ithaka.train.preflight import _saved, planned
+from ithaka.train.preflight import _saved, plan_run
 from ithaka.train.step import learning_rate
 from runs import copy_back_at, metrics, numbers, saves_in_time, tiny_run
 
@@ -55,7 +55,7 @@ def test_one_command_goes_through_all_entries(done):
     assert [record["step"] for record in records] == list(range(1, 11))
     per_step = [b["tokens"] - a["tokens"] for a, b in zip(metrics(run_dir), records, strict=False)]
     assert per_step == [61] * 3 + [122] * 3 + [90] * 2 + [61] * 2
-    optim = dataclasses.replace(load(file).optim, decay_steps=10)
+    optim = dataclasses.replace(load_config(file).optim, decay_steps=10)
     own = dataclasses.replace(optim, lr=5e-4, warmup_steps=1, decay_steps=2)
     rates = [learning_rate(step, optim, 10) for step in range(10)]
     rates[6:8] = learning_rate(0, own, 2), learning_rate(1, own, 2)
@@ -118,7 +118,7 @@ def test_a_finished_one_says_how_to_go_on(done):
 )
 def test_what_an_entry_cannot_say_is_refused(tree, words):
     with pytest.raises(ConfigError) as error:
-        parse({"curriculum": [{"context": 8, "steps": 1}], **tree})
+        parse_config({"curriculum": [{"context": 8, "steps": 1}], **tree})
     assert words in str(error.value)
 
 
@@ -133,11 +133,11 @@ def test_later_entries_are_checked_before_the_first_starts(done, tmp_path):
 def test_each_entry_is_planned_for_itself(tmp_path):
     curriculum = [{"context": 2**15, "steps": 1}, {"context": 2**24, "steps": 1}]
     tree = {"model": {"embedded": "base"}, "memory": {"tile_tokens": 4096}, "curriculum": curriculum}
-    whole, names = parse(tree), {"model.embedded", "memory.tile_tokens"}
+    whole, names = parse_config(tree), {"model.embedded", "memory.tile_tokens"}
     hardware = Hardware(find_gpu("H100"), 8, 1, host_bytes=2 * 10**12, disk_bytes=0)
-    plans = [planned(whole.at(step), names, hardware)[1] for step in (0, 1)]
+    plans = [plan_run(whole.at(step), names, hardware)[1] for step in (0, 1)]
     assert plans[0].layout != plans[1].layout and {plan.layout.tile_tokens for plan in plans} == {4096}
     (tmp_path / "config.yaml").write_text(_saved(whole, names, plans[0]))
-    assert load(tmp_path / "config.yaml") == whole == parse(yaml.safe_load(to_yaml(whole)))
-    stored = given(tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == whole == parse_config(yaml.safe_load(to_yaml(whole)))
+    stored = explicit_settings(tmp_path / "config.yaml")
     assert "memory.tile_tokens" in stored and not stored & ({*plans[0].settings} - names)

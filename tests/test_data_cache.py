@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from ithaka.config import ConfigError, DataConfig, Reading
+from ithaka.config import ConfigError, DataConfig, ReadingConfig
 from ithaka.data import cache, mix, read
 from ithaka.data.cache import TokenCache
-from ithaka.data.files import find
+from ithaka.data.files import find_files
 from ithaka.data.open import data_facts, open_data
 from ithaka.data.read import make_shards
 from ithaka.data.tokenizer import ByteTokenizer, Tokenizer
@@ -145,7 +145,7 @@ def test_the_cache_goes_with_the_run_and_stays_for_a_run_that_goes_on(data, tmp_
 
 def test_changed_files_and_other_tokenizers_are_tokenised_anew(tmp_path):
     def tokens(tokenizer):
-        (shard,) = make_shards(find(path).files, Reading())
+        (shard,) = make_shards(find_files(path).files, ReadingConfig())
         store = TokenCache(tmp_path / "tokens", tokenizer)
         return store.load(shard).tokens.tolist()
 

@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import templates
-from ithaka.config import ConfigError, DataConfig, Reading
+from ithaka.config import ConfigError, DataConfig, ReadingConfig
 from ithaka.data.cache import TokenCache
-from ithaka.data.files import find
-from ithaka.data.open import check, data_facts, open_data
+from ithaka.data.files import find_files
+from ithaka.data.open import check_data, data_facts, open_data
 from ithaka.data.read import make_shards
 from ithaka.data.tokenizer import ByteTokenizer, Tokenizer
 from templates import chat_tokenizer
@@ -45,7 +45,7 @@ def tokens_of(path, tokenizer, **settings):
     """The marked tokens of each document, and what was skipped."""
     documents, skipped = [], {}
     cache = TokenCache(path.parent / "tokens", tokenizer)
-    for each in map(cache.load, make_shards(find(path).files, Reading(**settings))):
+    for each in map(cache.load, make_shards(find_files(path).files, ReadingConfig(**settings))):
         documents += np.split(np.asarray(each.tokens), np.cumsum(each.lengths)[:-1]) if len(each.lengths) else []
         skipped |= each.skipped
     cache.close()
@@ -585,14 +585,14 @@ def test_settings_that_do_not_fit_the_data_are_refused(tmp_path):
         (DataConfig(path=path, chat_template=tmp_path / "none"), r"data.chat_template=.*none cannot be read"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=match):
-            check(data, 264)
-    check(DataConfig(path=path, chat_template=tmp_path / "chat.jinja", context=64, validation_fraction=0), 264)
+            check_data(data, 264)
+    check_data(DataConfig(path=path, chat_template=tmp_path / "chat.jinja", context=64, validation_fraction=0), 264)
 
 
 def test_shards_and_tokens_are_known_by_settings_and_template(tmp_path, tokenizer_with):
     path = written(tmp_path / "a.jsonl", {"messages": TALK})
     changes = [{}, {"format": "messages"}, {"train_on": "all"}, {"train_on_eos": False}, {"bad_records": "skip"}]
-    identities = {make_shards(find(path).files, Reading(**each))[0].identity for each in changes}
+    identities = {make_shards(find_files(path).files, ReadingConfig(**each))[0].identity for each in changes}
     assert len(identities) == len(changes)
     assert len({tokenizer_with(each).fingerprint for each in (None, templates.CHATML, templates.QWEN3)}) == 3
 

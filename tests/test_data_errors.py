@@ -9,13 +9,13 @@ import pytest
 
 from ithaka.config import ConfigError, DataConfig
 from ithaka.data import read
-from ithaka.data.open import check
+from ithaka.data.open import check_data
 from test_data_sources import opened_at
 
 
 def refuse(match, path, vocab_size=264, **settings):
     with pytest.raises(ConfigError, match=match):
-        check(DataConfig(path=path, context=2, **settings), vocab_size)
+        check_data(DataConfig(path=path, context=2, **settings), vocab_size)
 
 
 def test_missing_paths(tmp_path):
@@ -78,7 +78,7 @@ def test_a_bad_line_far_into_a_file_is_named_when_read(tmp_path, monkeypatch):
     lines[76] = '{"txt": "?"}'
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     data = DataConfig(path=tmp_path / "a.jsonl", context=8, validation_fraction=0)
-    check(data, 264)
+    check_data(data, 264)
     stream = opened_at(data)
     with pytest.raises(ConfigError, match=r"line 77: has no field data.text_field=text; its fields are txt"):
         while stream.position.epoch == 0:
@@ -106,4 +106,4 @@ def test_less_than_a_sequence_is_refused(tmp_path):
     match = r"a.txt holds 10 tokens to train on, too few for one sequence of data.context=11; give more text"
     for context in (11, 10):
         with pytest.raises(ConfigError, match=match) if context == 11 else nullcontext():
-            check(DataConfig(path=tmp_path / "a.txt", context=context, validation_fraction=0), 264)
+            check_data(DataConfig(path=tmp_path / "a.txt", context=context, validation_fraction=0), 264)

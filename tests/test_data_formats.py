@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ithaka.config import ConfigError, DataConfig, Reading, parse
+from ithaka.config import ConfigError, DataConfig, ReadingConfig, parse_config
 from ithaka.data import files, mix, read
-from ithaka.data.open import check, data_facts, epoch_steps
+from ithaka.data.open import check_data, data_facts, epoch_steps
 from runs import MODEL
 from test_data_sources import TEXTS, documents_of, encoded, opened_at, write_jsonl, write_parquet
 
@@ -21,7 +21,7 @@ MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": 
 
 def refused(path, match, **settings):
     with pytest.raises(ConfigError, match=match):
-        check(DataConfig(path=path, context=2, **settings), 264)
+        check_data(DataConfig(path=path, context=2, **settings), 264)
 
 
 def dataset_of(texts, **columns):
@@ -120,7 +120,7 @@ def test_a_folder_of_records_is_understood_whole_or_refused(tmp_path):
         x_dot_lock="1",
         **{".cache__t": "h"},
     )
-    found = files.find(tmp_path)
+    found = files.find_files(tmp_path)
     assert [file.path.name for file in found.files] == ["a.jsonl"]
     assert sorted(found.left_out) == [
         "README.md (not records)", "b.jsonl (empty)", "dataset_info.json (not records)",
@@ -204,7 +204,7 @@ def test_hub_names_are_read_with_datasets(monkeypatch):
     monkeypatch.setattr(hub.HfApi, "dataset_info", lambda *args, **kwargs: None)
     rows = {"train": TEXTS[:9], "dev": TEXTS[9:10]}
     monkeypatch.setattr(datasets, "load_dataset", lambda name: {split: dataset_of(rows[split]) for split in rows})
-    data = opened_at(parse({"data": {"path": "hf://someone/texts", "context": 4096}}).data)
+    data = opened_at(parse_config({"data": {"path": "hf://someone/texts", "context": 4096}}).data)
     text = bytes(int(i) for i in data.next_batch().input_ids[0] if i < 256)
     assert all(t in text for t in encoded(TEXTS[:9])) and len(data.validation_sequences(5)) == 1
 
@@ -212,7 +212,7 @@ def test_hub_names_are_read_with_datasets(monkeypatch):
 def test_a_hub_dataset_is_known_by_the_name_it_had_in_earlier_runs():
     """Before hf://, so that their place in the data is still found."""
     identities = [
-        read.Shard((read.Part(files.File(path, "arrow", "train"), 0, 9),), 99, Reading()).identity
+        read.Shard((read.Part(files.File(path, "arrow", "train"), 0, 9),), 99, ReadingConfig()).identity
         for path in (Path("someone/texts"), Path("hf://someone/texts"))
     ]
     assert identities[0] == identities[1]

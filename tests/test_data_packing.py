@@ -17,7 +17,7 @@ from ithaka.config import ConfigError, DataConfig
 from ithaka.data import mix
 from ithaka.data.mix import Position, SequenceStream, Source
 from ithaka.data.open import data_facts
-from ithaka.data.pack import PIECE, Documents, Packing, Round, best_fit, cut, group_alike, imbalance, permutation
+from ithaka.data.pack import PIECE, Documents, PackedRound, Packing, best_fit, cut, group_alike, imbalance, permutation
 from ithaka.data.stream import collate, num_valid
 from test_data_sources import opened_at, write_jsonl
 
@@ -318,15 +318,15 @@ def test_rounds_are_smaller_only_where_contexts_are_long(monkeypatch):
         monkeypatch.setattr(mix, name, value)
     monkeypatch.setattr(mix, "HELD_OUT_SEQUENCES", 16)
     for context in (4096, 1 << 17, 1 << 18):
-        assert mix.round_tokens(Packing(context, 1, most=9)) == mix.round_tokens(Packing(context, 1)) == 1 << 24
-        assert mix.round_tokens(Packing(context, 1, most=2), False) == 16 * context
-    assert mix.round_tokens(Packing(10**7, 1)) == 64 * 10**7
+        assert mix.tokens_per_round(Packing(context, 1, most=9)) == mix.tokens_per_round(Packing(context, 1)) == 1 << 24
+        assert mix.tokens_per_round(Packing(context, 1, most=2), False) == 16 * context
+    assert mix.tokens_per_round(Packing(10**7, 1)) == 64 * 10**7
     assert (
-        mix.round_tokens(Packing(10**7, 8, most=16))
-        == mix.round_tokens(Packing(10**7, 8, most=16), False)
+        mix.tokens_per_round(Packing(10**7, 8, most=16))
+        == mix.tokens_per_round(Packing(10**7, 8, most=16), False)
         == 16 * 10**7
     )
-    assert mix.round_tokens(Packing(10**7, 8, most=999)) == 256 * 10**7
+    assert mix.tokens_per_round(Packing(10**7, 8, most=999)) == 256 * 10**7
 
 
 def test_documents_of_different_shards_are_mixed_within_a_round():
@@ -375,7 +375,7 @@ def test_grouping_balances_the_ranks_and_packing_fills_the_sequences():
     rng, context = np.random.default_rng(0), 1 << 17
     for median, sigma, count in [(8192, 1.0, 3000), (1 << 20, 1.0, 60)]:
         lengths = np.maximum(rng.lognormal(np.log(median), sigma, count).astype(np.int64), 1)
-        packed = Round(cut(pieces_with(lengths), context), Packing(context, 8), (0,))
+        packed = PackedRound(cut(pieces_with(lengths), context), Packing(context, 8), (0,))
         assert packed.num_tokens == lengths.sum() > 0.98 * len(packed) * context
         shuffled = packed.areas[permutation(len(packed), (1,))]
         assert imbalance(packed.areas, 8, 1) < 1.06 and imbalance(packed.areas, 8, 1) < imbalance(shuffled, 8, 1)
@@ -385,7 +385,7 @@ def test_grouping_balances_the_ranks_and_packing_fills_the_sequences():
 def test_a_hundred_thousand_documents_are_packed_in_well_below_a_second():
     lengths = np.maximum(np.random.default_rng(0).lognormal(6, 1, 100_000).astype(np.int64), 1)
     start = time.process_time()
-    Round(cut(pieces_with(lengths), 2048), Packing(2048, 8), (0,))
+    PackedRound(cut(pieces_with(lengths), 2048), Packing(2048, 8), (0,))
     assert time.process_time() - start < 1.5  # 0.3 on an idle machine
 
 

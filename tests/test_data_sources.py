@@ -11,11 +11,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ithaka.config import DataConfig, Reading
+from ithaka.config import DataConfig, ReadingConfig
 from ithaka.data import read
 from ithaka.data.cache import TokenCache
-from ithaka.data.files import find
-from ithaka.data.open import check, open_data
+from ithaka.data.files import find_files
+from ithaka.data.open import check_data, open_data
 from ithaka.data.pack import Split
 from ithaka.data.read import make_shards
 from ithaka.data.tokenizer import ByteTokenizer, Tokenizer
@@ -28,7 +28,7 @@ TEXTS = [f"document {i} " + "é" * i for i in range(200)]
 
 def documents_of(path, split=None, tokenizer=BYTES, field="text"):
     """The documents of a path, each without its eos."""
-    shards, found = make_shards(find(path).files, Reading(field), split), []
+    shards, found = make_shards(find_files(path).files, ReadingConfig(field), split), []
     with tempfile.TemporaryDirectory() as folder:
         for loaded in map(TokenCache(Path(folder), tokenizer).load, shards):
             assert loaded.lengths.sum() == len(loaded.tokens)
@@ -63,11 +63,11 @@ def encoded(texts):
 
 
 def test_standard_library_is_the_default():
-    files = find(None).files
+    files = find_files(None).files
     names = [file.path.as_posix() for file in files]
     assert len(files) > 100 and names == sorted(names) and any(name.endswith("/json/decoder.py") for name in names)
     assert not any(part in name for name in names for part in ("site-packages", "__pycache__", "/test/"))
-    check(DataConfig(), 264)
+    check_data(DataConfig(), 264)
     batch = opened_at(DataConfig(context=256)).next_batch()
     assert batch.input_ids.shape == (1, 256)
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ithaka import config
 from ithaka.config import ConfigError, DataConfig
-from ithaka.data.open import check
+from ithaka.data.open import check_data
 from ithaka.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 BYTES = ByteTokenizer()
@@ -96,5 +96,5 @@ def test_missing_tokenizers_are_named(tmp_path):
 
 def test_vocabulary_larger_than_the_models_is_refused():
     with pytest.raises(ConfigError, match="vocabulary of 259 exceeds model vocab_size=256"):
-        check(DataConfig(), 256)
-    check(DataConfig(), 259)
+        check_data(DataConfig(), 256)
+    check_data(DataConfig(), 259)

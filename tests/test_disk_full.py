@@ -71,7 +71,7 @@ def test_an_evaluation_or_a_profile_that_cannot_be_written_does_not_end_the_run(
     train = {"save_every": 0, "validate_every": 0, "validate_sequences": 0}
     config = tiny_run(tmp_path, train=train, evaluate={"every": 2}, profile={"every": 2})
     found = {"loss": 1.5, "long_context_gain": None, "key_tokens": None, "short_context_loss": 2.5, "retrieval": []}
-    monkeypatch.setattr(loop, "measure", lambda *_: found)
+    monkeypatch.setattr(loop, "measure_all", lambda *_: found)
     monkeypatch.setattr(loop, "read_text", lambda *_, **__: ())
     monkeypatch.setattr(loop, "check_prompts", lambda *_: None)
     if file is None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from ithaka import measure as measuring
+from ithaka import measure_all as measuring
 from ithaka.cli import app
 from ithaka.config import ConfigError
 from ithaka.data.tokenizer import ByteTokenizer
@@ -24,17 +24,17 @@ from ithaka.layout import Layout
 from ithaka.measure import (
     DEPTHS,
     TASKS,
-    Text,
+    EvalText,
     is_retrieved,
     key_tokens,
     long_context_gains,
     make_prompt,
     make_task,
-    measure,
+    measure_all,
     read_text,
     token_losses,
 )
-from ithaka.model.build import build_model, parallelize
+from ithaka.model.build import build_model, parallelize_model
 from ithaka.report.page import read_run
 from ithaka.train import checkpoint
 from ithaka.train.track import tracked
@@ -96,18 +96,18 @@ def test_reading_many_short_documents_takes_time_in_proportion(monkeypatch):
 CONFIG = {"vocab_size": 264, "max_position_embeddings": 1024}
 
 
-def text_of() -> Text:
+def text_of() -> EvalText:
     documents = torch.randint(256, (3, CONTEXT), generator=torch.Generator().manual_seed(5)).numpy().astype(np.int32)
-    return Text(list(documents[:2]), [documents[2][:SHORT], documents[1][:40]], documents.ravel())
+    return EvalText(list(documents[:2]), [documents[2][:SHORT], documents[1][:40]], documents.ravel())
 
 
 def measured(prompts):
     """One rank's part: all figures, the gains of the first document, and which prompts are retrieved."""
     text, layout = text_of(), Layout(2, heads_per_stage=2, tile_tokens=100, ring=2)
-    model = parallelize(tiny_model(tiny_config("llama", **CONFIG)), mesh=make_mesh(2, ring=2), layout=layout)
+    model = parallelize_model(tiny_model(tiny_config("llama", **CONFIG)), mesh=make_mesh(2, ring=2), layout=layout)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measuring, "DEPTHS", DEPTHS[::3])
-        found = measure(model, BYTES, text, [CONTEXT], 1, SHORT)
+        found = measure_all(model, BYTES, text, [CONTEXT], 1, SHORT)
     gains = long_context_gains(model, text.long[0], token_losses(model, text.long[0][None])[0], SHORT)
     return found, gains, [is_retrieved(model, *prompt) for prompt in prompts]
 

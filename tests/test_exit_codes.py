@@ -11,11 +11,11 @@ import pytest
 import torch
 import yaml
 
-from ithaka.config import ConfigError, load
+from ithaka.config import ConfigError, load_config
 from ithaka.data import files, read
 from ithaka.data.cache import TokenCache
 from ithaka.data.tokenizer import ByteTokenizer
-from ithaka.exits import FINAL, ExitCode, TransientError
+from ithaka.exits import FINAL_EXIT_CODES, ExitCode, TransientError
 from ithaka.layer.store import StoreError
 from ithaka.train import checkpoint, launch, loop
 from runs import tiny_run, valid
@@ -31,21 +31,21 @@ def test_the_docs_quote_the_table():
     rows = re.findall(r"^\| (\d+(?: \+ signal)?) \| (.*) \| (yes|no) \|$", DOCS.read_text(), re.M)
     labels = {code: f"{code} + signal" if code is ExitCode.SIGNALED else str(code) for code in ExitCode}
     assert rows == [(labels[code], code.meaning, "yes" if code.final else "no") for code in ExitCode]
-    assert {2, 3, 5} == FINAL - {ExitCode.DONE}
+    assert {2, 3, 5} == FINAL_EXIT_CODES - {ExitCode.DONE}
     for name in re.findall(r"`train\.(\w+)", DOCS.read_text()):
-        assert hasattr(load().train, name), name
+        assert hasattr(load_config().train, name), name
 
 
 def test_kubernetes_fails_the_job_on_final_codes_only():
     rules = yaml.safe_load(block("yaml"))["spec"]["podFailurePolicy"]["rules"]
     [failing] = [rule["onExitCodes"] for rule in rules if rule["action"] == "FailJob"]
-    assert (failing["operator"], set(failing["values"])) == ("In", FINAL - {ExitCode.DONE})
+    assert (failing["operator"], set(failing["values"])) == ("In", FINAL_EXIT_CODES - {ExitCode.DONE})
 
 
 @pytest.mark.parametrize(
     "codes, saves, attempts, ended, requeued",
     [
-        *([[code], [], 1, code, False] for code in sorted(FINAL)),
+        *([[code], [], 1, code, False] for code in sorted(FINAL_EXIT_CODES)),
         ([4, 75, 1, 137], [], 4, 137, False),  # three restarts
         ([4, 4, 4, 4, 4, 4, 0], [3], 7, 0, False),  # three more after a checkpoint in the fourth attempt
         ([4, 143], [], 2, 0, True),
@@ -134,7 +134,7 @@ def test_every_rank_of_a_node_raises_what_the_tokenising_one_does(tmp_path, monk
     """A file that was listed and is gone may be back: if not, the next start refuses the data."""
     text = tmp_path / "a.txt"
     text.write_text("some text")
-    [shard] = read.make_shards(files.find(text).files, load().data)
+    [shard] = read.make_shards(files.find_files(text).files, load_config().data)
     caches = [TokenCache(tmp_path / "tokens", ByteTokenizer(), fills) for fills in (True, False)]
     monkeypatch.setattr(read, "_bytes", failing(number))
     for cache in caches:
@@ -148,6 +148,6 @@ def test_a_checkpoint_on_a_failing_disk_is_not_damaged(tmp_path, monkeypatch):
     path = tmp_path / "checkpoints/step-00000002"
     path.mkdir(parents=True)
     monkeypatch.setattr(checkpoint, "read_state", failing(errno.EIO))
-    for look in (checkpoint.problem, checkpoint.damage, lambda path: checkpoint.find(tmp_path)):
+    for look in (checkpoint.find_problem, checkpoint.find_damage, lambda path: checkpoint.find_checkpoint(tmp_path)):
         with pytest.raises(TransientError, match=f"{path.name} cannot be read now .*start again"):
             look(path)

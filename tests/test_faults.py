@@ -18,11 +18,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ithaka.config import ConfigError, parse
+from ithaka.config import ConfigError, parse_config
 from ithaka.dist.mesh import start_process_group
 from ithaka.exits import ExitCode, TransientError
 from ithaka.layer import stages, store
-from ithaka.phases import Now
+from ithaka.phases import PhaseState
 from ithaka.train import checkpoint, heartbeat, loop, preflight, step
 from ithaka.train.console import Console, read_metrics
 from ranks import Ranks
@@ -132,13 +132,13 @@ def stopped_while_saving(config):
                 wait_for(lambda: "event" in (config.train.run_dir / "metrics.jsonl").read_text(), timeout_s=10)
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(SAVE_S)
-            paths.append(Now.path)
+            paths.append(PhaseState.path)
         return write(*args)
 
     left = []
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as told:
         watched(patch, STEP_S)
-        patch.setattr(heartbeat, "leave", left.append)
+        patch.setattr(heartbeat, "exit_rank", left.append)
         patch.setattr(checkpoint.dcp.FileSystemWriter, "write_data", slow)
         checked = valid(config)
         limits, code = heartbeat.Limits.of(checked), loop.train(checked)
@@ -270,7 +270,7 @@ def leaves_words(fault, config, folder):
 
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)
-        patch.setattr(heartbeat, "leave", leave)
+        patch.setattr(heartbeat, "exit_rank", leave)
         run(config)
 
 
@@ -317,11 +317,11 @@ def pair(monkeypatch, tmp_path):
     monkeypatch.setattr(heartbeat, "ANSWER_S", 0.0)
     store, beats = dist.HashStore(), []
     for rank in range(2):
-        beat = heartbeat.Heartbeat(heartbeat.Place(torch.device("cpu")), heartbeat.Limits(60, 60, 60), tmp_path)
+        beat = heartbeat.Heartbeat(heartbeat.PhaseTracker(torch.device("cpu")), heartbeat.Limits(60, 60, 60), tmp_path)
         beat.rank, beat.size, beat._store, beat._heard, beat.ended = rank, 2, store, beat._heard * 2, []
         beat._beat()
         beats.append(beat)
-    monkeypatch.setattr(heartbeat, "leave", lambda outcome: [beat.ended.append(outcome.text) for beat in beats])
+    monkeypatch.setattr(heartbeat, "exit_rank", lambda outcome: [beat.ended.append(outcome.text) for beat in beats])
     monkeypatch.setattr(dist, "barrier", lambda: None)
     yield beats
     for beat in beats:
@@ -554,7 +554,7 @@ def test_a_model_is_the_same_whatever_a_download_left_beside_it(tmp_path):
         (tmp_path / name / ".cache").mkdir(parents=True)
         (tmp_path / name / ".cache" / "when").write_text(name)
         (tmp_path / name / "model.safetensors").write_text(weights)
-        return preflight.fingerprints(parse({"model": {"path": str(tmp_path / name)}}), data, "")
+        return preflight.fingerprints(parse_config({"model": {"path": str(tmp_path / name)}}), data, "")
 
     assert found("one", "weights") == found("two", "weights") != found("three", "others!")
 

@@ -13,7 +13,7 @@ from ithaka.dist.mesh import make_mesh
 from ithaka.layer.linear import Linear
 from ithaka.layer.mlp import gated_mlp
 from ithaka.layer.tiles import GradSum
-from ithaka.model.build import parallelize
+from ithaka.model.build import parallelize_model
 from models import EXPERTS, FAMILIES, tiny_config, tiny_model
 
 
@@ -116,7 +116,7 @@ def test_a_changed_module_is_a_black_box(change):
 
 
 def test_a_module_changed_after_the_model_was_built_is_a_black_box():
-    model = parallelize(tiny_model(tiny_config("llama")), mesh=make_mesh(1))
+    model = parallelize_model(tiny_model(tiny_config("llama")), mesh=make_mesh(1))
     ids = torch.arange(12)[None]
     plain = model(input_ids=ids, labels=ids).loss
     calls = []

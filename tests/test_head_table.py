@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ithaka.plan.heads import EMPTY, HeadTable, flat, head_table
+from ithaka.plan.heads import EMPTY_SLOT, HeadTable, flatten_heads, head_table
 
 FEW = settings(max_examples=60, derandomize=True, deadline=None)
 
@@ -47,7 +47,7 @@ def test_reads_cover_all_slots_but_the_empty_ones(layout):
     for stage in table.stages:
         for rank, slots in enumerate(stage.query_heads):
             read = [slot for r in stage.reads[rank] for slot in range(r.first, r.last)]
-            assert read == [slot for slot, head in enumerate(slots) if head != EMPTY]
+            assert read == [slot for slot, head in enumerate(slots) if head != EMPTY_SLOT]
             assert stage.is_full(rank) == (len(read) == len(slots))
 
 
@@ -57,7 +57,7 @@ def test_a_kv_head_moves_once_to_each_rank_that_needs_it(layout):
     cp = layout[2]
     table = head_table(*layout)
     for rank in range(cp):
-        moved = [head for load in table.loads for head in load.kv_heads[rank] if head != EMPTY]
+        moved = [head for load in table.loads for head in load.kv_heads[rank] if head != EMPTY_SLOT]
         assert moved == sorted(set(moved))
         assert set(moved) == {kv_head for _, kv_head in heads_read(table, rank)}
 
@@ -71,7 +71,7 @@ def test_all_ranks_have_the_same_number_of_slots_and_stages_are_balanced(layout)
     most = -(-heads // cp)
     for part in (*(stage.query_heads for stage in table.stages), *(load.kv_heads for load in table.loads)):
         assert len(part) == cp and len({len(slots) for slots in part}) == 1
-        assert len(flat(part)) == cp * len(part[0]) and min(flat(part)) >= 0
+        assert len(flatten_heads(part)) == cp * len(part[0]) and min(flatten_heads(part)) >= 0
     for rank in range(cp):
         taken = len(heads_read(table, rank))
         assert heads // cp <= taken <= most

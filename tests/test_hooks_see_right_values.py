@@ -6,7 +6,7 @@ import torch
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import make_mesh
 from ithaka.layout import make_layout
-from ithaka.model.build import parallelize
+from ithaka.model.build import parallelize_model
 from models import tiny_config, tiny_model
 from parity import random_ids
 
@@ -37,11 +37,11 @@ def make(family="qwen3", **changes):
 def test_hooks_that_would_be_ignored_or_see_something_else(kind, tied):
     """Registered before parallelize, and after it, where FSDP2 has hooks of its own."""
     model = make(tie_word_embeddings=tied)
-    parallel = parallelize(make(tie_word_embeddings=tied), mesh=make_mesh(1))
+    parallel = parallelize_model(make(tie_word_embeddings=tied), mesh=make_mesh(1))
     for name in IGNORED:
         handle = getattr(model.get_submodule(name), REGISTER[kind])(nothing)
         with pytest.raises(ConfigError, match=f"^{name} has a {kind}.*put it on the decoder layer"):
-            parallelize(model, mesh=make_mesh(1))
+            parallelize_model(model, mesh=make_mesh(1))
         handle.remove()
         handle = getattr(parallel.get_submodule(name), REGISTER[kind])(nothing)
         with pytest.raises(ConfigError, match=f"^{name} has a {kind}.*put it on the decoder layer"):
@@ -51,7 +51,7 @@ def test_hooks_that_would_be_ignored_or_see_something_else(kind, tied):
 
 
 def test_a_pre_hook_of_the_model_itself():
-    model = parallelize(make(), mesh=make_mesh(1))
+    model = parallelize_model(make(), mesh=make_mesh(1))
     model.register_forward_pre_hook(nothing)
     with pytest.raises(ConfigError, match="^the model has a forward pre-hook.*remove the hook"):
         model(input_ids=IDS)
@@ -62,7 +62,7 @@ def test_hooks_that_transformers_leaves_behind_are_taken():
     model = make()
     model(input_ids=IDS, output_attentions=True, output_hidden_states=True)
     assert model.model.layers[0].self_attn._forward_hooks
-    parallel = parallelize(model, mesh=make_mesh(1))
+    parallel = parallelize_model(model, mesh=make_mesh(1))
     parallel(input_ids=IDS, labels=IDS).loss.backward()
     assert not parallel.model.layers[0].forward.hooked
     parallel.model.layers[1].self_attn.register_forward_hook(nothing)
@@ -103,7 +103,7 @@ def test_hooks_on_layers_and_embeddings(when, keep_everything):
     expected = Seen(plain)
     if when == "before":
         seen = Seen(model)
-    model = parallelize(model, mesh=make_mesh(1), layout=layout)
+    model = parallelize_model(model, mesh=make_mesh(1), layout=layout)
     if when == "after":
         seen = Seen(model)
     for each in (plain, model):
@@ -117,7 +117,7 @@ def test_hooks_on_layers_and_embeddings(when, keep_everything):
 
 def test_a_hook_that_is_gone_before_backward():
     """It left a tensor's hook behind."""
-    model, kept = parallelize(make(num_hidden_layers=3), mesh=make_mesh(1)), []
+    model, kept = parallelize_model(make(num_hidden_layers=3), mesh=make_mesh(1)), []
     handle = model.model.layers[1].register_forward_hook(
         lambda module, args, out: out.register_hook(lambda grad: kept.extend([grad, grad.clone()])) and None
     )
@@ -133,7 +133,7 @@ def test_a_hook_may_change_what_it_sees():
     losses = []
     for parallel in (False, True):
         model = make()
-        model = parallelize(model, mesh=make_mesh(1)) if parallel else model
+        model = parallelize_model(model, mesh=make_mesh(1)) if parallel else model
         model.model.embed_tokens.register_forward_hook(lambda module, args, out: 1.5 * out)
         model.model.layers[0].register_forward_hook(lambda module, args, out: out - 0.5)
         losses.append(float(model(input_ids=IDS).logits.detach().square().sum()))
@@ -145,10 +145,10 @@ def test_gradient_hooks_on_parameters(when):
     """FSDP2 calls those that come after accumulation, and no others."""
     model, seen = make(), []
     if when == "after":
-        model = parallelize(model, mesh=make_mesh(1))
+        model = parallelize_model(model, mesh=make_mesh(1))
         model.model.norm.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad))
         model(input_ids=IDS, labels=IDS).loss.backward()
         assert torch.equal(seen[0].full_tensor(), model.model.norm.weight.grad.full_tensor())
     model.model.embed_tokens.weight.register_hook(nothing)
     with pytest.raises(ConfigError, match="model.embed_tokens.weight has a gradient hook.*post_accumulate_grad_hook"):
-        model(input_ids=IDS) if when == "after" else parallelize(model, mesh=make_mesh(1))
+        model(input_ids=IDS) if when == "after" else parallelize_model(model, mesh=make_mesh(1))

@@ -17,10 +17,10 @@ from trl import DPOTrainer
 
 import ithaka
 from ithaka import hf
-from ithaka.config import ConfigError, parse
+from ithaka.config import ConfigError, parse_config
 from ithaka.dist.mesh import start_process_group
 from ithaka.layout import Layout
-from ithaka.train.preflight import machine_here, planned
+from ithaka.train.preflight import detect_machine, plan_run
 from models import tiny_config, tiny_model
 
 H200 = ("NVIDIA H200", 2**62)
@@ -153,9 +153,9 @@ def test_a_context_is_planned_as_for_a_run(on_h200, capsys):
     """On a GPU that the planner knows, and of which a CPU takes the place here."""
     model = tiny_model(tiny_config("llama", max_position_embeddings=65536), torch.bfloat16)
     model = ithaka.parallelize(model, cp="auto", context="64K", batch=2)
-    config = parse({"model": {"dtype": "bfloat16"}, "data": {"context": 65536}, "train": {"batch": 2}})
+    config = parse_config({"model": {"dtype": "bfloat16"}, "data": {"context": 65536}, "train": {"batch": 2}})
     shape = hf.model_shape(model)
-    _, expected = planned(config, set(), machine_here(config, 1, H200), shape)
+    _, expected = plan_run(config, set(), detect_machine(config, 1, H200), shape)
     assert model.ithaka_plan.layout == expected.layout and model.ithaka_plan.work == expected.work
     planned_for = dataclasses.replace(expected.layout, dtype="bfloat16", heads_per_stage=None, kernel="cpu")  # all
     assert model.model.layers[0].forward.layout == planned_for

@@ -19,7 +19,7 @@ from ithaka.config import ConfigError
 from ithaka.dist.mesh import _warn_of_shared_store
 from ithaka.exits import ExitCode, TransientError
 from ithaka.train import launch
-from ithaka.train.checkpoint import lock
+from ithaka.train.checkpoint import lock_run_dir
 from ithaka.train.console import status
 from launched import (
     fail,
@@ -249,11 +249,11 @@ def test_second_signal_ends_all_at_once(tmp_path):
 def test_ranks_do_not_outlive_a_killed_parent(tmp_path):
     parent, pids = started(never_stop, tmp_path)
     with pytest.raises(TransientError, match="in use by another run"):
-        lock(tmp_path)
+        lock_run_dir(tmp_path)
     os.kill(parent.pid, signal.SIGKILL)
     assert parent.wait(10) == -signal.SIGKILL
     assert gone(pids, within_s=2.0)
-    os.close(lock(tmp_path))  # a new run may start at once
+    os.close(lock_run_dir(tmp_path))  # a new run may start at once
 
 
 TORCHRUN = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
@@ -295,7 +295,7 @@ def test_a_rank_ends_though_the_launchers_folder_is_gone(tmp_path, monkeypatch, 
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(launch, "_folder", tmp_path / "gone")
-    launch.leave(launch.Outcome(ExitCode.HANG, "rank 1 hangs"))
+    launch.exit_rank(launch.Outcome(ExitCode.HANG, "rank 1 hangs"))
     assert ended == [ExitCode.HANG] and "rank 1 hangs" in capfd.readouterr().err
 
 

@@ -25,7 +25,7 @@ from ithaka.dist.loopback import LoopbackGroup, start_loopback
 from ithaka.dist.mesh import make_mesh
 from ithaka.layer.schedule import StreamedLayer
 from ithaka.layer.store import Store
-from ithaka.layout import LayerKeeps, Layout, make_layout
+from ithaka.layout import ActivationPolicy, Layout, make_layout
 from ithaka.model.adapters import add_adapter
 from ithaka.model.build import build_model
 from ithaka.model.families import layer_parts
@@ -61,8 +61,8 @@ class Case:
     ring: int = 1
 
     @property
-    def keeps(self) -> LayerKeeps:
-        return LayerKeeps(self.inputs, self.attention, *self.more)  # type: ignore[arg-type]
+    def keeps(self) -> ActivationPolicy:
+        return ActivationPolicy(self.inputs, self.attention, *self.more)  # type: ignore[arg-type]
 
     @property
     def layout(self) -> Layout:
@@ -144,7 +144,7 @@ def shape_of(case: Case) -> ModelShape:
 
 def in_turn(num_tokens: int, ring: int) -> Deal:
     """Half a round's tokens for each member in turn: every one sends and receives as much as it may in every round."""
-    step = num_tokens if ring == 1 else rounds.round_tokens(num_tokens // ring) // 2
+    step = num_tokens if ring == 1 else rounds.ring_round_tokens(num_tokens // ring) // 2
     runs = [(first, step) for first in range(0, num_tokens, step)]
     return Deal(tuple(tuple(runs[member::ring]) for member in range(ring)))
 
@@ -218,7 +218,7 @@ def test_a_layer_is_as_high_as_its_ledger(case, monkeypatch):
     monkeypatch.setattr(rounds, "ROUNDS", 4)
     shape, maps = shape_of(case), run_ranks(case)
     member = TOKENS * case.layout.ulysses
-    lengths = (TOKENS, member, rounds.round_tokens(member))
+    lengths = (TOKENS, member, rounds.ring_round_tokens(member))
     for direction, part in EXACT:
         phases = (direction, part) if part else (direction,)
         live = max(highest(memory, *phases, lengths=lengths) for memory in maps)

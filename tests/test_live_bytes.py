@@ -104,7 +104,7 @@ def test_phases_and_holders_cost_nothing_while_nobody_listens(monkeypatch):
     x = torch.ones(2, requires_grad=True)
     with phase("layer 0"), holding("stage buffers"):
         phases.mark_backward(2 * x, "backward").sum().backward()
-    assert phases.Now.path == ()
+    assert phases.PhaseState.path == ()
 
 
 def test_phases_of_ordinary_autograd_are_told():

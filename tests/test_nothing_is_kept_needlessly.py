@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ithaka.dist.mesh import make_mesh
-from ithaka.layout import LayerKeeps, Layout
-from ithaka.model.build import parallelize
+from ithaka.layout import ActivationPolicy, Layout
+from ithaka.model.build import parallelize_model
 from models import tiny_config, tiny_model
 from parity import check, gradient_errors, parallel, plain_sum, random_ids, relative
 
@@ -17,7 +17,7 @@ TIERS = ("device", "host", "disk")
 
 
 def offloaded(tier: str) -> Layout:
-    return Layout(tile_tokens=4, kept=(LayerKeeps(tier, tier),) * 2)
+    return Layout(tile_tokens=4, kept=(ActivationPolicy(tier, tier),) * 2)
 
 
 def store_of(model):
@@ -88,7 +88,7 @@ def test_two_forwards_before_one_backward(ranks, cp, tier):
 
 def backward_twice():
     config = tiny_config("llama")
-    model = parallelize(tiny_model(config), mesh=make_mesh(1))
+    model = parallelize_model(tiny_model(config), mesh=make_mesh(1))
     ids = torch.arange(12)[None] % config.vocab_size
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward(retain_graph=True)

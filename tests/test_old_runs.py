@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ithaka.config import FORMAT, ConfigError, load
+from ithaka.config import CONFIG_FORMAT, ConfigError, load_config
 from ithaka.report.page import write_report
 from ithaka.train import checkpoint
 from ithaka.train.step import learning_rate
@@ -39,7 +39,7 @@ def old_run(tmp_path):
 def test_an_old_place_in_the_data_is_refused_by_its_number_and_the_run_exported(old_run, tmp_path):
     folder, settings = old_run
     with pytest.raises(ConfigError, match="position in the data has format 1, .* reads 4 to 5: .* export the run"):
-        run(load(folder / "config.yaml", settings), folder)
+        run(load_config(folder / "config.yaml", settings), folder)
     assert (checkpoint.export(folder, tmp_path / "out") / "model.safetensors").is_file()
 
 
@@ -50,11 +50,13 @@ def test_old_settings_and_tensors_go_on(old_run, tmp_path):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"data": place}))
     before = metrics(folder)
     assert "format" not in (folder / "config.yaml").read_text()
-    run(load(folder / "config.yaml", settings), folder)
+    run(load_config(folder / "config.yaml", settings), folder)
     after = metrics(folder)
     assert after[:2] == before and [record["step"] for record in after] == [1, 2, 3, 4]
-    assert (folder / "config.yaml").read_text().startswith(f"format: {FORMAT}\n")
-    assert valid(load(folder / "config.yaml", [*settings, "train.steps=6"]), folder).config.memory.offload == "host"
+    assert (folder / "config.yaml").read_text().startswith(f"format: {CONFIG_FORMAT}\n")
+    assert (
+        valid(load_config(folder / "config.yaml", [*settings, "train.steps=6"]), folder).config.memory.offload == "host"
+    )
 
 
 def test_steps_without_a_label_neither_update_nor_count(tmp_path):
@@ -74,7 +76,7 @@ def test_steps_without_a_label_neither_update_nor_count(tmp_path):
     for packing in state["data"]["packings"]:
         assert packing.pop("labelled")
     file.write_text(json.dumps(state))
-    run(load(folder / "config.yaml", ["train.steps=12", "train.save_every=12"]), folder)
+    run(load_config(folder / "config.yaml", ["train.steps=12", "train.save_every=12"]), folder)
     lines = metrics(folder)
     steps, events = ([line for line in lines if ("event" in line) == is_event] for is_event in (False, True))
     assert [step["step"] for step in steps] == [*range(1, 13)]
@@ -90,14 +92,14 @@ def test_an_old_run_is_reported(old_run):
     assert write_report([folder]).is_file()
 
 
-@pytest.mark.parametrize("number", [0, FORMAT + 1, "new"])
+@pytest.mark.parametrize("number", [0, CONFIG_FORMAT + 1, "new"])
 def test_a_directory_of_another_format_is_refused_by_its_number(old_run, number):
     folder, settings = old_run
     file = folder / "config.yaml"
     file.write_text(f"format: {number}\n{file.read_text()}")
-    words = f"config.yaml has format {number}, and this ithaka reads 1 to {FORMAT}; use the ithaka that wrote it"
+    words = f"config.yaml has format {number}, and this ithaka reads 1 to {CONFIG_FORMAT}; use the ithaka that wrote it"
     with pytest.raises(ConfigError, match=words):
-        load(file, settings)
+        load_config(file, settings)
 
 
 def test_a_checkpoint_of_another_format_is_refused_by_its_number(old_run):
@@ -105,4 +107,4 @@ def test_a_checkpoint_of_another_format_is_refused_by_its_number(old_run):
     file = folder / "checkpoints" / "step-00000002" / "state.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 7}))
     with pytest.raises(ConfigError, match=r"its format is 7, and this ithaka reads 1; use the ithaka that wrote it"):
-        valid(load(folder / "config.yaml", settings), folder)
+        valid(load_config(folder / "config.yaml", settings), folder)

@@ -12,18 +12,18 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from ithaka.cli import app
-from ithaka.config import load
+from ithaka.config import load_config
 from ithaka.exits import ExitCode
 from ithaka.layer.stages import HeldHeads
 from ithaka.layer.store import SlabPool, StoreError
 from ithaka.layout import fixed_settings, make_layout
-from ithaka.phases import Now
+from ithaka.phases import PhaseState
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.models import find_shape
 from ithaka.plan.search import Plan
 from ithaka.plan.shape import Work
 from ithaka.train import launch, loop
-from ithaka.train.watch import Witness, explain_shortage, is_shortage
+from ithaka.train.watch import OutOfMemoryTracker, explain_out_of_memory, ran_out_of_memory
 from runs import numbers, run, tiny_run
 
 GIB = 2**30
@@ -37,7 +37,7 @@ def fail_in(patch, owner, name, path, error, times=0):
 
     @functools.wraps(plain)
     def failing(*args, **kwargs):
-        if Now.path == path:
+        if PhaseState.path == path:
             calls.append(path)
             if len(calls) > times:
                 raise error
@@ -81,7 +81,7 @@ def test_the_last_checkpoint_goes_on_with_another_setting(tmp_path, capfd, monke
     path = ("layer 1", "backward", "attention", "stage 0")
     text = explained(config, "attend_backward", path, steps_before=3)
     assert f"The last checkpoint is {config.train.run_dir / 'checkpoints' / 'step-00000002'}." in text
-    changed = load(config.train.run_dir / "config.yaml", ["parallel.heads_per_stage=1"])
+    changed = load_config(config.train.run_dir / "config.yaml", ["parallel.heads_per_stage=1"])
     assert launch.run_ranks(run, (changed, config.train.run_dir), 1) == 0
     whole = dataclasses.replace(config, train=dataclasses.replace(config.train, run_dir=tmp_path / "whole"))
     run(whole)
@@ -159,9 +159,9 @@ ON_HOST = {"parallel.cp": 8, "memory.offload": "host", "parallel.heads_per_stage
 
 
 def explain(plan, path, used_bytes, error):
-    witness = Witness(torch.device("cuda"))
+    witness = OutOfMemoryTracker(torch.device("cuda"))
     witness.path, witness.used_bytes = path, used_bytes
-    return explain_shortage(plan, error, witness, "llama3-8b")
+    return explain_out_of_memory(plan, error, witness, "llama3-8b")
 
 
 def test_planned_stands_beside_measured_and_the_planner_is_asked():
@@ -177,7 +177,7 @@ def test_host_memory_has_its_own_plan():
     plan = llama(2**21, **{**ON_HOST, "memory.keep_attention": "all", "memory.attention_offload": "host"})
     for error in (StoreError("host", "host memory: full"), MemoryError()):
         text = explain(plan, ("layer 9", "forward"), 0, error)
-        assert "planned per node: " in text and "kept attention" in text and is_shortage(error)
+        assert "planned per node: " in text and "kept attention" in text and ran_out_of_memory(error)
         assert (str(error) or "MemoryError()") in text.splitlines()[0]
 
 

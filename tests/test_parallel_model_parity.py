@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ithaka.dist.mesh import make_mesh
-from ithaka.layout import EVERYTHING, LayerKeeps, Layout
-from ithaka.model.build import parallelize
+from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
+from ithaka.model.build import parallelize_model
 from models import EXPERTS, FAMILIES, plain_loss, tiny_config, tiny_model
 from parity import check, relative, shard_errors
 
@@ -52,7 +52,7 @@ def compare(family, heads, kv_heads, cp, dp, rows, tokens, layout=None, ignore_f
     expected, wanted = plain_results(family, heads, kv_heads, rows * dp, tokens, ignore_first, as_json)
 
     mesh = make_mesh(cp)
-    model = parallelize(tiny_model(config), mesh=mesh, layout=layout)
+    model = parallelize_model(tiny_model(config), mesh=mesh, layout=layout)
     mine = slice(mesh.dp_rank * rows, (mesh.dp_rank + 1) * rows)
     out = model(input_ids=ids[mine], labels=labels[mine])
     out.loss.backward()
@@ -93,7 +93,7 @@ def every_pair():
 def test_stages_tiles_and_kept_attention(
     ranks, family, heads, kv_heads, cp, heads_per_stage, overlap, tile_tokens, keep_input, keep_attention
 ):
-    layout = Layout(cp, heads_per_stage, tile_tokens, (LayerKeeps(keep_input, keep_attention),) * 2, overlap)
+    layout = Layout(cp, heads_per_stage, tile_tokens, (ActivationPolicy(keep_input, keep_attention),) * 2, overlap)
     check(ranks.run(cp, compare, family, heads, kv_heads, cp, 1, 1, 21, layout))
 
 
@@ -113,8 +113,12 @@ def layouts(draw) -> tuple:
     heads = kv_heads * group_size
     cp = draw(st.sampled_from([n for n in (1, 2, 4) if n <= heads]))
     per_rank = draw(st.none() | st.integers(1, -(-heads // cp)))
-    more = [EVERYTHING, LayerKeeps("host", "device", projections=True), LayerKeeps("device", "host", True, mlp=True)]
-    kept = tuple(draw(st.sampled_from([*(LayerKeeps(*tiers) for tiers in TIERS), *more])) for _ in range(2))
+    more = [
+        EVERYTHING,
+        ActivationPolicy("host", "device", projections=True),
+        ActivationPolicy("device", "host", True, mlp=True),
+    ]
+    kept = tuple(draw(st.sampled_from([*(ActivationPolicy(*tiers) for tiers in TIERS), *more])) for _ in range(2))
     tile_tokens = draw(st.none() | st.integers(1, 12))
     layout = Layout(cp, None if per_rank is None else per_rank * cp, tile_tokens, kept, draw(st.booleans()))
     family, rows, tokens = draw(st.sampled_from(FAMILIES)), draw(st.integers(1, 3)), draw(st.integers(3, 24))
@@ -130,7 +134,7 @@ def test_any_layout(ranks, case):
 
 @pytest.mark.parametrize("family,heads,kv_heads,cp,heads_per_stage", STAGED)
 def test_keeping_more_and_less(ranks, family, heads, kv_heads, cp, heads_per_stage):
-    layout = Layout(cp, heads_per_stage, tile_tokens=5, kept=(LayerKeeps("host", "device", True), EVERYTHING))
+    layout = Layout(cp, heads_per_stage, tile_tokens=5, kept=(ActivationPolicy("host", "device", True), EVERYTHING))
     check(ranks.run(cp, compare, family, heads, kv_heads, cp, 1, 1, 21, layout))
 
 
@@ -146,11 +150,11 @@ def test_other_kinds_of_rope(ranks, rope_type):
     """Slower turns, and with yarn longer queries and keys. Few positions: turns must differ within them."""
     rope = {"rope_type": rope_type, "rope_theta": 100.0, "original_max_position_embeddings": 8, **ROPES[rope_type]}
     changes = {"rope_parameters": rope, "max_position_embeddings": 32}
-    layout = Layout(cp=2, heads_per_stage=2, tile_tokens=5, kept=(LayerKeeps(attention="device"),) * 2)
+    layout = Layout(cp=2, heads_per_stage=2, tile_tokens=5, kept=(ActivationPolicy(attention="device"),) * 2)
     check(ranks.run(2, compare, "llama", 4, 2, 2, 1, 2, 19, layout, 0, changes))
 
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_mixtures_of_experts(ranks, family):
-    layout = Layout(2, heads_per_stage=2, tile_tokens=5, kept=(LayerKeeps(attention="device"), EVERYTHING))
+    layout = Layout(2, heads_per_stage=2, tile_tokens=5, kept=(ActivationPolicy(attention="device"), EVERYTHING))
     check(ranks.run(2, compare, family, 4, 2, 2, 1, 2, 19, layout))

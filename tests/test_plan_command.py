@@ -11,14 +11,14 @@ from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from ithaka.cli import app
-from ithaka.config import ConfigError, RopeConfig, load, shown
+from ithaka.config import ConfigError, RopeConfig, format_value, load_config
 from ithaka.exits import ExitCode
 from ithaka.model.positions import set_positions
 from ithaka.plan import show
 from ithaka.plan.hardware import find_gpu, find_hardware, parse_bytes, parse_gpus
 from ithaka.plan.models import MODELS
 from ithaka.plan.search import NEAR_ENOUGH
-from ithaka.plan.show import size
+from ithaka.plan.show import format_bytes
 from ithaka.train.preflight import resolve
 
 pytestmark = pytest.mark.usefixtures("plans_once")
@@ -317,7 +317,7 @@ def test_yaml_is_printed_or_written_and_only_where_it_fits(tmp_path):
     assert "# The weights: hf download meta-llama/Meta-Llama-3-8B --local-dir meta-llama/Meta-Llama-3-8B\n" in printed
     assert run(*ARGS, "--steps", "500", "--set", "data.path=books.jsonl", "--out", str(file)).count("\n") == 1
     assert file.read_text() == printed
-    config = load(file)
+    config = load_config(file)
     assert (str(config.model.path), str(config.data.path)) == ("meta-llama/Meta-Llama-3-8B", "books.jsonl")
     assert (config.train.steps, config.data.context) == (500, 2**20)
     assert run(*ARGS[:-1], "100M", "--yaml", code=ExitCode.OUT_OF_MEMORY) == ""
@@ -328,7 +328,7 @@ def test_a_planned_file_is_complete(tmp_path):
     file = tmp_path / "long.yaml"
     printed = run(*ARGS, "--out", str(file))
     assert "uncomment model.rope" in printed and printed.endswith(f": ithaka train {file}\n")
-    assert (load(file).model.rope, load(file).data.path) == (None, None)
+    assert (load_config(file).model.rope, load_config(file).data.path) == (None, None)
     lines = [re.sub(r"^  # (\w+: .*)", r"  \1", line) for line in file.read_text().splitlines()]
     file.write_text("\n".join(lines))
     config = resolve(file, [])
@@ -336,17 +336,17 @@ def test_a_planned_file_is_complete(tmp_path):
     assert (str(config.data.path), config.train.epochs, config.optim.lr) == ("books.jsonl", 1, 1e-5)
     file.write_text(file.read_text() + "\ndata:\n  path: mine.jsonl\n")
     with pytest.raises(ConfigError, match="data twice"):
-        load(file)
+        load_config(file)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_rope_that_a_plan_asks_for_is_enough(name):
     """Beyond the model's positions, and only there, it says what training needs."""
     positions = MODELS[name]["max_position_embeddings"]
-    asked = show.question(name, find_hardware("8xH100", None, None, None), "1M", 1, [])
+    asked = show.make_request(name, find_hardware("8xH100", None, None, None), "1M", 1, [])
     assert asked.missing_rope(positions) is None
     for context in (positions + 1, 2**20):
-        with pytest.raises(ConfigError, match=re.escape(shown(asked.missing_rope(context)))):
+        with pytest.raises(ConfigError, match=re.escape(format_value(asked.missing_rope(context)))):
             set_positions(AutoConfig.for_model(**MODELS[name]), None, context, trained=True)
         rope = RopeConfig(**asked.missing_rope(context))
         set_positions(AutoConfig.for_model(**MODELS[name]), rope, context, trained=True)
@@ -439,4 +439,4 @@ def test_gpus_are_parsed():
     (79.114 * 2**30, "79.11 GiB"), (1169.8 * 2**30, "1.142 TiB"), (-3 * 2**29, "-1.5 GiB"),
 ])  # fmt: skip
 def test_sizes_have_four_digits_and_the_unit_that_suits_them(num_bytes, text):
-    assert size(num_bytes) == text
+    assert format_bytes(num_bytes) == text

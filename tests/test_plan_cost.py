@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 
 from ithaka.config import ConfigError
-from ithaka.layout import LayerKeeps, Layout
+from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan import seconds
 from ithaka.plan.bytes import (
     LayerBytes,
+    build_ledger,
     gpu_phases,
     kept_attention_bytes,
     layer_moments,
     layer_peaks,
     logits_tile_tokens,
-    memory,
 )
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.models import find_shape
@@ -67,7 +67,7 @@ def test_seconds_per_layer_are_those_measured(context):
 
 def peak_in_x(layout: Layout, kept: bool = True, direction: str = "backward") -> float:
     s = 2**20 // layout.cp
-    b = LayerBytes(LLAMA, layout, s, LayerKeeps("host", "host" if kept else None))
+    b = LayerBytes(LLAMA, layout, s, ActivationPolicy("host", "host" if kept else None))
     return max(m.rest for m in layer_moments(b) if m.phase.startswith(direction)) / b.x
 
 
@@ -118,7 +118,7 @@ def test_windows_and_documents_shorten_attention():
 
 def test_states_are_sharded_and_can_leave_the_device():
     layout = replace(STREAMED, offload_optimizer=True)
-    on_device, off = memory(LLAMA, STREAMED, H200, Work(2**17)), memory(LLAMA, layout, H200, Work(2**17))
+    on_device, off = build_ledger(LLAMA, STREAMED, H200, Work(2**17)), build_ledger(LLAMA, layout, H200, Work(2**17))
     assert on_device.gpu["optimizer"] == 8 * -(-LLAMA.num_parameters // 8)
     assert off.gpu["optimizer"] == 0
     assert off.host["parameters, gradients, optimizer"] == pytest.approx(16 * LLAMA.num_parameters, rel=1e-6)
@@ -126,44 +126,49 @@ def test_states_are_sharded_and_can_leave_the_device():
 
 def test_what_grows_with_context_is_linear_in_it():
     def growth(context: int) -> int:
-        return memory(LLAMA, STREAMED, H200, Work(context)).gpu_peak
+        return build_ledger(LLAMA, STREAMED, H200, Work(context)).gpu_peak
 
     assert growth(6 * 2**20) - growth(5 * 2**20) == growth(5 * 2**20) - growth(4 * 2**20)
 
 
 def test_what_is_on_the_way_to_disk_is_what_was_rehearsed():
     """One layer of 15.45M tokens on 8 ranks: 31.148 GiB of host memory on a rank, and as much on disk (LOG.md)."""
-    layout = replace(STREAMED, kept=(LayerKeeps("disk", "disk"),) * 1, offload_optimizer=True)
+    layout = replace(STREAMED, kept=(ActivationPolicy("disk", "disk"),) * 1, offload_optimizer=True)
     shape = replace(LLAMA, num_layers=1, windows=LLAMA.windows[:1])
-    ledger = memory(shape, layout, parse_gpus("8xH100"), Work(16203776))
+    ledger = build_ledger(shape, layout, parse_gpus("8xH100"), Work(16203776))
     assert ledger.host["on the way to disk"] / 8 / 2**30 == pytest.approx(31.148, abs=1e-3)
     assert ledger.disk_peak / 8 / 2**30 == pytest.approx(31.148, abs=1e-3)
-    full = memory(LLAMA, replace(layout, kept=32 * layout.kept), parse_gpus("8xH100"), Work(16203776))
+    full = build_ledger(LLAMA, replace(layout, kept=32 * layout.kept), parse_gpus("8xH100"), Work(16203776))
     assert full.host["on the way to disk"] == 3 * ledger.host["on the way to disk"]
 
 
 def test_the_copy_that_is_saved_is_counted_where_there_is_room():
     """Weights and two moments in fp32, beside those that are in host memory themselves; replicas hold all of them."""
     work, copied = Work(2**20), 12 * LLAMA.num_parameters
-    ledger = memory(LLAMA, STREAMED, H200, work)
+    ledger = build_ledger(LLAMA, STREAMED, H200, work)
     assert ledger.host["copy to save"] == pytest.approx(copied, rel=1e-3)
     assert ledger.host_peak == sum(ledger.host.values()) == ledger.host_needed + ledger.host["copy to save"]
     for offloaded in (False, True):
         layout = replace(STREAMED, offload_optimizer=offloaded)
-        needed = memory(LLAMA, layout, H200, work).host_needed
-        full = memory(LLAMA, layout, replace(H200, host_bytes=needed), work)
+        needed = build_ledger(LLAMA, layout, H200, work).host_needed
+        full = build_ledger(LLAMA, layout, replace(H200, host_bytes=needed), work)
         assert full.fits and full.host["copy to save"] == 0, "then a step waits while it is saved"
     nodes, layouts = replace(H200, num_nodes=2), [replace(STREAMED, replicas=replicas) for replicas in (1, 2)]
-    of_nodes = [memory(LLAMA, layout, nodes, work).host["copy to save"] for layout in layouts]
+    of_nodes = [build_ledger(LLAMA, layout, nodes, work).host["copy to save"] for layout in layouts]
     assert of_nodes == pytest.approx([copied / 2, copied], rel=1e-3)
 
 
 def test_every_layer_counts_by_what_it_keeps():
     """Four layers that keep four different things: each adds its own bytes and seconds."""
     shape, work = replace(LLAMA, num_layers=4, windows=LLAMA.windows[:4]), Work(2**20)
-    kept = (LayerKeeps("host", "disk"), LayerKeeps("device"), LayerKeeps("disk", "host"), LayerKeeps("host", "device"))
+    kept = (
+        ActivationPolicy("host", "disk"),
+        ActivationPolicy("device"),
+        ActivationPolicy("disk", "host"),
+        ActivationPolicy("host", "device"),
+    )
     layout, s = replace(STREAMED, kept=kept), 2**17
-    ledger = memory(shape, layout, H200, work)
+    ledger = build_ledger(shape, layout, H200, work)
     x, out = layout.x_bytes(shape.hidden, s), kept_attention_bytes(shape, layout, s)
     assert (ledger.host["layer inputs"], ledger.disk["layer inputs"]) == (8 * 2 * x, 8 * x)
     assert (ledger.host["kept attention"], ledger.disk["kept attention"]) == (8 * out, 8 * out)
@@ -178,7 +183,7 @@ def test_every_layer_counts_by_what_it_keeps():
     assert without_layers == pytest.approx([whole - sum(seconds_of(keeps, layout, work) for keeps in kept)] * 4)
 
 
-def seconds_of(keeps: LayerKeeps, layout: Layout, work: Work) -> float:
+def seconds_of(keeps: ActivationPolicy, layout: Layout, work: Work) -> float:
     return sum(part.total for part in layer_seconds(LLAMA, layout, H200, work, None, keeps))
 
 
@@ -186,12 +191,12 @@ def test_a_layout_for_another_number_of_layers_is_refused():
     with pytest.raises(
         ConfigError, match="layout.kept has 32 entries for the 4 layers of the model; give one per layer"
     ):
-        memory(replace(LLAMA, num_layers=4, windows=LLAMA.windows[:4]), STREAMED, H200, Work(2**20))
+        build_ledger(replace(LLAMA, num_layers=4, windows=LLAMA.windows[:4]), STREAMED, H200, Work(2**20))
 
 
 def test_memory_does_not_grow_with_the_ring():
     """With as many tokens per rank."""
-    keeps, shape = LayerKeeps("host", "host"), find_shape("llama3-8b")
+    keeps, shape = ActivationPolicy("host", "host"), find_shape("llama3-8b")
     layouts = [Layout(8 * ring, 8, 16384, (keeps,), ring=ring, overlap=False) for ring in (2, 8, 64)]
     assert len({layer_peaks(LayerBytes(shape, layout, 2**18, keeps)) for layout in layouts}) == 1
 

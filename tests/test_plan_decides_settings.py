@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from ithaka.attention.kernels import KERNELS
 from ithaka.cli import app
-from ithaka.config import ConfigError, given, load, to_yaml
-from ithaka.layout import layout_of
+from ithaka.config import ConfigError, explicit_settings, load_config, to_yaml
+from ithaka.layout import layout_from_config
 from ithaka.plan.hardware import KERNEL_NAMES, gpu_named, parse_gpus, peak_flops, with_kernel
 from ithaka.plan.show import as_text
 from ithaka.train import loop
@@ -21,14 +21,14 @@ from ithaka.train.preflight import (
     check_fits,
     check_ranks_agree,
     check_settings,
-    gathered,
-    least_of,
-    machine_here,
+    detect_machine,
+    gather_objects,
     model_shape,
     needs,
-    planned,
+    plan_run,
+    raise_on_all_ranks,
     store_host_bytes,
-    together,
+    weakest_machine,
 )
 
 pytestmark = pytest.mark.usefixtures("plans_once")
@@ -41,8 +41,8 @@ def node(name=H200, host=2 * 10**12, disk=0, gpu=2**62, ranks=8, nodes=1):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         has(patch, host, host, disk)
-        settings = load(None, ["memory.offload=disk"] if disk else [])
-        return machine_here(settings, ranks * nodes, None if name is None else (name, gpu))
+        settings = load_config(None, ["memory.offload=disk"] if disk else [])
+        return detect_machine(settings, ranks * nodes, None if name is None else (name, gpu))
 
 
 def has(patch, total, free, disk_free=10**13):
@@ -66,18 +66,18 @@ def llama(tmp_path, **changes):
         '"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": false}'
     )
     overrides = [f"model.path={path}", *(f"{name.replace('__', '.')}={value}" for name, value in changes.items())]
-    return load(None, overrides), given(None, overrides)
+    return load_config(None, overrides), explicit_settings(None, overrides)
 
 
 def on_gpus(config, num_ranks, hardware=None):
     """A run of this configuration, not validated yet."""
-    shape, hardware = model_shape(config), hardware or machine_here(config, num_ranks, (H100, 2**62))
-    return Run(config, num_ranks, shape, layout_of(config, shape.num_layers, num_ranks, on_gpu=True), hardware)
+    shape, hardware = model_shape(config), hardware or detect_machine(config, num_ranks, (H100, 2**62))
+    return Run(config, num_ranks, shape, layout_from_config(config, shape.num_layers, num_ranks, on_gpu=True), hardware)
 
 
 def test_long_contexts_go_to_the_host_and_given_settings_win(tmp_path):
     config, told = llama(tmp_path, data__context="4M", memory__tile_tokens=4096)
-    resolved, plan = planned(config, told, node())
+    resolved, plan = plan_run(config, told, node())
     assert plan is not None and plan.fits
     assert resolved.memory.offload == "host" and resolved.memory.keep_attention != "none"
     assert resolved.memory.tile_tokens == 4096
@@ -90,7 +90,7 @@ def test_long_contexts_go_to_the_host_and_given_settings_win(tmp_path):
 def test_train_takes_what_plan_answers(tmp_path, context, given_settings):
     """The same model on the same machine: every setting, the number of sequences of a step among them."""
     config, told = llama(tmp_path, data__context=context, **given_settings)
-    resolved, plan = planned(config, told, node(H100))
+    resolved, plan = plan_run(config, told, node(H100))
     asked = [f"{name.replace('__', '.')}={value}" for name, value in given_settings.items() if name != "train__batch"]
     options = [option for setting in asked for option in ("--set", setting)]
     machine = ["--gpus", "8xH100", "--host-memory", "2TB", "--batch", str(config.train.batch)]
@@ -100,7 +100,7 @@ def test_train_takes_what_plan_answers(tmp_path, context, given_settings):
     for name, value in answer["settings"].items():
         section, key = name.split(".")
         assert getattr(getattr(resolved, section), key) == value or told & {name}
-    layout = layout_of(resolved, 32, 8, on_gpu=True)
+    layout = layout_from_config(resolved, 32, 8, on_gpu=True)
     layout = dataclasses.replace(layout, dtype=None, heads_per_stage=layout.heads_per_stage or 32)
     assert layout == plan.layout, "what the layers get is what was planned"
     cp = resolved.parallel.cp_of(8)
@@ -116,8 +116,8 @@ def test_training_takes_a_plan_s_yaml_as_it_is(tmp_path, context):
     answer = json.loads(CliRunner().invoke(app, [*args, "--json"]).stdout)
     file = tmp_path / "long.yaml"
     assert CliRunner().invoke(app, [*args, "--yaml", "--out", str(file)]).exit_code == 0
-    config, told = load(file), given(file)
-    resolved, plan = planned(config, told, node(H100))
+    config, told = load_config(file), explicit_settings(file)
+    resolved, plan = plan_run(config, told, node(H100))
     assert resolved == config and plan.settings == answer["settings"]
     assert plan.step_s == answer["step_s"] and plan.tokens_per_step == answer["tokens_per_step"]
 
@@ -130,14 +130,14 @@ def test_training_is_planned_with_the_kernel_that_will_run(tmp_path, monkeypatch
     fa4 = dataclasses.replace(KERNELS["fa4"], missing=lambda: None if installed else "needs flash-attn-4")
     monkeypatch.setitem(KERNELS, "fa4", fa4)
     config, told = llama(tmp_path, data__context="128K", attention__kernel=asked)
-    machine = machine_here(config, 1, (H100, 2**62))
-    plan = planned(config, told, machine)[1]
+    machine = detect_machine(config, 1, (H100, 2**62))
+    plan = plan_run(config, told, machine)[1]
     assert machine.gpu.kernel == plan.hardware.gpu.kernel == kernel
     forward, backward = {"fa4": (664, 628), "cudnn": (594, 534), "flash": (310, 325)}[kernel]
     assert machine.gpu.attention_forward_flops == pytest.approx(forward * 1e12)
     assert machine.gpu.attention_backward_flops == pytest.approx(backward * 1e12)
     assert f"attention    {KERNEL_NAMES[kernel]}" in as_text(plan, "llama")
-    on_a100 = machine_here(config, 1, ("NVIDIA A100-SXM4-80GB", 2**62)).gpu
+    on_a100 = detect_machine(config, 1, ("NVIDIA A100-SXM4-80GB", 2**62)).gpu
     assert on_a100.kernel == ("flash" if asked == "flash" else "cudnn")
 
 
@@ -155,12 +155,12 @@ def test_a_run_says_if_another_kernel_runs_than_was_planned_with():
 def test_of_unequal_kernels_the_slowest_counts():
     fast = node(H100)
     slow = dataclasses.replace(fast, gpu=with_kernel(fast.gpu, "flash"))
-    assert least_of([fast, slow]).gpu.kernel == least_of([slow, fast]).gpu.kernel == "flash"
+    assert weakest_machine([fast, slow]).gpu.kernel == weakest_machine([slow, fast]).gpu.kernel == "flash"
 
 
 def test_cp_is_planned_for_the_sequences_of_a_step(tmp_path):
     """At 64K half of the GPUs hold a sequence with all that it keeps; at 4M four do not hold one."""
-    chosen = [planned(*llama(tmp_path, data__context=c), node(H100))[0].parallel.cp for c in ("64K", "4M")]
+    chosen = [plan_run(*llama(tmp_path, data__context=c), node(H100))[0].parallel.cp for c in ("64K", "4M")]
     assert chosen[0] < 8 == chosen[1]
 
 
@@ -172,7 +172,7 @@ def evaluated(config, every, *contexts):
 def test_an_evaluation_longer_than_the_context_is_planned(tmp_path):
     """It keeps nothing for a backward, so that more fits than can be trained on; weights and optimizer stay."""
     config, told = llama(tmp_path, data__context="128K", parallel__cp=8)
-    resolved, _ = planned(config, told, node(H100))
+    resolved, _ = plan_run(config, told, node(H100))
     for every, contexts in ((100, (2**13, 2**19)), (0, (2**24,)), (100, ())):
         check_fits(on_gpus(evaluated(resolved, every, *contexts), 8))
     refused = on_gpus(evaluated(resolved, 100, 2**13, 2**24), 8)
@@ -190,7 +190,7 @@ def test_an_evaluation_longer_than_the_context_is_planned(tmp_path):
 def test_a_plan_that_cannot_fit_is_refused(tmp_path):
     config, told = llama(tmp_path, data__context="1M", memory__offload="none", memory__keep_attention="all")
     machine = node(ranks=1)
-    resolved, plan = planned(config, told, machine)
+    resolved, plan = plan_run(config, told, machine)
     assert not plan.fits
     words = r"data.context=1048576 needs .* of each GPU .*; use memory.offload=host, .* or memory.plan=off to try"
     with pytest.raises(ConfigError, match=words):
@@ -205,24 +205,24 @@ def test_a_plan_that_cannot_fit_is_refused(tmp_path):
 def test_what_would_fit_is_found_by_search(tmp_path, changes, ways):
     machine = node(H100, ranks=1, host=2 * 10**12 if "memory__offload" in changes else 400 * 10**9)
     config, told = llama(tmp_path, **changes)
-    resolved, _ = planned(config, told, machine)
+    resolved, _ = plan_run(config, told, machine)
     with pytest.raises(ConfigError, match=ways) as refused:
         check_fits(on_gpus(resolved, 1, machine))
     if found := re.search(ways, str(refused.value)).groups():
         context, count, name = int(found[0]), int(found[1]), found[2]
         shorter, told = llama(tmp_path, **changes | {"data__context": context})
-        assert planned(shorter, told, machine)[1].fits
+        assert plan_run(shorter, told, machine)[1].fits
         larger = parse_gpus(name)
         assert larger.num_gpus == count > 1
         more = dataclasses.replace(machine, gpus_per_node=larger.gpus_per_node, num_nodes=larger.num_nodes)
-        assert planned(config, told, more)[1].fits
+        assert plan_run(config, told, more)[1].fits
 
 
 def test_off_or_an_unknown_gpu_leaves_the_defaults(tmp_path):
     config, told = llama(tmp_path, data__context="2M")
     for name, mode in ((None, "auto"), ("Some Other 9000", "auto"), (H200, "off")):
         changed = dataclasses.replace(config, memory=dataclasses.replace(config.memory, plan=mode))
-        assert planned(changed, told, node(name)) == (changed, None)
+        assert plan_run(changed, told, node(name)) == (changed, None)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_a_gpu_with_a_similar_name_is_another(name):
 @pytest.mark.parametrize("disk", [False, True])
 def test_the_checks_accept_what_the_planner_chose(tmp_path, context, disk):
     config, told = llama(tmp_path, data__context=context, **({"memory__disk_path": tmp_path} if disk else {}))
-    resolved, plan = planned(config, told, node(disk=10**13 if disk else 0))
+    resolved, plan = plan_run(config, told, node(disk=10**13 if disk else 0))
     assert plan is not None
     shape = model_shape(resolved)
     check_settings(resolved, 8, shape)
@@ -287,7 +287,7 @@ def test_of_unequal_machines_the_least_of_each_counts():
     large = node("NVIDIA H200", host=2 * 10**12, disk=10**12, nodes=2)
     small = node("NVIDIA A100-SXM4-80GB", host=10**12, disk=2 * 10**12, gpu=70 * 2**30, nodes=2)
     for machines in ([large, small], [small, large]):
-        hardware = least_of(machines)
+        hardware = weakest_machine(machines)
         assert (hardware.gpus_per_node, hardware.num_nodes) == (8, 2)
         assert (hardware.host_bytes, hardware.disk_bytes) == (10**12, 10**12)
         assert hardware.gpu.memory_bytes == 70 * 2**30
@@ -298,7 +298,7 @@ def test_of_unequal_machines_the_least_of_each_counts():
 
 def test_nodes_with_other_numbers_of_ranks_are_refused():
     with pytest.raises(ConfigError, match="the nodes have 4 and 8 ranks; start the same number on each"):
-        least_of([node(ranks=8), node(ranks=4, nodes=3)])
+        weakest_machine([node(ranks=8), node(ranks=4, nodes=3)])
 
 
 @pytest.mark.parametrize("disk", [False, True])
@@ -307,7 +307,7 @@ def test_a_plan_has_room_in_what_is_free_and_is_not_refused_for_it(tmp_path, mon
     has(monkeypatch, 10**12, free, disk_free=100 * 10**9)
     to_disk = {"memory__disk_path": tmp_path, "memory__attention_offload": "disk"}
     config, told = llama(tmp_path, data__context="1M", **(to_disk if disk else {}))
-    resolved, plan = planned(config, told, machine_here(config, 8, (H100, 2**62)))
+    resolved, plan = plan_run(config, told, detect_machine(config, 8, (H100, 2**62)))
     assert plan.ledger.host_bytes == free and plan.ledger.disk_bytes == (100 * 10**9 if disk else 0)
     check_fits(on_gpus(resolved, 8))
     assert resolved.memory.keep_attention != "none"
@@ -316,7 +316,7 @@ def test_a_plan_has_room_in_what_is_free_and_is_not_refused_for_it(tmp_path, mon
 def test_a_plan_that_only_lacks_what_is_free_says_so(tmp_path, monkeypatch):
     has(monkeypatch, 10**12, 60 * 10**9)
     config, told = llama(tmp_path, data__context="1M", memory__offload="host")
-    resolved, _ = planned(config, told, machine_here(config, 8, (H100, 2**62)))
+    resolved, _ = plan_run(config, told, detect_machine(config, 8, (H100, 2**62)))
     with pytest.raises(ConfigError, match=r"GiB of host memory for 8 ranks .*, but only 55\.88 GiB is there; use"):
         check_fits(on_gpus(resolved, 8))
 
@@ -324,7 +324,7 @@ def test_a_plan_that_only_lacks_what_is_free_says_so(tmp_path, monkeypatch):
 def test_a_disk_path_that_is_none_is_refused_before_planning(tmp_path):
     config, _ = llama(tmp_path, memory__disk_path=tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"^memory.disk_path=\S+nowhere is not a directory; create it"):
-        machine_here(config, 8, (H200, 2**62))
+        detect_machine(config, 8, (H200, 2**62))
 
 
 def plan_on(folder, host_bytes_by_rank, context_by_rank):
@@ -335,14 +335,14 @@ def plan_on(folder, host_bytes_by_rank, context_by_rank):
             patch.setenv(name, str(value))
         has(patch, host_bytes_by_rank[rank], host_bytes_by_rank[rank])
         config, told = llama(folder, data__context=context_by_rank[rank])
-        machines = gathered(together(machine_here, config, 2, (H200, 2**62)))
+        machines = gather_objects(raise_on_all_ranks(detect_machine, config, 2, (H200, 2**62)))
         try:
-            together(check_ranks_agree, gathered(config))
+            raise_on_all_ranks(check_ranks_agree, gather_objects(config))
         except ConfigError as error:
             return str(error)
-        resolved, _ = planned(config, told, least_of(machines))
-        together(check_ranks_agree, gathered(resolved))
-        alone, _ = planned(config, told, machines[rank])
+        resolved, _ = plan_run(config, told, weakest_machine(machines))
+        raise_on_all_ranks(check_ranks_agree, gather_objects(resolved))
+        alone, _ = plan_run(config, told, machines[rank])
     return resolved, alone
 
 
@@ -370,13 +370,13 @@ def test_ranks_with_other_settings_are_refused_not_waited_for(ranks, tmp_path):
 )  # fmt: skip
 def test_a_run_that_goes_on_and_does_not_fit_is_refused(before, after, ranks, tmp_path):
     then, now = (node(H100, host=10**13, ranks=n) for n in (8, ranks))
-    run, _ = planned(*llama(tmp_path, **before), then)
+    run, _ = plan_run(*llama(tmp_path, **before), then)
     check_fits(on_gpus(run, 8, then))
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(run))
     with pytest.raises(ConfigError, match=r"data.context=\d+ needs .* of each GPU .*memory.plan=off"):
-        check_fits(on_gpus(load(file, after), ranks, now))
-    check_fits(on_gpus(load(file, [*after, "memory.plan=off"]), ranks, now))
+        check_fits(on_gpus(load_config(file, after), ranks, now))
+    check_fits(on_gpus(load_config(file, [*after, "memory.plan=off"]), ranks, now))
 
 
 def test_where_one_rank_has_more_settings_they_disagree(tmp_path):

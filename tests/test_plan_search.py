@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ithaka.config import ConfigError
-from ithaka.layout import LayerKeeps, Layout, fixed_settings, make_layout
-from ithaka.plan.bytes import memory
+from ithaka.layout import ActivationPolicy, Layout, fixed_settings, make_layout
+from ithaka.plan.bytes import build_ledger
 from ithaka.plan.hardware import GIB, Hardware, find_gpu
 from ithaka.plan.models import MODELS, find_shape
-from ithaka.plan.search import NEAR_ENOUGH, Plan, Space
+from ithaka.plan.search import NEAR_ENOUGH, Plan, SearchSpace
 from ithaka.plan.shape import Work
 
 TB = 10**12
@@ -34,11 +34,11 @@ contexts = st.sampled_from([32 * 2**10, 2**17, 2**19, 2**20, 3 * 2**20])
 
 
 def choose(shape, machine, context, fixed=None) -> Plan:
-    return Space(shape, machine, fixed or {}).choose(Work(context))
+    return SearchSpace(shape, machine, fixed or {}).choose(Work(context))
 
 
 def longest(shape, machine) -> tuple[int, str]:
-    return Space(shape, machine).longest()
+    return SearchSpace(shape, machine).longest()
 
 
 @FEW
@@ -46,7 +46,7 @@ def longest(shape, machine) -> tuple[int, str]:
 def test_chosen_plan_fits_its_own_ledger(machine, model, context):
     shape = find_shape(model)
     plan = choose(shape, machine, context)
-    again = memory(shape, plan.layout, machine, Work(context))
+    again = build_ledger(shape, plan.layout, machine, Work(context))
     assert plan.ledger == again
     assert plan.fits == (
         again.gpu_peak <= machine.gpu.memory_bytes
@@ -222,8 +222,8 @@ def test_what_does_not_fit_says_what_is_missing():
 
 def test_keeping_attention_costs_bytes_and_saves_seconds():
     shape, work = find_shape("llama3-8b"), Work(2**20)
-    kept = memory(shape, Layout(8, 8, 8192, (LayerKeeps("host", "host"),) * 32), NODE, work)
-    none = memory(shape, Layout(8, 8, 8192, (LayerKeeps("host"),) * 32), NODE, work)
+    kept = build_ledger(shape, Layout(8, 8, 8192, (ActivationPolicy("host", "host"),) * 32), NODE, work)
+    none = build_ledger(shape, Layout(8, 8, 8192, (ActivationPolicy("host"),) * 32), NODE, work)
     assert kept.host_peak > none.host_peak and kept.gpu_peak < none.gpu_peak
 
 
@@ -249,7 +249,7 @@ def test_ring_follows_from_heads_and_nodes(model, nodes, cp, context, split):
 def test_groups_stay_inside_nodes(nodes, model):
     """A sequence has part of a node or all of several; tokens are exchanged for heads inside a node, over as many GPUs
     as the heads allow."""
-    splits = Space(find_shape(model), replace(NODE, num_nodes=nodes)).splits
+    splits = SearchSpace(find_shape(model), replace(NODE, num_nodes=nodes)).splits
     assert {cp for cp, _ in splits} == {1, 2, 4, *(8 * n for n in range(1, nodes + 1) if nodes % n == 0)}
     widest = {8, 4} if model == "qwen2.5-7b" else {8}  # of 28 heads, 8 GPUs leave slots empty
     assert {cp // ring for cp, ring in splits if cp >= 8} == widest
@@ -266,10 +266,10 @@ def test_five_nodes_do_not_make_rings_of_five_gpus():
 
 def test_a_split_that_the_user_decided_may_cross_nodes():
     machine, shape = replace(NODE, num_nodes=5), find_shape("llama3-8b")
-    assert Space(shape, machine, {"cp": 5}).splits == [(5, 5)]
-    assert Space(shape, machine, {"cp": 20}).splits == [(20, 5)]
-    assert Space(shape, machine, {"cp": 10, "ring": 1}).splits == [(10, 1)]
-    assert Space(shape, machine, {"ring": 5}).splits == [(40, 5)]
+    assert SearchSpace(shape, machine, {"cp": 5}).splits == [(5, 5)]
+    assert SearchSpace(shape, machine, {"cp": 20}).splits == [(20, 5)]
+    assert SearchSpace(shape, machine, {"cp": 10, "ring": 1}).splits == [(10, 1)]
+    assert SearchSpace(shape, machine, {"ring": 5}).splits == [(40, 5)]
 
 
 @pytest.mark.parametrize("context, host", [(2**19, 2 * TB), (2**20, 2 * TB)])
@@ -293,7 +293,7 @@ def test_host_memory_is_not_spared_at_the_disk_s_expense():
 
 def test_eight_nodes_reach_45_million_tokens():
     """Host memory ends it."""
-    context, limit = Space(find_shape("llama3-8b"), replace(NODE, num_nodes=8)).longest()
+    context, limit = SearchSpace(find_shape("llama3-8b"), replace(NODE, num_nodes=8)).longest()
     assert context >= 45 * 2**20 and limit == "host"
 
 

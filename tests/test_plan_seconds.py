@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ithaka.config import AdapterConfig
-from ithaka.layout import LayerKeeps, make_layout
+from ithaka.layout import ActivationPolicy, make_layout
 from ithaka.plan import seconds
 from ithaka.plan.hardware import FIGURES, Gpu, Hardware
 from ithaka.plan.models import find_shape
@@ -46,10 +46,10 @@ def layer(hardware, layout, keeps, shape=LLAMA, work=None):
     return layer_seconds(shape, layout, hardware, work or Work(S), None, keeps)
 
 
-KEPT = LayerKeeps("device", "device")
-PROJECTED = LayerKeeps("device", "device", projections=True)
-EVERYTHING = LayerKeeps("device", "device", projections=True, mlp=True)
-AGAIN = LayerKeeps("device")
+KEPT = ActivationPolicy("device", "device")
+PROJECTED = ActivationPolicy("device", "device", projections=True)
+EVERYTHING = ActivationPolicy("device", "device", projections=True, mlp=True)
+AGAIN = ActivationPolicy("device")
 
 
 @pytest.mark.parametrize("cp, ring, model, heads", [
@@ -265,22 +265,24 @@ def test_copies_to_the_host_and_back():
     x, rate = S // 8 * D * 2 / 1e10, 1e10
     out = S // 8 * 32 * (HEAD + 4) / rate
     pcie, stages = machine(pcie_bytes_s=rate), layout_of(heads_per_stage=8)
-    assert copied(pcie, stages, LayerKeeps("host")) == pytest.approx([x, x + 5 * x])
-    assert copied(pcie, stages, LayerKeeps("host", "host")) == pytest.approx([x + out, x + out + 5 * x])
-    assert copied(pcie, stages, LayerKeeps("device", "host")) == pytest.approx([out, out])
-    assert copied(pcie, replace(stages, overlap=True), LayerKeeps("host", "host")) == pytest.approx([x + out, x + out])
+    assert copied(pcie, stages, ActivationPolicy("host")) == pytest.approx([x, x + 5 * x])
+    assert copied(pcie, stages, ActivationPolicy("host", "host")) == pytest.approx([x + out, x + out + 5 * x])
+    assert copied(pcie, stages, ActivationPolicy("device", "host")) == pytest.approx([out, out])
+    assert copied(pcie, replace(stages, overlap=True), ActivationPolicy("host", "host")) == pytest.approx(
+        [x + out, x + out]
+    )
     assert copied(pcie, stages, KEPT) == [0, 0]
     # Beside long work only the first of 16 tiles has nothing to hide behind.
     slow = machine(pcie_bytes_s=rate, matmul_flops=WORK)
-    assert copied(slow, stages, LayerKeeps("host", "host")) == pytest.approx([0, (x + out + 5 * x) / 16])
+    assert copied(slow, stages, ActivationPolicy("host", "host")) == pytest.approx([0, (x + out + 5 * x) / 16])
 
 
 def test_a_disk_takes_what_all_gpus_of_a_node_write():
     """4 GB/s either way."""
     x, out = S // 8 * D * 2, S // 8 * 32 * (HEAD + 4)
-    for keeps, num_bytes in ((LayerKeeps("disk", "disk"), x + out), (LayerKeeps("disk", "host"), x)):
+    for keeps, num_bytes in ((ActivationPolicy("disk", "disk"), x + out), (ActivationPolicy("disk", "host"), x)):
         assert copied(machine(), layout_of(), keeps) == pytest.approx([8 * num_bytes / 4e9] * 2)
-    assert copied(machine(attention_forward_flops=WORK), layout_of(), LayerKeeps("disk"))[0] == 0
+    assert copied(machine(attention_forward_flops=WORK), layout_of(), ActivationPolicy("disk"))[0] == 0
 
 
 # ---- the rest of a step
@@ -330,7 +332,7 @@ def test_a_step_is_its_layers_the_loss_and_one_update():
     assert four.total - one.total == pytest.approx(3 * (one.total - one.update))
     half = replace(LLAMA, num_layers=16, windows=LLAMA.windows[:16])
     less = step_seconds(half, replace(layout, kept=layout.kept[:16]), hardware, Work(S))
-    parts = sum(part.total for part in layer(hardware, layout, LayerKeeps("host")))
+    parts = sum(part.total for part in layer(hardware, layout, ActivationPolicy("host")))
     assert one.total - one.update - (less.total - less.update) == pytest.approx(16 * parts)
     forward = step_seconds(LLAMA, layout, hardware, Work(S, trains=False))
-    assert forward.copies == pytest.approx(32 * layer(hardware, layout, LayerKeeps("host"))[0].copies)
+    assert forward.copies == pytest.approx(32 * layer(hardware, layout, ActivationPolicy("host"))[0].copies)

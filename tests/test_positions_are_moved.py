@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from ithaka import verify
 from ithaka.cli import app
-from ithaka.config import AdapterConfig, ConfigError, RopeConfig, parse, to_dict
+from ithaka.config import AdapterConfig, ConfigError, RopeConfig, parse_config, to_dict
 from ithaka.dist.mesh import make_mesh
-from ithaka.layout import LayerKeeps, Layout
-from ithaka.model.build import build_model, hf_config
+from ithaka.layout import ActivationPolicy, Layout
+from ithaka.model.build import build_model, read_hf_config
 from ithaka.train import checkpoint, loop
 from models import plain_loss, tiny_config, tiny_model, widen
 from parity import check, gradient_errors, random_ids, relative
@@ -55,7 +55,9 @@ def saved(folder, **changes):
 def errors_of(folder):
     """One rank's part: of every kind, beside a plain model of the same file that is told by hand."""
     ids, mesh, found = random_ids(1, CONTEXT), make_mesh(2), []
-    layout = Layout(2, heads_per_stage=2, tile_tokens=5, kept=(LayerKeeps(attention="device"),) * 2, dtype="float64")
+    layout = Layout(
+        2, heads_per_stage=2, tile_tokens=5, kept=(ActivationPolicy(attention="device"),) * 2, dtype="float64"
+    )
     for rope, told in KINDS:
         config = AutoConfig.from_pretrained(folder)
         config.rope_parameters = OWN | told
@@ -130,7 +132,7 @@ def test_a_model_that_turns_a_part_of_each_head(tmp_path):
     loss.backward()
     check([{"loss": relative(loss.detach(), expected.detach()), **gradient_errors(model, plain)}])
     with pytest.raises(ConfigError, match="model.rope.type=yarn would turn .* rope_type=proportional .* change theta"):
-        hf_config(tmp_path, RopeConfig(type="yarn", factor=4), CONTEXT)
+        read_hf_config(tmp_path, RopeConfig(type="yarn", factor=4), CONTEXT)
 
 
 def trained(config, ids):
@@ -150,7 +152,7 @@ def moved_run(folder, **rope):
 
 
 def test_a_run_with_longrope_is_exported_with_it(tmp_path):
-    config = parse(to_dict(moved_run(tmp_path, type="longrope", **LONG)[0]))
+    config = parse_config(to_dict(moved_run(tmp_path, type="longrope", **LONG)[0]))
     ids = torch.arange(61)[None] * 13 % MODEL["vocab_size"]
     run(config)
     header, logits = trained(config, ids)
@@ -215,10 +217,10 @@ def test_trained_weights_are_refused_beyond_their_positions(tmp_path, rope, word
     saved(tmp_path)
     rope = rope and RopeConfig(**rope)
     with pytest.raises(ConfigError) as error:
-        hf_config(tmp_path, rope, CONTEXT)
+        read_hf_config(tmp_path, rope, CONTEXT)
     for word in words:
         assert word in str(error.value)
-    assert hf_config(tmp_path, None, MADE_FOR).max_position_embeddings == MADE_FOR
+    assert read_hf_config(tmp_path, None, MADE_FOR).max_position_embeddings == MADE_FOR
 
 
 def test_refused_before_ranks_start_and_not_from_scratch(tmp_path):
@@ -228,7 +230,7 @@ def test_refused_before_ranks_start_and_not_from_scratch(tmp_path):
         valid(replace(config, model=replace(config.model, rope=None)))
     scratch = tiny_run(tmp_path, model={"max_position_embeddings": MADE_FOR})
     assert valid(scratch)
-    assert hf_config(scratch.model.path, None, 61).max_position_embeddings == 61
+    assert read_hf_config(scratch.model.path, None, 61).max_position_embeddings == 61
 
 
 def test_verify_checks_the_moved_positions(tmp_path):
@@ -242,13 +244,13 @@ def test_a_stretched_model_is_stretched_from_where_it_began(tmp_path):
     """Its own max_position_embeddings are those after the stretch."""
     own = OWN | {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "beta_fast": 5.0}
     saved(tmp_path, rope_parameters=own)
-    longer = hf_config(tmp_path, RopeConfig(factor=8), CONTEXT)
+    longer = read_hf_config(tmp_path, RopeConfig(factor=8), CONTEXT)
     assert longer.rope_parameters == own | {"factor": 8.0} and longer.max_position_embeddings == 64
-    plain = hf_config(tmp_path, RopeConfig(type="linear", factor=7), CONTEXT)
+    plain = read_hf_config(tmp_path, RopeConfig(type="linear", factor=7), CONTEXT)
     assert plain.rope_parameters == {"rope_type": "linear", "rope_theta": 100.0, "factor": 7.0}
     assert plain.max_position_embeddings == 56
     phi = {"original_max_position_embeddings": MADE_FOR, "max_position_embeddings": 64}  # beside rope_parameters
     saved(tmp_path / "phi", rope_parameters=OWN | {"rope_type": "longrope", **LONG}, **phi)
-    told = hf_config(tmp_path / "phi", RopeConfig(original_max_position_embeddings=8), 80)
+    told = read_hf_config(tmp_path / "phi", RopeConfig(original_max_position_embeddings=8), 80)
     told.standardize_rope_params()
     assert told.rope_parameters["original_max_position_embeddings"] == 8 and told.max_position_embeddings == 80

@@ -8,7 +8,7 @@ import torch
 
 from ithaka import phases
 from ithaka.profile.allocator import AllocatorHistory
-from ithaka.profile.memory import MemoryMap, Piece, in_words
+from ithaka.profile.memory import Allocation, MemoryMap, in_words
 from ithaka.profile.times import KINDS, StepTimes
 from ithaka.train.watch import what_to_record
 
@@ -29,7 +29,7 @@ def event(action: str, time_us: int, address: int, size: int, *frames: tuple[str
     }
 
 
-def history(events: list[dict], tags: list[tuple[int, Piece]]) -> MemoryMap:
+def history(events: list[dict], tags: list[tuple[int, Allocation]]) -> MemoryMap:
     """What the events say, of a step that had 4 and 1 MiB before and one phase from 1 ms on."""
     made = AllocatorHistory(torch.device("cuda", 0))
     made._before, made._start_ns = {1: 4 * MIB, 2: MIB}, 1_000_000
@@ -51,8 +51,8 @@ def test_history_becomes_holders():
         event("free_requested", 6_000, 1, 4 * MIB),
     ]
     tags = [
-        (1, Piece(0, 1_000_100, "parameters", dtype="float32", shape=(1024, 1024))),
-        (3, Piece(0, 5_100_000, "gradients", dtype="float32", shape=(3, MIB // 4))),
+        (1, Allocation(0, 1_000_100, "parameters", dtype="float32", shape=(1024, 1024))),
+        (3, Allocation(0, 5_100_000, "gradients", dtype="float32", shape=(3, MIB // 4))),
     ]
     memory = history(events, tags)
     peak_bytes, peak_ns = memory.peak()

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ithaka.dist.loopback import start_loopback
-from ithaka.layout import LayerKeeps, Layout
+from ithaka.layout import ActivationPolicy, Layout
 from parity import parallel, random_ids
 from threads import on_threads
 
@@ -64,7 +64,9 @@ def test_a_fault_of_every_rank_is_told_once(ranks):
 
 def step_before_backward():
     """Shards of two ranks, in layers whose inputs are kept on the host."""
-    model, _ = parallel(2, layout=Layout(2, heads_per_stage=2, tile_tokens=3, kept=(LayerKeeps(input="host"),) * 2))
+    model, _ = parallel(
+        2, layout=Layout(2, heads_per_stage=2, tile_tokens=3, kept=(ActivationPolicy(input="host"),) * 2)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     messages = []
     for early in (False, True, False):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from ithaka.cli import app
-from ithaka.config import ConfigError, load
+from ithaka.config import ConfigError, load_config
 from ithaka.exits import ExitCode, TransientError
 from ithaka.plan.hardware import Host
 from ithaka.train import loop, preflight
@@ -69,7 +69,9 @@ def test_rank_0_chooses_the_run_directory_and_all_must_see_it(ranks, tmp_path):
     for rank in (0, 1):
         tiny_run(tmp_path / str(rank), train={"run_dir": str(tmp_path / str(rank) / "run"), "steps": 1})
     tiny_run(tmp_path)
-    ranks.run(1, run, load(overrides=[*settings(tmp_path), f"train.run_dir={tmp_path / '0/run'}", "train.steps=1"]))
+    ranks.run(
+        1, run, load_config(overrides=[*settings(tmp_path), f"train.run_dir={tmp_path / '0/run'}", "train.steps=1"])
+    )
     said = "train.run_dir=run: rank 0 finds run/checkpoints/step-00000001 and rank 1 none; start again, "
     for chosen, words in ranks.run(2, directories, tmp_path):
         assert chosen == "runs/clock-0"

@@ -7,14 +7,14 @@ import pytest
 
 from ithaka.layer import schedule as layer
 from ithaka.layer import store as store_module
-from ithaka.layout import LayerKeeps, Layout
+from ithaka.layout import ActivationPolicy, Layout
 from models import tiny_config
 from parity import check, compare_with, parallel, plain_sum, random_ids
 
 LAYERS = 4
 X_BYTES = 24 * 32 * 8
 LAYER_BYTES = 2 * X_BYTES + 24 * 4 * 8  # x, attention's output, 4 heads' lse
-LAYOUT = Layout(tile_tokens=5, kept=(LayerKeeps("disk", "disk"),) * LAYERS)
+LAYOUT = Layout(tile_tokens=5, kept=(ActivationPolicy("disk", "disk"),) * LAYERS)
 
 
 def config():
@@ -80,7 +80,7 @@ def small_pool(cp, ids, host_bytes):
 
 
 def used_over_steps(tier):
-    model, _ = parallel(2, config(), Layout(tile_tokens=5, kept=(LayerKeeps(tier, tier),) * LAYERS))
+    model, _ = parallel(2, config(), Layout(tile_tokens=5, kept=(ActivationPolicy(tier, tier),) * LAYERS))
     store, used = model.model.layers[0].forward.store, []
     for _ in range(4):
         ids = random_ids(1, 24)

@@ -15,10 +15,10 @@ from ithaka.dist.loopback import LoopbackGroup
 from ithaka.exits import ExitCode
 from ithaka.plan.hardware import Host, parse_gpus
 from ithaka.plan.models import find_shape
-from ithaka.plan.search import Space, forward_plan
+from ithaka.plan.search import SearchSpace, forward_plan
 from ithaka.plan.seconds import layer_seconds
 from ithaka.plan.shape import Work, shape_from_config
-from ithaka.train.watch import Witness
+from ithaka.train.watch import OutOfMemoryTracker
 from models import tiny_config
 
 
@@ -69,7 +69,7 @@ def test_the_plan_is_for_the_kernel_that_runs(model, monkeypatch, runs, planned)
         raise Started
 
     monkeypatch.setattr(rehearsal, "rehearse", start)
-    monkeypatch.setattr(rehearsal, "kernel_here", lambda name, head_dim: runs)
+    monkeypatch.setattr(rehearsal, "find_kernel", lambda name, head_dim: runs)
     given = ["--set", "attention.kernel=cudnn"] if runs == "cudnn" else []
     result = rehearse(model, "--context", "64", *given)
     assert f"attention: kernel {runs}, planned with the rates of {planned}\n" in result.stdout
@@ -117,9 +117,11 @@ def test_an_evaluation_is_as_high_as_its_ledger():
     sizes = {"num_attention_heads": 32, "head_dim": 8, "num_key_value_heads": 8, "tie_word_embeddings": False}
     config = tiny_config("llama", attention_bias=False, **sizes).to_dict()
     plan = forward_plan(shape_from_config(config), parse_gpus("2xH100-80GB"), Work(512))
-    few = rehearsal.of_few_layers(plan, 2, False)
+    few = rehearsal.truncate_plan(plan, 2, False)
     few = replace(few, layout=replace(few.layout, tile_tokens=16))
-    measured = rehearsal.rehearse(config, few.layout, 2, 512, True, Witness(torch.device("cpu")), None, False)
+    measured = rehearsal.rehearse(
+        config, few.layout, 2, 512, True, OutOfMemoryTracker(torch.device("cpu")), None, False
+    )
     planned = few.ledger.gpu_peak - few.ledger.gpu["reserve"]
     assert measured.peak_bytes == pytest.approx(planned, rel=0.05) and "layer 0 / forward" in measured.peak_phase
 
@@ -147,8 +149,8 @@ def test_a_cpu_is_not_shown_as_a_gpu(model):
 @pytest.mark.parametrize("memory_only", [True, False])
 def test_attention_cut_short_makes_no_step(memory_only, monkeypatch):
     monkeypatch.setattr(rehearsal, "_on_gpu", lambda: True)
-    plan = Space(find_shape("llama3-8b"), parse_gpus("8xH100")).choose(Work(2**20))
-    few = rehearsal.of_few_layers(plan, 2, memory_only)
+    plan = SearchSpace(find_shape("llama3-8b"), parse_gpus("8xH100")).choose(Work(2**20))
+    few = rehearsal.truncate_plan(plan, 2, memory_only)
     measured = rehearsal.Rehearsed(1, 1, 1, "", 0, 0, 1.0, 2.0, 7.0)
     rows = {row["what"]: row for row in rehearsal.compare(plan, few, measured)}
     assert ("tokens/s per GPU" in rows) == ("step of 32 layers" in rows) == (not memory_only)
@@ -158,7 +160,7 @@ def test_attention_cut_short_makes_no_step(memory_only, monkeypatch):
 def test_a_forward_of_all_layers_is_that_of_few_and_the_loss(monkeypatch):
     monkeypatch.setattr(rehearsal, "_on_gpu", lambda: True)
     plan = forward_plan(find_shape("llama3-8b"), parse_gpus("8xH200"), Work(2**20))
-    few = rehearsal.of_few_layers(plan, 2, False)
+    few = rehearsal.truncate_plan(plan, 2, False)
     forward, _ = layer_seconds(few.shape, few.layout, few.hardware, few.work, None, few.layout.kept[0])
     alone_s = forward.total - forward.exchange
     loss_s = plan.step_s - 32 * forward.total  # 128K tokens on each GPU

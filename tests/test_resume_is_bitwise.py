@@ -11,7 +11,7 @@ import pytest
 
 import faults
 from faults import moved
-from ithaka.config import load
+from ithaka.config import load_config
 from ithaka.train.preflight import resolve
 from runs import copy_back_at, metrics, numbers, run, tiny_run, valid
 
@@ -63,7 +63,7 @@ def test_a_run_is_resumed_from_another_folder(tmp_path, monkeypatch, capsys):
     Path("bytes").mkdir()  # the tokenizer's name stays a word
     run(config)
     assert "random weights" in capsys.readouterr().out
-    saved = load(start / "run" / "config.yaml")
+    saved = load_config(start / "run" / "config.yaml")
     assert saved.model.path == start / "config.json" and saved.data.validation_path == start / "texts/20.txt"
     assert saved.data.tokenizer == "bytes" and not saved.data.sources[0].path.exists()
     same = valid(resolve(None, ["train.steps=3", "model.path=config.json"], Path("run")), Path("run"))
@@ -114,6 +114,6 @@ def test_changed_settings_are_told_and_take_effect(ranks, tmp_path):
         assert ("data.context  90 (was 61)" in output) == (steps == 2)
         loss = metrics(config.train.run_dir)[-1]["val_loss"]
         assert re.search(rf"validation loss +{loss:.4f}\n", output)  # not beside validation at the other context
-    assert load(tmp_path / "run/config.yaml") == config
+    assert load_config(tmp_path / "run/config.yaml") == config
     lines = metrics(config.train.run_dir)
     assert [line["tokens"] for line in lines] == [0, 61, 61 + 90, 61 + 90 + 90]

@@ -11,15 +11,15 @@ from torch.nn import functional as F
 
 import ithaka
 from ithaka.attention.blocks import Docs
-from ithaka.config import ConfigError, parse
+from ithaka.config import ConfigError, parse_config
 from ithaka.dist.mesh import make_mesh
 from ithaka.layer.sharded import sharded_attention
-from ithaka.layout import EVERYTHING, LayerKeeps, Layout, check_fixed, layout_of
-from ithaka.model.batch import deal_of
-from ithaka.model.build import parallelize
-from ithaka.plan import deal as dealing
+from ithaka.layout import EVERYTHING, ActivationPolicy, Layout, check_fixed, layout_from_config
+from ithaka.model.batch import deal_for_inputs
+from ithaka.model.build import parallelize_model
+from ithaka.plan import deal_tokens as dealing
 from ithaka.plan import rounds
-from ithaka.plan.deal import contiguous, deal
+from ithaka.plan.deal import contiguous_deal, deal_tokens
 from ithaka.plan.heads import head_table
 from models import EXPERTS, tiny_config, tiny_model
 from parity import check, gradient_errors, plain_sum, random_ids, relative
@@ -28,14 +28,14 @@ from runs import copy_back_at, metrics, run, tiny_run
 from threads import on_threads
 
 GRID = [(1, 2), (2, 2), (4, 2), (2, 4), (1, 8), (3, 2)]  # ulysses, ring
-KEPT = (LayerKeeps("host", "host"), LayerKeeps())
+KEPT = (ActivationPolicy("host", "host"), ActivationPolicy())
 # Family, query and kv heads (above, at and below the Ulysses ranks), tokens, what the layout changes. Some lengths need
 # padding.
 CASES = [
     ("llama", 4, 4, 37, {}),
     ("mistral", 4, 2, 48, {"heads_per_stage": 1, "tile_tokens": 5, "kept": KEPT}),
     ("qwen2", 7, 1, 41, {"heads_per_stage": 1, "overlap": False, "kept": KEPT}),
-    ("qwen3", 6, 3, 64, {"kept": (LayerKeeps(), EVERYTHING), "heads_per_stage": 1}),
+    ("qwen3", 6, 3, 64, {"kept": (ActivationPolicy(), EVERYTHING), "heads_per_stage": 1}),
 ]
 
 
@@ -65,7 +65,7 @@ def compare(mesh, family, heads, kv_heads, tokens, all_starts, changes):
     layout = replace(Layout(mesh.cp_size, ring=ring), **changes)
     if layout.heads_per_stage:
         layout = replace(layout, heads_per_stage=layout.heads_per_stage * ulysses)
-    model = parallelize(tiny_model(tiny_config(family, heads, kv_heads)), mesh=mesh, layout=layout)
+    model = parallelize_model(tiny_model(tiny_config(family, heads, kv_heads)), mesh=mesh, layout=layout)
     ids, results = random_ids(1, tokens), []
     for starts in all_starts:
         plain, expected = plain_results(family, heads, kv_heads, tokens, tuple(starts))
@@ -113,7 +113,7 @@ def tokens_and_logits():
     """Logits of all tokens in order; values of a share beside its log-probabilities, in the same order."""
     mesh, config, starts = make_mesh(4, ring=2), tiny_config("llama"), [0, 1, 26, 41]
     plain, ids, positions = tiny_model(config), random_ids(1, 41), positions_of(starts)
-    model = parallelize(tiny_model(config), mesh=mesh)
+    model = parallelize_model(tiny_model(config), mesh=mesh)
     logits = plain(input_ids=ids, position_ids=positions, use_cache=False).logits
     ours = model(input_ids=ids, position_ids=positions).logits
     weights = torch.linspace(-1, 2, ids.numel(), dtype=torch.float64)[None]
@@ -146,7 +146,7 @@ def sharded(ring, causal, kernel):
     expected = (out, *torch.autograd.grad(out, leaves, whole[3]))
     mine = slice(mesh.cp_rank * 16, (mesh.cp_rank + 1) * 16)
     own = [x[mine].detach().requires_grad_() for x in leaves]
-    docs = Docs((0, 64), contiguous(64, ring), mesh.ring_group.rank())
+    docs = Docs((0, 64), contiguous_deal(64, ring), mesh.ring_group.rank())
     ours = sharded_attention(*own, mesh.ulysses_group, ring=mesh.ring_group, causal=causal, docs=docs, kernel=kernel)
     results = (ours.detach(), *torch.autograd.grad(ours, own, whole[3][mine]))
     pairs = zip(("out", "dq", "dk", "dv"), results, expected, strict=True)
@@ -171,7 +171,7 @@ def test_sharded_attention(fa4, ring, causal, kernel):
 
 
 def test_one_causal_document_is_dealt_in_zigzag():
-    dealt = deal((0, 800), 4, 1)
+    dealt = deal_tokens((0, 800), 4, 1)
     zigzag = ((0, 100), (700, 100)), ((100, 100), (600, 100)), ((200, 100), (500, 100)), ((300, 200),)
     assert dealt.members == zigzag and dealt.balance == 1.0
 
@@ -182,7 +182,7 @@ def test_packed_documents_are_balanced(ring, sigma):
     """1000 documents, log-normal around 8K: by causal area, and by that of a window of 4096; few of them are cut."""
     lengths = torch.randn(1000, generator=torch.Generator().manual_seed(ring)).mul(sigma).exp().mul(8192).long() + 1
     starts = (0, *lengths.cumsum(0).tolist())
-    dealt = deal(starts, ring, 8)
+    dealt = deal_tokens(starts, ring, 8)
     assert dealt.balance < 1.05 and {sum(n for _, n in runs) for runs in dealt.members} == {dealt.num_tokens // ring}
     assert sorted(run for runs in dealt.members for run in runs)[-1][0] < dealt.num_tokens < starts[-1] + 8 * ring
     depth = torch.cat([torch.arange(1, int(length) + 1) for length in lengths])
@@ -196,12 +196,12 @@ def test_packed_documents_are_balanced(ring, sigma):
 
 def received_tokens(starts, ring, window=None):
     """Tokens whose k and v each member receives; as many are sent, and no member does more than it may in a round."""
-    dealt = deal(starts, ring, 1)
+    dealt = deal_tokens(starts, ring, 1)
     of_members = [Docs((*starts, dealt.num_tokens), dealt, member).rounds(True, window) for member in range(ring)]
     counts = [[(sum(r.num_received), sum(r.num_sent)) for r in of_rounds] for of_rounds in of_members]
     for of_round in zip(*counts, strict=True):
         assert sum(received for received, _ in of_round) == sum(sent for _, sent in of_round)
-        assert max(map(max, of_round)) <= rounds.round_tokens(dealt.num_tokens // ring)
+        assert max(map(max, of_round)) <= rounds.ring_round_tokens(dealt.num_tokens // ring)
     return [sum(received for received, _ in of_rounds) for of_rounds in counts]
 
 
@@ -216,7 +216,7 @@ def test_inputs_say_how_tokens_are_dealt():
     def dealt():
         mesh, tokens = make_mesh(2, ring=2), torch.arange(40)[None]
         ways = {"document_ids": tokens // 25}, {"position_ids": tokens % 25}, {"attention_mask": tokens < 25}, {}
-        return [deal_of(inputs, tokens, mesh) for inputs in ways]
+        return [deal_for_inputs(inputs, tokens, mesh) for inputs in ways]
 
     (of_documents, of_positions, of_mask, of_nothing), _ = on_threads(2, dealt)
     assert of_documents == of_positions == of_mask != of_nothing
@@ -252,7 +252,9 @@ def test_a_run_and_resuming_it_with_another_ring(ranks, tmp_path):
 
 
 def test_a_configuration_says_how_many_rings():
-    shapes = [layout_of(parse({"parallel": {"ring": ring}}), 2, 8, on_gpu=False) for ring in ("auto", 1, 2, 8)]
+    shapes = [
+        layout_from_config(parse_config({"parallel": {"ring": ring}}), 2, 8, on_gpu=False) for ring in ("auto", 1, 2, 8)
+    ]
     assert [(layout.ulysses, layout.ring) for layout in shapes] == [(8, 1), (8, 1), (4, 2), (1, 8)]
     for fixed, words in (
         ({"cp": 8, "ring": 3}, "parallel.ring=3 does not divide parallel.cp=8; use 2, 4 or 8"),
@@ -262,16 +264,16 @@ def test_a_configuration_says_how_many_rings():
         with pytest.raises(ConfigError, match=re.escape(words)):
             check_fixed(fixed, 4, 2, 8)
     check_fixed({"cp": 8, "ring": 2, "heads_per_stage": 4}, 4, 2, 8)
-    assert layout_of(parse({}), 2, 8, on_gpu=False, num_heads=3).ring == 4  # as few as the heads allow
+    assert layout_from_config(parse_config({}), 2, 8, on_gpu=False, num_heads=3).ring == 4  # as few as the heads allow
 
 
 def test_a_ring_that_cannot_be_is_refused():
     def refused():
         model = tiny_model(tiny_config("llama", 2, 1))
         with pytest.raises(ConfigError, match="parallel.ring=3 does not divide parallel.cp=4; use 1, 2, 4"):
-            parallelize(model, 4, ring=3)
+            parallelize_model(model, 4, ring=3)
         with pytest.raises(ConfigError, match="parallel.cp=4 exceeds the 2 query heads times ring=1; use at most 2"):
-            parallelize(model, 4)
-        assert parallelize(model, 4, ring=2).ithaka_mesh.ring_group.size() == 2
+            parallelize_model(model, 4)
+        assert parallelize_model(model, 4, ring=2).ithaka_mesh.ring_group.size() == 2
 
     on_threads(4, refused)

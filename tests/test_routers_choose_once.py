@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from ithaka.dist.mesh import make_mesh
-from ithaka.layout import LayerKeeps, Layout
-from ithaka.model.build import parallelize
+from ithaka.layout import ActivationPolicy, Layout
+from ithaka.model.build import parallelize_model
 from models import EXPERTS, tiny_config, tiny_model
 
 
@@ -15,8 +15,10 @@ def test_no_expert_changes_in_backward(family, heads_per_stage):
     """In bf16, where other rounding shows in the router's logits, and flips a choice now and then."""
     config = tiny_config(family, 4, 2, vocab_size=512, hidden_size=64, num_hidden_layers=2)
     model = tiny_model(config, torch.float32)
-    layout = Layout(1, heads_per_stage, tile_tokens=24, kept=(LayerKeeps(attention="device"),) * 2, dtype="bfloat16")
-    model = parallelize(model, mesh=make_mesh(1), layout=layout)
+    layout = Layout(
+        1, heads_per_stage, tile_tokens=24, kept=(ActivationPolicy(attention="device"),) * 2, dtype="bfloat16"
+    )
+    model = parallelize_model(model, mesh=make_mesh(1), layout=layout)
     logits: list[list[torch.Tensor]] = []
     for layer in model.model.layers:
         seen: list[torch.Tensor] = []

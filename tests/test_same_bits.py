@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ithaka.dist.mesh import make_mesh
-from ithaka.layout import LayerKeeps, Layout
-from ithaka.model.build import parallelize
+from ithaka.layout import ActivationPolicy, Layout
+from ithaka.model.build import parallelize_model
 from models import tiny_config, tiny_model
 from parity import random_ids
 from runs import copy_back_at, numbers, run, tiny_run
@@ -19,7 +19,7 @@ def bits_of_a_step(cp, **options):
     """Loss and all gradients. The same again after a step on other tokens, which leaves other values in the pool."""
     layout = Layout(cp, tile_tokens=5, kept=(options.pop("keeps"),) * 2, **options)
     model = tiny_model(tiny_config("qwen3", heads=4, kv_heads=2), torch.float32)
-    model = parallelize(model, mesh=make_mesh(cp), layout=layout)
+    model = parallelize_model(model, mesh=make_mesh(cp), layout=layout)
     first, steps = random_ids(1, 18), []
     for ids in (first, first.flip(1), first):
         loss = model(input_ids=ids, labels=ids).loss
@@ -37,7 +37,7 @@ def compare_variants(cp, heads_per_stage, kept):
     first, wrong = None, []
     for overlap in (True, False):
         for tier, more in TIERS.items():
-            how = {"overlap": overlap, "keeps": LayerKeeps(tier, tier, *more) if kept else LayerKeeps(tier)}
+            how = {"overlap": overlap, "keeps": ActivationPolicy(tier, tier, *more) if kept else ActivationPolicy(tier)}
             bits = bits_of_a_step(cp, heads_per_stage=heads_per_stage, **how)
             first = first or bits
             wrong += [(how, name) for name in first if (first[name] != bits[name]).any()]

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import make_mesh
 from ithaka.layout import Layout
-from ithaka.model.build import parallelize
+from ithaka.model.build import parallelize_model
 from models import tiny_config, tiny_model
 from parity import random_ids
 from threads import on_threads
@@ -26,7 +26,7 @@ def saved(plain, folder, replicas=1, **settings):
 
     def work():
         mesh, layout = make_mesh(2, replicas=replicas), Layout(cp=2, dtype="bfloat16", replicas=replicas)
-        model = parallelize(models[mesh.rank], mesh=mesh, layout=layout)
+        model = parallelize_model(models[mesh.rank], mesh=mesh, layout=layout)
         with torch.no_grad():
             model(input_ids=random_ids(1, 6))
         model.save_pretrained(folder, **settings)
@@ -73,7 +73,7 @@ def test_errors_are_raised_on_every_rank(tmp_path):
     (tmp_path / "file").write_text("")
 
     def work():
-        model = parallelize(tiny_model(tiny_config("llama")), mesh=make_mesh(2))
+        model = parallelize_model(tiny_model(tiny_config("llama")), mesh=make_mesh(2))
         with pytest.raises(OSError, match="rank 0: FileExistsError"):
             model.save_pretrained(tmp_path / "file")
         with pytest.raises(ConfigError, match=r"save_pretrained\(variant=...\) is not supported"):

@@ -11,11 +11,11 @@ from torch._dynamo.backends.common import aot_autograd
 
 from allocations import bytes_now
 from ithaka.attention import kernels
-from ithaka.config import parse
+from ithaka.config import parse_config
 from ithaka.dist.mesh import make_mesh
 from ithaka.layer import ring, schedule, stages
 from ithaka.layer.store import Store
-from ithaka.layout import layout_of
+from ithaka.layout import layout_from_config
 from ithaka.model import build
 from ithaka.profile.live import LiveBytes
 from ithaka.train.loop import prepare
@@ -28,8 +28,8 @@ CPU = torch.device("cpu")
 
 def built(text: str):
     """A model with settings in YAML after one step; what it held for backward, on the device and off."""
-    config = parse(yaml.safe_load(text) or {})
-    layout, store = layout_of(config, 2, 1, on_gpu=False), Store(CPU, disk_path=config.memory.disk_path)
+    config = parse_config(yaml.safe_load(text) or {})
+    layout, store = layout_from_config(config, 2, 1, on_gpu=False), Store(CPU, disk_path=config.memory.disk_path)
     model = build.build_model(tiny_config("llama").to_dict(), make_mesh(1), layout, store=store)
     ids = random_ids(1, 24)
     with LiveBytes() as live:
@@ -137,7 +137,7 @@ def test_compile_compiles_the_mlp(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda m: compiled.append(m) or compile_module(m, backend=backend))
     ids, gradients = random_ids(1, 24), []
     for value in ("true", "false"):
-        layout = layout_of(parse({"train": {"compile": value == "true"}}), 2, 1, on_gpu=False)
+        layout = layout_from_config(parse_config({"train": {"compile": value == "true"}}), 2, 1, on_gpu=False)
         model = build.build_model(tiny_config("llama").to_dict(), make_mesh(1), layout)
         assert compiled == ([each.mlp for each in model.model.layers] if value == "true" else compiled)
         model(input_ids=ids, labels=ids).loss.backward()

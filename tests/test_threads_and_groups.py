@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ithaka import cli
-from ithaka.config import parse, to_dict
+from ithaka.config import parse_config, to_dict
 from ithaka.dist import mesh
 from ithaka.layer import store
 from ithaka.profile import progress
@@ -69,6 +69,6 @@ def groups_after_entries(config):
 def test_an_entry_of_a_curriculum_leaves_no_process_groups(ranks, tmp_path):
     tree = to_dict(tiny_run(tmp_path, train={"validate_every": 0, "validate_sequences": 0}))
     del tree["train"]["steps"], tree["data"]["context"]
-    config = parse({**tree, "curriculum": [{"context": 61, "steps": 1}, {"context": 90, "steps": 1}]})
+    config = parse_config({**tree, "curriculum": [{"context": 61, "steps": 1}, {"context": 90, "steps": 1}]})
     assert ranks.run(2, groups_after_entries, config) == [[1, 0]] * 2
     assert [line["step"] for line in metrics(config.train.run_dir)] == [1, 2]

@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from ithaka.config import DataConfig
 from ithaka.data import files
-from ithaka.data.open import check
+from ithaka.data.open import check_data
 from ithaka.layer import schedule, stages
 from ithaka.phases import listening, phase
 from ithaka.plan.hardware import GPUS, find_gpu
 from ithaka.train import heartbeat, loop
-from ithaka.train.heartbeat import Limits, Place, SlowRanks
+from ithaka.train.heartbeat import Limits, PhaseTracker, SlowRanks
 from ranks import Ranks
 from runs import metrics, run, tiny_run, valid, wait_for
 
@@ -40,7 +40,7 @@ def spend(monkeypatch):
 
 
 def test_seconds_in_attention_are_those_of_training_and_without_waiting(spend):
-    place = Place(torch.device("cpu"))
+    place = PhaseTracker(torch.device("cpu"))
     with listening(place):
         for way in ("forward", "backward"):
             spend(100, "layer 0", way, "projections", "copies")
@@ -58,7 +58,7 @@ def test_seconds_in_attention_are_those_of_training_and_without_waiting(spend):
 
 
 def test_pauses_are_measured_by_kind_after_the_first_step(spend):
-    place = Place(torch.device("cpu"))
+    place = PhaseTracker(torch.device("cpu"))
 
     def step(times):
         spend(1 * times, "data")
@@ -85,7 +85,7 @@ def test_pauses_are_measured_by_kind_after_the_first_step(spend):
 
 
 def test_a_pause_in_attention_is_measured_for_documents_as_long_as_the_context(spend):
-    place = Place(torch.device("cpu"))
+    place = PhaseTracker(torch.device("cpu"))
     with listening(place):
         place.end_step()
         pauses = []
@@ -141,12 +141,12 @@ def test_data_counts_however_it_is_named(tmp_path, monkeypatch, tiny):
     for i in range(4):
         (folder / f"{i}.txt").write_text("word " * 1000)
     for path in (folder, folder / "*.txt", f"{folder}/**/*.txt"):
-        assert check(DataConfig(path=path, context=64), 300) == 20_000
+        assert check_data(DataConfig(path=path, context=64), 300) == 20_000
     datasets = pytest.importorskip("datasets")
     found = datasets.Dataset.from_dict({"text": ["word " * 1000] * 4})
     monkeypatch.setattr(files, "open_dataset", lambda path: {"train": found})
     monkeypatch.setattr("ithaka.data.read.open_dataset", lambda path: {"train": found})
-    assert check(DataConfig(path=Path("hf://someone/texts"), context=64), 300) >= 20_000
+    assert check_data(DataConfig(path=Path("hf://someone/texts"), context=64), 300) >= 20_000
     assert tiny.data_bytes == sum(file.stat().st_size for file in tiny.config.data.path.iterdir())
     limits = [Limits.of(dataclasses.replace(tiny, data_bytes=size)).start for size in (0, 10**8, 10**12, 10**13)]
     assert limits[1] - limits[0] == pytest.approx(100)
@@ -235,7 +235,7 @@ def leaves_words(config, folder):
 
     with pytest.MonkeyPatch.context() as patch:
         slow_at_first_then_asleep(patch)
-        patch.setattr(heartbeat, "leave", leave)
+        patch.setattr(heartbeat, "exit_rank", leave)
         run(config)
 
 

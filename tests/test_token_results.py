@@ -14,7 +14,7 @@ import ithaka
 from allocations import allocator_peak
 from ithaka.config import ConfigError
 from ithaka.layer.linear import Linear
-from ithaka.layer.loss import IGNORED, TokenResults, linear_cross_entropy, summed_cross_entropy
+from ithaka.layer.loss import IGNORE_INDEX, TokenResults, linear_cross_entropy, summed_cross_entropy
 from ithaka.plan import bytes as plan_bytes
 from models import tiny_config, tiny_model
 from parity import TOLERANCE, check, gradient_errors, parallel, random_ids, relative
@@ -25,8 +25,8 @@ LENGTHS = (7, 1, 9, 6)  # documents; on 2 and 4 ranks they end in the middle of 
 
 def plain_results(logits_sV: Tensor, labels_s: Tensor) -> TokenResults:
     """The plain twin."""
-    valid_s, log_p_sV = labels_s != IGNORED, logits_sV.log_softmax(-1)
-    logprobs_s = -F.cross_entropy(logits_sV, labels_s, ignore_index=IGNORED, reduction="none")
+    valid_s, log_p_sV = labels_s != IGNORE_INDEX, logits_sV.log_softmax(-1)
+    logprobs_s = -F.cross_entropy(logits_sV, labels_s, ignore_index=IGNORE_INDEX, reduction="none")
     entropies_s = torch.where(valid_s, -(log_p_sV.exp() * log_p_sV).sum(-1), 0)
     return TokenResults(logprobs_s, entropies_s, logits_sV.argmax(-1) == labels_s)
 
@@ -47,7 +47,7 @@ def head(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, list[Tensor], T
     x, weight = torch.randn(23, 12, dtype=dtype), torch.randn(37, 12, dtype=dtype)
     labels = torch.randint(37, (23,))
     labels[::3] = (norm(x) @ weight.t()).argmax(-1)[::3]
-    labels[4:9] = IGNORED
+    labels[4:9] = IGNORE_INDEX
     return norm, [x.requires_grad_(), weight.requires_grad_(), norm.weight], labels
 
 
@@ -59,7 +59,7 @@ def test_tokens_are_those_of_plain_logits(use):
     assert torch.equal(ours.correct, plain.correct) and 0 < int(ours.correct.sum()) < 18
     for mine, theirs in zip(ours[:2], plain[:2], strict=True):
         assert relative(mine.detach(), theirs.detach()) < TOLERANCE
-        assert not mine[labels == IGNORED].any()
+        assert not mine[labels == IGNORE_INDEX].any()
     grads = [torch.autograd.grad(own_loss(each, use), leaves) for each in (ours, plain)]
     for mine, theirs in zip(*grads, strict=True):
         assert theirs.norm() > 0 and relative(mine, theirs) < TOLERANCE
@@ -80,7 +80,7 @@ def test_the_summed_loss_is_that_of_plain_logits(factor):
     """With its gradients, times whatever the loss is multiplied by; once."""
     norm, leaves, labels = head()
     ours = summed_cross_entropy(leaves[0], labels, norm, Linear(leaves[1]), 5, 7.0)
-    plain = F.cross_entropy(norm(leaves[0]) @ leaves[1].t(), labels, ignore_index=IGNORED, reduction="sum") / 7
+    plain = F.cross_entropy(norm(leaves[0]) @ leaves[1].t(), labels, ignore_index=IGNORE_INDEX, reduction="sum") / 7
     assert relative(ours.detach(), plain.detach()) < TOLERANCE
     grads = [torch.autograd.grad(factor * each, leaves, retain_graph=True) for each in (ours, plain)]
     for mine, theirs in zip(*grads, strict=True):
@@ -104,7 +104,7 @@ def packed(rows: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     ids = random_ids(rows, sum(LENGTHS))
     documents = torch.arange(rows * len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS * rows)).view_as(ids)
     starts = torch.cat([torch.arange(n) <= n // 2 for n in LENGTHS])
-    return ids, ids.masked_fill(starts, IGNORED), documents
+    return ids, ids.masked_fill(starts, IGNORE_INDEX), documents
 
 
 def plain_tokens(plain: nn.Module, ids: Tensor, labels: Tensor, documents: Tensor | None = None, **inputs):
@@ -122,7 +122,7 @@ def padded() -> dict[str, Tensor]:
     """Rows of 15 and 9 valid tokens of 15."""
     ids = random_ids(2, 15)
     mask = torch.arange(15) < torch.tensor([[15], [9]])
-    return {"ids": ids, "labels": ids.masked_fill(~mask, IGNORED), "attention_mask": mask.long()}
+    return {"ids": ids, "labels": ids.masked_fill(~mask, IGNORE_INDEX), "attention_mask": mask.long()}
 
 
 def with_all_results(model: nn.Module, plain: nn.Module) -> dict[str, float]:
@@ -161,10 +161,10 @@ def with_shares(model: nn.Module, plain: nn.Module) -> dict[str, float]:
     logprobs, entropies, _ = plain_tokens(plain, ids, labels, documents)
     total = torch.zeros((), dtype=torch.float64)
     for at in range(1, ids.numel()):
-        if labels[0, at] != IGNORED:
+        if labels[0, at] != IGNORE_INDEX:
             ratio, gain = (logprobs[0, at] - old[0, at]).exp(), gains[0, at]
             total = total + torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain) + 0.01 * entropies[0, at]
-    theirs = -total / int((labels != IGNORED).sum())
+    theirs = -total / int((labels != IGNORE_INDEX).sum())
     theirs.backward()
     return {"loss": relative(ours, theirs.detach()), **gradient_errors(model, plain)}
 

@@ -168,4 +168,4 @@ def test_trackers_learn_how_a_run_ended_and_cannot_change_it(tmp_path, monkeypat
     assert endings == [ending]
     words = "train.track=wandb could not be closed (OSError: no network); its last steps may be missing there"
     assert capsys.readouterr().out.count(words) == 1
-    os.close(checkpoint.lock(config.train.run_dir))  # the run gave it back
+    os.close(checkpoint.lock_run_dir(config.train.run_dir))  # the run gave it back

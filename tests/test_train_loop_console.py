@@ -19,7 +19,7 @@ from ithaka.exits import ExitCode
 from ithaka.model.batch import num_pairs
 from ithaka.train import console as console_module
 from ithaka.train import launch, loop
-from ithaka.train.console import Console, Record, amount, describe, open_metrics, status, step_flops
+from ithaka.train.console import Console, Record, describe, format_count, open_metrics, status, step_flops
 from ithaka.train.loop import Diverged
 from ithaka.train.track import tracked
 from runs import metrics, run, start_program, tiny_run, wait_for
@@ -118,7 +118,7 @@ def test_console_has_a_bar_on_a_terminal_and_plain_lines_elsewhere(tmp_path, mon
 
 def test_flops_and_amounts():
     assert step_flops(1000, num_tokens=10, head_size=12, num_pairs=100) == 6 * 1000 * 10 + 12 * 12 * 100
-    assert [amount(n) for n in (7, 999, 12345, 2_890_000, 8e9)] == ["7", "999", "12.3K", "2.89M", "8B"]
+    assert [format_count(n) for n in (7, 999, 12345, 2_890_000, 8e9)] == ["7", "999", "12.3K", "2.89M", "8B"]
 
 
 def test_sigterm_finishes_the_step_saves_and_leaves_with_its_number(tmp_path):
@@ -161,10 +161,10 @@ def test_a_second_signal_leaves_at_once_but_an_echo_does_not(monkeypatch, capfd)
 def grace(monkeypatch, tmp_path):
     """With train.grace_s=0.1; what it does goes to `.done`: it waits, or leaves with an outcome."""
     run = SimpleNamespace(config=tiny_run(tmp_path, train={"grace_s": 0.1}), run_dir=tmp_path / "run")
-    grace = loop.Grace(run)
+    grace = loop.GracefulShutdown(run)
     grace.done = []
-    monkeypatch.setattr(loop, "leave", grace.done.append)
-    monkeypatch.setattr(loop, "answer", lambda number, again: grace.done.append("waits"))
+    monkeypatch.setattr(loop, "exit_rank", grace.done.append)
+    monkeypatch.setattr(loop, "handle_stop_signal", lambda number, again: grace.done.append("waits"))
     yield grace
     grace.close()
 

@@ -21,7 +21,7 @@ from ithaka.data.open import open_data
 from ithaka.data.stream import Batch
 from ithaka.data.tokenizer import Tokenizer
 from ithaka.dist.mesh import make_mesh
-from ithaka.model.build import parallelize
+from ithaka.model.build import parallelize_model
 from ithaka.train.step import clip_gradients, learning_rate, make_optimizer, train_step, validation_loss
 from models import tiny_config, tiny_model
 
@@ -45,7 +45,7 @@ def batches_of(dp_rank: int) -> list[Batch]:
 
 def our_steps(num_steps: int, cp: int, family: str):
     mesh = make_mesh(cp)
-    model = parallelize(tiny_model(tiny_config(family)), mesh=mesh)
+    model = parallelize_model(tiny_model(tiny_config(family)), mesh=mesh)
     optimizer = make_optimizer(model, OPTIM)
     batches, how = batches_of(mesh.dp_rank), {"lr": 1e-2, "clip_norm": OPTIM.clip_norm, "mesh": mesh}
     # The last step as if there were one source.

@@ -14,7 +14,7 @@ import ithaka
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import make_mesh
 from ithaka.layout import Layout
-from ithaka.model.build import hf_config, parallelize
+from ithaka.model.build import parallelize_model, read_hf_config
 from ithaka.model.families import check_supported
 from models import tiny_config
 
@@ -40,7 +40,7 @@ def test_a_model_without_a_language_head():
     model = on_meta(config, AutoModelForSequenceClassification)
     for other in (model, nn.Linear(2, 2), "a/path"):
         with pytest.raises(ConfigError, match=f"got a {type(other).__name__}, .* AutoModelForCausalLM"):
-            parallelize(other, mesh=make_mesh(1))
+            parallelize_model(other, mesh=make_mesh(1))
 
 
 def test_attention_dropout():
@@ -66,7 +66,7 @@ def test_rope_of_a_part_of_each_head(tmp_path):
     config = tiny_config("llama", rope_parameters=rope)
     config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError) as caught:
-        hf_config(tmp_path / "config.json", context=64)
+        read_hf_config(tmp_path / "config.json", context=64)
     for message in (refused(on_meta(config)), str(caught.value)):
         assert "partial_rotary_factor=0.5 with rope_type=linear" in message and "leave it out of rope_param" in message
 
@@ -108,10 +108,10 @@ def bad_layouts():
     wide = on_meta(tiny_config("llama"))
     messages = []
     for call in (
-        lambda: parallelize(wide, cp=3),
-        lambda: parallelize(model, cp=2),
-        lambda: parallelize(wide, layout=Layout(cp=2, heads_per_stage=3)),
-        lambda: parallelize(wide, layout=Layout(cp=2, heads_per_stage=1)),
+        lambda: parallelize_model(wide, cp=3),
+        lambda: parallelize_model(model, cp=2),
+        lambda: parallelize_model(wide, layout=Layout(cp=2, heads_per_stage=3)),
+        lambda: parallelize_model(wide, layout=Layout(cp=2, heads_per_stage=1)),
         lambda: make_mesh(0),
         lambda: ithaka.parallelize(wide, cp=0),
         lambda: ithaka.parallelize(wide, cp=0, context=64),

@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 from ithaka import cli, verify
 from ithaka.attention.blocks import Docs
-from ithaka.config import AdapterConfig, ConfigError, parse
+from ithaka.config import AdapterConfig, ConfigError, parse_config
 from ithaka.dist.mesh import make_mesh
 from ithaka.exits import ExitCode
-from ithaka.layer.loss import IGNORED
-from ithaka.layout import LayerKeeps
+from ithaka.layer.loss import IGNORE_INDEX
+from ithaka.layout import ActivationPolicy
 from ithaka.model import batch, build, calls
 from models import CONSTRUCTING, tiny_config, tiny_model
 from runs import MODEL
@@ -27,7 +27,7 @@ from threads import on_threads
 LORA = AdapterConfig(rank=2, targets=("31.self_attn.q_proj", "down_proj"))
 
 
-LOADED = cache(verify.load)
+LOADED = cache(verify.load_models)
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def loads_once(monkeypatch):
         with CONSTRUCTING:
             return copy.deepcopy(LOADED(*args))
 
-    monkeypatch.setattr(verify, "load", load)
+    monkeypatch.setattr(verify, "load_models", load)
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +124,8 @@ def shift_after_sharding(patch):
     def change(share, inputs, mesh):
         if share.labels_s is None:
             return share
-        labels_s = batch._mine(inputs["labels"], mesh, share.docs.deal, IGNORED)
-        return replace(share, labels_s=F.pad(labels_s[1:], (0, 1), value=IGNORED))
+        labels_s = batch._mine(inputs["labels"], mesh, share.docs.deal, IGNORE_INDEX)
+        return replace(share, labels_s=F.pad(labels_s[1:], (0, 1), value=IGNORE_INDEX))
 
     changed_share(patch, change)
 
@@ -196,10 +196,10 @@ def test_the_layout_is_the_configurations():
         "parallel": {"cp": 8, "ring": 4, "heads_per_stage": 16},
         "memory": {"offload": "disk", "keep_attention": "all"},
     }
-    layout = verify.layout_for(parse({**tree, "attention": {"kernel": "cudnn"}}), cp=2, heads=32)
+    layout = verify.layout_for(parse_config({**tree, "attention": {"kernel": "cudnn"}}), cp=2, heads=32)
     assert layout.kernel == "auto", "a GPU's kernels have no float64"
     assert (layout.cp, layout.ring, layout.heads_per_stage, layout.tile_tokens) == (2, 2, 4, 16)
-    assert layout.kept == (LayerKeeps("disk", "disk"),) * 2
+    assert layout.kept == (ActivationPolicy("disk", "disk"),) * 2
 
 
 def test_what_cannot_be_checked_is_refused(tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ from ithaka.plan.hardware import GPUS, gpu_named
 CALLS_AHEAD = 8  # of the host before the device
 
 
-def here() -> tuple[torch.device, torch.dtype]:
+def device_and_dtype() -> tuple[torch.device, torch.dtype]:
     """This machine's device, and the precision that training takes there."""
     device = default_device()
     return device, torch.bfloat16 if device.type == "cuda" else torch.float32

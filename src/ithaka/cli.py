@@ -16,7 +16,15 @@ import typer
 from typer.core import TyperGroup
 
 import ithaka
-from ithaka.config import ConfigError, check_output, check_writable, command, given, parse_count, shown
+from ithaka.config import (
+    ConfigError,
+    check_output,
+    check_writable,
+    explicit_settings,
+    format_value,
+    parse_count,
+    shell_command,
+)
 from ithaka.exits import ExitCode, is_transient
 
 if TYPE_CHECKING:
@@ -32,10 +40,10 @@ class Commands(TyperGroup):
         except Exception as error:
             if not type(error).__module__.startswith("ithaka.") and not is_transient(error):
                 raise
-            from ithaka.train.launch import outcome_of, tell
+            from ithaka.train.launch import outcome_of, print_outcome
 
             outcome = outcome_of(error)
-            tell(outcome)
+            print_outcome(outcome)
             raise typer.Exit(outcome.code) from None
 
 
@@ -206,7 +214,7 @@ def _run(
     if profiled_steps:
         decided = {"train.steps": f"{profiled_steps}", "train.epochs": "null", "profile.every": f"{profiled_steps}"}
         decided |= {"train.validate_every": "0", "train.validate_sequences": "0"}
-        for name in sorted(given(None, changes) & decided.keys()):
+        for name in sorted(explicit_settings(None, changes) & decided.keys()):
             raise ConfigError(f"--set {name} has no effect on a profile; use --steps, or leave it out")
         changes += [f"{name}={value}" for name, value in decided.items()]
     if max_restarts and launch.under_torchrun():
@@ -221,7 +229,7 @@ def _run(
             if not is_transient(error):
                 raise
             outcome = launch.outcome_of(error)
-            launch.tell(outcome)
+            launch.print_outcome(outcome)
             if restarts.allow(outcome.code):
                 continue
             raise typer.Exit(outcome.code) from None
@@ -237,9 +245,9 @@ def _run(
             print(show.as_text(run.plan, str(model.path or model.embedded), steps), flush=True)
         # A process that ends gives all of its memory back.
         apart = max_restarts > 0 or bool(run.config.curriculum and launch.num_gpus())
-        before = checkpoint.latest(run.run_dir)
+        before = checkpoint.latest_name(run.run_dir)
         code = launch.run_ranks(train_rank, (run, profiled_steps > 0), run.num_ranks, apart)
-        progressed = checkpoint.latest(run.run_dir) != before
+        progressed = checkpoint.latest_name(run.run_dir) != before
         if (code or train.steps == run.config.ends[-1]) and not restarts.allow(code, progressed):
             break
         if resume is None:
@@ -313,7 +321,9 @@ def plan(
     if out is not None:
         check_writable("--out", out)
     hardware = find_hardware(gpus, gpu_file, host_memory, disk)
-    question = show.question(model, hardware, context or "128K", batch, overrides or [], adapter, any_setting=as_yaml)
+    question = show.make_request(
+        model, hardware, context or "128K", batch, overrides or [], adapter, any_setting=as_yaml
+    )
     if as_yaml and (found := question.plan()).fits:
         text = show.as_yaml(question, found, steps)
         if out is None:
@@ -323,9 +333,9 @@ def plan(
             out.write_text(text, encoding="utf-8")
             lacks = question.missing_rope(found.work.context)
             way = "the model has fewer positions: uncomment model.rope in it, then" if lacks else "use it with"
-            print(f"written to {out}; {way}: {command('train', out)}")
+            print(f"written to {out}; {way}: {shell_command('train', out)}")
     else:
-        text, fits = show.plan_answer(question, max_context, steps, as_json)
+        text, fits = show.answer_request(question, max_context, steps, as_json)
         print(text, file=sys.stderr if as_yaml else sys.stdout)
         raise typer.Exit(ExitCode.DONE if fits else ExitCode.OUT_OF_MEMORY)
 
@@ -351,14 +361,14 @@ def rehearse(
     from ithaka.plan.hardware import find_hardware
 
     hardware = find_hardware(gpus, gpu_file, host_memory, disk)
-    question = show.question(model, hardware, context, batch, overrides or [], adapter)
+    question = show.make_request(model, hardware, context, batch, overrides or [], adapter)
     plan = question.forward_plan() if evaluate else question.plan()
     if evaluate and not plan.fits:
-        need, have = map(show.size, plan.ledger.tiers["GPU"])
+        need, have = map(show.format_bytes, plan.ledger.tiers["GPU"])
         way = "use a shorter --context or more GPUs"
         raise ConfigError(f"--context {context} to evaluate needs {need} of each GPU, which has {have}; {way}")
     if not plan.fits:
-        print(show.plan_answer(question, False, None, as_json)[0])
+        print(show.answer_request(question, False, None, as_json)[0])
         raise typer.Exit(ExitCode.OUT_OF_MEMORY)
 
     with _loading() as status:
@@ -366,13 +376,15 @@ def rehearse(
 
     named = question.config.attention.kernel
     with status("trying attention kernels"):
-        question = question.with_kernel(rehearsal.kernel_here(named, plan.shape.head_dim))
+        question = question.with_kernel(rehearsal.find_kernel(named, plan.shape.head_dim))
     plan = question.forward_plan() if evaluate else question.plan()
-    few = rehearsal.of_few_layers(plan, min(layers, plan.shape.num_layers), memory_only, named)
+    few = rehearsal.truncate_plan(plan, min(layers, plan.shape.num_layers), memory_only, named)
     rehearsal.check_cpu_memory(few)
-    about = rehearsal.about(plan, few)
+    about = rehearsal.describe_rehearsal(plan, few)
     if not as_json:
-        settings = ", ".join(f"{name}={shown(value)}" for name, value in plan.settings.items() if value is not None)
+        settings = ", ".join(
+            f"{name}={format_value(value)}" for name, value in plan.settings.items() if value is not None
+        )
         print("rank 0 of {gpus}, {context} tokens, {layers} of {layers_of_model} layers, on {device}".format(**about))
         print("attention: kernel {kernel}, planned with the rates of {planned_kernel}".format(**about))
         print(f"settings: {settings}\nX: {about['x']}\n", flush=True)
@@ -448,12 +460,12 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Check two layers of your model on cp ranks against plain transformers: loss, gradients, masks, documents."""
-    from ithaka.config import embedded_model, load
+    from ithaka.config import embedded_model, load_config
     from ithaka.plan.models import find_config
 
     settings, path = None, Path(model).expanduser()
     if path.suffix in (".yaml", ".yml"):
-        settings = load(path)
+        settings = load_config(path)
         source = settings.model.path or embedded_model(settings.model.embedded)
     else:
         source = path if path.exists() else find_config(model)
@@ -497,9 +509,9 @@ def bench_attention(
     sizes = [None if text == "auto" else _blocks(text) for text in blocks.split(",")]
     with _loading() as status:
         from ithaka.attention.kernels import available_kernels
-        from ithaka.bench import AttentionCase, here, measure_attention
+        from ithaka.bench import AttentionCase, device_and_dtype, measure_attention
 
-    device, dtype = here()
+    device, dtype = device_and_dtype()
     lengths = lengths or ([2**14, 2**16] if device.type == "cuda" else [2**10, 2**12])
     names = available_kernels(device, dtype, head_dim) if kernels == "all" else kernels.split(",")
     rows = []
@@ -519,14 +531,14 @@ def bench_device(
     """Measure matmul, attention and copies here, and write them for `ithaka plan --gpu-file`."""
     check_output("--out", out, force)
     with _loading() as status:
-        from ithaka.bench import here, measure_device
+        from ithaka.bench import device_and_dtype, measure_device
 
     with status("measuring this device"):
-        gpu = measure_device(*here(), seconds)
+        gpu = measure_device(*device_and_dtype(), seconds)
     out.write_text(json.dumps(gpu, indent=1) + "\n", encoding="utf-8")
     print(_table([{"figure": name, "value": float(gpu[name])} for name in gpu if not isinstance(gpu[name], str)]))
     print(gpu["source"])
-    print(f"written to {out}; use it with: {command('plan', 'MODEL', '--gpus', 8, '--gpu-file', out)}")
+    print(f"written to {out}; use it with: {shell_command('plan', 'MODEL', '--gpus', 8, '--gpu-file', out)}")
 
 
 @bench.command("network")
@@ -550,16 +562,16 @@ def _network_rank(out: Path, size: int) -> None:
     with _loading():
         import torch.distributed as dist
 
-        from ithaka.bench import here, measure_network, network_figures
+        from ithaka.bench import device_and_dtype, measure_network, network_figures
 
-    device, _ = here()
+    device, _ = device_and_dtype()
     rows = measure_network(device, size)
     if dist.get_rank() == 0:
         print(_table(rows) if rows else "one rank: nothing is sent")
         out.write_text(json.dumps(network_figures(rows, device), indent=1) + "\n", encoding="utf-8")
         per_node = int(os.environ["LOCAL_WORLD_SIZE"])
         gpus = f"{dist.get_world_size() // per_node}x{per_node}"
-        print(f"written to {out}; use it with: {command('plan', 'MODEL', '--gpus', gpus, '--gpu-file', out)}")
+        print(f"written to {out}; use it with: {shell_command('plan', 'MODEL', '--gpus', gpus, '--gpu-file', out)}")
     dist.barrier()
     dist.destroy_process_group()
 

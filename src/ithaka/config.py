@@ -32,7 +32,7 @@ import yaml
 from ithaka.exits import ExitCode, TransientError, is_transient
 
 # Of a run directory, stored in its config.yaml. 1: without a number; 2: plan.json has what each layer keeps.
-FORMAT = 2
+CONFIG_FORMAT = 2
 
 
 class ConfigError(ValueError):
@@ -65,7 +65,7 @@ class Section:
             try:
                 value = _as(value, hint)
             except ValueError:
-                raise ConfigError(f"{name}={shown(value)} is not accepted; use {_describe(hint)}") from None
+                raise ConfigError(f"{name}={format_value(value)} is not accepted; use {_describe(hint)}") from None
             for number in value if isinstance(value, tuple) else (value,):
                 for limit, bound in entry.metadata.items() if isinstance(number, int | float) else ():
                     if not getattr(operator, limit)(number, bound):
@@ -123,7 +123,7 @@ class ModelConfig(Section):
 
 # The linear modules that an adapter may stand beside, as all families name them, and those that may be trained whole.
 LAYER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-SAVEABLE = ("embed_tokens", "lm_head")
+SAVEABLE_MODULES = ("embed_tokens", "lm_head")
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,10 @@ class AdapterConfig(Section):
         if not self.targets:
             raise ConfigError("adapter.targets=[] names no module; use all-linear, or names such as q_proj")
         targets = () if self.targets == "all-linear" else tuple(name.rpartition(".")[2] for name in self.targets)
-        rules = (("targets", targets, (*LAYER_LINEARS, "lm_head")), ("modules_to_save", self.modules_to_save, SAVEABLE))
+        rules = (
+            ("targets", targets, (*LAYER_LINEARS, "lm_head")),
+            ("modules_to_save", self.modules_to_save, SAVEABLE_MODULES),
+        )
         for key, names, known in rules:
             for name in names:
                 if name not in known:
@@ -157,7 +160,7 @@ class AdapterConfig(Section):
 
 
 @dataclass(frozen=True)
-class Reading(Section):
+class ReadingConfig(Section):
     """How records are read: of data.path, or of one source."""
 
     # The field of a record (JSONL, JSON, Parquet, Arrow) that holds the text.
@@ -174,7 +177,7 @@ class Reading(Section):
 
 
 @dataclass(frozen=True)
-class SourceConfig(Reading):
+class SourceConfig(ReadingConfig):
     """One of data.sources. What it leaves out of how records are read is as in data."""
 
     # As data.path.
@@ -184,7 +187,7 @@ class SourceConfig(Reading):
 
 
 @dataclass(frozen=True)
-class DataConfig(Reading):
+class DataConfig(ReadingConfig):
     # A text file, a directory of sources, JSONL, JSON or Parquet; a directory or a glob of these; a folder of
     # datasets.save_to_disk, or hf://org/name for a dataset on the hub. null: Python's standard library.
     path: Path | None = None
@@ -222,7 +225,7 @@ class DataConfig(Reading):
         _check_names(values, SourceConfig, "data.sources.")
         if self.sources and values.get("path") is None:
             raise ConfigError(f"data.sources has {values}, without a path; add one, as of data.path")
-        shared = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(Reading)}
+        shared = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(ReadingConfig)}
         return SourceConfig(**(shared | values))
 
 
@@ -500,8 +503,8 @@ def check_effects(settings: Mapping[str, Any]) -> None:
             plain = getattr(MemoryConfig, key)
             if (value := settings.get(f"memory.{key}", plain)) not in (plain, "all"):
                 raise ConfigError(
-                    f"memory.{key}={shown(value)} has no effect with {cause}={settings[cause]}; "
-                    f"use {cause}={other}, or memory.{key}={shown(plain)}"
+                    f"memory.{key}={format_value(value)} has no effect with {cause}={settings[cause]}; "
+                    f"use {cause}={other}, or memory.{key}={format_value(plain)}"
                 )
 
 
@@ -551,7 +554,9 @@ def embedded_model(name: Literal["small", "base"]) -> dict[str, Any]:
     }
 
 
-def load(path: Path | None = None, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None) -> Config:
+def load_config(
+    path: Path | None = None, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None
+) -> Config:
     """The resolved configuration: defaults, then `base`, the YAML file, the `section.key=value` overrides."""
     sources = [("the defaults", base or {}), (str(path), _read_yaml(path) if path is not None else {})]
     changes = [("--set", {section: {key: value}}) for section, key, value in map(_parse_override, overrides)]
@@ -560,7 +565,9 @@ def load(path: Path | None = None, overrides: Sequence[str] = (), base: Mapping[
     return _merged([*sources, *changes])
 
 
-def given(path: Path | None, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None) -> set[str]:
+def explicit_settings(
+    path: Path | None, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None
+) -> set[str]:
     """The names, section.key, of what `load` with the same arguments does not take from the defaults."""
     trees = [base or {}, _read_yaml(path) if path is not None else {}]
     sections = (each for tree in trees for each in tree.items() if isinstance(each[1], Mapping))
@@ -568,7 +575,7 @@ def given(path: Path | None, overrides: Sequence[str] = (), base: Mapping[str, A
     return names | {".".join(_parse_override(override)[:2]) for override in overrides}
 
 
-def parse(tree: Mapping[str, Any]) -> Config:
+def parse_config(tree: Mapping[str, Any]) -> Config:
     """A Config from nested mappings; unknown names, wrong types and values out of range raise ConfigError."""
     return _merged([("the configuration", tree)])
 
@@ -613,15 +620,15 @@ def _absolute(name: str) -> str:
     return str(Path(glob.escape(str(Path.cwd()))) / name) if is_glob else name
 
 
-def command(*words: object) -> str:
+def shell_command(*words: object) -> str:
     """An `ithaka` command line to paste into a shell."""
     return shlex.join(["ithaka", *map(str, words)])
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """As it is written in a configuration."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {shown(each)}" for key, each in value.items() if each is not None) + "}"
+        return "{" + ", ".join(f"{key}: {format_value(each)}" for key, each in value.items() if each is not None) + "}"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -653,10 +660,10 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
         raise input_error(words, error) from None
     if not isinstance(tree, dict):
         raise ConfigError(f"config={path} holds no mapping; write sections such as `train:` with keys below them")
-    written = tree.pop("format", FORMAT)  # absent in files written by hand, and in those of format 1
-    if written not in range(1, FORMAT + 1):
+    written = tree.pop("format", CONFIG_FORMAT)  # absent in files written by hand, and in those of format 1
+    if written not in range(1, CONFIG_FORMAT + 1):
         raise ConfigError(
-            f"config={path} has format {written}, and this ithaka reads 1 to {FORMAT}; use the ithaka that wrote it"
+            f"config={path} has format {written}; this ithaka reads 1 to {CONFIG_FORMAT}; use the ithaka that wrote it"
         )
     if isinstance(train := tree.get("train"), dict) and "tensorboard" in train:  # in runs from before `track`
         train.setdefault("track", ["tensorboard"] * bool(train.pop("tensorboard")))
@@ -707,7 +714,7 @@ def _with_curriculum(config: Config, given: Mapping[str, Mapping[str, Any]]) -> 
     places = [(ends[-1], contexts[0]), *zip(ends, contexts, strict=True)]
     for name in ("epochs", "patience", "keep_best"):  # losses at other lengths cannot be compared
         if value := getattr(config.train, name):
-            raise ConfigError(f"train.{name}={shown(value)} cannot stand beside curriculum; leave it out")
+            raise ConfigError(f"train.{name}={format_value(value)} cannot stand beside curriculum; leave it out")
     own = {"train.steps": config.train.steps, "data.context": config.data.context}
     said = [f"{name}={value}" for name, value in own.items() if name.split(".")[1] in given[name.split(".")[0]]]
     if said and tuple(own.values()) not in places:

@@ -15,7 +15,7 @@ from ithaka.config import ConfigError
 from ithaka.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from ithaka.dist.mesh import default_device, end_process_group, make_mesh, start_process_group
 from ithaka.exits import ExitCode
-from ithaka.measure import TASKS, Text, check_prompts, measure, read_text
+from ithaka.measure import TASKS, EvalText, check_prompts, measure_all, read_text
 from ithaka.model.adapters import merge_adapter
 from ithaka.model.build import build_model, has_weights
 from ithaka.plan.search import forward_layout
@@ -91,20 +91,20 @@ def as_model(source: Path, out: Path) -> Path:
     return out
 
 
-def _rank(directory: Path, folder: Path, text: Text, contexts: list[int], samples: int) -> None:
+def _rank(directory: Path, folder: Path, text: EvalText, contexts: list[int], samples: int) -> None:
     start_process_group()
     shape, cp = read_shape(directory), dist.get_world_size()
     dtype = "bfloat16" if default_device().type == "cuda" else "float32"
     layout = forward_layout(shape, cp, max(contexts), dtype)
     mesh = make_mesh(cp, ring=layout.ring)
     model = build_model(directory, mesh, layout, trains=False)
-    found = measure(model, load_tokenizer(None, directory), text, contexts, samples)
+    found = measure_all(model, load_tokenizer(None, directory), text, contexts, samples)
     if mesh.rank == 0:
         (folder / RESULT).write_text(json.dumps(found))
     end_process_group()
 
 
-def marks_of(all_found: Sequence[Any]) -> list[str]:
+def column_marks(all_found: Sequence[Any]) -> list[str]:
     return ["A", "B"][: len(all_found)] if len(all_found) > 1 else [""]
 
 
@@ -114,20 +114,23 @@ def tables(all_found: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[dict
     if len(all_found) > 1:
         yield (
             "models",
-            [{"": m, "model": each["model"]} for m, each in zip(marks_of(all_found), all_found, strict=True)],
+            [{"": m, "model": each["model"]} for m, each in zip(column_marks(all_found), all_found, strict=True)],
         )
-    yield "figures", _beside([list(_figures(each)) for each in all_found], ("figure",))
-    yield "loss by position", _beside([each["loss_by_position"] for each in all_found], ("from", "to"))
-    yield "retrieval by depth", _beside([_by_depth(each["retrieval"]) for each in all_found], ("task", "context"))
+    yield "figures", _merge_columns([list(_figures(each)) for each in all_found], ("figure",))
+    yield "loss by position", _merge_columns([each["loss_by_position"] for each in all_found], ("from", "to"))
+    yield (
+        "retrieval by depth",
+        _merge_columns([_by_depth(each["retrieval"]) for each in all_found], ("task", "context")),
+    )
 
 
-def _beside(tables: Sequence[list[dict[str, Any]]], keys: Sequence[str]) -> list[dict[str, Any]]:
+def _merge_columns(tables: Sequence[list[dict[str, Any]]], keys: Sequence[str]) -> list[dict[str, Any]]:
     """Tables with the same `keys` in each row, as one."""
     joined = []
     for rows in zip(*tables, strict=True):
         own = (
             {f"{k} {m}".strip(): v for k, v in row.items() if k not in keys}
-            for m, row in zip(marks_of(tables), rows, strict=True)
+            for m, row in zip(column_marks(tables), rows, strict=True)
         )
         joined.append({k: rows[0][k] for k in keys} | dict(itertools.chain.from_iterable(each.items() for each in own)))
     return joined
@@ -156,7 +159,7 @@ def as_page(all_found: Sequence[dict[str, Any]]) -> str:
     parts.append("<div class=maps>")
     for task in TASKS:
         maps = []
-        for mark, found in zip(marks_of(all_found), all_found, strict=True):
+        for mark, found in zip(column_marks(all_found), all_found, strict=True):
             cells = _by_depth([cell for cell in found["retrieval"] if cell["task"] == task])
             rows = [{mark: row["context"], **{k: v for k, v in row.items() if k.endswith("%")}} for row in cells]
             maps.append(_table(rows, "heat"))

@@ -33,7 +33,7 @@ class ExitCode(IntEnum):
     SIGNALED = 128, "stopped on request: 130 by SIGINT, 138 by SIGUSR1, 143 by SIGTERM", False
 
 
-FINAL = frozenset(code for code in ExitCode if code.final)
+FINAL_EXIT_CODES = frozenset(code for code in ExitCode if code.final)
 
 # Storage and network faults that pass, unlike missing files, permissions and full disks.
 STORAGE = ["EAGAIN", "EBUSY", "EIO", "ENOLINK", "EREMOTEIO", "ESTALE", "ETIMEDOUT"]

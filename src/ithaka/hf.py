@@ -30,11 +30,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 
 from ithaka.attention.kernels import agree_on_kernel
-from ithaka.config import SAVEABLE, AdapterConfig, ConfigError, parse, parse_count
+from ithaka.config import SAVEABLE_MODULES, AdapterConfig, ConfigError, parse_config, parse_count
 from ithaka.dist.mesh import Mesh, default_device, start_process_group
-from ithaka.layer.loss import IGNORED
+from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.layer.store import Store
-from ithaka.layout import Layout, layout_of
+from ithaka.layout import Layout, layout_from_config
 from ithaka.model import build
 from ithaka.model.adapters import active_adapter
 from ithaka.model.calls import OF_KERNELS
@@ -45,14 +45,14 @@ from ithaka.train import launch
 from ithaka.train.preflight import (
     Run,
     check_fits,
-    gathered,
-    least_of,
-    machine_here,
-    planned,
-    plans_for,
+    detect_machine,
+    gather_objects,
+    plan_run,
     store_host_bytes,
+    uses_planner,
+    weakest_machine,
 )
-from ithaka.train.preflight import together as on_all
+from ithaka.train.preflight import raise_on_all_ranks as on_all
 from ithaka.train.safe_load import load_into
 from ithaka.train.step import clip_gradients
 
@@ -139,7 +139,7 @@ def parallelize(
             print(show.as_text(plan, str(getattr(_base(model), "name_or_path", "") or "the model")), flush=True)
     elif dtype is not None and layout is None:
         layout = Layout(cp=cp or 1, ring=ring or 1, dtype=dtype)
-    model = build.parallelize(model, cp, ring=ring, mesh=mesh, layout=layout, store=store)
+    model = build.parallelize_model(model, cp, ring=ring, mesh=mesh, layout=layout, store=store)
     _base(model).ithaka_plan = plan
     return model
 
@@ -156,15 +156,15 @@ def planned_run(
         "train": {"batch": batch},
         "parallel": {name: value for name, value in fixed.items() if value},
     }
-    config, given = parse(tree), {f"parallel.{name}" for name in tree["parallel"]}
-    here = on_all(machine_here, config, num_ranks, launch.gpu())
-    least, shape = on_all(least_of, gathered(here)), on_all(model_shape, model)
-    if default_device().type == "cuda" and plans_for(config, least):  # else there is no trial to know it by
+    config, given = parse_config(tree), {f"parallel.{name}" for name in tree["parallel"]}
+    here = on_all(detect_machine, config, num_ranks, launch.gpu())
+    least, shape = on_all(weakest_machine, gather_objects(here)), on_all(model_shape, model)
+    if default_device().type == "cuda" and uses_planner(config, least):  # else there is no trial to know it by
         least = least.with_kernel(agree_on_kernel("auto", default_device(), torch.bfloat16, shape.head_dim))
 
     def decided() -> Run:
-        settled, plan = (config, None) if layout else planned(config, given, least, shape)
-        chosen = layout or layout_of(settled, shape.num_layers, num_ranks, on_gpu=here.gpu.name != "CPU")
+        settled, plan = (config, None) if layout else plan_run(config, given, least, shape)
+        chosen = layout or layout_from_config(settled, shape.num_layers, num_ranks, on_gpu=here.gpu.name != "CPU")
         run = Run(settled, num_ranks, shape, chosen, here, plan)
         check_fits(run)
         return run
@@ -180,7 +180,7 @@ def model_shape(model: Any) -> ModelShape:
     if adapter is None:
         return shape
     modules = {name: module for name, module in base.named_modules() if adapter in getattr(module, "lora_A", ())}
-    ends = dict(zip(SAVEABLE, (base.model.embed_tokens, base.lm_head), strict=True))
+    ends = dict(zip(SAVEABLE_MODULES, (base.model.embed_tokens, base.lm_head), strict=True))
     saved = (name for name, module in ends.items() if hasattr(module, "modules_to_save"))
     rank = max(module.r[adapter] for module in modules.values())
     return shape.with_adapter(AdapterConfig(rank=rank, targets=tuple(modules), modules_to_save=tuple(saved)))
@@ -379,7 +379,7 @@ class LongContext(Trainer):
             return model(**inputs)
         labels, aside = inputs["labels"], ("use_cache", "num_items_in_batch")
         tokens = token_logprobs(model, **{name: value for name, value in inputs.items() if name not in aside})
-        valid = labels[:, 1:] != IGNORED
+        valid = labels[:, 1:] != IGNORE_INDEX
         if not fused_lm_head:  # evaluation: the mean over this group's rows, as if it were alone
             return build.ParallelOutput(loss=-tokens.logprobs.sum() / valid.sum().clamp(min=1))
         # What TRL's own head gives, and its loss is made of.
@@ -401,7 +401,9 @@ class LongContext(Trainer):
         shifted = [
             b["shift_labels"] if "shift_labels" in b else b["labels"][..., 1:] for b in batch_samples if "labels" in b
         ]
-        count = torch.tensor(sum(int((labels != IGNORED).sum()) for labels in shifted), device=self.ithaka_mesh.device)
+        count = torch.tensor(
+            sum(int((labels != IGNORE_INDEX).sum()) for labels in shifted), device=self.ithaka_mesh.device
+        )
         dist.all_reduce(count)
         return int(count) // self.ithaka_mesh.cp_size if shifted else None
 

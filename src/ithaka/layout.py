@@ -19,7 +19,7 @@ ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
-class LayerKeeps:
+class ActivationPolicy:
     """What one layer keeps from its forward to its backward, and where."""
 
     input: Tier = "device"
@@ -29,7 +29,7 @@ class LayerKeeps:
     mlp: bool = False  # and what the MLP's first two products return
 
 
-EVERYTHING = LayerKeeps("device", "device", True, True)
+EVERYTHING = ActivationPolicy("device", "device", True, True)
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Layout:
     replicas: int = field(default=1, kw_only=True)  # copies of the model, each sharded over neighbouring ranks
     heads_per_stage: int | None = None  # over a Ulysses group; None: all heads at once, which is plain Ulysses
     tile_tokens: int | None = None  # None: all of a rank's tokens at once
-    kept: tuple[LayerKeeps, ...] = ()  # one entry per layer; empty: every layer keeps its input on the device
+    kept: tuple[ActivationPolicy, ...] = ()  # one entry per layer; empty: every layer keeps its input on the device
     # Memory for time: send the next stage, and fetch what it needs, while this one attends; in backward the input
     # comes to the device once and stays, instead of tile by tile in every walk.
     overlap: bool = True
@@ -69,15 +69,15 @@ class Layout:
         """X: one tensor of the residual stream."""
         return num_tokens * hidden * self.element_bytes
 
-    def of_layers(self, num_layers: int) -> tuple[LayerKeeps, ...]:
+    def of_layers(self, num_layers: int) -> tuple[ActivationPolicy, ...]:
         """`kept` for a model of so many layers."""
         if self.kept and len(self.kept) != num_layers:
             raise ConfigError(
                 f"layout.kept has {len(self.kept)} entries for the {num_layers} layers of the model; give one per layer"
             )
-        return self.kept or (LayerKeeps(),) * num_layers
+        return self.kept or (ActivationPolicy(),) * num_layers
 
-    def groups(self, num_layers: int, first: int = 0) -> list[tuple[LayerKeeps, int]]:
+    def groups(self, num_layers: int, first: int = 0) -> list[tuple[ActivationPolicy, int]]:
         """(what they keep, how many) of neighbouring layers that keep the same, from layer `first` on."""
         return [(keeps, len(list(same))) for keeps, same in groupby(self.of_layers(num_layers)[first:])]
 
@@ -129,10 +129,10 @@ def make_layout(
     everything = min(keep_everything, num_layers)
     projected = max(min(keep_projections, num_layers), everything)
     attended = max(min(keep_attention, num_layers), projected)
-    kept = (LayerKeeps(input_tier),) * (num_layers - attended)
-    kept += (LayerKeeps(input_tier, attention_tier),) * (attended - projected)
-    kept += (LayerKeeps(input_tier, attention_tier, True),) * (projected - everything)
-    kept += (LayerKeeps(input_tier, attention_tier, True, True),) * everything
+    kept = (ActivationPolicy(input_tier),) * (num_layers - attended)
+    kept += (ActivationPolicy(input_tier, attention_tier),) * (attended - projected)
+    kept += (ActivationPolicy(input_tier, attention_tier, True),) * (projected - everything)
+    kept += (ActivationPolicy(input_tier, attention_tier, True, True),) * everything
     return Layout(kept=kept, **fields)
 
 
@@ -178,7 +178,7 @@ def fixed_settings(chosen: Mapping[str, Any], num_layers: int, num_ranks: int) -
     return {name: words.get(name, {}).get(value, value) for name, value in fixed.items()}
 
 
-def settings_of(layout: Layout, num_heads: int) -> dict[str, Any]:
+def settings_from_layout(layout: Layout, num_heads: int) -> dict[str, Any]:
     """A layout in the words of the configuration."""
     words = {word: {new: old for old, new in pairs.items()} for word, pairs in _words(len(layout.kept), 0).items()}
     values = {name: getattr(layout, word) for name, word in SETTINGS.items()}
@@ -190,17 +190,19 @@ def settings_of(layout: Layout, num_heads: int) -> dict[str, Any]:
     return settings
 
 
-def fewest_rings(cp: int, num_heads: int) -> int:
+def smallest_ring(cp: int, num_heads: int) -> int:
     """Of groups that have no more ranks than there are heads."""
     return next(ring for ring in range(1, cp + 1) if cp % ring == 0 and cp // ring <= num_heads)
 
 
-def layout_of(config: Config, num_layers: int, num_ranks: int, on_gpu: bool, num_heads: int | None = None) -> Layout:
+def layout_from_config(
+    config: Config, num_layers: int, num_ranks: int, on_gpu: bool, num_heads: int | None = None
+) -> Layout:
     """The layout that a whole configuration describes. `num_heads`: of the model, for parallel.ring=auto."""
     values = {name: attrgetter(name)(config) for name in SETTINGS}
     fixed = fixed_settings(values | {"parallel.cp": config.parallel.cp_of(num_ranks)}, num_layers, num_ranks)
     dtype, attention = config.model.dtype, config.attention
-    ring = fewest_rings(fixed["cp"], num_heads or fixed["cp"])
+    ring = smallest_ring(fixed["cp"], num_heads or fixed["cp"])
     return make_layout(
         num_layers,
         **{"attention_tier": fixed["input_tier"], "ring": ring, **fixed},
@@ -214,14 +216,14 @@ def layout_of(config: Config, num_layers: int, num_ranks: int, on_gpu: bool, num
 def check_fixed(fixed: Mapping[str, Any], num_heads: int, num_layers: int, num_ranks: int) -> None:
     """Refuse what no layout of such a model on so many ranks can have."""
     stage = fixed.get("heads_per_stage") or 0
-    ring = fixed.get("ring") or fewest_rings(fixed.get("cp") or 1, num_heads)
+    ring = fixed.get("ring") or smallest_ring(fixed.get("cp") or 1, num_heads)
     cp, replicas = fixed.get("cp") or ring, fixed.get("replicas") or 1
     ulysses = cp // ring or 1
     ranks, heads = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks", f"{num_heads} query heads of the model"
     step, most = (ring, num_heads * ring) if fixed.get("ring") else (1, num_ranks)
-    fitting = either(n for n in range(step, min(num_ranks, most) + 1, step) if num_ranks % n == 0)
-    stages = either([*range(ulysses, num_heads + 1, ulysses)[:4], "all"])
-    rings = either(n for n in range(1, cp + 1) if cp % n == 0 and cp // n <= num_heads)
+    fitting = format_choices(n for n in range(step, min(num_ranks, most) + 1, step) if num_ranks % n == 0)
+    stages = format_choices([*range(ulysses, num_heads + 1, ulysses)[:4], "all"])
+    rings = format_choices(n for n in range(1, cp + 1) if cp % n == 0 and cp // n <= num_heads)
     times = f"parallel.ring={ring} times " if ring > 1 else ""
     over = f"parallel.cp={cp}" + f" // parallel.ring={ring}" * (ring > 1)
     for setting, wrong, rule, way_out in (
@@ -237,7 +239,7 @@ def check_fixed(fixed: Mapping[str, Any], num_heads: int, num_layers: int, num_r
             f"parallel.replicas={replicas}",
             num_ranks % replicas,
             f"does not divide the {ranks}",
-            either(n for n in range(1, num_ranks + 1) if num_ranks % n == 0),
+            format_choices(n for n in range(1, num_ranks + 1) if num_ranks % n == 0),
         ),
         (f"parallel.heads_per_stage={stage}", stage > num_heads, f"exceeds the {heads}", "all"),
         (f"parallel.heads_per_stage={stage}", stage % ulysses, f"is not a multiple of {over}", stages),
@@ -254,7 +256,7 @@ def check_fixed(fixed: Mapping[str, Any], num_heads: int, num_layers: int, num_r
             raise ConfigError(f"{setting} {rule}; use {way_out}")
 
 
-def either(ways: Iterable[object]) -> str:
+def format_choices(ways: Iterable[object]) -> str:
     """1, 2 or 4"""
     words = [str(way) for way in ways]
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

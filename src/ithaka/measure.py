@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ithaka.config import ConfigError, Reading
-from ithaka.data.cache import tokenise
-from ithaka.data.files import find
+from ithaka.config import ConfigError, ReadingConfig
+from ithaka.data.cache import tokenize
+from ithaka.data.files import find_files
 from ithaka.data.read import make_shards
 from ithaka.data.tokenizer import Tokenizer
-from ithaka.layer.loss import IGNORED
+from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.model.logprobs import token_logprobs
 
-SHORT = 4096  # tokens of a short context
+SHORT_CONTEXT = 4096  # tokens of a short context
 SHORT_DOCUMENTS = 32  # whose loss at short context is taken
 FIRST_BUCKET = 64  # tokens; from there on a bucket is as long as all before it
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -97,7 +97,7 @@ def make_prompt(task: Task, hay: np.ndarray, tokenizer: Tokenizer, length: int) 
 # ---- measurement, on every rank
 
 
-class Text(NamedTuple):
+class EvalText(NamedTuple):
     """`long`: documents of the largest context, cut to it. `short`: the first documents, cut to SHORT tokens."""
 
     long: list[np.ndarray]
@@ -110,13 +110,13 @@ class Text(NamedTuple):
         return hashlib.sha256(b"".join(each.tobytes() for each in (*self.long, *self.short))).hexdigest()[:16]
 
 
-def check_prompts(text: Text, tokenizer: Tokenizer, contexts: Sequence[int]) -> None:
+def check_prompts(text: EvalText, tokenizer: Tokenizer, contexts: Sequence[int]) -> None:
     """Refuse a context that is too short for the tasks."""
     for kind, context in itertools.product(TASKS, contexts):
         make_prompt(make_task(kind, 0, 0), text.hay, tokenizer, context)
 
 
-def scalars(found: dict[str, Any]) -> dict[str, float]:
+def flatten_metrics(found: dict[str, Any]) -> dict[str, float]:
     """The figures, retrieval over all, and that of each task at each context, by names for a run's records."""
     names = ("loss", "long_context_gain", "key_tokens", "short_context_loss")
     values = {name: found[name] for name in names if found[name] is not None}
@@ -129,10 +129,15 @@ def scalars(found: dict[str, Any]) -> dict[str, float]:
 
 
 def read_text(
-    path: Path | None, tokenizer: Tokenizer, context: int, num_documents: int, short: int = SHORT, where: str = "--data"
-) -> Text:
+    path: Path | None,
+    tokenizer: Tokenizer,
+    context: int,
+    num_documents: int,
+    short: int = SHORT_CONTEXT,
+    where: str = "--data",
+) -> EvalText:
     """Read until there are enough documents of `context` tokens; the hay takes shorter ones too."""
-    text, longest, num_hay = Text([], [], np.empty(0, np.int32)), 0, 0
+    text, longest, num_hay = EvalText([], [], np.empty(0, np.int32)), 0, 0
     hay: list[np.ndarray] = []
     for document in _documents(path, tokenizer, where):
         longest = max(longest, len(document))
@@ -152,9 +157,9 @@ def read_text(
 
 
 def _documents(path: Path | None, tokenizer: Tokenizer, where: str) -> Iterator[np.ndarray]:
-    shards = make_shards(find(path, where).files, Reading())
+    shards = make_shards(find_files(path, where).files, ReadingConfig())
     whole: list[np.ndarray] = []
-    for tokens, first, reason in itertools.chain.from_iterable(tokenise(shard, tokenizer) for shard in shards):
+    for tokens, first, reason in itertools.chain.from_iterable(tokenize(shard, tokenizer) for shard in shards):
         if first and whole:
             yield np.concatenate(whole)
             whole = []
@@ -175,7 +180,7 @@ def token_losses(model: PreTrainedModel, ids_BN: np.ndarray | Tensor, **inputs: 
 def is_retrieved(model: PreTrainedModel, ids_N: np.ndarray, num_answer: int) -> bool:
     """Whether greedy generation would write the answer: every token is the argmax, given those before it."""
     ids = torch.from_numpy(ids_N).long()[None]
-    labels = torch.full_like(ids, IGNORED)
+    labels = torch.full_like(ids, IGNORE_INDEX)
     labels[:, -num_answer:] = ids[:, -num_answer:]
     return bool(token_logprobs(model, ids, labels).correct[:, -num_answer:].all())
 
@@ -206,8 +211,13 @@ def mean_and_error(values: Sequence[Tensor]) -> tuple[float, float | None]:
     return float(means.mean()), float(means.std() / len(means) ** 0.5) if len(means) > 1 else None
 
 
-def measure(
-    model: PreTrainedModel, tokenizer: Tokenizer, text: Text, contexts: Sequence[int], samples: int, short: int = SHORT
+def measure_all(
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    text: EvalText,
+    contexts: Sequence[int],
+    samples: int,
+    short: int = SHORT_CONTEXT,
 ) -> dict[str, Any]:
     """All figures. Every rank calls it, and all get the same. Losses are means over documents, errors those of the
     means. A long_context_gain below zero: the long context helps. key_tokens: the share that it helps most, the tail

@@ -43,7 +43,7 @@ class Listener:
     def tag(self, tensor: Tensor, holder: str) -> None: ...
 
 
-class Now:
+class PhaseState:
     """The open phases, and the holder of what is allocated."""
 
     listeners: tuple[Listener, ...] = ()
@@ -54,7 +54,7 @@ class Now:
 @contextmanager
 def phase(name: str) -> Iterator[None]:
     """Marks the code inside as phase `name`, below the phases already open."""
-    if not Now.listeners:
+    if not PhaseState.listeners:
         yield
         return
     outer = _enter(name)
@@ -65,29 +65,29 @@ def phase(name: str) -> Iterator[None]:
 
 
 def _enter(name: str) -> tuple[PhasePath, str]:
-    outer = Now.path, Now.holder
-    _set((*Now.path, name), HOLDER_OF_PHASE.get(name, Now.holder))
-    for listener in Now.listeners:
-        listener.enter(Now.path)
+    outer = PhaseState.path, PhaseState.holder
+    _set((*PhaseState.path, name), HOLDER_OF_PHASE.get(name, PhaseState.holder))
+    for listener in PhaseState.listeners:
+        listener.enter(PhaseState.path)
     return outer
 
 
 def _leave(outer: tuple[PhasePath, str]) -> None:
-    path = Now.path
+    path = PhaseState.path
     _set(*outer)
-    for listener in Now.listeners:
+    for listener in PhaseState.listeners:
         listener.leave(path)
 
 
 def _set(path: PhasePath, holder: str) -> None:
-    Now.path, Now.holder = path, holder
-    for listener in Now.listeners:
+    PhaseState.path, PhaseState.holder = path, holder
+    for listener in PhaseState.listeners:
         listener.holder_changed()
 
 
 def mark_backward(y: Tensor, *names: str) -> Tensor:
     """Returns y. Puts autograd's work from y's gradient to its parameters' into the phases `names`."""
-    if not Now.listeners or y.grad_fn is None:
+    if not PhaseState.listeners or y.grad_fn is None:
         return y
     outer: list[tuple[PhasePath, str]] = []
 
@@ -104,20 +104,20 @@ def mark_backward(y: Tensor, *names: str) -> Tensor:
 @contextmanager
 def holding(holder: str) -> Iterator[None]:
     """Attributes memory allocated inside to `holder`."""
-    if not Now.listeners:
+    if not PhaseState.listeners:
         yield
         return
-    outer = Now.holder
-    _set(Now.path, holder)
+    outer = PhaseState.holder
+    _set(PhaseState.path, holder)
     try:
         yield
     finally:
-        _set(Now.path, outer)
+        _set(PhaseState.path, outer)
 
 
 def tag(tensor: Tensor, holder: str) -> Tensor:
     """Attributes `tensor`'s memory to `holder` from now on."""
-    for listener in Now.listeners:
+    for listener in PhaseState.listeners:
         listener.tag(tensor, holder)
     return tensor
 
@@ -125,10 +125,10 @@ def tag(tensor: Tensor, holder: str) -> Tensor:
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
     """Tells `listener` about every phase and holder inside."""
-    Now.listeners = (*Now.listeners, listener)
+    PhaseState.listeners = (*PhaseState.listeners, listener)
     try:
         yield
     finally:
-        Now.listeners = tuple(other for other in Now.listeners if other is not listener)
-        if not Now.listeners:  # an error in backward skips the hooks that would have closed its phases
-            Now.path, Now.holder = (), OTHER
+        PhaseState.listeners = tuple(other for other in PhaseState.listeners if other is not listener)
+        if not PhaseState.listeners:  # an error in backward skips the hooks that would have closed its phases
+            PhaseState.path, PhaseState.holder = (), OTHER

@@ -29,14 +29,14 @@ from ithaka.plan.hardware import GIB, this_host
 from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan
 from ithaka.plan.seconds import Seconds, layer_seconds
-from ithaka.plan.show import size
+from ithaka.plan.show import format_bytes
 from ithaka.profile.live import LiveBytes
 from ithaka.profile.times import Timeline
 from ithaka.train.console import status
 from ithaka.train.loop import OutOfMemoryError
-from ithaka.train.preflight import STORED
+from ithaka.train.preflight import STORE_HOLDERS
 from ithaka.train.step import make_optimizer
-from ithaka.train.watch import Witness, explain_shortage, is_shortage
+from ithaka.train.watch import OutOfMemoryTracker, explain_out_of_memory, ran_out_of_memory
 
 TINY_TOKENS = 1024  # per rank: a run whose activations are nothing beside the weights
 SHORT_DOCUMENT = 128 * 1024  # with memory_only, attention does not look further back
@@ -63,7 +63,7 @@ def rehearse(
     ranks: int,
     context: int,
     memory_only: bool,
-    witness: Witness,
+    witness: OutOfMemoryTracker,
     adapter: AdapterConfig | None = None,
     trains: bool = True,
 ) -> Rehearsed:
@@ -175,7 +175,7 @@ def ladder(config: dict[str, Any], ranks: int, context: int, tile_tokens: int, l
     for name, change in rungs.items():
         layout = layout.but(**change)
         with status(f"{name}: rehearsing at {context} tokens"):
-            measured = rehearse(config, layout, ranks, context, False, Witness(default_device()))
+            measured = rehearse(config, layout, ranks, context, False, OutOfMemoryTracker(default_device()))
         gc.collect()
         torch.cuda.empty_cache()
         sizes = {"peak MiB": measured.layer_bytes / 2**20, "peak X": measured.layer_bytes / measured.x_bytes}
@@ -196,7 +196,9 @@ def gate(recorded: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
         kept: dict[str, Any] = {"input_tier": "host", "keep_attention": 2, "attention_tier": "host"}
         layout = make_layout(2, cp=8, heads_per_stage=heads, overlap=overlap, tile_tokens=tile, dtype=_dtype(), **kept)
         with status(f"a layer at {context} tokens"):
-            measured = rehearse(find_config("llama3-8b"), layout, 8, context, False, Witness(default_device()))
+            measured = rehearse(
+                find_config("llama3-8b"), layout, 8, context, False, OutOfMemoryTracker(default_device())
+            )
         gc.collect()
         torch.cuda.empty_cache()
         found = {"seconds": measured.forward_s + measured.backward_s, "peak GiB": measured.peak_bytes / GIB}
@@ -209,12 +211,12 @@ def gate(recorded: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
 # ---- a plan: measured beside planned
 
 
-def kernel_here(name: str, head_dim: int) -> str:
+def find_kernel(name: str, head_dim: int) -> str:
     """The attention kernel that runs on this device, in the precision of a rehearsal."""
     return resolve_kernel(name, default_device(), getattr(torch, _dtype()), head_dim).name
 
 
-def of_few_layers(plan: Plan, layers: int, memory_only: bool, kernel: str = "auto") -> Plan:
+def truncate_plan(plan: Plan, layers: int, memory_only: bool, kernel: str = "auto") -> Plan:
     """What a plan's own layout costs on few layers, which keep what the plan's evenly spaced ones do, in the precision
     of this device. Each of them gets the adapters of the layer that has most."""
     shape = plan.shape
@@ -235,12 +237,12 @@ def check_cpu_memory(few: Plan) -> None:
     need_bytes, free_bytes = ledger.gpu_peak - ledger.gpu["reserve"] + on_host, this_host().memory_bytes
     if need_bytes > free_bytes and not _on_gpu():
         raise ConfigError(
-            f"--context {few.work.context} with --layers {few.shape.num_layers} needs {size(need_bytes)} of memory "
-            f"without a GPU, and {size(free_bytes)} are free; use a shorter --context or fewer --layers"
+            f"--context {few.work.context} with --layers {few.shape.num_layers} needs {format_bytes(need_bytes)} "
+            f"without a GPU, and {format_bytes(free_bytes)} are free; use a shorter --context or fewer --layers"
         )
 
 
-def about(plan: Plan, few: Plan) -> dict[str, Any]:
+def describe_rehearsal(plan: Plan, few: Plan) -> dict[str, Any]:
     """What is to be rehearsed. kernel: that runs here; planned_kernel: whose rates were planned with."""
     s, hidden = few.work.local_tokens(few.layout.cp), few.shape.hidden
     x = f"one {few.layout.dtype} activation [{s} tokens per rank, {hidden} hidden]"
@@ -248,20 +250,20 @@ def about(plan: Plan, few: Plan) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name() if _on_gpu() else times,
         "gpus": plan.hardware.name,
-        "kernel": kernel_here(few.layout.kernel, few.shape.head_dim),
+        "kernel": find_kernel(few.layout.kernel, few.shape.head_dim),
         "planned_kernel": plan.hardware.gpu.kernel or None,
         "context": plan.work.context,
         "layers": few.shape.num_layers,
         "layers_of_model": plan.shape.num_layers,
         "attention_cut_short": few.work != plan.work and plan.work.tokens > SHORT_DOCUMENT,
-        "x": f"{x} = {size(few.layout.x_bytes(hidden, s))}",
+        "x": f"{x} = {format_bytes(few.layout.x_bytes(hidden, s))}",
         "settings": plan.settings,
     }
 
 
 def rehearse_plan(plan: Plan, few: Plan, model: str) -> tuple[list[dict[str, Any]], str]:
     """(measured beside planned, where the peak was) of the first layers of `model`, in the memory of the plan's GPU."""
-    config, witness = find_config(model), Witness(default_device())
+    config, witness = find_config(model), OutOfMemoryTracker(default_device())
     if _on_gpu():
         total_bytes = torch.cuda.get_device_properties(default_device()).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, plan.hardware.gpu.memory_bytes / total_bytes))
@@ -269,9 +271,9 @@ def rehearse_plan(plan: Plan, few: Plan, model: str) -> tuple[list[dict[str, Any
         how = (few.work != plan.work, witness, few.shape.adapter, plan.work.trains)
         measured = rehearse(config, few.layout, plan.hardware.num_gpus, plan.work.tokens, *how)
     except Exception as error:
-        if not is_shortage(error):
+        if not ran_out_of_memory(error):
             raise
-        raise OutOfMemoryError(explain_shortage(few, error, witness, model)) from error
+        raise OutOfMemoryError(explain_out_of_memory(few, error, witness, model)) from error
     return compare(plan, few, measured), measured.peak_phase
 
 
@@ -295,7 +297,7 @@ def compare(plan: Plan, few: Plan, measured: Rehearsed) -> list[dict[str, Any]]:
     step_s = measured.step_s + (more - few.shape.num_layers) * layer_s + whole.exchange
     tokens_per_s = plan.work.tokens / plan.layout.cp / step_s
     peak, of_node = few.ledger.gpu_peak - few.ledger.gpu["reserve"], GIB * few.hardware.gpus_per_node
-    host = sum(few.ledger.host[holder] for holder in STORED)
+    host = sum(few.ledger.host[holder] for holder in STORE_HOLDERS)
     rows: list[tuple[str, float | None, float, str]] = [
         ("peak, reserve apart", peak / GIB, measured.peak_bytes / GIB, "GiB"),
         ("layer peak above parameters and gradients", None, measured.layer_bytes / measured.x_bytes, "X"),

@@ -18,8 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ithaka.config import Config
-from ithaka.data.open import balance, check, data_facts, epoch_steps, open_data
-from ithaka.data.pack import IGNORED
+from ithaka.data.open import balance, check_data, data_facts, epoch_steps, open_data
+from ithaka.data.pack import IGNORE_INDEX
 from ithaka.data.stream import TrainData
 from ithaka.data.tokenizer import Tokenizer, load_tokenizer
 from ithaka.report.page import page
@@ -33,7 +33,7 @@ TOOLS = re.compile(
 TERMINAL, PAGE = (2, 4, 240), (4, 8, 800)  # shown: sequences, documents of each, tokens of each document
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """Tokens of a document that make whole characters; `position`: of the first. No ids: what is left out, in words."""
 
     text: str
@@ -46,12 +46,14 @@ class Piece(NamedTuple):
 class DataView(NamedTuple):
     figures: dict[str, Any]  # for programs
     facts: dict[str, str]  # in words, by topic
-    sequences: list[tuple[str, list[tuple[str, list[Piece]]]]]  # some of them and their documents, each in words first
+    sequences: list[
+        tuple[str, list[tuple[str, list[TextPiece]]]]
+    ]  # some of them and their documents, each in words first
 
 
 def read_data(config: Config, limits: tuple[int, int, int]) -> DataView:
     """ConfigError as for a run with this data."""
-    check(config.data, model_shape(config).vocab, config.model.path)
+    check_data(config.data, model_shape(config).vocab, config.model.path)
     train, ranks = config.train, config.parallel.ranks
     num_ranks = launch.decide_ranks(ranks, launch.num_gpus()) if ranks == "auto" else ranks  # none is started here
     dp_size = max(1, num_ranks // config.parallel.cp_of(num_ranks))
@@ -90,7 +92,7 @@ def count(data: TrainData) -> dict[str, Any]:
     kept = taken[taken["length"] <= stream.context] if dropped else taken
     trained = np.zeros(len(stream.sources), np.int64)
     for sequence in map(stream.sequence, range(len(packed))):
-        trained += np.bincount(sequence.source_ids()[sequence.labels() != IGNORED], minlength=len(trained))
+        trained += np.bincount(sequence.source_ids()[sequence.labels() != IGNORE_INDEX], minlength=len(trained))
     sources: list[dict[str, Any]] = []
     complete = True
     for i, source in enumerate(stream.sources):
@@ -127,13 +129,13 @@ def count(data: TrainData) -> dict[str, Any]:
 
 def show_sequence(data: TrainData, index: int, num_documents: int, num_tokens: int) -> tuple[str, list[Any]]:
     sequence = data.stream.sequence(index)
-    ids, trained = sequence.ids, sequence.labels() != IGNORED
+    ids, trained = sequence.ids, sequence.labels() != IGNORE_INDEX
     edges = [*sequence.starts.tolist(), sequence.length]
 
     def words(what: str, low: int, high: int) -> str:
         return f"{what}: {high - low:,} tokens, {trained[low:high].sum():,} trained"
 
-    shown: list[tuple[str, list[Piece]]] = []
+    shown: list[tuple[str, list[TextPiece]]] = []
     for n, (low, high) in enumerate(itertools.islice(itertools.pairwise(edges), num_documents), 1):
         source = f" of {data.source_names[sequence.sources[n - 1]]}" if len(data.source_names) > 1 else ""
         pieces = show_document(data.cache.tokenizer, ids[low:high].tolist(), trained[low:high], num_tokens)
@@ -145,7 +147,7 @@ def show_sequence(data: TrainData, index: int, num_documents: int, num_tokens: i
     return f"{words(title, 0, edges[-1])}, {len(ids) - edges[-1]:,} of padding", shown
 
 
-def show_document(tokenizer: Tokenizer, ids: list[int], trained: np.ndarray, most: int) -> list[Piece]:
+def show_document(tokenizer: Tokenizer, ids: list[int], trained: np.ndarray, most: int) -> list[TextPiece]:
     """Its pieces, without the middle if it has more than `most` tokens."""
     low, high = (most // 3, len(ids) - 2 * most // 3) if len(ids) > most else (len(ids), len(ids))
     found = [*_pieces(tokenizer, ids, trained, 0, low), *_pieces(tokenizer, ids, trained, high, len(ids))]
@@ -155,11 +157,11 @@ def show_document(tokenizer: Tokenizer, ids: list[int], trained: np.ndarray, mos
         found[first : last + 1] = [piece._replace(tool=True) for piece in found[first : last + 1]]
     if low < high:
         left_out = f"... {high - low:,} tokens left out here, {trained[low:high].sum():,} trained ..."
-        found.insert(sum(piece.position < low for piece in found), Piece(left_out, [], low, False))
+        found.insert(sum(piece.position < low for piece in found), TextPiece(left_out, [], low, False))
     return found
 
 
-def _pieces(tokenizer: Tokenizer, ids: list[int], trained: np.ndarray, low: int, high: int) -> Iterator[Piece]:
+def _pieces(tokenizer: Tokenizer, ids: list[int], trained: np.ndarray, low: int, high: int) -> Iterator[TextPiece]:
     """Of ids[low:high]. The text of a token depends on what is before it, and a character may have several tokens."""
     before = max(low - 1, 0)
     for end in range(low + 1, high + 1):
@@ -167,7 +169,7 @@ def _pieces(tokenizer: Tokenizer, ids: list[int], trained: np.ndarray, low: int,
         if not text.endswith("\ufffd") or end == high or trained[end] != trained[low]:
             text = text[len(tokenizer.decode(ids[before:low])) :]
             text = "".join(c if c.isprintable() else "↵\n" if c == "\n" else repr(c)[1:-1] for c in text)
-            yield Piece(text, ids[low:end], low, bool(trained[low]))
+            yield TextPiece(text, ids[low:end], low, bool(trained[low]))
             before, low = low, end
 
 
@@ -185,14 +187,14 @@ def print_data(view: DataView, console: Console) -> None:
         )
     console.print(facts, Text(), lengths)
     legend = ("trained", [0], 0, True), (", only read, ", [0], 0, False), ("tools", [0], 0, False, True)
-    console.print(Text("\n").append(_styled([Piece(*each) for each in legend], plain)))
+    console.print(Text("\n").append(_styled([TextPiece(*each) for each in legend], plain)))
     for title, shown in view.sequences:
         console.print(Text(f"\n{title}", "bold"))
         for words, pieces in shown:
             console.print(Text(f"── {words}", "cyan"), *[_styled(pieces, plain)] * bool(pieces), sep="\n")
 
 
-def _styled(pieces: list[Piece], plain: bool) -> Text:
+def _styled(pieces: list[TextPiece], plain: bool) -> Text:
     text = Text()
     for trained, run in itertools.groupby(pieces, lambda piece: piece.trained):
         text.append("«" * (plain and trained))
@@ -224,7 +226,7 @@ def data_page(view: DataView, heading: str) -> str:
     return page(heading, "".join(parts))
 
 
-def _span(piece: Piece) -> str:
+def _span(piece: TextPiece) -> str:
     tag, kind = "mark" if piece.trained else "span", " class=tool" * piece.tool
     about = f"id {' '.join(map(str, piece.ids))}, position {piece.position}"
     about = f'{tag}{kind} title="{about}"' if piece.ids else "em class=gap"

@@ -25,10 +25,10 @@ from transformers.utils import logging
 
 from ithaka.config import AdapterConfig, Config, ConfigError
 from ithaka.dist.mesh import Mesh, end_process_group, make_mesh
-from ithaka.layer.loss import IGNORED
-from ithaka.layout import LayerKeeps, Layout, layout_of
+from ithaka.layer.loss import IGNORE_INDEX
+from ithaka.layout import ActivationPolicy, Layout, layout_from_config
 from ithaka.model.adapters import add_adapter, with_stored_settings
-from ithaka.model.build import has_weights, hf_config, parallelize
+from ithaka.model.build import has_weights, parallelize_model, read_hf_config
 from ithaka.model.logprobs import token_logprobs
 from ithaka.model.weights import EMBEDDINGS, tensor_files
 from ithaka.plan.shape import read_shape, shape_from_config
@@ -74,9 +74,9 @@ def verify(source: Path | dict, config: Config | None = None, cp: int | None = N
 def layout_for(config: Config | None, cp: int, heads: int) -> Layout:
     """The configuration's layout, for two layers, few tokens and float64; without one, with every technique on."""
     if config is None:
-        kept = (LayerKeeps("host", "host"), LayerKeeps())
+        kept = (ActivationPolicy("host", "host"), ActivationPolicy())
         return Layout(cp, cp if cp < heads else None, TILE, kept, dtype="float64")
-    layout = layout_of(config, 2, cp, on_gpu=False)
+    layout = layout_from_config(config, 2, cp, on_gpu=False)
     stage = layout.heads_per_stage and max(1, layout.heads_per_stage // config.parallel.cp_of(cp)) * cp
     stage, tile = stage if stage and stage < heads else None, min(layout.tile_tokens or TILE, TILE)
     layout = replace(layout, cp=cp, heads_per_stage=stage, tile_tokens=tile, dtype="float64", offload_optimizer=False)
@@ -89,7 +89,7 @@ def layout_for(config: Config | None, cp: int, heads: int) -> Layout:
 def cut(source: Path | dict, out: Path, settings: Config | None = None) -> str:
     """Writes a Hugging Face directory with two layers, of two kinds if the model has them, and the first tokens.
     Returns whose weights it has."""
-    config = hf_config(source, settings.model.rope if settings is not None else None)
+    config = read_hf_config(source, settings.model.rope if settings is not None else None)
     kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
     layers = [0, next((i for i, kind in enumerate(kinds) if kind != kinds[0]), 1)][: len(kinds)]
     config.num_hidden_layers, config.vocab_size = len(layers), min(VOCAB, config.vocab_size)
@@ -114,7 +114,7 @@ def cut(source: Path | dict, out: Path, settings: Config | None = None) -> str:
     return "its own"
 
 
-def load(directory: Path, adapter: AdapterConfig | None) -> PreTrainedModel:
+def load_models(directory: Path, adapter: AdapterConfig | None) -> PreTrainedModel:
     """The cut model in float64; adapters are random, since with B zero, as it starts, A has no gradient."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, attn_implementation="sdpa")
     if adapter is not None:
@@ -140,20 +140,20 @@ def _rank(directory: Path, layout: Layout, adapter: AdapterConfig | None, device
     end_process_group()
 
 
-class Pair:
+class ModelPair:
     """The parallel model, and on rank 0 the plain one. Every rank calls every method; rank 0 has the answers."""
 
     def __init__(self, directory: Path, mesh: Mesh, layout: Layout, adapter: AdapterConfig | None = None) -> None:
         self.turned: dict[str, float] = {}  # how far gradients of heads pointed elsewhere, by name
-        self.plain = load(directory, adapter).to(mesh.device) if mesh.rank == 0 else None
-        model = load(directory, adapter)
+        self.plain = load_models(directory, adapter).to(mesh.device) if mesh.rank == 0 else None
+        model = load_models(directory, adapter)
         layout = replace(layout, kept=layout.kept[-model.config.num_hidden_layers :])
         self.head_dim = model.model.layers[0].self_attn.head_dim
-        self.model = parallelize(model, mesh=mesh, layout=layout)
+        self.model = parallelize_model(model, mesh=mesh, layout=layout)
 
     def losses(self, ids: Tensor, labels: Tensor, right: Callable | None = None, **inputs: Tensor) -> dict[str, float]:
         """Errors of the loss and of every gradient, by name; sets `turned`. `right`: the plain model's summed loss."""
-        count, plain = (labels[:, 1:] != IGNORED).sum(), self.plain
+        count, plain = (labels[:, 1:] != IGNORE_INDEX).sum(), self.plain
         loss = self.model(input_ids=ids, labels=labels, **inputs).loss
         loss.backward()
         errors, wanted, self.turned = {}, {}, {}
@@ -182,7 +182,7 @@ class Pair:
 
 
 def run_checks(directory: Path, mesh: Mesh, layout: Layout, adapter: AdapterConfig | None) -> Checks:
-    pair, cp = Pair(directory, mesh, layout), layout.cp
+    pair, cp = ModelPair(directory, mesh, layout), layout.cp
     vocab, full_length = pair.model.config.vocab_size, pair.model.config.max_position_embeddings
 
     def ids_of(*shape: int) -> Tensor:
@@ -190,18 +190,20 @@ def run_checks(directory: Path, mesh: Mesh, layout: Layout, adapter: AdapterConf
 
     ids = ids_of(2, 8 * cp + 3)
     yield check("logits", "all", pair.logits(ids, {}))
-    errors = pair.losses(ids, ids.masked_fill(ids_of(2, 8 * cp + 3) % 4 == 0, IGNORED))
+    errors = pair.losses(ids, ids.masked_fill(ids_of(2, 8 * cp + 3) % 4 == 0, IGNORE_INDEX))
     yield check("loss", "loss", errors.pop("loss", 0.0))
     yield _worst("gradients", errors)
     yield _worst("head pairing", pair.turned)  # direction alone: a wrong partner, not a wrong factor
     if cp > 1:
         ids, at = ids_of(1, 4 * cp), torch.arange(4 * cp)
-        yield _worst("labels at shard borders", pair.losses(ids, ids.masked_fill((at % 4 != 0) | (at == 0), IGNORED)))
+        yield _worst(
+            "labels at shard borders", pair.losses(ids, ids.masked_fill((at % 4 != 0) | (at == 0), IGNORE_INDEX))
+        )
     ids = ids_of(1, cp + 1)  # on four ranks 2, 2, 1 and none
     yield _worst("uneven lengths", pair.losses(ids, ids))
     ids, at = ids_of(2, 2 * cp + 5), torch.arange(2 * cp + 5)
     mask = torch.stack([at < cp + 2, at >= cp + 2])  # the first row is padded on the right, the other on the left
-    labels = ids.masked_fill(~(mask & F.pad(mask[:, :-1], (1, 0))), IGNORED)
+    labels = ids.masked_fill(~(mask & F.pad(mask[:, :-1], (1, 0))), IGNORE_INDEX)
     yield _worst("padding", pair.losses(ids, labels, attention_mask=mask.long()))
     yield from _documents(pair, ids_of, (5, 1, cp + 4, 7))
     few = min(10, getattr(pair.model.config, "sliding_window", None) or 10)
@@ -215,14 +217,14 @@ def run_checks(directory: Path, mesh: Mesh, layout: Layout, adapter: AdapterConf
         del pair
         gc.collect()  # two models of 8B, cut, fill a laptop; FSDP2 has cycles
         ids = ids_of(1, 8 * cp + 3)
-        yield _worst("adapter", Pair(directory, mesh, layout, adapter).losses(ids, ids))
+        yield _worst("adapter", ModelPair(directory, mesh, layout, adapter).losses(ids, ids))
 
 
-def _documents(pair: Pair, ids_of: Callable[..., Tensor], lengths: tuple[int, ...]) -> Checks:
+def _documents(pair: ModelPair, ids_of: Callable[..., Tensor], lengths: tuple[int, ...]) -> Checks:
     """Packed, as if each were alone; and every other one changed, which the rest must not notice."""
     ids = ids_of(1, sum(lengths))
     documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
-    labels = ids.index_fill(1, torch.tensor([0, *accumulate(lengths)][:-1]), IGNORED)
+    labels = ids.index_fill(1, torch.tensor([0, *accumulate(lengths)][:-1]), IGNORE_INDEX)
 
     def alone(plain: nn.Module) -> Tensor:
         return torch.stack([_plain_sum(plain, part, part) for part in ids.split(lengths, dim=1)]).sum()
@@ -247,7 +249,9 @@ def _plain_logits(model: nn.Module, ids: Tensor, **inputs: Tensor) -> Tensor:
 def _plain_sum(model: nn.Module, ids: Tensor, labels: Tensor, **inputs: Tensor) -> Tensor:
     """Of the losses in the model's own precision; its own loss rounds to float32."""
     logits = _plain_logits(model, ids, **inputs)[:, :-1].flatten(0, 1)
-    return F.cross_entropy(logits, labels[:, 1:].flatten().to(logits.device), ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(
+        logits, labels[:, 1:].flatten().to(logits.device), ignore_index=IGNORE_INDEX, reduction="sum"
+    )
 
 
 def _relative(ours: Tensor, right: Tensor, least: float = 0.0) -> float:

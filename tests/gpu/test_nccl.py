@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from ithaka.config import to_yaml
 from ithaka.dist.mesh import default_device, free_memory, make_mesh
 from ithaka.layer import stages
-from ithaka.model.build import parallelize
+from ithaka.model.build import parallelize_model
 from ithaka.plan import rounds
 from ithaka.train import heartbeat, loop
 from precision import (
@@ -104,7 +104,7 @@ def compare_with_autocast(family: str, cases: dict[str, Case]) -> dict[str, str]
         layout = replace(bf16(heads, tile_tokens=size.tokens // 3, **options), cp=cp, ring=ring)
         layout, ours = replace(layout, kept=layout.kept * size.layers), []
         for model, of_seed in zip(models, rows, strict=True):
-            parallel = parallelize(copy.deepcopy(model), mesh=mesh, layout=layout)
+            parallel = parallelize_model(copy.deepcopy(model), mesh=mesh, layout=layout)
             ids = of_seed[mesh.dp_rank]
             parallel(input_ids=ids, labels=ids).loss.backward()
             ours.append({name: param.grad.full_tensor() for name, param in parallel.named_parameters()})
@@ -201,7 +201,7 @@ def falls_out(config, folder, how: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop.Trainer, "advance", count_and_advance)
         patch.setattr(stages.HeldHeads, "attend", attend_or_not)
-        patch.setattr(heartbeat, "leave", leave)
+        patch.setattr(heartbeat, "exit_rank", leave)
         if how == "asleep":
             patch.setattr(heartbeat, "LEAST_S", 15.0)
         run(config)

@@ -24,11 +24,11 @@ from ithaka.attention.pairs import (
     EDGE,
     FULL,
     WINDOW,
-    Keys,
+    KeyRange,
+    KeySpan,
     Pair,
     QueryBlock,
     Range,
-    Span,
     by_part,
     in_ranges,
     query_major,
@@ -38,19 +38,19 @@ from ithaka.attention.pairs import (
 )
 from ithaka.config import ConfigError
 from ithaka.plan.bytes import CALL_TOKENS, WHOLE_TOKENS
-from ithaka.plan.deal import Deal, contiguous
-from ithaka.plan.rounds import Round, rounds_of
+from ithaka.plan.deal import Deal, contiguous_deal
+from ithaka.plan.rounds import RingRound, ring_rounds
 
 Tensors = tuple[Tensor, ...]
 MAX_ELEMENTS = 2**31 - 1  # the most that a kernel call may address
 # Up to this length, documents of unequal length share calls of the varlen kernel. cuDNN is faster at every length but
 # plans each new shape (0.13 s for both directions); longer documents repay that (measured at 128 heads x layers).
-SHORT = 32768
+SHORT_CALL_TOKENS = 32768
 # Rows in forward, keys in backward, that one SM of a Hopper GPU attends to at a time in fa4, up to a head dim.
 FA4_TILES = (((96, 192), (256, 128)), ((128, 128), (192, 96), (256, 48)))
 
 
-class How(TypedDict, total=False):
+class AttentionSpec(TypedDict, total=False):
     """Which attention to compute, and how; the same in both directions."""
 
     scale: Required[float]
@@ -69,7 +69,7 @@ def attention(
     *,
     part: int = 0,
     sums: tuple[Tensor, Tensor] | None = None,
-    **how: Unpack[How],
+    **how: Unpack[AttentionSpec],
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale * q k^T + mask) v, and the log-sum-exp of each row. Not differentiable.
 
@@ -103,7 +103,7 @@ def attention_backward(
     part: int = 0,
     dq: Tensor | None = None,
     sums: tuple[Tensor, Tensor] | None = None,
-    **how: Unpack[How],
+    **how: Unpack[AttentionSpec],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq_SnK, written over `out`, dk_SmK and dv_SmK from `attention`'s inputs and its results.
 
@@ -161,7 +161,7 @@ class _Chunk:
     longest: int
 
     @classmethod
-    def of(cls, spans: list[Span], device: torch.device) -> "_Chunk":
+    def of(cls, spans: list[KeySpan], device: torch.device) -> "_Chunk":
         start, shift = spans[0].start, spans[0].shift
         ends = [0, *(span.start + span.length - start for span in spans)]
         keys, rows = (slice(a, a + ends[-1]) for a in (start, start + shift))
@@ -179,21 +179,21 @@ class Docs:
     """
 
     def __init__(self, starts: tuple[int, ...], deal: Deal | None = None, member: int = 0) -> None:
-        self.starts, self.deal = starts, deal or contiguous(starts[-1], 1)
+        self.starts, self.deal = starts, deal or contiguous_deal(starts[-1], 1)
         self.member, self.runs = member, self.deal.members[member]
         self.sent_bytes = 0  # by this member to others, so far
         if starts[0] != 0 or any(b < a for a, b in zip(starts, starts[1:], strict=False)):
             raise ConfigError(f"docs must start at 0 and ascend, got {starts[:4]}...{starts[-2:]}")
         self.longest = max(b - a for a, b in zip(starts, starts[1:], strict=False))
-        self._rounds: dict[tuple[bool, int | None], list[Round]] = {}
+        self._rounds: dict[tuple[bool, int | None], list[RingRound]] = {}
         self._walks: dict[tuple, list[tuple[list[QueryBlock], list[_Chunk]]]] = {}
 
-    def rounds(self, causal: bool = True, window: int | None = None) -> list[Round]:
+    def rounds(self, causal: bool = True, window: int | None = None) -> list[RingRound]:
         """How keys of other members come to this one; as many rounds on all of them, none if no rows see any."""
         if (causal, window) not in self._rounds:
             members = self.deal.members if len(self.deal.members) > 1 else ()
             all_seen = [seen(spans_of(self.starts, runs), causal, window) for runs in members]
-            self._rounds[causal, window] = rounds_of(self.deal, all_seen, self.member) if members else []
+            self._rounds[causal, window] = ring_rounds(self.deal, all_seen, self.member) if members else []
         return self._rounds[causal, window]
 
     def num_keys(self, part: int, causal: bool, window: int | None) -> int:
@@ -210,7 +210,7 @@ class Docs:
             # Documents that are whole on this rank lie in its keys as in its rows.
             whole = [span._replace(start=span.start + span.shift, shift=0) for span in spans if span.is_whole]
             if varlen:
-                short = min(SHORT, how["block_q"], how["block_kv"])
+                short = min(SHORT_CALL_TOKENS, how["block_q"], how["block_kv"])
                 whole, ragged = split_ragged(whole, short=short, block=max(how["block_q"], how["call_tokens"]))
                 chunks = [_Chunk.of(chunk, device) for chunk in ragged]
             keys = self._keys(how["causal"], how["window"])
@@ -219,14 +219,14 @@ class Docs:
             self._walks[key] = [([*query_major(whole, **how), *own], chunks), *((blocks, []) for blocks in others)]
         return self._walks[key][part]
 
-    def _keys(self, causal: bool, window: int | None) -> list[Keys]:
+    def _keys(self, causal: bool, window: int | None) -> list[KeyRange]:
         """Where the keys are that this rank's rows see."""
         parts = [self.runs, *([run for runs in r.received for run in runs] for r in self.rounds(causal, window))]
         keys = []
         for part, runs in enumerate(parts):
             row = 0
             for start, length in runs:
-                keys.append(Keys(start, length, part, row - start))
+                keys.append(KeyRange(start, length, part, row - start))
                 row += length
         return sorted(keys)
 

@@ -49,7 +49,7 @@ class QueryBlock:
     step: int = 0
 
 
-class Span(NamedTuple):
+class KeySpan(NamedTuple):
     """Rows [first, last) of the document [start, start + length); token t of the sequence is row t + shift."""
 
     start: int
@@ -63,7 +63,7 @@ class Span(NamedTuple):
         return self.last - self.first == self.length
 
 
-def spans_of(docs: tuple[int, ...], runs: Sequence[tuple[int, int]] | None = None) -> list[Span]:
+def spans_of(docs: tuple[int, ...], runs: Sequence[tuple[int, int]] | None = None) -> list[KeySpan]:
     """What this rank has of the documents between cumulative starts; nothing of empty ones.
 
     `runs`: its rows, as (first token, tokens), in order; None: all tokens.
@@ -73,14 +73,14 @@ def spans_of(docs: tuple[int, ...], runs: Sequence[tuple[int, int]] | None = Non
         stop, i = start + length, bisect_right(docs, start) - 1
         while i + 1 < len(docs) and docs[i] < stop:
             a, b = docs[i], docs[i + 1]
-            span = Span(a, b - a, max(a, start) - a, min(b, stop) - a, row - start)
+            span = KeySpan(a, b - a, max(a, start) - a, min(b, stop) - a, row - start)
             spans += [span] if b > a else []
             i += 1
         row += length
     return spans
 
 
-def seen(spans: Iterable[Span], causal: bool, window: int | None) -> list[tuple[int, int]]:
+def seen(spans: Iterable[KeySpan], causal: bool, window: int | None) -> list[tuple[int, int]]:
     """The keys that rows of parts of documents see, as (first token, tokens), ascending; also this rank's own."""
     runs: list[tuple[int, int]] = []
     for start, length, first, last, _ in sorted(span for span in spans if not span.is_whole):
@@ -92,7 +92,7 @@ def seen(spans: Iterable[Span], causal: bool, window: int | None) -> list[tuple[
     return runs
 
 
-class Keys(NamedTuple):
+class KeyRange(NamedTuple):
     """Tokens [first, first + tokens) as keys: token t is row t + shift of part `part`."""
 
     first: int
@@ -101,7 +101,7 @@ class Keys(NamedTuple):
     shift: int
 
 
-def by_part(blocks: Iterable[QueryBlock], runs: Sequence[Keys], num_parts: int) -> list[list[QueryBlock]]:
+def by_part(blocks: Iterable[QueryBlock], runs: Sequence[KeyRange], num_parts: int) -> list[list[QueryBlock]]:
     """The blocks of each part of the keys, which hold all that the blocks see. `runs` ascend."""
     firsts = [run.first for run in runs]
     parts: list[list[QueryBlock]] = [[] for _ in range(num_parts)]
@@ -133,7 +133,7 @@ def by_part(blocks: Iterable[QueryBlock], runs: Sequence[Keys], num_parts: int) 
     return parts
 
 
-def _of_run(pair: Pair, run: Keys) -> Iterator[Pair]:
+def _of_run(pair: Pair, run: KeyRange) -> Iterator[Pair]:
     """What a pair has of a run's keys. Of a square: a smaller one on its diagonal, and the rows that see all of it."""
     c, d = max(0, run.first - pair.k0), min(pair.keys, run.first + run.tokens - pair.k0)
     k0, keys = pair.k0 + c + run.shift, d - c
@@ -148,7 +148,7 @@ def _of_run(pair: Pair, run: Keys) -> Iterator[Pair]:
 
 
 def query_major(
-    spans: list[Span], *, causal: bool, window: int | None, block_q: int, block_kv: int, halve: bool = False,
+    spans: list[KeySpan], *, causal: bool, window: int | None, block_q: int, block_kv: int, halve: bool = False,
     call_tokens: int = 0, knows_windows: bool = False,
 ) -> Iterator[QueryBlock]:  # fmt: skip
     """Blocks of query rows. Every row of every span is in exactly one.
@@ -189,14 +189,14 @@ def in_ranges(ranges: Sequence[Range], num_rows: int, block_q: int, block_kv: in
     return blocks
 
 
-def split_ragged(spans: list[Span], *, short: int, block: int) -> tuple[list[Span], list[list[Span]]]:
+def split_ragged(spans: list[KeySpan], *, short: int, block: int) -> tuple[list[KeySpan], list[list[KeySpan]]]:
     """(documents for block pairs, chunks of short unequal documents for a varlen kernel).
 
     A chunk is at least two neighbours of at most `short` tokens each, `block` tokens together, as a whole on this rank.
     Equal documents stay with the block pairs if a run of them has `short` tokens: there they batch, on a faster kernel.
     """
-    blocked: list[Span] = []
-    chunks: list[list[Span]] = []
+    blocked: list[KeySpan] = []
+    chunks: list[list[KeySpan]] = []
     for equal in _runs(spans):
         length, run = equal[0].length, len(equal)
         if length > short or (run > 1 and run * length >= short) or not equal[0].is_whole:
@@ -213,7 +213,7 @@ def split_ragged(spans: list[Span], *, short: int, block: int) -> tuple[list[Spa
     return sorted(blocked + [chunk[0] for chunk in lone]), [chunk for chunk in chunks if len(chunk) > 1]
 
 
-def _runs(spans: list[Span]) -> Iterator[list[Span]]:
+def _runs(spans: list[KeySpan]) -> Iterator[list[KeySpan]]:
     """Neighbouring documents of one length; a part of a document by itself."""
     numbered = enumerate(spans)
     for _, equal in groupby(numbered, key=lambda item: (item[1].start - item[0] * item[1].length, item[1][1:])):
@@ -221,7 +221,7 @@ def _runs(spans: list[Span]) -> Iterator[list[Span]]:
 
 
 def _document(
-    span: Span, causal: bool, window: int | None, block_q: int, block_kv: int, halve: bool, *, alone: bool
+    span: KeySpan, causal: bool, window: int | None, block_q: int, block_kv: int, halve: bool, *, alone: bool
 ) -> list[QueryBlock]:
     """The query blocks of one document, counted from its start; up to `block_q` rows each, `block_kv` keys per pair."""
     length, first, last = span.length, span.first, span.last

@@ -26,7 +26,7 @@ from ithaka.data.read import Shard
 from ithaka.data.tokenizer import Tokenizer
 from ithaka.exits import ExitCode, TransientError, is_transient
 
-FORMAT = 4
+CACHE_FORMAT = 4
 BATCH_CHARS = 1 << 23  # tokenised at once, on all cores
 WAIT_S = 600.0  # without a sign of life from the rank that tokenises
 POLL_S = 0.02
@@ -88,7 +88,7 @@ class TokenCache:
 
     def _path(self, shard: Shard) -> Path:
         stats = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in shard.paths]
-        key = repr((FORMAT, shard.identity, stats, self.tokenizer.fingerprint))
+        key = repr((CACHE_FORMAT, shard.identity, stats, self.tokenizer.fingerprint))
         return self.directory / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.tokens"
 
     def _write(self, shard: Shard, path: Path) -> None:
@@ -122,7 +122,7 @@ class TokenCache:
     def _tokenise(self, shard: Shard, file: BinaryIO) -> None:
         """tokens int32 [n], lengths int64 [documents], the skipped as JSON, then its bytes and the documents, int64."""
         lengths, skipped = [], Counter[str]()
-        for tokens, starts, reason in tokenise(shard, self.tokenizer):
+        for tokens, starts, reason in tokenize(shard, self.tokenizer):
             os.utime(self.directory)  # the sign of life that other ranks look for
             if reason:
                 skipped[reason] += 1
@@ -135,7 +135,7 @@ class TokenCache:
         file.write(np.asarray([len(reasons), len(lengths)], np.int64).tobytes())
 
 
-def tokenise(shard: Shard, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, bool, str]]:
+def tokenize(shard: Shard, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, bool, str]]:
     """Each document, or part of one: tokens as in Documents, whether they start it, and why to leave it out, or ""."""
     prefix = np.asarray(tokenizer.document_prefix, np.int32)
     suffix = np.asarray([] if tokenizer.eos_id is None else [tokenizer.eos_id], np.int32)

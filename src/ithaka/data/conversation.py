@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ithaka.config import ConfigError, Reading, shown
+from ithaka.config import ConfigError, ReadingConfig, format_value
 
-Span = tuple[int, int]
+CharRange = tuple[int, int]
 Message = dict[str, Any]
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -60,7 +60,7 @@ class Document(NamedTuple):
     """One to be tokenised: `text`, of which the spans `trained` (None: all) are, or `ids`, marked as in Documents."""
 
     text: str = ""
-    trained: Sequence[Span] | None = None
+    trained: Sequence[CharRange] | None = None
     ids: np.ndarray | None = None
     framed: bool = False  # stands between the tokenizer's bos and eos
     first: bool = True  # not first, or not last: a part of a long text
@@ -68,7 +68,7 @@ class Document(NamedTuple):
     skipped: str = ""  # why there is none
 
 
-def fields_of(record: Any, reading: Reading) -> tuple[str, list[str]]:
+def fields_of(record: Any, reading: ReadingConfig) -> tuple[str, list[str]]:
     """The format of a record, and which of its fields are read."""
     if not isinstance(record, dict):
         raise BadRecord("not an object", f"a {type(record).__name__}, not a JSON object; data.path wants one a record")
@@ -77,7 +77,7 @@ def fields_of(record: Any, reading: Reading) -> tuple[str, list[str]]:
     kind: str = reading.format
     if kind == "auto":
         fits = (kind for kind, (needed, *_) in fields.items() if set(needed) <= set(record))
-        kind = "text" if reading.text_field != Reading.text_field else next(fits, "text")
+        kind = "text" if reading.text_field != ReadingConfig.text_field else next(fits, "text")
     needed, besides, train_on = fields.get(kind, ([reading.text_field], [], ["all"]))
     if missing := [name for name in needed if name not in record]:
         label, way_out = f"{missing[0]}, which data.format={kind} wants", "set data.format to what it holds, or to auto"
@@ -90,13 +90,13 @@ def fields_of(record: Any, reading: Reading) -> tuple[str, list[str]]:
     return kind, [*needed, *(name for name in besides if name in record)]
 
 
-def check_train_on(reading: Reading, kind: str, train_on: Sequence[str]) -> None:
+def check_train_on(reading: ReadingConfig, kind: str, train_on: Sequence[str]) -> None:
     if reading.train_on not in ("auto", *train_on):
         way_out = f"use {' or '.join(train_on)}, or auto"
         raise ConfigError(f"data.train_on={reading.train_on} is not for data of format {kind}; {way_out}")
 
 
-def document(record: Any, reading: Reading, chat: "ChatTemplate", vocab_size: int) -> Document:
+def document(record: Any, reading: ReadingConfig, chat: "ChatTemplate", vocab_size: int) -> Document:
     """BadRecord says what is wrong with the record."""
     kind, names = fields_of(record, reading)
     values = [record[name] for name in names]
@@ -171,11 +171,13 @@ def _message(given: Any, where: str) -> tuple[Message, bool]:
     if role not in ROLES:
         if role is None and isinstance(given, Mapping):
             role = f"null (its fields are {', '.join(given)}; write role and content)"
-        raise BadRecord("with an unknown role", f"{where} has role {shown(role)}; use {', '.join(ROLES)}")
+        raise BadRecord("with an unknown role", f"{where} has role {format_value(role)}; use {', '.join(ROLES)}")
     flags = {name: given[name] for name in FLAGS if given.get(name) is not None}
     for name, flag in flags.items():
         if flag not in (0, 1):
-            raise BadRecord("with a partial weight", f"{where} has {name}={shown(flag)}; use 0 or 1: train it or not")
+            raise BadRecord(
+                "with a partial weight", f"{where} has {name}={format_value(flag)}; use 0 or 1: train it or not"
+            )
     message = {name: value for name, value in given.items() if name not in FLAGS}
     content = message.get("content")
     if isinstance(content, list):
@@ -215,7 +217,7 @@ class Turn:
     role: str
     start: int
     stop: int
-    generated: list[Span] = field(default_factory=list)
+    generated: list[CharRange] = field(default_factory=list)
 
 
 class ChatTemplate:
@@ -229,7 +231,7 @@ class ChatTemplate:
 
     def render(
         self, messages: list[Message], tools: list[Any] | None, wanted: Sequence[bool], everything: bool, eos: bool
-    ) -> tuple[str, list[Span] | None]:
+    ) -> tuple[str, list[CharRange] | None]:
         """The text, and what is trained of it: of the `wanted` messages, `everything` or the assistant's turns."""
         if not self.hf.chat_template:
             raise ConfigError(
@@ -330,7 +332,7 @@ class ChatTemplate:
             turn.stop = text.index(token, turn.stop) + len(token)
         return turn
 
-    def _trained(self, text: str, turn: Turn, follows_tool: bool, generates: bool, eos: bool) -> list[Span]:
+    def _trained(self, text: str, turn: Turn, follows_tool: bool, generates: bool, eos: bool) -> list[CharRange]:
         stop, end = self._stop(text, turn)
         start = end - len(stop) if stop else turn.stop
         spans = turn.generated if generates else [(self._after_header(text, turn, follows_tool), start)]

@@ -43,7 +43,7 @@ class Found:
     left_out: list[str] = field(default_factory=list)  # each with the reason
 
 
-def find(path: Path | str | None, name: str = "data.path") -> Found:
+def find_files(path: Path | str | None, name: str = "data.path") -> Found:
     """Find the files of `path`, in a fixed order; None is Python's standard library.
 
     A path is a file, a directory, a glob, a folder of `datasets.save_to_disk`, or hf://org/name on the hub.

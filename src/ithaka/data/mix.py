@@ -14,7 +14,7 @@ from ithaka.config import ConfigError
 from ithaka.data import pack
 from ithaka.data.cache import TokenCache
 from ithaka.data.conversation import LEFT_OUT
-from ithaka.data.pack import PIECE, Documents, PackedSequence, Packing, Round
+from ithaka.data.pack import PIECE, Documents, PackedRound, PackedSequence, Packing
 from ithaka.data.read import Shard
 
 # A round's size: tokens, sequences and steps, at least.
@@ -27,7 +27,7 @@ SPARE_SEQUENCES = 8  # of a small round, beyond what the run needs: shuffled, it
 Loaded = tuple[Shard, Documents]
 
 
-def round_tokens(packing: Packing, shuffled: bool = True) -> int:
+def tokens_per_round(packing: Packing, shuffled: bool = True) -> int:
     """How many tokens a round takes. Packing, and so what is trained, depends on it: where that is no burden, it does
     not depend on how many sequences the run needs."""
     num_sequences = max(ROUND_SEQUENCES, ROUND_STEPS * packing.group) if shuffled else HELD_OUT_SEQUENCES
@@ -146,7 +146,7 @@ class SequenceStream:
         self.position = Position(position.sequences, cursors, packings)
         # A step starts here, counted in sequences of the round. Another group than the round's is for the next.
         self._step_start = packings[-1].lead if packings[-1].group == self.group else packings[-1].done
-        self._round: Round | None = None
+        self._round: PackedRound | None = None
 
     def next(self, materialize: bool = True) -> PackedSequence | None:
         """The next sequence; None at the end of a stream without keys, or if not `materialize`."""
@@ -165,7 +165,7 @@ class SequenceStream:
         shards = [documents for _, documents in self._shards]
         return pack.pack(shards, pieces, self.context, self.pad_id, self.together)
 
-    def round(self) -> Round:
+    def round(self) -> PackedRound:
         """The round of the next sequence, empty at the end of a stream without keys; moves on to it.
 
         Sets `documents`, its pieces before any is dropped or cut, `num_long`, those longer than the context,
@@ -192,7 +192,7 @@ class SequenceStream:
             self.read_tokens += self._round.read_tokens
         return self._round
 
-    def _load(self) -> Round:
+    def _load(self) -> PackedRound:
         main, key = self.position.cursors[self.main], self.sources[self.main].key
         key = None if key is None else (*key, main.epoch, main.shard, main.document)
         pieces = self.documents = self._take(key)
@@ -211,14 +211,14 @@ class SequenceStream:
             if self.long_documents == "drop":
                 pieces = pieces[~long]
             shards = [documents for _, documents in self._shards]
-            found = Round(pack.cut(pieces, packing.context), packing, key, shards, self.together)
+            found = PackedRound(pack.cut(pieces, packing.context), packing, key, shards, self.together)
             pieces = found.sequences(packing.done, len(found))
         return found
 
     def _take(self, key: tuple[int, ...] | None) -> np.ndarray:
         """The documents of a round [n], of all sources, shuffled by `key`."""
         cursors, packing = list(self.position.cursors), self.position.packings[0]
-        num_tokens = round_tokens(packing, self.shuffled)
+        num_tokens = tokens_per_round(packing, self.shuffled)
         ahead = self.needed is None or self.needed * self.context > num_tokens  # the run needs another round
         longest = packing.context if self.long_documents == "drop" else np.inf
         main, weights = self.main, [source.weight for source in self.sources]

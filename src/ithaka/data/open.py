@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ithaka.config import ConfigError, DataConfig, SourceConfig
-from ithaka.data.cache import TokenCache, tokenise
-from ithaka.data.files import find
+from ithaka.data.cache import TokenCache, tokenize
+from ithaka.data.files import find_files
 from ithaka.data.mix import Cursor, SequenceStream, Source
 from ithaka.data.pack import Split, imbalance, permutation
 from ithaka.data.read import Shard, make_shards
@@ -48,7 +48,7 @@ def open_data(
     return TrainData(stream, validation, about, rank=dp_rank, size=dp_size, batch=batch)
 
 
-def check(data: DataConfig, vocab_size: int, model_path: Path | None = None) -> int:
+def check_data(data: DataConfig, vocab_size: int, model_path: Path | None = None) -> int:
     """Raise ConfigError for data that cannot be trained on, reading little of it. Returns its bytes, held-out ones
     included.
 
@@ -68,7 +68,7 @@ def check(data: DataConfig, vocab_size: int, model_path: Path | None = None) -> 
         if_empty = f"{path} holds no text to train on; give a path with more documents{hold_none_out}"
         _probe(shards, tokenizer, if_empty)
     if sum(shard.num_bytes for shards in train for shard in shards) < data.context:
-        tokenised = (each for shards in train for shard in shards for each in tokenise(shard, tokenizer))
+        tokenised = (each for shards in train for shard in shards for each in tokenize(shard, tokenizer))
         num_tokens = sum(len(tokens) for tokens, _, reason in tokenised if not reason)
         if num_tokens < data.context:
             raise ConfigError(
@@ -101,7 +101,7 @@ def _shards(data: DataConfig) -> tuple[list[list[Shard]], list[list[Shard]] | No
     about: dict[str, str] = {}
     validation = f"data.validation_path={data.validation_path}"
     for field, name, source in _named(data):
-        found, split = find(source.path, field), None
+        found, split = find_files(source.path, field), None
         if data.validation_path is None and not fraction:
             validation = "none, data.validation_fraction=0"
         elif data.validation_path is None and found.validation:
@@ -121,7 +121,7 @@ def _shards(data: DataConfig) -> tuple[list[list[Shard]], list[list[Shard]] | No
             left_out = f"{len(found.left_out):,} files: {', '.join(found.left_out[:3])}{more}"
             about[f"left out of {name}" if data.sources else "left out"] = left_out
     if data.validation_path is not None:
-        held_out = [make_shards(find(data.validation_path, "data.validation_path").files, data)]
+        held_out = [make_shards(find_files(data.validation_path, "data.validation_path").files, data)]
     return train, held_out or None, {**about, "validation": validation}
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-SHORT = 1 / 8  # of a sequence: sorting shorter documents too gains less than 0.4 % of room
+SHORT_DOCUMENT_TOKENS = 1 / 8  # of a sequence: sorting shorter documents too gains less than 0.4 % of room
 # Documents, or parts of them: the shard of a round, the source, the first token in the shard, how many.
 PIECE = np.dtype([("shard", np.int32), ("source", np.int32), ("low", np.int64), ("length", np.int64)])
-IGNORED = -100  # as in the loss, which imports torch
+IGNORE_INDEX = -100  # as in the loss, which imports torch
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class PackedSequence:
     def labels(self) -> np.ndarray:
         """int64 [S], not shifted: the trained tokens. None is the first after a border, which sees none before it."""
         labels_S = self.tokens.astype(np.int64)
-        labels_S[labels_S < 0] = IGNORED
-        labels_S[self.borders] = IGNORED
-        labels_S[self.length :] = IGNORED
+        labels_S[labels_S < 0] = IGNORE_INDEX
+        labels_S[self.borders] = IGNORE_INDEX
+        labels_S[self.length :] = IGNORE_INDEX
         return labels_S
 
     def document_ids(self) -> np.ndarray:
@@ -88,7 +88,7 @@ class Packing:
     most: int = 0
 
 
-class Round:
+class PackedRound:
     """Pieces [n] that are packed together, as sequences in the order of training."""
 
     def __init__(
@@ -159,7 +159,7 @@ def best_fit(lengths: np.ndarray, context: int) -> np.ndarray:
 
     Longest pieces first, down to SHORT; the short ones fill up in the order they have, so that sequences are alike.
     """
-    order = np.argsort(-np.where(lengths > SHORT * context, lengths, 0), kind="stable")
+    order = np.argsort(-np.where(lengths > SHORT_DOCUMENT_TOKENS * context, lengths, 0), kind="stable")
     chosen: list[int] = []
     rooms: list[int] = []  # ascending, of the sequences that are not full: room << 32 | sequence
     num_sequences = 0

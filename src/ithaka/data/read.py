@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from ithaka.config import ConfigError, Reading
+from ithaka.config import ConfigError, ReadingConfig
 from ithaka.data import pack
 from ithaka.data.conversation import BadRecord, Document, check_train_on, document, fields_of
 from ithaka.data.files import File, open_dataset
@@ -45,7 +45,7 @@ class Part(NamedTuple):
 class Shard:
     parts: tuple[Part, ...]  # several of text, one of records
     num_bytes: int
-    reading: Reading
+    reading: ReadingConfig
     # Of records:
     columns: tuple[str, ...] = ()  # that are read of Parquet and Arrow
     split: Split | None = None
@@ -55,7 +55,7 @@ class Shard:
     def identity(self) -> tuple[object, ...]:
         """What tells this shard from any other, wherever its files lie."""
         parts = ((part.file.path.name, *part[1:], part.file.split) for part in self.parts)
-        settings = {name: value for name, value in vars(self.reading).items() if value != getattr(Reading, name)}
+        settings = {name: value for name, value in vars(self.reading).items() if value != getattr(ReadingConfig, name)}
         field = None if self.parts[0].file.kind == "text" else self.reading.text_field
         return (*parts, self.num_bytes, field, self.split, *sorted(settings.items() - {("text_field", field)}))
 
@@ -102,13 +102,13 @@ class Shard:
         return count
 
 
-def make_shards(files: Sequence[File], reading: Reading, split: Split | None = None) -> list[Shard]:
+def make_shards(files: Sequence[File], reading: ReadingConfig, split: Split | None = None) -> list[Shard]:
     """The shards of one side of the split (None: of everything), in the order of the files.
 
     A record is held out by a hash of its place, the very first one always; of several text files whole ones are, by a
     hash of theirs; of a single text file, its end. Checks the columns of Parquet and Arrow.
     """
-    reading = Reading(**{each.name: getattr(reading, each.name) for each in dataclasses.fields(Reading)})
+    reading = ReadingConfig(**{each.name: getattr(reading, each.name) for each in dataclasses.fields(ReadingConfig)})
     texts = [file for file in files if file.kind == "text"]
     if texts:
         check_train_on(reading, "text", ["all"])
@@ -124,7 +124,7 @@ def make_shards(files: Sequence[File], reading: Reading, split: Split | None = N
 # Text
 
 
-def _text_shards(files: Sequence[File], reading: Reading, split: Split | None) -> list[Shard]:
+def _text_shards(files: Sequence[File], reading: ReadingConfig, split: Split | None) -> list[Shard]:
     """A text of more than PART_BYTES is cut, and its parts are shuffled like documents."""
     ranges = [(file, 0, file.path.stat().st_size) for file in files]
     if split is not None and len(files) == 1:
@@ -265,7 +265,7 @@ def _table(file: File) -> Any:
     return open_dataset(str(file.path))[file.split or "train"]
 
 
-def _record_ranges(file: File, reading: Reading) -> list[tuple[int, int, int, Sequence[str]]]:
+def _record_ranges(file: File, reading: ReadingConfig) -> list[tuple[int, int, int, Sequence[str]]]:
     """(start, stop, bytes, columns to read) of each shard."""
     if file.kind == "parquet":
         try:

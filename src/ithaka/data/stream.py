@@ -20,9 +20,9 @@ import torch
 from ithaka.config import ConfigError
 from ithaka.data import pack
 from ithaka.data.mix import Cursor, Position, SequenceStream
-from ithaka.data.pack import IGNORED, PIECE, PackedSequence, Packing
+from ithaka.data.pack import IGNORE_INDEX, PIECE, PackedSequence, Packing
 
-FORMAT = 5  # version of a saved position
+STATE_FORMAT = 5  # version of a saved position
 READABLE = (4, 5)  # 4 counted sequences without a label too; earlier ones had another order of the data
 
 
@@ -50,7 +50,7 @@ def collate(sequences: Sequence[PackedSequence], with_sources: bool = False) -> 
 
 def num_valid(labels: torch.Tensor) -> int:
     """How many targets labels [..., S] give once shifted by one."""
-    return int((labels[..., 1:] != IGNORED).sum())
+    return int((labels[..., 1:] != IGNORE_INDEX).sum())
 
 
 class TrainData:
@@ -103,7 +103,7 @@ class TrainData:
 
     def state_dict(self) -> dict[str, Any]:
         """The global position, the same on every rank; small and JSON-able."""
-        return {"version": FORMAT, "data": self.fingerprint(), **asdict(self.position)}
+        return {"version": STATE_FORMAT, "data": self.fingerprint(), **asdict(self.position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was called, on any number of ranks. The files must be the same.
@@ -113,7 +113,7 @@ class TrainData:
         if state["version"] not in READABLE:
             raise ConfigError(
                 f"the checkpoint's position in the data has format {state['version']}, and this ithaka reads "
-                f"{READABLE[0]} to {FORMAT}: the order of the data has changed; resume with the ithaka that wrote it, "
+                f"{READABLE[0]} to {STATE_FORMAT}: the data order changed; resume with the ithaka that wrote it, "
                 "or export the run and start a new one from its weights"
             )
         if state["data"] != self.fingerprint():

@@ -16,9 +16,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ithaka.config import ConfigError, input_error
-from ithaka.data.conversation import ChatTemplate, Span
+from ithaka.data.conversation import CharRange, ChatTemplate
 
-Trained = Sequence[Span] | None
+Trained = Sequence[CharRange] | None
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ithaka.plan.deal import Deal
-from ithaka.plan.rounds import Round
+from ithaka.plan.rounds import RingRound
 
 ALONE: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # a group of one, which needs no torch.distributed
 # torch 2.13's name, or the one before.
@@ -60,18 +60,18 @@ def _start(send: torch.Tensor, shape: tuple[int, ...], group: dist.ProcessGroup)
 # ---- rings
 
 
-def start_round(t_SmK: torch.Tensor, round_: Round, group: dist.ProcessGroup) -> Exchange:
+def start_round(t_SmK: torch.Tensor, round_: RingRound, group: dist.ProcessGroup) -> Exchange:
     """Starts sending this member's tokens of a round, [S, m, K] -> those that it receives, [p, m, K]."""
     send = torch.cat([t_SmK[row : row + length] for runs in round_.sent for row, length in runs] or [t_SmK[:0]])
     return _between(send, round_.num_sent, round_.num_received, group)
 
 
-def start_return(d_pmK: torch.Tensor, round_: Round, group: dist.ProcessGroup) -> Exchange:
+def start_return(d_pmK: torch.Tensor, round_: RingRound, group: dist.ProcessGroup) -> Exchange:
     """Starts sending gradients of the tokens received in a round back to their owners."""
     return _between(d_pmK, round_.num_received, round_.num_sent, group)
 
 
-def add_returned(sum_SmK: torch.Tensor, d_pmK: torch.Tensor, round_: Round) -> None:
+def add_returned(sum_SmK: torch.Tensor, d_pmK: torch.Tensor, round_: RingRound) -> None:
     """Adds what `start_return` brought to the sums of this member's tokens."""
     runs = [run for runs in round_.sent for run in runs]
     for (row, length), d in zip(runs, d_pmK.split([length for _, length in runs]), strict=True):
@@ -84,7 +84,7 @@ def _between(send: torch.Tensor, counts: list[int], to_receive: list[int], group
     return Exchange(received, send, work)
 
 
-def in_order(dealt_R: torch.Tensor, deal: Deal) -> torch.Tensor:
+def to_sequence_order(dealt_R: torch.Tensor, deal: Deal) -> torch.Tensor:
     """The tokens of all members, member by member -> in the sequence's order."""
     if len(deal.members) == 1:
         return dealt_R

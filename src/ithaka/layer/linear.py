@@ -104,15 +104,15 @@ class Linear:
             grads.add_heads(whole, None if part is whole else heads_n, sums.take(part), dim)
 
 
-def linear_of(module: nn.Module) -> Linear:
+def as_linear(module: nn.Module) -> Linear:
     """What an nn.Linear, or PEFT's wrapper of one, computes now: FSDP2 replaces parameters, PEFT switches adapters."""
     if isinstance(module, nn.Linear):
         return Linear(module.weight, module.bias)
     wrapper: Any = module
     names = [] if wrapper.disable_adapters else wrapper.active_adapters
     if hasattr(wrapper, "original_module"):
-        return linear_of(wrapper.modules_to_save[names[0]] if names else wrapper.original_module)
-    base = linear_of(wrapper.base_layer)
+        return as_linear(wrapper.modules_to_save[names[0]] if names else wrapper.original_module)
+    base = as_linear(wrapper.base_layer)
     names = [] if wrapper.merged else [name for name in names if name in wrapper.lora_A]
     if not names:
         return base

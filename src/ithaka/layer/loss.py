@@ -16,7 +16,7 @@ from ithaka.layer.linear import Linear
 from ithaka.layer.tiles import RAN_ALREADY, GradSum, apply_norm, norm_backward, run_norm, sum_dtype, tile_slices
 from ithaka.phases import RESIDUAL, phase, tag
 
-IGNORED = -100
+IGNORE_INDEX = -100
 
 
 class TokenResults(NamedTuple):
@@ -144,5 +144,5 @@ def _head_backward(
 
 
 def _targets(labels_t: Tensor) -> tuple[Tensor, Tensor]:
-    valid_t = labels_t != IGNORED
+    valid_t = labels_t != IGNORE_INDEX
     return valid_t, torch.where(valid_t, labels_t, 0)[:, None]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ithaka.attention.fused import silu_mul, silu_mul_backward
-from ithaka.layer.linear import Linear, is_linear, linear_of
+from ithaka.layer.linear import Linear, as_linear, is_linear
 from ithaka.layer.tiles import GradSum
 from ithaka.phases import KEPT, tag
 
@@ -60,12 +60,12 @@ def gated_mlp(module: nn.Module) -> GatedMlp | None:
     linears = [module.gate_proj, module.up_proj, module.down_proj]
     inside = [module, *(part for linear in linears for part in linear.modules())]  # type: ignore[union-attr]
     plain = all(map(is_linear, linears)) and not any("forward" in vars(part) for part in inside)
-    hooked = any(getattr(part, hooks) for part in inside for hooks in HOOKS)
-    return GatedMlp(*map(linear_of, linears)) if plain and not hooked else None  # type: ignore[arg-type]
+    hooked = any(getattr(part, hooks) for part in inside for hooks in HOOK_DICTS)
+    return GatedMlp(*map(as_linear, linears)) if plain and not hooked else None  # type: ignore[arg-type]
 
 
 GATED = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP")
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def _is_silu(act: object) -> bool:

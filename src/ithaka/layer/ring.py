@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ithaka.attention.blocks import Docs, How, attention, attention_backward
+from ithaka.attention.blocks import AttentionSpec, Docs, attention, attention_backward
 from ithaka.dist.exchange import Exchange, add_returned, start_return, start_round
 from ithaka.layer.tiles import sum_dtype
 from ithaka.phases import phase
-from ithaka.plan.rounds import Round
+from ithaka.plan.rounds import RingRound
 
 
 def ring_attention(
-    q_SnK: Tensor, k_SmK: Tensor, v_SmK: Tensor, ring: dist.ProcessGroup, how: How
+    q_SnK: Tensor, k_SmK: Tensor, v_SmK: Tensor, ring: dist.ProcessGroup, how: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
     """out_SnK and lse_nS of this member's rows. Across rounds, `out` is summed in fp32 (fp64 for fp64)."""
     rounds = _rounds(how)
@@ -46,7 +46,7 @@ def ring_attention_backward(
     lse_nS: Tensor,
     sums: tuple[Tensor, Tensor] | None,
     ring: dist.ProcessGroup,
-    how: How,
+    how: AttentionSpec,
 ) -> tuple[Tensor, Tensor]:
     """Writes dq over `out`; returns dk and dv of this member's tokens, with `sums` as in `attention_backward`.
 
@@ -73,17 +73,19 @@ def ring_attention_backward(
     return sums
 
 
-def _rounds(how: How) -> list[Round]:
+def _rounds(how: AttentionSpec) -> list[RingRound]:
     docs, causal = how.get("docs"), how.get("causal", True)
     return docs.rounds(causal, how.get("window")) if isinstance(docs, Docs) else []
 
 
 @phase("exchange")
-def _start(round_: Round, k_SmK: Tensor, v_SmK: Tensor, ring: dist.ProcessGroup, how: How) -> list[Exchange]:
+def _start(
+    round_: RingRound, k_SmK: Tensor, v_SmK: Tensor, ring: dist.ProcessGroup, how: AttentionSpec
+) -> list[Exchange]:
     return _counted([start_round(t_SmK, round_, ring) for t_SmK in (k_SmK, v_SmK)], how)
 
 
-def _counted(started: list[Exchange], how: How) -> list[Exchange]:
+def _counted(started: list[Exchange], how: AttentionSpec) -> list[Exchange]:
     docs = how["docs"]
     assert isinstance(docs, Docs)
     docs.sent_bytes += sum(each.send.nbytes for each in started if each.send is not None)
@@ -95,6 +97,6 @@ def _wait(coming: list[Exchange]) -> Any:
     return [coming.pop(0).wait() for _ in range(len(coming))]
 
 
-def _add(sums: tuple[Tensor, Tensor], going: list[Exchange], round_: Round) -> None:
+def _add(sums: tuple[Tensor, Tensor], going: list[Exchange], round_: RingRound) -> None:
     for sum_SmK in sums if going else ():
         add_returned(sum_SmK, going.pop(0).wait(), round_)

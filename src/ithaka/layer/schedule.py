@@ -22,15 +22,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ithaka.attention.blocks import Docs, How
+from ithaka.attention.blocks import AttentionSpec, Docs
 from ithaka.attention.fused import Positions, add_rounded
 from ithaka.dist.exchange import Exchange, start_heads_to_tokens, start_tokens_to_heads
-from ithaka.layer.linear import Linear, linear_of
+from ithaka.layer.linear import Linear, as_linear
 from ithaka.layer.mlp import GatedMlp, Inside, gated_mlp
 from ithaka.layer.stages import HeadSlice, HeldHeads, Projection, ProjectionsBackward, join_heads
 from ithaka.layer.store import Kept, Store
 from ithaka.layer.tiles import (
-    CHANGED,
+    PARAMETERS_CHANGED,
     RAN_ALREADY,
     GradSum,
     apply_norm,
@@ -40,9 +40,9 @@ from ithaka.layer.tiles import (
     run_tile,
     tile_slices,
 )
-from ithaka.layout import LayerKeeps, Layout
+from ithaka.layout import ActivationPolicy, Layout
 from ithaka.phases import KEPT, RESIDUAL, phase, tag
-from ithaka.plan.heads import Heads, HeadTable, Stage, flat, joined
+from ithaka.plan.heads import Heads, HeadTable, Stage, concat_heads, flatten_heads
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Saved:
     positions: Positions
     docs: Docs
     x: Kept
-    keeps: LayerKeeps = LayerKeeps()
+    keeps: ActivationPolicy = ActivationPolicy()
     attended: list[Attended] = field(default_factory=list)  # per stage
     arrived: deque[list[Kept]] = field(default_factory=deque)  # per stage: q, and k and v if they came with it
     middles: deque[Tensor] = field(default_factory=deque)  # per tile: x + attention, rounded
@@ -139,7 +139,7 @@ class StreamedLayer:
     table: HeadTable
     store: Store
     layout: Layout
-    keeps: LayerKeeps
+    keeps: ActivationPolicy
     num_changes: Callable[[], int] = int  # how often its parameters were changed in place; int: nobody counts
 
     def __post_init__(self) -> None:
@@ -149,8 +149,8 @@ class StreamedLayer:
         self.k = Projection(self.parts.k_proj, self.parts.k_norm, True, self.parts.head_dim)
         self.v = Projection(self.parts.v_proj, None, False, self.parts.head_dim)
         self.ahead = 2 if self.layout.overlap else 1  # stages under way at once
-        self.query_heads = joined([stage.query_heads for stage in self.table.stages])
-        self.kv_heads = joined([load.kv_heads for load in self.table.loads])
+        self.query_heads = concat_heads([stage.query_heads for stage in self.table.stages])
+        self.kv_heads = concat_heads([load.kv_heads for load in self.table.loads])
         self.hooked = False  # set at each call: a user's hook may keep the gradients between layers
         self._indices: dict[tuple[Heads, int], Tensor | None] = {}
 
@@ -261,7 +261,7 @@ class StreamedLayer:
 
     def _output(self, heads: Heads) -> Linear:
         """The output projection of some heads."""
-        return linear_of(self.parts.o_proj).of_heads(self._heads(heads, self.q), self.parts.head_dim, dim=1)
+        return as_linear(self.parts.o_proj).of_heads(self._heads(heads, self.q), self.parts.head_dim, dim=1)
 
     def _mlp(self, middle_tD: Tensor) -> Tensor:
         return self.mlp(apply_norm(self.parts.norm2, middle_tD)[None])[0]
@@ -303,7 +303,7 @@ class StreamedLayer:
             middle_tD = saved.middles.popleft() if saved.middles else add_rounded(output.wide(out_tN), x_tD)
             self._through_mlp(middle_tD, dy_tD, saved, gated, grads)
             output.add_grads(dy_tD, out_tN, output.reduced_grad(dy_tD), sums)
-        linear_of(self.parts.o_proj).add_sums(output, self._heads(self.query_heads, self.q), sums, grads, dim=1)
+        as_linear(self.parts.o_proj).add_sums(output, self._heads(self.query_heads, self.q), sums, grads, dim=1)
 
     def _through_mlp(
         self, middle_tD: Tensor, dy_tD: Tensor, saved: Saved, gated: GatedMlp | None, grads: GradSum
@@ -386,10 +386,10 @@ class StreamedLayer:
 
     def _heads(self, heads: Heads, projection: Projection) -> Tensor | None:
         """The heads as an index; None if they are all of the projection's, in order."""
-        weight = linear_of(projection.module).weight_ND
+        weight = as_linear(projection.module).weight_ND
         count = len(weight) // projection.head_dim
         if (heads, count) not in self._indices:
-            order = flat(heads)
+            order = flatten_heads(heads)
             in_order = order == list(range(count))
             self._indices[heads, count] = None if in_order else torch.tensor(order, device=weight.device)
         return self._indices[heads, count]
@@ -397,9 +397,9 @@ class StreamedLayer:
     def _holding(self, docs: Docs) -> HeldHeads:
         return HeldHeads(self.table, self.rank, self.ring, self._how(docs))
 
-    def _how(self, docs: Docs) -> How:
+    def _how(self, docs: Docs) -> AttentionSpec:
         kernel, blocks = self.layout.kernel, self.layout.blocks
-        return How(scale=self.parts.scale, window=self.parts.window, docs=docs, kernel=kernel, blocks=blocks)
+        return AttentionSpec(scale=self.parts.scale, window=self.parts.window, docs=docs, kernel=kernel, blocks=blocks)
 
 
 class _LayerFunction(torch.autograd.Function):
@@ -418,7 +418,7 @@ class _LayerFunction(torch.autograd.Function):
         if ctx.saved is None:
             raise RuntimeError(RAN_ALREADY)
         if ctx.layer.num_changes() != ctx.num_changes:
-            raise RuntimeError(CHANGED.format(ctx.layer.name))
+            raise RuntimeError(PARAMETERS_CHANGED.format(ctx.layer.name))
         grads = GradSum()
         ctx.saved.read_ahead()
         with phase(ctx.layer.name), phase("backward"), torch.autocast(dy_sD.device.type, enabled=False):

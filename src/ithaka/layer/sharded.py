@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ithaka.attention.blocks import Docs, How, Ranges
+from ithaka.attention.blocks import AttentionSpec, Docs, Ranges
 from ithaka.attention.pairs import Range
 from ithaka.config import ConfigError
 from ithaka.dist.exchange import ALONE
 from ithaka.layer.stages import StagesAttention
-from ithaka.plan.deal import contiguous
-from ithaka.plan.heads import EMPTY, flat, head_table
+from ithaka.plan.deal import contiguous_deal
+from ithaka.plan.heads import EMPTY_SLOT, flatten_heads, head_table
 
 
 def sharded_attention(
@@ -65,16 +65,16 @@ def sharded_attention(
         whole = [(0, num_tokens, 0, num_keys)]
         docs = Ranges(whole if ranges is None else ranges, num_tokens, num_keys)
     elif not isinstance(docs, Docs):
-        docs = Docs(docs or (0, num_tokens), contiguous(num_tokens, members.size()), members.rank())
-    how = How(scale=scale, causal=causal, window=window, docs=docs, kernel=kernel, blocks=blocks)
+        docs = Docs(docs or (0, num_tokens), contiguous_deal(num_tokens, members.size()), members.rank())
+    how = AttentionSpec(scale=scale, causal=causal, window=window, docs=docs, kernel=kernel, blocks=blocks)
     sent = [_take(x, heads) for x, heads in ((q_sHK, query_heads), (k_sGK, kv_heads), (v_sGK, kv_heads))]
     out_csnK = StagesAttention.apply(table, ranks, members, how, *sent)
-    slots = [slot for slot, head in enumerate(h for of_rank in query_heads for h in of_rank) if head != EMPTY]
+    slots = [slot for slot, head in enumerate(h for of_rank in query_heads for h in of_rank) if head != EMPTY_SLOT]
     out_sNK = out_csnK.transpose(0, 1).flatten(1, 2)[:, slots]  # ranks hold consecutive heads
     return out_sNK if batch is None else out_sNK.unflatten(1, (batch, -1)).transpose(0, 1)
 
 
 def _take(x_sHK: Tensor, heads: tuple[tuple[int, ...], ...]) -> Tensor:
     """The heads in exchange layout [c, s, n, K]."""
-    index = torch.tensor(flat(heads), device=x_sHK.device)
+    index = torch.tensor(flatten_heads(heads), device=x_sHK.device)
     return x_sHK.index_select(1, index).unflatten(1, (len(heads), -1)).transpose(0, 1).contiguous()

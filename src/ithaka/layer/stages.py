@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ithaka.attention.blocks import How
+from ithaka.attention.blocks import AttentionSpec
 from ithaka.attention.fused import Positions, rotate
 from ithaka.dist.exchange import start_heads_to_tokens, start_tokens_to_heads
-from ithaka.layer.linear import Linear, linear_of
+from ithaka.layer.linear import Linear, as_linear
 from ithaka.layer.ring import ring_attention, ring_attention_backward
 from ithaka.layer.tiles import RAN_ALREADY, GradSum, apply_norm, graph_backward, run_tile, sum_dtype
 from ithaka.phases import STAGE, holding
-from ithaka.plan.heads import HeadTable, Load, Read, Stage
+from ithaka.plan.heads import HeadTable, KvLoad, KvRead, Stage
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class HeadSlice:
 
     @classmethod
     def of(cls, projection: Projection, heads_n: Tensor | None) -> "HeadSlice":
-        return cls(projection, heads_n, linear_of(projection.module).of_heads(heads_n, projection.head_dim))
+        return cls(projection, heads_n, as_linear(projection.module).of_heads(heads_n, projection.head_dim))
 
     @property
     def width(self) -> int:
@@ -101,7 +101,7 @@ class ProjectionsBackward:
     def finish(self, grads: GradSum) -> None:
         """Adds the summed gradients, head by head, to those of the whole projections."""
         for part in self.slices:
-            linear_of(part.projection.module).add_sums(part.linear, part.heads_n, self.sums, grads)
+            as_linear(part.projection.module).add_sums(part.linear, part.heads_n, self.sums, grads)
 
     @staticmethod
     def _at_linear(
@@ -135,7 +135,7 @@ class HeldHeads:
     `ring`: ranks with the same heads of other tokens.
     """
 
-    def __init__(self, table: HeadTable, rank: int, ring: dist.ProcessGroup, how: How) -> None:
+    def __init__(self, table: HeadTable, rank: int, ring: dist.ProcessGroup, how: AttentionSpec) -> None:
         self.table, self.rank, self.ring, self.how = table, rank, ring, how
         self._kv: dict[int, list[Tensor]] = {}
         self._sums: dict[int, list[Tensor]] = {}  # dk, dv: in fp32 where several calls add to them
@@ -189,7 +189,7 @@ class HeldHeads:
             assert stage.load is not None
             self._kv[stage.load] = list(kv)
 
-    def _is_only(self, read: Read) -> bool:
+    def _is_only(self, read: KvRead) -> bool:
         """Whether it has all of its load, and no stage has another."""
         reads = [other for stage in self.table.stages for other in stage.reads[self.rank] if other.load == read.load]
         return reads == [read] and read.num_kv == self.table.loads[read.load].num_slots
@@ -198,7 +198,7 @@ class HeldHeads:
         return [torch.zeros_like(t, dtype=sum_dtype(t.dtype)) for t in self._kv[load]]
 
     @staticmethod
-    def _slot(of_loads: dict[int, list[Tensor]], read: Read) -> tuple[Tensor, Tensor]:
+    def _slot(of_loads: dict[int, list[Tensor]], read: KvRead) -> tuple[Tensor, Tensor]:
         k, v = (t[:, read.kv_slot : read.kv_slot + read.num_kv] for t in of_loads[read.load])
         return k, v
 
@@ -212,7 +212,7 @@ class StagesAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, table: HeadTable, group, ring, how: How, q_csnK, k_csmK, v_csmK):
+    def forward(ctx, table: HeadTable, group, ring, how: AttentionSpec, q_csnK, k_csmK, v_csmK):
         ctx.table, ctx.group, ctx.kept = table, group, []
         ctx.held = HeldHeads(table, group.rank(), ring, how)
         loads = list(zip(*(_split(t, table.loads) for t in (k_csmK, v_csmK)), strict=True))
@@ -243,7 +243,7 @@ class StagesAttention(torch.autograd.Function):
         return None, None, None, None, *(_joined(parts) for parts in (dqs, *zip(*dkvs, strict=True)))
 
 
-def _split(t_csnK: Tensor, parts: Sequence[Stage | Load]) -> tuple[Tensor, ...]:
+def _split(t_csnK: Tensor, parts: Sequence[Stage | KvLoad]) -> tuple[Tensor, ...]:
     return t_csnK.split([part.num_slots for part in parts], dim=2)
 
 

@@ -16,7 +16,7 @@ from ithaka.attention.fused import has_kernels, rms_norm_backward
 from ithaka.phases import GRADIENTS, tag
 
 RAN_ALREADY = "backward has already run and kept nothing; call the model again instead of using retain_graph"
-CHANGED = (
+PARAMETERS_CHANGED = (
     "parameters of {} changed in place since forward (an optimizer's step, load_state_dict, copy_), and backward would "
     "use the new ones; call backward first, or call the model again"
 )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ithaka.config import AdapterConfig, ConfigError, shown
+from ithaka.config import AdapterConfig, ConfigError, format_value
 from ithaka.layer.linear import is_linear
 from ithaka.plan.shape import read_json
 
@@ -42,7 +42,7 @@ def with_stored_settings(adapter: AdapterConfig, given: Set[str]) -> AdapterConf
         same = set(mine) == set(value) if isinstance(mine, tuple) else mine == value
         if f"adapter.{name}" in given and not same:
             where = f"adapter.path={adapter.path}"
-            raise ConfigError(f"adapter.{name}={shown(mine)} is {shown(value)} in {where}; leave it out")
+            raise ConfigError(f"adapter.{name}={format_value(mine)} is {format_value(value)} in {where}; leave it out")
     return dataclasses.replace(adapter, **values)
 
 

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from ithaka.attention.blocks import Docs
 from ithaka.dist.mesh import Mesh
-from ithaka.layer.loss import IGNORED
-from ithaka.plan.deal import Deal, deal
+from ithaka.layer.loss import IGNORE_INDEX
+from ithaka.plan.deal import Deal, deal_tokens
 
 INPUTS = ("input_ids", "labels", "position_ids", "attention_mask", "document_ids", "shift_labels")
 
@@ -43,11 +43,11 @@ def take_share(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share:
     assert ids_BN is not None
     _check_tokens("input_ids", ids_BN, vocab_size, "use the model's own tokenizer, or resize the embeddings first")
     if shifted_BN is None and labels_BN is not None:
-        shifted_BN = _shifted(labels_BN, IGNORED)
+        shifted_BN = _shifted(labels_BN, IGNORE_INDEX)
     if shifted_BN is not None:
         labels_BN = shifted_BN.roll(1, dims=1)  # at their own columns
-        counted_BN = labels_BN.masked_fill(labels_BN == IGNORED, 0)
-        _check_tokens("labels", counted_BN, vocab_size, f"set labels that do not count to {IGNORED}")
+        counted_BN = labels_BN.masked_fill(labels_BN == IGNORE_INDEX, 0)
+        _check_tokens("labels", counted_BN, vocab_size, f"set labels that do not count to {IGNORE_INDEX}")
     if mask_BN is not None:
         _check_mask(mask_BN, labels_BN)
     if positions_BN is not None:
@@ -65,14 +65,14 @@ def take_share(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share:
     return Share(
         ids_s=_mine(ids_BN, mesh, dealt, 0),
         positions_s=_mine(positions_BN, mesh, dealt, 0),
-        labels_s=None if shifted_BN is None else _mine(shifted_BN, mesh, dealt, IGNORED),
+        labels_s=None if shifted_BN is None else _mine(shifted_BN, mesh, dealt, IGNORE_INDEX),
         docs=Docs((*starts, *ends), dealt, mesh.ring_group.rank()),
-        num_valid=0 if shifted_BN is None else int((shifted_BN != IGNORED).sum()),
+        num_valid=0 if shifted_BN is None else int((shifted_BN != IGNORE_INDEX).sum()),
         num_positions=1 + int(positions_BN.max()),
     )
 
 
-def deal_of(inputs: dict[str, Tensor], rows_BN: Tensor, mesh: Mesh) -> Deal:
+def deal_for_inputs(inputs: dict[str, Tensor], rows_BN: Tensor, mesh: Mesh) -> Deal:
     """How the tokens of a call of the model are dealt; `inputs`: what it has of INPUTS, `rows_BN`: one that it has."""
     given = {name: as_integers(name, value) for name, value in inputs.items() if value is not None}
     positions_BN, mask_BN, documents_BN = map(given.get, INPUTS[2:5])
@@ -83,7 +83,7 @@ def deal_of(inputs: dict[str, Tensor], rows_BN: Tensor, mesh: Mesh) -> Deal:
 
 
 def _deal(starts: list[int], num_tokens: int, mesh: Mesh) -> Deal:
-    return deal((*starts, num_tokens), mesh.ring_group.size(), mesh.ulysses_group.size())
+    return deal_tokens((*starts, num_tokens), mesh.ring_group.size(), mesh.ulysses_group.size())
 
 
 def label_share(rows_BN: Tensor, mesh: Mesh, deal: Deal, fill: float = 0) -> Tensor:
@@ -152,12 +152,12 @@ def _check_mask(mask_BN: Tensor, labels_BN: Tensor | None) -> None:
         row = int(runs_B.argmax())
         raise ValueError(f"attention_mask row {row} has holes; only padding before and after a row is supported")
     if labels_BN is not None:
-        wrong_BN = (labels_BN[:, 1:] != IGNORED) & ~(mask_BN[:, 1:] & mask_BN[:, :-1])
+        wrong_BN = (labels_BN[:, 1:] != IGNORE_INDEX) & ~(mask_BN[:, 1:] & mask_BN[:, :-1])
         if wrong_BN.any():
             row, column = wrong_BN.nonzero()[0].tolist()
             raise ValueError(
                 f"labels[{row}, {column + 1}] counts, but attention_mask is 0 at its token or at the one before, which "
-                f"predicts it; set it to {IGNORED}"
+                f"predicts it; set it to {IGNORE_INDEX}"
             )
 
 

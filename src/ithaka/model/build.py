@@ -17,9 +17,9 @@ from ithaka.attention.blocks import Docs
 from ithaka.attention.fused import Positions
 from ithaka.attention.kernels import agree_on_kernel
 from ithaka.config import AdapterConfig, ConfigError, RopeConfig
-from ithaka.dist.exchange import all_gather, in_order
+from ithaka.dist.exchange import all_gather, to_sequence_order
 from ithaka.dist.mesh import Mesh, make_mesh
-from ithaka.layer.linear import linear_of
+from ithaka.layer.linear import as_linear
 from ithaka.layer.loss import TokenResults, linear_cross_entropy, summed_cross_entropy
 from ithaka.layer.schedule import StreamedLayer
 from ithaka.layer.store import Store
@@ -59,7 +59,7 @@ class ParallelOutput(ModelOutput):
     own_loss: Tensor | None = None  # this rank's part
 
 
-def parallelize(
+def parallelize_model(
     model: PreTrainedModel,
     cp: int | None = None,
     *,
@@ -80,7 +80,7 @@ def parallelize(
     check_given(model, cp, ring)
     if hasattr(model, "get_base_model"):
         check_adapters(model)  # some methods are not in the base model
-        base = parallelize(model.get_base_model(), cp, ring=ring, mesh=mesh, layout=layout, store=store)
+        base = parallelize_model(model.get_base_model(), cp, ring=ring, mesh=mesh, layout=layout, store=store)
         model.forward = base.__call__  # PEFT's own would call the base's forward, past its checks and FSDP2
         model.save_pretrained = base.save_pretrained
         refuse_wrappers(model)
@@ -140,13 +140,13 @@ def build_model(
     `rope` and `context`: as in `hf_config`.
     """
     dtype = getattr(torch, layout.dtype or "float32") if layout else torch.float32
-    config = hf_config(source, rope, context)
+    config = read_hf_config(source, rope, context)
     stored_vocab, config.vocab_size = config.vocab_size, vocab_size or config.vocab_size
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=sum_dtype(dtype) if trains and not adapter else dtype)
         if adapter is not None:
             add_adapter(model, adapter, source if isinstance(source, Path) else None)
-    parallelize(model, mesh=mesh, layout=layout, store=store)
+    parallelize_model(model, mesh=mesh, layout=layout, store=store)
     model.to_empty(device=torch.device("cpu") if layout and layout.offload_optimizer else mesh.device)
     model.model.rotary_emb.__init__(config)  # its buffers are computed, not loaded
     model.model.rotary_emb.to(mesh.device)
@@ -162,7 +162,7 @@ def has_weights(source: Path | dict) -> TypeGuard[Path]:
     return isinstance(source, Path) and any(source.glob("*.safetensors"))
 
 
-def hf_config(source: Path | dict, rope: RopeConfig | None = None, context: int = 0) -> Any:
+def read_hf_config(source: Path | dict, rope: RopeConfig | None = None, context: int = 0) -> Any:
     """Hugging Face's configuration of a directory, a config.json or a config's dict, with positions for `context`
     tokens as `rope` says. Refuses what trained weights have no positions for."""
     if isinstance(source, dict):
@@ -222,7 +222,7 @@ class _Head:
 
     def __call__(self, x_sD: Tensor, norm: nn.Module, call: Call) -> TokenResults | Tensor:
         """This rank's part of the loss, what each label gives, or, without labels, logits."""
-        head, labels_s = linear_of(self.lm_head), call.share.labels_s
+        head, labels_s = as_linear(self.lm_head), call.share.labels_s
         if labels_s is None:
             logits_sV = head(apply_norm(norm, x_sD))
             return GatherTokens.apply(logits_sV, call.mesh, call.share.docs.deal, call.shape)
@@ -306,7 +306,7 @@ class GatherTokens(torch.autograd.Function):
         ctx.mesh, ctx.deal, V = mesh, deal, local_sV.shape[1]
         whole_SV = local_sV.new_empty(mesh.cp_size * len(local_sV), V)
         all_gather(whole_SV, local_sV.contiguous(), group=mesh.cp_group)
-        whole_SV = in_order(whole_SV, deal)
+        whole_SV = to_sequence_order(whole_SV, deal)
         return local_sV.new_empty(0).set_(whole_SV.untyped_storage(), 0, (*shape, V))
 
     @staticmethod

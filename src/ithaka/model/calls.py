@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import Mesh
-from ithaka.layer.mlp import HOOKS
-from ithaka.layer.tiles import CHANGED
+from ithaka.layer.mlp import HOOK_DICTS
+from ithaka.layer.tiles import PARAMETERS_CHANGED
 from ithaka.model.batch import INPUTS, Share, as_integers, take_share
 
 # One rank's call, as far as others need to know it: error, facts, numbers of valid labels and of positions.
@@ -37,8 +37,10 @@ OF_KERNELS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", 
 _watch_optimizers = cache(register_optimizer_step_pre_hook)
 MODES = ("labels given", "gradients enabled", "num_items_in_batch")  # the ranks' collectives depend on them
 
-HOOK_KINDS = dict(zip(HOOKS, ("forward hook", "forward pre-hook", "backward hook", "backward pre-hook"), strict=True))
-GLOBAL_HOOKS = [getattr(torch_module, f"_global{hooks}") for hooks in HOOKS]
+HOOK_KINDS = dict(
+    zip(HOOK_DICTS, ("forward hook", "forward pre-hook", "backward hook", "backward pre-hook"), strict=True)
+)
+GLOBAL_HOOKS = [getattr(torch_module, f"_global{hooks}") for hooks in HOOK_DICTS]
 # Modules that run as in Hugging Face's model: a hook on them sees what it should. The model itself, "", takes hooks
 # too, but a forward pre-hook would see a Call.
 HOOKABLE = re.compile(r"model\.embed_tokens|model\.layers\.\d+(\.mlp(\..*)?)?|")
@@ -331,7 +333,7 @@ def guard_backward(model: PreTrainedModel, outputs: Iterable[Tensor]) -> None:
     def check(grad: Tensor) -> None:
         for (name, count), earlier in zip(units.items(), before, strict=True):
             if count() != earlier:
-                raise RuntimeError(CHANGED.format(name))
+                raise RuntimeError(PARAMETERS_CHANGED.format(name))
 
     for output in outputs:
         if output.requires_grad:

@@ -5,7 +5,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from ithaka.config import ConfigError
-from ithaka.layer.linear import is_linear, linear_of
+from ithaka.layer.linear import as_linear, is_linear
 from ithaka.layer.schedule import LayerParts
 from ithaka.model.adapters import check_adapters
 from ithaka.model.positions import check_rope
@@ -63,5 +63,5 @@ def check_supported(model: PreTrainedModel) -> None:
         if name.endswith(LINEAR) and not is_linear(module):
             what = f"{name} is a {type(module).__name__}"
             raise ConfigError(f"{what}; only nn.Linear and PEFT's LoRA are supported there: dequantise weights")
-    if linear_of(model.lm_head).bias_N is not None:
+    if as_linear(model.lm_head).bias_N is not None:
         raise ConfigError("lm_head has a bias, which is not supported; leave it out")

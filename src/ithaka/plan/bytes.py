@@ -18,10 +18,10 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from ithaka.config import LAYER_LINEARS
-from ithaka.layout import LayerKeeps, Layout
+from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan.hardware import GIB, Hardware
-from ithaka.plan.heads import slots_of
-from ithaka.plan.rounds import round_tokens
+from ithaka.plan.heads import count_slots
+from ithaka.plan.rounds import ring_round_tokens
 from ithaka.plan.shape import ModelShape, Work
 
 LOGITS_TILE_BYTES = (2**29, 2**32)  # logits of a tile of the loss: at least and at most, see `logits_tile_tokens`
@@ -41,7 +41,7 @@ BLOCK_TOKENS = {"attend": 128 * 1024, "attend backward": 264 * 1024}
 CALL_TOKENS, WHOLE_TOKENS = 512 * 1024, 256 * 1024
 BLOCK_BUFFERS = 4  # in the dtype of sums, of a block in flight inside attention
 
-COPY = "copy to save"  # a holder
+CHECKPOINT_COPY = "copy to save"  # a holder
 
 TileWork = Literal["none", "project", "project backward", "mlp", "mlp backward", "attend", "attend backward"]
 Holders = dict[str, int]  # bytes by who holds them
@@ -50,7 +50,7 @@ Holders = dict[str, int]  # bytes by who holds them
 # ---- one layer
 
 
-class Moment(NamedTuple):
+class MemoryPoint(NamedTuple):
     """What is live at one point of a layer's schedule, above weights, their gradients and what is kept.
 
     stream: full-length tensors of the residual stream. stages: tensors of heads, exchange buffers included.
@@ -78,9 +78,9 @@ class Moment(NamedTuple):
 class LayerBytes:
     """The sizes a layer's schedule is made of, on one rank."""
 
-    def __init__(self, shape: ModelShape, layout: Layout, s: int, keeps: LayerKeeps | None = None) -> None:
-        keeps = keeps or LayerKeeps()
-        self.shape, self.layout, self.s, self.slots = shape, layout, s, slots_of(shape, layout)
+    def __init__(self, shape: ModelShape, layout: Layout, s: int, keeps: ActivationPolicy | None = None) -> None:
+        keeps = keeps or ActivationPolicy()
+        self.shape, self.layout, self.s, self.slots = shape, layout, s, count_slots(shape, layout)
         self.num_stages = len(self.slots.stages)
         self.x = layout.x_bytes(shape.hidden, s)
         # One head of every token that this rank has in attention.
@@ -157,7 +157,7 @@ class LayerBytes:
     def round(self, stage: int) -> int:
         """k and v of one read that a ring's member receives in a round."""
         member = self.layout.ulysses * self.s
-        tokens = min(round_tokens(member), (self.layout.ring - 1) * member)
+        tokens = min(ring_round_tokens(member), (self.layout.ring - 1) * member)
         return 2 * self.slots.stages[stage].most_kv * tokens * self.shape.head_dim * self.layout.element_bytes
 
     def grad_sums(self, phase: str) -> int:
@@ -221,7 +221,7 @@ def _heads_at_once(most: int, queries: int, kv: int) -> int:
     return min(queries, most // group * group) if most >= group else min(max(1, most), kv)
 
 
-def attend_moments(b: LayerBytes, phase: str, stream: int) -> Iterator[Moment]:
+def attend_moments(b: LayerBytes, phase: str, stream: int) -> Iterator[MemoryPoint]:
     """Attention of all stages (`_attend`): in forward, and again in backward where its output was not kept.
 
     Every stage's output stays until the output projection, after the last of them.
@@ -235,18 +235,18 @@ def attend_moments(b: LayerBytes, phase: str, stream: int) -> Iterator[Moment]:
         return attended * out + kept
 
     for i in range(min(b.ahead, b.num_stages)):
-        yield Moment(project, stream, b.under_way(b.q, 0, i) + b.q + b.kv[i], 0, "project")
-        yield Moment(project, stream, b.under_way(b.q, 0, i) + b.sending(b.q, i))
+        yield MemoryPoint(project, stream, b.under_way(b.q, 0, i) + b.q + b.kv[i], 0, "project")
+        yield MemoryPoint(project, stream, b.under_way(b.q, 0, i) + b.sending(b.q, i))
     for i in range(b.num_stages):
         later = b.under_way(b.q, i + 1, i + b.ahead)
-        yield Moment(attend, stream, b.q + later + b.held[i] + b.attended(i), outputs(i, i, b.held[i]), "attend")
+        yield MemoryPoint(attend, stream, b.q + later + b.held[i] + b.attended(i), outputs(i, i, b.held[i]), "attend")
         if (new := i + b.ahead) < b.num_stages:
             others, done = later + b.left[i], outputs(i + 1, i, b.left[i])
-            yield Moment(project, stream, others + b.q + b.kv[new], done, "project")
-            yield Moment(project, stream, others + b.sending(b.q, new), done)
+            yield MemoryPoint(project, stream, others + b.q + b.kv[new], done, "project")
+            yield MemoryPoint(project, stream, others + b.sending(b.q, new), done)
 
 
-def attention_backward_moments(b: LayerBytes, outputs: int) -> Iterator[Moment]:
+def attention_backward_moments(b: LayerBytes, outputs: int) -> Iterator[MemoryPoint]:
     """dy is live throughout, and so are the gradients of all heads so far. A fetched output comes one stage at a time;
     otherwise a stage's output is freed once it is sent, its lse once it is used. So are q, k and v that were kept,
     which are there already.
@@ -262,14 +262,14 @@ def attention_backward_moments(b: LayerBytes, outputs: int) -> Iterator[Moment]:
         used = attended * b.q + sum(ends[:attended]) if b.heads else 0
         return outputs - used - (0 if b.fetched else sent * b.q + attended * b.lse)
 
-    def sending(stage: int, others: int, attended: int) -> Iterator[Moment]:
+    def sending(stage: int, others: int, attended: int) -> Iterator[MemoryPoint]:
         """q, k and v are made; then they are sent, and out and dout with them."""
         prefetched = b.q if b.fetched and b.layout.overlap and stage >= b.ahead else 0
         made = b.q + b.kv[stage] + prefetched
         if not b.heads:
-            yield Moment(project, stream, others + made, left(stage, attended), "project")
+            yield MemoryPoint(project, stream, others + made, left(stage, attended), "project")
         own = 0 if b.layout.overlap or not b.exchanged or b.fetched else b.q  # out, until all is sent
-        yield Moment(project, stream, others + own + b.sending(taken, stage), left(stage + 1, attended))
+        yield MemoryPoint(project, stream, others + own + b.sending(taken, stage), left(stage + 1, attended))
 
     for i in range(min(b.ahead, b.num_stages)):
         yield from sending(i, b.under_way(taken, 0, i), 0)
@@ -280,29 +280,31 @@ def attention_backward_moments(b: LayerBytes, outputs: int) -> Iterator[Moment]:
         prefetched = b.q if b.fetched and b.layout.overlap and more else 0
         own = taken + (b.lse if b.fetched else 0)
         live = returned + own + later + prefetched + b.held[i] + b.sums(b.slots.stages[i].summed) + b.attended_back(i)
-        yield Moment(attend, stream, live, left(min(following, b.num_stages), i), "attend backward")
+        yield MemoryPoint(attend, stream, live, left(min(following, b.num_stages), i), "attend backward")
         returned += b.q + ending
         if more:
             twice = b.q + ending if b.layout.overlap and b.exchanged else 0
             held = b.left[i] + b.sums(b.slots.stages[i].left_summed)
             yield from sending(following, returned + twice + later + held, i + 1)
-    yield Moment(project, stream, returned, left(b.num_stages, b.num_stages), "project backward")
+    yield MemoryPoint(project, stream, returned, left(b.num_stages, b.num_stages), "project backward")
 
 
-def layer_moments(b: LayerBytes) -> Iterator[Moment]:
+def layer_moments(b: LayerBytes) -> Iterator[MemoryPoint]:
     """Every moment of a layer's forward and backward on one rank."""
     outputs, more = b.outputs, b.middle + b.gates
     yield from attend_moments(b, "forward", b.x)
-    yield Moment("forward mlp", 2 * b.x, 0, outputs + b.heads + more, "mlp")  # y, from x and the outputs of all stages
+    yield MemoryPoint(
+        "forward mlp", 2 * b.x, 0, outputs + b.heads + more, "mlp"
+    )  # y, from x and the outputs of all stages
     if b.kept:
         outputs = 0
     else:
         yield from attend_moments(b, "backward again", b.x + b.held_input)
-    yield Moment("backward mlp", b.x + b.held_input, 0, outputs, "mlp backward")  # dy, one tile of everything else
+    yield MemoryPoint("backward mlp", b.x + b.held_input, 0, outputs, "mlp backward")  # dy, one tile of everything else
     yield from attention_backward_moments(b, outputs - more)
 
 
-def layer_peaks(b: LayerBytes) -> tuple[Moment, Moment]:
+def layer_peaks(b: LayerBytes) -> tuple[MemoryPoint, MemoryPoint]:
     """The moments of forward and of backward at which most is live."""
     moments = sorted(layer_moments(b), key=lambda moment: moment.rest)
     highest = {(m.phase, m.tile): m for m in moments}.values()  # of each kind the last
@@ -349,7 +351,7 @@ class Ledger:
     @property
     def host_needed(self) -> int:
         """Without the copy to save, which is made only where there is room."""
-        return self.host_peak - self.host[COPY]
+        return self.host_peak - self.host[CHECKPOINT_COPY]
 
     @property
     def worst(self) -> tuple[float, str]:
@@ -361,13 +363,15 @@ class Ledger:
         return all(need <= have for need, have in self.tiers.values())
 
 
-def memory(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Ledger:
+def build_ledger(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Ledger:
     """The ledger of a step, at its highest phase."""
     name, gpu = max(gpu_phases(shape, layout, hardware, work), key=lambda phase: sum(phase[1].values()))
     gpu["reserve"] = RESERVE_BYTES + int(RESERVE_SHARE * hardware.gpu.memory_bytes)
     host, disk = _outside(shape, layout, hardware, work)
     copied = saved_bytes(shape, layout, hardware) if work.trains else 0
-    host[COPY] = copied if sum(host.values()) + copied <= hardware.host_bytes else 0  # without room, a step waits
+    host[CHECKPOINT_COPY] = (
+        copied if sum(host.values()) + copied <= hardware.host_bytes else 0
+    )  # without room, a step waits
     peaks = (sum(gpu.values()), sum(host.values()), sum(disk.values()))
     return Ledger(name, gpu, host, disk, *peaks, hardware.gpu.memory_bytes, hardware.host_bytes, hardware.disk_bytes)
 
@@ -414,7 +418,7 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
 
     resident = work.trains or work.between_steps  # master weights and two moments, in float32
 
-    def held(moment: Moment, weights: int, arrived: int = 0, waiting: int = 0, kept: int = 0) -> Holders:
+    def held(moment: MemoryPoint, weights: int, arrived: int = 0, waiting: int = 0, kept: int = 0) -> Holders:
         """`arrived`: parameters whose gradients are sharded already. `waiting`: bytes of gradients that are not."""
         return {
             "parameters": (4 if resident else e) * shards + e * frozen,
@@ -429,10 +433,10 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
 
     if not work.trains:
         # FSDP2 holds what was gathered last twice: as it came, and as parameters.
-        loss = held(Moment("loss", x), root + ahead if shape.tied else head * e * (1 if alone else 2))
+        loss = held(MemoryPoint("loss", x), root + ahead if shape.tied else head * e * (1 if alone else 2))
         loss["loss tile"] = logits + normed
         return [("forward", held(forward, root + layer * e + ahead)), ("loss", loss)]
-    loss = held(Moment("loss", 2 * x), head * e + ahead, kept=kept[-1])
+    loss = held(MemoryPoint("loss", 2 * x), head * e + ahead, kept=kept[-1])
     loss["loss tile"] = trained_head * wide + max(logits + 2 * normed, trained_head * e)  # normed: and their gradient
     # The last layer's while lm_head's gradient is still being sent, others' while those of the layer above are. Of each
     # group the last layer, when most is kept.
@@ -452,19 +456,21 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
     arrived = 0 if alone else embedded * wide * layout.replicas // hardware.num_gpus
     sent = (root, embedded * e + embedded * wide + arrived)
     weights, waiting = max(made, sent, key=sum)
-    embedding = held(Moment("embedding", x), weights, lm_head + (above + 1) * trained, waiting)
+    embedding = held(MemoryPoint("embedding", x), weights, lm_head + (above + 1) * trained, waiting)
     return [
         ("forward", held(forward, root + layer * e + ahead, kept=kept_before)),
         ("loss", loss),
         *backward,
         ("backward, first layer", first),
         ("backward, embedding", embedding),
-        ("update", held(Moment("update"), root, shape.num_trained)),
+        ("update", held(MemoryPoint("update"), root, shape.num_trained)),
     ]
 
 
 @lru_cache(maxsize=8192)
-def _of_layer(shape: ModelShape, layout: Layout, s: int, keeps: LayerKeeps) -> tuple[int, Moment, Moment]:
+def _of_layer(
+    shape: ModelShape, layout: Layout, s: int, keeps: ActivationPolicy
+) -> tuple[int, MemoryPoint, MemoryPoint]:
     """(what it keeps on the device, its highest moment of forward and of backward)."""
     b = LayerBytes(shape, layout, s, keeps)
     return b.own, *layer_peaks(b)

@@ -13,12 +13,12 @@ from itertools import pairwise
 LONG = (1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 0.0)  # of a member's attention: documents with more are cut
 BALANCED = 1.05
 
-Run = tuple[int, int]  # first token, tokens
+TokenRange = tuple[int, int]  # first token, tokens
 
 
 @dataclass(frozen=True)
 class Deal:
-    members: tuple[tuple[Run, ...], ...]  # each one's tokens, ascending
+    members: tuple[tuple[TokenRange, ...], ...]  # each one's tokens, ascending
     balance: float = 1.0  # attention of the member with most over the mean: query-key pairs, causal, without windows
 
     @cached_property
@@ -26,7 +26,7 @@ class Deal:
         return sum(length for runs in self.members for _, length in runs)
 
     @cached_property
-    def in_order(self) -> list[Run]:
+    def in_order(self) -> list[TokenRange]:
         """The runs of the sequence, in order: where each lies if all tokens lie member by member."""
         placed, row = [], 0
         for start, length in (run for runs in self.members for run in runs):
@@ -35,19 +35,19 @@ class Deal:
         return [(row, length) for _, row, length in sorted(placed)]
 
 
-def contiguous(num_tokens: int, ring: int) -> Deal:
+def contiguous_deal(num_tokens: int, ring: int) -> Deal:
     size = num_tokens // ring
     return Deal(tuple(((member * size, size),) for member in range(ring)))
 
 
-def deal(starts: Sequence[int], ring: int, ulysses: int) -> Deal:
+def deal_tokens(starts: Sequence[int], ring: int, ulysses: int) -> Deal:
     """The deal that balances and cuts fewest documents, or the best. `starts` of documents are cumulative, (0, ..., S).
 
     The tokens dealt are a multiple of ring * ulysses: those from S on are padding.
     """
     size = -(-starts[-1] // (ring * ulysses)) * ulysses
     if ring == 1:
-        return contiguous(size, 1)
+        return contiguous_deal(size, 1)
     best: Deal | None = None
     for long in LONG:
         found = _dealt(starts, ring, size, long)
@@ -66,7 +66,7 @@ def area(rows: int) -> int:
 def _dealt(starts: Sequence[int], ring: int, size: int, long: float) -> Deal:
     documents = sorted((a - b, a) for a, b in pairwise(starts))  # longest first
     mean = max(1.0, sum(area(-length) for length, _ in documents) / ring)
-    members: list[list[Run]] = [[] for _ in range(ring)]
+    members: list[list[TokenRange]] = [[] for _ in range(ring)]
     rooms, areas, left = [size] * ring, [0] * ring, []
 
     def take(member: int, start: int, length: int, depth: int) -> None:
@@ -113,7 +113,7 @@ def _shares(length: int, rooms: Sequence[int]) -> Iterator[int]:
         before += own
 
 
-def _joined(runs: Sequence[Run]) -> Iterator[Run]:
+def _joined(runs: Sequence[TokenRange]) -> Iterator[TokenRange]:
     """Neighbours as one."""
     start, length = runs[0]
     for following, more in runs[1:]:

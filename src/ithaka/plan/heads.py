@@ -13,12 +13,12 @@ from itertools import groupby
 from ithaka.layout import Layout
 from ithaka.plan.shape import ModelShape
 
-EMPTY = -1
+EMPTY_SLOT = -1
 Heads = tuple[tuple[int, ...], ...]  # [rank][slot]
 
 
 @dataclass(frozen=True)
-class Read:
+class KvRead:
     """Slots [first, last) of a stage attend to `num_kv` slots of load `load` from `kv_slot` on, as many to each."""
 
     first: int
@@ -31,16 +31,16 @@ class Read:
     def width(self) -> int:
         return self.last - self.first
 
-    def joined(self, other: "Read") -> "Read | None":
+    def joined(self, other: "KvRead") -> "KvRead | None":
         """With the next one, if both are of neighbouring kv slots and as many query slots attend to each."""
         fits = other.load == self.load and other.kv_slot == self.kv_slot + self.num_kv
         if not fits or other.width * self.num_kv != self.width:
             return None
-        return Read(self.first, other.last, self.load, self.kv_slot, self.num_kv + 1)
+        return KvRead(self.first, other.last, self.load, self.kv_slot, self.num_kv + 1)
 
 
 @dataclass(frozen=True)
-class Load:
+class KvLoad:
     """kv heads that travel together."""
 
     kv_heads: Heads
@@ -56,31 +56,31 @@ class Load:
 class Stage:
     query_heads: Heads
     load: int | None  # the load that arrives with this stage
-    reads: tuple[tuple[Read, ...], ...]  # [rank]
+    reads: tuple[tuple[KvRead, ...], ...]  # [rank]
 
     @property
     def num_slots(self) -> int:
         return len(self.query_heads[0])
 
     def is_full(self, rank: int) -> bool:
-        return EMPTY not in self.query_heads[rank]
+        return EMPTY_SLOT not in self.query_heads[rank]
 
 
 @dataclass(frozen=True)
 class HeadTable:
     stages: tuple[Stage, ...]
-    loads: tuple[Load, ...]
+    loads: tuple[KvLoad, ...]
 
     def loads_ending(self, stage: int) -> list[int]:
         return [i for i, load in enumerate(self.loads) if load.last_stage == stage]
 
 
-def flat(heads: Heads) -> list[int]:
+def flatten_heads(heads: Heads) -> list[int]:
     """The heads in the order they lie in the exchange, with head 0 standing in for empty slots."""
     return [max(head, 0) for of_rank in heads for head in of_rank]
 
 
-def joined(parts: list[Heads]) -> Heads:
+def concat_heads(parts: list[Heads]) -> Heads:
     """Several stages or loads as one: of each rank the heads of the first part, then of the second, ..."""
     return tuple(tuple(head for heads in of_rank for head in heads) for of_rank in zip(*parts, strict=True))
 
@@ -98,7 +98,7 @@ def head_table(num_heads: int, num_kv_heads: int, cp: int, heads_per_stage: int 
     num_stages = -(-most // slots)
     bounds = [rank * num_heads // cp for rank in range(cp + 1)]
     group_size = num_heads // num_kv_heads
-    padded = [[*range(bounds[r], bounds[r + 1]), *[EMPTY] * slots * num_stages] for r in range(cp)]
+    padded = [[*range(bounds[r], bounds[r + 1]), *[EMPTY_SLOT] * slots * num_stages] for r in range(cp)]
     query_heads = [tuple(tuple(row[i * slots :][:slots]) for row in padded) for i in range(num_stages)]
     return _with_loads(query_heads, cp, group_size)
 
@@ -108,28 +108,28 @@ def _with_loads(query_heads: list[Heads], cp: int, group_size: int) -> HeadTable
     arrivals: list[tuple[Heads, int]] = []
     stages: list[Stage] = []
     for i, of_ranks in enumerate(query_heads):
-        needed = [list(dict.fromkeys(h // group_size for h in heads if h != EMPTY)) for heads in of_ranks]
+        needed = [list(dict.fromkeys(h // group_size for h in heads if h != EMPTY_SLOT)) for heads in of_ranks]
         new = [[g for g in needed[r] if g not in held[r]] for r in range(cp)]
         width = max(len(n) for n in new)
         load = len(arrivals) if width else None
         if load is not None:
-            arrivals.append((tuple(tuple(n) + (EMPTY,) * (width - len(n)) for n in new), i))
+            arrivals.append((tuple(tuple(n) + (EMPTY_SLOT,) * (width - len(n)) for n in new), i))
         for r in range(cp):
             kept = {g: where for g, where in held[r].items() if g in needed[r]}
             held[r] = kept | {g: (len(arrivals) - 1, slot) for slot, g in enumerate(new[r])}
         reads = tuple(_reads(of_ranks[r], held[r], group_size) for r in range(cp))
         stages.append(Stage(of_ranks, load, reads))
     last_use = {read.load: i for i, stage in enumerate(stages) for reads in stage.reads for read in reads}
-    loads = tuple(Load(kv, first, last_use[number]) for number, (kv, first) in enumerate(arrivals))
+    loads = tuple(KvLoad(kv, first, last_use[number]) for number, (kv, first) in enumerate(arrivals))
     return HeadTable(tuple(stages), loads)
 
 
-def _reads(heads: tuple[int, ...], held: dict[int, tuple[int, int]], group_size: int) -> tuple[Read, ...]:
-    reads: list[Read] = []
-    taken = [head for head in heads if head != EMPTY]
+def _reads(heads: tuple[int, ...], held: dict[int, tuple[int, int]], group_size: int) -> tuple[KvRead, ...]:
+    reads: list[KvRead] = []
+    taken = [head for head in heads if head != EMPTY_SLOT]
     for group, of_group in groupby(range(len(taken)), key=lambda slot: taken[slot] // group_size):
         first, *more = of_group
-        read = Read(first, first + 1 + len(more), *held[group])
+        read = KvRead(first, first + 1 + len(more), *held[group])
         joined = reads[-1].joined(read) if reads else None
         reads = [*reads[:-1], joined] if joined else [*reads, read]
     return tuple(reads)
@@ -163,7 +163,7 @@ class Slots:
         return sum(stage.new_kv for stage in self.stages)
 
 
-def slots_of(shape: ModelShape, layout: Layout) -> Slots:
+def count_slots(shape: ModelShape, layout: Layout) -> Slots:
     return _slots_of(shape.heads, shape.kv_heads, layout.ulysses, layout.heads_per_stage)
 
 

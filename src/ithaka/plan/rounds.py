@@ -10,18 +10,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ithaka.plan.deal import Deal, Run
+from ithaka.plan.deal import Deal, TokenRange
 
 ROUNDS = 8  # in which a member's tokens are sent,
 ROUND_TOKENS = 32768  # unless they are few: kernels are slow on few keys
 
 
 @dataclass(frozen=True)
-class Round:
+class RingRound:
     """One member's part of a round. Tokens lie as they come: member by member, run by run."""
 
-    received: tuple[tuple[Run, ...], ...]  # from each member, as tokens of the sequence
-    sent: tuple[tuple[Run, ...], ...]  # to each member, as rows of this one
+    received: tuple[tuple[TokenRange, ...], ...]  # from each member, as tokens of the sequence
+    sent: tuple[tuple[TokenRange, ...], ...]  # to each member, as rows of this one
 
     @property
     def num_received(self) -> list[int]:
@@ -32,15 +32,15 @@ class Round:
         return [sum(length for _, length in runs) for runs in self.sent]
 
 
-def round_tokens(member_tokens: int) -> int:
+def ring_round_tokens(member_tokens: int) -> int:
     return max(ROUND_TOKENS, -(-member_tokens // ROUNDS))
 
 
-def rounds_of(deal: Deal, seen: Sequence[Sequence[Run]], member: int) -> list[Round]:
+def ring_rounds(deal: Deal, seen: Sequence[Sequence[TokenRange]], member: int) -> list[RingRound]:
     """The rounds of `member`: as many as the others have. `seen`: keys that each member's rows see, ascending."""
     ring, own = len(deal.members), deal.members[member]
     firsts, row_of = [first for first, _ in own], [0, *accumulate(length for _, length in own)]
-    received, sent = (defaultdict[tuple[int, int], list[Run]](list) for _ in range(2))
+    received, sent = (defaultdict[tuple[int, int], list[TokenRange]](list) for _ in range(2))
     num_rounds = 0
     for number, owner, receiver, (start, length) in _transfers(deal, seen):
         num_rounds = max(num_rounds, number + 1)
@@ -50,15 +50,15 @@ def rounds_of(deal: Deal, seen: Sequence[Sequence[Run]], member: int) -> list[Ro
             run = bisect_right(firsts, start) - 1
             sent[number, receiver].append((row_of[run] + start - firsts[run], length))
     return [
-        Round(*(tuple(tuple(runs[number, other]) for other in range(ring)) for runs in (received, sent)))
+        RingRound(*(tuple(tuple(runs[number, other]) for other in range(ring)) for runs in (received, sent)))
         for number in range(num_rounds)
     ]
 
 
-def _transfers(deal: Deal, seen: Sequence[Sequence[Run]]) -> Iterator[tuple[int, int, int, Run]]:
+def _transfers(deal: Deal, seen: Sequence[Sequence[TokenRange]]) -> Iterator[tuple[int, int, int, TokenRange]]:
     """(round, owner, receiver, tokens). Neighbours first: where all need all, all send and receive in every round."""
     ring = len(deal.members)
-    most = round_tokens(deal.num_tokens // ring)
+    most = ring_round_tokens(deal.num_tokens // ring)
     used: defaultdict[tuple[str, int, int], int] = defaultdict(int)  # tokens by way, member and round
     full: defaultdict[tuple[str, int], int] = defaultdict(int)  # rounds without room, from the first on
     for step in range(1, ring):
@@ -78,7 +78,7 @@ def _transfers(deal: Deal, seen: Sequence[Sequence[Run]]) -> Iterator[tuple[int,
                     yield number, ways[0][1], receiver, (start + low, high - low)
 
 
-def _both(a: Sequence[Run], b: Sequence[Run]) -> Iterator[Run]:
+def _both(a: Sequence[TokenRange], b: Sequence[TokenRange]) -> Iterator[TokenRange]:
     """What is in a run of each."""
     i = j = 0
     while i < len(a) and j < len(b):

@@ -22,12 +22,12 @@ from ithaka.layout import (
     Layout,
     Tier,
     check_fixed,
-    fewest_rings,
     fixed_settings,
     make_layout,
-    settings_of,
+    settings_from_layout,
+    smallest_ring,
 )
-from ithaka.plan.bytes import Ledger, memory
+from ithaka.plan.bytes import Ledger, build_ledger
 from ithaka.plan.hardware import GPUS_PER_NODE, Hardware
 from ithaka.plan.seconds import Seconds, gather_seconds, reduce_seconds, step_seconds
 from ithaka.plan.shape import ModelShape, Work
@@ -60,7 +60,7 @@ class Plan:
 
     @cached_property
     def ledger(self) -> Ledger:
-        return memory(self.shape, self.layout, self.hardware, self.work)
+        return build_ledger(self.shape, self.layout, self.hardware, self.work)
 
     @cached_property
     def seconds(self) -> Seconds:
@@ -80,7 +80,7 @@ class Plan:
     @property
     def settings(self) -> dict[str, Any]:
         """In the words of the configuration."""
-        return settings_of(self.layout, self.shape.heads)
+        return settings_from_layout(self.layout, self.shape.heads)
 
     @property
     def fits(self) -> bool:
@@ -121,20 +121,20 @@ def forward_plan(shape: ModelShape, hardware: Hardware, work: Work) -> Plan:
 def forward_layout(shape: ModelShape, cp: int, tokens: int, dtype: str) -> Layout:
     """Of a model that is evaluated: all ranks share each sequence. All heads at once where their tensors are small,
     which is faster; else as few as there can be."""
-    ring = fewest_rings(cp, shape.heads)
+    ring = smallest_ring(cp, shape.heads)
     few = tokens // cp * shape.heads * shape.head_dim > MOST_AT_ONCE
     stage = cp // ring if few else None
     return make_layout(shape.num_layers, cp=cp, ring=ring, heads_per_stage=stage, tile_tokens=8192, dtype=dtype)
 
 
-def work_of(config: Config) -> Work:
+def work_from_config(config: Config) -> Work:
     return Work(config.data.context, config.train.batch, accumulate=config.train.accumulate)
 
 
-def space_of(config: Config, given: Collection[str], shape: ModelShape, hardware: Hardware) -> Space:
+def make_search_space(config: Config, given: Collection[str], shape: ModelShape, hardware: Hardware) -> SearchSpace:
     """`given`: names of settings (parallel.cp) that the user decided; the others are the search's to choose."""
     chosen = {name: operator.attrgetter(name)(config) for name in SETTINGS if name in given}
-    return Space(shape, hardware, fixed_settings(chosen, shape.num_layers, hardware.num_gpus))
+    return SearchSpace(shape, hardware, fixed_settings(chosen, shape.num_layers, hardware.num_gpus))
 
 
 def _order(plan: Plan) -> tuple[Any, ...]:
@@ -168,7 +168,7 @@ class WaysToFit:
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """The layouts of a model on a machine. `fixed`: what the user decided."""
 
     shape: ModelShape
@@ -251,11 +251,11 @@ class Space:
         if ways := [tier for tier in stops if self.having(tier).longest_context(batch) > context]:
             return context, ways[-1]
         work = Work(context + self.grain, batch)
-        missing = min(memory(self.shape, layout, self.hardware, work).worst for layout in self.largest())[1]
+        missing = min(build_ledger(self.shape, layout, self.hardware, work).worst for layout in self.largest())[1]
         capped = "cp" not in self.fixed and max(self.cps) < self.hardware.num_gpus  # the ring is fixed
         return context, "heads" if missing == "GPU" and capped else missing
 
-    def having(self, tier: str, num_bytes: int = UNLIMITED_BYTES) -> Space:
+    def having(self, tier: str, num_bytes: int = UNLIMITED_BYTES) -> SearchSpace:
         """With so much host memory or disk per node."""
         change: dict[str, Any] = {f"{tier}_bytes": num_bytes}
         return replace(self, hardware=replace(self.hardware, **change))
@@ -263,7 +263,7 @@ class Space:
     def fits(self, work: Work) -> bool:
         """Whether any layout fits."""
         layouts = (layout for split in self.splits for layout in self.leanest(*split))
-        return any(memory(self.shape, layout, self.hardware, work).fits for layout in layouts)
+        return any(build_ledger(self.shape, layout, self.hardware, work).fits for layout in layouts)
 
     def ways_to_fit(self, work: Work) -> WaysToFit:
         """What would make `work` fit, alone and with these settings."""
@@ -353,7 +353,7 @@ class Space:
         settled = set()
         possible = [
             split for split in self.splits
-            if any(memory(self.shape, layout, self.hardware, work).fits for layout in self.leanest(*split))
+            if any(build_ledger(self.shape, layout, self.hardware, work).fits for layout in self.leanest(*split))
         ]  # fmt: skip
         for frame in self.frames(possible):
             enough = max(2 * work.local_tokens(frame["cp"]) - 1, self.tiles[-1])  # a tile half as large has all as well
@@ -410,7 +410,7 @@ class Space:
         for layout in self.largest():
 
             def has_room(grains: int, layout: Layout = layout) -> bool:
-                return memory(self.shape, layout, self.hardware, Work(grains * self.grain, batch)).fits
+                return build_ledger(self.shape, layout, self.hardware, Work(grains * self.grain, batch)).fits
 
             high = best + 1
             while has_room(high):

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from ithaka.config import LAYER_LINEARS
-from ithaka.layout import LayerKeeps, Layout
+from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan.bytes import LayerBytes, kept_attention_bytes, logits_tile_tokens
 from ithaka.plan.hardware import DISK_BYTES_S, HOST_UPDATE_BYTES_S, Hardware
-from ithaka.plan.heads import slots_of
+from ithaka.plan.heads import count_slots
 from ithaka.plan.shape import ModelShape, Work
 
 # Fractions of the hardware's matmul rate, forward and backward.
@@ -60,11 +60,11 @@ class Seconds:
 
 
 def layer_seconds(
-    shape: ModelShape, layout: Layout, hardware: Hardware, work: Work, window: int | None, keeps: LayerKeeps
+    shape: ModelShape, layout: Layout, hardware: Hardware, work: Work, window: int | None, keeps: ActivationPolicy
 ) -> tuple[Seconds, Seconds]:
     """(forward, backward) of one layer on the rank with the most heads."""
     kept = keeps.attention is not None
-    linear = Linear(shape, layout, hardware, work.local_tokens(layout.cp), keeps)
+    linear = LinearSeconds(shape, layout, hardware, work.local_tokens(layout.cp), keeps)
     heads = -(-shape.heads // layout.ulysses)
     flops = 4 * shape.head_dim * heads * work.pairs(window) / layout.ring
     gpu, share, share_back = hardware.gpu, 1.0, 1.0
@@ -114,14 +114,20 @@ def layer_seconds(
     return forward, backward + again
 
 
-class Linear:
+class LinearSeconds:
     """Token-wise work of one layer on one rank: matmuls, and kernels that only move bytes."""
 
     def __init__(
-        self, shape: ModelShape, layout: Layout, hardware: Hardware, s: int, keeps: LayerKeeps | None = None
+        self, shape: ModelShape, layout: Layout, hardware: Hardware, s: int, keeps: ActivationPolicy | None = None
     ) -> None:
-        self.shape, self.layout, self.hardware, self.s, self.keeps = shape, layout, hardware, s, keeps or LayerKeeps()
-        slots = slots_of(shape, layout)
+        self.shape, self.layout, self.hardware, self.s, self.keeps = (
+            shape,
+            layout,
+            hardware,
+            s,
+            keeps or ActivationPolicy(),
+        )
+        slots = count_slots(shape, layout)
         self.x, self.num_stages = layout.x_bytes(shape.hidden, s), len(slots.stages)
         # Width of q, k and v as projected: empty and repeated slots included.
         self.projected = (self.num_stages * slots.query + 2 * slots.all_kv) * layout.ulysses * shape.head_dim
@@ -253,7 +259,7 @@ def _loss_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: W
 
     Nothing hides the gathering of lm_head.
     """
-    linear = Linear(shape, layout, hardware, work.local_tokens(layout.cp))
+    linear = LinearSeconds(shape, layout, hardware, work.local_tokens(layout.cp))
     all_logits = linear.s * shape.vocab * layout.element_bytes
     trained = shape.saved("lm_head") > 0
     head_bytes = shape.vocab * shape.hidden * layout.element_bytes

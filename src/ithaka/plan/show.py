@@ -11,8 +11,17 @@ from typing import Any
 
 import yaml
 
-from ithaka.config import SECTIONS, Config, ConfigError, given, load, parse_count, shown, to_dict
-from ithaka.layout import EVERYTHING, SETTINGS, either
+from ithaka.config import (
+    SECTIONS,
+    Config,
+    ConfigError,
+    explicit_settings,
+    format_value,
+    load_config,
+    parse_count,
+    to_dict,
+)
+from ithaka.layout import EVERYTHING, SETTINGS, format_choices
 from ithaka.plan import search
 from ithaka.plan.bytes import (
     HOST_PROCESS_BYTES,
@@ -31,7 +40,7 @@ from ithaka.plan.hardware import (
     Hardware,
 )
 from ithaka.plan.models import find_config, hub_id
-from ithaka.plan.search import ADAPTER_RANK, Plan, Space
+from ithaka.plan.search import ADAPTER_RANK, Plan, SearchSpace
 from ithaka.plan.shape import Work, max_positions, shape_from_config, yarn_factor
 
 WIDTH = 118
@@ -64,18 +73,18 @@ TIER_WORDS = {"GPU": ("GPU memory", ""), "host": ("host memory", "--host-memory 
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanRequest:
     """A model on a machine. `hf_config`: its config.json; `config`: the command's settings; `given`: the names
     (parallel.cp) of those that the user set."""
 
     model: str
     hf_config: Mapping[str, Any]
-    space: Space
+    space: SearchSpace
     config: Config
     given: frozenset[str]
     work: Work
 
-    def with_kernel(self, kernel: str) -> Question:
+    def with_kernel(self, kernel: str) -> PlanRequest:
         """With the attention rates of this kernel."""
         machine = self.space.hardware
         return replace(self, space=replace(self.space, hardware=machine.with_kernel(kernel)))
@@ -98,7 +107,7 @@ class Question:
         return search.forward_plan(self.space.shape, self.space.hardware, self.work)
 
 
-def question(
+def make_request(
     model: str,
     hardware: Hardware,
     context: str,
@@ -106,31 +115,31 @@ def question(
     overrides: Sequence[str],
     adapter: int | None = None,
     any_setting: bool = False,
-) -> Question:
+) -> PlanRequest:
     """`overrides`: settings as for training, section.key=value; `any_setting`: also those that change no plan."""
     overrides = [*overrides, *([f"adapter.rank={adapter}"] if adapter else [])]
     num_tokens = parse_count(context)
     if num_tokens is None or num_tokens < 2:
         raise ConfigError(f"--context {context} is not a number of tokens from 2 on; write for example 128K or 1M")
-    told = given(None, overrides)
+    told = explicit_settings(None, overrides)
     for name in told - {*SETTINGS, "train.accumulate", "attention.kernel"} - ADAPTER:
         if name in OPTIONS:
             raise ConfigError(f"--set {name} has its own option here; use {OPTIONS[name]}")
         if not any_setting:
             raise ConfigError(f"{name} is not decided by a plan; use one of {', '.join(SETTINGS)}")
-    config = load(None, [*overrides, f"data.context={num_tokens}", f"train.batch={batch}"])
+    config = load_config(None, [*overrides, f"data.context={num_tokens}", f"train.batch={batch}"])
     if (kernel := config.attention.kernel) != "auto":
         if kernel not in (known := hardware.gpu.kernels or tuple(H200_ATTENTION)):
             rule = f"has no known rate on {hardware.gpu.name}"
-            raise ConfigError(f"attention.kernel={kernel} {rule}; use {either(('auto', *known))}")
+            raise ConfigError(f"attention.kernel={kernel} {rule}; use {format_choices(('auto', *known))}")
         hardware = hardware.with_kernel(kernel)
     hf_config = find_config(model)
     shape = shape_from_config(hf_config, model).with_adapter(config.adapter)
-    space = search.space_of(config, told, shape, hardware)
-    return Question(model, hf_config, space, config, frozenset(told), search.work_of(config))
+    space = search.make_search_space(config, told, shape, hardware)
+    return PlanRequest(model, hf_config, space, config, frozenset(told), search.work_from_config(config))
 
 
-def plan_answer(q: Question, max_context: bool, steps: int | None, as_json: bool) -> tuple[str, bool]:
+def answer_request(q: PlanRequest, max_context: bool, steps: int | None, as_json: bool) -> tuple[str, bool]:
     """(the answer, whether it fits). With `max_context` the plan is the one at the longest context."""
     context, limited_by = q.space.longest(q.work.batch) if max_context else (0, "")
     plan = q.plan(context)
@@ -143,12 +152,14 @@ def plan_answer(q: Question, max_context: bool, steps: int | None, as_json: bool
     text = as_text(plan, q.model, steps, _rope_line(q, rope) if rope else "")
     if max_context and context:
         where = f"{q.model} on {plan.hardware.name}"
-        text = f"Longest context of {where}: {tokens(context)} tokens ({context}), limited by {limited_by}.\n\n{text}"
+        headline = f"Longest context of {where}: {format_tokens(context)} tokens ({context}), limited by {limited_by}."
+        text = f"{headline}\n\n{text}"
     return text, plan.fits
 
 
-def _rope_line(q: Question, rope: Mapping[str, Any]) -> str:
-    return f"{q.model} has {tokens(max_positions(q.hf_config))} positions: training needs model.rope={shown(rope)}"
+def _rope_line(q: PlanRequest, rope: Mapping[str, Any]) -> str:
+    positions = format_tokens(max_positions(q.hf_config))
+    return f"{q.model} has {positions} positions: training needs model.rope={format_value(rope)}"
 
 
 # ---- JSON and YAML
@@ -183,11 +194,11 @@ def as_dict(plan: Plan, model: str, steps: int | None = None) -> dict[str, Any]:
         "host_holders": ledger.host,
         "disk_holders": ledger.disk,
         "seconds": vars(plan.seconds),
-        "assumed": assumed(plan),
+        "assumed": list_assumptions(plan),
     }
 
 
-def as_yaml(q: Question, plan: Plan, steps: int | None = None) -> str:
+def as_yaml(q: PlanRequest, plan: Plan, steps: int | None = None) -> str:
     """A complete configuration for `ithaka train`: the plan, the user's settings, and lines to uncomment and edit."""
     local = Path(q.model).expanduser()
     weights = None if local.exists() else hub_id(q.model)
@@ -208,8 +219,8 @@ def as_yaml(q: Question, plan: Plan, steps: int | None = None) -> str:
     if "train.steps" in chosen:
         hints.pop("train.epochs", None)
     if rope := q.missing_rope(plan.work.context):
-        positions = tokens(max_positions(q.hf_config))
-        hints["model.rope"] = shown(rope), f"needed: the model has {positions} positions; see docs/extend.md"
+        positions = format_tokens(max_positions(q.hf_config))
+        hints["model.rope"] = format_value(rope), f"needed: the model has {positions} positions; see docs/extend.md"
     for section in SECTIONS:
         own = [(name.split(".")[1], *hint) for name, hint in hints.items() if name.startswith(f"{section}.")]
         if section in tree or own:
@@ -228,25 +239,27 @@ def as_text(plan: Plan, model: str, steps: int | None = None, note: str = "") ->
         lines.append(_way_out(plan))
     elif steps:
         count = steps * plan.tokens_per_step
-        lines.append(f"{steps} steps: {duration(steps * plan.step_s)}, {count / 1e9:.4g} billion tokens")
+        lines.append(f"{steps} steps: {format_duration(steps * plan.step_s)}, {count / 1e9:.4g} billion tokens")
     if plan.shape.adapter:
         lines.append(_adapter_line(plan))
-    settings = {name: shown(value) for name, value in plan.settings.items()}
+    settings = {name: format_value(value) for name, value in plan.settings.items()}
     width = max(6, *map(len, settings.values()))
     rows = [f"  {name:<24}  {settings[name]:>{width}}   {why}" for name, why in _reasons(plan).items()]
     others = _others(plan) if plan.others else ()
-    assumptions = [f"  {name:<11}  {text}" for name, text in assumed(plan).items()]
+    assumptions = [f"  {name:<11}  {text}" for name, text in list_assumptions(plan).items()]
     return "\n".join([*lines, "", *rows, "", *_costs(plan), *others, "", "Assumed", *assumptions])
 
 
 def _headline(plan: Plan, model: str) -> str:
     batch = f"{plan.work.batch} x " if plan.work.batch > 1 else ""
-    what = f"{model}, {batch}{tokens(plan.work.context)} tokens, {plan.hardware.name}"
+    what = f"{model}, {batch}{format_tokens(plan.work.context)} tokens, {plan.hardware.name}"
     if plan.fits:
-        speed = f"{rate(plan.tokens_per_s_per_gpu)} tok/s per GPU, {duration(plan.step_s)} per step"
+        speed = f"{format_rate(plan.tokens_per_s_per_gpu)} tok/s per GPU, {format_duration(plan.step_s)} per step"
         return f"{what}: fits, {speed} (most of it {plan.limited_by})"
     lacks = [
-        f"{need / have:.2f} times the {name} there is" if have else f"{size(need)} of {name}, and there is none ({way})"
+        f"{need / have:.2f} times the {name} there is"
+        if have
+        else f"{format_bytes(need)} of {name}, and there is none ({way})"
         for (name, way), (need, have) in zip(TIER_WORDS.values(), plan.ledger.tiers.values(), strict=True)
         if need > have
     ]
@@ -269,25 +282,25 @@ def _adapter(plan: Plan) -> dict[str, int | float]:
 def _adapter_line(plan: Plan) -> str:
     rank, trained, frozen, gpu_bytes, host_bytes, step_s = _adapter(plan).values()
     what = f"adapters of rank {rank}: {trained / 1e6:.4g}M parameters trained, {frozen / 1e9:.4g}B frozen"
-    on_host = f", {size(host_bytes)} of host memory" if host_bytes else ""
-    time = f", {duration(step_s)} per step" if step_s > 0 else f" and costs {duration(-step_s)} per step"
-    return f"{what}; that saves {size(gpu_bytes)} per GPU{on_host}{time}"
+    on_host = f", {format_bytes(host_bytes)} of host memory" if host_bytes else ""
+    time = f", {format_duration(step_s)} per step" if step_s > 0 else f" and costs {format_duration(-step_s)} per step"
+    return f"{what}; that saves {format_bytes(gpu_bytes)} per GPU{on_host}{time}"
 
 
 def _ways_out(plan: Plan) -> dict[str, str]:
     """What makes the plan fit, by option: each was found by search, and is enough alone."""
-    ways = search.Space(plan.shape, plan.hardware, plan.given).ways_to_fit(plan.work)
-    found = {"--context": f"{ways.context} ({tokens(ways.context)})"} if ways.context else {}
+    ways = search.SearchSpace(plan.shape, plan.hardware, plan.given).ways_to_fit(plan.work)
+    found = {"--context": f"{ways.context} ({format_tokens(ways.context)})"} if ways.context else {}
     found |= {"--adapter": str(ADAPTER_RANK)} if ways.adapter else {}
     found |= {"--gpus": f"{ways.hardware.name} ({ways.hardware.num_gpus} GPUs)"} if ways.hardware else {}
     amounts = {"--host-memory": ways.host_bytes, "--disk": ways.disk_bytes}
     found |= {option: f"{num_bytes // 10**9}GB" for option, num_bytes in amounts.items() if num_bytes}
-    free = plan.given and search.Space(plan.shape, plan.hardware).fits(plan.work)
+    free = plan.given and search.SearchSpace(plan.shape, plan.hardware).fits(plan.work)
     return found | ({"--set": "left out"} if free else {})
 
 
 def _way_out(plan: Plan) -> str:
-    ways = either(f"{option} {value}" for option, value in _ways_out(plan).items())
+    ways = format_choices(f"{option} {value}" for option, value in _ways_out(plan).items())
     return f"It fits with {ways}." if ways else "No shorter context and no number of these GPUs fits: use larger GPUs."
 
 
@@ -297,14 +310,14 @@ def _reasons(plan: Plan) -> dict[str, str]:
     cp, ulysses, width = layout.cp, layout.ulysses, layout.heads_per_stage or shape.heads
     s = plan.work.local_tokens(cp)
     shared = f"{cp} of {plan.hardware.num_gpus} GPUs share {batch}" if cp > 1 else f"every GPU has {batch} of its own"
-    step = f"{_sequences(plan.sequences_per_step)}, {tokens(plan.tokens_per_step)} tokens per step"
+    step = f"{_sequences(plan.sequences_per_step)}, {format_tokens(plan.tokens_per_step)} tokens per step"
     stage = "all heads at once" + " (plain Ulysses)" * (ulysses > 1)
     if width < shape.heads:
         stage = (
             f"{width // ulysses} per GPU at a time{_instead(plan, 'more', heads_per_stage=min(2 * width, shape.heads))}"
         )
-    inputs = size((shape.num_layers - shape.first_trained) * layout.x_bytes(shape.hidden, s))
-    outputs = size(kept_attention_bytes(shape, layout, s) * layout.keep_attention)
+    inputs = format_bytes((shape.num_layers - shape.first_trained) * layout.x_bytes(shape.hidden, s))
+    outputs = format_bytes(kept_attention_bytes(shape, layout, s) * layout.keep_attention)
     reasons = {"parallel.cp": f"{shared}: {step}"}
     if layout.ring > 1:
         reasons["parallel.ring"] = f"k and v go round {layout.ring} groups of {ulysses} GPUs{_why_ring(plan)}"
@@ -352,10 +365,10 @@ def _keep_reason(plan: Plan, level: str) -> str:
         return f"backward {again}{_instead(plan, 'keeping it', **{level: 1})}"
     above = dict.fromkeys([*LEVELS][[*LEVELS].index(level) + 1 :], 0)
     saved_s = plan.but(**above, **{level: 0}).step_s - plan.but(**above).step_s
-    effect = f"{'saves' if saved_s >= 0 else 'costs'} {duration(abs(saved_s))} per step"
+    effect = f"{'saves' if saved_s >= 0 else 'costs'} {format_duration(abs(saved_s))} per step"
     b = LayerBytes(plan.shape, plan.layout, plan.work.local_tokens(plan.layout.cp), EVERYTHING)
     num_bytes = {"keep_projections": b.heads + b.middle, "keep_everything": b.gates}.get(level, 0)
-    held = f" ({size(kept * num_bytes)} more)" if num_bytes else ""
+    held = f" ({format_bytes(kept * num_bytes)} more)" if num_bytes else ""
     return f"{kept} of {plan.shape.num_layers} layers keep {what}{held}: {effect}"
 
 
@@ -379,8 +392,10 @@ def _costs(plan: Plan) -> Iterator[str]:
         if need := sum(holders.values()):
             yield f"{title}: {need / GIB:.1f} of {have / GIB:.1f} GiB"
             yield from _wrapped(f"{name} {held / GIB:.1f}" for name, held in holders.items() if held >= GIB / 20)
-    yield f"Time per step: {duration(plan.step_s)}"
-    yield from _wrapped(f"{name} {duration(s)} ({s / plan.step_s:.1%})" for name, s in vars(plan.seconds).items())
+    yield f"Time per step: {format_duration(plan.step_s)}"
+    yield from _wrapped(
+        f"{name} {format_duration(s)} ({s / plan.step_s:.1%})" for name, s in vars(plan.seconds).items()
+    )
 
 
 def _others(plan: Plan) -> Iterator[str]:
@@ -390,7 +405,11 @@ def _others(plan: Plan) -> Iterator[str]:
         layout, ledger = other.layout, other.ledger
         kept = f"{layout.keep_attention} on {layout.attention_tier}" if layout.keep_attention else "none"
         where = (layout.input_tier, kept, "host" if layout.offload_optimizer else "device")
-        figures = (rate(other.tokens_per_s_per_gpu), f"{ledger.gpu_peak / GIB:.1f}", f"{ledger.host_peak / GIB:.0f}")
+        figures = (
+            format_rate(other.tokens_per_s_per_gpu),
+            f"{ledger.gpu_peak / GIB:.1f}",
+            f"{ledger.host_peak / GIB:.0f}",
+        )
         split = layout.cp if layout.ring == 1 else f"{layout.ulysses}x{layout.ring}"
         cells = (split, other.settings["parallel.heads_per_stage"], *where, *figures)
         row = "".join(f"  {cell:>{len(title)}}" for title, cell in zip(COLUMNS, cells, strict=True))
@@ -408,7 +427,7 @@ def _choice(plan: Plan) -> str:
         return "the fastest that fits"
     slower = 1 - plan.tokens_per_s_per_gpu / fastest.tokens_per_s_per_gpu
     disk, host = (getattr(fastest.ledger, name) - getattr(plan.ledger, name) for name in ("disk_peak", "host_needed"))
-    saved = f"{size(disk)} less disk" if disk else f"{size(host)} less host memory"
+    saved = f"{format_bytes(disk)} less disk" if disk else f"{format_bytes(host)} less host memory"
     return f"{slower:.1%} slower than the fastest that fits, with {saved} per node"
 
 
@@ -418,7 +437,7 @@ def _wrapped(parts: Iterator[str]) -> list[str]:
     return [line.replace("\0", " ") for line in lines]
 
 
-def assumed(plan: Plan) -> dict[str, str]:
+def list_assumptions(plan: Plan) -> dict[str, str]:
     """What the plan assumes, because nobody measured or gave it."""
     gpu, hardware = plan.hardware.gpu, plan.hardware
     found = {
@@ -444,7 +463,7 @@ def _attention(plan: Plan) -> str:
     if "fa4" not in gpu.kernels:
         return name
     changed = replace(plan, hardware=plan.hardware.with_kernel(other))
-    speed = f"{rate(changed.tokens_per_s_per_gpu)} tok/s per GPU"
+    speed = f"{format_rate(changed.tokens_per_s_per_gpu)} tok/s per GPU"
     if other == "fa4":
         return f"{name}; FlashAttention 4 ({FA4_PACKAGE}) gives {speed}"
     return f"{name} ({FA4_PACKAGE}); without it, {KERNEL_NAMES[other]} gives {speed}"
@@ -453,16 +472,16 @@ def _attention(plan: Plan) -> str:
 # ---- numbers for people
 
 
-def tokens(count: int) -> str:
+def format_tokens(count: int) -> str:
     return f"{count / 2**20:.4g}M" if count >= 2**20 else f"{count / 2**10:.4g}K" if count >= 2**10 else str(count)
 
 
-def rate(per_second: float) -> str:
+def format_rate(per_second: float) -> str:
     """Four digits, or all before the point where there are more."""
     return f"{per_second:.4g}" if per_second < 1000 else f"{per_second:.0f}"
 
 
-def size(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """Four digits at most, in the largest unit that there is one of; 2228224 -> '2.125 MiB'."""
     for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if abs(num_bytes) >= unit:
@@ -470,7 +489,7 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     if seconds >= 7200:
         return f"{seconds / 3600:.1f} h"
     if seconds >= 120:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ithaka.phases import OTHER, Now, listening
-from ithaka.profile.memory import MemoryMap, Piece, form, local_tensor, made_by
+from ithaka.phases import OTHER, PhaseState, listening
+from ithaka.profile.memory import Allocation, MemoryMap, form, local_tensor, made_by
 
 MAX_EVENTS = 2_000_000
 CLOCK_SLACK_NS = 20_000  # between the allocator's clock and Python's
@@ -26,7 +26,7 @@ class AllocatorHistory(MemoryMap):
         super().__init__()
         self.device = device
         self.snapshot: dict[str, Any] = {}
-        self._tags: list[tuple[int, Piece]] = []  # address; what the schedule says is there now
+        self._tags: list[tuple[int, Allocation]] = []  # address; what the schedule says is there now
         self._before: dict[int, int] = {}  # by address: bytes of what was there already
         self._start_ns = 0
 
@@ -56,15 +56,17 @@ class AllocatorHistory(MemoryMap):
     def tag(self, tensor: Tensor, holder: str) -> None:
         local = local_tensor(tensor)
         if local.is_cuda:
-            self._tags.append((local.untyped_storage().data_ptr(), Piece(0, time.time_ns(), holder, **form(local))))
+            self._tags.append(
+                (local.untyped_storage().data_ptr(), Allocation(0, time.time_ns(), holder, **form(local)))
+            )
 
     def holder_changed(self) -> None:
         """From now on, this thread's allocations carry holder and phase; the memory viewer shows them."""
-        torch.cuda.memory._set_memory_metadata(f"{Now.holder}: {'/'.join(Now.path)}")
+        torch.cuda.memory._set_memory_metadata(f"{PhaseState.holder}: {'/'.join(PhaseState.path)}")
 
     def _fill(self) -> None:
         """Pieces from the allocator's events and the schedule's tags, in the order of time."""
-        newest = {address: Piece(num_bytes, self._start_ns) for address, num_bytes in self._before.items()}
+        newest = {address: Allocation(num_bytes, self._start_ns) for address, num_bytes in self._before.items()}
         self.pieces.extend(newest.values())
         trace = self.snapshot["device_traces"][self.device.index or 0]
         events: list[tuple[int, int, Any]] = [(event["time_us"] * 1000, event["addr"], event) for event in trace]
@@ -72,7 +74,7 @@ class AllocatorHistory(MemoryMap):
         events += [(tag.start_ns + CLOCK_SLACK_NS, address, tag) for address, tag in self._tags]
         for at_ns, address, event in sorted(events, key=lambda event: event[0]):
             piece = newest.get(address)
-            if isinstance(event, Piece):
+            if isinstance(event, Allocation):
                 # A tensor at an address is the newest piece there, unless that was given back.
                 if piece is not None and piece.stop_ns + CLOCK_SLACK_NS >= event.start_ns:
                     newest[address] = self._tagged(piece, event)
@@ -81,15 +83,15 @@ class AllocatorHistory(MemoryMap):
             elif event["action"] == "free_requested" and piece is not None:
                 piece.stop_ns = min(piece.stop_ns, max(at_ns, piece.start_ns))
 
-    def _made(self, event: dict[str, Any], at_ns: int) -> Piece:
+    def _made(self, event: dict[str, Any], at_ns: int) -> Allocation:
         num_bytes = -(-event["size"] // ROUND_BYTES) * ROUND_BYTES
         line, fsdp_holder = made_by((f["filename"], f["line"], f["name"]) for f in event["frames"])
         holder, _, names = event.get("user_metadata", "").partition(": ")
         path = tuple(names.split("/")) if names else ()
-        self.pieces.append(Piece(num_bytes, at_ns, fsdp_holder or holder or OTHER, path, line=line))
+        self.pieces.append(Allocation(num_bytes, at_ns, fsdp_holder or holder or OTHER, path, line=line))
         return self.pieces[-1]
 
-    def _tagged(self, piece: Piece, tag: Piece) -> Piece:
+    def _tagged(self, piece: Allocation, tag: Allocation) -> Allocation:
         """With the shape of the largest tensor that was tagged; a tag with another holder begins a new piece."""
         if not piece.dtype or math.prod(tag.shape) > math.prod(piece.shape):
             piece.dtype, piece.shape = tag.dtype, tag.shape

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ithaka.phases import Now, listening
-from ithaka.profile.memory import MemoryMap, Piece, form, local_tensor, made_by
+from ithaka.phases import PhaseState, listening
+from ithaka.profile.memory import Allocation, MemoryMap, form, local_tensor, made_by
 
 
 class LiveBytes(MemoryMap):
@@ -26,7 +26,7 @@ class LiveBytes(MemoryMap):
 
     def __init__(self) -> None:
         super().__init__()
-        self._live: dict[int, tuple[weakref.ref, Piece]] = {}  # by the address of the C++ storage
+        self._live: dict[int, tuple[weakref.ref, Allocation]] = {}  # by the address of the C++ storage
 
     def __enter__(self) -> "LiveBytes":
         self.callback(self._live.clear)  # later deaths are not noted
@@ -65,14 +65,14 @@ class LiveBytes(MemoryMap):
             return
         frames = traceback.walk_stack(sys._getframe())
         line, holder = made_by((frame.f_code.co_filename, at, frame.f_code.co_name) for frame, at in frames)
-        self._count(storage, line=line, holder=holder or Now.holder, **facts)
+        self._count(storage, line=line, holder=holder or PhaseState.holder, **facts)
 
     def _count(self, storage: UntypedStorage, **facts: Any) -> None:
         def died(_: weakref.ref, key: int = storage._cdata) -> None:
             if key in self._live:
                 self._live.pop(key)[1].stop_ns = time.time_ns()
 
-        piece = Piece(storage.nbytes(), time.time_ns(), phase=Now.path, **facts)
+        piece = Allocation(storage.nbytes(), time.time_ns(), phase=PhaseState.path, **facts)
         self._live[storage._cdata] = weakref.ref(storage, died), piece
         self.pieces.append(piece)
 

@@ -19,7 +19,7 @@ import ithaka
 from ithaka import phases
 from ithaka.phases import HOLDERS, Listener, PhasePath
 from ithaka.plan.search import Plan
-from ithaka.plan.show import size
+from ithaka.plan.show import format_bytes
 
 MAP_POINTS = 800
 LARGEST = 10
@@ -56,7 +56,7 @@ class PhaseLog(Listener):
 
 
 @dataclass
-class Piece:
+class Allocation:
     """Memory that one holder had for a while. Dtype and shape are its first tensor's, if known."""
 
     num_bytes: int
@@ -68,7 +68,7 @@ class Piece:
     line: str = ""
     stop_ns: int = NEVER
 
-    def change(self, at_ns: int, **changes: Any) -> "Piece":
+    def change(self, at_ns: int, **changes: Any) -> "Allocation":
         """Ends this piece; returns the one that takes its place."""
         at_ns = min(max(at_ns, self.start_ns), self.stop_ns)
         rest = replace(self, start_ns=at_ns, **changes)
@@ -83,7 +83,7 @@ class MemoryMap(PhaseLog, ExitStack):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pieces: list[Piece] = []
+        self.pieces: list[Allocation] = []
 
     def register_states(self, model: nn.Module, optimizer: Any) -> None:
         """Tags what is there before a step."""
@@ -93,7 +93,7 @@ class MemoryMap(PhaseLog, ExitStack):
             if isinstance(value, Tensor):
                 self.tag(value, phases.OPTIMIZER)
 
-    def edges(self) -> list[tuple[int, int, Piece]]:
+    def edges(self) -> list[tuple[int, int, Allocation]]:
         """Beginnings and ends of pieces, in the order of time: time, bytes gained or lost, piece."""
         edges = [(piece.start_ns, piece.num_bytes, piece) for piece in self.pieces]
         edges += [(piece.stop_ns, -piece.num_bytes, piece) for piece in self.pieces if piece.stop_ns < NEVER]
@@ -116,7 +116,7 @@ class MemoryMap(PhaseLog, ExitStack):
                 peaks[path[:depth]] = max(peaks[path[:depth]], now)
         return peaks
 
-    def live_at(self, time_ns: int) -> list[Piece]:
+    def live_at(self, time_ns: int) -> list[Allocation]:
         """Largest first."""
         live = [piece for piece in self.pieces if piece.start_ns <= time_ns < piece.stop_ns]
         return sorted(live, key=lambda piece: -piece.num_bytes)
@@ -215,11 +215,11 @@ def planned_holders(plan: Plan) -> dict[str, int]:
     return {name: num_bytes for name, num_bytes in planned.items() if num_bytes}
 
 
-def _largest(live: list[Piece]) -> list[dict[str, Any]]:
+def _largest(live: list[Allocation]) -> list[dict[str, Any]]:
     """Pieces of one holder, made by one line and alike in shape (or, where it is not known, in size) go together."""
-    together: dict[tuple, list[Piece]] = {}
+    together: dict[tuple, list[Allocation]] = {}
     for piece in live:
-        each = f"{piece.dtype} {list(piece.shape)}" if piece.dtype else size(piece.num_bytes)
+        each = f"{piece.dtype} {list(piece.shape)}" if piece.dtype else format_bytes(piece.num_bytes)
         together.setdefault((piece.holder, each, piece.line), []).append(piece)
     rows: list[dict[str, Any]] = []
     for (holder, each, line), pieces in together.items():
@@ -234,15 +234,21 @@ def _largest(live: list[Piece]) -> list[dict[str, Any]]:
 def in_words(peak: dict[str, Any]) -> str:
     """The peak that `MemoryMap.describe` returned, as text."""
     total, time_s, step_s, planned = peak["num_bytes"], peak["time_s"], peak["step_s"], peak["planned"]
-    measured = "" if peak["measured_bytes"] is None else f"; the allocator measured {size(peak['measured_bytes'])}"
+    measured = (
+        "" if peak["measured_bytes"] is None else f"; the allocator measured {format_bytes(peak['measured_bytes'])}"
+    )
     when = f"after {time_s:.2f} s of {step_s:.2f} s ({100 * time_s / max(step_s, 1e-9):.0f} %)"
-    lines = [f"Peak: {size(total)} {when}, in {peak['phase'] or 'no phase'}{measured}.", ""]
+    lines = [f"Peak: {format_bytes(total)} {when}, in {peak['phase'] or 'no phase'}{measured}.", ""]
     lines.append("The ten largest holders then:")
     for rank, row in enumerate(peak["largest"], 1):
         share = f"({100 * row['num_bytes'] / max(total, 1):.0f} %)"
-        lines.append(f"{rank:>3}. {size(row['num_bytes'])} {share} {row['holder']}: {row['what']}, {row['made_by']}")
+        lines.append(
+            f"{rank:>3}. {format_bytes(row['num_bytes'])} {share} {row['holder']}: {row['what']}, {row['made_by']}"
+        )
     rows = [("", "", ""), ("holder", "measured", "planned")]
     for name in dict.fromkeys([*peak["holders"], *planned]):
-        rows.append((name, size(peak["holders"].get(name, 0)), size(planned[name]) if name in planned else "-"))
-    rows.append(("total", size(total), size(sum(planned.values()))))
+        rows.append(
+            (name, format_bytes(peak["holders"].get(name, 0)), format_bytes(planned[name]) if name in planned else "-")
+        )
+    rows.append(("total", format_bytes(total), format_bytes(sum(planned.values()))))
     return "\n".join([*lines, *(f"{a:<20}{b:>12}{c:>12}".rstrip() for a, b, c in rows)]) + "\n"

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import ithaka
 from ithaka.plan.hardware import num_cores
-from ithaka.plan.show import size
+from ithaka.plan.show import format_bytes
 from ithaka.profile.allocator import AllocatorHistory
 from ithaka.profile.live import LiveBytes
 from ithaka.profile.memory import in_words
@@ -59,16 +59,16 @@ class StepProfile(ExitStack):
         return words
 
 
-def machine(device: torch.device, num_ranks: int) -> dict[str, Any]:
+def describe_machine(device: torch.device, num_ranks: int) -> dict[str, Any]:
     """Facts about the machine of a run, by the names to show."""
     facts: dict[str, Any] = {}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        facts["GPU"] = f"{properties.name}, {size(properties.total_memory)}"
+        facts["GPU"] = f"{properties.name}, {format_bytes(properties.total_memory)}"
         facts["CUDA"] = f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
     return facts | {
         "ranks": num_ranks,
-        "CPU": f"{num_cores()} cores, {size(psutil.virtual_memory().total)}",
+        "CPU": f"{num_cores()} cores, {format_bytes(psutil.virtual_memory().total)}",
         "system": f"{platform.platform()}, Python {platform.python_version()}",
         **{package.__name__: package.__version__ for package in (torch, transformers, ithaka)},
     }

@@ -43,19 +43,27 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from ithaka.config import Config, ConfigError, check_output, given, shown, to_dict, with_absolute_paths
-from ithaka.config import load as load_config
+from ithaka.config import (
+    Config,
+    ConfigError,
+    check_output,
+    explicit_settings,
+    format_value,
+    load_config,
+    to_dict,
+    with_absolute_paths,
+)
 from ithaka.dist.mesh import default_device, use_device
 from ithaka.exits import TransientError, is_transient
 from ithaka.layer.store import Slab
-from ithaka.layout import either
+from ithaka.layout import format_choices
 from ithaka.model.adapters import adapter_name, merge_adapter
 from ithaka.phases import phase
 from ithaka.plan.shape import ModelShape, read_shape
 from ithaka.train.launch import SharedTransientError, is_out_of_memory
 from ithaka.train.safe_load import SafeReader, load_into
 
-FORMAT = 1
+CHECKPOINT_FORMAT = 1
 SHARING_S = 60.0  # in which a shared file system must show one node's files to another
 STATE_FILE = "state.json"
 step_name = "step-{:08d}".format
@@ -215,11 +223,11 @@ class Saver:
                     if _is_seen(temporary / name, num_bytes):
                         continue
                     unseen = f"rank 0 does not see {temporary / name}, which rank {other} wrote"
-                    if latest(self.run_dir):  # the nodes do share the directory: the run can save again later
+                    if latest_name(self.run_dir):  # the nodes do share the directory: the run can save again later
                         raise TimeoutError(unseen)
                     return unseen
             files = {name: entry for own in written for name, entry in own.items()}
-            record = {"format": FORMAT, "world_size": dist.get_world_size(), **state}
+            record = {"format": CHECKPOINT_FORMAT, "world_size": dist.get_world_size(), **state}
             record["file_bytes"] = {name: num_bytes for name, (num_bytes, _) in files.items()}
             record["checksums"] = {name: digest for name, (_, digest) in files.items()}
             record["checksums"][STATE_FILE] = _state_checksum(record)
@@ -282,13 +290,13 @@ def _prune(root: Path, step: int, keep_last: int, best: int = 0) -> None:
             shutil.rmtree(path)
 
 
-def problem(path: Path) -> str | None:
+def find_problem(path: Path) -> str | None:
     """Why the checkpoint at `path` cannot be used, or None: state.json is as it was written, every file is there with
     the size it was written with, and torch's index can be read."""
     try:
         state = read_state(path)
-        if (found := state.get("format")) != FORMAT:
-            rule = f"its format is {found}, and this ithaka reads {FORMAT}; use the ithaka that wrote it"
+        if (found := state.get("format")) != CHECKPOINT_FORMAT:
+            rule = f"its format is {found}, and this ithaka reads {CHECKPOINT_FORMAT}; use the ithaka that wrote it"
             raise ConfigError(f"checkpoint {path} cannot be used: {rule}")
         own = state.get("checksums", {}).get(STATE_FILE)  # none: of an earlier version
         if own is not None and own != _state_checksum(state):
@@ -305,7 +313,7 @@ def problem(path: Path) -> str | None:
     return None
 
 
-def damage(path: Path, share: int = 0, of: int = 1) -> str | None:
+def find_damage(path: Path, share: int = 0, of: int = 1) -> str | None:
     """What of the checkpoint's files is not as it was written, by their checksums; looks at every `of`-th of them."""
     try:  # another run in this directory may be removing it
         sums = sorted(read_state(path).get("checksums", {}).items())
@@ -323,20 +331,20 @@ def _check_readable(path: Path, error: Exception) -> None:
         raise TransientError(words) from error
 
 
-def find(run_dir: Path, before: Path | None = None) -> Path:
+def find_checkpoint(run_dir: Path, before: Path | None = None) -> Path:
     """The checkpoint named by RUN_DIR/latest, or the newest one before it (or before `before`) if it cannot be used,
     which rank 0 says. ConfigError if there is none."""
     if not run_dir.is_dir():
         raise ConfigError(f"run directory {run_dir} does not exist; give the directory of an earlier run")
-    name = latest(run_dir)
+    name = latest_name(run_dir)
     paths = sorted((run_dir / "checkpoints").glob("step-*"), reverse=True)
     known = [path for path in paths if (path < before if before else path.name <= (name or path.name))]
     if name and before is None and name not in (path.name for path in known):
         known.insert(0, run_dir / "checkpoints" / name)
     for path in known:
-        if (reason := problem(path)) is None:
+        if (reason := find_problem(path)) is None:
             return path
-        tell_damage(path, reason)
+        report_damage(path, reason)
     raise ConfigError(
         f"run directory {run_dir} has no{' other' * (before is not None)} checkpoint that can be used; start anew"
     )
@@ -347,40 +355,42 @@ def of_step(run_dir: Path, step: int) -> Path:
     path = run_dir / "checkpoints" / step_name(step)
     if not path.is_dir():
         steps = [int(each.name.removeprefix("step-")) for each in sorted(path.parent.glob("step-*"))]
-        raise ConfigError(f"--step={step}: {run_dir} has no such checkpoint; use {either(steps) or 'another run'}")
-    if reason := problem(path) or damage(path):
+        raise ConfigError(
+            f"--step={step}: {run_dir} has no such checkpoint; use {format_choices(steps) or 'another run'}"
+        )
+    if reason := find_problem(path) or find_damage(path):
         raise ConfigError(f"--step={step}: {path} cannot be used: {reason}; use another step")
     return path
 
 
 def find_intact(run_dir: Path) -> Path:
     """As `find`, but with every file as it was written."""
-    found = find(run_dir)
-    while reason := damage(found):
-        tell_damage(found, reason)
-        found = find(run_dir, before=found)
+    found = find_checkpoint(run_dir)
+    while reason := find_damage(found):
+        report_damage(found, reason)
+        found = find_checkpoint(run_dir, before=found)
     return found
 
 
-def tell_damage(path: Path, reason: str) -> None:
+def report_damage(path: Path, reason: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         print(f"Checkpoint {path} cannot be used: {reason}. The one before it is taken.", file=sys.stderr, flush=True)
 
 
-def newest(run_dir: Path | None) -> Path | None:
+def newest_checkpoint(run_dir: Path | None) -> Path | None:
     """The checkpoint of the latest step, complete as all are, though it may be damaged."""
     return max(run_dir.glob("checkpoints/step-*"), default=None) if run_dir is not None else None
 
 
-def latest(run_dir: Path) -> str:
+def latest_name(run_dir: Path) -> str:
     """The name of the newest complete checkpoint, or ""."""
     file = run_dir / "latest"
     return file.read_text(encoding="utf-8").strip() if file.is_file() else ""
 
 
-def last_of(run_dir: Path) -> str:
+def describe_last(run_dir: Path) -> str:
     """The last checkpoint, in a sentence."""
-    name = latest(run_dir)
+    name = latest_name(run_dir)
     return f"The last checkpoint is {run_dir / 'checkpoints' / name}." if name else "There is no checkpoint yet."
 
 
@@ -388,7 +398,7 @@ def read_state(path: Path) -> dict[str, Any]:
     return json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
 
 
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Called by every rank: fills model, optimizer and RNG from the checkpoint and returns its state.
 
     Shards are cut anew when the number of ranks differs; RNG states belong to ranks, so then the generators
@@ -408,7 +418,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     return state
 
 
-def lock(run_dir: Path, kind: int = fcntl.LOCK_EX) -> int:
+def lock_run_dir(run_dir: Path, kind: int = fcntl.LOCK_EX) -> int:
     """Lock the run directory until it is closed or the process ends; TransientError if another run holds the lock."""
     directory = os.open(run_dir, os.O_RDONLY)
     try:
@@ -426,8 +436,8 @@ def resume_point(run_dir: Path, config: Config, shape: ModelShape) -> tuple[Path
     """The latest checkpoint, and the settings that differ from the run's, by name, each in words.
 
     Refuses what is known before the data is opened; the data itself refuses the rest."""
-    os.close(lock(run_dir, fcntl.LOCK_SH))  # shared: under torchrun every rank asks
-    before, found = load_config(run_dir / "config.yaml"), find(run_dir)
+    os.close(lock_run_dir(run_dir, fcntl.LOCK_SH))  # shared: under torchrun every rank asks
+    before, found = load_config(run_dir / "config.yaml"), find_checkpoint(run_dir)
     seed, saved = config.train.seed, run_dir / "model"
     model = f"path={config.model.path}" if config.model.path else f"embedded={config.model.embedded}"
     if seed != before.train.seed:
@@ -438,16 +448,18 @@ def resume_point(run_dir: Path, config: Config, shape: ModelShape) -> tuple[Path
         raise ConfigError(f"model.{model} {why}; leave it out, or start a new run")
     changed, old = {}, with_absolute_paths(to_dict(before.at(max(0, read_state(found)["step"] - 1))))
     # A curriculum is planned anew for each entry, and its file has nothing of that.
-    known = given(run_dir / "config.yaml") if before.curriculum else None
+    known = explicit_settings(run_dir / "config.yaml") if before.curriculum else None
     for section, values in with_absolute_paths(to_dict(config)).items():
         for key, value in (values or {}).items() if section != "curriculum" else ():
             if known is not None and f"{section}.{key}" not in known:
                 continue
             was = (old[section] or {}).get(key)
             if value != was and section == "adapter":
-                raise ConfigError(f"adapter.{key}={shown(value)} is not the run's {shown(was)}; leave it out")
+                raise ConfigError(
+                    f"adapter.{key}={format_value(value)} is not the run's {format_value(was)}; leave it out"
+                )
             if value != was and (section, key) != ("train", "run_dir"):  # which may have moved
-                changed[f"{section}.{key}"] = f"{shown(value)} (was {shown(was)})"
+                changed[f"{section}.{key}"] = f"{format_value(value)} (was {format_value(was)})"
     return found, changed
 
 

@@ -24,7 +24,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from ithaka.plan.show import size
+from ithaka.plan.show import format_bytes
 
 if TYPE_CHECKING:
     from ithaka.profile.progress import StepProgress
@@ -76,7 +76,7 @@ def host_peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def amount(value: float) -> str:
+def format_count(value: float) -> str:
     """12345 -> '12.3K'."""
     for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if value >= unit:
@@ -93,12 +93,12 @@ def describe(record: Record) -> str:
         **{name: f"{value:.4f}" for name, value in record.sources.items() if name.count("/") == 1},
         "lr": record.lr is not None and f"{record.lr:.2e}",
         "grad": record.grad_norm is not None and f"{record.grad_norm:.3f}",
-        "": record.tokens_per_s is not None and f"{amount(record.tokens_per_s)} tok/s",
+        "": record.tokens_per_s is not None and f"{format_count(record.tokens_per_s)} tok/s",
         "mfu": record.mfu is not None and f"{100 * record.mfu:.1f}%",
-        "device": record.device_peak_bytes is not None and size(record.device_peak_bytes),
-        "host": size(record.host_peak_bytes),
+        "device": record.device_peak_bytes is not None and format_bytes(record.device_peak_bytes),
+        "host": format_bytes(record.host_peak_bytes),
         "balance": record.balance is not None and f"{record.balance:.3f}",
-        "ring": record.ring_bytes > 0 and size(record.ring_bytes),
+        "ring": record.ring_bytes > 0 and format_bytes(record.ring_bytes),
     }
     return "  ".join(f"{name} {words}".strip() for name, words in parts.items() if words)
 

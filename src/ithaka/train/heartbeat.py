@@ -25,15 +25,15 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from ithaka.data.mix import round_tokens
+from ithaka.data.mix import tokens_per_round
 from ithaka.data.pack import Packing
 from ithaka.dist.mesh import use_device
 from ithaka.exits import ExitCode
 from ithaka.phases import Listener, PhasePath
 from ithaka.plan.hardware import GPUS, Hardware, available_memory, gpu_named
 from ithaka.plan.seconds import layer_seconds
-from ithaka.plan.show import size
-from ithaka.train.launch import Outcome, leave
+from ithaka.plan.show import format_bytes
+from ithaka.train.launch import Outcome, exit_rank
 from ithaka.train.preflight import Run
 
 BEAT_S = 5.0
@@ -140,7 +140,7 @@ def validation_seconds(run: Run) -> float:
 def _bytes_to_tokenize(run: Run) -> float:
     """Bytes of a round of training data and one of held-out data, or of all the data if that is less."""
     group = run.work.batch * run.work.accumulate * run.num_ranks // run.layout.cp
-    tokens = sum(round_tokens(Packing(run.work.context, group), shuffled) for shuffled in (True, False))
+    tokens = sum(tokens_per_round(Packing(run.work.context, group), shuffled) for shuffled in (True, False))
     return min(run.data_bytes, TOKEN_BYTES * tokens)
 
 
@@ -151,7 +151,7 @@ def _bytes_below(path: Path | None) -> int:
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-class Place(Listener):
+class PhaseTracker(Listener):
     """Where this rank is, its longest pauses, and its seconds in attention. On a GPU the host runs ahead: a phase is
     reached when the device has passed an event recorded there."""
 
@@ -263,7 +263,7 @@ class Heartbeat:
     """Publishes this rank's position and watches the others, in threads, from `start` to `close`. A single rank has
     nobody to wait for."""
 
-    def __init__(self, place: Place, limits: Limits, run_dir: Path) -> None:
+    def __init__(self, place: PhaseTracker, limits: Limits, run_dir: Path) -> None:
         self.place, self.limits, self.run_dir = place, limits, run_dir
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._stop, self._lock = threading.Event(), threading.Lock()
@@ -385,8 +385,10 @@ class Heartbeat:
         processes = psutil.process_iter(["pid", "name", "memory_info"])
         sizes = [(p.info["memory_info"].rss, p.info["name"], p.pid) for p in processes if p.info["memory_info"]]
         used, name, pid = max((entry for entry in sizes if entry[2] not in ours), default=(0, "none", 0))
-        words = f"{socket.gethostname()} has {size(free)} of host memory left; the largest other process is {name}"
-        os.write(2, f"{words} ({pid}) with {size(used)}\n".encode())
+        words = (
+            f"{socket.gethostname()} has {format_bytes(free)} of host memory left; the largest other process is {name}"
+        )
+        os.write(2, f"{words} ({pid}) with {format_bytes(used)}\n".encode())
 
     def _end(self, reason: str, code: int = ExitCode.HANG) -> None:
         """Save stacks for debugging, report where every rank was last, and end this process. `code`: of the rank that
@@ -405,7 +407,7 @@ class Heartbeat:
         order = sorted(range(len(beats)), key=lambda rank: beats[rank]["passed"])[:SHOWN]
         lines = [f"  rank {rank}: {_where(beats[rank], now - self._heard[rank])}" for rank in sorted(order)]
         lines += [f"  {len(beats) - SHOWN} ranks more, further on"] * (len(beats) > SHOWN)
-        leave(Outcome(code, "\n".join([reason, *lines, f"Stacks of all ranks are in {folder}"])))
+        exit_rank(Outcome(code, "\n".join([reason, *lines, f"Stacks of all ranks are in {folder}"])))
 
 
 def _where(beat: Beat, age_s: float) -> str:

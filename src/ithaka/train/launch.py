@@ -30,7 +30,7 @@ from typing import Any, Literal
 import psutil
 
 from ithaka.config import ConfigError
-from ithaka.exits import FINAL, ExitCode, TransientError, is_transient
+from ithaka.exits import FINAL_EXIT_CODES, ExitCode, TransientError, is_transient
 from ithaka.plan.hardware import num_cores
 
 ORPHAN_S = 0.2  # how often a rank looks for its launcher
@@ -120,7 +120,7 @@ class Restarts:
         """Whether to start the ranks again after `code`. `progressed`: they reached a checkpoint, which refills the
         budget. Says so, and waits where a fault needs time to pass."""
         self.left = self.most if progressed else self.left
-        if self.left == 0 or code in FINAL or code >= ExitCode.SIGNALED:
+        if self.left == 0 or code in FINAL_EXIT_CODES or code >= ExitCode.SIGNALED:
             return False
         self.left -= 1
         number = f"{self.most - self.left} of {self.most} since the last checkpoint"
@@ -138,7 +138,7 @@ def run_ranks(function: RankFunction, args: tuple[Any, ...], num_ranks: int, apa
     """
     alone = under_torchrun() or (num_ranks == 1 and not apart)
     outcome = _call(function, args) if alone else _run_children(function, args, num_ranks)
-    tell(outcome)
+    print_outcome(outcome)
     if outcome.text and under_torchrun() and not outcome.shared:
         sys.stdout.flush()  # and no usual clean-up: it can wait for ranks that will never answer
         os._exit(outcome.code)
@@ -155,7 +155,7 @@ class Outcome:
     time_s: float = field(default_factory=time.time)
 
 
-def tell(outcome: Outcome) -> None:
+def print_outcome(outcome: Outcome) -> None:
     """Print its text to stderr. If all ranks share it, only rank 0 prints, and the others wait for that: when one ends,
     torchrun ends the others."""
     shared = outcome.shared and under_torchrun()
@@ -181,7 +181,7 @@ def stays_for_more() -> bool:
     return under_torchrun() and _folder is None
 
 
-def leave(outcome: Outcome) -> None:
+def exit_rank(outcome: Outcome) -> None:
     """End this rank now, from any thread, without the usual clean-up: it can wait for ranks that will never answer."""
     rank = os.environ.get("RANK", "0")
     try:
@@ -281,7 +281,7 @@ def _send(number: int, again: bool) -> None:
 
 def _likely_cause(outcome: Outcome) -> tuple[int, float]:
     """Sorts the rank that failed first before those that failed because it was gone, and those that only stopped."""
-    explained = outcome.code in FINAL - {ExitCode.DONE} | {ExitCode.TRANSIENT} or outcome.shared
+    explained = outcome.code in FINAL_EXIT_CODES - {ExitCode.DONE} | {ExitCode.TRANSIENT} or outcome.shared
     killed = "was killed by" in outcome.text.partition("\n")[0]
     return (0 if explained else 1 if killed else 2 if outcome.text else 3), outcome.time_s
 
@@ -295,7 +295,7 @@ def _end_of(rank: int, code: int) -> Outcome:
     return Outcome(code or ExitCode.FAILED, f"rank {rank} {end}{hint}")
 
 
-def child() -> None:
+def run_child_rank() -> None:
     """The main program of a rank: calls the function that the folder named on the command line holds, and leaves its
     outcome there unless it is 0."""
     global _folder
@@ -308,7 +308,7 @@ def child() -> None:
     outcome = _call(function, args)
     sys.stdout.flush()
     if outcome.text:
-        leave(outcome)
+        exit_rank(outcome)
     elif outcome.code:
         (folder / f"stopped-{os.environ['RANK']}").write_bytes(pickle.dumps(outcome))
 
@@ -331,7 +331,7 @@ def _end_with_others(launcher: int, folder: Path | None = None) -> None:
     os._exit(ExitCode.FAILED)
 
 
-def answer(number: int, again: bool) -> None:
+def handle_stop_signal(number: int, again: bool) -> None:
     """End this rank if it was asked before, else let rank 0 say what comes: a step may take hours. Our own launcher
     says it itself: it alone knows whether a user asked, or a rank is ended because another died."""
     if again:
@@ -346,7 +346,7 @@ def _say_stopping() -> None:
 
 
 @contextlib.contextmanager
-def stop_requests(act: Callable[[int, bool], None] = answer) -> Iterator[list[signal.Signals]]:
+def stop_requests(act: Callable[[int, bool], None] = handle_stop_signal) -> Iterator[list[signal.Signals]]:
     """SIGNALS received inside, from a terminal, a scheduler, or a launcher that passes them on; the training
     loop looks at them after each step. `act` is called with each, and whether one came before. Two within SAME_S
     are one.

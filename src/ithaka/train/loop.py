@@ -23,36 +23,36 @@ import torch.distributed as dist
 import yaml
 
 from ithaka.attention.kernels import agree_on_kernel, resolve_kernel
-from ithaka.config import FORMAT, ConfigError, command, embedded_model, to_dict, with_absolute_paths
+from ithaka.config import CONFIG_FORMAT, ConfigError, embedded_model, shell_command, to_dict, with_absolute_paths
 from ithaka.data.open import data_facts, epoch_steps, open_data
 from ithaka.data.stream import Batch
 from ithaka.data.tokenizer import Tokenizer, load_tokenizer
 from ithaka.dist.mesh import Mesh, default_device, make_mesh, set_timeouts, start_process_group
 from ithaka.exits import ExitCode, TransientError
 from ithaka.layer.store import Store
-from ithaka.measure import Text, check_prompts, measure, read_text, scalars
+from ithaka.measure import EvalText, check_prompts, flatten_metrics, measure_all, read_text
 from ithaka.model.batch import num_pairs
 from ithaka.model.build import build_model, has_weights
 from ithaka.phases import listening, phase
 from ithaka.plan.hardware import DISK_BYTES_S, peak_flops
-from ithaka.plan.show import size
+from ithaka.plan.show import format_bytes
 from ithaka.train import checkpoint
-from ithaka.train.console import Console, Record, amount, host_peak_bytes, read_metrics, status, step_flops
-from ithaka.train.heartbeat import Heartbeat, Limits, Place, SlowRanks, validation_seconds
-from ithaka.train.launch import Outcome, SharedError, answer, exit_code_of, leave, stop_requests
+from ithaka.train.console import Console, Record, format_count, host_peak_bytes, read_metrics, status, step_flops
+from ithaka.train.heartbeat import Heartbeat, Limits, PhaseTracker, SlowRanks, validation_seconds
+from ithaka.train.launch import Outcome, SharedError, exit_code_of, exit_rank, handle_stop_signal, stop_requests
 from ithaka.train.preflight import (
     Run,
     check_same,
     fingerprints,
-    gathered,
+    gather_objects,
     has_room_to_save,
+    raise_on_all_ranks,
     store_host_bytes,
-    together,
     with_intact_checkpoint,
 )
 from ithaka.train.step import StepResult, learning_rate, make_optimizer, train_step, validation_loss
 from ithaka.train.track import Ending, Trackers
-from ithaka.train.watch import Watch, Witness, explain_shortage, is_shortage
+from ithaka.train.watch import OutOfMemoryTracker, Watch, explain_out_of_memory, ran_out_of_memory
 
 LEAST_NORMS = 20  # before a gradient can be a spike
 MOST_SKIPPED = 2  # batches in a row
@@ -72,7 +72,7 @@ class OutOfMemoryError(RuntimeError):
     exit_code = ExitCode.OUT_OF_MEMORY
 
 
-class Grace:
+class GracefulShutdown:
     """After SIGTERM or SIGUSR1, leave within train.grace_s: after the step and its checkpoint if they end in time, else
     at once. A save in progress keeps the full grace period to end in."""
 
@@ -85,7 +85,7 @@ class Grace:
     def asked(self, number: int, again: bool) -> None:
         if number != SIGINT and not self._is_writing and self._needed_s > self.seconds:
             self.leave(number)
-        answer(number, again)
+        handle_stop_signal(number, again)
         if number != SIGINT:
             self.timer = Timer(self.seconds, self.leave, [number])
             self.timer.daemon = True
@@ -109,7 +109,9 @@ class Grace:
         words = (
             f"{Signals(number).name}: the step and its checkpoint do not finish within train.grace_s={self.seconds:g}."
         )
-        leave(Outcome(ExitCode.SIGNALED + number, f"{words} {checkpoint.last_of(self.run.run_dir)}", shared=True))
+        exit_rank(
+            Outcome(ExitCode.SIGNALED + number, f"{words} {checkpoint.describe_last(self.run.run_dir)}", shared=True)
+        )
 
 
 class Trainer:
@@ -123,7 +125,7 @@ class Trainer:
         self.lock: int | None = None  # of the run directory, on rank 0
         self.saver: checkpoint.Saver
         self.console: Console | None = None
-        self.text: Text | None = None  # to evaluate on
+        self.text: EvalText | None = None  # to evaluate on
         self.norms: deque[float] = deque(maxlen=100)  # of the last steps' gradients
         self.skipped = 0  # batches in a row
         self.met_unlabelled = False  # a step without a label
@@ -179,7 +181,7 @@ class Trainer:
         """The data position was restored earlier, where it can fail."""
         assert self.run.checkpoint is not None
         with status("loading the checkpoint"):
-            state = checkpoint.load(self.run.checkpoint, self.model, self.optimizer)
+            state = checkpoint.load_checkpoint(self.run.checkpoint, self.model, self.optimizer)
         self.step, self.tokens, self.first_step = state["step"], state["tokens"], state["step"] + 1
         self.norms.extend(state.get("norms", []))
         self.best, self.stale = tuple(state.get("best") or ()) or None, state.get("stale", 0)
@@ -247,10 +249,10 @@ class Trainer:
             with suppress(checkpoint.CheckpointError):
                 self.saver.finish()
             raise Diverged(
-                f"{what}. {checkpoint.last_of(self.run.run_dir)} Try a lower optim.lr or more optim.warmup_steps."
+                f"{what}. {checkpoint.describe_last(self.run.run_dir)} Try a lower optim.lr or more optim.warmup_steps."
             )
         own = [_starts(batch, self.tokenizer) for batch in batches] if self.mesh.cp_rank == 0 else []
-        documents = [start for starts in gathered(own) for each in starts for start in each]
+        documents = [start for starts in gather_objects(own) for each in starts for start in each]
         self.tell(f"{what}. Its batch is skipped; {len(documents)} documents", skipped_documents=documents)
 
     def _report_unlabelled(self) -> None:
@@ -262,7 +264,7 @@ class Trainer:
 
     def _suspect(self, first: StepResult) -> None:
         """Name the ranks where a step was bad that was not when it was computed again."""
-        ranks = gathered((f"rank {self.mesh.rank} on {socket.gethostname()}", *(first.refused or ())))
+        ranks = gather_objects((f"rank {self.mesh.rank} on {socket.gethostname()}", *(first.refused or ())))
         # A bad forward shows in the loss of its own ranks, and then in the gradients of all.
         bad = [name for name, loss, _ in ranks if not math.isfinite(loss)]
         bad = bad or [name for name, _, norm in ranks if not math.isfinite(norm)]
@@ -336,7 +338,7 @@ class Trainer:
         batches = self.data.validation_batches(self.config.train.validate_sequences)
         return validation_loss(self.model, batches, self.mesh, self.data.source_names)
 
-    def read_evaluation(self) -> Text | None:
+    def read_evaluation(self) -> EvalText | None:
         """What is evaluated on; None: nothing is."""
         how = self.config.evaluate
         if not how.every:
@@ -353,7 +355,7 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Measure the model, and return the figures. Rank 0 also writes them to the run directory."""
         assert self.text is not None and self.console is not None
-        found = measure(self.model, self.tokenizer, self.text, self.contexts, self.config.evaluate.samples)
+        found = measure_all(self.model, self.tokenizer, self.text, self.contexts, self.config.evaluate.samples)
         self.model.train()
         self.model.reshard()  # a root keeps its gathered parameters after forward, expecting a backward
         if self.mesh.rank == 0:
@@ -362,7 +364,7 @@ class Trainer:
             with self.console.writing("evaluation"):
                 folder.mkdir(exist_ok=True)
                 checkpoint.write_atomic(folder / f"step-{self.step}.json", words)
-        return scalars(found)
+        return flatten_metrics(found)
 
     def due(self, every: int) -> bool:
         """Whether something done every so many steps (0: only at the end) is done after this one."""
@@ -375,10 +377,10 @@ def train(run: Run, only_profile: bool = False) -> int:
     Returns the exit code: DONE after the last step, SIGNALED + signal when asked to stop, after saving. Raises
     ConfigError, TransientError, OutOfMemoryError, CheckpointError or Diverged with all that the user needs to know.
     `only_profile`: nothing is saved."""
-    witness, grace = Witness(default_device()), Grace(run)
-    place, limits = Place(witness.device), Limits.of(run)
+    witness, grace = OutOfMemoryTracker(default_device()), GracefulShutdown(run)
+    place, limits = PhaseTracker(witness.device), Limits.of(run)
     start_process_group()
-    limits = Limits(*map(max, zip(*(vars(each).values() for each in gathered(limits)), strict=True)))
+    limits = Limits(*map(max, zip(*(vars(each).values() for each in gather_objects(limits)), strict=True)))
     beat = Heartbeat(place, limits, run.run_dir)
     with stop_requests(grace.asked) as stop, listening(witness), listening(place):
         try:
@@ -390,12 +392,12 @@ def train(run: Run, only_profile: bool = False) -> int:
             beat.close()
         except Exception as error:
             beat.wait_for_verdict(error, stop)
-            code = ExitCode.OUT_OF_MEMORY if is_shortage(error) else exit_code_of(error)
+            code = ExitCode.OUT_OF_MEMORY if ran_out_of_memory(error) else exit_code_of(error)
             beat.close(f"{type(error).__name__}: {error}"[:2000], code)
-            if not is_shortage(error):
+            if not ran_out_of_memory(error):
                 raise
-            words = explain_shortage(run, error, witness, str(run.config.model.path or run.run_dir / "model"))
-            raise OutOfMemoryError(f"{words}\n{checkpoint.last_of(run.run_dir)}") from error
+            words = explain_out_of_memory(run, error, witness, str(run.config.model.path or run.run_dir / "model"))
+            raise OutOfMemoryError(f"{words}\n{checkpoint.describe_last(run.run_dir)}") from error
         finally:
             grace.close()
     return ExitCode.SIGNALED + asked if asked else ExitCode.DONE
@@ -432,21 +434,21 @@ def prepare(run: Run, trains: bool = True) -> Trainer:
     if run.layout.kernel == "auto":  # one given by name is refused with the rest, if it does not work
         kernel = agree_on_kernel("auto", mesh.device, _dtype(run), run.shape.head_dim)
         run = dataclasses.replace(run, layout=dataclasses.replace(run.layout, kernel=kernel))
-    trainer = together(Trainer, run, mesh)
+    trainer = raise_on_all_ranks(Trainer, run, mesh)
     settings = run.config.train
     keeps_best = settings.keep_best or settings.patience > 0
     trainer.saver = checkpoint.Saver(run.run_dir, settings.keep_last, has_room_to_save(run), keeps_best)
     own = fingerprints(run.config, trainer.data, trainer.tokenizer.fingerprint)
-    check_same(gathered((socket.gethostname(), own)))
+    check_same(gather_objects((socket.gethostname(), own)))
     if not trains:
         trainer.load() if run.checkpoint is not None else None
         return trainer
     _decide_steps(trainer)
-    trainer.text = together(trainer.read_evaluation)
-    trainer.data_facts = together(_data_facts, trainer)
+    trainer.text = raise_on_all_ranks(trainer.read_evaluation)
+    trainer.data_facts = raise_on_all_ranks(_data_facts, trainer)
     if run.checkpoint is not None:
         trainer.load()
-    together(_write_run_dir, trainer)
+    raise_on_all_ranks(_write_run_dir, trainer)
     return trainer
 
 
@@ -479,8 +481,8 @@ def _decide_steps(trainer: Trainer) -> None:
     steps = before["steps"] if before.get("epochs") == config.train.epochs else None
     if steps is None:
         epochs, batch = config.train.epochs, trainer.global_batch
-        own = together(lambda: epoch_steps(trainer.data, epochs, batch) if trainer.mesh.rank == 0 else 0)
-        steps = gathered(own)[0]
+        own = raise_on_all_ranks(lambda: epoch_steps(trainer.data, epochs, batch) if trainer.mesh.rank == 0 else 0)
+        steps = gather_objects(own)[0]
     train = dataclasses.replace(config.train, steps=steps, epochs=None)
     optim = dataclasses.replace(config.optim, decay_steps=config.optim.decay_steps or steps)
     trainer.config = dataclasses.replace(config, train=train, optim=optim)
@@ -507,10 +509,10 @@ def _write_run_dir(trainer: Trainer) -> None:
         return
     run, folder = trainer.run, trainer.run.run_dir / "model"
     run.run_dir.mkdir(parents=True, exist_ok=True)
-    trainer.lock = checkpoint.lock(run.run_dir)
+    trainer.lock = checkpoint.lock_run_dir(run.run_dir)
     settings = run.saved or yaml.safe_dump(with_absolute_paths(to_dict(run.config)), sort_keys=False)
     # First: it marks the directory as a run's, in which --resume auto may start again.
-    checkpoint.write_atomic(run.run_dir / "config.yaml", f"format: {FORMAT}\n{settings}")
+    checkpoint.write_atomic(run.run_dir / "config.yaml", f"format: {CONFIG_FORMAT}\n{settings}")
     checkpoint.write_atomic(run.run_dir / "data.json", json.dumps(trainer.data_facts, indent=1))
     folder.mkdir(exist_ok=True)
     adapter = getattr(trainer.model, "peft_config", {}).get("default")
@@ -522,12 +524,12 @@ def _write_run_dir(trainer: Trainer) -> None:
         shutil.copy(own, folder)
 
 
-def _train(trainer: Trainer, stop: list[Signals], grace: Grace, beat: Heartbeat, only_profile: bool) -> int:
+def _train(trainer: Trainer, stop: list[Signals], grace: GracefulShutdown, beat: Heartbeat, only_profile: bool) -> int:
     """Train up to train.steps, or to the end of the step in which any rank was asked to stop. Returns the signal that
     asked, or 0."""
     run, settings, mesh = trainer.run, trainer.config.train, trainer.mesh
     tracks = mesh.rank == 0 and not only_profile and bool(settings.track)
-    trackers = together(lambda: Trackers(run.run_dir, run.config, trainer.step) if tracks else None)
+    trackers = raise_on_all_ranks(lambda: Trackers(run.run_dir, run.config, trainer.step) if tracks else None)
     console = Console(run.run_dir, trainer.config.ends[-1], trainer.step, trackers, mesh.rank == 0)
     asked, told_disk, trainer.console = 0, False, console
     ending: Ending = "failed"
@@ -603,7 +605,7 @@ def _train(trainer: Trainer, stop: list[Signals], grace: Grace, beat: Heartbeat,
         if trainer.lock is not None:
             os.close(trainer.lock)
     if not trainer.done and not only_profile:
-        again = command("train", "--resume", run.run_dir)
+        again = shell_command("train", "--resume", run.run_dir)
         console.say(f"Stopped as asked after step {trainer.step}; resume with: {again}")
     elif console.active and not only_profile:
         of = run.config.curriculum and f"entry {run.config.entry + 1} of {len(run.config.ends)} "
@@ -624,7 +626,7 @@ def _finish_save(trainer: Trainer, console: Console) -> None:
         try:
             trainer.saver.finish()
         except checkpoint.CheckpointError as error:
-            last = checkpoint.last_of(trainer.run.run_dir)
+            last = checkpoint.describe_last(trainer.run.run_dir)
             console.say(f"{error}. {last} The run continues and saves again when due.")
 
 
@@ -650,9 +652,8 @@ def _agree(
 def _tell_slow_disks(trainer: Trainer, rates: list[float]) -> None:
     slow, folder = {rank: rate for rank, rate in enumerate(rates) if rate}, trainer.store.disk.directory
     rank = min(slow, key=lambda rank: slow[rank])
-    what = (
-        f"rank {rank} moves {size(slow[rank])}/s to and from {folder}, {size(trainer.planned_disk_bytes_s)}/s planned"
-    )
+    planned_rate = format_bytes(trainer.planned_disk_bytes_s)
+    what = f"rank {rank} moves {format_bytes(slow[rank])}/s to and from {folder}, {planned_rate}/s planned"
     trainer.tell(f"Slow disk: {len(slow)} of {len(rates)} ranks wait for it; {what}", slow_disks=slow)
 
 
@@ -675,7 +676,10 @@ def _header(trainer: Trainer) -> dict[str, str]:
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
     tokens = trainer.global_batch * config.data.context
     frozen = trainer.num_trained < trainer.num_params
-    size = amount(trainer.num_params) + f" parameters{f', {amount(trainer.num_trained)} trained' if frozen else ''}"
+    size = (
+        format_count(trainer.num_params)
+        + f" parameters{f', {format_count(trainer.num_trained)} trained' if frozen else ''}"
+    )
     ulysses, ring = mesh.ulysses_group.size(), mesh.ring_group.size()
     source = config.model.path or embedded_model(config.model.embedded)
     random = ", random weights" * (trainer.run.checkpoint is None and not has_weights(source))
@@ -705,7 +709,7 @@ def _planned_kernel(trainer: Trainer) -> str:
 
 
 def _saving(trainer: Trainer) -> str:
-    settings, room = trainer.config.train, size(trainer.run.saved_bytes)
+    settings, room = trainer.config.train, format_bytes(trainer.run.saved_bytes)
     every = [f"{settings.save_minutes:g} minutes"] * (settings.save_minutes > 0)
     every += [f"{settings.save_every} steps"] * (settings.save_every > 0)
     way = f"in the background, from {room} of host memory per node"
@@ -723,16 +727,16 @@ def _summary(trainer: Trainer, records: list[dict[str, Any]]) -> dict[str, str]:
     facts = {"validation loss": " -> ".join([losses[0], *losses[1:][-1:]])} if losses else {}
     if trainer.best is not None and trainer.saver.keep_best:
         loss, step = trainer.best
-        facts["best"] = f"{loss:.4f} after step {step}: {command('export', run_dir, 'OUT_DIR', '--step', step)}"
+        facts["best"] = f"{loss:.4f} after step {step}: {shell_command('export', run_dir, 'OUT_DIR', '--step', step)}"
     if trainer.step < trainer.config.train.steps:
         facts["stopped early"] = f"after step {trainer.step}: {trainer.stale} validations in a row were not lower"
-    facts["speed"] = f"{amount(statistics.median(rates))} tokens/s (median step)"
-    facts["export"] = command("export", run_dir, "OUT_DIR")
+    facts["speed"] = f"{format_count(statistics.median(rates))} tokens/s (median step)"
+    facts["export"] = shell_command("export", run_dir, "OUT_DIR")
     if trainer.config.adapter is not None and (path := trainer.config.model.path) is not None and path.is_dir():
-        facts["merged"] = command("export", run_dir, "OUT_DIR", "--merge")
+        facts["merged"] = shell_command("export", run_dir, "OUT_DIR", "--merge")
     if trainer.config.curriculum:
         return facts
-    facts["train longer"] = command("train", "--resume", run_dir, "--set", f"train.steps={more}")
+    facts["train longer"] = shell_command("train", "--resume", run_dir, "--set", f"train.steps={more}")
     if optim.schedule == "cosine" and optim.warmup_steps < (optim.decay_steps or trainer.step) <= trainer.step:
         facts["lr"] = f"stays as it is then; for a longer cosine add --set optim.decay_steps={more}"
     return facts

@@ -34,26 +34,26 @@ from ithaka.config import (
     check_output,
     check_schedule,
     check_writable,
-    command,
     embedded_model,
-    given,
+    explicit_settings,
+    format_value,
     input_error,
-    load,
-    parse,
-    shown,
+    load_config,
+    parse_config,
+    shell_command,
     to_dict,
     to_yaml,
     with_absolute_paths,
 )
 from ithaka.dist.mesh import start_process_group
 from ithaka.exits import TransientError, is_transient
-from ithaka.layout import Layout, check_fixed, either, fixed_settings, layout_of
+from ithaka.layout import Layout, check_fixed, fixed_settings, format_choices, layout_from_config
 from ithaka.model.adapters import with_stored_settings
-from ithaka.plan.bytes import COPY, Holders, Ledger, memory, saved_bytes
+from ithaka.plan.bytes import CHECKPOINT_COPY, Holders, Ledger, build_ledger, saved_bytes
 from ithaka.plan.hardware import GPUS, Hardware, find_gpu, gpu_named, this_host, with_kernel
-from ithaka.plan.search import ADAPTER_RANK, Plan, Space, space_of, work_of
+from ithaka.plan.search import ADAPTER_RANK, Plan, SearchSpace, make_search_space, work_from_config
 from ithaka.plan.shape import ModelShape, Work, read_shape, shape_from_config
-from ithaka.plan.show import size
+from ithaka.plan.show import format_bytes
 from ithaka.train import checkpoint, launch
 from ithaka.train.launch import SharedError, SharedTransientError, under_torchrun
 
@@ -64,7 +64,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 # The ledger's names.
-STORED = ("layer inputs", "kept attention", "on the way to disk")
+STORE_HOLDERS = ("layer inputs", "kept attention", "on the way to disk")
 STATES = "parameters, gradients, optimizer"
 STAND_IN = "H100"  # for a GPU that the table lacks
 ENDS_BYTES, MOST_FILES = 2**16, 256  # of files whose contents are compared between ranks
@@ -111,7 +111,7 @@ class Run:
 
     @property
     def work(self) -> Work:
-        return work_of(self.config)
+        return work_from_config(self.config)
 
     @property
     def saved_bytes(self) -> int:
@@ -119,7 +119,7 @@ class Run:
 
     @property
     def ledger(self) -> Ledger:
-        return memory(self.shape, self.layout, self.hardware, self.work)
+        return build_ledger(self.shape, self.layout, self.hardware, self.work)
 
     @property
     def longest_evaluation(self) -> int:
@@ -131,7 +131,7 @@ class Run:
     def evaluation_ledger(self) -> Ledger:
         """The ledger of the longest evaluation. It has no backward, so it keeps no activations."""
         work = Work(self.longest_evaluation, trains=False, between_steps=True)
-        return memory(self.shape, dataclasses.replace(self.layout, kept=()), self.hardware, work)
+        return build_ledger(self.shape, dataclasses.replace(self.layout, kept=()), self.hardware, work)
 
 
 def preflight(
@@ -146,33 +146,33 @@ def preflight(
     `trains` false, to validate. `force`: the run directory may hold other files."""
     if under_torchrun():
         start_process_group()
-    name = gathered(time.strftime("%Y%m%d-%H%M%S"))[0]  # by the clock of rank 0
+    name = gather_objects(time.strftime("%Y%m%d-%H%M%S"))[0]  # by the clock of rank 0
 
     def told() -> tuple[Config, Hardware, Path | None]:
         config = resolve(file, changes, resume, run_dir, name)
         num_ranks = launch.decide_ranks(config.parallel.ranks, launch.num_gpus())
-        newest = checkpoint.newest(config.train.run_dir) if resume is not None else None
-        return config, machine_here(config, num_ranks, launch.gpu()), newest
+        newest = checkpoint.newest_checkpoint(config.train.run_dir) if resume is not None else None
+        return config, detect_machine(config, num_ranks, launch.gpu()), newest
 
     def decided() -> Run:
         check_ranks_agree(configs, newest)
-        whole, least, plan = configs[0], least_of(machines), None
-        names = given(file, changes, _defaults(file, changes))
+        whole, least, plan = configs[0], weakest_machine(machines), None
+        names = explicit_settings(file, changes, _defaults(file, changes))
         if whole.curriculum and resume not in (None, AUTO):
-            names = given(resume / "config.yaml", changes)
-        found = checkpoint.find(newest[0].parents[1]) if whole.curriculum and newest[0] else None
+            names = explicit_settings(resume / "config.yaml", changes)
+        found = checkpoint.find_checkpoint(newest[0].parents[1]) if whole.curriculum and newest[0] else None
         config = whole.at(checkpoint.read_state(found)["step"] if found else 0)
         if resume in (None, AUTO) or whole.curriculum:  # else a run that goes on keeps its settings
-            config, plan = planned(config, names, least)
+            config, plan = plan_run(config, names, least)
         run = dataclasses.replace(validated(config, least.num_gpus, resume, mine[1], trains, force), plan=plan)
         for start in (end for end in whole.ends[:-1] if end >= config.train.steps):  # later entries
-            later = planned(whole.at(start), names, least)[0]
+            later = plan_run(whole.at(start), names, least)[0]
             check_inputs(fitting(later, least.num_gpus, mine[1], resume is not None))
         return dataclasses.replace(run, saved=_saved(whole, names, plan)) if whole.curriculum else run
 
-    mine = together(told)
-    configs, machines, newest = zip(*gathered(mine), strict=True)
-    run = together(decided)
+    mine = raise_on_all_ranks(told)
+    configs, machines, newest = zip(*gather_objects(mine), strict=True)
+    run = raise_on_all_ranks(decided)
     return with_intact_checkpoint(run) if run.finished else run  # one that goes on checks its files later
 
 
@@ -187,7 +187,7 @@ def validated(
     """A run with these settings. Raises ConfigError unless it can start; cheap checks first."""
     run_dir, auto = config.train.run_dir, resume == AUTO
     if auto:
-        resume = run_dir if checkpoint.newest(run_dir) else None
+        resume = run_dir if checkpoint.newest_checkpoint(run_dir) else None
     if resume is None and run_dir is not None:
         check_run_dir(run_dir, auto, force)
     run = fitting(config, num_ranks, here, resume is not None)
@@ -211,11 +211,11 @@ def check_run_dir(run_dir: Path, auto: bool, force: bool) -> None:
     file, logs = run_dir / "config.yaml", {each.name for each in run_dir.glob("*") if each.suffix in LOG_FILES}
     own = {"hang", ".config.yaml.tmp", *logs}
     if file.exists() and not auto:
-        way = f"give another with --run-dir, or continue it: {command('train', '--resume', run_dir)}"
+        way = f"give another with --run-dir, or continue it: {shell_command('train', '--resume', run_dir)}"
         raise ConfigError(f"train.run_dir={run_dir} already holds a run; {way}")
     if all(each.suffix in TOKEN_FILES for each in run_dir.glob("tokens/*")):
         own.add("tokens")
-    if file.is_file() and {name.partition(".")[0] for name in given(file)} >= SAVED_SECTIONS:
+    if file.is_file() and {name.partition(".")[0] for name in explicit_settings(file)} >= SAVED_SECTIONS:
         own = {entry.name for entry in run_dir.iterdir()}
     check_output("train.run_dir", run_dir, force, folder=True, own=own)
 
@@ -231,8 +231,8 @@ def fitting(config: Config, num_ranks: int, here: Hardware | None, goes_on: bool
     """A run with these settings, which its machine has room for."""
     shape = model_shape(config)
     check_settings(config, num_ranks, shape)
-    hardware = here or machine_here(config, num_ranks, launch.gpu())
-    layout = layout_of(config, shape.num_layers, num_ranks, hardware.gpu.name != "CPU", shape.heads)
+    hardware = here or detect_machine(config, num_ranks, launch.gpu())
+    layout = layout_from_config(config, shape.num_layers, num_ranks, hardware.gpu.name != "CPU", shape.heads)
     accumulate = config.train.micro_steps(num_ranks // layout.cp)
     if not goes_on and config.train.accumulate not in (1, accumulate):
         words = f"is not the {accumulate} that train.global_batch={config.train.global_batch} gives; leave one out"
@@ -248,15 +248,15 @@ def fitting(config: Config, num_ranks: int, here: Hardware | None, goes_on: bool
 def check_inputs(run: Run) -> int:
     """Refuse positions that the model lacks, and data that cannot be trained on. Returns the bytes of the data."""
     # Late: they import transformers, and cheap checks answer at once.
-    from ithaka.data.open import check as check_data
-    from ithaka.model.build import hf_config
+    from ithaka.data.open import check_data as check_data
+    from ithaka.model.build import read_hf_config
 
     model, data = run.config.model, run.config.data
-    hf_config(model.path or embedded_model(model.embedded), model.rope, data.context)
+    read_hf_config(model.path or embedded_model(model.embedded), model.rope, data.context)
     return check_data(data, run.shape.vocab, model.path)
 
 
-def together(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+def raise_on_all_ranks(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call `function` on this rank. If it raises ConfigError or a transient error on any rank, raise SharedError or
     SharedTransientError on all.
 
@@ -271,7 +271,7 @@ def together(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
             raise
         own = isinstance(error, ConfigError | TransientError)
         refusal = not isinstance(error, ConfigError), str(error) if own else f"{type(error).__name__}: {error}"
-    everyone = gathered((socket.gethostname(), refusal))
+    everyone = gather_objects((socket.gethostname(), refusal))
     refused = [(*each, rank, host) for rank, (host, each) in enumerate(everyone) if each is not None]
     if refused:
         passes, text, rank, host = min(refused, key=lambda each: each[0])  # what the user must put right comes first
@@ -280,7 +280,7 @@ def together(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     return result
 
 
-def gathered(mine: T) -> list[T]:
+def gather_objects(mine: T) -> list[T]:
     """`mine` of every rank, in order. Communicates, unless this process is alone."""
     answers = [mine] * (dist.get_world_size() if dist.is_initialized() else 1)
     if len(answers) > 1:
@@ -293,11 +293,11 @@ def with_intact_checkpoint(run: Run) -> Run:
     checking them."""
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     while run.checkpoint is not None:
-        found = gathered(together(checkpoint.damage, run.checkpoint, rank, num_ranks))
+        found = gather_objects(raise_on_all_ranks(checkpoint.find_damage, run.checkpoint, rank, num_ranks))
         if not any(found):
             break
-        checkpoint.tell_damage(run.checkpoint, next(filter(None, found)))
-        run = dataclasses.replace(run, checkpoint=checkpoint.find(run.run_dir, before=run.checkpoint))
+        checkpoint.report_damage(run.checkpoint, next(filter(None, found)))
+        run = dataclasses.replace(run, checkpoint=checkpoint.find_checkpoint(run.run_dir, before=run.checkpoint))
     return run
 
 
@@ -360,16 +360,16 @@ def resolve(
     schedule."""
     check_path("--resume ", None if resume == AUTO else resume)
     if resume is not None and resume != AUTO:
-        moved = "--set train.run_dir" if "train.run_dir" in given(None, changes) else ""
+        moved = "--set train.run_dir" if "train.run_dir" in explicit_settings(None, changes) else ""
         wrong = f"config={file}" if file else f"--run-dir {run_dir}" if run_dir else moved
         if wrong:
             raise ConfigError(f"{wrong} cannot be given with --resume {resume}; leave it out; settings go with --set")
         if not (resume / "config.yaml").is_file():
             raise ConfigError(f"--resume {resume} holds no config.yaml; give the directory of an earlier run")
         file, run_dir = resume / "config.yaml", resume
-        config = load(file, [f"optim.decay_steps={_decay_of(file)}", *changes])
+        config = load_config(file, [f"optim.decay_steps={_decay_of(file)}", *changes])
     else:
-        config = load(file, changes, _defaults(file, changes))
+        config = load_config(file, changes, _defaults(file, changes))
         run_dir = run_dir or config.train.run_dir
         if run_dir is None and resume == AUTO:
             way = "set it in the file, or give --run-dir DIR"
@@ -377,13 +377,13 @@ def resolve(
         run_dir = run_dir or Path("runs") / name
         check_path("train.run_dir=", run_dir)
         if resume == AUTO and config.optim.decay_steps is None and (run_dir / "config.yaml").is_file():
-            config = load(
+            config = load_config(
                 file, [*changes, f"optim.decay_steps={_decay_of(run_dir / 'config.yaml')}"], _defaults(file, changes)
             )
     if config.adapter is not None:
-        adapter = with_stored_settings(config.adapter, given(file, changes))
+        adapter = with_stored_settings(config.adapter, explicit_settings(file, changes))
         config = dataclasses.replace(config, adapter=adapter)
-    both = {"train.steps", "train.epochs"} <= given(None if run_dir == resume else file, changes)
+    both = {"train.steps", "train.epochs"} <= explicit_settings(None if run_dir == resume else file, changes)
     if both and config.train.epochs is not None:
         raise ConfigError(f"train.epochs={config.train.epochs} and train.steps both say how long; leave one out")
     check_schedule(config.optim)
@@ -408,7 +408,7 @@ def check_path(option: str, path: Path | None) -> None:
 
 def _decay_of(file: Path) -> str:
     """optim.decay_steps of a run that goes on. A cosine that has not begun ends with the longer run."""
-    before = load(file)
+    before = load_config(file)
     last = before.optim.decay_steps or before.train.steps
     return str(last) if last > before.optim.warmup_steps else "null"
 
@@ -434,7 +434,7 @@ def model_shape(config: Config) -> ModelShape:
     return shape if needed <= shape.vocab else dataclasses.replace(shape, vocab=-(-needed // 64) * 64)
 
 
-def machine_here(config: Config, num_ranks: int, gpu: tuple[str, int] | None) -> Hardware:
+def detect_machine(config: Config, num_ranks: int, gpu: tuple[str, int] | None) -> Hardware:
     """The machine of this rank, as if all nodes were like it: its GPU (name and bytes in all) with the attention kernel
     that should run on it, and the host memory and disk that are free before the run takes any."""
     settings, disk = config.memory, config.memory.disk_path
@@ -453,7 +453,7 @@ def machine_here(config: Config, num_ranks: int, gpu: tuple[str, int] | None) ->
     return Hardware(entry, ranks, num_ranks // ranks, host_bytes=host.memory_bytes, disk_bytes=disk_bytes)
 
 
-def least_of(machines: Sequence[Hardware]) -> Hardware:
+def weakest_machine(machines: Sequence[Hardware]) -> Hardware:
     """What every rank's machine has: the least host memory and disk, and the GPU with the least memory, among equals
     the one whose attention kernel is slowest."""
     numbers = sorted({machine.gpus_per_node for machine in machines})
@@ -465,7 +465,7 @@ def least_of(machines: Sequence[Hardware]) -> Hardware:
     return dataclasses.replace(machines[0], gpu=gpu, host_bytes=host_bytes, disk_bytes=disk_bytes)
 
 
-def plans_for(config: Config, hardware: Hardware) -> bool:
+def uses_planner(config: Config, hardware: Hardware) -> bool:
     """Whether the planner decides: unless memory.plan=off, on a GPU that the hardware table has, in bfloat16, which the
     table's rates are for."""
     return (
@@ -475,14 +475,14 @@ def plans_for(config: Config, hardware: Hardware) -> bool:
     )
 
 
-def planned(
+def plan_run(
     config: Config, given: Set[str], hardware: Hardware, shape: ModelShape | None = None
 ) -> tuple[Config, Plan | None]:
     """`config` with every setting that is not `given` taken from the plan for it, and that plan, which may not fit.
     `shape`: of the model, unless the configuration says it."""
-    if not plans_for(config, hardware):
+    if not uses_planner(config, hardware):
         return config, None
-    plan = space_of(config, given, shape or model_shape(config), hardware).choose(work_of(config))
+    plan = make_search_space(config, given, shape or model_shape(config), hardware).choose(work_from_config(config))
     tree = to_dict(config)
     for name, value in plan.settings.items():
         section, key = name.split(".")
@@ -490,10 +490,10 @@ def planned(
             tree[section][key] = value
     if "disk" not in (tree["memory"]["offload"], tree["memory"]["attention_offload"]):
         tree["memory"]["disk_path"] = None
-    return parse(tree), plan
+    return parse_config(tree), plan
 
 
-def held(holders: Holders, times: int = 1) -> Holders:
+def drop_reserve(holders: Holders, times: int = 1) -> Holders:
     """Without the reserve, which nobody holds."""
     return {name: times * num_bytes for name, num_bytes in holders.items() if num_bytes and name != "reserve"}
 
@@ -502,15 +502,15 @@ def needs(run: Run, ledger: Ledger | None = None) -> tuple[Holders, Holders]:
     """(host, disk): bytes per holder that all ranks of this machine together must have, by `ledger` or else the run's.
     Without a GPU the device's memory is the host's, at the planned peak."""
     ledger = ledger or run.ledger
-    ram = held(ledger.gpu, run.hardware.gpus_per_node) if run.hardware.gpu.name == "CPU" else {}
-    return ram | held({**ledger.host, COPY: 0}), held(ledger.disk)
+    ram = drop_reserve(ledger.gpu, run.hardware.gpus_per_node) if run.hardware.gpu.name == "CPU" else {}
+    return ram | drop_reserve({**ledger.host, CHECKPOINT_COPY: 0}), drop_reserve(ledger.disk)
 
 
 def check_fits(run: Run) -> None:
     """Refuse a step, or an evaluation, that does not fit by the planner's ledger, reserves included. Where the planner
     does not decide, refuse only what certainly exceeds host memory or disk: what else a process needs is not
     counted."""
-    counts_all = plans_for(run.config, run.hardware)
+    counts_all = uses_planner(run.config, run.hardware)
     anyway = {"memory.plan=off to try anyway": counts_all}
     for what, holders, have in _lacking(run, run.ledger):
         memory = run.config.memory
@@ -538,7 +538,7 @@ def check_fits(run: Run) -> None:
 
 def _lacking(run: Run, ledger: Ledger) -> Iterator[tuple[str, Holders, int]]:
     """Each tier with too little room: its name, what must be there, and what is."""
-    counts_all = plans_for(run.config, run.hardware)
+    counts_all = uses_planner(run.config, run.hardware)
     host, disk = (ledger.host, ledger.disk) if counts_all else needs(run, ledger)
     tiers = {"each GPU": (ledger.gpu if counts_all else {}, ledger.gpu_bytes), "host memory": (host, ledger.host_bytes)}
     tiers["disk"] = (disk, ledger.disk_bytes)
@@ -550,15 +550,15 @@ def _lacking(run: Run, ledger: Ledger) -> Iterator[tuple[str, Holders, int]]:
 def _does_not_fit(
     run: Run, field: str, what: str, holders: Holders, have: int, ways: Mapping[str, object]
 ) -> ConfigError:
-    parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in holders.items() if num_bytes)
-    needed = f"{size(sum(holders.values()))} of {what} for {run.hardware.gpus_per_node} ranks ({parts})"
-    way = either(way for way, helps in ways.items() if helps)
-    return ConfigError(f"{field} needs {needed}, but only {size(have)} is there; use {way}")
+    parts = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in holders.items() if num_bytes)
+    needed = f"{format_bytes(sum(holders.values()))} of {what} for {run.hardware.gpus_per_node} ranks ({parts})"
+    way = format_choices(way for way, helps in ways.items() if helps)
+    return ConfigError(f"{field} needs {needed}, but only {format_bytes(have)} is there; use {way}")
 
 
 def _ways_to_fit(run: Run) -> dict[str, bool]:
     """Found by search, with all settings of memory and parallelism left to the planner."""
-    space = Space(run.shape, run.hardware)
+    space = SearchSpace(run.shape, run.hardware)
     if space.fits(run.work):
         return {"settings of memory and parallel left to the planner": True, "a shorter data.context": True}
     ways = space.ways_to_fit(run.work)
@@ -573,8 +573,8 @@ def _ways_to_fit(run: Run) -> dict[str, bool]:
 def store_host_bytes(run: Run) -> int | None:
     """What one rank's store may hold in host memory: its share of what is free; with the disk tier only what
     is on its way, so that a disk that is too slow slows the run down instead of filling the memory."""
-    kept, ranks = sum(run.ledger.host.get(name, 0) for name in STORED), run.hardware.gpus_per_node
-    to_disk = bool(held(run.ledger.disk))
+    kept, ranks = sum(run.ledger.host.get(name, 0) for name in STORE_HOLDERS), run.hardware.gpus_per_node
+    to_disk = bool(drop_reserve(run.ledger.disk))
     if not kept and not to_disk:
         return None
     share = run.hardware.host_bytes // ranks
@@ -583,7 +583,7 @@ def store_host_bytes(run: Run) -> int | None:
 
 def has_room_to_save(run: Run) -> bool:
     """Whether host memory has room for a copy of what is saved, beside all else that is planned."""
-    planned = plans_for(run.config, run.hardware)
+    planned = uses_planner(run.config, run.hardware)
     needed = run.ledger.host_needed if planned else sum(needs(run)[0].values())
     return needed + run.saved_bytes <= run.hardware.host_bytes
 
@@ -598,7 +598,10 @@ def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
     fixed = fixed_settings(values, shape.num_layers, num_ranks)
     check_fixed(fixed, shape.heads, shape.num_layers, num_ranks)
     check_effects({f"memory.{name}": value for name, value in vars(memory).items()})
-    idle_disk = memory.disk_path is not None and "disk" not in (memory.offload, memory.attention_offload)
+    idle_disk = memory.disk_path is not None and "disk" not in (
+        memory.offload,
+        memory.attention_offload,
+    )
     blocks, kernels = (attention.block_q, attention.block_kv), ("auto", *KERNELS)
     no_peft = config.adapter is not None and find_spec("peft") is None
     resized = config.adapter is not None and config.model.resize_embeddings
@@ -606,16 +609,25 @@ def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
     train = config.train
     unseen = {"keep_best": train.keep_best, "patience": train.patience} if not train.validate_sequences else {}
     unseen |= {"patience": train.patience} if not train.validate_every else {}
-    idle = [f"train.{name}={shown(value)}" for name, value in unseen.items() if value]
+    idle = [f"train.{name}={format_value(value)}" for name, value in unseen.items() if value]
     missing = [name for name in config.train.track if getattr(find_spec(name), "origin", None) is None]
     wrong = [
-        (idle_disk, f"memory.disk_path={memory.disk_path} has no effect without memory.offload=disk; leave it null"),
+        (
+            idle_disk,
+            f"memory.disk_path={memory.disk_path} has no effect without memory.offload=disk; leave it null",
+        ),
         # Only its name: the ranks, which own the devices, find out whether it runs.
-        (attention.kernel not in kernels, f"attention.kernel={attention.kernel} is unknown; use {either(kernels)}"),
+        (
+            attention.kernel not in kernels,
+            f"attention.kernel={attention.kernel} is unknown; use {format_choices(kernels)}",
+        ),
         (blocks.count(None) == 1, f"attention.block_q, block_kv={blocks} go together; set both or neither"),
         (no_peft, "adapter needs an extra: pip install 'ithaka[adapter]', or leave the section out"),
         (resized, "model.resize_embeddings=true cannot go with an adapter, whose base stays as it is; set it to false"),
-        (idle, f"{either(idle)} has no effect without validation; set train.validate_every and validate_sequences"),
+        (
+            idle,
+            f"{format_choices(idle)} has no effect without validation; set train.validate_every and validate_sequences",
+        ),
         (missing, f"train.track={' '.join(missing)} needs a package: pip install {' '.join(missing)}, or leave it out"),
     ]
     for words in (words for holds, words in wrong if holds):

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Shard
 from ithaka.config import OptimConfig
 from ithaka.data.stream import Batch, num_valid
 from ithaka.dist.mesh import Mesh
-from ithaka.layer.loss import IGNORED, TokenResults
-from ithaka.model.batch import deal_of, label_share, num_pairs
+from ithaka.layer.loss import IGNORE_INDEX, TokenResults
+from ithaka.model.batch import deal_for_inputs, label_share, num_pairs
 from ithaka.phases import phase
 
 _CHUNK = 1 << 20  # elements; on a CPU each is widened to fp64 for its norm
@@ -108,8 +108,8 @@ class SourceSums:
 
     def add(self, batch: Batch, tokens: TokenResults | None) -> None:
         if tokens is not None and batch.source_ids is not None:
-            deal = deal_of(batch.inputs, batch.labels, self.mesh)
-            valid_s = label_share(batch.labels, self.mesh, deal, IGNORED) != IGNORED
+            deal = deal_for_inputs(batch.inputs, batch.labels, self.mesh)
+            valid_s = label_share(batch.labels, self.mesh, deal, IGNORE_INDEX) != IGNORE_INDEX
             values_2s = torch.stack([-tokens.logprobs.detach().double(), valid_s.double()])
             self._sums.index_add_(1, label_share(batch.source_ids, self.mesh, deal), values_2s)
 

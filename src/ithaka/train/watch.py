@@ -16,21 +16,21 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
-from ithaka.config import command
+from ithaka.config import shell_command
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.store import StoreError
 from ithaka.phases import Listener, PhasePath
 from ithaka.plan.hardware import gpu_named
-from ithaka.plan.heads import slots_of
+from ithaka.plan.heads import count_slots
 from ithaka.plan.search import Plan
-from ithaka.plan.show import size
+from ithaka.plan.show import format_bytes
 from ithaka.profile.memory import planned_holders
 from ithaka.profile.progress import Progress
-from ithaka.profile.step import StepProfile, machine
+from ithaka.profile.step import StepProfile, describe_machine
 from ithaka.profile.times import StepTimes
 from ithaka.train import launch
 from ithaka.train.console import Console
-from ithaka.train.preflight import Run, held
+from ithaka.train.preflight import Run, drop_reserve
 
 WARM_UP_STEPS = 1  # slower than the rest: kernels are chosen, memory is taken from the system
 
@@ -70,9 +70,9 @@ class Watch:
 
     def _write_facts(self) -> None:
         """What the report shows besides the configuration."""
-        plan, facts = self.plan, machine(self.mesh.device, self.mesh.world_size)
+        plan, facts = self.plan, describe_machine(self.mesh.device, self.mesh.world_size)
         (self.run.run_dir / "machine.json").write_text(json.dumps(facts), encoding="utf-8")
-        stages = len(slots_of(plan.shape, plan.layout).stages)
+        stages = len(count_slots(plan.shape, plan.layout).stages)
         facts = {"layout": dataclasses.asdict(plan.layout), "stages": stages, "peak_bytes": planned_holders(plan)}
         facts["gpus"] = plan.hardware.name  # nodes x ranks
         if gpu_named(plan.hardware.gpu.name):
@@ -109,12 +109,12 @@ class Watch:
         return StepProfile(self.model, self.optimizer, device, self._times)
 
 
-def is_shortage(error: BaseException | None) -> bool:
+def ran_out_of_memory(error: BaseException | None) -> bool:
     """Whether memory ran out on the device or the host, or room in the store."""
     return error is not None and (isinstance(error, StoreError) or launch.is_out_of_memory(error))
 
 
-class Witness(Listener):
+class OutOfMemoryTracker(Listener):
     """Listens to phases, and remembers where a run was and what it held when memory ran out.
 
     An error ends the phases that it passes through; the first of them is where it happened.
@@ -130,7 +130,7 @@ class Witness(Listener):
         self.path, self.used_bytes = path, None
 
     def leave(self, path: PhasePath) -> None:
-        if is_shortage(sys.exc_info()[1]):
+        if ran_out_of_memory(sys.exc_info()[1]):
             self.measure()
             return
         self.path = path[:-1]
@@ -151,25 +151,27 @@ class Witness(Listener):
         return f"after {' / '.join(self.before)}" if self.before else "before the first phase"
 
 
-def explain_shortage(plan: Run | Plan, error: Exception, witness: Witness, model: str) -> str:
+def explain_out_of_memory(plan: Run | Plan, error: Exception, witness: OutOfMemoryTracker, model: str) -> str:
     """What ran out and where, planned beside measured, and what to ask the planner. `model`: for `ithaka plan`."""
     witness.measure()  # before anything else takes memory
     headline = f"rank {os.environ.get('RANK', '0')}, {witness.where}: {' '.join(str(error).split()) or repr(error)}"
     return "\n".join([headline, *_planned_lines(plan, error, witness), *_ways_out(plan, model)])
 
 
-def _planned_lines(plan: Run | Plan, error: Exception, witness: Witness) -> Iterator[str]:
+def _planned_lines(plan: Run | Plan, error: Exception, witness: OutOfMemoryTracker) -> Iterator[str]:
     ledger, on_gpu = plan.ledger, witness.device.type == "cuda"
     on_host = isinstance(error, MemoryError | OSError) or "DefaultCPUAllocator" in str(error)
     tier = error.tier if isinstance(error, StoreError) else "host" if on_host and on_gpu else "GPU"
     if tier != "GPU":
         holders, there = {"host": (ledger.host, ledger.host_bytes), "disk": (ledger.disk, ledger.disk_bytes)}[tier]
-        parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in held(holders).items())
-        yield f"  planned per node: {size(sum(held(holders).values()))} of {size(there)} ({parts})"
+        parts = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in drop_reserve(holders).items())
+        planned = format_bytes(sum(drop_reserve(holders).values()))
+        yield f"  planned per node: {planned} of {format_bytes(there)} ({parts})"
         return
     reserve, whole = ledger.gpu["reserve"], "" if on_gpu else ", the whole process with Python and its libraries"
-    yield f"  planned at most: {size(ledger.gpu_peak - reserve)} in {ledger.phase}, of {size(ledger.gpu_bytes)}"
-    yield f"  measured: {size(witness.measure())}{whole}"
+    planned = format_bytes(ledger.gpu_peak - reserve)
+    yield f"  planned at most: {planned} in {ledger.phase}, of {format_bytes(ledger.gpu_bytes)}"
+    yield f"  measured: {format_bytes(witness.measure())}{whole}"
 
 
 def _ways_out(plan: Run | Plan, model: str) -> Iterator[str]:
@@ -185,4 +187,4 @@ def _ways_out(plan: Run | Plan, model: str) -> Iterator[str]:
     words += ["--host-memory", f"{hardware.host_bytes // 10**9}GB"]
     words += ["--disk", f"{hardware.disk_bytes // 10**9}GB"] if hardware.disk_bytes else []
     yield "What fits, and how fast it will be; less context or more GPUs need less of each:"
-    yield f"  {command(*words)}"
+    yield f"  {shell_command(*words)}"
