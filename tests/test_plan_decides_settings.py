@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from ithaka.attention.kernels import KERNELS
 from ithaka.cli import app
 from ithaka.config import ConfigError, explicit_settings, load_config, to_yaml
+from ithaka.dist.agree import gather_objects, raise_on_all_ranks
 from ithaka.layout import layout_from_config
 from ithaka.plan.hardware import KERNEL_NAMES, gpu_named, parse_gpus, peak_flops, with_kernel
 from ithaka.plan.show import as_text
@@ -22,11 +23,9 @@ from ithaka.train.preflight import (
     check_ranks_agree,
     check_settings,
     detect_machine,
-    gather_objects,
     model_shape,
     needs,
     plan_run,
-    raise_on_all_ranks,
     store_host_bytes,
     weakest_machine,
 )

@@ -25,6 +25,7 @@ from ithaka.config import (
     parse_count,
     shell_command,
 )
+from ithaka.dist.rank import is_rank_0
 from ithaka.exits import ExitCode, is_transient
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def train_rank(run: Run, only_profile: bool = False) -> int:
 
     from ithaka.report.page import live_report, write_report
 
-    tells = os.environ.get("RANK", "0") == "0"
+    tells = is_rank_0()
     with live_report(run.run_dir) if tells else nullcontext():
         code = loop.train(run, only_profile)
     if launch.stays_for_more() and not code and run.config.train.steps < run.config.ends[-1]:
@@ -219,7 +220,7 @@ def _run(
         changes += [f"{name}={value}" for name, value in decided.items()]
     if max_restarts and launch.under_torchrun():
         raise ConfigError(f"--max-restarts={max_restarts} is for local ranks; give it to torchrun, before -m ithaka")
-    tells = os.environ.get("RANK", "0") == "0"
+    tells = is_rank_0()
     restarts = launch.Restarts(max_restarts)
     while True:  # entries of a curriculum, and restarts
         try:

@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ithaka.attention.kernels import agree_on_kernel
 from ithaka.config import SAVEABLE_MODULES, AdapterConfig, ConfigError, parse_config, parse_count
+from ithaka.dist.agree import gather_objects, raise_on_all_ranks
 from ithaka.dist.mesh import Mesh, default_device, start_process_group
 from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.layer.store import Store
@@ -46,13 +47,11 @@ from ithaka.train.preflight import (
     Run,
     check_fits,
     detect_machine,
-    gather_objects,
     plan_run,
     store_host_bytes,
     uses_planner,
     weakest_machine,
 )
-from ithaka.train.preflight import raise_on_all_ranks as on_all
 from ithaka.train.safe_load import load_into
 from ithaka.train.step import clip_gradients
 
@@ -157,8 +156,8 @@ def planned_run(
         "parallel": {name: value for name, value in fixed.items() if value},
     }
     config, given = parse_config(tree), {f"parallel.{name}" for name in tree["parallel"]}
-    here = on_all(detect_machine, config, num_ranks, launch.gpu())
-    least, shape = on_all(weakest_machine, gather_objects(here)), on_all(model_shape, model)
+    here = raise_on_all_ranks(detect_machine, config, num_ranks, launch.gpu())
+    least, shape = raise_on_all_ranks(weakest_machine, gather_objects(here)), raise_on_all_ranks(model_shape, model)
     if default_device().type == "cuda" and uses_planner(config, least):  # else there is no trial to know it by
         least = least.with_kernel(agree_on_kernel("auto", default_device(), torch.bfloat16, shape.head_dim))
 
@@ -169,7 +168,7 @@ def planned_run(
         check_fits(run)
         return run
 
-    return on_all(decided)
+    return raise_on_all_ranks(decided)
 
 
 def model_shape(model: Any) -> ModelShape:

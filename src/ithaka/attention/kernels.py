@@ -23,6 +23,8 @@ from torch import Tensor
 
 from ithaka.attention.fused import merge
 from ithaka.config import ConfigError
+from ithaka.dist.agree import gather_objects
+from ithaka.dist.rank import is_local_rank_0
 
 aten: Any = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
@@ -285,12 +287,12 @@ def agree_on_kernel(name: str, device: torch.device, dtype: torch.dtype, head_di
     chosen = resolve_kernel(name, device, dtype, head_dim).name
     if name != "auto" or not dist.is_initialized() or dist.get_world_size() == 1:
         return chosen
-    names, order = _gather(chosen), list(KERNELS)
+    names, order = gather_objects(chosen), list(KERNELS)
     if len(set(names)) == 1:
         return chosen
     best, common = (pick(names, key=order.index) for pick in (min, max))
-    refusals = _gather((socket.gethostname(), _refusal(KERNELS[best], device, dtype, head_dim)))
-    while any(_gather(_refusal(KERNELS[common], device, dtype, head_dim))):
+    refusals = gather_objects((socket.gethostname(), _refusal(KERNELS[best], device, dtype, head_dim)))
+    while any(gather_objects(_refusal(KERNELS[common], device, dtype, head_dim))):
         common = order[order.index(common) + 1]  # at last the reference, which runs anywhere
     if dist.get_rank() == 0:
         lacking = [(rank, host, why) for rank, (host, why) in enumerate(refusals) if why is not None]
@@ -301,12 +303,6 @@ def agree_on_kernel(name: str, device: torch.device, dtype: torch.dtype, head_di
     return common
 
 
-def _gather(own: Any) -> list[Any]:
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, own)
-    return of_ranks
-
-
 @cache
 def _auto(kernels: tuple[Kernel, ...], device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
     for kernel in kernels:
@@ -314,7 +310,7 @@ def _auto(kernels: tuple[Kernel, ...], device: torch.device, dtype: torch.dtype,
         failure = unfit or _trial(kernel, device, dtype, head_dim)
         if failure is None:
             return kernel
-        if unfit is None and os.environ.get("LOCAL_RANK", "0") == "0":  # once per machine
+        if unfit is None and is_local_rank_0():  # once per machine
             warnings.warn(f"attention.kernel=auto skips {kernel.name}, which {failure}", stacklevel=4)
     raise ConfigError(f"no attention kernel takes {dtype} with head dim {head_dim} on {device}; change model.dtype")
 

@@ -14,7 +14,6 @@ from functools import cache, partial
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as compiling
 from torch.distributed.fsdp import FSDPModule
@@ -24,13 +23,14 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
 from ithaka.config import ConfigError
+from ithaka.dist.agree import RankError, gather_objects, raise_first
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.mlp import HOOK_DICTS
 from ithaka.layer.tiles import PARAMETERS_CHANGED
 from ithaka.model.batch import INPUTS, Share, as_integers, take_share
 
 # One rank's call, as far as others need to know it: error, facts, numbers of valid labels and of positions.
-Report = tuple[tuple[type[Exception], str] | None, dict[str, Any], int, int]
+Report = tuple[RankError | None, dict[str, Any], int, int]
 ARGUMENTS = (*INPUTS, "num_items_in_batch", "per_token")
 # What collators add for FlashAttention and linear attention; the documents are read from cu_seq_lens_q.
 OF_KERNELS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -103,7 +103,7 @@ class CallCheck:
             share = take_share(tensors, model.model.embed_tokens.num_embeddings, mesh)
             numbers = share.num_valid, share.num_positions
         except (TypeError, ValueError) as caught:
-            error = type(caught), str(caught)
+            error = RankError(type(caught), str(caught))
         finally:
             torch.set_num_threads(num_threads)
         num_tokens, num_positions = self._agree((error, facts, *numbers))
@@ -134,12 +134,8 @@ class CallCheck:
     def _agree(self, report: Report) -> tuple[int, int]:
         """Valid labels and positions of the global batch, known without asking the device. Raises on all ranks or on
         none."""
-        reports, cp = [report] * self.mesh.world_size, self.mesh.cp_size
-        if len(reports) > 1:
-            dist.all_gather_object(reports, report)
-        errors = {rank: error for rank, (error, *_) in enumerate(reports) if error is not None}
-        for rank, (kind, text) in errors.items():
-            raise kind(text if len(errors) == len(reports) else f"rank {rank}: {text}")
+        reports, cp = gather_objects(report), self.mesh.cp_size
+        raise_first([error for error, *_ in reports])
         _raise_differences([facts for _, facts, *_ in reports], cp)
         num_valid, num_positions = zip(*(report[2:] for report in reports[::cp]), strict=True)
         return sum(num_valid), max(num_positions)

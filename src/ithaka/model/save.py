@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from ithaka.config import ConfigError
+from ithaka.dist.agree import RankError, gather_objects, raise_first
 from ithaka.model.adapters import active_adapter, adapter_name
 
 INDEX = "model.safetensors.index.json"
@@ -51,10 +52,9 @@ def save_pretrained(model: Any, save_directory: str | Path, max_shard_size: int 
                 tensors[name] = whole.cpu()
         if writer is not None:
             writer.write(file, tensors)
-    error = [writer.finish() if writer is not None else None]
-    dist.broadcast_object_list(error, src=0)
-    if error[0] is not None:
-        raise OSError(f"save_pretrained({save_directory}): rank 0: {error[0]}")
+    error = writer.finish() if writer is not None else None
+    failure = RankError(OSError, error) if error is not None else None
+    raise_first(gather_objects(failure), f"save_pretrained({save_directory})")
 
 
 class _Writer:

@@ -2,11 +2,9 @@
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -14,6 +12,7 @@ from ithaka.dist.mesh import use_device
 from ithaka.phases import Listener, PhasePath, listening
 from ithaka.plan.search import Plan
 from ithaka.plan.seconds import layer_seconds
+from ithaka.profile.timeline import DeviceTimeline
 
 
 @dataclass(frozen=True)
@@ -26,20 +25,17 @@ class StepProgress:
 
 
 class Progress(Listener):
-    """Calls `say` every `every_s` seconds of a step, from a thread of its own. `plan`: what one micro-step does.
-
-    On a GPU the host runs ahead: a phase is reached when the device has passed an event recorded there.
-    """
+    """Calls `say` every `every_s` seconds of a step, from a thread of its own. `plan`: what one micro-step does."""
 
     every_s = 30.0
 
     def __init__(self, plan: Plan, micro_steps: int, device: torch.device, say: Callable[[StepProgress], None]) -> None:
-        self.device, self.on_gpu, self.say = device, device.type == "cuda", say
+        self.device, self.say = device, say
         self.shares = {path: share / micro_steps for path, share in planned_shares(plan).items()}
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        self._ahead: deque[tuple[Any, PhasePath, float]] = deque()  # event, phase, share done
+        self._timeline = DeviceTimeline[tuple[PhasePath, float]](self.device)  # phase, share done
         self._at: tuple[PhasePath, float] = ((), 0.0)
         self._done, stop = 0.0, threading.Event()
         thread = threading.Thread(target=self._watch, args=(number, stop), daemon=True, name="progress")
@@ -54,20 +50,16 @@ class Progress(Listener):
     def enter(self, path: PhasePath) -> None:
         # Shown: a layer's direction, one of its stages, or what is no layer. Other parts come too often.
         if len(path) in (2, 4) or not path[0].startswith("layer "):
-            self._reached(path)
+            self._timeline.push((path, self._done))
 
     def leave(self, path: PhasePath) -> None:
         if path in self.shares:
             self._done += self.shares[path]
-            self._reached(path)
-
-    def _reached(self, path: PhasePath) -> None:
-        event = torch.cuda.current_stream().record_event() if self.on_gpu else None
-        self._ahead.append((event, path, self._done))
+            self._timeline.push((path, self._done))
 
     def device_at(self) -> tuple[PhasePath, float]:
-        while self._ahead and (self._ahead[0][0] is None or self._ahead[0][0].query()):
-            self._at = self._ahead.popleft()[1:]
+        for _, reached in self._timeline.pop_reached():
+            self._at = reached
         return self._at
 
     def _watch(self, step: int, stop: threading.Event) -> None:

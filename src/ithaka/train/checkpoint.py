@@ -32,7 +32,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -53,20 +53,26 @@ from ithaka.config import (
     to_dict,
     with_absolute_paths,
 )
+from ithaka.dist.agree import RankError, SharedTransientError, gather_objects, raise_first
 from ithaka.dist.mesh import default_device, use_device
+from ithaka.dist.rank import is_rank_0
 from ithaka.exits import TransientError, is_transient
 from ithaka.layer.store import Slab
 from ithaka.layout import format_choices
 from ithaka.model.adapters import adapter_name, merge_adapter
 from ithaka.phases import phase
 from ithaka.plan.shape import ModelShape, read_shape
-from ithaka.train.launch import SharedTransientError, is_out_of_memory
+from ithaka.train.launch import is_out_of_memory
 from ithaka.train.safe_load import SafeReader, load_into
 
 CHECKPOINT_FORMAT = 1
 SHARING_S = 60.0  # in which a shared file system must show one node's files to another
 STATE_FILE = "state.json"
 step_name = "step-{:08d}".format
+T = TypeVar("T")
+
+
+def _do_nothing() -> None: ...
 
 
 class CheckpointError(RuntimeError):
@@ -211,11 +217,11 @@ class Saver:
             own = [temporary / ".metadata"] * (rank == 0) + sorted(temporary.glob(f"__{rank}_*"))
             return {file.name: (file.stat().st_size, checksum(file)) for file in own}
 
-        self._agreed(what, make_room if rank == 0 else None)
+        self._gather(what, make_room if rank == 0 else _do_nothing)
         with _explained(what):
             writer = dcp.FileSystemWriter(temporary, sync_files=True)
             dcp.save(tensors, storage_writer=writer, process_group=self.group)
-        written = self._agreed(what, own_files)
+        written = self._gather(what, own_files)
 
         def publish() -> str | None:
             for other, files in enumerate(written):
@@ -241,24 +247,22 @@ class Saver:
             _prune(root, state["step"], self.keep_last, best)
             return None
 
-        unseen = self._agreed(what, publish if rank == 0 else None)[0]
+        unseen = self._gather(what, publish if rank == 0 else _do_nothing)[0]
         if unseen is not None:
             way = "start again, or put it on a file system that all nodes share"
             raise SharedTransientError(f"train.run_dir={self.run_dir}: {unseen}; {way}")
 
-    def _agreed(self, what: str, function: Callable[[], Any] | None) -> list[Any]:
-        """What `function` returned on each rank; if it raises on any, CheckpointError on all."""
-        answer = error = None
+    def _gather(self, what: str, function: Callable[[], T]) -> list[T]:
+        """Call `function` on every rank and return all results. If it raises on any rank, raise CheckpointError on
+        all."""
+        result = failure = None
         try:
-            answer = function() if function is not None else None
-        except Exception as raised:
-            error = f"{type(raised).__name__}: {raised}"
-        answers: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(answers, (answer, error), group=self.group)
-        for rank, (_, error) in enumerate(answers):
-            if error is not None:
-                raise CheckpointError(f"{what}: rank {rank}: {error}")
-        return [answer for answer, _ in answers]
+            result = function()
+        except Exception as error:
+            failure = RankError(CheckpointError, f"{type(error).__name__}: {error}")
+        results, failures = zip(*gather_objects((result, failure), self.group), strict=True)
+        raise_first(failures, what)
+        return list(results)
 
 
 def checksum(file: Path) -> str:
@@ -373,7 +377,7 @@ def find_intact(run_dir: Path) -> Path:
 
 
 def report_damage(path: Path, reason: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
+    if is_rank_0():
         print(f"Checkpoint {path} cannot be used: {reason}. The one before it is taken.", file=sys.stderr, flush=True)
 
 

@@ -24,6 +24,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from ithaka.dist.rank import is_rank_0
 from ithaka.plan.show import format_bytes
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 def status(what: str) -> AbstractContextManager[Any]:
     """Show `what` beside a spinner on stderr while the code inside runs: by rank 0, and on a terminal only."""
     # rich calls a pipe a terminal where colours are forced.
-    shown = sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+    shown = sys.stderr.isatty() and is_rank_0()
     return RichConsole(stderr=True, force_terminal=shown).status(f"{escape(what)} ...")
 
 

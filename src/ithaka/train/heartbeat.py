@@ -33,6 +33,7 @@ from ithaka.phases import Listener, PhasePath
 from ithaka.plan.hardware import GPUS, Hardware, available_memory, gpu_named
 from ithaka.plan.seconds import layer_seconds
 from ithaka.plan.show import format_bytes
+from ithaka.profile.timeline import DeviceTimeline
 from ithaka.train.launch import Outcome, exit_rank
 from ithaka.train.preflight import Run
 
@@ -152,15 +153,14 @@ def _bytes_below(path: Path | None) -> int:
 
 
 class PhaseTracker(Listener):
-    """Where this rank is, its longest pauses, and its seconds in attention. On a GPU the host runs ahead: a phase is
-    reached when the device has passed an event recorded there."""
+    """The phase this rank's device is in, its longest pauses, and its seconds in attention."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.on_gpu, self.step = device, device.type == "cuda", 0
         self.warm = False  # after the first step, which compiles and tries kernels
         self._lock = threading.Lock()
         self._passed, self._path = 0, PhasePath()
-        self._ahead: deque[tuple[Any, PhasePath, bool]] = deque()  # mark, phase, whether the pause after it counts
+        self._timeline = DeviceTimeline[tuple[PhasePath, bool]](device)  # phase, whether the pause after it counts
         self._since: Any = None  # the mark of the phase reached last, if the pause after it counts
         self._pauses = dict.fromkeys(KINDS, 0.0)  # the longest
         # In attention: the longest of this step, and the longest to expect where a document fills the context.
@@ -171,7 +171,7 @@ class PhaseTracker(Listener):
         # A layer's direction, its stages and where it waits for others, or what is no layer. Tiles come too often.
         waits = path[-1] == "exchange"
         if len(path) == 2 or _attends(path) or waits or not path[0].startswith("layer "):
-            mark = self._reach(path)
+            mark = self._timeline.push((path, self.warm))
             if _attends(path):
                 self._attention.append([mark])
             elif waits and _attends(path[:-1]):
@@ -179,36 +179,20 @@ class PhaseTracker(Listener):
 
     def leave(self, path: PhasePath) -> None:
         if _attends(path):
-            self._stop_attention(self._mark())
+            self._stop_attention(self._timeline.mark())
         elif path[-1] == "exchange" and _attends(path[:-1]):
-            self._attention.append([self._mark()])
+            self._attention.append([self._timeline.mark()])
         elif path in (("optimizer",), ("validation",)):
-            self._reach(BETWEEN)
-
-    def _reach(self, path: PhasePath) -> Any:
-        mark = self._mark()
-        self._ahead.append((mark, path, self.warm))
-        return mark
+            self._timeline.push((BETWEEN, self.warm))
 
     def _stop_attention(self, mark: Any) -> None:
         if self._attention:
             self._attention[-1].append(mark)
 
-    def _mark(self) -> Any:
-        if not self.on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _seconds(self, start: Any, end: Any) -> float:
-        return start.elapsed_time(end) / 1000 if self.on_gpu else end - start
-
     def now(self) -> tuple[int, int, PhasePath]:
         """Step, phases passed since the start, and the phase."""
         with self._lock:
-            while self._ahead and (not self.on_gpu or self._ahead[0][0].query()):
-                mark, path, counts = self._ahead.popleft()
+            for mark, (path, counts) in self._timeline.pop_reached():
                 self._count_pause(mark)
                 self._path, self._passed, self._since = path, self._passed + 1, mark if counts else None
             return self.step, self._passed, self._path
@@ -217,7 +201,7 @@ class PhaseTracker(Listener):
         kind = kind_of(self._path)
         if self._since is None or kind is None:
             return
-        seconds = self._seconds(self._since, end)
+        seconds = self._timeline.seconds(self._since, end)
         self._pauses[kind] = max(self._pauses[kind], seconds)
         if kind == ATTENTION:
             self._step_pause = max(self._step_pause, seconds)
@@ -234,7 +218,7 @@ class PhaseTracker(Listener):
             pauses[ATTENTION] = max(pauses[ATTENTION], self._full_pause)
         self.warm = True
         pairs, self._attention = [pair for pair in self._attention if len(pair) == 2], []
-        return sum(self._seconds(*pair) for pair in pairs), list(pauses.values())
+        return sum(self._timeline.seconds(*pair) for pair in pairs), list(pauses.values())
 
 
 class SlowRanks:

@@ -30,6 +30,7 @@ from typing import Any, Literal
 import psutil
 
 from ithaka.config import ConfigError
+from ithaka.dist.rank import is_rank_0
 from ithaka.exits import FINAL_EXIT_CODES, ExitCode, TransientError, is_transient
 from ithaka.plan.hardware import num_cores
 
@@ -44,18 +45,6 @@ MEMORY_WORDS = ("out of memory", "DefaultCPUAllocator", "_STATUS_ALLOC_FAILED")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 RankFunction = Callable[..., int | None]  # an exit code, if it is not 0
-
-
-class SharedError(ConfigError):
-    """Raised on every rank; rank 0 prints it."""
-
-    shared = True
-
-
-class SharedTransientError(TransientError):
-    """Raised on every rank; rank 0 prints it."""
-
-    shared = True
 
 
 def num_gpus() -> int:
@@ -159,13 +148,13 @@ def print_outcome(outcome: Outcome) -> None:
     """Print its text to stderr. If all ranks share it, only rank 0 prints, and the others wait for that: when one ends,
     torchrun ends the others."""
     shared = outcome.shared and under_torchrun()
-    if outcome.text and (not shared or os.environ["RANK"] == "0"):
+    if outcome.text and (not shared or is_rank_0()):
         print(outcome.text, file=sys.stderr, flush=True)
     if shared:
         import torch.distributed as dist
 
         store = dist.distributed_c10d._get_default_store()
-        if os.environ["RANK"] == "0":
+        if is_rank_0():
             store.set("told", "")
         else:
             with contextlib.suppress(RuntimeError):
@@ -188,7 +177,7 @@ def exit_rank(outcome: Outcome) -> None:
         if _folder is not None:
             (_folder / f"telling-{rank}").write_bytes(pickle.dumps(outcome))
             (_folder / f"telling-{rank}").rename(_folder / f"failed-{rank}")
-        elif outcome.text and (rank == "0" or not outcome.shared):
+        elif outcome.text and (is_rank_0() or not outcome.shared):
             os.write(2, f"{outcome.text}\n".encode())  # print may be at work in another thread
     except OSError:  # the folder is gone, or its disk is full
         os.write(2, f"{outcome.text}\n".encode())
@@ -249,7 +238,7 @@ def _run_children(function: RankFunction, args: tuple[Any, ...], num_ranks: int)
         # It would kill the ranks 30 seconds after a signal, and a step may take hours: we handle SIGNALS.
         here |= {"run_id": folder.name, "max_restarts": 0, "logs_specs": logs, "signals_to_handle": "SIGHUP"}
         try:
-            main = "from ithaka.train.launch import child; child()"
+            main = "from ithaka.train.launch import run_child_rank; run_child_rank()"
             elastic_launch(LaunchConfig(1, 1, num_ranks, **here), sys.executable)("-c", main, name)
         except ChildFailedError as error:
             cause, _ = error.get_first_failure()
@@ -336,7 +325,7 @@ def handle_stop_signal(number: int, again: bool) -> None:
     says it itself: it alone knows whether a user asked, or a rank is ended because another died."""
     if again:
         os._exit(ExitCode.SIGNALED + number)
-    elif _folder is None and os.environ.get("RANK", "0") == "0":
+    elif _folder is None and is_rank_0():
         _say_stopping()
 
 

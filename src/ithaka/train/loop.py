@@ -27,7 +27,9 @@ from ithaka.config import CONFIG_FORMAT, ConfigError, embedded_model, shell_comm
 from ithaka.data.open import data_facts, epoch_steps, open_data
 from ithaka.data.stream import Batch
 from ithaka.data.tokenizer import Tokenizer, load_tokenizer
+from ithaka.dist.agree import SharedError, gather_objects, raise_on_all_ranks
 from ithaka.dist.mesh import Mesh, default_device, make_mesh, set_timeouts, start_process_group
+from ithaka.dist.rank import is_local_rank_0
 from ithaka.exits import ExitCode, TransientError
 from ithaka.layer.store import Store
 from ithaka.measure import EvalText, check_prompts, flatten_metrics, measure_all, read_text
@@ -39,14 +41,12 @@ from ithaka.plan.show import format_bytes
 from ithaka.train import checkpoint
 from ithaka.train.console import Console, Record, format_count, host_peak_bytes, read_metrics, status, step_flops
 from ithaka.train.heartbeat import Heartbeat, Limits, PhaseTracker, SlowRanks, validation_seconds
-from ithaka.train.launch import Outcome, SharedError, exit_code_of, exit_rank, handle_stop_signal, stop_requests
+from ithaka.train.launch import Outcome, exit_code_of, exit_rank, handle_stop_signal, stop_requests
 from ithaka.train.preflight import (
     Run,
     check_same,
     fingerprints,
-    gather_objects,
     has_room_to_save,
-    raise_on_all_ranks,
     store_host_bytes,
     with_intact_checkpoint,
 )
@@ -167,7 +167,7 @@ class Trainer:
                 steps=config.train.steps - max(run.last_step, config.start) if config.train.epochs is None else None,
                 validate_sequences=config.train.validate_sequences,
                 cache_dir=run.run_dir / "tokens",
-                fills_cache=os.environ.get("LOCAL_RANK", "0") == "0",
+                fills_cache=is_local_rank_0(),
             )
         if run.checkpoint is not None:
             state = checkpoint.read_state(run.checkpoint)

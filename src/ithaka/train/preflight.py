@@ -11,14 +11,13 @@ import dataclasses
 import hashlib
 import os
 import platform
-import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 import yaml
@@ -45,8 +44,9 @@ from ithaka.config import (
     to_yaml,
     with_absolute_paths,
 )
+from ithaka.dist.agree import SharedError, gather_objects, raise_on_all_ranks
 from ithaka.dist.mesh import start_process_group
-from ithaka.exits import TransientError, is_transient
+from ithaka.exits import TransientError
 from ithaka.layout import Layout, check_fixed, fixed_settings, format_choices, layout_from_config
 from ithaka.model.adapters import with_stored_settings
 from ithaka.plan.bytes import CHECKPOINT_COPY, Holders, Ledger, build_ledger, saved_bytes
@@ -55,13 +55,10 @@ from ithaka.plan.search import ADAPTER_RANK, Plan, SearchSpace, make_search_spac
 from ithaka.plan.shape import ModelShape, Work, read_shape, shape_from_config
 from ithaka.plan.show import format_bytes
 from ithaka.train import checkpoint, launch
-from ithaka.train.launch import SharedError, SharedTransientError, under_torchrun
+from ithaka.train.launch import under_torchrun
 
 if TYPE_CHECKING:
     from ithaka.data.stream import TrainData
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 # The ledger's names.
 STORE_HOLDERS = ("layer inputs", "kept attention", "on the way to disk")
@@ -254,38 +251,6 @@ def check_inputs(run: Run) -> int:
     model, data = run.config.model, run.config.data
     read_hf_config(model.path or embedded_model(model.embedded), model.rope, data.context)
     return check_data(data, run.shape.vocab, model.path)
-
-
-def raise_on_all_ranks(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call `function` on this rank. If it raises ConfigError or a transient error on any rank, raise SharedError or
-    SharedTransientError on all.
-
-    Every rank must call it, and the function must not communicate. A rank that ends with any other error closes
-    its connections, which is how the others notice.
-    """
-    refusal = None
-    try:
-        result = function(*args, **kwargs)
-    except Exception as error:
-        if not isinstance(error, ConfigError) and not is_transient(error):
-            raise
-        own = isinstance(error, ConfigError | TransientError)
-        refusal = not isinstance(error, ConfigError), str(error) if own else f"{type(error).__name__}: {error}"
-    everyone = gather_objects((socket.gethostname(), refusal))
-    refused = [(*each, rank, host) for rank, (host, each) in enumerate(everyone) if each is not None]
-    if refused:
-        passes, text, rank, host = min(refused, key=lambda each: each[0])  # what the user must put right comes first
-        words = text if len(refused) == len(everyone) else f"rank {rank} on {host}: {text}"
-        raise SharedTransientError(words) if passes else SharedError(words)
-    return result
-
-
-def gather_objects(mine: T) -> list[T]:
-    """`mine` of every rank, in order. Communicates, unless this process is alone."""
-    answers = [mine] * (dist.get_world_size() if dist.is_initialized() else 1)
-    if len(answers) > 1:
-        dist.all_gather_object(answers, mine)
-    return answers
 
 
 def with_intact_checkpoint(run: Run) -> Run:
