@@ -18,6 +18,7 @@ from ithaka.attention.blocks import attention, attention_backward, default_block
 from ithaka.attention.kernels import resolve_kernel
 from ithaka.dist.exchange import all_gather
 from ithaka.dist.mesh import default_device, node_groups
+from ithaka.layout import default_dtype
 from ithaka.plan.hardware import GPUS, gpu_named
 
 CALLS_AHEAD = 8  # of the host before the device
@@ -26,7 +27,7 @@ CALLS_AHEAD = 8  # of the host before the device
 def device_and_dtype() -> tuple[torch.device, torch.dtype]:
     """This machine's device, and the precision that training takes there."""
     device = default_device()
-    return device, torch.bfloat16 if device.type == "cuda" else torch.float32
+    return device, getattr(torch, default_dtype(device.type == "cuda"))
 
 
 @dataclass(frozen=True)

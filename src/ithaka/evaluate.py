@@ -15,6 +15,7 @@ from ithaka.config import ConfigError
 from ithaka.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from ithaka.dist.mesh import default_device, end_process_group, make_mesh, start_process_group
 from ithaka.exits import ExitCode
+from ithaka.layout import default_dtype
 from ithaka.measure import TASKS, EvalText, check_prompts, measure_all, read_text
 from ithaka.model.adapters import merge_adapter
 from ithaka.model.build import build_model, has_weights
@@ -94,8 +95,7 @@ def as_model(source: Path, out: Path) -> Path:
 def _rank(directory: Path, folder: Path, text: EvalText, contexts: list[int], samples: int) -> None:
     start_process_group()
     shape, cp = read_shape(directory), dist.get_world_size()
-    dtype = "bfloat16" if default_device().type == "cuda" else "float32"
-    layout = forward_layout(shape, cp, max(contexts), dtype)
+    layout = forward_layout(shape, cp, max(contexts), default_dtype(default_device().type == "cuda"))
     mesh = make_mesh(cp, ring=layout.ring)
     model = build_model(directory, mesh, layout, trains=False)
     found = measure_all(model, load_tokenizer(None, directory), text, contexts, samples)

@@ -190,6 +190,11 @@ def settings_from_layout(layout: Layout, num_heads: int) -> dict[str, Any]:
     return settings
 
 
+def default_dtype(on_gpu: bool) -> str:
+    """Compute dtype for model.dtype=auto."""
+    return "bfloat16" if on_gpu else "float32"
+
+
 def smallest_ring(cp: int, num_heads: int) -> int:
     """Of groups that have no more ranks than there are heads."""
     return next(ring for ring in range(1, cp + 1) if cp % ring == 0 and cp // ring <= num_heads)
@@ -206,7 +211,7 @@ def layout_from_config(
     return make_layout(
         num_layers,
         **{"attention_tier": fixed["input_tier"], "ring": ring, **fixed},
-        dtype=dtype if dtype != "auto" else "bfloat16" if on_gpu else "float32",
+        dtype=default_dtype(on_gpu) if dtype == "auto" else dtype,
         kernel=attention.kernel,
         blocks=(attention.block_q, attention.block_kv) if attention.block_q and attention.block_kv else None,
         compile=config.train.compile,

@@ -21,7 +21,7 @@ from ithaka.attention.kernels import resolve_kernel
 from ithaka.config import AdapterConfig, ConfigError, OptimConfig
 from ithaka.dist.loopback import start_loopback
 from ithaka.dist.mesh import default_device, make_mesh
-from ithaka.layout import Layout, make_layout
+from ithaka.layout import Layout, default_dtype, make_layout
 from ithaka.measure import token_losses
 from ithaka.model.build import build_model
 from ithaka.phases import PhasePath, listening, phase
@@ -158,7 +158,7 @@ def _on_gpu() -> bool:
 
 
 def _dtype() -> str:
-    return "bfloat16" if _on_gpu() else "float32"
+    return default_dtype(_on_gpu())
 
 
 def ladder(config: dict[str, Any], ranks: int, context: int, tile_tokens: int, layers: int) -> list[dict[str, Any]]:

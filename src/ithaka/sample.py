@@ -11,6 +11,7 @@ from ithaka.config import ConfigError
 from ithaka.data.tokenizer import load_tokenizer
 from ithaka.dist.mesh import default_device
 from ithaka.evaluate import as_model
+from ithaka.layout import default_dtype
 
 
 def sample(source: Path, prompt: str, num_tokens: int, temperature: float, raw: bool = False) -> str:
@@ -18,7 +19,7 @@ def sample(source: Path, prompt: str, num_tokens: int, temperature: float, raw: 
     that transformers finds in config.json, on one device."""
     disable_progress_bar()
     device = default_device()
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = getattr(torch, default_dtype(device.type == "cuda"))
     with tempfile.TemporaryDirectory(prefix="ithaka-sample-") as name:
         directory = as_model(source, Path(name) / "model")
         tokenizer = load_tokenizer(None, directory)
