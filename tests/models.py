@@ -8,8 +8,10 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_rope_utils import dynamic_rope_update
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-EXPERTS = ("qwen3_moe", "mixtral")
+from ithaka.plan import shape
+
+EXPERTS = tuple(name for name, family in shape.FAMILIES.items() if family.experts)
+FAMILIES = tuple(shape.PLANNED_FAMILIES)
 CONSTRUCTING = threading.Lock()  # transformers sets PyTorch's default dtype meanwhile, for all threads
 
 

@@ -11,17 +11,13 @@ from ithaka.model.adapters import check_adapters
 from ithaka.model.positions import check_rope
 from ithaka.plan.shape import FAMILIES
 
-# Mixtures of experts are not planned; their blocks are token-wise like any MLP.
-SUPPORTED = (*FAMILIES, "qwen3_moe", "mixtral")
-# Attention takes the config's window in every layer; that of other families has its own, or none.
-WINDOW_OF_CONFIG = ("mistral", "mixtral")
 LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "lm_head")
 
 
 def layer_parts(model: PreTrainedModel, index: int) -> LayerParts:
     layer, config = model.model.layers[index], model.config
     attn = layer.self_attn
-    by_config = config.model_type in WINDOW_OF_CONFIG
+    window_from_config = FAMILIES[config.model_type].window == "all"
     return LayerParts(
         norm1=layer.input_layernorm,
         q_proj=attn.q_proj,
@@ -34,7 +30,7 @@ def layer_parts(model: PreTrainedModel, index: int) -> LayerParts:
         mlp=layer.mlp,
         head_dim=attn.head_dim,
         scale=attn.scaling,
-        window=config.sliding_window if by_config else getattr(attn, "sliding_window", None),
+        window=config.sliding_window if window_from_config else getattr(attn, "sliding_window", None),
     )
 
 
@@ -43,8 +39,8 @@ def check_supported(model: PreTrainedModel) -> None:
     if isinstance(model, FSDPModule):
         raise ConfigError("the model is sharded already; call parallelize once, on the model as Hugging Face loads it")
     config = model.config
-    if (family := config.model_type) not in SUPPORTED:
-        raise ConfigError(f"model_type={family} is not a supported family; use one of {', '.join(SUPPORTED)}")
+    if (family := config.model_type) not in FAMILIES:
+        raise ConfigError(f"model_type={family} is not a supported family; use one of {', '.join(FAMILIES)}")
     for name in ("attention_dropout", "output_router_logits", "router_jitter_noise"):
         if getattr(config, name, None):
             raise ConfigError(f"{name}={getattr(config, name)} is not supported; set it to 0 or false in config.json")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ithaka.config import ConfigError
-from ithaka.plan.shape import HUB_ID, ModelShape, read_json, shape_from_config
+from ithaka.plan.shape import FAMILIES, HUB_ID, ModelShape, read_json, shape_from_config
 
 HUB_TIMEOUT_S = 5.0
 
@@ -51,7 +51,7 @@ def _config(family: str, *columns: str) -> dict[str, Any]:
     config = {"model_type": family, **{key: int(count) for key, count in zip(_COUNTS, counts, strict=True)}}
     config |= {"tie_word_embeddings": "tied" in more, "rope_parameters": rope}
     config["max_position_embeddings"] = 1024 * int(positions.removesuffix("K"))
-    if family == "mistral":
+    if FAMILIES[family].window == "all":
         config["sliding_window"] = None
     for word in more:
         if word[0] == "K":

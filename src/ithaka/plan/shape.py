@@ -25,27 +25,32 @@ HUB_ID = rf"(?!.*(?:--|\.\.)){_HUB_NAME}/{_HUB_NAME}"  # owner/name, as the hub 
 
 @dataclass(frozen=True)
 class Family:
-    """What `config.json` leaves unsaid about a model_type. Defaults are those of transformers."""
+    """Facts about a model_type that its `config.json` may omit. Defaults match transformers."""
 
-    qkv_bias: str | bool = False  # by this key of config.json, or always so
+    qkv_bias: str | bool = False  # a key of config.json, or a constant
     out_bias: str | bool = False
     mlp_bias: str | bool = False
     qk_norm: bool = False  # RMS norms of size K on queries and keys
-    # all: sliding_window, if any, holds in every layer. switched: by use_sliding_window, and per layer.
+    # all: sliding_window, if set, applies to every layer. switched: use_sliding_window enables it, layer by layer.
     window: Literal["none", "all", "switched"] = "none"
     kv_heads: int | None = None
     head_dim: int | None = None
     positions: int = 32768
+    experts: bool = False  # a mixture of experts, which runs in `ithaka.parallelize` but is not planned
 
 
-DEFAULT_WINDOW = 4096  # of every family that has windows
-# To add a family: one entry here, one case in tests/test_shape.py and one in tests/models.py.
+DEFAULT_WINDOW = 4096  # for every family that has windows
+# To add a family: one entry here, one case in tests/test_shape.py and one in tests/models.py. model/families.py maps
+# its modules to the layer's parts.
 FAMILIES: dict[str, Family] = {
     "llama": Family("attention_bias", "attention_bias", "mlp_bias", positions=2048),
     "mistral": Family(window="all", kv_heads=8, positions=131072),
     "qwen2": Family(True, window="switched", kv_heads=32),
     "qwen3": Family("attention_bias", "attention_bias", qk_norm=True, window="switched", kv_heads=32, head_dim=128),
+    "qwen3_moe": Family(qk_norm=True, window="switched", experts=True),
+    "mixtral": Family(window="all", experts=True),
 }
+PLANNED_FAMILIES = [name for name, family in FAMILIES.items() if not family.experts]
 
 
 @dataclass(frozen=True)
@@ -222,9 +227,9 @@ def read_json(file: Path, name: str = "model.path=", way_out: str = GIVE_MODEL) 
 def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> ModelShape:
     """The shape a `config.json` describes; `source` names it in errors."""
     name = values.get("model_type")
-    if name not in FAMILIES:
+    if name not in PLANNED_FAMILIES:
         raise ConfigError(
-            f"model_type={name} of {source} is not supported; use one of the families {', '.join(FAMILIES)}"
+            f"model_type={name} of {source} is not supported; use one of the families {', '.join(PLANNED_FAMILIES)}"
         )
     if quantised := values.get("quantization_config"):
         method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
