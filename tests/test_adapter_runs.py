@@ -14,7 +14,7 @@ from ithaka.config import AdapterConfig, ConfigError, ModelConfig
 from ithaka.dist.mesh import make_mesh
 from ithaka.layer.linear import as_linear
 from ithaka.layout import Layout
-from ithaka.model.adapters import with_stored_settings
+from ithaka.model.adapters import read_stored_settings
 from ithaka.model.build import build_model
 from ithaka.train import checkpoint
 from ithaka.train.loop import prepare
@@ -117,7 +117,7 @@ def test_a_peft_made_adapter_is_trained_as_peft_would_and_exported(ranks, tmp_pa
     tied, lora = CASES[case]
     base = saved_base(tmp_path / "base", tied)
     start = saved_adapter(base, tmp_path / "start", **lora)
-    settings = with_stored_settings(AdapterConfig(path=start), set())
+    settings = read_stored_settings(AdapterConfig(path=start), set())
     config = configured(tmp_path / "a", base, settings, train={"steps": 3})
     seen, losses = ranks.run(2, recorded, config)[0]
     plain = loaded(base, start, is_trainable=True)
@@ -215,6 +215,6 @@ def test_adapters_that_are_refused(tmp_path, change, message):
     file = folder / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     with pytest.raises(ConfigError) as error:
-        adapter = with_stored_settings(AdapterConfig(path=folder), {"adapter.rank"} if "r" in change else set())
+        adapter = read_stored_settings(AdapterConfig(path=folder), {"adapter.rank"} if "r" in change else set())
         build_model(base, make_mesh(1), adapter=adapter)
     assert message in str(error.value)

@@ -145,7 +145,7 @@ def test_a_context_is_planned_with_the_kernel_that_runs(on_h200, monkeypatch, ke
     with monkeypatch.context() as patch:
         patch.setattr(hf, "default_device", lambda: torch.device("cuda"))
         patch.setattr(hf, "agree_on_kernel", lambda *_: kernel)
-        run = hf.planned_run(model, None, None, "bfloat16", None, context=65536, batch=1)
+        run = hf.plan_model_run(model, None, None, "bfloat16", None, context=65536, batch=1)
     assert run.plan.hardware.gpu.kernel == kernel
 
 
@@ -154,7 +154,7 @@ def test_a_context_is_planned_as_for_a_run(on_h200, capsys):
     model = tiny_model(tiny_config("llama", max_position_embeddings=65536), torch.bfloat16)
     model = ithaka.parallelize(model, cp="auto", context="64K", batch=2)
     config = parse_config({"model": {"dtype": "bfloat16"}, "data": {"context": 65536}, "train": {"batch": 2}})
-    shape = hf.model_shape(model)
+    shape = hf.shape_from_model(model)
     _, expected = plan_run(config, set(), detect_machine(config, 1, H200), shape)
     assert model.ithaka_plan.layout == expected.layout and model.ithaka_plan.work == expected.work
     planned_for = dataclasses.replace(expected.layout, dtype="bfloat16", heads_per_stage=None, kernel="cpu")  # all
@@ -172,11 +172,11 @@ def big_model(**changes):
 
 def test_what_does_not_fit_is_refused(on_h200):
     start_process_group()
-    run = partial(hf.planned_run, big_model(), None, None, "bfloat16", None)
+    run = partial(hf.plan_model_run, big_model(), None, None, "bfloat16", None)
     with pytest.raises(ConfigError, match="data.context=67108864 needs .* of each GPU"):
         run(64 * 2**20, 1)
     with pytest.raises(ConfigError, match="parallel.cp=3 does not divide the 1 rank"):
-        hf.planned_run(big_model(), 3, None, "bfloat16", None, 4096, 1)
+        hf.plan_model_run(big_model(), 3, None, "bfloat16", None, 4096, 1)
 
 
 def test_adapters_are_planned(on_h200):
@@ -184,11 +184,11 @@ def test_adapters_are_planned(on_h200):
     start_process_group()
     plain = big_model()
     with pytest.raises(ConfigError, match="of each GPU"):
-        hf.planned_run(copy.copy(plain), None, None, "bfloat16", Layout(tile_tokens=4096), 131072, 1)
+        hf.plan_model_run(copy.copy(plain), None, None, "bfloat16", Layout(tile_tokens=4096), 131072, 1)
     adapted = get_peft_model(plain, LoraConfig(r=16, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"]))
-    shape = hf.model_shape(adapted)
+    shape = hf.shape_from_model(adapted)
     assert shape.num_trained == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-    assert hf.planned_run(adapted, None, None, "bfloat16", None, 131072, 1).plan.fits
+    assert hf.plan_model_run(adapted, None, None, "bfloat16", None, 131072, 1).plan.fits
 
 
 def test_a_context_beyond_the_positions_of_the_model(tmp_path):

@@ -28,7 +28,7 @@ from ithaka.layer.store import Store
 from ithaka.layout import ActivationPolicy, Layout, make_layout
 from ithaka.model.adapters import add_adapter
 from ithaka.model.build import build_model
-from ithaka.model.families import layer_parts
+from ithaka.model.families import map_layer
 from ithaka.phases import GRADIENTS, KEPT
 from ithaka.plan import rounds
 from ithaka.plan.bytes import LayerBytes, gpu_phases, layer_moments, layer_peaks
@@ -158,7 +158,7 @@ def run_layer(case: Case, rank: int) -> MemoryMap:
     groups = LoopbackGroup(rank, ulysses), LoopbackGroup(0, case.ring)
     table = head_table(case.heads, case.kv_heads, ulysses, case.heads_per_stage)
     block, rotary = model.model.layers[0], model.model.rotary_emb
-    parts, how = layer_parts(model, 0), (case.layout, case.keeps)
+    parts, how = map_layer(model, 0), (case.layout, case.keeps)
     layer = StreamedLayer("layer", block, parts, *groups, table, Store(), *how)
     params = [p for p in block.parameters() if p.requires_grad]
     positions = Positions(torch.arange(TOKENS), rotary.inv_freq, rotary.attention_scaling)

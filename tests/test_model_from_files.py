@@ -11,7 +11,7 @@ from ithaka.config import ConfigError
 from ithaka.dist.mesh import make_mesh
 from ithaka.layout import Layout
 from ithaka.model.build import build_model
-from ithaka.model.weights import local_rows
+from ithaka.model.weights import local_shard
 from models import FAMILIES, tiny_config, tiny_model
 
 FP64 = Layout(dtype="float64")
@@ -96,7 +96,7 @@ def seen_from(source, seed):
     params = {name: param.detach() for name, param in model.named_parameters()}
     return (
         {name: param.full_tensor() for name, param in params.items()},
-        {name: local_rows(param) for name, param in params.items()},
+        {name: local_shard(param) for name, param in params.items()},
     )
 
 

@@ -51,7 +51,7 @@ def test_shape_agrees_with_transformers(case, tmp_path):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from ithaka.model.families import layer_parts
+    from ithaka.model.families import map_layer
 
     (tmp_path / "config.json").write_text(json.dumps(SMALL | case))
     shape = read_shape(tmp_path)
@@ -69,7 +69,7 @@ def test_shape_agrees_with_transformers(case, tmp_path):
     assert shape.out_bias == (attention.o_proj.bias is not None)
     assert shape.qk_norm == hasattr(attention, "q_norm")
     assert shape.tied == (model.lm_head.weight is model.model.embed_tokens.weight)
-    assert shape.windows == windows_of(config) == tuple(layer_parts(model, i).window for i in range(3))
+    assert shape.windows == windows_of(config) == tuple(map_layer(model, i).window for i in range(3))
     # What transformers writes back describes the same model.
     config.save_pretrained(tmp_path / "again")
     assert read_shape(tmp_path / "again" / "config.json") == shape
@@ -88,11 +88,11 @@ def test_a_layer_has_the_window_of_its_attention(case, window):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from ithaka.model.families import layer_parts
+    from ithaka.model.families import map_layer
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**(SMALL | case)))
-    assert layer_parts(model, 0).window == window
+    assert map_layer(model, 0).window == window
 
 
 def test_llama3_8b_has_its_published_size():

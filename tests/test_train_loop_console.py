@@ -16,7 +16,7 @@ import torch
 from rich.console import Console as RichConsole
 
 from ithaka.exits import ExitCode
-from ithaka.model.batch import num_pairs
+from ithaka.model.batch import count_pairs
 from ithaka.train import console as console_module
 from ithaka.train import launch, loop
 from ithaka.train.console import Console, Record, describe, format_count, open_metrics, status, step_flops
@@ -217,7 +217,7 @@ def test_pairs_are_counted_inside_documents_and_windows():
         i, j = torch.meshgrid(torch.arange(10), torch.arange(10), indexing="ij")
         visible = (j <= i) & (ids[:, None] == ids[None]) & (j > i - (window or 99))
         seen += visible.long()
-    assert num_pairs(documents, [None, 2]) == int(seen.sum())
+    assert count_pairs(documents, [None, 2]) == int(seen.sum())
 
 
 @pytest.mark.parametrize("terminal, rank", [(True, "0"), (False, "0"), (True, "1")])

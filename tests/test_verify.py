@@ -144,11 +144,11 @@ def halved_gradient(patch):
 
 def skipped_norm(patch):
     def parts(model, index):
-        made = layer_parts(model, index)
+        made = map_layer(model, index)
         return replace(made, norm1=nn.Identity()) if index == 1 else made
 
-    layer_parts = build.layer_parts
-    patch.setattr(build, "layer_parts", parts)
+    map_layer = build.map_layer
+    patch.setattr(build, "map_layer", parts)
 
 
 PLANTED = [

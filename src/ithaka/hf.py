@@ -37,7 +37,7 @@ from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.layer.store import Store
 from ithaka.layout import Layout, layout_from_config
 from ithaka.model import build
-from ithaka.model.adapters import active_adapter
+from ithaka.model.adapters import find_active_adapter
 from ithaka.model.calls import OF_KERNELS
 from ithaka.model.logprobs import token_logprobs
 from ithaka.plan import show
@@ -131,7 +131,7 @@ def parallelize(
         work = {"context": _count(context), "batch": batch}
         _check_positions(_base(model).config, work["context"])
         start_process_group()
-        run = planned_run(model, cp, ring, dtype or str(_base(model).dtype).removeprefix("torch."), layout, **work)
+        run = plan_model_run(model, cp, ring, dtype or str(_base(model).dtype).removeprefix("torch."), layout, **work)
         layout, plan = run.layout, run.plan
         store = store or Store(default_device(), host_bytes=store_host_bytes(run))
         if plan is not None and dist.get_rank() == 0:
@@ -143,7 +143,7 @@ def parallelize(
     return model
 
 
-def planned_run(
+def plan_model_run(
     model: Any, cp: int | None, ring: int | None, dtype: str, layout: Layout | None, context: int, batch: int
 ) -> Run:
     """The layout for every rank, checked against what its machine has; `layout`: the user's."""
@@ -157,7 +157,7 @@ def planned_run(
     }
     config, given = parse_config(tree), {f"parallel.{name}" for name in tree["parallel"]}
     here = raise_on_all_ranks(detect_machine, config, num_ranks, launch.gpu())
-    least, shape = raise_on_all_ranks(weakest_machine, gather_objects(here)), raise_on_all_ranks(model_shape, model)
+    least, shape = raise_on_all_ranks(weakest_machine, gather_objects(here)), raise_on_all_ranks(shape_from_model, model)
     if default_device().type == "cuda" and uses_planner(config, least):  # else there is no trial to know it by
         least = least.with_kernel(agree_on_kernel("auto", default_device(), torch.bfloat16, shape.head_dim))
 
@@ -171,11 +171,11 @@ def planned_run(
     return raise_on_all_ranks(decided)
 
 
-def model_shape(model: Any) -> ModelShape:
+def shape_from_model(model: Any) -> ModelShape:
     """What the planner needs to know of a model, with the adapter that PEFT put into it."""
     base = _base(model)
     shape = shape_from_config(base.config.to_dict(), str(getattr(base, "name_or_path", "") or "the model"))
-    adapter = active_adapter(base)
+    adapter = find_active_adapter(base)
     if adapter is None:
         return shape
     modules = {name: module for name, module in base.named_modules() if adapter in getattr(module, "lora_A", ())}

@@ -27,10 +27,10 @@ from ithaka.config import AdapterConfig, Config, ConfigError
 from ithaka.dist.mesh import Mesh, end_process_group, make_mesh
 from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.layout import ActivationPolicy, Layout, layout_from_config
-from ithaka.model.adapters import add_adapter, with_stored_settings
+from ithaka.model.adapters import add_adapter, read_stored_settings
 from ithaka.model.build import has_weights, parallelize_model, read_hf_config
 from ithaka.model.logprobs import token_logprobs
-from ithaka.model.weights import EMBEDDINGS, tensor_files
+from ithaka.model.weights import EMBEDDINGS, open_tensor_files
 from ithaka.plan.shape import read_shape, shape_from_config
 from ithaka.train.launch import check_cpu_ranks, most_cpu_ranks, num_gpus, run_ranks
 from ithaka.train.preflight import check_weights
@@ -61,7 +61,7 @@ def verify(source: Path | dict, config: Config | None = None, cp: int | None = N
         check_cpu_ranks(cp, "--cp")
     layout, device = layout_for(config, cp, heads), "cuda" if num_gpus() >= cp else "cpu"
     adapter = config.adapter if config is not None else AdapterConfig(rank=4) if find_spec("peft") else None
-    adapter = adapter and replace(with_stored_settings(adapter, set()), path=None)
+    adapter = adapter and replace(read_stored_settings(adapter, set()), path=None)
     with tempfile.TemporaryDirectory(prefix="ithaka-verify-") as name:
         weights = cut(source, Path(name), config)
         if code := run_ranks(_rank, (Path(name), layout, adapter, device), cp):
@@ -104,7 +104,7 @@ def cut(source: Path | dict, out: Path, settings: Config | None = None) -> str:
         return "random"
     config.save_pretrained(out)
     tensors = {}
-    for name, file in tensor_files(source).items():
+    for name, file in open_tensor_files(source).items():
         layer = re.match(r"model\.layers\.(\d+)", name)
         if layer is None or int(layer[1]) in layers:
             new = f"model.layers.{layers.index(int(layer[1]))}{name[layer.end() :]}" if layer else name

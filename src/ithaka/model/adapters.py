@@ -21,7 +21,7 @@ PLAIN |= {"target_parameters": None, "trainable_token_indices": None}
 INITS = (True, False, "gaussian")  # others change the base weights as well
 
 
-def with_stored_settings(adapter: AdapterConfig, given: Set[str]) -> AdapterConfig:
+def read_stored_settings(adapter: AdapterConfig, given: Set[str]) -> AdapterConfig:
     """The settings with those of adapter.path, where it is set; a `given` one must be the same."""
     if adapter.path is None:
         return adapter
@@ -46,7 +46,7 @@ def with_stored_settings(adapter: AdapterConfig, given: Set[str]) -> AdapterConf
     return dataclasses.replace(adapter, **values)
 
 
-def lora_config(adapter: AdapterConfig, base: Path | None, tied: bool) -> Any:
+def make_lora_config(adapter: AdapterConfig, base: Path | None, tied: bool) -> Any:
     """PEFT's configuration: that of adapter.path, or one made from the settings."""
     from peft import LoraConfig, PeftConfig
 
@@ -80,7 +80,7 @@ def add_adapter(model: Any, adapter: AdapterConfig, base: Path | None) -> None:
     from peft import get_peft_model
 
     tied = model.lm_head.weight is model.model.embed_tokens.weight
-    config = lora_config(adapter, base, tied)
+    config = make_lora_config(adapter, base, tied)
     check_config(config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -112,17 +112,17 @@ def check_adapters(model: nn.Module) -> None:
         raise ConfigError(f"the adapters {', '.join(sorted(active))} are active; activate one with set_adapter()")
 
 
-def stored_name(name: str) -> str:
+def base_tensor_name(name: str) -> str:
     """A parameter's name in the base model's files."""
     return name.replace(".base_layer.", ".")
 
 
-def adapter_name(name: str, adapter: str = NAME) -> str:
+def adapter_tensor_name(name: str, adapter: str = NAME) -> str:
     """A parameter's name in adapter_model.safetensors."""
     return "base_model.model." + name.replace(f".modules_to_save.{adapter}.", ".").replace(f".{adapter}.", ".")
 
 
-def active_adapter(base: Any) -> str | None:
+def find_active_adapter(base: Any) -> str | None:
     """The one that is active, of a base model with PEFT's modules in it; check_adapters refuses several."""
     names = (name for module in base.modules() if hasattr(module, "base_layer") for name in module.active_adapters)
     return next(names, None)

@@ -72,9 +72,9 @@ def take_share(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share:
     )
 
 
-def deal_for_inputs(inputs: dict[str, Tensor], rows_BN: Tensor, mesh: Mesh) -> Deal:
+def deal_batch(inputs: dict[str, Tensor], rows_BN: Tensor, mesh: Mesh) -> Deal:
     """How the tokens of a call of the model are dealt; `inputs`: what it has of INPUTS, `rows_BN`: one that it has."""
-    given = {name: as_integers(name, value) for name, value in inputs.items() if value is not None}
+    given = {name: to_integers(name, value) for name, value in inputs.items() if value is not None}
     positions_BN, mask_BN, documents_BN = map(given.get, INPUTS[2:5])
     if positions_BN is not None:
         positions_BN = positions_BN.expand(rows_BN.shape)
@@ -86,7 +86,7 @@ def _deal(starts: list[int], num_tokens: int, mesh: Mesh) -> Deal:
     return deal_tokens((*starts, num_tokens), mesh.ring_group.size(), mesh.ulysses_group.size())
 
 
-def label_share(rows_BN: Tensor, mesh: Mesh, deal: Deal, fill: float = 0) -> Tensor:
+def take_label_share(rows_BN: Tensor, mesh: Mesh, deal: Deal, fill: float = 0) -> Tensor:
     """What belongs to the labels of this rank's tokens: [B, N] values, each at its label's place -> [s] on its device.
 
     `fill` is for tokens that predict none: a row's last, and padding.
@@ -99,10 +99,10 @@ def _shifted(rows_BN: Tensor, fill: float) -> Tensor:
 
 
 def _mine(rows_BN: Tensor, mesh: Mesh, deal: Deal, fill: float) -> Tensor:
-    return own_tokens(rows_BN.reshape(-1), mesh, deal, fill).to(mesh.device, copy=True)
+    return take_own_tokens(rows_BN.reshape(-1), mesh, deal, fill).to(mesh.device, copy=True)
 
 
-def own_tokens(flat_S: Tensor, mesh: Mesh, deal: Deal, fill: float) -> Tensor:
+def take_own_tokens(flat_S: Tensor, mesh: Mesh, deal: Deal, fill: float) -> Tensor:
     """This rank's tokens, [s, ...] of [S, ...]; `fill` stands for padding."""
     runs = [flat_S[start : start + length] for start, length in deal.members[mesh.ring_group.rank()]]
     mine = runs[0] if len(runs) == 1 else torch.cat(runs)
@@ -111,7 +111,7 @@ def own_tokens(flat_S: Tensor, mesh: Mesh, deal: Deal, fill: float) -> Tensor:
     return F.pad(mine, (0, 0) * (mine.dim() - 1) + (0, s - len(mine)), value=fill)
 
 
-def as_integers(name: str, tensor: Tensor) -> Tensor:
+def to_integers(name: str, tensor: Tensor) -> Tensor:
     """An input of a model as int64 on the host; a mask, of any dtype, as bool."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}; pass a tensor of integers")
@@ -180,7 +180,7 @@ def _document_starts(
     return starts_BN.reshape(-1).nonzero()[:, 0].tolist()
 
 
-def num_pairs(document_ids_BS: Tensor, windows: Sequence[int | None]) -> int:
+def count_pairs(document_ids_BS: Tensor, windows: Sequence[int | None]) -> int:
     """Query-key pairs that causal attention visits inside documents, summed over layers."""
     rows_B1 = torch.arange(len(document_ids_BS))[:, None] * (int(document_ids_BS.max()) + 1)
     _, lengths = torch.unique_consecutive(document_ids_BS + rows_B1, return_counts=True)

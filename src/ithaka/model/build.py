@@ -26,7 +26,7 @@ from ithaka.layer.store import Store
 from ithaka.layer.tiles import apply_norm, sum_dtype
 from ithaka.layout import Layout
 from ithaka.model.adapters import add_adapter, check_adapters
-from ithaka.model.batch import own_tokens
+from ithaka.model.batch import take_own_tokens
 from ithaka.model.calls import (
     Call,
     CallCheck,
@@ -38,8 +38,8 @@ from ithaka.model.calls import (
     num_changes,
     refuse_wrappers,
 )
-from ithaka.model.families import check_supported, layer_parts
-from ithaka.model.positions import frequencies, set_positions
+from ithaka.model.families import check_supported, map_layer
+from ithaka.model.positions import compute_frequencies, set_positions
 from ithaka.model.save import generate, save_pretrained
 from ithaka.model.weights import init_weights, load_adapter, load_weights
 from ithaka.phases import mark_backward, phase
@@ -103,7 +103,7 @@ def parallelize_model(
     mesh = mesh or make_mesh(layout.cp, ring=layout.ring, replicas=layout.replicas)
     dtype = getattr(torch, layout.dtype) if layout.dtype else model.dtype
     # A kernel that does not work is found here, not in the first step.
-    layout = replace(layout, kernel=agree_on_kernel(layout.kernel, mesh.device, dtype, layer_parts(model, 0).head_dim))
+    layout = replace(layout, kernel=agree_on_kernel(layout.kernel, mesh.device, dtype, map_layer(model, 0).head_dim))
     mark_replaced(model)
     params = [param for param in model.parameters() if param.requires_grad]
     widest = reduce(torch.promote_types, {param.dtype for param in params} or {dtype})
@@ -205,7 +205,7 @@ def _swap_forwards(model: PreTrainedModel, mesh: Mesh, layout: Layout, store: St
     table = head_table(config.num_attention_heads, config.num_key_value_heads, layout.ulysses, layout.heads_per_stage)
     all_keeps = layout.of_layers(len(model.model.layers))
     for index, (layer, keeps) in enumerate(zip(model.model.layers, all_keeps, strict=True)):
-        name, parts = f"layer {index}", layer_parts(model, index)
+        name, parts = f"layer {index}", map_layer(model, index)
         changes = partial(num_changes, layer)
         layer.forward = StreamedLayer(name, layer, parts, *groups, table, store, layout, keeps, changes)
         layer.gradient_checkpointing = False
@@ -255,7 +255,7 @@ def _forward(
     with phase("embedding"):
         x_sD = mark_backward(model.model.embed_tokens(share.ids_s), "embedding backward")
     rotary = model.model.rotary_emb
-    positions = Positions(share.positions_s, frequencies(rotary, call.num_positions), rotary.attention_scaling)
+    positions = Positions(share.positions_s, compute_frequencies(rotary, call.num_positions), rotary.attention_scaling)
     for layer in model.model.layers:
         x_sD = layer(x_sD, positions, share.docs)
     head = model.lm_head(x_sD, model.model.norm, call)
@@ -311,4 +311,4 @@ class GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dwhole_BNV):
-        return own_tokens(dwhole_BNV.flatten(0, 1), ctx.mesh, ctx.deal, 0), None, None, None
+        return take_own_tokens(dwhole_BNV.flatten(0, 1), ctx.mesh, ctx.deal, 0), None, None, None

@@ -27,7 +27,7 @@ from ithaka.dist.agree import RankError, gather_objects, raise_first
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.mlp import HOOK_DICTS
 from ithaka.layer.tiles import PARAMETERS_CHANGED
-from ithaka.model.batch import INPUTS, Share, as_integers, take_share
+from ithaka.model.batch import INPUTS, Share, take_share, to_integers
 
 # One rank's call, as far as others need to know it: error, facts, numbers of valid labels and of positions.
 Report = tuple[RankError | None, dict[str, Any], int, int]
@@ -160,7 +160,7 @@ def _arguments(input_ids: Any = None, **named: Any) -> tuple[dict[str, Tensor], 
         raise TypeError("per_token=True gives log-probabilities of labels; pass labels")
     items = named.get("num_items_in_batch")
     items = items.item() if isinstance(items, Tensor) else items
-    return {name: as_integers(name, value) for name, value in given.items()}, items
+    return {name: to_integers(name, value) for name, value in given.items()}, items
 
 
 def _documents(ends: Tensor, input_ids: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from ithaka.plan.shape import FAMILIES
 LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "lm_head")
 
 
-def layer_parts(model: PreTrainedModel, index: int) -> LayerParts:
+def map_layer(model: PreTrainedModel, index: int) -> LayerParts:
     layer, config = model.model.layers[index], model.config
     attn = layer.self_attn
     window_from_config = FAMILIES[config.model_type].window == "all"

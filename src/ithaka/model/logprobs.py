@@ -36,7 +36,7 @@ def token_logprobs(
     if share:
         return tokens
     values_s3 = torch.stack([x.to(tokens.logprobs.dtype) for x in tokens], dim=-1)
-    values_BN3 = GatherTokens.apply(values_s3, mesh, batch.deal_for_inputs(inputs, input_ids, mesh), input_ids.shape)
+    values_BN3 = GatherTokens.apply(values_s3, mesh, batch.deal_batch(inputs, input_ids, mesh), input_ids.shape)
     logprobs_BN, entropies_BN, correct_BN = F.pad(values_BN3[:, :-1], (0, 0, 1, 0)).unbind(-1)
     return TokenResults(logprobs_BN, entropies_BN, correct_BN.bool())
 
@@ -48,7 +48,7 @@ def label_share(model: PreTrainedModel, values_BN: Tensor, **inputs: Any) -> Ten
     0 stands where no label is.
     """
     mesh = _mesh(model)
-    return batch.label_share(values_BN, mesh, batch.deal_for_inputs(inputs, values_BN, mesh))
+    return batch.take_label_share(values_BN, mesh, batch.deal_batch(inputs, values_BN, mesh))
 
 
 def _mesh(model: PreTrainedModel) -> Mesh:

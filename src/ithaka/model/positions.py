@@ -20,7 +20,7 @@ ROPE_KINDS = {
 PROPORTIONAL = "proportional"  # fixed frequencies too, 0 for the dimensions that are not turned; not for model.rope
 
 
-def frequencies(rotary: Any, num_positions: int) -> Tensor:
+def compute_frequencies(rotary: Any, num_positions: int) -> Tensor:
     """Of a batch with positions below `num_positions`, by Hugging Face's rotary module: longrope has two sets."""
     if rotary.rope_type != "longrope":
         return rotary.inv_freq

@@ -15,7 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from ithaka.config import ConfigError
 from ithaka.dist.agree import RankError, gather_objects, raise_first
-from ithaka.model.adapters import active_adapter, adapter_name
+from ithaka.model.adapters import adapter_tensor_name, find_active_adapter
 
 INDEX = "model.safetensors.index.json"
 # Arguments of Hugging Face's and PEFT's save_pretrained, with the values that change nothing here.
@@ -33,7 +33,7 @@ def save_pretrained(model: Any, save_directory: str | Path, max_shard_size: int 
             raise ConfigError(f"save_pretrained({name}=...) is not supported by a parallel model; leave it out")
     base, directory = getattr(model, "get_base_model", lambda: model)(), Path(save_directory)
     base.reshard()  # a root keeps its gathered parameters after a forward without backward
-    adapter, params = active_adapter(base), dict(base.named_parameters())  # a tied weight is named once
+    adapter, params = find_active_adapter(base), dict(base.named_parameters())  # a tied weight is named once
     if adapter is None:
         pattern = "model{suffix}.safetensors"
         empty = {name: torch.empty(param.shape, dtype=param.dtype, device="meta") for name, param in params.items()}
@@ -100,7 +100,7 @@ class _Writer:
 
     def _write(self, file: str, tensors: dict[str, Tensor]) -> None:
         if self.adapter is not None:
-            tensors = {adapter_name(name, self.adapter): tensor for name, tensor in tensors.items()}
+            tensors = {adapter_tensor_name(name, self.adapter): tensor for name, tensor in tensors.items()}
         else:
             tensors = revert_weight_conversion(self.base, tensors)
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}

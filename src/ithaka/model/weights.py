@@ -12,7 +12,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from ithaka.config import ConfigError, input_error
-from ithaka.model.adapters import adapter_name, stored_name
+from ithaka.model.adapters import adapter_tensor_name, base_tensor_name
 from ithaka.plan.shape import read_json
 
 EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")
@@ -23,16 +23,16 @@ def load_weights(model: PreTrainedModel, directory: Path, vocab_size: int) -> No
     """Reads only this rank's rows of every parameter of the base model, which may have more tokens than the
     `vocab_size` stored."""
     named = model.named_parameters()  # names a tied weight once, as the embedding
-    params = {stored_name(name): param for name, param in named if ".lora_" not in name}
+    params = {base_tensor_name(name): param for name, param in named if ".lora_" not in name}
     way = "fix config.json, or (experts one by one) give ithaka.parallelize AutoModelForCausalLM.from_pretrained(...)"
-    _fill(params, tensor_files(directory), f"model.path={directory}", way, vocab_size)
+    _fill(params, open_tensor_files(directory), f"model.path={directory}", way, vocab_size)
 
 
 @torch.no_grad()
 def load_adapter(model: PreTrainedModel, directory: Path) -> None:
     """Reads this rank's rows of all that PEFT stored: adapters, and modules trained whole."""
     where = _open(directory / "adapter_model.safetensors", "adapter.path")
-    named = {adapter_name(name): param for name, param in model.named_parameters()}
+    named = {adapter_tensor_name(name): param for name, param in model.named_parameters()}
     params = {name: param for name, param in named.items() if param.requires_grad or name in where}
     _fill(params, where, f"adapter.path={directory}", "fix adapter_config.json")
 
@@ -51,7 +51,7 @@ def _fill(params: dict[str, Any], where: dict[str, Any], source: str, way: str, 
         shape, expected = tuple(stored.get_shape()), (num_rows, *param.shape[1:])
         if shape != expected:
             raise ConfigError(f"{source}: {name} has shape {shape}; its configuration says {expected}")
-        local, rows = local_rows(param)
+        local, rows = local_shard(param)
         num_stored = max(0, min(rows.stop, num_rows) - rows.start)
         if num_stored:
             local[:num_stored].copy_(stored[rows.start : rows.start + num_stored])
@@ -68,7 +68,7 @@ def init_weights(model: PreTrainedModel, seed: int, only_adapters: bool = False)
     for module_name, module in model.named_modules():
         is_adapter = ".lora_" in module_name
         for name, param in module.named_parameters(recurse=False) if is_adapter or not only_adapters else ():
-            key = f"{seed}/{stored_name(f'{module_name}.{name}')}"
+            key = f"{seed}/{base_tensor_name(f'{module_name}.{name}')}"
             if name == "bias" or ".lora_B." in module_name:
                 param.zero_()
             elif param.dim() == 1:
@@ -89,7 +89,7 @@ def _mean_row(stored: Any, num_rows: int) -> Tensor:
     return sum((stored[at : min(at + 4096, num_rows)].double().sum(0) for at in runs), torch.zeros(())) / num_rows
 
 
-def tensor_files(directory: Path) -> dict[str, Any]:
+def open_tensor_files(directory: Path) -> dict[str, Any]:
     """The open file of each tensor, by Hugging Face's rule: the single file, else those of the index, else all."""
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     paths = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
@@ -109,7 +109,7 @@ def _open(path: Path, source: str) -> dict[str, Any]:
     return dict.fromkeys(file.keys(), file)
 
 
-def local_rows(param: DTensor) -> tuple[Tensor, slice]:
+def local_shard(param: DTensor) -> tuple[Tensor, slice]:
     """This rank's part of a parameter sharded on dim 0, and the rows it covers."""
     shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
     return param.to_local(), slice(offset[0], offset[0] + shape[0])
@@ -125,5 +125,5 @@ def _drawn(param: Any, key: str, distribution: str, *bounds: float) -> Tensor:
 
 
 def _keep_rows(param: Any, whole: Tensor) -> None:
-    local, rows = local_rows(param)
+    local, rows = local_shard(param)
     local.copy_(whole[rows])

@@ -59,7 +59,7 @@ from ithaka.dist.rank import is_rank_0
 from ithaka.exits import TransientError, is_transient
 from ithaka.layer.store import Slab
 from ithaka.layout import format_choices
-from ithaka.model.adapters import adapter_name, merge_adapter
+from ithaka.model.adapters import adapter_tensor_name, merge_adapter
 from ithaka.phases import phase
 from ithaka.plan.shape import ModelShape, read_shape
 from ithaka.train.launch import is_out_of_memory
@@ -521,7 +521,7 @@ def _write_export(
 
 
 def _export_adapter(base: Path | None, folder: Path, out_dir: Path, weights: dict[str, Tensor], merge: bool) -> None:
-    tensors = {adapter_name(name): tensor for name, tensor in weights.items()}
+    tensors = {adapter_tensor_name(name): tensor for name, tensor in weights.items()}
     if not merge:
         out_dir.mkdir(parents=True, exist_ok=True)
         save_file(tensors, out_dir / "adapter_model.safetensors", metadata={"format": "pt"})

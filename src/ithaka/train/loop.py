@@ -33,7 +33,7 @@ from ithaka.dist.rank import is_local_rank_0
 from ithaka.exits import ExitCode, TransientError
 from ithaka.layer.store import Store
 from ithaka.measure import EvalText, check_prompts, flatten_metrics, measure_all, read_text
-from ithaka.model.batch import num_pairs
+from ithaka.model.batch import count_pairs
 from ithaka.model.build import build_model, has_weights
 from ithaka.phases import listening, phase
 from ithaka.plan.hardware import DISK_BYTES_S, peak_flops
@@ -280,8 +280,8 @@ class Trainer:
         every sequence were a single document."""
         ulysses, rank, heads = self.mesh.ulysses_group.size(), self.mesh.ulysses_group.rank(), self.run.shape.heads
         own_heads = (rank + 1) * heads // ulysses - rank * heads // ulysses
-        own = sum(num_pairs(batch.document_ids, self.run.shape.windows) for batch in batches)
-        seen = sum(num_pairs(batch.document_ids, [None]) for batch in batches)
+        own = sum(count_pairs(batch.document_ids, self.run.shape.windows) for batch in batches)
+        seen = sum(count_pairs(batch.document_ids, [None]) for batch in batches)
         return float(own * own_heads), max(1.0, len(batches) * self.run.work.pairs(None) / seen)
 
     def slow_disk(self, step_s: float) -> float:

@@ -48,7 +48,7 @@ from ithaka.dist.agree import SharedError, gather_objects, raise_on_all_ranks
 from ithaka.dist.mesh import start_process_group
 from ithaka.exits import TransientError
 from ithaka.layout import Layout, check_fixed, fixed_settings, format_choices, layout_from_config
-from ithaka.model.adapters import with_stored_settings
+from ithaka.model.adapters import read_stored_settings
 from ithaka.plan.bytes import CHECKPOINT_COPY, Holders, Ledger, build_ledger, saved_bytes
 from ithaka.plan.hardware import GPUS, Hardware, find_gpu, gpu_named, this_host, with_kernel
 from ithaka.plan.search import ADAPTER_RANK, Plan, SearchSpace, make_search_space, work_from_config
@@ -346,7 +346,7 @@ def resolve(
                 file, [*changes, f"optim.decay_steps={_decay_of(run_dir / 'config.yaml')}"], _defaults(file, changes)
             )
     if config.adapter is not None:
-        adapter = with_stored_settings(config.adapter, explicit_settings(file, changes))
+        adapter = read_stored_settings(config.adapter, explicit_settings(file, changes))
         config = dataclasses.replace(config, adapter=adapter)
     both = {"train.steps", "train.epochs"} <= explicit_settings(None if run_dir == resume else file, changes)
     if both and config.train.epochs is not None:

@@ -21,7 +21,7 @@ from ithaka.config import OptimConfig
 from ithaka.data.stream import Batch, num_valid
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.loss import IGNORE_INDEX, TokenResults
-from ithaka.model.batch import deal_for_inputs, label_share, num_pairs
+from ithaka.model.batch import count_pairs, deal_batch, take_label_share
 from ithaka.phases import phase
 
 _CHUNK = 1 << 20  # elements; on a CPU each is widened to fp64 for its norm
@@ -108,10 +108,10 @@ class SourceSums:
 
     def add(self, batch: Batch, tokens: TokenResults | None) -> None:
         if tokens is not None and batch.source_ids is not None:
-            deal = deal_for_inputs(batch.inputs, batch.labels, self.mesh)
-            valid_s = label_share(batch.labels, self.mesh, deal, IGNORE_INDEX) != IGNORE_INDEX
+            deal = deal_batch(batch.inputs, batch.labels, self.mesh)
+            valid_s = take_label_share(batch.labels, self.mesh, deal, IGNORE_INDEX) != IGNORE_INDEX
             values_2s = torch.stack([-tokens.logprobs.detach().double(), valid_s.double()])
-            self._sums.index_add_(1, label_share(batch.source_ids, self.mesh, deal), values_2s)
+            self._sums.index_add_(1, take_label_share(batch.source_ids, self.mesh, deal), values_2s)
 
     def means(self, what: str) -> dict[str, float]:
         """Of the sources with a label on any rank: {"what/NAME": mean}."""
@@ -156,7 +156,7 @@ def train_step(
     The number of valid labels of the global batch is known before the first forward, so every micro-step is weighted
     by its tokens and gradients are divided once."""
     labels = sum(num_valid(batch.labels) for batch in batches)
-    pairs = [num_pairs(batch.document_ids, windows) for batch in batches]
+    pairs = [count_pairs(batch.document_ids, windows) for batch in batches]
     # The ranks of a cp group hold the same batch: one of them counts it.
     counts = torch.tensor([labels, *pairs]) * (mesh.cp_rank == 0)
     dist.all_reduce(counts)
