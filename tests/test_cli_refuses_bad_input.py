@@ -25,7 +25,7 @@ from ithaka.config import (
 )
 from ithaka.data import files
 from ithaka.exits import FINAL_EXIT_CODES, ExitCode
-from ithaka.report.page import page
+from ithaka.report.html import render_page
 from ithaka.train import checkpoint, launch, preflight
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 50
@@ -507,7 +507,7 @@ def test_a_planned_file_is_written_again_unless_it_was_edited(folder):
 
 
 def test_a_page_of_ours_and_an_empty_file_are_replaced(tmp_path):
-    (tmp_path / "page.html").write_text(page("Title", "body"))
+    (tmp_path / "page.html").write_text(render_page("Title", "body"))
     (tmp_path / "empty").write_text("")
     (tmp_path / "other.html").write_text("<html><title>mine</title></html>")
     check_output("--html", tmp_path / "page.html", force=False)

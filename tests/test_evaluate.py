@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from ithaka import measure_all as measuring
+from ithaka import measure as measuring
 from ithaka.cli import app
 from ithaka.config import ConfigError
 from ithaka.data.tokenizer import ByteTokenizer

@@ -1,6 +1,5 @@
 """`ithaka evaluate`: a model, or two side by side, in tables and on a page."""
 
-import html
 import itertools
 import json
 import tempfile
@@ -21,7 +20,7 @@ from ithaka.model.adapters import merge_adapter
 from ithaka.model.build import build_model, has_weights
 from ithaka.plan.search import forward_layout
 from ithaka.plan.shape import read_json, read_shape
-from ithaka.report.page import page
+from ithaka.report.html import render_page, render_table
 from ithaka.train import checkpoint, launch
 
 RESULT = "result.json"
@@ -153,27 +152,17 @@ def as_page(all_found: Sequence[dict[str, Any]]) -> str:
     """An HTML page of one file. Retrieval: of each task a heat map for each model, beside each other."""
     parts = []
     for title, rows in list(tables(all_found))[:-1]:
-        parts.append(f"<h2>{title}</h2><div class=scroll>{_table(rows)}</div>")
+        table = render_table([list(row.values()) for row in rows], list(rows[0]))
+        parts.append(f"<h2>{title}</h2><div class=scroll>{table}</div>")
         parts += [f"<p class=note>{MEANING}</p>"] * (title == "figures")
     parts.append("<h2>retrieval</h2><p class=note>Share of answers found, by context (rows) and depth (columns).</p>")
     parts.append("<div class=maps>")
     for task in TASKS:
         maps = []
         for mark, found in zip(column_marks(all_found), all_found, strict=True):
-            cells = _by_depth([cell for cell in found["retrieval"] if cell["task"] == task])
-            rows = [{mark: row["context"], **{k: v for k, v in row.items() if k.endswith("%")}} for row in cells]
-            maps.append(_table(rows, "heat"))
+            rows = _by_depth([cell for cell in found["retrieval"] if cell["task"] == task])
+            _, _, *depths = rows[0]
+            maps.append(render_table([list(row.values())[1:] for row in rows], [mark, *depths], "heat"))
         parts.append(f"<section><h3>{task}</h3><div class=maps>{''.join(maps)}</div></section>")
     parts.append("</div>")
-    return page("Evaluation of " + " and ".join(found["model"] for found in all_found), "".join(parts))
-
-
-def _table(rows: Sequence[dict[str, Any]], kind: str = "") -> str:
-    def cell(name: str, value: Any) -> str:
-        shown = "" if value is None else f"{value:.4g}" if isinstance(value, float) else html.escape(str(value))
-        heat = f' style="--score: {value}"' if kind == "heat" and name.endswith("%") else ""
-        return f"<td{heat}{' class=number' * (not isinstance(value, str))}>{shown}</td>"
-
-    heads = "".join(f"<th{' class=number' * (not isinstance(value, str))}>{k}</th>" for k, value in rows[0].items())
-    lines = ("".join(itertools.starmap(cell, row.items())) for row in rows)
-    return f"<table class='{kind}'><tr>{heads}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+    return render_page("Evaluation of " + " and ".join(found["model"] for found in all_found), "".join(parts))

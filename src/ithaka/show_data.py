@@ -22,7 +22,7 @@ from ithaka.data.open import balance, check_data, data_facts, epoch_steps, open_
 from ithaka.data.pack import IGNORE_INDEX
 from ithaka.data.stream import TrainData
 from ithaka.data.tokenizer import Tokenizer, load_tokenizer
-from ithaka.report.page import page
+from ithaka.report.html import Markup, render_page, render_table
 from ithaka.train import launch
 from ithaka.train.preflight import model_shape
 
@@ -210,20 +210,21 @@ def _styled(pieces: list[TextPiece], plain: bool) -> Text:
 
 def data_page(view: DataView, heading: str) -> str:
     """The same as an HTML page, of one file."""
-    rows = "".join(f"<tr><th>{html.escape(k)}</th><td>{html.escape(v)}</td></tr>" for k, v in view.facts.items())
-    parts = [f"<table>{rows}</table><h2>Lengths</h2><table class=bars>"]
+    parts = [render_table(list(view.facts.items()), css_class="facts"), "<h2>Lengths</h2>"]
     bins = view.figures["histogram"]
+    bars = []
     for up_to, number in bins.items():
-        bar = f'<div style="width:{number / max(bins.values()):.1%};min-width:{number > 0:d}px"></div>'
-        parts.append(f"<tr><td class=number>up to {up_to:,}<td class=number>{number:,}<td>{bar}</tr>")
-    parts += ["</table><h2>Packed sequences</h2><p class=tokens><mark>trained</mark>, <span>only read</span>, "]
+        style = f"width:{number / max(bins.values()):.1%};min-width:{number > 0:d}px"
+        bars.append((up_to, number, Markup(f'<div style="{style}"></div>')))
+    parts.append(render_table(bars, ("tokens, up to", "documents", ""), "bars"))
+    parts += ["<h2>Packed sequences</h2><p class=tokens><mark>trained</mark>, <span>only read</span>, "]
     parts += ["<span class=tool>tools</span>; point at a token for its id and its position in the document</p>"]
     for title, shown in view.sequences:
         parts.append(f"<h3>{html.escape(title)}</h3>")
         for words, pieces in shown:
             parts.append(f"<p class=border>{html.escape(words)}</p>")
             parts.append(f"<pre class=tokens>{''.join(map(_span, pieces))}</pre>" if pieces else "")
-    return page(heading, "".join(parts))
+    return render_page(heading, "".join(parts))
 
 
 def _span(piece: TextPiece) -> str:

@@ -1,19 +1,17 @@
 """A run directory, or several, as one HTML page that needs no network. Imports no torch."""
 
-import html
 import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib.resources import files
 from pathlib import Path
-from string import Template
 from threading import Event, Thread
 from typing import Any
 
 import yaml
 
-from ithaka.config import PAGE_MARK, ConfigError, check_writable
+from ithaka.config import ConfigError, check_writable
+from ithaka.report.html import read_asset, render_page
 from ithaka.train.console import read_metrics
 
 CHARTS = "echarts.common.min.js"  # Apache ECharts 6.1.0, as published; see NOTICE.echarts
@@ -34,8 +32,8 @@ def write_report(run_dirs: Sequence[Path], out: Path | None = None, live: bool =
     # A "<" of a run's own text could end the script element, or open a comment in it.
     data = json.dumps(runs, separators=(",", ":")).replace("<", "\\u003c")
     body = "<noscript>This page draws its charts with JavaScript, all of it inside this file.</noscript>"
-    scripts = f'<script id="data" type="application/json">{data}</script>\n<script>{_part(CHARTS)}</script>'
-    text = page(", ".join(run["name"] for run in runs), body, scripts, _part("report.js"), live)
+    scripts = f'<script id="data" type="application/json">{data}</script>\n<script>{read_asset(CHARTS)}</script>'
+    text = render_page(", ".join(run["name"] for run in runs), body, scripts, read_asset("report.js"), live)
     temporary = path.with_name(f".{path.name}.tmp")  # a page that is half written is not loaded
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
@@ -62,24 +60,6 @@ def live_report(run_dir: Path, every_s: float = 30.0) -> Iterator[None]:
     finally:
         done.set()
         writer.join()
-
-
-def page(title: str, body: str, scripts: str = "", last: str = "", live: bool = False) -> str:
-    """An HTML page in our style, light and dark. `last`: JavaScript to run when everything else is there."""
-    scripts += f"\n<script>{last}{_part('theme.js')}</script>"
-    parts = {
-        "live": ' data-live="yes"' * live,
-        "mark": PAGE_MARK,
-        "title": html.escape(title),
-        "style": _part("report.css"),
-        "body": body,
-        "scripts": scripts,
-    }
-    return Template(_part("page.html")).substitute(parts)
-
-
-def _part(file: str) -> str:
-    return (files("ithaka.report") / file).read_text(encoding="utf-8")
 
 
 def read_run(run_dir: Path) -> dict[str, Any]:
