@@ -1,4 +1,4 @@
-"""Writes settings.md and api.md from the code: from the comments above settings, from signatures and docstrings."""
+"""Write settings.md and api.md from the code: comments above settings, signatures and docstrings."""
 
 import dataclasses
 import importlib
@@ -8,32 +8,30 @@ from pathlib import Path
 
 from ithaka import config
 
-HEAD = """# Settings
+SETTINGS_HEAD = """# Settings
 
 Every setting of `ithaka train`, with its default. In YAML a section is a mapping, `train: {steps: 500}`; on the command
-line `--set train.steps=500` changes one setting. A setting that does not exist, or cannot work, is refused before
+line, `--set train.steps=500` changes one setting. Unknown settings and values that cannot work are refused before
 anything starts.
-This page is made from the code by `python docs/make_reference.py`.
+This page is generated from the code by `python docs/make_reference.py`.
 """
 
 
-def fields_of(section: type) -> list[tuple[str, str, str]]:
-    """Name, default and comment of each field; a comment stands for all fields until the next one."""
-    rows, words = [], ""
+def describe_fields(section: type) -> list[tuple[str, str, str]]:
+    """(name, default, comment) of each field. A comment applies to all fields up to the next comment."""
+    rows, comment = [], ""
     classes = [base for base in reversed(section.__mro__) if dataclasses.is_dataclass(base)]
+    defaults = {field.name: field.default for field in dataclasses.fields(section)}
     for line in (line.strip() for base in classes for line in inspect.getsource(base).splitlines()):
         if line.startswith("#"):
-            words = f"{words} {line.lstrip('# ')}" if not rows or words is not rows[-1][2] else line.lstrip("# ")
-        elif match := re.match(r"(\w+): [^=]+? = (.+)$", line):
-            name = match[1]
-            entry = next((each for each in dataclasses.fields(section) if each.name == name), None)
-            if entry is not None:
-                words = words.strip()
-                rows.append((name, _default(entry.default), words))
+            is_new = rows and comment is rows[-1][2]
+            comment = line.lstrip("# ") if is_new else f"{comment} {line.lstrip('# ')}".strip()
+        elif (match := re.match(r"(\w+): [^=]+? = (.+)$", line)) and match[1] in defaults:
+            rows.append((match[1], _format_default(defaults[match[1]]), comment))
     return rows
 
 
-def _default(value: object) -> str:
+def _format_default(value: object) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(map(str, value)) + "]"
     return config.format_value(value)
@@ -41,9 +39,9 @@ def _default(value: object) -> str:
 
 API_HEAD = """# Python API
 
-What `import ithaka` gives for loops of your own; [Hugging Face's trainers, and a loop of your own](hugging-face.md)
-shows it at work.
-This page is made from the code by `python docs/make_reference.py`.
+What `import ithaka` offers for your own loop; [Hugging Face's trainers, and a loop of your own](hugging-face.md)
+shows it in use.
+This page is generated from the code by `python docs/make_reference.py`.
 """
 API = {
     "ithaka.parallelize": "ithaka.hf",
@@ -55,30 +53,30 @@ API = {
 }
 
 
-def api() -> str:
+def make_api() -> str:
     parts = [API_HEAD]
     for name, module in API.items():
-        thing = getattr(importlib.import_module(module), name.rpartition(".")[2])
-        signature = inspect.signature(thing)
-        params = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
-        shown = str(signature.replace(parameters=params, return_annotation=signature.empty))
-        parts.append(f"\n## `{name}`\n\n```python\n{name.rpartition('.')[2]}{shown}\n```\n\n{inspect.getdoc(thing)}\n")
+        public = getattr(importlib.import_module(module), name.rpartition(".")[2])
+        signature = inspect.signature(public)
+        params = [param.replace(annotation=param.empty) for param in signature.parameters.values()]
+        shown = f"{public.__name__}{signature.replace(parameters=params, return_annotation=signature.empty)}"
+        parts.append(f"\n## `{name}`\n\n```python\n{shown}\n```\n\n{inspect.getdoc(public)}\n")
     return "".join(parts)
 
 
-def settings() -> str:
-    parts = [HEAD]
-    inner = {"model.rope": config.RopeConfig, "data.sources": config.SourceConfig, "curriculum": config.EntryConfig}
-    for name, section in {**config.SECTIONS, **inner}.items():
+def make_settings() -> str:
+    parts = [SETTINGS_HEAD]
+    nested = {"model.rope": config.RopeConfig, "data.sources": config.SourceConfig, "curriculum": config.EntryConfig}
+    for name, section in {**config.SECTIONS, **nested}.items():
         parts.append(f"\n## {name}\n\n")
-        if section.__doc__ and not section.__doc__.startswith(section.__name__):  # which dataclasses make up
+        if section.__doc__ and not section.__doc__.startswith(section.__name__):  # @dataclass generates one
             parts.append(" ".join(section.__doc__.split()) + "\n\n")
         parts.append("| setting | default | |\n|---|---|---|\n")
-        for key, default, words in fields_of(section):
-            parts.append(f"| `{name}.{key}` | `{default}` | {words.replace('<', '&lt;')} |\n")
+        for key, default, comment in describe_fields(section):
+            parts.append(f"| `{name}.{key}` | `{default}` | {comment.replace('<', '&lt;')} |\n")
     return "".join(parts)
 
 
 if __name__ == "__main__":
-    for name, text in {"settings.md": settings(), "api.md": api()}.items():
+    for name, text in {"settings.md": make_settings(), "api.md": make_api()}.items():
         (Path(__file__).parent / name).write_text(text, encoding="utf-8")

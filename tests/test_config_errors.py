@@ -1,4 +1,4 @@
-"""The configuration is strict: what it does not understand it refuses, with field, value and way out."""
+"""The configuration refuses unknown names, wrong types and values out of range, with field, value and way out."""
 
 import dataclasses
 import pathlib
@@ -25,99 +25,98 @@ from ithaka.config import (
     to_yaml,
     with_absolute_paths,
 )
+from refusals import assert_refused
+
+# (override, how the message names setting and value, way out)
+BAD_OVERRIDES = [
+    ("data.contxt=5", "data.contxt=5", "did you mean data.context?"),
+    ("dta.context=5", "dta", "did you mean data?"),
+    ("banana.x=5", "banana", "use one of model, adapter, data"),
+    ("optim.zzz=5", "optim.zzz=5", "use one of optim.lr"),
+    ("data.context=0", "data.context=0", "at least 2"),
+    ("data.context=long", "data.context=long", "integer"),
+    ("data.context=1.5", "data.context=1.5", "integer"),
+    ("data.context=true", "data.context=true", "integer"),
+    ("data.context=null", "data.context=null", "integer"),
+    ("data.context=1G", "data.context=1G", "integer"),
+    ("data.path=", "data.path=", "null"),
+    ("data.path=''", "data.path=", "path or null"),
+    ("data.validation_fraction=1", "data.validation_fraction=1", "less than 1"),
+    ("data.sources=[{path: a, wieght: 2}]", "data.sources.wieght=2", "did you mean data.sources.weight?"),
+    ("data.sources=[{path: a, weight: 0}]", "data.sources.weight=0", "more than 0"),
+    ("data.sources=[{path: a}, {weight: 2}]", "data.sources={weight: 2}", "add one"),
+    ("data.sources=[a, b]", "data.sources=", "[{path: a.jsonl"),
+    ("data.sources={path: a}", "data.sources=", "[{path: a.jsonl"),
+    ("parallel.cp=0", "parallel.cp=0", "at least 1"),
+    ("parallel.cp=most", "parallel.cp=most", "integer or auto or all"),
+    ("memory.checkpoint=some", "memory.checkpoint=some", "none or full"),
+    ("memory.keep_attention=-1", "memory.keep_attention=-1", "at least 0"),
+    ("memory.offload_optimizer=1", "memory.offload_optimizer=1", "true or false"),
+    ("model.dtype=fp8", "model.dtype=fp8", "bfloat16"),
+    ("model.rope=yarn", "model.rope=yarn", "{theta: 8.0e6} or null"),
+    ("model.rope={rope_theta: 5}", "model.rope.rope_theta=5", "did you mean model.rope.theta?"),
+    ("model.rope={type: dynamic}", "model.rope.type=dynamic", "default or linear or llama3 or yarn or longrope"),
+    ("model.rope={factor: 0.5}", "model.rope.factor=0.5", "at least 1"),
+    ("optim.betas=0.9", "optim.betas=0.9", "2 numbers"),
+    ("optim.betas=[0.9, 1.0]", "optim.betas=1.0", "less than 1"),
+    ("optim.lr=nan", "optim.lr=nan", "number"),
+    ("optim.lr=-1e-3", "optim.lr=-0.001", "at least 0"),
+    ("optim.clip_norm=0", "optim.clip_norm=0", "more than 0"),
+    ("optim.min_lr_ratio=2", "optim.min_lr_ratio=2", "at most 1"),
+    ("adapter.rank=0", "adapter.rank=0", "at least 1"),
+    ("adapter.alpha=0", "adapter.alpha=0", "more than 0"),
+    ("adapter.targets=all", "adapter.targets=all", "all-linear or a list of names"),
+    ("adapter.targets=[]", "adapter.targets=[]", "all-linear"),
+    ("adapter.targets=[q_proj, 3.mlp.up_prj]", "adapter.targets=up_prj", "did you mean up_proj?"),
+    ("adapter.modules_to_save=[norm]", "adapter.modules_to_save=norm", "embed_tokens, lm_head"),
+    ("adapter.dropout=0.1", "adapter.dropout=0.1", "use one of adapter.rank"),
+    ("train.steps=0", "train.steps=0", "at least 1"),
+    ("train.steps", "--set train.steps", "--set train.steps=100"),
+    ("steps=5", "--set steps=5", "--set train.steps=100"),
+    ("train.steps=[", "train.steps=[", "quote"),
+    ("train.track=wandb", "train.track=wandb", "[tensorboard]"),
+    ("data.sources=[{path: a, path: b}]", "data.sources=", "once"),
+]
 
 
-@pytest.mark.parametrize(
-    "override, words",
-    [
-        ("data.contxt=5", ["data.contxt=5", "did you mean data.context?"]),
-        ("dta.context=5", ["dta", "did you mean data?"]),
-        ("banana.x=5", ["banana", "use one of model, adapter, data"]),
-        ("optim.zzz=5", ["optim.zzz=5", "use one of optim.lr"]),
-        ("data.context=0", ["data.context=0", "at least 2"]),
-        ("data.context=long", ["data.context=long", "a whole number"]),
-        ("data.context=1.5", ["data.context=1.5", "a whole number"]),
-        ("data.context=true", ["data.context=true", "a whole number"]),
-        ("data.context=null", ["data.context=null", "a whole number"]),
-        ("data.context=1G", ["data.context=1G", "a whole number"]),
-        ("data.path=", ["data.path=", "no value", "null"]),
-        ("data.path=''", ["data.path=", "a path or null"]),
-        ("data.validation_fraction=1", ["data.validation_fraction=1", "less than 1"]),
-        ("data.sources=[{path: a, wieght: 2}]", ["data.sources.wieght=2", "did you mean data.sources.weight?"]),
-        ("data.sources=[{path: a, weight: 0}]", ["data.sources.weight=0", "more than 0"]),
-        ("data.sources=[{path: a}, {weight: 2}]", ["data.sources has {'weight': 2}, without a path; add one"]),
-        ("data.sources=[a, b]", ["data.sources=", "a list of mappings, such as [{path: a.jsonl"]),
-        ("data.sources={path: a}", ["data.sources=", "a list of mappings"]),
-        ("parallel.cp=0", ["parallel.cp=0", "at least 1"]),
-        ("parallel.cp=most", ["parallel.cp=most", "a whole number or auto or all"]),
-        ("memory.checkpoint=some", ["memory.checkpoint=some", "none or full"]),
-        ("memory.keep_attention=-1", ["memory.keep_attention=-1", "at least 0"]),
-        ("memory.offload_optimizer=1", ["memory.offload_optimizer=1", "true or false"]),
-        ("model.dtype=fp8", ["model.dtype=fp8", "bfloat16"]),
-        ("model.rope=yarn", ["model.rope=yarn", "a mapping, such as {theta: 8.0e6} or null"]),
-        ("model.rope={rope_theta: 5}", ["model.rope.rope_theta=5", "did you mean model.rope.theta?"]),
-        ("model.rope={type: dynamic}", ["model.rope.type=dynamic", "default or linear or llama3 or yarn or longrope"]),
-        ("model.rope={factor: 0.5}", ["model.rope.factor=0.5", "at least 1"]),
-        ("optim.betas=0.9", ["optim.betas=0.9", "a list of 2 numbers"]),
-        ("optim.betas=[0.9, 1.0]", ["optim.betas=1.0", "less than 1"]),
-        ("optim.lr=nan", ["optim.lr=nan", "a number"]),
-        ("optim.lr=-1e-3", ["optim.lr=-0.001", "at least 0"]),
-        ("optim.clip_norm=0", ["optim.clip_norm=0", "more than 0"]),
-        ("optim.min_lr_ratio=2", ["optim.min_lr_ratio=2", "at most 1"]),
-        ("adapter.rank=0", ["adapter.rank=0", "at least 1"]),
-        ("adapter.alpha=0", ["adapter.alpha=0", "more than 0"]),
-        ("adapter.targets=all", ["adapter.targets=all", "all-linear or a list of names"]),
-        ("adapter.targets=[]", ["adapter.targets=[]", "all-linear"]),
-        ("adapter.targets=[q_proj, 3.mlp.up_prj]", ["adapter.targets=up_prj", "did you mean up_proj?"]),
-        ("adapter.modules_to_save=[norm]", ["adapter.modules_to_save=norm", "embed_tokens, lm_head"]),
-        ("adapter.dropout=0.1", ["adapter.dropout=0.1", "use one of adapter.rank"]),
-        ("train.steps=0", ["train.steps=0", "at least 1"]),
-        ("train.steps", ["--set train.steps", "section.key=value"]),
-        ("steps=5", ["--set steps=5", "section.key=value"]),
-        ("train.steps=[", ["train.steps=[", "YAML"]),
-        ("data.sources=[{path: a, path: b}]", ["data.sources=", "path twice", "once"]),
-    ],
-)
-def test_bad_override_names_field_value_and_way_out(override, words):
+@pytest.mark.parametrize("override, named, way_out", BAD_OVERRIDES)
+def test_bad_override_is_refused(override, named, way_out):
     with pytest.raises(ConfigError) as error:
         load_config(overrides=[override])
-    for word in words:
-        assert word in str(error.value)
+    assert_refused(error.value, named, way_out=way_out)
 
 
-def test_a_wrong_value_is_refused_even_if_a_later_one_replaces_it():
-    with pytest.raises(ConfigError, match="train.steps=abc is not accepted; use a whole number"):
+def test_bad_value_is_refused_even_if_a_later_one_replaces_it():
+    with pytest.raises(ConfigError) as error:
         load_config(overrides=["train.steps=abc", "train.steps=4"])
+    assert_refused(error.value, "train.steps=abc", way_out="integer")
 
 
-@pytest.mark.parametrize(
-    "content, words",
-    [
-        (None, ["run.yaml", "No such file"]),
-        ("train: {steps: 5", ["run.yaml", "expected ',' or '}'", "line 1"]),
-        ("- a\n- b\n", ["run.yaml", "no mapping"]),
-        ("train: 5\n", ["train=5", "not a mapping"]),
-        ("trian:\n  steps: 5\n", ["trian", "run.yaml", "did you mean train?"]),
-        ("train:\n  step: 5\n", ["train.step=5", "did you mean train.steps?"]),
-        ("train:\n  steps: many\n", ["train.steps=many", "a whole number"]),
-        ("5: {}\n", ["5 in", "use one of model"]),
-        (
-            "model:\n  path: a\ndata:\n  path: b\nmodel: {}\n",
-            ["run.yaml has model twice, in line 1 and line 5"],
-        ),
-        ("train:\n  steps: 5\n  batch: 1\n  'steps': 6\n", ["steps twice, in line 2 and line 4", "once"]),
-        ("data:\n  sources:\n  - {path: a}\n  - {path: b,\n     path: c}\n", ["path twice, in line 4 and line 5"]),
-        ("curriculum:\n- context: 64K\n  steps: 1\n  context: 8K\n", ["context twice, in line 2 and line 4"]),
-    ],
-)
-def test_bad_file_names_place_and_way_out(content, words, tmp_path):
+# (file, what the message names, way out)
+BAD_FILES = [
+    (None, ["run.yaml", "No such file"], "YAML"),
+    ("train: {steps: 5", ["run.yaml", "expected ',' or '}'", "line 1"], "YAML"),
+    ("- a\n- b\n", ["run.yaml", "mapping"], "`train:`"),
+    ("train: 5\n", ["train=5", "run.yaml", "mapping"], "keys below `train:`"),
+    ("trian:\n  steps: 5\n", ["trian", "run.yaml"], "did you mean train?"),
+    ("train:\n  step: 5\n", ["train.step=5"], "did you mean train.steps?"),
+    ("train:\n  steps: many\n", ["train.steps=many"], "integer"),
+    ("5: {}\n", ["5 in"], "use one of model"),
+    ("model:\n  path: a\ndata:\n  path: b\nmodel: {}\n", ["run.yaml", "model", "line 1", "line 5"], "once"),
+    ("train:\n  steps: 5\n  batch: 1\n  'steps': 6\n", ["steps", "line 2", "line 4"], "once"),
+    ("data:\n  sources:\n  - {path: a}\n  - {path: b,\n     path: c}\n", ["path", "line 4", "line 5"], "once"),
+    ("curriculum:\n- context: 64K\n  steps: 1\n  context: 8K\n", ["context", "line 2", "line 4"], "once"),
+]
+
+
+@pytest.mark.parametrize("content, named, way_out", BAD_FILES)
+def test_bad_file_is_refused(content, named, way_out, tmp_path):
     file = tmp_path / "run.yaml"
     if content is not None:
         file.write_text(content)
     with pytest.raises(ConfigError) as error:
         load_config(file)
-    for word in words:
-        assert word in str(error.value)
+    assert_refused(error.value, *named, way_out=way_out)
 
 
 def test_a_key_may_override_a_merged_one(tmp_path):
@@ -132,8 +131,9 @@ def test_a_key_may_override_a_merged_one(tmp_path):
 
 def test_binary_file_is_refused(tmp_path):
     (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00\x01")
-    with pytest.raises(ConfigError, match="cannot be read .*decode"):
+    with pytest.raises(ConfigError) as error:
         load_config(tmp_path / "run.yaml")
+    assert_refused(error.value, "run.yaml", "decode", way_out="YAML")
 
 
 def test_later_settings_win(tmp_path):
@@ -159,20 +159,20 @@ def test_later_settings_win(tmp_path):
         ("1_024.5K", 1049088),
     ],
 )
-def test_token_counts_as_people_write_them(text, tokens):
+def test_token_counts_accept_units(text, tokens):
     assert load_config(overrides=[f"data.context={text}"]).data.context == tokens
 
 
-def test_numbers_in_scientific_notation():
+def test_scientific_notation_is_a_number():
     assert load_config(overrides=["optim.lr=3e-4"]).optim.lr == 3e-4
     assert load_config(overrides=["optim.lr=1"]).optim.lr == 1.0
 
 
-def test_off_is_the_word_not_the_yaml_boolean():
+def test_off_is_a_string_despite_yaml():
     assert load_config(overrides=["memory.plan=off"]).memory.plan == "off"
 
 
-def test_words_and_numbers_share_a_field():
+def test_a_field_accepts_strings_and_numbers():
     assert load_config(overrides=["memory.keep_attention=3"]).memory.keep_attention == 3
     assert load_config(overrides=["memory.keep_attention=all"]).memory.keep_attention == "all"
     assert load_config(overrides=["optim.clip_norm=null"]).optim.clip_norm is None
@@ -191,7 +191,7 @@ def test_every_setting_is_in_the_saved_file():
         assert list(saved[name]) == [field.name for field in dataclasses.fields(cls)]
 
 
-def test_paths_of_files_become_absolute_and_names_stay(tmp_path, monkeypatch):
+def test_only_existing_paths_become_absolute(tmp_path, monkeypatch):
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "a.txt").write_text("")
     (tmp_path / "bytes").mkdir()
@@ -217,7 +217,7 @@ def test_paths_of_files_become_absolute_and_names_stay(tmp_path, monkeypatch):
     assert to_dict(parse_config(tree)) == tree
 
 
-def test_an_adapter_is_there_when_a_setting_of_it_is(tmp_path):
+def test_any_adapter_setting_enables_the_adapter(tmp_path):
     (tmp_path / "null.yaml").write_text("adapter:\n")
     assert load_config(tmp_path / "null.yaml").adapter is load_config().adapter is None
     config = load_config(overrides=["adapter.targets=[q_proj, 1.mlp.up_proj]", "adapter.modules_to_save=[lm_head]"])
@@ -226,7 +226,7 @@ def test_an_adapter_is_there_when_a_setting_of_it_is(tmp_path):
     assert load_config(tmp_path / "config.yaml") == config
 
 
-def test_python_construction_is_checked_too():
+def test_construction_in_python_is_checked_too():
     with pytest.raises(ConfigError, match="train.steps=0"):
         dataclasses.replace(TrainConfig(), steps=0)
     with pytest.raises(ConfigError, match="parallel.cp"):
@@ -251,7 +251,7 @@ def test_any_valid_value_survives_yaml(tile, keep, eps, field):
     assert parse_config(yaml.safe_load(to_yaml(config))) == config
 
 
-def test_a_source_takes_from_data_how_records_are_read_unless_it_says():
+def test_a_source_inherits_reading_options_from_data():
     config = load_config(
         overrides=["data.text_field=body", "data.sources=[{path: a, weight: 2}, {path: b, text_field: t}]"]
     )
@@ -259,9 +259,10 @@ def test_a_source_takes_from_data_how_records_are_read_unless_it_says():
     assert parse_config(yaml.safe_load(to_yaml(config))) == config
     (alone,) = load_config(overrides=["data.path=a", "data.text_field=body"]).data.all_sources()
     assert (alone.path, alone.text_field) == (pathlib.Path("a"), "body")
-    with pytest.raises(ConfigError, match="data.path=c and data.sources both say what to read; make the path a source"):
+    with pytest.raises(ConfigError) as error:
         load_config(overrides=["data.path=c", "data.sources=[{path: a}]"])
+    assert_refused(error.value, "data.path=c", "data.sources", way_out="make the path a source")
 
 
-def test_a_mapping_is_shown_without_what_is_not_set():
+def test_formatted_mappings_omit_null():
     assert format_value({"type": None, "theta": 4e5, "deep": {"on": True}}) == "{theta: 400000.0, deep: {on: true}}"

@@ -15,6 +15,7 @@ from ithaka.plan.hardware import Hardware, find_gpu
 from ithaka.train import checkpoint
 from ithaka.train.preflight import _saved, plan_run
 from ithaka.train.step import learning_rate
+from refusals import assert_refused
 from runs import copy_back_at, metrics, numbers, saves_in_time, tiny_run
 
 ENTRIES = [
@@ -94,32 +95,34 @@ def test_a_finished_one_says_how_to_go_on(done):
     assert result.exit_code == ExitCode.WRONG_INPUT and "more entries, and --resume auto" in result.stderr
 
 
-@pytest.mark.parametrize(
-    "tree, words",
-    [
-        ({"train": {"steps": 7}}, "train.steps=7 cannot stand beside curriculum"),
-        ({"data": {"context": 7}}, "data.context=7 cannot stand beside curriculum"),
-        (
-            {"model": {"rope": {"theta": 9.0}}, "curriculum": [{**ENTRIES[0], "rope": {"theta": 8.0}}]},
-            "model.rope has no",
-        ),
-        ({"curriculum": {"context": 8}}, "is not accepted; use a list"),
-        ({"curriculum": [{"context": 8}]}, "an entry without steps"),
-        ({"curriculum": [{"context": 8, "steps": 0}]}, "curriculum.steps=0 is out of range"),
-        ({"curriculum": [{"context": 8, "step": 1}]}, "did you mean curriculum.steps"),
-        ({"curriculum": [{"context": 8, "steps": 1, "data": {"context": 9}}]}, "write it beside data"),
-        ({"curriculum": [{"context": 8, "steps": 1, "data": {"pth": 9}}]}, "did you mean curriculum.data.path"),
-        ({"curriculum": [{"context": 8, "steps": 1, "optim": {"lr": -1}}]}, r"curriculum[0]: optim.lr=-1"),
-        (
-            {"curriculum": [{"context": 8, "steps": 4, "optim": {"warmup_steps": 4}}]},
-            "ends within optim.warmup_steps=4",
-        ),
-    ],
-)
-def test_what_an_entry_cannot_say_is_refused(tree, words):
+ENTRY = {"context": 8, "steps": 1}
+
+# (configuration, what the message names, way out)
+REFUSED = [
+    ({"train": {"steps": 7}}, ["train.steps=7", "curriculum"], "per entry"),
+    ({"data": {"context": 7}}, ["data.context=7", "curriculum"], "per entry"),
+    ({"train": {"epochs": 2}}, ["train.epochs=2", "curriculum"], "leave it out"),
+    (
+        {"model": {"rope": {"theta": 9.0}}, "curriculum": [{**ENTRY, "rope": {"theta": 8.0}}]},
+        ["model.rope", "curriculum"],
+        "leave one out",
+    ),
+    ({"curriculum": {"context": 8}}, ["curriculum={context: 8}"], "a list"),
+    ({"curriculum": [{"context": 8}]}, ["curriculum", "steps"], "add it"),
+    ({"curriculum": [{**ENTRY, "steps": 0}]}, ["curriculum.steps=0"], "at least 1"),
+    ({"curriculum": [{"context": 8, "step": 1}]}, ["curriculum.step=1"], "did you mean curriculum.steps?"),
+    ({"curriculum": [{**ENTRY, "data": {"context": 9}}]}, ["curriculum.data.context"], "context of the entry"),
+    ({"curriculum": [{**ENTRY, "data": {"pth": 9}}]}, ["curriculum.data.pth=9"], "did you mean curriculum.data.path?"),
+    ({"curriculum": [{**ENTRY, "optim": {"lr": -1}}]}, ["curriculum[0]", "optim.lr=-1"], "at least 0"),
+    ({"curriculum": [{**ENTRY, "steps": 4, "optim": {"warmup_steps": 4}}]}, ["optim.warmup_steps=4"], "give more"),
+]
+
+
+@pytest.mark.parametrize("tree, named, way_out", REFUSED)
+def test_bad_curriculum_is_refused(tree, named, way_out):
     with pytest.raises(ConfigError) as error:
-        parse_config({"curriculum": [{"context": 8, "steps": 1}], **tree})
-    assert words in str(error.value)
+        parse_config({"curriculum": [ENTRY], **tree})
+    assert_refused(error.value, *named, way_out=way_out)
 
 
 def test_later_entries_are_checked_before_the_first_starts(done, tmp_path):

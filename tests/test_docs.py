@@ -28,9 +28,9 @@ def script(name):
 
 def test_pages_made_from_the_code_are_up_to_date():
     made = script("make_reference")
-    for name, text in {"settings.md": made.settings(), "api.md": made.api()}.items():
+    for name, text in {"settings.md": made.make_settings(), "api.md": made.make_api()}.items():
         assert (ROOT / "docs" / name).read_text() == text, "run: python docs/make_reference.py"
-    rows = re.findall(r"\| `([\w.]+)` \| `[^`]*` \| (.+) \|", made.settings())
+    rows = re.findall(r"\| `([\w.]+)` \| `[^`]*` \| (.+) \|", made.make_settings())
     assert len(rows) > 70 and {name.split(".")[0] for name, _ in rows} == {*SECTIONS, "curriculum"}
 
 
@@ -39,7 +39,7 @@ def test_the_ladder_is_what_is_planned():
     longest = made.ladder()
     assert (ROOT / "docs" / "ladder.svg").read_text() == made.svg(longest), "run: python docs/make_ladder.py"
     page = (ROOT / "docs" / "how-much-context.md").read_text()
-    rows = dict(zip(made.RUNGS.items(), map(made.show.tokens, longest.values()), strict=True))
+    rows = dict(zip(made.RUNGS.items(), map(made.show.format_tokens, longest.values()), strict=True))
     assert not [row for (name, added), n in rows.items() if (row := f"| {name} | `{added}` | {n} |") not in page]
 
 

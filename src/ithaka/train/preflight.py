@@ -31,7 +31,6 @@ from ithaka.config import (
     ConfigError,
     check_effects,
     check_output,
-    check_schedule,
     check_writable,
     embedded_model,
     explicit_settings,
@@ -351,7 +350,7 @@ def resolve(
     both = {"train.steps", "train.epochs"} <= explicit_settings(None if run_dir == resume else file, changes)
     if both and config.train.epochs is not None:
         raise ConfigError(f"train.epochs={config.train.epochs} and train.steps both say how long; leave one out")
-    check_schedule(config.optim)
+    config.optim.check_schedule()
     end = config.optim.decay_steps
     if config.train.epochs is None:
         end = end or config.train.steps

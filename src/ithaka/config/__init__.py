@@ -1,0 +1,33 @@
+"""The configuration: typed sections, YAML, dotted overrides, and errors with a way out. Imports no torch."""
+
+from ithaka.config.embedded import BOS, BYTE_VOCAB, CPU_DEFAULT, EOS, GPU_DEFAULT, PAD, embedded_model
+from ithaka.config.fields import ConfigError, format_value, input_error, parse_count
+from ithaka.config.load import (
+    CONFIG_FORMAT,
+    explicit_settings,
+    load_config,
+    parse_config,
+    shell_command,
+    to_dict,
+    to_yaml,
+    with_absolute_paths,
+)
+from ithaka.config.output import PAGE_MARK, check_output, check_writable
+from ithaka.config.sections import (
+    LAYER_LINEARS,
+    SAVEABLE_MODULES,
+    SECTIONS,
+    AdapterConfig,
+    Config,
+    DataConfig,
+    EntryConfig,
+    MemoryConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    ReadingConfig,
+    RopeConfig,
+    SourceConfig,
+    TrainConfig,
+    check_effects,
+)

@@ -1,0 +1,168 @@
+"""Typed configuration fields: conversion, limits, and errors that name the field, its value, the rule and a fix."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import functools
+import math
+import operator
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from ithaka.exits import ExitCode, TransientError, is_transient
+
+
+class ConfigError(ValueError):
+    """Bad input that the user can fix. The message names the field, its value, the rule and a way out."""
+
+    exit_code = ExitCode.WRONG_INPUT
+
+
+def input_error(message: str, error: BaseException) -> ConfigError | TransientError:
+    """The exception to raise when `error` prevented reading an input: TransientError if a retry may succeed."""
+    return TransientError(message) if is_transient(error) else ConfigError(message)
+
+
+def setting(default: Any, **limits: float) -> Any:
+    """A dataclass field with limits (ge=1, lt=2) on its numbers; None and strings have no limits."""
+    return dataclasses.field(default=default, metadata=limits)
+
+
+class Section:
+    """Base of the configuration sections: converts and checks every field on construction.
+
+    `name` is the section's path in the configuration, `example` a YAML value for it.
+    """
+
+    section_name: ClassVar[str] = ""
+    section_example: ClassVar[str] = ""
+
+    def __init_subclass__(cls, name: str = "", example: str = "") -> None:
+        cls.section_name, cls.section_example = name, example
+
+    def __post_init__(self) -> None:
+        hints = _type_hints(type(self))  # type: ignore[arg-type]
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            name = f"{self.section_name}.{field.name}".removeprefix(".")
+            value, hint = getattr(self, field.name), hints[field.name]
+            try:
+                value = _convert(value, hint)
+            except _TypeMismatch:
+                raise ConfigError(f"{name}={format_value(value)} is not valid; use {_describe(hint)}") from None
+            for number in value if isinstance(value, tuple) else (value,):
+                _check_limits(name, number, field.metadata)
+            object.__setattr__(self, field.name, value)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> typing.Self:
+        check_keys(values, cls, cls.section_name)
+        return cls(**values)
+
+
+_LIMITS = {"ge": "at least", "le": "at most", "gt": "more than", "lt": "less than"}
+
+
+@functools.cache
+def _type_hints(section: type) -> dict[str, Any]:
+    return typing.get_type_hints(section)
+
+
+class _TypeMismatch(Exception):
+    pass
+
+
+def _check_limits(name: str, value: Any, limits: Mapping[str, float]) -> None:
+    if isinstance(value, int | float):
+        for limit, bound in limits.items():
+            if not getattr(operator, limit)(value, bound):
+                raise ConfigError(f"{name}={value} is out of range; use {_LIMITS[limit]} {bound}")
+
+
+def _convert(value: Any, hint: Any) -> Any:
+    """Convert `value` to the type `hint`, or raise _TypeMismatch."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        for part in parts:
+            with contextlib.suppress(_TypeMismatch):
+                return _convert(value, part)
+    elif origin is tuple and isinstance(value, list | tuple):
+        if Ellipsis in parts:
+            parts = (parts[0],) * len(value)
+        if len(value) == len(parts):
+            return tuple(map(_convert, value, parts))
+    elif origin is Literal:
+        word = ("off", "on")[value] if isinstance(value, bool) else value  # YAML 1.1 reads off and on as booleans
+        if word in parts:
+            return word
+    elif origin is None and isinstance(value, bool) == (hint is bool):
+        return _convert_plain(value, hint)
+    raise _TypeMismatch
+
+
+def _convert_plain(value: Any, hint: Any) -> Any:
+    if issubclass(hint, Section) and isinstance(value, Mapping):
+        return hint.from_mapping(value)
+    if hint is int and isinstance(value, str):
+        value = parse_count(value)
+    elif hint is float and isinstance(value, str | int):
+        with contextlib.suppress(ValueError):
+            value = float(value)  # YAML 1.1 reads 3e-4 as a string: it requires 3.0e-4
+    elif hint is Path and isinstance(value, str | Path) and value != "":
+        value = Path(value).expanduser()
+    if isinstance(value, hint) and (hint is not float or math.isfinite(value)):
+        return value
+    raise _TypeMismatch
+
+
+def _describe(hint: Any) -> str:
+    """The values that `hint` accepts, for error messages."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple and Ellipsis not in parts:
+        return f"a list of {len(parts)} numbers"
+    if origin is tuple:
+        item = parts[0]
+        if typing.get_origin(item) is Literal:
+            return f"a list such as [{typing.get_args(item)[0]}], of {_describe(item)}"
+        if issubclass(item, Section):
+            return f"a list of mappings such as [{item.section_example}]"
+        return f"a list of {'names' if item is str else 'numbers'}"
+    if isinstance(hint, type) and issubclass(hint, Section):
+        return f"a mapping such as {hint.section_example}"
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path"}
+    names |= {type(None): "null", dict: "a mapping"}
+    return names.get(hint) or " or ".join(part if isinstance(part, str) else _describe(part) for part in parts)
+
+
+def check_keys(values: Mapping[str, Any], section: type[Section], name: str) -> None:
+    """Refuse keys that `section` does not have; `name` is its path in the configuration."""
+    known = [field.name for field in dataclasses.fields(section)]  # type: ignore[arg-type]
+    for key in values.keys() - set(known):
+        raise ConfigError(f"{name}.{key}={values[key]} is not a setting; {did_you_mean(key, known, f'{name}.')}")
+
+
+def did_you_mean(name: object, known: Iterable[str], prefix: str = "") -> str:
+    close = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"did you mean {prefix}{close[0]}?" if close else "use one of " + ", ".join(prefix + each for each in known)
+
+
+def format_value(value: object) -> str:
+    """Format a value as YAML has it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {format_value(each)}" for key, each in value.items() if each is not None) + "}"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def parse_count(text: str) -> int | None:
+    """Parse a count such as 128K (128 * 2^10), 1M (2^20), 6.734M (rounded down) or 1_000_000; None if it is not one."""
+    match = re.fullmatch(r"(\d+(?:_\d+)*)(?:(\.\d+)?([KM]))?", text.strip(), re.IGNORECASE)
+    if not match:
+        return None
+    integer, fraction, unit = match.groups(default="")
+    return int(Fraction(integer.replace("_", "") + fraction) * {"": 1, "K": 2**10, "M": 2**20}[unit.upper()])

@@ -1,0 +1,185 @@
+"""Load a configuration from YAML and dotted overrides, and write it back."""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import os
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ithaka.config.fields import ConfigError, did_you_mean, format_value, input_error
+from ithaka.config.sections import SECTIONS, Config
+
+CONFIG_FORMAT = 2  # of a run directory; stored as `format` in its config.yaml
+
+
+def load_config(
+    path: Path | None = None, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None
+) -> Config:
+    """Resolve the configuration: the defaults, then `base`, the YAML file and the `section.key=value` overrides."""
+    trees = [("the defaults", base or {}), (str(path), _read_yaml(path) if path is not None else {})]
+    changes = [("--set", {section: {key: value}}) for section, key, value in map(_parse_override, overrides)]
+    for change in changes:
+        _merge([change])  # refuse a bad value even if a later override replaces it
+    return _merge([*trees, *changes])
+
+
+def explicit_settings(
+    path: Path | None, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None
+) -> set[str]:
+    """Names (section.key) of the settings that the same arguments to `load_config` set explicitly."""
+    trees = [base or {}, _read_yaml(path) if path is not None else {}]
+    sections = (item for tree in trees for item in tree.items() if isinstance(item[1], Mapping))
+    names = {f"{section}.{key}" for section, values in sections for key in values}
+    return names | {".".join(_parse_override(override)[:2]) for override in overrides}
+
+
+def parse_config(tree: Mapping[str, Any]) -> Config:
+    """Make a Config from nested mappings."""
+    return _merge([("the configuration", tree)])
+
+
+def to_dict(config: Config) -> dict[str, dict[str, Any]]:
+    """Nested dicts of plain YAML values, the inverse of `parse_config`."""
+
+    def plain(values: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {key: str(v) if isinstance(v, Path) else list(v) if isinstance(v, tuple) else v for key, v in values}
+
+    return dataclasses.asdict(config, dict_factory=plain)
+
+
+def to_yaml(config: Config) -> str:
+    """Every setting as YAML that `load_config` reads."""
+    return yaml.safe_dump(to_dict(config), sort_keys=False)
+
+
+_PATH_KEYS = {"path", "validation_path", "chat_template", "tokenizer", "disk_path", "data"}  # data: of `evaluate`
+
+
+def with_absolute_paths(tree: Any) -> Any:
+    """Make the paths in a `to_dict` tree absolute.
+
+    Only paths and globs that match an existing file change; others may be datasets on the hub.
+    """
+    if isinstance(tree, list):
+        return [with_absolute_paths(each) for each in tree]
+    if not isinstance(tree, dict):
+        return tree
+    keys = {key for key, value in tree.items() if key in _PATH_KEYS and isinstance(value, str)}
+    keys -= {"tokenizer"} if tree.get("tokenizer") == "bytes" else set()
+    return {key: _absolute(value) if key in keys else with_absolute_paths(value) for key, value in tree.items()}
+
+
+def _absolute(name: str) -> str:
+    path = Path(name).expanduser()
+    if os.path.exists(path):
+        return str(path.absolute())
+    is_glob = not path.is_absolute() and next(glob.iglob(name, recursive=True), None) is not None
+    return str(Path(glob.escape(str(Path.cwd()))) / name) if is_glob else name
+
+
+def shell_command(*words: object) -> str:
+    """An `ithaka` command line, quoted for a shell."""
+    return shlex.join(["ithaka", *map(str, words)])
+
+
+class _DuplicateKey(yaml.YAMLError):
+    pass
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses duplicate keys, of which SafeLoader keeps the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        """Check before merge keys (<<) are expanded, so that a key may override a merged one."""
+        node, lines = super().compose_mapping_node(anchor), dict[tuple[str, str], int]()
+        for key, _ in node.value:
+            name, line = (key.tag, str(key.value)), key.start_mark.line + 1
+            if name in lines:
+                raise _DuplicateKey(f"has {key.value} twice, in line {lines[name]} and line {line}; write it once")
+            lines[name] = line
+        return node
+
+
+def _read_yaml(path: Path) -> Mapping[str, Any]:
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader) or {}
+    except _DuplicateKey as error:
+        raise ConfigError(f"config={path} {error}") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        message = f"config={path} cannot be read ({' '.join(str(error).split())}); give a YAML file"
+        raise input_error(message, error) from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"config={path} is not a mapping; write sections such as `train:` with keys below them")
+    version = tree.pop("format", CONFIG_FORMAT)  # only a run directory's config.yaml has it
+    if version != CONFIG_FORMAT:
+        raise ConfigError(
+            f"config={path} has format {version}, and this version of ithaka reads {CONFIG_FORMAT}; "
+            "use the version that wrote it"
+        )
+    return tree
+
+
+def _parse_override(override: str) -> tuple[str, str, Any]:
+    name, equals, text = override.partition("=")
+    section, dot, key = name.strip().partition(".")
+    if not (equals and dot and section and key):
+        raise ConfigError(f"--set {override} is not section.key=value; write for example --set train.steps=100")
+    if not text.strip():
+        raise ConfigError(f"{section}.{key}= has no value; give one, or null for none")
+    try:
+        return section, key, yaml.load(text, _Loader)
+    except _DuplicateKey as error:
+        raise ConfigError(f"{section}.{key}={text} {error}") from None
+    except yaml.YAMLError:
+        raise ConfigError(f"{section}.{key}={text} is not valid YAML; quote it: {section}.{key}='\"...\"'") from None
+
+
+def _merge(trees: Iterable[tuple[str, Mapping[str, Any]]]) -> Config:
+    """Merge (origin, tree) pairs, later ones over earlier ones, and refuse unknown names."""
+    merged: dict[str, Any] = {}
+    for origin, tree in trees:
+        for section, values in tree.items():
+            if section == "curriculum":
+                merged[section] = values or ()
+                continue
+            if section not in SECTIONS:
+                suggestion = did_you_mean(section, [*SECTIONS, "curriculum"])
+                raise ConfigError(f"{section} in {origin} is not a section; {suggestion}")
+            if not isinstance(values, Mapping | None):
+                raise ConfigError(f"{section}={values!r} in {origin} is not a mapping; write keys below `{section}:`")
+            if values is not None:
+                merged[section] = {**merged.get(section, {}), **values}
+    config = Config(**merged)
+    return _resolve_curriculum(config, merged) if config.curriculum else config
+
+
+def _resolve_curriculum(config: Config, explicit: Mapping[str, Any]) -> Config:
+    """Set train.steps to the total and data.context to the first entry's, and check every entry."""
+    contexts = [entry.context or 0 for entry in config.curriculum]
+    for name in ("epochs", "patience", "keep_best"):  # losses at different lengths are not comparable
+        if value := getattr(config.train, name):
+            raise ConfigError(f"train.{name}={format_value(value)} cannot be combined with curriculum; leave it out")
+    steps_and_context = config.train.steps, config.data.context
+    given = [f"train.steps={config.train.steps}"] if "steps" in explicit.get("train", {}) else []
+    given += [f"data.context={config.data.context}"] if "context" in explicit.get("data", {}) else []
+    # A saved configuration has the values that this function or Config.at has set.
+    saved = [(config.ends[-1], contexts[0]), *zip(config.ends, contexts, strict=True)]
+    if given and steps_and_context not in saved:
+        raise ConfigError(f"{' and '.join(given)} cannot be combined with curriculum; set it per entry")
+    if not given:
+        if config.model.rope is not None and config.curriculum[0].rope is not None:
+            raise ConfigError("model.rope has no effect: the first curriculum entry overrides it; leave one out")
+        train = dataclasses.replace(config.train, steps=config.ends[-1])
+        config = dataclasses.replace(config, train=train, data=dataclasses.replace(config.data, context=contexts[0]))
+    for index, end in enumerate(config.ends):
+        try:
+            config.at(end - 1)
+        except ConfigError as error:
+            raise ConfigError(f"curriculum[{index}]: {error}") from None
+    return config

@@ -1,0 +1,51 @@
+"""Checks of output paths, made before the work: writable, and nothing of the user's is overwritten."""
+
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from ithaka.config.fields import ConfigError, input_error
+
+PAGE_MARK = '<meta name="generator" content="ithaka">'  # in the <head> of every page that ithaka writes
+
+
+def check_writable(option: str, path: Path, folder: bool = False) -> None:
+    """Refuse a file that cannot be written, or a folder that cannot be created or written to; leave no trace.
+
+    Missing parents of a folder count as creatable. `option` names the path in the message.
+    """
+    target = nearest = path.absolute()
+    try:
+        while not nearest.exists() and (folder or nearest == target):
+            if folder and nearest.is_symlink():  # dangling, or a loop: stat raises
+                nearest.stat()
+            nearest = nearest.parent
+        if nearest == target and not folder:
+            target.open("ab").close()
+        else:  # permission bits are not enough: root has them in /proc, where no file can be created
+            tempfile.TemporaryFile(dir=nearest).close()
+    except OSError as error:
+        reason = f"no file can be created in {nearest} ({error.strerror})"
+        raise input_error(f"{option}={path} cannot be written: {reason}; give another path", error) from None
+
+
+def check_output(
+    option: str, path: Path, force: bool, text: str | None = None, *, folder: bool = False, own: Iterable[str] = ()
+) -> None:
+    """`check_writable`; and unless `force`, refuse to replace what a user may have written or edited.
+
+    A file may be replaced if it is empty, already contains `text`, or is an ithaka page. A folder may contain the
+    names in `own`.
+    """
+    check_writable(option, path, folder)
+    problem = ""
+    if folder and path.is_dir():
+        if others := sorted({entry.name for entry in path.iterdir()} - {*own}):
+            problem = f"holds other files ({', '.join(others[:3])}{', ...' * (len(others) > 3)})"
+    elif path.is_file() and path.stat().st_size:
+        content = path.read_bytes()
+        is_same = text is not None and content == text.encode()
+        problem = "" if is_same or PAGE_MARK.encode() in content[:2000] else "exists"
+    if problem and not force:
+        effect = "use it anyway" if folder else "replace it"
+        raise ConfigError(f"{option}={path} {problem}; give another path, or --force to {effect}")

@@ -1,0 +1,447 @@
+"""Every setting, with its type, default, limits and description: one frozen dataclass per section.
+
+Every instance is valid, also one made with `dataclasses.replace`. Checks that need files or the number of ranks are in
+`ithaka.train.preflight`. docs/make_reference.py turns the comments above the fields into docs/settings.md.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ithaka.config.fields import ConfigError, Section, check_keys, did_you_mean, format_value, setting
+
+
+@dataclass(frozen=True)
+class RopeConfig(Section, name="model.rope", example="{theta: 8.0e6}"):
+    """Changes to the model's RoPE; null keeps the model's value or derives it. Except for type and theta, the names
+    are Hugging Face's."""
+
+    # Scaling method (Hugging Face: rope_type).
+    type: Literal["default", "linear", "llama3", "yarn", "longrope"] | None = None
+    # Base frequency (Hugging Face: rope_theta).
+    theta: float | None = setting(None, gt=1)
+    # Scaling factor; required for linear, llama3 and yarn. For longrope, null is new length / original length.
+    factor: float | None = setting(None, ge=1)
+    # Context length before scaling, for llama3, yarn and longrope.
+    original_max_position_embeddings: int | None = setting(None, ge=1)
+    # llama3: wavelengths above original / low_freq_factor are scaled, those below original / high_freq_factor are not.
+    # null: 1 and 4.
+    low_freq_factor: float | None = setting(None, gt=0)
+    high_freq_factor: float | None = setting(None, gt=0)
+    # yarn: dimensions with fewer than beta_slow rotations are interpolated, those with more than beta_fast are not.
+    # null: 1 and 32.
+    beta_slow: float | None = setting(None, gt=0)
+    beta_fast: float | None = setting(None, gt=0)
+    # longrope: a divisor for each of the head_dim / 2 frequencies. long_factor applies to batches with positions beyond
+    # the original length, short_factor to the others.
+    short_factor: tuple[float, ...] | None = setting(None, gt=0)
+    long_factor: tuple[float, ...] | None = setting(None, gt=0)
+    # yarn and longrope: factor on queries and keys. null: 0.1 ln(factor) + 1 for yarn, sqrt(1 + ln(factor) /
+    # ln(original)) for longrope.
+    attention_factor: float | None = setting(None, gt=0)
+
+
+@dataclass(frozen=True)
+class ModelConfig(Section, name="model"):
+    # A Hugging Face directory with weights, or a config.json to train from scratch. null: the embedded model.
+    path: Path | None = None
+    # Embedded model to train when path is null.
+    embedded: Literal["small", "base"] = "small"
+    # Compute dtype. auto: bfloat16 with float32 master weights on a GPU, float32 on a CPU.
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    # If data.tokenizer has more tokens than the model, add embedding rows, each the mean of the existing ones. Only for
+    # tokens added to the model's own tokenizer; in another tokenizer, the ids mean other tokens.
+    resize_embeddings: bool = False
+    # Extend the context length: {theta: 8.0e6}, or {type: yarn, factor: 16}. null: the model's own RoPE.
+    rope: RopeConfig | None = None
+
+
+# Linear modules of a decoder layer that can have an adapter, and modules that can be trained in full with adapters.
+LAYER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SAVEABLE_MODULES = ("embed_tokens", "lm_head")
+
+
+@dataclass(frozen=True)
+class AdapterConfig(Section, name="adapter"):
+    """LoRA adapters, configured as in PEFT; all other parameters are frozen. null: train every parameter."""
+
+    # Rank (PEFT: r).
+    rank: int = setting(16, ge=1)
+    # The adapter's output is scaled by alpha / rank (PEFT: lora_alpha).
+    alpha: float = setting(32, gt=0)
+    # Scale by alpha / sqrt(rank) instead (PEFT: use_rslora).
+    rslora: bool = False
+    # Modules to adapt (PEFT: target_modules), matched by the end of their names: q_proj, or 31.self_attn.q_proj.
+    # all-linear: all seven linear modules of every layer.
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    # Modules to train in full: embed_tokens, lm_head.
+    modules_to_save: tuple[str, ...] = ()
+    # A PEFT adapter directory to start from. null: new adapters, which leave the model's output unchanged at first.
+    path: Path | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.targets:
+            raise ConfigError("adapter.targets=[] names no module; use all-linear, or names such as q_proj")
+        targets = () if self.targets == "all-linear" else tuple(name.rpartition(".")[2] for name in self.targets)
+        rules = (
+            ("targets", targets, (*LAYER_LINEARS, "lm_head")),
+            ("modules_to_save", self.modules_to_save, SAVEABLE_MODULES),
+        )
+        for key, names, known in rules:
+            for name in names:
+                if name not in known:
+                    raise ConfigError(f"adapter.{key}={name} is not supported; {did_you_mean(name, known)}")
+
+
+@dataclass(frozen=True)
+class ReadingConfig(Section):
+    """How to read records, of data.path or of one source."""
+
+    # Field of a record (JSONL, JSON, Parquet, Arrow) that contains the text.
+    text_field: str = "text"
+    # Kind of record. auto: messages (or conversations), prompt and completion, input_ids (and labels), or text, chosen
+    # by the fields present.
+    format: Literal["auto", "messages", "prompt_completion", "text", "input_ids"] = "auto"
+    # Tokens with a loss; the others are context only. auto: assistant turns of messages, completions, or all tokens.
+    train_on: Literal["auto", "assistant", "completion", "all"] = "auto"
+    # Include the token that ends an assistant turn, a completion or a text in the loss.
+    train_on_eos: bool = True
+    # For a record that cannot be trained on: stop with an error, or skip and count it.
+    bad_records: Literal["refuse", "skip"] = "refuse"
+
+
+@dataclass(frozen=True)
+class SourceConfig(ReadingConfig, name="data.sources", example="{path: a.jsonl, weight: 2}"):
+    """One entry of data.sources. Reading options default to those of data."""
+
+    # As data.path.
+    path: Path | None = None
+    # Share of the tokens, relative to the other sources.
+    weight: float = setting(1.0, gt=0)
+
+
+@dataclass(frozen=True)
+class DataConfig(ReadingConfig, name="data"):
+    # A file of text, JSONL, JSON or Parquet; a directory or glob of these, or of source code; a datasets.save_to_disk
+    # folder; or hf://org/name for a dataset on the Hugging Face hub. null: Python's standard library.
+    path: Path | None = None
+    # Several datasets to mix, instead of path: [{path: a.jsonl, weight: 3}, {path: b, weight: 1}].
+    sources: tuple[SourceConfig, ...] = ()
+    # Validation data, in the same formats. null: hold out validation_fraction of the documents.
+    validation_path: Path | None = None
+    # Fraction of the documents to hold out when validation_path is null.
+    validation_fraction: float = setting(0.02, ge=0, lt=1)
+    # A tokenizer directory, or bytes for one token per byte. null: the model's own (bytes for an embedded model).
+    tokenizer: str | None = None
+    # A Jinja file that replaces the tokenizer's chat template.
+    chat_template: Path | None = None
+    # Tokens per sequence.
+    context: int = setting(4096, ge=2)
+    # Packed documents. apart: attention and positions stay within each document. together: they cross document
+    # boundaries, and a document's first token is predicted from the previous document.
+    documents: Literal["apart", "together"] = "apart"
+    # Documents longer than context: split into pieces of at most context tokens, drop, or stop with an error.
+    long_documents: Literal["split", "drop", "refuse"] = "split"
+
+    def __post_init__(self) -> None:
+        if self.sources and self.path is not None:
+            raise ConfigError(f"data.path={self.path} cannot be combined with data.sources; make the path a source")
+        if isinstance(self.sources, list | tuple):
+            sources = tuple(self._source(**each) if isinstance(each, dict) else each for each in self.sources)
+            object.__setattr__(self, "sources", sources)
+        super().__post_init__()
+
+    def all_sources(self) -> tuple[SourceConfig, ...]:
+        """`sources`, or `path` as the only source."""
+        return self.sources or (self._source(path=self.path),)
+
+    def _source(self, **values: Any) -> SourceConfig:
+        if self.sources and values.get("path") is None:
+            raise ConfigError(f"data.sources={format_value(values)} has no path; add one")
+        shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(ReadingConfig)}
+        return SourceConfig.from_mapping(shared | values)
+
+
+@dataclass(frozen=True)
+class ParallelConfig(Section, name="parallel"):
+    # Local ranks to start: at most one per GPU, or 4 per CPU core. auto: one per GPU, or 2 on a CPU. Ignored under
+    # torchrun, which has its own number of ranks.
+    ranks: int | Literal["auto"] = setting("auto", ge=1)
+    # Context parallelism: ranks that share a sequence. The rest is data parallelism: each group of cp ranks has
+    # train.batch sequences per micro-step. all: every rank. auto: as planned; without a plan, every rank.
+    cp: int | Literal["auto", "all"] = setting("auto", ge=1)
+    # Number of Ulysses groups among the cp ranks. Ranks of a group exchange tokens for heads; k and v travel around a
+    # ring between groups. auto: as planned; without a plan, the smallest ring that leaves each rank a head.
+    ring: int | Literal["auto"] = setting("auto", ge=1)
+    # Copies of the parameters. 1 shards them over all ranks; the number of nodes shards them within each node, which
+    # takes more memory and less network traffic. auto: as planned; without a plan, 1.
+    replicas: int | Literal["auto"] = setting("auto", ge=1)
+    # Query heads per attention stage, summed over the cp / ring ranks of a group; fewer heads take less memory. all:
+    # one stage, plain Ulysses.
+    heads_per_stage: int | Literal["all"] = setting("all", ge=1)
+
+    def cp_of(self, num_ranks: int) -> int:
+        return self.cp if isinstance(self.cp, int) else num_ranks
+
+
+@dataclass(frozen=True)
+class MemoryConfig(Section, name="memory"):
+    # Layers to checkpoint, counted from the first; the others keep all activations. full: all layers. none: no layer.
+    checkpoint: int | Literal["none", "full"] = setting("full", ge=0)
+    # Offload the activations kept for backward. none: keep them on the device.
+    offload: Literal["none", "host", "disk"] = "none"
+    # Local tokens per tile of norms, projections and MLP; the loss uses a quarter. all: one tile.
+    tile_tokens: int | Literal["all"] = setting(8192, ge=1)
+    # Layers, counted from the last, that keep the attention output instead of recomputing it in backward.
+    keep_attention: int | Literal["none", "all"] = setting("none", ge=0)
+    # Where to keep these outputs. null: as memory.offload.
+    attention_offload: Literal["none", "host", "disk"] | None = None
+    # Layers, counted from the last, that also keep q, k, v and the residual stream after attention: everything except
+    # the MLP activations.
+    keep_projections: int | Literal["none", "all"] = setting("none", ge=0)
+    # Overlap communication and copies with computation, which takes more memory. Use false for the longest sequences.
+    overlap: bool = True
+    # Keep parameters, gradients and optimizer state in host memory, and update them there.
+    offload_optimizer: bool = False
+    # Directory for disk offload. null: the system's temporary directory.
+    disk_path: Path | None = None
+    # auto: on a known GPU, the planner chooses every parallel and memory setting that is not given. off: use defaults.
+    plan: Literal["auto", "off"] = "auto"
+
+
+@dataclass(frozen=True)
+class AttentionConfig(Section, name="attention"):
+    # A kernel of ithaka/attention/kernels.py. auto: the fastest one that runs on the device.
+    kernel: str = "auto"
+    # Tokens per query block and per key/value block. null: derived from the cache size.
+    block_q: int | None = setting(None, ge=1)
+    block_kv: int | None = setting(None, ge=1)
+
+
+@dataclass(frozen=True)
+class OptimConfig(Section, name="optim"):
+    # Peak learning rate of AdamW.
+    lr: float = setting(3e-4, ge=0)
+    # AdamW betas and epsilon.
+    betas: tuple[float, float] = setting((0.9, 0.95), ge=0, lt=1)
+    eps: float = setting(1e-8, gt=0)
+    # Applies to matrices only, not to norms and biases.
+    weight_decay: float = setting(0.1, ge=0)
+    # Learning rate after the warm-up: cosine decay to min_lr_ratio * lr, or constant.
+    schedule: Literal["cosine", "constant"] = "cosine"
+    # Step at which the cosine decay ends. null: train.steps when the run started. Resuming with more steps keeps that
+    # value, unless the run ended during its warm-up.
+    decay_steps: int | None = setting(None, ge=1)
+    # Steps of linear warm-up from 0 to lr.
+    warmup_steps: int = setting(0, ge=0)
+    # Final learning rate, as a fraction of lr.
+    min_lr_ratio: float = setting(0.1, ge=0, le=1)
+    # Gradient clipping: maximum global norm. null: no clipping.
+    clip_norm: float | None = setting(1.0, gt=0)
+
+    def check_schedule(self) -> None:
+        """Refuse a cosine that ends during the warm-up."""
+        end, warmup = self.decay_steps, self.warmup_steps
+        if self.schedule == "cosine" and end is not None and end <= warmup:
+            raise ConfigError(f"optim.decay_steps={end} ends within optim.warmup_steps={warmup}; give more, or null")
+
+
+@dataclass(frozen=True)
+class TrainConfig(Section, name="train"):
+    # Optimizer steps of the run, including those before a resume.
+    steps: int = setting(1000, ge=1)
+    # Passes over the data, instead of steps; with several sources, over their total number of tokens. 0.5: half a pass.
+    epochs: float | None = setting(None, gt=0)
+    # Sequences per data-parallel rank and micro-step.
+    batch: int = setting(1, ge=1)
+    # Gradient accumulation: micro-steps per optimizer step.
+    accumulate: int = setting(1, ge=1)
+    # Sequences per optimizer step, over all ranks. Sets accumulate, so that the batch does not depend on the number of
+    # GPUs. null: batch x accumulate x data-parallel ranks.
+    global_batch: int | None = setting(None, ge=1)
+    # Steps between validations. 0: validate only at the end.
+    validate_every: int = setting(100, ge=0)
+    # Sequences per validation, over all ranks. 0: never validate.
+    validate_sequences: int = setting(8, ge=0)
+    # Minutes between checkpoints. 0: no checkpoints by time.
+    save_minutes: float = setting(15.0, ge=0)
+    # Steps between checkpoints, in addition to save_minutes. 0: no checkpoints by step. The last step is always saved.
+    save_every: int = setting(0, ge=0)
+    # Checkpoints to keep; older ones are deleted.
+    keep_last: int = setting(2, ge=1)
+    # Also save and keep the checkpoint with the lowest validation loss. The run prints its step at the end, for `ithaka
+    # export --step`.
+    keep_best: bool = False
+    # Early stopping: validations in a row without a lower loss before the run ends; implies keep_best. 0: never.
+    patience: int = setting(0, ge=0)
+    # A step with a non-finite or spiking loss or gradient is recomputed. If it fails again: stop, or skip the batch and
+    # log its documents; the third skip in a row stops the run.
+    bad_step: Literal["stop", "skip"] = "stop"
+    # Spike threshold: gradient norm relative to the median of the last 100 steps. null: no spike detection.
+    spike: float | None = setting(None, gt=1)
+    # Seed of the initial weights and the data order.
+    seed: int = setting(0, ge=0)
+    # Apply torch.compile to the MLP.
+    compile: bool = False
+    # Accumulate gradients in a fixed order, so that GPU runs are bitwise reproducible; the attention backward is 10 %
+    # slower.
+    deterministic: bool = False
+    # Experiment trackers to log to; each needs its package: [tensorboard, wandb].
+    track: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = ()
+    # Seconds after SIGTERM or SIGUSR1 to finish the step and save; after that the run exits at once, leaving the last
+    # checkpoint. By default, Kubernetes, Slurm and torchrun kill after 30 seconds.
+    grace_s: float = setting(25.0, ge=0)
+    # Run directory. null: runs/<date>-<time>. Required for `--resume auto`.
+    run_dir: Path | None = None
+
+    def micro_steps(self, dp: int) -> int:
+        """Micro-steps per optimizer step on `dp` data-parallel ranks."""
+        per = self.batch * dp
+        if self.global_batch is None:
+            return self.accumulate
+        if self.global_batch % per:
+            rule = f"is not a multiple of {per} (train.batch={self.batch} x {dp} data-parallel ranks)"
+            near = " or ".join(str(per * n) for n in (self.global_batch // per, self.global_batch // per + 1) if n)
+            raise ConfigError(f"train.global_batch={self.global_batch} {rule}; use {near}, or another parallel.cp")
+        return self.global_batch // per
+
+
+@dataclass(frozen=True)
+class ProfileConfig(Section, name="profile"):
+    # Steps between profiles of rank 0: a trace, a memory map and phase times in the run directory. 0: never.
+    every: int = setting(0, ge=0)
+
+
+@dataclass(frozen=True)
+class EvaluateConfig(Section, name="evaluate"):
+    """`ithaka evaluate` during training. Results are also written to evaluations/step-N.json."""
+
+    # Steps between evaluations; the last step is always evaluated. 0: never.
+    every: int = setting(0, ge=0)
+    # Context lengths, which may exceed data.context; the loss is measured at the longest. []: data.context.
+    contexts: tuple[int, ...] = setting((), ge=2)
+    # Held-out data, as data.path. null: Python's standard library.
+    data: Path | None = None
+    # Long documents to read.
+    documents: int = setting(8, ge=1)
+    # Samples per retrieval task, length and depth.
+    samples: int = setting(2, ge=1)
+
+
+@dataclass(frozen=True)
+class EntryConfig(Section, name="curriculum", example="{context: 64K, steps: 200}"):
+    """One entry of the curriculum. rope and data default to those of the previous entry."""
+
+    # data.context and train.steps of this entry; both are required.
+    context: int | None = setting(None, ge=2)
+    steps: int | None = setting(None, ge=1)
+    # As model.rope.
+    rope: RopeConfig | None = None
+    # Changes to the data section, such as {sources: [...]}. A new dataset is read from its start.
+    data: dict | None = None
+    # Changes to the optim section; the learning rate then follows a schedule over this entry's steps. null: the run's
+    # schedule continues.
+    optim: dict | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_keys(self.data or {}, DataConfig, "curriculum.data")
+        check_keys(self.optim or {}, OptimConfig, "curriculum.optim")
+        for name in ("context", "steps"):
+            if getattr(self, name) is None:
+                raise ConfigError(f"curriculum has an entry without {name}; add it: {self.section_example}")
+        if "context" in (self.data or {}):
+            raise ConfigError("curriculum.data.context has no effect; set context of the entry instead")
+
+
+@dataclass(frozen=True)
+class Config(Section):
+    model: ModelConfig = field(default_factory=ModelConfig)
+    adapter: AdapterConfig | None = None
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    # Several lengths in one run: [{context: 64K, steps: 200}, {context: 512K, steps: 50, rope: {theta: 1.3e8}}]. Each
+    # entry has its own plan; weights, optimizer state and learning-rate schedule carry over.
+    curriculum: tuple[EntryConfig, ...] = ()
+
+    @property
+    def ends(self) -> list[int]:
+        """The last step of each curriculum entry, or of the run if there is no curriculum."""
+        return list(itertools.accumulate(entry.steps or 0 for entry in self.curriculum)) or [self.train.steps]
+
+    @property
+    def entry(self) -> int:
+        """Index of the curriculum entry that this configuration, returned by `at`, is for."""
+        return self.ends.index(self.train.steps)
+
+    @property
+    def start(self) -> int:
+        """Steps before this entry."""
+        return [0, *self.ends][self.entry]
+
+    @property
+    def schedule_start(self) -> int:
+        """Step at which the learning-rate schedule starts."""
+        return self.start if self.curriculum and self.curriculum[self.entry].optim else 0
+
+    def at(self, step: int) -> Config:
+        """The configuration after `step` steps, with the settings of that curriculum entry."""
+        if not self.curriculum:
+            return self
+        index = min(bisect.bisect_right(self.ends, step), len(self.ends) - 1)
+        model, data, optim = self.model, self.data, self.optim
+        for entry in self.curriculum[: index + 1]:
+            changes = entry.data or {}
+            replaced: dict[str, Any] = {"path": None, "sources": ()} if {"path", "sources"} & {*changes} else {}
+            data = dataclasses.replace(data, **{**replaced, **changes, "context": entry.context})
+            model = dataclasses.replace(model, rope=entry.rope or model.rope)
+        if entry.optim:
+            optim = dataclasses.replace(optim, **{"decay_steps": entry.steps, **entry.optim})
+            optim.check_schedule()
+        train = dataclasses.replace(self.train, steps=self.ends[index])
+        return dataclasses.replace(self, train=train, data=data, model=model, optim=optim)
+
+
+SECTIONS: dict[str, type[Section]] = {
+    section.section_name: section
+    for section in (
+        ModelConfig,
+        AdapterConfig,
+        DataConfig,
+        ParallelConfig,
+        MemoryConfig,
+        AttentionConfig,
+        OptimConfig,
+        TrainConfig,
+        ProfileConfig,
+        EvaluateConfig,
+    )
+}
+
+
+def check_effects(settings: Mapping[str, Any]) -> None:
+    """Refuse memory settings that would have no effect. `settings` maps names (memory.offload) to the known values."""
+    for cause, values, other, idle in (
+        ("memory.checkpoint", ("none", 0), "full", ("keep_attention", "keep_projections")),
+        ("memory.keep_attention", ("none", 0), "all", ("attention_offload",)),
+    ):
+        for key in idle if settings.get(cause) in values else ():
+            default = getattr(MemoryConfig, key)
+            if (value := settings.get(f"memory.{key}", default)) not in (default, "all"):
+                raise ConfigError(
+                    f"memory.{key}={format_value(value)} has no effect with {cause}={settings[cause]}; "
+                    f"use {cause}={other}, or memory.{key}={format_value(default)}"
+                )
