@@ -19,9 +19,9 @@ from torch.distributed.launcher import api
 
 from ithaka.cli import train_rank
 from ithaka.config import Config, parse_config
+from ithaka.launch import run_child_rank, run_ranks
 from ithaka.train import loop
 from ithaka.train.checkpoint import Saver
-from ithaka.train.launch import run_child_rank, run_ranks
 from ithaka.train.preflight import Run, validated
 from programs import Program
 

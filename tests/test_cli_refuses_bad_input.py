@@ -11,6 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 import ithaka
+from ithaka import launch
 from ithaka.cli import app
 from ithaka.config import (
     CPU_DEFAULT,
@@ -26,7 +27,7 @@ from ithaka.config import (
 from ithaka.data import files
 from ithaka.exits import FINAL_EXIT_CODES, ExitCode
 from ithaka.report.html import render_page
-from ithaka.train import checkpoint, launch, preflight
+from ithaka.train import checkpoint, preflight
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 50
 

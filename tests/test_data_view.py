@@ -8,10 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from browser import Browser, find_browser
+from ithaka import launch
 from ithaka.cli import app
 from ithaka.data import mix, read
 from ithaka.exits import ExitCode
-from ithaka.train import launch
 from runs import MODEL
 
 TEMPLATE = """{% for m in messages %}{{ m.role[0] + ':' + m.content + '|' }}{% endfor %}\

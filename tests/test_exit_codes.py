@@ -11,13 +11,14 @@ import pytest
 import torch
 import yaml
 
+from ithaka import launch
 from ithaka.config import ConfigError, load_config
 from ithaka.data import files, read
 from ithaka.data.cache import TokenCache
 from ithaka.data.tokenizer import ByteTokenizer
-from ithaka.exits import FINAL_EXIT_CODES, ExitCode, TransientError
+from ithaka.exits import FINAL_EXIT_CODES, ExitCode, TransientError, exit_code_for
 from ithaka.layer.store import StoreError
-from ithaka.train import checkpoint, launch, loop
+from ithaka.train import checkpoint, loop
 from runs import tiny_run, valid
 
 DOCS = Path(__file__).parents[1] / "docs/running-for-weeks.md"
@@ -97,7 +98,7 @@ def wrapped(error: Exception) -> Exception:
     ],
 )
 def test_errors_have_the_tables_codes(error, code):
-    assert launch.exit_code_of(error) is code
+    assert exit_code_for(error) is code
 
 
 def failing(number: int):

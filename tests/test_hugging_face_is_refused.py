@@ -133,7 +133,7 @@ def test_a_trainer_that_loads_the_model_itself(tmp_path):
 
 @pytest.fixture
 def on_h200(monkeypatch):
-    monkeypatch.setattr("ithaka.train.launch.gpu", lambda: H200)
+    monkeypatch.setattr("ithaka.launch.detect_gpu", lambda: H200)
     monkeypatch.setattr("ithaka.plan.hardware.cgroup_rooms", list)
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ithaka import cli
+from ithaka import cli, launch
 from ithaka.config import parse_config, to_dict
 from ithaka.dist import mesh
 from ithaka.layer import store
 from ithaka.profile import progress
-from ithaka.train import checkpoint, heartbeat, launch
+from ithaka.train import checkpoint, heartbeat
 from ithaka.train.preflight import AUTO
 from runs import metrics, run, tiny_run, valid
 
@@ -58,7 +58,7 @@ def groups_after_entries(config):
     """How many groups there are after each entry of a curriculum, in one process as under torchrun."""
     counts = []
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
-        patch.setattr(launch, "stays_for_more", lambda: True)
+        patch.setattr(launch, "ranks_persist", lambda: True)
         patch.setenv("RANK", str(dist.get_rank()))
         for step in (0, 1):
             cli.train_rank(valid(config.at(step), AUTO))

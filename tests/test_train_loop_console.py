@@ -15,10 +15,11 @@ import pytest
 import torch
 from rich.console import Console as RichConsole
 
+from ithaka import launch
 from ithaka.exits import ExitCode
 from ithaka.model.batch import count_pairs
 from ithaka.train import console as console_module
-from ithaka.train import launch, loop
+from ithaka.train import loop
 from ithaka.train.console import Console, Record, describe, format_count, open_metrics, status, step_flops
 from ithaka.train.loop import Diverged
 from ithaka.train.track import tracked
@@ -147,11 +148,11 @@ def test_a_narrow_terminal_shows_the_step_whole(tmp_path, monkeypatch):
 def test_a_second_signal_leaves_at_once_but_an_echo_does_not(monkeypatch, capfd):
     left = []
     monkeypatch.setattr("os._exit", left.append)
-    with launch.stop_requests() as received:
+    with launch.catch_stop_signals() as received:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)  # torchrun passing it on
         assert received == [signal.SIGINT] and left == []
-        monkeypatch.setattr(launch, "SAME_S", -1.0)  # as if later
+        monkeypatch.setattr(launch, "SIGNAL_DEBOUNCE_S", -1.0)  # as if later
         signal.raise_signal(signal.SIGINT)
     assert left == [ExitCode.SIGNALED + signal.SIGINT]
     assert capfd.readouterr().err == "Stopping after this step; Ctrl-C again stops at once.\n"  # the first is answered

@@ -41,9 +41,9 @@ class Commands(TyperGroup):
         except Exception as error:
             if not type(error).__module__.startswith("ithaka.") and not is_transient(error):
                 raise
-            from ithaka.train.launch import outcome_of, print_outcome
+            from ithaka.launch import outcome_from_error, print_outcome
 
-            outcome = outcome_of(error)
+            outcome = outcome_from_error(error)
             print_outcome(outcome)
             raise typer.Exit(outcome.code) from None
 
@@ -84,9 +84,9 @@ def main() -> None:
     # PyTorch's profiler reads it when torch is imported; without it, its log stands between the lines of a run.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun
-        from ithaka.train.launch import end_with_parent
+        from ithaka.launch import exit_with_parent
 
-        end_with_parent()
+        exit_with_parent()
     app()
 
 
@@ -134,8 +134,9 @@ def train(
 def train_rank(run: Run, only_profile: bool = False) -> int:
     """What every rank runs; rank 0 then writes the report. Returns the exit code."""
     with _loading("starting the ranks"):
+        from ithaka import launch
         from ithaka.dist.mesh import end_process_group, end_subgroups, free_memory, start_process_group
-        from ithaka.train import launch, loop
+        from ithaka.train import loop
 
         start_process_group()
 
@@ -144,7 +145,7 @@ def train_rank(run: Run, only_profile: bool = False) -> int:
     tells = is_rank_0()
     with live_report(run.run_dir) if tells else nullcontext():
         code = loop.train(run, only_profile)
-    if launch.stays_for_more() and not code and run.config.train.steps < run.config.ends[-1]:
+    if launch.ranks_persist() and not code and run.config.train.steps < run.config.ends[-1]:
         free_memory()  # the model's first, which refers to the groups
         end_subgroups()
     else:
@@ -207,8 +208,9 @@ def _run(
     """Check the settings, print the plan and start the ranks; restart them from their last checkpoint if they fail."""
     folder = None if run_dir is None else _path(run_dir, "--run-dir")
     with _loading() as status:
+        from ithaka import launch
         from ithaka.plan import show
-        from ithaka.train import checkpoint, launch
+        from ithaka.train import checkpoint
         from ithaka.train.preflight import AUTO, preflight
 
     changes = [*(overrides or []), *([f"parallel.ranks={ranks}"] if ranks is not None else [])]
@@ -229,7 +231,7 @@ def _run(
         except Exception as error:
             if not is_transient(error):
                 raise
-            outcome = launch.outcome_of(error)
+            outcome = launch.outcome_from_error(error)
             launch.print_outcome(outcome)
             if restarts.allow(outcome.code):
                 continue
@@ -549,7 +551,7 @@ def bench_network(
     force: Force = False,
 ) -> None:
     """Measure what ranks send each other, and write it for `ithaka plan --gpu-file`. Start it with torchrun."""
-    from ithaka.train.launch import run_ranks, under_torchrun
+    from ithaka.launch import run_ranks, under_torchrun
 
     if not under_torchrun():
         raise ConfigError(

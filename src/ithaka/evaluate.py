@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from ithaka import launch
 from ithaka.config import ConfigError
 from ithaka.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from ithaka.dist.mesh import default_device, end_process_group, make_mesh, start_process_group
@@ -21,7 +22,7 @@ from ithaka.model.build import build_model, has_weights
 from ithaka.plan.search import forward_layout
 from ithaka.plan.shape import read_json, read_shape
 from ithaka.report.html import render_page, render_table
-from ithaka.train import checkpoint, launch
+from ithaka.train import checkpoint
 
 RESULT = "result.json"
 MEANING = (

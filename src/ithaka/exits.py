@@ -41,6 +41,8 @@ NETWORK = ["ECOMM", "ECONNABORTED", "ECONNREFUSED", "ECONNRESET", "EHOSTDOWN", "
 NETWORK += ["ENETUNREACH", "ENOTCONN", "ESHUTDOWN"]
 # Not every system has all of them.
 TRANSIENT_ERRNOS = {getattr(errno, name, errno.EIO) for name in STORAGE + NETWORK} | {socket.EAI_AGAIN}
+# CUDA and its callers (PyTorch, NCCL, Triton); PyTorch's CPU allocator; cuBLAS and cuDNN.
+OUT_OF_MEMORY_MESSAGES = ("out of memory", "DefaultCPUAllocator", "_STATUS_ALLOC_FAILED")
 TRANSIENT_STATUS = {408, 429, 500, 502, 503, 504}  # HTTP status codes of the Hugging Face hub
 
 
@@ -59,3 +61,20 @@ def is_transient(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    # By name and message: torch may not be imported, and only parts of it raise its own OutOfMemoryError.
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    named = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
+    return named or (isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY_MESSAGES))
+
+
+def exit_code_for(error: BaseException) -> ExitCode:
+    """The exit code of the error's class (`exit_code`), or the one that fits the error."""
+    if isinstance(code := getattr(error, "exit_code", None), ExitCode):
+        return code
+    if is_out_of_memory(error):
+        return ExitCode.OUT_OF_MEMORY
+    return ExitCode.TRANSIENT if is_transient(error) else ExitCode.FAILED

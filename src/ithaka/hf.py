@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 
+from ithaka import launch
 from ithaka.attention.kernels import agree_on_kernel
 from ithaka.config import SAVEABLE_MODULES, AdapterConfig, ConfigError, parse_config, parse_count
 from ithaka.dist.agree import gather_objects, raise_on_all_ranks
@@ -42,7 +43,6 @@ from ithaka.model.calls import OF_KERNELS
 from ithaka.model.logprobs import token_logprobs
 from ithaka.plan import show
 from ithaka.plan.shape import ModelShape, shape_from_config
-from ithaka.train import launch
 from ithaka.train.preflight import (
     Run,
     check_fits,
@@ -156,8 +156,9 @@ def plan_model_run(
         "parallel": {name: value for name, value in fixed.items() if value},
     }
     config, given = parse_config(tree), {f"parallel.{name}" for name in tree["parallel"]}
-    here = raise_on_all_ranks(detect_machine, config, num_ranks, launch.gpu())
-    least, shape = raise_on_all_ranks(weakest_machine, gather_objects(here)), raise_on_all_ranks(shape_from_model, model)
+    here = raise_on_all_ranks(detect_machine, config, num_ranks, launch.detect_gpu())
+    least = raise_on_all_ranks(weakest_machine, gather_objects(here))
+    shape = raise_on_all_ranks(shape_from_model, model)
     if default_device().type == "cuda" and uses_planner(config, least):  # else there is no trial to know it by
         least = least.with_kernel(agree_on_kernel("auto", default_device(), torch.bfloat16, shape.head_dim))
 

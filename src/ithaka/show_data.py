@@ -17,13 +17,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ithaka import launch
 from ithaka.config import Config
 from ithaka.data.open import balance, check_data, data_facts, epoch_steps, open_data
 from ithaka.data.pack import IGNORE_INDEX
 from ithaka.data.stream import TrainData
 from ithaka.data.tokenizer import Tokenizer, load_tokenizer
 from ithaka.report.html import Markup, render_page, render_table
-from ithaka.train import launch
 from ithaka.train.preflight import model_shape
 
 # What chat templates put around tool calls and tool results, and how a call starts.

@@ -25,6 +25,7 @@ from transformers.utils import logging
 
 from ithaka.config import AdapterConfig, Config, ConfigError
 from ithaka.dist.mesh import Mesh, end_process_group, make_mesh
+from ithaka.launch import check_cpu_ranks, max_cpu_ranks, num_gpus, run_ranks
 from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.layout import ActivationPolicy, Layout, layout_from_config
 from ithaka.model.adapters import add_adapter, read_stored_settings
@@ -32,7 +33,6 @@ from ithaka.model.build import has_weights, parallelize_model, read_hf_config
 from ithaka.model.logprobs import token_logprobs
 from ithaka.model.weights import EMBEDDINGS, open_tensor_files
 from ithaka.plan.shape import read_shape, shape_from_config
-from ithaka.train.launch import check_cpu_ranks, most_cpu_ranks, num_gpus, run_ranks
 from ithaka.train.preflight import check_weights
 
 ALLOWED = 1e-4  # relative; a wrong index, factor or mask gives 1e-2 and more
@@ -54,7 +54,7 @@ def verify(source: Path | dict, config: Config | None = None, cp: int | None = N
     shape = read_shape(source) if isinstance(source, Path) else shape_from_config(source)
     check_weights(source if isinstance(source, Path) else None)
     heads, asked = shape.heads, config.parallel.cp if config is not None else 4
-    cp = cp or min(asked if isinstance(asked, int) else 4, heads, max(num_gpus(), most_cpu_ranks()))
+    cp = cp or min(asked if isinstance(asked, int) else 4, heads, max(num_gpus(), max_cpu_ranks()))
     if cp > heads:
         raise ConfigError(f"--cp={cp} exceeds the {heads} query heads; use at most {heads}")
     if cp > num_gpus():

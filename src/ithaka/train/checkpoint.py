@@ -56,13 +56,12 @@ from ithaka.config import (
 from ithaka.dist.agree import RankError, SharedTransientError, gather_objects, raise_first
 from ithaka.dist.mesh import default_device, use_device
 from ithaka.dist.rank import is_rank_0
-from ithaka.exits import TransientError, is_transient
+from ithaka.exits import TransientError, is_out_of_memory, is_transient
 from ithaka.layer.store import Slab
 from ithaka.layout import format_choices
 from ithaka.model.adapters import adapter_tensor_name, merge_adapter
 from ithaka.phases import phase
 from ithaka.plan.shape import ModelShape, read_shape
-from ithaka.train.launch import is_out_of_memory
 from ithaka.train.safe_load import SafeReader, load_into
 
 CHECKPOINT_FORMAT = 1

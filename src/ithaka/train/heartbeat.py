@@ -29,12 +29,12 @@ from ithaka.data.mix import tokens_per_round
 from ithaka.data.pack import Packing
 from ithaka.dist.mesh import use_device
 from ithaka.exits import ExitCode
+from ithaka.launch import Outcome, exit_rank
 from ithaka.phases import Listener, PhasePath
 from ithaka.plan.hardware import GPUS, Hardware, available_memory, gpu_named
 from ithaka.plan.seconds import layer_seconds
 from ithaka.plan.show import format_bytes
 from ithaka.profile.timeline import DeviceTimeline
-from ithaka.train.launch import Outcome, exit_rank
 from ithaka.train.preflight import Run
 
 BEAT_S = 5.0

@@ -30,7 +30,8 @@ from ithaka.data.tokenizer import Tokenizer, load_tokenizer
 from ithaka.dist.agree import SharedError, gather_objects, raise_on_all_ranks
 from ithaka.dist.mesh import Mesh, default_device, make_mesh, set_timeouts, start_process_group
 from ithaka.dist.rank import is_local_rank_0
-from ithaka.exits import ExitCode, TransientError
+from ithaka.exits import ExitCode, TransientError, exit_code_for
+from ithaka.launch import Outcome, catch_stop_signals, exit_rank, handle_stop_signal
 from ithaka.layer.store import Store
 from ithaka.measure import EvalText, check_prompts, flatten_metrics, measure_all, read_text
 from ithaka.model.batch import count_pairs
@@ -41,7 +42,6 @@ from ithaka.plan.show import format_bytes
 from ithaka.train import checkpoint
 from ithaka.train.console import Console, Record, format_count, host_peak_bytes, read_metrics, status, step_flops
 from ithaka.train.heartbeat import Heartbeat, Limits, PhaseTracker, SlowRanks, validation_seconds
-from ithaka.train.launch import Outcome, exit_code_of, exit_rank, handle_stop_signal, stop_requests
 from ithaka.train.preflight import (
     Run,
     check_same,
@@ -382,7 +382,7 @@ def train(run: Run, only_profile: bool = False) -> int:
     start_process_group()
     limits = Limits(*map(max, zip(*(vars(each).values() for each in gather_objects(limits)), strict=True)))
     beat = Heartbeat(place, limits, run.run_dir)
-    with stop_requests(grace.asked) as stop, listening(witness), listening(place):
+    with catch_stop_signals(grace.asked) as stop, listening(witness), listening(place):
         try:
             beat.start()
             set_timeouts(2 * limits.longest)
@@ -392,7 +392,7 @@ def train(run: Run, only_profile: bool = False) -> int:
             beat.close()
         except Exception as error:
             beat.wait_for_verdict(error, stop)
-            code = ExitCode.OUT_OF_MEMORY if ran_out_of_memory(error) else exit_code_of(error)
+            code = ExitCode.OUT_OF_MEMORY if ran_out_of_memory(error) else exit_code_for(error)
             beat.close(f"{type(error).__name__}: {error}"[:2000], code)
             if not ran_out_of_memory(error):
                 raise

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import yaml
 
 import ithaka
+from ithaka import launch
 from ithaka.attention.kernels import KERNELS, expected_kernel
 from ithaka.config import (
     CPU_DEFAULT,
@@ -46,6 +47,7 @@ from ithaka.config import (
 from ithaka.dist.agree import SharedError, gather_objects, raise_on_all_ranks
 from ithaka.dist.mesh import start_process_group
 from ithaka.exits import TransientError
+from ithaka.launch import under_torchrun
 from ithaka.layout import Layout, check_fixed, fixed_settings, format_choices, layout_from_config
 from ithaka.model.adapters import read_stored_settings
 from ithaka.plan.bytes import CHECKPOINT_COPY, Holders, Ledger, build_ledger, saved_bytes
@@ -53,8 +55,7 @@ from ithaka.plan.hardware import GPUS, Hardware, find_gpu, gpu_named, this_host,
 from ithaka.plan.search import ADAPTER_RANK, Plan, SearchSpace, make_search_space, work_from_config
 from ithaka.plan.shape import ModelShape, Work, read_shape, shape_from_config
 from ithaka.plan.show import format_bytes
-from ithaka.train import checkpoint, launch
-from ithaka.train.launch import under_torchrun
+from ithaka.train import checkpoint
 
 if TYPE_CHECKING:
     from ithaka.data.stream import TrainData
@@ -148,7 +149,7 @@ def preflight(
         config = resolve(file, changes, resume, run_dir, name)
         num_ranks = launch.decide_ranks(config.parallel.ranks, launch.num_gpus())
         newest = checkpoint.newest_checkpoint(config.train.run_dir) if resume is not None else None
-        return config, detect_machine(config, num_ranks, launch.gpu()), newest
+        return config, detect_machine(config, num_ranks, launch.detect_gpu()), newest
 
     def decided() -> Run:
         check_ranks_agree(configs, newest)
@@ -227,7 +228,7 @@ def fitting(config: Config, num_ranks: int, here: Hardware | None, goes_on: bool
     """A run with these settings, which its machine has room for."""
     shape = model_shape(config)
     check_settings(config, num_ranks, shape)
-    hardware = here or detect_machine(config, num_ranks, launch.gpu())
+    hardware = here or detect_machine(config, num_ranks, launch.detect_gpu())
     layout = layout_from_config(config, shape.num_layers, num_ranks, hardware.gpu.name != "CPU", shape.heads)
     accumulate = config.train.micro_steps(num_ranks // layout.cp)
     if not goes_on and config.train.accumulate not in (1, accumulate):

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from ithaka.config import shell_command
 from ithaka.dist.mesh import Mesh
+from ithaka.exits import is_out_of_memory
 from ithaka.layer.store import StoreError
 from ithaka.phases import Listener, PhasePath
 from ithaka.plan.hardware import gpu_named
@@ -28,7 +29,6 @@ from ithaka.profile.memory import planned_holders
 from ithaka.profile.progress import Progress
 from ithaka.profile.step import StepProfile, describe_machine
 from ithaka.profile.times import StepTimes
-from ithaka.train import launch
 from ithaka.train.console import Console
 from ithaka.train.preflight import Run, drop_reserve
 
@@ -111,7 +111,7 @@ class Watch:
 
 def ran_out_of_memory(error: BaseException | None) -> bool:
     """Whether memory ran out on the device or the host, or room in the store."""
-    return error is not None and (isinstance(error, StoreError) or launch.is_out_of_memory(error))
+    return error is not None and (isinstance(error, StoreError) or is_out_of_memory(error))
 
 
 class OutOfMemoryTracker(Listener):

@@ -1,0 +1,359 @@
+"""Start the ranks of a command on this machine, forward signals to them, and print one error for all of them.
+
+PyTorch's elastic launcher starts the ranks, each in its own session, and ends them all when one fails. Under torchrun
+the ranks already exist, and a single rank needs no launcher: both run in this process. Ranks report how they ended in
+files, see `exit_rank`. Torch is imported late: commands that do not need it also report their errors here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import psutil
+
+from ithaka.config import ConfigError
+from ithaka.dist.rank import is_rank_0
+from ithaka.exits import FINAL_EXIT_CODES, ExitCode, TransientError, exit_code_for
+from ithaka.plan.hardware import num_cores
+
+PARENT_POLL_S = 0.2  # how often a rank checks that its launcher is alive
+FAILURE_GRACE_S = 2.0  # after one rank failed, for the others to report their own errors
+SIGNAL_DEBOUNCE_S = 0.5  # a terminal and a launcher, or `timeout`, may send the same signal twice
+RETRY_S = 15.0  # before a restart after a transient fault
+DEFAULT_CPU_RANKS = 2
+CPU_RANKS_PER_CORE, MIN_CPU_RANK_LIMIT = 4, 8  # more is a mistake, such as a cluster's settings on a laptop
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+RankFunction = Callable[..., int | None]  # returns an exit code; None is 0
+
+
+# ---- how many ranks, on which GPUs
+
+
+def num_gpus() -> int:
+    """CUDA devices visible to this process."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def detect_gpu() -> tuple[str, int] | None:
+    """Name and memory of this rank's GPU (rank 0's before the ranks start), or None without one. A subprocess queries
+    the driver, so that CUDA is not initialized in this process."""
+    if num_gpus() == 0:
+        return None
+    index = int(os.environ.get("LOCAL_RANK", "0")) % num_gpus()
+    query = f"import json; from ithaka.plan.hardware import ask_driver; print(json.dumps(ask_driver({index})))"
+    command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {query}"]
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return "unknown", sys.maxsize
+    name, num_bytes = json.loads(output)
+    return name, num_bytes
+
+
+def under_torchrun() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def decide_ranks(ranks: int | Literal["auto"], gpus: int) -> int:
+    """Number of ranks: torchrun's, else the requested number, else one per GPU."""
+    if under_torchrun():
+        return int(os.environ["WORLD_SIZE"])
+    if ranks == "auto":
+        return gpus or DEFAULT_CPU_RANKS
+    if gpus and ranks > gpus:
+        raise ConfigError(f"parallel.ranks={ranks} exceeds the number of GPUs; use at most {gpus}")
+    if not gpus:
+        check_cpu_ranks(ranks, "parallel.ranks")
+    return ranks
+
+
+def max_cpu_ranks() -> int:
+    return max(MIN_CPU_RANK_LIMIT, CPU_RANKS_PER_CORE * num_cores())
+
+
+def check_cpu_ranks(ranks: int, setting: str) -> None:
+    """Refuse to start far more processes than this machine has cores."""
+    if ranks > (limit := max_cpu_ranks()):
+        rule = f"is too many for {num_cores()} cores without a GPU ({CPU_RANKS_PER_CORE} per core)"
+        raise ConfigError(f"{setting}={ranks} {rule}; use at most {limit}, or start the ranks with torchrun")
+
+
+# ---- how a rank ended
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank ended: its exit code and the message for the user."""
+
+    code: int
+    text: str = ""
+    shared: bool = False  # every rank ended with this message
+    time_s: float = field(default_factory=time.time)
+
+
+def outcome_from_error(error: Exception) -> Outcome:
+    """Call it in the except block: it may format the traceback."""
+    code, shared = exit_code_for(error), getattr(error, "shared", False)
+    if type(error).__module__.partition(".")[0] != "ithaka":
+        return Outcome(code, traceback.format_exc().rstrip(), shared)
+    error_type = next((base for base in (ConfigError, TransientError) if isinstance(error, base)), type(error))
+    return Outcome(code, f"{error_type.__name__}: {error}", shared)
+
+
+def print_outcome(outcome: Outcome) -> None:
+    """Print the message to stderr. If it is shared, rank 0 prints and the others wait for it: torchrun ends all ranks
+    as soon as one exits."""
+    waits = outcome.shared and under_torchrun()
+    if outcome.text and (not waits or is_rank_0()):
+        print(outcome.text, file=sys.stderr, flush=True)
+    if waits:
+        import torch.distributed as dist
+
+        store = dist.distributed_c10d._get_default_store()
+        if is_rank_0():
+            store.set("printed", "")
+        else:
+            with contextlib.suppress(RuntimeError):
+                store.wait(["printed"], timedelta(seconds=FAILURE_GRACE_S + 8))
+        dist.destroy_process_group()
+
+
+class Restarts:
+    """The budget of --max-restarts, which every new checkpoint refills."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = self.left = limit
+
+    def allow(self, code: int, progressed: bool = False) -> bool:
+        """Whether to restart after exit code `code`. If so, print a notice, and wait if the fault is transient.
+        `progressed`: the ranks wrote a checkpoint."""
+        self.left = self.limit if progressed else self.left
+        if self.left == 0 or code in FINAL_EXIT_CODES or code >= ExitCode.SIGNALED:
+            return False
+        self.left -= 1
+        count = f"{self.limit - self.left} of {self.limit} since the last checkpoint"
+        print(f"Restart {count}, after exit code {code}", file=sys.stderr, flush=True)
+        if code == ExitCode.TRANSIENT:
+            time.sleep(RETRY_S)
+        return True
+
+
+# ---- the launcher's side
+
+
+def run_ranks(function: RankFunction, args: tuple[Any, ...], num_ranks: int, own_process: bool = False) -> int:
+    """Call `function(*args)` on every rank and return the exit code. An error is printed once, to stderr.
+
+    The function must be importable and `args` picklable. The first SIGINT, SIGTERM or SIGUSR1 is forwarded to the
+    ranks, which finish their step and save; the second kills them. `own_process`: start a process even for one rank.
+    """
+    in_process = under_torchrun() or (num_ranks == 1 and not own_process)
+    outcome = _call(function, args) if in_process else _run_children(function, args, num_ranks)
+    print_outcome(outcome)
+    if outcome.text and under_torchrun() and not outcome.shared:
+        sys.stdout.flush()
+        os._exit(outcome.code)  # normal cleanup may wait for ranks that never answer
+    return outcome.code
+
+
+def _call(function: RankFunction, args: tuple[Any, ...]) -> Outcome:
+    try:
+        return Outcome(function(*args) or 0)
+    except KeyboardInterrupt:
+        return Outcome(ExitCode.SIGNALED + signal.SIGINT, "stopped by SIGINT")
+    except Exception as error:
+        return outcome_from_error(error)
+
+
+def _run_children(function: RankFunction, args: tuple[Any, ...], num_ranks: int) -> Outcome:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # we report failures ourselves
+    # Share the cores among the ranks. OpenMP reads the variable when a rank imports torch.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_ranks)))
+    outcomes = list[Outcome]()
+    with tempfile.TemporaryDirectory(prefix="ithaka-") as name, catch_stop_signals(_forward_signal) as received:
+        folder = Path(name)
+        (folder / "call").write_bytes(pickle.dumps((os.getpid(), sys.path)) + pickle.dumps((function, args)))
+        config = LaunchConfig(
+            1,
+            1,
+            num_ranks,
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            local_addr="127.0.0.1",
+            run_id=folder.name,
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
+            signals_to_handle="SIGHUP",  # it would kill ranks 30 s after any other, and a step may take hours
+        )
+        try:
+            program = "from ithaka.launch import run_child_rank; run_child_rank()"
+            elastic_launch(config, sys.executable)("-c", program, name)
+        except ChildFailedError as error:
+            cause, _ = error.get_first_failure()
+            for rank, failure in error.failures.items():
+                ended_by_launcher = failure.exitcode == -signal.SIGTERM and rank != cause
+                if not ended_by_launcher and not (folder / f"failed-{rank}").exists():
+                    outcomes.append(_outcome_from_exit_code(rank, failure.exitcode))
+        except KeyboardInterrupt:
+            outcomes.append(Outcome(ExitCode.SIGNALED + received[0], f"stopped by {received[0].name}"))
+        outcomes += [pickle.loads(file.read_bytes()) for file in folder.glob("*ed-*")]
+    if outcomes and os.isatty(1):  # rank 0's progress bar hides the cursor, and the rank may have been killed
+        os.write(1, b"\x1b[?25h")  # not through sys.stdout, which a spinner may have replaced
+    if len(received) > 1:
+        return Outcome(ExitCode.SIGNALED + received[0], f"stopped at once by a second {received[-1].name}")
+    return min(outcomes, key=_cause_order, default=Outcome(0))
+
+
+def _forward_signal(number: int, again: bool) -> None:
+    """Signal the ranks. They have their own sessions, so a terminal's Ctrl-C reaches only this process."""
+    ranks = psutil.Process().children()
+    for rank in ranks:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            rank.send_signal(signal.SIGKILL if again else number)
+    if not ranks:
+        raise KeyboardInterrupt
+    if not again:
+        _print_stopping()
+
+
+def _cause_order(outcome: Outcome) -> tuple[int, float]:
+    """Sort key: the likely cause first, then ranks that failed because of it, then ranks that only stopped."""
+    explained = outcome.code in FINAL_EXIT_CODES - {ExitCode.DONE} | {ExitCode.TRANSIENT} or outcome.shared
+    killed = "was killed by" in outcome.text.partition("\n")[0]
+    return (0 if explained else 1 if killed else 2 if outcome.text else 3), outcome.time_s
+
+
+def _outcome_from_exit_code(rank: int, code: int) -> Outcome:
+    """For a rank that left no outcome file."""
+    end = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+    hint = "; the system kills processes when host memory runs out" if -code == signal.SIGKILL else ""
+    if code < 0:
+        code = ExitCode.SIGNALED - code if -code in STOP_SIGNALS else ExitCode.HANG
+    return Outcome(code or ExitCode.FAILED, f"rank {rank} {end}{hint}")
+
+
+# ---- a rank's side
+
+_outcome_dir: Path | None = None  # where a rank that our launcher started reports its outcome
+
+
+def run_child_rank() -> None:
+    """Main program of a rank: unpickle the call from the folder in argv[1], run it, and report the outcome there."""
+    global _outcome_dir
+    folder = _outcome_dir = Path(sys.argv[1])
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to save until the loop installs its handlers
+    with (folder / "call").open("rb") as file:
+        launcher_pid, sys.path[:] = pickle.load(file)
+        threading.Thread(target=_exit_with_launcher, args=(launcher_pid, folder), daemon=True).start()
+        function, args = pickle.load(file)
+    outcome = _call(function, args)
+    sys.stdout.flush()
+    if outcome.text:
+        exit_rank(outcome)
+    elif outcome.code:
+        (folder / f"stopped-{os.environ['RANK']}").write_bytes(pickle.dumps(outcome))
+
+
+def exit_rank(outcome: Outcome) -> None:
+    """End this rank now, from any thread, without the normal cleanup, which may wait for ranks that never answer."""
+    rank = os.environ.get("RANK", "0")
+    try:
+        if _outcome_dir is not None:
+            (_outcome_dir / f"writing-{rank}").write_bytes(pickle.dumps(outcome))
+            (_outcome_dir / f"writing-{rank}").rename(_outcome_dir / f"failed-{rank}")
+        elif outcome.text and (is_rank_0() or not outcome.shared):
+            os.write(2, f"{outcome.text}\n".encode())  # another thread may hold print's lock
+    except OSError:  # the folder is gone, or its disk is full
+        os.write(2, f"{outcome.text}\n".encode())
+    finally:
+        os._exit(outcome.code)
+
+
+def ranks_persist() -> bool:
+    """Whether these processes also run a curriculum's next entry: torchrun's ranks can rendezvous only once."""
+    return under_torchrun() and _outcome_dir is None
+
+
+def exit_with_parent() -> None:
+    """Exit when the parent dies, even by SIGKILL. For ranks of torchrun; other parents may be a shell that started
+    this process in the background."""
+    threading.Thread(target=_exit_with_launcher, args=(os.getppid(),), daemon=True).start()
+
+
+def _exit_with_launcher(launcher_pid: int, folder: Path | None = None) -> None:
+    """Exit when the launcher dies, or soon after another rank failed: this one may wait for it forever."""
+    parent = os.getppid()
+    gone = parent != launcher_pid and not psutil.pid_exists(launcher_pid)  # died while this rank was starting
+    while not gone and os.getppid() == parent:
+        if folder is not None and any(folder.glob("failed-*")):
+            time.sleep(FAILURE_GRACE_S)
+            break
+        time.sleep(PARENT_POLL_S)
+    os._exit(ExitCode.FAILED)
+
+
+# ---- stop signals
+
+
+def handle_stop_signal(number: int, again: bool) -> None:
+    """Exit on the second signal. On the first, rank 0 prints a notice, since the step may take hours. Our own launcher
+    prints it instead of the ranks: they cannot tell a user's request from the end of a failed run."""
+    if again:
+        os._exit(ExitCode.SIGNALED + number)
+    elif _outcome_dir is None and is_rank_0():
+        _print_stopping()
+
+
+def _print_stopping() -> None:
+    line_break = b"\n" if os.isatty(2) else b""  # after the terminal's ^C
+    os.write(2, line_break + b"Stopping after this step; Ctrl-C again stops at once.\n")  # print may hold its lock
+
+
+@contextlib.contextmanager
+def catch_stop_signals(
+    handler: Callable[[int, bool], None] = handle_stop_signal,
+) -> Iterator[list[signal.Signals]]:
+    """Catch STOP_SIGNALS and yield the list of those received, which the training loop checks after each step. Calls
+    `handler(signal, again)` for each; `again` is true from the second on."""
+    received, last_s = list[signal.Signals](), 0.0
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal last_s
+        if received and time.monotonic() - last_s <= SIGNAL_DEBOUNCE_S:
+            return
+        received.append(signal.Signals(number))
+        last_s = time.monotonic()
+        handler(number, len(received) > 1)
+
+    numbers = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
+    previous = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, old_handler in previous.items():
+            signal.signal(number, old_handler)
