@@ -29,7 +29,7 @@ from ithaka.layout import ActivationPolicy, Layout, make_layout
 from ithaka.model.adapters import add_adapter
 from ithaka.model.build import build_model
 from ithaka.model.families import map_layer
-from ithaka.phases import GRADIENTS, KEPT
+from ithaka.phases import Holder
 from ithaka.plan import rounds
 from ithaka.plan.bytes import LayerBytes, gpu_phases, layer_moments, layer_peaks
 from ithaka.plan.deal import Deal
@@ -191,7 +191,8 @@ def highest(memory: MemoryMap, *phases: str, lengths: Iterable[int] = ()) -> int
     """
     now = most = 0
     for at_ns, num_bytes, piece in memory.edges():
-        if piece.holder != GRADIENTS and (not lengths or piece.holder == KEPT or set(lengths) & set(piece.shape)):
+        counts = not lengths or piece.holder == Holder.KEPT or set(lengths) & set(piece.shape)
+        if counts and piece.holder != Holder.GRADIENTS:
             now += num_bytes
         if set(phases) <= set(memory.at(at_ns)):
             most = max(most, now)

@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from allocations import allocator_peak, bytes_now
 from ithaka import phases
-from ithaka.phases import holding, phase, tag
+from ithaka.phases import allocating_for, phase, tag
 from ithaka.profile.live import LiveBytes
 
 KIB = 1024  # bytes of 256 floats
@@ -89,7 +89,7 @@ def test_resized_storages_are_followed():
 def test_holders_come_from_the_phase_the_block_or_the_tag():
     with LiveBytes() as live, phase("mlp"):
         tile = floats(3)
-        with holding("stage buffers"):
+        with allocating_for("stage buffers"):
             q = floats(2)
         kept = tag(floats(1), "kept on device")
 
@@ -100,9 +100,9 @@ def test_holders_come_from_the_phase_the_block_or_the_tag():
 
 def test_phases_and_holders_cost_nothing_while_nobody_listens(monkeypatch):
     monkeypatch.setattr(phases, "_enter", None)  # would fail
-    monkeypatch.setattr(phases, "_set", None)
+    monkeypatch.setattr(phases, "_set_state", None)
     x = torch.ones(2, requires_grad=True)
-    with phase("layer 0"), holding("stage buffers"):
+    with phase("layer 0"), allocating_for("stage buffers"):
         phases.mark_backward(2 * x, "backward").sum().backward()
     assert phases.PhaseState.path == ()
 

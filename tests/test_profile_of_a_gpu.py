@@ -104,7 +104,7 @@ def test_a_step_is_recorded_with_its_phases_and_holders(monkeypatch):
     with AllocatorHistory(torch.device("cuda", 0)) as recorded:
         with phases.phase("layer 0"), phases.phase("backward"):
             gpu.allocate(2, 1)
-            with phases.phase("attention"), phases.holding("kept on device"):
+            with phases.phase("attention"), phases.allocating_for("kept on device"):
                 gpu.allocate(3, 2)
             with phases.phase("mlp"):
                 gpu.allocate(4, 8)

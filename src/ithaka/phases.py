@@ -1,38 +1,42 @@
-"""What the schedule is doing, and what its memory is for. Nearly free while nobody listens."""
+"""What the schedule is doing (phases) and what its memory is for (holders). Costs almost nothing without listeners."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 
 from torch import Tensor
 
 PhasePath = tuple[str, ...]  # the open phases, outermost first
 
-# Holders: what memory is for. A memory map stacks its bytes in the order of HOLDERS.
-PARAMETERS = "parameters"
-GRADIENTS = "gradients"
-OPTIMIZER = "optimizer"
-UNSHARDED = "unsharded weights"
-RESIDUAL = "residual stream"
-STAGE = "stage buffers"
-KEPT = "kept on device"
-MLP = "MLP tile"
-LOSS = "loss tile"
-OTHER = "other"
-HOLDERS = (PARAMETERS, GRADIENTS, OPTIMIZER, UNSHARDED, RESIDUAL, STAGE, KEPT, MLP, LOSS, OTHER)
 
-# The holder of memory allocated in a phase, unless `holding` or `tag` names another.
+class Holder(StrEnum):
+    """What memory is for. A memory map stacks its bytes in this order."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    UNSHARDED = "unsharded weights"
+    RESIDUAL = "residual stream"
+    STAGE = "stage buffers"
+    KEPT = "kept on device"
+    MLP = "MLP tile"
+    LOSS = "loss tile"
+    OTHER = "other"
+
+
+# The holder of memory allocated in a phase, unless `allocating_for` or `tag` names another.
 HOLDER_OF_PHASE = {
-    **dict.fromkeys(("embedding", "forward", "backward"), RESIDUAL),
-    **dict.fromkeys(("projections", "attention", "exchange"), STAGE),
-    **dict.fromkeys(("loss forward", "loss backward"), LOSS),
-    "mlp": MLP,
-    "embedding backward": GRADIENTS,
-    "optimizer": OPTIMIZER,
+    **dict.fromkeys(("embedding", "forward", "backward"), Holder.RESIDUAL),
+    **dict.fromkeys(("projections", "attention", "exchange"), Holder.STAGE),
+    **dict.fromkeys(("loss forward", "loss backward"), Holder.LOSS),
+    "mlp": Holder.MLP,
+    "embedding backward": Holder.GRADIENTS,
+    "optimizer": Holder.OPTIMIZER,
 }
 
 
 class Listener:
-    """Each method is called after the change; `path` is the phase entered or left. Both may change the holder."""
+    """Callbacks, called after the change. `path` is the phase entered or left; either may change the holder."""
 
     def enter(self, path: PhasePath) -> None: ...
 
@@ -44,16 +48,16 @@ class Listener:
 
 
 class PhaseState:
-    """The open phases, and the holder of what is allocated."""
+    """The open phases and the holder of new allocations, shared by all threads."""
 
     listeners: tuple[Listener, ...] = ()
     path: PhasePath = ()
-    holder: str = OTHER
+    holder: str = Holder.OTHER
 
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Marks the code inside as phase `name`, below the phases already open."""
+    """Open phase `name` for the code inside, nested in the phases that are open already."""
     if not PhaseState.listeners:
         yield
         return
@@ -66,7 +70,7 @@ def phase(name: str) -> Iterator[None]:
 
 def _enter(name: str) -> tuple[PhasePath, str]:
     outer = PhaseState.path, PhaseState.holder
-    _set((*PhaseState.path, name), HOLDER_OF_PHASE.get(name, PhaseState.holder))
+    _set_state((*PhaseState.path, name), HOLDER_OF_PHASE.get(name, PhaseState.holder))
     for listener in PhaseState.listeners:
         listener.enter(PhaseState.path)
     return outer
@@ -74,19 +78,22 @@ def _enter(name: str) -> tuple[PhasePath, str]:
 
 def _leave(outer: tuple[PhasePath, str]) -> None:
     path = PhaseState.path
-    _set(*outer)
+    _set_state(*outer)
     for listener in PhaseState.listeners:
         listener.leave(path)
 
 
-def _set(path: PhasePath, holder: str) -> None:
+def _set_state(path: PhasePath, holder: str) -> None:
     PhaseState.path, PhaseState.holder = path, holder
     for listener in PhaseState.listeners:
         listener.holder_changed()
 
 
 def mark_backward(y: Tensor, *names: str) -> Tensor:
-    """Returns y. Puts autograd's work from y's gradient to its parameters' into the phases `names`."""
+    """Open the phases `names` when autograd reaches y's gradient, and close them when it has passed y's node.
+
+    Returns y.
+    """
     if not PhaseState.listeners or y.grad_fn is None:
         return y
     outer: list[tuple[PhasePath, str]] = []
@@ -97,26 +104,26 @@ def mark_backward(y: Tensor, *names: str) -> Tensor:
 
     y.register_hook(lambda _: outer.extend(_enter(name) for name in names))
     for node in filter(None, (node for node, _ in y.grad_fn.next_functions)):
-        node.register_prehook(leave)  # for a tied weight, after both its gradients are added
+        node.register_prehook(leave)  # for a tied weight, once both its gradients are summed
     return y
 
 
 @contextmanager
-def holding(holder: str) -> Iterator[None]:
-    """Attributes memory allocated inside to `holder`."""
+def allocating_for(holder: str) -> Iterator[None]:
+    """Attribute allocations inside to `holder`."""
     if not PhaseState.listeners:
         yield
         return
     outer = PhaseState.holder
-    _set(PhaseState.path, holder)
+    _set_state(PhaseState.path, holder)
     try:
         yield
     finally:
-        _set(PhaseState.path, outer)
+        _set_state(PhaseState.path, outer)
 
 
 def tag(tensor: Tensor, holder: str) -> Tensor:
-    """Attributes `tensor`'s memory to `holder` from now on."""
+    """Attribute `tensor`'s memory to `holder` from now on. Returns `tensor`."""
     for listener in PhaseState.listeners:
         listener.tag(tensor, holder)
     return tensor
@@ -124,11 +131,11 @@ def tag(tensor: Tensor, holder: str) -> Tensor:
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Tells `listener` about every phase and holder inside."""
+    """Report every phase and holder inside to `listener`."""
     PhaseState.listeners = (*PhaseState.listeners, listener)
     try:
         yield
     finally:
         PhaseState.listeners = tuple(other for other in PhaseState.listeners if other is not listener)
-        if not PhaseState.listeners:  # an error in backward skips the hooks that would have closed its phases
-            PhaseState.path, PhaseState.holder = (), OTHER
+        if not PhaseState.listeners:  # after an error in backward, its hooks did not close their phases
+            PhaseState.path, PhaseState.holder = (), Holder.OTHER

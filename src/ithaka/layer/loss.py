@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ithaka.attention.fused import cross_entropy, row_logsumexp, scale, softmax_grad
 from ithaka.layer.linear import Linear
 from ithaka.layer.tiles import RAN_ALREADY, GradSum, apply_norm, norm_backward, run_norm, sum_dtype, tile_slices
-from ithaka.phases import RESIDUAL, phase, tag
+from ithaka.phases import Holder, phase, tag
 
 IGNORE_INDEX = -100
 
@@ -51,7 +51,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
     @phase("loss forward")
     def forward(ctx, x_sD, labels_s, norm, head, tile, divisor, wanted, *params):
         sum_ = x_sD.new_zeros((), dtype=sum_dtype(x_sD.dtype))
-        dx_sD, grads = tag(torch.zeros_like(x_sD), RESIDUAL) if wanted else None, GradSum()
+        dx_sD, grads = tag(torch.zeros_like(x_sD), Holder.RESIDUAL) if wanted else None, GradSum()
         for rows in tile_slices(len(x_sD), tile):
             valid_t, target_t1 = _targets(labels_s[rows])
             if dx_sD is None:
@@ -105,7 +105,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dlosses_s = lse_s.new_zeros(()).expand_as(lse_s) if dlogprobs_s is None else -dlogprobs_s
             norm, head = ctx.norm, ctx.head
             grads = GradSum()
-            dx_sD = tag(torch.zeros_like(x_sD), RESIDUAL)
+            dx_sD = tag(torch.zeros_like(x_sD), Holder.RESIDUAL)
             for rows in tile_slices(len(x_sD), ctx.tile):
                 x_tD, h_tD = run_norm(norm, x_sD[rows])
                 dlogits_tV = head(h_tD.detach())

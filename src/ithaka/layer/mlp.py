@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ithaka.attention.fused import silu_mul, silu_mul_backward
 from ithaka.layer.linear import Linear, as_linear, is_linear
 from ithaka.layer.tiles import GradSum
-from ithaka.phases import KEPT, tag
+from ithaka.phases import Holder, tag
 
 Inside = tuple[Tensor, Tensor]  # gate and up
 
@@ -34,7 +34,7 @@ class GatedMlp:
         gate_tF, up_tF = self.gate(h_tD), self.up(h_tD)
         a_tF = torch.empty_like(gate_tF) if keep else gate_tF
         silu_mul(gate_tF, up_tF, a_tF)
-        inside = (tag(gate_tF, KEPT), tag(up_tF, KEPT)) if keep else None
+        inside = (tag(gate_tF, Holder.KEPT), tag(up_tF, Holder.KEPT)) if keep else None
         del up_tF
         self.down.add_to(y_tD, a_tF)
         return inside

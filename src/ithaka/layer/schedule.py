@@ -41,7 +41,7 @@ from ithaka.layer.tiles import (
     tile_slices,
 )
 from ithaka.layout import ActivationPolicy, Layout
-from ithaka.phases import KEPT, RESIDUAL, phase, tag
+from ithaka.phases import Holder, phase, tag
 from ithaka.plan.heads import Heads, HeadTable, Stage, concat_heads, flatten_heads
 
 
@@ -171,12 +171,13 @@ class StreamedLayer:
         if keeps.attention is not None:
             saved.attended = attended
         with phase("mlp"):
-            y_sD, gated, output = tag(torch.empty_like(x_sD), RESIDUAL), self._gated(), self._output(self.query_heads)
+            y_sD = tag(torch.empty_like(x_sD), Holder.RESIDUAL)
+            gated, output = self._gated(), self._output(self.query_heads)
             for rows, x_tD, outs_ctnK in self._attended_tiles(saved, attended):
                 sum_tD = output.wide(join_heads(outs_ctnK))
                 middle_tD = add_rounded(sum_tD, x_tD)
                 if keeps.projections:
-                    middle_tD = tag(middle_tD.clone() if middle_tD is sum_tD else middle_tD, KEPT)
+                    middle_tD = tag(middle_tD.clone() if middle_tD is sum_tD else middle_tD, Holder.KEPT)
                     saved.middles.append(middle_tD)
                 if inside := self._add_mlp(sum_tD, middle_tD, gated, keeps.mlp):
                     saved.insides.append(inside)

@@ -20,7 +20,7 @@ from ithaka.dist.exchange import start_heads_to_tokens, start_tokens_to_heads
 from ithaka.layer.linear import Linear, as_linear
 from ithaka.layer.ring import ring_attention, ring_attention_backward
 from ithaka.layer.tiles import RAN_ALREADY, GradSum, apply_norm, graph_backward, run_tile, sum_dtype
-from ithaka.phases import STAGE, holding
+from ithaka.phases import Holder, allocating_for
 from ithaka.plan.heads import HeadTable, KvLoad, KvRead, Stage
 
 
@@ -180,7 +180,7 @@ class HeldHeads:
         sums = self._sums.pop(load, None) or self._zeros(load)
         dtype = self._kv.pop(load)[0].dtype
         while sums:
-            with holding(STAGE):
+            with allocating_for(Holder.STAGE):
                 d_SmK = [sums.pop(0).to(dtype)]
             yield d_SmK.pop()
 

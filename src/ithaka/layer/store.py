@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ithaka.dist.mesh import use_device
-from ithaka.phases import KEPT, phase, tag
+from ithaka.phases import Holder, phase, tag
 
 Event = torch.cuda.Event | None  # None on a CPU
 
@@ -245,7 +245,7 @@ class Store:
         if tier is None:
             return Kept(tensor)
         if tier == "device":
-            return Kept(tag(tensor, KEPT))
+            return Kept(tag(tensor, Holder.KEPT))
         if not (self.pool.busy_bytes or self.disk.busy_bytes):
             self.pool.restart(tensor.nbytes)
             self.disk.restart(tensor.nbytes)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ithaka.attention.fused import has_kernels, rms_norm_backward
-from ithaka.phases import GRADIENTS, tag
+from ithaka.phases import Holder, tag
 
 RAN_ALREADY = "backward has already run and kept nothing; call the model again instead of using retain_graph"
 PARAMETERS_CHANGED = (
@@ -71,10 +71,10 @@ class GradSum:
     def take_as(self, param: Tensor) -> Tensor | None:
         """Removes and returns the sum for `param`, rounded to its dtype for autograd."""
         grad = self.take(param)
-        return None if grad is None else tag(grad.to(param.dtype), GRADIENTS)
+        return None if grad is None else tag(grad.to(param.dtype), Holder.GRADIENTS)
 
     def _put(self, param: Tensor, grad: Tensor) -> Tensor:
-        self._sums[id(param)] = tag(grad, GRADIENTS)
+        self._sums[id(param)] = tag(grad, Holder.GRADIENTS)
         return grad
 
 

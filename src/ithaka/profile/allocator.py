@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ithaka.phases import OTHER, PhaseState, listening
+from ithaka.phases import Holder, PhaseState, listening
 from ithaka.profile.memory import Allocation, MemoryMap, form, local_tensor, made_by
 
 MAX_EVENTS = 2_000_000
@@ -88,7 +88,7 @@ class AllocatorHistory(MemoryMap):
         line, fsdp_holder = made_by((f["filename"], f["line"], f["name"]) for f in event["frames"])
         holder, _, names = event.get("user_metadata", "").partition(": ")
         path = tuple(names.split("/")) if names else ()
-        self.pieces.append(Allocation(num_bytes, at_ns, fsdp_holder or holder or OTHER, path, line=line))
+        self.pieces.append(Allocation(num_bytes, at_ns, fsdp_holder or holder or Holder.OTHER, path, line=line))
         return self.pieces[-1]
 
     def _tagged(self, piece: Allocation, tag: Allocation) -> Allocation:

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import ithaka
-from ithaka import phases
-from ithaka.phases import HOLDERS, Listener, PhasePath
+from ithaka.phases import Holder, Listener, PhasePath
 from ithaka.plan.search import Plan
 from ithaka.plan.show import format_bytes
 
@@ -61,7 +60,7 @@ class Allocation:
 
     num_bytes: int
     start_ns: int
-    holder: str = phases.OTHER
+    holder: str = Holder.OTHER
     phase: PhasePath = ()  # in which it was made
     dtype: str = ""
     shape: tuple[int, ...] = ()
@@ -88,10 +87,10 @@ class MemoryMap(PhaseLog, ExitStack):
     def register_states(self, model: nn.Module, optimizer: Any) -> None:
         """Tags what is there before a step."""
         for tensor in (*model.parameters(), *model.buffers()):
-            self.tag(tensor, phases.PARAMETERS)
+            self.tag(tensor, Holder.PARAMETERS)
         for value in (value for state in (optimizer.state.values() if optimizer else ()) for value in state.values()):
             if isinstance(value, Tensor):
-                self.tag(value, phases.OPTIMIZER)
+                self.tag(value, Holder.OPTIMIZER)
 
     def edges(self) -> list[tuple[int, int, Allocation]]:
         """Beginnings and ends of pieces, in the order of time: time, bytes gained or lost, piece."""
@@ -140,7 +139,7 @@ class MemoryMap(PhaseLog, ExitStack):
             if stretch not in highest or now.total() >= highest[stretch][1].total():
                 highest[stretch] = at_ns, Counter(now)
         rows = list(highest.values())
-        used = [name for name in HOLDERS if any(holders[name] for _, holders in rows)]
+        used = [name for name in Holder if any(holders[name] for _, holders in rows)]
         at_peak = dict(rows)[peak_ns]
         return {
             "time_s": [round(max(at_ns - start_ns, 0) / 1e9, 6) for at_ns, _ in rows],
@@ -189,7 +188,7 @@ def made_by(frames: Iterable[Frame]) -> tuple[str, str | None]:
             return f"{name}:{line} in {function}", holder
         if "/torch/distributed/fsdp/" in file:
             reduces = any(part in function for part in _REDUCING)
-            holder = phases.GRADIENTS if reduces else holder or phases.UNSHARDED
+            holder = Holder.GRADIENTS if reduces else holder or Holder.UNSHARDED
     return "", holder
 
 
@@ -208,7 +207,7 @@ def _shown_name(file: str) -> str | None:
 
 def planned_holders(plan: Plan) -> dict[str, int]:
     """Bytes by the map's holders on one rank, at the planned peak."""
-    names = {"layer weights": phases.UNSHARDED, "tiles": phases.MLP, "kept activations": phases.KEPT}
+    names = {"layer weights": Holder.UNSHARDED, "tiles": Holder.MLP, "kept activations": Holder.KEPT}
     planned: Counter[str] = Counter()
     for name, num_bytes in plan.ledger.gpu.items():
         planned[names.get(name, name)] += num_bytes if name != "reserve" else 0
