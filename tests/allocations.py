@@ -10,7 +10,7 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile
 
 from ithaka.profile.live import LiveBytes
-from ithaka.profile.memory import NEVER
+from ithaka.profile.memory import NOT_FREED
 
 
 def allocator_peak(work: Callable[[], Any]) -> int:
@@ -32,4 +32,4 @@ def traced_peak(trace: Path) -> int:
 
 
 def bytes_now(live: LiveBytes) -> int:
-    return sum(piece.num_bytes for piece in live.pieces if piece.stop_ns == NEVER)
+    return sum(allocation.num_bytes for allocation in live.allocations if allocation.stop_ns == NOT_FREED)

@@ -190,11 +190,11 @@ def highest(memory: MemoryMap, *phases: str, lengths: Iterable[int] = ()) -> int
     `lengths`: only of tensors with a dimension of one of these, or kept.
     """
     now = most = 0
-    for at_ns, num_bytes, piece in memory.edges():
-        counts = not lengths or piece.holder == Holder.KEPT or set(lengths) & set(piece.shape)
-        if counts and piece.holder != Holder.GRADIENTS:
+    for at_ns, num_bytes, allocation in memory.events():
+        counts = not lengths or allocation.holder == Holder.KEPT or set(lengths) & set(allocation.shape)
+        if counts and allocation.holder != Holder.GRADIENTS:
             now += num_bytes
-        if set(phases) <= set(memory.at(at_ns)):
+        if set(phases) <= set(memory.phase_at(at_ns)):
             most = max(most, now)
     return most
 

@@ -70,7 +70,7 @@ def test_what_autograd_functions_make_and_keep_is_seen():
         assert bytes_now(live) == 4 * KIB, "the gradient"
     assert live.phase_peaks()[("backward",)] == live.peak()[0]
     peak_ns = live.peak()[1]
-    assert live.at(peak_ns) == ("backward",)
+    assert live.phase_at(peak_ns) == ("backward",)
     assert live.live_at(peak_ns)[0].num_bytes == 16 * KIB
     assert live.live_at(peak_ns)[0].line.startswith("tests/test_live_bytes.py:")
 
@@ -113,7 +113,7 @@ def test_phases_of_ordinary_autograd_are_told():
         y = 2 * x
         phases.mark_backward(y, "layer 1", "backward").sum().backward()
     assert ("layer 0", "layer 1", "backward") in live.phase_peaks()
-    assert live.marks[-1][1] == ()
+    assert live.phase_changes[-1][1] == ()
 
 
 def attend() -> None:

@@ -8,7 +8,7 @@ import torch
 
 from ithaka import phases
 from ithaka.profile.allocator import AllocatorHistory
-from ithaka.profile.memory import Allocation, MemoryMap, in_words
+from ithaka.profile.memory import Allocation, MemoryMap, format_peak
 from ithaka.profile.times import KINDS, StepTimes
 from ithaka.train.watch import what_to_record
 
@@ -32,10 +32,10 @@ def event(action: str, time_us: int, address: int, size: int, *frames: tuple[str
 def history(events: list[dict], tags: list[tuple[int, Allocation]]) -> MemoryMap:
     """What the events say, of a step that had 4 and 1 MiB before and one phase from 1 ms on."""
     made = AllocatorHistory(torch.device("cuda", 0))
-    made._before, made._start_ns = {1: 4 * MIB, 2: MIB}, 1_000_000
-    made.marks = [(1_000_000, ("layer 0", "backward", "mlp"))]
+    made._initial_bytes, made._start_ns = {1: 4 * MIB, 2: MIB}, 1_000_000
+    made.phase_changes = [(1_000_000, ("layer 0", "backward", "mlp"))]
     made.snapshot, made._tags = {"device_traces": [events]}, tags
-    made._fill()
+    made._build()
     return made
 
 
@@ -57,7 +57,7 @@ def test_history_becomes_holders():
     memory = history(events, tags)
     peak_bytes, peak_ns = memory.peak()
     assert peak_bytes == 15 * MIB
-    assert memory.at(peak_ns) == ("layer 0", "backward", "mlp")
+    assert memory.phase_at(peak_ns) == ("layer 0", "backward", "mlp")
     at_peak = {h.holder: h for h in memory.live_at(peak_ns)}
     assert {name: h.num_bytes // MIB for name, h in at_peak.items()} == {
         "MLP tile": 8,
@@ -112,7 +112,10 @@ def test_a_step_is_recorded_with_its_phases_and_holders(monkeypatch):
             gpu.allocate(5, 3)
         gpu.allocate(6, 10)
     assert not gpu.recording and gpu.metadata == "" and recorded.measured_peak_bytes == 21 * MIB
-    made = {piece.num_bytes // MIB: (piece.holder, "/".join(piece.phase)) for piece in recorded.pieces}
+    made = {
+        allocation.num_bytes // MIB: (allocation.holder, "/".join(allocation.phase))
+        for allocation in recorded.allocations
+    }
     assert made == {
         4: ("other", ""),
         1: ("residual stream", "layer 0/backward"),
@@ -129,9 +132,9 @@ def test_memory_without_a_shape_is_told_by_the_size_of_its_pieces():
     events = [
         event("alloc", 2_000 + i, 3 + i, n * MIB, (OURS, 77, "_mlp"), made_in=IN_MLP) for i, n in enumerate(sizes)
     ]
-    words = in_words(history(events, []).describe({})["peak"])
-    assert "16 MiB (67 %) MLP tile: 2 x 8 MiB, ithaka/layer/schedule.py:77 in _mlp" in words
-    assert "3 MiB (12 %) MLP tile: 3 MiB, ithaka/layer/schedule.py:77 in _mlp" in words
+    words = format_peak(history(events, []).describe({})["peak"])
+    assert "16 MiB (67%) MLP tile: 2 x 8 MiB, ithaka/layer/schedule.py:77 in _mlp" in words
+    assert "3 MiB (12%) MLP tile: 3 MiB, ithaka/layer/schedule.py:77 in _mlp" in words
 
 
 def test_times_come_from_the_step_before_when_there_is_one():
@@ -156,7 +159,7 @@ def test_every_instant_of_two_streams_counts_once():
     second = 1e6
     step = StepTimes(torch.device("cpu"))
     step.start_ns, step.stop_ns = 0, 2 * 10**9
-    step.marks = [(0, ("layer 0",)), (0, ("layer 0", "forward")), (10**9, ("layer 1",)), (2 * 10**9, ())]
+    step.phase_changes = [(0, ("layer 0",)), (0, ("layer 0", "forward")), (10**9, ("layer 1",)), (2 * 10**9, ())]
     events = [
         span("cuda_runtime", "cudaLaunchKernel", 0.1 * second, 0.2 * second, 1),
         span("cuda_runtime", "cudaLaunchKernel", 0.2 * second, 0.3 * second, 2),
@@ -187,7 +190,7 @@ def test_phases_are_written_into_a_trace_by_the_clock():
     step = StepTimes(torch.device("cpu"))
     step.start_ns, step.stop_ns = base_ns, base_ns + 4 * second
     paths = [("layer 0",), ("layer 0", "forward"), ("layer 0",), ()]
-    step.marks = [(base_ns + i * second, path) for i, path in enumerate(paths)]
+    step.phase_changes = [(base_ns + i * second, path) for i, path in enumerate(paths)]
     launched = [span("cuda_runtime", "cudaLaunchKernel", at * 1e6, (at + 0.1) * 1e6, at * 10) for at in (20.5, 21.5)]
     launched.append(span("cuda_runtime", "cudaStreamSynchronize", 22e6, 24e6, 7))
     launched.append(span("cuda_runtime", "cudaDeviceSynchronize", 24.5e6, 25e6, 8))  # the profiler's own

@@ -48,7 +48,7 @@ def test_all_work_is_counted_once():
     made = progress()
     with made.step(1):
         run_step()
-        _, share = made.device_at()
+        _, share = made.update()
     assert share == pytest.approx(1)
 
 
@@ -56,11 +56,11 @@ def test_layers_count_by_their_planned_seconds():
     made = progress()
     with made.step(1):
         run_layer(0, "forward")
-        forward = made.device_at()[1]
+        forward = made.update()[1]
         run_layer(0, "backward")
-        backward = made.device_at()[1] - forward
+        backward = made.update()[1] - forward
         with phase("layer 1"), phase("forward"), phase("attention"), phase("stage 3"):
-            path, share = made.device_at()
+            path, share = made.update()
     assert 2 < backward / forward < 5, "attention is computed again, and differentiated"
     assert path == ("layer 1", "forward", "attention", "stage 3") and share == forward + backward
 

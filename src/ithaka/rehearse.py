@@ -31,7 +31,7 @@ from ithaka.plan.search import Plan
 from ithaka.plan.seconds import Seconds, layer_seconds
 from ithaka.plan.show import format_bytes
 from ithaka.profile.live import LiveBytes
-from ithaka.profile.times import Timeline
+from ithaka.profile.timeline import PhaseTimer
 from ithaka.train.console import status
 from ithaka.train.loop import OutOfMemoryError
 from ithaka.train.preflight import STORE_HOLDERS
@@ -89,9 +89,9 @@ def rehearse(
         s = context // mesh.cp_size
         tiny_s = TINY_TOKENS if s >= 16 * TINY_TOKENS else max(2, s // 64)  # one token has no label
         *_, base = _measure(model, optimizer, mesh.device, mesh.cp_size * tiny_s, False)
-        timeline, step_s, peaks = _measure(model, optimizer, mesh.device, context, memory_only)
+        timer, step_s, peaks = _measure(model, optimizer, mesh.device, context, memory_only)
         highest = max(peaks, key=lambda path: (peaks[path], len(path)))
-        seconds, store = timeline.seconds(), model.model.layers[0].forward.store
+        seconds, store = timer.seconds(), model.model.layers[0].forward.store
         ways = ("forward", "backward")
         spent = {way: sum(seconds.get(("step", f"layer {i}", way), 0.0) for i in range(layers)) for way in ways}
         return Rehearsed(
@@ -109,26 +109,26 @@ def rehearse(
 
 def _measure(
     model: PreTrainedModel, optimizer: Optimizer | None, device: torch.device, context: int, memory_only: bool
-) -> tuple[Timeline, float, dict[PhasePath, int]]:
+) -> tuple[PhaseTimer, float, dict[PhasePath, int]]:
     """(phases, seconds, peak bytes by phase) of the last step; on a CPU, live bytes of one more."""
     ids = torch.randint(model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(1))
     documents = torch.arange(context)[None] // SHORT_DOCUMENT if memory_only else None
     on_gpu = device.type == "cuda"
     done = partial(torch.cuda.synchronize, device) if on_gpu else lambda: None
     for _ in range(1 if memory_only else 2):
-        timeline = Timeline(device)
+        timer = PhaseTimer(device)
         done()
         started = time.perf_counter()
-        with listening(timeline):
+        with listening(timer):
             _step(model, optimizer, ids, documents)
         done()
         step_s = time.perf_counter() - started
     if on_gpu:
-        return timeline, step_s, timeline.peaks
+        return timer, step_s, timer.peaks
     with LiveBytes() as live:
-        live.register_states(model, optimizer)
+        live.tag_states(model, optimizer)
         _step(model, optimizer, ids, documents)
-    return timeline, step_s, live.phase_peaks()
+    return timer, step_s, live.phase_peaks()
 
 
 def _step(model: PreTrainedModel, optimizer: Optimizer | None, ids: Tensor, documents: Tensor | None) -> None:

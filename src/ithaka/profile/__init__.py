@@ -1,1 +1,1 @@
-"""Where memory and time go: live bytes by holder, phase timers, traces, and the peak in words."""
+"""Where memory and time go: live bytes by holder, phase timers, traces and progress."""

@@ -1,4 +1,4 @@
-"""Who held how much memory when: the map of a step, and its peak in words."""
+"""The memory map of one step: live bytes by holder over time, and what was live at the peak."""
 
 import sysconfig
 import time
@@ -14,61 +14,62 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 import ithaka
 from ithaka.phases import Holder, Listener, PhasePath
 from ithaka.plan.search import Plan
 from ithaka.plan.show import format_bytes
 
-MAP_POINTS = 800
-LARGEST = 10
-NEVER = 2**62  # ns
+MAP_POINTS = 800  # samples over the step
+NUM_LARGEST = 10  # rows in the list of allocations at the peak
+NOT_FREED = 2**62  # stop_ns of an allocation that is still live
 
 Frame = tuple[str, int, str]  # file, line, function
 
 
 class PhaseLog(Listener):
-    """Remembers which phase was current when."""
+    """Records when phases are entered and left."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.marks: list[tuple[int, PhasePath]] = []  # from this time in ns on, this phase
+        self.phase_changes: list[tuple[int, PhasePath]] = []  # time in ns, phase from then on
 
     def enter(self, path: PhasePath) -> None:
-        self.marks.append((time.time_ns(), path))
+        self.phase_changes.append((time.time_ns(), path))
 
     def leave(self, path: PhasePath) -> None:
-        self.marks.append((time.time_ns(), path[:-1]))
+        self.phase_changes.append((time.time_ns(), path[:-1]))
 
-    def at(self, time_ns: int) -> PhasePath:
-        index = bisect_right(self.marks, time_ns, key=lambda mark: mark[0])
-        return self.marks[index - 1][1] if index else ()
+    def phase_at(self, time_ns: int) -> PhasePath:
+        index = bisect_right(self.phase_changes, time_ns, key=lambda change: change[0])
+        return self.phase_changes[index - 1][1] if index else ()
 
     def spans(self) -> Iterator[tuple[PhasePath, int, int]]:
-        """Every phase with its start and stop in ns, in the order of their ends."""
-        opened: list[tuple[PhasePath, int]] = []
-        for at_ns, path in self.marks:
-            if len(path) > len(opened):
-                opened.append((path, at_ns))
+        """Each phase with its start and stop in ns, sorted by stop."""
+        open_phases: list[tuple[PhasePath, int]] = []
+        for at_ns, path in self.phase_changes:
+            if len(path) > len(open_phases):
+                open_phases.append((path, at_ns))
             else:
-                yield *opened.pop(), at_ns
+                yield *open_phases.pop(), at_ns
 
 
 @dataclass
 class Allocation:
-    """Memory that one holder had for a while. Dtype and shape are its first tensor's, if known."""
+    """Bytes that belong to one holder from `start_ns` to `stop_ns`."""
 
     num_bytes: int
     start_ns: int
     holder: str = Holder.OTHER
-    phase: PhasePath = ()  # in which it was made
-    dtype: str = ""
+    phase: PhasePath = ()  # that allocated it
+    dtype: str = ""  # dtype and shape of its first tensor, if known
     shape: tuple[int, ...] = ()
-    line: str = ""
-    stop_ns: int = NEVER
+    line: str = ""  # of code that allocated it
+    stop_ns: int = NOT_FREED
 
-    def change(self, at_ns: int, **changes: Any) -> "Allocation":
-        """Ends this piece; returns the one that takes its place."""
+    def split(self, at_ns: int, **changes: Any) -> "Allocation":
+        """End this allocation and return its continuation, with `changes`."""
         at_ns = min(max(at_ns, self.start_ns), self.stop_ns)
         rest = replace(self, start_ns=at_ns, **changes)
         self.stop_ns = at_ns
@@ -76,75 +77,68 @@ class Allocation:
 
 
 class MemoryMap(PhaseLog, ExitStack):
-    """Pieces of memory and phases; a device's recorder fills it while entered."""
+    """Allocations and phases of a step. Subclasses record them while entered."""
 
-    measured_peak_bytes: int | None = None  # by the allocator of a GPU
+    measured_peak_bytes: int | None = None  # by the CUDA allocator
 
     def __init__(self) -> None:
         super().__init__()
-        self.pieces: list[Allocation] = []
+        self.allocations: list[Allocation] = []
 
-    def register_states(self, model: nn.Module, optimizer: Any) -> None:
-        """Tags what is there before a step."""
+    def tag_states(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Attribute memory that is live before the step: parameters, buffers and optimizer states."""
         for tensor in (*model.parameters(), *model.buffers()):
             self.tag(tensor, Holder.PARAMETERS)
-        for value in (value for state in (optimizer.state.values() if optimizer else ()) for value in state.values()):
-            if isinstance(value, Tensor):
-                self.tag(value, Holder.OPTIMIZER)
+        for state in optimizer.state.values() if optimizer else ():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    self.tag(value, Holder.OPTIMIZER)
 
-    def edges(self) -> list[tuple[int, int, Allocation]]:
-        """Beginnings and ends of pieces, in the order of time: time, bytes gained or lost, piece."""
-        edges = [(piece.start_ns, piece.num_bytes, piece) for piece in self.pieces]
-        edges += [(piece.stop_ns, -piece.num_bytes, piece) for piece in self.pieces if piece.stop_ns < NEVER]
-        return sorted(edges, key=lambda edge: edge[:2])
+    def events(self) -> list[tuple[int, int, Allocation]]:
+        """(time in ns, bytes gained or lost, allocation), sorted by time."""
+        events = [(each.start_ns, each.num_bytes, each) for each in self.allocations]
+        events += [(each.stop_ns, -each.num_bytes, each) for each in self.allocations if each.stop_ns < NOT_FREED]
+        return sorted(events, key=lambda event: event[:2])
 
     def peak(self) -> tuple[int, int]:
-        """The most bytes live at once, and the last time in ns at which they were: by then a new tensor has its tag."""
-        edges = self.edges()
-        totals = accumulate(num_bytes for _, num_bytes, _ in edges)
-        return max(((total, at_ns) for total, (at_ns, _, _) in zip(totals, edges, strict=True)), default=(0, 0))
+        """Peak bytes, and the last time in ns at which they were live: by then, new tensors are tagged."""
+        events = self.events()
+        totals = accumulate(num_bytes for _, num_bytes, _ in events)
+        return max(((total, at_ns) for total, (at_ns, _, _) in zip(totals, events, strict=True)), default=(0, 0))
 
     def phase_peaks(self) -> dict[PhasePath, int]:
-        """The most bytes live while each phase was open, over all times it was."""
-        changes = [(at_ns, 0) for at_ns, _ in self.marks] + [(at_ns, num_bytes) for at_ns, num_bytes, _ in self.edges()]
+        """Peak bytes while each phase was open, over all its occurrences."""
+        changes = [(at_ns, 0) for at_ns, _ in self.phase_changes]
+        changes += [(at_ns, num_bytes) for at_ns, num_bytes, _ in self.events()]
         peaks: Counter[PhasePath] = Counter()
-        now = 0
+        live_bytes = 0
         for at_ns, num_bytes in sorted(changes, key=lambda change: change[0]):
-            now, path = now + num_bytes, self.at(at_ns)
+            live_bytes, path = live_bytes + num_bytes, self.phase_at(at_ns)
             for depth in range(1, len(path) + 1):
-                peaks[path[:depth]] = max(peaks[path[:depth]], now)
+                peaks[path[:depth]] = max(peaks[path[:depth]], live_bytes)
         return peaks
 
     def live_at(self, time_ns: int) -> list[Allocation]:
         """Largest first."""
-        live = [piece for piece in self.pieces if piece.start_ns <= time_ns < piece.stop_ns]
-        return sorted(live, key=lambda piece: -piece.num_bytes)
+        live = [each for each in self.allocations if each.start_ns <= time_ns < each.stop_ns]
+        return sorted(live, key=lambda each: -each.num_bytes)
 
     def describe(self, planned: dict[str, int]) -> dict[str, Any]:
-        """Live bytes by holder: the highest moment of each of MAP_POINTS equal stretches, so the peak is among them.
+        """The map for profile.json; times are seconds since the first phase.
 
-        `phases`: when each layer's forward and backward, the loss and the optimizer ran. `peak`: when, in which phase,
-        who held how much, the largest holders, and beside them what the allocator measured and what was planned.
+        `time_s`, `holders` and `moments`: samples of bytes by holder, and their phases. `phases`: spans of each layer's
+        forward and backward, the loss and the optimizer. `peak`: when it was, what was live, and `planned` bytes.
         """
-        edges, (peak_bytes, peak_ns) = self.edges(), self.peak()
-        # What was registered is older than the first phase.
-        times = [*(at_ns for at_ns, _ in self.marks), *(at_ns for at_ns, _, _ in edges)]
-        start_ns, stop_ns = times[0], max(times)
-        width = max((stop_ns - start_ns) / MAP_POINTS, 1)
-        now: Counter[str] = Counter()
-        highest: dict[int, tuple[int, Counter[str]]] = {}  # by stretch: time and holders
-        for at_ns, num_bytes, piece in edges:
-            now[piece.holder] += num_bytes
-            stretch = int(max(at_ns - start_ns, 0) / width)
-            if stretch not in highest or now.total() >= highest[stretch][1].total():
-                highest[stretch] = at_ns, Counter(now)
-        rows = list(highest.values())
-        used = [name for name in Holder if any(holders[name] for _, holders in rows)]
-        at_peak = dict(rows)[peak_ns]
+        times = [at_ns for at_ns, _ in self.phase_changes] + [at_ns for at_ns, _, _ in self.events()]
+        start_ns, stop_ns = times[0], max(times)  # tagged states are older than the first phase
+        samples = self._sample(start_ns, stop_ns)
+        used = [holder for holder in Holder if any(sizes[holder] for _, sizes in samples)]
+        peak_bytes, peak_ns = self.peak()
+        at_peak = dict(samples)[peak_ns]
         return {
-            "time_s": [round(max(at_ns - start_ns, 0) / 1e9, 6) for at_ns, _ in rows],
-            "holders": {name: [holders[name] for _, holders in rows] for name in used},
-            "moments": [" / ".join(self.at(at_ns)) for at_ns, _ in rows],
+            "time_s": [round(max(at_ns - start_ns, 0) / 1e9, 6) for at_ns, _ in samples],
+            "holders": {holder: [sizes[holder] for _, sizes in samples] for holder in used},
+            "moments": [" / ".join(self.phase_at(at_ns)) for at_ns, _ in samples],
             "phases": [
                 {"name": " ".join(path), "start_s": (start - start_ns) / 1e9, "stop_s": (stop - start_ns) / 1e9}
                 for path, start, stop in self.spans()
@@ -155,99 +149,112 @@ class MemoryMap(PhaseLog, ExitStack):
                 "measured_bytes": self.measured_peak_bytes,
                 "time_s": max(peak_ns - start_ns, 0) / 1e9,
                 "step_s": (stop_ns - start_ns) / 1e9,
-                "phase": " / ".join(self.at(peak_ns)),
-                "holders": {name: at_peak[name] for name in used if at_peak[name]},
+                "phase": " / ".join(self.phase_at(peak_ns)),
+                "holders": {holder: at_peak[holder] for holder in used if at_peak[holder]},
                 "planned": planned,
-                "largest": _largest(self.live_at(peak_ns)),
+                "largest": _group_largest(self.live_at(peak_ns)),
             },
         }
+
+    def _sample(self, start_ns: int, stop_ns: int) -> list[tuple[int, Counter[str]]]:
+        """Time and bytes by holder at the highest point of each of MAP_POINTS intervals, so the peak is included."""
+        width_ns = max((stop_ns - start_ns) / MAP_POINTS, 1)
+        sizes: Counter[str] = Counter()
+        highest: dict[int, tuple[int, Counter[str]]] = {}
+        for at_ns, num_bytes, allocation in self.events():
+            sizes[allocation.holder] += num_bytes
+            interval = int(max(at_ns - start_ns, 0) / width_ns)
+            if interval not in highest or sizes.total() >= highest[interval][1].total():
+                highest[interval] = at_ns, Counter(sizes)
+        return list(highest.values())
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def form(tensor: Tensor) -> dict[str, Any]:
+def dtype_and_shape(tensor: Tensor) -> dict[str, Any]:
     return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": tuple(tensor.shape)}
 
 
-# ---- which line of code made it
+# ---- which line of code allocated it
 
-_OURS = str(Path(ithaka.__file__).parent)
-_LISTENERS = (f"{_OURS}/profile/", f"{_OURS}/phases.py")
+_PACKAGE = str(Path(ithaka.__file__).parent)
+_PROFILER = (f"{_PACKAGE}/profile/", f"{_PACKAGE}/phases.py")
 _LIBRARIES = ("/site-packages/", "/dist-packages/", f"{sysconfig.get_path('stdlib')}/")
-_REDUCING = ("reduce", "post_backward", "to_accumulated_grad", "unsharded_grad")  # in names of FSDP2's functions
+_GRADIENT_FUNCTIONS = ("reduce", "post_backward", "to_accumulated_grad", "unsharded_grad")  # parts of FSDP2's names
 
 
-def made_by(frames: Iterable[Frame]) -> tuple[str, str | None]:
-    """(the user's or ithaka's line that asked for memory, the holder if FSDP2 asked on its behalf)."""
+def attribute_stack(frames: Iterable[Frame]) -> tuple[str, Holder | None]:
+    """The innermost line of ithaka or user code, and the holder if FSDP2 allocated. `frames`: innermost first."""
     holder = None
     for file, line, function in frames:
-        name = _shown_name(file)
+        name = _display_name(file)
         if name is not None:
             return f"{name}:{line} in {function}", holder
         if "/torch/distributed/fsdp/" in file:
-            reduces = any(part in function for part in _REDUCING)
-            holder = Holder.GRADIENTS if reduces else holder or Holder.UNSHARDED
+            is_gradient = any(part in function for part in _GRADIENT_FUNCTIONS)
+            holder = Holder.GRADIENTS if is_gradient else holder or Holder.UNSHARDED
     return "", holder
 
 
 @cache
-def _shown_name(file: str) -> str | None:
-    """ithaka's files from the package down, the user's with their folder; None for libraries and listeners."""
-    if not file.endswith(".py") or file.startswith(("<", *_LISTENERS)):
+def _display_name(file: str) -> str | None:
+    """A path relative to the package's parent, or folder/file for user code; None for libraries and the profiler."""
+    if not file.endswith(".py") or file.startswith(("<", *_PROFILER)):
         return None
-    if file.startswith(_OURS):
-        return str(Path(file).relative_to(Path(_OURS).parent))
+    if file.startswith(_PACKAGE):
+        return str(Path(file).relative_to(Path(_PACKAGE).parent))
     return None if any(part in file for part in _LIBRARIES) else "/".join(Path(file).parts[-2:])
 
 
 # ---- the peak
 
 
-def planned_holders(plan: Plan) -> dict[str, int]:
-    """Bytes by the map's holders on one rank, at the planned peak."""
-    names = {"layer weights": Holder.UNSHARDED, "tiles": Holder.MLP, "kept activations": Holder.KEPT}
+def sum_planned_by_holder(plan: Plan) -> dict[str, int]:
+    """Bytes by holder on one rank at the planned peak."""
+    holders = {"layer weights": Holder.UNSHARDED, "tiles": Holder.MLP, "kept activations": Holder.KEPT}
     planned: Counter[str] = Counter()
     for name, num_bytes in plan.ledger.gpu.items():
-        planned[names.get(name, name)] += num_bytes if name != "reserve" else 0
-    return {name: num_bytes for name, num_bytes in planned.items() if num_bytes}
+        planned[holders.get(name, name)] += num_bytes if name != "reserve" else 0
+    return {holder: num_bytes for holder, num_bytes in planned.items() if num_bytes}
 
 
-def _largest(live: list[Allocation]) -> list[dict[str, Any]]:
-    """Pieces of one holder, made by one line and alike in shape (or, where it is not known, in size) go together."""
-    together: dict[tuple, list[Allocation]] = {}
-    for piece in live:
-        each = f"{piece.dtype} {list(piece.shape)}" if piece.dtype else format_bytes(piece.num_bytes)
-        together.setdefault((piece.holder, each, piece.line), []).append(piece)
+def _group_largest(live: list[Allocation]) -> list[dict[str, Any]]:
+    """The largest groups of allocations with the same holder, line, and shape (size, if the shape is not known)."""
+    groups: dict[tuple[str, str, str], list[Allocation]] = {}
+    for each in live:
+        form = f"{each.dtype} {list(each.shape)}" if each.dtype else format_bytes(each.num_bytes)
+        groups.setdefault((each.holder, form, each.line), []).append(each)
     rows: list[dict[str, Any]] = []
-    for (holder, each, line), pieces in together.items():
-        what = f"{len(pieces)} x {each}" if len(pieces) > 1 else each
-        phase = f"({' / '.join(pieces[-1].phase)})" if pieces[-1].phase else ""
-        made_by = f"{line} {phase}".strip() or "there before the step"
-        num_bytes = sum(piece.num_bytes for piece in pieces)
-        rows.append({"holder": holder, "num_bytes": num_bytes, "what": what, "made_by": made_by})
-    return sorted(rows, key=lambda row: -row["num_bytes"])[:LARGEST]
-
-
-def in_words(peak: dict[str, Any]) -> str:
-    """The peak that `MemoryMap.describe` returned, as text."""
-    total, time_s, step_s, planned = peak["num_bytes"], peak["time_s"], peak["step_s"], peak["planned"]
-    measured = (
-        "" if peak["measured_bytes"] is None else f"; the allocator measured {format_bytes(peak['measured_bytes'])}"
-    )
-    when = f"after {time_s:.2f} s of {step_s:.2f} s ({100 * time_s / max(step_s, 1e-9):.0f} %)"
-    lines = [f"Peak: {format_bytes(total)} {when}, in {peak['phase'] or 'no phase'}{measured}.", ""]
-    lines.append("The ten largest holders then:")
-    for rank, row in enumerate(peak["largest"], 1):
-        share = f"({100 * row['num_bytes'] / max(total, 1):.0f} %)"
-        lines.append(
-            f"{rank:>3}. {format_bytes(row['num_bytes'])} {share} {row['holder']}: {row['what']}, {row['made_by']}"
-        )
-    rows = [("", "", ""), ("holder", "measured", "planned")]
-    for name in dict.fromkeys([*peak["holders"], *planned]):
+    for (holder, form, line), group in groups.items():
+        phase = f"({' / '.join(group[-1].phase)})" if group[-1].phase else ""
         rows.append(
-            (name, format_bytes(peak["holders"].get(name, 0)), format_bytes(planned[name]) if name in planned else "-")
+            {
+                "holder": holder,
+                "num_bytes": sum(each.num_bytes for each in group),
+                "what": f"{len(group)} x {form}" if len(group) > 1 else form,
+                "made_by": f"{line} {phase}".strip() or "before the step",
+            }
         )
-    rows.append(("total", format_bytes(total), format_bytes(sum(planned.values()))))
-    return "\n".join([*lines, *(f"{a:<20}{b:>12}{c:>12}".rstrip() for a, b, c in rows)]) + "\n"
+    return sorted(rows, key=lambda row: -row["num_bytes"])[:NUM_LARGEST]
+
+
+def format_peak(peak: dict[str, Any]) -> str:
+    """The `peak` entry of `MemoryMap.describe` as text."""
+    total, planned = peak["num_bytes"], peak["planned"]
+    percent = 100 * peak["time_s"] / max(peak["step_s"], 1e-9)
+    summary = f"Peak: {format_bytes(total)} in phase {peak['phase'] or 'none'}, "
+    summary += f"{peak['time_s']:.2f} s into a step of {peak['step_s']:.2f} s ({percent:.0f}%)"
+    if peak["measured_bytes"] is not None:
+        summary += f"; the allocator measured {format_bytes(peak['measured_bytes'])}"
+    lines = [summary, "", f"Largest {NUM_LARGEST} allocations at the peak:"]
+    for number, row in enumerate(peak["largest"], 1):
+        size = f"{format_bytes(row['num_bytes'])} ({100 * row['num_bytes'] / max(total, 1):.0f}%)"
+        lines.append(f"{number:>3}. {size} {row['holder']}: {row['what']}, {row['made_by']}")
+    table = [("holder", "measured", "planned")]
+    for holder in dict.fromkeys([*peak["holders"], *planned]):
+        planned_size = format_bytes(planned[holder]) if holder in planned else "-"
+        table.append((holder, format_bytes(peak["holders"].get(holder, 0)), planned_size))
+    table.append(("total", format_bytes(total), format_bytes(sum(planned.values()))))
+    return "\n".join([*lines, "", *(f"{name:<20}{a:>12}{b:>12}" for name, a, b in table)]) + "\n"

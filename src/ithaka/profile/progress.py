@@ -1,4 +1,4 @@
-"""How far a step is: phase, share done, time left."""
+"""Progress within a step: phase, percent done, time left."""
 
 import threading
 import time
@@ -17,26 +17,28 @@ from ithaka.profile.timeline import DeviceTimeline
 
 @dataclass(frozen=True)
 class StepProgress:
-    step: int  # the one under way
+    step: int
     phase: str
     percent: float
     elapsed_s: float
-    eta_s: float | None  # of this step
+    eta_s: float | None  # until the end of the step
 
 
 class Progress(Listener):
-    """Calls `say` every `every_s` seconds of a step, from a thread of its own. `plan`: what one micro-step does."""
+    """Calls `report` every `every_s` seconds of a step, in a background thread. `plan`: of one micro-step."""
 
     every_s = 30.0
 
-    def __init__(self, plan: Plan, micro_steps: int, device: torch.device, say: Callable[[StepProgress], None]) -> None:
-        self.device, self.say = device, say
-        self.shares = {path: share / micro_steps for path, share in planned_shares(plan).items()}
+    def __init__(
+        self, plan: Plan, micro_steps: int, device: torch.device, report: Callable[[StepProgress], None]
+    ) -> None:
+        self.device, self.report = device, report
+        self.shares = {path: share / micro_steps for path, share in compute_planned_shares(plan).items()}
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        self._timeline = DeviceTimeline[tuple[PhasePath, float]](self.device)  # phase, share done
-        self._at: tuple[PhasePath, float] = ((), 0.0)
+        self._timeline = DeviceTimeline[tuple[PhasePath, float]](self.device)  # with phase and share done
+        self._reached: tuple[PhasePath, float] = ((), 0.0)
         self._done, stop = 0.0, threading.Event()
         thread = threading.Thread(target=self._watch, args=(number, stop), daemon=True, name="progress")
         thread.start()
@@ -48,7 +50,7 @@ class Progress(Listener):
             thread.join()
 
     def enter(self, path: PhasePath) -> None:
-        # Shown: a layer's direction, one of its stages, or what is no layer. Other parts come too often.
+        # Report a layer's direction, its stages and everything outside layers; other phases change too often.
         if len(path) in (2, 4) or not path[0].startswith("layer "):
             self._timeline.push((path, self._done))
 
@@ -57,25 +59,26 @@ class Progress(Listener):
             self._done += self.shares[path]
             self._timeline.push((path, self._done))
 
-    def device_at(self) -> tuple[PhasePath, float]:
+    def update(self) -> tuple[PhasePath, float]:
+        """The phase the device has reached, and the share of the step that is done."""
         for _, reached in self._timeline.pop_reached():
-            self._at = reached
-        return self._at
+            self._reached = reached
+        return self._reached
 
     def _watch(self, step: int, stop: threading.Event) -> None:
         use_device(self.device)
-        started, share, reached_s = time.monotonic(), 0.0, 0.0
+        start, share, share_s = time.monotonic(), 0.0, 0.0  # share_s: when `share` was reached
         while not stop.wait(self.every_s):
-            path, done = self.device_at()
-            elapsed_s = time.monotonic() - started
+            path, done = self.update()
+            elapsed_s = time.monotonic() - start
             if done > share:
-                share, reached_s = done, elapsed_s
-            left_s = max(0.0, reached_s / share - elapsed_s) if share else None  # falls while a layer runs
-            self.say(StepProgress(step, " / ".join(path), 100 * share, elapsed_s, left_s))
+                share, share_s = done, elapsed_s
+            eta_s = max(0.0, share_s / share - elapsed_s) if share else None  # counts down within a layer
+            self.report(StepProgress(step, " / ".join(path), 100 * share, elapsed_s, eta_s))
 
 
-def planned_shares(plan: Plan) -> dict[PhasePath, float]:
-    """Of a micro-step's planned seconds, those of each layer's directions and of the loss."""
+def compute_planned_shares(plan: Plan) -> dict[PhasePath, float]:
+    """Shares of a micro-step's planned time: each layer's forward and backward, and the loss."""
     seconds: dict[PhasePath, float] = {}
     keeps = plan.layout.of_layers(plan.shape.num_layers)
     for i, (window, kept) in enumerate(zip(plan.shape.windows, keeps, strict=True)):

@@ -1,4 +1,4 @@
-"""Profiles a training step: trace, memory snapshot, memory map, phase times and the peak in words."""
+"""Profile one training step: trace, memory snapshot, memory map, phase times and a summary of the peak."""
 
 import json
 import pickle
@@ -18,14 +18,14 @@ from ithaka.plan.hardware import num_cores
 from ithaka.plan.show import format_bytes
 from ithaka.profile.allocator import AllocatorHistory
 from ithaka.profile.live import LiveBytes
-from ithaka.profile.memory import in_words
+from ithaka.profile.memory import format_peak
 from ithaka.profile.times import StepTimes
 
 
 class StepProfile(ExitStack):
-    """Enter it around one step, then `write`. Nothing is recorded outside of it.
+    """Enter around one step, then call `write`.
 
-    `times`: recorded in an earlier step; then this one records only memory, which makes both cheaper.
+    `times`: recorded in an earlier step. Then this step records memory only, which makes both cheaper.
     """
 
     def __init__(
@@ -33,34 +33,34 @@ class StepProfile(ExitStack):
     ) -> None:
         super().__init__()
         self.model, self.optimizer = model, optimizer
-        self.times, self._times_too = times or StepTimes(device), times is None
+        self.times, self._records_times = times or StepTimes(device), times is None
         self.memory = AllocatorHistory(device) if device.type == "cuda" else LiveBytes()
 
     def __enter__(self) -> "StepProfile":
         self.enter_context(self.memory)
-        self.memory.register_states(self.model, self.optimizer)
-        if self._times_too:
-            self.enter_context(self.times)  # last, so that leaving the memory's recorder is no part of the step
+        self.memory.tag_states(self.model, self.optimizer)
+        if self._records_times:
+            self.enter_context(self.times)  # last, so the step does not include exiting `memory`
         return self
 
     def write(self, folder: Path, step: int, plain_s: float | None, planned: dict[str, int]) -> str:
-        """Writes everything into `folder` and returns the peak in words.
+        """Write all files to `folder` and return the summary of the peak.
 
-        `plain_s`: a step's time without profiling. `planned`: bytes by holder at the peak.
+        `plain_s`: time of a step without profiling. `planned`: bytes by holder at the planned peak.
         """
         folder.mkdir(parents=True, exist_ok=True)
         if isinstance(self.memory, AllocatorHistory):
             (folder / "memory.pickle").write_bytes(pickle.dumps(self.memory.snapshot))
         memory, times = self.memory.describe(planned), self.times.write(folder / "trace.json.gz")
         data = {"step": step, "plain_s": plain_s, "memory": memory, "times": times}
-        words = in_words(memory["peak"])
+        summary = format_peak(memory["peak"])
         (folder / "profile.json").write_text(json.dumps(data), encoding="utf-8")
-        (folder / "peak.txt").write_text(words, encoding="utf-8")
-        return words
+        (folder / "peak.txt").write_text(summary, encoding="utf-8")
+        return summary
 
 
 def describe_machine(device: torch.device, num_ranks: int) -> dict[str, Any]:
-    """Facts about the machine of a run, by the names to show."""
+    """Hardware and software versions for the report, by display name."""
     facts: dict[str, Any] = {}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -25,7 +25,7 @@ from ithaka.plan.hardware import gpu_named
 from ithaka.plan.heads import count_slots
 from ithaka.plan.search import Plan
 from ithaka.plan.show import format_bytes
-from ithaka.profile.memory import planned_holders
+from ithaka.profile.memory import sum_planned_by_holder
 from ithaka.profile.progress import Progress
 from ithaka.profile.step import StepProfile, describe_machine
 from ithaka.profile.times import StepTimes
@@ -73,7 +73,7 @@ class Watch:
         plan, facts = self.plan, describe_machine(self.mesh.device, self.mesh.world_size)
         (self.run.run_dir / "machine.json").write_text(json.dumps(facts), encoding="utf-8")
         stages = len(count_slots(plan.shape, plan.layout).stages)
-        facts = {"layout": dataclasses.asdict(plan.layout), "stages": stages, "peak_bytes": planned_holders(plan)}
+        facts = {"layout": dataclasses.asdict(plan.layout), "stages": stages, "peak_bytes": sum_planned_by_holder(plan)}
         facts["gpus"] = plan.hardware.name  # nodes x ranks
         if gpu_named(plan.hardware.gpu.name):
             facts["seconds"] = dataclasses.asdict(plan.seconds)
@@ -96,7 +96,7 @@ class Watch:
             plain, folder = self._plain_s[WARM_UP_STEPS:], self.run.run_dir / "profile" / f"step-{number}"
             plain_s = statistics.median(plain) if plain else None
             with nullcontext() if self.only_profile else self.console.writing("profile"):
-                words = recorder.write(folder, number, plain_s, planned_holders(self.plan))
+                words = recorder.write(folder, number, plain_s, sum_planned_by_holder(self.plan))
                 self.console.say(f"Profile of step {number}, in {folder}:\n{words}")
 
     def _recorder(self, number: int) -> StepProfile | StepTimes | None:
