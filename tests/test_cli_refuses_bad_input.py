@@ -89,15 +89,20 @@ def write_model(folder, **changes):
         (["--set", "data.context=0"], ["data.context=0", "at least 2"]),
         (
             ["--set", "parallel.cp=6", "--ranks", "8"],
-            ["parallel.cp=6 does not divide the 8 ranks; use 1, 2, 4 or 8, or other ranks"],
+            ["parallel.cp=6", "8 ranks", "use 1, 2, 4 or 8", "number of ranks"],
         ),
-        (["--set", "parallel.cp=4"], ["parallel.cp=4", "the 2 ranks", "or other ranks"]),
+        (["--set", "parallel.cp=4"], ["parallel.cp=4", "2 ranks", "number of ranks"]),
         (["--set", "parallel.cp=3", "--ranks", "1"], ["parallel.cp=3", "1 rank;", "use 1,"]),
         (
             ["--set", "parallel.ring=2", "--ranks", "16"],
-            ["parallel.cp=16 of 16 ranks", "parallel.ring=2 times the 4 query heads", "parallel.ring=4, 8 or 16"],
+            [
+                "parallel.cp=16",
+                "4 query heads x parallel.ring=2",
+                "use parallel.ring=4, 8 or 16",
+                "parallel.cp=2, 4 or 8",
+            ],
         ),
-        (["--set", "parallel.replicas=3"], ["parallel.replicas=3 does not divide the 2 ranks; use 1 or 2"]),
+        (["--set", "parallel.replicas=3"], ["parallel.replicas=3", "2 ranks", "use 1 or 2"]),
         (["--ranks", "0"], ["parallel.ranks=0", "at least 1"]),
         (["--ranks", "64"], ["parallel.ranks=64", "4 cores", "use at most 16", "torchrun"]),
         (

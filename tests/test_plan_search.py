@@ -123,7 +123,7 @@ def test_what_is_left_of_the_device_is_spent():
     plan = choose(shape, machine, 2**16)
     layout = plan.layout
     assert 0 < layout.keep_everything < layout.keep_projections == shape.num_layers
-    assert not plan.but(keep_everything=layout.keep_everything + 1).fits
+    assert not plan.with_changes(keep_everything=layout.keep_everything + 1).fits
     assert choose(shape, machine, 2**13).layout.keep_everything == shape.num_layers
     full = choose(shape, machine, 2**16, {"keep_everything": 0}).layout
     assert full.keep_everything == 0 and full.keep_projections == shape.num_layers
@@ -260,7 +260,9 @@ def test_five_nodes_do_not_make_rings_of_five_gpus():
     """Which straddle nodes, for a gain of 0.8 % where they are taken to lie in one."""
     plan = choose(find_shape("llama3-8b"), replace(NODE, num_nodes=5), 2**17)
     assert plan.layout.cp in (4, 8) and plan.layout.ring == 1
-    straddling = Plan(plan.shape, plan.layout.but(cp=5, ring=5, heads_per_stage=None), plan.hardware, plan.work)
+    straddling = Plan(
+        plan.shape, plan.layout.with_changes(cp=5, ring=5, heads_per_stage=None), plan.hardware, plan.work
+    )
     assert straddling.seconds.exchange > 2 * plan.seconds.exchange
 
 

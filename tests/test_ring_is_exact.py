@@ -1,7 +1,6 @@
 """Ulysses x ring: loss and every gradient equal plain Hugging Face's, whoever has which tokens."""
 
 import functools
-import re
 from bisect import bisect_right
 from dataclasses import replace
 
@@ -17,7 +16,7 @@ from ithaka.layer.sharded import sharded_attention
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout, check_fixed, layout_from_config
 from ithaka.model.batch import deal_batch
 from ithaka.model.build import parallelize_model
-from ithaka.plan import deal_tokens as dealing
+from ithaka.plan import deal as dealing
 from ithaka.plan import rounds
 from ithaka.plan.deal import contiguous_deal, deal_tokens
 from ithaka.plan.heads import head_table
@@ -256,13 +255,15 @@ def test_a_configuration_says_how_many_rings():
         layout_from_config(parse_config({"parallel": {"ring": ring}}), 2, 8, on_gpu=False) for ring in ("auto", 1, 2, 8)
     ]
     assert [(layout.ulysses, layout.ring) for layout in shapes] == [(8, 1), (8, 1), (4, 2), (1, 8)]
-    for fixed, words in (
-        ({"cp": 8, "ring": 3}, "parallel.ring=3 does not divide parallel.cp=8; use 2, 4 or 8"),
-        ({"cp": 8, "ring": 1}, "exceeds the 4 query heads of the model; use 1, 2 or 4, or parallel.ring=2, 4 or 8"),
-        ({"cp": 8, "ring": 2, "heads_per_stage": 2}, "is not a multiple of parallel.cp=8 // parallel.ring=2; use 4 or"),
+    for fixed, fragments in (
+        ({"cp": 8, "ring": 3}, ("parallel.ring=3", "parallel.cp=8", "use 2, 4 or 8")),
+        ({"ring": 3}, ("parallel.ring=3", "8 ranks", "use 1, 2, 4 or 8")),
+        ({"cp": 8, "ring": 1}, ("parallel.cp=8", "4 query heads", "parallel.cp=1, 2 or 4", "parallel.ring=2, 4 or 8")),
+        ({"cp": 8, "ring": 2, "heads_per_stage": 2}, ("heads_per_stage=2", "cp=8 / parallel.ring=2", "use 4 or all")),
     ):
-        with pytest.raises(ConfigError, match=re.escape(words)):
+        with pytest.raises(ConfigError) as error:
             check_fixed(fixed, 4, 2, 8)
+        assert all(fragment in str(error.value) for fragment in fragments)
     check_fixed({"cp": 8, "ring": 2, "heads_per_stage": 4}, 4, 2, 8)
     assert layout_from_config(parse_config({}), 2, 8, on_gpu=False, num_heads=3).ring == 4  # as few as the heads allow
 
@@ -270,9 +271,9 @@ def test_a_configuration_says_how_many_rings():
 def test_a_ring_that_cannot_be_is_refused():
     def refused():
         model = tiny_model(tiny_config("llama", 2, 1))
-        with pytest.raises(ConfigError, match="parallel.ring=3 does not divide parallel.cp=4; use 1, 2, 4"):
+        with pytest.raises(ConfigError, match="parallel.ring=3 does not divide parallel.cp=4; use 1, 2 or 4"):
             parallelize_model(model, 4, ring=3)
-        with pytest.raises(ConfigError, match="parallel.cp=4 exceeds the 2 query heads times ring=1; use at most 2"):
+        with pytest.raises(ConfigError, match="parallel.cp=4 .* 2 query heads.*; use parallel.ring=2"):
             parallelize_model(model, 4)
         assert parallelize_model(model, 4, ring=2).ithaka_mesh.ring_group.size() == 2
 

@@ -125,13 +125,13 @@ def bad_layouts():
 
 def test_layouts_that_cannot_be(ranks):
     for messages in ranks.run(2, bad_layouts):
-        assert "cp=3 does not divide the 2 ranks; use 1, 2" in messages[0]
-        assert "cp=2 exceeds the 1 query heads" in messages[1]
-        assert "heads_per_stage=3" in messages[2] and "multiple of cp=2" in messages[2]
-        assert "heads_per_stage=1" in messages[3]
-        assert "cp=0" in messages[4]
-        assert messages[5] == messages[6] == "cp=0 is below 1; use 1, or another number that divides the ranks"
-        assert "ring=-1 is below 1; use 1" in messages[7]
+        for message, *fragments in zip(
+            messages,
+            ("cp=3", "cp=2", "heads_per_stage=3", "heads_per_stage=1", "cp=0", "cp=0", "cp=0", "ring=-1"),
+            ("2 ranks; use 1 or 2", "1 query heads", "cp=2; use 2", "cp=2; use 2", *["use 1 or more"] * 4),
+            strict=True,
+        ):
+            assert all(fragment in message for fragment in fragments), message
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

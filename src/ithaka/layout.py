@@ -1,7 +1,7 @@
 """The layout: every decision about memory and parallelism, in one frozen type.
 
-The planner makes it, or `layout_of` from a configuration; the layers, the ledger, the run directory and the report
-take it unchanged. This file imports no torch.
+The planner chooses it, or `layout_from_config` reads it from a configuration. The layers, the memory ledger, the run
+directory and the report take it unchanged. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class ActivationPolicy:
-    """What one layer keeps from its forward to its backward, and where."""
+    """What one layer keeps for backward, and where."""
 
     input: Tier = "device"
-    attention: Tier | None = None  # attention's output; None: computed again in backward
-    # On the device, for layers that keep attention's output: q, k, v and x + attention,
-    projections: bool = False
-    mlp: bool = False  # and what the MLP's first two products return
+    attention: Tier | None = None  # attention output; None: recomputed in backward
+    # On the device, and only with the attention output:
+    projections: bool = False  # q, k, v and x + attention
+    mlp: bool = False  # gate and up projections
 
 
 EVERYTHING = ActivationPolicy("device", "device", True, True)
@@ -34,22 +34,22 @@ EVERYTHING = ActivationPolicy("device", "device", True, True)
 
 @dataclass(frozen=True)
 class Layout:
-    """The defaults are plain: every technique is off."""
+    """Parallelism and memory settings of a model. By default every technique is off."""
 
     cp: int = 1  # ranks that share a sequence: ulysses * ring
-    ring: int = field(default=1, kw_only=True)  # Ulysses groups, each with its part of the sequence and all heads
-    replicas: int = field(default=1, kw_only=True)  # copies of the model, each sharded over neighbouring ranks
-    heads_per_stage: int | None = None  # over a Ulysses group; None: all heads at once, which is plain Ulysses
-    tile_tokens: int | None = None  # None: all of a rank's tokens at once
-    kept: tuple[ActivationPolicy, ...] = ()  # one entry per layer; empty: every layer keeps its input on the device
-    # Memory for time: send the next stage, and fetch what it needs, while this one attends; in backward the input
-    # comes to the device once and stays, instead of tile by tile in every walk.
+    ring: int = field(default=1, kw_only=True)  # Ulysses groups, each with a part of the sequence and all heads
+    replicas: int = field(default=1, kw_only=True)  # copies of the model, each sharded over consecutive ranks
+    heads_per_stage: int | None = None  # query heads per stage, over a Ulysses group; None: all (plain Ulysses)
+    tile_tokens: int | None = None  # None: all local tokens in one tile
+    kept: tuple[ActivationPolicy, ...] = ()  # one per layer; empty: every layer keeps its input on the device
+    # Trade memory for time: exchange and prefetch the next stage while this one attends, and in backward fetch a
+    # layer's input once instead of tile by tile in every pass.
     overlap: bool = True
     offload_optimizer: bool = False
-    dtype: str | None = None  # of the computation; None: the parameters' own, which plans take for 16-bit
-    kernel: str = "auto"  # of attention
-    blocks: tuple[int, int] | None = None  # tokens per query and per key/value block; None: by the size of the cache
-    compile: bool = False  # torch.compile for the MLP
+    dtype: str | None = None  # compute dtype; None: the parameters' own, planned as 16-bit
+    kernel: str = "auto"  # attention kernel
+    blocks: tuple[int, int] | None = None  # tokens per query and per key block of attention; None: sized to the cache
+    compile: bool = False  # torch.compile the MLP
 
     @property
     def ulysses(self) -> int:
@@ -62,26 +62,26 @@ class Layout:
 
     @property
     def sum_bytes(self) -> int:
-        """Of gradient sums and log-sum-exps."""
+        """Bytes per element of gradient sums and log-sum-exps: fp32 or wider."""
         return max(4, self.element_bytes)
 
     def x_bytes(self, hidden: int, num_tokens: int) -> int:
         """X: one tensor of the residual stream."""
         return num_tokens * hidden * self.element_bytes
 
-    def of_layers(self, num_layers: int) -> tuple[ActivationPolicy, ...]:
-        """`kept` for a model of so many layers."""
+    def layer_policies(self, num_layers: int) -> tuple[ActivationPolicy, ...]:
+        """One policy per layer of a model with `num_layers` layers."""
         if self.kept and len(self.kept) != num_layers:
             raise ConfigError(
-                f"layout.kept has {len(self.kept)} entries for the {num_layers} layers of the model; give one per layer"
+                f"layout.kept has {len(self.kept)} entries, but the model has {num_layers} layers; give one per layer"
             )
         return self.kept or (ActivationPolicy(),) * num_layers
 
-    def groups(self, num_layers: int, first: int = 0) -> list[tuple[ActivationPolicy, int]]:
-        """(what they keep, how many) of neighbouring layers that keep the same, from layer `first` on."""
-        return [(keeps, len(list(same))) for keeps, same in groupby(self.of_layers(num_layers)[first:])]
+    def policy_groups(self, num_layers: int, first: int = 0) -> list[tuple[ActivationPolicy, int]]:
+        """(policy, number of layers) for each run of consecutive layers with one policy, from layer `first` on."""
+        return [(policy, len(list(run))) for policy, run in groupby(self.layer_policies(num_layers)[first:])]
 
-    # What is kept, in the words of a configuration, which has one for all layers.
+    # The settings of a configuration, which has one value for all layers.
 
     @property
     def input_tier(self) -> Tier:
@@ -89,27 +89,27 @@ class Layout:
 
     @property
     def keep_attention(self) -> int:
-        """Layers that keep attention's output."""
-        return sum(layer.attention is not None for layer in self.kept)
+        """Layers that keep the attention output."""
+        return sum(policy.attention is not None for policy in self.kept)
 
     @property
     def keep_projections(self) -> int:
-        """Layers that keep all but the MLP's middle."""
-        return sum(layer.projections for layer in self.kept)
+        """Layers that keep everything except the MLP's gate and up projections."""
+        return sum(policy.projections for policy in self.kept)
 
     @property
     def keep_everything(self) -> int:
-        return sum(layer.mlp for layer in self.kept)
+        return sum(policy.mlp for policy in self.kept)
 
     @property
     def attention_tier(self) -> Tier:
-        return next((layer.attention for layer in self.kept if layer.attention), "device")
+        return next((policy.attention for policy in self.kept if policy.attention), "device")
 
-    def but(self, **changes: Any) -> Layout:
-        """A copy with some fields changed, and with what is kept in the words above."""
-        words = ("input_tier", "keep_attention", "attention_tier", "keep_projections", "keep_everything")
-        told = {word: changes.pop(word) if word in changes else getattr(self, word) for word in words}
-        return replace(self, kept=make_layout(len(self.kept), **told).kept, **changes)
+    def with_changes(self, **changes: Any) -> Layout:
+        """A copy with some fields changed; `kept` is changed by the five properties above."""
+        names = ("input_tier", "keep_attention", "attention_tier", "keep_projections", "keep_everything")
+        kept_settings = {name: changes.pop(name) if name in changes else getattr(self, name) for name in names}
+        return replace(self, kept=make_layout(len(self.kept), **kept_settings).kept, **changes)
 
 
 def make_layout(
@@ -122,23 +122,23 @@ def make_layout(
     keep_everything: int = 0,
     **fields: Any,
 ) -> Layout:
-    """A layout from its fields, with what is kept in the words of a configuration.
+    """A layout from settings for all layers instead of a policy per layer.
 
-    The last layers keep most: their backward comes first, so it is gone when those below compute again.
+    The last layers keep the most: their backward runs first and frees it before the layers below recompute.
     """
-    everything = min(keep_everything, num_layers)
-    projected = max(min(keep_projections, num_layers), everything)
-    attended = max(min(keep_attention, num_layers), projected)
-    kept = (ActivationPolicy(input_tier),) * (num_layers - attended)
-    kept += (ActivationPolicy(input_tier, attention_tier),) * (attended - projected)
-    kept += (ActivationPolicy(input_tier, attention_tier, True),) * (projected - everything)
-    kept += (ActivationPolicy(input_tier, attention_tier, True, True),) * everything
+    num_everything = min(keep_everything, num_layers)
+    num_projections = max(min(keep_projections, num_layers), num_everything)
+    num_attention = max(min(keep_attention, num_layers), num_projections)
+    kept = (ActivationPolicy(input_tier),) * (num_layers - num_attention)
+    kept += (ActivationPolicy(input_tier, attention_tier),) * (num_attention - num_projections)
+    kept += (ActivationPolicy(input_tier, attention_tier, True),) * (num_projections - num_everything)
+    kept += (ActivationPolicy(input_tier, attention_tier, True, True),) * num_everything
     return Layout(kept=kept, **fields)
 
 
-# ---- a configuration's settings
+# ---- layouts and configurations
 
-# The settings that a layout decides, and its name for each.
+# Settings that a layout decides -> the argument of `make_layout` for each.
 SETTINGS = {
     "parallel.cp": "cp",
     "parallel.ring": "ring",
@@ -155,12 +155,12 @@ SETTINGS = {
 }
 
 
-def _words(num_layers: int, num_ranks: int) -> dict[str, dict[Any, Any]]:
-    """The words of the configuration -> those of a layout."""
+def _keyword_values(num_layers: int, num_ranks: int) -> dict[str, dict[Any, Any]]:
+    """Argument of `make_layout` -> {value in a configuration: value in a layout}, where they differ."""
     return {
         "cp": {"all": num_ranks},
         "heads_per_stage": {"all": None},
-        # memory.checkpoint counts the others.
+        # memory.checkpoint counts the layers that do not keep everything.
         "keep_everything": {n: num_layers - n for n in range(num_layers + 1)} | {"none": num_layers, "full": 0},
         "input_tier": {"none": "device"},
         "tile_tokens": {"all": None},
@@ -171,18 +171,24 @@ def _words(num_layers: int, num_ranks: int) -> dict[str, dict[Any, Any]]:
 
 
 def fixed_settings(chosen: Mapping[str, Any], num_layers: int, num_ranks: int) -> dict[str, Any]:
-    """Settings (`{"parallel.cp": 8, "memory.offload": "host"}`) as `make_layout` takes them; null is left out."""
+    """Translate settings (`{"parallel.cp": 8, "memory.offload": "host"}`) to arguments of `make_layout`.
+
+    Leaves out null and auto.
+    """
     check_effects(chosen)
-    words = _words(num_layers, num_ranks)
+    keyword_values = _keyword_values(num_layers, num_ranks)
     fixed = {SETTINGS[name]: value for name, value in chosen.items() if value not in (None, "auto")}
-    return {name: words.get(name, {}).get(value, value) for name, value in fixed.items()}
+    return {name: keyword_values.get(name, {}).get(value, value) for name, value in fixed.items()}
 
 
 def settings_from_layout(layout: Layout, num_heads: int) -> dict[str, Any]:
-    """A layout in the words of the configuration."""
-    words = {word: {new: old for old, new in pairs.items()} for word, pairs in _words(len(layout.kept), 0).items()}
-    values = {name: getattr(layout, word) for name, word in SETTINGS.items()}
-    settings = {name: words.get(SETTINGS[name], {}).get(value, value) for name, value in values.items()}
+    """The settings of a configuration that describe `layout`."""
+    keywords = {
+        argument: {value: keyword for keyword, value in pairs.items()}
+        for argument, pairs in _keyword_values(len(layout.kept), 0).items()
+    }
+    values = {name: getattr(layout, argument) for name, argument in SETTINGS.items()}
+    settings = {name: keywords.get(SETTINGS[name], {}).get(value, value) for name, value in values.items()}
     if (layout.heads_per_stage or 0) >= num_heads:
         settings["parallel.heads_per_stage"] = "all"
     if not layout.keep_attention:
@@ -195,15 +201,10 @@ def default_dtype(on_gpu: bool) -> str:
     return "bfloat16" if on_gpu else "float32"
 
 
-def smallest_ring(cp: int, num_heads: int) -> int:
-    """Of groups that have no more ranks than there are heads."""
-    return next(ring for ring in range(1, cp + 1) if cp % ring == 0 and cp // ring <= num_heads)
-
-
 def layout_from_config(
     config: Config, num_layers: int, num_ranks: int, on_gpu: bool, num_heads: int | None = None
 ) -> Layout:
-    """The layout that a whole configuration describes. `num_heads`: of the model, for parallel.ring=auto."""
+    """The layout that a complete configuration describes. `num_heads`: the model's query heads, for ring=auto."""
     values = {name: attrgetter(name)(config) for name in SETTINGS}
     fixed = fixed_settings(values | {"parallel.cp": config.parallel.cp_of(num_ranks)}, num_layers, num_ranks)
     dtype, attention = config.model.dtype, config.attention
@@ -218,50 +219,83 @@ def layout_from_config(
     )
 
 
+# ---- checks
+
+
+def check_parallelism(
+    num_ranks: int | None = None,
+    num_heads: int | None = None,
+    *,
+    cp: int | None = None,
+    ring: int | None = None,
+    replicas: int | None = None,
+    heads_per_stage: int | None = None,
+) -> None:
+    """Raise ConfigError if these sizes do not go together. None: unknown, or left to the planner.
+
+    `num_heads`: the model's query heads.
+    """
+    for name, size in (("cp", cp), ("ring", ring), ("replicas", replicas), ("heads_per_stage", heads_per_stage)):
+        if size is not None and size < 1:
+            raise ConfigError(f"parallel.{name}={size} is below 1; use 1 or more")
+    if num_ranks is not None:
+        for name, size in (("cp", cp), ("ring", ring if cp is None else None), ("replicas", replicas)):
+            if size is not None and num_ranks % size:
+                ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+                choices = format_choices(_divisors(num_ranks))
+                raise ConfigError(
+                    f"parallel.{name}={size} does not divide the {ranks}; use {choices}, or change the number of ranks"
+                )
+    max_heads = num_heads or max(cp or 1, heads_per_stage or 1)
+    ring = ring or smallest_ring(cp or 1, max_heads)
+    cp = cp or ring
+    rings = format_choices(n for n in _divisors(cp) if cp // n <= max_heads)
+    if cp % ring:
+        raise ConfigError(f"parallel.ring={ring} does not divide parallel.cp={cp}; use {rings}")
+    ulysses = cp // ring
+    if ulysses > max_heads:
+        product = f" x parallel.ring={ring}" if ring > 1 else ""
+        smaller = format_choices(n for n in _divisors(num_ranks or cp) if n % ring == 0 and n // ring <= max_heads)
+        raise ConfigError(
+            f"parallel.cp={cp} exceeds the model's {max_heads} query heads{product}; "
+            f"use parallel.ring={rings}" + f", or parallel.cp={smaller}" * bool(smaller)
+        )
+    if heads_per_stage is None:
+        return
+    if heads_per_stage > max_heads:
+        raise ConfigError(
+            f"parallel.heads_per_stage={heads_per_stage} exceeds the model's {max_heads} query heads; use all"
+        )
+    if heads_per_stage % ulysses:
+        group = f"parallel.cp={cp}" + f" / parallel.ring={ring}" * (ring > 1)
+        choices = format_choices([*range(ulysses, max_heads + 1, ulysses)[:4], "all"])
+        raise ConfigError(f"parallel.heads_per_stage={heads_per_stage} is not a multiple of {group}; use {choices}")
+
+
 def check_fixed(fixed: Mapping[str, Any], num_heads: int, num_layers: int, num_ranks: int) -> None:
-    """Refuse what no layout of such a model on so many ranks can have."""
-    stage = fixed.get("heads_per_stage") or 0
-    ring = fixed.get("ring") or smallest_ring(fixed.get("cp") or 1, num_heads)
-    cp, replicas = fixed.get("cp") or ring, fixed.get("replicas") or 1
-    ulysses = cp // ring or 1
-    ranks, heads = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks", f"{num_heads} query heads of the model"
-    step, most = (ring, num_heads * ring) if fixed.get("ring") else (1, num_ranks)
-    fitting = format_choices(n for n in range(step, min(num_ranks, most) + 1, step) if num_ranks % n == 0)
-    stages = format_choices([*range(ulysses, num_heads + 1, ulysses)[:4], "all"])
-    rings = format_choices(n for n in range(1, cp + 1) if cp % n == 0 and cp // n <= num_heads)
-    times = f"parallel.ring={ring} times " if ring > 1 else ""
-    over = f"parallel.cp={cp}" + f" // parallel.ring={ring}" * (ring > 1)
-    for setting, wrong, rule, way_out in (
-        (f"parallel.cp={cp}", num_ranks % cp, f"does not divide the {ranks}", f"{fitting}, or other ranks"),
-        (f"parallel.ring={ring}", cp % ring, f"does not divide parallel.cp={cp}", rings),
-        (
-            f"parallel.cp={cp} of {ranks}",
-            ulysses > num_heads,
-            f"exceeds {times}the {heads}",
-            f"{fitting}, or parallel.ring={rings}",
-        ),
-        (
-            f"parallel.replicas={replicas}",
-            num_ranks % replicas,
-            f"does not divide the {ranks}",
-            format_choices(n for n in range(1, num_ranks + 1) if num_ranks % n == 0),
-        ),
-        (f"parallel.heads_per_stage={stage}", stage > num_heads, f"exceeds the {heads}", "all"),
-        (f"parallel.heads_per_stage={stage}", stage % ulysses, f"is not a multiple of {over}", stages),
-        *(
-            (f"{name}={fixed.get(word)}", (fixed.get(word) or 0) > num_layers, f"exceeds the {num_layers} layers", way)
-            for name, word, way in (
-                ("memory.checkpoint", "keep_everything", "full"),
-                ("memory.keep_attention", "keep_attention", "all"),
-                ("memory.keep_projections", "keep_projections", "all"),
-            )
-        ),
+    """Raise ConfigError if no layout of such a model on `num_ranks` ranks has these arguments of `make_layout`."""
+    sizes = {name: fixed.get(name) for name in ("cp", "ring", "replicas", "heads_per_stage")}
+    check_parallelism(num_ranks, num_heads, **sizes)
+    for name, keyword in (
+        ("memory.checkpoint", "full"),
+        ("memory.keep_attention", "all"),
+        ("memory.keep_projections", "all"),
     ):
-        if wrong:
-            raise ConfigError(f"{setting} {rule}; use {way_out}")
+        count = fixed.get(SETTINGS[name]) or 0
+        if count > num_layers:
+            raise ConfigError(f"{name}={count} exceeds the {num_layers} layers; use {keyword}")
 
 
-def format_choices(ways: Iterable[object]) -> str:
+def smallest_ring(cp: int, num_heads: int) -> int:
+    """The smallest ring whose Ulysses groups have at most one rank per query head."""
+    return next(ring for ring in _divisors(cp) if cp // ring <= num_heads)
+
+
+def _divisors(count: int) -> list[int]:
+    return [n for n in range(1, count + 1) if count % n == 0]
+
+
+def format_choices(choices: Iterable[object]) -> str:
     """1, 2 or 4"""
-    words = [str(way) for way in ways]
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    *others, last = [*map(str, choices)] or [""]
+    return f"{', '.join(others)} or {last}" if others else last

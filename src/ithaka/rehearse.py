@@ -173,7 +173,7 @@ def ladder(config: dict[str, Any], ranks: int, context: int, tile_tokens: int, l
     }
     layout, rows = make_layout(layers, cp=ranks, keep_everything=layers, overlap=False, dtype=_dtype()), []
     for name, change in rungs.items():
-        layout = layout.but(**change)
+        layout = layout.with_changes(**change)
         with status(f"{name}: rehearsing at {context} tokens"):
             measured = rehearse(config, layout, ranks, context, False, OutOfMemoryTracker(default_device()))
         gc.collect()

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ithaka.config import ConfigError
 from ithaka.dist.exchange import ALONE
+from ithaka.layout import check_parallelism
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,7 @@ def make_mesh(
     chosen = torch.device(device) if device is not None else default_device()
     start_process_group(chosen)
     world_size = dist.get_world_size()
-    if cp < 1 or world_size % cp:
-        divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
-        raise ConfigError(f"parallel.cp={cp} does not divide the {world_size} ranks; use {divisors}")
-    if ring < 1 or cp % ring:
-        divisors = ", ".join(str(n) for n in range(1, cp + 1) if cp % n == 0)
-        raise ConfigError(f"parallel.ring={ring} does not divide parallel.cp={cp}; use {divisors}")
+    check_parallelism(world_size, cp=cp, ring=ring, replicas=replicas)
     fsdp = init_device_mesh(chosen.type, (world_size,), mesh_dim_names=("fsdp",))
     if replicas > 1:
         sizes = (replicas, world_size // replicas)

@@ -24,7 +24,7 @@ from ithaka.layer.loss import TokenResults, linear_cross_entropy, summed_cross_e
 from ithaka.layer.schedule import StreamedLayer
 from ithaka.layer.store import Store
 from ithaka.layer.tiles import apply_norm, sum_dtype
-from ithaka.layout import Layout
+from ithaka.layout import Layout, check_parallelism
 from ithaka.model.adapters import add_adapter, check_adapters
 from ithaka.model.batch import take_own_tokens
 from ithaka.model.calls import (
@@ -93,13 +93,13 @@ def parallelize_model(
         for where, other in zip(("", "mesh."), others, strict=True):
             if other is not None and other != own:
                 raise ConfigError(f"{where}{name}={other} is not layout.{name}={own}; give one of them, or the same")
-    heads, stage, ulysses = model.config.num_attention_heads, layout.heads_per_stage, layout.ulysses
-    if ulysses > heads:
-        way = f"use at most {heads * layout.ring}, or a larger ring"
-        raise ConfigError(f"parallel.cp={layout.cp} exceeds the {heads} query heads times ring={layout.ring}; {way}")
-    if stage is not None and (stage < 1 or stage % ulysses):
-        over = f"cp={layout.cp}" + f" // ring={layout.ring}" * (layout.ring > 1)
-        raise ConfigError(f"parallel.heads_per_stage={stage} is not a multiple of {over}; use {ulysses}")
+    check_parallelism(
+        num_heads=model.config.num_attention_heads,
+        cp=layout.cp,
+        ring=layout.ring,
+        replicas=layout.replicas,
+        heads_per_stage=layout.heads_per_stage,
+    )
     mesh = mesh or make_mesh(layout.cp, ring=layout.ring, replicas=layout.replicas)
     dtype = getattr(torch, layout.dtype) if layout.dtype else model.dtype
     # A kernel that does not work is found here, not in the first step.
@@ -203,7 +203,7 @@ def _shard(model: PreTrainedModel, mesh: Mesh, layout: Layout, dtype: torch.dtyp
 def _swap_forwards(model: PreTrainedModel, mesh: Mesh, layout: Layout, store: Store) -> None:
     config, groups = model.config, (mesh.ulysses_group, mesh.ring_group)
     table = head_table(config.num_attention_heads, config.num_key_value_heads, layout.ulysses, layout.heads_per_stage)
-    all_keeps = layout.of_layers(len(model.model.layers))
+    all_keeps = layout.layer_policies(len(model.model.layers))
     for index, (layer, keeps) in enumerate(zip(model.model.layers, all_keeps, strict=True)):
         name, parts = f"layer {index}", map_layer(model, index)
         changes = partial(num_changes, layer)

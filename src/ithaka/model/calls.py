@@ -27,6 +27,7 @@ from ithaka.dist.agree import RankError, gather_objects, raise_first
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.mlp import HOOK_DICTS
 from ithaka.layer.tiles import PARAMETERS_CHANGED
+from ithaka.layout import check_parallelism
 from ithaka.model.batch import INPUTS, Share, take_share, to_integers
 
 # One rank's call, as far as others need to know it: error, facts, numbers of valid labels and of positions.
@@ -277,9 +278,7 @@ def check_given(model: Any, cp: int | None, ring: int | None) -> None:
     if not isinstance(base, PreTrainedModel) or getattr(base, "lm_head", None) is None:
         way = "pass what AutoModelForCausalLM.from_pretrained or from_config returns"
         raise ConfigError(f"parallelize got a {kind}, which is not a language model of transformers; {way}")
-    for name, value, of in (("cp", cp, "ranks"), ("ring", ring, "cp ranks")):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}={value} is below 1; use 1, or another number that divides the {of}")
+    check_parallelism(cp=cp, ring=ring)
 
 
 class _RefuseDDP:

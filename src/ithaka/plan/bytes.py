@@ -408,7 +408,7 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
 
     # What decides a layer's bytes beside what it keeps: a key for the cache.
     bare = replace(layout, kept=(), offload_optimizer=False)
-    groups = layout.groups(shape.num_layers, shape.first_trained)
+    groups = layout.policy_groups(shape.num_layers, shape.first_trained)
     layers = [_of_layer(shape, bare, s, keeps) for keeps, _ in groups]
     # From forward to backward, by all layers up to the last of each group.
     kept = list(accumulate(own * count for (own, *_), (_, count) in zip(layers, groups, strict=True)))
@@ -480,7 +480,7 @@ def _outside(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) 
     """Holders in a node's host memory and on its disk."""
     s, ranks = work.local_tokens(layout.cp), hardware.gpus_per_node
     inputs, outputs = {"device": 0, "host": 0, "disk": 0}, {None: 0, "device": 0, "host": 0, "disk": 0}
-    for keeps, count in layout.groups(shape.num_layers, shape.first_trained):
+    for keeps, count in layout.policy_groups(shape.num_layers, shape.first_trained):
         inputs[keeps.input] += count
         outputs[keeps.attention] += count
     x, leaves = ranks * layout.x_bytes(shape.hidden, s), outputs["host"] or outputs["disk"]

@@ -66,9 +66,9 @@ class Plan:
     def seconds(self) -> Seconds:
         return step_seconds(self.shape, self.layout, self.hardware, self.work)
 
-    def but(self, **changes: Any) -> Plan:
-        """With another layout, see `Layout.but`."""
-        return replace(self, layout=self.layout.but(**changes))
+    def with_changes(self, **changes: Any) -> Plan:
+        """With another layout, see `Layout.with_changes`."""
+        return replace(self, layout=self.layout.with_changes(**changes))
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -230,16 +230,18 @@ class SearchSpace:
     def richest(self, plan: Plan) -> Plan:
         """With all kept on the device that may be, whether it fits or not."""
         most = self.fixed.get("keep_projections", plan.layout.keep_attention)
-        return plan.but(keep_projections=most, keep_everything=self.fixed.get("keep_everything", most))
+        return plan.with_changes(keep_projections=most, keep_everything=self.fixed.get("keep_everything", most))
 
     def spending(self, plan: Plan) -> Plan:
         """With as many more of the layers that keep attention's output keeping more as there is room for."""
         rich = self.richest(plan)
         for word in ("keep_projections", "keep_everything"):
             most = getattr(rich.layout, word)
-            if not (full := plan.but(**{word: most})).fits:
+            if not (full := plan.with_changes(**{word: most})).fits:
                 room, more = plan.ledger.gpu_bytes - plan.ledger.gpu_peak, full.ledger.gpu_peak - plan.ledger.gpu_peak
-                return plan.but(**{word: _largest(partial(_fits_with, plan, word), most, most * room // max(more, 1))})
+                return plan.with_changes(
+                    **{word: _largest(partial(_fits_with, plan, word), most, most * room // max(more, 1))}
+                )
             plan = full
         return plan
 
@@ -420,7 +422,7 @@ class SearchSpace:
 
 
 def _fits_with(plan: Plan, word: str, count: int) -> bool:
-    return plan.but(**{word: count}).fits
+    return plan.with_changes(**{word: count}).fits
 
 
 def _largest(fits: Callable[[int], bool], beyond: int, guess: int = 0) -> int:

@@ -241,7 +241,7 @@ def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Wo
     """One optimizer step: all layers and the loss in every micro-step, and the update."""
     total = _loss_seconds(shape, layout, hardware, work)
     trained = [work.trains and i >= shape.first_trained for i in range(shape.num_layers)]
-    layers = zip(shape.windows, layout.of_layers(shape.num_layers), trained, strict=True)
+    layers = zip(shape.windows, layout.layer_policies(shape.num_layers), trained, strict=True)
     for (window, keeps, needs_backward), same in groupby(layers):
         forward, backward = layer_seconds(shape, layout, hardware, work, window, keeps)
         total = total + (forward + backward if needs_backward else forward).times(len(list(same)))

@@ -364,7 +364,7 @@ def _keep_reason(plan: Plan, level: str) -> str:
     if not kept:
         return f"backward {again}{_instead(plan, 'keeping it', **{level: 1})}"
     above = dict.fromkeys([*LEVELS][[*LEVELS].index(level) + 1 :], 0)
-    saved_s = plan.but(**above, **{level: 0}).step_s - plan.but(**above).step_s
+    saved_s = plan.with_changes(**above, **{level: 0}).step_s - plan.with_changes(**above).step_s
     effect = f"{'saves' if saved_s >= 0 else 'costs'} {format_duration(abs(saved_s))} per step"
     b = LayerBytes(plan.shape, plan.layout, plan.work.local_tokens(plan.layout.cp), EVERYTHING)
     num_bytes = {"keep_projections": b.heads + b.middle, "keep_everything": b.gates}.get(level, 0)
@@ -374,7 +374,7 @@ def _keep_reason(plan: Plan, level: str) -> str:
 
 def _instead(plan: Plan, words: str, **change: Any) -> str:
     """Why the search did not choose `change`, which `words` names; nothing where it did not decide."""
-    other = plan.but(**change)
+    other = plan.with_changes(**change)
     if not plan.fits or change.keys() & plan.given.keys() or (other.fits and other.step_s <= plan.step_s):
         return ""
     return f": {words} would be slower" if other.fits else f": {words}, with the rest as it is, does not fit"

@@ -127,7 +127,7 @@ class Limits:
 def _planned(run: Run, hardware: Hardware) -> list[tuple[float, float]]:
     """Seconds of each layer, forward and backward."""
     shape, layout = run.shape, run.layout
-    layers = list(zip(shape.windows, layout.of_layers(shape.num_layers), strict=True))
+    layers = list(zip(shape.windows, layout.layer_policies(shape.num_layers), strict=True))
     seconds = {each: layer_seconds(shape, layout, hardware, run.work, *each) for each in set(layers)}
     return [(seconds[each][0].total, seconds[each][1].total) for each in layers]
 
