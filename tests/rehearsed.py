@@ -19,8 +19,9 @@ import numpy as np
 from ithaka.config import parse_count
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan import seconds
-from ithaka.plan.bytes import build_ledger, kept_attention_bytes
+from ithaka.plan.bytes import build_ledger
 from ithaka.plan.hardware import parse_gpus, with_kernel
+from ithaka.plan.layer_bytes import kept_attention_bytes
 from ithaka.plan.models import find_shape
 from ithaka.plan.shape import Work
 

@@ -8,8 +8,9 @@ import yaml
 
 from ithaka.config import AdapterConfig, ConfigError
 from ithaka.layout import ActivationPolicy, Layout
-from ithaka.plan.bytes import LayerBytes, build_ledger, gpu_phases, layer_peaks, logits_tile_tokens
+from ithaka.plan.bytes import build_ledger, gpu_phases, logits_tile_tokens
 from ithaka.plan.hardware import parse_gpus
+from ithaka.plan.layer_bytes import LayerBytes, layer_peaks
 from ithaka.plan.models import find_shape
 from ithaka.plan.seconds import MLP_SHARE, LinearSeconds, layer_seconds, step_seconds
 from ithaka.plan.shape import Work
@@ -40,8 +41,8 @@ def test_states_are_those_of_the_adapters():
 
 def test_frozen_weights_have_no_gradients():
     short, long = (layer_peaks(LayerBytes(ADAPTED, LAYOUT, s, KEEPS))[1] for s in (2**14, 2**17))
-    assert (short.phase, short.sums) == ("backward mlp", 4 * 16 * ((D + D) + 3 * (D + F)))
-    assert (long.phase, long.sums) == ("backward attention", 4 * LAYER)
+    assert (short.phase, short.grad_bytes) == ("backward mlp", 4 * 16 * ((D + D) + 3 * (D + F)))
+    assert (long.phase, long.grad_bytes) == ("backward attention", 4 * LAYER)
     phases = dict(gpu_phases(ADAPTED, LAYOUT, H100, Work(2**20)))
     assert phases["loss"]["loss tile"] == logits_tile_tokens(LAYOUT.tile_tokens, 2**17, 2 * V) * 2 * (V + 2 * D)
     alone = dict(gpu_phases(ADAPTED, LAYOUT, H100, Work(2**20, trains=False)))

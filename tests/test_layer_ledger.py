@@ -1,11 +1,9 @@
-"""The byte ledger of a layer (plan/bytes.py) against what is live in layer/schedule.py, counted storage by storage.
+"""Predicted bytes of a layer (plan/layer_bytes.py) equal those live in layer/schedule.py, storage by storage.
 
-Exact: the full-length tensors (those with a dimension of s or S tokens, or kept tile by tile), at their highest in
-forward, in backward and in backward's parts. Shapes are such that no weight, no tile and no block has a dimension like
-that.
-Bounded: with what does not grow with s (tiles, attention's blocks, slices of weights) a layer is at most 10 % above
-its ledger, which counts those of a GPU's fused kernels while a CPU runs Hugging Face's own. Weight gradients are no
-part of a layer's ledger.
+Exact: peaks of full-length tensors (with a dimension of s or S tokens, or kept tile by tile) in forward, in backward
+and in backward's parts. No weight, tile or block of these shapes has such a dimension.
+Bounded: with tiles, attention blocks and weight slices, which do not grow with s, a layer is at most 10 % above its
+prediction: that counts a GPU's fused kernels, while a CPU runs Hugging Face's own. Weight gradients are left out.
 """
 
 from collections.abc import Iterable
@@ -31,10 +29,11 @@ from ithaka.model.build import build_model
 from ithaka.model.families import map_layer
 from ithaka.phases import Holder
 from ithaka.plan import rounds
-from ithaka.plan.bytes import LayerBytes, gpu_phases, layer_moments, layer_peaks
+from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.deal import Deal
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.heads import head_table
+from ithaka.plan.layer_bytes import LayerBytes, layer_peaks, layer_points
 from ithaka.plan.shape import ModelShape, Work, shape_from_config
 from ithaka.profile.live import LiveBytes
 from ithaka.profile.memory import MemoryMap
@@ -204,13 +203,13 @@ def kept_on_device(case: Case, direction: str) -> int:
     shape, layout = shape_of(case), case.layout
     if direction == "forward":
         return 0
-    return LayerBytes(shape, layout, TOKENS, case.keeps).own
+    return LayerBytes(shape, layout, TOKENS, case.keeps).kept
 
 
 def planned(case: Case, direction: str, part: str = "") -> int:
-    moments = layer_moments(LayerBytes(shape_of(case), case.layout, TOKENS, case.keeps))
-    fitting = [m.rest for m in moments if m.phase.startswith(direction) and m.phase.endswith(part)]
-    return max(fitting) + kept_on_device(case, direction)
+    points = layer_points(LayerBytes(shape_of(case), case.layout, TOKENS, case.keeps))
+    sizes = [point.full_length for point in points if point.phase.startswith(direction) and point.phase.endswith(part)]
+    return max(sizes) + kept_on_device(case, direction)
 
 
 @pytest.mark.parametrize("case", CASES, ids=name)
@@ -225,9 +224,9 @@ def test_a_layer_is_as_high_as_its_ledger(case, monkeypatch):
         live = max(highest(memory, *phases, lengths=lengths) for memory in maps)
         assert live == planned(case, direction, part), f"full-length tensors in {direction} {part}"
     peaks = layer_peaks(LayerBytes(shape, case.layout, TOKENS, case.keeps))
-    for direction, moment in zip(("forward", "backward"), peaks, strict=True):
+    for direction, peak in zip(("forward", "backward"), peaks, strict=True):
         live = max(highest(memory, direction) for memory in maps)
-        with_tiles = moment.live - moment.sums + kept_on_device(case, direction)
+        with_tiles = peak.live - peak.grad_bytes + kept_on_device(case, direction)
         assert planned(case, direction) <= live <= 1.1 * with_tiles, direction
 
 

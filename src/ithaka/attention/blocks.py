@@ -37,8 +37,8 @@ from ithaka.attention.pairs import (
     split_ragged,
 )
 from ithaka.config import ConfigError
-from ithaka.plan.bytes import CALL_TOKENS, WHOLE_TOKENS
 from ithaka.plan.deal import Deal, contiguous_deal
+from ithaka.plan.layer_bytes import CALL_TOKENS, WHOLE_TOKENS
 from ithaka.plan.rounds import RingRound, ring_rounds
 
 Tensors = tuple[Tensor, ...]

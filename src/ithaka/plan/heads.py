@@ -1,9 +1,9 @@
-"""Which heads when: one table, made once, that everything else reads.
+"""The head table: which rank attends to which heads in which stage. Built once, read by everything else.
 
-A rank takes a contiguous run of the checkpoint's query heads (Hugging Face pairs query head h with kv head
-h // (H / G)), a few slots per stage. The kv heads it needs arrive in *loads* just before their first use and
-stay until their last, so k and v of a group move once. Where heads do not divide, slots stay EMPTY: the
-exchange carries them as filler, and their owner computes nothing for them.
+A rank owns consecutive query heads of the checkpoint, a few slots per stage (Hugging Face pairs query head h with kv
+head h // (H / G)). The kv heads it needs arrive in *loads* just before their first use and stay until their last, so
+k and v of a group move once. Where the ranks do not divide the heads, some slots are EMPTY_SLOT: the exchange carries
+them as padding, and nothing is computed for them.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ Heads = tuple[tuple[int, ...], ...]  # [rank][slot]
 
 @dataclass(frozen=True)
 class KvRead:
-    """Slots [first, last) of a stage attend to `num_kv` slots of load `load` from `kv_slot` on, as many to each."""
+    """Query slots [first, last) of a stage attend to kv slots [kv_slot, kv_slot + num_kv) of load `load`, in equal
+    groups."""
 
     first: int
     last: int
@@ -31,21 +32,21 @@ class KvRead:
     def width(self) -> int:
         return self.last - self.first
 
-    def joined(self, other: "KvRead") -> "KvRead | None":
-        """With the next one, if both are of neighbouring kv slots and as many query slots attend to each."""
-        fits = other.load == self.load and other.kv_slot == self.kv_slot + self.num_kv
-        if not fits or other.width * self.num_kv != self.width:
+    def merge(self, other: "KvRead") -> "KvRead | None":
+        """Merge with the next read; None unless kv slots are adjacent and groups have equal size."""
+        is_adjacent = other.load == self.load and other.kv_slot == self.kv_slot + self.num_kv
+        if not is_adjacent or other.width * self.num_kv != self.width:
             return None
         return KvRead(self.first, other.last, self.load, self.kv_slot, self.num_kv + 1)
 
 
 @dataclass(frozen=True)
 class KvLoad:
-    """kv heads that travel together."""
+    """kv heads that are exchanged together."""
 
     kv_heads: Heads
     first_stage: int
-    last_stage: int  # over all ranks: their gradients travel back together
+    last_stage: int  # over all ranks: the gradients are sent back together
 
     @property
     def num_slots(self) -> int:
@@ -76,81 +77,81 @@ class HeadTable:
 
 
 def flatten_heads(heads: Heads) -> list[int]:
-    """The heads in the order they lie in the exchange, with head 0 standing in for empty slots."""
-    return [max(head, 0) for of_rank in heads for head in of_rank]
+    """Heads in the exchange's order; head 0 fills the empty slots."""
+    return [max(head, 0) for rank_heads in heads for head in rank_heads]
 
 
 def concat_heads(parts: list[Heads]) -> Heads:
-    """Several stages or loads as one: of each rank the heads of the first part, then of the second, ..."""
-    return tuple(tuple(head for heads in of_rank for head in heads) for of_rank in zip(*parts, strict=True))
+    """Concatenate stages or loads, rank by rank."""
+    return tuple(tuple(head for heads in rank_parts for head in heads) for rank_parts in zip(*parts, strict=True))
 
 
 @cache
 def head_table(num_heads: int, num_kv_heads: int, cp: int, heads_per_stage: int | None = None) -> HeadTable:
-    """The table for `num_heads` query and `num_kv_heads` kv heads over `cp` ranks, `heads_per_stage` at once.
+    """Distribute `num_heads` query and `num_kv_heads` kv heads over `cp` ranks, `heads_per_stage` at a time.
 
-    `heads_per_stage` is a multiple of cp (None: all heads, which is plain Ulysses).
+    `heads_per_stage` is a multiple of cp. None: all heads in one stage (plain Ulysses).
     """
     assert num_heads % num_kv_heads == 0 and cp >= 1
-    most = -(-num_heads // cp)
-    slots = most if heads_per_stage is None else min(most, heads_per_stage // cp)
+    heads_per_rank = -(-num_heads // cp)
+    slots = heads_per_rank if heads_per_stage is None else min(heads_per_rank, heads_per_stage // cp)
     assert slots >= 1, "heads_per_stage must be at least cp"
-    num_stages = -(-most // slots)
+    num_stages = -(-heads_per_rank // slots)
     bounds = [rank * num_heads // cp for rank in range(cp + 1)]
     group_size = num_heads // num_kv_heads
     padded = [[*range(bounds[r], bounds[r + 1]), *[EMPTY_SLOT] * slots * num_stages] for r in range(cp)]
     query_heads = [tuple(tuple(row[i * slots :][:slots]) for row in padded) for i in range(num_stages)]
-    return _with_loads(query_heads, cp, group_size)
+    return _add_loads(query_heads, cp, group_size)
 
 
-def _with_loads(query_heads: list[Heads], cp: int, group_size: int) -> HeadTable:
+def _add_loads(query_heads: list[Heads], cp: int, group_size: int) -> HeadTable:
     held: list[dict[int, tuple[int, int]]] = [{} for _ in range(cp)]  # per rank: kv head -> (load, slot)
     arrivals: list[tuple[Heads, int]] = []
     stages: list[Stage] = []
-    for i, of_ranks in enumerate(query_heads):
-        needed = [list(dict.fromkeys(h // group_size for h in heads if h != EMPTY_SLOT)) for heads in of_ranks]
+    for i, stage_heads in enumerate(query_heads):
+        needed = [list(dict.fromkeys(h // group_size for h in heads if h != EMPTY_SLOT)) for heads in stage_heads]
         new = [[g for g in needed[r] if g not in held[r]] for r in range(cp)]
         width = max(len(n) for n in new)
         load = len(arrivals) if width else None
         if load is not None:
             arrivals.append((tuple(tuple(n) + (EMPTY_SLOT,) * (width - len(n)) for n in new), i))
         for r in range(cp):
-            kept = {g: where for g, where in held[r].items() if g in needed[r]}
+            kept = {g: slot for g, slot in held[r].items() if g in needed[r]}
             held[r] = kept | {g: (len(arrivals) - 1, slot) for slot, g in enumerate(new[r])}
-        reads = tuple(_reads(of_ranks[r], held[r], group_size) for r in range(cp))
-        stages.append(Stage(of_ranks, load, reads))
+        reads = tuple(_list_reads(stage_heads[r], held[r], group_size) for r in range(cp))
+        stages.append(Stage(stage_heads, load, reads))
     last_use = {read.load: i for i, stage in enumerate(stages) for reads in stage.reads for read in reads}
     loads = tuple(KvLoad(kv, first, last_use[number]) for number, (kv, first) in enumerate(arrivals))
     return HeadTable(tuple(stages), loads)
 
 
-def _reads(heads: tuple[int, ...], held: dict[int, tuple[int, int]], group_size: int) -> tuple[KvRead, ...]:
+def _list_reads(heads: tuple[int, ...], held: dict[int, tuple[int, int]], group_size: int) -> tuple[KvRead, ...]:
     reads: list[KvRead] = []
-    taken = [head for head in heads if head != EMPTY_SLOT]
-    for group, of_group in groupby(range(len(taken)), key=lambda slot: taken[slot] // group_size):
-        first, *more = of_group
-        read = KvRead(first, first + 1 + len(more), *held[group])
-        joined = reads[-1].joined(read) if reads else None
-        reads = [*reads[:-1], joined] if joined else [*reads, read]
+    used = [head for head in heads if head != EMPTY_SLOT]
+    for group, slots in groupby(range(len(used)), key=lambda slot: used[slot] // group_size):
+        first, *others = slots
+        read = KvRead(first, first + 1 + len(others), *held[group])
+        merged = reads[-1].merge(read) if reads else None
+        reads = [*reads[:-1], merged] if merged else [*reads, read]
     return tuple(reads)
 
 
-# ---- in numbers
+# ---- slot counts, for memory and time
 
 
 @dataclass(frozen=True)
 class StageSlots:
-    """Slots per rank around one stage."""
+    """Slots on a rank around one stage: the maximum over ranks."""
 
-    new_kv: int  # kv slots that arrive with it
-    held: int  # kv slots held while it attends
-    left: int  # kv slots held once its last uses are over
-    summed: int  # of those held, the ones for which a rank has gradient sums: it has read their load
-    left_summed: int  # likewise of those left
-    part: int  # query slots of the widest read that a rank copies into its output; 0: all are whole outputs
-    widest: int  # query slots of the widest read
-    most_kv: int  # kv slots of the read that has most
-    reads: int  # kv slots that it attends to
+    new_kv: int  # kv slots that arrive with the stage
+    held_kv: int  # kv slots held while it attends
+    left_kv: int  # kv slots that later stages still need
+    summed_kv: int  # held kv slots that have gradient sums already: their load was read
+    left_summed_kv: int  # of those, the ones that later stages still need
+    partial_query: int  # query slots of the widest read that is only a part of the stage's output; 0: there is none
+    widest_read: int  # query slots of the widest read
+    widest_read_kv: int  # kv slots of the read with most of them
+    read_kv: int  # kv slots that the stage attends to
 
 
 @dataclass(frozen=True)
@@ -164,33 +165,35 @@ class Slots:
 
 
 def count_slots(shape: ModelShape, layout: Layout) -> Slots:
-    return _slots_of(shape.heads, shape.kv_heads, layout.ulysses, layout.heads_per_stage)
+    return _count_slots(shape.heads, shape.kv_heads, layout.ulysses, layout.heads_per_stage)
 
 
 @cache
-def _slots_of(heads: int, kv_heads: int, cp: int, heads_per_stage: int | None) -> Slots:
+def _count_slots(heads: int, kv_heads: int, cp: int, heads_per_stage: int | None) -> Slots:
     table = head_table(heads, kv_heads, cp, heads_per_stage)
     return Slots(table.stages[0].num_slots, tuple(_stage_slots(table, i) for i in range(len(table.stages))))
 
 
 def _stage_slots(table: HeadTable, i: int) -> StageSlots:
     stage, loads, ranks = table.stages[i], list(enumerate(table.loads)), range(len(table.stages[i].reads))
-    whole = [len(stage.reads[rank]) == 1 and stage.is_full(rank) for rank in ranks]
-    read_by = [{read.load for before in table.stages[: i + 1] for read in before.reads[rank]} for rank in ranks]
+    has_one_read = [len(stage.reads[rank]) == 1 and stage.is_full(rank) for rank in ranks]
+    read_by = [{read.load for earlier in table.stages[: i + 1] for read in earlier.reads[rank]} for rank in ranks]
     arrived = {n for n, load in loads if load.first_stage <= i}
 
-    def slots(numbers: set[int], still: int) -> int:
-        """Slots of those loads that are in use at stage `still` or later."""
-        return sum(load.num_slots for n, load in loads if n in numbers and load.last_stage >= still)
+    def count(numbers: set[int], needed_at: int) -> int:
+        """Slots of these loads that stage `needed_at` or a later one reads."""
+        return sum(load.num_slots for n, load in loads if n in numbers and load.last_stage >= needed_at)
 
     return StageSlots(
         new_kv=0 if stage.load is None else table.loads[stage.load].num_slots,
-        held=slots(arrived, i),
-        left=slots(arrived, i + 1),
-        summed=max(slots(numbers, i) for numbers in read_by),
-        left_summed=max(slots(numbers, i + 1) for numbers in read_by),
-        part=max((read.width for rank in ranks if not whole[rank] for read in stage.reads[rank]), default=0),
-        widest=max(read.width for reads in stage.reads for read in reads),
-        most_kv=max(read.num_kv for reads in stage.reads for read in reads),
-        reads=max(sum(read.num_kv for read in reads) for reads in stage.reads),
+        held_kv=count(arrived, i),
+        left_kv=count(arrived, i + 1),
+        summed_kv=max(count(numbers, i) for numbers in read_by),
+        left_summed_kv=max(count(numbers, i + 1) for numbers in read_by),
+        partial_query=max(
+            (read.width for rank in ranks if not has_one_read[rank] for read in stage.reads[rank]), default=0
+        ),
+        widest_read=max(read.width for reads in stage.reads for read in reads),
+        widest_read_kv=max(read.num_kv for reads in stage.reads for read in reads),
+        read_kv=max(sum(read.num_kv for read in reads) for reads in stage.reads),
     )

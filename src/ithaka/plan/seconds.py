@@ -1,7 +1,7 @@
-"""FLOPs and seconds of a training step, or of a forward alone: arithmetic on a shape, a layout and the hardware.
+"""FLOPs and seconds of a training step or a forward pass: arithmetic on a shape, a layout and the hardware.
 
-Letters as in plan/bytes.py. Rates come from plan/hardware.py. The shares, STAGE_SECONDS and NARROW_HEAD_START are
-fitted to rehearsals on an H200, of which half are held out for testing (`python tests/rehearsed.py` fits them again).
+Letters as in plan/layer_bytes.py, rates from plan/hardware.py. The shares, STAGE_SECONDS and NARROW_HEAD_START are
+fitted to rehearsals on an H200; half of the rehearsals are held out for testing (`python tests/rehearsed.py` refits).
 """
 
 from __future__ import annotations
@@ -14,33 +14,35 @@ from itertools import groupby
 
 from ithaka.config import LAYER_LINEARS
 from ithaka.layout import ActivationPolicy, Layout
-from ithaka.plan.bytes import LayerBytes, kept_attention_bytes, logits_tile_tokens
+from ithaka.plan.bytes import logits_tile_tokens
 from ithaka.plan.hardware import DISK_BYTES_S, HOST_UPDATE_BYTES_S, Hardware
 from ithaka.plan.heads import count_slots
+from ithaka.plan.layer_bytes import LayerBytes, kept_attention_bytes
 from ithaka.plan.shape import ModelShape, Work
 
 # Fractions of the hardware's matmul rate, forward and backward.
 MLP_SHARE = (0.82, 0.82)
-PROJECTION_SHARE = (0.62, 0.49)  # whose matrices are slices of few heads
+PROJECTION_SHARE = (0.62, 0.49)  # small matrices: slices of a few heads
 LOSS_SHARE = 0.91
 COPY_SHARE = 0.88  # fraction of the PCIe rate that tile-by-tile copies reach
-MLP_PASSES = (3, 6)  # reads and writes of [s, F] by element-wise kernels, forward and backward
-WALK_PASSES = (4, 5)  # of [s, D], per walk over the tiles
-HEAD_PASSES = (8, 24)  # of each projected head's [s, K]: RoPE, layout, sums
-STAGE_SECONDS = 0.00016  # per stage and direction whatever s is: slices of weights, launches
-# Of attention's rate at a head dim of 128, at 64, where matmuls wait for the softmax. Forward it grows with the length
-# of documents (444, 498 and 529 TFLOP/s at 128K, 256K and 1M; shorter ones were not measured).
+# Passes of element-wise kernels over a tensor, forward and backward; each pass reads or writes it once.
+MLP_PASSES = (3, 6)  # over [s, F]
+WALK_PASSES = (4, 5)  # over [s, D], for each loop over the tiles
+HEAD_PASSES = (8, 24)  # over [s, K] of each projected head: RoPE, layout, sums
+STAGE_SECONDS = 0.00016  # per stage and direction, independent of s: slicing weights, kernel launches
+# Attention at head dim 64, as a fraction of the rate at 128: matmuls wait for the softmax. Forward speeds up with the
+# length of documents (444, 498 and 529 TFLOP/s at 128K, 256K and 1M; shorter ones were not measured).
 NARROW_HEAD_SHARE, NARROW_HEAD_START, NARROW_HEAD_LEAST = (0.82, 0.8), 31 * 1024, 128 * 1024
-LOGIT_PASSES = 3  # over the logits by the loss's element-wise kernels: one for the loss, two for its gradient
-# Beside an adapter, forward and backward: reads and writes of its map's inputs and outputs, which its tall matmuls
-# wait for; forward is computed again in backward, and there are three gradients.
+LOGIT_PASSES = 3  # over the logits: one for the loss, two for its gradient
+# Passes over the inputs and outputs of a linear map with an adapter, forward and backward: the adapter's tall matmuls
+# are memory-bound. Backward recomputes forward and has three gradients.
 ADAPTER_PASSES = ((1, 2), (4, 4))
-UPDATE_BYTES = 28  # moved per parameter by AdamW: read p, g, m, v and write p, m, v
+UPDATE_BYTES = 28  # bytes that AdamW moves per parameter: read p, g, m, v and write p, m, v
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """What a GPU's time goes to. Copies and exchanges count only where nothing hides them."""
+    """Seconds by kind of work. Copies and exchanges count only where compute does not hide them."""
 
     attention: float = 0.0
     linear: float = 0.0
@@ -60,172 +62,178 @@ class Seconds:
 
 
 def layer_seconds(
-    shape: ModelShape, layout: Layout, hardware: Hardware, work: Work, window: int | None, keeps: ActivationPolicy
+    shape: ModelShape, layout: Layout, hardware: Hardware, work: Work, window: int | None, policy: ActivationPolicy
 ) -> tuple[Seconds, Seconds]:
     """(forward, backward) of one layer on the rank with the most heads."""
-    kept = keeps.attention is not None
-    linear = LinearSeconds(shape, layout, hardware, work.local_tokens(layout.cp), keeps)
-    heads = -(-shape.heads // layout.ulysses)
-    flops = 4 * shape.head_dim * heads * work.pairs(window) / layout.ring
-    gpu, share, share_back = hardware.gpu, 1.0, 1.0
-    if shape.head_dim <= 64:
-        share, share_back = NARROW_HEAD_SHARE
-        share /= 1 + NARROW_HEAD_START / max(work.length, NARROW_HEAD_LEAST)
-    attend = flops / (gpu.attention_forward_flops * share)
-    attend_back = 2.5 * flops / (gpu.attention_backward_flops * share_back)
-    pcie = hardware.gpu.pcie_bytes_s * COPY_SHARE
-    from_store, stored = keeps.input != "device", keeps.attention in ("host", "disk")
-    x, fetched = linear.x, kept_attention_bytes(shape, layout, linear.s) if stored else 0
-
+    gpu, linear = hardware.gpu, LinearSeconds(shape, layout, hardware, work.local_tokens(layout.cp), policy)
+    attend, attend_back = _attention_seconds(shape, layout, hardware, work, window)
     projections, mlp = linear.project(False), linear.mlp(False)
-    ex_forward, ex_backward = _exchange_seconds(shape, layout, hardware, linear.s, keeps.projections)
+    projections_back, mlp_back = linear.project(True), linear.mlp(True)
+
+    exchange, exchange_back = _exchange_seconds(shape, layout, hardware, linear.s, policy.projections)
     if layout.ring > 1:
-        ring_forward, ring_backward, last = _ring_seconds(shape, layout, hardware, linear.s)
-        ex_forward += max(0.0, ring_forward - attend)
-        ex_backward += max(0.0, ring_backward - attend_back) + last
-    again = Seconds() if kept else Seconds(attend, projections, ex_forward)
-    busy = projections + attend + mlp
-    copy_out = max(0.0, (x * from_store + fetched) / pcie - busy)
-    # Through the node's disk, one way; no layer gains from another's surplus.
-    to_disk = x * (keeps.input == "disk") + fetched * (keeps.attention == "disk")
-    write = to_disk * hardware.gpus_per_node / DISK_BYTES_S
-    # All-gather of the layer's weights, reduction of its gradients.
+        ring, ring_back, last_round = _ring_seconds(shape, layout, hardware, linear.s)
+        exchange += max(0.0, ring - attend)
+        exchange_back += max(0.0, ring_back - attend_back) + last_round
+    recomputed = Seconds() if policy.attention else Seconds(attend, projections, exchange)
+    busy, busy_back = projections + attend + mlp, mlp_back + projections_back + attend_back + recomputed.total
+
+    # All-gather of the layer's weights and reduce-scatter of its gradients.
     e, trained, frozen = layout.element_bytes, shape.trained_layer, shape.layer_parameters if shape.adapter else 0
     sharers = hardware.num_gpus // layout.replicas
     to_host = 4 * trained / sharers / gpu.pcie_bytes_s * layout.offload_optimizer
     from_host = to_host + e * frozen / sharers / gpu.pcie_bytes_s * layout.offload_optimizer
     gather = gather_seconds((trained + frozen) * e, hardware, layout.replicas) + from_host
     reduce = reduce_seconds(trained * layout.sum_bytes, hardware, layout.replicas) + to_host
-    forward = Seconds(
-        attend, projections + mlp, ex_forward + max(0.0, gather - busy), copy_out + max(0.0, write - busy)
-    )
-    mlp_back, projections_back = linear.mlp(True), linear.project(True)
-    walks = linear.num_stages + (2 if layout.overlap else 1)
-    wait_mlp = linear.wait((x * from_store + fetched) / pcie, mlp_back)
-    streamed = from_store and not layout.overlap  # else it came with the first walk, and stayed
-    wait_walks = linear.wait(walks * x * streamed / pcie, projections_back)
-    busy_back = mlp_back + projections_back + attend_back + again.total
-    backward = Seconds(
-        attend_back,
-        mlp_back + projections_back,
-        ex_backward + max(0.0, gather + reduce - busy_back),
-        wait_mlp + wait_walks + max(0.0, write - busy_back),
-    )
-    return forward, backward + again
+
+    # Copies to and from the store. All GPUs of a node share its disk.
+    is_stored, pcie = policy.input != "device", gpu.pcie_bytes_s * COPY_SHARE
+    outputs = kept_attention_bytes(shape, layout, linear.s) if policy.attention in ("host", "disk") else 0
+    stored = linear.x * is_stored + outputs
+    to_disk = linear.x * (policy.input == "disk") + outputs * (policy.attention == "disk")
+    disk = to_disk * hardware.gpus_per_node / DISK_BYTES_S
+    # Without overlap every walk over the tiles fetches the input again.
+    walks = linear.num_stages + 1 if is_stored and not layout.overlap else 0
+    copies = max(0.0, stored / pcie - busy) + max(0.0, disk - busy)
+    copies_back = linear.wait(stored / pcie, mlp_back) + linear.wait(walks * linear.x / pcie, projections_back)
+    copies_back += max(0.0, disk - busy_back)
+
+    forward = Seconds(attend, projections + mlp, exchange + max(0.0, gather - busy), copies)
+    exchange_back += max(0.0, gather + reduce - busy_back)
+    backward = Seconds(attend_back, mlp_back + projections_back, exchange_back, copies_back)
+    return forward, backward + recomputed
+
+
+def _attention_seconds(
+    shape: ModelShape, layout: Layout, hardware: Hardware, work: Work, window: int | None
+) -> tuple[float, float]:
+    """(forward, backward): two and five matmuls per query-key pair."""
+    heads = -(-shape.heads // layout.ulysses)
+    flops = 4 * shape.head_dim * heads * work.pairs(window) / layout.ring
+    share, share_back = 1.0, 1.0
+    if shape.head_dim <= 64:
+        share, share_back = NARROW_HEAD_SHARE
+        share /= 1 + NARROW_HEAD_START / max(work.length, NARROW_HEAD_LEAST)
+    gpu = hardware.gpu
+    forward = flops / (gpu.attention_forward_flops * share)
+    return forward, 2.5 * flops / (gpu.attention_backward_flops * share_back)
 
 
 class LinearSeconds:
-    """Token-wise work of one layer on one rank: matmuls, and kernels that only move bytes."""
+    """Token-wise work of one layer on one rank: matmuls, and memory-bound kernels."""
 
     def __init__(
-        self, shape: ModelShape, layout: Layout, hardware: Hardware, s: int, keeps: ActivationPolicy | None = None
+        self, shape: ModelShape, layout: Layout, hardware: Hardware, s: int, policy: ActivationPolicy | None = None
     ) -> None:
-        self.shape, self.layout, self.hardware, self.s, self.keeps = (
-            shape,
-            layout,
-            hardware,
-            s,
-            keeps or ActivationPolicy(),
-        )
+        self.shape, self.layout, self.hardware, self.s = shape, layout, hardware, s
+        self.policy = policy or ActivationPolicy()
         slots = count_slots(shape, layout)
         self.x, self.num_stages = layout.x_bytes(shape.hidden, s), len(slots.stages)
-        # Width of q, k and v as projected: empty and repeated slots included.
-        self.projected = (self.num_stages * slots.query + 2 * slots.all_kv) * layout.ulysses * shape.head_dim
-        self.frozen = shape.adapter is not None
+        # Width of the projected q, k and v, with empty and repeated slots.
+        self.qkv_width = (self.num_stages * slots.query + 2 * slots.all_kv) * layout.ulysses * shape.head_dim
+        self.is_frozen = shape.adapter is not None
         self.num_tiles = -(-s // (layout.tile_tokens or s))
 
     def wait(self, copy_s: float, busy_s: float) -> float:
-        """Seconds that copies to the device add to work on the same tiles: the first tile hides behind nothing."""
+        """Seconds that copies to the device add to work on the same tiles; nothing hides the first tile's copy."""
         first, others = copy_s / self.num_tiles, 1 - 1 / self.num_tiles
         return first + max(0.0, others * (copy_s - busy_s))
 
     def matmul(self, width: float, depth: float, share: float) -> float:
         return 2 * self.s * width * depth / (self.hardware.gpu.matmul_flops * share)
 
-    def moving(self, num_bytes: float) -> float:
+    def move(self, num_bytes: float) -> float:
         return num_bytes / self.hardware.gpu.memory_bytes_s
 
     def output(self, share: float) -> float:
+        """One matmul of the output projection."""
         return self.matmul(self.shape.hidden, self.shape.heads * self.shape.head_dim, share)
 
     def project(self, backward: bool) -> float:
-        """Backward projects once more where that was not kept; where attention's output was not either, forward is
-        computed again besides."""
-        again = not (backward and self.keeps.projections)
-        walks = (self.num_stages * again + backward) * WALK_PASSES[backward] * self.x
-        passes = HEAD_PASSES[backward] - HEAD_PASSES[0] * (not again)
-        heads = passes * self.s * self.projected * self.layout.element_bytes
-        matmul, sums = self.matmul(self.shape.hidden, self.projected, PROJECTION_SHARE[backward]), 0.0
+        """The q, k and v projections. Backward projects again unless q, k and v were kept, and has the gradient of the
+        output projection's input."""
+        projects = not (backward and self.policy.projections)
+        walks = (self.num_stages * projects + backward) * WALK_PASSES[backward] * self.x
+        passes = HEAD_PASSES[backward] - HEAD_PASSES[0] * (not projects)
+        heads = passes * self.s * self.qkv_width * self.layout.element_bytes
+        matmul, sums = self.matmul(self.shape.hidden, self.qkv_width, PROJECTION_SHARE[backward]), 0.0
         if backward:
-            products = 2 + again - self.frozen
-            matmul = products * matmul + self.output(PROJECTION_SHARE[1])
-            sums = self.sums(self.projected * self.shape.hidden)
-        moved = self.moving(walks + heads) + self.adapters(LAYER_LINEARS[:3], backward)
+            num_matmuls = 2 + projects - self.is_frozen
+            matmul = num_matmuls * matmul + self.output(PROJECTION_SHARE[1])
+            sums = self.sum_grads(self.qkv_width * self.shape.hidden)
+        moved = self.move(walks + heads) + self.adapters(LAYER_LINEARS[:3], backward)
         return matmul + moved + self.num_stages * STAGE_SECONDS + sums
 
     def mlp(self, backward: bool) -> float:
-        moved = self.moving(MLP_PASSES[backward] * self.s * self.shape.mlp * self.layout.element_bytes)
+        """The output projection and the MLP."""
+        moved = self.move(MLP_PASSES[backward] * self.s * self.shape.mlp * self.layout.element_bytes)
         moved += self.adapters(LAYER_LINEARS[3:], backward)
         share = MLP_SHARE[backward]
-        one = self.matmul(3 * self.shape.hidden, self.shape.mlp, share)
+        matmul = self.matmul(3 * self.shape.hidden, self.shape.mlp, share)
         if not backward:
-            return self.output(share) + one + moved
-        again = 0 if self.keeps.mlp else 2 / 3  # all but the last product (layer/mlp.py)
-        products = 2 - self.frozen
-        output = (products - self.keeps.projections) * self.output(share)
-        return (products + again) * one + output + moved + self.sums(self.shape.mlp_parameters)
+            return self.output(share) + matmul + moved
+        recomputed = 0 if self.policy.mlp else 2 / 3  # gate and up (layer/mlp.py)
+        num_matmuls = 2 - self.is_frozen
+        output = (num_matmuls - self.policy.projections) * self.output(share)
+        return (num_matmuls + recomputed) * matmul + output + moved + self.sum_grads(self.shape.mlp_parameters)
 
     def adapters(self, names: Sequence[str], backward: bool) -> float:
         sizes = [size for name, size in self.shape.linears.items() if name in names and name in self.shape.most_adapted]
         passes = sum(ADAPTER_PASSES[backward][side] * size[side] for size in sizes for side in (0, 1))
-        return self.moving(passes * self.s * self.layout.element_bytes)
+        return self.move(passes * self.s * self.layout.element_bytes)
 
-    def sums(self, num_parameters: int) -> float:
-        """Weight gradients read and written once per tile; none of frozen weights."""
-        return 0.0 if self.frozen else (self.num_tiles - 1) * self.moving(num_parameters * 2 * self.layout.sum_bytes)
+    def sum_grads(self, num_parameters: int) -> float:
+        """Add each tile's weight gradients to the sum: one read and one write per tile after the first."""
+        num_sums = 0 if self.is_frozen else self.num_tiles - 1
+        return num_sums * self.move(num_parameters * 2 * self.layout.sum_bytes)
 
 
-def _exchange_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, s: int, kept: bool) -> tuple[float, float]:
-    """(forward, backward) seconds of all-to-alls that nothing hides. `kept`: q, k and v are not sent again."""
+def _exchange_seconds(
+    shape: ModelShape, layout: Layout, hardware: Hardware, s: int, keeps_qkv: bool
+) -> tuple[float, float]:
+    """(forward, backward) seconds of all-to-alls that nothing hides. Kept q, k and v are not sent again."""
     if layout.cp == 1:
         return 0.0, 0.0
     b = LayerBytes(shape, layout, s)
-    kv = sum(b.kv)
+    kv = sum(b.new_kv)
     queries = b.num_stages * b.q
-    hidden = layout.overlap and b.num_stages > 1
-    arriving = b.q + b.kv[0] if hidden else queries + kv
-    sent_q, sent_kv = (b.q, b.kv[0]) if hidden else (queries, kv)
-    arriving_back = 2 * sent_q + (0 if kept else sent_q + sent_kv)
+    # With overlap, only the first stage waits for what it receives.
+    sent_q, sent_kv = (b.q, b.new_kv[0]) if layout.overlap and b.num_stages > 1 else (queries, kv)
+    sent_back = 2 * sent_q + (0 if keeps_qkv else sent_q + sent_kv)
     ulysses = layout.ulysses
-    inside = math.gcd(ulysses, hardware.gpus_per_node)  # smallest part in one node of a group that straddles nodes
+    in_node = math.gcd(ulysses, hardware.gpus_per_node)  # smallest part in one node of a group that straddles nodes
 
     def seconds(num_bytes: int) -> float:
-        """Each rank keeps 1/ulysses; what leaves the node goes over the network at the same time as the rest."""
-        near = num_bytes * (inside - 1) / ulysses / hardware.gpu.link_bytes_s
-        far = num_bytes * (ulysses - inside) / ulysses / hardware.gpu.network_bytes_s
-        return max(near, far)
+        """Each rank keeps 1/ulysses. The link and the network are used at the same time."""
+        link = num_bytes * (in_node - 1) / ulysses / hardware.gpu.link_bytes_s
+        network = num_bytes * (ulysses - in_node) / ulysses / hardware.gpu.network_bytes_s
+        return max(link, network)
 
-    return seconds(arriving + queries), seconds(arriving_back + queries + kv)
+    return seconds(sent_q + sent_kv + queries), seconds(sent_back + queries + kv)
 
 
 def _ring_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, s: int) -> tuple[float, float, float]:
-    """(forward, backward, end of backward): k and v come to the member that sees all, dk and dv go back from it. All
-    but the last round's dk and dv have attention to hide behind."""
+    """(forward, backward, last round of backward), for the member whose queries see all keys.
+
+    k and v are sent to it, dk and dv back from it. Attention can hide all but the last round's dk and dv.
+    """
     b, gpu = LayerBytes(shape, layout, s), hardware.gpu
-    inside = max(1, math.gcd(layout.cp, hardware.gpus_per_node) // layout.ulysses)  # fewest members in one node
-    per_byte = (inside - 1) / gpu.link_bytes_s + (layout.ring - inside) / gpu.network_bytes_s
-    kv = 2 * sum(stage.reads for stage in b.slots.stages) * b.slot
-    last = sum(b.wide(b.round(stage)) for stage in range(b.num_stages))
-    rate = gpu.link_bytes_s if inside == layout.ring else gpu.network_bytes_s
-    return kv * per_byte, (kv + b.wide(kv)) * per_byte, last / rate
+    in_node = max(1, math.gcd(layout.cp, hardware.gpus_per_node) // layout.ulysses)  # fewest members in one node
+    per_byte = (in_node - 1) / gpu.link_bytes_s + (layout.ring - in_node) / gpu.network_bytes_s
+    kv = 2 * sum(stage.read_kv for stage in b.slots.stages) * b.slot
+    last = sum(b.in_sum_dtype(b.ring_round(stage)) for stage in range(b.num_stages))
+    rate = gpu.link_bytes_s if in_node == layout.ring else gpu.network_bytes_s
+    return kv * per_byte, (kv + b.in_sum_dtype(kv)) * per_byte, last / rate
 
 
 def gather_seconds(num_bytes: int, hardware: Hardware, replicas: int = 1) -> float:
-    """An all-gather to `num_bytes` on every rank of a replica, or a reduce-scatter from them. Between nodes all their
-    GPUs send at once, each another part."""
+    """An all-gather to `num_bytes` on every rank of a replica, or a reduce-scatter from them.
+
+    Between nodes all GPUs of a node send at once, each a different part.
+    """
     sharers, gpu = hardware.num_gpus // replicas, hardware.gpu
-    near = sharers <= hardware.gpus_per_node
-    rate = gpu.link_bytes_s if near else min(gpu.link_bytes_s, hardware.gpus_per_node * gpu.network_bytes_s)
+    is_in_node = sharers <= hardware.gpus_per_node
+    rate = gpu.link_bytes_s if is_in_node else min(gpu.link_bytes_s, hardware.gpus_per_node * gpu.network_bytes_s)
     return num_bytes * (sharers - 1) / sharers / rate
 
 
@@ -238,37 +246,37 @@ def reduce_seconds(num_bytes: int, hardware: Hardware, replicas: int = 1) -> flo
 
 
 def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
-    """One optimizer step: all layers and the loss in every micro-step, and the update."""
+    """One optimizer step: all layers and the loss in every micro-step, then the update. Without training: a forward."""
     total = _loss_seconds(shape, layout, hardware, work)
-    trained = [work.trains and i >= shape.first_trained for i in range(shape.num_layers)]
-    layers = zip(shape.windows, layout.layer_policies(shape.num_layers), trained, strict=True)
-    for (window, keeps, needs_backward), same in groupby(layers):
-        forward, backward = layer_seconds(shape, layout, hardware, work, window, keeps)
-        total = total + (forward + backward if needs_backward else forward).times(len(list(same)))
-    rate, count = hardware.gpu.memory_bytes_s, hardware.num_gpus / layout.replicas
+    has_backward = [work.trains and i >= shape.first_trained for i in range(shape.num_layers)]
+    layers = zip(shape.windows, layout.layer_policies(shape.num_layers), has_backward, strict=True)
+    for (window, policy, is_trained), run in groupby(layers):
+        forward, backward = layer_seconds(shape, layout, hardware, work, window, policy)
+        total = total + (forward + backward if is_trained else forward).times(len(list(run)))
     if not work.trains:
         return total
+    rate, sharers = hardware.gpu.memory_bytes_s, hardware.num_gpus / layout.replicas
     if layout.offload_optimizer:
-        rate, count = HOST_UPDATE_BYTES_S, hardware.num_nodes / layout.replicas
-    return total.times(work.accumulate) + Seconds(update=UPDATE_BYTES * shape.num_trained / count / rate)
+        rate, sharers = HOST_UPDATE_BYTES_S, hardware.num_nodes / layout.replicas
+    return total.times(work.accumulate) + Seconds(update=UPDATE_BYTES * shape.num_trained / sharers / rate)
 
 
 def _loss_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
-    """Logits, their two gradients, the kernels between, and the weight's sum once per tile of logits. A frozen weight
-    has no gradient; a forward alone has logits alone.
+    """Logits, their two gradients, element-wise kernels, and one sum of the weight gradient per tile of logits.
 
-    Nothing hides the gathering of lm_head.
+    A frozen weight has no gradient, a forward only has logits. Nothing hides the all-gather of lm_head.
     """
     linear = LinearSeconds(shape, layout, hardware, work.local_tokens(layout.cp))
     all_logits = linear.s * shape.vocab * layout.element_bytes
-    trained = shape.saved("lm_head") > 0
+    trained_head = shape.saved("lm_head")
     head_bytes = shape.vocab * shape.hidden * layout.element_bytes
+    matmul = linear.matmul(shape.hidden, shape.vocab, LOSS_SHARE)
     if not work.trains:
-        logits = linear.matmul(shape.hidden, shape.vocab, LOSS_SHARE) + linear.moving(all_logits)
-        return Seconds(linear=logits, exchange=gather_seconds(head_bytes, hardware, layout.replicas))
+        exchange = gather_seconds(head_bytes, hardware, layout.replicas)
+        return Seconds(linear=matmul + linear.move(all_logits), exchange=exchange)
     tokens = logits_tile_tokens(layout.tile_tokens, linear.s, shape.vocab * layout.element_bytes)
-    sums = linear.s / tokens * 2 * shape.saved("lm_head") * layout.sum_bytes
-    moved = gather_seconds(2 * head_bytes, hardware, layout.replicas)
-    moved += reduce_seconds(shape.saved("lm_head") * layout.sum_bytes, hardware, layout.replicas)
-    matmuls = (2 + trained) * linear.matmul(shape.hidden, shape.vocab, LOSS_SHARE)
-    return Seconds(linear=matmuls + linear.moving(LOGIT_PASSES * all_logits + sums), exchange=moved)
+    sums = linear.s / tokens * 2 * trained_head * layout.sum_bytes
+    exchange = gather_seconds(2 * head_bytes, hardware, layout.replicas)
+    exchange += reduce_seconds(trained_head * layout.sum_bytes, hardware, layout.replicas)
+    matmuls = (2 + (trained_head > 0)) * matmul
+    return Seconds(linear=matmuls + linear.move(LOGIT_PASSES * all_logits + sums), exchange=exchange)

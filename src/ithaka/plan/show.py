@@ -28,8 +28,6 @@ from ithaka.plan.bytes import (
     HOST_RESERVE_SHARE,
     RESERVE_BYTES,
     RESERVE_SHARE,
-    LayerBytes,
-    kept_attention_bytes,
 )
 from ithaka.plan.hardware import (
     DISK_BYTES_S,
@@ -39,6 +37,7 @@ from ithaka.plan.hardware import (
     KERNEL_NAMES,
     Hardware,
 )
+from ithaka.plan.layer_bytes import LayerBytes, kept_attention_bytes
 from ithaka.plan.models import find_config, hub_id
 from ithaka.plan.search import ADAPTER_RANK, Plan, SearchSpace
 from ithaka.plan.shape import Work, max_positions, shape_from_config, yarn_factor
@@ -367,7 +366,7 @@ def _keep_reason(plan: Plan, level: str) -> str:
     saved_s = plan.with_changes(**above, **{level: 0}).step_s - plan.with_changes(**above).step_s
     effect = f"{'saves' if saved_s >= 0 else 'costs'} {format_duration(abs(saved_s))} per step"
     b = LayerBytes(plan.shape, plan.layout, plan.work.local_tokens(plan.layout.cp), EVERYTHING)
-    num_bytes = {"keep_projections": b.heads + b.middle, "keep_everything": b.gates}.get(level, 0)
+    num_bytes = {"keep_projections": b.qkv + b.residual, "keep_everything": b.gate_up}.get(level, 0)
     held = f" ({format_bytes(kept * num_bytes)} more)" if num_bytes else ""
     return f"{kept} of {plan.shape.num_layers} layers keep {what}{held}: {effect}"
 

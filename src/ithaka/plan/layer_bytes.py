@@ -1,0 +1,312 @@
+"""Bytes of one decoder layer, point by point along layer/schedule.py. Tests compare them with the bytes live there.
+
+S tokens of the packed sequence, s = S / cp of them on this rank, t per tile, D hidden size, H and G query and kv
+heads, K head dim, F MLP size, n and m query and kv slots per rank and stage.
+X = s * D * element bytes, T = S * n * K * element bytes (a stage tensor), U the same for m kv slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import copy
+from typing import Literal, NamedTuple
+
+from ithaka.config import LAYER_LINEARS
+from ithaka.layout import ActivationPolicy, Layout
+from ithaka.plan.heads import count_slots
+from ithaka.plan.rounds import ring_round_tokens
+from ithaka.plan.shape import ModelShape
+
+# Rows of a query block in attention/blocks.py, forward and backward, at head dim 128; other head dims: as many bytes.
+BLOCK_TOKENS = {"attend": 128 * 1024, "attend backward": 264 * 1024}
+# Rows per kernel call, over all its heads, where the kernel writes to our buffers and documents or windows are at most
+# WHOLE_TOKENS long. A call of fa4 costs about 0.5 ms of host time, enough for a GPU to attend to 200 documents of 2K
+# tokens, and whole documents up to 128K run 1 to 4 % faster than blocks of them. At 256K there is no difference.
+CALL_TOKENS, WHOLE_TOKENS = 512 * 1024, 256 * 1024
+BLOCK_BUFFERS = 4  # buffers of a block inside attention, in the sum dtype
+
+TileWork = Literal["none", "project", "project backward", "mlp", "mlp backward", "attend", "attend backward"]
+
+
+class MemoryPoint(NamedTuple):
+    """Bytes live at one point of a layer's schedule, without weights, other layers' gradients and kept activations.
+
+    stream: full-length tensors of the residual stream. stages: tensors of heads, exchange buffers included.
+    outputs: attention outputs of this layer and what else it will keep. Negative in backward: kept bytes already freed.
+    tile_bytes: temporaries of `tile_work`, which do not grow with s. grad_bytes: the layer's weight gradients so far.
+    """
+
+    phase: str
+    stream: int = 0
+    stages: int = 0
+    outputs: int = 0
+    tile_work: TileWork = "none"
+    tile_bytes: int = 0
+    grad_bytes: int = 0
+
+    @property
+    def full_length(self) -> int:
+        """Bytes that grow with s."""
+        return self.stream + self.stages + self.outputs
+
+    @property
+    def live(self) -> int:
+        return self.full_length + self.tile_bytes + self.grad_bytes
+
+
+class LayerBytes:
+    """Sizes of a layer's tensors on one rank."""
+
+    def __init__(self, shape: ModelShape, layout: Layout, s: int, policy: ActivationPolicy | None = None) -> None:
+        policy = policy or ActivationPolicy()
+        self.shape, self.layout, self.s, self.slots = shape, layout, s, count_slots(shape, layout)
+        stages = self.slots.stages
+        self.num_stages = len(stages)
+        self.x = layout.x_bytes(shape.hidden, s)
+        self.slot = layout.ulysses * s * shape.head_dim * layout.element_bytes  # one head of the group's tokens
+        self.q = self.slots.query * self.slot  # T
+        self.lse = layout.ulysses * s * self.slots.query * layout.sum_bytes
+        # k and v by stage: arriving with it (2 U), held while it attends, still needed after it.
+        self.new_kv = [2 * stage.new_kv * self.slot for stage in stages]
+        self.held_kv = [2 * stage.held_kv * self.slot for stage in stages]
+        self.left_kv = [2 * stage.left_kv * self.slot for stage in stages]
+        self.keeps_attention = policy.attention is not None
+        self.fetches_attention = policy.attention in ("host", "disk")
+        # What a layer can keep besides its input: attention outputs, q, k and v, x + attention, gate and up.
+        self.outputs = self.num_stages * (self.q + self.lse)
+        self.qkv = (self.num_stages * self.q + sum(self.new_kv)) * policy.projections
+        self.residual = self.x * policy.projections
+        self.gate_up = 2 * s * shape.mlp * layout.element_bytes * policy.mlp
+        self.kept = self.x * (policy.input == "device") + self.outputs * (policy.attention == "device")
+        self.kept += self.qkv + self.residual + self.gate_up  # on the device
+        is_stored = policy.input != "device"
+        # With overlap, a stored input is fetched once and stays for all of backward; without, two tiles are fetched.
+        self.fetched_input = self.x if layout.overlap and is_stored else 0
+        self.fetched_tiles = 2 if is_stored and not layout.overlap else 0
+        self.stages_ahead = 2 if layout.overlap else 1
+        self.has_exchange = layout.ulysses > 1  # an exchange receives into a buffer of its own
+
+    def in_flight(self, own: int, first: int, last: int) -> int:
+        """Tensors of stages [first, last) that are sent but not used yet: `own` bytes and the new k and v of each.
+
+        With overlap, send buffers stay until the received tensors are used.
+        """
+        copies = 2 if self.layout.overlap and self.has_exchange else 1
+        return copies * sum(own + kv for kv in self.new_kv[first:last])
+
+    def send_peak(self, own: int, stage: int) -> int:
+        """Peak while a stage is sent. Without overlap its tensors go one at a time, so only one exists twice."""
+        if self.layout.overlap or not self.has_exchange:
+            return self.in_flight(own, stage, stage + 1)
+        return own + self.new_kv[stage] + max(self.q, self.new_kv[stage] // 2)
+
+    def in_sum_dtype(self, num_bytes: int) -> int:
+        return num_bytes // self.layout.element_bytes * self.layout.sum_bytes
+
+    def kv_grad_sums(self, num_slots: int) -> int:
+        """dk and dv of `num_slots` kv slots."""
+        return 2 * num_slots * self.in_sum_dtype(self.slot)
+
+    def attend_bytes(self, stage: int) -> int:
+        """Outputs while a stage attends, and the buffer of a read that is only a part of them.
+
+        In a ring an output is summed over the rounds, and one round's k and v are used while the next are sent and
+        received.
+        """
+        slots, out = self.slots.stages[stage], self.q + self.lse
+        if self.layout.ring == 1:
+            return out + out * slots.partial_query // self.slots.query
+
+        def ring_sum(width: int) -> int:
+            rounded = 0 if self.layout.sum_bytes == self.layout.element_bytes else width * self.slot
+            return width * (self.in_sum_dtype(self.slot) + self.lse // self.slots.query) + max(
+                3 * self.ring_round(stage), rounded
+            )
+
+        partial = out + ring_sum(slots.partial_query) if slots.partial_query else 0
+        return max(ring_sum(slots.widest_read), partial)
+
+    def ring_backward_bytes(self, stage: int) -> int:
+        """Buffers of a ring in attention's backward: dq summed over rounds, k and v as in forward, and dk and dv of
+        one round, which are summed while the previous round's are sent and received."""
+        if self.layout.ring == 1:
+            return 0
+        rounds = 3 * self.ring_round(stage)
+        return self.slots.stages[stage].widest_read * self.in_sum_dtype(self.slot) + rounds + self.in_sum_dtype(rounds)
+
+    def ring_round(self, stage: int) -> int:
+        """k and v of one read that a ring member receives in a round."""
+        member_tokens = self.layout.ulysses * self.s
+        tokens = min(ring_round_tokens(member_tokens), (self.layout.ring - 1) * member_tokens)
+        kv_slots = self.slots.stages[stage].widest_read_kv
+        return 2 * kv_slots * tokens * self.shape.head_dim * self.layout.element_bytes
+
+    def weight_grads(self, phase: str) -> int:
+        """Weight gradients, summed over tiles (GradSum in layer/tiles.py)."""
+        if not phase.startswith("backward") or phase.startswith("backward again"):
+            return 0
+        shape, e, wide = self.shape, self.layout.element_bytes, self.layout.sum_bytes
+        if phase != "backward mlp":
+            return shape.trained_layer * wide
+        if shape.adapter:
+            return sum(size for name, size in shape.most_adapted.items() if name in LAYER_LINEARS[3:]) * wide
+        if self.s <= (self.layout.tile_tokens or self.s):
+            # One tile: one weight's gradient while three [s, F] tensors are live, then all three once one is freed.
+            return max(shape.mlp_parameters * wide // 3, shape.mlp_parameters * wide - self.s * e * shape.mlp)
+        output = shape.hidden * shape.heads * shape.head_dim
+        return (output + shape.mlp_parameters) * wide
+
+    def tile_bytes(self, work: TileWork) -> int:
+        """Temporaries of token-wise work on a tile, or of attention on a block.
+
+        Counted by hand from the GPU kernels: approximate, and small at long contexts.
+        """
+        if work == "none":
+            return 0
+        if work in BLOCK_TOKENS:
+            return self._block_bytes(work)
+        shape, c, slots, hidden = self.shape, self.layout.ulysses, self.slots, self.shape.hidden
+        t, e, wide = min(self.layout.tile_tokens or self.s, self.s), self.layout.element_bytes, self.layout.sum_bytes
+        heads = shape.heads * shape.head_dim
+        rank = shape.adapter.rank if shape.adapter else 0  # width between an adapter's two matrices
+        # Kept tensors are not temporaries: the rounded x + attention; gate and up, but then forward has a third [t, F].
+        rounded, gate_up = wide != e and not self.residual, 2 if self.gate_up else 0
+        if work == "mlp":  # x + attention as summed and as rounded, its norm, two of the MLP's width
+            return t * (wide * hidden + e * ((1 + rounded) * hidden + (2 - gate_up // 2) * shape.mlp + rank))
+        if work == "mlp backward":
+            # x + attention, its norm, and the three [t, F] of layer/mlp.py. (Compiled, hooked or wrapped MLPs need up
+            # to twice as much; the planner cannot see them.)
+            width = (2 - bool(self.residual) + self.fetched_tiles) * hidden + (
+                3 if self.fetches_attention else 1
+            ) * heads
+            return t * e * (width + (3 - gate_up) * shape.mlp + 2 * rank)
+        width = c * slots.query * shape.head_dim
+        if work == "project":
+            kv_width = 2 * c * max(stage.new_kv for stage in slots.stages) * shape.head_dim
+            return (width + kv_width) * hidden * e + t * e * ((2 + self.fetched_tiles) * hidden + 5 * width + rank)
+        qkv_width = self.num_stages * width + 2 * c * slots.all_kv * shape.head_dim
+        return qkv_width * hidden * e + t * e * ((4 + self.fetched_tiles) * hidden + 2 * qkv_width + 7 * rank)
+
+    def _block_bytes(self, work: TileWork) -> int:
+        """Buffers of one attention kernel call."""
+        e, wide, tokens = self.layout.element_bytes, self.layout.sum_bytes, self.layout.ulysses * self.s
+        reads = [(stage.widest_read, stage.widest_read_kv) for stage in self.slots.stages]
+        max_rows = CALL_TOKENS if tokens <= WHOLE_TOKENS else BLOCK_TOKENS[work]
+        heads = max(_heads_per_call(max_rows // tokens, *read) for read in reads)
+        elements = tokens * self.shape.head_dim
+        if heads == 1:
+            return BLOCK_BUFFERS * min(BLOCK_TOKENS[work] * 128, elements) * wide
+        # Whole sequences in one call. Backward sums dq, dk and dv; forward writes to our buffers, or attends to one
+        # head of each group.
+        return 2 * heads * elements * wide if work == "attend backward" else max(kv for _, kv in reads) * elements * e
+
+
+def _heads_per_call(max_heads: int, queries: int, kv: int) -> int:
+    """Query heads per kernel call: whole groups, or one head of each (`_Job.walk` in attention/blocks.py)."""
+    group = queries // kv
+    return min(queries, max_heads // group * group) if max_heads >= group else min(max(1, max_heads), kv)
+
+
+def attention_points(b: LayerBytes, phase: str, stream: int) -> Iterator[MemoryPoint]:
+    """Attention of all stages (`_attend`): in forward, and in backward where its output is recomputed.
+
+    Outputs of all stages stay until the output projection after the last one.
+    """
+    project, attend = f"{phase} projections", f"{phase} attention"
+
+    def outputs(num_attended: int, stage: int, held: int) -> int:
+        """Outputs so far, and q, k and v if they are kept and not counted as held."""
+        kept_qkv = num_attended * b.q + sum(b.new_kv[: stage + 1]) - held if b.qkv else 0
+        return num_attended * (b.q + b.lse) + kept_qkv
+
+    for i in range(min(b.stages_ahead, b.num_stages)):
+        earlier = b.in_flight(b.q, 0, i)
+        yield MemoryPoint(project, stream, earlier + b.q + b.new_kv[i], 0, "project")
+        yield MemoryPoint(project, stream, earlier + b.send_peak(b.q, i))
+    for i in range(b.num_stages):
+        later = b.in_flight(b.q, i + 1, i + b.stages_ahead)
+        stages = b.q + later + b.held_kv[i] + b.attend_bytes(i)
+        yield MemoryPoint(attend, stream, stages, outputs(i, i, b.held_kv[i]), "attend")
+        if (new := i + b.stages_ahead) < b.num_stages:
+            others, done = later + b.left_kv[i], outputs(i + 1, i, b.left_kv[i])
+            yield MemoryPoint(project, stream, others + b.q + b.new_kv[new], done, "project")
+            yield MemoryPoint(project, stream, others + b.send_peak(b.q, new), done)
+
+
+def attention_backward_points(b: LayerBytes, outputs: int) -> Iterator[MemoryPoint]:
+    """Attention's backward. dy and the gradients of all heads so far are live throughout.
+
+    A fetched output arrives one stage at a time. A resident one is freed once it is sent, its lse once it is used, and
+    so are kept q, k and v, which are not projected again.
+    """
+    stream, attend, project = b.x + b.fetched_input, "backward attention", "backward projections"
+    stage_tensors = 3 * b.q  # q, out, dout
+    last_used_kv = [held - left for held, left in zip(b.held_kv, b.left_kv, strict=True)]  # by no later stage
+    if b.qkv:
+        b, stage_tensors = copy(b), 2 * b.q
+        b.new_kv = b.held_kv = b.left_kv = [0] * b.num_stages
+
+    def outputs_left(num_sent: int, num_attended: int) -> int:
+        used = num_attended * b.q + sum(last_used_kv[:num_attended]) if b.qkv else 0
+        return outputs - used - (0 if b.fetches_attention else num_sent * b.q + num_attended * b.lse)
+
+    def send(stage: int, others: int, num_attended: int) -> Iterator[MemoryPoint]:
+        """Project q, k and v, then send them with out and dout."""
+        if not b.qkv:
+            prefetched = b.q if b.fetches_attention and b.layout.overlap and stage >= b.stages_ahead else 0
+            projected = others + b.q + b.new_kv[stage] + prefetched
+            yield MemoryPoint(project, stream, projected, outputs_left(stage, num_attended), "project")
+        # Without overlap, out stays until all is sent.
+        out = 0 if b.layout.overlap or not b.has_exchange or b.fetches_attention else b.q
+        sent = others + out + b.send_peak(stage_tensors, stage)
+        yield MemoryPoint(project, stream, sent, outputs_left(stage + 1, num_attended))
+
+    for i in range(min(b.stages_ahead, b.num_stages)):
+        yield from send(i, b.in_flight(stage_tensors, 0, i), 0)
+    head_grads = 0  # dq, dk and dv of earlier stages
+    for i in range(b.num_stages):
+        following = i + b.stages_ahead
+        later, is_more = b.in_flight(stage_tensors, i + 1, following), following < b.num_stages
+        prefetched = b.q if b.fetches_attention and b.layout.overlap and is_more else 0
+        own = stage_tensors + (b.lse if b.fetches_attention else 0)
+        live = head_grads + own + later + prefetched + b.held_kv[i]
+        live += b.kv_grad_sums(b.slots.stages[i].summed_kv) + b.ring_backward_bytes(i)
+        yield MemoryPoint(attend, stream, live, outputs_left(min(following, b.num_stages), i), "attend backward")
+        head_grads += b.q + last_used_kv[i]
+        if is_more:
+            send_buffers = b.q + last_used_kv[i] if b.layout.overlap and b.has_exchange else 0
+            held = b.left_kv[i] + b.kv_grad_sums(b.slots.stages[i].left_summed_kv)
+            yield from send(following, head_grads + send_buffers + later + held, i + 1)
+    yield MemoryPoint(project, stream, head_grads, outputs_left(b.num_stages, b.num_stages), "project backward")
+
+
+def layer_points(b: LayerBytes) -> Iterator[MemoryPoint]:
+    """Every point of a layer's forward and backward on one rank."""
+    outputs, kept_later = b.outputs, b.residual + b.gate_up
+    yield from attention_points(b, "forward", b.x)
+    # y, computed from x and the outputs of all stages
+    yield MemoryPoint("forward mlp", 2 * b.x, 0, outputs + b.qkv + kept_later, "mlp")
+    if b.keeps_attention:
+        outputs = 0
+    else:
+        yield from attention_points(b, "backward again", b.x + b.fetched_input)
+    # dy; everything else is one tile
+    yield MemoryPoint("backward mlp", b.x + b.fetched_input, 0, outputs, "mlp backward")
+    yield from attention_backward_points(b, outputs - kept_later)
+
+
+def layer_peaks(b: LayerBytes) -> tuple[MemoryPoint, MemoryPoint]:
+    """The points of forward and of backward at which most bytes are live."""
+    ascending = sorted(layer_points(b), key=lambda point: point.full_length)
+    highest = {(point.phase, point.tile_work): point for point in ascending}.values()  # the last of each kind
+    points = [p._replace(tile_bytes=b.tile_bytes(p.tile_work), grad_bytes=b.weight_grads(p.phase)) for p in highest]
+    forward, backward = (
+        max((p for p in points if p.phase.startswith(direction)), key=lambda point: (point.live, -point.tile_bytes))
+        for direction in ("forward", "backward")
+    )
+    return forward, backward
+
+
+def kept_attention_bytes(shape: ModelShape, layout: Layout, s: int) -> int:
+    """out and lse of one layer on one rank, all stages, empty slots included."""
+    return LayerBytes(shape, layout, s).outputs
