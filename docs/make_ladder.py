@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ithaka.plan import show
 from ithaka.plan.hardware import find_hardware
+from ithaka.plan.request import make_request
 
 MODEL, GPUS, HOST, DISK = "llama3-8b", "8xH100-80GB", "2TB", "20TB"
 RUNGS = {
@@ -38,7 +39,7 @@ def ladder() -> dict[str, int]:
     for name, added in RUNGS.items():
         settings |= dict(each.split("=") for each in added.split())
         overrides = [f"{key}={value}" for key, value in settings.items()]
-        longest[name] = show.make_request(MODEL, hardware, "128K", 1, overrides).space.longest()[0]
+        longest[name] = make_request(MODEL, hardware, "128K", 1, overrides).space.longest_context(1)
     return longest
 
 

@@ -1,6 +1,7 @@
 """What adapters change in a plan, against counts done by hand."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -102,11 +103,11 @@ def test_layers_below_the_first_adapter_have_no_backward_and_keep_nothing():
 
 
 def test_targets_that_cannot_be_are_refused():
-    with pytest.raises(ConfigError, match="targets=32.self_attn.q_proj names no module of the model; use a name"):
+    with pytest.raises(ConfigError, match="adapter.targets=32.self_attn.q_proj .*use .*q_proj"):
         LLAMA.with_adapter(AdapterConfig(16, targets=("q_proj", "32.self_attn.q_proj")))
     with pytest.raises(ConfigError, match="adapter.targets=mlp.q_proj"):
         LLAMA.with_adapter(AdapterConfig(16, targets=("mlp.q_proj",)))
-    with pytest.raises(ConfigError, match="adapter.targets=lm_head cannot be merged"):
+    with pytest.raises(ConfigError, match="adapter.targets=lm_head .*modules_to_save"):
         find_shape("llama3.2-1b").with_adapter(AdapterConfig(16, targets=("lm_head",)))
 
 
@@ -117,5 +118,5 @@ def test_the_command_says_what_freezing_saves():
     assert (found["rank"], found["trained_parameters"]) == (16, 32 * 16 * (2 * D + D + KV))
     assert found["frozen_parameters"] == LLAMA.num_parameters
     assert found["saved_gpu_bytes"] > 9e9 and found["saved_step_s"] > 1
-    assert "adapters of rank 16: 41.94M parameters trained, 8.03B frozen; that saves" in run(*given)
+    assert re.search(r"rank 16: 41\.94M .*, 8\.03B frozen; saves [\d.]+ GiB per GPU", run(*given))
     assert yaml.safe_load(run(*fewer, "--yaml"))["adapter"] == {"rank": 16, "targets": ["q_proj", "v_proj"]}

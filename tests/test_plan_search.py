@@ -38,7 +38,7 @@ def choose(shape, machine, context, fixed=None) -> Plan:
 
 
 def longest(shape, machine) -> tuple[int, str]:
-    return SearchSpace(shape, machine).longest()
+    return SearchSpace(shape, machine).longest_context_and_limit()
 
 
 @FEW
@@ -295,7 +295,7 @@ def test_host_memory_is_not_spared_at_the_disk_s_expense():
 
 def test_eight_nodes_reach_45_million_tokens():
     """Host memory ends it."""
-    context, limit = SearchSpace(find_shape("llama3-8b"), replace(NODE, num_nodes=8)).longest()
+    context, limit = SearchSpace(find_shape("llama3-8b"), replace(NODE, num_nodes=8)).longest_context_and_limit()
     assert context >= 45 * 2**20 and limit == "host"
 
 

@@ -311,6 +311,7 @@ def plan(
     """Say what fits and how fast it will be, before anything is rented or started."""
     from ithaka.plan import show
     from ithaka.plan.hardware import find_hardware
+    from ithaka.plan.request import make_request
 
     as_yaml = as_yaml or out is not None
     clashes = {
@@ -324,7 +325,7 @@ def plan(
     if out is not None:
         check_writable("--out", out)
     hardware = find_hardware(gpus, gpu_file, host_memory, disk)
-    question = show.make_request(
+    question = make_request(
         model, hardware, context or "128K", batch, overrides or [], adapter, any_setting=as_yaml
     )
     if as_yaml and (found := question.plan()).fits:
@@ -362,9 +363,10 @@ def rehearse(
     """Run rank 0 of all these GPUs on this one device, and print measured beside planned."""
     from ithaka.plan import show
     from ithaka.plan.hardware import find_hardware
+    from ithaka.plan.request import make_request
 
     hardware = find_hardware(gpus, gpu_file, host_memory, disk)
-    question = show.make_request(model, hardware, context, batch, overrides or [], adapter)
+    question = make_request(model, hardware, context, batch, overrides or [], adapter)
     plan = question.forward_plan() if evaluate else question.plan()
     if evaluate and not plan.fits:
         need, have = map(show.format_bytes, plan.ledger.tiers["GPU"])

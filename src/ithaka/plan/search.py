@@ -1,9 +1,9 @@
-"""Try plans and choose one that fits; find the longest context, and what would make a plan fit.
+"""Search for a layout that fits and is fast, for the longest context, and for changes that make a plan fit.
 
-Every context parallel size, width of stages, tier, tile and overlap is tried, and the rings that can be best. A
-layer's time does not depend on the others, so either no layer keeps attention's output or as many as there is room for.
-What is left of the device is spent on more of what layers keep, first on what saves most seconds per byte: q, k, v and
-the sum after attention, then the MLP's middle.
+The search tries every context-parallel size, stage width, tier, tile size and overlap, and the rings that can be
+fastest. Layers do not affect each other's time, so either no layer keeps its attention output or as many as fit. Memory
+left on the device goes to what saves most seconds per byte: first q, k, v and the sum after attention, then the MLP's
+gate and up projections.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from ithaka.plan.hardware import GPUS_PER_NODE, Hardware
 from ithaka.plan.seconds import Seconds, gather_seconds, reduce_seconds, step_seconds
 from ithaka.plan.shape import ModelShape, Work
 
-TILE_BYTES = 2**29  # of x, in the largest tile: the narrower a model, the more tokens outweigh a kernel's launch
-TILE_SIZES = 6  # each half of the one before
+TILE_BYTES = 2**29  # bytes of x in the largest tile: narrow models need more tokens to outweigh a kernel launch
+NUM_TILE_SIZES = 6  # each half of the one before
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
-CONTEXT_GRAIN = 1024  # per rank: longest contexts are multiples of this many tokens per rank
+CONTEXT_GRAIN = 1024  # longest contexts are multiples of this many tokens per rank
 UNLIMITED_BYTES = 2**60
 NEAR_ENOUGH = 0.99  # plans within this fraction of the best speed compete on host memory
 NUM_OTHERS = 4  # plans shown with the chosen one
-TIER_GRAIN = 64 * 10**9  # step in which host memory and disk are tried, bytes
-MOST_NODES = 1024  # in the search for a machine that is large enough
+CAPACITY_GRAIN = 64 * 10**9  # step of the search for enough host memory or disk, bytes
+MAX_NODES = 1024  # in the search for a large enough machine
 ADAPTER_RANK = 16  # tried when a plan does not fit
-MOST_AT_ONCE = 1 << 29  # elements of a tensor of all heads, in a forward alone
+MAX_HEADS_ELEMENTS = 1 << 29  # elements of a tensor of all heads in a forward
 
-Fixed = Mapping[str, Any]  # what the user decided, in the words of `make_layout`
+Fixed = Mapping[str, Any]  # the user's settings, as arguments of `make_layout`
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout and what it costs, whether it fits or not. `given`: what of it the user decided."""
+    """A layout and its cost, whether it fits or not. `fixed`: the part that the user set."""
 
     shape: ModelShape
     layout: Layout
     hardware: Hardware
     work: Work
-    given: Fixed = field(default_factory=dict, repr=False, hash=False)
-    others: tuple[Plan, ...] = field(default=(), repr=False, compare=False)  # the best of other kinds
+    fixed: Fixed = field(default_factory=dict, repr=False, hash=False)
+    others: tuple[Plan, ...] = field(default=(), repr=False, compare=False)  # the best plans of other kinds
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -67,19 +67,19 @@ class Plan:
         return step_seconds(self.shape, self.layout, self.hardware, self.work)
 
     def with_changes(self, **changes: Any) -> Plan:
-        """With another layout, see `Layout.with_changes`."""
+        """A copy with a changed layout (`Layout.with_changes`)."""
         return replace(self, layout=self.layout.with_changes(**changes))
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Plans of one kind look alike to a reader: the same cp and ring, and the same tiers for what is kept."""
+        """Plans of one kind differ only in details: cp, ring and tiers are the same."""
         layout = self.layout
         tiers = layout.input_tier, layout.attention_tier if layout.keep_attention else None, layout.offload_optimizer
         return layout.cp, layout.ring, *tiers
 
     @property
     def settings(self) -> dict[str, Any]:
-        """In the words of the configuration."""
+        """The settings of a configuration."""
         return settings_from_layout(self.layout, self.shape.heads)
 
     @property
@@ -96,7 +96,7 @@ class Plan:
 
     @property
     def sequences_per_step(self) -> int:
-        """Of all data-parallel groups."""
+        """Over all data-parallel groups."""
         return self.hardware.num_gpus // self.layout.cp * self.work.batch * self.work.accumulate
 
     @property
@@ -105,25 +105,27 @@ class Plan:
 
     @property
     def limited_by(self) -> str:
-        """What takes most of the time or, if the plan does not fit, the tier that is exceeded most."""
+        """The part with most of the time, or the tier that is exceeded most if the plan does not fit."""
         if not self.fits:
             return self.ledger.worst[1]
-        shares = {name: getattr(self.seconds, name) for name in ("attention", "linear", "exchange", "copies")}
-        return max(shares, key=lambda name: shares[name])
+        parts = {name: getattr(self.seconds, name) for name in ("attention", "linear", "exchange", "copies")}
+        return max(parts, key=lambda name: parts[name])
 
 
 def forward_plan(shape: ModelShape, hardware: Hardware, work: Work) -> Plan:
-    """A forward alone, as an evaluation runs it."""
+    """The plan of an evaluation: forward only."""
     layout = forward_layout(shape, hardware.num_gpus, work.tokens, "bfloat16")
     return Plan(shape, layout, hardware, replace(work, trains=False))
 
 
 def forward_layout(shape: ModelShape, cp: int, tokens: int, dtype: str) -> Layout:
-    """Of a model that is evaluated: all ranks share each sequence. All heads at once where their tensors are small,
-    which is faster; else as few as there can be."""
+    """The layout of an evaluation: all ranks share each sequence.
+
+    All heads at once while their tensors are small, which is faster; otherwise one head per rank.
+    """
     ring = smallest_ring(cp, shape.heads)
-    few = tokens // cp * shape.heads * shape.head_dim > MOST_AT_ONCE
-    stage = cp // ring if few else None
+    is_long = tokens // cp * shape.heads * shape.head_dim > MAX_HEADS_ELEMENTS
+    stage = cp // ring if is_long else None
     return make_layout(shape.num_layers, cp=cp, ring=ring, heads_per_stage=stage, tile_tokens=8192, dtype=dtype)
 
 
@@ -132,44 +134,33 @@ def work_from_config(config: Config) -> Work:
 
 
 def make_search_space(config: Config, given: Collection[str], shape: ModelShape, hardware: Hardware) -> SearchSpace:
-    """`given`: names of settings (parallel.cp) that the user decided; the others are the search's to choose."""
+    """`given`: names of settings (parallel.cp) to take from `config`; the search chooses the others."""
     chosen = {name: operator.attrgetter(name)(config) for name in SETTINGS if name in given}
     return SearchSpace(shape, hardware, fixed_settings(chosen, shape.num_layers, hardware.num_gpus))
 
 
-def _order(plan: Plan) -> tuple[Any, ...]:
-    """Fastest first; between equals the one that needs least, nearest to the device."""
+def _rank_key(plan: Plan) -> tuple[Any, ...]:
+    """Fastest first; then least memory, nearest to the device, and smallest sizes."""
     layout, ledger = plan.layout, plan.ledger
-    width = layout.heads_per_stage or plan.shape.heads
-    peaks = ledger.gpu_peak, ledger.host_needed
-    return (-plan.tokens_per_s_per_gpu, *peaks, _distance(plan), layout.cp, layout.ring, width)
-
-
-def _distance(plan: Plan) -> tuple[bool, int]:
-    """From the device: of the optimizer, then of what is kept."""
-    layout = plan.layout
-    return layout.offload_optimizer, TIERS.index(layout.input_tier) + TIERS.index(layout.attention_tier)
-
-
-def _outside(plan: Plan) -> tuple[int, int]:
-    """Bytes on disk and in host memory."""
-    return plan.ledger.disk_peak, plan.ledger.host_needed
+    offload = layout.offload_optimizer, TIERS.index(layout.input_tier) + TIERS.index(layout.attention_tier)
+    sizes = layout.cp, layout.ring, layout.heads_per_stage or plan.shape.heads
+    return (-plan.tokens_per_s_per_gpu, ledger.gpu_peak, ledger.host_needed, offload, *sizes)
 
 
 @dataclass(frozen=True)
 class WaysToFit:
-    """Changes that make a plan fit, each of them alone."""
+    """Changes that make a plan fit, each on its own."""
 
     context: int  # the longest that fits; 0: none does
-    adapter: bool  # adapters in place of all parameters
-    hardware: Hardware | None  # the smallest machine of such GPUs
+    adapter: bool  # train adapters instead of all parameters
+    hardware: Hardware | None  # the smallest machine with such GPUs
     host_bytes: int  # host memory per node; 0: no amount is enough
     disk_bytes: int
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The layouts of a model on a machine. `fixed`: what the user decided."""
+    """The layouts of a model on a machine. `fixed`: the user's settings."""
 
     shape: ModelShape
     hardware: Hardware
@@ -178,16 +169,98 @@ class SearchSpace:
     def __post_init__(self) -> None:
         check_fixed(self.fixed, self.shape.heads, self.shape.num_layers, self.hardware.num_gpus)
 
+    # ---- the best plan
+
+    def choose(self, work: Work) -> Plan:
+        """Of the plans within 1 % of the fastest one that fits, the one with least disk and host memory.
+
+        Speed is in tokens per second and GPU. If none fits, the plan that is closest to fitting.
+        """
+        candidates = [(self.upper_bound(plan).tokens_per_s_per_gpu, plan) for plan in self.plans_that_fit(work)]
+        best: dict[tuple[Any, ...], Plan] = {}  # by kind
+        for bound, plan in sorted(candidates, key=lambda pair: -pair[0]):
+            speeds = sorted((other.tokens_per_s_per_gpu for other in best.values()), reverse=True)
+            if len(speeds) > NUM_OTHERS and bound < min(NEAR_ENOUGH * speeds[0], speeds[NUM_OTHERS]):
+                break  # neither this plan nor a later one can be chosen or shown
+            if plan.kind not in best or bound >= best[plan.kind].tokens_per_s_per_gpu:
+                plan = self.fill_device(plan)
+                best[plan.kind] = min(best.get(plan.kind, plan), plan, key=_rank_key)
+        ranked = sorted(best.values(), key=_rank_key) or [self.closest_to_fitting(work)]
+        min_speed = NEAR_ENOUGH * ranked[0].tokens_per_s_per_gpu
+        near = [plan for plan in ranked if plan.tokens_per_s_per_gpu >= min_speed]
+        chosen = min(near, key=lambda plan: (plan.ledger.disk_peak, plan.ledger.host_needed))
+        others = [plan for plan in ranked if plan is not chosen]
+        return replace(chosen, fixed=self.fixed, others=tuple(others[:NUM_OTHERS]))
+
+    def plans_that_fit(self, work: Work) -> Iterator[Plan]:
+        """Yield plans that fit. Once a tier holds everything, slower tiers are not tried."""
+        splits = [split for split in self.splits if self._any_fits(self.smallest_layouts(*split), work)]
+        settled = set()
+        for candidate in self.candidates(splits):
+            # Skip tiles that are twice as large as needed: all hold the same tokens.
+            max_tile = max(2 * work.local_tokens(candidate["cp"]) - 1, self.tile_sizes[-1])
+            if "tile_tokens" not in self.fixed and candidate["tile_tokens"] > max_tile:
+                continue
+            kind = tuple(value for name, value in candidate.items() if name not in ("offload_optimizer", "input_tier"))
+            is_free = candidate["keep_attention"] and "keep_attention" not in self.fixed
+            max_layers = self.shape.num_layers if is_free else candidate["keep_attention"]
+            if kind not in settled and (plan := self.keep_most_attention(candidate, max_layers, work)):
+                yield plan
+                if plan.layout.keep_attention == max_layers:
+                    settled.add(kind)
+
+    def keep_most_attention(self, candidate: Fixed, max_layers: int, work: Work) -> Plan | None:
+        """The plan that keeps as many attention outputs as fit, up to `max_layers`; None if none fits."""
+
+        def make_plan(num_layers: int) -> Plan:
+            return self.make_plan({**candidate, "keep_attention": num_layers}, work)
+
+        # All of them may fit where fewer do not: no layer recomputes, which frees memory on the device.
+        if (plan := make_plan(max_layers)).fits:
+            return plan
+        if max_layers == candidate["keep_attention"] or not make_plan(1).fits:
+            return None
+        return make_plan(_largest(lambda count: make_plan(count).fits, max_layers))
+
+    def upper_bound(self, plan: Plan) -> Plan:
+        """`plan` with everything kept that may be, whether it fits or not: no plan of `fill_device` is faster."""
+        most = self.fixed.get("keep_projections", plan.layout.keep_attention)
+        return plan.with_changes(keep_projections=most, keep_everything=self.fixed.get("keep_everything", most))
+
+    def fill_device(self, plan: Plan) -> Plan:
+        """`plan` with as many layers keeping more on the device as fit."""
+        bound = self.upper_bound(plan)
+        for name in ("keep_projections", "keep_everything"):
+            most = getattr(bound.layout, name)
+            if not (full := plan.with_changes(**{name: most})).fits:
+                room, more = plan.ledger.gpu_bytes - plan.ledger.gpu_peak, full.ledger.gpu_peak - plan.ledger.gpu_peak
+                count = _largest(partial(_fits_with, plan, name), most, guess=most * room // max(more, 1))
+                return plan.with_changes(**{name: count})
+            plan = full
+        return plan
+
+    def closest_to_fitting(self, work: Work) -> Plan:
+        """Where nothing fits: the plan whose worst tier is exceeded least, with few attention outputs kept."""
+        candidates = list(self.candidates())
+        fewest = min(candidate["keep_attention"] for candidate in candidates)
+        plans = [self.make_plan(each, work) for each in candidates if each["keep_attention"] == fewest]
+        return min(plans, key=lambda plan: (plan.ledger.worst[0], -plan.tokens_per_s_per_gpu))
+
+    # ---- candidates
+
     @cached_property
     def splits(self) -> list[tuple[int, int]]:
-        """(cp, ring) to try. The GPUs of a sequence are part of a node or fill several, and Ulysses groups stay inside
-        a node: a group that straddles nodes exchanges everything over the network. Of each cp, the largest such group
-        and the largest that leaves no slot empty: larger ones need less memory and send less."""
+        """(cp, ring) to try.
+
+        A sequence takes part of a node or all GPUs of several, and a Ulysses group stays inside a node: one that
+        straddles nodes exchanges everything over the network. For each cp, the largest such group and the largest
+        without empty slots: larger groups need less memory and send less.
+        """
         per_node, ranks = self.hardware.gpus_per_node, self.hardware.num_gpus
-        cps = [n for n in range(1, ranks + 1) if ranks % n == 0]
-        aligned = [cp for cp in cps if per_node % cp == 0 or cp % per_node == 0]
         if "cp" in self.fixed:
             return self._rings(self.fixed["cp"])
+        cps = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        aligned = [cp for cp in cps if per_node % cp == 0 or cp % per_node == 0]
         return [split for cp in aligned for split in self._rings(cp)] or [s for cp in cps for s in self._rings(cp)]
 
     def _rings(self, cp: int) -> list[tuple[int, int]]:
@@ -199,234 +272,169 @@ class SearchSpace:
         return [(cp, cp // ulysses) for ulysses in sorted(best, reverse=True)]
 
     @property
-    def cps(self) -> list[int]:
-        return [cp for cp, _ in self.splits]
+    def max_cp(self) -> int:
+        return max(cp for cp, _ in self.splits)
 
     @property
-    def replicas(self) -> list[int]:
-        """Numbers of replicas to try: one per node where that moves less."""
-        nodes, machine = self.hardware.num_nodes, self.hardware
-        moved_s = {n: 2 * gather_seconds(2**20, machine, n) + reduce_seconds(2**21, machine, n) for n in (1, nodes)}
-        return [nodes, 1] if moved_s[nodes] < moved_s[1] else [1]
-
-    def choose(self, work: Work) -> Plan:
-        """Of the plans that fit within 1 % of the fastest, in tokens per second and GPU, the one that needs the least
-        disk and host memory. If none fits, the plan that misses by least."""
-        at_most = [(self.richest(plan).tokens_per_s_per_gpu, plan) for plan in self.fitting(work)]
-        best: dict[tuple[Any, ...], Plan] = {}  # of each kind
-        for speed, plan in sorted(at_most, key=lambda pair: -pair[0]):
-            found = sorted((each.tokens_per_s_per_gpu for each in best.values()), reverse=True)
-            if len(found) > NUM_OTHERS and speed < min(NEAR_ENOUGH * found[0], found[NUM_OTHERS]):
-                break  # neither this one nor those after it are chosen or shown
-            if plan.kind not in best or speed >= best[plan.kind].tokens_per_s_per_gpu:
-                plan = self.spending(plan)
-                best[plan.kind] = min(best.get(plan.kind, plan), plan, key=_order)
-        ranked = sorted(best.values(), key=_order) or [self.nearest(work)]
-        least = NEAR_ENOUGH * ranked[0].tokens_per_s_per_gpu
-        chosen = min((plan for plan in ranked if plan.tokens_per_s_per_gpu >= least), key=_outside)
-        others = [plan for plan in ranked if plan is not chosen]
-        return replace(chosen, given=self.fixed, others=tuple(others[:NUM_OTHERS]))
-
-    def richest(self, plan: Plan) -> Plan:
-        """With all kept on the device that may be, whether it fits or not."""
-        most = self.fixed.get("keep_projections", plan.layout.keep_attention)
-        return plan.with_changes(keep_projections=most, keep_everything=self.fixed.get("keep_everything", most))
-
-    def spending(self, plan: Plan) -> Plan:
-        """With as many more of the layers that keep attention's output keeping more as there is room for."""
-        rich = self.richest(plan)
-        for word in ("keep_projections", "keep_everything"):
-            most = getattr(rich.layout, word)
-            if not (full := plan.with_changes(**{word: most})).fits:
-                room, more = plan.ledger.gpu_bytes - plan.ledger.gpu_peak, full.ledger.gpu_peak - plan.ledger.gpu_peak
-                return plan.with_changes(
-                    **{word: _largest(partial(_fits_with, plan, word), most, most * room // max(more, 1))}
-                )
-            plan = full
-        return plan
-
-    def longest(self, batch: int = 1) -> tuple[int, str]:
-        """(longest context that fits, what stops a longer one: GPU, host, disk or heads); 0 when none fits."""
-        context = self.longest_context(batch)
-        # A disk that is not there stops nothing. The nearest miss may lack a tier that one of these could relieve.
-        stops = ["host", "disk"] if self.hardware.disk_bytes else ["host"]
-        if ways := [tier for tier in stops if self.having(tier).longest_context(batch) > context]:
-            return context, ways[-1]
-        work = Work(context + self.grain, batch)
-        missing = min(build_ledger(self.shape, layout, self.hardware, work).worst for layout in self.largest())[1]
-        capped = "cp" not in self.fixed and max(self.cps) < self.hardware.num_gpus  # the ring is fixed
-        return context, "heads" if missing == "GPU" and capped else missing
-
-    def having(self, tier: str, num_bytes: int = UNLIMITED_BYTES) -> SearchSpace:
-        """With so much host memory or disk per node."""
-        change: dict[str, Any] = {f"{tier}_bytes": num_bytes}
-        return replace(self, hardware=replace(self.hardware, **change))
-
-    def fits(self, work: Work) -> bool:
-        """Whether any layout fits."""
-        layouts = (layout for split in self.splits for layout in self.leanest(*split))
-        return any(build_ledger(self.shape, layout, self.hardware, work).fits for layout in layouts)
-
-    def ways_to_fit(self, work: Work) -> WaysToFit:
-        """What would make `work` fit, alone and with these settings."""
-        adapted = replace(self, shape=self.shape.with_adapter(AdapterConfig(rank=ADAPTER_RANK)))
-        return WaysToFit(
-            context=self.longest_context(work.batch),
-            adapter=self.shape.adapter is None and adapted.fits(work),
-            hardware=self.smallest_machine(work),
-            host_bytes=self.enough("host", work),
-            disk_bytes=self.enough("disk", work),
-        )
-
-    def enough(self, tier: str, work: Work) -> int:
-        """Bytes of host memory or disk per node with which `work` fits: a multiple of 64 GB, from 1 TB on of 1024;
-        0 if no amount is enough."""
-        if not self.having(tier).fits(work):
-            return 0
-
-        def too_little(grains: int) -> bool:
-            return not self.having(tier, grains * TIER_GRAIN).fits(work)
-
-        grains = 1
-        while too_little(grains):
-            grains *= 2
-        grains = 1 + _largest(too_little, grains)
-        return TIER_GRAIN * (grains if grains < 16 else -(-grains // 16) * 16)
-
-    def smallest_machine(self, work: Work) -> Hardware | None:
-        """The fewest GPUs of this kind on which `work` fits: twice as many in the node up to 8, then more nodes."""
-
-        def fits(machine: Hardware) -> bool:
-            try:
-                return replace(self, hardware=machine).fits(work)
-            except ConfigError:  # settings that do not suit so many ranks
-                return False
-
-        machine, nodes = self.hardware, self.hardware.num_nodes
-        while nodes == 1 and 2 * machine.gpus_per_node <= GPUS_PER_NODE:
-            machine = machine.with_gpus(2 * machine.gpus_per_node)
-            if fits(machine):
-                return machine
-        while not fits(replace(machine, num_nodes=(nodes := 2 * nodes))):
-            if nodes >= MOST_NODES:
-                return None
-        fewest = 1 + _largest(lambda n: not fits(replace(machine, num_nodes=n)), nodes)
-        return replace(machine, num_nodes=fewest)
-
-    @property
-    def grain(self) -> int:
-        return CONTEXT_GRAIN * max(self.cps)
+    def replica_counts(self) -> list[int]:
+        """Numbers of replicas to try: also one per node if that is faster."""
+        nodes, hardware = self.hardware.num_nodes, self.hardware
+        seconds = {n: 2 * gather_seconds(2**20, hardware, n) + reduce_seconds(2**21, hardware, n) for n in (1, nodes)}
+        return [nodes, 1] if seconds[nodes] < seconds[1] else [1]
 
     @cached_property
-    def tiles(self) -> list[int]:
+    def tile_sizes(self) -> list[int]:
         """Tokens per tile, largest first."""
         largest = round(math.log2(TILE_BYTES / (2 * self.shape.hidden)))
-        return [2 ** (largest - i) for i in range(TILE_SIZES)]
+        return [2 ** (largest - i) for i in range(NUM_TILE_SIZES)]
 
-    def frames(self, splits: Sequence[tuple[int, int]] | None = None) -> Iterator[dict[str, Any]]:
-        """Every layout (of some splits), in the words of `make_layout`; if attention's output is kept, by as few layers
-        as possible."""
+    def candidates(self, splits: Sequence[tuple[int, int]] | None = None) -> Iterator[dict[str, Any]]:
+        """Arguments of `make_layout` for every layout (of `splits`), with at most one attention output kept."""
         tiers = TIERS if self.hardware.disk_bytes else TIERS[:2]
         options: dict[str, Any] = {
             "attention_tier": tiers,
             "keep_attention": [1] if "attention_tier" in self.fixed else [1, 0],
-            "replicas": self.replicas,
+            "replicas": self.replica_counts,
             "offload_optimizer": [False, True],
             "input_tier": tiers,
             "overlap": [True, False],
-            "tile_tokens": self.tiles,
+            "tile_tokens": self.tile_sizes,
         }
         for cp, ring in self.splits if splits is None else splits:
             ulysses = cp // ring
             slots = -(-self.shape.heads // ulysses)  # all heads at once, half of them, a quarter, ... one per rank
             widths = [(slots >> i) * ulysses for i in range(slots.bit_length())]
             lists = {"cp": [cp], "ring": [ring], "heads_per_stage": widths, **options}
-            lists |= {name: [v] for name, v in self.fixed.items()}
+            lists |= {name: [value] for name, value in self.fixed.items()}
             for values in product(*lists.values()):
-                frame = dict(zip(lists, values, strict=True))
-                if frame["keep_attention"] or frame["attention_tier"] == lists["attention_tier"][0]:
-                    yield frame
+                candidate = dict(zip(lists, values, strict=True))
+                if candidate["keep_attention"] or candidate["attention_tier"] == lists["attention_tier"][0]:
+                    yield candidate
 
-    def plan(self, frame: Fixed, work: Work) -> Plan:
-        return Plan(self.shape, make_layout(self.shape.num_layers, **frame), self.hardware, work)
+    def smallest_layouts(self, cp: int, ring: int) -> Iterator[Layout]:
+        """The layouts of a split that fit if any does: narrowest stage, smallest tile.
 
-    def fitting(self, work: Work) -> Iterator[Plan]:
-        """Plans that fit. Once a tier has room for everything, farther ones are not tried: they are not faster."""
-        settled = set()
-        possible = [
-            split for split in self.splits
-            if any(build_ledger(self.shape, layout, self.hardware, work).fits for layout in self.leanest(*split))
-        ]  # fmt: skip
-        for frame in self.frames(possible):
-            enough = max(2 * work.local_tokens(frame["cp"]) - 1, self.tiles[-1])  # a tile half as large has all as well
-            if "tile_tokens" not in self.fixed and frame["tile_tokens"] > enough:
-                continue
-            kind = tuple(value for name, value in frame.items() if name not in ("offload_optimizer", "input_tier"))
-            free = frame["keep_attention"] and "keep_attention" not in self.fixed
-            most = self.shape.num_layers if free else frame["keep_attention"]
-            if kind not in settled and (plan := self.roomiest(frame, most, work)):
-                yield plan
-                if plan.layout.keep_attention == most:
-                    settled.add(kind)
-
-    def roomiest(self, frame: Fixed, most: int, work: Work) -> Plan | None:
-        """With as many of attention's outputs kept as there is room for, `most` of them; None where none fits."""
-
-        def keeping(count: int) -> Plan:
-            return self.plan({**frame, "keep_attention": count}, work)
-
-        if (plan := keeping(most)).fits:  # with all of them nothing is computed again, which frees room on the device
-            return plan
-        if most == frame["keep_attention"] or not keeping(1).fits:
-            return None
-        return keeping(_largest(lambda count: keeping(count).fits, most))
-
-    def nearest(self, work: Work) -> Plan:
-        """Where nothing fits: the plan whose worst tier is exceeded least, with few attention outputs kept."""
-        frames = list(self.frames())
-        fewest = min(frame["keep_attention"] for frame in frames)
-        plans = [self.plan(frame, work) for frame in frames if frame["keep_attention"] == fewest]
-        return min(plans, key=lambda plan: (plan.ledger.worst[0], -plan.tokens_per_s_per_gpu))
-
-    def leanest(self, cp: int, ring: int) -> Iterator[Layout]:
-        """Layouts of a split that can be the last to fit: narrowest stage, smallest tile.
-
-        If every layer keeps attention's output, the device needs no room to compute it again: so all layers keep
-        it, or as few as possible.
+        If every layer keeps its attention output, the device needs no memory to recompute it. So all layers keep it,
+        or as few as possible.
         """
-        lean = {"cp": cp, "ring": ring, "heads_per_stage": cp // ring, "tile_tokens": self.tiles[-1]}
-        lean |= {"overlap": False, "replicas": 1}
-        for frame in replace(self, fixed=lean | dict(self.fixed)).frames([(cp, ring)]):
-            yield make_layout(self.shape.num_layers, **frame)
-            if frame["keep_attention"] and "keep_attention" not in self.fixed:
-                yield make_layout(self.shape.num_layers, **frame | {"keep_attention": self.shape.num_layers})
+        smallest = {"cp": cp, "ring": ring, "heads_per_stage": cp // ring, "tile_tokens": self.tile_sizes[-1]}
+        smallest |= {"overlap": False, "replicas": 1}
+        for candidate in replace(self, fixed=smallest | dict(self.fixed)).candidates([(cp, ring)]):
+            yield make_layout(self.shape.num_layers, **candidate)
+            if candidate["keep_attention"] and "keep_attention" not in self.fixed:
+                yield make_layout(self.shape.num_layers, **candidate | {"keep_attention": self.shape.num_layers})
 
-    def largest(self) -> Iterator[Layout]:
-        """The leanest of those with most ranks per sequence."""
-        for split in (split for split in self.splits if split[0] == max(self.cps)):
-            yield from self.leanest(*split)
+    def smallest_layouts_at_max_cp(self) -> Iterator[Layout]:
+        for cp, ring in self.splits:
+            if cp == self.max_cp:
+                yield from self.smallest_layouts(cp, ring)
+
+    def make_plan(self, candidate: Fixed, work: Work) -> Plan:
+        return Plan(self.shape, make_layout(self.shape.num_layers, **candidate), self.hardware, work)
+
+    def _any_fits(self, layouts: Iterator[Layout], work: Work) -> bool:
+        return any(build_ledger(self.shape, layout, self.hardware, work).fits for layout in layouts)
+
+    # ---- limits
+
+    def fits(self, work: Work) -> bool:
+        """Whether any layout fits."""
+        return any(self._any_fits(self.smallest_layouts(*split), work) for split in self.splits)
+
+    @property
+    def context_grain(self) -> int:
+        return CONTEXT_GRAIN * self.max_cp
 
     def longest_context(self, batch: int) -> int:
-        """In multiples of CONTEXT_GRAIN per rank; 0 when none fits."""
+        """The longest context that fits, in multiples of CONTEXT_GRAIN per rank; 0 if none does."""
         best = 0
-        for layout in self.largest():
+        for layout in self.smallest_layouts_at_max_cp():
 
-            def has_room(grains: int, layout: Layout = layout) -> bool:
-                return build_ledger(self.shape, layout, self.hardware, Work(grains * self.grain, batch)).fits
+            def fits(grains: int, layout: Layout = layout) -> bool:
+                work = Work(grains * self.context_grain, batch)
+                return build_ledger(self.shape, layout, self.hardware, work).fits
 
             high = best + 1
-            while has_room(high):
+            while fits(high):
                 high *= 2
-            best = max(best, _largest(has_room, high)) if high > best + 1 else best
-        return best * self.grain
+            best = max(best, _largest(fits, high)) if high > best + 1 else best
+        return best * self.context_grain
+
+    def longest_context_and_limit(self, batch: int = 1) -> tuple[int, str]:
+        """(longest context that fits, what limits it: GPU, host, disk or heads)."""
+        context = self.longest_context(batch)
+        # A missing disk is no limit. The layout closest to fitting may lack a tier that more host memory would relieve.
+        tiers = ["host", "disk"] if self.hardware.disk_bytes else ["host"]
+        if limits := [tier for tier in tiers if self.with_capacity(tier).longest_context(batch) > context]:
+            return context, limits[-1]
+        work = Work(context + self.context_grain, batch)
+        layouts = self.smallest_layouts_at_max_cp()
+        limit = min(build_ledger(self.shape, layout, self.hardware, work).worst for layout in layouts)[1]
+        is_capped = "cp" not in self.fixed and self.max_cp < self.hardware.num_gpus  # by a fixed ring
+        return context, "heads" if limit == "GPU" and is_capped else limit
+
+    # ---- ways to fit
+
+    def ways_to_fit(self, work: Work) -> WaysToFit:
+        """Changes that make `work` fit with the same settings, each on its own."""
+        adapted = replace(self, shape=self.shape.with_adapter(AdapterConfig(rank=ADAPTER_RANK)))
+        return WaysToFit(
+            context=self.longest_context(work.batch),
+            adapter=self.shape.adapter is None and adapted.fits(work),
+            hardware=self.smallest_machine(work),
+            host_bytes=self.smallest_capacity("host", work),
+            disk_bytes=self.smallest_capacity("disk", work),
+        )
+
+    def with_capacity(self, tier: str, num_bytes: int = UNLIMITED_BYTES) -> SearchSpace:
+        """The same space with `num_bytes` of host memory or disk per node."""
+        change: dict[str, Any] = {f"{tier}_bytes": num_bytes}
+        return replace(self, hardware=replace(self.hardware, **change))
+
+    def smallest_capacity(self, tier: str, work: Work) -> int:
+        """Bytes of host memory or disk per node with which `work` fits; 0 if no amount is enough.
+
+        A multiple of 64 GB, or of 1024 GB from 1 TB on.
+        """
+        if not self.with_capacity(tier).fits(work):
+            return 0
+
+        def is_too_small(grains: int) -> bool:
+            return not self.with_capacity(tier, grains * CAPACITY_GRAIN).fits(work)
+
+        grains = 1
+        while is_too_small(grains):
+            grains *= 2
+        grains = 1 + _largest(is_too_small, grains)
+        return CAPACITY_GRAIN * (grains if grains < 16 else -(-grains // 16) * 16)
+
+    def smallest_machine(self, work: Work) -> Hardware | None:
+        """The fewest GPUs of this kind on which `work` fits: double a node up to 8 GPUs, then add nodes."""
+
+        def fits(hardware: Hardware) -> bool:
+            try:
+                return replace(self, hardware=hardware).fits(work)
+            except ConfigError:  # the fixed settings do not suit this number of ranks
+                return False
+
+        hardware, nodes = self.hardware, self.hardware.num_nodes
+        while nodes == 1 and 2 * hardware.gpus_per_node <= GPUS_PER_NODE:
+            hardware = hardware.with_gpus(2 * hardware.gpus_per_node)
+            if fits(hardware):
+                return hardware
+        while not fits(replace(hardware, num_nodes=(nodes := 2 * nodes))):
+            if nodes >= MAX_NODES:
+                return None
+        fewest = 1 + _largest(lambda n: not fits(replace(hardware, num_nodes=n)), nodes)
+        return replace(hardware, num_nodes=fewest)
 
 
-def _fits_with(plan: Plan, word: str, count: int) -> bool:
-    return plan.with_changes(**{word: count}).fits
+def _fits_with(plan: Plan, name: str, count: int) -> bool:
+    return plan.with_changes(**{name: count}).fits
 
 
 def _largest(fits: Callable[[int], bool], beyond: int, guess: int = 0) -> int:
-    """The largest count that fits, 0 if none does. `beyond` does not fit; below a count that fits, all do."""
+    """The largest count that fits, or 0. `beyond` does not fit, and every count below one that fits does."""
     low, guesses = 0, [guess, guess + 1]
     while beyond - low > 1:
         middle = guesses.pop() if guesses else (low + beyond) // 2

@@ -1,0 +1,90 @@
+"""Requests to the planner: a model, a machine and settings, checked before any search."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ithaka.config import Config, ConfigError, explicit_settings, load_config, parse_count
+from ithaka.layout import SETTINGS, format_choices
+from ithaka.plan.hardware import H200_ATTENTION, Hardware
+from ithaka.plan.models import find_config
+from ithaka.plan.search import Plan, SearchSpace, forward_plan, make_search_space, work_from_config
+from ithaka.plan.shape import Work, max_positions, shape_from_config, yarn_factor
+
+# Settings that have an option of `ithaka plan`.
+OPTIONS = {"model.path": "the argument MODEL", "data.context": "--context", "train.batch": "--batch",
+           "train.steps": "--steps"}  # fmt: skip
+ADAPTER_SETTINGS = {"adapter.rank", "adapter.targets", "adapter.modules_to_save"}
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A model and a machine to plan for.
+
+    `hf_config`: the model's config.json. `config`: settings of the command. `explicit`: names (parallel.cp) of those
+    that the user set.
+    """
+
+    model: str
+    hf_config: Mapping[str, Any]
+    space: SearchSpace
+    config: Config
+    explicit: frozenset[str]
+    work: Work
+
+    def with_kernel(self, kernel: str) -> PlanRequest:
+        """The same request with this kernel's attention rates."""
+        hardware = self.space.hardware.with_kernel(kernel)
+        return replace(self, space=replace(self.space, hardware=hardware))
+
+    def plan(self, context: int = 0) -> Plan:
+        return self.space.choose(replace(self.work, context=context or self.work.context))
+
+    def missing_rope(self, context: int) -> dict[str, Any] | None:
+        """The model.rope that a context beyond a trained model's positions needs, unless the user set one."""
+        positions, from_scratch = max_positions(self.hf_config), Path(self.model).expanduser().is_file()
+        if context <= positions or from_scratch or "model.rope" in self.explicit:
+            return None
+        rope = self.hf_config.get("rope_parameters") or self.hf_config.get("rope_scaling") or {}
+        return {"type": "yarn", "factor": yarn_factor(positions, rope, context)}
+
+    def forward_plan(self) -> Plan:
+        """The plan of an evaluation, which no setting changes."""
+        if self.explicit:
+            raise ConfigError(f"{sorted(self.explicit)[0]} does not affect an evaluation; leave it out with --evaluate")
+        return forward_plan(self.space.shape, self.space.hardware, self.work)
+
+
+def make_request(
+    model: str,
+    hardware: Hardware,
+    context: str,
+    batch: int,
+    overrides: Sequence[str],
+    adapter: int | None = None,
+    any_setting: bool = False,
+) -> PlanRequest:
+    """`overrides`: section.key=value, as for training. `any_setting`: also accept settings that affect no plan."""
+    overrides = [*overrides, *([f"adapter.rank={adapter}"] if adapter else [])]
+    num_tokens = parse_count(context)
+    if num_tokens is None or num_tokens < 2:
+        raise ConfigError(f"--context {context} is not a number of tokens, at least 2; use for example 128K or 1M")
+    explicit = explicit_settings(None, overrides)
+    for name in explicit - {*SETTINGS, "train.accumulate", "attention.kernel"} - ADAPTER_SETTINGS:
+        if name in OPTIONS:
+            raise ConfigError(f"--set {name} has its own option; use {OPTIONS[name]}")
+        if not any_setting:
+            raise ConfigError(f"{name} does not affect a plan; use one of {', '.join(SETTINGS)}")
+    config = load_config(None, [*overrides, f"data.context={num_tokens}", f"train.batch={batch}"])
+    if (kernel := config.attention.kernel) != "auto":
+        if kernel not in (known := hardware.gpu.kernels or tuple(H200_ATTENTION)):
+            rule = f"has no known rate on {hardware.gpu.name}"
+            raise ConfigError(f"attention.kernel={kernel} {rule}; use {format_choices(('auto', *known))}")
+        hardware = hardware.with_kernel(kernel)
+    hf_config = find_config(model)
+    shape = shape_from_config(hf_config, model).with_adapter(config.adapter)
+    space = make_search_space(config, explicit, shape, hardware)
+    return PlanRequest(model, hf_config, space, config, frozenset(explicit), work_from_config(config))
