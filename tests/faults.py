@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from ithaka.checkpoint import files, save
 from ithaka.config import Config
 from ithaka.phases import Listener, PhasePath, listening
-from ithaka.train import checkpoint
+from ithaka.preflight.resolve import AUTO
 from ithaka.train.console import read_metrics
-from ithaka.train.preflight import AUTO
 from programs import fork_from_here
 from ranks import Ranks
 from runs import run, tiny_run, wait_for
@@ -54,11 +54,11 @@ def run_and_die(config: Config, point: str, nth: int, victim: int) -> None:
         killer.left = -1
     with pytest.MonkeyPatch.context() as patch, listening(killer):
         if point == "save":
-            write = checkpoint.dcp.FileSystemWriter.write_data
-            patch.setattr(checkpoint.dcp.FileSystemWriter, "write_data", lambda *args: killer.count() or write(*args))
+            write = save.dcp.FileSystemWriter.write_data
+            patch.setattr(save.dcp.FileSystemWriter, "write_data", lambda *args: killer.count() or write(*args))
         if point == "publish":  # before and after each file of rank 0 has its name
-            sync = checkpoint._sync_directory
-            patch.setattr(checkpoint, "_sync_directory", lambda path: killer.count() or sync(path))
+            sync = files.sync_directory
+            patch.setattr(files, "sync_directory", lambda path: killer.count() or sync(path))
         run(config, AUTO)
 
 
@@ -71,7 +71,7 @@ def moved(config: Config, run_dir: Path) -> Config:
 
 
 def final_weights(config: Config) -> list[str]:
-    state = checkpoint.read_state(checkpoint.find_checkpoint(config.train.run_dir))
+    state = files.read_state(files.find_checkpoint(config.train.run_dir))
     return [digest for name, digest in state["checksums"].items() if name.startswith("__")]
 
 

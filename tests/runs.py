@@ -17,12 +17,13 @@ from unittest import mock
 import torch.distributed as dist
 from torch.distributed.launcher import api
 
+from ithaka.checkpoint.save import Saver
 from ithaka.cli import train_rank
 from ithaka.config import Config, parse_config
 from ithaka.launch import run_child_rank, run_ranks
+from ithaka.preflight.preflight import validate_run
+from ithaka.preflight.run import Run
 from ithaka.train import loop
-from ithaka.train.checkpoint import Saver
-from ithaka.train.preflight import Run, validated
 from programs import Program
 
 MODEL = {
@@ -68,7 +69,7 @@ def tiny_run(folder: Path, *, model: dict[str, Any] | None = None, **sections: d
 
 def valid(config: Config, resume: Path | None = None) -> Run:
     """As the preflight leaves it, for the ranks there are."""
-    return validated(config, dist.get_world_size() if dist.is_initialized() else 1, resume)
+    return validate_run(config, dist.get_world_size() if dist.is_initialized() else 1, resume)
 
 
 def run(config: Config, resume: Path | None = None, only_profile: bool = False) -> int:
@@ -96,7 +97,7 @@ def start_program(config: Config, num_ranks: int, resume: bool = False, rank: Ca
 
 def _launch(config: Config, num_ranks: int, resume: Path | None, rank: Callable) -> int:
     with may_fork():
-        return run_ranks(rank, (validated(config, num_ranks, resume),), num_ranks)
+        return run_ranks(rank, (validate_run(config, num_ranks, resume),), num_ranks)
 
 
 @contextlib.contextmanager

@@ -10,15 +10,16 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from ithaka.checkpoint import files
+from ithaka.checkpoint.safe_load import SafeReader
 from ithaka.config import AdapterConfig, ConfigError, ModelConfig
 from ithaka.dist.mesh import make_mesh
+from ithaka.export import export
 from ithaka.layer.linear import as_linear
 from ithaka.layout import Layout
 from ithaka.model.adapters import read_stored_settings
 from ithaka.model.build import build_model
-from ithaka.train import checkpoint
 from ithaka.train.loop import prepare
-from ithaka.train.safe_load import SafeReader
 from ithaka.train.step import learning_rate
 from models import tiny_model
 from parity import plain_sum
@@ -126,11 +127,11 @@ def test_a_peft_made_adapter_is_trained_as_peft_would_and_exported(ranks, tmp_pa
 
     ids = torch.arange(40).reshape(2, 20) * 13 % MODEL["vocab_size"]
     wanted = plain(input_ids=ids).logits
-    out = checkpoint.export(config.train.run_dir, tmp_path / "out")
+    out = export(config.train.run_dir, tmp_path / "out")
     assert {"adapter_config.json", "adapter_model.safetensors"} <= {file.name for file in out.iterdir()}
     assert not (out / "config.json").exists(), "PEFT reads the base's"
     torch.testing.assert_close(loaded(base, out)(input_ids=ids).logits, wanted, rtol=1e-5, atol=1e-5)
-    merged = AutoModelForCausalLM.from_pretrained(checkpoint.export(config.train.run_dir, tmp_path / "whole", True))
+    merged = AutoModelForCausalLM.from_pretrained(export(config.train.run_dir, tmp_path / "whole", True))
     assert (merged.lm_head.weight is merged.model.embed_tokens.weight) == tied
     torch.testing.assert_close(merged.double()(input_ids=ids).logits, wanted, rtol=1e-5, atol=1e-5)
 
@@ -145,7 +146,7 @@ def test_checkpoints_hold_what_is_trained_and_resume_bitwise(ranks, tmp_path):
     config = configured(tmp_path, base, adapter)
     ranks.run(2, run, config)
     run_dir = config.train.run_dir
-    whole, names = numbers(run_dir), SafeReader(checkpoint.find_checkpoint(run_dir)).read_metadata().state_dict_metadata
+    whole, names = numbers(run_dir), SafeReader(files.find_checkpoint(run_dir)).read_metadata().state_dict_metadata
     weights = {name for name in names if name.startswith("model.")}
     assert weights and all("lora_" in name for name in weights)
     (run_dir / "latest").write_text("step-00000002\n")

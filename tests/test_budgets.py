@@ -10,17 +10,12 @@ from ithaka.dist.mesh import make_mesh
 from ithaka.layout import layout_from_config
 from ithaka.plan import hardware as this_machine
 from ithaka.plan.hardware import Host, cgroup_rooms, this_host
-from ithaka.train import preflight
+from ithaka.preflight import machine as preflight_machine
+from ithaka.preflight.machine import detect_machine, model_shape
+from ithaka.preflight.memory import certain_needs, check_fits, store_host_bytes
+from ithaka.preflight.preflight import validate_run
+from ithaka.preflight.run import Run
 from ithaka.train.loop import Trainer
-from ithaka.train.preflight import (
-    Run,
-    check_fits,
-    detect_machine,
-    model_shape,
-    needs,
-    store_host_bytes,
-    validated,
-)
 from runs import tiny_run, valid
 
 MIB = 2**20
@@ -32,7 +27,7 @@ def machine(monkeypatch, tmp_path):
 
     def make(memory_bytes=2**40, disk_bytes=2**40):
         host = Host(memory_bytes, disk_bytes, tmp_path)
-        monkeypatch.setattr(preflight, "this_host", lambda folder: host)
+        monkeypatch.setattr(preflight_machine, "this_host", lambda folder: host)
 
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     make()
@@ -45,7 +40,7 @@ def config_of(folder, context=4096, **memory):
 
 
 def run_of(folder, num_ranks=2, on_gpu=False, cp="all", **changes) -> Run:
-    """Not validated yet."""
+    """Not validate_run yet."""
     config = config_of(folder, **changes)
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, cp=cp))
     shape, gpu = model_shape(config), ("Some Other 9000", 2**40) if on_gpu else None
@@ -57,11 +52,11 @@ def test_needs_are_all_ranks_tensors(machine, tmp_path):
     """2 layers of [4096, 32] bf16 over 2 ranks; attention: the same and 4 heads' lse in fp32."""
     inputs, kept = 2 * 4096 * 32 * 2, 2 * 4096 * (32 * 2 + 4 * 4)
     for tier in ("host", "disk"):
-        host, disk = needs(run_of(tmp_path, on_gpu=True, offload=tier, keep_attention="all"))
+        host, disk = certain_needs(run_of(tmp_path, on_gpu=True, offload=tier, keep_attention="all"))
         holders = {"layer inputs": inputs, "kept attention": kept}
         station = {"on the way to disk": inputs + kept}  # three layers, if there are as many
         assert (host, disk) == ((holders, {}) if tier == "host" else (station, holders))
-    assert needs(run_of(tmp_path, on_gpu=True, offload="none", keep_attention="all")) == ({}, {})
+    assert certain_needs(run_of(tmp_path, on_gpu=True, offload="none", keep_attention="all")) == ({}, {})
 
 
 @pytest.mark.parametrize(
@@ -70,14 +65,14 @@ def test_needs_are_all_ranks_tensors(machine, tmp_path):
         (
             {"offload": "host", "keep_attention": "all"},
             {"memory_bytes": MIB},
-            ["data.context=4096 needs ", " of host memory for 2 ranks", "layer inputs 1 MiB",
+            ["data.context=4096 needs ", " of host memory per node of 2 ranks", "layer inputs 1 MiB",
              "kept attention 1.125 MiB", "1 MiB is there", "memory.offload=disk", ".keep_attention=none",
              "a shorter data.context"],
         ),
         (
             {"offload": "disk"},
             {"disk_bytes": MIB // 2},
-            ["data.context=4096 needs 1 MiB of disk", "512 KiB is there", "a memory.disk_path with more",
+            ["data.context=4096 needs 1 MiB of disk", "512 KiB available", "a memory.disk_path with more",
              "a shorter data.context"],
         ),
         ({"offload": "disk"}, {"memory_bytes": MIB // 2}, ["on the way to disk 1 MiB", "data.context"]),
@@ -86,10 +81,10 @@ def test_needs_are_all_ranks_tensors(machine, tmp_path):
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_with_figures(machine, tmp_path, memory, room, words):
     config = config_of(tmp_path, **memory)
-    validated(config, 2)
+    validate_run(config, 2)
     machine(**room)
     with pytest.raises(ConfigError) as error:
-        validated(config, 2)
+        validate_run(config, 2)
     assert "\n" not in str(error.value)
     for word in words:
         assert word in str(error.value)
@@ -97,13 +92,13 @@ def test_what_does_not_fit_is_refused_with_figures(machine, tmp_path, memory, ro
 
 def test_without_a_gpu_the_device_is_host_memory(machine, tmp_path):
     """What is offloaded to the host adds to it; on a GPU the device is not counted."""
-    assert needs(run_of(tmp_path, offload="host"))[0]["layer inputs"] == 2 * 4096 * 32 * 4
-    need = sum(needs(run_of(tmp_path))[0].values())
+    assert certain_needs(run_of(tmp_path, offload="host"))[0]["layer inputs"] == 2 * 4096 * 32 * 4
+    need = sum(certain_needs(run_of(tmp_path))[0].values())
     machine(memory_bytes=need)
     check_fits(run_of(tmp_path))
     machine(memory_bytes=need - 1)
     check_fits(run_of(tmp_path, on_gpu=True))
-    with pytest.raises(ConfigError, match="of host memory for 2 ranks .* is there; use a shorter data.context$"):
+    with pytest.raises(ConfigError, match="of host memory .* available; use a shorter data.context$"):
         check_fits(run_of(tmp_path))
     with pytest.raises(ConfigError, match="use memory.checkpoint=full or a shorter data.context$"):
         check_fits(run_of(tmp_path, checkpoint="none"))
@@ -113,7 +108,7 @@ def test_a_long_evaluation_is_refused_where_it_does_not_fit(machine, tmp_path):
     run = run_of(tmp_path)
     longer = dataclasses.replace(run.config.evaluate, every=1, contexts=(2048, 8192))
     run = dataclasses.replace(run, config=dataclasses.replace(run.config, evaluate=longer))
-    trained, evaluated = (sum(needs(run, ledger)[0].values()) for ledger in (run.ledger, run.evaluation_ledger))
+    trained, evaluated = (sum(certain_needs(run, ledger)[0].values()) for ledger in (run.ledger, run.evaluation_ledger))
     assert trained < evaluated
     fits, lacks = (dataclasses.replace(run.hardware, host_bytes=room) for room in (evaluated, evaluated - 1))
     check_fits(dataclasses.replace(run, hardware=fits))
@@ -123,7 +118,7 @@ def test_a_long_evaluation_is_refused_where_it_does_not_fit(machine, tmp_path):
 
 def test_other_nodes_ranks_need_nothing_here(machine, tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    assert needs(run_of(tmp_path, on_gpu=True, offload="host"))[0] == {"layer inputs": MIB // 4}
+    assert certain_needs(run_of(tmp_path, on_gpu=True, offload="host"))[0] == {"layer inputs": MIB // 4}
 
 
 def test_this_machine_has_what_psutil_says(tmp_path):

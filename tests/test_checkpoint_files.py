@@ -15,15 +15,24 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from typer.testing import CliRunner
 
+from ithaka.checkpoint import files, save
+from ithaka.checkpoint.safe_load import SafeReader
 from ithaka.cli import app
 from ithaka.config import ConfigError, load_config, to_yaml
 from ithaka.exits import TransientError
-from ithaka.train import checkpoint
-from ithaka.train.preflight import AUTO, model_shape, preflight
-from ithaka.train.safe_load import SafeReader
+from ithaka.export import export
+from ithaka.preflight import resume
+from ithaka.preflight.machine import model_shape
+from ithaka.preflight.preflight import preflight
+from ithaka.preflight.resolve import AUTO
 from runs import metrics, numbers, run, tiny_run
 
 
@@ -48,16 +57,16 @@ def test_only_the_last_checkpoints_stay_and_latest_names_the_newest(trained, run
     names = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
     assert names == ["step-00000004", "step-00000006"]
     assert (run_dir / "latest").read_text() == "step-00000006\n"
-    assert checkpoint.find_checkpoint(run_dir).name == "step-00000006"
+    assert files.find_checkpoint(run_dir).name == "step-00000006"
     assert load_config(run_dir / "config.yaml") == trained
 
 
 def test_state_is_json_and_data_files_hold_tensors_only(run_dir):
-    path = checkpoint.find_checkpoint(run_dir)
+    path = files.find_checkpoint(run_dir)
     state = json.loads((path / "state.json").read_text())
     assert (state["step"], state["world_size"]) == (6, 2)
     entries = SafeReader(path).read_metadata().state_dict_metadata
-    assert all(isinstance(entry, checkpoint.TensorStorageMetadata) for entry in entries.values())
+    assert all(isinstance(entry, TensorStorageMetadata) for entry in entries.values())
     assert {name.split(".")[0] for name in entries} == {"model", "moments", "rng"}
 
 
@@ -84,18 +93,18 @@ def damaged(run_dir, kind):
 @pytest.mark.parametrize(
     "kind,reason",
     [
-        ("truncated", r"__1_0.distcp does not have the \d+ bytes that were written"),
+        ("truncated", r"__1_0.distcp is truncated: .*\d+ bytes"),
         ("__0_0.distcp", "No such file.*__0_0.distcp"),
         (".metadata", "No such file.*.metadata"),
         ("state.json", "No such file.*state.json"),
-        ("another number", "file state.json does not hold what was written"),
+        ("another number", "state.json is corrupt"),
         ("same size, index unreadable", "cannot be used: UnpicklingError"),
         ("gone", "No such file"),
     ],
 )
 def test_damage_is_named_and_the_previous_checkpoint_taken(run_dir, kind, reason, capsys):
     damaged(run_dir, kind)
-    assert checkpoint.find_checkpoint(run_dir).name == "step-00000004"
+    assert files.find_checkpoint(run_dir).name == "step-00000004"
     told = capsys.readouterr().err
     assert re.search(reason, told) and "step-00000006 cannot be used: " in told and told.count("\n") == 1
 
@@ -116,10 +125,10 @@ def rewrite_index(path: Path, change) -> None:
     found = pickle.loads(index.read_bytes())
     change(found)
     index.write_bytes(pickle.dumps(found))
-    state = checkpoint.read_state(path)
+    state = files.read_state(path)
     for file in path.glob("[._]*"):
-        state["file_bytes"][file.name], state["checksums"][file.name] = file.stat().st_size, checkpoint.checksum(file)
-    state["checksums"]["state.json"] = checkpoint._state_checksum(state)
+        state["file_bytes"][file.name], state["checksums"][file.name] = file.stat().st_size, files.checksum(file)
+    state["checksums"]["state.json"] = files._state_checksum(state)
     (path / "state.json").write_text(json.dumps(state))
 
 
@@ -151,7 +160,7 @@ def resume_planted(config, folder):
         found.storage_data[MetadataIndex(name)] = info
 
     rewrite_index(folder / "checkpoints/step-00000006", plant)
-    with pytest.raises(checkpoint.CheckpointError) as error:
+    with pytest.raises(save.CheckpointError) as error:
         run(config, folder)
     return str(error.value)
 
@@ -164,7 +173,7 @@ def test_a_command_planted_in_a_value_is_refused(trained, run_dir, ranks):
 
 def test_an_index_of_another_python_is_read(run_dir, monkeypatch):
     """3.11.0 pickles a member of an enum by its name."""
-    path = checkpoint.find_checkpoint(run_dir)
+    path = files.find_checkpoint(run_dir)
     before = SafeReader(path).read_metadata()
     by_name = lambda member, protocol: (getattr, (type(member), member.name))  # noqa: E731
     monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
@@ -186,9 +195,9 @@ def test_a_flipped_bit_is_found_and_the_run_goes_on_from_before(trained, run_dir
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = dataclasses.replace(trained, train=dataclasses.replace(trained.train, run_dir=run_dir, steps=7))
     told = ranks.run(2, go_on, config)[0]
-    assert "step-00000006 cannot be used: file __1_0.distcp does not hold what was written" in told
+    assert "step-00000006 cannot be used: __1_0.distcp is corrupt" in told
     assert [line["loss"] for line in metrics(run_dir)][:7] == [record[1] for record in whole]
-    assert checkpoint.find_checkpoint(run_dir).name == "step-00000007"
+    assert files.find_checkpoint(run_dir).name == "step-00000007"
 
 
 def test_a_flipped_bit_in_a_finished_run_is_found(run_dir, tmp_path, capsys):
@@ -196,13 +205,11 @@ def test_a_flipped_bit_in_a_finished_run_is_found(run_dir, tmp_path, capsys):
     damaged(run_dir, "flipped")
     again = preflight(run_dir / "config.yaml", [], AUTO, run_dir)
     assert (again.last_step, again.finished) == (4, False)
-    with pytest.raises(
-        ConfigError, match=r"--step=6: .* file __1_0.distcp does not hold what was written; use another"
-    ):
-        checkpoint.export(run_dir, tmp_path / "six", step=6)
-    newest, four = (checkpoint.export(run_dir, tmp_path / str(step), step=step) for step in (None, 4))
+    with pytest.raises(ConfigError, match=r"--step=6: .*__1_0.distcp is corrupt; use another"):
+        export(run_dir, tmp_path / "six", step=6)
+    newest, four = (export(run_dir, tmp_path / str(step), step=step) for step in (None, 4))
     assert (newest / "model.safetensors").read_bytes() == (four / "model.safetensors").read_bytes()
-    told = "step-00000006 cannot be used: file __1_0.distcp does not hold what was written. The one before it is taken."
+    told = "step-00000006 cannot be used: __1_0.distcp is corrupt"
     assert capsys.readouterr().err.count(told) == 2
 
 
@@ -213,7 +220,7 @@ def go_on_with_a_rank_that_cannot_read(config):
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(dcp.FileSystemReader, "read_data", read_data)
-        with pytest.raises(checkpoint.CheckpointError) as error:
+        with pytest.raises(save.CheckpointError) as error:
             run(config, config.train.run_dir)
     return str(error.value)
 
@@ -227,23 +234,23 @@ def test_where_one_rank_cannot_read_all_end_and_say_why(run_dir, trained, ranks)
 
 def test_without_any_usable_checkpoint_the_error_says_so(run_dir, tmp_path):
     (run_dir / "latest").unlink()
-    assert checkpoint.find_checkpoint(run_dir).name == "step-00000006"
+    assert files.find_checkpoint(run_dir).name == "step-00000006"
     shutil.rmtree(run_dir / "checkpoints")
-    with pytest.raises(ConfigError, match="no checkpoint that can be used; start anew"):
-        checkpoint.find_checkpoint(run_dir)
+    with pytest.raises(ConfigError, match="no usable checkpoint; start"):
+        files.find_checkpoint(run_dir)
     with pytest.raises(ConfigError, match="does not exist"):
-        checkpoint.find_checkpoint(tmp_path / "nowhere")
+        files.find_checkpoint(tmp_path / "nowhere")
 
 
 def test_pruning_leaves_later_checkpoints_alone(tmp_path):
     for step in (2, 4, 6, 8):
-        (tmp_path / checkpoint.step_name(step)).mkdir()
-    checkpoint._prune(tmp_path, 6, keep_last=1)
+        (tmp_path / files.step_name(step)).mkdir()
+    files.prune(tmp_path, 6, keep_last=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000006", "step-00000008"]
 
 
 def test_a_checkpoint_that_another_run_removes_is_damaged(tmp_path):
-    assert "FileNotFoundError" in checkpoint.find_damage(tmp_path / "gone")
+    assert "FileNotFoundError" in files.find_corruption(tmp_path / "gone")
 
 
 def test_two_runs_in_one_directory_are_refused(trained, run_dir, ranks):
@@ -258,10 +265,10 @@ def test_two_runs_in_one_directory_are_refused(trained, run_dir, ranks):
             ranks.run(2, run, config, run_dir)
         (run_dir / "latest").rename(run_dir / "later")  # as before its first checkpoint
         with pytest.raises(TransientError, match="in use by another run"):  # perhaps one that is just ending
-            checkpoint.resume_point(run_dir, config, model_shape(config))
+            resume.find_resume_point(run_dir, config, model_shape(config))
         (run_dir / "later").rename(run_dir / "latest")
     finally:
         os.close(directory)
     assert (run_dir / "config.yaml").read_text() == before
     ranks.run(2, run, config, run_dir)
-    assert checkpoint.find_checkpoint(run_dir).name == "step-00000007"
+    assert files.find_checkpoint(run_dir).name == "step-00000007"

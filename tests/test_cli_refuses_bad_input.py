@@ -26,8 +26,10 @@ from ithaka.config import (
 )
 from ithaka.data import files
 from ithaka.exits import FINAL_EXIT_CODES, ExitCode
+from ithaka.preflight import checks
+from ithaka.preflight import resume as preflight_resume
+from ithaka.preflight import run as preflight_run
 from ithaka.report.html import render_page
-from ithaka.train import checkpoint, preflight
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 50
 
@@ -39,7 +41,7 @@ def folder(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(launch, "num_gpus", lambda: 0)
     monkeypatch.setattr(launch, "num_cores", lambda: 4)
-    monkeypatch.setattr(preflight, "find_spec", lambda name: None)  # of trackers, which may be installed
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)  # of trackers, which may be installed
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -286,8 +288,10 @@ def test_own_model_starts_from_plain_defaults(folder, started):
 @pytest.fixture
 def run_dir(folder, monkeypatch):
     """A run of the default model with a checkpoint after step 5."""
-    monkeypatch.setattr(checkpoint, "find_checkpoint", lambda run_dir: run_dir)
-    monkeypatch.setattr(checkpoint, "read_state", lambda path: {"step": 5})
+    monkeypatch.setattr(preflight_resume, "find_checkpoint", lambda run_dir: run_dir)
+    state = {"step": 5, "stale": 0, "epochs": None}
+    monkeypatch.setattr(preflight_run, "read_state", lambda path: state)
+    monkeypatch.setattr(preflight_resume, "read_state", lambda path: state)
     (folder / "run").mkdir()
     (folder / "run" / "config.yaml").write_text(to_yaml(load_config(overrides=["train.seed=5"], base=CPU_DEFAULT)))
     write_model(folder / "run" / "model")
@@ -340,7 +344,7 @@ def test_a_new_run_writes_down_how_long_its_schedule_is(folder, started, sets, e
     [
         ("train.seed=6", ["train.seed=6 is not the run's 5", "leave it out"]),
         ("train.run_dir=other", ["train.run_dir", "--resume run", "leave it out"]),
-        ("train.steps=5", ["train.steps=5 is reached already", "--set train.steps=10"]),
+        ("train.steps=5", ["train.steps=5", "--set train.steps=10"]),
         ("model.embedded=base", ["model.embedded=base has another shape", "new run"]),
     ],
 )

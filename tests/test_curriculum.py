@@ -11,9 +11,10 @@ from typer.testing import CliRunner
 from ithaka.cli import app
 from ithaka.config import ConfigError, explicit_settings, load_config, parse_config, to_dict, to_yaml
 from ithaka.exits import ExitCode
+from ithaka.export import export
 from ithaka.plan.hardware import Hardware, find_gpu
-from ithaka.train import checkpoint
-from ithaka.train.preflight import _saved, plan_run
+from ithaka.preflight.machine import plan_run
+from ithaka.preflight.preflight import curriculum_to_save
 from ithaka.train.step import learning_rate
 from refusals import assert_refused
 from runs import copy_back_at, metrics, numbers, saves_in_time, tiny_run
@@ -75,7 +76,7 @@ def test_data_goes_on_where_an_entry_left_it(done):
 
 
 def test_a_step_is_exported_with_the_positions_of_its_entry(done, tmp_path):
-    thetas = [theta_of(checkpoint.export(done[0], tmp_path / str(step), step=step)) for step in (3, 4)]
+    thetas = [theta_of(export(done[0], tmp_path / str(step), step=step)) for step in (3, 4)]
     assert thetas == [10000.0, 5e4]
 
 
@@ -92,7 +93,7 @@ def test_it_goes_on_from_anywhere_with_the_same_numbers(done, tmp_path, step):
 
 def test_a_finished_one_says_how_to_go_on(done):
     result = CliRunner().invoke(app, ["train", "--resume", str(done[0])])
-    assert result.exit_code == ExitCode.WRONG_INPUT and "more entries, and --resume auto" in result.stderr
+    assert result.exit_code == ExitCode.WRONG_INPUT and "--resume auto" in result.stderr
 
 
 ENTRY = {"context": 8, "steps": 1}
@@ -140,7 +141,7 @@ def test_each_entry_is_planned_for_itself(tmp_path):
     hardware = Hardware(find_gpu("H100"), 8, 1, host_bytes=2 * 10**12, disk_bytes=0)
     plans = [plan_run(whole.at(step), names, hardware)[1] for step in (0, 1)]
     assert plans[0].layout != plans[1].layout and {plan.layout.tile_tokens for plan in plans} == {4096}
-    (tmp_path / "config.yaml").write_text(_saved(whole, names, plans[0]))
+    (tmp_path / "config.yaml").write_text(curriculum_to_save(whole, names, plans[0]))
     assert load_config(tmp_path / "config.yaml") == whole == parse_config(yaml.safe_load(to_yaml(whole)))
     stored = explicit_settings(tmp_path / "config.yaml")
     assert "memory.tile_tokens" in stored and not stored & ({*plans[0].settings} - names)

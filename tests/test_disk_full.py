@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ithaka.exits import ExitCode
+from ithaka.preflight.preflight import validate_run
 from ithaka.train import loop
 from ithaka.train.loop import train
-from ithaka.train.preflight import validated
 from runs import metrics, numbers, run, start_program, tiny_run
 
 
@@ -80,7 +80,7 @@ def test_an_evaluation_or_a_profile_that_cannot_be_written_does_not_end_the_run(
         path = config.train.run_dir / file.format(step)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to("/dev/full")  # opens, and every write fails with ENOSPC
-    loop.train(validated(config, 1, force=True))
+    loop.train(validate_run(config, 1, force=True))
     what, told = "evaluation" if file and "eval" in file else "profile", capsys.readouterr().out
     assert told.count(f"The {what} cannot be written (") == 1
     assert ("No space left on device" if file else "trace.json is incomplete") in told
@@ -92,4 +92,4 @@ def test_an_evaluation_or_a_profile_that_cannot_be_written_does_not_end_the_run(
     if file and what == "profile":
         (config.train.run_dir / "config.yaml").unlink()
         with pytest.raises(OSError, match="No space left"):  # `ithaka profile`, which has nothing else to write
-            loop.train(validated(config, 1, force=True), only_profile=True)
+            loop.train(validate_run(config, 1, force=True), only_profile=True)

@@ -20,6 +20,7 @@ from ithaka.data.tokenizer import ByteTokenizer
 from ithaka.dist.mesh import make_mesh
 from ithaka.evaluate import as_model, evaluate_all
 from ithaka.exits import ExitCode
+from ithaka.export import export
 from ithaka.layout import Layout
 from ithaka.measure import (
     DEPTHS,
@@ -36,7 +37,6 @@ from ithaka.measure import (
 )
 from ithaka.model.build import build_model, parallelize_model
 from ithaka.report.page import read_run
-from ithaka.train import checkpoint
 from ithaka.train.track import tracked
 from models import tiny_config, tiny_model
 from runs import metrics, run, tiny_run
@@ -184,7 +184,7 @@ def test_a_run_is_evaluated_and_shown(ranks, tmp_path, monkeypatch, capfd):
         refused = CliRunner().invoke(app, [*arguments[:-2], *more])
         assert refused.exit_code == ExitCode.WRONG_INPUT and words in refused.stderr, refused.stderr
     # Beside it, an adapter of its own export that changes nothing.
-    base = checkpoint.export(config.train.run_dir, tmp_path / "base")
+    base = export(config.train.run_dir, tmp_path / "base")
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules=["q_proj"]))
     model.save_pretrained(tmp_path / "adapter")
     (base / "chat_template.jinja").write_text("{{ messages[0].content }}")
@@ -239,7 +239,7 @@ def test_a_run_evaluates_itself(ranks, tmp_path):
     assert found[1]["loss"] == records[-1]["evaluate/loss"] != found[0]["loss"]
     assert tracked(records[-1])["evaluate/loss"] == found[1]["loss"]
     assert read_run(config.train.run_dir)["metrics"]["evaluate/loss"][-1] == found[1]["loss"]
-    exported = AutoModelForCausalLM.from_pretrained(checkpoint.export(config.train.run_dir, tmp_path / "out"))
+    exported = AutoModelForCausalLM.from_pretrained(export(config.train.run_dir, tmp_path / "out"))
     expected = [plain_losses(exported, each).mean() for each in read_text(texts, BYTES, 900, 2).long]
     assert found[1]["loss"] == pytest.approx(float(torch.stack(expected).mean()), rel=1e-5)
     plain = tiny_run(tmp_path / "plain", model=model, train=steps)

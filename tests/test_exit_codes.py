@@ -12,13 +12,15 @@ import torch
 import yaml
 
 from ithaka import launch
+from ithaka.checkpoint import files as checkpoint_files
 from ithaka.config import ConfigError, load_config
 from ithaka.data import files, read
 from ithaka.data.cache import TokenCache
 from ithaka.data.tokenizer import ByteTokenizer
+from ithaka.dist.agree import SharedTransientError
 from ithaka.exits import FINAL_EXIT_CODES, ExitCode, TransientError, exit_code_for
 from ithaka.layer.store import StoreError
-from ithaka.train import checkpoint, loop
+from ithaka.train import loop
 from runs import tiny_run, valid
 
 DOCS = Path(__file__).parents[1] / "docs/running-for-weeks.md"
@@ -91,7 +93,7 @@ def wrapped(error: Exception) -> Exception:
         (TimeoutError("x"), ExitCode.TRANSIENT),
         (wrapped(OSError(errno.ESTALE, "")), ExitCode.TRANSIENT),
         (wrapped(socket.gaierror(socket.EAI_AGAIN, "")), ExitCode.TRANSIENT),
-        (checkpoint.SharedTransientError("x"), ExitCode.TRANSIENT),
+        (SharedTransientError("x"), ExitCode.TRANSIENT),
         *((OSError(number, ""), ExitCode.FAILED) for number in (errno.ENOENT, errno.EACCES, errno.ENOSPC)),
         (StoreError("host", "x"), ExitCode.FAILED),  # the loop explains it as out of memory
         (RuntimeError("x"), ExitCode.FAILED),
@@ -148,7 +150,11 @@ def test_a_checkpoint_on_a_failing_disk_is_not_damaged(tmp_path, monkeypatch):
     """The one before it must not replace it."""
     path = tmp_path / "checkpoints/step-00000002"
     path.mkdir(parents=True)
-    monkeypatch.setattr(checkpoint, "read_state", failing(errno.EIO))
-    for look in (checkpoint.find_problem, checkpoint.find_damage, lambda path: checkpoint.find_checkpoint(tmp_path)):
-        with pytest.raises(TransientError, match=f"{path.name} cannot be read now .*start again"):
+    monkeypatch.setattr(checkpoint_files, "read_state", failing(errno.EIO))
+    for look in (
+        checkpoint_files.find_problem,
+        checkpoint_files.find_corruption,
+        lambda path: checkpoint_files.find_checkpoint(tmp_path),
+    ):
+        with pytest.raises(TransientError, match=f"{path.name} cannot be read at the moment .*start again"):
             look(path)

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ithaka.config import ConfigError
 from ithaka.data.tokenizer import ByteTokenizer
-from ithaka.train import checkpoint
+from ithaka.export import export
 from ithaka.train.loop import prepare
 from runs import MODEL, run, tiny_run, valid
 
@@ -35,7 +35,7 @@ def test_exported_model_gives_the_trained_logits(ranks, tmp_path, family):
     ranks.run(2, run, config)
     weights, logits = ranks.run(2, trained_state, config, ids_BS)[0]
 
-    out = checkpoint.export(config.train.run_dir, tmp_path / "out")
+    out = export(config.train.run_dir, tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.dtype == torch.float32
     exported = model.state_dict()
@@ -68,7 +68,7 @@ def test_export_has_the_tokenizer_with_its_tokens_and_template(ranks, tmp_path):
     ranks.run(2, run, config)
     ranks.run(1, run, *resumed(config))
 
-    out = checkpoint.export(config.train.run_dir, tmp_path / "out")
+    out = export(config.train.run_dir, tmp_path / "out")
     exported, loaded = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     assert exported.config.vocab_size == 320 and exported.generation_config.eos_token_id == [257, 260]
     assert (out / "generation_config.json").read_text() == generation
@@ -94,10 +94,10 @@ def test_export_into_an_empty_folder_and_refusals(ranks, tmp_path, monkeypatch):
     out.mkdir()  # empty: may be used
     with monkeypatch.context() as inside:
         inside.chdir(out)
-        assert checkpoint.export(config.train.run_dir, Path(".")) == out
+        assert export(config.train.run_dir, Path(".")) == out
     with pytest.raises(ConfigError, match="out holds other files .*--force"):
-        checkpoint.export(config.train.run_dir, out)
-    assert checkpoint.export(config.train.run_dir, out, force=True) == out
+        export(config.train.run_dir, out)
+    assert export(config.train.run_dir, out, force=True) == out
     with pytest.raises(ConfigError, match="does not exist"):
-        checkpoint.export(tmp_path / "nowhere", tmp_path / "other")
+        export(tmp_path / "nowhere", tmp_path / "other")
     assert not (tmp_path / "other").exists()

@@ -18,12 +18,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ithaka.checkpoint import files, save
 from ithaka.config import ConfigError, parse_config
 from ithaka.dist.mesh import start_process_group
 from ithaka.exits import ExitCode, TransientError
 from ithaka.layer import stages, store
 from ithaka.phases import PhaseState
-from ithaka.train import checkpoint, heartbeat, loop, preflight, step
+from ithaka.preflight import ranks
+from ithaka.train import heartbeat, loop, step
 from ithaka.train.console import Console, read_metrics
 from ranks import Ranks
 from runs import copy_back_at, metrics, numbers, run, tiny_run, valid, wait_for
@@ -69,14 +71,14 @@ def fails_once(function, number):
 def disk_full(patch):
     """On rank 1, as it writes the first checkpoint."""
     if dist.get_rank() == 1:
-        patch.setattr(checkpoint.dcp.FileSystemWriter, "write_data",
-                      fails_once(checkpoint.dcp.FileSystemWriter.write_data, errno.ENOSPC))  # fmt: skip
+        patch.setattr(save.dcp.FileSystemWriter, "write_data",
+                      fails_once(save.dcp.FileSystemWriter.write_data, errno.ENOSPC))  # fmt: skip
 
 
 def read_only(patch):
     """On rank 0, as it names the first checkpoint."""
     if dist.get_rank() == 0:
-        patch.setattr(checkpoint.os, "rename", fails_once(os.rename, errno.EROFS))
+        patch.setattr(files.os, "rename", fails_once(os.rename, errno.EROFS))
 
 
 @pytest.mark.parametrize(
@@ -94,13 +96,13 @@ def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(ranks, whole, 
 
 def slow_to_write(patch):
     """The steps that follow a save change the weights before they are written."""
-    save = checkpoint.dcp.save
-    patch.setattr(checkpoint.dcp, "save", lambda *args, **kwargs: time.sleep(0.2) or save(*args, **kwargs))
+    dcp_save = save.dcp.save
+    patch.setattr(save.dcp, "save", lambda *args, **kwargs: time.sleep(0.2) or dcp_save(*args, **kwargs))
 
 
 def in_the_foreground(patch):
     slow_to_write(patch)
-    patch.setattr(loop, "has_room_to_save", lambda run: False)
+    patch.setattr(loop, "can_save_in_background", lambda run: False)
 
 
 def test_what_is_saved_in_the_background_is_the_step_it_was_saved_after(ranks, whole, tmp_path):
@@ -109,7 +111,7 @@ def test_what_is_saved_in_the_background_is_the_step_it_was_saved_after(ranks, w
         config = moved(whole, tmp_path / fault.__name__)
         (said[fault], error), _ = ranks.run(2, told_by, fault, config)
         assert error is None
-        states = [checkpoint.read_state(path) for path in sorted(config.train.run_dir.glob("checkpoints/*"))]
+        states = [files.read_state(path) for path in sorted(config.train.run_dir.glob("checkpoints/*"))]
         files = ("__0_0.distcp", "__1_0.distcp")
         saved[fault] = [(state["step"], [state["checksums"][name] for name in files]) for state in states]
     assert [step for step, _ in saved[slow_to_write]] == [2, 4]
@@ -123,7 +125,7 @@ STEP_S, SAVE_S = 2.0, 3.0  # of the watchdog inside a step; of a slow disk
 
 def stopped_while_saving(config):
     """Rank 1's disk is slow to write the first checkpoint. More come due, and then the user stops the run."""
-    saves, paths, write = [], [], checkpoint.dcp.FileSystemWriter.write_data
+    saves, paths, write = [], [], save.dcp.FileSystemWriter.write_data
 
     def slow(*args):
         saves.append(args)
@@ -139,7 +141,7 @@ def stopped_while_saving(config):
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as told:
         watched(patch, STEP_S)
         patch.setattr(heartbeat, "exit_rank", left.append)
-        patch.setattr(checkpoint.dcp.FileSystemWriter, "write_data", slow)
+        patch.setattr(save.dcp.FileSystemWriter, "write_data", slow)
         checked = valid(config)
         limits, code = heartbeat.Limits.of(checked), loop.train(checked)
     return code, told.getvalue(), left, [limits.of_phase(path) == limits.save > 100 * SAVE_S for path in paths]
@@ -185,7 +187,7 @@ def test_the_best_weights_are_saved_even_while_another_save_is_in_progress(ranks
 def unshared(config):
     own = moved(config, config.train.run_dir / str(dist.get_rank()))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "SHARING_S", 0.1)
+        patch.setattr(files, "SHARED_FS_DELAY_S", 0.1)
         with pytest.raises(TransientError) as error:
             run(own)
     assert error.value.shared and error.value.exit_code == ExitCode.TRANSIENT
@@ -205,8 +207,8 @@ def test_a_directory_that_is_not_shared_is_refused_at_the_first_save(ranks, whol
 
 def late(patch):
     """Rank 0 does not see the files of the second checkpoint in time."""
-    is_seen = checkpoint._is_seen
-    patch.setattr(checkpoint, "_is_seen", lambda file, size: "step-00000002" in str(file) and is_seen(file, size))
+    is_seen = save.is_visible
+    patch.setattr(save, "is_visible", lambda file, size: "step-00000002" in str(file) and is_seen(file, size))
 
 
 def test_a_file_that_appears_late_does_not_end_a_run_that_has_saved(ranks, whole, tmp_path):
@@ -554,7 +556,7 @@ def test_a_model_is_the_same_whatever_a_download_left_beside_it(tmp_path):
         (tmp_path / name / ".cache").mkdir(parents=True)
         (tmp_path / name / ".cache" / "when").write_text(name)
         (tmp_path / name / "model.safetensors").write_text(weights)
-        return preflight.fingerprints(parse_config({"model": {"path": str(tmp_path / name)}}), data, "")
+        return ranks._fingerprints(parse_config({"model": {"path": str(tmp_path / name)}}), data, "")
 
     assert found("one", "weights") == found("two", "weights") != found("three", "others!")
 

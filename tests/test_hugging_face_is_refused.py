@@ -20,7 +20,7 @@ from ithaka import hf
 from ithaka.config import ConfigError, parse_config
 from ithaka.dist.mesh import start_process_group
 from ithaka.layout import Layout
-from ithaka.train.preflight import detect_machine, plan_run
+from ithaka.preflight.machine import detect_machine, plan_run
 from models import tiny_config, tiny_model
 
 H200 = ("NVIDIA H200", 2**62)
@@ -173,7 +173,7 @@ def big_model(**changes):
 def test_what_does_not_fit_is_refused(on_h200):
     start_process_group()
     run = partial(hf.plan_model_run, big_model(), None, None, "bfloat16", None)
-    with pytest.raises(ConfigError, match="data.context=67108864 needs .* of each GPU"):
+    with pytest.raises(ConfigError, match="data.context=67108864 needs .* of GPU memory"):
         run(64 * 2**20, 1)
     with pytest.raises(ConfigError, match="parallel.cp=3 does not divide the 1 rank"):
         hf.plan_model_run(big_model(), 3, None, "bfloat16", None, 4096, 1)
@@ -183,7 +183,7 @@ def test_adapters_are_planned(on_h200):
     """Freezing the base leaves room: what does not fit with every parameter trained does with PEFT's adapters."""
     start_process_group()
     plain = big_model()
-    with pytest.raises(ConfigError, match="of each GPU"):
+    with pytest.raises(ConfigError, match="of GPU memory"):
         hf.plan_model_run(copy.copy(plain), None, None, "bfloat16", Layout(tile_tokens=4096), 131072, 1)
     adapted = get_peft_model(plain, LoraConfig(r=16, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"]))
     shape = hf.shape_from_model(adapted)

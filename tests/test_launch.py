@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from ithaka import launch
+from ithaka.checkpoint.files import lock_run_dir
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import _warn_of_shared_store
 from ithaka.exits import ExitCode, TransientError
-from ithaka.train.checkpoint import lock_run_dir
 from ithaka.train.console import status
 from launched import (
     fail,

@@ -76,7 +76,7 @@ def test_the_phase_is_named_on_every_rank(ranks, tmp_path, name, path):
 
 
 def test_the_last_checkpoint_goes_on_with_another_setting(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(loop, "has_room_to_save", lambda run: False)  # saved before the next step
+    monkeypatch.setattr(loop, "can_save_in_background", lambda run: False)  # saved before the next step
     plan = {"steps": 4, "save_every": 2, "validate_every": 0, "validate_sequences": 0}
     config = tiny_run(tmp_path, train=plan, data={"context": 512})
     path = ("layer 1", "backward", "attention", "stage 0")

@@ -16,19 +16,12 @@ from ithaka.dist.agree import gather_objects, raise_on_all_ranks
 from ithaka.layout import layout_from_config
 from ithaka.plan.hardware import KERNEL_NAMES, gpu_named, parse_gpus, peak_flops, with_kernel
 from ithaka.plan.show import as_text
+from ithaka.preflight.checks import check_settings
+from ithaka.preflight.machine import detect_machine, model_shape, plan_run, weakest_machine
+from ithaka.preflight.memory import certain_needs, check_fits, store_host_bytes
+from ithaka.preflight.ranks import check_ranks_agree
+from ithaka.preflight.run import Run
 from ithaka.train import loop
-from ithaka.train.preflight import (
-    Run,
-    check_fits,
-    check_ranks_agree,
-    check_settings,
-    detect_machine,
-    model_shape,
-    needs,
-    plan_run,
-    store_host_bytes,
-    weakest_machine,
-)
 
 pytestmark = pytest.mark.usefixtures("plans_once")
 
@@ -175,7 +168,7 @@ def test_an_evaluation_longer_than_the_context_is_planned(tmp_path):
     for every, contexts in ((100, (2**13, 2**19)), (0, (2**24,)), (100, ())):
         check_fits(on_gpus(evaluated(resolved, every, *contexts), 8))
     refused = on_gpus(evaluated(resolved, 100, 2**13, 2**24), 8)
-    words = r"^evaluate.contexts=16777216 needs [\d.]+ GiB of each GPU .*, but only 79.1 GiB is there; use "
+    words = r"^evaluate.contexts=16777216 needs [\d.]+ GiB of GPU memory .*; 79.1 GiB available; use "
     with pytest.raises(ConfigError, match=words + r"shorter evaluate.contexts, .*memory.plan=off to try anyway$"):
         check_fits(refused)
     ledger = refused.evaluation_ledger
@@ -191,7 +184,9 @@ def test_a_plan_that_cannot_fit_is_refused(tmp_path):
     machine = node(ranks=1)
     resolved, plan = plan_run(config, told, machine)
     assert not plan.fits
-    words = r"data.context=1048576 needs .* of each GPU .*; use memory.offload=host, .* or memory.plan=off to try"
+    words = (
+        r"data.context=1048576 needs .* of GPU memory per GPU .*; use memory.offload=host, .* or memory.plan=off to try"
+    )
     with pytest.raises(ConfigError, match=words):
         check_fits(on_gpus(resolved, 1, machine))
 
@@ -275,7 +270,7 @@ def test_the_store_has_room_for_both_tiers(tmp_path):
             tmp_path, memory__offload=inputs, memory__attention_offload=outputs, memory__keep_attention="all"
         )
         run = on_gpus(config, 8)
-        host, disk = needs(run)
+        host, disk = certain_needs(run)
         budget = store_host_bytes(run)
         assert (budget is None) == (inputs == outputs == "none")
         if budget is not None and disk:
@@ -316,7 +311,7 @@ def test_a_plan_that_only_lacks_what_is_free_says_so(tmp_path, monkeypatch):
     has(monkeypatch, 10**12, 60 * 10**9)
     config, told = llama(tmp_path, data__context="1M", memory__offload="host")
     resolved, _ = plan_run(config, told, detect_machine(config, 8, (H100, 2**62)))
-    with pytest.raises(ConfigError, match=r"GiB of host memory for 8 ranks .*, but only 55\.88 GiB is there; use"):
+    with pytest.raises(ConfigError, match=r"GiB of host memory per node of 8 ranks .*; 55\.88 GiB available; use"):
         check_fits(on_gpus(resolved, 8))
 
 
@@ -373,7 +368,7 @@ def test_a_run_that_goes_on_and_does_not_fit_is_refused(before, after, ranks, tm
     check_fits(on_gpus(run, 8, then))
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(run))
-    with pytest.raises(ConfigError, match=r"data.context=\d+ needs .* of each GPU .*memory.plan=off"):
+    with pytest.raises(ConfigError, match=r"data.context=\d+ needs .* of GPU memory .*memory.plan=off"):
         check_fits(on_gpus(load_config(file, after), ranks, now))
     check_fits(on_gpus(load_config(file, [*after, "memory.plan=off"]), ranks, now))
 

@@ -16,9 +16,10 @@ from ithaka import verify
 from ithaka.cli import app
 from ithaka.config import AdapterConfig, ConfigError, RopeConfig, parse_config, to_dict
 from ithaka.dist.mesh import make_mesh
+from ithaka.export import export
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model.build import build_model, read_hf_config
-from ithaka.train import checkpoint, loop
+from ithaka.train import loop
 from models import plain_loss, tiny_config, tiny_model, widen
 from parity import check, gradient_errors, random_ids, relative
 from runs import MODEL, run, tiny_run, valid
@@ -157,7 +158,7 @@ def test_a_run_with_longrope_is_exported_with_it(tmp_path):
     run(config)
     header, logits = trained(config, ids)
     assert "long_factor (4), type longrope" in header["rope"]
-    out = checkpoint.export(config.train.run_dir, tmp_path / "out")
+    out = export(config.train.run_dir, tmp_path / "out")
     written = json.loads((out / "config.json").read_text())
     assert written["rope_parameters"] == LONG | {"rope_type": "longrope", "rope_theta": 10000.0} | {
         "original_max_position_embeddings": MADE_FOR
@@ -174,7 +175,7 @@ def test_the_export_is_the_trained_model_beyond_the_old_length(ranks, tmp_path):
     header, logits = ranks.run(2, trained, config, ids)[0]
     assert header["rope"].startswith("original_max_position_embeddings 16, factor 4.0, type yarn, theta 10000.0")
     assert header["rope"].endswith("for 64 positions")
-    out = checkpoint.export(config.train.run_dir, tmp_path / "out")
+    out = export(config.train.run_dir, tmp_path / "out")
     written = json.loads((out / "config.json").read_text())
     assert written["max_position_embeddings"] == 64
     assert written["rope_parameters"] == {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0} | {
@@ -189,7 +190,7 @@ def test_an_adapter_is_exported_with_the_positions_it_was_trained_at(ranks, tmp_
     ids = torch.arange(2 * 61).reshape(2, 61) * 13 % MODEL["vocab_size"]
     ranks.run(2, run, config)
     _, logits = ranks.run(2, trained, config, ids)[0]
-    merged = AutoModelForCausalLM.from_pretrained(checkpoint.export(config.train.run_dir, tmp_path / "whole", True))
+    merged = AutoModelForCausalLM.from_pretrained(export(config.train.run_dir, tmp_path / "whole", True))
     torch.testing.assert_close(merged(ids).logits, logits, rtol=1e-5, atol=1e-5)
     out = tmp_path / "out"
     told = CliRunner().invoke(app, ["export", str(config.train.run_dir), str(out)])

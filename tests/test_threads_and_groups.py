@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 
 from ithaka import cli, launch
+from ithaka.checkpoint import save
 from ithaka.config import parse_config, to_dict
 from ithaka.dist import mesh
 from ithaka.layer import store
+from ithaka.preflight.resolve import AUTO
 from ithaka.profile import progress
-from ithaka.train import checkpoint, heartbeat
-from ithaka.train.preflight import AUTO
+from ithaka.train import heartbeat
 from runs import metrics, run, tiny_run, valid
 
 # Threads that use no CUDA: they read, tokenize, or write a page.
@@ -32,7 +33,7 @@ def threads_of(config):
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
         patch.setattr(threading.Thread, "start", start)
-        for module in (store, progress, checkpoint, heartbeat):
+        for module in (store, progress, save, heartbeat):
             patch.setattr(module, "use_device", lambda device: chosen.add((threading.current_thread().name, device)))
         run(config)
     return started, chosen

@@ -8,8 +8,9 @@ import time
 
 import pytest
 
+from ithaka.checkpoint import files
 from ithaka.config import ConfigError
-from ithaka.train import checkpoint, loop, track
+from ithaka.train import loop, track
 from ithaka.train.console import Console
 from ithaka.train.track import Trackers
 from runs import run, tiny_run, wait_for
@@ -168,4 +169,4 @@ def test_trackers_learn_how_a_run_ended_and_cannot_change_it(tmp_path, monkeypat
     assert endings == [ending]
     words = "train.track=wandb could not be closed (OSError: no network); its last steps may be missing there"
     assert capsys.readouterr().out.count(words) == 1
-    os.close(checkpoint.lock_run_dir(config.train.run_dir))  # the run gave it back
+    os.close(files.lock_run_dir(config.train.run_dir))  # the run gave it back

@@ -29,7 +29,7 @@ from ithaka.dist.rank import is_rank_0
 from ithaka.exits import ExitCode, is_transient
 
 if TYPE_CHECKING:
-    from ithaka.train.preflight import Run
+    from ithaka.preflight.run import Run
 
 
 class Commands(TyperGroup):
@@ -209,9 +209,10 @@ def _run(
     folder = None if run_dir is None else _path(run_dir, "--run-dir")
     with _loading() as status:
         from ithaka import launch
+        from ithaka.checkpoint.files import latest_name
         from ithaka.plan import show
-        from ithaka.train import checkpoint
-        from ithaka.train.preflight import AUTO, preflight
+        from ithaka.preflight.preflight import preflight
+        from ithaka.preflight.resolve import AUTO
 
     changes = [*(overrides or []), *([f"parallel.ranks={ranks}"] if ranks is not None else [])]
     if profiled_steps:
@@ -248,9 +249,9 @@ def _run(
             print(show.as_text(run.plan, str(model.path or model.embedded), steps), flush=True)
         # A process that ends gives all of its memory back.
         apart = max_restarts > 0 or bool(run.config.curriculum and launch.num_gpus())
-        before = checkpoint.latest_name(run.run_dir)
+        before = latest_name(run.run_dir)
         code = launch.run_ranks(train_rank, (run, profiled_steps > 0), run.num_ranks, apart)
-        progressed = checkpoint.latest_name(run.run_dir) != before
+        progressed = latest_name(run.run_dir) != before
         if (code or train.steps == run.config.ends[-1]) and not restarts.allow(code, progressed):
             break
         if resume is None:
@@ -274,7 +275,7 @@ def data(
         from rich.console import Console
 
         from ithaka import show_data
-        from ithaka.train.preflight import resolve
+        from ithaka.preflight.resolve import resolve
 
     with status("reading and packing the data"):
         changes = [*(overrides or []), *([f"parallel.ranks={ranks}"] if ranks is not None else [])]
@@ -325,9 +326,7 @@ def plan(
     if out is not None:
         check_writable("--out", out)
     hardware = find_hardware(gpus, gpu_file, host_memory, disk)
-    question = make_request(
-        model, hardware, context or "128K", batch, overrides or [], adapter, any_setting=as_yaml
-    )
+    question = make_request(model, hardware, context or "128K", batch, overrides or [], adapter, any_setting=as_yaml)
     if as_yaml and (found := question.plan()).fits:
         text = show.as_yaml(question, found, steps)
         if out is None:
@@ -671,10 +670,10 @@ def export(
     force: Force = False,
 ) -> None:
     """Write a checkpoint of a run as a Hugging Face directory; an adapter in PEFT's format."""
-    from ithaka.train import checkpoint
+    from ithaka.export import export as export_run
 
     folder = _path(out_dir, "OUT_DIR")
-    checkpoint.export(run_dir, folder, merge, step, force)
+    export_run(run_dir, folder, merge, step, force)
     print(f"exported to {folder}")
     if (folder / "adapter_config.json").is_file() and (folder / "config.json").is_file():
         print("model.rope moved the positions: load the base model with this config.json, or export with --merge")

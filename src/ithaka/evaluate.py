@@ -15,6 +15,7 @@ from ithaka.config import ConfigError
 from ithaka.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from ithaka.dist.mesh import default_device, end_process_group, make_mesh, start_process_group
 from ithaka.exits import ExitCode
+from ithaka.export import export
 from ithaka.layout import default_dtype
 from ithaka.measure import TASKS, EvalText, check_prompts, measure_all, read_text
 from ithaka.model.adapters import merge_adapter
@@ -22,7 +23,6 @@ from ithaka.model.build import build_model, has_weights
 from ithaka.plan.search import forward_layout
 from ithaka.plan.shape import read_json, read_shape
 from ithaka.report.html import render_page, render_table
-from ithaka.train import checkpoint
 
 RESULT = "result.json"
 MEANING = (
@@ -73,7 +73,7 @@ def evaluate(
 def as_model(source: Path, out: Path) -> Path:
     """A directory with the whole model: `source`, or `out`, where a run is exported and an adapter merged."""
     if (source / "config.yaml").is_file():
-        return checkpoint.export(source, out, merge=(source / "model" / "adapter_config.json").is_file())
+        return export(source, out, merge=(source / "model" / "adapter_config.json").is_file())
     if not (source / "adapter_config.json").is_file():
         if not has_weights(source):
             problem = "has no safetensors" if source.exists() else "does not exist"

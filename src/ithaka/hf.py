@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ithaka import launch
 from ithaka.attention.kernels import agree_on_kernel
+from ithaka.checkpoint.safe_load import load_into
 from ithaka.config import SAVEABLE_MODULES, AdapterConfig, ConfigError, parse_config, parse_count
 from ithaka.dist.agree import gather_objects, raise_on_all_ranks
 from ithaka.dist.mesh import Mesh, default_device, start_process_group
@@ -43,16 +44,9 @@ from ithaka.model.calls import OF_KERNELS
 from ithaka.model.logprobs import token_logprobs
 from ithaka.plan import show
 from ithaka.plan.shape import ModelShape, shape_from_config
-from ithaka.train.preflight import (
-    Run,
-    check_fits,
-    detect_machine,
-    plan_run,
-    store_host_bytes,
-    uses_planner,
-    weakest_machine,
-)
-from ithaka.train.safe_load import load_into
+from ithaka.preflight.machine import detect_machine, plan_run, uses_planner, weakest_machine
+from ithaka.preflight.memory import check_fits, store_host_bytes
+from ithaka.preflight.run import Run
 from ithaka.train.step import clip_gradients
 
 SETTINGS = ("cp", "ring", "context", "layout")

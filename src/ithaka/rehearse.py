@@ -30,11 +30,11 @@ from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan
 from ithaka.plan.seconds import Seconds, layer_seconds
 from ithaka.plan.show import format_bytes
+from ithaka.preflight.memory import STORE_HOLDERS
 from ithaka.profile.live import LiveBytes
 from ithaka.profile.timeline import PhaseTimer
 from ithaka.train.console import status
 from ithaka.train.loop import OutOfMemoryError
-from ithaka.train.preflight import STORE_HOLDERS
 from ithaka.train.step import make_optimizer
 from ithaka.train.watch import OutOfMemoryTracker, explain_out_of_memory, ran_out_of_memory
 

@@ -23,8 +23,8 @@ from ithaka.data.open import balance, check_data, data_facts, epoch_steps, open_
 from ithaka.data.pack import IGNORE_INDEX
 from ithaka.data.stream import TrainData
 from ithaka.data.tokenizer import Tokenizer, load_tokenizer
+from ithaka.preflight.machine import model_shape
 from ithaka.report.html import Markup, render_page, render_table
-from ithaka.train.preflight import model_shape
 
 # What chat templates put around tool calls and tool results, and how a call starts.
 TOOLS = re.compile(

@@ -33,7 +33,7 @@ from ithaka.model.build import has_weights, parallelize_model, read_hf_config
 from ithaka.model.logprobs import token_logprobs
 from ithaka.model.weights import EMBEDDINGS, open_tensor_files
 from ithaka.plan.shape import read_shape, shape_from_config
-from ithaka.train.preflight import check_weights
+from ithaka.preflight.checks import check_weights
 
 ALLOWED = 1e-4  # relative; a wrong index, factor or mask gives 1e-2 and more
 VOCAB, WINDOW, TILE = 1024, 11, 16

@@ -34,8 +34,8 @@ from ithaka.phases import Listener, PhasePath
 from ithaka.plan.hardware import GPUS, Hardware, available_memory, gpu_named
 from ithaka.plan.seconds import layer_seconds
 from ithaka.plan.show import format_bytes
+from ithaka.preflight.run import Run
 from ithaka.profile.timeline import DeviceTimeline
-from ithaka.train.preflight import Run
 
 BEAT_S = 5.0
 SILENT_S = 40.0  # without a beat a rank is dead, or frozen

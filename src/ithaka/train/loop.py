@@ -23,6 +23,7 @@ import torch.distributed as dist
 import yaml
 
 from ithaka.attention.kernels import agree_on_kernel, resolve_kernel
+from ithaka.checkpoint import files, save
 from ithaka.config import CONFIG_FORMAT, ConfigError, embedded_model, shell_command, to_dict, with_absolute_paths
 from ithaka.data.open import data_facts, epoch_steps, open_data
 from ithaka.data.stream import Batch
@@ -39,17 +40,12 @@ from ithaka.model.build import build_model, has_weights
 from ithaka.phases import listening, phase
 from ithaka.plan.hardware import DISK_BYTES_S, peak_flops
 from ithaka.plan.show import format_bytes
-from ithaka.train import checkpoint
+from ithaka.preflight.memory import can_save_in_background, store_host_bytes
+from ithaka.preflight.ranks import check_same_inputs
+from ithaka.preflight.resume import use_intact_checkpoint
+from ithaka.preflight.run import Run
 from ithaka.train.console import Console, Record, format_count, host_peak_bytes, read_metrics, status, step_flops
 from ithaka.train.heartbeat import Heartbeat, Limits, PhaseTracker, SlowRanks, validation_seconds
-from ithaka.train.preflight import (
-    Run,
-    check_same,
-    fingerprints,
-    has_room_to_save,
-    store_host_bytes,
-    with_intact_checkpoint,
-)
 from ithaka.train.step import StepResult, learning_rate, make_optimizer, train_step, validation_loss
 from ithaka.train.track import Ending, Trackers
 from ithaka.train.watch import OutOfMemoryTracker, Watch, explain_out_of_memory, ran_out_of_memory
@@ -79,7 +75,7 @@ class GracefulShutdown:
     def __init__(self, run: Run) -> None:
         self.run, self.seconds = run, run.config.train.grace_s
         self.step_start, self.step_s = 0.0, 0.0  # by time.monotonic(); seconds of the last step
-        self.saver: checkpoint.Saver | None = None  # once training starts
+        self.saver: save.Saver | None = None  # once training starts
         self.timer: Timer | None = None
 
     def asked(self, number: int, again: bool) -> None:
@@ -109,9 +105,7 @@ class GracefulShutdown:
         words = (
             f"{Signals(number).name}: the step and its checkpoint do not finish within train.grace_s={self.seconds:g}."
         )
-        exit_rank(
-            Outcome(ExitCode.SIGNALED + number, f"{words} {checkpoint.describe_last(self.run.run_dir)}", shared=True)
-        )
+        exit_rank(Outcome(ExitCode.SIGNALED + number, f"{words} {files.describe_last(self.run.run_dir)}", shared=True))
 
 
 class Trainer:
@@ -123,7 +117,7 @@ class Trainer:
         self.step = self.tokens = self.first_step = 0  # first_step: of this process
         self.data_facts: dict[str, str] = {}
         self.lock: int | None = None  # of the run directory, on rank 0
-        self.saver: checkpoint.Saver
+        self.saver: save.Saver
         self.console: Console | None = None
         self.text: EvalText | None = None  # to evaluate on
         self.norms: deque[float] = deque(maxlen=100)  # of the last steps' gradients
@@ -170,7 +164,7 @@ class Trainer:
                 fills_cache=is_local_rank_0(),
             )
         if run.checkpoint is not None:
-            state = checkpoint.read_state(run.checkpoint)
+            state = files.read_state(run.checkpoint)
             self.places = state.get("places", {}) | {state["data"]["data"]: state["data"]}
             place = self.places.pop(self.data.fingerprint(), None)
             if place is not None or not (config.curriculum and state["step"] == config.start):
@@ -181,7 +175,7 @@ class Trainer:
         """The data position was restored earlier, where it can fail."""
         assert self.run.checkpoint is not None
         with status("loading the checkpoint"):
-            state = checkpoint.load_checkpoint(self.run.checkpoint, self.model, self.optimizer)
+            state = save.load_checkpoint(self.run.checkpoint, self.model, self.optimizer)
         self.step, self.tokens, self.first_step = state["step"], state["tokens"], state["step"] + 1
         self.norms.extend(state.get("norms", []))
         self.best, self.stale = tuple(state.get("best") or ()) or None, state.get("stale", 0)
@@ -246,10 +240,10 @@ class Trainer:
         self.skipped += 1
         what = f"step {self.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}, twice"
         if self.config.train.bad_step == "stop" or self.skipped > MOST_SKIPPED:
-            with suppress(checkpoint.CheckpointError):
+            with suppress(save.CheckpointError):
                 self.saver.finish()
             raise Diverged(
-                f"{what}. {checkpoint.describe_last(self.run.run_dir)} Try a lower optim.lr or more optim.warmup_steps."
+                f"{what}. {files.describe_last(self.run.run_dir)} Try a lower optim.lr or more optim.warmup_steps."
             )
         own = [_starts(batch, self.tokenizer) for batch in batches] if self.mesh.cp_rank == 0 else []
         documents = [start for starts in gather_objects(own) for each in starts for start in each]
@@ -363,7 +357,7 @@ class Trainer:
             words = json.dumps({"model": f"{self.run.run_dir}, step {self.step}", **found}, indent=2)
             with self.console.writing("evaluation"):
                 folder.mkdir(exist_ok=True)
-                checkpoint.write_atomic(folder / f"step-{self.step}.json", words)
+                files.write_atomic(folder / f"step-{self.step}.json", words)
         return flatten_metrics(found)
 
     def due(self, every: int) -> bool:
@@ -397,7 +391,7 @@ def train(run: Run, only_profile: bool = False) -> int:
             if not ran_out_of_memory(error):
                 raise
             words = explain_out_of_memory(run, error, witness, str(run.config.model.path or run.run_dir / "model"))
-            raise OutOfMemoryError(f"{words}\n{checkpoint.describe_last(run.run_dir)}") from error
+            raise OutOfMemoryError(f"{words}\n{files.describe_last(run.run_dir)}") from error
         finally:
             grace.close()
     return ExitCode.SIGNALED + asked if asked else ExitCode.DONE
@@ -425,8 +419,8 @@ def validate_only(run: Run) -> None:
 def prepare(run: Run, trains: bool = True) -> Trainer:
     """Do all that can be refused before anything is written; a refusal is raised on all ranks."""
     start_process_group()
-    run = with_intact_checkpoint(run)
-    if run.checkpoint is not None and checkpoint.read_state(run.checkpoint)["step"] < run.config.start:
+    run = use_intact_checkpoint(run)
+    if run.checkpoint is not None and files.read_state(run.checkpoint)["step"] < run.config.start:
         way = "remove the damaged ones, and resume again"
         raise SharedError(f"checkpoint {run.checkpoint} is of an earlier entry of curriculum; {way}")
     mesh = make_mesh(run.layout.cp, ring=run.layout.ring, replicas=run.layout.replicas)
@@ -437,9 +431,8 @@ def prepare(run: Run, trains: bool = True) -> Trainer:
     trainer = raise_on_all_ranks(Trainer, run, mesh)
     settings = run.config.train
     keeps_best = settings.keep_best or settings.patience > 0
-    trainer.saver = checkpoint.Saver(run.run_dir, settings.keep_last, has_room_to_save(run), keeps_best)
-    own = fingerprints(run.config, trainer.data, trainer.tokenizer.fingerprint)
-    check_same(gather_objects((socket.gethostname(), own)))
+    trainer.saver = save.Saver(run.run_dir, settings.keep_last, can_save_in_background(run), keeps_best)
+    check_same_inputs(run.config, trainer.data, trainer.tokenizer.fingerprint)
     if not trains:
         trainer.load() if run.checkpoint is not None else None
         return trainer
@@ -477,7 +470,7 @@ def _decide_steps(trainer: Trainer) -> None:
     run, config = trainer.run, trainer.config
     if config.train.epochs is None:
         return
-    before = checkpoint.read_state(run.checkpoint) if run.checkpoint is not None else {}
+    before = files.read_state(run.checkpoint) if run.checkpoint is not None else {}
     steps = before["steps"] if before.get("epochs") == config.train.epochs else None
     if steps is None:
         epochs, batch = config.train.epochs, trainer.global_batch
@@ -509,11 +502,11 @@ def _write_run_dir(trainer: Trainer) -> None:
         return
     run, folder = trainer.run, trainer.run.run_dir / "model"
     run.run_dir.mkdir(parents=True, exist_ok=True)
-    trainer.lock = checkpoint.lock_run_dir(run.run_dir)
-    settings = run.saved or yaml.safe_dump(with_absolute_paths(to_dict(run.config)), sort_keys=False)
+    trainer.lock = files.lock_run_dir(run.run_dir)
+    settings = run.saved_config or yaml.safe_dump(with_absolute_paths(to_dict(run.config)), sort_keys=False)
     # First: it marks the directory as a run's, in which --resume auto may start again.
-    checkpoint.write_atomic(run.run_dir / "config.yaml", f"format: {CONFIG_FORMAT}\n{settings}")
-    checkpoint.write_atomic(run.run_dir / "data.json", json.dumps(trainer.data_facts, indent=1))
+    files.write_atomic(run.run_dir / "config.yaml", f"format: {CONFIG_FORMAT}\n{settings}")
+    files.write_atomic(run.run_dir / "data.json", json.dumps(trainer.data_facts, indent=1))
     folder.mkdir(exist_ok=True)
     adapter = getattr(trainer.model, "peft_config", {}).get("default")
     for part in (adapter, trainer.model.config, trainer.model.generation_config, trainer.tokenizer.hf):
@@ -625,8 +618,8 @@ def _finish_save(trainer: Trainer, console: Console) -> None:
     with console.doing("saving"):
         try:
             trainer.saver.finish()
-        except checkpoint.CheckpointError as error:
-            last = checkpoint.describe_last(trainer.run.run_dir)
+        except save.CheckpointError as error:
+            last = files.describe_last(trainer.run.run_dir)
             console.say(f"{error}. {last} The run continues and saves again when due.")
 
 

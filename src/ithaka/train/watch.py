@@ -25,12 +25,13 @@ from ithaka.plan.hardware import gpu_named
 from ithaka.plan.heads import count_slots
 from ithaka.plan.search import Plan
 from ithaka.plan.show import format_bytes
+from ithaka.preflight.memory import drop_reserve
+from ithaka.preflight.run import Run
 from ithaka.profile.memory import sum_planned_by_holder
 from ithaka.profile.progress import Progress
 from ithaka.profile.step import StepProfile, describe_machine
 from ithaka.profile.times import StepTimes
 from ithaka.train.console import Console
-from ithaka.train.preflight import Run, drop_reserve
 
 WARM_UP_STEPS = 1  # slower than the rest: kernels are chosen, memory is taken from the system
 

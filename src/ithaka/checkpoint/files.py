@@ -1,0 +1,229 @@
+"""Checkpoints on disk: find, verify, publish, prune.
+
+    RUN_DIR/model/                       config, generation config, tokenizer: what export needs besides the weights
+    RUN_DIR/checkpoints/step-00000100/   torch.distributed.checkpoint files and state.json
+    RUN_DIR/latest                       one line, the name of the newest complete checkpoint
+
+A checkpoint is written under a name that starts with a dot, synced, renamed, and only then named by `latest`. So
+`latest` names a complete checkpoint whenever the run is killed. All ranks must see the same RUN_DIR. state.json has a
+checksum of every file, verified before a run resumes, counts as finished, or is exported; if a checkpoint is damaged,
+the previous one is used.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ithaka.checkpoint.safe_load import SafeReader
+from ithaka.config import ConfigError
+from ithaka.dist.rank import is_rank_0
+from ithaka.exits import TransientError, is_transient
+from ithaka.layout import format_choices
+
+CHECKPOINT_FORMAT = 1
+SHARED_FS_DELAY_S = 60.0  # within which a shared file system must show one node's files to another
+STATE_FILE = "state.json"
+step_name = "step-{:08d}".format
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace the file at `path`. After a crash it holds the old text or the new text."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def lock_run_dir(run_dir: Path, kind: int = fcntl.LOCK_EX) -> int:
+    """Lock the run directory until the returned descriptor is closed or the process ends. TransientError if another run
+    holds the lock."""
+    directory = os.open(run_dir, os.O_RDONLY)
+    try:
+        fcntl.flock(directory, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(directory)
+        message = f"train.run_dir={run_dir} is in use by another run; wait until it ends, or stop it"
+        raise TransientError(message) from None
+    except OSError:  # a file system without locks
+        pass
+    return directory
+
+
+# ---- publish
+
+
+def publish(temporary: Path, final: Path, state: dict[str, Any], files: dict[str, tuple[int, str]]) -> None:
+    """Turn the files in `temporary` into the checkpoint `final`, and name it in `latest`. `files`: size and checksum
+    by name."""
+    record = {"format": CHECKPOINT_FORMAT, "world_size": dist.get_world_size(), **state}
+    record["file_bytes"] = {name: num_bytes for name, (num_bytes, _) in files.items()}
+    record["checksums"] = {name: digest for name, (_, digest) in files.items()}
+    record["checksums"][STATE_FILE] = _state_checksum(record)
+    write_atomic(temporary / STATE_FILE, json.dumps(record, indent=1))
+    if final.exists():  # left by a run that was resumed from an earlier checkpoint
+        shutil.rmtree(final)
+    os.rename(temporary, final)
+    sync_directory(final.parent)
+    write_atomic(final.parents[1] / "latest", final.name + "\n")
+
+
+def prune(root: Path, step: int, keep_last: int, best: int = 0) -> None:
+    """Delete old checkpoints, except that of step `best`. Those after `step` stay: they belong to another continuation,
+    which the user may still want."""
+    for path in [path for path in sorted(root.glob("step-*")) if path.name <= step_name(step)][:-keep_last]:
+        if path.name != step_name(best):
+            shutil.rmtree(path)
+
+
+def is_visible(file: Path, num_bytes: int) -> bool:
+    """Wait until `file` has its size: a shared file system may show other nodes' files late."""
+    deadline = time.monotonic() + SHARED_FS_DELAY_S
+    while not (file.is_file() and file.stat().st_size == num_bytes):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()[:32]
+
+
+def _state_checksum(state: dict[str, Any]) -> str:
+    """Checksum of everything in state.json except this checksum."""
+    checksums = {name: digest for name, digest in state["checksums"].items() if name != STATE_FILE}
+    text = json.dumps({**state, "checksums": checksums})
+    return hashlib.blake2b(text.encode()).hexdigest()[:32]
+
+
+# ---- find and verify
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    return json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+
+
+def find_problem(path: Path) -> str | None:
+    """Why the checkpoint at `path` cannot be used, or None. Checks state.json, the sizes of all files and torch's
+    index; `find_corruption` reads the files."""
+    try:
+        state = read_state(path)
+        if (number := state.get("format")) != CHECKPOINT_FORMAT:
+            rule = f"it has format {number}, this version reads {CHECKPOINT_FORMAT}; use the ithaka that wrote it"
+            raise ConfigError(f"checkpoint {path} cannot be used: {rule}")
+        if state["checksums"][STATE_FILE] != _state_checksum(state):
+            return f"{STATE_FILE} is corrupt"
+        for name, num_bytes in state["file_bytes"].items():
+            if (path / name).stat().st_size != num_bytes:
+                return f"{name} is truncated: it should have {num_bytes} bytes"
+        SafeReader(path).read_metadata()
+    except ConfigError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
+        _raise_if_transient(path, error)
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def find_corruption(path: Path, share: int = 0, num_shares: int = 1) -> str | None:
+    """Why a file's checksum is wrong, or None. Reads only every `num_shares`-th file, so that ranks can share the
+    work."""
+    try:
+        checksums = sorted(read_state(path)["checksums"].items())
+        for name, digest in checksums[share::num_shares]:
+            if name != STATE_FILE and checksum(path / name) != digest:
+                return f"{name} is corrupt"
+    except OSError as error:  # another run in this directory may be removing it
+        _raise_if_transient(path, error)
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _raise_if_transient(path: Path, error: Exception) -> None:
+    """Raise TransientError if the storage failed: that must not make an earlier checkpoint replace this one."""
+    if is_transient(error):
+        message = f"checkpoint {path} cannot be read at the moment ({error}); check its disk, and start again"
+        raise TransientError(message) from error
+
+
+def find_checkpoint(run_dir: Path, before: Path | None = None) -> Path:
+    """The newest usable checkpoint up to RUN_DIR/latest, or before `before`; rank 0 reports those that are not.
+    ConfigError if there is none."""
+    if not run_dir.is_dir():
+        raise ConfigError(f"run directory {run_dir} does not exist; use the directory of an earlier run")
+    latest = latest_name(run_dir)
+    paths = sorted((run_dir / "checkpoints").glob("step-*"), reverse=True)
+    candidates = [path for path in paths if (path < before if before else path.name <= (latest or path.name))]
+    if latest and before is None and latest not in (path.name for path in candidates):
+        candidates.insert(0, run_dir / "checkpoints" / latest)
+    for path in candidates:
+        if (reason := find_problem(path)) is None:
+            return path
+        report_unusable(path, reason)
+    other = "other " if before is not None else ""
+    raise ConfigError(f"run directory {run_dir} has no {other}usable checkpoint; start a new run")
+
+
+def find_intact_checkpoint(run_dir: Path) -> Path:
+    """`find_checkpoint`, with the checksums of all files verified."""
+    path = find_checkpoint(run_dir)
+    while reason := find_corruption(path):
+        report_unusable(path, reason)
+        path = find_checkpoint(run_dir, before=path)
+    return path
+
+
+def find_checkpoint_of_step(run_dir: Path, step: int) -> Path:
+    """The checkpoint of `step`. ConfigError if it does not exist or cannot be used."""
+    path = run_dir / "checkpoints" / step_name(step)
+    if not path.is_dir():
+        steps = [int(other.name.removeprefix("step-")) for other in sorted(path.parent.glob("step-*"))]
+        choices = format_choices(steps) or "another run"
+        raise ConfigError(f"--step={step}: {run_dir} has no such checkpoint; use {choices}")
+    if reason := find_problem(path) or find_corruption(path):
+        raise ConfigError(f"--step={step}: {path} cannot be used: {reason}; use another step")
+    return path
+
+
+def report_unusable(path: Path, reason: str) -> None:
+    if is_rank_0():
+        print(f"Checkpoint {path} cannot be used: {reason}. Using the previous one.", file=sys.stderr, flush=True)
+
+
+def newest_checkpoint(run_dir: Path | None) -> Path | None:
+    """The complete checkpoint of the latest step, not verified."""
+    return max(run_dir.glob("checkpoints/step-*"), default=None) if run_dir is not None else None
+
+
+def latest_name(run_dir: Path) -> str:
+    """Contents of RUN_DIR/latest, or ""."""
+    file = run_dir / "latest"
+    return file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+
+
+def describe_last(run_dir: Path) -> str:
+    """A sentence for messages about a run that ended."""
+    name = latest_name(run_dir)
+    return f"The last checkpoint is {run_dir / 'checkpoints' / name}." if name else "There is no checkpoint yet."

@@ -1,0 +1,214 @@
+"""Save and load a run's state: weights, optimizer moments, RNG states and progress.
+
+Tensors go through torch.distributed.checkpoint, everything else is JSON (state.json).
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+
+from ithaka.checkpoint.files import checksum, is_visible, latest_name, prune, publish, read_state, step_name
+from ithaka.checkpoint.safe_load import SafeReader, load_into
+from ithaka.dist.agree import RankError, SharedTransientError, gather_objects, raise_first
+from ithaka.dist.mesh import default_device, use_device
+from ithaka.exits import is_out_of_memory
+from ithaka.layer.store import Slab
+from ithaka.phases import phase
+
+T = TypeVar("T")
+
+
+class CheckpointError(RuntimeError):
+    """A rank cannot write or read a checkpoint. Raised on every rank."""
+
+    shared = True
+
+
+@contextmanager
+def _unwrap_errors(what: str) -> Iterator[None]:
+    """Raise CheckpointError for torch's CheckpointException, which is raised on all ranks but is not an Exception."""
+    try:
+        yield
+    except dcp.CheckpointException as wrapper:
+        rank, (error, _) = next(iter(wrapper.failures.items()))
+        if is_out_of_memory(error):
+            raise error from None
+        raise CheckpointError(f"{what}: rank {rank}: {type(error).__name__}: {error}") from wrapper
+
+
+def _rng_tensors(rank: int) -> dict[str, Tensor]:
+    """Torch's generators, the only global ones ithaka draws from. The data order has its own state."""
+    states = {f"{rank}.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states[f"{rank}.cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Weights and optimizer state, without frozen weights: a run with an adapter reads those from model.path."""
+    weights, optim = get_state_dict(model, optimizer)
+    params = dict(model.named_parameters(remove_duplicate=False))  # a tied weight under both names
+    return {name: t for name, t in weights.items() if name not in params or params[name].requires_grad}, optim
+
+
+def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Fill the model, the optimizer and the RNG from a checkpoint, and return its state.json. Collective.
+
+    With another number of ranks, tensors are resharded and RNG states are not restored: those belong to ranks."""
+    state, rank = read_state(path), dist.get_rank()
+    weights, optim = _trained_state(model, optimizer)
+    tensors: dict[str, Any] = {"model": weights, "moments": optim["state"]}
+    if state["world_size"] == dist.get_world_size():
+        saved = SafeReader(path).read_metadata().state_dict_metadata
+        tensors["rng"] = {k: v for k, v in _rng_tensors(rank).items() if f"rng.{k}" in saved}
+    with _unwrap_errors(f"checkpoint {path} cannot be read"):
+        load_into(tensors, path)
+    options = StateDictOptions(strict=False)  # frozen weights are not in it
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optim, options=options)
+    for key, rng in tensors.get("rng", {}).items():
+        (torch.cuda.set_rng_state if key.endswith(".cuda") else torch.set_rng_state)(rng)
+    return state
+
+
+class Saver:
+    """Writes one checkpoint at a time, in a thread. With `background`, `save` returns once the state is copied to host
+    memory; else it blocks. Has its own process group, so every rank constructs it."""
+
+    def __init__(self, run_dir: Path, keep_last: int, background: bool, keep_best: bool = False) -> None:
+        self.run_dir, self.keep_last, self.background, self.keep_best = run_dir, keep_last, background, keep_best
+        self.group = dist.new_group(backend="gloo")
+        self.seconds = 0.0  # duration of the last save
+        self.step, self.started_at = 0, 0.0  # of the last save; time.monotonic()
+        self._host_copies: dict[str, Slab] = {}
+        self._in_progress: Future[None] | None = None
+
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Start a save. Collective, and none may be in progress. `state` is JSON with an int "step"; rank 0's is
+        written. `finish` reports the result."""
+        assert not self.in_progress
+        weights, optim = _trained_state(model, optimizer)
+        # Not the optimizer's hyperparameters: they come from the config, and the learning rate from the step.
+        tensors = {"model": weights, "moments": optim["state"], "rng": _rng_tensors(dist.get_rank())}
+        done, device = Future[None](), default_device()
+        self._in_progress = done
+        self.step, self.started_at = state["step"], time.monotonic()
+
+        def write(tensors: dict[str, Any]) -> None:
+            start = time.monotonic()
+            try:
+                use_device(device)
+                self._write(tensors, state)
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
+            self.seconds = time.monotonic() - start
+
+        if self.background:
+            tensors = self._copy_to_host(tensors)
+        Thread(target=write, args=(tensors,), daemon=True, name="saving").start()
+        if not self.background:
+            wait([done])
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether a save was started and `finish` has not been called. The same on every rank."""
+        return self._in_progress is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this rank has written its part of the save in progress. Ranks may differ."""
+        return self._in_progress is not None and self._in_progress.done()
+
+    @phase("saving")
+    def finish(self) -> None:
+        """Wait for the save in progress, if any. If it failed, raise CheckpointError or SharedTransientError on every
+        rank."""
+        save, self._in_progress = self._in_progress, None
+        if save is not None:
+            save.result()
+
+    def _copy_to_host(self, tensors: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+        """Copy to host buffers (pinned if there is a GPU) that are reused from save to save."""
+        copies = dict[str, Any]()
+        for key, value in tensors.items():
+            if isinstance(value, dict):
+                copies[key] = self._copy_to_host(value, f"{prefix}{key}.")
+                continue
+            local = value.to_local() if isinstance(value, DTensor) else value
+            slab = self._host_copies.get(prefix + key)
+            if slab is None:
+                slab = self._host_copies[prefix + key] = Slab(local.nbytes, pin=torch.cuda.is_available())
+            copy = slab.view(local.shape, local.dtype).copy_(local, non_blocking=True)
+            copies[key] = DTensor(copy, value._spec, requires_grad=False) if isinstance(value, DTensor) else copy
+        if not prefix and torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        return copies
+
+    def _write(self, tensors: dict[str, Any], state: dict[str, Any]) -> None:
+        """Write to a temporary directory; once rank 0 sees all files, it publishes them."""
+        rank, root = dist.get_rank(), self.run_dir / "checkpoints"
+        final = root / step_name(state["step"])
+        temporary, what = root / f".tmp-{final.name}", f"checkpoint {final} cannot be written"
+
+        def make_directory() -> None:
+            root.mkdir(parents=True, exist_ok=True)
+            for stale in root.glob(".tmp-*"):
+                shutil.rmtree(stale)
+            temporary.mkdir()
+
+        def own_files() -> dict[str, tuple[int, str]]:
+            own = [temporary / ".metadata"] * (rank == 0) + sorted(temporary.glob(f"__{rank}_*"))
+            return {file.name: (file.stat().st_size, checksum(file)) for file in own}
+
+        def publish_when_visible() -> str | None:
+            for writer, files in enumerate(files_of_ranks):
+                for name, (num_bytes, _) in files.items():
+                    if is_visible(temporary / name, num_bytes):
+                        continue
+                    missing = f"rank 0 does not see {temporary / name}, which rank {writer} wrote"
+                    if latest_name(self.run_dir):  # the nodes do share the directory, so a later save may succeed
+                        raise TimeoutError(missing)
+                    return missing
+            publish(temporary, final, state, {name: file for files in files_of_ranks for name, file in files.items()})
+            best = state["best"][1] if self.keep_best and state["best"] else 0
+            prune(root, state["step"], self.keep_last, best)
+            return None
+
+        self._gather(what, make_directory if rank == 0 else _do_nothing)
+        with _unwrap_errors(what):
+            writer = dcp.FileSystemWriter(temporary, sync_files=True)
+            dcp.save(tensors, storage_writer=writer, process_group=self.group)
+        files_of_ranks = self._gather(what, own_files)
+        missing = self._gather(what, publish_when_visible if rank == 0 else _do_nothing)[0]
+        if missing is not None:
+            fix = "start again, or put it on a file system that all nodes share"
+            raise SharedTransientError(f"train.run_dir={self.run_dir}: {missing}; {fix}")
+
+    def _gather(self, what: str, function: Callable[[], T]) -> list[T]:
+        """Call `function` on every rank and return all results. If it raises on any rank, raise CheckpointError on
+        all."""
+        result = failure = None
+        try:
+            result = function()
+        except Exception as error:
+            failure = RankError(CheckpointError, f"{type(error).__name__}: {error}")
+        results, failures = zip(*gather_objects((result, failure), self.group), strict=True)
+        raise_first(failures, what)
+        return list(results)
+
+
+def _do_nothing() -> None: ...

@@ -1,0 +1,81 @@
+"""Write a run's checkpoint as a Hugging Face directory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+from ithaka.checkpoint.files import find_checkpoint_of_step, find_intact_checkpoint, read_state
+from ithaka.checkpoint.safe_load import SafeReader, load_into
+from ithaka.config import ConfigError, check_output, load_config
+from ithaka.model.adapters import adapter_tensor_name, merge_adapter
+
+
+def export(run_dir: Path, out_dir: Path, merge: bool = False, step: int | None = None, force: bool = False) -> Path:
+    """Export the latest checkpoint of `run_dir`, or that of `step`, and return `out_dir`.
+
+    Runs in one process, without a process group; the full model passes through host memory. Weights keep the precision
+    of the master weights (usually float32), so logits equal the trained model's. A run with an adapter exports the
+    adapter in PEFT's format or, with `merge`, the base model with the adapter merged in float32 and rounded to the
+    base's precision."""
+    logging.disable_progress_bar()
+    check_output("OUT_DIR", out_dir, force, folder=True)
+    out_dir, model_dir = out_dir.absolute(), run_dir / "model"
+    checkpoint = find_intact_checkpoint(run_dir) if step is None else find_checkpoint_of_step(run_dir, step)
+    if merge and not (model_dir / "adapter_config.json").is_file():
+        raise ConfigError(f"--merge: {run_dir} did not train an adapter; leave it out")
+    weights = {
+        name.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in SafeReader(checkpoint).read_metadata().state_dict_metadata.items()
+        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    load_into({"model": weights}, checkpoint, no_dist=True)
+    with tempfile.TemporaryDirectory(prefix="ithaka-export-") as name:
+        model_dir = Path(shutil.copytree(model_dir, Path(name) / "model"))
+        _write(run_dir, checkpoint, model_dir, out_dir, weights, merge)
+    return out_dir
+
+
+def _write(
+    run_dir: Path, checkpoint: Path, model_dir: Path, out_dir: Path, weights: dict[str, Tensor], merge: bool
+) -> None:
+    """`model_dir` is a copy of RUN_DIR/model, whose RoPE settings may be of a later step than the checkpoint's."""
+    state, config_file = read_state(checkpoint), model_dir / "config.json"
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | state["positions"]))
+    not_exported = ["config.json"]
+    if (model_dir / "adapter_config.json").is_file():
+        settings = load_config(run_dir / "config.yaml").at(state["step"] - 1).model
+        if settings.rope is not None and not merge:
+            not_exported = []  # the adapter's base needs this config.json as well
+        not_exported.append("adapter_config.json" if merge else "generation_config.json")
+        _write_adapter(settings.path, model_dir, out_dir, weights, merge)
+    else:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
+        model.load_state_dict(weights, assign=True)
+        model.tie_weights()
+        model.save_pretrained(out_dir)  # writes the dtype to config.json, and a generation config replaced below
+    shutil.copytree(model_dir, out_dir, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*not_exported))
+
+
+def _write_adapter(base: Path | None, model_dir: Path, out_dir: Path, weights: dict[str, Tensor], merge: bool) -> None:
+    tensors = {adapter_tensor_name(name): tensor for name, tensor in weights.items()}
+    if not merge:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, out_dir / "adapter_model.safetensors", metadata={"format": "pt"})
+        return
+    if base is None or not base.is_dir():
+        fix = "put it there, or leave out --merge and merge with PEFT"
+        raise ConfigError(f"--merge needs the base model, but the run's model.path={base} is not a directory; {fix}")
+    merge_adapter(base, model_dir, tensors, out_dir)

@@ -1,0 +1,115 @@
+"""Checks of settings, directories and inputs, before any process starts."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ithaka.attention.kernels import KERNELS
+from ithaka.config import (
+    Config,
+    ConfigError,
+    check_effects,
+    check_output,
+    embedded_model,
+    explicit_settings,
+    format_value,
+    input_error,
+    shell_command,
+)
+from ithaka.layout import check_fixed, fixed_settings, format_choices
+from ithaka.plan.shape import ModelShape
+from ithaka.preflight.run import Run
+
+# Sections of every run's config.yaml. A file that a user wrote rarely has them all.
+SAVED_SECTIONS = {"model", "data", "parallel", "memory", "attention", "optim", "train", "profile"}
+TOKEN_FILES = (".tokens", ".part", ".failed")  # in RUN_DIR/tokens, which is removed after the run
+LOG_FILES = (".log", ".out", ".err")  # a scheduler may write to the run directory before the run starts
+
+
+def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
+    """Refuse settings that no layout can have, that have no effect, or that need a missing package."""
+    parallel, memory, attention, train = config.parallel, config.memory, config.attention, config.train
+    values: dict[str, Any] = {"parallel.cp": parallel.cp_of(num_ranks), "memory.checkpoint": memory.checkpoint}
+    values |= {f"parallel.{name}": getattr(parallel, name) for name in ("ring", "replicas", "heads_per_stage")}
+    values |= {f"memory.{name}": getattr(memory, name) for name in ("keep_attention", "keep_projections")}
+    fixed = fixed_settings(values, shape.num_layers, num_ranks)
+    check_fixed(fixed, shape.heads, shape.num_layers, num_ranks)
+    check_effects({f"memory.{name}": value for name, value in vars(memory).items()})
+    if memory.disk_path is not None and "disk" not in (memory.offload, memory.attention_offload):
+        rule = "has no effect without memory.offload=disk; leave it null"
+        raise ConfigError(f"memory.disk_path={memory.disk_path} {rule}")
+    kernels = ("auto", *KERNELS)
+    if attention.kernel not in kernels:  # only the ranks, which own the devices, can try it
+        raise ConfigError(f"attention.kernel={attention.kernel} is unknown; use {format_choices(kernels)}")
+    blocks = attention.block_q, attention.block_kv
+    if blocks.count(None) == 1:
+        raise ConfigError(f"attention.block_q, block_kv={blocks} go together; set both or neither")
+    if config.adapter is not None and find_spec("peft") is None:
+        raise ConfigError("adapter needs an extra: pip install 'ithaka[adapter]', or leave the section out")
+    if config.adapter is not None and config.model.resize_embeddings:
+        raise ConfigError("model.resize_embeddings=true cannot be used with an adapter; set it to false")
+    need_validation = {"patience": train.patience} if not train.validate_every else {}
+    if not train.validate_sequences:
+        need_validation = {"keep_best": train.keep_best, "patience": train.patience}
+    idle = [f"train.{name}={format_value(value)}" for name, value in need_validation.items() if value]
+    if idle:
+        fix = "set train.validate_every and validate_sequences"
+        raise ConfigError(f"{format_choices(idle)} has no effect without validation; {fix}")
+    # A wandb folder in the working directory is found too, but has no origin.
+    missing = " ".join(name for name in train.track if getattr(find_spec(name), "origin", None) is None)
+    if missing:
+        raise ConfigError(f"train.track={missing} needs a package: pip install {missing}, or leave it out")
+
+
+def check_weights(path: Path | None) -> None:
+    """Refuse a model directory without safetensors: training would silently start from random weights."""
+    if path is None or not path.is_dir() or any(path.glob("*.safetensors")):
+        return
+    pickled = next((file.name for file in sorted(path.iterdir()) if file.suffix in (".bin", ".pt", ".pth")), None)
+    problem = "has no weights; add them"
+    if pickled:
+        problem = f"has its weights in {pickled}, not in safetensors; convert them"
+    raise ConfigError(f"model.path={path} {problem}, or use {path / 'config.json'} to train from random weights")
+
+
+def check_inputs(run: Run) -> int:
+    """Refuse a context that the model's positions do not cover, and unusable data. Returns the bytes of the data."""
+    # Late: they import transformers, and the cheap checks come first.
+    from ithaka.data.open import check_data
+    from ithaka.model.build import read_hf_config
+
+    model, data = run.config.model, run.config.data
+    read_hf_config(model.path or embedded_model(model.embedded), model.rope, data.context)
+    return check_data(data, run.shape.vocab, model.path)
+
+
+def check_run_dir(run_dir: Path, auto: bool, force: bool) -> None:
+    """Refuse to start a run among other files, which it might overwrite (such as report.html).
+
+    With --resume auto, a run that ended before its first checkpoint starts again in its own directory.
+    """
+    config_file = run_dir / "config.yaml"
+    own_files = {"hang", ".config.yaml.tmp", *(path.name for path in run_dir.glob("*") if path.suffix in LOG_FILES)}
+    if config_file.exists() and not auto:
+        resume = shell_command("train", "--resume", run_dir)
+        fix = f"choose another --run-dir, or continue it: {resume}"
+        raise ConfigError(f"train.run_dir={run_dir} already holds a run; {fix}")
+    if all(path.suffix in TOKEN_FILES for path in run_dir.glob("tokens/*")):
+        own_files.add("tokens")
+    if config_file.is_file() and {name.partition(".")[0] for name in explicit_settings(config_file)} >= SAVED_SECTIONS:
+        own_files = {path.name for path in run_dir.iterdir()}
+    check_output("train.run_dir", run_dir, force, folder=True, own=own_files)
+
+
+def check_path(option: str, path: Path | None) -> None:
+    """Refuse a path that the system cannot look up: a symlink loop, a name that is too long, or a directory without
+    permission. It need not exist."""
+    try:
+        if path is not None:
+            path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise input_error(f"{option}{path} cannot be used ({error.strerror}); use another directory", error) from None
