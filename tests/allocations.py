@@ -1,4 +1,4 @@
-"""Peak bytes as PyTorch's own CPU allocator reports them: a measure that shares nothing with LiveBytes."""
+"""Peak bytes from PyTorch's CPU allocator, measured independently of LiveBytes."""
 
 import gzip
 import json
@@ -14,7 +14,7 @@ from ithaka.profile.memory import NOT_FREED
 
 
 def allocator_peak(work: Callable[[], Any]) -> int:
-    """The most bytes taken from the CPU allocator at once, above what was taken before `work`."""
+    """Peak bytes that `work` allocates from the CPU allocator."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
@@ -26,7 +26,7 @@ def allocator_peak(work: Callable[[], Any]) -> int:
 
 
 def traced_peak(trace: Path) -> int:
-    """The same, of a trace.json.gz: the most that was out at once of what was taken inside it."""
+    """The same, from the memory events in a trace.json.gz."""
     events = [e for e in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if e["name"] == "[memory]"]
     return max(accumulate(e["args"]["Bytes"] for e in sorted(events, key=lambda e: e["ts"])))
 

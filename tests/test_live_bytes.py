@@ -1,4 +1,4 @@
-"""LiveBytes counts every storage once, from its first tensor to its death."""
+"""LiveBytes counts each storage once, from its first tensor until it is freed."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def floats(num_kib: int) -> torch.Tensor:
     return torch.ones(num_kib * 256)
 
 
-def test_views_and_in_place_work_count_nothing():
+def test_views_and_in_place_operators_add_no_bytes():
     with LiveBytes() as live:
         x = floats(4)
         view = x[256:].view(-1, 2)
@@ -29,19 +29,19 @@ def test_views_and_in_place_work_count_nothing():
 
 
 @pytest.mark.filterwarnings("error")
-def test_fake_tensors_hold_nothing():
+def test_fake_tensors_have_no_bytes():
     with LiveBytes() as live, FakeTensorMode():
         x = floats(4) + 1
         assert isinstance(x, FakeTensor) and bytes_now(live) == 0
 
 
 def test_older_storages_count_only_when_tagged():
-    older, given = floats(8), floats(2)
+    older, tagged = floats(8), floats(2)
     with LiveBytes() as live:
-        live.tag(given, "parameters")
-        made = older.view(2, -1)[0] + given.sum()
+        live.tag(tagged, "parameters")
+        made = older.view(2, -1)[0] + tagged.sum()
         assert bytes_now(live) == 2 * KIB + made.nbytes
-        older = None  # its death is none of our business
+        older = None  # not tagged, so freeing it changes nothing
         assert bytes_now(live) == 2 * KIB + made.nbytes
 
 
@@ -60,11 +60,11 @@ class Doubled(torch.autograd.Function):
             return 2 * dy * ctx.saved_tensors[0]
 
 
-def test_what_autograd_functions_make_and_keep_is_seen():
+def test_allocations_of_autograd_functions_are_counted():
     x = floats(4).requires_grad_()
     with LiveBytes() as live:
         y = Doubled.apply(x)
-        assert bytes_now(live) == 8 * KIB, "y, and what is kept for backward"
+        assert bytes_now(live) == 8 * KIB, "y and the saved tensor"
         y.backward(torch.ones_like(y))
         del y
         assert bytes_now(live) == 4 * KIB, "the gradient"
@@ -75,7 +75,7 @@ def test_what_autograd_functions_make_and_keep_is_seen():
     assert live.live_at(peak_ns)[0].line.startswith("tests/test_live_bytes.py:")
 
 
-def test_resized_storages_are_followed():
+def test_resized_storages_are_tracked():
     with LiveBytes() as live:
         x = floats(4)
         x.untyped_storage().resize_(0)
@@ -86,7 +86,7 @@ def test_resized_storages_are_followed():
         assert bytes_now(live) == 3 * KIB
 
 
-def test_holders_come_from_the_phase_the_block_or_the_tag():
+def test_the_holder_comes_from_the_phase_the_block_or_the_tag():
     with LiveBytes() as live, phase("mlp"):
         tile = floats(3)
         with allocating_for("stage buffers"):
@@ -98,7 +98,7 @@ def test_holders_come_from_the_phase_the_block_or_the_tag():
     del tile, q, kept
 
 
-def test_phases_and_holders_cost_nothing_while_nobody_listens(monkeypatch):
+def test_phases_and_holders_do_nothing_without_listeners(monkeypatch):
     monkeypatch.setattr(phases, "_enter", None)  # would fail
     monkeypatch.setattr(phases, "_set_state", None)
     x = torch.ones(2, requires_grad=True)
@@ -107,7 +107,7 @@ def test_phases_and_holders_cost_nothing_while_nobody_listens(monkeypatch):
     assert phases.PhaseState.path == ()
 
 
-def test_phases_of_ordinary_autograd_are_told():
+def test_mark_backward_opens_phases_in_autograd():
     with LiveBytes() as live, phase("layer 0"):
         x = floats(1).requires_grad_()
         y = 2 * x
@@ -117,13 +117,13 @@ def test_phases_of_ordinary_autograd_are_told():
 
 
 def attend() -> None:
-    """Autograd, and views that outlive their base. A fused kernel would take memory inside that nobody sees."""
+    """Autograd, and views that outlive their base. No fused kernel: its temporary buffers would be invisible."""
     q, k, v = (torch.randn(2, 4, 512, 64, requires_grad=True) for _ in range(3))
     out = (q @ k.mT).softmax(-1) @ v
     (torch.cat([out[:, :2], out[:, 2:].sin()], dim=1) ** 2).sum().backward()
 
 
-def test_peak_is_what_the_allocator_says():
+def test_the_peak_matches_the_allocator():
     with LiveBytes() as live:
         attend()
     assert abs(live.peak()[0] - allocator_peak(attend)) < 0.02 * live.peak()[0]

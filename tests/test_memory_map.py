@@ -1,4 +1,4 @@
-"""A profiled step: its map adds up to what the allocator measured, and the peak names what made it."""
+"""The memory map of a profiled step adds up to the allocator's peak and names the code that allocated it."""
 
 import json
 import time
@@ -47,7 +47,7 @@ def profiled(
 
 @pytest.fixture(scope="module")
 def profiles(tmp_path_factory):
-    """-> the folder of a run with MEMORY[name], and its profile."""
+    """name -> the folder of a run with MEMORY[name], and its profile."""
 
     @cache
     def profile(name: str) -> tuple[Path, dict[str, Any]]:
@@ -58,7 +58,7 @@ def profiles(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", MEMORY)
-def test_map_adds_up_to_the_measured_peak(profiles, name):
+def test_the_map_adds_up_to_the_measured_peak(profiles, name):
     folder, data = profiles(name)
     memory, peak = data["memory"], data["memory"]["peak"]
     total = max(map(sum, zip(*memory["holders"].values(), strict=True)))
@@ -79,8 +79,8 @@ def test_map_adds_up_to_the_measured_peak(profiles, name):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_large_vocabulary_is_planned_and_named(tmp_path, tied):
-    """The peak is where the embedding's gradients are made; tied, there are two and their sum, each V x D."""
+def test_a_large_vocabulary_is_planned_and_attributed(tmp_path, tied):
+    """The peak is in the embedding's backward; with tied weights, two gradients and their sum are live, each V x D."""
     data = profiled(tmp_path, MEMORY["recomputed"], context=32, vocab_size=40000, tie_word_embeddings=tied)
     peak = data["memory"]["peak"]
     assert sum(peak["planned"].values()) == pytest.approx(peak["num_bytes"], rel=0.01)
@@ -95,10 +95,10 @@ def test_a_large_vocabulary_is_planned_and_named(tmp_path, tied):
     ids=["all-linear", "the upper layer's", "with the embedding"],
 )
 def test_frozen_weights_are_planned(tmp_path, adapter, tied):
-    """The frozen vocabulary has no gradients and no state; a layer below the first adapter keeps nothing."""
+    """Frozen embeddings have no gradients and no optimizer state; layers below the first adapter keep nothing."""
     sizes = {"context": 32, "vocab_size": 40000, "tie_word_embeddings": tied}
     peak = profiled(tmp_path, MEMORY["recomputed"], adapter=adapter, **sizes)["memory"]["peak"]
-    # A tile of the loss has 66 KB beside its logits on a CPU: 0.26 % of this model.
+    # On a CPU a loss tile has 66 KB besides its logits: 0.26% of this model.
     assert sum(peak["planned"].values()) == pytest.approx(peak["num_bytes"], rel=0.003)
     assert peak["planned"]["optimizer"] == pytest.approx(peak["holders"]["optimizer"], rel=0.01)
     assert peak["planned"].get("kept on device") == peak["holders"].get("kept on device")
@@ -112,10 +112,10 @@ def test_times_add_up_to_the_step(profiles):
     assert sum(totals.values()) == pytest.approx(times["wall_s"])
     attention = next(r for r in times["phases"] if r["path"] == ["layer 1", "backward", "attention"])
     assert attention["compute"] > 0
-    assert totals["copies"] > 0, "kept inputs are copied out and in"
+    assert totals["copies"] > 0, "offloaded inputs are copied out and back"
 
 
-def test_planted_hog_is_named_first(tmp_path, monkeypatch):
+def test_an_unexpected_allocation_is_listed_first(tmp_path, monkeypatch):
     plain, hogs = StreamedLayer._mlp_backward, []
 
     def with_hog(self, saved, attended, dy_sD, grads):
@@ -130,12 +130,12 @@ def test_planted_hog_is_named_first(tmp_path, monkeypatch):
     assert first["what"] == "float32 [512, 4096]"
     assert "test_memory_map.py" in first["made_by"] and "with_hog" in first["made_by"]
     assert "backward / mlp" in peak["phase"]
-    words = (tmp_path / "run" / "profile" / "step-2" / "peak.txt").read_text()
-    assert words.splitlines()[3].strip().startswith("1. 8 MiB")
+    summary = (tmp_path / "run" / "profile" / "step-2" / "peak.txt").read_text()
+    assert summary.splitlines()[3].strip().startswith("1. 8 MiB")
 
 
-def test_leaving_the_recorders_is_no_part_of_the_step(monkeypatch):
-    """On a GPU the memory's history takes seconds to read, after the step."""
+def test_the_step_does_not_include_exiting_the_recorders(monkeypatch):
+    """On a GPU, reading the allocator's history after the step takes seconds."""
     leave, left_ns = LiveBytes.__exit__, []
     monkeypatch.setattr(LiveBytes, "__exit__", lambda *args: left_ns.append(time.time_ns()) or leave(*args))
     model = torch.nn.Linear(2, 2)

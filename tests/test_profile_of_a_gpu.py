@@ -1,4 +1,4 @@
-"""The GPU's parts of a profile, on made-up events: an allocator's history, and a trace with two streams."""
+"""Profiles of a GPU, from made-up events: an allocator history and a trace with two streams."""
 
 import time
 from pathlib import Path
@@ -30,7 +30,7 @@ def event(action: str, time_us: int, address: int, size: int, *frames: tuple[str
 
 
 def history(events: list[dict], tags: list[tuple[int, Allocation]]) -> MemoryMap:
-    """What the events say, of a step that had 4 and 1 MiB before and one phase from 1 ms on."""
+    """The map of `events`, with 4 and 1 MiB live before the step and one phase from 1 ms on."""
     made = AllocatorHistory(torch.device("cuda", 0))
     made._initial_bytes, made._start_ns = {1: 4 * MIB, 2: MIB}, 1_000_000
     made.phase_changes = [(1_000_000, ("layer 0", "backward", "mlp"))]
@@ -42,12 +42,12 @@ def history(events: list[dict], tags: list[tuple[int, Allocation]]) -> MemoryMap
 IN_MLP = "MLP tile: layer 0/backward/mlp"
 
 
-def test_history_becomes_holders():
+def test_the_history_becomes_allocations_by_holder():
     events = [
         event("alloc", 2_000, 3, 8 * MIB, (OURS, 77, "_mlp"), made_in=IN_MLP),
         event("alloc", 3_000, 4, 2 * MIB, (FSDP, 9, "foreach_reduce"), (OURS, 5, "x"), made_in=IN_MLP),
         event("free_requested", 4_000, 3, 8 * MIB),
-        event("alloc", 5_000, 3, 3 * MIB - 100, (OURS, 88, "again"), made_in=IN_MLP),  # the same address again
+        event("alloc", 5_000, 3, 3 * MIB - 100, (OURS, 88, "again"), made_in=IN_MLP),  # reuses the address
         event("free_requested", 6_000, 1, 4 * MIB),
     ]
     tags = [
@@ -69,13 +69,13 @@ def test_history_becomes_holders():
     assert at_peak["MLP tile"].phase == ("layer 0", "backward", "mlp")
     assert at_peak["parameters"].shape == (1024, 1024)
     left = {h.line: h for h in memory.live_at(9_000_000)}
-    assert left["ithaka/layer/schedule.py:88 in again"].num_bytes == 3 * MIB, "rounded as the allocator does"
-    assert left["ithaka/layer/schedule.py:88 in again"].holder == "gradients", "tagged after it was made"
+    assert left["ithaka/layer/schedule.py:88 in again"].num_bytes == 3 * MIB, "rounded up like the allocator"
+    assert left["ithaka/layer/schedule.py:88 in again"].holder == "gradients", "tagged after the allocation"
     assert left["ithaka/layer/schedule.py:88 in again"].shape == (3, MIB // 4)
 
 
 class FakeAllocator:
-    """Answers for torch.cuda where there is none: a history with the time and the metadata of each allocation."""
+    """Stands in for torch.cuda: a history with the time and metadata of each allocation."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[dict] = []
@@ -99,7 +99,7 @@ class FakeAllocator:
         time.sleep(0.001)
 
 
-def test_a_step_is_recorded_with_its_phases_and_holders(monkeypatch):
+def test_allocations_have_the_phase_and_holder_at_their_time(monkeypatch):
     gpu = FakeAllocator(monkeypatch)
     with AllocatorHistory(torch.device("cuda", 0)) as recorded:
         with phases.phase("layer 0"), phases.phase("backward"):
@@ -127,20 +127,22 @@ def test_a_step_is_recorded_with_its_phases_and_holders(monkeypatch):
     assert recorded.peak()[0] == 20 * MIB
 
 
-def test_memory_without_a_shape_is_told_by_the_size_of_its_pieces():
+def test_allocations_without_a_shape_are_grouped_by_size():
     sizes = [8, 8, 3]
     events = [
         event("alloc", 2_000 + i, 3 + i, n * MIB, (OURS, 77, "_mlp"), made_in=IN_MLP) for i, n in enumerate(sizes)
     ]
-    words = format_peak(history(events, []).describe({})["peak"])
-    assert "16 MiB (67%) MLP tile: 2 x 8 MiB, ithaka/layer/schedule.py:77 in _mlp" in words
-    assert "3 MiB (12%) MLP tile: 3 MiB, ithaka/layer/schedule.py:77 in _mlp" in words
+    summary = format_peak(history(events, []).describe({})["peak"])
+    assert "16 MiB (67%) MLP tile: 2 x 8 MiB, ithaka/layer/schedule.py:77 in _mlp" in summary
+    assert "3 MiB (12%) MLP tile: 3 MiB, ithaka/layer/schedule.py:77 in _mlp" in summary
 
 
-def test_times_come_from_the_step_before_when_there_is_one():
+def test_times_are_recorded_in_the_step_before_a_profile():
     kinds = [what_to_record(number, 3, in_two=number > 1) for number in range(1, 7)]
     assert kinds == [None, "times", "profile", None, "times", "profile"]
-    assert [what_to_record(n, 2, in_two=n > 1) for n in (1, 2)] == [None, "profile"], "the first step is no measure"
+    assert [what_to_record(n, 2, in_two=n > 1) for n in (1, 2)] == [None, "profile"], (
+        "the first step is too slow to time"
+    )
     assert [what_to_record(n, 1, in_two=True) for n in (1, 2)] == ["profile", "profile"]
     assert what_to_record(5, 0, in_two=True) is None
 
@@ -154,8 +156,8 @@ def by_path(times: dict) -> dict[tuple, dict]:
     return {tuple(row["path"]): {kind: row[kind] for kind in KINDS} for row in times["phases"]}
 
 
-def test_every_instant_of_two_streams_counts_once():
-    """Layer 0 launches a kernel, a collective and a copy that run long after the host has left it."""
+def test_each_instant_of_two_streams_counts_once():
+    """Layer 0 launches a kernel, a collective and a copy that run long after the host has left the layer."""
     second = 1e6
     step = StepTimes(torch.device("cpu"))
     step.start_ns, step.stop_ns = 0, 2 * 10**9
@@ -181,10 +183,10 @@ def test_every_instant_of_two_streams_counts_once():
     assert rows["layer 1",] == pytest.approx({"compute": 1, "exchange": 0, "copies": 0, "idle": 1})
 
 
-def test_phases_are_written_into_a_trace_by_the_clock():
-    """The trace of a GPU has launches and kernels; the host's operators and annotations are not recorded.
+def test_phases_are_added_to_a_trace_on_its_own_clock():
+    """A GPU trace has launches and kernels, but no operators or annotations of the host.
 
-    Its clock is another one (seen with torch 2.11, 45 days behind its own base): here at 24 s when the step ends.
+    Its clock differs from the host's (with torch 2.11, by 45 days): here it shows 24 s when the step ends.
     """
     second, base_ns = 10**9, 5 * 10**18
     step = StepTimes(torch.device("cpu"))
@@ -193,7 +195,7 @@ def test_phases_are_written_into_a_trace_by_the_clock():
     step.phase_changes = [(base_ns + i * second, path) for i, path in enumerate(paths)]
     launched = [span("cuda_runtime", "cudaLaunchKernel", at * 1e6, (at + 0.1) * 1e6, at * 10) for at in (20.5, 21.5)]
     launched.append(span("cuda_runtime", "cudaStreamSynchronize", 22e6, 24e6, 7))
-    launched.append(span("cuda_runtime", "cudaDeviceSynchronize", 24.5e6, 25e6, 8))  # the profiler's own
+    launched.append(span("cuda_runtime", "cudaDeviceSynchronize", 24.5e6, 25e6, 8))  # by the profiler
     ran = [span("kernel", "gemm", at * 1e6, (at + 1) * 1e6, (at - 1.5) * 10) for at in (22, 23)]
     trace = {"baseTimeNanoseconds": 7 * second, "traceEvents": launched + ran}
     times = step.times(trace)

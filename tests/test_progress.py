@@ -1,4 +1,4 @@
-"""A long step says where it is: on the console and in metrics.jsonl."""
+"""Long steps report their progress, on the console and in metrics.jsonl."""
 
 import json
 import time
@@ -21,8 +21,8 @@ PLAN = Plan(SHAPE, Layout(heads_per_stage=2), Hardware(find_gpu("CPU")), Work(40
 MICRO_STEPS = 2
 
 
-def progress(say=lambda report: None, every_s: float = 30.0) -> Progress:
-    made = Progress(PLAN, MICRO_STEPS, torch.device("cpu"), say)
+def progress(report=lambda _: None, every_s: float = 30.0) -> Progress:
+    made = Progress(PLAN, MICRO_STEPS, torch.device("cpu"), report)
     made.every_s = every_s
     return made
 
@@ -33,7 +33,7 @@ def run_layer(index: int, direction: str) -> None:
 
 
 def run_step() -> None:
-    """The marks of a step of two micro-steps."""
+    """The phases of a step with two micro-steps."""
     for _ in range(MICRO_STEPS):
         for index in range(SHAPE.num_layers):
             run_layer(index, "forward")
@@ -44,41 +44,43 @@ def run_step() -> None:
             run_layer(index, "backward")
 
 
-def test_all_work_is_counted_once():
-    made = progress()
-    with made.step(1):
+def test_shares_of_a_step_add_up_to_one():
+    steps = progress()
+    with steps.step(1):
         run_step()
-        _, share = made.update()
+        _, share = steps.update()
     assert share == pytest.approx(1)
 
 
-def test_layers_count_by_their_planned_seconds():
-    made = progress()
-    with made.step(1):
+def test_layers_are_weighted_by_their_planned_seconds():
+    steps = progress()
+    with steps.step(1):
         run_layer(0, "forward")
-        forward = made.update()[1]
+        forward = steps.update()[1]
         run_layer(0, "backward")
-        backward = made.update()[1] - forward
+        backward = steps.update()[1] - forward
         with phase("layer 1"), phase("forward"), phase("attention"), phase("stage 3"):
-            path, share = made.update()
-    assert 2 < backward / forward < 5, "attention is computed again, and differentiated"
+            path, share = steps.update()
+    assert 2 < backward / forward < 5, "backward recomputes attention, then differentiates it"
     assert path == ("layer 1", "forward", "attention", "stage 3") and share == forward + backward
 
 
-def test_reports_come_while_the_step_runs():
-    said: list[StepProgress] = []
-    with progress(said.append, every_s=0.02).step(7):
+def test_progress_is_reported_while_the_step_runs():
+    reports: list[StepProgress] = []
+    with progress(reports.append, every_s=0.02).step(7):
         run_layer(0, "forward")
         with phase("layer 1"), phase("forward"):
             deadline = time.monotonic() + 10
-            while len(said) < 2 and time.monotonic() < deadline:
+            while len(reports) < 2 and time.monotonic() < deadline:
                 time.sleep(0.01)
-    count = len(said)
-    run_layer(2, "forward")  # outside of a step nobody is told
-    assert said[0].step == 7 and said[0].phase == "layer 1 / forward"
-    assert 0 < said[0].percent < 100 and said[0].eta_s is not None
-    assert said[1].percent == said[0].percent and said[1].eta_s < said[0].eta_s, "time passes inside a layer"
-    assert len(said) == count
+    count = len(reports)
+    run_layer(2, "forward")  # outside of a step: not reported
+    assert reports[0].step == 7 and reports[0].phase == "layer 1 / forward"
+    assert 0 < reports[0].percent < 100 and reports[0].eta_s is not None
+    assert reports[1].percent == reports[0].percent and reports[1].eta_s < reports[0].eta_s, (
+        "the ETA counts down within a layer"
+    )
+    assert len(reports) == count
 
 
 REPORT = StepProgress(3, "layer 7 / backward / attention / stage 2", 41.0, 600.0, 5025.0)
@@ -106,5 +108,5 @@ def test_resuming_drops_progress_of_lost_steps(tmp_path):
     assert [json.loads(line)["step"] for line in lines] == [2]
 
 
-def test_nothing_known_is_left_out():
+def test_a_step_that_just_started_has_no_eta():
     assert describe_progress(StepProgress(1, "", 0.0, 1.0, None)) == "starting  0%"

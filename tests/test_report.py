@@ -1,4 +1,4 @@
-"""The report of a run: one file, complete, that draws itself in a browser without a network."""
+"""The report is one complete file that draws itself in a browser without a network."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ SIZES = {"desktop": (1200, False), "dark": (1200, True), "phone": (390, False)}
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory) -> Path:
-    """A whole training run with a profile, as the command line leaves it."""
+    """The directory of a training run with a profile, written as from the command line."""
     folder = tmp_path_factory.mktemp("reported")
     config = tiny_run(folder, train={"steps": 4, "save_every": 0}, profile={"every": 3})
     train_rank(valid(config))
@@ -31,7 +31,7 @@ def embedded(page: Path) -> list[dict]:
     return json.loads(text[start : text.index("</script>", start)])
 
 
-def test_every_run_ends_with_a_report_that_has_everything(run_dir):
+def test_a_finished_run_has_a_complete_report(run_dir):
     (run,) = embedded(run_dir / "report.html")
     assert run["metrics"]["step"] == [0, 1, 2, 3, 4]
     assert run["config"]["data"]["context"] == 61
@@ -40,21 +40,21 @@ def test_every_run_ends_with_a_report_that_has_everything(run_dir):
     assert run["profile"]["step"] == 3 and run["profile"]["memory"]["holders"]
 
 
-def test_the_peak_of_a_resumed_run_is_that_of_its_largest_part(run_dir, tmp_path):
+def test_the_peak_of_a_resumed_run_is_the_maximum_over_its_parts(run_dir, tmp_path):
     (tmp_path / "config.yaml").write_text((run_dir / "config.yaml").read_text())
     steps = [{"step": i, "host_peak_bytes": peak * 2**20} for i, peak in enumerate((5, 7, 3))]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     assert embedded(write_report([tmp_path]))[0]["host_peak_bytes"] == 7 * 2**20
 
 
-def test_nothing_is_fetched_from_anywhere(run_dir):
+def test_the_page_fetches_nothing(run_dir):
     text = (run_dir / "report.html").read_text()
-    own = text.replace(text[text.index("<script>") : text.rindex("<script>")], "")  # without the library
+    own = text.replace(text[text.index("<script>") : text.rindex("<script>")], "")  # without the chart library
     assert "http://" not in own and "https://" not in own
     assert len(text) < 1_200_000
 
 
-def test_text_of_a_run_cannot_break_out_of_the_page(run_dir, tmp_path):
+def test_text_from_a_run_cannot_break_out_of_its_script_element(run_dir, tmp_path):
     (tmp_path / "config.yaml").write_text((run_dir / "config.yaml").read_text())
     (tmp_path / "machine.json").write_text(json.dumps({"CPU": "</script><script>alert(1)</script>"}))
     page = write_report([tmp_path])
@@ -62,14 +62,12 @@ def test_text_of_a_run_cannot_break_out_of_the_page(run_dir, tmp_path):
     assert page.read_text().count("<script>") == 2
 
 
-def test_a_directory_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="holds no config.yaml; give the directory of a run"):
+def test_a_directory_without_a_run_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=rf"RUN_DIR={tmp_path}.*config\.yaml.*directory of a run"):
         write_report([tmp_path])
 
 
-needs_browser = pytest.mark.skipif(
-    find_browser() is None, reason="no Chromium or Chrome is installed: the page cannot be drawn"
-)
+needs_browser = pytest.mark.skipif(find_browser() is None, reason="needs Chromium or Chrome")
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +76,8 @@ def browser():
         yield opened
 
 
-# Of each chart: how many of its pixels are not background.
-DRAWN = """[...document.querySelectorAll('.chart')].map(box => {
+# Pixels of each chart that are not background.
+DRAWN_PIXELS = """[...document.querySelectorAll('.chart')].map(box => {
   const canvas = box.querySelector('canvas');
   const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
   let count = 0;
@@ -91,47 +89,47 @@ DRAWN = """[...document.querySelectorAll('.chart')].map(box => {
 @needs_browser
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("num_runs", [1, 2])
-def test_charts_are_drawn_without_complaints(run_dir, browser, tmp_path, size, num_runs):
+def test_all_charts_are_drawn_without_errors(run_dir, browser, tmp_path, size, num_runs):
     page = write_report([run_dir] * num_runs, tmp_path / "page.html")
     width, dark = SIZES[size]
     browser.open(page, width, dark=dark)
     assert browser.complaints() == []
-    drawn = browser.evaluate(DRAWN)
+    drawn = browser.evaluate(DRAWN_PIXELS)
     assert len(drawn) == 6 + 3 * num_runs and min(drawn) > 500
     assert browser.evaluate("document.documentElement.scrollWidth") <= width, "no sideways scrolling"
     shown = browser.evaluate("document.body.innerText")
-    assert "kept by layers 0 to 1" in shown and "[object" not in shown and "undefined" not in shown
+    assert "layers 0 to 1" in shown and "[object" not in shown and "undefined" not in shown
     background = browser.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, background[4:-1].split(","))) < 150) == dark
 
 
-# Of the largest holder at the peak: the right edges of its cells, and whether the shape can be seen.
-SHAPE = """(cells => [cells.map(cell => cell.getBoundingClientRect().right), cells[2].checkVisibility()])(
+# Right edges of the cells in the row of the largest allocation, and whether its shape is visible.
+LARGEST_ROW = """(cells => [cells.map(cell => cell.getBoundingClientRect().right), cells[2].checkVisibility()])(
   [...document.querySelectorAll('.folds tbody tr')[0].children])"""
 
 
 @needs_browser
 @pytest.mark.parametrize("size", ["desktop", "phone"])
-def test_shapes_of_the_largest_holders_are_on_the_screen(run_dir, browser, size):
+def test_shapes_of_the_largest_allocations_are_visible(run_dir, browser, size):
     width, dark = SIZES[size]
     browser.open(run_dir / "report.html", width, dark=dark)
-    right_edges, is_seen = browser.evaluate(SHAPE)
-    assert is_seen and max(right_edges) <= width
+    right_edges, is_visible = browser.evaluate(LARGEST_ROW)
+    assert is_visible and max(right_edges) <= width
 
 
 @needs_browser
-def test_a_run_without_a_profile_says_so_beside_one_with(run_dir, browser, tmp_path):
+def test_a_run_without_a_profile_is_marked_next_to_one_that_has_it(run_dir, browser, tmp_path):
     for name in ("config.yaml", "metrics.jsonl"):
         (tmp_path / name).symlink_to(run_dir / name)
     browser.open(write_report([run_dir, tmp_path], tmp_path / "page.html"))
     for title in ("Memory map", "Where the time goes"):
         boxes = f"[...document.querySelectorAll('section')].find(s => s.innerText.startsWith('{title}'))"
         shown = browser.evaluate(f"[...{boxes}.querySelectorAll('.runs > *')].map(box => box.innerText)")
-        assert ["not profiled" in text for text in shown] == [False, True]
+        assert ["not profiled" in text.lower() for text in shown] == [False, True]
 
 
 @needs_browser
-def test_an_evaluation_is_drawn_with_its_heat_map(run_dir, browser, tmp_path):
+def test_the_latest_evaluation_is_drawn_with_its_heat_maps(run_dir, browser, tmp_path):
     (tmp_path / "config.yaml").symlink_to(run_dir / "config.yaml")
     (tmp_path / "evaluations").mkdir()
     records = metrics(run_dir)
@@ -142,8 +140,8 @@ def test_an_evaluation_is_drawn_with_its_heat_map(run_dir, browser, tmp_path):
             for context in (900, 65536)
             for depth in (0.0, 0.5, 1.0)
         ]
-        found = {"model": f"run, step {step}", "retrieval": cells}
-        (tmp_path / "evaluations" / f"step-{step}.json").write_text(json.dumps(found))
+        results = {"model": f"run, step {step}", "retrieval": cells}
+        (tmp_path / "evaluations" / f"step-{step}.json").write_text(json.dumps(results))
         figures = {"loss": 3.0, "long_context_gain": -0.1}
         figures |= {f"retrieval/{task}/{n}": 0.5 for task in ("single", "variables") for n in (900, 65536)}
         records.append({"step": 90 + step} | {f"evaluate/{name}": value for name, value in figures.items()})
@@ -154,41 +152,41 @@ def test_an_evaluation_is_drawn_with_its_heat_map(run_dir, browser, tmp_path):
     assert {"Evaluation", "Long-context gain", "Retrieval", "single", "variables"} <= set(titles)
     heat = browser.evaluate("[...document.querySelectorAll('.heat')].map(map => map.innerText.split(/\\s+/).join(' '))")
     assert [text.strip() for text in heat] == ["0% 50% 100% 900 0 0.5 1 64K 0 0.5 1"] * 2, (
-        "the latest, of the run that has one"
+        "the latest evaluation of the run that has any"
     )
 
 
-# Of each chart and axis: the labels of its ticks.
-LABELS = """charts.flatMap(chart => ['xAxis', 'yAxis'].map(name =>
+# Tick labels of each chart and axis.
+TICK_LABELS = """charts.flatMap(chart => ['xAxis', 'yAxis'].map(name =>
   chart.live.getModel().getComponent(name, 0).axis.getViewLabels().map(label => label.formattedLabel)))"""
 
 
 @needs_browser
 @pytest.mark.parametrize("size", ["desktop", "phone"])
-def test_no_two_labels_of_an_axis_are_alike(run_dir, browser, tmp_path, size):
-    """Also where all steps were nearly equally fast, and where a short stretch of the map is looked at."""
+def test_tick_labels_of_an_axis_are_distinct(run_dir, browser, tmp_path, size):
+    """Also for nearly equal values, and for a memory map that is zoomed in."""
     for name in ("config.yaml", "profile"):
         (tmp_path / name).symlink_to(run_dir / name)
     steps = [{"step": i, "loss": 2.5504 + i / 10_000, "tokens_per_s": 12_040.0 + 7 * i} for i in range(9)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     width, dark = SIZES[size]
     browser.open(write_report([tmp_path]), width, dark=dark)
-    shown = browser.evaluate(LABELS)
+    shown = browser.evaluate(TICK_LABELS)
     browser.evaluate("charts[3].live.dispatchAction({type: 'dataZoom', start: 20, end: 21})")
-    shown.append(browser.evaluate(LABELS)[6])
+    shown.append(browser.evaluate(TICK_LABELS)[6])
     assert all(len(labels) == len(set(labels)) > 2 for labels in shown), shown
     assert shown[5][:2] == ["12.04K", "12.05K"]
 
 
 @needs_browser
-def test_holders_can_be_looked_at_and_hidden(run_dir, browser):
+def test_holders_have_tooltips_and_can_be_hidden(run_dir, browser):
     browser.open(run_dir / "report.html")
     browser.evaluate("document.querySelectorAll('.chart')[6].scrollIntoView()")
     box = "document.querySelectorAll('.chart')[6].getBoundingClientRect()"
     left, top, width, height = browser.evaluate(f"(r => [r.left, r.top, r.width, r.height])({box})")
     browser.move_mouse(left + width / 2, top + height / 2)
     tip = "document.querySelectorAll('.chart')[6].innerText"
-    assert "all shown" in browser.evaluate(tip) and "parameters" in browser.evaluate(tip)
+    assert "total shown" in browser.evaluate(tip) and "parameters" in browser.evaluate(tip)
     option = "charts[6].live.getOption()"
     first = browser.evaluate(f"{option}.series[0].name")
     browser.evaluate(f"charts[6].live.dispatchAction({{type: 'legendToggleSelect', name: '{first}'}})")
@@ -203,7 +201,7 @@ def test_holders_can_be_looked_at_and_hidden(run_dir, browser):
 
 
 @needs_browser
-def test_curves_of_two_runs_are_told_apart_over_any_axis(run_dir, browser, tmp_path):
+def test_curves_of_two_runs_are_distinct_on_any_x_axis(run_dir, browser, tmp_path):
     both = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
     for folder, rate in zip(both, ("lr: 0.01", "lr: 0.02"), strict=True):
         folder.mkdir(parents=True)
@@ -216,7 +214,7 @@ def test_curves_of_two_runs_are_told_apart_over_any_axis(run_dir, browser, tmp_p
     assert len({tuple(line) for line in lines}) == len({line[0] for line in lines}) == 4
     assert len({(colour, kind) for _, colour, _, kind in lines}) == 4
     shown = browser.evaluate("document.body.innerText")
-    differs = shown.partition("What differs")[2].partition("Plan,")[0].split()
+    differs = shown.partition("Differences")[2].partition("Plan,")[0].split()
     assert "optim.lr" in differs and "0.02" in differs and "optim.eps" not in differs
     choose = "(s => { s.value = '{}'; s.dispatchEvent(new Event('change')); })(document.getElementById('{}'))"
     last = "charts[0].live.getOption().series[0].data.at(-1)"
@@ -224,13 +222,13 @@ def test_curves_of_two_runs_are_told_apart_over_any_axis(run_dir, browser, tmp_p
     browser.evaluate(choose.replace("{}", "tokens", 1).replace("{}", "x"))
     browser.evaluate(choose.replace("{}", "most", 1).replace("{}", "smooth"))
     assert browser.evaluate(last)[0] == tokens and step == 4
-    assert loss < browser.evaluate(last)[1] < 6, "a mean with those before it"
+    assert loss < browser.evaluate(last)[1] < 6, "an average with earlier steps"
     browser.evaluate(choose.replace("{}", "hours", 1).replace("{}", "x"))
     assert 0 < browser.evaluate(last)[0] < 1 and browser.evaluate("location.hash") == "#x=hours&smooth=most"
     assert browser.complaints() == []
 
 
-def test_the_page_of_a_run_under_way_loads_itself_again(run_dir, tmp_path):
+def test_the_page_of_a_run_in_progress_reloads_itself(run_dir, tmp_path):
     (tmp_path / "config.yaml").write_text((run_dir / "config.yaml").read_text())
     page = tmp_path / "report.html"
     with live_report(tmp_path, every_s=0.01):

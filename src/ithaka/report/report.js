@@ -1,5 +1,5 @@
 "use strict";
-// Draws the page from the data embedded in it. Sizes are bytes, times are seconds.
+// Draws the report from the data embedded in the page. Sizes are bytes, times are seconds.
 const runs = JSON.parse(document.getElementById("data").textContent);
 const page = document.getElementById("page");
 
@@ -9,14 +9,14 @@ const HOLDER_COLOURS = {
   "loss tile": "#9c755f", "other": "#8f979e",
 };
 const KIND_COLOURS = { compute: "#4e79a7", exchange: "#e15759", copies: "#edc948", idle: "#8f979e" };
-// Colours and marks of runs, which the colour-blind can tell apart too.
+// Colours and symbols of runs, chosen to be distinct for colour-blind readers.
 const RUN_COLOURS = ["#2f7fc1", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#7a5195"];
 const RUN_SYMBOLS = ["circle", "rect", "triangle", "diamond", "pin", "arrow"];
-const LINES = ["solid", "dashed", "dotted", [10, 3, 2, 3]];  // of one run in one chart
+const LINES = ["solid", "dashed", "dotted", [10, 3, 2, 3]];  // one per series of a run
 
-// ---- words
+// ---- numbers as text
 
-// Names and sizes of units, largest first.
+// [name, size] of units, largest first.
 const BYTES = [[" TiB", 2 ** 40], [" GiB", 2 ** 30], [" MiB", 2 ** 20], [" KiB", 1024], [" B", 1]];
 const AMOUNTS = [["T", 1e12], ["B", 1e9], ["M", 1e6], ["K", 1e3], ["", 1]];
 const SECONDS = [[" h", 3600], [" min", 60], [" s", 1], [" ms", 1e-3]];
@@ -42,8 +42,8 @@ function seconds(s) {
 function tokens(n) { return n % 1024 ? String(n) : n % 2 ** 20 ? n / 1024 + "K" : n / 2 ** 20 + "M"; }
 function lastOf(values) { return values.filter(v => v != null).at(-1); }
 function median(values) {
-  const there = values.filter(v => v != null).sort((a, b) => a - b);
-  return there.length ? there[there.length >> 1] : null;
+  const sorted = values.filter(v => v != null).sort((a, b) => a - b);
+  return sorted.length ? sorted[sorted.length >> 1] : null;
 }
 
 // ---- elements
@@ -73,9 +73,9 @@ function perRun(into, draw) {
 function table(into, head, rows) {
   const cell = (tag, value, column) => {
     const kind = typeof head[column] === "object" ? head[column].kind : "";
-    const made = make(tag, kind ? { class: kind } : {});
-    made.append(...(Array.isArray(value) ? value : [value ?? "-"]));
-    return made;
+    const element = make(tag, kind ? { class: kind } : {});
+    element.append(...(Array.isArray(value) ? value : [value ?? "-"]));
+    return element;
   };
   const names = head.map(h => typeof h === "object" ? h.name : h);
   const body = rows.map(row => make("tr", {}, ...row.map((v, i) => cell("td", v, i))));
@@ -84,7 +84,7 @@ function table(into, head, rows) {
 }
 function swatch(colour, name) { return [make("span", { class: "swatch", style: `background:${colour}` }), name]; }
 
-// ---- charts: each is drawn again when the theme changes
+// ---- charts, redrawn when the theme changes
 
 const charts = [];
 function chart(into, option, tall) {
@@ -94,8 +94,8 @@ function chart(into, option, tall) {
 }
 function colours() {
   const style = getComputedStyle(document.documentElement);
-  const of = name => style.getPropertyValue(name).trim();
-  return { back: of("--back"), panel: of("--panel"), ink: of("--ink"), faint: of("--faint"), line: of("--line") };
+  const names = ["back", "panel", "ink", "faint", "line"];
+  return Object.fromEntries(names.map(name => [name, style.getPropertyValue("--" + name).trim()]));
 }
 function drawAll() {
   const c = colours();
@@ -125,105 +125,105 @@ function axis(c, extra) {
     axisLabel: { color: c.faint, hideOverlap: true, ...extra.axisLabel },
   };
 }
-// Without what floating point adds to a number of few digits.
-function exact(n) { return Number(n.toPrecision(12)); }
-// Labels of an axis that goes up to `most`, in one unit. Ticks are round numbers: written in full, no two are alike.
+// Drops floating-point noise: 0.30000000000000004 -> 0.3.
+function dropNoise(n) { return Number(n.toPrecision(12)); }
+// Tick labels in the unit of the axis maximum `most`. Ticks are round numbers; all digits are shown, so labels differ.
 function inUnitOf(most, units) {
   const [unit, size] = unitOf(most, units);
-  return n => n ? exact(n / size) + unit : "0";
+  return n => n ? dropNoise(n / size) + unit : "0";
 }
-// An axis from 0, with at most about `count` ticks at round numbers of its unit.
+// An axis that starts at 0, with about `count` ticks at round numbers.
 function fromZero(c, most, units, count) {
   const [, size] = unitOf(most, units);
   const rough = Math.max(most / size / count, 1e-9), scale = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].find(n => n * scale >= rough) * scale * size;
   return axis(c, {
-    type: "value", min: 0, interval: step, max: exact(Math.ceil(most / step * 1.02) * step),
+    type: "value", min: 0, interval: step, max: dropNoise(Math.ceil(most / step * 1.02) * step),
     axisLabel: { formatter: inUnitOf(most, units) },
   });
 }
-function label(name) { return runs.length > 1 ? name + " " : ""; }
+function seriesPrefix(name) { return runs.length > 1 ? name + " " : ""; }
 
-// ---- the run: loss, speed
+// ---- summary and curves
 
 function summary() {
   const into = section("Summary");
   perRun(into, (run, box) => {
     const m = run.metrics, peak = run.profile && run.profile.memory.peak;
-    const of = run.config.train?.steps, val = lastOf(m.val_loss), mfu = median(m.mfu);
+    const numSteps = run.config.train?.steps, val = lastOf(m.val_loss), mfu = median(m.mfu);
     const best = Math.min(...m.val_loss.filter(v => v != null));
-    const shown = (value, words) => value == null ? null : words(value);
+    const ifSet = (value, format) => value == null ? null : format(value);
     const cards = [
-      ["steps" + (of ? ` of ${of}` : ""), lastOf(m.step)],
-      ["tokens", shown(lastOf(m.tokens ?? []), amount)],
+      ["steps" + (numSteps ? ` of ${numSteps}` : ""), lastOf(m.step)],
+      ["tokens", ifSet(lastOf(m.tokens ?? []), amount)],
       ["loss", lastOf(m.loss)?.toFixed(4)],
       ["validation loss", val?.toFixed(4)],
       ["lowest validation loss", best < val ? best.toFixed(4) : null],
-      ["validation perplexity", shown(val, v => Math.exp(v).toPrecision(4))],
-      ["tokens/s (median)", shown(median(m.tokens_per_s), amount)],
-      ["step (median)", shown(median(m.step_s), seconds)],
-      ["MFU (median)", shown(mfu, v => (100 * v).toFixed(1) + " %")],
-      ["tokens of context", run.config.curriculum?.length ? run.config.curriculum.map(e => e.context).join(", ") : run.config.data.context],
-      ["host peak per rank", run.device_peak_bytes ? null : shown(run.host_peak_bytes, bytes)],
-      ["device peak", shown(run.device_peak_bytes, bytes)],
+      ["validation perplexity", ifSet(val, v => Math.exp(v).toPrecision(4))],
+      ["tokens/s (median)", ifSet(median(m.tokens_per_s), amount)],
+      ["step (median)", ifSet(median(m.step_s), seconds)],
+      ["MFU (median)", ifSet(mfu, v => (100 * v).toFixed(1) + "%")],
+      ["context (tokens)", run.config.curriculum?.length ? run.config.curriculum.map(e => e.context).join(", ") : run.config.data.context],
+      ["host peak per rank", run.device_peak_bytes ? null : ifSet(run.host_peak_bytes, bytes)],
+      ["device peak", ifSet(run.device_peak_bytes, bytes)],
     ].filter(([, value]) => value != null);
     if (peak && peak.largest.length) cards.push(["largest holder", Object.entries(peak.holders).sort((a, b) => b[1] - a[1])[0][0]]);
     box.append(make("div", { class: "cards" }, ...cards.map(([name, value]) =>
       make("div", { class: "card" }, make("b", {}, String(value)), make("span", {}, name)))));
   });
 }
-// What the curves are drawn over, and how smoothly: kept in the address, so that a reload keeps them.
+// The curves' x axis and smoothing, stored in the URL so that a reload keeps them.
 const AXES = { step: ["step", PLAIN], tokens: ["tokens", AMOUNTS], hours: ["hours of steps", PLAIN] };
 const SMOOTH = { none: 0, little: 0.6, more: 0.9, most: 0.98 };
-const chosenOf = () => ({ x: "step", smooth: "none", ...Object.fromEntries(new URLSearchParams(location.hash.slice(1))) });
-const xs = run => {
-  const m = run.metrics, x = chosenOf().x;
+const readControls = () => ({ x: "step", smooth: "none", ...Object.fromEntries(new URLSearchParams(location.hash.slice(1))) });
+const xValues = run => {
+  const m = run.metrics, x = readControls().x;
   let seconds = 0;
   return x !== "hours" ? m[x] ?? m.step : m.step_s.map(s => (seconds += s ?? 0) / 3600);
 };
 function points(run, key) {
-  const own = run.metrics[key] ?? [], x = xs(run);
+  const own = run.metrics[key] ?? [], x = xValues(run);
   return x.map((at, i) => [at, own[i]]).filter(p => p[0] != null && p[1] != null);
 }
-// An exponential mean that starts without a bias towards 0.
+// Exponential moving average with bias correction.
 function smoothed(values) {
-  const keep = SMOOTH[chosenOf().smooth] ?? 0;
+  const keep = SMOOTH[readControls().smooth] ?? 0;
   let mean = 0, weight = 0;
   return values.map(([x, y]) => { mean = keep * mean + (1 - keep) * y; weight = keep * weight + 1 - keep; return [x, mean / weight]; });
 }
 function controls(into) {
   const bar = make("p", { class: "note controls" });
-  for (const [name, words, values] of [["x", "over", AXES], ["smooth", "smoothing", SMOOTH]]) {
-    const select = make("select", { id: name, "aria-label": words }, ...Object.keys(values).map(v => make("option", { value: v }, v)));
-    select.value = chosenOf()[name];
+  for (const [name, title, values] of [["x", "x axis", AXES], ["smooth", "smoothing", SMOOTH]]) {
+    const select = make("select", { id: name, "aria-label": title }, ...Object.keys(values).map(v => make("option", { value: v }, v)));
+    select.value = readControls()[name];
     select.addEventListener("change", () => {
-      history.replaceState(null, "", "#" + new URLSearchParams({ ...chosenOf(), [name]: select.value }));
+      history.replaceState(null, "", "#" + new URLSearchParams({ ...readControls(), [name]: select.value }));
       drawAll();
     });
-    bar.append(make("label", {}, words + " ", select), " ");
+    bar.append(make("label", {}, title + " ", select), " ");
   }
   into.append(bar);
 }
-// keys: of the metrics, its name, whether it is measured now and then (never smoothed).
+// keys: [metric, name, whether it is sparse (never smoothed)].
 function curves(into, title, note, keys, format, units) {
   const values = () => runs.flatMap(run => keys.flatMap(([key]) => points(run, key).map(p => p[1])));
   if (!values().length) return;
   const box = make("div", {}, make("h3", {}, title), make("p", { class: "note" }, note));
   into.append(box);
   chart(box, (c, narrow) => {
-    const [name, xUnits] = AXES[chosenOf().x] ?? AXES.step, most = Math.max(...values());
-    const whole = name === "step";
+    const [name, xUnits] = AXES[readControls().x] ?? AXES.step, most = Math.max(...values());
+    const isStep = name === "step";
     return {
       ...base(c, narrow),
       tooltip: { ...base(c, narrow).tooltip, valueFormatter: format },
       xAxis: axis(c, {
-        type: "value", minInterval: whole ? 1 : 0, name, min: "dataMin", max: "dataMax",
-        axisLabel: { formatter: whole ? n => Number.isInteger(n) ? String(n) : "" : inUnitOf(Math.max(...runs.flatMap(xs)), xUnits), showMinLabel: whole, showMaxLabel: whole },
+        type: "value", minInterval: isStep ? 1 : 0, name, min: "dataMin", max: "dataMax",
+        axisLabel: { formatter: isStep ? n => Number.isInteger(n) ? String(n) : "" : inUnitOf(Math.max(...runs.flatMap(xValues)), xUnits), showMinLabel: isStep, showMaxLabel: isStep },
       }),
       yAxis: units === BYTES ? fromZero(c, most, BYTES, 5) : axis(c, { type: "value", scale: true, axisLabel: { formatter: inUnitOf(most, units) } }),
-      series: runs.flatMap((run, r) => keys.filter(([key]) => points(run, key).length).map(([key, own, rare], k) => ({
-        name: label(run.name) + own, type: "line", data: rare ? points(run, key) : smoothed(points(run, key)), sampling: "lttb",
-        showSymbol: points(run, key).length < 40, symbol: RUN_SYMBOLS[r % RUN_SYMBOLS.length], symbolSize: rare ? 8 : 5, connectNulls: true,
+      series: runs.flatMap((run, r) => keys.filter(([key]) => points(run, key).length).map(([key, title, isSparse], k) => ({
+        name: seriesPrefix(run.name) + title, type: "line", data: isSparse ? points(run, key) : smoothed(points(run, key)), sampling: "lttb",
+        showSymbol: points(run, key).length < 40, symbol: RUN_SYMBOLS[r % RUN_SYMBOLS.length], symbolSize: isSparse ? 8 : 5, connectNulls: true,
         color: RUN_COLOURS[(keys.length > 1 && runs.length === 1 ? k : r) % RUN_COLOURS.length],
         lineStyle: { width: 2, type: LINES[k % LINES.length] },
       }))),
@@ -236,28 +236,28 @@ function allCurves() {
   into.append(grid);
   const digits = v => v == null ? "-" : Number(v).toFixed(4), short = v => v == null ? "-" : Number(v).toPrecision(4);
   for (const run of runs) for (const key of ["loss", "val_loss"]) run.metrics["exp_" + key] = run.metrics[key].map(v => v == null ? null : Math.exp(v));
-  curves(grid, "Loss", "Mean over all valid tokens of the step; validation after the update.", [["loss", "loss", false], ["val_loss", "validation", true]], digits, PLAIN);
-  curves(grid, "Perplexity", "The exponential of the loss.", [["exp_loss", "perplexity", false], ["exp_val_loss", "validation", true]], short, PLAIN);
-  curves(grid, "Learning rate", "Of the step.", [["lr", "learning rate", false]], short, PLAIN);
-  curves(grid, "Gradient norm", "Of the whole gradient, before clipping.", [["grad_norm", "gradient norm", false]], short, PLAIN);
-  curves(grid, "Speed", "Input tokens per second, without validation and saving.", [["tokens_per_s", "tokens/s", false]], amount, AMOUNTS);
+  curves(grid, "Loss", "Mean over the step's trained tokens; validation runs after the update.", [["loss", "loss", false], ["val_loss", "validation", true]], digits, PLAIN);
+  curves(grid, "Perplexity", "exp(loss).", [["exp_loss", "perplexity", false], ["exp_val_loss", "validation", true]], short, PLAIN);
+  curves(grid, "Learning rate", "At each step.", [["lr", "learning rate", false]], short, PLAIN);
+  curves(grid, "Gradient norm", "Global norm, before clipping.", [["grad_norm", "gradient norm", false]], short, PLAIN);
+  curves(grid, "Speed", "Input tokens per second, excluding validation and checkpoints.", [["tokens_per_s", "tokens/s", false]], amount, AMOUNTS);
   const onDevice = runs.some(run => run.device_peak_bytes);
-  curves(grid, "Memory", `Highest so far of any rank, ${onDevice ? "on its device" : "of its process"}.`, [[onDevice ? "device_peak_bytes" : "host_peak_bytes", "peak", false]], bytes, BYTES);
+  curves(grid, "Memory", `Peak ${onDevice ? "device" : "process"} memory so far, maximum over ranks.`, [[onDevice ? "device_peak_bytes" : "host_peak_bytes", "peak", false]], bytes, BYTES);
   const keysOf = run => Object.keys(run.metrics), contextOf = key => key.match(/^evaluate\/retrieval\/.*\/(\d+)$/)?.[1];
   const contexts = [...new Set(runs.flatMap(keysOf).map(contextOf).filter(Boolean))].sort((a, b) => a - b);
-  for (const run of runs) for (const context of contexts) {  // the mean over tasks
+  for (const run of runs) for (const context of contexts) {  // mean over tasks
     const tasks = keysOf(run).filter(key => contextOf(key) === context).map(key => run.metrics[key]);
     if (tasks.length) run.metrics["found/" + context] = tasks[0].map((v, i) => v == null ? null : tasks.reduce((sum, one) => sum + one[i], 0) / tasks.length);
   }
-  curves(grid, "Evaluation", "Loss of held-out documents at the largest context and at a short one.", [["evaluate/loss", "loss", true], ["evaluate/short_context_loss", "short context", true]], digits, PLAIN);
-  curves(grid, "Long-context gain", "Loss with all that is before a token minus loss with the last few thousand tokens: below zero, the long context helps.", [["evaluate/long_context_gain", "gain", true]], digits, PLAIN);
-  curves(grid, "Retrieval", "Share of answers found, over all tasks and depths, by context.", contexts.map(c => ["found/" + c, tokens(c), true]), short, PLAIN);
+  curves(grid, "Evaluation", "Loss on held-out documents with the longest context and with a short one.", [["evaluate/loss", "loss", true], ["evaluate/short_context_loss", "short context", true]], digits, PLAIN);
+  curves(grid, "Long-context gain", "Loss with the full context minus loss with the last few thousand tokens. Negative: the long context helps.", [["evaluate/long_context_gain", "gain", true]], digits, PLAIN);
+  curves(grid, "Retrieval", "Share of correct answers by context, over all tasks and depths.", contexts.map(c => ["found/" + c, tokens(c), true]), short, PLAIN);
   if (!grid.children.length) into.remove();
 }
 
 function retrieval() {
   if (!runs.some(run => run.evaluation?.retrieval.length)) return;
-  const into = section("Retrieval at the latest evaluation", "Share of answers found, by context (rows) and depth (columns).");
+  const into = section("Retrieval, latest evaluation", "Share of correct answers by context (rows) and depth (columns).");
   perRun(into, (run, box) => {
     const cells = run.evaluation?.retrieval ?? [], each = (name, of = cells) => [...new Set(of.map(cell => cell[name]))];
     const row = (head, cells) => make("tr", {}, make("th", {}, head), ...cells);
@@ -269,7 +269,7 @@ function retrieval() {
   });
 }
 
-// ---- what differs between runs, and what they train on
+// ---- differences between runs; data
 
 function flat(config) {
   return Object.fromEntries(Object.entries(config).flatMap(([name, values]) =>
@@ -279,7 +279,7 @@ function differences() {
   if (runs.length < 2) return;
   const all = runs.map(run => ({ ...flat(run.config), ...flat({ machine: run.machine || {} }) }));
   const names = [...new Set(all.flatMap(Object.keys))].filter(n => n !== "train.run_dir" && new Set(all.map(one => one[n])).size > 1);
-  const into = section("What differs", names.length ? "Settings and machine." : "Settings and machine are the same.");
+  const into = section("Differences", names.length ? "Settings and machine." : "Same settings and machine.");
   if (names.length) table(into, ["", ...runs.map(run => ({ name: run.name, kind: "code" }))], names.map(n => [n, ...all.map(one => one[n] ?? "-")]));
 }
 function dataSummary() {
@@ -289,28 +289,28 @@ function dataSummary() {
 
 // ---- memory
 
-function sayNotProfiled(box) {
-  box.append(make("p", { class: "note" }, "This run was not profiled: ithaka profile, or profile.every=N."));
+function noteNotProfiled(box) {
+  box.append(make("p", { class: "note" }, "Not profiled; use ithaka profile or profile.every=N."));
 }
 function memory() {
   if (!runs.some(run => run.profile)) return;
   const into = section("Memory map",
-    "Live bytes of rank 0 over the profiled step, stacked by what holds them. Tap a name to hide it; drag or pinch to zoom.");
+    "Live bytes on rank 0 during the profiled step, by holder. Tap a name to hide it; drag or pinch to zoom.");
   perRun(into, (run, box) => {
-    if (!run.profile) { sayNotProfiled(box); return; }
+    if (!run.profile) { noteNotProfiled(box); return; }
     const map = run.profile.memory, peak = map.peak;
     chart(box, (c, narrow) => memoryOption(map, c, narrow), true);
-    box.append(make("h3", {}, "The peak"));
+    box.append(make("h3", {}, "Peak"));
     const share = 100 * peak.time_s / Math.max(peak.step_s, 1e-9);
-    box.append(make("p", {}, `${bytes(peak.num_bytes)} after ${seconds(peak.time_s)} of ${seconds(peak.step_s)} (${share.toFixed(0)} %), in ${peak.phase || "no phase"}.`
+    box.append(make("p", {}, `${bytes(peak.num_bytes)} in phase ${peak.phase || "none"}, ${seconds(peak.time_s)} into a step of ${seconds(peak.step_s)} (${share.toFixed(0)}%).`
       + (peak.measured_bytes == null ? "" : ` The allocator measured ${bytes(peak.measured_bytes)}.`)));
-    table(box, ["holder", { name: "size", kind: "number" }, { name: "shape", kind: "code below" }, { name: "made by", kind: "code below" }],
+    table(box, ["holder", { name: "size", kind: "number" }, { name: "shape", kind: "code below" }, { name: "allocated by", kind: "code below" }],
       peak.largest.map(one => [
         swatch(HOLDER_COLOURS[one.holder] || "#888", one.holder), bytes(one.num_bytes), one.what, one.made_by,
       ]));
     const planned = peak.planned;
     const names = [...new Set([...Object.keys(peak.holders), ...Object.keys(planned || {})])];
-    box.append(make("h3", {}, planned ? "Measured and planned at the peak" : "At the peak"));
+    box.append(make("h3", {}, planned ? "Peak by holder, measured and planned" : "Peak by holder"));
     const total = o => Object.values(o).reduce((a, b) => a + b, 0);
     const number = name => ({ name, kind: "number" });
     table(box, ["holder", number("measured"), ...(planned ? [number("planned")] : [])],
@@ -353,7 +353,7 @@ function memoryTip(map, items) {
   const rows = [...items].reverse().filter(one => one.value[1] > 0)
     .map(one => `${one.marker}${one.seriesName} <b>${bytes(one.value[1])}</b>`);
   const phase = map.moments[i] || "between phases";
-  return `${seconds(map.time_s[i])}: ${echarts.format.encodeHTML(phase)}<br>all shown <b>${bytes(sum)}</b><br>${rows.join("<br>")}`;
+  return `${seconds(map.time_s[i])}: ${echarts.format.encodeHTML(phase)}<br>total shown <b>${bytes(sum)}</b><br>${rows.join("<br>")}`;
 }
 
 // ---- time
@@ -375,15 +375,15 @@ function partName(path) {
 function times() {
   if (!runs.some(run => run.profile)) return;
   const into = section("Where the time goes",
-    "Each instant of the profiled step counts once: compute, else exchange, else copies, else idle.");
+    "Each instant of the profiled step counts once: as compute, else exchange, else copies, else idle.");
   perRun(into, (run, box) => {
-    if (!run.profile) { sayNotProfiled(box); return; }
+    if (!run.profile) { noteNotProfiled(box); return; }
     const t = run.profile.times, plain = run.profile.plain_s;
     const hidden = `Hidden behind compute: exchange ${seconds(t.hidden.exchange)}, copies ${seconds(t.hidden.copies)}.`;
-    const others = plain ? `, steps without profiling ${seconds(plain)} (median; documents of other lengths take other times)` : "";
-    box.append(make("p", { class: "note" }, `The step took ${seconds(t.wall_s)}${others}. ${hidden}`));
+    const others = plain ? `; without profiling, steps take ${seconds(plain)} (median; depends on document lengths)` : "";
+    box.append(make("p", { class: "note" }, `This step took ${seconds(t.wall_s)}${others}. ${hidden}`));
     const parts = addUp(t.phases, partName).filter(r => total(r) > 0.001 * t.wall_s).sort((a, b) => total(b) - total(a));
-    box.append(make("h3", {}, "By part, all layers"));
+    box.append(make("h3", {}, "By part, summed over layers"));
     chart(box, (c, narrow) => barOption(parts, c, narrow), parts.length > 8);
     const layers = addUp(t.phases.filter(p => p.path.length && p.path[0].startsWith("layer ")), p => p.slice(0, 2).join(" "));
     if (layers.length) {
@@ -414,30 +414,30 @@ function barOption(rows, c, narrow) {
   };
 }
 
-// ---- the rest
+// ---- plan, machine, configuration
 
 function facts() {
   const into = section("Plan, machine, configuration");
   perRun(into, (run, box) => {
     const fold = (title, element, open) => {
-      const made = make("details", open ? { open: "" } : {}, make("summary", {}, title));
-      made.append(element); box.append(made);
+      const details = make("details", open ? { open: "" } : {}, make("summary", {}, title));
+      details.append(element); box.append(details);
     };
-    if (run.plan) { const div = make("div"); plan(run.plan, div); fold("Plan", div, true); }
+    if (run.plan) { const div = make("div"); planTable(run.plan, div); fold("Plan", div, true); }
     if (run.machine) {
       const div = make("div");
       table(div, ["", ""], Object.entries(run.machine).map(([k, v]) => [k, String(v)]));
       fold("Machine", div, true);
     }
     const lines = Object.entries(run.config).flatMap(([name, values]) =>
-      [`${name}:`, ...Object.entries(values || {}).map(([k, v]) => `  ${k}: ${v === null ? "null" : Array.isArray(v) ? "[" + v.map(shown).join(", ") + "]" : shown(v)}`)]);
+      [`${name}:`, ...Object.entries(values || {}).map(([k, v]) => `  ${k}: ${v === null ? "null" : Array.isArray(v) ? "[" + v.map(asText).join(", ") + "]" : asText(v)}`)]);
     fold("Configuration", make("pre", {}, lines.join("\n")), false);
   });
 }
-function shown(v) { return typeof v === "object" ? JSON.stringify(v) : v; }
+function asText(v) { return typeof v === "object" ? JSON.stringify(v) : v; }
 const WHERE = { device: "on the device", host: "in host memory", disk: "on disk" };
-const IF_NULL = { blocks: "by the cache's size", dtype: "the parameters' own" };
-function plan(planned, into) {
+const IF_NULL = { blocks: "chosen by cache size", dtype: "same as parameters" };
+function planTable(planned, into) {
   const rows = Object.entries(planned.layout || {}).filter(([k]) => k !== "kept")
     .map(([k, v]) => [k.replaceAll("_", " "), v === null ? IF_NULL[k] || "all" : String(v)]);
   const kept = planned.layout?.kept || [];
@@ -445,7 +445,7 @@ function plan(planned, into) {
     const same = other => JSON.stringify(other) === JSON.stringify(layer);
     if (i && same(kept[i - 1])) return;
     const next = kept.findIndex((other, j) => j > i && !same(other)), last = (next < 0 ? kept.length : next) - 1;
-    rows.push([last > i ? `kept by layers ${i} to ${last}` : `kept by layer ${i}`, keptWords(layer)]);
+    rows.push([last > i ? `activations of layers ${i} to ${last}` : `activations of layer ${i}`, describeKept(layer)]);
   });
   if (planned.stages) rows.push(["stages", String(planned.stages)]);
   const peak = planned.peak_bytes && Object.values(planned.peak_bytes).reduce((a, b) => a + b, 0);
@@ -453,9 +453,10 @@ function plan(planned, into) {
   for (const [k, v] of Object.entries(planned.seconds || {})) rows.push([`planned ${k} per micro-step`, seconds(v)]);
   table(into, ["", ""], rows);
 }
-function keptWords(layer) {
-  const more = layer.mlp ? "; all else on the device" : layer.projections ? "; all else but the MLP's middle on the device" : "";
-  return `input ${WHERE[layer.input]}; attention's output ${layer.attention ? WHERE[layer.attention] : "is computed again"}${more}`;
+function describeKept(layer) {
+  const attention = layer.attention ? "kept " + WHERE[layer.attention] : "recomputed";
+  const rest = layer.mlp ? "; all others kept on the device" : layer.projections ? "; all others except the MLP's kept on the device" : "";
+  return `input kept ${WHERE[layer.input]}; attention output ${attention}${rest}`;
 }
 
 let resizing = 0;
@@ -470,5 +471,5 @@ memory();
 times();
 dataSummary();
 facts();
-// While the run goes on, the page is written again and again.
+// The page is rewritten while the run is in progress.
 if (document.documentElement.dataset.live) setTimeout(() => location.reload(), 30000);
