@@ -1,4 +1,4 @@
-"""Host memory and disk are compared with what a run needs before any process starts."""
+"""A run's host memory and disk are checked before any process starts."""
 
 import dataclasses
 
@@ -65,14 +65,14 @@ def test_needs_are_all_ranks_tensors(machine, tmp_path):
         (
             {"offload": "host", "keep_attention": "all"},
             {"memory_bytes": MIB},
-            ["data.context=4096 needs ", " of host memory per node of 2 ranks", "layer inputs 1 MiB",
-             "kept attention 1.125 MiB", "1 MiB is there", "memory.offload=disk", ".keep_attention=none",
+            ["data.context=4096", "host memory", "layer inputs 1 MiB",
+             "kept attention 1.125 MiB", "memory.offload=disk", ".keep_attention=none",
              "a shorter data.context"],
         ),
         (
             {"offload": "disk"},
             {"disk_bytes": MIB // 2},
-            ["data.context=4096 needs 1 MiB of disk", "512 KiB available", "a memory.disk_path with more",
+            ["data.context=4096", "1 MiB", "disk", "512 KiB", "memory.disk_path",
              "a shorter data.context"],
         ),
         ({"offload": "disk"}, {"memory_bytes": MIB // 2}, ["on the way to disk 1 MiB", "data.context"]),
@@ -98,7 +98,7 @@ def test_without_a_gpu_the_device_is_host_memory(machine, tmp_path):
     check_fits(run_of(tmp_path))
     machine(memory_bytes=need - 1)
     check_fits(run_of(tmp_path, on_gpu=True))
-    with pytest.raises(ConfigError, match="of host memory .* available; use a shorter data.context$"):
+    with pytest.raises(ConfigError, match="host memory.*; use a shorter data.context$"):
         check_fits(run_of(tmp_path))
     with pytest.raises(ConfigError, match="use memory.checkpoint=full or a shorter data.context$"):
         check_fits(run_of(tmp_path, checkpoint="none"))
@@ -112,7 +112,7 @@ def test_a_long_evaluation_is_refused_where_it_does_not_fit(machine, tmp_path):
     assert trained < evaluated
     fits, lacks = (dataclasses.replace(run.hardware, host_bytes=room) for room in (evaluated, evaluated - 1))
     check_fits(dataclasses.replace(run, hardware=fits))
-    with pytest.raises(ConfigError, match=r"^evaluate.contexts=8192 needs .* of host memory .*; use shorter evaluate"):
+    with pytest.raises(ConfigError, match=r"^evaluate.contexts=8192 .*host memory.*; use shorter evaluate"):
         check_fits(dataclasses.replace(run, hardware=lacks))
 
 
@@ -136,9 +136,9 @@ def group(folder, limit, used, cached):
 def test_the_tightest_control_group_counts(tmp_path, monkeypatch):
     group(tmp_path / "a", 1000, 600, 100)
     group(tmp_path / "a" / "b", "max", 600, 100)
-    of = tmp_path / "cgroup"
-    of.write_text("3:cpuset:/\n0::/a/b\n")
-    assert min(cgroup_rooms(tmp_path, of)) == 500
+    own = tmp_path / "cgroup"
+    own.write_text("3:cpuset:/\n0::/a/b\n")
+    assert min(cgroup_rooms(tmp_path, own)) == 500
     monkeypatch.setattr(this_machine, "cgroup_rooms", lambda: [500])
     assert this_host().memory_bytes == 500
     assert cgroup_rooms(tmp_path, tmp_path / "none") == []

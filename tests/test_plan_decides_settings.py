@@ -1,4 +1,4 @@
-"""What a run does not say, the planner decides on a GPU that it knows; what it says, wins."""
+"""On a known GPU the planner decides the settings that are not explicit."""
 
 import dataclasses
 import json
@@ -68,8 +68,8 @@ def on_gpus(config, num_ranks, hardware=None):
 
 
 def test_long_contexts_go_to_the_host_and_given_settings_win(tmp_path):
-    config, told = llama(tmp_path, data__context="4M", memory__tile_tokens=4096)
-    resolved, plan = plan_run(config, told, node())
+    config, explicit = llama(tmp_path, data__context="4M", memory__tile_tokens=4096)
+    resolved, plan = plan_run(config, explicit, node())
     assert plan is not None and plan.fits
     assert resolved.memory.offload == "host" and resolved.memory.keep_attention != "none"
     assert resolved.memory.tile_tokens == 4096
@@ -79,10 +79,10 @@ def test_long_contexts_go_to_the_host_and_given_settings_win(tmp_path):
 @pytest.mark.parametrize("given_settings", [{}, {"parallel__cp": "auto"}, {"parallel__cp": 8}, {"parallel__cp": "all"},
     {"memory__overlap": "false", "train__batch": 2}])  # fmt: skip
 @pytest.mark.parametrize("context", ["128K", "1M"])
-def test_train_takes_what_plan_answers(tmp_path, context, given_settings):
+def test_train_and_plan_choose_the_same_settings(tmp_path, context, given_settings):
     """The same model on the same machine: every setting, the number of sequences of a step among them."""
-    config, told = llama(tmp_path, data__context=context, **given_settings)
-    resolved, plan = plan_run(config, told, node(H100))
+    config, explicit = llama(tmp_path, data__context=context, **given_settings)
+    resolved, plan = plan_run(config, explicit, node(H100))
     asked = [f"{name.replace('__', '.')}={value}" for name, value in given_settings.items() if name != "train__batch"]
     options = [option for setting in asked for option in ("--set", setting)]
     machine = ["--gpus", "8xH100", "--host-memory", "2TB", "--batch", str(config.train.batch)]
@@ -91,7 +91,7 @@ def test_train_takes_what_plan_answers(tmp_path, context, given_settings):
     assert answer["settings"] == plan.settings
     for name, value in answer["settings"].items():
         section, key = name.split(".")
-        assert getattr(getattr(resolved, section), key) == value or told & {name}
+        assert getattr(getattr(resolved, section), key) == value or explicit & {name}
     layout = layout_from_config(resolved, 32, 8, on_gpu=True)
     layout = dataclasses.replace(layout, dtype=None, heads_per_stage=layout.heads_per_stage or 32)
     assert layout == plan.layout, "what the layers get is what was planned"
@@ -102,14 +102,14 @@ def test_train_takes_what_plan_answers(tmp_path, context, given_settings):
 
 
 @pytest.mark.parametrize("context", ["128K", "1M", "4M"])
-def test_training_takes_a_plan_s_yaml_as_it_is(tmp_path, context):
+def test_training_accepts_a_planned_yaml_file(tmp_path, context):
     model, kernel = llama(tmp_path)[0].model.path, ["--set", "attention.kernel=cudnn"]
     args = ["plan", str(model), "--gpus", "8xH100", "--host-memory", "2TB", "--context", context, *kernel]
     answer = json.loads(CliRunner().invoke(app, [*args, "--json"]).stdout)
     file = tmp_path / "long.yaml"
     assert CliRunner().invoke(app, [*args, "--yaml", "--out", str(file)]).exit_code == 0
-    config, told = load_config(file), explicit_settings(file)
-    resolved, plan = plan_run(config, told, node(H100))
+    config, explicit = load_config(file), explicit_settings(file)
+    resolved, plan = plan_run(config, explicit, node(H100))
     assert resolved == config and plan.settings == answer["settings"]
     assert plan.step_s == answer["step_s"] and plan.tokens_per_step == answer["tokens_per_step"]
 
@@ -121,9 +121,9 @@ def test_training_is_planned_with_the_kernel_that_will_run(tmp_path, monkeypatch
     """And says so. FlashAttention 4 is planned with only where it is installed and the GPU has it."""
     fa4 = dataclasses.replace(KERNELS["fa4"], missing=lambda: None if installed else "needs flash-attn-4")
     monkeypatch.setitem(KERNELS, "fa4", fa4)
-    config, told = llama(tmp_path, data__context="128K", attention__kernel=asked)
+    config, explicit = llama(tmp_path, data__context="128K", attention__kernel=asked)
     machine = detect_machine(config, 1, (H100, 2**62))
-    plan = plan_run(config, told, machine)[1]
+    plan = plan_run(config, explicit, machine)[1]
     assert machine.gpu.kernel == plan.hardware.gpu.kernel == kernel
     forward, backward = {"fa4": (664, 628), "cudnn": (594, 534), "flash": (310, 325)}[kernel]
     assert machine.gpu.attention_forward_flops == pytest.approx(forward * 1e12)
@@ -144,7 +144,7 @@ def test_a_run_says_if_another_kernel_runs_than_was_planned_with():
     assert found == ["", "", ", planned with cudnn", ""]
 
 
-def test_of_unequal_kernels_the_slowest_counts():
+def test_the_slowest_kernel_of_all_ranks_counts():
     fast = node(H100)
     slow = dataclasses.replace(fast, gpu=with_kernel(fast.gpu, "flash"))
     assert weakest_machine([fast, slow]).gpu.kernel == weakest_machine([slow, fast]).gpu.kernel == "flash"
@@ -163,13 +163,12 @@ def evaluated(config, every, *contexts):
 
 def test_an_evaluation_longer_than_the_context_is_planned(tmp_path):
     """It keeps nothing for a backward, so that more fits than can be trained on; weights and optimizer stay."""
-    config, told = llama(tmp_path, data__context="128K", parallel__cp=8)
-    resolved, _ = plan_run(config, told, node(H100))
+    config, explicit = llama(tmp_path, data__context="128K", parallel__cp=8)
+    resolved, _ = plan_run(config, explicit, node(H100))
     for every, contexts in ((100, (2**13, 2**19)), (0, (2**24,)), (100, ())):
         check_fits(on_gpus(evaluated(resolved, every, *contexts), 8))
     refused = on_gpus(evaluated(resolved, 100, 2**13, 2**24), 8)
-    words = r"^evaluate.contexts=16777216 needs [\d.]+ GiB of GPU memory .*; 79.1 GiB available; use "
-    with pytest.raises(ConfigError, match=words + r"shorter evaluate.contexts, .*memory.plan=off to try anyway$"):
+    with pytest.raises(ConfigError, match=r"^evaluate.contexts=16777216 .*79.1 GiB.*shorter evaluate.*memory.plan=off"):
         check_fits(refused)
     ledger = refused.evaluation_ledger
     assert (ledger.gpu["optimizer"], ledger.gpu["parameters"], ledger.gpu["kept activations"]) == (
@@ -180,14 +179,11 @@ def test_an_evaluation_longer_than_the_context_is_planned(tmp_path):
 
 
 def test_a_plan_that_cannot_fit_is_refused(tmp_path):
-    config, told = llama(tmp_path, data__context="1M", memory__offload="none", memory__keep_attention="all")
+    config, explicit = llama(tmp_path, data__context="1M", memory__offload="none", memory__keep_attention="all")
     machine = node(ranks=1)
-    resolved, plan = plan_run(config, told, machine)
+    resolved, plan = plan_run(config, explicit, machine)
     assert not plan.fits
-    words = (
-        r"data.context=1048576 needs .* of GPU memory per GPU .*; use memory.offload=host, .* or memory.plan=off to try"
-    )
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=r"data.context=1048576 .*GPU.*; use memory.offload=host, .*memory.plan=off"):
         check_fits(on_gpus(resolved, 1, machine))
 
 
@@ -198,25 +194,25 @@ def test_a_plan_that_cannot_fit_is_refused(tmp_path):
 ])  # fmt: skip
 def test_what_would_fit_is_found_by_search(tmp_path, changes, ways):
     machine = node(H100, ranks=1, host=2 * 10**12 if "memory__offload" in changes else 400 * 10**9)
-    config, told = llama(tmp_path, **changes)
-    resolved, _ = plan_run(config, told, machine)
+    config, explicit = llama(tmp_path, **changes)
+    resolved, _ = plan_run(config, explicit, machine)
     with pytest.raises(ConfigError, match=ways) as refused:
         check_fits(on_gpus(resolved, 1, machine))
     if found := re.search(ways, str(refused.value)).groups():
         context, count, name = int(found[0]), int(found[1]), found[2]
-        shorter, told = llama(tmp_path, **changes | {"data__context": context})
-        assert plan_run(shorter, told, machine)[1].fits
+        shorter, explicit = llama(tmp_path, **changes | {"data__context": context})
+        assert plan_run(shorter, explicit, machine)[1].fits
         larger = parse_gpus(name)
         assert larger.num_gpus == count > 1
         more = dataclasses.replace(machine, gpus_per_node=larger.gpus_per_node, num_nodes=larger.num_nodes)
-        assert plan_run(config, told, more)[1].fits
+        assert plan_run(config, explicit, more)[1].fits
 
 
 def test_off_or_an_unknown_gpu_leaves_the_defaults(tmp_path):
-    config, told = llama(tmp_path, data__context="2M")
+    config, explicit = llama(tmp_path, data__context="2M")
     for name, mode in ((None, "auto"), ("Some Other 9000", "auto"), (H200, "off")):
         changed = dataclasses.replace(config, memory=dataclasses.replace(config.memory, plan=mode))
-        assert plan_run(changed, told, node(name)) == (changed, None)
+        assert plan_run(changed, explicit, node(name)) == (changed, None)
 
 
 @pytest.mark.parametrize(
@@ -256,8 +252,8 @@ def test_a_gpu_with_a_similar_name_is_another(name):
 @pytest.mark.parametrize("context", ["128K", "2M", "6M"])
 @pytest.mark.parametrize("disk", [False, True])
 def test_the_checks_accept_what_the_planner_chose(tmp_path, context, disk):
-    config, told = llama(tmp_path, data__context=context, **({"memory__disk_path": tmp_path} if disk else {}))
-    resolved, plan = plan_run(config, told, node(disk=10**13 if disk else 0))
+    config, explicit = llama(tmp_path, data__context=context, **({"memory__disk_path": tmp_path} if disk else {}))
+    resolved, plan = plan_run(config, explicit, node(disk=10**13 if disk else 0))
     assert plan is not None
     shape = model_shape(resolved)
     check_settings(resolved, 8, shape)
@@ -277,7 +273,7 @@ def test_the_store_has_room_for_both_tiers(tmp_path):
             assert budget >= sum(host.get(name, 0) for name in ("layer inputs", "kept attention")) // 8
 
 
-def test_of_unequal_machines_the_least_of_each_counts():
+def test_the_smallest_capacities_of_all_machines_count():
     large = node("NVIDIA H200", host=2 * 10**12, disk=10**12, nodes=2)
     small = node("NVIDIA A100-SXM4-80GB", host=10**12, disk=2 * 10**12, gpu=70 * 2**30, nodes=2)
     for machines in ([large, small], [small, large]):
@@ -290,8 +286,8 @@ def test_of_unequal_machines_the_least_of_each_counts():
     assert (other.gpu.name, other.gpu.memory_bytes) == ("Some Other 9000", 30 * 2**30)
 
 
-def test_nodes_with_other_numbers_of_ranks_are_refused():
-    with pytest.raises(ConfigError, match="the nodes have 4 and 8 ranks; start the same number on each"):
+def test_nodes_with_different_numbers_of_ranks_are_refused():
+    with pytest.raises(ConfigError, match="4 and 8 ranks.*same number"):
         weakest_machine([node(ranks=8), node(ranks=4, nodes=3)])
 
 
@@ -300,8 +296,8 @@ def test_nodes_with_other_numbers_of_ranks_are_refused():
 def test_a_plan_has_room_in_what_is_free_and_is_not_refused_for_it(tmp_path, monkeypatch, free, disk):
     has(monkeypatch, 10**12, free, disk_free=100 * 10**9)
     to_disk = {"memory__disk_path": tmp_path, "memory__attention_offload": "disk"}
-    config, told = llama(tmp_path, data__context="1M", **(to_disk if disk else {}))
-    resolved, plan = plan_run(config, told, detect_machine(config, 8, (H100, 2**62)))
+    config, explicit = llama(tmp_path, data__context="1M", **(to_disk if disk else {}))
+    resolved, plan = plan_run(config, explicit, detect_machine(config, 8, (H100, 2**62)))
     assert plan.ledger.host_bytes == free and plan.ledger.disk_bytes == (100 * 10**9 if disk else 0)
     check_fits(on_gpus(resolved, 8))
     assert resolved.memory.keep_attention != "none"
@@ -309,15 +305,15 @@ def test_a_plan_has_room_in_what_is_free_and_is_not_refused_for_it(tmp_path, mon
 
 def test_a_plan_that_only_lacks_what_is_free_says_so(tmp_path, monkeypatch):
     has(monkeypatch, 10**12, 60 * 10**9)
-    config, told = llama(tmp_path, data__context="1M", memory__offload="host")
-    resolved, _ = plan_run(config, told, detect_machine(config, 8, (H100, 2**62)))
-    with pytest.raises(ConfigError, match=r"GiB of host memory per node of 8 ranks .*; 55\.88 GiB available; use"):
+    config, explicit = llama(tmp_path, data__context="1M", memory__offload="host")
+    resolved, _ = plan_run(config, explicit, detect_machine(config, 8, (H100, 2**62)))
+    with pytest.raises(ConfigError, match=r"host memory.*55\.88 GiB.*; use"):
         check_fits(on_gpus(resolved, 8))
 
 
 def test_a_disk_path_that_is_none_is_refused_before_planning(tmp_path):
     config, _ = llama(tmp_path, memory__disk_path=tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"^memory.disk_path=\S+nowhere is not a directory; create it"):
+    with pytest.raises(ConfigError, match=r"^memory.disk_path=\S+nowhere .*create it"):
         detect_machine(config, 8, (H200, 2**62))
 
 
@@ -328,15 +324,15 @@ def plan_on(folder, host_bytes_by_rank, context_by_rank):
         for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}.items():
             patch.setenv(name, str(value))
         has(patch, host_bytes_by_rank[rank], host_bytes_by_rank[rank])
-        config, told = llama(folder, data__context=context_by_rank[rank])
+        config, explicit = llama(folder, data__context=context_by_rank[rank])
         machines = gather_objects(raise_on_all_ranks(detect_machine, config, 2, (H200, 2**62)))
         try:
             raise_on_all_ranks(check_ranks_agree, gather_objects(config))
         except ConfigError as error:
             return str(error)
-        resolved, _ = plan_run(config, told, weakest_machine(machines))
+        resolved, _ = plan_run(config, explicit, weakest_machine(machines))
         raise_on_all_ranks(check_ranks_agree, gather_objects(resolved))
-        alone, _ = plan_run(config, told, machines[rank])
+        alone, _ = plan_run(config, explicit, machines[rank])
     return resolved, alone
 
 
@@ -347,9 +343,9 @@ def test_ranks_on_unequal_nodes_plan_the_same_for_the_smaller_one(ranks, tmp_pat
     assert rich.memory != poor.memory
 
 
-def test_ranks_with_other_settings_are_refused_not_waited_for(ranks, tmp_path):
+def test_ranks_with_different_settings_are_refused(ranks, tmp_path):
     for message in ranks.run(2, plan_on, tmp_path, [600 * 10**9] * 2, ["1M", "512K"]):
-        assert message.startswith("rank 0 has `context: 1048576` and rank 1 `context: 524288`; give every node")
+        assert all(part in message for part in ("context: 1048576", "rank 1", "context: 524288", "every node"))
 
 
 @pytest.mark.parametrize(
@@ -362,13 +358,13 @@ def test_ranks_with_other_settings_are_refused_not_waited_for(ranks, tmp_path):
     ],
     ids=["context", "attention on the device", "fewer ranks"],
 )  # fmt: skip
-def test_a_run_that_goes_on_and_does_not_fit_is_refused(before, after, ranks, tmp_path):
+def test_a_resumed_run_that_does_not_fit_is_refused(before, after, ranks, tmp_path):
     then, now = (node(H100, host=10**13, ranks=n) for n in (8, ranks))
     run, _ = plan_run(*llama(tmp_path, **before), then)
     check_fits(on_gpus(run, 8, then))
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(run))
-    with pytest.raises(ConfigError, match=r"data.context=\d+ needs .* of GPU memory .*memory.plan=off"):
+    with pytest.raises(ConfigError, match=r"data.context=\d+ .*GPU.*memory.plan=off"):
         check_fits(on_gpus(load_config(file, after), ranks, now))
     check_fits(on_gpus(load_config(file, [*after, "memory.plan=off"]), ranks, now))
 
@@ -377,6 +373,6 @@ def test_where_one_rank_has_more_settings_they_disagree(tmp_path):
     config, _ = llama(tmp_path)
     other = dataclasses.replace(config, train=dataclasses.replace(config.train, run_dir=tmp_path))
     for both in ([config, other], [other, config]):
-        with pytest.raises(ConfigError, match="rank 0 has `.*` and rank 1 `.*`; give every node the same settings"):
+        with pytest.raises(ConfigError, match="rank 0 .*rank 1 .*same settings"):
             check_ranks_agree(both)
     check_ranks_agree([config, config])

@@ -82,7 +82,7 @@ def test_any_ulysses_and_ring(ulysses, ring, monkeypatch):
     One document, and some that end around every border.
     """
     for finest in (False, True) if ulysses * ring < 6 else (True,):  # many threads are slow
-        monkeypatch.setattr(dealing, "LONG", (0.0,) if finest else (1.0,))
+        monkeypatch.setattr(dealing, "CUT_THRESHOLDS", (0.0,) if finest else (1.0,))
         monkeypatch.setattr(rounds, "ROUND_TOKENS", 12 if finest else 1 << 30)
         family, heads, kv_heads, tokens, changes = CASES[(GRID.index((ulysses, ring)) + finest) % len(CASES)]
         all_starts = ([0, tokens], documents(tokens, 2 * ring))

@@ -1,8 +1,8 @@
-"""Which tokens of a sequence each member of a ring has: all have as many, and about as much attention.
+"""Deal the tokens of a sequence to the members of a ring: equal tokens, and about equal attention.
 
-Documents go whole to one member: the longest first, each to the member with least so far. A long one is cut: every
-member takes a piece of its front and one of its back, which together have as much attention per token as the document.
-One causal document is therefore dealt in zigzag.
+A document goes to one member, longest document first, each to the member with the least so far. A long document is
+cut: every member takes a piece of its front and a piece of its back, which together have the document's average
+attention per token. A single causal document is thus dealt in a zigzag.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,26 +10,27 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-LONG = (1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 0.0)  # of a member's attention: documents with more are cut
-BALANCED = 1.05
+# Documents with more than this fraction of a member's attention are cut. Tried in this order.
+CUT_THRESHOLDS = (1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 0.0)
+MAX_IMBALANCE = 1.05
 
-TokenRange = tuple[int, int]  # first token, tokens
+TokenRange = tuple[int, int]  # first token, number of tokens
 
 
 @dataclass(frozen=True)
 class Deal:
-    members: tuple[tuple[TokenRange, ...], ...]  # each one's tokens, ascending
-    balance: float = 1.0  # attention of the member with most over the mean: query-key pairs, causal, without windows
+    members: tuple[tuple[TokenRange, ...], ...]  # tokens of each member, ascending
+    balance: float = 1.0  # causal query-key pairs of the busiest member over the mean, ignoring windows
 
     @cached_property
     def num_tokens(self) -> int:
-        return sum(length for runs in self.members for _, length in runs)
+        return sum(length for ranges in self.members for _, length in ranges)
 
     @cached_property
     def in_order(self) -> list[TokenRange]:
-        """The runs of the sequence, in order: where each lies if all tokens lie member by member."""
+        """(row, length) of each range in sequence order, for rows concatenated member by member."""
         placed, row = [], 0
-        for start, length in (run for runs in self.members for run in runs):
+        for start, length in (token_range for ranges in self.members for token_range in ranges):
             placed.append((start, row, length))
             row += length
         return [(row, length) for _, row, length in sorted(placed)]
@@ -41,40 +42,40 @@ def contiguous_deal(num_tokens: int, ring: int) -> Deal:
 
 
 def deal_tokens(starts: Sequence[int], ring: int, ulysses: int) -> Deal:
-    """The deal that balances and cuts fewest documents, or the best. `starts` of documents are cumulative, (0, ..., S).
+    """The balanced deal that cuts fewest documents, or the best balanced one.
 
-    The tokens dealt are a multiple of ring * ulysses: those from S on are padding.
+    `starts`: cumulative starts of documents, (0, ..., S). Tokens from S to a multiple of ring * ulysses are padding.
     """
     size = -(-starts[-1] // (ring * ulysses)) * ulysses
     if ring == 1:
         return contiguous_deal(size, 1)
     best: Deal | None = None
-    for long in LONG:
-        found = _dealt(starts, ring, size, long)
-        best = found if best is None or found.balance < best.balance else best
-        if best.balance <= BALANCED:
+    for threshold in CUT_THRESHOLDS:
+        deal = _deal_documents(starts, ring, size, threshold)
+        best = deal if best is None or deal.balance < best.balance else best
+        if best.balance <= MAX_IMBALANCE:
             break
     assert best is not None
     return best
 
 
-def area(rows: int) -> int:
-    """Query-key pairs of a document's first rows."""
+def causal_pairs(rows: int) -> int:
+    """Query-key pairs of a document's first `rows` tokens."""
     return rows * (rows + 1) // 2
 
 
-def _dealt(starts: Sequence[int], ring: int, size: int, long: float) -> Deal:
+def _deal_documents(starts: Sequence[int], ring: int, size: int, threshold: float) -> Deal:
     documents = sorted((a - b, a) for a, b in pairwise(starts))  # longest first
-    mean = max(1.0, sum(area(-length) for length, _ in documents) / ring)
+    mean = max(1.0, sum(causal_pairs(-length) for length, _ in documents) / ring)
     members: list[list[TokenRange]] = [[] for _ in range(ring)]
-    rooms, areas, left = [size] * ring, [0] * ring, []
+    rooms, pairs, unplaced = [size] * ring, [0] * ring, []
 
     def take(member: int, start: int, length: int, depth: int) -> None:
         """`depth`: tokens of the document before `start`."""
         if length:
             members[member].append((start, length))
             rooms[member] -= length
-            areas[member] += area(depth + length) - area(depth)
+            pairs[member] += causal_pairs(depth + length) - causal_pairs(depth)
 
     def cut(start: int, length: int) -> None:
         front, back = start, start + length
@@ -86,37 +87,37 @@ def _dealt(starts: Sequence[int], ring: int, size: int, long: float) -> Deal:
 
     for negative, start in documents:
         length = -negative
-        if area(length) > long * mean:
+        if causal_pairs(length) > threshold * mean:
             cut(start, length)
             continue
-        fitting = [member for member in range(ring) if rooms[member] >= length]
-        if fitting:
-            # Tokens and attention: where one is used up, the other is too.
-            take(min(fitting, key=lambda m: areas[m] / mean - rooms[m] / size), start, length, 0)
+        with_room = [member for member in range(ring) if rooms[member] >= length]
+        if with_room:
+            # Use up tokens and attention at the same pace.
+            take(min(with_room, key=lambda m: pairs[m] / mean - rooms[m] / size), start, length, 0)
         else:
-            left.append((start, length))
-    for start, length in left:
+            unplaced.append((start, length))
+    for start, length in unplaced:
         cut(start, length)
     padding = starts[-1]
     for member, room in enumerate(tuple(rooms)):
         members[member] += [(padding, room)] if room else []
         padding += room
-    runs = tuple(tuple(_joined(sorted(of_member))) for of_member in members)
-    return Deal(runs, max(areas) * ring / max(1, sum(areas)))
+    merged = tuple(tuple(_merge(sorted(ranges))) for ranges in members)
+    return Deal(merged, max(pairs) * ring / max(1, sum(pairs)))
 
 
 def _shares(length: int, rooms: Sequence[int]) -> Iterator[int]:
-    """`length` divided as the rooms are."""
+    """Divide `length` in proportion to the rooms."""
     before, room = 0, sum(rooms)
     for own in rooms:
         yield (before + own) * length // room - before * length // room
         before += own
 
 
-def _joined(runs: Sequence[TokenRange]) -> Iterator[TokenRange]:
-    """Neighbours as one."""
-    start, length = runs[0]
-    for following, more in runs[1:]:
+def _merge(ranges: Sequence[TokenRange]) -> Iterator[TokenRange]:
+    """Merge adjacent ranges."""
+    start, length = ranges[0]
+    for following, more in ranges[1:]:
         if following == start + length:
             length += more
         else:

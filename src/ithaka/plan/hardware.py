@@ -1,10 +1,10 @@
-"""GPU and host facts, each with its source, and the machines made of them.
+"""GPUs and machines: capacities and rates, each with its source.
 
-Rates are what a program gets, not what a data sheet promises: the H200's were measured, the others' are their
-published peak times the share of its own peak that the H200 reaches. `--gpu-file` replaces them with your own.
+Rates are achieved, not published: the H200's were measured, the others are their published peak times the share of its
+peak that the H200 reaches. `--gpu-file` replaces them.
 
-Published figures were checked against public pages that quote the documents named here; what was not found is marked
-"not verified". Capacities are the smallest that PyTorch reports in out-of-memory messages of public issues.
+Published figures were checked against public pages that quote the documents named here, or are marked "not verified".
+Capacities are the smallest that PyTorch reports in out-of-memory messages of public issues.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from ithaka.plan.shape import read_json
 GIB = 2**30
 GPUS_PER_NODE = 8
 
-# Assumptions about the machine around the GPUs, printed with every plan.
-HOST_BYTES_PER_GPU = 256 * 10**9  # 2 TB for 8: what 8-GPU nodes are sold with
-DESKTOP_HOST_BYTES = 64 * 10**9  # per desktop, however many GPUs it has
+# Assumptions about the rest of the machine, printed with every plan.
+HOST_BYTES_PER_GPU = 256 * 10**9  # 2 TB for 8, typical of 8-GPU nodes
+DESKTOP_HOST_BYTES = 64 * 10**9  # per desktop, with any number of GPUs
 DISK_BYTES_S = 4e9  # per node, either direction: one data-centre NVMe disk, read and write at once
-HOST_UPDATE_BYTES_S = 200e9  # per node: what a fused AdamW on the CPUs streams through host memory
+HOST_UPDATE_BYTES_S = 200e9  # per node: host memory traffic of a fused AdamW on the CPUs
 NETWORK_BYTES_S = 50e9  # per GPU and direction: one 400 Gb/s adapter each
-LINK_SHARE = 0.8  # of NVLink's or the network's published rate, in large collectives
+LINK_SHARE = 0.8  # fraction of NVLink's published rate that large collectives reach
 
 H200_MATMUL = 790e12
-# Attention by kernel, forward and backward (LOG.md; flash: at 256K). On other GPUs kernels differ by the same factors.
+# Attention FLOP/s by kernel, forward and backward (LOG.md; flash: at 256K). Other GPUs: the same ratios.
 H200_ATTENTION = {"fa4": (664e12, 628e12), "cudnn": (594e12, 534e12), "flash": (310e12, 325e12)}
 KERNEL_NAMES = {"fa4": "FlashAttention 4", "cudnn": "cuDNN", "flash": "FlashAttention 2"}
 FA4_PACKAGE = "pip install 'ithaka[gpu]'"
-B200_FA4_FORWARD = 1613e12  # published: arXiv 2603.05451, "up to"; backward: as far below forward as on the H200
+B200_FA4_FORWARD = 1613e12  # published: arXiv 2603.05451, "up to"; backward: the H200's ratio
 H200_PCIE = 55e9
 PCIE_4, PCIE_5 = 31.5e9, 63e9  # payload of 16 lanes, each way
 PCIE_SHARE = H200_PCIE / PCIE_5
-SCALED = "its data sheet's peak x the share of its peak that the H200 was measured to reach"
+SCALED = "published peak x the share of its peak that an H200 reaches"
 
-# Dense bf16 TFLOP/s with fp32 sums, by a part of the name that CUDA gives a device; the first match counts.
+# Dense bf16 TFLOP/s with fp32 accumulation, by a part of CUDA's device name; the first match wins.
 PEAK_TFLOPS = {
     "B300": 2250.0,  # NVIDIA Blackwell Ultra datasheet
     "B200": 2250.0,  # NVIDIA HGX B200 datasheet: 4.5 PFLOP/s with sparsity
@@ -68,7 +68,7 @@ PEAK_TFLOPS = {
 
 
 def peak_flops(name: str) -> float | None:
-    """The published peak of the GPU that CUDA, or the table below, calls `name`; None if it is not known."""
+    """The published peak of a GPU, by CUDA's name or the name in `GPUS`; None if unknown."""
     return next((tflops * 1e12 for model, tflops in PEAK_TFLOPS.items() if _is_model(name, model)), None)
 
 
@@ -77,16 +77,14 @@ def _plain(name: str) -> str:
 
 
 def _is_model(name: str, model: str) -> bool:
-    """Whether `name` contains `model` as separate words: a GH200 is no H200. A MIG slice is no complete GPU."""
+    """Whether `name` contains `model` as separate words: a GH200 is not an H200. A MIG slice never matches."""
     words = "[ _-]?".join(re.findall(r"[A-Z]+|[0-9]+", model.upper()))
-    found = re.search(rf"(?<![A-Z0-9]){words}(?![A-Z0-9])", name.upper())
-    return found is not None and re.search(r"\bMIG\b", name.upper()) is None
+    match = re.search(rf"(?<![A-Z0-9]){words}(?![A-Z0-9])", name.upper())
+    return match is not None and re.search(r"\bMIG\b", name.upper()) is None
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One accelerator."""
-
     name: str
     memory_bytes: int
     matmul_flops: float  # bf16, large matrices
@@ -96,10 +94,10 @@ class Gpu:
     pcie_bytes_s: float  # each way
     link_bytes_s: float  # each way, to the other GPUs of the node
     network_bytes_s: float = NETWORK_BYTES_S  # each way, to GPUs of other nodes
-    source: str = field(default="not stated", compare=False)  # of the rates
-    kernel: str = ""  # that the attention rates were measured with; "": unknown
-    kernels: tuple[str, ...] = ()  # that run on it, the fastest first
-    desktop: bool = False  # in a desktop, not in a server
+    source: str = field(default="not stated", compare=False)  # where the rates come from
+    kernel: str = ""  # attention kernel of the rates; "": unknown
+    kernels: tuple[str, ...] = ()  # kernels that run on it, fastest first
+    desktop: bool = False  # a desktop GPU
 
 
 TEXTS = ("name", "source", "kernel", "based_on")  # text fields of a GPU file; the others are numbers
@@ -115,7 +113,7 @@ class Hardware:
     num_nodes: int = 1
     host_bytes: int = HOST_BYTES_PER_GPU
     disk_bytes: int = 0
-    assumed_host: bool = False  # host_bytes was neither given nor measured
+    assumed_host: bool = False  # host_bytes is an assumption
 
     @property
     def num_gpus(self) -> int:
@@ -125,7 +123,7 @@ class Hardware:
         return dataclasses.replace(self, gpu=with_kernel(self.gpu, kernel))
 
     def with_gpus(self, gpus_per_node: int) -> Hardware:
-        """With another number of GPUs per node, and host memory to match where it is assumed."""
+        """A copy with `gpus_per_node`, and host memory to match if it is assumed."""
         assumed = default_host_bytes(self.gpu, gpus_per_node) if self.assumed_host else self.host_bytes
         return dataclasses.replace(self, gpus_per_node=gpus_per_node, host_bytes=assumed)
 
@@ -139,7 +137,7 @@ def _gpu(
     name: str, gibibytes: float, memory_tb_s: float, pcie: float, nvlink_gb_s: float | None, source: str = SCALED,
     fa4: tuple[float, float] | None = None,
 ) -> Gpu:  # fmt: skip
-    """NVLink each way; None: over PCIe. `fa4`: attention rates of FlashAttention 4; None: it does not run there."""
+    """`nvlink_gb_s`: each way; None: PCIe. `fa4`: rates of FlashAttention 4; None: it does not run on this GPU."""
     peak, best = peak_flops(name) or 0.0, peak_flops("H200") or 1.0
     forward, backward = fa4 or (rate * peak / best for rate in H200_ATTENTION["cudnn"])
     kernels = ("fa4", "cudnn", "flash") if fa4 else ("cudnn", "flash")
@@ -160,12 +158,12 @@ def _gpu(
 
 
 def _is_desktop(name: str) -> bool:
-    """GeForce RTX 3090, 4090, 5080 and so on; not the RTX 6000 of workstations and servers."""
+    """GeForce RTX 3090, 4090, 5080, ...; not the RTX 6000 of workstations and servers."""
     return re.search(r"RTX\d0[5-9]0", _plain(name)) is not None
 
 
 def with_kernel(gpu: Gpu, kernel: str) -> Gpu:
-    """`gpu` with the attention rates of another kernel; unchanged if the rates of either are unknown."""
+    """`gpu` with another kernel's attention rates; unchanged if either kernel's rates are unknown."""
     if not {kernel, gpu.kernel} <= H200_ATTENTION.keys():
         return gpu
     forward, backward = (a / b for a, b in zip(H200_ATTENTION[kernel], H200_ATTENTION[gpu.kernel], strict=True))
@@ -179,13 +177,13 @@ def with_kernel(gpu: Gpu, kernel: str) -> Gpu:
 
 H200_FA4 = H200_ATTENTION["fa4"]
 B200_FA4 = (B200_FA4_FORWARD, B200_FA4_FORWARD * H200_FA4[1] / H200_FA4[0])
-# GiB as PyTorch reports it, memory TB/s, PCIe, NVLink GB/s: from the documents above.
+# GiB reported by PyTorch, memory TB/s, PCIe, NVLink GB/s; sources as above.
 _TABLE = [
     _gpu("H100-80GB", 79.1, 3.35, PCIE_5, 450, "measured on an H200: the same chip with other memory", H200_FA4),
     _gpu("H200-141GB", 139.8, 4.8, PCIE_5, 450, "measured on an H200 (LOG.md)", H200_FA4),
     _gpu("A100-80GB", 79.1, 2.039, PCIE_4, 300),
     _gpu("A100-40GB", 39.3, 1.555, PCIE_4, 300),
-    _gpu("B200-180GB", 178.3, 7.7, PCIE_5, 900, f"{SCALED}; attention: as FlashAttention 4 was published", B200_FA4),
+    _gpu("B200-180GB", 178.3, 7.7, PCIE_5, 900, f"{SCALED}; attention: published for FlashAttention 4", B200_FA4),
     _gpu("L40S-48GB", 44.3, 0.864, PCIE_4, None),
     _gpu("RTX4090-24GB", 23.5, 1.008, PCIE_4, None),
     _gpu("RTX5090-32GB", 31.3, 1.792, PCIE_5, None),
@@ -195,29 +193,31 @@ GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in _TABLE}
 
 
 def find_gpu(name: str) -> Gpu:
-    """By its name, or by the start of it if only one GPU fits: H200, RTX4090."""
-    wanted = _plain(name)
-    fitting = [key for key in GPUS if key.upper() == wanted or key.upper().startswith(wanted + "-")]
-    if len(fitting) != 1:
-        what, names = ("more than one", fitting) if fitting else ("not a", list(GPUS))
-        raise ConfigError(f"--gpus {name} is {what} known GPU; use {' or '.join(names)}, or --gpu-file with your own")
-    return GPUS[fitting[0]]
+    """The GPU with this name, or whose name starts with it if there is only one: H200, RTX4090."""
+    prefix = _plain(name)
+    matches = [key for key in GPUS if key.upper() == prefix or key.upper().startswith(prefix + "-")]
+    if len(matches) != 1:
+        problem = "is ambiguous" if matches else "is not a known GPU"
+        raise ConfigError(
+            f"--gpus {name} {problem}; use {' or '.join(matches or GPUS)}, or describe it in a --gpu-file"
+        )
+    return GPUS[matches[0]]
 
 
 def gpu_named(name: str) -> Gpu | None:
-    """The table's entry for what CUDA calls a device ("NVIDIA H100 80GB HBM3"); None if there is none."""
+    """The entry of `GPUS` for CUDA's device name ("NVIDIA H100 80GB HBM3"); None if there is none."""
     text = _plain(name)
-    fitting = {key: gpu for key, gpu in GPUS.items() if key != "CPU" and _is_model(name, key.split("-")[0])}
-    if len(fitting) > 1:
-        fitting = {key: gpu for key, gpu in fitting.items() if key.upper().split("-")[-1] in text}
-    if len(fitting) != 1 or "LAPTOP" in text:
+    matches = [gpu for key, gpu in GPUS.items() if key != "CPU" and _is_model(name, key.split("-")[0])]
+    if len(matches) > 1:
+        matches = [gpu for gpu in matches if gpu.name.upper().split("-")[-1] in text]
+    if len(matches) != 1 or "LAPTOP" in text:
         return None
-    gpu = next(iter(fitting.values()))
-    return _as_card(gpu, name) if "PCIE" in text or "NVL" in text else gpu
+    gpu = matches[0]
+    return _to_pcie_card(gpu, name) if "PCIE" in text or "NVL" in text else gpu
 
 
-def _as_card(gpu: Gpu, name: str) -> Gpu:
-    """The same chip on a PCIe card: its own peak, NVLink to one other card at most; memory as in the table."""
+def _to_pcie_card(gpu: Gpu, name: str) -> Gpu:
+    """The same chip on a PCIe card: the card's own peak, no NVLink, and the memory of the table."""
     share = (peak_flops(name) or 0.0) / (peak_flops(gpu.name) or 1.0)
     rates = {rate: value * share for rate, value in vars(gpu).items() if rate.endswith("flops")}
     link = gpu.pcie_bytes_s / PCIE_SHARE * LINK_SHARE
@@ -225,53 +225,55 @@ def _as_card(gpu: Gpu, name: str) -> Gpu:
 
 
 def parse_gpus(text: str, gpu: Gpu | None = None) -> Hardware:
-    """'8xH100-80GB', '2x8xH100-80GB' (nodes x GPUs), 'H200'; with `gpu`, only '8' or '2x8'.
+    """Parse '8xH100-80GB', '2x8xH100-80GB' (nodes x GPUs) or 'H200'; with `gpu`, '8' or '2x8'.
 
-    More than 8 GPUs without a number of nodes become nodes of 8, if 8 divides them.
+    A multiple of 8 above 8 without a number of nodes becomes nodes of 8.
     """
     named = text.strip() if gpu is None else f"{text.strip()}x{gpu.name}"
     if gpu is not None and not re.fullmatch(r"(\d+x)?\d+", text.strip()):
-        raise ConfigError(f"--gpus {text} names a GPU beside --gpu-file, which has its own; write for example --gpus 8")
+        raise ConfigError(f"--gpus {text} names a GPU, but --gpu-file describes one; use for example --gpus 8")
     match = re.fullmatch(r"(?:([1-9]\d*)x)??(?:([1-9]\d*)x)?([A-Za-z].*)", named)
     if not match:
-        raise ConfigError(f"--gpus {text} is not understood; write for example 8xH100-80GB or 2x8xH100-80GB")
+        raise ConfigError(f"--gpus {text} is not [nodes x] GPUs x name; use for example 8xH100-80GB or 2x8xH100-80GB")
     num_nodes, per_node = int(match[1] or 1), int(match[2] or 1)
     if match[1] is None and per_node > GPUS_PER_NODE:
         if per_node % GPUS_PER_NODE:
-            raise ConfigError(f"--gpus {text} is more than a node of {GPUS_PER_NODE}; say how many nodes, as 1x{text}")
+            raise ConfigError(
+                f"--gpus {text} is not a multiple of {GPUS_PER_NODE}; give the number of nodes, for example 1x{text}"
+            )
         num_nodes, per_node = per_node // GPUS_PER_NODE, GPUS_PER_NODE
     chosen = gpu or find_gpu(match[3])
     return Hardware(chosen, per_node, num_nodes, host_bytes=default_host_bytes(chosen, per_node), assumed_host=True)
 
 
 def default_host_bytes(gpu: Gpu, gpus_per_node: int) -> int:
-    """Host memory that a node of such GPUs is assumed to have."""
+    """Assumed host memory of a node."""
     return DESKTOP_HOST_BYTES if gpu.desktop else HOST_BYTES_PER_GPU * gpus_per_node
 
 
 def parse_bytes(text: str, name: str) -> int:
-    """'2TB' (10^12), '1.5TiB' (2^40), '80GB'; `name` is the option, for errors."""
+    """Parse '2TB' (10^12), '1.5TiB' (2^40) or '80GB'. `name`: the option, for errors."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)", text.strip(), re.IGNORECASE)
     if not match:
-        raise ConfigError(f"{name} {text} is not a number of bytes with its unit; write for example 2TB or 512GiB")
+        raise ConfigError(f"{name} {text} is not a number of bytes with a unit; use for example 2TB or 512GiB")
     base = 1024 if match[3] else 1000
     return int(float(match[1]) * base ** " KMGT".index((match[2] or " ").upper()))
 
 
 def read_gpu(file: Path) -> Gpu:
-    """A GPU from a JSON file with the fields of `Gpu`; `based_on` names a known one for those left out."""
-    values = read_json(file, "--gpu-file ", "give what `ithaka bench device` writes")
+    """A GPU from a JSON file with the fields of `Gpu`. `based_on`: a known GPU for the fields left out."""
+    values = read_json(file, "--gpu-file ", "use a file that `ithaka bench device` writes")
     for key, value in values.items():
         if key not in (*FIGURES, *TEXTS):
             raise ConfigError(f"--gpu-file {file}: {key} is not a field; use {', '.join((*FIGURES, *TEXTS))}")
         if not (isinstance(value, str) if key in TEXTS else type(value) in (int, float) and 0 < value < math.inf):
-            wanted = "text" if key in TEXTS else "a positive number"
-            raise ConfigError(f"--gpu-file {file}: {key}={value} is not {wanted}; correct it")
+            kind = "text" if key in TEXTS else "a positive number"
+            raise ConfigError(f"--gpu-file {file}: {key}={value} is not {kind}; correct it")
     base: dict[str, Any] = {"network_bytes_s": NETWORK_BYTES_S, "desktop": _is_desktop(values.get("name", ""))}
     if "based_on" in values:
         base = dict(vars(find_gpu(values.pop("based_on"))))
         if "attention_forward_flops" in values:
-            base["kernel"] = ""  # rates of the user's own
+            base["kernel"] = ""  # the file's own rates
     if missing := [name for name in FIGURES if name not in base | values]:
         raise ConfigError(f"--gpu-file {file} lacks {', '.join(missing)}; add them, or based_on with a known GPU")
     gpu = Gpu(**{**base, "name": file.stem, "source": str(file), **values})
@@ -281,14 +283,14 @@ def read_gpu(file: Path) -> Gpu:
 def find_hardware(
     gpus: str, gpu_file: Path | None = None, host_memory: str | None = None, disk: str | None = None
 ) -> Hardware:
-    """The machine that the options of a command describe; host memory and disk are per node."""
-    given: dict[str, Any] = {"disk_bytes": parse_bytes(disk, "--disk")} if disk is not None else {}
+    """The machine that a command's options describe. Host memory and disk are per node."""
+    capacities: dict[str, Any] = {"disk_bytes": parse_bytes(disk, "--disk")} if disk is not None else {}
     if host_memory is not None:
-        given |= {"host_bytes": parse_bytes(host_memory, "--host-memory"), "assumed_host": False}
-    return dataclasses.replace(parse_gpus(gpus, read_gpu(gpu_file) if gpu_file else None), **given)
+        capacities |= {"host_bytes": parse_bytes(host_memory, "--host-memory"), "assumed_host": False}
+    return dataclasses.replace(parse_gpus(gpus, read_gpu(gpu_file) if gpu_file else None), **capacities)
 
 
-# ---- this machine: memory, as the control groups around this process allow it, cores and disk
+# ---- this machine: memory within the limits of its cgroups, cores and disk
 
 DRIVER = "libcuda.so.1"
 CGROUP = Path("/sys/fs/cgroup")
@@ -297,7 +299,7 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 
 @dataclass(frozen=True)
 class Host:
-    """What this machine has to spare now."""
+    """Free memory and disk of this machine."""
 
     memory_bytes: int
     disk_bytes: int
@@ -305,7 +307,7 @@ class Host:
 
 
 def this_host(disk_path: Path | None = None) -> Host:
-    """`disk_path`: where files would go; None: the system's temporary directory."""
+    """`disk_path`: directory of the disk tier. None: the system's temporary directory."""
     folder = disk_path or Path(tempfile.gettempdir())
     return Host(available_memory(), shutil.disk_usage(folder).free, folder)
 
@@ -316,8 +318,8 @@ def available_memory() -> int:
 
 
 def ask_driver(index: int) -> tuple[str, int]:
-    """Name and bytes of the GPU that CUDA numbers `index` in this process: CUDA_VISIBLE_DEVICES (indices, UUIDs, MIG
-    slices) and CUDA_DEVICE_ORDER count. Opens no context, but CUDA cannot be used in forks of this process."""
+    """Name and bytes of this process's CUDA device `index`, by CUDA_VISIBLE_DEVICES (indices, UUIDs, MIG slices) and
+    CUDA_DEVICE_ORDER. Creates no context, but forks of this process cannot use CUDA afterward."""
     driver = ctypes.CDLL(DRIVER)
     device, name, num_bytes = ctypes.c_int(), ctypes.create_string_buffer(256), ctypes.c_size_t()
     calls: tuple[Callable[[], int], ...] = (
@@ -328,7 +330,7 @@ def ask_driver(index: int) -> tuple[str, int]:
     )
     for call in calls:
         if error := call():
-            raise RuntimeError(f"the CUDA driver answers with error {error}")
+            raise RuntimeError(f"the CUDA driver returned error {error}")
     return name.value.decode(), num_bytes.value
 
 
@@ -337,10 +339,10 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def cgroup_rooms(root: Path = CGROUP, of: Path = OWN_CGROUP) -> list[int]:
-    """Bytes that each control group (v2) around this process still allows; file cache counts as free."""
-    # A container sees its own groups at the top, whatever the path says.
-    inside, rooms = root / "".join(line[4:] for line in _read_lines(of) if line.startswith("0::/")), []
+def cgroup_rooms(root: Path = CGROUP, own: Path = OWN_CGROUP) -> list[int]:
+    """Bytes that each cgroup (v2) of this process still allows. File cache counts as free."""
+    # In a container its own cgroup is the root, whatever the path.
+    inside, rooms = root / "".join(line[4:] for line in _read_lines(own) if line.startswith("0::/")), []
     for group in (root, *(folder for folder in (inside, *inside.parents) if root in folder.parents)):
         allowed, used = _read_lines(group / "memory.max"), _read_lines(group / "memory.current")
         if used and allowed and allowed[0].isdigit():

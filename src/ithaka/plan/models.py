@@ -1,4 +1,4 @@
-"""Models by the names people type: built-in shapes, local directories, and ids on the Hugging Face hub."""
+"""Find models by name: built-in shapes, local directories, and Hugging Face hub ids."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ithaka.plan.shape import FAMILIES, HUB_ID, ModelShape, read_json, shape_fro
 
 HUB_TIMEOUT_S = 5.0
 
-# As the public config.json has them. family, layers, hidden size, query heads, kv heads, MLP size, vocabulary,
-# positions, RoPE's theta; then tied embeddings, a head dim of its own (K64), Llama 3.1's RoPE with its factor (x8).
+# From the public config.json files: family, layers, hidden size, query heads, kv heads, MLP size, vocabulary, positions,
+# RoPE theta; then optionally tied embeddings, an explicit head dim (K64), Llama 3.1's RoPE with its factor (x8).
 _TABLE = """
 llama3-8b     meta-llama/Meta-Llama-3-8B         llama    32 4096 32  8 14336 128256   8K 5e5
 llama3-70b    meta-llama/Meta-Llama-3-70B        llama    80 8192 64  8 28672 128256   8K 5e5
@@ -53,11 +53,16 @@ def _config(family: str, *columns: str) -> dict[str, Any]:
     config["max_position_embeddings"] = 1024 * int(positions.removesuffix("K"))
     if FAMILIES[family].window == "all":
         config["sliding_window"] = None
-    for word in more:
-        if word[0] == "K":
-            config["head_dim"] = int(word[1:])
-        elif word[0] == "x":
-            rope |= {"rope_type": "llama3", "factor": float(word[1:]), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    for option in more:
+        if option[0] == "K":
+            config["head_dim"] = int(option[1:])
+        elif option[0] == "x":
+            rope |= {
+                "rope_type": "llama3",
+                "factor": float(option[1:]),
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            }
             rope["original_max_position_embeddings"] = 8192
     return config
 
@@ -72,30 +77,30 @@ def find_shape(model: str) -> ModelShape:
 
 
 def find_config(model: str) -> dict[str, Any]:
-    """The config.json of a built-in model, a Hugging Face directory, a config.json or an id on the hub."""
+    """The config.json of a built-in model, a Hugging Face directory, a file, or a hub id."""
     if model not in MODELS and (path := Path(model).expanduser()).exists():
         return read_json(path / "config.json" if path.is_dir() else path)
     if (name := built_in(model)) is not None:
         return dict(MODELS[name])
     if re.fullmatch(HUB_ID, model):
-        return _from_hub(model)
+        return _fetch_config(model)
     raise ConfigError(f"model={model} is neither a path nor a known name; {_suggestion(model)}")
 
 
 def built_in(model: str) -> str | None:
-    """The built-in name that `model` means: Llama-3.1-8B, meta-llama/Llama-3.1-8B-Instruct and llama3.1_8b are one."""
+    """The built-in name of `model`: Llama-3.1-8B, meta-llama/Llama-3.1-8B-Instruct and llama3.1_8b are the same."""
     spellings = [(s, name) for name, id in _HUB_IDS.items() for s in (name, id, id.partition("/")[2])]
     return {_plain(spelling): name for spelling, name in spellings}.get(_plain(model))
 
 
 def hub_id(model: str) -> str | None:
-    """The id on the hub where the weights of a built-in name, or of an id, are."""
+    """The hub id of a built-in name or of a hub id; None for other names."""
     name = built_in(model)
     return _HUB_IDS[name] if name else model if re.fullmatch(HUB_ID, model) else None
 
 
 def _plain(name: str) -> str:
-    """Without case and separators, which people write differently, and words that leave the shape as it is."""
+    """Normalize case and separators, and drop words that do not change the shape."""
     text = re.sub(r"[-_ ]?\b(instruct|base|chat|hf)\b", "", name.lower().replace("_", "-"))
     return re.sub(r"[- ]|^meta(?=-?llama-?3)", "", text.replace("/meta-llama", "/llama"))
 
@@ -105,13 +110,12 @@ def _suggestion(model: str) -> str:
     close = difflib.get_close_matches(_plain(model).rpartition("/")[2], spellings, n=2, cutoff=0.7)
     if close:
         return f"did you mean {' or '.join(spellings[name] for name in close)}?"
-    return "use a directory with a config.json, an id on the Hugging Face hub, or a name such as llama3.1-8b"
+    return "use a directory with a config.json, a Hugging Face hub id, or a name such as llama3.1-8b"
 
 
-def _from_hub(model: str) -> dict[str, Any]:
-    """Read config.json from the hub's local cache, else over the network, in one try: huggingface_hub would retry for
-    25 s."""
-    from urllib.request import HTTPRedirectHandler, Request, build_opener  # late: it would slow down every command
+def _fetch_config(model: str) -> dict[str, Any]:
+    """Read config.json from the local hub cache, or fetch it in one attempt: huggingface_hub would retry for 25 s."""
+    from urllib.request import HTTPRedirectHandler, Request, build_opener  # imported late: it is slow
 
     from huggingface_hub import constants, get_token, hf_hub_url, try_to_load_from_cache
 
@@ -121,7 +125,7 @@ def _from_hub(model: str) -> dict[str, Any]:
 
     class Redirects(HTTPRedirectHandler):
         def redirect_request(self, req: Request, *answer: Any) -> Request | None:
-            """Follow a redirect, but show the token to no other host."""
+            """Follow a redirect, but send the token to no other host."""
             redirected = super().redirect_request(req, *answer)
             if redirected is not None and (redirected.type, redirected.host) != (req.type, req.host):
                 redirected.remove_header("Authorization")
@@ -136,8 +140,8 @@ def _from_hub(model: str) -> dict[str, Any]:
             return dict(json.load(answer))
     except (OSError, ValueError) as error:
         code, way_out = getattr(error, "code", None), _suggestion(model)
-        why = "is not on the hub" if code == 404 else f"the hub cannot be asked ({getattr(error, 'reason', error)})"
+        why = "is not on the hub" if code == 404 else f"the hub cannot be reached ({getattr(error, 'reason', error)})"
         if code in (401, 403):
-            why = f"the hub does not give it (HTTP {code})"
-            way_out = "accept its licence there and log in with `hf auth login`, or give a local directory"
+            why = f"the hub denies access (HTTP {code})"
+            way_out = "accept its license there and log in with `hf auth login`, or use a local directory"
         raise ConfigError(f"model={model} is not a local path, and {why}; {way_out}") from None

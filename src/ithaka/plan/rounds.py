@@ -1,7 +1,7 @@
-"""In which order the members of a ring send each other keys and values: in rounds, some tokens at a time.
+"""The rounds in which the members of a ring send each other keys and values.
 
-In a round a member receives at most `round_tokens` and sends at most as many, so that what is under way is small beside
-its own tokens, however many members there are. What none of a member's rows sees is not sent to it.
+In a round a member sends and receives at most `ring_round_tokens`, so that the buffers stay small compared with its own
+tokens however large the ring is. Tokens that none of a member's rows attend to are not sent to it.
 """
 
 from bisect import bisect_right
@@ -12,16 +12,16 @@ from itertools import accumulate
 
 from ithaka.plan.deal import Deal, TokenRange
 
-ROUNDS = 8  # in which a member's tokens are sent,
-ROUND_TOKENS = 32768  # unless they are few: kernels are slow on few keys
+ROUNDS = 8  # rounds to send a member's tokens
+ROUND_TOKENS = 32768  # minimum tokens per round: kernels are slow on few keys
 
 
 @dataclass(frozen=True)
 class RingRound:
-    """One member's part of a round. Tokens lie as they come: member by member, run by run."""
+    """One member's part of a round. Received tokens are ordered by member, then by range."""
 
-    received: tuple[tuple[TokenRange, ...], ...]  # from each member, as tokens of the sequence
-    sent: tuple[tuple[TokenRange, ...], ...]  # to each member, as rows of this one
+    received: tuple[tuple[TokenRange, ...], ...]  # from each member, in tokens of the sequence
+    sent: tuple[tuple[TokenRange, ...], ...]  # to each member, in rows of this one
 
     @property
     def num_received(self) -> list[int]:
@@ -37,7 +37,10 @@ def ring_round_tokens(member_tokens: int) -> int:
 
 
 def ring_rounds(deal: Deal, seen: Sequence[Sequence[TokenRange]], member: int) -> list[RingRound]:
-    """The rounds of `member`: as many as the others have. `seen`: keys that each member's rows see, ascending."""
+    """The rounds of `member`; all members have the same number.
+
+    `seen`: keys that each member's rows attend to, ascending.
+    """
     ring, own = len(deal.members), deal.members[member]
     firsts, row_of = [first for first, _ in own], [0, *accumulate(length for _, length in own)]
     received, sent = (defaultdict[tuple[int, int], list[TokenRange]](list) for _ in range(2))
@@ -56,30 +59,34 @@ def ring_rounds(deal: Deal, seen: Sequence[Sequence[TokenRange]], member: int) -
 
 
 def _transfers(deal: Deal, seen: Sequence[Sequence[TokenRange]]) -> Iterator[tuple[int, int, int, TokenRange]]:
-    """(round, owner, receiver, tokens). Neighbours first: where all need all, all send and receive in every round."""
+    """Yield (round, owner, receiver, tokens), nearest members first.
+
+    If every member needs all tokens, every member sends and receives in every round.
+    """
     ring = len(deal.members)
-    most = ring_round_tokens(deal.num_tokens // ring)
-    used: defaultdict[tuple[str, int, int], int] = defaultdict(int)  # tokens by way, member and round
-    full: defaultdict[tuple[str, int], int] = defaultdict(int)  # rounds without room, from the first on
+    max_tokens = ring_round_tokens(deal.num_tokens // ring)
+    used: defaultdict[tuple[str, int, int], int] = defaultdict(int)  # tokens by direction, member and round
+    num_full: defaultdict[tuple[str, int], int] = defaultdict(int)  # leading rounds without room
     for step in range(1, ring):
         for receiver in range(ring):
-            ways = (("from", (receiver - step) % ring), ("to", receiver))
-            for start, length in _both(deal.members[ways[0][1]], seen[receiver]):
-                num_pieces = -(-length // most)
+            owner = (receiver - step) % ring
+            ends = (("from", owner), ("to", receiver))
+            for start, length in _intersect(deal.members[owner], seen[receiver]):
+                num_pieces = -(-length // max_tokens)
                 for i in range(num_pieces):
                     low, high = i * length // num_pieces, (i + 1) * length // num_pieces
-                    number = max(full[way] for way in ways)
-                    while any(used[*way, number] + high - low > most for way in ways):
+                    number = max(num_full[end] for end in ends)
+                    while any(used[*end, number] + high - low > max_tokens for end in ends):
                         number += 1
-                    for way in ways:
-                        used[*way, number] += high - low
-                        while used[*way, full[way]] >= most:
-                            full[way] += 1
-                    yield number, ways[0][1], receiver, (start + low, high - low)
+                    for end in ends:
+                        used[*end, number] += high - low
+                        while used[*end, num_full[end]] >= max_tokens:
+                            num_full[end] += 1
+                    yield number, owner, receiver, (start + low, high - low)
 
 
-def _both(a: Sequence[TokenRange], b: Sequence[TokenRange]) -> Iterator[TokenRange]:
-    """What is in a run of each."""
+def _intersect(a: Sequence[TokenRange], b: Sequence[TokenRange]) -> Iterator[TokenRange]:
+    """Ranges of tokens that are in both."""
     i = j = 0
     while i < len(a) and j < len(b):
         start, stop = max(a[i][0], b[j][0]), min(sum(a[i]), sum(b[j]))

@@ -268,7 +268,7 @@ def _loss_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: W
     """
     linear = LinearSeconds(shape, layout, hardware, work.local_tokens(layout.cp))
     all_logits = linear.s * shape.vocab * layout.element_bytes
-    trained_head = shape.saved("lm_head")
+    trained_head = shape.trained_parameters("lm_head")
     head_bytes = shape.vocab * shape.hidden * layout.element_bytes
     matmul = linear.matmul(shape.hidden, shape.vocab, LOSS_SHARE)
     if not work.trains:

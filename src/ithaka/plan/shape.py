@@ -1,4 +1,4 @@
-"""The shape of a model, read from a Hugging Face `config.json` without torch and without transformers.
+"""The shape of a model, read from a Hugging Face `config.json` without torch or transformers.
 
 D hidden size, H query heads, G key/value heads, K head dim, F MLP size, V vocabulary.
 """
@@ -63,22 +63,22 @@ class ModelShape:
     head_dim: int  # K
     mlp: int  # F
     vocab: int  # V
-    tied: bool  # the output projection is the embedding
-    windows: tuple[int | None, ...]  # per layer: tokens a query sees, itself included; None: all before it
+    tied: bool  # lm_head shares the embedding's weight
+    windows: tuple[int | None, ...]  # per layer: tokens that a query attends to, with its own; None: all earlier ones
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    adapter: AdapterConfig | None = None  # None: every parameter is trained
+    adapter: AdapterConfig | None = None  # None: all parameters are trained
 
     @cached_property
     def mlp_parameters(self) -> int:
-        """Of one layer: gate, up and down projections, biases."""
+        """Gate, up and down projections of one layer, with biases."""
         return 3 * self.hidden * self.mlp + self.mlp_bias * (2 * self.mlp + self.hidden)
 
     @cached_property
     def layer_parameters(self) -> int:
-        """Projections of attention with biases and norms, MLP, two norms."""
+        """One layer: attention projections with biases and norms, the MLP, two norms."""
         q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
         weights = self.hidden * (2 * q_size + 2 * kv_size) + self.qk_norm * 2 * self.head_dim
         biases = self.qkv_bias * (q_size + 2 * kv_size) + self.out_bias * self.hidden
@@ -86,81 +86,83 @@ class ModelShape:
 
     @cached_property
     def num_parameters(self) -> int:
-        """Without adapters. A tied embedding counts once."""
+        """All parameters of the base model. A tied embedding counts once."""
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         return self.num_layers * self.layer_parameters + embeddings + self.hidden
 
     def shards(self, num_ranks: int) -> tuple[int, int]:
-        """(trained, frozen) parameters of one rank. Trained ones are fp32, with gradient and AdamW's two moments."""
-        frozen = self.num_parameters - (self.saved("lm_head") + self.saved("embed_tokens") * (not self.tied))
+        """(trained, frozen) parameters of one rank. Trained ones are fp32, with a gradient and two AdamW moments."""
+        frozen = self.num_parameters - (
+            self.trained_parameters("lm_head") + self.trained_parameters("embed_tokens") * (not self.tied)
+        )
         return -(-self.num_trained // num_ranks), -(-frozen // num_ranks) if self.adapter else 0
 
-    # ---- what is trained
+    # ---- trained parameters
 
     @cached_property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of a layer's linear maps."""
+        """(inputs, outputs) of a layer's linear modules."""
         D, F, q_size, kv_size = self.hidden, self.mlp, self.heads * self.head_dim, self.kv_heads * self.head_dim
         sizes = ((D, q_size), (D, kv_size), (D, kv_size), (q_size, D), (D, F), (D, F), (F, D))
         return dict(zip(LAYER_LINEARS, sizes, strict=True))
 
     def has_adapter(self, module: str) -> bool:
-        """By PEFT's rule: a target is a module's name, or the end of it after a dot."""
+        """PEFT's rule: a target is a module's full name or a dot-separated suffix of it."""
         targets = self.adapter.targets if self.adapter else ()
         if targets == "all-linear":
             return module != "lm_head"
         return f".{module}".endswith(tuple(f".{target}" for target in targets))
 
     @cached_property
-    def adapted(self) -> tuple[dict[str, int], ...]:
-        """Layer by layer, the parameters of the adapters, by their linear maps."""
+    def adapter_parameters(self) -> tuple[dict[str, int], ...]:
+        """Per layer: linear module -> parameters of its adapter."""
         rank = self.adapter.rank if self.adapter else 0
         parents = {name: "self_attn" if name in LAYER_LINEARS[:4] else "mlp" for name in LAYER_LINEARS}
         names = [
             [n for n in parents if self.has_adapter(f"model.layers.{i}.{parents[n]}.{n}")]
             for i in range(self.num_layers)
         ]
-        return tuple({name: rank * sum(self.linears[name]) for name in of_layer} for of_layer in names)
+        return tuple({name: rank * sum(self.linears[name]) for name in layer_names} for layer_names in names)
 
     @cached_property
     def most_adapted(self) -> dict[str, int]:
-        """Of the layer whose adapters have most parameters."""
-        return max(self.adapted, key=lambda sizes: sum(sizes.values()))
+        """`adapter_parameters` of the layer that has most of them."""
+        return max(self.adapter_parameters, key=lambda sizes: sum(sizes.values()))
 
-    def saved(self, module: str) -> int:
-        """Parameters of embed_tokens or lm_head, if it is trained whole."""
+    def trained_parameters(self, module: str) -> int:
+        """Parameters of embed_tokens or lm_head if they are trained without an adapter, else 0."""
         names = (module,) if self.adapter is None else self.adapter.modules_to_save
         return self.vocab * self.hidden if module in names or (self.tied and names) else 0
 
     @cached_property
     def trained_layer(self) -> int:
-        """Of one layer; with adapters, of the one that has most."""
+        """Trained parameters of one layer: of the one with most, if there are adapters."""
         return sum(self.most_adapted.values()) if self.adapter else self.layer_parameters
 
     @cached_property
     def trained_head(self) -> int:
-        reduced = self.adapter.rank if self.adapter and self.has_adapter("lm_head") else 0
-        return self.saved("lm_head") or reduced * (self.vocab + self.hidden)
+        rank = self.adapter.rank if self.adapter and self.has_adapter("lm_head") else 0
+        return self.trained_parameters("lm_head") or rank * (self.vocab + self.hidden)
 
     @cached_property
     def num_trained(self) -> int:
         if self.adapter is None:
             return self.num_parameters
-        layers = sum(sum(sizes.values()) for sizes in self.adapted)
-        return layers + self.trained_head + self.saved("embed_tokens") * (not self.tied)
+        layers = sum(sum(sizes.values()) for sizes in self.adapter_parameters)
+        return layers + self.trained_head + self.trained_parameters("embed_tokens") * (not self.tied)
 
     @cached_property
     def first_trained(self) -> int:
-        """The first layer that needs a backward; if none does, the last is planned with one."""
-        if self.adapter is None or self.saved("embed_tokens"):
+        """The first layer with a backward. If no layer needs one, the last is planned with one."""
+        if self.adapter is None or self.trained_parameters("embed_tokens"):
             return 0
-        return [*map(bool, self.adapted[:-1]), True].index(True)
+        return [*map(bool, self.adapter_parameters[:-1]), True].index(True)
 
     def with_adapter(self, adapter: AdapterConfig | None) -> ModelShape:
-        """Refuses targets that no module has, and a head that is the embedding."""
+        """Raise ConfigError for a target that no module has, and for lm_head if it is tied."""
         for target in adapter.targets if adapter and adapter.targets != "all-linear" else ():
             only = replace(self, adapter=AdapterConfig(targets=(target,)))
-            if not any(only.adapted) and not only.has_adapter("lm_head"):
+            if not any(only.adapter_parameters) and not only.has_adapter("lm_head"):
                 way = f"use a name such as q_proj or {self.num_layers - 1}.self_attn.q_proj"
                 raise ConfigError(f"adapter.targets={target} names no module of the model; {way}")
         if adapter and self.tied and "lm_head" in adapter.targets:
@@ -173,14 +175,14 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Work:
-    """One micro-step of one cp group: `batch` sequences of `context` tokens, packed into one."""
+    """One micro-step of a cp group: `batch` sequences of `context` tokens, packed into one."""
 
     context: int
     batch: int = 1
-    document_tokens: int | None = None  # length of the packed documents; None: one per sequence
+    document_tokens: int | None = None  # length of packed documents; None: one per sequence
     accumulate: int = 1  # micro-steps per optimizer step
-    trains: bool = True  # False: forward alone, without gradients
-    between_steps: bool = False  # with trains=False: inside a run, whose weights and optimizer state stay in memory
+    trains: bool = True  # False: forward only, without gradients
+    between_steps: bool = False  # with trains=False: during a run, whose weights and optimizer state stay in memory
 
     @property
     def tokens(self) -> int:
@@ -191,11 +193,11 @@ class Work:
 
     @property
     def length(self) -> int:
-        """Of a document."""
+        """Tokens of a document."""
         return min(self.document_tokens or self.context, self.context)
 
     def pairs(self, window: int | None) -> float:
-        """Query-key pairs that a head visits."""
+        """Query-key pairs per head."""
         length = self.length
         if window is None or window >= length:
             return self.tokens * length / 2
@@ -203,15 +205,15 @@ class Work:
 
 
 def read_shape(path: Path) -> ModelShape:
-    """The shape of the model in a Hugging Face directory, or of a `config.json` given by its own path."""
+    """The shape of the model in a Hugging Face directory or a `config.json` file."""
     file = path / "config.json" if path.is_dir() else path
-    hub = f"ORG/{path.name}" if path.parts[:1] == ("models",) else path  # as the documentation names directories
+    hub = f"ORG/{path.name}" if path.parts[:1] == ("models",) else path  # directory names of the documentation
     fetch = f"fetch it with `hf download {hub} --local-dir {path}`, or " if re.fullmatch(HUB_ID, str(path)) else ""
     return shape_from_config(read_json(file, way_out=fetch + GIVE_MODEL), str(path))
 
 
 def read_json(file: Path, name: str = "model.path=", way_out: str = GIVE_MODEL) -> dict[str, Any]:
-    """The object in a JSON file; ConfigError if it is missing or holds none. `name`: of what gave the path."""
+    """The object in a JSON file. ConfigError, which names the setting `name`, if there is none."""
     try:
         if isinstance(values := json.loads(file.read_text(encoding="utf-8")), dict):
             return values
@@ -225,7 +227,7 @@ def read_json(file: Path, name: str = "model.path=", way_out: str = GIVE_MODEL) 
 
 
 def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> ModelShape:
-    """The shape a `config.json` describes; `source` names it in errors."""
+    """The shape that a `config.json` describes. `source`: its name in errors."""
     name = values.get("model_type")
     if name not in PLANNED_FAMILIES:
         raise ConfigError(
@@ -233,7 +235,7 @@ def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> M
         )
     if quantised := values.get("quantization_config"):
         method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
-        raise ConfigError(f"model.path={source} is quantised ({method}); give weights in bfloat16 or float32")
+        raise ConfigError(f"model.path={source} is quantized ({method}); use weights in bfloat16 or float32")
     family = FAMILIES[name]
     hidden, num_layers, heads, mlp, vocab = (_count(values, key, source) for key in SIZES)
     kv_heads = _count(values, "num_key_value_heads", source, family.kv_heads or heads, null=heads)
@@ -244,7 +246,7 @@ def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> M
     head_dim = family.head_dim or hidden // heads
     head_dim = _count(values, "head_dim", source, head_dim, null=hidden // heads)
     if head_dim % 2:
-        raise ConfigError(f"head_dim={head_dim} of {source} is odd, and RoPE turns pairs; {CORRECT}")
+        raise ConfigError(f"head_dim={head_dim} of {source} is odd, but RoPE rotates pairs; {CORRECT}")
     windows, tied = _read_windows(values, family, num_layers, source), bool(values.get("tie_word_embeddings", False))
     rules = (family.qkv_bias, family.out_bias, family.mlp_bias)
     qkv_bias, out_bias, mlp_bias = (bool(values.get(rule) if isinstance(rule, str) else rule) for rule in rules)
@@ -253,12 +255,12 @@ def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> M
 
 
 def max_positions(values: Mapping[str, Any]) -> int:
-    """Positions of the model that a supported `config.json` describes."""
+    """max_position_embeddings of a supported `config.json`."""
     return values.get("max_position_embeddings") or FAMILIES[values["model_type"]].positions
 
 
 def yarn_factor(positions: int, rope: Mapping[str, Any], context: int) -> int:
-    """The factor of YaRN for `context` tokens, which counts from the positions before any stretch."""
+    """YaRN's factor for `context` tokens, relative to the positions before any scaling."""
     original = rope.get("original_max_position_embeddings") or int(positions / (rope.get("factor") or 1))
     return math.ceil(context / original)
 
@@ -266,19 +268,19 @@ def yarn_factor(positions: int, rope: Mapping[str, Any], context: int) -> int:
 def _count(
     values: Mapping[str, Any], key: str, source: str, default: int | None = None, null: int | None = None
 ) -> int:
-    """A positive whole number: `default` when the key is absent, `null` when it is there without a value."""
+    """A positive integer. `default`: if the key is absent. `null`: if its value is null."""
     value = values.get(key, default)
     if value is None and key in values:
         value = null
     if value is None:
         raise ConfigError(f"{key} of {source} is missing; add it to the model's config.json")
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{key}={value} of {source} is not a positive whole number; {CORRECT}")
+        raise ConfigError(f"{key}={value} of {source} is not a positive integer; {CORRECT}")
     return value
 
 
 def _read_windows(values: Mapping[str, Any], family: Family, num_layers: int, source: str) -> tuple[int | None, ...]:
-    """Each layer's window, by the same rules as transformers."""
+    """Each layer's window, by transformers' rules."""
     window = values.get("sliding_window", DEFAULT_WINDOW)
     if family.window == "none" or window is None:
         return (None,) * num_layers
