@@ -13,7 +13,7 @@ from ithaka.plan.shape import FAMILIES, HUB_ID, ModelShape, read_json, shape_fro
 
 HUB_TIMEOUT_S = 5.0
 
-# From the public config.json files: family, layers, hidden size, query heads, kv heads, MLP size, vocabulary, positions,
+# From the public config.json: family, layers, hidden size, query heads, kv heads, MLP size, vocabulary, positions,
 # RoPE theta; then optionally tied embeddings, an explicit head dim (K64), Llama 3.1's RoPE with its factor (x8).
 _TABLE = """
 llama3-8b     meta-llama/Meta-Llama-3-8B         llama    32 4096 32  8 14336 128256   8K 5e5
