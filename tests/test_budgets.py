@@ -15,7 +15,7 @@ from ithaka.preflight.machine import detect_machine, model_shape
 from ithaka.preflight.memory import certain_needs, check_fits, store_host_bytes
 from ithaka.preflight.preflight import validate_run
 from ithaka.preflight.run import Run
-from ithaka.train.loop import Trainer
+from ithaka.train.trainer import Trainer
 from runs import tiny_run, valid
 
 MIB = 2**20

@@ -12,6 +12,7 @@ import torch
 from ithaka.exits import ExitCode
 from ithaka.preflight.preflight import validate_run
 from ithaka.train import loop
+from ithaka.train import trainer as trainer_module
 from ithaka.train.loop import train
 from runs import metrics, numbers, run, start_program, tiny_run
 
@@ -71,9 +72,9 @@ def test_an_evaluation_or_a_profile_that_cannot_be_written_does_not_end_the_run(
     train = {"save_every": 0, "validate_every": 0, "validate_sequences": 0}
     config = tiny_run(tmp_path, train=train, evaluate={"every": 2}, profile={"every": 2})
     found = {"loss": 1.5, "long_context_gain": None, "key_tokens": None, "short_context_loss": 2.5, "retrieval": []}
-    monkeypatch.setattr(loop, "measure_all", lambda *_: found)
-    monkeypatch.setattr(loop, "read_text", lambda *_, **__: ())
-    monkeypatch.setattr(loop, "check_prompts", lambda *_: None)
+    monkeypatch.setattr(trainer_module, "measure_all", lambda *_: found)
+    monkeypatch.setattr(trainer_module, "read_text", lambda *_, **__: ())
+    monkeypatch.setattr(trainer_module, "check_prompts", lambda *_: None)
     if file is None:
         monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", cut_off)
     for step in (2, 4) if file else ():

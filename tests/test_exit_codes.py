@@ -21,6 +21,7 @@ from ithaka.dist.agree import SharedTransientError
 from ithaka.exits import FINAL_EXIT_CODES, ExitCode, TransientError, exit_code_for
 from ithaka.layer.store import StoreError
 from ithaka.train import loop
+from ithaka.train import trainer as trainer_module
 from runs import tiny_run, valid
 
 DOCS = Path(__file__).parents[1] / "docs/running-for-weeks.md"
@@ -87,7 +88,7 @@ def wrapped(error: Exception) -> Exception:
         (ConfigError("x"), ExitCode.WRONG_INPUT),
         (torch.OutOfMemoryError("CUDA out of memory"), ExitCode.OUT_OF_MEMORY),
         (OSError(errno.ENOMEM, ""), ExitCode.OUT_OF_MEMORY),
-        (loop.Diverged("x"), ExitCode.DIVERGED),
+        (trainer_module.Diverged("x"), ExitCode.DIVERGED),
         (loop.OutOfMemoryError("x"), ExitCode.OUT_OF_MEMORY),
         *((OSError(number, ""), ExitCode.TRANSIENT) for number in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)),
         (TimeoutError("x"), ExitCode.TRANSIENT),
@@ -113,7 +114,7 @@ def failing(number: int):
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
 def test_storage_that_fails_in_a_step_is_transient(tmp_path, monkeypatch, capsys, number):
     config = tiny_run(tmp_path, train={"validate_every": 0, "validate_sequences": 0})
-    checked, train_step, steps = valid(config), loop.train_step, []
+    checked, train_step, steps = valid(config), trainer_module.train_step, []
     with monkeypatch.context() as patch:
         patch.setattr(read, "_bytes", failing(number))
         assert launch.run_ranks(loop.train, (checked,), 1) == ExitCode.TRANSIENT  # before step 1
@@ -124,7 +125,7 @@ def test_storage_that_fails_in_a_step_is_transient(tmp_path, monkeypatch, capsys
         steps.append(args)
         return train_step(*args, **kwargs) if len(steps) == 1 else failing(number)()
 
-    monkeypatch.setattr(loop, "train_step", fail_in_step_2)
+    monkeypatch.setattr(trainer_module, "train_step", fail_in_step_2)
     assert launch.run_ranks(loop.train, (checked,), 1) == ExitCode.TRANSIENT
     assert len(steps) == 2
 

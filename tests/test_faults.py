@@ -26,6 +26,8 @@ from ithaka.layer import stages, store
 from ithaka.phases import PhaseState
 from ithaka.preflight import ranks
 from ithaka.train import heartbeat, loop, step
+from ithaka.train import prepare as prepare_module
+from ithaka.train import trainer as trainer_module
 from ithaka.train.console import Console, read_metrics
 from ranks import Ranks
 from runs import copy_back_at, metrics, numbers, run, tiny_run, valid, wait_for
@@ -102,7 +104,7 @@ def slow_to_write(patch):
 
 def in_the_foreground(patch):
     slow_to_write(patch)
-    patch.setattr(loop, "can_save_in_background", lambda run: False)
+    patch.setattr(prepare_module, "can_save_in_background", lambda run: False)
 
 
 def test_what_is_saved_in_the_background_is_the_step_it_was_saved_after(ranks, whole, tmp_path):
@@ -222,8 +224,8 @@ def test_a_file_that_appears_late_does_not_end_a_run_that_has_saved(ranks, whole
 
 def by_minutes(patch):
     """A minute passes in every step, and the clock is set back."""
-    now, steps, train_step = time.monotonic, [], loop.train_step
-    patch.setattr(loop, "train_step", lambda *args, **kwargs: steps.append(1) or train_step(*args, **kwargs))
+    now, steps, train_step = time.monotonic, [], trainer_module.train_step
+    patch.setattr(trainer_module, "train_step", lambda *args, **kwargs: steps.append(1) or train_step(*args, **kwargs))
     patch.setattr(loop.time, "monotonic", lambda: now() + 60 * len(steps))
     patch.setattr(loop.time, "time", lambda: -60.0 * len(steps))
 
@@ -246,7 +248,7 @@ def watched(patch, step_s=None):
 def asleep(patch, sleep=lambda: time.sleep(60), step_s=1.0):
     """Rank 1 in its third step, in the forward of its second layer: rank 0 waits for it in an exchange."""
     watched(patch, step_s)
-    steps, calls, train_step, attend = [], [], loop.train_step, stages.HeldHeads.attend
+    steps, calls, train_step, attend = [], [], trainer_module.train_step, stages.HeldHeads.attend
 
     def slow(*args):
         calls.extend([args] * (len(steps) == 3))
@@ -254,7 +256,9 @@ def asleep(patch, sleep=lambda: time.sleep(60), step_s=1.0):
             sleep()
         return attend(*args)
 
-    patch.setattr(loop, "train_step", lambda *args, **kwargs: steps.append(args) or train_step(*args, **kwargs))
+    patch.setattr(
+        trainer_module, "train_step", lambda *args, **kwargs: steps.append(args) or train_step(*args, **kwargs)
+    )
     patch.setattr(stages.HeldHeads, "attend", slow)
 
 
@@ -433,8 +437,8 @@ def test_host_memory_that_runs_out_is_said_once(monkeypatch, capfd):
 def slow_disk(patch, planned_bytes_s=1e9):
     pwrite = os.pwrite
     patch.setattr(store.os, "pwrite", lambda *args: time.sleep(0.25) or pwrite(*args))
-    patch.setattr(loop, "LATE_S", 0.02)
-    patch.setattr(loop, "DISK_BYTES_S", planned_bytes_s)
+    patch.setattr(trainer_module, "SLOW_DISK_S", 0.02)
+    patch.setattr(trainer_module, "DISK_BYTES_S", planned_bytes_s)
 
 
 def disk_as_planned(patch):
@@ -489,7 +493,7 @@ def test_a_step_that_is_bad_once_is_computed_again_and_the_rank_named(ranks, who
 
 def wrong_attention(patch):
     """Of rank 1, once, in its third step: the gradients of both ranks are hit."""
-    computed, hit, train_step, attend = [], [], loop.train_step, stages.HeldHeads.attend
+    computed, hit, train_step, attend = [], [], trainer_module.train_step, stages.HeldHeads.attend
 
     def wrong(*args):
         out, lse = attend(*args)
@@ -498,7 +502,9 @@ def wrong_attention(patch):
             out = out * math.nan
         return out, lse
 
-    patch.setattr(loop, "train_step", lambda *args, **kwargs: computed.append(args) or train_step(*args, **kwargs))
+    patch.setattr(
+        trainer_module, "train_step", lambda *args, **kwargs: computed.append(args) or train_step(*args, **kwargs)
+    )
     patch.setattr(stages.HeldHeads, "attend", wrong)
 
 
@@ -528,7 +534,7 @@ def test_a_step_that_is_bad_twice_is_skipped_or_ends_the_run(ranks, whole, tmp_p
 def test_a_spike_is_a_multiple_of_the_median(whole):
     def accepts(norm, spike, count):
         trainer = SimpleNamespace(config=moved(whole, None, spike=spike), norms=[1.0] * count)
-        return loop.Trainer.accepts(trainer, 2.0, norm)
+        return trainer_module.Trainer.accepts(trainer, 2.0, norm)
 
     assert [accepts(norm, 4, 20) for norm in (3.9, 4.1, math.inf, math.nan)] == [True, False, False, False]
     assert accepts(99.0, 4, 19) and accepts(99.0, None, 20)

@@ -35,8 +35,8 @@ def folder(tmp_path, monkeypatch):
     config = tiny_run(tmp_path, parallel={"cp": 1}, train={"steps": 60, "save_every": 5, "validate_every": 0})
     (tmp_path / "long.yaml").write_text(to_yaml(config))
     (tmp_path / "bin").mkdir()
-    slow = "import time; from ithaka.train import loop; step = loop.train_step\n"
-    slow += "loop.train_step = lambda *args, **how: time.sleep(0.1) or step(*args, **how)\n"
+    slow = "import time; from ithaka.train import trainer; step = trainer.train_step\n"
+    slow += "trainer.train_step = lambda *args, **how: time.sleep(0.1) or step(*args, **how)\n"
     (tmp_path / "slow.py").write_text(slow + "from ithaka.cli import main; main()\n")
     commands = {
         "ithaka": f'exec {sys.executable} {tmp_path / "slow.py"} "$@"',
@@ -127,7 +127,7 @@ def test_the_slurm_script_restarts_requeues_and_finishes(ranks, folder):
         rank.send_signal(signal.SIGUSR1)
     assert job.wait(120) == 0, (folder / "job.txt").read_text()[-3000:]
     assert (folder / "requeued").read_text() == "requeue 7\n"
-    assert "Stopped as asked after step" in (folder / "job.txt").read_text()
+    assert "Stopped after step" in (folder / "job.txt").read_text()
     assert start(f"{environment} bash job.sh", folder, "job.txt").wait(240) == 0
     assert losses(folder) == undisturbed(ranks, folder)
     assert start(f"{environment} bash job.sh", folder, "job.txt").wait(120) == 0

@@ -20,6 +20,7 @@ from ithaka.export import export
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model.build import build_model, read_hf_config
 from ithaka.train import loop
+from ithaka.train import prepare as prepare_module
 from models import plain_loss, tiny_config, tiny_model, widen
 from parity import check, gradient_errors, random_ids, relative
 from runs import MODEL, run, tiny_run, valid
@@ -139,7 +140,7 @@ def test_a_model_that_turns_a_part_of_each_head(tmp_path):
 def trained(config, ids):
     """Header and logits of a run's last checkpoint."""
     longer = replace(config, train=replace(config.train, steps=100))
-    trainer = loop.prepare(valid(longer, config.train.run_dir))
+    trainer = prepare_module.prepare(valid(longer, config.train.run_dir))
     with torch.no_grad():
         return loop._header(trainer), trainer.model(input_ids=ids).logits
 

@@ -13,7 +13,7 @@ from ithaka.config import ConfigError, load_config
 from ithaka.exits import ExitCode, TransientError
 from ithaka.plan.hardware import Host
 from ithaka.preflight import machine, preflight, resolve
-from ithaka.train import loop
+from ithaka.train import trainer as trainer_module
 from runs import run, tiny_run
 
 
@@ -25,7 +25,7 @@ def lacks_a_file(patch, folder):
     def build_model(*args, **kwargs):
         raise ConfigError("model.path has no file x; copy it again")
 
-    patch.setattr(loop, "build_model", build_model)
+    patch.setattr(trainer_module, "build_model", build_model)
 
 
 @contextmanager
@@ -101,7 +101,7 @@ def loses_its_disk(patch, folder):
     def build_model(*args, **kwargs):
         raise OSError(errno.EIO, "Input/output error", "model.safetensors")
 
-    patch.setattr(loop, "build_model", build_model)
+    patch.setattr(trainer_module, "build_model", build_model)
 
 
 def test_a_transient_fault_of_one_rank_is_that_of_all(ranks, tmp_path):

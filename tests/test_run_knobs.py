@@ -17,7 +17,7 @@ from ithaka.exits import ExitCode
 from ithaka.preflight.checks import check_settings
 from ithaka.preflight.preflight import validate_run
 from ithaka.preflight.resolve import resolve
-from ithaka.train import loop
+from ithaka.train import trainer as trainer_module
 from runs import metrics, run, tiny_run, valid
 
 
@@ -32,7 +32,7 @@ def stopped(tmp_path_factory):
     settings = {"validate_every": 1, "save_every": 0, "keep_last": 1, "patience": 2, "epochs": 2, "accumulate": 3}
     config = tiny_run(tmp_path_factory.mktemp("knobs"), train=settings)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop.Trainer, "validate", lambda self: (next(losses), {}))
+        patch.setattr(trainer_module.Trainer, "validate", lambda self: (next(losses), {}))
         run(config)
     return config
 

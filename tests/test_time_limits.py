@@ -18,7 +18,8 @@ from ithaka.data.open import check_data
 from ithaka.layer import schedule, stages
 from ithaka.phases import listening, phase
 from ithaka.plan.hardware import GPUS, find_gpu
-from ithaka.train import heartbeat, loop
+from ithaka.train import heartbeat
+from ithaka.train import trainer as trainer_module
 from ithaka.train.heartbeat import Limits, PhaseTracker, SlowRanks
 from ranks import Ranks
 from runs import metrics, run, tiny_run, valid, wait_for
@@ -207,7 +208,7 @@ def slow_at_first_then_asleep(patch):
     patch.setattr(heartbeat, "BEAT_S", 0.1)
     patch.setattr(heartbeat, "ANSWER_S", 0.0)
     patch.setattr(heartbeat, "LEAST_S", 1.0)
-    steps, train_step, attend, update = [], loop.train_step, stages.HeldHeads.attend, torch.optim.AdamW.step
+    steps, train_step, attend, update = [], trainer_module.train_step, stages.HeldHeads.attend, torch.optim.AdamW.step
     seconds = {1: 1.4, 4: 60.0}
 
     def step(*args, **kwargs):
@@ -222,7 +223,7 @@ def slow_at_first_then_asleep(patch):
         time.sleep(1.4 if len(steps) == 2 else 0.0)
         return update(*args)
 
-    patch.setattr(loop, "train_step", step)
+    patch.setattr(trainer_module, "train_step", step)
     if dist.get_rank() == 1:
         patch.setattr(stages.HeldHeads, "attend", slow_attend)
         patch.setattr(torch.optim.AdamW, "step", slow_update)

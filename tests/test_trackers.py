@@ -10,7 +10,8 @@ import pytest
 
 from ithaka.checkpoint import files
 from ithaka.config import ConfigError
-from ithaka.train import loop, track
+from ithaka.train import track
+from ithaka.train import trainer as trainer_module
 from ithaka.train.console import Console
 from ithaka.train.track import Trackers
 from runs import run, tiny_run, wait_for
@@ -128,7 +129,7 @@ def test_a_tracker_that_fails_does_not_end_the_run(tmp_path, monkeypatch, capsys
     trackers = Trackers(tmp_path, config, 0)
     console = Console(tmp_path, 3, trackers=trackers)
     for words in trackers.log(VALUES, 1):
-        console.say(words)
+        console.print(words)
     assert trackers.log(VALUES, 2) == []
     console.close("failed")
     told = capsys.readouterr().out
@@ -140,12 +141,14 @@ def crash(patch):
     def fail(*args, **kwargs):
         raise ZeroDivisionError("the run's own error")
 
-    patch.setattr(loop, "train_step", fail)
+    patch.setattr(trainer_module, "train_step", fail)
 
 
 def stop(patch):
-    train_step = loop.train_step
-    patch.setattr(loop, "train_step", lambda *a, **k: os.kill(os.getpid(), signal.SIGINT) or train_step(*a, **k))
+    train_step = trainer_module.train_step
+    patch.setattr(
+        trainer_module, "train_step", lambda *a, **k: os.kill(os.getpid(), signal.SIGINT) or train_step(*a, **k)
+    )
 
 
 @pytest.mark.parametrize("fault, ending", [(None, "finished"), (crash, "failed"), (stop, "killed")])

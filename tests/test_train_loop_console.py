@@ -19,10 +19,10 @@ from ithaka import launch
 from ithaka.exits import ExitCode
 from ithaka.model.batch import count_pairs
 from ithaka.train import console as console_module
-from ithaka.train import loop
+from ithaka.train import shutdown as shutdown_module
 from ithaka.train.console import Console, Record, describe, format_count, open_metrics, status, step_flops
-from ithaka.train.loop import Diverged
 from ithaka.train.track import tracked
+from ithaka.train.trainer import Diverged
 from runs import metrics, run, start_program, tiny_run, wait_for
 from test_trackers import tensorboard_scalars
 
@@ -100,7 +100,7 @@ def test_console_has_a_bar_on_a_terminal_and_plain_lines_elsewhere(tmp_path, mon
     shown = Console(tmp_path, num_steps=3)
     shown.step(record(1))
     shown.step(record(2, val_loss=2.25, mfu=0.431, device_peak_bytes=3 * 2**29))
-    shown.say("[bold] is text")
+    shown.print("[bold] is text")
     shown.close()
     text = output.getvalue()
     assert ("\x1b[" in text) == terminal
@@ -130,7 +130,7 @@ def test_sigterm_finishes_the_step_saves_and_leaves_with_its_number(tmp_path):
     os.kill(program.pid, signal.SIGTERM)
     assert program.wait(60) == ExitCode.SIGNALED + signal.SIGTERM, program.stderr
     last = metrics(config.train.run_dir)[-1]["step"]
-    stopped = next(line for line in program.stdout.splitlines() if f"Stopped as asked after step {last}" in line)
+    stopped = next(line for line in program.stdout.splitlines() if f"Stopped after step {last}" in line)
     assert shlex.split(stopped.partition(": ")[2]) == ["ithaka", "train", "--resume", str(config.train.run_dir)]
     assert (config.train.run_dir / "latest").read_text() == f"step-{last:08d}\n"
 
@@ -162,16 +162,16 @@ def test_a_second_signal_leaves_at_once_but_an_echo_does_not(monkeypatch, capfd)
 def grace(monkeypatch, tmp_path):
     """With train.grace_s=0.1; what it does goes to `.done`: it waits, or leaves with an outcome."""
     run = SimpleNamespace(config=tiny_run(tmp_path, train={"grace_s": 0.1}), run_dir=tmp_path / "run")
-    grace = loop.GracefulShutdown(run)
+    grace = shutdown_module.GracefulShutdown(run)
     grace.done = []
-    monkeypatch.setattr(loop, "exit_rank", grace.done.append)
-    monkeypatch.setattr(loop, "handle_stop_signal", lambda number, again: grace.done.append("waits"))
+    monkeypatch.setattr(shutdown_module, "exit_rank", grace.done.append)
+    monkeypatch.setattr(shutdown_module, "handle_stop_signal", lambda number, again: grace.done.append("waits"))
     yield grace
     grace.close()
 
 
 def test_a_step_that_outlasts_the_grace_is_left(grace):
-    grace.asked(signal.SIGTERM, False)
+    grace.handle_signal(signal.SIGTERM, False)
     assert grace.done == ["waits"]
     wait_for(lambda: len(grace.done) == 2, timeout_s=5)
     left = grace.done[1]
@@ -182,9 +182,9 @@ def test_a_step_that_outlasts_the_grace_is_left(grace):
     )
     grace.step_start, grace.step_s = time.monotonic(), 0.3
     grace.done.clear()
-    grace.asked(signal.SIGINT, False)
+    grace.handle_signal(signal.SIGINT, False)
     assert grace.done == ["waits"]  # of Ctrl-C as long as it takes
-    grace.asked(signal.SIGUSR1, False)
+    grace.handle_signal(signal.SIGUSR1, False)
     assert grace.done[1].code == ExitCode.SIGNALED + signal.SIGUSR1
 
 
@@ -192,7 +192,7 @@ def test_a_step_that_outlasts_the_grace_is_left(grace):
 def test_a_save_in_progress_gets_the_grace_to_finish(grace, is_done):
     grace.step_start = time.monotonic()
     grace.saver = SimpleNamespace(seconds=99.0, in_progress=True, is_done=is_done)
-    grace.asked(signal.SIGTERM, False)
+    grace.handle_signal(signal.SIGTERM, False)
     assert (grace.done[0] == "waits") == (not is_done)
 
 
@@ -240,7 +240,7 @@ def test_the_bar_says_what_is_done_besides_steps(tmp_path, monkeypatch):
     output = screen(monkeypatch, terminal=True)
     shown = Console(tmp_path, num_steps=3)
     shown.step(record(1))
-    with shown.doing("saving"):
+    with shown.show_activity("saving"):
         shown._bar.refresh()
     assert "saving ..." in output.getvalue()
     output.truncate(0)

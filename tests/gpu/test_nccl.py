@@ -28,7 +28,8 @@ from ithaka.dist.mesh import default_device, free_memory, make_mesh
 from ithaka.layer import stages
 from ithaka.model.build import parallelize_model
 from ithaka.plan import rounds
-from ithaka.train import heartbeat, loop
+from ithaka.train import heartbeat
+from ithaka.train import trainer as trainer_module
 from precision import (
     LARGE,
     SEEDS,
@@ -180,7 +181,7 @@ def losses(config):
 
 def falls_out(config, folder, how: str) -> None:
     """Rank 3 is killed, or sleeps, in its fifth step; what the others say as they leave goes to files."""
-    started, advance, attend = [], loop.Trainer.advance, stages.HeldHeads.attend
+    started, advance, attend = [], trainer_module.Trainer.advance, stages.HeldHeads.attend
 
     def count_and_advance(*args):
         started.append(args)
@@ -199,7 +200,7 @@ def falls_out(config, folder, how: str) -> None:
         os._exit(outcome.code)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop.Trainer, "advance", count_and_advance)
+        patch.setattr(trainer_module.Trainer, "advance", count_and_advance)
         patch.setattr(stages.HeldHeads, "attend", attend_or_not)
         patch.setattr(heartbeat, "exit_rank", leave)
         if how == "asleep":

@@ -162,10 +162,10 @@ class Console:
         """End the progress bar, the files and the trackers, which record how the run ended."""
         self._open.close()
         for words in self._trackers.close(ending) if self._trackers is not None else ():
-            self.say(words)
+            self.print(words)
 
     @contextmanager
-    def doing(self, what: str) -> Iterator[None]:
+    def show_activity(self, what: str) -> Iterator[None]:
         """Says in the progress bar what is done besides steps."""
         before = self._bar.tasks[0].fields["status"]
         self._bar.update(self._task, status=f"{what} ...")
@@ -180,12 +180,12 @@ class Console:
             yield
         except OSError as error:
             if what not in self._unwritable:
-                self.say(f"The {what} cannot be written ({error}); the run continues without it")
+                self.print(f"The {what} cannot be written ({error}); the run continues without it")
             self._unwritable.add(what)
         else:
             self._unwritable.discard(what)
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Prints `text` as it is, above the progress bar where there is one."""
         self._rich.print(escape(text))
 
@@ -193,18 +193,18 @@ class Console:
         width = max(map(len, facts))
         self._rich.print(f"[bold]{escape(title)}[/bold]")
         for key, value in facts.items():
-            self.say(f"  {key:<{width}}  {value}")
+            self.print(f"  {key:<{width}}  {value}")
 
     def step(self, record: Record) -> None:
         if not self.active:
             return
         self._write(record.values)
         for words in self._trackers.log(record.values, record.step) if self._trackers is not None else ():
-            self.say(words)
+            self.print(words)
         self._bar.update(self._task, completed=record.step)
         self._show(record.step, " ", describe(record))
         if record.val_loss is not None and not self._plain:
-            self.say(f"step {record.step}/{self.num_steps}  validation loss {record.val_loss:.4f}")
+            self.print(f"step {record.step}/{self.num_steps}  validation loss {record.val_loss:.4f}")
 
     def progress(self, report: StepProgress) -> None:
         """Where a long step is."""
@@ -215,7 +215,7 @@ class Console:
         """Something that happened besides steps: said, and a line of metrics.jsonl."""
         if self.active:
             self._write({"step": step, "event": words, **values})
-            self.say(words)
+            self.print(words)
 
     def _write(self, values: dict[str, Any]) -> None:
         """What a disk that is full, or read-only, does not take is kept for the next line."""
@@ -225,9 +225,11 @@ class Console:
                 self._unwritten = self._unwritten[self._metrics.write(self._unwritten) :]
             except OSError as error:
                 if not before:
-                    self.say(f"{self._metrics.name} cannot be written ({error.strerror}); its lines are kept in memory")
+                    self.print(
+                        f"{self._metrics.name} cannot be written ({error.strerror}); keeping its lines in memory"
+                    )
 
     def _show(self, step: int, what: str, words: str) -> None:
         self._bar.update(self._task, status=words)
         if self._plain:
-            self.say(f"step {step}/{self.num_steps}{what} {words}")
+            self.print(f"step {step}/{self.num_steps}{what} {words}")

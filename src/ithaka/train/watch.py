@@ -98,7 +98,7 @@ class Watch:
             plain_s = statistics.median(plain) if plain else None
             with nullcontext() if self.only_profile else self.console.writing("profile"):
                 words = recorder.write(folder, number, plain_s, sum_planned_by_holder(self.plan))
-                self.console.say(f"Profile of step {number}, in {folder}:\n{words}")
+                self.console.print(f"Profile of step {number}, in {folder}:\n{words}")
 
     def _recorder(self, number: int) -> StepProfile | StepTimes | None:
         device, warm = self.mesh.device, len(self._plain_s) >= WARM_UP_STEPS
