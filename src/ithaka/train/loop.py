@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Sequence
 from signal import Signals
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from ithaka.checkpoint import files, save
 from ithaka.config import shell_command
+from ithaka.data.stream import Batch
 from ithaka.dist.agree import SharedError, gather_objects, raise_on_all_ranks
 from ithaka.dist.mesh import default_device, set_timeouts, start_process_group
 from ithaka.exits import ExitCode, exit_code_for
@@ -32,17 +34,17 @@ MAX_FIRST_VALIDATION_S = 120.0  # longer validation before the first step is ski
 
 
 class OutOfMemoryError(RuntimeError):
-    """Memory ran out on the device or the host, or room in the store."""
+    """The device, the host or the store is out of memory."""
 
     exit_code = ExitCode.OUT_OF_MEMORY
 
 
 def train(run: Run, only_profile: bool = False) -> int:
-    """The whole run on this rank, with torchrun's variables set (or none, for a single process).
+    """Run training on this rank, with torchrun's variables set, or in a single process without them.
 
     Returns the exit code: DONE after the last step, SIGNALED + signal when stopped, after saving. Raises
-    ConfigError, TransientError, OutOfMemoryError, CheckpointError or Diverged with all that the user needs to know.
-    `only_profile`: nothing is saved."""
+    ConfigError, TransientError, OutOfMemoryError, CheckpointError or Diverged with a complete message.
+    `only_profile`: save nothing."""
     memory_tracker, shutdown = OutOfMemoryTracker(default_device()), GracefulShutdown(run)
     tracker, limits = PhaseTracker(memory_tracker.device), Limits.of(run)
     start_process_group()
@@ -72,7 +74,7 @@ def train(run: Run, only_profile: bool = False) -> int:
 
 
 def validate_only(run: Run) -> None:
-    """The validation loss of a model or a run, printed by rank 0. The run directory stays as it is."""
+    """Print the validation loss of a model or a run, on rank 0. Leaves the run directory unchanged."""
     start_process_group()
     tokens = run.run_dir / "tokens"
     had_tokens = tokens.exists()
@@ -93,26 +95,20 @@ def validate_only(run: Run) -> None:
 def _run_steps(
     trainer: Trainer, stop: list[Signals], shutdown: GracefulShutdown, heartbeat: Heartbeat, only_profile: bool
 ) -> int:
-    """Train up to train.steps, or to the end of the step in which any rank was told to stop. Returns the signal,
-    or 0."""
+    """Train up to train.steps, or to the end of the step in which any rank receives a signal. Returns the signal, or
+    0."""
     run, settings, mesh = trainer.run, trainer.config.train, trainer.mesh
     tracks = mesh.rank == 0 and not only_profile and bool(settings.track)
     trackers = raise_on_all_ranks(lambda: Trackers(run.run_dir, run.config, trainer.step) if tracks else None)
     console = Console(run.run_dir, trainer.config.ends[-1], trainer.step, trackers, mesh.rank == 0)
-    stop_signal, told_disk, trainer.console = 0, False, console
+    stop_signal, trainer.console, shutdown.saver = 0, console, trainer.saver
     ending: Ending = "failed"
     try:
-        console.facts("ithaka", describe_run(trainer) | {"time-outs": heartbeat.limits.words})
-        slow, shutdown.saver = SlowRanks(), trainer.saver
+        console.facts("ithaka", describe_run(trainer) | {"timeouts": heartbeat.limits.words})
         watch = Watch(run, trainer.model, trainer.optimizer, mesh, console, only_profile)
-        planned_s = validation_seconds(run)
-        if trainer.step == 0 and settings.validate_every and planned_s > MAX_FIRST_VALIDATION_S:
-            console.print(f"No validation before the first step: it would take about {planned_s / 60:.0f} minutes")
-        elif trainer.step == 0 and settings.validate_every:
-            with console.show_activity("validation before the first step"):
-                val_loss, val_sources = trainer.validate()
-            _, _, peaks, _ = _agree(stop, trainer)
-            console.step(Record(0, None, val_loss, None, None, 0, 0, None, None, None, *peaks, sources=val_sources))
+        health = _HealthChecks(trainer, heartbeat, console)
+        if trainer.step == 0 and settings.validate_every:
+            _validate_before_first_step(trainer, stop, console)
         while not trainer.done and not stop_signal:
             start = time.perf_counter()
             shutdown.step_start, heartbeat.place.step = time.monotonic(), trainer.step + 1
@@ -124,61 +120,107 @@ def _run_steps(
             if advanced is None:
                 continue
             result, lr, num_tokens = advanced
-            val_loss, sources, better = None, result.source_losses, False
-            if trainer.is_due(settings.validate_every):
-                with console.show_activity("validation"):
-                    val_loss, val_sources = trainer.validate()
-                sources, better = sources | val_sources, trainer.record_validation(val_loss)
-            if trainer.text is not None and trainer.is_due(trainer.config.evaluate.every):
-                with console.show_activity("evaluation"):
-                    sources = sources | trainer.evaluate()
-            work, full = trainer.attention_work(batches)
-            earlier, (attention_s, pauses) = watch.device_peak_bytes, heartbeat.place.end_step(full)
-            of_rank = trainer.slow_disk(step_s), attention_s, work, *pauses
-            stop_signal, (save, saved), peaks, of_ranks = _agree(stop, trainer, earlier, of_rank)
-            disks, attention, works, *all_pauses = of_ranks
-            _set_limits(heartbeat, heartbeat.limits.measured(*map(max, all_pauses)))
-            if late := slow.add(attention, works):
-                shown = ", ".join(f"rank {rank} takes {times:.2f} times" for rank, times in late.items())
-                console.event(trainer.step, f"Slow: {shown} the median rank's seconds in attention", slow_ranks=late)
-            if any(disks) and not told_disk:
-                told_disk = True
-                _report_slow_disks(trainer, disks)
-            speed = num_tokens / step_s, step_s, flops_utilization(trainer, num_tokens, result.num_pairs, step_s)
+            val_loss, sources, is_best = _validate_if_due(trainer, console)
+            rank_figures = health.measure(batches, step_s)
+            stop_signal, save_state, peaks, figures = _agree(stop, trainer, watch.device_peak_bytes, rank_figures)
+            health.report(*figures)
             losses = result.loss, val_loss, lr, result.grad_norm
             counts, ring = (trainer.tokens, result.label_tokens), (result.balance, result.ring_bytes)
+            speed = num_tokens / step_s, step_s, flops_utilization(trainer, num_tokens, result.num_pairs, step_s)
+            sources = result.source_losses | sources
             console.step(Record(trainer.step, *losses, *counts, *speed, *peaks, *ring, sources))
-            last, best = bool(stop_signal) or trainer.done, better and trainer.saver.keep_best
-            # The best weights and those of a run that ends cannot be saved later: wait for the save in progress.
-            if save and trainer.saver.in_progress and not (saved or last or best):
-                trainer.skip_save()
-                save = False
-            save |= best
-            if save or saved or last:
-                _finish_save(trainer, console)
-            if not only_profile and (save or last):
-                with console.show_activity("saving"):
-                    trainer.save()
-                    if last:
-                        trainer.saver.finish()
+            is_last = bool(stop_signal) or trainer.done
+            _save_if_due(trainer, console, *save_state, is_best=is_best, is_last=is_last, only_profile=only_profile)
         ending = "finished" if trainer.done else "killed"
     except KeyboardInterrupt:
         ending = "killed"
         raise
     finally:
         console.close(ending)
-        trainer.data.close(
-            remove=only_profile or (trainer.done and trainer.config.entry + 1 == len(trainer.config.ends))
-        )
+        is_last_entry = trainer.config.entry + 1 == len(trainer.config.ends)
+        trainer.data.close(remove=only_profile or (trainer.done and is_last_entry))
         if trainer.lock is not None:
             os.close(trainer.lock)
-    if not trainer.done and not only_profile:
-        again = shell_command("train", "--resume", run.run_dir)
-        console.print(f"Stopped after step {trainer.step}; resume with: {again}")
-    elif console.active and not only_profile:
-        of = run.config.curriculum and f"entry {run.config.entry + 1} of {len(run.config.ends)} "
-        console.facts(f"{of or ''}done", summarize_run(trainer, read_metrics(run.run_dir / "metrics.jsonl")))
+    if not only_profile:
+        _print_end(trainer, console)
     return 0 if trainer.done else stop_signal
+
+
+def _validate_before_first_step(trainer: Trainer, stop: list[Signals], console: Console) -> None:
+    planned_s = validation_seconds(trainer.run)
+    if planned_s > MAX_FIRST_VALIDATION_S:
+        console.print(f"No validation before the first step: it would take about {planned_s / 60:.0f} minutes")
+        return
+    with console.show_activity("validation before the first step"):
+        val_loss, sources = trainer.validate()
+    _, _, peaks, _ = _agree(stop, trainer)
+    console.step(Record(0, None, val_loss, None, None, 0, 0, None, None, None, *peaks, sources=sources))
+
+
+def _validate_if_due(trainer: Trainer, console: Console) -> tuple[float | None, dict[str, float], bool]:
+    """Validation loss, figures by source and evaluation, and whether the loss is the lowest so far."""
+    val_loss, figures, is_best = None, dict[str, float](), False
+    if trainer.is_due(trainer.config.train.validate_every):
+        with console.show_activity("validation"):
+            val_loss, figures = trainer.validate()
+        is_best = trainer.record_validation(val_loss)
+    if trainer.text is not None and trainer.is_due(trainer.config.evaluate.every):
+        with console.show_activity("evaluation"):
+            figures = figures | trainer.evaluate()
+    return val_loss, figures, is_best
+
+
+def _save_if_due(
+    trainer: Trainer, console: Console, due: bool, finished: bool, *, is_best: bool, is_last: bool, only_profile: bool
+) -> None:
+    """Report a `finished` save, and start one that is `due`. The best weights and those of the last step cannot be
+    saved later, so they wait for a save in progress; others are skipped."""
+    saves_best = is_best and trainer.saver.keep_best
+    if due and trainer.saver.in_progress and not (finished or is_last or saves_best):
+        trainer.skip_save()
+        due = False
+    due |= saves_best
+    if due or finished or is_last:
+        _finish_save(trainer, console)
+    if not only_profile and (due or is_last):
+        with console.show_activity("saving"):
+            trainer.save()
+            if is_last:
+                trainer.saver.finish()
+
+
+def _print_end(trainer: Trainer, console: Console) -> None:
+    run = trainer.run
+    if not trainer.done:
+        resume = shell_command("train", "--resume", run.run_dir)
+        console.print(f"Stopped after step {trainer.step}; resume with: {resume}")
+    elif console.active:
+        entry = f"entry {run.config.entry + 1} of {len(run.config.ends)} " if run.config.curriculum else ""
+        console.facts(f"{entry}done", summarize_run(trainer, read_metrics(run.run_dir / "metrics.jsonl")))
+
+
+class _HealthChecks:
+    """Slow ranks, slow disks and time limits, from figures that each rank measures in every step."""
+
+    def __init__(self, trainer: Trainer, heartbeat: Heartbeat, console: Console) -> None:
+        self.trainer, self.heartbeat, self.console = trainer, heartbeat, console
+        self.slow_ranks, self.reported_disk = SlowRanks(), False
+
+    def measure(self, batches: Sequence[Batch], step_s: float) -> tuple[float, ...]:
+        """This rank's figures, which `report` takes from every rank."""
+        work, full = self.trainer.attention_work(batches)
+        attention_s, pauses = self.heartbeat.place.end_step(full)
+        return self.trainer.slow_disk(step_s), attention_s, work, *pauses
+
+    def report(self, disks: list[float], attention: list[float], works: list[float], *pauses: list[float]) -> None:
+        _set_limits(self.heartbeat, self.heartbeat.limits.measured(*map(max, pauses)))
+        if slow := self.slow_ranks.add(attention, works):
+            ranks = ", ".join(f"rank {rank} takes {times:.2f} times" for rank, times in slow.items())
+            message = f"Slow: {ranks} the median rank's seconds in attention"
+            self.console.event(self.trainer.step, message, slow_ranks=slow)
+        if any(disks) and not self.reported_disk:
+            self.reported_disk = True
+            _report_slow_disks(self.trainer, disks)
 
 
 def _set_limits(heartbeat: Heartbeat, limits: Limits) -> None:
@@ -201,9 +243,9 @@ def _finish_save(trainer: Trainer, console: Console) -> None:
 def _agree(
     stop: list[Signals], trainer: Trainer, earlier_peak: int = 0, of_rank: tuple[float, ...] = ()
 ) -> tuple[int, tuple[bool, bool], tuple[int | None, int], list[list[float]]]:
-    """The signal that told any rank to stop, or 0; whether a save is due, and whether one has ended; the largest
-    memory peaks (device, host); and each of `of_rank`, on every rank. One all-gather on the host, after each step, so
-    that all ranks do the same."""
+    """One all-gather on the host after each step, so that all ranks take the same decisions. Returns the stop signal of
+    any rank, or 0; (a save is due, a save has finished); peak bytes (device, host); and for each figure of `of_rank`
+    its values on all ranks."""
     mesh = trainer.mesh
     on_gpu = mesh.device.type == "cuda"
     device_peak = max(torch.cuda.max_memory_allocated(mesh.device), earlier_peak) if on_gpu else 0
