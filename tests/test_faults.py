@@ -114,8 +114,8 @@ def test_what_is_saved_in_the_background_is_the_step_it_was_saved_after(ranks, w
         (said[fault], error), _ = ranks.run(2, told_by, fault, config)
         assert error is None
         states = [files.read_state(path) for path in sorted(config.train.run_dir.glob("checkpoints/*"))]
-        files = ("__0_0.distcp", "__1_0.distcp")
-        saved[fault] = [(state["step"], [state["checksums"][name] for name in files]) for state in states]
+        names = ("__0_0.distcp", "__1_0.distcp")
+        saved[fault] = [(state["step"], [state["checksums"][name] for name in names]) for state in states]
     assert [step for step, _ in saved[slow_to_write]] == [2, 4]
     assert saved[slow_to_write] == saved[in_the_foreground]
     assert "every 15 minutes and 2 steps, in the background" in said[slow_to_write]
@@ -362,9 +362,9 @@ def test_a_rank_whose_device_failed_says_so(monkeypatch, pair):
     """After a CUDA fault, every query of the device raises."""
     watching, failing = pair
     fault = RuntimeError("CUDA error: an illegal memory access was encountered\nFor debugging consider ...")
-    failing.place.on_gpu = True
+    failing.place.on_gpu = failing.place._timeline.on_gpu = True
     queries, query = [], raises(fault)
-    failing.place._mark = lambda: SimpleNamespace(query=lambda: queries.append(1) or query())
+    failing.place._timeline.mark = lambda: SimpleNamespace(query=lambda: queries.append(1) or query())
     failing.place.enter(("optimizer",))
     for _ in range(2 * heartbeat.LOST_TRIES):
         failing._watch_ranks()
@@ -422,7 +422,7 @@ def test_lines_that_the_disk_does_not_take_are_written_later(tmp_path, capsys):
     shown.event(3, "words")
     shown.close()
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
-    assert capsys.readouterr().out.count("metrics cannot be written (Read-only file system); its lines are kept") == 1
+    assert capsys.readouterr().out.count("metrics cannot be written (Read-only file system)") == 1
 
 
 def test_host_memory_that_runs_out_is_said_once(monkeypatch, capfd):
@@ -550,7 +550,7 @@ def test_a_rank_with_other_data_is_refused_before_the_first_step(ranks, whole, t
     other = shutil.copytree(whole.data.path, tmp_path / "texts")
     text = (other / "07.txt").read_text()
     (other / "07.txt").write_text(text.replace("7", "8"))
-    with pytest.raises(AssertionError, match=r"do not have the same: data.path is \w+ on rank 0 and \w+ on rank 1, "):
+    with pytest.raises(AssertionError, match=r"data.path is \w+ on rank 0 and \w+ on rank 1 .*same files"):
         ranks.run(2, with_other_data, moved(whole, tmp_path / "run"), other)
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
@@ -578,7 +578,7 @@ def test_the_global_batch_is_kept_by_another_number_of_ranks(ranks, whole, tmp_p
     lost = moved(again, copy_back_at(config.train.run_dir, tmp_path / "lost", 2), global_batch=None, accumulate=2)
     [(told, _)] = ranks.run(1, told_by, nothing, lost, True)
     assert "2 sequences per step (was 4); train.global_batch=4 keeps them" in told
-    with pytest.raises(ConfigError, match=r"global_batch=3 is no multiple of 2, .* on 2 .* ranks; use 2 or 4, or"):
+    with pytest.raises(ConfigError, match=r"global_batch=3 .*multiple of 2.*use 2 or 4, or"):
         dataclasses.replace(config.train, global_batch=3).micro_steps(2)
 
 
