@@ -98,7 +98,7 @@ def test_a_longer_run_goes_on_at_the_rate_it_had(ranks, tmp_path):
     ranks.run(1, run, config)
     longer = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=5))
     [output] = ranks.run(1, go_on, longer)
-    assert re.search(r"lr +stays as it is then; for a longer cosine add\s+--set optim.decay_steps=10\n", output)
+    assert re.search(r"lr .*cosine.*--set optim.decay_steps=10\n", output)
     rates = [line["lr"] for line in metrics(config.train.run_dir) if line["lr"] is not None]
     assert rates == pytest.approx([1e-2, 5.5e-3, 1e-3, 1e-3, 1e-3])
 

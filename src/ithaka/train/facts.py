@@ -82,7 +82,7 @@ def summarize_run(trainer: Trainer, records: list[dict[str, Any]]) -> dict[str, 
         return facts
     facts["train longer"] = shell_command("train", "--resume", run_dir, "--set", f"train.steps={more}")
     if optim.schedule == "cosine" and optim.warmup_steps < (optim.decay_steps or trainer.step) <= trainer.step:
-        facts["lr"] = f"stays as it is then; for a longer cosine add --set optim.decay_steps={more}"
+        facts["lr"] = f"has reached its minimum and stays there; for a longer cosine add --set optim.decay_steps={more}"
     return facts
 
 

@@ -26,7 +26,7 @@ from ithaka.train.trainer import Trainer, compute_dtype
 
 
 def prepare(run: Run, trains: bool = True) -> Trainer:
-    """Do all that can be refused before anything is written; a refusal is raised on all ranks."""
+    """Build the trainer and run every check that can fail before anything is written; errors reach all ranks."""
     start_process_group()
     run = use_intact_checkpoint(run)
     if run.checkpoint is not None and files.read_state(run.checkpoint)["step"] < run.config.start:
@@ -62,7 +62,7 @@ def _set_determinism(deterministic: bool) -> None:
 
 
 def _decide_steps(trainer: Trainer) -> None:
-    """train.steps of train.epochs: as when the run began, or by what rank 0 reads of the data."""
+    """Convert train.epochs to train.steps: from the checkpoint, or by counting the data on rank 0."""
     run, config = trainer.run, trainer.config
     if config.train.epochs is None:
         return
@@ -79,7 +79,7 @@ def _decide_steps(trainer: Trainer) -> None:
 
 
 def _data_facts(trainer: Trainer) -> dict[str, str]:
-    """What will be trained on, in words. Rank 0 reads it."""
+    """Describe the training data, on rank 0."""
     if trainer.mesh.rank != 0:
         return {}
     train, data = trainer.config.train, trainer.data
@@ -93,7 +93,7 @@ def _data_facts(trainer: Trainer) -> dict[str, str]:
 
 
 def _write_run_dir(trainer: Trainer) -> None:
-    """The resolved configuration, and what export needs besides weights. Rank 0 writes it and locks the directory."""
+    """On rank 0, lock the run directory and write the resolved configuration and what export needs besides weights."""
     if trainer.mesh.rank != 0:
         return
     run, folder = trainer.run, trainer.run.run_dir / "model"

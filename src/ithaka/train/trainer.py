@@ -128,7 +128,7 @@ class Trainer:
 
     @phase("saving")
     def save(self) -> None:
-        """Start a save, which ends in the background where host memory has room for it; `saver.finish` waits."""
+        """Start a save, in the background if host memory allows; `saver.finish` waits for it."""
         self.last_save_at = time.monotonic()
         norms = list(self.norms) if self.config.train.spike else []
         state = {"step": self.step, "tokens": self.tokens, "data": self.data.state_dict(), "norms": norms}
@@ -140,16 +140,18 @@ class Trainer:
         self.saver.save(self.model, self.optimizer, state)
 
     def skip_save(self) -> None:
-        """Report the save that is due and was not started because another one is in progress."""
+        """Report a due save that is skipped because another one is in progress."""
         self.last_save_at, saver = time.monotonic(), self.saver
-        so_far = f"that of step {saver.step} is still being written after {self.last_save_at - saver.started_at:.0f} s"
+        so_far = (
+            f"the one of step {saver.step} is still being written after {self.last_save_at - saver.started_at:.0f} s"
+        )
         way = "Save less often (train.save_minutes, train.save_every) or to faster storage."
         if self.console is not None:
             words = f"No checkpoint after step {self.step}: {so_far}. {way}"
             self.console.event(self.step, words, save_in_progress=saver.step)
 
     def record_validation(self, val_loss: float | None) -> bool:
-        """Whether it is the lowest so far, for patience and the best checkpoint."""
+        """Update the best loss and patience. Returns whether this loss is the lowest so far."""
         if val_loss is None:
             return False
         better = self.best is None or val_loss < self.best[0]
@@ -169,13 +171,13 @@ class Trainer:
         return self.mesh.rank == 0 and (by_time or self.is_due(self.config.train.save_every))
 
     def accepts(self, loss: float, norm: float) -> bool:
-        """Whether a step with these may change the weights."""
+        """Whether to update the weights: loss and norm are finite, and the norm is not a spike."""
         spike = self.config.train.spike
         limit = spike * statistics.median(self.norms) if spike and len(self.norms) >= MIN_NORMS else math.inf
         return math.isfinite(loss) and math.isfinite(norm) and norm <= limit
 
     def _skip_or_stop(self, result: StepResult, batches: Sequence[Batch]) -> None:
-        """Of a step that is as bad when it is computed again."""
+        """Skip the batch, or stop: the step failed twice."""
         self.skipped += 1
         what = f"step {self.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}, twice"
         if self.config.train.bad_step == "stop" or self.skipped > MAX_SKIPPED:
@@ -189,14 +191,14 @@ class Trainer:
         self.report(f"{what}. Its batch is skipped; {len(documents)} documents", skipped_documents=documents)
 
     def _report_unlabelled(self) -> None:
-        """Once: with positions of format 4, there may be many such steps until their round ends."""
+        """Report it once per run."""
         if not self.reported_unlabelled:
             words = f"step {self.step + 1}: no rank has a token to train; no update, and such steps do not count"
             self.report(words, unlabelled=True)
         self.reported_unlabelled = True
 
     def _report_suspects(self, first: StepResult) -> None:
-        """Name the ranks where a step was bad that was not when it was computed again."""
+        """A step was bad once and good when recomputed: name the ranks whose hardware may be failing."""
         ranks = gather_objects((f"rank {self.mesh.rank} on {socket.gethostname()}", *(first.refused or ())))
         # A bad forward shows in the loss of its own ranks, and then in the gradients of all.
         bad = [name for name, loss, _ in ranks if not math.isfinite(loss)]
@@ -204,7 +206,7 @@ class Trainer:
         bad = bad or [max(ranks, key=lambda entry: entry[2])[0]]  # a spike: the largest share
         who = f"the hardware of {', '.join(bad)} may be failing"
         if len(bad) == len(ranks) > 1:
-            who = "hardware may be failing, and which cannot be told: all ranks were hit"
+            who = "hardware may be failing, but all ranks were affected"
         what = f"step {self.step + 1}: loss {first.loss}, gradient norm {first.grad_norm}, but not when computed again"
         self.report(f"{what}: {who}", suspected=bad)
 
@@ -233,8 +235,8 @@ class Trainer:
             self.console.event(self.step + 1, words, **values)
 
     def advance(self, batches: Sequence[Batch]) -> tuple[StepResult, float, int] | None:
-        """One step on this rank's micro-batches: its result, learning rate and input tokens over all ranks. None: the
-        batch was skipped, and the step does not count."""
+        """Train on this rank's micro-batches. Returns the result, the learning rate and the input tokens of all ranks;
+        None if the batch was skipped and the step does not count."""
         config = self.config
         lr = learning_rate(self.step - config.schedule_start, config.optim, config.train.steps)
         compute = partial(
@@ -272,7 +274,7 @@ class Trainer:
         return validation_loss(self.model, batches, self.mesh, self.data.source_names)
 
     def read_evaluation(self) -> EvalText | None:
-        """What is evaluated on; None: nothing is."""
+        """Text for the evaluation, or None if evaluation is off."""
         how = self.config.evaluate
         if not how.every:
             return None
@@ -300,12 +302,12 @@ class Trainer:
         return flatten_metrics(found)
 
     def is_due(self, every: int) -> bool:
-        """Whether something done every so many steps (0: only at the end) is done after this one."""
+        """Whether an action with interval `every` (0: only at the end) is due after this step."""
         return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
 
 
 def _document_starts(batch: Batch, tokenizer: Tokenizer) -> list[str]:
-    """The first words of each document of a batch."""
+    """The beginning of each document in a batch."""
     starts = []
     for ids, documents in zip(batch.input_ids, batch.document_ids, strict=True):
         lengths = torch.unique_consecutive(documents, return_counts=True)[1].tolist()
