@@ -289,7 +289,8 @@ def test_own_model_starts_from_plain_defaults(folder, started):
 def run_dir(folder, monkeypatch):
     """A run of the default model with a checkpoint after step 5."""
     monkeypatch.setattr(preflight_resume, "find_checkpoint", lambda run_dir: run_dir)
-    state = {"step": 5, "stale": 0, "epochs": None}
+    state = {"step": 5, "stale": 0, "epochs": None, "checksums": {}}
+    monkeypatch.setattr("ithaka.checkpoint.files.read_state", lambda path: state)
     monkeypatch.setattr(preflight_run, "read_state", lambda path: state)
     monkeypatch.setattr(preflight_resume, "read_state", lambda path: state)
     (folder / "run").mkdir()

@@ -188,7 +188,7 @@ def test_a_plan_that_cannot_fit_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("changes, ways", [
-    ({"data__context": "1M", "memory__offload": "none"}, "left to the planner"),
+    ({"data__context": "1M", "memory__offload": "none"}, "planner"),
     ({"data__context": "1M"}, r"data.context=(\d+), an adapter \(adapter.rank=16\), (\d+) GPUs \((.*?)\)"),
     ({"data__context": "8M", "adapter__rank": 8}, r"data.context=(\d+), (\d+) GPUs \((.*?)\)"),
 ])  # fmt: skip

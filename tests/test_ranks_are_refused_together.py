@@ -80,7 +80,7 @@ def test_rank_0_chooses_the_run_directory_and_all_must_see_it(ranks, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "lacking, words", [(lacks_memory, "1 MiB is there"), (lacks_a_file, "model.path has no file x; copy it again")]
+    "lacking, words", [(lacks_memory, "1 MiB available"), (lacks_a_file, "model.path has no file x; copy it again")]
 )
 def test_nodes_do_not_wait_for_one_that_is_refused(ranks, tmp_path, lacking, words):
     tiny_run(tmp_path)
