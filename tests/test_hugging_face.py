@@ -131,7 +131,7 @@ def test_steps_without_a_label_neither_update_nor_count(ranks, tmp_path, rows):
     check(ranks.run(2, trained, "hf_trainer", 1, tmp_path / "two"), expected)
     checkpoint = str(tmp_path / "two" / "checkpoint-6")
     check(ranks.run(2, trained, "hf_trainer", 2, tmp_path / "again", checkpoint), expected)
-    with pytest.raises(AssertionError, match="ConfigError: train_dataset: no row has a label to train; give labels"):
+    with pytest.raises(AssertionError, match="ConfigError: train_dataset: .*-100"):
         ranks.run(1, partial(run, rows=rows[4:8], **changes), "hf_trainer", 1, tmp_path / "none")
 
 

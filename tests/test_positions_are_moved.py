@@ -1,4 +1,4 @@
-"""model.rope: Hugging Face's loss and gradients with the same rope_parameters, exported with them; what is refused."""
+"""model.rope gives the loss and gradients of Hugging Face with the same rope_parameters, and is exported."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from ithaka import verify
 from ithaka.cli import app
-from ithaka.config import AdapterConfig, ConfigError, RopeConfig, parse_config, to_dict
+from ithaka.config import AdapterConfig, RopeConfig, parse_config, to_dict
 from ithaka.dist.mesh import make_mesh
 from ithaka.export import export
 from ithaka.layout import ActivationPolicy, Layout
@@ -23,12 +23,13 @@ from ithaka.train import loop
 from ithaka.train import prepare as prepare_module
 from models import plain_loss, tiny_config, tiny_model, widen
 from parity import check, gradient_errors, random_ids, relative
+from refusals import assert_raises
 from runs import MODEL, run, tiny_run, valid
 
 MADE_FOR, CONTEXT = 16, 50
-OWN = {"rope_type": "default", "rope_theta": 100.0}  # turns that differ within few positions
-# model.rope -> what transformers must be told.
-KINDS = [
+OWN = {"rope_type": "default", "rope_theta": 100.0}  # angles differ within few positions
+# model.rope -> rope_parameters
+TYPES = [
     ({"theta": 400.0}, {"rope_type": "default", "rope_theta": 400.0}),
     ({"type": "linear", "factor": 4}, {"rope_type": "linear", "factor": 4.0}),
     (
@@ -44,8 +45,8 @@ KINDS = [
 # Only the second of two ranks has positions beyond the original ones.
 LONG = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0, 9.0, 20.0]}
 LONGROPE = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 28, **LONG}
-KINDS.append(({name.removeprefix("rope_"): value for name, value in LONGROPE.items()}, LONGROPE))
-REACH = {"longrope": 4 * 28, "default": CONTEXT, "llama3": CONTEXT, "linear": 4 * MADE_FOR, "yarn": 64}
+TYPES.append(({name.removeprefix("rope_"): value for name, value in LONGROPE.items()}, LONGROPE))
+NUM_POSITIONS = {"longrope": 4 * 28, "default": CONTEXT, "llama3": CONTEXT, "linear": 4 * MADE_FOR, "yarn": 64}
 
 
 def saved(folder, **changes):
@@ -55,30 +56,30 @@ def saved(folder, **changes):
 
 
 def errors_of(folder):
-    """One rank's part: of every kind, beside a plain model of the same file that is told by hand."""
-    ids, mesh, found = random_ids(1, CONTEXT), make_mesh(2), []
+    """This rank's errors for every type, against a plain model with rope_parameters set by hand."""
+    ids, mesh, errors = random_ids(1, CONTEXT), make_mesh(2), []
     layout = Layout(
         2, heads_per_stage=2, tile_tokens=5, kept=(ActivationPolicy(attention="device"),) * 2, dtype="float64"
     )
-    for rope, told in KINDS:
+    for rope, parameters in TYPES:
         config = AutoConfig.from_pretrained(folder)
-        config.rope_parameters = OWN | told
+        config.rope_parameters = OWN | parameters
         plain = widen(AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float64).train())
         expected = plain_loss(plain, ids, ids)
         expected.backward()
         model = widen(build_model(folder, mesh, layout, rope=RopeConfig(**rope), context=CONTEXT))
-        assert model.config.rope_parameters == OWN | told
-        assert model.config.max_position_embeddings == REACH[told["rope_type"]]
+        assert model.config.rope_parameters == OWN | parameters
+        assert model.config.max_position_embeddings == NUM_POSITIONS[parameters["rope_type"]]
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
-        found.append({"loss": relative(loss.detach(), expected.detach()), **gradient_errors(model, plain)})
-    return found
+        errors.append({"loss": relative(loss.detach(), expected.detach()), **gradient_errors(model, plain)})
+    return errors
 
 
 def errors_of_longrope(folder):
-    """One rank's part: a model whose own positions are such, in Phi's manner; forwards of both lengths, then both
-    backwards; and two data-parallel ranks of which one has a position beyond the original ones."""
-    ids, found = random_ids(2, 2 * MADE_FOR), []
+    """This rank's errors for a model stored with longrope, as Phi is: first two forwards, short and long, before their
+    backwards; then two data-parallel ranks, only one of them beyond the original positions."""
+    ids, errors = random_ids(2, 2 * MADE_FOR), []
 
     def pair(cp):
         layout = Layout(cp, heads_per_stage=2, tile_tokens=5, dtype="float64")
@@ -88,11 +89,11 @@ def errors_of_longrope(folder):
     def note(model, plain, loss, expected):
         loss.backward()
         expected.backward()
-        found.append({"loss": relative(loss.detach(), expected.detach()), **gradient_errors(model, plain)})
+        errors.append({"loss": relative(loss.detach(), expected.detach()), **gradient_errors(model, plain)})
 
     plain, model = pair(2)
-    turned = 1 + math.log(64 / MADE_FOR) / math.log(MADE_FOR)  # by Phi's rule, squared
-    assert model.model.rotary_emb.attention_scaling**2 == pytest.approx(turned)
+    squared = 1 + math.log(64 / MADE_FOR) / math.log(MADE_FOR)  # Phi's rule
+    assert model.model.rotary_emb.attention_scaling**2 == pytest.approx(squared)
     both = [ids[:1], ids[:1, :MADE_FOR]]
     losses = [model(input_ids=each, labels=each).loss for each in both]
     note(model, plain, sum(losses), sum(plain_loss(plain, each, each) for each in both))
@@ -102,7 +103,7 @@ def errors_of_longrope(folder):
     mine = slice(dist.get_rank(), dist.get_rank() + 1)
     loss = model(input_ids=near[mine], labels=near[mine], position_ids=at[mine]).loss
     note(model, plain, loss, plain_loss(plain, near, near, position_ids=at))
-    return found
+    return errors
 
 
 def test_longrope_is_chosen_once_for_all_ranks_and_kept_for_backward(ranks, tmp_path):
@@ -112,14 +113,14 @@ def test_longrope_is_chosen_once_for_all_ranks_and_kept_for_backward(ranks, tmp_
         check(errors)
 
 
-def test_each_kind_has_the_loss_and_gradients_of_hugging_face(ranks, tmp_path):
+def test_each_type_has_the_loss_and_gradients_of_hugging_face(ranks, tmp_path):
     for errors in ranks.run(2, errors_of, saved(tmp_path)):
-        assert len(errors) == len(KINDS)
+        assert len(errors) == len(TYPES)
         check(errors)
 
 
-def test_a_model_that_turns_a_part_of_each_head(tmp_path):
-    """Of rope_type=proportional theta can be changed; another type would turn the rest too."""
+def test_rope_on_part_of_each_head_keeps_its_type(tmp_path):
+    """With rope_type=proportional, theta can change; another type would rotate the rest too."""
     own = OWN | {"rope_type": "proportional", "partial_rotary_factor": 0.5}
     saved(tmp_path, rope_parameters=own)
     config, ids = AutoConfig.from_pretrained(tmp_path), random_ids(1, CONTEXT)
@@ -133,12 +134,16 @@ def test_a_model_that_turns_a_part_of_each_head(tmp_path):
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     check([{"loss": relative(loss.detach(), expected.detach()), **gradient_errors(model, plain)}])
-    with pytest.raises(ConfigError, match="model.rope.type=yarn would turn .* rope_type=proportional .* change theta"):
-        read_hf_config(tmp_path, RopeConfig(type="yarn", factor=4), CONTEXT)
+    assert_raises(
+        lambda: read_hf_config(tmp_path, RopeConfig(type="yarn", factor=4), CONTEXT),
+        "model.rope.type=yarn",
+        "rope_type=proportional",
+        "theta",
+    )
 
 
 def trained(config, ids):
-    """Header and logits of a run's last checkpoint."""
+    """Header and logits of a run's latest checkpoint."""
     longer = replace(config, train=replace(config.train, steps=100))
     trainer = prepare_module.prepare(valid(longer, config.train.run_dir))
     with torch.no_grad():
@@ -164,7 +169,7 @@ def test_a_run_with_longrope_is_exported_with_it(tmp_path):
     assert written["rope_parameters"] == LONG | {"rope_type": "longrope", "rope_theta": 10000.0} | {
         "original_max_position_embeddings": MADE_FOR
     }
-    assert written["max_position_embeddings"] == 61  # and by it the attention factor
+    assert written["max_position_embeddings"] == 61  # which sets the attention factor
     model = AutoModelForCausalLM.from_pretrained(out)
     torch.testing.assert_close(model(ids).logits, logits, rtol=1e-5, atol=1e-5)
 
@@ -194,42 +199,39 @@ def test_an_adapter_is_exported_with_the_positions_it_was_trained_at(ranks, tmp_
     merged = AutoModelForCausalLM.from_pretrained(export(config.train.run_dir, tmp_path / "whole", True))
     torch.testing.assert_close(merged(ids).logits, logits, rtol=1e-5, atol=1e-5)
     out = tmp_path / "out"
-    told = CliRunner().invoke(app, ["export", str(config.train.run_dir), str(out)])
-    assert told.exit_code == 0 and "load the base model with this config.json" in told.stdout
+    result = CliRunner().invoke(app, ["export", str(config.train.run_dir), str(out)])
+    assert result.exit_code == 0 and "config.json" in result.stdout
     model = AutoModelForCausalLM.from_pretrained(base, config=AutoConfig.from_pretrained(out))
     adapted = PeftModel.from_pretrained(model, str(out))
     torch.testing.assert_close(adapted(ids).logits, logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    "rope, words",
+    "rope, fragments",
     [
-        (None, ["data.context=50 exceeds max_position_embeddings=16", "model.rope={theta: 8.0e6}", "factor: 4"]),
-        ({"type": "yarn"}, ["model.rope.factor is missing", "yarn", "use at least 4 "]),
-        ({"type": "yarn", "factor": 2}, ["model.rope.factor=2.0 gives 32 positions", "data.context=50", "at least 4"]),
-        ({"type": "linear", "factor": 3}, ["model.rope.factor=3.0 gives 48 positions", "at least 4"]),
-        ({"factor": 4}, ["model.rope.factor=4.0 has no effect with type default", "linear or llama3 or yarn or"]),
-        ({"type": "longrope", "factor": 2, **LONG}, ["model.rope.factor=2.0 gives 32 positions", "at least 4"]),
-        ({"type": "longrope"}, ["model.rope.short_factor has 0 numbers", "longrope", "give 4"]),
-        ({"type": "longrope", **LONG, "long_factor": [1, 2]}, ["model.rope.long_factor has 2 numbers", "give 4"]),
+        (None, ["data.context=50", "max_position_embeddings=16", "model.rope={theta: 8.0e6}", "factor: 4"]),
+        ({"type": "yarn"}, ["model.rope.factor", "yarn", "use at least 4 "]),
+        ({"type": "yarn", "factor": 2}, ["model.rope.factor=2.0", "32 positions", "data.context=50", "at least 4"]),
+        ({"type": "linear", "factor": 3}, ["model.rope.factor=3.0", "48 positions", "at least 4"]),
+        ({"factor": 4}, ["model.rope.factor=4.0", "type default", "linear or llama3 or yarn or"]),
+        ({"type": "longrope", "factor": 2, **LONG}, ["model.rope.factor=2.0", "32 positions", "at least 4"]),
+        ({"type": "longrope"}, ["model.rope.short_factor", "0 numbers", "longrope", "give 4"]),
+        ({"type": "longrope", **LONG, "long_factor": [1, 2]}, ["model.rope.long_factor", "2 numbers", "give 4"]),
         ({"type": "llama3", "factor": 4, "beta_fast": 9}, ["model.rope.beta_fast=9.0", "llama3", "use type yarn"]),
     ],
 )
-def test_trained_weights_are_refused_beyond_their_positions(tmp_path, rope, words):
+def test_trained_weights_are_refused_beyond_their_positions(tmp_path, rope, fragments):
     saved(tmp_path)
     rope = rope and RopeConfig(**rope)
-    with pytest.raises(ConfigError) as error:
-        read_hf_config(tmp_path, rope, CONTEXT)
-    for word in words:
-        assert word in str(error.value)
+    assert_raises(lambda: read_hf_config(tmp_path, rope, CONTEXT), *fragments)
     assert read_hf_config(tmp_path, None, MADE_FOR).max_position_embeddings == MADE_FOR
 
 
 def test_refused_before_ranks_start_and_not_from_scratch(tmp_path):
     config, _ = moved_run(tmp_path)
     assert valid(config)
-    with pytest.raises(ConfigError, match=r"data.context=61 exceeds max_position_embeddings=16"):
-        valid(replace(config, model=replace(config.model, rope=None)))
+    unmoved = replace(config, model=replace(config.model, rope=None))
+    assert_raises(lambda: valid(unmoved), "data.context=61", "max_position_embeddings=16", "model.rope=")
     scratch = tiny_run(tmp_path, model={"max_position_embeddings": MADE_FOR})
     assert valid(scratch)
     assert read_hf_config(scratch.model.path, None, 61).max_position_embeddings == 61
@@ -242,8 +244,8 @@ def test_verify_checks_the_moved_positions(tmp_path):
     assert cut["rope_parameters"]["rope_type"] == "yarn" and cut["max_position_embeddings"] == 64
 
 
-def test_a_stretched_model_is_stretched_from_where_it_began(tmp_path):
-    """Its own max_position_embeddings are those after the stretch."""
+def test_an_extended_model_is_extended_from_its_original_positions(tmp_path):
+    """Its max_position_embeddings already include the earlier extension."""
     own = OWN | {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "beta_fast": 5.0}
     saved(tmp_path, rope_parameters=own)
     longer = read_hf_config(tmp_path, RopeConfig(factor=8), CONTEXT)
@@ -251,8 +253,8 @@ def test_a_stretched_model_is_stretched_from_where_it_began(tmp_path):
     plain = read_hf_config(tmp_path, RopeConfig(type="linear", factor=7), CONTEXT)
     assert plain.rope_parameters == {"rope_type": "linear", "rope_theta": 100.0, "factor": 7.0}
     assert plain.max_position_embeddings == 56
-    phi = {"original_max_position_embeddings": MADE_FOR, "max_position_embeddings": 64}  # beside rope_parameters
+    phi = {"original_max_position_embeddings": MADE_FOR, "max_position_embeddings": 64}  # outside of rope_parameters
     saved(tmp_path / "phi", rope_parameters=OWN | {"rope_type": "longrope", **LONG}, **phi)
-    told = read_hf_config(tmp_path / "phi", RopeConfig(original_max_position_embeddings=8), 80)
-    told.standardize_rope_params()
-    assert told.rope_parameters["original_max_position_embeddings"] == 8 and told.max_position_embeddings == 80
+    config = read_hf_config(tmp_path / "phi", RopeConfig(original_max_position_embeddings=8), 80)
+    config.standardize_rope_params()
+    assert config.rope_parameters["original_max_position_embeddings"] == 8 and config.max_position_embeddings == 80

@@ -1,4 +1,4 @@
-"""Log-probabilities, entropies and hits of every token, tiled, on any ranks, equal plain ones; gradients too."""
+"""Tiled log-probabilities, entropies and argmax hits equal the plain ones on any number of ranks, as do gradients."""
 
 import importlib.util
 from functools import partial
@@ -12,19 +12,19 @@ from torch.nn import functional as F
 
 import ithaka
 from allocations import allocator_peak
-from ithaka.config import ConfigError
 from ithaka.layer.linear import Linear
 from ithaka.layer.loss import IGNORE_INDEX, TokenResults, linear_cross_entropy, summed_cross_entropy
 from ithaka.plan import bytes as plan_bytes
 from models import tiny_config, tiny_model
 from parity import TOLERANCE, check, gradient_errors, parallel, random_ids, relative
+from refusals import assert_raises
 from threads import on_threads
 
 LENGTHS = (7, 1, 9, 6)  # documents; on 2 and 4 ranks they end in the middle of shards
 
 
 def plain_results(logits_sV: Tensor, labels_s: Tensor) -> TokenResults:
-    """The plain twin."""
+    """The reference implementation."""
     valid_s, log_p_sV = labels_s != IGNORE_INDEX, logits_sV.log_softmax(-1)
     logprobs_s = -F.cross_entropy(logits_sV, labels_s, ignore_index=IGNORE_INDEX, reduction="none")
     entropies_s = torch.where(valid_s, -(log_p_sV.exp() * log_p_sV).sum(-1), 0)
@@ -32,7 +32,7 @@ def plain_results(logits_sV: Tensor, labels_s: Tensor) -> TokenResults:
 
 
 def own_loss(results: TokenResults, use: str) -> Tensor:
-    """Anything of the user's own; every token counts differently, and its square too."""
+    """A custom loss: every token has its own weight, and its square counts too."""
     wanted = {"logprobs": results[:1], "entropies": results[1:2], "both": results[:2]}[use]
     like = results.logprobs
     weights = torch.linspace(-1, 2, like.numel(), dtype=like.dtype).view_as(like)
@@ -40,7 +40,7 @@ def own_loss(results: TokenResults, use: str) -> Tensor:
 
 
 def head(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, list[Tensor], Tensor]:
-    """A norm, leaves (x, weight, the norm's) and labels, some ignored, some that are the argmax."""
+    """A norm, leaves (x, weight, the norm's weight) and labels: some ignored, some equal to the argmax."""
     torch.manual_seed(5)
     norm = nn.RMSNorm(12, dtype=dtype)
     nn.init.normal_(norm.weight, 1.0, 0.3)
@@ -52,7 +52,7 @@ def head(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, list[Tensor], T
 
 
 @pytest.mark.parametrize("use", ["logprobs", "entropies", "both"])
-def test_tokens_are_those_of_plain_logits(use):
+def test_token_results_equal_those_of_plain_logits(use):
     norm, leaves, labels = head()
     ours = linear_cross_entropy(leaves[0], labels, norm, Linear(leaves[1]), 5)  # tiles of 5, the last of 3
     plain = plain_results(norm(leaves[0]) @ leaves[1].t(), labels)
@@ -65,19 +65,19 @@ def test_tokens_are_those_of_plain_logits(use):
         assert theirs.norm() > 0 and relative(mine, theirs) < TOLERANCE
 
 
-def test_of_tokens_that_are_equally_likely_greedy_generation_takes_the_first():
+def test_the_first_of_equal_logits_is_the_argmax():
     norm, (x, weight, _), labels = head()
     best = (norm(x) @ weight.t()).argmax(-1)
     with torch.no_grad():
-        twins = torch.cat([weight, weight])  # every token once more: the second of two is never written
+        twins = torch.cat([weight, weight])  # every token twice: the second is never the argmax
     for labels, hits in ((best, 23), (best + 37, 0)):
         ours = linear_cross_entropy(x, labels, norm, Linear(twins), 5)
         assert int(ours.correct.sum()) == hits
 
 
 @pytest.mark.parametrize("factor", [1.0, -3.0])
-def test_the_summed_loss_is_that_of_plain_logits(factor):
-    """With its gradients, times whatever the loss is multiplied by; once."""
+def test_the_summed_loss_equals_that_of_plain_logits(factor):
+    """Gradients are scaled by the loss's factor, and backward works once."""
     norm, leaves, labels = head()
     ours = summed_cross_entropy(leaves[0], labels, norm, Linear(leaves[1]), 5, 7.0)
     plain = F.cross_entropy(norm(leaves[0]) @ leaves[1].t(), labels, ignore_index=IGNORE_INDEX, reduction="sum") / 7
@@ -89,7 +89,7 @@ def test_the_summed_loss_is_that_of_plain_logits(factor):
         torch.autograd.grad(ours, leaves)
 
 
-# ---- of a parallel model
+# ---- parallel models
 
 
 def example(name: str):
@@ -100,7 +100,7 @@ def example(name: str):
 
 
 def packed(rows: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """ids, labels and document ids, numbered through the rows; only the later half of a document counts."""
+    """ids, labels and document ids, numbered across rows; the first half of each document has no labels."""
     ids = random_ids(rows, sum(LENGTHS))
     documents = torch.arange(rows * len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS * rows)).view_as(ids)
     starts = torch.cat([torch.arange(n) <= n // 2 for n in LENGTHS])
@@ -108,7 +108,7 @@ def packed(rows: int = 1) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def plain_tokens(plain: nn.Module, ids: Tensor, labels: Tensor, documents: Tensor | None = None, **inputs):
-    """Hugging Face's logits, of each document alone; results at their labels' places."""
+    """Results from Hugging Face's logits, each document computed alone, at the labels' positions."""
     if documents is None:
         logits = plain(input_ids=ids, use_cache=False, **inputs).logits
     else:
@@ -126,7 +126,7 @@ def padded() -> dict[str, Tensor]:
 
 
 def with_all_results(model: nn.Module, plain: nn.Module) -> dict[str, float]:
-    """The whole [B, N] on every rank, packed documents and padding, and the gradients of a loss on them."""
+    """[B, N] results on every rank for packed documents and for padding, and the gradients of a loss on them."""
     ids, labels, documents = packed(2)
     inputs = padded()
     cases = [
@@ -175,7 +175,7 @@ def with_preferences(model: nn.Module, plain: nn.Module) -> dict[str, float]:
     ids, labels, documents = dpo.random_pairs(num_pairs=3, prompt=5, answer=4, vocab=61)
     reference = torch.linspace(-9, -4, 6, dtype=torch.float64)
     ours = dpo.dpo_loss(dpo.document_logprobs(model, ids, labels, documents), reference)
-    above = []  # of each document, how much likelier than for the reference
+    above = []  # log-probability of each document, minus the reference's
     for part, before in zip(ids[0].split(9), reference, strict=True):
         log_p = plain(input_ids=part[None]).logits[0].log_softmax(-1)
         above.append(sum(log_p[at - 1, part[at]] for at in range(5, 9)) - before)
@@ -186,7 +186,7 @@ def with_preferences(model: nn.Module, plain: nn.Module) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("cp,family", [(1, "llama"), (2, "qwen3"), (4, "mistral")])
-def test_log_probabilities_and_losses_on_them(cp, family):
+def test_log_probabilities_and_their_losses(cp, family):
     """23 and 46 tokens do not divide by 2 and 4: the last rank has padding."""
 
     def work():
@@ -214,12 +214,11 @@ def test_losses_of_data_parallel_groups_add_up():
     check(on_threads(4, work))
 
 
-def test_what_cannot_be_given_is_refused():
+def test_missing_labels_and_plain_models_are_refused():
     ids, (model, _) = random_ids(1, 4), parallel(1)
-    with pytest.raises(TypeError, match="pass labels"):
-        ithaka.token_logprobs(model, ids, None)
-    with pytest.raises(ConfigError, match=r"LlamaForCausalLM is not parallel; call ithaka.parallelize"):
-        ithaka.token_logprobs(tiny_model(tiny_config("llama")), ids, ids)
+    assert_raises(lambda: ithaka.token_logprobs(model, ids, None), "pass labels", error=TypeError)
+    plain = tiny_model(tiny_config("llama"))
+    assert_raises(lambda: ithaka.token_logprobs(plain, ids, ids), "LlamaForCausalLM", "ithaka.parallelize(")
 
 
 def test_memory_does_not_grow_with_tokens_times_vocabulary(monkeypatch):

@@ -1,8 +1,8 @@
-"""A batch of rows -> this rank's share of one packed sequence.
+"""Cut a batch of rows into this rank's share of one packed sequence.
 
-Shapes: B rows of N tokens; S the flat sequence of B * N tokens, padded to a multiple of the cp ranks; s = S / cp. Ring
-members have the chunks that they are dealt, and the ranks of a member its tokens in order, s each.
-Rows are documents of the packed sequence, and so are documents inside rows: there is no batch dimension below.
+Shapes: B rows of N tokens; S the flat sequence of B * N tokens, padded to a multiple of cp; s = S / cp tokens per rank.
+In a ring, each member gets the chunks of its `Deal`, and its ranks split them in order, s tokens each.
+Rows become documents of the packed sequence, as do the documents inside rows: below this file there is no batch dim.
 """
 
 from collections import Counter
@@ -23,37 +23,37 @@ INPUTS = ("input_ids", "labels", "position_ids", "attention_mask", "document_ids
 
 @dataclass(frozen=True)
 class Share:
-    """What one cp rank works on, on its device."""
+    """One cp rank's part of a batch, on its device."""
 
     ids_s: Tensor
     positions_s: Tensor
     labels_s: Tensor | None  # already shifted
-    docs: Docs  # of the whole sequence; who has which of its tokens
-    num_valid: int  # valid labels of the whole batch, all cp ranks together
-    num_positions: int  # 1 + the largest position of the whole batch
+    docs: Docs  # documents of the full sequence, and which ring member has which tokens
+    num_valid: int  # valid labels of all cp ranks
+    num_positions: int  # 1 + the largest position on any cp rank
 
 
 def take_share(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share:
-    """Cuts [B, N] INPUTS on the host, the same on every rank of the cp group, into this rank's tokens.
+    """Cut `inputs`, [B, N] tensors on the host that are equal on all ranks of the cp group, into this rank's tokens.
 
-    position_ids may be [1, N], for every row the same. Raises ValueError for what would be ignored or go wrong.
+    position_ids may be [1, N], shared by all rows. Raises ValueError for inputs that would be ignored or miscomputed.
     """
     _check_shapes(inputs)
     ids_BN, labels_BN, positions_BN, mask_BN, documents_BN, shifted_BN = map(inputs.get, INPUTS)
     assert ids_BN is not None
-    _check_tokens("input_ids", ids_BN, vocab_size, "use the model's own tokenizer, or resize the embeddings first")
+    _check_tokens("input_ids", ids_BN, vocab_size, "use the model's tokenizer, or resize the embeddings first")
     if shifted_BN is None and labels_BN is not None:
-        shifted_BN = _shifted(labels_BN, IGNORE_INDEX)
+        shifted_BN = _shift_left(labels_BN, IGNORE_INDEX)
     if shifted_BN is not None:
-        labels_BN = shifted_BN.roll(1, dims=1)  # at their own columns
-        counted_BN = labels_BN.masked_fill(labels_BN == IGNORE_INDEX, 0)
-        _check_tokens("labels", counted_BN, vocab_size, f"set labels that do not count to {IGNORE_INDEX}")
+        labels_BN = shifted_BN.roll(1, dims=1)  # each label back at its own token
+        valid_BN = labels_BN.masked_fill(labels_BN == IGNORE_INDEX, 0)
+        _check_tokens("labels", valid_BN, vocab_size, f"set labels to ignore to {IGNORE_INDEX}")
     if mask_BN is not None:
         _check_mask(mask_BN, labels_BN)
     if positions_BN is not None:
         positions_BN = positions_BN.expand_as(ids_BN)
     starts = _document_starts(ids_BN, positions_BN, mask_BN, documents_BN)
-    dealt = _deal(starts, ids_BN.numel(), mesh)
+    deal = _deal(starts, ids_BN.numel(), mesh)
     if positions_BN is None and documents_BN is not None:
         lengths = torch.tensor([*starts, ids_BN.numel()]).diff()
         firsts_S = torch.tensor(starts).repeat_interleave(lengths)
@@ -61,21 +61,21 @@ def take_share(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share:
     elif positions_BN is None:
         positions_BN = torch.arange(ids_BN.shape[1]).expand_as(ids_BN)
 
-    ends = dict.fromkeys((ids_BN.numel(), dealt.num_tokens))  # padding is a document
+    ends = dict.fromkeys((ids_BN.numel(), deal.num_tokens))  # padding is a document
     return Share(
-        ids_s=_mine(ids_BN, mesh, dealt, 0),
-        positions_s=_mine(positions_BN, mesh, dealt, 0),
-        labels_s=None if shifted_BN is None else _mine(shifted_BN, mesh, dealt, IGNORE_INDEX),
-        docs=Docs((*starts, *ends), dealt, mesh.ring_group.rank()),
+        ids_s=_take_own(ids_BN, mesh, deal, 0),
+        positions_s=_take_own(positions_BN, mesh, deal, 0),
+        labels_s=None if shifted_BN is None else _take_own(shifted_BN, mesh, deal, IGNORE_INDEX),
+        docs=Docs((*starts, *ends), deal, mesh.ring_group.rank()),
         num_valid=0 if shifted_BN is None else int((shifted_BN != IGNORE_INDEX).sum()),
         num_positions=1 + int(positions_BN.max()),
     )
 
 
 def deal_batch(inputs: dict[str, Tensor], rows_BN: Tensor, mesh: Mesh) -> Deal:
-    """How the tokens of a call of the model are dealt; `inputs`: what it has of INPUTS, `rows_BN`: one that it has."""
-    given = {name: to_integers(name, value) for name, value in inputs.items() if value is not None}
-    positions_BN, mask_BN, documents_BN = map(given.get, INPUTS[2:5])
+    """How `take_share` deals the tokens of a call with these inputs. `rows_BN`: any tensor of the batch's shape."""
+    tensors = {name: to_integers(name, value) for name, value in inputs.items() if value is not None}
+    positions_BN, mask_BN, documents_BN = map(tensors.get, INPUTS[2:5])
     if positions_BN is not None:
         positions_BN = positions_BN.expand(rows_BN.shape)
     starts = _document_starts(rows_BN.cpu(), positions_BN, mask_BN, documents_BN)
@@ -87,32 +87,32 @@ def _deal(starts: list[int], num_tokens: int, mesh: Mesh) -> Deal:
 
 
 def take_label_share(rows_BN: Tensor, mesh: Mesh, deal: Deal, fill: float = 0) -> Tensor:
-    """What belongs to the labels of this rank's tokens: [B, N] values, each at its label's place -> [s] on its device.
+    """This rank's share, [s] on its device, of [B, N] values that are stored at their labels' tokens.
 
-    `fill` is for tokens that predict none: a row's last, and padding.
+    `fill` is for tokens that predict no label: the last of a row, and padding.
     """
-    return _mine(_shifted(rows_BN, fill), mesh, deal, fill)
+    return _take_own(_shift_left(rows_BN, fill), mesh, deal, fill)
 
 
-def _shifted(rows_BN: Tensor, fill: float) -> Tensor:
+def _shift_left(rows_BN: Tensor, fill: float) -> Tensor:
     return F.pad(rows_BN[:, 1:], (0, 1), value=fill)
 
 
-def _mine(rows_BN: Tensor, mesh: Mesh, deal: Deal, fill: float) -> Tensor:
+def _take_own(rows_BN: Tensor, mesh: Mesh, deal: Deal, fill: float) -> Tensor:
     return take_own_tokens(rows_BN.reshape(-1), mesh, deal, fill).to(mesh.device, copy=True)
 
 
 def take_own_tokens(flat_S: Tensor, mesh: Mesh, deal: Deal, fill: float) -> Tensor:
-    """This rank's tokens, [s, ...] of [S, ...]; `fill` stands for padding."""
-    runs = [flat_S[start : start + length] for start, length in deal.members[mesh.ring_group.rank()]]
-    mine = runs[0] if len(runs) == 1 else torch.cat(runs)
+    """This rank's tokens, [s, ...] of [S, ...], padded with `fill`."""
+    chunks = [flat_S[start : start + length] for start, length in deal.members[mesh.ring_group.rank()]]
+    member = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
     s = deal.num_tokens // mesh.cp_size
-    mine = mine[mesh.ulysses_group.rank() * s :][:s]
-    return F.pad(mine, (0, 0) * (mine.dim() - 1) + (0, s - len(mine)), value=fill)
+    own_s = member[mesh.ulysses_group.rank() * s :][:s]
+    return F.pad(own_s, (0, 0) * (own_s.dim() - 1) + (0, s - len(own_s)), value=fill)
 
 
 def to_integers(name: str, tensor: Tensor) -> Tensor:
-    """An input of a model as int64 on the host; a mask, of any dtype, as bool."""
+    """Convert a model input to int64 on the host, or to bool if it is a mask."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}; pass a tensor of integers")
     tensor = tensor.cpu()
@@ -129,10 +129,10 @@ def to_integers(name: str, tensor: Tensor) -> Tensor:
 def _check_shapes(inputs: dict[str, Tensor]) -> None:
     shape = inputs["input_ids"].shape
     if len(shape) != 2 or 0 in shape:
-        raise ValueError(f"input_ids has shape {tuple(shape)}; it must be [batch, tokens], not empty")
+        raise ValueError(f"input_ids has shape {tuple(shape)}; pass [batch, tokens], not empty")
     for name, value in inputs.items():
         if value.shape != shape and (name, *value.shape) != ("position_ids", 1, shape[1]):
-            raise ValueError(f"{name} has shape {tuple(value.shape)}; it must match input_ids, {tuple(shape)}")
+            raise ValueError(f"{name} has shape {tuple(value.shape)}; use the shape of input_ids, {tuple(shape)}")
 
 
 def _check_tokens(name: str, tokens_BN: Tensor, vocab_size: int, way_out: str) -> None:
@@ -140,34 +140,34 @@ def _check_tokens(name: str, tokens_BN: Tensor, vocab_size: int, way_out: str) -
     if lowest < 0 or highest >= vocab_size:
         row, column = ((tokens_BN < 0) | (tokens_BN >= vocab_size)).nonzero()[0].tolist()
         raise ValueError(
-            f"{name}[{row}, {column}]={int(tokens_BN[row, column])} is not in the vocabulary of {vocab_size} tokens; "
+            f"{name}[{row}, {column}]={int(tokens_BN[row, column])} is outside the vocabulary of {vocab_size} tokens; "
             f"{way_out}"
         )
 
 
 def _check_mask(mask_BN: Tensor, labels_BN: Tensor | None) -> None:
-    """A row's tokens must be one run, and padding must neither carry nor predict a label."""
+    """Require one run of tokens per row, and no labels at or predicted by padding."""
     runs_B = mask_BN[:, 0] + (mask_BN[:, 1:] & ~mask_BN[:, :-1]).sum(1)
     if int(runs_B.max()) > 1:
         row = int(runs_B.argmax())
-        raise ValueError(f"attention_mask row {row} has holes; only padding before and after a row is supported")
+        raise ValueError(f"attention_mask row {row} has holes; use it only for padding before or after a row")
     if labels_BN is not None:
         wrong_BN = (labels_BN[:, 1:] != IGNORE_INDEX) & ~(mask_BN[:, 1:] & mask_BN[:, :-1])
         if wrong_BN.any():
             row, column = wrong_BN.nonzero()[0].tolist()
             raise ValueError(
-                f"labels[{row}, {column + 1}] counts, but attention_mask is 0 at its token or at the one before, which "
-                f"predicts it; set it to {IGNORE_INDEX}"
+                f"labels[{row}, {column + 1}] is valid, but attention_mask is 0 at its token or at the token that "
+                f"predicts it; set the label to {IGNORE_INDEX}"
             )
 
 
 def _document_starts(
     ids_BN: Tensor, positions_BN: Tensor | None, mask_BN: Tensor | None, documents_BN: Tensor | None
 ) -> list[int]:
-    """The first token of every document, in the flat sequence; padding is a document of its own.
+    """Index of each document's first token in the flat sequence. Padding is a document of its own.
 
-    Where only position_ids are given, a position that does not follow its neighbour starts a document, which is
-    Hugging Face's own rule for packed sequences.
+    With position_ids alone, a position that is not its predecessor plus 1 starts a document: Hugging Face's rule for
+    packed sequences.
     """
     starts_BN = torch.zeros_like(ids_BN, dtype=torch.bool)
     starts_BN[:, 0] = True
@@ -181,7 +181,7 @@ def _document_starts(
 
 
 def count_pairs(document_ids_BS: Tensor, windows: Sequence[int | None]) -> int:
-    """Query-key pairs that causal attention visits inside documents, summed over layers."""
+    """Query-key pairs of causal attention within documents, summed over layers."""
     rows_B1 = torch.arange(len(document_ids_BS))[:, None] * (int(document_ids_BS.max()) + 1)
     _, lengths = torch.unique_consecutive(document_ids_BS + rows_B1, return_counts=True)
     total = 0

@@ -1,4 +1,4 @@
-"""Meta init, swap layers, FSDP2, load weights: the one place where parallelism is applied to a model."""
+"""Apply parallelism to a model: meta init, FSDP2, streamed layers, weights."""
 
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -28,14 +28,14 @@ from ithaka.layout import Layout, check_parallelism
 from ithaka.model.adapters import add_adapter, check_adapters
 from ithaka.model.batch import take_own_tokens
 from ithaka.model.calls import (
-    Call,
-    CallCheck,
-    check_around,
-    check_given,
+    CallChecker,
+    CheckedCall,
+    check_arguments,
     check_modules,
+    check_torch_modes,
+    count_changes,
     guard_backward,
-    mark_replaced,
-    num_changes,
+    mark_replaced_parameters,
     refuse_wrappers,
 )
 from ithaka.model.families import check_supported, map_layer
@@ -49,14 +49,14 @@ from ithaka.plan.heads import head_table
 
 @dataclass
 class ParallelOutput(ModelOutput):
-    """`loss` is the mean over the valid labels of the whole global batch, the same on every rank."""
+    """`loss` is the mean over the valid labels of the global batch, equal on all ranks."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None
     num_tokens: int | None = None
-    tokens: TokenResults | None = None  # of this rank's share
-    docs: Docs | None = None  # whose documents are where, and what was sent for them
-    own_loss: Tensor | None = None  # this rank's part
+    tokens: TokenResults | None = None  # this rank's share
+    docs: Docs | None = None  # documents of the sequence, and what was exchanged for them
+    own_loss: Tensor | None = None  # this rank's term of the loss
 
 
 def parallelize_model(
@@ -68,31 +68,33 @@ def parallelize_model(
     layout: Layout | None = None,
     store: Store | None = None,
 ) -> PreTrainedModel:
-    """Swaps the layers for streamed ones and applies FSDP2, in place. Parameter names stay Hugging Face's.
+    """Replace the layers' forwards with streamed ones and apply FSDP2, in place. Parameter names do not change.
 
-    `cp` ranks share a sequence, in `ring` groups that each exchange tokens for heads and have no more ranks than the
-    model has query heads; the rest of the world is data parallel. Afterwards the model takes
-    `(input_ids, *, labels, position_ids, attention_mask, document_ids, num_items_in_batch, per_token)`, the same full
-    batch on every rank of a cp group (model/calls.py checks that). Gradients arrive sharded and summed over all ranks.
-    `layout` says the rest, and cp and ring as well; without it every technique is off. `store` holds what layers keep.
-    A PeftModel stays one: its base model is parallelized.
+    `cp` ranks share a sequence, in `ring` Ulysses groups of at most one rank per query head; the other dimension of the
+    mesh is data parallel. `layout` has all settings, cp and ring included; without it every technique is off. `store`
+    holds the activations that layers keep.
+
+    The model then takes `(input_ids, *, labels, position_ids, attention_mask, document_ids, num_items_in_batch,
+    per_token)`, the same full batch on all ranks of a cp group (checked in model/calls.py). Gradients are sharded and
+    summed over all ranks. The base model of a PeftModel is parallelized.
     """
-    check_given(model, cp, ring)
+    check_arguments(model, cp, ring)
     if hasattr(model, "get_base_model"):
-        check_adapters(model)  # some methods are not in the base model
+        check_adapters(model)  # before the base model, which does not have every kind of adapter in it
         base = parallelize_model(model.get_base_model(), cp, ring=ring, mesh=mesh, layout=layout, store=store)
-        model.forward = base.__call__  # PEFT's own would call the base's forward, past its checks and FSDP2
+        model.forward = base.__call__  # PEFT's forward would bypass the checks and FSDP2
         model.save_pretrained = base.save_pretrained
         refuse_wrappers(model)
         return model
     check_supported(model)
     check_modules(model)
-    of_mesh = (mesh.cp_size, mesh.ring_group.size()) if mesh else (None, None)
-    layout = layout or Layout(cp=cp or of_mesh[0] or 1, ring=ring or of_mesh[1] or 1)
-    for name, others, own in (("cp", (cp, of_mesh[0]), layout.cp), ("ring", (ring, of_mesh[1]), layout.ring)):
-        for where, other in zip(("", "mesh."), others, strict=True):
-            if other is not None and other != own:
-                raise ConfigError(f"{where}{name}={other} is not layout.{name}={own}; give one of them, or the same")
+    mesh_cp, mesh_ring = (mesh.cp_size, mesh.ring_group.size()) if mesh else (None, None)
+    layout = layout or Layout(cp=cp or mesh_cp or 1, ring=ring or mesh_ring or 1)
+    sizes = {"cp": cp, "mesh.cp": mesh_cp, "ring": ring, "mesh.ring": mesh_ring}
+    for name, value in sizes.items():
+        field = name.removeprefix("mesh.")
+        if value is not None and value != (expected := getattr(layout, field)):
+            raise ConfigError(f"{name}={value} conflicts with layout.{field}={expected}; give one of them")
     check_parallelism(
         num_heads=model.config.num_attention_heads,
         cp=layout.cp,
@@ -102,16 +104,16 @@ def parallelize_model(
     )
     mesh = mesh or make_mesh(layout.cp, ring=layout.ring, replicas=layout.replicas)
     dtype = getattr(torch, layout.dtype) if layout.dtype else model.dtype
-    # A kernel that does not work is found here, not in the first step.
+    # Try the kernel here, so that it does not fail in the first step.
     layout = replace(layout, kernel=agree_on_kernel(layout.kernel, mesh.device, dtype, map_layer(model, 0).head_dim))
-    mark_replaced(model)
+    mark_replaced_parameters(model)
     params = [param for param in model.parameters() if param.requires_grad]
     widest = reduce(torch.promote_types, {param.dtype for param in params} or {dtype})
-    for param in params:  # FSDP2 wants one dtype; PEFT copies modules_to_save in the base's
+    for param in params:  # FSDP2 needs one dtype; PEFT copies modules_to_save in the base's
         param.data = param.data.to(widest)
-    _shard(model, mesh, layout, dtype)
+    _apply_fsdp(model, mesh, layout, dtype)
     _swap_forwards(model, mesh, layout, store or Store(mesh.device))
-    CallCheck(model, mesh)
+    CallChecker(model, mesh)
     model.ithaka_mesh = mesh
     model.save_pretrained, model.generate = MethodType(save_pretrained, model), MethodType(generate, model)
     refuse_wrappers(model)
@@ -131,13 +133,13 @@ def build_model(
     context: int = 0,
     trains: bool = True,
 ) -> PreTrainedModel:
-    """A parallel model from a Hugging Face directory, a config.json or a config's dict.
+    """Build a parallel model from a Hugging Face directory, a config.json or a config dict.
 
-    Built on the meta device; weights go straight from the safetensors files into this rank's shards, or, where
-    there are none, are drawn from `seed`: the same values for any number of ranks. `vocab_size`: if larger than the
-    source's, embeddings are resized, and each new row of stored ones is the mean of the others. With an adapter, all
-    else is frozen and in the dtype of the computation, which all parameters are in if the model never `trains`.
-    `rope` and `context`: as in `hf_config`.
+    The model is built on the meta device. Weights are read from safetensors straight into this rank's shards; without
+    files they are drawn from `seed`, with values that do not depend on the number of ranks. A `vocab_size` above the
+    source's resizes the embeddings: each new row is the mean of the stored rows. With an adapter, all other parameters
+    are frozen, in the compute dtype. If the model does not train (`trains=False`), so are all parameters. For `rope`
+    and `context`, see `read_hf_config`.
     """
     dtype = getattr(torch, layout.dtype or "float32") if layout else torch.float32
     config = read_hf_config(source, rope, context)
@@ -148,7 +150,7 @@ def build_model(
             add_adapter(model, adapter, source if isinstance(source, Path) else None)
     parallelize_model(model, mesh=mesh, layout=layout, store=store)
     model.to_empty(device=torch.device("cpu") if layout and layout.offload_optimizer else mesh.device)
-    model.model.rotary_emb.__init__(config)  # its buffers are computed, not loaded
+    model.model.rotary_emb.__init__(config)  # recompute its buffers, which files do not have
     model.model.rotary_emb.to(mesh.device)
     init_weights(model, seed, only_adapters=has_weights(source))
     if has_weights(source):
@@ -163,25 +165,25 @@ def has_weights(source: Path | dict) -> TypeGuard[Path]:
 
 
 def read_hf_config(source: Path | dict, rope: RopeConfig | None = None, context: int = 0) -> Any:
-    """Hugging Face's configuration of a directory, a config.json or a config's dict, with positions for `context`
-    tokens as `rope` says. Refuses what trained weights have no positions for."""
+    """Read a Hugging Face configuration from a directory, a config.json or a dict, and extend its positions to
+    `context` tokens with `rope`. Refuses a context beyond the positions of trained weights."""
     if isinstance(source, dict):
         config = AutoConfig.for_model(**source)
     else:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=True)
-    how = getattr(config, "quantization_config", None)
-    if how:
-        raise ConfigError(f"model.path={source} is quantised ({how.get('quant_method')}); give bfloat16 or float32")
+    if quantization := getattr(config, "quantization_config", None):
+        method = quantization.get("quant_method")
+        raise ConfigError(f"model.path={source} is quantised ({method}); use weights in bfloat16 or float32")
     set_positions(config, rope, context, trained=has_weights(source))
     return config
 
 
-def _shard(model: PreTrainedModel, mesh: Mesh, layout: Layout, dtype: torch.dtype) -> None:
-    """FSDP2 over every rank, or those of each replica, one unit per layer. Gradients are summed: the loss is divided
-    once, globally."""
+def _apply_fsdp(model: PreTrainedModel, mesh: Mesh, layout: Layout, dtype: torch.dtype) -> None:
+    """Shard over all ranks, or over the ranks of each replica, one FSDP2 unit per layer. Gradients are summed, not
+    averaged: the loss is already divided by the global count."""
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype.itemsize == 2 else None)
-    on_host = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
-    offload = on_host if layout.offload_optimizer else OffloadPolicy()
+    pin_memory = mesh.device.type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=pin_memory) if layout.offload_optimizer else OffloadPolicy()
 
     def shard(module: nn.Module) -> None:
         fully_shard(module, mesh=mesh.fsdp, mp_policy=precision, offload_policy=offload)
@@ -189,13 +191,14 @@ def _shard(model: PreTrainedModel, mesh: Mesh, layout: Layout, dtype: torch.dtyp
     for layer in model.model.layers:
         shard(layer)
     ends = model.model.embed_tokens, model.lm_head
-    if not set.intersection(*(set(end.parameters()) for end in ends)):  # tied ones stay with the root
+    if not set.intersection(*(set(end.parameters()) for end in ends)):  # tied weights belong to the root unit
         for end in ends:
             shard(end)
     shard(model)
-    alone = mesh.fsdp.size() == 1  # then FSDP2 would divide by 1, in one more pass and with one more copy
+    if mesh.fsdp.size() == 1:
+        return  # the settings below would cost a pass and a copy
     for module in model.modules():
-        if isinstance(module, FSDPModule) and not alone:
+        if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
@@ -206,34 +209,34 @@ def _swap_forwards(model: PreTrainedModel, mesh: Mesh, layout: Layout, store: St
     all_keeps = layout.layer_policies(len(model.model.layers))
     for index, (layer, keeps) in enumerate(zip(model.model.layers, all_keeps, strict=True)):
         name, parts = f"layer {index}", map_layer(model, index)
-        changes = partial(num_changes, layer)
+        changes = partial(count_changes, layer)
         layer.forward = StreamedLayer(name, layer, parts, *groups, table, store, layout, keeps, changes)
         layer.gradient_checkpointing = False
-    model.lm_head.forward = _Head(model.lm_head, layout.tile_tokens)
+    model.lm_head.forward = _LossHead(model.lm_head, layout.tile_tokens)
     model.forward = MethodType(_forward, model)
 
 
 @dataclass(eq=False, repr=False)
-class _Head:
-    """Takes the place of lm_head's forward, so that FSDP2 has its weight ready."""
+class _LossHead:
+    """Replaces the forward of lm_head, which makes FSDP2 gather its weight."""
 
     lm_head: nn.Module
     tile_tokens: int | None
 
-    def __call__(self, x_sD: Tensor, norm: nn.Module, call: Call) -> TokenResults | Tensor:
-        """This rank's part of the loss, what each label gives, or, without labels, logits."""
+    def __call__(self, x_sD: Tensor, norm: nn.Module, call: CheckedCall) -> TokenResults | Tensor:
+        """Returns this rank's loss, or TokenResults if call.per_token, or logits if there are no labels."""
         head, labels_s = as_linear(self.lm_head), call.share.labels_s
         if labels_s is None:
             logits_sV = head(apply_norm(norm, x_sD))
             return GatherTokens.apply(logits_sV, call.mesh, call.share.docs.deal, call.shape)
         tile = logits_tile_tokens(self.tile_tokens, len(x_sD), len(head.weight_ND) * x_sD.element_size())
-        inputs = x_sD.contiguous(), labels_s, norm, head, tile  # a user's hook may have changed it
+        inputs = x_sD.contiguous(), labels_s, norm, head, tile  # a user's hook may have returned a view
         return linear_cross_entropy(*inputs) if call.per_token else summed_cross_entropy(*inputs, call.divisor)
 
 
 def _forward(
     model: PreTrainedModel,
-    input_ids: Tensor | Call,
+    input_ids: Tensor | CheckedCall,
     *,
     labels: Tensor | None = None,
     position_ids: Tensor | None = None,
@@ -244,14 +247,14 @@ def _forward(
     per_token: bool = False,
     **others: Any,
 ) -> ParallelOutput:
-    """The arguments are the user's; by now CallCheck has put a Call in their place."""
+    """Has the user's signature, but CallChecker has already replaced the arguments with a CheckedCall."""
     call = input_ids
-    if not isinstance(call, Call):
-        raise TypeError("call model(...), not model.forward(...), which skips the checks and FSDP2")
-    check_around(call.mesh.device)  # again: some libraries wrap forward in it
+    if not isinstance(call, CheckedCall):
+        raise TypeError("model.forward(...) bypasses the checks and FSDP2; call model(...)")
+    check_torch_modes(call.mesh.device)  # again: some libraries wrap forward itself in autocast
     share = call.share
     if share.labels_s is not None and not call.num_tokens and torch.is_grad_enabled():
-        return _without_labels(model, call)
+        return _make_zero_output(model, call)
     with phase("embedding"):
         x_sD = mark_backward(model.model.embed_tokens(share.ids_s), "embedding backward")
     rotary = model.model.rotary_emb
@@ -264,15 +267,16 @@ def _forward(
         return ParallelOutput(logits=head)
     tokens = head if call.per_token else None
     own = head if tokens is None else -tokens.logprobs.sum() / call.divisor
-    of_rank = {"tokens": tokens, "docs": share.docs, "own_loss": own.detach()}
     loss = _GlobalSum.apply(own)
     guard_backward(model, [loss, *(tokens or ())])
-    return ParallelOutput(loss=loss, num_tokens=call.num_tokens, **of_rank)
+    return ParallelOutput(loss=loss, num_tokens=call.num_tokens, tokens=tokens, docs=share.docs, own_loss=own.detach())
 
 
-def _without_labels(model: PreTrainedModel, call: Call) -> ParallelOutput:
-    """No rank has a label: zeros that do not depend on the parameters. Backward leaves gradients as they are, so that
-    an optimizer skips parameters whose gradient is None; AdamW would move them by a gradient of zeros."""
+def _make_zero_output(model: PreTrainedModel, call: CheckedCall) -> ParallelOutput:
+    """Zeros that do not depend on the parameters, for a call in which no rank has a label.
+
+    Gradients stay None, so the optimizer skips the parameters. With zero gradients, AdamW would still move them.
+    """
     share, s = call.share, len(call.share.ids_s)
     zero = torch.zeros((), dtype=sum_dtype(model.dtype), device=share.ids_s.device)
     loss, logprobs_s, entropies_s = (zero.new_zeros(shape).requires_grad_() for shape in ((), (s,), (s,)))
@@ -282,7 +286,7 @@ def _without_labels(model: PreTrainedModel, call: Call) -> ParallelOutput:
 
 
 class _GlobalSum(torch.autograd.Function):
-    """The sum over ranks; backward passes the gradient on as it is, since FSDP2 sums what ranks contribute."""
+    """All-reduce; backward is the identity, because FSDP2 sums the gradients of all ranks."""
 
     @staticmethod
     def forward(ctx, value):
@@ -296,19 +300,19 @@ class _GlobalSum(torch.autograd.Function):
 
 
 class GatherTokens(torch.autograd.Function):
-    """The batch's tokens on every rank, [B, N, V], in order; backward takes its own: nobody else contributes them.
+    """All-gather this rank's tokens to [B, N, V] in sequence order; backward takes the rank's own part.
 
-    Padding is cut here: FSDP2 hooks the output, and an in-place operation on a view would lose the hook.
+    Padding is cut here, without a view: FSDP2 hooks the output, and an in-place operation on a view drops the hook.
     """
 
     @staticmethod
     def forward(ctx, local_sV, mesh, deal, shape):
         ctx.mesh, ctx.deal, V = mesh, deal, local_sV.shape[1]
-        whole_SV = local_sV.new_empty(mesh.cp_size * len(local_sV), V)
-        all_gather(whole_SV, local_sV.contiguous(), group=mesh.cp_group)
-        whole_SV = to_sequence_order(whole_SV, deal)
-        return local_sV.new_empty(0).set_(whole_SV.untyped_storage(), 0, (*shape, V))
+        full_SV = local_sV.new_empty(mesh.cp_size * len(local_sV), V)
+        all_gather(full_SV, local_sV.contiguous(), group=mesh.cp_group)
+        full_SV = to_sequence_order(full_SV, deal)
+        return local_sV.new_empty(0).set_(full_SV.untyped_storage(), 0, (*shape, V))
 
     @staticmethod
-    def backward(ctx, dwhole_BNV):
-        return take_own_tokens(dwhole_BNV.flatten(0, 1), ctx.mesh, ctx.deal, 0), None, None, None
+    def backward(ctx, dfull_BNV):
+        return take_own_tokens(dfull_BNV.flatten(0, 1), ctx.mesh, ctx.deal, 0), None, None, None

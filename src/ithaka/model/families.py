@@ -1,4 +1,6 @@
-"""Hugging Face module names and quirks; refuses by name what the layer does not compute."""
+"""Hugging Face's module names: map a decoder layer to LayerParts, and refuse models that the layer does not compute."""
+
+import re
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -11,7 +13,12 @@ from ithaka.model.adapters import check_adapters
 from ithaka.model.positions import check_rope
 from ithaka.plan.shape import FAMILIES
 
-LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "lm_head")
+# Modules whose weights are used directly, so nothing may wrap them but LoRA.
+FUSED_LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "lm_head")
+# Modules whose own forward still runs, so hooks work. "" is the model (no forward pre-hooks).
+HOOKABLE = re.compile(r"model\.embed_tokens|model\.layers\.\d+(\.mlp(\..*)?)?|")
+# Modules whose own forward still runs, so a replaced one takes effect.
+PATCHABLE = re.compile(r"model\.embed_tokens|.*(norm|rotary|mlp).*")
 
 
 def map_layer(model: PreTrainedModel, index: int) -> LayerParts:
@@ -35,29 +42,30 @@ def map_layer(model: PreTrainedModel, index: int) -> LayerParts:
 
 
 def check_supported(model: PreTrainedModel) -> None:
-    """Refuses, by name, a model with something the streamed layer would not compute."""
+    """Refuse a model with anything that the streamed layer would not compute."""
     if isinstance(model, FSDPModule):
-        raise ConfigError("the model is sharded already; call parallelize once, on the model as Hugging Face loads it")
+        raise ConfigError("the model is already sharded; call parallelize once, on the model as Hugging Face loads it")
     config = model.config
-    if (family := config.model_type) not in FAMILIES:
-        raise ConfigError(f"model_type={family} is not a supported family; use one of {', '.join(FAMILIES)}")
+    if config.model_type not in FAMILIES:
+        raise ConfigError(f"model_type={config.model_type} is not a supported family; use one of {', '.join(FAMILIES)}")
     for name in ("attention_dropout", "output_router_logits", "router_jitter_noise"):
-        if getattr(config, name, None):
-            raise ConfigError(f"{name}={getattr(config, name)} is not supported; set it to 0 or false in config.json")
+        if value := getattr(config, name, None):
+            raise ConfigError(f"{name}={value} is not supported; set it to 0 or false in config.json")
     check_rope(config)
-    precision = model.model.rotary_emb.inv_freq.dtype
-    if precision.itemsize < 4:
+    dtype = model.model.rotary_emb.inv_freq.dtype
+    if dtype.itemsize < 4:
         raise ConfigError(
-            f"rotary_emb.inv_freq is {precision}, which turns far positions by wrong angles; load the model with "
-            f"dtype={precision} instead of converting it, or give Layout(dtype=...) the dtype"
+            f"rotary_emb.inv_freq is {dtype}, too coarse for long positions; load the model with dtype={dtype} instead "
+            "of converting it, or set Layout(dtype=...)"
         )
     check_adapters(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p:
             raise ConfigError(f"{name} is dropout with p={module.p}, which is not supported; set it to 0")
-        # Their weights are used directly: what another wrapper adds to them would be lost.
-        if name.endswith(LINEAR) and not is_linear(module):
-            what = f"{name} is a {type(module).__name__}"
-            raise ConfigError(f"{what}; only nn.Linear and PEFT's LoRA are supported there: dequantise weights")
+        if name.endswith(FUSED_LINEARS) and not is_linear(module):
+            raise ConfigError(
+                f"{name} is a {type(module).__name__}, which is not supported; use nn.Linear, dequantised, with or "
+                "without PEFT's LoRA"
+            )
     if as_linear(model.lm_head).bias_N is not None:
-        raise ConfigError("lm_head has a bias, which is not supported; leave it out")
+        raise ConfigError("lm_head has a bias, which is not supported; remove it")

@@ -1,6 +1,6 @@
-"""Log-probabilities and entropies of every token, differentiable: what preference and reinforcement losses are made of.
+"""Differentiable log-probabilities and entropies per token, for preference and reinforcement-learning losses.
 
-Shapes: B rows of N tokens as the user has them; s tokens on this rank.
+Shapes: B rows of N tokens in the user's batch; s tokens on this rank.
 """
 
 from typing import Any
@@ -13,45 +13,47 @@ from transformers import PreTrainedModel
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.loss import TokenResults
-from ithaka.model import batch
+from ithaka.model.batch import deal_batch, take_label_share
 from ithaka.model.build import GatherTokens
 
 
 def token_logprobs(
     model: PreTrainedModel, input_ids: Tensor, labels: Tensor, *, share: bool = False, **inputs: Any
 ) -> TokenResults:
-    """Log-probabilities, entropies and hits by a model that `parallelize` returned.
+    """Log-probability, entropy and whether the argmax is correct, for every label.
 
-    [B, N] tensors, the same on every rank of a cp group; each value at its label's place, given the tokens before it.
+    `model` comes from `parallelize`. Returns [B, N] tensors, equal on all ranks of a cp group; the entry of a label is
+    at the label's own position. `labels` and `inputs` (document_ids, position_ids, attention_mask) are as in a call of
+    the model: labels of -100 and the first label of a row do not count. Logits are computed tile by tile, so memory
+    does not grow with tokens x vocabulary.
 
-    `labels` and `inputs` (document_ids, position_ids, attention_mask) are those of a call of the model, and labels of
-    -100 and a row's first do not count. Logits exist tile by tile: nothing of size tokens x vocabulary does.
+    Backward sums gradients over all ranks. All ranks of a cp group must compute the same loss from the result. Losses
+    of data-parallel groups add up, so divide each by the count of the global batch.
 
-    Gradients are summed over all ranks. As the result is the same on every rank of a cp group, so must be the loss
-    made of it; the losses of data-parallel groups add up, so divide each by what the global batch has.
-    `share`: only this rank's tokens, [s] tensors, to go with `label_share`; then the losses of all ranks add up.
+    `share=True` returns only this rank's tokens, as [s] tensors, to combine with `label_share`; then the losses of all
+    ranks add up.
     """
-    mesh = _mesh(model)
+    mesh = _get_mesh(model)
     tokens = model(input_ids=input_ids, labels=labels, per_token=True, **inputs).tokens
     if share:
         return tokens
     values_s3 = torch.stack([x.to(tokens.logprobs.dtype) for x in tokens], dim=-1)
-    values_BN3 = GatherTokens.apply(values_s3, mesh, batch.deal_batch(inputs, input_ids, mesh), input_ids.shape)
+    values_BN3 = GatherTokens.apply(values_s3, mesh, deal_batch(inputs, input_ids, mesh), input_ids.shape)
     logprobs_BN, entropies_BN, correct_BN = F.pad(values_BN3[:, :-1], (0, 0, 1, 0)).unbind(-1)
     return TokenResults(logprobs_BN, entropies_BN, correct_BN.bool())
 
 
 def label_share(model: PreTrainedModel, values_BN: Tensor, **inputs: Any) -> Tensor:
-    """Values that belong to labels (advantages, masks, older log-probabilities) -> those of this rank's tokens, [s].
+    """This rank's share, [s], of values per label (advantages, masks, old log-probabilities).
 
-    In the order of `token_logprobs(..., share=True)` with the same `inputs`: in a ring it depends on the documents.
-    0 stands where no label is.
+    Matches the order of `token_logprobs(..., share=True)` for the same `inputs`; in a ring, the order depends on the
+    documents. 0 for tokens without a label.
     """
-    mesh = _mesh(model)
-    return batch.take_label_share(values_BN, mesh, batch.deal_batch(inputs, values_BN, mesh))
+    mesh = _get_mesh(model)
+    return take_label_share(values_BN, mesh, deal_batch(inputs, values_BN, mesh))
 
 
-def _mesh(model: PreTrainedModel) -> Mesh:
+def _get_mesh(model: PreTrainedModel) -> Mesh:
     mesh = getattr(model, "ithaka_mesh", None)
     if mesh is None:
         raise ConfigError(f"the {type(model).__name__} is not parallel; call ithaka.parallelize(model) first")

@@ -1,4 +1,4 @@
-"""model.rope and the context -> Hugging Face's rope_parameters and max_position_embeddings; a batch's frequencies."""
+"""RoPE: apply model.rope and the context length to a Hugging Face configuration; compute a batch's frequencies."""
 
 import math
 from typing import Any
@@ -9,92 +9,103 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ithaka.config import ConfigError, RopeConfig
 from ithaka.plan.shape import yarn_factor
 
-# RoPE kinds, and what each takes beside rope_theta. The frequencies of "dynamic" change with every length.
-ROPE_KINDS = {
+# RoPE types -> their parameters besides rope_theta. "dynamic" is missing: its frequencies change with the length.
+ROPE_TYPES = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
     "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
 }
-PROPORTIONAL = "proportional"  # fixed frequencies too, 0 for the dimensions that are not turned; not for model.rope
+PROPORTIONAL = "proportional"  # rotates part of each head; computed if the model has it, but not set by model.rope
 
 
 def compute_frequencies(rotary: Any, num_positions: int) -> Tensor:
-    """Of a batch with positions below `num_positions`, by Hugging Face's rotary module: longrope has two sets."""
+    """inv_freq for a batch with positions below `num_positions`; longrope has one set for short and one for long."""
     if rotary.rope_type != "longrope":
         return rotary.inv_freq
-    make = ROPE_INIT_FUNCTIONS["longrope"]
-    return make(rotary.config, rotary.inv_freq.device, seq_len=num_positions)[0]
+    init_longrope = ROPE_INIT_FUNCTIONS["longrope"]
+    return init_longrope(rotary.config, rotary.inv_freq.device, seq_len=num_positions)[0]
 
 
 def check_rope(config: Any) -> None:
-    """Refuse positions that the layer does not compute; `config` is transformers'."""
+    """Refuse RoPE types that the layer does not compute. `config`: transformers'."""
     rope = getattr(config, "rope_parameters", None) or {}
-    kind, share = rope.get("rope_type", "default"), rope.get("partial_rotary_factor") or 1.0
-    if kind not in (*ROPE_KINDS, PROPORTIONAL):
-        why = "changes its frequencies with the length" if kind == "dynamic" else "is not supported"
-        raise ConfigError(f"rope_type={kind} {why}; use one of {', '.join(ROPE_KINDS)} (model.rope.type)")
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if kind not in ("default", PROPORTIONAL) and (turned := int(head_dim * share)) != head_dim:
+    rope_type, fraction = rope.get("rope_type", "default"), rope.get("partial_rotary_factor") or 1.0
+    if rope_type not in (*ROPE_TYPES, PROPORTIONAL):
+        reason = "changes its frequencies with the length" if rope_type == "dynamic" else "is not supported"
+        raise ConfigError(f"rope_type={rope_type} {reason}; use one of {', '.join(ROPE_TYPES)} (model.rope.type)")
+    head_dim = _head_dim(config)
+    if rope_type not in ("default", PROPORTIONAL) and (num_rotated := int(head_dim * fraction)) != head_dim:
         raise ConfigError(
-            f"partial_rotary_factor={share} with rope_type={kind} has frequencies for {turned} of the {head_dim} "
+            f"partial_rotary_factor={fraction} with rope_type={rope_type} rotates {num_rotated} of the {head_dim} "
             f"dimensions of a head, which neither transformers nor ithaka computes for model_type={config.model_type}; "
-            "leave it out of rope_parameters in config.json"
+            "remove it from rope_parameters in config.json"
         )
+
+
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def set_positions(config: Any, rope: RopeConfig | None, context: int, trained: bool) -> None:
-    """Changes `config`, of transformers, before the model is made: a model ignores changes after that.
+    """Set RoPE and max_position_embeddings, at least `context`, of a transformers configuration.
 
-    max_position_embeddings becomes at least `context`. If the model is `trained`, a context beyond its positions is
-    refused: without `rope`, or with a factor that is too small.
+    Call it before the model is built: a model ignores later changes. If the model is `trained`, refuses a context
+    beyond its positions, be it without `rope` or with too small a factor.
     """
-    reach = config.max_position_embeddings
+    num_positions = config.max_position_embeddings
     if rope is not None:
-        reach = _apply(config, rope, context)
-    elif trained and context > reach:
-        factor = yarn_factor(reach, config.rope_parameters, context)
+        num_positions = _apply_rope(config, rope, context)
+    elif trained and context > num_positions:
+        factor = yarn_factor(num_positions, config.rope_parameters, context)
         raise ConfigError(
-            f"data.context={context} exceeds max_position_embeddings={reach} of the model; use a shorter context, or "
-            f"move its positions: model.rope={{theta: 8.0e6}}, or {{type: yarn, factor: {factor}}}"
+            f"data.context={context} exceeds max_position_embeddings={num_positions} of the model; use a shorter "
+            f"context, or extend its positions with model.rope={{theta: 8.0e6}} or {{type: yarn, factor: {factor}}}"
         )
-    if trained and context > reach:
+    if trained and context > num_positions:
         factor = config.rope_parameters["factor"]
-        what = f"model.rope.factor={factor} gives {reach} positions, fewer than data.context={context}"
-        raise ConfigError(f"{what}; use at least {math.ceil(factor * context / reach)}")
+        raise ConfigError(
+            f"model.rope.factor={factor} gives {num_positions} positions, fewer than data.context={context}; use at "
+            f"least {math.ceil(factor * context / num_positions)}"
+        )
     check_rope(config)
-    config.max_position_embeddings = max(reach, context)
+    config.max_position_embeddings = max(num_positions, context)
 
 
-def _apply(config: Any, rope: RopeConfig, context: int) -> int:
-    """Sets rope_parameters. Returns the positions that there are then; where no factor tells, the context counts."""
-    own = config.rope_parameters
-    kind = rope.type or own["rope_type"]
-    names = ROPE_KINDS.get(kind, ())
-    if own["rope_type"] == PROPORTIONAL != kind:
-        what = "would turn dimensions that the model's rope_type=proportional leaves alone"
-        raise ConfigError(f"model.rope.type={kind} {what}; leave the type out, and change theta")
-    given = {name: value for name, value in vars(rope).items() if value is not None and name not in ("type", "theta")}
-    given = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
-    for name in given.keys() - {*names}:
-        others = " or ".join(other for other, its_names in ROPE_KINDS.items() if name in its_names)
-        raise ConfigError(f"model.rope.{name}={given[name]} has no effect with type {kind}; use type {others}")
-    before = own.get("original_max_position_embeddings") or int(config.max_position_embeddings / own.get("factor", 1))
-    derived = {"original_max_position_embeddings": before, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    values: dict[str, Any] = {name: value for name, value in derived.items() if name in names}
-    values |= (own if kind == own["rope_type"] else {}) | given
-    if kind == "longrope":
-        count = (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) // 2
+def _apply_rope(config: Any, rope: RopeConfig, context: int) -> int:
+    """Set rope_parameters. Returns the number of positions: as the factor implies, or else at least the context."""
+    stored = config.rope_parameters
+    rope_type = rope.type or stored["rope_type"]
+    parameters = ROPE_TYPES.get(rope_type, ())
+    if stored["rope_type"] == PROPORTIONAL != rope_type:
+        raise ConfigError(
+            f"model.rope.type={rope_type} would rotate all dimensions, but the model's rope_type=proportional rotates "
+            "only a part; leave the type out, and change theta"
+        )
+    settings = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(rope).items()}
+    settings = {name: value for name, value in settings.items() if value is not None and name not in ("type", "theta")}
+    for name in settings.keys() - {*parameters}:
+        others = " or ".join(other for other, names in ROPE_TYPES.items() if name in names)
+        raise ConfigError(f"model.rope.{name}={settings[name]} has no effect with type {rope_type}; use type {others}")
+    original = stored.get("original_max_position_embeddings")
+    original = original or int(config.max_position_embeddings / stored.get("factor", 1))
+    defaults = {"original_max_position_embeddings": original, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    values: dict[str, Any] = {name: value for name, value in defaults.items() if name in parameters}
+    values |= (stored if rope_type == stored["rope_type"] else {}) | settings
+    if rope_type == "longrope":
+        num_frequencies = _head_dim(config) // 2
         for name in ("short_factor", "long_factor"):
-            if (found := len(values.get(name) or ())) != count:
-                what = f"model.rope.{name} has {found} numbers, and type longrope needs one for each frequency"
-                raise ConfigError(f"{what}; give {count}")
-    elif "factor" in names and "factor" not in values:
-        way = f"use at least {max(1, math.ceil(context / before))} for data.context={context}"
-        raise ConfigError(f"model.rope.factor is missing, which type {kind} needs; {way}")
-    vars(config).pop("original_max_position_embeddings", None)  # where Phi has it; it would come before the other
-    config.rope_parameters = values | {"rope_type": kind, "rope_theta": rope.theta or own["rope_theta"]}
-    if kind != "llama3" and values.get("factor"):
-        return int(values["factor"] * values.get("original_max_position_embeddings", before))
+            if (length := len(values.get(name) or ())) != num_frequencies:
+                raise ConfigError(
+                    f"model.rope.{name} has {length} numbers, but type longrope needs one per frequency; give "
+                    f"{num_frequencies}"
+                )
+    elif "factor" in parameters and "factor" not in values:
+        way_out = f"use at least {max(1, math.ceil(context / original))} for data.context={context}"
+        raise ConfigError(f"model.rope.factor is missing, which type {rope_type} needs; {way_out}")
+    vars(config).pop("original_max_position_embeddings", None)  # Phi's, which would take precedence
+    config.rope_parameters = values | {"rope_type": rope_type, "rope_theta": rope.theta or stored["rope_theta"]}
+    if rope_type != "llama3" and values.get("factor"):
+        return int(values["factor"] * values.get("original_max_position_embeddings", original))
     return max(config.max_position_embeddings, context)

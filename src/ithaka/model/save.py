@@ -1,4 +1,4 @@
-"""`save_pretrained` and `generate` of a parallel model: every rank calls them, rank 0 writes."""
+"""`save_pretrained` and `generate` for parallel models. Every rank calls them; rank 0 writes."""
 
 import json
 from pathlib import Path
@@ -17,23 +17,23 @@ from ithaka.config import ConfigError
 from ithaka.dist.agree import RankError, gather_objects, raise_first
 from ithaka.model.adapters import adapter_tensor_name, find_active_adapter
 
-INDEX = "model.safetensors.index.json"
-# Arguments of Hugging Face's and PEFT's save_pretrained, with the values that change nothing here.
-NEUTRAL = {"is_main_process": True, "state_dict": None, "push_to_hub": False, "safe_serialization": True}
+INDEX_FILE = "model.safetensors.index.json"
+# Arguments of save_pretrained in transformers and PEFT -> the only value supported here.
+DEFAULT_ARGUMENTS = {"is_main_process": True, "state_dict": None, "push_to_hub": False, "safe_serialization": True}
 
 
 def save_pretrained(model: Any, save_directory: str | Path, max_shard_size: int | str = "5GB", **others: Any) -> None:
-    """Writes a Hugging Face directory, or of a model with an adapter PEFT's; `model` is what parallelize returned.
+    """Write a Hugging Face directory, or PEFT's if the model has an adapter.
 
-    Every rank calls it. Tensors are gathered one by one, and rank 0's host holds those of one file at a time. Weights
-    keep the precision they are trained in. Raises on every rank what goes wrong on rank 0.
+    Every rank calls it. Tensors are gathered one by one, and rank 0 keeps those of one file in host memory. Weights are
+    saved in the dtype they are trained in. An error on rank 0 is raised on all ranks.
     """
     for name, value in others.items():
-        if value is not None and value != NEUTRAL.get(name):
+        if value is not None and value != DEFAULT_ARGUMENTS.get(name):
             raise ConfigError(f"save_pretrained({name}=...) is not supported by a parallel model; leave it out")
     base, directory = getattr(model, "get_base_model", lambda: model)(), Path(save_directory)
-    base.reshard()  # a root keeps its gathered parameters after a forward without backward
-    adapter, params = find_active_adapter(base), dict(base.named_parameters())  # a tied weight is named once
+    base.reshard()  # after a forward without backward, the root's parameters are still gathered
+    adapter, params = find_active_adapter(base), dict(base.named_parameters())  # a tied weight is listed once
     if adapter is None:
         pattern = "model{suffix}.safetensors"
         empty = {name: torch.empty(param.shape, dtype=param.dtype, device="meta") for name, param in params.items()}
@@ -46,10 +46,10 @@ def save_pretrained(model: Any, save_directory: str | Path, max_shard_size: int 
     for file, names in files.items():
         tensors = {}
         for name in names:
-            part: Any = params[name].detach().to(base.ithaka_mesh.device)
-            whole = part.full_tensor() if isinstance(part, DTensor) else part
+            shard: Any = params[name].detach().to(base.ithaka_mesh.device)
+            full = shard.full_tensor() if isinstance(shard, DTensor) else shard
             if writer is not None:
-                tensors[name] = whole.cpu()
+                tensors[name] = full.cpu()
         if writer is not None:
             writer.write(file, tensors)
     error = writer.finish() if writer is not None else None
@@ -58,7 +58,7 @@ def save_pretrained(model: Any, save_directory: str | Path, max_shard_size: int 
 
 
 class _Writer:
-    """What rank 0 does. Keeps the first error: the others still gather with it."""
+    """Writes files on rank 0. Stores the first error instead of raising: the other ranks still gather with it."""
 
     def __init__(self, base: PreTrainedModel, directory: Path, adapter: str | None) -> None:
         self.base, self.directory, self.adapter = base, directory, adapter
@@ -84,7 +84,7 @@ class _Writer:
     def _begin(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         if self.adapter is None:  # an earlier save may have had more files
-            for stale in [*self.directory.glob("model-*-of-*.safetensors"), self.directory / INDEX]:
+            for stale in [*self.directory.glob("model-*-of-*.safetensors"), self.directory / INDEX_FILE]:
                 stale.unlink(missing_ok=True)
         base: Any = self.base
         if self.adapter is not None:
@@ -111,13 +111,15 @@ class _Writer:
     def _finish(self) -> None:
         if len(set(self.weight_map.values())) > 1:
             index = {"metadata": {"total_size": self.num_bytes}, "weight_map": self.weight_map}
-            (self.directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            (self.directory / INDEX_FILE).write_text(
+                json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+            )
 
 
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Hugging Face's own, for short samples: there is no cache, so each token takes a forward of all before it.
+    """transformers' generate, for short samples: without a cache, every token costs a full forward.
 
-    Every rank calls it, those of a cp group with the same prompts. Samples are drawn from rank 0's generator.
+    Every rank calls it, with the same prompts in a cp group. Each group samples from its first rank's generator.
     """
     mesh, was_training = model.ithaka_mesh, model.training
     seed = [int(torch.randint(2**62, ()))]
@@ -126,8 +128,8 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         with torch.random.fork_rng(devices):
             torch.manual_seed(seed[0])
-            several = {"synced_gpus": True} if mesh.world_size > 1 else {}
-            return type(model).generate(model.eval(), *args, **{**several, **kwargs, "use_cache": False})
+            defaults = {"synced_gpus": True} if mesh.world_size > 1 else {}
+            return type(model).generate(model.eval(), *args, **{**defaults, **kwargs, "use_cache": False})
     finally:
         model.train(was_training)
         model.reshard()

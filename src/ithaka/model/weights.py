@@ -1,4 +1,4 @@
-"""Load weights from safetensors straight into shards, or draw them from a seed; no rank ever holds the whole model."""
+"""Load weights from safetensors straight into shards, or draw them from a seed; no rank ever holds the full model."""
 
 import hashlib
 from pathlib import Path
@@ -20,37 +20,39 @@ EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")
 
 @torch.no_grad()
 def load_weights(model: PreTrainedModel, directory: Path, vocab_size: int) -> None:
-    """Reads only this rank's rows of every parameter of the base model, which may have more tokens than the
-    `vocab_size` stored."""
-    named = model.named_parameters()  # names a tied weight once, as the embedding
+    """Read this rank's rows of every base parameter. `vocab_size`: the stored one; the model may have more tokens."""
+    named = model.named_parameters()  # lists a tied weight once, as the embedding
     params = {base_tensor_name(name): param for name, param in named if ".lora_" not in name}
-    way = "fix config.json, or (experts one by one) give ithaka.parallelize AutoModelForCausalLM.from_pretrained(...)"
-    _fill(params, open_tensor_files(directory), f"model.path={directory}", way, vocab_size)
+    way_out = "fix config.json, or, if experts are stored one by one, use ithaka.parallelize(from_pretrained(...))"
+    _load(params, open_tensor_files(directory), f"model.path={directory}", way_out, vocab_size)
 
 
 @torch.no_grad()
 def load_adapter(model: PreTrainedModel, directory: Path) -> None:
-    """Reads this rank's rows of all that PEFT stored: adapters, and modules trained whole."""
-    where = _open(directory / "adapter_model.safetensors", "adapter.path")
+    """Read this rank's rows of PEFT's tensors: the adapters and modules_to_save."""
+    files = _open(directory / "adapter_model.safetensors", "adapter.path")
     named = {adapter_tensor_name(name): param for name, param in model.named_parameters()}
-    params = {name: param for name, param in named.items() if param.requires_grad or name in where}
-    _fill(params, where, f"adapter.path={directory}", "fix adapter_config.json")
+    params = {name: param for name, param in named.items() if param.requires_grad or name in files}
+    _load(params, files, f"adapter.path={directory}", "fix adapter_config.json")
 
 
-def _fill(params: dict[str, Any], where: dict[str, Any], source: str, way: str, vocab_size: int | None = None) -> None:
-    missing = [name for name in params if name not in where]
+def _load(
+    params: dict[str, Any], files: dict[str, Any], source: str, way_out: str, vocab_size: int | None = None
+) -> None:
+    missing = [name for name in params if name not in files]
     if missing:
-        raise ConfigError(f"{source} has no tensor {missing[0]} ({len(missing)} missing in all); copy it again, {way}")
-    # A tied head may be stored as well.
-    extra = [name for name in where if name not in params and not name.endswith(("inv_freq", "lm_head.weight"))]
+        count = f"{len(missing)} missing in total"
+        raise ConfigError(f"{source} has no tensor {missing[0]} ({count}); copy the files again, {way_out}")
+    # A tied head may be stored too.
+    extra = [name for name in files if name not in params and not name.endswith(("inv_freq", "lm_head.weight"))]
     if extra:
-        raise ConfigError(f"{source} holds {extra[0]}, which its model does not have; {way}")
+        raise ConfigError(f"{source} has a tensor {extra[0]}, which is not in the model; {way_out}")
     for name, param in params.items():
-        stored = where[name].get_slice(name)
+        stored = files[name].get_slice(name)
         num_rows = vocab_size if vocab_size and name in EMBEDDINGS else len(param)
         shape, expected = tuple(stored.get_shape()), (num_rows, *param.shape[1:])
         if shape != expected:
-            raise ConfigError(f"{source}: {name} has shape {shape}; its configuration says {expected}")
+            raise ConfigError(f"{source}: {name} has shape {shape}, but the configuration has {expected}; {way_out}")
         local, rows = local_shard(param)
         num_stored = max(0, min(rows.stop, num_rows) - rows.start)
         if num_stored:
@@ -61,9 +63,9 @@ def _fill(params: dict[str, Any], where: dict[str, Any], source: str, way: str, 
 
 @torch.no_grad()
 def init_weights(model: PreTrainedModel, seed: int, only_adapters: bool = False) -> None:
-    """Hugging Face's initial distribution, and PEFT's: B is zero, so that adapters change nothing yet.
+    """Draw weights from the initial distributions of Hugging Face and PEFT. LoRA's B is zero.
 
-    Each parameter has its own generator: the same values on any ranks.
+    Each parameter has its own generator, so the values do not depend on the number of ranks.
     """
     for module_name, module in model.named_modules():
         is_adapter = ".lora_" in module_name
@@ -75,22 +77,22 @@ def init_weights(model: PreTrainedModel, seed: int, only_adapters: bool = False)
                 param.fill_(1.0)  # a norm's weight
             elif is_adapter:
                 bound = param.shape[1] ** -0.5
-                _keep_rows(param, _drawn(param, key, "uniform_", -bound, bound))
+                _copy_own_rows(param, _draw(param, key, "uniform_", -bound, bound))
             else:
-                whole = _drawn(param, key, "normal_", 0.0, model.config.initializer_range)
+                full = _draw(param, key, "normal_", 0.0, model.config.initializer_range)
                 if (padding := getattr(module, "padding_idx", None)) is not None:
-                    whole[padding] = 0.0
-                _keep_rows(param, whole)
+                    full[padding] = 0.0
+                _copy_own_rows(param, full)
 
 
 def _mean_row(stored: Any, num_rows: int) -> Tensor:
-    """In runs of rows, the same on every rank."""
-    runs = range(0, num_rows, 4096)
-    return sum((stored[at : min(at + 4096, num_rows)].double().sum(0) for at in runs), torch.zeros(())) / num_rows
+    """Summed in blocks of rows, in the same order on every rank."""
+    starts = range(0, num_rows, 4096)
+    return sum((stored[at : min(at + 4096, num_rows)].double().sum(0) for at in starts), torch.zeros(())) / num_rows
 
 
 def open_tensor_files(directory: Path) -> dict[str, Any]:
-    """The open file of each tensor, by Hugging Face's rule: the single file, else those of the index, else all."""
+    """Tensor name -> open file, by Hugging Face's rule: the single file, else the index's files, else all."""
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     paths = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
     if index.is_file() and not single.is_file():
@@ -99,31 +101,31 @@ def open_tensor_files(directory: Path) -> dict[str, Any]:
 
 
 def _open(path: Path, source: str) -> dict[str, Any]:
-    """The file, for each of its tensors."""
+    """Tensor name -> open file, for one file. `source`: the setting, for errors."""
     try:
-        path.open("rb").close()  # safetensors reports every failure to open a file as a missing one
+        path.open("rb").close()  # safetensors reports any failure to open a file as a missing file
         file = safe_open(path, framework="pt")
     except Exception as error:
-        words = f"{source}: {path} is not a complete safetensors file ({error}); copy it again"
-        raise input_error(words, error) from error
+        message = f"{source}: {path} is not a complete safetensors file ({error}); copy it again"
+        raise input_error(message, error) from error
     return dict.fromkeys(file.keys(), file)
 
 
 def local_shard(param: DTensor) -> tuple[Tensor, slice]:
-    """This rank's part of a parameter sharded on dim 0, and the rows it covers."""
+    """This rank's shard of a parameter, and the rows of dim 0 that it covers."""
     shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
     return param.to_local(), slice(offset[0], offset[0] + shape[0])
 
 
-def _drawn(param: Any, key: str, distribution: str, *bounds: float) -> Tensor:
-    """The whole parameter."""
+def _draw(param: Any, key: str, distribution: str, *bounds: float) -> Tensor:
+    """The full, unsharded parameter."""
     device = param.to_local().device
     generator = torch.Generator(device=device)
     generator.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big"))
-    whole = torch.empty(param.shape, dtype=param.dtype, device=device)
-    return getattr(whole, distribution)(*bounds, generator=generator)
+    full = torch.empty(param.shape, dtype=param.dtype, device=device)
+    return getattr(full, distribution)(*bounds, generator=generator)
 
 
-def _keep_rows(param: Any, whole: Tensor) -> None:
+def _copy_own_rows(param: Any, full: Tensor) -> None:
     local, rows = local_shard(param)
-    local.copy_(whole[rows])
+    local.copy_(full[rows])
