@@ -149,9 +149,9 @@ def fa4(monkeypatch):
     from ithaka.attention import kernels
 
     cpu, real = (kernels.KERNELS[name] for name in ("cpu", "fa4"))
-    anywhere = replace(real, device="any", dtypes=cpu.dtypes, capabilities=(), missing=cpu.missing)
+    anywhere = replace(real, device="any", dtypes=cpu.dtypes, capabilities=(), check_installed=cpu.check_installed)
     monkeypatch.setitem(kernels.KERNELS, "fa4", anywhere)
-    monkeypatch.setattr(kernels, "_fa4", lambda: fake_fa4)
+    monkeypatch.setattr(kernels, "_import_fa4", lambda: fake_fa4)
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -6,12 +6,12 @@ from torch.nn import functional as F
 
 import fake_fa4
 from ithaka.attention import blocks as op
-from ithaka.attention.blocks import AttentionSpec, Docs, Ranges, attention, attention_backward
+from ithaka.attention.blocks import AttentionSpec, BlockMask, Docs, attention, attention_backward
 from ithaka.attention.kernels import KERNELS, resolve_kernel
-from ithaka.attention.pairs import query_major, spans_of
+from ithaka.attention.pairs import document_spans, plan_query_blocks
 from ithaka.config import ConfigError
-from ithaka.dist.exchange import ALONE
-from ithaka.layer.stages import HeldHeads
+from ithaka.dist.exchange import SINGLE_RANK
+from ithaka.layer.stages import StagedAttention
 from ithaka.plan import deal as deals
 from ithaka.plan import rounds
 from ithaka.plan.heads import EMPTY_SLOT, head_table
@@ -183,7 +183,7 @@ def test_gradients_of_keys_in_one_call_are_written_by_the_kernel(written, monkey
 def test_keys_that_no_row_sees_get_zeros(written):
     """As many keys in calls as there are, but some twice and some never."""
     q, k, v, dout = inputs(20, 2, 1)
-    how = {"scale": SCALE, "kernel": "fa4", "causal": False, "docs": Ranges([(0, 10, 0, 5), (10, 20, 0, 5)], 20, 10)}
+    how = {"scale": SCALE, "kernel": "fa4", "causal": False, "docs": BlockMask([(0, 10, 0, 5), (10, 20, 0, 5)], 20, 10)}
     out, lse = attention(q, k[:10], v[:10], **how)
     _, *grads = attention_backward(dout, q, k[:10], v[:10], out, lse, **how)
     assert not any(written) and all((d[5:] == 0).all() and (d[:5] != 0).all() for d in grads)
@@ -207,7 +207,7 @@ def test_only_a_load_that_one_read_takes_whole_is_written_by_the_kernel(written,
     how = AttentionSpec(scale=SCALE, docs=Docs((0, 7, 30, 41)), kernel="fa4")
     q, k, v, dout = inputs(41, *heads[:2])
     for rank, expected in enumerate(HELD[heads]):
-        held, dqs, dkvs, ways = HeldHeads(table, rank, ALONE, how), torch.zeros_like(q), {}, {}
+        held, dqs, dkvs, ways = StagedAttention(table, rank, SINGLE_RANK, how), torch.zeros_like(q), {}, {}
         for i, stage in enumerate(table.stages):
             of_stage = list(stage.query_heads[rank])
             load = None if stage.load is None else list(table.loads[stage.load].kv_heads[rank])
@@ -303,7 +303,7 @@ def test_gradients_are_fp32_sums_rounded_once(heads):
     out, lse = attention(q, k, v, scale=SCALE, blocks=(32, 16))
     ours = attention_backward(dout, q, k, v, out.clone(), lse, scale=SCALE, blocks=(32, 16))
     totals = [torch.zeros(96, heads, 16) for heads in (n, m, m)]
-    blocks = list(query_major(spans_of((0, 96)), causal=True, window=None, block_q=32, block_kv=16))
+    blocks = list(plan_query_blocks(document_spans((0, 96)), causal=True, window=None, block_q=32, block_kv=16))
     assert len(blocks) == 3 and any(len(block.pairs) > 2 for block in blocks)
     for r in range(n // m):
         heads_r = slice(r, None, n // m)

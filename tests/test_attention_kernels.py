@@ -132,7 +132,7 @@ BROKEN = {
                r"does not run here \(KeyError: 'ends'\)"),
     "no window": (replace(CPU_KERNEL, varlen=Varlen(without_window, varlen_backward)),
                   "is wrong here: out is off by .* in packed documents with a window"),
-    "stand-in": (replace(CPU_KERNEL, stand_in=off("dq", 2)), "needs cpu for small blocks, which is wrong here: dq"),
+    "stand-in": (replace(CPU_KERNEL, fallback=off("dq", 2)), "needs cpu for small blocks, which is wrong here: dq"),
 }  # fmt: skip
 
 
@@ -249,7 +249,7 @@ def test_a_trial_takes_no_random_numbers_and_passes_in_any_mode(dtype):
     fresh = replace(KERNELS["cpu"], name=str(dtype))  # one that no trial has been made of
     before = torch.get_rng_state()
     with torch.inference_mode():
-        assert kernels._trial(fresh, CPU, dtype, 40) is None
+        assert kernels._run_trial(fresh, CPU, dtype, 40) is None
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -336,18 +336,18 @@ def gpu_of(monkeypatch):
     """A CPU that passes for a GPU of some compute capability, and what is installed of flash-attn-4 on it."""
 
     def pretend(capability, installed, **trials):
-        kernels._auto.cache_clear()
+        kernels._choose_kernel.cache_clear()
         for name, kernel in KERNELS.items():
-            monkeypatch.setitem(KERNELS, name, replace(kernel, device="any", stand_in=None))
+            monkeypatch.setitem(KERNELS, name, replace(kernel, device="any", fallback=None))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(kernels, "version", installed if callable(installed) else lambda package: installed)
         compared = lambda kernel, *_: trials.get(kernel.name)  # noqa: E731
-        kernels._trial.cache_clear()
-        monkeypatch.setattr(kernels, "_compare", compared)
+        kernels._run_trial.cache_clear()
+        monkeypatch.setattr(kernels, "_compare_with_reference", compared)
 
     yield pretend
-    kernels._trial.cache_clear()
-    kernels._auto.cache_clear()
+    kernels._run_trial.cache_clear()
+    kernels._choose_kernel.cache_clear()
 
 
 def not_installed(package):
@@ -386,7 +386,9 @@ def test_without_fa4_the_next_kernel_is_taken_with_a_line(gpu_of, installed, wro
 def test_a_broken_flash_attn_4_is_skipped(gpu_of, monkeypatch):
     """It is installed, and cannot be imported."""
     gpu_of((9, 0), "4.0.0b36")
-    monkeypatch.setattr(kernels, "_compare", lambda kernel, *_: kernels._fa4() if kernel.name == "fa4" else None)
+    monkeypatch.setattr(
+        kernels, "_compare_with_reference", lambda kernel, *_: kernels._import_fa4() if kernel.name == "fa4" else None
+    )
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     with pytest.warns(UserWarning, match="skips fa4, which does not run here .ModuleNotFoundError"):
         assert resolve_kernel("auto", CPU, torch.bfloat16, 128).name == "cudnn"
@@ -419,21 +421,21 @@ class WarningFa4:
 
 
 def test_only_the_warnings_about_aux_data_are_silenced(monkeypatch):
-    monkeypatch.setattr(kernels, "_fa4", lambda: WarningFa4)
+    monkeypatch.setattr(kernels, "_import_fa4", lambda: WarningFa4)
     for _ in range(2):  # the second time, the first one's filters are gone
         with warnings.catch_warnings(record=True) as reached:
             warnings.simplefilter("always")
-            kernels._fa4_call("compile")
+            kernels._call_fa4("compile")
         assert [str(warning.message) for warning in reached] == [text for text, _ in OTHERS]
 
 
 def test_a_call_of_fa4_leaves_the_filters_in_place(monkeypatch):
     """Changing them makes Python show warnings again that it has shown once."""
-    monkeypatch.setattr(kernels, "_fa4", lambda: WarningFa4)
+    monkeypatch.setattr(kernels, "_import_fa4", lambda: WarningFa4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        kernels._fa4_call("compile")
+        kernels._call_fa4("compile")
         before = list(warnings.filters)
-        kernels._fa4_call("compile")
+        kernels._call_fa4("compile")
         assert warnings.filters == before
         assert sum("aux_data" in str(each[1]) for each in before) == 1

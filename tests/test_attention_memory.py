@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ithaka.attention.blocks import attention, attention_backward
-from ithaka.attention.kernels import ALL, KERNELS, Kernel
+from ithaka.attention.kernels import ALL_DTYPES, KERNELS, Kernel
 
 BLOCKS = (128, 64)
 HEAD_DIM = 32
@@ -26,8 +26,8 @@ def stub_backward(dout, q, k, v, out, lse, scale, causal):
 
 @pytest.fixture(autouse=True)
 def stub(monkeypatch):
-    monkeypatch.setattr("ithaka.attention.kernels._trial", lambda *_: None)
-    monkeypatch.setitem(KERNELS, "cpu", Kernel("cpu", stub_forward, stub_backward, "cpu", ALL, (512, 1)))
+    monkeypatch.setattr("ithaka.attention.kernels._run_trial", lambda *_: None)
+    monkeypatch.setitem(KERNELS, "cpu", Kernel("cpu", stub_forward, stub_backward, "cpu", ALL_DTYPES, (512, 1)))
 
 
 def peak_bytes(call):

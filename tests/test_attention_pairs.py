@@ -1,4 +1,4 @@
-"""The schedule alone: every visible (row, key) once, nothing else, nothing beyond a kernel's range."""
+"""The schedule covers every visible (row, key) exactly once, within the index range of a kernel."""
 
 from itertools import accumulate
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ithaka.attention.pairs import CAUSAL, EDGE, WINDOW, query_major, spans_of, split_ragged
+from ithaka.attention.pairs import CAUSAL, EDGE, WINDOW, document_spans, plan_query_blocks, split_short_documents
 
 
 def visible(docs, causal, window):
@@ -49,23 +49,25 @@ def owned(blocks):
     block_q=st.integers(1, 16),
     block_kv=st.integers(1, 16),
     halve=st.booleans(),
-    knows_windows=st.booleans(),
+    has_windows=st.booleans(),
     pieces=st.lists(st.integers(1, 20), max_size=6),
 )
-def test_every_visible_pair_once(lengths, equal, causal, window, block_q, block_kv, halve, knows_windows, pieces):
-    """Of all rows, or of a few runs of them: every second of `pieces`."""
+def test_every_visible_pair_is_scheduled_once(
+    lengths, equal, causal, window, block_q, block_kv, halve, has_windows, pieces
+):
+    """For all rows, or for some ranges of them: every second one of `pieces`."""
     docs = [0]
     for length in lengths:
         for _ in range(equal):
             docs.append(docs[-1] + length)
     settings_ = dict(causal=causal, window=window if causal else None, block_q=block_q, block_kv=block_kv)
-    settings_ |= dict(halve=halve, knows_windows=knows_windows)
+    settings_ |= dict(halve=halve, has_windows=has_windows)
     borders = [0, *(min(border, docs[-1]) for border in accumulate(pieces))]
     runs = [(a, b - a) for a, b in zip(borders[:-1:2], borders[1::2], strict=False) if b > a]
     rows = [token for start, length in runs or [(0, docs[-1])] for token in range(start, start + length)]
     row_of = {token: row for row, token in enumerate(rows)}
     expected = sorted((row_of[i], j) for i, j in visible(docs, causal, settings_["window"]) if i in row_of)
-    blocks = list(query_major(spans_of(tuple(docs), runs), **settings_))
+    blocks = list(plan_query_blocks(document_spans(tuple(docs), runs), **settings_))
     assert sorted(visits(blocks, window)) == expected
     assert sorted(owned(blocks)) == list(range(len(rows)))
     for block in blocks:
@@ -75,21 +77,23 @@ def test_every_visible_pair_once(lengths, equal, causal, window, block_q, block_
 
 @pytest.mark.parametrize("window", [5, 8, 9, 17, 100])
 def test_batched_bands_never_overlap(window):
-    """Gradients of one batched call are added without atomics, on either side."""
-    for block in query_major(spans_of((0, 300)), causal=True, window=window, block_q=64, block_kv=64):
+    """A batched call adds gradients of rows and of keys without atomics."""
+    for block in plan_query_blocks(document_spans((0, 300)), causal=True, window=window, block_q=64, block_kv=64):
         for p in block.pairs:
             assert block.count == 1 or block.step >= max(p.rows, p.keys)
             assert p.count == 1 or p.step >= max(p.rows, p.keys)
 
 
-def test_short_window_is_a_few_batched_calls():
-    blocks = list(query_major(spans_of((0, 1 << 20)), causal=True, window=4096, block_q=1 << 17, block_kv=1 << 16))
+def test_a_short_window_takes_few_batched_calls():
+    blocks = list(
+        plan_query_blocks(document_spans((0, 1 << 20)), causal=True, window=4096, block_q=1 << 17, block_kv=1 << 16)
+    )
     assert sum(len(block.pairs) for block in blocks) < 40
 
 
 def test_equal_documents_share_calls():
     docs = tuple(range(0, 1_024_001, 1024))
-    blocks = list(query_major(spans_of(docs), causal=True, window=None, block_q=1 << 17, block_kv=1 << 16))
+    blocks = list(plan_query_blocks(document_spans(docs), causal=True, window=None, block_q=1 << 17, block_kv=1 << 16))
     assert len(blocks) == 8 and blocks[0].count == 128
 
 
@@ -97,7 +101,7 @@ MASKS = [dict(causal=True, window=None), dict(causal=True, window=4096), dict(ca
 
 
 def largest_call(blocks, row_elements):
-    """Elements from the first to the last that any one kernel call of this schedule can address."""
+    """The largest range of elements that one kernel call of this schedule addresses."""
     return max(
         ((b.count - 1) * b.step + (p.count - 1) * p.step + max(p.rows, p.keys)) * row_elements
         for b in blocks
@@ -108,21 +112,24 @@ def largest_call(blocks, row_elements):
 @pytest.mark.parametrize("row_elements", [128, 4096, 64 * 256])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_no_call_beyond_the_index_range_at_16m(row_elements, mask):
-    """Arithmetic on the schedule alone, with the blocks `attention` takes for 60 MB of L2."""
+    """With the blocks that `attention` chooses for 60 MB of L2."""
     most, tokens = (2**31 - 1) // row_elements, 1 << 24
     for docs in ((0, tokens), tuple(range(0, tokens + 1, 1 << 10)), (0, 5, tokens)):
         for block_q in (1 << 17, 1 << 18):
             blocks = dict(block_q=min(block_q, most), block_kv=min(1 << 16, most))
-            assert largest_call(query_major(spans_of(docs), halve=True, **mask, **blocks), row_elements) <= 2**31 - 1
+            assert (
+                largest_call(plan_query_blocks(document_spans(docs), halve=True, **mask, **blocks), row_elements)
+                <= 2**31 - 1
+            )
 
 
-def test_the_longest_varlen_chunk_is_a_block():
-    spans = spans_of(tuple(i * 1000 + i * (i - 1) // 2 for i in range(501)))
-    blocked, chunks = split_ragged(spans, short=8192, block=1 << 17)
+def test_varlen_chunks_are_at_most_a_block():
+    spans = document_spans(tuple(i * 1000 + i * (i - 1) // 2 for i in range(501)))
+    blocked, chunks = split_short_documents(spans, short=8192, block=1 << 17)
     assert not blocked and all(sum(span.length for span in chunk) <= 1 << 17 for chunk in chunks)
     assert sorted(span for chunk in chunks for span in chunk) == spans
 
 
-def test_only_short_unequal_neighbours_are_chunked():
-    spans = spans_of((0, 3, 7, 57, 59, 68, 77))
-    assert split_ragged(spans, short=10, block=16) == (spans[2:], [spans[:2]])
+def test_only_short_unequal_consecutive_documents_are_chunked():
+    spans = document_spans((0, 3, 7, 57, 59, 68, 77))
+    assert split_short_documents(spans, short=10, block=16) == (spans[2:], [spans[:2]])

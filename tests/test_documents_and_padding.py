@@ -218,10 +218,10 @@ def test_documents_are_worked_out_once_per_batch(monkeypatch):
 
     def counted(*args, **how):
         walks.append(how["halve"])
-        return query_major(*args, **how)
+        return plan_query_blocks(*args, **how)
 
-    query_major = attention.query_major
-    monkeypatch.setattr(attention, "query_major", counted)
+    plan_query_blocks = attention.plan_query_blocks
+    monkeypatch.setattr(attention, "plan_query_blocks", counted)
     model, _ = parallel(1, tiny_config("llama", 4, 2), Layout(heads_per_stage=1))
     ids = random_ids(1, 40)
     documents = torch.arange(40)[None] // 7

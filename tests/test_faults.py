@@ -248,7 +248,7 @@ def watched(patch, step_s=None):
 def asleep(patch, sleep=lambda: time.sleep(60), step_s=1.0):
     """Rank 1 in its third step, in the forward of its second layer: rank 0 waits for it in an exchange."""
     watched(patch, step_s)
-    steps, calls, train_step, attend = [], [], trainer_module.train_step, stages.HeldHeads.attend
+    steps, calls, train_step, attend = [], [], trainer_module.train_step, stages.StagedAttention.attend
 
     def slow(*args):
         calls.extend([args] * (len(steps) == 3))
@@ -259,7 +259,7 @@ def asleep(patch, sleep=lambda: time.sleep(60), step_s=1.0):
     patch.setattr(
         trainer_module, "train_step", lambda *args, **kwargs: steps.append(args) or train_step(*args, **kwargs)
     )
-    patch.setattr(stages.HeldHeads, "attend", slow)
+    patch.setattr(stages.StagedAttention, "attend", slow)
 
 
 def frozen(patch):
@@ -493,7 +493,7 @@ def test_a_step_that_is_bad_once_is_computed_again_and_the_rank_named(ranks, who
 
 def wrong_attention(patch):
     """Of rank 1, once, in its third step: the gradients of both ranks are hit."""
-    computed, hit, train_step, attend = [], [], trainer_module.train_step, stages.HeldHeads.attend
+    computed, hit, train_step, attend = [], [], trainer_module.train_step, stages.StagedAttention.attend
 
     def wrong(*args):
         out, lse = attend(*args)
@@ -505,7 +505,7 @@ def wrong_attention(patch):
     patch.setattr(
         trainer_module, "train_step", lambda *args, **kwargs: computed.append(args) or train_step(*args, **kwargs)
     )
-    patch.setattr(stages.HeldHeads, "attend", wrong)
+    patch.setattr(stages.StagedAttention, "attend", wrong)
 
 
 def test_the_rank_of_a_wrong_loss_is_named(ranks, whole, tmp_path):

@@ -8,10 +8,10 @@ from torch import nn
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from ithaka.attention.fused import Positions, rotate, silu_mul_backward
+from ithaka.attention.fused import Positions, apply_rope, silu_mul_backward
 from ithaka.dist.mesh import make_mesh
 from ithaka.layer.linear import Linear
-from ithaka.layer.mlp import gated_mlp
+from ithaka.layer.mlp import as_gated_mlp
 from ithaka.layer.tiles import GradSum
 from ithaka.model.build import parallelize_model
 from models import EXPERTS, FAMILIES, tiny_config, tiny_model
@@ -30,14 +30,14 @@ def draw(*shape: int) -> torch.Tensor:
 def test_a_wide_output_is_in_the_dtype_of_sums():
     weight, bias, a, b = draw(5, 3), draw(5), draw(2, 3), draw(5, 2)
     x, linear = draw(4, 3), Linear(weight, bias, a, b, scale=1.5)
-    torch.testing.assert_close(linear.wide(x), x @ weight.t() + bias + 1.5 * x @ a.t() @ b.t())
-    assert Linear(weight.bfloat16()).wide(x.bfloat16()).dtype == torch.float32
+    torch.testing.assert_close(linear.apply_wide(x), x @ weight.t() + bias + 1.5 * x @ a.t() @ b.t())
+    assert Linear(weight.bfloat16()).apply_wide(x.bfloat16()).dtype == torch.float32
 
 
 def test_products_in_16_bits_are_summed_unrounded():
     """One rounding to bfloat16 would be off by 1e-3."""
     weight, tiles = draw(40, 30).bfloat16(), [(draw(16, 40).bfloat16(), draw(17, 30)[:16].bfloat16()) for _ in range(3)]
-    output, grads = Linear(weight).wide(tiles[0][1]), GradSum()
+    output, grads = Linear(weight).apply_wide(tiles[0][1]), GradSum()
     Linear(weight).add_to(output, tiles[1][1])
     for dout, x in tiles:
         grads.add_product(weight, dout, x)
@@ -53,7 +53,7 @@ def test_products_in_16_bits_are_summed_unrounded():
 @pytest.mark.parametrize("keep", [True, False])
 def test_output_and_every_gradient(act, bias, keep):
     mlp = make(act, bias)
-    gated, h_tD, dy_tD, y_tD = gated_mlp(mlp), draw(7, 12).requires_grad_(), draw(1, 7, 12)[0], draw(2, 7, 12)[1]
+    gated, h_tD, dy_tD, y_tD = as_gated_mlp(mlp), draw(7, 12).requires_grad_(), draw(1, 7, 12)[0], draw(2, 7, 12)[1]
     plain = mlp(h_tD)
     expected = torch.autograd.grad(plain, [h_tD, *mlp.parameters()], dy_tD)
     before = y_tD.clone()
@@ -72,19 +72,19 @@ def test_frozen_weights_get_no_gradient():
     mlp.up_proj.weight.requires_grad_(False)
     grads = GradSum()
     with torch.no_grad():
-        gated_mlp(mlp).backward(draw(5, 12), draw(1, 5, 12)[0], grads, deque())
+        as_gated_mlp(mlp).backward(draw(5, 12), draw(1, 5, 12)[0], grads, deque())
     taken = {name: grads.take(param) is not None for name, param in mlp.named_parameters()}
     assert taken.pop("up_proj.weight") is False and all(taken.values())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dense_families_are_known(family):
-    assert gated_mlp(tiny_model(tiny_config(family)).model.layers[0].mlp) is not None
+    assert as_gated_mlp(tiny_model(tiny_config(family)).model.layers[0].mlp) is not None
 
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_mixtures_are_black_boxes(family):
-    assert gated_mlp(tiny_model(tiny_config(family)).model.layers[0].mlp) is None
+    assert as_gated_mlp(tiny_model(tiny_config(family)).model.layers[0].mlp) is None
 
 
 def hook(mlp):
@@ -112,7 +112,7 @@ def test_a_changed_module_is_a_black_box(change):
     """What a wrapper or hook adds must not be lost."""
     mlp = make()
     change(mlp)
-    assert gated_mlp(mlp) is None
+    assert as_gated_mlp(mlp) is None
 
 
 def test_a_module_changed_after_the_model_was_built_is_a_black_box():
@@ -141,8 +141,8 @@ def test_product_and_its_gradients_are_written_over_their_inputs():
 def test_rotation_and_its_transpose():
     x_BhtK, positions = draw(2, 3, 5, 8), Positions(torch.arange(5), draw(4), 1.5)
     turned, back = torch.empty_like(x_BhtK), torch.empty_like(x_BhtK)
-    rotate(turned, x_BhtK, positions)
-    rotate(back, turned, positions.back)
+    apply_rope(turned, x_BhtK, positions)
+    apply_rope(back, turned, positions.inverse)
     (first, second), angle_tk = x_BhtK.chunk(2, -1), torch.arange(5)[:, None] * draw(4)
     pair = first * angle_tk.cos() - second * angle_tk.sin(), second * angle_tk.cos() + first * angle_tk.sin()
     torch.testing.assert_close(turned, 1.5 * torch.cat(pair, -1), rtol=1e-13, atol=1e-13)

@@ -18,7 +18,7 @@ import pytest
 from ithaka import launch
 from ithaka.checkpoint.files import lock_run_dir
 from ithaka.config import ConfigError
-from ithaka.dist.mesh import _warn_of_shared_store
+from ithaka.dist.mesh import _warn_about_shared_store
 from ithaka.exits import ExitCode, TransientError
 from ithaka.train.console import status
 from launched import (
@@ -301,9 +301,9 @@ def test_a_rank_ends_though_the_launchers_folder_is_gone(tmp_path, monkeypatch, 
 
 def test_a_store_that_torchrun_shares_over_restarts_is_warned_of():
     told = {"RANK": "0", "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    with pytest.warns(UserWarning, match="max-restarts=3 may hang .* set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-        _warn_of_shared_store(told)
+    with pytest.warns(UserWarning, match="max-restarts=3 .*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        _warn_about_shared_store(told)
     for name, value in (("RANK", "1"), ("TORCHELASTIC_MAX_RESTARTS", "0"), ("TORCHELASTIC_USE_AGENT_STORE", "False")):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            _warn_of_shared_store(told | {name: value})
+            _warn_about_shared_store(told | {name: value})

@@ -15,7 +15,7 @@ from ithaka import launch
 from ithaka.cli import app
 from ithaka.config import load_config
 from ithaka.exits import ExitCode
-from ithaka.layer.stages import HeldHeads
+from ithaka.layer.stages import StagedAttention
 from ithaka.layer.store import SlabPool, StoreError
 from ithaka.layout import fixed_settings, make_layout
 from ithaka.phases import PhaseState
@@ -53,7 +53,7 @@ def explained(config, name, path, steps_before=0):
     """A run on this rank that runs out of memory; what it says."""
     with pytest.MonkeyPatch.context() as patch:
         times = steps_before * config.train.accumulate
-        fail_in(patch, HeldHeads, name, path, torch.OutOfMemoryError(FULL), times)
+        fail_in(patch, StagedAttention, name, path, torch.OutOfMemoryError(FULL), times)
         with pytest.raises(loop.OutOfMemoryError) as caught:
             run(config)
         dist.barrier()  # a rank that left early would fail the others in its own way
@@ -187,7 +187,7 @@ def test_host_memory_has_its_own_plan():
 def test_a_rehearsal_explains_itself_the_same_way(tmp_path, monkeypatch):
     model = tiny_run(tmp_path).model.path
     path = ("step", "layer 1", "backward", "attention", "stage 0")
-    fail_in(monkeypatch, HeldHeads, "attend_backward", path, torch.OutOfMemoryError(FULL), times=2)
+    fail_in(monkeypatch, StagedAttention, "attend_backward", path, torch.OutOfMemoryError(FULL), times=2)
     wasteful = ["--set", "memory.checkpoint=full", "--set", "memory.keep_attention=none"]
     arguments = ["rehearse", str(model), "--gpus", "2xH100-80GB", "--context", "4K", *wasteful]
     result = CliRunner().invoke(app, arguments)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ithaka.attention.fused import Positions, rotate
+from ithaka.attention.fused import Positions, apply_rope
 from ithaka.layer import stages
 from ithaka.layout import Layout
 from parity import parallel, random_ids
@@ -80,7 +80,7 @@ def test_scores_depend_on_the_distance_alone():
         turned = []
         for x, at in ((q, position), (k, position - 1000)):
             turned.append(torch.empty_like(x, dtype=torch.float64))
-            rotate(turned[-1], x, Positions(torch.tensor([at]), module.inv_freq, module.attention_scaling))
+            apply_rope(turned[-1], x, Positions(torch.tensor([at]), module.inv_freq, module.attention_scaling))
         return float((turned[0] * turned[1]).sum())
 
     assert score(FAR) == pytest.approx(score(1000), abs=1e-5)
@@ -91,7 +91,7 @@ def frequencies_in_bfloat16() -> tuple[bool, torch.Tensor, torch.Tensor]:
     model, _ = parallel(1, layout=Layout(dtype="bfloat16"))
     seen = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages, "rotate", lambda into, x, at: seen.append(at.inv_freq_k) or rotate(into, x, at))
+        patch.setattr(stages, "apply_rope", lambda into, x, at: seen.append(at.inv_freq_k) or apply_rope(into, x, at))
         model(input_ids=random_ids(1, 8), labels=random_ids(1, 8)).loss.backward()
     return all(each.dtype != torch.bfloat16 for each in seen), torch.stack(seen), model.model.rotary_emb.inv_freq
 

@@ -55,7 +55,7 @@ def test_heads_per_stage_makes_stages():
 
 @pytest.mark.parametrize("tokens, rows", [("all", {24}), (24, {24}), (8, {8}), (5, {5, 4})])
 def test_tile_tokens_cuts_tiles(tokens, rows, monkeypatch):
-    seen = {"_add_mlp": set(), "_through_mlp": set()}  # forward and backward
+    seen = {"_add_mlp": set(), "_mlp_backward_tile": set()}  # forward and backward
     for name, lengths in seen.items():
         method = getattr(schedule.StreamedLayer, name)
 
@@ -65,14 +65,14 @@ def test_tile_tokens_cuts_tiles(tokens, rows, monkeypatch):
 
         monkeypatch.setattr(schedule.StreamedLayer, name, noting)
     built(f"memory: {{tile_tokens: {tokens}}}")
-    assert seen == {"_add_mlp": rows, "_through_mlp": rows}
+    assert seen == {"_add_mlp": rows, "_mlp_backward_tile": rows}
 
 
 @pytest.mark.parametrize("kept, num_kept", [("none", 0), (0, 0), (1, 1), ("all", 2)])
 def test_keep_attention_saves_attention(kept, num_kept, monkeypatch):
     calls = []
-    attend = stages.HeldHeads.attend
-    monkeypatch.setattr(stages.HeldHeads, "attend", lambda *args: calls.append(1) or attend(*args))
+    attend = stages.StagedAttention.attend
+    monkeypatch.setattr(stages.StagedAttention, "attend", lambda *args: calls.append(1) or attend(*args))
     built(f"memory: {{keep_attention: {kept}}}")
     assert len(calls) == 2 + (2 - num_kept), "once per layer in forward, and again where it was not kept"
 
@@ -171,7 +171,7 @@ def test_offload_optimizer_is_fsdps_policy(monkeypatch):
 @pytest.mark.parametrize("asked", [True, False])
 def test_deterministic_reaches_pytorch_and_the_kernel(tmp_path, monkeypatch, asked):
     told = []
-    monkeypatch.setattr(kernels, "_fa4_call", lambda *_, **how: told.append(how["deterministic"]) or ())
+    monkeypatch.setattr(kernels, "_call_fa4", lambda *_, **how: told.append(how["deterministic"]) or ())
     try:
         prepare(valid(tiny_run(tmp_path, train={"deterministic": asked})))
         assert torch.are_deterministic_algorithms_enabled() == asked

@@ -180,8 +180,8 @@ def slowed(patch, where):
 
     late = {where: 0.07} if dist.get_rank() == 1 else {}
     for name in ("attend", "attend_backward"):
-        attend = taking(getattr(stages.HeldHeads, name), 0.02 + late.get("attention", 0.0))
-        patch.setattr(stages.HeldHeads, name, attend)
+        attend = taking(getattr(stages.StagedAttention, name), 0.02 + late.get("attention", 0.0))
+        patch.setattr(stages.StagedAttention, name, attend)
     project = taking(schedule.StreamedLayer._project, late.get("projections", 0.0))
     patch.setattr(schedule.StreamedLayer, "_project", project)
 
@@ -208,7 +208,12 @@ def slow_at_first_then_asleep(patch):
     patch.setattr(heartbeat, "BEAT_S", 0.1)
     patch.setattr(heartbeat, "ANSWER_S", 0.0)
     patch.setattr(heartbeat, "LEAST_S", 1.0)
-    steps, train_step, attend, update = [], trainer_module.train_step, stages.HeldHeads.attend, torch.optim.AdamW.step
+    steps, train_step, attend, update = (
+        [],
+        trainer_module.train_step,
+        stages.StagedAttention.attend,
+        torch.optim.AdamW.step,
+    )
     seconds = {1: 1.4, 4: 60.0}
 
     def step(*args, **kwargs):
@@ -225,7 +230,7 @@ def slow_at_first_then_asleep(patch):
 
     patch.setattr(trainer_module, "train_step", step)
     if dist.get_rank() == 1:
-        patch.setattr(stages.HeldHeads, "attend", slow_attend)
+        patch.setattr(stages.StagedAttention, "attend", slow_attend)
         patch.setattr(torch.optim.AdamW, "step", slow_update)
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ithaka.attention.blocks import attention, attention_backward, default_blocks
 from ithaka.attention.kernels import resolve_kernel
 from ithaka.dist.exchange import all_gather
-from ithaka.dist.mesh import default_device, node_groups
+from ithaka.dist.mesh import default_device, make_node_groups
 from ithaka.layout import default_dtype
 from ithaka.plan.hardware import GPUS, gpu_named
 
@@ -167,7 +167,7 @@ def measure_network(device: torch.device, mebibytes: int) -> list[dict[str, Any]
     The slowest rank counts. send/recv: to the next rank, from the one before.
     """
     rows = []
-    for where, group in node_groups(device).items():
+    for where, group in make_node_groups(device).items():
         for what, (num_bytes, call) in _calls(group, device, mebibytes).items() if group.size() > 1 else ():
             slowest_s = torch.tensor(_together_s(call, device))
             dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX)

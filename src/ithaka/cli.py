@@ -135,7 +135,7 @@ def train_rank(run: Run, only_profile: bool = False) -> int:
     """What every rank runs; rank 0 then writes the report. Returns the exit code."""
     with _loading("starting the ranks"):
         from ithaka import launch
-        from ithaka.dist.mesh import end_process_group, end_subgroups, free_memory, start_process_group
+        from ithaka.dist.mesh import destroy_subgroups, end_process_group, free_memory, start_process_group
         from ithaka.train import loop
 
         start_process_group()
@@ -147,7 +147,7 @@ def train_rank(run: Run, only_profile: bool = False) -> int:
         code = loop.train(run, only_profile)
     if launch.ranks_persist() and not code and run.config.train.steps < run.config.ends[-1]:
         free_memory()  # the model's first, which refers to the groups
-        end_subgroups()
+        destroy_subgroups()
     else:
         end_process_group()
     if tells:

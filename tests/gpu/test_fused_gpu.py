@@ -8,12 +8,12 @@ import torch
 
 from ithaka.attention.fused import (
     Positions,
-    add_rounded,
-    cross_entropy,
+    add_and_round,
+    apply_rope,
+    cross_entropy_with_grad,
     rms_norm_backward,
-    rotate,
     row_logsumexp,
-    scale,
+    scale_in_place,
     silu_mul,
     silu_mul_backward,
     softmax_grad,
@@ -64,7 +64,7 @@ def test_rotation_between_layouts(dtype, c, n, t, K, sign):
     positions = Positions(at_t, inv_freq_k, 1.25)
     x_cntK = x_tnK.unflatten(1, (c, n)).permute(1, 2, 0, 3)
     into_cntK = whole_csnK[:, t:].transpose(1, 2)
-    rotate(into_cntK, x_cntK, positions if sign == 1 else positions.back)
+    apply_rope(into_cntK, x_cntK, positions if sign == 1 else positions.inverse)
     angle_tk = sign * at_t.double()[:, None] * inv_freq_k.double()
     cos_tk, sin_tk, (first, second) = angle_tk.cos() * 1.25, angle_tk.sin() * 1.25, x_cntK.double().chunk(2, -1)
     exact = torch.cat((first * cos_tk - second * sin_tk, second * cos_tk + first * sin_tk), -1)
@@ -90,11 +90,11 @@ def test_gated_product_and_its_gradients(dtype, shape):
 def test_sums_rounded_once(shape):
     total, x = draw(*shape, dtype=torch.float32), draw(*shape, dtype=torch.bfloat16)
     exact = total.double() + x.double()
-    rounded = add_rounded(total, x)
+    rounded = add_and_round(total, x)
     assert rounded.dtype == torch.bfloat16
     close(rounded, exact)
     close(total, exact)
-    assert add_rounded(total, exact.float()) is total
+    assert add_and_round(total, exact.float()) is total
     close(total, 2 * exact)
 
 
@@ -133,7 +133,9 @@ def test_logits_gradient(dtype, t, V, with_entropy):
         return
     at_once = logits.clone()
     softmax_grad(logits, target, lse, by)
-    torch.testing.assert_close(cross_entropy(at_once, target, by).double(), losses.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        cross_entropy_with_grad(at_once, target, by).double(), losses.detach(), rtol=1e-5, atol=1e-5
+    )
     close_gradient(logits, exact, exponent_error(lse))
     close_gradient(at_once, exact, exponent_error(lse))
     assert (at_once[1] == 0).all()
@@ -156,5 +158,5 @@ def close_gradient(ours: torch.Tensor, exact: torch.Tensor, more: float) -> None
 def test_scaling_in_place(dtype, factor):
     x = draw(129, 333, dtype=dtype)
     exact = x.double() * factor
-    scale(x, torch.tensor(factor, device=DEVICE))
+    scale_in_place(x, torch.tensor(factor, device=DEVICE))
     close(x, exact)

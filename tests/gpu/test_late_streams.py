@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ithaka.dist import exchange
-from ithaka.layer.stages import HeldHeads
+from ithaka.layer.stages import StagedAttention
 from ithaka.layer.store import DiskFile, Store
 from precision import Size, bf16, initial_model, parallel_copy, random_batch
 from threads import on_threads
@@ -87,7 +87,9 @@ def late_disk(monkeypatch) -> None:
 def late_compute(monkeypatch) -> None:
     """Attention starts late, so copies and exchanges that do not wait for it come too early."""
     for name in ("attend", "attend_backward"):
-        monkeypatch.setattr(HeldHeads, name, after(lambda: torch.cuda._sleep(CYCLES), getattr(HeldHeads, name)))
+        monkeypatch.setattr(
+            StagedAttention, name, after(lambda: torch.cuda._sleep(CYCLES), getattr(StagedAttention, name))
+        )
 
 
 class LateWork:

@@ -181,7 +181,7 @@ def losses(config):
 
 def falls_out(config, folder, how: str) -> None:
     """Rank 3 is killed, or sleeps, in its fifth step; what the others say as they leave goes to files."""
-    started, advance, attend = [], trainer_module.Trainer.advance, stages.HeldHeads.attend
+    started, advance, attend = [], trainer_module.Trainer.advance, stages.StagedAttention.attend
 
     def count_and_advance(*args):
         started.append(args)
@@ -201,7 +201,7 @@ def falls_out(config, folder, how: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer_module.Trainer, "advance", count_and_advance)
-        patch.setattr(stages.HeldHeads, "attend", attend_or_not)
+        patch.setattr(stages.StagedAttention, "attend", attend_or_not)
         patch.setattr(heartbeat, "exit_rank", leave)
         if how == "asleep":
             patch.setattr(heartbeat, "LEAST_S", 15.0)

@@ -1,6 +1,6 @@
 """Element-wise steps between the large kernels, each in one pass over memory if Triton is installed.
 
-Shapes: B = pairs in the batch (in `rotate`, ranks), h = heads, t = tokens of a block or tile, K = head dim, D hidden, F
+Shapes: B = pairs in the batch (in `apply_rope`, ranks), h = heads, t = tokens of a block or tile, K = head dim, D hidden, F
 width of the MLP, V vocabulary, p programs. Tensors may be strided except in K. All compute in fp32 and round once, but
 for `silu_mul` without Triton, which rounds twice, as Hugging Face does.
 """
@@ -17,14 +17,14 @@ except ImportError:  # CPU builds of PyTorch come without it
     triton = None
 
 
-def has_kernels(x: Tensor) -> bool:
-    """Whether the functions below, with such tensors, run in Triton."""
+def runs_in_triton(x: Tensor) -> bool:
+    """Whether the functions below run in Triton for tensors like x."""
     return triton is not None and x.is_cuda and x.dtype != torch.float64
 
 
-def merge(sum_out_BhtK: Tensor, sum_lse_Bht: Tensor, out_BhtK: Tensor, lse_Bht: Tensor) -> None:
-    """Merges one pair's softmax into the running one, in place. `sum_lse` may be -inf (nothing yet), `lse` must not."""
-    if has_kernels(sum_out_BhtK):
+def merge_softmax(sum_out_BhtK: Tensor, sum_lse_Bht: Tensor, out_BhtK: Tensor, lse_Bht: Tensor) -> None:
+    """Merge the softmax of one pair into the running one, in place. `sum_lse` may be -inf (empty), `lse` must not."""
+    if runs_in_triton(sum_out_BhtK):
         _launch(_merge_kernel, sum_out_BhtK, sum_lse_Bht, out_BhtK, lse_Bht)
         return
     new_lse = torch.logaddexp(sum_lse_Bht, lse_Bht)
@@ -34,11 +34,11 @@ def merge(sum_out_BhtK: Tensor, sum_lse_Bht: Tensor, out_BhtK: Tensor, lse_Bht: 
 
 
 class Positions:
-    """Of t tokens, and what RoPE turns them by: k = K / 2 frequencies, and a factor that scales the result.
+    """The positions of t tokens, the k = K / 2 RoPE frequencies, and the factor that scales the rotated result.
 
     Angles are positions times Hugging Face's frequencies, in fp64: fp32 would be off by 0.03 rad at 1M tokens.
-    Neither tuple nor dataclass: FSDP2 looks into them and rounds what it finds to the dtype of the computation, in
-    which frequencies are off by 0.4 %.
+    Neither a tuple nor a dataclass: FSDP2 would cast the tensors inside to the compute dtype, in which frequencies are
+    off by 0.4 %.
     """
 
     def __init__(self, positions_t: Tensor, inv_freq_k: Tensor, scaling: float, sign: int = 1) -> None:
@@ -52,25 +52,25 @@ class Positions:
         return Positions(self.positions_t[rows], self.inv_freq_k, self.scaling, self.sign)
 
     @property
-    def back(self) -> "Positions":
-        """The same, turning the other way: the transpose."""
+    def inverse(self) -> "Positions":
+        """The inverse rotation, which is also the transpose."""
         return Positions(self.positions_t, self.inv_freq_k, self.scaling, -self.sign)
 
     def tables(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos_tK, and sin_tK with its first half negated; in fp32, or in fp64 for fp64. Computed once."""
+        """Return cos_tK, and sin_tK with its first half negated, in fp32 (fp64 for fp64). Cached."""
         wide = torch.promote_types(dtype, torch.float32)
         if wide not in self._tables:
             angles_tk = self.positions_t.double()[:, None] * self.inv_freq_k.double()
             if wide != torch.float64:
-                angles_tk = angles_tk.remainder(_TURN).to(wide)
+                angles_tk = angles_tk.remainder(_TWO_PI).to(wide)
             cos_tk, sin_tk = angles_tk.cos() * self.scaling, angles_tk.sin() * (self.scaling * self.sign)
             self._tables[wide] = torch.cat((cos_tk, cos_tk), -1), torch.cat((-sin_tk, sin_tk), -1)
         return self._tables[wide]
 
 
-def rotate(into_BhtK: Tensor, x_BhtK: Tensor, positions: Positions) -> None:
-    """Applies RoPE (Hugging Face's half-and-half pairing of dimensions) to x, writing into another tensor."""
-    if has_kernels(x_BhtK):
+def apply_rope(into_BhtK: Tensor, x_BhtK: Tensor, positions: Positions) -> None:
+    """Apply RoPE (with Hugging Face's pairing of dimensions i and i + K / 2) to x and write the result to `into`."""
+    if runs_in_triton(x_BhtK):
         _launch_rotate(into_BhtK, x_BhtK, positions)
         return
     cos_tK, sin_tK = positions.tables(x_BhtK.dtype)
@@ -78,17 +78,17 @@ def rotate(into_BhtK: Tensor, x_BhtK: Tensor, positions: Positions) -> None:
     into_BhtK.copy_((wide_BhtK * cos_tK).addcmul_(wide_BhtK.roll(x_BhtK.shape[-1] // 2, -1), sin_tK))
 
 
-def add_rounded(sum_tD: Tensor, x_tD: Tensor) -> Tensor:
-    """sum += x, in place; returns the result rounded to the dtype of x: the sum itself, if that has it."""
-    if has_kernels(x_tD) and x_tD.dtype != sum_tD.dtype:
+def add_and_round(sum_tD: Tensor, x_tD: Tensor) -> Tensor:
+    """sum += x, in place; return the sum rounded to the dtype of x, which may alias `sum`."""
+    if runs_in_triton(x_tD) and x_tD.dtype != sum_tD.dtype:
         _launch_flat(_add_rounded_kernel, sum_tD, x_tD, rounded_tD := torch.empty_like(x_tD))
         return rounded_tD
     return sum_tD.add_(x_tD).to(x_tD.dtype)
 
 
 def rms_norm_backward(into_tD: Tensor, x_tD: Tensor, dy_tD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Adds dx of y = x / sqrt(mean(x^2) + eps) * weight to `into`; returns dweight, in fp32 or wider."""
-    if not has_kernels(x_tD):
+    """Add dx of y = x / sqrt(mean(x^2) + eps) * weight to `into`; return dweight in fp32 or wider."""
+    if not runs_in_triton(x_tD):
         wide = torch.promote_types(x_tD.dtype, torch.float32)
         factor_t1 = x_tD.to(wide).square().mean(-1, keepdim=True).add_(eps).rsqrt_()
         y_tD, d_tD = x_tD * factor_t1, dy_tD.to(wide)
@@ -107,8 +107,8 @@ def rms_norm_backward(into_tD: Tensor, x_tD: Tensor, dy_tD: Tensor, weight_D: Te
 
 
 def silu_mul(gate_tF: Tensor, up_tF: Tensor, into_tF: Tensor) -> None:
-    """silu(gate) * up; `into` may be gate."""
-    if has_kernels(gate_tF):
+    """Write silu(gate) * up to `into`, which may alias gate."""
+    if runs_in_triton(gate_tF):
         _launch_flat(_silu_mul_kernel, gate_tF, up_tF, into_tF)
     else:
         torch.ops.aten.silu.out(gate_tF, out=into_tF).mul_(up_tF)
@@ -116,16 +116,16 @@ def silu_mul(gate_tF: Tensor, up_tF: Tensor, into_tF: Tensor) -> None:
 
 def silu_mul_backward(gate_tF: Tensor, up_tF: Tensor, da_tF: Tensor) -> None:
     """Backward of a = silu(gate) * up, in place: dgate into gate, dup into up, and a into da."""
-    if has_kernels(gate_tF):
+    if runs_in_triton(gate_tF):
         _launch_flat(_silu_mul_backward_kernel, gate_tF, up_tF, da_tF)
         return
-    for rows in zip(*(x.split(_ROWS) for x in (gate_tF, up_tF, da_tF)), strict=True):
+    for rows in zip(*(x.split(_TILE_ROWS) for x in (gate_tF, up_tF, da_tF)), strict=True):
         _silu_mul_backward_rows(*rows)
 
 
 def _silu_mul_backward_rows(gate: Tensor, up: Tensor, da: Tensor) -> None:
     wide = torch.promote_types(gate.dtype, torch.float32)
-    g, u, d = gate.to(wide), up.to(wide), da.to(wide)  # aliases, if they are wide already
+    g, u, d = gate.to(wide), up.to(wide), da.to(wide)  # aliases if no cast is needed
     sigmoid = g.sigmoid()
     silu = g * sigmoid
     a = silu * u
@@ -140,7 +140,7 @@ def row_logsumexp(logits_tV: Tensor, details: bool = False) -> tuple[Tensor, ...
     In fp32 or wider.
     """
     wide = torch.promote_types(logits_tV.dtype, torch.float32)
-    if not has_kernels(logits_tV):
+    if not runs_in_triton(logits_tV):
         wide_tV = logits_tV.to(wide)
         lse_t = wide_tV.logsumexp(-1)
         if not details:
@@ -150,7 +150,7 @@ def row_logsumexp(logits_tV: Tensor, details: bool = False) -> tuple[Tensor, ...
     assert logits_tV.is_contiguous()
     t, V = logits_tV.shape
     values_nt = logits_tV.new_empty(2 if details else 1, t, dtype=wide)
-    _logsumexp_kernel[(t,)](logits_tV, values_nt, t, V, DETAILS=details, BLOCK=_FLAT, num_warps=8)
+    _logsumexp_kernel[(t,)](logits_tV, values_nt, t, V, DETAILS=details, BLOCK=_FLAT_BLOCK, num_warps=8)
     return values_nt.unbind()
 
 
@@ -159,14 +159,16 @@ def softmax_grad(
 ) -> None:
     """(softmax(logits) - one-hot(target)) * scale, written over the logits.
 
-    `entropy`: [t] gradients of the softmax's entropies, and these themselves; their share is added.
+    `entropy`: the gradients of the softmax entropies and the entropies, [t] each, whose gradient is added.
     """
-    if has_kernels(logits_tV):
+    if runs_in_triton(logits_tV):
         assert logits_tV.is_contiguous()
         (t, V), values = logits_tV.shape, (target_t, lse_t, scale_t.to(torch.float32))
         more = (lse_t, lse_t) if entropy is None else (entropy[0].to(torch.float32), entropy[1])
-        grid = (t, triton.cdiv(V, _FLAT))
-        _softmax_grad_kernel[grid](logits_tV, *values, *more, V, ENTROPY=entropy is not None, BLOCK=_FLAT, num_warps=8)
+        grid = (t, triton.cdiv(V, _FLAT_BLOCK))
+        _softmax_grad_kernel[grid](
+            logits_tV, *values, *more, V, ENTROPY=entropy is not None, BLOCK=_FLAT_BLOCK, num_warps=8
+        )
         return
     log_p_tV = logits_tV.to(lse_t.dtype).sub_(lse_t[:, None])
     if entropy is not None:
@@ -178,13 +180,15 @@ def softmax_grad(
     logits_tV.copy_(p_tV if entropy is None else p_tV.add_(added_tV))
 
 
-def cross_entropy(logits_tV: Tensor, target_t: Tensor, scale_t: Tensor) -> Tensor:
-    """The loss of every row, fp32 or wider; its gradient times `scale`, not negative, is written over the logits."""
-    if has_kernels(logits_tV):
+def cross_entropy_with_grad(logits_tV: Tensor, target_t: Tensor, scale_t: Tensor) -> Tensor:
+    """Return each row's loss in fp32 or wider; overwrite the logits with its gradient times `scale` (>= 0)."""
+    if runs_in_triton(logits_tV):
         assert logits_tV.is_contiguous()
         loss_t = scale_t.new_empty(len(logits_tV), dtype=torch.float32)
         values = (target_t, scale_t.to(torch.float32), loss_t, logits_tV.shape[1])
-        _cross_entropy_kernel[(len(logits_tV),)](logits_tV, *values, LOG2E=_LOG2E, BLOCK=_LONG, LANE=8, num_warps=32)
+        _cross_entropy_kernel[(len(logits_tV),)](
+            logits_tV, *values, LOG2E=_LOG2E, BLOCK=_LOGITS_BLOCK, LANE=8, num_warps=32
+        )
         return loss_t
     (lse_t,) = row_logsumexp(logits_tV)
     loss_t = lse_t - logits_tV.gather(1, target_t[:, None])[:, 0]
@@ -192,30 +196,30 @@ def cross_entropy(logits_tV: Tensor, target_t: Tensor, scale_t: Tensor) -> Tenso
     return loss_t
 
 
-def scale(x: Tensor, factor: Tensor) -> None:
-    """x *= factor, a scalar; on a GPU x is read and written only if the factor is not 1."""
-    if has_kernels(x) and x.is_contiguous():
-        _scale_kernel[(triton.cdiv(x.numel(), _FLAT),)](
-            x, factor.to(torch.float32), x.numel(), BLOCK=_FLAT, num_warps=8
+def scale_in_place(x: Tensor, factor: Tensor) -> None:
+    """x *= factor, a scalar tensor. On a GPU, x is not touched if the factor is 1."""
+    if runs_in_triton(x) and x.is_contiguous():
+        _scale_kernel[(triton.cdiv(x.numel(), _FLAT_BLOCK),)](
+            x, factor.to(torch.float32), x.numel(), BLOCK=_FLAT_BLOCK, num_warps=8
         )
     else:
         x.mul_(factor)
 
 
-_TURN, _LOG2E = 2 * math.pi, math.log2(math.e)
-_ROWS = 32
-_HEADS = 4  # that one program turns by the same angles
-_FLAT = 4096
-_LONG = 16384  # of a row of logits
+_TWO_PI, _LOG2E = 2 * math.pi, math.log2(math.e)
+_TILE_ROWS = 32
+_HEADS_PER_PROGRAM = 4  # they share the angles
+_FLAT_BLOCK = 4096
+_LOGITS_BLOCK = 16384  # columns
 
 
 def _launch(kernel, *tensors: Tensor) -> None:
     B, h, t, K = tensors[0].shape
     assert all(x.stride(-1) == 1 for x in tensors if x.dim() == 4)
     strides = [s for x in tensors for s in x.stride()[:3]]
-    tiles = triton.cdiv(t, _ROWS)
+    tiles = triton.cdiv(t, _TILE_ROWS)
     kernel[(tiles * B * h,)](
-        *tensors, *strides, h, t, tiles, K, ROWS=_ROWS, COLS=triton.next_power_of_2(K), num_warps=4
+        *tensors, *strides, h, t, tiles, K, ROWS=_TILE_ROWS, COLS=triton.next_power_of_2(K), num_warps=4
     )
 
 
@@ -226,23 +230,29 @@ def _launch_rotate(into_BhtK: Tensor, x_BhtK: Tensor, positions: Positions) -> N
     assert len(positions) == t and len(positions.inv_freq_k) == K // 2
     scales = float(positions.scaling), float(positions.scaling * positions.sign)
     strides = *into_BhtK.stride()[:3], *x_BhtK.stride()[:3]
-    rows, half = _ROWS // 2, K // 2  # half the rows: 56 registers per thread at K = 128, not 107
-    tiles, groups = triton.cdiv(t, rows), triton.cdiv(h, _HEADS)
-    sizes = {"ROWS": rows, "HEADS": _HEADS, "HALF": half, "COLS": triton.next_power_of_2(half), "TURN": _TURN}
+    rows, half = _TILE_ROWS // 2, K // 2  # half the rows: 56 registers per thread at K = 128, not 107
+    tiles, groups = triton.cdiv(t, rows), triton.cdiv(h, _HEADS_PER_PROGRAM)
+    sizes = {
+        "ROWS": rows,
+        "HEADS": _HEADS_PER_PROGRAM,
+        "HALF": half,
+        "COLS": triton.next_power_of_2(half),
+        "TURN": _TWO_PI,
+    }
     _rotate_kernel[(tiles * B * groups,)](*tensors, *scales, *strides, h, t, tiles, groups, **sizes, num_warps=4)
 
 
 def _launch_flat(kernel, *tensors: Tensor) -> None:
     assert all(x.is_contiguous() for x in tensors)
     count = tensors[0].numel()
-    kernel[(triton.cdiv(count, _FLAT),)](*tensors, count, BLOCK=_FLAT, num_warps=8)
+    kernel[(triton.cdiv(count, _FLAT_BLOCK),)](*tensors, count, BLOCK=_FLAT_BLOCK, num_warps=8)
 
 
 if triton is not None:
 
     @triton.jit
-    def _place(h, t, tiles, ROWS: tl.constexpr):
-        """This program's repetition, head and rows; 64-bit, because strides times rows exceed 2^31."""
+    def _program_position(h, t, tiles, ROWS: tl.constexpr):
+        """Return this program's repetition, head and rows in 64 bits, because strides times rows exceed 2^31."""
         at = tl.program_id(0).to(tl.int64)
         rows = (at % tiles) * ROWS + tl.arange(0, ROWS)
         return at // tiles // h, at // tiles % h, rows
@@ -252,7 +262,7 @@ if triton is not None:
         sum_out, sum_lse, out, lse, sb, sh, st, ub, uh, ut, ob, oh, ot, lb, lh, lt, h, t, tiles, K,
         ROWS: tl.constexpr, COLS: tl.constexpr,
     ):  # fmt: skip
-        b, head, rows = _place(h, t, tiles, ROWS)
+        b, head, rows = _program_position(h, t, tiles, ROWS)
         cols = tl.arange(0, COLS)
         seen = rows < t
         inside = seen[:, None] & (cols < K)[None, :]
@@ -272,7 +282,7 @@ if triton is not None:
         into, x, positions, inv_freq, cos_scale, sin_scale, ib, ih, it, xb, xh, xt, h, t, tiles, groups,
         ROWS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, COLS: tl.constexpr, TURN: tl.constexpr,
     ):  # fmt: skip
-        b, group, rows = _place(groups, t, tiles, ROWS)
+        b, group, rows = _program_position(groups, t, tiles, ROWS)
         cols = tl.arange(0, COLS)
         inside = (rows < t)[:, None] & (cols < HALF)[None, :]
         position = tl.load(positions + rows, rows < t, other=0).to(tl.float64)
@@ -346,7 +356,7 @@ if triton is not None:
         for start in range(0, V, BLOCK):
             x = tl.load(logits + row * V + start + cols, start + cols < V, other=-1e30).to(tl.float32)
             higher = tl.maximum(top, x)
-            shrunk = tl.exp(tl.minimum(top, x) - higher)  # of the two exponentials, the one that is not 1
+            shrunk = tl.exp(tl.minimum(top, x) - higher)  # the other exponential is 1
             total = tl.where(x > top, total * shrunk + 1.0, total + shrunk)
             if DETAILS:
                 weighted = tl.where(x > top, weighted * shrunk + x, weighted + shrunk * x)
@@ -375,7 +385,7 @@ if triton is not None:
     def _cross_entropy_kernel(
         logits, target, scale, loss, V, LOG2E: tl.constexpr, BLOCK: tl.constexpr, LANE: tl.constexpr
     ):
-        """In powers of 2, so that a multiplication and an addition come before each of them, and nothing after."""
+        """Uses exp2, which takes one multiply-add per logit."""
         row = tl.program_id(0).to(tl.int64)
         logits += row * V
         label, factor = tl.load(target + row), tl.load(scale + row)
@@ -392,7 +402,7 @@ if triton is not None:
         highest = tl.max(top, 0)
         log2_sum = highest + tl.log2(tl.sum(total * tl.exp2(top - highest), 0))
         tl.store(loss + row, log2_sum / LOG2E - label_logit)
-        shift = log2_sum - tl.log2(factor)  # a factor of 0: infinite, and all gradients 0
+        shift = log2_sum - tl.log2(factor)  # infinite for a factor of 0, which makes all gradients 0
         for start in range(0, V, BLOCK):
             at = start + cols
             x = tl.load(logits + at, at < V, other=-1e30).to(tl.float32)

@@ -1,10 +1,10 @@
-"""Tokens-sharded <-> heads-sharded, by one all-to-all, the identity on one rank; a ring's k and v in rounds.
+"""All-to-alls between token-sharded and head-sharded tensors (Ulysses), and the rounds of a ring.
 
 Shapes: S tokens of a ring member, s = S / c tokens on this rank, c Ulysses ranks, n head slots per rank, K head dim. In
-the functions for rings, R tokens of the sequence, p of a round, m kv slots.
-Tokens-sharded tensors are [c, s, n, K]: this rank's tokens, for the heads of every rank.
-Heads-sharded tensors are [S, n, K]: every token, for this rank's heads. Both lie in memory in the order in which
-the all-to-all sends and receives, so neither direction needs a copy.
+the ring functions, R tokens of the sequence, p tokens of a round, m kv slots.
+Token-sharded tensors are [c, s, n, K]: this rank's tokens, for the heads of every rank.
+Head-sharded tensors are [S, n, K]: every token, for this rank's heads. Both are laid out in the order in which the
+all-to-all sends and receives, so neither direction needs a copy. On one rank the exchange is the identity.
 """
 
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ import torch.distributed as dist
 from ithaka.plan.deal import Deal
 from ithaka.plan.rounds import RingRound
 
-ALONE: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # a group of one, which needs no torch.distributed
-# torch 2.13's name, or the one before.
+SINGLE_RANK: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # stands in for a process group
+# The name in torch 2.13, or the earlier one.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass
 class Exchange:
-    """An exchange under way. Holds `send` until `wait`, so that its memory is not reused before then."""
+    """An all-to-all in flight. Holds a reference to `send` until `wait`, so that its memory is not reused."""
 
     received: torch.Tensor
     send: torch.Tensor | None
@@ -38,17 +38,17 @@ class Exchange:
 
 
 def start_tokens_to_heads(t_csnK: torch.Tensor, group: dist.ProcessGroup) -> Exchange:
-    """Starts [c, s, n, K] -> [S, n, K]. The tensor sent must not be written before `wait`."""
-    return _start(t_csnK, t_csnK.flatten(0, 1).shape, group)
+    """Start [c, s, n, K] -> [S, n, K]. Do not write to the input before `wait`."""
+    return _start_all_to_all(t_csnK, t_csnK.flatten(0, 1).shape, group)
 
 
 def start_heads_to_tokens(t_SnK: torch.Tensor, group: dist.ProcessGroup) -> Exchange:
-    """Starts [S, n, K] -> [c, s, n, K]. The tensor sent must not be written before `wait`."""
+    """Start [S, n, K] -> [c, s, n, K]. Do not write to the input before `wait`."""
     c = group.size()
-    return _start(t_SnK, (c, t_SnK.shape[0] // c, *t_SnK.shape[1:]), group)
+    return _start_all_to_all(t_SnK, (c, t_SnK.shape[0] // c, *t_SnK.shape[1:]), group)
 
 
-def _start(send: torch.Tensor, shape: tuple[int, ...], group: dist.ProcessGroup) -> Exchange:
+def _start_all_to_all(send: torch.Tensor, shape: tuple[int, ...], group: dist.ProcessGroup) -> Exchange:
     if group.size() == 1:
         return Exchange(send.view(shape), None, None)
     send = send.contiguous()
@@ -61,31 +61,33 @@ def _start(send: torch.Tensor, shape: tuple[int, ...], group: dist.ProcessGroup)
 
 
 def start_round(t_SmK: torch.Tensor, round_: RingRound, group: dist.ProcessGroup) -> Exchange:
-    """Starts sending this member's tokens of a round, [S, m, K] -> those that it receives, [p, m, K]."""
+    """Start one ring round: send rows of this member's [S, m, K], receive [p, m, K] from the others."""
     send = torch.cat([t_SmK[row : row + length] for runs in round_.sent for row, length in runs] or [t_SmK[:0]])
-    return _between(send, round_.num_sent, round_.num_received, group)
+    return _start_uneven_all_to_all(send, round_.num_sent, round_.num_received, group)
 
 
 def start_return(d_pmK: torch.Tensor, round_: RingRound, group: dist.ProcessGroup) -> Exchange:
-    """Starts sending gradients of the tokens received in a round back to their owners."""
-    return _between(d_pmK, round_.num_received, round_.num_sent, group)
+    """Start sending the gradients of a round's received tokens back to their owners."""
+    return _start_uneven_all_to_all(d_pmK, round_.num_received, round_.num_sent, group)
 
 
 def add_returned(sum_SmK: torch.Tensor, d_pmK: torch.Tensor, round_: RingRound) -> None:
-    """Adds what `start_return` brought to the sums of this member's tokens."""
+    """Add the gradients received through `start_return` to the sums of this member's tokens."""
     runs = [run for runs in round_.sent for run in runs]
     for (row, length), d in zip(runs, d_pmK.split([length for _, length in runs]), strict=True):
         sum_SmK[row : row + length] += d
 
 
-def _between(send: torch.Tensor, counts: list[int], to_receive: list[int], group: dist.ProcessGroup) -> Exchange:
-    received = send.new_empty(sum(to_receive), *send.shape[1:])
-    work = dist.all_to_all_single(received, send, to_receive, counts, group=group, async_op=True)
+def _start_uneven_all_to_all(
+    send: torch.Tensor, num_sent: list[int], num_received: list[int], group: dist.ProcessGroup
+) -> Exchange:
+    received = send.new_empty(sum(num_received), *send.shape[1:])
+    work = dist.all_to_all_single(received, send, num_received, num_sent, group=group, async_op=True)
     return Exchange(received, send, work)
 
 
-def to_sequence_order(dealt_R: torch.Tensor, deal: Deal) -> torch.Tensor:
-    """The tokens of all members, member by member -> in the sequence's order."""
+def to_sequence_order(by_member_R: torch.Tensor, deal: Deal) -> torch.Tensor:
+    """Reorder tokens that are grouped by ring member into sequence order."""
     if len(deal.members) == 1:
-        return dealt_R
-    return torch.cat([dealt_R[row : row + length] for row, length in deal.in_order])
+        return by_member_R
+    return torch.cat([by_member_R[row : row + length] for row, length in deal.in_order])

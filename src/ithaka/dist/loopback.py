@@ -1,7 +1,7 @@
-"""One process as rank 0 of N: collectives copy locally, everything else is real.
+"""A process group that runs one process as rank 0 of N, with collectives as local copies.
 
-Received data is finite and random, never uninitialized or zero, because both change how fast a GPU runs. The values
-are not those that other ranks would send; shapes, buffers and kernels are the real ones.
+Shapes, buffers and kernels are those of a real run; received values are not. They are finite and random, never zero or
+uninitialized, because a GPU's speed depends on its data.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ BACKEND = "loopback"
 
 
 class LoopbackGroup(dist.ProcessGroup):
-    """Has the collectives under the names of both torch 2.11 and 2.13."""
+    """Defines the collectives under their names in both torch 2.11 and 2.13."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -22,7 +22,7 @@ class LoopbackGroup(dist.ProcessGroup):
         self._name = ""
 
     def _set_group_name(self, name: str) -> None:
-        self._name = name  # C++ keeps names in backends, and there are none here
+        self._name = name  # C++ stores the name in the backend, which this group does not have
 
     @property
     def group_name(self) -> Any:
@@ -35,27 +35,27 @@ class LoopbackGroup(dist.ProcessGroup):
         return BACKEND
 
     def allreduce(self, tensors, opts=None):  # type: ignore[override]
-        return _done(tensors)
+        return _completed_work(tensors)
 
     def barrier(self, opts=None):
-        return _done([])
+        return _completed_work([])
 
     def allgather(self, outputs, inputs, opts=None):
         for gathered, own in zip(outputs, inputs, strict=True):
-            for into in gathered:
-                into.detach().copy_(own)
-        return _done(outputs)
+            for output in gathered:
+                output.detach().copy_(own)
+        return _completed_work(outputs)
 
     def all_gather_single(self, output, own, opts=None):
         output.detach().view(self._size, -1).copy_(own.detach().reshape(1, -1).expand(self._size, -1))
-        return _done([output])
+        return _completed_work([output])
 
-    def reduce_scatter_single(self, output, whole, opts=None):
-        output.detach().copy_(whole.detach().view(-1)[: output.numel()].view_as(output))
-        return _done([output])
+    def reduce_scatter_single(self, output, full, opts=None):
+        output.detach().copy_(full.detach().view(-1)[: output.numel()].view_as(output))
+        return _completed_work([output])
 
     def all_to_all_single(self, output, own, output_splits=None, input_splits=None, opts=None):
-        """Repeats what is sent as often as it fits: in a ring, more may be received than is sent, or less."""
+        """Fill the output with copies of the input: in a ring, a rank may receive more or less than it sends."""
         output, own = output.detach(), own.detach()
         if len(own) == 0:
             output.normal_()
@@ -63,7 +63,7 @@ class LoopbackGroup(dist.ProcessGroup):
             repeats, rest = divmod(len(output), len(own))
             output[: len(output) - rest].unflatten(0, (repeats, len(own))).copy_(own)
             output[len(output) - rest :].copy_(own[:rest])
-        return _done([output])
+        return _completed_work([output])
 
     broadcast = allreduce  # type: ignore[assignment]
     _allgather_base = all_gather_single
@@ -72,13 +72,13 @@ class LoopbackGroup(dist.ProcessGroup):
 
 
 def start_loopback(num_ranks: int) -> None:
-    """Initialises torch.distributed with this process as rank 0 of `num_ranks`."""
+    """Initialize torch.distributed with this process as rank 0 of `num_ranks`."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, lambda _, rank, size, __: LoopbackGroup(rank, size), devices=["cpu", "cuda"])
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=num_ranks)
 
 
-def _done(result) -> dist.Work:
+def _completed_work(result) -> dist.Work:
     future: Future = Future()
     future.set_result(result)
     create: Any = getattr(torch._C._distributed_c10d, "_create_work_from_future")  # noqa: B009 (not in the stubs)

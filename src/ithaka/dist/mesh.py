@@ -1,4 +1,4 @@
-"""The only file that makes process groups: data-parallel x context-parallel, with FSDP2 over the same ranks."""
+"""Process groups: data parallel x context parallel, with FSDP2 over the same ranks. No other file creates groups."""
 
 import gc
 import os
@@ -11,26 +11,26 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ithaka.dist.exchange import ALONE
+from ithaka.dist.exchange import SINGLE_RANK
 from ithaka.layout import check_parallelism
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process's place in the grid of ranks.
+    """This process's position in the grid of ranks.
 
-    `cp` = ring * ulysses ranks share a sequence; those of one cp group are neighbours, and so are those of one Ulysses
-    group in it. Ranks with the same place in their Ulysses groups are a ring.
+    cp = ring * ulysses ranks share a sequence. A cp group has consecutive ranks, and so has each Ulysses group in it.
+    Ranks at the same position in their Ulysses groups form a ring.
     """
 
-    fsdp: DeviceMesh  # parameters are sharded over its last axis, and replicated over the one before, if there is one
+    fsdp: DeviceMesh  # parameters are sharded over the last axis and replicated over the first of two
     rank: int
     world_size: int
     cp_group: dist.ProcessGroup
     cp_rank: int
     cp_size: int
-    ulysses_group: dist.ProcessGroup  # exchange tokens for heads
-    ring_group: dist.ProcessGroup  # have the same heads of different tokens
+    ulysses_group: dist.ProcessGroup  # exchanges tokens for heads
+    ring_group: dist.ProcessGroup  # has the same heads of different tokens
     dp_rank: int
     dp_size: int
     device: torch.device
@@ -39,22 +39,24 @@ class Mesh:
 def make_mesh(
     cp: int = 1, device: torch.device | str | None = None, *, ring: int = 1, replicas: int = 1
 ) -> Mesh:
-    """Initialises torch.distributed if nobody has, and lays out dp x cp, cp = ring x ulysses. `replicas` of the model
-    are each sharded over neighbouring ranks."""
-    chosen = torch.device(device) if device is not None else default_device()
-    start_process_group(chosen)
+    """Create the dp x cp mesh, cp = ring x ulysses, and initialize torch.distributed if necessary.
+
+    FSDP2 shards each of the `replicas` of the model over consecutive ranks.
+    """
+    device = torch.device(device) if device is not None else default_device()
+    start_process_group(device)
     world_size = dist.get_world_size()
     check_parallelism(world_size, cp=cp, ring=ring, replicas=replicas)
-    fsdp = init_device_mesh(chosen.type, (world_size,), mesh_dim_names=("fsdp",))
+    fsdp = init_device_mesh(device.type, (world_size,), mesh_dim_names=("fsdp",))
     if replicas > 1:
         sizes = (replicas, world_size // replicas)
-        fsdp = init_device_mesh(chosen.type, sizes, mesh_dim_names=("replicas", "fsdp"))
-    grid = init_device_mesh(chosen.type, (world_size // cp, cp), mesh_dim_names=("dp", "cp"))
-    ulysses_group, ring_group = grid.get_group("cp"), ALONE
+        fsdp = init_device_mesh(device.type, sizes, mesh_dim_names=("replicas", "fsdp"))
+    grid = init_device_mesh(device.type, (world_size // cp, cp), mesh_dim_names=("dp", "cp"))
+    ulysses_group, ring_group = grid.get_group("cp"), SINGLE_RANK
     if ring > 1:
-        lengths = (world_size // cp, ring, cp // ring)
-        of_ring = init_device_mesh(chosen.type, lengths, mesh_dim_names=("dp", "ring", "ulysses"))
-        ulysses_group, ring_group = of_ring.get_group("ulysses"), of_ring.get_group("ring")
+        ring_sizes = (world_size // cp, ring, cp // ring)
+        ring_grid = init_device_mesh(device.type, ring_sizes, mesh_dim_names=("dp", "ring", "ulysses"))
+        ulysses_group, ring_group = ring_grid.get_group("ulysses"), ring_grid.get_group("ring")
     return Mesh(
         fsdp=fsdp,
         rank=dist.get_rank(),
@@ -66,12 +68,12 @@ def make_mesh(
         ring_group=ring_group,
         dp_rank=grid.get_local_rank("dp"),
         dp_size=world_size // cp,
-        device=chosen,
+        device=device,
     )
 
 
-def node_groups(device: torch.device) -> dict[str, dist.ProcessGroup]:
-    """The ranks of this node, and those with the same place in all nodes."""
+def make_node_groups(device: torch.device) -> dict[str, dist.ProcessGroup]:
+    """Return the group of this node's ranks, and the group with the same local rank on every node."""
     start_process_group(device)
     world_size = dist.get_world_size()
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -89,52 +91,53 @@ def default_device() -> torch.device:
 
 
 def use_device(device: torch.device) -> None:
-    """Make `device` this thread's current one. A new thread starts on GPU 0, and would open a context there."""
+    """Set this thread's CUDA device. A new thread starts on GPU 0 and would create a context there."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
 
 def start_process_group(device: torch.device | None = None) -> None:
-    """Initialises torch.distributed from torchrun's variables, or alone; does nothing if it is initialised."""
+    """Initialize torch.distributed from torchrun's variables, or as a single rank, unless it is initialized."""
     if dist.is_initialized():
         return
     device = device or default_device()
-    # gloo beside NCCL: checkpoints and collectives on host data need a CPU backend.
+    # NCCL and gloo: checkpoints and collectives on host data need a CPU backend.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that NCCL's flight recorder remembers
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # entries of NCCL's flight recorder
     if "RANK" in os.environ:
-        _warn_of_shared_store(os.environ)
+        _warn_about_shared_store(os.environ)
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def _warn_of_shared_store(environment: Mapping[str, str]) -> None:
-    restarts, shares = environment.get("TORCHELASTIC_MAX_RESTARTS", "0"), "TORCHELASTIC_USE_AGENT_STORE"
-    if environment["RANK"] == "0" and restarts != "0" and environment.get(shares) == "True":
+def _warn_about_shared_store(environment: Mapping[str, str]) -> None:
+    restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    shares_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if environment["RANK"] == "0" and restarts != "0" and shares_store:
         warnings.warn(
-            f"torchrun --max-restarts={restarts} may hang when it starts ranks again, which find addresses of those before "
-            "in the store that it keeps; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for it, and use --rdzv-backend c10d",
+            f"torchrun --max-restarts={restarts} may hang after a restart: the rendezvous store still has the addresses of "
+            "the previous ranks; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and use --rdzv-backend c10d",
             stacklevel=3,
         )
 
 
 def set_timeouts(seconds: float) -> None:
-    """Of every group there is: by default NCCL's end a run after ten minutes, and gloo's after thirty."""
+    """Set the timeout of every group. The defaults are 10 minutes for NCCL and 30 for gloo."""
     for group in list(dist.distributed_c10d._world.pg_map):
         if group.size() > 1:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def free_memory() -> None:
-    """Give back what objects that are gone had: a model and its optimizer refer to each other."""
+    """Collect reference cycles (a model and its optimizer form one) and release the CUDA cache."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def end_subgroups() -> None:
-    """Destroy all process groups but the default one, in the order of their creation. Every rank calls it."""
+def destroy_subgroups() -> None:
+    """Destroy all process groups but the default one, in creation order. Collective: every rank calls it."""
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)

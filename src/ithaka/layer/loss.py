@@ -1,9 +1,9 @@
-"""Tiled linear + cross-entropy: logits exist one tile at a time, and its bytes do not grow with S or V.
+"""Output head and cross-entropy in tiles: only one tile's logits exist at a time, for any context and vocabulary.
 
-The gradient overwrites the tile's logits. That of the summed loss is made in forward, of three matrix products; that of
-single tokens, which nobody knows before backward, of logits computed again.
+The gradient overwrites the tile's logits. For the summed loss it is computed in forward, so that each tile takes three
+matrix products. For per-token results it depends on the gradients of backward, which recomputes the logits.
 
-Shapes: s tokens on this rank, t in a tile, D hidden, V vocabulary.
+Shapes: s tokens on this rank, t tokens of a tile, D hidden size, V vocabulary.
 """
 
 from typing import NamedTuple
@@ -11,27 +11,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ithaka.attention.fused import cross_entropy, row_logsumexp, scale, softmax_grad
+from ithaka.attention.fused import cross_entropy_with_grad, row_logsumexp, scale_in_place, softmax_grad
 from ithaka.layer.linear import Linear
-from ithaka.layer.tiles import RAN_ALREADY, GradSum, apply_norm, norm_backward, run_norm, sum_dtype, tile_slices
+from ithaka.layer.tiles import BACKWARD_RAN_TWICE, GradSum, apply_norm, norm_backward, run_norm, sum_dtype, tile_slices
 from ithaka.phases import Holder, phase, tag
 
 IGNORE_INDEX = -100
 
 
 class TokenResults(NamedTuple):
-    """Of every label: fp32 or wider, 0 (or False) where it is IGNORED."""
+    """Per label, in fp32 or wider; 0 or False where the label is IGNORE_INDEX."""
 
     logprobs: Tensor
-    entropies: Tensor  # of the distribution that the label is taken from
-    correct: Tensor  # bool: the label is the argmax, the first of several
+    entropies: Tensor  # entropy of the predicted distribution
+    correct: Tensor  # bool: whether the label is the argmax (the first, if tied)
 
 
 def linear_cross_entropy(x_sD: Tensor, labels_s: Tensor, norm: nn.Module, head: Linear, tile: int) -> TokenResults:
-    """Log-probabilities, entropies and hits [s] by head(norm(x)), `tile` tokens at a time. Labels are already shifted.
+    """Return per-token results of head(norm(x)), `tile` tokens at a time. Labels are already shifted.
 
-    All but hits are differentiable. Keeps x, and per token a log-sum-exp and the entropy; backward recomputes the
-    logits.
+    Log-probabilities and entropies are differentiable. Saves x and, per token, the log-sum-exp and the entropy.
     """
     params = (*head.tensors, *norm.parameters())
     return TokenResults(*_LinearCrossEntropy.apply(x_sD, labels_s, norm, head, tile, *params))
@@ -40,38 +39,38 @@ def linear_cross_entropy(x_sD: Tensor, labels_s: Tensor, norm: nn.Module, head: 
 def summed_cross_entropy(
     x_sD: Tensor, labels_s: Tensor, norm: nn.Module, head: Linear, tile: int, divisor: float
 ) -> Tensor:
-    """The summed loss of head(norm(x)) over `divisor`, a scalar: with gradients, if they are wanted, made at once."""
+    """Return the summed loss of head(norm(x)) divided by `divisor`. Computes the gradients at once, if required."""
     params = (*head.tensors, *norm.parameters())
-    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (x_sD, *params))
-    return _SummedCrossEntropy.apply(x_sD, labels_s, norm, head, tile, divisor, wanted, *params)
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x_sD, *params))
+    return _SummedCrossEntropy.apply(x_sD, labels_s, norm, head, tile, divisor, needs_grad, *params)
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @phase("loss forward")
-    def forward(ctx, x_sD, labels_s, norm, head, tile, divisor, wanted, *params):
+    def forward(ctx, x_sD, labels_s, norm, head, tile, divisor, needs_grad, *params):
         sum_ = x_sD.new_zeros((), dtype=sum_dtype(x_sD.dtype))
-        dx_sD, grads = tag(torch.zeros_like(x_sD), Holder.RESIDUAL) if wanted else None, GradSum()
+        dx_sD, grads = tag(torch.zeros_like(x_sD), Holder.RESIDUAL) if needs_grad else None, GradSum()
         for rows in tile_slices(len(x_sD), tile):
-            valid_t, target_t1 = _targets(labels_s[rows])
+            valid_t, target_t1 = _valid_and_target(labels_s[rows])
             if dx_sD is None:
                 loss_t = _tile_loss(x_sD[rows], target_t1, norm, head)
             else:
                 scale_t = valid_t.to(sum_.dtype) / divisor
-                loss_t = _tile_gradients(dx_sD[rows], x_sD[rows], target_t1[:, 0], scale_t, norm, head, grads)
+                loss_t = _tile_loss_and_grads(dx_sD[rows], x_sD[rows], target_t1[:, 0], scale_t, norm, head, grads)
             sum_ += torch.where(valid_t, loss_t, 0).sum()
-        ctx.grads = [dx_sD, *(grads.take_as(p) for p in params)] if wanted else None
+        ctx.grads = [dx_sD, *(grads.take_as(p) for p in params)] if needs_grad else None
         return sum_ / divisor
 
     @staticmethod
     @phase("loss backward")
     def backward(ctx, dloss):
         if ctx.grads is None:
-            raise RuntimeError(RAN_ALREADY)
+            raise RuntimeError(BACKWARD_RAN_TWICE)
         (dx_sD, *dparams), ctx.grads = ctx.grads, None
         for grad in (dx_sD, *dparams):
             if grad is not None:
-                scale(grad, dloss)
+                scale_in_place(grad, dloss)
         return dx_sD, None, None, None, None, None, None, *dparams
 
 
@@ -84,13 +83,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         correct_s = torch.empty_like(labels_s, dtype=torch.bool)
         for rows in tile_slices(len(x_sD), tile):
             logits_tV = head(apply_norm(norm, x_sD[rows]))
-            valid_t, target_t1 = _targets(labels_s[rows])
+            valid_t, target_t1 = _valid_and_target(labels_s[rows])
             label_logit_t = logits_tV.gather(1, target_t1)[:, 0]
             lse_s[rows], mean_t = row_logsumexp(logits_tV, details=True)
             logprobs_s[rows] = torch.where(valid_t, label_logit_t - lse_s[rows], 0)
             entropies_s[rows] = torch.where(valid_t, lse_s[rows] - mean_t, 0)
             correct_s[rows] = valid_t & (logits_tV.argmax(-1) == target_t1[:, 0])
-            del logits_tV  # before the next tile's
+            del logits_tV  # before the next tile is allocated
         ctx.save_for_backward(x_sD, labels_s, lse_s, entropies_s)
         ctx.norm, ctx.head, ctx.tile, ctx.params = norm, head, tile, params
         ctx.set_materialize_grads(False)
@@ -109,11 +108,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for rows in tile_slices(len(x_sD), ctx.tile):
                 x_tD, h_tD = run_norm(norm, x_sD[rows])
                 dlogits_tV = head(h_tD.detach())
-                valid_t, target_t1 = _targets(labels_s[rows])
+                valid_t, target_t1 = _valid_and_target(labels_s[rows])
                 entropy = None if dentropies_s is None else (valid_t * dentropies_s[rows], entropies_s[rows])
                 softmax_grad(dlogits_tV, target_t1[:, 0], lse_s[rows], valid_t * dlosses_s[rows], entropy)
                 _head_backward(dx_sD[rows], dlogits_tV, x_tD, h_tD, norm, head, grads)
-                del dlogits_tV, h_tD  # before the next tile's
+                del dlogits_tV, h_tD  # before the next tile is allocated
             return dx_sD, None, None, None, None, *(grads.take_as(p) for p in ctx.params)
 
 
@@ -123,13 +122,13 @@ def _tile_loss(x_tD: Tensor, target_t1: Tensor, norm: nn.Module, head: Linear) -
     return lse_t - logits_tV.gather(1, target_t1)[:, 0]
 
 
-def _tile_gradients(
+def _tile_loss_and_grads(
     dx_tD: Tensor, x_tD: Tensor, target_t: Tensor, scale_t: Tensor, norm: nn.Module, head: Linear, grads: GradSum
 ) -> Tensor:
-    """The losses of a tile; adds the gradients of losses times `scale` to dx and `grads`."""
+    """Return a tile's losses; add the gradients of losses * scale to dx and `grads`."""
     x_tD, h_tD = run_norm(norm, x_tD)
     logits_tV = head(h_tD.detach())
-    loss_t = cross_entropy(logits_tV, target_t, scale_t)
+    loss_t = cross_entropy_with_grad(logits_tV, target_t, scale_t)
     _head_backward(dx_tD, logits_tV, x_tD, h_tD, norm, head, grads)
     return loss_t
 
@@ -137,12 +136,12 @@ def _tile_gradients(
 def _head_backward(
     dx_tD: Tensor, dlogits_tV: Tensor, x_tD: Tensor, h_tD: Tensor, norm: nn.Module, head: Linear, grads: GradSum
 ) -> None:
-    """Adds a tile's gradient at x to dx, and those of head and norm to `grads`. x and h: what `run_norm` returned."""
-    dz_tr = head.reduced_grad(dlogits_tV)
+    """Add a tile's input gradient to dx and parameter gradients to `grads`. x and h: results of `run_norm`."""
+    dz_tr = head.lora_down_grad(dlogits_tV)
     head.add_grads(dlogits_tV, h_tD.detach(), dz_tr, grads)
     norm_backward(dx_tD, norm, x_tD, h_tD, head.input_grad(dlogits_tV, dz_tr), grads)
 
 
-def _targets(labels_t: Tensor) -> tuple[Tensor, Tensor]:
+def _valid_and_target(labels_t: Tensor) -> tuple[Tensor, Tensor]:
     valid_t = labels_t != IGNORE_INDEX
     return valid_t, torch.where(valid_t, labels_t, 0)[:, None]

@@ -1,4 +1,4 @@
-"""Differentiable attention over a sequence sharded over ranks: the public entry for models of any kind.
+"""Differentiable attention over a sequence that is sharded over ranks: a public function for any kind of model.
 
 Shapes: s tokens on this rank, S = c * s on c ranks, H query and G kv heads, K head dim, B sequences, N = B * H.
 """
@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ithaka.attention.blocks import AttentionSpec, Docs, Ranges
-from ithaka.attention.pairs import Range
+from ithaka.attention.blocks import AttentionSpec, BlockMask, Docs
+from ithaka.attention.pairs import MaskRange
 from ithaka.config import ConfigError
-from ithaka.dist.exchange import ALONE
-from ithaka.layer.stages import StagesAttention
+from ithaka.dist.exchange import SINGLE_RANK
+from ithaka.layer.stages import ExchangedAttention
 from ithaka.plan.deal import contiguous_deal
 from ithaka.plan.heads import EMPTY_SLOT, flatten_heads, head_table
 
@@ -29,28 +29,28 @@ def sharded_attention(
     causal: bool = False,
     window: int | None = None,
     docs: Docs | tuple[int, ...] | None = None,
-    ranges: Sequence[Range] | None = None,
+    ranges: Sequence[MaskRange] | None = None,
     kernel: str = "auto",
     blocks: tuple[int, int] | None = None,
 ) -> Tensor:
-    """out_sHK for this rank's tokens; differentiable in q, k and v.
+    """Return out_sHK for this rank's tokens. Differentiable in q, k and v.
 
-    Rank r of c passes tokens [r s, (r + 1) s) of all H query and G kv heads. `docs` counts tokens of the whole
-    sequence. H is a multiple of G; c need not divide either. One all-to-all each for q, k, v and out, and as many in
-    backward. Keeps q, k, v, out and lse of the rank's own heads.
+    Rank r of c passes tokens [r s, (r + 1) s) of all H query and G kv heads. `docs` holds the cumulative starts of
+    packed documents in the full sequence. H is a multiple of G; c need not divide either. Communicates with one
+    all-to-all each for q, k, v and out, and as many in backward. Saves q, k, v, out and lse of the rank's own heads.
 
-    A batch of sequences is [B, s, H, K] (k and v [B, s, G, K]), and so is the result; masks are the same for all.
-    Queries and keys may differ in number, on every rank alike. `ranges`: block masks, (a, b, c, d) for queries [a, b)
-    of the whole sequence that see keys [c, d); a query in no range gives zeros.
+    A batch of sequences is [B, s, H, K] (k and v [B, s, G, K]), and so is the result; all sequences share the mask.
+    The number of queries may differ from the number of keys, if it does so on every rank. `ranges` is a block mask: for
+    each (a, b, c, d), queries [a, b) of the full sequence attend to keys [c, d). A query in no range outputs 0.
 
-    `ring`: of several such groups, the ranks with the same place. The sequence is then c * r shares long, and member j
-    of r has those from c * j on, or what `Docs(starts, deal, j)` says; k and v go round the ring.
+    `ring` is the group of ranks at the same position in r such groups. The sequence is then c * r * s tokens long, and
+    group j has the c * s tokens from j * c * s on, or those of `Docs(starts, deal, j)`. k and v circulate in the ring.
     """
     batch = len(q_sHK) if q_sHK.dim() == 4 else None
-    if batch is not None:  # a sequence more is as many heads more
+    if batch is not None:  # sequences become additional heads
         q_sHK, k_sGK, v_sGK = (x.transpose(0, 1).flatten(1, 2) for x in (q_sHK, k_sGK, v_sGK))
     num_heads, num_kv_heads = q_sHK.shape[1], k_sGK.shape[1]
-    ranks, members = group if group is not None else ALONE, ring if ring is not None else ALONE
+    ranks, members = group if group is not None else SINGLE_RANK, ring if ring is not None else SINGLE_RANK
     if num_heads % num_kv_heads:
         raise ConfigError(f"{num_heads} query heads are not a multiple of {num_kv_heads} kv heads")
     table = head_table(num_heads, num_kv_heads, ranks.size())
@@ -59,22 +59,22 @@ def sharded_attention(
     num_tokens, num_keys = (len(x) * ranks.size() * members.size() for x in (q_sHK, k_sGK))
     if ranges is not None or num_tokens != num_keys:
         why = "ranges" if ranges is not None else f"{num_tokens} queries and {num_keys} keys"
-        for name, given in (("ring", members.size() > 1), ("docs", docs), ("causal", causal), ("window", window)):
-            if given:
-                raise ConfigError(f"{name} cannot go with {why}; leave it out, and say with ranges who sees what")
-        whole = [(0, num_tokens, 0, num_keys)]
-        docs = Ranges(whole if ranges is None else ranges, num_tokens, num_keys)
+        for name, is_set in (("ring", members.size() > 1), ("docs", docs), ("causal", causal), ("window", window)):
+            if is_set:
+                raise ConfigError(f"{name} cannot be combined with {why}; describe the mask with ranges instead")
+        docs = BlockMask([(0, num_tokens, 0, num_keys)] if ranges is None else ranges, num_tokens, num_keys)
     elif not isinstance(docs, Docs):
         docs = Docs(docs or (0, num_tokens), contiguous_deal(num_tokens, members.size()), members.rank())
-    how = AttentionSpec(scale=scale, causal=causal, window=window, docs=docs, kernel=kernel, blocks=blocks)
-    sent = [_take(x, heads) for x, heads in ((q_sHK, query_heads), (k_sGK, kv_heads), (v_sGK, kv_heads))]
-    out_csnK = StagesAttention.apply(table, ranks, members, how, *sent)
-    slots = [slot for slot, head in enumerate(h for of_rank in query_heads for h in of_rank) if head != EMPTY_SLOT]
-    out_sNK = out_csnK.transpose(0, 1).flatten(1, 2)[:, slots]  # ranks hold consecutive heads
+    spec = AttentionSpec(scale=scale, causal=causal, window=window, docs=docs, kernel=kernel, blocks=blocks)
+    sent = [_to_exchange_layout(x, heads) for x, heads in ((q_sHK, query_heads), (k_sGK, kv_heads), (v_sGK, kv_heads))]
+    out_csnK = ExchangedAttention.apply(table, ranks, members, spec, *sent)
+    all_heads = [head for rank_heads in query_heads for head in rank_heads]
+    slots = [slot for slot, head in enumerate(all_heads) if head != EMPTY_SLOT]
+    out_sNK = out_csnK.transpose(0, 1).flatten(1, 2)[:, slots]  # ranks have consecutive heads
     return out_sNK if batch is None else out_sNK.unflatten(1, (batch, -1)).transpose(0, 1)
 
 
-def _take(x_sHK: Tensor, heads: tuple[tuple[int, ...], ...]) -> Tensor:
-    """The heads in exchange layout [c, s, n, K]."""
+def _to_exchange_layout(x_sHK: Tensor, heads: tuple[tuple[int, ...], ...]) -> Tensor:
+    """Select heads and return them in exchange layout [c, s, n, K]."""
     index = torch.tensor(flatten_heads(heads), device=x_sHK.device)
     return x_sHK.index_select(1, index).unflatten(1, (len(heads), -1)).transpose(0, 1).contiguous()

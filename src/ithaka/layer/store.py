@@ -1,9 +1,9 @@
-"""Where kept activations live: on the device, in pinned host memory, or on disk.
+"""Storage for saved activations, in three tiers: the device, pinned host memory and disk.
 
-`keep` returns a handle, and its memory goes back to the pool when the handle dies: a graph dropped without a backward
-leaks nothing. Copies run on their own streams; the compute stream waits for one only where its data is used. A CPU
-device has the same tiers in plain memory, so tests run the real code. A handle's `__del__` may run on any thread, even
-the writer's, so it must not block.
+`Store.keep` returns a handle. Deleting the handle frees its memory, so a graph dropped without a backward leaks
+nothing. `__del__` may run on any thread, including the disk writer's, so it must not block. Copies run on their own
+streams; the compute stream waits for a copy only where its data is used. On a CPU device the tiers use plain memory, so
+tests run the same code.
 """
 
 import mmap
@@ -26,11 +26,11 @@ from torch import Tensor
 from ithaka.dist.mesh import use_device
 from ithaka.phases import Holder, phase, tag
 
-Event = torch.cuda.Event | None  # None on a CPU
+Event = torch.cuda.Event | None  # None on a CPU device
 
 
 class StoreError(RuntimeError):
-    """A tier is full or failed. The message names the tier, the request, the limit and the way out."""
+    """A tier is full or has failed. The message gives the tier, the request, the limit and a fix."""
 
     def __init__(self, tier: Literal["host", "disk"], message: str) -> None:
         super().__init__(message)
@@ -38,13 +38,13 @@ class StoreError(RuntimeError):
 
 
 class Slab:
-    """A run of host bytes, page-locked if there is a GPU. Pinned once, then reused from step to step."""
+    """A host buffer, pinned if there is a GPU. Pinned once and reused from step to step."""
 
-    busy: Event = None  # the last owner's copies from these bytes
+    last_copy: Event = None  # the previous owner's last copy out of this buffer
     _pinned = False
 
     def __init__(self, num_bytes: int, pin: bool) -> None:
-        # Mapped here, because the allocator behind pin_memory() rounds sizes up to powers of two.
+        # Not pin_memory(), whose allocator rounds sizes up to powers of two.
         pages = mmap.mmap(-1, max(num_bytes, 1))
         if hasattr(mmap, "MADV_HUGEPAGE"):
             pages.madvise(mmap.MADV_HUGEPAGE)
@@ -55,7 +55,7 @@ class Slab:
             if int(status) != 0:
                 raise StoreError(
                     "host",
-                    f"host memory: the system refused to pin {num_bytes} bytes (error {status}); "
+                    f"host memory: cannot pin {num_bytes} bytes (CUDA error {status}); "
                     "raise the limit (ulimit -l), or use memory.offload=none or a shorter data.context",
                 )
             self._pinned = True
@@ -65,77 +65,76 @@ class Slab:
 
     def __del__(self) -> None:
         if self._pinned and not sys.is_finalizing():
-            if self.busy is not None:
-                self.busy.synchronize()
+            if self.last_copy is not None:
+                self.last_copy.synchronize()
             torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
 
 
-class _Tier:
-    """Pieces of one tier by size. Freed ones serve the next tensor of their size."""
+class _FreeLists:
+    """The allocations of one tier. Free ones are listed by size and reused for tensors of the same size."""
 
     def __init__(self) -> None:
         self.used_bytes = 0
         self._free: dict[int, list[Any]] = {}
-        self._changed = threading.Condition()  # re-entrant: a handle's __del__ may run while we hold it
+        self._changed = threading.Condition()  # re-entrant: a handle's __del__ may run while this thread holds it
 
     @property
     def busy_bytes(self) -> int:
-        """Bytes of tensors kept now; the rest is free for reuse."""
+        """Bytes in use by kept tensors; the rest is free for reuse."""
         with self._changed:
             return self.used_bytes - _sum_bytes(self._free.copy())
 
-    def restart(self, num_bytes: int) -> None:
-        """Called while nothing is kept. A new first size means new shapes: forget the old pieces."""
+    def start_pass(self, num_bytes: int) -> None:
+        """Call while nothing is kept. If the first tensor has a new size, shapes have changed: drop the free lists."""
         with self._changed:
             if not self._free.get(num_bytes):
-                self._release_free()
+                self._drop_free()
 
-    def put(self, num_bytes: int, piece: Any) -> None:
-        """Makes a piece free again."""
+    def mark_free(self, num_bytes: int, allocation: Any) -> None:
         with self._changed:
-            self._free.setdefault(num_bytes, []).append(piece)
+            self._free.setdefault(num_bytes, []).append(allocation)
             self._changed.notify_all()
 
-    def _release_free(self) -> None:
-        free, self._free = self._free, {}  # swap first: a handle may die and give its slab meanwhile
+    def _drop_free(self) -> None:
+        free, self._free = self._free, {}  # swap first: a handle may be deleted meanwhile and free its slab
         self.used_bytes -= _sum_bytes(free)
 
 
 def _sum_bytes(free: dict[int, list[Any]]) -> int:
-    return sum(size * len(pieces) for size, pieces in free.items())
+    return sum(size * len(allocations) for size, allocations in free.items())
 
 
-class SlabPool(_Tier):
-    """Slabs; free ones are released when room is short."""
+class SlabPool(_FreeLists):
+    """Slabs within a budget. Free slabs of other sizes are dropped to make room."""
 
     def __init__(self, budget_bytes: int | None, pin: bool) -> None:
         super().__init__()
         self.budget_bytes, self.pin, self.peak_bytes = budget_bytes, pin, 0
-        self.num_expected = 0  # slabs that the disk threads will return
-        self.waited_s = 0.0  # for the disk
+        self.num_expected = 0  # slabs that the disk threads will release
+        self.waited_s = 0.0  # spent waiting for the disk
 
-    def take(self, num_bytes: int) -> Slab:
-        """A slab of `num_bytes`. Waits for slabs that the disk threads hold; raises StoreError if there are none."""
+    def acquire(self, num_bytes: int) -> Slab:
+        """Return a slab of `num_bytes`. Waits while the disk threads hold slabs, and raises StoreError otherwise."""
         with self._changed:
-            while (slab := self.take_if_room(num_bytes)) is None:
+            while (slab := self.try_acquire(num_bytes)) is None:
                 if not self.num_expected:
                     raise StoreError(
                         "host",
-                        f"host memory: {num_bytes} more bytes needed beside the {self.used_bytes} in use, above the "
-                        f"limit of {self.budget_bytes}; use memory.offload=disk, memory.keep_attention=none, more "
-                        "ranks (parallel.cp) or a shorter data.context",
+                        f"host memory: {num_bytes} more bytes needed, with {self.used_bytes} of the limit of "
+                        f"{self.budget_bytes} in use; use memory.offload=disk, memory.keep_attention=none, more ranks "
+                        "(parallel.cp) or a shorter data.context",
                     )
                 start = time.monotonic()
                 self._changed.wait()
                 self.waited_s += time.monotonic() - start
             return slab
 
-    def take_if_room(self, num_bytes: int) -> Slab | None:
+    def try_acquire(self, num_bytes: int) -> Slab | None:
         with self._changed:
             if free := self._free.get(num_bytes):
                 return free.pop()
             if not self._has_room(num_bytes):
-                self._release_free()
+                self._drop_free()
             if not self._has_room(num_bytes):
                 return None
             slab = Slab(num_bytes, self.pin)
@@ -143,12 +142,12 @@ class SlabPool(_Tier):
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
             return slab
 
-    def give(self, slab: Slab, expected: bool = False) -> None:
+    def release(self, slab: Slab, expected: bool = False) -> None:
         with self._changed:
             self.num_expected -= expected
-            self.put(len(slab.bytes), slab)
+            self.mark_free(len(slab.bytes), slab)
 
-    def expect(self) -> None:
+    def expect_release(self) -> None:
         with self._changed:
             self.num_expected += 1
 
@@ -156,19 +155,19 @@ class SlabPool(_Tier):
         return self.budget_bytes is None or self.used_bytes + num_bytes <= self.budget_bytes
 
 
-class DiskFile(_Tier):
-    """An unnamed file that vanishes with the process, even after kill -9. Space is reserved before it is written."""
+class DiskFile(_FreeLists):
+    """An unnamed file, which the system deletes with the process, even after kill -9. Space is reserved up front."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
         self.directory = directory
         self._file: Any = None
-        self.failure: str | None = None  # of the background writer
-        self.moved_bytes, self.busy_s = 0, 0.0  # busy_s: while at least one thread moved some
-        self._moving, self._since = 0, 0.0
+        self.failure: str | None = None  # message of the first failed background write
+        self.moved_bytes, self.busy_s = 0, 0.0  # busy_s: time with at least one transfer in flight
+        self._num_transfers, self._busy_since = 0, 0.0
 
-    def take(self, num_bytes: int) -> int:
-        """An offset with `num_bytes` reserved, so that a full disk fails here, not in a background write."""
+    def reserve(self, num_bytes: int) -> int:
+        """Reserve `num_bytes` and return their offset. A full disk fails here, not in a background write."""
         with self._changed:
             if self.failure is not None:
                 raise StoreError("disk", self.failure)
@@ -177,42 +176,42 @@ class DiskFile(_Tier):
             offset = self.used_bytes
             try:
                 if self._file is None:
-                    self._file = tempfile.TemporaryFile(dir=self.directory)  # noqa: SIM115 (lives as long as we do)
+                    self._file = tempfile.TemporaryFile(dir=self.directory)  # noqa: SIM115 (open until this object is deleted)
                 os.posix_fallocate(self._file.fileno(), offset, max(num_bytes, 1))
             except OSError as error:
-                needed = f"{num_bytes} more bytes needed in {self.directory} beside the {offset} in use"
+                needed = f"{num_bytes} more bytes needed in {self.directory}, with {offset} in use"
                 raise self._error(needed, error) from error
             self.used_bytes += num_bytes
             return offset
 
     def write(self, data: memoryview, offset: int) -> None:
         try:
-            self._move("write", os.pwrite, data, offset)
+            self._transfer("write", os.pwrite, data, offset)
         except StoreError as error:
             self.failure = str(error)
             raise
 
     def read(self, into: memoryview, offset: int) -> None:
-        self._move("read", lambda file, part, at: os.preadv(file, [part], at), into, offset)
+        self._transfer("read", lambda file, data, at: os.preadv(file, [data], at), into, offset)
 
     @contextmanager
-    def _busy(self, num_bytes: int) -> Iterator[None]:
+    def _timed_transfer(self, num_bytes: int) -> Iterator[None]:
         with self._changed:
-            self._since = self._since if self._moving else time.monotonic()
-            self._moving += 1
+            self._busy_since = self._busy_since if self._num_transfers else time.monotonic()
+            self._num_transfers += 1
         try:
             yield
         finally:
             with self._changed:
-                self._moving -= 1
+                self._num_transfers -= 1
                 self.moved_bytes += num_bytes
-                self.busy_s += 0.0 if self._moving else time.monotonic() - self._since
+                self.busy_s += 0.0 if self._num_transfers else time.monotonic() - self._busy_since
 
-    def _move(self, verb: str, move: Callable[[int, memoryview, int], int], data: memoryview, offset: int) -> None:
+    def _transfer(self, verb: str, call: Callable[[int, memoryview, int], int], data: memoryview, offset: int) -> None:
         try:
-            with self._busy(len(data)):
+            with self._timed_transfer(len(data)):
                 while data:
-                    moved = move(self._file.fileno(), data[: 2**30], offset)
+                    moved = call(self._file.fileno(), data[: 2**30], offset)
                     if moved == 0:
                         raise OSError(f"the file ends at {offset}")
                     data, offset = data[moved:], offset + moved
@@ -220,13 +219,13 @@ class DiskFile(_Tier):
             raise self._error(f"could not {verb} {len(data)} bytes in {self.directory}", error) from error
 
     @staticmethod
-    def _error(what: str, error: OSError) -> StoreError:
-        way_out = "set memory.disk_path to a larger disk, or use memory.offload=host or a shorter data.context"
-        return StoreError("disk", f"disk: {what} ({error.strerror or error}); {way_out}")
+    def _error(problem: str, error: OSError) -> StoreError:
+        fix = "set memory.disk_path to a larger disk, or use memory.offload=host or a shorter data.context"
+        return StoreError("disk", f"disk: {problem} ({error.strerror or error}); {fix}")
 
 
 class Store:
-    """Keeps tensors in tiers. One per process and device."""
+    """Keeps tensors in the tiers. One per process and device."""
 
     def __init__(
         self, device: torch.device | str = "cpu", *, host_bytes: int | None = None, disk_path: Path | None = None
@@ -240,40 +239,39 @@ class Store:
         self.threads = ThreadPoolExecutor(2, "ithaka-store", initializer=use_device, initargs=(self.device,))
         self._latest: Callable[[], Any] = lambda: None
 
-    def keep(self, tensor: Tensor, tier: str | None) -> "Kept":
-        """Starts keeping `tensor`, which must not be written before `settle`. `tier` None: for this pass only."""
+    def keep(self, tensor: Tensor, tier: str | None) -> "TensorHandle":
+        """Keep `tensor`; do not write to it before `release_source`. `tier` None: hold it for this pass only."""
         if tier is None:
-            return Kept(tensor)
+            return TensorHandle(tensor)
         if tier == "device":
-            return Kept(tag(tensor, Holder.KEPT))
+            return TensorHandle(tag(tensor, Holder.KEPT))
         if not (self.pool.busy_bytes or self.disk.busy_bytes):
-            self.pool.restart(tensor.nbytes)
-            self.disk.restart(tensor.nbytes)
-        return {"host": KeptOnHost, "disk": KeptOnDisk}[tier](tensor.contiguous(), self)
+            self.pool.start_pass(tensor.nbytes)
+            self.disk.start_pass(tensor.nbytes)
+        return {"host": HostHandle, "disk": DiskHandle}[tier](tensor.contiguous(), self)
 
     def disk_use(self) -> tuple[int, float, float]:
-        """Since the last call: bytes moved to and from disk, seconds in which some moved, seconds waited for them."""
-        disk, pool = self.disk, self.pool
-        use, disk.moved_bytes = (disk.moved_bytes, disk.busy_s, pool.waited_s), 0
-        disk.busy_s = pool.waited_s = 0.0
-        return use
+        """Since the last call: bytes moved to and from disk, seconds with transfers in flight, seconds of waiting."""
+        usage = self.disk.moved_bytes, self.disk.busy_s, self.pool.waited_s
+        self.disk.moved_bytes, self.disk.busy_s, self.pool.waited_s = 0, 0.0, 0.0
+        return usage
 
-    def follow(self, saved: Any) -> Callable[[], Any]:
-        """Remembers `saved` as the latest; returns a weak reference to the one before it."""
-        before, self._latest = self._latest, weakref.ref(saved)
-        return before
+    def register_layer(self, saved: Any) -> Callable[[], Any]:
+        """Register a layer's saved activations; return a weak reference to those of the layer below."""
+        below, self._latest = self._latest, weakref.ref(saved)
+        return below
 
-    def mark(self, stream: "torch.cuda.Stream | None" = None) -> Event:
+    def record_event(self, stream: "torch.cuda.Stream | None" = None) -> Event:
         return (stream or torch.cuda.current_stream(self.device)).record_event() if self.on_gpu else None
 
-    def wait(self, event: Event) -> None:
-        """Makes the compute stream wait for `event`."""
+    def wait_event(self, event: Event) -> None:
+        """Make the compute stream wait for `event`."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
     @contextmanager
-    def on(self, stream: "torch.cuda.Stream | None", *after: Event) -> Iterator[None]:
-        """Queues the work inside on `stream`, after the events `after`."""
+    def on_stream(self, stream: "torch.cuda.Stream | None", *after: Event) -> Iterator[None]:
+        """Queue the enclosed work on `stream`, after the events `after`."""
         if stream is None:
             yield
             return
@@ -283,180 +281,180 @@ class Store:
             yield
 
 
-class Kept:
-    """A tensor kept on the device; also the interface of the other tiers."""
+class TensorHandle:
+    """A tensor kept on the device. Base class of the other tiers' handles."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
 
-    def settle(self) -> None:
-        """Releases the tensor passed to `keep`; its memory is reused once the copy is done."""
+    def release_source(self) -> None:
+        """Release the tensor passed to `keep`. Its memory is reused after the copy."""
 
     def read_ahead(self, wait: bool = False) -> None:
-        """Starts reading from disk into host memory if there is room; `wait`: waits for room."""
+        """Start reading from disk into host memory, if there is room or, with `wait`, once there is."""
 
     def prefetch(self) -> None:
-        """Starts copying the whole tensor to the device."""
+        """Start copying the tensor to the device."""
 
     def fetch(self) -> Tensor:
-        """The whole tensor on the device, ready for the current stream. May be called again."""
+        """Return the tensor on the device, ready for the current stream. May be called repeatedly."""
         return self._tensor
 
     def tiles(self, slices: list[slice], dim: int = 0, hold: bool = False) -> Iterator[Tensor]:
-        """Yields the tiles along `dim` (0 or 1), copying the next one while this one is used.
+        """Yield tiles along `dim` (0 or 1). The next tile is copied while the caller uses the current one.
 
-        `hold`: leaves the tiles (dim 0, all of the tensor) on the device for the next walk.
+        `hold`: keep the copied tensor on the device for later calls; needs dim 0 and slices that cover the tensor.
         """
         for rows in slices:
             yield self._tensor[rows] if dim == 0 else self._tensor[:, rows]
 
 
-class KeptOnHost(Kept):
+class HostHandle(TensorHandle):
     """A tensor kept in a slab of pinned host memory."""
 
     def __init__(self, tensor: Tensor, store: Store) -> None:
         self.store, self.shape, self.dtype, self.nbytes = store, tensor.shape, tensor.dtype, tensor.nbytes
         self._source: Tensor | None = tensor
-        self._coming: tuple[Tensor, Event] | None = None
-        self._slab: Slab | None = store.pool.take(tensor.nbytes)
+        self._prefetched: tuple[Tensor, Event] | None = None
+        self._slab: Slab | None = store.pool.acquire(tensor.nbytes)
         self._copied_out = self._copy_out(tensor, self._slab)
 
-    def settle(self) -> None:
+    def release_source(self) -> None:
         if self._source is not None:
-            # The compute stream waits (the copy is long done), so the allocator may reuse the memory in stream order.
-            # record_stream would tie reuse to how far the host runs ahead.
-            self.store.wait(self._copied_out)
+            # With this wait (the copy finished long ago) the allocator can reuse the memory in stream order. With
+            # record_stream, reuse would depend on how far the host runs ahead.
+            self.store.wait_event(self._copied_out)
             self._source = None
 
     def prefetch(self) -> None:
-        if self._coming is None and self._source is None:
-            self._coming = self._copy_in(slice(0, self.shape[0]), 0)
+        if self._prefetched is None and self._source is None:
+            self._prefetched = self._copy_in(slice(0, self.shape[0]), 0)
 
     def fetch(self) -> Tensor:
         if self._source is not None:
             return self._source
         self.prefetch()
-        assert self._coming is not None
-        (tensor, done), self._coming = self._coming, None
-        self.store.wait(done)
+        assert self._prefetched is not None
+        (tensor, done), self._prefetched = self._prefetched, None
+        self.store.wait_event(done)
         return tensor
 
     def tiles(self, slices: list[slice], dim: int = 0, hold: bool = False) -> Iterator[Tensor]:
         assert dim == 0 or not hold
         if self._source is not None:
-            yield from Kept(self._source).tiles(slices, dim)
+            yield from TensorHandle(self._source).tiles(slices, dim)
             return
-        held = torch.empty(self.shape, dtype=self.dtype, device=self.store.device) if hold else None
-        copies = (self._copy_in(rows, dim, held) for rows in slices)
-        coming = next(copies, None)
+        full = torch.empty(self.shape, dtype=self.dtype, device=self.store.device) if hold else None
+        copies = (self._copy_in(rows, dim, full) for rows in slices)
+        incoming = next(copies, None)
         try:
-            while coming is not None:
-                tile, done = coming  # drops the tile before it
-                coming = next(copies, None)
-                self.store.wait(done)
+            while incoming is not None:
+                tile, done = incoming  # frees the previous tile
+                incoming = next(copies, None)
+                self.store.wait_event(done)
                 yield tile
-            self._source = held
+            self._source = full
         finally:
-            if coming is not None:  # the walk ends early and its memory is freed: not while a copy writes to it
-                self.store.wait(coming[1])
+            if incoming is not None:  # stopped early: its memory must not be reused while the copy writes to it
+                self.store.wait_event(incoming[1])
 
     @phase("copies")
     def _copy_out(self, tensor: Tensor, slab: Slab) -> Event:
         store = self.store
-        with store.on(store.out_stream, store.mark(), slab.busy):
+        with store.on_stream(store.out_stream, store.record_event(), slab.last_copy):
             slab.view(self.shape, self.dtype).copy_(tensor, non_blocking=True)
-        return store.mark(store.out_stream)
+        return store.record_event(store.out_stream)
 
-    def _host(self) -> Tensor:
+    def _host_tensor(self) -> Tensor:
         assert self._slab is not None
         return self._slab.view(self.shape, self.dtype)
 
     @phase("copies")
-    def _copy_in(self, rows: slice, dim: int, held: Tensor | None = None) -> tuple[Tensor, Event]:
-        """Starts copying `rows` into `held` or, without it, into a new tensor."""
-        store, host = self.store, self._host()
+    def _copy_in(self, rows: slice, dim: int, full: Tensor | None = None) -> tuple[Tensor, Event]:
+        """Start copying `rows` into their place in `full`, or else into a new tensor."""
+        store, host = self.store, self._host_tensor()
         shape = (*self.shape[:dim], rows.stop - rows.start, *self.shape[dim + 1 :])
-        tensor = held[rows] if held is not None else torch.empty(shape, dtype=self.dtype, device=store.device)
-        # Part by part, contiguous on both sides: anything else is first copied on the host.
-        parts = zip(tensor, host, strict=True) if dim == 1 else [(tensor, host)]
-        with store.on(store.in_stream, store.mark(), self._copied_out):
-            for into, part in parts:
-                into.copy_(part[rows], non_blocking=True)
-        return tensor, store.mark(store.in_stream)
+        tensor = full[rows] if full is not None else torch.empty(shape, dtype=self.dtype, device=store.device)
+        # One copy per contiguous block: PyTorch would copy anything else on the host first.
+        blocks = zip(tensor, host, strict=True) if dim == 1 else [(tensor, host)]
+        with store.on_stream(store.in_stream, store.record_event(), self._copied_out):
+            for into, source in blocks:
+                into.copy_(source[rows], non_blocking=True)
+        return tensor, store.record_event(store.in_stream)
 
     def __del__(self) -> None:
         if sys.is_finalizing() or not hasattr(self, "_copied_out"):
             return
-        self.settle()
+        self.release_source()
         store = self.store
-        if self._coming is not None:
-            store.wait(self._coming[1])
+        if self._prefetched is not None:
+            store.wait_event(self._prefetched[1])
         if self._slab is not None:
-            with store.on(store.in_stream, self._copied_out):
-                self._slab.busy = store.mark(store.in_stream)
-        self._give_back()
+            with store.on_stream(store.in_stream, self._copied_out):
+                self._slab.last_copy = store.record_event(store.in_stream)
+        self._free()
 
-    def _give_back(self) -> None:
+    def _free(self) -> None:
         if self._slab is not None:
-            self.store.pool.give(self._slab)
+            self.store.pool.release(self._slab)
 
 
-class KeptOnDisk(KeptOnHost):
-    """A tensor kept in the store's file; it only passes through host memory."""
+class DiskHandle(HostHandle):
+    """A tensor kept in the store's file. It uses host memory only on its way to and from disk."""
 
     def __init__(self, tensor: Tensor, store: Store) -> None:
         super().__init__(tensor, store)
-        self._offset = store.disk.take(tensor.nbytes)
+        self._offset = store.disk.reserve(tensor.nbytes)
         self._reading: Future | None = None
         slab, self._slab = self._slab, None
         assert slab is not None
-        store.pool.expect()
-        self._writing = store.threads.submit(_write, store, slab, self._copied_out, self._offset)
+        store.pool.expect_release()
+        self._writing = store.threads.submit(_write_slab, store, slab, self._copied_out, self._offset)
 
     def read_ahead(self, wait: bool = False) -> None:
         if self._reading is not None:
             return
         pool = self.store.pool
-        self._slab = pool.take(self.nbytes) if wait else pool.take_if_room(self.nbytes)
+        self._slab = pool.acquire(self.nbytes) if wait else pool.try_acquire(self.nbytes)
         if self._slab is not None:
-            self._reading = self.store.threads.submit(_read, self.store, self._slab, self._writing, self._offset)
+            self._reading = self.store.threads.submit(_read_slab, self.store, self._slab, self._writing, self._offset)
 
-    def _host(self) -> Tensor:
+    def _host_tensor(self) -> Tensor:
         self.read_ahead(wait=True)
         assert self._reading is not None
         start = time.monotonic()
         self._reading.result()
         self.store.pool.waited_s += time.monotonic() - start
-        return super()._host()
+        return super()._host_tensor()
 
-    def _give_back(self) -> None:
-        if not hasattr(self, "_writing"):  # the disk was full
-            super()._give_back()
+    def _free(self) -> None:
+        if not hasattr(self, "_writing"):  # reserving disk space failed
+            super()._free()
             return
-        # Must not block: it may run on a writer thread, or under a lock that the writer needs.
+        # Must not block: this may run on a writer thread, or under a lock that the writer needs.
         if self._slab is not None:
-            self.store.pool.expect()
-        give = partial(_give, self.store, self._slab, self._offset, self.nbytes)
-        (self._reading or self._writing).add_done_callback(give)
+            self.store.pool.expect_release()
+        release = partial(_release_all, self.store, self._slab, self._offset, self.nbytes)
+        (self._reading or self._writing).add_done_callback(release)
 
 
-def _write(store: Store, slab: Slab, copied_out: Event, offset: int) -> None:
+def _write_slab(store: Store, slab: Slab, copied_out: Event, offset: int) -> None:
     try:
         if copied_out is not None:
             copied_out.synchronize()
         store.disk.write(slab.memory, offset)
     finally:
-        store.pool.give(slab, expected=True)
+        store.pool.release(slab, expected=True)
 
 
-def _read(store: Store, slab: Slab, writing: Future, offset: int) -> None:
+def _read_slab(store: Store, slab: Slab, writing: Future, offset: int) -> None:
     writing.result()  # submitted earlier, so this cannot deadlock
-    if slab.busy is not None:
-        slab.busy.synchronize()
+    if slab.last_copy is not None:
+        slab.last_copy.synchronize()
     store.disk.read(slab.memory, offset)
 
 
-def _give(store: Store, slab: Slab | None, offset: int, num_bytes: int, _: Future) -> None:
+def _release_all(store: Store, slab: Slab | None, offset: int, num_bytes: int, _: Future) -> None:
     if slab is not None:
-        store.pool.give(slab, expected=True)
-    store.disk.put(num_bytes, offset)
+        store.pool.release(slab, expected=True)
+    store.disk.mark_free(num_bytes, offset)
