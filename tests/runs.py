@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.launcher import api
 
 from ithaka.checkpoint.save import Saver
-from ithaka.cli import train_rank
+from ithaka.cli.runs import train_rank
 from ithaka.config import Config, parse_config
 from ithaka.launch import run_child_rank, run_ranks
 from ithaka.preflight.preflight import validate_run

@@ -1,19 +1,31 @@
-"""`ithaka bench device` writes what `ithaka plan --gpu-file` reads; `ithaka bench ladder` measures techniques."""
+"""`ithaka bench device` writes what `ithaka plan --gpu-file` reads; benchmarks/gate.py and ladder.py run."""
 
 import json
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from ithaka import rehearse as rehearsal
-from ithaka.cli import app
+from ithaka.cli import Commands, app
 from ithaka.config import ConfigError
 from ithaka.exits import ExitCode
 from ithaka.plan.hardware import read_gpu
 from models import tiny_config
+
+
+def benchmark(name: str, *arguments: object):
+    """Run the script benchmarks/NAME.py."""
+    path = Path(__file__).parents[1] / "benchmarks" / f"{name}.py"
+    script = typer.Typer(cls=Commands)
+    script.command()(runpy.run_path(str(path))["main"])
+    script.callback()(lambda: None)
+    return CliRunner().invoke(script, ["main", *map(str, arguments)], catch_exceptions=False)
 
 
 def run(*arguments: str):
@@ -22,7 +34,7 @@ def run(*arguments: str):
 
 def test_help_needs_no_torch():
     check = "import sys; from typer.testing import CliRunner; from ithaka.cli import app\n" \
-        "for name in ('', 'attention', 'device', 'gate', 'ladder'):\n" \
+        "for name in ('', 'attention', 'device', 'network'):\n" \
         "    shown = CliRunner().invoke(app, ['bench', *name.split(), '--help'])\n" \
         "    assert shown.exit_code == 0 and 'completion' not in shown.output, shown.output\n" \
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"  # fmt: skip
@@ -40,23 +52,23 @@ def test_plan_reads_what_bench_device_wrote(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wrong, words",
+    "wrong, named",
     [
-        ("--tokens foo", "--tokens=foo is not a number of tokens"),
-        ("--blocks auto,3x", "--blocks=3x is not q x kv tokens; write"),
+        ("--tokens foo", "--tokens=foo"),
+        ("--blocks auto,3x", "--blocks=3x"),
         ("--seconds -1", "--seconds"),
     ],
 )
-def test_attention_is_refused_before_the_work(wrong, words, monkeypatch):
+def test_attention_is_refused_before_the_work(wrong, named, monkeypatch):
     monkeypatch.setitem(sys.modules, "ithaka.bench", None)  # what measures is not even imported
     result = run("bench", "attention", *wrong.split())
-    assert result.exit_code == ExitCode.WRONG_INPUT and words in result.stderr and result.stdout == ""
+    assert result.exit_code == ExitCode.WRONG_INPUT and named in result.stderr and result.stdout == ""
 
 
 def test_heads_that_do_not_divide_are_refused():
     result = run("bench", "attention", "--tokens", "64", "--heads", "4", "--kv-heads", "3")
     assert (
-        result.exit_code == ExitCode.WRONG_INPUT and "4 query heads are not a multiple of 3 kv heads" in result.stderr
+        result.exit_code == ExitCode.WRONG_INPUT and "4 query heads" in result.stderr and "3 kv heads" in result.stderr
     )
 
 
@@ -66,8 +78,8 @@ def test_a_refused_ladder_prints_no_table(tmp_path, monkeypatch):
 
     monkeypatch.setattr(rehearsal, "rehearse", refuse)
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama").to_dict()))
-    for ranks, words in (("64", "--ranks=64 exceeds the"), ("2", "the model")):
-        refused = run("bench", "ladder", tmp_path / "config.json", "--context", "256", "--ranks", ranks)
+    for ranks, words in (("64", "--ranks=64"), ("2", "the model")):
+        refused = benchmark("ladder", tmp_path / "config.json", "--context", "256", "--ranks", ranks)
         assert refused.exit_code == ExitCode.WRONG_INPUT and words in refused.stderr and refused.stdout == ""
 
 
@@ -75,7 +87,7 @@ def test_ladder_measures_every_rung(tmp_path):
     config = tiny_config("llama", attention_bias=False, tie_word_embeddings=False)
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     sizes = ["--context", "256", "--ranks", "2", "--tile", "32", "--json"]
-    result = run("bench", "ladder", tmp_path / "config.json", *sizes)
+    result = benchmark("ladder", tmp_path / "config.json", *sizes)
     assert result.exit_code == 0, result.output
     peaks = {row["technique"]: row["peak X"] for row in json.loads(result.stdout)}
     assert len(peaks) == 6
@@ -86,12 +98,12 @@ def test_the_gate_fails_where_a_layer_is_slower_or_larger_than_recorded(tmp_path
     measured = SimpleNamespace(forward_s=0.1, backward_s=0.3, peak_bytes=5 * 2**30)
     monkeypatch.setattr(rehearsal, "rehearse", lambda *_: measured)
     file = tmp_path / "gate.json"
-    assert run("bench", "gate", "--beside", file).exit_code == 0
+    assert benchmark("gate", "--beside", file).exit_code == 0
     recorded = json.loads(file.read_text())
     assert recorded["1048576"] == {"seconds": 0.4, "peak GiB": 5.0} and len(recorded) == 3
     for factor, code in ((1.0, 0), (1.019, 0), (1.03, ExitCode.FAILED), (0.5, 0)):
         for name in ("seconds", "peak GiB"):
             before = {context: row | {name: row[name] / factor} for context, row in recorded.items()}
             file.write_text(json.dumps(before))
-            assert run("bench", "gate", "--beside", file).exit_code == code, (factor, name)
+            assert benchmark("gate", "--beside", file).exit_code == code, (factor, name)
             assert json.loads(file.read_text()) == before  # recorded figures stay

@@ -72,7 +72,7 @@ def test_the_plan_is_for_the_kernel_that_runs(model, monkeypatch, runs, planned)
     monkeypatch.setattr(rehearsal, "find_kernel", lambda name, head_dim: runs)
     given = ["--set", "attention.kernel=cudnn"] if runs == "cudnn" else []
     result = rehearse(model, "--context", "64", *given)
-    assert f"attention: kernel {runs}, planned with the rates of {planned}\n" in result.stdout
+    assert f"attention: kernel {runs}, planned with {planned}\n" in result.stdout
     assert kernels == ["cudnn" if runs == "cudnn" else "auto"]
 
 
@@ -109,7 +109,7 @@ def test_an_evaluation_is_rehearsed(model):
         and "memory.tile_tokens does not change an evaluation" in refused.stderr
     )
     refused = rehearse(model, "--evaluate", "--context", "1000M")
-    assert refused.exit_code == ExitCode.WRONG_INPUT and "--context 1000M to evaluate needs " in refused.stderr
+    assert refused.exit_code == ExitCode.WRONG_INPUT and "--context 1000M" in refused.stderr
 
 
 def test_an_evaluation_is_as_high_as_its_ledger():

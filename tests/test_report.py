@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from browser import Browser, find_browser
-from ithaka.cli import train_rank
+from ithaka.cli.runs import train_rank
 from ithaka.config import ConfigError
 from ithaka.report.page import live_report, write_report
 from runs import metrics, tiny_run, valid, wait_for

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from ithaka.checkpoint import files
-from ithaka.cli import app, validate_rank
+from ithaka.cli import app
+from ithaka.cli.runs import validate_rank
 from ithaka.config import ConfigError, load_config
 from ithaka.exits import ExitCode
 from ithaka.preflight.checks import check_settings

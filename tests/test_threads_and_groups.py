@@ -62,7 +62,7 @@ def groups_after_entries(config):
         patch.setattr(launch, "ranks_persist", lambda: True)
         patch.setenv("RANK", str(dist.get_rank()))
         for step in (0, 1):
-            cli.train_rank(valid(config.at(step), AUTO))
+            cli.runs.train_rank(valid(config.at(step), AUTO))
             counts.append(len(dist.distributed_c10d._world.pg_map))
     return counts
 

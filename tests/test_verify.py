@@ -66,7 +66,7 @@ def cut_llama(llama, tmp_path_factory):
 
 
 def checks_of(folder: Path, cp: int, adapter: AdapterConfig | None = None) -> dict[str, dict]:
-    layout = verify.layout_for(None, cp, verify.hf_config(folder).num_attention_heads)
+    layout = verify.layout_for(None, cp, verify.read_hf_config(folder).num_attention_heads)
     ranks = on_threads(cp, lambda: list(verify.run_checks(folder, make_mesh(cp), layout, adapter)))
     return {check["part"]: check for check in ranks[0]}
 
@@ -188,7 +188,7 @@ def test_the_command_shows_margins_and_ends_with_1_when_something_is_off(llama, 
     settings.write_text("\n".join(parts[::2]))
     answer = CliRunner().invoke(cli.app, ["verify", str(settings), "--cp", "1"])
     assert answer.exit_code == ExitCode.FAILED
-    assert "OFF: gradients" in answer.stdout and "off: gradients" in answer.stdout
+    assert "FAILED: gradients" in answer.stdout and "failed: gradients" in answer.stdout
 
 
 def test_the_layout_is_the_configurations():

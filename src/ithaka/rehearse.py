@@ -3,7 +3,6 @@
 X is the bytes of one residual-stream tensor on one rank: s * D * 2 in bf16.
 """
 
-import gc
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from ithaka.attention.kernels import resolve_kernel
 from ithaka.config import AdapterConfig, ConfigError, OptimConfig
 from ithaka.dist.loopback import start_loopback
 from ithaka.dist.mesh import default_device, make_mesh
-from ithaka.layout import Layout, default_dtype, make_layout
+from ithaka.layout import Layout, default_dtype
 from ithaka.measure import token_losses
 from ithaka.model.build import build_model
 from ithaka.phases import PhasePath, listening, phase
@@ -33,7 +32,6 @@ from ithaka.plan.show import format_bytes
 from ithaka.preflight.memory import STORE_HOLDERS
 from ithaka.profile.live import LiveBytes
 from ithaka.profile.timeline import PhaseTimer
-from ithaka.train.console import status
 from ithaka.train.loop import OutOfMemoryError
 from ithaka.train.step import make_optimizer
 from ithaka.train.watch import OutOfMemoryTracker, explain_out_of_memory, ran_out_of_memory
@@ -157,55 +155,8 @@ def _on_gpu() -> bool:
     return default_device().type == "cuda"
 
 
-def _dtype() -> str:
+def compute_dtype() -> str:
     return default_dtype(_on_gpu())
-
-
-def ladder(config: dict[str, Any], ranks: int, context: int, tile_tokens: int, layers: int) -> list[dict[str, Any]]:
-    """Rows of what was measured with one technique more in each."""
-    rungs: dict[str, dict[str, Any]] = {
-        "none": {},
-        "+ checkpointing": {"keep_everything": 0, "keep_projections": 0, "keep_attention": 0},
-        "+ offload": {"input_tier": "host"},
-        "+ tiles": {"tile_tokens": tile_tokens},
-        "+ stages": {"heads_per_stage": ranks},
-        "+ kept attention": {"keep_attention": layers, "attention_tier": "host"},
-    }
-    layout, rows = make_layout(layers, cp=ranks, keep_everything=layers, overlap=False, dtype=_dtype()), []
-    for name, change in rungs.items():
-        layout = layout.with_changes(**change)
-        with status(f"{name}: rehearsing at {context} tokens"):
-            measured = rehearse(config, layout, ranks, context, False, OutOfMemoryTracker(default_device()))
-        gc.collect()
-        torch.cuda.empty_cache()
-        sizes = {"peak MiB": measured.layer_bytes / 2**20, "peak X": measured.layer_bytes / measured.x_bytes}
-        seconds = {"forward s": measured.forward_s, "backward s": measured.backward_s}
-        rows.append({"technique": name, **sizes, "host MiB": measured.host_bytes / 2**20, **seconds})
-    return rows
-
-
-# Of a Llama-3-8B layer as rank 0 of 8: context -> heads per stage, overlap, tokens of a tile.
-GATE = {2**17: (8, True, 16384), 2**19: (16, True, 16384), 2**20: (8, False, 8192)}
-GATE_ALLOWS = 0.02
-
-
-def gate(recorded: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    """Seconds and peak of a layer at three lengths, and their ratios to those recorded by context."""
-    rows = []
-    for context, (heads, overlap, tile) in GATE.items():
-        kept: dict[str, Any] = {"input_tier": "host", "keep_attention": 2, "attention_tier": "host"}
-        layout = make_layout(2, cp=8, heads_per_stage=heads, overlap=overlap, tile_tokens=tile, dtype=_dtype(), **kept)
-        with status(f"a layer at {context} tokens"):
-            measured = rehearse(
-                find_config("llama3-8b"), layout, 8, context, False, OutOfMemoryTracker(default_device())
-            )
-        gc.collect()
-        torch.cuda.empty_cache()
-        found = {"seconds": measured.forward_s + measured.backward_s, "peak GiB": measured.peak_bytes / GIB}
-        before = recorded.get(str(context), {})
-        ratios = {f"{name}, x recorded": value / before[name] for name, value in found.items() if name in before}
-        rows.append({"context": context, **found, **ratios})
-    return rows
 
 
 # ---- a plan: measured beside planned
@@ -213,7 +164,7 @@ def gate(recorded: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
 
 def find_kernel(name: str, head_dim: int) -> str:
     """The attention kernel that runs on this device, in the precision of a rehearsal."""
-    return resolve_kernel(name, default_device(), getattr(torch, _dtype()), head_dim).name
+    return resolve_kernel(name, default_device(), getattr(torch, compute_dtype()), head_dim).name
 
 
 def truncate_plan(plan: Plan, layers: int, memory_only: bool, kernel: str = "auto") -> Plan:
@@ -225,7 +176,7 @@ def truncate_plan(plan: Plan, layers: int, memory_only: bool, kernel: str = "aut
     if shape.adapter:
         targets = (*shape.most_adapted, *(["lm_head"] if shape.has_adapter("lm_head") else []))
         few = few.with_adapter(replace(shape.adapter, targets=targets))
-    layout = replace(plan.layout, kept=kept, dtype=_dtype(), kernel=kernel)
+    layout = replace(plan.layout, kept=kept, dtype=compute_dtype(), kernel=kernel)
     work = replace(plan.work, document_tokens=SHORT_DOCUMENT) if memory_only else plan.work
     return Plan(few, layout, plan.hardware, work)
 

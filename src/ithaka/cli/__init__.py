@@ -1,0 +1,69 @@
+"""The `ithaka` command: parse arguments, print results. Commands import torch only when they run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import ithaka
+from ithaka.cli import bench, models, plan, runs
+from ithaka.exits import is_transient
+
+
+class Commands(TyperGroup):
+    """Ends a command that raises an ithaka error, or a transient one, with its message on stderr and its exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            if not type(error).__module__.startswith("ithaka.") and not is_transient(error):
+                raise
+            from ithaka.launch import outcome_from_error, print_outcome
+
+            outcome = outcome_from_error(error)
+            print_outcome(outcome)
+            raise typer.Exit(outcome.code) from None
+
+
+app = typer.Typer(
+    cls=Commands,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Train standard transformers on sequences of 100 thousand to 10 million tokens.",
+)
+COMMANDS: tuple[Callable[..., None], ...] = (
+    *(runs.train, runs.profile, runs.report, runs.data),
+    *(plan.plan, plan.rehearse),
+    *(models.evaluate, models.sample, models.verify),
+    runs.export,
+)
+for command in COMMANDS:
+    app.command()(command)
+bench_app = typer.Typer(no_args_is_help=True, help="Measure this machine.")
+bench_app.command()(bench.attention)
+bench_app.command()(bench.device)
+bench_app.command()(bench.network)
+app.add_typer(bench_app, name="bench")
+
+
+@app.callback(invoke_without_command=True)
+def print_version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(f"ithaka {ithaka.__version__}")
+        raise typer.Exit()
+
+
+def main() -> None:
+    # Read when torch is imported: keeps the profiler's log out of the output.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun
+        from ithaka.launch import exit_with_parent
+
+        exit_with_parent()
+    app()
