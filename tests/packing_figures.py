@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 
-from ithaka.data.pack import PIECE, PackedRound, Packing, cut, imbalance, permutation
+from ithaka.data.pack import SEGMENT_DTYPE, PackedRound, Packing, imbalance, permutation, split_long
 
 CONTEXT, RANKS, STEPS = 1 << 17, 8, 32
 
@@ -21,9 +21,9 @@ def stream_cut(lengths):
 
 
 def packed(lengths, context, key):
-    pieces = np.zeros(len(lengths), PIECE)
+    pieces = np.zeros(len(lengths), SEGMENT_DTYPE)
     pieces["length"] = lengths
-    return PackedRound(cut(pieces, context), Packing(context, RANKS), key)
+    return PackedRound(split_long(pieces, context), Packing(context, RANKS), key)
 
 
 def log_normal(median, sigma, count, seed):

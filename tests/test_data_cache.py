@@ -101,9 +101,9 @@ def test_only_what_is_needed_soon_is_tokenised(data, tmp_path):
 
 
 def test_a_rank_that_waits_in_vain_says_for_what(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "WAIT_S", 0.1)
+    monkeypatch.setattr(cache, "TIMEOUT_S", 0.1)
     stream, _ = opened(data, tmp_path, fills=False)
-    with pytest.raises(TransientError, match=r"a.jsonl was not tokenised: the first rank of this node wrote nothing"):
+    with pytest.raises(TransientError, match=r"a.jsonl .*rank 0 of this node.*run/tokens"):
         stream.next_batch()
 
 
@@ -112,9 +112,7 @@ def test_what_one_rank_cannot_read_is_refused_on_those_that_wait(data, tmp_path)
     (tmp_path / "a.jsonl").write_text('{"text": "first"}\n' + (tmp_path / "a.jsonl").read_text())
     for fills in (True, False):
         stream, _ = opened(data, tmp_path, fills=fills)
-        with pytest.raises(
-            ConfigError, match=r"a.jsonl line \d+: has no field data.text_field=text; its fields are id, body"
-        ):
+        with pytest.raises(ConfigError, match=r"a.jsonl line \d+: .*data.text_field=text.*fields are id, body"):
             stream.next_batch()
     write_jsonl(tmp_path / "a.jsonl", TEXTS[:60])
     stream, _ = opened(data, tmp_path)
@@ -126,9 +124,9 @@ def test_a_full_disk_is_named(data, tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(TokenCache, "_tokenise", full)
+    monkeypatch.setattr(TokenCache, "_write_tokens", full)
     stream, _ = opened(data, tmp_path)
-    with pytest.raises(ConfigError, match="a.jsonl cannot be read, or .* No space left on device.*; .* make room"):
+    with pytest.raises(ConfigError, match="a.jsonl .*No space left on device.*train.run_dir"):
         stream.next_batch()
 
 
@@ -166,21 +164,21 @@ def test_validation_tokenises_what_it_needs(data, tmp_path):
 
 
 def test_what_is_read_ahead_when_a_run_ends_leaves_nothing_behind(data, tmp_path, monkeypatch):
-    tokenise = TokenCache._tokenise
+    tokenise = TokenCache._write_tokens
 
     def slowly(self, *args):
         time.sleep(0.05)
         tokenise(self, *args)
 
-    monkeypatch.setattr(TokenCache, "_tokenise", slowly)
+    monkeypatch.setattr(TokenCache, "_write_tokens", slowly)
     stream, _ = opened(data, tmp_path)
-    while stream.stream.position.cursors[0].shard < 4:
+    while stream.stream.position.sources[0].shard < 4:
         stream.next_batch()
     start = time.monotonic()
     stream.close(remove=True)
     assert time.monotonic() - start < 5 and not (tmp_path / "run").exists()
     waiting, _ = opened(data, tmp_path, fills=False)
-    waiting._next = waiting._ahead.submit(waiting._read)
+    waiting._prefetched = waiting._executor.submit(waiting._read)
     time.sleep(0.1)
     waiting.close()
     assert time.monotonic() - start < 10

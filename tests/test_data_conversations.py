@@ -318,9 +318,7 @@ def test_records_that_a_template_breaks_are_skipped_and_counted(tmp_path, tokeni
     assert len(documents) == 2 and skipped == {"refused by the chat template": 2}
     text = '<s><|user|>hello<|assistant|>«add {"a": 2}</s>»<|outputs|><|output|>4<|end_outputs|>«4</s>»'
     assert documents[0] == documents[1] == reference(tokenizer.hf, text)
-    match = (
-        r"line 2: the chat template starts an assistant's turn .* not with .*<\|end_outputs\|>'; mark .*\(2 of the 4"
-    )
+    match = r"line 2: .*<\|end_outputs\|>'; set data.chat_template .*{% generation %}.*\(2 of the 4"
     with pytest.raises(ConfigError, match=match):
         tokens_of(path, tokenizer)
 
@@ -334,32 +332,14 @@ def test_fields_that_the_template_leaves_out_are_refused_and_counted(tmp_path, t
     path = written(tmp_path / "a.jsonl", talk(None), talk(value), talk(""), talk(value))
     with pytest.raises(ConfigError) as error:
         tokens_of(path, tokenizer_with(templates.CHATML))
-    assert f"a.jsonl line 2: message 2 has {field}, which the chat template leaves out; give one that" in str(
-        error.value
-    )
-    assert "data.chat_template=FILE" in str(error.value) and "(2 of the 4 records read here" in str(error.value)
+    assert f"a.jsonl line 2: message 2 has {field}" in str(error.value)
+    assert "set data.chat_template" in str(error.value) and "(2 of the 4 records read here" in str(error.value)
     documents, skipped = tokens_of(path, tokenizer_with(templates.CHATML), bad_records="skip")
     assert len(documents) == 2 and skipped == {f"with {field} that the chat template leaves out": 2}
     rendering = templates.CHATML.replace("message['content']", f"(message.{field} or '')|string + message['content']")
     ((*_, tokens), skipped) = tokens_of(path, tokenizer_with(rendering))
     shown = f"{value}there<|im_end|>"
     assert not skipped and shown in tokenizer_with(rendering).decode(plain_ids(tokens))
-
-
-def test_a_position_that_counts_records_skipped_now_is_refused(tmp_path, tokenizer_with):
-    """Format 4 trained on them, without their reasoning."""
-    plain, reasons = TALK[1:3], [TALK[1], says("assistant", "there", reasoning_content="so")]
-    path = written(tmp_path / "a.jsonl", *({"messages": each} for each in (plain, reasons, plain, plain)))
-    data = DataConfig(path=path, context=32, validation_fraction=0, bad_records="skip")
-    settings = {"tokenizer": tokenizer_with(templates.CHATML), "seed": 0, "cache_dir": tmp_path / "tokens"}
-    state = open_data(data, **settings).state_dict()
-    opened = open_data(data, **settings)
-    opened.load_state_dict(state)
-    opened.next_batch()
-    old = open_data(data, **settings)
-    old.load_state_dict(state | {"version": 4, "packings": [{"context": 32, "group": 1, "lead": 0, "done": 0}]})
-    with pytest.raises(ConfigError, match="counts records with reasoning_content that .* skipped now; export the run"):
-        old.next_batch()
 
 
 def test_reasoning_that_is_written_twice_is_rendered_once(tmp_path, tokenizer_with):
@@ -467,10 +447,10 @@ def test_ids_come_with_labels(tmp_path, tokenizer_with):
     pq.write_table(pa.Table.from_pylist(rows[:1]), tmp_path / "a.parquet")
     assert tokens_of(tmp_path / "a.parquet", tokenizer) == ([[~5, 6, ~7]], {})
     for row, match in (
-        ({"input_ids": [5, 6], "labels": [6, -100]}, "labels must be those of input_ids, not shifted"),
-        ({"input_ids": [5, 6], "labels": [5]}, "labels must be those of input_ids"),
-        ({"input_ids": [5, 1 << 20]}, r"input_ids has 5 to 1048576, and the tokenizer 0 to \d+; tokenise with"),
-        ({"input_ids": "five"}, "input_ids is no list of whole numbers"),
+        ({"input_ids": [5, 6], "labels": [6, -100]}, "labels .*input_ids .*-100"),
+        ({"input_ids": [5, 6], "labels": [5]}, "labels .*input_ids"),
+        ({"input_ids": [5, 1 << 20]}, r"input_ids .*5 to 1048576.* 0 to \d+; .*own tokenizer"),
+        ({"input_ids": "five"}, "input_ids .*list of integers"),
     ):
         with pytest.raises(ConfigError, match=rf"b.jsonl line 1: {match}"):
             tokens_of(written(tmp_path / "b.jsonl", row), tokenizer)
@@ -501,25 +481,25 @@ def test_every_kind_of_file_gives_the_same_conversation(tmp_path, tokenizer_with
 
 BAD = {
     "not JSON": ("{", r"not JSON \("),
-    "not an object": ("[1]", "a list, not a JSON object"),
+    "not an object": ("[1]", "a list.*JSON object"),
     "without its field": ({"body": "x"}, "has no field data.text_field=text; its fields are body"),
     "with an unknown role": ({"messages": [says("robot", "x")]}, "message 1 has role robot; use system, user, assist"),
-    "without an assistant's turn": ({"messages": TALK[:2]}, "has no assistant's turn to train"),
+    "without an assistant's turn": ({"messages": TALK[:2]}, "has no assistant turn"),
     "with tool arguments that are no JSON": (
         {"messages": [says("assistant", tool_calls=[{"function": {"name": "add", "arguments": "{a: 1"}}])]},
-        r"message 1 calls a tool with arguments that are no JSON",
+        r"message 1 .*arguments .*JSON",
     ),
     "with tool calls that are no objects": (
         {"messages": [says("assistant", "x", tool_calls=[{"function": "add"}])]},
-        r"message 1 has tool_calls that are no list of objects {function: {name, arguments}}",
+        r"message 1 has tool_calls .*{function: {name, arguments}}",
     ),
-    "with content that is no text": ({"messages": [says("user", [{"type": "image"}])]}, "message 1 has content that"),
+    "with content that is no text": ({"messages": [says("user", [{"type": "image"}])]}, "message 1 has content .*text"),
     "with a partial weight": ({"messages": [says("user", "x", weight=0.5)]}, "message 1 has weight=0.5; use 0 or 1"),
-    "without messages": ({"messages": []}, "messages is no list of messages, or an empty one"),
-    "tools that are no JSON": ({"messages": TALK, "tools": "{x"}, "tools is no list of JSON objects"),
+    "without messages": ({"messages": []}, "messages is .*list"),
+    "tools that are no JSON": ({"messages": TALK, "tools": "{x"}, "tools is .*JSON schema"),
     "without text": ({"prompt": "x", "completion": 3}, "completion is int, not a string"),
     "refused by the chat template": (
-        {"messages": TALK}, r"the chat template does not take it \(TemplateError: System role not supported\)",
+        {"messages": TALK}, r".*\(TemplateError: System role not supported\).*data.chat_template",
     ),
 }  # fmt: skip
 
@@ -548,17 +528,17 @@ def test_tools_that_the_template_leaves_out_are_not_left_out_in_silence(tmp_path
         ("{{ tools | tojson }}" + templates.CHATML, {"messages": talk, "tools": TOOLS}),
     ):
         path = written(tmp_path / "a.jsonl", record)
-        with pytest.raises(ConfigError, match=r"line 1: the chat template leaves out the tool add, or a call of it"):
+        with pytest.raises(ConfigError, match=r"line 1: .*tool add.*data.chat_template"):
             tokens_of(path, tokenizer_with(template))
 
 
 def test_templates_that_cannot_be_right_are_refused(tmp_path, tokenizer_with):
     path = written(tmp_path / "a.jsonl", {"messages": TALK[1:3]})
     for template, match in (
-        ("{% for m in messages %}{{ m.content }", r"^the chat template is no Jinja \(.*; give a data.chat_template"),
-        (None, r"the tokenizer no chat template; give one with data.chat_template=FILE"),
-        ("{{ messages | tojson }}", "does not say where an assistant's turn starts and ends; give one with a loop"),
-        ("{% set a %}{% for m in messages %} {{ m.content }} {% endfor %}{% endset %}{{ a | trim }}", "does not say"),
+        ("{% for m in messages %}{{ m.content }", r"^the chat template .*Jinja \(.*; set data.chat_template"),
+        (None, r"no chat template; set data.chat_template"),
+        ("{{ messages | tojson }}", "starts and ends; set data.chat_template .*loop"),
+        ("{% set a %}{% for m in messages %} {{ m.content }} {% endfor %}{% endset %}{{ a | trim }}", "starts and"),
         (
             "{% for m in messages %}{{ 'A: ' + m.content }}{% endfor %}{% if add_generation_prompt %}Q: {% endif %}",
             "starts an assistant's turn with 'A: hello there, 🎉 user', not with its generation prompt 'Q: '",
@@ -574,14 +554,14 @@ def test_settings_that_do_not_fit_the_data_are_refused(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "chat.jinja").write_text(templates.CHATML)
     for data, match in (
-        (DataConfig(path=path, train_on="completion"), "data.train_on=completion is not for data of format messages"),
-        (DataConfig(path=tmp_path / "a.txt", train_on="assistant"), "train_on=assistant is not for data of form"),
-        (DataConfig(path=tmp_path / "a.txt", format="messages"), "a.txt is text, not records of data.format=messages"),
+        (DataConfig(path=path, train_on="completion"), "data.train_on=completion .*format messages; use assistant"),
+        (DataConfig(path=tmp_path / "a.txt", train_on="assistant"), "train_on=assistant .*format text; use all"),
+        (DataConfig(path=tmp_path / "a.txt", format="messages"), "a.txt is .*data.format=messages; use auto"),
         (DataConfig(path=path, format="text"), "line 1: has no field data.text_field=text; its fields are messages"),
-        (DataConfig(path=path, format="input_ids"), "input_ids, which data.format=input_ids wants; .*or to auto"),
+        (DataConfig(path=path, format="input_ids"), "input_ids, .*data.format=input_ids; .*or to auto"),
         (DataConfig(path=sharegpt), r"message 1 has role null \(its fields are from, value; write role and content"),
-        (DataConfig(path=sharegpt, bad_records="skip"), r"holds no text .* \(skipped: 1 with an unknown role\)"),
-        (DataConfig(path=path), "the tokenizer no chat template"),
+        (DataConfig(path=sharegpt, bad_records="skip"), r"no text .* \(skipped: 1 with an unknown role\)"),
+        (DataConfig(path=path), "no chat template; set"),
         (DataConfig(path=path, chat_template=tmp_path / "none"), r"data.chat_template=.*none cannot be read"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=match):
@@ -598,9 +578,12 @@ def test_shards_and_tokens_are_known_by_settings_and_template(tmp_path, tokenize
 
 
 def test_the_stop_token_is_known_or_missing(tokenizer_with):
-    assert tokenizer_with(templates.LLAMA3).chat.stop == "<|eot_id|>"
-    assert tokenizer_with(templates.NEXT_TURN_AND_LAST).chat.stop == "<|end|>"
-    assert tokenizer_with(templates.NEXT_TURN).chat.stop is None, "the last turn does not end"
+    assert tokenizer_with(templates.LLAMA3).chat.stop_token == "<|eot_id|>"
+    assert tokenizer_with(templates.NEXT_TURN_AND_LAST).chat.stop_token == "<|end|>"
+    assert tokenizer_with(templates.NEXT_TURN).chat.stop_token is None, "the last turn does not end"
     always = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}<|assistant|>"
-    assert tokenizer_with(always).chat.stop is None, "it opens the next answer"
-    assert tokenizer_with("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}").chat.stop is None
+    assert tokenizer_with(always).chat.stop_token is None, "it opens the next answer"
+    assert (
+        tokenizer_with("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}").chat.stop_token
+        is None
+    )

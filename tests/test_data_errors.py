@@ -19,26 +19,26 @@ def refuse(match, path, vocab_size=264, **settings):
 
 
 def test_missing_paths(tmp_path):
-    refuse(r"data.path=.*nowhere.txt does not exist; give", tmp_path / "nowhere.txt")
+    refuse(r"data.path=.*nowhere.txt does not exist; .*a file", tmp_path / "nowhere.txt")
     refuse(r"data.path=.*\*\.jsonl does not exist", tmp_path / "*.jsonl")
     (tmp_path / "a.txt").write_text("some text\nin lines\n")
     refuse("nowhere does not exist", tmp_path / "a.txt", validation_path=tmp_path / "nowhere")
 
 
 def test_empty_data(tmp_path):
-    refuse("holds nothing; give UTF-8 text, JSONL", tmp_path)
+    refuse("data.path=.*contains no files; .*UTF-8 text, JSONL", tmp_path)
     (tmp_path / "a.txt").write_text("")
     refuse(r"data.path=.*a.txt cannot be read \(empty\)", tmp_path / "a.txt")
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n\n')
-    refuse("holds no text to train on", tmp_path / "a.jsonl", validation_fraction=0)
+    refuse(r"data.path=.*no text to train on", tmp_path / "a.jsonl", validation_fraction=0)
     (tmp_path / "b.jsonl").write_text('{"text": "one row only"}\n')
     refuse(
-        "holds no text to train on; give a path with more documents, or data.validation_fraction=0",
+        "data.path=.*no text to train on; .*data.validation_fraction=0",
         tmp_path / "b.jsonl",
     )
     refuse("data.validation_path=.*a.txt cannot be read", tmp_path / "b.jsonl", validation_path=tmp_path / "a.txt")
     (tmp_path / "c.jsonl").write_text('{"text": ""}\n{"text": "b"}\n')
-    refuse("data.validation_fraction=0.02 of .* holds no text to validate on; raise it", tmp_path / "c.jsonl")
+    refuse("data.validation_fraction=0.02 of .*no text to validate on; .*set it to 0", tmp_path / "c.jsonl")
 
 
 def test_wrong_text_field_names_file_line_and_fields(tmp_path):
@@ -65,11 +65,11 @@ def test_broken_rows_are_named(tmp_path):
     path.write_text('{"text": "x"}\n{"text": \n')
     refuse(r"a.jsonl line 2: not JSON", path)
     path.write_text('["text"]\n')
-    refuse(r"a.jsonl line 1: a list, not a JSON object", path)
+    refuse(r"a.jsonl line 1: a list.*JSON object", path)
     pq.write_table(pa.table({"text": ["x", None]}), tmp_path / "a.parquet")
     refuse(r"row group 0 row 1: data.text_field=text is null", tmp_path / "a.parquet")
     (tmp_path / "b.parquet").write_bytes(b"not parquet at all")
-    refuse(r"b.parquet cannot be read as Parquet", tmp_path / "b.parquet")
+    refuse(r"b.parquet .*Parquet.*write it again", tmp_path / "b.parquet")
 
 
 def test_a_bad_line_far_into_a_file_is_named_when_read(tmp_path, monkeypatch):
@@ -87,23 +87,23 @@ def test_a_bad_line_far_into_a_file_is_named_when_read(tmp_path, monkeypatch):
 
 def test_text_that_is_not_utf8(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"fine\nso far \xff")
-    refuse(r"data.path=.*a.txt cannot be read \(not UTF-8 text\); give UTF-8 text, JSONL,", tmp_path / "a.txt")
+    refuse(r"data.path=.*a.txt cannot be read \(not UTF-8 text\); .*UTF-8 text, JSONL,", tmp_path / "a.txt")
     (tmp_path / "a.jsonl.gz").write_bytes(b"\x1f\x8b")
     refuse(r"a.jsonl.gz cannot be read \(not UTF-8 text\)", tmp_path / "a.jsonl.gz")
     (tmp_path / "a.npy").write_bytes(b"tokens")
-    refuse(r"a.npy cannot be read \(.npy is not read\)", tmp_path / "a.npy")
+    refuse(r"a.npy cannot be read \(.npy .*\); .*JSONL", tmp_path / "a.npy")
 
 
 def test_nul_bytes_are_named_with_their_place(tmp_path):
     (tmp_path / "a.txt").write_text("ab", encoding="utf-16-le")
-    refuse(r"data.path=.*a.txt cannot be read \(NUL at byte 1, .*UTF-16\); give UTF-8 text, JSONL,", tmp_path / "a.txt")
+    refuse(r"data.path=.*a.txt cannot be read \(NUL at byte 1, .*UTF-16\); .*UTF-8 text, JSONL,", tmp_path / "a.txt")
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\n{"text": "a\0b"}\n')
     refuse(r"a.jsonl line 2: NUL at its byte 11; write UTF-8", tmp_path / "a.jsonl")
 
 
 def test_less_than_a_sequence_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("123456789")
-    match = r"a.txt holds 10 tokens to train on, too few for one sequence of data.context=11; give more text"
+    match = r"a.txt .*10 tokens.*data.context=11; add data, or .*data.context"
     for context in (11, 10):
         with pytest.raises(ConfigError, match=match) if context == 11 else nullcontext():
             check_data(DataConfig(path=tmp_path / "a.txt", context=context, validation_fraction=0), 264)

@@ -6,6 +6,7 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,10 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ithaka.config import ConfigError, DataConfig
-from ithaka.data import mix
-from ithaka.data.mix import Position, SequenceStream, Source
+from ithaka.data import mix, pack
+from ithaka.data.mix import SequenceStream, Source
 from ithaka.data.open import data_facts
-from ithaka.data.pack import PIECE, Documents, PackedRound, Packing, best_fit, cut, group_alike, imbalance, permutation
+from ithaka.data.pack import (
+    SEGMENT_DTYPE,
+    Documents,
+    PackedRound,
+    Packing,
+    best_fit,
+    group_by_area,
+    imbalance,
+    permutation,
+    split_long,
+)
 from ithaka.data.stream import collate, num_valid
 from test_data_sources import opened_at, write_jsonl
 
@@ -57,7 +68,7 @@ def corpora(draw):
 
 
 def one_epoch(shards, context):
-    return list(iter(make_stream(shards, context, seed=None, pad_id=PAD).next, None))
+    return list(iter(make_stream(shards, context, seed=None, pad_id=PAD).next_sequence, None))
 
 
 def documents_of(shards):
@@ -85,7 +96,7 @@ def test_an_epoch_has_every_document_once_and_whole_where_it_fits(shards, contex
     if not has_labels(shards):
         return
     stream, found = make_stream(shards, context, seed=seed, pad_id=PAD), []
-    while (sequence := stream.next()) and stream.position.epoch == 0:
+    while (sequence := stream.next_sequence()) and stream.position.epoch == 0:
         assert len(sequence.ids) == context and (sequence.ids[sequence.length :] == PAD).all()
         found += documents_in(sequence)
         assert (sequence.labels() != -100).any()
@@ -110,8 +121,8 @@ def test_labels_and_document_ids_keep_documents_apart(shards, context):
 
 def test_documents_together_are_one_text():
     shards = [ListShard([[1, 2, ~3], [4, 5], [~6, 7, 8, 9]])]
-    apart, together = (make_stream(shards, 7, pad_id=PAD, together=flag) for flag in (False, True))
-    for one, other in zip(iter(apart.next, None), iter(together.next, None), strict=True):
+    apart, together = (make_stream(shards, 7, pad_id=PAD, documents_together=flag) for flag in (False, True))
+    for one, other in zip(iter(apart.next_sequence, None), iter(together.next_sequence, None), strict=True):
         assert np.array_equal(one.tokens, other.tokens) and np.array_equal(one.source_ids(), other.source_ids())
         trained = np.where(one.tokens < 0, -100, one.tokens)  # also where documents begin, but for the first token
         assert other.labels().tolist() == [-100, *trained[1 : one.length], *[-100] * (7 - one.length)]
@@ -134,11 +145,11 @@ def test_any_position_continues_bit_for_bit(shards, context, data):
         return
     stream = make_stream(shards, context, seed=3, pad_id=PAD)
     for _ in range(data.draw(st.integers(0, 12))):
-        stream.next()
+        stream.next_sequence()
     other = make_stream(shards, context, seed=3, pad_id=PAD)
     other.seek(stream.position)
     for _ in range(8):
-        assert_same(stream.next(), other.next())
+        assert_same(stream.next_sequence(), other.next_sequence())
     assert stream.position == other.position
 
 
@@ -149,11 +160,11 @@ def test_skipping_leaves_the_next_sequence_as_it_was(shards, context):
         return
     full, skipped = (make_stream(shards, context, seed=1) for _ in range(2))
     for i in range(10):
-        expected = full.next()
+        expected = full.next_sequence()
         if i % 3:
-            assert skipped.next(materialize=False) is None
+            assert skipped.next_sequence(materialize=False) is None
         else:
-            assert_same(expected, skipped.next())
+            assert_same(expected, skipped.next_sequence())
 
 
 def assert_same(one, two):
@@ -165,11 +176,11 @@ def assert_same(one, two):
 def test_epochs_hold_the_same_documents_in_another_order():
     shards = [ListShard([[i * 10 + j for j in range(4)]]) for i in range(20)]
     stream = make_stream(shards, 4, seed=0)
-    epochs = [[tuple(stream.next().ids) for _ in range(20)] for _ in range(3)]
+    epochs = [[tuple(stream.next_sequence().ids) for _ in range(20)] for _ in range(3)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
     assert epochs[0] != epochs[1] != epochs[2]
     other = make_stream(shards, 4, seed=1)
-    assert epochs[0] != [tuple(other.next().ids) for _ in range(20)]
+    assert epochs[0] != [tuple(other.next_sequence().ids) for _ in range(20)]
     assert stream.position.epoch == 2
 
 
@@ -179,33 +190,35 @@ def test_epochs_hold_the_same_documents_in_another_order():
     marks=st.integers(0, 99),
 )  # fmt: skip
 def test_sequences_without_a_label_are_left_out_and_counted(shards, context, together, seed, marks):
-    """Compared with the same round as format 4 had it, with every sequence."""
+    """Compare with a round that keeps every sequence."""
     rng = np.random.default_rng(marks)
     for shard in shards:
         shard.documents = [[t if rng.random() < 0.3 else ~t for t in document] for document in shard.documents]
-    every, labelled = (make_stream(shards, context, seed=seed, together=together) for _ in range(2))
-    every.seek(Position(packings=(Packing(context, 1, labelled=False),)))
+    every, labelled = (make_stream(shards, context, seed=seed, documents_together=together) for _ in range(2))
     if not documents_of(shards):
         return
-    sequences = [every.sequence(i) for i in range(len(every.round()))]
+    with mock.patch.object(
+        pack, "find_labels", lambda shards, segments, sequence, _: np.ones(sequence.max() + 1, bool)
+    ):
+        sequences = [every.get_sequence(i) for i in range(len(every.current_round()))]
     expected = [tuple(each.tokens) for each in sequences if (each.labels() != -100).any()]
     if not expected:
         return
-    packed = labelled.round()
-    assert sorted(tuple(labelled.sequence(i).tokens) for i in range(len(packed))) == sorted(expected)
+    packed = labelled.current_round()
+    assert sorted(tuple(labelled.get_sequence(i).tokens) for i in range(len(packed))) == sorted(expected)
     assert labelled.num_left_out == len(sequences) - len(expected)
     assert labelled.read_tokens == every.read_tokens == packed.read_tokens
     if len(expected) == len(sequences):
         for i, sequence in enumerate(sequences):
-            assert_same(sequence, labelled.sequence(i))
+            assert_same(sequence, labelled.get_sequence(i))
 
 
 def test_data_without_any_label_is_an_error_not_an_endless_loop():
     shards = [ListShard([[~1, ~2, ~3, 4]]), ListShard([[5], [~6, ~7]])]
-    with pytest.raises(ConfigError, match=r"data.context=3 tokens has a token to train.*check data.train_on"):
-        make_stream(shards, 3, seed=0).next()
-    assert make_stream(shards, 3).next() is None
-    assert make_stream(shards, 4, seed=0).next().tokens.tolist() == [~1, ~2, ~3, 4]
+    with pytest.raises(ConfigError, match=r"data.context=3 .*check data.train_on"):
+        make_stream(shards, 3, seed=0).next_sequence()
+    assert make_stream(shards, 3).next_sequence() is None
+    assert make_stream(shards, 4, seed=0).next_sequence().tokens.tolist() == [~1, ~2, ~3, 4]
 
 
 def test_labels_behind_rounds_without_any_are_found(monkeypatch):
@@ -213,9 +226,9 @@ def test_labels_behind_rounds_without_any_are_found(monkeypatch):
     monkeypatch.setattr(mix, "HELD_OUT_SEQUENCES", 1)
     shards = [ListShard([[~1] * 4]), ListShard([[~1] * 4]), ListShard([[~1, 5, 6, 7]]), ListShard([[~1] * 4])]
     stream = make_stream(shards, 4)
-    assert stream.next().tokens.tolist() == [~1, 5, 6, 7]
+    assert stream.next_sequence().tokens.tolist() == [~1, 5, 6, 7]
     assert stream.num_left_out == 2 and stream.read_tokens == 12
-    assert stream.next() is None and stream.next() is None
+    assert stream.next_sequence() is None and stream.next_sequence() is None
 
 
 def test_collate_gives_int64_batches_and_counts_shifted_labels():
@@ -236,19 +249,17 @@ def test_long_documents_are_split_and_the_rest_is_packed_like_a_document():
 def test_long_documents_are_dropped_and_counted_and_do_not_fill_a_round(monkeypatch):
     monkeypatch.setattr(mix, "ROUND_SEQUENCES", 2)
     stream = make_stream([ListShard([list(range(10)), [50, 51], [60] * 9])], 4, long_documents="drop", seed=0)
-    assert [stream.next().ids[:2].tolist() for _ in range(2)] == [[50, 51]] * 2 and stream.position.epoch == 1
+    assert [stream.next_sequence().ids[:2].tolist() for _ in range(2)] == [[50, 51]] * 2 and stream.position.epoch == 1
     assert stream.num_long == 2
     with pytest.raises(ValueError, match="no tokens"):
-        make_stream([ListShard([list(range(10))])], 4, long_documents="drop", seed=0).next()
+        make_stream([ListShard([list(range(10))])], 4, long_documents="drop", seed=0).next_sequence()
 
 
 def test_long_documents_are_refused_by_name(tmp_path):
     for name, size in {"a.txt": 9, "b.txt": 30, "c.txt": 9}.items():
         (tmp_path / name).write_text("x" * size)
     data = DataConfig(path=tmp_path, context=16, validation_fraction=0, long_documents="refuse")
-    match = (
-        r"b.txt holds a document of 31 tokens, more than data.context=16; with data.long_documents=refuse use a longer"
-    )
+    match = r"b.txt .* 31 tokens.*data.context=16.*data.long_documents to split or drop"
     with pytest.raises(ConfigError, match=match):
         opened_at(data).next_batch()
     opened_at(dataclasses.replace(data, context=31)).next_batch()
@@ -256,7 +267,7 @@ def test_long_documents_are_refused_by_name(tmp_path):
 
 def test_empty_shards_are_an_error_not_an_endless_loop():
     with pytest.raises(ValueError, match="no tokens"):
-        make_stream([ListShard([])], 4, seed=0).next()
+        make_stream([ListShard([])], 4, seed=0).next_sequence()
 
 
 @pytest.fixture(autouse=True)
@@ -289,9 +300,9 @@ def test_a_run_reads_no_more_than_it_needs_before_its_first_step(monkeypatch):
         if state is not None:
             position = json.loads(json.dumps(state))
             packings = tuple(Packing(**packing) for packing in position["packings"])
-            cursors = tuple(mix.Cursor(**cursor) for cursor in position["cursors"])
-            stream.seek(mix.Position(position["sequences"], cursors, packings))
-        return [stream.next().ids.tolist() for _ in range(count)], cache, stream
+            sources = tuple(mix.SourcePosition(**source) for source in position["sources"])
+            stream.seek(mix.StreamPosition(position["sequences"], sources, packings))
+        return [stream.next_sequence().ids.tolist() for _ in range(count)], cache, stream
 
     for needed, loaded in ((1, 9), (4, 12), (63, 64), (64, 64), (1000, 64), (None, 64)):
         sequences, cache, stream = run(needed, 1)
@@ -301,16 +312,12 @@ def test_a_run_reads_no_more_than_it_needs_before_its_first_step(monkeypatch):
         else:
             assert len(sequences[0]) == 8
     assert run(3, 1, key=None)[1].loaded == 3, "of held-out data, which is not shuffled"
-    # Resumed, also with more steps, it stays in its round; that of an earlier checkpoint had the usual size.
+    # Resumed, also with more steps, it stays in its round.
     sequences, _, stream = run(4, 30)
     _, _, stopped = run(4, 3)
     state = dataclasses.asdict(stopped.position)
     assert sequences == run(4, 3)[0] + run(1, 27, state)[0] == run(4, 3)[0] + run(90, 27, state)[0]
     assert len({tuple(ids) for ids in sequences[:24]}) == 24, "two rounds of one epoch"
-    _, _, usual = run(None, 3)
-    state = dataclasses.asdict(usual.position)
-    del state["packings"][0]["most"]
-    assert run(None, 3)[0] + run(2, 27, state)[0] == run(None, 30)[0]
 
 
 def test_rounds_are_smaller_only_where_contexts_are_long(monkeypatch):
@@ -318,25 +325,26 @@ def test_rounds_are_smaller_only_where_contexts_are_long(monkeypatch):
         monkeypatch.setattr(mix, name, value)
     monkeypatch.setattr(mix, "HELD_OUT_SEQUENCES", 16)
     for context in (4096, 1 << 17, 1 << 18):
-        assert mix.tokens_per_round(Packing(context, 1, most=9)) == mix.tokens_per_round(Packing(context, 1)) == 1 << 24
-        assert mix.tokens_per_round(Packing(context, 1, most=2), False) == 16 * context
+        for packing in (Packing(context, 1), Packing(context, 1, max_sequences=9)):
+            assert mix.tokens_per_round(packing) == 1 << 24
+        assert mix.tokens_per_round(Packing(context, 1, max_sequences=2), False) == 16 * context
     assert mix.tokens_per_round(Packing(10**7, 1)) == 64 * 10**7
     assert (
-        mix.tokens_per_round(Packing(10**7, 8, most=16))
-        == mix.tokens_per_round(Packing(10**7, 8, most=16), False)
+        mix.tokens_per_round(Packing(10**7, 8, max_sequences=16))
+        == mix.tokens_per_round(Packing(10**7, 8, max_sequences=16), False)
         == 16 * 10**7
     )
-    assert mix.tokens_per_round(Packing(10**7, 8, most=999)) == 256 * 10**7
+    assert mix.tokens_per_round(Packing(10**7, 8, max_sequences=999)) == 256 * 10**7
 
 
 def test_documents_of_different_shards_are_mixed_within_a_round():
     shards = [ListShard([[100 * i + j] * 2 for j in range(20)]) for i in range(2)]
-    order = make_stream(shards, 80, seed=0).next().ids[::2] // 100
+    order = make_stream(shards, 80, seed=0).next_sequence().ids[::2] // 100
     assert 10 < (np.diff(order) != 0).sum() < 30
 
 
 def pieces_with(lengths):
-    pieces = np.zeros(len(lengths), PIECE)
+    pieces = np.zeros(len(lengths), SEGMENT_DTYPE)
     pieces["length"] = lengths
     return pieces
 
@@ -358,7 +366,7 @@ def test_best_fit_takes_the_fullest_sequence_with_room(lengths):
 def test_groups_are_of_neighbours_in_area_and_shuffled(count, group, lead, seed):
     lead = lead % group
     areas = permutation(count, (9,)).astype(float)
-    order = group_alike(areas, group, lead, (seed,))
+    order = group_by_area(areas, group, lead, (seed,))
     assert sorted(order) == list(range(count))
     whole = areas[order[lead:]][: max(count - lead, 0) // group * group].reshape(-1, group)
     middle = count - whole.size
@@ -375,7 +383,7 @@ def test_grouping_balances_the_ranks_and_packing_fills_the_sequences():
     rng, context = np.random.default_rng(0), 1 << 17
     for median, sigma, count in [(8192, 1.0, 3000), (1 << 20, 1.0, 60)]:
         lengths = np.maximum(rng.lognormal(np.log(median), sigma, count).astype(np.int64), 1)
-        packed = PackedRound(cut(pieces_with(lengths), context), Packing(context, 8), (0,))
+        packed = PackedRound(split_long(pieces_with(lengths), context), Packing(context, 8), (0,))
         assert packed.num_tokens == lengths.sum() > 0.98 * len(packed) * context
         shuffled = packed.areas[permutation(len(packed), (1,))]
         assert imbalance(packed.areas, 8, 1) < 1.06 and imbalance(packed.areas, 8, 1) < imbalance(shuffled, 8, 1)
@@ -385,7 +393,7 @@ def test_grouping_balances_the_ranks_and_packing_fills_the_sequences():
 def test_a_hundred_thousand_documents_are_packed_in_well_below_a_second():
     lengths = np.maximum(np.random.default_rng(0).lognormal(6, 1, 100_000).astype(np.int64), 1)
     start = time.process_time()
-    PackedRound(cut(pieces_with(lengths), 2048), Packing(2048, 8), (0,))
+    PackedRound(split_long(pieces_with(lengths), 2048), Packing(2048, 8), (0,))
     assert time.process_time() - start < 1.5  # 0.3 on an idle machine
 
 
@@ -403,15 +411,15 @@ def test_sources_are_mixed_by_their_weights_and_begin_their_own_epochs(monkeypat
     monkeypatch.setattr(mix, "ROUND_SEQUENCES", 40)
     stream = mixed([1, 6, 3], [900, 300, 2000])
     for _ in range(6):
-        packed, counts, together = stream.round(), np.zeros(3), 0
-        while stream.round() is packed:
-            sequence = stream.next()
+        packed, counts, together = stream.current_round(), np.zeros(3), 0
+        while stream.current_round() is packed:
+            sequence = stream.next_sequence()
             assert (sequence.source_ids() == sequence.ids)[: sequence.length].all()
             counts += np.bincount(sequence.ids[: sequence.length], minlength=3)
             together += len(set(sequence.sources.tolist())) > 1
         np.testing.assert_allclose(counts / counts.sum(), [0.1, 0.6, 0.3], atol=0.01)
         assert together > 10
-    epochs = [cursor.epoch for cursor in stream.position.cursors]
+    epochs = [cursor.epoch for cursor in stream.position.sources]
     assert epochs[1] > 5 and epochs[0] == epochs[2] == 0
 
 
@@ -420,7 +428,7 @@ def test_a_mixture_continues_from_any_position():
     for _ in range(80):
         other = mixed([1, 2], [40, 30], context=16)
         other.seek(stream.position)
-        assert_same(stream.next(), other.next())
+        assert_same(stream.next_sequence(), other.next_sequence())
         assert stream.position == other.position
     assert stream.position.epoch > 0
 
@@ -442,7 +450,7 @@ def test_data_sources_are_read_each_in_its_way_and_told_apart(tmp_path):
     state = data.state_dict()
     opened_at(config).load_state_dict(json.loads(json.dumps(state)))
     other = dataclasses.replace(config, sources=[{**sources[0], "weight": 2}, sources[1]])
-    with pytest.raises(ConfigError, match="data.sources, .* are not those of the checkpoint"):
+    with pytest.raises(ConfigError, match="data.sources, .*checkpoint.*export the run"):
         opened_at(dataclasses.replace(other, text_field="body")).load_state_dict(state)
 
 

@@ -74,7 +74,7 @@ def test_standard_library_is_the_default():
 
 @pytest.mark.parametrize("piece_bytes", [7, 64, 1 << 20])
 def test_a_text_file_is_one_document_whatever_the_piece(tmp_path, monkeypatch, piece_bytes):
-    monkeypatch.setattr(read, "TEXT_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(read, "TEXT_CHUNK_BYTES", piece_bytes)
     text = "one line\r\nand another é\n\n" * 5 + "日本語🎉" * 20 + "\nlast"
     path = tmp_path / "book.txt"
     path.write_bytes(text.encode())
@@ -87,7 +87,7 @@ def test_cuts_fall_between_characters(tmp_path_factory, text, size):
     raw = text.encode()
     path = tmp_path_factory.mktemp("cut") / "a.txt"
     path.write_bytes(raw)
-    kept = read._cut_before(path, 0, min(size, len(raw)))
+    kept = read._find_cut(path, 0, min(size, len(raw)))
     assert 0 < kept <= size
     raw[:kept].decode()
 
@@ -172,7 +172,7 @@ def test_a_text_file_alone_gives_up_its_end(tmp_path_factory, text, fraction):
 
 def test_a_large_text_is_cut_after_newlines_and_only_its_end_is_an_end(tmp_path, monkeypatch):
     monkeypatch.setattr(read, "PART_BYTES", 200)
-    monkeypatch.setattr(read, "TEXT_PIECE_BYTES", 64)
+    monkeypatch.setattr(read, "TEXT_CHUNK_BYTES", 64)
     texts = {"a.txt": "small a", "b.txt": "".join(f"line {i}\n" for i in range(100)), "c.txt": "small c"}
     for name, text in texts.items():
         (tmp_path / name).write_text(text)

@@ -19,10 +19,10 @@ from rich.text import Text
 
 from ithaka import launch
 from ithaka.config import Config
-from ithaka.data.open import balance, check_data, data_facts, epoch_steps, open_data
-from ithaka.data.pack import IGNORE_INDEX
+from ithaka.data.open import check_data, data_facts, epoch_steps, measure_balance, open_data
 from ithaka.data.stream import TrainData
 from ithaka.data.tokenizer import Tokenizer, load_tokenizer
+from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.preflight.machine import model_shape
 from ithaka.report.html import Markup, render_page, render_table
 
@@ -77,7 +77,7 @@ def read_data(config: Config, limits: tuple[int, int, int]) -> DataView:
     read = "all of the data" if figures["complete"] else f"the first {figures['sequences']:,} sequences: about {share}"
     _, _, stop = facts.pop("trained", "").partition(";")
     facts["trained"] = f"{figures['trained_share']:.1%} of these tokens" + f";{stop}" * bool(stop)
-    del facts["starts with"]
+    del facts["first tokens"]
     facts["lengths"] = "of documents: median {median:,.0f} tokens, {shortest:,} to {longest:,}".format(
         **figures["lengths"]
     )
@@ -87,18 +87,18 @@ def read_data(config: Config, limits: tuple[int, int, int]) -> DataView:
 def count(data: TrainData) -> dict[str, Any]:
     """Figures of the first round; what is skipped, and from it the size of all the data, are those of its shards."""
     stream = data.stream
-    packed, taken = stream.round(), stream.documents
+    packed, taken = stream.current_round(), stream.documents
     dropped = stream.num_long if stream.long_documents == "drop" else 0
     kept = taken[taken["length"] <= stream.context] if dropped else taken
     trained = np.zeros(len(stream.sources), np.int64)
-    for sequence in map(stream.sequence, range(len(packed))):
+    for sequence in map(stream.get_sequence, range(len(packed))):
         trained += np.bincount(sequence.source_ids()[sequence.labels() != IGNORE_INDEX], minlength=len(trained))
     sources: list[dict[str, Any]] = []
     complete = True
     for i, source in enumerate(stream.sources):
-        lengths, seen = kept["length"][kept["source"] == i], list(source.seen.values())
+        lengths, seen = kept["length"][kept["source"] == i], list(source.shard_counts.values())
         read_tokens = sum(tokens for _, tokens, _ in seen)
-        read_bytes = sum(source.shards[index].num_bytes for index in source.seen)
+        read_bytes = sum(source.shards[index].num_bytes for index in source.shard_counts)
         own = {"files": len({part.file for shard in source.shards for part in shard.parts}), "documents": len(lengths)}
         own |= {"tokens": int(lengths.sum()), "trained_tokens": int(trained[i])}
         own |= {"estimated_tokens": round(read_tokens * source.num_bytes / max(read_bytes, 1))}
@@ -122,13 +122,13 @@ def count(data: TrainData) -> dict[str, Any]:
         "lengths": {"shortest": int(lengths.min()), "median": float(np.median(lengths)), "longest": int(lengths.max())},
         # By powers of two: documents of up to so many tokens, and more than half as many.
         "histogram": {2**power: int((powers == power).sum()) for power in range(powers.min(), powers.max() + 1)},
-        "balance": balance(data),
+        "balance": measure_balance(data),
         "sources": sources,
     }
 
 
 def show_sequence(data: TrainData, index: int, num_documents: int, num_tokens: int) -> tuple[str, list[Any]]:
-    sequence = data.stream.sequence(index)
+    sequence = data.stream.get_sequence(index)
     ids, trained = sequence.ids, sequence.labels() != IGNORE_INDEX
     edges = [*sequence.starts.tolist(), sequence.length]
 
@@ -143,7 +143,7 @@ def show_sequence(data: TrainData, index: int, num_documents: int, num_tokens: i
     if left := len(edges) - 1 - len(shown):
         shown.append((words(f"{left:,} more documents", edges[len(shown)], edges[-1]), []))
     count = len(edges) - 1
-    title = f"sequence {index + 1:,} of {len(data.stream.round()):,}, {count:,} document{'s' * (count > 1)}"
+    title = f"sequence {index + 1:,} of {len(data.stream.current_round()):,}, {count:,} document{'s' * (count > 1)}"
     return f"{words(title, 0, edges[-1])}, {len(ids) - edges[-1]:,} of padding", shown
 
 

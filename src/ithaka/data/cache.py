@@ -1,8 +1,8 @@
-"""Documents -> tokens, each once in a run: a file of tokens for each shard, written by one process, mapped by all.
+"""Tokenize each document once per run, into one file per shard that every rank of the node maps into memory.
 
-The files lie in the run directory and are removed after the run's last step. Their names are fingerprints of what was
-read (paths, sizes, times of change) and of the tokenizer: what has changed is tokenised anew. Times of change stand for
-content, because hashing it would mean reading everything before the first step.
+The files are in the run directory and are removed after the last step. Their names hash the tokenizer and the data
+files' paths, sizes and modification times, so changed data is tokenized again. Hashing contents instead would mean
+reading all the data before the first step.
 """
 
 import contextlib
@@ -20,69 +20,70 @@ from typing import BinaryIO
 import numpy as np
 
 from ithaka.config import ConfigError, input_error
-from ithaka.data.conversation import Document
 from ithaka.data.pack import Documents
 from ithaka.data.read import Shard
+from ithaka.data.records import Document
 from ithaka.data.tokenizer import Tokenizer
 from ithaka.exits import ExitCode, TransientError, is_transient
 
 CACHE_FORMAT = 4
-BATCH_CHARS = 1 << 23  # tokenised at once, on all cores
-WAIT_S = 600.0  # without a sign of life from the rank that tokenises
+BATCH_CHARS = 1 << 23  # tokenized at once, on all cores
+TIMEOUT_S = 600.0  # without any progress of the rank that tokenizes
 POLL_S = 0.02
 
 
 class TokenCache:
-    """Documents by shard. One process of a node `fills` it, also ahead of need; the others wait for its files."""
+    """The tokens of each shard. One process per node `fills` the cache; the others wait for its files."""
 
     def __init__(self, directory: Path, tokenizer: Tokenizer, fills: bool = True):
-        """`directory` is made when something is written."""
+        """`directory` is created with the first file."""
         self.directory, self.tokenizer, self.fills, self.closed = directory, tokenizer, fills, False
-        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._futures: dict[Path, Future[None]] = {}
         for stale in self.directory.glob("*.failed") if fills else ():
             stale.unlink(missing_ok=True)
 
     def prepare(self, shards: Iterable[Shard]) -> None:
-        """Have these tokenised in the background."""
+        """Tokenize these shards in the background."""
         for shard in shards if self.fills else ():
             path = self._path(shard)
             if path not in self._futures and not path.exists():
-                self._futures[path] = self._ahead.submit(self._write, shard, path)
+                self._futures[path] = self._executor.submit(self._write, shard, path)
 
     def load(self, shard: Shard) -> Documents:
-        """Waits until the shard is tokenised; raises what reading it raises."""
+        """Return the documents of a shard, once it is tokenized. Errors in the data are raised here, on all ranks."""
         path = self._path(shard)
         future = self._futures.pop(path, None)
         if not self.fills:
             self._wait(path, shard)
         elif future is None or future.cancel():
-            self._write(shard, path)  # now: in the background, others may come first
+            self._write(shard, path)  # not in the background, behind other shards
         else:
             future.result()
-        return _map(path)
+        return _map_file(path)
 
     def close(self, remove: bool = False) -> None:
         self.closed = True
-        self._ahead.shutdown(cancel_futures=True)
+        self._executor.shutdown(cancel_futures=True)
         if remove and self.fills:
             shutil.rmtree(self.directory, ignore_errors=True)
             with contextlib.suppress(OSError):
-                self.directory.parent.rmdir()  # a run that was refused has nothing else in it
+                self.directory.parent.rmdir()  # succeeds only if the run wrote nothing else
 
     def _wait(self, path: Path, shard: Shard) -> None:
-        life, since = 0, time.monotonic()
+        """Wait for another process to write `path`; raise its error if it fails."""
+        last_change, last_progress_s = 0, time.monotonic()
         while not path.exists():
             with contextlib.suppress(FileNotFoundError):
-                code, _, words = path.with_suffix(".failed").read_text().partition(" ")
-                raise TransientError(words) if int(code) == ExitCode.TRANSIENT else ConfigError(words)
+                code, _, message = path.with_suffix(".failed").read_text().partition(" ")
+                raise TransientError(message) if int(code) == ExitCode.TRANSIENT else ConfigError(message)
             with contextlib.suppress(FileNotFoundError):
-                if self.directory.stat().st_mtime_ns != life:
-                    life, since = self.directory.stat().st_mtime_ns, time.monotonic()
-            if self.closed or time.monotonic() - since > WAIT_S:
+                if (change := self.directory.stat().st_mtime_ns) != last_change:
+                    last_change, last_progress_s = change, time.monotonic()
+            if self.closed or time.monotonic() - last_progress_s > TIMEOUT_S:
                 raise TransientError(
-                    f"{shard.parts[0].file.path} was not tokenised: the first rank of this node wrote nothing to "
-                    f"{self.directory} for {WAIT_S:.0f} s; see its messages; all ranks must see this directory"
+                    f"{shard.parts[0].file.path} was not tokenized: rank 0 of this node wrote nothing to "
+                    f"{self.directory} for {TIMEOUT_S:.0f} s; check its log, and that all ranks see this directory"
                 )
             time.sleep(POLL_S)
 
@@ -100,35 +101,36 @@ class TokenCache:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             with part.open("wb") as file:
-                self._tokenise(shard, file)
+                self._write_tokens(shard, file)
             part.replace(path)
         except Exception as error:
             with contextlib.suppress(OSError):
                 part.unlink()
             if isinstance(error, OSError):
-                words = (
-                    f"{shard.parts[0].file.path} cannot be read, or its tokens cannot be written ({error}); put the "
-                    "file back, make room, or give another train.run_dir"
+                message = (
+                    f"{shard.parts[0].file.path} cannot be read, or its tokens cannot be written ({error}); restore "
+                    "the file, free disk space, or set another train.run_dir"
                 )
-                # It was there when the run listed its data: if it is gone for good, the next start says so.
-                gone = isinstance(error, FileNotFoundError)
-                error = TransientError(words) if gone else input_error(words, error)
+                # A missing file existed when the run started. If it is gone for good, the restart reports that.
+                is_missing = isinstance(error, FileNotFoundError)
+                error = TransientError(message) if is_missing else input_error(message, error)
             code = ExitCode.TRANSIENT if is_transient(error) else ExitCode.WRONG_INPUT
             with contextlib.suppress(OSError):
                 part.write_text(f"{code} {error}")
                 part.replace(path.with_suffix(".failed"))
             raise error
 
-    def _tokenise(self, shard: Shard, file: BinaryIO) -> None:
-        """tokens int32 [n], lengths int64 [documents], the skipped as JSON, then its bytes and the documents, int64."""
+    def _write_tokens(self, shard: Shard, file: BinaryIO) -> None:
+        """Write tokens int32 [n], lengths int64 [documents], skipped documents by reason as JSON, then the size of that
+        JSON and the number of documents as int64."""
         lengths, skipped = [], Counter[str]()
-        for tokens, starts, reason in tokenize(shard, self.tokenizer):
-            os.utime(self.directory)  # the sign of life that other ranks look for
-            if reason:
-                skipped[reason] += 1
+        for tokens, is_start, skip_reason in tokenize(shard, self.tokenizer):
+            os.utime(self.directory)  # shows the waiting ranks that there is progress
+            if skip_reason:
+                skipped[skip_reason] += 1
                 continue
             file.write(tokens.tobytes())
-            lengths += [0] if starts else []
+            lengths += [0] if is_start else []
             lengths[-1] += len(tokens)
         reasons = json.dumps(skipped).encode()
         file.write(np.asarray(lengths, np.int64).tobytes() + reasons)
@@ -136,23 +138,26 @@ class TokenCache:
 
 
 def tokenize(shard: Shard, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, bool, str]]:
-    """Each document, or part of one: tokens as in Documents, whether they start it, and why to leave it out, or ""."""
-    prefix = np.asarray(tokenizer.document_prefix, np.int32)
-    suffix = np.asarray([] if tokenizer.eos_id is None else [tokenizer.eos_id], np.int32)
-    suffix = suffix if shard.reading.train_on_eos else ~suffix
-    for documents in _batches(shard.documents(tokenizer)):
+    """Yield documents, long texts in parts: the tokens (see Documents), whether they start a document, and the reason
+    to skip it, or ""."""
+    bos = np.asarray(tokenizer.document_prefix, np.int32)
+    eos = np.asarray([] if tokenizer.eos_id is None else [tokenizer.eos_id], np.int32)
+    eos = eos if shard.reading.train_on_eos else ~eos
+    none = np.empty(0, np.int32)
+    for documents in _batch_documents(shard.documents(tokenizer)):
         encoded = tokenizer.encode_batch([each.text for each in documents], [each.trained for each in documents])
         for document, ids in zip(documents, encoded, strict=True):
             ids = ids if document.ids is None else document.ids
-            before, after = (each[: len(each) * document.framed] for each in (prefix, suffix))
-            tokens = np.concatenate([before[: len(before) * document.first], ids, after[: len(after) * document.last]])
-            reason = document.skipped
-            if not reason and document.first and document.last:
+            prefix = bos if document.add_bos_eos and document.is_start else none
+            suffix = eos if document.add_bos_eos and document.is_end else none
+            tokens = np.concatenate([prefix, ids, suffix])
+            reason = document.skip_reason
+            if not reason and document.is_start and document.is_end:
                 reason = "empty" if not len(ids) else "" if (tokens[1:] >= 0).any() else "with nothing to train"
-            yield tokens, document.first, reason
+            yield tokens, document.is_start, reason
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+def _batch_documents(documents: Iterable[Document]) -> Iterator[list[Document]]:
     batch, num_chars = [], 0
     for document in documents:
         batch.append(document)
@@ -163,7 +168,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     yield batch
 
 
-def _map(path: Path) -> Documents:
+def _map_file(path: Path) -> Documents:
     end = path.stat().st_size - 16
     num_bytes, num_documents = (int(n) for n in np.fromfile(path, np.int64, 2, offset=end))
     num_tokens = (end - num_bytes - 8 * num_documents) // 4

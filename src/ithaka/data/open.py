@@ -1,4 +1,4 @@
-"""A configuration -> its data: checked before anything starts, opened on every rank, described before step 1."""
+"""Open the data of a configuration: check it before a run starts, open it on each rank, describe it before step 1."""
 
 import functools
 import itertools
@@ -6,18 +6,31 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from ithaka.config import ConfigError, DataConfig, SourceConfig
 from ithaka.data.cache import TokenCache, tokenize
-from ithaka.data.files import find_files
-from ithaka.data.mix import Cursor, SequenceStream, Source
+from ithaka.data.files import DataFiles, find_files
+from ithaka.data.mix import SequenceStream, Source, SourcePosition
 from ithaka.data.pack import Split, imbalance, permutation
 from ithaka.data.read import Shard, make_shards
 from ithaka.data.stream import TrainData
 from ithaka.data.tokenizer import Tokenizer, load_tokenizer
 
-PROBE_TEXTS = 10_000
-SHOWN_TOKENS = 64
+PROBED_DOCUMENTS = 10_000
+SAMPLE_TOKENS = 64
+
+
+class NamedSource(NamedTuple):
+    setting: str  # of its path, such as data.sources[0].path
+    name: str  # in the log, as short as is unique
+    config: SourceConfig
+
+
+class DataShards(NamedTuple):
+    train: list[list[Shard]]  # of each source
+    held_out: list[list[Shard]] | None
+    facts: dict[str, str]  # a description of the data, by topic
 
 
 def open_data(
@@ -25,193 +38,214 @@ def open_data(
     batch: int = 1, accumulate: int = 1, steps: int | None = None, validate_sequences: int | None = None,
     cache_dir: Path, fills_cache: bool = True,
 ) -> TrainData:  # fmt: skip
-    """The training data of one data-parallel rank: `batch` sequences of `data.context` tokens a call, `accumulate`
-    calls a step.
+    """Open the data of one data-parallel rank: `batch` sequences of `data.context` tokens per call, `accumulate` calls
+    per step.
 
-    Every rank of a cp group passes the same dp_rank. `steps` to come and `validate_sequences` (None: unknown) bound
-    what is tokenized at once. `cache_dir` holds the tokens; one rank of each node writes them (`fills_cache`).
+    All ranks of a cp group pass the same dp_rank. The remaining `steps` and `validate_sequences` (None: unknown) limit
+    how much is tokenized at once. `cache_dir` holds the tokens; one rank per node writes them (`fills_cache`).
     """
     cache = TokenCache(cache_dir, tokenizer, fills_cache)
-    train, held_out, about = _shards(data)
-    named = [(name, source.weight) for _, name, source in _named(data)]
-    sources = [Source(*named[i], shards, cache, (seed, i)) for i, shards in enumerate(train)]
-    opened = functools.partial(
+    shards = _find_shards(data)
+    named = [(source.name, source.config.weight) for source in _name_sources(data)]
+    sources = [Source(*named[i], each, cache, (seed, i)) for i, each in enumerate(shards.train)]
+    make_stream = functools.partial(
         SequenceStream, context=data.context, pad_id=tokenizer.pad_id, long_documents=data.long_documents,
-        together=data.documents == "together",
+        documents_together=data.documents == "together",
     )  # fmt: skip
     group = batch * dp_size * accumulate
-    stream = opened(sources, group=group, needed=None if steps is None else steps * group)
+    stream = make_stream(sources, group=group, needed=None if steps is None else steps * group)
     validation = None
-    if held_out is not None:
-        unshuffled = [Source(*named[i], shards, cache, None) for i, shards in enumerate(held_out)]
-        validation = opened(unshuffled, needed=validate_sequences)
-    return TrainData(stream, validation, about, rank=dp_rank, size=dp_size, batch=batch)
+    if shards.held_out is not None:
+        unshuffled = [Source(*named[i], each, cache, None) for i, each in enumerate(shards.held_out)]
+        validation = make_stream(unshuffled, needed=validate_sequences)
+    return TrainData(stream, validation, shards.facts, dp_rank=dp_rank, dp_size=dp_size, batch=batch)
 
 
 def check_data(data: DataConfig, vocab_size: int, model_path: Path | None = None) -> int:
-    """Raise ConfigError for data that cannot be trained on, reading little of it. Returns its bytes, held-out ones
-    included.
+    """Raise ConfigError if the data cannot be trained on. Return its size in bytes, held-out data included.
 
-    For use before any process starts. What it cannot see (a bad line far into a file) raises when it is read.
+    Runs before any process starts and reads little. Other errors, such as a bad line far into a file, are raised when
+    training reads it.
     """
     tokenizer = load_tokenizer(data.tokenizer, model_path, data.chat_template)
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
-            f"the tokenizer's vocabulary of {tokenizer.vocab_size} exceeds model vocab_size={vocab_size}; "
-            "use the model's own tokenizer (data.tokenizer); if it is that one with tokens added, "
+            f"the tokenizer's vocabulary of {tokenizer.vocab_size} exceeds model vocab_size={vocab_size}; set "
+            "data.tokenizer to the model's own tokenizer or, if this is that tokenizer with added tokens, set "
             "model.resize_embeddings=true"
         )
-    train, held_out, about = _shards(data)
-    hold_none_out = ", or data.validation_fraction=0" if data.validation_path is None and held_out is not None else ""
-    paths = [f"{field}={source.path}" for field, _, source in _named(data)]
+    train, held_out, facts = _find_shards(data)
+    splits = data.validation_path is None and held_out is not None
+    paths = [f"{source.setting}={source.config.path}" for source in _name_sources(data)]
     for path, shards in zip(paths, train, strict=True):
-        if_empty = f"{path} holds no text to train on; give a path with more documents{hold_none_out}"
-        _probe(shards, tokenizer, if_empty)
+        fix = "add documents, or use another path" + ", or set data.validation_fraction=0" * splits
+        _check_has_text(shards, tokenizer, f"{path} has no text to train on; {fix}")
     if sum(shard.num_bytes for shards in train for shard in shards) < data.context:
-        tokenised = (each for shards in train for shard in shards for each in tokenize(shard, tokenizer))
-        num_tokens = sum(len(tokens) for tokens, _, reason in tokenised if not reason)
+        documents = itertools.chain(*(tokenize(shard, tokenizer) for shards in train for shard in shards))
+        num_tokens = sum(len(tokens) for tokens, _, skip_reason in documents if not skip_reason)
         if num_tokens < data.context:
             raise ConfigError(
-                f"{' and '.join(paths)} holds {num_tokens} tokens to train on, too few for one sequence of "
-                f"data.context={data.context}; give more text, or a shorter data.context"
+                f"{' and '.join(paths)} has {num_tokens} tokens to train on, too few for one sequence of "
+                f"data.context={data.context}; add data, or use a shorter data.context"
             )
     for shards in held_out or ():
-        way_out = "raise it, or set it to 0" if data.validation_path is None else "give other data"
-        _probe(shards, tokenizer, f"{about['validation']} holds no text to validate on; {way_out}")
+        fix = "increase it, or set it to 0" if data.validation_path is None else "use other data"
+        _check_has_text(shards, tokenizer, f"{facts['validation']} has no text to validate on; {fix}")
     return sum(shard.num_bytes for shards in (*train, *(held_out or ())) for shard in shards)
 
 
-def _named(data: DataConfig) -> list[tuple[str, str, SourceConfig]]:
-    """Each source with the field of its path, and its name in the log: as short as tells it from the others."""
-    sources = data.all_sources()
-    fields = [f"data.sources[{i}].path" if data.sources else "data.path" for i in range(len(sources))]
-    paths = [source.path or Path("Python's standard library") for source in sources]
-    names, full, depth = [path.stem for path in paths], [path.absolute() for path in paths], 0
-    while len(set(names)) < len(set(full)):  # from the end: the same for relative and absolute paths
-        depth += 1
-        names = ["/".join(path.parts[-depth:]) for path in full]
-    return list(zip(fields, names, sources, strict=True))
+def _name_sources(data: DataConfig) -> list[NamedSource]:
+    configs = data.all_sources()
+    settings = [f"data.sources[{i}].path" if data.sources else "data.path" for i in range(len(configs))]
+    paths = [config.path or Path("Python's standard library") for config in configs]
+    names, absolute, depth = [path.stem for path in paths], [path.absolute() for path in paths], 0
+    while len(set(names)) < len(set(absolute)):
+        depth += 1  # counted from the end, so that relative and absolute paths get the same name
+        names = ["/".join(path.parts[-depth:]) for path in absolute]
+    return [NamedSource(*each) for each in zip(settings, names, configs, strict=True)]
 
 
-def _shards(data: DataConfig) -> tuple[list[list[Shard]], list[list[Shard]] | None, dict[str, str]]:
-    """Of each source, shards to train on and shards held out (None where nothing is), and in words what was found."""
+def _find_shards(data: DataConfig) -> DataShards:
+    """Find the shards of each source, and those held out for validation."""
     fraction = data.validation_fraction
     train: list[list[Shard]] = []
     held_out: list[list[Shard]] = []
-    about: dict[str, str] = {}
+    facts: dict[str, str] = {}
     validation = f"data.validation_path={data.validation_path}"
-    for field, name, source in _named(data):
-        found, split = find_files(source.path, field), None
+    for source in _name_sources(data):
+        path, split = source.config.path, None
+        found = find_files(path, source.setting)
         if data.validation_path is None and not fraction:
             validation = "none, data.validation_fraction=0"
         elif data.validation_path is None and found.validation:
-            held_out.append(make_shards(found.validation, source))
-            validation = f"the split {found.validation[0].split} of {field}={source.path}"
+            held_out.append(make_shards(found.validation, source.config))
+            validation = f"the split {found.validation[0].split} of {source.setting}={path}"
         elif data.validation_path is None:
             split = Split(fraction, held_out=False)
-            held_out.append(make_shards(found.files, source, Split(fraction, held_out=True)))
-            whole = f"{field}={source.path}" if source.path else "Python's standard library"
-            validation = f"data.validation_fraction={fraction} of {'each source' if data.sources else whole}"
-        train.append(make_shards(found.files, source, split))
-        kinds = ", ".join(sorted({file.kind for file in found.files}))
-        num_bytes, num_files = sum(shard.num_bytes for shard in train[-1]), len(found.files)
-        about[name] = f"{num_files:,} file{'s' * (num_files != 1)} ({kinds}), {num_bytes / 1e6:,.1f} MB"
-        if found.left_out:
-            more = ", ..." if len(found.left_out) > 3 else ""
-            left_out = f"{len(found.left_out):,} files: {', '.join(found.left_out[:3])}{more}"
-            about[f"left out of {name}" if data.sources else "left out"] = left_out
+            held_out.append(make_shards(found.files, source.config, Split(fraction, held_out=True)))
+            origin = f"{source.setting}={path}" if path else "Python's standard library"
+            validation = f"data.validation_fraction={fraction} of {'each source' if data.sources else origin}"
+        train.append(make_shards(found.files, source.config, split))
+        facts[source.name] = _describe_files(found, train[-1])
+        if found.ignored:
+            examples = ", ".join(found.ignored[:3]) + ", ..." * (len(found.ignored) > 3)
+            topic = f"left out of {source.name}" if data.sources else "left out"
+            facts[topic] = f"{len(found.ignored):,} files: {examples}"
     if data.validation_path is not None:
         held_out = [make_shards(find_files(data.validation_path, "data.validation_path").files, data)]
-    return train, held_out or None, {**about, "validation": validation}
+    return DataShards(train, held_out or None, {**facts, "validation": validation})
 
 
-def _probe(shards: Sequence[Shard], tokenizer: Tokenizer, if_empty: str) -> None:
-    """Raise what reading the first shard with text raises, or ConfigError(if_empty) where there is none."""
+def _describe_files(found: DataFiles, shards: Sequence[Shard]) -> str:
+    kinds = ", ".join(sorted({file.kind for file in found.files}))
+    num_bytes, num_files = sum(shard.num_bytes for shard in shards), len(found.files)
+    return f"{num_files:,} file{'s' * (num_files != 1)} ({kinds}), {num_bytes / 1e6:,.1f} MB"
+
+
+def _check_has_text(shards: Sequence[Shard], tokenizer: Tokenizer, message: str) -> None:
+    """Raise ConfigError(message) if no shard has text. Errors in the first shard with text are raised too."""
     skipped = Counter[str]()
     for shard in shards:
-        documents = list(itertools.islice(shard.documents(tokenizer), PROBE_TEXTS))
+        documents = list(itertools.islice(shard.documents(tokenizer), PROBED_DOCUMENTS))
         if any(each.ids is not None or (each.text and each.trained != []) for each in documents):
             return
-        skipped.update(each.skipped or ("with nothing to train" if each.text else "empty") for each in documents)
-    raise ConfigError(f"{if_empty} (skipped: {_counted(skipped)})" if skipped else if_empty)
+        skipped.update(each.skip_reason or ("with nothing to train" if each.text else "empty") for each in documents)
+    raise ConfigError(f"{message} (skipped: {_format_counts(skipped)})" if skipped else message)
 
 
-def _counted(skipped: Counter[str]) -> str:
+def _format_counts(skipped: Counter[str]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in skipped.most_common())
 
 
-def balance(opened: TrainData) -> dict[str, float] | None:
-    """Of the first round: attention of the data-parallel ranks, largest over mean. None: there is one rank, or
-    documents are together, so that all sequences are alike."""
-    packed = opened.stream.round()
-    areas = packed.areas[packed.packing.lead :]
-    orders = {"grouped": areas, "not_grouped": areas[permutation(len(areas), (0,))]}
-    found = {name: imbalance(order, opened.size, opened.batch) for name, order in orders.items()}
-    return {"ranks": opened.size, **found} if opened.size > 1 and not opened.stream.together else None
+def measure_balance(data: TrainData) -> dict[str, float] | None:
+    """Return the imbalance of attention between data-parallel ranks in the first round, with and without grouping.
+
+    None if there is one rank, or if documents are together, so that all sequences are alike.
+    """
+    if data.dp_size == 1 or data.stream.documents_together:
+        return None
+    packed = data.stream.current_round()
+    areas = packed.areas[packed.packing.num_leading :]
+    shuffled = areas[permutation(len(areas), (0,))]
+    figures = {"grouped": areas, "not_grouped": shuffled}
+    return {"ranks": data.dp_size} | {name: imbalance(each, data.dp_size, data.batch) for name, each in figures.items()}
 
 
-def _amount(source: Source, stream: SequenceStream) -> tuple[int, int, str]:
-    """Documents and tokens of a source, and "about " unless all of it was read."""
-    if not source.seen:
-        source.take(Cursor(), 1, stream.context, goes_on=False)
-    counts = list(source.seen.values())
-    part = sum(source.shards[i].num_bytes for i in source.seen) / source.num_bytes
-    documents, tokens = round(sum(each[0] for each in counts) / part), round(sum(each[1] for each in counts) / part)
+def _estimate_size(source: Source, stream: SequenceStream) -> tuple[int, int, str]:
+    """Return the documents and tokens of a source, and "about " unless all of it was read."""
+    if not source.shard_counts:
+        source.take_documents(SourcePosition(), 1, stream.context, wrap=False)
+    counts = list(source.shard_counts.values())
+    fraction_read = sum(source.shards[i].num_bytes for i in source.shard_counts) / source.num_bytes
+    documents = round(sum(each.documents for each in counts) / fraction_read)
+    tokens = round(sum(each.tokens for each in counts) / fraction_read)
     return documents, tokens, "" if len(counts) == len(source.shards) else "about "
 
 
-def epoch_steps(opened: TrainData, epochs: float, global_batch: int) -> int:
-    """Optimizer steps of so many passes over the data, by its sequences with a label; an estimate if the data is larger
-    than a round."""
-    packed = opened.stream.round()
-    tokens = sum(_amount(source, opened.stream)[1] for source in opened.stream.sources)
-    sequences = tokens / (opened.stream.read_tokens / len(packed))
+def epoch_steps(data: TrainData, epochs: float, global_batch: int) -> int:
+    """Return the optimizer steps of this many epochs; an estimate if the data is larger than a round."""
+    packed = data.stream.current_round()
+    tokens = sum(_estimate_size(source, data.stream)[1] for source in data.stream.sources)
+    sequences = tokens / (data.stream.read_tokens / len(packed))
     return max(1, math.ceil(epochs * sequences / global_batch - 1e-6))
 
 
-def data_facts(opened: TrainData, num_sequences: int) -> dict[str, str]:
-    """What a run of `num_sequences` will train on, in words, by topic. For one rank, before the first step.
+def data_facts(data: TrainData, num_sequences: int) -> dict[str, str]:
+    """Describe what a run of `num_sequences` trains on, by topic. Call it on one rank, before the first step.
 
-    Counts the first round to be trained on, which must be tokenised anyway; small data is one round.
+    Figures are from the first round, which must be tokenized anyway; small data is one round.
     """
-    stream, about = opened.stream, dict(opened.about)
-    packed = stream.round()
-    sequence_tokens = stream.read_tokens / len(packed)  # read for each sequence that is trained on
-    facts: dict[str, str] = {}
-    epochs, skipped = [], Counter[str]()
-    for source in stream.sources:
-        documents, tokens, guess = _amount(source, stream)
-        share = source.weight / sum(each.weight for each in stream.sources)
-        epochs.append(f"{guess}{num_sequences * sequence_tokens * share / tokens:.3g}")
-        words = f"{about.pop(source.name)}, {guess}{documents:,} documents, {tokens:,} tokens"
-        if len(stream.sources) == 1:
-            exactly = "" if tokens == stream.read_tokens else "about "
-            facts["data"] = f"{words}, {exactly}{round(tokens / sequence_tokens):,} sequences"
-        else:
-            facts[f"source {source.name}"] = f"{share:.1%} of the tokens; {words}"
-            epochs[-1] += f" of {source.name}"
-        for _, _, reasons in source.seen.values():
-            skipped.update(reasons)
-    facts["epochs"] = f"{', '.join(epochs)} ({num_sequences:,} sequences in all)"
+    stream = data.stream
+    packed = stream.current_round()
+    facts, other_facts = _describe_sources(data, num_sequences)
     facts["packing"] = f"{packed.num_tokens / len(packed) / stream.context:.1%} of each sequence filled"
     if stream.num_long:
-        what = {"split": "split", "drop": "dropped"}[stream.long_documents]
-        facts["packing"] += f"; {stream.num_long:,} documents longer than data.context {what}"
+        action = {"split": "split", "drop": "dropped"}[stream.long_documents]
+        facts["packing"] += f"; {stream.num_long:,} documents longer than data.context {action}"
     if stream.num_left_out:
-        of = f"{stream.num_left_out:,} of {stream.num_left_out + len(packed):,} sequences"
-        facts["unlabelled"] = f"{of} have no token to train and are left out"
-    if balanced := balance(opened):
-        words = "attention of {ranks} ranks, largest over mean: {grouped:.3f}; {not_grouped:.3f} if sequences were not "
-        facts["balance"] = f"{words.format(**balanced)}grouped, over {len(packed):,} of them"
+        total = stream.num_left_out + len(packed)
+        facts["unlabelled"] = f"left out {stream.num_left_out:,} of {total:,} sequences: no token to train on"
+    if balance := measure_balance(data):
+        facts["balance"] = (
+            "attention of {ranks} ranks, largest over mean: {grouped:.3f} ({not_grouped:.3f} without grouping)".format(
+                **balance
+            )
+            + f", over {len(packed):,} sequences"
+        )
+    skipped = Counter[str]()
+    for source in stream.sources:
+        for counts in source.shard_counts.values():
+            skipped.update(counts.skipped)
     if skipped:
-        facts["skipped"] = f"{skipped.total():,} documents: {_counted(skipped)}"
-    first = stream.sequence(stream.position.packings[-1].done)
-    tokenizer, trained = opened.cache.tokenizer, first.tokens[: first.length] >= 0
-    if not trained.all():
-        facts["trained"] = f"{trained.mean():.1%} of the first sequence"
+        facts["skipped"] = f"{skipped.total():,} documents: {_format_counts(skipped)}"
+    first, tokenizer = stream.get_sequence(stream.position.packings[-1].done), data.cache.tokenizer
+    is_trained = first.tokens[: first.length] >= 0
+    if not is_trained.all():
+        facts["trained"] = f"{is_trained.mean():.1%} of the first sequence"
         if tokenizer.hf.chat_template:
-            none = "no special token, so the model does not learn to stop: give a data.chat_template that has one"
-            facts["trained"] += f"; an assistant's turn ends with {tokenizer.chat.stop or none}"
-    text = tokenizer.decode(first.ids[: min(first.length, SHOWN_TOKENS)])
-    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-    return {**facts, **about, "starts with": shown}
+            none = "no special token, so the model does not learn to stop; set a data.chat_template that has one"
+            facts["trained"] += f"; an assistant's turn ends with {tokenizer.chat.stop_token or none}"
+    text = tokenizer.decode(first.ids[: min(first.length, SAMPLE_TOKENS)])
+    sample = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return {**facts, **other_facts, "first tokens": sample}
+
+
+def _describe_sources(data: TrainData, num_sequences: int) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the size of each source and the epochs of the run; and the rest of data.facts."""
+    stream, file_facts = data.stream, dict(data.facts)
+    sequence_tokens = stream.read_tokens / len(stream.current_round())  # read per sequence that is trained on
+    facts: dict[str, str] = {}
+    epochs = []
+    for source in stream.sources:
+        documents, tokens, about = _estimate_size(source, stream)
+        share = source.weight / sum(each.weight for each in stream.sources)
+        epochs.append(f"{about}{num_sequences * sequence_tokens * share / tokens:.3g}")
+        size = f"{file_facts.pop(source.name)}, {about}{documents:,} documents, {tokens:,} tokens"
+        if len(stream.sources) == 1:
+            about = "" if tokens == stream.read_tokens else "about "
+            facts["data"] = f"{size}, {about}{round(tokens / sequence_tokens):,} sequences"
+        else:
+            facts[f"source {source.name}"] = f"{share:.1%} of the tokens; {size}"
+            epochs[-1] += f" of {source.name}"
+    facts["epochs"] = f"{', '.join(epochs)} ({num_sequences:,} sequences in total)"
+    return facts, file_facts

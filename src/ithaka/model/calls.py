@@ -250,8 +250,8 @@ def mark_replaced_parameters(model: nn.Module) -> None:
 def _check_optimizer(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
     if any(hasattr(param, "replaced_by_shards") for group in optimizer.param_groups for param in group["params"]):
         raise ConfigError(
-            f"the {type(optimizer).__name__} was made before parallelize, with parameters that the model no longer uses; "
-            "make it from model.parameters() after parallelize"
+            f"the {type(optimizer).__name__} was made before parallelize, with parameters that the model no longer uses"
+            "; make it from model.parameters() after parallelize"
         )
     # Fused and foreach steps do not increment the version of sharded parameters.
     params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
