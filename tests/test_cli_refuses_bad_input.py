@@ -232,7 +232,7 @@ def test_a_model_directory_without_safetensors_does_not_train_from_scratch(folde
     write_model(folder / "model")
     if pickled:
         (folder / "model" / "pytorch_model.bin").write_bytes(b"")
-    words = ["model.path=model has", "pytorch_model.bin" if pickled else "no weights", "give model/config.json"]
+    words = ["model.path=model has", "pytorch_model.bin" if pickled else "no weights", "model/config.json"]
     for options in ([], ["--evaluate-only"]):
         arguments = ["train", "--set", "model.path=model", "--set", "data.tokenizer=bytes", *options]
         refused(folder, started, arguments, words)
@@ -349,7 +349,7 @@ def test_a_new_run_writes_down_how_long_its_schedule_is(folder, started, sets, e
         ("train.seed=6", ["train.seed=6 is not the run's 5", "leave it out"]),
         ("train.run_dir=other", ["train.run_dir", "--resume run", "leave it out"]),
         ("train.steps=5", ["train.steps=5", "--set train.steps=10"]),
-        ("model.embedded=base", ["model.embedded=base has another shape", "new run"]),
+        ("model.embedded=base", ["model.embedded=base", "shape", "new run"]),
     ],
 )
 def test_what_a_run_cannot_go_on_with_is_refused(run_dir, started, change, words):
@@ -432,7 +432,7 @@ def test_a_run_directory_that_cannot_be_followed_is_refused(folder, started, pat
     (folder / "dangling").symlink_to("nowhere")
     (folder / "file").touch()
     words = [f"--resume {path}"] if option == ["--resume"] else [f"train.run_dir={path}", reason]
-    refused(folder, started, ["train", *option, path], [*words, "; give "])
+    refused(folder, started, ["train", *option, path], [*words, "; "])
 
 
 @pytest.mark.parametrize("times, ended", [(1, ExitCode.DONE), (2, ExitCode.TRANSIENT)])
