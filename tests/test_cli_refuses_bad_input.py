@@ -349,7 +349,7 @@ def test_a_new_run_writes_down_how_long_its_schedule_is(folder, started, sets, e
         ("train.seed=6", ["train.seed=6 is not the run's 5", "leave it out"]),
         ("train.run_dir=other", ["train.run_dir", "--resume run", "leave it out"]),
         ("train.steps=5", ["train.steps=5", "--set train.steps=10"]),
-        ("model.embedded=base", ["model.embedded=base", "shape", "new run"]),
+        ("model.embedded=base", ["model.embedded=base", "new run"]),
     ],
 )
 def test_what_a_run_cannot_go_on_with_is_refused(run_dir, started, change, words):
