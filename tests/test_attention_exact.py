@@ -102,7 +102,7 @@ def test_members_of_a_ring_together_are_the_whole(fa4, kernel, mask, starts, mon
     _, (out, lse, dq, dk, dv) = both(q, k, v, dout, docs=starts, **mask)
     monkeypatch.setattr(rounds, "ROUND_TOKENS", 20)
     whole = deals.deal_tokens(starts, 2, 4)
-    monkeypatch.setattr(deals, "LONG", (0.0,))
+    monkeypatch.setattr(deals, "CUT_THRESHOLDS", (0.0,))
     for deal in (whole, deals.deal_tokens(starts, 3, 1), deals.contiguous_deal(96, 4)):
         sums = (torch.zeros_like(k), torch.zeros_like(v))
         for member, runs in enumerate(deal.members):

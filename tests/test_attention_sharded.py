@@ -147,7 +147,7 @@ def test_batches_of_more_keys_than_queries(ranks, ranges):
     [
         ({"causal": True}, "causal .*64 queries and 96 keys; .*ranges"),
         ({"ranges": [(0, 64, 0, 96)], "docs": (0, 64)}, "docs .*ranges; .*ranges"),
-        ({"ranges": [(0, 64, 90, 97)]}, r"\(0, 64, 90, 97\) is empty or too far; .* keys within \[0, 96\)"),
+        ({"ranges": [(0, 64, 90, 97)]}, r"\(0, 64, 90, 97\) .*; .* keys within \[0, 96\)"),
         ({"ranges": [(0, 9, 0, 9), (8, 10, 8, 9)]}, r"\(0, 9, 0, 9\) and \(8, 10, 8, 9\) overlap"),
     ],
 )
