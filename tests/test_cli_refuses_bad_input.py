@@ -438,9 +438,9 @@ def test_a_run_directory_that_cannot_be_followed_is_refused(folder, started, pat
 @pytest.mark.parametrize("times, ended", [(1, ExitCode.DONE), (2, ExitCode.TRANSIENT)])
 def test_a_transient_fault_before_the_ranks_start_is_restarted(folder, started, monkeypatch, times, ended):
     """Raw, as the file system raises it; without restarts left, one line says it and nothing is written."""
-    faults, head = [OSError(errno.ESTALE, "Stale file handle", "text.txt")] * times, files._head
+    faults, head = [OSError(errno.ESTALE, "Stale file handle", "text.txt")] * times, files._read_head
     (folder / "text.txt").write_text(TEXT * 100)
-    monkeypatch.setattr(files, "_head", lambda path: raise_first(faults) or head(path))
+    monkeypatch.setattr(files, "_read_head", lambda path: raise_first(faults) or head(path))
     monkeypatch.setattr(launch, "RETRY_S", 0.0)
     result = CliRunner().invoke(app, ["train", "--set", "data.path=text.txt", "--max-restarts", "1"])
     assert (result.exit_code, len(started)) == (ended, times % 2), result.output

@@ -116,7 +116,7 @@ def test_storage_that_fails_in_a_step_is_transient(tmp_path, monkeypatch, capsys
     config = tiny_run(tmp_path, train={"validate_every": 0, "validate_sequences": 0})
     checked, train_step, steps = valid(config), trainer_module.train_step, []
     with monkeypatch.context() as patch:
-        patch.setattr(read, "_bytes", failing(number))
+        patch.setattr(read, "_read_bytes", failing(number))
         assert launch.run_ranks(loop.train, (checked,), 1) == ExitCode.TRANSIENT  # before step 1
     said = capsys.readouterr().err
     assert said.startswith("TransientError: ") and f"{config.data.path}/" in said and os.strerror(number) in said
@@ -140,7 +140,7 @@ def test_every_rank_of_a_node_raises_what_the_tokenising_one_does(tmp_path, monk
     text.write_text("some text")
     [shard] = read.make_shards(files.find_files(text).files, load_config().data)
     caches = [TokenCache(tmp_path / "tokens", ByteTokenizer(), fills) for fills in (True, False)]
-    monkeypatch.setattr(read, "_bytes", failing(number))
+    monkeypatch.setattr(read, "_read_bytes", failing(number))
     for cache in caches:
         with pytest.raises(kind, match=re.escape(os.strerror(number))) as caught:
             cache.load(shard)

@@ -21,7 +21,7 @@ from ithaka.preflight.machine import detect_machine, model_shape, plan_run, weak
 from ithaka.preflight.memory import certain_needs, check_fits, store_host_bytes
 from ithaka.preflight.ranks import check_ranks_agree
 from ithaka.preflight.run import Run
-from ithaka.train import loop
+from ithaka.train import facts
 
 pytestmark = pytest.mark.usefixtures("plans_once")
 
@@ -119,7 +119,7 @@ def test_training_accepts_a_planned_yaml_file(tmp_path, context):
 ])  # fmt: skip
 def test_training_is_planned_with_the_kernel_that_will_run(tmp_path, monkeypatch, asked, installed, kernel):
     """And says so. FlashAttention 4 is planned with only where it is installed and the GPU has it."""
-    fa4 = dataclasses.replace(KERNELS["fa4"], missing=lambda: None if installed else "needs flash-attn-4")
+    fa4 = dataclasses.replace(KERNELS["fa4"], check_installed=lambda: None if installed else "needs flash-attn-4")
     monkeypatch.setitem(KERNELS, "fa4", fa4)
     config, explicit = llama(tmp_path, data__context="128K", attention__kernel=asked)
     machine = detect_machine(config, 1, (H100, 2**62))
@@ -137,7 +137,7 @@ def test_a_run_says_if_another_kernel_runs_than_was_planned_with():
     """A kernel may fail its trial, which needs the GPU."""
     plan = SimpleNamespace(hardware=node(H100))  # with cuDNN: flash-attn-4 is not installed
     found = [
-        loop._planned_kernel(SimpleNamespace(kernel=kernel, run=SimpleNamespace(plan=planned)))
+        facts._describe_planned_kernel(SimpleNamespace(kernel=kernel, run=SimpleNamespace(plan=planned)))
         for kernel in ("cudnn", "flash")
         for planned in (plan, None)
     ]

@@ -19,8 +19,8 @@ from ithaka.dist.mesh import make_mesh
 from ithaka.export import export
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model.build import build_model, read_hf_config
-from ithaka.train import loop
 from ithaka.train import prepare as prepare_module
+from ithaka.train.facts import describe_run
 from models import plain_loss, tiny_config, tiny_model, widen
 from parity import check, gradient_errors, random_ids, relative
 from refusals import assert_raises
@@ -147,7 +147,7 @@ def trained(config, ids):
     longer = replace(config, train=replace(config.train, steps=100))
     trainer = prepare_module.prepare(valid(longer, config.train.run_dir))
     with torch.no_grad():
-        return loop._header(trainer), trainer.model(input_ids=ids).logits
+        return describe_run(trainer), trainer.model(input_ids=ids).logits
 
 
 def moved_run(folder, **rope):

@@ -27,9 +27,9 @@ def reads_at_start_of_backward(host_bytes):
     ids, seen, backward = random_ids(1, 24), [], layer.StreamedLayer.backward
 
     def watched(self, saved, *args):
-        below = saved.before()
+        below = saved.below()
         layers = [saved] + ([below] if below is not None else [])
-        seen.append([sum(kept._reading is not None for kept in one._all()) for one in layers])
+        seen.append([sum(kept._reading is not None for kept in one._handles()) for one in layers])
         return backward(self, saved, *args)
 
     layer.StreamedLayer.backward = watched

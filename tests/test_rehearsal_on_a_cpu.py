@@ -106,7 +106,7 @@ def test_an_evaluation_is_rehearsed(model):
     refused = rehearse(model, *told, "--set", "memory.tile_tokens=64")
     assert (
         refused.exit_code == ExitCode.WRONG_INPUT
-        and "memory.tile_tokens does not change an evaluation" in refused.stderr
+        and "memory.tile_tokens" in refused.stderr
     )
     refused = rehearse(model, "--evaluate", "--context", "1000M")
     assert refused.exit_code == ExitCode.WRONG_INPUT and "--context 1000M" in refused.stderr

@@ -19,7 +19,7 @@ from ithaka.train import heartbeat
 from runs import metrics, run, tiny_run, valid
 
 # Threads that use no CUDA: they read, tokenize, or write a page.
-ON_HOST = ("read ahead", "tokenise", "report")
+ON_HOST = ("prefetch batch", "tokenize", "report")
 
 
 def threads_of(config):

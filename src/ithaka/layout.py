@@ -262,7 +262,7 @@ def check_parallelism(
         )
     if heads_per_stage is None:
         return
-    if heads_per_stage > max_heads:
+    if heads_per_stage > ulysses * -(-max_heads // ulysses):  # every rank has as many slots, some of them empty
         raise ConfigError(
             f"parallel.heads_per_stage={heads_per_stage} exceeds the model's {max_heads} query heads; use all"
         )

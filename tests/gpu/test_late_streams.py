@@ -133,7 +133,7 @@ def late_exchange(monkeypatch, device) -> None:
         work = LateWork(*parts) if stream is None else LateStreamWork(stream, *parts)
         return exchange.Exchange(received, send, work)
 
-    monkeypatch.setattr(exchange, "_start", start)
+    monkeypatch.setattr(exchange, "_start_all_to_all", start)
 
 
 LAYERS = [
