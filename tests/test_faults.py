@@ -145,8 +145,8 @@ def stopped_while_saving(config):
         patch.setattr(heartbeat, "exit_rank", left.append)
         patch.setattr(save.dcp.FileSystemWriter, "write_data", slow)
         checked = valid(config)
-        limits, code = heartbeat.Limits.of(checked), loop.train(checked)
-    return code, told.getvalue(), left, [limits.of_phase(path) == limits.save > 100 * SAVE_S for path in paths]
+        limits, code = heartbeat.Limits.for_run(checked), loop.train(checked)
+    return code, told.getvalue(), left, [limits.for_phase(path) == limits.save > 100 * SAVE_S for path in paths]
 
 
 def test_a_slow_save_is_no_hang_and_the_next_one_is_skipped(whole, tmp_path):
@@ -240,9 +240,9 @@ def test_saves_by_minutes(ranks, whole, tmp_path):
 def watched(patch, step_s=None):
     """Beats come fast. `step_s`: the watchdog's limit inside a step; all else is the watchdog's own."""
     patch.setattr(heartbeat, "BEAT_S", 0.1)
-    patch.setattr(heartbeat, "ANSWER_S", 0.0)
+    patch.setattr(heartbeat, "OWN_ERROR_WAIT_S", 0.0)
     if step_s is not None:
-        patch.setattr(heartbeat, "LEAST_S", step_s)
+        patch.setattr(heartbeat, "MIN_STEP_LIMIT_S", step_s)
 
 
 def asleep(patch, sleep=lambda: time.sleep(60), step_s=1.0):
@@ -263,7 +263,7 @@ def asleep(patch, sleep=lambda: time.sleep(60), step_s=1.0):
 
 
 def frozen(patch):
-    patch.setattr(heartbeat, "SILENT_S", 1.0)
+    patch.setattr(heartbeat, "MAX_SILENCE_S", 1.0)
     asleep(patch, lambda: os.kill(os.getpid(), signal.SIGSTOP), step_s=None)
 
 
@@ -283,8 +283,8 @@ def leaves_words(fault, config, folder):
 @pytest.mark.parametrize(
     "fault, words",
     [
-        (asleep, "did not arrive: no rank moved for 1 s"),
-        (frozen, "has not been heard of for 1 s: it died, or is frozen"),
+        (asleep, "did not arrive: no rank made progress for 1 s"),
+        (frozen, "has sent no heartbeat for 1 s: it died or is frozen"),
     ],
 )
 def test_a_rank_that_hangs_ends_all_and_is_named(whole, tmp_path, fault, words):
@@ -320,11 +320,11 @@ def test_all_ranks_end_with_the_code_of_the_one_that_failed(whole, tmp_path):
 def pair(monkeypatch, tmp_path):
     """The heartbeats of two ranks, in this process and on one store; what they say as they end goes to `.ended`."""
     start_process_group()
-    monkeypatch.setattr(heartbeat, "ANSWER_S", 0.0)
+    monkeypatch.setattr(heartbeat, "OWN_ERROR_WAIT_S", 0.0)
     store, beats = dist.HashStore(), []
     for rank in range(2):
         beat = heartbeat.Heartbeat(heartbeat.PhaseTracker(torch.device("cpu")), heartbeat.Limits(60, 60, 60), tmp_path)
-        beat.rank, beat.size, beat._store, beat._heard, beat.ended = rank, 2, store, beat._heard * 2, []
+        beat.rank, beat.size, beat._store, beat._last_beat_at, beat.ended = rank, 2, store, beat._last_beat_at * 2, []
         beat._beat()
         beats.append(beat)
     monkeypatch.setattr(heartbeat, "exit_rank", lambda outcome: [beat.ended.append(outcome.text) for beat in beats])
@@ -337,17 +337,17 @@ def pair(monkeypatch, tmp_path):
 def test_a_store_that_is_frozen_ends_a_rank(monkeypatch, pair):
     """As with its machine, or rank 0's process: requests block, without an error."""
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
-    monkeypatch.setattr(heartbeat, "SILENT_S", 0.2)
+    monkeypatch.setattr(heartbeat, "MAX_SILENCE_S", 0.2)
     beat, other = pair
-    answers, read = threading.Event(), beat._beats
+    answers, read = threading.Event(), beat._read_beats
     answers.set()
-    monkeypatch.setattr(beat, "_beats", lambda: other._beat() or answers.wait() and read())
+    monkeypatch.setattr(beat, "_read_beats", lambda: other._beat() or answers.wait() and read())
     beat.start()
     time.sleep(0.5)
     assert not beat.ended
     answers.clear()
     wait_for(lambda: beat.ended)
-    assert beat.ended[0].startswith("rank 0, or its launcher, is gone or frozen: its store has not answered for 0 s\n")
+    assert beat.ended[0].startswith("rank 0 or its launcher is gone or frozen: its store has not answered for 0 s\n")
     answers.set()
 
 
@@ -362,11 +362,11 @@ def test_a_rank_whose_device_failed_says_so(monkeypatch, pair):
     """After a CUDA fault, every query of the device raises."""
     watching, failing = pair
     fault = RuntimeError("CUDA error: an illegal memory access was encountered\nFor debugging consider ...")
-    failing.place.on_gpu = failing.place._timeline.on_gpu = True
+    failing.tracker.on_gpu = failing.tracker._timeline.on_gpu = True
     queries, query = [], raises(fault)
-    failing.place._timeline.mark = lambda: SimpleNamespace(query=lambda: queries.append(1) or query())
-    failing.place.enter(("optimizer",))
-    for _ in range(2 * heartbeat.LOST_TRIES):
+    failing.tracker._timeline.mark = lambda: SimpleNamespace(query=lambda: queries.append(1) or query())
+    failing.tracker.enter(("optimizer",))
+    for _ in range(2 * heartbeat.MAX_STORE_FAILURES):
         failing._watch_ranks()
         watching._watch_ranks()
     assert not failing.ended  # its own error is about to be raised
@@ -385,11 +385,11 @@ def test_positions_are_old_when_the_store_is_lost(monkeypatch, pair):
     for _ in range(2):
         beat._watch_ranks()
     monkeypatch.setattr(beat, "_store", SimpleNamespace(set=raises(dist.DistNetworkError("Broken pipe"))))
-    for _ in range(heartbeat.LOST_TRIES):
+    for _ in range(heartbeat.MAX_STORE_FAILURES):
         assert not beat.ended
-        beat._heard = [each - 5 for each in beat._heard]  # as if BEAT_S had passed
+        beat._last_beat_at = [each - 5 for each in beat._last_beat_at]  # as if BEAT_S had passed
         beat._watch_ranks()
-    assert beat.ended[0].startswith("rank 0, or its launcher, is gone: its store does not answer (Broken pipe)\n")
+    assert beat.ended[0].startswith("rank 0 or its launcher is gone: its store does not answer (Broken pipe)\n")
     assert "\n  rank 0: step 0, before its first phase (15 s ago)\n  rank 1: " in beat.ended[0]
 
 
@@ -398,7 +398,7 @@ def test_positions_are_old_when_the_store_is_lost(monkeypatch, pair):
     [
         ("_watch_memory", psutil.NoSuchProcess(1)),
         ("_watch_memory", FileNotFoundError("/tmp/job-7")),
-        ("_beats", RuntimeError("not the store's")),
+        ("_read_beats", RuntimeError("not the store's")),
     ],
 )
 def test_beats_continue_after_any_error(monkeypatch, pair, capfd, name, error):
@@ -406,7 +406,7 @@ def test_beats_continue_after_any_error(monkeypatch, pair, capfd, name, error):
     beat = pair[0]
     monkeypatch.setattr(beat, name, raises(error))
     beat.start()
-    wait_for(lambda: beat._number > 10, timeout_s=5)
+    wait_for(lambda: beat._num_beats > 10, timeout_s=5)
     assert not beat.ended and beat._thread.is_alive()
     said = capfd.readouterr().err
     assert said.count("rank 0: ") == said.count("\n") == 1 and type(error).__name__ in said
@@ -427,7 +427,7 @@ def test_lines_that_the_disk_does_not_take_are_written_later(tmp_path, capsys):
 
 def test_host_memory_that_runs_out_is_said_once(monkeypatch, capfd):
     monkeypatch.setattr(heartbeat, "available_memory", lambda: 2**29)
-    watched = SimpleNamespace(_told_memory=False, _local_rank="0")
+    watched = SimpleNamespace(_warned_of_memory=False, _local_rank="0")
     for _ in range(2):
         heartbeat.Heartbeat._watch_memory(watched)
     said = capfd.readouterr().err

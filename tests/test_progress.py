@@ -91,7 +91,7 @@ def test_console_and_metrics_show_it(tmp_path, capsys):
     console.progress(REPORT)
     console.close()
     shown = capsys.readouterr().out
-    assert "step 3/9 under way: layer 7 / backward / attention / stage 2  41%" in shown
+    assert "step 3/9 in progress: layer 7 / backward / attention / stage 2  41%" in shown
     assert "1:23:45 left" in shown
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["progress"]["percent"] == 41.0

@@ -41,8 +41,8 @@ def spend(monkeypatch):
 
 
 def test_seconds_in_attention_are_those_of_training_and_without_waiting(spend):
-    place = PhaseTracker(torch.device("cpu"))
-    with listening(place):
+    tracker = PhaseTracker(torch.device("cpu"))
+    with listening(tracker):
         for way in ("forward", "backward"):
             spend(100, "layer 0", way, "projections", "copies")
             spend(100, "layer 0", way, "exchange")
@@ -54,12 +54,12 @@ def test_seconds_in_attention_are_those_of_training_and_without_waiting(spend):
         for part in ("attention", "exchange", "mlp", "projections"):
             spend(100, "validation", "layer 0", "forward", part)
         spend(100, "validation", "layer 0", "forward", "attention", "stage 0")
-    assert place.end_step()[0] == 6
-    assert place.end_step()[0] == 0
+    assert tracker.end_step()[0] == 6
+    assert tracker.end_step()[0] == 0
 
 
 def test_pauses_are_measured_by_kind_after_the_first_step(spend):
-    place = PhaseTracker(torch.device("cpu"))
+    tracker = PhaseTracker(torch.device("cpu"))
 
     def step(times):
         spend(1 * times, "data")
@@ -74,26 +74,26 @@ def test_pauses_are_measured_by_kind_after_the_first_step(spend):
         spend(50)
         spend(99, "saving")
 
-    with listening(place):
+    with listening(tracker):
         step(1000)
-        assert place.end_step()[1] == [0, 0, 0, 0], "the first one compiles"
+        assert tracker.end_step()[1] == [0, 0, 0, 0], "the first one compiles"
         step(1)
-        assert place.end_step()[1] == [4, 3, 6, 7]
-        assert place.now()[2] == ("saving",)
+        assert tracker.end_step()[1] == [4, 3, 6, 7]
+        assert tracker.now()[2] == ("saving",)
         spend(1, "data")
-        assert place.end_step()[1] == [4, 3, 6, 7]
-    assert place.step == 0 and place.now()[2] == ("data",)
+        assert tracker.end_step()[1] == [4, 3, 6, 7]
+    assert tracker.step == 0 and tracker.now()[2] == ("data",)
 
 
 def test_a_pause_in_attention_is_measured_for_documents_as_long_as_the_context(spend):
-    place = PhaseTracker(torch.device("cpu"))
-    with listening(place):
-        place.end_step()
+    tracker = PhaseTracker(torch.device("cpu"))
+    with listening(tracker):
+        tracker.end_step()
         pauses = []
         for seconds, full in ((2.0, 100.0), (3.0, 10.0), (4.0, 10.0), (50.0, 1.0), (1.0, 1.0)):
             spend(seconds, "layer 0", "forward", "attention", "stage 0")
             spend(1.0, "layer 0", "forward", "exchange")
-            pauses.append(place.end_step(full)[1][0])
+            pauses.append(tracker.end_step(full)[1][0])
     assert pauses == [200, 30, 30, 50, 50]
 
 
@@ -107,14 +107,14 @@ PHASES = (LAYER, ("layer 0", "forward", "attention", "stage 0"), ("loss forward"
 
 
 def test_until_something_is_measured_the_start_limit_applies(tiny):
-    limits = Limits.of(tiny)
-    assert 600 < limits.start < 620 and {limits.of_phase(path) for path in PHASES} == {limits.start}
-    assert limits.of_phase(("saving",)) == limits.save
-    step = limits.measured(0.0, 2.0, 0.0, 0.0)
-    assert [step.of_phase(path) for path in PHASES] == [45.0] * 3 + [limits.start] * 4
-    long = step.measured(30.0, 2.0, 200.0, 12.0)
-    assert [long.of_phase(path) for path in PHASES] == [150.0] * 3 + [1000.0, 60.0] + [limits.start] * 2
-    assert long.longest == 1000.0 and long.measured(0.0, 0.0, 0.0, 0.0) == long
+    limits = Limits.for_run(tiny)
+    assert 600 < limits.start < 620 and {limits.for_phase(path) for path in PHASES} == {limits.start}
+    assert limits.for_phase(("saving",)) == limits.save
+    step = limits.with_pauses(0.0, 2.0, 0.0, 0.0)
+    assert [step.for_phase(path) for path in PHASES] == [45.0] * 3 + [limits.start] * 4
+    long = step.with_pauses(30.0, 2.0, 200.0, 12.0)
+    assert [long.for_phase(path) for path in PHASES] == [150.0] * 3 + [1000.0, 60.0] + [limits.start] * 2
+    assert long.longest == 1000.0 and long.with_pauses(0.0, 0.0, 0.0, 0.0) == long
 
 
 def on_gpu(run, name, context):
@@ -127,13 +127,13 @@ def on_gpu(run, name, context):
 
 def test_an_unknown_gpu_is_given_the_time_of_the_slowest_to_start_and_is_then_measured(tiny):
     context = 10**8  # attention's seconds then count
-    known, unknown = (Limits.of(on_gpu(tiny, name, context)) for name in ("NVIDIA H100 80GB HBM3", "Some 9000"))
+    known, unknown = (Limits.for_run(on_gpu(tiny, name, context)) for name in ("NVIDIA H100 80GB HBM3", "Some 9000"))
     slowest = min((gpu for gpu in GPUS.values() if gpu.name != "CPU"), key=lambda gpu: gpu.matmul_flops)
     assert known.planned > 2000 and unknown.start - known.start > known.planned
-    assert unknown.start == pytest.approx(Limits.of(on_gpu(tiny, slowest.name, context)).start)
-    assert unknown.measured(100.0, 1.0, 0, 0).of_phase(LAYER) == 500, "by no plan for another GPU"
-    assert known.measured(100.0, 1.0, 0, 0).of_phase(LAYER) == known.planned, "documents may become longer"
-    assert known.measured(10_000.0, 1.0, 0, 0).of_phase(LAYER) == 50_000
+    assert unknown.start == pytest.approx(Limits.for_run(on_gpu(tiny, slowest.name, context)).start)
+    assert unknown.with_pauses(100.0, 1.0, 0, 0).for_phase(LAYER) == 500, "by no plan for another GPU"
+    assert known.with_pauses(100.0, 1.0, 0, 0).for_phase(LAYER) == known.planned, "documents may become longer"
+    assert known.with_pauses(10_000.0, 1.0, 0, 0).for_phase(LAYER) == 50_000
 
 
 def test_data_counts_however_it_is_named(tmp_path, monkeypatch, tiny):
@@ -149,7 +149,7 @@ def test_data_counts_however_it_is_named(tmp_path, monkeypatch, tiny):
     monkeypatch.setattr("ithaka.data.read.open_dataset", lambda path: {"train": found})
     assert check_data(DataConfig(path=Path("hf://someone/texts"), context=64), 300) >= 20_000
     assert tiny.data_bytes == sum(file.stat().st_size for file in tiny.config.data.path.iterdir())
-    limits = [Limits.of(dataclasses.replace(tiny, data_bytes=size)).start for size in (0, 10**8, 10**12, 10**13)]
+    limits = [Limits.for_run(dataclasses.replace(tiny, data_bytes=size)).start for size in (0, 10**8, 10**12, 10**13)]
     assert limits[1] - limits[0] == pytest.approx(100)
     assert limits[2] == limits[3] < limits[0] + 3600, "what a round needs, not all of the data"
 
@@ -173,7 +173,7 @@ def slowed(patch, where):
     """Attention takes 20 ms on both ranks. On rank 1 it takes 70 more, or what comes before it does. Ratios are large:
     the machine may be busy."""
     patch.setattr(heartbeat, "SLOW_STEPS", 2)
-    patch.setattr(heartbeat, "SLOW", 1.8)
+    patch.setattr(heartbeat, "SLOW_RATIO", 1.8)
 
     def taking(function, seconds):
         return lambda *args: time.sleep(seconds) or function(*args)
@@ -206,8 +206,8 @@ def test_the_rank_that_computes_slowly_is_named_and_not_those_that_wait_for_it(r
 def slow_at_first_then_asleep(patch):
     """On rank 1: what is not measured yet takes longer than the limit that follows, and in step 4 a layer hangs."""
     patch.setattr(heartbeat, "BEAT_S", 0.1)
-    patch.setattr(heartbeat, "ANSWER_S", 0.0)
-    patch.setattr(heartbeat, "LEAST_S", 1.0)
+    patch.setattr(heartbeat, "OWN_ERROR_WAIT_S", 0.0)
+    patch.setattr(heartbeat, "MIN_STEP_LIMIT_S", 1.0)
     steps, train_step, attend, update = (
         [],
         trainer_module.train_step,
@@ -252,6 +252,6 @@ def test_what_was_not_measured_may_take_long_and_a_step_that_was_may_not(tmp_pat
     wait_for(lambda: any(path.read_text() for path in tmp_path.glob("words-*")))
     told = next(path.read_text() for path in tmp_path.glob("words-*") if path.read_text())
     victims.close()
-    assert told.startswith("4 rank 1 on ") and "no rank moved for 1 s" in told
+    assert told.startswith("4 rank 1 on ") and "no rank made progress for 1 s" in told
     assert "rank 1: step 4, layer 0 / forward / attention" in told
     assert [line["step"] for line in metrics(config.train.run_dir)] == [1, 2, 3]

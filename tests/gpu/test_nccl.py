@@ -204,13 +204,13 @@ def falls_out(config, folder, how: str) -> None:
         patch.setattr(stages.StagedAttention, "attend", attend_or_not)
         patch.setattr(heartbeat, "exit_rank", leave)
         if how == "asleep":
-            patch.setattr(heartbeat, "LEAST_S", 15.0)
+            patch.setattr(heartbeat, "MIN_STEP_LIMIT_S", 15.0)
         run(config)
 
 
 HOWS = {
-    "killed": r"4 rank 3 on .* has not been heard of for 40 s",
-    "asleep": r"4 rank 3 on .* did not arrive: no rank moved for \d+ s",
+    "killed": r"4 rank 3 on .* has sent no heartbeat for 40 s",
+    "asleep": r"4 rank 3 on .* did not arrive: no rank made progress for \d+ s",
 }
 
 

@@ -1,7 +1,7 @@
-"""What a run prints and records: rank 0's console, metrics.jsonl and trackers.
+"""Rank 0's output: the console, metrics.jsonl and trackers.
 
-The same record per step goes everywhere; `metrics.jsonl` holds one JSON object per line with the keys of
-`Record`. Imports no torch: `status` is shown while torch loads.
+Each step's `Record` goes to all three; `metrics.jsonl` holds one JSON object per line. This module does not import
+torch: `status` is shown while torch loads.
 """
 
 from __future__ import annotations
@@ -33,31 +33,30 @@ if TYPE_CHECKING:
 
 
 def status(what: str) -> AbstractContextManager[Any]:
-    """Show `what` beside a spinner on stderr while the code inside runs: by rank 0, and on a terminal only."""
-    # rich calls a pipe a terminal where colours are forced.
-    shown = sys.stderr.isatty() and is_rank_0()
-    return RichConsole(stderr=True, force_terminal=shown).status(f"{escape(what)} ...")
+    """Context manager that shows a spinner and `what` on stderr, on rank 0 and only on a terminal."""
+    visible = sys.stderr.isatty() and is_rank_0()  # if colors are forced, rich takes a pipe for a terminal
+    return RichConsole(stderr=True, force_terminal=visible).status(f"{escape(what)} ...")
 
 
 @dataclass(frozen=True)
 class Record:
-    """One optimizer step over all ranks.  Step 0 stands for the state before the first update."""
+    """Metrics of one optimizer step over all ranks. Step 0 is the state before the first update."""
 
-    step: int  # updates done
-    loss: float | None  # mean over the valid tokens of the whole global batch, before the update
+    step: int  # number of updates so far
+    loss: float | None  # mean over the valid tokens of the global batch, before the update
     val_loss: float | None  # mean over the valid tokens of the validation set, after the update
     lr: float | None
     grad_norm: float | None  # before clipping
-    tokens: int  # input tokens read since the beginning of the run
-    label_tokens: int  # valid labels of this step: the divisor of the loss
-    tokens_per_s: float | None  # input tokens per second of this step
+    tokens: int  # input tokens since the start of the run
+    label_tokens: int  # valid labels in this step, by which the loss is divided
+    tokens_per_s: float | None  # input tokens
     step_s: float | None  # without validation and saving
-    mfu: float | None  # None where the device's peak is not known
-    device_peak_bytes: int | None  # largest of any rank since the start; None on CPU
-    host_peak_bytes: int  # largest resident size of any rank's process since the start
-    balance: float | None = None  # attention of the rank with most over the mean; None: all ranks have the same
-    ring_bytes: int = 0  # k, v, dk and dv that the ring's member with most sent in this step
-    # "loss/NAME" and "val_loss/NAME" of each source of the data, as keys of the record itself. Empty: there is one
+    mfu: float | None  # None if the device's peak FLOPS are unknown
+    device_peak_bytes: int | None  # maximum over ranks since the start; None on CPU
+    host_peak_bytes: int  # maximum resident set size over ranks since the start
+    balance: float | None = None  # attention work, maximum / mean over ranks; None: equal on all ranks
+    ring_bytes: int = 0  # k, v, dk and dv sent in this step, maximum over the ring's ranks
+    # "loss/NAME" and "val_loss/NAME" for each data source, top-level keys in metrics.jsonl. Empty with one source.
     sources: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -67,8 +66,8 @@ class Record:
 
 
 def step_flops(num_matmul_params: int, num_tokens: int, head_size: int, num_pairs: int) -> float:
-    """Useful FLOPs of forward and backward: 6 per parameter and token, 12 per element of the heads (`head_size`) and
-    query-key pair that attention visits, summed over layers. Recomputation does not count."""
+    """Model FLOPs of forward and backward, without recomputation: 6 per parameter and token, and 12 per query-key pair
+    (summed over layers) and element of the heads (`head_size`)."""
     return 6.0 * num_matmul_params * num_tokens + 12.0 * head_size * num_pairs
 
 
@@ -86,12 +85,12 @@ def format_count(value: float) -> str:
 
 
 def describe(record: Record) -> str:
-    """The record on one line; what was not measured is left out."""
+    """Format the record as one line, without values that were not measured."""
     parts = {
         "loss": record.loss is not None and f"{record.loss:.4f}",
         "val": record.val_loss is not None and f"{record.val_loss:.4f}",
-        # Of an evaluation the figures, not each task at each length.
-        **{name: f"{value:.4f}" for name, value in record.sources.items() if name.count("/") == 1},
+        # Only an evaluation's totals, not each task at each length.
+        **{name: f"{mean:.4f}" for name, mean in record.sources.items() if name.count("/") == 1},
         "lr": record.lr is not None and f"{record.lr:.2e}",
         "grad": record.grad_norm is not None and f"{record.grad_norm:.3f}",
         "": record.tokens_per_s is not None and f"{format_count(record.tokens_per_s)} tok/s",
@@ -101,7 +100,7 @@ def describe(record: Record) -> str:
         "balance": record.balance is not None and f"{record.balance:.3f}",
         "ring": record.ring_bytes > 0 and format_bytes(record.ring_bytes),
     }
-    return "  ".join(f"{name} {words}".strip() for name, words in parts.items() if words)
+    return "  ".join(f"{name} {value}".strip() for name, value in parts.items() if value)
 
 
 def describe_progress(report: StepProgress) -> str:
@@ -110,30 +109,29 @@ def describe_progress(report: StepProgress) -> str:
 
 
 def open_metrics(path: Path, step: int) -> FileIO:
-    """To append records, unbuffered. A resumed run first drops the lines after `step`, which belong to work lost
-    with the old process and will be done again."""
-    kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= step] if step else []
+    """Open the file to append records, unbuffered, and drop lines after `step`, which a resumed run writes again."""
+    lines = [line for line in _complete_lines(path) if json.loads(line)["step"] <= step] if step else []
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     os.replace(temporary, path)
     return FileIO(path, "a")
 
 
-def _whole_lines(path: Path) -> list[str]:
-    """A killed process may leave half a line at the end."""
+def _complete_lines(path: Path) -> list[str]:
+    """Lines of the file, without a partial last line that a killed process may leave."""
     lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
     return [line for line in lines[:-1] if line]
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of whole steps."""
-    return [record for record in map(json.loads, _whole_lines(path)) if not record.keys() & {"progress", "event"}]
+    """Step records, without progress reports and events."""
+    return [record for record in map(json.loads, _complete_lines(path)) if not record.keys() & {"progress", "event"}]
 
 
 class Console:
-    """Shows a run on rank 0 and keeps its files; on other ranks (`active=False`) every method does nothing.
+    """Prints and records a run on rank 0. On other ranks (`active=False`) every method does nothing.
 
-    On a terminal a progress bar with an estimate of the time left, else a plain line per step."""
+    On a terminal it shows a progress bar with the remaining time, otherwise one line per step."""
 
     def __init__(
         self, run_dir: Path, num_steps: int, step: int = 0, trackers: Trackers | None = None, active: bool = True
@@ -142,31 +140,31 @@ class Console:
         self._rich = RichConsole(highlight=False, soft_wrap=True, quiet=not active)
         self._trackers = trackers
         self._open = ExitStack()
-        self._unwritten, self._writing = b"", Lock()  # lines of metrics.jsonl
+        self._unwritten, self._metrics_lock = b"", Lock()  # lines for metrics.jsonl
         self._unwritable = set[str]()
         if active:
             self._metrics = self._open.enter_context(open_metrics(run_dir / "metrics.jsonl", step))
         self._plain = not (active and self._rich.is_terminal)
-        whole = Column(no_wrap=True)  # in a narrow terminal the words take more lines
+        no_wrap = Column(no_wrap=True)  # in a narrow terminal only the status wraps
         columns = (
             TextColumn("[bold]train"),
-            BarColumn(bar_width=20, table_column=whole),
-            MofNCompleteColumn(table_column=whole),
-            TimeRemainingColumn(table_column=whole),
+            BarColumn(bar_width=20, table_column=no_wrap),
+            MofNCompleteColumn(table_column=no_wrap),
+            TimeRemainingColumn(table_column=no_wrap),
             TextColumn("{task.fields[status]}", table_column=Column()),
         )
         self._bar = self._open.enter_context(Progress(*columns, console=self._rich, disable=self._plain))
         self._task = self._bar.add_task("train", total=num_steps, completed=step, status="")
 
     def close(self, ending: Ending = "finished") -> None:
-        """End the progress bar, the files and the trackers, which record how the run ended."""
+        """Close the progress bar, the files and the trackers, which record how the run ended."""
         self._open.close()
-        for words in self._trackers.close(ending) if self._trackers is not None else ():
-            self.print(words)
+        for message in self._trackers.close(ending) if self._trackers is not None else ():
+            self.print(message)
 
     @contextmanager
     def show_activity(self, what: str) -> Iterator[None]:
-        """Says in the progress bar what is done besides steps."""
+        """Show an activity other than a step in the progress bar."""
         before = self._bar.tasks[0].fields["status"]
         self._bar.update(self._task, status=f"{what} ...")
         yield
@@ -174,8 +172,8 @@ class Console:
 
     @contextmanager
     def writing(self, what: str) -> Iterator[None]:
-        """Around writing files that the run can do without: an OSError is reported, once until `what` can be written
-        again, and does not end the run."""
+        """Wrap writing files that the run does not need: an OSError does not end the run. It is reported once, until
+        `what` can be written again."""
         try:
             yield
         except OSError as error:
@@ -186,7 +184,7 @@ class Console:
             self._unwritable.discard(what)
 
     def print(self, text: str) -> None:
-        """Prints `text` as it is, above the progress bar where there is one."""
+        """Print `text` without markup, above the progress bar if there is one."""
         self._rich.print(escape(text))
 
     def facts(self, title: str, facts: dict[str, str]) -> None:
@@ -199,27 +197,27 @@ class Console:
         if not self.active:
             return
         self._write(record.values)
-        for words in self._trackers.log(record.values, record.step) if self._trackers is not None else ():
-            self.print(words)
+        for message in self._trackers.log(record.values, record.step) if self._trackers is not None else ():
+            self.print(message)
         self._bar.update(self._task, completed=record.step)
         self._show(record.step, " ", describe(record))
         if record.val_loss is not None and not self._plain:
             self.print(f"step {record.step}/{self.num_steps}  validation loss {record.val_loss:.4f}")
 
     def progress(self, report: StepProgress) -> None:
-        """Where a long step is."""
+        """Report the progress of a long step."""
         self._write({"step": report.step, "progress": asdict(report)})
-        self._show(report.step, " under way:", describe_progress(report))
+        self._show(report.step, " in progress:", describe_progress(report))
 
-    def event(self, step: int, words: str, **values: Any) -> None:
-        """Something that happened besides steps: said, and a line of metrics.jsonl."""
+    def event(self, step: int, message: str, **values: Any) -> None:
+        """Print an event and record it in metrics.jsonl."""
         if self.active:
-            self._write({"step": step, "event": words, **values})
-            self.print(words)
+            self._write({"step": step, "event": message, **values})
+            self.print(message)
 
     def _write(self, values: dict[str, Any]) -> None:
-        """What a disk that is full, or read-only, does not take is kept for the next line."""
-        with self._writing:  # progress comes from a thread of its own
+        """Append a line to metrics.jsonl. If the disk is full or read-only, retry it with the next line."""
+        with self._metrics_lock:  # another thread reports progress
             before, self._unwritten = self._unwritten, self._unwritten + f"{json.dumps(values)}\n".encode()
             try:
                 self._unwritten = self._unwritten[self._metrics.write(self._unwritten) :]
@@ -229,7 +227,7 @@ class Console:
                         f"{self._metrics.name} cannot be written ({error.strerror}); keeping its lines in memory"
                     )
 
-    def _show(self, step: int, what: str, words: str) -> None:
-        self._bar.update(self._task, status=words)
+    def _show(self, step: int, label: str, status: str) -> None:
+        self._bar.update(self._task, status=status)
         if self._plain:
-            self.print(f"step {step}/{self.num_steps}{what} {words}")
+            self.print(f"step {step}/{self.num_steps}{label} {status}")

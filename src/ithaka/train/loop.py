@@ -46,7 +46,7 @@ def train(run: Run, only_profile: bool = False) -> int:
     ConfigError, TransientError, OutOfMemoryError, CheckpointError or Diverged with a complete message.
     `only_profile`: save nothing."""
     memory_tracker, shutdown = OutOfMemoryTracker(default_device()), GracefulShutdown(run)
-    tracker, limits = PhaseTracker(memory_tracker.device), Limits.of(run)
+    tracker, limits = PhaseTracker(memory_tracker.device), Limits.for_run(run)
     start_process_group()
     limits = Limits(*map(max, zip(*(vars(each).values() for each in gather_objects(limits)), strict=True)))
     heartbeat = Heartbeat(tracker, limits, run.run_dir)
@@ -59,7 +59,7 @@ def train(run: Run, only_profile: bool = False) -> int:
             stop_signal = _run_steps(trainer, stop, shutdown, heartbeat, only_profile)
             heartbeat.close()
         except Exception as error:
-            heartbeat.wait_for_verdict(error, stop)
+            heartbeat.wait_for_cause(error, stop)
             code = ExitCode.OUT_OF_MEMORY if ran_out_of_memory(error) else exit_code_for(error)
             heartbeat.close(f"{type(error).__name__}: {error}"[:2000], code)
             if not ran_out_of_memory(error):
@@ -104,14 +104,14 @@ def _run_steps(
     stop_signal, trainer.console, shutdown.saver = 0, console, trainer.saver
     ending: Ending = "failed"
     try:
-        console.facts("ithaka", describe_run(trainer) | {"timeouts": heartbeat.limits.words})
+        console.facts("ithaka", describe_run(trainer) | {"timeouts": heartbeat.limits.summary})
         watch = Watch(run, trainer.model, trainer.optimizer, mesh, console, only_profile)
         health = _HealthChecks(trainer, heartbeat, console)
         if trainer.step == 0 and settings.validate_every:
             _validate_before_first_step(trainer, stop, console)
         while not trainer.done and not stop_signal:
             start = time.perf_counter()
-            shutdown.step_start, heartbeat.place.step = time.monotonic(), trainer.step + 1
+            shutdown.step_start, heartbeat.tracker.step = time.monotonic(), trainer.step + 1
             with phase("data"):
                 batches = [trainer.data.next_batch() for _ in range(settings.accumulate)]
             with watch.step(trainer.step + 1):
@@ -209,11 +209,11 @@ class _HealthChecks:
     def measure(self, batches: Sequence[Batch], step_s: float) -> tuple[float, ...]:
         """This rank's figures, which `report` takes from every rank."""
         work, full = self.trainer.attention_work(batches)
-        attention_s, pauses = self.heartbeat.place.end_step(full)
+        attention_s, pauses = self.heartbeat.tracker.end_step(full)
         return self.trainer.slow_disk(step_s), attention_s, work, *pauses
 
     def report(self, disks: list[float], attention: list[float], works: list[float], *pauses: list[float]) -> None:
-        _set_limits(self.heartbeat, self.heartbeat.limits.measured(*map(max, pauses)))
+        _set_limits(self.heartbeat, self.heartbeat.limits.with_pauses(*map(max, pauses)))
         if slow := self.slow_ranks.add(attention, works):
             ranks = ", ".join(f"rank {rank} takes {times:.2f} times" for rank, times in slow.items())
             message = f"Slow: {ranks} the median rank's seconds in attention"
