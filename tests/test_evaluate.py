@@ -37,7 +37,7 @@ from ithaka.measure import (
 )
 from ithaka.model.build import build_model, parallelize_model
 from ithaka.report.page import read_run
-from ithaka.train.track import tracked
+from ithaka.train.track import rename_metrics
 from models import tiny_config, tiny_model
 from runs import metrics, run, tiny_run
 
@@ -237,7 +237,7 @@ def test_a_run_evaluates_itself(ranks, tmp_path):
     assert {"evaluate/retrieval", "evaluate/short_context_loss", "evaluate/retrieval/single/900"} <= records[-1].keys()
     found = [json.loads((config.train.run_dir / f"evaluations/step-{step}.json").read_text()) for step in (2, 3)]
     assert found[1]["loss"] == records[-1]["evaluate/loss"] != found[0]["loss"]
-    assert tracked(records[-1])["evaluate/loss"] == found[1]["loss"]
+    assert rename_metrics(records[-1])["evaluate/loss"] == found[1]["loss"]
     assert read_run(config.train.run_dir)["metrics"]["evaluate/loss"][-1] == found[1]["loss"]
     exported = AutoModelForCausalLM.from_pretrained(export(config.train.run_dir, tmp_path / "out"))
     expected = [plain_losses(exported, each).mean() for each in read_text(texts, BYTES, 900, 2).long]

@@ -74,7 +74,7 @@ def test_the_phase_is_named_on_every_rank(ranks, tmp_path, name, path):
     for text in ranks.run(2, explained, config, name, path):
         assert f", in {' / '.join(path)}: " in text.splitlines()[0]
         assert "Tried to allocate 2.50 GiB" in text and "There is no checkpoint yet." in text
-        assert re.search(r"\n  planned at most: \S+ [KM]iB in .*\n  measured: \S+ [MG]iB, the whole process", text)
+        assert re.search(r"\n  planned peak: \S+ [KM]iB in .*\n  measured: \S+ [MG]iB for the process", text)
 
 
 def test_the_last_checkpoint_goes_on_with_another_setting(tmp_path, capfd, monkeypatch):
@@ -171,7 +171,7 @@ def test_planned_stands_beside_measured_and_the_planner_is_asked():
     plan, path = llama(2**20, **ON_HOST), ("layer 31", "backward", "attention", "stage 0")
     text = explain(plan, path, 5 * GIB, torch.OutOfMemoryError(FULL))
     peak = plan.ledger.gpu_peak - plan.ledger.gpu["reserve"]
-    assert f"planned at most: {peak / GIB:.4g} GiB in {plan.ledger.phase}, of 79.1 GiB\n  measured: 5 GiB\n" in text
+    assert f"planned peak: {peak / GIB:.4g} GiB in {plan.ledger.phase}, of 79.1 GiB\n  measured: 5 GiB\n" in text
     asked = r"  ithaka plan llama3-8b --gpus 8xH100-80GB --context 1048576 --host-memory \d+GB$"
     assert FULL in text and re.search(asked, text)
 
@@ -193,4 +193,4 @@ def test_a_rehearsal_explains_itself_the_same_way(tmp_path, monkeypatch):
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == OOM, result.output
     assert f"in {' / '.join(path)}: " in result.stderr
-    assert "planned at most: " in result.stderr and f"ithaka plan {model} --gpus 2xH100-80GB" in result.stderr
+    assert "planned peak: " in result.stderr and f"ithaka plan {model} --gpus 2xH100-80GB" in result.stderr

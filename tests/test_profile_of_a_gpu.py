@@ -138,13 +138,13 @@ def test_allocations_without_a_shape_are_grouped_by_size():
 
 
 def test_times_are_recorded_in_the_step_before_a_profile():
-    kinds = [what_to_record(number, 3, in_two=number > 1) for number in range(1, 7)]
+    kinds = [what_to_record(number, 3, times_before=number > 1) for number in range(1, 7)]
     assert kinds == [None, "times", "profile", None, "times", "profile"]
-    assert [what_to_record(n, 2, in_two=n > 1) for n in (1, 2)] == [None, "profile"], (
+    assert [what_to_record(n, 2, times_before=n > 1) for n in (1, 2)] == [None, "profile"], (
         "the first step is too slow to time"
     )
-    assert [what_to_record(n, 1, in_two=True) for n in (1, 2)] == ["profile", "profile"]
-    assert what_to_record(5, 0, in_two=True) is None
+    assert [what_to_record(n, 1, times_before=True) for n in (1, 2)] == ["profile", "profile"]
+    assert what_to_record(5, 0, times_before=True) is None
 
 
 def span(cat: str, name: str, start: float, stop: float, correlation: int | None = None) -> dict:

@@ -114,7 +114,7 @@ def test_a_trackers_own_files_have_every_step_of_a_run_and_how_it_ended(name, tm
     names = {"train/loss": 2.5, "eval/loss": 2.25, "train/learning_rate": 1e-3, source: 3.5}
     found = {each for each in READERS[name](tmp_path) if each[0] in names}
     assert found == {(key, step, value) for key, value in names.items() for step in (1, 2, 3)}
-    assert name == "tensorboard" or json.loads((run_dir / track.IDS).read_text())[name]
+    assert name == "tensorboard" or json.loads((run_dir / track.IDS_FILE).read_text())[name]
 
 
 def test_a_tracker_that_fails_does_not_end_the_run(tmp_path, monkeypatch, capsys):
@@ -123,7 +123,7 @@ def test_a_tracker_that_fails_does_not_end_the_run(tmp_path, monkeypatch, capsys
 
     config = tiny_run(tmp_path, train={"track": ["wandb"]})
     monkeypatch.setitem(track.TRACKERS, "wandb", failing)
-    with pytest.raises(ConfigError, match=r"train.track=wandb cannot start \(OSError: no network\); put it right"):
+    with pytest.raises(ConfigError, match=r"train.track=wandb cannot start \(OSError: no network\); fix its settings"):
         Trackers(tmp_path, config, 0)
     monkeypatch.setitem(track.TRACKERS, "wandb", lambda *_: track.Tracker(None, failing, failing))
     trackers = Trackers(tmp_path, config, 0)
@@ -170,6 +170,6 @@ def test_trackers_learn_how_a_run_ended_and_cannot_change_it(tmp_path, monkeypat
     else:
         run(config)
     assert endings == [ending]
-    words = "train.track=wandb could not be closed (OSError: no network); its last steps may be missing there"
+    words = "train.track=wandb could not be closed (OSError: no network); it may lack the last steps"
     assert capsys.readouterr().out.count(words) == 1
     os.close(files.lock_run_dir(config.train.run_dir))  # the run gave it back

@@ -21,7 +21,7 @@ from ithaka.model.batch import count_pairs
 from ithaka.train import console as console_module
 from ithaka.train import shutdown as shutdown_module
 from ithaka.train.console import Console, Record, describe, format_count, open_metrics, status, step_flops
-from ithaka.train.track import tracked
+from ithaka.train.track import rename_metrics
 from ithaka.train.trainer import Diverged
 from runs import metrics, run, start_program, tiny_run, wait_for
 from test_trackers import tensorboard_scalars
@@ -48,7 +48,7 @@ def test_run_writes_every_step_to_metrics_and_rank_0_to_its_trackers(ranks, tmp_
     assert [line["tokens"] for line in lines] == [61 * step for step in range(5)]
     assert all(line["host_peak_bytes"] > 2**20 and line["mfu"] is None for line in lines)
     if track:
-        named = {(name, line["step"]): value for line in lines for name, value in tracked(line).items()}
+        named = {(name, line["step"]): value for line in lines for name, value in rename_metrics(line).items()}
         written = {(name, step): value for name, step, value in tensorboard_scalars(tmp_path)}
         assert written == pytest.approx(named, rel=1e-5) and ("train/loss", 4) in named
         assert len(list(tmp_path.glob("run/tensorboard/events*"))) == 1

@@ -22,7 +22,7 @@ from ithaka.model.adapters import adapter_tensor_name, merge_adapter
 
 
 def export(run_dir: Path, out_dir: Path, merge: bool = False, step: int | None = None, force: bool = False) -> Path:
-    """Export the latest checkpoint of `run_dir`, or that of `step`, and return `out_dir`.
+    """Export the checkpoint of `step`, by default the latest, and return `out_dir`.
 
     Runs in one process, without a process group; the full model passes through host memory. Weights keep the precision
     of the master weights (usually float32), so logits equal the trained model's. A run with an adapter exports the
@@ -50,7 +50,7 @@ def export(run_dir: Path, out_dir: Path, merge: bool = False, step: int | None =
 def _write(
     run_dir: Path, checkpoint: Path, model_dir: Path, out_dir: Path, weights: dict[str, Tensor], merge: bool
 ) -> None:
-    """`model_dir` is a copy of RUN_DIR/model, whose RoPE settings may be of a later step than the checkpoint's."""
+    """`model_dir` is a copy of RUN_DIR/model, whose RoPE settings may be from a later step than the checkpoint."""
     state, config_file = read_state(checkpoint), model_dir / "config.json"
     config_file.write_text(json.dumps(json.loads(config_file.read_text()) | state["positions"]))
     not_exported = ["config.json"]

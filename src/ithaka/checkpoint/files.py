@@ -89,8 +89,8 @@ def publish(temporary: Path, final: Path, state: dict[str, Any], files: dict[str
 
 
 def prune(root: Path, step: int, keep_last: int, best: int = 0) -> None:
-    """Delete old checkpoints, except that of step `best`. Those after `step` stay: they belong to another continuation,
-    which the user may still want."""
+    """Delete old checkpoints except the one of step `best`. Checkpoints after `step` are kept: the run was resumed
+    from an earlier step, and the user may still want them."""
     for path in [path for path in sorted(root.glob("step-*")) if path.name <= step_name(step)][:-keep_last]:
         if path.name != step_name(best):
             shutil.rmtree(path)
@@ -126,8 +126,8 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def find_problem(path: Path) -> str | None:
-    """Why the checkpoint at `path` cannot be used, or None. Checks state.json, the sizes of all files and torch's
-    index; `find_corruption` reads the files."""
+    """Reason why the checkpoint at `path` cannot be used, or None. Checks state.json, file sizes and torch's index;
+    `find_corruption` reads the files."""
     try:
         state = read_state(path)
         if (number := state.get("format")) != CHECKPOINT_FORMAT:
@@ -148,7 +148,7 @@ def find_problem(path: Path) -> str | None:
 
 
 def find_corruption(path: Path, share: int = 0, num_shares: int = 1) -> str | None:
-    """Why a file's checksum is wrong, or None. Reads only every `num_shares`-th file, so that ranks can share the
+    """Which file has a wrong checksum, or None. Reads only every `num_shares`-th file, so that ranks can share the
     work."""
     try:
         checksums = sorted(read_state(path)["checksums"].items())
@@ -162,7 +162,7 @@ def find_corruption(path: Path, share: int = 0, num_shares: int = 1) -> str | No
 
 
 def _raise_if_transient(path: Path, error: Exception) -> None:
-    """Raise TransientError if the storage failed: that must not make an earlier checkpoint replace this one."""
+    """Raise TransientError if the storage failed: the checkpoint may be intact, so using an older one is wrong."""
     if is_transient(error):
         message = f"checkpoint {path} cannot be read at the moment ({error}); check its disk, and start again"
         raise TransientError(message) from error

@@ -1,8 +1,8 @@
 """Load torch.distributed.checkpoint files without running code from them.
 
-torch unpickles a checkpoint's index (`.metadata`) and every value that is not a tensor without restrictions, so a
-checkpoint from somebody else could run anything. Here the index may name only the classes that torch itself writes
-into one, and values go through `torch.load(weights_only=True)`.
+torch unpickles a checkpoint's index (`.metadata`) and all non-tensor values without restrictions, so an untrusted
+checkpoint could run arbitrary code. Here the index may refer only to classes that torch writes there, and values go
+through `torch.load(weights_only=True)`.
 """
 
 import collections
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.serialization import _get_layout
 
 PATH_MODULES = ("pathlib", "pathlib._local")  # the second in Python 3.13
-ALLOWED: dict[tuple[str, str], Any] = {
+ALLOWED_GLOBALS: dict[tuple[str, str], Any] = {
     **{(metadata.__name__, name): getattr(metadata, name) for name in (*metadata.__all__, "_MEM_FORMAT_ENCODING")},
     (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
     **{(module, "PosixPath"): pathlib.PosixPath for module in PATH_MODULES},
@@ -35,10 +35,10 @@ ALLOWED: dict[tuple[str, str], Any] = {
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         dtype = getattr(torch, name, None) if module == "torch" else None
-        found = dtype if isinstance(dtype, torch.dtype) else ALLOWED.get((module, name))
-        if found is None:
-            raise pickle.UnpicklingError(f".metadata names {module}.{name}, which no checkpoint needs; do not trust it")
-        return found
+        allowed = dtype if isinstance(dtype, torch.dtype) else ALLOWED_GLOBALS.get((module, name))
+        if allowed is None:
+            raise pickle.UnpicklingError(f".metadata refers to {module}.{name}, which is not allowed; do not trust it")
+        return allowed
 
 
 class _Planner(dcp.DefaultLoadPlanner):
@@ -52,12 +52,12 @@ class SafeReader(dcp.FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
-            found = _Unpickler(file).load()
-        if not isinstance(found, metadata.Metadata):
-            raise pickle.UnpicklingError(f".metadata holds a {type(found).__name__}, not a checkpoint's index")
-        found.storage_meta = getattr(found, "storage_meta", None) or metadata.StorageMeta()  # as torch's own reader
-        found.storage_meta.load_id = self.load_id
-        return found
+            index = _Unpickler(file).load()
+        if not isinstance(index, metadata.Metadata):
+            raise pickle.UnpicklingError(f".metadata contains a {type(index).__name__}, not a checkpoint's index")
+        index.storage_meta = getattr(index, "storage_meta", None) or metadata.StorageMeta()  # as in torch's reader
+        index.storage_meta.load_id = self.load_id
+        return index
 
 
 def load_into(state: dict[str, Any], path: Path, **options: Any) -> None:

@@ -29,7 +29,7 @@ from ithaka.plan.show import format_bytes
 
 if TYPE_CHECKING:
     from ithaka.profile.progress import StepProgress
-    from ithaka.train.track import Ending, Trackers
+    from ithaka.train.track import FinalStatus, Trackers
 
 
 def status(what: str) -> AbstractContextManager[Any]:
@@ -156,10 +156,10 @@ class Console:
         self._bar = self._open.enter_context(Progress(*columns, console=self._rich, disable=self._plain))
         self._task = self._bar.add_task("train", total=num_steps, completed=step, status="")
 
-    def close(self, ending: Ending = "finished") -> None:
+    def close(self, final_status: FinalStatus = "finished") -> None:
         """Close the progress bar, the files and the trackers, which record how the run ended."""
         self._open.close()
-        for message in self._trackers.close(ending) if self._trackers is not None else ():
+        for message in self._trackers.close(final_status) if self._trackers is not None else ():
             self.print(message)
 
     @contextmanager

@@ -26,7 +26,7 @@ from ithaka.train.facts import describe_run, flops_utilization, summarize_run
 from ithaka.train.heartbeat import Heartbeat, Limits, PhaseTracker, SlowRanks, validation_seconds
 from ithaka.train.prepare import prepare
 from ithaka.train.shutdown import GracefulShutdown
-from ithaka.train.track import Ending, Trackers
+from ithaka.train.track import FinalStatus, Trackers
 from ithaka.train.trainer import Trainer
 from ithaka.train.watch import OutOfMemoryTracker, Watch, explain_out_of_memory, ran_out_of_memory
 
@@ -48,7 +48,7 @@ def train(run: Run, only_profile: bool = False) -> int:
     memory_tracker, shutdown = OutOfMemoryTracker(default_device()), GracefulShutdown(run)
     tracker, limits = PhaseTracker(memory_tracker.device), Limits.for_run(run)
     start_process_group()
-    limits = Limits(*map(max, zip(*(vars(each).values() for each in gather_objects(limits)), strict=True)))
+    limits = Limits(*map(max, zip(*(vars(own).values() for own in gather_objects(limits)), strict=True)))
     heartbeat = Heartbeat(tracker, limits, run.run_dir)
     with catch_stop_signals(shutdown.handle_signal) as stop, listening(memory_tracker), listening(tracker):
         try:
@@ -64,10 +64,9 @@ def train(run: Run, only_profile: bool = False) -> int:
             heartbeat.close(f"{type(error).__name__}: {error}"[:2000], code)
             if not ran_out_of_memory(error):
                 raise
-            words = explain_out_of_memory(
-                run, error, memory_tracker, str(run.config.model.path or run.run_dir / "model")
-            )
-            raise OutOfMemoryError(f"{words}\n{files.describe_last(run.run_dir)}") from error
+            model = str(run.config.model.path or run.run_dir / "model")
+            message = explain_out_of_memory(run, error, memory_tracker, model)
+            raise OutOfMemoryError(f"{message}\n{files.describe_last(run.run_dir)}") from error
         finally:
             shutdown.close()
     return ExitCode.SIGNALED + stop_signal if stop_signal else ExitCode.DONE
@@ -83,13 +82,13 @@ def validate_only(run: Run) -> None:
     loss, sources = trainer.validate()
     trainer.data.close(remove=not had_tokens)
     if loss is None:
-        way = "set data.validation_path, data.validation_fraction or train.validate_sequences"
-        raise SharedError(f"--evaluate-only: nothing is held out for validation; {way}")
+        fix = "set data.validation_path, data.validation_fraction or train.validate_sequences"
+        raise SharedError(f"--evaluate-only: nothing is held out for validation; {fix}")
     if trainer.mesh.rank == 0:
-        what = f"{run.run_dir}, step {trainer.step}" if run.checkpoint else run.config.model.path or "embedded model"
+        model = f"{run.run_dir}, step {trainer.step}" if run.checkpoint else run.config.model.path or "embedded model"
         for name, value in {"validation loss": loss, "perplexity": math.exp(loss), **sources}.items():
             print(f"{name:<16} {value:.4f}", flush=True)
-        print(f"of {what}, over up to {count} sequences of {run.config.data.context} tokens", flush=True)
+        print(f"for {model}, on up to {count} sequences of {run.config.data.context} tokens", flush=True)
 
 
 def _run_steps(
@@ -102,7 +101,7 @@ def _run_steps(
     trackers = raise_on_all_ranks(lambda: Trackers(run.run_dir, run.config, trainer.step) if tracks else None)
     console = Console(run.run_dir, trainer.config.ends[-1], trainer.step, trackers, mesh.rank == 0)
     stop_signal, trainer.console, shutdown.saver = 0, console, trainer.saver
-    ending: Ending = "failed"
+    final_status: FinalStatus = "failed"
     try:
         console.facts("ithaka", describe_run(trainer) | {"timeouts": heartbeat.limits.summary})
         watch = Watch(run, trainer.model, trainer.optimizer, mesh, console, only_profile)
@@ -131,12 +130,12 @@ def _run_steps(
             console.step(Record(trainer.step, *losses, *counts, *speed, *peaks, *ring, sources))
             is_last = bool(stop_signal) or trainer.done
             _save_if_due(trainer, console, *save_state, is_best=is_best, is_last=is_last, only_profile=only_profile)
-        ending = "finished" if trainer.done else "killed"
+        final_status = "finished" if trainer.done else "killed"
     except KeyboardInterrupt:
-        ending = "killed"
+        final_status = "killed"
         raise
     finally:
-        console.close(ending)
+        console.close(final_status)
         is_last_entry = trainer.config.entry + 1 == len(trainer.config.ends)
         trainer.data.close(remove=only_profile or (trainer.done and is_last_entry))
         if trainer.lock is not None:
@@ -215,8 +214,8 @@ class _HealthChecks:
     def report(self, disks: list[float], attention: list[float], works: list[float], *pauses: list[float]) -> None:
         _set_limits(self.heartbeat, self.heartbeat.limits.with_pauses(*map(max, pauses)))
         if slow := self.slow_ranks.add(attention, works):
-            ranks = ", ".join(f"rank {rank} takes {times:.2f} times" for rank, times in slow.items())
-            message = f"Slow: {ranks} the median rank's seconds in attention"
+            ranks = ", ".join(f"rank {rank} takes {ratio:.2f}x" for rank, ratio in slow.items())
+            message = f"Slow: {ranks} the median rank's time in attention"
             self.console.event(self.trainer.step, message, slow_ranks=slow)
         if any(disks) and not self.reported_disk:
             self.reported_disk = True
@@ -241,27 +240,27 @@ def _finish_save(trainer: Trainer, console: Console) -> None:
 
 
 def _agree(
-    stop: list[Signals], trainer: Trainer, earlier_peak: int = 0, of_rank: tuple[float, ...] = ()
+    stop: list[Signals], trainer: Trainer, earlier_peak: int = 0, rank_figures: tuple[float, ...] = ()
 ) -> tuple[int, tuple[bool, bool], tuple[int | None, int], list[list[float]]]:
-    """One all-gather on the host after each step, so that all ranks take the same decisions. Returns the stop signal of
-    any rank, or 0; (a save is due, a save has finished); peak bytes (device, host); and for each figure of `of_rank`
-    its values on all ranks."""
+    """All-gather on the host after each step, so that all ranks make the same decisions. Returns the stop signal of any
+    rank, or 0; (a save is due, a save has finished); peak bytes (device, host); and for each of `rank_figures` its
+    values on all ranks."""
     mesh = trainer.mesh
     on_gpu = mesh.device.type == "cuda"
     device_peak = max(torch.cuda.max_memory_allocated(mesh.device), earlier_peak) if on_gpu else 0
-    mine = [stop[0] if stop else 0, trainer.save_is_due, trainer.saver.is_done, device_peak, host_peak_bytes()]
-    own = torch.tensor([*mine, *of_rank], dtype=torch.float64)  # which holds bytes exactly
-    shared = [torch.empty_like(own) for _ in range(mesh.world_size)]
-    dist.all_gather(shared, own)
-    of_ranks = torch.stack(shared)
-    stop_signal, save, saved, device_peak, host_peak = map(int, of_ranks[:, : len(mine)].amax(0).tolist())
+    flags = [stop[0] if stop else 0, trainer.save_is_due, trainer.saver.is_done, device_peak, host_peak_bytes()]
+    own = torch.tensor([*flags, *rank_figures], dtype=torch.float64)  # exact for byte counts
+    rows = [torch.empty_like(own) for _ in range(mesh.world_size)]
+    dist.all_gather(rows, own)
+    gathered = torch.stack(rows)
+    stop_signal, save, saved, device_peak, host_peak = map(int, gathered[:, : len(flags)].amax(0).tolist())
     peaks = device_peak if on_gpu else None, host_peak
-    return stop_signal, (bool(save), bool(saved)), peaks, of_ranks[:, len(mine) :].t().tolist()
+    return stop_signal, (bool(save), bool(saved)), peaks, gathered[:, len(flags) :].t().tolist()
 
 
 def _report_slow_disks(trainer: Trainer, rates: list[float]) -> None:
     slow, folder = {rank: rate for rank, rate in enumerate(rates) if rate}, trainer.store.disk.directory
     rank = min(slow, key=lambda rank: slow[rank])
     planned_rate = format_bytes(trainer.planned_disk_bytes_s)
-    what = f"rank {rank} moves {format_bytes(slow[rank])}/s to and from {folder}, {planned_rate}/s planned"
-    trainer.report(f"Slow disk: {len(slow)} of {len(rates)} ranks wait for it; {what}", slow_disks=slow)
+    speed = f"rank {rank} moves {format_bytes(slow[rank])}/s to and from {folder}, {planned_rate}/s planned"
+    trainer.report(f"Slow disk: {len(slow)} of {len(rates)} ranks wait for it; {speed}", slow_disks=slow)

@@ -1,4 +1,4 @@
-"""Leave in time after a scheduler's signal."""
+"""Exit in time after a scheduler's signal."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ithaka.preflight.run import Run
 
 
 class GracefulShutdown:
-    """After SIGTERM or SIGUSR1, leave within train.grace_s: after the step and its checkpoint if they end in time, else
-    at once. A save in progress keeps the full shutdown period to end in."""
+    """After SIGTERM or SIGUSR1, exit within train.grace_s: after the step and its checkpoint if they finish in time,
+    else at once. A save in progress gets the full grace period."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.seconds = run, run.config.train.grace_s
-        self.step_start, self.step_s = 0.0, 0.0  # by time.monotonic(); seconds of the last step
+        self.step_start, self.step_s = 0.0, 0.0  # time.monotonic(); duration of the last step
         self.saver: save.Saver | None = None  # once training starts
         self.timer: Timer | None = None
 
@@ -46,7 +46,6 @@ class GracefulShutdown:
             self.timer.cancel()
 
     def leave(self, number: int) -> None:
-        words = (
-            f"{Signals(number).name}: the step and its checkpoint do not finish within train.grace_s={self.seconds:g}."
-        )
-        exit_rank(Outcome(ExitCode.SIGNALED + number, f"{words} {files.describe_last(self.run.run_dir)}", shared=True))
+        reason = f"the step and its checkpoint do not finish within train.grace_s={self.seconds:g}"
+        message = f"{Signals(number).name}: {reason}. {files.describe_last(self.run.run_dir)}"
+        exit_rank(Outcome(ExitCode.SIGNALED + number, message, shared=True))

@@ -1,8 +1,8 @@
-"""One training step, validation, and what updates the weights: optimizer, learning rate, clipping.
+"""One training step, validation, and the update: optimizer, learning rate, gradient clipping.
 
 Under FSDP2 every parameter, gradient and moment is a DTensor sharded over the ranks of a replica, so each rank
-updates its own share and only the gradient norm communicates (one scalar).  With `memory.offload_optimizer`
-FSDP2 keeps the shards and their gradients in host memory; the same code then runs the fused CPU AdamW there.
+updates its own shards and only the gradient norm communicates (one scalar). With `memory.offload_optimizer`
+FSDP2 keeps the shards and their gradients in host memory, and the same code runs the fused CPU AdamW.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ithaka.layer.loss import IGNORE_INDEX, TokenResults
 from ithaka.model.batch import count_pairs, deal_batch, take_label_share
 from ithaka.phases import phase
 
-_CHUNK = 1 << 20  # elements; on a CPU each is widened to fp64 for its norm
+_CHUNK_ELEMENTS = 1 << 20  # on a CPU, the norm of a chunk converts it to fp64
 
 
 def learning_rate(step: int, optim: OptimConfig, num_steps: int) -> float:
-    """Rate of update `step` (0 is the first): a straight warm-up, then constant or a cosine down to
-    `min_lr_ratio * lr`, reached at update `optim.decay_steps` (null: the last of `num_steps`) and kept from there on.
-    Pure, so a resumed run needs only the step."""
+    """Learning rate of update `step` (from 0): linear warm-up, then constant or a cosine down to `min_lr_ratio * lr`,
+    reached at update `optim.decay_steps` (null: the last of `num_steps`) and constant after it. A pure function of the
+    step, so a checkpoint need not store it."""
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
     if optim.schedule == "constant":
@@ -42,9 +42,8 @@ def learning_rate(step: int, optim: OptimConfig, num_steps: int) -> float:
 
 
 def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters.  Weight decay acts on matrices (embeddings among them, as in
-    nanoGPT and the Hugging Face trainer) and not on vectors (norms, biases).  The rate is set anew before
-    every update."""
+    """AdamW over the trainable parameters. Weight decay applies to matrices (including embeddings, as in nanoGPT and
+    the Hugging Face trainer), not to vectors (norms, biases). `train_step` sets the learning rate."""
     params = [p for p in model.parameters() if p.requires_grad]
     matrices, vectors = [p for p in params if p.ndim >= 2], [p for p in params if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -58,52 +57,51 @@ def _local(grad: Tensor) -> Tensor:
 
 
 def _is_first(grad: Tensor) -> bool:
-    """Whether this rank is the first of those that hold the same elements."""
+    """Whether this rank is the first of the ranks with the same elements."""
     if not isinstance(grad, DTensor):
         return not dist.is_initialized() or dist.get_rank() == 0
-    places = zip(grad.placements, grad.device_mesh.get_coordinate() or (), strict=True)
-    return all(isinstance(placement, Shard) or at == 0 for placement, at in places)
+    axes = zip(grad.placements, grad.device_mesh.get_coordinate() or (), strict=True)
+    return all(isinstance(placement, Shard) or coordinate == 0 for placement, coordinate in axes)
 
 
 @torch.no_grad()
 def clip_gradients(params: Iterable[nn.Parameter], max_norm: float | None, device: torch.device) -> Tensor:
-    """Scales all gradients so that their global norm is at most `max_norm` (None: measures only).
+    """Scale all gradients so that their global norm is at most `max_norm` (None: do not scale).
 
-    Returns the norm before clipping over all ranks, a scalar in fp64 on `device`.  Squares are summed in fp64: in
-    fp32 the sum depends on how many ranks share it, and 100M elements on one are off by percents.  Nothing waits for
-    the device, except when the gradients live in host memory.  `torch.nn.utils.clip_grad_norm_` would reduce on
-    the gradients' own device, for which there may be no process group when they are offloaded."""
-    ready = dist.is_initialized()
-    whole = [param.grad for param in params if param.grad is not None]
-    grads = [_local(grad) for grad in whole]
-    counted = [own for grad, own in zip(whole, grads, strict=True) if _is_first(grad)]
+    Returns the global norm before clipping, an fp64 scalar on `device`. Squares are summed in fp64: in fp32 the sum
+    depends on the number of ranks, and over 100M elements on one rank it is off by percents. Does not synchronize with
+    the device, unless gradients are offloaded. `torch.nn.utils.clip_grad_norm_` would reduce on the gradients' device,
+    for which there may be no process group when they are offloaded."""
+    global_grads = [param.grad for param in params if param.grad is not None]
+    grads = [_local(grad) for grad in global_grads]
+    counted = [local for grad, local in zip(global_grads, grads, strict=True) if _is_first(grad)]
     square = torch.zeros((), dtype=torch.float64, device=device)
-    chunks = [chunk for grad in counted if grad.numel() for chunk in grad.flatten().split(_CHUNK)]
+    chunks = [chunk for grad in counted if grad.numel() for chunk in grad.flatten().split(_CHUNK_ELEMENTS)]
     if chunks:
         square += torch.stack(torch._foreach_norm(chunks, 2.0, dtype=torch.float64)).square().sum().to(device)
-    if ready:
+    if dist.is_initialized():
         dist.all_reduce(square)
     norm = square.sqrt()
     if max_norm is not None and grads:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        factor = torch.where(norm.isfinite(), factor, 1.0)  # so that it shows whose gradients are not finite
-        wide = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
-        torch._foreach_mul_(grads, factor.to(grads[0].device, wide))
+        factor = torch.where(norm.isfinite(), factor, 1.0)  # keeps it visible which gradients are not finite
+        dtype = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
+        torch._foreach_mul_(grads, factor.to(grads[0].device, dtype))
     return norm
 
 
-def own_norm(params: Iterable[nn.Parameter]) -> float:
-    """Of this rank's shares of the gradients."""
+def local_grad_norm(params: Iterable[nn.Parameter]) -> float:
+    """Norm of this rank's gradient shards."""
     grads = [_local(param.grad) for param in params if param.grad is not None]
-    chunks = [chunk for grad in grads if grad.numel() for chunk in grad.flatten().split(_CHUNK)]
+    chunks = [chunk for grad in grads if grad.numel() for chunk in grad.flatten().split(_CHUNK_ELEMENTS)]
     return float(torch.stack(torch._foreach_norm(chunks, 2.0, dtype=torch.float64)).norm()) if chunks else 0.0
 
 
 class SourceSums:
-    """Losses and labels of each source of the data. With one source there is nothing to do, and nothing is done."""
+    """Sums the losses and labels of each data source. Does nothing if there is only one."""
 
     def __init__(self, names: Sequence[str], mesh: Mesh) -> None:
-        self.several, self.names, self.mesh = len(names) > 1, names, mesh
+        self.has_several, self.names, self.mesh = len(names) > 1, names, mesh
         self._sums = torch.zeros(2, len(names), dtype=torch.float64, device=mesh.device)
 
     def add(self, batch: Batch, tokens: TokenResults | None) -> None:
@@ -114,8 +112,8 @@ class SourceSums:
             self._sums.index_add_(1, take_label_share(batch.source_ids, self.mesh, deal), values_2s)
 
     def means(self, what: str) -> dict[str, float]:
-        """Of the sources with a label on any rank: {"what/NAME": mean}."""
-        if not self.several:
+        """Mean loss of each source with a label on any rank: {"what/NAME": mean}."""
+        if not self.has_several:
             return {}
         dist.all_reduce(self._sums)
         sums = zip(self.names, *self._sums.tolist(), strict=True)
@@ -124,17 +122,17 @@ class SourceSums:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Global figures of one step, the same on every rank."""
+    """Metrics of one step; all but `refused` are equal on every rank."""
 
     loss: float
     grad_norm: float
     label_tokens: int
-    num_pairs: int  # query-key pairs of attention, summed over layers
+    num_pairs: int  # query-key pairs in attention, summed over layers
     source_losses: dict[str, float]  # loss/NAME; empty with one source
-    # Where there was no update: this rank's part of the loss, and the norm of its shares of the gradients.
+    # If the update was refused: this rank's part of the loss and the norm of its gradient shards.
     refused: tuple[float, float] | None = None
-    balance: float | None = None  # attention of the rank with most over the mean; None: all have the same
-    ring_bytes: int = 0  # k, v, dk and dv that the ring's member with most sent
+    balance: float | None = None  # attention work, maximum / mean over ranks; None: equal on all ranks
+    ring_bytes: int = 0  # k, v, dk and dv sent, maximum over the ring's ranks
 
 
 def train_step(
@@ -149,15 +147,14 @@ def train_step(
     source_names: Sequence[str] = (),
     accepts: Callable[[float, float], bool] = lambda loss, norm: True,
 ) -> StepResult:
-    """One update from this rank's micro-batches; `windows` are the layers', `source_names` the data's. Without the
-    update if `accepts` refuses the loss and the gradient norm. If no rank has a label, nothing is computed and nothing
-    changes; `label_tokens` is 0.
+    """Run one update on this rank's micro-batches. `windows`: sliding window of each layer. The update is skipped if
+    `accepts(loss, gradient norm)` is false. If no rank has a label, nothing is computed and `label_tokens` is 0.
 
-    The number of valid labels of the global batch is known before the first forward, so every micro-step is weighted
-    by its tokens and gradients are divided once."""
+    The global number of valid labels is known before the first forward, so that every micro-batch is weighted by its
+    tokens."""
     labels = sum(num_valid(batch.labels) for batch in batches)
     pairs = [count_pairs(batch.document_ids, windows) for batch in batches]
-    # The ranks of a cp group hold the same batch: one of them counts it.
+    # The ranks of a cp group have the same batch: count it once.
     counts = torch.tensor([labels, *pairs]) * (mesh.cp_rank == 0)
     dist.all_reduce(counts)
     label_tokens, *all_pairs = counts.tolist()
@@ -166,14 +163,14 @@ def train_step(
     for group in optimizer.param_groups:
         group["lr"] = lr
     total_loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    sources, largest, own_losses, ring_bytes = SourceSums(source_names, mesh), [], [], 0
+    sources, max_pairs, own_losses, ring_bytes = SourceSums(source_names, mesh), [], [], 0
     for batch, own_pairs in zip(batches, pairs, strict=True):
-        out = model(**batch.inputs, num_items_in_batch=label_tokens, per_token=sources.several)
+        out = model(**batch.inputs, num_items_in_batch=label_tokens, per_token=sources.has_several)
         sources.add(batch, out.tokens)
         out.loss.backward()
         total_loss += out.loss.detach()
         own_losses.append(out.own_loss)
-        largest.append(own_pairs * out.docs.deal.balance)
+        max_pairs.append(own_pairs * out.docs.deal.balance)
         ring_bytes += out.docs.sent_bytes
     with phase("optimizer"):
         norm = float(clip_gradients(model.parameters(), clip_norm, mesh.device))
@@ -181,13 +178,13 @@ def train_step(
         if accepts(loss, norm):
             optimizer.step()
         else:
-            refused = float(sum(own_losses)), own_norm(model.parameters())
+            refused = float(sum(own_losses)), local_grad_norm(model.parameters())
     optimizer.zero_grad(set_to_none=True)
     balance = None
     if mesh.dp_size > 1 or mesh.ring_group.size() > 1:
-        most = torch.tensor([ring_bytes, *largest], dtype=torch.float64)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        balance, ring_bytes = float(most[1:].sum()) * mesh.dp_size / max(1, sum(all_pairs)), int(most[0])
+        maxima = torch.tensor([ring_bytes, *max_pairs], dtype=torch.float64)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        balance, ring_bytes = float(maxima[1:].sum()) * mesh.dp_size / max(1, sum(all_pairs)), int(maxima[0])
     means = sources.means("loss")
     return StepResult(loss, norm, label_tokens, sum(all_pairs), means, refused, balance, ring_bytes)
 
@@ -196,18 +193,18 @@ def train_step(
 def validation_loss(
     model: nn.Module, batches: Iterable[Batch], mesh: Mesh, source_names: Sequence[str] = ()
 ) -> tuple[float | None, dict[str, float]]:
-    """Mean over all valid labels of all ranks, None without any, and of each source; every rank passes the same number
-    of batches."""
+    """Mean loss over the valid labels of all ranks (None without any), and of each source. Every rank must pass the
+    same number of batches."""
     sources = SourceSums(source_names, mesh)
     total, num_labels = torch.zeros((), dtype=torch.float64, device=mesh.device), 0
     was_training = model.training
     model.eval()
     for batch in batches:
-        out = model(**batch.inputs, per_token=sources.several)
+        out = model(**batch.inputs, per_token=sources.has_several)
         sources.add(batch, out.tokens)
         total += out.loss.double() * out.num_tokens
         num_labels += out.num_tokens
     model.train(was_training)
     if isinstance(model, FSDPModule):
-        model.reshard()  # a root keeps its gathered parameters after forward, expecting a backward
+        model.reshard()  # after forward, the root keeps its parameters gathered for backward
     return float(total) / num_labels if num_labels else None, sources.means("val_loss")

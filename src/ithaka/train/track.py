@@ -1,7 +1,7 @@
-"""Experiment trackers by name: each step's figures also go to TensorBoard, Weights & Biases, Trackio or MLflow.
+"""Experiment trackers: log each step's metrics to TensorBoard, Weights & Biases, Trackio or MLflow.
 
-Each is set up as its users do, by its own environment variables (WANDB_MODE=offline, TRACKIO_DIR, MLFLOW_TRACKING_URI).
-What a resumed run needs to find its own entry again is in RUN_DIR/track.json.
+Trackers are configured by their own environment variables (WANDB_MODE=offline, TRACKIO_DIR, MLFLOW_TRACKING_URI).
+RUN_DIR/track.json holds the ids with which a resumed run continues its entries.
 """
 
 import json
@@ -14,99 +14,99 @@ from typing import Any, Literal, NamedTuple
 from ithaka.config import Config, input_error, to_dict
 
 PROJECT = "ithaka"
-IDS = "track.json"
-# As Hugging Face's Trainer names them; other figures are train/FIGURE, and those of one source train/SOURCE_FIGURE.
-NAMES = {"val_loss": "eval/loss", "lr": "train/learning_rate", "tokens": "train/num_input_tokens_seen"}
+IDS_FILE = "track.json"
+# Names from Hugging Face's Trainer. Other metrics are train/METRIC, and train/SOURCE_METRIC for one data source.
+METRIC_NAMES = {"val_loss": "eval/loss", "lr": "train/learning_rate", "tokens": "train/num_input_tokens_seen"}
 
-Ending = Literal["finished", "failed", "killed"]  # how this part of a run ended; killed: by a signal
-WANDB_EXIT_CODES: dict[Ending, int] = {"finished": 0, "failed": 1, "killed": 255}  # as wandb itself has them
+FinalStatus = Literal["finished", "failed", "killed"]  # killed: by a signal
+WANDB_EXIT_CODES: dict[FinalStatus, int] = {"finished": 0, "failed": 1, "killed": 255}  # the same as wandb's own
 
 
 class Tracker(NamedTuple):
-    """An open tracker: the id that a resumed run finds its entry by, and what to call at each step and at the end."""
+    """An open tracker: the id with which a resumed run continues its entry, and callbacks."""
 
     id: str | None
     log: Callable[[dict[str, float], int], Any]
-    close: Callable[[Ending], Any]
+    close: Callable[[FinalStatus], Any]
 
 
-# run directory, configuration, first step to log, id of an earlier part
+# (run directory, configuration, first step to log, id of the entry to continue)
 Opener = Callable[[Path, Config, int, str | None], Tracker]
 
 
-def tracked(values: Mapping[str, Any]) -> dict[str, float]:
-    """A record under the names that trackers' users expect, without its step and what was not measured."""
-    named = {}
+def rename_metrics(values: Mapping[str, Any]) -> dict[str, float]:
+    """A record under the names that tracker users expect, without its step and values that are None."""
+    renamed = {}
     for key, value in values.items():
-        figure, _, source = key.partition("/")
-        if figure == "evaluate":
-            named[key] = value
+        metric, _, source = key.partition("/")
+        if metric == "evaluate":
+            renamed[key] = value
             continue
-        kind, _, figure = NAMES.get(figure, f"train/{figure}").partition("/")
+        group, _, metric = METRIC_NAMES.get(metric, f"train/{metric}").partition("/")
         if key != "step" and value is not None:
-            named[f"{kind}/{source}_{figure}" if source else f"{kind}/{figure}"] = value
-    return named
+            renamed[f"{group}/{source}_{metric}" if source else f"{group}/{metric}"] = value
+    return renamed
 
 
-def _tensorboard(run_dir: Path, config: Config, first: int, known: str | None) -> Tracker:
+def _tensorboard(run_dir: Path, config: Config, first_step: int, known_id: str | None) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first)
+    writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
 
     def log(values: dict[str, float], step: int) -> None:
         for key, value in values.items():
             writer.add_scalar(key, value, step)
 
-    return Tracker(None, log, lambda ending: writer.close())
+    return Tracker(None, log, lambda final_status: writer.close())
 
 
-def _wandb(run_dir: Path, config: Config, first: int, known: str | None) -> Tracker:
+def _wandb(run_dir: Path, config: Config, first_step: int, known_id: str | None) -> Tracker:
     import wandb
 
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", PROJECT),
         name=os.environ.get("WANDB_NAME", run_dir.name),
         config=to_dict(config),
-        id=known,
-        resume="allow" if known else None,
+        id=known_id,
+        resume="allow" if known_id else None,
     )
-    # Steps as values: W&B ignores a step of its own that is not later than the last, as after a resume.
+    # Log the step as a metric: W&B drops values whose own step is not later than the last, as after a resume.
     run.define_metric("*", step_metric="train/global_step")
     return Tracker(
         run.id,
         lambda values, step: run.log({**values, "train/global_step": step}),
-        lambda ending: run.finish(exit_code=WANDB_EXIT_CODES[ending]),
+        lambda final_status: run.finish(exit_code=WANDB_EXIT_CODES[final_status]),
     )
 
 
-def _trackio(run_dir: Path, config: Config, first: int, known: str | None) -> Tracker:
+def _trackio(run_dir: Path, config: Config, first_step: int, known_id: str | None) -> Tracker:
     import trackio
 
-    project, goes_on = os.environ.get("TRACKIO_PROJECT", PROJECT), "allow" if known else "never"
-    run = trackio.init(project, name=known or run_dir.name, config=to_dict(config), resume=goes_on, embed=False)
-    return Tracker(run.name, lambda values, step: run.log(values, step=step), lambda ending: run.finish())
+    project, resume = os.environ.get("TRACKIO_PROJECT", PROJECT), "allow" if known_id else "never"
+    run = trackio.init(project, name=known_id or run_dir.name, config=to_dict(config), resume=resume, embed=False)
+    return Tracker(run.name, lambda values, step: run.log(values, step=step), lambda final_status: run.finish())
 
 
-def _mlflow(run_dir: Path, config: Config, first: int, known: str | None) -> Tracker:
+def _mlflow(run_dir: Path, config: Config, first_step: int, known_id: str | None) -> Tracker:
     import mlflow
 
     if "MLFLOW_EXPERIMENT_NAME" not in os.environ and "MLFLOW_EXPERIMENT_ID" not in os.environ:
         mlflow.set_experiment(PROJECT)
-    run = mlflow.start_run(run_id=known, run_name=run_dir.name)
-    if known is None:
+    run = mlflow.start_run(run_id=known_id, run_name=run_dir.name)
+    if known_id is None:
         for name, settings in to_dict(config).items():
             values = settings if isinstance(settings, dict) else {"entries": settings} if settings else {}
             mlflow.log_params({f"{name}.{key}": value for key, value in values.items()})
 
     def log(values: dict[str, float], step: int) -> None:
         allowed = {re.sub(r"[^\w\-./ ]", "_", key): value for key, value in values.items()}
-        mlflow.log_metrics(allowed, step=step, synchronous=False)  # a slow server does not hold up the step
+        mlflow.log_metrics(allowed, step=step, synchronous=False)  # a slow server must not delay the step
 
-    def close(ending: Ending) -> None:
+    def close(final_status: FinalStatus) -> None:
         try:
             mlflow.flush_async_logging()
         finally:
-            mlflow.end_run(status=ending.upper())
+            mlflow.end_run(status=final_status.upper())
 
     return Tracker(run.info.run_id, log, close)
 
@@ -115,11 +115,11 @@ TRACKERS: dict[str, Opener] = {"tensorboard": _tensorboard, "wandb": _wandb, "tr
 
 
 class Trackers:
-    """The open trackers of `train.track`, used by rank 0. ConfigError, or TransientError, if one cannot start."""
+    """The open trackers of `train.track`, on rank 0. Raises ConfigError or TransientError if one cannot start."""
 
     def __init__(self, run_dir: Path, config: Config, step: int) -> None:
         self._open, self._failed = dict[str, Tracker](), set[str]()
-        file = run_dir / IDS
+        file = run_dir / IDS_FILE
         ids = json.loads(file.read_text(encoding="utf-8")) if step and file.is_file() else {}
         for name in config.train.track:
             try:
@@ -127,33 +127,33 @@ class Trackers:
                 ids[name] = self._open[name].id
             except Exception as error:
                 self.close("failed")
-                why = f"{type(error).__name__}: {error}"
-                way = "put it right, choose its offline mode, or leave it out"
-                raise input_error(f"train.track={name} cannot start ({why}); {way}", error) from error
+                reason = f"{type(error).__name__}: {error}"
+                fix = "fix its settings, use its offline mode, or leave it out"
+                raise input_error(f"train.track={name} cannot start ({reason}); {fix}", error) from error
         if ids:
             file.write_text(json.dumps(ids), encoding="utf-8")
 
     def log(self, values: Mapping[str, Any], step: int) -> list[str]:
         """Log one step. Returns a message for each tracker that fails; the run continues without it."""
         logs = {name: tracker.log for name, tracker in self._open.items() if name not in self._failed}
-        return self._failures(logs, (tracked(values), step), "failed", "the run continues without it")
+        return self._failures(logs, (rename_metrics(values), step), "failed", "the run continues without it")
 
-    def close(self, ending: Ending) -> list[str]:
-        """Close every tracker, also one that failed before. Returns a message for each that fails only now."""
+    def close(self, final_status: FinalStatus) -> list[str]:
+        """Close every tracker. Returns a message for each that fails now and did not fail before."""
         closes = {name: tracker.close for name, tracker in self._open.items()}
         self._open = {}
-        return self._failures(closes, (ending,), "could not be closed", "its last steps may be missing there")
+        return self._failures(closes, (final_status,), "could not be closed", "it may lack the last steps")
 
     def _failures(
-        self, calls: Mapping[str, Callable[..., Any]], args: tuple[Any, ...], what: str, so: str
+        self, calls: Mapping[str, Callable[..., Any]], args: tuple[Any, ...], what: str, consequence: str
     ) -> list[str]:
-        """Call each of `calls`, by tracker; one that raises must neither end the run nor hide the run's own error."""
-        words = []
+        """Call the function of each tracker. An error must neither end the run nor hide the run's own error."""
+        messages = []
         for name, call in calls.items():
             try:
                 call(*args)
             except Exception as error:
                 if name not in self._failed:
-                    words.append(f"train.track={name} {what} ({type(error).__name__}: {error}); {so}")
+                    messages.append(f"train.track={name} {what} ({type(error).__name__}: {error}); {consequence}")
                 self._failed.add(name)
-        return words
+        return messages

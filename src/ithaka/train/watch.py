@@ -1,4 +1,4 @@
-"""Watch a run: progress of long steps, profiles of some, facts for the report, and where memory ran out."""
+"""Observe a run: progress within long steps, profiles, facts for the report, and where memory ran out."""
 
 from __future__ import annotations
 
@@ -33,20 +33,21 @@ from ithaka.profile.step import StepProfile, describe_machine
 from ithaka.profile.times import StepTimes
 from ithaka.train.console import Console
 
-WARM_UP_STEPS = 1  # slower than the rest: kernels are chosen, memory is taken from the system
+WARM_UP_STEPS = 1  # slower: kernels are chosen, and the allocator gets its memory
 
 
-def what_to_record(number: int, every: int, in_two: bool) -> Literal["times", "profile", None]:
-    """Every `every`-th step is profiled. `in_two`: its times are recorded in the step before it."""
+def what_to_record(number: int, every: int, times_before: bool) -> Literal["times", "profile", None]:
+    """What to record in step `number`: a profile in every `every`-th step and, with `times_before`, times in the step
+    before it."""
     if not every:
         return None
     if number % every == 0:
         return "profile"
-    return "times" if in_two and (number + 1) % every == 0 else None
+    return "times" if times_before and (number + 1) % every == 0 else None
 
 
 class Watch:
-    """Wraps every step. Does nothing on ranks other than 0."""
+    """Wraps every step on rank 0. Does nothing on other ranks."""
 
     def __init__(
         self,
@@ -57,12 +58,12 @@ class Watch:
         console: Console,
         only_profile: bool = False,
     ) -> None:
-        """`only_profile`: a profile that cannot be written is an error, not a line on the console."""
+        """`only_profile`: raise if a profile cannot be written, instead of printing a warning."""
         self.run, self.model, self.optimizer, self.mesh, self.console = run, model, optimizer, mesh, console
         self.only_profile = only_profile
-        self.device_peak_bytes = 0  # before the allocator's own count was reset by a profile
+        self.device_peak_bytes = 0  # up to the last profile, which resets the allocator's count
         self._plain_s: list[float] = []
-        self._times: StepTimes | None = None  # of the step before a profile
+        self._times: StepTimes | None = None  # recorded in the step before a profile
         self._progress: Progress | None = None
         if console.active:
             self.plan = Plan(run.shape, run.layout, run.hardware, dataclasses.replace(run.work, accumulate=1))
@@ -70,7 +71,7 @@ class Watch:
             self._write_facts()
 
     def _write_facts(self) -> None:
-        """What the report shows besides the configuration."""
+        """Write machine.json and plan.json for the report."""
         plan, facts = self.plan, describe_machine(self.mesh.device, self.mesh.world_size)
         (self.run.run_dir / "machine.json").write_text(json.dumps(facts), encoding="utf-8")
         stages = len(count_slots(plan.shape, plan.layout).stages)
@@ -82,7 +83,7 @@ class Watch:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Wraps step `number`; profiles it if it is due."""
+        """Wrap step `number`, and profile it if due."""
         if self._progress is None:
             yield
             return
@@ -97,8 +98,8 @@ class Watch:
             plain, folder = self._plain_s[WARM_UP_STEPS:], self.run.run_dir / "profile" / f"step-{number}"
             plain_s = statistics.median(plain) if plain else None
             with nullcontext() if self.only_profile else self.console.writing("profile"):
-                words = recorder.write(folder, number, plain_s, sum_planned_by_holder(self.plan))
-                self.console.print(f"Profile of step {number}, in {folder}:\n{words}")
+                summary = recorder.write(folder, number, plain_s, sum_planned_by_holder(self.plan))
+                self.console.print(f"Profile of step {number}, in {folder}:\n{summary}")
 
     def _recorder(self, number: int) -> StepProfile | StepTimes | None:
         device, warm = self.mesh.device, len(self._plain_s) >= WARM_UP_STEPS
@@ -111,21 +112,21 @@ class Watch:
 
 
 def ran_out_of_memory(error: BaseException | None) -> bool:
-    """Whether memory ran out on the device or the host, or room in the store."""
+    """Whether the device, the host or the store ran out of memory."""
     return error is not None and (isinstance(error, StoreError) or is_out_of_memory(error))
 
 
 class OutOfMemoryTracker(Listener):
-    """Listens to phases, and remembers where a run was and what it held when memory ran out.
+    """Listens to phases and records the phase and the memory in use when memory ran out.
 
-    An error ends the phases that it passes through; the first of them is where it happened.
+    As an error propagates it leaves phases, innermost first: it was raised in the first one left.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.path: PhasePath = ()
-        self.before: PhasePath = ()  # the innermost phase left last, for what happens between phases
-        self.used_bytes: int | None = None  # on the device; on a CPU, by this process in all
+        self.before: PhasePath = ()  # the last innermost phase, for errors between phases
+        self.used_bytes: int | None = None  # on the device; without a GPU, by this process
 
     def enter(self, path: PhasePath) -> None:
         self.path, self.used_bytes = path, None
@@ -139,7 +140,7 @@ class OutOfMemoryTracker(Listener):
             self.before = path
 
     def measure(self) -> int:
-        """Only once: on its way up, an error frees memory that must count."""
+        """Measure once: memory is freed while the error propagates."""
         if self.used_bytes is None:
             rss = psutil.Process().memory_info().rss
             self.used_bytes = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else rss
@@ -152,27 +153,27 @@ class OutOfMemoryTracker(Listener):
         return f"after {' / '.join(self.before)}" if self.before else "before the first phase"
 
 
-def explain_out_of_memory(plan: Run | Plan, error: Exception, witness: OutOfMemoryTracker, model: str) -> str:
-    """What ran out and where, planned beside measured, and what to ask the planner. `model`: for `ithaka plan`."""
-    witness.measure()  # before anything else takes memory
-    headline = f"rank {os.environ.get('RANK', '0')}, {witness.where}: {' '.join(str(error).split()) or repr(error)}"
-    return "\n".join([headline, *_planned_lines(plan, error, witness), *_ways_out(plan, model)])
+def explain_out_of_memory(plan: Run | Plan, error: Exception, tracker: OutOfMemoryTracker, model: str) -> str:
+    """Explain what ran out and where, planned and measured bytes, and the way out. `model`: for `ithaka plan`."""
+    tracker.measure()  # before anything else allocates
+    headline = f"rank {os.environ.get('RANK', '0')}, {tracker.where}: {' '.join(str(error).split()) or repr(error)}"
+    return "\n".join([headline, *_planned_lines(plan, error, tracker), *_ways_out(plan, model)])
 
 
-def _planned_lines(plan: Run | Plan, error: Exception, witness: OutOfMemoryTracker) -> Iterator[str]:
-    ledger, on_gpu = plan.ledger, witness.device.type == "cuda"
+def _planned_lines(plan: Run | Plan, error: Exception, tracker: OutOfMemoryTracker) -> Iterator[str]:
+    ledger, on_gpu = plan.ledger, tracker.device.type == "cuda"
     on_host = isinstance(error, MemoryError | OSError) or "DefaultCPUAllocator" in str(error)
     tier = error.tier if isinstance(error, StoreError) else "host" if on_host and on_gpu else "GPU"
     if tier != "GPU":
-        holders, there = {"host": (ledger.host, ledger.host_bytes), "disk": (ledger.disk, ledger.disk_bytes)}[tier]
+        holders, max_bytes = {"host": (ledger.host, ledger.host_bytes), "disk": (ledger.disk, ledger.disk_bytes)}[tier]
         parts = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in drop_reserve(holders).items())
         planned = format_bytes(sum(drop_reserve(holders).values()))
-        yield f"  planned per node: {planned} of {format_bytes(there)} ({parts})"
+        yield f"  planned per node: {planned} of {format_bytes(max_bytes)} ({parts})"
         return
-    reserve, whole = ledger.gpu["reserve"], "" if on_gpu else ", the whole process with Python and its libraries"
+    reserve, scope = ledger.gpu["reserve"], "" if on_gpu else " for the process, including Python and its libraries"
     planned = format_bytes(ledger.gpu_peak - reserve)
-    yield f"  planned at most: {planned} in {ledger.phase}, of {format_bytes(ledger.gpu_bytes)}"
-    yield f"  measured: {format_bytes(witness.measure())}{whole}"
+    yield f"  planned peak: {planned} in {ledger.phase}, of {format_bytes(ledger.gpu_bytes)}"
+    yield f"  measured: {format_bytes(tracker.measure())}{scope}"
 
 
 def _ways_out(plan: Run | Plan, model: str) -> Iterator[str]:
@@ -183,9 +184,9 @@ def _ways_out(plan: Run | Plan, model: str) -> Iterator[str]:
     if hardware.gpu.name == "CPU":
         yield "Use a shorter data.context, a smaller memory.tile_tokens or a smaller model"
         return
-    words: list[object] = ["plan", model, "--gpus", hardware.name, "--context", work.context]
-    words += ["--batch", work.batch] if work.batch > 1 else []
-    words += ["--host-memory", f"{hardware.host_bytes // 10**9}GB"]
-    words += ["--disk", f"{hardware.disk_bytes // 10**9}GB"] if hardware.disk_bytes else []
-    yield "What fits, and how fast it will be; less context or more GPUs need less of each:"
-    yield f"  {shell_command(*words)}"
+    command: list[object] = ["plan", model, "--gpus", hardware.name, "--context", work.context]
+    command += ["--batch", work.batch] if work.batch > 1 else []
+    command += ["--host-memory", f"{hardware.host_bytes // 10**9}GB"]
+    command += ["--disk", f"{hardware.disk_bytes // 10**9}GB"] if hardware.disk_bytes else []
+    yield "Use a shorter context or more GPUs; this shows what fits, and how fast it is:"
+    yield f"  {shell_command(*command)}"
