@@ -172,8 +172,8 @@ def _validate_if_due(trainer: Trainer, console: Console) -> tuple[float | None, 
 def _save_if_due(
     trainer: Trainer, console: Console, due: bool, finished: bool, *, is_best: bool, is_last: bool, only_profile: bool
 ) -> None:
-    """Report a `finished` save, and start one that is `due`. The best weights and those of the last step cannot be
-    saved later, so they wait for a save in progress; others are skipped."""
+    """Report a `finished` save, and start one that is `due`. The best and the last weights cannot be saved later,
+    so they wait for a save in progress; other saves are skipped."""
     saves_best = is_best and trainer.saver.keep_best
     if due and trainer.saver.in_progress and not (finished or is_last or saves_best):
         trainer.skip_save()
@@ -199,7 +199,7 @@ def _print_end(trainer: Trainer, console: Console) -> None:
 
 
 class _HealthChecks:
-    """Slow ranks, slow disks and time limits, from figures that each rank measures in every step."""
+    """Reports slow ranks and disks and sets time limits, from what each rank measures in every step."""
 
     def __init__(self, trainer: Trainer, heartbeat: Heartbeat, console: Console) -> None:
         self.trainer, self.heartbeat, self.console = trainer, heartbeat, console
