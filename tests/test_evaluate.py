@@ -18,7 +18,7 @@ from ithaka.cli import app
 from ithaka.config import ConfigError
 from ithaka.data.tokenizer import ByteTokenizer
 from ithaka.dist.mesh import make_mesh
-from ithaka.evaluate import as_model, evaluate_all
+from ithaka.evaluate import evaluate_all, prepare_model
 from ithaka.exits import ExitCode
 from ithaka.export import export
 from ithaka.layout import Layout
@@ -26,8 +26,8 @@ from ithaka.measure import (
     DEPTHS,
     TASKS,
     EvalText,
+    find_key_tokens,
     is_retrieved,
-    key_tokens,
     long_context_gains,
     make_prompt,
     make_task,
@@ -68,7 +68,7 @@ def test_a_prompt_has_its_needles_in_the_hay_at_their_depth(depth):
 
 def test_key_tokens_gain_much_and_end_well():
     losses, gains = torch.tensor([9.0] * 8 + [1.9, 2.1, 0.0, 1.0]), torch.tensor([-2.1, -5.0, -1.9, -3.0])
-    assert key_tokens(losses, gains, 8).tolist() == [1, 0, 0, 1]
+    assert find_key_tokens(losses, gains, 8).tolist() == [1, 0, 0, 1]
 
 
 class CountedDocument(np.ndarray):
@@ -188,7 +188,7 @@ def test_a_run_is_evaluated_and_shown(ranks, tmp_path, monkeypatch, capfd):
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules=["q_proj"]))
     model.save_pretrained(tmp_path / "adapter")
     (base / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    assert (as_model(tmp_path / "adapter", tmp_path / "merged") / "chat_template.jinja").is_file()
+    assert (prepare_model(tmp_path / "adapter", tmp_path / "merged") / "chat_template.jinja").is_file()
     sides = ["evaluate", str(tmp_path / "adapter"), str(tmp_path / "run.json"), *arguments[2:]]
     capfd.readouterr()
     result = CliRunner().invoke(app, [*sides, "--html", str(tmp_path / "page.html")])

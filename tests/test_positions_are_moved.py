@@ -239,7 +239,7 @@ def test_refused_before_ranks_start_and_not_from_scratch(tmp_path):
 
 def test_verify_checks_the_moved_positions(tmp_path):
     config, base = moved_run(tmp_path)
-    verify.cut(base, tmp_path / "cut", config)
+    verify.write_truncated_model(base, tmp_path / "cut", config)
     cut = json.loads((tmp_path / "cut" / "config.json").read_text())
     assert cut["rope_parameters"]["rope_type"] == "yarn" and cut["max_position_embeddings"] == 64
 

@@ -100,7 +100,7 @@ def test_an_evaluation_is_rehearsed(model):
     told = ("--evaluate", "--context", "2", "--layers", "1", "--json")
     answer = json.loads(rehearse(model, *told).stdout)
     rows = {row["what"]: row for row in answer["rows"]}
-    peak = rows["peak, reserve apart"]
+    peak = rows["peak without reserve"]
     assert peak["measured"] == pytest.approx(peak["planned"], rel=0.03) and answer["peak_phase"] == "loss forward"
     assert rows["layer forward"]["measured"] > 0 and "layer backward" not in rows
     refused = rehearse(model, *told, "--set", "memory.tile_tokens=64")
@@ -141,7 +141,7 @@ def test_a_rehearsal_of_memory_only_says_so(model):
 def test_a_cpu_is_not_shown_as_a_gpu(model):
     result = rehearse(model, "--context", "64")
     assert result.exit_code == 0, result.output
-    assert "\npeak, reserve apart " in result.stdout and "\npeak in: " in result.stdout
+    assert "\npeak without reserve " in result.stdout and "\npeak in: " in result.stdout
     for words in ("GPU peak", "tokens/s per GPU", "step of"):
         assert words not in result.stdout
 
@@ -151,8 +151,8 @@ def test_attention_cut_short_makes_no_step(memory_only, monkeypatch):
     monkeypatch.setattr(rehearsal, "_on_gpu", lambda: True)
     plan = SearchSpace(find_shape("llama3-8b"), parse_gpus("8xH100")).choose(Work(2**20))
     few = rehearsal.truncate_plan(plan, 2, memory_only)
-    measured = rehearsal.Rehearsed(1, 1, 1, "", 0, 0, 1.0, 2.0, 7.0)
-    rows = {row["what"]: row for row in rehearsal.compare(plan, few, measured)}
+    measured = rehearsal.RehearsalResult(1, 1, 1, "", 0, 0, 1.0, 2.0, 7.0)
+    rows = {row["what"]: row for row in rehearsal.compare_with_plan(plan, few, measured)}
     assert ("tokens/s per GPU" in rows) == ("step of 32 layers" in rows) == (not memory_only)
     assert "layer forward" in rows
 
@@ -165,8 +165,8 @@ def test_a_forward_of_all_layers_is_that_of_few_and_the_loss(monkeypatch):
     alone_s = forward.total - forward.exchange
     loss_s = plan.step_s - 32 * forward.total  # 128K tokens on each GPU
     assert loss_s == pytest.approx(2 * 2**17 * 4096 * 128256 / 720e12, rel=0.2)
-    measured = rehearsal.Rehearsed(1, 1, 1, "", 0, 0, alone_s, 0.0, 2 * alone_s + loss_s)
-    rows = {row["what"]: row for row in rehearsal.compare(plan, few, measured)}
+    measured = rehearsal.RehearsalResult(1, 1, 1, "", 0, 0, alone_s, 0.0, 2 * alone_s + loss_s)
+    rows = {row["what"]: row for row in rehearsal.compare_with_plan(plan, few, measured)}
     assert rows["forward of 32 layers"]["measured"] == pytest.approx(rows["forward of 32 layers"]["planned"])
 
 
@@ -175,7 +175,7 @@ def test_more_than_is_free_is_refused(model, monkeypatch):
     with_free(monkeypatch, 2**22)
     refused = rehearse(model, "--context", "1M")
     assert refused.exit_code == ExitCode.WRONG_INPUT and refused.stdout == ""
-    assert "--context 1048576 with --layers 2 needs " in refused.stderr and "and 4 MiB are free" in refused.stderr
+    assert "--context 1048576 with --layers 2 needs " in refused.stderr and "4 MiB available" in refused.stderr
     assert refused.stderr.endswith("; use a shorter --context or fewer --layers\n")
     assert isinstance(rehearse(model, "--context", "64").exception, Started)
 

@@ -78,5 +78,5 @@ def test_rank_0_of_two_nodes_is_rehearsed(tmp_path, monkeypatch):
     words = ["rehearse", str(file), "--gpus", "2x2xH100-80GB", "--context", "2048", "--json"]
     found = json.loads(CliRunner().invoke(app, [*words, "--set", "parallel.cp=4", "--set", "parallel.ring=2"]).stdout)
     assert found["settings"]["parallel.ring"] == 2
-    peak = next(row for row in found["rows"] if row["what"] == "peak, reserve apart")
+    peak = next(row for row in found["rows"] if row["what"] == "peak without reserve")
     assert peak["measured"] == pytest.approx(peak["planned"], rel=0.5)  # weights, and tiles of a CPU, are most of it

@@ -27,7 +27,7 @@ from threads import on_threads
 LORA = AdapterConfig(rank=2, targets=("31.self_attn.q_proj", "down_proj"))
 
 
-LOADED = cache(verify.load_models)
+LOADED = cache(verify.load_truncated_model)
 
 
 @pytest.fixture(autouse=True)
@@ -61,12 +61,12 @@ def llama(saved):
 
 @pytest.fixture(scope="module")
 def cut_llama(llama, tmp_path_factory):
-    verify.cut(llama, folder := tmp_path_factory.mktemp("cut"))
+    verify.write_truncated_model(llama, folder := tmp_path_factory.mktemp("cut"))
     return folder
 
 
 def checks_of(folder: Path, cp: int, adapter: AdapterConfig | None = None) -> dict[str, dict]:
-    layout = verify.layout_for(None, cp, verify.read_hf_config(folder).num_attention_heads)
+    layout = verify.make_layout(None, cp, verify.read_hf_config(folder).num_attention_heads)
     ranks = on_threads(cp, lambda: list(verify.run_checks(folder, make_mesh(cp), layout, adapter)))
     return {check["part"]: check for check in ranks[0]}
 
@@ -82,12 +82,12 @@ CASES = [
 
 @pytest.mark.parametrize("family,heads,kv_heads,cp,adapter,changes", CASES)
 def test_right_models_pass(saved, tmp_path, family, heads, kv_heads, cp, adapter, changes):
-    verify.cut(saved(family, heads, kv_heads, **changes), tmp_path)
+    verify.write_truncated_model(saved(family, heads, kv_heads, **changes), tmp_path)
     checks = checks_of(tmp_path, cp, adapter)
     assert not [check for check in checks.values() if not check["ok"]]
     parts = {"logits", "loss", "gradients", "head pairing", "uneven lengths", "padding", "documents"}
-    parts |= {"documents apart, bit for bit", "rope", "exact positions"}
-    parts |= ({"labels at shard borders"} if cp > 1 else set()) | ({"adapter"} if adapter else set())
+    parts |= {"document isolation, bitwise", "rope", "exact positions"}
+    parts |= ({"labels at shard boundaries"} if cp > 1 else set()) | ({"adapter"} if adapter else set())
     assert parts == set(checks)
     assert all(0 < check["error"] < 1e-5 for check in checks.values() if check["allowed"])
     cut = json.loads((tmp_path / "config.json").read_text())
@@ -152,11 +152,11 @@ def skipped_norm(patch):
 
 
 PLANTED = [
-    (wrong_partners, {"logits", "gradients", "head pairing"}, {"documents apart, bit for bit"}),
-    (shift_after_sharding, {"labels at shard borders"}, {"logits", "rope"}),
-    (leaking_document, {"documents", "documents apart, bit for bit"}, {"logits", "loss", "gradients", "rope"}),
+    (wrong_partners, {"logits", "gradients", "head pairing"}, {"document isolation, bitwise"}),
+    (shift_after_sharding, {"labels at shard boundaries"}, {"logits", "rope"}),
+    (leaking_document, {"documents", "document isolation, bitwise"}, {"logits", "loss", "gradients", "rope"}),
     (halved_gradient, {"gradients"}, {"logits", "loss", "head pairing"}),
-    (skipped_norm, {"logits", "gradients"}, {"documents apart, bit for bit"}),
+    (skipped_norm, {"logits", "gradients"}, {"document isolation, bitwise"}),
 ]
 
 
@@ -196,7 +196,7 @@ def test_the_layout_is_the_configurations():
         "parallel": {"cp": 8, "ring": 4, "heads_per_stage": 16},
         "memory": {"offload": "disk", "keep_attention": "all"},
     }
-    layout = verify.layout_for(parse_config({**tree, "attention": {"kernel": "cudnn"}}), cp=2, heads=32)
+    layout = verify.make_layout(parse_config({**tree, "attention": {"kernel": "cudnn"}}), cp=2, heads=32)
     assert layout.kernel == "auto", "a GPU's kernels have no float64"
     assert (layout.cp, layout.ring, layout.heads_per_stage, layout.tile_tokens) == (2, 2, 4, 16)
     assert layout.kept == (ActivationPolicy("disk", "disk"),) * 2

@@ -24,13 +24,13 @@ from ithaka.plan.search import forward_layout
 from ithaka.plan.shape import read_json, read_shape
 from ithaka.report.html import render_page, render_table
 
-RESULT = "result.json"
-MEANING = (
+RESULT_FILE = "result.json"
+FIGURES_LEGEND = (
     "long_context_gain: loss with all before a token minus loss with the last 4K only; below zero, it helps. "
     "key_tokens: share of tokens that it helps by more than 2, to a loss below 2."
 )
 FIGURES = ("loss", "long_context_gain", "key_tokens", "short_context_loss")
-SAME = ("tasks_version", "contexts", "documents", "text")  # of figures that can be compared
+COMPARABLE_KEYS = ("tasks_version", "contexts", "documents", "text")  # of figures that can be compared
 
 
 def evaluate_all(sources: Sequence[Path], *how: Any) -> list[dict[str, Any]]:
@@ -42,7 +42,7 @@ def evaluate_all(sources: Sequence[Path], *how: Any) -> list[dict[str, Any]]:
         raise ConfigError(f"{len(sources)} models under torchrun: it measures one at a time; {way}")
     for source in sources:
         all_found.append(earlier.get(source) or evaluate(source, *how))
-        for name in SAME:
+        for name in COMPARABLE_KEYS:
             mine, first = (found.get(name) for found in (all_found[-1], all_found[0]))
             if mine != first and not (name == "text" and None in (mine, first)):  # which earlier versions left out
                 what = f"{source} has {name}={mine} and {sources[0]} {first}, so that figures cannot be compared"
@@ -57,20 +57,20 @@ def evaluate(
     sequence."""
     with tempfile.TemporaryDirectory(prefix="ithaka-evaluate-") as name:
         folder = Path(name)
-        model = as_model(source, folder / "model")
+        model = prepare_model(source, folder / "model")
         read_shape(model)
         tokenizer = load_tokenizer(None, model)
         text = read_text(data, tokenizer, max(contexts), num_documents)
         check_prompts(text, tokenizer, contexts)
         num_ranks = launch.decide_ranks(ranks or "auto", launch.num_gpus())
-        if code := launch.run_ranks(_rank, (model, folder, text, list(contexts), samples), num_ranks):
+        if code := launch.run_ranks(_evaluate_rank, (model, folder, text, list(contexts), samples), num_ranks):
             raise SystemExit(code)
-        if not (folder / RESULT).is_file():  # under torchrun rank 0 has it
+        if not (folder / RESULT_FILE).is_file():  # under torchrun rank 0 has it
             raise SystemExit(ExitCode.DONE)
-        return {"model": str(source), **json.loads((folder / RESULT).read_text())}
+        return {"model": str(source), **json.loads((folder / RESULT_FILE).read_text())}
 
 
-def as_model(source: Path, out: Path) -> Path:
+def prepare_model(source: Path, out: Path) -> Path:
     """A directory with the whole model: `source`, or `out`, where a run is exported and an adapter merged."""
     if (source / "config.yaml").is_file():
         return export(source, out, merge=(source / "model" / "adapter_config.json").is_file())
@@ -92,7 +92,7 @@ def as_model(source: Path, out: Path) -> Path:
     return out
 
 
-def _rank(directory: Path, folder: Path, text: EvalText, contexts: list[int], samples: int) -> None:
+def _evaluate_rank(directory: Path, folder: Path, text: EvalText, contexts: list[int], samples: int) -> None:
     start_process_group()
     shape, cp = read_shape(directory), dist.get_world_size()
     layout = forward_layout(shape, cp, max(contexts), default_dtype(default_device().type == "cuda"))
@@ -100,48 +100,48 @@ def _rank(directory: Path, folder: Path, text: EvalText, contexts: list[int], sa
     model = build_model(directory, mesh, layout, trains=False)
     found = measure_all(model, load_tokenizer(None, directory), text, contexts, samples)
     if mesh.rank == 0:
-        (folder / RESULT).write_text(json.dumps(found))
+        (folder / RESULT_FILE).write_text(json.dumps(found))
     end_process_group()
 
 
-def column_marks(all_found: Sequence[Any]) -> list[str]:
+def column_names(all_found: Sequence[Any]) -> list[str]:
     return ["A", "B"][: len(all_found)] if len(all_found) > 1 else [""]
 
 
-def tables(all_found: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def make_tables(all_found: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Titles and rows: figures, loss by position, and retrieval, a row for each task and context. Two models have
     columns of their own, A and B."""
     if len(all_found) > 1:
         yield (
             "models",
-            [{"": m, "model": each["model"]} for m, each in zip(column_marks(all_found), all_found, strict=True)],
+            [{"": m, "model": each["model"]} for m, each in zip(column_names(all_found), all_found, strict=True)],
         )
-    yield "figures", _merge_columns([list(_figures(each)) for each in all_found], ("figure",))
+    yield "figures", _merge_columns([list(_figure_rows(each)) for each in all_found], ("figure",))
     yield "loss by position", _merge_columns([each["loss_by_position"] for each in all_found], ("from", "to"))
     yield (
         "retrieval by depth",
-        _merge_columns([_by_depth(each["retrieval"]) for each in all_found], ("task", "context")),
+        _merge_columns([_depth_rows(each["retrieval"]) for each in all_found], ("task", "context")),
     )
 
 
-def _merge_columns(tables: Sequence[list[dict[str, Any]]], keys: Sequence[str]) -> list[dict[str, Any]]:
+def _merge_columns(make_tables: Sequence[list[dict[str, Any]]], keys: Sequence[str]) -> list[dict[str, Any]]:
     """Tables with the same `keys` in each row, as one."""
     joined = []
-    for rows in zip(*tables, strict=True):
+    for rows in zip(*make_tables, strict=True):
         own = (
             {f"{k} {m}".strip(): v for k, v in row.items() if k not in keys}
-            for m, row in zip(column_marks(tables), rows, strict=True)
+            for m, row in zip(column_names(make_tables), rows, strict=True)
         )
         joined.append({k: rows[0][k] for k in keys} | dict(itertools.chain.from_iterable(each.items() for each in own)))
     return joined
 
 
-def _figures(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _figure_rows(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for name in FIGURES:
         yield {"figure": name, "mean": found.get(name), "error": found.get(f"{name}_error")}
 
 
-def _by_depth(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _depth_rows(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     rows: dict[tuple[str, int], dict[str, Any]] = {}
     for cell in cells:
         row = rows.setdefault((cell["task"], cell["context"]), {"task": cell["task"], "context": cell["context"]})
@@ -149,19 +149,19 @@ def _by_depth(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def as_page(all_found: Sequence[dict[str, Any]]) -> str:
+def render_results(all_found: Sequence[dict[str, Any]]) -> str:
     """An HTML page of one file. Retrieval: of each task a heat map for each model, beside each other."""
     parts = []
-    for title, rows in list(tables(all_found))[:-1]:
+    for title, rows in list(make_tables(all_found))[:-1]:
         table = render_table([list(row.values()) for row in rows], list(rows[0]))
         parts.append(f"<h2>{title}</h2><div class=scroll>{table}</div>")
-        parts += [f"<p class=note>{MEANING}</p>"] * (title == "figures")
+        parts += [f"<p class=note>{FIGURES_LEGEND}</p>"] * (title == "figures")
     parts.append("<h2>retrieval</h2><p class=note>Share of answers found, by context (rows) and depth (columns).</p>")
     parts.append("<div class=maps>")
     for task in TASKS:
         maps = []
-        for mark, found in zip(column_marks(all_found), all_found, strict=True):
-            rows = _by_depth([cell for cell in found["retrieval"] if cell["task"] == task])
+        for mark, found in zip(column_names(all_found), all_found, strict=True):
+            rows = _depth_rows([cell for cell in found["retrieval"] if cell["task"] == task])
             _, _, *depths = rows[0]
             maps.append(render_table([list(row.values())[1:] for row in rows], [mark, *depths], "heat"))
         parts.append(f"<section><h3>{task}</h3><div class=maps>{''.join(maps)}</div></section>")

@@ -1,6 +1,6 @@
-"""Exit codes, and which errors a restart may get past.
+"""Exit codes, and which errors are transient.
 
-Launchers, Slurm and Kubernetes decide by these codes whether to start a run again; docs/running-for-weeks.md quotes the
+Launchers, Slurm and Kubernetes use these codes to decide whether to restart a run; docs/running-for-weeks.md quotes the
 table.
 """
 
@@ -12,8 +12,8 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """How a command ended. `final`: the same command would end the same way, so do not restart it. A command that a
-    signal stops exits with SIGNALED + signal."""
+    """Exit code of a command. `final`: a restart would end the same way. A command stopped by a signal exits with
+    SIGNALED + signal."""
 
     meaning: str
     final: bool
@@ -35,44 +35,44 @@ class ExitCode(IntEnum):
 
 FINAL_EXIT_CODES = frozenset(code for code in ExitCode if code.final)
 
-# Storage and network faults that pass, unlike missing files, permissions and full disks.
-STORAGE = ["EAGAIN", "EBUSY", "EIO", "ENOLINK", "EREMOTEIO", "ESTALE", "ETIMEDOUT"]
-NETWORK = ["ECOMM", "ECONNABORTED", "ECONNREFUSED", "ECONNRESET", "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETRESET"]
-NETWORK += ["ENETUNREACH", "ENOTCONN", "ESHUTDOWN"]
-# Not every system has all of them.
-TRANSIENT_ERRNOS = {getattr(errno, name, errno.EIO) for name in STORAGE + NETWORK} | {socket.EAI_AGAIN}
+# Transient storage and network faults, unlike missing files, permissions and full disks.
+STORAGE_ERRNOS = ["EAGAIN", "EBUSY", "EIO", "ENOLINK", "EREMOTEIO", "ESTALE", "ETIMEDOUT"]
+NETWORK_ERRNOS = ["ECOMM", "ECONNABORTED", "ECONNREFUSED", "ECONNRESET", "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN"]
+NETWORK_ERRNOS += ["ENETRESET", "ENETUNREACH", "ENOTCONN", "ESHUTDOWN"]
+# Some platforms lack some of these names.
+TRANSIENT_ERRNOS = {getattr(errno, name, errno.EIO) for name in STORAGE_ERRNOS + NETWORK_ERRNOS} | {socket.EAI_AGAIN}
 # CUDA and its callers (PyTorch, NCCL, Triton); PyTorch's CPU allocator; cuBLAS and cuDNN.
 OUT_OF_MEMORY_MESSAGES = ("out of memory", "DefaultCPUAllocator", "_STATUS_ALLOC_FAILED")
-TRANSIENT_STATUS = {408, 429, 500, 502, 503, 504}  # HTTP status codes of the Hugging Face hub
+TRANSIENT_HTTP_STATUS = {408, 429, 500, 502, 503, 504}  # HTTP status codes of the Hugging Face hub
 
 
 class TransientError(RuntimeError):
-    """A fault that may have passed when the run is started again. The message says what failed and what to check."""
+    """A fault that a restart may get past. The message names what failed and what to check."""
 
     exit_code = ExitCode.TRANSIENT
 
 
 def is_transient(error: BaseException | None) -> bool:
-    """Whether the error, or the one that caused it, may not occur again."""
+    """Whether the error, or one in its chain of causes, may not recur."""
     while error is not None:
         status = getattr(getattr(error, "response", None), "status_code", None)
-        passes = isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS
-        if passes or isinstance(error, TransientError | TimeoutError) or status in TRANSIENT_STATUS:
+        has_transient_errno = isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS
+        if has_transient_errno or isinstance(error, TransientError | TimeoutError) or status in TRANSIENT_HTTP_STATUS:
             return True
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    # By name and message: torch may not be imported, and only parts of it raise its own OutOfMemoryError.
+    # Match by name and message: torch may not be imported, and not all of it raises torch.OutOfMemoryError.
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    named = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
-    return named or (isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY_MESSAGES))
+    has_name = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
+    return has_name or (isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY_MESSAGES))
 
 
 def exit_code_for(error: BaseException) -> ExitCode:
-    """The exit code of the error's class (`exit_code`), or the one that fits the error."""
+    """The error's own `exit_code`, or the one for its kind."""
     if isinstance(code := getattr(error, "exit_code", None), ExitCode):
         return code
     if is_out_of_memory(error):

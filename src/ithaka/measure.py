@@ -28,7 +28,7 @@ SHORT_CONTEXT = 4096  # tokens of a short context
 SHORT_DOCUMENTS = 32  # whose loss at short context is taken
 FIRST_BUCKET = 64  # tokens; from there on a bucket is as long as all before it
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-HAY_STEP = 7919  # tokens by which the hay of a sample is turned
+HAYSTACK_STEP = 7919  # tokens by which the hay of a sample is turned
 KEY_GAIN, KEY_LOSS = -2.0, 2.0  # of a key token, at most: LongPPL's thresholds (arXiv 2410.23771)
 
 
@@ -139,7 +139,7 @@ def read_text(
     """Read until there are enough documents of `context` tokens; the hay takes shorter ones too."""
     text, longest, num_hay = EvalText([], [], np.empty(0, np.int32)), 0, 0
     hay: list[np.ndarray] = []
-    for document in _documents(path, tokenizer, where):
+    for document in _read_documents(path, tokenizer, where):
         longest = max(longest, len(document))
         if len(text.short) < SHORT_DOCUMENTS and len(document) > 1:
             text.short.append(document[:short])
@@ -156,7 +156,7 @@ def read_text(
     return text._replace(long=text.long[:num_documents], hay=np.concatenate(hay))
 
 
-def _documents(path: Path | None, tokenizer: Tokenizer, where: str) -> Iterator[np.ndarray]:
+def _read_documents(path: Path | None, tokenizer: Tokenizer, where: str) -> Iterator[np.ndarray]:
     shards = make_shards(find_files(path, where).files, ReadingConfig())
     whole: list[np.ndarray] = []
     for tokens, first, reason in itertools.chain.from_iterable(tokenize(shard, tokenizer) for shard in shards):
@@ -199,7 +199,7 @@ def long_context_gains(model: PreTrainedModel, ids_N: np.ndarray, losses_N: Tens
     return losses_N[4 * quarter :][: len(chunks_CN) * quarter] - torch.cat(found)
 
 
-def key_tokens(losses_N: Tensor, gains_M: Tensor, short: int) -> Tensor:
+def find_key_tokens(losses_N: Tensor, gains_M: Tensor, short: int) -> Tensor:
     """Of the same tokens as the gains: 1.0 where the long context gives a token that the model then has about right."""
     losses_M = losses_N[short // 4 * 4 :][: len(gains_M)]
     return ((gains_M < KEY_GAIN) & (losses_M < KEY_LOSS)).double()
@@ -234,7 +234,7 @@ def measure_all(
         loss, error = mean_and_error([each[low:high] for each in losses])
         found["loss_by_position"].append({"from": low, "to": high, "loss": loss, "error": error})
     gains = [long_context_gains(model, *both, short) for both in zip(text.long, losses, strict=True)]
-    keys = [key_tokens(*both, short) for both in zip(losses, gains, strict=True)]
+    keys = [find_key_tokens(*both, short) for both in zip(losses, gains, strict=True)]
     for name, values in (("long_context_gain", gains), ("key_tokens", keys)):
         found[name], found[f"{name}_error"] = mean_and_error(values) if len(values[0]) else (None, None)
     at_short = [token_losses(model, document[None])[0, 1:] for document in text.short]
@@ -244,7 +244,7 @@ def measure_all(
         hits = 0
         for seed in range(samples):
             task = make_task(kind, depth, seed)
-            hits += is_retrieved(model, *make_prompt(task, np.roll(text.hay, seed * HAY_STEP), tokenizer, context))
+            hits += is_retrieved(model, *make_prompt(task, np.roll(text.hay, seed * HAYSTACK_STEP), tokenizer, context))
         cell = {"task": kind, "context": context, "depth": depth, "score": hits / samples, "samples": samples}
         found["retrieval"].append(cell)
     return found

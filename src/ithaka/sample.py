@@ -10,7 +10,7 @@ from transformers.utils.logging import disable_progress_bar
 from ithaka.config import ConfigError
 from ithaka.data.tokenizer import load_tokenizer
 from ithaka.dist.mesh import default_device
-from ithaka.evaluate import as_model
+from ithaka.evaluate import prepare_model
 from ithaka.layout import default_dtype
 
 
@@ -21,7 +21,7 @@ def sample(source: Path, prompt: str, num_tokens: int, temperature: float, raw: 
     device = default_device()
     dtype = getattr(torch, default_dtype(device.type == "cuda"))
     with tempfile.TemporaryDirectory(prefix="ithaka-sample-") as name:
-        directory = as_model(source, Path(name) / "model")
+        directory = prepare_model(source, Path(name) / "model")
         tokenizer = load_tokenizer(None, directory)
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device).eval()
     if tokenizer.hf.chat_template and not raw:

@@ -39,13 +39,13 @@ def evaluate(
     with status("evaluating"):
         results = evaluation.evaluate_all(models, lengths, data, ranks, documents, samples)
     if page is not None:
-        page.write_text(evaluation.as_page(results), encoding="utf-8")
+        page.write_text(evaluation.render_results(results), encoding="utf-8")
     if as_json:
         print(json.dumps(results if len(results) > 1 else results[0], indent=2))
         return
-    for title, rows in evaluation.tables(results):
+    for title, rows in evaluation.make_tables(results):
         print(f"{title}\n{format_table(rows)}\n")
-    print(evaluation.MEANING)
+    print(evaluation.FIGURES_LEGEND)
 
 
 def sample(

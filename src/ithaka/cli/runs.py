@@ -189,9 +189,9 @@ def data(
     with status("reading and packing the data"):
         changes = with_ranks(overrides, ranks)
         settings = resolve(config, changes).at(0)
-        view = show_data.read_data(settings, show_data.TERMINAL if page is None else show_data.PAGE)
+        view = show_data.build_data_view(settings, show_data.TERMINAL_LIMITS if page is None else show_data.PAGE_LIMITS)
     if page is not None:
-        page.write_text(show_data.data_page(view, f"Data of {config or 'ithaka train'}"), encoding="utf-8")
+        page.write_text(show_data.render_data_page(view, f"Data of {config or 'ithaka train'}"), encoding="utf-8")
     if as_json:
         print(json.dumps(view.figures, indent=2))
     elif page is not None:
