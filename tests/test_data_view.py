@@ -170,7 +170,7 @@ def test_long_documents_lose_their_middle_and_many_their_end(folder):
 
 def test_the_page_marks_what_is_trained(folder):
     records = [talk("<b>", "y&🎉"), talk("hi", "no", train=False)]
-    assert shown(folder, records, "--html", "page.html", context=16) == "written to page.html\n"
+    assert shown(folder, records, "--html", "page.html", context=16) == "wrote page.html\n"
     text = (folder / "page.html").read_text()
     marks = re.findall(r'<mark title="id ([\d ]+), position (\d+)">(.*?)</mark>', text)
     assert marks == [("121", "8", "y"), ("38", "9", "&amp;"), ("240 159 142 137", "10", "🎉"), ("124", "14", "|")]

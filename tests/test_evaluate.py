@@ -85,11 +85,11 @@ def test_reading_many_short_documents_takes_time_in_proportion(monkeypatch):
     asked = []
     for number in (100, 200):
         documents = [np.arange(3, dtype=np.int32).view(CountedDocument) for _ in range(number)]
-        monkeypatch.setattr(measuring, "_documents", lambda *_, found=documents: [*found, np.zeros(999, np.int32)])
+        monkeypatch.setattr(measuring, "_read_documents", lambda *_, found=documents: [*found, np.zeros(999, np.int32)])
         CountedDocument.asked = 0
         text = read_text(None, BYTES, 900, 1)
         asked.append(CountedDocument.asked)
-        assert len(text.hay) == 3 * number + 999 and len(text.short) == 32
+        assert len(text.haystack) == 3 * number + 999 and len(text.short) == 32
     assert asked[1] - asked[0] <= 6 * 100
 
 
@@ -122,7 +122,7 @@ def plain_losses(model, ids):
 def prompts_and_matches(model):
     """Each task with its answer, with what greedy generation writes, and with one token of that changed."""
     for kind in TASKS:
-        ids, num_answer = make_prompt(make_task(kind, 0.5, 0), text_of().hay, BYTES, CONTEXT)
+        ids, num_answer = make_prompt(make_task(kind, 0.5, 0), text_of().haystack, BYTES, CONTEXT)
         question = torch.from_numpy(ids[:-num_answer]).long()[None]
         written = model.generate(question, max_new_tokens=num_answer, do_sample=False)[0].numpy()
         wrong = written.copy()
@@ -203,7 +203,7 @@ def test_two_models_under_torchrun_are_refused(tmp_path, monkeypatch):
     """Its ranks cannot meet a second time."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="2 models under torchrun: .* --json, then give both files"):
+    with pytest.raises(ConfigError, match="2 models .* torchrun; .* --json, then give both files"):
         evaluate_all([tmp_path / "a", tmp_path / "b"])
 
 

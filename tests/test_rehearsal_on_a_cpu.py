@@ -77,7 +77,7 @@ def test_the_plan_is_for_the_kernel_that_runs(model, monkeypatch, runs, planned)
 
 
 def test_json_says_what_ran_and_where_its_peak_is(model, monkeypatch):
-    monkeypatch.setattr(rehearsal, "SHORT_DOCUMENT", 32)
+    monkeypatch.setattr(rehearsal, "MEMORY_ONLY_DOCUMENT", 32)
     answer = json.loads(rehearse(model, "--context", "64", "--layers", "1", "--memory-only", "--json").stdout)
     ran = {key: answer[key] for key in ("gpus", "context", "layers", "attention_cut_short")}
     assert ran == {"gpus": "2xH100-80GB", "context": 64, "layers": 1, "attention_cut_short": True}

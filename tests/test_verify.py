@@ -38,7 +38,7 @@ def loads_once(monkeypatch):
         with CONSTRUCTING:
             return copy.deepcopy(LOADED(*args))
 
-    monkeypatch.setattr(verify, "load_models", load)
+    monkeypatch.setattr(verify, "load_truncated_model", load)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""`ithaka evaluate`: a model, or two side by side, in tables and on a page."""
+"""`ithaka evaluate`: evaluate one model, or compare two, in tables and on an HTML page."""
 
 import itertools
 import json
@@ -26,35 +26,36 @@ from ithaka.report.html import render_page, render_table
 
 RESULT_FILE = "result.json"
 FIGURES_LEGEND = (
-    "long_context_gain: loss with all before a token minus loss with the last 4K only; below zero, it helps. "
-    "key_tokens: share of tokens that it helps by more than 2, to a loss below 2."
+    "long_context_gain: loss with the full context minus loss with the last 4K tokens; below zero, long context helps. "
+    "key_tokens: share of tokens whose loss it lowers by more than 2, to below 2."
 )
 FIGURES = ("loss", "long_context_gain", "key_tokens", "short_context_loss")
-COMPARABLE_KEYS = ("tasks_version", "contexts", "documents", "text")  # of figures that can be compared
+COMPARABLE_KEYS = ("tasks_version", "contexts", "documents", "text")  # equal in comparable results
 
 
-def evaluate_all(sources: Sequence[Path], *how: Any) -> list[dict[str, Any]]:
-    """Of each source, as `evaluate` gives it, or read from a file that has it; refuses what cannot be compared."""
-    earlier = {each: read_json(each, "MODEL=", "give what --json wrote") for each in sources if each.is_file()}
-    all_found: list[dict[str, Any]] = []
-    if launch.under_torchrun() and len(sources) - len(earlier) > 1:  # whose ranks meet only once
-        way = "write each result with --json, then give both files"
-        raise ConfigError(f"{len(sources)} models under torchrun: it measures one at a time; {way}")
+def evaluate_all(sources: Sequence[Path], *options: Any) -> list[dict[str, Any]]:
+    """Evaluate each source, or read its --json output. Raise ConfigError if the results are not comparable."""
+    stored = {
+        source: read_json(source, "MODEL=", "give a file written by --json") for source in sources if source.is_file()
+    }
+    results: list[dict[str, Any]] = []
+    if launch.under_torchrun() and len(sources) - len(stored) > 1:  # the process group starts only once
+        fix = "write each result with --json, then give both files"
+        raise ConfigError(f"{len(sources)} models cannot be evaluated in one torchrun; {fix}")
     for source in sources:
-        all_found.append(earlier.get(source) or evaluate(source, *how))
+        results.append(stored.get(source) or evaluate(source, *options))
         for name in COMPARABLE_KEYS:
-            mine, first = (found.get(name) for found in (all_found[-1], all_found[0]))
-            if mine != first and not (name == "text" and None in (mine, first)):  # which earlier versions left out
-                what = f"{source} has {name}={mine} and {sources[0]} {first}, so that figures cannot be compared"
-                raise ConfigError(f"{what}; measure both with the same --contexts, --documents and --data")
-    return all_found
+            value, first = (result.get(name) for result in (results[-1], results[0]))
+            if value != first and not (name == "text" and None in (value, first)):  # missing in old files
+                problem = f"{source} has {name}={value}, {sources[0]} has {first}: they cannot be compared"
+                raise ConfigError(f"{problem}; measure both with the same --contexts, --documents and --data")
+    return results
 
 
 def evaluate(
     source: Path, contexts: Sequence[int], data: Path | None, ranks: int | None, num_documents: int, samples: int
 ) -> dict[str, Any]:
-    """Of a Hugging Face directory, a run's latest checkpoint or an adapter: starts the ranks, which share each
-    sequence."""
+    """Evaluate a Hugging Face directory, a run's latest checkpoint or an adapter, with all ranks in one cp group."""
     with tempfile.TemporaryDirectory(prefix="ithaka-evaluate-") as name:
         folder = Path(name)
         model = prepare_model(source, folder / "model")
@@ -65,13 +66,13 @@ def evaluate(
         num_ranks = launch.decide_ranks(ranks or "auto", launch.num_gpus())
         if code := launch.run_ranks(_evaluate_rank, (model, folder, text, list(contexts), samples), num_ranks):
             raise SystemExit(code)
-        if not (folder / RESULT_FILE).is_file():  # under torchrun rank 0 has it
+        if not (folder / RESULT_FILE).is_file():  # under torchrun, only rank 0 has it
             raise SystemExit(ExitCode.DONE)
         return {"model": str(source), **json.loads((folder / RESULT_FILE).read_text())}
 
 
 def prepare_model(source: Path, out: Path) -> Path:
-    """A directory with the whole model: `source`, or `out`, where a run is exported and an adapter merged."""
+    """Return a directory with full weights: `source`, or `out` after exporting a run or merging an adapter."""
     if (source / "config.yaml").is_file():
         return export(source, out, merge=(source / "model" / "adapter_config.json").is_file())
     if not (source / "adapter_config.json").is_file():
@@ -82,9 +83,9 @@ def prepare_model(source: Path, out: Path) -> Path:
     settings = read_json(source / "adapter_config.json", "MODEL=", "give a directory that PEFT wrote")
     base = Path(settings.get("base_model_name_or_path") or "")
     if not has_weights(base):
-        way = "put the base model there, or give a merged one"
+        fix = "put the base model there, or give a merged one"
         raise ConfigError(
-            f"MODEL={source} is an adapter whose base_model_name_or_path={base} has no safetensors; {way}"
+            f"MODEL={source} is an adapter whose base_model_name_or_path={base} has no safetensors; {fix}"
         )
     merge_adapter(base, source, load_file(source / "adapter_model.safetensors"), out)
     has_tokenizer = any((source / file).is_file() for file in TOKENIZER_FILES)
@@ -98,47 +99,44 @@ def _evaluate_rank(directory: Path, folder: Path, text: EvalText, contexts: list
     layout = forward_layout(shape, cp, max(contexts), default_dtype(default_device().type == "cuda"))
     mesh = make_mesh(cp, ring=layout.ring)
     model = build_model(directory, mesh, layout, trains=False)
-    found = measure_all(model, load_tokenizer(None, directory), text, contexts, samples)
+    result = measure_all(model, load_tokenizer(None, directory), text, contexts, samples)
     if mesh.rank == 0:
-        (folder / RESULT_FILE).write_text(json.dumps(found))
+        (folder / RESULT_FILE).write_text(json.dumps(result))
     end_process_group()
 
 
-def column_names(all_found: Sequence[Any]) -> list[str]:
-    return ["A", "B"][: len(all_found)] if len(all_found) > 1 else [""]
+def column_names(results: Sequence[Any]) -> list[str]:
+    return ["A", "B"][: len(results)] if len(results) > 1 else [""]
 
 
-def make_tables(all_found: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Titles and rows: figures, loss by position, and retrieval, a row for each task and context. Two models have
-    columns of their own, A and B."""
-    if len(all_found) > 1:
-        yield (
-            "models",
-            [{"": m, "model": each["model"]} for m, each in zip(column_names(all_found), all_found, strict=True)],
-        )
-    yield "figures", _merge_columns([list(_figure_rows(each)) for each in all_found], ("figure",))
-    yield "loss by position", _merge_columns([each["loss_by_position"] for each in all_found], ("from", "to"))
-    yield (
-        "retrieval by depth",
-        _merge_columns([_depth_rows(each["retrieval"]) for each in all_found], ("task", "context")),
-    )
+def make_tables(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield titles and rows: figures, loss by position, and retrieval by task and context. Two models get columns
+    A and B."""
+    if len(results) > 1:
+        names = zip(column_names(results), results, strict=True)
+        yield "models", [{"": name, "model": result["model"]} for name, result in names]
+    yield "figures", _merge_columns([list(_figure_rows(result)) for result in results], ("figure",))
+    yield "loss by position", _merge_columns([result["loss_by_position"] for result in results], ("from", "to"))
+    retrieval = [_depth_rows(result["retrieval"]) for result in results]
+    yield "retrieval by depth", _merge_columns(retrieval, ("task", "context"))
 
 
-def _merge_columns(make_tables: Sequence[list[dict[str, Any]]], keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Tables with the same `keys` in each row, as one."""
+def _merge_columns(tables: Sequence[list[dict[str, Any]]], keys: Sequence[str]) -> list[dict[str, Any]]:
+    """Join tables whose rows have equal `keys`."""
     joined = []
-    for rows in zip(*make_tables, strict=True):
-        own = (
-            {f"{k} {m}".strip(): v for k, v in row.items() if k not in keys}
-            for m, row in zip(column_names(make_tables), rows, strict=True)
+    for rows in zip(*tables, strict=True):
+        columns = (
+            {f"{k} {name}".strip(): v for k, v in row.items() if k not in keys}
+            for name, row in zip(column_names(tables), rows, strict=True)
         )
-        joined.append({k: rows[0][k] for k in keys} | dict(itertools.chain.from_iterable(each.items() for each in own)))
+        shared = {k: rows[0][k] for k in keys}
+        joined.append(shared | dict(itertools.chain.from_iterable(column.items() for column in columns)))
     return joined
 
 
-def _figure_rows(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _figure_rows(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for name in FIGURES:
-        yield {"figure": name, "mean": found.get(name), "error": found.get(f"{name}_error")}
+        yield {"figure": name, "mean": result.get(name), "error": result.get(f"{name}_error")}
 
 
 def _depth_rows(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -149,21 +147,21 @@ def _depth_rows(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def render_results(all_found: Sequence[dict[str, Any]]) -> str:
-    """An HTML page of one file. Retrieval: of each task a heat map for each model, beside each other."""
+def render_results(results: Sequence[dict[str, Any]]) -> str:
+    """Render a self-contained HTML page, with a retrieval heat map per task and model."""
     parts = []
-    for title, rows in list(make_tables(all_found))[:-1]:
+    for title, rows in list(make_tables(results))[:-1]:
         table = render_table([list(row.values()) for row in rows], list(rows[0]))
         parts.append(f"<h2>{title}</h2><div class=scroll>{table}</div>")
         parts += [f"<p class=note>{FIGURES_LEGEND}</p>"] * (title == "figures")
-    parts.append("<h2>retrieval</h2><p class=note>Share of answers found, by context (rows) and depth (columns).</p>")
+    parts.append("<h2>retrieval</h2><p class=note>Share of correct answers, by context (rows) and depth (columns).</p>")
     parts.append("<div class=maps>")
     for task in TASKS:
         maps = []
-        for mark, found in zip(column_names(all_found), all_found, strict=True):
-            rows = _depth_rows([cell for cell in found["retrieval"] if cell["task"] == task])
+        for name, result in zip(column_names(results), results, strict=True):
+            rows = _depth_rows([cell for cell in result["retrieval"] if cell["task"] == task])
             _, _, *depths = rows[0]
-            maps.append(render_table([list(row.values())[1:] for row in rows], [mark, *depths], "heat"))
+            maps.append(render_table([list(row.values())[1:] for row in rows], [name, *depths], "heat"))
         parts.append(f"<section><h3>{task}</h3><div class=maps>{''.join(maps)}</div></section>")
     parts.append("</div>")
-    return render_page("Evaluation of " + " and ".join(found["model"] for found in all_found), "".join(parts))
+    return render_page("Evaluation of " + " and ".join(result["model"] for result in results), "".join(parts))

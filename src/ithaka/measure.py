@@ -1,7 +1,6 @@
-"""Measure what a model does with its context: loss by position, what the long context gives, loss at short context,
-retrieval.
+"""Measure how a model uses its context: loss by position, gain from long context, short-context loss, retrieval.
 
-Every figure comes from forward passes of the parallel model, without gradients and without generation.
+All figures come from forward passes of the parallel model, without gradients or generation.
 """
 
 import hashlib
@@ -24,19 +23,19 @@ from ithaka.data.tokenizer import Tokenizer
 from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.model.logprobs import token_logprobs
 
-SHORT_CONTEXT = 4096  # tokens of a short context
-SHORT_DOCUMENTS = 32  # whose loss at short context is taken
-FIRST_BUCKET = 64  # tokens; from there on a bucket is as long as all before it
+SHORT_CONTEXT = 4096  # tokens
+SHORT_DOCUMENTS = 32  # for the short-context loss
+FIRST_BUCKET = 64  # tokens; each later bucket doubles the end position
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-HAYSTACK_STEP = 7919  # tokens by which the hay of a sample is turned
-KEY_GAIN, KEY_LOSS = -2.0, 2.0  # of a key token, at most: LongPPL's thresholds (arXiv 2410.23771)
+HAYSTACK_STEP = 7919  # tokens to rotate the haystack by, per sample
+KEY_GAIN, KEY_LOSS = -2.0, 2.0  # upper bounds for a key token, from LongPPL (arXiv 2410.23771)
 
 
 # ---- tasks
 
 
 class Task(NamedTuple):
-    """`needles`: how much of the hay stands before each, as a share of it, and its text."""
+    """A retrieval task. `needles`: (depth in the haystack from 0 to 1, text)."""
 
     needles: list[tuple[float, str]]
     question: str
@@ -52,7 +51,7 @@ rabbit saddle tunnel umbrella violin walnut yogurt zebra bridge copper desert em
 
 
 def make_task(kind: str, depth: float, seed: int) -> Task:
-    """In the manner of RULER (arXiv 2404.06654). The answer, or where it begins, stands at `depth` of the hay."""
+    """Make a RULER-style task (arXiv 2404.06654) with the answer, or its start, at `depth` in the haystack."""
     rng = random.Random(f"{TASKS_VERSION} {kind} {seed}")
     things = WORDS.split()
     rng.shuffle(things)
@@ -69,7 +68,7 @@ def make_task(kind: str, depth: float, seed: int) -> Task:
         return Task(needles, f"{question}Answer: The special numbers of the {name} are", ", ".join(numbers[:4]))
     if kind == "variables":
         names = [thing.upper() for thing in things[:4]]
-        values = [numbers[0], *(f"VAR {each}" for each in names)]
+        values = [numbers[0], *(f"VAR {variable}" for variable in names)]
         needles = [(where, f"VAR {each} = {value}") for where, each, value in zip(onwards, names, values, strict=False)]
         question = f"Which four variables have the value {numbers[0]}, in the order of the text?\n"
         return Task(needles, f"{question}Answer: The variables with the value {numbers[0]} are", ", ".join(names))
@@ -80,48 +79,48 @@ def make_task(kind: str, depth: float, seed: int) -> Task:
     return Task([(depth, needle)], f"{question}Answer: The most frequent words are", ", ".join(things[:3]))
 
 
-def make_prompt(task: Task, hay: np.ndarray, tokenizer: Tokenizer, length: int) -> tuple[np.ndarray, int]:
-    """`length` tokens that end with the answer, and how many of them are the answer's."""
+def make_prompt(task: Task, haystack: np.ndarray, tokenizer: Tokenizer, length: int) -> tuple[np.ndarray, int]:
+    """Return `length` tokens that end with the answer, and the answer's length."""
     needles = sorted(task.needles, key=lambda needle: needle[0])
     texts = [*(f"\n{text}\n" for _, text in needles), f"\nQuestion: {task.question}", f" {task.answer}"]
     *parts, question, answer = tokenizer.encode_batch(texts)
     prefix = np.asarray(tokenizer.document_prefix, np.int32)
     room = length - sum(map(len, (prefix, *parts, question, answer)))
     if room < 0:
-        raise ConfigError(f"a context of {length} to evaluate is {-room} tokens too short for the tasks; use more")
-    pieces = np.split(np.resize(hay, room), [int(where * room) for where, _ in needles])
+        raise ConfigError(f"a context of {length} tokens is too short for the tasks; use at least {length - room}")
+    pieces = np.split(np.resize(haystack, room), [int(where * room) for where, _ in needles])
     woven = itertools.chain.from_iterable(itertools.zip_longest(pieces, parts, fillvalue=prefix[:0]))
     return np.concatenate([prefix, *woven, question, answer]), len(answer)
 
 
-# ---- measurement, on every rank
+# ---- measurements
 
 
 class EvalText(NamedTuple):
-    """`long`: documents of the largest context, cut to it. `short`: the first documents, cut to SHORT tokens."""
+    """`long`: documents truncated to the longest context. `short`: the first documents, truncated to the short one."""
 
     long: list[np.ndarray]
     short: list[np.ndarray]
-    hay: np.ndarray
+    haystack: np.ndarray
 
     @property
     def digest(self) -> str:
-        """Losses of different texts, or of different tokens, cannot be compared."""
-        return hashlib.sha256(b"".join(each.tobytes() for each in (*self.long, *self.short))).hexdigest()[:16]
+        """Losses are comparable only between equal digests."""
+        return hashlib.sha256(b"".join(document.tobytes() for document in (*self.long, *self.short))).hexdigest()[:16]
 
 
 def check_prompts(text: EvalText, tokenizer: Tokenizer, contexts: Sequence[int]) -> None:
-    """Refuse a context that is too short for the tasks."""
+    """Raise ConfigError if a context is too short for the tasks."""
     for kind, context in itertools.product(TASKS, contexts):
-        make_prompt(make_task(kind, 0, 0), text.hay, tokenizer, context)
+        make_prompt(make_task(kind, 0, 0), text.haystack, tokenizer, context)
 
 
-def flatten_metrics(found: dict[str, Any]) -> dict[str, float]:
-    """The figures, retrieval over all, and that of each task at each context, by names for a run's records."""
+def flatten_metrics(result: dict[str, Any]) -> dict[str, float]:
+    """Metrics by name: the figures, and retrieval overall and by task and context."""
     names = ("loss", "long_context_gain", "key_tokens", "short_context_loss")
-    values = {name: found[name] for name in names if found[name] is not None}
+    values = {name: result[name] for name in names if result[name] is not None}
     cells: dict[str, list[float]] = {}
-    for cell in found["retrieval"]:
+    for cell in result["retrieval"]:
         for name in ("retrieval", f"retrieval/{cell['task']}/{cell['context']}"):
             cells.setdefault(name, []).append(cell["score"])
     values |= {name: sum(scores) / len(scores) for name, scores in cells.items()}
@@ -136,49 +135,49 @@ def read_text(
     short: int = SHORT_CONTEXT,
     where: str = "--data",
 ) -> EvalText:
-    """Read until there are enough documents of `context` tokens; the hay takes shorter ones too."""
-    text, longest, num_hay = EvalText([], [], np.empty(0, np.int32)), 0, 0
-    hay: list[np.ndarray] = []
+    """Read until there are enough documents of `context` tokens; shorter ones also go into the haystack."""
+    text, longest, num_haystack = EvalText([], [], np.empty(0, np.int32)), 0, 0
+    haystack: list[np.ndarray] = []
     for document in _read_documents(path, tokenizer, where):
         longest = max(longest, len(document))
         if len(text.short) < SHORT_DOCUMENTS and len(document) > 1:
             text.short.append(document[:short])
-        if num_hay < context:
-            hay.append(document)
-            num_hay += len(document)
+        if num_haystack < context:
+            haystack.append(document)
+            num_haystack += len(document)
         if len(document) >= context:
             text.long.append(document[:context])
         if len(text.long) == num_documents and len(text.short) == SHORT_DOCUMENTS:
             break
     if not text.long:
-        what = f"{where}={path or 'the standard library of Python'} has no document of {context} tokens"
-        raise ConfigError(f"{what}: its longest has {longest}; give longer documents, or shorter contexts")
-    return text._replace(long=text.long[:num_documents], hay=np.concatenate(hay))
+        problem = f"{where}={path or 'the standard library of Python'} has no document of {context} tokens"
+        raise ConfigError(f"{problem}: its longest has {longest}; use longer documents or shorter contexts")
+    return text._replace(long=text.long[:num_documents], haystack=np.concatenate(haystack))
 
 
 def _read_documents(path: Path | None, tokenizer: Tokenizer, where: str) -> Iterator[np.ndarray]:
     shards = make_shards(find_files(path, where).files, ReadingConfig())
-    whole: list[np.ndarray] = []
+    parts: list[np.ndarray] = []
     for tokens, first, reason in itertools.chain.from_iterable(tokenize(shard, tokenizer) for shard in shards):
-        if first and whole:
-            yield np.concatenate(whole)
-            whole = []
+        if first and parts:
+            yield np.concatenate(parts)
+            parts = []
         if not reason:
-            whole.append(tokens ^ (tokens >> 31))  # ~ where it is read but not trained
-    if whole:
-        yield np.concatenate(whole)
+            parts.append(tokens ^ (tokens >> 31))  # untrained tokens are stored as ~id
+    if parts:
+        yield np.concatenate(parts)
 
 
 @torch.no_grad()
 def token_losses(model: PreTrainedModel, ids_BN: np.ndarray | Tensor, **inputs: Any) -> Tensor:
-    """float64 [B, N] on the host; 0 for a row's first token, which nothing predicts."""
+    """Return float64 [B, N] on the host; 0 for the first token of a row, which has no prediction."""
     ids_BN = torch.as_tensor(ids_BN).long()
     return -token_logprobs(model, ids_BN, ids_BN, **inputs).logprobs.double().cpu()
 
 
 @torch.no_grad()
 def is_retrieved(model: PreTrainedModel, ids_N: np.ndarray, num_answer: int) -> bool:
-    """Whether greedy generation would write the answer: every token is the argmax, given those before it."""
+    """Whether greedy generation would produce the answer: each of its tokens is the argmax given its prefix."""
     ids = torch.from_numpy(ids_N).long()[None]
     labels = torch.full_like(ids, IGNORE_INDEX)
     labels[:, -num_answer:] = ids[:, -num_answer:]
@@ -186,28 +185,28 @@ def is_retrieved(model: PreTrainedModel, ids_N: np.ndarray, num_answer: int) -> 
 
 
 def long_context_gains(model: PreTrainedModel, ids_N: np.ndarray, losses_N: Tensor, short: int) -> Tensor:
-    """Of every token after the first `short`: its loss with all before it, minus that with the last 3/4 to 1 `short`.
+    """Loss with the full context minus loss with the last 3/4 to 1 `short` tokens, for each token after `short`.
 
-    By chunks of `short` tokens that overlap: a window would reach further with every layer.
+    Uses overlapping chunks of `short` tokens: the reach of a sliding window would grow with every layer.
     """
     quarter = short // 4
     if len(ids_N) < 5 * quarter:
         return losses_N[:0]
     chunks_CN = torch.from_numpy(ids_N).long().unfold(0, 4 * quarter, quarter)[1:]
-    rows = max(1, len(ids_N) // short)  # no more tokens at once than in the document
-    found = [token_losses(model, each)[:, 3 * quarter :].flatten() for each in chunks_CN.split(rows)]
-    return losses_N[4 * quarter :][: len(chunks_CN) * quarter] - torch.cat(found)
+    rows = max(1, len(ids_N) // short)  # at most as many tokens at once as in the document
+    chunk_losses = [token_losses(model, ids_RN)[:, 3 * quarter :].flatten() for ids_RN in chunks_CN.split(rows)]
+    return losses_N[4 * quarter :][: len(chunks_CN) * quarter] - torch.cat(chunk_losses)
 
 
 def find_key_tokens(losses_N: Tensor, gains_M: Tensor, short: int) -> Tensor:
-    """Of the same tokens as the gains: 1.0 where the long context gives a token that the model then has about right."""
+    """Mask over the tokens of `gains_M`: 1.0 where the long context turns a poor prediction into a good one."""
     losses_M = losses_N[short // 4 * 4 :][: len(gains_M)]
     return ((gains_M < KEY_GAIN) & (losses_M < KEY_LOSS)).double()
 
 
 def mean_and_error(values: Sequence[Tensor]) -> tuple[float, float | None]:
-    """Of documents: the mean of their means, and its standard error; None for a single one."""
-    means = torch.stack([each.mean() for each in values])
+    """Mean over documents of their means, and its standard error (None for a single document)."""
+    means = torch.stack([document.mean() for document in values])
     return float(means.mean()), float(means.std() / len(means) ** 0.5) if len(means) > 1 else None
 
 
@@ -219,32 +218,32 @@ def measure_all(
     samples: int,
     short: int = SHORT_CONTEXT,
 ) -> dict[str, Any]:
-    """All figures. Every rank calls it, and all get the same. Losses are means over documents, errors those of the
-    means. A long_context_gain below zero: the long context helps. key_tokens: the share that it helps most, the tail
-    of the gain."""
+    """Compute all figures. Collective; every rank returns the same result. Losses are means over documents, with
+    standard errors. long_context_gain < 0: the long context helps. key_tokens: share of tokens it helps most."""
     model.eval()
     losses = [token_losses(model, document[None])[0] for document in text.long]
     end, doubled = max(contexts), (FIRST_BUCKET << i for i in itertools.count())
     edges = [1, *itertools.takewhile(lambda edge: edge < end, doubled), end]
-    found: dict[str, Any] = {"tasks_version": TASKS_VERSION, "contexts": list(contexts), "documents": len(losses)}
-    found["text"] = text.digest
-    found["loss"], found["loss_error"] = mean_and_error([each[1:] for each in losses])
-    found["loss_by_position"] = []
+    result: dict[str, Any] = {"tasks_version": TASKS_VERSION, "contexts": list(contexts), "documents": len(losses)}
+    result["text"] = text.digest
+    result["loss"], result["loss_error"] = mean_and_error([losses_N[1:] for losses_N in losses])
+    result["loss_by_position"] = []
     for low, high in itertools.pairwise(edges):
-        loss, error = mean_and_error([each[low:high] for each in losses])
-        found["loss_by_position"].append({"from": low, "to": high, "loss": loss, "error": error})
-    gains = [long_context_gains(model, *both, short) for both in zip(text.long, losses, strict=True)]
-    keys = [find_key_tokens(*both, short) for both in zip(losses, gains, strict=True)]
+        loss, error = mean_and_error([losses_N[low:high] for losses_N in losses])
+        result["loss_by_position"].append({"from": low, "to": high, "loss": loss, "error": error})
+    gains = [long_context_gains(model, *pair, short) for pair in zip(text.long, losses, strict=True)]
+    keys = [find_key_tokens(*pair, short) for pair in zip(losses, gains, strict=True)]
     for name, values in (("long_context_gain", gains), ("key_tokens", keys)):
-        found[name], found[f"{name}_error"] = mean_and_error(values) if len(values[0]) else (None, None)
-    at_short = [token_losses(model, document[None])[0, 1:] for document in text.short]
-    found["short_context_loss"], found["short_context_loss_error"] = mean_and_error(at_short)
-    found["retrieval"] = []
+        result[name], result[f"{name}_error"] = mean_and_error(values) if len(values[0]) else (None, None)
+    short_losses = [token_losses(model, document[None])[0, 1:] for document in text.short]
+    result["short_context_loss"], result["short_context_loss_error"] = mean_and_error(short_losses)
+    result["retrieval"] = []
     for kind, context, depth in itertools.product(TASKS, contexts, DEPTHS):
         hits = 0
         for seed in range(samples):
             task = make_task(kind, depth, seed)
-            hits += is_retrieved(model, *make_prompt(task, np.roll(text.hay, seed * HAYSTACK_STEP), tokenizer, context))
+            haystack = np.roll(text.haystack, seed * HAYSTACK_STEP)
+            hits += is_retrieved(model, *make_prompt(task, haystack, tokenizer, context))
         cell = {"task": kind, "context": context, "depth": depth, "score": hits / samples, "samples": samples}
-        found["retrieval"].append(cell)
-    return found
+        result["retrieval"].append(cell)
+    return result

@@ -1,4 +1,4 @@
-"""A short text from a run, a model or an adapter: what was learned, at a glance. Serve longer ones with vLLM."""
+"""`ithaka sample`: generate a short text from a run, a model or an adapter. For more, serve it with vLLM."""
 
 import tempfile
 from pathlib import Path
@@ -15,8 +15,8 @@ from ithaka.layout import default_dtype
 
 
 def sample(source: Path, prompt: str, num_tokens: int, temperature: float, raw: bool = False) -> str:
-    """The answer to `prompt` if the tokenizer has a chat template and not `raw`; else its continuation. Of the family
-    that transformers finds in config.json, on one device."""
+    """Answer `prompt` with the chat template, or continue it if there is none or `raw`. Runs plain transformers on one
+    device."""
     disable_progress_bar()
     device = default_device()
     dtype = getattr(torch, default_dtype(device.type == "cuda"))
@@ -31,11 +31,11 @@ def sample(source: Path, prompt: str, num_tokens: int, temperature: float, raw: 
     else:
         ids = [*tokenizer.document_prefix, *tokenizer.encode_batch([prompt])[0].tolist()]
     if not ids:
-        raise ConfigError("--prompt='' has no token to begin with; give a word")
-    chosen = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+        raise ConfigError("--prompt='' has no tokens; give at least a word")
+    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     prompt_ids = torch.tensor([ids], device=device)
     mask = torch.ones_like(prompt_ids)
-    made = model.generate(
-        prompt_ids, attention_mask=mask, max_new_tokens=num_tokens, pad_token_id=tokenizer.pad_id, **chosen
+    generated = model.generate(
+        prompt_ids, attention_mask=mask, max_new_tokens=num_tokens, pad_token_id=tokenizer.pad_id, **sampling
     )
-    return tokenizer.hf.decode(made[0, len(ids) :].tolist(), skip_special_tokens=True)
+    return tokenizer.hf.decode(generated[0, len(ids) :].tolist(), skip_special_tokens=True)

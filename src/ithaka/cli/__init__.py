@@ -15,7 +15,7 @@ from ithaka.exits import is_transient
 
 
 class Commands(TyperGroup):
-    """Ends a command that raises an ithaka error, or a transient one, with its message on stderr and its exit code."""
+    """On an ithaka error or a transient one, print the message to stderr and exit with the error's code."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -60,7 +60,7 @@ def print_version(version: Annotated[bool, typer.Option("--version", help="Print
 
 
 def main() -> None:
-    # Read when torch is imported: keeps the profiler's log out of the output.
+    # torch reads this on import; it silences the profiler's log.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun
         from ithaka.launch import exit_with_parent

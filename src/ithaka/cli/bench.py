@@ -15,7 +15,7 @@ from ithaka.config import ConfigError, check_output, parse_count, shell_command
 
 
 def attention(
-    tokens: Annotated[str | None, typer.Option(help="Lengths; by default 16K,64K, on a CPU 1K,4K.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Sequence lengths; by default 16K,64K, or 1K,4K on a CPU.")] = None,
     heads: Annotated[int, typer.Option(min=1)] = 1,
     kv_heads: Annotated[int, typer.Option(min=1)] = 1,
     head_dim: Annotated[int, typer.Option(min=1)] = 128,
@@ -58,12 +58,12 @@ def device(
     out.write_text(json.dumps(gpu, indent=1) + "\n", encoding="utf-8")
     print(format_table([{"figure": name, "value": float(gpu[name])} for name in gpu if not isinstance(gpu[name], str)]))
     print(gpu["source"])
-    print(f"written to {out}; use it with: {shell_command('plan', 'MODEL', '--gpus', 8, '--gpu-file', out)}")
+    print(f"wrote {out}; use it with: {shell_command('plan', 'MODEL', '--gpus', 8, '--gpu-file', out)}")
 
 
 def network(
     out: Annotated[Path, typer.Option(metavar="FILE", help="The file to write.")] = Path("network.json"),
-    size: Annotated[int, typer.Option(min=1, metavar="MIB", help="Data that a rank sends per call.")] = 256,
+    size: Annotated[int, typer.Option(min=1, metavar="MIB", help="MiB that each rank sends per call.")] = 256,
     force: Force = False,
 ) -> None:
     """Measure bandwidth between ranks, and write a file for `ithaka plan --gpu-file`. Needs torchrun."""
@@ -88,7 +88,7 @@ def _network_rank(out: Path, size: int) -> None:
         out.write_text(json.dumps(network_figures(rows, device), indent=1) + "\n", encoding="utf-8")
         per_node = int(os.environ["LOCAL_WORLD_SIZE"])
         gpus = f"{dist.get_world_size() // per_node}x{per_node}"
-        print(f"written to {out}; use it with: {shell_command('plan', 'MODEL', '--gpus', gpus, '--gpu-file', out)}")
+        print(f"wrote {out}; use it with: {shell_command('plan', 'MODEL', '--gpus', gpus, '--gpu-file', out)}")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -20,7 +20,7 @@ def evaluate(
     ],
     contexts: Annotated[str, typer.Option(help="Context lengths; the loss is measured at the longest.")] = "8K,32K",
     data: Annotated[Path | None, typer.Option(metavar="PATH", help="Held-out data, as data.path.")] = None,
-    documents: Annotated[int, typer.Option(min=1, help="Long documents to read.")] = 8,
+    documents: Annotated[int, typer.Option(min=1, help="Number of long documents.")] = 8,
     samples: Annotated[int, typer.Option(min=1, help="Samples per retrieval task, length and depth.")] = 2,
     ranks: Ranks = None,
     page: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write an HTML page.")] = None,
@@ -29,7 +29,7 @@ def evaluate(
 ) -> None:
     """Measure how well one or two models use their context: loss by position, gain from long context, retrieval."""
     if len(models) > 2:
-        raise ConfigError(f"{len(models)} models cannot be compared; give one or two")
+        raise ConfigError(f"{len(models)} models are too many to compare; give one or two")
     lengths = sorted({parse_tokens(text, "--contexts") for text in contexts.split(",")})
     if page is not None:
         check_output("--html", page, force)
@@ -88,7 +88,7 @@ def verify(
     if as_json:
         print(json.dumps(result, indent=2))
     else:
-        print("two layers of a {model_type}, {weights} weights, cp={cp} on {device}".format(**result))
+        print("{model_type}, two layers, {weights} weights, cp={cp} on {device}".format(**result))
         print(format_table([_format_check(**check) for check in result["checks"]]))
         failed = [check["part"] for check in result["checks"] if not check["ok"]]
         print(f"failed: {', '.join(failed)}" if failed else "all checks passed")
@@ -96,8 +96,8 @@ def verify(
 
 
 def _format_check(part: str, where: str, error: float, allowed: float | None, ok: bool) -> dict[str, str]:
-    """A row of the table. margin: how many times larger the error could be."""
-    margin = "not checked" if allowed is None else f"{min(allowed / max(error, 1e-16), 1e6):,.0f} x" if allowed else ""
+    """A table row. margin: the tolerance divided by the error."""
+    margin = "info only" if allowed is None else f"{min(allowed / max(error, 1e-16), 1e6):,.0f} x" if allowed else ""
     limit = "" if allowed is None else f"{allowed:.0e}"
     return {
         "part": part if ok else f"FAILED: {part}",

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, and helpers to parse and print."""
+"""Arguments and options shared by several commands, and helpers to parse and print."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ConfigFile = Annotated[
 ]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting.")]
 Ranks = Annotated[int | None, typer.Option(help="Local ranks; by default one per GPU, or 2 on a CPU.")]
-# A string: as a Path, '' would be the current directory.
+# Not a Path, which would turn '' into the current directory.
 RunDir = Annotated[str | None, typer.Option(metavar="DIR", help="Run directory; by default runs/<date>-<time>.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite existing files, or use a non-empty directory.")]
 Gpus = Annotated[str, typer.Option(help="For example 8xH100-80GB, or 2x8xH100-80GB for two nodes.")]
@@ -30,14 +30,14 @@ HostMemory = Annotated[
 Disk = Annotated[str | None, typer.Option(help="Disk space per node for activations; by default none.")]
 Batch = Annotated[int, typer.Option(min=1, help="Sequences per micro-step.")]
 Adapter = Annotated[int | None, typer.Option(metavar="RANK", min=1, help="Train LoRA adapters of this rank.")]
-GpuFile = Annotated[Path | None, typer.Option(help="Figures of another GPU, as JSON; then --gpus 8.")]
+GpuFile = Annotated[Path | None, typer.Option(help="JSON file with the rates of another GPU; then use --gpus 8.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Seconds = Annotated[float, typer.Option(min=0, help="Seconds per measurement.")]
 
 
 @contextmanager
 def loading(message: str = "loading PyTorch") -> Iterator[Callable[[str], AbstractContextManager[None]]]:
-    """Show `message` during slow imports; yields `status`, to show others."""
+    """Show `message` during slow imports; yield `status` to show other messages."""
     from ithaka.train.console import status
 
     with status(message):
@@ -45,7 +45,7 @@ def loading(message: str = "loading PyTorch") -> Iterator[Callable[[str], Abstra
 
 
 def with_ranks(overrides: list[str] | None, ranks: int | None) -> list[str]:
-    """Overrides with those of `--ranks`."""
+    """Append `--ranks` to the overrides."""
     return [*(overrides or []), *([f"parallel.ranks={ranks}"] if ranks is not None else [])]
 
 
@@ -66,13 +66,13 @@ def print_rows(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
 
 
 def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Aligned columns: text to the left, numbers to the right."""
+    """Align columns: text to the left, numbers to the right."""
     lines = [list(rows[0]), *(list(map(_format_cell, row.values())) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    signs = ["<" if isinstance(value, str) else ">" for value in rows[0].values()]
-    columns = list(zip(signs, widths, strict=True))
+    alignments = ["<" if isinstance(value, str) else ">" for value in rows[0].values()]
+    columns = list(zip(alignments, widths, strict=True))
     aligned = (zip(line, columns, strict=True) for line in lines)
-    return "\n".join("  ".join(f"{cell:{sign}{width}}" for cell, (sign, width) in line).rstrip() for line in aligned)
+    return "\n".join("  ".join(f"{cell:{align}{width}}" for cell, (align, width) in line).rstrip() for line in aligned)
 
 
 def _format_cell(value: Any) -> str:

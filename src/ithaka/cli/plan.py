@@ -41,7 +41,7 @@ def plan(
     steps: Annotated[int | None, typer.Option(min=1, help="Also estimate the time for this many steps.")] = None,
     max_context: Annotated[bool, typer.Option("--max-context", help="Find the longest context that fits.")] = False,
     as_yaml: Annotated[bool, typer.Option("--yaml", help="Print a configuration for `ithaka train`.")] = False,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write that configuration to a file.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the --yaml configuration to a file.")] = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
@@ -56,8 +56,8 @@ def plan(
         "--max-context and --yaml": max_context and as_yaml,
         "--yaml and --json": as_yaml and as_json,
     }
-    for options, are_given in clashes.items():
-        if are_given:
+    for options, conflict in clashes.items():
+        if conflict:
             raise ConfigError(f"{options} cannot be combined; leave one out")
     if out is not None:
         check_writable("--out", out)
@@ -72,7 +72,7 @@ def plan(
             out.write_text(text, encoding="utf-8")
             needs_rope = request.missing_rope(result.work.context)
             usage = "the model has fewer positions: uncomment model.rope, then" if needs_rope else "use it with"
-            print(f"written to {out}; {usage}: {shell_command('train', out)}")
+            print(f"wrote {out}; {usage}: {shell_command('train', out)}")
     else:
         text, fits = show.answer_request(request, max_context, steps, as_json)
         print(text, file=sys.stderr if as_yaml else sys.stdout)

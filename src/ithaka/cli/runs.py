@@ -31,12 +31,12 @@ def train(
     ] = None,
     run_dir: RunDir = None,
     force: Force = False,
-    max_restarts: Annotated[int, typer.Option(min=0, help="Restarts in a row without a new checkpoint.")] = 0,
+    max_restarts: Annotated[int, typer.Option(min=0, help="Consecutive restarts without a new checkpoint.")] = 0,
     evaluate_only: Annotated[
-        bool, typer.Option("--evaluate-only", help="Print the validation loss; with --resume, that of a run.")
+        bool, typer.Option("--evaluate-only", help="Only print the validation loss; --resume selects a run.")
     ] = False,
 ) -> None:
-    """Train the model of CONFIG.yaml; without a file, a small one on Python's standard library."""
+    """Train the model in CONFIG.yaml; by default, a small one on Python's standard library."""
     if evaluate_only and resume is None:
         with tempfile.TemporaryDirectory(prefix="ithaka-") as name:
             start_run(config, overrides, ranks, f"{name}/run", trains=False)
@@ -44,7 +44,7 @@ def train(
 
 
 def train_rank(run: Run, only_profile: bool = False) -> int:
-    """Train, on every rank, and return the exit code. Rank 0 then writes the report."""
+    """Train on this rank and return the exit code. Rank 0 then writes the report."""
     with loading("starting the ranks"):
         from ithaka import launch
         from ithaka.dist.mesh import destroy_subgroups, end_process_group, free_memory, start_process_group
@@ -57,14 +57,14 @@ def train_rank(run: Run, only_profile: bool = False) -> int:
     with live_report(run.run_dir) if is_rank_0() else nullcontext():
         code = loop.train(run, only_profile)
     if launch.ranks_persist() and not code and run.config.train.steps < run.config.ends[-1]:
-        free_memory()  # the model refers to the groups
+        free_memory()  # the model holds references to the process groups
         destroy_subgroups()
     else:
         end_process_group()
     if is_rank_0():
         try:
             print(f"Report: {write_report([run.run_dir])}", flush=True)
-        except Exception as error:  # the run is complete and saved
+        except Exception as error:  # must not fail a run that is complete and saved
             print(f"Report: none ({error})", flush=True)
     return code
 
@@ -95,7 +95,7 @@ def report(
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="By default in the first run's directory.")] = None,
     force: Force = False,
 ) -> None:
-    """Write an HTML page about one or more runs. It opens without a network."""
+    """Write a self-contained HTML page about one or more runs."""
     from ithaka.report.page import write_report
 
     if out is not None:
@@ -114,7 +114,7 @@ def start_run(
     trains: bool = True,
     force: bool = False,
 ) -> None:
-    """Check the settings, print the plan and start the ranks. Restart failed ranks from their last checkpoint."""
+    """Check the settings, print the plan and start the ranks. Restart failed runs from the latest checkpoint."""
     folder = None if run_dir is None else parse_path(run_dir, "--run-dir")
     with loading() as status:
         from ithaka import launch
@@ -157,7 +157,7 @@ def start_run(
         if run.plan is not None and is_rank_0():
             model, steps = run.config.model, train.steps if train.epochs is None else None
             print(show.as_text(run.plan, str(model.path or model.embedded), steps), flush=True)
-        # A new process starts with all memory free.
+        # Child processes release all memory when they exit.
         in_children = max_restarts > 0 or bool(run.config.curriculum and launch.num_gpus())
         before = latest_name(run.run_dir)
         code = launch.run_ranks(train_rank, (run, profiled_steps > 0), run.num_ranks, in_children)
@@ -191,11 +191,11 @@ def data(
         settings = resolve(config, changes).at(0)
         view = show_data.build_data_view(settings, show_data.TERMINAL_LIMITS if page is None else show_data.PAGE_LIMITS)
     if page is not None:
-        page.write_text(show_data.render_data_page(view, f"Data of {config or 'ithaka train'}"), encoding="utf-8")
+        page.write_text(show_data.render_data_page(view, f"Data: {config or 'ithaka train'}"), encoding="utf-8")
     if as_json:
         print(json.dumps(view.figures, indent=2))
     elif page is not None:
-        print(f"written to {page}")
+        print(f"wrote {page}")
     else:
         show_data.print_data(view, Console(highlight=False))
 
