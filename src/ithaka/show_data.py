@@ -76,10 +76,8 @@ def build_data_view(config: Config, limits: tuple[int, int, int]) -> DataView:
     _, _, stop = facts.pop("trained", "").partition(";")
     facts["trained"] = f"{figures['trained_share']:.1%} of these tokens" + f";{stop}" * bool(stop)
     del facts["first tokens"]
-    facts["lengths"] = "documents of {shortest:,} to {longest:,} tokens, median {median:,.0f}".format(
-        **figures["lengths"]
-    )
-    return DataView(figures, {"read": read, **facts}, sequences)
+    lengths = "documents of {shortest:,} to {longest:,} tokens, median {median:,.0f}".format(**figures["lengths"])
+    return DataView(figures, {"read": read, **facts, "lengths": lengths}, sequences)
 
 
 def compute_figures(data: TrainData) -> dict[str, Any]:
@@ -101,9 +99,10 @@ def compute_figures(data: TrainData) -> dict[str, Any]:
         figures = {
             "files": len({part.file for shard in source.shards for part in shard.parts}),
             "documents": len(lengths),
+            "tokens": int(lengths.sum()),
+            "trained_tokens": int(trained[i]),
+            "estimated_tokens": round(read_tokens * source.num_bytes / max(read_bytes, 1)),
         }
-        figures |= {"tokens": int(lengths.sum()), "trained_tokens": int(trained[i])}
-        figures |= {"estimated_tokens": round(read_tokens * source.num_bytes / max(read_bytes, 1))}
         skipped = sum((Counter(reasons) for *_, reasons in shard_counts), Counter[str]())
         sources.append({"name": source.name, **figures, "skipped": skipped})
         complete &= len(shard_counts) == len(source.shards) and figures["tokens"] >= read_tokens
@@ -152,10 +151,7 @@ def describe_sequence(data: TrainData, index: int, num_documents: int, num_token
 def split_document(tokenizer: Tokenizer, ids: list[int], trained: np.ndarray, limit: int) -> list[TextPiece]:
     """Decode a document into pieces; omit the middle if it exceeds `limit` tokens."""
     low, high = (limit // 3, len(ids) - 2 * limit // 3) if len(ids) > limit else (len(ids), len(ids))
-    pieces = [
-        *_decode_pieces(tokenizer, ids, trained, 0, low),
-        *_decode_pieces(tokenizer, ids, trained, high, len(ids)),
-    ]
+    pieces = [*_decode(tokenizer, ids, trained, 0, low), *_decode(tokenizer, ids, trained, high, len(ids))]
     ends = np.cumsum([len(piece.text) for piece in pieces])
     for match in TOOL_PATTERN.finditer("".join(piece.text for piece in pieces)):
         first, last = np.searchsorted(ends, [match.start() + 1, match.end()])
@@ -166,9 +162,7 @@ def split_document(tokenizer: Tokenizer, ids: list[int], trained: np.ndarray, li
     return pieces
 
 
-def _decode_pieces(
-    tokenizer: Tokenizer, ids: list[int], trained: np.ndarray, low: int, high: int
-) -> Iterator[TextPiece]:
+def _decode(tokenizer: Tokenizer, ids: list[int], trained: np.ndarray, low: int, high: int) -> Iterator[TextPiece]:
     """Decode ids[low:high] in context: a token's text depends on the one before, and a character may span tokens."""
     before = max(low - 1, 0)
     for end in range(low + 1, high + 1):
@@ -189,9 +183,8 @@ def print_data(view: DataView, console: Console) -> None:
     bins = view.figures["histogram"]
     for up_to, number in bins.items():
         bar = "█" * round(number / max(bins.values()) * min(24, console.width - 24)) or "▏" * (number > 0)
-        lengths.add_row(
-            *(Text(cell, justify="right") for cell in (f"up to {up_to:,}", f"{number:,}")), Text(bar, "cyan")
-        )
+        cells = (Text(cell, justify="right") for cell in (f"up to {up_to:,}", f"{number:,}"))
+        lengths.add_row(*cells, Text(bar, "cyan"))
     console.print(facts, Text(), lengths)
     legend = ("trained", [0], 0, True), (", context only, ", [0], 0, False), ("tools", [0], 0, False, True)
     console.print(Text("\n").append(_style_pieces([TextPiece(*piece) for piece in legend], uncolored)))
