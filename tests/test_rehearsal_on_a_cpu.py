@@ -56,7 +56,7 @@ def test_settings_are_shown_before_the_work(model, monkeypatch):
     assert result.stdout.startswith("rank 0 of 2xH100-80GB, 64 tokens") and "settings: parallel.cp=" in result.stdout
     assert ", memory.overlap=true" in result.stdout  # as `--set` takes it
     assert re.search(r"\nX: one float32 activation \[\d+ tokens per rank, \d+ hidden\] = \d", result.stdout)
-    assert "times are this CPU's, planned ones are those of H100-80GB" in result.stdout
+    assert "for this CPU, planned times for H100-80GB" in result.stdout
 
 
 @pytest.mark.parametrize("runs, planned", [("cudnn", "cudnn"), ("fa4", "fa4"), ("cpu", "fa4")])
