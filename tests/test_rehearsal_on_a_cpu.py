@@ -104,10 +104,7 @@ def test_an_evaluation_is_rehearsed(model):
     assert peak["measured"] == pytest.approx(peak["planned"], rel=0.03) and answer["peak_phase"] == "loss forward"
     assert rows["layer forward"]["measured"] > 0 and "layer backward" not in rows
     refused = rehearse(model, *told, "--set", "memory.tile_tokens=64")
-    assert (
-        refused.exit_code == ExitCode.WRONG_INPUT
-        and "memory.tile_tokens" in refused.stderr
-    )
+    assert refused.exit_code == ExitCode.WRONG_INPUT and "memory.tile_tokens" in refused.stderr
     refused = rehearse(model, "--evaluate", "--context", "1000M")
     assert refused.exit_code == ExitCode.WRONG_INPUT and "--context 1000M" in refused.stderr
 
