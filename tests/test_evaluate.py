@@ -178,7 +178,7 @@ def test_a_run_is_evaluated_and_shown(ranks, tmp_path, monkeypatch, capfd):
     refusals = {
         ("--contexts", "4K"): "has no document of 4096 tokens: its longest has",
         ("--contexts", "300,900"): "a context of 300 tokens is too short for the tasks; use at least ",
-        ("--contexts", "800", str(tmp_path / "run.json")): "run.json has contexts=[900] and ",
+        ("--contexts", "800", str(tmp_path / "run.json")): "run.json has contexts=[900], ",
     }
     for more, words in refusals.items():
         refused = CliRunner().invoke(app, [*arguments[:-2], *more])
