@@ -11,53 +11,25 @@ from programs import PRELOAD, fork_from_here
 
 os.fsync = lambda file: None  # tests end processes, and only the end of a machine loses what was written
 
-# Left out unless `--slow` is given (`make test ARGS=--slow`), so that `make test` stays below six minutes: whole runs
-# of which others see most, and the largest cases of a grid.
-SLOW = (
-    "test_a_late_disk",
-    "test_a_run_does_without_datasets",
-    "test_bench_prints_a_table_or_json",
-    "test_ladder_measures_every_rung",
-    "test_any_ulysses_and_ring[1-8]",
-    "test_a_layer_is_as_high_as_its_ledger[9-3 cp6",
-    "test_a_layer_is_as_high_as_its_ledger[8-4 cp4 4 t110 ring4",
-    "test_bits_do_not_depend_on_tier_or_overlap[2-2-",
-    "test_stages_tiles_and_kept_attention[llama-28",
-    "test_memory_is_that_of_a_batch_of_texts_and_a_sequence_not_of_the_file",
-    "test_more_memory_never_hurts",
-    "test_a_compiled_mlp_gives_the_same_gradients",
-    "test_a_failing_rank_ends_the_others_and_gives_its_exit_code[0-",
-    "test_an_adapter_is_exported_with_the_positions_it_was_trained_at",
-    "test_charts_are_drawn_without_complaints[2",
-    "test_every_built_in_model_has_a_plan[q",
-    "test_frozen_weights_are_planned",
-    "test_only_the_residual_stream_is_rounded_more_often_than_by_autocast[qwen",
-    "test_only_the_residual_stream_is_rounded_more_often_than_by_autocast[mistral",
-    "test_no_call_beyond_the_index_range_at_16m",
-    "test_constants_are_those_fitted",
-)
-
 
 def pytest_addoption(parser):
     parser.addoption("--launchers", action="store_true", help="Run what torchrun and Slurm start too; minutes.")
-    parser.addoption("--slow", action="store_true", help="Run the slow tests too; minutes.")
+    parser.addoption("--slow", action="store_true", help="Run the tests marked `slow` too; minutes.")
 
 
 def pytest_collection_modifyitems(config, items):
     """Tests marked `gpu` need a CUDA device. Others in tests/gpu run on either: on a CPU fewer cases, and small."""
-    if not config.getoption("--slow"):
-        slow = pytest.mark.skip(reason="slow: --slow")
-        for item in items:
-            if item.name.startswith(SLOW):
-                item.add_marker(slow)
     import torch
 
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device; torch finds none")
+    reasons = {}
+    if not config.getoption("--slow"):
+        reasons["slow"] = "slow; run with --slow"
+    if not torch.cuda.is_available():
+        reasons["gpu"] = "needs a CUDA device"
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+        for mark, reason in reasons.items():
+            if item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_collection_finish():

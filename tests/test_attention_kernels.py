@@ -309,6 +309,7 @@ def test_bench_measures_the_backward_that_training_takes(monkeypatch):
     assert row["backward_s"] > 0 and len(seen) >= 4 and all(torch.equal(out, seen[0]) for out in seen)
 
 
+@pytest.mark.slow
 def test_bench_prints_a_table_or_json():
     args = [
         "bench",

@@ -109,6 +109,7 @@ def largest_call(blocks, row_elements):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row_elements", [128, 4096, 64 * 256])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_no_call_beyond_the_index_range_at_16m(row_elements, mask):

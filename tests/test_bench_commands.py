@@ -83,6 +83,7 @@ def test_a_refused_ladder_prints_no_table(tmp_path, monkeypatch):
         assert refused.exit_code == ExitCode.WRONG_INPUT and words in refused.stderr and refused.stdout == ""
 
 
+@pytest.mark.slow
 def test_ladder_measures_every_rung(tmp_path):
     config = tiny_config("llama", attention_bias=False, tie_word_embeddings=False)
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))

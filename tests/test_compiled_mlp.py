@@ -35,6 +35,7 @@ def compiled_step():
     return relative(ours.detach(), loss.detach()), gradient_errors(model, plain), graphs, dict(counters["graph_break"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="torch.compile needs a C++ compiler on a CPU, and there is none")
 def test_a_compiled_mlp_gives_the_same_gradients(ranks):
     [(loss, errors, graphs, breaks)] = ranks.run(1, compiled_step, timeout_s=300)

@@ -213,6 +213,7 @@ def test_hub_names_are_read_with_datasets(monkeypatch):
     assert all(t in text for t in encoded(TEXTS[:9])) and len(data.validation_sequences(5)) == 1
 
 
+@pytest.mark.slow
 def test_a_run_does_without_datasets(tmp_path):
     """Every process of it finds the package missing; a run on Parquet must not notice."""
     (tmp_path / "sitecustomize.py").write_text('import sys\nsys.modules["datasets"] = None\n')

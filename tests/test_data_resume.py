@@ -256,6 +256,7 @@ def test_validation_path_and_none(tmp_path):
     assert list(without.validation_batches(5)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["text", "jsonl"])
 def test_memory_is_that_of_a_batch_of_texts_and_a_sequence_not_of_the_file(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(read, "TEXT_CHUNK_BYTES", 1 << 16)

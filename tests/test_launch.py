@@ -97,7 +97,7 @@ def test_ranks_get_torchruns_variables(tmp_path, monkeypatch):
         ("other", ExitCode.FAILED, "RuntimeError: boom"),
     ],
 )
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_failing_rank_ends_the_others_and_gives_its_exit_code(kind, code, words, rank, capsys, monkeypatch):
     monkeypatch.setattr(launch, "FAILURE_GRACE_S", 0.2)
     before = children()

@@ -99,14 +99,14 @@ CASES = [
     Case(9, 3, 4, None, inputs="device", attention="device"),
     Case(8, 2, 4, 2, ring=2),
     Case(8, 2, 4, 2, ring=2, overlap=False, attention=None),
-    Case(8, 4, 4, 4, ring=4, overlap=False, inputs="device", attention="device"),
-    Case(9, 3, 6, 3, ring=3),  # 9 heads on 2 ranks: an empty slot
+    pytest.param(Case(8, 4, 4, 4, ring=4, overlap=False, inputs="device", attention="device"), marks=pytest.mark.slow),
+    pytest.param(Case(9, 3, 6, 3, ring=3), marks=pytest.mark.slow),  # 9 heads on 2 ranks: an empty slot
     Case(4, 2, 1, None, 32, inputs="device", attention="device", more=ALL),
     Case(8, 2, 2, 4, 32, overlap=False, inputs="device", attention="device", more=ALL),
     Case(8, 2, 2, 2, 32, more=ALL),
     Case(8, 4, 4, 4, attention="device", more=(True, False)),
     Case(9, 3, 4, 8, overlap=False, inputs="device", more=(True, False), dtype=torch.float64),
-    Case(9, 3, 6, 3, 32, ring=3, inputs="device", attention="device", more=ALL),
+    pytest.param(Case(9, 3, 6, 3, 32, ring=3, inputs="device", attention="device", more=ALL), marks=pytest.mark.slow),
     Case(8, 2, 2, 2, overlap=False, adapter=AdapterConfig(4)),
     Case(9, 3, 4, 8, inputs="device", attention=None, adapter=AdapterConfig(4, targets=("q_proj", "up_proj"))),
 ]

@@ -89,6 +89,7 @@ def test_a_large_vocabulary_is_planned_and_attributed(tmp_path, tied):
     assert peak["phase"] == "embedding backward" or not tied
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "adapter, tied",
     [({"rank": 4}, False), ({"targets": ["1.self_attn.q_proj"]}, True), ({"modules_to_save": ["embed_tokens"]}, True)],

@@ -83,7 +83,8 @@ def every_pair():
     """Each row of STAGED with every tier; overlap and tiles take turns: all four meet every row and tier."""
     for i, row in enumerate(STAGED):
         for j, tiers in enumerate(TIERS):
-            yield *row, bool((i + j) % 2), 5 if (i // 2 + j // 2 + i) % 2 else None, *tiers
+            case = *row, bool((i + j) % 2), 5 if (i // 2 + j // 2 + i) % 2 else None, *tiers
+            yield pytest.param(*case, marks=pytest.mark.slow) if row == STAGED[-1] else case
 
 
 @pytest.mark.parametrize(

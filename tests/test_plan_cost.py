@@ -40,6 +40,7 @@ def test_half_of_the_rehearsals_are_held_out():
         assert memory_error in text and time_error in text, (page, memory_error, time_error)
 
 
+@pytest.mark.slow
 def test_constants_are_those_fitted():
     """To the fitted points alone; rounded to two digits."""
     before = dict(vars(seconds))

@@ -64,6 +64,7 @@ def test_a_tile_is_no_larger_than_it_need_be():
     assert larger.layout.tile_tokens == 2**16 and larger.others, "asked for, it is planned with like any other"
 
 
+@pytest.mark.slow
 @FEW
 @given(machines, models, contexts, st.sampled_from(["gpu", "host", "disk"]), st.floats(1.01, 3.0))
 def test_more_memory_never_hurts(machine, model, context, tier, factor):
@@ -139,7 +140,9 @@ def test_the_last_layers_keep_most():
     assert last < first
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=pytest.mark.slow) if name.startswith("qwen") else name for name in MODELS]
+)
 def test_every_built_in_model_has_a_plan(model):
     assert choose(find_shape(model), replace(NODE, num_nodes=4), 32 * 2**10).fits
 

@@ -190,6 +190,7 @@ def test_the_export_is_the_trained_model_beyond_the_old_length(ranks, tmp_path):
     torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(out)(ids).logits, logits, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_adapter_is_exported_with_the_positions_it_was_trained_at(ranks, tmp_path):
     config, base = moved_run(tmp_path)
     config = replace(config, adapter=AdapterConfig(rank=2, alpha=64))

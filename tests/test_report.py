@@ -88,7 +88,7 @@ DRAWN_PIXELS = """[...document.querySelectorAll('.chart')].map(box => {
 
 @needs_browser
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("num_runs", [1, 2])
+@pytest.mark.parametrize("num_runs", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_all_charts_are_drawn_without_errors(run_dir, browser, tmp_path, size, num_runs):
     page = write_report([run_dir] * num_runs, tmp_path / "page.html")
     width, dark = SIZES[size]

@@ -27,6 +27,7 @@ from runs import copy_back_at, metrics, run, tiny_run
 from threads import on_threads
 
 GRID = [(1, 2), (2, 2), (4, 2), (2, 4), (1, 8), (3, 2)]  # ulysses, ring
+SLOW_PAIRS = [(1, 8)]
 KEPT = (ActivationPolicy("host", "host"), ActivationPolicy())
 # Family, query and kv heads (above, at and below the Ulysses ranks), tokens, what the layout changes. Some lengths need
 # padding.
@@ -75,7 +76,9 @@ def compare(mesh, family, heads, kv_heads, tokens, all_starts, changes):
     return results
 
 
-@pytest.mark.parametrize("ulysses,ring", GRID)
+@pytest.mark.parametrize(
+    "ulysses,ring", [pytest.param(*pair, marks=[pytest.mark.slow] * (pair in SLOW_PAIRS)) for pair in GRID]
+)
 def test_any_ulysses_and_ring(ulysses, ring, monkeypatch):
     """Documents whole where they can be, and all cut; rounds of many tokens and of few; of CASES, two in turn.
 

@@ -44,10 +44,10 @@ def compare_variants(cp, heads_per_stage, kept):
     return wrong
 
 
-CASES = [(1, 1, True), (2, None, True), (2, 2, True), (2, 2, False)]
-
-
-@pytest.mark.parametrize("cp, heads_per_stage, kept", CASES)
+@pytest.mark.parametrize(
+    "cp, heads_per_stage, kept",
+    [(1, 1, True), (2, None, True), *(pytest.param(2, 2, kept, marks=pytest.mark.slow) for kept in (True, False))],
+)
 def test_bits_do_not_depend_on_tier_or_overlap(ranks, cp, heads_per_stage, kept):
     for wrong in ranks.run(cp, compare_variants, cp, heads_per_stage, kept):
         assert wrong == []

@@ -168,6 +168,7 @@ def test_late_computation(device, on_time, monkeypatch, layer):
     assert different(gradients(device, 1, **layer), on_time[1]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", LAYERS[3:], ids=NAMES[3:])
 def test_a_late_disk(device, on_time, monkeypatch, layer):
     late_disk(monkeypatch)
