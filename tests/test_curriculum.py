@@ -84,7 +84,7 @@ def theta_of(folder):
     return json.loads((folder / "config.json").read_text())["rope_parameters"]["rope_theta"]
 
 
-@pytest.mark.parametrize("step", [3, 7])
+@pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.slow), 7])
 def test_it_goes_on_from_anywhere_with_the_same_numbers(done, tmp_path, step):
     again = copy_back_at(done[0], tmp_path / "again", step)
     train("--resume", again)

@@ -142,6 +142,7 @@ def test_sft_trainer_on_packed_conversations(ranks, tmp_path):
     check(ranks.run(4, run, "sft", 2, tmp_path / "four"), expected)
 
 
+@pytest.mark.slow
 def test_sft_trainer_with_adapters(ranks, tmp_path):
     """On padded rows; saved in PEFT's format, and resumed."""
     changes = {"lora": True, "packing": False, "gradient_accumulation_steps": 1, **SHORT}

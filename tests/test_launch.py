@@ -195,7 +195,7 @@ def test_far_more_ranks_than_cores_are_refused(monkeypatch):
     assert launch.decide_ranks(999, gpus=0) == 999
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_first_signal_lets_every_rank_finish_and_save(number, tmp_path):
     parent, pids = started(finish_step_then_stop, tmp_path)
     if number == signal.SIGINT:

@@ -98,7 +98,7 @@ CASES = [
     Case(9, 3, 4, 8, overlap=False),  # ranks whose slots read two kv heads
     Case(9, 3, 4, None, inputs="device", attention="device"),
     Case(8, 2, 4, 2, ring=2),
-    Case(8, 2, 4, 2, ring=2, overlap=False, attention=None),
+    pytest.param(Case(8, 2, 4, 2, ring=2, overlap=False, attention=None), marks=pytest.mark.slow),
     pytest.param(Case(8, 4, 4, 4, ring=4, overlap=False, inputs="device", attention="device"), marks=pytest.mark.slow),
     pytest.param(Case(9, 3, 6, 3, ring=3), marks=pytest.mark.slow),  # 9 heads on 2 ranks: an empty slot
     Case(4, 2, 1, None, 32, inputs="device", attention="device", more=ALL),
@@ -230,7 +230,7 @@ def test_a_layer_is_as_high_as_its_ledger(case, monkeypatch):
         assert planned(case, direction) <= live <= 1.1 * with_tiles, direction
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_layers_that_keep_more_and_less(overlap):
     """In one step every layer is as high as planned: what the last ones keep is gone when those below begin."""
     config = config_of(Case(8, 4, 2, 4)).to_dict() | {"num_hidden_layers": 4, "intermediate_size": 128}

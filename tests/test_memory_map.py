@@ -57,7 +57,9 @@ def profiles(tmp_path_factory):
     return profile
 
 
-@pytest.mark.parametrize("name", MEMORY)
+@pytest.mark.parametrize(
+    "name", ["everything kept", pytest.param("recomputed", marks=pytest.mark.slow), "attention kept", "on the host"]
+)
 def test_the_map_adds_up_to_the_measured_peak(profiles, name):
     folder, data = profiles(name)
     memory, peak = data["memory"], data["memory"]["peak"]

@@ -171,10 +171,11 @@ def test_a_setting_that_costs_time_is_not_said_to_save_it():
 
 
 @pytest.mark.parametrize("args, tier, ways", [
-    (["llama3-8b", "--gpus", "H100", "--context", "512K"], "host", "--context --adapter --gpus --host-memory --disk"),
+    pytest.param(["llama3-8b", "--gpus", "H100", "--context", "512K"], "host",
+                 "--context --adapter --gpus --host-memory --disk", marks=pytest.mark.slow),
     (["llama3-8b", "--gpus", "1xRTX4090", "--context", "8K"], "host", "--adapter --gpus --host-memory"),
-    (["llama3-8b", "--gpus", "H100", "--context", "8M", "--host-memory", "1TB", "--disk", "1TB"], "GPU",
-     "--context --gpus"),
+    pytest.param(["llama3-8b", "--gpus", "H100", "--context", "8M", "--host-memory", "1TB", "--disk", "1TB"], "GPU",
+                 "--context --gpus", marks=pytest.mark.slow),
     (["llama3-8b", "--gpus", "H100", "--context", "512K", "--set", "memory.offload=none", "--adapter", "8"], "GPU",
      "--context --gpus --set"),
 ])  # fmt: skip

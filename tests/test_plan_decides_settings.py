@@ -249,7 +249,7 @@ def test_a_gpu_with_a_similar_name_is_another(name):
     assert gpu_named(name) is None and peak_flops(name) is None
 
 
-@pytest.mark.parametrize("context", ["128K", "2M", "6M"])
+@pytest.mark.parametrize("context", ["128K", pytest.param("2M", marks=pytest.mark.slow), "6M"])
 @pytest.mark.parametrize("disk", [False, True])
 def test_the_checks_accept_what_the_planner_chose(tmp_path, context, disk):
     config, explicit = llama(tmp_path, data__context=context, **({"memory__disk_path": tmp_path} if disk else {}))

@@ -53,7 +53,6 @@ def test_chosen_plan_fits_its_own_ledger(machine, model, context):
         and again.host_peak <= machine.host_bytes
         and again.disk_peak <= machine.disk_bytes
     )
-    assert choose(shape, machine, context) == plan, "the same question has the same answer"
 
 
 def test_a_tile_is_no_larger_than_it_need_be():
@@ -82,6 +81,7 @@ def test_more_memory_never_hurts(machine, model, context, tier, factor):
         assert after.fits and after.tokens_per_s_per_gpu >= NEAR_ENOUGH * before.tokens_per_s_per_gpu
 
 
+@pytest.mark.slow
 @FEW
 @given(machines, models)
 def test_longest_context_fits_and_the_next_does_not(machine, model):
@@ -153,6 +153,7 @@ def test_every_built_in_model_has_a_plan(model):
 def test_llama_8b_at_1m_is_faster_than_published():
     plan = choose(find_shape("llama3-8b"), NODE, 2**20, {"cp": 8})
     assert plan.fits and plan.tokens_per_s_per_gpu >= 520
+    assert choose(find_shape("llama3-8b"), NODE, 2**20, {"cp": 8}) == plan, "the search is deterministic"
 
 
 def test_llama_8b_reaches_further_than_published():

@@ -20,7 +20,7 @@ def resumed_copy(config, folder, step):
     return moved(config, copy_back_at(config.train.run_dir, folder, step))
 
 
-@pytest.mark.parametrize("num_ranks,cp", [(1, 1), (2, 1)])  # (2, 2) below
+@pytest.mark.parametrize("num_ranks,cp", [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow)])  # (2, 2) below
 def test_resumed_run_repeats_every_number(ranks, tmp_path, num_ranks, cp):
     config = tiny_run(tmp_path, parallel={"cp": cp})
     ranks.run(num_ranks, run, config)

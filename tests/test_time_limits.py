@@ -193,7 +193,9 @@ def told_by(where, config):
     return told.getvalue()
 
 
-@pytest.mark.parametrize("where, named", [("attention", {"1"}), ("projections", set())])
+@pytest.mark.parametrize(
+    "where, named", [("attention", {"1"}), pytest.param("projections", set(), marks=pytest.mark.slow)]
+)
 def test_the_rank_that_computes_slowly_is_named_and_not_those_that_wait_for_it(ranks, tmp_path, where, named):
     """In a ring both wait inside of attention, for k and v; in validation as well."""
     train = {"steps": 2, "validate_every": 1, "validate_sequences": 1, "save_every": 0}

@@ -108,7 +108,10 @@ def plain_steps(num_steps: int, dp_size: int, family: str):
     )
 
 
-@pytest.mark.parametrize("num_ranks,cp,family", [(1, 1, "llama"), (2, 1, "llama"), (2, 2, "qwen3"), (4, 2, "qwen2")])
+@pytest.mark.parametrize(
+    "num_ranks,cp,family",
+    [(1, 1, "llama"), (2, 1, "llama"), (2, 2, "qwen3"), pytest.param(4, 2, "qwen2", marks=pytest.mark.slow)],
+)
 def test_steps_equal_plain_pytorch(ranks, num_ranks, cp, family):
     expected, expected_val, weights = plain_steps(3, num_ranks // cp, family)
     for results, val, ours in ranks.run(num_ranks, our_steps, 3, cp, family):
