@@ -41,7 +41,7 @@ def tiny_config(family: str, heads: int = 4, kv_heads: int = 2, **changes):
 
 
 def tiny_model(config, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    """Every parameter random, norms and biases included, the same for the same config."""
+    """A model with random parameters, norms and biases included; deterministic per config."""
     config._experts_implementation = "eager"  # grouped_mm, the default of mixtures, has no fp64
     with CONSTRUCTING:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")

@@ -65,7 +65,7 @@ def test_a_kv_head_moves_once_to_each_rank_that_needs_it(layout):
 @FEW
 @given(layouts())
 def test_all_ranks_have_the_same_number_of_slots_and_stages_are_balanced(layout):
-    """Unequal counts between ranks would be a deadlock."""
+    """Unequal counts between ranks would deadlock."""
     heads, _, cp, heads_per_stage = layout
     table = head_table(*layout)
     most = -(-heads // cp)
@@ -81,7 +81,7 @@ def test_all_ranks_have_the_same_number_of_slots_and_stages_are_balanced(layout)
 
 @FEW
 @given(layouts())
-def test_loads_live_from_their_first_use_to_their_last(layout):
+def test_loads_are_live_from_first_to_last_use(layout):
     table = head_table(*layout)
     for number, load in enumerate(table.loads):
         used_in = [

@@ -111,7 +111,7 @@ def test_the_fastest_plan_is_called_the_fastest():
     assert chosen == 0 and "fastest" in above and "slower" not in above
 
 
-def test_json_has_what_programs_need():
+def test_json_has_settings_peaks_speed_and_limit():
     answer = json.loads(run(*LONGEST, "--json"))
     wanted = "fits settings gpu_peak_bytes host_peak_bytes disk_peak_bytes step_s tokens_per_s_per_gpu limited_by"
     assert {*wanted.split(), "max_context"} <= set(answer)
@@ -141,7 +141,7 @@ EXPLICIT = {"parallel.heads_per_stage": 8, "memory.keep_attention": "none", "mem
 
 
 @pytest.mark.parametrize("name", EXPLICIT)
-def test_a_setting_of_the_user_is_marked_and_not_justified(name):
+def test_an_explicit_setting_is_marked_and_has_no_reason(name):
     chosen = json.loads(run(*ARGS, "--json"))["reasons"]
     explicit = json.loads(run(*ARGS, "--set", f"{name}={EXPLICIT[name]}", "--json"))["reasons"]
     assert explicit[name].endswith(" (your setting)") and ":" not in explicit[name]
@@ -164,7 +164,7 @@ def test_heads_per_stage_below_the_number_of_gpus_limits_cp():
     assert answer["settings"]["parallel.cp"] <= 4 and answer["settings"]["memory.overlap"]
 
 
-def test_a_setting_that_costs_time_is_not_said_to_save_it():
+def test_a_slower_setting_is_reported_as_a_cost():
     kept = ["--set", "memory.keep_attention=all", "--set", "memory.attention_offload=disk", "--disk", "10TB"]
     text = run("plan", "llama3-8b", "--gpus", "8xH100", *kept)
     assert re.search(r"memory.keep_attention .*: costs [\d.]+ s per step", text)
@@ -180,7 +180,7 @@ def test_a_setting_that_costs_time_is_not_said_to_save_it():
      "--context --gpus --set"),
 ])  # fmt: skip
 def test_each_way_out_is_enough_on_its_own(args, tier, ways):
-    """And no longer context fits."""
+    """Each option makes the plan fit, and no longer context does."""
     answer, text = json.loads(run("plan", *args, "--json", code=3)), run("plan", *args, code=3)
     found = {option: value.partition(" ")[0] for option, value in answer["ways_out"].items()}
     assert answer["limited_by"] == tier and [*found] == ways.split()
@@ -331,8 +331,8 @@ def test_a_planned_file_is_complete(tmp_path):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_missing_rope_is_what_training_accepts(name):
-    """And None within the model's positions."""
+def test_training_accepts_the_suggested_rope(name):
+    """No RoPE scaling is suggested within the model's positions."""
     positions = MODELS[name]["max_position_embeddings"]
     request = make_request(name, find_hardware("8xH100", None, None, None), "1M", 1, [])
     assert request.missing_rope(positions) is None
@@ -343,7 +343,7 @@ def test_missing_rope_is_what_training_accepts(name):
         set_positions(AutoConfig.for_model(**MODELS[name]), rope, context, trained=True)
 
 
-def test_text_json_and_yaml_name_the_missing_rope(tmp_path):
+def test_text_json_and_yaml_suggest_a_rope(tmp_path):
     assert re.search(r"8K positions.* model\.rope=\{type: yarn, factor: 128\}", run(*ARGS))
     assert json.loads(run(*ARGS, "--json"))["missing_rope"] == {"type": "yarn", "factor": 128}
     short = [*ARGS[:-1], "8K"]

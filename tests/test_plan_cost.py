@@ -20,15 +20,15 @@ H200 = parse_gpus("8xH200")
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(list(row.values())[:9]))
-def test_planned_is_what_was_rehearsed(row):
-    """The peak of the step within 5 %, a layer's seconds within 7 %."""
+def test_plans_match_rehearsals(row):
+    """The step's peak within 5 %, a layer's seconds within 7 %."""
     found = errors(row)
     assert abs(found.pop("peak")) < 0.05
     assert all(abs(error) < 0.07 for error in found.values()), found
 
 
 def test_half_of_the_rehearsals_are_held_out():
-    """By a rule, not by their errors; and the figures that README and docs quote are theirs."""
+    """Chosen by a rule, not by their errors; README and docs quote their errors."""
     for row in ROWS:
         assert (row["set"] == "held-out") == (row["context"] == "512K" or row["model"] == "qwen3-32b"), row
     found = summarize("held-out")
@@ -41,8 +41,8 @@ def test_half_of_the_rehearsals_are_held_out():
 
 
 @pytest.mark.slow
-def test_constants_are_those_fitted():
-    """To the fitted points alone; rounded to two digits."""
+def test_constants_match_a_fresh_fit():
+    """Uses only the fitted points; constants are rounded to two digits."""
     before = dict(vars(seconds))
     try:
         for name, value in fit().items():
@@ -52,7 +52,7 @@ def test_constants_are_those_fitted():
 
 
 @pytest.mark.parametrize("context", PARTS)
-def test_seconds_per_layer_are_those_measured(context):
+def test_planned_seconds_per_layer_match_measurements(context):
     planned = plan_parts(context)
     # Machines of the same kind differ by 2 %, and one at rest is faster at first: 128K is a burst.
     assert sum(planned) == pytest.approx(sum(PARTS[context]), rel=0.05)
@@ -86,8 +86,8 @@ def test_forward_by_hand():
     assert peak_in_x(STREAMED, direction="forward") == pytest.approx(1 + 1 + 1, abs=0.02)
 
 
-def test_computing_attention_again_holds_outputs_until_they_are_sent():
-    """As many outputs leave as gradients of heads come; the one being sent is there once more."""
+def test_recomputed_attention_outputs_are_live_until_sent():
+    """Outputs are freed as head gradients arrive; the one in flight exists twice."""
     again, kept = peak_in_x(STREAMED, kept=False), peak_in_x(STREAMED)
     assert again - kept == pytest.approx(0.25, abs=0.02)
 
@@ -110,7 +110,7 @@ def test_windows_and_documents_shorten_attention():
     assert Work(2**19, batch=2).pairs(None) == 2**38
 
 
-def test_states_are_sharded_and_can_leave_the_device():
+def test_optimizer_states_are_sharded_and_can_be_offloaded():
     layout = replace(STREAMED, offload_optimizer=True)
     on_device, off = build_ledger(LLAMA, STREAMED, H200, Work(2**17)), build_ledger(LLAMA, layout, H200, Work(2**17))
     assert on_device.gpu["optimizer"] == 8 * -(-LLAMA.num_parameters // 8)
@@ -118,14 +118,14 @@ def test_states_are_sharded_and_can_leave_the_device():
     assert off.host["parameters, gradients, optimizer"] == pytest.approx(16 * LLAMA.num_parameters, rel=1e-6)
 
 
-def test_what_grows_with_context_is_linear_in_it():
+def test_memory_grows_linearly_with_context():
     def growth(context: int) -> int:
         return build_ledger(LLAMA, STREAMED, H200, Work(context)).gpu_peak
 
     assert growth(6 * 2**20) - growth(5 * 2**20) == growth(5 * 2**20) - growth(4 * 2**20)
 
 
-def test_what_is_on_the_way_to_disk_is_what_was_rehearsed():
+def test_host_buffers_for_the_disk_match_a_rehearsal():
     """One layer of 15.45M tokens on 8 ranks: 31.148 GiB of host memory on a rank, and as much on disk (LOG.md)."""
     layout = replace(STREAMED, kept=(ActivationPolicy("disk", "disk"),) * 1, offload_optimizer=True)
     shape = replace(LLAMA, num_layers=1, windows=LLAMA.windows[:1])
@@ -136,8 +136,8 @@ def test_what_is_on_the_way_to_disk_is_what_was_rehearsed():
     assert full.host["on the way to disk"] == 3 * ledger.host["on the way to disk"]
 
 
-def test_the_copy_that_is_saved_is_counted_where_there_is_room():
-    """Weights and two moments in fp32, beside those that are in host memory themselves; replicas hold all of them."""
+def test_the_host_copy_for_background_saves_is_counted_if_it_fits():
+    """fp32 weights and two moments, in addition to an offloaded optimizer's; each replica has a full copy."""
     work, copied = Work(2**20), 12 * LLAMA.num_parameters
     ledger = build_ledger(LLAMA, STREAMED, H200, work)
     assert ledger.host["copy to save"] == pytest.approx(copied, rel=1e-3)
@@ -152,8 +152,8 @@ def test_the_copy_that_is_saved_is_counted_where_there_is_room():
     assert of_nodes == pytest.approx([copied / 2, copied], rel=1e-3)
 
 
-def test_every_layer_counts_by_what_it_keeps():
-    """Four layers that keep four different things: each adds its own bytes and seconds."""
+def test_each_layer_adds_the_bytes_and_seconds_of_its_own_policy():
+    """Four layers with four different activation policies."""
     shape, work = replace(LLAMA, num_layers=4, windows=LLAMA.windows[:4]), Work(2**20)
     kept = (
         ActivationPolicy("host", "disk"),
@@ -187,14 +187,14 @@ def test_a_layout_for_another_number_of_layers_is_refused():
 
 
 def test_memory_does_not_grow_with_the_ring():
-    """With as many tokens per rank."""
+    """At a constant number of tokens per rank."""
     keeps, shape = ActivationPolicy("host", "host"), find_shape("llama3-8b")
     layouts = [Layout(8 * ring, 8, 16384, (keeps,), ring=ring, overlap=False) for ring in (2, 8, 64)]
     assert len({layer_peaks(LayerBytes(shape, layout, 2**18, keeps)) for layout in layouts}) == 1
 
 
-def test_tiles_of_the_loss_grow_with_those_of_the_layers():
-    """Between 0.5 and 4 GiB of logits; a tile beyond a rank's tokens is the same tile."""
+def test_loss_tiles_grow_with_layer_tiles():
+    """Between 0.5 and 4 GiB of logits, and at most a rank's tokens."""
     tokens = {
         (tile, s): logits_tile_tokens(tile, s, 2 * 128256)
         for tile, s in [(2**14, 2**17), (2**15, 2**17), (2**16, 2**17), (None, 2**20), (2**16, 2**14), (2**16, 700)]

@@ -80,7 +80,7 @@ def test_long_contexts_go_to_the_host_and_given_settings_win(tmp_path):
     {"memory__overlap": "false", "train__batch": 2}])  # fmt: skip
 @pytest.mark.parametrize("context", ["128K", "1M"])
 def test_train_and_plan_choose_the_same_settings(tmp_path, context, given_settings):
-    """The same model on the same machine: every setting, the number of sequences of a step among them."""
+    """For the same model and machine: every setting, including the sequences per step."""
     config, explicit = llama(tmp_path, data__context=context, **given_settings)
     resolved, plan = plan_run(config, explicit, node(H100))
     asked = [f"{name.replace('__', '.')}={value}" for name, value in given_settings.items() if name != "train__batch"]
@@ -117,8 +117,8 @@ def test_training_accepts_a_planned_yaml_file(tmp_path, context):
 @pytest.mark.parametrize("asked, installed, kernel", [
     ("auto", True, "fa4"), ("auto", False, "cudnn"), ("cudnn", True, "cudnn"), ("flash", True, "flash")
 ])  # fmt: skip
-def test_training_is_planned_with_the_kernel_that_will_run(tmp_path, monkeypatch, asked, installed, kernel):
-    """And says so. FlashAttention 4 is planned with only where it is installed and the GPU has it."""
+def test_plans_assume_the_kernel_that_training_uses(tmp_path, monkeypatch, asked, installed, kernel):
+    """FlashAttention 4 only if it is installed and the GPU supports it; the plan names the kernel."""
     fa4 = dataclasses.replace(KERNELS["fa4"], check_installed=lambda: None if installed else "needs flash-attn-4")
     monkeypatch.setitem(KERNELS, "fa4", fa4)
     config, explicit = llama(tmp_path, data__context="128K", attention__kernel=asked)
@@ -133,8 +133,8 @@ def test_training_is_planned_with_the_kernel_that_will_run(tmp_path, monkeypatch
     assert on_a100.kernel == ("flash" if asked == "flash" else "cudnn")
 
 
-def test_a_run_says_if_another_kernel_runs_than_was_planned_with():
-    """A kernel may fail its trial, which needs the GPU."""
+def test_a_run_reports_a_kernel_that_differs_from_the_plan():
+    """A kernel may fail its trial run, which needs a GPU."""
     plan = SimpleNamespace(hardware=node(H100))  # with cuDNN: flash-attn-4 is not installed
     found = [
         facts._describe_planned_kernel(SimpleNamespace(kernel=kernel, run=SimpleNamespace(plan=planned)))
@@ -151,7 +151,7 @@ def test_the_slowest_kernel_of_all_ranks_counts():
 
 
 def test_cp_is_planned_for_the_sequences_of_a_step(tmp_path):
-    """At 64K half of the GPUs hold a sequence with all that it keeps; at 4M four do not hold one."""
+    """At 64K a sequence with its activations fits on half of the GPUs; at 4M it does not fit on four."""
     chosen = [plan_run(*llama(tmp_path, data__context=c), node(H100))[0].parallel.cp for c in ("64K", "4M")]
     assert chosen[0] < 8 == chosen[1]
 
@@ -162,7 +162,7 @@ def evaluated(config, every, *contexts):
 
 
 def test_an_evaluation_longer_than_the_context_is_planned(tmp_path):
-    """It keeps nothing for a backward, so that more fits than can be trained on; weights and optimizer stay."""
+    """Without activations for backward, longer contexts fit than in training; weights and optimizer stay."""
     config, explicit = llama(tmp_path, data__context="128K", parallel__cp=8)
     resolved, _ = plan_run(config, explicit, node(H100))
     for every, contexts in ((100, (2**13, 2**19)), (0, (2**24,)), (100, ())):
@@ -192,7 +192,7 @@ def test_a_plan_that_cannot_fit_is_refused(tmp_path):
     ({"data__context": "1M"}, r"data.context=(\d+), an adapter \(adapter.rank=16\), (\d+) GPUs \((.*?)\)"),
     ({"data__context": "8M", "adapter__rank": 8}, r"data.context=(\d+), (\d+) GPUs \((.*?)\)"),
 ])  # fmt: skip
-def test_what_would_fit_is_found_by_search(tmp_path, changes, ways):
+def test_settings_that_would_fit_are_found_by_search(tmp_path, changes, ways):
     machine = node(H100, ranks=1, host=2 * 10**12 if "memory__offload" in changes else 400 * 10**9)
     config, explicit = llama(tmp_path, **changes)
     resolved, _ = plan_run(config, explicit, machine)
@@ -228,7 +228,7 @@ def test_off_or_an_unknown_gpu_leaves_the_defaults(tmp_path):
         ("NVIDIA A100-PCIE-40GB", "A100-40GB on PCIe"),
     ],
 )
-def test_gpus_are_found_by_the_driver_s_name(name, key):
+def test_gpus_are_found_by_the_name_in_the_driver(name, key):
     gpu = gpu_named(name)
     assert gpu is not None and gpu.name == key
     assert gpu.matmul_flops < peak_flops(name) <= peak_flops(key)
@@ -245,7 +245,7 @@ def test_a_card_has_its_own_peak_and_no_nvlink():
     "name",
     ["NVIDIA GH200 480GB", "NVIDIA GB200", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA RTX 4090D"],
 )
-def test_a_gpu_with_a_similar_name_is_another(name):
+def test_a_gpu_with_a_similar_name_is_not_matched(name):
     assert gpu_named(name) is None and peak_flops(name) is None
 
 
@@ -293,7 +293,7 @@ def test_nodes_with_different_numbers_of_ranks_are_refused():
 
 @pytest.mark.parametrize("disk", [False, True])
 @pytest.mark.parametrize("free", [250 * 10**9, 10**12])
-def test_a_plan_has_room_in_what_is_free_and_is_not_refused_for_it(tmp_path, monkeypatch, free, disk):
+def test_plans_use_only_free_memory_and_pass_the_check(tmp_path, monkeypatch, free, disk):
     has(monkeypatch, 10**12, free, disk_free=100 * 10**9)
     to_disk = {"memory__disk_path": tmp_path, "memory__attention_offload": "disk"}
     config, explicit = llama(tmp_path, data__context="1M", **(to_disk if disk else {}))
@@ -303,7 +303,7 @@ def test_a_plan_has_room_in_what_is_free_and_is_not_refused_for_it(tmp_path, mon
     assert resolved.memory.keep_attention != "none"
 
 
-def test_a_plan_that_only_lacks_what_is_free_says_so(tmp_path, monkeypatch):
+def test_a_plan_that_exceeds_free_memory_is_refused(tmp_path, monkeypatch):
     has(monkeypatch, 10**12, 60 * 10**9)
     config, explicit = llama(tmp_path, data__context="1M", memory__offload="host")
     resolved, _ = plan_run(config, explicit, detect_machine(config, 8, (H100, 2**62)))
@@ -311,7 +311,7 @@ def test_a_plan_that_only_lacks_what_is_free_says_so(tmp_path, monkeypatch):
         check_fits(on_gpus(resolved, 8))
 
 
-def test_a_disk_path_that_is_none_is_refused_before_planning(tmp_path):
+def test_a_missing_disk_path_is_refused_before_planning(tmp_path):
     config, _ = llama(tmp_path, memory__disk_path=tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"^memory.disk_path=\S+nowhere .*create it"):
         detect_machine(config, 8, (H200, 2**62))
@@ -337,7 +337,7 @@ def plan_on(folder, host_bytes_by_rank, context_by_rank):
 
 
 def test_ranks_on_unequal_nodes_plan_the_same_for_the_smaller_one(ranks, tmp_path):
-    """600 GB have room for the attention outputs of more layers than 200 GB."""
+    """600 GB fit the attention outputs of more layers than 200 GB."""
     (one, rich), (other, poor) = ranks.run(2, plan_on, tmp_path, [600 * 10**9, 200 * 10**9], ["1M", "1M"])
     assert one == other == poor
     assert rich.memory != poor.memory
@@ -369,7 +369,7 @@ def test_a_resumed_run_that_does_not_fit_is_refused(before, after, ranks, tmp_pa
     check_fits(on_gpus(load_config(file, [*after, "memory.plan=off"]), ranks, now))
 
 
-def test_where_one_rank_has_more_settings_they_disagree(tmp_path):
+def test_a_setting_on_only_one_rank_is_a_disagreement(tmp_path):
     config, _ = llama(tmp_path)
     other = dataclasses.replace(config, train=dataclasses.replace(config.train, run_dir=tmp_path))
     for both in ([config, other], [other, config]):

@@ -55,12 +55,12 @@ def test_chosen_plan_fits_its_own_ledger(machine, model, context):
     )
 
 
-def test_a_tile_is_no_larger_than_it_need_be():
-    """Every tile above a rank's tokens is the same tile."""
+def test_tiles_are_no_larger_than_needed():
+    """A tile never exceeds a rank's tokens."""
     shape = find_shape("llama3-8b")
     assert [choose(shape, NODE, context, {"cp": 8}).layout.tile_tokens for context in (2**13, 2**17)] == [2**11, 2**14]
     larger = choose(shape, NODE, 2**17, {"cp": 8, "tile_tokens": 2**16})
-    assert larger.layout.tile_tokens == 2**16 and larger.others, "asked for, it is planned with like any other"
+    assert larger.layout.tile_tokens == 2**16 and larger.others, "an explicit tile size is planned like any other"
 
 
 @pytest.mark.slow
@@ -118,8 +118,7 @@ def test_no_other_layout_that_fits_is_faster(machine, model, context, fixed, ran
         assert not other.fits or NEAR_ENOUGH * other.tokens_per_s_per_gpu <= plan.tokens_per_s_per_gpu, words
 
 
-def test_what_is_left_of_the_device_is_spent():
-    """On layers that keep more."""
+def test_free_gpu_memory_is_used_to_keep_more_activations():
     machine, shape = Hardware(find_gpu("H200"), 1, 1, host_bytes=TB), find_shape("llama3.2-3b")
     plan = choose(shape, machine, 2**16)
     layout = plan.layout
@@ -131,7 +130,7 @@ def test_what_is_left_of_the_device_is_spent():
 
 
 def test_the_last_layers_keep_most():
-    """What they keep is gone when those below compute again."""
+    """Their activations are freed before the layers below recompute."""
     layout = make_layout(32, keep_attention=24, keep_everything=8, tile_tokens=2**14)
     last, first = (
         Plan(find_shape("llama3-8b"), replace(layout, kept=kept), NODE, Work(2**15)).ledger.gpu_peak
@@ -186,7 +185,7 @@ def test_explicit_settings_win():
     assert {name: plan.settings[name] for name in chosen} == chosen
 
 
-def test_words_of_the_configuration_are_understood():
+def test_settings_are_parsed_as_in_the_configuration():
     words = {
         "parallel.cp": "all",
         "parallel.heads_per_stage": "all",
@@ -219,7 +218,7 @@ def test_impossible_settings_are_refused(fixed, words):
         choose(find_shape("llama3-8b"), NODE, 2**17, fixed)
 
 
-def test_what_does_not_fit_says_what_is_missing():
+def test_a_plan_that_does_not_fit_names_the_limiting_tier():
     plan = choose(find_shape("llama3-70b"), Hardware(H100, 1, 1, host_bytes=64 * 10**9), 2**20)
     assert not plan.fits and plan.limited_by in ("GPU", "host")
 
@@ -261,7 +260,7 @@ def test_groups_stay_inside_nodes(nodes, model):
 
 
 def test_five_nodes_do_not_make_rings_of_five_gpus():
-    """Which straddle nodes, for a gain of 0.8 % where they are taken to lie in one."""
+    """Such rings cross nodes; costed as if inside one node, they would gain 0.8 %."""
     plan = choose(find_shape("llama3-8b"), replace(NODE, num_nodes=5), 2**17)
     assert plan.layout.cp in (4, 8) and plan.layout.ring == 1
     straddling = Plan(
@@ -270,7 +269,7 @@ def test_five_nodes_do_not_make_rings_of_five_gpus():
     assert straddling.seconds.exchange > 2 * plan.seconds.exchange
 
 
-def test_a_split_that_the_user_decided_may_cross_nodes():
+def test_an_explicit_split_may_cross_nodes():
     machine, shape = replace(NODE, num_nodes=5), find_shape("llama3-8b")
     assert SearchSpace(shape, machine, {"cp": 5}).splits == [(5, 5)]
     assert SearchSpace(shape, machine, {"cp": 20}).splits == [(20, 5)]
@@ -279,7 +278,7 @@ def test_a_split_that_the_user_decided_may_cross_nodes():
 
 
 @pytest.mark.parametrize("context, host", [(2**19, 2 * TB), (2**20, 2 * TB)])
-def test_of_plans_equally_fast_the_one_with_least_host_memory_is_chosen(context, host):
+def test_among_equally_fast_plans_the_least_host_memory_wins(context, host):
     """Within 1 % of the fastest, whatever their cp; others are sorted by speed."""
     plan = choose(find_shape("llama3-8b"), replace(NODE, host_bytes=host), context)
     speeds = [other.tokens_per_s_per_gpu for other in plan.others]
@@ -290,7 +289,7 @@ def test_of_plans_equally_fast_the_one_with_least_host_memory_is_chosen(context,
     assert near and plan.ledger.host_needed < min(near) and plan.tokens_per_s_per_gpu < speeds[0]
 
 
-def test_host_memory_is_not_spared_at_the_disk_s_expense():
+def test_host_memory_is_used_before_the_disk():
     machine = Hardware(H100, host_bytes=2 * TB, disk_bytes=20 * TB)
     plan = choose(find_shape("llama3-8b"), machine, 2**20)
     assert plan.ledger.disk_peak == 0 < plan.ledger.host["kept attention"]
@@ -298,7 +297,7 @@ def test_host_memory_is_not_spared_at_the_disk_s_expense():
 
 
 def test_eight_nodes_reach_45_million_tokens():
-    """Host memory ends it."""
+    """Host memory is the limit."""
     context, limit = SearchSpace(find_shape("llama3-8b"), replace(NODE, num_nodes=8)).longest_context_and_limit()
     assert context >= 45 * 2**20 and limit == "host"
 

@@ -68,7 +68,7 @@ def test_attention(cp, ring, model, heads):
 
 
 def test_narrow_heads_attend_more_slowly():
-    """The shorter the documents, the more so; below 128K no further."""
+    """The slowdown grows as documents shorten, down to 128K."""
     hardware, shape = machine(attention_forward_flops=1e12, attention_backward_flops=1e12), find_shape("llama3.2-1b")
     (share, share_back), start = seconds.NARROW_HEAD_SHARE, seconds.NARROW_HEAD_START
     for length, counted in ((2**20, 2**20), (2**17, 2**17), (2**14, 2**17)):
@@ -128,7 +128,7 @@ def test_kernels_that_only_move_bytes(stages):
     assert backward.linear - kept.linear == pytest.approx((5 * stages * x + 8 * heads) / 1e12)
 
 
-def test_adapters_read_and_write_what_their_maps_do():
+def test_adapter_kernels_move_the_bytes_of_their_matrices():
     shape = LLAMA.with_adapter(AdapterConfig(rank=8, targets=("q_proj", "down_proj")))
     frozen = LLAMA.with_adapter(AdapterConfig(rank=8, targets=("lm_head",)))
     with_adapters, without = (layer(machine(memory_bytes_s=1e12), layout_of(), KEPT, each) for each in (shape, frozen))
@@ -138,7 +138,7 @@ def test_adapters_read_and_write_what_their_maps_do():
     assert backward == pytest.approx(s * 2 * 4 * (D + D + F + D) / 1e12)
 
 
-def test_every_stage_takes_its_time(monkeypatch):
+def test_every_stage_has_a_fixed_overhead(monkeypatch):
     monkeypatch.setattr(seconds, "STAGE_SECONDS", 1.0)
     assert [part.linear for part in layer(machine(), layout_of(heads_per_stage=8), KEPT)] == pytest.approx([4, 4])
 
@@ -153,7 +153,7 @@ def exchanged(hardware, layout, keeps=KEPT, **more):
 
 
 def test_exchange_inside_a_node():
-    """q, k and v go, the output comes back; in backward they go again with out and dout, and dq, dk and dv come."""
+    """Forward sends q, k, v and returns out; backward sends them again with out and dout and returns dq, dk, dv."""
     token, rate = S // 8 * HEAD * 7 / 8, 1e11
     q, kv = 32 * token / rate, 16 * token / rate
     link = machine(link_bytes_s=rate)
@@ -172,7 +172,7 @@ def test_exchange_inside_a_node():
     (8, 6, 1, 4, 96), (8, 3, 0, 2, 90),  # groups that straddle nodes: in some node the fewest are 2 of 6, 1 of 3
 ])  # fmt: skip
 def test_exchange_between_nodes(gpus, cp, inside, outside, heads):
-    """Over the link and the network at once. Slots that heads do not fill are sent too."""
+    """Over the link and the network at once. Empty head slots are sent too."""
     layout = layout_of(cp, heads_per_stage=None)
     sent = -(-S // cp) * HEAD * heads / cp / 1e11
     for rates, others in (({"link_bytes_s": 1e11}, inside), ({"network_bytes_s": 1e11}, outside)):
@@ -213,7 +213,7 @@ def test_ring(nodes, gpus, cp, ring, model, near, far):
 # ---- weights
 
 
-def test_weights_are_gathered_and_gradients_reduced_where_nothing_hides_it():
+def test_unoverlapped_all_gathers_and_reductions_are_counted():
     """16-bit weights in both directions, fp32 gradients once."""
     for nodes, rates, rate in (
         (1, {"link_bytes_s": 1e11}, 1e11),
@@ -242,8 +242,8 @@ def test_replicas_gather_inside_a_node_and_add_up_between_nodes():
     assert [part.exchange for part in far] == pytest.approx([0, 4 * LAYER / 8 * 2 / 2 / 1e10])
 
 
-def test_an_offloaded_optimizer_has_its_shards_copied():
-    """fp32 weights come in both directions, gradients leave; of a frozen model its 16-bit weights come as well."""
+def test_shards_of_an_offloaded_optimizer_are_copied():
+    """fp32 weights are copied in for forward and backward, gradients out; frozen 16-bit weights are copied in too."""
     layout = layout_of(1, offload_optimizer=True)
     found = [part.exchange for part in layer(machine(pcie_bytes_s=1e10), layout, KEPT)]
     assert found == pytest.approx([4 * LAYER / 8 / 1e10, 2 * 4 * LAYER / 8 / 1e10])
@@ -277,8 +277,8 @@ def test_copies_to_the_host_and_back():
     assert copied(slow, stages, ActivationPolicy("host", "host")) == pytest.approx([0, (x + out + 5 * x) / 16])
 
 
-def test_a_disk_takes_what_all_gpus_of_a_node_write():
-    """4 GB/s either way."""
+def test_gpus_of_a_node_share_the_disk_bandwidth():
+    """4 GB/s in each direction."""
     x, out = S // 8 * D * 2, S // 8 * 32 * (HEAD + 4)
     for keeps, num_bytes in ((ActivationPolicy("disk", "disk"), x + out), (ActivationPolicy("disk", "host"), x)):
         assert copied(machine(), layout_of(), keeps) == pytest.approx([8 * num_bytes / 4e9] * 2)
