@@ -1,4 +1,4 @@
-"""torch is imported late: the process that hands tests out to others has no use for it."""
+"""torch is imported late: the xdist controller does not need it."""
 
 import gc
 import os
@@ -33,14 +33,14 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """What is imported now stays: a garbage collection would walk through all of torch and transformers each time."""
+    """Exempt imported modules from garbage collection: each pass would traverse all of torch and transformers."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def processes():
-    """Before any test has started threads."""
+    """Set up forking before any test starts threads."""
     import torch
 
     if torch.cuda.is_available():
@@ -60,7 +60,7 @@ def device():
 
 @pytest.fixture(autouse=True)
 def no_group_is_left():
-    """A mesh, or a run that failed, leaves its process group behind, and any test may come next."""
+    """Destroy the process group that a mesh or a failed run leaves behind."""
     from ithaka.dist.mesh import end_process_group
 
     yield
@@ -69,7 +69,7 @@ def no_group_is_left():
 
 @pytest.fixture(autouse=True)
 def no_device_memory_is_left():
-    """Several processes share a GPU, and each would keep what its largest test took."""
+    """Free cached GPU memory: several test processes share the GPU."""
     import torch
 
     yield
@@ -88,7 +88,7 @@ def ranks():
 
 @pytest.fixture(scope="module")
 def plans_once():
-    """Tests ask the planner the same again and again, and an answer depends on nothing but the question."""
+    """Cache plans within a module: tests request the same ones repeatedly, and planning is deterministic."""
     from ithaka.plan.search import SearchSpace
 
     with pytest.MonkeyPatch.context() as patch:
@@ -112,7 +112,7 @@ def _remembering(name, method):
 
 @pytest.fixture
 def fa4(monkeypatch):
-    """The kernel fa4 with plain PyTorch behind it, on a CPU. What nobody writes is NaN."""
+    """The kernel fa4 backed by plain PyTorch on a CPU. Unwritten memory is NaN."""
     from dataclasses import replace
 
     import torch

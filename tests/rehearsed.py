@@ -1,12 +1,11 @@
 """Plans against rehearsals on an H200 (LOG.md, "planned against rehearsed").
 
-rehearsed.csv, one rehearsal per row. set: "fitted" if the constants of plan/seconds.py are fitted to it; "held-out"
-for everything at 512K and all of qwen3-32b, a length and a model that no constant has seen. tier: of layer inputs, and
-of attention's output where it is kept. steps: 2, and the second is measured; or 1, which pins host memory and has
-cuDNN plan its kernels in forward. layer_s: both directions together. No seconds: attention was cut short, and only the
-peak is valid.
+rehearsed.csv has one rehearsal per row. set: "fitted" if the constants of plan/seconds.py are fitted to it, "held-out"
+for everything at 512K and all of qwen3-32b. tier: where layer inputs are kept, and attention outputs if they are kept.
+steps: 2 (the second is measured) or 1 (forward includes pinning host memory and cuDNN's kernel planning). layer_s:
+forward plus backward. Rows without seconds ran with truncated attention: only their peak is valid.
 
-`PYTHONPATH=src python tests/rehearsed.py` prints the errors of both sets, and the constants fitted again.
+`PYTHONPATH=src python tests/rehearsed.py` prints the errors of both sets and a fresh fit of the constants.
 """
 
 import csv
@@ -63,7 +62,7 @@ def plan_row(row: dict[str, str]) -> tuple[float, tuple[float, float]]:
 
 
 def errors(row: dict[str, str]) -> dict[str, float]:
-    """Planned / measured - 1 of what was measured: the peak, the layer, and each direction after a first step."""
+    """Planned / measured - 1 for the peak, the layer and, if a second step was measured, each direction."""
     peak_gib, (forward_s, backward_s) = plan_row(row)
     found = {"peak": peak_gib / float(row["peak_gib"]) - 1}
     if row["layer_s"]:
@@ -77,7 +76,7 @@ def errors(row: dict[str, str]) -> dict[str, float]:
 
 
 def summarize(name: str) -> dict[str, tuple[int, float, float, float]]:
-    """(points, median size of the error, largest underestimate, largest overestimate) of a set."""
+    """(points, median absolute error, largest underestimate, largest overestimate) of a set."""
     found = [errors(row) for row in ROWS if row["set"] == name]
     values = {what: [each[what] for each in found if what in each] for what in ("peak", "layer", *DIRECTIONS)}
     return {what: (len(v), statistics.median(map(abs, v)), min(v), max(v)) for what, v in values.items()}
