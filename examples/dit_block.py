@@ -1,8 +1,8 @@
-"""A diffusion-transformer block over a sequence that is spread over several ranks.
+"""A diffusion-transformer block over a sequence that is sharded across ranks.
 
-Video diffusion models attend over every patch of every frame, without a causal mask: at 100 thousand patches
-attention is most of the work. `sharded_attention` is all such a model needs: everything else is token-wise
-and runs on each rank's own patches. Patches attend to a prompt's tokens as well, which ranks share too.
+Video diffusion models attend over every patch of every frame, without a causal mask; at 100 thousand patches,
+attention dominates. `sharded_attention` is the only change such a model needs: everything else is token-wise
+and runs on each rank's own patches. Patches also attend to the tokens of a prompt, which is sharded too.
 
     torchrun --nproc-per-node 2 examples/dit_block.py     # two ranks share one sequence
     python examples/dit_block.py                          # one rank, the same loss
@@ -18,9 +18,9 @@ from ithaka.layer.sharded import sharded_attention
 
 
 class DiTBlock(nn.Module):
-    """x_BsD, a prompt's p_BtD and a conditioning c_BD (the timestep) -> x_BsD; adaLN-Zero, as in DiT.
+    """Map patches x_BsD, a prompt p_BtD and a condition c_BD (the timestep) to x_BsD; adaLN-Zero, as in DiT.
 
-    Shapes: B = videos, s = this rank's patches, t = its tokens of the prompt, D = width, H = heads, K = D // H.
+    Shapes: B = videos, s = this rank's patches, t = its prompt tokens, D = width, H = heads, K = D // H.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -42,16 +42,16 @@ class DiTBlock(nn.Module):
         return x_BsD + gate2 * self.mlp(self.norm(x_BsD) * (1 + scale2) + shift2)
 
     def attend(self, h_BsD: Tensor, p_BtD: Tensor, num_words: int, group: dist.ProcessGroup | None) -> Tensor:
-        """Patches see all patches, and the prompt's `num_words` first tokens: the others are padding."""
+        """Attend to all patches and to the first `num_words` prompt tokens; the rest of the prompt is padding."""
         q, k, v = self.qkv(h_BsD).unflatten(-1, (3, self.heads, -1)).unbind(2)
         prompt_k, prompt_v = self.prompt(p_BtD).unflatten(-1, (2, self.heads, -1)).unbind(2)
         k, v = torch.cat([prompt_k, k], dim=1), torch.cat([prompt_v, v], dim=1)
-        ranges = visible(h_BsD.shape[1], p_BtD.shape[1], num_words, group.size() if group is not None else 1)
+        ranges = visible_ranges(h_BsD.shape[1], p_BtD.shape[1], num_words, group.size() if group is not None else 1)
         return self.out(sharded_attention(q, k, v, group, ranges=ranges).flatten(2))
 
 
-def visible(patches: int, tokens: int, num_words: int, ranks: int) -> list[tuple[int, int, int, int]]:
-    """(first patch, last, first key, last): what patches see. A rank's keys are its tokens, then its patches."""
+def visible_ranges(patches: int, tokens: int, num_words: int, ranks: int) -> list[tuple[int, int, int, int]]:
+    """Return the block mask: queries [a, b) see keys [c, d). A rank's keys are its prompt tokens, then its patches."""
     ranges = []
     for rank in range(ranks):
         start, stop = rank * (tokens + patches), (rank + 1) * (tokens + patches)
@@ -62,7 +62,7 @@ def visible(patches: int, tokens: int, num_words: int, ranks: int) -> list[tuple
 
 
 def denoising_loss(block: DiTBlock, group: dist.ProcessGroup | None, num_patches: int = 96) -> Tensor:
-    """This rank's share of the mean squared error on two random "videos"; the shares add up to the loss."""
+    """Return this rank's share of the mean squared error on two random "videos"; the shares sum to the loss."""
     generator = torch.Generator().manual_seed(1)
     width, num_words, padded = block.out.out_features, 5, 8
     clean, noise = (torch.randn(2, num_patches, width, generator=generator) for _ in range(2))
@@ -74,7 +74,7 @@ def denoising_loss(block: DiTBlock, group: dist.ProcessGroup | None, num_patches
 
 
 def train_step(block: DiTBlock, group: dist.ProcessGroup | None) -> tuple[Tensor, list[Tensor]]:
-    """Loss and gradients, summed over the ranks: the same numbers on any number of them."""
+    """Return loss and gradients, summed over ranks: the same values for any number of ranks."""
     loss = denoising_loss(block, group)
     grads = list(torch.autograd.grad(loss, list(block.parameters())))
     for value in [loss.detach_(), *grads] if group is not None else []:

@@ -1,7 +1,7 @@
-"""A GRPO-like loss at long context, of each rank's own tokens: ratios, clipping, an entropy bonus.
+"""A GRPO-like loss at long context, on each rank's own tokens: ratios, clipping, an entropy bonus.
 
-Answers to one prompt are documents of a packed sequence; each has a reward, and its advantage is how far that lies
-above the others'. `share=True` leaves every token on the rank that computed it, and the losses of all ranks add up.
+Answers to one prompt are documents of a packed sequence. Each has a reward, normalized over the group to an
+advantage. `share=True` leaves every token on the rank that computed it; the losses of all ranks sum to the total.
 
     torchrun --nproc-per-node 2 examples/grpo.py    # two ranks share each sequence
     python examples/grpo.py                         # one rank, the same losses
@@ -19,8 +19,8 @@ import ithaka
 CLIP, ENTROPY = 0.2, 0.01
 
 
-def advantages(rewards: Tensor, documents_BN: Tensor, labels_BN: Tensor) -> Tensor:
-    """[B, N]: that of each label's document, and 0 where there is no label. `rewards`: one per document."""
+def compute_advantages(rewards: Tensor, documents_BN: Tensor, labels_BN: Tensor) -> Tensor:
+    """Return [B, N]: each label's advantage, 0 where there is no label. `rewards` has one entry per document."""
     scaled = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
     return torch.where(labels_BN != -100, scaled[documents_BN], 0)
 
@@ -33,12 +33,12 @@ def grpo_loss(
     old_s: Tensor,
     advantages_BN: Tensor,
 ) -> Tensor:
-    """This rank's part of the loss; `old_s`: its tokens' log-probabilities when the answers were drawn."""
+    """Return this rank's part of the loss. `old_s`: log-probabilities of its tokens when the answers were sampled."""
     tokens = ithaka.token_logprobs(model, ids_BN, labels_BN, document_ids=documents_BN, share=True)
     advantages_s = ithaka.label_share(model, advantages_BN, document_ids=documents_BN)
     ratio_s = (tokens.logprobs - old_s).exp()
     gain_s = torch.minimum(ratio_s * advantages_s, ratio_s.clamp(1 - CLIP, 1 + CLIP) * advantages_s)
-    num_labels = (labels_BN[:, 1:] != -100).sum()  # with several data-parallel groups: of the global batch
+    num_labels = (labels_BN[:, 1:] != -100).sum()  # with several data-parallel groups, count the global batch
     return -(gain_s + ENTROPY * tokens.entropies).sum() / num_labels
 
 
@@ -53,7 +53,7 @@ def main() -> None:
     ids = torch.cat([torch.cat([prompt, answer]) for answer in answers])[None]
     documents = torch.arange(4).repeat_interleave(500)[None]
     labels = ids.masked_fill(torch.arange(2000) % 500 < 300, -100)
-    gains = advantages(torch.tensor([0.0, 1.0, 0.0, 0.5]), documents, labels)
+    gains = compute_advantages(torch.tensor([0.0, 1.0, 0.0, 0.5]), documents, labels)
     with torch.no_grad():
         old = ithaka.token_logprobs(model, ids, labels, document_ids=documents, share=True).logprobs
     for step in range(5):

@@ -1,4 +1,4 @@
-"""transformers.Trainer on sequences that ranks share. Three lines differ from a script without ithaka; they are marked.
+"""transformers.Trainer on sequences that ranks share. The three lines that ithaka adds are marked.
 
 torchrun --nproc-per-node 2 examples/hf_trainer.py OUT_DIR    # two ranks share each sequence
 python examples/hf_trainer.py OUT_DIR                         # one rank, the same losses
@@ -19,7 +19,7 @@ SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
 
 
 def rows(count: int, seed: int) -> list[dict[str, list[int]]]:
-    """Random tokens, of unequal lengths."""
+    """Return rows of random tokens, of unequal lengths."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(8, 40, (count,), generator=generator).tolist()
     tokens = [torch.randint(64, (length,), generator=generator).tolist() for length in lengths]

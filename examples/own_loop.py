@@ -1,8 +1,8 @@
-"""A loop of your own: plan, train, sample, save; with adapters too.
+"""Your own training loop: plan, train, sample, save; optionally with adapters.
 
 torchrun --nproc-per-node 2 examples/own_loop.py OUT_DIR    # two ranks share each sequence
 python examples/own_loop.py OUT_DIR                         # one rank, the same losses
-... examples/own_loop.py OUT_DIR --lora                     # adapters by PEFT, on a frozen model
+... examples/own_loop.py OUT_DIR --lora                     # PEFT adapters on a frozen model
 """
 
 import sys
@@ -20,14 +20,14 @@ CONTEXT = 256
 
 
 def make_model(lora: bool) -> Any:
-    """Master weights are float32; for a model of your own: from_pretrained(path, dtype=torch.float32)."""
+    """Master weights are float32; for a pretrained model: from_pretrained(path, dtype=torch.float32)."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=256, **SIZES))
     return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear")) if lora else model
 
 
 def train(model: Any, steps: int) -> list[float]:
-    """The losses; every rank of a cp group passes the same batch, and has the same loss."""
+    """Return the losses. Every rank of a cp group passes the same batch and gets the same loss."""
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
     generator, losses = torch.Generator().manual_seed(1), []
     for _ in range(steps):
@@ -44,11 +44,11 @@ def train(model: Any, steps: int) -> list[float]:
 def main(output_dir: str, lora: bool) -> list[float]:
     # On a GPU, compute in bfloat16 and update the float32 master weights.
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-    # cp="auto": the plan decides how many ranks share a sequence; on a CPU, all of them.
+    # cp="auto": the planner decides how many ranks share a sequence; on a CPU, all do.
     model = ithaka.parallelize(make_model(lora), cp="auto", context=CONTEXT, dtype=dtype)
     losses = train(model, steps=5)
     sample = model.generate(input_ids=torch.tensor([[7, 10, 13, 16]]), max_new_tokens=4, do_sample=False)
-    model.save_pretrained(output_dir)  # every rank calls it
+    model.save_pretrained(output_dir)  # call it on every rank
     if dist.get_rank() == 0:
         print(f"losses {[round(loss, 4) for loss in losses]}, sample {sample[0].tolist()}")
     return losses

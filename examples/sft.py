@@ -1,10 +1,10 @@
-"""trl.SFTTrainer on packed conversations, of which the assistant's turns are trained, on sequences that ranks share.
+"""trl.SFTTrainer on packed conversations, with loss on the assistant's turns, on sequences that ranks share.
 
-Three lines differ from a script without ithaka; they are marked.
+The three lines that ithaka adds are marked.
 
     torchrun --nproc-per-node 2 examples/sft.py OUT_DIR    # two ranks share each sequence
     python examples/sft.py OUT_DIR                         # one rank, the same losses
-    ... examples/sft.py OUT_DIR --lora                     # adapters, on a frozen model
+    ... examples/sft.py OUT_DIR --lora                     # adapters on a frozen model
 """
 
 import os
@@ -30,7 +30,7 @@ TEMPLATE = (
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte; with a model of your own, load its tokenizer instead."""
+    """One token per byte; for a pretrained model, load its tokenizer instead."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -81,7 +81,7 @@ def main() -> None:
     cp = int(os.environ.get("WORLD_SIZE", "1"))
 
     def trainer_class(**arguments: Any) -> Any:
-        return long_context(SFTTrainer)(**arguments, ithaka={"cp": cp})  # <- two, three; it plans for max_length
+        return long_context(SFTTrainer)(**arguments, ithaka={"cp": cp})  # <- two, three; plans for max_length
 
     trainer = make_trainer(trainer_class, sys.argv[1], lora="--lora" in sys.argv)
     trainer.train()

@@ -152,7 +152,7 @@ def with_shares(model: nn.Module, plain: nn.Module) -> dict[str, float]:
     """GRPO's loss of each rank's share, against its formula on plain log-probabilities."""
     grpo = example("grpo")
     ids, labels, documents = packed()
-    gains = grpo.advantages(torch.tensor([0.0, 2.0, -1.0, 0.5]).double(), documents, labels)
+    gains = grpo.compute_advantages(torch.tensor([0.0, 2.0, -1.0, 0.5]).double(), documents, labels)
     old = torch.linspace(-6, -3, ids.numel(), dtype=torch.float64).view_as(ids)
     ours = grpo.grpo_loss(model, ids, labels, documents, ithaka.label_share(model, old), gains)
     ours.backward()
@@ -172,7 +172,7 @@ def with_shares(model: nn.Module, plain: nn.Module) -> dict[str, float]:
 def with_preferences(model: nn.Module, plain: nn.Module) -> dict[str, float]:
     """DPO's loss and gradients, against its formula on plain log-probabilities."""
     dpo = example("dpo")
-    ids, labels, documents = dpo.random_pairs(num_pairs=3, prompt=5, answer=4, vocab=61)
+    ids, labels, documents = dpo.make_random_pairs(num_pairs=3, prompt=5, answer=4, vocab=61)
     reference = torch.linspace(-9, -4, 6, dtype=torch.float64)
     ours = dpo.dpo_loss(dpo.document_logprobs(model, ids, labels, documents), reference)
     above = []  # log-probability of each document, minus the reference's
