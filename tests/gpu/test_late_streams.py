@@ -57,7 +57,7 @@ def different(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[st
 
 def late_copies(monkeypatch, *streams: str) -> None:
     """The store's `streams` sleep before each copy."""
-    queue = Store.on
+    queue = Store.on_stream
 
     @contextmanager
     def late(self, stream, *after):
@@ -66,7 +66,7 @@ def late_copies(monkeypatch, *streams: str) -> None:
                 torch.cuda._sleep(CYCLES)
             yield
 
-    monkeypatch.setattr(Store, "on", late)
+    monkeypatch.setattr(Store, "on_stream", late)
 
 
 def after(sleep, method):
@@ -196,13 +196,14 @@ def test_everything_late(device, on_time, monkeypatch):
 
 def copies_do_not_wait(monkeypatch, device) -> None:
     late_copies(monkeypatch, "out_stream", "in_stream")
-    monkeypatch.setattr(Store, "wait", lambda self, event: None)
+    monkeypatch.setattr(Store, "wait_event", lambda self, event: None)
 
 
 def copies_do_not_wait_for_the_computation(monkeypatch, device) -> None:
     late_compute(monkeypatch)
-    mark = Store.mark
-    monkeypatch.setattr(Store, "mark", lambda self, stream=None: None if stream is None else mark(self, stream))
+    record = Store.record_event
+    on_stream = lambda self, stream=None: None if stream is None else record(self, stream)  # noqa: E731
+    monkeypatch.setattr(Store, "record_event", on_stream)
 
 
 def exchanges_are_not_waited_for(monkeypatch, device) -> None:
