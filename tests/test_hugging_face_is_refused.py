@@ -99,7 +99,7 @@ def test_a_checkpoint_that_would_run_code_is_refused(tmp_path, monkeypatch):
     made = trainer(tmp_path, train_dataset=[{"input_ids": [1, 2], "labels": [1, 2]}])
     dcp.save({"model": made._weights()}, checkpoint_id=tmp_path / hf.STATE_FOLDER)
     (tmp_path / hf.STATE_FOLDER / ".metadata").write_bytes(pickle.dumps(Planted()))
-    with pytest.raises(dcp.CheckpointException, match=r"\.metadata names posix\.mkdir"):
+    with pytest.raises(dcp.CheckpointException, match=r"\.metadata .*posix\.mkdir"):
         made.train(resume_from_checkpoint=str(tmp_path))
     assert not (tmp_path / "ran").exists()
 
