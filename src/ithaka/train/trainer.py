@@ -191,10 +191,10 @@ class Trainer:
         self.report(f"{what}. Its batch is skipped; {len(documents)} documents", skipped_documents=documents)
 
     def _report_unlabelled(self) -> None:
-        """Report it once per run."""
+        """Report the first step without a label."""
         if not self.reported_unlabelled:
-            words = f"step {self.step + 1}: no rank has a token to train; no update, and such steps do not count"
-            self.report(words, unlabelled=True)
+            message = f"step {self.step + 1}: no rank has a token to train; no update, and such steps do not count"
+            self.report(message, unlabelled=True)
         self.reported_unlabelled = True
 
     def _report_suspects(self, first: StepResult) -> None:
