@@ -202,7 +202,7 @@ class LayerBytes:
 
 
 def _heads_per_call(max_heads: int, queries: int, kv: int) -> int:
-    """Query heads per kernel call: whole groups, or one head of each (`_Job.walk` in attention/blocks.py)."""
+    """Query heads per kernel call: entire groups, or one head of each (`_AttentionCall` in attention/blocks.py)."""
     group = queries // kv
     return min(queries, max_heads // group * group) if max_heads >= group else min(max(1, max_heads), kv)
 

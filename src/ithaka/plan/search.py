@@ -172,7 +172,7 @@ class SearchSpace:
     # ---- the best plan
 
     def choose(self, work: Work) -> Plan:
-        """Of the plans within 1 % of the fastest one that fits, the one with least disk and host memory.
+        """Choose the plan with the least disk and host memory among those within 1 % of the fastest that fits.
 
         Speed is in tokens per second and GPU. If none fits, the plan that is closest to fitting.
         """

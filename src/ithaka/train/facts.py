@@ -93,7 +93,7 @@ def flops_utilization(trainer: Trainer, num_tokens: int, num_pairs: int, step_s:
         return None
     # An embedding is read, not multiplied, unless it is the output head as well.
     lookup_only = 0 if shape.tied else shape.vocab * shape.hidden
-    # Of a frozen weight two products are computed, of a trained one three.
+    # A frozen weight takes two matrix products, a trained one three.
     matmul_params = trainer.num_params - lookup_only
     matmul_params -= max(0, matmul_params - trainer.num_trained) // 3
     flops = step_flops(matmul_params, num_tokens, shape.heads * shape.head_dim, num_pairs)

@@ -38,7 +38,7 @@ from ithaka.train.step import StepResult, learning_rate, make_optimizer, train_s
 
 MIN_NORMS = 20  # steps before a gradient norm can count as a spike
 MAX_SKIPPED = 2  # batches in a row
-SLOW_DISK_S, SLOW_DISK_SHARE = 1.0, 0.05  # of a step spent waiting for the disk before it is reported
+SLOW_DISK_S, SLOW_DISK_SHARE = 1.0, 0.05  # report the disk when a step waits longer
 
 
 class Diverged(RuntimeError):
@@ -55,11 +55,11 @@ class Trainer:
         self.run, self.config, self.mesh = run, run.config, mesh
         self.step = self.tokens = self.first_step = 0  # first_step: of this process
         self.data_facts: dict[str, str] = {}
-        self.lock: int | None = None  # of the run directory, on rank 0
+        self.lock: int | None = None  # on the run directory; rank 0 only
         self.saver: save.Saver
         self.console: Console | None = None
         self.text: EvalText | None = None  # to evaluate on
-        self.norms: deque[float] = deque(maxlen=100)  # of the last steps' gradients
+        self.norms: deque[float] = deque(maxlen=100)  # gradient norms of the last steps
         self.skipped = 0  # batches in a row
         self.reported_unlabelled = False  # a step without a label
         self.best: tuple[float, int] | None = None  # lowest validation loss, and its step
