@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 from torch.distributed.launcher import api
 
 from ithaka.checkpoint.save import Saver
 from ithaka.cli.runs import train_rank
 from ithaka.config import Config, parse_config
-from ithaka.launch import run_child_rank, run_ranks
+from ithaka.launch import Outcome, run_child_rank, run_ranks
 from ithaka.preflight.preflight import validate_run
 from ithaka.preflight.run import Run
-from ithaka.train import loop
+from ithaka.train import heartbeat, loop
 from programs import Program
 
 MODEL = {
@@ -151,3 +152,16 @@ def numbers(run_dir: Path) -> list[tuple]:
     """What must not differ between two runs that are the same, bit for bit."""
     keys = ("step", "loss", "val_loss", "lr", "grad_norm", "tokens", "label_tokens")
     return [tuple(record[key] for key in keys) for record in metrics(run_dir)]
+
+
+def run_and_record_exit(fault: Callable[[pytest.MonkeyPatch], None], config: Config, folder: Path) -> None:
+    """Run with `fault` installed. A rank that the heartbeat ends writes its exit code and message to a file first."""
+
+    def record_and_exit(outcome: Outcome) -> None:
+        (folder / f"words-{dist.get_rank()}").write_text(f"{outcome.code} {outcome.text}")
+        os._exit(outcome.code)
+
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        patch.setattr(heartbeat, "exit_rank", record_and_exit)
+        run(config)

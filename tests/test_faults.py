@@ -30,7 +30,7 @@ from ithaka.train import prepare as prepare_module
 from ithaka.train import trainer as trainer_module
 from ithaka.train.console import Console, read_metrics
 from ranks import Ranks
-from runs import copy_back_at, metrics, numbers, run, tiny_run, valid, wait_for
+from runs import copy_back_at, metrics, numbers, run, run_and_record_exit, tiny_run, valid, wait_for
 
 
 def moved(config, run_dir, **train):
@@ -267,19 +267,6 @@ def frozen(patch):
     asleep(patch, lambda: os.kill(os.getpid(), signal.SIGSTOP), step_s=None)
 
 
-def leaves_words(fault, config, folder):
-    """What this rank would say as it leaves goes to a file, because it leaves in earnest."""
-
-    def leave(outcome):
-        (folder / f"words-{dist.get_rank()}").write_text(f"{outcome.code} {outcome.text}")
-        os._exit(outcome.code)
-
-    with pytest.MonkeyPatch.context() as patch:
-        fault(patch)
-        patch.setattr(heartbeat, "exit_rank", leave)
-        run(config)
-
-
 @pytest.mark.parametrize(
     "fault, words",
     [
@@ -289,7 +276,7 @@ def leaves_words(fault, config, folder):
 )
 def test_a_rank_that_hangs_ends_all_and_is_named(whole, tmp_path, fault, words):
     config, victims = moved(whole, tmp_path / "run"), Ranks(2)
-    victims.start(2, tmp_path, leaves_words, fault, config, tmp_path)
+    victims.start(2, tmp_path, run_and_record_exit, fault, config, tmp_path)
     wait_for(lambda: any(path.read_text() for path in tmp_path.glob("words-*")))
     told = next(path.read_text() for path in tmp_path.glob("words-*") if path.read_text())
     victims.close()
@@ -309,7 +296,7 @@ def out_of_memory(patch):
 def test_all_ranks_end_with_the_code_of_the_one_that_failed(whole, tmp_path):
     """A scheduler sees one code, whichever rank's it takes."""
     config, others = moved(whole, tmp_path / "run"), Ranks(2)
-    others.start(2, tmp_path, leaves_words, out_of_memory, config, tmp_path)
+    others.start(2, tmp_path, run_and_record_exit, out_of_memory, config, tmp_path)
     wait_for(lambda: (tmp_path / "words-0").exists() and (tmp_path / "words-0").read_text())
     others.close()
     told = (tmp_path / "words-0").read_text()

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import io
-import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from ithaka.train import heartbeat
 from ithaka.train import trainer as trainer_module
 from ithaka.train.heartbeat import Limits, PhaseTracker, SlowRanks
 from ranks import Ranks
-from runs import metrics, run, tiny_run, valid, wait_for
+from runs import metrics, run, run_and_record_exit, tiny_run, valid, wait_for
 
 
 @pytest.fixture
@@ -236,21 +235,10 @@ def slow_at_first_then_asleep(patch):
         patch.setattr(torch.optim.AdamW, "step", slow_update)
 
 
-def leaves_words(config, folder):
-    def leave(outcome):
-        (folder / f"words-{dist.get_rank()}").write_text(f"{outcome.code} {outcome.text}")
-        os._exit(outcome.code)
-
-    with pytest.MonkeyPatch.context() as patch:
-        slow_at_first_then_asleep(patch)
-        patch.setattr(heartbeat, "exit_rank", leave)
-        run(config)
-
-
 def test_what_was_not_measured_may_take_long_and_a_step_that_was_may_not(tmp_path):
     train = {"steps": 9, "validate_every": 0, "save_every": 0}
     config, victims = tiny_run(tmp_path, train=train, memory={"offload_optimizer": True}), Ranks(2)
-    victims.start(2, tmp_path, leaves_words, config, tmp_path)
+    victims.start(2, tmp_path, run_and_record_exit, slow_at_first_then_asleep, config, tmp_path)
     wait_for(lambda: any(path.read_text() for path in tmp_path.glob("words-*")))
     told = next(path.read_text() for path in tmp_path.glob("words-*") if path.read_text())
     victims.close()

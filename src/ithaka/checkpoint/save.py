@@ -92,7 +92,7 @@ class Saver:
         self.run_dir, self.keep_last, self.background, self.keep_best = run_dir, keep_last, background, keep_best
         self.group = dist.new_group(backend="gloo")
         self.seconds = 0.0  # duration of the last save
-        self.step, self.started_at = 0, 0.0  # of the last save; time.monotonic()
+        self.step, self.started_at = 0, 0.0  # the last save's step, and its start by time.monotonic()
         self._host_copies: dict[str, Slab] = {}
         self._in_progress: Future[None] | None = None
 

@@ -15,7 +15,7 @@ import yaml
 from ithaka.config.fields import ConfigError, did_you_mean, format_value, input_error
 from ithaka.config.sections import SECTIONS, Config
 
-CONFIG_FORMAT = 2  # of a run directory; stored as `format` in its config.yaml
+CONFIG_FORMAT = 2  # stored as `format` in a run's config.yaml
 
 
 def load_config(

@@ -311,7 +311,7 @@ def insert_marks(template: str, left: str, right: str) -> str:
 
     A mark is text between the delimiters `left` and `right`. The new tags control whitespace as the original ones did.
     """
-    loop_variables: list[str] = []  # of the open loops; "" unless it is an outer loop over one variable
+    loop_variables: list[str] = []  # one per open loop; "" unless it is an outer loop over one variable
 
     def mark(expression: str) -> str:
         return f"{{{{ '{left}' ~ {expression} ~ '{right}' }}}}"

@@ -22,13 +22,13 @@ SAMPLE_TOKENS = 64
 
 
 class NamedSource(NamedTuple):
-    setting: str  # of its path, such as data.sources[0].path
+    setting: str  # names its path, such as data.sources[0].path
     name: str  # in the log, as short as is unique
     config: SourceConfig
 
 
 class DataShards(NamedTuple):
-    train: list[list[Shard]]  # of each source
+    train: list[list[Shard]]  # by source
     held_out: list[list[Shard]] | None
     facts: dict[str, str]  # a description of the data, by topic
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ithaka.layer.loss import IGNORE_INDEX
 
-SHORT_DOCUMENT_FRACTION = 1 / 8  # of the context; sorting shorter documents too would save less than 0.4 % of padding
+SHORT_DOCUMENT_FRACTION = 1 / 8  # fraction of the context; sorting shorter documents saves under 0.4 % of padding
 SEGMENT_DTYPE = np.dtype(
     [
         ("shard", np.int32),  # index into the shards of the round

@@ -48,7 +48,7 @@ class Shard:
     num_bytes: int
     reading: ReadingConfig
     columns: tuple[str, ...] = ()  # to read, for Parquet and Arrow
-    split: Split | None = None  # of the records
+    split: Split | None = None  # selects records
     file_index: int = 0
 
     @property

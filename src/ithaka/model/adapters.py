@@ -109,7 +109,7 @@ def _check_lora_config(config: Any) -> None:
     variants = {f.name: f.default for f in dataclasses.fields(config) if f.metadata.get("is_lora_variant")}
     for name, required in {**REQUIRED_OPTIONS, **variants}.items():
         if ((value := getattr(config, name, required)) or None) != (required or None):
-            value = getattr(value, "value", value)  # of an enum
+            value = getattr(value, "value", value)  # unwrap an enum
             raise ConfigError(f"PEFT's {name}={value} is not supported; use {name}={required}")
 
 

@@ -147,7 +147,7 @@ class StageSlots:
     held_kv: int  # kv slots held while it attends
     left_kv: int  # kv slots that later stages still need
     summed_kv: int  # held kv slots that have gradient sums already: their load was read
-    left_summed_kv: int  # of those, the ones that later stages still need
+    left_summed_kv: int  # subset that later stages still need
     partial_query: int  # query slots of the widest read that is only a part of the stage's output; 0: there is none
     widest_read: int  # query slots of the widest read
     widest_read_kv: int  # kv slots of the read with most of them

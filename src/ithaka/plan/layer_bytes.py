@@ -21,7 +21,7 @@ from ithaka.plan.shape import ModelShape
 BLOCK_TOKENS = {"attend": 128 * 1024, "attend backward": 264 * 1024}
 # Rows per kernel call, over all its heads, where the kernel writes to our buffers and documents or windows are at most
 # WHOLE_TOKENS long. A call of fa4 costs about 0.5 ms of host time, enough for a GPU to attend to 200 documents of 2K
-# tokens, and whole documents up to 128K run 1 to 4 % faster than blocks of them. At 256K there is no difference.
+# tokens, and full documents up to 128K run 1 to 4 % faster than blocks of them. At 256K there is no difference.
 CALL_TOKENS, WHOLE_TOKENS = 512 * 1024, 256 * 1024
 BLOCK_BUFFERS = 4  # buffers of a block inside attention, in the sum dtype
 

@@ -65,7 +65,7 @@ class Allocation:
     phase: PhasePath = ()  # that allocated it
     dtype: str = ""  # dtype and shape of its first tensor, if known
     shape: tuple[int, ...] = ()
-    line: str = ""  # of code that allocated it
+    line: str = ""  # source line that allocated it
     stop_ns: int = NOT_FREED
 
     def split(self, at_ns: int, **changes: Any) -> "Allocation":
