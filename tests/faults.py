@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ithaka.checkpoint import files, save
 from ithaka.config import Config
 from ithaka.phases import Listener, PhasePath, listening
-from ithaka.preflight.resolve import AUTO
+from ithaka.preflight.preflight import AUTO
 from ithaka.train.console import read_metrics
 from programs import fork_from_here
 from ranks import Ranks

@@ -10,11 +10,9 @@ from ithaka.dist.mesh import make_mesh
 from ithaka.layout import layout_from_config
 from ithaka.plan import hardware as this_machine
 from ithaka.plan.hardware import Host, cgroup_rooms, this_host
-from ithaka.preflight import machine as preflight_machine
-from ithaka.preflight.machine import detect_machine, model_shape
-from ithaka.preflight.memory import certain_needs, check_fits, store_host_bytes
+from ithaka.preflight import run as run_module
 from ithaka.preflight.preflight import validate_run
-from ithaka.preflight.run import Run
+from ithaka.preflight.run import Run, certain_needs, check_fits, detect_machine, model_shape, store_host_bytes
 from ithaka.train.trainer import Trainer
 from runs import tiny_run, valid
 
@@ -27,7 +25,7 @@ def machine(monkeypatch, tmp_path):
 
     def make(memory_bytes=2**40, disk_bytes=2**40):
         host = Host(memory_bytes, disk_bytes, tmp_path)
-        monkeypatch.setattr(preflight_machine, "this_host", lambda folder: host)
+        monkeypatch.setattr(run_module, "this_host", lambda folder: host)
 
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     make()

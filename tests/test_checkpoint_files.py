@@ -29,10 +29,8 @@ from ithaka.cli import app
 from ithaka.config import ConfigError, load_config, to_yaml
 from ithaka.exits import TransientError
 from ithaka.export import export
-from ithaka.preflight import resume
-from ithaka.preflight.machine import model_shape
-from ithaka.preflight.preflight import preflight
-from ithaka.preflight.resolve import AUTO
+from ithaka.preflight.preflight import AUTO, find_resume_point, preflight
+from ithaka.preflight.run import model_shape
 from runs import metrics, numbers, run, tiny_run
 
 
@@ -265,7 +263,7 @@ def test_two_runs_in_one_directory_are_refused(trained, run_dir, ranks):
             ranks.run(2, run, config, run_dir)
         (run_dir / "latest").rename(run_dir / "later")  # as before its first checkpoint
         with pytest.raises(TransientError, match="in use by another run"):  # perhaps one that is just ending
-            resume.find_resume_point(run_dir, config, model_shape(config))
+            find_resume_point(run_dir, config, model_shape(config))
         (run_dir / "later").rename(run_dir / "latest")
     finally:
         os.close(directory)

@@ -27,8 +27,6 @@ from ithaka.config import (
 from ithaka.data import files
 from ithaka.exits import FINAL_EXIT_CODES, ExitCode
 from ithaka.preflight import checks
-from ithaka.preflight import resume as preflight_resume
-from ithaka.preflight import run as preflight_run
 from ithaka.report.html import render_page
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 50
@@ -291,11 +289,9 @@ def test_own_model_starts_from_plain_defaults(folder, started):
 @pytest.fixture
 def run_dir(folder, monkeypatch):
     """A run of the default model with a checkpoint after step 5."""
-    monkeypatch.setattr(preflight_resume, "find_checkpoint", lambda run_dir: run_dir)
+    monkeypatch.setattr("ithaka.checkpoint.files.find_checkpoint", lambda run_dir: run_dir)
     state = {"step": 5, "stale": 0, "epochs": None, "checksums": {}}
     monkeypatch.setattr("ithaka.checkpoint.files.read_state", lambda path: state)
-    monkeypatch.setattr(preflight_run, "read_state", lambda path: state)
-    monkeypatch.setattr(preflight_resume, "read_state", lambda path: state)
     (folder / "run").mkdir()
     (folder / "run" / "config.yaml").write_text(to_yaml(load_config(overrides=["train.seed=5"], base=CPU_DEFAULT)))
     write_model(folder / "run" / "model")

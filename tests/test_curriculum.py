@@ -13,8 +13,8 @@ from ithaka.config import ConfigError, explicit_settings, load_config, parse_con
 from ithaka.exits import ExitCode
 from ithaka.export import export
 from ithaka.plan.hardware import Hardware, find_gpu
-from ithaka.preflight.machine import plan_run
 from ithaka.preflight.preflight import curriculum_to_save
+from ithaka.preflight.run import plan_run
 from ithaka.train.step import learning_rate
 from refusals import assert_refused
 from runs import copy_back_at, metrics, numbers, saves_in_time, tiny_run

@@ -24,7 +24,7 @@ from ithaka.dist.mesh import start_process_group
 from ithaka.exits import ExitCode, TransientError
 from ithaka.layer import stages, store
 from ithaka.phases import PhaseState
-from ithaka.preflight import ranks
+from ithaka.preflight import checks
 from ithaka.train import heartbeat, loop, step
 from ithaka.train import prepare as prepare_module
 from ithaka.train import trainer as trainer_module
@@ -549,7 +549,7 @@ def test_a_model_is_the_same_whatever_a_download_left_beside_it(tmp_path):
         (tmp_path / name / ".cache").mkdir(parents=True)
         (tmp_path / name / ".cache" / "when").write_text(name)
         (tmp_path / name / "model.safetensors").write_text(weights)
-        return ranks._fingerprints(parse_config({"model": {"path": str(tmp_path / name)}}), data, "")
+        return checks._fingerprints(parse_config({"model": {"path": str(tmp_path / name)}}), data, "")
 
     assert found("one", "weights") == found("two", "weights") != found("three", "others!")
 

@@ -20,7 +20,7 @@ from ithaka import hf
 from ithaka.config import ConfigError, parse_config
 from ithaka.dist.mesh import start_process_group
 from ithaka.layout import Layout
-from ithaka.preflight.machine import detect_machine, plan_run
+from ithaka.preflight.run import detect_machine, plan_run
 from models import tiny_config, tiny_model
 from refusals import assert_raises
 

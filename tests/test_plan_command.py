@@ -19,7 +19,7 @@ from ithaka.plan.models import MODELS
 from ithaka.plan.request import make_request
 from ithaka.plan.search import NEAR_ENOUGH
 from ithaka.plan.show import format_bytes
-from ithaka.preflight.resolve import resolve
+from ithaka.preflight.preflight import resolve
 
 pytestmark = pytest.mark.usefixtures("plans_once")
 

@@ -16,11 +16,17 @@ from ithaka.dist.agree import gather_objects, raise_on_all_ranks
 from ithaka.layout import layout_from_config
 from ithaka.plan.hardware import KERNEL_NAMES, gpu_named, parse_gpus, peak_flops, with_kernel
 from ithaka.plan.show import as_text
-from ithaka.preflight.checks import check_settings
-from ithaka.preflight.machine import detect_machine, model_shape, plan_run, weakest_machine
-from ithaka.preflight.memory import certain_needs, check_fits, store_host_bytes
-from ithaka.preflight.ranks import check_ranks_agree
-from ithaka.preflight.run import Run
+from ithaka.preflight.checks import check_ranks_agree, check_settings
+from ithaka.preflight.run import (
+    Run,
+    certain_needs,
+    check_fits,
+    detect_machine,
+    model_shape,
+    plan_run,
+    store_host_bytes,
+    weakest_machine,
+)
 from ithaka.train import facts
 
 pytestmark = pytest.mark.usefixtures("plans_once")

@@ -12,13 +12,14 @@ from ithaka.cli import app
 from ithaka.config import ConfigError, load_config
 from ithaka.exits import ExitCode, TransientError
 from ithaka.plan.hardware import Host
-from ithaka.preflight import machine, preflight, resolve
+from ithaka.preflight import preflight
+from ithaka.preflight import run as run_module
 from ithaka.train import trainer as trainer_module
 from runs import run, tiny_run
 
 
 def lacks_memory(patch, folder):
-    patch.setattr(machine, "this_host", lambda path: Host(2**20, 2**40, folder))
+    patch.setattr(run_module, "this_host", lambda path: Host(2**20, 2**40, folder))
 
 
 def lacks_a_file(patch, folder):
@@ -61,7 +62,7 @@ def directories(folder):
         chosen = preflight.preflight(None, settings(folder)).run_dir
         patch.chdir(folder / str(rank))
         try:
-            preflight.preflight(None, settings(folder), resolve.AUTO, Path("run"))
+            preflight.preflight(None, settings(folder), preflight.AUTO, Path("run"))
         except TransientError as error:  # a shared file system may show it late
             return str(chosen), str(error)
 

@@ -12,7 +12,7 @@ import pytest
 import faults
 from faults import moved
 from ithaka.config import load_config
-from ithaka.preflight.resolve import resolve
+from ithaka.preflight.preflight import resolve
 from runs import copy_back_at, metrics, numbers, run, tiny_run, valid
 
 

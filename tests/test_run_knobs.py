@@ -16,8 +16,7 @@ from ithaka.cli.runs import validate_rank
 from ithaka.config import ConfigError, load_config
 from ithaka.exits import ExitCode
 from ithaka.preflight.checks import check_settings
-from ithaka.preflight.preflight import validate_run
-from ithaka.preflight.resolve import resolve
+from ithaka.preflight.preflight import resolve, validate_run
 from ithaka.train import trainer as trainer_module
 from runs import metrics, run, tiny_run, valid
 

@@ -13,7 +13,7 @@ from ithaka.checkpoint import save
 from ithaka.config import parse_config, to_dict
 from ithaka.dist import mesh
 from ithaka.layer import store
-from ithaka.preflight.resolve import AUTO
+from ithaka.preflight.preflight import AUTO
 from ithaka.profile import progress
 from ithaka.train import heartbeat
 from runs import metrics, run, tiny_run, valid

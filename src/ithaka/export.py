@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from ithaka.checkpoint.files import find_checkpoint_of_step, find_intact_checkpoint, read_state
+from ithaka.checkpoint.files import find_checkpoint, find_checkpoint_of_step, find_intact_checkpoint, read_state
 from ithaka.checkpoint.safe_load import SafeReader, load_into
 from ithaka.config import ConfigError, check_output, load_config
 from ithaka.model.adapters import adapter_tensor_name, merge_adapter
@@ -31,7 +31,10 @@ def export(run_dir: Path, out_dir: Path, merge: bool = False, step: int | None =
     logging.disable_progress_bar()
     check_output("OUT_DIR", out_dir, force, folder=True)
     out_dir, model_dir = out_dir.absolute(), run_dir / "model"
-    checkpoint = find_intact_checkpoint(run_dir) if step is None else find_checkpoint_of_step(run_dir, step)
+    if step is None:
+        checkpoint = find_intact_checkpoint(find_checkpoint(run_dir))
+    else:
+        checkpoint = find_checkpoint_of_step(run_dir, step)
     if merge and not (model_dir / "adapter_config.json").is_file():
         raise ConfigError(f"--merge: {run_dir} did not train an adapter; leave it out")
     weights = {

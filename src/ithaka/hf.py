@@ -44,9 +44,15 @@ from ithaka.model.calls import KERNEL_ARGUMENTS, check_arguments
 from ithaka.model.logprobs import token_logprobs
 from ithaka.plan import show
 from ithaka.plan.shape import ModelShape, shape_from_config
-from ithaka.preflight.machine import detect_machine, plan_run, uses_planner, weakest_machine
-from ithaka.preflight.memory import check_fits, store_host_bytes
-from ithaka.preflight.run import Run
+from ithaka.preflight.run import (
+    Run,
+    check_fits,
+    detect_machine,
+    plan_run,
+    store_host_bytes,
+    uses_planner,
+    weakest_machine,
+)
 from ithaka.train.step import clip_gradients
 
 SETTINGS = ("cp", "ring", "context", "layout")

@@ -23,7 +23,7 @@ from ithaka.data.open import check_data, data_facts, epoch_steps, measure_balanc
 from ithaka.data.stream import TrainData
 from ithaka.data.tokenizer import Tokenizer, load_tokenizer
 from ithaka.layer.loss import IGNORE_INDEX
-from ithaka.preflight.machine import model_shape
+from ithaka.preflight.run import model_shape
 from ithaka.report.html import Markup, render_page, render_table
 
 # Tags that chat templates put around tool calls and results, and the start of a JSON call.

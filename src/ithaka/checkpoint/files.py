@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from ithaka.checkpoint.safe_load import SafeReader
 from ithaka.config import ConfigError
+from ithaka.dist.agree import gather_objects, raise_on_all_ranks
 from ithaka.dist.rank import is_rank_0
 from ithaka.exits import TransientError, is_transient
 from ithaka.layout import format_choices
@@ -186,12 +187,13 @@ def find_checkpoint(run_dir: Path, before: Path | None = None) -> Path:
     raise ConfigError(f"run directory {run_dir} has no {other}usable checkpoint; start a new run")
 
 
-def find_intact_checkpoint(run_dir: Path) -> Path:
-    """`find_checkpoint`, with the checksums of all files verified."""
-    path = find_checkpoint(run_dir)
-    while reason := find_corruption(path):
-        report_unusable(path, reason)
-        path = find_checkpoint(run_dir, before=path)
+def find_intact_checkpoint(path: Path) -> Path:
+    """The checkpoint at `path`, or the newest one before it, whose checksums are right. Collective: the ranks share the
+    work."""
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    while reasons := list(filter(None, gather_objects(raise_on_all_ranks(find_corruption, path, rank, num_ranks)))):
+        report_unusable(path, reasons[0])
+        path = find_checkpoint(path.parents[1], before=path)
     return path
 
 

@@ -120,8 +120,7 @@ def start_run(
         from ithaka import launch
         from ithaka.checkpoint.files import latest_name
         from ithaka.plan import show
-        from ithaka.preflight.preflight import preflight
-        from ithaka.preflight.resolve import AUTO
+        from ithaka.preflight.preflight import AUTO, preflight
 
     changes = with_ranks(overrides, ranks)
     if profiled_steps:
@@ -184,7 +183,7 @@ def data(
         from rich.console import Console
 
         from ithaka import show_data
-        from ithaka.preflight.resolve import resolve
+        from ithaka.preflight.preflight import resolve
 
     with status("reading and packing the data"):
         changes = with_ranks(overrides, ranks)

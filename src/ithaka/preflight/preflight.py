@@ -1,32 +1,54 @@
 """Turn settings and machines into a validated run, before any rank starts and anything is written.
 
 Under torchrun every rank does this. If a check fails on any rank, it is raised on all.
+
+A resumed run may change any setting except train.run_dir, train.seed, and those that change tokens or the shapes of
+weights. With another context or other steps, no document is skipped or repeated.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
+import os
 import time
 from collections.abc import Set
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from ithaka import launch
-from ithaka.checkpoint.files import find_checkpoint, newest_checkpoint, read_state
-from ithaka.config import Config, ConfigError, explicit_settings, to_dict, with_absolute_paths
+from ithaka.checkpoint import files
+from ithaka.config import (
+    CPU_DEFAULT,
+    GPU_DEFAULT,
+    Config,
+    ConfigError,
+    explicit_settings,
+    format_value,
+    load_config,
+    to_dict,
+    with_absolute_paths,
+)
 from ithaka.dist.agree import gather_objects, raise_on_all_ranks
 from ithaka.dist.mesh import start_process_group
 from ithaka.layout import layout_from_config
+from ithaka.model.adapters import read_stored_settings
 from ithaka.plan.hardware import Hardware
 from ithaka.plan.search import Plan
-from ithaka.preflight.checks import check_inputs, check_run_dir, check_settings, check_weights
-from ithaka.preflight.machine import detect_machine, model_shape, plan_run, weakest_machine
-from ithaka.preflight.memory import check_fits
-from ithaka.preflight.ranks import check_ranks_agree
-from ithaka.preflight.resolve import AUTO, default_settings, resolve
-from ithaka.preflight.resume import find_resume_point, use_intact_checkpoint
-from ithaka.preflight.run import Run
+from ithaka.plan.shape import ModelShape, read_shape
+from ithaka.preflight.checks import (
+    check_inputs,
+    check_path,
+    check_ranks_agree,
+    check_run_dir,
+    check_settings,
+    check_weights,
+)
+from ithaka.preflight.run import Run, check_fits, detect_machine, model_shape, plan_run, weakest_machine
+
+AUTO = Path("auto")  # --resume auto: resume in train.run_dir if it has a checkpoint, else start there
 
 
 def preflight(
@@ -46,38 +68,32 @@ def preflight(
     def inspect() -> tuple[Config, Hardware, Path | None]:
         config = resolve(file, changes, resume, run_dir, name)
         num_ranks = launch.decide_ranks(config.parallel.ranks, launch.num_gpus())
-        newest = newest_checkpoint(config.train.run_dir) if resume is not None else None
+        newest = files.newest_checkpoint(config.train.run_dir) if resume is not None else None
         return config, detect_machine(config, num_ranks, launch.detect_gpu()), newest
 
     def plan_and_check() -> Run:
         check_ranks_agree(configs, newest)
-        config, weakest, plan = configs[0], weakest_machine(machines), None
+        full, weakest, plan = configs[0], weakest_machine(machines), None
         explicit = explicit_settings(file, changes, default_settings(file, changes))
-        if config.curriculum:
-            if resume not in (None, AUTO):
-                explicit = explicit_settings(resume / "config.yaml", changes)
-            return plan_curriculum(config, explicit, weakest, newest[0])
-        if resume in (None, AUTO):  # else a resumed run keeps its settings
+        if resume not in (None, AUTO):
+            explicit = explicit_settings(resume / "config.yaml", changes)
+        checkpoint = files.find_checkpoint(newest[0].parents[1]) if full.curriculum and newest[0] else None
+        config = full.at(files.read_state(checkpoint)["step"] if checkpoint else 0)  # the next entry of a curriculum
+        if full.curriculum or resume in (None, AUTO):  # else a resumed run keeps its settings
             config, plan = plan_run(config, explicit, weakest)
-        return dataclasses.replace(validate(config, weakest), plan=plan)
-
-    def plan_curriculum(curriculum: Config, explicit: Set[str], weakest: Hardware, newest: Path | None) -> Run:
-        """Plan and validate the next entry, and check that the later ones fit."""
-        checkpoint = find_checkpoint(newest.parents[1]) if newest else None
-        config, plan = plan_run(curriculum.at(read_state(checkpoint)["step"] if checkpoint else 0), explicit, weakest)
-        run = validate(config, weakest)
-        for start in (end for end in curriculum.ends[:-1] if end >= config.train.steps):
-            later, _ = plan_run(curriculum.at(start), explicit, weakest)
+        run = dataclasses.replace(validate_run(config, weakest.num_gpus, resume, own[1], trains, force), plan=plan)
+        for start in (end for end in full.ends[:-1] if end >= config.train.steps):  # later entries must fit too
+            later, _ = plan_run(full.at(start), explicit, weakest)
             check_inputs(build_run(later, weakest.num_gpus, own[1], resume is not None))
-        return dataclasses.replace(run, plan=plan, saved_config=curriculum_to_save(curriculum, explicit, plan))
-
-    def validate(config: Config, weakest: Hardware) -> Run:
-        return validate_run(config, weakest.num_gpus, resume, own[1], trains, force)
+        saved_config = curriculum_to_save(full, explicit, plan) if full.curriculum else ""
+        return dataclasses.replace(run, saved_config=saved_config)
 
     own = raise_on_all_ranks(inspect)
     configs, machines, newest = zip(*gather_objects(own), strict=True)
     run = raise_on_all_ranks(plan_and_check)
-    return use_intact_checkpoint(run) if run.finished else run  # an unfinished run verifies its files in `prepare`
+    if run.finished and run.checkpoint:  # an unfinished run verifies its files in `prepare`
+        run = dataclasses.replace(run, checkpoint=files.find_intact_checkpoint(run.checkpoint))
+    return run
 
 
 def validate_run(
@@ -91,7 +107,7 @@ def validate_run(
     """A run with these settings, which can start. Raises ConfigError otherwise; cheap checks come first."""
     run_dir, auto = config.train.run_dir, resume == AUTO
     if auto:
-        resume = run_dir if newest_checkpoint(run_dir) else None
+        resume = run_dir if files.newest_checkpoint(run_dir) else None
     if resume is None and run_dir is not None:
         check_run_dir(run_dir, auto, force)
     run = build_run(config, num_ranks, hardware, resume is not None)
@@ -137,3 +153,98 @@ def curriculum_to_save(curriculum: Config, explicit: Set[str], plan: Plan | None
     for section, key in (name.split(".") for name in (plan.settings if plan else {}) if name not in explicit):
         del tree[section][key]
     return yaml.safe_dump(with_absolute_paths(tree), sort_keys=False)
+
+
+# ---- which settings
+
+
+def resolve(
+    file: Path | None, changes: list[str], resume: Path | None = None, run_dir: Path | None = None, name: str = ""
+) -> Config:
+    """The run's settings, with its run directory (by default runs/`name`) and the length of its learning-rate
+    schedule."""
+    check_path("--resume ", None if resume == AUTO else resume)
+    if resume is not None and resume != AUTO:
+        _check_resumed(file, changes, resume, run_dir)
+        file, run_dir = resume / "config.yaml", resume
+        config = load_config(file, [f"optim.decay_steps={_resumed_decay_steps(file)}", *changes])
+    else:
+        config = load_config(file, changes, default_settings(file, changes))
+        run_dir = run_dir or config.train.run_dir
+        if run_dir is None and resume == AUTO:
+            fix = "set it in the file, or use --run-dir DIR"
+            raise ConfigError(f"--resume auto needs train.run_dir, where it looks for the run; {fix}")
+        run_dir = run_dir or Path("runs") / name
+        check_path("train.run_dir=", run_dir)
+        saved = run_dir / "config.yaml"
+        if resume == AUTO and config.optim.decay_steps is None and saved.is_file():
+            changes = [*changes, f"optim.decay_steps={_resumed_decay_steps(saved)}"]
+            config = load_config(file, changes, default_settings(file, changes))
+    if config.adapter is not None:
+        adapter = read_stored_settings(config.adapter, explicit_settings(file, changes))
+        config = dataclasses.replace(config, adapter=adapter)
+    explicit = explicit_settings(None if run_dir == resume else file, changes)
+    if {"train.steps", "train.epochs"} <= explicit and config.train.epochs is not None:
+        raise ConfigError(f"train.epochs={config.train.epochs} and train.steps both set the length; leave one out")
+    config.optim.check_schedule()
+    decay_steps = config.optim.decay_steps or (config.train.steps if config.train.epochs is None else None)
+    optim = dataclasses.replace(config.optim, decay_steps=decay_steps)
+    return dataclasses.replace(config, optim=optim, train=dataclasses.replace(config.train, run_dir=run_dir))
+
+
+def _check_resumed(file: Path | None, changes: list[str], resume: Path, run_dir: Path | None) -> None:
+    moved = "--set train.run_dir" if "train.run_dir" in explicit_settings(None, changes) else ""
+    conflict = f"config={file}" if file else f"--run-dir {run_dir}" if run_dir else moved
+    if conflict:
+        raise ConfigError(f"{conflict} conflicts with --resume {resume}; leave it out, and change settings with --set")
+    if not (resume / "config.yaml").is_file():
+        raise ConfigError(f"--resume {resume} has no config.yaml; use the directory of an earlier run")
+
+
+def _resumed_decay_steps(file: Path) -> str:
+    """optim.decay_steps of a resumed run. A cosine that had not begun ends with the longer run."""
+    before = load_config(file)
+    end = before.optim.decay_steps or before.train.steps
+    return str(end) if end > before.optim.warmup_steps else "null"
+
+
+def default_settings(file: Path | None, changes: list[str]) -> dict[str, dict[str, Any]]:
+    """Defaults for the embedded models; a user's own model starts from the plain defaults."""
+    if file is not None or any(change.replace(" ", "").startswith("model.path=") for change in changes):
+        return {}
+    return GPU_DEFAULT if launch.num_gpus() else CPU_DEFAULT
+
+
+# ---- where a run resumes
+
+
+def find_resume_point(run_dir: Path, config: Config, shape: ModelShape) -> tuple[Path, dict[str, str]]:
+    """The latest checkpoint, and a description of each setting that differs from the run's. Refuses changes that can be
+    checked without the data; opening the data checks the others."""
+    os.close(files.lock_run_dir(run_dir, fcntl.LOCK_SH))  # shared: under torchrun every rank does this
+    before, checkpoint = load_config(run_dir / "config.yaml"), files.find_checkpoint(run_dir)
+    if config.train.seed != before.train.seed:
+        why = f"is not the run's {before.train.seed}, which determines the order of its data"
+        raise ConfigError(f"train.seed={config.train.seed} {why}; leave it out")
+    saved_model = run_dir / "model" / "config.json"
+    if saved_model.is_file() and read_shape(saved_model) != shape.with_adapter(None):
+        model = f"path={config.model.path}" if config.model.path else f"embedded={config.model.embedded}"
+        why = f"differs in shape from the model of {run_dir}"
+        raise ConfigError(f"model.{model} {why}; leave it out, or start a new run")
+    return checkpoint, _changed_settings(before, config, checkpoint, run_dir)
+
+
+def _changed_settings(before: Config, config: Config, checkpoint: Path, run_dir: Path) -> dict[str, str]:
+    old = with_absolute_paths(to_dict(before.at(max(0, files.read_state(checkpoint)["step"] - 1))))
+    # Each entry of a curriculum is planned anew, so config.yaml lacks the planned settings.
+    known = explicit_settings(run_dir / "config.yaml") if before.curriculum else None
+    changed = {}
+    for section, values in with_absolute_paths(to_dict(config)).items():
+        for key, value in (values or {}).items() if section != "curriculum" else ():
+            name, was = f"{section}.{key}", (old[section] or {}).get(key)
+            if value == was or name == "train.run_dir" or (known is not None and name not in known):
+                continue
+            if section == "adapter":
+                raise ConfigError(f"{name}={format_value(value)} is not the run's {format_value(was)}; leave it out")
+            changed[name] = f"{format_value(value)} (was {format_value(was)})"
+    return changed

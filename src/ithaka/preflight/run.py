@@ -1,19 +1,25 @@
-"""A validated run: what preflight returns and every rank executes."""
+"""A run on its machine: planned settings, and whether they fit in GPU memory, host memory and disk."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ithaka.checkpoint.files import read_state
-from ithaka.config import Config
-from ithaka.layout import Layout
-from ithaka.plan.bytes import Ledger, build_ledger, saved_bytes
-from ithaka.plan.hardware import Hardware
-from ithaka.plan.search import Plan, work_from_config
-from ithaka.plan.shape import ModelShape, Work
+from ithaka.attention.kernels import expected_kernel
+from ithaka.checkpoint import files
+from ithaka.config import Config, ConfigError, check_writable, embedded_model, parse_config, to_dict
+from ithaka.layout import Layout, format_choices
+from ithaka.plan.bytes import CHECKPOINT_COPY, Holders, Ledger, build_ledger, saved_bytes
+from ithaka.plan.hardware import GPUS, Hardware, find_gpu, gpu_named, this_host, with_kernel
+from ithaka.plan.search import ADAPTER_RANK, Plan, SearchSpace, make_search_space, work_from_config
+from ithaka.plan.shape import ModelShape, Work, read_shape, shape_from_config
+from ithaka.plan.show import format_bytes
+
+FALLBACK_GPU = "H100"  # its rates rank plans for a GPU that is not in the table
+STORE_HOLDERS = ("layer inputs", "kept attention", "on the way to disk")  # names in the ledger
 
 
 @dataclass(frozen=True)
@@ -38,13 +44,13 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        return read_state(self.checkpoint)["step"] if self.checkpoint is not None else 0
+        return files.read_state(self.checkpoint)["step"] if self.checkpoint is not None else 0
 
     @property
     def finished(self) -> bool:
         if self.checkpoint is None:
             return False
-        state, train = read_state(self.checkpoint), self.config.train
+        state, train = files.read_state(self.checkpoint), self.config.train
         if train.epochs is not None and state["epochs"] != train.epochs:
             return False  # the number of steps is not known before the data is read
         steps = train.steps if train.epochs is None else state["steps"]
@@ -73,3 +79,180 @@ class Run:
         """The ledger of the longest evaluation. It has no backward, so no activations are kept."""
         work = Work(self.longest_evaluation, trains=False, between_steps=True)
         return build_ledger(self.shape, dataclasses.replace(self.layout, kept=()), self.hardware, work)
+
+
+# ---- the machine, and the settings planned for it
+
+
+def model_shape(config: Config) -> ModelShape:
+    """The model's shape, with the vocabulary that model.resize_embeddings gives it."""
+    path, name = config.model.path, config.model.embedded
+    shape = read_shape(path) if path else shape_from_config(embedded_model(name), f"model.embedded={name}")
+    shape = shape.with_adapter(config.adapter)
+    if not config.model.resize_embeddings:
+        return shape
+    from ithaka.data.tokenizer import load_tokenizer  # late: it imports transformers
+
+    needed = load_tokenizer(config.data.tokenizer, path).vocab_size
+    # Rounded up to a size at which matmuls are fast.
+    return shape if needed <= shape.vocab else dataclasses.replace(shape, vocab=-(-needed // 64) * 64)
+
+
+def detect_machine(config: Config, num_ranks: int, gpu: tuple[str, int] | None) -> Hardware:
+    """This rank's machine, as if all nodes were like it: the attention kernel expected to run on its GPU (name and
+    memory), and the host memory and disk that are free before the run allocates any."""
+    settings, disk = config.memory, config.memory.disk_path
+    if disk is not None and not disk.is_dir():
+        raise ConfigError(f"memory.disk_path={disk} is not a directory; create it, or leave it null")
+    if disk is not None:
+        check_writable("memory.disk_path", disk, folder=True)
+    host, ranks = this_host(disk), int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    name, gpu_bytes = gpu or ("CPU", host.memory_bytes // ranks)
+    entry = GPUS["CPU"] if gpu is None else gpu_named(name) or dataclasses.replace(find_gpu(FALLBACK_GPU), name=name)
+    memory_bytes = gpu_bytes if gpu_named(name) is None else min(entry.memory_bytes, gpu_bytes)
+    disk_bytes = host.disk_bytes if disk or "disk" in (settings.offload, settings.attention_offload) else 0
+    entry = with_kernel(entry, expected_kernel(config.attention.kernel, entry.kernels))
+    entry = dataclasses.replace(entry, memory_bytes=memory_bytes)
+    return Hardware(entry, ranks, num_ranks // ranks, host_bytes=host.memory_bytes, disk_bytes=disk_bytes)
+
+
+def weakest_machine(machines: Sequence[Hardware]) -> Hardware:
+    """The least that every rank has: host memory, disk, and the GPU with the least memory (among equals, with the
+    slowest attention kernel)."""
+    ranks_per_node = sorted({machine.gpus_per_node for machine in machines})
+    if len(ranks_per_node) > 1:
+        counts = " and ".join(map(str, ranks_per_node))
+        raise ConfigError(f"the nodes have {counts} ranks; start the same number on each")
+    host_bytes, disk_bytes = (min(getattr(m, name) for m in machines) for name in ("host_bytes", "disk_bytes"))
+    gpus = (machine.gpu for machine in machines)
+    gpu = min(gpus, key=lambda gpu: (gpu.memory_bytes, gpu.attention_forward_flops))
+    return dataclasses.replace(machines[0], gpu=gpu, host_bytes=host_bytes, disk_bytes=disk_bytes)
+
+
+def uses_planner(config: Config, hardware: Hardware) -> bool:
+    """Whether the planner decides settings: for GPUs in the hardware table, in bfloat16 (which the table's rates are
+    for), unless memory.plan=off."""
+    return (
+        gpu_named(hardware.gpu.name) is not None
+        and config.memory.plan == "auto"
+        and config.model.dtype in ("auto", "bfloat16")
+    )
+
+
+def plan_run(
+    config: Config, explicit: Set[str], hardware: Hardware, shape: ModelShape | None = None
+) -> tuple[Config, Plan | None]:
+    """Fill in every setting that is not in `explicit` from a plan; return the config and the plan, which may not fit.
+    `shape` defaults to the configured model's."""
+    if not uses_planner(config, hardware):
+        return config, None
+    plan = make_search_space(config, explicit, shape or model_shape(config), hardware).choose(work_from_config(config))
+    tree = to_dict(config)
+    for name, value in plan.settings.items():
+        section, key = name.split(".")
+        if name not in explicit or tree[section][key] == "auto":
+            tree[section][key] = value
+    if "disk" not in (tree["memory"]["offload"], tree["memory"]["attention_offload"]):
+        tree["memory"]["disk_path"] = None
+    return parse_config(tree), plan
+
+
+# ---- memory
+
+
+def drop_reserve(holders: Holders, times: int = 1) -> Holders:
+    """Leave out the reserve, which nothing allocates."""
+    return {name: times * num_bytes for name, num_bytes in holders.items() if num_bytes and name != "reserve"}
+
+
+def certain_needs(run: Run, ledger: Ledger | None = None) -> tuple[Holders, Holders]:
+    """Bytes per holder that all ranks of a node certainly need in (host memory, disk). Without a GPU, the host also
+    holds the device's planned peak."""
+    ledger = ledger or run.ledger
+    on_device = drop_reserve(ledger.gpu, run.hardware.gpus_per_node) if run.hardware.gpu.name == "CPU" else {}
+    return on_device | drop_reserve({**ledger.host, CHECKPOINT_COPY: 0}), drop_reserve(ledger.disk)
+
+
+def check_fits(run: Run) -> None:
+    """Refuse a step or an evaluation that does not fit by the planner's ledger, reserves included. Without the planner,
+    refuse only what certainly exceeds host memory or disk."""
+    _check_tiers(run, run.ledger, f"data.context={run.work.context}", _step_fixes)
+    if run.longest_evaluation:
+        _check_tiers(run, run.evaluation_ledger, f"evaluate.contexts={run.longest_evaluation}", _evaluation_fixes)
+
+
+def _check_tiers(run: Run, ledger: Ledger, setting: str, find_fixes: Callable[[Run, str], dict[str, bool]]) -> None:
+    planned = uses_planner(run.config, run.hardware)
+    host, disk = (ledger.host, ledger.disk) if planned else certain_needs(run, ledger)
+    per_node = f"per node of {run.hardware.gpus_per_node} ranks"
+    tiers = {
+        "GPU memory": (ledger.gpu if planned else {}, ledger.gpu_bytes, "per GPU"),
+        "host memory": (host, ledger.host_bytes, per_node),
+        "disk": (disk, ledger.disk_bytes, per_node),
+    }
+    for tier, (holders, available, unit) in tiers.items():
+        if (needed := sum(holders.values())) > available:
+            parts = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in holders.items() if num_bytes)
+            fixes = find_fixes(run, tier) | {"memory.plan=off to try anyway": planned}
+            choices = format_choices(fix for fix, helps in fixes.items() if helps)
+            problem = f"needs {format_bytes(needed)} of {tier} {unit} ({parts}); {format_bytes(available)} available"
+            raise ConfigError(f"{setting} {problem}; use {choices}")
+
+
+def _step_fixes(run: Run, tier: str) -> dict[str, bool]:
+    """Settings, and whether each makes room for a step in `tier`."""
+    memory, layout, planned = run.config.memory, run.layout, uses_planner(run.config, run.hardware)
+    fixes = {
+        "memory.checkpoint=full": layout.keep_everything > 0,
+        "memory.keep_projections=none": layout.keep_projections > layout.keep_everything,
+        "memory.offload=host": memory.offload == "none" and tier == "GPU memory",
+        "memory.offload=disk": memory.offload == "host" and tier == "host memory",
+        "memory.keep_attention=none": layout.keep_attention > layout.keep_projections,
+        "memory.offload_optimizer=false": tier == "host memory" and layout.offload_optimizer,
+        "a memory.disk_path with more space": tier == "disk",
+        "a shorter data.context": not planned,
+    }
+    if not planned:
+        return fixes
+    # Search with every memory and parallelism setting left to the planner.
+    space = SearchSpace(run.shape, run.hardware)
+    if space.fits(run.work):
+        plain = "the planner's memory and parallel settings (leave them out)"
+        return fixes | {plain: True, "a shorter data.context": True}
+    ways = space.ways_to_fit(run.work)
+    fixes |= {
+        f"data.context={ways.context}": ways.context > 0,
+        f"an adapter (adapter.rank={ADAPTER_RANK})": ways.adapter,
+    }
+    if ways.hardware:
+        fixes[f"{ways.hardware.num_gpus} GPUs ({ways.hardware.name})"] = True
+    return fixes
+
+
+def _evaluation_fixes(run: Run, tier: str) -> dict[str, bool]:
+    layout = run.layout
+    return {
+        "shorter evaluate.contexts": True,
+        f"parallel.cp={run.num_ranks}": layout.cp < run.num_ranks,
+        "a smaller parallel.heads_per_stage": layout.heads_per_stage != layout.ulysses,
+        "memory.offload_optimizer=true": tier == "GPU memory" and not layout.offload_optimizer,
+        "evaluate.every=0 and `ithaka evaluate` after the run": True,
+    }
+
+
+def store_host_bytes(run: Run) -> int | None:
+    """Host memory that one rank's store may use: its share of what is free. With the disk tier, only what is in flight
+    to disk, so that a slow disk slows the run down instead of filling the memory."""
+    stored, ranks = sum(run.ledger.host.get(name, 0) for name in STORE_HOLDERS), run.hardware.gpus_per_node
+    to_disk = bool(drop_reserve(run.ledger.disk))
+    if not stored and not to_disk:
+        return None
+    share = run.hardware.host_bytes // ranks
+    return min(share, stored // ranks) if to_disk else share
+
+
+def can_save_in_background(run: Run) -> bool:
+    """Whether host memory has room for a copy of the saved state on top of everything planned."""
+    planned = uses_planner(run.config, run.hardware)
+    needed = run.ledger.host_needed if planned else sum(certain_needs(run)[0].values())
+    return needed + run.saved_bytes <= run.hardware.host_bytes

@@ -17,10 +17,8 @@ from ithaka.data.open import data_facts, epoch_steps
 from ithaka.dist.agree import SharedError, gather_objects, raise_on_all_ranks
 from ithaka.dist.mesh import make_mesh, start_process_group
 from ithaka.exits import TransientError
-from ithaka.preflight.memory import can_save_in_background
-from ithaka.preflight.ranks import check_same_inputs
-from ithaka.preflight.resume import use_intact_checkpoint
-from ithaka.preflight.run import Run
+from ithaka.preflight.checks import check_same_inputs
+from ithaka.preflight.run import Run, can_save_in_background
 from ithaka.train.console import status
 from ithaka.train.trainer import Trainer, compute_dtype
 
@@ -28,10 +26,11 @@ from ithaka.train.trainer import Trainer, compute_dtype
 def prepare(run: Run, trains: bool = True) -> Trainer:
     """Build the trainer and run every check that can fail before anything is written; errors reach all ranks."""
     start_process_group()
-    run = use_intact_checkpoint(run)
-    if run.checkpoint is not None and files.read_state(run.checkpoint)["step"] < run.config.start:
-        way = "remove the damaged ones, and resume again"
-        raise SharedError(f"checkpoint {run.checkpoint} is of an earlier entry of curriculum; {way}")
+    if run.checkpoint is not None:
+        run = dataclasses.replace(run, checkpoint=files.find_intact_checkpoint(run.checkpoint))
+        if run.last_step < run.config.start:
+            way = "remove the damaged ones, and resume again"
+            raise SharedError(f"checkpoint {run.checkpoint} is of an earlier entry of curriculum; {way}")
     mesh = make_mesh(run.layout.cp, ring=run.layout.ring, replicas=run.layout.replicas)
     _set_determinism(run.config.train.deterministic)
     if run.layout.kernel == "auto":  # one given by name is refused with the rest, if it does not work

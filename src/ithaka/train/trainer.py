@@ -31,8 +31,7 @@ from ithaka.model.batch import count_pairs
 from ithaka.model.build import build_model
 from ithaka.phases import phase
 from ithaka.plan.hardware import DISK_BYTES_S
-from ithaka.preflight.memory import store_host_bytes
-from ithaka.preflight.run import Run
+from ithaka.preflight.run import Run, store_host_bytes
 from ithaka.train.console import Console, status
 from ithaka.train.step import StepResult, learning_rate, make_optimizer, train_step, validation_loss
 

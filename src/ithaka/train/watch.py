@@ -25,8 +25,7 @@ from ithaka.plan.hardware import gpu_named
 from ithaka.plan.heads import count_slots
 from ithaka.plan.search import Plan
 from ithaka.plan.show import format_bytes
-from ithaka.preflight.memory import drop_reserve
-from ithaka.preflight.run import Run
+from ithaka.preflight.run import Run, drop_reserve
 from ithaka.profile.memory import sum_planned_by_holder
 from ithaka.profile.progress import Progress
 from ithaka.profile.step import StepProfile, describe_machine
