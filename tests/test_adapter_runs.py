@@ -19,8 +19,8 @@ from ithaka.layer.linear import as_linear
 from ithaka.layout import Layout
 from ithaka.model.adapters import read_stored_settings
 from ithaka.model.build import build_model
-from ithaka.train.prepare import prepare
 from ithaka.train.step import learning_rate
+from ithaka.train.trainer import prepare
 from models import tiny_model
 from parity import plain_sum
 from refusals import assert_raises

@@ -20,7 +20,7 @@ from ithaka.bench import AttentionCase, measure_attention
 from ithaka.cli import app
 from ithaka.config import ConfigError
 from ithaka.model.build import parallelize_model
-from ithaka.train import prepare as prepare_module
+from ithaka.train.trainer import prepare
 from models import tiny_config, tiny_model
 from reference import attention_reference
 from runs import tiny_run, valid
@@ -208,7 +208,7 @@ def kernels_of(config, broken_on):
             patch.setitem(KERNELS, "cpu", replace(CPU_KERNEL, forward=raising(ValueError("no"))))
             patch.setenv("LOCAL_RANK", "1")
         model = parallelize_model(tiny_model(tiny_config("llama")), 2)
-        trainer = prepare_module.prepare(valid(config), trains=False)
+        trainer = prepare(valid(config), trains=False)
         trainer.data.close(remove=True)
     words = [str(each.message) for each in said if "attention.kernel" in str(each.message)]
     return model.model.layers[0].forward.layout.kernel, trainer.kernel, trainer.run.layout.kernel, words

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from ithaka.config import ConfigError
 from ithaka.data.tokenizer import ByteTokenizer
 from ithaka.export import export
-from ithaka.train.prepare import prepare
+from ithaka.train.trainer import prepare
 from runs import MODEL, run, tiny_run, valid
 
 

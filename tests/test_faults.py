@@ -25,8 +25,7 @@ from ithaka.exits import ExitCode, TransientError
 from ithaka.layer import stages, store
 from ithaka.phases import PhaseState
 from ithaka.preflight import checks
-from ithaka.train import heartbeat, loop, step
-from ithaka.train import prepare as prepare_module
+from ithaka.train import heartbeat, loop, step, watch
 from ithaka.train import trainer as trainer_module
 from ithaka.train.console import Console, read_metrics
 from ranks import Ranks
@@ -104,7 +103,7 @@ def slow_to_write(patch):
 
 def in_the_foreground(patch):
     slow_to_write(patch)
-    patch.setattr(prepare_module, "can_save_in_background", lambda run: False)
+    patch.setattr(trainer_module, "can_save_in_background", lambda run: False)
 
 
 def test_what_is_saved_in_the_background_is_the_step_it_was_saved_after(ranks, whole, tmp_path):
@@ -424,8 +423,8 @@ def test_host_memory_that_runs_out_is_said_once(monkeypatch, capfd):
 def slow_disk(patch, planned_bytes_s=1e9):
     pwrite = os.pwrite
     patch.setattr(store.os, "pwrite", lambda *args: time.sleep(0.25) or pwrite(*args))
-    patch.setattr(trainer_module, "SLOW_DISK_S", 0.02)
-    patch.setattr(trainer_module, "DISK_BYTES_S", planned_bytes_s)
+    patch.setattr(watch, "SLOW_DISK_S", 0.02)
+    patch.setattr(watch, "DISK_BYTES_S", planned_bytes_s)
 
 
 def disk_as_planned(patch):

@@ -24,7 +24,6 @@ from ithaka.plan.models import find_shape
 from ithaka.plan.search import Plan
 from ithaka.plan.shape import Work
 from ithaka.train import loop
-from ithaka.train import prepare as prepare_module
 from ithaka.train import trainer as trainer_module
 from ithaka.train.watch import OutOfMemoryTracker, explain_out_of_memory, ran_out_of_memory
 from runs import numbers, run, tiny_run
@@ -78,7 +77,7 @@ def test_the_phase_is_named_on_every_rank(ranks, tmp_path, name, path):
 
 
 def test_the_last_checkpoint_goes_on_with_another_setting(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(prepare_module, "can_save_in_background", lambda run: False)  # saved before the next step
+    monkeypatch.setattr(trainer_module, "can_save_in_background", lambda run: False)  # saved before the next step
     plan = {"steps": 4, "save_every": 2, "validate_every": 0, "validate_sequences": 0}
     config = tiny_run(tmp_path, train=plan, data={"context": 512})
     path = ("layer 1", "backward", "attention", "stage 0")

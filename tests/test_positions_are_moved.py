@@ -19,8 +19,8 @@ from ithaka.dist.mesh import make_mesh
 from ithaka.export import export
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model.build import build_model, read_hf_config
-from ithaka.train import prepare as prepare_module
-from ithaka.train.facts import describe_run
+from ithaka.train.console import describe_run
+from ithaka.train.trainer import prepare
 from models import plain_loss, tiny_config, tiny_model, widen
 from parity import check, gradient_errors, random_ids, relative
 from refusals import assert_raises
@@ -145,7 +145,7 @@ def test_rope_on_part_of_each_head_keeps_its_type(tmp_path):
 def trained(config, ids):
     """Header and logits of a run's latest checkpoint."""
     longer = replace(config, train=replace(config.train, steps=100))
-    trainer = prepare_module.prepare(valid(longer, config.train.run_dir))
+    trainer = prepare(valid(longer, config.train.run_dir))
     with torch.no_grad():
         return describe_run(trainer), trainer.model(input_ids=ids).logits
 

@@ -18,7 +18,7 @@ from ithaka.layer.store import Store
 from ithaka.layout import layout_from_config
 from ithaka.model import build
 from ithaka.profile.live import LiveBytes
-from ithaka.train.prepare import prepare
+from ithaka.train.trainer import prepare
 from models import tiny_config
 from parity import random_ids
 from runs import tiny_run, valid

@@ -17,9 +17,10 @@ from ithaka.data.open import check_data
 from ithaka.layer import schedule, stages
 from ithaka.phases import listening, phase
 from ithaka.plan.hardware import GPUS, find_gpu
-from ithaka.train import heartbeat
+from ithaka.train import heartbeat, watch
 from ithaka.train import trainer as trainer_module
-from ithaka.train.heartbeat import Limits, PhaseTracker, SlowRanks
+from ithaka.train.heartbeat import Limits, PhaseTracker
+from ithaka.train.watch import SlowRanks
 from ranks import Ranks
 from runs import metrics, run, run_and_record_exit, tiny_run, valid, wait_for
 
@@ -171,8 +172,8 @@ def test_slow_ranks_are_those_with_no_more_work():
 def slowed(patch, where):
     """Attention takes 20 ms on both ranks. On rank 1 it takes 70 more, or what comes before it does. Ratios are large:
     the machine may be busy."""
-    patch.setattr(heartbeat, "SLOW_STEPS", 2)
-    patch.setattr(heartbeat, "SLOW_RATIO", 1.8)
+    patch.setattr(watch, "SLOW_STEPS", 2)
+    patch.setattr(watch, "SLOW_RATIO", 1.8)
 
     def taking(function, seconds):
         return lambda *args: time.sleep(seconds) or function(*args)

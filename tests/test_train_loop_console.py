@@ -19,7 +19,7 @@ from ithaka import launch
 from ithaka.exits import ExitCode
 from ithaka.model.batch import count_pairs
 from ithaka.train import console as console_module
-from ithaka.train import shutdown as shutdown_module
+from ithaka.train import loop
 from ithaka.train.console import Console, Record, describe, format_count, open_metrics, status, step_flops
 from ithaka.train.track import rename_metrics
 from ithaka.train.trainer import Diverged
@@ -162,10 +162,10 @@ def test_a_second_signal_leaves_at_once_but_an_echo_does_not(monkeypatch, capfd)
 def grace(monkeypatch, tmp_path):
     """With train.grace_s=0.1; what it does goes to `.done`: it waits, or leaves with an outcome."""
     run = SimpleNamespace(config=tiny_run(tmp_path, train={"grace_s": 0.1}), run_dir=tmp_path / "run")
-    grace = shutdown_module.GracefulShutdown(run)
+    grace = loop.GracefulShutdown(run)
     grace.done = []
-    monkeypatch.setattr(shutdown_module, "exit_rank", grace.done.append)
-    monkeypatch.setattr(shutdown_module, "handle_stop_signal", lambda number, again: grace.done.append("waits"))
+    monkeypatch.setattr(loop, "exit_rank", grace.done.append)
+    monkeypatch.setattr(loop, "handle_stop_signal", lambda number, again: grace.done.append("waits"))
     yield grace
     grace.close()
 

@@ -11,10 +11,8 @@ import json
 import math
 import os
 import socket
-import statistics
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,7 +25,7 @@ import torch.distributed as dist
 
 from ithaka.data.mix import tokens_per_round
 from ithaka.data.pack import Packing
-from ithaka.dist.mesh import use_device
+from ithaka.dist.mesh import set_timeouts, use_device
 from ithaka.exits import ExitCode
 from ithaka.launch import Outcome, exit_rank
 from ithaka.phases import Listener, PhasePath
@@ -46,7 +44,6 @@ OWN_ERROR_WAIT_S = 2.0  # time for this rank to raise its own error before it bl
 LIMIT_FACTOR = 5  # limit / longest pause measured or planned
 READ_BYTES_S, TOKENIZE_BYTES_S, WRITE_BYTES_S = 50e6, 1e6, 50e6  # on a slow machine
 MAX_BYTES_PER_TOKEN = 64  # bytes read per token of a round: records may be skipped, long documents dropped
-SLOW_RATIO, SLOW_STEPS = 1.2, 10  # a slow rank's time in attention / the median rank's, over so many steps
 MAX_LISTED_RANKS = 8
 LOW_MEMORY_BYTES = 2**30  # host memory
 
@@ -222,28 +219,6 @@ class PhaseTracker(Listener):
         return sum(self._timeline.seconds(*pair) for pair in pairs), list(pauses.values())
 
 
-class SlowRanks:
-    """Finds ranks that are slower in attention than the median rank, given how much of it they compute."""
-
-    def __init__(self) -> None:
-        self._steps: deque[Sequence[tuple[float, float]]] = deque(maxlen=SLOW_STEPS)
-        self._reported: set[int] = set()
-
-    def add(self, seconds: Sequence[float], work: Sequence[float]) -> dict[int, float]:
-        """Add each rank's seconds and work in attention in this step. Returns ranks that became slow, each with its
-        ratio to the median."""
-        self._steps.append(list(zip(seconds, work, strict=True)))
-        sums = [tuple(map(sum, zip(*rank_steps, strict=True))) for rank_steps in zip(*self._steps, strict=True)]
-        per_work = [own_s / max(own_work, 1.0) for own_s, own_work in sums]
-        median_s, median_rate = statistics.median_low(own_s for own_s, _ in sums), statistics.median_low(per_work)
-        if len(self._steps) < SLOW_STEPS or min(median_s, median_rate) <= 0:
-            return {}
-        ratios = [min(own_s / median_s, rate / median_rate) for (own_s, _), rate in zip(sums, per_work, strict=True)]
-        slow = {rank: ratio for rank, ratio in enumerate(ratios) if ratio > SLOW_RATIO}
-        new, self._reported = {rank: slow[rank] for rank in slow.keys() - self._reported}, set(slow)
-        return new
-
-
 class Heartbeat:
     """Publishes this rank's position and watches the other ranks, in threads, from `start` to `close`. Does nothing on
     a single rank."""
@@ -288,6 +263,14 @@ class Heartbeat:
         deadline = time.monotonic() + MAX_SILENCE_S + 2 * BEAT_S
         while lost and self._thread.is_alive() and not stop and time.monotonic() < deadline:
             time.sleep(0.1)
+
+    def update_limits(self, *longest_pauses: float) -> None:
+        """Set limits from the longest pause of each kind on any rank. Collectives must not time out before the
+        heartbeat, which can name the rank that hangs."""
+        limits = self.limits.with_pauses(*longest_pauses)
+        if limits.longest > self.limits.longest:
+            set_timeouts(2 * limits.longest)
+        self.limits = limits
 
     def _beat(self) -> None:
         """Publish this rank's position."""

@@ -5,29 +5,24 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Sequence
-from signal import Signals
+from signal import SIGINT, Signals
+from threading import Timer
 
 import torch
 import torch.distributed as dist
 
 from ithaka.checkpoint import files, save
 from ithaka.config import shell_command
-from ithaka.data.stream import Batch
 from ithaka.dist.agree import SharedError, gather_objects, raise_on_all_ranks
 from ithaka.dist.mesh import default_device, set_timeouts, start_process_group
 from ithaka.exits import ExitCode, exit_code_for
-from ithaka.launch import catch_stop_signals
+from ithaka.launch import Outcome, catch_stop_signals, exit_rank, handle_stop_signal
 from ithaka.phases import listening, phase
-from ithaka.plan.show import format_bytes
 from ithaka.preflight.run import Run
-from ithaka.train.console import Console, Record, host_peak_bytes, read_metrics
-from ithaka.train.facts import describe_run, flops_utilization, summarize_run
-from ithaka.train.heartbeat import Heartbeat, Limits, PhaseTracker, SlowRanks, validation_seconds
-from ithaka.train.prepare import prepare
-from ithaka.train.shutdown import GracefulShutdown
+from ithaka.train.console import Console, Record, describe_run, flops_utilization, host_peak_bytes, summarize_run
+from ithaka.train.heartbeat import Heartbeat, Limits, PhaseTracker, validation_seconds
 from ithaka.train.track import FinalStatus, Trackers
-from ithaka.train.trainer import Trainer
+from ithaka.train.trainer import Trainer, prepare
 from ithaka.train.watch import OutOfMemoryTracker, Watch, explain_out_of_memory, ran_out_of_memory
 
 MAX_FIRST_VALIDATION_S = 120.0  # longer validation before the first step is skipped
@@ -104,8 +99,7 @@ def _run_steps(
     final_status: FinalStatus = "failed"
     try:
         console.facts("ithaka", describe_run(trainer) | {"timeouts": heartbeat.limits.summary})
-        watch = Watch(run, trainer.model, trainer.optimizer, mesh, console, only_profile)
-        health = _HealthChecks(trainer, heartbeat, console)
+        watch = Watch(trainer, heartbeat, only_profile)
         if trainer.step == 0 and settings.validate_every:
             _validate_before_first_step(trainer, stop, console)
         while not trainer.done and not stop_signal:
@@ -120,9 +114,9 @@ def _run_steps(
                 continue
             result, lr, num_tokens = advanced
             val_loss, sources, is_best = _validate_if_due(trainer, console)
-            rank_figures = health.measure(batches, step_s)
+            rank_figures = watch.measure(batches, step_s)
             stop_signal, save_state, peaks, figures = _agree(stop, trainer, watch.device_peak_bytes, rank_figures)
-            health.report(*figures)
+            watch.report(*figures)
             losses = result.loss, val_loss, lr, result.grad_norm
             counts, ring = (trainer.tokens, result.label_tokens), (result.balance, result.ring_bytes)
             speed = num_tokens / step_s, step_s, flops_utilization(trainer, num_tokens, result.num_pairs, step_s)
@@ -195,38 +189,7 @@ def _print_end(trainer: Trainer, console: Console) -> None:
         console.print(f"Stopped after step {trainer.step}; resume with: {resume}")
     elif console.active:
         entry = f"entry {run.config.entry + 1} of {len(run.config.ends)} " if run.config.curriculum else ""
-        console.facts(f"{entry}done", summarize_run(trainer, read_metrics(run.run_dir / "metrics.jsonl")))
-
-
-class _HealthChecks:
-    """Reports slow ranks and disks and sets time limits, from what each rank measures in every step."""
-
-    def __init__(self, trainer: Trainer, heartbeat: Heartbeat, console: Console) -> None:
-        self.trainer, self.heartbeat, self.console = trainer, heartbeat, console
-        self.slow_ranks, self.reported_disk = SlowRanks(), False
-
-    def measure(self, batches: Sequence[Batch], step_s: float) -> tuple[float, ...]:
-        """This rank's figures, which `report` takes from every rank."""
-        work, full = self.trainer.attention_work(batches)
-        attention_s, pauses = self.heartbeat.tracker.end_step(full)
-        return self.trainer.slow_disk(step_s), attention_s, work, *pauses
-
-    def report(self, disks: list[float], attention: list[float], works: list[float], *pauses: list[float]) -> None:
-        _set_limits(self.heartbeat, self.heartbeat.limits.with_pauses(*map(max, pauses)))
-        if slow := self.slow_ranks.add(attention, works):
-            ranks = ", ".join(f"rank {rank} takes {ratio:.2f}x" for rank, ratio in slow.items())
-            message = f"Slow: {ranks} the median rank's time in attention"
-            self.console.event(self.trainer.step, message, slow_ranks=slow)
-        if any(disks) and not self.reported_disk:
-            self.reported_disk = True
-            _report_slow_disks(self.trainer, disks)
-
-
-def _set_limits(heartbeat: Heartbeat, limits: Limits) -> None:
-    """Collectives must not time out before the heartbeat, which can name the rank that hangs."""
-    if limits.longest > heartbeat.limits.longest:
-        set_timeouts(2 * limits.longest)
-    heartbeat.limits = limits
+        console.facts(f"{entry}done", summarize_run(trainer))
 
 
 def _finish_save(trainer: Trainer, console: Console) -> None:
@@ -258,9 +221,33 @@ def _agree(
     return stop_signal, (bool(save), bool(saved)), peaks, gathered[:, len(flags) :].t().tolist()
 
 
-def _report_slow_disks(trainer: Trainer, rates: list[float]) -> None:
-    slow, folder = {rank: rate for rank, rate in enumerate(rates) if rate}, trainer.store.disk.directory
-    rank = min(slow, key=lambda rank: slow[rank])
-    planned_rate = format_bytes(trainer.planned_disk_bytes_s)
-    speed = f"rank {rank} moves {format_bytes(slow[rank])}/s to and from {folder}, {planned_rate}/s planned"
-    trainer.report(f"Slow disk: {len(slow)} of {len(rates)} ranks wait for it; {speed}", slow_disks=slow)
+class GracefulShutdown:
+    """After SIGTERM or SIGUSR1, exit within train.grace_s: after the step and its checkpoint if they finish in time,
+    else at once. A save in progress gets the full grace period."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.seconds = run, run.config.train.grace_s
+        self.step_start, self.step_s = 0.0, 0.0  # time.monotonic(); duration of the last step
+        self.saver: save.Saver | None = None  # once training starts
+        self.timer: Timer | None = None
+
+    def handle_signal(self, number: int, again: bool) -> None:
+        saver = self.saver
+        is_writing = saver is not None and saver.in_progress and not saver.is_done
+        done_at = self.step_start + self.step_s + (saver.seconds if saver is not None else 0.0)
+        if number != SIGINT and not is_writing and done_at - time.monotonic() > self.seconds:
+            self.leave(number)
+        handle_stop_signal(number, again)
+        if number != SIGINT:
+            self.timer = Timer(self.seconds, self.leave, [number])
+            self.timer.daemon = True
+            self.timer.start()
+
+    def leave(self, number: int) -> None:
+        reason = f"the step and its checkpoint do not finish within train.grace_s={self.seconds:g}"
+        message = f"{Signals(number).name}: {reason}. {files.describe_last(self.run.run_dir)}"
+        exit_rank(Outcome(ExitCode.SIGNALED + number, message, shared=True))
+
+    def close(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()

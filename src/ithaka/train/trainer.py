@@ -1,9 +1,12 @@
-"""Model, optimizer and data of one run on this rank: steps, validation, evaluation and saves."""
+"""Build or resume a run on this rank: its model, optimizer and data; steps, validation, evaluation and saves."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import os
+import shutil
 import socket
 import statistics
 import time
@@ -14,30 +17,29 @@ from functools import partial
 from typing import Any
 
 import torch
+import yaml
 
-from ithaka.attention.kernels import resolve_kernel
+from ithaka.attention.kernels import agree_on_kernel, resolve_kernel
 from ithaka.checkpoint import files, save
-from ithaka.config import embedded_model
-from ithaka.data.open import open_data
+from ithaka.config import CONFIG_FORMAT, ConfigError, embedded_model, to_dict, with_absolute_paths
+from ithaka.data.open import data_facts, epoch_steps, open_data
 from ithaka.data.stream import Batch
 from ithaka.data.tokenizer import Tokenizer, load_tokenizer
-from ithaka.dist.agree import gather_objects
-from ithaka.dist.mesh import Mesh
+from ithaka.dist.agree import SharedError, gather_objects, raise_on_all_ranks
+from ithaka.dist.mesh import Mesh, make_mesh, start_process_group
 from ithaka.dist.rank import is_local_rank_0
-from ithaka.exits import ExitCode
+from ithaka.exits import ExitCode, TransientError
 from ithaka.layer.store import Store
 from ithaka.measure import EvalText, check_prompts, flatten_metrics, measure_all, read_text
-from ithaka.model.batch import count_pairs
-from ithaka.model.build import build_model
+from ithaka.model.build import build_model, has_weights
 from ithaka.phases import phase
-from ithaka.plan.hardware import DISK_BYTES_S
-from ithaka.preflight.run import Run, store_host_bytes
+from ithaka.preflight.checks import check_same_inputs
+from ithaka.preflight.run import Run, can_save_in_background, store_host_bytes
 from ithaka.train.console import Console, status
 from ithaka.train.step import StepResult, learning_rate, make_optimizer, train_step, validation_loss
 
 MIN_NORMS = 20  # steps before a gradient norm can count as a spike
 MAX_SKIPPED = 2  # batches in a row
-SLOW_DISK_S, SLOW_DISK_SHARE = 1.0, 0.05  # report the disk when a step waits longer
 
 
 class Diverged(RuntimeError):
@@ -56,7 +58,8 @@ class Trainer:
         self.data_facts: dict[str, str] = {}
         self.lock: int | None = None  # on the run directory; rank 0 only
         self.saver: save.Saver
-        self.console: Console | None = None
+        self.console: Console  # once training starts
+        self.device_name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
         self.text: EvalText | None = None  # to evaluate on
         self.norms: deque[float] = deque(maxlen=100)  # gradient norms of the last steps
         self.skipped = 0  # batches in a row
@@ -70,8 +73,9 @@ class Trainer:
         torch.manual_seed(config.train.seed + mesh.rank)
         self.kernel = resolve_kernel(run.layout.kernel, mesh.device, compute_dtype(run), run.shape.head_dim).name
         self.store = Store(mesh.device, host_bytes=store_host_bytes(run), disk_path=config.memory.disk_path)
+        source = config.model.path or embedded_model(config.model.embedded)
+        self.random_weights = run.checkpoint is None and not has_weights(source)
         with phase("building the model"), status("building the model"):
-            source = config.model.path or embedded_model(config.model.embedded)
             self.model = build_model(
                 source,
                 mesh,
@@ -141,13 +145,11 @@ class Trainer:
     def skip_save(self) -> None:
         """Report a due save that is skipped because another one is in progress."""
         self.last_save_at, saver = time.monotonic(), self.saver
-        so_far = (
-            f"the one of step {saver.step} is still being written after {self.last_save_at - saver.started_at:.0f} s"
-        )
+        written_s = self.last_save_at - saver.started_at
+        so_far = f"the one of step {saver.step} is still being written after {written_s:.0f} s"
         way = "Save less often (train.save_minutes, train.save_every) or to faster storage."
-        if self.console is not None:
-            words = f"No checkpoint after step {self.step}: {so_far}. {way}"
-            self.console.event(self.step, words, save_in_progress=saver.step)
+        message = f"No checkpoint after step {self.step}: {so_far}. {way}"
+        self.console.event(self.step, message, save_in_progress=saver.step)
 
     def record_validation(self, val_loss: float | None) -> bool:
         """Update the best loss and patience. Returns whether this loss is the lowest so far."""
@@ -182,19 +184,12 @@ class Trainer:
         if self.config.train.bad_step == "stop" or self.skipped > MAX_SKIPPED:
             with suppress(save.CheckpointError):
                 self.saver.finish()
-            raise Diverged(
-                f"{what}. {files.describe_last(self.run.run_dir)} Try a lower optim.lr or more optim.warmup_steps."
-            )
+            fix = "Try a lower optim.lr or more optim.warmup_steps."
+            raise Diverged(f"{what}. {files.describe_last(self.run.run_dir)} {fix}")
         own = [_document_starts(batch, self.tokenizer) for batch in batches] if self.mesh.cp_rank == 0 else []
         documents = [start for starts in gather_objects(own) for each in starts for start in each]
-        self.report(f"{what}. Its batch is skipped; {len(documents)} documents", skipped_documents=documents)
-
-    def _report_unlabelled(self) -> None:
-        """Report the first step without a label."""
-        if not self.reported_unlabelled:
-            message = f"step {self.step + 1}: no rank has a token to train; no update, and such steps do not count"
-            self.report(message, unlabelled=True)
-        self.reported_unlabelled = True
+        message = f"{what}. Its batch is skipped; {len(documents)} documents"
+        self.console.event(self.step + 1, message, skipped_documents=documents)
 
     def _report_suspects(self, first: StepResult) -> None:
         """A step was bad once and good when recomputed: name the ranks whose hardware may be failing."""
@@ -207,31 +202,7 @@ class Trainer:
         if len(bad) == len(ranks) > 1:
             who = "hardware may be failing, but all ranks were affected"
         what = f"step {self.step + 1}: loss {first.loss}, gradient norm {first.grad_norm}, but not when computed again"
-        self.report(f"{what}: {who}", suspected=bad)
-
-    def attention_work(self, batches: Sequence[Batch]) -> tuple[float, float]:
-        """Query-key pairs of this rank's heads in a step; and how many times as many it would have, without windows, if
-        every sequence were a single document."""
-        ulysses, rank, heads = self.mesh.ulysses_group.size(), self.mesh.ulysses_group.rank(), self.run.shape.heads
-        own_heads = (rank + 1) * heads // ulysses - rank * heads // ulysses
-        own = sum(count_pairs(batch.document_ids, self.run.shape.windows) for batch in batches)
-        seen = sum(count_pairs(batch.document_ids, [None]) for batch in batches)
-        return float(own * own_heads), max(1.0, len(batches) * self.run.work.pairs(None) / seen)
-
-    def slow_disk(self, step_s: float) -> float:
-        """Bytes per second of the disk tier in this step, if the step waited longer for it than planned; else 0."""
-        moved_bytes, busy_s, waited_s = self.store.disk_use()
-        late_s = min(waited_s, busy_s - moved_bytes / self.planned_disk_bytes_s)
-        return moved_bytes / busy_s if late_s > max(SLOW_DISK_S, SLOW_DISK_SHARE * step_s) else 0.0
-
-    @property
-    def planned_disk_bytes_s(self) -> float:
-        """This rank's share."""
-        return DISK_BYTES_S / self.run.hardware.gpus_per_node
-
-    def report(self, words: str, **values: Any) -> None:
-        if self.console is not None:
-            self.console.event(self.step + 1, words, **values)
+        self.console.event(self.step + 1, f"{what}: {who}", suspected=bad)
 
     def advance(self, batches: Sequence[Batch]) -> tuple[StepResult, float, int] | None:
         """Train on this rank's micro-batches. Returns the result, the learning rate and the input tokens of all ranks;
@@ -252,7 +223,10 @@ class Trainer:
         )
         result = compute()
         if not result.label_tokens:
-            self._report_unlabelled()
+            if not self.reported_unlabelled:
+                message = "no rank has a token to train; no update, and such steps do not count"
+                self.console.event(self.step + 1, f"step {self.step + 1}: {message}", unlabelled=True)
+            self.reported_unlabelled = True
             return None
         if result.refused is not None:
             first, result = result, compute()
@@ -288,7 +262,7 @@ class Trainer:
     @phase("evaluation")
     def evaluate(self) -> dict[str, float]:
         """Measure the model, and return the figures. Rank 0 also writes them to the run directory."""
-        assert self.text is not None and self.console is not None
+        assert self.text is not None
         found = measure_all(self.model, self.tokenizer, self.text, self.contexts, self.config.evaluate.samples)
         self.model.train()
         self.model.reshard()  # a root keeps its gathered parameters after forward, expecting a backward
@@ -314,5 +288,97 @@ def _document_starts(batch: Batch, tokenizer: Tokenizer) -> list[str]:
     return starts
 
 
+# ---- before the first step
+
+
+def prepare(run: Run, trains: bool = True) -> Trainer:
+    """Build the trainer and run every check that can fail before anything is written; errors reach all ranks."""
+    start_process_group()
+    if run.checkpoint is not None:
+        run = dataclasses.replace(run, checkpoint=files.find_intact_checkpoint(run.checkpoint))
+        if run.last_step < run.config.start:
+            way = "remove the damaged ones, and resume again"
+            raise SharedError(f"checkpoint {run.checkpoint} is of an earlier entry of curriculum; {way}")
+    mesh = make_mesh(run.layout.cp, ring=run.layout.ring, replicas=run.layout.replicas)
+    _set_determinism(run.config.train.deterministic)
+    if run.layout.kernel == "auto":  # one given by name is refused with the rest, if it does not work
+        kernel = agree_on_kernel("auto", mesh.device, compute_dtype(run), run.shape.head_dim)
+        run = dataclasses.replace(run, layout=dataclasses.replace(run.layout, kernel=kernel))
+    trainer = raise_on_all_ranks(Trainer, run, mesh)
+    settings = run.config.train
+    keeps_best = settings.keep_best or settings.patience > 0
+    trainer.saver = save.Saver(run.run_dir, settings.keep_last, can_save_in_background(run), keeps_best)
+    check_same_inputs(run.config, trainer.data, trainer.tokenizer.fingerprint)
+    if not trains:
+        trainer.load() if run.checkpoint is not None else None
+        return trainer
+    _decide_steps(trainer)
+    trainer.text = raise_on_all_ranks(trainer.read_evaluation)
+    trainer.data_facts = raise_on_all_ranks(_data_facts, trainer)
+    if run.checkpoint is not None:
+        trainer.load()
+    raise_on_all_ranks(_write_run_dir, trainer)
+    return trainer
+
+
 def compute_dtype(run: Run) -> torch.dtype:
     return getattr(torch, run.layout.dtype or "float32")
+
+
+def _set_determinism(deterministic: bool) -> None:
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it fills every buffer
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as cuBLAS asks for it, before its first call
+
+
+def _decide_steps(trainer: Trainer) -> None:
+    """Convert train.epochs to train.steps: from the checkpoint, or by counting the data on rank 0."""
+    run, config = trainer.run, trainer.config
+    if config.train.epochs is None:
+        return
+    before = files.read_state(run.checkpoint) if run.checkpoint is not None else {}
+    steps = before["steps"] if before.get("epochs") == config.train.epochs else None
+    if steps is None:
+        epochs, batch = config.train.epochs, trainer.global_batch
+        own = raise_on_all_ranks(lambda: epoch_steps(trainer.data, epochs, batch) if trainer.mesh.rank == 0 else 0)
+        steps = gather_objects(own)[0]
+    train = dataclasses.replace(config.train, steps=steps, epochs=None)
+    optim = dataclasses.replace(config.optim, decay_steps=config.optim.decay_steps or steps)
+    trainer.config = dataclasses.replace(config, train=train, optim=optim)
+    trainer.run = dataclasses.replace(run, config=trainer.config)
+
+
+def _data_facts(trainer: Trainer) -> dict[str, str]:
+    """Describe the training data, on rank 0."""
+    if trainer.mesh.rank != 0:
+        return {}
+    train, data = trainer.config.train, trainer.data
+    num_sequences = (train.steps - trainer.config.start) * trainer.global_batch
+    try:
+        with status("reading the data"):
+            return data_facts(data, num_sequences)
+    except (ConfigError, TransientError):
+        data.close(remove=True)
+        raise
+
+
+def _write_run_dir(trainer: Trainer) -> None:
+    """On rank 0, lock the run directory and write the resolved configuration and what export needs besides weights."""
+    if trainer.mesh.rank != 0:
+        return
+    run, folder = trainer.run, trainer.run.run_dir / "model"
+    run.run_dir.mkdir(parents=True, exist_ok=True)
+    trainer.lock = files.lock_run_dir(run.run_dir)
+    settings = run.saved_config or yaml.safe_dump(with_absolute_paths(to_dict(run.config)), sort_keys=False)
+    # First: it marks the directory as a run's, in which --resume auto may start again.
+    files.write_atomic(run.run_dir / "config.yaml", f"format: {CONFIG_FORMAT}\n{settings}")
+    files.write_atomic(run.run_dir / "data.json", json.dumps(trainer.data_facts, indent=1))
+    folder.mkdir(exist_ok=True)
+    adapter = getattr(trainer.model, "peft_config", {}).get("default")
+    for part in (adapter, trainer.model.config, trainer.model.generation_config, trainer.tokenizer.hf):
+        if part is not None:
+            part.save_pretrained(folder)
+    own = (run.config.model.path or folder) / "generation_config.json"
+    if own.is_file() and own.parent != folder:
+        shutil.copy(own, folder)

@@ -1,4 +1,4 @@
-"""Observe a run: progress within long steps, profiles, facts for the report, and where memory ran out."""
+"""Observe a run: progress within long steps, profiles, slow ranks and disks, and where memory ran out."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Literal
 
 import psutil
 import torch
-from transformers import PreTrainedModel
 
 from ithaka.config import shell_command
-from ithaka.dist.mesh import Mesh
+from ithaka.data.stream import Batch
 from ithaka.exits import is_out_of_memory
 from ithaka.layer.store import StoreError
+from ithaka.model.batch import count_pairs
 from ithaka.phases import Listener, PhasePath
-from ithaka.plan.hardware import gpu_named
+from ithaka.plan.hardware import DISK_BYTES_S, gpu_named
 from ithaka.plan.heads import count_slots
 from ithaka.plan.search import Plan
 from ithaka.plan.show import format_bytes
@@ -30,8 +31,11 @@ from ithaka.profile.memory import sum_planned_by_holder
 from ithaka.profile.progress import Progress
 from ithaka.profile.step import StepProfile, describe_machine
 from ithaka.profile.times import StepTimes
-from ithaka.train.console import Console
+from ithaka.train.heartbeat import Heartbeat
+from ithaka.train.trainer import Trainer
 
+SLOW_DISK_S, SLOW_DISK_SHARE = 1.0, 0.05  # report the disk when a step waits longer
+SLOW_RATIO, SLOW_STEPS = 1.2, 10  # a slow rank's time in attention / the median rank's, over so many steps
 WARM_UP_STEPS = 1  # slower: kernels are chosen, and the allocator gets its memory
 
 
@@ -45,37 +49,56 @@ def what_to_record(number: int, every: int, times_before: bool) -> Literal["time
     return "times" if times_before and (number + 1) % every == 0 else None
 
 
-class Watch:
-    """Wraps every step on rank 0. Does nothing on other ranks."""
+class SlowRanks:
+    """Finds ranks that are slower in attention than the median rank, given how much of it they compute."""
 
-    def __init__(
-        self,
-        run: Run,
-        model: PreTrainedModel,
-        optimizer: torch.optim.Optimizer,
-        mesh: Mesh,
-        console: Console,
-        only_profile: bool = False,
-    ) -> None:
+    def __init__(self) -> None:
+        self._steps: deque[Sequence[tuple[float, float]]] = deque(maxlen=SLOW_STEPS)
+        self._reported: set[int] = set()
+
+    def add(self, seconds: Sequence[float], work: Sequence[float]) -> dict[int, float]:
+        """Add each rank's seconds and work in attention in this step. Returns ranks that became slow, each with its
+        ratio to the median."""
+        self._steps.append(list(zip(seconds, work, strict=True)))
+        sums = [tuple(map(sum, zip(*rank_steps, strict=True))) for rank_steps in zip(*self._steps, strict=True)]
+        per_work = [own_s / max(own_work, 1.0) for own_s, own_work in sums]
+        median_s, median_rate = statistics.median_low(own_s for own_s, _ in sums), statistics.median_low(per_work)
+        if len(self._steps) < SLOW_STEPS or min(median_s, median_rate) <= 0:
+            return {}
+        ratios = [min(own_s / median_s, rate / median_rate) for (own_s, _), rate in zip(sums, per_work, strict=True)]
+        slow = {rank: ratio for rank, ratio in enumerate(ratios) if ratio > SLOW_RATIO}
+        new, self._reported = {rank: slow[rank] for rank in slow.keys() - self._reported}, set(slow)
+        return new
+
+
+class Watch:
+    """Observes every step: progress and profiles on rank 0, slow ranks and disks on all ranks."""
+
+    def __init__(self, trainer: Trainer, heartbeat: Heartbeat, only_profile: bool = False) -> None:
         """`only_profile`: raise if a profile cannot be written, instead of printing a warning."""
-        self.run, self.model, self.optimizer, self.mesh, self.console = run, model, optimizer, mesh, console
-        self.only_profile = only_profile
+        self.trainer, self.heartbeat, self.only_profile = trainer, heartbeat, only_profile
+        self.run, self.device, self.console = trainer.run, trainer.mesh.device, trainer.console
         self.device_peak_bytes = 0  # up to the last profile, which resets the allocator's count
+        self._slow_ranks, self._reported_disk = SlowRanks(), False
         self._plain_s: list[float] = []
         self._times: StepTimes | None = None  # recorded in the step before a profile
         self._progress: Progress | None = None
-        if console.active:
-            self.plan = Plan(run.shape, run.layout, run.hardware, dataclasses.replace(run.work, accumulate=1))
-            self._progress = Progress(self.plan, run.config.train.accumulate, mesh.device, console.progress)
+        if self.console.active:
+            work = dataclasses.replace(self.run.work, accumulate=1)
+            self.plan = Plan(self.run.shape, self.run.layout, self.run.hardware, work)
+            self._progress = Progress(self.plan, self.run.config.train.accumulate, self.device, self.console.progress)
             self._write_facts()
 
     def _write_facts(self) -> None:
         """Write machine.json and plan.json for the report."""
-        plan, facts = self.plan, describe_machine(self.mesh.device, self.mesh.world_size)
-        (self.run.run_dir / "machine.json").write_text(json.dumps(facts), encoding="utf-8")
-        stages = len(count_slots(plan.shape, plan.layout).stages)
-        facts = {"layout": dataclasses.asdict(plan.layout), "stages": stages, "peak_bytes": sum_planned_by_holder(plan)}
-        facts["gpus"] = plan.hardware.name  # nodes x ranks
+        plan, machine = self.plan, describe_machine(self.device, self.trainer.mesh.world_size)
+        (self.run.run_dir / "machine.json").write_text(json.dumps(machine), encoding="utf-8")
+        facts = {
+            "layout": dataclasses.asdict(plan.layout),
+            "stages": len(count_slots(plan.shape, plan.layout).stages),
+            "peak_bytes": sum_planned_by_holder(plan),
+            "gpus": plan.hardware.name,  # nodes x ranks
+        }
         if gpu_named(plan.hardware.gpu.name):
             facts["seconds"] = dataclasses.asdict(plan.seconds)
         (self.run.run_dir / "plan.json").write_text(json.dumps(facts), encoding="utf-8")
@@ -101,13 +124,51 @@ class Watch:
                 self.console.print(f"Profile of step {number}, in {folder}:\n{summary}")
 
     def _recorder(self, number: int) -> StepProfile | StepTimes | None:
-        device, warm = self.mesh.device, len(self._plain_s) >= WARM_UP_STEPS
-        kind = what_to_record(number, self.run.config.profile.every, device.type == "cuda" and warm)
+        on_gpu, warm = self.device.type == "cuda", len(self._plain_s) >= WARM_UP_STEPS
+        kind = what_to_record(number, self.run.config.profile.every, on_gpu and warm)
         if kind != "profile":
-            return StepTimes(device) if kind == "times" else None
-        if device.type == "cuda":
-            self.device_peak_bytes = max(self.device_peak_bytes, torch.cuda.max_memory_allocated(device))
-        return StepProfile(self.model, self.optimizer, device, self._times)
+            return StepTimes(self.device) if kind == "times" else None
+        if on_gpu:
+            self.device_peak_bytes = max(self.device_peak_bytes, torch.cuda.max_memory_allocated(self.device))
+        return StepProfile(self.trainer.model, self.trainer.optimizer, self.device, self._times)
+
+    def measure(self, batches: Sequence[Batch], step_s: float) -> tuple[float, ...]:
+        """This rank's figures of a step; `report` takes those of all ranks."""
+        shape, group = self.run.shape, self.trainer.mesh.ulysses_group
+        bounds = [rank * shape.heads // group.size() for rank in (group.rank(), group.rank() + 1)]
+        pairs = sum(count_pairs(batch.document_ids, shape.windows) for batch in batches)
+        # How many times as many pairs there would be, without windows, if every sequence were a single document.
+        full_pairs = sum(count_pairs(batch.document_ids, [None]) for batch in batches)
+        full_ratio = max(1.0, len(batches) * self.run.work.pairs(None) / full_pairs)
+        attention_s, pauses = self.heartbeat.tracker.end_step(full_ratio)
+        return self._slow_disk(step_s), attention_s, float(pairs * (bounds[1] - bounds[0])), *pauses
+
+    def _slow_disk(self, step_s: float) -> float:
+        """Bytes per second of the disk tier in this step, if the step waited longer for it than planned; else 0."""
+        moved_bytes, busy_s, waited_s = self.trainer.store.disk_use()
+        late_s = min(waited_s, busy_s - moved_bytes / self._planned_disk_bytes_s)
+        return moved_bytes / busy_s if late_s > max(SLOW_DISK_S, SLOW_DISK_SHARE * step_s) else 0.0
+
+    @property
+    def _planned_disk_bytes_s(self) -> float:
+        """This rank's share."""
+        return DISK_BYTES_S / self.run.hardware.gpus_per_node
+
+    def report(self, disks: list[float], attention: list[float], works: list[float], *pauses: list[float]) -> None:
+        """Set time limits and report slow ranks and disks, from what each rank measured."""
+        self.heartbeat.update_limits(*map(max, pauses))
+        if slow := self._slow_ranks.add(attention, works):
+            ranks = ", ".join(f"rank {rank} takes {ratio:.2f}x" for rank, ratio in slow.items())
+            message = f"Slow: {ranks} the median rank's time in attention"
+            self.console.event(self.trainer.step, message, slow_ranks=slow)
+        if any(disks) and not self._reported_disk:
+            self._reported_disk = True
+            slow = {rank: rate for rank, rate in enumerate(disks) if rate}
+            rank, rate = min(slow.items(), key=lambda item: item[1])
+            speed = f"{format_bytes(rate)}/s to and from {self.trainer.store.disk.directory}"
+            planned = f"{format_bytes(self._planned_disk_bytes_s)}/s planned"
+            message = f"{len(slow)} of {len(disks)} ranks wait for it; rank {rank} moves {speed}, {planned}"
+            self.console.event(self.trainer.step + 1, f"Slow disk: {message}", slow_disks=slow)
 
 
 def ran_out_of_memory(error: BaseException | None) -> bool:
