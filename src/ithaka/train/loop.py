@@ -101,7 +101,7 @@ def _run_steps(
         console.facts("ithaka", describe_run(trainer) | {"timeouts": heartbeat.limits.summary})
         watch = Watch(trainer, heartbeat, only_profile)
         if trainer.step == 0 and settings.validate_every:
-            _validate_before_first_step(trainer, stop, console)
+            _validate_before_first_step(trainer, stop)
         while not trainer.done and not stop_signal:
             start = time.perf_counter()
             shutdown.step_start, heartbeat.tracker.step = time.monotonic(), trainer.step + 1
@@ -113,17 +113,16 @@ def _run_steps(
             if advanced is None:
                 continue
             result, lr, num_tokens = advanced
-            val_loss, sources, is_best = _validate_if_due(trainer, console)
+            val_loss, sources, is_best = _validate_if_due(trainer)
             rank_figures = watch.measure(batches, step_s)
             stop_signal, save_state, peaks, figures = _agree(stop, trainer, watch.device_peak_bytes, rank_figures)
             watch.report(*figures)
             losses = result.loss, val_loss, lr, result.grad_norm
             counts, ring = (trainer.tokens, result.label_tokens), (result.balance, result.ring_bytes)
             speed = num_tokens / step_s, step_s, flops_utilization(trainer, num_tokens, result.num_pairs, step_s)
-            sources = result.source_losses | sources
-            console.step(Record(trainer.step, *losses, *counts, *speed, *peaks, *ring, sources))
+            console.step(Record(trainer.step, *losses, *counts, *speed, *peaks, *ring, result.source_losses | sources))
             is_last = bool(stop_signal) or trainer.done
-            _save_if_due(trainer, console, *save_state, is_best=is_best, is_last=is_last, only_profile=only_profile)
+            _save_if_due(trainer, *save_state, is_best=is_best, is_last=is_last, only_profile=only_profile)
         final_status = "finished" if trainer.done else "killed"
     except KeyboardInterrupt:
         final_status = "killed"
@@ -134,13 +133,19 @@ def _run_steps(
         trainer.data.close(remove=only_profile or (trainer.done and is_last_entry))
         if trainer.lock is not None:
             os.close(trainer.lock)
-    if not only_profile:
-        _print_end(trainer, console)
-    return 0 if trainer.done else stop_signal
+    if not trainer.done:
+        if not only_profile:
+            resume = shell_command("train", "--resume", run.run_dir)
+            console.print(f"Stopped after step {trainer.step}; resume with: {resume}")
+        return stop_signal
+    if console.active and not only_profile:
+        entry = f"entry {run.config.entry + 1} of {len(run.config.ends)} " if run.config.curriculum else ""
+        console.facts(f"{entry}done", summarize_run(trainer))
+    return 0
 
 
-def _validate_before_first_step(trainer: Trainer, stop: list[Signals], console: Console) -> None:
-    planned_s = validation_seconds(trainer.run)
+def _validate_before_first_step(trainer: Trainer, stop: list[Signals]) -> None:
+    console, planned_s = trainer.console, validation_seconds(trainer.run)
     if planned_s > MAX_FIRST_VALIDATION_S:
         console.print(f"No validation before the first step: it would take about {planned_s / 60:.0f} minutes")
         return
@@ -150,56 +155,42 @@ def _validate_before_first_step(trainer: Trainer, stop: list[Signals], console: 
     console.step(Record(0, None, val_loss, None, None, 0, 0, None, None, None, *peaks, sources=sources))
 
 
-def _validate_if_due(trainer: Trainer, console: Console) -> tuple[float | None, dict[str, float], bool]:
+def _validate_if_due(trainer: Trainer) -> tuple[float | None, dict[str, float], bool]:
     """Validation loss, figures by source and evaluation, and whether the loss is the lowest so far."""
     val_loss, figures, is_best = None, dict[str, float](), False
     if trainer.is_due(trainer.config.train.validate_every):
-        with console.show_activity("validation"):
+        with trainer.console.show_activity("validation"):
             val_loss, figures = trainer.validate()
         is_best = trainer.record_validation(val_loss)
     if trainer.text is not None and trainer.is_due(trainer.config.evaluate.every):
-        with console.show_activity("evaluation"):
+        with trainer.console.show_activity("evaluation"):
             figures = figures | trainer.evaluate()
     return val_loss, figures, is_best
 
 
 def _save_if_due(
-    trainer: Trainer, console: Console, due: bool, finished: bool, *, is_best: bool, is_last: bool, only_profile: bool
+    trainer: Trainer, due: bool, finished: bool, *, is_best: bool, is_last: bool, only_profile: bool
 ) -> None:
-    """Report a `finished` save, and start one that is `due`. The best and the last weights cannot be saved later,
-    so they wait for a save in progress; other saves are skipped."""
-    saves_best = is_best and trainer.saver.keep_best
-    if due and trainer.saver.in_progress and not (finished or is_last or saves_best):
+    """Report a `finished` save, and start one that is `due`. The best and the last weights cannot be saved later, so
+    they wait for a save in progress; other saves are skipped. If a save failed, the run continues: the disk may have
+    room for the next one."""
+    saver, console = trainer.saver, trainer.console
+    saves_best = is_best and saver.keep_best
+    if due and saver.in_progress and not (finished or is_last or saves_best):
         trainer.skip_save()
         due = False
-    due |= saves_best
-    if due or finished or is_last:
-        _finish_save(trainer, console)
-    if not only_profile and (due or is_last):
-        with console.show_activity("saving"):
-            trainer.save()
-            if is_last:
-                trainer.saver.finish()
-
-
-def _print_end(trainer: Trainer, console: Console) -> None:
-    run = trainer.run
-    if not trainer.done:
-        resume = shell_command("train", "--resume", run.run_dir)
-        console.print(f"Stopped after step {trainer.step}; resume with: {resume}")
-    elif console.active:
-        entry = f"entry {run.config.entry + 1} of {len(run.config.ends)} " if run.config.curriculum else ""
-        console.facts(f"{entry}done", summarize_run(trainer))
-
-
-def _finish_save(trainer: Trainer, console: Console) -> None:
-    """Wait for the save in progress. If it failed, the run continues: the disk may have room for the next one."""
+    if not (due or saves_best or finished or is_last):
+        return
     with console.show_activity("saving"):
         try:
-            trainer.saver.finish()
+            saver.finish()
         except save.CheckpointError as error:
             last = files.describe_last(trainer.run.run_dir)
             console.print(f"{error}. {last} The run continues and saves again when due.")
+        if not only_profile and (due or saves_best or is_last):
+            trainer.save()
+            if is_last:
+                saver.finish()
 
 
 def _agree(
