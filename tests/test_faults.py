@@ -413,7 +413,7 @@ def test_lines_that_the_disk_does_not_take_are_written_later(tmp_path, capsys):
 
 def test_host_memory_that_runs_out_is_said_once(monkeypatch, capfd):
     monkeypatch.setattr(heartbeat, "available_memory", lambda: 2**29)
-    watched = SimpleNamespace(_warned_of_memory=False, _local_rank="0")
+    watched = SimpleNamespace(_warned_of_memory=False)
     for _ in range(2):
         heartbeat.Heartbeat._watch_memory(watched)
     said = capfd.readouterr().err

@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from ithaka.data.mix import tokens_per_round
 from ithaka.data.pack import Packing
 from ithaka.dist.mesh import set_timeouts, use_device
+from ithaka.dist.rank import is_local_rank_0
 from ithaka.exits import ExitCode
 from ithaka.launch import Outcome, exit_rank
 from ithaka.phases import Listener, PhasePath
@@ -87,7 +88,9 @@ class Limits:
         slowest = min((gpu for gpu in GPUS.values() if gpu.name != "CPU"), key=lambda gpu: gpu.matmul_flops)
         hardware = run.hardware if known else dataclasses.replace(run.hardware, gpu=slowest)
         planned = LIMIT_FACTOR * max(backward for _, backward in _planned_layer_seconds(run, hardware))
-        read = _bytes_below(run.config.model.path) / READ_BYTES_S + _bytes_to_tokenize(run) / TOKENIZE_BYTES_S
+        model = run.config.model.path
+        model_bytes = sum(file.stat().st_size for file in (model, *model.rglob("*")) if file.is_file()) if model else 0
+        read = model_bytes / READ_BYTES_S + _bytes_to_tokenize(run) / TOKENIZE_BYTES_S
         # In the worst case all nodes write their files of a checkpoint to one disk.
         write = run.saved_bytes * run.hardware.num_nodes / WRITE_BYTES_S
         start = 600 + read + write + planned
@@ -96,9 +99,8 @@ class Limits:
     def for_phase(self, path: PhasePath) -> float:
         if path[:1] == ("saving",):
             return self.save
-        kind = pause_kind(path)
         measured = {ATTENTION: self.step, STEP: self.step, UPDATE: self.update, VALIDATION: self.validation}
-        return measured[kind] or self.start if kind else self.start
+        return measured.get(pause_kind(path) or "", 0.0) or self.start
 
     def with_pauses(self, attention: float, step: float, update: float, validation: float) -> Limits:
         """New limits from the longest pause of each kind on any rank; 0: not measured yet."""
@@ -141,13 +143,6 @@ def _bytes_to_tokenize(run: Run) -> float:
     group = run.work.batch * run.work.accumulate * run.num_ranks // run.layout.cp
     tokens = sum(tokens_per_round(Packing(run.work.context, group), shuffled) for shuffled in (True, False))
     return min(run.data_bytes, MAX_BYTES_PER_TOKEN * tokens)
-
-
-def _bytes_below(path: Path | None) -> int:
-    if path is None or not path.exists():
-        return 0
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 class PhaseTracker(Listener):
@@ -229,7 +224,7 @@ class Heartbeat:
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._num_beats, self._status, self._code = 0, "", ExitCode.DONE  # status: "", "done" or an error
         self._position: Beat = {"step": 0, "passed": 0, "path": ()}  # this rank's last known position
-        self._warned_of_memory, self._local_rank = False, os.environ.get("LOCAL_RANK", "0")
+        self._warned_of_memory = False
         store = dist.distributed_c10d._get_default_store()
         # Use a separate connection: another thread may block the shared one.
         self._store = dist.PrefixStore("heartbeat", store.clone() if hasattr(store, "clone") else store)
@@ -237,7 +232,7 @@ class Heartbeat:
         self._num_store_failures = 0  # consecutive
         self._last_beat_at = [time.monotonic()] * self.size  # when each rank's latest beat was read
         self._progress_at = time.monotonic()
-        self._reported = set[str]()
+        self._reported = set[Callable[[], None]]()  # tasks of the thread that failed
         self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
 
     def start(self) -> None:
@@ -299,12 +294,10 @@ class Heartbeat:
                 try:
                     task()
                 except Exception as error:  # without beats, the other ranks would count this one as dead
-                    self._report_once(task.__name__, f"{type(error).__name__}: {_shorten(error)}")
-
-    def _report_once(self, task: str, message: str) -> None:
-        if task not in self._reported:
-            self._reported.add(task)
-            os.write(2, f"rank {self.rank}: heartbeat: {message}; the run continues\n".encode())
+                    if task not in self._reported:
+                        message = f"heartbeat: {type(error).__name__}: {_shorten(error)}; the run continues"
+                        os.write(2, f"rank {self.rank}: {message}\n".encode())
+                    self._reported.add(task)
 
     def _watch_ranks(self) -> None:
         """Publish a beat and read all ranks'. End the run if a rank failed or fell silent, or none makes progress."""
@@ -341,13 +334,13 @@ class Heartbeat:
         while not self._stop.wait(BEAT_S):
             self._polls_without_answer += 1
             if self._polls_without_answer * BEAT_S > MAX_SILENCE_S:
-                reason = f"its store has not answered for {MAX_SILENCE_S:.0f} s"
-                self._end(f"rank 0 or its launcher is gone or frozen: {reason}")
+                silence = f"its store has not answered for {MAX_SILENCE_S:.0f} s"
+                self._end(f"rank 0 or its launcher is gone or frozen: {silence}")
 
     def _watch_memory(self) -> None:
         """Warn once per machine when host memory is low, and name the largest other process."""
         free = available_memory()
-        if self._warned_of_memory or free > LOW_MEMORY_BYTES or self._local_rank != "0":
+        if self._warned_of_memory or free > LOW_MEMORY_BYTES or not is_local_rank_0():
             return
         self._warned_of_memory, ours = True, {process.pid for process in psutil.Process(os.getppid()).children()}
         processes = psutil.process_iter(["pid", "name", "memory_info"])
