@@ -27,7 +27,7 @@ from ithaka.preflight.run import (
     store_host_bytes,
     weakest_machine,
 )
-from ithaka.train import console
+from ithaka.train import watch
 
 pytestmark = pytest.mark.usefixtures("plans_once")
 
@@ -143,7 +143,7 @@ def test_a_run_reports_a_kernel_that_differs_from_the_plan():
     """A kernel may fail its trial run, which needs a GPU."""
     plan = SimpleNamespace(hardware=node(H100))  # with cuDNN: flash-attn-4 is not installed
     found = [
-        console._describe_planned_kernel(SimpleNamespace(kernel=kernel, run=SimpleNamespace(plan=planned)))
+        watch._describe_planned_kernel(SimpleNamespace(kernel=kernel, run=SimpleNamespace(plan=planned)))
         for kernel in ("cudnn", "flash")
         for planned in (plan, None)
     ]

@@ -19,8 +19,8 @@ from ithaka.dist.mesh import make_mesh
 from ithaka.export import export
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model.build import build_model, read_hf_config
-from ithaka.train.console import describe_run
 from ithaka.train.trainer import prepare
+from ithaka.train.watch import describe_run
 from models import plain_loss, tiny_config, tiny_model, widen
 from parity import check, gradient_errors, random_ids, relative
 from refusals import assert_raises

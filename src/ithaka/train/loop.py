@@ -19,11 +19,19 @@ from ithaka.exits import ExitCode, exit_code_for
 from ithaka.launch import Outcome, catch_stop_signals, exit_rank, handle_stop_signal
 from ithaka.phases import listening, phase
 from ithaka.preflight.run import Run
-from ithaka.train.console import Console, Record, describe_run, flops_utilization, host_peak_bytes, summarize_run
+from ithaka.train.console import Console, Record, host_peak_bytes
 from ithaka.train.heartbeat import Heartbeat, Limits, PhaseTracker, validation_seconds
 from ithaka.train.track import FinalStatus, Trackers
 from ithaka.train.trainer import Trainer, prepare
-from ithaka.train.watch import OutOfMemoryTracker, Watch, explain_out_of_memory, ran_out_of_memory
+from ithaka.train.watch import (
+    OutOfMemoryTracker,
+    Watch,
+    describe_run,
+    explain_out_of_memory,
+    flops_utilization,
+    ran_out_of_memory,
+    summarize_run,
+)
 
 MAX_FIRST_VALIDATION_S = 120.0  # longer validation before the first step is skipped
 

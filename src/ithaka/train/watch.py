@@ -1,4 +1,4 @@
-"""Observe a run: progress within long steps, profiles, slow ranks and disks, and where memory ran out."""
+"""Observe and describe a run: progress in long steps, profiles, slow ranks and disks, where memory ran out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ithaka.exits import is_out_of_memory
 from ithaka.layer.store import StoreError
 from ithaka.model.batch import count_pairs
 from ithaka.phases import Listener, PhasePath
-from ithaka.plan.hardware import DISK_BYTES_S, gpu_named
+from ithaka.plan.hardware import DISK_BYTES_S, gpu_named, peak_flops
 from ithaka.plan.heads import count_slots
 from ithaka.plan.search import Plan
 from ithaka.plan.show import format_bytes
@@ -31,6 +31,7 @@ from ithaka.profile.memory import sum_planned_by_holder
 from ithaka.profile.progress import Progress
 from ithaka.profile.step import StepProfile, describe_machine
 from ithaka.profile.times import StepTimes
+from ithaka.train.console import format_count, read_metrics
 from ithaka.train.heartbeat import Heartbeat
 from ithaka.train.trainer import Trainer
 
@@ -250,3 +251,93 @@ def _ways_out(plan: Run | Plan, model: str) -> Iterator[str]:
     command += ["--disk", f"{hardware.disk_bytes // 10**9}GB"] if hardware.disk_bytes else []
     yield "Use a shorter context or more GPUs; this shows what fits, and how fast it is:"
     yield f"  {shell_command(*command)}"
+
+
+# ---- before and after the steps
+
+
+def describe_run(trainer: Trainer) -> dict[str, str]:
+    config, mesh, model = trainer.config, trainer.mesh, trainer.model
+    tokens = trainer.global_batch * config.data.context
+    size = f"{format_count(trainer.num_params)} parameters"
+    if trainer.num_trained < trainer.num_params:
+        size += f", {format_count(trainer.num_trained)} trained"
+    ring = mesh.ring_group.size()
+    random = ", random weights" * trainer.random_weights
+    facts = {
+        "model": f"{config.model.path or model.config.model_type}, {size}{random}",
+        "ranks": f"{mesh.world_size} ({trainer.device_name}) = {mesh.dp_size} data x {mesh.cp_size} context parallel"
+        + f" ({mesh.ulysses_group.size()} Ulysses x {ring} ring)" * (ring > 1),
+        "context": f"{config.data.context} tokens, {tokens} per step, {config.train.steps - config.start} steps",
+        "attention": f"kernel {trainer.kernel}{_describe_planned_kernel(trainer)}",
+        "run": f"{trainer.run.run_dir}{f', resumed after step {trainer.step}' if trainer.step else ''}",
+        "saving": _describe_saving(trainer),
+    }
+    if config.curriculum:
+        facts["entry"] = f"{config.entry + 1} of {len(config.ends)}, steps {config.start + 1} to {config.train.steps}"
+    if config.model.rope is not None:
+        values = {name.removeprefix("rope_"): value for name, value in model.config.rope_parameters.items()}
+        values |= {name: f"({len(value)})" for name, value in values.items() if isinstance(value, list)}
+        shown = ", ".join(f"{name} {value}" for name, value in values.items())
+        facts["rope"] = f"{shown}, for {model.config.max_position_embeddings} positions"
+    return facts | trainer.data_facts | dict(trainer.run.changed)
+
+
+def _describe_planned_kernel(trainer: Trainer) -> str:
+    """The kernel that was planned with, if another one runs."""
+    expected = trainer.run.plan.hardware.gpu.kernel if trainer.run.plan else ""
+    return f", planned with {expected}" if expected not in ("", trainer.kernel) else ""
+
+
+def _describe_saving(trainer: Trainer) -> str:
+    settings, room = trainer.config.train, format_bytes(trainer.run.saved_bytes)
+    every = [f"{settings.save_minutes:g} minutes"] * (settings.save_minutes > 0)
+    every += [f"{settings.save_every} steps"] * (settings.save_every > 0)
+    way = f"in the background, from {room} of host memory per node"
+    if not trainer.saver.background:
+        way = f"in the foreground: {room} of host memory per node are not free for a copy"
+    return f"{'every ' + ' and '.join(every) if every else 'at the end'}, {way}"
+
+
+def summarize_run(trainer: Trainer) -> dict[str, str]:
+    run_dir, more, optim = trainer.run.run_dir, 2 * trainer.step, trainer.config.optim
+    records = read_metrics(run_dir / "metrics.jsonl")
+    # Since the run was resumed: with other settings, validation before may have been of other text.
+    since = (r["val_loss"] for r in records if r["step"] >= trainer.first_step)
+    losses = [f"{loss:.4f}" for loss in since if loss is not None]
+    rates = [r["tokens_per_s"] for r in records if r["tokens_per_s"]]
+    facts = {"validation loss": " -> ".join([losses[0], *losses[1:][-1:]])} if losses else {}
+    if trainer.best is not None and trainer.saver.keep_best:
+        loss, step = trainer.best
+        facts["best"] = f"{loss:.4f} after step {step}: {shell_command('export', run_dir, 'OUT_DIR', '--step', step)}"
+    if trainer.step < trainer.config.train.steps:
+        facts["stopped early"] = f"after step {trainer.step}: {trainer.stale} validations in a row were not lower"
+    facts["speed"] = f"{format_count(statistics.median(rates))} tokens/s (median step)"
+    facts["export"] = shell_command("export", run_dir, "OUT_DIR")
+    if trainer.config.adapter is not None and (path := trainer.config.model.path) is not None and path.is_dir():
+        facts["merged"] = shell_command("export", run_dir, "OUT_DIR", "--merge")
+    if trainer.config.curriculum:
+        return facts
+    facts["train longer"] = shell_command("train", "--resume", run_dir, "--set", f"train.steps={more}")
+    if optim.schedule == "cosine" and optim.warmup_steps < (optim.decay_steps or trainer.step) <= trainer.step:
+        facts["lr"] = f"has reached its minimum and stays there; for a longer cosine add --set optim.decay_steps={more}"
+    return facts
+
+
+def step_flops(num_matmul_params: int, num_tokens: int, head_size: int, num_pairs: int) -> float:
+    """Model FLOPs of forward and backward, without recomputation: 6 per parameter and token, and 12 per query-key pair
+    (summed over layers) and element of the heads (`head_size`)."""
+    return 6.0 * num_matmul_params * num_tokens + 12.0 * head_size * num_pairs
+
+
+def flops_utilization(trainer: Trainer, num_tokens: int, num_pairs: int, step_s: float) -> float | None:
+    shape, peak = trainer.run.shape, peak_flops(trainer.device_name)
+    if peak is None:
+        return None
+    # An embedding is read, not multiplied, unless it is the output head as well.
+    lookup_only = 0 if shape.tied else shape.vocab * shape.hidden
+    # A frozen weight takes two matrix products, a trained one three.
+    matmul_params = trainer.num_params - lookup_only
+    matmul_params -= max(0, matmul_params - trainer.num_trained) // 3
+    flops = step_flops(matmul_params, num_tokens, shape.heads * shape.head_dim, num_pairs)
+    return flops / (step_s * peak * trainer.mesh.world_size)
