@@ -1,8 +1,5 @@
-"""Exit codes, and which errors are transient.
-
-Launchers, Slurm and Kubernetes use these codes to decide whether to restart a run; docs/running-for-weeks.md quotes the
-table.
-"""
+"""Exit codes, by which launchers, Slurm and Kubernetes decide whether to restart a run, and which errors are transient.
+docs/running-for-weeks.md quotes the table."""
 
 from __future__ import annotations
 

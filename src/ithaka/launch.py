@@ -5,8 +5,6 @@ the ranks already exist, and a single rank needs no launcher: both run in this p
 files, see `exit_rank`. Torch is imported late: commands that do not need it also report their errors here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -165,8 +163,7 @@ def run_ranks(function: RankFunction, args: tuple[Any, ...], num_ranks: int, own
     """Call `function(*args)` on every rank and return the exit code. An error is printed once, to stderr.
 
     The function must be importable and `args` picklable. The first SIGINT, SIGTERM or SIGUSR1 is forwarded to the
-    ranks, which finish their step and save; the second kills them. `own_process`: start a process even for one rank.
-    """
+    ranks, which finish their step and save; the second kills them. `own_process`: start a process even for one rank."""
     in_process = under_torchrun() or (num_ranks == 1 and not own_process)
     outcome = _call(function, args) if in_process else _run_children(function, args, num_ranks)
     print_outcome(outcome)

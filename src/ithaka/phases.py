@@ -91,9 +91,7 @@ def _set_state(path: PhasePath, holder: str) -> None:
 
 def mark_backward(y: Tensor, *names: str) -> Tensor:
     """Open the phases `names` when autograd reaches y's gradient, and close them when it has passed y's node.
-
-    Returns y.
-    """
+    Returns y."""
     if not PhaseState.listeners or y.grad_fn is None:
         return y
     outer: list[tuple[PhasePath, str]] = []

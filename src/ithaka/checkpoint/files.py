@@ -10,8 +10,6 @@ checksum of every file, verified before a run resumes, counts as finished, or is
 the previous one is used.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

@@ -3,8 +3,6 @@
 Tensors go through torch.distributed.checkpoint, everything else is JSON (state.json).
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable, Iterator

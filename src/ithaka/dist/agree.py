@@ -59,8 +59,7 @@ def raise_on_all_ranks(function: Callable[P, T], *args: P.args, **kwargs: P.kwar
     raised on all, as SharedError or SharedTransientError.
 
     `function` must not communicate. Any other error propagates on its own rank only: that rank exits and closes its
-    connections, which is how the others notice.
-    """
+    connections, which is how the others notice."""
     failure = None
     try:
         result = function(*args, **kwargs)

@@ -17,11 +17,9 @@ from ithaka.layout import check_parallelism
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process's position in the grid of ranks.
-
-    cp = ring * ulysses ranks share a sequence. A cp group has consecutive ranks, and so has each Ulysses group in it.
-    Ranks at the same position in their Ulysses groups form a ring.
-    """
+    """This process's position in the grid of ranks. cp = ring * ulysses ranks share a sequence. A cp group has
+    consecutive ranks, and so has each Ulysses group in it. Ranks at the same position in their Ulysses groups form a
+    ring."""
 
     fsdp: DeviceMesh  # parameters are sharded over the last axis and replicated over the first of two
     rank: int
@@ -40,17 +38,13 @@ def make_mesh(
     cp: int = 1, device: torch.device | str | None = None, *, ring: int = 1, replicas: int = 1
 ) -> Mesh:
     """Create the dp x cp mesh, cp = ring x ulysses, and initialize torch.distributed if necessary.
-
-    FSDP2 shards each of the `replicas` of the model over consecutive ranks.
-    """
+    FSDP2 shards each of the `replicas` of the model over consecutive ranks."""
     device = torch.device(device) if device is not None else default_device()
     start_process_group(device)
     world_size = dist.get_world_size()
     check_parallelism(world_size, cp=cp, ring=ring, replicas=replicas)
-    fsdp = init_device_mesh(device.type, (world_size,), mesh_dim_names=("fsdp",))
-    if replicas > 1:
-        sizes = (replicas, world_size // replicas)
-        fsdp = init_device_mesh(device.type, sizes, mesh_dim_names=("replicas", "fsdp"))
+    axes = {"replicas": replicas, "fsdp": world_size // replicas} if replicas > 1 else {"fsdp": world_size}
+    fsdp = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     grid = init_device_mesh(device.type, (world_size // cp, cp), mesh_dim_names=("dp", "cp"))
     ulysses_group, ring_group = grid.get_group("cp"), SINGLE_RANK
     if ring > 1:

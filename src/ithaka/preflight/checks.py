@@ -100,10 +100,8 @@ def check_inputs(run: Run) -> int:
 
 
 def check_run_dir(run_dir: Path, auto: bool, force: bool) -> None:
-    """Refuse to start a run among other files, which it might overwrite (such as report.html).
-
-    With --resume auto, a run that ended before its first checkpoint starts again in its own directory.
-    """
+    """Refuse to start a run among other files, which it might overwrite (such as report.html). With
+    --resume auto, a run that ended before its first checkpoint starts again in its own directory."""
     config_file = run_dir / "config.yaml"
     own_files = {"hang", ".config.yaml.tmp", *(path.name for path in run_dir.glob("*") if path.suffix in LOG_FILES)}
     if config_file.exists() and not auto:

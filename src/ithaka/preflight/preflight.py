@@ -6,8 +6,6 @@ A resumed run may change any setting except train.run_dir, train.seed, and those
 weights. With another context or other steps, no document is skipped or repeated.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import fcntl
 import os

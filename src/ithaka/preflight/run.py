@@ -1,7 +1,5 @@
 """A run on its machine: planned settings, and whether they fit in GPU memory, host memory and disk."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence, Set

@@ -5,8 +5,6 @@ updates its own shards and only the gradient norm communicates (one scalar). Wit
 FSDP2 keeps the shards and their gradients in host memory, and the same code runs the fused CPU AdamW.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

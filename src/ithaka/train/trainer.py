@@ -1,7 +1,5 @@
 """Build or resume a run on this rank: its model, optimizer and data; steps, validation, evaluation and saves."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Observe and describe a run: progress in long steps, profiles, slow ranks and disks, where memory ran out."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -178,10 +176,8 @@ def ran_out_of_memory(error: BaseException | None) -> bool:
 
 
 class OutOfMemoryTracker(Listener):
-    """Listens to phases and records the phase and the memory in use when memory ran out.
-
-    As an error propagates it leaves phases, innermost first: it was raised in the first one left.
-    """
+    """Listens to phases and records the phase and the memory in use when memory ran out. As an error
+    propagates it leaves phases, innermost first: it was raised in the first one left."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
