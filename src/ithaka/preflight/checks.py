@@ -9,15 +9,15 @@ import socket
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ithaka
 from ithaka.attention.kernels import KERNELS
 from ithaka.config import (
     Config,
     ConfigError,
-    check_effects,
     check_output,
     embedded_model,
     explicit_settings,
@@ -28,7 +28,7 @@ from ithaka.config import (
 )
 from ithaka.dist.agree import SharedError, gather_objects
 from ithaka.exits import TransientError
-from ithaka.layout import check_fixed, fixed_settings, format_choices
+from ithaka.layout import SETTINGS, check_fixed, fixed_settings, format_choices
 from ithaka.plan.shape import ModelShape
 from ithaka.preflight.run import Run
 
@@ -44,13 +44,9 @@ FINGERPRINT_BYTES, MAX_FINGERPRINT_FILES = 2**16, 256  # read at both ends of ea
 
 def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
     """Refuse settings that no layout can have, that have no effect, or that need a missing package."""
-    parallel, memory, attention, train = config.parallel, config.memory, config.attention, config.train
-    values: dict[str, Any] = {"parallel.cp": parallel.cp_of(num_ranks), "memory.checkpoint": memory.checkpoint}
-    values |= {f"parallel.{name}": getattr(parallel, name) for name in ("ring", "replicas", "heads_per_stage")}
-    values |= {f"memory.{name}": getattr(memory, name) for name in ("keep_attention", "keep_projections")}
-    fixed = fixed_settings(values, shape.num_layers, num_ranks)
-    check_fixed(fixed, shape.heads, shape.num_layers, num_ranks)
-    check_effects({f"memory.{name}": value for name, value in vars(memory).items()})
+    memory, attention, train = config.memory, config.attention, config.train
+    values = {name: attrgetter(name)(config) for name in SETTINGS} | {"parallel.cp": config.parallel.cp_of(num_ranks)}
+    check_fixed(fixed_settings(values, shape.num_layers, num_ranks), shape.heads, shape.num_layers, num_ranks)
     if memory.disk_path is not None and "disk" not in (memory.offload, memory.attention_offload):
         rule = "has no effect without memory.offload=disk; leave it null"
         raise ConfigError(f"memory.disk_path={memory.disk_path} {rule}")
