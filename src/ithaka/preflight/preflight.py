@@ -113,18 +113,13 @@ def validate_run(
         checkpoint, changed = find_resume_point(resume, run.config, run.shape)
         run = dataclasses.replace(run, checkpoint=checkpoint, changed=changed)
         if trains and run.finished and not auto:
-            _raise_finished(run)
+            name = "steps" if run.last_step >= config.train.steps else "patience"
+            value = getattr(config.train, name)
+            fix = f"raise it: --set train.{name}={2 * value}"
+            if config.curriculum:
+                fix = "add entries to the file and use --resume auto"
+            raise ConfigError(f"train.{name}={value} is already reached by checkpoint {checkpoint}; to continue, {fix}")
     return dataclasses.replace(run, data_bytes=check_inputs(run))
-
-
-def _raise_finished(run: Run) -> None:
-    train = run.config.train
-    name = "steps" if run.last_step >= train.steps else "patience"
-    value = getattr(train, name)
-    fix = f"to continue, raise it: --set train.{name}={2 * value}"
-    if run.config.curriculum:
-        fix = "to continue, add entries to the file and use --resume auto"
-    raise ConfigError(f"train.{name}={value} is already reached by checkpoint {run.checkpoint}; {fix}")
 
 
 def build_run(config: Config, num_ranks: int, hardware: Hardware | None, resumes: bool) -> Run:

@@ -72,11 +72,7 @@ def clip_gradients(params: Iterable[nn.Parameter], max_norm: float | None, devic
     for which there may be no process group when they are offloaded."""
     global_grads = [param.grad for param in params if param.grad is not None]
     grads = [_local(grad) for grad in global_grads]
-    counted = [local for grad, local in zip(global_grads, grads, strict=True) if _is_first(grad)]
-    square = torch.zeros((), dtype=torch.float64, device=device)
-    chunks = [chunk for grad in counted if grad.numel() for chunk in grad.flatten().split(_CHUNK_ELEMENTS)]
-    if chunks:
-        square += torch.stack(torch._foreach_norm(chunks, 2.0, dtype=torch.float64)).square().sum().to(device)
+    square = _norms([_local(grad) for grad in global_grads if _is_first(grad)]).square().sum().to(device)
     if dist.is_initialized():
         dist.all_reduce(square)
     norm = square.sqrt()
@@ -88,11 +84,12 @@ def clip_gradients(params: Iterable[nn.Parameter], max_norm: float | None, devic
     return norm
 
 
-def local_grad_norm(params: Iterable[nn.Parameter]) -> float:
-    """Norm of this rank's gradient shards."""
-    grads = [_local(param.grad) for param in params if param.grad is not None]
-    chunks = [chunk for grad in grads if grad.numel() for chunk in grad.flatten().split(_CHUNK_ELEMENTS)]
-    return float(torch.stack(torch._foreach_norm(chunks, 2.0, dtype=torch.float64)).norm()) if chunks else 0.0
+def _norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Norms of chunks of the tensors, in fp64."""
+    chunks = [chunk for tensor in tensors if tensor.numel() for chunk in tensor.flatten().split(_CHUNK_ELEMENTS)]
+    if not chunks:
+        return torch.zeros(1, dtype=torch.float64)
+    return torch.stack(torch._foreach_norm(chunks, 2.0, dtype=torch.float64))
 
 
 class SourceSums:
@@ -176,7 +173,8 @@ def train_step(
         if accepts(loss, norm):
             optimizer.step()
         else:
-            refused = float(sum(own_losses)), local_grad_norm(model.parameters())
+            shards = [_local(param.grad) for param in model.parameters() if param.grad is not None]
+            refused = float(sum(own_losses)), float(_norms(shards).norm())
     optimizer.zero_grad(set_to_none=True)
     balance = None
     if mesh.dp_size > 1 or mesh.ring_group.size() > 1:

@@ -22,7 +22,7 @@ from ithaka.checkpoint import files, save
 from ithaka.config import CONFIG_FORMAT, ConfigError, embedded_model, to_dict, with_absolute_paths
 from ithaka.data.open import data_facts, epoch_steps, open_data
 from ithaka.data.stream import Batch
-from ithaka.data.tokenizer import Tokenizer, load_tokenizer
+from ithaka.data.tokenizer import load_tokenizer
 from ithaka.dist.agree import SharedError, gather_objects, raise_on_all_ranks
 from ithaka.dist.mesh import Mesh, make_mesh, start_process_group
 from ithaka.dist.rank import is_local_rank_0
@@ -53,6 +53,8 @@ class Trainer:
         """Restores the place in the data; `load` restores model and optimizer. Does not communicate."""
         self.run, self.config, self.mesh = run, run.config, mesh
         self.step = self.tokens = self.first_step = 0  # first_step: of this process
+        self.global_batch = run.config.train.batch * run.config.train.accumulate * mesh.dp_size
+        self.contexts = run.config.evaluate.contexts or (run.config.data.context,)  # to evaluate at
         self.data_facts: dict[str, str] = {}
         self.lock: int | None = None  # on the run directory; rank 0 only
         self.saver: save.Saver
@@ -123,10 +125,6 @@ class Trainer:
             words = f"{self.global_batch} sequences per step (was {before}); train.global_batch={before} keeps them"
             self.data_facts["batch"] = words
 
-    @property
-    def global_batch(self) -> int:
-        return self.config.train.batch * self.config.train.accumulate * self.mesh.dp_size
-
     @phase("saving")
     def save(self) -> None:
         """Start a save, in the background if host memory allows; `saver.finish` waits for it."""
@@ -184,10 +182,19 @@ class Trainer:
                 self.saver.finish()
             fix = "Try a lower optim.lr or more optim.warmup_steps."
             raise Diverged(f"{what}. {files.describe_last(self.run.run_dir)} {fix}")
-        own = [_document_starts(batch, self.tokenizer) for batch in batches] if self.mesh.cp_rank == 0 else []
-        documents = [start for starts in gather_objects(own) for each in starts for start in each]
+        own = self._document_starts(batches) if self.mesh.cp_rank == 0 else []
+        documents = [start for starts in gather_objects(own) for start in starts]
         message = f"{what}. Its batch is skipped; {len(documents)} documents"
         self.console.event(self.step + 1, message, skipped_documents=documents)
+
+    def _document_starts(self, batches: Sequence[Batch]) -> list[str]:
+        """The beginning of each document."""
+        starts = []
+        for batch in batches:
+            for ids, documents in zip(batch.input_ids, batch.document_ids, strict=True):
+                lengths = torch.unique_consecutive(documents, return_counts=True)[1].tolist()
+                starts += [self.tokenizer.decode(part[:32].tolist()) for part in ids.split(lengths)]
+        return starts
 
     def _report_suspects(self, first: StepResult) -> None:
         """A step was bad once and good when recomputed: name the ranks whose hardware may be failing."""
@@ -253,10 +260,6 @@ class Trainer:
         check_prompts(text, self.tokenizer, self.contexts)
         return text
 
-    @property
-    def contexts(self) -> tuple[int, ...]:
-        return self.config.evaluate.contexts or (self.config.data.context,)
-
     @phase("evaluation")
     def evaluate(self) -> dict[str, float]:
         """Measure the model, and return the figures. Rank 0 also writes them to the run directory."""
@@ -275,15 +278,6 @@ class Trainer:
     def is_due(self, every: int) -> bool:
         """Whether an action with interval `every` (0: only at the end) is due after this step."""
         return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
-
-
-def _document_starts(batch: Batch, tokenizer: Tokenizer) -> list[str]:
-    """The beginning of each document in a batch."""
-    starts = []
-    for ids, documents in zip(batch.input_ids, batch.document_ids, strict=True):
-        lengths = torch.unique_consecutive(documents, return_counts=True)[1].tolist()
-        starts += [tokenizer.decode(part[:32].tolist()) for part in ids.split(lengths)]
-    return starts
 
 
 # ---- before the first step

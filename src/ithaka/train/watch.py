@@ -79,6 +79,7 @@ class Watch:
         self.run, self.device, self.console = trainer.run, trainer.mesh.device, trainer.console
         self.device_peak_bytes = 0  # up to the last profile, which resets the allocator's count
         self._slow_ranks, self._reported_disk = SlowRanks(), False
+        self._planned_disk_bytes_s = DISK_BYTES_S / self.run.hardware.gpus_per_node  # this rank's share
         self._plain_s: list[float] = []
         self._times: StepTimes | None = None  # recorded in the step before a profile
         self._progress: Progress | None = None
@@ -147,11 +148,6 @@ class Watch:
         moved_bytes, busy_s, waited_s = self.trainer.store.disk_use()
         late_s = min(waited_s, busy_s - moved_bytes / self._planned_disk_bytes_s)
         return moved_bytes / busy_s if late_s > max(SLOW_DISK_S, SLOW_DISK_SHARE * step_s) else 0.0
-
-    @property
-    def _planned_disk_bytes_s(self) -> float:
-        """This rank's share."""
-        return DISK_BYTES_S / self.run.hardware.gpus_per_node
 
     def report(self, disks: list[float], attention: list[float], works: list[float], *pauses: list[float]) -> None:
         """Set time limits and report slow ranks and disks, from what each rank measured."""
