@@ -37,7 +37,7 @@ from ithaka.measure import (
 )
 from ithaka.model.build import build_model, parallelize_model
 from ithaka.report.page import read_run
-from ithaka.train.track import rename_metrics
+from ithaka.train.console import rename_metrics
 from models import tiny_config, tiny_model
 from runs import metrics, run, tiny_run
 

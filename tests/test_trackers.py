@@ -10,10 +10,9 @@ import pytest
 
 from ithaka.checkpoint import files
 from ithaka.config import ConfigError
-from ithaka.train import track
+from ithaka.train import console as console_module
 from ithaka.train import trainer as trainer_module
-from ithaka.train.console import Console
-from ithaka.train.track import Trackers
+from ithaka.train.console import Console, Trackers
 from runs import run, tiny_run, wait_for
 
 VALUES = {"loss": 2.5, "val_loss": 2.25, "lr": 1e-3, "tokens": 400, "loss/a*b": 3.5, "mfu": None}
@@ -56,8 +55,8 @@ def wandb_ending(folder):
 def trackio_scalars(folder):
     from trackio.sqlite_storage import SQLiteStorage
 
-    for name in SQLiteStorage.get_runs(track.PROJECT):
-        for row in SQLiteStorage.get_logs(track.PROJECT, name):
+    for name in SQLiteStorage.get_runs(console_module.PROJECT):
+        for row in SQLiteStorage.get_logs(console_module.PROJECT, name):
             yield from ((key, row["step"], value) for key, value in row.items() if key.startswith(("train/", "eval/")))
 
 
@@ -114,7 +113,7 @@ def test_a_trackers_own_files_have_every_step_of_a_run_and_how_it_ended(name, tm
     names = {"train/loss": 2.5, "eval/loss": 2.25, "train/learning_rate": 1e-3, source: 3.5}
     found = {each for each in READERS[name](tmp_path) if each[0] in names}
     assert found == {(key, step, value) for key, value in names.items() for step in (1, 2, 3)}
-    assert name == "tensorboard" or json.loads((run_dir / track.IDS_FILE).read_text())[name]
+    assert name == "tensorboard" or json.loads((run_dir / console_module.IDS_FILE).read_text())[name]
 
 
 def test_a_tracker_that_fails_does_not_end_the_run(tmp_path, monkeypatch, capsys):
@@ -122,10 +121,10 @@ def test_a_tracker_that_fails_does_not_end_the_run(tmp_path, monkeypatch, capsys
         raise OSError("no network")
 
     config = tiny_run(tmp_path, train={"track": ["wandb"]})
-    monkeypatch.setitem(track.TRACKERS, "wandb", failing)
+    monkeypatch.setitem(console_module.TRACKERS, "wandb", failing)
     with pytest.raises(ConfigError, match=r"train.track=wandb cannot start \(OSError: no network\); fix its settings"):
         Trackers(tmp_path, config, 0)
-    monkeypatch.setitem(track.TRACKERS, "wandb", lambda *_: track.Tracker(None, failing, failing))
+    monkeypatch.setitem(console_module.TRACKERS, "wandb", lambda *_: console_module.Tracker(None, failing, failing))
     trackers = Trackers(tmp_path, config, 0)
     console = Console(tmp_path, 3, trackers=trackers)
     for words in trackers.log(VALUES, 1):
@@ -160,7 +159,9 @@ def test_trackers_learn_how_a_run_ended_and_cannot_change_it(tmp_path, monkeypat
         endings.append(ending)
         raise OSError("no network")
 
-    monkeypatch.setitem(track.TRACKERS, "wandb", lambda *_: track.Tracker(None, lambda *_: None, close))
+    monkeypatch.setitem(
+        console_module.TRACKERS, "wandb", lambda *_: console_module.Tracker(None, lambda *_: None, close)
+    )
     config = tiny_run(tmp_path, train={"track": ["wandb"], "validate_every": 0, "validate_sequences": 0})
     if fault is not None:
         fault(monkeypatch)

@@ -20,8 +20,7 @@ from ithaka.exits import ExitCode
 from ithaka.model.batch import count_pairs
 from ithaka.train import console as console_module
 from ithaka.train import loop
-from ithaka.train.console import Console, Record, describe, format_count, open_metrics, status
-from ithaka.train.track import rename_metrics
+from ithaka.train.console import Console, Record, describe, format_count, open_metrics, rename_metrics, status
 from ithaka.train.trainer import Diverged
 from ithaka.train.watch import step_flops
 from runs import metrics, run, start_program, tiny_run, wait_for

@@ -130,11 +130,8 @@ def weakest_machine(machines: Sequence[Hardware]) -> Hardware:
 def uses_planner(config: Config, hardware: Hardware) -> bool:
     """Whether the planner decides settings: for GPUs in the hardware table, in bfloat16 (which the table's rates are
     for), unless memory.plan=off."""
-    return (
-        gpu_named(hardware.gpu.name) is not None
-        and config.memory.plan == "auto"
-        and config.model.dtype in ("auto", "bfloat16")
-    )
+    in_table = gpu_named(hardware.gpu.name) is not None
+    return in_table and config.memory.plan == "auto" and config.model.dtype in ("auto", "bfloat16")
 
 
 def plan_run(

@@ -1,35 +1,45 @@
 """Rank 0's output: the console, metrics.jsonl and trackers.
 
-Each step's `Record` goes to all three; `metrics.jsonl` holds one JSON object per line. This module does not import
-torch: `status` is shown while torch loads.
+Each step's `Record` goes to all three; `metrics.jsonl` holds one JSON object per line. Trackers are configured by their
+own environment variables (WANDB_MODE=offline, TRACKIO_DIR, MLFLOW_TRACKING_URI); RUN_DIR/track.json holds the ids with
+which a resumed run continues its entries. This module does not import torch: `status` is shown while torch loads.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from io import FileIO
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rich.console import Console as RichConsole
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from ithaka.config import Config, input_error, to_dict
 from ithaka.dist.rank import is_rank_0
 from ithaka.plan.show import format_bytes
 
 if TYPE_CHECKING:
     from ithaka.profile.progress import StepProgress
-    from ithaka.train.track import FinalStatus, Trackers
+
+PROJECT = "ithaka"
+IDS_FILE = "track.json"
+# Names from Hugging Face's Trainer. Other metrics are train/METRIC, and train/SOURCE_METRIC for one data source.
+METRIC_NAMES = {"val_loss": "eval/loss", "lr": "train/learning_rate", "tokens": "train/num_input_tokens_seen"}
+
+FinalStatus = Literal["finished", "failed", "killed"]  # killed: by a signal
+WANDB_EXIT_CODES: dict[FinalStatus, int] = {"finished": 0, "failed": 1, "killed": 255}  # the same as wandb's own
 
 
 def status(what: str) -> AbstractContextManager[Any]:
@@ -225,3 +235,143 @@ class Console:
         self._bar.update(self._task, status=status)
         if self._plain:
             self.print(f"step {step}/{self.num_steps}{label} {status}")
+
+
+# ---- trackers
+
+
+class Tracker(NamedTuple):
+    """An open tracker: the id with which a resumed run continues its entry, and callbacks."""
+
+    id: str | None
+    log: Callable[[dict[str, float], int], Any]
+    close: Callable[[FinalStatus], Any]
+
+
+# (run directory, configuration, first step to log, id of the entry to continue)
+Opener = Callable[[Path, Config, int, str | None], Tracker]
+
+
+def rename_metrics(values: Mapping[str, Any]) -> dict[str, float]:
+    """A record under the names that tracker users expect, without its step and values that are None."""
+    renamed = {}
+    for key, value in values.items():
+        metric, _, source = key.partition("/")
+        if metric == "evaluate":
+            renamed[key] = value
+            continue
+        group, _, metric = METRIC_NAMES.get(metric, f"train/{metric}").partition("/")
+        if key != "step" and value is not None:
+            renamed[f"{group}/{source}_{metric}" if source else f"{group}/{metric}"] = value
+    return renamed
+
+
+def _tensorboard(run_dir: Path, config: Config, first_step: int, known_id: str | None) -> Tracker:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
+
+    def log(values: dict[str, float], step: int) -> None:
+        for key, value in values.items():
+            writer.add_scalar(key, value, step)
+
+    return Tracker(None, log, lambda final_status: writer.close())
+
+
+def _wandb(run_dir: Path, config: Config, first_step: int, known_id: str | None) -> Tracker:
+    import wandb
+
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        name=os.environ.get("WANDB_NAME", run_dir.name),
+        config=to_dict(config),
+        id=known_id,
+        resume="allow" if known_id else None,
+    )
+    # Log the step as a metric: W&B drops values whose own step is not later than the last, as after a resume.
+    run.define_metric("*", step_metric="train/global_step")
+    return Tracker(
+        run.id,
+        lambda values, step: run.log({**values, "train/global_step": step}),
+        lambda final_status: run.finish(exit_code=WANDB_EXIT_CODES[final_status]),
+    )
+
+
+def _trackio(run_dir: Path, config: Config, first_step: int, known_id: str | None) -> Tracker:
+    import trackio
+
+    project, resume = os.environ.get("TRACKIO_PROJECT", PROJECT), "allow" if known_id else "never"
+    run = trackio.init(project, name=known_id or run_dir.name, config=to_dict(config), resume=resume, embed=False)
+    return Tracker(run.name, lambda values, step: run.log(values, step=step), lambda final_status: run.finish())
+
+
+def _mlflow(run_dir: Path, config: Config, first_step: int, known_id: str | None) -> Tracker:
+    import mlflow
+
+    if "MLFLOW_EXPERIMENT_NAME" not in os.environ and "MLFLOW_EXPERIMENT_ID" not in os.environ:
+        mlflow.set_experiment(PROJECT)
+    run = mlflow.start_run(run_id=known_id, run_name=run_dir.name)
+    if known_id is None:
+        for name, settings in to_dict(config).items():
+            values = settings if isinstance(settings, dict) else {"entries": settings} if settings else {}
+            mlflow.log_params({f"{name}.{key}": value for key, value in values.items()})
+
+    def log(values: dict[str, float], step: int) -> None:
+        allowed = {re.sub(r"[^\w\-./ ]", "_", key): value for key, value in values.items()}
+        mlflow.log_metrics(allowed, step=step, synchronous=False)  # a slow server must not delay the step
+
+    def close(final_status: FinalStatus) -> None:
+        try:
+            mlflow.flush_async_logging()
+        finally:
+            mlflow.end_run(status=final_status.upper())
+
+    return Tracker(run.info.run_id, log, close)
+
+
+TRACKERS: dict[str, Opener] = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}
+
+
+class Trackers:
+    """The open trackers of `train.track`, on rank 0. Raises ConfigError or TransientError if one cannot start."""
+
+    def __init__(self, run_dir: Path, config: Config, step: int) -> None:
+        self._open, self._failed = dict[str, Tracker](), set[str]()
+        file = run_dir / IDS_FILE
+        ids = json.loads(file.read_text(encoding="utf-8")) if step and file.is_file() else {}
+        for name in config.train.track:
+            try:
+                self._open[name] = TRACKERS[name](run_dir, config, step + 1, ids.get(name))
+                ids[name] = self._open[name].id
+            except Exception as error:
+                self.close("failed")
+                reason = f"{type(error).__name__}: {error}"
+                fix = "fix its settings, use its offline mode, or leave it out"
+                raise input_error(f"train.track={name} cannot start ({reason}); {fix}", error) from error
+        if ids:
+            file.write_text(json.dumps(ids), encoding="utf-8")
+
+    def log(self, values: Mapping[str, Any], step: int) -> list[str]:
+        """Log one step. Returns a message for each tracker that fails; the run continues without it."""
+        logs = {name: tracker.log for name, tracker in self._open.items() if name not in self._failed}
+        return self._failures(logs, (rename_metrics(values), step), "failed", "the run continues without it")
+
+    def close(self, final_status: FinalStatus) -> list[str]:
+        """Close every tracker. Returns a message for each that fails now and did not fail before."""
+        closes = {name: tracker.close for name, tracker in self._open.items()}
+        self._open = {}
+        return self._failures(closes, (final_status,), "could not be closed", "it may lack the last steps")
+
+    def _failures(
+        self, calls: Mapping[str, Callable[..., Any]], args: tuple[Any, ...], what: str, consequence: str
+    ) -> list[str]:
+        """Call the function of each tracker. An error must neither end the run nor hide the run's own error."""
+        messages = []
+        for name, call in calls.items():
+            try:
+                call(*args)
+            except Exception as error:
+                if name not in self._failed:
+                    messages.append(f"train.track={name} {what} ({type(error).__name__}: {error}); {consequence}")
+                self._failed.add(name)
+        return messages

@@ -19,9 +19,8 @@ from ithaka.exits import ExitCode, exit_code_for
 from ithaka.launch import Outcome, catch_stop_signals, exit_rank, handle_stop_signal
 from ithaka.phases import listening, phase
 from ithaka.preflight.run import Run
-from ithaka.train.console import Console, Record, host_peak_bytes
+from ithaka.train.console import Console, FinalStatus, Record, Trackers, host_peak_bytes
 from ithaka.train.heartbeat import Heartbeat, Limits, PhaseTracker, validation_seconds
-from ithaka.train.track import FinalStatus, Trackers
 from ithaka.train.trainer import Trainer, prepare
 from ithaka.train.watch import (
     OutOfMemoryTracker,
