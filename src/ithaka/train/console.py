@@ -227,9 +227,8 @@ class Console:
                 self._unwritten = self._unwritten[self._metrics.write(self._unwritten) :]
             except OSError as error:
                 if not before:
-                    self.print(
-                        f"{self._metrics.name} cannot be written ({error.strerror}); keeping its lines in memory"
-                    )
+                    problem = f"cannot be written ({error.strerror}); keeping its lines in memory"
+                    self.print(f"{self._metrics.name} {problem}")
 
     def _show(self, step: int, label: str, status: str) -> None:
         self._bar.update(self._task, status=status)
