@@ -141,8 +141,7 @@ def find_problem(path: Path) -> str | None:
     except ConfigError:
         raise
     except Exception as error:  # a damaged pickle can raise anything
-        _raise_if_transient(path, error)
-        return f"{type(error).__name__}: {error}"
+        return _describe_damage(path, error)
     return None
 
 
@@ -155,16 +154,16 @@ def find_corruption(path: Path, share: int = 0, num_shares: int = 1) -> str | No
             if name != STATE_FILE and checksum(path / name) != digest:
                 return f"{name} is corrupt"
     except OSError as error:  # another run in this directory may be removing it
-        _raise_if_transient(path, error)
-        return f"{type(error).__name__}: {error}"
+        return _describe_damage(path, error)
     return None
 
 
-def _raise_if_transient(path: Path, error: Exception) -> None:
-    """Raise TransientError if the storage failed: the checkpoint may be intact, so using an older one is wrong."""
+def _describe_damage(path: Path, error: Exception) -> str:
+    """TransientError if the storage failed: the checkpoint may be intact, so using an older one is wrong."""
     if is_transient(error):
         message = f"checkpoint {path} cannot be read at the moment ({error}); check its disk, and start again"
         raise TransientError(message) from error
+    return f"{type(error).__name__}: {error}"
 
 
 def find_checkpoint(run_dir: Path, before: Path | None = None) -> Path:
