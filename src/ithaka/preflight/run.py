@@ -190,8 +190,8 @@ def _check_tiers(run: Run, ledger: Ledger, setting: str, find_fixes: Callable[[R
             parts = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in holders.items() if num_bytes)
             fixes = find_fixes(run, tier) | {"memory.plan=off to try anyway": planned}
             choices = format_choices(fix for fix, helps in fixes.items() if helps)
-            problem = f"needs {format_bytes(needed)} of {tier} {unit} ({parts}); {format_bytes(available)} available"
-            raise ConfigError(f"{setting} {problem}; use {choices}")
+            problem = f"{setting} needs {format_bytes(needed)} of {tier} {unit} ({parts})"
+            raise ConfigError(f"{problem}; {format_bytes(available)} available; use {choices}")
 
 
 def _step_fixes(run: Run, tier: str) -> dict[str, bool]:
