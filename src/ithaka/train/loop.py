@@ -9,7 +9,6 @@ from signal import SIGINT, Signals
 from threading import Timer
 
 import torch
-import torch.distributed as dist
 
 from ithaka.checkpoint import files, save
 from ithaka.config import shell_command
@@ -202,21 +201,17 @@ def _save_if_due(
 
 def _agree(
     stop: list[Signals], trainer: Trainer, earlier_peak: int = 0, rank_figures: tuple[float, ...] = ()
-) -> tuple[int, tuple[bool, bool], tuple[int | None, int], list[list[float]]]:
-    """All-gather on the host after each step, so that all ranks make the same decisions. Returns the stop signal of any
+) -> tuple[int, tuple[bool, bool], tuple[int | None, int], list[tuple[float, ...]]]:
+    """Gather on the host after each step, so that all ranks make the same decisions. Returns the stop signal of any
     rank, or 0; (a save is due, a save has finished); peak bytes (device, host); and for each of `rank_figures` its
     values on all ranks."""
-    mesh = trainer.mesh
-    on_gpu = mesh.device.type == "cuda"
-    device_peak = max(torch.cuda.max_memory_allocated(mesh.device), earlier_peak) if on_gpu else 0
-    flags = [stop[0] if stop else 0, trainer.save_is_due, trainer.saver.is_done, device_peak, host_peak_bytes()]
-    own = torch.tensor([*flags, *rank_figures], dtype=torch.float64)  # exact for byte counts
-    rows = [torch.empty_like(own) for _ in range(mesh.world_size)]
-    dist.all_gather(rows, own)
-    gathered = torch.stack(rows)
-    stop_signal, save, saved, device_peak, host_peak = map(int, gathered[:, : len(flags)].amax(0).tolist())
-    peaks = device_peak if on_gpu else None, host_peak
-    return stop_signal, (bool(save), bool(saved)), peaks, gathered[:, len(flags) :].t().tolist()
+    device = trainer.mesh.device
+    device_peak = max(torch.cuda.max_memory_allocated(device), earlier_peak) if device.type == "cuda" else None
+    state = stop[0] if stop else 0, trainer.save_is_due, trainer.saver.is_done
+    gathered = gather_objects((*state, device_peak or 0, host_peak_bytes(), *rank_figures))
+    signals, due, finished, device_peaks, host_peaks, *figures = zip(*gathered, strict=True)
+    peaks = max(device_peaks) if device_peak is not None else None, max(host_peaks)
+    return max(signals), (any(due), any(finished)), peaks, figures
 
 
 class GracefulShutdown:

@@ -149,7 +149,9 @@ class Watch:
         late_s = min(waited_s, busy_s - moved_bytes / self._planned_disk_bytes_s)
         return moved_bytes / busy_s if late_s > max(SLOW_DISK_S, SLOW_DISK_SHARE * step_s) else 0.0
 
-    def report(self, disks: list[float], attention: list[float], works: list[float], *pauses: list[float]) -> None:
+    def report(
+        self, disks: Sequence[float], attention: Sequence[float], works: Sequence[float], *pauses: Sequence[float]
+    ) -> None:
         """Set time limits and report slow ranks and disks, from what each rank measured."""
         self.heartbeat.update_limits(*map(max, pauses))
         if slow := self._slow_ranks.add(attention, works):
