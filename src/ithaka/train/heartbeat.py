@@ -154,40 +154,50 @@ class PhaseTracker(Listener):
         self._lock = threading.Lock()
         self._passed, self._path = 0, PhasePath()
         self._timeline = DeviceTimeline[tuple[PhasePath, bool]](device)  # phase, whether its pause counts
-        self._start, self._counts = None, False  # mark of the last phase reached, and whether its pause counts
+        self._pause_start: Any = None  # mark of the last phase reached, if its pause counts
         self._longest_pauses = dict.fromkeys(KINDS, 0.0)
         # Longest pauses in attention: in this step, and expected if a document fills the context.
         self._step_pause, self._full_pause = 0.0, math.inf
-        self._attention_s = 0.0  # in this step
+        self._attention: list[list[Any]] = []  # [start, end]
 
     def enter(self, path: PhasePath) -> None:
         # Track a layer's direction, its stages and exchanges, and phases outside layers. Tiles are too frequent.
-        if len(path) == 2 or _is_attention(path) or path[-1] == "exchange" or not path[0].startswith("layer "):
-            self._timeline.push((path, self.warm))
+        waits = path[-1] == "exchange"
+        if len(path) == 2 or _is_attention(path) or waits or not path[0].startswith("layer "):
+            mark = self._timeline.push((path, self.warm))
+            if _is_attention(path):
+                self._attention.append([mark])
+            elif waits and _is_attention(path[:-1]):
+                self._stop_attention(mark)
 
     def leave(self, path: PhasePath) -> None:
-        ends_wait = path[-1] == "exchange" and _is_attention(path[:-1])
-        if _is_attention(path) or ends_wait or path in (("optimizer",), ("validation",)):
-            self._timeline.push((path[:-1] or BETWEEN_STEPS, self.warm))
+        if _is_attention(path):
+            self._stop_attention(self._timeline.mark())
+        elif path[-1] == "exchange" and _is_attention(path[:-1]):
+            self._attention.append([self._timeline.mark()])
+        elif path in (("optimizer",), ("validation",)):
+            self._timeline.push((BETWEEN_STEPS, self.warm))
+
+    def _stop_attention(self, mark: Any) -> None:
+        if self._attention:
+            self._attention[-1].append(mark)
 
     def now(self) -> tuple[int, int, PhasePath]:
         """Step, number of phases passed since the start, and current phase."""
         with self._lock:
             for mark, (path, counts) in self._timeline.pop_reached():
-                self._count_seconds(mark)
-                self._path, self._passed, self._start, self._counts = path, self._passed + 1, mark, counts
+                self._count_pause(mark)
+                self._path, self._passed, self._pause_start = path, self._passed + 1, mark if counts else None
             return self.step, self._passed, self._path
 
-    def _count_seconds(self, end: Any) -> None:
+    def _count_pause(self, end: Any) -> None:
         kind = pause_kind(self._path)
-        if kind is None:
+        if self._pause_start is None or kind is None:
             return
-        seconds = self._timeline.seconds(self._start, end)
-        if _is_attention(self._path):
-            self._attention_s += seconds
-        if self._counts:
-            self._longest_pauses[kind] = max(self._longest_pauses[kind], seconds)
-            self._step_pause = max(self._step_pause, seconds if kind == ATTENTION else 0.0)
+        seconds = self._timeline.seconds(self._pause_start, end)
+        self._longest_pauses[kind] = max(self._longest_pauses[kind], seconds)
+        if kind == ATTENTION:
+            self._step_pause = max(self._step_pause, seconds)
 
     def end_step(self, full_ratio: float = 1.0) -> tuple[float, list[float]]:
         """This step's seconds in attention, and the longest pauses so far in the order of KINDS. `full_ratio`:
@@ -199,8 +209,9 @@ class PhaseTracker(Listener):
             self._full_pause, self._step_pause = min(self._full_pause, full_ratio * self._step_pause), 0.0
         if self._full_pause < math.inf:
             pauses[ATTENTION] = max(pauses[ATTENTION], self._full_pause)
-        self.warm, attention_s, self._attention_s = True, self._attention_s, 0.0
-        return attention_s, list(pauses.values())
+        self.warm = True
+        pairs, self._attention = [pair for pair in self._attention if len(pair) == 2], []
+        return sum(self._timeline.seconds(*pair) for pair in pairs), list(pauses.values())
 
 
 class Heartbeat:

@@ -301,14 +301,15 @@ def prepare(run: Run, trains: bool = True) -> Trainer:
     keeps_best = settings.keep_best or settings.patience > 0
     trainer.saver = save.Saver(run.run_dir, settings.keep_last, can_save_in_background(run), keeps_best)
     check_same_inputs(run.config, trainer.data, trainer.tokenizer.fingerprint)
-    if trains:
-        _decide_steps(trainer)
-        trainer.text = raise_on_all_ranks(trainer.read_evaluation)
-        trainer.data_facts = raise_on_all_ranks(_data_facts, trainer)
+    if not trains:
+        trainer.load() if run.checkpoint is not None else None
+        return trainer
+    _decide_steps(trainer)
+    trainer.text = raise_on_all_ranks(trainer.read_evaluation)
+    trainer.data_facts = raise_on_all_ranks(_data_facts, trainer)
     if run.checkpoint is not None:
         trainer.load()
-    if trains:
-        raise_on_all_ranks(_write_run_dir, trainer)
+    raise_on_all_ranks(_write_run_dir, trainer)
     return trainer
 
 
