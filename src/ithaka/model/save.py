@@ -1,6 +1,9 @@
 """`save_pretrained` and `generate` for parallel models. Every rank calls them; rank 0 writes."""
 
+import copy
 import json
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,6 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from ithaka.config import ConfigError
@@ -31,7 +33,7 @@ def save_pretrained(model: Any, save_directory: str | Path, max_shard_size: int 
     for name, value in others.items():
         if value is not None and value != DEFAULT_ARGUMENTS.get(name):
             raise ConfigError(f"save_pretrained({name}=...) is not supported by a parallel model; leave it out")
-    base, directory = getattr(model, "get_base_model", lambda: model)(), Path(save_directory)
+    base = getattr(model, "get_base_model", lambda: model)()
     base.reshard()  # after a forward without backward, the root's parameters are still gathered
     adapter, params = find_active_adapter(base), dict(base.named_parameters())  # a tied weight is listed once
     if adapter is None:
@@ -42,78 +44,60 @@ def save_pretrained(model: Any, save_directory: str | Path, max_shard_size: int 
     else:
         own = [name for name, param in params.items() if param.requires_grad or f".{adapter}." in name]
         files = {"adapter_model.safetensors": own}
-    writer = _Writer(base, directory, adapter) if base.ithaka_mesh.rank == 0 else None
-    for file, names in files.items():
-        tensors = {}
-        for name in names:
-            shard: Any = params[name].detach().to(base.ithaka_mesh.device)
-            full = shard.full_tensor() if isinstance(shard, DTensor) else shard
-            if writer is not None:
-                tensors[name] = full.cpu()
-        if writer is not None:
-            writer.write(file, tensors)
-    error = writer.finish() if writer is not None else None
-    failure = RankError(OSError, error) if error is not None else None
+    gathered, failure = _gather_files(base, files), None
+    if base.ithaka_mesh.rank == 0:
+        try:
+            _write_files(base, Path(save_directory), adapter, gathered)
+        except Exception as error:
+            failure = RankError(OSError, f"{type(error).__name__}: {error}")
+    deque(gathered, maxlen=0)  # the other ranks gather too, and rank 0 with them even after an error
     raise_first(gather_objects(failure), f"save_pretrained({save_directory})")
 
 
-class _Writer:
-    """Writes files on rank 0. Stores the first error instead of raising: the other ranks still gather with it."""
+def _gather_files(base: Any, files: dict[str, list[str]]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Each file with its full tensors, which only rank 0 keeps."""
+    mesh, params = base.ithaka_mesh, dict(base.named_parameters())
+    for file, names in files.items():
+        tensors = {}
+        for name in names:
+            shard: Any = params[name].detach().to(mesh.device)
+            full = shard.full_tensor() if isinstance(shard, DTensor) else shard
+            if mesh.rank == 0:
+                tensors[name] = full.cpu()
+        yield file, tensors
 
-    def __init__(self, base: PreTrainedModel, directory: Path, adapter: str | None) -> None:
-        self.base, self.directory, self.adapter = base, directory, adapter
-        self.error: str | None = None
-        self.weight_map: dict[str, str] = {}
-        self.num_bytes = 0
-        self._try(self._begin)
 
-    def write(self, file: str, tensors: dict[str, Tensor]) -> None:
-        self._try(self._write, file, tensors)
-
-    def finish(self) -> str | None:
-        self._try(self._finish)
-        return self.error
-
-    def _try(self, function: Any, *args: Any) -> None:
-        if self.error is None:
-            try:
-                function(*args)
-            except Exception as error:
-                self.error = f"{type(error).__name__}: {error}"
-
-    def _begin(self) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        if self.adapter is None:  # an earlier save may have had more files
-            for stale in [*self.directory.glob("model-*-of-*.safetensors"), self.directory / INDEX_FILE]:
-                stale.unlink(missing_ok=True)
-        base: Any = self.base
-        if self.adapter is not None:
-            config = base.peft_config[self.adapter]
-            inference, config.inference_mode = config.inference_mode, True  # as PEFT writes it
-            config.save_pretrained(self.directory)
-            config.inference_mode = inference
-            return
+def _write_files(
+    base: Any, directory: Path, adapter: str | None, gathered: Iterator[tuple[str, dict[str, Tensor]]]
+) -> None:
+    """Write the configuration, the tensors and, for more than one file, their index."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if adapter is None:
+        for stale in [*directory.glob("model-*-of-*.safetensors"), directory / INDEX_FILE]:  # of an earlier save
+            stale.unlink(missing_ok=True)
         base.config.dtype = str(base.dtype).removeprefix("torch.")
         base.config.architectures = [type(base).__name__.removeprefix("FSDP")]
-        base.config.save_pretrained(self.directory)
-        base.generation_config.save_pretrained(self.directory)
-
-    def _write(self, file: str, tensors: dict[str, Tensor]) -> None:
-        if self.adapter is not None:
-            tensors = {adapter_tensor_name(name, self.adapter): tensor for name, tensor in tensors.items()}
+        base.config.save_pretrained(directory)
+        base.generation_config.save_pretrained(directory)
+    else:
+        config = copy.copy(base.peft_config[adapter])
+        config.inference_mode = True  # as PEFT writes it
+        config.save_pretrained(directory)
+    weight_map: dict[str, str] = {}
+    num_bytes = 0
+    for file, tensors in gathered:
+        if adapter is None:
+            tensors = revert_weight_conversion(base, tensors)
         else:
-            tensors = revert_weight_conversion(self.base, tensors)
+            tensors = {adapter_tensor_name(name, adapter): tensor for name, tensor in tensors.items()}
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(tensors, self.directory / file, metadata={"format": "pt"})
-        self.weight_map |= dict.fromkeys(tensors, file)
-        self.num_bytes += sum(tensor.nbytes for tensor in tensors.values())
-
-    def _finish(self) -> None:
-        if len(set(self.weight_map.values())) > 1:
-            index = {"metadata": {"total_size": self.num_bytes}, "weight_map": self.weight_map}
-            (self.directory / INDEX_FILE).write_text(
-                json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-            )
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+        num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        del tensors  # before the next file is gathered
+    if len(set(weight_map.values())) > 1:
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
