@@ -10,7 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from ithaka.config import ConfigError, DataConfig, ReadingConfig
-from ithaka.data import cache, mix, read
+from ithaka.data import cache, read
+from ithaka.data import stream as data_stream
 from ithaka.data.cache import TokenCache
 from ithaka.data.files import find_files
 from ithaka.data.open import data_facts, open_data
@@ -43,7 +44,7 @@ class CountingTokenizer(ByteTokenizer):
 def small_pieces():
     """An epoch has many shards and rounds."""
     rounds = {"ROUND_TOKENS": 0, "ROUND_SEQUENCES": 4, "ROUND_STEPS": 1, "HELD_OUT_SEQUENCES": 2}
-    with mock.patch.multiple(mix, **rounds), mock.patch.object(read, "SHARD_BYTES", 300):
+    with mock.patch.multiple(data_stream, **rounds), mock.patch.object(read, "SHARD_BYTES", 300):
         yield
 
 

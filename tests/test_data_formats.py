@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from ithaka.config import ConfigError, DataConfig, parse_config
-from ithaka.data import files, mix
+from ithaka.data import files
+from ithaka.data import stream as data_stream
 from ithaka.data.open import check_data, data_facts, epoch_steps
 from runs import MODEL
 from test_data_sources import TEXTS, documents_of, encoded, opened_at, write_jsonl, write_parquet
@@ -172,7 +173,7 @@ def test_facts_of_small_data_are_counted_and_a_sequence_is_shown(tmp_path):
 
 
 def test_of_large_data_what_comes_first_is_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(mix, "ROUND_TOKENS", 0)
+    monkeypatch.setattr(data_stream, "ROUND_TOKENS", 0)
     path = write_parquet(tmp_path / "a.parquet", ["1234567"] * 200, row_group_size=50)
     opened = opened_at(DataConfig(path=path, context=8, validation_fraction=0))
     lines = data_facts(opened, 100)

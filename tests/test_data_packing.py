@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ithaka.config import ConfigError, DataConfig
-from ithaka.data import mix, pack
-from ithaka.data.mix import SequenceStream, Source
+from ithaka.data import pack
+from ithaka.data import stream as data_stream
 from ithaka.data.open import data_facts
 from ithaka.data.pack import (
     SEGMENT_DTYPE,
@@ -29,7 +29,7 @@ from ithaka.data.pack import (
     permutation,
     split_long,
 )
-from ithaka.data.stream import collate, num_valid
+from ithaka.data.stream import SequenceStream, Source, collate, num_valid
 from test_data_sources import opened_at, write_jsonl
 
 PAD = 9999
@@ -223,7 +223,7 @@ def test_data_without_any_label_is_an_error_not_an_endless_loop():
 
 def test_labels_behind_rounds_without_any_are_found(monkeypatch):
     """While validating too, which ends with the data."""
-    monkeypatch.setattr(mix, "HELD_OUT_SEQUENCES", 1)
+    monkeypatch.setattr(data_stream, "HELD_OUT_SEQUENCES", 1)
     shards = [ListShard([[~1] * 4]), ListShard([[~1] * 4]), ListShard([[~1, 5, 6, 7]]), ListShard([[~1] * 4])]
     stream = make_stream(shards, 4)
     assert stream.next_sequence().tokens.tolist() == [~1, 5, 6, 7]
@@ -247,7 +247,7 @@ def test_long_documents_are_split_and_the_rest_is_packed_like_a_document():
 
 
 def test_long_documents_are_dropped_and_counted_and_do_not_fill_a_round(monkeypatch):
-    monkeypatch.setattr(mix, "ROUND_SEQUENCES", 2)
+    monkeypatch.setattr(data_stream, "ROUND_SEQUENCES", 2)
     stream = make_stream([ListShard([list(range(10)), [50, 51], [60] * 9])], 4, long_documents="drop", seed=0)
     assert [stream.next_sequence().ids[:2].tolist() for _ in range(2)] == [[50, 51]] * 2 and stream.position.epoch == 1
     assert stream.num_long == 2
@@ -273,7 +273,7 @@ def test_empty_shards_are_an_error_not_an_endless_loop():
 @pytest.fixture(autouse=True)
 def small_rounds(monkeypatch):
     for name, value in {"ROUND_TOKENS": 0, "ROUND_SEQUENCES": 3, "ROUND_STEPS": 2, "HELD_OUT_SEQUENCES": 3}.items():
-        monkeypatch.setattr(mix, name, value)
+        monkeypatch.setattr(data_stream, name, value)
 
 
 class Counted(NoCache):
@@ -291,7 +291,7 @@ class Counted(NoCache):
 
 
 def test_a_run_reads_no_more_than_it_needs_before_its_first_step(monkeypatch):
-    monkeypatch.setattr(mix, "ROUND_SEQUENCES", 64)
+    monkeypatch.setattr(data_stream, "ROUND_SEQUENCES", 64)
     shards = [ListShard([[8 * i + j for j in range(8)]]) for i in range(200)]  # each fills a sequence
 
     def run(needed, count, state=None, key=(3,)):
@@ -300,14 +300,14 @@ def test_a_run_reads_no_more_than_it_needs_before_its_first_step(monkeypatch):
         if state is not None:
             position = json.loads(json.dumps(state))
             packings = tuple(Packing(**packing) for packing in position["packings"])
-            sources = tuple(mix.SourcePosition(**source) for source in position["sources"])
-            stream.seek(mix.StreamPosition(position["sequences"], sources, packings))
+            sources = tuple(data_stream.SourcePosition(**source) for source in position["sources"])
+            stream.seek(data_stream.StreamPosition(position["sequences"], sources, packings))
         return [stream.next_sequence().ids.tolist() for _ in range(count)], cache, stream
 
     for needed, loaded in ((1, 9), (4, 12), (63, 64), (64, 64), (1000, 64), (None, 64)):
         sequences, cache, stream = run(needed, 1)
         assert cache.loaded == loaded and bool(cache.prepared) == (needed is None or needed > 64)
-        if needed is None or needed >= 64 - mix.SPARE_SEQUENCES:
+        if needed is None or needed >= 64 - data_stream.SPARE_SEQUENCES:
             assert run(needed, 80)[0] == run(None, 80)[0], "what is trained is as before"
         else:
             assert len(sequences[0]) == 8
@@ -322,19 +322,19 @@ def test_a_run_reads_no_more_than_it_needs_before_its_first_step(monkeypatch):
 
 def test_rounds_are_smaller_only_where_contexts_are_long(monkeypatch):
     for name, value in {"ROUND_TOKENS": 1 << 24, "ROUND_SEQUENCES": 64, "ROUND_STEPS": 32}.items():
-        monkeypatch.setattr(mix, name, value)
-    monkeypatch.setattr(mix, "HELD_OUT_SEQUENCES", 16)
+        monkeypatch.setattr(data_stream, name, value)
+    monkeypatch.setattr(data_stream, "HELD_OUT_SEQUENCES", 16)
     for context in (4096, 1 << 17, 1 << 18):
         for packing in (Packing(context, 1), Packing(context, 1, max_sequences=9)):
-            assert mix.tokens_per_round(packing) == 1 << 24
-        assert mix.tokens_per_round(Packing(context, 1, max_sequences=2), False) == 16 * context
-    assert mix.tokens_per_round(Packing(10**7, 1)) == 64 * 10**7
+            assert data_stream.tokens_per_round(packing) == 1 << 24
+        assert data_stream.tokens_per_round(Packing(context, 1, max_sequences=2), False) == 16 * context
+    assert data_stream.tokens_per_round(Packing(10**7, 1)) == 64 * 10**7
     assert (
-        mix.tokens_per_round(Packing(10**7, 8, max_sequences=16))
-        == mix.tokens_per_round(Packing(10**7, 8, max_sequences=16), False)
+        data_stream.tokens_per_round(Packing(10**7, 8, max_sequences=16))
+        == data_stream.tokens_per_round(Packing(10**7, 8, max_sequences=16), False)
         == 16 * 10**7
     )
-    assert mix.tokens_per_round(Packing(10**7, 8, max_sequences=999)) == 256 * 10**7
+    assert data_stream.tokens_per_round(Packing(10**7, 8, max_sequences=999)) == 256 * 10**7
 
 
 def test_documents_of_different_shards_are_mixed_within_a_round():
@@ -408,7 +408,7 @@ def mixed(weights, sizes, context=64, **settings):
 
 
 def test_sources_are_mixed_by_their_weights_and_begin_their_own_epochs(monkeypatch):
-    monkeypatch.setattr(mix, "ROUND_SEQUENCES", 40)
+    monkeypatch.setattr(data_stream, "ROUND_SEQUENCES", 40)
     stream = mixed([1, 6, 3], [900, 300, 2000])
     for _ in range(6):
         packed, counts, together = stream.current_round(), np.zeros(3), 0

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from ithaka.config import ConfigError, DataConfig
-from ithaka.data import cache, mix, read
+from ithaka.data import cache, read
+from ithaka.data import stream as data_stream
 from ithaka.data.cache import TokenCache
 from ithaka.data.stream import num_valid
 from ithaka.data.tokenizer import ByteTokenizer
@@ -46,7 +47,7 @@ def data(request, tmp_path, monkeypatch):
 
 def small_rounds(monkeypatch, sequences=6):
     for name, value in {"ROUND_TOKENS": 0, "ROUND_SEQUENCES": sequences, "ROUND_STEPS": 1}.items():
-        monkeypatch.setattr(mix, name, value)
+        monkeypatch.setattr(data_stream, name, value)
 
 
 def write_text(path):

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 from browser import Browser, find_browser
 from ithaka import launch
 from ithaka.cli import app
-from ithaka.data import mix, read
+from ithaka.data import read
+from ithaka.data import stream as data_stream
 from ithaka.exits import ExitCode
 from runs import MODEL
 
@@ -136,7 +137,7 @@ def test_epochs_are_those_that_the_run_has(folder):
 
 
 def test_of_large_data_a_stated_part_is_read(folder, monkeypatch):
-    monkeypatch.setattr(mix, "ROUND_TOKENS", 0)
+    monkeypatch.setattr(data_stream, "ROUND_TOKENS", 0)
     monkeypatch.setattr(read, "SHARD_BYTES", 200)
     records = [{"text": "123456789abcdef"}] * 256  # a sequence each
     part = r"read +the first 64 sequences, about 2[45]\.\d% of the data"

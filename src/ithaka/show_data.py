@@ -93,19 +93,16 @@ def compute_figures(data: TrainData) -> dict[str, Any]:
     complete = True
     for i, source in enumerate(stream.sources):
         lengths = packable["length"][packable["source"] == i]
-        shard_counts = list(source.shard_counts.values())
-        read_tokens = sum(tokens for _, tokens, _ in shard_counts)
-        read_bytes = sum(source.shards[index].num_bytes for index in source.shard_counts)
+        _, estimated_tokens, is_complete = source.estimate_size(stream.context)
         figures = {
             "files": len({part.file for shard in source.shards for part in shard.parts}),
             "documents": len(lengths),
             "tokens": int(lengths.sum()),
             "trained_tokens": int(trained[i]),
-            "estimated_tokens": round(read_tokens * source.num_bytes / max(read_bytes, 1)),
+            "estimated_tokens": estimated_tokens,
         }
-        skipped = sum((Counter(reasons) for *_, reasons in shard_counts), Counter[str]())
-        sources.append({"name": source.name, **figures, "skipped": skipped})
-        complete &= len(shard_counts) == len(source.shards) and figures["tokens"] >= read_tokens
+        sources.append({"name": source.name, **figures, "skipped": source.count_skipped()})
+        complete &= is_complete and figures["tokens"] >= estimated_tokens
     sums = {key: sum(source[key] for source in sources) for key in figures}
     lengths = documents["length"]
     powers = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)

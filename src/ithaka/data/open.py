@@ -8,29 +8,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ithaka.config import ConfigError, DataConfig, SourceConfig
+from ithaka.config import ConfigError, DataConfig
 from ithaka.data.cache import TokenCache, tokenize
-from ithaka.data.files import DataFiles, find_files
-from ithaka.data.mix import SequenceStream, Source, SourcePosition
+from ithaka.data.files import find_files
 from ithaka.data.pack import Split, imbalance, permutation
 from ithaka.data.read import Shard, make_shards
-from ithaka.data.stream import TrainData
+from ithaka.data.stream import SequenceStream, Source, TrainData
 from ithaka.data.tokenizer import Tokenizer, load_tokenizer
 
 PROBED_DOCUMENTS = 10_000
 SAMPLE_TOKENS = 64
 
 
-class NamedSource(NamedTuple):
-    setting: str  # names its path, such as data.sources[0].path
+class SourceShards(NamedTuple):
+    label: str  # setting and path, for messages
     name: str  # in the log, as short as is unique
-    config: SourceConfig
-
-
-class DataShards(NamedTuple):
-    train: list[list[Shard]]  # by source
-    held_out: list[list[Shard]] | None
-    facts: dict[str, str]  # a description of the data, by topic
+    weight: float
+    train: list[Shard]
 
 
 def open_data(
@@ -45,20 +39,19 @@ def open_data(
     how much is tokenized at once. `cache_dir` holds the tokens; one rank per node writes them (`fills_cache`).
     """
     cache = TokenCache(cache_dir, tokenizer, fills_cache)
-    shards = _find_shards(data)
-    named = [(source.name, source.config.weight) for source in _name_sources(data)]
-    sources = [Source(*named[i], each, cache, (seed, i)) for i, each in enumerate(shards.train)]
+    found, held_out, facts = _find_shards(data)
+    sources = [Source(each.name, each.weight, each.train, cache, (seed, i)) for i, each in enumerate(found)]
+    unshuffled = [
+        Source(each.name, each.weight, shards, cache, None) for each, shards in zip(found, held_out, strict=False)
+    ]
     make_stream = functools.partial(
         SequenceStream, context=data.context, pad_id=tokenizer.pad_id, long_documents=data.long_documents,
         documents_together=data.documents == "together",
     )  # fmt: skip
     group = batch * dp_size * accumulate
     stream = make_stream(sources, group=group, needed=None if steps is None else steps * group)
-    validation = None
-    if shards.held_out is not None:
-        unshuffled = [Source(*named[i], each, cache, None) for i, each in enumerate(shards.held_out)]
-        validation = make_stream(unshuffled, needed=validate_sequences)
-    return TrainData(stream, validation, shards.facts, dp_rank=dp_rank, dp_size=dp_size, batch=batch)
+    validation = make_stream(unshuffled, needed=validate_sequences) if unshuffled else None
+    return TrainData(stream, validation, facts, dp_rank=dp_rank, dp_size=dp_size, batch=batch)
 
 
 def check_data(data: DataConfig, vocab_size: int, model_path: Path | None = None) -> int:
@@ -74,72 +67,72 @@ def check_data(data: DataConfig, vocab_size: int, model_path: Path | None = None
             "data.tokenizer to the model's own tokenizer or, if this is that tokenizer with added tokens, set "
             "model.resize_embeddings=true"
         )
-    train, held_out, facts = _find_shards(data)
-    splits = data.validation_path is None and held_out is not None
-    paths = [f"{source.setting}={source.config.path}" for source in _name_sources(data)]
-    for path, shards in zip(paths, train, strict=True):
-        fix = "add documents, or use another path" + ", or set data.validation_fraction=0" * splits
-        _check_has_text(shards, tokenizer, f"{path} has no text to train on; {fix}")
-    if sum(shard.num_bytes for shards in train for shard in shards) < data.context:
-        documents = itertools.chain(*(tokenize(shard, tokenizer) for shards in train for shard in shards))
+    sources, held_out, facts = _find_shards(data)
+    for source in sources:
+        fix = "add documents, or use another path"
+        if held_out and data.validation_path is None:
+            fix += ", or set data.validation_fraction=0"
+        _check_has_text(source.train, tokenizer, f"{source.label} has no text to train on; {fix}")
+    train = [shard for source in sources for shard in source.train]
+    num_bytes = sum(shard.num_bytes for shard in train)
+    if num_bytes < data.context:
+        documents = itertools.chain.from_iterable(tokenize(shard, tokenizer) for shard in train)
         num_tokens = sum(len(tokens) for tokens, _, skip_reason in documents if not skip_reason)
         if num_tokens < data.context:
             raise ConfigError(
-                f"{' and '.join(paths)} has {num_tokens} tokens to train on, too few for one sequence of "
-                f"data.context={data.context}; add data, or use a shorter data.context"
+                f"{' and '.join(source.label for source in sources)} has {num_tokens} tokens to train on, too few for "
+                f"one sequence of data.context={data.context}; add data, or use a shorter data.context"
             )
-    for shards in held_out or ():
+    for shards in held_out:
         fix = "increase it, or set it to 0" if data.validation_path is None else "use other data"
         _check_has_text(shards, tokenizer, f"{facts['validation']} has no text to validate on; {fix}")
-    return sum(shard.num_bytes for shards in (*train, *(held_out or ())) for shard in shards)
+    return num_bytes + sum(shard.num_bytes for shards in held_out for shard in shards)
 
 
-def _name_sources(data: DataConfig) -> list[NamedSource]:
+def _find_shards(data: DataConfig) -> tuple[list[SourceShards], list[list[Shard]], dict[str, str]]:
+    """Return the shards of each source, those held out for validation, and a description of the data by topic."""
+    sources: list[SourceShards] = []
+    held_out: list[list[Shard]] = []  # by source, or those of data.validation_path
+    facts: dict[str, str] = {}
+    fraction = data.validation_fraction
+    validation = f"data.validation_path={data.validation_path}"
     configs = data.all_sources()
-    settings = [f"data.sources[{i}].path" if data.sources else "data.path" for i in range(len(configs))]
-    paths = [config.path or Path("Python's standard library") for config in configs]
+    for i, (config, name) in enumerate(zip(configs, _name_paths([config.path for config in configs]), strict=True)):
+        setting, split = f"data.sources[{i}].path" if data.sources else "data.path", None
+        label = f"{setting}={config.path}"
+        found = find_files(config.path, setting)
+        if data.validation_path is None and not fraction:
+            validation = "none, data.validation_fraction=0"
+        elif data.validation_path is None and found.validation:
+            held_out.append(make_shards(found.validation, config))
+            validation = f"the split {found.validation[0].split} of {label}"
+        elif data.validation_path is None:
+            split = Split(fraction, held_out=False)
+            held_out.append(make_shards(found.files, config, Split(fraction, held_out=True)))
+            origin = label if config.path else "Python's standard library"
+            validation = f"data.validation_fraction={fraction} of {'each source' if data.sources else origin}"
+        train = make_shards(found.files, config, split)
+        sources.append(SourceShards(label, name, config.weight, train))
+        kinds, num_files = ", ".join(sorted({file.kind for file in found.files})), len(found.files)
+        megabytes = sum(shard.num_bytes for shard in train) / 1e6
+        facts[name] = f"{num_files:,} file{'s' * (num_files != 1)} ({kinds}), {megabytes:,.1f} MB"
+        if found.ignored:
+            examples = ", ".join(found.ignored[:3]) + ", ..." * (len(found.ignored) > 3)
+            topic = f"left out of {name}" if data.sources else "left out"
+            facts[topic] = f"{len(found.ignored):,} files: {examples}"
+    if data.validation_path is not None:
+        held_out = [make_shards(find_files(data.validation_path, "data.validation_path").files, data)]
+    return sources, held_out, {**facts, "validation": validation}
+
+
+def _name_paths(given: Sequence[Path | None]) -> list[str]:
+    """Return the stems of the paths, or as many of their last parts as tell them apart."""
+    paths = [path or Path("Python's standard library") for path in given]
     names, absolute, depth = [path.stem for path in paths], [path.absolute() for path in paths], 0
     while len(set(names)) < len(set(absolute)):
         depth += 1  # counted from the end, so that relative and absolute paths get the same name
         names = ["/".join(path.parts[-depth:]) for path in absolute]
-    return [NamedSource(*each) for each in zip(settings, names, configs, strict=True)]
-
-
-def _find_shards(data: DataConfig) -> DataShards:
-    """Find the shards of each source, and those held out for validation."""
-    fraction = data.validation_fraction
-    train: list[list[Shard]] = []
-    held_out: list[list[Shard]] = []
-    facts: dict[str, str] = {}
-    validation = f"data.validation_path={data.validation_path}"
-    for source in _name_sources(data):
-        path, split = source.config.path, None
-        found = find_files(path, source.setting)
-        if data.validation_path is None and not fraction:
-            validation = "none, data.validation_fraction=0"
-        elif data.validation_path is None and found.validation:
-            held_out.append(make_shards(found.validation, source.config))
-            validation = f"the split {found.validation[0].split} of {source.setting}={path}"
-        elif data.validation_path is None:
-            split = Split(fraction, held_out=False)
-            held_out.append(make_shards(found.files, source.config, Split(fraction, held_out=True)))
-            origin = f"{source.setting}={path}" if path else "Python's standard library"
-            validation = f"data.validation_fraction={fraction} of {'each source' if data.sources else origin}"
-        train.append(make_shards(found.files, source.config, split))
-        facts[source.name] = _describe_files(found, train[-1])
-        if found.ignored:
-            examples = ", ".join(found.ignored[:3]) + ", ..." * (len(found.ignored) > 3)
-            topic = f"left out of {source.name}" if data.sources else "left out"
-            facts[topic] = f"{len(found.ignored):,} files: {examples}"
-    if data.validation_path is not None:
-        held_out = [make_shards(find_files(data.validation_path, "data.validation_path").files, data)]
-    return DataShards(train, held_out or None, {**facts, "validation": validation})
-
-
-def _describe_files(found: DataFiles, shards: Sequence[Shard]) -> str:
-    kinds = ", ".join(sorted({file.kind for file in found.files}))
-    num_bytes, num_files = sum(shard.num_bytes for shard in shards), len(found.files)
-    return f"{num_files:,} file{'s' * (num_files != 1)} ({kinds}), {num_bytes / 1e6:,.1f} MB"
+    return names
 
 
 def _check_has_text(shards: Sequence[Shard], tokenizer: Tokenizer, message: str) -> None:
@@ -171,22 +164,11 @@ def measure_balance(data: TrainData) -> dict[str, float] | None:
     return {"ranks": data.dp_size} | {name: imbalance(each, data.dp_size, data.batch) for name, each in figures.items()}
 
 
-def _estimate_size(source: Source, stream: SequenceStream) -> tuple[int, int, str]:
-    """Return the documents and tokens of a source, and "about " unless all of it was read."""
-    if not source.shard_counts:
-        source.take_documents(SourcePosition(), 1, stream.context, wrap=False)
-    counts = list(source.shard_counts.values())
-    fraction_read = sum(source.shards[i].num_bytes for i in source.shard_counts) / source.num_bytes
-    documents = round(sum(each.documents for each in counts) / fraction_read)
-    tokens = round(sum(each.tokens for each in counts) / fraction_read)
-    return documents, tokens, "" if len(counts) == len(source.shards) else "about "
-
-
 def epoch_steps(data: TrainData, epochs: float, global_batch: int) -> int:
     """Return the optimizer steps of this many epochs; an estimate if the data is larger than a round."""
-    packed = data.stream.current_round()
-    tokens = sum(_estimate_size(source, data.stream)[1] for source in data.stream.sources)
-    sequences = tokens / (data.stream.read_tokens / len(packed))
+    stream, packed = data.stream, data.stream.current_round()
+    tokens = sum(source.estimate_size(stream.context)[1] for source in stream.sources)
+    sequences = tokens / (stream.read_tokens / len(packed))
     return max(1, math.ceil(epochs * sequences / global_batch - 1e-6))
 
 
@@ -195,49 +177,14 @@ def data_facts(data: TrainData, num_sequences: int) -> dict[str, str]:
 
     Figures are from the first round, which must be tokenized anyway; small data is one round.
     """
-    stream = data.stream
+    stream, tokenizer, file_facts = data.stream, data.cache.tokenizer, dict(data.facts)
     packed = stream.current_round()
-    facts, other_facts = _describe_sources(data, num_sequences)
-    facts["packing"] = f"{packed.num_tokens / len(packed) / stream.context:.1%} of each sequence filled"
-    if stream.num_long:
-        action = {"split": "split", "drop": "dropped"}[stream.long_documents]
-        facts["packing"] += f"; {stream.num_long:,} documents longer than data.context {action}"
-    if stream.num_left_out:
-        total = stream.num_left_out + len(packed)
-        facts["unlabelled"] = f"left out {stream.num_left_out:,} of {total:,} sequences: no token to train on"
-    if balance := measure_balance(data):
-        facts["balance"] = (
-            "attention of {ranks} ranks, largest over mean: {grouped:.3f} ({not_grouped:.3f} without grouping)".format(
-                **balance
-            )
-            + f", over {len(packed):,} sequences"
-        )
-    skipped = Counter[str]()
-    for source in stream.sources:
-        for counts in source.shard_counts.values():
-            skipped.update(counts.skipped)
-    if skipped:
-        facts["skipped"] = f"{skipped.total():,} documents: {_format_counts(skipped)}"
-    first, tokenizer = stream.get_sequence(stream.position.packings[-1].done), data.cache.tokenizer
-    is_trained = first.tokens[: first.length] >= 0
-    if not is_trained.all():
-        facts["trained"] = f"{is_trained.mean():.1%} of the first sequence"
-        if tokenizer.hf.chat_template:
-            none = "no special token, so the model does not learn to stop; set a data.chat_template that has one"
-            facts["trained"] += f"; an assistant's turn ends with {tokenizer.chat.stop_token or none}"
-    text = tokenizer.decode(first.ids[: min(first.length, SAMPLE_TOKENS)])
-    sample = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-    return {**facts, **other_facts, "first tokens": sample}
-
-
-def _describe_sources(data: TrainData, num_sequences: int) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the size of each source and the epochs of the run; and the rest of data.facts."""
-    stream, file_facts = data.stream, dict(data.facts)
-    sequence_tokens = stream.read_tokens / len(stream.current_round())  # read per sequence that is trained on
     facts: dict[str, str] = {}
+    sequence_tokens = stream.read_tokens / len(packed)  # read per sequence that is trained on
     epochs = []
     for source in stream.sources:
-        documents, tokens, about = _estimate_size(source, stream)
+        documents, tokens, is_complete = source.estimate_size(stream.context)
+        about = "" if is_complete else "about "
         share = source.weight / sum(each.weight for each in stream.sources)
         epochs.append(f"{about}{num_sequences * sequence_tokens * share / tokens:.3g}")
         size = f"{file_facts.pop(source.name)}, {about}{documents:,} documents, {tokens:,} tokens"
@@ -248,4 +195,27 @@ def _describe_sources(data: TrainData, num_sequences: int) -> tuple[dict[str, st
             facts[f"source {source.name}"] = f"{share:.1%} of the tokens; {size}"
             epochs[-1] += f" of {source.name}"
     facts["epochs"] = f"{', '.join(epochs)} ({num_sequences:,} sequences in total)"
-    return facts, file_facts
+    facts["packing"] = f"{packed.num_tokens / len(packed) / stream.context:.1%} of each sequence filled"
+    if stream.num_long:
+        action = {"split": "split", "drop": "dropped"}[stream.long_documents]
+        facts["packing"] += f"; {stream.num_long:,} documents longer than data.context {action}"
+    if stream.num_left_out:
+        total = stream.num_left_out + len(packed)
+        facts["unlabelled"] = f"left out {stream.num_left_out:,} of {total:,} sequences: no token to train on"
+    if balance := measure_balance(data):
+        facts["balance"] = (
+            f"attention of {balance['ranks']} ranks, largest over mean: {balance['grouped']:.3f} "
+            f"({balance['not_grouped']:.3f} without grouping), over {len(packed):,} sequences"
+        )
+    if skipped := sum((source.count_skipped() for source in stream.sources), Counter[str]()):
+        facts["skipped"] = f"{skipped.total():,} documents: {_format_counts(skipped)}"
+    first = stream.get_sequence(stream.position.packings[-1].done)
+    is_trained = first.tokens[: first.length] >= 0
+    if not is_trained.all():
+        facts["trained"] = f"{is_trained.mean():.1%} of the first sequence"
+        if tokenizer.hf.chat_template:
+            none = "no special token, so the model does not learn to stop; set a data.chat_template that has one"
+            facts["trained"] += f"; an assistant's turn ends with {tokenizer.chat.stop_token or none}"
+    text = tokenizer.decode(first.ids[: min(first.length, SAMPLE_TOKENS)])
+    sample = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return {**facts, **file_facts, "first tokens": sample}

@@ -1,4 +1,7 @@
-"""Give each data-parallel rank its batches, prefetched.
+"""Mix the documents of several sources by weight, pack them round by round, and give each rank its batches.
+
+A round takes tokens from every source in proportion to its weight. It ends with the epoch of the main source, the one
+whose epoch takes longest; the other sources start new epochs within a round.
 
 All ranks walk the same global stream of packed sequences; sequence i of a batch belongs to data-parallel rank
 i % dp_size. So a position is valid for any number of ranks, and what a step trains on depends only on its number of
@@ -9,21 +12,268 @@ S: tokens in a sequence (data.context).  B: sequences in a batch of this rank.
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from ithaka.config import ConfigError
 from ithaka.data import pack
-from ithaka.data.mix import SequenceStream, SourcePosition, StreamPosition
-from ithaka.data.pack import SEGMENT_DTYPE, PackedSequence, Packing
+from ithaka.data.cache import TokenCache
+from ithaka.data.pack import SEGMENT_DTYPE, Documents, PackedRound, PackedSequence, Packing
+from ithaka.data.read import Shard
 from ithaka.layer.loss import IGNORE_INDEX
 
 STATE_FORMAT = 5
+# Minimum size of a round.
+ROUND_TOKENS = 1 << 24
+ROUND_SEQUENCES = 64
+ROUND_STEPS = 32
+HELD_OUT_SEQUENCES = 16  # in a round of held-out data, of which a run may need only the first sequences
+SPARE_SEQUENCES = 8  # in a limited round: shuffling may put the last and least filled sequence first
+
+
+class ShardCounts(NamedTuple):
+    documents: int
+    tokens: int
+    skipped: Mapping[str, int]  # number of skipped documents by reason
+
+
+def tokens_per_round(packing: Packing, shuffled: bool = True) -> int:
+    """Return the size of a round. It affects packing, so it depends on what the run needs only if it is expensive."""
+    num_sequences = max(ROUND_SEQUENCES, ROUND_STEPS * packing.group) if shuffled else HELD_OUT_SEQUENCES
+    full = max(num_sequences * packing.context, ROUND_TOKENS * shuffled)
+    return min(full, max(packing.max_sequences * packing.context, ROUND_TOKENS)) if packing.max_sequences else full
+
+
+@dataclass(frozen=True)
+class SourcePosition:
+    """A position in a source: the next document, and the tokens read since the start of training."""
+
+    epoch: int = 0
+    shard: int = 0  # in the order of the epoch
+    document: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class StreamPosition:
+    """A position in a stream: where its round starts in each source, and how the round is packed.
+
+    Resuming with another context packs the rest of a round again, which adds a packing.
+    """
+
+    sequences: int = 0  # since the start of training, over all ranks
+    sources: tuple[SourcePosition, ...] = ()
+    packings: tuple[Packing, ...] = ()
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the main source."""
+        return min((source.epoch for source in self.sources), default=0)
+
+
+class Source:
+    """The documents of one data source, epoch after epoch."""
+
+    def __init__(
+        self, name: str, weight: float, shards: Sequence[Shard], cache: TokenCache, key: tuple[int, ...] | None
+    ):
+        """`key` shuffles each of endless epochs; None: one epoch, in the order of the files."""
+        self.name, self.weight, self.shards, self.cache, self.key = name, weight, shards, cache, key
+        self.num_bytes = sum(shard.num_bytes for shard in shards)
+        self.shard_counts: dict[int, ShardCounts] = {}  # of the shards loaded so far, by index
+
+    def take_documents(
+        self, position: SourcePosition, num_tokens: float, max_length: float, wrap: bool, prefetch: bool = True
+    ) -> tuple[list[tuple[Shard, Documents]], np.ndarray, SourcePosition]:
+        """Take documents of at least `num_tokens` tokens: return their shards, segments [n] and the next position.
+
+        Documents above `max_length` are included but do not count. Stop at the end of an epoch, unless `wrap`.
+        `prefetch`: tokenize the following shards in the background.
+        """
+        shards: list[tuple[Shard, Documents]] = []
+        taken = [np.empty(0, SEGMENT_DTYPE)]
+        until = position.tokens + num_tokens
+        # Tokens at the start of the epoch, if it is within this call.
+        epoch_start = position.tokens if position.shard == position.document == 0 else None
+        order = self._shuffle(len(self.shards), position.epoch)
+        while position.tokens < until and position.shard < len(order):
+            index = order[position.shard]
+            documents = self.cache.load(self.shards[index])
+            kept = documents.lengths[documents.lengths <= max_length]
+            self.shard_counts[index] = ShardCounts(len(kept), int(kept.sum()), documents.skipped)
+            segments = np.zeros(len(documents.lengths), SEGMENT_DTYPE)
+            segments["shard"], segments["length"] = len(shards), documents.lengths
+            segments["low"] = documents.lengths.cumsum() - documents.lengths
+            segments = segments[self._shuffle(len(segments), position.epoch, position.shard)[position.document :]]
+            ends = np.where(segments["length"] > max_length, 0, segments["length"]).cumsum()
+            count = int(ends.searchsorted(until - position.tokens)) + 1
+            shards.append((self.shards[index], documents))
+            taken.append(segments[:count])
+            tokens = position.tokens + int(ends[:count][-1:].sum())
+            position = replace(position, document=position.document + count, tokens=tokens)
+            if count >= len(segments):
+                position = SourcePosition(position.epoch, position.shard + 1, 0, tokens)
+            if self.key is not None and position.shard == len(order):
+                if tokens == epoch_start:
+                    raise ConfigError(f"data: {self.name} has no tokens to train on; use other data")
+                position, epoch_start = SourcePosition(position.epoch + 1, tokens=tokens), tokens
+                order = self._shuffle(len(self.shards), position.epoch)
+                if not wrap:
+                    break
+        if self.key is not None and prefetch:  # the next round may need as many shards
+            self.cache.prepare(self.shards[i] for i in order[position.shard :][: 1 + len(shards)])
+        return shards, np.concatenate(taken), position
+
+    def _shuffle(self, count: int, *key: int) -> list[int]:
+        return list(range(count)) if self.key is None else pack.permutation(count, (*self.key, *key)).tolist()
+
+    def estimate_size(self, context: int) -> tuple[int, int, bool]:
+        """Return the number of documents and tokens, and whether all of them were read. Reads a shard if none was."""
+        if not self.shard_counts:
+            self.take_documents(SourcePosition(), 1, context, wrap=False)
+        scale = self.num_bytes / sum(self.shards[i].num_bytes for i in self.shard_counts)
+        documents, tokens, _ = zip(*self.shard_counts.values(), strict=True)
+        return round(sum(documents) * scale), round(sum(tokens) * scale), len(documents) == len(self.shards)
+
+    def count_skipped(self) -> Counter[str]:
+        """Count the skipped documents by reason, in the shards read so far."""
+        return sum((Counter(counts.skipped) for counts in self.shard_counts.values()), Counter[str]())
+
+
+class SequenceStream:
+    """Packed sequences of `context` tokens from several sources.
+
+    Loading a round sets `documents`, its segments before any is split or dropped; `num_long`, the number longer than
+    the context; `num_left_out`, the sequences without a label in this round and the empty ones before it; and
+    `read_tokens`, the tokens of all these sequences.
+    """
+
+    def __init__(
+        self, sources: Sequence[Source], context: int, *, group: int = 1, pad_id: int = 0,
+        long_documents: Literal["split", "drop", "refuse"] = "split", documents_together: bool = False,
+        needed: int | None = None,
+    ):  # fmt: skip
+        """`group`: sequences per step, over all ranks. `needed`: sequences that the run still takes; None: unknown.
+
+        All sources have keys, or none has: then the stream ends after one epoch. `documents_together` does not change
+        the order of the data.
+        """
+        self.sources, self.context, self.group, self.pad_id, self.needed = sources, context, group, pad_id, needed
+        self.documents_together, self.long_documents = documents_together, long_documents
+        self.shuffled = sources[0].key is not None
+        self.main = max(range(len(sources)), key=lambda i: sources[i].num_bytes / sources[i].weight)
+        self.seek(StreamPosition())
+
+    def seek(self, position: StreamPosition) -> None:
+        max_sequences = 0
+        if self.needed is not None:
+            max_sequences = max(self.group, self.needed) + SPARE_SEQUENCES * self.shuffled
+        packings = position.packings or (Packing(self.context, self.group, max_sequences=max_sequences),)
+        if packings[-1].context != self.context:
+            packings = (*packings, Packing(self.context, self.group))
+        sources = position.sources or (SourcePosition(),) * len(self.sources)
+        self.position = StreamPosition(position.sequences, sources, packings)
+        # A step starts at this sequence of the round. A change of group applies from the next round on.
+        self._step_start = packings[-1].num_leading if packings[-1].group == self.group else packings[-1].done
+        self._round: PackedRound | None = None
+        self.num_left_out = self.read_tokens = 0
+
+    def next_sequence(self, materialize: bool = True) -> PackedSequence | None:
+        """Advance, and return the sequence: None at the end of a stream without keys, or if not `materialize`."""
+        packed = self.current_round()
+        *earlier, packing = self.position.packings
+        if not len(packed):
+            return None
+        packings = (*earlier, replace(packing, done=packing.done + 1))
+        self.position = replace(self.position, sequences=self.position.sequences + 1, packings=packings)
+        return self.get_sequence(packing.done) if materialize else None
+
+    def get_sequence(self, index: int) -> PackedSequence:
+        """Return a sequence of the current round, without advancing."""
+        assert self._round is not None
+        segments = self._round.segments(index, index + 1)
+        return pack.build_sequence(self._documents, segments, self.context, self.pad_id, self.documents_together)
+
+    def current_round(self) -> PackedRound:
+        """Return the round of the next sequence, loading it if necessary; empty at the end of a stream without keys."""
+        if self._round is None:
+            self._round = self._load_round()
+        start = self.position.epoch
+        while self.position.packings[-1].done == len(self._round) and (self.shuffled or len(self.documents)):
+            if self.shuffled and self.position.epoch > start + 1:
+                raise ConfigError(
+                    f"no sequence of data.context={self.context} tokens has a token to train on; run `ithaka data`, "
+                    "and check data.train_on, data.chat_template and the labels in the data"
+                )
+            if len(self._round):
+                self.num_left_out = self.read_tokens = 0
+            self._step_start = (self._step_start - len(self._round)) % self.group
+            max_sequences = self.position.packings[0].max_sequences
+            packing = Packing(self.context, self.group, self._step_start, max_sequences=max_sequences)
+            self.position = StreamPosition(self.position.sequences, self._round_end, (packing,))
+            self._round = self._load_round()
+        return self._round
+
+    def _load_round(self) -> PackedRound:
+        main, key = self.position.sources[self.main], self.sources[self.main].key
+        key = None if key is None else (*key, main.epoch, main.shard, main.document)
+        segments = self.documents = self._take_documents(key)
+        self.num_long = 0
+        for packing in self.position.packings:
+            is_long = segments["length"] > packing.context
+            self.num_long += int(is_long.sum())
+            if is_long.any() and self.long_documents == "refuse":
+                raise ConfigError(self._describe_long_document(segments[is_long][0]))
+            if self.long_documents == "drop":
+                segments = segments[~is_long]
+            segments = pack.split_long(segments, packing.context)
+            packed = PackedRound(segments, packing, key, self._documents, self.documents_together)
+            segments = packed.segments(packing.done, len(packed))
+        self.num_left_out += packed.num_left_out
+        self.read_tokens += packed.read_tokens
+        return packed
+
+    def _take_documents(self, key: tuple[int, ...] | None) -> np.ndarray:
+        """Take the documents of a round from all sources, shuffled by `key`: segments [n]."""
+        positions, packing = list(self.position.sources), self.position.packings[0]
+        num_tokens = tokens_per_round(packing, self.shuffled)
+        prefetch = self.needed is None or self.needed * self.context > num_tokens  # the run needs another round
+        max_length = packing.context if self.long_documents == "drop" else np.inf
+        main, weights = self.main, [source.weight for source in self.sources]
+        self._shards: list[tuple[Shard, Documents]] = []
+        taken: list[np.ndarray] = []
+        for i in sorted(range(len(positions)), key=lambda i: i != main):  # the others follow the main source
+            need = weights[i] / weights[main] * positions[main].tokens - positions[i].tokens
+            need = num_tokens * weights[i] / sum(weights) if i == main else need
+            shards, segments, positions[i] = self.sources[i].take_documents(
+                positions[i], need, max_length, wrap=i != main, prefetch=prefetch
+            )
+            segments["shard"] += len(self._shards)
+            segments["source"] = i
+            self._shards += shards
+            taken.append(segments)
+        self._round_end = tuple(positions)
+        self._documents = [documents for _, documents in self._shards]
+        if key is not None:
+            taken = [segments[pack.permutation(len(segments), key)] for segments in taken]
+        # Interleave the sources evenly.
+        progress = [segments["length"].cumsum() / max(segments["length"].sum(), 1) for segments in taken]
+        return np.concatenate(taken)[np.concatenate(progress).argsort(kind="stable")]
+
+    def _describe_long_document(self, segment: np.void) -> str:
+        shard, documents = self._shards[segment["shard"]]
+        # Each part of a text shard is a document; which record of a file it was is no longer known.
+        index = int((documents.lengths.cumsum() <= segment["low"]).sum()) if len(shard.parts) > 1 else 0
+        return (
+            f"{shard.parts[index].file.path} has a document of {segment['length']} tokens, more than data.context="
+            f"{self.context}; increase data.context, or set data.long_documents to split or drop instead of refuse"
+        )
 
 
 class Batch(NamedTuple):
@@ -42,10 +292,8 @@ class Batch(NamedTuple):
 
 def collate(sequences: Sequence[PackedSequence], with_sources: bool = False) -> Batch:
     """Stack B sequences of S tokens into tensors [B, S]."""
-    columns: list[list[np.ndarray]] = [[s.ids for s in sequences], [s.labels() for s in sequences]]
-    columns += [[s.document_ids() for s in sequences]]
-    columns += [[s.source_ids() for s in sequences]] if with_sources else []
-    return Batch(*(torch.from_numpy(np.stack(column)) for column in columns))
+    rows = [[s.ids, s.labels(), s.document_ids(), *([s.source_ids()] if with_sources else [])] for s in sequences]
+    return Batch(*(torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True)))
 
 
 def num_valid(labels: torch.Tensor) -> int:
@@ -108,7 +356,18 @@ class TrainData:
             "data": self.fingerprint(),
             "sequences": self.position.sequences,
             "cursors": [asdict(source) for source in self.position.sources],
-            "packings": [_packing_state(packing) for packing in self.position.packings],
+            # labelled: sequences without a label are not counted, in all states of this format.
+            "packings": [
+                {
+                    "context": p.context,
+                    "group": p.group,
+                    "labelled": True,
+                    "lead": p.num_leading,
+                    "done": p.done,
+                    "most": p.max_sequences,
+                }
+                for p in self.position.packings
+            ],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -126,7 +385,8 @@ class TrainData:
             )
         assert self._prefetched is None, "load the state before the first batch"
         sources = tuple(SourcePosition(**source) for source in state["cursors"])
-        self.position = StreamPosition(state["sequences"], sources, tuple(map(_load_packing, state["packings"])))
+        packings = tuple(Packing(p["context"], p["group"], p["lead"], p["done"], p["most"]) for p in state["packings"])
+        self.position = StreamPosition(state["sequences"], sources, packings)
         self.stream.seek(self.position)
 
     def close(self, remove: bool = False) -> None:
@@ -140,13 +400,3 @@ class TrainData:
         sources = [(source.weight, [shard.identity for shard in source.shards]) for source in self.stream.sources]
         key, tokenizer = self.stream.sources[0].key, self.cache.tokenizer.fingerprint
         return hashlib.sha256(repr((key, tokenizer, self.stream.long_documents, sources)).encode()).hexdigest()[:16]
-
-
-def _packing_state(packing: Packing) -> dict[str, Any]:
-    counts = {"lead": packing.num_leading, "done": packing.done, "most": packing.max_sequences}
-    # labelled: sequences without a label are not counted, in all states of this format.
-    return {"context": packing.context, "group": packing.group, "labelled": True, **counts}
-
-
-def _load_packing(state: dict[str, Any]) -> Packing:
-    return Packing(state["context"], state["group"], state["lead"], state["done"], state["most"])
