@@ -1,14 +1,16 @@
-"""`ithaka evaluate`: evaluate one model, or compare two, in tables and on an HTML page."""
+"""`ithaka evaluate`: one model, or two compared, in tables and on an HTML page. `ithaka sample`: a short text."""
 
-import itertools
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from ithaka import launch
 from ithaka.config import ConfigError
@@ -83,9 +85,9 @@ def prepare_model(source: Path, out: Path) -> Path:
     settings = read_json(source / "adapter_config.json", "MODEL=", "give a directory that PEFT wrote")
     base = Path(settings.get("base_model_name_or_path") or "")
     if not has_weights(base):
-        fix = "put the base model there, or give a merged one"
         raise ConfigError(
-            f"MODEL={source} is an adapter whose base_model_name_or_path={base} has no safetensors; {fix}"
+            f"MODEL={source} is an adapter whose base_model_name_or_path={base} has no safetensors; put the base model "
+            "there, or give a merged one"
         )
     merge_adapter(base, source, load_file(source / "adapter_model.safetensors"), out)
     has_tokenizer = any((source / file).is_file() for file in TOKENIZER_FILES)
@@ -110,8 +112,7 @@ def column_names(results: Sequence[Any]) -> list[str]:
 
 
 def make_tables(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Yield titles and rows: figures, loss by position, and retrieval by task and context. Two models get columns
-    A and B."""
+    """Yield titles and rows. Two models get columns A and B."""
     if len(results) > 1:
         names = zip(column_names(results), results, strict=True)
         yield "models", [{"": name, "model": result["model"]} for name, result in names]
@@ -125,12 +126,10 @@ def _merge_columns(tables: Sequence[list[dict[str, Any]]], keys: Sequence[str]) 
     """Join tables whose rows have equal `keys`."""
     joined = []
     for rows in zip(*tables, strict=True):
-        columns = (
-            {f"{k} {name}".strip(): v for k, v in row.items() if k not in keys}
-            for name, row in zip(column_names(tables), rows, strict=True)
-        )
-        shared = {k: rows[0][k] for k in keys}
-        joined.append(shared | dict(itertools.chain.from_iterable(column.items() for column in columns)))
+        row = {key: rows[0][key] for key in keys}
+        for name, values in zip(column_names(tables), rows, strict=True):
+            row |= {f"{key} {name}".strip(): value for key, value in values.items() if key not in keys}
+        joined.append(row)
     return joined
 
 
@@ -165,3 +164,26 @@ def render_results(results: Sequence[dict[str, Any]]) -> str:
         parts.append(f"<section><h3>{task}</h3><div class=maps>{''.join(maps)}</div></section>")
     parts.append("</div>")
     return render_page("Evaluation of " + " and ".join(result["model"] for result in results), "".join(parts))
+
+
+def sample(source: Path, prompt: str, num_tokens: int, temperature: float, raw: bool = False) -> str:
+    """Answer `prompt` with the chat template, or continue it if there is none or `raw`. Runs plain transformers."""
+    disable_progress_bar()
+    device = default_device()
+    dtype = getattr(torch, default_dtype(device.type == "cuda"))
+    with tempfile.TemporaryDirectory(prefix="ithaka-sample-") as name:
+        directory = prepare_model(source, Path(name) / "model")
+        tokenizer = load_tokenizer(None, directory)
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device).eval()
+    text, prefix = prompt, tokenizer.document_prefix
+    if tokenizer.hf.chat_template and not raw:
+        messages = [{"role": "user", "content": prompt}]
+        text, prefix = tokenizer.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False), ()
+    ids = [*prefix, *tokenizer.encode_batch([text])[0].tolist()]
+    if not ids:
+        raise ConfigError("--prompt='' has no tokens; give at least a word")
+    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    prompt_ids = torch.tensor([ids], device=device)
+    inputs = {"input_ids": prompt_ids, "attention_mask": torch.ones_like(prompt_ids)}
+    generated = model.generate(**inputs, max_new_tokens=num_tokens, pad_token_id=tokenizer.pad_id, **sampling)
+    return tokenizer.hf.decode(generated[0, len(ids) :].tolist(), skip_special_tokens=True)
