@@ -36,7 +36,6 @@ class TokenCache:
     """The tokens of each shard. One process per node `fills` the cache; the others wait for its files."""
 
     def __init__(self, directory: Path, tokenizer: Tokenizer, fills: bool = True):
-        """`directory` is created with the first file."""
         self.directory, self.tokenizer, self.fills, self.closed = directory, tokenizer, fills, False
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._futures: dict[Path, Future[None]] = {}
@@ -104,8 +103,6 @@ class TokenCache:
                 self._write_tokens(shard, file)
             part.replace(path)
         except Exception as error:
-            with contextlib.suppress(OSError):
-                part.unlink()
             if isinstance(error, OSError):
                 message = (
                     f"{shard.parts[0].file.path} cannot be read, or its tokens cannot be written ({error}); restore "
@@ -121,8 +118,8 @@ class TokenCache:
             raise error
 
     def _write_tokens(self, shard: Shard, file: BinaryIO) -> None:
-        """Write tokens int32 [n], lengths int64 [documents], skipped documents by reason as JSON, then the size of that
-        JSON and the number of documents as int64."""
+        """Write tokens int32, lengths of documents int64, skipped documents by reason as JSON, then the size of that
+        JSON and the number of documents int64."""
         lengths, skipped = [], Counter[str]()
         for tokens, is_start, skip_reason in tokenize(shard, self.tokenizer):
             os.utime(self.directory)  # shows the waiting ranks that there is progress

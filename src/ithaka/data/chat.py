@@ -26,6 +26,7 @@ TrainedRanges = Sequence[CharRange] | None  # None: train on all of the text
 Message = dict[str, Any]
 
 ROLES = ("system", "user", "assistant", "tool")
+TEMPLATE_REFUSES = "refused by the chat template"  # a reason of BadRecord
 # Message fields that must not get lost: a template that does not render them is refused.
 MUST_RENDER = ("reasoning_content", "reasoning", "thinking", "function_call")
 # Tags of loops and generation blocks. Comments match too, so that tags inside them are ignored.
@@ -81,8 +82,7 @@ class ChatTemplate:
                 "data.tokenizer to the tokenizer of an instruct model"
             )
         text = self._apply(messages, tools)
-        self._check_tools(text, messages, tools)
-        self._check_fields(messages, tools)
+        self._check_rendered(text, messages, tools)
         if all_roles and all(trainable):
             return text, None
         roles = [message["role"] for message in messages]
@@ -105,16 +105,14 @@ class ChatTemplate:
         text, turns = self._render_probe([*QUESTION, ANSWER])
         return self._find_stop_token(text, self._include_stop_token(text, turns[-1]))[0] if turns else None
 
-    def _check_tools(self, text: str, messages: list[Message], tools: list[Any] | None) -> None:
-        """Raise BadRecord if the text lacks a tool or a tool call."""
+    def _check_rendered(self, text: str, messages: list[Message], tools: list[Any] | None) -> None:
+        """Raise BadRecord if the text lacks a tool, a tool call or a MUST_RENDER field of a message."""
         calls = [call for message in messages for call in message.get("tool_calls") or ()]
         names = Counter(str(each.get("function", each).get("name") or "") for each in [*calls, *(tools or ())])
-        for name in (name for name, count in names.items() if text.count(name) < count):
-            detail = f"the chat template does not render the tool {name} or a call to it; set data.chat_template to a"
-            raise BadRecord("refused by the chat template", f"{detail} file that renders tools, or drop the record")
-
-    def _check_fields(self, messages: list[Message], tools: list[Any] | None) -> None:
-        """Raise BadRecord if a message has a MUST_RENDER field that the template does not render."""
+        for name, count in names.items():
+            if text.count(name) < count:
+                detail = f"the chat template does not render the tool {name} or a call to it; set data.chat_template"
+                raise BadRecord(TEMPLATE_REFUSES, f"{detail} to a file that renders tools, or drop the record")
         for number, message in enumerate(messages, 1):
             fields = {name: message[name] for name in MUST_RENDER if str(message.get(name) or "").strip()}
             rendered = [value for name, value in fields.items() if self._is_rendered(name, tools)]
@@ -141,7 +139,7 @@ class ChatTemplate:
                     f"the chat template is not valid Jinja ({error}); set data.chat_template to a file that is"
                 ) from error
             detail = f"the chat template rejects it ({type(error).__name__}: {error}); change or drop the record, or"
-            raise BadRecord("refused by the chat template", f"{detail} set another data.chat_template") from error
+            raise BadRecord(TEMPLATE_REFUSES, f"{detail} set another data.chat_template") from error
 
     def _render_with_marks(
         self, messages: list[Message], tools: list[Any] | None = None, **options: Any
@@ -179,12 +177,10 @@ class ChatTemplate:
         for i in indices:
             if (count := len(turns_by_message[i])) != 1:
                 detail = f"the chat template renders message {i + 1} {count} times instead of once; drop the record"
-                raise BadRecord("refused by the chat template", detail)
-        last = len(messages) - 1
-        turns = [turns_by_message[i][0] for i in indices]
-        return [
-            self._include_stop_token(text, turn) if i == last else turn for i, turn in zip(indices, turns, strict=True)
-        ]
+                raise BadRecord(TEMPLATE_REFUSES, detail)
+            if i == len(messages) - 1:
+                self._include_stop_token(text, turns_by_message[i][0])
+        return [turns_by_message[i][0] for i in indices]
 
     def _include_stop_token(self, text: str, turn: Turn) -> Turn:
         """Extend the last turn by a stop token right after it, unless that token opens the next answer."""
@@ -229,7 +225,7 @@ class ChatTemplate:
         start = text.find(prompt, turn.start, turn.stop)  # after a system prompt at the start of the first turn
         if start < 0:
             raise BadRecord(
-                "refused by the chat template",
+                TEMPLATE_REFUSES,
                 f"the chat template starts an assistant's turn with {text[turn.start : turn.start + 40]!r}, not with "
                 f"its generation prompt {after_tool or prompt!r}; set data.chat_template to a file that marks the text "
                 "to train on with {% generation %}, or drop the record",

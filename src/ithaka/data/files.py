@@ -6,7 +6,7 @@ import glob
 import os
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -50,7 +50,8 @@ def find_files(path: Path | str | None, setting: str = "data.path") -> DataFiles
     `setting` is named in errors.
     """
     if path is None:
-        return DataFiles(_find_standard_library())
+        sources = (path for path in _walk(sysconfig.get_path("stdlib"), NOT_STANDARD_LIBRARY) if path.suffix == ".py")
+        return DataFiles([File(path, "text") for path in sorted(sources) if _find_problem(path) is None])
     path = Path(path).expanduser()
     if hub := HUB_DATASET.fullmatch(str(path)):
         return _find_splits(f"hf://{hub[1]}", setting)
@@ -81,7 +82,8 @@ def _find_in_directory(directory: Path, setting: str) -> DataFiles:
     records = {
         path: _detect_kind(path)
         for path in candidates
-        if path.suffix in KIND_OF_SUFFIX or _has_json_records(path, only_json)
+        if path.suffix in KIND_OF_SUFFIX
+        or (path.suffix == ".json" and (only_json or JSON_RECORDS.match(_read_head(path))))
     }
     if records:
         first, other = next(iter(records)), next((path for path in candidates if path not in records), None)
@@ -99,10 +101,10 @@ def _find_in_directory(directory: Path, setting: str) -> DataFiles:
     return DataFiles(files, ignored=ignored)
 
 
-def _walk(directory: Path) -> Iterator[Path]:
-    """Yield all files that are not hidden."""
+def _walk(directory: Path | str, excluded: Collection[str] = ("__pycache__",)) -> Iterator[Path]:
+    """Yield all files that are not hidden nor in folders of the `excluded` names."""
     for root, folders, names in os.walk(directory):
-        folders[:] = [folder for folder in folders if not folder.startswith(".") and folder != "__pycache__"]
+        folders[:] = [folder for folder in folders if not folder.startswith(".") and folder not in excluded]
         yield from (Path(root) / name for name in names if not name.startswith("."))
 
 
@@ -128,21 +130,9 @@ def _detect_kind(path: Path) -> FileKind:
     return KIND_OF_SUFFIX.get(path.suffix, "text")
 
 
-def _has_json_records(path: Path, only_json: bool) -> bool:
-    return path.suffix == ".json" and (only_json or JSON_RECORDS.match(_read_head(path)) is not None)
-
-
 def _read_head(path: Path) -> bytes:
     with path.open("rb") as file:
         return file.read(SNIFF_BYTES)
-
-
-def _find_standard_library() -> list[File]:
-    paths = list[Path]()
-    for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
-        folders[:] = set(folders) - NOT_STANDARD_LIBRARY
-        paths += [Path(folder, name) for name in names if name.endswith(".py")]
-    return [File(path, "text") for path in sorted(paths) if _find_problem(path) is None]
 
 
 def _find_splits(path: str, setting: str) -> DataFiles:
@@ -155,10 +145,8 @@ def _find_splits(path: str, setting: str) -> DataFiles:
         raise input_error(message, error) from error
     if "train" not in splits:
         raise ConfigError(f"{setting}={path} has no split train, only {', '.join(splits)}; save one split on its own")
-    validation = next((split for split in VALIDATION_SPLITS if split in splits), None)
-    return DataFiles(
-        [File(Path(path), "arrow", "train")], [File(Path(path), "arrow", validation)] if validation else []
-    )
+    validation = [File(Path(path), "arrow", split) for split in VALIDATION_SPLITS if split in splits]
+    return DataFiles([File(Path(path), "arrow", "train")], validation[:1])
 
 
 @functools.lru_cache

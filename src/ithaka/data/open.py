@@ -79,9 +79,10 @@ def check_data(data: DataConfig, vocab_size: int, model_path: Path | None = None
         documents = itertools.chain.from_iterable(tokenize(shard, tokenizer) for shard in train)
         num_tokens = sum(len(tokens) for tokens, _, skip_reason in documents if not skip_reason)
         if num_tokens < data.context:
+            labels = " and ".join(source.label for source in sources)
             raise ConfigError(
-                f"{' and '.join(source.label for source in sources)} has {num_tokens} tokens to train on, too few for "
-                f"one sequence of data.context={data.context}; add data, or use a shorter data.context"
+                f"{labels} has {num_tokens} tokens to train on, too few for one sequence of data.context="
+                f"{data.context}; add data, or use a shorter data.context"
             )
     for shards in held_out:
         fix = "increase it, or set it to 0" if data.validation_path is None else "use other data"

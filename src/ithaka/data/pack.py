@@ -5,7 +5,8 @@ documents of several shards, shuffled and packed as a unit. Each document goes i
 all of it. Sequences without a label are left out; the others are grouped by attention area, so that the sequences of a
 step are alike, and the groups are shuffled.
 
-Segments are documents, or parts of documents that exceed the context: arrays [n] of SEGMENT_DTYPE.
+Segments are documents, or parts of documents that exceed the context: arrays [n] of SEGMENT_DTYPE. `shard` is an index
+into the shards of the round, `low` the offset of the first token in the shard.
 """
 
 from bisect import bisect_left, insort
@@ -17,36 +18,25 @@ import numpy as np
 from ithaka.layer.loss import IGNORE_INDEX
 
 SHORT_DOCUMENT_FRACTION = 1 / 8  # fraction of the context; sorting shorter documents saves under 0.4 % of padding
-SEGMENT_DTYPE = np.dtype(
-    [
-        ("shard", np.int32),  # index into the shards of the round
-        ("source", np.int32),
-        ("low", np.int64),  # offset of the first token in the shard
-        ("length", np.int64),
-    ]
-)
+SEGMENT_DTYPE = np.dtype([("shard", np.int32), ("source", np.int32), ("low", np.int64), ("length", np.int64)])
 
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a shard. tokens: int32 [n], ~id for a token to read but not train on. lengths: int64
-    [documents]."""
+    """The documents of a shard."""
 
-    tokens: np.ndarray
-    lengths: np.ndarray
+    tokens: np.ndarray  # int32 [n]; ~id for a token to read but not train on
+    lengths: np.ndarray  # int64 [documents]
     skipped: Mapping[str, int] = field(default_factory=dict)  # number of skipped documents by reason
 
 
 @dataclass(frozen=True)
 class PackedSequence:
-    """tokens: int32 [S], as in Documents, padded after `length`. starts: offsets of the documents, from 0. sources: of
-    each document. documents_together: train on them as one text."""
-
-    tokens: np.ndarray
-    starts: np.ndarray
-    length: int
-    sources: np.ndarray
-    documents_together: bool = False
+    tokens: np.ndarray  # int32 [S], as in Documents
+    starts: np.ndarray  # offsets of the documents, from 0
+    length: int  # without padding
+    sources: np.ndarray  # of each document
+    documents_together: bool = False  # train on them as one text
 
     @property
     def borders(self) -> np.ndarray:
@@ -99,8 +89,8 @@ class PackedRound:
         self, segments: np.ndarray, packing: Packing, key: tuple[int, ...] | None,
         shards: Sequence[Documents] = (), documents_together: bool = False,
     ):  # fmt: skip
-        """`key` shuffles the groups; None keeps sequences in the order of their first segments. Sequences without a
-        label are left out if `shards` is given."""
+        """`key` shuffles the groups; None keeps the order of first segments. With `shards`, leave out sequences without
+        a label."""
         sequence = best_fit(segments["length"], packing.context)  # index of each segment's sequence
         self.read_tokens, num_packed = int(segments["length"].sum()), len(np.unique(sequence))
         if shards:
@@ -132,20 +122,17 @@ def find_labels(
 
     The first token of a sequence has no label, nor has that of a document, unless `documents_together`.
     """
+    num_unlabelled = np.full(len(segments), 0 if documents_together else 1)  # tokens at the start of each segment
+    num_unlabelled[np.unique(sequence, return_index=True)[1]] = 1
     has_label = np.zeros(len(segments), bool)
     for shard in np.unique(segments["shard"]).tolist():
-        (indices,) = np.nonzero((segments["shard"] == shard) & (segments["length"] > 1))
+        (indices,) = np.nonzero((segments["shard"] == shard) & (segments["length"] > num_unlabelled))
         if len(indices):
             indices = indices[segments["low"][indices].argsort()]
             low, tokens = segments["low"][indices], np.asarray(shards[shard].tokens)
-            edges = np.stack([low + 1, low + segments["length"][indices]], axis=1).ravel()
+            edges = np.stack([low + num_unlabelled[indices], low + segments["length"][indices]], axis=1).ravel()
             largest = np.maximum.reduceat(tokens, edges[:-1] if edges[-1] == len(tokens) else edges)
             has_label[indices] = largest[::2] >= 0
-    if documents_together:
-        is_inside = np.ones(len(segments), bool)
-        is_inside[np.unique(sequence, return_index=True)[1]] = False
-        for i in np.nonzero(is_inside & ~has_label)[0].tolist():
-            has_label[i] = shards[segments["shard"][i]].tokens[segments["low"][i]] >= 0
     return np.bincount(sequence, has_label) > 0
 
 
@@ -184,8 +171,8 @@ def best_fit(lengths: np.ndarray, context: int) -> np.ndarray:
 
 
 def group_by_area(areas: np.ndarray, group: int, num_leading: int, key: tuple[int, ...]) -> np.ndarray:
-    """Return sequence indices in training order: groups of similar area, shuffled, and ascending inside a group, so
-    that the sequences of a micro-step are alike too.
+    """Return sequence indices in training order: shuffled groups of similar area, ascending inside a group, so that the
+    sequences of a micro-step are alike too.
 
     The first `num_leading` sequences and an incomplete group at the end share a step with another round. They are of
     medium area, which every round has.
@@ -202,10 +189,7 @@ def group_by_area(areas: np.ndarray, group: int, num_leading: int, key: tuple[in
 
 
 def imbalance(areas: np.ndarray, ranks: int, batch: int) -> float:
-    """Return the slowdown of attention by unequal work: the largest area of a rank over the mean, over all micro-steps.
-
-    `areas` are those of the sequences in training order.
-    """
+    """Return the slowdown of attention by unequal work: the largest area of a rank over the mean; all micro-steps."""
     steps = areas[: len(areas) // (ranks * batch) * ranks * batch].reshape(-1, batch, ranks).sum(axis=1)
     return float(steps.max(axis=1).sum() / steps.mean(axis=1).sum()) if len(steps) else 1.0
 
@@ -245,8 +229,7 @@ def hash_values(values: np.ndarray, *key: int) -> np.ndarray:
     state = np.zeros(len(values), dtype=np.uint64)
     with np.errstate(over="ignore"):
         for part in (*key, values):
-            state = state ^ np.asarray(part).astype(np.uint64)
-            state = state + np.uint64(0x9E3779B97F4A7C15)
+            state = (state ^ np.asarray(part).astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
             state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
             state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
             state = state ^ (state >> np.uint64(31))

@@ -73,35 +73,27 @@ class Shard:
             yield from itertools.chain(*map(_read_text, self.parts))
             return
         num_before = 0
-        for records in READERS[part.file.kind](part, self.columns):
+        for records in _read_records(part, self.columns):
             rows = np.arange(num_before, num_before + len(records))
             if self.split is not None:
                 rows = rows[self.split.keeps(rows, self.file_index, part.start)]
             selected = [records[row - num_before] for row in rows.tolist()]
             for i, record in enumerate(selected):
-                try:
-                    yield self._parse(record, tokenizer)
-                except BadRecord as error:
-                    if self.reading.bad_records == "refuse":
-                        num_alike = self._count_bad(selected[i:], tokenizer, error.reason)
-                        count = f" ({num_alike:,} of the {len(selected):,} records read here are {error.reason})"
-                        message = f"{_format_location(part, int(rows[i]))}: {error}{count * (num_alike > 1)}"
-                        raise ConfigError(message) from error
-                    yield Document(skip_reason=error.reason)
+                document = self._parse(record, tokenizer)
+                if isinstance(document, BadRecord) and self.reading.bad_records == "refuse":
+                    others = (self._parse(other, tokenizer) for other in selected[i + 1 :])
+                    num_alike = 1 + sum(isinstance(o, BadRecord) and o.reason == document.reason for o in others)
+                    count = f" ({num_alike:,} of the {len(selected):,} records read here are {document.reason})"
+                    message = f"{_format_location(part, int(rows[i]))}: {document}{count * (num_alike > 1)}"
+                    raise ConfigError(message) from document
+                yield Document(skip_reason=document.reason) if isinstance(document, BadRecord) else document
             num_before += len(records)
 
-    def _parse(self, record: Any, tokenizer: Tokenizer) -> Document:
-        return parse_record(_parse_json(record), self.reading, tokenizer.chat, tokenizer.vocab_size)
-
-    def _count_bad(self, records: Sequence[Any], tokenizer: Tokenizer, reason: str) -> int:
-        """Count the records that are bad for this reason."""
-        count = 0
-        for record in records:
-            try:
-                self._parse(record, tokenizer)
-            except BadRecord as error:
-                count += error.reason == reason
-        return count
+    def _parse(self, record: Any, tokenizer: Tokenizer) -> Document | BadRecord:
+        try:
+            return parse_record(_parse_json(record), self.reading, tokenizer.chat, tokenizer.vocab_size)
+        except BadRecord as error:
+            return error
 
 
 def make_shards(files: Sequence[File], reading: ReadingConfig, split: Split | None = None) -> list[Shard]:
@@ -230,8 +222,28 @@ def _format_location(part: Part, row: int) -> str:
     return f"{part.file.path} {location}"
 
 
-def _read_jsonl(part: Part, columns: Sequence[str]) -> Iterator[list[bytes]]:
-    lines = []
+def _read_records(part: Part, columns: Sequence[str]) -> Iterator[list[Any]]:
+    """Yield batches of records. Those of JSONL are lines."""
+    path = part.file.path
+    if part.file.kind == "jsonl":
+        yield [line for line in _read_lines(part) if line.strip()]
+    elif part.file.kind == "json":
+        try:
+            yield json.loads(path.read_text(encoding="utf-8-sig"))
+        except ValueError as error:
+            raise ConfigError(f"{path} is not JSON ({error}); repair it, or write it as JSONL") from error
+    elif part.file.kind == "parquet":
+        with pa.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
+            for batch in file.iter_batches(BATCH_RECORDS, row_groups=[part.start], columns=columns):
+                yield [_drop_nulls(row) for row in batch.to_pylist()]
+    else:
+        table = _open_table(part.file).select_columns(columns)
+        for low in range(part.start, part.stop, BATCH_RECORDS):
+            rows = table.select(range(low, min(low + BATCH_RECORDS, part.stop))).to_list()
+            yield [_drop_nulls(row) for row in rows]
+
+
+def _read_lines(part: Part) -> Iterator[bytes]:
     with part.file.path.open("rb") as file:
         if part.start:
             # A line that crosses the start belongs to an earlier shard. It may cross the end as well.
@@ -239,30 +251,7 @@ def _read_jsonl(part: Part, columns: Sequence[str]) -> Iterator[list[bytes]]:
             if not file.readline(part.stop - part.start + 1).endswith(b"\n"):
                 return
         while file.tell() < part.stop:
-            lines.append(file.readline())
-    yield [line for line in lines if line.strip()]
-
-
-def _read_json(part: Part, columns: Sequence[str]) -> Iterator[list[Any]]:
-    try:
-        yield json.loads(part.file.path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
-        raise ConfigError(f"{part.file.path} is not JSON ({error}); repair it, or write it as JSONL") from error
-
-
-def _read_parquet(part: Part, columns: Sequence[str]) -> Iterator[list[Any]]:
-    with pa.parquet.ParquetFile(part.file.path, pre_buffer=False, buffer_size=1 << 20) as file:
-        for batch in file.iter_batches(BATCH_RECORDS, row_groups=[part.start], columns=columns):
-            yield [_drop_nulls(row) for row in batch.to_pylist()]
-
-
-def _read_arrow(part: Part, columns: Sequence[str]) -> Iterator[list[Any]]:
-    table = _open_table(part.file).select_columns(columns)
-    for low in range(part.start, part.stop, BATCH_RECORDS):
-        yield [_drop_nulls(row) for row in table.select(range(low, min(low + BATCH_RECORDS, part.stop))).to_list()]
-
-
-READERS = {"jsonl": _read_jsonl, "json": _read_json, "parquet": _read_parquet, "arrow": _read_arrow}
+            yield file.readline()
 
 
 def _open_table(file: File) -> Any:
@@ -271,40 +260,32 @@ def _open_table(file: File) -> Any:
 
 def _divide_records(file: File, reading: ReadingConfig) -> tuple[tuple[str, ...], list[tuple[int, int, int]]]:
     """Return the columns to read, and (start, stop, bytes) of each shard."""
+    if file.kind == "json":
+        return (), [(0, 1, file.path.stat().st_size)]
+    if file.kind == "jsonl":
+        size = file.path.stat().st_size
+        with file.path.open("rb") as lines:
+            first = next(filter(bytes.strip, lines), b"")
+        try:
+            if first and reading.bad_records == "refuse":
+                detect_format(_parse_json(first), reading)
+        except BadRecord as error:
+            raise ConfigError(f"{_format_location(Part(file, 0, size), 0)}: {error}") from error
+        return (), [(low, high, high - low) for low, high in pairwise([*range(0, size, SHARD_BYTES), size])]
     if file.kind == "parquet":
-        return _divide_parquet(file, reading)
-    if file.kind == "arrow":
+        try:
+            with pa.parquet.ParquetFile(file.path) as parquet:
+                names, metadata = parquet.schema_arrow.names, parquet.metadata
+        except pa.ArrowInvalid as error:
+            raise ConfigError(f"{file.path} is not valid Parquet ({error}); write it again") from error
+        groups = range(metadata.num_row_groups)
+        ranges = [(group, group + 1, metadata.row_group(group).total_byte_size) for group in groups]
+    else:
         table = _open_table(file)
-        row_bytes = table.data.nbytes // max(len(table), 1) + 1
+        names, row_bytes = table.column_names, table.data.nbytes // max(len(table), 1) + 1
         edges = [*range(0, len(table), max(1, SHARD_BYTES // row_bytes)), len(table)]
         ranges = [(low, high, row_bytes * (high - low)) for low, high in pairwise(edges)]
-        return _select_columns(file, table.column_names, reading), ranges
-    size = file.path.stat().st_size
-    if file.kind == "json":
-        return (), [(0, 1, size)]
-    with file.path.open("rb") as lines:
-        first = next(filter(bytes.strip, lines), b"")
     try:
-        if first and reading.bad_records == "refuse":
-            detect_format(_parse_json(first), reading)
-    except BadRecord as error:
-        raise ConfigError(f"{_format_location(Part(file, 0, size), 0)}: {error}") from error
-    return (), [(low, high, high - low) for low, high in pairwise([*range(0, size, SHARD_BYTES), size])]
-
-
-def _divide_parquet(file: File, reading: ReadingConfig) -> tuple[tuple[str, ...], list[tuple[int, int, int]]]:
-    try:
-        with pa.parquet.ParquetFile(file.path) as parquet:
-            names, metadata = parquet.schema_arrow.names, parquet.metadata
-            groups = range(metadata.num_row_groups)
-            ranges = [(group, group + 1, metadata.row_group(group).total_byte_size) for group in groups]
-    except pa.ArrowInvalid as error:
-        raise ConfigError(f"{file.path} is not valid Parquet ({error}); write it again") from error
-    return _select_columns(file, names, reading), ranges
-
-
-def _select_columns(file: File, names: Sequence[str], reading: ReadingConfig) -> tuple[str, ...]:
-    try:
-        return tuple(detect_format(dict.fromkeys(names), reading)[1])
+        return tuple(detect_format(dict.fromkeys(names), reading)[1]), ranges
     except BadRecord as error:
         raise ConfigError(f"{file.path} {error}") from error

@@ -1,5 +1,6 @@
 """Turn a record into a document: its text or token ids, and which of them to train on."""
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -97,24 +98,19 @@ def _parse_conversation(
         trainable = [trains and i >= len(prompt) for i, trains in enumerate(trainable)]
         if not any(message["role"] == "assistant" for message in messages[len(prompt) :]):
             raise BadRecord("without an assistant's turn", "has no assistant turn to train on; add one, or drop it")
-    schemas = _parse_tools(tools)
-
-    def render(messages: list[Message]) -> Document:
-        return Document(
-            *chat.render(
-                messages, schemas, trainable=trainable, all_roles=train_on_all, stop_tokens=reading.train_on_eos
-            )
-        )
-
+    render = functools.partial(
+        chat.render, tools=_parse_tools(tools), trainable=trainable, all_roles=train_on_all,
+        stop_tokens=reading.train_on_eos,
+    )  # fmt: skip
     try:
-        return render(messages)
+        return Document(*render(messages))
     except BadRecord:
         # DeepSeek's templates take arguments as a string, and need content to be defined.
         defaults: dict[str, Message] = {"assistant": {"content": None}}
         as_strings = [_convert_arguments(defaults.get(m["role"], {}) | m, json.dumps) for m in messages]
         if as_strings == messages:
             raise
-        return render(as_strings)
+        return Document(*render(as_strings))
 
 
 def _check_string(value: Any, label: str) -> str:
@@ -150,9 +146,7 @@ def _parse_tools(tools: Any) -> list[Any] | None:
         parsed = json.loads(tools) if isinstance(tools, str) else tools
     except ValueError:
         parsed = [0]
-    if parsed is None:
-        return None
-    schemas = parsed if isinstance(parsed, list) else [0]
+    schemas = parsed if isinstance(parsed, list) else [] if parsed is None else [0]
     if not all(isinstance(t, dict) and isinstance(t.get("function", t), dict) for t in schemas):
         raise BadRecord("tools that are no JSON", "tools is not a list of JSON objects; write each tool's JSON schema")
     return parsed or None

@@ -15,7 +15,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -29,18 +29,13 @@ from ithaka.data.read import Shard
 from ithaka.layer.loss import IGNORE_INDEX
 
 STATE_FORMAT = 5
+PACKING_KEYS = ("context", "group", "lead", "done", "most")  # in a state, for the fields of Packing
 # Minimum size of a round.
 ROUND_TOKENS = 1 << 24
 ROUND_SEQUENCES = 64
 ROUND_STEPS = 32
 HELD_OUT_SEQUENCES = 16  # in a round of held-out data, of which a run may need only the first sequences
 SPARE_SEQUENCES = 8  # in a limited round: shuffling may put the last and least filled sequence first
-
-
-class ShardCounts(NamedTuple):
-    documents: int
-    tokens: int
-    skipped: Mapping[str, int]  # number of skipped documents by reason
 
 
 def tokens_per_round(packing: Packing, shuffled: bool = True) -> int:
@@ -86,7 +81,8 @@ class Source:
         """`key` shuffles each of endless epochs; None: one epoch, in the order of the files."""
         self.name, self.weight, self.shards, self.cache, self.key = name, weight, shards, cache, key
         self.num_bytes = sum(shard.num_bytes for shard in shards)
-        self.shard_counts: dict[int, ShardCounts] = {}  # of the shards loaded so far, by index
+        # For each shard loaded so far: the number of documents, of tokens, and of skipped documents by reason.
+        self.shard_counts: dict[int, tuple[int, int, Mapping[str, int]]] = {}
 
     def take_documents(
         self, position: SourcePosition, num_tokens: float, max_length: float, wrap: bool, prefetch: bool = True
@@ -106,7 +102,7 @@ class Source:
             index = order[position.shard]
             documents = self.cache.load(self.shards[index])
             kept = documents.lengths[documents.lengths <= max_length]
-            self.shard_counts[index] = ShardCounts(len(kept), int(kept.sum()), documents.skipped)
+            self.shard_counts[index] = (len(kept), int(kept.sum()), documents.skipped)
             segments = np.zeros(len(documents.lengths), SEGMENT_DTYPE)
             segments["shard"], segments["length"] = len(shards), documents.lengths
             segments["low"] = documents.lengths.cumsum() - documents.lengths
@@ -143,7 +139,7 @@ class Source:
 
     def count_skipped(self) -> Counter[str]:
         """Count the skipped documents by reason, in the shards read so far."""
-        return sum((Counter(counts.skipped) for counts in self.shard_counts.values()), Counter[str]())
+        return sum((Counter(skipped) for _, _, skipped in self.shard_counts.values()), Counter[str]())
 
 
 class SequenceStream:
@@ -161,8 +157,7 @@ class SequenceStream:
     ):  # fmt: skip
         """`group`: sequences per step, over all ranks. `needed`: sequences that the run still takes; None: unknown.
 
-        All sources have keys, or none has: then the stream ends after one epoch. `documents_together` does not change
-        the order of the data.
+        All sources have keys, or none has: then the stream ends after one epoch.
         """
         self.sources, self.context, self.group, self.pad_id, self.needed = sources, context, group, pad_id, needed
         self.documents_together, self.long_documents = documents_together, long_documents
@@ -338,10 +333,8 @@ class TrainData:
         return self._held_out[1]
 
     def validation_batches(self, count: int) -> Iterator[Batch]:
-        """Yield this rank's share of the first `count` held-out sequences, equally many batches [B, S] on every rank.
-
-        Rows without labels fill up the last batch.
-        """
+        """Yield this rank's share of the first `count` held-out sequences: batches [B, S], as many on every rank. Rows
+        without labels fill up the last one."""
         sequences = self.validation_sequences(count)
         with_sources = self.validation is not None and len(self.validation.sources) > 1
         blank = pack.build_sequence([], np.empty(0, SEGMENT_DTYPE), self.stream.context, self.stream.pad_id)
@@ -358,15 +351,8 @@ class TrainData:
             "cursors": [asdict(source) for source in self.position.sources],
             # labelled: sequences without a label are not counted, in all states of this format.
             "packings": [
-                {
-                    "context": p.context,
-                    "group": p.group,
-                    "labelled": True,
-                    "lead": p.num_leading,
-                    "done": p.done,
-                    "most": p.max_sequences,
-                }
-                for p in self.position.packings
+                dict(zip(PACKING_KEYS, astuple(packing), strict=True), labelled=True)
+                for packing in self.position.packings
             ],
         }
 
@@ -385,7 +371,7 @@ class TrainData:
             )
         assert self._prefetched is None, "load the state before the first batch"
         sources = tuple(SourcePosition(**source) for source in state["cursors"])
-        packings = tuple(Packing(p["context"], p["group"], p["lead"], p["done"], p["most"]) for p in state["packings"])
+        packings = tuple(Packing(*(packing[key] for key in PACKING_KEYS)) for packing in state["packings"])
         self.position = StreamPosition(state["sequences"], sources, packings)
         self.stream.seek(self.position)
 

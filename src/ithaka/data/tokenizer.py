@@ -52,8 +52,7 @@ class Tokenizer:
         return ChatTemplate(self.hf)
 
     def encode_batch(self, texts: Sequence[str], trained: Sequence[TrainedRanges] | None = None) -> list[np.ndarray]:
-        """Return one int32 array per text, without special tokens, as in Documents.tokens: ~id outside the `trained`
-        ranges of the text.
+        """Return the ids of each text as in Documents.tokens, without special tokens: ~id outside the `trained` ranges.
 
         A token is trained on if its first character is. With a byte-level tokenizer, that may be the character after
         the leading space. The tokenizers library uses all cores for a batch.
@@ -67,13 +66,14 @@ class Tokenizer:
         )  # fmt: skip
         arrays = [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
         for i, ranges in enumerate(trained or ()):
-            if ranges is not None and not encoded.is_fast:
+            if ranges is None:
+                continue
+            if not encoded.is_fast:
                 raise ConfigError(
                     "the tokenizer has no tokenizer.json, which messages and completions need; convert it to a fast "
                     "tokenizer, or set data.tokenizer to one"
                 )
-            if ranges is not None:
-                arrays[i] = _mask_outside(arrays[i], [_first_token(encoded.encodings[i], e) for e in chain(*ranges)])
+            arrays[i] = _mask_outside(arrays[i], [_first_token(encoded.encodings[i], edge) for edge in chain(*ranges)])
         return arrays
 
     def decode(self, ids: Any) -> str:
@@ -125,12 +125,10 @@ def load_tokenizer(name: str | None, model_path: Path | None, chat_template: Pat
 
     `name` is "bytes", a directory, or None for the model's own; an embedded model (`model_path` None) has bytes.
     """
-    if name == "bytes" or (name is None and model_path is None):
-        tokenizer: Tokenizer = ByteTokenizer()
-    elif name is None and model_path is not None:
-        tokenizer = _load_pretrained(model_path, f"model.path={model_path}")
-    else:
-        tokenizer = _load_pretrained(Path(name or ".").expanduser(), f"data.tokenizer={name}")
+    path, setting = model_path, f"model.path={model_path}"
+    if name is not None:
+        path, setting = Path(name).expanduser(), f"data.tokenizer={name}"
+    tokenizer = ByteTokenizer() if name == "bytes" or path is None else _load_pretrained(path, setting)
     if chat_template is not None:
         try:
             tokenizer.hf.chat_template = chat_template.read_text(encoding="utf-8")
