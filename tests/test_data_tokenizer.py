@@ -36,7 +36,7 @@ def reloaded(tmp_path_factory):
 
 
 def test_byte_ids_are_those_of_the_embedded_models():
-    assert (BYTES.bos_id, BYTES.eos_id, BYTES.pad_id) == (config.BOS, config.EOS, config.PAD)
+    assert (BYTES.hf.bos_token_id, BYTES.eos_id, BYTES.pad_id) == (config.BOS, config.EOS, config.PAD)
     assert BYTES.vocab_size == 259 <= config.BYTE_VOCAB
 
 

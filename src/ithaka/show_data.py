@@ -188,9 +188,9 @@ def print_data(view: DataView, console: Console) -> None:
     for title, documents in view.sequences:
         console.print(Text(f"\n{title}", "bold"))
         for document_title, pieces in documents:
-            console.print(
-                Text(f"── {document_title}", "cyan"), *[_style_pieces(pieces, uncolored)] * bool(pieces), sep="\n"
-            )
+            console.print(Text(f"── {document_title}", "cyan"))
+            if pieces:
+                console.print(_style_pieces(pieces, uncolored))
 
 
 def _style_pieces(pieces: list[TextPiece], uncolored: bool) -> Text:

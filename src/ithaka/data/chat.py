@@ -19,11 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ithaka.config import ConfigError
+from ithaka.config import ConfigError, ReadingConfig
 
 CharRange = tuple[int, int]
 TrainedRanges = Sequence[CharRange] | None  # None: train on all of the text
 Message = dict[str, Any]
+Tools = list[Any] | None
 
 ROLES = ("system", "user", "assistant", "tool")
 TEMPLATE_REFUSES = "refused by the chat template"  # a reason of BadRecord
@@ -68,14 +69,9 @@ class ChatTemplate:
         self._renders_field: dict[tuple[str, bool], bool] = {}
 
     def render(
-        self, messages: list[Message], tools: list[Any] | None, *, trainable: Sequence[bool], all_roles: bool,
-        stop_tokens: bool,
-    ) -> tuple[str, TrainedRanges]:  # fmt: skip
-        """Return the text and the ranges to train on.
-
-        Train on the `trainable` messages: on the assistant's, or on those of `all_roles`. `stop_tokens`: also on the
-        token that ends an assistant's turn.
-        """
+        self, messages: list[Message], tools: Tools, trainable: Sequence[bool], reading: ReadingConfig
+    ) -> tuple[str, TrainedRanges]:
+        """Return the text and the ranges to train on: those of the `trainable` messages that data.train_on selects."""
         if not self.hf.chat_template:
             raise ConfigError(
                 "the data has messages, but the tokenizer has no chat template; set data.chat_template to a file, or "
@@ -83,20 +79,21 @@ class ChatTemplate:
             )
         text = self._apply(messages, tools)
         self._check_rendered(text, messages, tools)
+        all_roles = reading.train_on == "all"
         if all_roles and all(trainable):
             return text, None
-        roles = [message["role"] for message in messages]
         if all_roles:
             untrained = self._find_turns(messages, tools, text, [i for i, train in enumerate(trainable) if not train])
             edges = [0, *sorted(edge for turn in untrained for edge in (turn.start, turn.stop)), len(text)]
             return text, list(zip(edges[::2], edges[1::2], strict=True))
+        roles = [message["role"] for message in messages]
         indices = [i for i, train in enumerate(trainable) if train and roles[i] == "assistant"]
         has_generation = GENERATION_TAG.search(self.hf.get_chat_template(None, tools)) is not None
         ranges: list[CharRange] = []
         for i, turn in zip(indices, self._find_turns(messages, tools, text, indices), strict=True):
             follows_tool = i > 0 and roles[i - 1] == "tool"
-            generated = turn.generated if has_generation else None
-            ranges += self._trained_ranges(text, turn, generated, follows_tool, stop_tokens)
+            content = None if has_generation else self._find_content(text, turn, follows_tool)
+            ranges += self._trained_ranges(text, turn, content, reading.train_on_eos)
         return text, ranges
 
     @functools.cached_property
@@ -105,7 +102,7 @@ class ChatTemplate:
         text, turns = self._render_probe([*QUESTION, ANSWER])
         return self._find_stop_token(text, self._include_stop_token(text, turns[-1]))[0] if turns else None
 
-    def _check_rendered(self, text: str, messages: list[Message], tools: list[Any] | None) -> None:
+    def _check_rendered(self, text: str, messages: list[Message], tools: Tools) -> None:
         """Raise BadRecord if the text lacks a tool, a tool call or a MUST_RENDER field of a message."""
         calls = [call for message in messages for call in message.get("tool_calls") or ()]
         names = Counter(str(each.get("function", each).get("name") or "") for each in [*calls, *(tools or ())])
@@ -121,7 +118,7 @@ class ChatTemplate:
                 detail = f"message {number} has {name}, which the chat template does not render; {fix}"
                 raise BadRecord(f"with {name} that the chat template leaves out", detail)
 
-    def _is_rendered(self, field: str, tools: list[Any] | None) -> bool:
+    def _is_rendered(self, field: str, tools: Tools) -> bool:
         """Whether the template renders this field of the last assistant message."""
         key, value = (field, bool(tools)), "Probe0123"
         if key not in self._renders_field:
@@ -130,7 +127,7 @@ class ChatTemplate:
                 self._renders_field[key] = value in self._apply([*QUESTION, {**ANSWER, field: content}], tools)
         return self._renders_field.setdefault(key, False)
 
-    def _apply(self, messages: list[Message], tools: list[Any] | None = None, **options: Any) -> str:
+    def _apply(self, messages: list[Message], tools: Tools = None, **options: Any) -> str:
         try:
             return self.hf.apply_chat_template(messages, tools=tools, tokenize=False, **options)
         except Exception as error:  # templates run arbitrary code and raise arbitrary errors
@@ -142,7 +139,7 @@ class ChatTemplate:
             raise BadRecord(TEMPLATE_REFUSES, f"{detail} set another data.chat_template") from error
 
     def _render_with_marks(
-        self, messages: list[Message], tools: list[Any] | None = None, **options: Any
+        self, messages: list[Message], tools: Tools = None, **options: Any
     ) -> tuple[str, list[list[Turn]]]:
         """Return the text and, for each loop over messages, its turns."""
         template = self.hf.get_chat_template(None, tools)
@@ -155,9 +152,7 @@ class ChatTemplate:
         text, loops = self._render_with_marks(messages, **options)
         return text, next((turns for turns in loops if any(turn.stop > turn.start for turn in turns)), [])
 
-    def _find_turns(
-        self, messages: list[Message], tools: list[Any] | None, text: str, indices: Sequence[int]
-    ) -> list[Turn]:
+    def _find_turns(self, messages: list[Message], tools: Tools, text: str, indices: Sequence[int]) -> list[Turn]:
         """Return the turns of the messages at `indices`. Each message must be rendered exactly once."""
         marked_text, loops = self._render_with_marks(messages, tools)
         if marked_text != text or not loops:
@@ -193,20 +188,17 @@ class ChatTemplate:
             turn.stop = text.index(token, turn.stop) + len(token)
         return turn
 
-    def _trained_ranges(
-        self, text: str, turn: Turn, generated: list[CharRange] | None, follows_tool: bool, stop_tokens: bool
-    ) -> list[CharRange]:
-        """Return what to train on in a turn: its `generated` blocks, or (None) all after its header."""
+    def _trained_ranges(self, text: str, turn: Turn, content: int | None, with_stop_token: bool) -> list[CharRange]:
+        """Return what to train on in a turn: all from `content` on, or (None) its `{% generation %}` blocks."""
         token, end = self._find_stop_token(text, turn)
-        content_end = end - len(token) if token else turn.stop
-        ranges = generated
-        if ranges is None:
-            ranges = [(self._find_content(text, turn, follows_tool), content_end)]
-        if token and not stop_tokens:
+        ranges = turn.generated if content is None else [(content, end if token else turn.stop)]
+        if not token or not ranges:
+            return ranges
+        content_end = end - len(token)
+        if not with_stop_token:
             return [(low, min(high, content_end)) for low, high in ranges]
-        if token and ranges and not text[ranges[-1][1] : content_end].strip():
-            return [*ranges[:-1], (ranges[-1][0], max(ranges[-1][1], end))]
-        return ranges
+        *others, (low, high) = ranges
+        return ranges if text[high:content_end].strip() else [*others, (low, max(high, end))]
 
     def _find_stop_token(self, text: str, turn: Turn) -> tuple[str | None, int]:
         """Return the special token that ends a turn, and the end of the turn without trailing whitespace."""

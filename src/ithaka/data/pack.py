@@ -18,6 +18,7 @@ import numpy as np
 from ithaka.layer.loss import IGNORE_INDEX
 
 SHORT_DOCUMENT_FRACTION = 1 / 8  # fraction of the context; sorting shorter documents saves under 0.4 % of padding
+Key = tuple[int, ...]  # seeds a hash
 SEGMENT_DTYPE = np.dtype([("shard", np.int32), ("source", np.int32), ("low", np.int64), ("length", np.int64)])
 
 
@@ -86,7 +87,7 @@ class PackedRound:
     """Segments packed into sequences, in training order."""
 
     def __init__(
-        self, segments: np.ndarray, packing: Packing, key: tuple[int, ...] | None,
+        self, segments: np.ndarray, packing: Packing, key: Key | None,
         shards: Sequence[Documents] = (), documents_together: bool = False,
     ):  # fmt: skip
         """`key` shuffles the groups; None keeps the order of first segments. With `shards`, leave out sequences without
@@ -170,7 +171,7 @@ def best_fit(lengths: np.ndarray, context: int) -> np.ndarray:
     return sequences
 
 
-def group_by_area(areas: np.ndarray, group: int, num_leading: int, key: tuple[int, ...]) -> np.ndarray:
+def group_by_area(areas: np.ndarray, group: int, num_leading: int, key: Key) -> np.ndarray:
     """Return sequence indices in training order: shuffled groups of similar area, ascending inside a group, so that the
     sequences of a micro-step are alike too.
 
@@ -192,19 +193,6 @@ def imbalance(areas: np.ndarray, ranks: int, batch: int) -> float:
     """Return the slowdown of attention by unequal work: the largest area of a rank over the mean; all micro-steps."""
     steps = areas[: len(areas) // (ranks * batch) * ranks * batch].reshape(-1, batch, ranks).sum(axis=1)
     return float(steps.max(axis=1).sum() / steps.mean(axis=1).sum()) if len(steps) else 1.0
-
-
-def build_sequence(
-    shards: Sequence[Documents], segments: np.ndarray, context: int, pad_id: int, documents_together: bool = False
-) -> PackedSequence:
-    """Concatenate the tokens of `segments`, and pad."""
-    tokens_S = np.full(context, pad_id, dtype=np.int32)
-    ends = segments["length"].cumsum()
-    for (shard, _, low, length), end in zip(segments.tolist(), ends.tolist(), strict=True):
-        tokens_S[end - length : end] = shards[shard].tokens[low : low + length]
-    starts = np.concatenate([np.zeros(1, np.int64), ends])
-    sources, length = segments["source"], int(starts[-1])
-    return PackedSequence(tokens_S, starts[: max(len(segments), 1)], length, sources, documents_together)
 
 
 @dataclass(frozen=True)
@@ -236,5 +224,5 @@ def hash_values(values: np.ndarray, *key: int) -> np.ndarray:
     return state
 
 
-def permutation(count: int, key: tuple[int, ...]) -> np.ndarray:
+def permutation(count: int, key: Key) -> np.ndarray:
     return np.argsort(hash_values(np.arange(count), *key), kind="stable")

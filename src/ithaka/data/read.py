@@ -119,9 +119,6 @@ def make_shards(files: Sequence[File], reading: ReadingConfig, split: Split | No
     return shards
 
 
-# Text
-
-
 def _make_text_shards(files: Sequence[File], reading: ReadingConfig, split: Split | None) -> list[Shard]:
     """Put small files together. Files above PART_BYTES are divided; their parts are shuffled like documents."""
     ranges = [(file, 0, file.path.stat().st_size) for file in files]
@@ -182,9 +179,6 @@ def _read_bytes(path: Path, low: int, high: int) -> bytes:
     if len(raw) < high - low:
         raise TransientError(f"data file {path} was truncated while it was read; start again")
     return raw
-
-
-# Records
 
 
 def _parse_json(record: Any) -> Any:

@@ -1,6 +1,5 @@
 """Turn a record into a document: its text or token ids, and which of them to train on."""
 
-import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -72,7 +71,6 @@ def parse_record(record: Any, reading: ReadingConfig, chat: ChatTemplate, vocab_
     """Return the document of a record. Raise BadRecord with what is wrong if there is none."""
     format_name, fields = detect_format(record, reading)
     values = [record[field] for field in fields]
-    train_on_all = reading.train_on == "all"
     if format_name == "text":
         return Document(_check_string(values[0], f"data.text_field={reading.text_field}"), add_bos_eos=True)
     if format_name == "input_ids":
@@ -80,7 +78,7 @@ def parse_record(record: Any, reading: ReadingConfig, chat: ChatTemplate, vocab_
     if format_name == "prompt_completion" and not (isinstance(values[0], list) and isinstance(values[1], list)):
         prompt, completion = (_check_string(value, field) for field, value in zip(fields[:2], values, strict=False))
         text = prompt + completion
-        return Document(text, None if train_on_all else [(len(prompt), len(text))], add_bos_eos=True)
+        return Document(text, None if reading.train_on == "all" else [(len(prompt), len(text))], add_bos_eos=True)
     prompt_messages, messages = (values[0], values[1]) if format_name == "prompt_completion" else ([], values[0])
     return _parse_conversation(prompt_messages, messages, record.get("tools"), reading, chat)
 
@@ -93,24 +91,20 @@ def _parse_conversation(
         raise BadRecord("without messages", "messages is not a list, or an empty one; drop the record")
     parsed = [_parse_message(message, f"message {n}") for n, message in enumerate([*prompt, *completion], 1)]
     messages, trainable = [message for message, _ in parsed], [trains for _, trains in parsed]
-    train_on_all = reading.train_on == "all"
-    if not train_on_all:
+    if reading.train_on != "all":
         trainable = [trains and i >= len(prompt) for i, trains in enumerate(trainable)]
         if not any(message["role"] == "assistant" for message in messages[len(prompt) :]):
             raise BadRecord("without an assistant's turn", "has no assistant turn to train on; add one, or drop it")
-    render = functools.partial(
-        chat.render, tools=_parse_tools(tools), trainable=trainable, all_roles=train_on_all,
-        stop_tokens=reading.train_on_eos,
-    )  # fmt: skip
+    schemas = _parse_tools(tools)
     try:
-        return Document(*render(messages))
+        return Document(*chat.render(messages, schemas, trainable, reading))
     except BadRecord:
         # DeepSeek's templates take arguments as a string, and need content to be defined.
         defaults: dict[str, Message] = {"assistant": {"content": None}}
         as_strings = [_convert_arguments(defaults.get(m["role"], {}) | m, json.dumps) for m in messages]
         if as_strings == messages:
             raise
-        return Document(*render(as_strings))
+        return Document(*chat.render(as_strings, schemas, trainable, reading))
 
 
 def _check_string(value: Any, label: str) -> str:

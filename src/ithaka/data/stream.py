@@ -24,7 +24,7 @@ import torch
 from ithaka.config import ConfigError
 from ithaka.data import pack
 from ithaka.data.cache import TokenCache
-from ithaka.data.pack import SEGMENT_DTYPE, Documents, PackedRound, PackedSequence, Packing
+from ithaka.data.pack import SEGMENT_DTYPE, Documents, Key, PackedRound, PackedSequence, Packing
 from ithaka.data.read import Shard
 from ithaka.layer.loss import IGNORE_INDEX
 
@@ -75,9 +75,7 @@ class StreamPosition:
 class Source:
     """The documents of one data source, epoch after epoch."""
 
-    def __init__(
-        self, name: str, weight: float, shards: Sequence[Shard], cache: TokenCache, key: tuple[int, ...] | None
-    ):
+    def __init__(self, name: str, weight: float, shards: Sequence[Shard], cache: TokenCache, key: Key | None):
         """`key` shuffles each of endless epochs; None: one epoch, in the order of the files."""
         self.name, self.weight, self.shards, self.cache, self.key = name, weight, shards, cache, key
         self.num_bytes = sum(shard.num_bytes for shard in shards)
@@ -192,8 +190,17 @@ class SequenceStream:
     def get_sequence(self, index: int) -> PackedSequence:
         """Return a sequence of the current round, without advancing."""
         assert self._round is not None
-        segments = self._round.segments(index, index + 1)
-        return pack.build_sequence(self._documents, segments, self.context, self.pad_id, self.documents_together)
+        return self.build_sequence(self._round.segments(index, index + 1))
+
+    def build_sequence(self, segments: np.ndarray) -> PackedSequence:
+        """Concatenate the tokens of `segments` of the current round, and pad."""
+        tokens_S = np.full(self.context, self.pad_id, dtype=np.int32)
+        ends = segments["length"].cumsum()
+        for (shard, _, low, length), end in zip(segments.tolist(), ends.tolist(), strict=True):
+            tokens_S[end - length : end] = self._documents[shard].tokens[low : low + length]
+        starts = np.concatenate([np.zeros(1, np.int64), ends])
+        num_documents, length = max(len(segments), 1), int(starts[-1])
+        return PackedSequence(tokens_S, starts[:num_documents], length, segments["source"], self.documents_together)
 
     def current_round(self) -> PackedRound:
         """Return the round of the next sequence, loading it if necessary; empty at the end of a stream without keys."""
@@ -234,7 +241,7 @@ class SequenceStream:
         self.read_tokens += packed.read_tokens
         return packed
 
-    def _take_documents(self, key: tuple[int, ...] | None) -> np.ndarray:
+    def _take_documents(self, key: Key | None) -> np.ndarray:
         """Take the documents of a round from all sources, shuffled by `key`: segments [n]."""
         positions, packing = list(self.position.sources), self.position.packings[0]
         num_tokens = tokens_per_round(packing, self.shuffled)
@@ -337,7 +344,7 @@ class TrainData:
         without labels fill up the last one."""
         sequences = self.validation_sequences(count)
         with_sources = self.validation is not None and len(self.validation.sources) > 1
-        blank = pack.build_sequence([], np.empty(0, SEGMENT_DTYPE), self.stream.context, self.stream.pad_id)
+        blank = self.stream.build_sequence(np.empty(0, SEGMENT_DTYPE))
         for low in range(0, len(sequences), self.batch * self.dp_size):
             rows = sequences[low : low + self.batch * self.dp_size][self.dp_rank :: self.dp_size]
             yield collate(rows + [blank] * (self.batch - len(rows)), with_sources)

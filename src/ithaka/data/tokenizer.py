@@ -29,15 +29,14 @@ class Tokenizer:
     """
 
     def __init__(self, hf: Any):
-        self.hf = hf
-        self.bos_id: int | None = hf.bos_token_id
+        self.hf, self.chat = hf, ChatTemplate(hf)
         self.eos_id: int | None = hf.eos_token_id
         # Padding has no labels, so any valid id will do.
         self.pad_id: int = next((i for i in (hf.pad_token_id, self.eos_id) if i is not None), 0)
         # Ids can have gaps, so the model's vocabulary must cover the largest id, not their number.
         self.vocab_size: int = max(hf.get_vocab().values()) + 1
-        adds_bos = self.bos_id is not None and hf("a")["input_ids"][:1] == [self.bos_id]
-        self.document_prefix: tuple[int, ...] = (self.bos_id,) if adds_bos and self.bos_id is not None else ()
+        adds_bos = hf("a")["input_ids"][:1] == [hf.bos_token_id]
+        self.document_prefix: tuple[int, ...] = (hf.bos_token_id,) if adds_bos else ()
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -46,10 +45,6 @@ class Tokenizer:
         ids = self.encode_batch(["The quick brown fox; 1234567 x 89,\n\tif (a != b): naïve 日本語 🎉"])[0].tolist()
         chat = [self.hf.chat_template] if self.hf.chat_template else []
         return hashlib.sha256(repr((vocab, self.document_prefix, self.eos_id, ids, *chat)).encode()).hexdigest()[:16]
-
-    @functools.cached_property
-    def chat(self) -> ChatTemplate:
-        return ChatTemplate(self.hf)
 
     def encode_batch(self, texts: Sequence[str], trained: Sequence[TrainedRanges] | None = None) -> list[np.ndarray]:
         """Return the ids of each text as in Documents.tokens, without special tokens: ~id outside the `trained` ranges.
