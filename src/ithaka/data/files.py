@@ -6,10 +6,9 @@ import glob
 import os
 import re
 import sysconfig
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ithaka.config import ConfigError, input_error
 
@@ -29,18 +28,16 @@ SNIFF_BYTES = 1 << 16
 USE_SUPPORTED = "use UTF-8 text, JSONL, JSON, Parquet or a folder written by datasets.save_to_disk"
 
 
-@dataclass(frozen=True)
-class File:
+class File(NamedTuple):
     path: Path  # for kind arrow: a folder written by datasets.save_to_disk, or hf://org/name
     kind: FileKind
     split: str | None = None  # for kind arrow
 
 
-@dataclass
-class DataFiles:
+class DataFiles(NamedTuple):
     files: list[File]
-    validation: list[File] = field(default_factory=list)  # the dataset's own validation split
-    ignored: list[str] = field(default_factory=list)  # files of the directory that are not used, with the reason
+    validation: Sequence[File] = ()  # the dataset's own validation split
+    ignored: Sequence[str] = ()  # files of the directory that are not used, with the reason
 
 
 def find_files(path: Path | str | None, setting: str = "data.path") -> DataFiles:
