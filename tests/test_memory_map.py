@@ -13,8 +13,7 @@ from allocations import traced_peak
 from ithaka.layer.schedule import StreamedLayer
 from ithaka.phases import Holder
 from ithaka.profile.live import LiveBytes
-from ithaka.profile.step import StepProfile
-from ithaka.profile.times import KINDS
+from ithaka.profile.step import KINDS, StepProfile
 from runs import run, tiny_run
 
 MODEL = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 2048}

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from ithaka import phases
-from ithaka.profile.allocator import AllocatorHistory
+from ithaka.profile.live import AllocatorHistory
 from ithaka.profile.memory import Allocation, MemoryMap, format_peak
-from ithaka.profile.times import KINDS, StepTimes
+from ithaka.profile.step import KINDS, StepTimes
 from ithaka.train.watch import what_to_record
 
 OURS = str(Path(phases.__file__).parent / "layer" / "schedule.py")

@@ -13,7 +13,7 @@ from ithaka.phases import phase
 from ithaka.plan.hardware import Hardware, find_gpu
 from ithaka.plan.search import Plan
 from ithaka.plan.shape import Work, shape_from_config
-from ithaka.profile.progress import Progress, StepProgress
+from ithaka.profile.timeline import Progress, StepProgress
 from ithaka.train.console import Console, describe_progress, read_metrics
 
 SHAPE = shape_from_config(embedded_model("small"))

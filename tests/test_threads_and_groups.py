@@ -15,6 +15,8 @@ from ithaka.dist import mesh
 from ithaka.layer import store
 from ithaka.preflight.preflight import AUTO
 from ithaka.profile import progress
+from ithaka.preflight.resolve import AUTO
+from ithaka.profile import timeline
 from ithaka.train import heartbeat
 from runs import metrics, run, tiny_run, valid
 
@@ -33,7 +35,7 @@ def threads_of(config):
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
         patch.setattr(threading.Thread, "start", start)
-        for module in (store, progress, save, heartbeat):
+        for module in (store, timeline, save, heartbeat):
             patch.setattr(module, "use_device", lambda device: chosen.add((threading.current_thread().name, device)))
         run(config)
     return started, chosen

@@ -1,10 +1,15 @@
-"""Live bytes on a CPU: every storage from its first tensor until it is freed, with holder, phase, shape and line."""
+"""Record a step's allocations with holder, phase and source line: every storage on a CPU, the CUDA allocator's history
+on a GPU."""
 
+import math
 import sys
+import sysconfig
 import time
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ithaka.phases import PhaseState, listening
-from ithaka.profile.memory import Allocation, MemoryMap, attribute_stack, dtype_and_shape, local_tensor
+import ithaka
+from ithaka.phases import Holder, PhaseState, listening
+from ithaka.profile.memory import Allocation, MemoryMap
+
+MAX_EVENTS = 2_000_000  # of the CUDA allocator
+CLOCK_SLACK_NS = 20_000  # between the allocator's clock and Python's
+ROUND_BYTES = 512  # the allocator's granularity
 
 
 class LiveBytes(MemoryMap):
@@ -26,10 +36,10 @@ class LiveBytes(MemoryMap):
 
     def __init__(self) -> None:
         super().__init__()
-        self._live: dict[int, tuple[weakref.ref, Allocation]] = {}  # by the address of the C++ storage
+        self.live: dict[int, tuple[weakref.ref, Allocation]] = {}  # by the address of the C++ storage
 
     def __enter__(self) -> "LiveBytes":
-        self.callback(self._live.clear)  # ignore storages freed later
+        self.callback(self.live.clear)  # ignore storages freed later
         original = UntypedStorage.resize_  # patched because dispatch does not see it
 
         def resize_(storage: UntypedStorage, num_bytes: int) -> Any:
@@ -46,49 +56,43 @@ class LiveBytes(MemoryMap):
 
     def tag(self, tensor: Tensor, holder: str) -> None:
         local = local_tensor(tensor)
-        if local.untyped_storage()._cdata in self._live:
-            self._update(local.untyped_storage(), holder=holder)
-        else:
+        if not self._update(local.untyped_storage(), holder=holder):
             self._add(local.untyped_storage(), holder=holder, **dtype_and_shape(local))
-
-    def record_output(self, tensor: Tensor, input_storages: set[int]) -> None:
-        """Record an operator's output, unless its storage is an older one: then it is an input's."""
-        storage = tensor.untyped_storage()
-        if storage._cdata in self._live or storage._cdata not in input_storages:
-            self.record(storage, **dtype_and_shape(tensor))
 
     def record(self, storage: UntypedStorage, **facts: Any) -> None:
         """Record a storage, or its new size. FSDP2 resizes storages of earlier steps from 0, so any may be new."""
-        if storage._cdata in self._live:
-            self._update(storage, num_bytes=storage.nbytes())
-            return
-        frames = traceback.walk_stack(sys._getframe())
-        line, holder = attribute_stack((frame.f_code.co_filename, at, frame.f_code.co_name) for frame, at in frames)
-        self._add(storage, line=line, holder=holder or PhaseState.holder, **facts)
+        if not self._update(storage, num_bytes=storage.nbytes()):
+            frames = traceback.walk_stack(sys._getframe())
+            line, holder = attribute_stack((frame.f_code.co_filename, at, frame.f_code.co_name) for frame, at in frames)
+            self._add(storage, line=line, holder=holder or PhaseState.holder, **facts)
 
     def _add(self, storage: UntypedStorage, **facts: Any) -> None:
         def on_free(_: weakref.ref, key: int = storage._cdata) -> None:
-            if key in self._live:
-                self._live.pop(key)[1].stop_ns = time.time_ns()
+            if key in self.live:
+                self.live.pop(key)[1].stop_ns = time.time_ns()
 
         allocation = Allocation(storage.nbytes(), time.time_ns(), phase=PhaseState.path, **facts)
-        self._live[storage._cdata] = weakref.ref(storage, on_free), allocation
+        self.live[storage._cdata] = weakref.ref(storage, on_free), allocation
         self.allocations.append(allocation)
 
-    def _update(self, storage: UntypedStorage, **changes: Any) -> None:
-        ref, allocation = self._live[storage._cdata]
+    def _update(self, storage: UntypedStorage, **changes: Any) -> bool:
+        """Apply `changes` from now on. Return whether the storage was recorded before."""
+        if storage._cdata not in self.live:
+            return False
+        ref, allocation = self.live[storage._cdata]
         if any(getattr(allocation, name) != value for name, value in changes.items()):
             allocation = allocation.split(time.time_ns(), **changes)
-            self._live[storage._cdata] = ref, allocation
+            self.live[storage._cdata] = ref, allocation
             self.allocations.append(allocation)
+        return True
 
 
 class _RecordOutputs(TorchDispatchMode):
     """Records the outputs of every operator, also inside autograd functions and in backward."""
 
-    def __init__(self, live: LiveBytes) -> None:
+    def __init__(self, recorder: LiveBytes) -> None:
         super().__init__()
-        self.live = live
+        self.recorder = recorder
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
@@ -96,7 +100,9 @@ class _RecordOutputs(TorchDispatchMode):
         inputs = {tensor.untyped_storage()._cdata for tensor in _cpu_tensors((args, *(kwargs or {}).values()))}
         out = func(*args, **(kwargs or {}))
         for tensor in _cpu_tensors(out):
-            self.live.record_output(tensor, inputs)
+            storage = tensor.untyped_storage()
+            if storage._cdata in self.recorder.live or storage._cdata not in inputs:  # else it is older than the step
+                self.recorder.record(storage, **dtype_and_shape(tensor))
         return out
 
 
@@ -108,3 +114,129 @@ def _cpu_tensors(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, list | tuple):
         for part in tree:
             yield from _cpu_tensors(part)
+
+
+class AllocatorHistory(MemoryMap):
+    """Records the CUDA allocator's events while entered, and builds the map on exit.
+
+    The allocator has sizes, not shapes: only tagged tensors have a shape. `snapshot` is for PyTorch's memory viewer.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.snapshot: dict[str, Any] = {}
+        self._tags: list[tuple[int, Allocation]] = []  # address, tag
+        self._initial_bytes: dict[int, int] = {}  # by address, live before recording
+        self._start_ns = 0
+
+    def __enter__(self) -> "AllocatorHistory":
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        segments = torch.cuda.memory._snapshot(self.device)["segments"]
+        blocks = (b for segment in segments if segment["device"] == (self.device.index or 0) for b in segment["blocks"])
+        self._initial_bytes = {b["address"]: b["size"] for b in blocks if b["state"] == "active_allocated"}
+        torch.cuda.memory._record_memory_history(
+            "all", context="alloc", stacks="python", max_entries=MAX_EVENTS, device=self.device
+        )
+        self._start_ns = time.time_ns()
+        self.push(self._stop)
+        self.enter_context(listening(self))
+        self.holder_changed()
+        return self
+
+    def _stop(self, *error: Any) -> None:
+        torch.cuda.memory._set_memory_metadata("")
+        self.measured_peak_bytes = torch.cuda.max_memory_allocated(self.device)
+        self.snapshot = torch.cuda.memory._snapshot(self.device)
+        torch.cuda.memory._record_memory_history(None, device=self.device)
+        if error[0] is None:
+            self._build()
+
+    def tag(self, tensor: Tensor, holder: str) -> None:
+        local = local_tensor(tensor)
+        if local.is_cuda:
+            tag = Allocation(0, time.time_ns(), holder, **dtype_and_shape(local))
+            self._tags.append((local.untyped_storage().data_ptr(), tag))
+
+    def holder_changed(self) -> None:
+        """Attach holder and phase to this thread's next allocations; the memory viewer shows them."""
+        torch.cuda.memory._set_memory_metadata(f"{PhaseState.holder}: {'/'.join(PhaseState.path)}")
+
+    def _build(self) -> None:
+        """Replay the allocator's events and the tags in order of time."""
+        newest = {address: Allocation(num_bytes, self._start_ns) for address, num_bytes in self._initial_bytes.items()}
+        self.allocations.extend(newest.values())
+        trace = self.snapshot["device_traces"][self.device.index or 0]
+        events: list[tuple[int, int, Any]] = [(event["time_us"] * 1000, event["addr"], event) for event in trace]
+        events = [event for event in events if event[0] >= self._start_ns - CLOCK_SLACK_NS]
+        events += [(tag.start_ns + CLOCK_SLACK_NS, address, tag) for address, tag in self._tags]
+        for at_ns, address, event in sorted(events, key=lambda event: event[0]):
+            allocation = newest.get(address)
+            if isinstance(event, Allocation):
+                # A tag belongs to the newest allocation at its address, unless that was freed before.
+                if allocation is not None and allocation.stop_ns + CLOCK_SLACK_NS >= event.start_ns:
+                    newest[address] = self._apply_tag(allocation, event)
+            elif event["action"] == "alloc":
+                newest[address] = self._add(event, at_ns)
+            elif event["action"] == "free_requested" and allocation is not None:
+                allocation.stop_ns = min(allocation.stop_ns, max(at_ns, allocation.start_ns))
+
+    def _add(self, event: dict[str, Any], at_ns: int) -> Allocation:
+        num_bytes = -(-event["size"] // ROUND_BYTES) * ROUND_BYTES
+        line, fsdp_holder = attribute_stack((f["filename"], f["line"], f["name"]) for f in event["frames"])
+        holder, _, names = event.get("user_metadata", "").partition(": ")
+        path = tuple(names.split("/")) if names else ()
+        self.allocations.append(Allocation(num_bytes, at_ns, fsdp_holder or holder or Holder.OTHER, path, line=line))
+        return self.allocations[-1]
+
+    def _apply_tag(self, allocation: Allocation, tag: Allocation) -> Allocation:
+        """Keep the shape of the largest tagged tensor; a new holder starts a new allocation."""
+        if not allocation.dtype or math.prod(tag.shape) > math.prod(allocation.shape):
+            allocation.dtype, allocation.shape = tag.dtype, tag.shape
+        if tag.holder == allocation.holder:
+            return allocation
+        self.allocations.append(allocation.split(tag.start_ns, holder=tag.holder))
+        return self.allocations[-1]
+
+
+# ---- which line of code allocated it
+
+_PACKAGE = str(Path(ithaka.__file__).parent)
+_PROFILER = (f"{_PACKAGE}/profile/", f"{_PACKAGE}/phases.py")
+_LIBRARIES = ("/site-packages/", "/dist-packages/", f"{sysconfig.get_path('stdlib')}/")
+_GRADIENT_FUNCTIONS = ("reduce", "post_backward", "to_accumulated_grad", "unsharded_grad")  # parts of FSDP2's names
+
+
+def attribute_stack(frames: Iterable[tuple[str, int, str]]) -> tuple[str, Holder | None]:
+    """The innermost line of ithaka or user code, and the holder if FSDP2 allocated.
+
+    `frames`: file, line and function, innermost first.
+    """
+    holder = None
+    for file, line, function in frames:
+        name = _display_name(file)
+        if name is not None:
+            return f"{name}:{line} in {function}", holder
+        if "/torch/distributed/fsdp/" in file:
+            is_gradient = any(part in function for part in _GRADIENT_FUNCTIONS)
+            holder = Holder.GRADIENTS if is_gradient else holder or Holder.UNSHARDED
+    return "", holder
+
+
+@cache
+def _display_name(file: str) -> str | None:
+    """A path relative to the package's parent, or folder/file for user code; None for libraries and the profiler."""
+    if not file.endswith(".py") or file.startswith(("<", *_PROFILER)):
+        return None
+    if file.startswith(_PACKAGE):
+        return str(Path(file).relative_to(Path(_PACKAGE).parent))
+    return None if any(part in file for part in _LIBRARIES) else "/".join(Path(file).parts[-2:])
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def dtype_and_shape(tensor: Tensor) -> dict[str, Any]:
+    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": tuple(tensor.shape)}

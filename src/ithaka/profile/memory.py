@@ -1,22 +1,17 @@
 """The memory map of one step: live bytes by holder over time, and what was live at the peak."""
 
-import sysconfig
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-import ithaka
 from ithaka.phases import Holder, Listener, PhasePath
 from ithaka.plan.search import Plan
 from ithaka.plan.show import format_bytes
@@ -167,48 +162,6 @@ class MemoryMap(PhaseLog, ExitStack):
             if interval not in highest or sizes.total() >= highest[interval][1].total():
                 highest[interval] = at_ns, Counter(sizes)
         return list(highest.values())
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def dtype_and_shape(tensor: Tensor) -> dict[str, Any]:
-    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": tuple(tensor.shape)}
-
-
-# ---- which line of code allocated it
-
-_PACKAGE = str(Path(ithaka.__file__).parent)
-_PROFILER = (f"{_PACKAGE}/profile/", f"{_PACKAGE}/phases.py")
-_LIBRARIES = ("/site-packages/", "/dist-packages/", f"{sysconfig.get_path('stdlib')}/")
-_GRADIENT_FUNCTIONS = ("reduce", "post_backward", "to_accumulated_grad", "unsharded_grad")  # parts of FSDP2's names
-
-
-def attribute_stack(frames: Iterable[Frame]) -> tuple[str, Holder | None]:
-    """The innermost line of ithaka or user code, and the holder if FSDP2 allocated. `frames`: innermost first."""
-    holder = None
-    for file, line, function in frames:
-        name = _display_name(file)
-        if name is not None:
-            return f"{name}:{line} in {function}", holder
-        if "/torch/distributed/fsdp/" in file:
-            is_gradient = any(part in function for part in _GRADIENT_FUNCTIONS)
-            holder = Holder.GRADIENTS if is_gradient else holder or Holder.UNSHARDED
-    return "", holder
-
-
-@cache
-def _display_name(file: str) -> str | None:
-    """A path relative to the package's parent, or folder/file for user code; None for libraries and the profiler."""
-    if not file.endswith(".py") or file.startswith(("<", *_PROFILER)):
-        return None
-    if file.startswith(_PACKAGE):
-        return str(Path(file).relative_to(Path(_PACKAGE).parent))
-    return None if any(part in file for part in _LIBRARIES) else "/".join(Path(file).parts[-2:])
-
-
-# ---- the peak
 
 
 def sum_planned_by_holder(plan: Plan) -> dict[str, int]:

@@ -1,25 +1,158 @@
-"""Profile one training step: trace, memory snapshot, memory map, phase times and a summary of the peak."""
+"""Profile one training step: where its memory and its time go, with a trace and a summary of the peak.
 
+Each instant of the step counts once: as compute if a kernel runs, else as exchange if a collective is in flight, else
+as copies, else as idle. Exchange and copies that overlap compute are hidden and counted separately.
+"""
+
+import gzip
 import json
+import os
 import pickle
 import platform
+import time
+import warnings
+from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
 import transformers
 from torch import nn
 from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile
 
 import ithaka
+from ithaka.phases import PhasePath, listening
 from ithaka.plan.hardware import num_cores
 from ithaka.plan.show import format_bytes
-from ithaka.profile.allocator import AllocatorHistory
-from ithaka.profile.live import LiveBytes
-from ithaka.profile.memory import format_peak
-from ithaka.profile.times import StepTimes
+from ithaka.profile.live import AllocatorHistory, LiveBytes
+from ithaka.profile.memory import PhaseLog, format_peak
+
+KINDS = ("compute", "exchange", "copies", "idle")
+_GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+_SYNCHRONIZE = "cudaStreamSynchronize"
+
+
+class Activity(NamedTuple):
+    start_ns: int
+    stop_ns: int
+    kind: str
+    phase: PhasePath
+
+
+class StepTimes(PhaseLog, ExitStack):
+    """Enter around one step, then call `write` for PyTorch's trace with ithaka's phases in it.
+
+    On a GPU the trace has kernels, copies and launches only: recording every operator slows the host by a quarter of
+    the step. Phases are therefore timed by the host's clock and added to the trace afterwards.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device, self.on_gpu = device, device.type == "cuda"
+        activity = ProfilerActivity.CUDA if self.on_gpu else ProfilerActivity.CPU
+        self.trace = profile(activities=[activity], profile_memory=not self.on_gpu)
+        self.start_ns = self.stop_ns = 0
+
+    def __enter__(self) -> "StepTimes":
+        with warnings.catch_warnings():
+            # PyTorch 2.11 warns even for a single cycle; acc_events=True, its remedy, takes longer than the step.
+            warnings.filterwarnings("ignore", message=".*Profiler clears events")
+            self.enter_context(self.trace)
+        self.enter_context(listening(self))
+        self.start_ns = time.time_ns()
+        self.callback(self._stop)
+        return self
+
+    def _stop(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.device).synchronize()  # aligns the clocks, see _base_ns
+        self.stop_ns = time.time_ns()
+
+    def write(self, path: Path) -> dict[str, Any]:
+        """Write the trace as .json.gz and return `times`. The profiler's own compression is far slower."""
+        uncompressed = path.with_suffix("")
+        try:
+            self.trace.export_chrome_trace(str(uncompressed))
+            trace = json.loads(uncompressed.read_bytes())
+        except ValueError as error:  # the profiler raises nothing when the disk is full
+            raise OSError(f"{uncompressed} is incomplete") from error
+        finally:
+            uncompressed.unlink(missing_ok=True)
+        times = self.times(trace)
+        self.annotate(trace)
+        path.write_bytes(gzip.compress(json.dumps(trace).encode(), compresslevel=2))
+        return times
+
+    def times(self, trace: dict[str, Any]) -> dict[str, Any]:
+        """Seconds of each kind by layer, direction and part, which sum to the step's; and hidden seconds."""
+        activities = list(self._gpu_activities(trace)) or list(self._cpu_activities())
+        return _partition(activities, self.start_ns, max([self.stop_ns, *(a.stop_ns for a in activities)]))
+
+    def annotate(self, trace: dict[str, Any]) -> None:
+        """Add the phases to `trace` as a separate row, because on a GPU backward runs in another thread."""
+        base_ns, row = self._base_ns(trace), {"pid": os.getpid(), "tid": 0}
+        events = trace["traceEvents"]
+        events.append({"ph": "M", "name": "thread_name", **row, "args": {"name": "ithaka"}})
+        for path, start_ns, stop_ns in [(("step",), self.start_ns, self.stop_ns), *self.spans()]:
+            span = {"ts": (start_ns - base_ns) / 1e3, "dur": (stop_ns - start_ns) / 1e3}
+            events.append({"ph": "X", "cat": "user_annotation", "name": "ithaka: " + "/".join(path), **row, **span})
+
+    def _base_ns(self, trace: dict[str, Any]) -> int:
+        """Time zero of the trace on the host's clock.
+
+        A trace of GPU work only has its own clock. The step ends with a stream synchronization, so the end of the last
+        such call aligns the clocks.
+        """
+        calls = [e for e in trace["traceEvents"] if e.get("cat") in _LAUNCHES and e.get("ph") == "X"]
+        waits = [e for e in calls if e["name"] == _SYNCHRONIZE] or calls  # if this CUDA version does not report it
+        if not waits:
+            return trace.get("baseTimeNanoseconds", 0)
+        return self.stop_ns - round(1e3 * max(e["ts"] + e["dur"] for e in waits))
+
+    def _gpu_activities(self, trace: dict[str, Any]) -> Iterator[Activity]:
+        """Kernels and copies. Each belongs to the phase that launched it, however late it runs."""
+        base_ns, events = self._base_ns(trace), [e for e in trace["traceEvents"] if e.get("ph") == "X"]
+        launches = (e for e in events if e["cat"] in _LAUNCHES and "correlation" in e.get("args", {}))
+        launched = {e["args"]["correlation"]: e["ts"] for e in launches}
+        for e in (e for e in events if e["cat"] in _GPU_WORK):
+            launch = launched.get(e["args"].get("correlation", -1), e["ts"])
+            crosses_pcie = e["cat"] == "gpu_memcpy" and ("HtoD" in e["name"] or "DtoH" in e["name"])
+            kind = "exchange" if "nccl" in e["name"].lower() else "copies" if crosses_pcie else "compute"
+            start_ns, stop_ns, launch_ns = (base_ns + round(1e3 * us) for us in (e["ts"], e["ts"] + e["dur"], launch))
+            yield Activity(start_ns, stop_ns, kind, self.phase_at(launch_ns))
+
+    def _cpu_activities(self) -> Iterator[Activity]:
+        """One activity per phase. Phases named after a kind have that kind, all others are compute."""
+        for (start_ns, path), (stop_ns, _) in pairwise([(self.start_ns, ()), *self.phase_changes, (self.stop_ns, ())]):
+            yield Activity(start_ns, stop_ns, path[-1] if path and path[-1] in KINDS else "compute", path)
+
+
+def _partition(activities: list[Activity], start_ns: int, stop_ns: int) -> dict[str, Any]:
+    """Assign each instant to one activity, or to idle."""
+    hidden, rows = dict.fromkeys(("exchange", "copies"), 0.0), dict[PhasePath, dict[str, float]]()
+    by_start = sorted(activities, key=lambda a: a.start_ns)
+    edges = sorted({start_ns, stop_ns, *(min(max(at, start_ns), stop_ns) for a in by_start for at in a[:2])})
+    running: list[Activity] = []
+    num_started = 0
+    for left, right in pairwise(edges):
+        while num_started < len(by_start) and by_start[num_started].start_ns <= left:
+            running.append(by_start[num_started])
+            num_started += 1
+        running = [a for a in running if a.stop_ns > left]
+        next_phase = by_start[num_started].phase if num_started < len(by_start) else ()
+        candidates = [(a.kind, a.phase) for a in reversed(running)] or [("idle", next_phase)]
+        kind, phase = min(candidates, key=lambda candidate: KINDS.index(candidate[0]))
+        rows.setdefault(phase[:3], dict.fromkeys(KINDS, 0.0))[kind] += (right - left) / 1e9
+        for other in {a.kind for a in running} - {kind} if kind == "compute" else ():
+            hidden[other] += (right - left) / 1e9
+    phases = [{"path": list(path), **row} for path, row in rows.items()]
+    return {"wall_s": (stop_ns - start_ns) / 1e9, "hidden": hidden, "phases": phases}
 
 
 class StepProfile(ExitStack):

@@ -1,13 +1,19 @@
-"""When does the device reach a phase? On a GPU the host runs ahead, so times are CUDA events."""
+"""When the device reaches a phase, and progress in a step. On a GPU the host runs ahead, so times are CUDA events."""
 
+import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from ithaka.phases import Listener, PhasePath
+from ithaka.dist.mesh import use_device
+from ithaka.phases import Listener, PhasePath, listening
+from ithaka.plan.search import Plan
+from ithaka.plan.seconds import layer_seconds
 
 T = TypeVar("T")
 
@@ -72,3 +78,77 @@ class PhaseTimer(Listener):
         for path, start, end in self._spans:
             sums[path] += self._timeline.seconds(start, end)
         return dict(sums)
+
+
+@dataclass(frozen=True)
+class StepProgress:
+    step: int
+    phase: str
+    percent: float
+    elapsed_s: float
+    eta_s: float | None  # until the end of the step
+
+
+class Progress(Listener):
+    """Calls `report` every `every_s` seconds of a step, in a background thread. `plan`: of one micro-step."""
+
+    every_s = 30.0
+
+    def __init__(
+        self, plan: Plan, micro_steps: int, device: torch.device, report: Callable[[StepProgress], None]
+    ) -> None:
+        self.device, self.report = device, report
+        self.shares = {path: share / micro_steps for path, share in compute_planned_shares(plan).items()}
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        self._timeline = DeviceTimeline[tuple[PhasePath, float]](self.device)  # with phase and share done
+        self._reached: tuple[PhasePath, float] = ((), 0.0)
+        self._done, stop = 0.0, threading.Event()
+        thread = threading.Thread(target=self._watch, args=(number, stop), daemon=True, name="progress")
+        thread.start()
+        try:
+            with listening(self):
+                yield
+        finally:
+            stop.set()
+            thread.join()
+
+    def enter(self, path: PhasePath) -> None:
+        # Report a layer's direction, its stages and everything outside layers; other phases change too often.
+        if len(path) in (2, 4) or not path[0].startswith("layer "):
+            self._timeline.push((path, self._done))
+
+    def leave(self, path: PhasePath) -> None:
+        if path in self.shares:
+            self._done += self.shares[path]
+            self._timeline.push((path, self._done))
+
+    def update(self) -> tuple[PhasePath, float]:
+        """The phase the device has reached, and the share of the step that is done."""
+        for _, reached in self._timeline.pop_reached():
+            self._reached = reached
+        return self._reached
+
+    def _watch(self, step: int, stop: threading.Event) -> None:
+        use_device(self.device)
+        start, share, share_s = time.monotonic(), 0.0, 0.0  # share_s: when `share` was reached
+        while not stop.wait(self.every_s):
+            path, done = self.update()
+            elapsed_s = time.monotonic() - start
+            if done > share:
+                share, share_s = done, elapsed_s
+            eta_s = max(0.0, share_s / share - elapsed_s) if share else None  # counts down within a layer
+            self.report(StepProgress(step, " / ".join(path), 100 * share, elapsed_s, eta_s))
+
+
+def compute_planned_shares(plan: Plan) -> dict[PhasePath, float]:
+    """Shares of a micro-step's planned time: each layer's forward and backward, and the loss."""
+    seconds: dict[PhasePath, float] = {}
+    keeps = plan.layout.layer_policies(plan.shape.num_layers)
+    for i, (window, kept) in enumerate(zip(plan.shape.windows, keeps, strict=True)):
+        forward, backward = layer_seconds(plan.shape, plan.layout, plan.hardware, plan.work, window, kept)
+        seconds |= {(f"layer {i}", "forward"): forward.total, (f"layer {i}", "backward"): backward.total}
+    total = plan.seconds.total - plan.seconds.update
+    seconds[("loss forward",)] = total - sum(seconds.values())
+    return {path: path_s / total for path, path_s in seconds.items()}

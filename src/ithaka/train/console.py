@@ -31,7 +31,7 @@ from ithaka.dist.rank import is_rank_0
 from ithaka.plan.show import format_bytes
 
 if TYPE_CHECKING:
-    from ithaka.profile.progress import StepProgress
+    from ithaka.profile.timeline import StepProgress
 
 PROJECT = "ithaka"
 IDS_FILE = "track.json"
