@@ -14,7 +14,8 @@ import torch
 import typer
 
 from ithaka import rehearse
-from ithaka.cli.options import AsJson, Context, Model, parse_tokens, print_rows
+from ithaka.cli.options import AsJson, parse_tokens, print_rows
+from ithaka.cli.plan import Context, Model
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import default_device
 from ithaka.layout import make_layout

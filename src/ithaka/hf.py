@@ -20,13 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as state_dicts
 from torch.distributed.device_mesh import init_device_mesh
 
 from ithaka import launch
@@ -126,22 +120,23 @@ def parallelize(
         if layout.dtype not in (None, dtype):
             raise ConfigError(f"dtype={dtype} conflicts with layout.dtype={layout.dtype}; give one of them")
         layout = dataclasses.replace(layout, dtype=dtype)
-    plan = None
+    base, plan = _base_model(model), None
     if context is not None:
-        work = {"context": _parse_context(context), "batch": batch}
-        _check_positions(_base_model(model).config, work["context"])
+        num_tokens = parse_count(context) if isinstance(context, str) else context
+        if not isinstance(num_tokens, int) or num_tokens < 2:
+            raise ConfigError(f"context={context!r} is not a number of tokens, at least 2; use 524288 or '512K'")
+        _check_positions(base.config, num_tokens)
         start_process_group()
-        run = plan_model_run(
-            model, cp, ring, dtype or str(_base_model(model).dtype).removeprefix("torch."), layout, **work
-        )
+        dtype = dtype or str(base.dtype).removeprefix("torch.")
+        run = plan_model_run(model, cp, ring, dtype, layout, num_tokens, batch)
         layout, plan = run.layout, run.plan
         store = store or Store(default_device(), host_bytes=store_host_bytes(run))
         if plan is not None and dist.get_rank() == 0:
-            print(show.as_text(plan, str(getattr(_base_model(model), "name_or_path", "") or "the model")), flush=True)
+            print(show.as_text(plan, _model_name(base)), flush=True)
     elif dtype is not None and layout is None:
         layout = Layout(cp=cp or 1, ring=ring or 1, dtype=dtype)
     model = build.parallelize_model(model, cp, ring=ring, mesh=mesh, layout=layout, store=store)
-    _base_model(model).ithaka_plan = plan
+    base.ithaka_plan = plan
     return model
 
 
@@ -150,14 +145,9 @@ def plan_model_run(
 ) -> Run:
     """Plan a layout, or take the user's, and check that it fits on every rank's machine."""
     num_ranks = dist.get_world_size()
-    fixed = {"cp": cp, "ring": ring}
-    tree: dict[str, dict[str, Any]] = {
-        "model": {"dtype": dtype},
-        "data": {"context": context},
-        "train": {"batch": batch},
-        "parallel": {name: value for name, value in fixed.items() if value},
-    }
-    config, explicit = parse_config(tree), {f"parallel.{name}" for name in tree["parallel"]}
+    parallel = {name: value for name, value in {"cp": cp, "ring": ring}.items() if value}
+    settings = {"data": {"context": context}, "train": {"batch": batch}, "parallel": parallel}
+    config, explicit = parse_config({"model": {"dtype": dtype}, **settings}), {f"parallel.{name}" for name in parallel}
     machine = raise_on_all_ranks(detect_machine, config, num_ranks, launch.detect_gpu())
     least = raise_on_all_ranks(weakest_machine, gather_objects(machine))
     shape = raise_on_all_ranks(shape_from_model, model)
@@ -177,7 +167,7 @@ def plan_model_run(
 def shape_from_model(model: Any) -> ModelShape:
     """The shape of a model for the planner, with its PEFT adapter."""
     base = _base_model(model)
-    shape = shape_from_config(base.config.to_dict(), str(getattr(base, "name_or_path", "") or "the model"))
+    shape = shape_from_config(base.config.to_dict(), _model_name(base))
     adapter = find_active_adapter(base)
     if adapter is None:
         return shape
@@ -192,6 +182,10 @@ def _base_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def _model_name(base: Any) -> str:
+    return str(getattr(base, "name_or_path", "") or "the model")
+
+
 def _check_positions(config: Any, context: int) -> None:
     """Refuse a context beyond the model's positions: they cannot be extended after the model is built."""
     positions = config.max_position_embeddings
@@ -204,13 +198,6 @@ def _check_positions(config: Any, context: int) -> None:
             f"load it with more positions: from_pretrained(..., max_position_embeddings={factor * positions}, "
             f"rope_parameters={yarn}), or with a larger rope_theta"
         )
-
-
-def _parse_context(context: int | str) -> int:
-    tokens = parse_count(context) if isinstance(context, str) else context
-    if not isinstance(tokens, int) or tokens < 2:
-        raise ConfigError(f"context={context!r} is not a number of tokens, at least 2; use 524288 or '512K'")
-    return tokens
 
 
 # ---- trainers
@@ -276,21 +263,18 @@ class LongContext(Trainer):
 
     def _refuse_launcher(self) -> None:
         started = int(os.environ.get("WORLD_SIZE", "1"))
-        if self.args.world_size != started:
-            seen = f"{self.args.world_size} of {started} processes"
-            raise ConfigError(f"the trainer sees {seen}; without GPUs, set use_cpu=True")
-        for is_on, feature in (
-            (self.is_deepspeed_enabled, "DeepSpeed"),
-            (self.is_fsdp_enabled, "FSDP"),
-            (getattr(self.accelerator, "parallelism_config", None) is not None, "a parallelism_config"),
-            (getattr(self.model, "_tp_size", None) is not None, "tensor parallelism"),
-            (self.args.n_gpu > 1, "nn.DataParallel, which one process with several GPUs would use"),
-        ):
-            if is_on:
-                raise ConfigError(
-                    f"{feature} is not supported by long_context, which shards the model; start with torchrun or a "
-                    "plain `accelerate launch --multi_gpu`"
-                )
+        if (seen := self.args.world_size) != started:
+            raise ConfigError(f"the trainer sees {seen} of {started} processes; without GPUs, set use_cpu=True")
+        features = {
+            "DeepSpeed": self.is_deepspeed_enabled,
+            "FSDP": self.is_fsdp_enabled,
+            "a parallelism_config": getattr(self.accelerator, "parallelism_config", None) is not None,
+            "tensor parallelism": getattr(self.model, "_tp_size", None) is not None,
+            "nn.DataParallel, which one process with several GPUs would use": self.args.n_gpu > 1,
+        }
+        for feature in (name for name, is_on in features.items() if is_on):
+            rule = f"{feature} is not supported by long_context, which shards the model"
+            raise ConfigError(f"{rule}; start with torchrun or a plain `accelerate launch --multi_gpu`")
 
     def _share_data(self) -> None:
         """Give all ranks of a cp group the same batches, and keep accelerate from wrapping the model."""
@@ -333,11 +317,10 @@ class LongContext(Trainer):
         self, max_steps: int, updates_per_epoch: int, num_epochs: int, resume_from_checkpoint: Any, trial: Any
     ) -> tuple[int, int]:
         """Include skipped steps in the position in the data."""
-        position = super()._init_training_state(
-            max_steps, updates_per_epoch, self._num_epochs, resume_from_checkpoint, trial
-        )
-        file = Path(resume_from_checkpoint or "", STATE_FOLDER, UNLABELLED_FILE)
-        self.num_unlabelled = int(file.read_text()) if resume_from_checkpoint and file.is_file() else 0
+        checkpoint, num_epochs = resume_from_checkpoint, self._num_epochs
+        position = super()._init_training_state(max_steps, updates_per_epoch, num_epochs, checkpoint, trial)
+        file = Path(checkpoint or "", STATE_FOLDER, UNLABELLED_FILE)
+        self.num_unlabelled = int(file.read_text()) if checkpoint and file.is_file() else 0
         if not self.num_unlabelled:
             return position
         epochs, updates = divmod(self.state.global_step + self.num_unlabelled, updates_per_epoch)
@@ -354,8 +337,8 @@ class LongContext(Trainer):
         samples, count = super().get_batch_samples(epoch_iterator, num_batches, device)
         while samples and count == 0:
             if not self.num_unlabelled and self.ithaka_mesh.rank == 0:
-                note = "no rank has a label in these batches; such steps are skipped"
-                print(f"step {self.state.global_step + 1}: {note}", flush=True)
+                step = self.state.global_step + 1
+                print(f"step {step}: no rank has a label in these batches; such steps are skipped", flush=True)
             self.num_unlabelled += 1
             self._blank = samples[:1]
             samples, count = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -401,14 +384,11 @@ class LongContext(Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list, device: Any) -> int | None:
         """Valid labels of all groups and micro-steps."""
-        shifted = [
-            b["shift_labels"] if "shift_labels" in b else b["labels"][..., 1:] for b in batch_samples if "labels" in b
-        ]
-        count = torch.tensor(
-            sum(int((labels != IGNORE_INDEX).sum()) for labels in shifted), device=self.ithaka_mesh.device
-        )
+        mesh, labelled = self.ithaka_mesh, [batch for batch in batch_samples if "labels" in batch]
+        shifted = (batch["shift_labels"] if "shift_labels" in batch else batch["labels"][..., 1:] for batch in labelled)
+        count = torch.tensor(sum(int((labels != IGNORE_INDEX).sum()) for labels in shifted), device=mesh.device)
         dist.all_reduce(count)
-        return int(count) // self.ithaka_mesh.cp_size if shifted else None
+        return int(count) // mesh.cp_size if labelled else None
 
     def get_total_train_batch_size(self, args: Any) -> int:
         return super().get_total_train_batch_size(args) // self.ithaka_mesh.cp_size
@@ -416,9 +396,8 @@ class LongContext(Trainer):
     def _track_num_input_tokens(self, inputs: Any) -> None:
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
-        self.state.num_input_tokens_seen -= (
-            (self.state.num_input_tokens_seen - before) * (self.ithaka_mesh.cp_size - 1) // self.ithaka_mesh.cp_size
-        )
+        added = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + added // self.ithaka_mesh.cp_size
 
     def _clip_grad_norm(self, model: Any) -> Tensor:
         return clip_gradients(model.parameters(), self.args.max_grad_norm, self.ithaka_mesh.device)
@@ -462,10 +441,9 @@ class LongContext(Trainer):
                 f"resume_from_checkpoint={resume_from_checkpoint} has no folder {STATE_FOLDER}; use a checkpoint that "
                 "long_context wrote without save_only_model, or load its weights with from_pretrained"
             )
-        weights = self._weights()
+        weights, options = self._weights(), state_dicts.StateDictOptions(strict=False)  # without the frozen weights
         load_into({"model": weights}, folder)
-        options = StateDictOptions(strict=False)  # without the frozen weights
-        set_model_state_dict(_base_model(self.model), weights, options=options)
+        state_dicts.set_model_state_dict(_base_model(self.model), weights, options=options)
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
@@ -476,7 +454,7 @@ class LongContext(Trainer):
         moments = self._moments()
         load_into({"moments": moments["state"]}, Path(checkpoint, STATE_FOLDER))
         # In torch 2.13 these already alias the optimizer's tensors, but that is not guaranteed.
-        set_optimizer_state_dict(_base_model(self.model), self.optimizer.optimizer, moments)
+        state_dicts.set_optimizer_state_dict(_base_model(self.model), self.optimizer.optimizer, moments)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, "scheduler.pt"), weights_only=True))
         for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
@@ -485,10 +463,10 @@ class LongContext(Trainer):
         """Trained weights. The frozen ones come with the model."""
         base = _base_model(self.model)
         params = dict(base.named_parameters(remove_duplicate=False))
-        return {name: t for name, t in get_model_state_dict(base).items() if params[name].requires_grad}
+        return {name: t for name, t in state_dicts.get_model_state_dict(base).items() if params[name].requires_grad}
 
     def _moments(self) -> dict[str, Any]:
-        return get_optimizer_state_dict(_base_model(self.model), self.optimizer.optimizer)
+        return state_dicts.get_optimizer_state_dict(_base_model(self.model), self.optimizer.optimizer)
 
 
 def _refuse_arguments(args: Any) -> None:

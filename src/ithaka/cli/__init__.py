@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 import ithaka
-from ithaka.cli import bench, models, plan, runs
+from ithaka.cli import plan, runs
 from ithaka.exits import is_transient
 
 
@@ -37,19 +37,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train standard transformers on sequences of 100 thousand to 10 million tokens.",
 )
-COMMANDS: tuple[Callable[..., None], ...] = (
-    *(runs.train, runs.profile, runs.report, runs.data),
-    *(plan.plan, plan.rehearse),
-    *(models.evaluate, models.sample, models.verify),
-    runs.export,
-)
-for command in COMMANDS:
+commands: list[Callable[..., None]] = [runs.train, runs.profile, runs.report, runs.data, plan.plan, plan.rehearse]
+commands += [runs.evaluate, runs.sample, runs.verify, runs.export]
+for command in commands:
     app.command()(command)
-bench_app = typer.Typer(no_args_is_help=True, help="Measure this machine.")
-bench_app.command()(bench.attention)
-bench_app.command()(bench.device)
-bench_app.command()(bench.network)
-app.add_typer(bench_app, name="bench")
+bench = typer.Typer(no_args_is_help=True, help="Measure this machine.")
+bench.command()(plan.attention)
+bench.command()(plan.device)
+bench.command()(plan.network)
+app.add_typer(bench, name="bench")
 
 
 @app.callback(invoke_without_command=True)

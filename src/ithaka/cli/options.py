@@ -5,34 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ithaka.config import ConfigError, parse_count
 
-Model = Annotated[str, typer.Argument(help="A name (llama3.1-8b), a directory, a config.json, or a hub id.")]
-ConfigFile = Annotated[
-    Path | None, typer.Argument(metavar="CONFIG.yaml", help="By default, a small demonstration model.")
-]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting.")]
-Ranks = Annotated[int | None, typer.Option(help="Local ranks; by default one per GPU, or 2 on a CPU.")]
-# Not a Path, which would turn '' into the current directory.
-RunDir = Annotated[str | None, typer.Option(metavar="DIR", help="Run directory; by default runs/<date>-<time>.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite existing files, or use a non-empty directory.")]
-Gpus = Annotated[str, typer.Option(help="For example 8xH100-80GB, or 2x8xH100-80GB for two nodes.")]
-Context = Annotated[str, typer.Option(help="Tokens per sequence: 131072, 128K, 1M.")]
-HostMemory = Annotated[
-    str | None,
-    typer.Option(help="Host memory per node: 2TB, 512GiB. By default 256 GB per GPU; for GeForce 64 GB in total."),
-]
-Disk = Annotated[str | None, typer.Option(help="Disk space per node for activations; by default none.")]
-Batch = Annotated[int, typer.Option(min=1, help="Sequences per micro-step.")]
-Adapter = Annotated[int | None, typer.Option(metavar="RANK", min=1, help="Train LoRA adapters of this rank.")]
-GpuFile = Annotated[Path | None, typer.Option(help="JSON file with the rates of another GPU; then use --gpus 8.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Seconds = Annotated[float, typer.Option(min=0, help="Seconds per measurement.")]
 
 
 @contextmanager
@@ -42,17 +23,6 @@ def loading(message: str = "loading PyTorch") -> Iterator[Callable[[str], Abstra
 
     with status(message):
         yield status
-
-
-def with_ranks(overrides: list[str] | None, ranks: int | None) -> list[str]:
-    """Append `--ranks` to the overrides."""
-    return [*(overrides or []), *([f"parallel.ranks={ranks}"] if ranks is not None else [])]
-
-
-def parse_path(text: str, option: str) -> Path:
-    if not text:
-        raise ConfigError(f"{option}='' is not a directory; give one, or . for the current directory")
-    return Path(text)
 
 
 def parse_tokens(text: str, option: str) -> int:

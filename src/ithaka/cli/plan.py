@@ -1,31 +1,32 @@
-"""Commands on plans: plan, rehearse."""
+"""Commands on plans and this machine: plan, rehearse, bench."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ithaka.cli.options import (
-    Adapter,
-    AsJson,
-    Batch,
-    Context,
-    Disk,
-    Force,
-    GpuFile,
-    Gpus,
-    HostMemory,
-    Model,
-    Overrides,
-    format_table,
-    loading,
-)
-from ithaka.config import ConfigError, check_output, check_writable, format_value, shell_command
+from ithaka.cli.options import AsJson, Force, Overrides, format_table, loading, parse_tokens, print_rows
+from ithaka.config import ConfigError, check_output, check_writable, format_value, parse_count, shell_command
 from ithaka.exits import ExitCode
+
+Model = Annotated[str, typer.Argument(help="A name (llama3.1-8b), a directory, a config.json, or a hub id.")]
+Gpus = Annotated[str, typer.Option(help="For example 8xH100-80GB, or 2x8xH100-80GB for two nodes.")]
+Context = Annotated[str, typer.Option(help="Tokens per sequence: 131072, 128K, 1M.")]
+HostMemory = Annotated[
+    str | None,
+    typer.Option(help="Host memory per node: 2TB, 512GiB. By default 256 GB per GPU; for GeForce 64 GB in total."),
+]
+Disk = Annotated[str | None, typer.Option(help="Disk space per node for activations; by default none.")]
+Batch = Annotated[int, typer.Option(min=1, help="Sequences per micro-step.")]
+Adapter = Annotated[int | None, typer.Option(metavar="RANK", min=1, help="Train LoRA adapters of this rank.")]
+GpuFile = Annotated[Path | None, typer.Option(help="JSON file with the rates of another GPU; then use --gpus 8.")]
+Seconds = Annotated[float, typer.Option(min=0, help="Seconds per measurement.")]
 
 
 def plan(
@@ -137,3 +138,89 @@ def rehearse(
     print(f"{format_table(rows)}\n\npeak in: {peak_phase}")
     if memory_only:
         print("memory only: attention was truncated, so its times do not apply to training")
+
+
+def attention(
+    tokens: Annotated[str | None, typer.Option(help="Sequence lengths; by default 16K,64K, or 1K,4K on a CPU.")] = None,
+    heads: Annotated[int, typer.Option(min=1)] = 1,
+    kv_heads: Annotated[int, typer.Option(min=1)] = 1,
+    head_dim: Annotated[int, typer.Option(min=1)] = 128,
+    kernels: Annotated[str, typer.Option(help="Kernel names, auto or all.")] = "auto",
+    blocks: Annotated[str, typer.Option(help="Block sizes in q x kv tokens, such as auto,128Kx64K.")] = "auto",
+    documents: Annotated[int, typer.Option(min=1, help="Number of packed documents of equal length.")] = 1,
+    seconds: Seconds = 3.0,
+    as_json: AsJson = False,
+) -> None:
+    """Measure sustained TFLOP/s of causal attention, forward and backward, on random data."""
+    lengths = [parse_tokens(text, "--tokens") for text in tokens.split(",")] if tokens else []
+    sizes = [None if text == "auto" else _parse_blocks(text) for text in blocks.split(",")]
+    with loading() as status:
+        from ithaka.attention.kernels import available_kernels
+        from ithaka.bench import AttentionCase, device_and_dtype, measure_attention
+
+    device, dtype = device_and_dtype()
+    lengths = lengths or ([2**14, 2**16] if device.type == "cuda" else [2**10, 2**12])
+    names = available_kernels(device, dtype, head_dim) if kernels == "all" else kernels.split(",")
+    rows = []
+    for name, length, block in product(names, lengths, sizes):
+        case = AttentionCase(name, length, block, heads, kv_heads, head_dim, documents)
+        with status(f"measuring kernel {name} at {length} tokens"):
+            rows.append(measure_attention(case, device, dtype, seconds))
+    print_rows(rows, as_json)
+
+
+def device(
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The file to write.")] = Path("gpu.json"),
+    seconds: Seconds = 3.0,
+    force: Force = False,
+) -> None:
+    """Measure matmul, attention and copies on this device, and write a file for `ithaka plan --gpu-file`."""
+    check_output("--out", out, force)
+    with loading() as status:
+        from ithaka.bench import device_and_dtype, measure_device
+
+    with status("measuring this device"):
+        gpu = measure_device(*device_and_dtype(), seconds)
+    out.write_text(json.dumps(gpu, indent=1) + "\n", encoding="utf-8")
+    print(format_table([{"figure": name, "value": float(gpu[name])} for name in gpu if not isinstance(gpu[name], str)]))
+    print(gpu["source"])
+    print(f"wrote {out}; use it with: {shell_command('plan', 'MODEL', '--gpus', 8, '--gpu-file', out)}")
+
+
+def network(
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The file to write.")] = Path("network.json"),
+    size: Annotated[int, typer.Option(min=1, metavar="MIB", help="MiB that each rank sends per call.")] = 256,
+    force: Force = False,
+) -> None:
+    """Measure bandwidth between ranks, and write a file for `ithaka plan --gpu-file`. Needs torchrun."""
+    from ithaka.launch import run_ranks, under_torchrun
+
+    if not under_torchrun():
+        raise ConfigError("bench network needs several ranks; use torchrun --nproc-per-node 8 -m ithaka bench network")
+    check_output("--out", out, force)
+    raise typer.Exit(run_ranks(_network_rank, (out, size), 1))
+
+
+def _network_rank(out: Path, size: int) -> None:
+    with loading():
+        import torch.distributed as dist
+
+        from ithaka.bench import device_and_dtype, measure_network, network_figures
+
+    device, _ = device_and_dtype()
+    rows = measure_network(device, size)
+    if dist.get_rank() == 0:
+        print(format_table(rows) if rows else "one rank: nothing to measure")
+        out.write_text(json.dumps(network_figures(rows, device), indent=1) + "\n", encoding="utf-8")
+        per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+        gpus = f"{dist.get_world_size() // per_node}x{per_node}"
+        print(f"wrote {out}; use it with: {shell_command('plan', 'MODEL', '--gpus', gpus, '--gpu-file', out)}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _parse_blocks(text: str) -> tuple[int, int]:
+    block_q, _, block_kv = map(parse_count, text.partition("x"))
+    if not block_q or not block_kv:
+        raise ConfigError(f"--blocks={text} is not a block size; write q x kv tokens as 128Kx64K, or auto")
+    return block_q, block_kv

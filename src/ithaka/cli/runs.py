@@ -1,4 +1,4 @@
-"""Commands on runs: train, profile, report, data, export."""
+"""Commands on runs and models: train, profile, report, data, export, evaluate, sample, verify."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ithaka.cli.options import AsJson, ConfigFile, Force, Overrides, Ranks, RunDir, loading, parse_path, with_ranks
-from ithaka.config import ConfigError, check_output, explicit_settings
+from ithaka.cli.options import AsJson, Force, Overrides, format_table, loading, parse_tokens
+from ithaka.config import ConfigError, check_output, embedded_model, explicit_settings, load_config
 from ithaka.dist.rank import is_rank_0
 from ithaka.exits import ExitCode, is_transient
 
 if TYPE_CHECKING:
     from ithaka.preflight.run import Run
+
+ConfigFile = Annotated[
+    Path | None, typer.Argument(metavar="CONFIG.yaml", help="By default, a small demonstration model.")
+]
+Ranks = Annotated[int | None, typer.Option(help="Local ranks; by default one per GPU, or 2 on a CPU.")]
+# Not a Path, which would turn '' into the current directory.
+RunDir = Annotated[str | None, typer.Option(metavar="DIR", help="Run directory; by default runs/<date>-<time>.")]
 
 
 def train(
@@ -130,9 +137,7 @@ def start_run(
             raise ConfigError(f"--set {name} has no effect with profile; use --steps, or leave it out")
         changes += [f"{name}={value}" for name, value in fixed.items()]
     if max_restarts and launch.under_torchrun():
-        raise ConfigError(
-            f"--max-restarts={max_restarts} is for local ranks only; pass it to torchrun, before -m ithaka"
-        )
+        raise ConfigError(f"--max-restarts={max_restarts} is for local ranks; pass it to torchrun, before -m ithaka")
     restarts = launch.Restarts(max_restarts)
     while True:  # one pass per curriculum entry or restart
         try:
@@ -186,8 +191,7 @@ def data(
         from ithaka.preflight.preflight import resolve
 
     with status("reading and packing the data"):
-        changes = with_ranks(overrides, ranks)
-        settings = resolve(config, changes).at(0)
+        settings = resolve(config, with_ranks(overrides, ranks)).at(0)
         view = show_data.build_data_view(settings, show_data.TERMINAL_LIMITS if page is None else show_data.PAGE_LIMITS)
     if page is not None:
         page.write_text(show_data.render_data_page(view, f"Data: {config or 'ithaka train'}"), encoding="utf-8")
@@ -214,3 +218,103 @@ def export(
     print(f"exported to {folder}")
     if (folder / "adapter_config.json").is_file() and (folder / "config.json").is_file():
         print("model.rope changed the positions: load the base model with this config.json, or export with --merge")
+
+
+def evaluate(
+    models: Annotated[
+        list[Path],
+        typer.Argument(metavar="MODEL|RUN|ADAPTER|FILE...", help="One or two directories, or --json output."),
+    ],
+    contexts: Annotated[str, typer.Option(help="Context lengths; the loss is measured at the longest.")] = "8K,32K",
+    data: Annotated[Path | None, typer.Option(metavar="PATH", help="Held-out data, as data.path.")] = None,
+    documents: Annotated[int, typer.Option(min=1, help="Number of long documents.")] = 8,
+    samples: Annotated[int, typer.Option(min=1, help="Samples per retrieval task, length and depth.")] = 2,
+    ranks: Ranks = None,
+    page: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write an HTML page.")] = None,
+    force: Force = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how well one or two models use their context: loss by position, gain from long context, retrieval."""
+    if len(models) > 2:
+        raise ConfigError(f"{len(models)} models are too many to compare; give one or two")
+    lengths = sorted({parse_tokens(text, "--contexts") for text in contexts.split(",")})
+    if page is not None:
+        check_output("--html", page, force)
+    with loading() as status:
+        from ithaka import evaluate as evaluation
+
+    with status("evaluating"):
+        results = evaluation.evaluate_all(models, lengths, data, ranks, documents, samples)
+    if page is not None:
+        page.write_text(evaluation.render_results(results), encoding="utf-8")
+    if as_json:
+        print(json.dumps(results if len(results) > 1 else results[0], indent=2))
+        return
+    for title, rows in evaluation.make_tables(results):
+        print(f"{title}\n{format_table(rows)}\n")
+    print(evaluation.FIGURES_LEGEND)
+
+
+def sample(
+    model: Annotated[
+        Path, typer.Argument(metavar="RUN|MODEL|ADAPTER", help="A run (its latest checkpoint), or a model.")
+    ],
+    prompt: Annotated[str, typer.Option(help="Text to continue; with a chat template, the user's message.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 100,
+    temperature: Annotated[float, typer.Option(min=0, help="0: greedy.")] = 0.7,
+    raw: Annotated[bool, typer.Option("--raw", help="Ignore the chat template.")] = False,
+) -> None:
+    """Generate a short text with plain transformers, on one device."""
+    with loading() as status:
+        from ithaka.sample import sample
+
+    with status("generating"):
+        text = sample(model, prompt, tokens, temperature, raw)
+    print(text)
+
+
+def verify(
+    model: Annotated[str, typer.Argument(metavar="MODEL|CONFIG.yaml", help="A directory, a config.json or a name.")],
+    cp: Annotated[int | None, typer.Option(min=1, help="Ranks that share a sequence; by default 4.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two layers of your model on cp ranks with plain transformers: loss, gradients, masks, documents."""
+    from ithaka.plan.models import find_config
+
+    settings, path = None, Path(model).expanduser()
+    if path.suffix in (".yaml", ".yml"):
+        settings = load_config(path)
+        source = settings.model.path or embedded_model(settings.model.embedded)
+    else:
+        source = path if path.exists() else find_config(model)
+    with loading() as status:
+        from ithaka.verify import verify
+
+    with status("comparing with plain transformers"):
+        result = verify(source, settings, cp)
+    if as_json:
+        print(json.dumps(result, indent=2))
+    else:
+        print("{model_type}, two layers, {weights} weights, cp={cp} on {device}".format(**result))
+        print(format_table([_format_check(**check) for check in result["checks"]]))
+        failed = [check["part"] for check in result["checks"] if not check["ok"]]
+        print(f"failed: {', '.join(failed)}" if failed else "all checks passed")
+    raise typer.Exit(ExitCode.DONE if result["ok"] else ExitCode.FAILED)
+
+
+def _format_check(part: str, where: str, error: float, allowed: float | None, ok: bool) -> dict[str, str]:
+    """A table row. margin: the tolerance divided by the error."""
+    margin = "info only" if allowed is None else f"{min(allowed / max(error, 1e-16), 1e6):,.0f} x" if allowed else ""
+    limit, part = "" if allowed is None else f"{allowed:.0e}", part if ok else f"FAILED: {part}"
+    return {"part": part, "error": f"{error:.1e}", "allowed": limit, "margin": margin, "largest in": where}
+
+
+def with_ranks(overrides: list[str] | None, ranks: int | None) -> list[str]:
+    """Append `--ranks` to the overrides."""
+    return [*(overrides or []), *([f"parallel.ranks={ranks}"] if ranks is not None else [])]
+
+
+def parse_path(text: str, option: str) -> Path:
+    if not text:
+        raise ConfigError(f"{option}='' is not a directory; give one, or . for the current directory")
+    return Path(text)
