@@ -24,7 +24,7 @@ from ithaka.model.adapters import merge_adapter
 from ithaka.model.build import build_model, has_weights
 from ithaka.plan.search import forward_layout
 from ithaka.plan.shape import read_json, read_shape
-from ithaka.report.html import render_page, render_table
+from ithaka.report.page import render_page, render_table
 
 RESULT_FILE = "result.json"
 FIGURES_LEGEND = (
