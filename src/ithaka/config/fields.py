@@ -11,7 +11,7 @@ import operator
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -48,7 +48,7 @@ class Section:
         cls.section_name, cls.section_example = name, example
 
     def __post_init__(self) -> None:
-        hints = _type_hints(type(self))  # type: ignore[arg-type]
+        hints = _type_hints(type(self))
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             name = f"{self.section_name}.{field.name}".removeprefix(".")
             value, hint = getattr(self, field.name), hints[field.name]
@@ -67,15 +67,10 @@ class Section:
 
 
 _LIMITS = {"ge": "at least", "le": "at most", "gt": "more than", "lt": "less than"}
+_type_hints: Callable[[type], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
 
-@functools.cache
-def _type_hints(section: type) -> dict[str, Any]:
-    return typing.get_type_hints(section)
-
-
-class _TypeMismatch(Exception):
-    pass
+class _TypeMismatch(Exception): ...
 
 
 def _check_limits(name: str, value: Any, limits: Mapping[str, float]) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import glob
-import os
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,38 +55,7 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(to_dict(config), sort_keys=False)
 
 
-_PATH_KEYS = {"path", "validation_path", "chat_template", "tokenizer", "disk_path", "data"}  # data: of `evaluate`
-
-
-def with_absolute_paths(tree: Any) -> Any:
-    """Make the paths in a `to_dict` tree absolute.
-
-    Only paths and globs that match an existing file change; others may be datasets on the hub.
-    """
-    if isinstance(tree, list):
-        return [with_absolute_paths(each) for each in tree]
-    if not isinstance(tree, dict):
-        return tree
-    keys = {key for key, value in tree.items() if key in _PATH_KEYS and isinstance(value, str)}
-    keys -= {"tokenizer"} if tree.get("tokenizer") == "bytes" else set()
-    return {key: _absolute(value) if key in keys else with_absolute_paths(value) for key, value in tree.items()}
-
-
-def _absolute(name: str) -> str:
-    path = Path(name).expanduser()
-    if os.path.exists(path):
-        return str(path.absolute())
-    is_glob = not path.is_absolute() and next(glob.iglob(name, recursive=True), None) is not None
-    return str(Path(glob.escape(str(Path.cwd()))) / name) if is_glob else name
-
-
-def shell_command(*words: object) -> str:
-    """An `ithaka` command line, quoted for a shell."""
-    return shlex.join(["ithaka", *map(str, words)])
-
-
-class _DuplicateKey(yaml.YAMLError):
-    pass
+class _DuplicateKey(yaml.YAMLError): ...
 
 
 class _Loader(yaml.SafeLoader):
@@ -118,10 +84,8 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
         raise ConfigError(f"config={path} is not a mapping; write sections such as `train:` with keys below them")
     version = tree.pop("format", CONFIG_FORMAT)  # only a run directory's config.yaml has it
     if version != CONFIG_FORMAT:
-        raise ConfigError(
-            f"config={path} has format {version}, and this version of ithaka reads {CONFIG_FORMAT}; "
-            "use the version that wrote it"
-        )
+        rule = f"has format {version}, and this version of ithaka reads {CONFIG_FORMAT}"
+        raise ConfigError(f"config={path} {rule}; use the version that wrote it")
     return tree
 
 

@@ -63,8 +63,8 @@ class ModelConfig(Section, name="model"):
 
 
 # Linear modules of a decoder layer that can have an adapter, and modules that can be trained in full with adapters.
-LAYER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-SAVEABLE_MODULES = ("embed_tokens", "lm_head")
+LAYER_LINEARS: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SAVEABLE_MODULES: tuple[str, ...] = ("embed_tokens", "lm_head")
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,11 @@ class AdapterConfig(Section, name="adapter"):
         if not self.targets:
             raise ConfigError("adapter.targets=[] names no module; use all-linear, or names such as q_proj")
         targets = () if self.targets == "all-linear" else tuple(name.rpartition(".")[2] for name in self.targets)
-        rules = (
-            ("targets", targets, (*LAYER_LINEARS, "lm_head")),
-            ("modules_to_save", self.modules_to_save, SAVEABLE_MODULES),
-        )
-        for key, names, known in rules:
-            for name in names:
-                if name not in known:
-                    raise ConfigError(f"adapter.{key}={name} is not supported; {did_you_mean(name, known)}")
+        named = [("targets", name, (*LAYER_LINEARS, "lm_head")) for name in targets]
+        named += [("modules_to_save", name, SAVEABLE_MODULES) for name in self.modules_to_save]
+        for key, name, known in named:
+            if name not in known:
+                raise ConfigError(f"adapter.{key}={name} is not supported; {did_you_mean(name, known)}")
 
 
 @dataclass(frozen=True)
@@ -415,33 +412,19 @@ class Config(Section):
         return dataclasses.replace(self, train=train, data=data, model=model, optim=optim)
 
 
-SECTIONS: dict[str, type[Section]] = {
-    section.section_name: section
-    for section in (
-        ModelConfig,
-        AdapterConfig,
-        DataConfig,
-        ParallelConfig,
-        MemoryConfig,
-        AttentionConfig,
-        OptimConfig,
-        TrainConfig,
-        ProfileConfig,
-        EvaluateConfig,
-    )
-}
+SECTIONS: dict[str, type[Section]] = {section.section_name: section for section in (
+    ModelConfig, AdapterConfig, DataConfig, ParallelConfig, MemoryConfig, AttentionConfig, OptimConfig, TrainConfig,
+    ProfileConfig, EvaluateConfig)}  # fmt: skip
 
 
 def check_effects(settings: Mapping[str, Any]) -> None:
     """Refuse memory settings that would have no effect. `settings` maps names (memory.offload) to the known values."""
-    for cause, values, other, idle in (
-        ("memory.checkpoint", ("none", 0), "full", ("keep_attention", "keep_projections")),
-        ("memory.keep_attention", ("none", 0), "all", ("attention_offload",)),
+    for cause, other, idle_keys in (
+        ("memory.checkpoint", "full", ("keep_attention", "keep_projections")),
+        ("memory.keep_attention", "all", ("attention_offload",)),
     ):
-        for key in idle if settings.get(cause) in values else ():
-            default = getattr(MemoryConfig, key)
-            if (value := settings.get(f"memory.{key}", default)) not in (default, "all"):
-                raise ConfigError(
-                    f"memory.{key}={format_value(value)} has no effect with {cause}={settings[cause]}; "
-                    f"use {cause}={other}, or memory.{key}={format_value(default)}"
-                )
+        for key in idle_keys if settings.get(cause) in ("none", 0) else ():
+            name, default = f"memory.{key}", getattr(MemoryConfig, key)
+            if (value := settings.get(name, default)) not in (default, "all"):
+                rule = f"{name}={format_value(value)} has no effect with {cause}={settings[cause]}"
+                raise ConfigError(f"{rule}; use {cause}={other}, or {name}={format_value(default)}")

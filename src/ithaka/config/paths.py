@@ -1,12 +1,41 @@
-"""Checks of output paths, made before the work: writable, and nothing of the user's is overwritten."""
+"""Paths and commands of the user: absolute paths, checks of outputs before the work, and commands to print."""
 
+from __future__ import annotations
+
+import glob
+import os
+import shlex
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from ithaka.config.fields import ConfigError, input_error
 
 PAGE_MARK = '<meta name="generator" content="ithaka">'  # in the <head> of every page that ithaka writes
+_PATH_KEYS = {"path", "validation_path", "chat_template", "tokenizer", "disk_path", "data"}  # data: of `evaluate`
+
+
+def with_absolute_paths(tree: Any) -> Any:
+    """Make the paths in a `to_dict` tree absolute.
+
+    Only paths and globs that match an existing file change; others may be datasets on the hub.
+    """
+    if isinstance(tree, list):
+        return [with_absolute_paths(each) for each in tree]
+    if not isinstance(tree, dict):
+        return tree
+    keys = {key for key, value in tree.items() if key in _PATH_KEYS and isinstance(value, str)}
+    keys -= {"tokenizer"} if tree.get("tokenizer") == "bytes" else set()
+    return {key: _absolute(value) if key in keys else with_absolute_paths(value) for key, value in tree.items()}
+
+
+def _absolute(name: str) -> str:
+    path = Path(name).expanduser()
+    if os.path.exists(path):
+        return str(path.absolute())
+    is_glob = not path.is_absolute() and next(glob.iglob(name, recursive=True), None) is not None
+    return str(Path(glob.escape(str(Path.cwd()))) / name) if is_glob else name
 
 
 def check_writable(option: str, path: Path, folder: bool = False) -> None:
@@ -49,3 +78,8 @@ def check_output(
     if problem and not force:
         effect = "use it anyway" if folder else "replace it"
         raise ConfigError(f"{option}={path} {problem}; give another path, or --force to {effect}")
+
+
+def shell_command(*words: object) -> str:
+    """An `ithaka` command line, quoted for a shell."""
+    return shlex.join(["ithaka", *map(str, words)])
