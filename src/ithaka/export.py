@@ -57,28 +57,24 @@ def _write(
     state, config_file = read_state(checkpoint), model_dir / "config.json"
     config_file.write_text(json.dumps(json.loads(config_file.read_text()) | state["positions"]))
     not_exported = ["config.json"]
-    if (model_dir / "adapter_config.json").is_file():
-        settings = load_config(run_dir / "config.yaml").at(state["step"] - 1).model
-        if settings.rope is not None and not merge:
-            not_exported = []  # the adapter's base needs this config.json as well
-        not_exported.append("adapter_config.json" if merge else "generation_config.json")
-        _write_adapter(settings.path, model_dir, out_dir, weights, merge)
-    else:
+    if not (model_dir / "adapter_config.json").is_file():
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
         model.load_state_dict(weights, assign=True)
         model.tie_weights()
         model.save_pretrained(out_dir)  # writes the dtype to config.json, and a generation config replaced below
+    else:
+        settings = load_config(run_dir / "config.yaml").at(state["step"] - 1).model
+        tensors, base = {adapter_tensor_name(name): tensor for name, tensor in weights.items()}, settings.path
+        if merge:
+            if base is None or not base.is_dir():
+                rule = f"--merge needs the base model, but the run's model.path={base} is not a directory"
+                raise ConfigError(f"{rule}; put it there, or leave out --merge and merge with PEFT")
+            merge_adapter(base, model_dir, tensors, out_dir)
+            not_exported = ["config.json", "adapter_config.json"]
+        else:
+            out_dir.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, out_dir / "adapter_model.safetensors", metadata={"format": "pt"})
+            # With model.rope, the adapter's base needs this config.json as well.
+            not_exported = ["generation_config.json", *([] if settings.rope is not None else ["config.json"])]
     shutil.copytree(model_dir, out_dir, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*not_exported))
-
-
-def _write_adapter(base: Path | None, model_dir: Path, out_dir: Path, weights: dict[str, Tensor], merge: bool) -> None:
-    tensors = {adapter_tensor_name(name): tensor for name, tensor in weights.items()}
-    if not merge:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, out_dir / "adapter_model.safetensors", metadata={"format": "pt"})
-        return
-    if base is None or not base.is_dir():
-        fix = "put it there, or leave out --merge and merge with PEFT"
-        raise ConfigError(f"--merge needs the base model, but the run's model.path={base} is not a directory; {fix}")
-    merge_adapter(base, model_dir, tensors, out_dir)

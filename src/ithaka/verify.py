@@ -40,7 +40,7 @@ MAX_VOCAB, MAX_WINDOW, MAX_TILE = 1024, 11, 16
 CHECKS_FILE = "checks.json"
 INVALID_ERROR = 1e9  # for missing and non-finite gradients: JSON has no infinity
 Checks = Iterator[dict[str, Any]]
-QKV_WEIGHTS = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
+Errors = dict[str, float]  # relative, by tensor
 
 
 def make_check(part: str, where: str, error: float, allowed: float | None = TOLERANCE) -> dict[str, Any]:
@@ -78,15 +78,10 @@ def make_layout(config: Config | None, cp: int, heads: int) -> Layout:
         return Layout(cp, cp if cp < heads else None, MAX_TILE, policies, dtype="float64")
     layout = layout_from_config(config, 2, cp, on_gpu=False)
     stage = layout.heads_per_stage and max(1, layout.heads_per_stage // config.parallel.cp_of(cp)) * cp
-    stage, tile = (
-        stage if stage and stage < heads else None,
-        min(layout.tile_tokens or MAX_TILE, MAX_TILE),
-    )
-    layout = replace(layout, cp=cp, heads_per_stage=stage, tile_tokens=tile, dtype="float64", offload_optimizer=False)
-    return replace(layout, ring=math.gcd(cp, layout.ring), kernel="auto", blocks=None)
-
-
-# ---- the truncated model
+    stage = stage if stage and stage < heads else None
+    tile, ring = min(layout.tile_tokens or MAX_TILE, MAX_TILE), math.gcd(cp, layout.ring)
+    layout = replace(layout, cp=cp, ring=ring, heads_per_stage=stage, tile_tokens=tile, kernel="auto", blocks=None)
+    return replace(layout, dtype="float64", offload_optimizer=False)
 
 
 def write_truncated_model(source: Path | dict, out: Path, settings: Config | None = None) -> str:
@@ -130,9 +125,6 @@ def load_truncated_model(directory: Path, adapter: AdapterConfig | None) -> PreT
     return model.train()
 
 
-# ---- on every rank
-
-
 def _verify_rank(directory: Path, layout: Layout, adapter: AdapterConfig | None, device: str) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -147,16 +139,14 @@ class ModelPair:
     """The parallel model and, on rank 0, the plain one. Methods are collective; their results are valid on rank 0."""
 
     def __init__(self, directory: Path, mesh: Mesh, layout: Layout, adapter: AdapterConfig | None = None) -> None:
-        self.direction_errors: dict[str, float] = {}  # per-head gradient direction errors, by name
+        self.direction_errors: Errors = {}  # per-head gradient direction errors, by name
         self.plain = load_truncated_model(directory, adapter).to(mesh.device) if mesh.rank == 0 else None
         model = load_truncated_model(directory, adapter)
         layout = replace(layout, kept=layout.kept[-model.config.num_hidden_layers :])
         self.head_dim = model.model.layers[0].self_attn.head_dim
         self.model = parallelize_model(model, mesh=mesh, layout=layout)
 
-    def compare_losses(
-        self, ids: Tensor, labels: Tensor, loss_sum: Callable | None = None, **inputs: Tensor
-    ) -> dict[str, float]:
+    def compare_losses(self, ids: Tensor, labels: Tensor, loss_sum: Callable | None = None, **inputs: Tensor) -> Errors:
         """Return relative errors of the loss and each gradient; set `direction_errors`. `loss_sum`: the reference."""
         num_labels, plain = (labels[:, 1:] != IGNORE_INDEX).sum(), self.plain
         loss = self.model(input_ids=ids, labels=labels, **inputs).loss
@@ -173,7 +163,7 @@ class ModelPair:
             grad = None if param.grad is None else param.grad.full_tensor()
             if name in expected_grads:
                 errors[name] = INVALID_ERROR if grad is None else _relative_error(grad, expected_grads[name], min_norm)
-                if grad is not None and name.endswith(QKV_WEIGHTS):
+                if grad is not None and name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
                     error = _direction_error(grad, expected_grads[name], self.head_dim, min_norm)
                     self.direction_errors[f"heads of {name}"] = error
         self.model.zero_grad()
@@ -255,9 +245,8 @@ def _plain_logits(model: nn.Module, ids: Tensor, **inputs: Tensor) -> Tensor:
 def _plain_loss_sum(model: nn.Module, ids: Tensor, labels: Tensor, **inputs: Tensor) -> Tensor:
     """Sum the token losses in the model's dtype; the loss of transformers rounds to float32."""
     logits = _plain_logits(model, ids, **inputs)[:, :-1].flatten(0, 1)
-    return F.cross_entropy(
-        logits, labels[:, 1:].flatten().to(logits.device), ignore_index=IGNORE_INDEX, reduction="sum"
-    )
+    labels = labels[:, 1:].flatten().to(logits.device)
+    return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def _relative_error(actual: Tensor, expected: Tensor, min_norm: float = 0.0) -> float:
@@ -271,6 +260,6 @@ def _direction_error(actual: Tensor, expected: Tensor, head_dim: int, min_norm: 
     return float((1 - F.cosine_similarity(a, b))[b.norm(dim=1) > min_norm].clamp_min(0).sum())
 
 
-def _worst_check(part: str, errors: dict[str, float]) -> dict[str, Any]:
+def _worst_check(part: str, errors: Errors) -> dict[str, Any]:
     where = max(errors, key=lambda name: errors[name], default="")
     return make_check(part, where.replace("model.", "", 1), errors.get(where, 0.0))
