@@ -215,10 +215,8 @@ def long_context(trainer_class: type) -> Any:
         raise ConfigError(f"long_context({trainer_class!r}): use transformers.Trainer, trl.SFTTrainer or a subclass")
     trl_classes = [cls.__name__ for cls in trainer_class.__mro__ if cls.__module__.startswith("trl.")]
     if trl_classes and "SFTTrainer" not in trl_classes:
-        raise ConfigError(
-            f"long_context({trl_classes[0]}) is not supported; use SFTTrainer, or write your own loop, as in "
-            "examples/dpo.py and examples/grpo.py"
-        )
+        way_out = "use SFTTrainer, or write your own loop, as in examples/dpo.py and examples/grpo.py"
+        raise ConfigError(f"long_context({trl_classes[0]}) is not supported; {way_out}")
     return type(f"LongContext{trainer_class.__name__}", (LongContext, trainer_class), {"for_trl": bool(trl_classes)})
 
 
@@ -437,10 +435,8 @@ class LongContext(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         folder = Path(resume_from_checkpoint, STATE_FOLDER)
         if not folder.is_dir():
-            raise ConfigError(
-                f"resume_from_checkpoint={resume_from_checkpoint} has no folder {STATE_FOLDER}; use a checkpoint that "
-                "long_context wrote without save_only_model, or load its weights with from_pretrained"
-            )
+            rule = f"resume_from_checkpoint={resume_from_checkpoint} has no folder {STATE_FOLDER}"
+            raise ConfigError(f"{rule}; use one that long_context wrote without save_only_model, or from_pretrained")
         weights, options = self._weights(), state_dicts.StateDictOptions(strict=False)  # without the frozen weights
         load_into({"model": weights}, folder)
         state_dicts.set_model_state_dict(_base_model(self.model), weights, options=options)

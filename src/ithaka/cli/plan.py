@@ -105,10 +105,8 @@ def rehearse(
     plan = request.forward_plan() if evaluate else request.plan()
     if evaluate and not plan.fits:
         need, have = map(show.format_bytes, plan.ledger.tiers["GPU"])
-        raise ConfigError(
-            f"--context {context} --evaluate needs {need} per GPU, {have} available; "
-            "use a shorter --context or more GPUs"
-        )
+        rule = f"needs {need} per GPU, {have} available"
+        raise ConfigError(f"--context {context} --evaluate {rule}; use a shorter --context or more GPUs")
     if not plan.fits:
         print(show.answer_request(request, False, None, as_json)[0])
         raise typer.Exit(ExitCode.OUT_OF_MEMORY)
@@ -124,9 +122,8 @@ def rehearse(
     rehearsal.check_cpu_memory(truncated)
     facts = rehearsal.describe_rehearsal(plan, truncated)
     if not as_json:
-        settings = ", ".join(
-            f"{name}={format_value(value)}" for name, value in plan.settings.items() if value is not None
-        )
+        decided = {name: format_value(value) for name, value in plan.settings.items() if value is not None}
+        settings = ", ".join(f"{name}={value}" for name, value in decided.items())
         print("rank 0 of {gpus}, {context} tokens, {layers} of {layers_of_model} layers, on {device}".format(**facts))
         print("attention: kernel {kernel}, planned with {planned_kernel}".format(**facts))
         print(f"settings: {settings}\nX: {facts['x']}\n", flush=True)

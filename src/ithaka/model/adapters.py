@@ -34,10 +34,8 @@ def read_stored_settings(adapter: AdapterConfig, explicit: Set[str]) -> AdapterC
     stored = read_json(adapter.path / "adapter_config.json", "adapter.path=", "give a directory that PEFT wrote")
     targets, saved = stored.get("target_modules"), stored.get("modules_to_save") or ()
     if (peft_type := stored.get("peft_type")) != "LORA" or not isinstance(targets, list):
-        raise ConfigError(
-            f"adapter.path={adapter.path} has peft_type={peft_type}, target_modules={targets}; use an adapter with "
-            "peft_type=LORA whose target_modules are a list of names"
-        )
+        way_out = "use an adapter with peft_type=LORA whose target_modules are a list of names"
+        raise ConfigError(f"adapter.path={adapter.path} has peft_type={peft_type}, target_modules={targets}; {way_out}")
     values: dict[str, Any] = {
         "rank": stored.get("r"),
         "alpha": stored.get("lora_alpha"),
@@ -49,10 +47,8 @@ def read_stored_settings(adapter: AdapterConfig, explicit: Set[str]) -> AdapterC
         setting = getattr(adapter, name)
         is_same = set(setting) == set(value) if isinstance(setting, tuple) else setting == value
         if f"adapter.{name}" in explicit and not is_same:
-            raise ConfigError(
-                f"adapter.{name}={format_value(setting)} conflicts with {format_value(value)} in "
-                f"adapter.path={adapter.path}; leave it out"
-            )
+            rule = f"conflicts with {format_value(value)} in adapter.path={adapter.path}"
+            raise ConfigError(f"adapter.{name}={format_value(setting)} {rule}; leave it out")
     return dataclasses.replace(adapter, **values)
 
 
@@ -64,10 +60,8 @@ def make_lora_config(adapter: AdapterConfig, base: Path | None, tied: bool) -> A
         config: Any = PeftConfig.from_pretrained(adapter.path)
         config.inference_mode = False
         if (init := config.init_lora_weights) not in SUPPORTED_INITS:
-            raise ConfigError(
-                f"adapter.path={adapter.path} has init_lora_weights={init}, which changes the base weights; use "
-                "init_lora_weights=True, False or gaussian"
-            )
+            rule = f"has init_lora_weights={init}, which changes the base weights"
+            raise ConfigError(f"adapter.path={adapter.path} {rule}; use init_lora_weights=True, False or gaussian")
     else:
         config = LoraConfig(
             r=adapter.rank,
@@ -79,10 +73,8 @@ def make_lora_config(adapter: AdapterConfig, base: Path | None, tied: bool) -> A
             task_type="CAUSAL_LM",
         )
     if tied and config.modules_to_save and not config.ensure_weight_tying:
-        raise ConfigError(
-            f"adapter.path={adapter.path} unties modules_to_save={', '.join(config.modules_to_save)} from the weight "
-            "that the model shares; make the adapter with ensure_weight_tying=True"
-        )
+        rule = f"unties modules_to_save={', '.join(config.modules_to_save)} from the weight that the model shares"
+        raise ConfigError(f"adapter.path={adapter.path} {rule}; make the adapter with ensure_weight_tying=True")
     config.base_model_name_or_path = str(base) if base else None
     return config
 
