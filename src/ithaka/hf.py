@@ -316,11 +316,9 @@ class LongContext(Trainer):
     ) -> tuple[int, int]:
         """Include skipped steps in the position in the data."""
         checkpoint, num_epochs = resume_from_checkpoint, self._num_epochs
-        position = super()._init_training_state(max_steps, updates_per_epoch, num_epochs, checkpoint, trial)
+        super()._init_training_state(max_steps, updates_per_epoch, num_epochs, checkpoint, trial)
         file = Path(checkpoint or "", STATE_FOLDER, UNLABELLED_FILE)
         self.num_unlabelled = int(file.read_text()) if checkpoint and file.is_file() else 0
-        if not self.num_unlabelled:
-            return position
         epochs, updates = divmod(self.state.global_step + self.num_unlabelled, updates_per_epoch)
         return epochs, 0 if self.args.ignore_data_skip else updates * self.args.gradient_accumulation_steps
 
@@ -367,13 +365,8 @@ class LongContext(Trainer):
         if not fused_lm_head:  # evaluation: the mean over this group's rows only
             return build.ParallelOutput(loss=-tokens.logprobs.sum() / valid.sum().clamp(min=1))
         # The output of TRL's fused head, from which it computes its loss.
-        return SimpleNamespace(
-            log_probs=tokens.logprobs[:, 1:],
-            entropy=tokens.entropies[:, 1:],
-            is_top1=tokens.correct[:, 1:],
-            label_mask=valid,
-            aux_loss=None,
-        )
+        logprobs, entropy, correct = (each[:, 1:] for each in (tokens.logprobs, tokens.entropies, tokens.correct))
+        return SimpleNamespace(log_probs=logprobs, entropy=entropy, is_top1=correct, label_mask=valid, aux_loss=None)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """TRL divides one group's loss by the labels of all groups, and logs the mean over ranks: scale it back."""

@@ -19,8 +19,7 @@ from ithaka.config.fields import ConfigError, Section, check_keys, did_you_mean,
 
 @dataclass(frozen=True)
 class RopeConfig(Section, name="model.rope", example="{theta: 8.0e6}"):
-    """Changes to the model's RoPE; null keeps the model's value or derives it. Except for type and theta, the names
-    are Hugging Face's."""
+    """Changes to the model's RoPE, with Hugging Face's names except for type and theta. null: keep or derive it."""
 
     # Scaling method (Hugging Face: rope_type).
     type: Literal["default", "linear", "llama3", "yarn", "longrope"] | None = None
@@ -30,20 +29,17 @@ class RopeConfig(Section, name="model.rope", example="{theta: 8.0e6}"):
     factor: float | None = setting(None, ge=1)
     # Context length before scaling, for llama3, yarn and longrope.
     original_max_position_embeddings: int | None = setting(None, ge=1)
-    # llama3: wavelengths above original / low_freq_factor are scaled, those below original / high_freq_factor are not.
-    # null: 1 and 4.
+    # llama3: scale wavelengths above original / low_freq_factor, not below original / high_freq_factor. null: 1 and 4.
     low_freq_factor: float | None = setting(None, gt=0)
     high_freq_factor: float | None = setting(None, gt=0)
-    # yarn: dimensions with fewer than beta_slow rotations are interpolated, those with more than beta_fast are not.
-    # null: 1 and 32.
+    # yarn: interpolate dimensions with fewer than beta_slow rotations, not those above beta_fast. null: 1 and 32.
     beta_slow: float | None = setting(None, gt=0)
     beta_fast: float | None = setting(None, gt=0)
     # longrope: a divisor for each of the head_dim / 2 frequencies. long_factor applies to batches with positions beyond
     # the original length, short_factor to the others.
     short_factor: tuple[float, ...] | None = setting(None, gt=0)
     long_factor: tuple[float, ...] | None = setting(None, gt=0)
-    # yarn and longrope: factor on queries and keys. null: 0.1 ln(factor) + 1 for yarn, sqrt(1 + ln(factor) /
-    # ln(original)) for longrope.
+    # Factor on queries and keys. null: 0.1 ln(factor) + 1 for yarn, sqrt(1 + ln(factor) / ln(original)) for longrope.
     attention_factor: float | None = setting(None, gt=0)
 
 
@@ -180,8 +176,7 @@ class ParallelConfig(Section, name="parallel"):
     # Copies of the parameters. 1 shards them over all ranks; the number of nodes shards them within each node, which
     # takes more memory and less network traffic. auto: as planned; without a plan, 1.
     replicas: int | Literal["auto"] = setting("auto", ge=1)
-    # Query heads per attention stage, summed over the cp / ring ranks of a group; fewer heads take less memory. all:
-    # one stage, plain Ulysses.
+    # Query heads per attention stage, over the cp / ring ranks of a group; fewer take less memory. all: plain Ulysses.
     heads_per_stage: int | Literal["all"] = setting("all", ge=1)
 
     def cp_of(self, num_ranks: int) -> int:
@@ -200,8 +195,7 @@ class MemoryConfig(Section, name="memory"):
     keep_attention: int | Literal["none", "all"] = setting("none", ge=0)
     # Where to keep these outputs. null: as memory.offload.
     attention_offload: Literal["none", "host", "disk"] | None = None
-    # Layers, counted from the last, that also keep q, k, v and the residual stream after attention: everything except
-    # the MLP activations.
+    # Layers, counted from the last, that also keep q, k, v and the residual stream: all but the MLP activations.
     keep_projections: int | Literal["none", "all"] = setting("none", ge=0)
     # Overlap communication and copies with computation, which takes more memory. Use false for the longest sequences.
     overlap: bool = True
@@ -273,8 +267,7 @@ class TrainConfig(Section, name="train"):
     save_every: int = setting(0, ge=0)
     # Checkpoints to keep; older ones are deleted.
     keep_last: int = setting(2, ge=1)
-    # Also save and keep the checkpoint with the lowest validation loss. The run prints its step at the end, for `ithaka
-    # export --step`.
+    # Also save and keep the checkpoint with the lowest validation loss; the run prints its step, for `ithaka export`.
     keep_best: bool = False
     # Early stopping: validations in a row without a lower loss before the run ends; implies keep_best. 0: never.
     patience: int = setting(0, ge=0)
@@ -287,8 +280,7 @@ class TrainConfig(Section, name="train"):
     seed: int = setting(0, ge=0)
     # Apply torch.compile to the MLP.
     compile: bool = False
-    # Accumulate gradients in a fixed order, so that GPU runs are bitwise reproducible; the attention backward is 10 %
-    # slower.
+    # Accumulate gradients in a fixed order: GPU runs are bitwise reproducible, the attention backward is 10 % slower.
     deterministic: bool = False
     # Experiment trackers to log to; each needs its package: [tensorboard, wandb].
     track: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = ()
@@ -343,8 +335,7 @@ class EntryConfig(Section, name="curriculum", example="{context: 64K, steps: 200
     rope: RopeConfig | None = None
     # Changes to the data section, such as {sources: [...]}. A new dataset is read from its start.
     data: dict | None = None
-    # Changes to the optim section; the learning rate then follows a schedule over this entry's steps. null: the run's
-    # schedule continues.
+    # Changes to the optim section; starts a schedule over this entry's steps. null: the run's schedule continues.
     optim: dict | None = None
 
     def __post_init__(self) -> None:

@@ -70,19 +70,24 @@ def init_weights(model: PreTrainedModel, seed: int, only_adapters: bool = False)
     for module_name, module in model.named_modules():
         is_adapter = ".lora_" in module_name
         for name, param in module.named_parameters(recurse=False) if is_adapter or not only_adapters else ():
-            key = f"{seed}/{base_tensor_name(f'{module_name}.{name}')}"
             if name == "bias" or ".lora_B." in module_name:
                 param.zero_()
             elif param.dim() == 1:
                 param.fill_(1.0)  # a norm's weight
-            elif is_adapter:
-                bound = param.shape[1] ** -0.5
-                _copy_own_rows(param, _draw(param, key, "uniform_", -bound, bound))
             else:
-                full = _draw(param, key, "normal_", 0.0, model.config.initializer_range)
+                local, rows = local_shard(param)
+                full = torch.empty(param.shape, dtype=param.dtype, device=local.device)
+                key = f"{seed}/{base_tensor_name(f'{module_name}.{name}')}"
+                digest = hashlib.sha256(key.encode()).digest()
+                generator = torch.Generator(device=local.device).manual_seed(int.from_bytes(digest[:7], "big"))
+                if is_adapter:
+                    bound = param.shape[1] ** -0.5
+                    full.uniform_(-bound, bound, generator=generator)
+                else:
+                    full.normal_(0.0, model.config.initializer_range, generator=generator)
                 if (padding := getattr(module, "padding_idx", None)) is not None:
                     full[padding] = 0.0
-                _copy_own_rows(param, full)
+                local.copy_(full[rows])
 
 
 def _mean_row(stored: Any, num_rows: int) -> Tensor:
@@ -115,17 +120,3 @@ def local_shard(param: DTensor) -> tuple[Tensor, slice]:
     """This rank's shard of a parameter, and the rows of dim 0 that it covers."""
     shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
     return param.to_local(), slice(offset[0], offset[0] + shape[0])
-
-
-def _draw(param: Any, key: str, distribution: str, *bounds: float) -> Tensor:
-    """The full, unsharded parameter."""
-    device = param.to_local().device
-    generator = torch.Generator(device=device)
-    generator.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big"))
-    full = torch.empty(param.shape, dtype=param.dtype, device=device)
-    return getattr(full, distribution)(*bounds, generator=generator)
-
-
-def _copy_own_rows(param: Any, full: Tensor) -> None:
-    local, rows = local_shard(param)
-    local.copy_(full[rows])

@@ -20,8 +20,6 @@ MAP_POINTS = 800  # samples over the step
 NUM_LARGEST = 10  # rows in the list of allocations at the peak
 NOT_FREED = 2**62  # stop_ns of an allocation that is still live
 
-Frame = tuple[str, int, str]  # file, line, function
-
 
 class PhaseLog(Listener):
     """Records when phases are entered and left."""
