@@ -25,10 +25,8 @@ BOS, EOS, PAD, BYTE_VOCAB = 256, 257, 258, 264
 
 
 def embedded_model(name: Literal["small", "base"]) -> dict[str, Any]:
-    """The Hugging Face `config.json` of an embedded model: small has 2.1M parameters, base 142M.
-
-    Small has two layers and narrow heads, so that attention dominates at 4096 tokens even on a CPU.
-    """
+    """The Hugging Face `config.json` of an embedded model: small has 2.1M parameters, base 142M. Small has two layers
+    and narrow heads, so that attention dominates at 4096 tokens even on a CPU."""
     small = name == "small"
     return {
         "architectures": ["LlamaForCausalLM"],

@@ -36,10 +36,7 @@ def setting(default: Any, **limits: float) -> Any:
 
 
 class Section:
-    """Base of the configuration sections: converts and checks every field on construction.
-
-    `name` is the section's path in the configuration, `example` a YAML value for it.
-    """
+    """Converts and checks every field on construction. `name`: the section's path; `example`: a YAML value for it."""
 
     section_name: ClassVar[str] = ""
     section_example: ClassVar[str] = ""

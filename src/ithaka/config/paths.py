@@ -17,10 +17,7 @@ _PATH_KEYS = {"path", "validation_path", "chat_template", "tokenizer", "disk_pat
 
 
 def with_absolute_paths(tree: Any) -> Any:
-    """Make the paths in a `to_dict` tree absolute.
-
-    Only paths and globs that match an existing file change; others may be datasets on the hub.
-    """
+    """Make the paths and globs in a `to_dict` tree absolute if they match a file; others may be datasets on the hub."""
     if isinstance(tree, list):
         return [with_absolute_paths(each) for each in tree]
     if not isinstance(tree, dict):
@@ -39,10 +36,8 @@ def _absolute(name: str) -> str:
 
 
 def check_writable(option: str, path: Path, folder: bool = False) -> None:
-    """Refuse a file that cannot be written, or a folder that cannot be created or written to; leave no trace.
-
-    Missing parents of a folder count as creatable. `option` names the path in the message.
-    """
+    """Refuse a file that cannot be written, or a folder that cannot be created or written to; leave no trace. Missing
+    parents of a folder count as creatable. `option` names the path in the message."""
     target = nearest = path.absolute()
     try:
         while not nearest.exists() and (folder or nearest == target):
@@ -61,11 +56,8 @@ def check_writable(option: str, path: Path, folder: bool = False) -> None:
 def check_output(
     option: str, path: Path, force: bool, text: str | None = None, *, folder: bool = False, own: Iterable[str] = ()
 ) -> None:
-    """`check_writable`; and unless `force`, refuse to replace what a user may have written or edited.
-
-    A file may be replaced if it is empty, already contains `text`, or is an ithaka page. A folder may contain the
-    names in `own`.
-    """
+    """`check_writable`; and unless `force`, refuse to replace what a user may have written or edited. A file may be
+    replaced if it is empty, already contains `text`, or is an ithaka page. A folder may contain the names in `own`."""
     check_writable(option, path, folder)
     problem = ""
     if folder and path.is_dir():

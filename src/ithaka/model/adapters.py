@@ -80,10 +80,7 @@ def make_lora_config(adapter: AdapterConfig, base: Path | None, tied: bool) -> A
 
 
 def add_adapter(model: Any, adapter: AdapterConfig, base: Path | None) -> None:
-    """Freeze the model and add PEFT's modules, in float32 or wider.
-
-    A module in modules_to_save keeps its name, and its frozen copy is dropped.
-    """
+    """Freeze the model and add PEFT's modules, in float32 or wider; modules_to_save replace their frozen originals."""
     from peft import get_peft_model
 
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -138,11 +135,9 @@ def adapter_tensor_name(param_name: str, adapter: str = ADAPTER_NAME) -> str:
 
 
 def merge_adapter(base: Path, adapter: Path, tensors: dict[str, Tensor], out: Path) -> None:
-    """Write the base model with the adapter merged in float32, rounded once to the base's dtype.
-
-    `adapter`: a directory with PEFT's configuration, and with a config.json if training changed the base's positions.
-    `tensors`: the adapter's, named as in PEFT's files.
-    """
+    """Write the base model with the adapter merged in float32, rounded once to the base's dtype. `adapter`: a directory
+    with PEFT's configuration, and with a config.json if training changed the base's positions. `tensors`: the
+    adapter's, named as in PEFT's files."""
     from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging

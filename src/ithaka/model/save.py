@@ -101,10 +101,8 @@ def _write_files(
 
 
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """transformers' generate, for short samples: without a cache, every token costs a full forward.
-
-    Every rank calls it, with the same prompts in a cp group. Each group samples from its first rank's generator.
-    """
+    """transformers' generate, for short samples: without a cache, every token costs a full forward. Every rank calls
+    it, with the same prompts in a cp group. Each group samples from its first rank's generator."""
     mesh, was_training = model.ithaka_mesh, model.training
     seed = [int(torch.randint(2**62, ()))]
     dist.broadcast_object_list(seed, group=mesh.cp_group, group_src=0)

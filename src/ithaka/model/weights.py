@@ -63,10 +63,8 @@ def _load(
 
 @torch.no_grad()
 def init_weights(model: PreTrainedModel, seed: int, only_adapters: bool = False) -> None:
-    """Draw weights from the initial distributions of Hugging Face and PEFT. LoRA's B is zero.
-
-    Each parameter has its own generator, so the values do not depend on the number of ranks.
-    """
+    """Draw weights from the initial distributions of Hugging Face and PEFT. LoRA's B is zero. Each parameter has its
+    own generator, so the values do not depend on the number of ranks."""
     for module_name, module in model.named_modules():
         is_adapter = ".lora_" in module_name
         for name, param in module.named_parameters(recurse=False) if is_adapter or not only_adapters else ():

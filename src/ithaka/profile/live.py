@@ -1,5 +1,4 @@
-"""Record a step's allocations with holder, phase and source line: every storage on a CPU, the CUDA allocator's history
-on a GPU."""
+"""Record allocations with holder, phase and source line: on a CPU every storage, on a GPU the allocator's history."""
 
 import math
 import sys
@@ -28,11 +27,8 @@ ROUND_BYTES = 512  # the allocator's granularity
 
 
 class LiveBytes(MemoryMap):
-    """Records each new CPU storage once, until it is freed, while entered.
-
-    Views and autograd keep a storage live; FSDP2's resizing is tracked. Older storages count only if tagged. Temporary
-    buffers inside a C++ operator are invisible.
-    """
+    """Records each new CPU storage once, until it is freed, while entered. Views and autograd keep a storage live;
+    FSDP2's resizing is tracked. Older storages count only if tagged. Buffers inside a C++ operator are invisible."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,10 +113,8 @@ def _cpu_tensors(tree: Any) -> Iterator[Tensor]:
 
 
 class AllocatorHistory(MemoryMap):
-    """Records the CUDA allocator's events while entered, and builds the map on exit.
-
-    The allocator has sizes, not shapes: only tagged tensors have a shape. `snapshot` is for PyTorch's memory viewer.
-    """
+    """Records the CUDA allocator's events while entered, and builds the map on exit. The allocator has sizes, not
+    shapes: only tagged tensors have a shape. `snapshot` is for PyTorch's memory viewer."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -209,10 +203,7 @@ _GRADIENT_FUNCTIONS = ("reduce", "post_backward", "to_accumulated_grad", "unshar
 
 
 def attribute_stack(frames: Iterable[tuple[str, int, str]]) -> tuple[str, Holder | None]:
-    """The innermost line of ithaka or user code, and the holder if FSDP2 allocated.
-
-    `frames`: file, line and function, innermost first.
-    """
+    """The innermost line of our or user code, and the holder if FSDP2 allocated. `frames`: innermost first."""
     holder = None
     for file, line, function in frames:
         name = _display_name(file)

@@ -104,11 +104,8 @@ class StepTimes(PhaseLog, ExitStack):
             events.append({"ph": "X", "cat": "user_annotation", "name": "ithaka: " + "/".join(path), **row, **span})
 
     def _base_ns(self, trace: dict[str, Any]) -> int:
-        """Time zero of the trace on the host's clock.
-
-        A trace of GPU work only has its own clock. The step ends with a stream synchronization, so the end of the last
-        such call aligns the clocks.
-        """
+        """Time zero of the trace on the host's clock. A trace of GPU work only has its own clock; the stream
+        synchronization that ends the step aligns the two."""
         calls = [e for e in trace["traceEvents"] if e.get("cat") in _LAUNCHES and e.get("ph") == "X"]
         waits = [e for e in calls if e["name"] == _SYNCHRONIZE] or calls  # if this CUDA version does not report it
         if not waits:
@@ -156,10 +153,7 @@ def _partition(activities: list[Activity], start_ns: int, stop_ns: int) -> dict[
 
 
 class StepProfile(ExitStack):
-    """Enter around one step, then call `write`.
-
-    `times`: recorded in an earlier step. Then this step records memory only, which makes both cheaper.
-    """
+    """Enter around one step, then call `write`. With the `times` of an earlier step, it records only memory."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, device: torch.device, times: StepTimes | None = None
@@ -177,10 +171,8 @@ class StepProfile(ExitStack):
         return self
 
     def write(self, folder: Path, step: int, plain_s: float | None, planned: dict[str, int]) -> str:
-        """Write all files to `folder` and return the summary of the peak.
-
-        `plain_s`: time of a step without profiling. `planned`: bytes by holder at the planned peak.
-        """
+        """Write all files to `folder` and return the summary of the peak. `plain_s`: time of a step without profiling.
+        `planned`: bytes by holder at the planned peak."""
         folder.mkdir(parents=True, exist_ok=True)
         if isinstance(self.memory, AllocatorHistory):
             (folder / "memory.pickle").write_bytes(pickle.dumps(self.memory.snapshot))

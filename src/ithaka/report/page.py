@@ -22,10 +22,7 @@ METRICS = ("step", "loss", "val_loss", "lr", "grad_norm", "tokens", "tokens_per_
 
 
 def write_report(run_dirs: Sequence[Path], out: Path | None = None, live: bool = False) -> Path:
-    """Write the page and return its path, by default report.html in the first run's directory.
-
-    `live`: the page reloads every 30 seconds.
-    """
+    """Write the page, by default report.html in the first run's directory, and return its path."""
     runs = [read_run(run_dir) for run_dir in run_dirs]
     for i, run in enumerate(runs):  # make names unique
         if run["name"] in [other["name"] for other in runs[:i] + runs[i + 1 :]]:
@@ -96,10 +93,8 @@ class Markup(str):
 
 
 def render_page(title: str, body: str, scripts: str = "", on_load: str = "", live: bool = False) -> str:
-    """An HTML page with a light and a dark theme.
-
-    `scripts`: script elements. `on_load`: JavaScript that runs after them. `live`: the page reloads periodically.
-    """
+    """An HTML page with a light and a dark theme. `scripts`: script elements. `on_load`: JavaScript that runs after
+    them. `live`: the page reloads periodically."""
     parts = {
         "live": ' data-live="yes"' if live else "",
         "mark": PAGE_MARK,
@@ -112,8 +107,7 @@ def render_page(title: str, body: str, scripts: str = "", on_load: str = "", liv
 
 
 def render_table(rows: Sequence[Sequence[Any]], head: Sequence[str] = (), css_class: str = "") -> str:
-    """An HTML table. Columns of numbers are right-aligned; in a table of class "heat", floats from 0 to 1 color their
-    cell."""
+    """An HTML table, with numbers right-aligned. In a table of class "heat", floats from 0 to 1 color their cell."""
     alignment = ["" if isinstance(value, str) else " class=number" for value in rows[0]]
 
     def render_cell(value: Any, align: str) -> str:
