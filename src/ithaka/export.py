@@ -1,7 +1,5 @@
 """Write a run's checkpoint as a Hugging Face directory."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile

@@ -311,15 +311,12 @@ class LongContext(Trainer):
         self._num_epochs = num_epochs
         return sys.maxsize if self.args.max_steps > 0 else num_epochs, *others
 
-    def _init_training_state(
-        self, max_steps: int, updates_per_epoch: int, num_epochs: int, resume_from_checkpoint: Any, trial: Any
-    ) -> tuple[int, int]:
+    def _init_training_state(self, max_steps: int, per_epoch: int, _: int, checkpoint: Any, trial: Any) -> Any:
         """Include skipped steps in the position in the data."""
-        checkpoint, num_epochs = resume_from_checkpoint, self._num_epochs
-        super()._init_training_state(max_steps, updates_per_epoch, num_epochs, checkpoint, trial)
+        super()._init_training_state(max_steps, per_epoch, self._num_epochs, checkpoint, trial)
         file = Path(checkpoint or "", STATE_FOLDER, UNLABELLED_FILE)
         self.num_unlabelled = int(file.read_text()) if checkpoint and file.is_file() else 0
-        epochs, updates = divmod(self.state.global_step + self.num_unlabelled, updates_per_epoch)
+        epochs, updates = divmod(self.state.global_step + self.num_unlabelled, per_epoch)
         return epochs, 0 if self.args.ignore_data_skip else updates * self.args.gradient_accumulation_steps
 
     def _run_epoch(self, **named: Any) -> None:

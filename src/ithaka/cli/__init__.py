@@ -1,7 +1,5 @@
 """The `ithaka` command: parse arguments, print results. Commands import torch only when they run."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Annotated, Any

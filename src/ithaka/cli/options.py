@@ -1,7 +1,5 @@
 """Arguments and options shared by several commands, and helpers to parse and print."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager

@@ -1,7 +1,5 @@
 """Commands on plans and this machine: plan, rehearse, bench."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Commands on runs and models: train, profile, report, data, export, evaluate, sample, verify."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from contextlib import nullcontext
@@ -50,7 +48,7 @@ def train(
     start_run(config, overrides, ranks, run_dir, resume, max_restarts, trains=not evaluate_only, force=force)
 
 
-def train_rank(run: Run, only_profile: bool = False) -> int:
+def train_rank(run: "Run", only_profile: bool = False) -> int:
     """Train on this rank and return the exit code. Rank 0 then writes the report."""
     with loading("starting the ranks"):
         from ithaka import launch
@@ -76,7 +74,7 @@ def train_rank(run: Run, only_profile: bool = False) -> int:
     return code
 
 
-def validate_rank(run: Run) -> None:
+def validate_rank(run: "Run") -> None:
     with loading("starting the ranks"):
         from ithaka.dist.mesh import end_process_group
         from ithaka.train import loop

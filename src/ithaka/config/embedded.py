@@ -1,7 +1,5 @@
 """`ithaka train` without a file: its settings, and the embedded byte-level models."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 # Changes to the defaults for a short run on 2 CPU cores, or on GPUs.

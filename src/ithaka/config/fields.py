@@ -1,7 +1,5 @@
 """Typed configuration fields: conversion, limits, and errors that name the field, its value, the rule and a fix."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import difflib

@@ -1,7 +1,5 @@
 """Load a configuration from YAML and dotted overrides, and write it back."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,11 +11,10 @@ from ithaka.config.fields import ConfigError, did_you_mean, format_value, input_
 from ithaka.config.sections import SECTIONS, Config
 
 CONFIG_FORMAT = 2  # stored as `format` in a run's config.yaml
+Tree = Mapping[str, Any]  # sections, as read from YAML
 
 
-def load_config(
-    path: Path | None = None, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None
-) -> Config:
+def load_config(path: Path | None = None, overrides: Sequence[str] = (), base: Tree | None = None) -> Config:
     """Resolve the configuration: the defaults, then `base`, the YAML file and the `section.key=value` overrides."""
     trees = [("the defaults", base or {}), (str(path), _read_yaml(path) if path is not None else {})]
     changes = [("--set", {section: {key: value}}) for section, key, value in map(_parse_override, overrides)]
@@ -26,9 +23,7 @@ def load_config(
     return _merge([*trees, *changes])
 
 
-def explicit_settings(
-    path: Path | None, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None
-) -> set[str]:
+def explicit_settings(path: Path | None, overrides: Sequence[str] = (), base: Tree | None = None) -> set[str]:
     """Names (section.key) of the settings that the same arguments to `load_config` set explicitly."""
     trees = [base or {}, _read_yaml(path) if path is not None else {}]
     sections = (item for tree in trees for item in tree.items() if isinstance(item[1], Mapping))
@@ -36,7 +31,7 @@ def explicit_settings(
     return names | {".".join(_parse_override(override)[:2]) for override in overrides}
 
 
-def parse_config(tree: Mapping[str, Any]) -> Config:
+def parse_config(tree: Tree) -> Config:
     """Make a Config from nested mappings."""
     return _merge([("the configuration", tree)])
 
@@ -72,7 +67,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-def _read_yaml(path: Path) -> Mapping[str, Any]:
+def _read_yaml(path: Path) -> Tree:
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), _Loader) or {}
     except _DuplicateKey as error:
@@ -104,7 +99,7 @@ def _parse_override(override: str) -> tuple[str, str, Any]:
         raise ConfigError(f"{section}.{key}={text} is not valid YAML; quote it: {section}.{key}='\"...\"'") from None
 
 
-def _merge(trees: Iterable[tuple[str, Mapping[str, Any]]]) -> Config:
+def _merge(trees: Iterable[tuple[str, Tree]]) -> Config:
     """Merge (origin, tree) pairs, later ones over earlier ones, and refuse unknown names."""
     merged: dict[str, Any] = {}
     for origin, tree in trees:
@@ -123,7 +118,7 @@ def _merge(trees: Iterable[tuple[str, Mapping[str, Any]]]) -> Config:
     return _resolve_curriculum(config, merged) if config.curriculum else config
 
 
-def _resolve_curriculum(config: Config, explicit: Mapping[str, Any]) -> Config:
+def _resolve_curriculum(config: Config, explicit: Tree) -> Config:
     """Set train.steps to the total and data.context to the first entry's, and check every entry."""
     contexts = [entry.context or 0 for entry in config.curriculum]
     for name in ("epochs", "patience", "keep_best"):  # losses at different lengths are not comparable

@@ -1,7 +1,5 @@
 """Paths and commands of the user: absolute paths, checks of outputs before the work, and commands to print."""
 
-from __future__ import annotations
-
 import glob
 import os
 import shlex

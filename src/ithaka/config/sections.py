@@ -4,15 +4,13 @@ Every instance is valid, also one made with `dataclasses.replace`. Checks that n
 `ithaka.preflight`. docs/make_reference.py turns the comments above the fields into docs/settings.md.
 """
 
-from __future__ import annotations
-
 import bisect
 import dataclasses
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from ithaka.config.fields import ConfigError, Section, check_keys, did_you_mean, format_value, setting
 
@@ -385,7 +383,7 @@ class Config(Section):
         """Step at which the learning-rate schedule starts."""
         return self.start if self.curriculum and self.curriculum[self.entry].optim else 0
 
-    def at(self, step: int) -> Config:
+    def at(self, step: int) -> Self:
         """The configuration after `step` steps, with the settings of that curriculum entry."""
         if not self.curriculum:
             return self

@@ -20,9 +20,7 @@ REQUIRED_OPTIONS = {
     "bias": "none",
     "lora_dropout": 0,
     "lora_bias": False,
-    "layer_replication": None,
-    "target_parameters": None,
-    "trainable_token_indices": None,
+    **dict.fromkeys(("layer_replication", "target_parameters", "trainable_token_indices")),
 }
 SUPPORTED_INITS = (True, False, "gaussian")  # the others change the base weights
 

@@ -36,9 +36,7 @@ def load_adapter(model: PreTrainedModel, directory: Path) -> None:
     _load(params, files, f"adapter.path={directory}", "fix adapter_config.json")
 
 
-def _load(
-    params: dict[str, Any], files: dict[str, Any], source: str, way_out: str, vocab_size: int | None = None
-) -> None:
+def _load(params: dict, files: dict, source: str, way_out: str, vocab_size: int | None = None) -> None:
     missing = [name for name in params if name not in files]
     if missing:
         count = f"{len(missing)} missing in total"

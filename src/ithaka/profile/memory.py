@@ -180,14 +180,9 @@ def _group_largest(live: list[Allocation]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for (holder, form, line), group in groups.items():
         phase = f"({' / '.join(group[-1].phase)})" if group[-1].phase else ""
-        rows.append(
-            {
-                "holder": holder,
-                "num_bytes": sum(each.num_bytes for each in group),
-                "what": f"{len(group)} x {form}" if len(group) > 1 else form,
-                "made_by": f"{line} {phase}".strip() or "before the step",
-            }
-        )
+        num_bytes, made_by = sum(each.num_bytes for each in group), f"{line} {phase}".strip() or "before the step"
+        what = f"{len(group)} x {form}" if len(group) > 1 else form
+        rows.append({"holder": holder, "num_bytes": num_bytes, "what": what, "made_by": made_by})
     return sorted(rows, key=lambda row: -row["num_bytes"])[:NUM_LARGEST]
 
 

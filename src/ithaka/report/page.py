@@ -95,15 +95,14 @@ class Markup(str):
 def render_page(title: str, body: str, scripts: str = "", on_load: str = "", live: bool = False) -> str:
     """An HTML page with a light and a dark theme. `scripts`: script elements. `on_load`: JavaScript that runs after
     them. `live`: the page reloads periodically."""
-    parts = {
-        "live": ' data-live="yes"' if live else "",
-        "mark": PAGE_MARK,
-        "title": html.escape(title),
-        "style": read_asset("report.css"),
-        "body": body,
-        "scripts": f"{scripts}\n<script>{on_load}{read_asset('theme.js')}</script>",
-    }
-    return Template(read_asset("page.html")).substitute(parts)
+    return Template(read_asset("page.html")).substitute(
+        live=' data-live="yes"' if live else "",
+        mark=PAGE_MARK,
+        title=html.escape(title),
+        style=read_asset("report.css"),
+        body=body,
+        scripts=f"{scripts}\n<script>{on_load}{read_asset('theme.js')}</script>",
+    )
 
 
 def render_table(rows: Sequence[Sequence[Any]], head: Sequence[str] = (), css_class: str = "") -> str:
