@@ -29,10 +29,7 @@ def train(
     overrides: Overrides = None,
     ranks: Ranks = None,
     resume: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUN_DIR|auto", help="Resume from the latest checkpoint. auto: resume train.run_dir, or start it."
-        ),
+        Path | None, typer.Option(metavar="RUN_DIR|auto", help="Resume a run. auto: resume train.run_dir, or start it.")
     ] = None,
     run_dir: RunDir = None,
     force: Force = False,

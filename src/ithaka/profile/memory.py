@@ -126,8 +126,7 @@ class MemoryMap(PhaseLog, ExitStack):
         start_ns, stop_ns = times[0], max(times)  # tagged states are older than the first phase
         samples = self._sample(start_ns, stop_ns)
         used = [holder for holder in Holder if any(sizes[holder] for _, sizes in samples)]
-        peak_bytes, peak_ns = self.peak()
-        at_peak = dict(samples)[peak_ns]
+        peak_ns, at_peak = max(samples, key=lambda sample: (sample[1].total(), sample[0]))
         return {
             "time_s": [round(max(at_ns - start_ns, 0) / 1e9, 6) for at_ns, _ in samples],
             "holders": {holder: [sizes[holder] for _, sizes in samples] for holder in used},
@@ -138,7 +137,7 @@ class MemoryMap(PhaseLog, ExitStack):
                 if len(path) == 1 + path[0].startswith("layer ")
             ],
             "peak": {
-                "num_bytes": peak_bytes,
+                "num_bytes": at_peak.total(),
                 "measured_bytes": self.measured_peak_bytes,
                 "time_s": max(peak_ns - start_ns, 0) / 1e9,
                 "step_s": (stop_ns - start_ns) / 1e9,
