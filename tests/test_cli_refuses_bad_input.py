@@ -27,9 +27,6 @@ from ithaka.config import (
 from ithaka.data import files
 from ithaka.exits import FINAL_EXIT_CODES, ExitCode
 from ithaka.preflight import checks
-from ithaka.report.html import render_page
-from ithaka.preflight import resume as preflight_resume
-from ithaka.preflight import run as preflight_run
 from ithaka.report.page import render_page
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 50

@@ -14,8 +14,6 @@ from ithaka.config import parse_config, to_dict
 from ithaka.dist import mesh
 from ithaka.layer import store
 from ithaka.preflight.preflight import AUTO
-from ithaka.profile import progress
-from ithaka.preflight.resolve import AUTO
 from ithaka.profile import timeline
 from ithaka.train import heartbeat
 from runs import metrics, run, tiny_run, valid

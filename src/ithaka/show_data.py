@@ -24,8 +24,6 @@ from ithaka.data.stream import TrainData
 from ithaka.data.tokenizer import Tokenizer, load_tokenizer
 from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.preflight.run import model_shape
-from ithaka.report.html import Markup, render_page, render_table
-from ithaka.preflight.machine import model_shape
 from ithaka.report.page import Markup, render_page, render_table
 
 # Tags that chat templates put around tool calls and results, and the start of a JSON call.

@@ -261,7 +261,7 @@ def sample(
 ) -> None:
     """Generate a short text with plain transformers, on one device."""
     with loading() as status:
-        from ithaka.sample import sample
+        from ithaka.evaluate import sample
 
     with status("generating"):
         text = sample(model, prompt, tokens, temperature, raw)

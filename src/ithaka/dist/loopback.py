@@ -74,7 +74,9 @@ class LoopbackGroup(dist.ProcessGroup):
 def start_loopback(num_ranks: int) -> None:
     """Initialize torch.distributed with this process as rank 0 of `num_ranks`."""
     if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, lambda _, rank, size, __: LoopbackGroup(rank, size), devices=["cpu", "cuda"])
+        dist.Backend.register_backend(
+            BACKEND, lambda _, rank, size, __: LoopbackGroup(rank, size), devices=["cpu", "cuda"]
+        )
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=num_ranks)
 
 

@@ -24,10 +24,9 @@ import torch
 import torch.distributed as dist
 
 from ithaka.data.pack import Packing
+from ithaka.data.stream import tokens_per_round
 from ithaka.dist.mesh import set_timeouts, use_device
 from ithaka.dist.rank import is_local_rank_0
-from ithaka.data.stream import tokens_per_round
-from ithaka.dist.mesh import use_device
 from ithaka.exits import ExitCode
 from ithaka.launch import Outcome, exit_rank
 from ithaka.phases import Listener, PhasePath

@@ -26,15 +26,11 @@ from ithaka.plan.search import Plan
 from ithaka.plan.show import format_bytes
 from ithaka.preflight.run import Run, drop_reserve
 from ithaka.profile.memory import sum_planned_by_holder
-from ithaka.profile.progress import Progress
-from ithaka.profile.step import StepProfile, describe_machine
-from ithaka.profile.times import StepTimes
+from ithaka.profile.step import StepProfile, StepTimes, describe_machine
+from ithaka.profile.timeline import Progress
 from ithaka.train.console import format_count, read_metrics
 from ithaka.train.heartbeat import Heartbeat
 from ithaka.train.trainer import Trainer
-from ithaka.profile.step import StepProfile, StepTimes, describe_machine
-from ithaka.profile.timeline import Progress
-from ithaka.train.console import Console
 
 SLOW_DISK_S, SLOW_DISK_SHARE = 1.0, 0.05  # report the disk when a step waits longer
 SLOW_RATIO, SLOW_STEPS = 1.2, 10  # a slow rank's time in attention / the median rank's, over so many steps
