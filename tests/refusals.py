@@ -1,29 +1,39 @@
-"""Check error messages without their wording."""
+"""Check error messages without their wording: what they name, and the way out that they offer."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from ithaka.cli import app
 from ithaka.config import ConfigError
+from ithaka.exits import ExitCode
 
 
-def assert_refused(error: object, *named: str, way_out: str) -> None:
-    """The message names each setting, value or file in `named`, and offers `way_out` after its first semicolon."""
-    message = str(error)
-    for words in named:
-        assert words in message, f"{words!r} is missing in: {message}"
-    assert way_out in message.partition("; ")[2], f"{way_out!r} is not offered in: {message}"
+def assert_refused(
+    refusal: Callable[[], Any] | str, *named: str, way_out: str, error: type[Exception] = ConfigError
+) -> str:
+    """A message, or the error that a call raises, names each setting, value or file, and then offers a way out.
+
+    The way out follows the first semicolon; without one, the first full stop or else colon. Returns the message.
+    """
+    if not isinstance(refusal, str):
+        with pytest.raises(error) as caught:
+            refusal()
+        refusal = str(caught.value)
+    separator = next((mark for mark in ("; ", ". ", ": ") if mark in refusal), "\n")
+    problem, _, offer = refusal.partition(separator)
+    missing = [fragment for fragment in named if fragment not in problem]
+    assert not missing, f"{missing} not named in: {refusal}"
+    assert way_out in offer, f"{way_out!r} not offered in: {refusal}"
+    return refusal
 
 
-def assert_raises(call: Callable[[], Any], *fragments: str, error: type[Exception] = ConfigError) -> str:
-    """`call` raises `error`, and its message has every fragment. Returns the message."""
-    with pytest.raises(error) as caught:
-        call()
-    return assert_mentions(str(caught.value), *fragments)
-
-
-def assert_mentions(message: str, *fragments: str) -> str:
-    missing = [fragment for fragment in fragments if fragment not in message]
-    assert not missing, f"{missing} not in: {message}"
-    return message
+def assert_command_refused(arguments: list[str], *named: str, way_out: str) -> None:
+    """The command prints one line to stderr and ends with the exit code for wrong input."""
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == ExitCode.WRONG_INPUT, result.output
+    one_line = result.stderr.startswith("ConfigError: ") and result.stderr.count("\n") == 1
+    assert one_line and result.stdout == "", result.output
+    assert_refused(result.stderr.removeprefix("ConfigError: "), *named, way_out=way_out)

@@ -23,7 +23,7 @@ from ithaka.train.step import learning_rate
 from ithaka.train.trainer import prepare
 from models import tiny_model
 from parity import plain_sum
-from refusals import assert_raises
+from refusals import assert_refused
 from runs import MODEL, numbers, run, tiny_run, valid
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -155,7 +155,7 @@ def test_checkpoints_have_only_trained_weights_and_resume_bitwise(ranks, tmp_pat
     assert numbers(run_dir) == whole
     other = dataclasses.replace(config, adapter=dataclasses.replace(adapter, rank=3))
     other = dataclasses.replace(other, train=dataclasses.replace(config.train, steps=9))
-    assert_raises(lambda: valid(other, run_dir), "adapter.rank=3", "2", "leave it out")
+    assert_refused(lambda: valid(other, run_dir), "adapter.rank=3", "2", way_out="leave it out")
 
 
 def built(base, adapter):
@@ -202,16 +202,16 @@ def test_settings_have_the_meaning_of_peft(settings, scale, targets):
 
 
 @pytest.mark.parametrize(
-    "change, fragments",
+    "change, named, way_out",
     [
-        ({"peft_type": "IA3"}, ["adapter.path", "peft_type=IA3", "LORA"]),
-        ({"target_modules": ".*proj"}, ["adapter.path", "target_modules=.*proj", "list of names"]),
-        ({"r": 7}, ["adapter.rank=16", "7", "adapter.path", "leave it out"]),
-        ({"lora_dropout": 0.1}, ["lora_dropout=0.1", "use lora_dropout=0"]),
-        ({"init_lora_weights": "pissa"}, ["adapter.path", "init_lora_weights=pissa", "True"]),
+        ({"peft_type": "IA3"}, ["adapter.path", "peft_type=IA3"], "peft_type=LORA"),
+        ({"target_modules": ".*proj"}, ["adapter.path", "target_modules=.*proj"], "list of names"),
+        ({"r": 7}, ["adapter.rank=16", "7", "adapter.path"], "leave it out"),
+        ({"lora_dropout": 0.1}, ["lora_dropout=0.1"], "lora_dropout=0"),
+        ({"init_lora_weights": "pissa"}, ["adapter.path", "init_lora_weights=pissa"], "init_lora_weights=True"),
     ],
 )
-def test_stored_adapters_are_refused(tmp_path, change, fragments):
+def test_stored_adapters_are_refused(tmp_path, change, named, way_out):
     base = saved_base(tmp_path / "base", False)
     folder = saved_adapter(base, tmp_path / "adapter", target_modules=["q_proj"])
     file = folder / "adapter_config.json"
@@ -221,4 +221,4 @@ def test_stored_adapters_are_refused(tmp_path, change, fragments):
         adapter = read_stored_settings(AdapterConfig(path=folder), {"adapter.rank"} if "r" in change else set())
         build_model(base, make_mesh(1), adapter=adapter)
 
-    assert_raises(build, *fragments)
+    assert_refused(build, *named, way_out=way_out)

@@ -9,14 +9,13 @@ import yaml
 from typer.testing import CliRunner
 
 from ithaka.cli import app
-from ithaka.config import ConfigError, explicit_settings, load_config, parse_config, to_dict, to_yaml
-from ithaka.exits import ExitCode
+from ithaka.config import explicit_settings, load_config, parse_config, to_dict, to_yaml
 from ithaka.export import export
 from ithaka.plan.hardware import Hardware, find_gpu
 from ithaka.preflight.preflight import curriculum_to_save
 from ithaka.preflight.run import plan_run
 from ithaka.train.step import learning_rate
-from refusals import assert_refused
+from refusals import assert_command_refused, assert_refused
 from runs import copy_back_at, metrics, numbers, saves_in_time, tiny_run
 
 ENTRIES = [
@@ -92,8 +91,7 @@ def test_it_goes_on_from_anywhere_with_the_same_numbers(done, tmp_path, step):
 
 
 def test_a_finished_one_says_how_to_go_on(done):
-    result = CliRunner().invoke(app, ["train", "--resume", str(done[0])])
-    assert result.exit_code == ExitCode.WRONG_INPUT and "--resume auto" in result.stderr
+    assert_command_refused(["train", "--resume", str(done[0])], "curriculum", way_out="--resume auto")
 
 
 ENTRY = {"context": 8, "steps": 1}
@@ -121,17 +119,16 @@ REFUSED = [
 
 @pytest.mark.parametrize("tree, named, way_out", REFUSED)
 def test_bad_curriculum_is_refused(tree, named, way_out):
-    with pytest.raises(ConfigError) as error:
-        parse_config({"curriculum": [ENTRY], **tree})
-    assert_refused(error.value, *named, way_out=way_out)
+    assert_refused(lambda: parse_config({"curriculum": [ENTRY], **tree}), *named, way_out=way_out)
 
 
 def test_later_entries_are_checked_before_the_first_starts(done, tmp_path):
     tree = yaml.safe_load(done[1].read_text())
     tree["curriculum"][3]["data"] = {"path": "/nowhere"}
     (tmp_path / "file.yaml").write_text(yaml.safe_dump(tree))
-    result = CliRunner().invoke(app, ["train", str(tmp_path / "file.yaml"), "--run-dir", str(tmp_path / "run")])
-    assert result.exit_code == ExitCode.WRONG_INPUT and "/nowhere" in result.stderr and not (tmp_path / "run").exists()
+    arguments = ["train", str(tmp_path / "file.yaml"), "--run-dir", str(tmp_path / "run")]
+    assert_command_refused(arguments, "data.path=/nowhere", way_out="data.path=hf://org/name")
+    assert not (tmp_path / "run").exists()
 
 
 def test_each_entry_is_planned_for_itself(tmp_path):

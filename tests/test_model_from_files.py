@@ -13,7 +13,7 @@ from ithaka.layout import Layout
 from ithaka.model.build import build_model
 from ithaka.model.weights import local_shard
 from models import FAMILIES, tiny_config, tiny_model
-from refusals import assert_mentions
+from refusals import assert_refused
 
 FP64 = Layout(dtype="float64")
 
@@ -149,7 +149,8 @@ def test_a_missing_tensor_is_named(ranks, tmp_path):
     save(tmp_path)
     changed(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
     (message,) = ranks.run(1, build_error, tmp_path)
-    assert_mentions(message, str(tmp_path), "model.layers.1.mlp.up_proj.weight", "1 missing", "copy the files again")
+    named = str(tmp_path), "model.layers.1.mlp.up_proj.weight", "1 missing"
+    assert_refused(message, *named, way_out="copy the files again")
 
 
 def test_an_untied_head_must_be_in_the_file(ranks, tmp_path):
@@ -165,14 +166,14 @@ def test_a_wrong_shape_is_named(ranks, tmp_path):
     name = "model.layers.0.self_attn.k_proj.weight"
     changed(tmp_path, lambda tensors: tensors.update({name: torch.zeros(8, 32)}))
     (message,) = ranks.run(1, build_error, tmp_path)
-    assert_mentions(message, name, "(8, 32)", "(16, 32)", "fix config.json")
+    assert_refused(message, name, "(8, 32)", "(16, 32)", way_out="fix config.json")
 
 
 def test_an_extra_tensor_is_named(ranks, tmp_path):
     save(tmp_path)
     changed(tmp_path, lambda tensors: tensors.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(2)}))
     (message,) = ranks.run(1, build_error, tmp_path)
-    assert_mentions(message, "model.layers.2.mlp.up_proj.weight", "fix config.json")
+    assert_refused(message, "model.layers.2.mlp.up_proj.weight", way_out="fix config.json")
 
 
 @pytest.mark.parametrize("num_bytes", [0, 5, 200, -100])
@@ -181,7 +182,7 @@ def test_a_truncated_file_is_named(ranks, tmp_path, num_bytes):
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:num_bytes])
     (message,) = ranks.run(1, build_error, tmp_path)
-    assert_mentions(message, "model.path", "model.safetensors", "copy it again")
+    assert_refused(message, "model.path", "model.safetensors", way_out="copy it again")
 
 
 def test_a_missing_shard_is_named(ranks, tmp_path):
@@ -197,7 +198,7 @@ def test_an_index_that_names_a_tensor_its_file_does_not_hold(ranks, tmp_path):
     first, second = sorted(tmp_path.glob("*.safetensors"))[:2]
     second.write_bytes(first.read_bytes())
     (message,) = ranks.run(1, build_error, tmp_path)
-    assert_mentions(message, "model.layers", "missing")
+    assert_refused(message, "model.layers", "missing", way_out="copy the files again")
 
 
 def test_other_safetensors_files_are_ignored(ranks, tmp_path):
@@ -214,4 +215,4 @@ def test_quantised_weights_are_refused(ranks, tmp_path):
     quantised = {**config, "quantization_config": {"quant_method": "gptq", "bits": 4}}
     (tmp_path / "config.json").write_text(json.dumps(quantised))
     (message,) = ranks.run(1, build_error, tmp_path)
-    assert_mentions(message, "model.path", "gptq", "bfloat16")
+    assert_refused(message, "model.path", "gptq", way_out="bfloat16")

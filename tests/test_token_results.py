@@ -17,7 +17,7 @@ from ithaka.layer.loss import IGNORE_INDEX, TokenResults, linear_cross_entropy, 
 from ithaka.plan import bytes as plan_bytes
 from models import tiny_config, tiny_model
 from parity import TOLERANCE, check, gradient_errors, parallel, random_ids, relative
-from refusals import assert_raises
+from refusals import assert_refused
 from threads import on_threads
 
 LENGTHS = (7, 1, 9, 6)  # documents; on 2 and 4 ranks they end in the middle of shards
@@ -216,9 +216,10 @@ def test_losses_of_data_parallel_groups_add_up():
 
 def test_missing_labels_and_plain_models_are_refused():
     ids, (model, _) = random_ids(1, 4), parallel(1)
-    assert_raises(lambda: ithaka.token_logprobs(model, ids, None), "pass labels", error=TypeError)
+    assert_refused(lambda: ithaka.token_logprobs(model, ids, None), way_out="pass labels", error=TypeError)
     plain = tiny_model(tiny_config("llama"))
-    assert_raises(lambda: ithaka.token_logprobs(plain, ids, ids), "LlamaForCausalLM", "ithaka.parallelize(")
+    no_parallel_model = partial(ithaka.token_logprobs, plain, ids, ids)
+    assert_refused(no_parallel_model, "LlamaForCausalLM", way_out="ithaka.parallelize(")
 
 
 def test_memory_does_not_grow_with_tokens_times_vocabulary(monkeypatch):

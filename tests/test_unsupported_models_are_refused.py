@@ -19,7 +19,7 @@ from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model, read_hf_config
 from ithaka.model.families import check_supported
 from models import tiny_config
-from refusals import assert_mentions, assert_raises
+from refusals import assert_refused
 
 
 def on_meta(config, kind=AutoModelForCausalLM):
@@ -34,9 +34,8 @@ def refused(model) -> str:
 
 
 def test_an_unknown_family():
-    assert_mentions(
-        refused(on_meta(GPT2Config(n_layer=1, n_embd=8, n_head=2))), "model_type=gpt2", "use one of", "qwen3"
-    )
+    model = on_meta(GPT2Config(n_layer=1, n_embd=8, n_head=2))
+    assert_refused(refused(model), "model_type=gpt2", way_out="qwen3")
 
 
 def test_a_model_without_a_language_head():
@@ -44,18 +43,18 @@ def test_a_model_without_a_language_head():
     model = on_meta(config, AutoModelForSequenceClassification)
     for other in (model, nn.Linear(2, 2), "a/path"):
         parallelize = partial(parallelize_model, other, mesh=make_mesh(1))
-        assert_raises(parallelize, type(other).__name__, "AutoModelForCausalLM")
+        assert_refused(parallelize, type(other).__name__, way_out="AutoModelForCausalLM")
 
 
 def test_attention_dropout():
     message = refused(on_meta(tiny_config("llama", attention_dropout=0.1)))
-    assert_mentions(message, "attention_dropout=0.1", "set it to 0")
+    assert_refused(message, "attention_dropout=0.1", way_out="set it to 0")
 
 
 def test_rope_that_changes_with_the_length():
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     message = refused(on_meta(tiny_config("llama", rope_parameters=rope)))
-    assert_mentions(message, "rope_type=dynamic", "use one of default, linear", "model.rope.type")
+    assert_refused(message, "rope_type=dynamic", way_out="default, linear")
 
 
 @pytest.mark.parametrize("rope_type", ["linear", "llama3", "yarn", "proportional"])
@@ -73,7 +72,7 @@ def test_rope_on_part_of_each_head(tmp_path):
     with pytest.raises(ConfigError) as caught:
         read_hf_config(tmp_path / "config.json", context=64)
     for message in (refused(on_meta(config)), str(caught.value)):
-        assert_mentions(message, "partial_rotary_factor=0.5", "rope_type=linear", "remove it from rope_parameters")
+        assert_refused(message, "partial_rotary_factor=0.5", "rope_type=linear", way_out="remove it")
 
 
 class LoraLinear(nn.Linear):
@@ -86,25 +85,38 @@ def test_a_wrapped_projection(where):
     parent = model.model.layers[1].get_submodule(where.partition(".")[0])
     setattr(parent, where.partition(".")[2], LoraLinear(32, 32, device="meta"))
     message = refused(model)
-    assert_mentions(message, f"layers.1.{where}", "LoraLinear", "use nn.Linear")
+    assert_refused(message, f"layers.1.{where}", "LoraLinear", way_out="nn.Linear")
 
 
 def test_a_wrapped_head():
     model = on_meta(tiny_config("qwen3"))
     model.lm_head = LoraLinear(32, 61, device="meta")
-    assert_mentions(refused(model), "lm_head", "LoraLinear", "use nn.Linear")
+    assert_refused(refused(model), "lm_head", "LoraLinear", way_out="nn.Linear")
 
 
 def test_a_head_with_a_bias():
     model = on_meta(tiny_config("qwen3"))
     model.lm_head = nn.Linear(32, 61, device="meta")
-    assert_mentions(refused(model), "lm_head", "bias", "remove it")
+    assert_refused(refused(model), "lm_head", "bias", way_out="remove it")
 
 
 def test_dropout_inside_the_mlp():
     model = on_meta(tiny_config("mistral"))
     model.model.layers[0].mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.1))
-    assert_mentions(refused(model), "model.layers.0.mlp.act_fn.1", "p=0.1", "set it to 0")
+    assert_refused(refused(model), "model.layers.0.mlp.act_fn.1", "p=0.1", way_out="set it to 0")
+
+
+# What the messages of `bad_layouts` name, the way out.
+BAD_LAYOUTS = [
+    ("cp=3", "2 ranks", "1 or 2"),
+    ("cp=2", "1 query heads", "use "),
+    ("heads_per_stage=3", "cp=2", "use 2"),
+    ("heads_per_stage=1", "cp=2", "use 2"),
+    ("cp=0", "1 or more"),
+    ("cp=0", "1 or more"),
+    ("cp=0", "1 or more"),
+    ("ring=-1", "1 or more"),
+]
 
 
 def bad_layouts():
@@ -130,13 +142,8 @@ def bad_layouts():
 
 def test_impossible_layouts(ranks):
     for messages in ranks.run(2, bad_layouts):
-        for message, *fragments in zip(
-            messages,
-            ("cp=3", "cp=2", "heads_per_stage=3", "heads_per_stage=1", "cp=0", "cp=0", "cp=0", "ring=-1"),
-            ("2 ranks; use 1 or 2", "1 query heads", "cp=2; use 2", "cp=2; use 2", *["use 1 or more"] * 4),
-            strict=True,
-        ):
-            assert all(fragment in message for fragment in fragments), message
+        for message, (*named, way_out) in zip(messages, BAD_LAYOUTS, strict=True):
+            assert_refused(message, *named, way_out=way_out)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -145,4 +152,4 @@ def test_frequencies_rounded_to_16_bits(dtype):
     model = AutoModelForCausalLM.from_config(tiny_config("llama"), dtype=dtype)
     check_supported(model)
     message = refused(model.to(torch.float32).to(dtype))
-    assert_mentions(message, "inv_freq", f"dtype={dtype}", "Layout(dtype=...)")
+    assert_refused(message, "inv_freq", str(dtype), way_out=f"dtype={dtype}")
