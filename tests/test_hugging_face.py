@@ -164,7 +164,7 @@ def own_loop(folder, lora):
     return example("own_loop").main(folder, lora)
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_own_loop(ranks, tmp_path, lora):
     """Two ranks lose what one does, and what they save is what one plain model loads."""
     (expected,) = ranks.run(1, own_loop, tmp_path / "one", lora)

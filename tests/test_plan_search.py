@@ -140,7 +140,7 @@ def test_the_last_layers_keep_most():
     assert last < first
 
 
-SLOW_MODELS = ("qwen", "llama3.1", "llama3.3")  # llama3.1 and llama3.3 have llama3's shapes
+SLOW_MODELS = ("qwen", "llama3.1", "llama3.3", "llama3-70b")  # llama3.1 and llama3.3 have llama3's shapes
 
 
 @pytest.mark.parametrize(
@@ -281,10 +281,10 @@ def test_an_explicit_split_may_cross_nodes():
     assert SearchSpace(shape, machine, {"ring": 5}).splits == [(40, 5)]
 
 
-@pytest.mark.parametrize("context, host", [(2**19, 2 * TB), (2**20, 2 * TB)])
-def test_among_equally_fast_plans_the_least_host_memory_wins(context, host):
+@pytest.mark.parametrize("context", [pytest.param(2**19, marks=pytest.mark.slow), 2**20])
+def test_among_equally_fast_plans_the_least_host_memory_wins(context):
     """Within 1 % of the fastest, whatever their cp; others are sorted by speed."""
-    plan = choose(find_shape("llama3-8b"), replace(NODE, host_bytes=host), context)
+    plan = choose(find_shape("llama3-8b"), NODE, context)
     speeds = [other.tokens_per_s_per_gpu for other in plan.others]
     assert speeds == sorted(speeds, reverse=True)
     least = NEAR_ENOUGH * max(plan.tokens_per_s_per_gpu, *speeds)

@@ -76,6 +76,7 @@ def test_optimizer_on_the_host_trains_the_same(ranks, tmp_path):
         assert numbers(again.train.run_dir) == expected
 
 
+@pytest.mark.slow
 def test_tiers_train_the_same(ranks, tmp_path):
     plain = tiny_run(tmp_path, parallel={"cp": 2}, train={"steps": 2, "validate_every": 0})
     ranks.run(2, run, plain)
