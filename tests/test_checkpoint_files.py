@@ -26,11 +26,12 @@ from typer.testing import CliRunner
 from ithaka.checkpoint import files, save
 from ithaka.checkpoint.safe_load import SafeReader
 from ithaka.cli import app
-from ithaka.config import ConfigError, load_config, to_yaml
+from ithaka.config import load_config, to_yaml
 from ithaka.exits import TransientError
 from ithaka.export import export
 from ithaka.preflight.preflight import AUTO, find_resume_point, preflight
 from ithaka.preflight.run import model_shape
+from refusals import assert_refused
 from runs import metrics, numbers, run, tiny_run
 
 
@@ -203,8 +204,8 @@ def test_a_flipped_bit_in_a_finished_run_is_found(run_dir, tmp_path, capsys):
     damaged(run_dir, "flipped")
     again = preflight(run_dir / "config.yaml", [], AUTO, run_dir)
     assert (again.last_step, again.finished) == (4, False)
-    with pytest.raises(ConfigError, match=r"--step=6: .*__1_0.distcp is corrupt; use another"):
-        export(run_dir, tmp_path / "six", step=6)
+    six = tmp_path / "six"
+    assert_refused(lambda: export(run_dir, six, step=6), "--step=6", "__1_0.distcp", way_out="use another")
     newest, four = (export(run_dir, tmp_path / str(step), step=step) for step in (None, 4))
     assert (newest / "model.safetensors").read_bytes() == (four / "model.safetensors").read_bytes()
     told = "step-00000006 cannot be used: __1_0.distcp is corrupt"
@@ -234,10 +235,9 @@ def test_without_any_usable_checkpoint_the_error_says_so(run_dir, tmp_path):
     (run_dir / "latest").unlink()
     assert files.find_checkpoint(run_dir).name == "step-00000006"
     shutil.rmtree(run_dir / "checkpoints")
-    with pytest.raises(ConfigError, match="no usable checkpoint; start"):
-        files.find_checkpoint(run_dir)
-    with pytest.raises(ConfigError, match="does not exist"):
-        files.find_checkpoint(tmp_path / "nowhere")
+    assert_refused(lambda: files.find_checkpoint(run_dir), str(run_dir), "checkpoint", way_out="a new run")
+    missing = tmp_path / "nowhere"
+    assert_refused(lambda: files.find_checkpoint(missing), str(missing), way_out="the directory of an earlier run")
 
 
 def test_pruning_leaves_later_checkpoints_alone(tmp_path):

@@ -10,9 +10,10 @@ from tokenizers import models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ithaka import config
-from ithaka.config import ConfigError, DataConfig
+from ithaka.config import DataConfig
 from ithaka.data.open import check_data
 from ithaka.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from refusals import assert_refused
 
 BYTES = ByteTokenizer()
 WORDS = ["<unk>", "<s>", "</s>", "a", "b", "c"]
@@ -87,14 +88,12 @@ def test_tokenizer_json_alone_takes_eos_from_the_models_config(tmp_path):
 
 
 def test_missing_tokenizers_are_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"data.tokenizer=.*nowhere .*no tokenizer; set data.tokenizer"):
-        load_tokenizer(str(tmp_path / "nowhere"), None)
+    missing = str(tmp_path / "nowhere")
+    assert_refused(lambda: load_tokenizer(missing, None), f"data.tokenizer={missing}", way_out="set data.tokenizer")
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')  # of which transformers makes an empty one
-    with pytest.raises(ConfigError, match=r"model.path=.*no tokenizer; set data.tokenizer"):
-        load_tokenizer(None, tmp_path)
+    assert_refused(lambda: load_tokenizer(None, tmp_path), f"model.path={tmp_path}", way_out="set data.tokenizer")
 
 
 def test_vocabulary_larger_than_the_models_is_refused():
-    with pytest.raises(ConfigError, match="vocabulary of 259 exceeds model vocab_size=256"):
-        check_data(DataConfig(), 256)
+    assert_refused(lambda: check_data(DataConfig(), 256), "259", "vocab_size=256", way_out="data.tokenizer")
     check_data(DataConfig(), 259)

@@ -15,11 +15,9 @@ from typer.testing import CliRunner
 
 from ithaka import measure as measuring
 from ithaka.cli import app
-from ithaka.config import ConfigError
 from ithaka.data.tokenizer import ByteTokenizer
 from ithaka.dist.mesh import make_mesh
 from ithaka.evaluate import evaluate_all, prepare_model
-from ithaka.exits import ExitCode
 from ithaka.export import export
 from ithaka.layout import Layout
 from ithaka.measure import (
@@ -39,6 +37,7 @@ from ithaka.model.build import build_model, parallelize_model
 from ithaka.report.page import read_run
 from ithaka.train.console import rename_metrics
 from models import tiny_config, tiny_model
+from refusals import assert_command_refused, assert_refused
 from runs import metrics, run, tiny_run
 
 CONTEXT, SHORT = 850, 64
@@ -175,15 +174,13 @@ def test_a_run_is_evaluated_and_shown(ranks, tmp_path, monkeypatch, capfd):
     assert [cell["score"] for cell in found["retrieval"]][:6] == [0.5, 1.0, 0.0] * 2
     assert (tmp_path / "page.html").read_text().count("--score: ") == len(TASKS) * len(DEPTHS)
     (tmp_path / "run.json").write_text(result.stdout)
-    refusals = {
-        ("--contexts", "4K"): "has no document of 4096 tokens: its longest has",
-        ("--contexts", "300,900"): "a context of 300 tokens is too short for the tasks; use at least ",
-        ("--contexts", "800", str(tmp_path / "run.json")): "run.json has contexts=[900], ",
-    }
-    for more, words in refusals.items():
-        refused = CliRunner().invoke(app, [*arguments[:-2], *more])
-        assert refused.exit_code == ExitCode.WRONG_INPUT and words in refused.stderr, refused.stderr
-    # Beside it, an adapter of its own export that changes nothing.
+    for more, *named, way_out in (
+        (["--contexts", "4K"], "--data=", "4096 tokens", "shorter"),
+        (["--contexts", "300,900"], "300 tokens", "at least"),
+        (["--contexts", "800", str(tmp_path / "run.json")], "run.json", "contexts=[900]", "the same --contexts"),
+    ):
+        assert_command_refused([*arguments[:-2], *more], *named, way_out=way_out)
+    # Compare with an adapter that does not change the exported model.
     base = export(config.train.run_dir, tmp_path / "base")
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules=["q_proj"]))
     model.save_pretrained(tmp_path / "adapter")
@@ -203,8 +200,8 @@ def test_two_models_under_torchrun_are_refused(tmp_path, monkeypatch):
     """Its ranks cannot meet a second time."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="2 models .* torchrun; .* --json, then give both files"):
-        evaluate_all([tmp_path / "a", tmp_path / "b"])
+    models = [tmp_path / "a", tmp_path / "b"]
+    assert_refused(lambda: evaluate_all(models), "2 models", "torchrun", way_out="--json, then give both files")
 
 
 def test_narrow_parameters_give_the_same_losses(tmp_path):
@@ -247,5 +244,4 @@ def test_a_run_evaluates_itself(ranks, tmp_path):
     losses = [record["loss"] for record in metrics(plain.train.run_dir)]
     assert [record["loss"] for record in records] == pytest.approx(losses, rel=1e-5)
     too_long = tiny_run(tmp_path / "long", model=model, train=steps, evaluate={**how, "contexts": ["4K"]})
-    with pytest.raises(ConfigError, match="evaluate.data=.* has no document of 4096 tokens"):
-        run(too_long)
+    assert_refused(lambda: run(too_long), "evaluate.data=", "4096 tokens", way_out="shorter")

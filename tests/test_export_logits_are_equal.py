@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from ithaka.config import ConfigError
 from ithaka.data.tokenizer import ByteTokenizer
 from ithaka.export import export
 from ithaka.train.trainer import prepare
+from refusals import assert_refused
 from runs import MODEL, run, tiny_run, valid
 
 
@@ -62,8 +62,7 @@ def test_export_has_the_tokenizer_with_its_tokens_and_template(ranks, tmp_path):
     (source / "generation_config.json").write_text(generation)
     config = tiny_run(tmp_path, data={"tokenizer": None}, optim={"lr": 1e-5}, train={"steps": 3})
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=source))
-    with pytest.raises(ConfigError, match=r"vocabulary of 261 exceeds model vocab_size=259.*resize_embeddings=true"):
-        valid(config)
+    assert_refused(lambda: valid(config), "261", "vocab_size=259", way_out="model.resize_embeddings=true")
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, resize_embeddings=True))
     ranks.run(2, run, config)
     ranks.run(1, run, *resumed(config))
@@ -95,9 +94,8 @@ def test_export_into_an_empty_folder_and_refusals(ranks, tmp_path, monkeypatch):
     with monkeypatch.context() as inside:
         inside.chdir(out)
         assert export(config.train.run_dir, Path(".")) == out
-    with pytest.raises(ConfigError, match="out holds other files .*--force"):
-        export(config.train.run_dir, out)
+    assert_refused(lambda: export(config.train.run_dir, out), f"OUT_DIR={out}", way_out="--force")
     assert export(config.train.run_dir, out, force=True) == out
-    with pytest.raises(ConfigError, match="does not exist"):
-        export(tmp_path / "nowhere", tmp_path / "other")
+    missing, other = tmp_path / "nowhere", tmp_path / "other"
+    assert_refused(lambda: export(missing, other), str(missing), way_out="the directory of an earlier run")
     assert not (tmp_path / "other").exists()

@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -17,7 +18,6 @@ import pytest
 
 from ithaka import launch
 from ithaka.checkpoint.files import lock_run_dir
-from ithaka.config import ConfigError
 from ithaka.dist.mesh import _warn_about_shared_store
 from ithaka.exits import ExitCode, TransientError
 from ithaka.train.console import status
@@ -31,6 +31,7 @@ from launched import (
     write_environment,
 )
 from programs import Program
+from refusals import assert_refused
 from runs import may_fork
 
 
@@ -146,8 +147,7 @@ def test_ranks_by_default_one_per_gpu():
     assert launch.decide_ranks("auto", gpus=4) == 4
     assert launch.decide_ranks("auto", gpus=0) == 2
     assert launch.decide_ranks(3, gpus=0) == 3
-    with pytest.raises(ConfigError, match="parallel.ranks=8 .*use at most 4"):
-        launch.decide_ranks(8, gpus=4)
+    assert_refused(lambda: launch.decide_ranks(8, gpus=4), "parallel.ranks=8", way_out="at most 4")
 
 
 FAKE_DRIVER = """
@@ -188,8 +188,8 @@ def test_far_more_ranks_than_cores_are_refused(monkeypatch):
     for cores, most in ((1, 8), (2, 8), (64, 256)):
         monkeypatch.setattr(launch, "num_cores", lambda cores=cores: cores)
         assert launch.decide_ranks(most, gpus=0) == most
-        with pytest.raises(ConfigError, match=f"parallel.ranks={most + 1} .*use at most {most}, or .* torchrun"):
-            launch.decide_ranks(most + 1, gpus=0)
+        more = partial(launch.decide_ranks, most + 1, gpus=0)
+        assert_refused(more, f"parallel.ranks={most + 1}", f"{cores} core", way_out=f"at most {most}, or")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "999")
     assert launch.decide_ranks(999, gpus=0) == 999
@@ -260,6 +260,7 @@ TORCHRUN = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.ar
 RANK = """
 import os, time
 from ithaka import cli
+from refusals import assert_refused
 cli.app = lambda: print(os.getpid(), flush=True) or time.sleep(60)
 cli.main()
 """

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from ithaka import rehearse as rehearsal
 from ithaka.cli import app
 from ithaka.dist.loopback import LoopbackGroup
-from ithaka.exits import ExitCode
 from ithaka.plan.hardware import Host, parse_gpus
 from ithaka.plan.models import find_shape
 from ithaka.plan.search import SearchSpace, forward_plan
@@ -20,6 +19,7 @@ from ithaka.plan.seconds import layer_seconds
 from ithaka.plan.shape import Work, shape_from_config
 from ithaka.train.watch import OutOfMemoryTracker
 from models import tiny_config
+from refusals import assert_command_refused
 
 
 @pytest.fixture
@@ -103,10 +103,9 @@ def test_an_evaluation_is_rehearsed(model):
     peak = rows["peak without reserve"]
     assert peak["measured"] == pytest.approx(peak["planned"], rel=0.03) and answer["peak_phase"] == "loss forward"
     assert rows["layer forward"]["measured"] > 0 and "layer backward" not in rows
-    refused = rehearse(model, *told, "--set", "memory.tile_tokens=64")
-    assert refused.exit_code == ExitCode.WRONG_INPUT and "memory.tile_tokens" in refused.stderr
-    refused = rehearse(model, "--evaluate", "--context", "1000M")
-    assert refused.exit_code == ExitCode.WRONG_INPUT and "--context 1000M" in refused.stderr
+    command = ["rehearse", str(model), "--gpus", "2xH100-80GB", "--evaluate"]
+    assert_command_refused([*command, "--set", "memory.tile_tokens=64"], "memory.tile_tokens", way_out="leave it out")
+    assert_command_refused([*command, "--context", "1000M"], "--context 1000M", way_out="shorter")
 
 
 def test_an_evaluation_is_as_high_as_its_ledger():
@@ -170,10 +169,8 @@ def test_a_forward_of_all_layers_is_that_of_few_and_the_loss(monkeypatch):
 def test_more_than_is_free_is_refused(model, monkeypatch):
     without_work(monkeypatch)
     with_free(monkeypatch, 2**22)
-    refused = rehearse(model, "--context", "1M")
-    assert refused.exit_code == ExitCode.WRONG_INPUT and refused.stdout == ""
-    assert "--context 1048576 with --layers 2 needs " in refused.stderr and "4 MiB available" in refused.stderr
-    assert refused.stderr.endswith("; use a shorter --context or fewer --layers\n")
+    arguments = ["rehearse", str(model), "--gpus", "2xH100-80GB", "--context", "1M"]
+    assert_command_refused(arguments, "--context 1048576", "--layers 2", way_out="shorter --context or fewer --layers")
     assert isinstance(rehearse(model, "--context", "64").exception, Started)
 
 

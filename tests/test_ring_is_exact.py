@@ -3,6 +3,7 @@
 import functools
 from bisect import bisect_right
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from ithaka.plan.heads import head_table
 from models import EXPERTS, tiny_config, tiny_model
 from parity import check, gradient_errors, plain_sum, random_ids, relative
 from reference import attention_reference
+from refusals import assert_refused
 from runs import copy_back_at, metrics, run, tiny_run
 from threads import on_threads
 
@@ -274,10 +276,10 @@ def test_a_configuration_says_how_many_rings():
 def test_a_ring_that_cannot_be_is_refused():
     def refused():
         model = tiny_model(tiny_config("llama", 2, 1))
-        with pytest.raises(ConfigError, match="parallel.ring=3 does not divide parallel.cp=4; use 1, 2 or 4"):
-            parallelize_model(model, 4, ring=3)
-        with pytest.raises(ConfigError, match="parallel.cp=4 .* 2 query heads.*; use parallel.ring=2"):
-            parallelize_model(model, 4)
+        three = partial(parallelize_model, model, 4, ring=3)
+        assert_refused(three, "parallel.ring=3", "parallel.cp=4", way_out="1, 2 or 4")
+        no_ring = partial(parallelize_model, model, 4)
+        assert_refused(no_ring, "parallel.cp=4", "2 query heads", way_out="parallel.ring=2")
         assert parallelize_model(model, 4, ring=2).ithaka_mesh.ring_group.size() == 2
 
     on_threads(4, refused)

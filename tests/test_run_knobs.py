@@ -4,6 +4,7 @@ samples."""
 import math
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,11 +14,11 @@ from typer.testing import CliRunner
 from ithaka.checkpoint import files
 from ithaka.cli import app
 from ithaka.cli.runs import validate_rank
-from ithaka.config import ConfigError, load_config
-from ithaka.exits import ExitCode
+from ithaka.config import load_config
 from ithaka.preflight.checks import check_settings
 from ithaka.preflight.preflight import resolve, validate_run
 from ithaka.train import trainer as trainer_module
+from refusals import assert_command_refused, assert_refused
 from runs import metrics, run, tiny_run, valid
 
 
@@ -44,8 +45,7 @@ def test_patience_ends_the_run_and_the_best_checkpoint_is_kept(stopped, tmp_path
     state = files.read_state(files.find_checkpoint(run_dir))
     assert (state["best"], state["stale"]) == ([2.0, 2], 2)
     saved = load_config(run_dir / "config.yaml")
-    with pytest.raises(ConfigError, match=r"train.patience=2 .*--set train.patience=4"):
-        valid(saved, run_dir)
+    assert_refused(lambda: valid(saved, run_dir), "train.patience=2", way_out="--set train.patience=4")
     more = replace(saved, train=replace(saved.train, patience=3))
     assert not valid(more, run_dir).finished
 
@@ -55,8 +55,8 @@ def test_epochs_become_steps(stopped):
     assert (train.steps, train.epochs) == (math.ceil(2 * 67 / 3), None), "67 sequences are a pass over the data"
     assert load_config(stopped.train.run_dir / "config.yaml").optim.decay_steps == train.steps
     resolve(stopped.train.run_dir / "config.yaml", [])  # a run's own settings make another one
-    with pytest.raises(ConfigError, match=r"train.epochs=2.0 and train.steps .*leave one out"):
-        resolve(None, ["train.epochs=2", "train.steps=3"])
+    both = ["train.epochs=2", "train.steps=3"]
+    assert_refused(lambda: resolve(None, both), "train.epochs=2.0", "train.steps", way_out="leave one out")
     assert resolve(None, ["train.epochs=2"]).optim.decay_steps is None
 
 
@@ -73,17 +73,14 @@ def test_a_step_is_exported_and_sampled(stopped, tmp_path):
     for step in (2, 4):
         out = str(tmp_path / f"step {step}")
         assert ask.invoke(app, ["export", str(run_dir), out, "--step", str(step)]).exit_code == 0
-    refused = ask.invoke(app, ["export", str(run_dir), str(tmp_path / "no"), "--step", "3"])
-    assert refused.exit_code == ExitCode.WRONG_INPUT and "has no such checkpoint; use 2 or 4" in refused.stderr
+    arguments = ["export", str(run_dir), str(tmp_path / "no"), "--step", "3"]
+    assert_command_refused(arguments, "--step=3", str(run_dir), way_out="2 or 4")
     weights = [load_file(tmp_path / f"step {step}" / "model.safetensors")["model.norm.weight"] for step in (2, 4)]
     assert not torch.equal(*weights)
     how = ["--prompt", "Document 12: 12 13", "--tokens", "5", "--temperature", "0"]
     texts = [ask.invoke(app, ["sample", str(source), *how]) for source in (run_dir, tmp_path / "step 4")]
     assert texts[0].exit_code == 0 and texts[0].stdout == texts[1].stdout and len(texts[0].stdout) > 1
-    refused = ask.invoke(app, ["sample", str(tmp_path / "no"), *how])
-    assert (
-        refused.exit_code == ExitCode.WRONG_INPUT and "does not exist; give a directory with weights" in refused.stderr
-    )
+    assert_command_refused(["sample", str(tmp_path / "no"), *how], str(tmp_path / "no"), way_out="with weights")
 
 
 def test_evaluate_only_prints_the_loss_and_leaves_the_run_alone(stopped, capsys):
@@ -101,5 +98,5 @@ def test_evaluate_only_prints_the_loss_and_leaves_the_run_alone(stopped, capsys)
 @pytest.mark.parametrize("train", [{"patience": 2, "validate_every": 0}, {"keep_best": True, "validate_sequences": 0}])
 def test_a_knob_without_validation_is_refused(train, tmp_path):
     config = tiny_run(tmp_path, train=train)
-    with pytest.raises(ConfigError, match="has no effect without validation"):
-        check_settings(config, 1, valid(tiny_run(tmp_path)).shape)
+    check = partial(check_settings, config, 1, valid(tiny_run(tmp_path)).shape)
+    assert_refused(check, f"train.{next(iter(train))}=", "validation", way_out="train.validate_every")

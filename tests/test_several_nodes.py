@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 from ithaka.bench import measure_network, network_figures
 from ithaka.cli import app
 from ithaka.config import to_yaml
-from ithaka.exits import ExitCode
 from ithaka.plan.hardware import find_hardware
 from models import tiny_config
 from programs import Program
+from refusals import assert_command_refused
 from runs import metrics, tiny_run
 
 
@@ -67,8 +67,7 @@ def test_bench_network_writes_what_plan_reads(ranks, tmp_path):
     gpu = find_hardware("2x2", tmp_path / "network.json").gpu
     far = [row["GB/s"] * 1e9 for row in rows if row["where"] == "between nodes" and row["what"] != "all-gather"]
     assert gpu.network_bytes_s == min(far) and gpu.link_bytes_s == figures["link_bytes_s"]
-    alone = CliRunner().invoke(app, ["bench", "network"])
-    assert alone.exit_code == ExitCode.WRONG_INPUT and "use torchrun" in alone.stderr
+    assert_command_refused(["bench", "network"], "bench network", "ranks", way_out="torchrun")
 
 
 def test_rank_0_of_two_nodes_is_rehearsed(tmp_path, monkeypatch):

@@ -9,10 +9,10 @@ import time
 import pytest
 
 from ithaka.checkpoint import files
-from ithaka.config import ConfigError
 from ithaka.train import console as console_module
 from ithaka.train import trainer as trainer_module
 from ithaka.train.console import Console, Trackers
+from refusals import assert_refused
 from runs import run, tiny_run, wait_for
 
 VALUES = {"loss": 2.5, "val_loss": 2.25, "lr": 1e-3, "tokens": 400, "loss/a*b": 3.5, "mfu": None}
@@ -122,8 +122,7 @@ def test_a_tracker_that_fails_does_not_end_the_run(tmp_path, monkeypatch, capsys
 
     config = tiny_run(tmp_path, train={"track": ["wandb"]})
     monkeypatch.setitem(console_module.TRACKERS, "wandb", failing)
-    with pytest.raises(ConfigError, match=r"train.track=wandb cannot start \(OSError: no network\); fix its settings"):
-        Trackers(tmp_path, config, 0)
+    assert_refused(lambda: Trackers(tmp_path, config, 0), "train.track=wandb", "no network", way_out="fix its settings")
     monkeypatch.setitem(console_module.TRACKERS, "wandb", lambda *_: console_module.Tracker(None, failing, failing))
     trackers = Trackers(tmp_path, config, 0)
     console = Console(tmp_path, 3, trackers=trackers)

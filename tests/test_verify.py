@@ -14,13 +14,14 @@ from typer.testing import CliRunner
 
 from ithaka import cli, verify
 from ithaka.attention.blocks import Docs
-from ithaka.config import AdapterConfig, ConfigError, parse_config
+from ithaka.config import AdapterConfig, parse_config
 from ithaka.dist.mesh import make_mesh
 from ithaka.exits import ExitCode
 from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.layout import ActivationPolicy
 from ithaka.model import batch, build, calls
 from models import CONSTRUCTING, tiny_config, tiny_model
+from refusals import assert_command_refused, assert_refused
 from runs import MODEL
 from threads import on_threads
 
@@ -204,15 +205,11 @@ def test_the_layout_is_the_configurations():
 
 def test_what_cannot_be_checked_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(verify, "run_ranks", lambda *_: pytest.fail("ranks were started"))
-    with pytest.raises(ConfigError, match="--cp=9 exceeds the 4 query heads"):
-        verify.verify(MODEL, None, 9)
+    assert_refused(lambda: verify.verify(MODEL, None, 9), "--cp=9", "4 query heads", way_out="at most 4")
     many = {**MODEL, "num_attention_heads": 2048, "num_key_value_heads": 2048, "hidden_size": 16384}
-    with pytest.raises(ConfigError, match="--cp=2048 is too many for .* use at most .* torchrun"):
-        verify.verify(many, None, 2048)
+    assert_refused(lambda: verify.verify(many, None, 2048), "--cp=2048", "cores", way_out="torchrun")
     (tmp_path / "long.yaml").write_text(f"model: {{path: {tmp_path}}}\n")
-    answer = CliRunner().invoke(cli.app, ["verify", str(tmp_path / "long.yaml")])
-    assert answer.exit_code == ExitCode.WRONG_INPUT and "config.json cannot be read" in answer.stderr
+    assert_command_refused(["verify", str(tmp_path / "long.yaml")], "config.json", way_out="a model directory")
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ConfigError, match="its weights in pytorch_model.bin"):
-        verify.verify(tmp_path)
+    assert_refused(lambda: verify.verify(tmp_path), "pytorch_model.bin", way_out="config.json")
