@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over a pipe: pages, sizes, themes, screenshots, and what the console said."""
+"""A headless Chromium, driven over a pipe: pages, sizes, themes, screenshots, and console messages."""
 
 import json
 import os
@@ -114,7 +114,7 @@ class Browser:
             time.sleep(0.05)
 
     def complaints(self) -> list[dict[str, Any]]:
-        """Errors, warnings and messages of the page, and requests it made beside its own file."""
+        """The page's errors, warnings and messages, and its requests for other files."""
         loud = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
         found = [event for event in self.events if event.get("method") in loud]
         asked = [e["params"]["request"]["url"] for e in self.events if e.get("method") == "Network.requestWillBeSent"]

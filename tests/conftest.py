@@ -44,7 +44,7 @@ def processes():
     import torch
 
     if torch.cuda.is_available():
-        # Where flash-attn-4 is installed, importing transformers asks CUDA for devices, and no fork can use them then.
+        # With flash-attn-4 installed, importing transformers initializes CUDA, which forked processes then cannot use.
         PRELOAD.clear()
     else:
         fork_from_here()

@@ -80,8 +80,7 @@ def losses(config: Config) -> list[float]:
 
 
 def kill(config: Config, folder: Path, point: str, nth: int, victim: int) -> int:
-    """Start the run, or go on with it, on two ranks, and kill one at the `nth` pass of `point`. Returns how many steps
-    are lost."""
+    """Start or resume the run on two ranks, kill one at the `nth` pass of `point`, and return the lost steps."""
     victims = Ranks(RANKS)
     folder.mkdir(exist_ok=True)
     victims.start(RANKS, folder, run_and_die, config, point, nth, victim)
@@ -94,8 +93,9 @@ def kill(config: Config, folder: Path, point: str, nth: int, victim: int) -> int
 
 
 def finish(group: Ranks, whole: Config, config: Config, num_ranks: int = RANKS) -> str:
-    """Let `num_ranks` of `group` go on with the same command. Returns how the run agrees with the undisturbed one;
-    AssertionError if it does not."""
+    """Resume the run on `num_ranks` of `group`, and return how it agrees with the undisturbed one.
+
+    Raises AssertionError if it does not."""
     group.run(num_ranks, run, config, AUTO)
     if num_ranks == RANKS:
         assert losses(config) == losses(whole) and final_weights(config) == final_weights(whole)

@@ -39,7 +39,7 @@ def fail_everywhere() -> None:
 
 
 def finish_step_then_stop(folder: Path, patience_s: float = 20.0) -> None:
-    """Like the training loop: the first signal sets a flag, and the work goes on for a moment."""
+    """Like the training loop: the first signal sets a flag, and the work continues for a moment."""
     asked: list[int] = []
     signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))

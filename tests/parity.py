@@ -1,4 +1,4 @@
-"""A parallel model beside plain Hugging Face's on the same inputs: loss, logits and every gradient."""
+"""Compare a parallel model with plain Hugging Face on the same inputs: loss, logits and every gradient."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,7 +41,7 @@ def plain_sum(model: nn.Module, ids: Tensor, labels: Tensor, **inputs) -> Tensor
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    """The norm of the difference in units of b's, or as it is where b is zero."""
+    """The norm of the difference relative to b's norm, or absolute if b is zero."""
     size = float(b.norm())
     return float((a - b).norm()) / (size or 1.0)
 
@@ -52,7 +52,7 @@ def gradient_errors(model: nn.Module, plain: nn.Module) -> Errors:
 
 
 def shard_errors(model: nn.Module, wanted: dict[str, Tensor | None]) -> Errors:
-    """Errors of this rank's shards in units of the whole gradients' norms. Together the ranks compare everything."""
+    """Errors of this rank's shards relative to the full gradients' norms. Together the ranks compare everything."""
     params = dict(model.named_parameters())
     assert set(params) == set(wanted)
     errors: Errors = {}

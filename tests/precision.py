@@ -27,10 +27,9 @@ from threads import on_threads
 Gradients = dict[str, Tensor]
 Choices = dict[str, Tensor]  # per router: the experts of every token, [S, k]
 SEEDS = (0, 1, 2)
-# Of our error over autocast's, over the layers and seeds of one kind of parameter.
+# Limits of our error relative to autocast's, over the layers and seeds of one kind of parameter.
 MEDIAN, WORST = 1.15, 1.5
-# The same on a CPU, where models are small and ratios noisy: up to 2. What is wrong fails all the
-# same, which test_precision.py shows.
+# The same on a CPU, where models are small and ratios noisy: up to 2. Mistakes still fail: see test_precision.py.
 CPU_MEDIAN, CPU_WORST = 3.0, 4.0
 # From one rounding to another as good, a router's error varies by a factor of 1.8 (autocast's own, with the residual
 # stream in fp32 and in bf16): the errors of all layers and seeds are taken together. Ours are 1.15 times autocast's.
@@ -104,7 +103,7 @@ def initial_model(family: str, size: Size, seed: int, device: torch.device, **ch
 
 
 def with_adapters(model: PreTrainedModel) -> PreTrainedModel:
-    """LoRA beside every linear map of the layers, as after some training: B is not zero."""
+    """Add LoRA to every linear map of the layers, as after some training: B is not zero."""
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")).get_base_model()
@@ -274,7 +273,7 @@ def packed_documents(num_tokens: int) -> tuple[int, ...]:
 def bf16(
     heads_per_stage=None, keep_input="device", keep_attention=None, projections=False, checkpoint=True, **fields
 ) -> Layout:
-    """Of one layer and one rank: `parallel_copy` makes it that of a model."""
+    """The layout of one layer on one rank; `parallel_copy` extends it to a model."""
     keeps = ActivationPolicy(keep_input, keep_attention, projections) if checkpoint else EVERYTHING
     return Layout(1, heads_per_stage, kept=(keeps,), dtype="bfloat16", **fields)
 

@@ -14,7 +14,7 @@ def attention_reference(
     window: int | None = None,
     docs: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out_SnK, lse_nS of `ithaka.attention.blocks.attention`, differentiable, with the whole score matrix in memory."""
+    """out_SnK, lse_nS of `ithaka.attention.blocks.attention`, differentiable, with the full score matrix in memory."""
     repeat = q_SnK.shape[1] // k_SmK.shape[1]
     k_SnK, v_SnK = (x.repeat_interleave(repeat, 1) for x in (k_SmK, v_SmK))
     scores_nSS = torch.einsum("snk,tnk->nst", q_SnK, k_SnK) * scale

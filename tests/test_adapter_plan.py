@@ -56,7 +56,7 @@ def test_frozen_weights_have_no_gradients():
     assert phases["backward, embedding"]["gradients"] == 4 * 32 * LAYER // 8 + 4 * LAYER
 
 
-def test_a_saved_module_is_trained_whole():
+def test_a_saved_module_is_trained_in_full():
     saving = LLAMA.with_adapter(AdapterConfig(16, modules_to_save=("lm_head", "embed_tokens")))
     assert saving.num_trained == 32 * LAYER + 2 * V * D
     assert saving.shards(1) == (saving.num_trained, LLAMA.num_parameters - 2 * V * D)
@@ -76,7 +76,7 @@ def test_seconds_have_no_weight_gradients():
     linear, frozen = (LinearSeconds(shape, LAYOUT, H100, 2**17) for shape in (LLAMA, ADAPTED))
     flops = 2 * 2**17 * (3 * D * F + D * D)  # of the MLP's and the output's weight gradients
     sums = 15 * 2 * 4 * 3 * D * F / H100.gpu.memory_bytes_s
-    elements = 4 * (D + D) + 3 * 4 * (D + F)  # read and written beside o; gate, up, down
+    elements = 4 * (D + D) + 3 * 4 * (D + F)  # reads and writes in addition to o; gate, up, down
     beside = 2 * 2**17 * elements / H100.gpu.memory_bytes_s
     saved = flops / (H100.gpu.matmul_flops * MLP_SHARE[1]) + sums
     assert linear.mlp(True) - frozen.mlp(True) == pytest.approx(saved - beside)
@@ -111,7 +111,7 @@ def test_targets_that_cannot_be_are_refused():
         find_shape("llama3.2-1b").with_adapter(AdapterConfig(16, targets=("lm_head",)))
 
 
-def test_the_command_says_what_freezing_saves():
+def test_plan_reports_what_freezing_saves():
     given = [*ARGS, "--adapter", "16", "--set", "parallel.cp=8", "--set", "parallel.heads_per_stage=8"]
     fewer = [*given, "--set", "adapter.targets=[q_proj, v_proj]"]
     found = json.loads(run(*fewer, "--json"))["adapter"]

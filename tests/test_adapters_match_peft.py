@@ -1,4 +1,4 @@
-"""Parallel LoRA: the loss and every adapter's gradient equal those of PEFT on plain Hugging Face, in fp64."""
+"""Parallel LoRA matches PEFT on plain Hugging Face in fp64: the loss and every adapter's gradient."""
 
 import copy
 import warnings

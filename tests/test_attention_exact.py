@@ -96,7 +96,7 @@ MANY_DOCS = (0, 5, 9, 40, 41, 73, 77, 82, 96)
     ],
     ids=str,
 )
-def test_members_of_a_ring_together_are_the_whole(fa4, kernel, mask, starts, monkeypatch):
+def test_members_of_a_ring_together_compute_full_attention(fa4, kernel, mask, starts, monkeypatch):
     """Each one's rows, whose keys come in parts; dk and dv add up. What no row sees does not come."""
     q, k, v, dout = inputs(96, 4, 2)
     _, (out, lse, dq, dk, dv) = both(q, k, v, dout, docs=starts, **mask)

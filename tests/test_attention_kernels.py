@@ -1,4 +1,4 @@
-"""The registry: what runs here is found, what is absent is refused with the way to get it."""
+"""The kernel registry finds the kernels that run here and refuses others with a way to install them."""
 
 import json
 import socket
@@ -145,7 +145,7 @@ def test_a_kernel_that_fails_its_trial_is_skipped_and_refused_by_name(monkeypatc
         assert resolve_kernel("auto", CPU, torch.bfloat16, 16).name == "reference"
     assert len(warned) == 1 and "\n" not in str(warned[0].message)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # said once
+        warnings.simplefilter("error")  # warned once
         assert resolve_kernel("auto", CPU, torch.bfloat16, 16).name == "reference"
     with pytest.raises(ConfigError, match=f"attention.kernel=cpu {message}.*or use auto"):
         resolve_kernel("cpu", CPU, torch.bfloat16, 16)
@@ -201,7 +201,7 @@ def test_a_trial_has_all_that_training_asks_of_a_kernel(fa4, monkeypatch, what):
 
 
 def kernels_of(config, broken_on):
-    """The kernel of this rank's layers and of a run's, and what was said, where cpu fails on some ranks."""
+    """The kernels of this rank's layers and of a run, and the warnings, if `cpu` fails on some ranks."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         if dist.get_rank() in broken_on:
@@ -223,14 +223,14 @@ def test_ranks_agree_on_a_kernel(ranks, tmp_path, broken_on, name):
     assert all(words.startswith(start) and "ValueError: no" in words for words in said)
 
 
-def test_only_the_first_rank_of_a_machine_says_so(monkeypatch, recwarn):
+def test_only_the_first_rank_of_a_machine_warns(monkeypatch, recwarn):
     monkeypatch.setitem(KERNELS, "cpu", replace(KERNELS["cpu"], forward=raising(ValueError("no"))))
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert resolve_kernel("auto", CPU, torch.bfloat16, 24).name == "reference"
     assert not recwarn.list
 
 
-def test_a_run_goes_on_with_the_next_kernel(monkeypatch):
+def test_a_run_continues_with_the_next_kernel(monkeypatch):
     monkeypatch.setitem(KERNELS, "cpu", replace(KERNELS["cpu"], forward=raising(ValueError("no"))))
     q, k, v = (torch.randn(9, 2, 8, dtype=torch.float64) for _ in range(3))
     with pytest.warns(UserWarning, match="skips cpu"):
@@ -334,7 +334,7 @@ def test_bench_prints_a_table_or_json():
 
 @pytest.fixture
 def gpu_of(monkeypatch):
-    """A CPU that passes for a GPU of some compute capability, and what is installed of flash-attn-4 on it."""
+    """A CPU that poses as a GPU of some compute capability, with some version of flash-attn-4."""
 
     def pretend(capability, installed, **trials):
         kernels._choose_kernel.cache_clear()
@@ -431,7 +431,7 @@ def test_only_the_warnings_about_aux_data_are_silenced(monkeypatch):
 
 
 def test_a_call_of_fa4_leaves_the_filters_in_place(monkeypatch):
-    """Changing them makes Python show warnings again that it has shown once."""
+    """Changing the filters makes Python repeat warnings."""
     monkeypatch.setattr(kernels, "_import_fa4", lambda: WarningFa4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -47,7 +47,7 @@ def passes(num_tokens, heads, dtype=torch.bfloat16, with_sums=True, blocks=BLOCK
     n, m = heads
     q, k, v, dout = (torch.randn(num_tokens, h, HEAD_DIM).to(dtype) for h in (n, m, m, n))
     how = dict(scale=0.1, blocks=blocks, **mask)
-    attention(q[:64], k[:64], v[:64], scale=0.1)  # what is allocated once, such as thread pools
+    attention(q[:64], k[:64], v[:64], scale=0.1)  # one-time allocations, such as thread pools
     forward, (out, lse) = peak_bytes(lambda: attention(q, k, v, **how))
     results = out.nbytes + lse.nbytes
     assert forward >= results, "the count missed the results themselves"

@@ -95,7 +95,7 @@ def dit_step_fp64():
 
 
 def test_dit_attention_is_pytorchs_own():
-    """One rank against nn.functional.scaled_dot_product_attention, not against our own twin; padding is not seen."""
+    """One rank matches nn.functional.scaled_dot_product_attention, not our own reference; padding is ignored."""
     module = example()
     torch.manual_seed(0)
     block, x, prompt = module.DiTBlock(32, 4), torch.randn(2, 40, 32), torch.randn(2, 8, 32)
@@ -114,7 +114,7 @@ RANGES = [(0, 20, 0, 7), (20, 48, 3, 30), (0, 30, 40, 96), (30, 48, 90, 96), (33
 
 
 def batched(ranges, num_keys=96):
-    """Errors of out, dq, dk and dv of this rank's tokens of two sequences, beside a twin that has all of them."""
+    """Errors of out, dq, dk and dv for this rank's tokens of two sequences, against a reference with all tokens."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((64, 6), (num_keys, 2), (num_keys, 2), (64, 6))
     whole = [torch.randn(2, *shape, 8, generator=generator, dtype=torch.float64) for shape in shapes]

@@ -77,7 +77,7 @@ def test_needs_are_all_ranks_tensors(machine, tmp_path):
         ({"offload_optimizer": True}, {"memory_bytes": 1000}, ["parameters, gradients", "offload_optimizer=false"]),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused_with_figures(machine, tmp_path, memory, room, words):
+def test_a_run_that_does_not_fit_is_refused_with_figures(machine, tmp_path, memory, room, words):
     config = config_of(tmp_path, **memory)
     validate_run(config, 2)
     machine(**room)
@@ -89,7 +89,7 @@ def test_what_does_not_fit_is_refused_with_figures(machine, tmp_path, memory, ro
 
 
 def test_without_a_gpu_the_device_is_host_memory(machine, tmp_path):
-    """What is offloaded to the host adds to it; on a GPU the device is not counted."""
+    """Offloading to the host adds to it; on a GPU the device is not counted."""
     assert certain_needs(run_of(tmp_path, offload="host"))[0]["layer inputs"] == 2 * 4096 * 32 * 4
     need = sum(certain_needs(run_of(tmp_path))[0].values())
     machine(memory_bytes=need)
@@ -119,7 +119,7 @@ def test_other_nodes_ranks_need_nothing_here(machine, tmp_path, monkeypatch):
     assert certain_needs(run_of(tmp_path, on_gpu=True, offload="host"))[0] == {"layer inputs": MIB // 4}
 
 
-def test_this_machine_has_what_psutil_says(tmp_path):
+def test_this_machine_has_the_memory_that_psutil_reports(tmp_path):
     host = this_host(tmp_path)
     assert 0 < host.memory_bytes <= psutil.virtual_memory().total and host.disk_bytes > 0
 

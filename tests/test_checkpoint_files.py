@@ -1,4 +1,4 @@
-"""What is on disk after a run, and what happens when part of it is damaged."""
+"""Files on disk after a run, and recovery when some are damaged."""
 
 import contextlib
 import dataclasses
@@ -187,7 +187,7 @@ def go_on(config):
     return told.getvalue()
 
 
-def test_a_flipped_bit_is_found_and_the_run_goes_on_from_before(trained, run_dir, ranks):
+def test_resume_skips_a_checkpoint_with_a_flipped_bit(trained, run_dir, ranks):
     damaged(run_dir, "flipped")
     whole = numbers(run_dir)
     lines = [{**line, "loss": -1.0} if line["step"] > 4 else line for line in metrics(run_dir)]
@@ -200,7 +200,7 @@ def test_a_flipped_bit_is_found_and_the_run_goes_on_from_before(trained, run_dir
 
 
 def test_a_flipped_bit_in_a_finished_run_is_found(run_dir, tmp_path, capsys):
-    """By the command that would call it finished, which then goes on from before, and by an export."""
+    """Resuming falls back to the checkpoint before; an export reports the damage."""
     damaged(run_dir, "flipped")
     again = preflight(run_dir / "config.yaml", [], AUTO, run_dir)
     assert (again.last_step, again.finished) == (4, False)
@@ -224,14 +224,14 @@ def go_on_with_a_rank_that_cannot_read(config):
     return str(error.value)
 
 
-def test_where_one_rank_cannot_read_all_end_and_say_why(run_dir, trained, ranks):
+def test_all_ranks_report_that_one_cannot_read_the_checkpoint(run_dir, trained, ranks):
     train = dataclasses.replace(trained.train, steps=8, run_dir=run_dir)
     for message in ranks.run(2, go_on_with_a_rank_that_cannot_read, dataclasses.replace(trained, train=train)):
         path = run_dir / "checkpoints/step-00000006"
         assert message == f"checkpoint {path} cannot be read: rank 1: OSError: the disk does not answer"
 
 
-def test_without_any_usable_checkpoint_the_error_says_so(run_dir, tmp_path):
+def test_a_run_without_a_usable_checkpoint_is_refused(run_dir, tmp_path):
     (run_dir / "latest").unlink()
     assert files.find_checkpoint(run_dir).name == "step-00000006"
     shutil.rmtree(run_dir / "checkpoints")

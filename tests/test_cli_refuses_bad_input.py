@@ -232,7 +232,7 @@ def test_restarts_under_torchrun_are_refused(folder, started, monkeypatch):
 # ---- valid input starts
 
 
-def test_a_forced_run_directory_and_what_a_crashed_start_left_are_used(folder, started):
+def test_forced_and_crashed_run_directories_are_reused(folder, started):
     (folder / "mine").mkdir()
     (folder / "mine" / "notes.txt").write_text("mine")
     (folder / "crashed" / "tokens").mkdir(parents=True)
@@ -351,7 +351,7 @@ def test_changes_that_a_checkpoint_does_not_allow_are_refused(run_dir, started, 
     assert_refused_at_start(run_dir.parent, started, arguments, *named, way_out=way_out)
 
 
-def test_positions_may_grow_when_a_run_goes_on(run_dir, started):
+def test_positions_may_grow_on_resume(run_dir, started):
     write_model(run_dir.parent / "longer", max_position_embeddings=1 << 20)
     arguments = ["--set", "model.path=longer", "--set", "data.tokenizer=bytes", "--set", "data.context=8192"]
     result = CliRunner().invoke(app, ["train", "--resume", "run", *arguments])
@@ -364,7 +364,7 @@ def test_exit_code_of_the_ranks_is_that_of_the_command(folder, monkeypatch):
     assert CliRunner().invoke(app, ["train"]).exit_code == ExitCode.DIVERGED
 
 
-def test_resume_auto_starts_goes_on_and_ends(run_dir, started):
+def test_resume_auto_starts_resumes_and_ends(run_dir, started):
     shutil.rmtree(run_dir / "model")
     command = ["train", "--resume", "auto", "--run-dir", "run", "--ranks", "1", "--set", "train.seed=5"]
     assert CliRunner().invoke(app, command).exit_code == 0  # killed before its first checkpoint

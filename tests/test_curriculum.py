@@ -1,4 +1,4 @@
-"""A curriculum: one run through several lengths, each planned for itself, that goes on from anywhere."""
+"""A curriculum: one run through several lengths, each with its own plan, that resumes from any step."""
 
 import dataclasses
 import json
@@ -66,7 +66,7 @@ def test_one_command_goes_through_all_entries(done):
     assert not (run_dir / "tokens").exists() or not any((run_dir / "tokens").iterdir())
 
 
-def test_data_goes_on_where_an_entry_left_it(done):
+def test_data_continues_where_an_entry_ended(done):
     """The last entry reads on in the first two's data."""
     states = [json.loads((done[0] / f"checkpoints/step-{step:08d}/state.json").read_text()) for step in (6, 8, 9)]
     before, other, after = (state["data"] for state in states)
@@ -84,13 +84,13 @@ def theta_of(folder):
 
 
 @pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.slow), 7])
-def test_it_goes_on_from_anywhere_with_the_same_numbers(done, tmp_path, step):
+def test_resume_from_any_entry_repeats_every_number(done, tmp_path, step):
     again = copy_back_at(done[0], tmp_path / "again", step)
     train("--resume", again)
     assert numbers(again) == numbers(done[0])
 
 
-def test_a_finished_one_says_how_to_go_on(done):
+def test_a_finished_curriculum_offers_resume_auto(done):
     assert_command_refused(["train", "--resume", str(done[0])], "curriculum", way_out="--resume auto")
 
 
@@ -131,7 +131,7 @@ def test_later_entries_are_checked_before_the_first_starts(done, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_each_entry_is_planned_for_itself(tmp_path):
+def test_each_entry_has_its_own_plan(tmp_path):
     curriculum = [{"context": 2**15, "steps": 1}, {"context": 2**24, "steps": 1}]
     tree = {"model": {"embedded": "base"}, "memory": {"tile_tokens": 4096}, "curriculum": curriculum}
     whole, names = parse_config(tree), {"model.embedded", "memory.tile_tokens"}

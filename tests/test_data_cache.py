@@ -23,7 +23,7 @@ from test_data_tokenizer import word_tokenizer
 
 
 class CountingTokenizer(ByteTokenizer):
-    """Notes what it is given, in a file that all processes share."""
+    """Records its input in a file that all processes share."""
 
     def __init__(self, log):
         super().__init__()
@@ -83,7 +83,7 @@ def read_batches(data, folder):
         return os.getpid(), [stream.next_batch().input_ids.tolist() for _ in range(40)]
 
 
-def test_the_ranks_of_a_node_share_what_one_of_them_tokenises(ranks, data, tmp_path):
+def test_one_rank_tokenises_for_all_ranks_of_a_node(ranks, data, tmp_path):
     results = ranks.run(3, read_batches, data, tmp_path)
     seen = [(pid, text) for pid, text in CountingTokenizer(tmp_path / "log").seen() if text in TEXTS]
     assert {pid for pid, _ in seen} == {results[0][0]}
@@ -93,7 +93,7 @@ def test_the_ranks_of_a_node_share_what_one_of_them_tokenises(ranks, data, tmp_p
     assert [batch for step in zip(*(batches for _, batches in results), strict=True) for batch in step] == expected
 
 
-def test_only_what_is_needed_soon_is_tokenised(data, tmp_path):
+def test_only_documents_needed_soon_are_tokenised(data, tmp_path):
     stream, tokenizer = opened(data, tmp_path)
     stream.next_batch()
     time.sleep(0.3)
@@ -101,14 +101,14 @@ def test_only_what_is_needed_soon_is_tokenised(data, tmp_path):
     assert 0 < len(tokenizer.seen()) < 40
 
 
-def test_a_rank_that_waits_in_vain_says_for_what(data, tmp_path, monkeypatch):
+def test_a_rank_that_waits_too_long_names_the_file(data, tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "TIMEOUT_S", 0.1)
     stream, _ = opened(data, tmp_path, fills=False)
     with pytest.raises(TransientError, match=r"a.jsonl .*rank 0 of this node.*run/tokens"):
         stream.next_batch()
 
 
-def test_what_one_rank_cannot_read_is_refused_on_those_that_wait(data, tmp_path):
+def test_unreadable_data_is_refused_on_waiting_ranks_too(data, tmp_path):
     write_jsonl(tmp_path / "a.jsonl", TEXTS[:60], field="body")
     (tmp_path / "a.jsonl").write_text('{"text": "first"}\n' + (tmp_path / "a.jsonl").read_text())
     for fills in (True, False):
@@ -131,7 +131,7 @@ def test_a_full_disk_is_named(data, tmp_path, monkeypatch):
         stream.next_batch()
 
 
-def test_the_cache_goes_with_the_run_and_stays_for_a_run_that_goes_on(data, tmp_path):
+def test_the_cache_is_deleted_after_the_run_and_kept_for_resume(data, tmp_path):
     stream, _ = opened(data, tmp_path)
     stream.next_batch()
     stream.close()
@@ -158,13 +158,13 @@ def test_changed_files_and_other_tokenizers_are_tokenised_anew(tmp_path):
     assert len(list((tmp_path / "tokens").glob("*.tokens"))) == 4
 
 
-def test_validation_tokenises_what_it_needs(data, tmp_path):
+def test_validation_tokenises_only_its_documents(data, tmp_path):
     stream, tokenizer = opened(data, tmp_path)
     assert len(stream.validation_sequences(1)) == 1
     assert 0 < len([text for _, text in tokenizer.seen() if text in TEXTS]) <= 4
 
 
-def test_what_is_read_ahead_when_a_run_ends_leaves_nothing_behind(data, tmp_path, monkeypatch):
+def test_read_ahead_at_the_end_of_a_run_leaves_no_files(data, tmp_path, monkeypatch):
     tokenise = TokenCache._write_tokens
 
     def slowly(self, *args):

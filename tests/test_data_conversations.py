@@ -57,7 +57,7 @@ def plain_ids(tokens):
 
 
 def reference(hf, marked):
-    """A text with «...» around what is trained -> the tokens. Counts bytes of tokens: no offsets."""
+    """A text with «...» around trained parts -> the tokens. Counts bytes of tokens: no offsets."""
     text, trained = "", []
     for i, piece in enumerate(re.split("[«»]", marked)):
         text += piece

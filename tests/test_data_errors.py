@@ -1,4 +1,4 @@
-"""What a user can get wrong is a ConfigError with field, value and way out, seen by `check` if it can be."""
+"""User mistakes in data raise ConfigError with field, value and way out, in `check_data` where possible."""
 
 import json
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""What is meant is read; what is not understood is refused by name, with the way out; nothing is trained unsaid."""
+"""Common data formats are read as intended; others are refused by name, with a way out."""
 
 import dataclasses
 import json
@@ -113,7 +113,7 @@ def test_small_files_of_a_directory_are_mixed(tmp_path):
     assert sorted(names) == ["a"] * 50 + ["b"] * 50 and changes > 30
 
 
-def test_a_folder_of_records_is_understood_whole_or_refused(tmp_path):
+def test_a_folder_of_records_is_read_completely_or_refused(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", TEXTS[:5])
     write(
         tmp_path,
@@ -136,7 +136,7 @@ def test_a_folder_of_records_is_understood_whole_or_refused(tmp_path):
     assert len(documents_of(tmp_path)) == 5
 
 
-def test_a_folder_of_sources_says_what_it_leaves_out(tmp_path):
+def test_a_folder_of_sources_reports_skipped_files(tmp_path):
     write(tmp_path, a_dot_py="a", b_dot_csv="1,2", c_dot_png=b"\x89\0", d_dot_txt="")
     data = DataConfig(path=tmp_path, context=8, validation_fraction=0)
     opened = opened_at(data)
@@ -153,7 +153,7 @@ def test_text_that_is_broken_far_into_a_file_is_refused_by_name(tmp_path):
     refused(tmp_path, r"late.txt is not UTF-8 text at byte 1048576; convert it, or leave it out", validation_fraction=0)
 
 
-def test_facts_of_small_data_are_counted_and_a_sequence_is_shown(tmp_path):
+def test_small_data_is_counted_and_one_sequence_printed(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["tab\there", "", "esc\x1b[31m"])
     data = DataConfig(path=tmp_path, context=4, validation_fraction=0)
     opened, whole = opened_at(data), dataclasses.replace(data, context=9)
@@ -169,10 +169,10 @@ def test_facts_of_small_data_are_counted_and_a_sequence_is_shown(tmp_path):
     expected = ["tab\\there<|eos|>", "esc\\x1b[31m<|eos|>"]
     assert shown in ("".join(expected), "".join(reversed(expected)))
     opened.next_batch()
-    assert data_facts(opened, 10)["first tokens"] != lines["first tokens"]  # a run that goes on shows where
+    assert data_facts(opened, 10)["first tokens"] != lines["first tokens"]  # a resumed run shows its position
 
 
-def test_of_large_data_what_comes_first_is_counted(tmp_path, monkeypatch):
+def test_only_the_first_part_of_large_data_is_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(data_stream, "ROUND_TOKENS", 0)
     path = write_parquet(tmp_path / "a.parquet", ["1234567"] * 200, row_group_size=50)
     opened = opened_at(DataConfig(path=path, context=8, validation_fraction=0))
@@ -232,7 +232,7 @@ def test_a_run_does_without_datasets(tmp_path):
     assert (tmp_path / "run" / "latest").exists() and not (tmp_path / "run" / "tokens").exists()
 
 
-def test_a_folder_that_needs_datasets_says_so(tmp_path, monkeypatch):
+def test_a_folder_that_needs_datasets_is_refused(tmp_path, monkeypatch):
     saved(tmp_path / "folder")
     monkeypatch.setitem(sys.modules, "datasets", None)
     refused(

@@ -1,4 +1,4 @@
-"""Packed sequences are the documents with their boundaries: whole where they fit, no label lost, nothing crossing."""
+"""Packed sequences keep document boundaries: documents stay intact if they fit, and no label is lost or crosses."""
 
 import dataclasses
 import itertools
@@ -61,7 +61,7 @@ def make_stream(shards, context, seed=None, **settings):
 
 @st.composite
 def corpora(draw):
-    """Units of documents with tokens all distinct, so that any misplaced one is seen."""
+    """Units of documents with tokens all distinct, so that any misplaced one is detected."""
     lengths = draw(st.lists(st.lists(st.integers(1, 12), max_size=5), min_size=1, max_size=4))
     counter = iter(range(100_000))
     return [ListShard([[next(counter) for _ in range(n)] for n in shard]) for shard in lengths]
@@ -371,7 +371,7 @@ def test_groups_are_of_neighbours_in_area_and_shuffled(count, group, lead, seed)
     whole = areas[order[lead:]][: max(count - lead, 0) // group * group].reshape(-1, group)
     middle = count - whole.size
     assert all(row.max() - row.min() <= group - 1 + middle and (np.diff(row) > 0).all() for row in whole)
-    assert sum(row.max() - row.min() > group - 1 for row in whole) <= 1  # only across the middle, which was taken out
+    assert sum(row.max() - row.min() > group - 1 for row in whole) <= 1  # only across the removed middle
     if len(whole) > 8:
         assert (np.diff(whole[:, 0]) < 0).any()
     shared = areas[np.concatenate([order[:lead], order[lead + whole.size :]])]
@@ -433,7 +433,7 @@ def test_a_mixture_continues_from_any_position():
     assert stream.position.epoch > 0
 
 
-def test_data_sources_are_read_each_in_its_way_and_told_apart(tmp_path):
+def test_each_data_source_is_read_with_its_own_options(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["a" * 20] * 50)
     write_jsonl(tmp_path / "b.jsonl", ["b" * 20] * 50, field="body")
     sources = [{"path": tmp_path / "a.jsonl", "weight": 3}, {"path": tmp_path / "b.jsonl", "text_field": "body"}]

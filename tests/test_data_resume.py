@@ -135,7 +135,7 @@ def test_resume_on_another_number_of_ranks_continues_with_the_same_sequences(dat
 
 @few_kinds
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (4, 1)])
-def test_steps_of_another_size_go_on_with_the_round_and_lose_nothing(data, before, after):
+def test_another_step_size_continues_the_round_without_loss(data, before, after):
     streams = opened_on(data, before)
     global_rows(streams, 4 // before)
     state = json.dumps(streams[0].state_dict())
@@ -152,8 +152,8 @@ def test_steps_of_another_size_go_on_with_the_round_and_lose_nothing(data, befor
 
 @few_kinds
 @pytest.mark.parametrize("change", [{"size": 3}, {"context": 16}, {"context": 100}, {"context": 30, "size": 2}])
-def test_an_epoch_goes_on_with_other_steps_or_another_context_and_loses_nothing(data, change):
-    """Twice: what is left of a round is packed again, and then again."""
+def test_an_epoch_continues_with_other_steps_or_context_without_loss(data, change):
+    """Resume twice: the rest of a round is packed again each time."""
     whole = rest_of_epoch(opened_on(data, 1))
     (stream,) = opened_on(data, 1)
     found = [row[0] for row in global_rows([stream], 4)]

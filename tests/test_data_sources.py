@@ -1,4 +1,4 @@
-"""Every kind of file gives its documents, whole and in pieces; the split takes each document once."""
+"""Every file format yields its documents, read at once or in shards; the split uses each document once."""
 
 import json
 import tempfile

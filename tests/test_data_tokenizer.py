@@ -1,4 +1,4 @@
-"""Byte ids are the bytes; what is saved loads with AutoTokenizer and gives the same ids."""
+"""Byte ids are the bytes; a saved tokenizer loads with AutoTokenizer and gives the same ids."""
 
 import json
 

@@ -148,7 +148,7 @@ def test_of_large_data_a_stated_part_is_read(folder, monkeypatch):
     assert "read        all of the data" in shown(folder, records[:64])
 
 
-def test_the_terminal_marks_what_is_trained_with_and_without_colours(folder):
+def test_the_terminal_marks_trained_tokens_with_and_without_colours(folder):
     records = [talk("<tool_call>\x1b", "yo"), talk("hi", "a🎉")]
     terminal = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "80"}
     plain = shown(folder, records, context=40)
@@ -170,7 +170,7 @@ def test_long_documents_lose_their_middle_and_many_their_end(folder):
     assert "document 4: 5 tokens, 4 trained" in text and "── 5 more documents: 25 tokens, 20 trained" in text
 
 
-def test_the_page_marks_what_is_trained(folder):
+def test_the_page_marks_trained_tokens(folder):
     records = [talk("<b>", "y&🎉"), talk("hi", "no", train=False)]
     assert shown(folder, records, "--html", "page.html", context=16) == "wrote page.html\n"
     text = (folder / "page.html").read_text()

@@ -34,7 +34,7 @@ def test_pages_made_from_the_code_are_up_to_date():
     assert len(rows) > 70 and {name.split(".")[0] for name, _ in rows} == {*SECTIONS, "curriculum"}
 
 
-def test_the_ladder_is_what_is_planned():
+def test_the_ladder_matches_the_planner():
     made = script("make_ladder")
     longest = made.ladder()
     assert (ROOT / "docs" / "ladder.svg").read_text() == made.svg(longest), "run: python docs/make_ladder.py"
@@ -97,7 +97,7 @@ def test_the_wheel_installs_and_runs(tmp_path):
     """Into an empty environment; what it depends on comes from this one."""
     pip = [sys.executable, "-m", "pip"]
     how = ["--no-deps", "--no-build-isolation", "--no-index", "-q"]
-    source = tmp_path / "source"  # setuptools writes beside what it builds
+    source = tmp_path / "source"  # setuptools writes into the source folder
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_bytes((ROOT / name).read_bytes())

@@ -22,7 +22,7 @@ def packed_inputs(rows: int = 1):
 
 
 def alone(plain, ids, labels):
-    """The mean loss of plain Hugging Face run on each document by itself."""
+    """The mean loss of plain Hugging Face on each document alone."""
     total = torch.zeros((), dtype=torch.float64)
     for row in range(len(ids)):
         for document, targets in zip(ids[row].split(LENGTHS), labels[row].split(LENGTHS), strict=True):
@@ -50,7 +50,7 @@ def test_documents_are_as_if_alone(ranks, family, cp, rows):
 
 
 def with_positions(family, cp, offset, labels_cross):
-    """Hugging Face finds the documents in position_ids by itself; here we give both the same."""
+    """Hugging Face infers documents from position_ids; both get the same ones here."""
     ids, labels, _, positions = packed_inputs(2)
     labels, positions = (ids if labels_cross else labels), positions + offset
     count = (labels[:, 1:] != -100).sum()
@@ -72,7 +72,7 @@ def test_packed_position_ids_are_read_as_hugging_face_reads_them(ranks, family, 
 
 
 def with_positions_and_documents(cp):
-    """Documents rule what is attended to; positions only turn. Equal to a mask of blocks for Hugging Face."""
+    """Documents determine the attention mask, positions only the rotation, as with a block mask in Hugging Face."""
     ids, labels, documents, _ = packed_inputs()
     positions = 2 * torch.arange(ids.shape[1])[None]
     same = documents[0, :, None] == documents[0, None, :]
@@ -192,7 +192,7 @@ def test_positions_begin_anew_in_every_document_of_every_row():
     assert share.num_positions == max(LENGTHS)
 
 
-def test_what_starts_a_document():
+def test_document_starts():
     """As docs/hugging-face.md has it."""
     ids, mesh = random_ids(1, 8), make_mesh(1)
     restart, jump = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]), torch.tensor([[0, 1, 2, 3, 4, 7, 8, 9]])
@@ -227,4 +227,4 @@ def test_documents_are_worked_out_once_per_batch(monkeypatch):
     documents = torch.arange(40)[None] // 7
     for _ in range(2):
         model(input_ids=ids, labels=ids, document_ids=documents).loss.backward()
-    assert walks == [True, True, False, False] * 2  # whole documents, and parts of them
+    assert walks == [True, True, False, False] * 2  # complete documents, then parts

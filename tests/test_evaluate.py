@@ -1,4 +1,4 @@
-"""`ithaka evaluate` beside a plain script with transformers: losses, gains, retrieval; the tasks are fixed."""
+"""`ithaka evaluate` matches a plain transformers script: losses, gains, retrieval; the tasks are fixed."""
 
 import hashlib
 import itertools
@@ -71,7 +71,7 @@ def test_key_tokens_gain_much_and_end_well():
 
 
 class CountedDocument(np.ndarray):
-    """Counts how often anyone asks for a length."""
+    """Counts calls of `len`."""
 
     asked = 0
 
@@ -158,7 +158,7 @@ def test_every_figure_is_that_of_a_plain_script(ranks):
         assert cells == {(kind, CONTEXT, depth) for kind in TASKS for depth in DEPTHS[::3]}
 
 
-def test_a_run_is_evaluated_and_shown(ranks, tmp_path, monkeypatch, capfd):
+def test_a_run_is_evaluated_and_printed(ranks, tmp_path, monkeypatch, capfd):
     calls = itertools.count()
     monkeypatch.setattr(measuring, "is_retrieved", lambda *_: next(calls) % 6 in (0, 2, 3))
     config = tiny_run(tmp_path, model={"max_position_embeddings": 1024}, train={"steps": 1, "validate_every": 0})
@@ -215,14 +215,14 @@ def test_narrow_parameters_give_the_same_losses(tmp_path):
 
 
 def quick_run(config):
-    """One rank's part of a run. What is retrieved is made up, which takes no forwards."""
+    """Run one rank with made-up retrieval results, which take no forward passes."""
     calls = itertools.count()
     with patch.object(measuring, "is_retrieved", lambda *_: next(calls) % 2 == 0):
         run(config)
 
 
 def test_a_run_evaluates_itself(ranks, tmp_path):
-    """On two ranks, which share each document: the figures are its export's, and training goes on as without."""
+    """On two ranks, which share each document: the figures match its export's, and training is unaffected."""
     texts = tmp_path / "long.jsonl"
     texts.write_text("".join(json.dumps({"text": f"{n} and " * 200}) + "\n" for n in range(3)))
     how = {"every": 2, "contexts": ["900"], "data": str(texts), "documents": 2, "samples": 1}

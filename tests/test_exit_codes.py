@@ -134,7 +134,7 @@ def test_storage_that_fails_in_a_step_is_transient(tmp_path, monkeypatch, capsys
     "number, kind",
     [(errno.EIO, TransientError), (errno.ENOENT, TransientError), (errno.ENOSPC, ConfigError)],
 )
-def test_every_rank_of_a_node_raises_what_the_tokenising_one_does(tmp_path, monkeypatch, number, kind):
+def test_every_rank_of_a_node_raises_the_tokenising_ranks_error(tmp_path, monkeypatch, number, kind):
     """A file that was listed and is gone may be back: if not, the next start refuses the data."""
     text = tmp_path / "a.txt"
     text.write_text("some text")

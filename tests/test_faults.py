@@ -1,4 +1,4 @@
-"""Faults, injected: what the user sees, and what is kept."""
+"""Injected faults: messages, exit codes, and the checkpoints that survive."""
 
 import contextlib
 import dataclasses
@@ -106,7 +106,7 @@ def in_the_foreground(patch):
     patch.setattr(trainer_module, "can_save_in_background", lambda run: False)
 
 
-def test_what_is_saved_in_the_background_is_the_step_it_was_saved_after(ranks, whole, tmp_path):
+def test_a_background_save_has_the_state_of_its_step(ranks, whole, tmp_path):
     said, saved = {}, {}
     for fault in (slow_to_write, in_the_foreground):
         config = moved(whole, tmp_path / fault.__name__)
@@ -344,7 +344,7 @@ def raises(error):
     return function
 
 
-def test_a_rank_whose_device_failed_says_so(monkeypatch, pair):
+def test_a_rank_whose_device_failed_is_named(monkeypatch, pair):
     """After a CUDA fault, every query of the device raises."""
     watching, failing = pair
     fault = RuntimeError("CUDA error: an illegal memory access was encountered\nFor debugging consider ...")
@@ -411,7 +411,7 @@ def test_lines_that_the_disk_does_not_take_are_written_later(tmp_path, capsys):
     assert capsys.readouterr().out.count("metrics cannot be written (Read-only file system)") == 1
 
 
-def test_host_memory_that_runs_out_is_said_once(monkeypatch, capfd):
+def test_host_memory_exhaustion_is_reported_once(monkeypatch, capfd):
     monkeypatch.setattr(heartbeat, "available_memory", lambda: 2**29)
     watched = SimpleNamespace(_warned_of_memory=False)
     for _ in range(2):
@@ -541,7 +541,7 @@ def test_a_rank_with_other_data_is_refused_before_the_first_step(ranks, whole, t
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
-def test_a_model_is_the_same_whatever_a_download_left_beside_it(tmp_path):
+def test_extra_files_of_a_download_do_not_change_the_model(tmp_path):
     data = SimpleNamespace(fingerprint=str, stream=SimpleNamespace(sources=[]), validation=None)
 
     def found(name, weights):

@@ -25,7 +25,7 @@ TOLERANCE = 1e-5  # fp32
 
 
 class FadingSGD(torch.optim.SGD):
-    """Its steps fade with their number: state that is no tensor, beside momentum. (AdamW would amplify rounding.)"""
+    """Steps shrink with their number: state that is not a tensor, besides momentum. (AdamW would amplify rounding.)"""
 
     def step(self, closure=None):
         for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
@@ -98,8 +98,9 @@ def check(runs, expected, logged=LOGGED):
 
 
 def test_trainer(ranks, tmp_path):
-    """Accumulation, rows of unequal lengths, evaluation, a checkpoint of 2 x 2 ranks with which two go on; in the end
-    the weights are those of one in the middle, which is to be the best."""
+    """Accumulation, rows of unequal lengths, evaluation, and resuming a 2 x 2 checkpoint on two ranks.
+
+    The final weights are those of a checkpoint in the middle, which counts as the best."""
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
     trained = partial(run, **best, **SHORT)
     (expected,) = ranks.run(1, trained, "hf_trainer", 0, tmp_path / "plain")

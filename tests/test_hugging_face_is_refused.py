@@ -120,7 +120,7 @@ class Loading(Trainer):
         super().__init__(model=AutoModelForCausalLM.from_pretrained(model), **given)
 
 
-def test_a_trainer_that_loads_the_model_itself(tmp_path):
+def test_a_trainer_may_load_the_model(tmp_path):
     tiny_model(tiny_config("llama"), torch.float32).save_pretrained(tmp_path)
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     assert hf.long_context(Loading)(model=str(tmp_path), args=args).model.ithaka_mesh.cp_size == 1

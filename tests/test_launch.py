@@ -1,4 +1,4 @@
-"""Ranks are started, told of signals, and reported on once; none is left behind."""
+"""Ranks start, receive signals and are reported once; none is left behind."""
 
 import contextlib
 import os
@@ -70,7 +70,7 @@ def launch_in_a_terminal(folder: Path) -> int:
     return 0
 
 
-def test_escape_codes_are_not_shown_in_a_terminal(tmp_path):
+def test_escape_codes_are_removed_in_a_terminal(tmp_path):
     program = Program(tmp_path, launch_in_a_terminal, tmp_path)
     assert program.wait(60) == 0
     screen = (tmp_path / "screen").read_bytes()
@@ -165,7 +165,7 @@ int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = (5ul << 30) + devi
 
 
 def test_the_gpu_that_counts_is_the_rank_s_of_those_visible(tmp_path, monkeypatch):
-    """The driver knows what CUDA_VISIBLE_DEVICES means; this one calls each GPU after it, and its number."""
+    """A fake driver that interprets CUDA_VISIBLE_DEVICES: each GPU is named after it and its number."""
     if shutil.which("gcc") is None:
         pytest.skip("needs gcc")
     (tmp_path / "driver.c").write_text(FAKE_DRIVER)
@@ -216,7 +216,7 @@ def test_signal_before_training_begins_stops_the_run(tmp_path):
     assert gone(pids)
 
 
-def test_failure_to_save_after_a_signal_is_told(tmp_path):
+def test_failure_to_save_after_a_signal_is_reported(tmp_path):
     parent, pids = started(fail_while_saving, tmp_path)
     os.kill(parent.pid, signal.SIGTERM)
     assert parent.wait(20) == ExitCode.FAILED

@@ -31,7 +31,7 @@ def block(name: str) -> str:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """With long.yaml, and commands that stand for those of a cluster. A step takes a tenth of a second."""
+    """A folder with long.yaml and stand-ins for a cluster's commands. A step takes a tenth of a second."""
     config = tiny_run(tmp_path, parallel={"cp": 1}, train={"steps": 60, "save_every": 5, "validate_every": 0})
     (tmp_path / "long.yaml").write_text(to_yaml(config))
     (tmp_path / "bin").mkdir()

@@ -1,4 +1,4 @@
-"""Without labels every rank gets the whole batch's logits, equal to Hugging Face's, and differentiable."""
+"""Without labels every rank gets differentiable logits of the full batch, equal to Hugging Face's."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def of_each_batch():
     return {"logits": relative(model(input_ids=mine).logits, tiny_model(config)(input_ids=mine).logits)}
 
 
-def test_logits_belong_to_the_rows_given(ranks):
+def test_logits_have_the_order_of_the_rows(ranks):
     check(ranks.run(4, of_each_batch))
 
 

@@ -79,7 +79,7 @@ def loss_of(source, cp):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_loaded_model_computes_what_hugging_face_computes(ranks, tmp_path, family):
+def test_a_loaded_model_matches_hugging_face(ranks, tmp_path, family):
     """In fp64, but Hugging Face's norms round to fp32 internally."""
     save(tmp_path, family)
     ids = torch.arange(18).view(2, 9) * 7 % 61

@@ -76,7 +76,7 @@ def test_the_phase_is_named_on_every_rank(ranks, tmp_path, name, path):
         assert re.search(r"\n  planned peak: \S+ [KM]iB in .*\n  measured: \S+ [MG]iB for the process", text)
 
 
-def test_the_last_checkpoint_goes_on_with_another_setting(tmp_path, capfd, monkeypatch):
+def test_the_last_checkpoint_resumes_with_another_setting(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(trainer_module, "can_save_in_background", lambda run: False)  # saved before the next step
     plan = {"steps": 4, "save_every": 2, "validate_every": 0, "validate_sequences": 0}
     config = tiny_run(tmp_path, train=plan, data={"context": 512})
@@ -166,7 +166,7 @@ def explain(plan, path, used_bytes, error):
     return explain_out_of_memory(plan, error, witness, "llama3-8b")
 
 
-def test_planned_stands_beside_measured_and_the_planner_is_asked():
+def test_planned_and_measured_memory_are_compared_and_settings_suggested():
     plan, path = llama(2**20, **ON_HOST), ("layer 31", "backward", "attention", "stage 0")
     text = explain(plan, path, 5 * GIB, torch.OutOfMemoryError(FULL))
     peak = plan.ledger.gpu_peak - plan.ledger.gpu["reserve"]
@@ -183,7 +183,7 @@ def test_host_memory_has_its_own_plan():
         assert (str(error) or "MemoryError()") in text.splitlines()[0]
 
 
-def test_a_rehearsal_explains_itself_the_same_way(tmp_path, monkeypatch):
+def test_a_rehearsal_explains_out_of_memory_the_same_way(tmp_path, monkeypatch):
     model = tiny_run(tmp_path).model.path
     path = ("step", "layer 1", "backward", "attention", "stage 0")
     fail_in(monkeypatch, StagedAttention, "attend_backward", path, torch.OutOfMemoryError(FULL), times=2)

@@ -108,7 +108,7 @@ def test_the_selection_has_every_pair():
 
 @st.composite
 def layouts(draw) -> tuple:
-    """family, heads, kv heads, cp, rows, tokens, layout; what is kept differs from layer to layer."""
+    """family, heads, kv heads, cp, rows, tokens, layout; layers keep different activations."""
     kv_heads, group_size = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     heads = kv_heads * group_size
     cp = draw(st.sampled_from([n for n in (1, 2, 4) if n <= heads]))

@@ -73,7 +73,7 @@ def on_gpus(config, num_ranks, hardware=None):
     return Run(config, num_ranks, shape, layout_from_config(config, shape.num_layers, num_ranks, on_gpu=True), hardware)
 
 
-def test_long_contexts_go_to_the_host_and_given_settings_win(tmp_path):
+def test_long_contexts_are_offloaded_and_explicit_settings_win(tmp_path):
     config, explicit = llama(tmp_path, data__context="4M", memory__tile_tokens=4096)
     resolved, plan = plan_run(config, explicit, node())
     assert plan is not None and plan.fits
@@ -257,7 +257,7 @@ def test_a_gpu_with_a_similar_name_is_not_matched(name):
 
 @pytest.mark.parametrize("context", ["128K", pytest.param("2M", marks=pytest.mark.slow), "6M"])
 @pytest.mark.parametrize("disk", [False, True])
-def test_the_checks_accept_what_the_planner_chose(tmp_path, context, disk):
+def test_the_checks_accept_the_planners_choice(tmp_path, context, disk):
     config, explicit = llama(tmp_path, data__context=context, **({"memory__disk_path": tmp_path} if disk else {}))
     resolved, plan = plan_run(config, explicit, node(disk=10**13 if disk else 0))
     assert plan is not None
@@ -324,7 +324,7 @@ def test_a_missing_disk_path_is_refused_before_planning(tmp_path):
 
 
 def plan_on(folder, host_bytes_by_rank, context_by_rank):
-    """As one of two nodes under torchrun, each with one GPU and as much host memory as given."""
+    """Run as one of two nodes under torchrun, each with one GPU and the given host memory."""
     rank = dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}.items():

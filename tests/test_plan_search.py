@@ -150,7 +150,7 @@ def test_every_built_in_model_has_a_plan(model):
     assert choose(find_shape(model), replace(NODE, num_nodes=4), 32 * 2**10).fits
 
 
-# ---- the anchors: what is planned today is in LOG.md
+# ---- anchors: LOG.md has the current plans
 
 
 def test_llama_8b_at_1m_is_faster_than_published():

@@ -26,7 +26,7 @@ WORK = 1.0  # and one that takes longer than everything else
 
 @pytest.fixture(autouse=True)
 def shares(monkeypatch):
-    """Matmuls and copies at the full rate: what is counted are FLOPs and bytes."""
+    """Matmuls and copies at the full rate, so that seconds count FLOPs and bytes."""
     for name in ("MLP_SHARE", "PROJECTION_SHARE"):
         monkeypatch.setattr(seconds, name, (1.0, 1.0))
     monkeypatch.setattr(seconds, "LOSS_SHARE", 1.0)
@@ -147,7 +147,7 @@ def test_every_stage_has_a_fixed_overhead(monkeypatch):
 
 
 def exchanged(hardware, layout, keeps=KEPT, **more):
-    """Beside compute that hides the gathering of weights."""
+    """With enough compute to hide the weights' all-gather."""
     slow = replace(hardware, gpu=replace(hardware.gpu, matmul_flops=WORK))
     return [part.exchange for part in layer(slow, layout, keeps, **more)]
 
@@ -272,7 +272,7 @@ def test_copies_to_the_host_and_back():
         [x + out, x + out]
     )
     assert copied(pcie, stages, KEPT) == [0, 0]
-    # Beside long work only the first of 16 tiles has nothing to hide behind.
+    # With long compute, only the first of 16 tiles is exposed.
     slow = machine(pcie_bytes_s=rate, matmul_flops=WORK)
     assert copied(slow, stages, ActivationPolicy("host", "host")) == pytest.approx([0, (x + out + 5 * x) / 16])
 

@@ -194,7 +194,7 @@ def test_an_adapter_is_exported_with_the_positions_it_was_trained_at(ranks, tmp_
     ids = torch.arange(2 * 61).reshape(2, 61) * 13 % MODEL["vocab_size"]
     ranks.run(2, run, config)
     _, logits = ranks.run(2, trained, config, ids)[0]
-    merged = AutoModelForCausalLM.from_pretrained(export(config.train.run_dir, tmp_path / "whole", True))
+    merged = AutoModelForCausalLM.from_pretrained(export(config.train.run_dir, tmp_path / "merged", True))
     torch.testing.assert_close(merged(ids).logits, logits, rtol=1e-5, atol=1e-5)
     out = tmp_path / "out"
     result = CliRunner().invoke(app, ["export", str(config.train.run_dir), str(out)])

@@ -106,7 +106,7 @@ def test_a_quarter_more_noise_fails_on_a_gpu(exact, monkeypatch):
         assert_as_good_as_autocast(noisy(exact, 1, 1.25 * NOISE), noisy(exact, 2), exact)
 
 
-def test_a_yardstick_that_is_off_itself_is_refused(exact):
+def test_an_inaccurate_baseline_is_refused(exact):
     with pytest.raises(AssertionError, match="autocast itself"):
         assert_as_good_as_autocast(noisy(exact, 1), noisy(exact, 2, 1.0), exact)
 

@@ -1,4 +1,4 @@
-"""What one rank is refused for ends all of them at once, and is said once."""
+"""If one rank is refused, all ranks end at once, with one message."""
 
 import errno
 from contextlib import contextmanager
@@ -55,7 +55,7 @@ def train(folder, lacking, on_ranks):
 
 
 def directories(folder):
-    """Of a new run, of ranks whose clocks differ; and the refusal to go on where only rank 0 sees the checkpoint."""
+    """The run directory chosen by ranks whose clocks differ, and the error if only rank 0 finds the checkpoint."""
     with under_torchrun() as patch:
         rank = dist.get_rank()
         patch.setattr(preflight.time, "strftime", lambda how: f"clock-{rank}")
@@ -91,7 +91,7 @@ def test_nodes_do_not_wait_for_one_that_is_refused(ranks, tmp_path, lacking, wor
     assert not (tmp_path / "new").exists()
 
 
-def test_what_all_ranks_are_refused_for_is_said_once_and_without_a_rank(ranks, tmp_path):
+def test_an_error_on_all_ranks_is_printed_once_without_a_rank(ranks, tmp_path):
     tiny_run(tmp_path)
     said = ranks.run(2, train, tmp_path, lacks_a_file, [0, 1], timeout_s=60)
     refusal = "ConfigError: model.path has no file x; copy it again\n"

@@ -49,7 +49,7 @@ def without_work(monkeypatch) -> None:
     monkeypatch.setattr(rehearsal, "rehearse", start)
 
 
-def test_settings_are_shown_before_the_work(model, monkeypatch):
+def test_settings_are_printed_before_the_work(model, monkeypatch):
     without_work(monkeypatch)
     result = rehearse(model, "--context", "64")
     assert isinstance(result.exception, Started)
@@ -76,7 +76,7 @@ def test_the_plan_is_for_the_kernel_that_runs(model, monkeypatch, runs, planned)
     assert kernels == ["cudnn" if runs == "cudnn" else "auto"]
 
 
-def test_json_says_what_ran_and_where_its_peak_is(model, monkeypatch):
+def test_json_has_the_settings_and_the_phase_of_the_peak(model, monkeypatch):
     monkeypatch.setattr(rehearsal, "MEMORY_ONLY_DOCUMENT", 32)
     answer = json.loads(rehearse(model, "--context", "64", "--layers", "1", "--memory-only", "--json").stdout)
     ran = {key: answer[key] for key in ("gpus", "context", "layers", "attention_cut_short")}
@@ -128,13 +128,13 @@ def test_an_evaluation_takes_few_heads_at_once_where_they_are_large():
     assert stages == [None, 8]
 
 
-def test_a_rehearsal_of_memory_only_says_so(model):
+def test_a_memory_only_rehearsal_is_labelled(model):
     options = ("--context", "64", "--layers", "1", "--memory-only", "--set", "memory.checkpoint=none")
     result = rehearse(model, *options)
     assert "\npeak in: " in result.stdout and "memory only: " in result.stdout
 
 
-def test_a_cpu_is_not_shown_as_a_gpu(model):
+def test_a_cpu_is_not_reported_as_a_gpu(model):
     result = rehearse(model, "--context", "64")
     assert result.exit_code == 0, result.output
     assert "\npeak without reserve " in result.stdout and "\npeak in: " in result.stdout

@@ -228,7 +228,7 @@ def test_curves_of_two_runs_are_distinct_on_any_x_axis(run_dir, browser, tmp_pat
     assert browser.complaints() == []
 
 
-def test_the_page_of_a_run_in_progress_reloads_itself(run_dir, tmp_path):
+def test_the_page_of_a_run_in_progress_reloads(run_dir, tmp_path):
     (tmp_path / "config.yaml").write_text((run_dir / "config.yaml").read_text())
     page = tmp_path / "report.html"
     with live_report(tmp_path, every_s=0.01):

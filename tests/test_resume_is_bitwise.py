@@ -1,4 +1,4 @@
-"""A run that was stopped, killed or moved goes on as if nothing had happened."""
+"""A run that was stopped, killed or moved resumes with identical results."""
 
 import contextlib
 import dataclasses
@@ -40,8 +40,8 @@ def test_resume_on_other_ranks_agrees_up_to_rounding(ranks, tmp_path):
     assert others == pytest.approx(losses, rel=1e-5)
 
 
-def test_a_run_that_is_killed_again_and_again_goes_on_bit_for_bit(ranks, tmp_path):
-    """At any pass up to the one given, all of which come before the run ends; `make faults` kills a hundred runs."""
+def test_a_run_that_is_killed_repeatedly_resumes_bit_for_bit(ranks, tmp_path):
+    """Killed at random points before the run ends; `make faults` kills a hundred runs."""
     whole, choice = faults.configured(tmp_path / "whole"), random.Random(5)
     ranks.run(2, run, whole)
     config = moved(whole, tmp_path / "run")
@@ -92,7 +92,7 @@ def go_on(config):
     return output.getvalue()
 
 
-def test_a_longer_run_goes_on_at_the_rate_it_had(ranks, tmp_path):
+def test_a_longer_run_keeps_its_learning_rate(ranks, tmp_path):
     optim = {"lr": 1e-2, "warmup_steps": 0, "decay_steps": 3}
     config = tiny_run(tmp_path, train={"steps": 3}, optim=optim)
     ranks.run(1, run, config)
@@ -103,7 +103,7 @@ def test_a_longer_run_goes_on_at_the_rate_it_had(ranks, tmp_path):
     assert rates == pytest.approx([1e-2, 5.5e-3, 1e-3, 1e-3, 1e-3])
 
 
-def test_changed_settings_are_told_and_take_effect(ranks, tmp_path):
+def test_changed_settings_are_reported_and_take_effect(ranks, tmp_path):
     config = tiny_run(tmp_path, train={"steps": 1})
     ranks.run(1, run, config)
     for steps, context in ((2, 90), (3, 90)):
@@ -113,7 +113,7 @@ def test_changed_settings_are_told_and_take_effect(ranks, tmp_path):
         assert f" {steps} (was {steps - 1})" in output
         assert ("data.context  90 (was 61)" in output) == (steps == 2)
         loss = metrics(config.train.run_dir)[-1]["val_loss"]
-        assert re.search(rf"validation loss +{loss:.4f}\n", output)  # not beside validation at the other context
+        assert re.search(rf"validation loss +{loss:.4f}\n", output)  # not the loss at the other context
     assert load_config(tmp_path / "run/config.yaml") == config
     lines = metrics(config.train.run_dir)
     assert [line["tokens"] for line in lines] == [0, 61, 61 + 90, 61 + 90 + 90]

@@ -82,9 +82,9 @@ def compare(mesh, family, heads, kv_heads, tokens, all_starts, changes):
     "ulysses,ring", [pytest.param(*pair, marks=[pytest.mark.slow] * (pair in SLOW_PAIRS)) for pair in GRID]
 )
 def test_any_ulysses_and_ring(ulysses, ring, monkeypatch):
-    """Documents whole where they can be, and all cut; rounds of many tokens and of few; of CASES, two in turn.
+    """With documents intact where possible, or all cut; with large and small rounds; two of CASES per pair.
 
-    One document, and some that end around every border.
+    One document, and several that end around every border.
     """
     for finest in (False, True) if ulysses * ring < 6 else (True,):  # many threads are slow
         monkeypatch.setattr(dealing, "CUT_THRESHOLDS", (0.0,) if finest else (1.0,))
@@ -114,7 +114,7 @@ def test_processes(ranks):
 
 
 def tokens_and_logits():
-    """Logits of all tokens in order; values of a share beside its log-probabilities, in the same order."""
+    """Logits of all tokens in order; values and log-probabilities of a share in the same order."""
     mesh, config, starts = make_mesh(4, ring=2), tiny_config("llama"), [0, 1, 26, 41]
     plain, ids, positions = tiny_model(config), random_ids(1, 41), positions_of(starts)
     model = parallelize_model(tiny_model(config), mesh=mesh)
@@ -183,7 +183,7 @@ def test_one_causal_document_is_dealt_in_zigzag():
 @pytest.mark.parametrize("ring", [2, 4, 8])
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 1.5])
 def test_packed_documents_are_balanced(ring, sigma):
-    """1000 documents, log-normal around 8K: by causal area, and by that of a window of 4096; few of them are cut."""
+    """1000 documents, log-normal around 8K: balanced by causal area, with and without a window of 4096; few are cut."""
     lengths = torch.randn(1000, generator=torch.Generator().manual_seed(ring)).mul(sigma).exp().mul(8192).long() + 1
     starts = (0, *lengths.cumsum(0).tolist())
     dealt = deal_tokens(starts, ring, 8)
@@ -209,14 +209,14 @@ def received_tokens(starts, ring, window=None):
     return [sum(received for received, _ in of_rounds) for of_rounds in counts]
 
 
-def test_what_no_row_sees_is_not_sent():
-    """In zigzag, member i of 4 sees the first 8 - i of 8 pieces and has two of them; packed documents stay whole."""
+def test_unattended_keys_are_not_sent():
+    """In zigzag, member i of 4 sees the first 8 - i of 8 pieces and has two of them; packed documents stay intact."""
     assert received_tokens((0, 1 << 20), 4) == [(6 - i) << 17 for i in range(4)]
     assert received_tokens(tuple(range(0, (1 << 20) + 1, 1 << 12)), 4) == [0] * 4
     assert received_tokens((0, 1 << 20), 4, window=4096) == [4095, 2 * 4095, 2 * 4095, 4095]
 
 
-def test_inputs_say_how_tokens_are_dealt():
+def test_inputs_determine_how_tokens_are_dealt():
     def dealt():
         mesh, tokens = make_mesh(2, ring=2), torch.arange(40)[None]
         ways = {"document_ids": tokens // 25}, {"position_ids": tokens % 25}, {"attention_mask": tokens < 25}, {}
@@ -255,7 +255,7 @@ def test_a_run_and_resuming_it_with_another_ring(ranks, tmp_path):
         assert others == pytest.approx(losses[0], rel=1e-5)
 
 
-def test_a_configuration_says_how_many_rings():
+def test_a_configuration_determines_the_ring():
     shapes = [
         layout_from_config(parse_config({"parallel": {"ring": ring}}), 2, 8, on_gpu=False) for ring in ("auto", 1, 2, 8)
     ]

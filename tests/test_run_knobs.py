@@ -28,7 +28,7 @@ def names(run_dir):
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
-    """A run whose validation losses are given: it stops early, two validations after the lowest."""
+    """A run with fixed validation losses: it stops early, two validations after the lowest."""
     losses = iter((9.0, 3.0, 2.0, 2.5, 2.25))
     settings = {"validate_every": 1, "save_every": 0, "keep_last": 1, "patience": 2, "epochs": 2, "accumulate": 3}
     config = tiny_run(tmp_path_factory.mktemp("knobs"), train=settings)

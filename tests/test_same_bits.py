@@ -1,4 +1,4 @@
-"""On CPU a step gives the same bits every time, whatever it keeps, wherever that lives and whatever overlaps."""
+"""On CPU a step gives the same bits every time, for every activation policy, tier and overlap."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Every setting of memory, parallelism and attention, given in YAML, changes what the layers do."""
+"""Every YAML setting of memory, parallelism and attention changes what the layers do."""
 
 import tempfile
 from pathlib import Path
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def built(text: str):
-    """A model with settings in YAML after one step; what it held for backward, on the device and off."""
+    """A model with YAML settings after one step, and the bytes kept for backward on the device and off it."""
     config = parse_config(yaml.safe_load(text) or {})
     layout, store = layout_from_config(config, 2, 1, on_gpu=False), Store(CPU, disk_path=config.memory.disk_path)
     model = build.build_model(tiny_config("llama").to_dict(), make_mesh(1), layout, store=store)
@@ -77,7 +77,7 @@ def test_keep_attention_saves_attention(kept, num_kept, monkeypatch):
     assert len(calls) == 2 + (2 - num_kept), "once per layer in forward, and again where it was not kept"
 
 
-def test_offload_moves_what_is_kept():
+def test_offload_moves_kept_activations():
     x_bytes = 2 * 24 * 32 * 4
     kept = {tier: built(f"memory: {{offload: {tier}}}")[1:3] for tier in ("none", "host", "disk")}
     assert {tier: held for tier, (_, held) in kept.items()} == {
@@ -85,7 +85,7 @@ def test_offload_moves_what_is_kept():
         "host": (x_bytes, 0),
         "disk": (kept["disk"][1][0], x_bytes),
     }
-    # The embedding's output is held by nobody else, nor is the first layer's.
+    # Nothing else references the outputs of the embedding and the first layer.
     assert kept["none"][0] - kept["host"][0] == kept["none"][0] - kept["disk"][0] == x_bytes
 
 
@@ -94,7 +94,7 @@ def test_offload_also_moves_attentions_output():
     assert held == (2 * 24 * 32 * 4 + 24 * (32 + 4) * 4, 0)
 
 
-def test_layers_keep_what_they_are_told_to():
+def test_layers_keep_what_the_settings_name():
     """For one layer more that keeps q, k, v and the sum after attention, or gate and up: their values of 24 tokens."""
 
     def kept(words: str) -> int:
@@ -126,7 +126,7 @@ def test_attention_settings_reach_attention(monkeypatch):
 
 
 def test_compile_compiles_the_mlp(monkeypatch):
-    """Traced for real, forward and backward; what is traced runs as it is: generating code needs a C++ compiler."""
+    """Forward and backward are traced, and the traced graph runs eagerly: generating code needs a C++ compiler."""
     compiled, graphs, compile_module = [], [], torch.compile
 
     def backend(graph, inputs):

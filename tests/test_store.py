@@ -107,7 +107,7 @@ def test_views_are_kept_with_their_own_values(tier):
 
 
 @pytest.mark.parametrize("tier", TIERS)
-def test_a_held_tensor_is_copied_once(tier, monkeypatch):
+def test_a_kept_tensor_is_copied_once(tier, monkeypatch):
     handle = keep_and_overwrite(Store(), numbers((8, 2)), tier)
     list(handle.tiles(tile_slices(8, 3), hold=True))
     if tier != "device":

@@ -1,4 +1,4 @@
-"""How long a run may make no progress, and which ranks are slow: by what is measured, and by nothing else."""
+"""Measurements alone decide how long a run may make no progress and which ranks are slow."""
 
 import contextlib
 import dataclasses
@@ -125,7 +125,7 @@ def on_gpu(run, name, context):
     return dataclasses.replace(run, config=config, hardware=dataclasses.replace(run.hardware, gpu=gpu))
 
 
-def test_an_unknown_gpu_is_given_the_time_of_the_slowest_to_start_and_is_then_measured(tiny):
+def test_an_unknown_gpu_starts_with_the_slowest_gpus_limit_until_measured(tiny):
     context = 10**8  # attention's seconds then count
     known, unknown = (Limits.for_run(on_gpu(tiny, name, context)) for name in ("NVIDIA H100 80GB HBM3", "Some 9000"))
     slowest = min((gpu for gpu in GPUS.values() if gpu.name != "CPU"), key=lambda gpu: gpu.matmul_flops)
@@ -206,7 +206,7 @@ def test_the_rank_that_computes_slowly_is_named_and_not_those_that_wait_for_it(r
 
 
 def slow_at_first_then_asleep(patch):
-    """On rank 1: what is not measured yet takes longer than the limit that follows, and in step 4 a layer hangs."""
+    """On rank 1, unmeasured phases exceed the later limit, and a layer hangs in step 4."""
     patch.setattr(heartbeat, "BEAT_S", 0.1)
     patch.setattr(heartbeat, "OWN_ERROR_WAIT_S", 0.0)
     patch.setattr(heartbeat, "MIN_STEP_LIMIT_S", 1.0)
@@ -236,7 +236,7 @@ def slow_at_first_then_asleep(patch):
         patch.setattr(torch.optim.AdamW, "step", slow_update)
 
 
-def test_what_was_not_measured_may_take_long_and_a_step_that_was_may_not(tmp_path):
+def test_unmeasured_phases_may_be_slow_but_measured_steps_may_not(tmp_path):
     train = {"steps": 9, "validate_every": 0, "save_every": 0}
     config, victims = tiny_run(tmp_path, train=train, memory={"offload_optimizer": True}), Ranks(2)
     victims.start(2, tmp_path, run_and_record_exit, slow_at_first_then_asleep, config, tmp_path)

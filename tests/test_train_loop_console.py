@@ -1,4 +1,4 @@
-"""What a run tells: console, metrics.jsonl; and how it stops."""
+"""Console output, metrics.jsonl and signal handling of a run."""
 
 import io
 import json
@@ -54,7 +54,7 @@ def test_run_writes_every_step_to_metrics_and_rank_0_to_its_trackers(ranks, tmp_
         assert len(list(tmp_path.glob("run/tensorboard/events*"))) == 1
 
 
-def test_the_loss_of_each_source_is_told_apart(ranks, tmp_path):
+def test_each_source_has_its_own_loss(ranks, tmp_path):
     settings = {"train": {"steps": 2, "validate_every": 2, "accumulate": 2}}
     one = tiny_run(tmp_path / "one", **settings)
     sources = [
@@ -135,7 +135,7 @@ def test_sigterm_finishes_the_step_saves_and_leaves_with_its_number(tmp_path):
     assert (config.train.run_dir / "latest").read_text() == f"step-{last:08d}\n"
 
 
-def test_a_narrow_terminal_shows_the_step_whole(tmp_path, monkeypatch):
+def test_a_narrow_terminal_shows_the_full_step(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     console = Console(tmp_path, 300, 34)
     console._bar.update(console._task, status="loss 2.9915  lr 3.93e-03  grad 2.409  2.12K tok/s  host 493.4 MiB")
@@ -222,7 +222,7 @@ def test_pairs_are_counted_inside_documents_and_windows():
 
 
 @pytest.mark.parametrize("terminal, rank", [(True, "0"), (False, "0"), (True, "1")])
-def test_what_takes_long_is_said_by_rank_0_on_a_terminal(monkeypatch, capsys, terminal, rank):
+def test_rank_0_reports_slow_work_on_a_terminal(monkeypatch, capsys, terminal, rank):
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes a pipe for a terminal
     monkeypatch.setenv("TERM", "xterm")
@@ -236,7 +236,7 @@ def test_what_takes_long_is_said_by_rank_0_on_a_terminal(monkeypatch, capsys, te
         assert said == ""
 
 
-def test_the_bar_says_what_is_done_besides_steps(tmp_path, monkeypatch):
+def test_the_progress_bar_names_work_between_steps(tmp_path, monkeypatch):
     output = screen(monkeypatch, terminal=True)
     shown = Console(tmp_path, num_steps=3)
     shown.step(record(1))

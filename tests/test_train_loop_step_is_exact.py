@@ -1,4 +1,4 @@
-"""One step against plain PyTorch: unequal micro-batches, two data-parallel ranks, clipping, AdamW; and a whole run on
+"""One step against plain PyTorch: unequal micro-batches, two data-parallel ranks, clipping, AdamW; and a run on
 conversations."""
 
 import itertools
@@ -151,7 +151,7 @@ def plain_tokens(hf, messages: list[dict]) -> tuple[list[int], list[int]]:
 
 
 def test_a_run_on_conversations_equals_a_plain_loop(ranks, tmp_path):
-    """The plain loop takes from the batches only which conversations they hold, and each of these by itself."""
+    """The plain loop takes only the choice of conversations from the batches, and processes each one alone."""
     hf, source = templates.chat_tokenizer(templates.CHATML), tmp_path / "source"
     hf.save_pretrained(source)
     torch.manual_seed(0)
@@ -234,7 +234,7 @@ def test_the_norm_is_the_same_on_any_number_of_ranks(ranks):
             assert kept == pytest.approx(0.25, rel=1e-6)
 
 
-def test_the_norm_copies_no_gradient_whole():
+def test_the_norm_makes_no_full_copy_of_a_gradient():
     param = nn.Parameter(torch.zeros(2**23))
     param.grad = torch.ones(2**23)
     norms = []

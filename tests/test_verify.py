@@ -203,7 +203,7 @@ def test_the_layout_is_the_configurations():
     assert layout.kept == (ActivationPolicy("disk", "disk"),) * 2
 
 
-def test_what_cannot_be_checked_is_refused(tmp_path, monkeypatch):
+def test_models_that_cannot_be_verified_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(verify, "run_ranks", lambda *_: pytest.fail("ranks were started"))
     assert_refused(lambda: verify.verify(MODEL, None, 9), "--cp=9", "4 query heads", way_out="at most 4")
     many = {**MODEL, "num_attention_heads": 2048, "num_key_value_heads": 2048, "hidden_size": 16384}
