@@ -47,7 +47,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 def gradient_errors(model: nn.Module, plain: nn.Module) -> Errors:
-    """Of this rank's shards of all gradients; a parameter without one in `plain` must have none in `model`."""
+    """Errors of this rank's gradient shards; a parameter without a gradient in `plain` must have none in `model`."""
     return shard_errors(model, {name: param.grad for name, param in plain.named_parameters()})
 
 

@@ -42,7 +42,7 @@ MEANINGFUL = 0.25  # autocast's own error; beyond it a wrong gradient could pass
 
 @dataclass(frozen=True)
 class Size:
-    """Of a model and its sequence."""
+    """Sizes of a model and its sequence."""
 
     heads: int
     kv_heads: int
@@ -224,7 +224,7 @@ def error_ratios(
 def assert_as_good_as_autocast(
     ours: list[Gradients], autocast: list[Gradients], exact: list[Gradients], most: float = MEDIAN, worst: float = WORST
 ) -> None:
-    """Of every kind of parameter, our error over autocast's: at most `most` in the median and `worst` on a GPU."""
+    """Our error relative to autocast's, per kind of parameter: at most `most` in the median and `worst` on a GPU."""
     found, wrong = error_ratios(ours, autocast, exact), []
     if not next(iter(exact[0].values())).is_cuda:
         most, worst = CPU_MEDIAN, CPU_WORST

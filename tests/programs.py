@@ -32,7 +32,7 @@ def fork_from_here() -> None:
     server, spawn = forkserver._forkserver, util.spawnv_passfds
 
     def fork(_: str, command: list[str], fds: list[int]) -> int:
-        """As if a new process ran `command`: it listens at the first of `fds`, and ends with the second."""
+        """Act like a new process that runs `command`: it listens on the first of `fds`, and ends with the second."""
         if pid := os.fork():
             return pid
         try:

@@ -80,5 +80,5 @@ def _serve(pipe: Connection, backend: str, environment: dict[str, str]) -> None:
             dist.destroy_process_group()
         try:
             pipe.send(answer)
-        except Exception:  # what it returned cannot be sent
+        except Exception:  # the result cannot be pickled
             pipe.send((None, traceback.format_exc()))

@@ -41,7 +41,7 @@ TIERS = {
     "host": ActivationPolicy("host", "host"),
     "disk": ActivationPolicy("disk"),
 }
-LENGTHS = (23, 1, 24)  # of packed documents
+LENGTHS = (23, 1, 24)  # packed documents
 
 MODELS = ("llama3-8b", "llama3.1-70b", "qwen3-8b", "qwen2.5-7b", "mistral-7b")
 GPUS = ("1xH100-80GB", "8xH100-80GB", "2x8xH200", "8xA100-80GB", "1xRTX4090")

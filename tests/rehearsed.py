@@ -83,7 +83,7 @@ def summarize(name: str) -> dict[str, tuple[int, float, float, float]]:
 
 
 def plan_parts(context: int) -> list[float]:
-    """As PARTS: the MLP's backward waits for the layer's input and attention's output."""
+    """Like PARTS: the MLP's backward waits for the layer's input and attention's output."""
     hardware = h200(8, "cudnn")
     forward, backward = seconds.layer_seconds(LLAMA, STREAMED, hardware, Work(context), None, STREAMED.kept[0])
     linear = seconds.LinearSeconds(LLAMA, STREAMED, hardware, context // 8)

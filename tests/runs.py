@@ -69,7 +69,7 @@ def tiny_run(folder: Path, *, model: dict[str, Any] | None = None, **sections: d
 
 
 def valid(config: Config, resume: Path | None = None) -> Run:
-    """As the preflight leaves it, for the ranks there are."""
+    """The run as preflight returns it, for the current number of ranks."""
     return validate_run(config, dist.get_world_size() if dist.is_initialized() else 1, resume)
 
 

@@ -74,7 +74,7 @@ def test_a_saved_module_is_trained_in_full():
 
 def test_seconds_have_no_weight_gradients():
     linear, frozen = (LinearSeconds(shape, LAYOUT, H100, 2**17) for shape in (LLAMA, ADAPTED))
-    flops = 2 * 2**17 * (3 * D * F + D * D)  # of the MLP's and the output's weight gradients
+    flops = 2 * 2**17 * (3 * D * F + D * D)  # weight gradients of the MLP and the output projection
     sums = 15 * 2 * 4 * 3 * D * F / H100.gpu.memory_bytes_s
     elements = 4 * (D + D) + 3 * 4 * (D + F)  # reads and writes in addition to o; gate, up, down
     beside = 2 * 2**17 * elements / H100.gpu.memory_bytes_s

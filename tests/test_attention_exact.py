@@ -181,7 +181,7 @@ def test_gradients_of_keys_in_one_call_are_written_by_the_kernel(written, monkey
 
 
 def test_keys_that_no_row_sees_get_zeros(written):
-    """As many keys in calls as there are, but some twice and some never."""
+    """Calls with the right number of keys, but some twice and some never."""
     q, k, v, dout = inputs(20, 2, 1)
     how = {"scale": SCALE, "kernel": "fa4", "causal": False, "docs": BlockMask([(0, 10, 0, 5), (10, 20, 0, 5)], 20, 10)}
     out, lse = attention(q, k[:10], v[:10], **how)

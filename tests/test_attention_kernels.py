@@ -48,7 +48,7 @@ def test_refusals_name_the_way_out(name, dtype, message):
 
 
 class Panic(BaseException):
-    """As a package in another language raises it: no Exception."""
+    """Not an Exception, like panics of packages in other languages."""
 
 
 def raising(error):
@@ -295,7 +295,7 @@ def test_flops_are_counted_inside_documents_and_windows():
 
 
 def test_bench_measures_the_backward_that_training_takes(monkeypatch):
-    """Of a single stage, so without sums to add to; dq written over a fresh `out` every time."""
+    """A single stage, so no sums to add to; dq overwrites a fresh `out` every time."""
     seen = []
 
     def watched(dout, q, k, v, out, lse, **how):
@@ -376,7 +376,7 @@ def test_fa4_is_chosen_on_hopper_and_blackwell(gpu_of, capability, chosen):
         ("4.0.0b36", "is wrong here: dq is off", "is wrong here: dq is off"),
     ],
 )
-def test_without_fa4_the_next_kernel_is_taken_with_a_line(gpu_of, installed, wrong, line):
+def test_without_fa4_the_next_kernel_is_used_with_a_warning(gpu_of, installed, wrong, line):
     gpu_of((9, 0), installed, fa4=wrong)
     with pytest.warns(UserWarning, match=f"attention.kernel=auto skips fa4, which {line}"):
         assert resolve_kernel("auto", CPU, torch.bfloat16, 128).name == "cudnn"

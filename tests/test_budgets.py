@@ -114,7 +114,7 @@ def test_a_long_evaluation_is_refused_where_it_does_not_fit(machine, tmp_path):
         check_fits(dataclasses.replace(run, hardware=lacks))
 
 
-def test_other_nodes_ranks_need_nothing_here(machine, tmp_path, monkeypatch):
+def test_ranks_on_other_nodes_need_no_local_memory(machine, tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert certain_needs(run_of(tmp_path, on_gpu=True, offload="host"))[0] == {"layer inputs": MIB // 4}
 

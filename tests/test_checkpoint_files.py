@@ -41,7 +41,7 @@ def trained(ranks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     constant = {"schedule": "constant", "lr": 1e-2, "warmup_steps": 2}
     config = tiny_run(folder, train={"steps": 6, "save_every": 2, "keep_last": 2}, optim=constant)
-    (folder / "run/checkpoints/.tmp-step-00000001").mkdir(parents=True)  # as a killed save leaves it
+    (folder / "run/checkpoints/.tmp-step-00000001").mkdir(parents=True)  # left by a killed save
     (folder / "run/config.yaml").write_text(to_yaml(config))
     ranks.run(2, run, config, AUTO)
     return config

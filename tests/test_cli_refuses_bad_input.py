@@ -41,7 +41,7 @@ def folder(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(launch, "num_gpus", lambda: 0)
     monkeypatch.setattr(launch, "num_cores", lambda: 4)
-    monkeypatch.setattr(checks, "find_spec", lambda name: None)  # of trackers, which may be installed
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)  # trackers may be installed
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -331,7 +331,7 @@ def test_a_longer_run_keeps_its_learning_rate_schedule(run_dir, started, saved, 
 
 
 @pytest.mark.parametrize("sets, expected", [([], 7), (["--set", "optim.decay_steps=9"], 9)])
-def test_a_new_run_writes_down_how_long_its_schedule_is(folder, started, sets, expected):
+def test_a_new_run_saves_the_length_of_its_schedule(folder, started, sets, expected):
     result = CliRunner().invoke(app, ["train", "--set", "train.steps=7", *sets, "--ranks", "1"])
     assert result.exit_code == 0, result.output
     assert started[0].config.optim.decay_steps == expected
@@ -359,7 +359,7 @@ def test_positions_may_grow_on_resume(run_dir, started):
     assert started[0].config.data.context == 8192
 
 
-def test_exit_code_of_the_ranks_is_that_of_the_command(folder, monkeypatch):
+def test_the_command_exits_with_the_code_of_the_ranks(folder, monkeypatch):
     monkeypatch.setattr(launch, "run_ranks", lambda function, args, num_ranks, apart: ExitCode.DIVERGED)
     assert CliRunner().invoke(app, ["train"]).exit_code == ExitCode.DIVERGED
 
@@ -452,7 +452,7 @@ def test_a_page_of_ours_and_an_empty_file_are_replaced(tmp_path):
     check_output("--html", tmp_path / "other.html", force=True)
 
 
-def test_files_that_can_be_written_are_left_as_they_are(tmp_path):
+def test_checking_writable_files_changes_nothing(tmp_path):
     (tmp_path / "old").write_text("old")
     for name in ("old", "new"):
         check_writable("--out", tmp_path / name)

@@ -50,7 +50,7 @@ def done(tmp_path_factory):
     return folder / "run", folder / "file.yaml", train(folder / "file.yaml", "--run-dir", folder / "run")
 
 
-def test_one_command_goes_through_all_entries(done):
+def test_one_command_trains_all_entries(done):
     run_dir, file, said = done
     records = metrics(run_dir)[1:]
     assert [record["step"] for record in records] == list(range(1, 11))

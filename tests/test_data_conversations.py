@@ -1,4 +1,4 @@
-"""Of a conversation the assistant's turns are trained, token for token as a hand-marked text says."""
+"""Only assistant turns are trained, token for token as in hand-marked texts."""
 
 import itertools
 import json
@@ -324,7 +324,7 @@ def test_records_that_a_template_breaks_are_skipped_and_counted(tmp_path, tokeni
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking", "function_call"])
-def test_fields_that_the_template_leaves_out_are_refused_and_counted(tmp_path, tokenizer_with, field):
+def test_fields_that_the_template_ignores_are_refused_and_counted(tmp_path, tokenizer_with, field):
     def talk(value):
         return {"messages": [says("user", "hello"), says("assistant", "there", **{field: value})]}
 
@@ -343,7 +343,7 @@ def test_fields_that_the_template_leaves_out_are_refused_and_counted(tmp_path, t
 
 
 def test_reasoning_that_is_written_twice_is_rendered_once(tmp_path, tokenizer_with):
-    """As some servers answer; Qwen's template takes reasoning_content."""
+    """Some servers answer like this; Qwen's template reads reasoning_content."""
     talk = [says("user", "hello"), says("assistant", "there", reasoning="so", reasoning_content="so")]
     ((tokens,), _) = tokens_of(written(tmp_path / "a.jsonl", {"messages": talk}), tokenizer_with(templates.QWEN3))
     assert "<think>\nso\n</think>" in tokenizer_with(templates.QWEN3).decode(plain_ids(tokens))
@@ -518,7 +518,7 @@ def test_bad_records_are_named_or_skipped_and_counted(tmp_path, tokenizer_with, 
 
 
 @pytest.mark.parametrize("answers", [2, 3])
-def test_tools_that_the_template_leaves_out_are_not_left_out_in_silence(tmp_path, tokenizer_with, answers):
+def test_tools_that_the_template_ignores_are_refused(tmp_path, tokenizer_with, answers):
     """A call without content would train an empty answer."""
     talk = [says("user", "2 + 2?"), calls({"a": 2}, content=""), calls({"a": 3}, content="")][:answers]
     named = TALK[1].copy() | {"content": "add"}  # does not hide what is missing

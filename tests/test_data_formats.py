@@ -92,7 +92,7 @@ def test_json_with_a_record_a_line_is_read(tmp_path):
     assert documents_of(tmp_path / "a.json") == encoded(TEXTS[:20])
 
 
-def test_one_json_object_is_refused_when_named_and_a_source_among_sources(tmp_path):
+def test_one_json_object_is_refused_as_a_path_and_read_as_a_source(tmp_path):
     write(tmp_path, package_dot_json='{\n  "name": "x"\n}\n', main_dot_py="print()\n", rows_dot_json='[{"a": 1}]')
     refused(tmp_path / "package.json", "package.json line 1: not JSON .*one JSON object per line")
     assert len(documents_of(tmp_path)) == 3

@@ -259,7 +259,7 @@ def test_validation_path_and_none(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["text", "jsonl"])
-def test_memory_is_that_of_a_batch_of_texts_and_a_sequence_not_of_the_file(tmp_path, monkeypatch, kind):
+def test_memory_does_not_grow_with_the_file(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(read, "TEXT_CHUNK_BYTES", 1 << 16)
     monkeypatch.setattr(cache, "BATCH_CHARS", 1 << 16)
     monkeypatch.setattr(read, "SHARD_BYTES", 1 << 16)

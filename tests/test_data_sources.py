@@ -92,7 +92,7 @@ def test_cuts_fall_between_characters(tmp_path_factory, text, size):
     raw[:kept].decode()
 
 
-def test_a_directory_gives_its_text_files_sorted_and_leaves_the_rest(tmp_path):
+def test_a_directory_yields_its_text_files_sorted_and_ignores_others(tmp_path):
     for name, content in {
         "b.py": b"b", "a/z.md": b"z", "a.txt": "é".encode(), "empty.txt": b"", ".hidden": b"h",
         ".git/x": b"x", "image.png": b"\x89PNG\0\0", "latin.txt": "é".encode("latin-1"),

@@ -90,7 +90,7 @@ def test_tokenizer_json_alone_takes_eos_from_the_models_config(tmp_path):
 def test_missing_tokenizers_are_named(tmp_path):
     missing = str(tmp_path / "nowhere")
     assert_refused(lambda: load_tokenizer(missing, None), f"data.tokenizer={missing}", way_out="set data.tokenizer")
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')  # of which transformers makes an empty one
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')  # transformers makes an empty one from it
     assert_refused(lambda: load_tokenizer(None, tmp_path), f"model.path={tmp_path}", way_out="set data.tokenizer")
 
 

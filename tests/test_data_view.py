@@ -123,7 +123,7 @@ def test_sources_are_counted_apart_and_ranks_compared(folder):
     assert b == dict(zip(keys, ("b", 1, 15, 150, 135, {"empty": 1}), strict=True))  # one and a half times
     assert figures["tokens"] == 450 and figures["skipped"] == {"empty": 2} and figures["complete"]
     assert figures["balance"]["ranks"] == 2 and figures["balance"]["grouped"] >= 1
-    of_a_cluster = CliRunner().invoke(app, ["data", "c.yaml", "--json", "--ranks", "2048"])  # of which none is started
+    of_a_cluster = CliRunner().invoke(app, ["data", "c.yaml", "--json", "--ranks", "2048"])  # none is started
     assert of_a_cluster.exit_code == 0 and json.loads(of_a_cluster.stdout)["balance"]["ranks"] == 2048
     text = CliRunner().invoke(app, ["data", "c.yaml"]).stdout
     assert "source a" in text and re.search(r"── document \d of [ab]: 10 tokens, 9 trained", text)
@@ -137,7 +137,7 @@ def test_epochs_are_those_that_the_run_has(folder):
     assert "epochs 1.5 (6 sequences in total)" in " ".join(shown(folder, records, "--set", "train.steps=6").split())
 
 
-def test_of_large_data_a_stated_part_is_read(folder, monkeypatch):
+def test_only_a_stated_part_of_large_data_is_read(folder, monkeypatch):
     monkeypatch.setattr(data_stream, "ROUND_TOKENS", 0)
     monkeypatch.setattr(read, "SHARD_BYTES", 200)
     records = [{"text": "123456789abcdef"}] * 256  # a sequence each

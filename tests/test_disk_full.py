@@ -63,7 +63,7 @@ def test_disk_full_in_the_middle_of_a_step(ranks, tmp_path):
 
 
 def cut_off(trace, path):
-    """As PyTorch's profiler leaves its trace on a full disk: it raises nothing."""
+    """Truncate the trace like PyTorch's profiler on a full disk: it raises nothing."""
     Path(path).write_text('{"traceEvents": [')
 
 

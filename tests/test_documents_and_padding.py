@@ -193,7 +193,7 @@ def test_positions_begin_anew_in_every_document_of_every_row():
 
 
 def test_document_starts():
-    """As docs/hugging-face.md has it."""
+    """The rules in docs/hugging-face.md."""
     ids, mesh = random_ids(1, 8), make_mesh(1)
     restart, jump = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]), torch.tensor([[0, 1, 2, 3, 4, 7, 8, 9]])
     documents, mask = torch.tensor([[5, 5, 5, 5, 5, 5, 2, 2]]), torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0]]).bool()

@@ -113,7 +113,7 @@ def measured(prompts):
 
 @torch.no_grad()
 def plain_losses(model, ids):
-    """Of all tokens but the first."""
+    """Losses of all tokens but the first."""
     ids = torch.as_tensor(ids).long()[None]
     return F.cross_entropy(model(input_ids=ids, use_cache=False).logits[0, :-1], ids[0, 1:], reduction="none")
 
@@ -130,7 +130,7 @@ def prompts_and_matches(model):
             yield (each, num_answer), bool((each == written).all())
 
 
-def test_every_figure_is_that_of_a_plain_script(ranks):
+def test_every_figure_matches_a_plain_script(ranks):
     plain, text = tiny_model(tiny_config("llama", **CONFIG)).eval(), text_of()
     prompts, matches = zip(*prompts_and_matches(plain), strict=True)
     losses, quarter = torch.stack([plain_losses(plain, each) for each in text.long]), SHORT // 4
@@ -151,7 +151,7 @@ def test_every_figure_is_that_of_a_plain_script(ranks):
             assert 3 * quarter <= at - first < SHORT
             near = plain_losses(plain, text.long[0][first : at + 1])[-1]
             assert float(gains[at - SHORT]) == pytest.approx(float(losses[0, at - 1] - near), abs=1e-5)
-        error = found["long_context_gain_error"]  # of two documents: half their difference
+        error = found["long_context_gain_error"]  # half the difference of two documents
         assert abs(abs(found["long_context_gain"] - float(gains.mean())) - error) < 1e-9
         assert tuple(retrieved) == matches
         cells = {(cell["task"], cell["context"], cell["depth"]) for cell in found["retrieval"]}

@@ -75,7 +75,7 @@ def test_the_slurm_script_restarts_unless_the_code_is_final(tmp_path, codes, sav
 
 
 def wrapped(error: Exception) -> Exception:
-    """As a library raises it: caused by `error`."""
+    """An error of a library, caused by `error`."""
     try:
         raise ValueError("cannot be loaded") from error
     except ValueError as caught:

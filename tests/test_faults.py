@@ -70,14 +70,14 @@ def fails_once(function, number):
 
 
 def disk_full(patch):
-    """On rank 1, as it writes the first checkpoint."""
+    """Fail on rank 1 while it writes the first checkpoint."""
     if dist.get_rank() == 1:
         patch.setattr(save.dcp.FileSystemWriter, "write_data",
                       fails_once(save.dcp.FileSystemWriter.write_data, errno.ENOSPC))  # fmt: skip
 
 
 def read_only(patch):
-    """On rank 0, as it names the first checkpoint."""
+    """Fail on rank 0 while it publishes the first checkpoint."""
     if dist.get_rank() == 0:
         patch.setattr(files.os, "rename", fails_once(os.rename, errno.EROFS))
 
@@ -121,7 +121,7 @@ def test_a_background_save_has_the_state_of_its_step(ranks, whole, tmp_path):
     assert "in the foreground: " in said[in_the_foreground]
 
 
-STEP_S, SAVE_S = 2.0, 3.0  # of the watchdog inside a step; of a slow disk
+STEP_S, SAVE_S = 2.0, 3.0  # watchdog limit inside a step; duration of a slow save
 
 
 def stopped_while_saving(config):
@@ -148,7 +148,7 @@ def stopped_while_saving(config):
     return code, told.getvalue(), left, [limits.for_phase(path) == limits.save > 100 * SAVE_S for path in paths]
 
 
-def test_a_slow_save_is_no_hang_and_the_next_one_is_skipped(whole, tmp_path):
+def test_a_slow_save_is_not_a_hang_and_the_next_save_is_skipped(whole, tmp_path):
     config = moved(whole, tmp_path / "run", steps=100_000, save_every=2, validate_every=0, keep_last=9)
     victims = Ranks(2)
     try:
@@ -212,11 +212,11 @@ def late(patch):
     patch.setattr(save, "is_visible", lambda file, size: "step-00000002" in str(file) and is_seen(file, size))
 
 
-def test_a_file_that_appears_late_does_not_end_a_run_that_has_saved(ranks, whole, tmp_path):
+def test_a_file_that_appears_late_does_not_end_the_run_after_a_save(ranks, whole, tmp_path):
     config = moved(whole, tmp_path / "run", steps=5)
     (told, error), _ = ranks.run(2, told_by, late, config)
     assert "step-00000004 cannot be written: rank 0: TimeoutError: rank 0 does not see " in told
-    assert error.startswith("CheckpointError: ")  # of the last step, which nothing follows
+    assert error.startswith("CheckpointError: ")  # raised after the last step
     assert (tmp_path / "run/latest").read_text() == "step-00000002\n"
     assert [line["step"] for line in metrics(config.train.run_dir)][-1] == 5
 
@@ -321,7 +321,7 @@ def pair(monkeypatch, tmp_path):
 
 
 def test_a_store_that_is_frozen_ends_a_rank(monkeypatch, pair):
-    """As with its machine, or rank 0's process: requests block, without an error."""
+    """Requests block without an error, as when its machine or rank 0's process dies."""
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
     monkeypatch.setattr(heartbeat, "MAX_SILENCE_S", 0.2)
     beat, other = pair
@@ -467,7 +467,7 @@ def nan_always(patch):
     poisoned(patch, range(3, 99))
 
 
-def test_a_step_that_is_bad_once_is_computed_again_and_the_rank_named(ranks, whole, tmp_path):
+def test_a_bad_step_is_repeated_and_its_rank_named(ranks, whole, tmp_path):
     config = moved(whole, tmp_path / "run")
     (told, error), _ = ranks.run(2, told_by, nan_once, config)
     assert error is None
@@ -478,7 +478,7 @@ def test_a_step_that_is_bad_once_is_computed_again_and_the_rank_named(ranks, who
 
 
 def wrong_attention(patch):
-    """Of rank 1, once, in its third step: the gradients of both ranks are hit."""
+    """On rank 1, once, in its third step: the gradients of both ranks are hit."""
     computed, hit, train_step, attend = [], [], trainer_module.train_step, stages.StagedAttention.attend
 
     def wrong(*args):
@@ -573,7 +573,7 @@ def nothing(patch):
     patch.setattr(loop, "validation_seconds", lambda run: 7200.0)
 
 
-def test_validation_before_the_first_step_is_left_out_where_it_takes_long(ranks, whole, tmp_path):
+def test_a_long_validation_before_the_first_step_is_skipped(ranks, whole, tmp_path):
     config = moved(whole, tmp_path / "run", steps=1)
     [(told, error)] = ranks.run(1, told_by, nothing, config)
     assert error is None and "No validation before the first step: it would take about 120 minutes" in told

@@ -57,7 +57,7 @@ def run(name, cp, folder, resume=None, rows=None, **changes):
         evaluated = module.rows(3, seed=2)
         module.rows = lambda count, seed: rows if count == 40 else evaluated
     trainer_class = {"hf_trainer": Trainer, "sft": SFTTrainer}[name]
-    if cp:  # what torchrun would say
+    if cp:  # as set by torchrun
         local = {"LOCAL_RANK": str(dist.get_rank()), "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
         os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(world), **local}
         trainer_class = partial(long_context(trainer_class), ithaka={"cp": cp})
@@ -137,7 +137,7 @@ def test_steps_without_a_label_neither_update_nor_count(ranks, tmp_path, rows):
 
 
 def test_sft_trainer_on_packed_conversations(ranks, tmp_path):
-    """Of which the assistant's turns are trained, on 2 x 2 ranks; TRL logs entropy and accuracy besides."""
+    """Assistant turns are trained on 2 x 2 ranks; TRL also logs entropy and accuracy."""
     (expected,) = ranks.run(1, run, "sft", 0, tmp_path / "plain")
     assert {"entropy", "mean_token_accuracy", "num_tokens"} <= expected[0][0].keys()
     check(ranks.run(4, run, "sft", 2, tmp_path / "four"), expected)
@@ -158,7 +158,7 @@ def test_sft_trainer_with_adapters(ranks, tmp_path):
         assert torch.equal(tensor, runs[0][1][name])
     checkpoint = str(tmp_path / "two" / "checkpoint-3")
     again = ranks.run(2, partial(run, **changes), "sft", 2, tmp_path / "again", checkpoint)
-    check(again, expected, set(LOGGED) - {"num_tokens"})  # which TRL counts from 0 again
+    check(again, expected, set(LOGGED) - {"num_tokens"})  # TRL restarts it at 0
 
 
 def own_loop(folder, lora):

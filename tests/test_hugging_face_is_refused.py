@@ -114,7 +114,7 @@ def test_gradient_checkpointing_is_left_to_the_layers(tmp_path):
 
 
 class Loading(Trainer):
-    """As SFTTrainer does."""
+    """Loads the model like SFTTrainer."""
 
     def __init__(self, model, **given):
         super().__init__(model=AutoModelForCausalLM.from_pretrained(model), **given)

@@ -164,7 +164,7 @@ int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = (5ul << 30) + devi
 """
 
 
-def test_the_gpu_that_counts_is_the_rank_s_of_those_visible(tmp_path, monkeypatch):
+def test_each_rank_detects_its_own_visible_gpu(tmp_path, monkeypatch):
     """A fake driver that interprets CUDA_VISIBLE_DEVICES: each GPU is named after it and its number."""
     if shutil.which("gcc") is None:
         pytest.skip("needs gcc")
@@ -235,7 +235,7 @@ def test_a_signal_that_comes_twice_at_the_same_time_is_one(tmp_path):
     assert gone(pids)
 
 
-def test_second_signal_ends_all_at_once(tmp_path):
+def test_a_second_signal_ends_all_ranks_immediately(tmp_path):
     parent, pids = started(never_stop, tmp_path)
     os.kill(parent.pid, signal.SIGINT)
     time.sleep(launch.SIGNAL_DEBOUNCE_S + 0.1)

@@ -40,8 +40,8 @@ from ithaka.profile.memory import MemoryMap
 from ithaka.train.step import make_optimizer
 from models import tiny_config, tiny_model
 
-TOKENS = 320  # of a rank
-BLOCKS = (300, 300)  # of attention
+TOKENS = 320  # per rank
+BLOCKS = (300, 300)  # attention's block sizes
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def run_layer(case: Case, rank: int) -> MemoryMap:
 
 
 def run_ranks(case: Case) -> list[MemoryMap]:
-    """Of ranks that read alike, one."""
+    """One of the ranks that read the same bytes."""
     ulysses = case.layout.ulysses
     stages = head_table(case.heads, case.kv_heads, ulysses, case.heads_per_stage).stages
     alike = {tuple((stage.reads[rank], stage.is_full(rank)) for stage in stages): rank for rank in range(ulysses)}
@@ -213,7 +213,7 @@ def planned(case: Case, direction: str, part: str = "") -> int:
 
 
 @pytest.mark.parametrize("case", CASES, ids=name)
-def test_a_layer_is_as_high_as_its_ledger(case, monkeypatch):
+def test_a_layer_peaks_as_its_ledger_predicts(case, monkeypatch):
     monkeypatch.setattr(rounds, "ROUND_TOKENS", 1)
     monkeypatch.setattr(rounds, "ROUNDS", 4)
     shape, maps = shape_of(case), run_ranks(case)
@@ -232,7 +232,7 @@ def test_a_layer_is_as_high_as_its_ledger(case, monkeypatch):
 
 @pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_layers_that_keep_more_and_less(overlap):
-    """In one step every layer is as high as planned: what the last ones keep is gone when those below begin."""
+    """Every layer of a step peaks as planned: activations of later layers are freed before earlier ones begin."""
     config = config_of(Case(8, 4, 2, 4)).to_dict() | {"num_hidden_layers": 4, "intermediate_size": 128}
     tiers = ("device", "device") if overlap else ("host", "host")
     counts = {"keep_attention": 3, "keep_projections": 2, "keep_everything": 1}

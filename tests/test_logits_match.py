@@ -64,5 +64,5 @@ def without_logits():
     return out.logits, out.num_tokens, list(out.keys())
 
 
-def test_no_logits_with_labels(ranks):
+def test_a_call_with_labels_returns_no_logits(ranks):
     assert ranks.run(1, without_logits) == [(None, 7, ["loss", "num_tokens", "docs", "own_loss"])]

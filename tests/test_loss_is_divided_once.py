@@ -79,7 +79,7 @@ def without_labels(cp, lora, offload):
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer, ids = torch.optim.AdamW(params, lr=0.1), random_ids(2, 9)
     none = torch.full_like(ids, -100)
-    none[:, 0] = 5  # which no token predicts
+    none[:, 0] = 5  # no token predicts it
 
     def gradients(*micro_steps):
         for labels in micro_steps:
@@ -108,7 +108,7 @@ def without_labels(cp, lora, offload):
 
 
 @pytest.mark.parametrize("num_ranks,cp,lora,offload", [(1, 1, False, False), (2, 2, True, False), (2, 1, False, True)])
-def test_without_a_label_on_any_rank_nothing_moves(ranks, num_ranks, cp, lora, offload):
+def test_a_step_without_labels_changes_nothing(ranks, num_ranks, cp, lora, offload):
     """AdamW would move weights by a gradient of zeros: by its moments, and by weight decay."""
     for first, without, again in ranks.run(num_ranks, without_labels, cp, lora, offload):
         assert all(first) and not any(without) and all(again)

@@ -115,7 +115,7 @@ def test_the_last_checkpoint_resumes_with_another_setting(tmp_path, capfd, monke
         (RuntimeError("Triton Error [CUDA]: out of memory"), OOM),
         (RuntimeError("CUDA driver error: out of memory"), OOM),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), OOM),
-        (OSError(errno.ENOMEM, "Cannot allocate memory"), OOM),  # of mmap
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), OOM),  # raised by mmap
         (RuntimeError("something else"), ExitCode.FAILED),
         (OSError(errno.EIO, "Input/output error"), ExitCode.TRANSIENT),
     ],
@@ -137,7 +137,7 @@ def test_room_in_the_store_is_explained_like_memory(tmp_path, monkeypatch):
         run(config)
     text = str(caught.value)
     total, there, parts = re.search(words, text).groups()
-    assert 0 < as_bytes(total) < as_bytes(there) <= psutil.virtual_memory().total  # what was free when the run began
+    assert 0 < as_bytes(total) < as_bytes(there) <= psutil.virtual_memory().total  # free memory when the run began
     holders = {part.rsplit(" ", 2)[0] for part in parts.split(", ")}
     assert holders - {"copy to save"} == {"layer inputs", "kept attention"}  # there may be room for a copy
     assert max(as_bytes(figure) for figure in re.findall(r"[\d.]\S* (?:B|[KMGT]iB)", text)) == as_bytes(there)

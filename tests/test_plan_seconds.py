@@ -21,7 +21,7 @@ HEAD = K * 2  # bytes of a token in one head
 LAYER = D * (32 + 8 + 8 + 32) * K + 3 * D * F + 2 * D  # parameters
 S = 2**20
 NEVER = 1e40  # a rate that takes no time
-WORK = 1.0  # and one that takes longer than everything else
+WORK = 1.0  # takes longer than everything else
 
 
 @pytest.fixture(autouse=True)
@@ -194,7 +194,7 @@ def test_ring(nodes, gpus, cp, ring, model, near, far):
     shape, layout, ulysses = find_shape(model), layout_of(cp, ring=ring, heads_per_stage=None), cp // ring
     kv_heads, tokens = -(-shape.kv_heads // ulysses), -(-S // cp) * ulysses
     member = tokens * 2 * kv_heads * HEAD  # k and v of one member
-    part = max(1 / 8, 32768 / tokens)  # of them, in a round
+    part = max(1 / 8, 32768 / tokens)  # share of the tokens in a round
     for rates, others in (({"link_bytes_s": 1e11}, near), ({"network_bytes_s": 1e11}, far)):
         hardware = machine(nodes, gpus, **rates)
         sent = exchanged(hardware, layout, shape=shape)

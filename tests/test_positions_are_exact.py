@@ -72,7 +72,7 @@ def test_phases_at_ten_million_tokens():
 
 
 def test_scores_depend_on_the_distance_alone():
-    """Of a query and a key 1000 tokens apart, at the start and after ten million tokens."""
+    """A query and a key 1000 tokens apart, at the start and after ten million tokens."""
     module = rotary()
     q, k = torch.randn(2, 1, 1, 1, 128)
 

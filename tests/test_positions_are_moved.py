@@ -166,7 +166,7 @@ def test_a_run_with_longrope_is_exported_with_it(tmp_path):
     assert written["rope_parameters"] == LONG | {"rope_type": "longrope", "rope_theta": 10000.0} | {
         "original_max_position_embeddings": MADE_FOR
     }
-    assert written["max_position_embeddings"] == 61  # which sets the attention factor
+    assert written["max_position_embeddings"] == 61  # sets the attention factor
     model = AutoModelForCausalLM.from_pretrained(out)
     torch.testing.assert_close(model(ids).logits, logits, rtol=1e-5, atol=1e-5)
 

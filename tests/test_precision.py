@@ -125,7 +125,7 @@ def test_a_missing_gradient_and_another_shape_fail(exact):
     "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3", "mistral"))]
 )
 def test_only_the_residual_stream_is_rounded_more_often_than_by_autocast(family):
-    """In the median over all parameters. Where autocast rounds the residual stream as well, nothing is left."""
+    """Median over all parameters. If autocast also rounds the residual stream, no difference remains."""
     device, layout = torch.device("cpu"), bf16(SMALL.heads // 2, tile_tokens=SMALL.tokens // 3)
     models = [initial_model(family, SMALL, seed, device) for seed in SEEDS]
     batches = [random_batch(SMALL, seed, device) for seed in SEEDS]

@@ -31,7 +31,7 @@ def lacks_a_file(patch, folder):
 
 @contextmanager
 def under_torchrun():
-    """As torchrun starts a rank, one on each of two nodes."""
+    """Set up a rank like torchrun, one on each of two nodes."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"RANK": dist.get_rank(), "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
             patch.setenv(name, str(value))
@@ -44,7 +44,7 @@ def settings(folder):
 
 
 def train(folder, lacking, on_ranks):
-    """On two nodes, of which some lack something."""
+    """Train on two nodes; `lacking` removes something from `on_ranks`."""
     config = [word for setting in settings(folder) for word in ("--set", setting)]
     config += ["--run-dir", str(folder / "new")]
     with under_torchrun() as patch:
@@ -83,7 +83,7 @@ def test_rank_0_chooses_the_run_directory_and_all_must_see_it(ranks, tmp_path):
 @pytest.mark.parametrize(
     "lacking, words", [(lacks_memory, "1 MiB available"), (lacks_a_file, "model.path has no file x; copy it again")]
 )
-def test_nodes_do_not_wait_for_one_that_is_refused(ranks, tmp_path, lacking, words):
+def test_nodes_do_not_wait_for_a_refused_one(ranks, tmp_path, lacking, words):
     tiny_run(tmp_path)
     (code, said), (other_code, said_by_other) = ranks.run(2, train, tmp_path, lacking, [1], timeout_s=60)
     assert (code, other_code, said_by_other) == (ExitCode.WRONG_INPUT, ExitCode.WRONG_INPUT, "")
@@ -105,7 +105,7 @@ def loses_its_disk(patch, folder):
     patch.setattr(trainer_module, "build_model", build_model)
 
 
-def test_a_transient_fault_of_one_rank_is_that_of_all(ranks, tmp_path):
+def test_a_transient_fault_on_one_rank_ends_all_ranks(ranks, tmp_path):
     tiny_run(tmp_path)
     (code, said), (other_code, _) = ranks.run(2, train, tmp_path, loses_its_disk, [1], timeout_s=60)
     assert (code, other_code) == (ExitCode.TRANSIENT, ExitCode.TRANSIENT)

@@ -1,4 +1,4 @@
-"""In backward, what the layer below kept on disk is read while this one works; a small pool only slows it."""
+"""Backward prefetches the next layer's activations from disk; a small pool only slows it."""
 
 import gc
 import time

@@ -118,7 +118,7 @@ def test_shapes_of_the_largest_allocations_are_visible(run_dir, browser, size):
 
 
 @needs_browser
-def test_a_run_without_a_profile_is_marked_next_to_one_that_has_it(run_dir, browser, tmp_path):
+def test_a_run_without_a_profile_is_marked_in_a_comparison(run_dir, browser, tmp_path):
     for name in ("config.yaml", "metrics.jsonl"):
         (tmp_path / name).symlink_to(run_dir / name)
     browser.open(write_report([run_dir, tmp_path], tmp_path / "page.html"))

@@ -234,7 +234,7 @@ def of_steps(run_dir):
     return [record[name] for record in metrics(run_dir) for name in names if record.get(name)]
 
 
-def test_a_run_and_resuming_it_with_another_ring(ranks, tmp_path):
+def test_a_run_resumes_with_another_ring(ranks, tmp_path):
     """One rank alone; two groups of two, which replicate the model; and from there a ring of four, which shards it."""
 
     def config(name, **parallel):
@@ -270,7 +270,7 @@ def test_a_configuration_determines_the_ring():
             check_fixed(fixed, 4, 2, 8)
         assert all(fragment in str(error.value) for fragment in fragments)
     check_fixed({"cp": 8, "ring": 2, "heads_per_stage": 4}, 4, 2, 8)
-    assert layout_from_config(parse_config({}), 2, 8, on_gpu=False, num_heads=3).ring == 4  # as few as the heads allow
+    assert layout_from_config(parse_config({}), 2, 8, on_gpu=False, num_heads=3).ring == 4  # the fewest
 
 
 def test_a_ring_that_cannot_be_is_refused():

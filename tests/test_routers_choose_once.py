@@ -12,7 +12,7 @@ from models import EXPERTS, tiny_config, tiny_model
 @pytest.mark.parametrize("family", EXPERTS)
 @pytest.mark.parametrize("heads_per_stage", [1, 4])
 def test_no_expert_changes_in_backward(family, heads_per_stage):
-    """In bf16, where other rounding shows in the router's logits, and flips a choice now and then."""
+    """In bf16, where different rounding of the router's logits would sometimes flip a choice."""
     config = tiny_config(family, 4, 2, vocab_size=512, hidden_size=64, num_hidden_layers=2)
     model = tiny_model(config, torch.float32)
     layout = Layout(

@@ -12,7 +12,8 @@ from models import tiny_config, tiny_model
 from parity import random_ids
 from runs import copy_back_at, numbers, run, tiny_run
 
-TIERS = {"device": (False, False), "host": (True, False), "disk": (True, True)}  # and whether projections, MLP are kept
+# Tier -> whether projections and MLP are kept.
+TIERS = {"device": (False, False), "host": (True, False), "disk": (True, True)}
 
 
 def bits_of_a_step(cp, **options):

@@ -37,7 +37,7 @@ def saved(plain, folder, replicas=1, **settings):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_models(tmp_path, family):
-    """With tied embeddings, and with experts, which files store one by one."""
+    """With tied embeddings, and with experts, which are stored one by one."""
     plain = tiny_model(tiny_config(family), torch.float32)
     plain.save_pretrained(tmp_path / "plain")
     folder = saved(plain, tmp_path, max_shard_size=LARGEST)

@@ -40,7 +40,7 @@ def spend(monkeypatch):
     return spend
 
 
-def test_seconds_in_attention_are_those_of_training_and_without_waiting(spend):
+def test_attention_seconds_exclude_evaluation_and_waiting(spend):
     tracker = PhaseTracker(torch.device("cpu"))
     with listening(tracker):
         for way in ("forward", "backward"):

@@ -91,7 +91,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_trackers_own_files_have_every_step_of_a_run_and_how_it_ended(name, tmp_path, monkeypatch):
+def test_tracker_files_have_every_step_and_the_exit_status(name, tmp_path, monkeypatch):
     pytest.importorskip(name)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")

@@ -122,7 +122,7 @@ def test_flops_and_amounts():
     assert [format_count(n) for n in (7, 999, 12345, 2_890_000, 8e9)] == ["7", "999", "12.3K", "2.89M", "8B"]
 
 
-def test_sigterm_finishes_the_step_saves_and_leaves_with_its_number(tmp_path):
+def test_sigterm_finishes_the_step_saves_and_exits_with_its_code(tmp_path):
     train = {"steps": 100_000, "save_every": 0, "validate_every": 0}
     config = tiny_run(tmp_path, train={**train, "run_dir": str(tmp_path / "it's mine")})
     program = start_program(config, 2)

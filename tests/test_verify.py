@@ -174,7 +174,7 @@ def test_errors_are_found_and_named(cut_llama, monkeypatch, plant, off, right):
 # ---- the command
 
 
-def test_the_command_shows_margins_and_ends_with_1_when_something_is_off(llama, tmp_path, monkeypatch):
+def test_verify_prints_margins_and_exits_with_1_on_a_mismatch(llama, tmp_path, monkeypatch):
     """One rank runs in this process."""
     settings = tmp_path / "long.yaml"
     lora = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["down_proj"]}
