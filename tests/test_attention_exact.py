@@ -12,8 +12,7 @@ from ithaka.attention.pairs import document_spans, plan_query_blocks
 from ithaka.config import ConfigError
 from ithaka.dist.exchange import SINGLE_RANK
 from ithaka.layer.stages import StagedAttention
-from ithaka.plan import deal as deals
-from ithaka.plan import rounds
+from ithaka.plan import ring as ring_plan
 from ithaka.plan.heads import EMPTY_SLOT, head_table
 from reference import attention_mask, attention_reference
 
@@ -100,10 +99,10 @@ def test_members_of_a_ring_together_compute_full_attention(fa4, kernel, mask, st
     """Each one's rows, whose keys come in parts; dk and dv add up. What no row sees does not come."""
     q, k, v, dout = inputs(96, 4, 2)
     _, (out, lse, dq, dk, dv) = both(q, k, v, dout, docs=starts, **mask)
-    monkeypatch.setattr(rounds, "ROUND_TOKENS", 20)
-    whole = deals.deal_tokens(starts, 2, 4)
-    monkeypatch.setattr(deals, "CUT_THRESHOLDS", (0.0,))
-    for deal in (whole, deals.deal_tokens(starts, 3, 1), deals.contiguous_deal(96, 4)):
+    monkeypatch.setattr(ring_plan, "ROUND_TOKENS", 20)
+    whole = ring_plan.deal_tokens(starts, 2, 4)
+    monkeypatch.setattr(ring_plan, "CUT_THRESHOLDS", (0.0,))
+    for deal in (whole, ring_plan.deal_tokens(starts, 3, 1), ring_plan.contiguous_deal(96, 4)):
         sums = (torch.zeros_like(k), torch.zeros_like(v))
         for member, runs in enumerate(deal.members):
             docs = Docs(starts, deal, member)

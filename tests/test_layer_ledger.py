@@ -28,12 +28,12 @@ from ithaka.model.adapters import add_adapter
 from ithaka.model.build import build_model
 from ithaka.model.families import map_layer
 from ithaka.phases import Holder
-from ithaka.plan import rounds
+from ithaka.plan import ring as ring_plan
 from ithaka.plan.bytes import gpu_phases
-from ithaka.plan.deal import Deal
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.heads import head_table
 from ithaka.plan.layer_bytes import LayerBytes, layer_peaks, layer_points
+from ithaka.plan.ring import Deal
 from ithaka.plan.shape import ModelShape, Work, shape_from_config
 from ithaka.profile.live import LiveBytes
 from ithaka.profile.memory import MemoryMap
@@ -143,7 +143,7 @@ def shape_of(case: Case) -> ModelShape:
 
 def in_turn(num_tokens: int, ring: int) -> Deal:
     """Half a round's tokens for each member in turn: every one sends and receives as much as it may in every round."""
-    step = num_tokens if ring == 1 else rounds.ring_round_tokens(num_tokens // ring) // 2
+    step = num_tokens if ring == 1 else ring_plan.ring_round_tokens(num_tokens // ring) // 2
     runs = [(first, step) for first in range(0, num_tokens, step)]
     return Deal(tuple(tuple(runs[member::ring]) for member in range(ring)))
 
@@ -213,12 +213,18 @@ def planned(case: Case, direction: str, part: str = "") -> int:
 
 
 @pytest.mark.parametrize("case", CASES, ids=name)
+<<<<<<< HEAD
 def test_a_layer_peaks_as_its_ledger_predicts(case, monkeypatch):
     monkeypatch.setattr(rounds, "ROUND_TOKENS", 1)
     monkeypatch.setattr(rounds, "ROUNDS", 4)
+=======
+def test_a_layer_peaks_as_its_ledger_predicts(case, monkeypatch):
+    monkeypatch.setattr(ring_plan, "ROUND_TOKENS", 1)
+    monkeypatch.setattr(ring_plan, "ROUNDS", 4)
+>>>>>>> 0e0a84a (Merge plan/deal.py and plan/rounds.py into plan/ring.py)
     shape, maps = shape_of(case), run_ranks(case)
     member = TOKENS * case.layout.ulysses
-    lengths = (TOKENS, member, rounds.ring_round_tokens(member))
+    lengths = (TOKENS, member, ring_plan.ring_round_tokens(member))
     for direction, part in EXACT:
         phases = (direction, part) if part else (direction,)
         live = max(highest(memory, *phases, lengths=lengths) for memory in maps)

@@ -17,10 +17,9 @@ from ithaka.layer.sharded import sharded_attention
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout, check_fixed, layout_from_config
 from ithaka.model.batch import deal_batch
 from ithaka.model.build import parallelize_model
-from ithaka.plan import deal as dealing
-from ithaka.plan import rounds
-from ithaka.plan.deal import contiguous_deal, deal_tokens
+from ithaka.plan import ring as ring_plan
 from ithaka.plan.heads import head_table
+from ithaka.plan.ring import contiguous_deal, deal_tokens
 from models import EXPERTS, tiny_config, tiny_model
 from parity import check, gradient_errors, plain_sum, random_ids, relative
 from reference import attention_reference
@@ -87,8 +86,8 @@ def test_any_ulysses_and_ring(ulysses, ring, monkeypatch):
     One document, and several that end around every border.
     """
     for finest in (False, True) if ulysses * ring < 6 else (True,):  # many threads are slow
-        monkeypatch.setattr(dealing, "CUT_THRESHOLDS", (0.0,) if finest else (1.0,))
-        monkeypatch.setattr(rounds, "ROUND_TOKENS", 12 if finest else 1 << 30)
+        monkeypatch.setattr(ring_plan, "CUT_THRESHOLDS", (0.0,) if finest else (1.0,))
+        monkeypatch.setattr(ring_plan, "ROUND_TOKENS", 12 if finest else 1 << 30)
         family, heads, kv_heads, tokens, changes = CASES[(GRID.index((ulysses, ring)) + finest) % len(CASES)]
         all_starts = ([0, tokens], documents(tokens, 2 * ring))
         for starts in all_starts:  # once, not on every thread
@@ -205,7 +204,7 @@ def received_tokens(starts, ring, window=None):
     counts = [[(sum(r.num_received), sum(r.num_sent)) for r in of_rounds] for of_rounds in of_members]
     for of_round in zip(*counts, strict=True):
         assert sum(received for received, _ in of_round) == sum(sent for _, sent in of_round)
-        assert max(map(max, of_round)) <= rounds.ring_round_tokens(dealt.num_tokens // ring)
+        assert max(map(max, of_round)) <= ring_plan.ring_round_tokens(dealt.num_tokens // ring)
     return [sum(received for received, _ in of_rounds) for of_rounds in counts]
 
 

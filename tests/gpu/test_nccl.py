@@ -27,7 +27,7 @@ from ithaka.config import to_yaml
 from ithaka.dist.mesh import default_device, free_memory, make_mesh
 from ithaka.layer import stages
 from ithaka.model.build import parallelize_model
-from ithaka.plan import rounds
+from ithaka.plan import ring as ring_plan
 from ithaka.train import heartbeat
 from ithaka.train import trainer as trainer_module
 from precision import (
@@ -90,7 +90,7 @@ def compare_with_autocast(family: str, cases: dict[str, Case]) -> dict[str, str]
     Each data-parallel rank has a sequence of its own. Over several seeds: a kind of parameter has few tensors, and its
     median over one model varies by several percent. A ring has many rounds.
     """
-    rounds.ROUND_TOKENS = 1
+    ring_plan.ROUND_TOKENS = 1
     device = default_device()
     size = LARGE if device.type == "cuda" else SMALL
     models = [initial_model(family, size, seed, device) for seed in SEEDS]

@@ -37,9 +37,8 @@ from ithaka.attention.pairs import (
     visible_keys,
 )
 from ithaka.config import ConfigError
-from ithaka.plan.deal import Deal, contiguous_deal
 from ithaka.plan.layer_bytes import CALL_TOKENS, WHOLE_TOKENS
-from ithaka.plan.rounds import RingRound, ring_rounds
+from ithaka.plan.ring import Deal, RingRound, contiguous_deal, ring_rounds
 
 Tensors = tuple[Tensor, ...]
 MAX_ELEMENTS = 2**31 - 1  # that one kernel call may address

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ithaka.plan.deal import Deal
-from ithaka.plan.rounds import RingRound
+from ithaka.plan.ring import Deal, RingRound
 
 SINGLE_RANK: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # stands in for a process group
 # The name in torch 2.13, or the earlier one.

@@ -15,7 +15,7 @@ from ithaka.attention.blocks import AttentionSpec, Docs, attention, attention_ba
 from ithaka.dist.exchange import Exchange, add_returned, start_return, start_round
 from ithaka.layer.tiles import sum_dtype
 from ithaka.phases import phase
-from ithaka.plan.rounds import RingRound
+from ithaka.plan.ring import RingRound
 
 
 def ring_attention(

@@ -14,8 +14,8 @@ from ithaka.attention.pairs import MaskRange
 from ithaka.config import ConfigError
 from ithaka.dist.exchange import SINGLE_RANK
 from ithaka.layer.stages import ExchangedAttention
-from ithaka.plan.deal import contiguous_deal
 from ithaka.plan.heads import EMPTY_SLOT, flatten_heads, head_table
+from ithaka.plan.ring import contiguous_deal
 
 
 def sharded_attention(

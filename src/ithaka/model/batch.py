@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from ithaka.attention.blocks import Docs
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.loss import IGNORE_INDEX
-from ithaka.plan.deal import Deal, deal_tokens
+from ithaka.plan.ring import Deal, deal_tokens
 
 INPUTS = ("input_ids", "labels", "position_ids", "attention_mask", "document_ids", "shift_labels")
 

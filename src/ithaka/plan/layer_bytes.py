@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from ithaka.config import LAYER_LINEARS
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan.heads import count_slots
-from ithaka.plan.rounds import ring_round_tokens
+from ithaka.plan.ring import ring_round_tokens
 from ithaka.plan.shape import ModelShape
 
 # Rows of a query block in attention/blocks.py, forward and backward, at head dim 128; other head dims: as many bytes.
