@@ -86,7 +86,7 @@ def plan_parts(context: int) -> list[float]:
     """Like PARTS: the MLP's backward waits for the layer's input and attention's output."""
     hardware = h200(8, "cudnn")
     forward, backward = seconds.layer_seconds(LLAMA, STREAMED, hardware, Work(context), None, STREAMED.kept[0])
-    linear = seconds.LinearSeconds(LLAMA, STREAMED, hardware, context // 8)
+    linear = seconds.LayerSeconds(LLAMA, STREAMED, hardware, context // 8)
     fetched_bytes, mlp_back = linear.x + kept_attention_bytes(LLAMA, STREAMED, linear.s), linear.mlp(True)
     mlp_back += linear.wait(fetched_bytes / (hardware.gpu.pcie_bytes_s * seconds.COPY_SHARE), mlp_back)
     return [forward.attention, linear.mlp(False), backward.attention, mlp_back]

@@ -13,7 +13,7 @@ from ithaka.plan.bytes import build_ledger, gpu_phases, logits_tile_tokens
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.layer_bytes import LayerBytes, layer_peaks
 from ithaka.plan.models import find_shape
-from ithaka.plan.seconds import MLP_SHARE, LinearSeconds, layer_seconds, step_seconds
+from ithaka.plan.seconds import MLP_SHARE, LayerSeconds, layer_seconds, step_seconds
 from ithaka.plan.shape import Work
 from test_plan_command import ARGS, run
 
@@ -73,7 +73,7 @@ def test_a_saved_module_is_trained_in_full():
 
 
 def test_seconds_have_no_weight_gradients():
-    linear, frozen = (LinearSeconds(shape, LAYOUT, H100, 2**17) for shape in (LLAMA, ADAPTED))
+    linear, frozen = (LayerSeconds(shape, LAYOUT, H100, 2**17) for shape in (LLAMA, ADAPTED))
     flops = 2 * 2**17 * (3 * D * F + D * D)  # weight gradients of the MLP and the output projection
     sums = 15 * 2 * 4 * 3 * D * F / H100.gpu.memory_bytes_s
     elements = 4 * (D + D) + 3 * 4 * (D + F)  # reads and writes in addition to o; gate, up, down

@@ -213,15 +213,9 @@ def planned(case: Case, direction: str, part: str = "") -> int:
 
 
 @pytest.mark.parametrize("case", CASES, ids=name)
-<<<<<<< HEAD
-def test_a_layer_peaks_as_its_ledger_predicts(case, monkeypatch):
-    monkeypatch.setattr(rounds, "ROUND_TOKENS", 1)
-    monkeypatch.setattr(rounds, "ROUNDS", 4)
-=======
 def test_a_layer_peaks_as_its_ledger_predicts(case, monkeypatch):
     monkeypatch.setattr(ring_plan, "ROUND_TOKENS", 1)
     monkeypatch.setattr(ring_plan, "ROUNDS", 4)
->>>>>>> 0e0a84a (Merge plan/deal.py and plan/rounds.py into plan/ring.py)
     shape, maps = shape_of(case), run_ranks(case)
     member = TOKENS * case.layout.ulysses
     lengths = (TOKENS, member, ring_plan.ring_round_tokens(member))

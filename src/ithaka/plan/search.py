@@ -12,7 +12,7 @@ import math
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -148,17 +148,6 @@ def _rank_key(plan: Plan) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True)
-class WaysToFit:
-    """Changes that make a plan fit, each on its own."""
-
-    context: int  # the longest that fits; 0: none does
-    adapter: bool  # train adapters instead of all parameters
-    hardware: Hardware | None  # the smallest machine with such GPUs
-    host_bytes: int  # host memory per node; 0: no amount is enough
-    disk_bytes: int
-
-
-@dataclass(frozen=True)
 class SearchSpace:
     """The layouts of a model on a machine. `fixed`: the user's settings."""
 
@@ -194,33 +183,23 @@ class SearchSpace:
 
     def plans_that_fit(self, work: Work) -> Iterator[Plan]:
         """Yield plans that fit. Once a tier holds everything, slower tiers are not tried."""
-        splits = [split for split in self.splits if self._any_fits(self.smallest_layouts(*split), work)]
         settled = set()
-        for candidate in self.candidates(splits):
+        for candidate in self.candidates([split for split in self.splits if self.fits(work, [split])]):
             # Skip tiles that are twice as large as needed: all hold the same tokens.
             max_tile = max(2 * work.local_tokens(candidate["cp"]) - 1, self.tile_sizes[-1])
             if "tile_tokens" not in self.fixed and candidate["tile_tokens"] > max_tile:
                 continue
             kind = tuple(value for name, value in candidate.items() if name not in ("offload_optimizer", "input_tier"))
-            is_free = candidate["keep_attention"] and "keep_attention" not in self.fixed
-            max_layers = self.shape.num_layers if is_free else candidate["keep_attention"]
-            if kind not in settled and (plan := self.keep_most_attention(candidate, max_layers, work)):
+            if kind in settled:
+                continue
+            plan, max_layers = self.make_plan(candidate, work), candidate["keep_attention"]
+            if max_layers and "keep_attention" not in self.fixed:
+                max_layers = self.shape.num_layers
+                plan = _keep_most(plan, "keep_attention", max_layers)
+            if plan.fits:
                 yield plan
                 if plan.layout.keep_attention == max_layers:
                     settled.add(kind)
-
-    def keep_most_attention(self, candidate: Fixed, max_layers: int, work: Work) -> Plan | None:
-        """The plan that keeps as many attention outputs as fit, up to `max_layers`; None if none fits."""
-
-        def make_plan(num_layers: int) -> Plan:
-            return self.make_plan({**candidate, "keep_attention": num_layers}, work)
-
-        # All of them may fit where fewer do not: no layer recomputes, which frees memory on the device.
-        if (plan := make_plan(max_layers)).fits:
-            return plan
-        if max_layers == candidate["keep_attention"] or not make_plan(1).fits:
-            return None
-        return make_plan(_largest(lambda count: make_plan(count).fits, max_layers))
 
     def upper_bound(self, plan: Plan) -> Plan:
         """`plan` with everything kept that may be, whether it fits or not: no plan of `fill_device` is faster."""
@@ -229,14 +208,11 @@ class SearchSpace:
 
     def fill_device(self, plan: Plan) -> Plan:
         """`plan` with as many layers keeping more on the device as fit."""
-        bound = self.upper_bound(plan)
-        for name in ("keep_projections", "keep_everything"):
-            most = getattr(bound.layout, name)
-            if not (full := plan.with_changes(**{name: most})).fits:
-                room, more = plan.ledger.gpu_bytes - plan.ledger.gpu_peak, full.ledger.gpu_peak - plan.ledger.gpu_peak
-                count = _largest(partial(_fits_with, plan, name), most, guess=most * room // max(more, 1))
-                return plan.with_changes(**{name: count})
-            plan = full
+        bound = self.upper_bound(plan).layout
+        for name, most in (("keep_projections", bound.keep_projections), ("keep_everything", bound.keep_everything)):
+            plan = _keep_most(plan, name, most)
+            if getattr(plan.layout, name) < most:
+                break
         return plan
 
     def closest_to_fitting(self, work: Work) -> Plan:
@@ -311,54 +287,49 @@ class SearchSpace:
                 if candidate["keep_attention"] or candidate["attention_tier"] == lists["attention_tier"][0]:
                     yield candidate
 
-    def smallest_layouts(self, cp: int, ring: int) -> Iterator[Layout]:
-        """The layouts of a split that fit if any does: narrowest stage, smallest tile.
+    def smallest_candidates(self, splits: Sequence[tuple[int, int]]) -> Iterator[dict[str, Any]]:
+        """The candidates of each split that fit if any does: narrowest stage, smallest tile.
 
         If every layer keeps its attention output, the device needs no memory to recompute it. So all layers keep it,
         or as few as possible.
         """
-        smallest = {"cp": cp, "ring": ring, "heads_per_stage": cp // ring, "tile_tokens": self.tile_sizes[-1]}
-        smallest |= {"overlap": False, "replicas": 1}
-        for candidate in replace(self, fixed=smallest | dict(self.fixed)).candidates([(cp, ring)]):
-            yield make_layout(self.shape.num_layers, **candidate)
-            if candidate["keep_attention"] and "keep_attention" not in self.fixed:
-                yield make_layout(self.shape.num_layers, **candidate | {"keep_attention": self.shape.num_layers})
-
-    def smallest_layouts_at_max_cp(self) -> Iterator[Layout]:
-        for cp, ring in self.splits:
-            if cp == self.max_cp:
-                yield from self.smallest_layouts(cp, ring)
+        smallest = {"tile_tokens": self.tile_sizes[-1], "overlap": False, "replicas": 1}
+        for cp, ring in splits:
+            fixed = {"cp": cp, "ring": ring, "heads_per_stage": cp // ring, **smallest, **self.fixed}
+            for candidate in replace(self, fixed=fixed).candidates([(cp, ring)]):
+                yield candidate
+                if candidate["keep_attention"] and "keep_attention" not in self.fixed:
+                    yield candidate | {"keep_attention": self.shape.num_layers}
 
     def make_plan(self, candidate: Fixed, work: Work) -> Plan:
         return Plan(self.shape, make_layout(self.shape.num_layers, **candidate), self.hardware, work)
 
-    def _any_fits(self, layouts: Iterator[Layout], work: Work) -> bool:
-        return any(build_ledger(self.shape, layout, self.hardware, work).fits for layout in layouts)
-
     # ---- limits
 
-    def fits(self, work: Work) -> bool:
-        """Whether any layout fits."""
-        return any(self._any_fits(self.smallest_layouts(*split), work) for split in self.splits)
+    def fits(self, work: Work, splits: Sequence[tuple[int, int]] | None = None) -> bool:
+        """Whether any layout (of `splits`) fits."""
+        return any(self.make_plan(each, work).fits for each in self.smallest_candidates(splits or self.splits))
+
+    def fits_with_adapter(self, work: Work) -> bool:
+        """Whether any layout fits with adapters instead of all parameters trained."""
+        adapted = self.shape.with_adapter(AdapterConfig(rank=ADAPTER_RANK))
+        return self.shape.adapter is None and replace(self, shape=adapted).fits(work)
 
     @property
-    def context_grain(self) -> int:
-        return CONTEXT_GRAIN * self.max_cp
+    def longest_splits(self) -> list[tuple[int, int]]:
+        """The splits with the longest context: those over most ranks."""
+        return [split for split in self.splits if split[0] == self.max_cp]
 
     def longest_context(self, batch: int) -> int:
         """The longest context that fits, in multiples of CONTEXT_GRAIN per rank; 0 if none does."""
-        best = 0
-        for layout in self.smallest_layouts_at_max_cp():
+        grain, longest = CONTEXT_GRAIN * self.max_cp, 0
+        for candidate in self.smallest_candidates(self.longest_splits):
 
-            def fits(grains: int, layout: Layout = layout) -> bool:
-                work = Work(grains * self.context_grain, batch)
-                return build_ledger(self.shape, layout, self.hardware, work).fits
+            def fits(grains: int, candidate: Fixed = candidate) -> bool:
+                return self.make_plan(candidate, Work(grains * grain, batch)).fits
 
-            high = best + 1
-            while fits(high):
-                high *= 2
-            best = max(best, _largest(fits, high)) if high > best + 1 else best
-        return best * self.context_grain
+            longest = _largest(fits, longest)
+        return longest * grain
 
     def longest_context_and_limit(self, batch: int = 1) -> tuple[int, str]:
         """(longest context that fits, what limits it: GPU, host, disk or heads)."""
@@ -367,24 +338,13 @@ class SearchSpace:
         tiers = ["host", "disk"] if self.hardware.disk_bytes else ["host"]
         if limits := [tier for tier in tiers if self.with_capacity(tier).longest_context(batch) > context]:
             return context, limits[-1]
-        work = Work(context + self.context_grain, batch)
-        layouts = self.smallest_layouts_at_max_cp()
-        limit = min(build_ledger(self.shape, layout, self.hardware, work).worst for layout in layouts)[1]
+        work, candidates = (
+            Work(context + CONTEXT_GRAIN * self.max_cp, batch),
+            self.smallest_candidates(self.longest_splits),
+        )
+        limit = min(self.make_plan(candidate, work).ledger.worst for candidate in candidates)[1]
         is_capped = "cp" not in self.fixed and self.max_cp < self.hardware.num_gpus  # by a fixed ring
         return context, "heads" if limit == "GPU" and is_capped else limit
-
-    # ---- ways to fit
-
-    def ways_to_fit(self, work: Work) -> WaysToFit:
-        """Changes that make `work` fit with the same settings, each on its own."""
-        adapted = replace(self, shape=self.shape.with_adapter(AdapterConfig(rank=ADAPTER_RANK)))
-        return WaysToFit(
-            context=self.longest_context(work.batch),
-            adapter=self.shape.adapter is None and adapted.fits(work),
-            hardware=self.smallest_machine(work),
-            host_bytes=self.smallest_capacity("host", work),
-            disk_bytes=self.smallest_capacity("disk", work),
-        )
 
     def with_capacity(self, tier: str, num_bytes: int = UNLIMITED_BYTES) -> SearchSpace:
         """The same space with `num_bytes` of host memory or disk per node."""
@@ -402,10 +362,7 @@ class SearchSpace:
         def is_too_small(grains: int) -> bool:
             return not self.with_capacity(tier, grains * CAPACITY_GRAIN).fits(work)
 
-        grains = 1
-        while is_too_small(grains):
-            grains *= 2
-        grains = 1 + _largest(is_too_small, grains)
+        grains = 1 + _largest(is_too_small)
         return CAPACITY_GRAIN * (grains if grains < 16 else -(-grains // 16) * 16)
 
     def smallest_machine(self, work: Work) -> Hardware | None:
@@ -425,17 +382,29 @@ class SearchSpace:
         while not fits(replace(hardware, num_nodes=(nodes := 2 * nodes))):
             if nodes >= MAX_NODES:
                 return None
-        fewest = 1 + _largest(lambda n: not fits(replace(hardware, num_nodes=n)), nodes)
+        fewest = 1 + _largest(lambda n: not fits(replace(hardware, num_nodes=n)), beyond=nodes)
         return replace(hardware, num_nodes=fewest)
 
 
-def _fits_with(plan: Plan, name: str, count: int) -> bool:
-    return plan.with_changes(**{name: count}).fits
+def _keep_most(plan: Plan, name: str, most: int) -> Plan:
+    """`plan` with its setting `name`, a number of layers, as large as fits, at most `most`."""
+    full = plan.with_changes(**{name: most})
+    # All layers may keep their attention output where fewer may not: none recomputes, which frees memory on the device.
+    if full.fits or not plan.fits:
+        return full
+    room, more = plan.ledger.gpu_bytes - plan.ledger.gpu_peak, full.ledger.gpu_peak - plan.ledger.gpu_peak
+    guess = most * room // max(more, 1)
+    count = _largest(lambda count: plan.with_changes(**{name: count}).fits, beyond=most, guess=guess)
+    return plan.with_changes(**{name: count})
 
 
-def _largest(fits: Callable[[int], bool], beyond: int, guess: int = 0) -> int:
-    """The largest count that fits, or 0. `beyond` does not fit, and every count below one that fits does."""
-    low, guesses = 0, [guess, guess + 1]
+def _largest(fits: Callable[[int], bool], low: int = 0, beyond: int | None = None, guess: int = 0) -> int:
+    """The largest count that fits, or `low`. Every count below one that fits does; `beyond`, if known, does not fit."""
+    if beyond is None:
+        beyond = low + 1
+        while fits(beyond):
+            low, beyond = beyond, 2 * beyond
+    guesses = [guess, guess + 1]
     while beyond - low > 1:
         middle = guesses.pop() if guesses else (low + beyond) // 2
         if low < middle < beyond:

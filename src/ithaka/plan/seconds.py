@@ -16,8 +16,7 @@ from ithaka.config import LAYER_LINEARS
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan.bytes import logits_tile_tokens
 from ithaka.plan.hardware import DISK_BYTES_S, HOST_UPDATE_BYTES_S, Hardware
-from ithaka.plan.heads import count_slots
-from ithaka.plan.layer_bytes import LayerBytes, kept_attention_bytes
+from ithaka.plan.layer_bytes import LayerBytes
 from ithaka.plan.shape import ModelShape, Work
 
 # Fractions of the hardware's matmul rate, forward and backward.
@@ -65,14 +64,13 @@ def layer_seconds(
     shape: ModelShape, layout: Layout, hardware: Hardware, work: Work, window: int | None, policy: ActivationPolicy
 ) -> tuple[Seconds, Seconds]:
     """(forward, backward) of one layer on the rank with the most heads."""
-    gpu, linear = hardware.gpu, LinearSeconds(shape, layout, hardware, work.local_tokens(layout.cp), policy)
-    attend, attend_back = _attention_seconds(shape, layout, hardware, work, window)
-    projections, mlp = linear.project(False), linear.mlp(False)
-    projections_back, mlp_back = linear.project(True), linear.mlp(True)
-
-    exchange, exchange_back = _exchange_seconds(shape, layout, hardware, linear.s, policy.projections)
+    layer, gpu = LayerSeconds(shape, layout, hardware, work.local_tokens(layout.cp), policy), hardware.gpu
+    attend, attend_back = layer.attention(work, window)
+    projections, mlp = layer.project(False), layer.mlp(False)
+    projections_back, mlp_back = layer.project(True), layer.mlp(True)
+    exchange, exchange_back = layer.exchange()
     if layout.ring > 1:
-        ring, ring_back, last_round = _ring_seconds(shape, layout, hardware, linear.s)
+        ring, ring_back, last_round = layer.ring()
         exchange += max(0.0, ring - attend)
         exchange_back += max(0.0, ring_back - attend_back) + last_round
     recomputed = Seconds() if policy.attention else Seconds(attend, projections, exchange)
@@ -88,14 +86,14 @@ def layer_seconds(
 
     # Copies to and from the store. All GPUs of a node share its disk.
     is_stored, pcie = policy.input != "device", gpu.pcie_bytes_s * COPY_SHARE
-    outputs = kept_attention_bytes(shape, layout, linear.s) if policy.attention in ("host", "disk") else 0
-    stored = linear.x * is_stored + outputs
-    to_disk = linear.x * (policy.input == "disk") + outputs * (policy.attention == "disk")
+    outputs = layer.bytes.outputs if policy.attention in ("host", "disk") else 0
+    stored = layer.x * is_stored + outputs
+    to_disk = layer.x * (policy.input == "disk") + outputs * (policy.attention == "disk")
     disk = to_disk * hardware.gpus_per_node / DISK_BYTES_S
     # Without overlap every walk over the tiles fetches the input again.
-    walks = linear.num_stages + 1 if is_stored and not layout.overlap else 0
+    walks = layer.num_stages + 1 if is_stored and not layout.overlap else 0
     copies = max(0.0, stored / pcie - busy) + max(0.0, disk - busy)
-    copies_back = linear.wait(stored / pcie, mlp_back) + linear.wait(walks * linear.x / pcie, projections_back)
+    copies_back = layer.wait(stored / pcie, mlp_back) + layer.wait(walks * layer.x / pcie, projections_back)
     copies_back += max(0.0, disk - busy_back)
 
     forward = Seconds(attend, projections + mlp, exchange + max(0.0, gather - busy), copies)
@@ -104,35 +102,30 @@ def layer_seconds(
     return forward, backward + recomputed
 
 
-def _attention_seconds(
-    shape: ModelShape, layout: Layout, hardware: Hardware, work: Work, window: int | None
-) -> tuple[float, float]:
-    """(forward, backward): two and five matmuls per query-key pair."""
-    heads = -(-shape.heads // layout.ulysses)
-    flops = 4 * shape.head_dim * heads * work.pairs(window) / layout.ring
-    share, share_back = 1.0, 1.0
-    if shape.head_dim <= 64:
-        share, share_back = NARROW_HEAD_SHARE
-        share /= 1 + NARROW_HEAD_START / max(work.length, NARROW_HEAD_LEAST)
-    gpu = hardware.gpu
-    forward = flops / (gpu.attention_forward_flops * share)
-    return forward, 2.5 * flops / (gpu.attention_backward_flops * share_back)
-
-
-class LinearSeconds:
-    """Token-wise work of one layer on one rank: matmuls, and memory-bound kernels."""
+class LayerSeconds:
+    """Seconds of each part of a layer's work on one rank: matmuls, memory-bound kernels, attention and exchanges."""
 
     def __init__(
         self, shape: ModelShape, layout: Layout, hardware: Hardware, s: int, policy: ActivationPolicy | None = None
     ) -> None:
-        self.shape, self.layout, self.hardware, self.s = shape, layout, hardware, s
-        self.policy = policy or ActivationPolicy()
-        slots = count_slots(shape, layout)
-        self.x, self.num_stages = layout.x_bytes(shape.hidden, s), len(slots.stages)
+        self.shape, self.layout, self.hardware, self.gpu, self.s = shape, layout, hardware, hardware.gpu, s
+        self.policy, self.bytes = policy or ActivationPolicy(), LayerBytes(shape, layout, s)
+        self.x, self.num_stages, slots = self.bytes.x, self.bytes.num_stages, self.bytes.slots
         # Width of the projected q, k and v, with empty and repeated slots.
         self.qkv_width = (self.num_stages * slots.query + 2 * slots.all_kv) * layout.ulysses * shape.head_dim
         self.is_frozen = shape.adapter is not None
         self.num_tiles = -(-s // (layout.tile_tokens or s))
+
+    def attention(self, work: Work, window: int | None) -> tuple[float, float]:
+        """(forward, backward): two and five matmuls per query-key pair."""
+        heads = -(-self.shape.heads // self.layout.ulysses)
+        flops = 4 * self.shape.head_dim * heads * work.pairs(window) / self.layout.ring
+        share, share_back = 1.0, 1.0
+        if self.shape.head_dim <= 64:
+            share, share_back = NARROW_HEAD_SHARE
+            share /= 1 + NARROW_HEAD_START / max(work.length, NARROW_HEAD_LEAST)
+        forward = flops / (self.gpu.attention_forward_flops * share)
+        return forward, 2.5 * flops / (self.gpu.attention_backward_flops * share_back)
 
     def wait(self, copy_s: float, busy_s: float) -> float:
         """Seconds that copies to the device add to work on the same tiles; nothing hides the first tile's copy."""
@@ -140,10 +133,10 @@ class LinearSeconds:
         return first + max(0.0, others * (copy_s - busy_s))
 
     def matmul(self, width: float, depth: float, share: float) -> float:
-        return 2 * self.s * width * depth / (self.hardware.gpu.matmul_flops * share)
+        return 2 * self.s * width * depth / (self.gpu.matmul_flops * share)
 
     def move(self, num_bytes: float) -> float:
-        return num_bytes / self.hardware.gpu.memory_bytes_s
+        return num_bytes / self.gpu.memory_bytes_s
 
     def output(self, share: float) -> float:
         """One matmul of the output projection."""
@@ -187,43 +180,37 @@ class LinearSeconds:
         num_sums = 0 if self.is_frozen else self.num_tiles - 1
         return num_sums * self.move(num_parameters * 2 * self.layout.sum_bytes)
 
+    def exchange(self) -> tuple[float, float]:
+        """(forward, backward) seconds of all-to-alls that nothing hides. Kept q, k and v are not sent again."""
+        b, ulysses = self.bytes, self.layout.ulysses
+        if self.layout.cp == 1:
+            return 0.0, 0.0
+        kv, queries = sum(b.new_kv), b.num_stages * b.q
+        # With overlap, only the first stage waits for what it receives.
+        sent_q, sent_kv = (b.q, b.new_kv[0]) if self.layout.overlap and b.num_stages > 1 else (queries, kv)
+        sent_back = 2 * sent_q + (0 if self.policy.projections else sent_q + sent_kv)
+        in_node = math.gcd(ulysses, self.hardware.gpus_per_node)  # smallest part in one node of a group across nodes
 
-def _exchange_seconds(
-    shape: ModelShape, layout: Layout, hardware: Hardware, s: int, keeps_qkv: bool
-) -> tuple[float, float]:
-    """(forward, backward) seconds of all-to-alls that nothing hides. Kept q, k and v are not sent again."""
-    if layout.cp == 1:
-        return 0.0, 0.0
-    b = LayerBytes(shape, layout, s)
-    kv = sum(b.new_kv)
-    queries = b.num_stages * b.q
-    # With overlap, only the first stage waits for what it receives.
-    sent_q, sent_kv = (b.q, b.new_kv[0]) if layout.overlap and b.num_stages > 1 else (queries, kv)
-    sent_back = 2 * sent_q + (0 if keeps_qkv else sent_q + sent_kv)
-    ulysses = layout.ulysses
-    in_node = math.gcd(ulysses, hardware.gpus_per_node)  # smallest part in one node of a group that straddles nodes
+        def seconds(num_bytes: int) -> float:
+            """Each rank keeps 1/ulysses. The link and the network are used at the same time."""
+            link = num_bytes * (in_node - 1) / ulysses / self.gpu.link_bytes_s
+            network = num_bytes * (ulysses - in_node) / ulysses / self.gpu.network_bytes_s
+            return max(link, network)
 
-    def seconds(num_bytes: int) -> float:
-        """Each rank keeps 1/ulysses. The link and the network are used at the same time."""
-        link = num_bytes * (in_node - 1) / ulysses / hardware.gpu.link_bytes_s
-        network = num_bytes * (ulysses - in_node) / ulysses / hardware.gpu.network_bytes_s
-        return max(link, network)
+        return seconds(sent_q + sent_kv + queries), seconds(sent_back + queries + kv)
 
-    return seconds(sent_q + sent_kv + queries), seconds(sent_back + queries + kv)
+    def ring(self) -> tuple[float, float, float]:
+        """(forward, backward, last round of backward), for the member whose queries see all keys.
 
-
-def _ring_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, s: int) -> tuple[float, float, float]:
-    """(forward, backward, last round of backward), for the member whose queries see all keys.
-
-    k and v are sent to it, dk and dv back from it. Attention can hide all but the last round's dk and dv.
-    """
-    b, gpu = LayerBytes(shape, layout, s), hardware.gpu
-    in_node = max(1, math.gcd(layout.cp, hardware.gpus_per_node) // layout.ulysses)  # fewest members in one node
-    per_byte = (in_node - 1) / gpu.link_bytes_s + (layout.ring - in_node) / gpu.network_bytes_s
-    kv = 2 * sum(stage.read_kv for stage in b.slots.stages) * b.slot
-    last = sum(b.in_sum_dtype(b.ring_round(stage)) for stage in range(b.num_stages))
-    rate = gpu.link_bytes_s if in_node == layout.ring else gpu.network_bytes_s
-    return kv * per_byte, (kv + b.in_sum_dtype(kv)) * per_byte, last / rate
+        k and v are sent to it, dk and dv back from it. Attention can hide all but the last round's dk and dv.
+        """
+        b, ring = self.bytes, self.layout.ring
+        in_node = max(1, math.gcd(self.layout.cp, self.hardware.gpus_per_node) // self.layout.ulysses)  # fewest members
+        per_byte = (in_node - 1) / self.gpu.link_bytes_s + (ring - in_node) / self.gpu.network_bytes_s
+        kv = 2 * sum(stage.read_kv for stage in b.slots.stages) * b.slot
+        last = sum(b.in_sum_dtype(b.ring_round(stage)) for stage in range(b.num_stages))
+        rate = self.gpu.link_bytes_s if in_node == ring else self.gpu.network_bytes_s
+        return kv * per_byte, (kv + b.in_sum_dtype(kv)) * per_byte, last / rate
 
 
 def gather_seconds(num_bytes: int, hardware: Hardware, replicas: int = 1) -> float:
@@ -266,17 +253,17 @@ def _loss_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: W
 
     A frozen weight has no gradient, a forward only has logits. Nothing hides the all-gather of lm_head.
     """
-    linear = LinearSeconds(shape, layout, hardware, work.local_tokens(layout.cp))
-    all_logits = linear.s * shape.vocab * layout.element_bytes
+    layer = LayerSeconds(shape, layout, hardware, work.local_tokens(layout.cp))
+    all_logits = layer.s * shape.vocab * layout.element_bytes
     trained_head = shape.trained_parameters("lm_head")
     head_bytes = shape.vocab * shape.hidden * layout.element_bytes
-    matmul = linear.matmul(shape.hidden, shape.vocab, LOSS_SHARE)
+    matmul = layer.matmul(shape.hidden, shape.vocab, LOSS_SHARE)
     if not work.trains:
         exchange = gather_seconds(head_bytes, hardware, layout.replicas)
-        return Seconds(linear=matmul + linear.move(all_logits), exchange=exchange)
-    tokens = logits_tile_tokens(layout.tile_tokens, linear.s, shape.vocab * layout.element_bytes)
-    sums = linear.s / tokens * 2 * trained_head * layout.sum_bytes
+        return Seconds(linear=matmul + layer.move(all_logits), exchange=exchange)
+    tokens = logits_tile_tokens(layout.tile_tokens, layer.s, shape.vocab * layout.element_bytes)
+    sums = layer.s / tokens * 2 * trained_head * layout.sum_bytes
     exchange = gather_seconds(2 * head_bytes, hardware, layout.replicas)
     exchange += reduce_seconds(trained_head * layout.sum_bytes, hardware, layout.replicas)
     matmuls = (2 + (trained_head > 0)) * matmul
-    return Seconds(linear=matmuls + linear.move(LOGIT_PASSES * all_logits + sums), exchange=exchange)
+    return Seconds(linear=matmuls + layer.move(LOGIT_PASSES * all_logits + sums), exchange=exchange)

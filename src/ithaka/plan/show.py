@@ -204,12 +204,14 @@ def _format_adapter(plan: Plan) -> str:
 
 def _ways_out(plan: Plan) -> dict[str, str]:
     """Options that make the plan fit, each on its own, found by search."""
-    ways = SearchSpace(plan.shape, plan.hardware, plan.fixed).ways_to_fit(plan.work)
-    options = {"--context": f"{ways.context} ({format_tokens(ways.context)})"} if ways.context else {}
-    options |= {"--adapter": str(ADAPTER_RANK)} if ways.adapter else {}
-    options |= {"--gpus": f"{ways.hardware.name} ({ways.hardware.num_gpus} GPUs)"} if ways.hardware else {}
-    capacities = {"--host-memory": ways.host_bytes, "--disk": ways.disk_bytes}
-    options |= {option: f"{num_bytes // 10**9}GB" for option, num_bytes in capacities.items() if num_bytes}
+    space = SearchSpace(plan.shape, plan.hardware, plan.fixed)
+    context, machine = space.longest_context(plan.work.batch), space.smallest_machine(plan.work)
+    options = {"--context": f"{context} ({format_tokens(context)})"} if context else {}
+    options |= {"--adapter": str(ADAPTER_RANK)} if space.fits_with_adapter(plan.work) else {}
+    options |= {"--gpus": f"{machine.name} ({machine.num_gpus} GPUs)"} if machine else {}
+    for option, tier in (("--host-memory", "host"), ("--disk", "disk")):
+        if num_bytes := space.smallest_capacity(tier, plan.work):
+            options[option] = f"{num_bytes // 10**9}GB"
     fits_without = plan.fixed and SearchSpace(plan.shape, plan.hardware).fits(plan.work)
     return options | ({"--set": "left out"} if fits_without else {})
 

@@ -214,13 +214,13 @@ def _step_fixes(run: Run, tier: str) -> dict[str, bool]:
     if space.fits(run.work):
         plain = "the planner's memory and parallel settings (leave them out)"
         return fixes | {plain: True, "a shorter data.context": True}
-    ways = space.ways_to_fit(run.work)
+    context, machine = space.longest_context(run.work.batch), space.smallest_machine(run.work)
     fixes |= {
-        f"data.context={ways.context}": ways.context > 0,
-        f"an adapter (adapter.rank={ADAPTER_RANK})": ways.adapter,
+        f"data.context={context}": context > 0,
+        f"an adapter (adapter.rank={ADAPTER_RANK})": space.fits_with_adapter(run.work),
     }
-    if ways.hardware:
-        fixes[f"{ways.hardware.num_gpus} GPUs ({ways.hardware.name})"] = True
+    if machine:
+        fixes[f"{machine.num_gpus} GPUs ({machine.name})"] = True
     return fixes
 
 
