@@ -20,7 +20,7 @@ from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan import seconds
 from ithaka.plan.bytes import build_ledger
 from ithaka.plan.hardware import parse_gpus, with_kernel
-from ithaka.plan.layer_bytes import kept_attention_bytes
+from ithaka.plan.layer_bytes import LayerBytes
 from ithaka.plan.models import find_shape
 from ithaka.plan.shape import Work
 
@@ -87,7 +87,7 @@ def plan_parts(context: int) -> list[float]:
     hardware = h200(8, "cudnn")
     forward, backward = seconds.layer_seconds(LLAMA, STREAMED, hardware, Work(context), None, STREAMED.kept[0])
     linear = seconds.LayerSeconds(LLAMA, STREAMED, hardware, context // 8)
-    fetched_bytes, mlp_back = linear.x + kept_attention_bytes(LLAMA, STREAMED, linear.s), linear.mlp(True)
+    fetched_bytes, mlp_back = linear.x + LayerBytes(LLAMA, STREAMED, linear.s).outputs, linear.mlp(True)
     mlp_back += linear.wait(fetched_bytes / (hardware.gpu.pcie_bytes_s * seconds.COPY_SHARE), mlp_back)
     return [forward.attention, linear.mlp(False), backward.attention, mlp_back]
 

@@ -223,7 +223,7 @@ def test_a_layer_peaks_as_its_ledger_predicts(case, monkeypatch):
         phases = (direction, part) if part else (direction,)
         live = max(highest(memory, *phases, lengths=lengths) for memory in maps)
         assert live == planned(case, direction, part), f"full-length tensors in {direction} {part}"
-    peaks = layer_peaks(LayerBytes(shape, case.layout, TOKENS, case.keeps))
+    _, *peaks = layer_peaks(shape, case.layout, TOKENS, case.keeps)
     for direction, peak in zip(("forward", "backward"), peaks, strict=True):
         live = max(highest(memory, direction) for memory in maps)
         with_tiles = peak.live - peak.grad_bytes + kept_on_device(case, direction)

@@ -10,7 +10,7 @@ from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan import seconds
 from ithaka.plan.bytes import build_ledger, gpu_phases, logits_tile_tokens
 from ithaka.plan.hardware import parse_gpus
-from ithaka.plan.layer_bytes import LayerBytes, kept_attention_bytes, layer_peaks, layer_points
+from ithaka.plan.layer_bytes import LayerBytes, layer_peaks, layer_points
 from ithaka.plan.models import find_shape
 from ithaka.plan.seconds import layer_seconds, step_seconds
 from ithaka.plan.shape import Work
@@ -94,13 +94,13 @@ def test_recomputed_attention_outputs_are_live_until_sent():
 
 
 def test_kept_attention_is_8_3_kilobytes_per_token():
-    one_token = kept_attention_bytes(LLAMA, STREAMED, 2**17) / 2**17
+    one_token = LayerBytes(LLAMA, STREAMED, 2**17).outputs / 2**17
     assert one_token == 32 * 128 * 2 + 32 * 4
 
 
 def test_empty_slots_count():
     qwen = find_shape("qwen2.5-7b")  # 28 heads on 8 ranks: 4 slots each
-    assert kept_attention_bytes(qwen, Layout(8, 8), 1000) == 4 * (8 * 1000 * (128 * 2 + 4))
+    assert LayerBytes(qwen, Layout(8, 8), 1000).outputs == 4 * (8 * 1000 * (128 * 2 + 4))
 
 
 def test_windows_and_documents_shorten_attention():
@@ -164,7 +164,7 @@ def test_each_layer_adds_the_bytes_and_seconds_of_its_own_policy():
     )
     layout, s = replace(STREAMED, kept=kept), 2**17
     ledger = build_ledger(shape, layout, H200, work)
-    x, out = layout.x_bytes(shape.hidden, s), kept_attention_bytes(shape, layout, s)
+    x, out = layout.x_bytes(shape.hidden, s), LayerBytes(shape, layout, s).outputs
     assert (ledger.host["layer inputs"], ledger.disk["layer inputs"]) == (8 * 2 * x, 8 * x)
     assert (ledger.host["kept attention"], ledger.disk["kept attention"]) == (8 * out, 8 * out)
     on_device = {name: holders["kept activations"] for name, holders in gpu_phases(shape, layout, H200, work)}
@@ -192,7 +192,7 @@ def test_memory_does_not_grow_with_the_ring():
     """At a constant number of tokens per rank."""
     keeps, shape = ActivationPolicy("host", "host"), find_shape("llama3-8b")
     layouts = [Layout(8 * ring, 8, 16384, (keeps,), ring=ring, overlap=False) for ring in (2, 8, 64)]
-    assert len({layer_peaks(LayerBytes(shape, layout, 2**18, keeps)) for layout in layouts}) == 1
+    assert len({layer_peaks(shape, layout, 2**18, keeps) for layout in layouts}) == 1
 
 
 def test_loss_tiles_grow_with_layer_tiles():

@@ -6,13 +6,11 @@ Letters as in plan/layer_bytes.py; V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import accumulate
 from typing import NamedTuple
 
-from ithaka.layout import ActivationPolicy, Layout
+from ithaka.layout import Layout
 from ithaka.plan.hardware import GIB, Hardware
-from ithaka.plan.layer_bytes import LayerBytes, MemoryPoint, kept_attention_bytes, layer_peaks
+from ithaka.plan.layer_bytes import LayerBytes, MemoryPoint, layer_peaks
 from ithaka.plan.shape import ModelShape, Work
 
 LOGITS_TILE_BYTES = (2**29, 2**32)  # minimum and maximum bytes of logits in a tile of the loss
@@ -115,7 +113,17 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
 
     Weights are gathered in the compute dtype, gradients are reduced in the sum dtype.
     """
-    return _GpuPhases(shape, layout, hardware, work).list_phases()
+    gpu = _GpuPhases(shape, layout, hardware, work)
+    phases = [("forward", gpu.forward()), ("loss", gpu.loss())]
+    if not work.trains:
+        return phases
+    return [
+        *phases,
+        *gpu.backward(),
+        ("backward, first layer", gpu.backward_first_layer()),
+        ("backward, embedding", gpu.backward_embedding()),
+        ("update", gpu.holders(MemoryPoint("update"), gpu.root, shape.num_trained)),
+    ]
 
 
 class _GpuPhases:
@@ -139,13 +147,12 @@ class _GpuPhases:
     def _group_layers(self) -> list[_LayerGroup]:
         # Without fields that change no layer's bytes: a key for the cache.
         layout = replace(self.layout, kept=(), offload_optimizer=False)
-        counts = self.layout.policy_groups(self.shape.num_layers, self.shape.first_trained)
-        layers = [_layer_bytes(self.shape, layout, self.s, policy) for policy, _ in counts]
-        kept_up_to = accumulate(kept * count for (kept, *_), (_, count) in zip(layers, counts, strict=True))
-        return [
-            _LayerGroup(count, *layer, total)
-            for layer, (_, count), total in zip(layers, counts, kept_up_to, strict=True)
-        ]
+        groups, kept_up_to = [], 0
+        for policy, count in self.layout.policy_groups(self.shape.num_layers, self.shape.first_trained):
+            kept, forward, backward = layer_peaks(self.shape, layout, self.s, policy)
+            kept_up_to += count * kept
+            groups.append(_LayerGroup(count, kept, forward, backward, kept_up_to))
+        return groups
 
     def holders(self, point: MemoryPoint, weights: int, reduced: int = 0, pending: int = 0, kept: int = 0) -> Holders:
         """`weights`: gathered bytes. `reduced`: parameters whose gradients are sharded. `pending`: bytes of other
@@ -164,25 +171,13 @@ class _GpuPhases:
             "kept activations": kept,
         }
 
-    def list_phases(self) -> list[tuple[str, Holders]]:
-        if not self.work.trains:
-            return [("forward", self._forward()), ("loss", self._loss())]
-        return [
-            ("forward", self._forward()),
-            ("loss", self._loss()),
-            *self._backward(),
-            ("backward, first layer", self._backward_first_layer()),
-            ("backward, embedding", self._backward_embedding()),
-            ("update", self.holders(MemoryPoint("update"), self.root, self.shape.num_trained)),
-        ]
-
-    def _forward(self) -> Holders:
+    def forward(self) -> Holders:
         # A layer's own kept bytes are part of its forward point.
         points = [(group.kept_up_to - group.kept, group.forward) for group in self.groups]
         kept, point = max(points, key=lambda entry: entry[0] + entry[1].live)
         return self.holders(point, self.root + self.layer + self.next_layer, kept=kept if self.work.trains else 0)
 
-    def _loss(self) -> Holders:
+    def loss(self) -> Holders:
         tokens = logits_tile_tokens(self.layout.tile_tokens, self.s, self.shape.vocab * self.e)
         logits, normed = tokens * self.shape.vocab * self.e, tokens * self.shape.hidden * self.e
         if not self.work.trains:
@@ -196,7 +191,7 @@ class _GpuPhases:
         holders["loss tile"] = head * self.wide + max(logits + 2 * normed, head * self.e)  # normed and its gradient
         return holders
 
-    def _backward(self) -> list[tuple[str, Holders]]:
+    def backward(self) -> list[tuple[str, Holders]]:
         """The last layer of each group, when the group keeps the most.
 
         The gradients of the module above are being reduced: lm_head, or the next layer.
@@ -214,13 +209,13 @@ class _GpuPhases:
             num_done += group.num_layers
         return phases
 
-    def _backward_first_layer(self) -> Holders:
+    def backward_first_layer(self) -> Holders:
         weights = self.layer + (0 if self.is_single and not self.shape.tied else self.head)
         reduced = self.trained_lm_head + self.last_layer * self.shape.trained_layer
         pending = self.layer_grads * (self.last_layer > 0) + self.root_grad
         return self.holders(self.groups[0].backward, weights, reduced, pending, self.groups[0].kept)
 
-    def _backward_embedding(self) -> Holders:
+    def backward_embedding(self) -> Holders:
         """First the dense gradient and its kernel's buffer, while the first layer's gradients are reduced; for tied
         weights two gradients and their sum. Then the gradient, its wide copy to send, and the shard received."""
         shape, narrow, wide = self.shape, self.embedded * self.e, self.embedded * self.wide
@@ -234,15 +229,6 @@ class _GpuPhases:
         return self.holders(MemoryPoint("embedding", self.x), weights, reduced, pending)
 
 
-@lru_cache(maxsize=8192)
-def _layer_bytes(
-    shape: ModelShape, layout: Layout, s: int, policy: ActivationPolicy
-) -> tuple[int, MemoryPoint, MemoryPoint]:
-    """(bytes kept on the device, peak of forward, peak of backward)."""
-    b = LayerBytes(shape, layout, s, policy)
-    return b.kept, *layer_peaks(b)
-
-
 # ---- host memory and disk
 
 
@@ -254,7 +240,7 @@ def _host_and_disk(shape: ModelShape, layout: Layout, hardware: Hardware, work: 
         inputs[policy.input] += count
         outputs[policy.attention] += count
     x = ranks * layout.x_bytes(shape.hidden, s)
-    out = ranks * kept_attention_bytes(shape, layout, s) if outputs["host"] or outputs["disk"] else 0
+    out = ranks * LayerBytes(shape, layout, s).outputs if outputs["host"] or outputs["disk"] else 0
     trained, frozen = shape.shards(hardware.num_gpus // layout.replicas)
     states = ranks * (16 * trained + layout.element_bytes * frozen)
     station = min(DISK_STATION_LAYERS, inputs["disk"]) * x + min(DISK_STATION_LAYERS, outputs["disk"]) * out

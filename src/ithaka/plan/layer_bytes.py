@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import copy
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from ithaka.config import LAYER_LINEARS
@@ -72,7 +73,8 @@ class LayerBytes:
         self.left_kv = [2 * stage.left_kv * self.slot for stage in stages]
         self.keeps_attention = policy.attention is not None
         self.fetches_attention = policy.attention in ("host", "disk")
-        # What a layer can keep besides its input: attention outputs, q, k and v, x + attention, gate and up.
+        # What a layer can keep besides its input: out and lse of all stages (with empty slots), q, k and v,
+        # x + attention, gate and up.
         self.outputs = self.num_stages * (self.q + self.lse)
         self.qkv = (self.num_stages * self.q + sum(self.new_kv)) * policy.projections
         self.residual = self.x * policy.projections
@@ -295,8 +297,12 @@ def layer_points(b: LayerBytes) -> Iterator[MemoryPoint]:
     yield from attention_backward_points(b, outputs - kept_later)
 
 
-def layer_peaks(b: LayerBytes) -> tuple[MemoryPoint, MemoryPoint]:
-    """The points of forward and of backward at which most bytes are live."""
+@lru_cache(maxsize=8192)
+def layer_peaks(
+    shape: ModelShape, layout: Layout, s: int, policy: ActivationPolicy
+) -> tuple[int, MemoryPoint, MemoryPoint]:
+    """(bytes kept on the device, and the points of forward and of backward at which most bytes are live)."""
+    b = LayerBytes(shape, layout, s, policy)
     ascending = sorted(layer_points(b), key=lambda point: point.full_length)
     highest = {(point.phase, point.tile_work): point for point in ascending}.values()  # the last of each kind
     points = [p._replace(tile_bytes=b.tile_bytes(p.tile_work), grad_bytes=b.weight_grads(p.phase)) for p in highest]
@@ -304,9 +310,4 @@ def layer_peaks(b: LayerBytes) -> tuple[MemoryPoint, MemoryPoint]:
         max((p for p in points if p.phase.startswith(direction)), key=lambda point: (point.live, -point.tile_bytes))
         for direction in ("forward", "backward")
     )
-    return forward, backward
-
-
-def kept_attention_bytes(shape: ModelShape, layout: Layout, s: int) -> int:
-    """out and lse of one layer on one rank, all stages, empty slots included."""
-    return LayerBytes(shape, layout, s).outputs
+    return b.kept, forward, backward

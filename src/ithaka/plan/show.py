@@ -15,7 +15,7 @@ from ithaka.config import SECTIONS, format_value, to_dict
 from ithaka.layout import EVERYTHING, SETTINGS, format_choices
 from ithaka.plan.bytes import HOST_PROCESS_BYTES, HOST_RESERVE_SHARE, RESERVE_BYTES, RESERVE_SHARE
 from ithaka.plan.hardware import DISK_BYTES_S, FA4_PACKAGE, GIB, KERNEL_NAMES
-from ithaka.plan.layer_bytes import LayerBytes, kept_attention_bytes
+from ithaka.plan.layer_bytes import LayerBytes
 from ithaka.plan.models import hub_id
 from ithaka.plan.request import PlanRequest
 from ithaka.plan.search import ADAPTER_RANK, Plan, SearchSpace
@@ -231,7 +231,7 @@ def _explain_settings(plan: Plan) -> dict[str, str]:
     cp, ulysses, width = layout.cp, layout.ulysses, layout.heads_per_stage or shape.heads
     s = plan.work.local_tokens(cp)
     inputs = format_bytes((shape.num_layers - shape.first_trained) * layout.x_bytes(shape.hidden, s))
-    outputs = format_bytes(kept_attention_bytes(shape, layout, s) * layout.keep_attention)
+    outputs = format_bytes(LayerBytes(shape, layout, s).outputs * layout.keep_attention)
 
     shared = f"{cp} of {plan.hardware.num_gpus} GPUs share {batch}" if cp > 1 else f"each GPU has {batch} of its own"
     step = f"{_format_sequences(plan.sequences_per_step)}, {format_tokens(plan.tokens_per_step)} tokens per step"
