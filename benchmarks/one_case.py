@@ -23,7 +23,7 @@ from ithaka.config import parse_config
 from ithaka.dist.mesh import default_device, end_process_group, free_memory, start_process_group
 from ithaka.hf import parallelize, shape_from_model
 from ithaka.plan.bytes import RESERVE_BYTES, RESERVE_SHARE
-from ithaka.plan.hardware import GIB, GPUS, Hardware, gpu_named, this_host
+from ithaka.plan.hardware import GIB, GPUS, Hardware, available_memory, gpu_named
 from ithaka.plan.search import make_search_space, work_from_config
 
 MEASURED: dict[str, dict[str, Any]] = {}  # by context and layout: two cases of ithaka may come to the same
@@ -94,7 +94,7 @@ def ithaka(case: dict) -> tuple[Any, Callable[[], Any]]:
     gpu = dataclasses.replace(gpu, memory_bytes=min(gpu.memory_bytes, total, int(limit)))
     memory = {"offload_optimizer": False, **SETTINGS[case["how"]]}
     config = parse_config({"model": {"dtype": COMPUTE}, "data": {"context": case["tokens"]}, "memory": memory})
-    hardware = Hardware(gpu, host_bytes=this_host().memory_bytes)
+    hardware = Hardware(gpu, host_bytes=available_memory())
     space = make_search_space(config, {f"memory.{name}" for name in memory}, shape_from_model(model), hardware)
     plan = space.choose(dataclasses.replace(work_from_config(config), document_tokens=case["documents"] or None))
     case |= {"fits": plan.fits, "plan": f"{case['tokens']} {case['documents']} {plan.layout}"}

@@ -9,7 +9,7 @@ from ithaka.config import ConfigError
 from ithaka.dist.mesh import make_mesh
 from ithaka.layout import layout_from_config
 from ithaka.plan import hardware as this_machine
-from ithaka.plan.hardware import Host, cgroup_rooms, this_host
+from ithaka.plan.hardware import available_memory, cgroup_rooms, free_disk
 from ithaka.preflight import run as run_module
 from ithaka.preflight.preflight import validate_run
 from ithaka.preflight.run import Run, certain_needs, check_fits, detect_machine, model_shape, store_host_bytes
@@ -20,12 +20,12 @@ MIB = 2**20
 
 
 @pytest.fixture
-def machine(monkeypatch, tmp_path):
+def machine(monkeypatch):
     """A machine with as much to spare as a test says."""
 
     def make(memory_bytes=2**40, disk_bytes=2**40):
-        host = Host(memory_bytes, disk_bytes, tmp_path)
-        monkeypatch.setattr(run_module, "this_host", lambda folder: host)
+        monkeypatch.setattr(run_module, "available_memory", lambda: memory_bytes)
+        monkeypatch.setattr(run_module, "free_disk", lambda folder: disk_bytes)
 
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     make()
@@ -120,8 +120,7 @@ def test_ranks_on_other_nodes_need_no_local_memory(machine, tmp_path, monkeypatc
 
 
 def test_this_machine_has_the_memory_that_psutil_reports(tmp_path):
-    host = this_host(tmp_path)
-    assert 0 < host.memory_bytes <= psutil.virtual_memory().total and host.disk_bytes > 0
+    assert 0 < available_memory() <= psutil.virtual_memory().total and free_disk(tmp_path) > 0
 
 
 def group(folder, limit, used, cached):
@@ -138,7 +137,7 @@ def test_the_tightest_control_group_counts(tmp_path, monkeypatch):
     own.write_text("3:cpuset:/\n0::/a/b\n")
     assert min(cgroup_rooms(tmp_path, own)) == 500
     monkeypatch.setattr(this_machine, "cgroup_rooms", lambda: [500])
-    assert this_host().memory_bytes == 500
+    assert available_memory() == 500
     assert cgroup_rooms(tmp_path, tmp_path / "none") == []
 
 

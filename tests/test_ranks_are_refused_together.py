@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 from ithaka.cli import app
 from ithaka.config import ConfigError, load_config
 from ithaka.exits import ExitCode, TransientError
-from ithaka.plan.hardware import Host
 from ithaka.preflight import preflight
 from ithaka.preflight import run as run_module
 from ithaka.train import trainer as trainer_module
@@ -19,7 +18,7 @@ from runs import run, tiny_run
 
 
 def lacks_memory(patch, folder):
-    patch.setattr(run_module, "this_host", lambda path: Host(2**20, 2**40, folder))
+    patch.setattr(run_module, "available_memory", lambda: 2**20)
 
 
 def lacks_a_file(patch, folder):

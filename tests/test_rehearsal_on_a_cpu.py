@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from ithaka import rehearse as rehearsal
 from ithaka.cli import app
 from ithaka.dist.loopback import LoopbackGroup
-from ithaka.plan.hardware import Host, parse_gpus
+from ithaka.exits import ExitCode
+from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.models import find_shape
 from ithaka.plan.search import SearchSpace, forward_plan
 from ithaka.plan.seconds import layer_seconds
@@ -35,7 +36,7 @@ def rehearse(model, *options: str):
 
 
 def with_free(monkeypatch, free_bytes: int) -> None:
-    monkeypatch.setattr(rehearsal, "this_host", lambda: Host(free_bytes, 0, None))
+    monkeypatch.setattr(rehearsal, "available_memory", lambda: free_bytes)
 
 
 class Started(Exception):

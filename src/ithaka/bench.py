@@ -20,6 +20,7 @@ from ithaka.dist.exchange import all_gather
 from ithaka.dist.mesh import default_device, make_node_groups
 from ithaka.layout import default_dtype
 from ithaka.plan.hardware import GPUS, gpu_named
+from ithaka.profile.timeline import DeviceTimeline
 
 MAX_CALLS_IN_FLIGHT = 8  # queued on the device
 
@@ -65,12 +66,8 @@ def measure_attention(case: AttentionCase, device: torch.device, dtype: torch.dt
     # Backward overwrites `out` with dq; restore it outside the timing.
     out, lse = attention(q, k, v, **options)
     out_copy = out.clone()
-    backward_s = measure_sustained(
-        lambda: attention_backward(dout, q, k, v, out_copy, lse, **options),
-        device,
-        seconds,
-        before=lambda: out_copy.copy_(out),
-    )
+    backward, restore = lambda: attention_backward(dout, q, k, v, out_copy, lse, **options), lambda: out_copy.copy_(out)
+    backward_s = measure_sustained(backward, device, seconds, before=restore)
     return {
         **asdict(case),
         "kernel": kernel.name,
@@ -83,53 +80,29 @@ def measure_attention(case: AttentionCase, device: torch.device, dtype: torch.dt
 
 
 def measure_sustained(
-    call: Callable[[], object],
-    device: torch.device,
-    seconds: float,
-    before: Callable[[], object] = lambda: None,
+    call: Callable[[], object], device: torch.device, seconds: float, before: Callable[[], object] = lambda: None
 ) -> float:
-    """Median seconds per call in the second half of `seconds` of calls, at least three, after a warm-up.
-
-    As in training, several calls are in flight on a GPU. `before` runs before each call, untimed.
-    seconds=0: one call after the warm-up, for lengths that take minutes.
-    """
-    on_gpu = device.type == "cuda"
+    """Median seconds per call in the second half of `seconds` of calls, at least three, after a warm-up. As in
+    training, several calls are in flight on a GPU. `before` runs before each call, untimed. seconds=0: one call after
+    the warm-up, for lengths that take minutes."""
+    timeline, calls = DeviceTimeline[None](device), list[tuple[Any, Any]]()
     call()
-    calls: list[tuple[_DeviceTimestamp, _DeviceTimestamp]] = []
     begin = time.perf_counter()
     while len(calls) < (3 if seconds else 1) or time.perf_counter() - begin < seconds:
         before()
-        started = _DeviceTimestamp(on_gpu)
+        started = timeline.mark()
         call()
-        calls.append((started, _DeviceTimestamp(on_gpu)))
-        calls[max(0, len(calls) - MAX_CALLS_IN_FLIGHT)][1].wait()
-    return statistics.median(stop.since(start) for start, stop in calls[len(calls) // 2 :])
-
-
-class _DeviceTimestamp:
-    """The time at which the device finishes the work queued so far."""
-
-    def __init__(self, on_gpu: bool) -> None:
-        self.event = torch.cuda.Event(enable_timing=True) if on_gpu else None
-        self.at = time.perf_counter()
-        if self.event is not None:
-            self.event.record()
-
-    def wait(self) -> None:
-        if self.event is not None:
-            self.event.synchronize()
-
-    def since(self, start: "_DeviceTimestamp") -> float:
-        if self.event is None or start.event is None:
-            return self.at - start.at
-        self.event.synchronize()
-        return start.event.elapsed_time(self.event) / 1e3
+        calls.append((started, timeline.mark()))
+        if timeline.on_gpu:
+            calls[max(0, len(calls) - MAX_CALLS_IN_FLIGHT)][1].synchronize()
+    if timeline.on_gpu:
+        calls[-1][1].synchronize()
+    return statistics.median(timeline.seconds(*marks) for marks in calls[len(calls) // 2 :])
 
 
 def measure_device(device: torch.device, dtype: torch.dtype, seconds: float) -> dict[str, Any]:
-    """Measure the fields of `plan.hardware.Gpu`, except links to other devices.
-
-    Runs a square matmul, attention with one head of 128, and copies."""
+    """Measure the fields of `plan.hardware.Gpu`, except links to other devices. Runs a square matmul, attention with
+    one head of 128, and copies."""
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     side, tokens, num_bytes = (8192, 2**18, 2**30) if gpu else (1024, 2**11, 2**26)
     name = gpu.name if gpu else "CPU"
@@ -162,10 +135,8 @@ NETWORK_CALLS = 5  # per measurement; the median is reported
 
 
 def measure_network(device: torch.device, mebibytes: int) -> list[dict[str, Any]]:
-    """Measure the bandwidth per rank within and between nodes, with all ranks sending at once.
-
-    The slowest rank counts. send/recv: send to the next rank, receive from the previous one.
-    """
+    """Measure the bandwidth per rank within and between nodes, with all ranks sending at once. The slowest rank counts.
+    send/recv: send to the next rank, receive from the previous one."""
     rows = []
     for where, group in make_node_groups(device).items():
         for what, (num_bytes, call) in _network_calls(group, device, mebibytes).items() if group.size() > 1 else ():

@@ -122,10 +122,8 @@ def make_layout(
     keep_everything: int = 0,
     **fields: Any,
 ) -> Layout:
-    """A layout from settings for all layers instead of a policy per layer.
-
-    The last layers keep the most: their backward runs first and frees it before the layers below recompute.
-    """
+    """A layout from settings for all layers instead of a policy per layer. The last layers keep the most: their
+    backward runs first and frees it before the layers below recompute."""
     num_everything = min(keep_everything, num_layers)
     num_projections = max(min(keep_projections, num_layers), num_everything)
     num_attention = max(min(keep_attention, num_layers), num_projections)
@@ -171,10 +169,8 @@ def _keyword_values(num_layers: int, num_ranks: int) -> dict[str, dict[Any, Any]
 
 
 def fixed_settings(chosen: Mapping[str, Any], num_layers: int, num_ranks: int) -> dict[str, Any]:
-    """Translate settings (`{"parallel.cp": 8, "memory.offload": "host"}`) to arguments of `make_layout`.
-
-    Leaves out null and auto.
-    """
+    """Translate settings (`{"parallel.cp": 8, "memory.offload": "host"}`) to arguments of `make_layout`. Leaves out
+    null and auto."""
     check_effects(chosen)
     keyword_values = _keyword_values(num_layers, num_ranks)
     fixed = {SETTINGS[name]: value for name, value in chosen.items() if value not in (None, "auto")}
@@ -231,10 +227,8 @@ def check_parallelism(
     replicas: int | None = None,
     heads_per_stage: int | None = None,
 ) -> None:
-    """Raise ConfigError if these sizes do not go together. None: unknown, or left to the planner.
-
-    `num_heads`: the model's query heads.
-    """
+    """Raise ConfigError if these sizes do not go together. None: unknown, or left to the planner. `num_heads`: the
+    model's query heads."""
     for name, size in (("cp", cp), ("ring", ring), ("replicas", replicas), ("heads_per_stage", heads_per_stage)):
         if size is not None and size < 1:
             raise ConfigError(f"parallel.{name}={size} is below 1; use 1 or more")

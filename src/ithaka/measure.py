@@ -128,12 +128,7 @@ def flatten_metrics(result: dict[str, Any]) -> dict[str, float]:
 
 
 def read_text(
-    path: Path | None,
-    tokenizer: Tokenizer,
-    context: int,
-    num_documents: int,
-    short: int = SHORT_CONTEXT,
-    where: str = "--data",
+    path: Path | None, tokenizer: Tokenizer, context: int, num_documents: int, where: str = "--data"
 ) -> EvalText:
     """Read until there are enough documents of `context` tokens; shorter ones also go into the haystack."""
     text, longest, num_haystack = EvalText([], [], np.empty(0, np.int32)), 0, 0
@@ -141,7 +136,7 @@ def read_text(
     for document in _read_documents(path, tokenizer, where):
         longest = max(longest, len(document))
         if len(text.short) < SHORT_DOCUMENTS and len(document) > 1:
-            text.short.append(document[:short])
+            text.short.append(document[:SHORT_CONTEXT])
         if num_haystack < context:
             haystack.append(document)
             num_haystack += len(document)
@@ -185,10 +180,8 @@ def is_retrieved(model: PreTrainedModel, ids_N: np.ndarray, num_answer: int) -> 
 
 
 def long_context_gains(model: PreTrainedModel, ids_N: np.ndarray, losses_N: Tensor, short: int) -> Tensor:
-    """Loss with the full context minus loss with the last 3/4 to 1 `short` tokens, for each token after `short`.
-
-    Uses overlapping chunks of `short` tokens: the reach of a sliding window would grow with every layer.
-    """
+    """Loss with the full context minus loss with the last 3/4 to 1 `short` tokens, for each token after `short`. Uses
+    overlapping chunks of `short` tokens: the reach of a sliding window would grow with every layer."""
     quarter = short // 4
     if len(ids_N) < 5 * quarter:
         return losses_N[:0]

@@ -24,7 +24,7 @@ from ithaka.layout import Layout, default_dtype
 from ithaka.measure import token_losses
 from ithaka.model.build import build_model
 from ithaka.phases import PhasePath, listening, phase
-from ithaka.plan.hardware import GIB, this_host
+from ithaka.plan.hardware import GIB, available_memory
 from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan
 from ithaka.plan.seconds import Seconds, layer_seconds
@@ -65,12 +65,9 @@ def rehearse(
     adapter: AdapterConfig | None = None,
     trains: bool = True,
 ) -> RehearsalResult:
-    """Run two training steps (trains=False: forward passes) as rank 0 of `ranks`, and measure the last.
-
-    `config` is the model's config.json; the layout sets the number of layers. Weights are random.
-    `memory_only`: run one step, and limit attention to documents of 128 Ki tokens; allocations do not change.
-    `memory_tracker` listens to the phases.
-    """
+    """Run two training steps (trains=False: forward passes) as rank 0 of `ranks`, and measure the last. `config` is the
+    model's config.json; the layout sets the number of layers. Weights are random. `memory_only`: run one step, and
+    limit attention to documents of 128 Ki tokens; allocations do not change. `memory_tracker` listens to the phases."""
     layers = len(layout.kept)
     truncated = {**config, "num_hidden_layers": layers}
     if truncated.get("layer_types"):
@@ -144,12 +141,8 @@ def _run_step(model: PreTrainedModel, optimizer: Optimizer | None, ids: Tensor, 
         raise RuntimeError(f"the rehearsal's loss is {loss.item()}; its timings are meaningless")
 
 
-def _in_layer(path: PhasePath) -> bool:
-    return len(path) > 1 and path[1].startswith("layer ")
-
-
 def _layers_peak(peaks: dict[PhasePath, int]) -> int:
-    return max(peak for path, peak in peaks.items() if _in_layer(path))
+    return max(peak for path, peak in peaks.items() if len(path) > 1 and path[1].startswith("layer "))
 
 
 def _on_gpu() -> bool:
@@ -186,7 +179,7 @@ def check_cpu_memory(truncated: Plan) -> None:
     """On a CPU, refuse a rehearsal that exceeds free host memory, which then also holds the device's tensors."""
     ledger = truncated.ledger
     host_bytes = (ledger.host_needed - ledger.host["reserve"]) // truncated.hardware.gpus_per_node
-    need_bytes, free_bytes = ledger.gpu_peak - ledger.gpu["reserve"] + host_bytes, this_host().memory_bytes
+    need_bytes, free_bytes = ledger.gpu_peak - ledger.gpu["reserve"] + host_bytes, available_memory()
     if need_bytes > free_bytes and not _on_gpu():
         raise ConfigError(
             f"--context {truncated.work.context} with --layers {truncated.shape.num_layers} needs "

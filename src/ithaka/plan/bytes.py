@@ -80,11 +80,9 @@ def build_ledger(shape: ModelShape, layout: Layout, hardware: Hardware, work: Wo
 
 
 def logits_tile_tokens(tile_tokens: int | None, s: int, row_bytes: int) -> int:
-    """Tokens in a tile of the loss. `row_bytes`: bytes of one token's logits.
-
-    Every tile reads and writes the gradient of lm_head, so large tiles are faster. They grow with the tiles of the
-    layers, which the planner sizes to the memory available.
-    """
+    """Tokens in a tile of the loss. `row_bytes`: bytes of one token's logits. Every tile reads and writes the gradient
+    of lm_head, so large tiles are faster. They grow with the tiles of the layers, which the planner sizes to the memory
+    available."""
     least, most = (num_bytes // row_bytes for num_bytes in LOGITS_TILE_BYTES)
     tokens = min(max(min(tile_tokens or s, s) // LOGITS_TILES_PER_TILE, least), most)
     return min(s, tokens // MATMUL_ROWS * MATMUL_ROWS or max(tokens, 1))
@@ -109,10 +107,8 @@ class _LayerGroup(NamedTuple):
 
 
 def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> list[tuple[str, Holders]]:
-    """(phase, holders) on one GPU, without the reserve, for each phase that can be the peak.
-
-    Weights are gathered in the compute dtype, gradients are reduced in the sum dtype.
-    """
+    """(phase, holders) on one GPU, without the reserve, for each phase that can be the peak. Weights are gathered in
+    the compute dtype, gradients are reduced in the sum dtype."""
     gpu = _GpuPhases(shape, layout, hardware, work)
     phases = [("forward", gpu.forward()), ("loss", gpu.loss())]
     if not work.trains:
@@ -192,10 +188,8 @@ class _GpuPhases:
         return holders
 
     def backward(self) -> list[tuple[str, Holders]]:
-        """The last layer of each group, when the group keeps the most.
-
-        The gradients of the module above are being reduced: lm_head, or the next layer.
-        """
+        """The last layer of each group, when the group keeps the most. The gradients of the module above are being
+        reduced: lm_head, or the next layer."""
         prefetched = self.next_layer if self.last_layer else 0 if self.is_single or self.shape.tied else self.head
         phases, num_done = [], 0
         for group in reversed(self.groups):

@@ -16,7 +16,6 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -225,10 +224,8 @@ def _to_pcie_card(gpu: Gpu, name: str) -> Gpu:
 
 
 def parse_gpus(text: str, gpu: Gpu | None = None) -> Hardware:
-    """Parse '8xH100-80GB', '2x8xH100-80GB' (nodes x GPUs) or 'H200'; with `gpu`, '8' or '2x8'.
-
-    A multiple of 8 above 8 without a number of nodes becomes nodes of 8.
-    """
+    """Parse '8xH100-80GB', '2x8xH100-80GB' (nodes x GPUs) or 'H200'; with `gpu`, '8' or '2x8'. A multiple of 8 above 8
+    without a number of nodes becomes nodes of 8."""
     named = text.strip() if gpu is None else f"{text.strip()}x{gpu.name}"
     if gpu is not None and not re.fullmatch(r"(\d+x)?\d+", text.strip()):
         raise ConfigError(f"--gpus {text} names a GPU, but --gpu-file describes one; use for example --gpus 8")
@@ -292,45 +289,30 @@ def find_hardware(
 
 # ---- this machine: memory within the limits of its cgroups, cores and disk
 
-DRIVER = "libcuda.so.1"
-CGROUP = Path("/sys/fs/cgroup")
-OWN_CGROUP = Path("/proc/self/cgroup")
-
-
-@dataclass(frozen=True)
-class Host:
-    """Free memory and disk of this machine."""
-
-    memory_bytes: int
-    disk_bytes: int
-    disk_path: Path
-
-
-def this_host(disk_path: Path | None = None) -> Host:
-    """`disk_path`: directory of the disk tier. None: the system's temporary directory."""
-    folder = disk_path or Path(tempfile.gettempdir())
-    return Host(available_memory(), shutil.disk_usage(folder).free, folder)
-
 
 def available_memory() -> int:
     """Bytes of host memory that this process may still allocate."""
     return min([psutil.virtual_memory().available, *cgroup_rooms()])
 
 
+def free_disk(folder: Path | None) -> int:
+    """Free bytes on the disk of `folder`. None: the system's temporary directory."""
+    return shutil.disk_usage(folder or tempfile.gettempdir()).free
+
+
 def ask_driver(index: int) -> tuple[str, int]:
     """Name and bytes of this process's CUDA device `index`, by CUDA_VISIBLE_DEVICES (indices, UUIDs, MIG slices) and
     CUDA_DEVICE_ORDER. Creates no context, but forks of this process cannot use CUDA afterward."""
-    driver = ctypes.CDLL(DRIVER)
+    driver = ctypes.CDLL("libcuda.so.1")
     device, name, num_bytes = ctypes.c_int(), ctypes.create_string_buffer(256), ctypes.c_size_t()
-    calls: tuple[Callable[[], int], ...] = (
-        lambda: driver.cuInit(0),
-        lambda: driver.cuDeviceGet(ctypes.byref(device), index),
-        lambda: driver.cuDeviceGetName(name, len(name), device),
-        lambda: driver.cuDeviceTotalMem_v2(ctypes.byref(num_bytes), device),
+    errors = (
+        driver.cuInit(0),
+        driver.cuDeviceGet(ctypes.byref(device), index),
+        driver.cuDeviceGetName(name, len(name), device),
+        driver.cuDeviceTotalMem_v2(ctypes.byref(num_bytes), device),
     )
-    for call in calls:
-        if error := call():
-            raise RuntimeError(f"the CUDA driver returned error {error}")
+    if any(errors):
+        raise RuntimeError(f"the CUDA driver returned error {next(filter(None, errors))}")
     return name.value.decode(), num_bytes.value
 
 
@@ -339,7 +321,7 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def cgroup_rooms(root: Path = CGROUP, own: Path = OWN_CGROUP) -> list[int]:
+def cgroup_rooms(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
     """Bytes that each cgroup (v2) of this process still allows. File cache counts as free."""
     # In a container its own cgroup is the root, whatever the path.
     inside, rooms = root / "".join(line[4:] for line in _read_lines(own) if line.startswith("0::/")), []

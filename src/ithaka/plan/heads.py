@@ -89,9 +89,7 @@ def concat_heads(parts: list[Heads]) -> Heads:
 @cache
 def head_table(num_heads: int, num_kv_heads: int, cp: int, heads_per_stage: int | None = None) -> HeadTable:
     """Distribute `num_heads` query and `num_kv_heads` kv heads over `cp` ranks, `heads_per_stage` at a time.
-
-    `heads_per_stage` is a multiple of cp. None: all heads in one stage (plain Ulysses).
-    """
+    `heads_per_stage` is a multiple of cp. None: all heads in one stage (plain Ulysses)."""
     assert num_heads % num_kv_heads == 0 and cp >= 1
     heads_per_rank = -(-num_heads // cp)
     slots = heads_per_rank if heads_per_stage is None else min(heads_per_rank, heads_per_stage // cp)

@@ -89,10 +89,8 @@ class LayerBytes:
         self.has_exchange = layout.ulysses > 1  # an exchange receives into a buffer of its own
 
     def in_flight(self, own: int, first: int, last: int) -> int:
-        """Tensors of stages [first, last) that are sent but not used yet: `own` bytes and the new k and v of each.
-
-        With overlap, send buffers stay until the received tensors are used.
-        """
+        """Tensors of stages [first, last) that are sent but not used yet: `own` bytes and the new k and v of each. With
+        overlap, send buffers stay until the received tensors are used."""
         copies = 2 if self.layout.overlap and self.has_exchange else 1
         return copies * sum(own + kv for kv in self.new_kv[first:last])
 
@@ -110,11 +108,8 @@ class LayerBytes:
         return 2 * num_slots * self.in_sum_dtype(self.slot)
 
     def attend_bytes(self, stage: int) -> int:
-        """Outputs while a stage attends, and the buffer of a read that is only a part of them.
-
-        In a ring an output is summed over the rounds, and one round's k and v are used while the next are sent and
-        received.
-        """
+        """Outputs while a stage attends, and the buffer of a read that is only a part of them. In a ring an output is
+        summed over the rounds, and one round's k and v are used while the next are sent and received."""
         slots, out = self.slots.stages[stage], self.q + self.lse
         if self.layout.ring == 1:
             return out + out * slots.partial_query // self.slots.query
@@ -159,10 +154,8 @@ class LayerBytes:
         return (output + shape.mlp_parameters) * wide
 
     def tile_bytes(self, work: TileWork) -> int:
-        """Temporaries of token-wise work on a tile, or of attention on a block.
-
-        Counted by hand from the GPU kernels: approximate, and small at long contexts.
-        """
+        """Temporaries of token-wise work on a tile, or of attention on a block. Counted by hand from the GPU kernels:
+        approximate, and small at long contexts."""
         if work == "none":
             return 0
         if work in BLOCK_TOKENS:
@@ -210,10 +203,8 @@ def _heads_per_call(max_heads: int, queries: int, kv: int) -> int:
 
 
 def attention_points(b: LayerBytes, phase: str, stream: int) -> Iterator[MemoryPoint]:
-    """Attention of all stages (`_attend`): in forward, and in backward where its output is recomputed.
-
-    Outputs of all stages stay until the output projection after the last one.
-    """
+    """Attention of all stages (`_attend`): in forward, and in backward where its output is recomputed. Outputs of all
+    stages stay until the output projection after the last one."""
     project, attend = f"{phase} projections", f"{phase} attention"
 
     def outputs(num_attended: int, stage: int, held: int) -> int:
@@ -236,11 +227,9 @@ def attention_points(b: LayerBytes, phase: str, stream: int) -> Iterator[MemoryP
 
 
 def attention_backward_points(b: LayerBytes, outputs: int) -> Iterator[MemoryPoint]:
-    """Attention's backward. dy and the gradients of all heads so far are live throughout.
-
-    A fetched output arrives one stage at a time. A resident one is freed once it is sent, its lse once it is used, and
-    so are kept q, k and v, which are not projected again.
-    """
+    """Attention's backward. dy and the gradients of all heads so far are live throughout. A fetched output arrives one
+    stage at a time. A resident one is freed once it is sent, its lse once it is used, and so are kept q, k and v, which
+    are not projected again."""
     stream, attend, project = b.x + b.fetched_input, "backward attention", "backward projections"
     stage_tensors = 3 * b.q  # q, out, dout
     last_used_kv = [held - left for held, left in zip(b.held_kv, b.left_kv, strict=True)]  # by no later stage

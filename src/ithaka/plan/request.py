@@ -22,11 +22,8 @@ ADAPTER_SETTINGS = {"adapter.rank", "adapter.targets", "adapter.modules_to_save"
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A model and a machine to plan for.
-
-    `hf_config`: the model's config.json. `config`: settings of the command. `explicit`: names (parallel.cp) of those
-    that the user set.
-    """
+    """A model and a machine to plan for. `hf_config`: the model's config.json. `config`: settings of the command.
+    `explicit`: names (parallel.cp) of those that the user set."""
 
     model: str
     hf_config: Mapping[str, Any]

@@ -49,10 +49,8 @@ def contiguous_deal(num_tokens: int, ring: int) -> Deal:
 
 
 def deal_tokens(starts: Sequence[int], ring: int, ulysses: int) -> Deal:
-    """The balanced deal that cuts fewest documents, or the best balanced one.
-
-    `starts`: cumulative starts of documents, (0, ..., S). Tokens from S to a multiple of ring * ulysses are padding.
-    """
+    """The balanced deal that cuts fewest documents, or the best balanced one. `starts`: cumulative starts of documents,
+    (0, ..., S). Tokens from S to a multiple of ring * ulysses are padding."""
     size = -(-starts[-1] // (ring * ulysses)) * ulysses
     if ring == 1:
         return contiguous_deal(size, 1)
@@ -155,10 +153,8 @@ def ring_round_tokens(member_tokens: int) -> int:
 
 
 def ring_rounds(deal: Deal, seen: Sequence[Sequence[TokenRange]], member: int) -> list[RingRound]:
-    """The rounds of `member`; all members have the same number.
-
-    `seen`: keys that each member's rows attend to, ascending.
-    """
+    """The rounds of `member`; all members have the same number. `seen`: keys that each member's rows attend to,
+    ascending."""
     ring, own = len(deal.members), deal.members[member]
     firsts, row_of = [first for first, _ in own], [0, *accumulate(length for _, length in own)]
     received, sent = (defaultdict[tuple[int, int], list[TokenRange]](list) for _ in range(2))
@@ -177,10 +173,8 @@ def ring_rounds(deal: Deal, seen: Sequence[Sequence[TokenRange]], member: int) -
 
 
 def _transfers(deal: Deal, seen: Sequence[Sequence[TokenRange]]) -> Iterator[tuple[int, int, int, TokenRange]]:
-    """Yield (round, owner, receiver, tokens), nearest members first.
-
-    If every member needs all tokens, every member sends and receives in every round.
-    """
+    """Yield (round, owner, receiver, tokens), nearest members first. If every member needs all tokens, every member
+    sends and receives in every round."""
     ring = len(deal.members)
     max_tokens = ring_round_tokens(deal.num_tokens // ring)
     used: defaultdict[tuple[str, int, int], int] = defaultdict(int)  # tokens by direction, member and round

@@ -119,10 +119,8 @@ def forward_plan(shape: ModelShape, hardware: Hardware, work: Work) -> Plan:
 
 
 def forward_layout(shape: ModelShape, cp: int, tokens: int, dtype: str) -> Layout:
-    """The layout of an evaluation: all ranks share each sequence.
-
-    All heads at once while their tensors are small, which is faster; otherwise one head per rank.
-    """
+    """The layout of an evaluation: all ranks share each sequence. All heads at once while their tensors are small,
+    which is faster; otherwise one head per rank."""
     ring = smallest_ring(cp, shape.heads)
     is_long = tokens // cp * shape.heads * shape.head_dim > MAX_HEADS_ELEMENTS
     stage = cp // ring if is_long else None
@@ -161,10 +159,8 @@ class SearchSpace:
     # ---- the best plan
 
     def choose(self, work: Work) -> Plan:
-        """Choose the plan with the least disk and host memory among those within 1 % of the fastest that fits.
-
-        Speed is in tokens per second and GPU. If none fits, the plan that is closest to fitting.
-        """
+        """Choose the plan with the least disk and host memory among those within 1 % of the fastest that fits. Speed is
+        in tokens per second and GPU. If none fits, the plan that is closest to fitting."""
         candidates = [(self.upper_bound(plan).tokens_per_s_per_gpu, plan) for plan in self.plans_that_fit(work)]
         best: dict[tuple[Any, ...], Plan] = {}  # by kind
         for bound, plan in sorted(candidates, key=lambda pair: -pair[0]):
@@ -226,12 +222,9 @@ class SearchSpace:
 
     @cached_property
     def splits(self) -> list[tuple[int, int]]:
-        """(cp, ring) to try.
-
-        A sequence takes part of a node or all GPUs of several, and a Ulysses group stays inside a node: one that
-        straddles nodes exchanges everything over the network. For each cp, the largest such group and the largest
-        without empty slots: larger groups need less memory and send less.
-        """
+        """(cp, ring) to try. A sequence takes part of a node or all GPUs of several, and a Ulysses group stays inside a
+        node: one that straddles nodes exchanges everything over the network. For each cp, the largest such group and
+        the largest without empty slots: larger groups need less memory and send less."""
         per_node, ranks = self.hardware.gpus_per_node, self.hardware.num_gpus
         if "cp" in self.fixed:
             return self._rings(self.fixed["cp"])
@@ -288,11 +281,8 @@ class SearchSpace:
                     yield candidate
 
     def smallest_candidates(self, splits: Sequence[tuple[int, int]]) -> Iterator[dict[str, Any]]:
-        """The candidates of each split that fit if any does: narrowest stage, smallest tile.
-
-        If every layer keeps its attention output, the device needs no memory to recompute it. So all layers keep it,
-        or as few as possible.
-        """
+        """The candidates of each split that fit if any does: narrowest stage, smallest tile. If every layer keeps its
+        attention output, the device needs no memory to recompute it. So all layers keep it, or as few as possible."""
         smallest = {"tile_tokens": self.tile_sizes[-1], "overlap": False, "replicas": 1}
         for cp, ring in splits:
             fixed = {"cp": cp, "ring": ring, "heads_per_stage": cp // ring, **smallest, **self.fixed}
@@ -352,10 +342,8 @@ class SearchSpace:
         return replace(self, hardware=replace(self.hardware, **change))
 
     def smallest_capacity(self, tier: str, work: Work) -> int:
-        """Bytes of host memory or disk per node with which `work` fits; 0 if no amount is enough.
-
-        A multiple of 64 GB, or of 1024 GB from 1 TB on.
-        """
+        """Bytes of host memory or disk per node with which `work` fits; 0 if no amount is enough. A multiple of 64 GB,
+        or of 1024 GB from 1 TB on."""
         if not self.with_capacity(tier).fits(work):
             return 0
 

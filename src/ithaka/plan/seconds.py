@@ -200,10 +200,8 @@ class LayerSeconds:
         return seconds(sent_q + sent_kv + queries), seconds(sent_back + queries + kv)
 
     def ring(self) -> tuple[float, float, float]:
-        """(forward, backward, last round of backward), for the member whose queries see all keys.
-
-        k and v are sent to it, dk and dv back from it. Attention can hide all but the last round's dk and dv.
-        """
+        """(forward, backward, last round of backward), for the member whose queries see all keys. k and v are sent to
+        it, dk and dv back from it. Attention can hide all but the last round's dk and dv."""
         b, ring = self.bytes, self.layout.ring
         in_node = max(1, math.gcd(self.layout.cp, self.hardware.gpus_per_node) // self.layout.ulysses)  # fewest members
         per_byte = (in_node - 1) / self.gpu.link_bytes_s + (ring - in_node) / self.gpu.network_bytes_s
@@ -214,10 +212,8 @@ class LayerSeconds:
 
 
 def gather_seconds(num_bytes: int, hardware: Hardware, replicas: int = 1) -> float:
-    """An all-gather to `num_bytes` on every rank of a replica, or a reduce-scatter from them.
-
-    Between nodes all GPUs of a node send at once, each a different part.
-    """
+    """An all-gather to `num_bytes` on every rank of a replica, or a reduce-scatter from them. Between nodes all GPUs of
+    a node send at once, each a different part."""
     sharers, gpu = hardware.num_gpus // replicas, hardware.gpu
     is_in_node = sharers <= hardware.gpus_per_node
     rate = gpu.link_bytes_s if is_in_node else min(gpu.link_bytes_s, hardware.gpus_per_node * gpu.network_bytes_s)
@@ -249,10 +245,8 @@ def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Wo
 
 
 def _loss_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
-    """Logits, their two gradients, element-wise kernels, and one sum of the weight gradient per tile of logits.
-
-    A frozen weight has no gradient, a forward only has logits. Nothing hides the all-gather of lm_head.
-    """
+    """Logits, their two gradients, element-wise kernels, and one sum of the weight gradient per tile of logits. A
+    frozen weight has no gradient, a forward only has logits. Nothing hides the all-gather of lm_head."""
     layer = LayerSeconds(shape, layout, hardware, work.local_tokens(layout.cp))
     all_logits = layer.s * shape.vocab * layout.element_bytes
     trained_head = shape.trained_parameters("lm_head")
