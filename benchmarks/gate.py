@@ -19,14 +19,12 @@ import typer
 from ithaka import rehearse
 from ithaka.cli.options import AsJson, print_rows
 from ithaka.config import check_writable
-from ithaka.dist.mesh import default_device
 from ithaka.exits import ExitCode
 from ithaka.layout import make_layout
 from ithaka.plan.hardware import GIB
 from ithaka.plan.models import find_config
 from ithaka.plan.shape import read_json
 from ithaka.train.console import status
-from ithaka.train.watch import OutOfMemoryTracker
 
 # context -> heads per stage, overlap, tokens per tile
 CASES = {2**17: (8, True, 16384), 2**19: (16, True, 16384), 2**20: (8, False, 8192)}
@@ -49,9 +47,7 @@ def measure(recorded: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
             attention_tier="host",
         )
         with status(f"a layer at {context} tokens"):
-            measured = rehearse.rehearse(
-                find_config("llama3-8b"), layout, 8, context, False, OutOfMemoryTracker(default_device())
-            )
+            measured = rehearse.rehearse(find_config("llama3-8b"), layout, 8, context)
         gc.collect()
         torch.cuda.empty_cache()
         figures = {"seconds": measured.forward_s + measured.backward_s, "peak GiB": measured.peak_bytes / GIB}

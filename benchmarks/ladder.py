@@ -17,11 +17,9 @@ from ithaka import rehearse
 from ithaka.cli.options import AsJson, parse_tokens, print_rows
 from ithaka.cli.plan import Context, Model
 from ithaka.config import ConfigError
-from ithaka.dist.mesh import default_device
 from ithaka.layout import make_layout
 from ithaka.plan.models import find_config, find_shape
 from ithaka.train.console import status
-from ithaka.train.watch import OutOfMemoryTracker
 
 
 def measure(config: dict[str, Any], ranks: int, context: int, tile_tokens: int, layers: int) -> list[dict[str, Any]]:
@@ -39,7 +37,7 @@ def measure(config: dict[str, Any], ranks: int, context: int, tile_tokens: int, 
     for name, change in rungs.items():
         layout = layout.with_changes(**change)
         with status(f"{name}: rehearsing at {context} tokens"):
-            measured = rehearse.rehearse(config, layout, ranks, context, False, OutOfMemoryTracker(default_device()))
+            measured = rehearse.rehearse(config, layout, ranks, context)
         gc.collect()
         torch.cuda.empty_cache()
         sizes = {"peak MiB": measured.layer_bytes / 2**20, "peak X": measured.layer_bytes / measured.x_bytes}

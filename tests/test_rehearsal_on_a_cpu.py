@@ -18,7 +18,6 @@ from ithaka.plan.models import find_shape
 from ithaka.plan.search import SearchSpace, forward_plan
 from ithaka.plan.seconds import layer_seconds
 from ithaka.plan.shape import Work, shape_from_config
-from ithaka.train.watch import OutOfMemoryTracker
 from models import tiny_config
 from refusals import assert_command_refused
 
@@ -116,9 +115,7 @@ def test_an_evaluation_is_as_high_as_its_ledger():
     plan = forward_plan(shape_from_config(config), parse_gpus("2xH100-80GB"), Work(512))
     few = rehearsal.truncate_plan(plan, 2, False)
     few = replace(few, layout=replace(few.layout, tile_tokens=16))
-    measured = rehearsal.rehearse(
-        config, few.layout, 2, 512, True, OutOfMemoryTracker(torch.device("cpu")), None, False
-    )
+    measured = rehearsal.rehearse(config, few.layout, 2, 512, memory_only=True, trains=False)
     planned = few.ledger.gpu_peak - few.ledger.gpu["reserve"]
     assert measured.peak_bytes == pytest.approx(planned, rel=0.05) and "layer 0 / forward" in measured.peak_phase
 

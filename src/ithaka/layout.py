@@ -72,9 +72,8 @@ class Layout:
     def layer_policies(self, num_layers: int) -> tuple[ActivationPolicy, ...]:
         """One policy per layer of a model with `num_layers` layers."""
         if self.kept and len(self.kept) != num_layers:
-            raise ConfigError(
-                f"layout.kept has {len(self.kept)} entries, but the model has {num_layers} layers; give one per layer"
-            )
+            rule = f"has {len(self.kept)} entries, but the model has {num_layers} layers"
+            raise ConfigError(f"layout.kept {rule}; give one per layer")
         return self.kept or (ActivationPolicy(),) * num_layers
 
     def policy_groups(self, num_layers: int, first: int = 0) -> list[tuple[ActivationPolicy, int]]:
@@ -236,10 +235,8 @@ def check_parallelism(
         for name, size in (("cp", cp), ("ring", ring if cp is None else None), ("replicas", replicas)):
             if size is not None and num_ranks % size:
                 ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-                choices = format_choices(_divisors(num_ranks))
-                raise ConfigError(
-                    f"parallel.{name}={size} does not divide the {ranks}; use {choices}, or change the number of ranks"
-                )
+                way = f"use {format_choices(_divisors(num_ranks))}, or change the number of ranks"
+                raise ConfigError(f"parallel.{name}={size} does not divide the {ranks}; {way}")
     max_heads = num_heads or max(cp or 1, heads_per_stage or 1)
     ring = ring or smallest_ring(cp or 1, max_heads)
     cp = cp or ring
@@ -257,9 +254,8 @@ def check_parallelism(
     if heads_per_stage is None:
         return
     if heads_per_stage > ulysses * -(-max_heads // ulysses):  # every rank has as many slots, some of them empty
-        raise ConfigError(
-            f"parallel.heads_per_stage={heads_per_stage} exceeds the model's {max_heads} query heads; use all"
-        )
+        rule = f"exceeds the model's {max_heads} query heads"
+        raise ConfigError(f"parallel.heads_per_stage={heads_per_stage} {rule}; use all")
     if heads_per_stage % ulysses:
         group = f"parallel.cp={cp}" + f" / parallel.ring={ring}" * (ring > 1)
         choices = format_choices([*range(ulysses, max_heads + 1, ulysses)[:4], "all"])
@@ -270,14 +266,10 @@ def check_fixed(fixed: Mapping[str, Any], num_heads: int, num_layers: int, num_r
     """Raise ConfigError if no layout of such a model on `num_ranks` ranks has these arguments of `make_layout`."""
     sizes = {name: fixed.get(name) for name in ("cp", "ring", "replicas", "heads_per_stage")}
     check_parallelism(num_ranks, num_heads, **sizes)
-    for name, keyword in (
-        ("memory.checkpoint", "full"),
-        ("memory.keep_attention", "all"),
-        ("memory.keep_projections", "all"),
-    ):
-        count = fixed.get(SETTINGS[name]) or 0
+    for name, keyword in (("checkpoint", "full"), ("keep_attention", "all"), ("keep_projections", "all")):
+        count = fixed.get(SETTINGS[f"memory.{name}"]) or 0
         if count > num_layers:
-            raise ConfigError(f"{name}={count} exceeds the {num_layers} layers; use {keyword}")
+            raise ConfigError(f"memory.{name}={count} exceeds the {num_layers} layers; use {keyword}")
 
 
 def smallest_ring(cp: int, num_heads: int) -> int:

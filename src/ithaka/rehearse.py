@@ -3,10 +3,8 @@
 X is the bytes of one residual-stream tensor on one rank: s * D * 2 in bf16.
 """
 
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -60,14 +58,13 @@ def rehearse(
     layout: Layout,
     ranks: int,
     context: int,
-    memory_only: bool,
-    memory_tracker: OutOfMemoryTracker,
+    memory_only: bool = False,
     adapter: AdapterConfig | None = None,
     trains: bool = True,
 ) -> RehearsalResult:
     """Run two training steps (trains=False: forward passes) as rank 0 of `ranks`, and measure the last. `config` is the
     model's config.json; the layout sets the number of layers. Weights are random. `memory_only`: run one step, and
-    limit attention to documents of 128 Ki tokens; allocations do not change. `memory_tracker` listens to the phases."""
+    limit attention to documents of 128 Ki tokens; allocations do not change."""
     layers = len(layout.kept)
     truncated = {**config, "num_hidden_layers": layers}
     if truncated.get("layer_types"):
@@ -75,17 +72,15 @@ def rehearse(
     start_loopback(ranks)
     with ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
-        stack.enter_context(listening(memory_tracker))
         mesh = make_mesh(layout.cp, default_device(), ring=layout.ring, replicas=layout.replicas)
         with phase("building the model"):
             model = build_model(truncated, mesh, layout, adapter=adapter, trains=trains).train(trains)
         optimizer = make_optimizer(model, OptimConfig(lr=0.0)) if trains else None
         s = context // mesh.cp_size
         tiny_s = TINY_TOKENS if s >= 16 * TINY_TOKENS else max(2, s // 64)  # at least two: one token has no label
-        *_, tiny_peaks = _measure_step(model, optimizer, mesh.device, mesh.cp_size * tiny_s, False)
-        timer, step_s, peaks = _measure_step(model, optimizer, mesh.device, context, memory_only)
-        peak_path = max(peaks, key=lambda path: (peaks[path], len(path)))
-        seconds, store = timer.seconds(), model.model.layers[0].forward.store
+        _, tiny_peaks = _measure_step(model, optimizer, mesh.device, mesh.cp_size * tiny_s, False)
+        seconds, peaks = _measure_step(model, optimizer, mesh.device, context, memory_only)
+        peak_path, store = max(peaks, key=lambda path: (peaks[path], len(path))), model.model.layers[0].forward.store
         forward_s, backward_s = (
             sum(seconds.get(("step", f"layer {i}", name), 0.0) for i in range(layers))
             for name in ("forward", "backward")
@@ -99,32 +94,27 @@ def rehearse(
             disk_bytes=store.disk.used_bytes,
             forward_s=forward_s / layers,
             backward_s=backward_s / layers,
-            step_s=step_s,
+            step_s=seconds[("step",)],
         )
 
 
 def _measure_step(
     model: PreTrainedModel, optimizer: Optimizer | None, device: torch.device, context: int, memory_only: bool
-) -> tuple[PhaseTimer, float, dict[PhasePath, int]]:
-    """Return the timer, seconds and peak bytes by phase of the last step. On a CPU, one more step counts live bytes."""
+) -> tuple[dict[PhasePath, float], dict[PhasePath, int]]:
+    """Return seconds and peak bytes by phase of the last step. On a CPU, one more step counts live bytes."""
     ids = torch.randint(model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(1))
     documents = torch.arange(context)[None] // MEMORY_ONLY_DOCUMENT if memory_only else None
-    on_gpu = device.type == "cuda"
-    synchronize = partial(torch.cuda.synchronize, device) if on_gpu else lambda: None
     for _ in range(1 if memory_only else 2):
         timer = PhaseTimer(device)
-        synchronize()
-        started = time.perf_counter()
         with listening(timer):
             _run_step(model, optimizer, ids, documents)
-        synchronize()
-        step_s = time.perf_counter() - started
-    if on_gpu:
-        return timer, step_s, timer.peaks
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return timer.seconds(), timer.peaks
     with LiveBytes() as live:
         live.tag_states(model, optimizer)
         _run_step(model, optimizer, ids, documents)
-    return timer, step_s, live.phase_peaks()
+    return timer.seconds(), live.phase_peaks()
 
 
 def _run_step(model: PreTrainedModel, optimizer: Optimizer | None, ids: Tensor, documents: Tensor | None) -> None:
@@ -214,8 +204,9 @@ def rehearse_plan(plan: Plan, truncated: Plan, model: str) -> tuple[list[dict[st
         total_bytes = torch.cuda.get_device_properties(default_device()).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, plan.hardware.gpu.memory_bytes / total_bytes))
     try:
-        options = (truncated.work != plan.work, memory_tracker, truncated.shape.adapter, plan.work.trains)
-        measured = rehearse(config, truncated.layout, plan.hardware.num_gpus, plan.work.tokens, *options)
+        options = (truncated.work != plan.work, truncated.shape.adapter, plan.work.trains)
+        with listening(memory_tracker):
+            measured = rehearse(config, truncated.layout, plan.hardware.num_gpus, plan.work.tokens, *options)
     except Exception as error:
         if not ran_out_of_memory(error):
             raise

@@ -196,10 +196,8 @@ def find_gpu(name: str) -> Gpu:
     prefix = _plain(name)
     matches = [key for key in GPUS if key.upper() == prefix or key.upper().startswith(prefix + "-")]
     if len(matches) != 1:
-        problem = "is ambiguous" if matches else "is not a known GPU"
-        raise ConfigError(
-            f"--gpus {name} {problem}; use {' or '.join(matches or GPUS)}, or describe it in a --gpu-file"
-        )
+        problem, choices = "is ambiguous" if matches else "is not a known GPU", " or ".join(matches or GPUS)
+        raise ConfigError(f"--gpus {name} {problem}; use {choices}, or describe it in a --gpu-file")
     return GPUS[matches[0]]
 
 
@@ -235,9 +233,8 @@ def parse_gpus(text: str, gpu: Gpu | None = None) -> Hardware:
     num_nodes, per_node = int(match[1] or 1), int(match[2] or 1)
     if match[1] is None and per_node > GPUS_PER_NODE:
         if per_node % GPUS_PER_NODE:
-            raise ConfigError(
-                f"--gpus {text} is not a multiple of {GPUS_PER_NODE}; give the number of nodes, for example 1x{text}"
-            )
+            way = f"give the number of nodes, for example 1x{text}"
+            raise ConfigError(f"--gpus {text} is not a multiple of {GPUS_PER_NODE}; {way}")
         num_nodes, per_node = per_node // GPUS_PER_NODE, GPUS_PER_NODE
     chosen = gpu or find_gpu(match[3])
     return Hardware(chosen, per_node, num_nodes, host_bytes=default_host_bytes(chosen, per_node), assumed_host=True)

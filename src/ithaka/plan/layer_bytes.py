@@ -116,9 +116,8 @@ class LayerBytes:
 
         def ring_sum(width: int) -> int:
             rounded = 0 if self.layout.sum_bytes == self.layout.element_bytes else width * self.slot
-            return width * (self.in_sum_dtype(self.slot) + self.lse // self.slots.query) + max(
-                3 * self.ring_round(stage), rounded
-            )
+            sums = width * (self.in_sum_dtype(self.slot) + self.lse // self.slots.query)
+            return sums + max(3 * self.ring_round(stage), rounded)
 
         partial = out + ring_sum(slots.partial_query) if slots.partial_query else 0
         return max(ring_sum(slots.widest_read), partial)
@@ -171,9 +170,8 @@ class LayerBytes:
         if work == "mlp backward":
             # x + attention, its norm, and the three [t, F] of layer/mlp.py. (Compiled, hooked or wrapped MLPs need up
             # to twice as much; the planner cannot see them.)
-            width = (2 - bool(self.residual) + self.fetched_tiles) * hidden + (
-                3 if self.fetches_attention else 1
-            ) * heads
+            heads *= 3 if self.fetches_attention else 1
+            width = (2 - bool(self.residual) + self.fetched_tiles) * hidden + heads
             return t * e * (width + (3 - gate_up) * shape.mlp + 2 * rank)
         width = c * slots.query * shape.head_dim
         if work == "project":

@@ -43,6 +43,7 @@ smollm2-1.7b  HuggingFaceTB/SmolLM2-1.7B         llama    24 2048 32 32  8192  4
 """
 _COUNTS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size",
            "vocab_size")  # fmt: skip
+_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def _config(family: str, *columns: str) -> dict[str, Any]:
@@ -57,13 +58,7 @@ def _config(family: str, *columns: str) -> dict[str, Any]:
         if option[0] == "K":
             config["head_dim"] = int(option[1:])
         elif option[0] == "x":
-            rope |= {
-                "rope_type": "llama3",
-                "factor": float(option[1:]),
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-            }
-            rope["original_max_position_embeddings"] = 8192
+            rope |= {"rope_type": "llama3", "factor": float(option[1:]), **_LLAMA3_ROPE}
     return config
 
 

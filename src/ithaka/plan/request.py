@@ -12,7 +12,7 @@ from ithaka.layout import SETTINGS, format_choices
 from ithaka.plan.hardware import H200_ATTENTION, Hardware
 from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan, SearchSpace, forward_plan, make_search_space, work_from_config
-from ithaka.plan.shape import Work, max_positions, shape_from_config, yarn_factor
+from ithaka.plan.shape import FAMILIES, Work, shape_from_config, yarn_factor
 
 # Settings that have an option of `ithaka plan`.
 OPTIONS = {"model.path": "the argument MODEL", "data.context": "--context", "train.batch": "--batch",
@@ -40,13 +40,17 @@ class PlanRequest:
     def plan(self, context: int = 0) -> Plan:
         return self.space.choose(replace(self.work, context=context or self.work.context))
 
+    @property
+    def positions(self) -> int:
+        return self.hf_config.get("max_position_embeddings") or FAMILIES[self.hf_config["model_type"]].positions
+
     def missing_rope(self, context: int) -> dict[str, Any] | None:
         """The model.rope that a context beyond a trained model's positions needs, unless the user set one."""
-        positions, from_scratch = max_positions(self.hf_config), Path(self.model).expanduser().is_file()
-        if context <= positions or from_scratch or "model.rope" in self.explicit:
+        from_scratch = Path(self.model).expanduser().is_file()
+        if context <= self.positions or from_scratch or "model.rope" in self.explicit:
             return None
         rope = self.hf_config.get("rope_parameters") or self.hf_config.get("rope_scaling") or {}
-        return {"type": "yarn", "factor": yarn_factor(positions, rope, context)}
+        return {"type": "yarn", "factor": yarn_factor(self.positions, rope, context)}
 
     def forward_plan(self) -> Plan:
         """The plan of an evaluation, which no setting changes."""

@@ -226,9 +226,7 @@ class SearchSpace:
         node: one that straddles nodes exchanges everything over the network. For each cp, the largest such group and
         the largest without empty slots: larger groups need less memory and send less."""
         per_node, ranks = self.hardware.gpus_per_node, self.hardware.num_gpus
-        if "cp" in self.fixed:
-            return self._rings(self.fixed["cp"])
-        cps = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        cps = [self.fixed["cp"]] if "cp" in self.fixed else [n for n in range(1, ranks + 1) if ranks % n == 0]
         aligned = [cp for cp in cps if per_node % cp == 0 or cp % per_node == 0]
         return [split for cp in aligned for split in self._rings(cp)] or [s for cp in cps for s in self._rings(cp)]
 
@@ -328,11 +326,9 @@ class SearchSpace:
         tiers = ["host", "disk"] if self.hardware.disk_bytes else ["host"]
         if limits := [tier for tier in tiers if self.with_capacity(tier).longest_context(batch) > context]:
             return context, limits[-1]
-        work, candidates = (
-            Work(context + CONTEXT_GRAIN * self.max_cp, batch),
-            self.smallest_candidates(self.longest_splits),
-        )
-        limit = min(self.make_plan(candidate, work).ledger.worst for candidate in candidates)[1]
+        work = Work(context + CONTEXT_GRAIN * self.max_cp, batch)
+        plans = [self.make_plan(each, work) for each in self.smallest_candidates(self.longest_splits)]
+        limit = min(plan.ledger.worst for plan in plans)[1]
         is_capped = "cp" not in self.fixed and self.max_cp < self.hardware.num_gpus  # by a fixed ring
         return context, "heads" if limit == "GPU" and is_capped else limit
 

@@ -223,9 +223,8 @@ def gather_seconds(num_bytes: int, hardware: Hardware, replicas: int = 1) -> flo
 def reduce_seconds(num_bytes: int, hardware: Hardware, replicas: int = 1) -> float:
     """A reduce-scatter in every replica, then an all-reduce of each shard over the replicas."""
     shard = num_bytes * replicas / hardware.num_gpus
-    return gather_seconds(num_bytes, hardware, replicas) + 2 * shard * (replicas - 1) / replicas / (
-        hardware.gpu.link_bytes_s if hardware.num_nodes == 1 else hardware.gpu.network_bytes_s
-    )
+    rate = hardware.gpu.link_bytes_s if hardware.num_nodes == 1 else hardware.gpu.network_bytes_s
+    return gather_seconds(num_bytes, hardware, replicas) + 2 * shard * (replicas - 1) / replicas / rate
 
 
 def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:

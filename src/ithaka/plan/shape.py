@@ -92,9 +92,8 @@ class ModelShape:
 
     def shards(self, num_ranks: int) -> tuple[int, int]:
         """(trained, frozen) parameters of one rank. Trained ones are fp32, with a gradient and two AdamW moments."""
-        frozen = self.num_parameters - (
-            self.trained_parameters("lm_head") + self.trained_parameters("embed_tokens") * (not self.tied)
-        )
+        saved = self.trained_parameters("lm_head") + self.trained_parameters("embed_tokens") * (not self.tied)
+        frozen = self.num_parameters - saved
         return -(-self.num_trained // num_ranks), -(-frozen // num_ranks) if self.adapter else 0
 
     # ---- trained parameters
@@ -117,12 +116,12 @@ class ModelShape:
     def adapter_parameters(self) -> tuple[dict[str, int], ...]:
         """Per layer: linear module -> parameters of its adapter."""
         rank = self.adapter.rank if self.adapter else 0
-        parents = {name: "self_attn" if name in LAYER_LINEARS[:4] else "mlp" for name in LAYER_LINEARS}
-        names = [
-            [n for n in parents if self.has_adapter(f"model.layers.{i}.{parents[n]}.{n}")]
+        modules = {name: f"self_attn.{name}" if name in LAYER_LINEARS[:4] else f"mlp.{name}" for name in LAYER_LINEARS}
+        sizes = {name: rank * sum(size) for name, size in self.linears.items()}
+        return tuple(
+            {name: sizes[name] for name in sizes if self.has_adapter(f"model.layers.{i}.{modules[name]}")}
             for i in range(self.num_layers)
-        ]
-        return tuple({name: rank * sum(self.linears[name]) for name in layer_names} for layer_names in names)
+        )
 
     @cached_property
     def most_adapted(self) -> dict[str, int]:
@@ -166,10 +165,9 @@ class ModelShape:
                 way = f"use a name such as q_proj or {self.num_layers - 1}.self_attn.q_proj"
                 raise ConfigError(f"adapter.targets={target} names no module of the model; {way}")
         if adapter and self.tied and "lm_head" in adapter.targets:
+            rule = "cannot be merged into a model that ties it to embed_tokens"
             way = "leave it out, or train both with adapter.modules_to_save=[embed_tokens]"
-            raise ConfigError(
-                f"adapter.targets=lm_head cannot be merged into a model that ties it to embed_tokens; {way}"
-            )
+            raise ConfigError(f"adapter.targets=lm_head {rule}; {way}")
         return replace(self, adapter=adapter)
 
 
@@ -230,9 +228,8 @@ def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> M
     """The shape that a `config.json` describes. `source`: its name in errors."""
     name = values.get("model_type")
     if name not in PLANNED_FAMILIES:
-        raise ConfigError(
-            f"model_type={name} of {source} is not supported; use one of the families {', '.join(PLANNED_FAMILIES)}"
-        )
+        families = ", ".join(PLANNED_FAMILIES)
+        raise ConfigError(f"model_type={name} of {source} is not supported; use one of the families {families}")
     if quantised := values.get("quantization_config"):
         method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
         raise ConfigError(f"model.path={source} is quantized ({method}); use weights in bfloat16 or float32")
@@ -240,11 +237,9 @@ def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> M
     hidden, num_layers, heads, mlp, vocab = (_count(values, key, source) for key in SIZES)
     kv_heads = _count(values, "num_key_value_heads", source, family.kv_heads or heads, null=heads)
     if heads % kv_heads:
-        raise ConfigError(
-            f"num_key_value_heads={kv_heads} of {source} does not divide num_attention_heads={heads}; {CORRECT}"
-        )
-    head_dim = family.head_dim or hidden // heads
-    head_dim = _count(values, "head_dim", source, head_dim, null=hidden // heads)
+        rule = f"does not divide num_attention_heads={heads}"
+        raise ConfigError(f"num_key_value_heads={kv_heads} of {source} {rule}; {CORRECT}")
+    head_dim = _count(values, "head_dim", source, family.head_dim or hidden // heads, null=hidden // heads)
     if head_dim % 2:
         raise ConfigError(f"head_dim={head_dim} of {source} is odd, but RoPE rotates pairs; {CORRECT}")
     windows, tied = _read_windows(values, family, num_layers, source), bool(values.get("tie_word_embeddings", False))
@@ -252,11 +247,6 @@ def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> M
     qkv_bias, out_bias, mlp_bias = (bool(values.get(rule) if isinstance(rule, str) else rule) for rule in rules)
     sizes = (num_layers, hidden, heads, kv_heads, head_dim, mlp, vocab)
     return ModelShape(name, *sizes, tied, windows, qkv_bias, out_bias, mlp_bias, family.qk_norm)
-
-
-def max_positions(values: Mapping[str, Any]) -> int:
-    """max_position_embeddings of a supported `config.json`."""
-    return values.get("max_position_embeddings") or FAMILIES[values["model_type"]].positions
 
 
 def yarn_factor(positions: int, rope: Mapping[str, Any], context: int) -> int:
@@ -282,16 +272,14 @@ def _count(
 def _read_windows(values: Mapping[str, Any], family: Family, num_layers: int, source: str) -> tuple[int | None, ...]:
     """Each layer's window, by transformers' rules."""
     window = values.get("sliding_window", DEFAULT_WINDOW)
-    if family.window == "none" or window is None:
+    is_off = family.window == "switched" and not values.get("use_sliding_window", False)
+    if family.window == "none" or window is None or is_off:
         return (None,) * num_layers
     if family.window == "all":
         return (_count({"sliding_window": window}, "sliding_window", source),) * num_layers
-    if not values.get("use_sliding_window", False):
-        return (None,) * num_layers
     first = values.get("max_window_layers", 28)
     kinds = values.get("layer_types") or ["sliding_attention" if i >= first else "" for i in range(num_layers)]
     if len(kinds) != num_layers:
-        raise ConfigError(
-            f"layer_types of {source} has {len(kinds)} entries for num_hidden_layers={num_layers}; {CORRECT}"
-        )
+        counts = f"{len(kinds)} entries for num_hidden_layers={num_layers}"
+        raise ConfigError(f"layer_types of {source} has {counts}; {CORRECT}")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from ithaka.plan.layer_bytes import LayerBytes
 from ithaka.plan.models import hub_id
 from ithaka.plan.request import PlanRequest
 from ithaka.plan.search import ADAPTER_RANK, Plan, SearchSpace
-from ithaka.plan.shape import max_positions
 
 LINE_WIDTH = 118
 # Lines of a planned configuration for the user to fill in: an example, and a comment.
@@ -56,20 +55,15 @@ def answer_request(request: PlanRequest, max_context: bool, steps: int | None, a
     if as_json:
         values = as_dict(plan, request.model, steps) | ({"max_context": context} if max_context else {})
         values |= {"missing_rope": rope} if rope else {}
-        values["limited_by"] = limited_by or (
-            plan.limited_by if plan.fits else space.longest_context_and_limit(batch)[1]
-        )
-        return json.dumps(values, indent=2), plan.fits
-    text = as_text(plan, request.model, steps, _format_rope(request, rope) if rope else "")
+        if not limited_by:
+            limited_by = plan.limited_by if plan.fits else space.longest_context_and_limit(batch)[1]
+        return json.dumps(values | {"limited_by": limited_by}, indent=2), plan.fits
+    needs = f"{request.model} has {format_tokens(request.positions)} positions; training needs model.rope="
+    text = as_text(plan, request.model, steps, f"{needs}{format_value(rope)}" if rope else "")
     if max_context and context:
         headline = f"Longest context of {request.model} on {plan.hardware.name}: {format_tokens(context)} tokens"
         text = f"{headline} ({context}), limited by {limited_by}.\n\n{text}"
     return text, plan.fits
-
-
-def _format_rope(request: PlanRequest, rope: Mapping[str, Any]) -> str:
-    positions = format_tokens(max_positions(request.hf_config))
-    return f"{request.model} has {positions} positions; training needs model.rope={format_value(rope)}"
 
 
 # ---- JSON and YAML
@@ -128,8 +122,8 @@ def as_yaml(request: PlanRequest, plan: Plan, steps: int | None = None) -> str:
     if "train.steps" in chosen:
         hints.pop("train.epochs", None)
     if rope := request.missing_rope(plan.work.context):
-        positions = format_tokens(max_positions(request.hf_config))
-        hints["model.rope"] = format_value(rope), f"required: the model has {positions} positions; see docs/extend.md"
+        required = f"required: the model has {format_tokens(request.positions)} positions; see docs/extend.md"
+        hints["model.rope"] = format_value(rope), required
     for section in SECTIONS:
         prefix = f"{section}."
         values = {name.removeprefix(prefix): value for name, value in chosen.items() if name.startswith(prefix)}
@@ -171,13 +165,13 @@ def _format_headline(plan: Plan, model: str) -> str:
     if plan.fits:
         speed = f"{format_rate(plan.tokens_per_s_per_gpu)} tok/s per GPU, {format_duration(plan.step_s)} per step"
         return f"{subject}: fits, {speed} (mostly {plan.limited_by})"
-    shortages = [
-        f"{need / have:.2f} times the available {name}"
-        if have
-        else f"{format_bytes(need)} of {name}, but there is none ({option})"
-        for (name, option), (need, have) in zip(TIER_NAMES.values(), plan.ledger.tiers.values(), strict=True)
-        if need > have
-    ]
+    shortages = []
+    for tier, (need, have) in plan.ledger.tiers.items():
+        name, option = TIER_NAMES[tier]
+        if need > have > 0:
+            shortages.append(f"{need / have:.2f} times the available {name}")
+        elif need > have:
+            shortages.append(f"{format_bytes(need)} of {name}, but there is none ({option})")
     return f"{subject}: does not fit. The closest plan needs {' and '.join(shortages)}."
 
 
@@ -218,10 +212,10 @@ def _ways_out(plan: Plan) -> dict[str, str]:
 
 def _format_ways_out(plan: Plan) -> str:
     options = _ways_out(plan)
-    ways = [f"with {format_choices(f'{option} {value}' for option, value in options.items() if option != '--set')}"]
-    ways = [*ways * bool(options.keys() - {"--set"}), *["without --set"] * ("--set" in options)]
-    if ways:
-        return f"It fits {format_choices(ways)}."
+    without = ["without --set"] if options.pop("--set", None) else []
+    added = [f"with {format_choices(f'{option} {value}' for option, value in options.items())}"] if options else []
+    if added or without:
+        return f"It fits {format_choices(added + without)}."
     return "Neither a shorter context nor more of these GPUs is enough; use GPUs with more memory."
 
 
@@ -319,12 +313,9 @@ def _format_costs(plan: Plan) -> Iterator[str]:
 
 def _format_others(plan: Plan) -> Iterator[str]:
     """A table of the plan and the best of other kinds, fastest first; an arrow marks the plan."""
-    yield from (
-        "",
-        f"This plan (>) and others, fastest first. It is {_explain_choice(plan)}.",
-        f"  {'  '.join(COLUMNS)}",
-    )
-    for other in _rank_plans(plan):
+    yield f"\nThis plan (>) and others, fastest first. It is {_explain_choice(plan)}."
+    yield f"  {'  '.join(COLUMNS)}"
+    for other in sorted((plan, *plan.others), key=lambda other: -other.tokens_per_s_per_gpu):
         layout, ledger = other.layout, other.ledger
         kept = f"{layout.keep_attention} on {layout.attention_tier}" if layout.keep_attention else "none"
         cells = (
@@ -341,12 +332,8 @@ def _format_others(plan: Plan) -> Iterator[str]:
         yield f"> {row[2:]}" if other is plan else row
 
 
-def _rank_plans(plan: Plan) -> list[Plan]:
-    return sorted((plan, *plan.others), key=lambda other: -other.tokens_per_s_per_gpu)
-
-
 def _explain_choice(plan: Plan) -> str:
-    fastest = _rank_plans(plan)[0]
+    fastest = max((plan, *plan.others), key=lambda other: other.tokens_per_s_per_gpu)
     if fastest is plan:
         return "the fastest that fits"
     slower = 1 - plan.tokens_per_s_per_gpu / fastest.tokens_per_s_per_gpu
