@@ -19,7 +19,7 @@ from ithaka.config import parse_count
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan import seconds
 from ithaka.plan.bytes import build_ledger
-from ithaka.plan.hardware import parse_gpus, with_kernel
+from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.layer_bytes import LayerBytes
 from ithaka.plan.models import find_shape
 from ithaka.plan.shape import Work
@@ -42,8 +42,7 @@ PARTS = {
 
 
 def h200(count: int, kernel: str):
-    machine = parse_gpus(f"{count}xH200")
-    return replace(machine, gpu=with_kernel(machine.gpu, kernel))
+    return parse_gpus(f"{count}xH200").with_kernel(kernel)
 
 
 def plan_row(row: dict[str, str]) -> tuple[float, tuple[float, float]]:

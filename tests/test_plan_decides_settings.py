@@ -14,7 +14,7 @@ from ithaka.cli import app
 from ithaka.config import ConfigError, explicit_settings, load_config, to_yaml
 from ithaka.dist.agree import gather_objects, raise_on_all_ranks
 from ithaka.layout import layout_from_config
-from ithaka.plan.hardware import KERNEL_NAMES, gpu_named, parse_gpus, peak_flops, with_kernel
+from ithaka.plan.hardware import KERNEL_NAMES, gpu_named, parse_gpus, peak_flops
 from ithaka.plan.show import as_text
 from ithaka.preflight.checks import check_ranks_agree, check_settings
 from ithaka.preflight.run import (
@@ -152,7 +152,7 @@ def test_a_run_reports_a_kernel_that_differs_from_the_plan():
 
 def test_the_slowest_kernel_of_all_ranks_counts():
     fast = node(H100)
-    slow = dataclasses.replace(fast, gpu=with_kernel(fast.gpu, "flash"))
+    slow = fast.with_kernel("flash")
     assert weakest_machine([fast, slow]).gpu.kernel == weakest_machine([slow, fast]).gpu.kernel == "flash"
 
 

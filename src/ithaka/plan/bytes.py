@@ -162,7 +162,7 @@ class _GpuPhases:
             "optimizer": 8 * trained * has_states,
             "layer weights": weights,
             "residual stream": point.stream,
-            "stage buffers": point.stages + point.outputs,
+            "stage buffers": point.heads,
             "tiles": point.tile_bytes,
             "kept activations": kept,
         }

@@ -119,7 +119,18 @@ class Hardware:
         return self.gpus_per_node * self.num_nodes
 
     def with_kernel(self, kernel: str) -> Hardware:
-        return dataclasses.replace(self, gpu=with_kernel(self.gpu, kernel))
+        """A copy with another kernel's attention rates; unchanged if either kernel's rates are unknown."""
+        gpu = self.gpu
+        if not {kernel, gpu.kernel} <= H200_ATTENTION.keys():
+            return self
+        forward, backward = (a / b for a, b in zip(H200_ATTENTION[kernel], H200_ATTENTION[gpu.kernel], strict=True))
+        changed = dataclasses.replace(
+            gpu,
+            kernel=kernel,
+            attention_forward_flops=gpu.attention_forward_flops * forward,
+            attention_backward_flops=gpu.attention_backward_flops * backward,
+        )
+        return dataclasses.replace(self, gpu=changed)
 
     def with_gpus(self, gpus_per_node: int) -> Hardware:
         """A copy with `gpus_per_node`, and host memory to match if it is assumed."""
@@ -159,19 +170,6 @@ def _gpu(
 def _is_desktop(name: str) -> bool:
     """GeForce RTX 3090, 4090, 5080, ...; not the RTX 6000 of workstations and servers."""
     return re.search(r"RTX\d0[5-9]0", _plain(name)) is not None
-
-
-def with_kernel(gpu: Gpu, kernel: str) -> Gpu:
-    """`gpu` with another kernel's attention rates; unchanged if either kernel's rates are unknown."""
-    if not {kernel, gpu.kernel} <= H200_ATTENTION.keys():
-        return gpu
-    forward, backward = (a / b for a, b in zip(H200_ATTENTION[kernel], H200_ATTENTION[gpu.kernel], strict=True))
-    return dataclasses.replace(
-        gpu,
-        kernel=kernel,
-        attention_forward_flops=gpu.attention_forward_flops * forward,
-        attention_backward_flops=gpu.attention_backward_flops * backward,
-    )
 
 
 H200_FA4 = H200_ATTENTION["fa4"]

@@ -32,15 +32,14 @@ TileWork = Literal["none", "project", "project backward", "mlp", "mlp backward",
 class MemoryPoint(NamedTuple):
     """Bytes live at one point of a layer's schedule, without weights, other layers' gradients and kept activations.
 
-    stream: full-length tensors of the residual stream. stages: tensors of heads, exchange buffers included.
-    outputs: attention outputs of this layer and what else it will keep. Negative in backward: kept bytes already freed.
-    tile_bytes: temporaries of `tile_work`, which do not grow with s. grad_bytes: the layer's weight gradients so far.
+    stream: full-length tensors of the residual stream. heads: tensors of heads, with exchange buffers and what else the
+    layer will keep; in backward, less the kept bytes already freed. tile_bytes: temporaries of `tile_work`, constant in
+    s. grad_bytes: the layer's weight gradients so far.
     """
 
     phase: str
     stream: int = 0
-    stages: int = 0
-    outputs: int = 0
+    heads: int = 0
     tile_work: TileWork = "none"
     tile_bytes: int = 0
     grad_bytes: int = 0
@@ -48,7 +47,7 @@ class MemoryPoint(NamedTuple):
     @property
     def full_length(self) -> int:
         """Bytes that grow with s."""
-        return self.stream + self.stages + self.outputs
+        return self.stream + self.heads
 
     @property
     def live(self) -> int:
@@ -212,16 +211,16 @@ def attention_points(b: LayerBytes, phase: str, stream: int) -> Iterator[MemoryP
 
     for i in range(min(b.stages_ahead, b.num_stages)):
         earlier = b.in_flight(b.q, 0, i)
-        yield MemoryPoint(project, stream, earlier + b.q + b.new_kv[i], 0, "project")
+        yield MemoryPoint(project, stream, earlier + b.q + b.new_kv[i], "project")
         yield MemoryPoint(project, stream, earlier + b.send_peak(b.q, i))
     for i in range(b.num_stages):
         later = b.in_flight(b.q, i + 1, i + b.stages_ahead)
         stages = b.q + later + b.held_kv[i] + b.attend_bytes(i)
-        yield MemoryPoint(attend, stream, stages, outputs(i, i, b.held_kv[i]), "attend")
+        yield MemoryPoint(attend, stream, stages + outputs(i, i, b.held_kv[i]), "attend")
         if (new := i + b.stages_ahead) < b.num_stages:
-            others, done = later + b.left_kv[i], outputs(i + 1, i, b.left_kv[i])
-            yield MemoryPoint(project, stream, others + b.q + b.new_kv[new], done, "project")
-            yield MemoryPoint(project, stream, others + b.send_peak(b.q, new), done)
+            others = later + b.left_kv[i] + outputs(i + 1, i, b.left_kv[i])
+            yield MemoryPoint(project, stream, others + b.q + b.new_kv[new], "project")
+            yield MemoryPoint(project, stream, others + b.send_peak(b.q, new))
 
 
 def attention_backward_points(b: LayerBytes, outputs: int) -> Iterator[MemoryPoint]:
@@ -244,11 +243,11 @@ def attention_backward_points(b: LayerBytes, outputs: int) -> Iterator[MemoryPoi
         if not b.qkv:
             prefetched = b.q if b.fetches_attention and b.layout.overlap and stage >= b.stages_ahead else 0
             projected = others + b.q + b.new_kv[stage] + prefetched
-            yield MemoryPoint(project, stream, projected, outputs_left(stage, num_attended), "project")
+            yield MemoryPoint(project, stream, projected + outputs_left(stage, num_attended), "project")
         # Without overlap, out stays until all is sent.
         out = 0 if b.layout.overlap or not b.has_exchange or b.fetches_attention else b.q
         sent = others + out + b.send_peak(stage_tensors, stage)
-        yield MemoryPoint(project, stream, sent, outputs_left(stage + 1, num_attended))
+        yield MemoryPoint(project, stream, sent + outputs_left(stage + 1, num_attended))
 
     for i in range(min(b.stages_ahead, b.num_stages)):
         yield from send(i, b.in_flight(stage_tensors, 0, i), 0)
@@ -260,13 +259,13 @@ def attention_backward_points(b: LayerBytes, outputs: int) -> Iterator[MemoryPoi
         own = stage_tensors + (b.lse if b.fetches_attention else 0)
         live = head_grads + own + later + prefetched + b.held_kv[i]
         live += b.kv_grad_sums(b.slots.stages[i].summed_kv) + b.ring_backward_bytes(i)
-        yield MemoryPoint(attend, stream, live, outputs_left(min(following, b.num_stages), i), "attend backward")
+        yield MemoryPoint(attend, stream, live + outputs_left(min(following, b.num_stages), i), "attend backward")
         head_grads += b.q + last_used_kv[i]
         if is_more:
             send_buffers = b.q + last_used_kv[i] if b.layout.overlap and b.has_exchange else 0
             held = b.left_kv[i] + b.kv_grad_sums(b.slots.stages[i].left_summed_kv)
             yield from send(following, head_grads + send_buffers + later + held, i + 1)
-    yield MemoryPoint(project, stream, head_grads, outputs_left(b.num_stages, b.num_stages), "project backward")
+    yield MemoryPoint(project, stream, head_grads + outputs_left(b.num_stages, b.num_stages), "project backward")
 
 
 def layer_points(b: LayerBytes) -> Iterator[MemoryPoint]:
@@ -274,13 +273,13 @@ def layer_points(b: LayerBytes) -> Iterator[MemoryPoint]:
     outputs, kept_later = b.outputs, b.residual + b.gate_up
     yield from attention_points(b, "forward", b.x)
     # y, computed from x and the outputs of all stages
-    yield MemoryPoint("forward mlp", 2 * b.x, 0, outputs + b.qkv + kept_later, "mlp")
+    yield MemoryPoint("forward mlp", 2 * b.x, outputs + b.qkv + kept_later, "mlp")
     if b.keeps_attention:
         outputs = 0
     else:
         yield from attention_points(b, "backward again", b.x + b.fetched_input)
     # dy; everything else is one tile
-    yield MemoryPoint("backward mlp", b.x + b.fetched_input, 0, outputs, "mlp backward")
+    yield MemoryPoint("backward mlp", b.x + b.fetched_input, outputs, "mlp backward")
     yield from attention_backward_points(b, outputs - kept_later)
 
 

@@ -11,7 +11,7 @@ from ithaka.checkpoint import files
 from ithaka.config import Config, ConfigError, check_writable, embedded_model, parse_config, to_dict
 from ithaka.layout import Layout, format_choices
 from ithaka.plan.bytes import CHECKPOINT_COPY, Holders, Ledger, build_ledger, saved_bytes
-from ithaka.plan.hardware import GPUS, Hardware, available_memory, find_gpu, free_disk, gpu_named, with_kernel
+from ithaka.plan.hardware import GPUS, Hardware, available_memory, find_gpu, free_disk, gpu_named
 from ithaka.plan.search import ADAPTER_RANK, Plan, SearchSpace, make_search_space, work_from_config
 from ithaka.plan.shape import ModelShape, Work, read_shape, shape_from_config
 from ithaka.plan.show import format_bytes
@@ -109,9 +109,9 @@ def detect_machine(config: Config, num_ranks: int, gpu: tuple[str, int] | None) 
     entry = GPUS["CPU"] if gpu is None else gpu_named(name) or dataclasses.replace(find_gpu(FALLBACK_GPU), name=name)
     memory_bytes = gpu_bytes if gpu_named(name) is None else min(entry.memory_bytes, gpu_bytes)
     disk_bytes = free_disk(disk) if disk or "disk" in (settings.offload, settings.attention_offload) else 0
-    entry = with_kernel(entry, expected_kernel(config.attention.kernel, entry.kernels))
     entry = dataclasses.replace(entry, memory_bytes=memory_bytes)
-    return Hardware(entry, ranks, num_ranks // ranks, host_bytes=host_bytes, disk_bytes=disk_bytes)
+    machine = Hardware(entry, ranks, num_ranks // ranks, host_bytes=host_bytes, disk_bytes=disk_bytes)
+    return machine.with_kernel(expected_kernel(config.attention.kernel, entry.kernels))
 
 
 def weakest_machine(machines: Sequence[Hardware]) -> Hardware:
