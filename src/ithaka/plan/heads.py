@@ -141,6 +141,7 @@ def _list_reads(heads: tuple[int, ...], held: dict[int, tuple[int, int]], group_
 class StageSlots:
     """Slots on a rank around one stage: the maximum over ranks."""
 
+    query: int  # the same in every stage
     new_kv: int  # kv slots that arrive with the stage
     held_kv: int  # kv slots held while it attends
     left_kv: int  # kv slots that later stages still need
@@ -152,24 +153,15 @@ class StageSlots:
     read_kv: int  # kv slots that the stage attends to
 
 
-@dataclass(frozen=True)
-class Slots:
-    query: int  # per rank and stage
-    stages: tuple[StageSlots, ...]
-
-    @property
-    def all_kv(self) -> int:
-        return sum(stage.new_kv for stage in self.stages)
-
-
-def count_slots(shape: ModelShape, layout: Layout) -> Slots:
+def count_slots(shape: ModelShape, layout: Layout) -> tuple[StageSlots, ...]:
+    """The slots of each stage."""
     return _count_slots(shape.heads, shape.kv_heads, layout.ulysses, layout.heads_per_stage)
 
 
 @cache
-def _count_slots(heads: int, kv_heads: int, cp: int, heads_per_stage: int | None) -> Slots:
+def _count_slots(heads: int, kv_heads: int, cp: int, heads_per_stage: int | None) -> tuple[StageSlots, ...]:
     table = head_table(heads, kv_heads, cp, heads_per_stage)
-    return Slots(table.stages[0].num_slots, tuple(_stage_slots(table, i) for i in range(len(table.stages))))
+    return tuple(_stage_slots(table, i) for i in range(len(table.stages)))
 
 
 def _stage_slots(table: HeadTable, i: int) -> StageSlots:
@@ -183,6 +175,7 @@ def _stage_slots(table: HeadTable, i: int) -> StageSlots:
         return sum(load.num_slots for n, load in loads if n in numbers and load.last_stage >= needed_at)
 
     return StageSlots(
+        query=stage.num_slots,
         new_kv=0 if stage.load is None else table.loads[stage.load].num_slots,
         held_kv=count(arrived, i),
         left_kv=count(arrived, i + 1),

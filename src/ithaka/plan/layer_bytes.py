@@ -60,16 +60,17 @@ class LayerBytes:
     def __init__(self, shape: ModelShape, layout: Layout, s: int, policy: ActivationPolicy | None = None) -> None:
         policy = policy or ActivationPolicy()
         self.shape, self.layout, self.s, self.slots = shape, layout, s, count_slots(shape, layout)
-        stages = self.slots.stages
-        self.num_stages = len(stages)
+        self.num_stages, self.query_slots = len(self.slots), self.slots[0].query
+        projected_slots = self.num_stages * self.query_slots + 2 * sum(stage.new_kv for stage in self.slots)
+        self.qkv_width = projected_slots * layout.ulysses * shape.head_dim  # with empty and repeated slots
         self.x = layout.x_bytes(shape.hidden, s)
         self.slot = layout.ulysses * s * shape.head_dim * layout.element_bytes  # one head of the group's tokens
-        self.q = self.slots.query * self.slot  # T
-        self.lse = layout.ulysses * s * self.slots.query * layout.sum_bytes
+        self.q = self.query_slots * self.slot  # T
+        self.lse = layout.ulysses * s * self.query_slots * layout.sum_bytes
         # k and v by stage: arriving with it (2 U), held while it attends, still needed after it.
-        self.new_kv = [2 * stage.new_kv * self.slot for stage in stages]
-        self.held_kv = [2 * stage.held_kv * self.slot for stage in stages]
-        self.left_kv = [2 * stage.left_kv * self.slot for stage in stages]
+        self.new_kv = [2 * stage.new_kv * self.slot for stage in self.slots]
+        self.held_kv = [2 * stage.held_kv * self.slot for stage in self.slots]
+        self.left_kv = [2 * stage.left_kv * self.slot for stage in self.slots]
         self.keeps_attention = policy.attention is not None
         self.fetches_attention = policy.attention in ("host", "disk")
         # What a layer can keep besides its input: out and lse of all stages (with empty slots), q, k and v,
@@ -109,13 +110,13 @@ class LayerBytes:
     def attend_bytes(self, stage: int) -> int:
         """Outputs while a stage attends, and the buffer of a read that is only a part of them. In a ring an output is
         summed over the rounds, and one round's k and v are used while the next are sent and received."""
-        slots, out = self.slots.stages[stage], self.q + self.lse
+        slots, out = self.slots[stage], self.q + self.lse
         if self.layout.ring == 1:
-            return out + out * slots.partial_query // self.slots.query
+            return out + out * slots.partial_query // self.query_slots
 
         def ring_sum(width: int) -> int:
             rounded = 0 if self.layout.sum_bytes == self.layout.element_bytes else width * self.slot
-            sums = width * (self.in_sum_dtype(self.slot) + self.lse // self.slots.query)
+            sums = width * (self.in_sum_dtype(self.slot) + self.lse // self.query_slots)
             return sums + max(3 * self.ring_round(stage), rounded)
 
         partial = out + ring_sum(slots.partial_query) if slots.partial_query else 0
@@ -127,13 +128,13 @@ class LayerBytes:
         if self.layout.ring == 1:
             return 0
         rounds = 3 * self.ring_round(stage)
-        return self.slots.stages[stage].widest_read * self.in_sum_dtype(self.slot) + rounds + self.in_sum_dtype(rounds)
+        return self.slots[stage].widest_read * self.in_sum_dtype(self.slot) + rounds + self.in_sum_dtype(rounds)
 
     def ring_round(self, stage: int) -> int:
         """k and v of one read that a ring member receives in a round."""
         member_tokens = self.layout.ulysses * self.s
         tokens = min(ring_round_tokens(member_tokens), (self.layout.ring - 1) * member_tokens)
-        kv_slots = self.slots.stages[stage].widest_read_kv
+        kv_slots = self.slots[stage].widest_read_kv
         return 2 * kv_slots * tokens * self.shape.head_dim * self.layout.element_bytes
 
     def weight_grads(self, phase: str) -> int:
@@ -158,9 +159,8 @@ class LayerBytes:
             return 0
         if work in BLOCK_TOKENS:
             return self._block_bytes(work)
-        shape, c, slots, hidden = self.shape, self.layout.ulysses, self.slots, self.shape.hidden
+        shape, c, hidden = self.shape, self.layout.ulysses, self.shape.hidden
         t, e, wide = min(self.layout.tile_tokens or self.s, self.s), self.layout.element_bytes, self.layout.sum_bytes
-        heads = shape.heads * shape.head_dim
         rank = shape.adapter.rank if shape.adapter else 0  # width between an adapter's two matrices
         # Kept tensors are not temporaries: the rounded x + attention; gate and up, but then forward has a third [t, F].
         rounded, gate_up = wide != e and not self.residual, 2 if self.gate_up else 0
@@ -169,20 +169,20 @@ class LayerBytes:
         if work == "mlp backward":
             # x + attention, its norm, and the three [t, F] of layer/mlp.py. (Compiled, hooked or wrapped MLPs need up
             # to twice as much; the planner cannot see them.)
-            heads *= 3 if self.fetches_attention else 1
+            heads = shape.heads * shape.head_dim * (3 if self.fetches_attention else 1)
             width = (2 - bool(self.residual) + self.fetched_tiles) * hidden + heads
             return t * e * (width + (3 - gate_up) * shape.mlp + 2 * rank)
-        width = c * slots.query * shape.head_dim
         if work == "project":
-            kv_width = 2 * c * max(stage.new_kv for stage in slots.stages) * shape.head_dim
+            width = c * self.query_slots * shape.head_dim
+            kv_width = 2 * c * max(stage.new_kv for stage in self.slots) * shape.head_dim
             return (width + kv_width) * hidden * e + t * e * ((2 + self.fetched_tiles) * hidden + 5 * width + rank)
-        qkv_width = self.num_stages * width + 2 * c * slots.all_kv * shape.head_dim
-        return qkv_width * hidden * e + t * e * ((4 + self.fetched_tiles) * hidden + 2 * qkv_width + 7 * rank)
+        width = (4 + self.fetched_tiles) * hidden + 2 * self.qkv_width + 7 * rank
+        return self.qkv_width * hidden * e + t * e * width
 
     def _block_bytes(self, work: TileWork) -> int:
         """Buffers of one attention kernel call."""
         e, wide, tokens = self.layout.element_bytes, self.layout.sum_bytes, self.layout.ulysses * self.s
-        reads = [(stage.widest_read, stage.widest_read_kv) for stage in self.slots.stages]
+        reads = [(stage.widest_read, stage.widest_read_kv) for stage in self.slots]
         max_rows = CALL_TOKENS if tokens <= WHOLE_TOKENS else BLOCK_TOKENS[work]
         heads = max(_heads_per_call(max_rows // tokens, *read) for read in reads)
         elements = tokens * self.shape.head_dim
@@ -258,12 +258,12 @@ def attention_backward_points(b: LayerBytes, outputs: int) -> Iterator[MemoryPoi
         prefetched = b.q if b.fetches_attention and b.layout.overlap and is_more else 0
         own = stage_tensors + (b.lse if b.fetches_attention else 0)
         live = head_grads + own + later + prefetched + b.held_kv[i]
-        live += b.kv_grad_sums(b.slots.stages[i].summed_kv) + b.ring_backward_bytes(i)
+        live += b.kv_grad_sums(b.slots[i].summed_kv) + b.ring_backward_bytes(i)
         yield MemoryPoint(attend, stream, live + outputs_left(min(following, b.num_stages), i), "attend backward")
         head_grads += b.q + last_used_kv[i]
         if is_more:
             send_buffers = b.q + last_used_kv[i] if b.layout.overlap and b.has_exchange else 0
-            held = b.left_kv[i] + b.kv_grad_sums(b.slots.stages[i].left_summed_kv)
+            held = b.left_kv[i] + b.kv_grad_sums(b.slots[i].left_summed_kv)
             yield from send(following, head_grads + send_buffers + later + held, i + 1)
     yield MemoryPoint(project, stream, head_grads + outputs_left(b.num_stages, b.num_stages), "project backward")
 

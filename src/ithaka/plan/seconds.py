@@ -110,9 +110,7 @@ class LayerSeconds:
     ) -> None:
         self.shape, self.layout, self.hardware, self.gpu, self.s = shape, layout, hardware, hardware.gpu, s
         self.policy, self.bytes = policy or ActivationPolicy(), LayerBytes(shape, layout, s)
-        self.x, self.num_stages, slots = self.bytes.x, self.bytes.num_stages, self.bytes.slots
-        # Width of the projected q, k and v, with empty and repeated slots.
-        self.qkv_width = (self.num_stages * slots.query + 2 * slots.all_kv) * layout.ulysses * shape.head_dim
+        self.x, self.num_stages, self.qkv_width = self.bytes.x, self.bytes.num_stages, self.bytes.qkv_width
         self.is_frozen = shape.adapter is not None
         self.num_tiles = -(-s // (layout.tile_tokens or s))
 
@@ -205,7 +203,7 @@ class LayerSeconds:
         b, ring = self.bytes, self.layout.ring
         in_node = max(1, math.gcd(self.layout.cp, self.hardware.gpus_per_node) // self.layout.ulysses)  # fewest members
         per_byte = (in_node - 1) / self.gpu.link_bytes_s + (ring - in_node) / self.gpu.network_bytes_s
-        kv = 2 * sum(stage.read_kv for stage in b.slots.stages) * b.slot
+        kv = 2 * sum(stage.read_kv for stage in b.slots) * b.slot
         last = sum(b.in_sum_dtype(b.ring_round(stage)) for stage in range(b.num_stages))
         rate = self.gpu.link_bytes_s if in_node == ring else self.gpu.network_bytes_s
         return kv * per_byte, (kv + b.in_sum_dtype(kv)) * per_byte, last / rate

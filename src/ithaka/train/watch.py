@@ -94,7 +94,7 @@ class Watch:
         (self.run.run_dir / "machine.json").write_text(json.dumps(machine), encoding="utf-8")
         facts = {
             "layout": dataclasses.asdict(plan.layout),
-            "stages": len(count_slots(plan.shape, plan.layout).stages),
+            "stages": len(count_slots(plan.shape, plan.layout)),
             "peak_bytes": sum_planned_by_holder(plan),
             "gpus": plan.hardware.name,  # nodes x ranks
         }
