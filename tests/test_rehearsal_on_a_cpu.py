@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from ithaka import rehearse as rehearsal
 from ithaka.cli import app
 from ithaka.dist.loopback import LoopbackGroup
-from ithaka.exits import ExitCode
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.models import find_shape
 from ithaka.plan.search import SearchSpace, forward_plan

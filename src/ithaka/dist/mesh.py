@@ -108,8 +108,8 @@ def _warn_about_shared_store(environment: Mapping[str, str]) -> None:
     shares_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if environment["RANK"] == "0" and restarts != "0" and shares_store:
         warnings.warn(
-            f"torchrun --max-restarts={restarts} may hang after a restart: the rendezvous store still has the addresses "
-            "of the previous ranks; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and use --rdzv-backend c10d",
+            f"torchrun --max-restarts={restarts} may hang after a restart: the rendezvous store still has the "
+            "addresses of the previous ranks; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and use --rdzv-backend c10d",
             stacklevel=3,
         )
 
