@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from allocations import traced_peak
-from ithaka.layer.schedule import StreamedLayer
+from ithaka.layer.streamed import StreamedLayer
 from ithaka.phases import Holder
 from ithaka.profile.live import LiveBytes
 from ithaka.profile.step import KINDS, StepProfile

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from ithaka.layer import schedule as layer
+from ithaka.layer import streamed as layer
 from ithaka.layer import store as store_module
 from ithaka.layout import ActivationPolicy, Layout
 from models import tiny_config

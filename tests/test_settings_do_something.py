@@ -13,7 +13,7 @@ from allocations import bytes_now
 from ithaka.attention import kernels
 from ithaka.config import parse_config
 from ithaka.dist.mesh import make_mesh
-from ithaka.layer import ring, schedule, stages
+from ithaka.layer import ring, stages, streamed as streamed_layer
 from ithaka.layer.store import Store
 from ithaka.layout import layout_from_config
 from ithaka.model import build
@@ -41,7 +41,7 @@ def built(text: str):
     return model, kept_bytes, held
 
 
-def streamed(model) -> list[schedule.StreamedLayer]:
+def streamed(model) -> list[streamed_layer.StreamedLayer]:
     return [each.forward for each in model.model.layers]
 
 
@@ -57,13 +57,13 @@ def test_heads_per_stage_makes_stages():
 def test_tile_tokens_cuts_tiles(tokens, rows, monkeypatch):
     seen = {"_add_mlp": set(), "_mlp_backward_tile": set()}  # forward and backward
     for name, lengths in seen.items():
-        method = getattr(schedule.StreamedLayer, name)
+        method = getattr(streamed_layer.StreamedLayer, name)
 
         def noting(self, tile, *args, method=method, lengths=lengths):
             lengths.add(len(tile))
             return method(self, tile, *args)
 
-        monkeypatch.setattr(schedule.StreamedLayer, name, noting)
+        monkeypatch.setattr(streamed_layer.StreamedLayer, name, noting)
     built(f"memory: {{tile_tokens: {tokens}}}")
     assert seen == {"_add_mlp": rows, "_mlp_backward_tile": rows}
 

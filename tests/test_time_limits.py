@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ithaka.config import DataConfig
 from ithaka.data import files
 from ithaka.data.open import check_data
-from ithaka.layer import schedule, stages
+from ithaka.layer import stages, streamed
 from ithaka.phases import listening, phase
 from ithaka.plan.hardware import GPUS, find_gpu
 from ithaka.train import heartbeat, watch
@@ -182,8 +182,8 @@ def slowed(patch, where):
     for name in ("attend", "attend_backward"):
         attend = taking(getattr(stages.StagedAttention, name), 0.02 + late.get("attention", 0.0))
         patch.setattr(stages.StagedAttention, name, attend)
-    project = taking(schedule.StreamedLayer._project, late.get("projections", 0.0))
-    patch.setattr(schedule.StreamedLayer, "_project", project)
+    project = taking(streamed.StreamedLayer._project, late.get("projections", 0.0))
+    patch.setattr(streamed.StreamedLayer, "_project", project)
 
 
 def told_by(where, config):

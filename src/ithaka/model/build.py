@@ -21,7 +21,7 @@ from ithaka.dist.exchange import all_gather, to_sequence_order
 from ithaka.dist.mesh import Mesh, make_mesh
 from ithaka.layer.linear import as_linear
 from ithaka.layer.loss import TokenResults, linear_cross_entropy, summed_cross_entropy
-from ithaka.layer.schedule import StreamedLayer
+from ithaka.layer.streamed import StreamedLayer
 from ithaka.layer.store import Store
 from ithaka.layer.tiles import apply_norm, sum_dtype
 from ithaka.layout import Layout, check_parallelism

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from ithaka.config import ConfigError
 from ithaka.layer.linear import as_linear, is_linear
-from ithaka.layer.schedule import LayerParts
+from ithaka.layer.streamed import LayerParts
 from ithaka.model.adapters import check_adapters
 from ithaka.model.positions import check_rope
 from ithaka.plan.shape import FAMILIES

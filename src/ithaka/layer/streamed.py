@@ -1,0 +1,183 @@
+"""A decoder layer of known parts (Llama's, and layers like it), with hand-written backwards; shapes as in schedule.py.
+
+After the last stage, one matrix product per tile sums over all heads: the output projection in forward, the gradient at
+norm1's output in backward. So rounding does not depend on the number of stages, and backward, which recomputes
+x + attention, gets the same bits as forward. Within a tile the residual is summed in fp32, so a layer's output is
+rounded once.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ithaka.attention.fused import add_and_round
+from ithaka.layer.linear import Linear, as_linear
+from ithaka.layer.mlp import GatedMlp, MlpActivations, as_gated_mlp
+from ithaka.layer.schedule import LayerSchedule, SavedActivations, StageOutput
+from ithaka.layer.stages import HeadSlice, Projection, ProjectionsBackward, join_heads
+from ithaka.layer.tiles import GradSum, apply_norm, graph_backward, norm_backward, run_norm, run_tile, tile_slices
+from ithaka.phases import Holder, tag
+from ithaka.plan.heads import Heads, Stage, flatten_heads
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """The parts of one decoder layer: y = x + attention(norm1(x)); y + mlp(norm2(y))."""
+
+    norm1: nn.Module
+    q_proj: nn.Module  # see `as_linear`
+    k_proj: nn.Module
+    v_proj: nn.Module
+    o_proj: nn.Module
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
+    norm2: nn.Module
+    mlp: nn.Module
+    head_dim: int
+    scale: float
+    window: int | None
+
+
+@dataclass(eq=False, repr=False)
+class StreamedLayer(LayerSchedule):
+    """A layer of known parts, with hand-written backwards."""
+
+    parts: LayerParts
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.mlp = torch.compile(self.parts.mlp) if self.layout.compile else self.parts.mlp
+        self.q = Projection(self.parts.q_proj, self.parts.q_norm, True, self.parts.head_dim)
+        self.k = Projection(self.parts.k_proj, self.parts.k_norm, True, self.parts.head_dim)
+        self.v = Projection(self.parts.v_proj, None, False, self.parts.head_dim)
+        self._indices: dict[tuple[Heads, int], Tensor | None] = {}
+
+    # ---- forward
+
+    def _project(self, saved: SavedActivations, stage: Stage) -> deque[Tensor]:
+        kv_heads = None if stage.load is None else self.table.loads[stage.load].kv_heads
+        slices, c, K = self._head_slices(stage.query_heads, kv_heads), self.group.size(), self.parts.head_dim
+        shapes = [(c, len(saved.positions), part.width // (c * K), K) for part in slices]
+        projected = deque(part.linear.weight_ND.new_empty(shape) for part, shape in zip(slices, shapes, strict=True))
+        for rows, x_tD in self._input_tiles(saved):
+            h_tD, positions = apply_norm(self.parts.norm1, x_tD), saved.positions[rows]
+            for part, into_csnK in zip(slices, projected, strict=True):
+                part.project(h_tD, positions, into_csnK[:, rows])
+        return projected
+
+    def _head_slices(self, query_heads: Heads, kv_heads: Heads | None) -> list[HeadSlice]:
+        """Select heads of q and, unless `kv_heads` is None, of k and v."""
+        slices = [HeadSlice.select(self.q, self._head_index(query_heads, self.q))]
+        if kv_heads is not None:
+            index = self._head_index(kv_heads, self.k)
+            slices += [HeadSlice.select(self.k, index), HeadSlice.select(self.v, index)]
+        return slices
+
+    def _finish(self, saved: SavedActivations, outputs: Sequence[StageOutput], y_sD: Tensor) -> None:
+        gated_mlp, o_proj = self._as_gated_mlp(), self._output_projection(self.query_heads)
+        for rows, x_tD, outs_ctnK in self._tiles_with_attention(saved, outputs):
+            sum_tD = o_proj.apply_wide(join_heads(outs_ctnK))
+            residual_tD = add_and_round(sum_tD, x_tD)
+            if saved.policy.projections:
+                residual_tD = tag(residual_tD.clone() if residual_tD is sum_tD else residual_tD, Holder.KEPT)
+                saved.residuals.append(residual_tD)
+            if kept := self._add_mlp(sum_tD, residual_tD, gated_mlp, saved.policy.mlp):
+                saved.mlp.append(kept)
+            y_sD[rows] = sum_tD
+
+    def _output_projection(self, heads: Heads) -> Linear:
+        return as_linear(self.parts.o_proj).select_heads(self._head_index(heads, self.q), self.parts.head_dim, dim=1)
+
+    def _norm_and_mlp(self, residual_tD: Tensor) -> Tensor:
+        return self.mlp(apply_norm(self.parts.norm2, residual_tD)[None])[0]
+
+    def _as_gated_mlp(self) -> GatedMlp | None:
+        """Call in every pass: hooks and wrappers may be added later."""
+        return None if self.layout.compile else as_gated_mlp(self.parts.mlp)
+
+    def _add_mlp(
+        self, sum_tD: Tensor, residual_tD: Tensor, gated_mlp: GatedMlp | None, keep: bool
+    ) -> MlpActivations | None:
+        """Add the MLP's output to `sum`. With `keep`, return activations for `_mlp_backward_tile`."""
+        if gated_mlp is not None:
+            return gated_mlp.add_to(sum_tD, apply_norm(self.parts.norm2, residual_tD), keep)
+        kept = run_tile(self._norm_and_mlp, residual_tD) if keep else None
+        sum_tD += self._norm_and_mlp(residual_tD) if kept is None else kept[1].detach()
+        return kept
+
+    # ---- backward
+
+    def _mlp_backward(
+        self, saved: SavedActivations, outputs: Sequence[StageOutput], dy_sD: Tensor, grads: GradSum
+    ) -> None:
+        """Turn dy into the gradient at x + attention; add weight gradients of the MLP and output projection."""
+        gated_mlp, sums, o_proj = self._as_gated_mlp(), GradSum(), self._output_projection(self.query_heads)
+        for rows, x_tD, outs_ctnK in self._tiles_with_attention(saved, outputs):
+            dy_tD, out_tN = dy_sD[rows], join_heads(outs_ctnK)
+            if saved.residuals:
+                residual_tD = saved.residuals.popleft()
+            else:
+                residual_tD = add_and_round(o_proj.apply_wide(out_tN), x_tD)
+            self._mlp_backward_tile(residual_tD, dy_tD, saved, gated_mlp, grads)
+            o_proj.add_grads(dy_tD, out_tN, o_proj.lora_down_grad(dy_tD), sums)
+        as_linear(self.parts.o_proj).add_head_grads(
+            o_proj, self._head_index(self.query_heads, self.q), sums, grads, dim=1
+        )
+
+    def _mlp_backward_tile(
+        self, residual_tD: Tensor, dy_tD: Tensor, saved: SavedActivations, gated_mlp: GatedMlp | None, grads: GradSum
+    ) -> None:
+        """Add the gradient through the MLP and norm2 to dy."""
+        norm2 = self.parts.norm2
+        if gated_mlp is None:
+            params = [*norm2.parameters(), *self.parts.mlp.parameters()]
+            x_y = saved.mlp.popleft() if saved.mlp else run_tile(self._norm_and_mlp, residual_tD)
+            dy_tD += graph_backward(*x_y, params, dy_tD, grads)
+            return
+        residual_tD, h_tD = run_norm(norm2, residual_tD)
+        dh_tD = gated_mlp.backward(h_tD.detach(), dy_tD, grads, saved.mlp)
+        norm_backward(dy_tD, norm2, residual_tD, h_tD, dh_tD, grads)
+
+    def _output_grad(self, stage: Stage, saved: SavedActivations, dy_sD: Tensor) -> Tensor:
+        """Return dout [c, s, n, K] of a stage, from the gradient of the output projection's result."""
+        o_proj, c = self._output_projection(stage.query_heads), self.group.size()
+        dout_csnK = dy_sD.new_empty(c, len(dy_sD), stage.num_slots, self.parts.head_dim)
+        for rows in tile_slices(len(dy_sD), self.layout.tile_tokens):
+            dy_dz = dy_sD[rows], o_proj.lora_down_grad(dy_sD[rows])
+            if c == 1:
+                o_proj.input_grad(*dy_dz, dout_csnK[0, rows].flatten(1), adds=False)
+            else:
+                dout_tN = o_proj.input_grad(*dy_dz)
+                dout_csnK[:, rows] = dout_tN.unflatten(1, (c, -1, self.parts.head_dim)).transpose(0, 1)
+        return dout_csnK
+
+    def _projections_backward(
+        self,
+        saved: SavedActivations,
+        dq: list[Tensor],
+        dk: list[Tensor],
+        dv: list[Tensor],
+        dy_sD: Tensor,
+        grads: GradSum,
+    ) -> None:
+        """Add the gradient of all heads, through the projections and norm1, to dy."""
+        norm1 = self.parts.norm1
+        projections = ProjectionsBackward(self._head_slices(self.query_heads, self.kv_heads), [dq, dk, dv])
+        for rows, x_tD in self._input_tiles(saved):
+            x_tD, h_tD = run_norm(norm1, x_tD)
+            dh_tD = projections.run_tile(rows, h_tD.detach(), saved.positions[rows], grads)
+            norm_backward(dy_sD[rows], norm1, x_tD, h_tD, dh_tD, grads)
+        projections.finish(grads)
+
+    def _head_index(self, heads: Heads, projection: Projection) -> Tensor | None:
+        """Return the heads as an index tensor; None if they are all heads of the projection, in order."""
+        weight = as_linear(projection.module).weight_ND
+        count = len(weight) // projection.head_dim
+        if (heads, count) not in self._indices:
+            order = flatten_heads(heads)
+            in_order = order == list(range(count))
+            self._indices[heads, count] = None if in_order else torch.tensor(order, device=weight.device)
+        return self._indices[heads, count]
