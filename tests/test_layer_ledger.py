@@ -21,8 +21,8 @@ from ithaka.attention.kernels import resolve_kernel
 from ithaka.config import AdapterConfig, OptimConfig
 from ithaka.dist.loopback import LoopbackGroup, start_loopback
 from ithaka.dist.mesh import make_mesh
-from ithaka.layer.streamed import StreamedLayer
 from ithaka.layer.store import Store
+from ithaka.layer.streamed import StreamedLayer
 from ithaka.layout import ActivationPolicy, Layout, make_layout
 from ithaka.model.adapters import add_adapter
 from ithaka.model.build import build_model

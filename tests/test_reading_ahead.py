@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from ithaka.layer import streamed as layer
 from ithaka.layer import store as store_module
+from ithaka.layer import streamed as layer
 from ithaka.layout import ActivationPolicy, Layout
 from models import tiny_config
 from parity import check, compare_with, parallel, plain_sum, random_ids

@@ -13,7 +13,8 @@ from allocations import bytes_now
 from ithaka.attention import kernels
 from ithaka.config import parse_config
 from ithaka.dist.mesh import make_mesh
-from ithaka.layer import ring, stages, streamed as streamed_layer
+from ithaka.layer import ring, stages
+from ithaka.layer import streamed as streamed_layer
 from ithaka.layer.store import Store
 from ithaka.layout import layout_from_config
 from ithaka.model import build

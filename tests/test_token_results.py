@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import ithaka
 from allocations import allocator_peak
 from ithaka.layer.linear import Linear
-from ithaka.layer.loss import IGNORE_INDEX, TokenResults, linear_cross_entropy, summed_cross_entropy
+from ithaka.layer.loss import IGNORE_INDEX, LinearHead, TokenResults, linear_cross_entropy, summed_cross_entropy
 from ithaka.plan import bytes as plan_bytes
 from models import tiny_config, tiny_model
 from parity import TOLERANCE, check, gradient_errors, parallel, random_ids, relative
@@ -54,7 +54,7 @@ def head(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, list[Tensor], T
 @pytest.mark.parametrize("use", ["logprobs", "entropies", "both"])
 def test_token_results_equal_those_of_plain_logits(use):
     norm, leaves, labels = head()
-    ours = linear_cross_entropy(leaves[0], labels, norm, Linear(leaves[1]), 5)  # tiles of 5, the last of 3
+    ours = linear_cross_entropy(leaves[0], labels, LinearHead(norm, Linear(leaves[1])), 5)  # tiles of 5, the last of 3
     plain = plain_results(norm(leaves[0]) @ leaves[1].t(), labels)
     assert torch.equal(ours.correct, plain.correct) and 0 < int(ours.correct.sum()) < 18
     for mine, theirs in zip(ours[:2], plain[:2], strict=True):
@@ -71,7 +71,7 @@ def test_the_first_of_equal_logits_is_the_argmax():
     with torch.no_grad():
         twins = torch.cat([weight, weight])  # every token twice: the second is never the argmax
     for labels, hits in ((best, 23), (best + 37, 0)):
-        ours = linear_cross_entropy(x, labels, norm, Linear(twins), 5)
+        ours = linear_cross_entropy(x, labels, LinearHead(norm, Linear(twins)), 5)
         assert int(ours.correct.sum()) == hits
 
 
@@ -79,7 +79,7 @@ def test_the_first_of_equal_logits_is_the_argmax():
 def test_the_summed_loss_equals_that_of_plain_logits(factor):
     """Gradients are scaled by the loss's factor, and backward works once."""
     norm, leaves, labels = head()
-    ours = summed_cross_entropy(leaves[0], labels, norm, Linear(leaves[1]), 5, 7.0)
+    ours = summed_cross_entropy(leaves[0], labels, LinearHead(norm, Linear(leaves[1])), 5, 7.0)
     plain = F.cross_entropy(norm(leaves[0]) @ leaves[1].t(), labels, ignore_index=IGNORE_INDEX, reduction="sum") / 7
     assert relative(ours.detach(), plain.detach()) < TOLERANCE
     grads = [torch.autograd.grad(factor * each, leaves, retain_graph=True) for each in (ours, plain)]

@@ -57,6 +57,7 @@ class AttentionSpec(TypedDict, total=False):
     window: int | None  # row i attends to keys (i - window, i]
     docs: "Docs | tuple[int, ...] | None"  # cumulative starts (0, ..., S), or a `Docs`
     kernel: str  # default "auto"
+    softcap: float | None  # scores become softcap * tanh(scores / softcap); default: none
     blocks: tuple[int, int] | None  # (block_q, block_kv) in tokens; default `default_blocks`
 
 
@@ -188,6 +189,7 @@ class Docs:
             raise ConfigError(f"docs must ascend from 0, got {starts[:4]}...{starts[-2:]}")
         self.longest = max(b - a for a, b in zip(starts, starts[1:], strict=False))
         self._rounds: dict[tuple[bool, int | None], list[RingRound]] = {}
+        self._chunked: dict[int, Docs] = {}
         self._plans: dict[tuple, list[tuple[list[QueryBlock], list[_VarlenChunk]]]] = {}
 
     def rounds(self, causal: bool = True, window: int | None = None) -> list[RingRound]:
@@ -197,6 +199,14 @@ class Docs:
             visible = [visible_keys(document_spans(self.starts, runs), causal, window) for runs in members]
             self._rounds[causal, window] = ring_rounds(self.deal, visible, self.member) if members else []
         return self._rounds[causal, window]
+
+    def split(self, chunk: int) -> "Docs":
+        """The same tokens, with each document cut into chunks of `chunk` tokens."""
+        if chunk not in self._chunked:
+            bounds = zip(self.starts, self.starts[1:], strict=False)
+            starts = [start for a, b in bounds for start in range(a, b, chunk)]
+            self._chunked[chunk] = Docs((*starts, self.starts[-1]), self.deal, self.member)
+        return self._chunked[chunk]
 
     def num_keys(self, part: int, causal: bool, window: int | None) -> int:
         if part:
@@ -314,6 +324,7 @@ def _plan_call(
     docs: Docs | tuple[int, ...] | None = None,
     kernel: str = "auto",
     blocks: tuple[int, int] | None = None,
+    softcap: float | None = None,
 ) -> _AttentionCall:
     (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
     docs = docs if isinstance(docs, Docs) else Docs((0, num_tokens) if docs is None else tuple(docs))
@@ -332,7 +343,7 @@ def _plan_call(
     assert len(k) == docs.num_keys(part, causal, window)
     if blocks is not None and min(blocks) < 1:
         raise ConfigError(f"attention.block_q, block_kv={blocks} must be at least 1 token each; use auto")
-    chosen = resolve_kernel(kernel, q.device, q.dtype, head_dim)
+    chosen = resolve_kernel(kernel, q.device, q.dtype, head_dim, softcap)
     reach = min(docs.longest, window or docs.longest)
     block_q, block_kv = blocks or default_blocks(q.device, chosen, head_dim * q.element_size(), reach, backward)
     heads_at_once = max(1, block_q // max(1, num_tokens))

@@ -11,8 +11,8 @@ import socket
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate, chain
 from typing import Any
@@ -65,8 +65,19 @@ class Kernel:
     capabilities: tuple[int, ...] = ()  # supported major versions; empty: all
     check_installed: Callable[[], str | None] = lambda: None  # returns the problem, if any
     varlen: Varlen | None = None
+    has_softcap: bool = False  # forward and backward also take softcap=c: scores become c * tanh(scores / c)
     fallback: "Kernel | None" = None  # for pairs with fewer rows or keys than `min_tokens`
     min_tokens: int = 1
+
+    def with_softcap(self, softcap: float) -> "Kernel":
+        if not self.has_softcap:
+            able = ", ".join(kernel.name for kernel in KERNELS.values() if kernel.has_softcap)
+            raise ConfigError(f"attention.kernel={self.name} does not compute softcap={softcap}; use one of {able}")
+        varlen = self.varlen
+        if varlen is not None:
+            varlen = Varlen(partial(varlen.forward, softcap=softcap), partial(varlen.backward, softcap=softcap))
+        forward, backward = (partial(f, softcap=softcap) for f in (self.forward, self.backward))
+        return replace(self, forward=forward, backward=backward, varlen=varlen)
 
 
 def _cpu_forward(q, k, v, scale, causal):
@@ -80,28 +91,33 @@ def _cpu_backward(dout, q, k, v, out, lse, scale, causal):
     )
 
 
-def _scores(q, k, scale, causal):
+def _scores(q, k, scale, causal, softcap=None):
     """Return the scores in fp64. `causal` may also be a mask, True where a row attends to a key."""
     scores = q.double() @ k.double().mT * scale
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
     if causal is False:
         return scores
     visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril() if causal is True else causal
     return scores.masked_fill_(~visible, float("-inf"))
 
 
-def _reference_forward(q, k, v, scale, causal):
-    scores = _scores(q, k, scale, causal)
+def _reference_forward(q, k, v, scale, causal, softcap=None):
+    scores = _scores(q, k, scale, causal, softcap)
     lse = scores.logsumexp(-1)
     out = (scores - lse[..., None]).exp() @ v.double()
     return out.to(q.dtype), lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
-def _reference_backward(dout, q, k, v, out, lse, scale, causal):
-    probs = (_scores(q, k, scale, causal) - lse.double()[..., None]).exp()
+def _reference_backward(dout, q, k, v, out, lse, scale, causal, softcap=None):
+    scores = _scores(q, k, scale, causal, softcap)
+    probs = (scores - lse.double()[..., None]).exp()
     dout64 = dout.double()
     dv = probs.mT @ dout64
     dprobs = dout64 @ v.double().mT
     dscores = probs * (dprobs - (dout64 * out.double()).sum(-1, keepdim=True)) * scale
+    if softcap is not None:
+        dscores *= 1 - scores.masked_fill(probs == 0, 0).div_(softcap).square_()  # -inf where a key is masked
     return (dscores @ k.double()).to(q.dtype), (dscores.mT @ q.double()).to(k.dtype), dv.to(v.dtype)
 
 
@@ -198,37 +214,40 @@ def _check_fa4_version() -> str | None:
     return None
 
 
-def _fa4_mask(scale, causal, window):
-    return {"softmax_scale": scale, "causal": causal, "window_size_left": None if window is None else window - 1}
+def _fa4_scores(scale, causal, window, softcap):
+    window_size = None if window is None else window - 1
+    return {"softmax_scale": scale, "causal": causal, "window_size_left": window_size, "softcap": softcap}
 
 
-def _fa4_forward(q, k, v, scale, causal, window=None, into=(None, None)):
-    mask = _fa4_mask(scale, causal, window)
+def _fa4_forward(q, k, v, scale, causal, window=None, into=(None, None), softcap=0.0):
+    mask = _fa4_scores(scale, causal, window, softcap)
     q, k, v, out = (x if x is None else x.transpose(1, 2) for x in (q, k, v, into[0]))
     out, lse, *_ = _call_fa4("_flash_attn_fwd", q, k, v, **mask, return_lse=True, out=out, lse=into[1])
     return out.transpose(1, 2), lse
 
 
-def _fa4_backward(dout, q, k, v, out, lse, scale, causal, window=None, into=(None, None, None)):
-    options = _fa4_mask(scale, causal, window) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
+def _fa4_backward(dout, q, k, v, out, lse, scale, causal, window=None, into=(None, None, None), softcap=0.0):
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    options = _fa4_scores(scale, causal, window, softcap) | {"deterministic": deterministic}
     dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
     dq, dk, dv = (x if x is None else x.transpose(1, 2) for x in into)
     grads = _call_fa4("_flash_attn_bwd", q, k, v, out, dout, lse, **options, dq=dq, dk=dk, dv=dv)
     return tuple(grad.transpose(1, 2) for grad in grads)
 
 
-def _fa4_documents(ends, longest, scale, causal, window):
+def _fa4_documents(softcap, ends, longest, scale, causal, window):
     lengths = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
-    return _fa4_mask(scale, causal, window) | lengths
+    return _fa4_scores(scale, causal, window, softcap) | lengths
 
 
-def _fa4_varlen_forward(q, k, v, *documents, into=(None, None)):
-    options = _fa4_documents(*documents)
+def _fa4_varlen_forward(q, k, v, *documents, into=(None, None), softcap=0.0):
+    options = _fa4_documents(softcap, *documents)
     return _call_fa4("_flash_attn_fwd", q, k, v, **options, return_lse=True, out=into[0], lse=into[1])[:2]
 
 
-def _fa4_varlen_backward(dout, q, k, v, out, lse, *documents, into=(None, None, None)):
-    options = _fa4_documents(*documents) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
+def _fa4_varlen_backward(dout, q, k, v, out, lse, *documents, into=(None, None, None), softcap=0.0):
+    options = _fa4_documents(softcap, *documents)
+    options["deterministic"] = torch.are_deterministic_algorithms_enabled()
     dq, dk, dv = into
     return _call_fa4("_flash_attn_bwd", q, k, v, out, dout, lse, **options, dq=dq, dk=dk, dv=dv)
 
@@ -246,13 +265,16 @@ _FA4 = Kernel(
     capabilities=(9, 10),
     check_installed=_check_fa4_version,
     varlen=_FA4_VARLEN,
+    has_softcap=True,
 )
 _FLASH_VARLEN = Varlen(_flash_varlen_forward, _flash_varlen_backward)
 _FLASH = Kernel("flash", _flash_forward, _flash_backward, varlen=_FLASH_VARLEN)
 # cuDNN rejects a single row and key, and has crashed on other tiny pairs.
 _CUDNN = Kernel("cudnn", _cudnn_forward, _cudnn_backward, varlen=_FLASH_VARLEN, fallback=_FLASH, min_tokens=128)
 _CPU = Kernel("cpu", _cpu_forward, _cpu_backward, device="cpu", dtypes=ALL_DTYPES, head_dims=(1 << 20, 1))
-_REFERENCE = Kernel("reference", _reference_forward, _reference_backward, "any", ALL_DTYPES, (1 << 20, 1))
+_REFERENCE = Kernel(
+    "reference", _reference_forward, _reference_backward, "any", ALL_DTYPES, (1 << 20, 1), has_softcap=True
+)
 # In order of preference: `auto` takes the first that works.
 KERNELS = {kernel.name: kernel for kernel in (_FA4, _CUDNN, _FLASH, _CPU, _REFERENCE)}
 
@@ -270,12 +292,18 @@ def expected_kernel(name: str, runnable: Sequence[str]) -> str:
     return next((each for each in runnable if KERNELS[each].check_installed() is None), name)
 
 
-def resolve_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
-    """Return the kernel called `name`; "auto" is the first of `available_kernels`.
+def resolve_kernel(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None = None
+) -> Kernel:
+    """Return the kernel called `name`; "auto" is the first of `available_kernels`. With `softcap`, it computes it.
 
     Raises ConfigError for a kernel that is unknown, does not support this device, dtype or head dim, or fails its
     trial. `auto` skips such kernels and warns once about each that failed its trial.
     """
+    if softcap is not None:
+        able = tuple(kernel for kernel in KERNELS.values() if kernel.has_softcap)
+        chosen = _choose_kernel(able, device, dtype, head_dim) if name == "auto" else None
+        return (chosen or resolve_kernel(name, device, dtype, head_dim)).with_softcap(softcap)
     if name == "auto":
         return _choose_kernel(tuple(KERNELS.values()), device, dtype, head_dim)
     if name not in KERNELS:
@@ -286,10 +314,12 @@ def resolve_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim
     return KERNELS[name]
 
 
-def agree_on_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+def agree_on_kernel(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None = None
+) -> str:
     """Return the name of the kernel that all ranks use. If "auto" differs between ranks, it is the first kernel that
     passes its trial on all of them, and rank 0 warns. Collective: every rank calls it."""
-    chosen = resolve_kernel(name, device, dtype, head_dim).name
+    chosen = resolve_kernel(name, device, dtype, head_dim, softcap).name
     if name != "auto" or not dist.is_initialized() or dist.get_world_size() == 1:
         return chosen
     names, order = gather_objects(chosen), list(KERNELS)

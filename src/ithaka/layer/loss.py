@@ -6,14 +6,26 @@ matrix products. For per-token results it depends on the gradients of backward, 
 Shapes: s tokens on this rank, t tokens of a tile, D hidden size, V vocabulary.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ithaka.attention.fused import cross_entropy_with_grad, row_logsumexp, scale_in_place, softmax_grad
 from ithaka.layer.linear import Linear
-from ithaka.layer.tiles import BACKWARD_RAN_TWICE, GradSum, apply_norm, norm_backward, run_norm, sum_dtype, tile_slices
+from ithaka.layer.tiles import (
+    BACKWARD_RAN_TWICE,
+    GradSum,
+    apply_norm,
+    graph_backward,
+    norm_backward,
+    run_norm,
+    run_tile,
+    sum_dtype,
+    tile_slices,
+)
 from ithaka.phases import Holder, phase, tag
 
 IGNORE_INDEX = -100
@@ -27,37 +39,90 @@ class TokenResults(NamedTuple):
     correct: Tensor  # bool: whether the label is the argmax (the first, if tied)
 
 
-def linear_cross_entropy(x_sD: Tensor, labels_s: Tensor, norm: nn.Module, head: Linear, tile: int) -> TokenResults:
-    """Return per-token results of head(norm(x)), `tile` tokens at a time. Labels are already shifted.
+class Head(Protocol):
+    """The last norm and the output projection: x [t, D] -> logits [t, V]."""
+
+    @property
+    def params(self) -> Sequence[Tensor]: ...
+    def logits(self, x_tD: Tensor) -> Tensor: ...
+    def run(self, x_tD: Tensor) -> tuple[Any, Tensor]:
+        """Return what `backward` needs, and logits that may be overwritten."""
+
+    def backward(self, saved: Any, dlogits_tV: Tensor, dx_tD: Tensor, grads: GradSum) -> None:
+        """Add a tile's input gradient to dx and parameter gradients to `grads`."""
+
+
+@dataclass(frozen=True)
+class LinearHead:
+    """linear(norm(x)), with a hand-written backward."""
+
+    norm: nn.Module
+    linear: Linear
+
+    @property
+    def params(self) -> Sequence[Tensor]:
+        return (*self.linear.tensors, *self.norm.parameters())
+
+    def logits(self, x_tD: Tensor) -> Tensor:
+        return self.linear(apply_norm(self.norm, x_tD))
+
+    def run(self, x_tD: Tensor) -> tuple[Any, Tensor]:
+        x_tD, h_tD = run_norm(self.norm, x_tD)
+        return (x_tD, h_tD), self.linear(h_tD.detach())
+
+    def backward(self, saved: Any, dlogits_tV: Tensor, dx_tD: Tensor, grads: GradSum) -> None:
+        x_tD, h_tD = saved
+        dz_tr = self.linear.lora_down_grad(dlogits_tV)
+        self.linear.add_grads(dlogits_tV, h_tD.detach(), dz_tr, grads)
+        norm_backward(dx_tD, self.norm, x_tD, h_tD, self.linear.input_grad(dlogits_tV, dz_tr), grads)
+
+
+@dataclass(frozen=True)
+class GraphHead:
+    """Any function of a tile, differentiated with autograd."""
+
+    function: Callable[[Tensor], Tensor]
+    params: Sequence[nn.Parameter]
+
+    def logits(self, x_tD: Tensor) -> Tensor:
+        return self.function(x_tD)
+
+    def run(self, x_tD: Tensor) -> tuple[Any, Tensor]:
+        x_tD, logits_tV = run_tile(self.function, x_tD)
+        return (x_tD, logits_tV), logits_tV.detach()
+
+    def backward(self, saved: Any, dlogits_tV: Tensor, dx_tD: Tensor, grads: GradSum) -> None:
+        x_tD, logits_tV = saved
+        dx_tD += graph_backward(x_tD, logits_tV, self.params, dlogits_tV, grads)
+
+
+def linear_cross_entropy(x_sD: Tensor, labels_s: Tensor, head: Head, tile: int) -> TokenResults:
+    """Return per-token results of head(x), `tile` tokens at a time. Labels are already shifted.
 
     Log-probabilities and entropies are differentiable. Saves x and, per token, the log-sum-exp and the entropy.
     """
-    params = (*head.tensors, *norm.parameters())
-    return TokenResults(*_LinearCrossEntropy.apply(x_sD, labels_s, norm, head, tile, *params))
+    return TokenResults(*_LinearCrossEntropy.apply(x_sD, labels_s, head, tile, *head.params))
 
 
-def summed_cross_entropy(
-    x_sD: Tensor, labels_s: Tensor, norm: nn.Module, head: Linear, tile: int, divisor: float
-) -> Tensor:
-    """Return the summed loss of head(norm(x)) divided by `divisor`. Computes the gradients at once, if required."""
-    params = (*head.tensors, *norm.parameters())
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x_sD, *params))
-    return _SummedCrossEntropy.apply(x_sD, labels_s, norm, head, tile, divisor, needs_grad, *params)
+def summed_cross_entropy(x_sD: Tensor, labels_s: Tensor, head: Head, tile: int, divisor: float) -> Tensor:
+    """Return the summed loss of head(x) divided by `divisor`. Computes the gradients at once, if required."""
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x_sD, *head.params))
+    return _SummedCrossEntropy.apply(x_sD, labels_s, head, tile, divisor, needs_grad, *head.params)
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @phase("loss forward")
-    def forward(ctx, x_sD, labels_s, norm, head, tile, divisor, needs_grad, *params):
+    def forward(ctx, x_sD, labels_s, head, tile, divisor, needs_grad, *params):
         sum_ = x_sD.new_zeros((), dtype=sum_dtype(x_sD.dtype))
         dx_sD, grads = tag(torch.zeros_like(x_sD), Holder.RESIDUAL) if needs_grad else None, GradSum()
         for rows in tile_slices(len(x_sD), tile):
             valid_t, target_t1 = _valid_and_target(labels_s[rows])
             if dx_sD is None:
-                loss_t = _tile_loss(x_sD[rows], target_t1, norm, head)
+                loss_t = _tile_loss(x_sD[rows], target_t1, head)
             else:
                 scale_t = valid_t.to(sum_.dtype) / divisor
-                loss_t = _tile_loss_and_grads(dx_sD[rows], x_sD[rows], target_t1[:, 0], scale_t, norm, head, grads)
+                loss_t = _tile_loss_and_grads(dx_sD[rows], x_sD[rows], target_t1[:, 0], scale_t, head, grads)
             sum_ += torch.where(valid_t, loss_t, 0).sum()
         ctx.grads = [dx_sD, *(grads.take_as(p) for p in params)] if needs_grad else None
         return sum_ / divisor
@@ -71,18 +136,18 @@ class _SummedCrossEntropy(torch.autograd.Function):
         for grad in (dx_sD, *dparams):
             if grad is not None:
                 scale_in_place(grad, dloss)
-        return dx_sD, None, None, None, None, None, None, *dparams
+        return dx_sD, None, None, None, None, None, *dparams
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @phase("loss forward")
-    def forward(ctx, x_sD, labels_s, norm, head, tile, *params):
+    def forward(ctx, x_sD, labels_s, head, tile, *params):
         logprobs_s = x_sD.new_empty(len(x_sD), dtype=sum_dtype(x_sD.dtype))
         lse_s, entropies_s = torch.empty_like(logprobs_s), torch.empty_like(logprobs_s)
         correct_s = torch.empty_like(labels_s, dtype=torch.bool)
         for rows in tile_slices(len(x_sD), tile):
-            logits_tV = head(apply_norm(norm, x_sD[rows]))
+            logits_tV = head.logits(x_sD[rows])
             valid_t, target_t1 = _valid_and_target(labels_s[rows])
             label_logit_t = logits_tV.gather(1, target_t1)[:, 0]
             lse_s[rows], mean_t = row_logsumexp(logits_tV, details=True)
@@ -91,7 +156,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             correct_s[rows] = valid_t & (logits_tV.argmax(-1) == target_t1[:, 0])
             del logits_tV  # before the next tile is allocated
         ctx.save_for_backward(x_sD, labels_s, lse_s, entropies_s)
-        ctx.norm, ctx.head, ctx.tile, ctx.params = norm, head, tile, params
+        ctx.head, ctx.tile, ctx.params = head, tile, params
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(correct_s)
         return logprobs_s, entropies_s, correct_s
@@ -102,44 +167,32 @@ class _LinearCrossEntropy(torch.autograd.Function):
         x_sD, labels_s, lse_s, entropies_s = ctx.saved_tensors
         with torch.autocast(x_sD.device.type, enabled=False):
             dlosses_s = lse_s.new_zeros(()).expand_as(lse_s) if dlogprobs_s is None else -dlogprobs_s
-            norm, head = ctx.norm, ctx.head
-            grads = GradSum()
+            head, grads = ctx.head, GradSum()
             dx_sD = tag(torch.zeros_like(x_sD), Holder.RESIDUAL)
             for rows in tile_slices(len(x_sD), ctx.tile):
-                x_tD, h_tD = run_norm(norm, x_sD[rows])
-                dlogits_tV = head(h_tD.detach())
+                saved, dlogits_tV = head.run(x_sD[rows])
                 valid_t, target_t1 = _valid_and_target(labels_s[rows])
                 entropy = None if dentropies_s is None else (valid_t * dentropies_s[rows], entropies_s[rows])
                 softmax_grad(dlogits_tV, target_t1[:, 0], lse_s[rows], valid_t * dlosses_s[rows], entropy)
-                _head_backward(dx_sD[rows], dlogits_tV, x_tD, h_tD, norm, head, grads)
-                del dlogits_tV, h_tD  # before the next tile is allocated
-            return dx_sD, None, None, None, None, *(grads.take_as(p) for p in ctx.params)
+                head.backward(saved, dlogits_tV, dx_sD[rows], grads)
+                del saved, dlogits_tV  # before the next tile is allocated
+            return dx_sD, None, None, None, *(grads.take_as(p) for p in ctx.params)
 
 
-def _tile_loss(x_tD: Tensor, target_t1: Tensor, norm: nn.Module, head: Linear) -> Tensor:
-    logits_tV = head(apply_norm(norm, x_tD))
+def _tile_loss(x_tD: Tensor, target_t1: Tensor, head: Head) -> Tensor:
+    logits_tV = head.logits(x_tD)
     (lse_t,) = row_logsumexp(logits_tV)
     return lse_t - logits_tV.gather(1, target_t1)[:, 0]
 
 
 def _tile_loss_and_grads(
-    dx_tD: Tensor, x_tD: Tensor, target_t: Tensor, scale_t: Tensor, norm: nn.Module, head: Linear, grads: GradSum
+    dx_tD: Tensor, x_tD: Tensor, target_t: Tensor, scale_t: Tensor, head: Head, grads: GradSum
 ) -> Tensor:
     """Return a tile's losses; add the gradients of losses * scale to dx and `grads`."""
-    x_tD, h_tD = run_norm(norm, x_tD)
-    logits_tV = head(h_tD.detach())
+    saved, logits_tV = head.run(x_tD)
     loss_t = cross_entropy_with_grad(logits_tV, target_t, scale_t)
-    _head_backward(dx_tD, logits_tV, x_tD, h_tD, norm, head, grads)
+    head.backward(saved, logits_tV, dx_tD, grads)
     return loss_t
-
-
-def _head_backward(
-    dx_tD: Tensor, dlogits_tV: Tensor, x_tD: Tensor, h_tD: Tensor, norm: nn.Module, head: Linear, grads: GradSum
-) -> None:
-    """Add a tile's input gradient to dx and parameter gradients to `grads`. x and h: results of `run_norm`."""
-    dz_tr = head.lora_down_grad(dlogits_tV)
-    head.add_grads(dlogits_tV, h_tD.detach(), dz_tr, grads)
-    norm_backward(dx_tD, norm, x_tD, h_tD, head.input_grad(dlogits_tV, dz_tr), grads)
 
 
 def _valid_and_target(labels_t: Tensor) -> tuple[Tensor, Tensor]:

@@ -67,6 +67,16 @@ class GradSum:
         head_grads = grad.unflatten(dim, (-1, head_dim)).to(total.dtype)
         total.unflatten(dim, (-1, head_dim)).index_add_(dim, heads_n, head_grads)
 
+    def add_tile(self, full: Tensor, dim: int | None, rows: slice, grad: Tensor | None) -> None:
+        """Add the gradient of the tokens `rows`, along `dim`, of an activation. Without a `dim`, of all of it."""
+        if grad is None or dim is None:
+            self.add(full, grad)
+            return
+        total = self._sums.get(id(full))
+        if total is None:
+            total = self._put(full, torch.zeros_like(full, dtype=sum_dtype(full.dtype)))
+        total.narrow(dim, rows.start, rows.stop - rows.start).add_(grad)
+
     def take(self, param: Tensor) -> Tensor | None:
         """Remove and return the sum of `param`, in the dtype of the sum."""
         return self._sums.pop(id(param), None)

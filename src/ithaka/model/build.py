@@ -18,12 +18,13 @@ from ithaka.attention.fused import Positions
 from ithaka.attention.kernels import agree_on_kernel
 from ithaka.config import AdapterConfig, ConfigError, RopeConfig
 from ithaka.dist.exchange import all_gather, to_sequence_order
-from ithaka.dist.mesh import Mesh, make_mesh
+from ithaka.dist.mesh import Mesh, default_device, make_mesh
+from ithaka.layer.general import GeneralLayer
 from ithaka.layer.linear import as_linear
-from ithaka.layer.loss import TokenResults, linear_cross_entropy, summed_cross_entropy
-from ithaka.layer.streamed import StreamedLayer
+from ithaka.layer.loss import Head, LinearHead, TokenResults, linear_cross_entropy, summed_cross_entropy
 from ithaka.layer.store import Store
-from ithaka.layer.tiles import apply_norm, sum_dtype
+from ithaka.layer.streamed import StreamedLayer
+from ithaka.layer.tiles import sum_dtype
 from ithaka.layout import Layout, check_parallelism
 from ithaka.model.adapters import add_adapter, check_adapters
 from ithaka.model.batch import take_own_tokens
@@ -38,7 +39,8 @@ from ithaka.model.calls import (
     mark_replaced_parameters,
     refuse_wrappers,
 )
-from ithaka.model.families import check_supported, map_layer
+from ithaka.model.families import check_supported, has_known_layers, map_layer
+from ithaka.model.general import Decoder, make_head, prepare_decoder, run_decoder
 from ithaka.model.positions import compute_frequencies, set_positions
 from ithaka.model.save import generate, save_pretrained
 from ithaka.model.weights import init_weights, load_adapter, load_weights
@@ -95,8 +97,16 @@ def parallelize_model(
         field = name.removeprefix("mesh.")
         if value is not None and value != (expected := getattr(layout, field)):
             raise ConfigError(f"{name}={value} conflicts with layout.{field}={expected}; give one of them")
+    decoder, device = None, mesh.device if mesh else default_device()
+    if not has_known_layers(model):
+        decoder = prepare_decoder(model, device)
+    num_heads, head_dim, softcap = model.config.num_attention_heads, 0, None
+    if decoder is None:
+        head_dim = map_layer(model, 0).head_dim
+    else:
+        num_heads, head_dim, softcap = decoder.num_heads, decoder.head_dim, decoder.softcap
     check_parallelism(
-        num_heads=model.config.num_attention_heads,
+        num_heads=num_heads,
         cp=layout.cp,
         ring=layout.ring,
         replicas=layout.replicas,
@@ -105,14 +115,14 @@ def parallelize_model(
     mesh = mesh or make_mesh(layout.cp, ring=layout.ring, replicas=layout.replicas)
     dtype = getattr(torch, layout.dtype) if layout.dtype else model.dtype
     # Try the kernel here, so that it does not fail in the first step.
-    layout = replace(layout, kernel=agree_on_kernel(layout.kernel, mesh.device, dtype, map_layer(model, 0).head_dim))
+    layout = replace(layout, kernel=agree_on_kernel(layout.kernel, mesh.device, dtype, head_dim, softcap))
     mark_replaced_parameters(model)
     params = [param for param in model.parameters() if param.requires_grad]
     widest = reduce(torch.promote_types, {param.dtype for param in params} or {dtype})
     for param in params:  # FSDP2 needs one dtype; PEFT copies modules_to_save in the base's
         param.data = param.data.to(widest)
     _apply_fsdp(model, mesh, layout, dtype)
-    _swap_forwards(model, mesh, layout, store or Store(mesh.device))
+    _swap_forwards(model, mesh, layout, store or Store(mesh.device), decoder)
     CallChecker(model, mesh)
     model.ithaka_mesh = mesh
     model.save_pretrained, model.generate = MethodType(save_pretrained, model), MethodType(generate, model)
@@ -203,16 +213,22 @@ def _apply_fsdp(model: PreTrainedModel, mesh: Mesh, layout: Layout, dtype: torch
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _swap_forwards(model: PreTrainedModel, mesh: Mesh, layout: Layout, store: Store) -> None:
+def _swap_forwards(model: PreTrainedModel, mesh: Mesh, layout: Layout, store: Store, decoder: Decoder | None) -> None:
     config, groups = model.config, (mesh.ulysses_group, mesh.ring_group)
-    table = head_table(config.num_attention_heads, config.num_key_value_heads, layout.ulysses, layout.heads_per_stage)
     all_keeps = layout.layer_policies(len(model.model.layers))
     for index, (layer, keeps) in enumerate(zip(model.model.layers, all_keeps, strict=True)):
-        name, parts = f"layer {index}", map_layer(model, index)
-        changes = partial(count_changes, layer)
-        layer.forward = StreamedLayer(name, layer, parts, *groups, table, store, layout, keeps, changes)
+        heads = (config.num_attention_heads, config.num_key_value_heads)
+        if decoder is not None:
+            heads = decoder.facts[index].num_heads, decoder.facts[index].num_kv_heads
+        name, table = f"layer {index}", head_table(*heads, layout.ulysses, layout.heads_per_stage)
+        others = (*groups, table, store, layout, keeps, partial(count_changes, layer))
+        if decoder is None:
+            layer.forward = StreamedLayer(name, layer, map_layer(model, index), *others)
+        else:
+            layer.forward = GeneralLayer(name, layer, decoder.facts[index], *others, batch=decoder.batch)
         layer.gradient_checkpointing = False
-    model.lm_head.forward = _LossHead(model.lm_head, layout.tile_tokens)
+    model.ithaka_decoder = decoder
+    model.lm_head.forward = _LossHead(model, layout.tile_tokens)
     model.forward = MethodType(_forward, model)
 
 
@@ -220,17 +236,23 @@ def _swap_forwards(model: PreTrainedModel, mesh: Mesh, layout: Layout, store: St
 class _LossHead:
     """Replaces the forward of lm_head, which makes FSDP2 gather its weight."""
 
-    lm_head: nn.Module
+    model: PreTrainedModel
     tile_tokens: int | None
 
-    def __call__(self, x_sD: Tensor, norm: nn.Module, call: CheckedCall) -> TokenResults | Tensor:
+    def __call__(self, x_sD: Tensor, call: CheckedCall) -> TokenResults | Tensor:
         """Returns this rank's loss, or TokenResults if call.per_token, or logits if there are no labels."""
-        head, labels_s = as_linear(self.lm_head), call.share.labels_s
+        model, labels_s = self.model, call.share.labels_s
+        head: Head
+        if model.ithaka_decoder is None:
+            head = LinearHead(model.model.norm, as_linear(model.lm_head))
+        else:
+            head = make_head(model, model.ithaka_decoder)
         if labels_s is None:
-            logits_sV = head(apply_norm(norm, x_sD))
+            logits_sV = head.logits(x_sD)
             return GatherTokens.apply(logits_sV, call.mesh, call.share.docs.deal, call.shape)
-        tile = logits_tile_tokens(self.tile_tokens, len(x_sD), len(head.weight_ND) * x_sD.element_size())
-        inputs = x_sD.contiguous(), labels_s, norm, head, tile  # a user's hook may have returned a view
+        num_logits = model.get_output_embeddings().weight.shape[0]
+        tile = logits_tile_tokens(self.tile_tokens, len(x_sD), num_logits * x_sD.element_size())
+        inputs = x_sD.contiguous(), labels_s, head, tile  # a user's hook may have returned a view
         return linear_cross_entropy(*inputs) if call.per_token else summed_cross_entropy(*inputs, call.divisor)
 
 
@@ -255,13 +277,11 @@ def _forward(
     share = call.share
     if share.labels_s is not None and not call.num_tokens and torch.is_grad_enabled():
         return _make_zero_output(model, call)
-    with phase("embedding"):
-        x_sD = mark_backward(model.model.embed_tokens(share.ids_s), "embedding backward")
-    rotary = model.model.rotary_emb
-    positions = Positions(share.positions_s, compute_frequencies(rotary, call.num_positions), rotary.attention_scaling)
-    for layer in model.model.layers:
-        x_sD = layer(x_sD, positions, share.docs)
-    head = model.lm_head(x_sD, model.model.norm, call)
+    if model.ithaka_decoder is None:
+        x_sD = _run_streamed_layers(model, call)
+    else:
+        x_sD = run_decoder(model, model.ithaka_decoder, call)
+    head = model.lm_head(x_sD, call)
     if share.labels_s is None:
         guard_backward(model, [head])
         return ParallelOutput(logits=head)
@@ -270,6 +290,17 @@ def _forward(
     loss = _GlobalSum.apply(own)
     guard_backward(model, [loss, *(tokens or ())])
     return ParallelOutput(loss=loss, num_tokens=call.num_tokens, tokens=tokens, docs=share.docs, own_loss=own.detach())
+
+
+def _run_streamed_layers(model: PreTrainedModel, call: CheckedCall) -> Tensor:
+    share = call.share
+    with phase("embedding"):
+        x_sD = mark_backward(model.model.embed_tokens(share.ids_s), "embedding backward")
+    rotary = model.model.rotary_emb
+    positions = Positions(share.positions_s, compute_frequencies(rotary, call.num_positions), rotary.attention_scaling)
+    for layer in model.model.layers:
+        x_sD = layer(x_sD, positions, share.docs)
+    return x_sD
 
 
 def _make_zero_output(model: PreTrainedModel, call: CheckedCall) -> ParallelOutput:

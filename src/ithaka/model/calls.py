@@ -28,7 +28,7 @@ from ithaka.layer.mlp import HOOK_DICTS
 from ithaka.layer.tiles import PARAMETERS_CHANGED
 from ithaka.layout import check_parallelism
 from ithaka.model.batch import INPUTS, Share, take_share, to_integers
-from ithaka.model.families import HOOKABLE, PATCHABLE
+from ithaka.model.families import GENERAL_HOOKABLE, GENERAL_PATCHABLE, HOOKABLE, PATCHABLE, has_known_layers
 
 # What ranks exchange about a call: error, fingerprint, number of valid labels, number of positions.
 Report = tuple[RankError | None, dict[str, Any], int, int]
@@ -205,18 +205,20 @@ def _raise_if_ranks_differ(calls: list[dict[str, Any]], cp: int) -> None:
 def check_modules(model: nn.Module) -> bool:
     """Refuse hooks and patches that a parallel model would ignore. Returns whether other hooks are registered."""
     hooked = any(GLOBAL_HOOKS)
+    known = not isinstance(model, PreTrainedModel) or has_known_layers(model)
+    hookable, patchable = (HOOKABLE, PATCHABLE) if known else (GENERAL_HOOKABLE, GENERAL_PATCHABLE)
     for name, module in model.named_modules():
         where = name or "the model"
         for hooks, kind in HOOK_KINDS.items():
             if all(map(_is_trusted, getattr(module, hooks).values())):
                 continue
-            if not HOOKABLE.fullmatch(name) or (name, kind) == ("", "forward pre-hook"):
+            if not hookable.fullmatch(name) or (name, kind) == ("", "forward pre-hook"):
                 raise ConfigError(
                     f"{where} has a {kind}, which a parallel model would ignore or call with other values; remove the "
                     "hook, or put it on the decoder layer, its mlp or embed_tokens"
                 )
             hooked = True
-        if "forward" in vars(module) and not PATCHABLE.fullmatch(name) and not _is_trusted(module.forward):
+        if "forward" in vars(module) and not patchable.fullmatch(name) and not _is_trusted(module.forward):
             raise ConfigError(
                 f"{where} has a replaced forward, which a parallel model would ignore; parallelize the model as "
                 "Hugging Face loads it, without patches and without a device_map over several devices"

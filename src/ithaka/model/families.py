@@ -15,10 +15,18 @@ from ithaka.plan.shape import FAMILIES
 
 # Modules whose weights are used directly, so nothing may wrap them but LoRA.
 FUSED_LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "lm_head")
-# Modules whose own forward still runs, so hooks work. "" is the model (no forward pre-hooks).
+# Modules whose own forward still runs once, so hooks work. "" is the model (no forward pre-hooks).
 HOOKABLE = re.compile(r"model\.embed_tokens|model\.layers\.\d+(\.mlp(\..*)?)?|")
 # Modules whose own forward still runs, so a replaced one takes effect.
 PATCHABLE = re.compile(r"model\.embed_tokens|.*(norm|rotary|mlp).*")
+# The same for layers on the general path, which run every module of theirs, once per tile.
+GENERAL_HOOKABLE = re.compile(r"model\.embed_tokens|model\.layers\.\d+|")
+GENERAL_PATCHABLE = re.compile(r"model\.embed_tokens|.*rotary.*|model\.layers\.\d+\..*")
+
+
+def has_known_layers(model: PreTrainedModel) -> bool:
+    """Whether the layers map to LayerParts. Others run as they are, on the general path."""
+    return model.config.model_type in FAMILIES
 
 
 def map_layer(model: PreTrainedModel, index: int) -> LayerParts:
@@ -46,26 +54,26 @@ def check_supported(model: PreTrainedModel) -> None:
     if isinstance(model, FSDPModule):
         raise ConfigError("the model is already sharded; call parallelize once, on the model as Hugging Face loads it")
     config = model.config
-    if config.model_type not in FAMILIES:
-        raise ConfigError(f"model_type={config.model_type} is not a supported family; use one of {', '.join(FAMILIES)}")
     for name in ("attention_dropout", "output_router_logits", "router_jitter_noise"):
         if value := getattr(config, name, None):
             raise ConfigError(f"{name}={value} is not supported; set it to 0 or false in config.json")
-    check_rope(config)
-    dtype = model.model.rotary_emb.inv_freq.dtype
-    if dtype.itemsize < 4:
-        raise ConfigError(
-            f"rotary_emb.inv_freq is {dtype}, too coarse for long positions; load the model with dtype={dtype} instead "
-            "of converting it, or set Layout(dtype=...)"
-        )
+    known = has_known_layers(model)
+    if known:
+        check_rope(config)
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq") and (dtype := buffer.dtype).itemsize < 4:
+            raise ConfigError(
+                f"{name} is {dtype}, too coarse for long positions; load the model with dtype={dtype} instead of "
+                "converting it, or set Layout(dtype=...)"
+            )
     check_adapters(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p:
             raise ConfigError(f"{name} is dropout with p={module.p}, which is not supported; set it to 0")
-        if name.endswith(FUSED_LINEARS) and not is_linear(module):
+        if known and name.endswith(FUSED_LINEARS) and not is_linear(module):
             raise ConfigError(
                 f"{name} is a {type(module).__name__}, which is not supported; use nn.Linear, dequantised, with or "
                 "without PEFT's LoRA"
             )
-    if as_linear(model.lm_head).bias_N is not None:
+    if known and as_linear(model.lm_head).bias_N is not None:
         raise ConfigError("lm_head has a bias, which is not supported; remove it")

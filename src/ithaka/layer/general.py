@@ -1,0 +1,439 @@
+"""Any decoder layer of transformers: its own forward, run tile by tile around the attention of the full sequence.
+
+A decoder layer is token-wise work, one attention, and more token-wise work. transformers calls attention through a
+registered function, so a layer's forward can run twice on a tile: first up to that call, which captures q, k and v and
+ends the run; then, after attention, to the end, with the call returning the tile's attention output. Backward makes the
+same two runs per tile under local autograd. Linear maps that only feed q, k and v are skipped in the second run.
+
+In 16 bits a tile computes like autocast: the residual, norms and rotations in fp32, matrix products in 16 bits; the
+layer's output is rounded once.
+
+Shapes as in layer/schedule.py; H query heads, G kv heads, V the head dim of v, which is padded to K.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from ithaka.attention.blocks import Docs
+from ithaka.layer.schedule import LayerSchedule, SavedActivations, StageOutput
+from ithaka.layer.stages import StagedAttention
+from ithaka.layer.tiles import GradSum, sum_dtype, tile_slices
+from ithaka.plan.heads import Heads, Stage, flatten_heads
+
+ATTENTION = "ithaka"  # the name of the functions below in transformers' registries
+
+
+class AttentionCall(NamedTuple):
+    """One call of transformers' attention interface: q [H, t, K], k [G, t, K], v [G, t, V]."""
+
+    module: nn.Module
+    q_HtK: Tensor
+    k_GtK: Tensor
+    v_GtV: Tensor
+    mask: Any
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What `transformers.masking_utils` passes to its mask interface. Layers hand it to their attention call."""
+
+    function: Callable[[Any, Any, Tensor, Tensor], Tensor]  # (batch, head, row, key) -> visible
+    local_size: int | None  # window or chunk
+
+
+class _EndRun(BaseException):
+    """Ends a layer's forward at its attention call. Not an Exception, so that no model catches it."""
+
+
+class _Thread(threading.local):
+    handle: Callable[[AttentionCall], Tensor] | None = None
+
+
+_thread = _Thread()
+
+
+def _attend(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, **options: Any
+) -> tuple[Tensor, None]:
+    if _thread.handle is None:
+        raise RuntimeError(f"{type(module).__name__} of a parallel model was called directly; call the model")
+    return _thread.handle(AttentionCall(module, q[0], k[0], v[0], attention_mask, options))[None], None
+
+
+def _make_mask(mask_function: Any = None, local_size: int | None = None, **others: Any) -> Mask:
+    return Mask(mask_function, local_size)
+
+
+AttentionInterface.register(ATTENTION, _attend)
+AttentionMaskInterface.register(ATTENTION, _make_mask)
+
+
+@contextmanager
+def handle_attention(handle: Callable[[AttentionCall], Tensor]) -> Iterator[None]:
+    """Pass this thread's attention calls to `handle`, which returns out [t, H, V]."""
+    before, _thread.handle = _thread.handle, handle
+    try:
+        yield
+    finally:
+        _thread.handle = before
+
+
+@dataclass(frozen=True)
+class CallFacts:
+    """A layer's attention, read from its call (model/general.py)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    scale: float
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+    num_outputs: int | None = None  # of the layer's forward, if it returns a tuple
+    token_dims: tuple[int | None, ...] = ()  # of each leaf of the layer's arguments
+    skippable: tuple[str, ...] = ()  # linear maps that only feed q, k and v
+
+
+class Arguments:
+    """The arguments of a layer other than its input, for all tokens of this rank."""
+
+    def __init__(self, args: tuple, kwargs: dict[str, Any], token_dims: Sequence[int | None], num_tokens: int) -> None:
+        self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
+        if len(self.leaves) != len(token_dims):
+            raise RuntimeError(f"a layer got {len(self.leaves)} arguments, but {len(token_dims)} when it was checked")
+        self.token_dims, self.num_tokens = token_dims, num_tokens
+
+    def __len__(self) -> int:
+        return self.num_tokens
+
+    @property
+    def trained(self) -> list[tuple[int, Tensor]]:
+        """The leaves that need gradients, with their index."""
+        tensors = [(i, leaf) for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        return [(i, leaf) for i, leaf in tensors if leaf.requires_grad]
+
+    def tile(self, rows: slice) -> "Arguments":
+        leaves = [
+            leaf if dim is None else leaf.narrow(dim, rows.start, rows.stop - rows.start)
+            for leaf, dim in zip(self.leaves, self.token_dims, strict=True)
+        ]
+        return self.replace_leaves(leaves, rows.stop - rows.start)
+
+    def detach(self) -> "Arguments":
+        """The same values, as leaves of a new graph if they need gradients."""
+        leaves = list(self.leaves)
+        for i, leaf in self.trained:
+            leaves[i] = leaf.detach().requires_grad_()
+        return self.replace_leaves(leaves, self.num_tokens)
+
+    def replace_leaves(self, leaves: list[Any], num_tokens: int) -> "Arguments":
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return Arguments(args, kwargs, self.token_dims, num_tokens)
+
+    def call(self, function: Callable[..., Any], *first: Any) -> Any:
+        args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
+        return function(*first, *args, **kwargs)
+
+
+# ---- the two runs of a layer
+
+
+def end_run_at_attention(layer: nn.Module, x_tD: Tensor, arguments: Arguments) -> AttentionCall | None:
+    """Run a layer up to its attention call; None if it makes none."""
+    calls: list[AttentionCall] = []
+
+    def end_run(call: AttentionCall) -> Tensor:
+        calls.append(call)
+        raise _EndRun
+
+    try:
+        with handle_attention(end_run), compute_like_autocast(x_tD):
+            arguments.call(type(layer).forward, layer, x_tD[None].to(sum_dtype(x_tD.dtype)))
+    except _EndRun:
+        return calls[0]
+    return None
+
+
+class LayerRuns:
+    """A layer's forward up to its attention call, and from there to its end, on some tokens."""
+
+    def __init__(self, name: str, layer: nn.Module, facts: CallFacts) -> None:
+        self.name, self.layer, self.facts = name, layer, facts
+        self.forward = type(layer).forward  # the class's, without hooks and without the streamed one
+        self.skipped = [_SkippedLinear(layer.get_submodule(path)) for path in facts.skippable]
+
+    def capture(self, x_tD: Tensor, arguments: Arguments) -> list[Tensor]:
+        """Run 1: return q, k, v as [t, heads, K], and the sinks [H] if there are any."""
+        call = end_run_at_attention(self.layer, x_tD, arguments)
+        if call is None:
+            raise RuntimeError(f"{self.name} made no attention call")
+        v_GtK = F.pad(call.v_GtV, (0, self.facts.head_dim - self.facts.v_head_dim))
+        qkv = [t.transpose(0, 1).to(x_tD.dtype) for t in (call.q_HtK, call.k_GtK, v_GtK)]
+        return [*qkv, call.options["s_aux"]] if self.facts.has_sinks else qkv
+
+    def finish(self, x_tD: Tensor, out_tHK: Tensor, arguments: Arguments) -> Tensor:
+        """Run 2: return the layer's output, given the output of attention."""
+        with ExitStack() as stack:
+            stack.enter_context(handle_attention(lambda call: out_tHK[..., : self.facts.v_head_dim]))
+            stack.enter_context(compute_like_autocast(x_tD))
+            for linear in self.skipped:
+                stack.enter_context(linear)
+            y = arguments.call(self.forward, self.layer, x_tD[None].to(sum_dtype(x_tD.dtype)))
+        return (y[0] if isinstance(y, tuple) else y)[0].to(x_tD.dtype)
+
+
+def compute_like_autocast(x: Tensor) -> Any:
+    is_16_bit = x.dtype.itemsize == 2
+    return torch.autocast(x.device.type, x.dtype if is_16_bit else torch.bfloat16, is_16_bit, cache_enabled=False)
+
+
+class _SkippedLinear:
+    """A context in which a linear map returns zeros without storage, because nothing reads its result."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        self.linear = linear
+
+    def __enter__(self) -> None:
+        num_outputs = self.linear.out_features
+        self.linear.forward = lambda x: x.new_zeros(()).expand(*x.shape[:-1], num_outputs)
+
+    def __exit__(self, *error: Any) -> None:
+        del self.linear.forward
+
+
+# ---- the layer
+
+
+@dataclass
+class GeneralActivations(SavedActivations):
+    projected: list[Tensor] | None = None  # q [s, H, K], k and v [s, G, K], until every stage has sent its heads
+    sinks_H: Tensor | None = None
+    dsinks_H: Tensor | None = None
+    dout_sHK: Tensor | None = None
+    graphs: deque[Any] = field(default_factory=deque)  # per tile: the inputs and output of run 2
+
+
+@dataclass(eq=False, repr=False)
+class GeneralLayer(LayerSchedule):
+    """Replaces a decoder layer's forward: (x [1, s, D], *args, **kwargs) -> y [1, s, D]."""
+
+    parts: CallFacts
+    batch: "Batch" = field(kw_only=True)
+    saved_type = GeneralActivations
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.runs = LayerRuns(self.name, self.layer, self.parts)
+
+    def __call__(self, x_1sD: Tensor, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        facts, docs = self.parts, self.batch.docs
+        assert docs is not None
+        arguments = Arguments(args, kwargs, facts.token_dims, x_1sD.shape[1])
+        docs = docs if facts.chunk is None else docs.split(facts.chunk)
+        y_1sD = super().__call__(x_1sD[0], arguments, docs)[None]
+        return y_1sD if facts.num_outputs is None else (y_1sD, *[None] * (facts.num_outputs - 1))
+
+    def _other_inputs(self, positions: Arguments) -> list[Tensor]:
+        return [leaf for _, leaf in positions.trained]
+
+    # ---- forward
+
+    def _project(self, saved: Any, stage: Stage) -> deque[Tensor]:
+        if saved.projected is None:
+            self._project_all_heads(saved)
+        q_sHK, *kv = saved.projected
+        selected = [self._select_heads(q_sHK, stage.query_heads)]
+        if stage.load is not None:
+            selected += [self._select_heads(t, self.table.loads[stage.load].kv_heads) for t in kv]
+        if stage is self.table.stages[-1]:
+            saved.projected = None
+        return deque(selected)
+
+    def _project_all_heads(self, saved: Any) -> None:
+        saved.projected = []
+        for rows, x_tD in self._input_tiles(saved):
+            with torch.no_grad():
+                tiles = self.runs.capture(x_tD, saved.positions.tile(rows))
+            if not saved.projected:
+                saved.projected = [t.new_empty(len(saved.positions), *t.shape[1:]) for t in tiles[:3]]
+                saved.sinks_H = tiles[3].detach() if self.parts.has_sinks else None
+            for into_sHK, t_tHK in zip(saved.projected, tiles, strict=False):
+                into_sHK[rows] = t_tHK
+
+    def _finish(self, saved: Any, outputs: Sequence[StageOutput], y_sD: Tensor) -> None:
+        for rows, x_tD, outs_ctnK in self._tiles_with_attention(saved, outputs):
+            arguments, out_tHK = saved.positions.tile(rows), self._join_heads(outs_ctnK)
+            if saved.policy.mlp:
+                saved.graphs.append(graph := self._finish_with_graph(x_tD, out_tHK, arguments))
+                y_sD[rows] = graph[-1].detach()
+            else:
+                with torch.no_grad():
+                    y_sD[rows] = self.runs.finish(x_tD, out_tHK, arguments)
+
+    def _finish_with_graph(
+        self, x_tD: Tensor, out_tHK: Tensor, arguments: Arguments
+    ) -> tuple[Tensor, Tensor, Arguments, Tensor]:
+        with torch.enable_grad():
+            leaves = x_tD.detach().requires_grad_(), out_tHK.detach().requires_grad_(), arguments.detach()
+            return *leaves, self.runs.finish(*leaves)
+
+    # ---- sinks: one more logit per head, without a value. Applied to the merged softmax, it needs no kernel.
+
+    def _attend_heads(self, i: int, attention: StagedAttention, qkv: list[Tensor], saved: Any) -> Any:
+        out_SnK, lse_nS = super()._attend_heads(i, attention, qkv, saved)
+        if saved.sinks_H is None:
+            return out_SnK, lse_nS
+        with_sinks_nS = torch.logaddexp(lse_nS, self._own_sinks(saved, i).to(lse_nS.dtype))
+        out_SnK.mul_((lse_nS - with_sinks_nS).exp().t()[..., None])
+        return out_SnK, with_sinks_nS
+
+    def _attend_heads_backward(self, i: int, attention: StagedAttention, inputs: list[Tensor], saved: Any) -> Tensor:
+        if saved.sinks_H is not None:
+            self._sinks_backward(i, inputs[1], inputs[2], inputs[-1], saved)
+        return super()._attend_heads_backward(i, attention, inputs, saved)
+
+    def _sinks_backward(self, i: int, out_SnK: Tensor, dout_SnK: Tensor, lse_nS: Tensor, saved: Any) -> None:
+        wide = lse_nS.dtype
+        sums_n = lse_nS.new_zeros(len(lse_nS))
+        for rows in tile_slices(len(out_SnK), self.layout.tile_tokens):
+            d_tn = (out_SnK[rows].to(wide) * dout_SnK[rows]).sum(-1)
+            sums_n -= ((self._own_sinks(saved, i).to(wide) - lse_nS[:, rows]).exp() * d_tn.t()).sum(1)
+        heads_n = torch.tensor(self.table.stages[i].query_heads[self.rank], device=sums_n.device)
+        if saved.dsinks_H is None:
+            saved.dsinks_H = torch.zeros_like(saved.sinks_H, dtype=wide)
+        saved.dsinks_H.index_add_(0, heads_n.clamp(min=0), torch.where(heads_n < 0, 0, sums_n))
+
+    def _own_sinks(self, saved: Any, i: int) -> Tensor:
+        """The sinks of this rank's heads in a stage, [n, 1]; any value in empty slots."""
+        heads = self.table.stages[i].query_heads[self.rank]
+        return saved.sinks_H[torch.tensor(heads, device=saved.sinks_H.device).clamp(min=0), None]
+
+    # ---- backward
+
+    def _mlp_backward(self, saved: Any, outputs: Sequence[StageOutput], dy_sD: Tensor, grads: GradSum) -> None:
+        saved.dout_sHK = dy_sD.new_empty(len(dy_sD), self.parts.num_heads, self.parts.head_dim)
+        for rows, x_tD, outs_ctnK in self._tiles_with_attention(saved, outputs):
+            if saved.graphs:
+                x_tD, out_tHK, arguments, y_tD = saved.graphs.popleft()
+            else:
+                out_tHK, arguments = self._join_heads(outs_ctnK), saved.positions.tile(rows)
+                x_tD, out_tHK, arguments, y_tD = self._finish_with_graph(x_tD, out_tHK, arguments)
+            pairs = [(y_tD, dy_sD[rows])]
+            dx_tD, dout_tHK = self._tile_backward(pairs, [x_tD, out_tHK], arguments, saved, rows, grads)
+            dy_sD[rows], saved.dout_sHK[rows] = dx_tD, dout_tHK
+
+    def _output_grad(self, stage: Stage, saved: Any, dy_sD: Tensor) -> Tensor:
+        dout_csnK = self._select_heads(saved.dout_sHK, stage.query_heads)
+        if stage is self.table.stages[-1]:
+            saved.dout_sHK = None
+        return dout_csnK
+
+    def _projections_backward(
+        self,
+        saved: Any,
+        dq: list[Tensor],
+        dk: list[Tensor],
+        dv: list[Tensor],
+        dy_sD: Tensor,
+        grads: GradSum,
+    ) -> None:
+        all_heads = (self.query_heads, self.kv_heads, self.kv_heads)
+        for rows, x_tD in self._input_tiles(saved):
+            arguments = saved.positions.tile(rows).detach()
+            with torch.enable_grad():
+                x_tD = x_tD.detach().requires_grad_()
+                captured = self.runs.capture(x_tD, arguments)
+            douts = [
+                self._sum_heads([d[:, rows] for d in head_grads], heads, out)
+                for head_grads, heads, out in zip((dq, dk, dv), all_heads, captured, strict=False)
+            ]
+            if saved.dsinks_H is not None and rows.start == 0:
+                douts.append(saved.dsinks_H.to(captured[3].dtype))
+            pairs = [(out, d) for out, d in zip(captured, douts, strict=False) if out.requires_grad]
+            (dx_tD,) = self._tile_backward(pairs, [x_tD], arguments, saved, rows, grads)
+            dy_sD[rows] += dx_tD
+
+    def _tile_backward(
+        self,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        inputs: list[Tensor],
+        arguments: Arguments,
+        saved: Any,
+        rows: slice,
+        grads: GradSum,
+    ) -> tuple[Tensor, ...]:
+        """Return the gradients of `inputs`, from pairs of an output and its gradient. Add those of parameters and of
+        the layer's arguments to `grads`."""
+        params = [param for param in self.layer.parameters() if param.requires_grad]
+        leaves = [leaf for _, leaf in arguments.trained]
+        outputs, douts = zip(*pairs, strict=True)
+        found = torch.autograd.grad(outputs, [*inputs, *leaves, *params], douts, allow_unused=True)
+        for param, grad in zip(params, found[len(inputs) + len(leaves) :], strict=True):
+            grads.add(param, grad)
+        for (i, full), grad in zip(saved.positions.trained, found[len(inputs) :], strict=False):
+            grads.add_tile(full, self.parts.token_dims[i], rows, grad)
+        return found[: len(inputs)]
+
+    # ---- heads: [s, H, K] in the model's order, and the slots of ranks and stages
+
+    def _select_heads(self, t_sHK: Tensor, heads: Heads) -> Tensor:
+        """Some heads in exchange layout [c, s, n, K]. May alias its input."""
+        order = flatten_heads(heads)
+        if order != list(range(t_sHK.shape[1])):
+            t_sHK = t_sHK.index_select(1, torch.tensor(order, device=t_sHK.device))
+        return t_sHK.unflatten(1, (len(heads), -1)).transpose(0, 1).contiguous()
+
+    def _join_heads(self, outs_ctnK: Sequence[Tensor]) -> Tensor:
+        """The heads of all ranks and stages, [t, H, K]. May alias its input."""
+        outs_tcnK = [out.transpose(0, 1) for out in outs_ctnK]
+        joined_tNK = (outs_tcnK[0] if len(outs_tcnK) == 1 else torch.cat(outs_tcnK, dim=2)).flatten(1, 2)
+        slots = self._query_slots
+        return joined_tNK if slots is None else joined_tNK.index_select(1, slots.to(joined_tNK.device))
+
+    @cached_property
+    def _query_slots(self) -> Tensor | None:
+        """For each query head, its slot among those of all ranks and stages; None if they are the same."""
+        order = [head for rank_heads in self.query_heads for head in rank_heads]
+        slots = [order.index(head) for head in range(self.parts.num_heads)]
+        return None if slots == list(range(len(order))) else torch.tensor(slots)
+
+    @staticmethod
+    def _sum_heads(ds_ctnK: Sequence[Tensor], heads: Heads, like_tHK: Tensor) -> Tensor:
+        """Gradients of slots -> of heads, [t, H, K]. A kv head may have several slots; empty slots have zeros."""
+        ds_tcnK = [d.transpose(0, 1) for d in ds_ctnK]
+        d_tNK = (ds_tcnK[0] if len(ds_tcnK) == 1 else torch.cat(ds_tcnK, dim=2)).flatten(1, 2)
+        order = flatten_heads(heads)
+        if order == list(range(like_tHK.shape[1])):
+            return d_tNK.to(like_tHK.dtype)
+        sums_tHK = torch.zeros_like(like_tHK, dtype=sum_dtype(d_tNK.dtype))
+        sums_tHK.index_add_(1, torch.tensor(order, device=d_tNK.device), d_tNK.to(sums_tHK.dtype))
+        return sums_tHK.to(like_tHK.dtype)
+
+    def _staged_attention(self, docs: Docs) -> StagedAttention:
+        attention = super()._staged_attention(docs)
+        if self.parts.softcap is not None:
+            attention.spec["softcap"] = self.parts.softcap
+        return attention
+
+
+@dataclass
+class Batch:
+    """What the layers of one model need to know about the current batch, besides their arguments."""
+
+    docs: Docs | None = None
+    num_positions: int = 0
