@@ -1,0 +1,88 @@
+"""Small random decoders of any family, and fp64 throughout: both sides of a comparison round nowhere to fp32."""
+
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from models import CONSTRUCTING
+
+# The families of the general layer's tests, with what their configurations need beyond `SIZES`.
+DECODERS: dict[str, dict] = {
+    "gpt_oss": {},
+    "gemma2": {},
+    "gemma3_text": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "glm4": {},
+    "glm4_moe": {},
+    "olmo2": {},
+    "olmo3": {},
+    "smollm3": {},
+    "ministral3": {},
+    "phi3": {},
+    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.4},
+    "cohere2": {},
+    "exaone4": {},
+    "deepseek_v3": {"num_key_value_heads": 8, "head_dim": 8},
+    "ernie4_5_moe": {},
+    "qwen2_moe": {},
+    "starcoder2": {},
+}
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "sliding_window": 5,
+    "attention_dropout": 0.0,
+    "query_pre_attn_scalar": 16,
+    # mixtures of experts
+    "moe_intermediate_size": 24,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "first_k_dense_replace": 1,
+    # multi-head latent attention
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
+
+
+def tiny_decoder(family: str, dtype: torch.dtype = torch.float64, **changes) -> PreTrainedModel:
+    """A model with random parameters, norms and biases included; deterministic per family."""
+    config = AutoConfig.for_model(family, **{**SIZES, **DECODERS.get(family, {}), **changes})
+    config._experts_implementation = "eager"  # grouped_mm, the default of mixtures, has no fp64
+    with CONSTRUCTING:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.data = param.data.to(dtype)  # some routers are always fp32
+            noise = torch.randn(param.shape, generator=generator, dtype=torch.float64)
+            param.copy_((1.0 + 0.3 * noise) if param.dim() == 1 else 0.15 * noise)
+    return model.train()
+
+
+class Wide(TorchFunctionMode):
+    """Turns every conversion to float32 into one to float64."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.float:
+            return args[0].double()
+        args, kwargs = list(args), dict(kwargs or {})
+        args = [torch.float64 if arg is torch.float32 else arg for arg in args]
+        kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
+        return function(*args, **kwargs)
