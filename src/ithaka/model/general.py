@@ -182,9 +182,17 @@ def _rotary_modules(model: nn.Module) -> list[nn.Module]:
 
 
 class _FloatIsDouble(TorchFunctionMode):
+    """Turns conversions of tensors to fp32 into conversions to fp64."""
+
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        function = torch.Tensor.double if function is torch.Tensor.float else function
+        if function in (torch.Tensor.float, torch.Tensor.to):
+            function = torch.Tensor.double if function is torch.Tensor.float else function
+            args, kwargs = pytree.tree_map_only(torch.dtype, _widen_float32, (args, kwargs))
         return function(*args, **(kwargs or {}))
+
+
+def _widen_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float32 else dtype
 
 
 class _ExactRotary:
@@ -206,8 +214,9 @@ class _ExactRotary:
         dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
         positions = next((t for t in tensors if not t.is_floating_point()), None)
         extra = int(self.depends_on_length and positions is not None)
-        leaves = [self._convert(leaf, extra) for leaf in leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        if extra:
+            self._update_frequencies(leaves, spec)
+        args, kwargs = pytree.tree_unflatten([self._convert(leaf, extra) for leaf in leaves], spec)
         with _FloatIsDouble():
             result = type(self.module).forward(self.module, *args, **kwargs)
 
@@ -217,6 +226,16 @@ class _ExactRotary:
             return t.to(wide.to_complex() if t.is_complex() else wide)
 
         return pytree.tree_map_only(Tensor, convert, result)
+
+    def _update_frequencies(self, leaves: list[Any], spec: Any) -> None:
+        """Let the module compute and store the frequencies for the longest position, in its own precision."""
+        integers = [isinstance(leaf, Tensor) and not leaf.is_floating_point() for leaf in leaves]
+        longest = [
+            leaf.new_full((*leaf.shape[:-1], 1), self.batch.num_positions - 1) if is_integer else leaf
+            for leaf, is_integer in zip(leaves, integers, strict=True)
+        ]
+        args, kwargs = pytree.tree_unflatten(longest, spec)
+        type(self.module).forward(self.module, *args, **kwargs)
 
     def _convert(self, leaf: Any, extra: int) -> Any:
         if not isinstance(leaf, Tensor):
