@@ -11,10 +11,9 @@ layer's output is rounded once.
 Shapes as in layer/schedule.py; H query heads, G kv heads, V the head dim of v, which is padded to K.
 """
 
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -42,35 +41,62 @@ class AttentionCall(NamedTuple):
     q_HtK: Tensor
     k_GtK: Tensor
     v_GtV: Tensor
-    mask: Any
+    mask: "Mask"
     options: dict[str, Any]
 
 
-@dataclass(frozen=True)
 class Mask:
-    """What `transformers.masking_utils` passes to its mask interface. Layers hand it to their attention call."""
+    """Takes the place of an attention mask. A layer hands it to its attention call, which `attend` answers."""
 
-    function: Callable[[Any, Any, Tensor, Tensor], Tensor]  # (batch, head, row, key) -> visible
-    local_size: int | None  # window or chunk
+    def __init__(self, function: Any = None, local_size: int | None = None) -> None:
+        self.function = function  # of transformers' masking_utils: (batch, head, row, key) -> visible
+        self.local_size = local_size  # window or chunk
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Return the output of attention, [t, H, V]."""
+        raise RuntimeError(f"{type(call.module).__name__} of a parallel model was called directly; call the model")
 
 
 class _EndRun(BaseException):
     """Ends a layer's forward at its attention call. Not an Exception, so that no model catches it."""
 
 
-class _Thread(threading.local):
-    handle: Callable[[AttentionCall], Tensor] | None = None
+class Capture(Mask):
+    """Stores the attention call; then ends the run or, if it is traced, goes on with zeros that nothing reads."""
+
+    def __init__(self, mask: Mask, traced: bool = False) -> None:
+        super().__init__(mask.function, mask.local_size)
+        self.traced = traced
+        self.call: AttentionCall | None = None
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        self.call = call
+        if not self.traced:
+            raise _EndRun
+        return call.v_GtV.new_zeros(call.q_HtK.shape[1], len(call.q_HtK), call.v_GtV.shape[-1])
 
 
-_thread = _Thread()
+class Answer(Mask):
+    """Returns a given output of attention."""
+
+    def __init__(self, out_tHV: Tensor) -> None:
+        super().__init__()
+        self.out_tHV = out_tHV
+        self.num_calls = 0
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        self.num_calls += 1
+        return self.out_tHV
 
 
 def _attend(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, **options: Any
 ) -> tuple[Tensor, None]:
-    if _thread.handle is None:
-        raise RuntimeError(f"{type(module).__name__} of a parallel model was called directly; call the model")
-    return _thread.handle(AttentionCall(module, q[0], k[0], v[0], attention_mask, options))[None], None
+    if not isinstance(attention_mask, Mask):
+        raise RuntimeError(
+            f"{type(module).__name__} gets a mask that transformers.masking_utils did not make: {type(attention_mask)}"
+        )
+    return attention_mask.attend(AttentionCall(module, q[0], k[0], v[0], attention_mask, options))[None], None
 
 
 def _make_mask(mask_function: Any = None, local_size: int | None = None, **others: Any) -> Mask:
@@ -79,16 +105,6 @@ def _make_mask(mask_function: Any = None, local_size: int | None = None, **other
 
 AttentionInterface.register(ATTENTION, _attend)
 AttentionMaskInterface.register(ATTENTION, _make_mask)
-
-
-@contextmanager
-def handle_attention(handle: Callable[[AttentionCall], Tensor]) -> Iterator[None]:
-    """Pass this thread's attention calls to `handle`, which returns out [t, H, V]."""
-    before, _thread.handle = _thread.handle, handle
-    try:
-        yield
-    finally:
-        _thread.handle = before
 
 
 @dataclass(frozen=True)
@@ -145,43 +161,45 @@ class Arguments:
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return Arguments(args, kwargs, self.token_dims, num_tokens)
 
-    def call(self, function: Callable[..., Any], *first: Any) -> Any:
-        args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
-        return function(*first, *args, **kwargs)
+    @property
+    def mask(self) -> Mask:
+        return next((leaf for leaf in self.leaves if isinstance(leaf, Mask)), Mask())
+
+    def call(self, function: Callable[..., Any], layer: nn.Module, x_1tD: Tensor, mask: Mask) -> Any:
+        """Call the layer's forward, with `mask` in place of its mask."""
+        leaves = [mask if isinstance(leaf, Mask) else leaf for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return function(layer, x_1tD, *args, **kwargs)
 
 
 # ---- the two runs of a layer
 
 
-def end_run_at_attention(layer: nn.Module, x_tD: Tensor, arguments: Arguments) -> AttentionCall | None:
-    """Run a layer up to its attention call; None if it makes none."""
-    calls: list[AttentionCall] = []
-
-    def end_run(call: AttentionCall) -> Tensor:
-        calls.append(call)
-        raise _EndRun
-
-    try:
-        with handle_attention(end_run), compute_like_autocast(x_tD):
-            arguments.call(type(layer).forward, layer, x_tD[None].to(sum_dtype(x_tD.dtype)))
-    except _EndRun:
-        return calls[0]
-    return None
-
-
 class LayerRuns:
     """A layer's forward up to its attention call, and from there to its end, on some tokens."""
 
-    def __init__(self, name: str, layer: nn.Module, facts: CallFacts) -> None:
-        self.name, self.layer, self.facts = name, layer, facts
+    def __init__(self, name: str, layer: nn.Module, facts: CallFacts, compiles: bool = False) -> None:
+        self.name, self.layer, self.facts, self.compiles = name, layer, facts, compiles
         self.forward = type(layer).forward  # the class's, without hooks and without the streamed one
-        self.skipped = [_SkippedLinear(layer.get_submodule(path)) for path in facts.skippable]
+        if compiles:
+            self.forward = torch.compile(self.forward, dynamic=False)
+        # A compiler drops them itself.
+        self.skipped = [_SkippedLinear(layer.get_submodule(path)) for path in facts.skippable if not compiles]
+
+    def find_call(self, x_tD: Tensor, arguments: Arguments) -> AttentionCall | None:
+        """Run 1: return the attention call; None if the layer makes none."""
+        capture = Capture(arguments.mask, traced=self.compiles)
+        try:
+            with compute_like_autocast(x_tD):
+                arguments.call(self.forward, self.layer, x_tD[None].to(sum_dtype(x_tD.dtype)), capture)
+        except _EndRun:
+            pass
+        return capture.call
 
     def capture(self, x_tD: Tensor, arguments: Arguments) -> list[Tensor]:
         """Run 1: return q, k, v as [t, heads, K], and the sinks [H] if there are any."""
-        call = end_run_at_attention(self.layer, x_tD, arguments)
-        if call is None:
-            raise RuntimeError(f"{self.name} made no attention call")
+        call = self.find_call(x_tD, arguments)
+        assert call is not None
         v_GtK = F.pad(call.v_GtV, (0, self.facts.head_dim - self.facts.v_head_dim))
         qkv = [t.transpose(0, 1).to(x_tD.dtype) for t in (call.q_HtK, call.k_GtK, v_GtK)]
         return [*qkv, call.options["s_aux"]] if self.facts.has_sinks else qkv
@@ -189,11 +207,11 @@ class LayerRuns:
     def finish(self, x_tD: Tensor, out_tHK: Tensor, arguments: Arguments) -> Tensor:
         """Run 2: return the layer's output, given the output of attention."""
         with ExitStack() as stack:
-            stack.enter_context(handle_attention(lambda call: out_tHK[..., : self.facts.v_head_dim]))
             stack.enter_context(compute_like_autocast(x_tD))
             for linear in self.skipped:
                 stack.enter_context(linear)
-            y = arguments.call(self.forward, self.layer, x_tD[None].to(sum_dtype(x_tD.dtype)))
+            answer = Answer(out_tHK[..., : self.facts.v_head_dim])
+            y = arguments.call(self.forward, self.layer, x_tD[None].to(sum_dtype(x_tD.dtype)), answer)
         return (y[0] if isinstance(y, tuple) else y)[0].to(x_tD.dtype)
 
 
@@ -235,17 +253,18 @@ class GeneralLayer(LayerSchedule):
     parts: CallFacts
     batch: "Batch" = field(kw_only=True)
     saved_type = GeneralActivations
+    batch_dims = (1,)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.runs = LayerRuns(self.name, self.layer, self.parts)
+        self.runs = LayerRuns(self.name, self.layer, self.parts, self.layout.compile)
 
     def __call__(self, x_1sD: Tensor, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         facts, docs = self.parts, self.batch.docs
         assert docs is not None
         arguments = Arguments(args, kwargs, facts.token_dims, x_1sD.shape[1])
         docs = docs if facts.chunk is None else docs.split(facts.chunk)
-        y_1sD = super().__call__(x_1sD[0], arguments, docs)[None]
+        y_1sD = super().__call__(x_1sD[0], arguments, docs)
         return y_1sD if facts.num_outputs is None else (y_1sD, *[None] * (facts.num_outputs - 1))
 
     def _other_inputs(self, positions: Arguments) -> list[Tensor]:

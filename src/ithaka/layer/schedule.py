@@ -127,6 +127,7 @@ class LayerSchedule:
     num_changes: Callable[[], int] = int  # in-place changes of its parameters; int: always 0
 
     saved_type: ClassVar[type[SavedActivations]] = SavedActivations
+    batch_dims: ClassVar[tuple[int, ...]] = ()  # leading dims of the output
 
     def __post_init__(self) -> None:
         self.rank = self.group.rank()
@@ -198,10 +199,10 @@ class LayerSchedule:
         if policy.attention is not None:
             saved.outputs = outputs
         with phase("mlp"):
-            y_sD = tag(torch.empty_like(x_sD), Holder.RESIDUAL)
-            self._finish(saved, outputs, y_sD)
+            y = tag(x_sD.new_empty(*self.batch_dims, *x_sD.shape), Holder.RESIDUAL)
+            self._finish(saved, outputs, y.view(x_sD.shape))
         saved.release_sources()
-        return y_sD
+        return y  # not a view, about which FSDP2 warns
 
     def _attend(self, saved: SavedActivations) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield out_csnK, back on the ranks of the tokens, and lse_nS for each stage."""
@@ -332,14 +333,15 @@ class _LayerFunction(torch.autograd.Function):
             return layer.forward(x_sD, ctx.saved)
 
     @staticmethod
-    def backward(ctx, dy_sD):
+    def backward(ctx, dy):
         if ctx.saved is None:
             raise RuntimeError(BACKWARD_RAN_TWICE)
         if ctx.layer.num_changes() != ctx.num_changes:
             raise RuntimeError(PARAMETERS_CHANGED.format(ctx.layer.name))
         grads = GradSum()
         ctx.saved.read_ahead()
-        with phase(ctx.layer.name), phase("backward"), torch.autocast(dy_sD.device.type, enabled=False):
+        dy_sD = dy.view(dy.shape[-2:])
+        with phase(ctx.layer.name), phase("backward"), torch.autocast(dy.device.type, enabled=False):
             row_major = torch.contiguous_format
             dy_sD = dy_sD.clone(memory_format=row_major) if ctx.hooked else dy_sD.contiguous()  # overwritten
             dx_sD = ctx.layer.backward(ctx.saved, dy_sD, grads)

@@ -6,10 +6,8 @@ and gradients must agree.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from transformers import PreTrainedModel
 from ithaka.config import ConfigError
 from ithaka.layer.general import (
     ATTENTION,
+    Answer,
     Arguments,
     AttentionCall,
     Batch,
@@ -28,10 +27,9 @@ from ithaka.layer.general import (
     LayerRuns,
     Mask,
     compute_like_autocast,
-    end_run_at_attention,
-    handle_attention,
 )
-from ithaka.layer.loss import GraphHead
+from ithaka.layer.linear import as_linear, is_linear
+from ithaka.layer.loss import GraphHead, Head, LinearHead
 from ithaka.layer.tiles import sum_dtype
 from ithaka.model.calls import CheckedCall
 
@@ -53,6 +51,7 @@ class Decoder:
     facts: list[CallFacts]  # per layer
     batch: Batch
     norm: nn.Module | None  # the last module of the base model, which the head runs tile by tile
+    has_plain_logits: bool  # the logits are what lm_head returns
 
     @property
     def num_heads(self) -> int:
@@ -91,7 +90,7 @@ def prepare_decoder(model: PreTrainedModel, device: torch.device) -> Decoder:
     norm = recorder.find_norm(base)
     if norm is not None:
         norm.forward = _pass_through  # `make_head` runs it
-    return Decoder(facts, batch, norm)
+    return Decoder(facts, batch, norm, _has_plain_logits(model))
 
 
 def run_decoder(model: PreTrainedModel, decoder: Decoder, call: CheckedCall) -> Tensor:
@@ -104,19 +103,36 @@ def run_decoder(model: PreTrainedModel, decoder: Decoder, call: CheckedCall) -> 
     return x_1sD[0]
 
 
-def make_head(model: PreTrainedModel, decoder: Decoder) -> GraphHead:
+def make_head(model: PreTrainedModel, decoder: Decoder) -> Head:
     """The model's own forward after its layers: last norm, output projection, scaling and softcap of the logits."""
-    norm, lm_head = decoder.norm, model.lm_head
-    params = [*lm_head.parameters(), *(norm.parameters() if norm is not None else ())]
+    lm_head = model.lm_head
+    norm = nn.Identity() if decoder.norm is None else _BareModule(decoder.norm)
+    if decoder.has_plain_logits and is_linear(lm_head):
+        return LinearHead(norm, as_linear(lm_head))
 
     def run(x_tD: Tensor) -> Tensor:
         with compute_like_autocast(x_tD):
-            h_1tD = x_tD[None].to(sum_dtype(x_tD.dtype))
-            h_1tD = h_1tD if norm is None else type(norm).forward(norm, h_1tD)
-            with _bypass_base_model(model, h_1tD):
-                return type(model).forward(model, input_ids=None, use_cache=False).logits[0]
+            h_1tD = norm(x_tD[None].to(sum_dtype(x_tD.dtype)))
+            return _run_after_layers(model, h_1tD, _BareModule(lm_head))[0]
 
-    return GraphHead(run, params)
+    return GraphHead(run, [*lm_head.parameters(), *norm.parameters()])
+
+
+def _run_after_layers(model: PreTrainedModel, hidden: Tensor, lm_head: nn.Module) -> Tensor:
+    """Return the logits of the model's forward, with another head, and with a base model that returns `hidden`."""
+    base, own_head = model.base_model, model.lm_head
+    base.forward = lambda **inputs: _BaseModelOutput(last_hidden_state=hidden)
+    model._modules["lm_head"] = lm_head
+    try:
+        return type(model).forward(model, input_ids=None, use_cache=False).logits
+    finally:
+        model._modules["lm_head"] = own_head
+        del base.forward
+
+
+def _has_plain_logits(model: PreTrainedModel) -> bool:
+    logits = torch.randn(1, 2, 3)
+    return torch.equal(_run_after_layers(model, torch.randn(1, 2, 4), _Constant(logits)), logits)
 
 
 class _BaseModelOutput(dict):
@@ -134,22 +150,19 @@ class _BareModule(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.function = partial(type(module).forward, module)
+        self.module = module
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
+        return type(self.module).forward(self.module, x)
 
 
-@contextmanager
-def _bypass_base_model(model: PreTrainedModel, hidden: Tensor) -> Iterator[None]:
-    base, lm_head = model.base_model, model.lm_head
-    base.forward = lambda **inputs: _BaseModelOutput(last_hidden_state=hidden)
-    model._modules["lm_head"] = _BareModule(lm_head)
-    try:
-        yield
-    finally:
-        model._modules["lm_head"] = lm_head
-        del base.forward
+class _Constant(nn.Module):
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.value
 
 
 def _pass_through(x: Tensor) -> Tensor:
@@ -393,8 +406,6 @@ def read_call(model: PreTrainedModel, name: str, call: AttentionCall) -> CallFac
         known = option in (*IGNORED_OPTIONS, *COMPUTED_OPTIONS) or value is None or value is False
         if not known and not (option == "dropout" and not value) and (option, value) != ("is_causal", True):
             raise _refusal(model, f"passes {option}={value} to the attention of {name}, which is not supported")
-    if not isinstance(call.mask, Mask):
-        raise _refusal(model, f"passes {name} a mask that transformers.masking_utils did not make")
     (num_heads, _, head_dim), (num_kv_heads, _, v_head_dim) = call.q_HtK.shape, call.v_GtV.shape
     if v_head_dim > head_dim:
         raise _refusal(model, f"has heads of {head_dim} for q and {v_head_dim} for v in {name}")
@@ -515,7 +526,7 @@ class _Probe:
     def _read_call(self) -> CallFacts:
         arguments = self._arguments(0, LENGTHS[0], LENGTHS[0])
         try:
-            call = end_run_at_attention(self.layer, self._input(), arguments)
+            call = LayerRuns(self.name, self.layer, CallFacts(1, 1, 1, 1, 1.0)).find_call(self._input(), arguments)
         except Exception as error:
             problem = f"has a layer {self.name} that does not run ({type(error).__name__}: {error})"
             raise _refusal(self.model, problem) from error
@@ -535,21 +546,15 @@ class _Probe:
 
             return hook
 
-        num_calls = 0
-
-        def attend(call: AttentionCall) -> Tensor:
-            nonlocal num_calls
-            num_calls += 1
-            return torch.randn(LENGTHS[0], facts.num_heads, facts.v_head_dim, device=self.device)
-
         hooks = [module.register_forward_hook(keep(path)) for path, module in linears.items()]
         arguments = self._arguments(0, LENGTHS[0], LENGTHS[0])
-        with torch.enable_grad(), handle_attention(attend):
-            y = arguments.call(type(self.layer).forward, self.layer, self._input()[None])
+        answer = Answer(torch.randn(LENGTHS[0], facts.num_heads, facts.v_head_dim, device=self.device))
+        with torch.enable_grad():
+            y = arguments.call(type(self.layer).forward, self.layer, self._input()[None], answer)
         for hook in hooks:
             hook.remove()
-        if num_calls != 1:
-            raise _refusal(self.model, f"makes {num_calls} attention calls in {self.name}")
+        if answer.num_calls != 1:
+            raise _refusal(self.model, f"makes {answer.num_calls} attention calls in {self.name}")
         num_outputs = len(y) if isinstance(y, tuple) else None
         y = y[0] if isinstance(y, tuple) else y
         grads = torch.autograd.grad(y.sum(), list(results.values()), allow_unused=True)
@@ -586,7 +591,7 @@ class _Probe:
         arguments = self._arguments(first, num_tokens, first + num_tokens, attention="eager")
         self.recorder.config._attn_implementation = "eager"
         with torch.enable_grad():
-            y = arguments.call(type(self.layer).forward, self.layer, x[None])
+            y = arguments.call(type(self.layer).forward, self.layer, x[None], Mask())
         return self._gradients((y[0] if isinstance(y, tuple) else y)[0], x, [arguments])
 
     def _gradients(self, y: Tensor, x: Tensor, arguments: list[Arguments]) -> dict[str, Tensor | None]:

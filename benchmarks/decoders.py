@@ -1,0 +1,177 @@
+"""Compare the general layer with Hugging Face + Liger on one GPU: `python benchmarks/decoders.py --out DIR`.
+
+Each side runs in its own process on the same weights and tokens: float32 weights and moments, bfloat16 computation,
+checkpointing, fused AdamW, median of five steps. Prints and writes one JSON line per case.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ithaka.dist.mesh import end_process_group, free_memory, start_process_group
+from ithaka.layout import ActivationPolicy, Layout
+from ithaka.model.build import parallelize_model
+
+GIB = 2**30
+# Shapes of the released models, with fewer layers.
+SHAPES: dict[str, dict[str, Any]] = {
+    "gemma3-4b": {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262208,
+        "sliding_window": 1024,
+    },
+    "olmo3-7b": {
+        "model_type": "olmo3",
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "vocab_size": 100278,
+        "sliding_window": 4096,
+    },
+    "gpt-oss-20b": {"model_type": "gpt_oss", "num_hidden_layers": 4, "num_local_experts": 32},
+    "tiny": {
+        "model_type": "olmo3",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+        "sliding_window": 16,
+    },
+}
+LIGER = {"gemma3_text": "gemma3_text", "olmo3": "olmo3", "gpt_oss": "gpt_oss"}
+SIDES = ("hf autocast", "hf fsdp2", "ithaka", "ithaka liger")
+
+
+def make_model(case: dict[str, Any], **options: Any) -> Any:
+    shape = dict(SHAPES[case["model"]])
+    config = AutoConfig.for_model(shape.pop("model_type"), **shape, max_position_embeddings=case["tokens"])
+    torch.manual_seed(0)
+    with torch.device(device()):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options).train()
+
+
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def apply_liger(family: str) -> None:
+    from liger_kernel.transformers import monkey_patch
+
+    getattr(monkey_patch, f"apply_liger_kernel_to_{LIGER[family]}")()
+
+
+def run_hf(case: dict[str, Any], precision: str) -> Any:
+    apply_liger(SHAPES[case["model"]]["model_type"])
+    model = make_model(case, attn_implementation=case["attention"])
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    if precision == "fsdp2":
+        start_process_group(torch.device(device()))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for module in (*model.model.layers, model):
+            fully_shard(module, mp_policy=policy)
+
+    def forward(ids: torch.Tensor) -> Any:
+        with torch.autocast(device(), torch.bfloat16, enabled=precision == "autocast"):
+            return model(input_ids=ids.to(device()), labels=ids.to(device()), use_cache=False)
+
+    return model, forward
+
+
+def run_ithaka(case: dict[str, Any], liger: bool) -> Any:
+    if liger:
+        apply_liger(SHAPES[case["model"]]["model_type"])
+    model = make_model(case)
+    kept = (ActivationPolicy(attention="device"),) * len(model.model.layers)
+    layout = Layout(tile_tokens=case["tile"], kept=kept, dtype="bfloat16", compile=case.get("compile", False))
+    start_process_group(torch.device(device()))
+    parallelize_model(model, layout=layout)
+    return model, lambda ids: model(input_ids=ids, labels=ids)
+
+
+def measure(case: dict[str, Any]) -> dict[str, Any]:
+    kind, how = case["side"].split() if " " in case["side"] else (case["side"], "")
+    model, forward = run_hf(case, how) if kind == "hf" else run_ithaka(case, how == "liger")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    ids = torch.randint(model.config.vocab_size, (1, case["tokens"]), generator=torch.Generator().manual_seed(1))
+    seconds, losses = [], []
+    for step in range(case["steps"] + 2):
+        if step == 2 and torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        begin = time.perf_counter()
+        loss = forward(ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(round(loss.item(), 4))
+        seconds.append(time.perf_counter() - begin)
+    peak = torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else 0.0
+    timed = seconds[2:]
+    return {"step_s": round(statistics.median(timed), 4), "peak_GiB": round(peak, 2), "losses": losses[-2:]}
+
+
+def serve() -> None:
+    """Run the cases on standard input, one JSON object a line, all of one side."""
+    for line in sys.stdin:
+        case = json.loads(line)
+        try:
+            case |= measure(case)
+        except Exception as error:
+            import traceback
+
+            traceback.print_exc()
+            case["failed"] = f"{type(error).__name__}: {error}"[:300]
+        end_process_group()
+        free_memory()
+        print("RESULT " + json.dumps(case), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--models", nargs="+", default=["gemma3-4b", "olmo3-7b"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[16384, 65536, 131072])
+    parser.add_argument("--sides", nargs="+", default=SIDES)
+    parser.add_argument("--tile", type=int, default=16384)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--attention", default="flash_attention_4")
+    parser.add_argument("--compile", action="store_true")
+    options = parser.parse_args()
+    results = []
+    for model in options.models:
+        for side in options.sides:
+            common = {"model": model, "side": side, "tile": options.tile, "steps": options.steps}
+            common |= {"attention": options.attention, "compile": options.compile}
+            cases = "".join(json.dumps(common | {"tokens": tokens}) + "\n" for tokens in options.tokens)
+            command = [sys.executable, __file__, "--serve"]
+            run = subprocess.run(command, input=cases, capture_output=True, text=True)
+            if options.out:
+                (options.out / f"{model}-{side.replace(' ', '-')}.log").write_text(run.stderr[-20000:])
+            for line in run.stdout.splitlines():
+                if line.startswith("RESULT "):
+                    results.append(json.loads(line.removeprefix("RESULT ")))
+                    print(json.dumps(results[-1]), flush=True)
+    if options.out:
+        (options.out / "decoders.jsonl").write_text("".join(json.dumps(result) + "\n" for result in results))
+
+
+if __name__ == "__main__":
+    serve() if "--serve" in sys.argv else main()
