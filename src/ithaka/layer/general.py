@@ -175,14 +175,26 @@ class Arguments:
 # ---- the two runs of a layer
 
 
+def _drop_result(function: Callable[..., Any]) -> Callable[..., None]:
+    """Without its result, the compiler drops everything after the attention call."""
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        function(*args, **kwargs)
+
+    return run
+
+
 class LayerRuns:
     """A layer's forward up to its attention call, and from there to its end, on some tokens."""
 
     def __init__(self, name: str, layer: nn.Module, facts: CallFacts, compiles: bool = False) -> None:
         self.name, self.layer, self.facts, self.compiles = name, layer, facts, compiles
-        self.forward = type(layer).forward  # the class's, without hooks and without the streamed one
+        self.forward = self.run_and_drop = type(layer).forward  # without hooks, and not the streamed one
         if compiles:
-            self.forward = torch.compile(self.forward, dynamic=False)
+            # Each kind of layer has two runs, with and without gradients, and maybe a shorter last tile.
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+            self.forward = torch.compile(type(layer).forward, dynamic=False)
+            self.run_and_drop = torch.compile(_drop_result(type(layer).forward), dynamic=False)
         # A compiler drops them itself.
         self.skipped = [_SkippedLinear(layer.get_submodule(path)) for path in facts.skippable if not compiles]
 
@@ -191,7 +203,7 @@ class LayerRuns:
         capture = Capture(arguments.mask, traced=self.compiles)
         try:
             with compute_like_autocast(x_tD):
-                arguments.call(self.forward, self.layer, x_tD[None].to(sum_dtype(x_tD.dtype)), capture)
+                arguments.call(self.run_and_drop, self.layer, x_tD[None].to(sum_dtype(x_tD.dtype)), capture)
         except _EndRun:
             pass
         return capture.call
