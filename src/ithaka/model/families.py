@@ -70,6 +70,8 @@ def check_supported(model: PreTrainedModel) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p:
             raise ConfigError(f"{name} is dropout with p={module.p}, which is not supported; set it to 0")
+        if re.fullmatch(r"model\.layers\.\d+", name) and module._compiled_call_impl is not None:
+            raise ConfigError(f"{name} is compiled, which is not supported; use Layout(compile=True) or train.compile")
         if known and name.endswith(FUSED_LINEARS) and not is_linear(module):
             raise ConfigError(
                 f"{name} is a {type(module).__name__}, which is not supported; use nn.Linear, dequantised, with or "

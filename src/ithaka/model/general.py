@@ -68,29 +68,35 @@ class Decoder:
 
 def prepare_decoder(model: PreTrainedModel, device: torch.device) -> Decoder:
     """Make the model call our attention; return the facts about each layer. Raises ConfigError if it cannot run."""
-    base, batch = model.base_model, Batch()
-    layers = getattr(base, "layers", None)
-    if not isinstance(layers, nn.ModuleList) or base is model:
+    base, batch = getattr(model, "model", None), Batch()
+    if base is None or not isinstance(getattr(base, "layers", None), nn.ModuleList):
         raise _refusal(model, "has no list of decoder layers at model.layers")
-    own_config = _isolate_config(model)
-    recorder = _Recorder(model, own_config, batch)
-    calls, shorter = (recorder.call(length) for length in LENGTHS)
-    facts: list[CallFacts] = []
-    kinds: dict[Any, CallFacts] = {}
-    for index, layer in enumerate(layers):
-        name = f"{base.base_model_prefix or 'model'}.layers.{index}"
-        dims = _token_dims(model, name, calls[index], shorter[index])
-        kind = (_describe_layer(layer), _describe_arguments(calls, index), dims)
-        if kind not in kinds:
-            probe = _Probe(model, name, layer, index, dims, recorder, device)
-            kinds[kind] = probe.run()
-        facts.append(kinds[kind])
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        recorder = _Recorder(model, _isolate_config(model))
+        facts = _probe_layers(model, recorder, device)
+        norm, has_plain_logits = recorder.find_norm(base), _has_plain_logits(model)
     for module in _rotary_modules(model):
         module.forward = _ExactRotary(module, batch)
-    norm = recorder.find_norm(base)
     if norm is not None:
         norm.forward = _pass_through  # `make_head` runs it
-    return Decoder(facts, batch, norm, _has_plain_logits(model))
+    return Decoder(facts, batch, norm, has_plain_logits)
+
+
+def _probe_layers(model: PreTrainedModel, recorder: "_Recorder", device: torch.device) -> list[CallFacts]:
+    """Probe one layer of each kind; return the facts about every layer."""
+    calls, shorter = (recorder.call(length) for length in LENGTHS)
+    kinds: dict[Any, list[_Probe]] = {}
+    facts: list[CallFacts] = []
+    for index, layer in enumerate(model.model.layers):
+        dims = _token_dims(model, f"model.layers.{index}", calls[index], shorter[index])
+        probes = kinds.setdefault((_describe_layer(layer), _describe_arguments(calls, index), dims), [])
+        probe = next((probe for probe in probes if probe.matches(index)), None)
+        if probe is None:
+            probe = _Probe(model, layer, index, dims, recorder, device)
+            probe.run()
+            probes.append(probe)
+        facts.append(probe.facts)
+    return facts
 
 
 def run_decoder(model: PreTrainedModel, decoder: Decoder, call: CheckedCall) -> Tensor:
@@ -98,7 +104,7 @@ def run_decoder(model: PreTrainedModel, decoder: Decoder, call: CheckedCall) -> 
     share, batch = call.share, decoder.batch
     batch.docs, batch.num_positions = share.docs, call.num_positions
     inputs = {"input_ids": share.ids_s[None], "position_ids": share.positions_s[None]}
-    x_1sD = model.base_model(**inputs, use_cache=False).last_hidden_state
+    x_1sD = model.model(**inputs, use_cache=False).last_hidden_state
     batch.docs = None
     return x_1sD[0]
 
@@ -120,7 +126,7 @@ def make_head(model: PreTrainedModel, decoder: Decoder) -> Head:
 
 def _run_after_layers(model: PreTrainedModel, hidden: Tensor, lm_head: nn.Module) -> Tensor:
     """Return the logits of the model's forward, with another head, and with a base model that returns `hidden`."""
-    base, own_head = model.base_model, model.lm_head
+    base, own_head = model.model, model.lm_head
     base.forward = lambda **inputs: _BaseModelOutput(last_hidden_state=hidden)
     model._modules["lm_head"] = lm_head
     try:
@@ -177,13 +183,13 @@ def _refusal(model: PreTrainedModel, problem: str) -> ConfigError:
 
 
 def _isolate_config(model: PreTrainedModel) -> Any:
-    """Give the model its own configuration, so that other models made from the same one keep their attention."""
+    """Give the modules in the model their own configuration, so that other models made from the model's, and from the
+    one that it was made from, keep their attention."""
     own = copy.deepcopy(model.config)
     own._attn_implementation = ATTENTION
     for module in model.modules():
         if getattr(module, "config", None) is model.config and module is not model:
             module.config = own
-    model.config = own
     return own
 
 
@@ -282,14 +288,14 @@ class _RecordedLayer(nn.Module):
 class _Recorder:
     """A copy of the model without its layers, on the CPU, with random parameters and a small vocabulary."""
 
-    def __init__(self, model: PreTrainedModel, own_config: Any, batch: Batch) -> None:
+    def __init__(self, model: PreTrainedModel, own_config: Any) -> None:
         self.model, self.config, self.batch = model, copy.deepcopy(own_config), Batch()
         self.calls: list[Any] = []
-        base, layers = model.base_model, model.base_model.layers
-        memo = {id(param): param for param in model.parameters()} | {id(own_config): self.config}
+        base, layers = model.model, model.model.layers
+        self.memo = {id(param): param for param in model.parameters()} | {id(own_config): self.config}
         base.layers = nn.ModuleList(_RecordedLayer(layer, self.calls) for layer in layers)
         try:
-            self.base = copy.deepcopy(base, memo | {id(m): m for m in base.layers})
+            self.base = copy.deepcopy(base, self.memo | {id(m): m for m in base.layers})
         finally:
             base.layers = layers
         for module in self.base.modules():
@@ -308,7 +314,7 @@ class _Recorder:
         self.batch.num_positions = end or first + length
         ids = (torch.arange(first, first + length) % PROBE_VOCABULARY)[None]
         positions = torch.arange(first, first + length)[None]
-        num_layers = len(self.model.base_model.layers)
+        num_layers = len(self.model.model.layers)
         try:
             with torch.no_grad():
                 self.output = self.base(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
@@ -479,35 +485,58 @@ def _boundary_pairs(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
 class _Probe:
     """Runs a copy of one layer, with random weights, as the general layer does and as transformers does."""
 
+    facts: CallFacts
+    output: Any  # of transformers, at position 0
+
     def __init__(
         self,
         model: PreTrainedModel,
-        name: str,
         layer: nn.Module,
         index: int,
         dims: tuple[int | None, ...],
         recorder: _Recorder,
         device: torch.device,
     ) -> None:
-        self.model, self.name, self.index, self.dims, self.recorder = model, name, index, dims, recorder
-        self.device = device
+        self.model, self.index, self.dims, self.recorder = model, index, dims, recorder
+        self.device, self.name = device, f"model.layers.{index}"
         leaves = pytree.tree_leaves(recorder.call(LENGTHS[0])[index][1:])
         self.float_leaves = [i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()]
-        memo = {id(param): param for param in model.parameters()} | {id(model.config): recorder.config}
-        self.layer = copy.deepcopy(layer, memo)
+        self.layer = copy.deepcopy(layer, dict(recorder.memo)).train()  # so that random numbers show
         randomize(self.layer, device, seed=1)
         for module in _rotary_modules(self.layer):
             model._init_weights(module)
             module.forward = _ExactRotary(module, recorder.batch)
 
-    def run(self) -> CallFacts:
-        """Return the facts about the layer's attention; raise ConfigError if the two runs differ."""
-        facts = replace(self._read_call(), token_dims=self.dims)
-        facts = self._find_skippable(facts)
-        far = 1 + max((length for length in _config_lengths(self.model.config)), default=0)
-        for first in (0, far):
-            self._compare(facts, first)
-        return facts
+    def run(self) -> None:
+        """Set the facts about the layer's attention; raise ConfigError if the two runs differ."""
+        try:
+            self.facts = self._find_skippable(self._read_call())
+            for first in (0, 1 + max(_config_lengths(self.model.config), default=0)):
+                self._compare(first)
+        except ConfigError:
+            raise
+        except Exception as error:
+            problem = f"has a layer {self.name} that does not run ({type(error).__name__}: {error})"
+            raise _refusal(self.model, problem) from error
+
+    def matches(self, index: int) -> bool:
+        """Whether the layer computes the same at another index."""
+        own = self.index
+        try:
+            self._set_index(index)
+            same = self._read_call() == replace(self.facts, num_outputs=None, skippable=())
+            other = self._run_transformers(0)["output"]
+        except Exception:
+            return False  # its own probe names the problem
+        finally:
+            self._set_index(own)
+        return same and torch.equal(self.output, other)
+
+    def _set_index(self, index: int) -> None:
+        self.index = index
+        for module in self.layer.modules():
+            if "layer_idx" in vars(module):
+                vars(module)["layer_idx"] = index
 
     def _arguments(self, first: int, length: int, end: int, attention: str = ATTENTION) -> Arguments:
         _, args, kwargs = self.recorder.call(length, first, attention, end)[self.index]
@@ -525,14 +554,10 @@ class _Probe:
 
     def _read_call(self) -> CallFacts:
         arguments = self._arguments(0, LENGTHS[0], LENGTHS[0])
-        try:
-            call = LayerRuns(self.name, self.layer, CallFacts(1, 1, 1, 1, 1.0)).find_call(self._input(), arguments)
-        except Exception as error:
-            problem = f"has a layer {self.name} that does not run ({type(error).__name__}: {error})"
-            raise _refusal(self.model, problem) from error
+        call = LayerRuns(self.name, self.layer, CallFacts(1, 1, 1, 1, 1.0)).find_call(self._input(), arguments)
         if call is None:
             raise _refusal(self.model, f"has a layer {self.name} that makes no attention call")
-        return read_call(self.model, self.name, call)
+        return replace(read_call(self.model, self.name, call), token_dims=self.dims)
 
     def _find_skippable(self, facts: CallFacts) -> CallFacts:
         """Find the linear maps that the layer's output does not depend on, given the attention output."""
@@ -561,8 +586,14 @@ class _Probe:
         unused = [path for path, grad in zip(results, grads, strict=True) if grad is None]
         return replace(facts, num_outputs=num_outputs, skippable=tuple(unused))
 
-    def _compare(self, facts: CallFacts, first: int) -> None:
-        ours, theirs = self._run_general(facts, first), self._run_transformers(first)
+    def _compare(self, first: int) -> None:
+        buffers = {name: buffer.clone() for name, buffer in self.layer.named_buffers()}
+        ours, theirs = self._run_general(first), self._run_transformers(first)
+        if first == 0:
+            self.output = theirs["output"]
+        for name, buffer in self.layer.named_buffers():
+            if name not in buffers or not torch.equal(buffer, buffers[name]):
+                raise _refusal(self.model, f"changes the buffer {name} of {self.name} in its forward")
         where = f"of {self.name} at position {first}"
         for name, expected in theirs.items():
             got = ours.get(name)
@@ -574,8 +605,9 @@ class _Probe:
             if not error < TOLERANCE:
                 raise _refusal(self.model, f"gives another {name} {where} when its tokens are split (by {error:.1e})")
 
-    def _run_general(self, facts: CallFacts, first: int) -> dict[str, Tensor | None]:
-        num_tokens, runs, x = LENGTHS[0], LayerRuns(self.name, self.layer, facts), self._input()
+    def _run_general(self, first: int) -> dict[str, Tensor | None]:
+        num_tokens, facts, x = LENGTHS[0], self.facts, self._input()
+        runs = LayerRuns(self.name, self.layer, facts)
         parts = [slice(0, PROBE_CUT), slice(PROBE_CUT, num_tokens)]
         end = first + num_tokens
         arguments = [self._arguments(first + rows.start, rows.stop - rows.start, end) for rows in parts]
@@ -590,8 +622,12 @@ class _Probe:
         x, num_tokens = self._input(), LENGTHS[0]
         arguments = self._arguments(first, num_tokens, first + num_tokens, attention="eager")
         self.recorder.config._attn_implementation = "eager"
+        args, kwargs = pytree.tree_unflatten(arguments.leaves, arguments.spec)
         with torch.enable_grad():
-            y = arguments.call(type(self.layer).forward, self.layer, x[None], Mask())
+            y = type(self.layer).forward(self.layer, x[None], *args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if spec != arguments.spec or any(a is not b for a, b in zip(leaves, arguments.leaves, strict=True)):
+            raise _refusal(self.model, f"has a layer {self.name} that changes its arguments")
         return self._gradients((y[0] if isinstance(y, tuple) else y)[0], x, [arguments])
 
     def _gradients(self, y: Tensor, x: Tensor, arguments: list[Arguments]) -> dict[str, Tensor | None]:
