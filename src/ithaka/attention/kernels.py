@@ -215,18 +215,18 @@ def _check_fa4_version() -> str | None:
 
 
 def _fa4_scores(scale, causal, window, softcap):
-    window_size = None if window is None else window - 1
-    return {"softmax_scale": scale, "causal": causal, "window_size_left": window_size, "softcap": softcap}
+    options = {"softmax_scale": scale, "causal": causal, "window_size_left": None if window is None else window - 1}
+    return options | ({} if softcap is None else {"softcap": softcap})
 
 
-def _fa4_forward(q, k, v, scale, causal, window=None, into=(None, None), softcap=0.0):
+def _fa4_forward(q, k, v, scale, causal, window=None, into=(None, None), softcap=None):
     mask = _fa4_scores(scale, causal, window, softcap)
     q, k, v, out = (x if x is None else x.transpose(1, 2) for x in (q, k, v, into[0]))
     out, lse, *_ = _call_fa4("_flash_attn_fwd", q, k, v, **mask, return_lse=True, out=out, lse=into[1])
     return out.transpose(1, 2), lse
 
 
-def _fa4_backward(dout, q, k, v, out, lse, scale, causal, window=None, into=(None, None, None), softcap=0.0):
+def _fa4_backward(dout, q, k, v, out, lse, scale, causal, window=None, into=(None, None, None), softcap=None):
     deterministic = torch.are_deterministic_algorithms_enabled()
     options = _fa4_scores(scale, causal, window, softcap) | {"deterministic": deterministic}
     dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
@@ -240,12 +240,12 @@ def _fa4_documents(softcap, ends, longest, scale, causal, window):
     return _fa4_scores(scale, causal, window, softcap) | lengths
 
 
-def _fa4_varlen_forward(q, k, v, *documents, into=(None, None), softcap=0.0):
+def _fa4_varlen_forward(q, k, v, *documents, into=(None, None), softcap=None):
     options = _fa4_documents(softcap, *documents)
     return _call_fa4("_flash_attn_fwd", q, k, v, **options, return_lse=True, out=into[0], lse=into[1])[:2]
 
 
-def _fa4_varlen_backward(dout, q, k, v, out, lse, *documents, into=(None, None, None), softcap=0.0):
+def _fa4_varlen_backward(dout, q, k, v, out, lse, *documents, into=(None, None, None), softcap=None):
     options = _fa4_documents(softcap, *documents)
     options["deterministic"] = torch.are_deterministic_algorithms_enabled()
     dq, dk, dv = into

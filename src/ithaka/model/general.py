@@ -525,7 +525,7 @@ class _Probe:
         try:
             self._set_index(index)
             same = self._read_call() == replace(self.facts, num_outputs=None, skippable=())
-            other = self._run_transformers(0)["output"]
+            other: Any = self._run_transformers(0)["output"]
         except Exception:
             return False  # its own probe names the problem
         finally:
