@@ -26,6 +26,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from ithaka.attention.blocks import Docs
+from ithaka.layer.routing import Routing
 from ithaka.layer.schedule import LayerSchedule, SavedActivations, StageOutput
 from ithaka.layer.stages import StagedAttention
 from ithaka.layer.tiles import GradSum, sum_dtype, tile_slices
@@ -195,6 +196,9 @@ class LayerRuns:
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
             self.forward = torch.compile(type(layer).forward, dynamic=False)
             self.run_and_drop = torch.compile(_drop_result(type(layer).forward), dynamic=False)
+        self.routers: list[nn.Module] = []
+        self.router_index = 0  # of the logits in a router's output
+        self.router_logits: list[Tensor] = []  # of the last `finish`
         # A compiler drops them itself.
         self.skipped = [_SkippedLinear(layer.get_submodule(path)) for path in facts.skippable if not compiles]
 
@@ -222,9 +226,15 @@ class LayerRuns:
             stack.enter_context(compute_like_autocast(x_tD))
             for linear in self.skipped:
                 stack.enter_context(linear)
+            self.router_logits = []
+            for router in self.routers:
+                stack.enter_context(router.register_forward_hook(self._record_router))
             answer = Answer(out_tHK[..., : self.facts.v_head_dim])
             y = arguments.call(self.forward, self.layer, x_tD[None].to(sum_dtype(x_tD.dtype)), answer)
         return (y[0] if isinstance(y, tuple) else y)[0].to(x_tD.dtype)
+
+    def _record_router(self, router: nn.Module, args: Any, output: Any) -> None:
+        self.router_logits.append(output[self.router_index] if isinstance(output, tuple) else output)
 
 
 def compute_like_autocast(x: Tensor) -> Any:
@@ -270,6 +280,9 @@ class GeneralLayer(LayerSchedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.runs = LayerRuns(self.name, self.layer, self.parts, self.layout.compile)
+        if self.batch.routing is not None:
+            self.runs.routers = self.batch.routing.find_routers(self.layer)
+            self.runs.router_index = self.batch.routing.recorder.index
 
     def __call__(self, x_1sD: Tensor, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         facts, docs = self.parts, self.batch.docs
@@ -278,6 +291,11 @@ class GeneralLayer(LayerSchedule):
         docs = docs if facts.chunk is None else docs.split(facts.chunk)
         y_1sD = super().__call__(x_1sD[0], arguments, docs)
         return y_1sD if facts.num_outputs is None else (y_1sD, *[None] * (facts.num_outputs - 1))
+
+    @property
+    def _routing(self) -> Routing:
+        assert self.batch.routing is not None
+        return self.batch.routing
 
     def _other_inputs(self, positions: Arguments) -> list[Tensor]:
         return [leaf for _, leaf in positions.trained]
@@ -311,17 +329,20 @@ class GeneralLayer(LayerSchedule):
             arguments, out_tHK = saved.positions.tile(rows), self._join_heads(outs_ctnK)
             if saved.policy.mlp:
                 saved.graphs.append(graph := self._finish_with_graph(x_tD, out_tHK, arguments))
-                y_sD[rows] = graph[-1].detach()
+                y_sD[rows] = graph[3].detach()
             else:
                 with torch.no_grad():
                     y_sD[rows] = self.runs.finish(x_tD, out_tHK, arguments)
+            for logits_tE in self.runs.router_logits:
+                self._routing.add(logits_tE.detach(), rows)
 
     def _finish_with_graph(
         self, x_tD: Tensor, out_tHK: Tensor, arguments: Arguments
-    ) -> tuple[Tensor, Tensor, Arguments, Tensor]:
+    ) -> tuple[Tensor, Tensor, Arguments, Tensor, list[Tensor]]:
+        """Return the inputs of run 2 as leaves, its output, and its router logits."""
         with torch.enable_grad():
             leaves = x_tD.detach().requires_grad_(), out_tHK.detach().requires_grad_(), arguments.detach()
-            return *leaves, self.runs.finish(*leaves)
+            return *leaves, self.runs.finish(*leaves), self.runs.router_logits
 
     # ---- sinks: one more logit per head, without a value. Applied to the merged softmax, it needs no kernel.
 
@@ -360,11 +381,13 @@ class GeneralLayer(LayerSchedule):
         saved.dout_sHK = dy_sD.new_empty(len(dy_sD), self.parts.num_heads, self.parts.head_dim)
         for rows, x_tD, outs_ctnK in self._tiles_with_attention(saved, outputs):
             if saved.graphs:
-                x_tD, out_tHK, arguments, y_tD = saved.graphs.popleft()
+                graph = saved.graphs.popleft()
             else:
-                out_tHK, arguments = self._join_heads(outs_ctnK), saved.positions.tile(rows)
-                x_tD, out_tHK, arguments, y_tD = self._finish_with_graph(x_tD, out_tHK, arguments)
+                graph = self._finish_with_graph(x_tD, self._join_heads(outs_ctnK), saved.positions.tile(rows))
+            x_tD, out_tHK, arguments, y_tD, router_logits = graph
             pairs = [(y_tD, dy_sD[rows])]
+            with torch.enable_grad():
+                pairs += [self._routing.output_and_grad(logits_tE, rows) for logits_tE in router_logits]
             dx_tD, dout_tHK = self._tile_backward(pairs, [x_tD, out_tHK], arguments, saved, rows, grads)
             dy_sD[rows], saved.dout_sHK[rows] = dx_tD, dout_tHK
 
@@ -468,3 +491,4 @@ class Batch:
 
     docs: Docs | None = None
     num_positions: int = 0
+    routing: Routing | None = None  # if the model has a load-balancing loss

@@ -28,6 +28,7 @@ class Share:
     ids_s: Tensor
     positions_s: Tensor
     labels_s: Tensor | None  # already shifted
+    real_s: Tensor  # bool: not padding
     docs: Docs  # documents of the full sequence, and which ring member has which tokens
     num_valid: int  # valid labels of all cp ranks
     num_positions: int  # 1 + the largest position on any cp rank
@@ -66,6 +67,7 @@ def take_share(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share:
         ids_s=_take_own(ids_BN, mesh, deal, 0),
         positions_s=_take_own(positions_BN, mesh, deal, 0),
         labels_s=None if shifted_BN is None else _take_own(shifted_BN, mesh, deal, IGNORE_INDEX),
+        real_s=_take_own(torch.ones_like(ids_BN, dtype=torch.bool) if mask_BN is None else mask_BN, mesh, deal, False),
         docs=Docs((*starts, *ends), deal, mesh.ring_group.rank()),
         num_valid=0 if shifted_BN is None else int((shifted_BN != IGNORE_INDEX).sum()),
         num_positions=1 + int(positions_BN.max()),

@@ -287,9 +287,20 @@ def _forward(
         return ParallelOutput(logits=head)
     tokens = head if call.per_token else None
     own = head if tokens is None else -tokens.logprobs.sum() / call.divisor
+    routing = model.ithaka_decoder and model.ithaka_decoder.batch.routing
+    if routing is not None:
+        # Averaged over data-parallel groups and, by their tokens, over micro-batches.
+        weight = call.num_tokens / call.divisor / call.mesh.dp_size
+        own = own + routing.loss(x_sD, call.mesh.cp_group, weight)
     loss = _GlobalSum.apply(own)
     guard_backward(model, [loss, *(tokens or ())])
-    return ParallelOutput(loss=loss, num_tokens=call.num_tokens, tokens=tokens, docs=share.docs, own_loss=own.detach())
+    return ParallelOutput(
+        loss=loss,
+        num_tokens=call.num_tokens,
+        tokens=tokens,
+        docs=share.docs,
+        own_loss=own.detach(),
+    )
 
 
 def _run_streamed_layers(model: PreTrainedModel, call: CheckedCall) -> Tensor:

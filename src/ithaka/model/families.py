@@ -26,7 +26,7 @@ GENERAL_PATCHABLE = re.compile(r"model\.embed_tokens|.*rotary.*|model\.layers\.\
 
 def has_known_layers(model: PreTrainedModel) -> bool:
     """Whether the layers map to LayerParts. Others run as they are, on the general path."""
-    return model.config.model_type in FAMILIES
+    return model.config.model_type in FAMILIES and not getattr(model.config, "output_router_logits", False)
 
 
 def map_layer(model: PreTrainedModel, index: int) -> LayerParts:
@@ -54,7 +54,7 @@ def check_supported(model: PreTrainedModel) -> None:
     if isinstance(model, FSDPModule):
         raise ConfigError("the model is already sharded; call parallelize once, on the model as Hugging Face loads it")
     config = model.config
-    for name in ("attention_dropout", "output_router_logits", "router_jitter_noise"):
+    for name in ("attention_dropout", "router_jitter_noise"):
         if value := getattr(config, name, None):
             raise ConfigError(f"{name}={value} is not supported; set it to 0 or false in config.json")
     known = has_known_layers(model)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
+from transformers.utils.output_capturing import OutputRecorder
 
 from ithaka.config import ConfigError
 from ithaka.layer.general import (
@@ -30,6 +31,7 @@ from ithaka.layer.general import (
 )
 from ithaka.layer.linear import as_linear, is_linear
 from ithaka.layer.loss import GraphHead, Head, LinearHead
+from ithaka.layer.routing import Routing
 from ithaka.layer.tiles import sum_dtype
 from ithaka.model.calls import CheckedCall
 
@@ -75,6 +77,7 @@ def prepare_decoder(model: PreTrainedModel, device: torch.device) -> Decoder:
         recorder = _Recorder(model, _isolate_config(model))
         facts = _probe_layers(model, recorder, device)
         norm, has_plain_logits = recorder.find_norm(base), _has_plain_logits(model)
+        batch.routing = _find_routing(model, len(base.layers))
     for module in _rotary_modules(model):
         module.forward = _ExactRotary(module, batch)
     if norm is not None:
@@ -103,6 +106,8 @@ def run_decoder(model: PreTrainedModel, decoder: Decoder, call: CheckedCall) -> 
     """Run the model's own forward on this rank's tokens, up to its last norm; return x_sD."""
     share, batch = call.share, decoder.batch
     batch.docs, batch.num_positions = share.docs, call.num_positions
+    if batch.routing is not None:
+        batch.routing.start(share.real_s)
     inputs = {"input_ids": share.ids_s[None], "position_ids": share.positions_s[None]}
     x_1sD = model.model(**inputs, use_cache=False).last_hidden_state
     batch.docs = None
@@ -119,18 +124,23 @@ def make_head(model: PreTrainedModel, decoder: Decoder) -> Head:
     def run(x_tD: Tensor) -> Tensor:
         with compute_like_autocast(x_tD):
             h_1tD = norm(x_tD[None].to(sum_dtype(x_tD.dtype)))
-            return _run_after_layers(model, h_1tD, _BareModule(lm_head))[0]
+            return _run_after_layers(model, h_1tD, _BareModule(lm_head)).logits[0]
 
     return GraphHead(run, [*lm_head.parameters(), *norm.parameters()])
 
 
-def _run_after_layers(model: PreTrainedModel, hidden: Tensor, lm_head: nn.Module) -> Tensor:
-    """Return the logits of the model's forward, with another head, and with a base model that returns `hidden`."""
+def _run_after_layers(
+    model: PreTrainedModel, hidden: Tensor, lm_head: nn.Module, router_logits: Any = None, **inputs: Any
+) -> Any:
+    """Run the model's forward with another head, and with a base model that returns `hidden`."""
     base, own_head = model.model, model.lm_head
-    base.forward = lambda **inputs: _BaseModelOutput(last_hidden_state=hidden)
+    result = _BaseModelOutput(last_hidden_state=hidden, router_logits=router_logits)
+    base.forward = lambda *args, **kwargs: result
+    if hasattr(model.config, "output_router_logits"):
+        inputs.setdefault("output_router_logits", False)
     model._modules["lm_head"] = lm_head
     try:
-        return type(model).forward(model, input_ids=None, use_cache=False).logits
+        return type(model).forward(model, input_ids=None, use_cache=False, **inputs)
     finally:
         model._modules["lm_head"] = own_head
         del base.forward
@@ -138,7 +148,35 @@ def _run_after_layers(model: PreTrainedModel, hidden: Tensor, lm_head: nn.Module
 
 def _has_plain_logits(model: PreTrainedModel) -> bool:
     logits = torch.randn(1, 2, 3)
-    return torch.equal(_run_after_layers(model, torch.randn(1, 2, 4), _Constant(logits)), logits)
+    return torch.equal(_run_after_layers(model, torch.randn(1, 2, 4), _Constant(logits)).logits, logits)
+
+
+def _find_routing(model: PreTrainedModel, num_layers: int) -> Routing | None:
+    """The load-balancing loss, if the configuration has it. Refuses one that is not transformers' usual one."""
+    if not getattr(model.config, "output_router_logits", False):
+        return None
+    recorder = (model.model._can_record_outputs or {}).get("router_logits")
+    top_k = getattr(model.config, "num_experts_per_tok", None) or getattr(model.config, "moe_k", None)
+    if not isinstance(recorder, OutputRecorder) or top_k is None:
+        raise _refusal(
+            model, "records its router logits in a way that is not supported; set output_router_logits=False"
+        )
+    logits = [torch.randn(5, model.num_experts) for _ in range(num_layers)]
+    hidden, labels = torch.randn(1, 5, 4), torch.zeros(1, 5, dtype=torch.long)
+    head = _Constant(torch.zeros(1, 5, model.config.vocab_size))
+    outputs = [
+        _run_after_layers(model, hidden, head, labels=labels, output_router_logits=on, router_logits=tuple(logits))
+        for on in (False, True)
+    ]
+    coefficient = getattr(model.config, "router_aux_loss_coef", 0.0)
+    routing = Routing(top_k, coefficient, recorder)
+    routing.start(torch.ones(5, dtype=torch.bool))
+    for layer_logits in logits:
+        routing.add(layer_logits, slice(0, 5))
+    added = outputs[1].loss - outputs[0].loss
+    if not torch.allclose(added, coefficient * routing.mean_loss(), rtol=1e-3, atol=1e-5):
+        raise _refusal(model, "has output_router_logits=True, but another load-balancing loss than the usual one")
+    return routing
 
 
 class _BaseModelOutput(dict):
@@ -187,6 +225,8 @@ def _isolate_config(model: PreTrainedModel) -> Any:
     one that it was made from, keep their attention."""
     own = copy.deepcopy(model.config)
     own._attn_implementation = ATTENTION
+    if hasattr(own, "output_router_logits"):
+        own.output_router_logits = False  # the layers record them
     for module in model.modules():
         if getattr(module, "config", None) is model.config and module is not model:
             module.config = own
