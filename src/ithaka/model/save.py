@@ -35,14 +35,14 @@ def save_pretrained(model: Any, save_directory: str | Path, max_shard_size: int 
             raise ConfigError(f"save_pretrained({name}=...) is not supported by a parallel model; leave it out")
     base = getattr(model, "get_base_model", lambda: model)()
     base.reshard()  # after a forward without backward, the root's parameters are still gathered
-    adapter, params = find_active_adapter(base), dict(base.named_parameters())  # a tied weight is listed once
+    adapter, params = find_active_adapter(base), _saved_tensors(base)
     if adapter is None:
         pattern = "model{suffix}.safetensors"
         empty = {name: torch.empty(param.shape, dtype=param.dtype, device="meta") for name, param in params.items()}
         split = split_torch_state_dict_into_shards(empty, filename_pattern=pattern, max_shard_size=max_shard_size)
         files = split.filename_to_tensors
     else:
-        own = [name for name, param in params.items() if param.requires_grad or f".{adapter}." in name]
+        own = [name for name, param in base.named_parameters() if param.requires_grad or f".{adapter}." in name]
         files = {"adapter_model.safetensors": own}
     gathered, failure = _gather_files(base, files), None
     if base.ithaka_mesh.rank == 0:
@@ -54,9 +54,16 @@ def save_pretrained(model: Any, save_directory: str | Path, max_shard_size: int 
     raise_first(gather_objects(failure), f"save_pretrained({save_directory})")
 
 
+def _saved_tensors(base: Any) -> dict[str, Tensor]:
+    """Parameters, of which a tied one is listed once, and persistent buffers."""
+    stored = base.state_dict().keys()
+    buffers = {name: buffer for name, buffer in base.named_buffers() if name in stored}
+    return dict(base.named_parameters()) | buffers
+
+
 def _gather_files(base: Any, files: dict[str, list[str]]) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Each file with its full tensors, which only rank 0 keeps."""
-    mesh, params = base.ithaka_mesh, dict(base.named_parameters())
+    mesh, params = base.ithaka_mesh, _saved_tensors(base)
     for file, names in files.items():
         tensors = {}
         for name in names:

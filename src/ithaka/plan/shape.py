@@ -229,7 +229,10 @@ def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> M
     name = values.get("model_type")
     if name not in PLANNED_FAMILIES:
         families = ", ".join(PLANNED_FAMILIES)
-        raise ConfigError(f"model_type={name} of {source} is not supported; use one of the families {families}")
+        raise ConfigError(
+            f"model_type={name} of {source} cannot be planned yet; use one of the families {families}, or call "
+            "ithaka.parallelize with a layout"
+        )
     if quantised := values.get("quantization_config"):
         method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
         raise ConfigError(f"model.path={source} is quantized ({method}); use weights in bfloat16 or float32")
