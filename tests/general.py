@@ -1,0 +1,144 @@
+"""A decoder on the general path beside the plain one: loss, logits and every gradient."""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from decoders import Wide
+from ithaka.dist.mesh import make_mesh
+from ithaka.layer.general import LayerRuns
+from ithaka.layer.loss import GraphHead
+from ithaka.layer.store import Store
+from ithaka.layout import Layout
+from ithaka.model.build import parallelize_model
+from models import CONSTRUCTING
+from parity import Errors, plain_sum, random_ids, relative
+from threads import on_threads
+
+
+@contextmanager
+def wide_runs() -> Iterator[None]:
+    """Run the tiles of fp64 layers under `Wide`, also in backward: autograd does not enter the caller's modes."""
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((LayerRuns, "capture"), (LayerRuns, "finish"), (GraphHead, "run")):
+            patch.setattr(owner, name, _widen(getattr(owner, name)))
+        yield
+
+
+def _widen(run: Callable) -> Callable:
+    def run_wide(self, x: Tensor, *args):
+        with Wide() if x.dtype == torch.float64 else nullcontext():
+            return run(self, x, *args)
+
+    return run_wide
+
+
+def layer_name(param_name: str) -> str:
+    """The decoder layer of a parameter, or the module around the layers."""
+    head, found, tail = param_name.partition("layers.")
+    return head + found + tail.split(".")[0] if found else param_name.rpartition(".")[0]
+
+
+def gradient_errors(model: nn.Module, plain: nn.Module) -> Errors:
+    """The largest error in this rank's shard of each gradient, in units of the layer's largest gradient."""
+    wanted = {name: param.grad for name, param in plain.named_parameters()}
+    largest: dict[str, float] = {}
+    for name, grad in wanted.items():
+        size = 0.0 if grad is None else float(grad.abs().max())
+        largest[layer_name(name)] = max(largest.get(layer_name(name), 0.0), size)
+    params, errors = dict(model.named_parameters()), {}
+    assert set(params) == set(wanted)
+    for name, expected in wanted.items():
+        grad = params[name].grad
+        assert (grad is None) == (expected is None), f"{name}: gradient {grad}, not {expected}"
+        if expected is None:
+            continue
+        rank, mesh = grad.device_mesh.get_local_rank(grad.device_mesh.ndim - 1), grad.device_mesh
+        shards = expected.chunk(mesh.size(-1))
+        difference = grad.to_local() - (shards[rank] if rank < len(shards) else expected[:0])
+        error = float(difference.abs().max()) if difference.numel() else 0.0
+        errors[name] = error / (largest[layer_name(name)] or 1.0)
+    return errors
+
+
+def add_lora(model: nn.Module, **settings) -> nn.Module:
+    """A PeftModel with random A and B: with PEFT's initial B of zero, A has no gradient."""
+    with CONSTRUCTING, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(model, LoraConfig(**{"r": 3, "lora_alpha": 5, **settings}))
+    generator = torch.Generator().manual_seed(8)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.requires_grad:
+                param.copy_(0.3 * torch.randn(param.shape, generator=generator, dtype=torch.float64))
+    return model
+
+
+def mean_loss(plain: nn.Module, ids: Tensor, labels: Tensor, **inputs) -> Tensor:
+    return plain_sum(plain, ids, labels, **inputs) / (labels[:, 1:] != -100).sum()
+
+
+def compare(
+    plain: nn.Module,
+    layout: Layout | None = None,
+    plain_loss: Callable[[nn.Module], Tensor] | None = None,
+    *,
+    dp: int = 1,
+    rows: int = 1,
+    tokens: int = 24,
+    wide: bool = True,
+    logits: bool = False,
+    **inputs: Tensor,
+) -> list[Errors]:
+    """Errors of every rank of a parallel copy of `plain`. Inputs have the rows of all data-parallel ranks.
+
+    Gradients and loss are compared with those of `plain_loss`, by default of the same inputs; `logits`: of a call
+    without labels, too.
+    """
+    layout = layout or Layout()
+    mode = Wide if wide else nullcontext
+    ids = inputs.pop("input_ids") if "input_ids" in inputs else random_ids(rows * dp, tokens)
+    labels = inputs.pop("labels") if "labels" in inputs else ids
+    models = [copy.deepcopy(plain) for _ in range(layout.cp * dp)]
+    with mode():
+        loss = mean_loss(plain, ids, labels, **inputs) if plain_loss is None else plain_loss(plain)
+        if logits:
+            with torch.no_grad():
+                wanted_logits = plain(input_ids=ids, use_cache=False, **inputs).logits
+    loss.backward()
+
+    def work() -> Errors:
+        mesh = make_mesh(layout.cp, ring=layout.ring)
+        model = parallelize_model(models[mesh.rank], mesh=mesh, layout=layout, store=Store(mesh.device))
+        mine = slice(mesh.dp_rank * len(ids) // dp, (mesh.dp_rank + 1) * len(ids) // dp)
+        given = {name: value[mine] for name, value in inputs.items()}
+        errors = {}
+        with mode():
+            if logits:
+                with torch.no_grad():
+                    got = model(input_ids=ids[mine], **given).logits
+                errors["logits"] = relative(got, wanted_logits[mine])
+            own_loss = model(input_ids=ids[mine], labels=labels[mine], **given).loss
+        own_loss.backward()
+        errors["loss"] = relative(own_loss.detach(), loss.detach())
+        return {**errors, **gradient_errors(model, plain)}
+
+    with wide_runs() if wide else nullcontext():
+        return on_threads(layout.cp * dp, work)
+
+
+def worst(errors_of_ranks: list[Errors]) -> tuple[float, str]:
+    return max((error, name) for errors in errors_of_ranks for name, error in errors.items())
+
+
+def assert_equal(errors_of_ranks: list[Errors], tolerance: float = 1e-10) -> None:
+    for errors in errors_of_ranks:
+        assert errors
+        wrong = {name: error for name, error in errors.items() if not error < tolerance}
+        assert not wrong

@@ -1,0 +1,197 @@
+"""Decoders on the general path: loss, logits and every gradient equal plain transformers, in fp64 throughout."""
+
+import pytest
+import torch
+
+from decoders import DECODERS, tiny_decoder
+from general import add_lora, assert_equal, compare
+from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
+from parity import plain_sum, random_ids
+
+HOST = ActivationPolicy("host", "host")
+ATTENTION = ActivationPolicy("device", "device")
+PROJECTIONS = ActivationPolicy("device", "device", projections=True)
+DOCUMENTS = (7, 1, 9, 4)  # on 2 and 4 ranks they end in the middle of shards
+
+
+@pytest.fixture(autouse=True)
+def quiet_transformers():
+    """Tiny configurations make transformers warn about their rope parameters."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    yield
+    logging.set_verbosity(before)
+
+
+def documents(*names: str):
+    """Packed documents, and the loss of plain transformers run on each document by itself."""
+    ids = random_ids(1, sum(DOCUMENTS))
+    positions = torch.cat([torch.arange(n) for n in DOCUMENTS])[None]
+    numbers = torch.arange(len(DOCUMENTS)).repeat_interleave(torch.tensor(DOCUMENTS))[None]
+    labels = ids.masked_fill(positions == 0, -100)
+
+    def each_alone(plain):
+        parts = [part for part in ids.split(DOCUMENTS, dim=1) if part.shape[1] > 1]
+        return sum(plain_sum(plain, part, part) for part in parts) / (labels[:, 1:] != -100).sum()
+
+    given = {"document_ids": numbers, "position_ids": positions}
+    return {"input_ids": ids, "labels": labels, "plain_loss": each_alone} | {name: given[name] for name in names}
+
+
+def padding():
+    """Two rows, the second padded at its end."""
+    ids, mask = random_ids(2, 19), torch.ones(2, 19, dtype=torch.long)
+    mask[1, 12:] = 0
+    return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+
+
+STAGES = {"heads_per_stage": 4, "tile_tokens": 5}
+CASES = {  # family, changes to its configuration, layout, inputs
+    "sinks in a ring, in stages, of documents": (
+        "gpt_oss",
+        {"num_hidden_layers": 2},
+        Layout(4, ring=2, heads_per_stage=4, tile_tokens=4),
+        documents("document_ids"),
+    ),
+    "softcap of scores and logits, everything kept": (
+        "gemma2",
+        {"num_hidden_layers": 2},
+        Layout(2, kept=(EVERYTHING,) * 2, **STAGES),
+        {},
+    ),
+    "two rope bases, on the host": ("gemma3_text", {}, Layout(2, kept=(HOST,) * 2, **STAGES), {}),
+    "two rope bases, documents found in positions": ("gemma3_text", {}, Layout(2), documents("position_ids")),
+    "narrow v, experts after a dense layer": (
+        "deepseek_v3",
+        {"num_hidden_layers": 2},
+        Layout(2, kept=(PROJECTIONS, EVERYTHING), **STAGES),
+        {},
+    ),
+    "partial rotary, padding": (
+        "glm4",
+        {"num_hidden_layers": 2},
+        Layout(1, kept=(ATTENTION, PROJECTIONS), tile_tokens=5),
+        padding(),
+    ),
+    "a layer without rope": ("smollm3", {}, Layout(4, heads_per_stage=4, tile_tokens=4), {}),
+    "multipliers around the layers, in a ring": (
+        "granite",
+        {"num_hidden_layers": 2},
+        Layout(2, ring=2, tile_tokens=7),
+        {},
+    ),
+    "experts, padding on two ranks": ("qwen2_moe", {"num_hidden_layers": 2}, Layout(2, **STAGES), padding()),
+    "experts, both kinds of document inputs": (
+        "ernie4_5_moe",
+        {"num_hidden_layers": 2},
+        Layout(2, ring=2),
+        documents("document_ids", "position_ids"),
+    ),
+    "parallel attention and MLP, windows": ("cohere2", {}, Layout(), {}),
+    "biases, tied embeddings": ("starcoder2", {"num_hidden_layers": 2}, Layout(4), {}),
+    "data parallel": ("exaone4", {}, Layout(2, tile_tokens=7), {"dp": 2}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_plain_transformers(case):
+    family, changes, layout, inputs = CASES[case]
+    compares_logits = "plain_loss" not in inputs and "attention_mask" not in inputs
+    assert_equal(compare(tiny_decoder(family, **changes), layout, logits=compares_logits, **inputs))
+
+
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ADAPTERS = {  # family, layout, PEFT's settings
+    "every linear map": (
+        "olmo2",
+        Layout(2, tile_tokens=5, heads_per_stage=4),
+        {"target_modules": [*LINEARS, "lm_head"]},
+    ),
+    "fused projections": ("phi3", Layout(), {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj"]}),
+    "a norm and the head": (
+        "olmo2",
+        Layout(2, ring=2),
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "q_norm"]},
+    ),
+    "everything kept": (
+        "glm4",
+        Layout(2, kept=(EVERYTHING,) * 2, tile_tokens=5),
+        {"target_modules": ["v_proj", "o_proj", "down_proj"], "use_rslora": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_adapters_equal_peft(case):
+    family, layout, settings = ADAPTERS[case]
+    plain = add_lora(tiny_decoder(family, num_hidden_layers=2), **settings)
+    errors = compare(plain, layout)
+    assert_equal(errors)
+    trained = sum(param.requires_grad for param in plain.parameters())
+    assert all(len(each) == 1 + trained for each in errors)
+
+
+FROZEN = {
+    "all but attention": lambda name: "self_attn" not in name,
+    "attention": lambda name: "self_attn" in name,
+    "the layers": lambda name: "layers" in name,
+    "everything below the last layer": lambda name: "layers.1" not in name and "lm_head" not in name,
+    "sinks and norms": lambda name: "sinks" in name or "norm" in name,
+}
+
+
+@pytest.mark.parametrize("kept", [(), (EVERYTHING, EVERYTHING)], ids=["recomputed", "kept"])
+def test_frozen_parameters_have_no_gradient(kept):
+    for frozen in FROZEN.values():
+        plain = tiny_decoder("gpt_oss", num_hidden_layers=2)
+        for name, param in plain.named_parameters():
+            param.requires_grad_(not frozen(name))
+        assert_equal(compare(plain, Layout(1, tile_tokens=7, kept=kept), tokens=13))
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text"])
+def test_fp32_parts_of_a_family_round_as_in_transformers(family):
+    """Without `Wide`, norms and softmaxes of both sides round to fp32."""
+    changes = {"num_hidden_layers": 2}
+    assert_equal(compare(tiny_decoder(family, **changes), Layout(2, **STAGES), wide=False), tolerance=1e-6)
+
+
+LAYOUTS = {
+    "one rank": Layout(),
+    "two ranks": Layout(2, heads_per_stage=4, tile_tokens=5),
+    "four ranks": Layout(4, tile_tokens=4),
+    "ring": Layout(4, ring=2, heads_per_stage=4, tile_tokens=4),
+}
+INPUTS = {
+    "plain": dict,
+    "documents": lambda: documents("document_ids"),
+    "positions": lambda: documents("position_ids"),
+    "padding": padding,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_every_family_and_layout(family, layout, inputs):
+    plain = tiny_decoder(family)
+    assert_equal(compare(plain, LAYOUTS[layout], **INPUTS[inputs]()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("policy", [HOST, ATTENTION, PROJECTIONS, EVERYTHING])
+def test_every_family_and_policy(family, policy):
+    plain = tiny_decoder(family)
+    kept = (policy,) * plain.config.num_hidden_layers
+    assert_equal(compare(plain, Layout(2, heads_per_stage=4, tile_tokens=5, kept=kept)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", DECODERS)
+def test_every_family_with_adapters(family):
+    plain = add_lora(tiny_decoder(family), target_modules="all-linear")
+    assert_equal(compare(plain, Layout(2, heads_per_stage=4, tile_tokens=5)))
