@@ -1,12 +1,19 @@
 """Decoders on the general path: loss, logits and every gradient equal plain transformers, in fp64 throughout."""
 
+import copy
+
 import pytest
 import torch
+from torch.nn import functional as F
 
-from decoders import DECODERS, tiny_decoder
-from general import add_lora, assert_equal, compare
+import ithaka
+from decoders import DECODERS, Wide, tiny_decoder
+from general import add_lora, assert_equal, compare, gradient_errors, mean_loss, wide_runs
+from ithaka.dist.mesh import make_mesh
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
-from parity import plain_sum, random_ids
+from ithaka.model.build import parallelize_model
+from parity import plain_sum, random_ids, relative
+from threads import on_threads
 
 HOST = ActivationPolicy("host", "host")
 ATTENTION = ActivationPolicy("device", "device")
@@ -156,6 +163,69 @@ def test_fp32_parts_of_a_family_round_as_in_transformers(family):
     """Without `Wide`, norms and softmaxes of both sides round to fp32."""
     changes = {"num_hidden_layers": 2}
     assert_equal(compare(tiny_decoder(family, **changes), Layout(2, **STAGES), wide=False), tolerance=1e-6)
+
+
+def on_two_ranks(family, function, **changes):
+    """Call function(model) on each rank with a parallel copy, and function(plain) with the plain model."""
+    plain = tiny_decoder(family, num_hidden_layers=2, **changes)
+    models = [copy.deepcopy(plain) for _ in range(2)]
+    with Wide():
+        expected = function(plain)
+
+    def work():
+        mesh = make_mesh(2)
+        model = parallelize_model(models[mesh.rank], mesh=mesh, layout=Layout(2, heads_per_stage=4, tile_tokens=5))
+        with Wide():
+            got = function(model)
+        return {"result": relative(got.detach(), expected.detach())} | gradient_errors(model, plain)
+
+    with wide_runs():
+        return on_threads(2, work)
+
+
+def test_token_logprobs_are_differentiable():
+    """gemma2: the logits are capped after the head."""
+    ids = random_ids(2, 19)
+
+    def weighted(model):
+        if hasattr(model, "ithaka_mesh"):
+            logprobs, entropies, _ = ithaka.token_logprobs(model, ids, ids)
+        else:
+            log_p = model(input_ids=ids, use_cache=False).logits[:, :-1].log_softmax(-1)
+            logprobs = F.pad(log_p.gather(-1, ids[:, 1:, None])[..., 0], (1, 0))
+            entropies = F.pad(-(log_p.exp() * log_p).sum(-1), (1, 0))
+        weights = torch.linspace(-1, 2, ids.numel(), dtype=torch.float64).view_as(ids)
+        (weights * logprobs + entropies.square()).sum().backward()
+        return torch.stack([logprobs, entropies])
+
+    assert_equal(on_two_ranks("gemma2", weighted))
+
+
+def test_logits_are_differentiable():
+    """granite: the logits are scaled after the head."""
+    ids = random_ids(1, 19)
+
+    def squared(model):
+        logits = model(input_ids=ids).logits
+        logits.square().sum().backward()
+        return logits
+
+    assert_equal(on_two_ranks("granite", squared))
+
+
+def test_evaluation_keeps_no_graph():
+    ids = random_ids(2, 19)
+
+    def evaluate(model):
+        model.eval()
+        with torch.no_grad():
+            if not hasattr(model, "ithaka_mesh"):
+                return mean_loss(model, ids, ids)
+            loss = model(input_ids=ids, labels=ids).loss
+        assert not loss.requires_grad
+        return loss
+
+    assert_equal(on_two_ranks("gpt_oss", evaluate))
 
 
 LAYOUTS = {
