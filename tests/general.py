@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from decoders import Wide
 from ithaka.dist.mesh import make_mesh
 from ithaka.layer.general import LayerRuns
-from ithaka.layer.loss import GraphHead
+from ithaka.layer.loss import GraphHead, LinearHead
 from ithaka.layer.store import Store
 from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model
@@ -26,7 +26,8 @@ from threads import on_threads
 def wide_runs() -> Iterator[None]:
     """Run the tiles of fp64 layers under `Wide`, also in backward: autograd does not enter the caller's modes."""
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((LayerRuns, "capture"), (LayerRuns, "finish"), (GraphHead, "run")):
+        runs = (LayerRuns, "capture"), (LayerRuns, "finish"), (GraphHead, "run"), (LinearHead, "run")
+        for owner, name in runs:
             patch.setattr(owner, name, _widen(getattr(owner, name)))
         yield
 

@@ -1,0 +1,332 @@
+"""The general layer runs a layer's forward several times per call, and nobody notices."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from decoders import Wide, tiny_decoder
+from general import add_lora, assert_equal, compare, wide_runs
+from ithaka.layout import EVERYTHING, Layout
+from ithaka.model.build import parallelize_model
+from models import CONSTRUCTING
+from parity import random_ids, relative
+from refusals import assert_raises
+
+IDS = random_ids(1, 24)
+LAYOUTS = {"recomputed": Layout(tile_tokens=7), "kept": Layout(tile_tokens=7, kept=(EVERYTHING,) * 2)}
+REGISTER = {
+    "forward hook": "register_forward_hook",
+    "forward pre-hook": "register_forward_pre_hook",
+    "backward hook": "register_full_backward_hook",
+    "backward pre-hook": "register_full_backward_pre_hook",
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet_transformers():
+    """Tiny configurations make transformers warn about their rope parameters."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    yield
+    logging.set_verbosity(before)
+
+
+def make(family: str = "olmo2", **changes):
+    return tiny_decoder(family, **{"num_hidden_layers": 2, **changes})
+
+
+def state_of(model: nn.Module) -> dict:
+    """What a run could leave behind in modules and in this thread."""
+    modules = {
+        name: ({k: id(v) for k, v in vars(module).items() if k == "forward"}, len(module._forward_hooks))
+        for name, module in model.named_modules()
+    }
+    modes = (
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_inference_mode_enabled(),
+        len(torch.overrides._get_current_function_mode_stack()),
+    )
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    return {"modules": modules, "modes": modes, "buffers": {name: b.tolist() for name, b in buffers.items()}}
+
+
+# ---- hooks
+
+
+def record(calls, module, *values):
+    """The second value of each hook: its inputs or gradients, or its output."""
+    tensors = [value for each in values for value in (each if isinstance(each, tuple) else (each,))]
+    calls.append([tensor.detach().clone() for tensor in tensors if isinstance(tensor, torch.Tensor)])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", REGISTER)
+def test_a_hook_on_a_layer_is_called_once_with_the_values_of_plain_transformers(kind, layout):
+    plain, calls = make(), {"plain": [], "parallel": []}
+    model = parallelize_model(copy.deepcopy(plain), layout=LAYOUTS[layout])
+    for name, each in (("plain", plain), ("parallel", model)):
+        getattr(each.model.layers[1], REGISTER[kind])(partial(record, calls[name]))
+    with Wide(), wide_runs():
+        for each in (plain, model):
+            out = each(input_ids=IDS, use_cache=False).logits
+            out.square().sum().backward()
+    assert len(calls["plain"]) == len(calls["parallel"]) == 1
+    (expected,), (got,) = calls["plain"], calls["parallel"]
+    assert len(expected) == len(got) > 0
+    for a, b in zip(got, expected, strict=True):
+        assert relative(a, b) < 1e-10
+
+
+INNER = ["self_attn", "self_attn.q_proj", "mlp", "mlp.down_proj", "post_attention_layernorm"]
+
+
+@pytest.mark.parametrize("kind", REGISTER)
+def test_a_hook_inside_a_layer_or_around_them_is_refused(kind):
+    model, parallel = make(), parallelize_model(make())
+    for name in (*(f"model.layers.1.{name}" for name in INNER), "model", "model.norm", "model.rotary_emb", "lm_head"):
+        for each, call in ((model, partial(parallelize_model, model)), (parallel, partial(parallel, input_ids=IDS))):
+            handle = getattr(each.get_submodule(name), REGISTER[kind])(lambda *args: None)
+            assert_raises(call, f"{name} has a {kind}")
+            handle.remove()
+
+
+def test_gradient_checkpointing_changes_nothing():
+    plain = make()
+    plain.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_equal(compare(plain, Layout(tile_tokens=7), wide=False), tolerance=1e-6)
+
+
+def test_a_layer_wrapped_by_the_compiler_is_refused():
+    model = make()
+    model.model.layers[0] = torch.compile(model.model.layers[0])
+    assert_raises(lambda: parallelize_model(model), "layers.0")
+
+
+@pytest.mark.xfail(strict=True, reason="the first call raises a TypeError instead")
+def test_a_layer_compiled_in_place_is_refused():
+    """At the latest by its first call."""
+    model = make()
+    model.model.layers[1].compile(backend="eager")
+    assert_raises(lambda: parallelize_model(model)(input_ids=IDS, labels=IDS), "layers.1")
+
+
+# ---- what runs leave behind
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma2"])
+def test_a_call_leaves_no_hook_mode_or_patch_behind(family, layout):
+    model = parallelize_model(make(family, dtype=torch.float32), layout=LAYOUTS[layout])
+    before = state_of(model)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    assert state_of(model) == before
+    with torch.no_grad():
+        model(input_ids=IDS)
+    assert state_of(model) == before
+
+
+def test_bf16_leaves_no_autocast_behind():
+    layout = Layout(tile_tokens=7, dtype="bfloat16")
+    model = parallelize_model(make(dtype=torch.float32), layout=layout)
+    before = state_of(model)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    assert state_of(model) == before and not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.xfail(strict=True, reason="the probe draws from the global random generator")
+def test_building_a_model_leaves_nothing_behind():
+    plain, generator = make("gemma3_text"), torch.get_rng_state()
+    names, state = [name for name, _ in plain.named_parameters()], state_of(plain)
+    values = {name: param.detach().clone() for name, param in plain.named_parameters()}
+    model = parallelize_model(plain)
+    assert [name for name, _ in model.named_parameters()] == names
+    assert all(torch.equal(param.full_tensor(), values[name]) for name, param in model.named_parameters())
+    assert state_of(model)["modes"] == state["modes"] and state_of(model)["buffers"] == state["buffers"]
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_a_call_draws_no_random_numbers():
+    model, generator = parallelize_model(make("qwen2_moe")), torch.get_rng_state()
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+@pytest.mark.parametrize("fails_in", ["input", "mlp", "backward"])
+def test_an_error_inside_a_run_leaves_nothing_behind(fails_in):
+    """`mlp`: after the attention call, while some projections are skipped."""
+    model = parallelize_model(make(), layout=Layout(tile_tokens=7))
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    before = state_of(model)
+    layer = model.model.layers[1]
+    module = layer.self_attn.q_norm if fails_in == "input" else layer.mlp.act_fn
+
+    class Broken(type(module)):
+        def forward(self, x):
+            if fails_in != "backward" or torch.is_grad_enabled():
+                raise KeyError("broken")
+            return super().forward(x)
+
+    whole = type(module)
+    module.__class__ = Broken
+    with pytest.raises(KeyError, match="broken"):
+        model(input_ids=IDS, labels=IDS).loss.backward()
+    module.__class__ = whole
+    after = state_of(model)
+    assert after["modes"] == before["modes"] and after["modules"] == before["modules"]
+
+
+# ---- other models in the process
+
+
+def test_a_plain_model_of_the_same_configuration_keeps_its_attention():
+    first = make("gpt_oss")
+    config = first.config
+    expected = first(input_ids=IDS).logits
+    model = parallelize_model(copy.deepcopy(first))
+    shares_config = parallelize_model(_remake(first, config))
+    assert config._attn_implementation == "eager"
+    assert first.config is config and first.model.layers[0].self_attn.config is config
+    assert torch.equal(first(input_ids=IDS).logits, expected)
+    assert torch.equal(_remake(first, config)(input_ids=IDS).logits, expected)
+    for parallel in (model, shares_config):
+        assert relative(parallel(input_ids=IDS).logits, expected) < 1e-6
+    assert torch.equal(first(input_ids=IDS).logits, expected)
+
+
+@pytest.mark.xfail(strict=True, reason="the configuration names our attention")
+def test_a_plain_model_of_the_parallel_ones_configuration_works():
+    """For a reference, or to read back what was saved."""
+    first = make()
+    expected, model = first(input_ids=IDS).logits, parallelize_model(copy.deepcopy(first))
+    assert "ithaka" not in model.config.to_json_string()
+    again = _remake(first, copy.deepcopy(model.config))
+    assert relative(again(input_ids=IDS).logits, expected) < 1e-6
+
+
+def _remake(model, config):
+    with CONSTRUCTING:
+        other = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    other.load_state_dict(model.state_dict())
+    return other.train()
+
+
+def test_two_parallel_models_do_not_disturb_each_other():
+    plains = [make("gemma2"), make("gpt_oss")]
+    models = [parallelize_model(copy.deepcopy(plain), layout=Layout(tile_tokens=7)) for plain in plains]
+    with Wide(), wide_runs():
+        losses = [model(input_ids=IDS, labels=IDS).loss for model in models]
+        for loss in losses:
+            loss.backward()
+        for plain, model, loss in zip(plains, models, losses, strict=True):
+            assert relative(model(input_ids=IDS).logits, plain(input_ids=IDS).logits) < 1e-10
+            assert loss.isfinite()
+
+
+# ---- dropout
+
+
+def test_dropout_is_refused():
+    assert_raises(lambda: parallelize_model(make(attention_dropout=0.1)), "attention_dropout=0.1")
+    adapted = add_lora(make(), target_modules=["q_proj"], lora_dropout=0.3)
+    assert_raises(lambda: parallelize_model(adapted), "dropout")
+
+
+JITTER = {"router_jitter_noise": 0.0, "input_jitter_noise": 0.2}
+
+
+@pytest.mark.parametrize("family, changes", [("starcoder2", {"residual_dropout": 0.2}), ("phimoe", JITTER)])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "train",
+        pytest.param("eval", marks=pytest.mark.xfail(strict=True, reason="the probe runs in the model's own mode")),
+    ],
+)
+def test_randomness_without_a_module_of_its_own_is_refused(family, changes, mode):
+    """Also if the model is in evaluation mode, as from_pretrained returns it, and trains later."""
+    model = make(family, **changes).train(mode == "train")
+    assert_raises(lambda: parallelize_model(model), f"model_type={family} ", "layers.0")
+
+
+# ---- positions
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [3.0 + 0.5 * i for i in range(8)],
+    "original_max_position_embeddings": 16,
+    "rope_theta": 10000.0,
+}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+ROPES = {
+    "longrope": (
+        "phi3",
+        {
+            "hidden_size": 128,
+            "sliding_window": None,
+            "original_max_position_embeddings": 16,
+            "max_position_embeddings": 64,
+            "rope_parameters": LONGROPE,
+        },
+    ),
+    "dynamic": ("olmo2", {"max_position_embeddings": 16, "rope_parameters": DYNAMIC}),
+}
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("cp", [1, 2])
+def test_frequencies_depend_on_the_longest_position_of_all_ranks(rope, cp):
+    """On two ranks, the first has only short positions; with tiles, so has the first tile."""
+    family, changes = ROPES[rope]
+    for tokens in (12, 24, 40):
+        plain = make(family, **changes)
+        assert_equal(compare(plain, Layout(cp, tile_tokens=5), tokens=tokens))
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_frequencies_are_those_of_each_call(rope):
+    """A long sequence before a short one leaves nothing behind that plain transformers does not."""
+    family, changes = ROPES[rope]
+    plain = make(family, **changes)
+    model = parallelize_model(copy.deepcopy(plain), layout=Layout(tile_tokens=5))
+    for tokens in (12, 40, 12, 24):
+        ids = random_ids(1, tokens)
+        with Wide(), wide_runs(), torch.no_grad():
+            assert relative(model(input_ids=ids).logits, plain(input_ids=ids).logits) < 1e-10
+
+
+@pytest.mark.parametrize("family", ["olmo2", "gpt_oss", "gemma3_text", "glm4", "deepseek_v3", "phi3"])
+def test_angles_are_exact_at_ten_million_positions(family):
+    model = make(family, dtype=torch.float32)
+    rotary = model.model.rotary_emb
+    positions = torch.tensor([[0, 1, 4095, 1_000_003, 9_999_991, 10_000_000]])
+    kinds = [kind for kind in ("sliding_attention", "full_attention") if hasattr(rotary, f"{kind}_inv_freq")]
+    parallelize_model(model)
+    for kind in kinds or [None]:
+        prefix = f"{kind}_" if kind else ""
+        inv_freq = getattr(rotary, f"{prefix}inv_freq").double()
+        scale = getattr(rotary, f"{prefix}attention_scaling")
+        args = (kind,) if kind else ()
+        cos, sin = rotary(torch.zeros(1, 6, 8), positions, *args)
+        angles = positions[0, :, None].double() * inv_freq
+        for got, exact in ((cos, angles.cos() * scale), (sin, angles.sin() * scale)):
+            columns = exact if got.shape[-1] == exact.shape[-1] else torch.cat([exact, exact], dim=-1)
+            if not torch.allclose(got[0].double(), columns, atol=1e-6, rtol=0):
+                columns = exact.repeat_interleave(2, dim=-1)
+            assert torch.allclose(got[0].double(), columns, atol=1e-6, rtol=0)
+
+
+def test_the_loss_does_not_depend_on_where_positions_start():
+    """Rotations are relative; with angles in fp32, ten million positions from the start they are far off."""
+    model = parallelize_model(make(dtype=torch.float32))
+    near, far = torch.arange(24)[None], 9_999_000 + torch.arange(24)[None]
+    with torch.no_grad():
+        losses = [float(model(input_ids=IDS, labels=IDS, position_ids=p).loss) for p in (near, far)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
