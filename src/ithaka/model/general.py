@@ -551,6 +551,7 @@ class _Probe:
         """Set the facts about the layer's attention; raise ConfigError if the two runs differ."""
         try:
             self.facts = self._find_skippable(self._read_call())
+            self.output = self._run_transformers(0)["output"]
             for first in (0, 1 + max(_config_lengths(self.model.config), default=0)):
                 self._compare(first)
         except ConfigError:
@@ -629,8 +630,6 @@ class _Probe:
     def _compare(self, first: int) -> None:
         buffers = {name: buffer.clone() for name, buffer in self.layer.named_buffers()}
         ours, theirs = self._run_general(first), self._run_transformers(first)
-        if first == 0:
-            self.output = theirs["output"]
         for name, buffer in self.layer.named_buffers():
             if name not in buffers or not torch.equal(buffer, buffers[name]):
                 raise _refusal(self.model, f"changes the buffer {name} of {self.name} in its forward")
@@ -665,9 +664,11 @@ class _Probe:
         args, kwargs = pytree.tree_unflatten(arguments.leaves, arguments.spec)
         with torch.enable_grad():
             y = type(self.layer).forward(self.layer, x[None], *args, **kwargs)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        if spec != arguments.spec or any(a is not b for a, b in zip(leaves, arguments.leaves, strict=True)):
-            raise _refusal(self.model, f"has a layer {self.name} that changes its arguments")
+        before = pytree.tree_unflatten(arguments.leaves, arguments.spec)
+        for where, value, old in (*zip(range(len(args)), args, before[0], strict=True), *_join(kwargs, before[1])):
+            (leaves, spec), (old_leaves, old_spec) = pytree.tree_flatten(value), pytree.tree_flatten(old)
+            if spec != old_spec or any(a is not b for a, b in zip(leaves, old_leaves, strict=True)):
+                raise _refusal(self.model, f"has a layer {self.name} that changes its argument {where}")
         return self._gradients((y[0] if isinstance(y, tuple) else y)[0], x, [arguments])
 
     def _gradients(self, y: Tensor, x: Tensor, arguments: list[Arguments]) -> dict[str, Tensor | None]:
@@ -687,6 +688,10 @@ class _Probe:
             dim = self.dims[i]
             result[f"gradient of argument {i}"] = torch.stack(joined).sum(0) if dim is None else torch.cat(joined, dim)
         return result
+
+
+def _join(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    return [(key, a.get(key), b.get(key)) for key in a | b]
 
 
 def plain_attention(
