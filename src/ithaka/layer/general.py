@@ -229,7 +229,7 @@ class LayerRuns:
             self.router_logits = []
             for router in self.routers:
                 stack.enter_context(router.register_forward_hook(self._record_router))
-            answer = Answer(out_tHK[..., : self.facts.v_head_dim])
+            answer = Answer(out_tHK[..., : self.facts.v_head_dim].contiguous())  # as transformers' own
             y = arguments.call(self.forward, self.layer, x_tD[None].to(sum_dtype(x_tD.dtype)), answer)
         return (y[0] if isinstance(y, tuple) else y)[0].to(x_tD.dtype)
 
