@@ -53,7 +53,7 @@ class Decoder:
     facts: list[CallFacts]  # per layer
     batch: Batch
     norm: nn.Module | None  # the last module of the base model, which the head runs tile by tile
-    has_plain_logits: bool  # the logits are what lm_head returns
+    has_linear_head: bool  # the logits are what lm_head returns, a linear map
 
     @property
     def num_heads(self) -> int:
@@ -76,13 +76,13 @@ def prepare_decoder(model: PreTrainedModel, device: torch.device) -> Decoder:
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         recorder = _Recorder(model, _isolate_config(model))
         facts = _probe_layers(model, recorder, device)
-        norm, has_plain_logits = recorder.find_norm(base), _has_plain_logits(model)
+        norm, has_linear_head = recorder.find_norm(base), _has_linear_head(model)
         batch.routing = _find_routing(model, len(base.layers))
     for module in _rotary_modules(model):
         module.forward = _ExactRotary(module, batch)
     if norm is not None:
         norm.forward = _pass_through  # `make_head` runs it
-    return Decoder(facts, batch, norm, has_plain_logits)
+    return Decoder(facts, batch, norm, has_linear_head)
 
 
 def _probe_layers(model: PreTrainedModel, recorder: "_Recorder", device: torch.device) -> list[CallFacts]:
@@ -118,7 +118,7 @@ def make_head(model: PreTrainedModel, decoder: Decoder) -> Head:
     """The model's own forward after its layers: last norm, output projection, scaling and softcap of the logits."""
     lm_head = model.lm_head
     norm = nn.Identity() if decoder.norm is None else _BareModule(decoder.norm)
-    if decoder.has_plain_logits and is_linear(lm_head):
+    if decoder.has_linear_head:
         return LinearHead(norm, as_linear(lm_head))
 
     def run(x_tD: Tensor) -> Tensor:
@@ -146,9 +146,10 @@ def _run_after_layers(
         del base.forward
 
 
-def _has_plain_logits(model: PreTrainedModel) -> bool:
-    logits = torch.randn(1, 2, 3)
-    return torch.equal(_run_after_layers(model, torch.randn(1, 2, 4), _Constant(logits)).logits, logits)
+def _has_linear_head(model: PreTrainedModel) -> bool:
+    hidden, logits = torch.randn(1, 2, 4, dtype=torch.float32), torch.randn(1, 2, 3, dtype=torch.float32)
+    found = _run_after_layers(model, hidden, _Constant(logits)).logits
+    return torch.equal(found, logits) and is_linear(model.lm_head)
 
 
 def _find_routing(model: PreTrainedModel, num_layers: int) -> Routing | None:
@@ -161,9 +162,9 @@ def _find_routing(model: PreTrainedModel, num_layers: int) -> Routing | None:
         raise _refusal(
             model, "records its router logits in a way that is not supported; set output_router_logits=False"
         )
-    logits = [torch.randn(5, model.num_experts) for _ in range(num_layers)]
-    hidden, labels = torch.randn(1, 5, 4), torch.zeros(1, 5, dtype=torch.long)
-    head = _Constant(torch.zeros(1, 5, model.config.vocab_size))
+    logits = [torch.randn(5, model.num_experts, dtype=torch.float32) for _ in range(num_layers)]
+    hidden, labels = torch.randn(1, 5, 4, dtype=torch.float32), torch.zeros(1, 5, dtype=torch.long)
+    head = _Constant(torch.zeros(1, 5, model.config.vocab_size, dtype=torch.float32))
     outputs = [
         _run_after_layers(model, hidden, head, labels=labels, output_router_logits=on, router_logits=tuple(logits))
         for on in (False, True)
@@ -387,7 +388,7 @@ def randomize(module: nn.Module, device: torch.device, seed: int = 0) -> None:
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(t: Tensor) -> Tensor:
-        values = torch.empty(t.shape, device=device).uniform_(-1, 1, generator=generator)
+        values = torch.empty(t.shape, dtype=torch.float32, device=device).uniform_(-1, 1, generator=generator)
         return 1 + 0.2 * values if t.dim() < 2 else values.mul_((3 / t.shape[-1]) ** 0.5)
 
     drawn: dict[int, nn.Parameter] = {}
@@ -597,7 +598,7 @@ class _Probe:
     def _input(self) -> Tensor:
         D = self.recorder.calls[self.index][0].shape[-1]
         generator = torch.Generator().manual_seed(2)
-        return torch.randn(LENGTHS[0], D, generator=generator).to(self.device).requires_grad_()
+        return torch.randn(LENGTHS[0], D, generator=generator, dtype=torch.float32).to(self.device).requires_grad_()
 
     def _read_call(self) -> CallFacts:
         arguments = self._arguments(0, LENGTHS[0], LENGTHS[0])
@@ -620,7 +621,8 @@ class _Probe:
 
         hooks = [module.register_forward_hook(keep(path)) for path, module in linears.items()]
         arguments = self._arguments(0, LENGTHS[0], LENGTHS[0])
-        answer = Answer(torch.randn(LENGTHS[0], facts.num_heads, facts.v_head_dim, device=self.device))
+        shape = LENGTHS[0], facts.num_heads, facts.v_head_dim
+        answer = Answer(torch.randn(shape, dtype=torch.float32, device=self.device))
         with torch.enable_grad():
             y = arguments.call(type(self.layer).forward, self.layer, self._input()[None], answer)
         for hook in hooks:
@@ -682,7 +684,7 @@ class _Probe:
         params = {name: param for name, param in self.layer.named_parameters() if param.requires_grad}
         leaves = {i: [args.leaves[i] for args in arguments] for i in self.float_leaves}
         generator = torch.Generator().manual_seed(3)
-        dy = torch.randn(y.shape, generator=generator).to(self.device)
+        dy = torch.randn(y.shape, generator=generator, dtype=torch.float32).to(self.device)
         inputs = [x, *params.values(), *(leaf for parts in leaves.values() for leaf in parts)]
         dx, *grads = torch.autograd.grad(y, inputs, dy, allow_unused=True)
         result: dict[str, Tensor | None] = {"output": y.detach(), "gradient of the input": dx}

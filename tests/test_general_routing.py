@@ -1,0 +1,119 @@
+"""The load-balancing loss of mixtures of experts, and compiled and saved models, on the general path."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from decoders import Wide, tiny_decoder
+from general import assert_equal, compare, gradient_errors, wide_runs
+from ithaka.dist.mesh import make_mesh
+from ithaka.layer.loss import LinearHead
+from ithaka.layout import EVERYTHING, Layout
+from ithaka.model import general
+from ithaka.model.build import parallelize_model
+from parity import random_ids, relative
+from refusals import assert_refused
+from threads import on_threads
+
+COEFFICIENT = 0.7
+BALANCED = {"num_hidden_layers": 2, "output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
+IDS = random_ids(4, 18)
+MASK = torch.ones_like(IDS)
+MASK[0, -5:] = 0  # padding, which does not count
+LABELS = IDS.masked_fill(MASK == 0, -100)
+
+
+def plain_loss(plain, num_groups: int, num_items: int):
+    """The mean over labels, plus the mean of the groups' load-balancing losses."""
+    total = 0.0
+    for rows in torch.arange(len(IDS)).chunk(num_groups):
+        out = plain(input_ids=IDS[rows], attention_mask=MASK[rows], use_cache=False)
+        labels = LABELS[rows][:, 1:].flatten()
+        total += (
+            F.cross_entropy(out.logits[:, :-1].flatten(0, 1), labels, ignore_index=-100, reduction="sum") / num_items
+        )
+        total += COEFFICIENT * out.aux_loss / num_groups
+    return total
+
+
+def errors_of_rank(family: str, layout: Layout):
+    num_items = int((LABELS[:, 1:] != -100).sum())
+    mesh, plain = make_mesh(layout.cp, ring=layout.ring), tiny_decoder(family, **BALANCED)
+    with Wide():
+        expected = plain_loss(plain, mesh.dp_size, num_items)
+    expected.backward()
+    model = parallelize_model(tiny_decoder(family, **BALANCED), mesh=mesh, layout=layout)
+    rows = torch.arange(len(IDS)).chunk(mesh.dp_size)[mesh.dp_rank]
+    with wide_runs(), Wide():
+        out = model(input_ids=IDS[rows], labels=LABELS[rows], attention_mask=MASK[rows])
+        (3 * out.loss).backward()
+    for param in plain.parameters():
+        if param.grad is not None:
+            param.grad *= 3
+    return {"loss": relative(out.loss.detach(), expected.detach()), **gradient_errors(model, plain)}
+
+
+@pytest.mark.parametrize(
+    ("family", "num_ranks", "layout"),
+    [
+        ("mixtral", 1, Layout(tile_tokens=7)),
+        ("gpt_oss", 4, Layout(2, heads_per_stage=4, tile_tokens=5)),
+        ("qwen2_moe", 2, Layout(2, ring=2, kept=(EVERYTHING,) * 2, tile_tokens=11)),
+    ],
+)
+def test_the_load_balancing_loss_equals_that_of_plain_transformers(family, num_ranks, layout):
+    assert_equal(on_threads(num_ranks, lambda: errors_of_rank(family, layout)))
+
+
+def test_micro_batches_share_the_load_balancing_loss():
+    """Two calls with num_items_in_batch: their losses add up to averages weighted by labels."""
+    model = parallelize_model(tiny_decoder("mixtral", **BALANCED), layout=Layout())
+    plain = tiny_decoder("mixtral", num_hidden_layers=2)
+    parts = (IDS[1:2], IDS[2:4])
+    losses = [model(input_ids=ids, labels=ids, num_items_in_batch=51).loss for ids in parts]
+    expected = 0.0
+    for ids in parts:
+        out = plain(input_ids=ids, use_cache=False, output_router_logits=True)
+        ce = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum") / 51
+        expected += ce + COEFFICIENT * out.aux_loss * (17 * len(ids) / 51)
+    assert relative(sum(losses).detach(), expected.detach()) < 1e-6
+
+
+def test_another_load_balancing_loss_is_refused(monkeypatch):
+    monkeypatch.setattr(
+        "transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func", lambda *a: torch.ones(())
+    )
+    model = tiny_decoder("mixtral", **BALANCED)
+    assert_refused(lambda: parallelize_model(model), "output_router_logits=True", way_out="use a decoder")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["olmo3", "gpt_oss"])
+def test_compiled_layers_equal_plain_transformers(family, monkeypatch):
+    compiler = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **options: compiler(function, backend="aot_eager", **options)
+    )
+    assert_equal(compare(tiny_decoder(family, num_hidden_layers=2), Layout(tile_tokens=5, compile=True)))
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "deepseek_v3"])
+def test_a_saved_model_loads_into_plain_transformers(family, tmp_path):
+    """With tied embeddings and two rope bases; with experts and a persistent buffer."""
+    plain = tiny_decoder(family, torch.float32, num_hidden_layers=2)
+    model = parallelize_model(tiny_decoder(family, torch.float32, num_hidden_layers=2))
+    for either in (plain, model):
+        either(input_ids=IDS, labels=IDS).loss.backward()
+        torch.optim.SGD(either.parameters(), lr=0.1).step()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert relative(loaded(input_ids=IDS).logits.detach(), plain.eval()(input_ids=IDS).logits.detach()) < 1e-4
+    assert set(loaded.state_dict()) == set(plain.state_dict())
+
+
+@pytest.mark.parametrize(("family", "is_linear"), [("olmo2", True), ("granite", False)])
+def test_scaled_logits_are_computed_by_the_model(family, is_linear):
+    """Granite divides its logits. Most models do not, and share the streamed path's head."""
+    model = parallelize_model(tiny_decoder(family, num_hidden_layers=1))
+    assert isinstance(general.make_head(model, model.ithaka_decoder), LinearHead) == is_linear
