@@ -14,7 +14,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention, Olmo2Decode
 from decoders import tiny_decoder
 from general import assert_equal, compare, worst
 from ithaka.layout import Layout
-from ithaka.model import general
+from ithaka.model import probe
 from ithaka.model.build import parallelize_model
 from refusals import assert_refused
 
@@ -60,7 +60,7 @@ def assert_refuses(model, *fragments: str) -> str:
 def error_without_comparison(model) -> float:
     """The worst error if the probe compared nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(general._Probe, "_compare", lambda *args: None)
+        patch.setattr(probe._Probe, "_compare", lambda *args: None)
         return worst(compare(model, TILES))[0]
 
 

@@ -1,32 +1,18 @@
-"""Prepare any decoder of transformers for the general layer: read its attention calls, and refuse what would differ.
-
-Nothing here knows a model family. A copy of the model without its layers records the arguments that each layer gets;
-one layer of each kind then runs on a few tokens, as the general layer runs it and as transformers does, and all outputs
-and gradients must agree.
-"""
+"""Run any decoder of transformers on general layers: its own forward before, between and after them."""
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
-from ithaka.config import ConfigError
 from ithaka.layer.general import (
     ATTENTION,
-    Answer,
-    Arguments,
-    AttentionCall,
     Batch,
     CallFacts,
-    LayerRuns,
-    Mask,
     compute_like_autocast,
 )
 from ithaka.layer.linear import as_linear, is_linear
@@ -34,16 +20,8 @@ from ithaka.layer.loss import GraphHead, Head, LinearHead
 from ithaka.layer.routing import Routing
 from ithaka.layer.tiles import sum_dtype
 from ithaka.model.calls import CheckedCall
-
-LENGTHS = (24, 17)  # tokens of the two recorded calls
-PROBE_CUT = 9  # the probe's tokens are cut here, into two unequal parts
-PROBE_VOCABULARY = 16
-FAR_POSITION = 10_000_000
-# The largest difference between the two runs of a probe, relative to the largest value: both are fp32.
-TOLERANCE = 1e-3
-# Options of an attention call that change nothing, or that every model passes along.
-IGNORED_OPTIONS = ("position_ids", "cache_position", "use_cache", "output_router_logits")
-COMPUTED_OPTIONS = ("scaling", "sliding_window", "s_aux", "softcap")
+from ithaka.model.probe import Recorder, probe_layers, refusal
+from ithaka.model.rotary import ExactRotary, rotary_modules
 
 
 @dataclass
@@ -72,34 +50,17 @@ def prepare_decoder(model: PreTrainedModel, device: torch.device) -> Decoder:
     """Make the model call our attention; return the facts about each layer. Raises ConfigError if it cannot run."""
     base, batch = getattr(model, "model", None), Batch()
     if base is None or not isinstance(getattr(base, "layers", None), nn.ModuleList):
-        raise _refusal(model, "has no list of decoder layers at model.layers")
+        raise refusal(model, "has no list of decoder layers at model.layers")
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        recorder = _Recorder(model, _isolate_config(model))
-        facts = _probe_layers(model, recorder, device)
+        recorder = Recorder(model, _isolate_config(model))
+        facts = probe_layers(model, recorder, device)
         norm, has_linear_head = recorder.find_norm(base), _has_linear_head(model)
         batch.routing = _find_routing(model, len(base.layers))
-    for module in _rotary_modules(model):
-        module.forward = _ExactRotary(module, batch)
+    for module in rotary_modules(model):
+        module.forward = ExactRotary(module, batch)
     if norm is not None:
         norm.forward = _pass_through  # `make_head` runs it
     return Decoder(facts, batch, norm, has_linear_head)
-
-
-def _probe_layers(model: PreTrainedModel, recorder: "_Recorder", device: torch.device) -> list[CallFacts]:
-    """Probe one layer of each kind; return the facts about every layer."""
-    calls, shorter = (recorder.call(length) for length in LENGTHS)
-    kinds: dict[Any, list[_Probe]] = {}
-    facts: list[CallFacts] = []
-    for index, layer in enumerate(model.model.layers):
-        dims = _token_dims(model, f"model.layers.{index}", calls[index], shorter[index])
-        probes = kinds.setdefault((_describe_layer(layer), _describe_arguments(calls, index), dims), [])
-        probe = next((probe for probe in probes if probe.matches(index)), None)
-        if probe is None:
-            probe = _Probe(model, layer, index, dims, recorder, device)
-            probe.run()
-            probes.append(probe)
-        facts.append(probe.facts)
-    return facts
 
 
 def run_decoder(model: PreTrainedModel, decoder: Decoder, call: CheckedCall) -> Tensor:
@@ -159,9 +120,7 @@ def _find_routing(model: PreTrainedModel, num_layers: int) -> Routing | None:
     recorder = (model.model._can_record_outputs or {}).get("router_logits")
     top_k = getattr(model.config, "num_experts_per_tok", None) or getattr(model.config, "moe_k", None)
     if not isinstance(recorder, OutputRecorder) or top_k is None:
-        raise _refusal(
-            model, "records its router logits in a way that is not supported; set output_router_logits=False"
-        )
+        raise refusal(model, "records its router logits in a way that is not supported; set output_router_logits=False")
     logits = [torch.randn(5, model.num_experts, dtype=torch.float32) for _ in range(num_layers)]
     hidden, labels = torch.randn(1, 5, 4, dtype=torch.float32), torch.zeros(1, 5, dtype=torch.long)
     head = _Constant(torch.zeros(1, 5, model.config.vocab_size, dtype=torch.float32))
@@ -176,7 +135,7 @@ def _find_routing(model: PreTrainedModel, num_layers: int) -> Routing | None:
         routing.add(layer_logits, slice(0, 5))
     added = outputs[1].loss - outputs[0].loss
     if not torch.allclose(added, coefficient * routing.mean_loss(), rtol=1e-3, atol=1e-5):
-        raise _refusal(model, "has output_router_logits=True, but another load-balancing loss than the usual one")
+        raise refusal(model, "has output_router_logits=True, but another load-balancing loss than the usual one")
     return routing
 
 
@@ -214,13 +173,6 @@ def _pass_through(x: Tensor) -> Tensor:
     return x
 
 
-def _refusal(model: PreTrainedModel, problem: str) -> ConfigError:
-    return ConfigError(
-        f"model_type={model.config.model_type} {problem}, so its layers cannot be split over tokens exactly; use a "
-        "decoder whose layers mix tokens only through transformers' attention interface"
-    )
-
-
 def _isolate_config(model: PreTrainedModel) -> Any:
     """Give the modules in the model their own configuration, so that other models made from the model's, and from the
     one that it was made from, keep their attention."""
@@ -232,489 +184,3 @@ def _isolate_config(model: PreTrainedModel) -> Any:
         if getattr(module, "config", None) is model.config and module is not model:
             module.config = own
     return own
-
-
-# ---- positions
-
-
-def _rotary_modules(model: nn.Module) -> list[nn.Module]:
-    return [m for m in model.modules() if any(name.endswith("inv_freq") for name in m._buffers)]
-
-
-class _FloatIsDouble(TorchFunctionMode):
-    """Turns conversions of tensors to fp32 into conversions to fp64."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function in (torch.Tensor.float, torch.Tensor.to):
-            function = torch.Tensor.double if function is torch.Tensor.float else function
-            args, kwargs = pytree.tree_map_only(torch.dtype, _widen_float32, (args, kwargs))
-        return function(*args, **(kwargs or {}))
-
-
-def _widen_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float32 else dtype
-
-
-class _ExactRotary:
-    """Replaces the forward of a rotary embedding: its angles are computed in fp64, so they are exact at any position.
-
-    Frequencies that depend on the longest position (longrope, dynamic) are those of the longest in the global batch:
-    it is passed as one more token, whose result is dropped.
-    """
-
-    def __init__(self, module: nn.Module, batch: Batch) -> None:
-        self.module, self.batch = module, batch
-        types = getattr(module, "rope_type", "default")
-        types = set(types.values()) if isinstance(types, dict) else {types}
-        self.depends_on_length = bool(types & {"longrope", "dynamic"})
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
-        positions = next((t for t in tensors if not t.is_floating_point()), None)
-        extra = int(self.depends_on_length and positions is not None)
-        if extra:
-            self._update_frequencies(leaves, spec)
-        args, kwargs = pytree.tree_unflatten([self._convert(leaf, extra) for leaf in leaves], spec)
-        with _FloatIsDouble():
-            result = type(self.module).forward(self.module, *args, **kwargs)
-
-        def convert(t: Tensor) -> Tensor:
-            t = t.narrow(positions.dim() - 1, 0, positions.shape[-1]) if extra and positions is not None else t
-            wide = sum_dtype(dtype)
-            return t.to(wide.to_complex() if t.is_complex() else wide)
-
-        return pytree.tree_map_only(Tensor, convert, result)
-
-    def _update_frequencies(self, leaves: list[Any], spec: Any) -> None:
-        """Let the module compute and store the frequencies for the longest position, in its own precision."""
-        integers = [isinstance(leaf, Tensor) and not leaf.is_floating_point() for leaf in leaves]
-        longest = [
-            leaf.new_full((*leaf.shape[:-1], 1), self.batch.num_positions - 1) if is_integer else leaf
-            for leaf, is_integer in zip(leaves, integers, strict=True)
-        ]
-        args, kwargs = pytree.tree_unflatten(longest, spec)
-        type(self.module).forward(self.module, *args, **kwargs)
-
-    def _convert(self, leaf: Any, extra: int) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if leaf.is_floating_point():  # only its dtype and device matter
-            return torch.empty((), dtype=torch.float64, device=leaf.device).expand(leaf.shape)
-        longest = leaf.new_full((*leaf.shape[:-1], extra), self.batch.num_positions - 1)
-        return torch.cat([leaf, longest], dim=-1)
-
-
-# ---- arguments
-
-
-class _RecordedLayer(nn.Module):
-    """Takes a layer's place, and records its arguments."""
-
-    def __init__(self, layer: nn.Module, calls: list[Any]) -> None:
-        super().__init__()
-        self.__dict__["_recorded"] = (layer, calls)  # not a submodule
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("_modules", "_parameters", "_buffers"):
-            raise AttributeError(name)
-        return getattr(self.__dict__["_recorded"][0], name)
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self.__dict__["_recorded"][1].append((x, args, kwargs))
-        return x
-
-
-class _Recorder:
-    """A copy of the model without its layers, on the CPU, with random parameters and a small vocabulary."""
-
-    def __init__(self, model: PreTrainedModel, own_config: Any) -> None:
-        self.model, self.config, self.batch = model, copy.deepcopy(own_config), Batch()
-        self.calls: list[Any] = []
-        base, layers = model.model, model.model.layers
-        self.memo = {id(param): param for param in model.parameters()} | {id(own_config): self.config}
-        base.layers = nn.ModuleList(_RecordedLayer(layer, self.calls) for layer in layers)
-        try:
-            self.base = copy.deepcopy(base, self.memo | {id(m): m for m in base.layers})
-        finally:
-            base.layers = layers
-        for module in self.base.modules():
-            if isinstance(module, nn.Embedding):
-                module.weight = nn.Parameter(module.weight[:PROBE_VOCABULARY], requires_grad=False)
-                module.padding_idx = None
-        randomize(self.base, torch.device("cpu"))
-        for module in _rotary_modules(self.base):
-            model._init_weights(module)
-            module.forward = _ExactRotary(module, self.batch)
-
-    def call(self, length: int, first: int = 0, attention: str = ATTENTION, end: int = 0) -> list[Any]:
-        """The input and arguments of each layer, for `length` tokens from position `first` on."""
-        self.calls.clear()
-        self.config._attn_implementation = attention
-        self.batch.num_positions = end or first + length
-        ids = (torch.arange(first, first + length) % PROBE_VOCABULARY)[None]
-        positions = torch.arange(first, first + length)[None]
-        num_layers = len(self.model.model.layers)
-        try:
-            with torch.no_grad():
-                self.output = self.base(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise _refusal(self.model, f"does not run without its layers ({type(error).__name__}: {error})") from error
-        if len(self.calls) != num_layers:
-            raise _refusal(self.model, f"calls {len(self.calls)} layers, but has {num_layers}")
-        return list(self.calls)
-
-    def find_norm(self, base: nn.Module) -> nn.Module | None:
-        """The module of `base` that turns the last layer's output into its own, if that is all that follows."""
-        results: list[tuple[str, Any, Any]] = []
-        hooks = [
-            child.register_forward_hook(lambda m, args, out, name=name: results.append((name, args, out)))
-            for name, child in self.base.named_children()
-        ]
-        last = self.call(LENGTHS[0])[-1][0]
-        for hook in hooks:
-            hook.remove()
-        for name, args, out in results[-1:]:
-            if out is self.output and len(args) == 1 and args[0] is last:
-                return base.get_submodule(name)
-        return None
-
-
-def randomize(module: nn.Module, device: torch.device, seed: int = 0) -> None:
-    """Replace all parameters, and buffers on the meta device, by random fp32 values on `device`."""
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def draw(t: Tensor) -> Tensor:
-        values = torch.empty(t.shape, dtype=torch.float32, device=device).uniform_(-1, 1, generator=generator)
-        return 1 + 0.2 * values if t.dim() < 2 else values.mul_((3 / t.shape[-1]) ** 0.5)
-
-    drawn: dict[int, nn.Parameter] = {}
-    for submodule in module.modules():
-        for name, param in submodule._parameters.items():
-            if param is not None and id(param) not in drawn:
-                drawn[id(param)] = nn.Parameter(draw(param), param.requires_grad)
-            submodule._parameters[name] = None if param is None else drawn[id(param)]
-        for name, buffer in submodule._buffers.items():
-            if buffer is None:
-                continue
-            random = draw(buffer) if buffer.is_floating_point() else torch.zeros_like(buffer, device=device)
-            submodule._buffers[name] = random if buffer.is_meta else buffer.to(device)
-
-
-def _token_dims(model: PreTrainedModel, name: str, long: Any, short: Any) -> tuple[int | None, ...]:
-    """For each leaf of a layer's arguments, its dimension that has the length of the call."""
-    (leaves, spec), (others, other_spec) = (pytree.tree_flatten(call[1:]) for call in (long, short))
-    if spec != other_spec:
-        raise _refusal(model, f"passes different arguments to {name} for different lengths")
-    return tuple(_token_dim(model, name, *pair) for pair in zip(leaves, others, strict=True))
-
-
-def _token_dim(model: PreTrainedModel, name: str, long: Any, short: Any) -> int | None:
-    if not isinstance(long, Tensor):
-        return None
-    dims = [dim for dim, sizes in enumerate(zip(long.shape, short.shape, strict=True)) if sizes[0] != sizes[1]]
-    if len(dims) > 1 or any((long.shape[dim], short.shape[dim]) != LENGTHS for dim in dims):
-        raise _refusal(model, f"passes {name} a tensor of shape {tuple(long.shape)} for {LENGTHS[0]} tokens")
-    return dims[0] if dims else None
-
-
-def _describe_layer(layer: nn.Module) -> Any:
-    """Equal for layers that compute the same function, apart from the values of their parameters."""
-    description = []
-    for name, module in layer.named_modules():
-        scalars = {
-            k: v for k, v in vars(module).items() if isinstance(v, int | float | str | None) and k != "layer_idx"
-        }
-        shapes = {k: (tuple(v.shape), v.requires_grad) for k, v in module._parameters.items() if v is not None}
-        description.append((name, type(module), repr(scalars), repr(sorted(shapes.items()))))
-    return tuple(description)
-
-
-def _describe_arguments(calls: list[Any], index: int) -> Any:
-    """Which tensors and masks a layer gets, as numbers: layers that get the same ones have the same."""
-    numbers: dict[int, int] = {}
-    for call in calls:
-        for leaf in pytree.tree_leaves(call[1:]):
-            numbers.setdefault(id(leaf), len(numbers))
-    leaves, spec = pytree.tree_flatten(calls[index][1:])
-    return str(spec), tuple(numbers[id(leaf)] if isinstance(leaf, Tensor | Mask) else repr(leaf) for leaf in leaves)
-
-
-# ---- the attention call and its mask
-
-
-def read_call(model: PreTrainedModel, name: str, call: AttentionCall) -> CallFacts:
-    """The facts about a layer's attention. Refuses options that we do not compute."""
-    options = call.options
-    for option, value in options.items():
-        known = option in (*IGNORED_OPTIONS, *COMPUTED_OPTIONS) or value is None or value is False
-        if not known and not (option == "dropout" and not value) and (option, value) != ("is_causal", True):
-            raise _refusal(model, f"passes {option}={value} to the attention of {name}, which is not supported")
-    (num_heads, _, head_dim), (num_kv_heads, _, v_head_dim) = call.q_HtK.shape, call.v_GtV.shape
-    if v_head_dim > head_dim:
-        raise _refusal(model, f"has heads of {head_dim} for q and {v_head_dim} for v in {name}")
-    scale, softcap = options.get("scaling"), options.get("softcap")
-    window, chunk = _read_mask(model, name, call)
-    return CallFacts(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-        scale=head_dim**-0.5 if scale is None else float(scale),
-        window=window,
-        chunk=chunk,
-        softcap=softcap,
-        has_sinks=options.get("s_aux") is not None,
-    )
-
-
-def _read_mask(model: PreTrainedModel, name: str, call: AttentionCall) -> tuple[int | None, int | None]:
-    """(window, chunk) of the mask: the candidate that equals it on pairs around every length in the configuration."""
-    window, mask = call.options.get("sliding_window"), call.mask
-    sizes = [size for size in (window, mask.local_size) if size is not None]
-    lengths = sorted({*sizes, *_config_lengths(model.config)})
-    rows, keys = _boundary_pairs(lengths)
-    zeros = torch.zeros_like(rows)
-    try:
-        visible = mask.function(zeros, zeros, rows, keys)
-    except Exception as error:
-        problem = f"has a mask in {name} that depends on more than positions ({type(error).__name__}: {error})"
-        raise _refusal(model, problem) from error
-    for window, chunk in ((None, None), *((size, None) for size in sizes), *((None, size) for size in sizes)):
-        if torch.equal(visible.expand(rows.shape), visible_keys(rows, keys, window, chunk)):
-            if call.options.get("sliding_window") not in (None, window):
-                break
-            return window, chunk
-    raise _refusal(
-        model,
-        f"has a mask in {name} that is neither causal nor a causal window or chunk of {sizes or 'any size'} tokens",
-    )
-
-
-def visible_keys(rows: Tensor, keys: Tensor, window: int | None, chunk: int | None) -> Tensor:
-    visible = keys <= rows
-    if window is not None:
-        visible = visible & (keys > rows - window)
-    return visible if chunk is None else visible & (rows // chunk == keys // chunk)
-
-
-def _config_lengths(config: Any) -> set[int]:
-    """Every integer in the configuration that may be a number of tokens."""
-    values = pytree.tree_leaves(config.to_dict())
-    return {int(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool) and 1 < v <= FAR_POSITION}
-
-
-def _boundary_pairs(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Rows and keys around 0, every length and its multiples, and the far end."""
-    edges = {0, FAR_POSITION, *(m * length for length in lengths for m in (1, 2, 3))}
-    rows = sorted({edge + d for edge in edges for d in (-1, 0, 1) if edge + d >= 0})
-    pairs = set()
-    for row in rows:
-        near = {row + d for d in (-2, -1, 0, 1)} | {row - length + d for length in lengths for d in (-1, 0, 1)}
-        chunks = {row // length * length + d for length in lengths for d in (-1, 0, 1)}
-        pairs |= {(row, key) for key in near | chunks | {0, 1} if key >= 0}
-    rows_p, keys_p = zip(*sorted(pairs), strict=True)
-    return torch.tensor(rows_p), torch.tensor(keys_p)
-
-
-# ---- the probe
-
-
-class _Probe:
-    """Runs a copy of one layer, with random weights, as the general layer does and as transformers does."""
-
-    facts: CallFacts
-    output: Any  # of transformers, at position 0
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        layer: nn.Module,
-        index: int,
-        dims: tuple[int | None, ...],
-        recorder: _Recorder,
-        device: torch.device,
-    ) -> None:
-        self.model, self.index, self.dims, self.recorder = model, index, dims, recorder
-        self.device, self.name = device, f"model.layers.{index}"
-        leaves = pytree.tree_leaves(recorder.call(LENGTHS[0])[index][1:])
-        self.float_leaves = [i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()]
-        self.layer = copy.deepcopy(layer, dict(recorder.memo)).train()  # so that random numbers show
-        randomize(self.layer, device, seed=1)
-        for module in _rotary_modules(self.layer):
-            model._init_weights(module)
-            module.forward = _ExactRotary(module, recorder.batch)
-
-    def run(self) -> None:
-        """Set the facts about the layer's attention; raise ConfigError if the two runs differ."""
-        try:
-            self.facts = self._find_skippable(self._read_call())
-            self.output, again = (self._run_transformers(0)["output"] for _ in range(2))
-            if again is None or not torch.equal(self.output, again):
-                raise _refusal(self.model, f"draws random numbers in {self.name} (dropout or noise)")
-            try:
-                self._run_general(0)
-            except Exception:  # some code does not accept the stride of a skipped result
-                self.facts = replace(self.facts, skippable=())
-            for first in (0, 1 + max(_config_lengths(self.model.config), default=0)):
-                self._compare(first)
-        except ConfigError:
-            raise
-        except Exception as error:
-            problem = f"has a layer {self.name} that does not run ({type(error).__name__}: {error})"
-            raise _refusal(self.model, problem) from error
-
-    def matches(self, index: int) -> bool:
-        """Whether the layer computes the same at another index."""
-        own = self.index
-        try:
-            self._set_index(index)
-            same = self._read_call() == replace(self.facts, num_outputs=None, skippable=())
-            other: Any = self._run_transformers(0)["output"]
-        except Exception:
-            return False  # its own probe names the problem
-        finally:
-            self._set_index(own)
-        return same and torch.equal(self.output, other)
-
-    def _set_index(self, index: int) -> None:
-        self.index = index
-        for module in self.layer.modules():
-            if "layer_idx" in vars(module):
-                vars(module)["layer_idx"] = index
-
-    def _arguments(self, first: int, length: int, end: int, attention: str = ATTENTION) -> Arguments:
-        _, args, kwargs = self.recorder.call(length, first, attention, end)[self.index]
-        dims = self.dims if attention == ATTENTION else [None] * len(pytree.tree_leaves((args, kwargs)))
-        arguments = Arguments(args, kwargs, dims, length)
-        leaves = [leaf.to(self.device) if isinstance(leaf, Tensor) else leaf for leaf in arguments.leaves]
-        for i in self.float_leaves:
-            leaves[i] = leaves[i].detach().requires_grad_()
-        return arguments.replace_leaves(leaves, length)
-
-    def _input(self) -> Tensor:
-        D = self.recorder.calls[self.index][0].shape[-1]
-        generator = torch.Generator().manual_seed(2)
-        return torch.randn(LENGTHS[0], D, generator=generator, dtype=torch.float32).to(self.device).requires_grad_()
-
-    def _read_call(self) -> CallFacts:
-        arguments = self._arguments(0, LENGTHS[0], LENGTHS[0])
-        call = LayerRuns(self.name, self.layer, CallFacts(1, 1, 1, 1, 1.0)).find_call(self._input(), arguments)
-        if call is None:
-            raise _refusal(self.model, f"has a layer {self.name} that makes no attention call")
-        return replace(read_call(self.model, self.name, call), token_dims=self.dims)
-
-    def _find_skippable(self, facts: CallFacts) -> CallFacts:
-        """Find the linear maps that the layer's output does not depend on, given the attention output."""
-        results: dict[str, Tensor] = {}
-        linears = {path: module for path, module in self.layer.named_modules() if type(module) is nn.Linear}
-
-        def keep(path: str) -> Callable[..., Tensor]:
-            def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
-                results[path] = out if out.requires_grad else out.requires_grad_()
-                return results[path]
-
-            return hook
-
-        hooks = [module.register_forward_hook(keep(path)) for path, module in linears.items()]
-        arguments = self._arguments(0, LENGTHS[0], LENGTHS[0])
-        shape = LENGTHS[0], facts.num_heads, facts.v_head_dim
-        answer = Answer(torch.randn(shape, dtype=torch.float32, device=self.device))
-        with torch.enable_grad():
-            y = arguments.call(type(self.layer).forward, self.layer, self._input()[None], answer)
-        for hook in hooks:
-            hook.remove()
-        if answer.num_calls != 1:
-            raise _refusal(self.model, f"makes {answer.num_calls} attention calls in {self.name}")
-        num_outputs = len(y) if isinstance(y, tuple) else None
-        y = y[0] if isinstance(y, tuple) else y
-        grads = torch.autograd.grad(y.sum(), list(results.values()), allow_unused=True)
-        unused = [path for path, grad in zip(results, grads, strict=True) if grad is None]
-        return replace(facts, num_outputs=num_outputs, skippable=tuple(unused))
-
-    def _compare(self, first: int) -> None:
-        buffers = {name: buffer.clone() for name, buffer in self.layer.named_buffers()}
-        ours, theirs = self._run_general(first), self._run_transformers(first)
-        for name, buffer in self.layer.named_buffers():
-            if name not in buffers or not torch.equal(buffer, buffers[name]):
-                raise _refusal(self.model, f"changes the buffer {name} of {self.name} in its forward")
-        where = f"of {self.name} at position {first}"
-        for name, expected in theirs.items():
-            got = ours.get(name)
-            if expected is None and got is None:
-                continue
-            if got is None or expected is None or got.shape != expected.shape:
-                raise _refusal(self.model, f"gives no {name} {where} in one of the two runs")
-            error = float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-20))
-            if not error < TOLERANCE:
-                raise _refusal(self.model, f"gives another {name} {where} when its tokens are split (by {error:.1e})")
-
-    def _run_general(self, first: int) -> dict[str, Tensor | None]:
-        num_tokens, facts, x = LENGTHS[0], self.facts, self._input()
-        runs = LayerRuns(self.name, self.layer, facts)
-        parts = [slice(0, PROBE_CUT), slice(PROBE_CUT, num_tokens)]
-        end = first + num_tokens
-        arguments = [self._arguments(first + rows.start, rows.stop - rows.start, end) for rows in parts]
-        with torch.enable_grad():
-            captured = [runs.capture(x[rows], args) for rows, args in zip(parts, arguments, strict=True)]
-            q, k, v = (torch.cat(tensors) for tensors in list(zip(*captured, strict=True))[:3])
-            out = plain_attention(q, k, v, captured[0][3] if facts.has_sinks else None, facts, first)
-            ys = [runs.finish(x[rows], out[rows], args) for rows, args in zip(parts, arguments, strict=True)]
-        return self._gradients(torch.cat(ys), x, arguments)
-
-    def _run_transformers(self, first: int) -> dict[str, Tensor | None]:
-        x, num_tokens = self._input(), LENGTHS[0]
-        arguments = self._arguments(first, num_tokens, first + num_tokens, attention="eager")
-        self.recorder.config._attn_implementation = "eager"
-        args, kwargs = pytree.tree_unflatten(arguments.leaves, arguments.spec)
-        with torch.enable_grad():
-            y = type(self.layer).forward(self.layer, x[None], *args, **kwargs)
-        before = pytree.tree_unflatten(arguments.leaves, arguments.spec)
-        for where, value, old in (*zip(range(len(args)), args, before[0], strict=True), *_join(kwargs, before[1])):
-            (leaves, spec), (old_leaves, old_spec) = pytree.tree_flatten(value), pytree.tree_flatten(old)
-            if spec != old_spec or any(a is not b for a, b in zip(leaves, old_leaves, strict=True)):
-                raise _refusal(self.model, f"has a layer {self.name} that changes its argument {where}")
-        return self._gradients((y[0] if isinstance(y, tuple) else y)[0], x, [arguments])
-
-    def _gradients(self, y: Tensor, x: Tensor, arguments: list[Arguments]) -> dict[str, Tensor | None]:
-        """The output and all gradients, by name. Those of arguments are joined along their tokens."""
-        params = {name: param for name, param in self.layer.named_parameters() if param.requires_grad}
-        leaves = {i: [args.leaves[i] for args in arguments] for i in self.float_leaves}
-        generator = torch.Generator().manual_seed(3)
-        dy = torch.randn(y.shape, generator=generator, dtype=torch.float32).to(self.device)
-        inputs = [x, *params.values(), *(leaf for parts in leaves.values() for leaf in parts)]
-        dx, *grads = torch.autograd.grad(y, inputs, dy, allow_unused=True)
-        result: dict[str, Tensor | None] = {"output": y.detach(), "gradient of the input": dx}
-        result |= {f"gradient of {name}": grad for name, grad in zip(params, grads, strict=False)}
-        rest = iter(grads[len(params) :])
-        for i, parts in leaves.items():
-            found = [next(rest) for _ in parts]
-            joined = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(parts, found, strict=True)]
-            dim = self.dims[i]
-            result[f"gradient of argument {i}"] = torch.stack(joined).sum(0) if dim is None else torch.cat(joined, dim)
-        return result
-
-
-def _join(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    return [(key, a.get(key), b.get(key)) for key in a | b]
-
-
-def plain_attention(
-    q_SHK: Tensor, k_SGK: Tensor, v_SGK: Tensor, sinks_H: Tensor | None, facts: CallFacts, first: int
-) -> Tensor:
-    """Differentiable attention of a few tokens from position `first` on, [S, H, K]."""
-    repeat = facts.num_heads // facts.num_kv_heads
-    k_SHK, v_SHK = (t.repeat_interleave(repeat, dim=1) for t in (k_SGK, v_SGK))
-    scores_HSS = torch.einsum("ihk,jhk->hij", q_SHK, k_SHK) * facts.scale
-    if facts.softcap is not None:
-        scores_HSS = facts.softcap * torch.tanh(scores_HSS / facts.softcap)
-    index = torch.arange(len(q_SHK), device=q_SHK.device)
-    visible = visible_keys(index[:, None], index, facts.window, facts.chunk)
-    scores_HSS = scores_HSS.masked_fill(~visible, float("-inf"))
-    if sinks_H is not None:
-        scores_HSS = torch.cat([scores_HSS, sinks_H[:, None, None].expand(-1, len(index), 1)], dim=-1)
-    weights_HSS = scores_HSS.softmax(-1)[..., : len(index)]
-    return torch.einsum("hij,jhk->ihk", weights_HSS, v_SHK)
