@@ -13,6 +13,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention, Olmo2Decode
 
 from decoders import tiny_decoder
 from general import assert_equal, compare, worst
+from ithaka.config import ConfigError
 from ithaka.layout import Layout
 from ithaka.model import probe
 from ithaka.model.build import parallelize_model
@@ -67,7 +68,7 @@ def error_without_comparison(model) -> float:
 def refuse_or_compare(model) -> None:
     try:
         errors = compare(model, TILES)
-    except general.ConfigError as error:
+    except ConfigError as error:
         assert f"model_type={model.config.model_type} " in str(error)
         return
     assert_equal(errors)
@@ -308,7 +309,7 @@ def test_a_buffer_is_updated_once_or_refused():
         layer.register_buffer("num_tokens", torch.zeros(()))
     try:
         model = parallelize_model(model, layout=TILES)
-    except general.ConfigError as error:
+    except ConfigError as error:
         assert "num_tokens" in str(error) and "layers.0" in str(error)
         return
     ids = torch.arange(24)[None]
