@@ -260,7 +260,6 @@ TORCHRUN = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.ar
 RANK = """
 import os, time
 from ithaka import cli
-from refusals import assert_refused
 cli.app = lambda: print(os.getpid(), flush=True) or time.sleep(60)
 cli.main()
 """

@@ -35,7 +35,7 @@ def refused(model) -> str:
 
 def test_an_unknown_family():
     model = on_meta(GPT2Config(n_layer=1, n_embd=8, n_head=2))
-    assert_refused(refused(model), "model_type=gpt2", way_out="qwen3")
+    assert_refused(refused(model), "model_type=gpt2", "model.layers", way_out="use a decoder")
 
 
 def test_a_model_without_a_language_head():

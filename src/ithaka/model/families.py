@@ -54,6 +54,11 @@ def check_supported(model: PreTrainedModel) -> None:
     if isinstance(model, FSDPModule):
         raise ConfigError("the model is already sharded; call parallelize once, on the model as Hugging Face loads it")
     config = model.config
+    if not isinstance(getattr(getattr(model, "model", None), "layers", None), nn.ModuleList):
+        raise ConfigError(
+            f"model_type={config.model_type} has no list of decoder layers at model.layers; use a decoder like llama "
+            "or gemma3_text (docs/models.md)"
+        )
     for name in ("attention_dropout", "router_jitter_noise"):
         if value := getattr(config, name, None):
             raise ConfigError(f"{name}={value} is not supported; set it to 0 or false in config.json")
