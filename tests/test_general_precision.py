@@ -16,8 +16,7 @@ SEEDS = range(3)
 # Every token goes to all experts: a choice that differs from that of fp64 would outweigh all rounding.
 BF16_SIZES = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128, "num_hidden_layers": 2}
 BF16_SIZES |= {"num_attention_heads": 4, "sliding_window": 30, "num_experts_per_tok": 4, "moe_k": 4}
-# With weights of this size, autocast is off by one or two percent, so that lost precision stands out.
-FAMILIES = {"olmo2": 0.06, "glm4": 0.12, "gemma3_text": 0.02, "deepseek_v3": 0.12, "gpt_oss": 0.06}
+INITIALIZER_RANGE = 0.06  # for all families; autocast is then off by one or two percent
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +31,7 @@ def quiet_transformers():
 
 
 def initial_model(family: str, seed: int) -> PreTrainedModel:
-    changes = {**BF16_SIZES, "initializer_range": FAMILIES[family]}
+    changes = {**BF16_SIZES, "initializer_range": INITIALIZER_RANGE}
     changes |= {"num_key_value_heads": 4} if family == "deepseek_v3" else {}
     config = AutoConfig.for_model(family, **{**SIZES, **DECODERS[family], **changes})
     config._experts_implementation = "eager"  # grouped_mm, the default of mixtures, has no fp64
@@ -69,12 +68,12 @@ def round_like_ours(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-REASON = "parameters outside of matrix products are in bf16"
 SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("glm4", "gemma3_text", "deepseek_v3")]
-WORSE = pytest.param("gpt_oss", marks=[pytest.mark.slow, pytest.mark.xfail(strict=True, reason=REASON)])
+REASON = "1.20: probably since the experts' biases are in bf16, which autocast keeps in fp32"
+ABOVE = pytest.param("gpt_oss", marks=[pytest.mark.slow, pytest.mark.xfail(reason=REASON)])
 
 
-@pytest.mark.parametrize("family", ["olmo2", *SLOW, WORSE])
+@pytest.mark.parametrize("family", ["olmo2", *SLOW, ABOVE])
 def test_gradients_are_as_good_as_those_of_autocast(family):
     """In the median over all parameters. Where autocast rounds the residual stream as well, almost nothing is left."""
     models = [initial_model(family, seed) for seed in SEEDS]
