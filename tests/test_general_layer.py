@@ -99,6 +99,13 @@ CASES = {  # family, changes to its configuration, layout, inputs
     ),
     "parallel attention and MLP, windows": ("cohere2", {}, Layout(), {}),
     "biases, tied embeddings": ("starcoder2", {"num_hidden_layers": 2}, Layout(4), {}),
+    "chunks, complex rotations": (
+        "llama4_text",
+        {"attention_chunk_size": 7, "attn_temperature_tuning": False, "num_hidden_layers": 2, "no_rope_layers": [1, 0]}
+        | {"interleave_moe_layer_step": 2, "intermediate_size_mlp": 40},
+        Layout(2, tile_tokens=5),
+        {},
+    ),
     "data parallel": ("exaone4", {}, Layout(2, tile_tokens=7), {"dp": 2}),
 }
 
