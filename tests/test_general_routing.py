@@ -117,3 +117,19 @@ def test_scaled_logits_are_computed_by_the_model(family, is_linear):
     """Granite divides its logits. Most models do not, and share the streamed path's head."""
     model = parallelize_model(tiny_decoder(family, num_hidden_layers=1))
     assert isinstance(general.make_head(model, model.ithaka_decoder), LinearHead) == is_linear
+
+
+def test_each_backward_uses_the_routing_of_its_own_call():
+    """With another call in between, of another length; and without the loss, whose backward sets its gradient."""
+    model = parallelize_model(tiny_decoder("mixtral", **BALANCED), layout=Layout(tile_tokens=7))
+    params = [param for name, param in model.named_parameters() if name.endswith("gate.weight")]
+    grads = []
+    for interrupts in (False, True):
+        model.zero_grad()
+        loss = model(input_ids=IDS[:2], labels=LABELS[:2], attention_mask=MASK[:2]).loss
+        if interrupts:
+            model(input_ids=IDS[2:3, :9], labels=IDS[2:3, :9])
+        loss.backward()
+        grads.append([param.grad.full_tensor().clone() for param in params])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    model(input_ids=IDS, labels=IDS, per_token=True).tokens.logprobs.sum().backward()

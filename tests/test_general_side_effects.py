@@ -1,6 +1,9 @@
 """The general layer runs a layer's forward several times per call, and nobody notices."""
 
+import contextlib
 import copy
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -10,6 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from decoders import Wide, tiny_decoder
 from general import add_lora, assert_equal, compare, wide_runs
+from ithaka.config import ConfigError
+from ithaka.layer.general import Capture, _attend
 from ithaka.layout import EVERYTHING, Layout
 from ithaka.model.build import parallelize_model
 from models import CONSTRUCTING
@@ -327,3 +332,28 @@ def test_the_loss_does_not_depend_on_where_positions_start():
     with torch.no_grad():
         losses = [float(model(input_ids=IDS, labels=IDS, position_ids=p).loss) for p in (near, far)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_a_captured_call_is_freed_without_the_garbage_collector():
+    """A reference cycle would keep q, k and v of many tiles."""
+    q, capture = torch.zeros(1, 2, 3, 4), Capture()
+    with contextlib.suppress(BaseException):
+        _attend(nn.Identity(), q, q, q, capture)
+    assert capture.call is not None
+    captured = weakref.ref(capture.call.q_HtK)
+    gc.disable()
+    try:
+        del capture
+        assert captured() is None
+    finally:
+        gc.enable()
+
+
+def test_a_refused_model_is_left_as_it_was():
+    """Refused by the probe, and by a later check."""
+    for model, options in ((make(attention_dropout=0.0), {"layout": Layout(kernel="fa4")}), (make(), {"cp": 3})):
+        ids = torch.arange(12)[None]
+        before = model(input_ids=ids).logits
+        with pytest.raises((ConfigError, ValueError)):
+            parallelize_model(model, **options)
+        assert torch.equal(model(input_ids=ids).logits, before)

@@ -42,7 +42,6 @@ class AttentionCall(NamedTuple):
     q_HtK: Tensor
     k_GtK: Tensor
     v_GtV: Tensor
-    mask: "Mask"
     options: dict[str, Any]
 
 
@@ -65,8 +64,8 @@ class _EndRun(BaseException):
 class Capture(Mask):
     """Stores the attention call; then ends the run or, if it is traced, goes on with zeros that nothing reads."""
 
-    def __init__(self, mask: Mask, traced: bool = False) -> None:
-        super().__init__(mask.function, mask.local_size)
+    def __init__(self, traced: bool = False) -> None:
+        super().__init__()
         self.traced = traced
         self.call: AttentionCall | None = None
 
@@ -97,7 +96,7 @@ def _attend(
         raise RuntimeError(
             f"{type(module).__name__} gets a mask that transformers.masking_utils did not make: {type(attention_mask)}"
         )
-    return attention_mask.attend(AttentionCall(module, q[0], k[0], v[0], attention_mask, options))[None], None
+    return attention_mask.attend(AttentionCall(module, q[0], k[0], v[0], options))[None], None
 
 
 def _make_mask(mask_function: Any = None, local_size: int | None = None, **others: Any) -> Mask:
@@ -198,13 +197,13 @@ class LayerRuns:
             self.run_and_drop = torch.compile(_drop_result(type(layer).forward), dynamic=False)
         self.routers: list[nn.Module] = []
         self.router_index = 0  # of the logits in a router's output
-        self.router_logits: list[Tensor] = []  # of the last `finish`
+        self.router_logits: list[Tensor] = []
         # A compiler drops them itself.
         self.skipped = [_SkippedLinear(layer.get_submodule(path)) for path in facts.skippable if not compiles]
 
     def find_call(self, x_tD: Tensor, arguments: Arguments) -> AttentionCall | None:
         """Run 1: return the attention call; None if the layer makes none."""
-        capture = Capture(arguments.mask, traced=self.compiles)
+        capture = Capture(traced=self.compiles)
         try:
             with compute_like_autocast(x_tD):
                 arguments.call(self.run_and_drop, self.layer, x_tD[None].to(sum_dtype(x_tD.dtype)), capture)
@@ -232,6 +231,11 @@ class LayerRuns:
             answer = Answer(out_tHK[..., : self.facts.v_head_dim].contiguous())  # as transformers' own
             y = arguments.call(self.forward, self.layer, x_tD[None].to(sum_dtype(x_tD.dtype)), answer)
         return (y[0] if isinstance(y, tuple) else y)[0].to(x_tD.dtype)
+
+    def take_router_logits(self) -> list[Tensor]:
+        """Return the router logits of the last `finish`, and drop them."""
+        logits, self.router_logits = self.router_logits, []
+        return logits
 
     def _record_router(self, router: nn.Module, args: Any, output: Any) -> None:
         self.router_logits.append(output[self.router_index] if isinstance(output, tuple) else output)
@@ -265,6 +269,7 @@ class GeneralActivations(SavedActivations):
     sinks_H: Tensor | None = None
     dsinks_H: Tensor | None = None
     dout_sHK: Tensor | None = None
+    routing: Routing | None = None
     graphs: deque[Any] = field(default_factory=deque)  # per tile: the inputs and output of run 2
 
 
@@ -291,11 +296,6 @@ class GeneralLayer(LayerSchedule):
         docs = docs if facts.chunk is None else docs.split(facts.chunk)
         y_1sD = super().__call__(x_1sD[0], arguments, docs)
         return y_1sD if facts.num_outputs is None else (y_1sD, *[None] * (facts.num_outputs - 1))
-
-    @property
-    def _routing(self) -> Routing:
-        assert self.batch.routing is not None
-        return self.batch.routing
 
     def _other_inputs(self, positions: Arguments) -> list[Tensor]:
         return [leaf for _, leaf in positions.trained]
@@ -325,6 +325,7 @@ class GeneralLayer(LayerSchedule):
                 into_sHK[rows] = t_tHK
 
     def _finish(self, saved: Any, outputs: Sequence[StageOutput], y_sD: Tensor) -> None:
+        saved.routing = self.batch.routing
         for rows, x_tD, outs_ctnK in self._tiles_with_attention(saved, outputs):
             arguments, out_tHK = saved.positions.tile(rows), self._join_heads(outs_ctnK)
             if saved.policy.mlp:
@@ -333,8 +334,8 @@ class GeneralLayer(LayerSchedule):
             else:
                 with torch.no_grad():
                     y_sD[rows] = self.runs.finish(x_tD, out_tHK, arguments)
-            for logits_tE in self.runs.router_logits:
-                self._routing.add(logits_tE.detach(), rows)
+            for logits_tE in self.runs.take_router_logits() or (graph[4] if saved.policy.mlp else ()):
+                saved.routing.add(logits_tE.detach(), rows)
 
     def _finish_with_graph(
         self, x_tD: Tensor, out_tHK: Tensor, arguments: Arguments
@@ -342,7 +343,7 @@ class GeneralLayer(LayerSchedule):
         """Return the inputs of run 2 as leaves, its output, and its router logits."""
         with torch.enable_grad():
             leaves = x_tD.detach().requires_grad_(), out_tHK.detach().requires_grad_(), arguments.detach()
-            return *leaves, self.runs.finish(*leaves), self.runs.router_logits
+            return *leaves, self.runs.finish(*leaves), self.runs.take_router_logits()
 
     # ---- sinks: one more logit per head, without a value. Applied to the merged softmax, it needs no kernel.
 
@@ -386,10 +387,11 @@ class GeneralLayer(LayerSchedule):
                 graph = self._finish_with_graph(x_tD, self._join_heads(outs_ctnK), saved.positions.tile(rows))
             x_tD, out_tHK, arguments, y_tD, router_logits = graph
             pairs = [(y_tD, dy_sD[rows])]
-            with torch.enable_grad():
-                pairs += [self._routing.output_and_grad(logits_tE, rows) for logits_tE in router_logits]
+            if saved.routing is not None and saved.routing.grad_E is not None:
+                with torch.enable_grad():
+                    pairs += [saved.routing.output_and_grad(logits_tE, rows) for logits_tE in router_logits]
             dx_tD, dout_tHK = self._tile_backward(pairs, [x_tD, out_tHK], arguments, saved, rows, grads)
-            dy_sD[rows], saved.dout_sHK[rows] = dx_tD, dout_tHK
+            saved.dout_sHK[rows], dy_sD[rows] = dout_tHK, dx_tD  # dout may alias dy
 
     def _output_grad(self, stage: Stage, saved: Any, dy_sD: Tensor) -> Tensor:
         dout_csnK = self._select_heads(saved.dout_sHK, stage.query_heads)

@@ -7,7 +7,7 @@ probabilities in forward. f is a constant in backward, so the gradient of every 
 Shapes: s tokens on this rank, t in a tile, E experts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,10 +27,11 @@ class Routing:
     real_s: Tensor | None = None  # 1 for tokens, 0 for padding
     sums_2E: Tensor | None = None  # choices and probabilities
     num_rows: Tensor | None = None
-    grad_E: Tensor | None = None  # of every token's probabilities
+    grad_E: Tensor | None = None  # of every token's probabilities; None: the loss has no backward
 
-    def start(self, real_s: Tensor) -> None:
-        self.real_s, self.sums_2E, self.num_rows = real_s, None, None
+    def start_call(self, real_s: Tensor) -> "Routing":
+        """The sums of a new call. Those of earlier ones may still be needed by their backward."""
+        return replace(self, real_s=real_s, sums_2E=None, num_rows=None, grad_E=None)
 
     def find_routers(self, layer: nn.Module) -> list[nn.Module]:
         return [module for module in layer.modules() if isinstance(module, self.recorder.target_class)]

@@ -40,7 +40,7 @@ from ithaka.model.calls import (
     refuse_wrappers,
 )
 from ithaka.model.families import check_supported, has_known_layers, map_layer
-from ithaka.model.general import Decoder, make_head, prepare_decoder, run_decoder
+from ithaka.model.general import Decoder, attach_decoder, make_head, prepare_decoder, run_decoder
 from ithaka.model.positions import compute_frequencies, set_positions
 from ithaka.model.save import generate, save_pretrained
 from ithaka.model.weights import init_weights, load_adapter, load_weights
@@ -228,6 +228,8 @@ def _swap_forwards(model: PreTrainedModel, mesh: Mesh, layout: Layout, store: St
             layer.forward = GeneralLayer(name, layer, decoder.facts[index], *others, batch=decoder.batch)
         layer.gradient_checkpointing = False
     model.ithaka_decoder = decoder
+    if decoder is not None:
+        attach_decoder(model, decoder)
     model.lm_head.forward = _LossHead(model, layout.tile_tokens)
     model.forward = MethodType(_forward, model)
 

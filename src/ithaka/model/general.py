@@ -1,6 +1,5 @@
 """Run any decoder of transformers on general layers: its own forward before, between and after them."""
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,6 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
 from ithaka.layer.general import (
-    ATTENTION,
     Batch,
     CallFacts,
     compute_like_autocast,
@@ -20,7 +18,7 @@ from ithaka.layer.loss import GraphHead, Head, LinearHead
 from ithaka.layer.routing import Routing
 from ithaka.layer.tiles import sum_dtype
 from ithaka.model.calls import CheckedCall
-from ithaka.model.probe import Recorder, probe_layers, refusal
+from ithaka.model.probe import Recorder, copy_config, probe_layers, refusal
 from ithaka.model.rotary import ExactRotary, rotary_modules
 
 
@@ -47,20 +45,28 @@ class Decoder:
 
 
 def prepare_decoder(model: PreTrainedModel, device: torch.device) -> Decoder:
-    """Make the model call our attention; return the facts about each layer. Raises ConfigError if it cannot run."""
+    """Return the facts about each layer. Raises ConfigError if the model cannot run; does not change it."""
     base, batch = getattr(model, "model", None), Batch()
     if base is None or not isinstance(getattr(base, "layers", None), nn.ModuleList):
         raise refusal(model, "has no list of decoder layers at model.layers")
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        recorder = Recorder(model, _isolate_config(model))
+        recorder = Recorder(model)
         facts = probe_layers(model, recorder, device)
         norm, has_linear_head = recorder.find_norm(base), _has_linear_head(model)
         batch.routing = _find_routing(model, len(base.layers))
-    for module in rotary_modules(model):
-        module.forward = ExactRotary(module, batch)
-    if norm is not None:
-        norm.forward = _pass_through  # `make_head` runs it
     return Decoder(facts, batch, norm, has_linear_head)
+
+
+def attach_decoder(model: PreTrainedModel, decoder: Decoder) -> None:
+    """Make the modules around the layers work with them."""
+    own_config = copy_config(model.config)  # other models made from the same one keep their attention
+    for module in model.modules():
+        if getattr(module, "config", None) is model.config and module is not model:
+            module.config = own_config
+    for module in rotary_modules(model):
+        module.forward = ExactRotary(module, decoder.batch)
+    if decoder.norm is not None:
+        decoder.norm.forward = _pass_through  # `make_head` runs it
 
 
 def run_decoder(model: PreTrainedModel, decoder: Decoder, call: CheckedCall) -> Tensor:
@@ -68,11 +74,12 @@ def run_decoder(model: PreTrainedModel, decoder: Decoder, call: CheckedCall) -> 
     share, batch = call.share, decoder.batch
     batch.docs, batch.num_positions = share.docs, call.num_positions
     if batch.routing is not None:
-        batch.routing.start(share.real_s)
+        batch.routing = batch.routing.start_call(share.real_s)
     inputs = {"input_ids": share.ids_s[None], "position_ids": share.positions_s[None]}
-    x_1sD = model.model(**inputs, use_cache=False).last_hidden_state
-    batch.docs = None
-    return x_1sD[0]
+    try:
+        return model.model(**inputs, use_cache=False).last_hidden_state[0]
+    finally:
+        batch.docs = None
 
 
 def make_head(model: PreTrainedModel, decoder: Decoder) -> Head:
@@ -129,8 +136,7 @@ def _find_routing(model: PreTrainedModel, num_layers: int) -> Routing | None:
         for on in (False, True)
     ]
     coefficient = getattr(model.config, "router_aux_loss_coef", 0.0)
-    routing = Routing(top_k, coefficient, recorder)
-    routing.start(torch.ones(5, dtype=torch.bool))
+    routing = Routing(top_k, coefficient, recorder, torch.ones(5, dtype=torch.bool))
     for layer_logits in logits:
         routing.add(layer_logits, slice(0, 5))
     added = outputs[1].loss - outputs[0].loss
@@ -171,16 +177,3 @@ class _Constant(nn.Module):
 
 def _pass_through(x: Tensor) -> Tensor:
     return x
-
-
-def _isolate_config(model: PreTrainedModel) -> Any:
-    """Give the modules in the model their own configuration, so that other models made from the model's, and from the
-    one that it was made from, keep their attention."""
-    own = copy.deepcopy(model.config)
-    own._attn_implementation = ATTENTION
-    if hasattr(own, "output_router_logits"):
-        own.output_router_logits = False  # the layers record them
-    for module in model.modules():
-        if getattr(module, "config", None) is model.config and module is not model:
-            module.config = own
-    return own

@@ -37,6 +37,15 @@ def refusal(model: PreTrainedModel, problem: str) -> ConfigError:
     )
 
 
+def copy_config(config: Any) -> Any:
+    """A configuration with our attention. Layers record router logits themselves."""
+    own = copy.deepcopy(config)
+    own._attn_implementation = ATTENTION
+    if hasattr(own, "output_router_logits"):
+        own.output_router_logits = False
+    return own
+
+
 class _RecordedLayer(nn.Module):
     """Takes a layer's place, and records its arguments."""
 
@@ -57,11 +66,11 @@ class _RecordedLayer(nn.Module):
 class Recorder:
     """A copy of the model without its layers, on the CPU, with random parameters and a small vocabulary."""
 
-    def __init__(self, model: PreTrainedModel, own_config: Any) -> None:
-        self.model, self.config, self.batch = model, copy.deepcopy(own_config), Batch()
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.config, self.batch = model, copy_config(model.config), Batch()
         self.calls: list[Any] = []
         base, layers = model.model, model.model.layers
-        self.memo = {id(param): param for param in model.parameters()} | {id(own_config): self.config}
+        self.memo = {id(param): param for param in model.parameters()} | {id(model.config): self.config}
         base.layers = nn.ModuleList(_RecordedLayer(layer, self.calls) for layer in layers)
         try:
             self.base = copy.deepcopy(base, self.memo | {id(m): m for m in base.layers})
@@ -174,7 +183,7 @@ def _describe_arguments(calls: list[Any], index: int) -> Any:
 # ---- the attention call and its mask
 
 
-def read_call(model: PreTrainedModel, name: str, call: AttentionCall) -> CallFacts:
+def read_call(model: PreTrainedModel, name: str, call: AttentionCall, mask: Mask) -> CallFacts:
     """The facts about a layer's attention. Refuses options that we do not compute."""
     options = call.options
     for option, value in options.items():
@@ -185,7 +194,7 @@ def read_call(model: PreTrainedModel, name: str, call: AttentionCall) -> CallFac
     if v_head_dim > head_dim:
         raise refusal(model, f"has heads of {head_dim} for q and {v_head_dim} for v in {name}")
     scale, softcap = options.get("scaling"), options.get("softcap")
-    window, chunk = _read_mask(model, name, call)
+    window, chunk = _read_mask(model, name, call, mask)
     return CallFacts(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -199,9 +208,9 @@ def read_call(model: PreTrainedModel, name: str, call: AttentionCall) -> CallFac
     )
 
 
-def _read_mask(model: PreTrainedModel, name: str, call: AttentionCall) -> tuple[int | None, int | None]:
+def _read_mask(model: PreTrainedModel, name: str, call: AttentionCall, mask: Mask) -> tuple[int | None, int | None]:
     """(window, chunk) of the mask: the candidate that equals it on pairs around every length in the configuration."""
-    window, mask = call.options.get("sliding_window"), call.mask
+    window = call.options.get("sliding_window")
     sizes = [size for size in (window, mask.local_size) if size is not None]
     lengths = sorted({*sizes, *_config_lengths(model.config)})
     rows, keys = _boundary_pairs(lengths)
@@ -330,10 +339,12 @@ class _Probe:
 
     def _read_call(self) -> CallFacts:
         arguments = self._arguments(0, LENGTHS[0], LENGTHS[0])
+        if len({id(leaf) for leaf in arguments.leaves if isinstance(leaf, Mask)}) > 1:
+            raise refusal(self.model, f"passes several masks to {self.name}")
         call = LayerRuns(self.name, self.layer, CallFacts(1, 1, 1, 1, 1.0)).find_call(self._input(), arguments)
         if call is None:
             raise refusal(self.model, f"has a layer {self.name} that makes no attention call")
-        return replace(read_call(self.model, self.name, call), token_dims=self.dims)
+        return replace(read_call(self.model, self.name, call, arguments.mask), token_dims=self.dims)
 
     def _find_skippable(self, facts: CallFacts) -> CallFacts:
         """Find the linear maps that the layer's output does not depend on, given the attention output."""
