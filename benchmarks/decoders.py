@@ -57,7 +57,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "sliding_window": 16,
     },
 }
-LIGER = {"gemma3_text": "gemma3_text", "olmo3": "olmo3", "gpt_oss": "gpt_oss"}
 SIDES = ("hf autocast", "hf fsdp2", "ithaka", "ithaka liger")
 
 
@@ -76,7 +75,7 @@ def device() -> str:
 def apply_liger(family: str) -> None:
     from liger_kernel.transformers import monkey_patch
 
-    getattr(monkey_patch, f"apply_liger_kernel_to_{LIGER[family]}")()
+    getattr(monkey_patch, f"apply_liger_kernel_to_{family}")()
 
 
 def run_hf(case: dict[str, Any], precision: str) -> Any:

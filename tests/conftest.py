@@ -127,3 +127,14 @@ def fa4(monkeypatch):
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def quiet_transformers():
+    """Tiny configurations make transformers warn about their rope parameters."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    yield
+    logging.set_verbosity(before)

@@ -16,21 +16,12 @@ from ithaka.model.build import parallelize_model
 from parity import plain_sum, random_ids, relative
 from threads import on_threads
 
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
+
 HOST = ActivationPolicy("host", "host")
 ATTENTION = ActivationPolicy("device", "device")
 PROJECTIONS = ActivationPolicy("device", "device", projections=True)
 DOCUMENTS = (7, 1, 9, 4)  # on 2 and 4 ranks they end in the middle of shards
-
-
-@pytest.fixture(autouse=True)
-def quiet_transformers():
-    """Tiny configurations make transformers warn about their rope parameters."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    yield
-    logging.set_verbosity(before)
 
 
 def documents(*names: str):

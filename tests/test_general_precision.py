@@ -12,22 +12,13 @@ from general import mean_loss
 from models import CONSTRUCTING
 from precision import MEANINGFUL, Batch, Gradients, bf16, error_ratios, our_gradients
 
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
+
 SEEDS = range(3)
 # Every token goes to all experts: a choice that differs from that of fp64 would outweigh all rounding.
 BF16_SIZES = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128, "num_hidden_layers": 2}
 BF16_SIZES |= {"num_attention_heads": 4, "sliding_window": 30, "num_experts_per_tok": 4, "moe_k": 4}
 INITIALIZER_RANGE = 0.06  # for all families; autocast is then off by one or two percent
-
-
-@pytest.fixture(autouse=True)
-def quiet_transformers():
-    """Tiny configurations make transformers warn about their rope parameters."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    yield
-    logging.set_verbosity(before)
 
 
 def initial_model(family: str, seed: int) -> PreTrainedModel:

@@ -19,19 +19,10 @@ from ithaka.model import probe
 from ithaka.model.build import parallelize_model
 from refusals import assert_refused
 
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
+
 TILES = Layout(tile_tokens=7)
 FAR = 512  # max_position_embeddings of the tiny decoders
-
-
-@pytest.fixture(autouse=True)
-def quiet_transformers():
-    """Tiny configurations make transformers warn about their rope parameters."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    yield
-    logging.set_verbosity(before)
 
 
 def plant(layer_type: type[nn.Module], layers: slice = slice(None), family: str = "olmo2", **changes):

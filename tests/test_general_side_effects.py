@@ -21,6 +21,8 @@ from models import CONSTRUCTING
 from parity import random_ids, relative
 from refusals import assert_refused
 
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
+
 IDS = random_ids(1, 24)
 LAYOUTS = {"recomputed": Layout(tile_tokens=7), "kept": Layout(tile_tokens=7, kept=(EVERYTHING,) * 2)}
 REGISTER = {
@@ -29,17 +31,6 @@ REGISTER = {
     "backward hook": "register_full_backward_hook",
     "backward pre-hook": "register_full_backward_pre_hook",
 }
-
-
-@pytest.fixture(autouse=True)
-def quiet_transformers():
-    """Tiny configurations make transformers warn about their rope parameters."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    yield
-    logging.set_verbosity(before)
 
 
 def make(family: str = "olmo2", **changes):

@@ -203,8 +203,7 @@ class Docs:
     def split(self, chunk: int) -> "Docs":
         """The same tokens, with each document cut into chunks of `chunk` tokens."""
         if chunk not in self._chunked:
-            bounds = zip(self.starts, self.starts[1:], strict=False)
-            starts = [start for a, b in bounds for start in range(a, b, chunk)]
+            starts = [i for a, b in zip(self.starts, self.starts[1:], strict=False) for i in range(a, b, chunk)]
             self._chunked[chunk] = Docs((*starts, self.starts[-1]), self.deal, self.member)
         return self._chunked[chunk]
 

@@ -49,7 +49,7 @@ class Mask:
     """Takes the place of an attention mask. A layer hands it to its attention call, which `attend` answers."""
 
     def __init__(self, function: Any = None, local_size: int | None = None) -> None:
-        self.function = function  # of transformers' masking_utils: (batch, head, row, key) -> visible
+        self.function = function  # made by masking_utils: (batch, head, row, key) -> visible
         self.local_size = local_size  # window or chunk
 
     def attend(self, call: AttentionCall) -> Tensor:
@@ -62,7 +62,7 @@ class _EndRun(BaseException):
 
 
 class Capture(Mask):
-    """Stores the attention call; then ends the run or, if it is traced, goes on with zeros that nothing reads."""
+    """Stores the attention call, then ends the run. A traced run continues with zeros instead, which nothing reads."""
 
     def __init__(self, traced: bool = False) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ AttentionMaskInterface.register(ATTENTION, _make_mask)
 
 @dataclass(frozen=True)
 class CallFacts:
-    """A layer's attention, read from its call (model/general.py)."""
+    """A layer's attention, read from its call (model/probe.py)."""
 
     num_heads: int
     num_kv_heads: int
@@ -120,8 +120,8 @@ class CallFacts:
     chunk: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
-    num_outputs: int | None = None  # of the layer's forward, if it returns a tuple
-    token_dims: tuple[int | None, ...] = ()  # of each leaf of the layer's arguments
+    num_outputs: int | None = None  # length of the tuple that the forward returns; None: a tensor
+    token_dims: tuple[int | None, ...] = ()  # for each leaf of the arguments
     skippable: tuple[str, ...] = ()  # linear maps that only feed q, k and v
 
 
@@ -196,7 +196,7 @@ class LayerRuns:
             self.forward = torch.compile(type(layer).forward, dynamic=False)
             self.run_and_drop = torch.compile(_drop_result(type(layer).forward), dynamic=False)
         self.routers: list[nn.Module] = []
-        self.router_index = 0  # of the logits in a router's output
+        self.router_index = 0  # where the logits are in a router's output
         self.router_logits: list[Tensor] = []
         # A compiler drops them itself.
         self.skipped = [_SkippedLinear(layer.get_submodule(path)) for path in facts.skippable if not compiles]
@@ -400,13 +400,7 @@ class GeneralLayer(LayerSchedule):
         return dout_csnK
 
     def _projections_backward(
-        self,
-        saved: Any,
-        dq: list[Tensor],
-        dk: list[Tensor],
-        dv: list[Tensor],
-        dy_sD: Tensor,
-        grads: GradSum,
+        self, saved: Any, head_grads: Sequence[list[Tensor]], dy_sD: Tensor, grads: GradSum
     ) -> None:
         all_heads = (self.query_heads, self.kv_heads, self.kv_heads)
         for rows, x_tD in self._input_tiles(saved):
@@ -415,8 +409,8 @@ class GeneralLayer(LayerSchedule):
                 x_tD = x_tD.detach().requires_grad_()
                 captured = self.runs.capture(x_tD, arguments)
             douts = [
-                self._sum_heads([d[:, rows] for d in head_grads], heads, out)
-                for head_grads, heads, out in zip((dq, dk, dv), all_heads, captured, strict=False)
+                self._sum_heads([d[:, rows] for d in ds], heads, out)
+                for ds, heads, out in zip(head_grads, all_heads, captured, strict=False)
             ]
             if saved.dsinks_H is not None and rows.start == 0:
                 douts.append(saved.dsinks_H.to(captured[3].dtype))

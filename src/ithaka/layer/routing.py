@@ -27,7 +27,7 @@ class Routing:
     real_s: Tensor | None = None  # 1 for tokens, 0 for padding
     sums_2E: Tensor | None = None  # choices and probabilities
     num_rows: Tensor | None = None
-    grad_E: Tensor | None = None  # of every token's probabilities; None: the loss has no backward
+    grad_E: Tensor | None = None  # gradient of every token's probabilities; None until the loss's backward
 
     def start_call(self, real_s: Tensor) -> "Routing":
         """The sums of a new call. Those of earlier ones may still be needed by their backward."""

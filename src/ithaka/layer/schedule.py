@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,17 +36,6 @@ from ithaka.phases import Holder, phase, tag
 from ithaka.plan.heads import HeadTable, Stage, concat_heads
 
 
-class AttentionParts(Protocol):
-    """What the schedule needs to know about a layer's attention."""
-
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def scale(self) -> float: ...
-    @property
-    def window(self) -> int | None: ...
-
-
 class StageOutput(NamedTuple):
     """The attention output of one stage in exchange layout, [c, s, n, K], and its log-sum-exp, [n, S]."""
 
@@ -58,7 +47,7 @@ class StageOutput(NamedTuple):
 class SavedActivations:
     """The activations that one forward saves for its backward."""
 
-    positions: Any  # of this rank's tokens: the `positions` of the layer's call
+    positions: Any  # the `positions` argument of the layer's call
     docs: Docs
     x: TensorHandle
     policy: ActivationPolicy = ActivationPolicy()
@@ -117,7 +106,7 @@ class LayerSchedule:
 
     name: str
     layer: nn.Module
-    parts: Any  # the subclass's, see `AttentionParts`
+    parts: Any  # defined by the subclass; has head_dim, scale and window
     group: dist.ProcessGroup  # the Ulysses group, which exchanges tokens for heads
     ring: dist.ProcessGroup  # the ranks with the same heads of other tokens
     table: HeadTable
@@ -170,15 +159,12 @@ class LayerSchedule:
         raise NotImplementedError
 
     def _projections_backward(
-        self,
-        saved: SavedActivations,
-        dq: list[Tensor],
-        dk: list[Tensor],
-        dv: list[Tensor],
-        dy_sD: Tensor,
-        grads: GradSum,
+        self, saved: SavedActivations, head_grads: Sequence[list[Tensor]], dy_sD: Tensor, grads: GradSum
     ) -> None:
-        """Backward of `_project`: add the gradient of all heads, [c, s, n, K] per stage or load, to dy."""
+        """Backward of `_project`: add the gradient through q, k and v to dy.
+
+        `head_grads`: for each of q, k and v, the gradients [c, s, n, K] of each stage or load.
+        """
         raise NotImplementedError
 
     def _attend_heads(self, i: int, attention: StagedAttention, qkv: list[Tensor], saved: SavedActivations) -> Any:
@@ -283,7 +269,7 @@ class LayerSchedule:
             for exchange in (dq, dk, dv):
                 exchange.wait()
         with phase("projections"):
-            self._projections_backward(saved, dq.wait(), dk.wait(), dv.wait(), dy_sD, grads)
+            self._projections_backward(saved, [dq.wait(), dk.wait(), dv.wait()], dy_sD, grads)
 
     def _send_backward(self, saved: SavedActivations, stage: Stage, output: StageOutput, dy_sD: Tensor) -> InFlight:
         """Send q, the attention output and its gradient, and k and v of a new load. lse, and q, k and v that were saved

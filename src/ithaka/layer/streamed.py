@@ -155,17 +155,11 @@ class StreamedLayer(LayerSchedule):
         return dout_csnK
 
     def _projections_backward(
-        self,
-        saved: SavedActivations,
-        dq: list[Tensor],
-        dk: list[Tensor],
-        dv: list[Tensor],
-        dy_sD: Tensor,
-        grads: GradSum,
+        self, saved: SavedActivations, head_grads: Sequence[list[Tensor]], dy_sD: Tensor, grads: GradSum
     ) -> None:
         """Add the gradient of all heads, through the projections and norm1, to dy."""
         norm1 = self.parts.norm1
-        projections = ProjectionsBackward(self._head_slices(self.query_heads, self.kv_heads), [dq, dk, dv])
+        projections = ProjectionsBackward(self._head_slices(self.query_heads, self.kv_heads), head_grads)
         for rows, x_tD in self._input_tiles(saved):
             x_tD, h_tD = run_norm(norm1, x_tD)
             dh_tD = projections.run_tile(rows, h_tD.detach(), saved.positions[rows], grads)

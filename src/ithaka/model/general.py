@@ -127,7 +127,7 @@ def _find_routing(model: PreTrainedModel, num_layers: int) -> Routing | None:
     recorder = (model.model._can_record_outputs or {}).get("router_logits")
     top_k = getattr(model.config, "num_experts_per_tok", None) or getattr(model.config, "moe_k", None)
     if not isinstance(recorder, OutputRecorder) or top_k is None:
-        raise refusal(model, "records its router logits in a way that is not supported; set output_router_logits=False")
+        raise refusal(model, "has output_router_logits=True, but does not record its routers as usual")
     logits = [torch.randn(5, model.num_experts, dtype=torch.float32) for _ in range(num_layers)]
     hidden, labels = torch.randn(1, 5, 4, dtype=torch.float32), torch.zeros(1, 5, dtype=torch.long)
     head = _Constant(torch.zeros(1, 5, model.config.vocab_size, dtype=torch.float32))

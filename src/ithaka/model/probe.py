@@ -264,7 +264,7 @@ class _Probe:
     """Runs a copy of one layer, with random weights, as the general layer does and as transformers does."""
 
     facts: CallFacts
-    output: Any  # of transformers, at position 0
+    output: Any  # what transformers computes at position 0
 
     def __init__(
         self,
