@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from decoders import DECODERS, SIZES, Wide
 from general import mean_loss
+from ithaka.attention.kernels import available_kernels
 from models import CONSTRUCTING
 from precision import MEANINGFUL, Batch, Gradients, bf16, error_ratios, our_gradients
 
@@ -21,8 +22,13 @@ BF16_SIZES |= {"num_attention_heads": 4, "sliding_window": 30, "num_experts_per_
 INITIALIZER_RANGE = 0.06  # for all families; autocast is then off by one or two percent
 
 
-def initial_model(family: str, seed: int) -> PreTrainedModel:
-    changes = {**BF16_SIZES, "initializer_range": INITIALIZER_RANGE}
+# As wide as kernels need it: head dim 256, and a vocabulary that is no multiple of 8.
+GPU_SIZES = BF16_SIZES | {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_size": 1003}
+GPU_CASES = [("gemma3_text", {"head_dim": 256}), ("gpt_oss", {}), ("olmo3", {}), ("glm4", {}), ("gemma2", {})]
+
+
+def initial_model(family: str, seed: int, **sizes: int) -> PreTrainedModel:
+    changes = {**BF16_SIZES, **sizes, "initializer_range": INITIALIZER_RANGE}
     changes |= {"num_key_value_heads": 4} if family == "deepseek_v3" else {}
     config = AutoConfig.for_model(family, **{**SIZES, **DECODERS[family], **changes})
     config._experts_implementation = "eager"  # grouped_mm, the default of mixtures, has no fp64
@@ -42,7 +48,7 @@ def exact_gradients(model: PreTrainedModel, batch: Batch) -> Gradients:
 
 def autocast_gradients(model: PreTrainedModel, batch: Batch) -> Gradients:
     model = copy.deepcopy(model)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(batch.ids.device.type, dtype=torch.bfloat16):
         loss = model(input_ids=batch.ids, labels=batch.ids, use_cache=False).loss
     loss.backward()
     return {name: param.grad for name, param in model.named_parameters()}
@@ -85,3 +91,23 @@ def test_gradients_are_as_good_as_those_of_autocast(family):
     assert median(times) < 1.15
     assert median(times_rounded) < 1.06
     assert max(times) < 4  # a wrong gradient is off by its own size
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("family,sizes", GPU_CASES, ids=[family for family, _ in GPU_CASES])
+def test_gradients_on_a_gpu_are_as_good_as_those_of_autocast(device, family, sizes, compiles):
+    """With the best kernel that is installed; softcap needs fa4."""
+    if family == "gemma2" and "fa4" not in available_kernels(device, torch.bfloat16, 64):
+        pytest.skip("needs flash-attn-4")
+    model = initial_model(family, 0, **GPU_SIZES | sizes).to(device)
+    batch = Batch(torch.randint(1003, (1, 600), generator=torch.Generator().manual_seed(100)).to(device))
+    exact, autocast = exact_gradients(model, batch), autocast_gradients(model, batch)
+    ours = our_gradients(model, batch, 1, bf16(2, tile_tokens=256, compile=compiles))
+    size = median(error for errors in error_ratios([autocast], [autocast], [exact]).values() for error, _ in errors)
+    ratios = error_ratios([ours], [autocast], [exact]).values()
+    times = [mine / theirs for errors in ratios for mine, theirs in errors]
+    print(f"{family}: {median(times):.3f} times autocast's error of {size:.4f}, at most {max(times):.3f}")
+    assert size < MEANINGFUL
+    assert median(times) < 1.25
+    assert max(times) < 4

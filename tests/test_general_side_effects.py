@@ -327,7 +327,7 @@ def test_the_loss_does_not_depend_on_where_positions_start():
 
 def test_a_captured_call_is_freed_without_the_garbage_collector():
     """A reference cycle would keep q, k and v of many tiles."""
-    q, capture = torch.zeros(1, 2, 3, 4), Capture()
+    q, capture = torch.zeros(1, 2, 3, 4), Capture(torch.float64)
     with contextlib.suppress(BaseException):
         _attend(nn.Identity(), q, q, q, capture)
     assert capture.call is not None

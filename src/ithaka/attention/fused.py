@@ -147,10 +147,11 @@ def row_logsumexp(logits_tV: Tensor, details: bool = False) -> tuple[Tensor, ...
             return (lse_t,)
         log_p_tV = wide_tV - lse_t[:, None]
         return lse_t, lse_t + log_p_tV.exp().mul_(log_p_tV).sum(-1)
-    assert logits_tV.is_contiguous()
     t, V = logits_tV.shape
     values_nt = logits_tV.new_empty(2 if details else 1, t, dtype=wide)
-    _logsumexp_kernel[(t,)](logits_tV, values_nt, t, V, DETAILS=details, BLOCK=_FLAT_BLOCK, num_warps=8)
+    _logsumexp_kernel[(t,)](
+        logits_tV, values_nt, t, V, _row_stride(logits_tV), DETAILS=details, BLOCK=_FLAT_BLOCK, num_warps=8
+    )
     return values_nt.unbind()
 
 
@@ -162,12 +163,18 @@ def softmax_grad(
     `entropy`: the gradients of the softmax entropies and the entropies, [t] each, whose gradient is added.
     """
     if runs_in_triton(logits_tV):
-        assert logits_tV.is_contiguous()
         (t, V), values = logits_tV.shape, (target_t, lse_t, scale_t.to(torch.float32))
         more = (lse_t, lse_t) if entropy is None else (entropy[0].to(torch.float32), entropy[1])
         grid = (t, triton.cdiv(V, _FLAT_BLOCK))
         _softmax_grad_kernel[grid](
-            logits_tV, *values, *more, V, ENTROPY=entropy is not None, BLOCK=_FLAT_BLOCK, num_warps=8
+            logits_tV,
+            *values,
+            *more,
+            V,
+            _row_stride(logits_tV),
+            ENTROPY=entropy is not None,
+            BLOCK=_FLAT_BLOCK,
+            num_warps=8,
         )
         return
     log_p_tV = logits_tV.to(lse_t.dtype).sub_(lse_t[:, None])
@@ -183,9 +190,8 @@ def softmax_grad(
 def cross_entropy_with_grad(logits_tV: Tensor, target_t: Tensor, scale_t: Tensor) -> Tensor:
     """Return each row's loss in fp32 or wider; overwrite the logits with its gradient times `scale` (>= 0)."""
     if runs_in_triton(logits_tV):
-        assert logits_tV.is_contiguous()
         loss_t = scale_t.new_empty(len(logits_tV), dtype=torch.float32)
-        values = (target_t, scale_t.to(torch.float32), loss_t, logits_tV.shape[1])
+        values = (target_t, scale_t.to(torch.float32), loss_t, logits_tV.shape[1], _row_stride(logits_tV))
         _cross_entropy_kernel[(len(logits_tV),)](
             logits_tV, *values, LOG2E=_LOG2E, BLOCK=_LOGITS_BLOCK, LANE=8, num_warps=32
         )
@@ -194,6 +200,11 @@ def cross_entropy_with_grad(logits_tV: Tensor, target_t: Tensor, scale_t: Tensor
     loss_t = lse_t - logits_tV.gather(1, target_t[:, None])[:, 0]
     softmax_grad(logits_tV, target_t, lse_t, scale_t)
     return loss_t
+
+
+def _row_stride(logits_tV: Tensor) -> int:
+    assert logits_tV.stride(1) == 1
+    return logits_tV.stride(0)
 
 
 def scale_in_place(x: Tensor, factor: Tensor) -> None:
@@ -346,7 +357,7 @@ if triton is not None:
         tl.store(da + at, (silu * u).to(gate.dtype.element_ty), inside)
 
     @triton.jit
-    def _logsumexp_kernel(logits, values, t, V, DETAILS: tl.constexpr, BLOCK: tl.constexpr):
+    def _logsumexp_kernel(logits, values, t, V, row_stride, DETAILS: tl.constexpr, BLOCK: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         cols = tl.arange(0, BLOCK)
         # Each lane keeps its own maximum and sums until the end; -1e30 and not -inf, because -inf - -inf is NaN.
@@ -354,7 +365,7 @@ if triton is not None:
         total = tl.zeros((BLOCK,), tl.float32)
         weighted = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, V, BLOCK):
-            x = tl.load(logits + row * V + start + cols, start + cols < V, other=-1e30).to(tl.float32)
+            x = tl.load(logits + row * row_stride + start + cols, start + cols < V, other=-1e30).to(tl.float32)
             higher = tl.maximum(top, x)
             shrunk = tl.exp(tl.minimum(top, x) - higher)  # the other exponential is 1
             total = tl.where(x > top, total * shrunk + 1.0, total + shrunk)
@@ -369,11 +380,11 @@ if triton is not None:
 
     @triton.jit
     def _softmax_grad_kernel(
-        logits, target, lse, scale, dentropy, entropy, V, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
+        logits, target, lse, scale, dentropy, entropy, V, row_stride, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
     ):
         row = tl.program_id(0).to(tl.int64)
         cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        at = logits + row * V + cols
+        at = logits + row * row_stride + cols
         x = tl.load(at, cols < V, other=0.0).to(tl.float32)
         log_p = x - tl.load(lse + row)
         dx = (tl.exp(log_p) - tl.where(cols == tl.load(target + row), 1.0, 0.0)) * tl.load(scale + row)
@@ -383,11 +394,11 @@ if triton is not None:
 
     @triton.jit
     def _cross_entropy_kernel(
-        logits, target, scale, loss, V, LOG2E: tl.constexpr, BLOCK: tl.constexpr, LANE: tl.constexpr
+        logits, target, scale, loss, V, row_stride, LOG2E: tl.constexpr, BLOCK: tl.constexpr, LANE: tl.constexpr
     ):
         """Uses exp2, which takes one multiply-add per logit."""
         row = tl.program_id(0).to(tl.int64)
-        logits += row * V
+        logits += row * row_stride
         label, factor = tl.load(target + row), tl.load(scale + row)
         label_logit = tl.load(logits + label).to(tl.float32)
         cols = tl.arange(0, BLOCK)

@@ -3,7 +3,9 @@
 A decoder layer is token-wise work, one attention, and more token-wise work. transformers calls attention through a
 registered function, so a layer's forward can run twice on a tile: first up to that call, which captures q, k and v and
 ends the run; then, after attention, to the end, with the call returning the tile's attention output. Backward makes the
-same two runs per tile under local autograd. Linear maps that only feed q, k and v are skipped in the second run.
+same two runs per tile under local autograd; with overlap, it holds the graphs of its first runs until the gradients of
+q, k and v arrive, instead of running them once more. Linear maps that only feed q, k and v are skipped in the second
+run.
 
 In 16 bits a tile computes like autocast: the residual, norms and rotations in fp32, matrix products in 16 bits; the
 layer's output is rounded once.
@@ -12,14 +14,15 @@ Shapes as in layer/schedule.py; H query heads, G kv heads, V the head dim of v, 
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from transformers import AttentionInterface
@@ -62,15 +65,17 @@ class _EndRun(BaseException):
 
 
 class Capture(Mask):
-    """Stores the attention call, then ends the run. A traced run continues with zeros instead, which nothing reads."""
+    """Stores the attention call, with q, k and v in a given dtype, then ends the run. A traced run continues with zeros
+    instead, which nothing reads."""
 
-    def __init__(self, traced: bool = False) -> None:
+    def __init__(self, dtype: torch.dtype, traced: bool = False) -> None:
         super().__init__()
-        self.traced = traced
+        self.dtype, self.traced = dtype, traced
         self.call: AttentionCall | None = None
 
     def attend(self, call: AttentionCall) -> Tensor:
-        self.call = call
+        qkv = [t.to(self.dtype) for t in (call.q_HtK, call.k_GtK, call.v_GtV)]
+        self.call = AttentionCall(call.module, *qkv, call.options)
         if not self.traced:
             raise _EndRun
         return call.v_GtV.new_zeros(call.q_HtK.shape[1], len(call.q_HtK), call.v_GtV.shape[-1])
@@ -165,23 +170,23 @@ class Arguments:
     def mask(self) -> Mask:
         return next((leaf for leaf in self.leaves if isinstance(leaf, Mask)), Mask())
 
-    def call(self, function: Callable[..., Any], layer: nn.Module, x_1tD: Tensor, mask: Mask) -> Any:
-        """Call the layer's forward, with `mask` in place of its mask."""
-        leaves = [mask if isinstance(leaf, Mask) else leaf for leaf in self.leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        return function(layer, x_1tD, *args, **kwargs)
+    def with_mask(self, mask: Mask) -> tuple[tuple, dict[str, Any]]:
+        """The arguments as positional and keyword arguments, with `mask` in place of the layer's mask."""
+        return pytree.tree_unflatten([mask if isinstance(leaf, Mask) else leaf for leaf in self.leaves], self.spec)
 
 
 # ---- the two runs of a layer
 
 
-def _drop_result(function: Callable[..., Any]) -> Callable[..., None]:
+def run_layer(layer: nn.Module, x_tD: Tensor, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """The forward of the layer's class, without hooks, on a residual stream in fp32 or wider."""
+    y = type(layer).forward(layer, x_tD[None].to(sum_dtype(x_tD.dtype)), *args, **kwargs)
+    return (y[0] if isinstance(y, tuple) else y)[0].to(x_tD.dtype)
+
+
+def _run_without_result(layer: nn.Module, x_tD: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
     """Without its result, the compiler drops everything after the attention call."""
-
-    def run(*args: Any, **kwargs: Any) -> None:
-        function(*args, **kwargs)
-
-    return run
+    run_layer(layer, x_tD, args, kwargs)
 
 
 class LayerRuns:
@@ -189,12 +194,11 @@ class LayerRuns:
 
     def __init__(self, name: str, layer: nn.Module, facts: CallFacts, compiles: bool = False) -> None:
         self.name, self.layer, self.facts, self.compiles = name, layer, facts, compiles
-        self.forward = self.run_and_drop = type(layer).forward  # without hooks, and not the streamed one
+        self.run_1, self.run_2 = _run_without_result, run_layer
         if compiles:
             # Each kind of layer has two runs, with and without gradients, and maybe a shorter last tile.
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-            self.forward = torch.compile(type(layer).forward, dynamic=False)
-            self.run_and_drop = torch.compile(_drop_result(type(layer).forward), dynamic=False)
+            self.run_1, self.run_2 = (torch.compile(run, dynamic=False) for run in (self.run_1, self.run_2))
         self.routers: list[nn.Module] = []
         self.router_index = 0  # where the logits are in a router's output
         self.router_logits: list[Tensor] = []
@@ -203,12 +207,9 @@ class LayerRuns:
 
     def find_call(self, x_tD: Tensor, arguments: Arguments) -> AttentionCall | None:
         """Run 1: return the attention call; None if the layer makes none."""
-        capture = Capture(traced=self.compiles)
-        try:
-            with compute_like_autocast(x_tD):
-                arguments.call(self.run_and_drop, self.layer, x_tD[None].to(sum_dtype(x_tD.dtype)), capture)
-        except _EndRun:
-            pass
+        capture = Capture(x_tD.dtype, traced=self.compiles)
+        with suppress(_EndRun), compute_like_autocast(x_tD):
+            self.run_1(self.layer, x_tD, *arguments.with_mask(capture))
         return capture.call
 
     def capture(self, x_tD: Tensor, arguments: Arguments) -> list[Tensor]:
@@ -216,7 +217,7 @@ class LayerRuns:
         call = self.find_call(x_tD, arguments)
         assert call is not None
         v_GtK = F.pad(call.v_GtV, (0, self.facts.head_dim - self.facts.v_head_dim))
-        qkv = [t.transpose(0, 1).to(x_tD.dtype) for t in (call.q_HtK, call.k_GtK, v_GtK)]
+        qkv = [t.transpose(0, 1) for t in (call.q_HtK, call.k_GtK, v_GtK)]
         return [*qkv, call.options["s_aux"]] if self.facts.has_sinks else qkv
 
     def finish(self, x_tD: Tensor, out_tHK: Tensor, arguments: Arguments) -> Tensor:
@@ -229,8 +230,7 @@ class LayerRuns:
             for router in self.routers:
                 stack.enter_context(router.register_forward_hook(self._record_router))
             answer = Answer(out_tHK[..., : self.facts.v_head_dim].contiguous())  # as transformers' own
-            y = arguments.call(self.forward, self.layer, x_tD[None].to(sum_dtype(x_tD.dtype)), answer)
-        return (y[0] if isinstance(y, tuple) else y)[0].to(x_tD.dtype)
+            return self.run_2(self.layer, x_tD, *arguments.with_mask(answer))
 
     def take_router_logits(self) -> list[Tensor]:
         """Return the router logits of the last `finish`, and drop them."""
@@ -263,6 +263,14 @@ class _SkippedLinear:
 # ---- the layer
 
 
+class ProjectionGraph(NamedTuple):
+    """The graph of run 1 on a tile: its inputs as leaves, and where the gradients of q, k, v and sinks enter."""
+
+    x_tD: Tensor
+    arguments: Arguments
+    edges: list[GradientEdge | None]
+
+
 @dataclass
 class GeneralActivations(SavedActivations):
     projected: list[Tensor] | None = None  # q [s, H, K], k and v [s, G, K], until every stage has sent its heads
@@ -271,6 +279,7 @@ class GeneralActivations(SavedActivations):
     dout_sHK: Tensor | None = None
     routing: Routing | None = None
     graphs: deque[Any] = field(default_factory=deque)  # per tile: the inputs and output of run 2
+    projection_graphs: deque[ProjectionGraph] = field(default_factory=deque)  # per tile, in backward with overlap
 
 
 @dataclass(eq=False, repr=False)
@@ -315,14 +324,26 @@ class GeneralLayer(LayerSchedule):
 
     def _project_all_heads(self, saved: Any) -> None:
         saved.projected = []
+        is_backward = saved.dout_sHK is not None
         for rows, x_tD in self._input_tiles(saved):
-            with torch.no_grad():
-                tiles = self.runs.capture(x_tD, saved.positions.tile(rows))
+            if is_backward and self.layout.overlap:
+                tiles, graph = self._capture_with_graph(x_tD, saved.positions.tile(rows))
+                saved.projection_graphs.append(graph)
+            else:
+                with torch.no_grad():
+                    tiles = self.runs.capture(x_tD, saved.positions.tile(rows))
             if not saved.projected:
                 saved.projected = [t.new_empty(len(saved.positions), *t.shape[1:]) for t in tiles[:3]]
                 saved.sinks_H = tiles[3].detach() if self.parts.has_sinks else None
             for into_sHK, t_tHK in zip(saved.projected, tiles, strict=False):
-                into_sHK[rows] = t_tHK
+                into_sHK[rows] = t_tHK.detach()
+
+    def _capture_with_graph(self, x_tD: Tensor, arguments: Arguments) -> tuple[list[Tensor], ProjectionGraph]:
+        with torch.enable_grad():
+            x_tD, arguments = x_tD.detach().requires_grad_(), arguments.detach()
+            captured = self.runs.capture(x_tD, arguments)
+        edges = [get_gradient_edge(t) if t.requires_grad else None for t in captured]
+        return captured, ProjectionGraph(x_tD, arguments, edges)
 
     def _finish(self, saved: Any, outputs: Sequence[StageOutput], y_sD: Tensor) -> None:
         saved.routing = self.batch.routing
@@ -402,25 +423,26 @@ class GeneralLayer(LayerSchedule):
     def _projections_backward(
         self, saved: Any, head_grads: Sequence[list[Tensor]], dy_sD: Tensor, grads: GradSum
     ) -> None:
-        all_heads = (self.query_heads, self.kv_heads, self.kv_heads)
+        all_heads, facts = (self.query_heads, self.kv_heads, self.kv_heads), self.parts
+        counts = (facts.num_heads, facts.num_kv_heads, facts.num_kv_heads)
         for rows, x_tD in self._input_tiles(saved):
-            arguments = saved.positions.tile(rows).detach()
-            with torch.enable_grad():
-                x_tD = x_tD.detach().requires_grad_()
-                captured = self.runs.capture(x_tD, arguments)
+            if saved.projection_graphs:
+                graph = saved.projection_graphs.popleft()
+            else:
+                _, graph = self._capture_with_graph(x_tD, saved.positions.tile(rows))
             douts = [
-                self._sum_heads([d[:, rows] for d in ds], heads, out)
-                for ds, heads, out in zip(head_grads, all_heads, captured, strict=False)
+                self._sum_heads([d[:, rows] for d in ds], heads, count).to(x_tD.dtype)
+                for ds, heads, count in zip(head_grads, all_heads, counts, strict=True)
             ]
             if saved.dsinks_H is not None and rows.start == 0:
-                douts.append(saved.dsinks_H.to(captured[3].dtype))
-            pairs = [(out, d) for out, d in zip(captured, douts, strict=False) if out.requires_grad]
-            (dx_tD,) = self._tile_backward(pairs, [x_tD], arguments, saved, rows, grads)
+                douts.append(saved.dsinks_H.to(saved.sinks_H.dtype))
+            pairs = [(edge, d) for edge, d in zip(graph.edges, douts, strict=False) if edge is not None]
+            (dx_tD,) = self._tile_backward(pairs, [graph.x_tD], graph.arguments, saved, rows, grads)
             dy_sD[rows] += dx_tD
 
     def _tile_backward(
         self,
-        pairs: Sequence[tuple[Tensor, Tensor]],
+        pairs: Sequence[tuple[Any, Tensor]],
         inputs: list[Tensor],
         arguments: Arguments,
         saved: Any,
@@ -463,16 +485,16 @@ class GeneralLayer(LayerSchedule):
         return None if slots == list(range(len(order))) else torch.tensor(slots)
 
     @staticmethod
-    def _sum_heads(ds_ctnK: Sequence[Tensor], heads: Heads, like_tHK: Tensor) -> Tensor:
+    def _sum_heads(ds_ctnK: Sequence[Tensor], heads: Heads, num_heads: int) -> Tensor:
         """Gradients of slots -> of heads, [t, H, K]. A kv head may have several slots; empty slots have zeros."""
         ds_tcnK = [d.transpose(0, 1) for d in ds_ctnK]
         d_tNK = (ds_tcnK[0] if len(ds_tcnK) == 1 else torch.cat(ds_tcnK, dim=2)).flatten(1, 2)
         order = flatten_heads(heads)
-        if order == list(range(like_tHK.shape[1])):
-            return d_tNK.to(like_tHK.dtype)
-        sums_tHK = torch.zeros_like(like_tHK, dtype=sum_dtype(d_tNK.dtype))
+        if order == list(range(num_heads)):
+            return d_tNK
+        sums_tHK = d_tNK.new_zeros(len(d_tNK), num_heads, d_tNK.shape[-1], dtype=sum_dtype(d_tNK.dtype))
         sums_tHK.index_add_(1, torch.tensor(order, device=d_tNK.device), d_tNK.to(sums_tHK.dtype))
-        return sums_tHK.to(like_tHK.dtype)
+        return sums_tHK
 
     def _staged_attention(self, docs: Docs) -> StagedAttention:
         attention = super()._staged_attention(docs)

@@ -363,7 +363,8 @@ class _Probe:
         shape = LENGTHS[0], facts.num_heads, facts.v_head_dim
         answer = Answer(torch.randn(shape, dtype=torch.float32, device=self.device))
         with torch.enable_grad():
-            y = arguments.call(type(self.layer).forward, self.layer, self._input()[None], answer)
+            args, kwargs = arguments.with_mask(answer)
+            y = type(self.layer).forward(self.layer, self._input()[None], *args, **kwargs)
         for hook in hooks:
             hook.remove()
         if answer.num_calls != 1:
