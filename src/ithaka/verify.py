@@ -31,7 +31,7 @@ from ithaka.layout import ActivationPolicy, Layout, layout_from_config
 from ithaka.model.adapters import add_adapter, read_stored_settings
 from ithaka.model.build import has_weights, parallelize_model, read_hf_config
 from ithaka.model.logprobs import token_logprobs
-from ithaka.model.weights import EMBEDDINGS, open_tensor_files
+from ithaka.model.weights import end_parameters, open_tensor_files
 from ithaka.plan.shape import read_shape, shape_from_config
 from ithaka.preflight.checks import check_weights
 
@@ -101,12 +101,14 @@ def write_truncated_model(source: Path | dict, out: Path, settings: Config | Non
         AutoModelForCausalLM.from_config(config).save_pretrained(out)
         return "random"
     config.save_pretrained(out)
+    with torch.device("meta"):
+        ends = end_parameters(AutoModelForCausalLM.from_config(config))
     tensors = {}
     for name, file in open_tensor_files(source).items():
         layer = re.match(r"model\.layers\.(\d+)", name)
         if layer is None or int(layer[1]) in layers:
             new_name = f"model.layers.{layers.index(int(layer[1]))}{name[layer.end() :]}" if layer else name
-            rows = config.vocab_size if name in EMBEDDINGS else None
+            rows = config.vocab_size if name in ends else None
             tensors[new_name] = file.get_slice(name)[:rows].contiguous()
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     return "its own"

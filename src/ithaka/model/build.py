@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import ModelOutput
 
 from ithaka.attention.blocks import Docs
@@ -158,15 +159,18 @@ def build_model(
         model = AutoModelForCausalLM.from_config(config, dtype=sum_dtype(dtype) if trains and not adapter else dtype)
         if adapter is not None:
             add_adapter(model, adapter, source if isinstance(source, Path) else None)
+    transforms = get_model_conversion_mapping(model)  # FSDP2 changes the model's class, which they depend on
     parallelize_model(model, mesh=mesh, layout=layout, store=store)
     model.to_empty(device=torch.device("cpu") if layout and layout.offload_optimizer else mesh.device)
-    model.model.rotary_emb.__init__(config)  # recompute its buffers, which files do not have
-    model.model.rotary_emb.to(mesh.device)
-    init_weights(model, seed, only_adapters=has_weights(source))
+    init_weights(model, seed, has_files=has_weights(source))
     if has_weights(source):
-        load_weights(model, source, stored_vocab)
+        load_weights(model, source, stored_vocab, transforms)
     if adapter is not None and adapter.path is not None:
         load_adapter(model, adapter.path)
+    for module in model.modules():  # an offloaded optimizer keeps only parameters on the host
+        module._buffers |= {
+            name: buffer.to(mesh.device) for name, buffer in module._buffers.items() if buffer is not None
+        }
     return model
 
 

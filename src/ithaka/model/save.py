@@ -18,6 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from ithaka.config import ConfigError
 from ithaka.dist.agree import RankError, gather_objects, raise_first
 from ithaka.model.adapters import adapter_tensor_name, find_active_adapter
+from ithaka.model.weights import named_tensors
 
 INDEX_FILE = "model.safetensors.index.json"
 # Arguments of save_pretrained in transformers and PEFT -> the only value supported here.
@@ -35,7 +36,7 @@ def save_pretrained(model: Any, save_directory: str | Path, max_shard_size: int 
             raise ConfigError(f"save_pretrained({name}=...) is not supported by a parallel model; leave it out")
     base = getattr(model, "get_base_model", lambda: model)()
     base.reshard()  # after a forward without backward, the root's parameters are still gathered
-    adapter, params = find_active_adapter(base), _saved_tensors(base)
+    adapter, params = find_active_adapter(base), named_tensors(base)
     if adapter is None:
         pattern = "model{suffix}.safetensors"
         empty = {name: torch.empty(param.shape, dtype=param.dtype, device="meta") for name, param in params.items()}
@@ -54,16 +55,9 @@ def save_pretrained(model: Any, save_directory: str | Path, max_shard_size: int 
     raise_first(gather_objects(failure), f"save_pretrained({save_directory})")
 
 
-def _saved_tensors(base: Any) -> dict[str, Tensor]:
-    """Parameters, of which a tied one is listed once, and persistent buffers."""
-    stored = base.state_dict().keys()
-    buffers = {name: buffer for name, buffer in base.named_buffers() if name in stored}
-    return dict(base.named_parameters()) | buffers
-
-
 def _gather_files(base: Any, files: dict[str, list[str]]) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Each file with its full tensors, which only rank 0 keeps."""
-    mesh, params = base.ithaka_mesh, _saved_tensors(base)
+    mesh, params = base.ithaka_mesh, named_tensors(base)
     for file, names in files.items():
         tensors = {}
         for name in names:

@@ -1,30 +1,127 @@
 """Load weights from safetensors straight into shards, or draw them from a seed; no rank ever holds the full model."""
 
 import hashlib
+import re
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
 
 from ithaka.config import ConfigError, input_error
 from ithaka.model.adapters import adapter_tensor_name, base_tensor_name
 from ithaka.plan.shape import read_json
 
-EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")
+
+@dataclass
+class _Conversion:
+    """Stored tensors that transformers converts to one or more of a model's, such as experts stored one by one."""
+
+    converter: WeightConverter
+    first: str  # of the model's tensors
+    stored: dict[str, list[str]] = field(default_factory=dict)  # source pattern -> names, in order
+
+    @property
+    def targets(self) -> list[str]:
+        first, *others = self.converter.target_patterns
+        return [self.first, *(self.first.replace(first, other) for other in others)]
+
+    @property
+    def merges_rows(self) -> bool:
+        """Whether each stored tensor is a part of one row of the converted one."""
+        merge, *others = self.converter.operations
+        is_merge = isinstance(merge, MergeModulelist) and merge.dim == 0
+        return is_merge and all(isinstance(op, Concatenate) and op.dim > 0 for op in others)
+
+    def read(self, files: dict[str, Any], model: PreTrainedModel, rows: slice) -> dict[str, Tensor]:
+        """The converted tensors, by name; only `rows` of them if `merges_rows`."""
+        converter = deepcopy(self.converter)
+        for pattern, names in self.stored.items():
+            for name in names[rows] if self.merges_rows else names:
+                converter.add_tensor(self.first, name, pattern, files[name].get_tensor(name))
+        converted = converter.convert(self.first, model=model, config=model.config)
+        return {name: t[0] if isinstance(t, list) else t for name, t in converted.items()}
 
 
 @torch.no_grad()
-def load_weights(model: PreTrainedModel, directory: Path, vocab_size: int) -> None:
-    """Read this rank's rows of every base parameter. `vocab_size`: the stored one; the model may have more tokens."""
-    named = model.named_parameters()  # lists a tied weight once, as the embedding
-    params = {base_tensor_name(name): param for name, param in named if ".lora_" not in name}
-    way_out = "fix config.json, or, if experts are stored one by one, use ithaka.parallelize(from_pretrained(...))"
-    _load(params, open_tensor_files(directory), f"model.path={directory}", way_out, vocab_size)
+def load_weights(
+    model: PreTrainedModel, directory: Path, vocab_size: int, transforms: Sequence[WeightTransform]
+) -> None:
+    """Read this rank's rows of every base parameter, and persistent buffers. Converts one parameter at a time.
+
+    `vocab_size`: the stored one; the model may have more tokens. `transforms`: transformers', from stored names and
+    tensors to the model's.
+    """
+    way_out, source, files = "fix config.json", f"model.path={directory}", open_tensor_files(directory)
+    tensors = {base_tensor_name(name): t for name, t in named_tensors(model).items() if ".lora_" not in name}
+    direct, conversions = _match_names(model, list(files), tensors, transforms)
+    model._weight_conversions = [transform for transform in transforms if transform.was_used()]
+    converted = {name: tensors[name] for conversion in conversions for name in conversion.targets if name in tensors}
+    empty = {name: torch.empty(t.shape, device="meta") for name, t in converted.items()}
+    expected = revert_weight_conversion(model, empty) if empty else {}
+    found = [name for conversion in conversions for names in conversion.stored.values() for name in names]
+    missing = [name for name in expected if name not in files] if len(found) < len(expected) else []
+    missing += [name for name in tensors if name not in direct and name not in converted]
+    extra = [name for target, name in direct.items() if target not in tensors]
+    extra += [name for name in found if name not in expected] if len(found) > len(expected) else []
+    ignored = "|".join(model._keys_to_ignore_on_load_unexpected or ()) or r"(?!)"
+    _check_names(source, way_out, missing, [name for name in extra if not re.search(ignored, name)])
+    for name in found:
+        if name in expected:
+            _check_shape(f"{source}: {name}", files[name].get_slice(name), expected[name].shape, way_out)
+    ends = {id(param) for param in end_parameters(model).values()}
+    for name, t in tensors.items():
+        if name in direct:
+            stored = files[direct[name]].get_slice(direct[name])
+            _copy_rows(stored, t, f"{source}: {direct[name]}", way_out, vocab_size if id(t) in ends else None)
+    for conversion in conversions:
+        if conversion.first not in tensors:
+            continue  # ignored
+        rows = local_shard(tensors[conversion.first])[1]
+        if conversion.merges_rows and rows.start == rows.stop:
+            continue
+        for name, full in conversion.read(files, model, rows).items():
+            local, rows = local_shard(tensors[name])
+            local.copy_(full if conversion.merges_rows else full[rows])
+
+
+def _match_names(
+    model: PreTrainedModel, names: list[str], tensors: dict[str, Tensor], transforms: Sequence[WeightTransform]
+) -> tuple[dict[str, str], list[_Conversion]]:
+    """Match stored names with the model's as transformers does: (the model's -> stored, if none is converted)."""
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    direct: dict[str, str] = {}
+    conversions: dict[str, _Conversion] = {}
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, tensors)
+        if target not in tensors and name in tensors:
+            target, pattern = name, None
+        if pattern is None:
+            direct[target] = name
+        else:
+            conversion = conversions.setdefault(target, _Conversion(by_pattern[pattern], target))
+            conversion.stored.setdefault(pattern, []).append(name)
+    return direct, list(conversions.values())
 
 
 @torch.no_grad()
@@ -33,57 +130,112 @@ def load_adapter(model: PreTrainedModel, directory: Path) -> None:
     files = _open(directory / "adapter_model.safetensors", "adapter.path")
     named = {adapter_tensor_name(name): param for name, param in model.named_parameters()}
     params = {name: param for name, param in named.items() if param.requires_grad or name in files}
-    _load(params, files, f"adapter.path={directory}", "fix adapter_config.json")
+    source, way_out = f"adapter.path={directory}", "fix adapter_config.json"
+    missing, extra = [name for name in params if name not in files], [name for name in files if name not in params]
+    _check_names(source, way_out, missing, extra)
+    for name, param in params.items():
+        _copy_rows(files[name].get_slice(name), param, f"{source}: {name}", way_out)
 
 
-def _load(params: dict, files: dict, source: str, way_out: str, vocab_size: int | None = None) -> None:
-    missing = [name for name in params if name not in files]
+def _check_names(source: str, way_out: str, missing: list[str], extra: list[str]) -> None:
     if missing:
         count = f"{len(missing)} missing in total"
         raise ConfigError(f"{source} has no tensor {missing[0]} ({count}); copy the files again, {way_out}")
-    # A tied head may be stored too.
-    extra = [name for name in files if name not in params and not name.endswith(("inv_freq", "lm_head.weight"))]
+    extra = [name for name in extra if not name.endswith(("inv_freq", "lm_head.weight"))]  # a tied head may be stored
     if extra:
         raise ConfigError(f"{source} has a tensor {extra[0]}, which is not in the model; {way_out}")
-    for name, param in params.items():
-        stored = files[name].get_slice(name)
-        num_rows = vocab_size if vocab_size and name in EMBEDDINGS else len(param)
-        shape, expected = tuple(stored.get_shape()), (num_rows, *param.shape[1:])
-        if shape != expected:
-            raise ConfigError(f"{source}: {name} has shape {shape}, but the configuration has {expected}; {way_out}")
-        local, rows = local_shard(param)
-        num_stored = max(0, min(rows.stop, num_rows) - rows.start)
-        if num_stored:
-            local[:num_stored].copy_(stored[rows.start : rows.start + num_stored])
-        if num_stored < len(local):
-            local[num_stored:] = _mean_row(stored, num_rows)
+
+
+def _check_shape(name: str, stored: Any, expected: Sequence[int], way_out: str) -> None:
+    if (shape := tuple(stored.get_shape())) != (expected := tuple(expected)):
+        raise ConfigError(f"{name} has shape {shape}, but the configuration has {expected}; {way_out}")
+
+
+def _copy_rows(stored: Any, tensor: Tensor, name: str, way_out: str, num_rows: int | None = None) -> None:
+    """Copy this rank's rows of a stored tensor that has `num_rows`, if fewer than the model's; the others become the
+    mean of the stored ones."""
+    num_rows = tensor.shape[0] if num_rows is None and tensor.dim() else num_rows
+    expected = (num_rows, *tensor.shape[1:]) if num_rows is not None else ()
+    _check_shape(name, stored, expected, way_out)
+    local, rows = local_shard(tensor)
+    if num_rows is None:
+        local.copy_(stored[...])
+        return
+    num_stored = max(0, min(rows.stop, num_rows) - rows.start)
+    if num_stored:
+        local[:num_stored].copy_(stored[rows.start : rows.start + num_stored])
+    if num_stored < len(local):
+        local[num_stored:] = _mean_row(stored, num_rows)
+
+
+class _Generator(TorchFunctionMode):
+    """Makes random functions draw from `generator`."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if "generator" in kwargs or function in (Tensor.normal_, Tensor.uniform_):
+            kwargs["generator"] = self.generator
+        return function(*args, **kwargs)
 
 
 @torch.no_grad()
-def init_weights(model: PreTrainedModel, seed: int, only_adapters: bool = False) -> None:
-    """Draw weights from the initial distributions of Hugging Face and PEFT. LoRA's B is zero. Each parameter has its
-    own generator, so the values do not depend on the number of ranks."""
+def init_weights(model: PreTrainedModel, seed: int, has_files: bool = False) -> None:
+    """Compute buffers, and draw parameters from the initial distributions of Hugging Face and PEFT; with files, only
+    adapters. Each module has its own generator, so the values do not depend on the number of ranks."""
+    for param in model.parameters():
+        param._is_hf_initialized = True  # transformers leaves shards alone
     for module_name, module in model.named_modules():
         is_adapter = ".lora_" in module_name
-        for name, param in module.named_parameters(recurse=False) if is_adapter or not only_adapters else ():
-            if name == "bias" or ".lora_B." in module_name:
-                param.zero_()
-            elif param.dim() == 1:
-                param.fill_(1.0)  # a norm's weight
-            else:
-                local, rows = local_shard(param)
-                full = torch.empty(param.shape, dtype=param.dtype, device=local.device)
-                key = f"{seed}/{base_tensor_name(f'{module_name}.{name}')}"
-                digest = hashlib.sha256(key.encode()).digest()
-                generator = torch.Generator(device=local.device).manual_seed(int.from_bytes(digest[:7], "big"))
-                if is_adapter:
-                    bound = param.shape[1] ** -0.5
-                    full.uniform_(-bound, bound, generator=generator)
-                else:
-                    full.normal_(0.0, model.config.initializer_range, generator=generator)
-                if (padding := getattr(module, "padding_idx", None)) is not None:
-                    full[padding] = 0.0
-                local.copy_(full[rows])
+        shards: dict[str, Any] = {name: param for name, param in module._parameters.items() if param is not None}
+        shards = {} if has_files and not is_adapter else shards
+        buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+        if not shards and not buffers:
+            continue
+        first = next(iter({**shards, **buffers}))
+        digest = hashlib.sha256(f"{seed}/{base_tensor_name(f'{module_name}.{first}')}".encode()).digest()
+        device = local_shard(shards[first])[0].device if shards else buffers[first].device
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
+        full = {name: torch.empty(param.shape, dtype=param.dtype, device=device) for name, param in shards.items()}
+        drawn = {f"{module_name}.{name}": t for name, t in {**full, **buffers}.items() if t.is_floating_point()}
+        for t in drawn.values():
+            t.fill_(torch.nan)
+        module._parameters |= {name: nn.Parameter(t, requires_grad=False) for name, t in full.items()}
+        try:
+            with _Generator(generator):
+                _init_adapter(module, module_name) if is_adapter else model._init_weights(module)
+        finally:
+            module._parameters |= shards
+        if undefined := next((name for name, t in drawn.items() if t.isnan().any()), None):
+            what = f"model_type={model.config.model_type} does not define an initial value of {undefined}"
+            raise ConfigError(f"{what}; use ithaka.parallelize(from_pretrained(...))")
+        for name, param in shards.items():
+            local, rows = local_shard(param)
+            local.copy_(full[name][rows])
+
+
+def _init_adapter(module: nn.Module, name: str) -> None:
+    """As PEFT: B is zero."""
+    for param in module.parameters(recurse=False):
+        bound = param.shape[1] ** -0.5
+        param.zero_() if ".lora_B." in name else param.uniform_(-bound, bound)
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters, of which a tied one is listed once, as the embedding, and persistent buffers."""
+    stored = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
+    return dict(model.named_parameters()) | buffers
+
+
+def end_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters with one row per token of the vocabulary, by name."""
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    own = {id(param) for end in ends for param in end.parameters()}
+    return {name: param for name, param in model.named_parameters(remove_duplicate=False) if id(param) in own}
 
 
 def _mean_row(stored: Any, num_rows: int) -> Tensor:
@@ -112,7 +264,9 @@ def _open(path: Path, source: str) -> dict[str, Any]:
     return dict.fromkeys(file.keys(), file)
 
 
-def local_shard(param: DTensor) -> tuple[Tensor, slice]:
-    """This rank's shard of a parameter, and the rows of dim 0 that it covers."""
-    shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
-    return param.to_local(), slice(offset[0], offset[0] + shape[0])
+def local_shard(tensor: Any) -> tuple[Tensor, slice]:
+    """This rank's shard of a parameter, and the rows of dim 0 that it covers. A buffer is not sharded."""
+    if not isinstance(tensor, DTensor):
+        return tensor, slice(0, tensor.shape[0] if tensor.dim() else 1)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), slice(offset[0], offset[0] + shape[0])
