@@ -66,7 +66,6 @@ BAD_OVERRIDES = [
     ("adapter.alpha=0", "adapter.alpha=0", "more than 0"),
     ("adapter.targets=all", "adapter.targets=all", "all-linear or a list of names"),
     ("adapter.targets=[]", "adapter.targets=[]", "all-linear"),
-    ("adapter.targets=[q_proj, 3.mlp.up_prj]", "adapter.targets=up_prj", "did you mean up_proj?"),
     ("adapter.modules_to_save=[norm]", "adapter.modules_to_save=norm", "embed_tokens, lm_head"),
     ("adapter.dropout=0.1", "adapter.dropout=0.1", "use one of adapter.rank"),
     ("train.steps=0", "train.steps=0", "at least 1"),

@@ -36,6 +36,7 @@ from ithaka.model import build
 from ithaka.model.adapters import find_active_adapter
 from ithaka.model.calls import KERNEL_ARGUMENTS, check_arguments
 from ithaka.model.logprobs import token_logprobs
+from ithaka.model.positions import rope_parameters
 from ithaka.plan import show
 from ithaka.plan.shape import ModelShape, shape_from_config
 from ithaka.preflight.run import (
@@ -172,7 +173,7 @@ def shape_from_model(model: Any) -> ModelShape:
     if adapter is None:
         return shape
     modules = {name: module for name, module in base.named_modules() if adapter in getattr(module, "lora_A", ())}
-    ends = dict(zip(SAVEABLE_MODULES, (base.model.embed_tokens, base.lm_head), strict=True))
+    ends = dict(zip(SAVEABLE_MODULES, (base.get_input_embeddings(), base.get_output_embeddings()), strict=True))
     saved = (name for name, module in ends.items() if hasattr(module, "modules_to_save"))
     rank = max(module.r[adapter] for module in modules.values())
     return shape.with_adapter(AdapterConfig(rank=rank, targets=tuple(modules), modules_to_save=tuple(saved)))
@@ -190,7 +191,7 @@ def _check_positions(config: Any, context: int) -> None:
     """Refuse a context beyond the model's positions: they cannot be extended after the model is built."""
     positions = config.max_position_embeddings
     if context > positions:
-        factor, theta = math.ceil(context / positions), config.rope_parameters["rope_theta"]
+        factor, theta = math.ceil(context / positions), rope_parameters(config)["rope_theta"]
         original = {"original_max_position_embeddings": positions}
         yarn = {"rope_type": "yarn", "rope_theta": theta, "factor": factor, **original}
         raise ConfigError(

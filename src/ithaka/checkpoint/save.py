@@ -57,10 +57,13 @@ def _rng_tensors(rank: int) -> dict[str, Tensor]:
 
 
 def _trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Weights and optimizer state, without frozen weights: a run with an adapter reads those from model.path."""
+    """Weights and optimizer state, without frozen weights and their buffers: a run with an adapter reads those from
+    model.path."""
     weights, optim = get_state_dict(model, optimizer)
     params = dict(model.named_parameters(remove_duplicate=False))  # a tied weight under both names
-    return {name: t for name, t in weights.items() if name not in params or params[name].requires_grad}, optim
+    frozen = {name for name, param in params.items() if not param.requires_grad}
+    frozen |= weights.keys() - params.keys() if frozen else set()
+    return {name: t for name, t in weights.items() if name not in frozen}, optim
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ithaka.config import AdapterConfig, ConfigError, format_value
@@ -50,10 +49,11 @@ def read_stored_settings(adapter: AdapterConfig, explicit: Set[str]) -> AdapterC
     return dataclasses.replace(adapter, **values)
 
 
-def make_lora_config(adapter: AdapterConfig, base: Path | None, tied: bool) -> Any:
+def make_lora_config(adapter: AdapterConfig, base: Path | None, model: Any) -> Any:
     """PEFT's configuration, read from adapter.path or made from the settings."""
     from peft import LoraConfig, PeftConfig
 
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     if adapter.path is not None:
         config: Any = PeftConfig.from_pretrained(adapter.path)
         config.inference_mode = False
@@ -65,7 +65,9 @@ def make_lora_config(adapter: AdapterConfig, base: Path | None, tied: bool) -> A
             r=adapter.rank,
             lora_alpha=adapter.alpha,
             use_rslora=adapter.rslora,
-            target_modules=adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets),
+            target_modules=_linears_outside_experts(model)
+            if adapter.targets == "all-linear"
+            else list(adapter.targets),
             modules_to_save=list(adapter.modules_to_save) or None,
             ensure_weight_tying=tied and bool(adapter.modules_to_save),
             task_type="CAUSAL_LM",
@@ -81,15 +83,26 @@ def add_adapter(model: Any, adapter: AdapterConfig, base: Path | None) -> None:
     """Freeze the model and add PEFT's modules, in float32 or wider; modules_to_save replace their frozen originals."""
     from peft import get_peft_model
 
-    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    config = make_lora_config(adapter, base, tied)
+    config = make_lora_config(adapter, base, model)
     _check_lora_config(config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         get_peft_model(model, config, ADAPTER_NAME)
+    if experts := getattr(config, "target_parameters", None):
+        names = ", ".join(sorted(experts))
+        raise ConfigError(f"adapter.targets names experts ({names}), which are not adapted; use names such as q_proj")
     for name, module in list(model.named_modules()):
         if hasattr(module, "original_module"):
             model.set_submodule(name, module.modules_to_save[ADAPTER_NAME])
+
+
+def _linears_outside_experts(model: Any) -> str | list[str]:
+    """all-linear, or names without a mixture's, if the model has experts: PEFT would adapt those too."""
+    parts = [(part, child) for layer in model.model.layers for part, child in layer.named_children()]
+    mixtures = {part for part, child in parts if any(param.dim() > 2 for param in child.parameters())}
+    modules = [item for part, child in parts if part not in mixtures for item in child.named_modules(prefix=part)]
+    linears = {name.rpartition(".")[2] for name, module in modules if isinstance(module, nn.Linear)}
+    return sorted(linears) if mixtures else "all-linear"
 
 
 def _check_lora_config(config: Any) -> None:
@@ -142,8 +155,11 @@ def merge_adapter(base: Path, adapter: Path, tensors: dict[str, Tensor], out: Pa
 
     config = AutoConfig.from_pretrained(adapter if (adapter / "config.json").is_file() else base)
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype=torch.float32)
-    peft_model = get_peft_model(model, PeftConfig.from_pretrained(adapter))
+    model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype="auto")
+    stored = {name: t.dtype for name, t in model.state_dict().items()}  # some tensors are always in float32
+    peft_model = get_peft_model(model.float(), PeftConfig.from_pretrained(adapter))
     set_peft_model_state_dict(peft_model, tensors)
     merged = peft_model.merge_and_unload()
-    merged.to(AutoConfig.from_pretrained(base).dtype or torch.float32).save_pretrained(out)
+    for name, t in merged.state_dict(keep_vars=True).items():
+        t.data = t.data.to(stored[name])
+    merged.save_pretrained(out)

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ithaka.config import ConfigError, RopeConfig
-from ithaka.plan.shape import yarn_factor
+from ithaka.plan.shape import FAMILIES, yarn_factor
 
 # RoPE types -> their parameters besides rope_theta. "dynamic" is missing: its frequencies change with the length.
 ROPE_TYPES = {
@@ -28,9 +28,15 @@ def compute_frequencies(rotary: Any, num_positions: int) -> Tensor:
     return init_longrope(rotary.config, rotary.inv_freq.device, seq_len=num_positions)[0]
 
 
-def check_rope(config: Any) -> None:
-    """Refuse RoPE types that the layer does not compute. `config`: transformers'."""
+def rope_parameters(config: Any) -> dict[str, Any]:
+    """Those of a transformers configuration; if windowed layers have their own, those of the other layers."""
     rope = getattr(config, "rope_parameters", None) or {}
+    return rope.get("full_attention", rope)
+
+
+def check_rope(config: Any) -> None:
+    """Refuse RoPE types that the streamed layer does not compute. `config`: transformers'."""
+    rope = rope_parameters(config)
     rope_type, fraction = rope.get("rope_type", "default"), rope.get("partial_rotary_factor") or 1.0
     if rope_type not in (*ROPE_TYPES, PROPORTIONAL):
         reason = "changes its frequencies with the length" if rope_type == "dynamic" else "is not supported"
@@ -58,24 +64,27 @@ def set_positions(config: Any, rope: RopeConfig | None, context: int, trained: b
     if rope is not None:
         num_positions = _apply_rope(config, rope, context)
     elif trained and context > num_positions:
-        factor = yarn_factor(num_positions, config.rope_parameters, context)
+        factor = yarn_factor(num_positions, rope_parameters(config), context)
         raise ConfigError(
             f"data.context={context} exceeds max_position_embeddings={num_positions} of the model; use a shorter "
             f"context, or extend its positions with model.rope={{theta: 8.0e6}} or {{type: yarn, factor: {factor}}}"
         )
     if trained and context > num_positions:
-        factor = config.rope_parameters["factor"]
+        factor = rope_parameters(config)["factor"]
         raise ConfigError(
             f"model.rope.factor={factor} gives {num_positions} positions, fewer than data.context={context}; use at "
             f"least {math.ceil(factor * context / num_positions)}"
         )
-    check_rope(config)
+    if config.model_type in FAMILIES:  # other families rotate by themselves
+        check_rope(config)
     config.max_position_embeddings = max(num_positions, context)
 
 
 def _apply_rope(config: Any, rope: RopeConfig, context: int) -> int:
     """Set rope_parameters. Returns the number of positions: as the factor implies, or else at least the context."""
-    stored = config.rope_parameters
+    stored = rope_parameters(config)
+    if not stored:
+        raise ConfigError(f"model.rope has no effect on model_type={config.model_type}; leave it null")
     rope_type = rope.type or stored["rope_type"]
     parameters = ROPE_TYPES.get(rope_type, ())
     if stored["rope_type"] == PROPORTIONAL != rope_type:
@@ -92,9 +101,11 @@ def _apply_rope(config: Any, rope: RopeConfig, context: int) -> int:
     original = original or int(config.max_position_embeddings / stored.get("factor", 1))
     defaults = {"original_max_position_embeddings": original, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     values: dict[str, Any] = {name: value for name, value in defaults.items() if name in parameters}
-    values |= (stored if rope_type == stored["rope_type"] else {}) | settings
+    replaced = {"type", *(name for names in ROPE_TYPES.values() for name in names)}  # by those of another type
+    keeps_type = rope_type == stored["rope_type"]
+    values |= {name: value for name, value in stored.items() if keeps_type or name not in replaced} | settings
     if rope_type == "longrope":
-        num_frequencies = _head_dim(config) // 2
+        num_frequencies = int(_head_dim(config) * values.get("partial_rotary_factor", 1)) // 2
         for name in ("short_factor", "long_factor"):
             if (length := len(values.get(name) or ())) != num_frequencies:
                 raise ConfigError(
@@ -105,7 +116,9 @@ def _apply_rope(config: Any, rope: RopeConfig, context: int) -> int:
         way_out = f"use at least {max(1, math.ceil(context / original))} for data.context={context}"
         raise ConfigError(f"model.rope.factor is missing, which type {rope_type} needs; {way_out}")
     vars(config).pop("original_max_position_embeddings", None)  # Phi's, which would take precedence
-    config.rope_parameters = values | {"rope_type": rope_type, "rope_theta": rope.theta or stored["rope_theta"]}
+    values |= {"rope_type": rope_type, "rope_theta": rope.theta or stored["rope_theta"]}
+    is_nested = stored is not config.rope_parameters
+    config.rope_parameters = config.rope_parameters | {"full_attention": values} if is_nested else values
     if rope_type != "llama3" and values.get("factor"):
         return int(values["factor"] * values.get("original_max_position_embeddings", original))
     return max(config.max_position_embeddings, context)

@@ -19,6 +19,7 @@ from ithaka.data.stream import Batch
 from ithaka.exits import is_out_of_memory
 from ithaka.layer.store import StoreError
 from ithaka.model.batch import count_pairs
+from ithaka.model.positions import rope_parameters
 from ithaka.phases import Listener, PhasePath
 from ithaka.plan.hardware import DISK_BYTES_S, gpu_named, peak_flops
 from ithaka.plan.heads import count_slots
@@ -269,7 +270,7 @@ def describe_run(trainer: Trainer) -> dict[str, str]:
     if config.curriculum:
         facts["entry"] = f"{config.entry + 1} of {len(config.ends)}, steps {config.start + 1} to {config.train.steps}"
     if config.model.rope is not None:
-        values = {name.removeprefix("rope_"): value for name, value in model.config.rope_parameters.items()}
+        values = {name.removeprefix("rope_"): value for name, value in rope_parameters(model.config).items()}
         values |= {name: f"({len(value)})" for name, value in values.items() if isinstance(value, list)}
         shown = ", ".join(f"{name} {value}" for name, value in values.items())
         facts["rope"] = f"{shown}, for {model.config.max_position_embeddings} positions"
