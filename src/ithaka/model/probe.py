@@ -141,7 +141,7 @@ def randomize(module: nn.Module, device: torch.device, seed: int = 0) -> None:
             submodule._buffers[name] = random if buffer.is_meta else buffer.to(device)
 
 
-def _token_dims(model: PreTrainedModel, name: str, long: Any, short: Any) -> tuple[int | None, ...]:
+def token_dims(model: PreTrainedModel, name: str, long: Any, short: Any) -> tuple[int | None, ...]:
     """For each leaf of a layer's arguments, its dimension that has the length of the call."""
     (leaves, spec), (others, other_spec) = (pytree.tree_flatten(call[1:]) for call in (long, short))
     if spec != other_spec:
@@ -158,7 +158,7 @@ def _token_dim(model: PreTrainedModel, name: str, long: Any, short: Any) -> int 
     return dims[0] if dims else None
 
 
-def _describe_layer(layer: nn.Module) -> Any:
+def describe_layer(layer: nn.Module) -> Any:
     """Equal for layers that compute the same function, apart from the values of their parameters."""
     description = []
     for name, module in layer.named_modules():
@@ -464,8 +464,8 @@ def probe_layers(model: PreTrainedModel, recorder: Recorder, device: torch.devic
     kinds: dict[Any, list[_Probe]] = {}
     facts: list[CallFacts] = []
     for index, layer in enumerate(model.model.layers):
-        dims = _token_dims(model, f"model.layers.{index}", calls[index], shorter[index])
-        probes = kinds.setdefault((_describe_layer(layer), _describe_arguments(calls, index), dims), [])
+        dims = token_dims(model, f"model.layers.{index}", calls[index], shorter[index])
+        probes = kinds.setdefault((describe_layer(layer), _describe_arguments(calls, index), dims), [])
         probe = next((probe for probe in probes if probe.matches(index)), None)
         if probe is None:
             probe = _Probe(model, layer, index, dims, recorder, device)

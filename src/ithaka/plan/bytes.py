@@ -127,6 +127,7 @@ class _GpuPhases:
         self.shape, self.layout, self.hardware, self.work = shape, layout, hardware, work
         self.s, self.e, self.wide = work.local_tokens(layout.cp), layout.element_bytes, layout.sum_bytes
         self.x = layout.x_bytes(shape.hidden, self.s)
+        self.arguments = shape.measured.arguments * self.s if shape.measured else 0
         self.is_single = hardware.num_gpus == 1  # nothing to gather
         self.last_layer = shape.num_layers - 1
         self.shards = (0, 0) if layout.offload_optimizer else shape.shards(hardware.num_gpus // layout.replicas)
@@ -161,7 +162,7 @@ class _GpuPhases:
             "gradients": grads + pending + point.grad_bytes,
             "optimizer": 8 * trained * has_states,
             "layer weights": weights,
-            "residual stream": point.stream,
+            "residual stream": point.stream + self.arguments * (point.phase != "update"),
             "stage buffers": point.heads,
             "tiles": point.tile_bytes,
             "kept activations": kept,

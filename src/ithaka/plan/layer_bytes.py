@@ -16,7 +16,7 @@ from ithaka.config import LAYER_LINEARS
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan.heads import count_slots
 from ithaka.plan.ring import ring_round_tokens
-from ithaka.plan.shape import ModelShape
+from ithaka.plan.shape import MeasuredLayer, ModelShape
 
 # Rows of a query block in attention/blocks.py, forward and backward, at head dim 128; other head dims: as many bytes.
 BLOCK_TOKENS = {"attend": 128 * 1024, "attend backward": 264 * 1024}
@@ -24,6 +24,7 @@ BLOCK_TOKENS = {"attend": 128 * 1024, "attend backward": 264 * 1024}
 # WHOLE_TOKENS long. A call of fa4 costs about 0.5 ms of host time, enough for a GPU to attend to 200 documents of 2K
 # tokens, and full documents up to 128K run 1 to 4 % faster than blocks of them. At 256K there is no difference.
 CALL_TOKENS, WHOLE_TOKENS = 512 * 1024, 256 * 1024
+COMPILED_SHARE = 0.3  # bytes of a measured layer's tile if it is compiled, relative to eager execution
 BLOCK_BUFFERS = 4  # buffers of a block inside attention, in the sum dtype
 
 TileWork = Literal["none", "project", "project backward", "mlp", "mlp backward", "attend", "attend backward"]
@@ -79,6 +80,9 @@ class LayerBytes:
         self.qkv = (self.num_stages * self.q + sum(self.new_kv)) * policy.projections
         self.residual = self.x * policy.projections
         self.gate_up = 2 * s * shape.mlp * layout.element_bytes * policy.mlp
+        self.projected = self.douts = self.graphs = 0
+        if shape.measured:
+            self._add_general(shape.measured, policy)
         self.kept = self.x * (policy.input == "device") + self.outputs * (policy.attention == "device")
         self.kept += self.qkv + self.residual + self.gate_up  # on the device
         is_stored = policy.input != "device"
@@ -87,6 +91,25 @@ class LayerBytes:
         self.fetched_tiles = 2 if is_stored and not layout.overlap else 0
         self.stages_ahead = 2 if layout.overlap else 1
         self.has_exchange = layout.ulysses > 1  # an exchange receives into a buffer of its own
+
+    def _add_general(self, layer: MeasuredLayer, policy: ActivationPolicy) -> None:
+        """What layer/general.py holds besides the tensors of stages: q, k and v of all heads until the last stage is
+        sent, and in backward the gradients of all heads and, with overlap, the graphs of run 1."""
+        shape, e = self.shape, self.layout.element_bytes
+        self.residual, self.gate_up = 0, self.s * self._graph_bytes(layer.finish_graph) * policy.mlp
+        head = self.s * shape.head_dim * e
+        self.projected, self.douts = (shape.heads + 2 * shape.kv_heads) * head, shape.heads * head
+        self.graphs = self.s * self._graph_bytes(layer.project_graph) * (self.layout.overlap and not policy.projections)
+
+    def _graph_bytes(self, per_token: int) -> int:
+        """Measured bytes per token in the layout's dtype. The compiler fuses element-wise kernels."""
+        return int(per_token * self.layout.element_bytes / 2 * (COMPILED_SHARE if self.layout.compile else 1))
+
+    def unsent(self, num_sent: int, held: int) -> int:
+        """Bytes of all heads that are held until the last stage is sent. One stage on one rank sends them as they
+        are."""
+        is_alias = self.num_stages == 1 and not self.has_exchange
+        return 0 if num_sent >= self.num_stages or is_alias else held
 
     def in_flight(self, own: int, first: int, last: int) -> int:
         """Tensors of stages [first, last) that are sent but not used yet: `own` bytes and the new k and v of each. With
@@ -142,7 +165,10 @@ class LayerBytes:
         if not phase.startswith("backward") or phase.startswith("backward again"):
             return 0
         shape, e, wide = self.shape, self.layout.element_bytes, self.layout.sum_bytes
-        if phase != "backward mlp":
+        if shape.measured and not shape.adapter and phase == "backward mlp":
+            # A tile's gradients exist together, then they are added to the sums.
+            return shape.mlp_parameters * (e if self.s <= (self.layout.tile_tokens or self.s) else e + wide)
+        if phase != "backward mlp" or shape.measured:
             return shape.trained_layer * wide
         if shape.adapter:
             return sum(size for name, size in shape.most_adapted.items() if name in LAYER_LINEARS[3:]) * wide
@@ -160,6 +186,8 @@ class LayerBytes:
         if work in BLOCK_TOKENS:
             return self._block_bytes(work)
         shape, c, hidden = self.shape, self.layout.ulysses, self.shape.hidden
+        if shape.measured:
+            return self._measured_tile_bytes(shape.measured, work)
         t, e, wide = min(self.layout.tile_tokens or self.s, self.s), self.layout.element_bytes, self.layout.sum_bytes
         rank = shape.adapter.rank if shape.adapter else 0  # width between an adapter's two matrices
         # Kept tensors are not temporaries: the rounded x + attention; gate and up, but then forward has a third [t, F].
@@ -178,6 +206,18 @@ class LayerBytes:
             return (width + kv_width) * hidden * e + t * e * ((2 + self.fetched_tiles) * hidden + 5 * width + rank)
         width = (4 + self.fetched_tiles) * hidden + 2 * self.qkv_width + 7 * rank
         return self.qkv_width * hidden * e + t * e * width
+
+    def _measured_tile_bytes(self, layer: MeasuredLayer, work: TileWork) -> int:
+        per_token = {
+            "project": layer.project_bytes,
+            "mlp": layer.finish_bytes,
+            "mlp backward": layer.finish_backward_bytes,
+            # Graphs that are held are counted for all tokens.
+            "project backward": layer.project_backward_bytes - layer.project_graph * bool(self.graphs),
+        }
+        t = min(self.layout.tile_tokens or self.s, self.s)
+        fetched = self.fetched_tiles * t * self.shape.hidden * self.layout.element_bytes
+        return t * self._graph_bytes(per_token[work]) + fetched
 
     def _block_bytes(self, work: TileWork) -> int:
         """Buffers of one attention kernel call."""
@@ -211,16 +251,17 @@ def attention_points(b: LayerBytes, phase: str, stream: int) -> Iterator[MemoryP
 
     for i in range(min(b.stages_ahead, b.num_stages)):
         earlier = b.in_flight(b.q, 0, i)
-        yield MemoryPoint(project, stream, earlier + b.q + b.new_kv[i], "project")
-        yield MemoryPoint(project, stream, earlier + b.send_peak(b.q, i))
+        yield MemoryPoint(project, stream, earlier + b.q + b.new_kv[i] + b.unsent(i, b.projected), "project")
+        yield MemoryPoint(project, stream, earlier + b.send_peak(b.q, i) + b.unsent(i + 1, b.projected))
     for i in range(b.num_stages):
         later = b.in_flight(b.q, i + 1, i + b.stages_ahead)
-        stages = b.q + later + b.held_kv[i] + b.attend_bytes(i)
+        stages = b.q + later + b.held_kv[i] + b.attend_bytes(i) + b.unsent(i + b.stages_ahead, b.projected)
         yield MemoryPoint(attend, stream, stages + outputs(i, i, b.held_kv[i]), "attend")
         if (new := i + b.stages_ahead) < b.num_stages:
             others = later + b.left_kv[i] + outputs(i + 1, i, b.left_kv[i])
-            yield MemoryPoint(project, stream, others + b.q + b.new_kv[new], "project")
-            yield MemoryPoint(project, stream, others + b.send_peak(b.q, new))
+            projected = others + b.q + b.new_kv[new] + b.unsent(new, b.projected)
+            yield MemoryPoint(project, stream, projected, "project")
+            yield MemoryPoint(project, stream, others + b.send_peak(b.q, new) + b.unsent(new + 1, b.projected))
 
 
 def attention_backward_points(b: LayerBytes, outputs: int) -> Iterator[MemoryPoint]:
@@ -233,6 +274,10 @@ def attention_backward_points(b: LayerBytes, outputs: int) -> Iterator[MemoryPoi
     if b.qkv:
         b, stage_tensors = copy(b), 2 * b.q
         b.new_kv = b.held_kv = b.left_kv = [0] * b.num_stages
+        b.projected = 0
+
+    def held(num_sent: int) -> int:
+        return b.unsent(num_sent, b.projected + b.douts) + b.graphs
 
     def outputs_left(num_sent: int, num_attended: int) -> int:
         used = num_attended * b.q + sum(last_used_kv[:num_attended]) if b.qkv else 0
@@ -242,11 +287,11 @@ def attention_backward_points(b: LayerBytes, outputs: int) -> Iterator[MemoryPoi
         """Project q, k and v, then send them with out and dout."""
         if not b.qkv:
             prefetched = b.q if b.fetches_attention and b.layout.overlap and stage >= b.stages_ahead else 0
-            projected = others + b.q + b.new_kv[stage] + prefetched
+            projected = others + b.q + b.new_kv[stage] + prefetched + held(stage)
             yield MemoryPoint(project, stream, projected + outputs_left(stage, num_attended), "project")
         # Without overlap, out stays until all is sent.
         out = 0 if b.layout.overlap or not b.has_exchange or b.fetches_attention else b.q
-        sent = others + out + b.send_peak(stage_tensors, stage)
+        sent = others + out + b.send_peak(stage_tensors, stage) + held(stage + 1)
         yield MemoryPoint(project, stream, sent + outputs_left(stage + 1, num_attended))
 
     for i in range(min(b.stages_ahead, b.num_stages)):
@@ -258,14 +303,15 @@ def attention_backward_points(b: LayerBytes, outputs: int) -> Iterator[MemoryPoi
         prefetched = b.q if b.fetches_attention and b.layout.overlap and is_more else 0
         own = stage_tensors + (b.lse if b.fetches_attention else 0)
         live = head_grads + own + later + prefetched + b.held_kv[i]
-        live += b.kv_grad_sums(b.slots[i].summed_kv) + b.ring_backward_bytes(i)
+        live += b.kv_grad_sums(b.slots[i].summed_kv) + b.ring_backward_bytes(i) + held(following)
         yield MemoryPoint(attend, stream, live + outputs_left(min(following, b.num_stages), i), "attend backward")
         head_grads += b.q + last_used_kv[i]
         if is_more:
             send_buffers = b.q + last_used_kv[i] if b.layout.overlap and b.has_exchange else 0
-            held = b.left_kv[i] + b.kv_grad_sums(b.slots[i].left_summed_kv)
-            yield from send(following, head_grads + send_buffers + later + held, i + 1)
-    yield MemoryPoint(project, stream, head_grads + outputs_left(b.num_stages, b.num_stages), "project backward")
+            left = b.left_kv[i] + b.kv_grad_sums(b.slots[i].left_summed_kv)
+            yield from send(following, head_grads + send_buffers + later + left, i + 1)
+    last = head_grads + outputs_left(b.num_stages, b.num_stages) + b.graphs
+    yield MemoryPoint(project, stream, last, "project backward")
 
 
 def layer_points(b: LayerBytes) -> Iterator[MemoryPoint]:
@@ -279,7 +325,7 @@ def layer_points(b: LayerBytes) -> Iterator[MemoryPoint]:
     else:
         yield from attention_points(b, "backward again", b.x + b.fetched_input)
     # dy; everything else is one tile
-    yield MemoryPoint("backward mlp", b.x + b.fetched_input, outputs, "mlp backward")
+    yield MemoryPoint("backward mlp", b.x + b.fetched_input, outputs + b.douts, "mlp backward")
     yield from attention_backward_points(b, outputs - kept_later)
 
 

@@ -23,6 +23,10 @@ from ithaka.plan.shape import ModelShape, Work
 MLP_SHARE = (0.82, 0.82)
 PROJECTION_SHARE = (0.62, 0.49)  # small matrices: slices of a few heads
 LOSS_SHARE = 0.91
+# Measured layers: matmuls, grouped matmuls of experts, and the time of their element-wise kernels relative to the bytes
+# that eager ones move, eager and compiled.
+GENERAL_SHARE, EXPERTS_SHARE = 0.8, 0.4
+EAGER_MOVES, COMPILED_MOVES = 2.0, 0.42
 COPY_SHARE = 0.88  # fraction of the PCIe rate that tile-by-tile copies reach
 # Passes of element-wise kernels over a tensor, forward and backward; each pass reads or writes it once.
 MLP_PASSES = (3, 6)  # over [s, F]
@@ -144,6 +148,15 @@ class LayerSeconds:
         """The q, k and v projections. Backward projects again unless q, k and v were kept, and has the gradient of the
         output projection's input."""
         projects = not (backward and self.policy.projections)
+        if layer := self.shape.measured:
+            # Backward runs forward once more if it does not hold the graphs.
+            forwards = projects + backward * (self.policy.projections or not self.layout.overlap)
+            moved = (
+                layer.project_backward_moved + (forwards - 1) * layer.project_moved if backward else layer.project_moved
+            )
+            return self._measured(layer.projections, forwards, backward, moved) + self.sum_grads(
+                layer.projections * backward
+            )
         walks = (self.num_stages * projects + backward) * WALK_PASSES[backward] * self.x
         passes = HEAD_PASSES[backward] - HEAD_PASSES[0] * (not projects)
         heads = passes * self.s * self.qkv_width * self.layout.element_bytes
@@ -157,6 +170,11 @@ class LayerSeconds:
 
     def mlp(self, backward: bool) -> float:
         """The output projection and the MLP."""
+        if layer := self.shape.measured:
+            keeps_graph = backward and self.policy.mlp
+            moved = layer.finish_backward_moved - keeps_graph * layer.finish_moved if backward else layer.finish_moved
+            sums = self.sum_grads(self.shape.mlp_parameters * backward)
+            return self._measured(layer.others, not keeps_graph, backward, moved, layer.experts) + sums
         moved = self.move(MLP_PASSES[backward] * self.s * self.shape.mlp * self.layout.element_bytes)
         moved += self.adapters(LAYER_LINEARS[3:], backward)
         share = MLP_SHARE[backward]
@@ -167,6 +185,13 @@ class LayerSeconds:
         num_matmuls = 2 - self.is_frozen
         output = (num_matmuls - self.policy.projections) * self.output(share)
         return (num_matmuls + recomputed) * matmul + output + moved + self.sum_grads(self.shape.mlp_parameters)
+
+    def _measured(self, products: int, forwards: int, backward: bool, moved: int, experts: int = 0) -> float:
+        """A run of a measured layer: its forwards and, with `backward`, two products for each weight."""
+        num_matmuls = forwards + backward * (2 - self.is_frozen)
+        matmul = self.matmul(products - experts, 1, GENERAL_SHARE) + self.matmul(experts, 1, EXPERTS_SHARE)
+        moves = self.s * moved * (COMPILED_MOVES if self.layout.compile else EAGER_MOVES)
+        return num_matmuls * matmul + self.move(moves)
 
     def adapters(self, names: Sequence[str], backward: bool) -> float:
         sizes = [size for name, size in self.shape.linears.items() if name in names and name in self.shape.most_adapted]

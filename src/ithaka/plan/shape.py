@@ -10,9 +10,10 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from ithaka.config import LAYER_LINEARS, AdapterConfig, ConfigError, input_error
 
@@ -54,6 +55,44 @@ PLANNED_FAMILIES = [name for name, family in FAMILIES.items() if not family.expe
 
 
 @dataclass(frozen=True)
+class MeasuredLayer:
+    """A decoder layer without a formula, measured by model/measure.py: the largest layer's bytes, the mean of costs.
+
+    Run 1 projects, run 2 finishes the layer (layer/general.py). Bytes are per token, in 16 bits.
+    """
+
+    parameters: int
+    num_parameters: int  # of the model
+    linears: tuple[tuple[str, int, int], ...]  # name, inputs, outputs
+    # Peaks of a run without gradients, and of one with its backward; the graph in between.
+    project_bytes: int
+    finish_bytes: int
+    project_backward_bytes: int
+    finish_backward_bytes: int
+    project_graph: int
+    finish_graph: int
+    # Bytes that element-wise kernels move, and multiply-adds with weights, per token.
+    project_moved: int
+    finish_moved: int
+    project_backward_moved: int  # with its forward
+    finish_backward_moved: int
+    projections: int
+    others: int
+    experts: int  # a part of `others`, multiplied in groups
+    arguments: int = 0  # bytes per token of all arguments of layers: position embeddings
+
+    bytes_per_token: ClassVar = tuple(
+        f"{run}_{what}" for run in ("project", "finish") for what in ("bytes", "backward_bytes", "graph")
+    )
+    costs: ClassVar = (
+        *(f"{run}_{what}" for run in ("project", "finish") for what in ("moved", "backward_moved")),
+        "projections",
+        "others",
+        "experts",
+    )
+
+
+@dataclass(frozen=True)
 class ModelShape:
     family: str
     num_layers: int
@@ -70,15 +109,20 @@ class ModelShape:
     mlp_bias: bool = False
     qk_norm: bool = False
     adapter: AdapterConfig | None = None  # None: all parameters are trained
+    measured: MeasuredLayer | None = None  # a family without a formula, whose layers were measured
 
     @cached_property
     def mlp_parameters(self) -> int:
-        """Gate, up and down projections of one layer, with biases."""
+        """Gate, up and down projections of one layer, with biases; of a measured layer, all but the projections."""
+        if self.measured:
+            return self.measured.parameters - self.measured.projections
         return 3 * self.hidden * self.mlp + self.mlp_bias * (2 * self.mlp + self.hidden)
 
     @cached_property
     def layer_parameters(self) -> int:
-        """One layer: attention projections with biases and norms, the MLP, two norms."""
+        """One layer: attention projections with biases and norms, the MLP, two norms. The largest measured layer."""
+        if self.measured:
+            return self.measured.parameters
         q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
         weights = self.hidden * (2 * q_size + 2 * kv_size) + self.qk_norm * 2 * self.head_dim
         biases = self.qkv_bias * (q_size + 2 * kv_size) + self.out_bias * self.hidden
@@ -87,6 +131,8 @@ class ModelShape:
     @cached_property
     def num_parameters(self) -> int:
         """All parameters of the base model. A tied embedding counts once."""
+        if self.measured:
+            return self.measured.num_parameters
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         return self.num_layers * self.layer_parameters + embeddings + self.hidden
 
@@ -100,7 +146,9 @@ class ModelShape:
 
     @cached_property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of a layer's linear modules."""
+        """(inputs, outputs) of a layer's linear modules, by name in the layer."""
+        if self.measured:
+            return {name: (inputs, outputs) for name, inputs, outputs in self.measured.linears}
         D, F, q_size, kv_size = self.hidden, self.mlp, self.heads * self.head_dim, self.kv_heads * self.head_dim
         sizes = ((D, q_size), (D, kv_size), (D, kv_size), (q_size, D), (D, F), (D, F), (F, D))
         return dict(zip(LAYER_LINEARS, sizes, strict=True))
@@ -115,8 +163,9 @@ class ModelShape:
     @cached_property
     def adapter_parameters(self) -> tuple[dict[str, int], ...]:
         """Per layer: linear module -> parameters of its adapter."""
-        rank = self.adapter.rank if self.adapter else 0
-        modules = {name: f"self_attn.{name}" if name in LAYER_LINEARS[:4] else f"mlp.{name}" for name in LAYER_LINEARS}
+        rank, modules = self.adapter.rank if self.adapter else 0, {name: name for name in self.linears}
+        if not self.measured:
+            modules = {name: f"{'self_attn' if name in LAYER_LINEARS[:4] else 'mlp'}.{name}" for name in LAYER_LINEARS}
         sizes = {name: rank * sum(size) for name, size in self.linears.items()}
         return tuple(
             {name: sizes[name] for name in sizes if self.has_adapter(f"model.layers.{i}.{modules[name]}")}
@@ -227,15 +276,11 @@ def read_json(file: Path, name: str = "model.path=", way_out: str = GIVE_MODEL) 
 def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> ModelShape:
     """The shape that a `config.json` describes. `source`: its name in errors."""
     name = values.get("model_type")
-    if name not in PLANNED_FAMILIES:
-        families = ", ".join(PLANNED_FAMILIES)
-        raise ConfigError(
-            f"model_type={name} of {source} cannot be planned yet; use one of the families {families}, or call "
-            "ithaka.parallelize with a layout"
-        )
     if quantised := values.get("quantization_config"):
         method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
         raise ConfigError(f"model.path={source} is quantized ({method}); use weights in bfloat16 or float32")
+    if name not in PLANNED_FAMILIES:
+        return _measure(json.dumps(dict(values), sort_keys=True), source)
     family = FAMILIES[name]
     hidden, num_layers, heads, mlp, vocab = (_count(values, key, source) for key in SIZES)
     kv_heads = _count(values, "num_key_value_heads", source, family.kv_heads or heads, null=heads)
@@ -250,6 +295,12 @@ def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> M
     qkv_bias, out_bias, mlp_bias = (bool(values.get(rule) if isinstance(rule, str) else rule) for rule in rules)
     sizes = (num_layers, hidden, heads, kv_heads, head_dim, mlp, vocab)
     return ModelShape(name, *sizes, tied, windows, qkv_bias, out_bias, mlp_bias, family.qk_norm)
+
+
+@lru_cache
+def _measure(values: str, source: str) -> ModelShape:
+    """The shape of a family without a formula. This imports torch, and the model, which is above the planner."""
+    return import_module("ithaka.model.measure").measure_model(json.loads(values), source)
 
 
 def yarn_factor(positions: int, rope: Mapping[str, Any], context: int) -> int:

@@ -1,0 +1,203 @@
+"""Ask a model what the planner has no formula for: sizes, matrix products and bytes per token of its layers.
+
+A layer of each kind runs on fake tensors, which have shapes but no memory, as layer/general.py runs it on a tile.
+"""
+
+import copy
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from ithaka.config import ConfigError
+from ithaka.layer.general import Arguments, CallFacts, LayerRuns
+from ithaka.model.probe import LENGTHS, Recorder, describe_layer, read_call, refusal, token_dims
+from ithaka.plan.shape import MeasuredLayer, ModelShape
+
+TOKENS = (128, 256)  # the lengths of two runs: their difference is what grows with the tokens
+MATMULS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "grouped_mm_fallback")
+
+
+def measure_model(values: Mapping[str, Any], source: str) -> ModelShape:
+    """The shape of the model that a config.json describes. Raises ConfigError if it cannot run."""
+    try:
+        config = AutoConfig.for_model(**values)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    except Exception as error:
+        name = values.get("model_type")
+        raise ConfigError(
+            f"model_type={name} of {source} cannot be built by transformers ({type(error).__name__}: {error}); use a "
+            "decoder that AutoModelForCausalLM builds, such as gemma3_text"
+        ) from error
+    if not isinstance(getattr(getattr(model, "model", None), "layers", None), nn.ModuleList):
+        raise refusal(model, "has no list of decoder layers at model.layers")
+    return measure_layers(model)
+
+
+def measure_layers(model: PreTrainedModel) -> ModelShape:
+    config, recorder = model.config, Recorder(model)
+    calls, shorter = (recorder.call(length) for length in LENGTHS)
+    measured: dict[Any, tuple[CallFacts, MeasuredLayer]] = {}
+    layers = []
+    for index, layer in enumerate(model.model.layers):
+        dims = token_dims(model, f"model.layers.{index}", calls[index], shorter[index])
+        mask = next((id(leaf) for leaf in pytree.tree_leaves(calls[index][1:]) if hasattr(leaf, "local_size")), None)
+        kind = describe_layer(layer), mask, dims
+        if kind not in measured:
+            measured[kind] = _Measurement(model, recorder, index, dims).run()
+        layers.append(measured[kind])
+    all_facts, parts = zip(*layers, strict=True)
+    widest = max(all_facts, key=lambda facts: (facts.num_heads + 2 * facts.num_kv_heads) * facts.head_dim)
+    tensors = {id(leaf): leaf for call in calls for leaf in pytree.tree_leaves(call[1:]) if isinstance(leaf, Tensor)}
+    arguments = sum(t.nbytes for t in tensors.values() if LENGTHS[0] in t.shape) // LENGTHS[0]
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    return ModelShape(
+        family=config.model_type,
+        num_layers=len(layers),
+        hidden=model.get_input_embeddings().weight.shape[1],
+        heads=widest.num_heads,
+        kv_heads=widest.num_kv_heads,
+        head_dim=widest.head_dim,
+        mlp=getattr(config, "intermediate_size", 0) or 0,
+        vocab=config.vocab_size,
+        tied=tied,
+        windows=tuple(facts.window or facts.chunk for facts in all_facts),
+        measured=combine_layers(parts, sum(param.numel() for param in model.parameters()), arguments),
+    )
+
+
+def combine_layers(layers: tuple[MeasuredLayer, ...], num_parameters: int, arguments: int) -> MeasuredLayer:
+    """One layer with the most bytes of any, and with the mean of all products."""
+    largest = max(layers, key=lambda layer: layer.parameters)
+    most = {name: max(getattr(layer, name) for layer in layers) for name in MeasuredLayer.bytes_per_token}
+    mean = {name: round(sum(getattr(layer, name) for layer in layers) / len(layers)) for name in MeasuredLayer.costs}
+    return MeasuredLayer(largest.parameters, num_parameters, largest.linears, **most, **mean, arguments=arguments)
+
+
+class _Measurement:
+    """A copy of one layer on fake tensors."""
+
+    def __init__(self, model: PreTrainedModel, recorder: Recorder, index: int, dims: tuple[int | None, ...]) -> None:
+        self.model, self.recorder, self.index, self.dims = model, recorder, index, dims
+        self.name, self.mode = f"model.layers.{index}", FakeTensorMode()
+        self.layer = copy.deepcopy(model.model.layers[index], dict(recorder.memo)).train()
+        self.facts = CallFacts(1, 1, 1, 1, 1.0)
+        with self.mode:
+            for module in self.layer.modules():
+                for tensors in (module._parameters, module._buffers):
+                    for name, t in tensors.items():
+                        if t is not None:
+                            fake = torch.empty(t.shape, dtype=t.dtype)
+                            tensors[name] = nn.Parameter(fake) if isinstance(t, nn.Parameter) else fake
+
+    def run(self) -> tuple[CallFacts, MeasuredLayer]:
+        try:
+            with torch.enable_grad():
+                return self._run()
+        except ConfigError:
+            raise
+        except Exception as error:
+            problem = f"has a layer {self.name} that cannot be measured ({type(error).__name__}: {error})"
+            raise refusal(self.model, problem) from error
+
+    def _run(self) -> tuple[CallFacts, MeasuredLayer]:
+        used: set[nn.Module] = set()
+        hooks = [m.register_forward_hook(lambda m, *_: used.add(m)) for m in self.layer.modules()]
+        with self.mode:
+            x, arguments = self._inputs(TOKENS[0])
+            call = LayerRuns(self.name, self.layer, self.facts).find_call(x, arguments)
+        for hook in hooks:
+            hook.remove()
+        if call is None:
+            raise refusal(self.model, f"makes no attention call in {self.name}")
+        self.facts = read_call(self.model, self.name, call, arguments.mask)
+        short, long = (self._measure_bytes(tokens) for tokens in TOKENS)
+        per_token = {name: round((long[name] - short[name]) / (TOKENS[1] - TOKENS[0])) for name in long}
+        projected = sum(sum(self._products(module)) for module in used)
+        dense, experts = map(sum, zip(*map(self._products, self.layer.modules()), strict=True))
+        linears = tuple(
+            (n, m.in_features, m.out_features) for n, m in self.layer.named_modules() if type(m) is nn.Linear
+        )
+        parameters = sum(param.numel() for param in self.layer.parameters())
+        products = {"projections": projected, "others": dense + experts - projected, "experts": experts}
+        return self.facts, MeasuredLayer(parameters, parameters, linears, **per_token, **products)
+
+    def _products(self, module: nn.Module) -> tuple[int, int]:
+        """Multiply-adds per token with the module's own weights: dense ones, and those of the experts it is sent to."""
+        config, sizes = self.model.config, [p.shape for p in module.parameters(recurse=False)]
+        top_k = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_k", None) or 1
+        flat = sum(size.numel() for size in sizes if len(size) == 2 and not self._is_expert_bias(size, sizes))
+        return flat, sum(size.numel() // size[0] * top_k for size in sizes if len(size) == 3)
+
+    @staticmethod
+    def _is_expert_bias(size: torch.Size, sizes: list[torch.Size]) -> bool:
+        return any(len(other) == 3 and other[0] == size[0] for other in sizes)
+
+    def _inputs(self, num_tokens: int) -> tuple[Tensor, Arguments]:
+        with torch.utils._python_dispatch._disable_current_modes():
+            x, args, kwargs = self.recorder.call(num_tokens)[self.index]
+        arguments = Arguments(args, kwargs, self.dims, num_tokens)
+        leaves = [self.mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf for leaf in arguments.leaves]
+        return torch.empty(x.shape[1:], dtype=torch.bfloat16), arguments.replace_leaves(leaves, num_tokens)
+
+    def _measure_bytes(self, num_tokens: int) -> dict[str, int]:
+        runs, facts = LayerRuns(self.name, self.layer, self.facts), self.facts
+        with self.mode:
+            x, arguments = self._inputs(num_tokens)
+            out = torch.empty(num_tokens, facts.num_heads, facts.head_dim, dtype=x.dtype)
+            found = {}
+            for name, run, inputs in (("project", runs.capture, [x]), ("finish", runs.finish, [x, out])):
+                with torch.no_grad(), _LiveBytes() as live:
+                    run(*inputs, arguments)
+                found |= {f"{name}_bytes": live.peak, f"{name}_moved": live.moved}
+                leaves = [t.detach().requires_grad_() for t in inputs]
+                with _LiveBytes() as live:
+                    outputs = run(*leaves, arguments)
+                    outputs = [t for t in (outputs if isinstance(outputs, list) else [outputs]) if t.requires_grad][:3]
+                    douts = [torch.empty_like(t) for t in outputs]
+                    edges = [get_gradient_edge(t) for t in outputs]
+                    del outputs
+                    found[f"{name}_graph"] = live.now - sum(d.nbytes for d in douts)
+                    torch.autograd.grad(edges, leaves, douts)  # weight gradients do not grow with the tokens
+                found |= {f"{name}_backward_bytes": live.peak, f"{name}_backward_moved": live.moved}
+        return found
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of new tensors while they exist, and the bytes that all operations but matmuls move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = self.moved = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+        new = [t for t in outputs if self._add(t.untyped_storage(), {id(i.untyped_storage()) for i in inputs})]
+        if (new or function._schema.is_mutable) and function.overloadpacket.__name__ not in MATMULS:
+            self.moved += sum(t.nbytes for t in (*inputs, *outputs))
+        return result
+
+    def _add(self, storage: Any, of_inputs: set[int]) -> bool:
+        key = id(storage)
+        if key in self.known or key in of_inputs:
+            return False
+        self.known.add(key)
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._drop, key, storage.nbytes())
+        return True
+
+    def _drop(self, key: int, num_bytes: int) -> None:
+        self.known.discard(key)
+        self.now -= num_bytes
