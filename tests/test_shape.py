@@ -121,8 +121,9 @@ def test_embedded_models_have_fewer_kv_heads_than_query_heads(name, low, high):
 @pytest.mark.parametrize(
     "change, fragments",
     [
-        ({"model_type": "gpt2"}, ["model_type=gpt2", "llama, mistral, qwen2, qwen3"]),
+        ({"model_type": "gpt2"}, ["model_type=gpt2", "model.layers"]),
         ({"model_type": None}, ["model_type=None", "llama"]),
+        ({"model_type": "lama"}, ["model_type=lama", "unknown to transformers", "llama"]),
         ({"hidden_size": None}, ["hidden_size", "missing"]),
         ({"num_hidden_layers": 0}, ["num_hidden_layers=0", "positive"]),
         ({"vocab_size": "big"}, ["vocab_size=big", "positive"]),

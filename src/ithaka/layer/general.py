@@ -14,7 +14,7 @@ Shapes as in layer/schedule.py; H query heads, G kv heads, V the head dim of v, 
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -74,8 +74,8 @@ class Capture(Mask):
         self.call: AttentionCall | None = None
 
     def attend(self, call: AttentionCall) -> Tensor:
-        qkv = [t.to(self.dtype) for t in (call.q_HtK, call.k_GtK, call.v_GtV)]
-        self.call = AttentionCall(call.module, *qkv, call.options)
+        q_HtK, k_GtK, v_GtV = [t.to(self.dtype) for t in (call.q_HtK, call.k_GtK, call.v_GtV)]
+        self.call = AttentionCall(call.module, q_HtK, k_GtK, v_GtV, call.options)
         if not self.traced:
             raise _EndRun
         return call.v_GtV.new_zeros(call.q_HtK.shape[1], len(call.q_HtK), call.v_GtV.shape[-1])
@@ -194,11 +194,13 @@ class LayerRuns:
 
     def __init__(self, name: str, layer: nn.Module, facts: CallFacts, compiles: bool = False) -> None:
         self.name, self.layer, self.facts, self.compiles = name, layer, facts, compiles
-        self.run_1, self.run_2 = _run_without_result, run_layer
+        self.run_1: Callable[..., None] = _run_without_result
+        self.run_2: Callable[..., Tensor] = run_layer
         if compiles:
             # Each kind of layer has two runs, with and without gradients, and maybe a shorter last tile.
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-            self.run_1, self.run_2 = (torch.compile(run, dynamic=False) for run in (self.run_1, self.run_2))
+            self.run_1 = torch.compile(self.run_1, dynamic=False)
+            self.run_2 = torch.compile(self.run_2, dynamic=False)
         self.routers: list[nn.Module] = []
         self.router_index = 0  # where the logits are in a router's output
         self.router_logits: list[Tensor] = []

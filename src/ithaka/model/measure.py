@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ithaka.config import ConfigError
 from ithaka.layer.general import Arguments, CallFacts, LayerRuns
@@ -27,12 +28,17 @@ MATMULS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "grouped_mm
 
 def measure_model(values: Mapping[str, Any], source: str) -> ModelShape:
     """The shape of the model that a config.json describes. Raises ConfigError if it cannot run."""
+    name = values.get("model_type")
+    if name not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"model_type={name} of {source} is unknown to transformers {transformers.__version__}; use a decoder such "
+            "as llama, qwen3 or gemma3_text (docs/models.md), or a newer transformers"
+        )
     try:
         config = AutoConfig.for_model(**values)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     except Exception as error:
-        name = values.get("model_type")
         raise ConfigError(
             f"model_type={name} of {source} cannot be built by transformers ({type(error).__name__}: {error}); use a "
             "decoder that AutoModelForCausalLM builds, such as gemma3_text"
@@ -153,8 +159,12 @@ class _Measurement:
         with self.mode:
             x, arguments = self._inputs(num_tokens)
             out = torch.empty(num_tokens, facts.num_heads, facts.head_dim, dtype=x.dtype)
-            found = {}
-            for name, run, inputs in (("project", runs.capture, [x]), ("finish", runs.finish, [x, out])):
+            found: dict[str, int] = {}
+            two_runs: dict[str, tuple[Any, list[Tensor]]] = {
+                "project": (runs.capture, [x]),
+                "finish": (runs.finish, [x, out]),
+            }
+            for name, (run, inputs) in two_runs.items():
                 with torch.no_grad(), _LiveBytes() as live:
                     run(*inputs, arguments)
                 found |= {f"{name}_bytes": live.peak, f"{name}_moved": live.moved}

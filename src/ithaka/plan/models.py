@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ithaka.config import ConfigError
-from ithaka.plan.shape import FAMILIES, HUB_ID, ModelShape, read_json, shape_from_config
+from ithaka.plan.shape import FAMILIES, HUB_ID, ModelShape, built_in_decoders, read_json, shape_from_config
 
 HUB_TIMEOUT_S = 5.0
 
@@ -20,10 +20,12 @@ llama3-8b     meta-llama/Meta-Llama-3-8B         llama    32 4096 32  8 14336 12
 llama3-70b    meta-llama/Meta-Llama-3-70B        llama    80 8192 64  8 28672 128256   8K 5e5
 llama3.1-8b   meta-llama/Llama-3.1-8B            llama    32 4096 32  8 14336 128256 128K 5e5 x8
 llama3.1-70b  meta-llama/Llama-3.1-70B           llama    80 8192 64  8 28672 128256 128K 5e5 x8
+llama3.1-405b meta-llama/Llama-3.1-405B          llama   126 16384 128 8 53248 128256 128K 5e5 x8
 llama3.2-1b   meta-llama/Llama-3.2-1B            llama    16 2048 32  8  8192 128256 128K 5e5 tied K64 x32
 llama3.2-3b   meta-llama/Llama-3.2-3B            llama    28 3072 24  8  8192 128256 128K 5e5 tied K128 x32
 llama3.3-70b  meta-llama/Llama-3.3-70B-Instruct  llama    80 8192 64  8 28672 128256 128K 5e5 x8
 mistral-7b    mistralai/Mistral-7B-v0.3          mistral  32 4096 32  8 14336  32768  32K 1e6
+mistral-small-24b mistralai/Mistral-Small-24B-Base-2501 mistral 40 5120 32 8 32768 131072 32K 1e8 K128
 qwen2.5-0.5b  Qwen/Qwen2.5-0.5B                  qwen2    24  896 14  2  4864 151936  32K 1e6 tied
 qwen2.5-1.5b  Qwen/Qwen2.5-1.5B                  qwen2    28 1536 12  2  8960 151936 128K 1e6 tied
 qwen2.5-3b    Qwen/Qwen2.5-3B                    qwen2    36 2048 16  2 11008 151936  32K 1e6 tied
@@ -63,8 +65,10 @@ def _config(family: str, *columns: str) -> dict[str, Any]:
 
 
 _ROWS = [line.split() for line in _TABLE.strip().splitlines()]
-_HUB_IDS: dict[str, str] = {row[0]: row[1] for row in _ROWS}
+_DECODERS = built_in_decoders()
+_HUB_IDS: dict[str, str] = {row[0]: row[1] for row in _ROWS} | {name: m["hub"] for name, m in _DECODERS.items()}
 MODELS: dict[str, dict[str, Any]] = {row[0]: _config(*row[2:]) for row in _ROWS}
+MODELS |= {name: model["config"] for name, model in _DECODERS.items()}
 
 
 def find_shape(model: str) -> ModelShape:

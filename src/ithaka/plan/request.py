@@ -12,7 +12,7 @@ from ithaka.layout import SETTINGS, format_choices
 from ithaka.plan.hardware import H200_ATTENTION, Hardware
 from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan, SearchSpace, forward_plan, make_search_space, work_from_config
-from ithaka.plan.shape import FAMILIES, Work, shape_from_config, yarn_factor
+from ithaka.plan.shape import FAMILIES, Family, Work, shape_from_config, yarn_factor
 
 # Settings that have an option of `ithaka plan`.
 OPTIONS = {"model.path": "the argument MODEL", "data.context": "--context", "train.batch": "--batch",
@@ -42,7 +42,8 @@ class PlanRequest:
 
     @property
     def positions(self) -> int:
-        return self.hf_config.get("max_position_embeddings") or FAMILIES[self.hf_config["model_type"]].positions
+        family = FAMILIES.get(self.hf_config["model_type"], Family())
+        return self.hf_config.get("max_position_embeddings") or family.positions
 
     def missing_rope(self, context: int) -> dict[str, Any] | None:
         """The model.rope that a context beyond a trained model's positions needs, unless the user set one."""
@@ -74,7 +75,7 @@ def make_request(
     if num_tokens is None or num_tokens < 2:
         raise ConfigError(f"--context {context} is not a number of tokens, at least 2; use for example 128K or 1M")
     explicit = explicit_settings(None, overrides)
-    for name in explicit - {*SETTINGS, "train.accumulate", "attention.kernel"} - ADAPTER_SETTINGS:
+    for name in explicit - {*SETTINGS, "train.accumulate", "train.compile", "attention.kernel"} - ADAPTER_SETTINGS:
         if name in OPTIONS:
             raise ConfigError(f"--set {name} has its own option; use {OPTIONS[name]}")
         if not any_setting:

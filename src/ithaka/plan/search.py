@@ -134,7 +134,9 @@ def work_from_config(config: Config) -> Work:
 def make_search_space(config: Config, given: Collection[str], shape: ModelShape, hardware: Hardware) -> SearchSpace:
     """`given`: names of settings (parallel.cp) to take from `config`; the search chooses the others."""
     chosen = {name: operator.attrgetter(name)(config) for name in SETTINGS if name in given}
-    return SearchSpace(shape, hardware, fixed_settings(chosen, shape.num_layers, hardware.num_gpus))
+    fixed = fixed_settings(chosen, shape.num_layers, hardware.num_gpus)
+    compiles = {"compile": True} if shape.measured and config.train.compile else {}
+    return SearchSpace(shape, hardware, fixed | compiles)
 
 
 def _rank_key(plan: Plan) -> tuple[Any, ...]:

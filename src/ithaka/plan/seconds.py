@@ -17,7 +17,7 @@ from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan.bytes import logits_tile_tokens
 from ithaka.plan.hardware import DISK_BYTES_S, HOST_UPDATE_BYTES_S, Hardware
 from ithaka.plan.layer_bytes import LayerBytes
-from ithaka.plan.shape import ModelShape, Work
+from ithaka.plan.shape import MeasuredLayer, ModelShape, Work
 
 # Fractions of the hardware's matmul rate, forward and backward.
 MLP_SHARE = (0.82, 0.82)
@@ -148,15 +148,8 @@ class LayerSeconds:
         """The q, k and v projections. Backward projects again unless q, k and v were kept, and has the gradient of the
         output projection's input."""
         projects = not (backward and self.policy.projections)
-        if layer := self.shape.measured:
-            # Backward runs forward once more if it does not hold the graphs.
-            forwards = projects + backward * (self.policy.projections or not self.layout.overlap)
-            moved = (
-                layer.project_backward_moved + (forwards - 1) * layer.project_moved if backward else layer.project_moved
-            )
-            return self._measured(layer.projections, forwards, backward, moved) + self.sum_grads(
-                layer.projections * backward
-            )
+        if self.shape.measured:
+            return self._measured_projections(self.shape.measured, projects, backward)
         walks = (self.num_stages * projects + backward) * WALK_PASSES[backward] * self.x
         passes = HEAD_PASSES[backward] - HEAD_PASSES[0] * (not projects)
         heads = passes * self.s * self.qkv_width * self.layout.element_bytes
@@ -170,11 +163,8 @@ class LayerSeconds:
 
     def mlp(self, backward: bool) -> float:
         """The output projection and the MLP."""
-        if layer := self.shape.measured:
-            keeps_graph = backward and self.policy.mlp
-            moved = layer.finish_backward_moved - keeps_graph * layer.finish_moved if backward else layer.finish_moved
-            sums = self.sum_grads(self.shape.mlp_parameters * backward)
-            return self._measured(layer.others, not keeps_graph, backward, moved, layer.experts) + sums
+        if self.shape.measured:
+            return self._measured_rest(self.shape.measured, backward)
         moved = self.move(MLP_PASSES[backward] * self.s * self.shape.mlp * self.layout.element_bytes)
         moved += self.adapters(LAYER_LINEARS[3:], backward)
         share = MLP_SHARE[backward]
@@ -186,12 +176,29 @@ class LayerSeconds:
         output = (num_matmuls - self.policy.projections) * self.output(share)
         return (num_matmuls + recomputed) * matmul + output + moved + self.sum_grads(self.shape.mlp_parameters)
 
-    def _measured(self, products: int, forwards: int, backward: bool, moved: int, experts: int = 0) -> float:
-        """A run of a measured layer: its forwards and, with `backward`, two products for each weight."""
-        num_matmuls = forwards + backward * (2 - self.is_frozen)
-        matmul = self.matmul(products - experts, 1, GENERAL_SHARE) + self.matmul(experts, 1, EXPERTS_SHARE)
-        moves = self.s * moved * (COMPILED_MOVES if self.layout.compile else EAGER_MOVES)
-        return num_matmuls * matmul + self.move(moves)
+    def _measured_projections(self, layer: MeasuredLayer, projects: bool, backward: bool) -> float:
+        """Run 1 of a measured layer. Backward holds its graphs if it projects and overlaps, or else runs it again."""
+        if not backward:
+            return self._measured_run(layer.projections, 0, 1, layer.project_moved)
+        again = projects and not self.layout.overlap
+        moved = layer.project_backward_moved + again * layer.project_moved
+        num_matmuls = 3 + again - self.is_frozen
+        return self._measured_run(layer.projections, 0, num_matmuls, moved) + self.sum_grads(layer.projections)
+
+    def _measured_rest(self, layer: MeasuredLayer, backward: bool) -> float:
+        """Run 2 of a measured layer. Backward runs it again unless its graphs were kept."""
+        dense = layer.others - layer.experts
+        if not backward:
+            return self._measured_run(dense, layer.experts, 1, layer.finish_moved)
+        moved = layer.finish_backward_moved - self.policy.mlp * layer.finish_moved
+        num_matmuls = 3 - self.policy.mlp - self.is_frozen
+        sums = self.sum_grads(self.shape.mlp_parameters)
+        return self._measured_run(dense, layer.experts, num_matmuls, moved) + sums
+
+    def _measured_run(self, dense: int, experts: int, num_matmuls: int, moved: int) -> float:
+        matmul = self.matmul(dense, 1, GENERAL_SHARE) + self.matmul(experts, 1, EXPERTS_SHARE)
+        moves = COMPILED_MOVES if self.layout.compile else EAGER_MOVES
+        return num_matmuls * matmul + self.move(self.s * moved * moves)
 
     def adapters(self, names: Sequence[str], backward: bool) -> float:
         sizes = [size for name, size in self.shape.linears.items() if name in names and name in self.shape.most_adapted]

@@ -299,12 +299,27 @@ def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> M
 
 @lru_cache
 def _measure(values: str, source: str) -> ModelShape:
-    """The shape of a family without a formula. This imports torch, and the model, which is above the planner."""
+    """The shape of a family without a formula: of a built-in model, or of the model itself, which imports torch and the
+    modules above the planner."""
+    for model in built_in_decoders().values():
+        if model["config"] == json.loads(values):
+            shape = model["shape"] | {"windows": tuple(model["shape"]["windows"])}
+            linears = tuple(tuple(linear) for linear in shape["measured"]["linears"])
+            return ModelShape(**shape | {"measured": MeasuredLayer(**shape["measured"] | {"linears": linears})})
     return import_module("ithaka.model.measure").measure_model(json.loads(values), source)
 
 
+@lru_cache
+def built_in_decoders() -> dict[str, Any]:
+    """Built-in models of families without a formula: hub id, config.json, and the measured shape of each. Written by
+    benchmarks/measure_decoders.py."""
+    return json.loads(Path(__file__).with_name("decoders.json").read_text(encoding="utf-8"))
+
+
 def yarn_factor(positions: int, rope: Mapping[str, Any], context: int) -> int:
-    """YaRN's factor for `context` tokens, relative to the positions before any scaling."""
+    """YaRN's factor for `context` tokens, relative to the positions before any scaling. `rope`: one for all layers, or
+    one by type of layer."""
+    rope = rope.get("full_attention", rope)
     original = rope.get("original_max_position_embeddings") or int(positions / (rope.get("factor") or 1))
     return math.ceil(context / original)
 

@@ -360,11 +360,20 @@ def list_assumptions(plan: Plan) -> dict[str, str]:
         "reserve": f"{RESERVE_BYTES / GIB:.0f} GiB + {RESERVE_SHARE:.0%} of each GPU (context, workspaces, "
         f"fragmentation), {HOST_PROCESS_BYTES / 1e9:.0f} GB per GPU + {HOST_RESERVE_SHARE:.0%} of host memory",
         "rates": f"{gpu.name}: {gpu.source}",
+        "compile": _explain_compile(plan),
         "data": "one document per sequence; packed shorter documents need less attention",
     }
     known = {"host memory": not hardware.assumed_host, "disk": not hardware.disk_bytes}
+    known["compile"] = plan.shape.measured is None
     known["attention"] = gpu.kernel not in KERNEL_NAMES
     return {name: text for name, text in assumptions.items() if not known.get(name)}
+
+
+def _explain_compile(plan: Plan) -> str:
+    compiles = plan.layout.compile
+    changed = replace(plan, layout=replace(plan.layout, compile=not compiles))
+    speed = f"{format_rate(changed.tokens_per_s_per_gpu)} tok/s per GPU"
+    return f"{'on; without it' if compiles else 'off; with train.compile=true'}: {speed}"
 
 
 def _explain_kernel(plan: Plan) -> str:
