@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from ithaka.model.measure import measure_model
+from ithaka.model.shape import measure_model
 
 FILE = Path(__file__).parent.parent / "src" / "ithaka" / "plan" / "decoders.json"
 

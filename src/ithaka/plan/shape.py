@@ -56,7 +56,7 @@ PLANNED_FAMILIES = [name for name, family in FAMILIES.items() if not family.expe
 
 @dataclass(frozen=True)
 class MeasuredLayer:
-    """A decoder layer without a formula, measured by model/measure.py: the largest layer's bytes, the mean of costs.
+    """A decoder layer without a formula, measured by model/shape.py: the largest layer's bytes, the mean of costs.
 
     Run 1 projects, run 2 finishes the layer (layer/general.py). Bytes are per token, in 16 bits.
     """
@@ -306,7 +306,7 @@ def _measure(values: str, source: str) -> ModelShape:
             shape = model["shape"] | {"windows": tuple(model["shape"]["windows"])}
             linears = tuple(tuple(linear) for linear in shape["measured"]["linears"])
             return ModelShape(**shape | {"measured": MeasuredLayer(**shape["measured"] | {"linears": linears})})
-    return import_module("ithaka.model.measure").measure_model(json.loads(values), source)
+    return import_module("ithaka.model.shape").measure_model(json.loads(values), source)
 
 
 @lru_cache
