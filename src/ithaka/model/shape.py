@@ -35,7 +35,7 @@ def measure_model(values: Mapping[str, Any], source: str) -> ModelShape:
             "as llama, qwen3 or gemma3_text (docs/models.md), or a newer transformers"
         )
     try:
-        config = AutoConfig.for_model(**values)
+        config = AutoConfig.for_model(**copy.deepcopy(dict(values)))  # it changes rope_parameters
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     except Exception as error:
