@@ -44,7 +44,10 @@ def measure_model(values: Mapping[str, Any], source: str) -> ModelShape:
             "decoder that AutoModelForCausalLM builds, such as gemma3_text"
         ) from error
     if not isinstance(getattr(getattr(model, "model", None), "layers", None), nn.ModuleList):
-        raise refusal(model, "has no list of decoder layers at model.layers")
+        raise ConfigError(
+            f"model_type={name} of {source} has no list of decoder layers at model.layers; use a decoder such as "
+            "llama, qwen3 or gemma3_text (docs/models.md)"
+        )
     return measure_layers(model)
 
 

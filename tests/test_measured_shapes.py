@@ -1,0 +1,95 @@
+"""Shapes of decoders without a formula: measured on fake tensors, equal to formulas, and true of the general layer."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from decoders import DECODERS, SIZES
+from ithaka import rehearse
+from ithaka.config import AdapterConfig, OptimConfig
+from ithaka.dist.loopback import start_loopback
+from ithaka.dist.mesh import make_mesh
+from ithaka.layout import make_layout
+from ithaka.model.build import build_model
+from ithaka.model.shape import measure_layers, measure_model
+from ithaka.plan.bytes import gpu_phases
+from ithaka.plan.hardware import parse_gpus
+from ithaka.plan.models import find_config
+from ithaka.plan.shape import Work, built_in_decoders, shape_from_config
+from ithaka.train.step import make_optimizer
+from models import tiny_config
+
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
+TOKENS = 128  # per rank
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_measured_shape_equals_the_formula(family):
+    config = tiny_config(family, 4, 2, attention_bias=True, tie_word_embeddings=False)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    measured = measure_layers(model)
+    formula = shape_from_config(config.to_dict())
+    for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "tied", "windows"):
+        assert getattr(measured, name) == getattr(formula, name), name
+    assert (measured.num_parameters, measured.layer_parameters) == (formula.num_parameters, formula.layer_parameters)
+    assert {name.rpartition(".")[2]: size for name, size in measured.linears.items()} == formula.linears
+    adapter = AdapterConfig(rank=3, targets=("q_proj", "1.mlp.down_proj"))
+    assert measured.with_adapter(adapter).num_trained == formula.with_adapter(adapter).num_trained
+    layer = measured.measured
+    assert layer.projections == (formula.heads + 2 * formula.kv_heads) * formula.head_dim * formula.hidden
+    assert layer.projections + layer.others == sum(a * b for a, b in formula.linears.values())
+    assert layer.experts == 0
+
+
+def test_experts_count_as_often_as_a_token_uses_them():
+    layer = measure_model({**SIZES, "model_type": "gpt_oss"}, "a model").measured
+    sizes = (SIZES["hidden_size"], SIZES["intermediate_size"], SIZES["num_experts_per_tok"], SIZES["num_local_experts"])
+    hidden, mlp, top_k, num_experts = sizes
+    assert layer.experts == top_k * 3 * hidden * mlp
+    assert layer.parameters > num_experts * 3 * hidden * mlp
+
+
+def test_built_in_shapes_are_up_to_date():
+    """Parameters and products do not depend on the version of transformers; `find_config` needs no torch."""
+    name = "smollm3-3b"
+    stored, measured = shape_from_config(find_config(name)), measure_model(find_config(name), name)
+    for field in ("windows", "heads", "kv_heads", "head_dim", "num_parameters", "layer_parameters", "linears"):
+        assert getattr(stored, field) == getattr(measured, field), field
+    assert stored.measured.projections == measured.measured.projections
+    assert json.loads(json.dumps(asdict(stored))) == built_in_decoders()[name]["shape"]
+
+
+SLOW = pytest.param("gemma3_text", False, 2, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("family,overlap,stage", [("olmo2", True, None), SLOW])
+def test_general_layers_peak_as_planned(family, overlap, stage):
+    """Every layer of a step on rank 0 of 2, in bf16. Tiles count kernels of a GPU, a CPU has some more."""
+    sizes = {**SIZES, **DECODERS[family], "model_type": family, "hidden_size": 64, "intermediate_size": 192}
+    sizes = AutoConfig.for_model(**sizes | {"num_hidden_layers": 2, "sliding_window": 64}).to_dict()
+    counts = {"keep_attention": 1, "input_tier": "device" if overlap else "host"}
+    layout = make_layout(2, cp=2, heads_per_stage=stage, tile_tokens=64, dtype="bfloat16", overlap=overlap, **counts)
+    shape = measure_model(sizes, family)
+    planned = {
+        name: sum(holders.values())
+        for name, holders in gpu_phases(shape, layout, parse_gpus("2xH100"), Work(2 * TOKENS))
+    }
+    start_loopback(2)
+    try:
+        model = build_model(sizes, make_mesh(2, torch.device("cpu")), layout)
+        step = (model, make_optimizer(model, OptimConfig(lr=0.0)), torch.device("cpu"), 2 * TOKENS, True)
+        _, peaks = rehearse._measure_step(*step)
+    finally:
+        dist.destroy_process_group()
+
+    def measured(layer: int, direction: str) -> int:
+        return max(peak for path, peak in peaks.items() if path[1:3] == (f"layer {layer}", direction))
+
+    assert measured(1, "forward") == pytest.approx(planned["forward"], rel=0.13)
+    assert measured(1, "backward") == pytest.approx(planned["backward, last layer"], rel=0.1)
+    assert measured(0, "backward") == pytest.approx(planned["backward, first layer"], rel=0.1)
