@@ -65,9 +65,7 @@ def make_lora_config(adapter: AdapterConfig, base: Path | None, model: Any) -> A
             r=adapter.rank,
             lora_alpha=adapter.alpha,
             use_rslora=adapter.rslora,
-            target_modules=_linears_outside_experts(model)
-            if adapter.targets == "all-linear"
-            else list(adapter.targets),
+            target_modules=_find_linears(model) if adapter.targets == "all-linear" else list(adapter.targets),
             modules_to_save=list(adapter.modules_to_save) or None,
             ensure_weight_tying=tied and bool(adapter.modules_to_save),
             task_type="CAUSAL_LM",
@@ -96,7 +94,7 @@ def add_adapter(model: Any, adapter: AdapterConfig, base: Path | None) -> None:
             model.set_submodule(name, module.modules_to_save[ADAPTER_NAME])
 
 
-def _linears_outside_experts(model: Any) -> str | list[str]:
+def _find_linears(model: Any) -> str | list[str]:
     """all-linear, or names without a mixture's, if the model has experts: PEFT would adapt those too."""
     parts = [(part, child) for layer in model.model.layers for part, child in layer.named_children()]
     mixtures = {part for part, child in parts if any(param.dim() > 2 for param in child.parameters())}

@@ -17,6 +17,7 @@ ROPE_TYPES = {
     "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
     "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
 }
+TYPE_PARAMETERS = {"rope_type", "type", "rope_theta", *(name for names in ROPE_TYPES.values() for name in names)}
 PROPORTIONAL = "proportional"  # rotates part of each head; computed if the model has it, but not set by model.rope
 
 
@@ -101,9 +102,8 @@ def _apply_rope(config: Any, rope: RopeConfig, context: int) -> int:
     original = original or int(config.max_position_embeddings / stored.get("factor", 1))
     defaults = {"original_max_position_embeddings": original, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     values: dict[str, Any] = {name: value for name, value in defaults.items() if name in parameters}
-    replaced = {"type", *(name for names in ROPE_TYPES.values() for name in names)}  # by those of another type
     keeps_type = rope_type == stored["rope_type"]
-    values |= {name: value for name, value in stored.items() if keeps_type or name not in replaced} | settings
+    values |= {name: value for name, value in stored.items() if keeps_type or name not in TYPE_PARAMETERS} | settings
     if rope_type == "longrope":
         num_frequencies = int(_head_dim(config) * values.get("partial_rotary_factor", 1)) // 2
         for name in ("short_factor", "long_factor"):
