@@ -27,6 +27,7 @@ test: lint
 docs: $(STAMP)
 	$(BIN)/python -m pip install -q -e '.[docs]'
 	$(BIN)/python docs/make_reference.py
+	$(BIN)/python docs/make_site.py
 	$(BIN)/mkdocs build --strict
 
 lint: $(STAMP)

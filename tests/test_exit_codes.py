@@ -25,6 +25,7 @@ from ithaka.train import trainer as trainer_module
 from runs import tiny_run, valid
 
 DOCS = Path(__file__).parents[1] / "docs/running-for-weeks.md"
+CODES = DOCS.with_name("exit-codes.md")
 
 
 def block(name: str) -> str:
@@ -32,11 +33,11 @@ def block(name: str) -> str:
 
 
 def test_the_docs_quote_the_table():
-    rows = re.findall(r"^\| (\d+(?: \+ signal)?) \| (.*) \| (yes|no) \|$", DOCS.read_text(), re.M)
+    rows = re.findall(r"^\| (\d+(?: \+ signal)?) \| (.*) \| (yes|no) \|$", CODES.read_text(), re.M)
     labels = {code: f"{code} + signal" if code is ExitCode.SIGNALED else str(code) for code in ExitCode}
     assert rows == [(labels[code], code.meaning, "yes" if code.final else "no") for code in ExitCode]
     assert {2, 3, 5} == FINAL_EXIT_CODES - {ExitCode.DONE}
-    for name in re.findall(r"`train\.(\w+)", DOCS.read_text()):
+    for name in re.findall(r"`train\.(\w+)", DOCS.read_text() + CODES.read_text()):
         assert hasattr(load_config().train, name), name
 
 

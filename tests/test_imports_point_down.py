@@ -1,5 +1,5 @@
-"""Each row of the README's file map imports only from itself and rows below it, without cycles; plan, layout and config
-import no torch."""
+"""Each row of CONTRIBUTING.md's file map imports only from itself and rows below it, without cycles; plan, layout and
+config import no torch."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ SOURCES = ROOT / "src" / "ithaka"
 
 def rows() -> list[str]:
     """The rooms of the file map, from the top."""
-    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Files")[2].partition("```\n")[2]
+    table = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Files")[2].partition("```\n")[2]
     return re.findall(r"^([a-z_]+)(?:/|\.py) ", table.partition("```")[0], re.M)
 
 

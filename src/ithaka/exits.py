@@ -1,5 +1,5 @@
 """Exit codes, by which launchers, Slurm and Kubernetes decide whether to restart a run, and which errors are transient.
-docs/running-for-weeks.md quotes the table."""
+docs/exit-codes.md quotes the table."""
 
 from __future__ import annotations
 
