@@ -12,7 +12,6 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-import ithaka
 from ithaka import launch
 from ithaka.cli import app
 from ithaka.config import (
@@ -422,11 +421,6 @@ def test_a_transient_fault_before_the_ranks_start_is_restarted(folder, started, 
 def raise_first(errors):
     if errors:
         raise errors.pop()
-
-
-def test_version(folder):
-    result = CliRunner().invoke(app, ["--version"])
-    assert (result.exit_code, result.stdout) == (0, f"ithaka {ithaka.__version__}\n")
 
 
 def test_a_planned_file_is_written_again_unless_it_was_edited(folder):

@@ -279,9 +279,14 @@ _REFERENCE = Kernel(
 KERNELS = {kernel.name: kernel for kernel in (_FA4, _CUDNN, _FLASH, _CPU, _REFERENCE)}
 
 
+def try_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, str | None]:
+    """Return why each kernel cannot be used on this machine, and a fix; None if it passes its trial."""
+    return {name: _why_unusable(kernel, device, dtype, head_dim) for name, kernel in KERNELS.items()}
+
+
 def available_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
     """Return the names of the kernels that pass their trial, in order of preference."""
-    return [name for name, kernel in KERNELS.items() if _why_unusable(kernel, device, dtype, head_dim) is None]
+    return [name for name, problem in try_kernels(device, dtype, head_dim).items() if problem is None]
 
 
 def expected_kernel(name: str, runnable: Sequence[str]) -> str:

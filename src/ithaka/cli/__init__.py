@@ -7,8 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-import ithaka
-from ithaka.cli import plan, runs
+from ithaka.cli import doctor, plan, runs
 from ithaka.exits import is_transient
 
 
@@ -36,7 +35,7 @@ app = typer.Typer(
     help="Train standard transformers on sequences of 100 thousand to 10 million tokens.",
 )
 commands: list[Callable[..., None]] = [runs.train, runs.profile, runs.report, runs.data, plan.plan, plan.rehearse]
-commands += [runs.evaluate, runs.sample, runs.verify, runs.export]
+commands += [runs.evaluate, runs.sample, runs.verify, runs.export, doctor.doctor]
 for command in commands:
     app.command()(command)
 bench = typer.Typer(no_args_is_help=True, help="Measure this machine.")
@@ -47,9 +46,11 @@ app.add_typer(bench, name="bench")
 
 
 @app.callback(invoke_without_command=True)
-def print_version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def print_versions(
+    version: Annotated[bool, typer.Option("--version", help="Print versions of ithaka and its packages.")] = False,
+) -> None:
     if version:
-        print(f"ithaka {ithaka.__version__}")
+        print("\n".join(f"{name} {number or 'not installed'}" for name, number in doctor.package_versions().items()))
         raise typer.Exit()
 
 

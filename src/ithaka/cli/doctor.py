@@ -1,0 +1,183 @@
+"""`ithaka doctor`: what this machine has, and what is missing for which feature."""
+
+import json
+import os
+import platform
+import re
+import tempfile
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import typer
+
+import ithaka
+from ithaka.cli.options import AsJson, loading
+from ithaka.plan.hardware import DISK_BYTES_S, available_memory, free_disk, gpu_named, num_cores
+from ithaka.plan.show import format_bytes
+
+PACKAGES = ("torch", "transformers", "flash-attn-4", "triton", "peft", "accelerate", "trl")
+# Packages that add a feature: the feature, and the extra that installs them.
+FEATURES = {
+    "peft": ("LoRA (adapter)", "adapter"),
+    "accelerate": ("Hugging Face's trainers (long_context)", "hf"),
+    "trl": ("SFTTrainer (long_context)", "hf"),
+}
+TOOLKIT = {"cuda": "CUDA", "cudnn": "cuDNN", "nccl": "NCCL"}
+WORKS, NEEDS_GPU, HEAD_DIM = "works", "needs a GPU", 128
+DISK_TEST_BYTES, CHUNK_BYTES = 2**28, 2**24
+
+
+def package_versions() -> dict[str, str | None]:
+    """Versions of ithaka and the packages it uses; None: not installed. Imports none of them."""
+    found: dict[str, str | None] = {"ithaka": ithaka.__version__}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def doctor(
+    disk: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Measure this disk.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what this machine has (GPU, kernels, memory, disk, versions), and what is missing for which feature."""
+    with loading("trying kernels and measuring the disk"):
+        found = {"versions": package_versions(), "system": _describe_system(), **_examine_gpus()}
+        found |= {"host": _examine_host(), "disk": measure_disk(disk or Path(tempfile.gettempdir()))}
+    found["missing"] = find_missing(found)
+    print(json.dumps(found, indent=2) if as_json else format_findings(found))
+
+
+def _describe_system() -> str:
+    return f"{platform.system()} {platform.release()}, {platform.machine()}, Python {platform.python_version()}"
+
+
+def _examine_host() -> dict[str, int]:
+    memory = psutil.virtual_memory().total
+    return {"cores": num_cores(), "memory_bytes": memory, "available_bytes": available_memory()}
+
+
+def _examine_gpus() -> dict[str, Any]:
+    """GPUs, their software, and the result of each attention kernel's trial in the training dtype."""
+    import torch
+
+    from ithaka.attention.kernels import KERNELS, try_kernels
+    from ithaka.bench import device_and_dtype
+
+    device, dtype = device_and_dtype()
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    problems = try_kernels(device, dtype, HEAD_DIM)
+    runs_here = {name: kernel.device in (device.type, "any") for name, kernel in KERNELS.items()}
+    has_nccl = torch.distributed.is_nccl_available()
+    return {
+        "gpus": [
+            {"name": gpu.name, "memory_bytes": gpu.total_memory, "compute_capability": f"{gpu.major}.{gpu.minor}"}
+            for gpu in gpus
+        ],
+        "driver": _driver_version(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if torch.version.cuda else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
+        "kernels": {name: (why or WORKS) if runs_here[name] else NEEDS_GPU for name, why in problems.items()},
+    }
+
+
+def _driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+    found = re.search(r"Kernel Module.*?(\d+\.\d[\d.]*)", file.read_text()) if file.exists() else None
+    return found and found[1]
+
+
+def measure_disk(folder: Path) -> dict[str, Any]:
+    """Write and read a temporary file, past the system's cache. With an error, `problem` says which."""
+    found: dict[str, Any] = {"folder": str(folder)}
+    chunk, num_chunks = memoryview(os.urandom(CHUNK_BYTES)), DISK_TEST_BYTES // CHUNK_BYTES
+    try:
+        found["free_bytes"] = free_disk(folder)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            start = time.perf_counter()
+            for _ in range(num_chunks):
+                file.write(chunk)
+            os.fsync(file.fileno())
+            written = time.perf_counter()
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            begin = time.perf_counter()
+            while file.read(CHUNK_BYTES):
+                pass
+            read_s = time.perf_counter() - begin
+    except OSError as error:
+        return found | {"problem": f"cannot write {format_bytes(DISK_TEST_BYTES)} there: {error.strerror}"}
+    return found | {"write_bytes_s": DISK_TEST_BYTES / (written - start), "read_bytes_s": DISK_TEST_BYTES / read_s}
+
+
+def find_missing(found: dict[str, Any]) -> list[dict[str, str]]:
+    """What is missing: the feature, why it does not work, and how to get it."""
+    missing = [
+        (feature, f"{package} is not installed", f"pip install 'ithaka[{extra}]'")
+        for package, (feature, extra) in FEATURES.items()
+        if found["versions"][package] is None
+    ]
+    names = [gpu["name"] for gpu in found["gpus"]]
+    if not names:
+        missing.insert(0, ("training on a GPU", *_why_no_gpu(found)))
+    for name, result in found["kernels"].items():
+        if result not in (WORKS, NEEDS_GPU):
+            why, _, fix = result.partition("; ")
+            missing.append((f"attention kernel {name}", why, fix or "use another kernel"))
+    if len(names) > 1 and found["nccl"] is None:
+        missing.append(("several GPUs", "torch has no NCCL", "install a torch built with NCCL"))
+    if unknown := sorted({name for name in names if gpu_named(name) is None}):
+        fix = "ithaka bench device, then ithaka plan --gpu-file gpu.json"
+        missing.append(("automatic plans", f"no rates are known for {', '.join(unknown)}", fix))
+    disk = found["disk"]
+    slowest = min(disk.get("write_bytes_s", 0), disk.get("read_bytes_s", 0))
+    if "problem" in disk:
+        missing.append(("memory.offload=disk", f"{disk['folder']}: {disk['problem']}", "set memory.disk_path"))
+    elif slowest < DISK_BYTES_S / 2:
+        why = f"{disk['folder']} moves {_rate(slowest)}, plans assume {_rate(DISK_BYTES_S)}"
+        missing.append(("memory.offload=disk at the planned speed", why, "set memory.disk_path to a faster disk"))
+    return [dict(zip(("feature", "why", "fix"), row, strict=True)) for row in missing]
+
+
+def _why_no_gpu(found: dict[str, Any]) -> tuple[str, str]:
+    if found["driver"] is None:
+        return "no NVIDIA driver found", "install the driver, or train small models on the CPU"
+    if found["cuda"] is None:
+        return "this torch was built without CUDA", "install a torch with CUDA from pytorch.org"
+    return "torch finds no GPU", f"check CUDA_VISIBLE_DEVICES, and that the driver supports CUDA {found['cuda']}"
+
+
+def format_findings(found: dict[str, Any]) -> str:
+    """One screen of text."""
+    versions, host, disk = found["versions"], found["host"], found["disk"]
+    shown = ", ".join(f"{name} {number}" for name, number in versions.items() if number and name != "ithaka")
+    cuda = [f"{name} {found[key]}" for key, name in TOOLKIT.items() if found[key]]
+    rows = [("system", found["system"]), ("packages", shown)]
+    rows += [
+        ("GPU", f"{gpu['name']}, {format_bytes(gpu['memory_bytes'])}, compute capability {gpu['compute_capability']}")
+        for gpu in found["gpus"]
+    ] or [("GPU", "none")]
+    rows += [("driver", found["driver"] or "none"), ("CUDA", ", ".join(cuda) or "none")]
+    rows += [(f"kernel {name}", result) for name, result in found["kernels"].items()]
+    available = f"{format_bytes(host['memory_bytes'])}, {format_bytes(host['available_bytes'])} available"
+    rows += [("host memory", f"{available}, {host['cores']} cores"), ("disk", _describe_disk(disk))]
+    lines = [f"ithaka {versions['ithaka']}", *(f"  {name:<16}  {value}" for name, value in rows)]
+    if found["missing"]:
+        lines += ["missing", *(f"  {row['feature']}: {row['why']}; {row['fix']}" for row in found["missing"])]
+    return "\n".join(lines)
+
+
+def _describe_disk(disk: dict[str, Any]) -> str:
+    free = f", {format_bytes(disk['free_bytes'])} free" if "free_bytes" in disk else ""
+    if "problem" in disk:
+        return f"{disk['folder']}{free}, {disk['problem']}"
+    return f"{disk['folder']}{free}, writes {_rate(disk['write_bytes_s'])}, reads {_rate(disk['read_bytes_s'])}"
+
+
+def _rate(bytes_s: float) -> str:
+    return f"{bytes_s / 1e9:.2g} GB/s"
