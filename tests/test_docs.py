@@ -4,6 +4,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -106,18 +107,23 @@ def test_the_wheel_installs_and_runs(tmp_path):
     pip = [sys.executable, "-m", "pip"]
     how = ["--no-deps", "--no-build-isolation", "--no-index", "-q"]
     source = tmp_path / "source"  # setuptools writes into the source folder
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        (source / name).parent.mkdir(exist_ok=True)
-        (source / name).write_bytes((ROOT / name).read_bytes())
-    for path in (path for path in (ROOT / "src" / "ithaka").rglob("*") if path.is_file() and path.suffix != ".pyc"):
+    names = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md")
+    folders = (ROOT / "src" / "ithaka", ROOT / "examples")
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    for path in (*(ROOT / name for name in names), *files):
         copy = source / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(path.read_bytes())
     subprocess.run([*pip, "wheel", *how, "-w", str(tmp_path), str(source)], check=True)
     (wheel,) = tmp_path.glob(f"ithaka-{ithaka.__version__}-*.whl")
-    assert {f"ithaka/report/{name}" for name in ("report.js", "page.html", "report.css")} < set(
-        zipfile.ZipFile(wheel).namelist()
-    )
+    examples = {path.name for path in (ROOT / "examples").glob("*.*")}
+    share = f"ithaka-{ithaka.__version__}.data/data/share/ithaka/examples"
+    needed = {f"ithaka/report/{name}" for name in ("report.js", "page.html", "report.css")}
+    assert needed | {f"{share}/{name}" for name in examples} < {*zipfile.ZipFile(wheel).namelist()}
+    build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, str(tmp_path)], check=True, cwd=source, capture_output=True)
+    with tarfile.open(tmp_path / f"ithaka-{ithaka.__version__}.tar.gz") as packed:
+        assert {f"ithaka-{ithaka.__version__}/examples/{name}" for name in examples} < {*packed.getnames()}
     subprocess.run([*pip, "install", *how, "--target", str(tmp_path / "site"), str(wheel)], check=True)
     # -I: neither the working directory nor PYTHONPATH
     code = (
