@@ -2,16 +2,21 @@
 
 import importlib.util
 import re
+import shlex
 import subprocess
 import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
+import click
 import pytest
+import typer
 import yaml
+from typer.testing import CliRunner
 
 import ithaka
+from ithaka.cli import app
 from ithaka.config import SECTIONS
 
 ROOT = Path(__file__).parent.parent
@@ -58,6 +63,42 @@ def test_links_lead_somewhere(page):
             target = (page.parent / path).resolve() if path else page
             assert target.exists(), link
             assert not anchor or anchor in anchors(target), link
+
+
+PLANS = [
+    (page.name, command, shown.splitlines())
+    for page in PAGES
+    for block in re.findall(r"^```\n(\$ ithaka plan.*?)^```", page.read_text(), re.S | re.M)
+    for command, shown in re.findall(r"^\$ ithaka (.*)\n((?:(?!\$).*\n)*)", block, re.M)
+    if command.startswith("plan")
+]
+
+
+@pytest.mark.parametrize("page, command, shown", PLANS, ids=[f"{page}-{i}" for i, (page, _, _) in enumerate(PLANS)])
+def test_plans_in_the_docs_are_those_of_the_planner(page, command, shown):
+    """Every line that a page shows, in order; `...` stands for others."""
+    printed = iter(CliRunner().invoke(app, shlex.split(command)).stdout.splitlines())
+    missing = [line for line in shown if line not in ("", "...") and line not in printed]
+    assert shown and not missing, "copy the plan again"
+
+
+def test_commands_in_the_docs_exist():
+    """Every `ithaka` command in a code block has arguments and options that the command line takes."""
+    blocks = [block for page in PAGES for block in re.findall(r"```\w*\n(.*?)```", page.read_text(), re.S)]
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    found = {
+        match[1]
+        for line in lines
+        if (match := re.match(r"\s*(?:\$ |.* -m )?ithaka ([a-z].+?)(?:  +#.*| > .*|'?)$", line))
+    }
+    assert len(found) > 30
+    group = typer.main.get_command(app)
+    for command in sorted(found):
+        with group.make_context("ithaka", shlex.split(command)) as context:
+            name, parsed, rest = group.resolve_command(context, [*context._protected_args, *context.args])
+            while isinstance(parsed, click.Group):
+                name, parsed, rest = parsed.resolve_command(context, rest)
+            parsed.make_context(name, rest)
 
 
 def test_questions_quote_errors_that_exist():
