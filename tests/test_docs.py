@@ -21,6 +21,7 @@ from ithaka.config import SECTIONS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+COMMAND = re.compile(r"\s*(?:\$ |.* -m )?ithaka ([a-z].+?)(?:  +#.*| > .*|'?)$")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
