@@ -66,7 +66,12 @@ def make_api() -> str:
 
 def make_settings() -> str:
     parts = [SETTINGS_HEAD]
-    nested = {"model.rope": config.RopeConfig, "data.sources": config.SourceConfig, "curriculum": config.EntryConfig}
+    nested = {
+        "model.rope": config.RopeConfig,
+        "data.reasoning": config.ReasoningConfig,
+        "data.sources": config.SourceConfig,
+        "curriculum": config.EntryConfig,
+    }
     for name, section in {**config.SECTIONS, **nested}.items():
         parts.append(f"\n## {name}\n\n")
         if section.__doc__ and not section.__doc__.startswith(section.__name__):  # @dataclass generates one

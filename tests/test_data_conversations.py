@@ -268,17 +268,18 @@ def test_the_assistants_turns_are_trained(tmp_path, tokenizer_with, case):
     template, messages, tools, marked = CASES[case]
     tokenizer = tokenizer_with(template)
     path = written(tmp_path / "a.jsonl", {"messages": messages, "tools": tools})
-    ((tokens,), skipped) = tokens_of(path, tokenizer)
+    reasoning = {"turns": "last"} if template in (templates.QWEN3, templates.THINKING) else None
+    ((tokens,), skipped) = tokens_of(path, tokenizer, reasoning=reasoning)
     given = messages if template in (templates.DEEPSEEK, templates.DEEPSEEK_V3) else with_objects(messages)
     whole = tokenizer.hf.apply_chat_template(given, tools=tools, tokenize=True)["input_ids"]
     assert plain_ids(tokens) == whole and not skipped
     assert tokens == reference(tokenizer.hf, marked)
     stop = [token for token in templates.SPECIAL if marked.endswith((f"{token}»", f"{token}»\n"))]
-    ((without,), _) = tokens_of(path, tokenizer, train_on_eos=False)
+    ((without,), _) = tokens_of(path, tokenizer, train_on_eos=False, reasoning=reasoning)
     if stop:
         unmarked = marked.replace(f"{stop[0]}»", f"»{stop[0]}").replace("<|end|>»", "»<|end|>")
         assert without == reference(tokenizer.hf, unmarked)
-    ((everything,), _) = tokens_of(path, tokenizer, train_on="all")
+    ((everything,), _) = tokens_of(path, tokenizer, train_on="all", reasoning=reasoning)
     assert everything == whole
 
 
@@ -323,19 +324,20 @@ def test_records_that_a_template_breaks_are_skipped_and_counted(tmp_path, tokeni
         tokens_of(path, tokenizer)
 
 
-@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking", "function_call"])
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
 def test_fields_that_the_template_ignores_are_refused_and_counted(tmp_path, tokenizer_with, field):
     def talk(value):
         return {"messages": [says("user", "hello"), says("assistant", "there", **{field: value})]}
 
-    value = {"name": "add", "arguments": "{}"} if field == "function_call" else "so"
+    value = "so"
     path = written(tmp_path / "a.jsonl", talk(None), talk(value), talk(""), talk(value))
     with pytest.raises(ConfigError) as error:
         tokens_of(path, tokenizer_with(templates.CHATML))
-    assert f"a.jsonl line 2: message 2 has {field}" in str(error.value)
-    assert "set data.chat_template" in str(error.value) and "(2 of the 4 records read here" in str(error.value)
+    assert "a.jsonl line 2: message 2 has reasoning, which" in str(error.value)
+    assert "{drop: true}" in str(error.value) and "data.chat_template" in str(error.value)
+    assert "(2 of the 4 records read here" in str(error.value)
     documents, skipped = tokens_of(path, tokenizer_with(templates.CHATML), bad_records="skip")
-    assert len(documents) == 2 and skipped == {f"with {field} that the chat template leaves out": 2}
+    assert len(documents) == 2 and skipped == {"with reasoning that the chat template leaves out": 2}
     rendering = templates.CHATML.replace("message['content']", f"(message.{field} or '')|string + message['content']")
     ((*_, tokens), skipped) = tokens_of(path, tokenizer_with(rendering))
     shown = f"{value}there<|im_end|>"
@@ -469,14 +471,14 @@ def test_every_kind_of_file_gives_the_same_conversation(tmp_path, tokenizer_with
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     written(tmp_path / "a.jsonl", *rows)
     for_paths = [tmp_path / "a.json", tmp_path / "a.parquet", tmp_path / "a.jsonl"]
-    datasets = pytest.importorskip("datasets")
+    datasets, last = pytest.importorskip("datasets"), {"turns": "last"}
     datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "folder"))
     for path in [*for_paths, tmp_path / "folder"]:
-        assert tokens_of(path, tokenizer_with(template))[0] == [expected] * 2, path.name
+        assert tokens_of(path, tokenizer_with(template), reasoning=last)[0] == [expected] * 2, path.name
     # Other names and other ways to write the same.
     parts = [dict(m, content=[{"type": "text", "text": m["content"]}] if m.get("content") else None) for m in messages]
     again = written(tmp_path / "b.jsonl", {"conversations": parts, "tools": json.dumps(tools)})
-    assert tokens_of(again, tokenizer_with(template))[0] == [expected]
+    assert tokens_of(again, tokenizer_with(template), reasoning=last)[0] == [expected]
 
 
 BAD = {
@@ -493,7 +495,13 @@ BAD = {
         {"messages": [says("assistant", "x", tool_calls=[{"function": "add"}])]},
         r"message 1 has tool_calls .*{function: {name, arguments}}",
     ),
-    "with content that is no text": ({"messages": [says("user", [{"type": "image"}])]}, "message 1 has content .*text"),
+    "with content that is no text": ({"messages": [says("user", [{"type": "x"}])]}, "message 1 has content .*text"),
+    "with images": ({"messages": [says("user", [{"type": "image"}])]}, "message 1 has 1 images.*data.images to drop"),
+    "with parts out of order": (
+        {"messages": [says("assistant", [{"type": "tool_use"}, {"type": "text", "text": "x"}])]},
+        "message 1 has text after a tool call",
+    ),
+    "with invalid Unicode": ({"messages": [says("user", "x"), says("assistant", "\ud800")]}, "has half of a surrogate"),
     "with a partial weight": ({"messages": [says("user", "x", weight=0.5)]}, "message 1 has weight=0.5; use 0 or 1"),
     "without messages": ({"messages": []}, "messages is .*list"),
     "tools that are no JSON": ({"messages": TALK, "tools": "{x"}, "tools is .*JSON schema"),
@@ -550,7 +558,7 @@ def test_templates_that_cannot_be_right_are_refused(tmp_path, tokenizer_with):
 
 def test_settings_that_do_not_fit_the_data_are_refused(tmp_path):
     path = written(tmp_path / "a.jsonl", {"messages": TALK}, {"messages": TALK})
-    sharegpt = written(tmp_path / "b.jsonl", *[{"conversations": [{"from": "human", "value": "hi"}]}] * 2)
+    sharegpt = written(tmp_path / "b.jsonl", *[{"conversations": [{"text": "hi"}]}] * 2)
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "chat.jinja").write_text(templates.CHATML)
     for data, match in (
@@ -559,7 +567,7 @@ def test_settings_that_do_not_fit_the_data_are_refused(tmp_path):
         (DataConfig(path=tmp_path / "a.txt", format="messages"), "a.txt is .*data.format=messages; use auto"),
         (DataConfig(path=path, format="text"), "line 1: has no field data.text_field=text; its fields are messages"),
         (DataConfig(path=path, format="input_ids"), "input_ids, .*data.format=input_ids; .*or to auto"),
-        (DataConfig(path=sharegpt), r"message 1 has role null \(its fields are from, value; write role and content"),
+        (DataConfig(path=sharegpt), r"message 1 has role null \(its fields are text; write role and content"),
         (DataConfig(path=sharegpt, bad_records="skip"), r"no text .* \(skipped: 1 with an unknown role\)"),
         (DataConfig(path=path), "no chat template; set"),
         (DataConfig(path=path, chat_template=tmp_path / "none"), r"data.chat_template=.*none cannot be read"),

@@ -17,6 +17,7 @@ from ithaka.config.sections import (
     OptimConfig,
     ParallelConfig,
     ReadingConfig,
+    ReasoningConfig,
     RopeConfig,
     SourceConfig,
     TrainConfig,

@@ -89,21 +89,49 @@ class AdapterConfig(Section, name="adapter"):
                 raise ConfigError(f"adapter.modules_to_save={name} is not supported; {hint}")
 
 
+RecordFormat = Literal[
+    "auto", "messages", "anthropic", "sharegpt", "alpaca", "prompt_completion", "preference", "text", "input_ids"
+]
+
+
+@dataclass(frozen=True)
+class ReasoningConfig(Section, name="data.reasoning", example="{turns: all}"):
+    """Reasoning of the assistant's messages: reasoning_content, thinking, or <think> in the text."""
+
+    # Train on the reasoning, with its delimiters. false: it is context only.
+    loss: bool = True
+    # all: keep the reasoning of every turn. Where the chat template drops it from earlier turns, as Qwen3's does, each
+    # such turn becomes a sample of its own. last: keep only reasoning after the last user message.
+    turns: Literal["all", "last"] = "all"
+    # Leave out all reasoning.
+    drop: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.drop and (not self.loss or self.turns != "all"):
+            raise ConfigError("data.reasoning.drop=true leaves out all reasoning; remove loss and turns, or drop")
+
+
 @dataclass(frozen=True)
 class ReadingConfig(Section):
     """How to read records, of data.path or of one source."""
 
     # Field of a record (JSONL, JSON, Parquet, Arrow) that contains the text.
     text_field: str = "text"
-    # Kind of record. auto: messages (or conversations), prompt and completion, input_ids (and labels), or text, chosen
-    # by the fields present.
-    format: Literal["auto", "messages", "prompt_completion", "text", "input_ids"] = "auto"
+    # Kind of record. auto: by the fields present: messages (OpenAI's or Anthropic's), conversations (ShareGPT), chosen
+    # and rejected (trains on chosen), prompt and completion, instruction and output (Alpaca), input_ids, or text.
+    format: RecordFormat = "auto"
     # Tokens with a loss; the others are context only. auto: assistant turns of messages, completions, or all tokens.
     train_on: Literal["auto", "assistant", "completion", "all"] = "auto"
     # Include the token that ends an assistant turn, a completion or a text in the loss.
     train_on_eos: bool = True
     # For a record that cannot be trained on: stop with an error, or skip and count it.
     bad_records: Literal["refuse", "skip"] = "refuse"
+    # Images, audio and files in messages: such records cannot be trained on, or drop these parts and count them.
+    images: Literal["refuse", "drop"] = "refuse"
+    # {loss: false} reads the assistant's reasoning without training on it, {turns: last} keeps only that of the last
+    # turn, {drop: true} none. null: train on all of it, and refuse records whose reasoning the chat template drops.
+    reasoning: ReasoningConfig | None = None
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,9 @@ message would not work: many templates (Qwen3's, for one) render a message diffe
 Training covers the `{% generation %}` blocks. In a template without them, it covers what follows the generation prompt,
 up to and including the stop token: the special token that ends a turn. Some templates write that token at the start of
 the next turn, or after the last one.
+
+Reasoning gets marks too, inside the messages. Where a template drops it, as Qwen3's does before the last question, the
+conversation is refused, or rendered as several samples that each end with one such turn.
 """
 
 import contextlib
@@ -17,9 +20,10 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from os.path import commonprefix
+from typing import Any, NamedTuple
 
-from ithaka.config import ConfigError, ReadingConfig
+from ithaka.config import ConfigError, ReadingConfig, ReasoningConfig
 
 CharRange = tuple[int, int]
 TrainedRanges = Sequence[CharRange] | None  # None: train on all of the text
@@ -28,8 +32,9 @@ Tools = list[Any] | None
 
 ROLES = ("system", "user", "assistant", "tool")
 TEMPLATE_REFUSES = "refused by the chat template"  # a reason of BadRecord
-# Message fields that must not get lost: a template that does not render them is refused.
-MUST_RENDER = ("reasoning_content", "reasoning", "thinking", "function_call")
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names in templates; our messages use the first
+INLINE_REASONING = re.compile(r"\s*(?:<think>)?(.*?)</think>\n*(.*)", re.DOTALL)
+LOST_REASONING = "with reasoning that the chat template leaves out"  # a reason of BadRecord
 # Tags of loops and generation blocks. Comments match too, so that tags inside them are ignored.
 TEMPLATE_TAG = re.compile(
     r"\{#.*?#\}|\{%(?P<left>[-+]?)\s*(?P<tag>(?:end)?(?:for|generation))\b(?P<rest>.*?)(?P<right>[-+]?)%\}", re.DOTALL
@@ -57,6 +62,17 @@ class Turn:
     start: int
     stop: int
     generated: list[CharRange] = field(default_factory=list)
+    reasoning: CharRange | None = None
+    num_calls: int = 0
+
+
+class Sample(NamedTuple):
+    """A rendered conversation. `turns`: where each message starts, and its role. `notes` count what was left out."""
+
+    text: str
+    trained: TrainedRanges
+    turns: Sequence[tuple[int, str]] = ()
+    notes: Counter[str] = Counter()
 
 
 class ChatTemplate:
@@ -70,31 +86,101 @@ class ChatTemplate:
 
     def render(
         self, messages: list[Message], tools: Tools, trainable: Sequence[bool], reading: ReadingConfig
-    ) -> tuple[str, TrainedRanges]:
-        """Return the text and the ranges to train on: those of the `trainable` messages that data.train_on selects."""
+    ) -> list[Sample]:
+        """Return the text, and the ranges to train on: those of the `trainable` messages that data.train_on selects.
+
+        There are several samples if the template drops reasoning that data.reasoning keeps. Each turn is trained once.
+        """
         if not self.hf.chat_template:
             raise ConfigError(
-                "the data has messages, but the tokenizer has no chat template; set data.chat_template to a file, or "
-                "data.tokenizer to the tokenizer of an instruct model"
+                "the data has messages, but the tokenizer has no chat template; set data.chat_template to chatml or "
+                "another built-in one, or to a file, or data.tokenizer to the tokenizer of an instruct model"
             )
-        text = self._apply(messages, tools)
-        self._check_rendered(text, messages, tools)
-        all_roles = reading.train_on == "all"
-        if all_roles and all(trainable):
-            return text, None
-        if all_roles:
-            untrained = self._find_turns(messages, tools, text, [i for i, train in enumerate(trainable) if not train])
-            edges = [0, *sorted(edge for turn in untrained for edge in (turn.start, turn.stop)), len(text)]
-            return text, list(zip(edges[::2], edges[1::2], strict=True))
-        roles = [message["role"] for message in messages]
-        indices = [i for i, train in enumerate(trainable) if train and roles[i] == "assistant"]
-        has_generation = GENERATION_TAG.search(self.hf.get_chat_template(None, tools)) is not None
+        policy, all_roles, notes = reading.reasoning, reading.train_on == "all", Counter[str]()
+        messages, num_dropped = self._select_reasoning(messages, tools, policy)
+        pending = {i for i, each in enumerate(messages) if trainable[i] and (all_roles or each["role"] == "assistant")}
+        samples: list[Sample] = []
+        end = len(messages)
+        while True:
+            part = messages[:end]
+            text = self._apply(part, tools)
+            self._check_rendered(text, part, tools)
+            located, starts = self._locate_turns(part, tools, text, optional=all_roles and all(trainable))
+            lost = {i for i in pending if i < end and self._is_lost(part[i], located[i])}
+            if lost and (policy is None or end - 1 in lost):
+                self._refuse_lost(min(lost) if policy is None else end - 1, policy is not None)
+            if lost and policy is not None and policy.turns == "last":
+                num_dropped, lost = num_dropped + len(lost), set()
+            if lost and all_roles:
+                fix = "use data.train_on=assistant, or data.reasoning.turns=last"
+                raise ConfigError(f"data.train_on=all cannot be combined with reasoning that needs unrolling; {fix}")
+            if trained := sorted(pending - lost):
+                ranges = self._find_ranges(part, tools, text, located, trained, reading, trainable)
+                samples.append(Sample(text, ranges, starts))
+            elif not samples and not lost:
+                samples.append(Sample(text, [], starts))
+            if not lost:
+                break
+            pending, end = lost, max(lost) + 1
+        notes["turns without their reasoning"] = num_dropped
+        notes["samples of unrolled conversations"] = len(samples) if len(samples) > 1 else 0
+        samples[0] = samples[0]._replace(notes=+notes)
+        return samples
+
+    def _find_ranges(
+        self, messages: list[Message], tools: Tools, text: str, located: list[list[Turn]], trained: list[int],
+        reading: ReadingConfig, trainable: Sequence[bool],
+    ) -> TrainedRanges:  # fmt: skip
+        """Return the ranges of the `trained` messages, without reasoning if data.reasoning.loss is false."""
         ranges: list[CharRange] = []
-        for i, turn in zip(indices, self._find_turns(messages, tools, text, indices), strict=True):
-            follows_tool = i > 0 and roles[i - 1] == "tool"
-            content = None if has_generation else self._find_content(text, turn, follows_tool)
-            ranges += self._trained_ranges(text, turn, content, reading.train_on_eos)
-        return text, ranges
+        hidden: list[CharRange] = []
+        if reading.train_on == "all":
+            untrained = [i for i, train in enumerate(trainable) if not train]
+            ranges, hidden = [(0, len(text))], [(t.start, t.stop) for t in self._pick_turns(text, located, untrained)]
+        else:
+            has_generation = GENERATION_TAG.search(self.hf.get_chat_template(None, tools)) is not None
+            for i, turn in zip(trained, self._pick_turns(text, located, trained), strict=True):
+                follows_tool = i > 0 and messages[i - 1]["role"] == "tool"
+                content = None if has_generation else self._find_content(text, turn, follows_tool)
+                ranges += self._trained_ranges(text, turn, content, reading.train_on_eos)
+        if reading.reasoning is not None and not reading.reasoning.loss:
+            for turn in itertools.chain(*located):
+                if turn.reasoning is not None:
+                    stop = turn.reasoning[1]
+                    closing = commonprefix([self._reasoning_end, text[stop : stop + len(self._reasoning_end)]])
+                    hidden.append((turn.start, stop + len(closing)))
+        return None if ranges == [(0, len(text))] and not hidden else subtract_ranges(ranges, hidden)
+
+    def _select_reasoning(
+        self, messages: list[Message], tools: Tools, policy: ReasoningConfig | None
+    ) -> tuple[list[Message], int]:
+        """Return the messages with the reasoning that `policy` keeps, where the template reads it, and the number of
+        messages that lose theirs."""
+        name = next((field for field in REASONING_FIELDS if self._is_rendered(field, tools)), None)
+        roles = [message["role"] for message in messages]
+        last_question = max((i for i, role in enumerate(roles) if role == "user"), default=-1)
+        selected, num_dropped = [], 0
+        for i, message in enumerate(messages):
+            reasoning, rest = split_reasoning(message)
+            if reasoning is not None:
+                if policy is not None and (policy.drop or (policy.turns == "last" and i < last_question)):
+                    message, num_dropped = rest, num_dropped + 1
+                elif name is not None:
+                    message = {**rest, name: reasoning}
+            selected.append(message)
+        return selected, num_dropped
+
+    def _is_lost(self, message: Message, turns: list[Turn]) -> bool:
+        return split_reasoning(message)[0] is not None and not any(turn.reasoning for turn in turns)
+
+    def _refuse_lost(self, index: int, is_last: bool) -> None:
+        """Raise BadRecord for a message whose reasoning is not rendered, although it is the last one (`is_last`)."""
+        choices = "data.reasoning to {drop: true} to train without it"
+        if not is_last:
+            choices += ", to {turns: last} to keep only that of the last turn or to {turns: all} to unroll the turns"
+        fix = f"set {choices}, or data.chat_template to qwen3 or another one that renders it"
+        detail = f"message {index + 1} has reasoning, which the chat template does not render there; {fix}"
+        raise BadRecord(LOST_REASONING, detail)
 
     @functools.cached_property
     def stop_token(self) -> str | None:
@@ -103,28 +189,24 @@ class ChatTemplate:
         return self._find_stop_token(text, self._include_stop_token(text, turns[-1]))[0] if turns else None
 
     def _check_rendered(self, text: str, messages: list[Message], tools: Tools) -> None:
-        """Raise BadRecord if the text lacks a tool, a tool call or a MUST_RENDER field of a message."""
+        """Raise BadRecord if the text lacks a tool or a tool call."""
         calls = [call for message in messages for call in message.get("tool_calls") or ()]
         names = Counter(str(each.get("function", each).get("name") or "") for each in [*calls, *(tools or ())])
         for name, count in names.items():
             if text.count(name) < count:
-                detail = f"the chat template does not render the tool {name} or a call to it; set data.chat_template"
-                raise BadRecord(TEMPLATE_REFUSES, f"{detail} to a file that renders tools, or drop the record")
-        for number, message in enumerate(messages, 1):
-            fields = {name: message[name] for name in MUST_RENDER if str(message.get(name) or "").strip()}
-            rendered = [value for name, value in fields.items() if self._is_rendered(name, tools)]
-            for name in (name for name, value in fields.items() if value not in rendered):
-                fix = "set data.chat_template to a file that renders it, move it into content, or remove it"
-                detail = f"message {number} has {name}, which the chat template does not render; {fix}"
-                raise BadRecord(f"with {name} that the chat template leaves out", detail)
+                self._refuse_tool(name)
+
+    def _refuse_tool(self, name: str) -> None:
+        detail = f"the chat template does not render the tool {name} or a call to it; set data.chat_template"
+        builtin = "chatml, llama3, qwen3, harmony or glm4"
+        raise BadRecord(TEMPLATE_REFUSES, f"{detail} to {builtin}, or a file that renders tools, or drop the record")
 
     def _is_rendered(self, field: str, tools: Tools) -> bool:
         """Whether the template renders this field of the last assistant message."""
         key, value = (field, bool(tools)), "Probe0123"
         if key not in self._renders_field:
-            content = {"name": value, "arguments": value} if field == "function_call" else value
             with contextlib.suppress(BadRecord):
-                self._renders_field[key] = value in self._apply([*QUESTION, {**ANSWER, field: content}], tools)
+                self._renders_field[key] = value in self._apply([*QUESTION, {**ANSWER, field: value}], tools)
         return self._renders_field.setdefault(key, False)
 
     def _apply(self, messages: list[Message], tools: Tools = None, **options: Any) -> str:
@@ -144,18 +226,22 @@ class ChatTemplate:
         """Return the text and, for each loop over messages, its turns."""
         template = self.hf.get_chat_template(None, tools)
         delimiters = choose_delimiters(template + json.dumps([messages, tools], ensure_ascii=False, default=str))
-        marked_template = insert_marks(template, *delimiters)
-        return parse_marks(self._apply(messages, tools, chat_template=marked_template, **options), *delimiters)
+        marked_template, marked = insert_marks(template, *delimiters), mark_messages(messages, *delimiters)
+        return parse_marks(self._apply(marked, tools, chat_template=marked_template, **options), *delimiters)
 
     def _render_probe(self, messages: list[Message], **options: Any) -> tuple[str, list[Turn]]:
         """Return the text and the turns of the first loop that writes anything."""
         text, loops = self._render_with_marks(messages, **options)
         return text, next((turns for turns in loops if any(turn.stop > turn.start for turn in turns)), [])
 
-    def _find_turns(self, messages: list[Message], tools: Tools, text: str, indices: Sequence[int]) -> list[Turn]:
-        """Return the turns of the messages at `indices`. Each message must be rendered exactly once."""
+    def _locate_turns(
+        self, messages: list[Message], tools: Tools, text: str, optional: bool
+    ) -> tuple[list[list[Turn]], list[tuple[int, str]]]:
+        """Return the turns that each message became, and where all turns start. `optional`: both may be empty."""
         marked_text, loops = self._render_with_marks(messages, tools)
         if marked_text != text or not loops:
+            if optional:
+                return [[] for _ in messages], []
             raise ConfigError(
                 "the chat template does not show where an assistant's turn starts and ends; set data.chat_template to "
                 "a file with a loop over the messages"
@@ -163,19 +249,28 @@ class ChatTemplate:
         for turn, following in itertools.chain(*map(itertools.pairwise, loops)):
             if self._deferred_end and text.startswith(self._deferred_end, following.start):
                 turn.stop = following.start = following.start + len(self._deferred_end)
-        turns_by_message: list[list[Turn]] = [[] for _ in messages]
+        located: list[list[Turn]] = [[] for _ in messages]
         for loop, role in itertools.product(loops, ROLES):
             positions = [i for i, message in enumerate(messages) if message["role"] == role]
             turns = [turn for turn in loop if turn.role == role]
             for i, turn in zip(positions, turns, strict=True) if len(positions) == len(turns) else ():
-                turns_by_message[i] += [turn] if text[turn.start : turn.stop].strip() else []
+                located[i] += [turn] if text[turn.start : turn.stop].strip() else []
+        for message, turns in zip(messages, located, strict=True):
+            calls = message.get("tool_calls") or []
+            if len(turns) == 1 and turns[0].num_calls < len(calls):
+                self._refuse_tool(str(calls[-1].get("function", calls[-1]).get("name")))
+        main = max(loops, key=lambda loop: sum(turn.stop - turn.start for turn in loop))
+        return located, [(turn.start, turn.role) for turn in main if turn.stop > turn.start]
+
+    def _pick_turns(self, text: str, located: list[list[Turn]], indices: Sequence[int]) -> list[Turn]:
+        """Return the turns of the messages at `indices`. Each message must be rendered exactly once."""
         for i in indices:
-            if (count := len(turns_by_message[i])) != 1:
+            if (count := len(located[i])) != 1:
                 detail = f"the chat template renders message {i + 1} {count} times instead of once; drop the record"
                 raise BadRecord(TEMPLATE_REFUSES, detail)
-            if i == len(messages) - 1:
-                self._include_stop_token(text, turns_by_message[i][0])
-        return [turns_by_message[i][0] for i in indices]
+            if i == len(located) - 1:
+                self._include_stop_token(text, located[i][0])
+        return [located[i][0] for i in indices]
 
     def _include_stop_token(self, text: str, turn: Turn) -> Turn:
         """Extend the last turn by a stop token right after it, unless that token opens the next answer."""
@@ -256,6 +351,19 @@ class ChatTemplate:
         return None
 
     @functools.cached_property
+    def _reasoning_end(self) -> str:
+        """What the template writes between reasoning and an answer, and also between reasoning and a tool call."""
+        name = next((field for field in REASONING_FIELDS if self._is_rendered(field, None)), None)
+        call = {"id": "call00001", "type": "function", "function": {"name": "x", "arguments": {}}}
+        endings = []
+        for more in ({"content": "Answer4567"}, {"content": "", "tool_calls": [call]}):
+            answer = {**ANSWER, **more, **({name: "Probe0123"} if name else {})}
+            answer["content"] = answer["content"] if name else f"<think>\nProbe0123\n</think>\n\n{answer['content']}"
+            with contextlib.suppress(BadRecord):
+                endings.append(self._apply([*QUESTION, answer]).partition("Probe0123")[2].partition("Answer4567")[0])
+        return commonprefix(endings) if endings else ""
+
+    @functools.cached_property
     def _deferred_end(self) -> str:
         """What ends a turn but is rendered at the start of the next one, whatever its role; "" in most templates.
 
@@ -283,6 +391,47 @@ class ChatTemplate:
         if not count:
             return 0
         return len(one) - offsets[-count][0] if at_end else offsets[count - 1][1]
+
+
+def split_reasoning(message: Message) -> tuple[str | None, Message]:
+    """Return the reasoning of an assistant's message, from its field or before </think>, and the message without it."""
+    for name in REASONING_FIELDS if message["role"] == "assistant" else ():
+        if str(message.get(name) or "").strip():
+            return message[name], {key: value for key, value in message.items() if key != name}
+    content = message.get("content")
+    match = INLINE_REASONING.fullmatch(content) if message["role"] == "assistant" and content else None
+    return (match[1], {**message, "content": match[2]}) if match and match[1].strip() else (None, message)
+
+
+def mark_messages(messages: list[Message], left: str, right: str) -> list[Message]:
+    """Put marks around the reasoning of each message, inside its whitespace, and before the names of called tools."""
+    marked = []
+    for message in messages:
+        reasoning, _ = split_reasoning(message)
+        if reasoning is not None:
+            core = reasoning.strip()
+            inside = reasoning.replace(core, f"{left}r{right}{core}{left}R{right}", 1)
+            name = next((name for name in REASONING_FIELDS if message.get(name) == reasoning), "content")
+            message = {**message, name: message[name].replace(reasoning, inside, 1)}
+        if calls := message.get("tool_calls"):
+            message = {**message, "tool_calls": [_mark_call(call, f"{left}c{right}") for call in calls]}
+        marked.append(message)
+    return marked
+
+
+def _mark_call(call: Message, mark: str) -> Message:
+    function = call.get("function", call)
+    named = {**function, "name": f"{mark}{function.get('name')}"}
+    return {**call, "function": named} if "function" in call else named
+
+
+def subtract_ranges(ranges: Sequence[CharRange], hidden: Sequence[CharRange]) -> list[CharRange]:
+    """Return `ranges` without what is in `hidden`."""
+    left = list(ranges)
+    for start, stop in hidden:
+        parts = [((low, min(high, start)), (max(low, stop), high)) for low, high in left]
+        left = [part for pair in parts for part in pair if part[0] < part[1]]
+    return left
 
 
 def choose_delimiters(text: str) -> tuple[str, str]:
@@ -330,10 +479,18 @@ def parse_marks(rendered: str, left: str, right: str) -> tuple[str, list[list[Tu
     """Return the text without its marks and, for each loop over messages, its turns."""
     pieces = re.split(f"{left}(.*?){right}", rendered)
     loops: list[list[Turn]] = []
-    offset, in_turn, generation_start = len(pieces[0]), False, 0
+    offset, in_turn, generation_start, reasoning_start = len(pieces[0]), False, 0, 0
     for mark, text in zip(pieces[1::2], pieces[2::2], strict=True):
         if mark == "<":
             generation_start = offset
+        elif mark in ("r", "R", "c"):
+            turn = loops[-1][-1] if in_turn else Turn("", 0, 0)
+            if mark == "r":
+                reasoning_start = offset
+            elif mark == "R":
+                turn.reasoning = (reasoning_start, offset)
+            else:
+                turn.num_calls += 1
         elif mark == ">" and in_turn:
             loops[-1][-1].generated.append((generation_start, offset))
         else:

@@ -79,17 +79,17 @@ class Shard:
                 rows = rows[self.split.keeps(rows, self.file_index, part.start)]
             selected = [records[row - num_before] for row in rows.tolist()]
             for i, record in enumerate(selected):
-                document = self._parse(record, tokenizer)
-                if isinstance(document, BadRecord) and self.reading.bad_records == "refuse":
+                parsed = self._parse(record, tokenizer)
+                if isinstance(parsed, BadRecord) and self.reading.bad_records == "refuse":
                     others = (self._parse(other, tokenizer) for other in selected[i + 1 :])
-                    num_alike = 1 + sum(isinstance(o, BadRecord) and o.reason == document.reason for o in others)
-                    count = f" ({num_alike:,} of the {len(selected):,} records read here are {document.reason})"
-                    message = f"{_format_location(part, int(rows[i]))}: {document}{count * (num_alike > 1)}"
-                    raise ConfigError(message) from document
-                yield Document(skip_reason=document.reason) if isinstance(document, BadRecord) else document
+                    num_alike = 1 + sum(isinstance(o, BadRecord) and o.reason == parsed.reason for o in others)
+                    count = f" ({num_alike:,} of the {len(selected):,} records read here are {parsed.reason})"
+                    message = f"{_format_location(part, int(rows[i]))}: {parsed}{count * (num_alike > 1)}"
+                    raise ConfigError(message) from parsed
+                yield from [Document(skip_reason=parsed.reason)] if isinstance(parsed, BadRecord) else parsed
             num_before += len(records)
 
-    def _parse(self, record: Any, tokenizer: Tokenizer) -> Document | BadRecord:
+    def _parse(self, record: Any, tokenizer: Tokenizer) -> list[Document] | BadRecord:
         try:
             return parse_record(_parse_json(record), self.reading, tokenizer.chat, tokenizer.vocab_size)
         except BadRecord as error:

@@ -1,0 +1,178 @@
+"""Convert the messages of OpenAI, Anthropic, ShareGPT and Alpaca to the form that chat templates expect."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ithaka.config import format_value
+from ithaka.data.chat import REASONING_FIELDS, ROLES, BadRecord, Message
+
+TRAIN_FLAGS = ("train", "loss_mask", "weight", "loss")  # of a message; 0 or false: do not train on it
+ROLE_NAMES = {  # other names of ROLES
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "developer": "system",
+    "function": "tool", "observation": "tool", "function_call": "assistant",
+}  # fmt: skip
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+MEDIA_PARTS = ("image", "image_url", "input_image", "audio", "input_audio", "video", "video_url", "file", "document")
+
+
+def to_messages(raw: Any, label: str, drop_images: bool) -> Iterator[tuple[Message, bool, int]]:
+    """Yield the messages of one message of any format, whether to train on each, and how many images were dropped.
+
+    Only a message of Anthropic's becomes several: each `tool_result` is one.
+    """
+    role = raw.get("role", raw.get("from")) if isinstance(raw, Mapping) else None
+    name = ROLE_NAMES.get(role, role) if isinstance(role, str) else role
+    if name not in ROLES:
+        if role is None and isinstance(raw, Mapping):
+            role = f"null (its fields are {', '.join(raw)}; write role and content)"
+        raise BadRecord("with an unknown role", f"{label} has role {format_value(role)}; use {', '.join(ROLES)}")
+    flags = {flag: raw[flag] for flag in TRAIN_FLAGS if raw.get(flag) is not None}
+    for flag, value in flags.items():
+        if value not in (0, 1):
+            raise BadRecord("with a partial weight", f"{label} has {flag}={format_value(value)}; use 0 or 1")
+    message = {key: value for key, value in raw.items() if key not in (*TRAIN_FLAGS, "from", "value")}
+    message |= {"role": name, **({"content": raw["value"]} if "value" in raw else {})}
+    if role == "function_call":  # of ShareGPT: the value is the JSON of a call
+        call = message["content"]
+        message |= {"content": None, "function_call": _parse_json(call, label) if isinstance(call, str) else call}
+    if isinstance(call := message.pop("function_call", None), Mapping):  # OpenAI's older form of tool_calls
+        message["tool_calls"] = [{"type": "function", "function": dict(call)}]
+    for each, num_dropped in _split_parts(message, label, drop_images):
+        yield _convert_calls(_name_reasoning(each), label), all(flags.values()), num_dropped
+
+
+def _split_parts(message: Message, label: str, drop_images: bool) -> Iterator[tuple[Message, int]]:
+    """Replace content parts by text, reasoning and tool calls. A tool's result becomes a message of its own."""
+    content, is_assistant = message.get("content"), message["role"] == "assistant"
+    if isinstance(content, str) or (content is None and is_assistant):
+        yield message, 0
+        return
+    if not isinstance(content, list):
+        raise BadRecord("with content that is no text", f"{label} has content other than text; remove it")
+    parts = [part if isinstance(part, Mapping) else {"type": "text", "text": part} for part in content]
+    num_images = sum(part.get("type") in MEDIA_PARTS for part in parts)
+    if num_images and not drop_images:
+        fix = "remove them, or set data.images to drop"
+        raise BadRecord("with images", f"{label} has {num_images} images, audio or files; {fix}")
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[Message] = []
+    for part in parts:
+        kind = part.get("type", "text")
+        text = part.get("thinking" if kind == "thinking" else "refusal" if kind == "refusal" else "text")
+        if kind in MEDIA_PARTS:
+            continue
+        if kind == "tool_result" and not is_assistant:
+            if texts:
+                yield {**message, "content": "".join(texts)}, 0
+                texts = []
+            result = {"role": "tool", "content": part.get("content") or "", "tool_call_id": part.get("tool_use_id")}
+            yield from _split_parts(result, label, drop_images)
+        elif kind == "tool_use" and is_assistant:
+            function = {"name": part.get("name"), "arguments": part.get("input")}
+            calls.append({"type": "function", "id": part.get("id"), "function": function})
+        elif not isinstance(text, str) or kind not in (*TEXT_PARTS, "thinking"):
+            raise BadRecord(
+                "with content that is no text", f"{label} has content of type {format_value(kind)}, not text; remove it"
+            )
+        elif calls or (texts and kind == "thinking"):
+            detail = f"{label} has {kind} after {'a tool call' if calls else 'text'}, which templates cannot render"
+            raise BadRecord("with parts out of order", f"{detail}; make it a message of its own, or drop the record")
+        else:
+            (thoughts if kind == "thinking" else texts).append(text)
+    if texts or is_assistant or not any(part.get("type") == "tool_result" for part in parts):
+        extra: Message = {"tool_calls": [*(message.get("tool_calls") or ()), *calls]} if calls else {}
+        extra |= {"reasoning_content": "\n\n".join(thoughts)} if thoughts else {}
+        yield {**message, "content": "".join(texts), **extra}, num_images
+
+
+def _name_reasoning(message: Message) -> Message:
+    """Put the reasoning, whatever its field, into reasoning_content."""
+    fields = {name: message[name] for name in REASONING_FIELDS if isinstance(message.get(name), str)}
+    others = {name: value for name, value in message.items() if name not in REASONING_FIELDS}
+    reasoning = next((value for value in fields.values() if value.strip()), None)
+    return others if reasoning is None else {**others, "reasoning_content": reasoning}
+
+
+def _convert_calls(message: Message, label: str) -> Message:
+    """Parse the arguments of tool calls: OpenAI's are a JSON string; most templates expect an object."""
+    try:
+        return convert_arguments(message, lambda value: json.loads(value) if isinstance(value, str) else value)
+    except json.JSONDecodeError as error:
+        detail = f"{label} calls a tool with arguments that are not JSON ({error}); fix them, or drop the record"
+        raise BadRecord("with tool arguments that are no JSON", detail) from error
+    except (ValueError, TypeError, AttributeError) as error:
+        detail = f"{label} has tool_calls that are not a list of objects {{function: {{name, arguments}}}}; fix them"
+        raise BadRecord("with tool calls that are no objects", detail) from error
+
+
+def convert_arguments(message: Message, convert: Callable[[Any], Any]) -> Message:
+    """Return a copy with `convert` applied to the arguments of each tool call."""
+    calls = [
+        {**call, "function": dict(call["function"])} if "function" in call else dict(call)
+        for call in message.get("tool_calls") or ()
+    ]
+    for call in calls:
+        function = call.get("function", call)
+        if function.get("arguments") is not None:
+            function["arguments"] = convert(function["arguments"])
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _parse_json(text: str, label: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        detail = f"{label} is a function_call that is not JSON ({error}); fix it, or drop the record"
+        raise BadRecord("with tool arguments that are no JSON", detail) from error
+
+
+def parse_tools(tools: Any) -> list[Any] | None:
+    """Return the tools, given as a list or as its JSON, in OpenAI's form."""
+    try:
+        parsed = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools or None
+    except ValueError:
+        parsed = [0]
+    schemas: list[Any] = parsed if isinstance(parsed, list) else [] if parsed is None else [0]
+    if not all(isinstance(t, dict) and isinstance(t.get("function", t), dict) for t in schemas):
+        raise BadRecord("tools that are no JSON", "tools is not a list of JSON objects; write each tool's JSON schema")
+    return [_convert_tool(tool) for tool in schemas] or None
+
+
+def _convert_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    if "input_schema" not in tool:
+        return tool
+    function = {name: tool[name] for name in ("name", "description") if name in tool}
+    return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
+
+
+def from_alpaca(record: Mapping[str, Any]) -> list[Message]:
+    """Return the messages of an `instruction`, an optional `input` and `output`, after an optional `history`."""
+    question = "\n".join(text for text in (record["instruction"], record.get("input")) if text)
+    turns = [*(record.get("history") or ()), (question, record["output"])]
+    names = ("user", "assistant")
+    return [{"role": role, "content": text} for turn in turns for role, text in zip(names, turn, strict=True)]
+
+
+def split_preference(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any]:
+    """Return the prompt and the chosen completion. Without a prompt, it is what both answers start with."""
+    if prompt is not None and isinstance(prompt, list) == isinstance(chosen, list):
+        has_prompt = isinstance(prompt, list) and chosen[: len(prompt)] == prompt
+        return prompt, chosen[len(prompt) :] if has_prompt else chosen
+    if isinstance(prompt, str) and isinstance(chosen, list) and isinstance(rejected, list):
+        has_prompt = any(isinstance(each, Mapping) and each.get("content") == prompt for each in chosen)
+        return ([] if has_prompt else [{"role": "user", "content": prompt}]), chosen
+    if not (isinstance(chosen, str | list) and type(chosen) is type(rejected)):
+        raise BadRecord("without text", "chosen and rejected are not both text or both messages; drop the record")
+    shared = count_shared(chosen, rejected)
+    if isinstance(chosen, str):  # do not cut a word; the space before it belongs to it
+        shared = chosen.rfind(" ", 0, shared) if " " in chosen[:shared] else shared
+    shared = min(shared, len(chosen) - 1)  # equal answers: the last message is the completion
+    return chosen[: max(shared, 0)], chosen[max(shared, 0) :]
+
+
+def count_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how many items both sequences start with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
