@@ -29,12 +29,12 @@ class CountingTokenizer(ByteTokenizer):
         super().__init__()
         self.log = log
 
-    def encode_batch(self, texts, trained=None):
+    def encode_documents(self, texts, trained, starts):
         found = [json.dumps([os.getpid(), text]) + "\n" for text in texts if "quick brown fox" not in text]
         if found:  # and not the fingerprint's sentence
             with self.log.open("a") as file:
                 file.writelines(found)
-        return super().encode_batch(texts, trained)
+        return super().encode_documents(texts, trained, starts)
 
     def seen(self):
         return [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []

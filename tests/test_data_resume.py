@@ -174,8 +174,10 @@ def test_resuming_tokenises_only_the_round_it_stopped_in(tmp_path, monkeypatch):
     stream = opened(data)
     for _ in range(50):
         stream.next_batch()
-    tokenised, encode = [], ByteTokenizer.encode_batch
-    monkeypatch.setattr(ByteTokenizer, "encode_batch", lambda self, t, s: tokenised.append(t) or encode(self, t, s))
+    tokenised, encode = [], ByteTokenizer.encode_documents
+    monkeypatch.setattr(
+        ByteTokenizer, "encode_documents", lambda self, t, *a: tokenised.append(t) or encode(self, t, *a)
+    )
     monkeypatch.setattr(TokenCache, "prepare", lambda self, shards: None)
     resumed = opened(data)
     resumed.load_state_dict(stream.state_dict())

@@ -33,7 +33,7 @@ CASES = {
     "messages, split": (
         TALKS,
         "split",
-        {"documents": 2, "tokens": 40, "trained_tokens": 8, "sequences": 2, "sequences_left_out": 1, "split": 1},
+        {"documents": 2, "tokens": 40, "trained_tokens": 8, "sequences": 2, "pieces_left_out": 1, "split": 1},
     ),
     "messages, drop": (
         TALKS,
@@ -80,17 +80,17 @@ def shown(folder, records, *options, env=None, code=0, **data):
 def test_figures_are_those_counted_by_hand(folder, case):
     records, long_documents, expected = CASES[case]
     figures = json.loads(shown(folder, records, "--json", bad_records="skip", long_documents=long_documents))
-    none = {"sequences_left_out": 0, "split": 0, "dropped": 0, "balance": None}
+    none = {"sequences_left_out": 0, "pieces_left_out": 0, "split": 0, "dropped": 0, "balance": None}
     expected = {"complete": True, "files": 1, **none, **expected}
     expected |= {"skipped": SKIPPED.get(case.split(",")[0], {})}
     assert {name: figures[name] for name in expected} == expected
-    packed_tokens = expected["tokens"] - 16 * expected["sequences_left_out"]
+    packed_tokens = expected["tokens"] - 16 * expected["pieces_left_out"]
     assert figures["packing_efficiency"] == packed_tokens / (16 * expected["sequences"])
     assert figures["trained_share"] == expected["trained_tokens"] / expected["tokens"]
 
 
 def test_sequences_without_a_label_are_reported_on_every_page(folder):
-    line = "1 of 3 sequences: no token to train on"
+    line = "1 pieces of long documents: no token to train on"
     assert line in " ".join(shown(folder, TALKS, bad_records="skip").split())
     shown(folder, TALKS, "--html", "page.html", bad_records="skip")
     assert line in (folder / "page.html").read_text()

@@ -153,12 +153,12 @@ def read_text(
 def _read_documents(path: Path | None, tokenizer: Tokenizer, where: str) -> Iterator[np.ndarray]:
     shards = make_shards(find_files(path, where).files, ReadingConfig())
     parts: list[np.ndarray] = []
-    for tokens, first, reason in itertools.chain.from_iterable(tokenize(shard, tokenizer) for shard in shards):
-        if first and parts:
+    for part in itertools.chain.from_iterable(tokenize(shard, tokenizer) for shard in shards):
+        if part.is_start and parts:
             yield np.concatenate(parts)
             parts = []
-        if not reason:
-            parts.append(tokens ^ (tokens >> 31))  # untrained tokens are stored as ~id
+        if not part.skip_reason:
+            parts.append(part.tokens ^ (part.tokens >> 31))  # untrained tokens are stored as ~id
     if parts:
         yield np.concatenate(parts)
 

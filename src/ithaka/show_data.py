@@ -84,7 +84,7 @@ def compute_figures(data: TrainData) -> dict[str, Any]:
     """Statistics of the first round. Skipped documents and the estimated total come from the shards it read."""
     stream = data.stream
     packed, documents = stream.current_round(), stream.documents
-    dropped = stream.num_long if stream.long_documents == "drop" else 0
+    dropped = stream.num_long if stream.long.mode == "drop" else 0
     packable = documents[documents["length"] <= stream.context] if dropped else documents
     trained = np.zeros(len(stream.sources), np.int64)
     for sequence in map(stream.get_sequence, range(len(packed))):
@@ -93,7 +93,7 @@ def compute_figures(data: TrainData) -> dict[str, Any]:
     complete = True
     for i, source in enumerate(stream.sources):
         lengths = packable["length"][packable["source"] == i]
-        _, estimated_tokens, is_complete = source.estimate_size(stream.context)
+        _, estimated_tokens, is_complete = source.estimate_size(stream.cut)
         figures = {
             "files": len({part.file for shard in source.shards for part in shard.parts}),
             "documents": len(lengths),
@@ -101,7 +101,9 @@ def compute_figures(data: TrainData) -> dict[str, Any]:
             "trained_tokens": int(trained[i]),
             "estimated_tokens": estimated_tokens,
         }
-        sources.append({"name": source.name, **figures, "skipped": source.count_skipped()})
+        sources.append(
+            {"name": source.name, **figures, "skipped": source.count("skipped"), "notes": source.count("notes")}
+        )
         complete &= is_complete and figures["tokens"] >= estimated_tokens
     sums = {key: sum(source[key] for source in sources) for key in figures}
     lengths = documents["length"]
@@ -113,8 +115,11 @@ def compute_figures(data: TrainData) -> dict[str, Any]:
         "context": stream.context,
         "sequences": len(packed),
         "sequences_left_out": stream.num_left_out,  # no trained tokens
+        "pieces_left_out": stream.pieces_left_out,
+        "tokens_cut": stream.removed_tokens,
         "packing_efficiency": packed.num_tokens / (len(packed) * stream.context),
         "skipped": sum((source["skipped"] for source in sources), Counter[str]()),
+        "notes": sum((source["notes"] for source in sources), Counter[str]()),
         "split": stream.num_long - dropped,
         "dropped": dropped,
         "lengths": {"shortest": int(lengths.min()), "median": float(np.median(lengths)), "longest": int(lengths.max())},

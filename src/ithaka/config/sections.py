@@ -164,8 +164,14 @@ class DataConfig(ReadingConfig, name="data"):
     # Packed documents. apart: attention and positions stay within each document. together: they cross document
     # boundaries, and a document's first token is predicted from the previous document.
     documents: Literal["apart", "together"] = "apart"
-    # Documents longer than context: split into pieces of at most context tokens, drop, or stop with an error.
-    long_documents: Literal["split", "drop", "refuse"] = "split"
+    # Documents longer than context: split into pieces of at most context tokens, drop, or stop with an error. For
+    # conversations also end: keep the system prompt, the tools and the last turns that fit; turns: cut between turns,
+    # and repeat system prompt and tools in each piece; shorten_tools: see tool_tokens. Pieces that still exceed the
+    # context are split, and pieces without a trained token are left out.
+    long_documents: Literal["split", "drop", "refuse", "end", "turns", "shorten_tools"] = "split"
+    # For long_documents=shorten_tools: replace the middle of tool outputs above this number of tokens by tool_marker.
+    tool_tokens: int = setting(1024, ge=2)
+    tool_marker: str = "\n[...]\n"
 
     def __post_init__(self) -> None:
         if self.sources and self.path is not None:

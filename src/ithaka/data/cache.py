@@ -12,21 +12,21 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
 from ithaka.config import ConfigError, input_error
-from ithaka.data.pack import Documents
+from ithaka.data.pack import Documents, encode_turn
 from ithaka.data.read import Shard
 from ithaka.data.records import Document
 from ithaka.data.tokenizer import Tokenizer
 from ithaka.exits import ExitCode, TransientError, is_transient
 
-CACHE_FORMAT = 4
+CACHE_FORMAT = 5
 BATCH_CHARS = 1 << 23  # tokenized at once, on all cores
 TIMEOUT_S = 600.0  # without any progress of the rank that tokenizes
 POLL_S = 0.02
@@ -118,32 +118,50 @@ class TokenCache:
             raise error
 
     def _write_tokens(self, shard: Shard, file: BinaryIO) -> None:
-        """Write tokens int32, lengths of documents int64, skipped documents by reason as JSON, then the size of that
-        JSON and the number of documents int64."""
-        lengths, skipped = [], Counter[str]()
-        for tokens, is_start, skip_reason in tokenize(shard, self.tokenizer):
+        """Write tokens int32, lengths of documents and turns int64, the counts of skipped documents and of notes as
+        JSON, then the size of that JSON, the number of documents and that of turns int64."""
+        lengths, skipped, notes = [], Counter[str](), Counter[str]()
+        turns: list[int] = []
+        num_tokens = 0
+        for part in tokenize(shard, self.tokenizer):
             os.utime(self.directory)  # shows the waiting ranks that there is progress
-            if skip_reason:
-                skipped[skip_reason] += 1
+            if part.skip_reason:
+                skipped[part.skip_reason] += 1
                 continue
-            file.write(tokens.tobytes())
-            lengths += [0] if is_start else []
-            lengths[-1] += len(tokens)
-        reasons = json.dumps(skipped).encode()
-        file.write(np.asarray(lengths, np.int64).tobytes() + reasons)
-        file.write(np.asarray([len(reasons), len(lengths)], np.int64).tobytes())
+            file.write(part.tokens.tobytes())
+            lengths += [0] if part.is_start else []
+            lengths[-1] += len(part.tokens)
+            turns += [encode_turn(num_tokens + start, role) for start, role in part.turns]
+            num_tokens += len(part.tokens)
+            notes.update(part.notes)
+        counts = json.dumps([skipped, notes]).encode()
+        file.write(np.asarray([*lengths, *turns], np.int64).tobytes() + counts)
+        file.write(np.asarray([len(counts), len(lengths), len(turns)], np.int64).tobytes())
 
 
-def tokenize(shard: Shard, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, bool, str]]:
-    """Yield documents, long texts in parts: the tokens (see Documents), whether they start a document, and the reason
-    to skip it, or ""."""
+class TokenizedPart(NamedTuple):
+    """A document, or a part of a long text. `tokens` as in Documents; `skip_reason`: not empty if it is only counted;
+    `turns`: the token at which each message starts, and its role."""
+
+    tokens: np.ndarray
+    is_start: bool
+    skip_reason: str
+    turns: list[tuple[int, str]]
+    notes: Mapping[str, int]
+
+
+def tokenize(shard: Shard, tokenizer: Tokenizer) -> Iterator[TokenizedPart]:
+    """Yield the documents of a shard."""
     bos = np.asarray(tokenizer.document_prefix, np.int32)
     eos = np.asarray([] if tokenizer.eos_id is None else [tokenizer.eos_id], np.int32)
     eos = eos if shard.reading.train_on_eos else ~eos
     none = np.empty(0, np.int32)
     for documents in _batch_documents(shard.documents(tokenizer)):
-        encoded = tokenizer.encode_batch([each.text for each in documents], [each.trained for each in documents])
-        for document, ids in zip(documents, encoded, strict=True):
+        starts = [[start for start, _ in each.turns] for each in documents]
+        encoded = tokenizer.encode_documents(
+            [each.text for each in documents], [each.trained for each in documents], starts
+        )
+        for document, (ids, indices) in zip(documents, encoded, strict=True):
             ids = ids if document.ids is None else document.ids
             prefix = bos if document.add_bos_eos and document.is_start else none
             suffix = eos if document.add_bos_eos and document.is_end else none
@@ -151,7 +169,8 @@ def tokenize(shard: Shard, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, b
             reason = document.skip_reason
             if not reason and document.is_start and document.is_end:
                 reason = "empty" if not len(ids) else "" if (tokens[1:] >= 0).any() else "with nothing to train"
-            yield tokens, document.is_start, reason
+            turns = [(len(prefix) + i, role) for i, (_, role) in zip(indices, document.turns, strict=False)]
+            yield TokenizedPart(tokens, document.is_start, reason, turns, document.notes)
 
 
 def _batch_documents(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -166,10 +185,10 @@ def _batch_documents(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def _map_file(path: Path) -> Documents:
-    end = path.stat().st_size - 16
-    num_bytes, num_documents = (int(n) for n in np.fromfile(path, np.int64, 2, offset=end))
-    num_tokens = (end - num_bytes - 8 * num_documents) // 4
-    lengths = np.fromfile(path, np.int64, num_documents, offset=4 * num_tokens)
-    skipped = np.fromfile(path, np.uint8, num_bytes, offset=end - num_bytes).tobytes()
+    end = path.stat().st_size - 24
+    num_bytes, num_documents, num_turns = (int(n) for n in np.fromfile(path, np.int64, 3, offset=end))
+    num_tokens = (end - num_bytes - 8 * (num_documents + num_turns)) // 4
+    integers = np.fromfile(path, np.int64, num_documents + num_turns, offset=4 * num_tokens)
+    skipped, notes = json.loads(np.fromfile(path, np.uint8, num_bytes, offset=end - num_bytes).tobytes())
     tokens = np.memmap(path, np.int32, "r", shape=num_tokens) if num_tokens else np.empty(0, np.int32)
-    return Documents(tokens, lengths, json.loads(skipped))
+    return Documents(tokens, integers[:num_documents], skipped, integers[num_documents:], notes)

@@ -11,13 +11,17 @@ from typing import NamedTuple
 from ithaka.config import ConfigError, DataConfig
 from ithaka.data.cache import TokenCache, tokenize
 from ithaka.data.files import find_files
-from ithaka.data.pack import Split, imbalance, permutation
+from ithaka.data.pack import LongDocuments, Split, imbalance, permutation
 from ithaka.data.read import Shard, make_shards
 from ithaka.data.stream import SequenceStream, Source, TrainData
 from ithaka.data.tokenizer import Tokenizer, load_tokenizer
 
 PROBED_DOCUMENTS = 10_000
 SAMPLE_TOKENS = 64
+LONG_ACTIONS = {
+    "split": "split", "drop": "dropped", "end": "reduced to their end", "turns": "cut between turns",
+    "shorten_tools": "shortened",
+}  # fmt: skip
 
 
 class SourceShards(NamedTuple):
@@ -44,8 +48,11 @@ def open_data(
     unshuffled = [
         Source(each.name, each.weight, shards, cache, None) for each, shards in zip(found, held_out, strict=False)
     ]
+    has_marker = data.long_documents == "shorten_tools"
+    marker = tuple(tokenizer.encode_batch([data.tool_marker])[0].tolist()) if has_marker else ()
     make_stream = functools.partial(
-        SequenceStream, context=data.context, pad_id=tokenizer.pad_id, long_documents=data.long_documents,
+        SequenceStream, context=data.context, pad_id=tokenizer.pad_id,
+        long_documents=LongDocuments(data.long_documents, data.tool_tokens, marker),
         documents_together=data.documents == "together",
     )  # fmt: skip
     group = batch * dp_size * accumulate
@@ -76,8 +83,8 @@ def check_data(data: DataConfig, vocab_size: int, model_path: Path | None = None
     train = [shard for source in sources for shard in source.train]
     num_bytes = sum(shard.num_bytes for shard in train)
     if num_bytes < data.context:
-        documents = itertools.chain.from_iterable(tokenize(shard, tokenizer) for shard in train)
-        num_tokens = sum(len(tokens) for tokens, _, skip_reason in documents if not skip_reason)
+        parts = itertools.chain.from_iterable(tokenize(shard, tokenizer) for shard in train)
+        num_tokens = sum(len(part.tokens) for part in parts if not part.skip_reason)
         if num_tokens < data.context:
             labels = " and ".join(source.label for source in sources)
             raise ConfigError(
@@ -168,7 +175,7 @@ def measure_balance(data: TrainData) -> dict[str, float] | None:
 def epoch_steps(data: TrainData, epochs: float, global_batch: int) -> int:
     """Return the optimizer steps of this many epochs; an estimate if the data is larger than a round."""
     stream, packed = data.stream, data.stream.current_round()
-    tokens = sum(source.estimate_size(stream.context)[1] for source in stream.sources)
+    tokens = sum(source.estimate_size(stream.cut)[1] for source in stream.sources)
     sequences = tokens / (stream.read_tokens / len(packed))
     return max(1, math.ceil(epochs * sequences / global_batch - 1e-6))
 
@@ -184,7 +191,7 @@ def data_facts(data: TrainData, num_sequences: int) -> dict[str, str]:
     sequence_tokens = stream.read_tokens / len(packed)  # read per sequence that is trained on
     epochs = []
     for source in stream.sources:
-        documents, tokens, is_complete = source.estimate_size(stream.context)
+        documents, tokens, is_complete = source.estimate_size(stream.cut)
         about = "" if is_complete else "about "
         share = source.weight / sum(each.weight for each in stream.sources)
         epochs.append(f"{about}{num_sequences * sequence_tokens * share / tokens:.3g}")
@@ -198,17 +205,22 @@ def data_facts(data: TrainData, num_sequences: int) -> dict[str, str]:
     facts["epochs"] = f"{', '.join(epochs)} ({num_sequences:,} sequences in total)"
     facts["packing"] = f"{packed.num_tokens / len(packed) / stream.context:.1%} of each sequence filled"
     if stream.num_long:
-        action = {"split": "split", "drop": "dropped"}[stream.long_documents]
-        facts["packing"] += f"; {stream.num_long:,} documents longer than data.context {action}"
-    if stream.num_left_out:
-        total = stream.num_left_out + len(packed)
-        facts["unlabelled"] = f"left out {stream.num_left_out:,} of {total:,} sequences: no token to train on"
+        facts["packing"] += f"; {stream.num_long:,} documents longer than data.context {LONG_ACTIONS[stream.long.mode]}"
+    if stream.removed_tokens:
+        facts["cut"] = f"{stream.removed_tokens:,} tokens of these documents"
+    if stream.num_left_out or stream.pieces_left_out:
+        pieces = f"{stream.pieces_left_out:,} pieces of long documents" * (stream.pieces_left_out > 0)
+        sequences = f"{stream.num_left_out:,} of {stream.num_left_out + len(packed):,} sequences"
+        left_out = " and ".join(filter(None, (pieces, sequences * (stream.num_left_out > 0))))
+        facts["unlabelled"] = f"left out {left_out}: no token to train on"
+    for note, number in sum((source.count("notes") for source in stream.sources), Counter[str]()).items():
+        facts[note] = f"{number:,}"
     if balance := measure_balance(data):
         facts["balance"] = (
             f"attention of {balance['ranks']} ranks, largest over mean: {balance['grouped']:.3f} "
             f"({balance['not_grouped']:.3f} without grouping), over {len(packed):,} sequences"
         )
-    if skipped := sum((source.count_skipped() for source in stream.sources), Counter[str]()):
+    if skipped := sum((source.count("skipped") for source in stream.sources), Counter[str]()):
         facts["skipped"] = f"{skipped.total():,} documents: {_format_counts(skipped)}"
     first = stream.get_sequence(stream.position.packings[-1].done)
     is_trained = first.tokens[: first.length] >= 0

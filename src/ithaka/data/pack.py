@@ -7,11 +7,16 @@ step are alike, and the groups are shuffled.
 
 Segments are documents, or parts of documents that exceed the context: arrays [n] of SEGMENT_DTYPE. `shard` is an index
 into the shards of the round, `low` the offset of the first token in the shard.
+
+Long conversations may become pieces that repeat the system prompt, or whose tool outputs are shortened. Such pieces are
+copied into an additional shard, so that every segment is a range of tokens.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,6 +34,33 @@ class Documents:
     tokens: np.ndarray  # int32 [n]; ~id for a token to read but not train on
     lengths: np.ndarray  # int64 [documents]
     skipped: Mapping[str, int] = field(default_factory=dict)  # number of skipped documents by reason
+    turns: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # where messages start: `encode_turn`
+    notes: Mapping[str, int] = field(default_factory=dict)  # counts of what was changed in the documents
+
+
+ROLE_CODES = ("system", "user", "assistant", "tool")
+
+
+def encode_turn(token: int, role: str) -> int:
+    return token * len(ROLE_CODES) + ROLE_CODES.index(role if role in ROLE_CODES else "user")
+
+
+class LongDocuments(NamedTuple):
+    """How to cut documents that exceed the context: data.long_documents, tool_tokens and tool_marker."""
+
+    mode: str = "split"
+    tool_tokens: int = 1024
+    marker: tuple[int, ...] = ()  # ids
+
+
+class CutDocuments(NamedTuple):
+    """The pieces of the documents of a shard."""
+
+    shards: tuple[Documents, ...]  # the documents, and pieces that are not a range of their document
+    segments: np.ndarray  # [pieces], without those that have no trained token
+    owners: np.ndarray  # [pieces], index of the document
+    pieces_left_out: np.ndarray  # [documents]
+    removed: np.ndarray  # [documents], tokens in no piece
 
 
 @dataclass(frozen=True)
@@ -135,6 +167,100 @@ def find_labels(
             largest = np.maximum.reduceat(tokens, edges[:-1] if edges[-1] == len(tokens) else edges)
             has_label[indices] = largest[::2] >= 0
     return np.bincount(sequence, has_label) > 0
+
+
+def cut_documents(documents: Documents, context: int, long: LongDocuments) -> CutDocuments:
+    """Cut documents of more than `context` tokens. Depends on nothing else, so that any position can be resumed."""
+    num, lows = len(documents.lengths), documents.lengths.cumsum() - documents.lengths
+    segments = np.zeros(num, SEGMENT_DTYPE)
+    segments["low"], segments["length"] = lows, documents.lengths
+    owners, is_long = np.arange(num), documents.lengths > context
+    rewritten: list[np.ndarray] = []
+    if long.mode == "drop":
+        segments, owners = segments[~is_long], owners[~is_long]
+    elif long.mode in ("end", "turns", "shorten_tools"):
+        position, pieces, sources = 0, [segments[~is_long]], [owners[~is_long]]
+        for i in np.flatnonzero(is_long).tolist():
+            tokens = documents.tokens[lows[i] : lows[i] + documents.lengths[i]]
+            new = _cut_conversation(np.asarray(tokens), _select_turns(documents.turns, tokens, lows[i]), context, long)
+            piece = np.zeros(len(new), SEGMENT_DTYPE)
+            piece["shard"], piece["length"] = 1, [len(each) for each in new]
+            piece["low"] = position + piece["length"].cumsum() - piece["length"]
+            position += int(piece["length"].sum())
+            rewritten += new
+            pieces.append(piece)
+            sources.append(np.full(len(new), i))
+        segments, owners = np.concatenate(pieces), np.concatenate(sources)
+        order = owners.argsort(kind="stable")
+        segments, owners = segments[order], owners[order]
+    counts = -(-segments["length"] // context)
+    segments, owners = split_long(segments, context), np.repeat(owners, counts)
+    extra = Documents(np.concatenate(rewritten), np.empty(0, np.int64)) if rewritten else None
+    shards = (documents,) if extra is None else (documents, extra)
+    has_label = np.ones(len(segments), bool)
+    for index in np.flatnonzero(is_long[owners]).tolist():
+        shard, _, low, length = segments[index].tolist()
+        has_label[index] = shards[shard].tokens[low : low + length].max() >= 0
+    pieces_left_out = np.bincount(owners[~has_label], minlength=num)
+    removed = documents.lengths - np.bincount(owners[has_label], segments["length"][has_label], num).astype(np.int64)
+    return CutDocuments(shards, segments[has_label], owners[has_label], pieces_left_out, np.maximum(removed, 0))
+
+
+def select_pieces(cut: CutDocuments, documents: np.ndarray) -> np.ndarray:
+    """Return the pieces of these documents, in this order."""
+    rank = np.full(len(cut.pieces_left_out), -1)
+    rank[documents] = np.arange(len(documents))
+    ranks = rank[cut.owners]
+    order = np.flatnonzero(ranks >= 0)
+    return cut.segments[order[ranks[order].argsort(kind="stable")]]
+
+
+def _select_turns(turns: np.ndarray, tokens: np.ndarray, low: int) -> list[tuple[int, int, str]]:
+    """Return (start, stop, role) of the turns of the document that starts at token `low`."""
+    num_roles = len(ROLE_CODES)
+    first, last = np.searchsorted(turns, [low * num_roles, (low + len(tokens)) * num_roles])
+    starts = (turns[first:last] // num_roles - low).tolist()
+    roles = [ROLE_CODES[code] for code in (turns[first:last] % num_roles).tolist()]
+    return list(zip(starts, [*starts[1:], len(tokens)], roles, strict=True))
+
+
+def _cut_conversation(
+    tokens: np.ndarray, turns: list[tuple[int, int, str]], context: int, long: LongDocuments
+) -> list[np.ndarray]:
+    """Return the pieces of a conversation; a piece may still exceed the context, and is then split.
+
+    The head is what precedes the first turn that is not a system prompt: system prompt and tools.
+    """
+    head = next((start for start, _, role in turns if role != "system"), 0)
+    room, end = context - head, len(tokens)
+    if long.mode == "shorten_tools":
+        return [_shorten_tools(tokens, turns, long)]
+    if not turns or room <= 0:
+        return [tokens]
+    starts = [start for start, _, _ in turns if start >= head]
+    if long.mode == "end":
+        low = next((start for start in starts if end - start <= room), end - room)
+        return [np.concatenate([tokens[:head], tokens[low:]])]
+    edges, low = [head], head
+    for start, stop in pairwise([*starts, end]):
+        if stop - low > room and start > low:
+            low = start
+            edges.append(low)
+        while stop - low > room:
+            low += room
+            edges.append(low)
+    return [np.concatenate([tokens[:head], tokens[low:high]]) for low, high in pairwise([*edges, end])]
+
+
+def _shorten_tools(tokens: np.ndarray, turns: list[tuple[int, int, str]], long: LongDocuments) -> np.ndarray:
+    """Replace the middle of tool outputs above `tool_tokens` by the marker, unless a token there is trained."""
+    parts, low = [], 0
+    for start, stop, role in turns:
+        first, last = start + long.tool_tokens // 2, stop - (long.tool_tokens - long.tool_tokens // 2)
+        if role == "tool" and last - first > len(long.marker) and tokens[first:last].max() < 0:
+            parts += [tokens[low:first], ~np.asarray(long.marker, np.int32)]
+            low = last
+    return np.concatenate([*parts, tokens[low:]])
 
 
 def split_long(segments: np.ndarray, context: int) -> np.ndarray:

@@ -10,10 +10,11 @@ sequences.
 S: tokens in a sequence (data.context).  B: sequences in a batch of this rank.
 """
 
+import functools
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -24,10 +25,20 @@ import torch
 from ithaka.config import ConfigError
 from ithaka.data import pack
 from ithaka.data.cache import TokenCache
-from ithaka.data.pack import SEGMENT_DTYPE, Documents, Key, PackedRound, PackedSequence, Packing
+from ithaka.data.pack import (
+    SEGMENT_DTYPE,
+    CutDocuments,
+    Documents,
+    Key,
+    LongDocuments,
+    PackedRound,
+    PackedSequence,
+    Packing,
+)  # fmt: skip
 from ithaka.data.read import Shard
 from ithaka.layer.loss import IGNORE_INDEX
 
+Cut = Callable[..., CutDocuments]  # pack.cut_documents with all but the documents given
 STATE_FORMAT = 5
 PACKING_KEYS = ("context", "group", "lead", "done", "most")  # in a state, for the fields of Packing
 # Minimum size of a round.
@@ -72,6 +83,15 @@ class StreamPosition:
         return min((source.epoch for source in self.sources), default=0)
 
 
+class ShardCounts(NamedTuple):
+    """The documents and tokens to train on in a shard; skipped and notes as in Documents."""
+
+    documents: int
+    tokens: int
+    skipped: Mapping[str, int]
+    notes: Mapping[str, int]
+
+
 class Source:
     """The documents of one data source, epoch after epoch."""
 
@@ -79,39 +99,36 @@ class Source:
         """`key` shuffles each of endless epochs; None: one epoch, in the order of the files."""
         self.name, self.weight, self.shards, self.cache, self.key = name, weight, shards, cache, key
         self.num_bytes = sum(shard.num_bytes for shard in shards)
-        # For each shard loaded so far: the number of documents, of tokens, and of skipped documents by reason.
-        self.shard_counts: dict[int, tuple[int, int, Mapping[str, int]]] = {}
+        self.shard_counts: dict[int, ShardCounts] = {}  # of the shards loaded so far
 
     def take_documents(
-        self, position: SourcePosition, num_tokens: float, max_length: float, wrap: bool, prefetch: bool = True
-    ) -> tuple[list[tuple[Shard, Documents]], np.ndarray, SourcePosition]:
-        """Take documents of at least `num_tokens` tokens: return their shards, segments [n] and the next position.
+        self, position: SourcePosition, num_tokens: float, cut: Cut, wrap: bool, prefetch: bool = True
+    ) -> tuple[list[tuple[Shard, CutDocuments, np.ndarray]], SourcePosition]:
+        """Take documents whose pieces have at least `num_tokens` tokens: return their shards, the indices of the
+        documents in each, and the next position.
 
-        Documents above `max_length` are included but do not count. Stop at the end of an epoch, unless `wrap`.
-        `prefetch`: tokenize the following shards in the background.
+        Stop at the end of an epoch, unless `wrap`. `prefetch`: tokenize the following shards in the background.
         """
-        shards: list[tuple[Shard, Documents]] = []
-        taken = [np.empty(0, SEGMENT_DTYPE)]
+        taken: list[tuple[Shard, CutDocuments, np.ndarray]] = []
         until = position.tokens + num_tokens
         # Tokens at the start of the epoch, if it is within this call.
         epoch_start = position.tokens if position.shard == position.document == 0 else None
         order = self._shuffle(len(self.shards), position.epoch)
         while position.tokens < until and position.shard < len(order):
             index = order[position.shard]
-            documents = self.cache.load(self.shards[index])
-            kept = documents.lengths[documents.lengths <= max_length]
-            self.shard_counts[index] = (len(kept), int(kept.sum()), documents.skipped)
-            segments = np.zeros(len(documents.lengths), SEGMENT_DTYPE)
-            segments["shard"], segments["length"] = len(shards), documents.lengths
-            segments["low"] = documents.lengths.cumsum() - documents.lengths
-            segments = segments[self._shuffle(len(segments), position.epoch, position.shard)[position.document :]]
-            ends = np.where(segments["length"] > max_length, 0, segments["length"]).cumsum()
+            pieces = cut(self.cache.load(self.shards[index]))
+            documents = pieces.shards[0]
+            num = len(documents.lengths)
+            sizes = np.bincount(pieces.owners, pieces.segments["length"], num).astype(np.int64)
+            counts = ShardCounts(int((sizes > 0).sum()), int(sizes.sum()), documents.skipped, documents.notes)
+            self.shard_counts[index] = counts
+            indices = np.asarray(self._shuffle(num, position.epoch, position.shard)[position.document :], np.int64)
+            ends = sizes[indices].cumsum()
             count = int(ends.searchsorted(until - position.tokens)) + 1
-            shards.append((self.shards[index], documents))
-            taken.append(segments[:count])
+            taken.append((self.shards[index], pieces, indices[:count]))
             tokens = position.tokens + int(ends[:count][-1:].sum())
             position = replace(position, document=position.document + count, tokens=tokens)
-            if count >= len(segments):
+            if count >= len(indices):
                 position = SourcePosition(position.epoch, position.shard + 1, 0, tokens)
             if self.key is not None and position.shard == len(order):
                 if tokens == epoch_start:
@@ -121,36 +138,36 @@ class Source:
                 if not wrap:
                     break
         if self.key is not None and prefetch:  # the next round may need as many shards
-            self.cache.prepare(self.shards[i] for i in order[position.shard :][: 1 + len(shards)])
-        return shards, np.concatenate(taken), position
+            self.cache.prepare(self.shards[i] for i in order[position.shard :][: 1 + len(taken)])
+        return taken, position
 
     def _shuffle(self, count: int, *key: int) -> list[int]:
         return list(range(count)) if self.key is None else pack.permutation(count, (*self.key, *key)).tolist()
 
-    def estimate_size(self, context: int) -> tuple[int, int, bool]:
+    def estimate_size(self, cut: Cut) -> tuple[int, int, bool]:
         """Return the number of documents and tokens, and whether all of them were read. Reads a shard if none was."""
         if not self.shard_counts:
-            self.take_documents(SourcePosition(), 1, context, wrap=False)
+            self.take_documents(SourcePosition(), 1, cut, wrap=False)
         scale = self.num_bytes / sum(self.shards[i].num_bytes for i in self.shard_counts)
-        documents, tokens, _ = zip(*self.shard_counts.values(), strict=True)
+        documents, tokens, _, _ = zip(*self.shard_counts.values(), strict=True)
         return round(sum(documents) * scale), round(sum(tokens) * scale), len(documents) == len(self.shards)
 
-    def count_skipped(self) -> Counter[str]:
-        """Count the skipped documents by reason, in the shards read so far."""
-        return sum((Counter(skipped) for _, _, skipped in self.shard_counts.values()), Counter[str]())
+    def count(self, name: Literal["skipped", "notes"]) -> Counter[str]:
+        """Sum the counts of skipped documents by reason, or those of notes, over the shards read so far."""
+        return sum((Counter(getattr(counts, name)) for counts in self.shard_counts.values()), Counter[str]())
 
 
 class SequenceStream:
     """Packed sequences of `context` tokens from several sources.
 
-    Loading a round sets `documents`, its segments before any is split or dropped; `num_long`, the number longer than
-    the context; `num_left_out`, the sequences without a label in this round and the empty ones before it; and
-    `read_tokens`, the tokens of all these sequences.
+    Loading a round sets `documents`, as segments, before any is cut; `num_long`, the number longer than the context;
+    `pieces_left_out`, pieces of these without a trained token; `removed_tokens`, in no piece; `num_left_out`, the
+    sequences without a label in this round and the empty ones before it; and `read_tokens`, of all these sequences.
     """
 
     def __init__(
         self, sources: Sequence[Source], context: int, *, group: int = 1, pad_id: int = 0,
-        long_documents: Literal["split", "drop", "refuse"] = "split", documents_together: bool = False,
+        long_documents: LongDocuments | str = "split", documents_together: bool = False,
         needed: int | None = None,
     ):  # fmt: skip
         """`group`: sequences per step, over all ranks. `needed`: sequences that the run still takes; None: unknown.
@@ -158,7 +175,9 @@ class SequenceStream:
         All sources have keys, or none has: then the stream ends after one epoch.
         """
         self.sources, self.context, self.group, self.pad_id, self.needed = sources, context, group, pad_id, needed
-        self.documents_together, self.long_documents = documents_together, long_documents
+        self.documents_together = documents_together
+        self.long = LongDocuments(long_documents) if isinstance(long_documents, str) else long_documents
+        self.cut: Cut = functools.partial(pack.cut_documents, context=context, long=self.long)
         self.shuffled = sources[0].key is not None
         self.main = max(range(len(sources)), key=lambda i: sources[i].num_bytes / sources[i].weight)
         self.seek(StreamPosition())
@@ -225,14 +244,15 @@ class SequenceStream:
     def _load_round(self) -> PackedRound:
         main, key = self.position.sources[self.main], self.sources[self.main].key
         key = None if key is None else (*key, main.epoch, main.shard, main.document)
-        segments = self.documents = self._take_documents(key)
+        segments = self._take_documents(key)
         self.num_long = 0
-        for packing in self.position.packings:
-            is_long = segments["length"] > packing.context
+        for i, packing in enumerate(self.position.packings):
+            whole = segments if i else self.documents
+            is_long = whole["length"] > packing.context
             self.num_long += int(is_long.sum())
-            if is_long.any() and self.long_documents == "refuse":
-                raise ConfigError(self._describe_long_document(segments[is_long][0]))
-            if self.long_documents == "drop":
+            if is_long.any() and self.long.mode == "refuse":
+                raise ConfigError(self._describe_long_document(whole[is_long][0]))
+            if self.long.mode == "drop" and i:
                 segments = segments[~is_long]
             segments = pack.split_long(segments, packing.context)
             packed = PackedRound(segments, packing, key, self._documents, self.documents_together)
@@ -242,24 +262,37 @@ class SequenceStream:
         return packed
 
     def _take_documents(self, key: Key | None) -> np.ndarray:
-        """Take the documents of a round from all sources, shuffled by `key`: segments [n]."""
+        """Take the documents of a round from all sources, shuffled by `key`: return their pieces [n]."""
         positions, packing = list(self.position.sources), self.position.packings[0]
         num_tokens = tokens_per_round(packing, self.shuffled)
         prefetch = self.needed is None or self.needed * self.context > num_tokens  # the run needs another round
-        max_length = packing.context if self.long_documents == "drop" else np.inf
+        cut = functools.partial(self.cut, context=packing.context)
         main, weights = self.main, [source.weight for source in self.sources]
         self._shards: list[tuple[Shard, Documents]] = []
+        self.pieces_left_out = self.removed_tokens = 0
         taken: list[np.ndarray] = []
+        whole = [np.empty(0, SEGMENT_DTYPE)]
         for i in sorted(range(len(positions)), key=lambda i: i != main):  # the others follow the main source
             need = weights[i] / weights[main] * positions[main].tokens - positions[i].tokens
             need = num_tokens * weights[i] / sum(weights) if i == main else need
-            shards, segments, positions[i] = self.sources[i].take_documents(
-                positions[i], need, max_length, wrap=i != main, prefetch=prefetch
+            shards, positions[i] = self.sources[i].take_documents(
+                positions[i], need, cut, wrap=i != main, prefetch=prefetch
             )
-            segments["shard"] += len(self._shards)
-            segments["source"] = i
-            self._shards += shards
-            taken.append(segments)
+            parts = [np.empty(0, SEGMENT_DTYPE)]
+            for shard, pieces, indices in shards:
+                parts.append(pack.select_pieces(pieces, indices))
+                lengths = pieces.shards[0].lengths
+                documents = np.zeros(len(indices), SEGMENT_DTYPE)
+                documents["low"], documents["length"] = (lengths.cumsum() - lengths)[indices], lengths[indices]
+                for segments in (parts[-1], documents):
+                    segments["shard"] += len(self._shards)
+                    segments["source"] = i
+                whole.append(documents)
+                self.pieces_left_out += int(pieces.pieces_left_out[indices].sum())
+                self.removed_tokens += int(pieces.removed[indices].sum())
+                self._shards += [(shard, each) for each in pieces.shards]
+            taken.append(np.concatenate(parts))
+        self.documents = np.concatenate(whole)
         self._round_end = tuple(positions)
         self._documents = [documents for _, documents in self._shards]
         if key is not None:
@@ -392,4 +425,5 @@ class TrainData:
         """Hash of everything that determines the tokens and their order; moving the files does not change it."""
         sources = [(source.weight, [shard.identity for shard in source.shards]) for source in self.stream.sources]
         key, tokenizer = self.stream.sources[0].key, self.cache.tokenizer.fingerprint
-        return hashlib.sha256(repr((key, tokenizer, self.stream.long_documents, sources)).encode()).hexdigest()[:16]
+        long = self.stream.long if self.stream.long.mode == "shorten_tools" else self.stream.long.mode
+        return hashlib.sha256(repr((key, tokenizer, long, sources)).encode()).hexdigest()[:16]

@@ -47,7 +47,15 @@ class Tokenizer:
         return hashlib.sha256(repr((vocab, self.document_prefix, self.eos_id, ids, *chat)).encode()).hexdigest()[:16]
 
     def encode_batch(self, texts: Sequence[str], trained: Sequence[TrainedRanges] | None = None) -> list[np.ndarray]:
-        """Return the ids of each text as in Documents.tokens, without special tokens: ~id outside the `trained` ranges.
+        """Return the ids of each text, as `encode_documents`."""
+        num = len(texts)
+        return [ids for ids, _ in self.encode_documents(texts, trained or [None] * num, [()] * num)]
+
+    def encode_documents(
+        self, texts: Sequence[str], trained: Sequence[TrainedRanges], starts: Sequence[Sequence[int]]
+    ) -> list[tuple[np.ndarray, list[int]]]:
+        """Return the ids of each text as in Documents.tokens, without special tokens: ~id outside the `trained` ranges;
+        and the index of the token at each character of `starts`.
 
         A token is trained on if its first character is. With a byte-level tokenizer, that may be the character after
         the leading space. The tokenizers library uses all cores for a batch.
@@ -59,17 +67,20 @@ class Tokenizer:
             list(texts), add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False,
             verbose=False, truncation=False, padding=False,
         )  # fmt: skip
-        arrays = [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
-        for i, ranges in enumerate(trained or ()):
-            if ranges is None:
-                continue
-            if not encoded.is_fast:
+        pairs = []
+        for i, (ranges, chars) in enumerate(zip(trained, starts, strict=True)):
+            ids = np.asarray(encoded["input_ids"][i], dtype=np.int32)
+            if not encoded.is_fast and ranges is not None:
                 raise ConfigError(
                     "the tokenizer has no tokenizer.json, which messages and completions need; convert it to a fast "
                     "tokenizer, or set data.tokenizer to one"
                 )
-            arrays[i] = _mask_outside(arrays[i], [_first_token(encoded.encodings[i], edge) for edge in chain(*ranges)])
-        return arrays
+            edges, indices = (
+                [] if not encoded.is_fast else [_first_token(encoded.encodings[i], char) for char in each]
+                for each in (chain(*(ranges or ())), chars)
+            )
+            pairs.append((ids if ranges is None else _mask_outside(ids, edges), indices))
+        return pairs
 
     def decode(self, ids: Any) -> str:
         """Return the text, special tokens included."""
@@ -93,13 +104,18 @@ class ByteTokenizer(Tokenizer):
         )  # fmt: skip
         super().__init__(hf)
 
-    def encode_batch(self, texts: Sequence[str], trained: Sequence[TrainedRanges] | None = None) -> list[np.ndarray]:
-        arrays = [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32) for text in texts]
-        for i, ranges in enumerate(trained or ()):
-            if ranges is not None:
-                lengths = [len(texts[i][low:high].encode()) for low, high in pairwise([0, *chain(*ranges)])]
-                arrays[i] = _mask_outside(arrays[i], list(accumulate(lengths)))
-        return arrays
+    def encode_documents(
+        self, texts: Sequence[str], trained: Sequence[TrainedRanges], starts: Sequence[Sequence[int]]
+    ) -> list[tuple[np.ndarray, list[int]]]:
+        pairs = []
+        for text, ranges, chars in zip(texts, trained, starts, strict=True):
+            ids = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
+            edges, indices = (
+                list(accumulate(len(text[low:high].encode()) for low, high in pairwise([0, *each])))
+                for each in (chain(*(ranges or ())), chars)
+            )
+            pairs.append((ids if ranges is None else _mask_outside(ids, edges), indices))
+        return pairs
 
 
 def _mask_outside(ids: np.ndarray, edges: Sequence[int]) -> np.ndarray:

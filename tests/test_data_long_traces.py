@@ -1,0 +1,160 @@
+"""Conversations longer than data.context, in every mode of data.long_documents."""
+
+import json
+
+import numpy as np
+import pytest
+
+import templates
+from ithaka.config import DataConfig
+from ithaka.data import stream as data_stream
+from ithaka.data.open import data_facts, open_data
+from ithaka.data.tokenizer import Tokenizer
+from templates import chat_tokenizer
+
+CONTEXT, MARKER = 48, "[...]"
+MODES = ("split", "drop", "end", "turns", "shorten_tools")
+TOKENIZER = Tokenizer(chat_tokenizer(templates.CHATML))
+
+
+def trace(seed, turns=6, output=40):
+    """A system prompt, then questions, calls, tool outputs of `output` words and answers."""
+    rng = np.random.default_rng(seed)
+
+    def words(count):
+        return " ".join(map(str, rng.integers(0, 10, count)))
+
+    messages = [{"role": "system", "content": "be kind"}]
+    for _ in range(turns):
+        messages += [{"role": "user", "content": words(4)}, {"role": "assistant", "content": words(5)}]
+        messages += [{"role": "tool", "content": words(output)}, {"role": "assistant", "content": words(3)}]
+    return messages
+
+
+def encode(message):
+    """The tokens of one message, as in Documents. Messages are tokenized apart: special tokens are between them."""
+    header = TOKENIZER.encode_batch([f"<|im_start|>{message['role']}\n"])[0].tolist()
+    content, after = (TOKENIZER.encode_batch([text])[0].tolist() for text in (f"{message['content']}<|im_end|>", "\n"))
+    trains = message["role"] == "assistant"
+    return [~token for token in header] + [token if trains else ~token for token in content] + [~t for t in after]
+
+
+def expected_pieces(messages, mode):
+    """What a conversation becomes, by the words of the documentation."""
+    head, *parts = map(encode, messages)
+    room = CONTEXT - len(head)
+    if mode == "shorten_tools":
+        marker = [~token for token in TOKENIZER.encode_batch([MARKER])[0].tolist()]
+        for i, part in enumerate(parts):
+            if messages[i + 1]["role"] == "tool" and len(part) > 20 + len(marker):
+                parts[i] = part[:10] + marker + part[-10:]
+    flat = head + sum(parts, [])
+    if mode in ("split", "shorten_tools"):
+        pieces = [flat[low : low + CONTEXT] for low in range(0, len(flat), CONTEXT)]
+    elif mode == "end":
+        kept = []
+        while parts and len(kept) + len(parts[-1]) <= room:
+            kept = parts.pop() + kept
+        pieces = [head + (kept or flat[-room:])]
+    else:
+        pieces = [[]]
+        for part in parts:
+            if len(pieces[-1]) + len(part) > room and pieces[-1]:
+                pieces.append([])
+            for token in part:
+                if len(pieces[-1]) == room:
+                    pieces.append([])
+                pieces[-1].append(token)
+        pieces = [head + piece for piece in pieces]
+    return [piece for piece in pieces if max(piece) >= 0]
+
+
+def written(path, conversations):
+    path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in conversations))
+    return path
+
+
+def opened(tmp_path, mode, context=CONTEXT, **settings):
+    data = DataConfig(
+        **settings, context=context, long_documents=mode, tool_tokens=20, tool_marker=MARKER, validation_fraction=0
+    )
+    return open_data(data, tokenizer=TOKENIZER, seed=3, cache_dir=tmp_path / "tokens")
+
+
+def documents_of(sequence):
+    edges = [*sequence.starts.tolist(), sequence.length]
+    return [tuple(sequence.tokens[low:high].tolist()) for low, high in zip(edges, edges[1:], strict=False)]
+
+
+@pytest.mark.parametrize("mode", ["split", "end", "turns", "shorten_tools"])
+@pytest.mark.parametrize("output", [8, 60])
+def test_long_conversations_become_these_pieces(tmp_path, mode, output):
+    conversations = [trace(seed, output=output) for seed in range(5)]
+    data = opened(tmp_path, mode, path=written(tmp_path / "a.jsonl", conversations))
+    packed = data.stream.current_round()
+    found = [each for i in range(len(packed)) for each in documents_of(data.stream.get_sequence(i))]
+    expected = [tuple(piece) for messages in conversations for piece in expected_pieces(messages, mode)]
+    facts = data_facts(data, 1)
+    data.close()
+    assert sorted(found) == sorted(expected) and packed.num_left_out == 0
+    lost = sum(len(encode(m)) for each in conversations for m in each) - sum(map(len, expected))
+    assert (f"{data.stream.removed_tokens:,} tokens" in facts.get("cut", "")) == (data.stream.removed_tokens > 0)
+    if mode != "turns":  # there, the head is repeated
+        assert data.stream.removed_tokens == lost
+    if mode == "split" and output == 60:
+        assert "pieces of long documents: no token to train on" in facts["unlabelled"]
+
+
+def test_a_head_without_room_and_text_are_split(tmp_path):
+    messages = [{"role": "system", "content": "the " * 60}, *trace(0, turns=1)[1:]]
+    data = opened(tmp_path, "turns", path=written(tmp_path / "a.jsonl", [messages, messages]))
+    packed = data.stream.current_round()
+    found = {each for i in range(len(packed)) for each in documents_of(data.stream.get_sequence(i))}
+    data.close()
+    flat = sum(map(encode, messages), [])
+    pieces = [tuple(flat[low : low + CONTEXT]) for low in range(0, len(flat), CONTEXT)]
+    assert found == {piece for piece in pieces if max(piece) >= 0} and len(found) < len(pieces)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_resume_is_bitwise_in_every_mode(tmp_path, mode, monkeypatch):
+    monkeypatch.setattr(data_stream, "ROUND_TOKENS", 0)
+    monkeypatch.setattr(data_stream, "ROUND_SEQUENCES", 4)
+    monkeypatch.setattr(data_stream, "ROUND_STEPS", 1)
+    conversations = [trace(seed, turns=1 + seed % 4, output=3 + seed % 30) for seed in range(12)]
+    path = written(tmp_path / "a.jsonl", conversations + [each[1:3] for each in conversations])
+    data = opened(tmp_path, mode, path=path)
+    batches, states = [], [data.state_dict()]
+    for _ in range(24):
+        batches.append(data.next_batch())
+        states.append(data.state_dict())
+    data.close()
+    for step in (0, 1, 5, 11, 17):
+        resumed = opened(tmp_path, mode, path=path)
+        resumed.load_state_dict(json.loads(json.dumps(states[step])))
+        for batch in batches[step : step + 6]:
+            again = resumed.next_batch()
+            assert all(np.array_equal(one, other) for one, other in zip(batch[:3], again[:3], strict=True)), step
+        resumed.close()
+    # With another context, the rest of the round is packed again, and each trained token is in it once.
+    if mode == "turns":
+        resumed = opened(tmp_path, mode, context=32, path=path)
+        resumed.load_state_dict(states[5])
+        assert resumed.next_batch().input_ids.shape == (1, 32)
+        resumed.close()
+
+
+def test_mixtures_keep_their_proportions_after_pieces_are_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(data_stream, "ROUND_TOKENS", 1 << 12)
+    long = written(tmp_path / "long.jsonl", [trace(seed, turns=3, output=120) for seed in range(40)])
+    short = written(tmp_path / "short.jsonl", [trace(seed, turns=1, output=5) for seed in range(400)])
+    sources = [{"path": long, "weight": 3}, {"path": short, "weight": 1}]
+    data = opened(tmp_path, "split", sources=sources)
+    packed = data.stream.current_round()
+    assert data.stream.pieces_left_out > 50
+    tokens = np.zeros(2)
+    for i in range(len(packed)):
+        sequence = data.stream.get_sequence(i)
+        tokens += np.bincount(sequence.source_ids()[: sequence.length], minlength=2)
+    data.close()
+    assert abs(tokens[0] / tokens.sum() - 0.75) < 0.02
