@@ -157,7 +157,8 @@ class DataConfig(ReadingConfig, name="data"):
     validation_fraction: float = setting(0.02, ge=0, lt=1)
     # A tokenizer directory, or bytes for one token per byte. null: the model's own (bytes for an embedded model).
     tokenizer: str | None = None
-    # A Jinja file that replaces the tokenizer's chat template.
+    # Replaces the tokenizer's chat template: a Jinja file, or a built-in template with tools: chatml, llama3, qwen3,
+    # harmony, glm4. The model's tokenizer should have the special tokens of that template.
     chat_template: Path | None = None
     # Tokens per sequence.
     context: int = setting(4096, ge=2)

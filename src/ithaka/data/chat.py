@@ -13,6 +13,7 @@ conversation is refused, or rendered as several samples that each end with one s
 """
 
 import contextlib
+import datetime
 import functools
 import itertools
 import json
@@ -21,6 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from os.path import commonprefix
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ithaka.config import ConfigError, ReadingConfig, ReasoningConfig
@@ -30,6 +32,9 @@ TrainedRanges = Sequence[CharRange] | None  # None: train on all of the text
 Message = dict[str, Any]
 Tools = list[Any] | None
 
+BUILTIN_TEMPLATES = ("chatml", "llama3", "qwen3", "harmony", "glm4")
+TODAY = datetime.date(2024, 7, 26)  # for templates that print today's date, so that tokens do not depend on the day
+DATE_CALL = re.compile(r"""strftime_now\((["'])(.*?)\1\)""")
 ROLES = ("system", "user", "assistant", "tool")
 TEMPLATE_REFUSES = "refused by the chat template"  # a reason of BadRecord
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names in templates; our messages use the first
@@ -79,7 +84,7 @@ class ChatTemplate:
     """The chat template of a Hugging Face tokenizer."""
 
     def __init__(self, hf: Any):
-        self.hf = hf
+        self.hf, self.has_fixed_date = hf, False
         added = [token.content for token in hf.added_tokens_decoder.values() if token.special]
         self.special_tokens = sorted({*added, *hf.all_special_tokens}, key=len, reverse=True)
         self._renders_field: dict[tuple[str, bool], bool] = {}
@@ -198,7 +203,7 @@ class ChatTemplate:
 
     def _refuse_tool(self, name: str) -> None:
         detail = f"the chat template does not render the tool {name} or a call to it; set data.chat_template"
-        builtin = "chatml, llama3, qwen3, harmony or glm4"
+        builtin = " or ".join(BUILTIN_TEMPLATES)
         raise BadRecord(TEMPLATE_REFUSES, f"{detail} to {builtin}, or a file that renders tools, or drop the record")
 
     def _is_rendered(self, field: str, tools: Tools) -> bool:
@@ -432,6 +437,16 @@ def subtract_ranges(ranges: Sequence[CharRange], hidden: Sequence[CharRange]) ->
         parts = [((low, min(high, start)), (max(low, stop), high)) for low, high in left]
         left = [part for pair in parts for part in pair if part[0] < part[1]]
     return left
+
+
+def read_builtin_template(name: str) -> str:
+    file = Path(__file__).parent / "templates" / f"{name.replace('qwen3', 'chatml')}.jinja"
+    return "{%- set thinks = true -%}\n" * (name == "qwen3") + file.read_text(encoding="utf-8")
+
+
+def fix_date(template: str) -> str:
+    """Replace calls for today's date by TODAY."""
+    return DATE_CALL.sub(lambda match: f"{match[1]}{TODAY.strftime(match[2])}{match[1]}", template)
 
 
 def choose_delimiters(text: str) -> tuple[str, str]:

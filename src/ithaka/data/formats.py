@@ -38,6 +38,8 @@ def to_messages(raw: Any, label: str, drop_images: bool) -> Iterator[tuple[Messa
         message |= {"content": None, "function_call": _parse_json(call, label) if isinstance(call, str) else call}
     if isinstance(call := message.pop("function_call", None), Mapping):  # OpenAI's older form of tool_calls
         message["tool_calls"] = [{"type": "function", "function": dict(call)}]
+    if not message.get("tool_calls"):
+        message.pop("tool_calls", None)  # some templates only check whether the field exists
     for each, num_dropped in _split_parts(message, label, drop_images):
         yield _convert_calls(_name_reasoning(each), label), all(flags.values()), num_dropped
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ithaka.config import ConfigError, DataConfig
 from ithaka.data.cache import TokenCache, tokenize
+from ithaka.data.chat import TODAY
 from ithaka.data.files import find_files
 from ithaka.data.pack import LongDocuments, Split, imbalance, permutation
 from ithaka.data.read import Shard, make_shards
@@ -229,6 +230,8 @@ def data_facts(data: TrainData, num_sequences: int) -> dict[str, str]:
         if tokenizer.hf.chat_template:
             none = "no special token, so the model does not learn to stop; set a data.chat_template that has one"
             facts["trained"] += f"; an assistant's turn ends with {tokenizer.chat.stop_token or none}"
+    if tokenizer.chat.has_fixed_date:
+        facts["date"] = f"the chat template prints today's date; fixed at {TODAY:%d %b %Y} here and in the export"
     text = tokenizer.decode(first.ids[: min(first.length, SAMPLE_TOKENS)])
     sample = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     return {**facts, **file_facts, "first tokens": sample}

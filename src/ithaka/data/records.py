@@ -9,7 +9,7 @@ import numpy as np
 
 from ithaka.config import ConfigError, ReadingConfig
 from ithaka.data import formats
-from ithaka.data.chat import BadRecord, ChatTemplate, Message, TrainedRanges
+from ithaka.data.chat import TEMPLATE_REFUSES, BadRecord, ChatTemplate, Message, TrainedRanges
 from ithaka.layer.loss import IGNORE_INDEX
 
 
@@ -125,11 +125,11 @@ def _parse_conversation(
     schemas = formats.parse_tools(tools)
     try:
         samples = chat.render(messages, schemas, trainable, reading)
-    except BadRecord:
+    except BadRecord as error:
         # DeepSeek's templates take arguments as a string, and need content to be defined.
         defaults: dict[str, Message] = {"assistant": {"content": None}}
         as_strings = [formats.convert_arguments(defaults.get(m["role"], {}) | m, json.dumps) for m in messages]
-        if as_strings == messages:
+        if as_strings == messages or error.reason != TEMPLATE_REFUSES:
             raise
         samples = chat.render(as_strings, schemas, trainable, reading)
     first = samples[0].notes + notes

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ithaka.config import ConfigError, input_error
-from ithaka.data.chat import ChatTemplate, TrainedRanges
+from ithaka.data.chat import BUILTIN_TEMPLATES, ChatTemplate, TrainedRanges, fix_date, read_builtin_template
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -132,7 +132,7 @@ def _first_token(encoding: Any, char: int) -> int:
 
 
 def load_tokenizer(name: str | None, model_path: Path | None, chat_template: Path | None = None) -> Tokenizer:
-    """Load the tokenizer of `data.tokenizer`, with the file `data.chat_template` as its template if given.
+    """Load the tokenizer of `data.tokenizer`, with `data.chat_template`, a built-in one or a file, if given.
 
     `name` is "bytes", a directory, or None for the model's own; an embedded model (`model_path` None) has bytes.
     """
@@ -140,12 +140,18 @@ def load_tokenizer(name: str | None, model_path: Path | None, chat_template: Pat
     if name is not None:
         path, setting = Path(name).expanduser(), f"data.tokenizer={name}"
     tokenizer = ByteTokenizer() if name == "bytes" or path is None else _load_pretrained(path, setting)
-    if chat_template is not None:
+    if chat_template is not None and str(chat_template) in BUILTIN_TEMPLATES:
+        tokenizer.hf.chat_template = read_builtin_template(str(chat_template))
+    elif chat_template is not None:
         try:
             tokenizer.hf.chat_template = chat_template.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            message = f"data.chat_template={chat_template} cannot be read ({error}); set it to a UTF-8 text file"
+            fix = "set it to a UTF-8 text file or a built-in template"
+            message = f"data.chat_template={chat_template} cannot be read ({error}); {fix}"
             raise input_error(message, error) from error
+    if isinstance(template := tokenizer.hf.chat_template, str):
+        tokenizer.hf.chat_template = fix_date(template)
+        tokenizer.chat.has_fixed_date = tokenizer.hf.chat_template != template
     return tokenizer
 
 

@@ -1,0 +1,173 @@
+"""The built-in chat templates are TRL's, token for token and in what is trained."""
+
+import datetime
+import random
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken
+
+from ithaka.config import ConfigError, ReadingConfig
+from ithaka.data.chat import TODAY, BadRecord, fix_date
+from ithaka.data.records import parse_record
+from ithaka.data.tokenizer import Tokenizer, load_tokenizer
+from templates import chat_tokenizer
+
+trl = pytest.importorskip("trl")
+THEIRS = {
+    "chatml": "qwen3_instruct_2507_training",
+    "qwen3": "qwen3_training",
+    "llama3": "llama3_1",
+    "glm4": "glm4moe_training",
+    "harmony": "gptoss_training",
+}
+SPECIAL = ["<|begin_of_text|>", "[gMASK]", "<sop>", "<|system|>", "<|observation|>", "<|call|>", "<think>", "</think>"]
+LETTERS = [
+    "hello",
+    " there",
+    "\n",
+    "\n\n",
+    "🎉",
+    "é",
+    "\t",
+    "2 + 2",
+    "<b>",
+    '"quoted"',
+    "\\n",
+    "\x07",
+    "日本",
+    "</x>",
+    " ",
+]
+
+
+def builtin(name):
+    hf = chat_tokenizer(None)
+    hf.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    path = Path(trl.__file__).parent / "chat_templates" / f"{THEIRS[name]}.jinja"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ithaka.data.tokenizer._load_pretrained", lambda *_: Tokenizer(hf))
+        return load_tokenizer("a", None, Path(name)), fix_date(path.read_text())
+
+
+def words(rng, low=1):
+    return "x" + "".join(rng.choice(LETTERS) for _ in range(rng.randint(low, 6)))  # their masks miss leading spaces
+
+
+def schema(rng, depth=0):
+    kind = rng.choice(["string", "integer", "number", "boolean", "array", "object", "enum", "union", "oneOf", "none"])
+    description = {"description": words(rng)} if rng.random() < 0.5 else {}
+    if kind == "enum":
+        return {"type": "string", "enum": ["a", "b"], **description, **({"default": "a"} if rng.random() < 0.5 else {})}
+    if kind == "array":
+        nullable = {"nullable": True} if rng.random() < 0.3 else {}
+        items = {"items": schema(rng, depth + 1)} if rng.random() < 0.7 and depth < 2 else {}
+        return {"type": "array", **items, **nullable, **description}
+    if kind == "object" and depth < 2:
+        names = [f"p{i}" for i in range(rng.randint(0, 3))]
+        return {"type": "object", "properties": {n: schema(rng, depth + 1) for n in names}, "required": names[:1]}
+    if kind == "union":
+        return {"type": ["string", "null"][: rng.randint(1, 2)], **description}
+    if kind == "oneOf":
+        return {"oneOf": [{"type": "string", **description}, {"type": "number"}][: rng.randint(1, 2)]}
+    extra = {"nullable": True} if rng.random() < 0.3 else {}
+    extra |= {"default": 3} if rng.random() < 0.3 and kind != "none" else {}
+    return {**({"type": kind} if kind not in ("none", "object") else {}), **extra, **description}
+
+
+def conversation(rng, name):
+    """Roles in any order that the template takes; one call per message and no text next to it where it takes one."""
+    single = name in ("llama3", "harmony")
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": f"tool_{i}",
+                "description": words(rng),
+                "parameters": {
+                    "type": "object",
+                    "properties": {f"a{j}": schema(rng) for j in range(rng.randint(0, 3))},
+                },
+            },
+        }
+        for i in range(rng.randint(0, 3))
+    ]
+    messages = [{"role": "system", "content": words(rng)}] if rng.random() < 0.5 else []
+    for _ in range(rng.randint(1, 4)):
+        messages.append({"role": "user", "content": words(rng)})
+        thinking = {"reasoning_content": words(rng)} if rng.random() < 0.5 and name not in ("chatml", "llama3") else {}
+        while tools and rng.random() < 0.5:
+            calls = [
+                {"type": "function", "function": {"name": tools[0]["function"]["name"], "arguments": arguments}}
+                for arguments in [{"a0": words(rng), "n": [1, None, True]}, {}][: 1 if single else rng.randint(1, 2)]
+            ]
+            content = "" if single else rng.choice(["", words(rng)])
+            messages.append({"role": "assistant", "content": content, "tool_calls": calls, **thinking})
+            messages += [{"role": "tool", "content": words(rng)} for _ in calls]
+        messages.append({"role": "assistant", "content": words(rng), **thinking})
+    return messages, tools or None
+
+
+@pytest.mark.parametrize("count", [30, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", THEIRS)
+def test_builtin_templates_are_trls_token_for_token(name, count):
+    tokenizer, theirs = builtin(name)
+    rng = random.Random(name)
+    num_same = 0
+    for _ in range(count):
+        messages, tools = conversation(rng, name)
+        given = [dict(message) for message in messages]
+        if name == "harmony":  # their name of the field
+            given = [{"thinking" if k == "reasoning_content" else k: v for k, v in m.items()} for m in messages]
+        has_mask = "{%- generation" in theirs or "{% generation" in theirs
+        whole = tokenizer.hf.apply_chat_template(
+            given, tools=tools, chat_template=theirs, return_dict=True, return_assistant_tokens_mask=has_mask
+        )
+        for prompt in (False, True):
+            text, other = (
+                tokenizer.hf.apply_chat_template(
+                    given, tools=tools, tokenize=False, add_generation_prompt=prompt, chat_template=template
+                )
+                for template in (theirs, tokenizer.hf.chat_template)
+            )
+            assert text == other
+        try:
+            (document,) = parse_record(
+                {"messages": messages, "tools": tools}, ReadingConfig(), tokenizer.chat, tokenizer.vocab_size
+            )
+        except BadRecord as error:  # of glm4 and harmony, which drop earlier reasoning
+            assert error.reason == "with reasoning that the chat template leaves out" and name in ("glm4", "harmony")
+            continue
+        (ids,) = tokenizer.encode_batch([document.text], [document.trained])
+        assert [token if token >= 0 else ~token for token in ids] == whole["input_ids"]
+        if has_mask:
+            assert [int(token >= 0) for token in ids] == whole["assistant_masks"]
+        num_same += 1
+    assert num_same > count // 4
+
+
+def test_llama3_trains_answers_with_their_end():
+    tokenizer, _ = builtin("llama3")
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": " there "}]
+    (document,) = parse_record({"messages": messages}, ReadingConfig(), tokenizer.chat, 999)
+    assert [document.text[low:high] for low, high in document.trained] == ["there<|eot_id|>"]
+
+
+def test_todays_date_is_fixed_and_the_run_says_so():
+    tokenizer, theirs = builtin("harmony")
+    assert tokenizer.chat.has_fixed_date and f"Current date: ' + '{TODAY}'" in tokenizer.hf.chat_template
+    assert "strftime_now" not in theirs and str(datetime.date.today()) not in theirs
+    assert not builtin("chatml")[0].chat.has_fixed_date
+
+
+def test_several_calls_are_refused_where_the_format_has_one():
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [call, call]}]
+    for name in ("llama3", "harmony"):
+        with pytest.raises(BadRecord):
+            parse_record({"messages": messages}, ReadingConfig(), builtin(name)[0].chat, 999)
+
+
+def test_a_misspelled_template_is_refused():
+    with pytest.raises(ConfigError, match="data.chat_template=chatm cannot be read .*built-in template"):
+        load_tokenizer("bytes", None, Path("chatm"))
