@@ -1,19 +1,27 @@
 """Decoders of any family from files: loaded, drawn, trained from YAML, resumed, exported, and adapted."""
 
 import dataclasses
+import shutil
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from decoders import tiny_decoder
-from ithaka.config import AdapterConfig, ModelConfig, load_config, to_yaml
+from decoders import DECODERS, tiny_decoder
+from ithaka.config import AdapterConfig, ConfigError, ModelConfig, load_config, to_yaml
+from ithaka.dist.mesh import make_mesh
 from ithaka.export import export
+from ithaka.layout import Layout
+from ithaka.model.build import build_model
+from ithaka.preflight.preflight import validate_run
+from ithaka.train import loop
 from ithaka.train.trainer import prepare
-from runs import MODEL, copy_back_at, metrics, run, tiny_run, valid
+from refusals import assert_refused
+from runs import MODEL, copy_back_at, metrics, saves_in_time, tiny_run
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 IDS = torch.arange(40).reshape(2, 20) * 13 % 61
@@ -31,6 +39,100 @@ def saved_decoder(folder, family, **changes):
     return folder
 
 
+@torch.no_grad()
+def plain_logits(folder, adapter=None):
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    if adapter is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = PeftModel.from_pretrained(model, str(adapter))
+    return model.eval()(input_ids=IDS).logits
+
+
+# ---- files
+
+
+def load_and_save(folder, out):
+    """The parallel model's logits and full tensors; it is saved to `out`."""
+    model = build_model(folder, make_mesh(1), Layout(kernel="reference"), trains=False)
+    model.save_pretrained(out)
+    tensors = {name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in model.state_dict().items()}
+    with torch.no_grad():
+        return model(input_ids=IDS).logits, tensors
+
+
+# Buffers in files (GLM), renamed experts (Mixtral), a scale of the embeddings that is in no file (Gemma 2).
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family in ("glm4_moe", "mixtral", "gemma2") else pytest.mark.slow)
+        for family in (*DECODERS, "mixtral", "qwen3_moe")
+    ],
+)
+def test_loaded_files_are_saved_byte_for_byte(ranks, tmp_path, family):
+    saved_decoder(tmp_path, family)
+    logits, tensors = ranks.run(2, load_and_save, tmp_path, tmp_path / "out")[0]
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert tensors.keys() == plain.keys() and all(torch.equal(tensors[name], plain[name]) for name in plain)
+    torch.testing.assert_close(logits, plain_logits(tmp_path), rtol=1e-4, atol=1e-4)
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+
+
+def test_damaged_experts_are_named(ranks, tmp_path):
+    """Experts are stored one by one. The layers of multi-token prediction that GLM's files have are ignored."""
+    saved_decoder(tmp_path, "glm4_moe")
+    expert = "model.layers.1.mlp.experts.{}.up_proj.weight"
+    stored = load_file(tmp_path / "model.safetensors")
+    changes = {
+        "missing": {expert.format(2): None},
+        "extra": {expert.format(4): torch.zeros(24, 32), expert.format(4).replace("up", "gate"): torch.zeros(24, 32)},
+        "shape": {expert.format(0): torch.zeros(23, 32)},
+        "ignored": {"model.layers.92.mlp.experts.0.up_proj.weight": torch.zeros(3)},
+    }
+    folders = [Path(shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-{name}"))) for name in changes]
+    for folder, change in zip(folders, changes.values(), strict=True):
+        tensors = {name: tensor for name, tensor in (stored | change).items() if tensor is not None}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (missing, extra, shape, ignored) = ranks.run(1, build_errors, folders)[0]
+    assert_refused(missing, str(folders[0]), expert.format(2), "1 missing", way_out="copy the files again")
+    assert_refused(extra, "experts.4.", way_out="fix config.json")
+    assert_refused(shape, expert.format(0), "(23, 32)", "(24, 32)", way_out="fix config.json")
+    assert ignored is None
+
+
+def build_errors(folders):
+    errors = []
+    for folder in folders:
+        try:
+            errors.append(build_model(folder, make_mesh(1)) and None)
+        except ConfigError as error:
+            errors.append(str(error))
+    return errors
+
+
+def drawn(sources):
+    models = [build_model(source, make_mesh(1), seed=5) for source in sources]
+    return [{name: param.detach().full_tensor() for name, param in model.named_parameters()} for model in models]
+
+
+def test_drawn_weights_have_the_distributions_of_transformers(ranks):
+    """With norms around 1 + 0 (Gemma), sinks and biases (gpt-oss), the same on any number of ranks."""
+    large = {"hidden_size": 64, "vocab_size": 301, "num_hidden_layers": 2, "pad_token_id": None}
+    configs = [tiny_decoder(family, torch.float32, **large).config for family in ("gpt_oss", "gemma2")]
+    sources = [config.to_dict() for config in configs]
+    ((*one,),), ((*two,), _) = ranks.run(1, drawn, sources), ranks.run(2, drawn, sources)
+    for config, weights, others in zip(configs, one, two, strict=True):
+        for name, theirs in AutoModelForCausalLM.from_config(config).named_parameters():
+            ours = weights[name]
+            assert torch.equal(ours, others[name]), name
+            if theirs.std() == 0:
+                assert torch.equal(ours, theirs.detach()), name
+            elif theirs.numel() > 1000:
+                assert abs(ours.std() / theirs.std() - 1) < 0.1, name
+            else:
+                assert 0.3 < ours.std() / theirs.std() < 3, name
+
+
 # ---- runs
 
 
@@ -42,9 +144,14 @@ def configured(folder, family, **sections):
     return load_config(folder / "run.yaml")
 
 
-def resumed(config):
+def train(run):
+    with saves_in_time():
+        return loop.train(run)
+
+
+def finish(run):
     """Resume, save, and return the losses and the logits of the trained model."""
-    trainer, losses = prepare(valid(config, config.train.run_dir)), []
+    trainer, config, losses = prepare(run), run.config, []
     while trainer.step < config.train.steps:
         losses.append(trainer.advance([trainer.data.next_batch()])[0].loss)
     trainer.save()
@@ -56,36 +163,27 @@ def resumed(config):
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text", "qwen3_moe"])
 def test_a_run_from_files_is_resumed_and_exported(ranks, tmp_path, family):
     config = configured(tmp_path, family)
-    ranks.run(2, run, config)
+    ranks.run(2, train, validate_run(config, 2))
     losses = [line["loss"] for line in metrics(config.train.run_dir)[1:]]
     assert losses[-1] < losses[0] - 0.1
     again = copy_back_at(config.train.run_dir, tmp_path / "again", 2)
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, run_dir=again))
-    ((others, logits),) = ranks.run(1, resumed, config)
+    ((others, logits),) = ranks.run(1, finish, validate_run(config, 1, again))
     assert others == pytest.approx(losses[2:], rel=1e-5)
     out = export(again, tmp_path / "out")
-    names = {name for file in tmp_path.glob("base/*.safetensors") for name in load_file(file)}
-    assert {name for file in out.glob("*.safetensors") for name in load_file(file)} == names
-    plain = AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager").eval()
-    torch.testing.assert_close(plain(input_ids=IDS).logits, logits, rtol=1e-5, atol=1e-5)
+    assert load_file(out / "model.safetensors").keys() == load_file(tmp_path / "base/model.safetensors").keys()
+    torch.testing.assert_close(plain_logits(out), logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "glm4_moe"])
 def test_an_adapter_loads_in_peft(ranks, tmp_path, family):
-    """Gemma ties its embeddings; GLM has buffers in its files, which are not the adapter's."""
-    config = configured(tmp_path, family)
-    config = dataclasses.replace(config, adapter=AdapterConfig(rank=2))
-    ranks.run(2, run, config)
-    ((_, logits),) = ranks.run(
-        1, resumed, dataclasses.replace(config, train=dataclasses.replace(config.train, steps=5))
-    )
-    base, out = config.model.path, export(config.train.run_dir, tmp_path / "out")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        plain = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
-        adapted = PeftModel.from_pretrained(plain, str(out)).eval()
-        missing = {name for name in load_file(out / "adapter_model.safetensors") if ".lora_" not in name}
-        merged = AutoModelForCausalLM.from_pretrained(export(config.train.run_dir, tmp_path / "merged", merge=True))
-    assert not missing
-    torch.testing.assert_close(adapted(input_ids=IDS).logits, logits, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(merged.eval()(input_ids=IDS).logits, logits, rtol=1e-4, atol=1e-4)
+    """Gemma's embeddings are tied; GLM's files have buffers, which do not belong to the adapter."""
+    config = dataclasses.replace(configured(tmp_path, family), adapter=AdapterConfig(rank=2))
+    _, logits = ranks.run(2, finish, validate_run(config, 2))[0]
+    out, merged = (export(config.train.run_dir, tmp_path / str(merge), merge) for merge in (False, True))
+    assert all(".lora_" in name for name in load_file(out / "adapter_model.safetensors"))
+    torch.testing.assert_close(plain_logits(config.model.path, out), logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(plain_logits(merged), logits, rtol=1e-4, atol=1e-4)
+    frozen, stored = (load_file(folder / "model.safetensors") for folder in (merged, config.model.path))
+    adapted = sum(not torch.equal(frozen[name], tensor) for name, tensor in stored.items())
+    assert adapted == (14 if family == "gemma3_text" else 8)
