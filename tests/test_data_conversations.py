@@ -283,6 +283,16 @@ def test_the_assistants_turns_are_trained(tmp_path, tokenizer_with, case):
     assert everything == whole
 
 
+@pytest.mark.parametrize("case", ["chatml", "the example for models without tools"])
+def test_a_bos_token_that_opens_every_turn_ends_none(tmp_path, case):
+    """As in SmolLM2's tokenizer."""
+    template, messages, tools, marked = CASES[case]
+    tokenizer = Tokenizer(chat_tokenizer(template))
+    tokenizer.hf.bos_token, tokenizer.hf.eos_token = "<|im_start|>", "<|im_end|>"
+    ((tokens,), _) = tokens_of(written(tmp_path / "a.jsonl", {"messages": messages, "tools": tools}), tokenizer)
+    assert tokens == reference(tokenizer.hf, marked)
+
+
 def test_a_message_left_untrained_keeps_its_own_stop_token(tmp_path, tokenizer_with):
     """Where that opens the next turn."""
     template, messages, _, marked = CASES["the stop token opens the next turn and follows the last"]

@@ -378,7 +378,8 @@ class ChatTemplate:
             text, turns = self._render_probe([*QUESTION, ANSWER, *QUESTION, ANSWER])
             if len(turns) == 4:
                 first, *later = (text[turn.start : turn.stop] for turn in turns)
-                first, question = first.removeprefix(self.hf.bos_token or ""), later[1]
+                question, bos = later[1], self.hf.bos_token or ""
+                first = first if question.startswith(bos) else first.removeprefix(bos)  # SmolLM2's opens every turn
                 is_suffix = question.endswith(first)
                 num_same = len(first) if is_suffix else self._count_shared_chars(first, question, at_end=True)
                 end = question[: len(question) - num_same]
