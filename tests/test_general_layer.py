@@ -81,6 +81,13 @@ CASES = {  # family, changes to its configuration, layout, inputs
         Layout(2, ring=2, tile_tokens=7),
         {},
     ),
+    "hidden states scaled before the head": (
+        "minicpm3",
+        {"num_hidden_layers": 2, "num_key_value_heads": 8},
+        Layout(2, tile_tokens=5),
+        {},
+    ),
+    "one norm before and after the layers": ("nanochat", {"num_hidden_layers": 2}, Layout(2, tile_tokens=5), {}),
     "experts, padding on two ranks": ("qwen2_moe", {"num_hidden_layers": 2}, Layout(2, **STAGES), padding()),
     "experts, both kinds of document inputs": (
         "ernie4_5_moe",
@@ -106,6 +113,12 @@ def test_equals_plain_transformers(case):
     family, changes, layout, inputs = CASES[case]
     compares_logits = "plain_loss" not in inputs and "attention_mask" not in inputs
     assert_equal(compare(tiny_decoder(family, **changes), layout, logits=compares_logits, **inputs))
+
+
+def test_a_configuration_needs_no_number_of_kv_heads():
+    plain = tiny_decoder("persimmon", num_hidden_layers=2, head_dim=4)
+    del plain.config.num_key_value_heads  # which transformers does not define for it
+    assert_equal(compare(plain, Layout(2, tile_tokens=5)))
 
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -9,7 +9,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention, Olmo2DecoderLayer, Olmo2Model
+from transformers.models.olmo2.modeling_olmo2 import (
+    Olmo2Attention,
+    Olmo2DecoderLayer,
+    Olmo2ForCausalLM,
+    Olmo2Model,
+)
 
 from decoders import tiny_decoder
 from general import assert_equal, compare, worst
@@ -345,7 +350,7 @@ class PassesATensor(Olmo2Attention):
 
 
 def test_an_unknown_tensor_option_of_the_attention_call_is_refused():
-    assert_refuses(plant_attention(PassesATensor), "position_bias", "layers.0")
+    assert_refuses(plant_attention(PassesATensor), "position_bias=a tensor", "layers.0")
 
 
 class DropsOut(Olmo2Attention):
@@ -382,6 +387,26 @@ def test_a_layer_that_reads_the_attention_weights_is_refused():
 )
 def test_recurrences_and_alibi_are_refused(family, changes, reason):
     assert_refuses(tiny_decoder(family, **{"num_hidden_layers": 2, **changes}), reason)
+
+
+def test_modules_after_the_head_are_refused():
+    tokens = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    assert_refuses(
+        tiny_decoder("modernbert-decoder", num_hidden_layers=2, head_dim=4, **tokens), "from more than lm_head"
+    )
+
+
+class ScalesLogits(Olmo2ForCausalLM):
+    def forward(self, **kwargs):
+        out = super().forward(**kwargs)
+        out.logits = out.logits * self.scale
+        return out
+
+
+def test_trained_parameters_after_the_head_are_refused():
+    model = plant(Olmo2DecoderLayer)
+    model.__class__, model.scale = ScalesLogits, nn.Parameter(torch.ones(1))
+    assert_refuses(model, "trained parameters after its layers")
 
 
 # ---- masks

@@ -55,6 +55,9 @@ class Mask:
         self.function = function  # made by masking_utils: (batch, head, row, key) -> visible
         self.local_size = local_size  # window or chunk
 
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeError("it uses its attention mask as a tensor")
+
     def attend(self, call: AttentionCall) -> Tensor:
         """Return the output of attention, [t, H, V]."""
         raise RuntimeError(f"{type(call.module).__name__} of a parallel model was called directly; call the model")

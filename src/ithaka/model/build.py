@@ -221,8 +221,9 @@ def _swap_forwards(model: PreTrainedModel, mesh: Mesh, layout: Layout, store: St
     config, groups = model.config, (mesh.ulysses_group, mesh.ring_group)
     all_keeps = layout.layer_policies(len(model.model.layers))
     for index, (layer, keeps) in enumerate(zip(model.model.layers, all_keeps, strict=True)):
-        heads = (config.num_attention_heads, config.num_key_value_heads)
-        if decoder is not None:
+        if decoder is None:
+            heads = config.num_attention_heads, config.num_key_value_heads
+        else:
             heads = decoder.facts[index].num_heads, decoder.facts[index].num_kv_heads
         name, table = f"layer {index}", head_table(*heads, layout.ulysses, layout.heads_per_stage)
         others = (*groups, table, store, layout, keeps, partial(count_changes, layer))

@@ -29,7 +29,7 @@ class Decoder:
     facts: list[CallFacts]  # per layer
     batch: Batch
     norm: nn.Module | None  # the last module of the base model, which the head runs tile by tile
-    has_linear_head: bool  # the logits are what lm_head returns, a linear map
+    has_linear_head: bool  # the logits are what lm_head returns for the base model's output, and it is linear
 
     @property
     def num_heads(self) -> int:
@@ -116,8 +116,16 @@ def _run_after_layers(
 
 def _has_linear_head(model: PreTrainedModel) -> bool:
     hidden, logits = torch.randn(1, 2, 4, dtype=torch.float32), torch.randn(1, 2, 3, dtype=torch.float32)
-    found = _run_after_layers(model, hidden, _Constant(logits)).logits
-    return torch.equal(found, logits) and is_linear(model.lm_head)
+    head = _Constant(logits)
+    try:
+        with torch.enable_grad():
+            found = _run_after_layers(model, hidden, head).logits
+    except Exception as error:
+        problem = f"computes its logits from more than lm_head ({type(error).__name__}: {error})"
+        raise refusal(model, problem) from error
+    if found.requires_grad or head.input.requires_grad:
+        raise refusal(model, "has trained parameters after its layers, besides its last norm and lm_head")
+    return torch.equal(head.input, hidden) and torch.equal(found, logits) and is_linear(model.lm_head)
 
 
 def _find_routing(model: PreTrainedModel, num_layers: int) -> Routing | None:
@@ -169,9 +177,10 @@ class _BareModule(nn.Module):
 class _Constant(nn.Module):
     def __init__(self, value: Tensor) -> None:
         super().__init__()
-        self.value = value
+        self.value, self.input = value, value.new_empty(0)
 
     def forward(self, x: Tensor) -> Tensor:
+        self.input = x
         return self.value
 
 

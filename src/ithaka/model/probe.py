@@ -105,7 +105,8 @@ class Recorder:
         return list(self.calls)
 
     def find_norm(self, base: nn.Module) -> nn.Module | None:
-        """The module of `base` that turns the last layer's output into its own, if that is all that follows."""
+        """The module of `base` that turns the last layer's output into its own, if that is all that follows and the
+        module does nothing else."""
         results: list[tuple[str, Any, Any]] = []
         hooks = [
             child.register_forward_hook(lambda m, args, out, name=name: results.append((name, args, out)))
@@ -114,8 +115,9 @@ class Recorder:
         last = self.call(LENGTHS[0])[-1][0]
         for hook in hooks:
             hook.remove()
+        names = [name for name, *_ in results]
         for name, args, out in results[-1:]:
-            if out is self.output and len(args) == 1 and args[0] is last:
+            if out is self.output and len(args) == 1 and args[0] is last and names.count(name) == 1:
                 return base.get_submodule(name)
         return None
 
@@ -189,7 +191,8 @@ def read_call(model: PreTrainedModel, name: str, call: AttentionCall, mask: Mask
     for option, value in options.items():
         known = option in (*IGNORED_OPTIONS, *COMPUTED_OPTIONS) or value is None or value is False
         if not known and not (option == "dropout" and not value) and (option, value) != ("is_causal", True):
-            raise refusal(model, f"passes {option}={value} to the attention of {name}, which is not supported")
+            shown = "a tensor" if isinstance(value, Tensor) else value
+            raise refusal(model, f"passes {option}={shown} to the attention of {name}, which is not supported")
     (num_heads, _, head_dim), (num_kv_heads, _, v_head_dim) = call.q_HtK.shape, call.v_GtV.shape
     if v_head_dim > head_dim:
         raise refusal(model, f"has heads of {head_dim} for q and {v_head_dim} for v in {name}")
