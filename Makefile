@@ -2,6 +2,7 @@
 # make test     everything the continuous integration checks
 # make lint     the part of it that takes seconds
 # make docs     the documentation as a site, in build/site
+# make models   examine every causal model type of transformers, and write docs/models.md; minutes
 # make faults   100 runs killed at random moments and resumed, and what torchrun and Slurm start; half an hour
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ EXTRAS := $(if $(GPU),dev$(shell echo ,)gpu,dev)
 # How many tests run at once. On a GPU, those that take much of its memory run one after the other, as a group.
 TESTS  := $(if $(GPU),-n 5 --dist loadgroup,-n 2 --dist worksteal)
 
-.PHONY: docs train test lint faults clean
+.PHONY: docs train test lint models faults clean
 
 train: $(STAMP)
 	$(BIN)/ithaka train $(ARGS)
@@ -29,6 +30,9 @@ docs: $(STAMP)
 	$(BIN)/python docs/make_reference.py
 	$(BIN)/python docs/make_site.py
 	$(BIN)/mkdocs build --strict
+
+models: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python docs/make_models.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -2,7 +2,7 @@
 
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from models import CONSTRUCTING
 
@@ -62,8 +62,11 @@ SIZES = {
 
 
 def tiny_decoder(family: str, dtype: torch.dtype = torch.float64, **changes) -> PreTrainedModel:
-    """A model with random parameters, norms and biases included; deterministic per family."""
-    config = AutoConfig.for_model(family, **{**SIZES, **DECODERS.get(family, {}), **changes})
+    return random_decoder(AutoConfig.for_model(family, **{**SIZES, **DECODERS.get(family, {}), **changes}), dtype)
+
+
+def random_decoder(config: PretrainedConfig, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    """A model with random parameters, norms and biases included; deterministic per configuration."""
     config._experts_implementation = "eager"  # grouped_mm, the default of mixtures, has no fp64
     with CONSTRUCTING:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")

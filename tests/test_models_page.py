@@ -1,0 +1,56 @@
+"""docs/models.md lists what `make models` found, and the list does not shrink unnoticed."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from survey import EXACT, examine
+
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
+
+ROOT = Path(__file__).parent.parent
+ROW = re.compile(r"^\| ([\w-]+) \| (\w+) \| (.+) \| (yes)? ?\| (.+) \|$", re.M)
+
+
+def listed() -> dict[str, tuple[str, str, str, str]]:
+    """(layers, attention, experts, error) of each type that ithaka accepts."""
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    return {name: rest for name, *rest in ROW.findall(page.partition("## Every causal type")[2])}
+
+
+def test_at_least_60_types_are_exact_and_none_is_wrong():
+    errors = {name: float(error) for name, (*_, error) in listed().items()}
+    assert len(errors) >= 60
+    assert max(errors.values()) <= EXACT
+    families = {
+        "llama",
+        "gpt_oss",
+        "gemma2",
+        "gemma3_text",
+        "glm4_moe",
+        "olmo3",
+        "smollm3",
+        "ministral3",
+        "deepseek_v3",
+    }
+    assert families <= set(errors)
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen2", "diffllama"])
+def test_types_are_still_classified_as_listed(model_type):
+    """One on each path."""
+    finding = examine(model_type)
+    layers, attention, experts, _ = listed().get(model_type, ("refused", "", "", ""))
+    assert finding.path == layers
+    assert finding.is_exact == (layers != "refused")
+    assert bool(finding.experts) == bool(experts)
+    assert any(layer["window"] for layer in finding.layers) == ("window" in attention)
+
+
+def test_the_readme_has_the_same_types():
+    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("make models: begin")[2].partition("<!--")[0]
+    for path in ("fast", "general"):
+        row = re.search(rf"^\| {path} \| (.+) \|$", table, re.M)
+        assert row is not None
+        assert row[1].split(", ") == [name for name, (layers, *_) in listed().items() if layers == path]
