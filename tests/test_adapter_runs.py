@@ -114,7 +114,10 @@ def plain_losses(model, seen, optim):
     return losses
 
 
-@pytest.mark.parametrize("case", ["adapters", pytest.param("and both ends", marks=pytest.mark.slow), "tied ends"])
+SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in ("and both ends", "tied ends")]
+
+
+@pytest.mark.parametrize("case", ["adapters", *SLOW])
 def test_an_adapter_from_peft_trains_as_in_peft_and_is_exported(ranks, tmp_path, case):
     tied, lora = CASES[case]
     base = saved_base(tmp_path / "base", tied)

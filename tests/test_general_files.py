@@ -175,7 +175,7 @@ def test_a_run_from_files_is_resumed_and_exported(ranks, tmp_path, family):
     torch.testing.assert_close(plain_logits(out), logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "glm4_moe"])
+@pytest.mark.parametrize("family", ["gemma3_text", pytest.param("glm4_moe", marks=pytest.mark.slow)])
 def test_an_adapter_loads_in_peft(ranks, tmp_path, family):
     """Gemma's embeddings are tied; GLM's files have buffers, which do not belong to the adapter."""
     config = dataclasses.replace(configured(tmp_path, family), adapter=AdapterConfig(rank=2))
