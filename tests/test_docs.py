@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import ithaka
 from ithaka.cli import app
-from ithaka.config import SECTIONS
+from ithaka.config import SECTIONS, load_config
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -100,6 +100,15 @@ def test_commands_in_the_docs_exist():
             while isinstance(parsed, click.Group):
                 name, parsed, rest = parsed.resolve_command(context, rest)
             parsed.make_context(name, rest)
+
+
+def test_configurations_in_the_docs_are_valid(tmp_path):
+    blocks = [block for page in PAGES for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.S)]
+    ours = [block for block in blocks if {*yaml.safe_load(block)} <= {*SECTIONS, "curriculum"}]
+    assert len(ours) > 5
+    for block in ours:
+        (tmp_path / "run.yaml").write_text(block)
+        load_config(tmp_path / "run.yaml")
 
 
 def test_questions_quote_errors_that_exist():
