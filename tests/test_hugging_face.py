@@ -7,6 +7,7 @@ import os
 import warnings
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -15,10 +16,11 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 from peft import PeftModel
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 from transformers.trainer_callback import PrinterCallback
 from trl import SFTTrainer
 
+from decoders import SIZES
 from ithaka.hf import long_context
 
 TOLERANCE = 1e-5  # fp32
@@ -49,10 +51,12 @@ def example(name):
     return module
 
 
-def run(name, cp, folder, resume=None, rows=None, **changes):
+def run(name, cp, folder, resume=None, rows=None, family=None, **changes):
     """(logs, weights) of a run of an example, on the ranks there are; cp=0: of the plain trainer. `rows`: what it is
     trained on."""
     module, world = example(name), dist.get_world_size()
+    if family is not None:
+        module.AutoConfig = SimpleNamespace(for_model=partial(decoder_config, family))
     if rows is not None:
         evaluated = module.rows(3, seed=2)
         module.rows = lambda count, seed: rows if count == 40 else evaluated
@@ -80,6 +84,11 @@ def run(name, cp, folder, resume=None, rows=None, **changes):
             del os.environ[name]
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
+
+
+def decoder_config(family, _, **sizes):
+    kinds = {"layer_types": ["sliding_attention"], "sliding_window": 20} if family != "qwen3_moe" else {}
+    return AutoConfig.for_model(family, **{**SIZES, **sizes, "num_key_value_heads": 2, **kinds})
 
 
 def check(runs, expected, logged=LOGGED):
@@ -141,6 +150,16 @@ def test_sft_trainer_on_packed_conversations(ranks, tmp_path):
     (expected,) = ranks.run(1, run, "sft", 0, tmp_path / "plain")
     assert {"entropy", "mean_token_accuracy", "num_tokens"} <= expected[0][0].keys()
     check(ranks.run(4, run, "sft", 2, tmp_path / "four"), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text", "qwen3_moe"])
+def test_sft_trainer_on_other_decoders(ranks, tmp_path, family):
+    """For mixtures of experts, TRL adds and logs the load-balancing loss."""
+    trained = partial(run, family=family, **SHORT)
+    (expected,) = ranks.run(1, trained, "sft", 0, tmp_path / "plain")
+    assert ("aux_loss" in expected[0][0]) == (family != "gemma3_text")
+    check(ranks.run(2, trained, "sft", 2, tmp_path / "two"), expected, (*LOGGED, "aux_loss"))
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ from ithaka.layout import Layout, layout_from_config
 from ithaka.model import build
 from ithaka.model.adapters import find_active_adapter
 from ithaka.model.calls import KERNEL_ARGUMENTS, check_arguments
-from ithaka.model.logprobs import token_logprobs
+from ithaka.model.logprobs import token_logprobs_and_aux
 from ithaka.model.positions import rope_parameters
 from ithaka.plan import show
 from ithaka.plan.shape import ModelShape, shape_from_config
@@ -350,21 +350,27 @@ class LongContext(Trainer):
     # ---- a step
 
     def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(partial(self._call, model), *args, **kwargs)
+        result = super().compute_loss(partial(self._call, model), *args, **kwargs)
+        if model.training and getattr(self, "aux_loss_enabled", False):
+            self._metrics["train"]["aux_loss"][-1] *= self.ithaka_mesh.dp_size  # `_call` divided it
+        return result
 
     def _call(self, model: Any, *, fused_lm_head: bool = False, **inputs: Any) -> Any:
         """Call the model with a trainer's arguments. position_ids already describe the documents to kernels."""
         inputs = {name: value for name, value in inputs.items() if name not in KERNEL_ARGUMENTS}
         if not fused_lm_head and torch.is_grad_enabled():
             return model(**inputs)
-        labels, unused = inputs["labels"], ("use_cache", "num_items_in_batch")
-        tokens = token_logprobs(model, **{name: value for name, value in inputs.items() if name not in unused})
+        labels, unused = inputs["labels"], ("use_cache", "num_items_in_batch", "output_router_logits")
+        inputs = {name: value for name, value in inputs.items() if name not in unused}
+        tokens, aux = token_logprobs_and_aux(model, **inputs)
         valid = labels[:, 1:] != IGNORE_INDEX
         if not fused_lm_head:  # evaluation: the mean over this group's rows only
             return build.ParallelOutput(loss=-tokens.logprobs.sum() / valid.sum().clamp(min=1))
         # The output of TRL's fused head, from which it computes its loss.
         logprobs, entropy, correct = (each[:, 1:] for each in (tokens.logprobs, tokens.entropies, tokens.correct))
-        return SimpleNamespace(log_probs=logprobs, entropy=entropy, is_top1=correct, label_mask=valid, aux_loss=None)
+        if aux is not None and model.training:
+            aux = aux / self.ithaka_mesh.dp_size  # the losses of all groups add up
+        return SimpleNamespace(log_probs=logprobs, entropy=entropy, is_top1=correct, label_mask=valid, aux_loss=aux)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """TRL divides one group's loss by the labels of all groups, and logs the mean over ranks: scale it back."""

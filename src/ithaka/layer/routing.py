@@ -58,27 +58,27 @@ class Routing:
         choices_E, probs_E = self.sums_2E / self.num_rows
         return len(choices_E) * (choices_E * probs_E).sum()
 
-    def loss(self, x_sD: Tensor, group: dist.ProcessGroup, weight: float) -> Tensor:
-        """This rank's share of the loss of the call's tokens, times the coefficient and `weight`; shares add up.
+    def loss(self, x_sD: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """This rank's share of the loss of the call's tokens, without the coefficient; shares add up.
 
         Call it after the layers. x: the output of the last one, whose backward then comes after this loss's.
         """
-        return _BalancingLoss.apply(x_sD, self, group, weight)
+        return _BalancingLoss.apply(x_sD, self, group)
 
 
 class _BalancingLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_sD, routing, group, weight):
+    def forward(ctx, x_sD, routing, group):
         assert routing.sums_2E is not None
         E = routing.sums_2E.shape[1]
         sums = torch.cat([routing.sums_2E.flatten(), routing.num_rows[None]])
         dist.all_reduce(sums, group=group)
         counts_E, probs_E, num_rows = sums[:E], sums[E : 2 * E], sums[-1]
-        factor = routing.coefficient * weight * E / num_rows**2
+        factor = E / num_rows**2
         ctx.routing, ctx.grad_E = routing, factor * counts_E
         return factor * (counts_E * probs_E).sum() / group.size()
 
     @staticmethod
     def backward(ctx, dloss):
         ctx.routing.grad_E = dloss * ctx.grad_E
-        return None, None, None, None
+        return None, None, None

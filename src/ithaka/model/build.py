@@ -60,6 +60,7 @@ class ParallelOutput(ModelOutput):
     tokens: TokenResults | None = None  # this rank's share
     docs: Docs | None = None  # documents of the sequence, and what was exchanged for them
     own_loss: Tensor | None = None  # this rank's term of the loss
+    aux_loss: Tensor | None = None  # the load-balancing loss of this cp group, without its coefficient
 
 
 def parallelize_model(
@@ -294,19 +295,21 @@ def _forward(
         return ParallelOutput(logits=head)
     tokens = head if call.per_token else None
     own = head if tokens is None else -tokens.logprobs.sum() / call.divisor
-    routing = model.ithaka_decoder and model.ithaka_decoder.batch.routing
+    routing, aux_loss = model.ithaka_decoder and model.ithaka_decoder.batch.routing, None
     if routing is not None:
+        own_aux = routing.loss(x_sD, call.mesh.cp_group)
         # Averaged over data-parallel groups and, by their tokens, over micro-batches.
-        weight = call.num_tokens / call.divisor / call.mesh.dp_size
-        own = own + routing.loss(x_sD, call.mesh.cp_group, weight)
+        own = own + routing.coefficient * call.num_tokens / call.divisor / call.mesh.dp_size * own_aux
+        aux_loss = own_aux + (call.mesh.cp_size - 1) * own_aux.detach()  # its backward covers this rank's tokens
     loss = _GlobalSum.apply(own)
-    guard_backward(model, [loss, *(tokens or ())])
+    guard_backward(model, [loss, *(tokens or ()), *([] if aux_loss is None else [aux_loss])])
     return ParallelOutput(
         loss=loss,
         num_tokens=call.num_tokens,
         tokens=tokens,
         docs=share.docs,
         own_loss=own.detach(),
+        aux_loss=aux_loss,
     )
 
 

@@ -33,14 +33,23 @@ def token_logprobs(
     `share=True` returns only this rank's tokens, as [s] tensors, to combine with `label_share`; then the losses of all
     ranks add up.
     """
-    mesh = _get_mesh(model)
-    tokens = model(input_ids=input_ids, labels=labels, per_token=True, **inputs).tokens
     if share:
-        return tokens
+        _get_mesh(model)
+        return model(input_ids=input_ids, labels=labels, per_token=True, **inputs).tokens
+    return token_logprobs_and_aux(model, input_ids, labels, **inputs)[0]
+
+
+def token_logprobs_and_aux(
+    model: PreTrainedModel, input_ids: Tensor, labels: Tensor, **inputs: Any
+) -> tuple[TokenResults, Tensor | None]:
+    """`token_logprobs`, and the load-balancing loss of the cp group, if the configuration has one."""
+    mesh = _get_mesh(model)
+    out = model(input_ids=input_ids, labels=labels, per_token=True, **inputs)
+    tokens = out.tokens
     values_s3 = torch.stack([x.to(tokens.logprobs.dtype) for x in tokens], dim=-1)
     values_BN3 = GatherTokens.apply(values_s3, mesh, deal_batch(inputs, input_ids, mesh), input_ids.shape)
     logprobs_BN, entropies_BN, correct_BN = F.pad(values_BN3[:, :-1], (0, 0, 1, 0)).unbind(-1)
-    return TokenResults(logprobs_BN, entropies_BN, correct_BN.bool())
+    return TokenResults(logprobs_BN, entropies_BN, correct_BN.bool()), out.aux_loss
 
 
 def label_share(model: PreTrainedModel, values_BN: Tensor, **inputs: Any) -> Tensor:
