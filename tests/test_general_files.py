@@ -1,5 +1,6 @@
 """Decoders of any family from files: loaded, drawn, trained from YAML, resumed, exported, and adapted."""
 
+import copy
 import dataclasses
 import shutil
 import warnings
@@ -9,14 +10,15 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from decoders import DECODERS, tiny_decoder
-from ithaka.config import AdapterConfig, ConfigError, ModelConfig, load_config, to_yaml
+from ithaka.config import AdapterConfig, ConfigError, ModelConfig, RopeConfig, load_config, to_yaml
 from ithaka.dist.mesh import make_mesh
 from ithaka.export import export
 from ithaka.layout import Layout
-from ithaka.model.build import build_model
+from ithaka.model.build import build_model, read_hf_config
+from ithaka.model.positions import rope_parameters
 from ithaka.preflight.preflight import validate_run
 from ithaka.train import loop
 from ithaka.train.trainer import prepare
@@ -131,6 +133,30 @@ def test_drawn_weights_have_the_distributions_of_transformers(ranks):
                 assert abs(ours.std() / theirs.std() - 1) < 0.1, name
             else:
                 assert 0.3 < ours.std() / theirs.std() < 3, name
+
+
+@pytest.mark.parametrize("family, partial", [("gemma3_text", None), ("glm4_moe", 0.5)])
+def test_rope_extends_the_layers_without_a_window(family, partial):
+    """Gemma's windowed layers keep their own; GLM still rotates half of each head."""
+    source = tiny_decoder(family, torch.float32, num_hidden_layers=2).config.to_dict()
+    before = copy.deepcopy(source["rope_parameters"])
+    config = read_hf_config(source, RopeConfig(type="yarn", factor=4.0), 2048)
+    rope = rope_parameters(config)
+    assert (rope["rope_type"], rope["factor"], rope.get("partial_rotary_factor")) == ("yarn", 4.0, partial)
+    assert config.max_position_embeddings == 2048
+    assert config.rope_parameters.get("sliding_attention") == before.get("sliding_attention")
+    rotary = AutoModelForCausalLM.from_config(config).model.rotary_emb
+    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(**source)).model.rotary_emb
+    changed = {name for name, t in rotary.named_buffers() if not torch.equal(t, plain.get_buffer(name))}
+    prefix = "full_attention_" if family == "gemma3_text" else ""
+    assert changed == {f"{prefix}inv_freq", f"{prefix}original_inv_freq"}
+
+
+def test_adapters_on_experts_are_refused():
+    source = tiny_decoder("glm4_moe", torch.float32, num_hidden_layers=2).config.to_dict()
+    adapter = AdapterConfig(targets=("q_proj", "down_proj"))
+    refused = lambda: build_model(source, make_mesh(1), adapter=adapter)  # noqa: E731
+    assert_refused(refused, "adapter.targets", "down_proj", way_out="q_proj")
 
 
 # ---- runs
