@@ -224,5 +224,7 @@ def test_calls_that_the_template_leaves_out_are_refused(tmp_path):
 {{ m.tool_calls[0].function.name + 'add' }}{% endif %}{{ '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}\
 {{ '<|im_start|>assistant\n' }}{% endif %}"""
     talk = [{"role": "user", "content": "add"}, {"role": "assistant", "content": "", "tool_calls": [call(a=1)] * 2}]
-    with pytest.raises(ConfigError, match="line 1: .*does not render the tool add.*chatml, llama3, qwen3, harmony or"):
+    with pytest.raises(
+        ConfigError, match="line 1: .*does not render the tool add.*chatml or llama3 or qwen3 or harmony or"
+    ):
         tokens_of(written(tmp_path / "a.jsonl", {"messages": talk}), tokenizer_with(template))

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+import templates
 from ithaka import measure as measuring
 from ithaka.cli import app
 from ithaka.data.tokenizer import ByteTokenizer
@@ -31,6 +32,7 @@ from ithaka.measure import (
     make_task,
     measure_all,
     read_text,
+    summarize_turns,
     token_losses,
 )
 from ithaka.model.build import build_model, parallelize_model
@@ -83,13 +85,42 @@ class CountedDocument(np.ndarray):
 def test_reading_many_short_documents_takes_time_in_proportion(monkeypatch):
     asked = []
     for number in (100, 200):
-        documents = [np.arange(3, dtype=np.int32).view(CountedDocument) for _ in range(number)]
-        monkeypatch.setattr(measuring, "_read_documents", lambda *_, found=documents: [*found, np.zeros(999, np.int32)])
+        documents = [(np.arange(3, dtype=np.int32).view(CountedDocument), []) for _ in range(number)]
+        last = (np.zeros(999, np.int32), [])
+        monkeypatch.setattr(measuring, "_read_documents", lambda *_, found=documents: [*found, last])
         CountedDocument.asked = 0
         text = read_text(None, BYTES, 900, 1)
         asked.append(CountedDocument.asked)
         assert len(text.haystack) == 3 * number + 999 and len(text.short) == 32
     assert asked[1] - asked[0] <= 6 * 100
+
+
+def test_reading_stops_when_there_is_enough(tmp_path, monkeypatch):
+    """Also if the long documents were found before the short ones."""
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "x" * 99}) + "\n" for _ in range(200)))
+    monkeypatch.setattr(measuring, "BATCH_CHARS", 1)
+    read, find = [], measuring._read_documents
+    monkeypatch.setattr(measuring, "_read_documents", lambda *args: (read.append(1) or each for each in find(*args)))
+    text = read_text(tmp_path / "a.jsonl", BYTES, 50, 4)
+    assert len(read) == 32 and len(text.long) == 4 and {len(each) for each in text.short} == {50}
+
+
+def test_conversations_have_a_loss_by_turn_of_their_trained_tokens(tmp_path):
+    talk = [{"role": role, "content": role * n} for n in (1, 2) for role in ("user", "assistant")]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+    tokenizer = ByteTokenizer()
+    tokenizer.hf.chat_template = templates.CHATML
+    text = read_text(tmp_path / "a.jsonl", tokenizer, 500, 4)
+    ((tokens, starts),) = text.conversations
+    assert not text.long and len(starts) == 2
+    losses = torch.arange(len(tokens), dtype=torch.float64)
+    found = summarize_turns(text.conversations, [losses], [1, 64, 500])
+    trained = [i for i in range(1, len(tokens)) if tokens[i] >= 0]
+    turns = [[i for i in trained if (i >= starts[1]) == later] for later in (False, True)]
+    assert found["trained_loss"] == np.mean(trained)
+    expected = [{"turn": n, "loss": np.mean(each), "tokens": len(each)} for n, each in enumerate(turns, 1)]
+    assert found["loss_by_turn"] == expected and len(expected[1]) == 3 and turns[0]
+    assert sum(row["tokens"] for row in found["trained_loss_by_position"]) == len(trained)
 
 
 CONFIG = {"vocab_size": 264, "max_position_embeddings": 1024}

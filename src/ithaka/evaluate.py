@@ -1,7 +1,10 @@
 """`ithaka evaluate`: one model, or two compared, in tables and on an HTML page. `ithaka sample`: a short text."""
 
 import json
+import signal
+import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from ithaka.dist.mesh import default_device, end_process_group, make_mesh, start
 from ithaka.exits import ExitCode
 from ithaka.export import export
 from ithaka.layout import default_dtype
-from ithaka.measure import TASKS, EvalText, check_prompts, measure_all, read_text
+from ithaka.measure import FIGURES, TASKS, EvalText, check_prompts, measure_all, read_text
 from ithaka.model.adapters import merge_adapter
 from ithaka.model.build import build_model, has_weights
 from ithaka.plan.search import forward_layout
@@ -27,11 +30,16 @@ from ithaka.plan.shape import read_json, read_shape
 from ithaka.report.page import render_page, render_table
 
 RESULT_FILE = "result.json"
+SMALL_CONTEXT = 8192  # tokens
 FIGURES_LEGEND = (
     "long_context_gain: loss with the full context minus loss with the last 4K tokens; below zero, long context helps. "
     "key_tokens: share of tokens whose loss it lowers by more than 2, to below 2."
 )
-FIGURES = ("loss", "long_context_gain", "key_tokens", "short_context_loss")
+TABLES = (
+    ("loss by position", "loss_by_position", ("from", "to")),
+    ("loss of trained tokens by turn", "loss_by_turn", ("turn",)),
+    ("loss of trained tokens by position", "trained_loss_by_position", ("from", "to")),
+)
 COMPARABLE_KEYS = ("tasks_version", "contexts", "documents", "text")  # equal in comparable results
 
 
@@ -65,12 +73,18 @@ def evaluate(
         tokenizer = load_tokenizer(None, model)
         text = read_text(data, tokenizer, max(contexts), num_documents)
         check_prompts(text, tokenizer, contexts)
-        num_ranks = launch.decide_ranks(ranks or "auto", launch.num_gpus())
-        if code := launch.run_ranks(_evaluate_rank, (model, folder, text, list(contexts), samples), num_ranks):
+        # On a CPU, exchanges between ranks take longer than short sequences.
+        is_small = not launch.num_gpus() and max(contexts) <= SMALL_CONTEXT
+        num_ranks = launch.decide_ranks(ranks or (1 if is_small else "auto"), launch.num_gpus())
+        code = launch.run_ranks(_evaluate_rank, (model, folder, text, list(contexts), samples), num_ranks)
+        has_result = (folder / RESULT_FILE).is_file()  # under torchrun, only rank 0 has it
+        if not has_result or code not in (ExitCode.DONE, ExitCode.SIGNALED + signal.SIGINT):
             raise SystemExit(code)
-        if not (folder / RESULT_FILE).is_file():  # under torchrun, only rank 0 has it
-            raise SystemExit(ExitCode.DONE)
-        return {"model": str(source), **json.loads((folder / RESULT_FILE).read_text())}
+        return {
+            "model": str(source),
+            **json.loads((folder / RESULT_FILE).read_text()),
+            "partial": code != ExitCode.DONE,
+        }
 
 
 def prepare_model(source: Path, out: Path) -> Path:
@@ -101,10 +115,28 @@ def _evaluate_rank(directory: Path, folder: Path, text: EvalText, contexts: list
     layout = forward_layout(shape, cp, max(contexts), default_dtype(default_device().type == "cuda"))
     mesh = make_mesh(cp, ring=layout.ring)
     model = build_model(directory, mesh, layout, trains=False)
-    result = measure_all(model, load_tokenizer(None, directory), text, contexts, samples)
-    if mesh.rank == 0:
-        (folder / RESULT_FILE).write_text(json.dumps(result))
+    report = Progress(folder / RESULT_FILE).report if mesh.rank == 0 else lambda result, share: None
+    result = measure_all(model, load_tokenizer(None, directory), text, contexts, samples, report=report)
+    report(result, 1.0)
     end_process_group()
+
+
+class Progress:
+    """Writes the figures so far, for Ctrl-C, and shows on stderr how much is done."""
+
+    def __init__(self, file: Path):
+        self.file, self.start_s, self.shown_s = file, time.monotonic(), time.monotonic()
+
+    def report(self, result: dict[str, Any], share: float) -> None:
+        part = self.file.with_suffix(".part")
+        part.write_text(json.dumps(result))
+        part.replace(self.file)
+        now_s, visible = time.monotonic(), sys.stderr.isatty()
+        if share < 1 and now_s - self.shown_s > (1 if visible else 30):
+            left_s = (now_s - self.start_s) * (1 - share) / share
+            end = "\r" if visible else "\n"
+            print(f"evaluating: {share:.0%} done, {left_s:.0f} s left  ", end=end, file=sys.stderr, flush=True)
+            self.shown_s = now_s
 
 
 def column_names(results: Sequence[Any]) -> list[str]:
@@ -117,7 +149,9 @@ def make_tables(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[d
         names = zip(column_names(results), results, strict=True)
         yield "models", [{"": name, "model": result["model"]} for name, result in names]
     yield "figures", _merge_columns([list(_figure_rows(result)) for result in results], ("figure",))
-    yield "loss by position", _merge_columns([result["loss_by_position"] for result in results], ("from", "to"))
+    for title, name, keys in TABLES:
+        if rows := _merge_columns([result.get(name) or [] for result in results], keys):
+            yield title, rows
     retrieval = [_depth_rows(result["retrieval"]) for result in results]
     yield "retrieval by depth", _merge_columns(retrieval, ("task", "context"))
 
@@ -125,7 +159,7 @@ def make_tables(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[d
 def _merge_columns(tables: Sequence[list[dict[str, Any]]], keys: Sequence[str]) -> list[dict[str, Any]]:
     """Join tables whose rows have equal `keys`."""
     joined = []
-    for rows in zip(*tables, strict=True):
+    for rows in zip(*tables, strict=False):  # a partial result has fewer rows
         row = {key: rows[0][key] for key in keys}
         for name, values in zip(column_names(tables), rows, strict=True):
             row |= {f"{key} {name}".strip(): value for key, value in values.items() if key not in keys}
@@ -159,7 +193,7 @@ def render_results(results: Sequence[dict[str, Any]]) -> str:
         maps = []
         for name, result in zip(column_names(results), results, strict=True):
             rows = _depth_rows([cell for cell in result["retrieval"] if cell["task"] == task])
-            _, _, *depths = rows[0]
+            _, _, *depths = rows[0] if rows else ("", "")
             maps.append(render_table([list(row.values())[1:] for row in rows], [name, *depths], "heat"))
         parts.append(f"<section><h3>{task}</h3><div class=maps>{''.join(maps)}</div></section>")
     parts.append("</div>")

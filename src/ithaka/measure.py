@@ -6,7 +6,7 @@ All figures come from forward passes of the parallel model, without gradients or
 import hashlib
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ithaka.config import ConfigError, ReadingConfig
+from ithaka.config import ConfigError, ReadingConfig, ReasoningConfig
 from ithaka.data.cache import tokenize
 from ithaka.data.files import find_files
 from ithaka.data.read import make_shards
@@ -25,9 +25,12 @@ from ithaka.model.logprobs import token_logprobs
 
 SHORT_CONTEXT = 4096  # tokens
 SHORT_DOCUMENTS = 32  # for the short-context loss
+CONVERSATIONS = 32  # for the loss by turn
+BATCH_CHARS = 1 << 16  # read little more than necessary
 FIRST_BUCKET = 64  # tokens; each later bucket doubles the end position
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 HAYSTACK_STEP = 7919  # tokens to rotate the haystack by, per sample
+FIGURES = ("loss", "trained_loss", "long_context_gain", "key_tokens", "short_context_loss")
 KEY_GAIN, KEY_LOSS = -2.0, 2.0  # upper bounds for a key token, from LongPPL (arXiv 2410.23771)
 
 
@@ -102,6 +105,8 @@ class EvalText(NamedTuple):
     long: list[np.ndarray]
     short: list[np.ndarray]
     haystack: np.ndarray
+    # Conversations, truncated to the longest context: ~id where not trained; and where the assistant's turns start.
+    conversations: Sequence[tuple[np.ndarray, list[int]]] = ()
 
     @property
     def digest(self) -> str:
@@ -117,8 +122,7 @@ def check_prompts(text: EvalText, tokenizer: Tokenizer, contexts: Sequence[int])
 
 def flatten_metrics(result: dict[str, Any]) -> dict[str, float]:
     """Metrics by name: the figures, and retrieval overall and by task and context."""
-    names = ("loss", "long_context_gain", "key_tokens", "short_context_loss")
-    values = {name: result[name] for name in names if result[name] is not None}
+    values = {name: result[name] for name in FIGURES if result.get(name) is not None}
     cells: dict[str, list[float]] = {}
     for cell in result["retrieval"]:
         for name in ("retrieval", f"retrieval/{cell['task']}/{cell['context']}"):
@@ -133,34 +137,45 @@ def read_text(
     """Read until there are enough documents of `context` tokens; shorter ones also go into the haystack."""
     text, longest, num_haystack = EvalText([], [], np.empty(0, np.int32)), 0, 0
     haystack: list[np.ndarray] = []
-    for document in _read_documents(path, tokenizer, where):
+    conversations: list[tuple[np.ndarray, list[int]]] = []
+    for tokens, turns in _read_documents(path, tokenizer, where):
+        document = tokens ^ (tokens >> 31)  # untrained tokens are stored as ~id
         longest = max(longest, len(document))
+        starts = [start for start, role in turns if role == "assistant" and start < context]
+        if starts and len(conversations) < CONVERSATIONS:
+            conversations.append((tokens[:context], starts))
         if len(text.short) < SHORT_DOCUMENTS and len(document) > 1:
-            text.short.append(document[:SHORT_CONTEXT])
+            text.short.append(document[: min(SHORT_CONTEXT, context)])
         if num_haystack < context:
             haystack.append(document)
             num_haystack += len(document)
         if len(document) >= context:
             text.long.append(document[:context])
-        if len(text.long) == num_documents and len(text.short) == SHORT_DOCUMENTS:
+        if len(text.long) >= num_documents and len(text.short) == SHORT_DOCUMENTS and num_haystack >= context:
             break
-    if not text.long:
+    if not text.long and not conversations:
         problem = f"{where}={path or 'the standard library of Python'} has no document of {context} tokens"
         raise ConfigError(f"{problem}: its longest has {longest}; use longer documents or shorter contexts")
-    return text._replace(long=text.long[:num_documents], haystack=np.concatenate(haystack))
+    long, hay = text.long[:num_documents], np.concatenate(haystack)
+    return text._replace(long=long, haystack=hay, conversations=conversations)
 
 
-def _read_documents(path: Path | None, tokenizer: Tokenizer, where: str) -> Iterator[np.ndarray]:
-    shards = make_shards(find_files(path, where).files, ReadingConfig())
+def _read_documents(
+    path: Path | None, tokenizer: Tokenizer, where: str
+) -> Iterator[tuple[np.ndarray, list[tuple[int, str]]]]:
+    """Yield the tokens of each document, and where its turns start. Reasoning stays where the template keeps it."""
+    shards = make_shards(find_files(path, where).files, ReadingConfig(reasoning=ReasoningConfig(turns="last")))
     parts: list[np.ndarray] = []
-    for part in itertools.chain.from_iterable(tokenize(shard, tokenizer) for shard in shards):
+    turns: list[tuple[int, str]] = []
+    for part in itertools.chain.from_iterable(tokenize(shard, tokenizer, BATCH_CHARS) for shard in shards):
         if part.is_start and parts:
-            yield np.concatenate(parts)
-            parts = []
+            yield np.concatenate(parts), turns
+            parts, turns = [], []
         if not part.skip_reason:
-            parts.append(part.tokens ^ (part.tokens >> 31))  # untrained tokens are stored as ~id
+            parts.append(part.tokens)
+            turns = turns or part.turns
     if parts:
-        yield np.concatenate(parts)
+        yield np.concatenate(parts), turns
 
 
 @torch.no_grad()
@@ -203,6 +218,31 @@ def mean_and_error(values: Sequence[Tensor]) -> tuple[float, float | None]:
     return float(means.mean()), float(means.std() / len(means) ** 0.5) if len(means) > 1 else None
 
 
+def summarize_turns(
+    conversations: Sequence[tuple[np.ndarray, list[int]]], losses: Sequence[Tensor], edges: Sequence[int]
+) -> dict[str, Any]:
+    """Mean losses over the trained tokens: of all, by turn of the assistant, and by position."""
+    values, turns, positions = [], [], []
+    for (tokens, starts), losses_N in zip(conversations, losses, strict=True):
+        trained = np.flatnonzero(tokens[1:] >= 0) + 1
+        values.append(losses_N.numpy()[trained])
+        turns.append(np.searchsorted(starts, trained, side="right"))
+        positions.append(np.searchsorted(edges, trained, side="right"))
+    flat = np.concatenate(values)
+
+    def group(keys: np.ndarray) -> Iterator[tuple[int, float, int]]:
+        for key in np.unique(keys).tolist():
+            yield key, float(flat[keys == key].mean()), int((keys == key).sum())
+
+    by_turn = [{"turn": turn, "loss": loss, "tokens": num} for turn, loss, num in group(np.concatenate(turns))]
+    by_position = [
+        {"from": edges[i - 1], "to": edges[min(i, len(edges) - 1)], "loss": loss, "tokens": num}
+        for i, loss, num in group(np.concatenate(positions))
+    ]
+    trained_loss = float(flat.mean()) if len(flat) else None
+    return {"trained_loss": trained_loss, "loss_by_turn": by_turn, "trained_loss_by_position": by_position}
+
+
 def measure_all(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
@@ -210,33 +250,54 @@ def measure_all(
     contexts: Sequence[int],
     samples: int,
     short: int = SHORT_CONTEXT,
+    report: Callable[[dict[str, Any], float], None] = lambda result, share: None,
 ) -> dict[str, Any]:
     """Compute all figures. Collective; every rank returns the same result. Losses are means over documents, with
-    standard errors. long_context_gain < 0: the long context helps. key_tokens: share of tokens it helps most."""
+    standard errors. long_context_gain < 0: the long context helps. key_tokens: share of tokens it helps most. Calls
+    `report` after each pass, with the figures so far and the share of the work that is done."""
     model.eval()
-    losses = [token_losses(model, document[None])[0] for document in text.long]
+    cells = list(itertools.product(TASKS, contexts, DEPTHS))
+    num_long = sum(len(each) + 4 * max(len(each) - short, 0) for each in text.long)
+    num_talk = sum(len(each) for each, _ in text.conversations)
+    num_total = num_long + num_talk + sum(map(len, text.short)) + samples * sum(context for _, context, _ in cells)
+    num_done = 0
+
+    def measured(values: Tensor | bool, num_tokens: int) -> Any:
+        nonlocal num_done
+        num_done += num_tokens
+        report(result, num_done / num_total)
+        return values
+
+    result: dict[str, Any] = {"tasks_version": TASKS_VERSION, "contexts": list(contexts), "documents": len(text.long)}
+    result |= {"text": text.digest, "loss_by_position": [], "loss_by_turn": [], "retrieval": []}
+    result |= dict.fromkeys(FIGURES)
+    losses = [measured(token_losses(model, document[None])[0], len(document)) for document in text.long]
     end, doubled = max(contexts), (FIRST_BUCKET << i for i in itertools.count())
     edges = [1, *itertools.takewhile(lambda edge: edge < end, doubled), end]
-    result: dict[str, Any] = {"tasks_version": TASKS_VERSION, "contexts": list(contexts), "documents": len(losses)}
-    result["text"] = text.digest
-    result["loss"], result["loss_error"] = mean_and_error([losses_N[1:] for losses_N in losses])
-    result["loss_by_position"] = []
-    for low, high in itertools.pairwise(edges):
+    if losses:
+        result["loss"], result["loss_error"] = mean_and_error([losses_N[1:] for losses_N in losses])
+    for low, high in itertools.pairwise(edges) if losses else ():
         loss, error = mean_and_error([losses_N[low:high] for losses_N in losses])
         result["loss_by_position"].append({"from": low, "to": high, "loss": loss, "error": error})
-    gains = [long_context_gains(model, *pair, short) for pair in zip(text.long, losses, strict=True)]
+    talk_losses = [measured(token_losses(model, (t ^ (t >> 31))[None])[0], len(t)) for t, _ in text.conversations]
+    if talk_losses:
+        result |= summarize_turns(text.conversations, talk_losses, edges)
+    gains = [
+        measured(long_context_gains(model, *pair, short), 4 * max(len(pair[0]) - short, 0))
+        for pair in zip(text.long, losses, strict=True)
+    ]
     keys = [find_key_tokens(*pair, short) for pair in zip(losses, gains, strict=True)]
     for name, values in (("long_context_gain", gains), ("key_tokens", keys)):
-        result[name], result[f"{name}_error"] = mean_and_error(values) if len(values[0]) else (None, None)
-    short_losses = [token_losses(model, document[None])[0, 1:] for document in text.short]
+        result[name], result[f"{name}_error"] = mean_and_error(values) if values and len(values[0]) else (None, None)
+    short_losses = [measured(token_losses(model, document[None])[0, 1:], len(document)) for document in text.short]
     result["short_context_loss"], result["short_context_loss_error"] = mean_and_error(short_losses)
-    result["retrieval"] = []
-    for kind, context, depth in itertools.product(TASKS, contexts, DEPTHS):
+    for kind, context, depth in cells:
         hits = 0
         for seed in range(samples):
             task = make_task(kind, depth, seed)
             haystack = np.roll(text.haystack, seed * HAYSTACK_STEP)
-            hits += is_retrieved(model, *make_prompt(task, haystack, tokenizer, context))
+            prompt = make_prompt(task, haystack, tokenizer, context)
+            hits += measured(is_retrieved(model, *prompt), context)
         cell = {"task": kind, "context": context, "depth": depth, "score": hits / samples, "samples": samples}
         result["retrieval"].append(cell)
     return result

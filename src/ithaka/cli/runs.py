@@ -1,6 +1,8 @@
 """Commands on runs and models: train, profile, report, data, export, evaluate, sample, verify."""
 
 import json
+import signal
+import sys
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
@@ -235,19 +237,21 @@ def evaluate(
     lengths = sorted({parse_tokens(text, "--contexts") for text in contexts.split(",")})
     if page is not None:
         check_output("--html", page, force)
-    with loading() as status:
+    with loading():
         from ithaka import evaluate as evaluation
 
-    with status("evaluating"):
-        results = evaluation.evaluate_all(models, lengths, data, ranks, documents, samples)
+    results = evaluation.evaluate_all(models, lengths, data, ranks, documents, samples)
     if page is not None:
         page.write_text(evaluation.render_results(results), encoding="utf-8")
     if as_json:
         print(json.dumps(results if len(results) > 1 else results[0], indent=2))
-        return
-    for title, rows in evaluation.make_tables(results):
-        print(f"{title}\n{format_table(rows)}\n")
-    print(evaluation.FIGURES_LEGEND)
+    for title, rows in evaluation.make_tables(results) if not as_json else ():
+        print(f"{title}\n{format_table(rows) if rows else 'not measured'}\n")
+    if not as_json:
+        print(evaluation.FIGURES_LEGEND)
+    if any(result.get("partial") for result in results):
+        print("stopped early: figures that were not measured are missing", file=sys.stderr)
+        raise typer.Exit(ExitCode.SIGNALED + signal.SIGINT)
 
 
 def sample(

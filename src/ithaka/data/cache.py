@@ -150,13 +150,13 @@ class TokenizedPart(NamedTuple):
     notes: Mapping[str, int]
 
 
-def tokenize(shard: Shard, tokenizer: Tokenizer) -> Iterator[TokenizedPart]:
-    """Yield the documents of a shard."""
+def tokenize(shard: Shard, tokenizer: Tokenizer, batch_chars: int = BATCH_CHARS) -> Iterator[TokenizedPart]:
+    """Yield the documents of a shard, tokenized in batches."""
     bos = np.asarray(tokenizer.document_prefix, np.int32)
     eos = np.asarray([] if tokenizer.eos_id is None else [tokenizer.eos_id], np.int32)
     eos = eos if shard.reading.train_on_eos else ~eos
     none = np.empty(0, np.int32)
-    for documents in _batch_documents(shard.documents(tokenizer)):
+    for documents in _batch_documents(shard.documents(tokenizer), batch_chars):
         starts = [[start for start, _ in each.turns] for each in documents]
         encoded = tokenizer.encode_documents(
             [each.text for each in documents], [each.trained for each in documents], starts
@@ -173,12 +173,12 @@ def tokenize(shard: Shard, tokenizer: Tokenizer) -> Iterator[TokenizedPart]:
             yield TokenizedPart(tokens, document.is_start, reason, turns, document.notes)
 
 
-def _batch_documents(documents: Iterable[Document]) -> Iterator[list[Document]]:
+def _batch_documents(documents: Iterable[Document], batch_chars: int) -> Iterator[list[Document]]:
     batch, num_chars = [], 0
     for document in documents:
         batch.append(document)
         num_chars += len(document.text)
-        if num_chars >= BATCH_CHARS:
+        if num_chars >= batch_chars:
             yield batch
             batch, num_chars = [], 0
     yield batch
