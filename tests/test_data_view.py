@@ -213,3 +213,14 @@ def test_bad_data_is_refused_and_nothing_written(folder, records, named, way_out
 def test_a_page_that_cannot_be_written_is_refused_first(folder):
     error = shown(folder, [TEXTS[0]], "--html", "missing/page.html", code=ExitCode.WRONG_INPUT)
     assert_refused(error, "ConfigError: --html=missing/page.html", way_out="another path")
+
+
+def test_a_record_is_shown_turn_by_turn_with_what_is_cut(folder):
+    shown_record = shown(folder, TALKS, "--record", "4", bad_records="skip", long_documents="split")
+    assert "record 4 of" in shown_record and "30 tokens, 5 trained" in shown_record
+    assert "turn 1, user: 23 tokens, 0 trained (context only)" in " ".join(shown_record.split())
+    assert "turn 2, assistant: 7 tokens, 5 trained (trained)" in " ".join(shown_record.split())
+    assert "1 pieces without a trained token; 16 tokens cut" in " ".join(shown_record.split())
+    assert "skipped" in shown(folder, TALKS, "--record", "3", bad_records="skip", long_documents="split")
+    shown(folder, TALKS, "--record", "4", "--html", "record.html", bad_records="skip")
+    assert "turn 2, assistant" in (folder / "record.html").read_text()

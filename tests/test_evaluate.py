@@ -87,7 +87,7 @@ def test_reading_many_short_documents_takes_time_in_proportion(monkeypatch):
     for number in (100, 200):
         documents = [(np.arange(3, dtype=np.int32).view(CountedDocument), []) for _ in range(number)]
         last = (np.zeros(999, np.int32), [])
-        monkeypatch.setattr(measuring, "_read_documents", lambda *_, found=documents: [*found, last])
+        monkeypatch.setattr(measuring, "_read_documents", lambda *_, found=(*documents, last): list(found))
         CountedDocument.asked = 0
         text = read_text(None, BYTES, 900, 1)
         asked.append(CountedDocument.asked)

@@ -17,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from ithaka import launch
 from ithaka.config import ConfigError
+from ithaka.data.formats import parse_tools, to_messages
 from ithaka.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from ithaka.dist.mesh import default_device, end_process_group, make_mesh, start_process_group
 from ithaka.exits import ExitCode
@@ -200,8 +201,14 @@ def render_results(results: Sequence[dict[str, Any]]) -> str:
     return render_page("Evaluation of " + " and ".join(result["model"] for result in results), "".join(parts))
 
 
-def sample(source: Path, prompt: str, num_tokens: int, temperature: float, raw: bool = False) -> str:
-    """Answer `prompt` with the chat template, or continue it if there is none or `raw`. Runs plain transformers."""
+def sample(
+    source: Path, prompt: str, num_tokens: int, temperature: float, raw: bool = False, system: str | None = None,
+    messages_file: Path | None = None, tools_file: Path | None = None,
+) -> str:  # fmt: skip
+    """Answer `prompt`, after the messages of a file if given, with the chat template; or continue it if there is no
+    template or `raw`. Runs plain transformers with its key/value cache, up to a stop token."""
+    record = _read_messages(messages_file) if messages_file else {"messages": []}
+    tools = parse_tools(json.loads(tools_file.read_text()) if tools_file else record.get("tools"))
     disable_progress_bar()
     device = default_device()
     dtype = getattr(torch, default_dtype(device.type == "cuda"))
@@ -209,15 +216,41 @@ def sample(source: Path, prompt: str, num_tokens: int, temperature: float, raw: 
         directory = prepare_model(source, Path(name) / "model")
         tokenizer = load_tokenizer(None, directory)
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device).eval()
-    text, prefix = prompt, tokenizer.document_prefix
+    text, prefix, stop = prompt, tokenizer.document_prefix, None
     if tokenizer.hf.chat_template and not raw:
-        messages = [{"role": "user", "content": prompt}]
-        text, prefix = tokenizer.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False), ()
+        messages = [{"role": "system", "content": system}] if system else []
+        messages += [*record["messages"], *([{"role": "user", "content": prompt}] if prompt else [])]
+        text = tokenizer.hf.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+        prefix, stop = (), tokenizer.chat.stop_token
+    elif system or messages_file or tools_file:
+        raise ConfigError("--system, --messages and --tools need a chat template; use --prompt, without --raw")
     ids = [*prefix, *tokenizer.encode_batch([text])[0].tolist()]
     if not ids:
         raise ConfigError("--prompt='' has no tokens; give at least a word")
-    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    options: dict[str, Any] = {
+        "do_sample": temperature > 0,
+        **({"temperature": temperature} if temperature > 0 else {}),
+    }
+    found = (tokenizer.eos_id, None if stop is None else tokenizer.hf.convert_tokens_to_ids(stop))
+    if stops := [token for token in found if token is not None]:
+        options["eos_token_id"] = stops
     prompt_ids = torch.tensor([ids], device=device)
-    inputs = {"input_ids": prompt_ids, "attention_mask": torch.ones_like(prompt_ids)}
-    generated = model.generate(**inputs, max_new_tokens=num_tokens, pad_token_id=tokenizer.pad_id, **sampling)
+    inputs = {"input_ids": prompt_ids, "attention_mask": torch.ones_like(prompt_ids), "use_cache": True}
+    generated = model.generate(**inputs, max_new_tokens=num_tokens, pad_token_id=tokenizer.pad_id, **options)
     return tokenizer.hf.decode(generated[0, len(ids) :].tolist(), skip_special_tokens=True)
+
+
+def _read_messages(file: Path) -> dict[str, Any]:
+    """Read a list of messages, or the first record of a file, without answers at its end."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        record = json.loads(text.splitlines()[0] if file.suffix == ".jsonl" else text)
+        record = record if isinstance(record, dict) else {"messages": record}
+        raw = record.get("messages") or record["conversations"]
+        messages = [m for n, each in enumerate(raw, 1) for m, _, _ in to_messages(each, f"message {n}", True)]
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        fix = 'write [{"role": "user", "content": "..."}]'
+        raise ConfigError(f"--messages={file} has no messages ({error}); {fix}, or a record with messages") from error
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    return {**record, "messages": messages}

@@ -18,8 +18,12 @@ from rich.table import Table
 from rich.text import Text
 
 from ithaka import launch
-from ithaka.config import Config
+from ithaka.config import Config, ConfigError
+from ithaka.data.cache import TokenizedPart, tokenize
+from ithaka.data.files import find_files
 from ithaka.data.open import check_data, data_facts, epoch_steps, measure_balance, open_data
+from ithaka.data.pack import Documents, LongDocuments, cut_documents, encode_turn
+from ithaka.data.read import make_shards
 from ithaka.data.stream import TrainData
 from ithaka.data.tokenizer import Tokenizer, load_tokenizer
 from ithaka.layer.loss import IGNORE_INDEX
@@ -78,6 +82,47 @@ def build_data_view(config: Config, limits: tuple[int, int, int]) -> DataView:
     del facts["first tokens"]
     lengths = "documents of {shortest:,} to {longest:,} tokens, median {median:,.0f}".format(**figures["lengths"])
     return DataView(figures, {"read": read, **facts, "lengths": lengths}, sequences)
+
+
+def build_record_view(config: Config, number: int, num_tokens: int) -> DataView:
+    """Show the documents of the `number`-th record, turn by turn: why tokens are trained or not, and what is cut."""
+    data, count = config.data, 0
+    tokenizer = load_tokenizer(data.tokenizer, config.model.path, data.chat_template)
+    for source in data.all_sources():
+        for shard in make_shards(find_files(source.path).files, source):
+            for part in tokenize(shard, tokenizer, batch_chars=1):
+                count += part.is_start
+                if count == number:
+                    return _describe_record(part, config, tokenizer, f"record {number:,} of {source.path}", num_tokens)
+    raise ConfigError(f"--record={number} is beyond the last of {count:,} records; give a smaller number")
+
+
+def _describe_record(
+    part: TokenizedPart, config: Config, tokenizer: Tokenizer, title: str, num_tokens: int
+) -> DataView:
+    trained, ids = part.tokens >= 0, part.tokens ^ (part.tokens >> 31)
+    facts = {"length": f"{len(trained):,} tokens, {trained.sum():,} trained"}
+    facts |= {name: str(number) for name, number in part.notes.items()}
+    if part.skip_reason:
+        facts["skipped"] = part.skip_reason
+    long = LongDocuments(config.data.long_documents, config.data.tool_tokens)
+    turns = np.asarray([encode_turn(*turn) for turn in part.turns], np.int64)
+    document = Documents(part.tokens, np.asarray([len(trained)]), turns=turns)
+    if len(trained) > config.data.context and long.mode != "refuse":
+        cut = cut_documents(document, config.data.context, long)
+        facts["pieces"] = f"{len(cut.segments):,} of at most {config.data.context:,} tokens ({long.mode})"
+        facts["left out"] = f"{cut.pieces_left_out[0]:,} pieces without a trained token; {cut.removed[0]:,} tokens cut"
+    edges = [0, *(start for start, _ in part.turns), len(trained)]
+    roles = ["before the first turn", *(role for _, role in part.turns)]
+    documents = []
+    for n, (role, (low, high)) in enumerate(zip(roles, itertools.pairwise(edges), strict=True)):
+        num_trained = int(trained[low:high].sum())
+        why = "trained" if num_trained else "excluded by the record" if role == "assistant" else "context only"
+        pieces = split_document(tokenizer, ids[low:high].tolist(), trained[low:high], num_tokens)
+        label = f"{f'turn {n}, ' * (n > 0)}{role}: {high - low:,} tokens, {num_trained:,} trained ({why})"
+        documents += [(label, pieces)] if high > low else []
+    figures = {"tokens": len(trained), "trained_tokens": int(trained.sum()), "facts": facts, "histogram": {}}
+    return DataView(figures, facts, [(title, documents)])
 
 
 def compute_figures(data: TrainData) -> dict[str, Any]:
@@ -214,8 +259,8 @@ def _style_pieces(pieces: list[TextPiece], uncolored: bool) -> Text:
 
 def render_data_page(view: DataView, heading: str) -> str:
     """Render the view as a self-contained HTML page."""
-    parts = [render_table(list(view.facts.items()), css_class="facts"), "<h2>Lengths</h2>"]
     bins = view.figures["histogram"]
+    parts = [render_table(list(view.facts.items()), css_class="facts"), "<h2>Lengths</h2>" if bins else ""]
     bars = []
     for up_to, number in bins.items():
         style = f"width:{number / max(bins.values()):.1%};min-width:{number > 0:d}px"

@@ -175,6 +175,9 @@ def data(
     overrides: Overrides = None,
     ranks: Ranks = None,
     page: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write an HTML page instead.")] = None,
+    record: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Show the N-th record, turn by turn, and what is cut.")
+    ] = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
@@ -189,7 +192,9 @@ def data(
 
     with status("reading and packing the data"):
         settings = resolve(config, with_ranks(overrides, ranks)).at(0)
-        view = show_data.build_data_view(settings, show_data.TERMINAL_LIMITS if page is None else show_data.PAGE_LIMITS)
+        limits = show_data.TERMINAL_LIMITS if page is None else show_data.PAGE_LIMITS
+        view = show_data.build_record_view(settings, record, limits[2]) if record else None
+        view = view or show_data.build_data_view(settings, limits)
     if page is not None:
         page.write_text(show_data.render_data_page(view, f"Data: {config or 'ithaka train'}"), encoding="utf-8")
     if as_json:
@@ -258,7 +263,12 @@ def sample(
     model: Annotated[
         Path, typer.Argument(metavar="RUN|MODEL|ADAPTER", help="A run (its latest checkpoint), or a model.")
     ],
-    prompt: Annotated[str, typer.Option(help="Text to continue; with a chat template, the user's message.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue; with a chat template, the user's message.")] = "",
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    messages: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Messages before --prompt: JSON, or the first record of JSONL.")
+    ] = None,
+    tools: Annotated[Path | None, typer.Option(metavar="FILE", help="Tools: a JSON list.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 100,
     temperature: Annotated[float, typer.Option(min=0, help="0: greedy.")] = 0.7,
     raw: Annotated[bool, typer.Option("--raw", help="Ignore the chat template.")] = False,
@@ -268,7 +278,7 @@ def sample(
         from ithaka.evaluate import sample
 
     with status("generating"):
-        text = sample(model, prompt, tokens, temperature, raw)
+        text = sample(model, prompt, tokens, temperature, raw, system, messages, tools)
     print(text)
 
 

@@ -107,7 +107,7 @@ def render_page(title: str, body: str, scripts: str = "", on_load: str = "", liv
 
 def render_table(rows: Sequence[Sequence[Any]], head: Sequence[str] = (), css_class: str = "") -> str:
     """An HTML table, with numbers right-aligned. In a table of class "heat", floats from 0 to 1 color their cell."""
-    alignment = ["" if isinstance(value, str) else " class=number" for value in rows[0]]
+    alignment = ["" if isinstance(value, str) else " class=number" for value in (rows[0] if rows else head)]
 
     def render_cell(value: Any, align: str) -> str:
         heat = f' style="--score: {value}"' if css_class == "heat" and isinstance(value, float) else ""
