@@ -15,8 +15,9 @@ FILE = Path(__file__).parent.parent / "src" / "ithaka" / "plan" / "decoders.json
 def main() -> None:
     models = json.loads(FILE.read_text(encoding="utf-8"))
     for name, model in models.items():
-        model["shape"] = asdict(measure_model(model["config"], name))
-        print(f"{name}: {model['shape']['measured']['num_parameters'] / 1e9:.2f}B parameters")
+        shape = measure_model(model["config"], name)
+        model["shape"] = asdict(shape)
+        print(f"{name}: {shape.num_parameters / 1e9:.2f}B parameters")
     lines = [f"{json.dumps(name)}: {json.dumps(model)}" for name, model in models.items()]
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 

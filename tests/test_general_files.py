@@ -87,6 +87,7 @@ def test_damaged_experts_are_named(ranks, tmp_path):
     stored = load_file(tmp_path / "model.safetensors")
     changes = {
         "missing": {expert.format(2): None},
+        "renamed": {expert.format(1): None, expert.format(9): stored[expert.format(1)]},
         "extra": {expert.format(4): torch.zeros(24, 32), expert.format(4).replace("up", "gate"): torch.zeros(24, 32)},
         "shape": {expert.format(0): torch.zeros(23, 32)},
         "ignored": {"model.layers.92.mlp.experts.0.up_proj.weight": torch.zeros(3)},
@@ -95,8 +96,9 @@ def test_damaged_experts_are_named(ranks, tmp_path):
     for folder, change in zip(folders, changes.values(), strict=True):
         tensors = {name: tensor for name, tensor in (stored | change).items() if tensor is not None}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (missing, extra, shape, ignored) = ranks.run(1, build_errors, folders)[0]
+    (missing, renamed, extra, shape, ignored) = ranks.run(1, build_errors, folders)[0]
     assert_refused(missing, str(folders[0]), expert.format(2), "1 missing", way_out="copy the files again")
+    assert_refused(renamed, expert.format(1), "1 missing", way_out="copy the files again")
     assert_refused(extra, "experts.4.", way_out="fix config.json")
     assert_refused(shape, expert.format(0), "(23, 32)", "(24, 32)", way_out="fix config.json")
     assert ignored is None

@@ -64,13 +64,14 @@ def test_built_in_shapes_are_up_to_date():
     assert json.loads(json.dumps(asdict(stored))) == built_in_decoders()[name]["shape"]
 
 
-SLOW = pytest.param("gemma3_text", False, 2, marks=pytest.mark.slow)
+CASES = [("gemma3_text", False, 2), ("qwen3_moe", True, None)]  # the second has streamed layers
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
 
 
-@pytest.mark.parametrize("family,overlap,stage", [("olmo2", True, None), SLOW])
+@pytest.mark.parametrize("family,overlap,stage", [("olmo2", True, None), *SLOW])
 def test_general_layers_peak_as_planned(family, overlap, stage):
     """Every layer of a step on rank 0 of 2, in bf16. Tiles count kernels of a GPU, a CPU has some more."""
-    sizes = {**SIZES, **DECODERS[family], "model_type": family, "hidden_size": 64, "intermediate_size": 192}
+    sizes = {**SIZES, **DECODERS.get(family, {}), "model_type": family, "hidden_size": 64, "intermediate_size": 192}
     sizes = AutoConfig.for_model(**sizes | {"num_hidden_layers": 2, "sliding_window": 64}).to_dict()
     counts = {"keep_attention": 1, "input_tier": "device" if overlap else "host"}
     layout = make_layout(2, cp=2, heads_per_stage=stage, tile_tokens=64, dtype="bfloat16", overlap=overlap, **counts)

@@ -43,13 +43,13 @@ class Layout:
     tile_tokens: int | None = None  # None: all local tokens in one tile
     kept: tuple[ActivationPolicy, ...] = ()  # one per layer; empty: every layer keeps its input on the device
     # Trade memory for time: exchange and prefetch the next stage while this one attends, and in backward fetch a
-    # layer's input once instead of tile by tile in every pass.
+    # layer's input once instead of tile by tile in every pass, and hold the graphs of projections (layer/general.py).
     overlap: bool = True
     offload_optimizer: bool = False
     dtype: str | None = None  # compute dtype; None: the parameters' own, planned as 16-bit
     kernel: str = "auto"  # attention kernel
     blocks: tuple[int, int] | None = None  # tokens per query and per key block of attention; None: sized to the cache
-    compile: bool = False  # torch.compile the MLP
+    compile: bool = False  # torch.compile layers on the general path, and the MLP of others
 
     @property
     def ulysses(self) -> int:

@@ -309,7 +309,7 @@ class TrainConfig(Section, name="train"):
     spike: float | None = setting(None, gt=1)
     # Seed of the initial weights and the data order.
     seed: int = setting(0, ge=0)
-    # Apply torch.compile to the MLP.
+    # Apply torch.compile to layers on the general path (docs/models.md), and to the MLP of others.
     compile: bool = False
     # Accumulate gradients in a fixed order: GPU runs are bitwise reproducible, the attention backward is 10 % slower.
     deterministic: bool = False

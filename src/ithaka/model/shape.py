@@ -19,10 +19,12 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 
 from ithaka.config import ConfigError
 from ithaka.layer.general import Arguments, CallFacts, LayerRuns
+from ithaka.model.families import has_known_layers
 from ithaka.model.probe import LENGTHS, Recorder, describe_layer, read_call, refusal, token_dims
 from ithaka.plan.shape import MeasuredLayer, ModelShape
 
 TOKENS = (128, 256)  # the lengths of two runs: their difference is what grows with the tokens
+TOP_K = ("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk")  # experts per token, in configurations
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "grouped_mm_fallback")
 
 
@@ -56,8 +58,11 @@ def measure_layers(model: PreTrainedModel) -> ModelShape:
     calls, shorter = (recorder.call(length) for length in LENGTHS)
     measured: dict[Any, tuple[CallFacts, MeasuredLayer]] = {}
     layers = []
+    arguments_by_id: dict[int, int] = {}  # bytes of arguments with a dimension of tokens
     for index, layer in enumerate(model.model.layers):
         dims = token_dims(model, f"model.layers.{index}", calls[index], shorter[index])
+        leaves = zip(pytree.tree_leaves(calls[index][1:]), dims, strict=True)
+        arguments_by_id |= {id(leaf): leaf.nbytes for leaf, dim in leaves if dim is not None}
         mask = next((id(leaf) for leaf in pytree.tree_leaves(calls[index][1:]) if hasattr(leaf, "local_size")), None)
         kind = describe_layer(layer), mask, dims
         if kind not in measured:
@@ -65,8 +70,9 @@ def measure_layers(model: PreTrainedModel) -> ModelShape:
         layers.append(measured[kind])
     all_facts, parts = zip(*layers, strict=True)
     widest = max(all_facts, key=lambda facts: (facts.num_heads + 2 * facts.num_kv_heads) * facts.head_dim)
-    tensors = {id(leaf): leaf for call in calls for leaf in pytree.tree_leaves(call[1:]) if isinstance(leaf, Tensor)}
-    arguments = sum(t.nbytes for t in tensors.values() if LENGTHS[0] in t.shape) // LENGTHS[0]
+    arguments = sum(arguments_by_id.values()) // LENGTHS[0]
+    ends = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
+    others = sum(param.numel() for param in model.parameters() if id(param) not in ends)
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     return ModelShape(
         family=config.model_type,
@@ -79,16 +85,25 @@ def measure_layers(model: PreTrainedModel) -> ModelShape:
         vocab=config.vocab_size,
         tied=tied,
         windows=tuple(facts.window or facts.chunk for facts in all_facts),
-        measured=combine_layers(parts, sum(param.numel() for param in model.parameters()), arguments),
+        measured=combine_layers(parts, others, arguments),
     )
 
 
-def combine_layers(layers: tuple[MeasuredLayer, ...], num_parameters: int, arguments: int) -> MeasuredLayer:
+def combine_layers(layers: tuple[MeasuredLayer, ...], total_parameters: int, arguments: int) -> MeasuredLayer:
     """One layer with the most bytes of any, and with the mean of all products."""
     largest = max(layers, key=lambda layer: layer.parameters)
     most = {name: max(getattr(layer, name) for layer in layers) for name in MeasuredLayer.bytes_per_token}
     mean = {name: round(sum(getattr(layer, name) for layer in layers) / len(layers)) for name in MeasuredLayer.costs}
-    return MeasuredLayer(largest.parameters, num_parameters, largest.linears, **most, **mean, arguments=arguments)
+    linears = {linear[0]: linear for layer in layers for linear in layer.linears}
+    return MeasuredLayer(
+        largest.parameters,
+        total_parameters,
+        tuple(linears.values()),
+        largest.is_streamed,
+        arguments=arguments,
+        **most,
+        **mean,
+    )
 
 
 class _Measurement:
@@ -114,8 +129,10 @@ class _Measurement:
         except ConfigError:
             raise
         except Exception as error:
-            problem = f"has a layer {self.name} that cannot be measured ({type(error).__name__}: {error})"
-            raise refusal(self.model, problem) from error
+            raise ConfigError(
+                f"model_type={self.model.config.model_type} cannot be planned: {self.name} does not run on tensors "
+                f"without memory ({type(error).__name__}: {error}); call ithaka.parallelize with a layout"
+            ) from error
 
     def _run(self) -> tuple[CallFacts, MeasuredLayer]:
         used: set[nn.Module] = set()
@@ -132,17 +149,21 @@ class _Measurement:
         per_token = {name: round((long[name] - short[name]) / (TOKENS[1] - TOKENS[0])) for name in long}
         projected = sum(sum(self._products(module)) for module in used)
         dense, experts = map(sum, zip(*map(self._products, self.layer.modules()), strict=True))
+        mixtures = [name for name, child in self.layer.named_children() if any(p.dim() > 2 for p in child.parameters())]
         linears = tuple(
-            (n, m.in_features, m.out_features) for n, m in self.layer.named_modules() if type(m) is nn.Linear
+            (name, module.in_features, module.out_features, name.partition(".")[0] in mixtures)
+            for name, module in self.layer.named_modules()
+            if type(module) is nn.Linear
         )
         parameters = sum(param.numel() for param in self.layer.parameters())
+        is_streamed = has_known_layers(self.model)
         products = {"projections": projected, "others": dense + experts - projected, "experts": experts}
-        return self.facts, MeasuredLayer(parameters, parameters, linears, **per_token, **products)
+        return self.facts, MeasuredLayer(parameters, parameters, linears, is_streamed, **per_token, **products)
 
     def _products(self, module: nn.Module) -> tuple[int, int]:
         """Multiply-adds per token with the module's own weights: dense ones, and those of the experts it is sent to."""
         config, sizes = self.model.config, [p.shape for p in module.parameters(recurse=False)]
-        top_k = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_k", None) or 1
+        top_k = next((k for k in (getattr(config, name, None) for name in TOP_K) if isinstance(k, int)), 1)
         flat = sum(size.numel() for size in sizes if len(size) == 2 and not self._is_expert_bias(size, sizes))
         return flat, sum(size.numel() // size[0] * top_k for size in sizes if len(size) == 3)
 

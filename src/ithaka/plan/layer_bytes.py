@@ -82,7 +82,9 @@ class LayerBytes:
         self.gate_up = 2 * s * shape.mlp * layout.element_bytes * policy.mlp
         self.projected = self.douts = self.graphs = 0
         if shape.measured:
-            self._add_general(shape.measured, policy)
+            self.gate_up = s * self._graph_bytes(shape.measured.finish_graph) * policy.mlp
+            if not shape.measured.is_streamed:
+                self._add_general(shape.measured, policy)
         self.kept = self.x * (policy.input == "device") + self.outputs * (policy.attention == "device")
         self.kept += self.qkv + self.residual + self.gate_up  # on the device
         is_stored = policy.input != "device"
@@ -96,7 +98,7 @@ class LayerBytes:
         """What layer/general.py holds besides the tensors of stages: q, k and v of all heads until the last stage is
         sent, and in backward the gradients of all heads and, with overlap, the graphs of run 1."""
         shape, e = self.shape, self.layout.element_bytes
-        self.residual, self.gate_up = 0, self.s * self._graph_bytes(layer.finish_graph) * policy.mlp
+        self.residual = 0
         head = self.s * shape.head_dim * e
         self.projected, self.douts = (shape.heads + 2 * shape.kv_heads) * head, shape.heads * head
         self.graphs = self.s * self._graph_bytes(layer.project_graph) * (self.layout.overlap and not policy.projections)
@@ -186,7 +188,7 @@ class LayerBytes:
         if work in BLOCK_TOKENS:
             return self._block_bytes(work)
         shape, c, hidden = self.shape, self.layout.ulysses, self.shape.hidden
-        if shape.measured:
+        if shape.measured and (work.startswith("mlp") or not shape.measured.is_streamed):
             return self._measured_tile_bytes(shape.measured, work)
         t, e, wide = min(self.layout.tile_tokens or self.s, self.s), self.layout.element_bytes, self.layout.sum_bytes
         rank = shape.adapter.rank if shape.adapter else 0  # width between an adapter's two matrices

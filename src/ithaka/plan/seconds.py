@@ -148,7 +148,7 @@ class LayerSeconds:
         """The q, k and v projections. Backward projects again unless q, k and v were kept, and has the gradient of the
         output projection's input."""
         projects = not (backward and self.policy.projections)
-        if self.shape.measured:
+        if self.shape.measured and not self.shape.measured.is_streamed:
             return self._measured_projections(self.shape.measured, projects, backward)
         walks = (self.num_stages * projects + backward) * WALK_PASSES[backward] * self.x
         passes = HEAD_PASSES[backward] - HEAD_PASSES[0] * (not projects)
@@ -186,14 +186,15 @@ class LayerSeconds:
         return self._measured_run(layer.projections, 0, num_matmuls, moved) + self.sum_grads(layer.projections)
 
     def _measured_rest(self, layer: MeasuredLayer, backward: bool) -> float:
-        """Run 2 of a measured layer. Backward runs it again unless its graphs were kept."""
+        """Run 2 of a measured layer, and all adapters. Backward runs it again unless its graphs were kept."""
+        adapters = self.adapters(tuple(self.shape.linears), backward)
         dense = layer.others - layer.experts
         if not backward:
-            return self._measured_run(dense, layer.experts, 1, layer.finish_moved)
+            return self._measured_run(dense, layer.experts, 1, layer.finish_moved) + adapters
         moved = layer.finish_backward_moved - self.policy.mlp * layer.finish_moved
         num_matmuls = 3 - self.policy.mlp - self.is_frozen
         sums = self.sum_grads(self.shape.mlp_parameters)
-        return self._measured_run(dense, layer.experts, num_matmuls, moved) + sums
+        return self._measured_run(dense, layer.experts, num_matmuls, moved) + sums + adapters
 
     def _measured_run(self, dense: int, experts: int, num_matmuls: int, moved: int) -> float:
         matmul = self.matmul(dense, 1, GENERAL_SHARE) + self.matmul(experts, 1, EXPERTS_SHARE)

@@ -37,7 +37,7 @@ class Family:
     kv_heads: int | None = None
     head_dim: int | None = None
     positions: int = 32768
-    experts: bool = False  # a mixture of experts, which runs in `ithaka.parallelize` but is not planned
+    experts: bool = False  # a mixture of experts, which has no formula
 
 
 DEFAULT_WINDOW = 4096  # for every family that has windows
@@ -62,8 +62,10 @@ class MeasuredLayer:
     """
 
     parameters: int
-    num_parameters: int  # of the model
-    linears: tuple[tuple[str, int, int], ...]  # name, inputs, outputs
+    total_parameters: int  # of all layers and the last norm
+    # Name, inputs, outputs, and whether it is part of a mixture of experts; of all layers.
+    linears: tuple[tuple[str, int, int, bool], ...]
+    is_streamed: bool  # attention runs as in the families with a formula, and only the rest of the layer was measured
     # Peaks of a run without gradients, and of one with its backward; the graph in between.
     project_bytes: int
     finish_bytes: int
@@ -132,7 +134,7 @@ class ModelShape:
     def num_parameters(self) -> int:
         """All parameters of the base model. A tied embedding counts once."""
         if self.measured:
-            return self.measured.num_parameters
+            return self.measured.total_parameters + self.vocab * self.hidden * (1 if self.tied else 2)
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         return self.num_layers * self.layer_parameters + embeddings + self.hidden
 
@@ -144,11 +146,17 @@ class ModelShape:
 
     # ---- trained parameters
 
+    @property
+    def num_products(self) -> int:
+        """Multiply-adds per token of a measured model, with attention left out."""
+        assert self.measured
+        return self.num_layers * (self.measured.projections + self.measured.others) + self.vocab * self.hidden
+
     @cached_property
     def linears(self) -> dict[str, tuple[int, int]]:
         """(inputs, outputs) of a layer's linear modules, by name in the layer."""
         if self.measured:
-            return {name: (inputs, outputs) for name, inputs, outputs in self.measured.linears}
+            return {name: (inputs, outputs) for name, inputs, outputs, _ in self.measured.linears}
         D, F, q_size, kv_size = self.hidden, self.mlp, self.heads * self.head_dim, self.kv_heads * self.head_dim
         sizes = ((D, q_size), (D, kv_size), (D, kv_size), (q_size, D), (D, F), (D, F), (F, D))
         return dict(zip(LAYER_LINEARS, sizes, strict=True))
@@ -166,7 +174,10 @@ class ModelShape:
         rank, modules = self.adapter.rank if self.adapter else 0, {name: name for name in self.linears}
         if not self.measured:
             modules = {name: f"{'self_attn' if name in LAYER_LINEARS[:4] else 'mlp'}.{name}" for name in LAYER_LINEARS}
-        sizes = {name: rank * sum(size) for name, size in self.linears.items()}
+        mixture = {name for name, *_, in_mixture in self.measured.linears if in_mixture} if self.measured else set()
+        if self.adapter and self.adapter.targets != "all-linear":
+            mixture = set()
+        sizes = {name: rank * sum(size) for name, size in self.linears.items() if name not in mixture}
         return tuple(
             {name: sizes[name] for name in sizes if self.has_adapter(f"model.layers.{i}.{modules[name]}")}
             for i in range(self.num_layers)
@@ -212,6 +223,8 @@ class ModelShape:
             only = replace(self, adapter=AdapterConfig(targets=(target,)))
             if not any(only.adapter_parameters) and not only.has_adapter("lm_head"):
                 way = f"use a name such as q_proj or {self.num_layers - 1}.self_attn.q_proj"
+                if self.measured:
+                    way = f"use one of {', '.join(sorted({name.rpartition('.')[2] for name in self.linears}))}"
                 raise ConfigError(f"adapter.targets={target} names no module of the model; {way}")
         if adapter and self.tied and "lm_head" in adapter.targets:
             rule = "cannot be merged into a model that ties it to embed_tokens"

@@ -364,7 +364,7 @@ def list_assumptions(plan: Plan) -> dict[str, str]:
         "data": "one document per sequence; packed shorter documents need less attention",
     }
     known = {"host memory": not hardware.assumed_host, "disk": not hardware.disk_bytes}
-    known["compile"] = plan.shape.measured is None
+    known["compile"] = plan.shape.measured is None or plan.shape.measured.is_streamed
     known["attention"] = gpu.kernel not in KERNEL_NAMES
     return {name: text for name, text in assumptions.items() if not known.get(name)}
 
