@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 import shutil
 import warnings
 from pathlib import Path
@@ -19,7 +20,9 @@ from ithaka.export import export
 from ithaka.layout import Layout
 from ithaka.model.build import build_model, read_hf_config
 from ithaka.model.positions import rope_parameters
+from ithaka.plan.shape import shape_from_config
 from ithaka.preflight.preflight import validate_run
+from ithaka.preflight.run import model_shape
 from ithaka.train import loop
 from ithaka.train.trainer import prepare
 from refusals import assert_refused
@@ -154,6 +157,15 @@ def test_rope_extends_the_layers_without_a_window(family, partial):
     assert changed == {f"{prefix}inv_freq", f"{prefix}original_inv_freq"}
 
 
+def test_a_resized_vocabulary_is_planned(tmp_path):
+    """The shape equals that of the resized model, so that its run can be resumed."""
+    config = configured(tmp_path, "gemma3_text", vocab_size=61)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, resize_embeddings=True))
+    file = tmp_path / "base/config.json"
+    resized = json.loads(file.read_text()) | {"vocab_size": 320}
+    assert model_shape(config) == shape_from_config(resized)
+
+
 def test_adapters_on_experts_are_refused():
     source = tiny_decoder("glm4_moe", torch.float32, num_hidden_layers=2).config.to_dict()
     adapter = AdapterConfig(targets=("q_proj", "down_proj"))
@@ -164,9 +176,9 @@ def test_adapters_on_experts_are_refused():
 # ---- runs
 
 
-def configured(folder, family, **sections):
-    base = saved_decoder(folder / "base", family, vocab_size=MODEL["vocab_size"])
-    config = tiny_run(folder, train={"steps": 4, "save_every": 2}, **sections)
+def configured(folder, family, vocab_size=MODEL["vocab_size"]):
+    base = saved_decoder(folder / "base", family, vocab_size=vocab_size)
+    config = tiny_run(folder, train={"steps": 4, "save_every": 2})
     config = dataclasses.replace(config, model=ModelConfig(path=base))
     (folder / "run.yaml").write_text(to_yaml(config))
     return load_config(folder / "run.yaml")
