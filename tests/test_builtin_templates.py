@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken
 
-from ithaka.config import ConfigError, ReadingConfig
+from ithaka.config import ConfigError, ReadingConfig, ReasoningConfig
 from ithaka.data.chat import TODAY, BadRecord, fix_date
 from ithaka.data.records import parse_record
 from ithaka.data.tokenizer import Tokenizer, load_tokenizer
@@ -171,3 +171,47 @@ def test_several_calls_are_refused_where_the_format_has_one():
 def test_a_misspelled_template_is_refused():
     with pytest.raises(ConfigError, match="data.chat_template=chatm cannot be read .*built-in template"):
         load_tokenizer("bytes", None, Path("chatm"))
+
+
+def odd_message(rng):
+    """A message that a file may contain: any role or none, odd content, calls, results and reasoning."""
+    content = rng.choice(
+        [None, "", " \n", "🎉é", "\x00\x07\x1b", "\ud800", "<think>a</think>b", "</think>", "x" * 2000, 7, {"a": 1}, [],
+         ["a"], [{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "b"}], [{"type": "image"}], [None],
+         [{"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}}], [{"type": "tool_result", "content": "r"}],
+         "<|im_end|>", "\ufdd0"]
+    )  # fmt: skip
+    message = {"content": content}
+    role = rng.choice(["system", "user", "assistant", "assistant", "tool", "developer", "human", "judge", None, 3])
+    message |= {} if role is None else {rng.choice(["role", "role", "from"]): role}
+    if rng.random() < 0.3:
+        arguments = rng.choice(['{"a": 1}', {"a": 1}, "{", None, 5, "[]"])
+        call = {"function": {"name": rng.choice(["f", "", None]), "arguments": arguments}}
+        message["tool_calls"] = rng.choice([[call], [call, call], [], None, "f", [1]])
+    if rng.random() < 0.3:
+        message[rng.choice(["reasoning_content", "thinking"])] = rng.choice(["why", "", 3, None, "\n", {"a": 1}])
+    return rng.choice([message] * 20 + [None, "text", 3, []])
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_odd_conversations_are_read_or_refused_in_one_sentence(name):
+    tokenizer, _ = builtin(name)
+    rng, num_read = random.Random(7), 0
+    good = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    policies = [None, ReasoningConfig(), ReasoningConfig(turns="last"), ReasoningConfig(loss=False)]
+    for _ in range(300):
+        odd = [odd_message(rng) for _ in range(rng.randint(0, 2))]
+        messages = rng.choice([[*good, *odd], [*odd, *good], [*good, *odd, *good], odd])
+        record = {rng.choice(["messages", "conversations"]): messages}
+        record |= {"tools": rng.choice([[], "[]", [{"name": "f"}], "x", 3, [3], [{"function": {"name": "f"}}]])}
+        reading = ReadingConfig(reasoning=rng.choice(policies), images=rng.choice(["refuse", "drop"]))
+        try:
+            documents = parse_record(record, reading, tokenizer.chat, tokenizer.vocab_size)
+        except BadRecord as error:
+            assert error.reason and "\n" not in str(error)[:60]
+            continue
+        num_read += 1
+        for document in documents:
+            (ids,) = tokenizer.encode_batch([document.text], [document.trained])
+            assert len(ids) and all(0 <= low <= high <= len(document.text) for low, high in document.trained or ())
+    assert num_read > 20
