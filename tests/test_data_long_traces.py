@@ -105,6 +105,14 @@ def test_long_conversations_become_these_pieces(tmp_path, mode, output):
         assert "pieces of long documents: no token to train on" in facts["unlabelled"]
 
 
+def test_tool_outputs_are_not_shortened_where_they_are_trained(tmp_path):
+    conversations = [trace(seed, turns=1, output=60) for seed in range(2)]
+    data = opened(tmp_path, "shorten_tools", path=written(tmp_path / "a.jsonl", conversations), train_on="all")
+    data.stream.current_round()
+    data.close()
+    assert data.stream.removed_tokens == 0 and data.stream.num_long == 2
+
+
 def test_a_head_without_room_and_text_are_split(tmp_path):
     messages = [{"role": "system", "content": "the " * 60}, *trace(0, turns=1)[1:]]
     data = opened(tmp_path, "turns", path=written(tmp_path / "a.jsonl", [messages, messages]))

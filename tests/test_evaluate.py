@@ -227,6 +227,21 @@ def test_a_run_is_evaluated_and_printed(ranks, tmp_path, monkeypatch, capfd):
     assert (tmp_path / "page.html").read_text().count("--score: ") == 2 * len(TASKS) * len(DEPTHS)
 
 
+def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measuring, "is_retrieved", interrupt)
+    tiny_model("llama", **CONFIG).save_pretrained(tmp_path / "model")
+    BYTES.hf.save_pretrained(tmp_path / "model")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"{n} and " * 200}) + "\n" for n in range(3)))
+    arguments = ["evaluate", str(tmp_path / "model"), "--data", str(tmp_path / "a.jsonl"), "--ranks", "1"]
+    arguments += ["--contexts", "900", "--html", str(tmp_path / "page.html")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 130 and "stopped early" in result.stderr and (tmp_path / "page.html").is_file()
+    assert "loss by position" in result.stdout and "retrieval by depth\nnot measured" in result.stdout
+
+
 def test_two_models_under_torchrun_are_refused(tmp_path, monkeypatch):
     """Its ranks cannot meet a second time."""
     monkeypatch.setenv("RANK", "0")

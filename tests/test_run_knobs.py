@@ -1,16 +1,19 @@
 """Knobs of a run: epochs, the best checkpoint, early stop, another learning rate, validation alone, export of a step,
 samples."""
 
+import json
 import math
 import shutil
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from ithaka import evaluate as evaluating
 from ithaka.checkpoint import files
 from ithaka.cli import app
 from ithaka.cli.runs import validate_rank
@@ -20,6 +23,7 @@ from ithaka.preflight.preflight import resolve, validate_run
 from ithaka.train import trainer as trainer_module
 from refusals import assert_command_refused, assert_refused
 from runs import metrics, run, tiny_run, valid
+from templates import chat_tokenizer
 
 
 def names(run_dir):
@@ -81,6 +85,39 @@ def test_a_step_is_exported_and_sampled(stopped, tmp_path):
     texts = [ask.invoke(app, ["sample", str(source), *how]) for source in (run_dir, tmp_path / "step 4")]
     assert texts[0].exit_code == 0 and texts[0].stdout == texts[1].stdout and len(texts[0].stdout) > 1
     assert_command_refused(["sample", str(tmp_path / "no"), *how], str(tmp_path / "no"), way_out="with weights")
+
+
+def test_a_trace_is_answered_up_to_a_stop_token(tmp_path, monkeypatch):
+    """The record's own answer is left out, and the system prompt and tools are rendered."""
+    asked = {}
+
+    class Model:
+        def generate(self, **options):
+            asked.update(options)
+            return torch.cat([options["input_ids"], torch.tensor([[5, 6]])], 1)
+
+        def to(self, device):
+            return self
+
+        def eval(self):
+            return self
+
+    hf = chat_tokenizer((Path(__file__).parents[1] / "src/ithaka/data/templates/chatml.jinja").read_text())
+    hf.save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(evaluating, "prepare_model", lambda source, out: source)
+    monkeypatch.setattr(evaluating.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: Model())
+    turns = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "there"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"conversations": turns}) + "\n")
+    (tmp_path / "tools.json").write_text(json.dumps([{"name": "add", "input_schema": {"type": "object"}}]))
+    files = ["--messages", str(tmp_path / "a.jsonl"), "--tools", str(tmp_path / "tools.json")]
+    result = CliRunner().invoke(app, ["sample", str(tmp_path / "model"), "--system", "be kind", *files])
+    text = hf.decode(asked["input_ids"][0])
+    assert result.exit_code == 0 and text.startswith("<|im_start|>system\nbe kind") and '"name": "add"' in text
+    assert text.endswith("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n") and asked["use_cache"]
+    assert asked["eos_token_id"] == hf.convert_tokens_to_ids(["</s>", "<|im_end|>"])
+    assert_command_refused(
+        ["sample", str(tmp_path / "model"), "--messages", str(tmp_path / "no")], "--messages=", way_out="messages"
+    )
 
 
 def test_evaluate_only_prints_the_loss_and_leaves_the_run_alone(stopped, capsys):
