@@ -232,7 +232,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(measuring, "is_retrieved", interrupt)
-    tiny_model("llama", **CONFIG).save_pretrained(tmp_path / "model")
+    tiny_model(tiny_config("llama", **CONFIG), torch.float32).save_pretrained(tmp_path / "model")
     BYTES.hf.save_pretrained(tmp_path / "model")
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"{n} and " * 200}) + "\n" for n in range(3)))
     arguments = ["evaluate", str(tmp_path / "model"), "--data", str(tmp_path / "a.jsonl"), "--ranks", "1"]
