@@ -215,3 +215,27 @@ def test_odd_conversations_are_read_or_refused_in_one_sentence(name):
             (ids,) = tokenizer.encode_batch([document.text], [document.trained])
             assert len(ids) and all(0 <= low <= high <= len(document.text) for low, high in document.trained or ())
     assert num_read > 20
+
+
+@pytest.mark.parametrize("name", ["glm4", "harmony"])
+def test_turns_of_templates_that_drop_reasoning_are_unrolled(name):
+    tokenizer, _ = builtin(name)
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "think 0"},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "answer 1", "reasoning_content": "think 1"},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "answer 2", "reasoning_content": "think 2"},
+    ]
+    reading = ReadingConfig(reasoning=ReasoningConfig())
+    documents = parse_record({"messages": messages}, reading, tokenizer.chat, tokenizer.vocab_size)
+    trained = ["".join(each.text[low:high] for low, high in each.trained) for each in documents]
+    assert len(documents) == {"glm4": 2, "harmony": 3}[name]
+    for text in ("think 0", "think 1", "think 2", "answer 1", "answer 2"):
+        assert sum(text in each for each in trained) == 1, text
+    reading = ReadingConfig(reasoning=ReasoningConfig(loss=False))
+    for each in parse_record({"messages": messages}, reading, tokenizer.chat, tokenizer.vocab_size):
+        text = "".join(each.text[low:high] for low, high in each.trained)
+        assert "think" not in text and "analysis" not in text
