@@ -115,9 +115,10 @@ def test_a_trace_is_answered_up_to_a_stop_token(tmp_path, monkeypatch):
     assert result.exit_code == 0 and text.startswith("<|im_start|>system\nbe kind") and '"name": "add"' in text
     assert text.endswith("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n") and asked["use_cache"]
     assert asked["eos_token_id"] == hf.convert_tokens_to_ids(["</s>", "<|im_end|>"])
-    assert_command_refused(
-        ["sample", str(tmp_path / "model"), "--messages", str(tmp_path / "no")], "--messages=", way_out="messages"
-    )
+    for option, way_out in (("--messages", "a record with messages"), ("--tools", "a JSON list")):
+        arguments = ["sample", str(tmp_path / "model"), "--prompt", "hi", option, str(tmp_path / "no")]
+        assert_command_refused(arguments, f"{option}=", way_out=way_out)
+    assert_command_refused(["sample", str(tmp_path / "model")], "--prompt=''", way_out="--messages")
 
 
 def test_evaluate_only_prints_the_loss_and_leaves_the_run_alone(stopped, capsys):

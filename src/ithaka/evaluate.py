@@ -208,7 +208,12 @@ def sample(
     """Answer `prompt`, after the messages of a file if given, with the chat template; or continue it if there is no
     template or `raw`. Runs plain transformers with its key/value cache, up to a stop token."""
     record = _read_messages(messages_file) if messages_file else {"messages": []}
-    tools = parse_tools(json.loads(tools_file.read_text()) if tools_file else record.get("tools"))
+    if not prompt and not record["messages"]:
+        raise ConfigError("--prompt='' has no tokens; give at least a word, or --messages")
+    try:
+        tools = parse_tools(tools_file.read_text(encoding="utf-8") if tools_file else record.get("tools"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--tools={tools_file} has no tools ({error}); write a JSON list of tools") from error
     disable_progress_bar()
     device = default_device()
     dtype = getattr(torch, default_dtype(device.type == "cuda"))
