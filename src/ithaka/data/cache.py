@@ -118,8 +118,8 @@ class TokenCache:
             raise error
 
     def _write_tokens(self, shard: Shard, file: BinaryIO) -> None:
-        """Write tokens int32, lengths of documents and turns int64, the counts of skipped documents and of notes as
-        JSON, then the size of that JSON, the number of documents and that of turns int64."""
+        """Write tokens (int32), document lengths and encoded turns (int64), counts of skipped documents and of notes
+        (JSON), and a footer (int64): bytes of JSON, number of documents, number of turns."""
         lengths, skipped, notes = [], Counter[str](), Counter[str]()
         turns: list[int] = []
         num_tokens = 0
@@ -140,8 +140,8 @@ class TokenCache:
 
 
 class TokenizedPart(NamedTuple):
-    """A document, or a part of a long text. `tokens` as in Documents; `skip_reason`: not empty if it is only counted;
-    `turns`: the token at which each message starts, and its role."""
+    """A document, or a part of a long text. `tokens` are encoded as in Documents. If `skip_reason` is not empty, the
+    document is only counted. `turns` lists the first token and the role of each message."""
 
     tokens: np.ndarray
     is_start: bool

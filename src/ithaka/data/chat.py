@@ -8,8 +8,8 @@ Training covers the `{% generation %}` blocks. In a template without them, it co
 up to and including the stop token: the special token that ends a turn. Some templates write that token at the start of
 the next turn, or after the last one.
 
-Reasoning gets marks too, inside the messages. Where a template drops it, as Qwen3's does before the last question, the
-conversation is refused, or rendered as several samples that each end with one such turn.
+Reasoning is marked too, inside the messages. If a template drops it, as Qwen3's does before the last user message, the
+conversation is refused, or rendered as several samples, each of which ends with one such turn.
 """
 
 import contextlib
@@ -159,8 +159,8 @@ class ChatTemplate:
     def _select_reasoning(
         self, messages: list[Message], tools: Tools, policy: ReasoningConfig | None
     ) -> tuple[list[Message], int]:
-        """Return the messages with the reasoning that `policy` keeps, where the template reads it, and the number of
-        messages that lose theirs."""
+        """Move the reasoning that `policy` keeps to the field that the template renders, and drop the rest. Return the
+        messages, and the number of them whose reasoning was dropped."""
         name = next((field for field in REASONING_FIELDS if self._is_rendered(field, tools)), None)
         roles = [message["role"] for message in messages]
         last_question = max((i for i, role in enumerate(roles) if role == "user"), default=-1)
@@ -357,7 +357,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _reasoning_end(self) -> str:
-        """What the template writes between reasoning and an answer, and also between reasoning and a tool call."""
+        """The text that closes reasoning: what the template writes after it before both an answer and a tool call."""
         name = next((field for field in REASONING_FIELDS if self._is_rendered(field, None)), None)
         call = {"id": "call00001", "type": "function", "function": {"name": "x", "arguments": {}}}
         endings = []

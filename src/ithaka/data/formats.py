@@ -17,9 +17,9 @@ MEDIA_PARTS = ("image", "image_url", "input_image", "audio", "input_audio", "vid
 
 
 def to_messages(raw: Any, label: str, drop_images: bool) -> Iterator[tuple[Message, bool, int]]:
-    """Yield the messages of one message of any format, whether to train on each, and how many images were dropped.
+    """Convert a message of any format. Yield messages, whether to train on each, and the number of dropped images.
 
-    Only a message of Anthropic's becomes several: each `tool_result` is one.
+    Only Anthropic messages yield several: each `tool_result` becomes its own message.
     """
     role = raw.get("role", raw.get("from")) if isinstance(raw, Mapping) else None
     name = ROLE_NAMES.get(role, role) if isinstance(role, str) else role
@@ -33,7 +33,7 @@ def to_messages(raw: Any, label: str, drop_images: bool) -> Iterator[tuple[Messa
             raise BadRecord("with a partial weight", f"{label} has {flag}={format_value(value)}; use 0 or 1")
     message = {key: value for key, value in raw.items() if key not in (*TRAIN_FLAGS, "from", "value")}
     message |= {"role": name, **({"content": raw["value"]} if "value" in raw else {})}
-    if role == "function_call":  # of ShareGPT: the value is the JSON of a call
+    if role == "function_call":  # ShareGPT: the value is a tool call as JSON
         call = message["content"]
         message |= {"content": None, "function_call": _parse_json(call, label) if isinstance(call, str) else call}
     if isinstance(call := message.pop("function_call", None), Mapping):  # OpenAI's older form of tool_calls
@@ -131,7 +131,7 @@ def _parse_json(text: str, label: str) -> Any:
 
 
 def parse_tools(tools: Any) -> list[Any] | None:
-    """Return the tools, given as a list or as its JSON, in OpenAI's form."""
+    """Convert tools, a list or a JSON string of one, to OpenAI's format."""
     try:
         parsed = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools or None
     except ValueError:
@@ -158,7 +158,7 @@ def from_alpaca(record: Mapping[str, Any]) -> list[Message]:
 
 
 def split_preference(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any]:
-    """Return the prompt and the chosen completion. Without a prompt, it is what both answers start with."""
+    """Return the prompt and the chosen completion. A missing prompt is the common prefix of both answers."""
     if prompt is not None and isinstance(prompt, list) == isinstance(chosen, list):
         has_prompt = isinstance(prompt, list) and chosen[: len(prompt)] == prompt
         return prompt, chosen[len(prompt) :] if has_prompt else chosen

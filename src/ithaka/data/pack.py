@@ -170,7 +170,7 @@ def find_labels(
 
 
 def cut_documents(documents: Documents, context: int, long: LongDocuments) -> CutDocuments:
-    """Cut documents of more than `context` tokens. Depends on nothing else, so that any position can be resumed."""
+    """Cut documents of more than `context` tokens. Depends only on its arguments, so a run can resume anywhere."""
     num, lows = len(documents.lengths), documents.lengths.cumsum() - documents.lengths
     segments = np.zeros(num, SEGMENT_DTYPE)
     segments["low"], segments["length"] = lows, documents.lengths
@@ -227,9 +227,9 @@ def _select_turns(turns: np.ndarray, tokens: np.ndarray, low: int) -> list[tuple
 def _cut_conversation(
     tokens: np.ndarray, turns: list[tuple[int, int, str]], context: int, long: LongDocuments
 ) -> list[np.ndarray]:
-    """Return the pieces of a conversation; a piece may still exceed the context, and is then split.
+    """Return the pieces of a conversation. The caller splits pieces that still exceed the context.
 
-    The head is what precedes the first turn that is not a system prompt: system prompt and tools.
+    The head is everything before the first non-system turn: the system prompt and the tools.
     """
     head = next((start for start, _, role in turns if role != "system"), 0)
     room, end = context - head, len(tokens)

@@ -38,7 +38,7 @@ from ithaka.data.pack import (
 from ithaka.data.read import Shard
 from ithaka.layer.loss import IGNORE_INDEX
 
-Cut = Callable[..., CutDocuments]  # pack.cut_documents with all but the documents given
+Cut = Callable[..., CutDocuments]  # pack.cut_documents with `context` and `long` bound
 STATE_FORMAT = 5
 PACKING_KEYS = ("context", "group", "lead", "done", "most")  # in a state, for the fields of Packing
 # Minimum size of a round.

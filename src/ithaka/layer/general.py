@@ -3,8 +3,8 @@
 A decoder layer is token-wise work, one attention, and more token-wise work. transformers calls attention through a
 registered function, so a layer's forward can run twice on a tile: first up to that call, which captures q, k and v and
 ends the run; then, after attention, to the end, with the call returning the tile's attention output. Backward makes the
-same two runs per tile under local autograd; with overlap, it holds the graphs of its first runs until the gradients of
-q, k and v arrive, instead of running them once more. Linear maps that only feed q, k and v are skipped in the second
+same two runs per tile under local autograd; with overlap, it keeps the graphs of its first runs until the gradients of
+q, k and v arrive, instead of recomputing them. Linear maps that only feed q, k and v are skipped in the second
 run.
 
 In 16 bits a tile computes like autocast: the residual, norms and rotations in fp32, matrix products in 16 bits; the
@@ -188,7 +188,7 @@ def run_layer(layer: nn.Module, x_tD: Tensor, args: tuple, kwargs: dict[str, Any
 
 
 def _run_without_result(layer: nn.Module, x_tD: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Without its result, the compiler drops everything after the attention call."""
+    """Discard the output, so that the compiler eliminates everything after the attention call as dead code."""
     run_layer(layer, x_tD, args, kwargs)
 
 

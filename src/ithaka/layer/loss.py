@@ -72,7 +72,7 @@ class LinearHead:
         return (x_tD, h_tD), self._project(h_tD.detach())
 
     def _project(self, h_tD: Tensor) -> Tensor:
-        """The logits, in rows of aligned length: on a GPU, matrix products of others take up to three times as long."""
+        """Compute logits in rows padded to ROW_ALIGNMENT: on a GPU, matmuls on unaligned rows take up to 3x as long."""
         vocab_size = len(self.linear.weight_ND)
         if torch.is_grad_enabled() or vocab_size % ROW_ALIGNMENT == 0:
             return self.linear(h_tD)

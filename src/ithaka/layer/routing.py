@@ -59,7 +59,8 @@ class Routing:
         return len(choices_E) * (choices_E * probs_E).sum()
 
     def loss(self, x_sD: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """This rank's share of the loss of the call's tokens, without the coefficient; shares add up.
+        """Return this rank's share of the loss over the call's tokens, without the coefficient. The shares of all ranks
+        sum to the loss.
 
         Call it after the layers. x: the output of the last one, whose backward then comes after this loss's.
         """

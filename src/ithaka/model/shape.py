@@ -1,6 +1,6 @@
-"""Ask a model what the planner has no formula for: sizes, matrix products and bytes per token of its layers.
+"""Measure models that the planner has no formula for: sizes, multiply-adds and bytes per token of their layers.
 
-A layer of each kind runs on fake tensors, which have shapes but no memory, as layer/general.py runs it on a tile.
+One layer of each kind runs on fake tensors (shapes without storage), as layer/general.py runs it on a tile.
 """
 
 import copy
@@ -90,7 +90,7 @@ def measure_layers(model: PreTrainedModel) -> ModelShape:
 
 
 def combine_layers(layers: tuple[MeasuredLayer, ...], total_parameters: int, arguments: int) -> MeasuredLayer:
-    """One layer with the most bytes of any, and with the mean of all products."""
+    """Combine layers into one that has the maximum of each byte count and the mean of each cost."""
     largest = max(layers, key=lambda layer: layer.parameters)
     most = {name: max(getattr(layer, name) for layer in layers) for name in MeasuredLayer.bytes_per_token}
     mean = {name: round(sum(getattr(layer, name) for layer in layers) / len(layers)) for name in MeasuredLayer.costs}

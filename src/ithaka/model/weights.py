@@ -78,7 +78,8 @@ def load_weights(
     empty = {name: torch.empty(t.shape, device="meta") for name, t in converted.items()}
     expected = revert_weight_conversion(model, empty) if empty else {}
     found = [name for conversion in conversions for names in conversion.stored.values() for name in names]
-    # Some conversions accept other names than those that they write; experts are taken by their number.
+    # Some conversions accept names that they do not write, so equal counts suffice. Experts are merged in the order
+    # of their names, so these must match.
     merged = {name for c in conversions if c.merges_rows for names in c.stored.values() for name in names}
     is_exact = len(found) == len(expected) and merged <= expected.keys()
     missing = [] if is_exact else [name for name in expected if name not in files]
@@ -109,7 +110,7 @@ def load_weights(
 def _match_names(
     model: PreTrainedModel, names: list[str], tensors: dict[str, Tensor], transforms: Sequence[WeightTransform]
 ) -> tuple[dict[str, str], list[_Conversion]]:
-    """Match stored names with the model's as transformers does: (the model's -> stored, if none is converted)."""
+    """Match names as transformers does. Return model name -> stored name of unconverted tensors, and conversions."""
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -155,8 +156,8 @@ def _check_shape(name: str, stored: Any, expected: Sequence[int], way_out: str) 
 
 
 def _copy_rows(stored: Any, tensor: Tensor, name: str, way_out: str, num_rows: int | None = None) -> None:
-    """Copy this rank's rows of a stored tensor that has `num_rows`, if fewer than the model's; the others become the
-    mean of the stored ones."""
+    """Copy this rank's rows of a stored tensor. If the tensor has only `num_rows` rows, fewer than the model's, set
+    the model's other rows to the mean of the stored ones."""
     num_rows = tensor.shape[0] if num_rows is None and tensor.dim() else num_rows
     expected = (num_rows, *tensor.shape[1:]) if num_rows is not None else ()
     _check_shape(name, stored, expected, way_out)
@@ -228,7 +229,7 @@ def _init_adapter(module: nn.Module, name: str) -> None:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters, of which a tied one is listed once, as the embedding, and persistent buffers."""
+    """Return parameters and persistent buffers by name. A tied parameter is listed once, as the embedding."""
     stored = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
     return dict(model.named_parameters()) | buffers

@@ -108,8 +108,7 @@ class LayerBytes:
         return int(per_token * self.layout.element_bytes / 2 * (COMPILED_SHARE if self.layout.compile else 1))
 
     def unsent(self, num_sent: int, held: int) -> int:
-        """Bytes of all heads that are held until the last stage is sent. One stage on one rank sends them as they
-        are."""
+        """Bytes of all heads, kept until the last stage is sent. With one stage on one rank, the stage aliases them."""
         is_alias = self.num_stages == 1 and not self.has_exchange
         return 0 if num_sent >= self.num_stages or is_alias else held
 

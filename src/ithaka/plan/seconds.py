@@ -23,8 +23,8 @@ from ithaka.plan.shape import MeasuredLayer, ModelShape, Work
 MLP_SHARE = (0.82, 0.82)
 PROJECTION_SHARE = (0.62, 0.49)  # small matrices: slices of a few heads
 LOSS_SHARE = 0.91
-# Measured layers: matmuls, grouped matmuls of experts, and the time of their element-wise kernels relative to the bytes
-# that eager ones move, eager and compiled.
+# Measured layers: fractions of the matmul rate for dense matmuls and for grouped matmuls of experts; then the effective
+# traffic of element-wise kernels, eager and compiled, relative to the bytes counted in an eager run.
 GENERAL_SHARE, EXPERTS_SHARE = 0.8, 0.4
 EAGER_MOVES, COMPILED_MOVES = 2.0, 0.42
 COPY_SHARE = 0.88  # fraction of the PCIe rate that tile-by-tile copies reach

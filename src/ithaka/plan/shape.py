@@ -312,8 +312,8 @@ def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> M
 
 @lru_cache
 def _measure(values: str, source: str) -> ModelShape:
-    """The shape of a family without a formula: of a built-in model, or of the model itself, which imports torch and the
-    modules above the planner."""
+    """Return the shape of a model without a formula: the stored one of a built-in model, or else measured. Measuring
+    imports torch and modules above the planner, so its module is imported lazily."""
     for model in built_in_decoders().values():
         if model["config"] == json.loads(values):
             shape = model["shape"] | {"windows": tuple(model["shape"]["windows"])}
