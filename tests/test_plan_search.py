@@ -142,7 +142,23 @@ def test_the_last_layers_keep_most():
     assert last < first
 
 
-SLOW_MODELS = ("qwen", "llama3.1", "llama3.3", "llama3-70b")  # llama3.1 and llama3.3 have llama3's shapes
+SLOW_MODELS = (
+    "qwen",
+    "llama3.1",
+    "llama3.3",
+    "llama3-70b",
+    "gpt-oss-120b",
+    "gemma-3-12b",
+    "gemma-3-27b",
+    "qwen3-235b",
+    "glm",
+    "olmo",
+    "smollm3",
+    "ministral",
+    "phi",
+    "mistral-small",
+    "llama3.1-405b",
+)  # llama3.1 and llama3.3 have llama3's shapes
 
 
 @pytest.mark.parametrize(
