@@ -24,7 +24,7 @@ from ithaka.train.step import make_optimizer
 from models import tiny_config
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
-TOKENS = 128  # per rank
+WIDE = {"hidden_size": 64, "intermediate_size": 192}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -64,26 +64,29 @@ def test_built_in_shapes_are_up_to_date():
     assert json.loads(json.dumps(asdict(stored))) == built_in_decoders()[name]["shape"]
 
 
-CASES = [("gemma3_text", False, 2), ("qwen3_moe", True, None)]  # the second has streamed layers
+CASES = [
+    ("gemma3_text", False, 2, 128, 64, WIDE),
+    ("qwen3_moe", True, None, 128, 64, WIDE),
+]  # the second has streamed layers
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
 
 
-@pytest.mark.parametrize("family,overlap,stage", [("olmo2", True, None), *SLOW])
-def test_general_layers_peak_as_planned(family, overlap, stage):
+@pytest.mark.parametrize("family,overlap,stage,tokens,tile,changes", [("olmo2", True, None, 256, 32, {}), *SLOW])
+def test_general_layers_peak_as_planned(family, overlap, stage, tokens, tile, changes):
     """Every layer of a step on rank 0 of 2, in bf16. Tiles count kernels of a GPU, a CPU has some more."""
-    sizes = {**SIZES, **DECODERS.get(family, {}), "model_type": family, "hidden_size": 64, "intermediate_size": 192}
+    sizes = {**SIZES, **DECODERS.get(family, {}), "model_type": family, **changes}
     sizes = AutoConfig.for_model(**sizes | {"num_hidden_layers": 2, "sliding_window": 64}).to_dict()
     counts = {"keep_attention": 1, "input_tier": "device" if overlap else "host"}
-    layout = make_layout(2, cp=2, heads_per_stage=stage, tile_tokens=64, dtype="bfloat16", overlap=overlap, **counts)
+    layout = make_layout(2, cp=2, heads_per_stage=stage, tile_tokens=tile, dtype="bfloat16", overlap=overlap, **counts)
     shape = measure_model(sizes, family)
     planned = {
         name: sum(holders.values())
-        for name, holders in gpu_phases(shape, layout, parse_gpus("2xH100"), Work(2 * TOKENS))
+        for name, holders in gpu_phases(shape, layout, parse_gpus("2xH100"), Work(2 * tokens))
     }
     start_loopback(2)
     try:
         model = build_model(sizes, make_mesh(2, torch.device("cpu")), layout)
-        step = (model, make_optimizer(model, OptimConfig(lr=0.0)), torch.device("cpu"), 2 * TOKENS, True)
+        step = (model, make_optimizer(model, OptimConfig(lr=0.0)), torch.device("cpu"), 2 * tokens, True)
         _, peaks = rehearse._measure_step(*step)
     finally:
         dist.destroy_process_group()

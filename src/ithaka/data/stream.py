@@ -99,7 +99,7 @@ class Source:
         """`key` shuffles each of endless epochs; None: one epoch, in the order of the files."""
         self.name, self.weight, self.shards, self.cache, self.key = name, weight, shards, cache, key
         self.num_bytes = sum(shard.num_bytes for shard in shards)
-        self.shard_counts: dict[int, ShardCounts] = {}  # of the shards loaded so far
+        self.shard_counts: dict[int, ShardCounts] = {}  # by shard, for those loaded so far
 
     def take_documents(
         self, position: SourcePosition, num_tokens: float, cut: Cut, wrap: bool, prefetch: bool = True
@@ -247,11 +247,11 @@ class SequenceStream:
         segments = self._take_documents(key)
         self.num_long = 0
         for i, packing in enumerate(self.position.packings):
-            whole = segments if i else self.documents
-            is_long = whole["length"] > packing.context
+            documents = segments if i else self.documents
+            is_long = documents["length"] > packing.context
             self.num_long += int(is_long.sum())
             if is_long.any() and self.long.mode == "refuse":
-                raise ConfigError(self._describe_long_document(whole[is_long][0]))
+                raise ConfigError(self._describe_long_document(documents[is_long][0]))
             if self.long.mode == "drop" and i:
                 segments = segments[~is_long]
             segments = pack.split_long(segments, packing.context)
@@ -271,7 +271,7 @@ class SequenceStream:
         self._shards: list[tuple[Shard, Documents]] = []
         self.pieces_left_out = self.removed_tokens = 0
         taken: list[np.ndarray] = []
-        whole = [np.empty(0, SEGMENT_DTYPE)]
+        all_documents = [np.empty(0, SEGMENT_DTYPE)]
         for i in sorted(range(len(positions)), key=lambda i: i != main):  # the others follow the main source
             need = weights[i] / weights[main] * positions[main].tokens - positions[i].tokens
             need = num_tokens * weights[i] / sum(weights) if i == main else need
@@ -287,12 +287,12 @@ class SequenceStream:
                 for segments in (parts[-1], documents):
                     segments["shard"] += len(self._shards)
                     segments["source"] = i
-                whole.append(documents)
+                all_documents.append(documents)
                 self.pieces_left_out += int(pieces.pieces_left_out[indices].sum())
                 self.removed_tokens += int(pieces.removed[indices].sum())
                 self._shards += [(shard, each) for each in pieces.shards]
             taken.append(np.concatenate(parts))
-        self.documents = np.concatenate(whole)
+        self.documents = np.concatenate(all_documents)
         self._round_end = tuple(positions)
         self._documents = [documents for _, documents in self._shards]
         if key is not None:

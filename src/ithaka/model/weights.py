@@ -36,7 +36,7 @@ class _Conversion:
     """Stored tensors that transformers converts to one or more of a model's, such as experts stored one by one."""
 
     converter: WeightConverter
-    first: str  # of the model's tensors
+    first: str  # name of the first converted tensor in the model
     stored: dict[str, list[str]] = field(default_factory=dict)  # source pattern -> names, in order
 
     @property

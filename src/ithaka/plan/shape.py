@@ -62,7 +62,7 @@ class MeasuredLayer:
     """
 
     parameters: int
-    total_parameters: int  # of all layers and the last norm
+    total_parameters: int  # in the model, without embeddings and lm_head
     # Name, inputs, outputs, and whether it is part of a mixture of experts; of all layers.
     linears: tuple[tuple[str, int, int, bool], ...]
     is_streamed: bool  # attention runs as in the families with a formula, and only the rest of the layer was measured
