@@ -150,13 +150,13 @@ class TokenizedPart(NamedTuple):
     notes: Mapping[str, int]
 
 
-def tokenize(shard: Shard, tokenizer: Tokenizer, batch_chars: int = BATCH_CHARS) -> Iterator[TokenizedPart]:
+def tokenize(shard: Shard, tokenizer: Tokenizer, batch_chars: int | None = None) -> Iterator[TokenizedPart]:
     """Yield the documents of a shard, tokenized in batches."""
     bos = np.asarray(tokenizer.document_prefix, np.int32)
     eos = np.asarray([] if tokenizer.eos_id is None else [tokenizer.eos_id], np.int32)
     eos = eos if shard.reading.train_on_eos else ~eos
     none = np.empty(0, np.int32)
-    for documents in _batch_documents(shard.documents(tokenizer), batch_chars):
+    for documents in _batch_documents(shard.documents(tokenizer), batch_chars or BATCH_CHARS):
         starts = [[start for start, _ in each.turns] for each in documents]
         encoded = tokenizer.encode_documents(
             [each.text for each in documents], [each.trained for each in documents], starts
