@@ -10,7 +10,6 @@ forward plus backward. Rows without seconds ran with truncated attention: only t
 
 import csv
 import statistics
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +48,7 @@ def plan_row(row: dict[str, str]) -> tuple[float, tuple[float, float]]:
     """(peak in GiB without the reserve, a layer's seconds forward and backward without exchanges)."""
     layers, cp = int(row["layers"]), int(row["cp"])
     shape, work = find_shape(row["model"]), Work(parse_count(row["context"]) or 0)
-    shape = replace(shape, num_layers=layers, windows=shape.windows[:layers])
+    shape = shape.first_layers(layers)
     keeps = ActivationPolicy(row["tier"], row["tier"] if row["kept"] == "1" else None)
     stage, tile = int(row["heads_per_stage"]), int(row["tile_tokens"])
     layout = Layout(cp, stage, tile, (keeps,) * layers, overlap=row["overlap"] == "1")

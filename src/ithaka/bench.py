@@ -20,6 +20,7 @@ from ithaka.dist.exchange import all_gather
 from ithaka.dist.mesh import default_device, make_node_groups
 from ithaka.layout import default_dtype
 from ithaka.plan.hardware import GPUS, gpu_named
+from ithaka.plan.shape import Work
 from ithaka.profile.timeline import DeviceTimeline
 
 MAX_CALLS_IN_FLIGHT = 8  # queued on the device
@@ -42,6 +43,7 @@ class AttentionCase:
     kv_heads: int = 1
     head_dim: int = 128
     documents: int = 1
+    window: int | None = None  # tokens that a query attends to, with its own
 
     @property
     def docs(self) -> tuple[int, ...]:
@@ -49,17 +51,18 @@ class AttentionCase:
 
     @property
     def flops(self) -> int:
-        """Forward FLOPs: 4 * head_dim per query and visible key; a query sees half of its document on average."""
-        num_pairs = sum((stop - start) ** 2 // 2 for start, stop in zip(self.docs, self.docs[1:], strict=False))
-        return 4 * self.head_dim * self.heads * num_pairs
+        """Forward FLOPs: 4 * head_dim per query and visible key."""
+        work = Work(self.tokens, document_tokens=-(-self.tokens // self.documents))
+        return int(4 * self.head_dim * self.heads * work.pairs(self.window))
 
 
 def measure_attention(case: AttentionCase, device: torch.device, dtype: torch.dtype, seconds: float) -> dict[str, Any]:
     """One table row: the case with its resolved kernel and blocks, seconds and TFLOP/s."""
     kernel, longest = resolve_kernel(case.kernel, device, dtype, case.head_dim), -(-case.tokens // case.documents)
-    block_q, block_kv = case.blocks or default_blocks(device, kernel, case.head_dim * dtype.itemsize, longest)
+    reach = min(longest, case.window or longest)
+    block_q, block_kv = case.blocks or default_blocks(device, kernel, case.head_dim * dtype.itemsize, reach)
     options: dict[str, Any] = {"docs": case.docs, "kernel": kernel.name, "blocks": case.blocks}
-    options |= {"scale": case.head_dim**-0.5, "causal": True, "window": None}
+    options |= {"scale": case.head_dim**-0.5, "causal": True, "window": case.window}
     heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
     q, k, v, dout = (torch.randn(case.tokens, n, case.head_dim, device=device, dtype=dtype) for n in heads)
     forward_s = measure_sustained(lambda: attention(q, k, v, **options), device, seconds)

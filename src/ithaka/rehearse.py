@@ -156,7 +156,7 @@ def truncate_plan(plan: Plan, layers: int, memory_only: bool, kernel: str = "aut
     layers; every layer gets the adapters of the layer with the most."""
     shape = plan.shape
     policies = tuple(plan.layout.kept[(2 * i + 1) * shape.num_layers // (2 * layers)] for i in range(layers))
-    truncated = replace(shape, num_layers=layers, windows=shape.windows[:layers])
+    truncated = shape.first_layers(layers)
     if shape.adapter:
         targets = (*shape.most_adapted, *(["lm_head"] if shape.has_adapter("lm_head") else []))
         truncated = truncated.with_adapter(replace(shape.adapter, targets=targets))

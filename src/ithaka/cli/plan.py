@@ -143,6 +143,7 @@ def attention(
     kernels: Annotated[str, typer.Option(help="Kernel names, auto or all.")] = "auto",
     blocks: Annotated[str, typer.Option(help="Block sizes in q x kv tokens, such as auto,128Kx64K.")] = "auto",
     documents: Annotated[int, typer.Option(min=1, help="Number of packed documents of equal length.")] = 1,
+    window: Annotated[int | None, typer.Option(min=1, help="Tokens of a sliding window; by default none.")] = None,
     seconds: Seconds = 3.0,
     as_json: AsJson = False,
 ) -> None:
@@ -158,7 +159,7 @@ def attention(
     names = available_kernels(device, dtype, head_dim) if kernels == "all" else kernels.split(",")
     rows = []
     for name, length, block in product(names, lengths, sizes):
-        case = AttentionCase(name, length, block, heads, kv_heads, head_dim, documents)
+        case = AttentionCase(name, length, block, heads, kv_heads, head_dim, documents, window)
         with status(f"measuring kernel {name} at {length} tokens"):
             rows.append(measure_attention(case, device, dtype, seconds))
     print_rows(rows, as_json)

@@ -24,7 +24,9 @@ BLOCK_TOKENS = {"attend": 128 * 1024, "attend backward": 264 * 1024}
 # WHOLE_TOKENS long. A call of fa4 costs about 0.5 ms of host time, enough for a GPU to attend to 200 documents of 2K
 # tokens, and full documents up to 128K run 1 to 4 % faster than blocks of them. At 256K there is no difference.
 CALL_TOKENS, WHOLE_TOKENS = 512 * 1024, 256 * 1024
-COMPILED_SHARE = 0.3  # bytes of a measured layer's tile if it is compiled, relative to eager execution
+# Bytes of a compiled measured layer relative to eager execution: what run 1 and run 2 save for backward, and other
+# temporaries.
+COMPILED_GRAPH_SHARES, COMPILED_SHARE = (0.2, 0.62), 0.3
 BLOCK_BUFFERS = 4  # buffers of a block inside attention, in the sum dtype
 
 TileWork = Literal["none", "project", "project backward", "mlp", "mlp backward", "attend", "attend backward"]
@@ -82,7 +84,7 @@ class LayerBytes:
         self.gate_up = 2 * s * shape.mlp * layout.element_bytes * policy.mlp
         self.projected = self.douts = self.graphs = 0
         if shape.measured:
-            self.gate_up = s * self._graph_bytes(shape.measured.finish_graph) * policy.mlp
+            self.gate_up = s * self._graph_bytes(shape.measured, 2) * policy.mlp
             if not shape.measured.is_streamed:
                 self._add_general(shape.measured, policy)
         self.kept = self.x * (policy.input == "device") + self.outputs * (policy.attention == "device")
@@ -101,11 +103,12 @@ class LayerBytes:
         self.residual = 0
         head = self.s * shape.head_dim * e
         self.projected, self.douts = (shape.heads + 2 * shape.kv_heads) * head, shape.heads * head
-        self.graphs = self.s * self._graph_bytes(layer.project_graph) * (self.layout.overlap and not policy.projections)
+        self.graphs = self.s * self._graph_bytes(layer, 1) * (self.layout.overlap and not policy.projections)
 
-    def _graph_bytes(self, per_token: int) -> int:
-        """Measured bytes per token in the layout's dtype. The compiler fuses element-wise kernels."""
-        return int(per_token * self.layout.element_bytes / 2 * (COMPILED_SHARE if self.layout.compile else 1))
+    def _graph_bytes(self, layer: MeasuredLayer, run: int) -> int:
+        """Bytes per token that run 1 or 2 of a measured layer saves for backward, in the layout's dtype."""
+        per_token = (layer.project_graph, layer.finish_graph)[run - 1] * self.layout.element_bytes / 2
+        return int(per_token * (COMPILED_GRAPH_SHARES[run - 1] if self.layout.compile else 1))
 
     def unsent(self, num_sent: int, held: int) -> int:
         """Bytes of all heads, kept until the last stage is sent. With one stage on one rank, the stage aliases them."""
@@ -209,16 +212,18 @@ class LayerBytes:
         return self.qkv_width * hidden * e + t * e * width
 
     def _measured_tile_bytes(self, layer: MeasuredLayer, work: TileWork) -> int:
-        per_token = {
-            "project": layer.project_bytes,
-            "mlp": layer.finish_bytes,
-            "mlp backward": layer.finish_backward_bytes,
-            # Graphs that are held are counted for all tokens.
-            "project backward": layer.project_backward_bytes - layer.project_graph * bool(self.graphs),
-        }
-        t = min(self.layout.tile_tokens or self.s, self.s)
-        fetched = self.fetched_tiles * t * self.shape.hidden * self.layout.element_bytes
-        return t * self._graph_bytes(per_token[work]) + fetched
+        saved, total = {
+            "project": (0, layer.project_bytes),
+            "mlp": (0, layer.finish_bytes),
+            "project backward": (layer.project_graph, layer.project_backward_bytes),
+            "mlp backward": (layer.finish_graph, layer.finish_backward_bytes),
+        }[work]
+        e = self.layout.element_bytes
+        per_token = int((total - saved) * e / 2 * (COMPILED_SHARE if self.layout.compile else 1))
+        is_kept = self.gate_up if work == "mlp backward" else self.graphs  # and counted for all tokens
+        if saved and not is_kept:
+            per_token += self._graph_bytes(layer, 2 if work == "mlp backward" else 1)
+        return min(self.layout.tile_tokens or self.s, self.s) * (per_token + self.fetched_tiles * self.shape.hidden * e)
 
     def _block_bytes(self, work: TileWork) -> int:
         """Buffers of one attention kernel call."""

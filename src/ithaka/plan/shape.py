@@ -138,6 +138,14 @@ class ModelShape:
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         return self.num_layers * self.layer_parameters + embeddings + self.hidden
 
+    def first_layers(self, num_layers: int) -> ModelShape:
+        """The same model with fewer layers. A measured model's parameters are taken in proportion."""
+        measured = self.measured
+        if measured:
+            total = measured.total_parameters * num_layers // self.num_layers
+            measured = replace(measured, total_parameters=total)
+        return replace(self, num_layers=num_layers, windows=self.windows[:num_layers], measured=measured)
+
     def shards(self, num_ranks: int) -> tuple[int, int]:
         """(trained, frozen) parameters of one rank. Trained ones are fp32, with a gradient and two AdamW moments."""
         saved = self.trained_parameters("lm_head") + self.trained_parameters("embed_tokens") * (not self.tied)

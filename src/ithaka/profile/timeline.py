@@ -68,7 +68,8 @@ class PhaseTimer(Listener):
     def _update_peaks(self) -> None:
         """Attribute the peak since the last call to all open phases."""
         if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.device)
+            # max_memory_allocated() builds a flat dictionary first, which takes the host longer than a phase.
+            peak = torch.cuda.memory.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]["peak"]
             torch.cuda.reset_peak_memory_stats(self.device)
             self.peaks |= Counter(dict.fromkeys(self._open, peak))  # the maximum of both
 
