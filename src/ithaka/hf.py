@@ -37,6 +37,7 @@ from ithaka.model.adapters import find_active_adapter
 from ithaka.model.calls import KERNEL_ARGUMENTS, check_arguments
 from ithaka.model.logprobs import token_logprobs_and_aux
 from ithaka.model.positions import rope_parameters
+from ithaka.model.video import is_diffusers_model, parallelize_transformer
 from ithaka.plan import show
 from ithaka.plan.shape import ModelShape, shape_from_config
 from ithaka.preflight.run import (
@@ -116,17 +117,20 @@ def parallelize(
     cp = None if cp == "auto" else cp
     if cp is not None and not isinstance(cp, int):
         raise ConfigError(f'cp={cp!r} is not a number; use a divisor of the number of ranks, or "auto" with a context')
-    check_arguments(model, cp, ring)
+    base = _base_model(model)
+    if not is_diffusers_model(base):
+        check_arguments(model, cp, ring)
     if layout is not None and dtype is not None:
         if layout.dtype not in (None, dtype):
             raise ConfigError(f"dtype={dtype} conflicts with layout.dtype={layout.dtype}; give one of them")
         layout = dataclasses.replace(layout, dtype=dtype)
-    base, plan = _base_model(model), None
+    plan = None
     if context is not None:
         num_tokens = parse_count(context) if isinstance(context, str) else context
         if not isinstance(num_tokens, int) or num_tokens < 2:
             raise ConfigError(f"context={context!r} is not a number of tokens, at least 2; use 524288 or '512K'")
-        _check_positions(base.config, num_tokens)
+        if not is_diffusers_model(base):
+            _check_positions(base.config, num_tokens)
         start_process_group()
         dtype = dtype or str(base.dtype).removeprefix("torch.")
         run = plan_model_run(model, cp, ring, dtype, layout, num_tokens, batch)
@@ -136,7 +140,8 @@ def parallelize(
             print(show.as_text(plan, _model_name(base)), flush=True)
     elif dtype is not None and layout is None:
         layout = Layout(cp=cp or 1, ring=ring or 1, dtype=dtype)
-    model = build.parallelize_model(model, cp, ring=ring, mesh=mesh, layout=layout, store=store)
+    parallelize_any = parallelize_transformer if is_diffusers_model(base) else build.parallelize_model
+    model = parallelize_any(model, cp, ring=ring, mesh=mesh, layout=layout, store=store)
     base.ithaka_plan = plan
     return model
 

@@ -128,9 +128,11 @@ class CallFacts:
     chunk: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
+    causal: bool = True
     num_outputs: int | None = None  # length of the tuple that the forward returns; None: a tensor
     token_dims: tuple[int | None, ...] = ()  # for each leaf of the arguments
     skippable: tuple[str, ...] = ()  # linear maps that only feed q, k and v
+    forward: Callable[..., Any] | None = None  # (layer, x, *args) -> y; None: the forward of the layer's class
 
 
 class Arguments:
@@ -181,15 +183,17 @@ class Arguments:
 # ---- the two runs of a layer
 
 
-def run_layer(layer: nn.Module, x_tD: Tensor, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+def run_layer(
+    layer: nn.Module, x_tD: Tensor, args: tuple, kwargs: dict[str, Any], forward: Callable[..., Any] | None = None
+) -> Tensor:
     """The forward of the layer's class, without hooks, on a residual stream in fp32 or wider."""
-    y = type(layer).forward(layer, x_tD[None].to(sum_dtype(x_tD.dtype)), *args, **kwargs)
+    y = (forward or type(layer).forward)(layer, x_tD[None].to(sum_dtype(x_tD.dtype)), *args, **kwargs)
     return (y[0] if isinstance(y, tuple) else y)[0].to(x_tD.dtype)
 
 
-def _run_without_result(layer: nn.Module, x_tD: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
+def _run_without_result(*inputs: Any) -> None:
     """Discard the output, so that the compiler eliminates everything after the attention call as dead code."""
-    run_layer(layer, x_tD, args, kwargs)
+    run_layer(*inputs)
 
 
 class LayerRuns:
@@ -214,7 +218,7 @@ class LayerRuns:
         """Run 1: return the attention call; None if the layer makes none."""
         capture = Capture(x_tD.dtype, traced=self.compiles)
         with suppress(_EndRun), compute_like_autocast(x_tD):
-            self.run_1(self.layer, x_tD, *arguments.with_mask(capture))
+            self.run_1(self.layer, x_tD, *arguments.with_mask(capture), self.facts.forward)
         return capture.call
 
     def capture(self, x_tD: Tensor, arguments: Arguments) -> list[Tensor]:
@@ -235,7 +239,7 @@ class LayerRuns:
             for router in self.routers:
                 stack.enter_context(router.register_forward_hook(self._record_router))
             answer = Answer(out_tHK[..., : self.facts.v_head_dim].contiguous())  # as transformers' own
-            return self.run_2(self.layer, x_tD, *arguments.with_mask(answer))
+            return self.run_2(self.layer, x_tD, *arguments.with_mask(answer), self.facts.forward)
 
     def take_router_logits(self) -> list[Tensor]:
         """Return the router logits of the last `finish`, and drop them."""
@@ -503,6 +507,7 @@ class GeneralLayer(LayerSchedule):
 
     def _staged_attention(self, docs: Docs) -> StagedAttention:
         attention = super()._staged_attention(docs)
+        attention.spec["causal"] = self.parts.causal
         if self.parts.softcap is not None:
             attention.spec["softcap"] = self.parts.softcap
         return attention

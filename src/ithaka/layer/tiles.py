@@ -69,8 +69,8 @@ class GradSum:
 
     def add_tile(self, full: Tensor, dim: int | None, rows: slice, grad: Tensor | None) -> None:
         """Add the gradient of the tokens `rows`, along `dim`, of an activation. Without a `dim`, of all of it."""
-        if grad is None or dim is None:
-            self.add(full, grad)
+        if grad is None or dim is None:  # autograd may return one tensor for `full` and for a parameter added to it
+            self.add(full, None if grad is None else grad.clone())
             return
         total = self._sums.get(id(full))
         if total is None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ithaka.attention.blocks import Docs
+from ithaka.dist.exchange import all_gather, to_sequence_order
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.plan.ring import Deal, deal_tokens
@@ -111,6 +112,25 @@ def take_own_tokens(flat_S: Tensor, mesh: Mesh, deal: Deal, fill: float) -> Tens
     s = deal.num_tokens // mesh.cp_size
     own_s = member[mesh.ulysses_group.rank() * s :][:s]
     return F.pad(own_s, (0, 0) * (own_s.dim() - 1) + (0, s - len(own_s)), value=fill)
+
+
+class GatherTokens(torch.autograd.Function):
+    """All-gather this rank's tokens to [B, N, V] in sequence order; backward takes the rank's own part.
+
+    Padding is cut here, without a view: FSDP2 hooks the output, and an in-place operation on a view drops the hook.
+    """
+
+    @staticmethod
+    def forward(ctx, local_sV, mesh, deal, shape):
+        ctx.mesh, ctx.deal, V = mesh, deal, local_sV.shape[1]
+        full_SV = local_sV.new_empty(mesh.cp_size * len(local_sV), V)
+        all_gather(full_SV, local_sV.contiguous(), group=mesh.cp_group)
+        full_SV = to_sequence_order(full_SV, deal)
+        return local_sV.new_empty(0).set_(full_SV.untyped_storage(), 0, (*shape, V))
+
+    @staticmethod
+    def backward(ctx, dfull_BNV):
+        return take_own_tokens(dfull_BNV.flatten(0, 1), ctx.mesh, ctx.deal, 0), None, None, None
 
 
 def to_integers(name: str, tensor: Tensor) -> Tensor:

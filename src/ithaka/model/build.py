@@ -1,5 +1,6 @@
 """Apply parallelism to a model: meta init, FSDP2, streamed layers, weights."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
@@ -18,7 +19,6 @@ from ithaka.attention.blocks import Docs
 from ithaka.attention.fused import Positions
 from ithaka.attention.kernels import agree_on_kernel
 from ithaka.config import AdapterConfig, ConfigError, RopeConfig
-from ithaka.dist.exchange import all_gather, to_sequence_order
 from ithaka.dist.mesh import Mesh, default_device, make_mesh
 from ithaka.layer.general import GeneralLayer
 from ithaka.layer.linear import as_linear
@@ -28,7 +28,7 @@ from ithaka.layer.streamed import StreamedLayer
 from ithaka.layer.tiles import sum_dtype
 from ithaka.layout import Layout, check_parallelism
 from ithaka.model.adapters import add_adapter, check_adapters
-from ithaka.model.batch import take_own_tokens
+from ithaka.model.batch import GatherTokens
 from ithaka.model.calls import (
     CallChecker,
     CheckedCall,
@@ -92,13 +92,7 @@ def parallelize_model(
         return model
     check_supported(model)
     check_modules(model)
-    mesh_cp, mesh_ring = (mesh.cp_size, mesh.ring_group.size()) if mesh else (None, None)
-    layout = layout or Layout(cp=cp or mesh_cp or 1, ring=ring or mesh_ring or 1)
-    sizes = {"cp": cp, "mesh.cp": mesh_cp, "ring": ring, "mesh.ring": mesh_ring}
-    for name, value in sizes.items():
-        field = name.removeprefix("mesh.")
-        if value is not None and value != (expected := getattr(layout, field)):
-            raise ConfigError(f"{name}={value} conflicts with layout.{field}={expected}; give one of them")
+    layout = resolve_layout(cp, ring, mesh, layout)
     decoder, device = None, mesh.device if mesh else default_device()
     if not has_known_layers(model):
         decoder = prepare_decoder(model, device)
@@ -118,18 +112,27 @@ def parallelize_model(
     dtype = getattr(torch, layout.dtype) if layout.dtype else model.dtype
     # Try the kernel here, so that it does not fail in the first step.
     layout = replace(layout, kernel=agree_on_kernel(layout.kernel, mesh.device, dtype, head_dim, softcap))
-    mark_replaced_parameters(model)
-    params = [param for param in model.parameters() if param.requires_grad]
-    widest = reduce(torch.promote_types, {param.dtype for param in params} or {dtype})
-    for param in params:  # FSDP2 needs one dtype; PEFT copies modules_to_save in the base's
-        param.data = param.data.to(widest)
-    _apply_fsdp(model, mesh, layout, dtype)
+    ends = model.model.embed_tokens, model.lm_head
+    is_tied = set.intersection(*(set(end.parameters()) for end in ends))  # tied weights belong to the root unit
+    apply_fsdp(model, [*model.model.layers, *(() if is_tied else ends)], mesh, layout, dtype)
     _swap_forwards(model, mesh, layout, store or Store(mesh.device), decoder)
     CallChecker(model, mesh)
     model.ithaka_mesh = mesh
     model.save_pretrained, model.generate = MethodType(save_pretrained, model), MethodType(generate, model)
     refuse_wrappers(model)
     return model
+
+
+def resolve_layout(cp: int | None, ring: int | None, mesh: Mesh | None, layout: Layout | None) -> Layout:
+    """The layout, or one with every technique off. Refuses sizes that conflict with it."""
+    mesh_cp, mesh_ring = (mesh.cp_size, mesh.ring_group.size()) if mesh else (None, None)
+    layout = layout or Layout(cp=cp or mesh_cp or 1, ring=ring or mesh_ring or 1)
+    sizes = {"cp": cp, "mesh.cp": mesh_cp, "ring": ring, "mesh.ring": mesh_ring}
+    for name, value in sizes.items():
+        field = name.removeprefix("mesh.")
+        if value is not None and value != (expected := getattr(layout, field)):
+            raise ConfigError(f"{name}={value} conflicts with layout.{field}={expected}; give one of them")
+    return layout
 
 
 def build_model(
@@ -193,23 +196,32 @@ def read_hf_config(source: Path | dict, rope: RopeConfig | None = None, context:
     return config
 
 
-def _apply_fsdp(model: PreTrainedModel, mesh: Mesh, layout: Layout, dtype: torch.dtype) -> None:
-    """Shard over all ranks, or over the ranks of each replica, one FSDP2 unit per layer. Gradients are summed, not
-    averaged: the loss is already divided by the global count."""
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype.itemsize == 2 else None)
+def apply_fsdp(
+    model: nn.Module,
+    units: Iterable[nn.Module],
+    mesh: Mesh,
+    layout: Layout,
+    dtype: torch.dtype,
+    root_dtype: torch.dtype | None = None,
+) -> None:
+    """Shard over all ranks, or over the ranks of each replica, in FSDP2 units; the root unit has all other parameters,
+    in `root_dtype`. Gradients are summed, not averaged: the loss is already divided by the global count."""
+    mark_replaced_parameters(model)
+    params = [param for param in model.parameters() if param.requires_grad]
+    widest = reduce(torch.promote_types, {param.dtype for param in params} or {dtype})
+    for param in params:  # FSDP2 needs one dtype; PEFT copies modules_to_save in the base's
+        param.data = param.data.to(widest)
+    reduce_dtype = torch.float32 if dtype.itemsize == 2 else None
     pin_memory = mesh.device.type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pin_memory) if layout.offload_optimizer else OffloadPolicy()
 
-    def shard(module: nn.Module) -> None:
+    def shard(module: nn.Module, param_dtype: torch.dtype) -> None:
+        precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         fully_shard(module, mesh=mesh.fsdp, mp_policy=precision, offload_policy=offload)
 
-    for layer in model.model.layers:
-        shard(layer)
-    ends = model.model.embed_tokens, model.lm_head
-    if not set.intersection(*(set(end.parameters()) for end in ends)):  # tied weights belong to the root unit
-        for end in ends:
-            shard(end)
-    shard(model)
+    for unit in units:
+        shard(unit, dtype)
+    shard(model, root_dtype or dtype)
     if mesh.fsdp.size() == 1:
         return  # the settings below would cost a pass and a copy
     for module in model.modules():
@@ -349,22 +361,3 @@ class _GlobalSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dtotal):
         return dtotal
-
-
-class GatherTokens(torch.autograd.Function):
-    """All-gather this rank's tokens to [B, N, V] in sequence order; backward takes the rank's own part.
-
-    Padding is cut here, without a view: FSDP2 hooks the output, and an in-place operation on a view drops the hook.
-    """
-
-    @staticmethod
-    def forward(ctx, local_sV, mesh, deal, shape):
-        ctx.mesh, ctx.deal, V = mesh, deal, local_sV.shape[1]
-        full_SV = local_sV.new_empty(mesh.cp_size * len(local_sV), V)
-        all_gather(full_SV, local_sV.contiguous(), group=mesh.cp_group)
-        full_SV = to_sequence_order(full_SV, deal)
-        return local_sV.new_empty(0).set_(full_SV.untyped_storage(), 0, (*shape, V))
-
-    @staticmethod
-    def backward(ctx, dfull_BNV):
-        return take_own_tokens(dfull_BNV.flatten(0, 1), ctx.mesh, ctx.deal, 0), None, None, None

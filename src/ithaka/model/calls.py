@@ -28,7 +28,14 @@ from ithaka.layer.mlp import HOOK_DICTS
 from ithaka.layer.tiles import PARAMETERS_CHANGED
 from ithaka.layout import check_parallelism
 from ithaka.model.batch import INPUTS, Share, take_share, to_integers
-from ithaka.model.families import GENERAL_HOOKABLE, GENERAL_PATCHABLE, HOOKABLE, PATCHABLE, has_known_layers
+from ithaka.model.families import (
+    GENERAL_HOOKABLE,
+    GENERAL_PATCHABLE,
+    HOOKABLE,
+    PATCHABLE,
+    find_layers,
+    has_known_layers,
+)
 
 # What ranks exchange about a call: error, fingerprint, number of valid labels, number of positions.
 Report = tuple[RankError | None, dict[str, Any], int, int]
@@ -80,10 +87,11 @@ class CallChecker:
         self.names = [param.name for param in params if param.kind is param.POSITIONAL_OR_KEYWORD][1:]
         model.register_forward_pre_hook(self, prepend=True, with_kwargs=True)
 
-    def __call__(self, model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple[CheckedCall], dict]:
+    def __call__(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple[Any], dict]:
         if torch.compiler.is_compiling():  # Dynamo then falls back to eager, and the checks raise on all ranks
             raise ConfigError(COMPILED)
-        mesh, error, fingerprint, counts = self.mesh, None, {}, (0, 0)
+        mesh, error, counts = self.mesh, None, (0, 0)
+        fingerprint: dict[str, Any] = {}
         num_threads = torch.get_num_threads()
         try:
             check_torch_modes(mesh.device)
@@ -91,20 +99,30 @@ class CallChecker:
             _check_last_backward(model)
             self._check_unchanged(model)
             hooked = check_modules(model)
-            tensors, items = _parse_arguments(**self._bind_arguments(args, kwargs))
-            fingerprint = _fingerprint_call(tensors, items) if mesh.world_size > 1 else {}
-            share = take_share(tensors, model.model.embed_tokens.num_embeddings, mesh)
-            counts = share.num_valid, share.num_positions
+            named = self._bind_arguments(args, kwargs)
+            inputs, counts, fingerprint = self._read_call(model, named)
         except (TypeError, ValueError) as caught:
             error = RankError(type(caught), str(caught))
         finally:
             torch.set_num_threads(num_threads)
-        num_tokens, num_positions = self._agree((error, fingerprint, *counts))
-        for layer in model.model.layers:
+        totals = self._agree((error, fingerprint, *counts))
+        for layer in find_layers(model):
             layer.forward.hooked = hooked
+        return (self._make_call(named, inputs, *totals),), {}
+
+    def _read_call(self, model: Any, named: dict[str, Any]) -> tuple[Any, tuple[int, int], dict[str, Any]]:
+        """What this rank needs of its call, (valid labels, positions), and what must agree between ranks."""
+        tensors, items = _parse_arguments(**named)
+        fingerprint = _fingerprint_call(tensors, items) if self.mesh.world_size > 1 else {}
+        share = take_share(tensors, model.model.embed_tokens.num_embeddings, self.mesh)
+        return (share, tensors["input_ids"].shape, items), (share.num_valid, share.num_positions), fingerprint
+
+    def _make_call(self, named: dict[str, Any], inputs: Any, num_tokens: int, num_positions: int) -> Any:
+        share, shape, items = inputs
         divisor = max(num_tokens, 1) if items is None else items or 1
-        shape, per_token = tensors["input_ids"].shape, bool(kwargs.get("per_token"))
-        return (CheckedCall(mesh, share, shape, num_tokens, num_positions, divisor, per_token),), {}
+        return CheckedCall(
+            self.mesh, share, shape, num_tokens, num_positions, divisor, per_token=bool(named.get("per_token"))
+        )
 
     def _bind_arguments(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         """All arguments by name. Positional ones have the order of transformers' forward."""
@@ -192,7 +210,8 @@ def _raise_if_ranks_differ(calls: list[dict[str, Any]], cp: int) -> None:
         "rank or on none, and set num_items_in_batch to the valid labels of all data-parallel ranks"
     )
     for b, call in enumerate(calls[1:], 1):
-        for a, names, message in ((b - b % cp, INPUTS, same_batch), (0, MODES, same_modes)):
+        inputs = [name for name in call if name not in MODES]
+        for a, names, message in ((b - b % cp, inputs, same_batch), (0, MODES, same_modes)):
             pairs = [(name, calls[a][name], call[name]) for name in names]
             differences = [f"{name}: {x} on rank {a}, {y} on rank {b}" for name, x, y in pairs if x != y]
             if differences:
@@ -318,11 +337,12 @@ def count_changes(*modules: nn.Module) -> int:
     return sum(tensor._version for tensor in (*shards, *(shard._local_tensor for shard in shards), *gathered))
 
 
-def guard_backward(model: PreTrainedModel, outputs: Iterable[Tensor]) -> None:
+def guard_backward(model: Any, outputs: Iterable[Tensor]) -> None:
     """Make backward from `outputs` raise if its parameters changed since forward. It raises before FSDP2 starts, so
     the model stays usable. Untied embeddings may change: backward does not read them."""
-    units = {layer.forward.name: layer.forward.num_changes for layer in model.model.layers}
-    units["the head"] = partial(count_changes, model, model.lm_head)
+    forwards: list[Any] = [layer.forward for layer in find_layers(model)]
+    units = {forward.name: forward.num_changes for forward in forwards}
+    units["the head"] = partial(count_changes, model, *([head] if (head := getattr(model, "lm_head", None)) else []))
     before = [count() for count in units.values()]
 
     def check(grad: Tensor) -> None:

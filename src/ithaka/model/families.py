@@ -1,6 +1,7 @@
 """Hugging Face's module names: map a decoder layer to LayerParts, and refuse models that the layer does not compute."""
 
 import re
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -27,6 +28,12 @@ GENERAL_PATCHABLE = re.compile(r"model\.embed_tokens|.*rotary.*|model\.layers\.\
 def has_known_layers(model: PreTrainedModel) -> bool:
     """Whether the layers map to LayerParts. Others run as they are, on the general path."""
     return model.config.model_type in FAMILIES and not getattr(model.config, "output_router_logits", False)
+
+
+def find_layers(model: Any) -> Any:
+    """The decoder layers, or the blocks of a video transformer, as a ModuleList."""
+    base = getattr(model, "model", model)
+    return next(getattr(base, name) for name in ("layers", "blocks", "transformer_blocks") if hasattr(base, name))
 
 
 def map_layer(model: PreTrainedModel, index: int) -> LayerParts:

@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.loss import TokenResults
-from ithaka.model.batch import deal_batch, take_label_share
-from ithaka.model.build import GatherTokens
+from ithaka.model.batch import GatherTokens, deal_batch, take_label_share
 
 
 def token_logprobs(

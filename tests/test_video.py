@@ -1,0 +1,178 @@
+"""Video transformers of diffusers: sample, loss and every gradient equal plain diffusers, in fp64 throughout."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from decoders import Wide
+from general import add_lora, assert_equal, gradient_errors, wide_runs
+from ithaka.dist.mesh import make_mesh
+from ithaka.layer.store import Store
+from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
+from ithaka.model.video import VideoTransformer, parallelize_transformer
+from parity import Errors, relative
+from threads import on_threads
+
+diffusers = pytest.importorskip("diffusers")
+
+HOST, ATTENTION = ActivationPolicy("host", "host"), ActivationPolicy("device", "device")
+WAN = {
+    "num_attention_heads": 4,
+    "attention_head_dim": 12,
+    "in_channels": 3,
+    "out_channels": 3,
+    "text_dim": 7,
+    "freq_dim": 10,
+    "ffn_dim": 20,
+    "num_layers": 2,
+    "rope_max_seq_len": 16,
+}
+LTX = {
+    "in_channels": 5,
+    "out_channels": 5,
+    "num_attention_heads": 4,
+    "attention_head_dim": 8,
+    "cross_attention_dim": 32,
+    "num_layers": 2,
+    "caption_channels": 7,
+}
+GRID = (3, 2, 3)  # 18 patches, which 4 ranks do not divide
+
+
+def tiny(kind: str, **changes) -> nn.Module:
+    with Wide():
+        if kind == "ltx":
+            model = diffusers.LTXVideoTransformer3DModel(**LTX | changes)
+        else:
+            model = diffusers.WanTransformer3DModel(**WAN | changes)
+    model = model.double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(0.3 * torch.randn(param.shape, generator=generator, dtype=torch.float64))
+    return model
+
+
+def inputs_of(kind: str, clips: int = 1, text: int = 5) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(clips, *shape, generator=generator, dtype=torch.float64)
+
+    num_patches = GRID[0] * GRID[1] * GRID[2]
+    if kind == "ltx":
+        mask = torch.ones(clips, text, dtype=torch.float64)
+        mask[:, -2:] = 0
+        return {
+            "hidden_states": draw(num_patches, 5),
+            "timestep": 500 + 100 * draw(),
+            "encoder_hidden_states": draw(text, 7),
+            "encoder_attention_mask": mask,
+        }
+    inputs = {
+        "hidden_states": draw(3, GRID[0], 2 * GRID[1], 2 * GRID[2]),
+        "timestep": 500 + 100 * draw(),
+        "encoder_hidden_states": draw(text, 7),
+    }
+    if kind == "per token":  # the first frame is given
+        steps = torch.full((clips, GRID[0], GRID[1] * GRID[2]), 700.0, dtype=torch.float64)
+        steps[:, 0] = 0
+        inputs["timestep"] = steps.flatten(1)
+    if kind == "image":
+        inputs["encoder_hidden_states"] = draw(512, 7)
+        inputs["encoder_hidden_states_image"] = draw(4, 6)
+    return inputs
+
+
+@contextmanager
+def wide_video() -> Iterator[None]:
+    plain = VideoTransformer._run_head_tile
+
+    def run(self, x: Tensor, *others):
+        with Wide():
+            return plain(self, x, *others)
+
+    with wide_runs(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VideoTransformer, "_run_head_tile", run)
+        yield
+
+
+def loss_and_gradients(model: nn.Module, inputs: dict[str, Tensor], trained: tuple[str, ...], **others):
+    given = {name: t.clone().requires_grad_(name in trained) for name, t in inputs.items()}
+    with Wide():
+        sample = model(**given, **others).sample
+        weights = torch.linspace(0.5, 2, sample.numel(), dtype=sample.dtype).view_as(sample)
+        loss = ((sample - weights) * weights).square().mean()
+    loss.backward()
+    return {"sample": sample.detach(), "loss": loss.detach()} | {name: given[name].grad for name in trained}
+
+
+def compare(
+    plain: nn.Module, inputs: dict[str, Tensor], layout: Layout, trained: tuple[str, ...] = (), **others
+) -> list[Errors]:
+    """Errors of every rank. `trained`: inputs whose gradients are compared, too."""
+    models = [copy.deepcopy(plain) for _ in range(layout.cp)]
+    wanted = loss_and_gradients(plain, inputs, trained, **others)
+
+    def work() -> Errors:
+        mesh = make_mesh(layout.cp, ring=layout.ring)
+        model = parallelize_transformer(models[mesh.rank], mesh=mesh, layout=layout, store=Store(mesh.device))
+        got = loss_and_gradients(model, inputs, trained, **others)
+        return {name: relative(got[name], wanted[name]) for name in wanted} | gradient_errors(model, plain)
+
+    with wide_video():
+        return on_threads(layout.cp, work)
+
+
+SIZES = dict(zip(("num_frames", "height", "width"), GRID, strict=True))
+SCALED = SIZES | {"rope_interpolation_scale": (1.5, 32.0, 32.0)}
+ALL = ("hidden_states", "timestep", "encoder_hidden_states")
+TILES = {"heads_per_stage": 2, "tile_tokens": 5}  # tiles as long as the text
+CASES = {  # model, changes, inputs, layout, inputs with gradients, other arguments
+    "Wan on one rank": ("wan", {}, "wan", Layout(tile_tokens=7), ALL, {}),
+    "Wan in stages and tiles": ("wan", {}, "wan", Layout(2, **TILES), ALL, {}),
+    "Wan on four ranks, with padding": ("wan", {}, "wan", Layout(4), ALL, {}),
+    "Wan in a ring, on the host": ("wan", {}, "wan", Layout(4, ring=2, kept=(HOST,) * 2, tile_tokens=5), ALL, {}),
+    "Wan 2.2, per token": ("wan", {}, "per token", Layout(2, **TILES), ("hidden_states",), {}),
+    "Wan 2.2, gradients of timesteps": ("wan", {}, "per token", Layout(2, tile_tokens=4), ("timestep",), {}),
+    "Wan, image to video": (
+        "wan",
+        {"image_dim": 6, "added_kv_proj_dim": 48},
+        "image",
+        Layout(2, kept=(ATTENTION, EVERYTHING), tile_tokens=5),
+        ("encoder_hidden_states_image", "encoder_hidden_states"),
+        {},
+    ),
+    "LTX on one rank": ("ltx", {}, "ltx", Layout(kept=(EVERYTHING,) * 2), ALL, SIZES),
+    "LTX in stages and tiles": ("ltx", {}, "ltx", Layout(2, **TILES), ALL, SCALED),
+    "LTX on four ranks": ("ltx", {}, "ltx", Layout(4, kept=(HOST, ATTENTION)), ALL, SCALED),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_plain_diffusers(case):
+    kind, changes, inputs, layout, trained, others = CASES[case]
+    assert_equal(compare(tiny(kind, **changes), inputs_of(inputs), layout, trained, **others))
+
+
+def test_clips_of_a_batch_do_not_mix():
+    assert_equal(compare(tiny("wan"), inputs_of("wan", clips=2), Layout(2, tile_tokens=5), ALL))
+
+
+def test_coordinates_of_patches():
+    coords = torch.rand(1, 3, 18, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 20
+    assert_equal(compare(tiny("ltx"), inputs_of("ltx"), Layout(2), video_coords=coords))
+
+
+LINEARS = ["to_q", "to_k", "to_v", "to_out.0"]
+
+
+@pytest.mark.parametrize("kind", ["wan", "ltx"])
+def test_adapters_equal_peft(kind):
+    plain = add_lora(tiny(kind), target_modules=[*LINEARS, "net.0.proj", "net.2"])
+    others = SIZES if kind == "ltx" else {}
+    assert_equal(compare(plain, inputs_of(kind), Layout(2, **TILES), **others))
