@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, Literal
@@ -82,25 +83,25 @@ class Layout:
 
     # The settings of a configuration, which has one value for all layers.
 
-    @property
+    @cached_property
     def input_tier(self) -> Tier:
         return self.kept[0].input if self.kept else "device"
 
-    @property
+    @cached_property
     def keep_attention(self) -> int:
         """Layers that keep the attention output."""
         return sum(policy.attention is not None for policy in self.kept)
 
-    @property
+    @cached_property
     def keep_projections(self) -> int:
         """Layers that keep everything except the MLP's gate and up projections."""
         return sum(policy.projections for policy in self.kept)
 
-    @property
+    @cached_property
     def keep_everything(self) -> int:
         return sum(policy.mlp for policy in self.kept)
 
-    @property
+    @cached_property
     def attention_tier(self) -> Tier:
         return next((policy.attention for policy in self.kept if policy.attention), "device")
 

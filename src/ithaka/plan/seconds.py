@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from ithaka.config import LAYER_LINEARS
 from ithaka.layout import ActivationPolicy, Layout
@@ -263,9 +263,9 @@ def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Wo
     total = _loss_seconds(shape, layout, hardware, work)
     has_backward = [work.trains and i >= shape.first_trained for i in range(shape.num_layers)]
     layers = zip(shape.windows, layout.layer_policies(shape.num_layers), has_backward, strict=True)
-    for (window, policy, is_trained), run in groupby(layers):
+    for (window, policy, is_trained), count in Counter(layers).items():
         forward, backward = layer_seconds(shape, layout, hardware, work, window, policy)
-        total = total + (forward + backward if is_trained else forward).times(len(list(run)))
+        total = total + (forward + backward if is_trained else forward).times(count)
     if not work.trains:
         return total
     rate, sharers = hardware.gpu.memory_bytes_s, hardware.num_gpus / layout.replicas
