@@ -14,7 +14,7 @@ from ithaka.preflight.preflight import validate_run
 from ithaka.train import loop
 from ithaka.train import trainer as trainer_module
 from ithaka.train.loop import train
-from runs import metrics, numbers, run, start_program, tiny_run
+from runs import copy_back_at, metrics, numbers, run, start_program, tiny_run
 
 
 def train_on_a_small_disk(run):
@@ -39,9 +39,8 @@ def test_disk_full_in_the_middle_of_a_step(ranks, tmp_path):
     plan = {"steps": 4, "save_every": 2, "validate_every": 0, "validate_sequences": 0}
     whole = tiny_run(tmp_path / "whole", parallel={"cp": 2}, train=plan, optim={"schedule": "constant"})
     ranks.run(2, run, whole)
-    half = dataclasses.replace(whole, train=dataclasses.replace(whole.train, run_dir=tmp_path / "half", steps=2))
-    ranks.run(2, run, half)
-    half = dataclasses.replace(half, train=dataclasses.replace(half.train, steps=4))
+    half_dir = copy_back_at(whole.train.run_dir, tmp_path / "half", step=2)
+    half = dataclasses.replace(whole, train=dataclasses.replace(whole.train, run_dir=half_dir))
     disk = tmp_path / "disk"
     disk.mkdir()
     full = with_memory(half, offload="disk", keep_attention="all", disk_path=disk)

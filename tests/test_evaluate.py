@@ -133,7 +133,7 @@ def text_of() -> EvalText:
 
 def measured(prompts):
     """One rank's part: all figures, the gains of the first document, and which prompts are retrieved."""
-    text, layout = text_of(), Layout(2, heads_per_stage=2, tile_tokens=100, ring=2)
+    text, layout = text_of(), Layout(2, heads_per_stage=2, tile_tokens=300, ring=2)
     model = parallelize_model(tiny_model(tiny_config("llama", **CONFIG)), mesh=make_mesh(2, ring=2), layout=layout)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measuring, "DEPTHS", DEPTHS[::3])

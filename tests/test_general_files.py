@@ -159,7 +159,7 @@ def test_rope_extends_the_layers_without_a_window(family, partial):
 
 def test_a_resized_vocabulary_is_planned(tmp_path):
     """The shape equals that of the resized model, so that its run can be resumed."""
-    config = configured(tmp_path, "gemma3_text", vocab_size=61)
+    config = configured(tmp_path, "olmo2", vocab_size=61)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, resize_embeddings=True))
     file = tmp_path / "base/config.json"
     resized = json.loads(file.read_text()) | {"vocab_size": 320}
@@ -178,7 +178,7 @@ def test_adapters_on_experts_are_refused():
 
 def configured(folder, family, vocab_size=MODEL["vocab_size"]):
     base = saved_decoder(folder / "base", family, vocab_size=vocab_size)
-    config = tiny_run(folder, train={"steps": 4, "save_every": 2})
+    config = tiny_run(folder, train={"steps": 4, "save_every": 2, "validate_every": 0, "validate_sequences": 0})
     config = dataclasses.replace(config, model=ModelConfig(path=base))
     (folder / "run.yaml").write_text(to_yaml(config))
     return load_config(folder / "run.yaml")
@@ -204,7 +204,7 @@ def finish(run):
 def test_a_run_from_files_is_resumed_and_exported(ranks, tmp_path, family):
     config = configured(tmp_path, family)
     ranks.run(2, train, validate_run(config, 2))
-    losses = [line["loss"] for line in metrics(config.train.run_dir)[1:]]
+    losses = [line["loss"] for line in metrics(config.train.run_dir)]
     assert losses[-1] < losses[0] - 0.1
     again = copy_back_at(config.train.run_dir, tmp_path / "again", 2)
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, run_dir=again))

@@ -41,7 +41,7 @@ def longest(shape, machine) -> tuple[int, str]:
     return SearchSpace(shape, machine).longest_context_and_limit()
 
 
-@FEW
+@settings(FEW, max_examples=3)
 @given(machines, models, contexts)
 def test_chosen_plan_fits_its_own_ledger(machine, model, context):
     shape = find_shape(model)

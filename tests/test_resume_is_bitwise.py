@@ -41,11 +41,11 @@ def test_resume_on_other_ranks_agrees_up_to_rounding(ranks, tmp_path):
 
 
 def test_a_run_that_is_killed_repeatedly_resumes_bit_for_bit(ranks, tmp_path):
-    """Killed at random points before the run ends; `make faults` kills a hundred runs."""
+    """Killed before the run ends, at a random pass of three points; `make faults` kills a hundred runs, at five."""
     whole, choice = faults.configured(tmp_path / "whole"), random.Random(5)
     ranks.run(2, run, whole)
     config = moved(whole, tmp_path / "run")
-    for point, most in {"save": 2, "forward": 6, "backward": 4, "update": 2, "publish": 5}.items():
+    for point, most in {"save": 2, "backward": 4, "publish": 5}.items():
         victim = 0 if point == "publish" else choice.randrange(2)
         faults.kill(config, tmp_path / point, point, choice.randint(1, most), victim)
     faults.finish(ranks, whole, config)
