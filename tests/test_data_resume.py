@@ -267,6 +267,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(read, "SHARD_BYTES", 1 << 16)
     path = tmp_path / {"text": "a.txt", "jsonl": "a.jsonl"}[kind]
     path.write_text(('{"text": "' + "x" * 1011 + '"}\n') * (1 << 13))
+    opened(DataConfig(path=path, context=1 << 13)).next_batch()  # numpy imports some modules at their first use
     data = opened(DataConfig(path=path, context=1 << 13))
     tracemalloc.start()
     while data.position.epoch == 0:

@@ -92,6 +92,17 @@ class ShardCounts(NamedTuple):
     notes: Mapping[str, int]
 
 
+class TakenDocuments(NamedTuple):
+    """Documents of one shard, as segments. Only these are kept: a round may have millions of documents."""
+
+    shard: Shard
+    tokens: tuple[Documents, ...]  # the shard's, and pieces that are not a range of their document
+    documents: np.ndarray  # before any is cut
+    pieces: np.ndarray
+    pieces_left_out: int  # without a trained token
+    removed_tokens: int  # in no piece
+
+
 class Source:
     """The documents of one data source, epoch after epoch."""
 
@@ -103,13 +114,12 @@ class Source:
 
     def take_documents(
         self, position: SourcePosition, num_tokens: float, cut: Cut, wrap: bool, prefetch: bool = True
-    ) -> tuple[list[tuple[Shard, CutDocuments, np.ndarray]], SourcePosition]:
-        """Take documents whose pieces have at least `num_tokens` tokens: return their shards, the indices of the
-        documents in each, and the next position.
+    ) -> tuple[list[TakenDocuments], SourcePosition]:
+        """Take documents whose pieces have at least `num_tokens` tokens: return them by shard, and the next position.
 
         Stop at the end of an epoch, unless `wrap`. `prefetch`: tokenize the following shards in the background.
         """
-        taken: list[tuple[Shard, CutDocuments, np.ndarray]] = []
+        taken: list[TakenDocuments] = []
         until = position.tokens + num_tokens
         # Tokens at the start of the epoch, if it is within this call.
         epoch_start = position.tokens if position.shard == position.document == 0 else None
@@ -125,7 +135,7 @@ class Source:
             indices = np.asarray(self._shuffle(num, position.epoch, position.shard)[position.document :], np.int64)
             ends = sizes[indices].cumsum()
             count = int(ends.searchsorted(until - position.tokens)) + 1
-            taken.append((self.shards[index], pieces, indices[:count]))
+            taken.append(self._select(self.shards[index], pieces, indices[:count]))
             tokens = position.tokens + int(ends[:count][-1:].sum())
             position = replace(position, document=position.document + count, tokens=tokens)
             if count >= len(indices):
@@ -140,6 +150,13 @@ class Source:
         if self.key is not None and prefetch:  # the next round may need as many shards
             self.cache.prepare(self.shards[i] for i in order[position.shard :][: 1 + len(taken)])
         return taken, position
+
+    def _select(self, shard: Shard, cut: CutDocuments, indices: np.ndarray) -> TakenDocuments:
+        lengths = cut.shards[0].lengths
+        documents = np.zeros(len(indices), SEGMENT_DTYPE)
+        documents["low"], documents["length"] = (lengths.cumsum() - lengths)[indices], lengths[indices]
+        counts = (int(each[indices].sum()) for each in (cut.pieces_left_out, cut.removed))
+        return TakenDocuments(shard, cut.shards, documents, pack.select_pieces(cut, indices), *counts)
 
     def _shuffle(self, count: int, *key: int) -> list[int]:
         return list(range(count)) if self.key is None else pack.permutation(count, (*self.key, *key)).tolist()
@@ -278,20 +295,15 @@ class SequenceStream:
             shards, positions[i] = self.sources[i].take_documents(
                 positions[i], need, cut, wrap=i != main, prefetch=prefetch
             )
-            parts = [np.empty(0, SEGMENT_DTYPE)]
-            for shard, pieces, indices in shards:
-                parts.append(pack.select_pieces(pieces, indices))
-                lengths = pieces.shards[0].lengths
-                documents = np.zeros(len(indices), SEGMENT_DTYPE)
-                documents["low"], documents["length"] = (lengths.cumsum() - lengths)[indices], lengths[indices]
-                for segments in (parts[-1], documents):
+            for each in shards:
+                for segments in (each.pieces, each.documents):
                     segments["shard"] += len(self._shards)
                     segments["source"] = i
-                all_documents.append(documents)
-                self.pieces_left_out += int(pieces.pieces_left_out[indices].sum())
-                self.removed_tokens += int(pieces.removed[indices].sum())
-                self._shards += [(shard, each) for each in pieces.shards]
-            taken.append(np.concatenate(parts))
+                self.pieces_left_out += each.pieces_left_out
+                self.removed_tokens += each.removed_tokens
+                self._shards += [(each.shard, documents) for documents in each.tokens]
+                all_documents.append(each.documents)
+            taken.append(np.concatenate([np.empty(0, SEGMENT_DTYPE), *(each.pieces for each in shards)]))
         self.documents = np.concatenate(all_documents)
         self._round_end = tuple(positions)
         self._documents = [documents for _, documents in self._shards]
