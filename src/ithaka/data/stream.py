@@ -39,7 +39,7 @@ from ithaka.data.read import Shard
 from ithaka.layer.loss import IGNORE_INDEX
 
 Cut = Callable[..., CutDocuments]  # pack.cut_documents with `context` and `long` bound
-STATE_FORMAT = 5
+STATE_FORMAT = 6  # 5 packed pieces of long documents without a trained token
 PACKING_KEYS = ("context", "group", "lead", "done", "most")  # in a state, for the fields of Packing
 # Minimum size of a round.
 ROUND_TOKENS = 1 << 24
@@ -401,11 +401,7 @@ class TrainData:
             "data": self.fingerprint(),
             "sequences": self.position.sequences,
             "cursors": [asdict(source) for source in self.position.sources],
-            # labelled: sequences without a label are not counted, in all states of this format.
-            "packings": [
-                dict(zip(PACKING_KEYS, astuple(packing), strict=True), labelled=True)
-                for packing in self.position.packings
-            ],
+            "packings": [dict(zip(PACKING_KEYS, astuple(packing), strict=True)) for packing in self.position.packings],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
