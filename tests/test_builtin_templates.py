@@ -8,7 +8,8 @@ import pytest
 from tokenizers import AddedToken
 
 from ithaka.config import ConfigError, ReadingConfig, ReasoningConfig
-from ithaka.data.chat import TODAY, BadRecord, fix_date
+from ithaka.data.chat import TODAY, fix_date
+from ithaka.data.formats import BadRecord
 from ithaka.data.records import parse_record
 from ithaka.data.tokenizer import Tokenizer, load_tokenizer
 from templates import chat_tokenizer

@@ -1,12 +1,16 @@
 """Convert the messages of OpenAI, Anthropic, ShareGPT and Alpaca to the form that chat templates expect."""
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ithaka.config import format_value
-from ithaka.data.chat import REASONING_FIELDS, ROLES, BadRecord, Message
 
+Message = dict[str, Any]
+ROLES = ("system", "user", "assistant", "tool")
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names in templates; our messages use the first
+INLINE_REASONING = re.compile(r"\s*(?:<think>)?(.*?)</think>\n*(.*)", re.DOTALL)
 TRAIN_FLAGS = ("train", "loss_mask", "weight", "loss")  # of a message; 0 or false: do not train on it
 ROLE_NAMES = {  # other names of ROLES
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "developer": "system",
@@ -14,6 +18,14 @@ ROLE_NAMES = {  # other names of ROLES
 }  # fmt: skip
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 MEDIA_PARTS = ("image", "image_url", "input_image", "audio", "input_audio", "video", "video_url", "file", "document")
+
+
+class BadRecord(ValueError):
+    """A record that cannot be trained on. `reason` is a short phrase by which such records are counted."""
+
+    def __init__(self, reason: str, detail: str):
+        super().__init__(detail)
+        self.reason = reason
 
 
 def to_messages(raw: Any, label: str, drop_images: bool) -> Iterator[tuple[Message, bool, int]]:
@@ -95,6 +107,16 @@ def _name_reasoning(message: Message) -> Message:
     others = {name: value for name, value in message.items() if name not in REASONING_FIELDS}
     reasoning = next((value for value in fields.values() if value.strip()), None)
     return others if reasoning is None else {**others, "reasoning_content": reasoning}
+
+
+def split_reasoning(message: Message) -> tuple[str | None, Message]:
+    """Return the reasoning of an assistant's message, from its field or before </think>, and the message without it."""
+    for name in REASONING_FIELDS if message["role"] == "assistant" else ():
+        if str(message.get(name) or "").strip():
+            return message[name], {key: value for key, value in message.items() if key != name}
+    content = message.get("content")
+    match = INLINE_REASONING.fullmatch(content) if message["role"] == "assistant" and content else None
+    return (match[1], {**message, "content": match[2]}) if match and match[1].strip() else (None, message)
 
 
 def _convert_calls(message: Message, label: str) -> Message:

@@ -20,8 +20,8 @@ import pyarrow.parquet
 
 from ithaka.config import ConfigError, ReadingConfig
 from ithaka.data import pack
-from ithaka.data.chat import BadRecord
 from ithaka.data.files import File, open_dataset
+from ithaka.data.formats import BadRecord
 from ithaka.data.pack import Split
 from ithaka.data.records import Document, check_train_on, detect_format, parse_record
 from ithaka.data.tokenizer import Tokenizer

@@ -9,7 +9,8 @@ import numpy as np
 
 from ithaka.config import ConfigError, ReadingConfig
 from ithaka.data import formats
-from ithaka.data.chat import TEMPLATE_REFUSES, BadRecord, ChatTemplate, Message, TrainedRanges
+from ithaka.data.chat import TEMPLATE_REFUSES, ChatTemplate, TrainedRanges
+from ithaka.data.formats import BadRecord, Message
 from ithaka.layer.loss import IGNORE_INDEX
 
 
