@@ -29,6 +29,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from ithaka.attention.blocks import Docs
+from ithaka.layer.experts import LayerExperts
 from ithaka.layer.routing import Routing
 from ithaka.layer.schedule import LayerSchedule, SavedActivations, StageOutput
 from ithaka.layer.stages import StagedAttention
@@ -133,6 +134,8 @@ class CallFacts:
     token_dims: tuple[int | None, ...] = ()  # for each leaf of the arguments
     skippable: tuple[str, ...] = ()  # linear maps that only feed q, k and v
     forward: Callable[..., Any] | None = None  # (layer, x, *args) -> y; None: the forward of the layer's class
+    has_expert_block: bool = False  # an ExpertBlock computes what its experts do
+    skips_experts: bool = False  # no gradient depends on the experts' output
 
 
 class Arguments:
@@ -208,6 +211,7 @@ class LayerRuns:
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
             self.run_1 = torch.compile(self.run_1, dynamic=False)
             self.run_2 = torch.compile(self.run_2, dynamic=False)
+        self.experts = LayerExperts(layer, replaces=facts.has_expert_block and not compiles)
         self.routers: list[nn.Module] = []
         self.router_index = 0  # where the logits are in a router's output
         self.router_logits: list[Tensor] = []
@@ -358,12 +362,13 @@ class GeneralLayer(LayerSchedule):
         saved.routing = self.batch.routing
         for rows, x_tD, outs_ctnK in self._tiles_with_attention(saved, outputs):
             arguments, out_tHK = saved.positions.tile(rows), self._join_heads(outs_ctnK)
-            if saved.policy.mlp:
-                saved.graphs.append(graph := self._finish_with_graph(x_tD, out_tHK, arguments))
-                y_sD[rows] = graph[3].detach()
-            else:
-                with torch.no_grad():
-                    y_sD[rows] = self.runs.finish(x_tD, out_tHK, arguments)
+            with self.runs.experts.forward_tile(rows, saved.chosen):
+                if saved.policy.mlp:
+                    saved.graphs.append(graph := self._finish_with_graph(x_tD, out_tHK, arguments))
+                    y_sD[rows] = graph[3].detach()
+                else:
+                    with torch.no_grad():
+                        y_sD[rows] = self.runs.finish(x_tD, out_tHK, arguments)
             for logits_tE in self.runs.take_router_logits() or (graph[4] if saved.policy.mlp else ()):
                 saved.routing.add(logits_tE.detach(), rows)
 
@@ -409,18 +414,21 @@ class GeneralLayer(LayerSchedule):
     # ---- backward
 
     def _mlp_backward(self, saved: Any, outputs: Sequence[StageOutput], dy_sD: Tensor, grads: GradSum) -> None:
+        experts = self.runs.experts
         saved.dout_sHK = dy_sD.new_empty(len(dy_sD), self.parts.num_heads, self.parts.head_dim)
         for rows, x_tD, outs_ctnK in self._tiles_with_attention(saved, outputs):
             if saved.graphs:
                 graph = saved.graphs.popleft()
             else:
-                graph = self._finish_with_graph(x_tD, self._join_heads(outs_ctnK), saved.positions.tile(rows))
+                with experts.repeat_tile(saved.chosen, self.parts.skips_experts):
+                    graph = self._finish_with_graph(x_tD, self._join_heads(outs_ctnK), saved.positions.tile(rows))
             x_tD, out_tHK, arguments, y_tD, router_logits = graph
             pairs = [(y_tD, dy_sD[rows])]
             if saved.routing is not None and saved.routing.grad_E is not None:
                 with torch.enable_grad():
                     pairs += [saved.routing.output_and_grad(logits_tE, rows) for logits_tE in router_logits]
-            dx_tD, dout_tHK = self._tile_backward(pairs, [x_tD, out_tHK], arguments, saved, rows, grads)
+            with experts.add_grads_to(grads):
+                dx_tD, dout_tHK = self._tile_backward(pairs, [x_tD, out_tHK], arguments, saved, rows, grads)
             saved.dout_sHK[rows], dy_sD[rows] = dout_tHK, dx_tD  # dout may alias dy
 
     def _output_grad(self, stage: Stage, saved: Any, dy_sD: Tensor) -> Tensor:

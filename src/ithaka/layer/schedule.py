@@ -55,6 +55,7 @@ class SavedActivations:
     qkv: deque[list[TensorHandle]] = field(default_factory=deque)  # per stage: q, and k and v of a new load
     residuals: deque[Tensor] = field(default_factory=deque)  # per tile: x + attention, rounded
     mlp: deque[MlpActivations] = field(default_factory=deque)  # per tile; for a black-box MLP, results of `run_tile`
+    chosen: deque[Tensor] = field(default_factory=deque)  # per tile of a mixture: the experts of its tokens
     below: Callable[[], "SavedActivations | None"] = lambda: None  # the layer below, whose backward comes next
 
     def release_sources(self) -> None:

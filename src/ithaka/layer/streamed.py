@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ithaka.attention.fused import add_and_round
+from ithaka.layer.experts import LayerExperts
 from ithaka.layer.linear import Linear, as_linear
 from ithaka.layer.mlp import GatedMlp, MlpActivations, as_gated_mlp
 from ithaka.layer.schedule import LayerSchedule, SavedActivations, StageOutput
@@ -50,6 +51,7 @@ class StreamedLayer(LayerSchedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.mlp = torch.compile(self.parts.mlp) if self.layout.compile else self.parts.mlp
+        self.experts = LayerExperts(self.layer, replaces=not self.layout.compile)
         self.q = Projection(self.parts.q_proj, self.parts.q_norm, True, self.parts.head_dim)
         self.k = Projection(self.parts.k_proj, self.parts.k_norm, True, self.parts.head_dim)
         self.v = Projection(self.parts.v_proj, None, False, self.parts.head_dim)
@@ -84,7 +86,7 @@ class StreamedLayer(LayerSchedule):
             if saved.policy.projections:
                 residual_tD = tag(residual_tD.clone() if residual_tD is sum_tD else residual_tD, Holder.KEPT)
                 saved.residuals.append(residual_tD)
-            if kept := self._add_mlp(sum_tD, residual_tD, gated_mlp, saved.policy.mlp):
+            if kept := self._add_mlp(sum_tD, residual_tD, gated_mlp, saved, rows):
                 saved.mlp.append(kept)
             y_sD[rows] = sum_tD
 
@@ -99,13 +101,15 @@ class StreamedLayer(LayerSchedule):
         return None if self.layout.compile else as_gated_mlp(self.parts.mlp)
 
     def _add_mlp(
-        self, sum_tD: Tensor, residual_tD: Tensor, gated_mlp: GatedMlp | None, keep: bool
+        self, sum_tD: Tensor, residual_tD: Tensor, gated_mlp: GatedMlp | None, saved: SavedActivations, rows: slice
     ) -> MlpActivations | None:
-        """Add the MLP's output to `sum`. With `keep`, return activations for `_mlp_backward_tile`."""
+        """Add the MLP's output to `sum`. If they are kept, return activations for `_mlp_backward_tile`."""
+        keep = saved.policy.mlp
         if gated_mlp is not None:
             return gated_mlp.add_to(sum_tD, apply_norm(self.parts.norm2, residual_tD), keep)
-        kept = run_tile(self._norm_and_mlp, residual_tD) if keep else None
-        sum_tD += self._norm_and_mlp(residual_tD) if kept is None else kept[1].detach()
+        with self.experts.forward_tile(rows, saved.chosen):
+            kept = run_tile(self._norm_and_mlp, residual_tD) if keep else None
+            sum_tD += self._norm_and_mlp(residual_tD) if kept is None else kept[1].detach()
         return kept
 
     # ---- backward
@@ -134,8 +138,13 @@ class StreamedLayer(LayerSchedule):
         norm2 = self.parts.norm2
         if gated_mlp is None:
             params = [*norm2.parameters(), *self.parts.mlp.parameters()]
-            x_y = saved.mlp.popleft() if saved.mlp else run_tile(self._norm_and_mlp, residual_tD)
-            dy_tD += graph_backward(*x_y, params, dy_tD, grads)
+            if saved.mlp:
+                x_y = saved.mlp.popleft()
+            else:
+                with self.experts.repeat_tile(saved.chosen, skips_output=True):
+                    x_y = run_tile(self._norm_and_mlp, residual_tD)
+            with self.experts.add_grads_to(grads):
+                dy_tD += graph_backward(*x_y, params, dy_tD, grads)
             return
         residual_tD, h_tD = run_norm(norm2, residual_tD)
         dh_tD = gated_mlp.backward(h_tD.detach(), dy_tD, grads, saved.mlp)

@@ -6,6 +6,7 @@ and gradients must agree.
 """
 
 import copy
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -301,18 +302,32 @@ class _Probe:
                 self.facts = replace(self.facts, skippable=())
             for first in (0, 1 + max(_config_lengths(self.model.config), default=0)):
                 self._compare(first)
+            self._find_experts()
         except ConfigError:
             raise
         except Exception as error:
             problem = f"has a layer {self.name} that does not run ({type(error).__name__}: {error})"
             raise refusal(self.model, problem) from error
 
+    def _find_experts(self) -> None:
+        """Find out whether an ExpertBlock computes the same, and whether gradients need its output."""
+        for name in ("has_expert_block", "skips_experts"):
+            changes: dict[str, Any] = {name: True}
+            facts, self.facts = self.facts, replace(self.facts, **changes)
+            try:
+                self._compare(0)
+            except Exception:
+                self.facts = facts
+                return
+
     def matches(self, index: int) -> bool:
         """Whether the layer computes the same at another index."""
         own = self.index
         try:
             self._set_index(index)
-            same = self._read_call() == replace(self.facts, num_outputs=None, skippable=())
+            same = self._read_call() == replace(
+                self.facts, num_outputs=None, skippable=(), has_expert_block=False, skips_experts=False
+            )
             other: Any = self._run_transformers(0)["output"]
         except Exception:
             return False  # its own probe names the problem
@@ -387,6 +402,8 @@ class _Probe:
         where = f"of {self.name} at position {first}"
         for name, expected in theirs.items():
             got = ours.get(name)
+            if name == "output" and self.facts.skips_experts:
+                continue
             if expected is None and got is None:
                 continue
             if got is None or expected is None or got.shape != expected.shape:
@@ -405,8 +422,11 @@ class _Probe:
             captured = [runs.capture(x[rows], args) for rows, args in zip(parts, arguments, strict=True)]
             q, k, v = (torch.cat(tensors) for tensors in list(zip(*captured, strict=True))[:3])
             out = plain_attention(q, k, v, captured[0][3] if facts.has_sinks else None, facts)
-            ys = [runs.finish(x[rows], out[rows], args) for rows, args in zip(parts, arguments, strict=True)]
-        return self._gradients(torch.cat(ys), x, arguments)
+            with runs.experts.repeat_tile(deque(), facts.skips_experts):
+                ys = [runs.finish(x[rows], out[rows], args) for rows, args in zip(parts, arguments, strict=True)]
+        results = self._gradients(torch.cat(ys), x, arguments)
+        runs.experts.restore()
+        return results
 
     def _run_transformers(self, first: int) -> dict[str, Tensor | None]:
         x, num_tokens = self._input(), LENGTHS[0]

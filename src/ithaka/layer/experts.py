@@ -1,0 +1,248 @@
+"""The experts of a mixture, with a hand-written backward. Routers and shared experts stay the model's own modules.
+
+transformers' experts modules have one structure: two stacked weights with a gate in between. An ExpertBlock takes the
+place of their forward. It sorts the choices of a tile by expert, and keeps its input and the result of the first
+product. The router's weights are applied before the second product, whose result backward then does not need. Weight
+gradients go to the layer's sums, not through autograd.
+
+A token must not change its experts when backward recomputes a tile: the layer keeps its choices, and `_Replay` gives
+them to the router instead of its own top-k.
+
+Shapes as in layer/expert_rows.py; r rank of an adapter.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ithaka.layer.expert_rows import Gate, Rows, multiply_groups, sum_choices
+from ithaka.layer.tiles import GradSum, sum_dtype
+
+
+@dataclass(frozen=True)
+class GroupedLinear:
+    """One linear map per expert, with an optional LoRA adapter: y = x W + scale (x A) B. Others add the bias."""
+
+    weight: Tensor  # [E, N, D], or [E, D, N] if transposed
+    bias_EN: Tensor | None
+    is_transposed: bool
+    a_RD: Tensor | None = None  # PEFT's, R = E * r
+    b_NR: Tensor | None = None  # PEFT's, R = r * E
+    scale: float = 1.0
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.weight, self.bias_EN, self.a_RD, self.b_NR) if t is not None]
+
+    @property
+    def weight_EDN(self) -> Tensor:
+        return self.weight if self.is_transposed else self.weight.transpose(1, 2)
+
+    def __call__(self, x_nD: Tensor, rows: Rows) -> Tensor:
+        """Return x W, with the adapter, without the bias."""
+        y_nN = multiply_groups(x_nD, self.weight_EDN, rows.ends_E)
+        if self.a_RD is not None:
+            y_nN += multiply_groups(self._down(x_nD, rows), self._b_ErN, rows.ends_E)
+        return y_nN
+
+    def input_grad(self, dy_nN: Tensor, rows: Rows) -> Tensor:
+        dx_nD = multiply_groups(dy_nN, self.weight_EDN.transpose(1, 2), rows.ends_E)
+        if self.a_RD is not None:
+            dx_nD += multiply_groups(self._down_grad(dy_nN, rows), self._a_ErD, rows.ends_E)
+        return dx_nD
+
+    def weight_grads(self, dy_nN: Tensor, x_nD: Tensor, rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the trained tensors, except the bias, with one tile's gradients."""
+        if self.weight.requires_grad:
+            left, right = (x_nD, dy_nN) if self.is_transposed else (dy_nN, x_nD)
+            yield self.weight, multiply_groups(left.t(), right, rows.ends_E)
+        if self.a_RD is not None and self.a_RD.requires_grad:
+            yield self.a_RD, multiply_groups(self._down_grad(dy_nN, rows).t(), x_nD, rows.ends_E).flatten(0, 1)
+        if self.b_NR is not None and self.b_NR.requires_grad:
+            db_ErN = multiply_groups(self._down(x_nD, rows).t(), dy_nN, rows.ends_E)
+            yield self.b_NR, db_ErN.permute(2, 1, 0).flatten(1)
+
+    def _down(self, x_nD: Tensor, rows: Rows) -> Tensor:
+        return multiply_groups(x_nD, self._a_ErD.transpose(1, 2), rows.ends_E).mul_(self.scale)
+
+    def _down_grad(self, dy_nN: Tensor, rows: Rows) -> Tensor:
+        return multiply_groups(dy_nN, self._b_ErN.transpose(1, 2), rows.ends_E).mul_(self.scale)
+
+    @property
+    def _a_ErD(self) -> Tensor:
+        assert self.a_RD is not None
+        return self.a_RD.unflatten(0, (len(self.weight), -1))
+
+    @property
+    def _b_ErN(self) -> Tensor:
+        assert self.b_NR is not None
+        return self.b_NR.unflatten(1, (-1, len(self.weight))).permute(2, 1, 0).contiguous()
+
+
+class ExpertBlock:
+    """Replaces the forward of an experts module: (x [t, D], chosen experts [t, k], weights [t, k]) -> y [t, D]."""
+
+    def __init__(self, experts: Any) -> None:
+        self.experts, self.gate, self.num_experts = experts, Gate(experts), experts.num_experts
+        self.grads: GradSum | None = None  # where backward adds weight gradients; None: autograd returns them
+        self.skips_output = False  # return zeros, because nothing needs the output
+        self.chosen_tk: Tensor | None = None  # in the last call
+
+    def __call__(self, x_tD: Tensor, expert_tk: Tensor, weight_tk: Tensor) -> Tensor:
+        self.chosen_tk = expert_tk
+        with torch.autocast(x_tD.device.type, enabled=False):
+            tensors = [t for linear in self.maps() for t in linear.tensors]
+            return _ExpertsFunction.apply(x_tD, expert_tk, weight_tk, self, *tensors)
+
+    def maps(self) -> tuple[GroupedLinear, GroupedLinear]:
+        """Read in every pass: FSDP2 replaces parameters."""
+        experts: Any = self.experts
+        first = "gate_up_proj" if experts.has_gate else "up_proj"
+        up, down = (
+            GroupedLinear(getattr(experts, name), getattr(experts, f"{name}_bias", None), experts.is_transposed)
+            for name in (first, "down_proj")
+        )
+        return up, down
+
+
+class _ExpertsFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_tD, expert_tk, weight_tk, block, *tensors):
+        (up, down), wide = block.maps(), sum_dtype(x_tD.dtype)
+        rows, inputs_tD = Rows.sort(expert_tk, block.num_experts), x_tD.to(up.weight.dtype)
+        weight_n = rows.take(weight_tk.to(sum_dtype(weight_tk.dtype)))
+        h_nF = up(inputs_tD[rows.token_n], rows)
+        ctx.block, ctx.dtypes, ctx.tensors = block, (x_tD.dtype, weight_tk.dtype), tensors
+        ctx.kept = rows, inputs_tD, weight_n, h_nF
+        ctx.choices = expert_tk, weight_tk.detach()
+        if block.skips_output:
+            return torch.zeros_like(x_tD, dtype=wide)
+        y_tD = sum_choices(down(block.gate.forward(h_nF, up.bias_EN, weight_n, rows), rows), rows, wide)
+        if down.bias_EN is not None:
+            y_tD.addmm_(_spread(expert_tk, weight_tk.to(wide), len(down.bias_EN)), down.bias_EN.to(wide))
+        return y_tD
+
+    @staticmethod
+    def backward(ctx, dy_tD):
+        (up, down), grads = ctx.block.maps(), _TileGrads(ctx.block.grads)
+        rows, inputs_tD, weight_n, h_nF = ctx.kept
+        ctx.kept = None  # h is overwritten
+        dy_nD = dy_tD.to(inputs_tD.dtype)[rows.token_n]
+        dh_nF, a_nF, dweight_n = ctx.block.gate.backward(h_nF, up.bias_EN, weight_n, down.input_grad(dy_nD, rows), rows)
+        grads.add(down.weight_grads(dy_nD, a_nF, rows))
+        del dy_nD, a_nF
+        grads.add(up.weight_grads(dh_nF, inputs_tD[rows.token_n], rows))
+        dx_tD = sum_choices(up.input_grad(dh_nF, rows), rows, ctx.dtypes[0])
+        dweight_tk = dweight_n[rows.row_tk]
+        if up.bias_EN is not None and up.bias_EN.requires_grad:
+            ones_n8 = dh_nF.new_ones(len(dh_nF), 8)  # 16 bytes, as the kernel needs
+            grads.add([(up.bias_EN, multiply_groups(ones_n8.t(), dh_nF, rows.ends_E)[:, 0])])
+        if down.bias_EN is not None:
+            (expert_tk, weight_tk), wide = ctx.choices, dy_tD.dtype
+            dweight_tk += (dy_tD @ down.bias_EN.to(wide).t()).gather(1, expert_tk)
+            if down.bias_EN.requires_grad:
+                weight_tE = _spread(expert_tk, weight_tk.to(wide), len(down.bias_EN))
+                grads.add([(down.bias_EN, weight_tE.t() @ dy_tD)])
+        return dx_tD, None, dweight_tk.to(ctx.dtypes[1]), None, *map(grads.take, ctx.tensors)
+
+
+class _TileGrads:
+    """Adds gradients to the layer's sums, or collects them for autograd."""
+
+    def __init__(self, sums: GradSum | None) -> None:
+        self.sums, self.own = sums, GradSum()
+
+    def add(self, pairs: Any) -> None:
+        for tensor, grad in pairs:
+            (self.own if self.sums is None else self.sums).add(tensor, grad)
+
+    def take(self, tensor: Tensor) -> Tensor | None:
+        return self.own.take_as(tensor)
+
+
+def _spread(expert_tk: Tensor, weight_tk: Tensor, num_experts: int) -> Tensor:
+    """The weight of every expert, [t, E]."""
+    return weight_tk.new_zeros(len(expert_tk), num_experts).scatter_add_(1, expert_tk, weight_tk)
+
+
+class _Replay(TorchFunctionMode):
+    """Answers a router's top-k over all experts with given choices."""
+
+    def __init__(self, chosen_tk: Tensor, num_experts: int) -> None:
+        super().__init__()
+        self.chosen_tk, self.num_experts = chosen_tk, num_experts
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function in (torch.topk, Tensor.topk):
+            scores, k = args[0], kwargs["k"] if "k" in kwargs else args[1]
+            if scores.shape[-1] == self.num_experts and k == self.chosen_tk.shape[1]:
+                chosen = self.chosen_tk.view(*scores.shape[:-1], k)
+                return torch.return_types.topk((scores.gather(-1, chosen), chosen))
+        return function(*args, **kwargs)
+
+
+class LayerExperts:
+    """The experts of a decoder layer, in the three passes of a tile. Does nothing for a layer without experts, and for
+    a mixture of another structure than transformers' usual one: it stays a black box."""
+
+    def __init__(self, layer: nn.Module, replaces: bool = True) -> None:
+        found = [module for module in layer.modules() if _is_supported(module)] if replaces else []
+        self.block = ExpertBlock(found[0]) if len(found) == 1 else None
+        if self.block is not None:
+            found[0].forward = self.block
+        self.given_sk: Tensor | None = None  # the choices of this rank's tokens, if the user gave them
+
+    def restore(self) -> None:
+        if self.block is not None:
+            del self.block.experts.forward
+
+    @contextmanager
+    def forward_tile(self, rows: slice, chosen: deque[Tensor]) -> Iterator[None]:
+        """Run a tile, and append its choices to `chosen`."""
+        with self._choose(None if self.given_sk is None else self.given_sk[rows]):
+            yield
+        if self.block is not None and self.block.chosen_tk is not None:
+            chosen.append(self.block.chosen_tk.to(torch.int16))
+
+    @contextmanager
+    def repeat_tile(self, chosen: deque[Tensor], skips_output: bool) -> Iterator[None]:
+        """Run a tile again, with the next of the choices in `chosen`. `skips_output`: the experts return zeros."""
+        if self.block is None:
+            yield
+            return
+        self.block.skips_output = skips_output
+        try:
+            with self._choose(chosen.popleft() if chosen else None):
+                yield
+        finally:
+            self.block.skips_output = False
+
+    @contextmanager
+    def add_grads_to(self, sums: GradSum) -> Iterator[None]:
+        """Run backward of tiles: weight gradients are added to `sums`."""
+        if self.block is None:
+            yield
+            return
+        self.block.grads = sums
+        try:
+            yield
+        finally:
+            self.block.grads = None
+
+    def _choose(self, chosen_tk: Tensor | None) -> AbstractContextManager:
+        if self.block is None or chosen_tk is None:
+            return nullcontext()
+        return _Replay(chosen_tk.long(), self.block.num_experts)
+
+
+def _is_supported(module: Any) -> bool:
+    if not hasattr(type(module), "_apply_gate") or not hasattr(module, "is_transposed") or "forward" in vars(module):
+        return False
+    return getattr(module.down_proj, "ndim", 0) == 3 and not getattr(module, "has_post_expert_norm", False)

@@ -1,0 +1,115 @@
+"""Expert blocks against transformers' own experts: outputs and every gradient, for any distribution of tokens."""
+
+from collections import deque
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from decoders import tiny_decoder
+from general import assert_equal, compare
+from ithaka.dist.mesh import make_mesh
+from ithaka.layer.experts import ExpertBlock, LayerExperts
+from ithaka.layer.tiles import GradSum
+from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
+from ithaka.model.build import parallelize_model
+from parity import relative
+
+E, K, T = 4, 2, 13
+GENERATOR = torch.Generator().manual_seed(4)
+DISTRIBUTIONS = {
+    "mixed": torch.stack([torch.randperm(E, generator=GENERATOR)[:K] for _ in range(T)]),
+    "an expert without tokens": torch.tensor([[0, 3], [3, 1]]).repeat(7, 1)[:T],
+    "all tokens": torch.tensor([[2, 1]]).repeat(T, 1),
+    "one token": torch.cat([torch.tensor([[1, 2]]), torch.tensor([[0, 3]]).repeat(T - 1, 1)]),
+    "one expert twice": torch.tensor([[2, 2]]).repeat(T, 1),
+}
+FAMILIES = {
+    "qwen3_moe": {},
+    "mixtral": {},
+    "gpt_oss": {"swiglu_limit": 0.4},  # some values are clamped
+    "deepseek_v3": {"n_group": 2, "topk_group": 1},
+    "glm4_moe": {},
+    "aria_text": {"moe_num_experts": E},
+}
+
+
+def find_experts(layer: nn.Module) -> nn.Module:
+    return next(module for module in layer.modules() if hasattr(module, "down_proj") and hasattr(module, "num_experts"))
+
+
+def random_inputs(dtype: torch.dtype = torch.float64):
+    generator = torch.Generator().manual_seed(6)
+    x, weights, dy = (torch.randn(T, n, generator=generator, dtype=torch.float64) for n in (32, K, 32))
+    return x.to(dtype).requires_grad_(), weights.sigmoid().to(dtype).requires_grad_(), dy.to(dtype)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_equal_those_of_transformers(family):
+    """In one piece with autograd, and in two tiles with sums, the second of which does not compute its output."""
+    layer = tiny_decoder(family, num_hidden_layers=2, **FAMILIES[family]).model.layers[1]
+    module = find_experts(layer)
+    params, (x, weights, dy) = dict(module.named_parameters()), random_inputs()
+    inputs, names = [x, weights, *params.values()], ["x", "weights", *params]
+    plain = {}
+    for name, chosen in DISTRIBUTIONS.items():
+        y = module(x, chosen, weights)
+        plain[name] = y.detach(), torch.autograd.grad(y, inputs, dy)
+    experts = LayerExperts(layer)
+    assert experts.block is not None
+    errors = {}
+    for distribution, chosen in DISTRIBUTIONS.items():
+        expected, wanted = plain[distribution]
+        y = module(x, chosen, weights)
+        found = torch.autograd.grad(y, inputs, dy)
+        sums, tiles = GradSum(), []
+        for rows, skips in ((slice(0, 5), False), (slice(5, T), True)):
+            with experts.repeat_tile(deque(), skips_output=skips):
+                y_tile = module(x[rows], chosen[rows], weights[rows])
+            assert bool(y_tile.any()) != skips
+            with experts.add_grads_to(sums):
+                tiles.append(torch.autograd.grad(y_tile, inputs, dy[rows], allow_unused=True))
+        summed = [a + b for a, b in zip(*(tile[:2] for tile in tiles), strict=True)]
+        summed += [sums.take(param) for param in params.values()]
+        errors[distribution] = relative(y.detach(), expected)
+        for name, *grads, grad in zip(names, found, summed, wanted, strict=True):
+            errors[distribution, name] = max(relative(found, grad) for found in grads)
+    assert_equal([errors])
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("gpt_oss", Layout(4, heads_per_stage=4, tile_tokens=5)),
+        ("deepseek_v3", Layout(2, ring=2, tile_tokens=7)),
+        ("glm4_moe", Layout(2, kept=(EVERYTHING,), tile_tokens=7)),
+    ],
+)
+def test_a_rank_may_have_no_token_of_an_expert(family, layout, monkeypatch):
+    used, run = [], ExpertBlock.__call__
+
+    def record(self, x, chosen, weights):
+        used.append(chosen.unique().numel())
+        return run(self, x, chosen, weights)
+
+    monkeypatch.setattr(ExpertBlock, "__call__", record)
+    changes = {"num_local_experts": 8, "n_routed_experts": 8, "first_k_dense_replace": 0}
+    assert_equal(compare(tiny_decoder(family, num_hidden_layers=1, **FAMILIES[family], **changes), layout))
+    assert min(used) < 8
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_bf16_takes_the_grouped_kernel(family, monkeypatch):
+    calls = []
+    grouped_mm = F.grouped_mm
+    monkeypatch.setattr(F, "grouped_mm", lambda *args, **kwargs: calls.append(args) or grouped_mm(*args, **kwargs))
+    model = tiny_decoder(family, torch.float32, num_hidden_layers=1)
+    layout = Layout(tile_tokens=16, dtype="bfloat16", kept=(ActivationPolicy(attention="device"),))
+    model = parallelize_model(model, mesh=make_mesh(1), layout=layout)
+    ids = torch.randint(61, (1, 32), generator=torch.Generator().manual_seed(5))
+    loss = model(input_ids=ids, labels=ids).loss
+    assert len(calls) == 2 * 2  # two tiles
+    loss.backward()
+    num_biases = 1 if family == "gpt_oss" else 0
+    assert len(calls) == 2 * (2 + 1 + 4 + num_biases)  # the first product again, two input and two weight gradients
