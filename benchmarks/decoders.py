@@ -1,4 +1,6 @@
-"""Compare the general layer with Hugging Face + Liger on one GPU: `python benchmarks/decoders.py --out DIR`.
+"""Compare decoders with Hugging Face + Liger on one GPU: `python benchmarks/decoders.py --out DIR`.
+
+Mixtures of experts: `--models qwen3-30b-a3b gpt-oss-20b`.
 
 Each side runs in its own process on the same weights and tokens: float32 weights and moments, bfloat16 computation,
 checkpointing, fused AdamW, median of five steps. Prints and writes one JSON line per case.
@@ -18,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ithaka.dist.mesh import end_process_group, free_memory, start_process_group
+from ithaka.layer import experts
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
 
@@ -46,6 +49,31 @@ SHAPES: dict[str, dict[str, Any]] = {
         "sliding_window": 4096,
     },
     "gpt-oss-20b": {"model_type": "gpt_oss", "num_hidden_layers": 4, "num_local_experts": 32},
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+    },
+    "tiny-experts": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 512,
+    },
     "tiny": {
         "model_type": "olmo3",
         "hidden_size": 64,
@@ -58,11 +86,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 SIDES = ("hf autocast", "hf fsdp2", "ithaka", "ithaka liger")
+EXPERT_SIDES = ("hf fsdp2", "ithaka blackbox", "ithaka")  # `blackbox`: transformers' own code for the experts
 
 
 def make_model(case: dict[str, Any], **options: Any) -> Any:
     shape = dict(SHAPES[case["model"]])
     config = AutoConfig.for_model(shape.pop("model_type"), **shape, max_position_embeddings=case["tokens"])
+    if case["experts"]:
+        options["experts_implementation"] = case["experts"]
     torch.manual_seed(0)
     with torch.device(device()):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options).train()
@@ -96,9 +127,11 @@ def run_hf(case: dict[str, Any], precision: str) -> Any:
     return model, forward
 
 
-def run_ithaka(case: dict[str, Any], liger: bool) -> Any:
-    if liger:
+def run_ithaka(case: dict[str, Any], how: str) -> Any:
+    if how == "liger":
         apply_liger(SHAPES[case["model"]]["model_type"])
+    if how == "blackbox":
+        experts._is_supported = lambda module: False
     model = make_model(case)
     kept = (ActivationPolicy(attention="device"),) * len(model.model.layers)
     layout = Layout(tile_tokens=case["tile"], kept=kept, dtype="bfloat16", compile=case.get("compile", False))
@@ -109,13 +142,12 @@ def run_ithaka(case: dict[str, Any], liger: bool) -> Any:
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
     kind, how = case["side"].split() if " " in case["side"] else (case["side"], "")
-    model, forward = run_hf(case, how) if kind == "hf" else run_ithaka(case, how == "liger")
+    model, forward = run_hf(case, how) if kind == "hf" else run_ithaka(case, how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     ids = torch.randint(model.config.vocab_size, (1, case["tokens"]), generator=torch.Generator().manual_seed(1))
     seconds, losses = [], []
-    for step in range(case["steps"] + 2):
-        if step == 2 and torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
+
+    def run_step() -> None:
         begin = time.perf_counter()
         loss = forward(ids).loss
         loss.backward()
@@ -123,8 +155,18 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         optimizer.zero_grad(set_to_none=True)
         losses.append(round(loss.item(), 4))
         seconds.append(time.perf_counter() - begin)
+
+    for step in range(case["steps"] + 2):
+        if step == 2 and torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        run_step()
     peak = torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else 0.0
     timed = seconds[2:]
+    if case["kernels"]:
+        with torch.profiler.profile() as profile:
+            run_step()
+        by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        print(profile.key_averages().table(sort_by=by, row_limit=case["kernels"]), file=sys.stderr)
     return {"step_s": round(statistics.median(timed), 4), "peak_GiB": round(peak, 2), "losses": losses[-2:]}
 
 
@@ -149,7 +191,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--models", nargs="+", default=["gemma3-4b", "olmo3-7b"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[16384, 65536, 131072])
-    parser.add_argument("--sides", nargs="+", default=SIDES)
+    parser.add_argument("--sides", nargs="+", help=f"default: {SIDES}; for mixtures of experts: {EXPERT_SIDES}")
+    parser.add_argument("--experts", default="grouped_mm", help="transformers' implementation of experts")
+    parser.add_argument("--kernels", type=int, default=0, help="log the slowest kernels of one more step")
     parser.add_argument("--tile", type=int, default=16384)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--attention", default="flash_attention_4")
@@ -157,13 +201,16 @@ def main() -> None:
     options = parser.parse_args()
     results = []
     for model in options.models:
-        for side in options.sides:
+        has_experts = any("experts" in name for name in SHAPES[model])
+        for side in options.sides or (EXPERT_SIDES if has_experts else SIDES):
             common = {"model": model, "side": side, "tile": options.tile, "steps": options.steps}
+            common |= {"experts": options.experts if has_experts else "", "kernels": options.kernels}
             common |= {"attention": options.attention, "compile": options.compile}
             cases = "".join(json.dumps(common | {"tokens": tokens}) + "\n" for tokens in options.tokens)
             command = [sys.executable, __file__, "--serve"]
             run = subprocess.run(command, input=cases, capture_output=True, text=True)
             if options.out:
+                options.out.mkdir(parents=True, exist_ok=True)
                 (options.out / f"{model}-{side.replace(' ', '-')}.log").write_text(run.stderr[-20000:])
             for line in run.stdout.splitlines():
                 if line.startswith("RESULT "):
