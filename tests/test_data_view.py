@@ -1,8 +1,11 @@
 """`ithaka data`: figures as counted by hand, trained tokens marked in the terminal and on a page, the data's errors."""
 
+import html
+import itertools
 import json
 import re
 import tempfile
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -13,6 +16,7 @@ from ithaka.cli import app
 from ithaka.data import read
 from ithaka.data import stream as data_stream
 from ithaka.exits import ExitCode
+from ithaka.train import console
 from refusals import assert_refused
 from runs import MODEL
 
@@ -216,11 +220,86 @@ def test_a_page_that_cannot_be_written_is_refused_first(folder):
 
 
 def test_a_record_is_shown_turn_by_turn_with_what_is_cut(folder):
-    shown_record = shown(folder, TALKS, "--record", "4", bad_records="skip", long_documents="split")
-    assert "record 4 of" in shown_record and "30 tokens, 5 trained" in shown_record
-    assert "turn 1, user: 23 tokens, 0 trained (context only)" in " ".join(shown_record.split())
-    assert "turn 2, assistant: 7 tokens, 5 trained (trained)" in " ".join(shown_record.split())
-    assert "1 pieces without a trained token; 16 tokens cut" in " ".join(shown_record.split())
-    assert "skipped" in shown(folder, TALKS, "--record", "3", bad_records="skip", long_documents="split")
-    shown(folder, TALKS, "--record", "4", "--html", "record.html", bad_records="skip")
-    assert "turn 2, assistant" in (folder / "record.html").read_text()
+    text = " ".join(shown(folder, TALKS, "--record", "4", bad_records="skip").split())
+    assert "record 4 of a.jsonl: 30 tokens, 5 trained, 1 pieces of at most 16, 16 tokens cut" in text
+    assert "turn 1, user: 23 tokens (16 cut: no trained token in this piece; 7 user's turn, context only)" in text
+    assert (
+        "turn 2, assistant: 7 tokens (2 added by the chat template, context only; 5 assistant's turn, trained)" in text
+    )
+    assert "✂u:xxxxxxxxxxxxxx✂xxxxxx|" in text and "a:«yyyy|»" in text
+    assert "skipped, without an assistant's turn" in shown(folder, TALKS, "--record", "3", bad_records="skip")
+    figures = json.loads(shown(folder, TALKS, "--record", "4", "--json", bad_records="skip"))
+    assert sum(figures["reasons"].values()) == figures["tokens"] == 30
+    error = shown(folder, TALKS, "--record", "9", bad_records="skip", code=ExitCode.WRONG_INPUT)
+    assert_refused(error, "--record=9", "4 in a.jsonl", way_out="smaller")
+
+
+AGENT = """{% for m in messages %}{{ m.role[0] + ':' }}{% if m.reasoning_content %}\
+{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}{{ m.content + '|' }}{% endfor %}\
+{% if add_generation_prompt %}a:{% endif %}"""
+TRACE = [
+    {"role": "system", "content": "be"},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "ls", "reasoning_content": "hm"},
+    {"role": "tool", "content": "0123456789" * 3},
+    {"role": "assistant", "content": "no", "train": False},
+    {"role": "assistant", "content": "ok"},
+]
+
+
+def reasons_of(folder, **data):
+    """The text of a record by tag (mark, span, s) and reason, as its page shows it."""
+    (folder / "chat.jinja").write_text(AGENT)
+    shown(folder, [{"messages": TRACE}] * 3, "--record", "1", "--html", "page.html", "--force", **data)
+    runs = {}
+    tokens = r'<(mark|span|s) title="id [\d ]+, position \d+: (.*?)">(.*?)</'
+    for tag, why, token in re.findall(tokens, html.unescape((folder / "page.html").read_text())):
+        runs.setdefault((tag, why.partition(",")[0]), []).append(token)
+    return {key: "".join(tokens) for key, tokens in runs.items()}
+
+
+@pytest.mark.parametrize(
+    ("mode", "context", "reason", "text"),
+    [
+        ("end", 20, "before the last turns that fit", None),
+        ("turns", 30, "no trained token in this piece", None),
+        ("shorten_tools", 64, "the middle of a long tool output", "2345678901234567890123456"),
+        ("drop", 40, "the conversation is longer than data.context", None),
+    ],
+)
+def test_every_token_of_a_record_has_its_reason(folder, mode, context, reason, text):
+    found = reasons_of(folder, context=100)
+    assert found == {
+        ("span", "system prompt and tools"): "s:be|",
+        ("span", "user's turn"): "u:hi|",
+        ("span", "added by the chat template"): "a:a:",
+        ("mark", "reasoning"): "<think>hm</think>",
+        ("mark", "assistant's turn"): "ls|ok|",
+        ("span", "tool output"): f"t:{'0123456789' * 3}|",
+        ("span", "excluded by the record"): "a:no|",
+    }
+    without = reasons_of(folder, context=100, reasoning={"loss": False})
+    assert ("mark", "reasoning") not in without and "hm" in without["span", "reasoning"]
+    cut = reasons_of(folder, context=context, long_documents=mode, tool_tokens=8, tool_marker="...")
+    assert [key for key in cut if key[0] == "s"] == [("s", f"cut: {reason}")]
+    assert text is None or cut["s", f"cut: {reason}"] == text
+    assert sum(map(len, cut.values())) == sum(map(len, found.values())) and (mode == "drop") == (len(cut) == 1)
+
+
+def test_the_page_shows_records_of_every_kind(folder):
+    shown(folder, TALKS, "--html", "page.html", bad_records="skip")
+    titles = re.findall("<summary>(.*?)</summary>", (folder / "page.html").read_text())
+    assert [title.partition(":")[0] for title in titles] == [f"record {n} of a.jsonl" for n in (1, 2, 3, 4)]
+    assert "skipped, with nothing to train" in titles[1] and "16 tokens cut" in titles[3]
+
+
+def test_progress_is_shown_in_lines_without_a_terminal(folder, monkeypatch):
+    monkeypatch.setattr(read, "SHARD_BYTES", 64)
+    seconds = itertools.count(0, 40)
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    (folder / "a.jsonl").write_text('{"text": "123456789abcdef"}\n' * 20)
+    config = {"model": {"path": "config.json"}, "data": {"path": "a.jsonl", "tokenizer": "bytes", "context": 16}}
+    (folder / "c.yaml").write_text(json.dumps(config))
+    result = CliRunner().invoke(app, ["data", "c.yaml", "--json"])
+    shares = [int(share) for share in re.findall(r"^reading the data: (\d+)% done, \d+ s left", result.stderr, re.M)]
+    assert len(shares) > 5 and shares == sorted(shares) and json.loads(result.stdout)["complete"]

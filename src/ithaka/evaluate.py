@@ -2,9 +2,7 @@
 
 import json
 import signal
-import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from ithaka.model.build import build_model, has_weights
 from ithaka.plan.search import forward_layout
 from ithaka.plan.shape import read_json, read_shape
 from ithaka.report.page import render_page, render_table
+from ithaka.train.console import show_share
 
 RESULT_FILE = "result.json"
 SMALL_CONTEXT = 8192  # tokens
@@ -126,18 +125,13 @@ class Progress:
     """Writes the figures so far, for Ctrl-C, and shows on stderr how much is done."""
 
     def __init__(self, file: Path):
-        self.file, self.start_s, self.shown_s = file, time.monotonic(), time.monotonic()
+        self.file, self.show = file, show_share("evaluating")
 
     def report(self, result: dict[str, Any], share: float) -> None:
         part = self.file.with_suffix(".part")
         part.write_text(json.dumps(result))
         part.replace(self.file)
-        now_s, visible = time.monotonic(), sys.stderr.isatty()
-        if share < 1 and now_s - self.shown_s > (1 if visible else 30):
-            left_s = (now_s - self.start_s) * (1 - share) / share
-            end = "\r" if visible else "\n"
-            print(f"evaluating: {share:.0%} done, {left_s:.0f} s left  ", end=end, file=sys.stderr, flush=True)
-            self.shown_s = now_s
+        self.show(share)
 
 
 def column_names(results: Sequence[Any]) -> list[str]:

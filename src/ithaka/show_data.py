@@ -1,14 +1,13 @@
-"""`ithaka data`: statistics of the training data, and sample sequences with trained tokens marked.
+"""`ithaka data`: statistics of the training data, sample sequences with trained tokens marked, and records.
 
 Reads the first round as a run would (all of a small dataset), with its cache in a temporary directory.
 """
 
 import html
 import itertools
-import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,43 +17,29 @@ from rich.table import Table
 from rich.text import Text
 
 from ithaka import launch
-from ithaka.config import Config, ConfigError
-from ithaka.data.cache import TokenizedPart, tokenize
-from ithaka.data.files import find_files
+from ithaka.config import Config
 from ithaka.data.open import check_data, data_facts, epoch_steps, measure_balance, open_data
-from ithaka.data.pack import Documents, LongDocuments, cut_documents, encode_turn
-from ithaka.data.read import make_shards
 from ithaka.data.stream import TrainData
-from ithaka.data.tokenizer import Tokenizer, load_tokenizer
+from ithaka.data.tokenizer import load_tokenizer
 from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.preflight.run import model_shape
 from ithaka.report.page import Markup, render_page, render_table
+from ithaka.show_record import Described, TextPiece, choose_records, describe_record, find_record, split_document
 
-# Tags that chat templates put around tool calls and results, and the start of a JSON call.
-TOOL_PATTERN = re.compile(
-    r'<[^<>\s]*tool[^<>\s]*>|\[/?\w*TOOL\w*\]|<\|(python_tag|call)\|>|{"name": "[^"]*", "(argu|para)me\w+":'
-)
 TERMINAL_LIMITS, PAGE_LIMITS = (2, 4, 240), (4, 8, 800)  # sequences, documents per sequence, tokens per document
-
-
-class TextPiece(NamedTuple):
-    """Consecutive tokens that decode to complete characters, starting at `position`. No ids: tokens were omitted."""
-
-    text: str
-    ids: list[int]
-    position: int
-    trained: bool
-    tool: bool = False
 
 
 class DataView(NamedTuple):
     figures: dict[str, Any]  # the --json output
     facts: dict[str, str]  # text by topic
-    sequences: list[tuple[str, list[tuple[str, list[TextPiece]]]]]  # (title, [(document title, pieces)])
+    sequences: Sequence[Described] = ()  # document by document
+    records: Sequence[Described] = ()  # turn by turn
 
 
-def build_data_view(config: Config, limits: tuple[int, int, int]) -> DataView:
-    """Read, pack and summarize the data. Raises the ConfigErrors of a run."""
+def build_data_view(
+    config: Config, limits: tuple[int, int, int], with_records: bool, report: Callable[[float], None]
+) -> DataView:
+    """Read, pack and summarize the data; `report` receives the share that is read. Raises the ConfigErrors of a run."""
     check_data(config.data, model_shape(config).vocab, config.model.path)
     train, ranks = config.train, config.parallel.ranks
     num_ranks = launch.decide_ranks(ranks, launch.num_gpus()) if ranks == "auto" else ranks  # only to divide the batch
@@ -66,6 +51,7 @@ def build_data_view(config: Config, limits: tuple[int, int, int]) -> DataView:
             accumulate=train.micro_steps(dp_size), steps=train.steps if train.epochs is None else None,
             cache_dir=Path(cache_dir),
         )  # fmt: skip
+        data.stream.report = report
         try:
             global_batch = train.micro_steps(dp_size) * train.batch * dp_size
             steps = train.steps if train.epochs is None else epoch_steps(data, train.epochs, global_batch)
@@ -81,48 +67,22 @@ def build_data_view(config: Config, limits: tuple[int, int, int]) -> DataView:
     facts["trained"] = f"{figures['trained_share']:.1%} of these tokens" + f";{stop}" * bool(stop)
     del facts["first tokens"]
     lengths = "documents of {shortest:,} to {longest:,} tokens, median {median:,.0f}".format(**figures["lengths"])
-    return DataView(figures, {"read": read, **facts, "lengths": lengths}, sequences)
+    found = choose_records(config, tokenizer) if with_records else []
+    records = [each for record in found for each in describe_record(record, config, tokenizer)[0]]
+    return DataView(figures, {"read": read, **facts, "lengths": lengths}, sequences, records)
 
 
-def build_record_view(config: Config, number: int, num_tokens: int) -> DataView:
-    """Show the documents of the `number`-th record, turn by turn: why tokens are trained or not, and what is cut."""
-    data, count = config.data, 0
-    tokenizer = load_tokenizer(data.tokenizer, config.model.path, data.chat_template)
-    for source in data.all_sources():
-        for shard in make_shards(find_files(source.path).files, source):
-            for part in tokenize(shard, tokenizer, batch_chars=1):
-                count += part.is_start
-                if count == number:
-                    return _describe_record(part, config, tokenizer, f"record {number:,} of {source.path}", num_tokens)
-    raise ConfigError(f"--record={number} is beyond the last of {count:,} records; give a smaller number")
-
-
-def _describe_record(
-    part: TokenizedPart, config: Config, tokenizer: Tokenizer, title: str, num_tokens: int
-) -> DataView:
-    trained, ids = part.tokens >= 0, part.tokens ^ (part.tokens >> 31)
-    facts = {"length": f"{len(trained):,} tokens, {trained.sum():,} trained"}
-    facts |= {name: str(number) for name, number in part.notes.items()}
-    if part.skip_reason:
-        facts["skipped"] = part.skip_reason
-    long = LongDocuments(config.data.long_documents, config.data.tool_tokens)
-    turns = np.asarray([encode_turn(*turn) for turn in part.turns], np.int64)
-    document = Documents(part.tokens, np.asarray([len(trained)]), turns=turns)
-    if len(trained) > config.data.context and long.mode != "refuse":
-        cut = cut_documents(document, config.data.context, long)
-        facts["pieces"] = f"{len(cut.segments):,} of at most {config.data.context:,} tokens ({long.mode})"
-        facts["left out"] = f"{cut.pieces_left_out[0]:,} pieces without a trained token; {cut.removed[0]:,} tokens cut"
-    edges = [0, *(start for start, _ in part.turns), len(trained)]
-    roles = ["before the first turn", *(role for _, role in part.turns)]
-    documents = []
-    for n, (role, (low, high)) in enumerate(zip(roles, itertools.pairwise(edges), strict=True)):
-        num_trained = int(trained[low:high].sum())
-        why = "trained" if num_trained else "excluded by the record" if role == "assistant" else "context only"
-        pieces = split_document(tokenizer, ids[low:high].tolist(), trained[low:high], num_tokens)
-        label = f"{f'turn {n}, ' * (n > 0)}{role}: {high - low:,} tokens, {num_trained:,} trained ({why})"
-        documents += [(label, pieces)] if high > low else []
-    figures = {"tokens": len(trained), "trained_tokens": int(trained.sum()), "facts": facts, "histogram": {}}
-    return DataView(figures, facts, [(title, documents)])
+def build_record_view(config: Config, number: int) -> DataView:
+    """Show the `number`-th record of each source: why each token is trained or not, and what is cut."""
+    tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.chat_template)
+    records: list[Described] = []
+    reasons = Counter[str]()
+    for record in find_record(config, tokenizer, number):
+        described, counts = describe_record(record, config, tokenizer)
+        records += described
+        reasons += counts
+    figures = {"tokens": reasons.total(), "reasons": reasons, "samples": [title for title, _ in records]}
+    return DataView(figures, {why: f"{count:,} tokens" for why, count in reasons.items()}, records=records)
 
 
 def compute_figures(data: TrainData) -> dict[str, Any]:
@@ -195,47 +155,22 @@ def describe_sequence(data: TrainData, index: int, num_documents: int, num_token
     return f"{describe(title, 0, edges[-1])}, {len(ids) - edges[-1]:,} padding", documents
 
 
-def split_document(tokenizer: Tokenizer, ids: list[int], trained: np.ndarray, limit: int) -> list[TextPiece]:
-    """Decode a document into pieces; omit the middle if it exceeds `limit` tokens."""
-    low, high = (limit // 3, len(ids) - 2 * limit // 3) if len(ids) > limit else (len(ids), len(ids))
-    pieces = [*_decode(tokenizer, ids, trained, 0, low), *_decode(tokenizer, ids, trained, high, len(ids))]
-    ends = np.cumsum([len(piece.text) for piece in pieces])
-    for match in TOOL_PATTERN.finditer("".join(piece.text for piece in pieces)):
-        first, last = np.searchsorted(ends, [match.start() + 1, match.end()])
-        pieces[first : last + 1] = [piece._replace(tool=True) for piece in pieces[first : last + 1]]
-    if low < high:
-        note = f"... {high - low:,} tokens omitted, {trained[low:high].sum():,} trained ..."
-        pieces.insert(sum(piece.position < low for piece in pieces), TextPiece(note, [], low, False))
-    return pieces
-
-
-def _decode(tokenizer: Tokenizer, ids: list[int], trained: np.ndarray, low: int, high: int) -> Iterator[TextPiece]:
-    """Decode ids[low:high] in context: a token's text depends on the one before, and a character may span tokens."""
-    before = max(low - 1, 0)
-    for end in range(low + 1, high + 1):
-        text = tokenizer.decode(ids[before:end])
-        if not text.endswith("\ufffd") or end == high or trained[end] != trained[low]:
-            text = text[len(tokenizer.decode(ids[before:low])) :]
-            text = "".join(c if c.isprintable() else "↵\n" if c == "\n" else repr(c)[1:-1] for c in text)
-            yield TextPiece(text, ids[low:end], low, bool(trained[low]))
-            before, low = low, end
-
-
 def print_data(view: DataView, console: Console) -> None:
     """Print the view. Without colors, brackets mark trained tokens and tool calls."""
     uncolored = console.no_color or console.color_system is None
     facts, lengths = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
     for topic, fact in view.facts.items():
         facts.add_row(Text(topic), Text(fact, overflow="fold"))
-    bins = view.figures["histogram"]
+    bins = {size: number for size, number in view.figures.get("histogram", {}).items() if number}
     for up_to, number in bins.items():
-        bar = "█" * round(number / max(bins.values()) * min(24, console.width - 24)) or "▏" * (number > 0)
+        bar = "█" * round(number / max(bins.values()) * min(24, console.width - 24)) or "▏"
         cells = (Text(cell, justify="right") for cell in (f"up to {up_to:,}", f"{number:,}"))
         lengths.add_row(*cells, Text(bar, "cyan"))
-    console.print(facts, Text(), lengths)
-    legend = ("trained", [0], 0, True), (", context only, ", [0], 0, False), ("tools", [0], 0, False, True)
-    console.print(Text("\n").append(_style_pieces([TextPiece(*piece) for piece in legend], uncolored)))
-    for title, documents in view.sequences:
+    console.print(facts, Text(), *([lengths, Text()] if bins else []))
+    legend = [TextPiece("trained", [0], 0, True), TextPiece(", context only, ", [0], 0, False)]
+    legend += [TextPiece("cut", [0], 0, False, cut=True), TextPiece(", ", [0], 0, False)] if view.records else []
+    console.print(_style_pieces([*legend, TextPiece("tools", [0], 0, False, True)], uncolored))
+    for title, documents in (*view.records, *view.sequences):
         console.print(Text(f"\n{title}", "bold"))
         for document_title, pieces in documents:
             console.print(Text(f"── {document_title}", "cyan"))
@@ -245,39 +180,55 @@ def print_data(view: DataView, console: Console) -> None:
 
 def _style_pieces(pieces: list[TextPiece], uncolored: bool) -> Text:
     text = Text()
-    for trained, run in itertools.groupby(pieces, lambda piece: piece.trained):
-        text.append("«" * (uncolored and trained))
+    for (trained, cut), run in itertools.groupby(pieces, lambda piece: (piece.trained, piece.cut)):
+        opening, closing = ("«", "»") if trained else ("✂", "✂") if cut else ("", "")
+        text.append(opening * uncolored)
         for (tool, has_tokens), group in itertools.groupby(run, lambda piece: (piece.tool, bool(piece.ids))):
             content = "".join(piece.text for piece in group)
-            style = ("bold green" if trained else "dim" if has_tokens else "italic cyan") + " underline" * tool
+            style = "bold green" if trained else "red strike" if cut else "dim" if has_tokens else "italic cyan"
             content = content if has_tokens else "\n" * (not text.plain.endswith("\n")) + f"{content}\n"
-            text.append(f"⟦{content}⟧" if uncolored and tool else content, style)
-        text.append("»" * (uncolored and trained))
+            text.append(f"⟦{content}⟧" if uncolored and tool else content, style + " underline" * tool)
+        text.append(closing * uncolored)
     text.rstrip()
     return text
 
 
 def render_data_page(view: DataView, heading: str) -> str:
     """Render the view as a self-contained HTML page."""
-    bins = view.figures["histogram"]
-    parts = [render_table(list(view.facts.items()), css_class="facts"), "<h2>Lengths</h2>" if bins else ""]
-    bars = []
-    for up_to, number in bins.items():
-        style = f"width:{number / max(bins.values()):.1%};min-width:{number > 0:d}px"
-        bars.append((up_to, number, Markup(f'<div style="{style}"></div>')))
-    parts.append(render_table(bars, ("tokens, up to", "documents", ""), "bars"))
-    parts += ["<h2>Packed sequences</h2><p class=tokens><mark>trained</mark>, <span>context only</span>, "]
-    parts += ["<span class=tool>tools</span>; hover over a token for its id and position in the document</p>"]
+    bins = {size: number for size, number in view.figures.get("histogram", {}).items() if number}
+    parts = [render_table(list(view.facts.items()), css_class="facts")]
+    if bins:
+        bars = []
+        for up_to, number in bins.items():
+            style = f"width:{number / max(bins.values()):.1%};min-width:1px"
+            bars.append((up_to, number, Markup(f'<div style="{style}"></div>')))
+        parts += ["<h2>Lengths</h2>", render_table(bars, ("tokens, up to", "documents", ""), "bars")]
+    legend = "<p class=tokens><mark>trained</mark>, <span>context only</span>, {}<span class=tool>tools</span>"
+    hover = "; hover over a token for its id and position</p>"
+    if view.records:
+        parts.append(f"<h2>Records</h2>{legend.format('<s>cut</s>, ')}, <small>reason</small>{hover}")
+    for n, (title, turns) in enumerate(view.records):
+        body = "".join(itertools.starmap(_render_document, turns))
+        parts.append(f"<details{' open' * (n == 0)}><summary>{html.escape(title)}</summary>{body}</details>")
+    if view.sequences:
+        parts.append(f"<h2>Packed sequences</h2>{legend.format('')}{hover}")
     for title, documents in view.sequences:
-        parts.append(f"<h3>{html.escape(title)}</h3>")
-        for document_title, pieces in documents:
-            parts.append(f"<p class=border>{html.escape(document_title)}</p>")
-            parts.append(f"<pre class=tokens>{''.join(map(_render_piece, pieces))}</pre>" if pieces else "")
+        parts += [f"<h3>{html.escape(title)}</h3>", *itertools.starmap(_render_document, documents)]
     return render_page(heading, "".join(parts))
 
 
+def _render_document(title: str, pieces: list[TextPiece]) -> str:
+    """Render the text, with a label where the reason changes."""
+    text = ""
+    for why, run in itertools.groupby(pieces, lambda piece: piece.why):
+        label, _, _ = why.rpartition(", ") if not why.startswith("cut") else (why, "", "")
+        text += f"<small>{html.escape(label)}</small>" * bool(why) + "".join(map(_render_piece, run))
+    return f"<p class=border>{html.escape(title)}</p>" + f"<pre class=tokens>{text}</pre>" * bool(pieces)
+
+
 def _render_piece(piece: TextPiece) -> str:
-    tag, kind = "mark" if piece.trained else "span", " class=tool" * piece.tool
-    title = f"id {' '.join(map(str, piece.ids))}, position {piece.position}"
-    element = f'{tag}{kind} title="{title}"' if piece.ids else "em class=gap"
-    return f"<{element}>{html.escape(piece.text)}</{element.split()[0]}>"
+    if not piece.ids:
+        return f"<em class=gap>{html.escape(piece.text)}</em>"
+    tag, kind = "mark" if piece.trained else "s" if piece.cut else "span", " class=tool" * piece.tool
+    title = f"id {' '.join(map(str, piece.ids))}, position {piece.position}" + f": {piece.why}" * bool(piece.why)
+    return f'<{tag}{kind} title="{html.escape(title)}">{html.escape(piece.text)}</{tag}>'

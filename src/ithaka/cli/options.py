@@ -2,12 +2,15 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Annotated, Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ithaka.config import ConfigError, parse_count
+
+if TYPE_CHECKING:
+    from rich.status import Status
 
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite existing files, or use a non-empty directory.")]
@@ -15,7 +18,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @contextmanager
-def loading(message: str = "loading PyTorch") -> Iterator[Callable[[str], AbstractContextManager[None]]]:
+def loading(message: str = "loading PyTorch") -> Iterator["Callable[[str], Status]"]:
     """Show `message` during slow imports; yield `status` to show other messages."""
     from ithaka.train.console import status
 

@@ -176,7 +176,7 @@ def data(
     ranks: Ranks = None,
     page: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write an HTML page instead.")] = None,
     record: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Show the N-th record, turn by turn, and what is cut.")
+        int | None, typer.Option(min=1, metavar="N", help="Show why each token of the N-th record is trained or not.")
     ] = None,
     force: Force = False,
     as_json: AsJson = False,
@@ -189,12 +189,14 @@ def data(
 
         from ithaka import show_data
         from ithaka.preflight.preflight import resolve
+        from ithaka.train.console import show_share
 
-    with status("reading and packing the data"):
+    with status("reading the data") as spinner:
         settings = resolve(config, with_ranks(overrides, ranks)).at(0)
         limits = show_data.TERMINAL_LIMITS if page is None else show_data.PAGE_LIMITS
-        view = show_data.build_record_view(settings, record, limits[2]) if record else None
-        view = view or show_data.build_data_view(settings, limits)
+        view = show_data.build_record_view(settings, record) if record else None
+        report = show_share("reading the data", spinner)
+        view = view or show_data.build_data_view(settings, limits, page is not None, report)
     if page is not None:
         page.write_text(show_data.render_data_page(view, f"Data: {config or 'ithaka train'}"), encoding="utf-8")
     if as_json:

@@ -141,27 +141,36 @@ class TokenCache:
 
 class TokenizedPart(NamedTuple):
     """A document, or a part of a long text. `tokens` are encoded as in Documents. If `skip_reason` is not empty, the
-    document is only counted. `turns` lists the first token and the role of each message."""
+    document is only counted. `turns` lists the first token and the role of each message, `spans` that of each kind of
+    text."""
 
     tokens: np.ndarray
     is_start: bool
     skip_reason: str
     turns: list[tuple[int, str]]
     notes: Mapping[str, int]
+    is_record: bool
+    spans: list[tuple[int, str]]
 
 
-def tokenize(shard: Shard, tokenizer: Tokenizer, batch_chars: int | None = None) -> Iterator[TokenizedPart]:
-    """Yield the documents of a shard, tokenized in batches."""
+def tokenize(
+    shard: Shard, tokenizer: Tokenizer, batch_chars: int | None = None, with_spans: bool = False
+) -> Iterator[TokenizedPart]:
+    """Yield the documents of a shard, tokenized in batches. Spans are needed only to show a document."""
     bos = np.asarray(tokenizer.document_prefix, np.int32)
     eos = np.asarray([] if tokenizer.eos_id is None else [tokenizer.eos_id], np.int32)
     eos = eos if shard.reading.train_on_eos else ~eos
     none = np.empty(0, np.int32)
     for documents in _batch_documents(shard.documents(tokenizer), batch_chars or BATCH_CHARS):
-        starts = [[start for start, _ in each.turns] for each in documents]
+        edges = [  # ascending; turns have order 0, spans 1
+            sorted((start, order, label) for order, each in enumerate(lists) for start, label in each)
+            for lists in ((each.turns, each.spans if with_spans else ()) for each in documents)
+        ]
+        starts = [[start for start, _, _ in each] for each in edges]
         encoded = tokenizer.encode_documents(
             [each.text for each in documents], [each.trained for each in documents], starts
         )
-        for document, (ids, indices) in zip(documents, encoded, strict=True):
+        for document, labels, (ids, indices) in zip(documents, edges, encoded, strict=True):
             ids = ids if document.ids is None else document.ids
             prefix = bos if document.add_bos_eos and document.is_start else none
             suffix = eos if document.add_bos_eos and document.is_end else none
@@ -169,8 +178,10 @@ def tokenize(shard: Shard, tokenizer: Tokenizer, batch_chars: int | None = None)
             reason = document.skip_reason
             if not reason and document.is_start and document.is_end:
                 reason = "empty" if not len(ids) else "" if (tokens[1:] >= 0).any() else "with nothing to train"
-            turns = [(len(prefix) + i, role) for i, (_, role) in zip(indices, document.turns, strict=False)]
-            yield TokenizedPart(tokens, document.is_start, reason, turns, document.notes)
+            found = [(len(prefix) + i, *label[1:]) for i, label in zip(indices, labels, strict=False)]
+            turns, spans = ([(i, label) for i, order, label in found if order == which] for which in (0, 1))
+            is_record = document.is_start and document.is_record
+            yield TokenizedPart(tokens, document.is_start, reason, turns, document.notes, is_record, spans)
 
 
 def _batch_documents(documents: Iterable[Document], batch_chars: int) -> Iterator[list[Document]]:

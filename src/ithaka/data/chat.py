@@ -37,16 +37,28 @@ DATE_CALL = re.compile(r"""strftime_now\((["'])(.*?)\1\)""")
 TEMPLATE_REFUSES = "refused by the chat template"  # a reason of BadRecord
 LOST_REASONING = "with reasoning that the chat template leaves out"  # a reason of BadRecord
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\b")
+SPAN_KINDS = {  # of rendered text, and why it is trained or not
+    "template": "added by the chat template",
+    "system": "system prompt and tools",
+    "user": "user's turn",
+    "tool": "tool output",
+    "reasoning": "reasoning",
+    "assistant": "assistant's turn",
+    "excluded": "excluded by the record, or part of its prompt",
+    "elsewhere": "trained in another sample of this conversation",
+}
 QUESTION: list[Message] = [{"role": "user", "content": "x"}]
 ANSWER: Message = {"role": "assistant", "content": "x"}
 
 
 class Sample(NamedTuple):
-    """A rendered conversation. `turns`: where each message starts, and its role. `notes` count what was left out."""
+    """A rendered conversation. `turns`: where each message starts, and its role. `spans`: where each kind of text
+    starts, see SPAN_KINDS. `notes` count what was left out."""
 
     text: str
     trained: TrainedRanges
     turns: Sequence[tuple[int, str]] = ()
+    spans: Sequence[tuple[int, str]] = ()
     notes: Counter[str] = Counter()
 
 
@@ -90,8 +102,8 @@ class ChatTemplate:
                 fix = "use data.train_on=assistant, or data.reasoning.turns=last"
                 raise ConfigError(f"data.train_on=all cannot be combined with reasoning that needs unrolling; {fix}")
             if trained := sorted(pending - lost):
-                ranges = self._find_ranges(part, tools, text, located, trained, reading, trainable)
-                samples.append(Sample(text, ranges, starts))
+                ranges, spans = self._find_ranges(part, tools, text, located, trained, reading, trainable)
+                samples.append(Sample(text, ranges, starts, spans))
             elif not samples and not lost:
                 samples.append(Sample(text, [], starts))
             if not lost:
@@ -105,9 +117,10 @@ class ChatTemplate:
     def _find_ranges(
         self, messages: list[Message], tools: Tools, text: str, located: list[list[Turn]], trained: list[int],
         reading: ReadingConfig, trainable: Sequence[bool],
-    ) -> TrainedRanges:  # fmt: skip
-        """Return the ranges of the `trained` messages, without reasoning if data.reasoning.loss is false."""
+    ) -> tuple[TrainedRanges, list[tuple[int, str]]]:  # fmt: skip
+        """Return the ranges of the `trained` messages, without reasoning if data.reasoning.loss is false, and spans."""
         ranges: list[CharRange] = []
+        answers: dict[int, str] = {}  # spans in the trained turns
         hidden: list[CharRange] = []
         if reading.train_on == "all":
             untrained = [i for i, train in enumerate(trainable) if not train]
@@ -117,14 +130,36 @@ class ChatTemplate:
             for i, turn in zip(trained, self._pick_turns(text, located, trained), strict=True):
                 follows_tool = i > 0 and messages[i - 1]["role"] == "tool"
                 content = None if has_generation else self._find_content(text, turn, follows_tool)
-                ranges += self._trained_ranges(text, turn, content, reading.train_on_eos)
+                trained_ranges = self._trained_ranges(text, turn, content, reading.train_on_eos)
+                answers |= self._split_answer(text, turn, trained_ranges)
+                ranges += trained_ranges
         if reading.reasoning is not None and not reading.reasoning.loss:
             for turn in itertools.chain(*located):
                 if turn.reasoning is not None:
-                    stop = turn.reasoning[1]
-                    closing = commonprefix([self._reasoning_end, text[stop : stop + len(self._reasoning_end)]])
-                    hidden.append((turn.start, stop + len(closing)))
-        return None if ranges == [(0, len(text))] and not hidden else subtract_ranges(ranges, hidden)
+                    hidden.append((turn.start, self._find_reasoning_end(text, turn.reasoning)))
+        has_head = bool(tools) or messages[0]["role"] == "system"
+        spans = {0: "system" if has_head else "template"} | {
+            turn.stop: "template" for turn in itertools.chain(*located)
+        }
+        for i, (message, turns) in enumerate(zip(messages, located, strict=True)):
+            kind = "excluded" if not trainable[i] else message["role"]
+            kind = "elsewhere" if kind == "assistant" and i not in trained else kind
+            spans |= {turn.start: kind for turn in turns}
+        everything = ranges == [(0, len(text))] and not hidden
+        return None if everything else subtract_ranges(ranges, hidden), sorted((spans | answers).items())
+
+    def _split_answer(self, text: str, turn: Turn, ranges: Sequence[CharRange]) -> dict[int, str]:
+        """Return where template text, reasoning (with its delimiters) and the answer start in a trained turn."""
+        edges = {turn.start: "template"} | {high: "template" for _, high in ranges if high < turn.stop}
+        edges |= {low: "assistant" for low, _ in ranges}
+        if turn.reasoning is not None and ranges:
+            edges |= {ranges[0][0]: "reasoning", self._find_reasoning_end(text, turn.reasoning): "assistant"}
+        return edges
+
+    def _find_reasoning_end(self, text: str, reasoning: CharRange) -> int:
+        """Return the end of the text that closes reasoning."""
+        closing = text[reasoning[1] : reasoning[1] + len(self._reasoning_end)]
+        return reasoning[1] + len(commonprefix([self._reasoning_end, closing]))
 
     def _select_reasoning(
         self, messages: list[Message], tools: Tools, policy: ReasoningConfig | None

@@ -42,6 +42,8 @@ class Document(NamedTuple):
     is_end: bool = True
     skip_reason: str = ""  # not empty: a bad record, which is only counted
     turns: Sequence[tuple[int, str]] = ()  # where each message starts, and its role
+    spans: Sequence[tuple[int, str]] = ()  # where each kind of text starts, see chat.SPAN_KINDS
+    is_record: bool = True  # False: another sample of the same record
     notes: Mapping[str, int] = {}  # counts of what was changed or left out
 
 
@@ -95,7 +97,8 @@ def parse_record(record: Any, reading: ReadingConfig, chat: ChatTemplate, vocab_
         names = fields[:2] if format_name == "prompt_completion" else ["prompt", "chosen"]
         prompt, completion = (_check_string(text, name) for name, text in zip(names, (prompt, completion), strict=True))
         text = prompt + completion
-        return [Document(text, None if reading.train_on == "all" else [(len(prompt), len(text))], add_bos_eos=True)]
+        trained, spans = [(len(prompt), len(text))], [(0, "excluded"), (len(prompt), "assistant")]
+        return [Document(text, None if reading.train_on == "all" else trained, add_bos_eos=True, spans=spans)]
     if record.get("system"):
         prompt = [{"role": "system", "content": record["system"]}, *prompt]
     if (images := record.get("images")) and reading.images == "refuse":
@@ -133,11 +136,14 @@ def _parse_conversation(
         if as_strings == messages or error.reason != TEMPLATE_REFUSES:
             raise
         samples = chat.render(as_strings, schemas, trainable, reading)
-    first = samples[0].notes + notes
+    samples[0] = samples[0]._replace(notes=samples[0].notes + notes)
     return [
-        Document(_check_unicode(sample.text), sample.trained, turns=sample.turns, notes=first if i == 0 else Counter())
+        Document(
+            _check_unicode(sample.text), sample.trained, turns=sample.turns, spans=sample.spans, notes=sample.notes,
+            is_record=i == 0,
+        )
         for i, sample in enumerate(samples)
-    ]
+    ]  # fmt: skip
 
 
 def _check_unicode(text: str) -> str:

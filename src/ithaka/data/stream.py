@@ -113,8 +113,9 @@ class Source:
         self.shard_counts: dict[int, ShardCounts] = {}  # by shard, for those loaded so far
 
     def take_documents(
-        self, position: SourcePosition, num_tokens: float, cut: Cut, wrap: bool, prefetch: bool = True
-    ) -> tuple[list[TakenDocuments], SourcePosition]:
+        self, position: SourcePosition, num_tokens: float, cut: Cut, wrap: bool, prefetch: bool = True,
+        report: Callable[[float], None] = lambda share: None,
+    ) -> tuple[list[TakenDocuments], SourcePosition]:  # fmt: skip
         """Take documents whose pieces have at least `num_tokens` tokens: return them by shard, and the next position.
 
         Stop at the end of an epoch, unless `wrap`. `prefetch`: tokenize the following shards in the background.
@@ -135,6 +136,8 @@ class Source:
             indices = np.asarray(self._shuffle(num, position.epoch, position.shard)[position.document :], np.int64)
             ends = sizes[indices].cumsum()
             count = int(ends.searchsorted(until - position.tokens)) + 1
+            read = 0 if wrap else (position.shard + 1) / len(order)
+            report(min(max(read, 1 - (until - position.tokens) / max(num_tokens, 1)), 1))
             taken.append(self._select(self.shards[index], pieces, indices[:count]))
             tokens = position.tokens + int(ends[:count][-1:].sum())
             position = replace(position, document=position.document + count, tokens=tokens)
@@ -195,6 +198,7 @@ class SequenceStream:
         self.documents_together = documents_together
         self.long = LongDocuments(long_documents) if isinstance(long_documents, str) else long_documents
         self.cut: Cut = functools.partial(pack.cut_documents, context=context, long=self.long)
+        self.report: Callable[[float], None] = lambda share: None  # called with the share of a round that is read
         self.shuffled = sources[0].key is not None
         self.main = max(range(len(sources)), key=lambda i: sources[i].num_bytes / sources[i].weight)
         self.seek(StreamPosition())
@@ -284,7 +288,7 @@ class SequenceStream:
         num_tokens = tokens_per_round(packing, self.shuffled)
         prefetch = self.needed is None or self.needed * self.context > num_tokens  # the run needs another round
         cut = functools.partial(self.cut, context=packing.context)
-        main, weights = self.main, [source.weight for source in self.sources]
+        main, weights, done = self.main, [source.weight for source in self.sources], 0.0
         self._shards: list[tuple[Shard, Documents]] = []
         self.pieces_left_out = self.removed_tokens = 0
         taken: list[np.ndarray] = []
@@ -293,8 +297,10 @@ class SequenceStream:
             need = weights[i] / weights[main] * positions[main].tokens - positions[i].tokens
             need = num_tokens * weights[i] / sum(weights) if i == main else need
             shards, positions[i] = self.sources[i].take_documents(
-                positions[i], need, cut, wrap=i != main, prefetch=prefetch
-            )
+                positions[i], need, cut, wrap=i != main, prefetch=prefetch,
+                report=functools.partial(self._report_share, done, weights[i]),
+            )  # fmt: skip
+            done += weights[i]
             for each in shards:
                 for segments in (each.pieces, each.documents):
                     segments["shard"] += len(self._shards)
@@ -312,6 +318,9 @@ class SequenceStream:
         # Interleave the sources evenly.
         progress = [segments["length"].cumsum() / max(segments["length"].sum(), 1) for segments in taken]
         return np.concatenate(taken)[np.concatenate(progress).argsort(kind="stable")]
+
+    def _report_share(self, done: float, weight: float, share: float) -> None:
+        self.report((done + weight * share) / sum(source.weight for source in self.sources))
 
     def _describe_long_document(self, segment: np.void) -> str:
         shard, documents = self._shards[segment["shard"]]

@@ -12,8 +12,9 @@ import os
 import re
 import resource
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from io import FileIO
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from rich.console import Console as RichConsole
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.status import Status
 from rich.table import Column
 
 from ithaka.config import Config, input_error, to_dict
@@ -42,10 +44,30 @@ FinalStatus = Literal["finished", "failed", "killed"]  # killed: by a signal
 WANDB_EXIT_CODES: dict[FinalStatus, int] = {"finished": 0, "failed": 1, "killed": 255}  # the same as wandb's own
 
 
-def status(what: str) -> AbstractContextManager[Any]:
+def status(what: str) -> Status:
     """Context manager that shows a spinner and `what` on stderr, on rank 0 and only on a terminal."""
     visible = sys.stderr.isatty() and is_rank_0()  # if colors are forced, rich takes a pipe for a terminal
     return RichConsole(stderr=True, force_terminal=visible).status(f"{escape(what)} ...")
+
+
+def show_share(what: str, spinner: Status | None = None) -> Callable[[float], None]:
+    """Return a function that shows on stderr how much of `what` is done and the time left: in the spinner of `status`
+    or over the last line on a terminal, else in a line every 30 s."""
+    start_s = shown_s = time.monotonic()
+
+    def show(share: float) -> None:
+        nonlocal shown_s
+        now_s, visible = time.monotonic(), sys.stderr.isatty()
+        if not 0 < share < 1 or now_s - shown_s < (1 if visible else 30):
+            return
+        shown_s, left_s = now_s, (now_s - start_s) * (1 - share) / share
+        line = f"{what}: {share:.0%} done, {left_s:.0f} s left"
+        if visible and spinner is not None:
+            spinner.update(escape(line))
+        else:
+            print(f"{line}  ", end="\r" if visible else "\n", file=sys.stderr, flush=True)
+
+    return show
 
 
 @dataclass(frozen=True)
