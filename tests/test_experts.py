@@ -91,10 +91,11 @@ def test_a_rank_may_have_no_token_of_an_expert(family, layout, monkeypatch):
 
     def record(self, x, chosen, weights):
         used.append(chosen.unique().numel())
+        assert self.num_experts == 8
         return run(self, x, chosen, weights)
 
     monkeypatch.setattr(ExpertBlock, "__call__", record)
-    changes = {"num_local_experts": 8, "n_routed_experts": 8, "first_k_dense_replace": 0}
+    changes = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "first_k_dense_replace": 0}
     assert_equal(compare(tiny_decoder(family, num_hidden_layers=1, **FAMILIES[family], **changes), layout))
     assert min(used) < 8
 
