@@ -164,7 +164,7 @@ REFUSED = [  # PEFT's configuration, and what the message mentions
     (Q_PROJ(bias="all"), "bias=all", "use bias=none"),
     (Q_PROJ(lora_bias=True), "lora_bias=True", "use lora_bias=False"),
     (Q_PROJ(layer_replication=[(0, 1), (0, 1)]), "layer_replication=", "use layer_replication=None"),
-    (LoraConfig(target_modules=[], target_parameters=["mlp.up_proj.weight"]), "target_parameters=", "=None"),
+    (LoraConfig(target_modules=[], target_parameters=["mlp.up_proj.weight"]), "ParamWrapper", "use LoRA on nn.Linear"),
     (Q_PROJ(trainable_token_indices=[1]), "trainable_token_indices=", "use trainable_token_indices=None"),
     (LoraConfig(target_modules=["embed_tokens"]), "embed_tokens", "Embedding", "use LoRA on nn.Linear"),
     (IA3Config(target_modules=["v_proj"], feedforward_modules=[]), "peft_type=IA3", "use peft_type=LORA"),

@@ -8,12 +8,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from decoders import tiny_decoder
-from general import assert_equal, compare
+from general import add_lora, assert_equal, compare
 from ithaka.dist.mesh import make_mesh
 from ithaka.layer.experts import ExpertBlock, LayerExperts
 from ithaka.layer.tiles import GradSum
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
+from models import tiny_config, tiny_model
 from parity import relative
 
 E, K, T = 4, 2, 13
@@ -114,3 +115,25 @@ def test_bf16_takes_the_grouped_kernel(family, monkeypatch):
     loss.backward()
     num_biases = 1 if family == "gpt_oss" else 0
     assert len(calls) == 2 * (2 + 1 + 4 + num_biases)  # the first product again, two input and two weight gradients
+
+
+EXPERT_WEIGHTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "layout"),
+    [
+        ("gpt_oss", EXPERT_WEIGHTS, Layout(2, tile_tokens=7)),
+        ("deepseek_v3", EXPERT_WEIGHTS[1:], Layout(tile_tokens=9, kept=(EVERYTHING,))),
+        ("qwen3_moe", EXPERT_WEIGHTS, Layout(2, tile_tokens=5)),
+    ],
+)
+def test_adapters_on_experts_equal_peft(family, targets, layout):
+    """Transposed and not, one weight and both, on the general and the streamed path."""
+    is_streamed = family == "qwen3_moe"
+    if is_streamed:
+        plain = tiny_model(tiny_config(family, num_hidden_layers=1))
+    else:
+        plain = tiny_decoder(family, num_hidden_layers=1, first_k_dense_replace=0)
+    plain = add_lora(plain, target_modules=["q_proj"], target_parameters=targets)
+    assert_equal(compare(plain, layout, wide=not is_streamed))

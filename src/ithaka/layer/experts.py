@@ -14,7 +14,7 @@ Shapes as in layer/expert_rows.py; r rank of an adapter.
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -88,8 +88,13 @@ class GroupedLinear:
 class ExpertBlock:
     """Replaces the forward of an experts module: (x [t, D], chosen experts [t, k], weights [t, k]) -> y [t, D]."""
 
-    def __init__(self, experts: Any) -> None:
-        self.experts, self.gate, self.num_experts = experts, Gate(experts), experts.num_experts
+    def __init__(self, module: Any) -> None:
+        """`module`: the experts, or the outermost of PEFT's wrappers around them, one per adapted weight."""
+        self.module, self.adapters = module, {}
+        while hasattr(module, "parameter_name"):
+            self.adapters[module.parameter_name] = module
+            module = module.base_layer
+        self.experts, self.gate, self.num_experts = module, Gate(module), module.num_experts
         self.grads: GradSum | None = None  # where backward adds weight gradients; None: autograd returns them
         self.skips_output = False  # return zeros, because nothing needs the output
         self.chosen_tk: Tensor | None = None  # in the last call
@@ -101,14 +106,20 @@ class ExpertBlock:
             return _ExpertsFunction.apply(x_tD, expert_tk, weight_tk, self, *tensors)
 
     def maps(self) -> tuple[GroupedLinear, GroupedLinear]:
-        """Read in every pass: FSDP2 replaces parameters."""
+        """Read in every pass: FSDP2 replaces parameters, and PEFT switches adapters."""
+        return self._map("gate_up_proj" if self.experts.has_gate else "up_proj"), self._map("down_proj")
+
+    def _map(self, name: str) -> GroupedLinear:
         experts: Any = self.experts
-        first = "gate_up_proj" if experts.has_gate else "up_proj"
-        up, down = (
-            GroupedLinear(getattr(experts, name), getattr(experts, f"{name}_bias", None), experts.is_transposed)
-            for name in (first, "down_proj")
-        )
-        return up, down
+        base = GroupedLinear(getattr(experts, name), getattr(experts, f"{name}_bias", None), experts.is_transposed)
+        wrapper: Any = self.adapters.get(name)
+        if wrapper is None or wrapper.disable_adapters or wrapper.merged:
+            return base
+        for active in wrapper.active_adapters:
+            if active in wrapper.lora_A:
+                a_RD, b_NR = wrapper.lora_A[active].weight, wrapper.lora_B[active].weight
+                return replace(base, a_RD=a_RD, b_NR=b_NR, scale=wrapper.scaling[active])
+        return base
 
 
 class _ExpertsFunction(torch.autograd.Function):
@@ -193,7 +204,9 @@ class LayerExperts:
     a mixture of another structure than transformers' usual one: it stays a black box."""
 
     def __init__(self, layer: nn.Module, replaces: bool = True) -> None:
-        found = [module for module in layer.modules() if _is_supported(module)] if replaces else []
+        found = [module for module in layer.modules() if is_expert_module(module)] if replaces else []
+        inner = {module.base_layer for module in found if hasattr(module, "parameter_name")}
+        found = [module for module in found if module not in inner]
         self.block = ExpertBlock(found[0]) if len(found) == 1 else None
         if self.block is not None:
             found[0].forward = self.block
@@ -201,7 +214,7 @@ class LayerExperts:
 
     def restore(self) -> None:
         if self.block is not None:
-            del self.block.experts.forward
+            del self.block.module.forward
 
     @contextmanager
     def forward_tile(self, rows: slice, chosen: deque[Tensor]) -> Iterator[None]:
@@ -242,7 +255,10 @@ class LayerExperts:
         return _Replay(chosen_tk.long(), self.block.num_experts)
 
 
-def _is_supported(module: Any) -> bool:
+def is_expert_module(module: Any) -> bool:
+    """Whether an ExpertBlock covers all that the module computes: transformers' experts, or PEFT's LoRA around them."""
+    if f"{type(module).__module__}.{type(module).__name__}" == "peft.tuners.lora.layer.ParamWrapper":
+        return "forward" not in vars(module) and is_expert_module(module.base_layer)
     if not hasattr(type(module), "_apply_gate") or not hasattr(module, "is_transposed") or "forward" in vars(module):
         return False
     return getattr(module.down_proj, "ndim", 0) == 3 and not getattr(module, "has_post_expert_norm", False)

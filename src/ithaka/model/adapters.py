@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ithaka.config import AdapterConfig, ConfigError, format_value
+from ithaka.layer.experts import is_expert_module
 from ithaka.layer.linear import is_linear
 from ithaka.plan.shape import read_json
 
@@ -19,7 +20,7 @@ REQUIRED_OPTIONS = {
     "bias": "none",
     "lora_dropout": 0,
     "lora_bias": False,
-    **dict.fromkeys(("layer_replication", "target_parameters", "trainable_token_indices")),
+    **dict.fromkeys(("layer_replication", "trainable_token_indices")),
 }
 SUPPORTED_INITS = (True, False, "gaussian")  # the others change the base weights
 
@@ -30,6 +31,7 @@ def read_stored_settings(adapter: AdapterConfig, explicit: Set[str]) -> AdapterC
         return adapter
     stored = read_json(adapter.path / "adapter_config.json", "adapter.path=", "give a directory that PEFT wrote")
     targets, saved = stored.get("target_modules"), stored.get("modules_to_save") or ()
+    experts = stored.get("target_parameters") or []
     if (peft_type := stored.get("peft_type")) != "LORA" or not isinstance(targets, list):
         way_out = "use an adapter with peft_type=LORA whose target_modules are a list of names"
         raise ConfigError(f"adapter.path={adapter.path} has peft_type={peft_type}, target_modules={targets}; {way_out}")
@@ -37,7 +39,7 @@ def read_stored_settings(adapter: AdapterConfig, explicit: Set[str]) -> AdapterC
         "rank": stored.get("r"),
         "alpha": stored.get("lora_alpha"),
         "rslora": stored.get("use_rslora", False),
-        "targets": tuple(sorted(targets)),
+        "targets": tuple(sorted([*targets, *experts])),
         "modules_to_save": tuple(sorted({name.rpartition(".")[2] for name in saved})),
     }
     for name, value in values.items():
@@ -61,11 +63,14 @@ def make_lora_config(adapter: AdapterConfig, base: Path | None, model: Any) -> A
             rule = f"has init_lora_weights={init}, which changes the base weights"
             raise ConfigError(f"adapter.path={adapter.path} {rule}; use init_lora_weights=True, False or gaussian")
     else:
+        targets = _find_linears(model) if adapter.targets == "all-linear" else list(adapter.targets)
+        experts = [target for target in targets if _names_experts(target, model)] if isinstance(targets, list) else []
         config = LoraConfig(
             r=adapter.rank,
             lora_alpha=adapter.alpha,
             use_rslora=adapter.rslora,
-            target_modules=_find_linears(model) if adapter.targets == "all-linear" else list(adapter.targets),
+            target_modules=[name for name in targets if name not in experts] if experts else targets,
+            target_parameters=experts or None,
             modules_to_save=list(adapter.modules_to_save) or None,
             ensure_weight_tying=tied and bool(adapter.modules_to_save),
             task_type="CAUSAL_LM",
@@ -86,9 +91,6 @@ def add_adapter(model: Any, adapter: AdapterConfig, base: Path | None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         get_peft_model(model, config, ADAPTER_NAME)
-    if experts := getattr(config, "target_parameters", None):
-        names = ", ".join(sorted(experts))
-        raise ConfigError(f"adapter.targets names experts ({names}), which are not adapted; use names such as q_proj")
     for name, module in list(model.named_modules()):
         if hasattr(module, "original_module"):
             model.set_submodule(name, module.modules_to_save[ADAPTER_NAME])
@@ -101,6 +103,12 @@ def _find_linears(model: Any) -> str | list[str]:
     modules = [item for part, child in parts if part not in mixtures for item in child.named_modules(prefix=part)]
     linears = {name.rpartition(".")[2] for name, module in modules if isinstance(module, nn.Linear)}
     return sorted(linears) if mixtures else "all-linear"
+
+
+def _names_experts(target: str, model: Any) -> bool:
+    """PEFT's rule for `target_parameters`: a suffix of a parameter's name."""
+    stacked = [name for name, param in model.named_parameters() if param.dim() == 3]
+    return any(f".{name}".endswith(f".{target}") for name in stacked)
 
 
 def _check_lora_config(config: Any) -> None:
@@ -118,7 +126,7 @@ def check_adapters(model: nn.Module) -> None:
         _check_lora_config(config)
     for name, module in model.named_modules():
         is_adapter = hasattr(module, "base_layer") and hasattr(module, "active_adapters")
-        if is_adapter and not is_linear(module):
+        if is_adapter and not is_linear(module) and not is_expert_module(module):
             kind = f"PEFT's {type(module).__qualname__} around a {type(module.get_base_layer()).__name__}"
             raise ConfigError(f"{name} is {kind}, which is not supported; use LoRA on nn.Linear, not quantised")
         active |= set(module.active_adapters if is_adapter else ())
@@ -134,7 +142,7 @@ def find_active_adapter(base: Any) -> str | None:
 
 def base_tensor_name(param_name: str) -> str:
     """A parameter's name in the files of the base model."""
-    return param_name.replace(".base_layer.", ".")
+    return param_name.replace(".base_layer", "")
 
 
 def adapter_tensor_name(param_name: str, adapter: str = ADAPTER_NAME) -> str:

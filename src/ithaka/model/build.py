@@ -48,6 +48,7 @@ from ithaka.model.weights import init_weights, load_adapter, load_weights
 from ithaka.phases import mark_backward, phase
 from ithaka.plan.bytes import logits_tile_tokens
 from ithaka.plan.heads import head_table
+from ithaka.plan.shape import check_quantization
 
 
 @dataclass
@@ -190,8 +191,8 @@ def read_hf_config(source: Path | dict, rope: RopeConfig | None = None, context:
     else:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=True)
     if quantization := getattr(config, "quantization_config", None):
-        method = quantization.get("quant_method")
-        raise ConfigError(f"model.path={source} is quantised ({method}); use weights in bfloat16 or float32")
+        check_quantization(quantization, str(source))
+        del config.quantization_config  # `load_weights` dequantizes
     set_positions(config, rope, context, trained=has_weights(source))
     return config
 

@@ -25,6 +25,7 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ithaka.config import ConfigError, input_error
 from ithaka.model.adapters import adapter_tensor_name, base_tensor_name
@@ -72,7 +73,9 @@ def load_weights(
     """
     way_out, source, files = "fix config.json", f"model.path={directory}", open_tensor_files(directory)
     tensors = {base_tensor_name(name): t for name, t in named_tensors(model).items() if ".lora_" not in name}
-    direct, conversions = _match_names(model, list(files), tensors, transforms)
+    packed = _find_packed(files, tensors)
+    names = [name for name in files if name.removesuffix("_blocks").removesuffix("_scales") not in packed]
+    direct, conversions = _match_names(model, names, tensors, transforms)
     model._weight_conversions = [transform for transform in transforms if transform.was_used()]
     converted = {name: tensors[name] for conversion in conversions for name in conversion.targets if name in tensors}
     empty = {name: torch.empty(t.shape, device="meta") for name, t in converted.items()}
@@ -83,7 +86,7 @@ def load_weights(
     merged = {name for c in conversions if c.merges_rows for names in c.stored.values() for name in names}
     is_exact = len(found) == len(expected) and merged <= expected.keys()
     missing = [] if is_exact else [name for name in expected if name not in files]
-    missing += [name for name in tensors if name not in direct and name not in converted]
+    missing += [name for name in tensors if name not in direct and name not in converted and name not in packed]
     extra = [name for target, name in direct.items() if target not in tensors]
     extra += [] if is_exact else [name for name in found if name not in expected]
     ignored = "|".join(model._keys_to_ignore_on_load_unexpected or ()) or r"(?!)"
@@ -96,6 +99,13 @@ def load_weights(
         if name in direct:
             stored = files[direct[name]].get_slice(direct[name])
             _copy_rows(stored, t, f"{source}: {direct[name]}", way_out, vocab_size if id(t) in ends else None)
+    for name in packed:
+        local, rows = local_shard(tensors[name])
+        if len(local):
+            parts = [files[part].get_slice(part) for part in (f"{name}_blocks", f"{name}_scales")]
+            num_experts, inputs, outputs = tensors[name].shape
+            _check_shape(f"{source}: {name}_blocks", parts[0], (num_experts, outputs, inputs // 32, 16), way_out)
+            local.copy_(convert_moe_packed_tensors(*(part[rows] for part in parts)))
     for conversion in conversions:
         if conversion.first not in tensors:
             continue  # ignored
@@ -105,6 +115,11 @@ def load_weights(
         for name, full in conversion.read(files, model, rows).items():
             local, rows = local_shard(tensors[name])
             local.copy_(full if conversion.merges_rows else full[rows])
+
+
+def _find_packed(files: dict[str, Any], tensors: dict[str, Tensor]) -> list[str]:
+    """The model's tensors that are stored in MXFP4: blocks of 32 values, packed, and their scales."""
+    return [name for name in tensors if f"{name}_blocks" in files and f"{name}_scales" in files]
 
 
 def _match_names(

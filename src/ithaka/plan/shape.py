@@ -294,12 +294,18 @@ def read_json(file: Path, name: str = "model.path=", way_out: str = GIVE_MODEL) 
     raise ConfigError(f"{name}{file} cannot be read ({reason}); {way_out}")
 
 
+def check_quantization(settings: Any, source: str) -> None:
+    """Refuse quantized weights, except MXFP4 (gpt-oss), which is dequantized on load."""
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
+    if method and method != "mxfp4":
+        raise ConfigError(f"model.path={source} is quantized ({method}); use weights in bfloat16, float32 or MXFP4")
+
+
 def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> ModelShape:
     """The shape that a `config.json` describes. `source`: its name in errors."""
     name = values.get("model_type")
-    if quantised := values.get("quantization_config"):
-        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
-        raise ConfigError(f"model.path={source} is quantized ({method}); use weights in bfloat16 or float32")
+    check_quantization(values.get("quantization_config"), source)
+    values = {key: value for key, value in values.items() if key != "quantization_config"}
     if name not in PLANNED_FAMILIES:
         return _measure(json.dumps(dict(values), sort_keys=True), source)
     family = FAMILIES[name]
