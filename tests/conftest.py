@@ -26,6 +26,8 @@ def pytest_collection_modifyitems(config, items):
         reasons["slow"] = "slow; run with --slow"
     if not torch.cuda.is_available():
         reasons["gpu"] = "needs a CUDA device"
+        if not config.getoption("--slow"):
+            reasons["slow_on_cpu"] = "slow on a CPU; run with --slow"
     for item in items:
         for mark, reason in reasons.items():
             if item.get_closest_marker(mark):

@@ -63,7 +63,13 @@ def compare(family, heads, kv_heads, cp, dp, rows, tokens, layout=None, ignore_f
 
 @pytest.mark.parametrize(
     "family,cp,dp",
-    [*((family, *mesh) for family in FAMILIES for mesh in ((1, 1), (4, 1), (2, 2))), ("qwen2", 2, 1), ("qwen3", 1, 2)],
+    [
+        *((family, *mesh) for family in FAMILIES for mesh in ((1, 1), (2, 2))),
+        *(pytest.param(family, 4, 1, marks=pytest.mark.slow) for family in FAMILIES if family != "mistral"),
+        ("mistral", 4, 1),
+        ("qwen2", 2, 1),
+        ("qwen3", 1, 2),
+    ],
 )
 def test_every_family(ranks, family, cp, dp):
     check(ranks.run(cp * dp, compare, family, 4, 2, cp, dp, 2, 19))

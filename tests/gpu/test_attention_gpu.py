@@ -14,7 +14,7 @@ gpu = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("heads", [(2, 2), (4, 1)], ids=str)
+@pytest.mark.parametrize("heads", [pytest.param((2, 2), marks=pytest.mark.slow_on_cpu), (4, 1)], ids=str)
 def test_as_good_as_plain_pytorch_over_all_masks(device, kernel, heads):
     head_dim = 128 if device.type == "cuda" else 32
     assert_as_good_as_plain([errors(kernel, mask, device, heads, head_dim) for mask in MASKS], device)

@@ -175,7 +175,7 @@ def test_a_late_disk(device, on_time, monkeypatch, layer):
     assert different(gradients(device, 1, **layer), on_time[1]) == []
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow_on_cpu)])
 def test_late_exchanges(device, on_time, monkeypatch, overlap):
     late_exchange(monkeypatch, device)
     assert different(gradients(device, 2, keep_attention="device", overlap=overlap), on_time[2]) == []
@@ -226,7 +226,7 @@ PLANTED = {
     the_disk_is_not_written: (1, LAYERS[3]),
     nothing: (1, LAYERS[0]),
 }
-ON_CPU = (exchanges_are_not_waited_for, the_disk_is_not_written, nothing)
+ON_CPU = (exchanges_are_not_waited_for, the_disk_is_not_written)
 
 
 def shows(plant, device) -> bool:
@@ -239,7 +239,7 @@ def shows(plant, device) -> bool:
 
 @pytest.mark.parametrize("plant", ON_CPU)
 def test_a_missing_wait_shows(plant):
-    assert shows(plant, torch.device("cpu")) == (plant is not nothing)
+    assert shows(plant, torch.device("cpu"))
 
 
 @gpu

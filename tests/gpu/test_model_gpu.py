@@ -29,7 +29,7 @@ from precision import (
 )
 from threads import on_threads
 
-gpu = pytest.mark.gpu
+gpu, slow_on_cpu = pytest.mark.gpu, pytest.mark.slow_on_cpu
 pytestmark = pytest.mark.xdist_group("large")
 
 
@@ -58,6 +58,7 @@ STAGES = [
 ]
 
 
+@slow_on_cpu
 @pytest.mark.parametrize("cp,stages", STAGES)
 def test_every_number_of_stages(yardsticks, size, cp, stages):
     yardsticks("llama").check(cp, bf16(size.heads // stages, tile_tokens=size.tokens // 3))
@@ -73,11 +74,13 @@ TIERS = [
 ]
 
 
+@slow_on_cpu
 @pytest.mark.parametrize("options", TIERS)
 def test_every_tier(yardsticks, size, options):
     yardsticks("llama").check(2, bf16(size.heads // 2, **{"tile_tokens": size.tokens // 3, **options}))
 
 
+@slow_on_cpu
 @pytest.mark.parametrize(
     "cp,stages", [pytest.param(1, 1, marks=gpu), pytest.param(2, 2), pytest.param(2, 8, marks=gpu)]
 )
@@ -141,6 +144,7 @@ def num_different(a: Choices, b: Choices) -> int:
     return sum(int((a[name].sort(-1).values != b[name].sort(-1).values).any(-1).sum()) for name in a)
 
 
+@slow_on_cpu
 @pytest.mark.parametrize("keep_attention", [pytest.param("device", marks=gpu), None])
 @pytest.mark.parametrize(
     "cp,stages",
@@ -157,6 +161,7 @@ def test_backward_chooses_the_experts_of_forward(device, size, family, cp, stage
     assert num_different(choices["forward"], choices["backward"]) == 0
 
 
+@slow_on_cpu
 @pytest.mark.parametrize("cp,stages", [pytest.param(1, 1, marks=gpu), (2, 2), pytest.param(1, 8, marks=gpu)])
 @pytest.mark.parametrize("family", EXPERTS)
 def test_mixtures_of_experts(device, size, family, cp, stages):
@@ -196,6 +201,7 @@ OPTIMIZERS = {
 }
 
 
+@slow_on_cpu
 @pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=gpu), "adamw"])
 @pytest.mark.parametrize("cp", [pytest.param(1, marks=gpu), 2])
 def test_optimizer_in_host_memory_takes_the_same_step(device, size, cp, optimizer):
