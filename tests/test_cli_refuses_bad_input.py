@@ -135,6 +135,9 @@ TRAIN = [
     ("--set parallel.heads_per_stage=10", "parallel.heads_per_stage=10", "4 query heads", "all"),
     ("--set memory.checkpoint=full --set memory.keep_attention=5", "memory.keep_attention=5", "2 layers", "all"),
     ("--set optim.decay_steps=6", "optim.decay_steps=6", "optim.warmup_steps=6", "more, or null"),
+    ("--set optim.cooldown_steps=6", "optim.cooldown_steps=6", "optim.schedule=cosine", "optim.schedule=wsd"),
+    ("--set optim.schedule=wsd --set optim.cooldown_steps=9 --set optim.decay_steps=10", "optim.cooldown_steps=9",
+     "optim.warmup_steps=6", "at most 4"),
     ("--set train.track=[wandb]", "train.track=wandb", "pip install wandb"),
     ("--set train.track=wandb", "train.track=wandb", "a list such as [tensorboard]"),
     ("--set attention.kernel=magic", "attention.kernel=magic", "auto, "),
@@ -302,6 +305,20 @@ def test_resume_takes_the_saved_settings(run_dir, started):
     config, resume, num_ranks = run.config, run.checkpoint, run.num_ranks
     assert (config.train.seed, config.train.steps, num_ranks) == (5, 99, 1)
     assert str(config.train.run_dir) == "run" and resume.is_relative_to("run")
+
+
+def test_a_longer_run_moves_a_decay_that_has_not_begun(run_dir, started, monkeypatch):
+    """wsd: the checkpoint is of step 10; a decay from step 8 or 12 on."""
+    state = {"step": 10, "stale": 0, "epochs": None, "checksums": {}}
+    monkeypatch.setattr("ithaka.checkpoint.files.read_state", lambda path: state)
+    monkeypatch.setattr("ithaka.checkpoint.files.newest_checkpoint", lambda run_dir: run_dir)
+    for cooldown, expected in ((12, 20), (8, 99)):
+        config = to_dict(load_config(overrides=["train.steps=20"], base=CPU_DEFAULT))
+        config["optim"] |= {"schedule": "wsd", "cooldown_steps": cooldown, "decay_steps": 20}
+        (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
+        result = CliRunner().invoke(app, ["train", "--resume", "run", "--set", "train.steps=99", "--ranks", "1"])
+        assert result.exit_code == 0, result.output
+        assert started[-1].config.optim.decay_steps == expected
 
 
 @pytest.mark.parametrize(

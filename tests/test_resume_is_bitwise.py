@@ -22,7 +22,8 @@ def resumed_copy(config, folder, step):
 
 @pytest.mark.parametrize("num_ranks,cp", [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow)])  # (2, 2) below
 def test_resumed_run_repeats_every_number(ranks, tmp_path, num_ranks, cp):
-    config = tiny_run(tmp_path, parallel={"cp": cp})
+    optim = {"lr": 1e-2, "schedule": "wsd", "cooldown_steps": 2, "lr_factors": {"embed": 0.1, "0.*norm": 2}}
+    config = tiny_run(tmp_path, parallel={"cp": cp}, optim=optim)
     ranks.run(num_ranks, run, config)
     whole = numbers(config.train.run_dir)
     assert [record[0] for record in whole] == [0, 1, 2, 3, 4]

@@ -26,6 +26,7 @@ from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.model.build import parallelize_model
 from ithaka.train.step import clip_gradients, learning_rate, make_optimizer, train_step, validation_loss
 from models import tiny_config, tiny_model
+from refusals import assert_refused
 
 OPTIM = OptimConfig(lr=1e-2, weight_decay=0.3, clip_norm=0.05)
 NUM_MICRO = 2
@@ -252,6 +253,39 @@ def test_learning_rate_warms_up_then_follows_the_cosine_to_its_end():
     constant = OptimConfig(lr=2.0, warmup_steps=1, schedule="constant")
     assert [learning_rate(step, constant, 3) for step in range(3)] == [2.0, 2.0, 2.0]
     assert math.isfinite(learning_rate(0, OptimConfig(), 1))
+
+
+def test_each_schedule_ends_at_the_minimum():
+    """wsd is constant up to its own decay, by default a tenth of the schedule."""
+    shared = {"lr": 2.0, "warmup_steps": 2, "min_lr_ratio": 0.25}
+
+    def rates(**changes):
+        optim = OptimConfig(**shared, **changes)
+        return [learning_rate(step, optim, 20) for step in range(22)]
+
+    linear, wsd, short = rates(schedule="linear"), rates(schedule="wsd", cooldown_steps=5), rates(schedule="wsd")
+    assert [each[:3] for each in (linear, wsd, short)] == [[1.0, 2.0, 2.0]] * 3
+    assert linear[2:20] == pytest.approx(torch.linspace(2.0, 0.5, 18).tolist())
+    assert wsd[2:15] == [2.0] * 13 and wsd[15:20] == pytest.approx([2.0, 1.625, 1.25, 0.875, 0.5])
+    assert short[:19] == [1.0, *[2.0] * 18] and [each[19:] for each in (linear, wsd, short)] == [[0.5] * 3] * 3
+
+
+def test_learning_rates_follow_the_names_of_parameters():
+    """The first pattern that matches counts; weight decay still applies to matrices only."""
+    model = tiny_model(tiny_config("llama", tie_word_embeddings=False))
+    optim = OptimConfig(lr_factors={"embed|head": 0.5, "mlp": 0, "layers.1": 3})
+    groups = {(g["lr_factor"], g["weight_decay"]): g["params"] for g in make_optimizer(model, optim).param_groups}
+    names = {id(param): name for name, param in model.named_parameters()}
+    found = {key: {names[id(param)] for param in params} for key, params in groups.items()}
+    assert found[0.5, 0.1] == {"model.embed_tokens.weight", "lm_head.weight"}
+    assert all("mlp" in name for name in found[0.0, 0.1]) and len(found[0.0, 0.1]) == 6
+    assert all(".layers.1." in name for name in found[3.0, 0.1] | found[3.0, 0.0])
+    assert "model.norm.weight" in found[1.0, 0.0] and sum(map(len, found.values())) == len(names)
+    for pattern, factor, way_out in (("norm", -1, "at least 0"), ("a(", 2, "escape it")):
+        refused = lambda: OptimConfig(lr_factors={pattern: factor})  # noqa: B023, E731
+        assert_refused(refused, f"optim.lr_factors={{{pattern}: {factor}}}", way_out=way_out)
+    unused = OptimConfig(lr_factors={"embed": 0.5, "embed_tokens": 2})
+    assert_refused(lambda: make_optimizer(model, unused), "optim.lr_factors=embed_tokens", way_out="part of a name")
 
 
 def test_the_rate_does_not_jump_when_a_run_gets_more_steps():

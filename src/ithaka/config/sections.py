@@ -7,6 +7,8 @@ Every instance is valid, also one made with `dataclasses.replace`. Checks that n
 import bisect
 import dataclasses
 import itertools
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -256,23 +258,52 @@ class OptimConfig(Section, name="optim"):
     eps: float = setting(1e-8, gt=0)
     # Applies to matrices only, not to norms and biases.
     weight_decay: float = setting(0.1, ge=0)
-    # Learning rate after the warm-up: cosine decay to min_lr_ratio * lr, or constant.
-    schedule: Literal["cosine", "constant"] = "cosine"
-    # Step at which the cosine decay ends. null: train.steps when the run started. Resuming with more steps keeps that
-    # value, unless the run ended during its warm-up.
+    # Learning rate after the warm-up: cosine or linear decay to min_lr_ratio * lr, constant, or wsd (warm-up, stable,
+    # decay): constant, then a linear decay over the last cooldown_steps.
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    # Step at which the decay ends. null: train.steps when the run started. Resuming with more steps keeps that value,
+    # unless the run ended before its decay began.
     decay_steps: int | None = setting(None, ge=1)
+    # Steps of the decay of schedule=wsd. null: a tenth of decay_steps.
+    cooldown_steps: int | None = setting(None, ge=1)
     # Steps of linear warm-up from 0 to lr.
     warmup_steps: int = setting(0, ge=0)
     # Final learning rate, as a fraction of lr.
     min_lr_ratio: float = setting(0.1, ge=0, le=1)
+    # Factors on the learning rate of parameters whose names match a regular expression; the first match counts:
+    # {embed_tokens: 0.1, "mlp.gate.weight|lm_head": 0.5}. Factor 0 keeps them as they are.
+    lr_factors: dict | None = None
     # Gradient clipping: maximum global norm. null: no clipping.
     clip_norm: float | None = setting(1.0, gt=0)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for pattern, factor in (self.lr_factors or {}).items():
+            name = f"optim.lr_factors={format_value({pattern: factor})}"
+            if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+                raise ConfigError(f"{name} has no factor; use a number of at least 0, such as 0.1")
+            try:
+                re.compile(str(pattern))
+            except re.error as error:
+                raise ConfigError(f"{name} is no regular expression ({error}); escape it, or use a name") from None
+
+    def decay_start(self, end: int) -> int:
+        """Step at which the decay of a schedule that ends at step `end` starts."""
+        if self.schedule != "wsd":
+            return self.warmup_steps
+        return max(self.warmup_steps, end - (self.cooldown_steps or math.ceil(end / 10)))
+
     def check_schedule(self) -> None:
-        """Refuse a cosine that ends during the warm-up."""
-        end, warmup = self.decay_steps, self.warmup_steps
-        if self.schedule == "cosine" and end is not None and end <= warmup:
+        """Refuse a decay that ends during the warm-up, does not fit after it, or does not exist."""
+        end, warmup, cooldown = self.decay_steps, self.warmup_steps, self.cooldown_steps or 0
+        if self.schedule != "constant" and end is not None and end <= warmup:
             raise ConfigError(f"optim.decay_steps={end} ends within optim.warmup_steps={warmup}; give more, or null")
+        if cooldown and self.schedule != "wsd":
+            rule = f"has no effect with optim.schedule={self.schedule}"
+            raise ConfigError(f"optim.cooldown_steps={cooldown} {rule}; use optim.schedule=wsd, or null")
+        if end is not None and warmup + cooldown > end:
+            rule = f"does not fit between optim.warmup_steps={warmup} and optim.decay_steps={end}"
+            raise ConfigError(f"optim.cooldown_steps={cooldown} {rule}; use at most {end - warmup}")
 
 
 @dataclass(frozen=True)

@@ -195,9 +195,11 @@ def _check_resumed(file: Path | None, changes: list[str], resume: Path, run_dir:
 
 
 def _resumed_decay_steps(file: Path) -> str:
-    """optim.decay_steps of a resumed run. A cosine that had not begun ends with the longer run."""
+    """optim.decay_steps of a resumed run. A decay that had not begun ends with the longer run."""
     before = load_config(file)
-    end = before.optim.decay_steps or before.train.steps
+    end, newest = before.optim.decay_steps or before.train.steps, files.newest_checkpoint(file.parent)
+    if before.optim.schedule == "wsd" and end == before.train.steps and newest is not None:
+        return str(end) if files.read_state(newest)["step"] > before.optim.decay_start(end) else "null"
     return str(end) if end > before.optim.warmup_steps else "null"
 
 

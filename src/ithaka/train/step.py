@@ -6,6 +6,7 @@ FSDP2 keeps the shards and their gradients in host memory, and the same code run
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from ithaka.config import OptimConfig
+from ithaka.config import ConfigError, OptimConfig
 from ithaka.data.stream import Batch, num_valid
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.loss import IGNORE_INDEX, TokenResults
@@ -26,28 +27,40 @@ _CHUNK_ELEMENTS = 1 << 20  # on a CPU, the norm of a chunk converts it to fp64
 
 
 def learning_rate(step: int, optim: OptimConfig, num_steps: int) -> float:
-    """Learning rate of update `step` (from 0): linear warm-up, then constant or a cosine down to `min_lr_ratio * lr`,
-    reached at update `optim.decay_steps` (null: the last of `num_steps`) and constant after it. A pure function of the
-    step, so a checkpoint need not store it."""
+    """Learning rate of update `step` (from 0): linear warm-up, then optim.schedule down to `min_lr_ratio * lr`, reached
+    at update `optim.decay_steps` (null: the last of `num_steps`) and constant after it. A pure function of the step, so
+    a checkpoint need not store it."""
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
     if optim.schedule == "constant":
         return optim.lr
-    decay_steps = max((optim.decay_steps or num_steps) - 1 - optim.warmup_steps, 1)
-    progress = min((step - optim.warmup_steps) / decay_steps, 1.0)
-    ratio = optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
-    return optim.lr * ratio
+    end = optim.decay_steps or num_steps
+    start = optim.decay_start(end)
+    progress = min(max((step - start) / max(end - 1 - start, 1), 0.0), 1.0)
+    left = 0.5 * (1.0 + math.cos(math.pi * progress)) if optim.schedule == "cosine" else 1.0 - progress
+    return optim.lr * (optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * left)
 
 
 def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
     """AdamW over the trainable parameters. Weight decay applies to matrices (including embeddings, as in nanoGPT and
     the Hugging Face trainer), not to vectors (norms, biases). `train_step` sets the learning rate."""
-    params = [p for p in model.parameters() if p.requires_grad]
-    matrices, vectors = [p for p in params if p.ndim >= 2], [p for p in params if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    fused = all(p.device.type in ("cpu", "cuda") for p in params)
-    groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=fused)
+    factors, used = {str(pattern): float(factor) for pattern, factor in (optim.lr_factors or {}).items()}, set()
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {(1.0, True): [], (1.0, False): []}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            pattern = next((pattern for pattern in factors if re.search(pattern, name)), None)
+            used.add(pattern)
+            groups.setdefault((factors[pattern] if pattern else 1.0, p.ndim >= 2), []).append(p)
+    if unused := [pattern for pattern in factors if pattern not in used]:
+        rule = "is the first match of no trained parameter"
+        raise ConfigError(f"optim.lr_factors={unused[0]} {rule}; use part of a name, such as embed_tokens or norm")
+    fused = all(p.device.type in ("cpu", "cuda") for params in groups.values() for p in params)
+    settings = [
+        {"params": params, "weight_decay": optim.weight_decay * is_matrix, "lr_factor": factor}
+        for (factor, is_matrix), params in groups.items()
+        if params
+    ]
+    return torch.optim.AdamW(settings, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=fused)
 
 
 def _local(grad: Tensor) -> Tensor:
@@ -156,7 +169,7 @@ def train_step(
     if not label_tokens:
         return StepResult(0.0, 0.0, 0, 0, {})
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_factor", 1.0)
     total_loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
     sources, max_pairs, own_losses, ring_bytes = SourceSums(source_names, mesh), [], [], 0
     for batch, own_pairs in zip(batches, pairs, strict=True):

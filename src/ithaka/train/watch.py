@@ -313,8 +313,9 @@ def summarize_run(trainer: Trainer) -> dict[str, str]:
     if trainer.config.curriculum:
         return facts
     facts["train longer"] = shell_command("train", "--resume", run_dir, "--set", f"train.steps={more}")
-    if optim.schedule == "cosine" and optim.warmup_steps < (optim.decay_steps or trainer.step) <= trainer.step:
-        facts["lr"] = f"has reached its minimum and stays there; for a longer cosine add --set optim.decay_steps={more}"
+    if optim.schedule != "constant" and optim.warmup_steps < (optim.decay_steps or trainer.step) <= trainer.step:
+        way = f"for a longer {optim.schedule} add --set optim.decay_steps={more}"
+        facts["lr"] = f"has reached its minimum and stays there; {way}"
     return facts
 
 
