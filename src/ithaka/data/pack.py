@@ -176,6 +176,7 @@ def cut_documents(documents: Documents, context: int, long: LongDocuments) -> Cu
     segments["low"], segments["length"] = lows, documents.lengths
     owners, is_long = np.arange(num), documents.lengths > context
     rewritten: list[np.ndarray] = []
+    heads = np.zeros(num, np.int64)  # tokens that every piece repeats
     if long.mode == "drop":
         segments, owners = segments[~is_long], owners[~is_long]
     elif long.mode in ("end", "turns", "shorten_tools"):
@@ -189,6 +190,7 @@ def cut_documents(documents: Documents, context: int, long: LongDocuments) -> Cu
             position += int(piece["length"].sum())
             rewritten += new
             pieces.append(piece)
+            heads[i] = (piece["length"].sum() - len(tokens)) // (len(new) - 1) if len(new) > 1 else 0
             sources.append(np.full(len(new), i))
         segments, owners = np.concatenate(pieces), np.concatenate(sources)
         order = owners.argsort(kind="stable")
@@ -202,7 +204,8 @@ def cut_documents(documents: Documents, context: int, long: LongDocuments) -> Cu
         shard, _, low, length = segments[index].tolist()
         has_label[index] = shards[shard].tokens[low : low + length].max() >= 0
     pieces_left_out = np.bincount(owners[~has_label], minlength=num)
-    removed = documents.lengths - np.bincount(owners[has_label], segments["length"][has_label], num).astype(np.int64)
+    kept = np.bincount(owners[has_label], segments["length"][has_label] - heads[owners[has_label]], num)
+    removed = documents.lengths - kept.astype(np.int64) - np.where(kept > 0, heads, 0)
     return CutDocuments(shards, segments[has_label], owners[has_label], pieces_left_out, np.maximum(removed, 0))
 
 
