@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ithaka.attention.blocks import AttentionSpec, Docs
 from ithaka.dist.exchange import Exchange, start_heads_to_tokens, start_tokens_to_heads
+from ithaka.layer.fourbit import packed_weights, unpacked
 from ithaka.layer.mlp import MlpActivations
 from ithaka.layer.stages import StagedAttention
 from ithaka.layer.store import Store, TensorHandle
@@ -124,6 +125,7 @@ class LayerSchedule:
         self.num_in_flight = 2 if self.layout.overlap else 1  # stages
         self.query_heads = concat_heads([stage.query_heads for stage in self.table.stages])
         self.kv_heads = concat_heads([load.kv_heads for load in self.table.loads])
+        self.packed = list(packed_weights(self.layer).values())
         self.hooked = False  # set at each call; if True, a user's hook may hold the gradients between layers
 
     def __call__(self, x_sD: Tensor, positions: Any, docs: Docs) -> Tensor:
@@ -132,7 +134,7 @@ class LayerSchedule:
         # Below the first trained parameter there is no backward.
         if torch.is_grad_enabled() and any(t.requires_grad for t in (x_sD, *inputs)):
             return _LayerFunction.apply(x_sD, self, positions, docs, *inputs)
-        with phase(self.name), phase("forward"):
+        with phase(self.name), phase("forward"), unpacked(self.packed):
             return self.forward(x_sD, self.saved_type(positions, docs, TensorHandle(x_sD)))
 
     # ---- what a subclass computes
@@ -316,7 +318,7 @@ class _LayerFunction(torch.autograd.Function):
         ctx.layer, ctx.inputs, ctx.hooked, ctx.num_changes = layer, inputs, layer.hooked, layer.num_changes()
         ctx.saved = layer.saved_type(positions, docs, layer.store.keep(x_sD, layer.policy.input), layer.policy)
         ctx.saved.below = layer.store.register_layer(ctx.saved)
-        with phase(layer.name), phase("forward"):
+        with phase(layer.name), phase("forward"), unpacked(layer.packed):
             return layer.forward(x_sD, ctx.saved)
 
     @staticmethod
@@ -331,6 +333,7 @@ class _LayerFunction(torch.autograd.Function):
         with phase(ctx.layer.name), phase("backward"), torch.autocast(dy.device.type, enabled=False):
             row_major = torch.contiguous_format
             dy_sD = dy_sD.clone(memory_format=row_major) if ctx.hooked else dy_sD.contiguous()  # overwritten
-            dx_sD = ctx.layer.backward(ctx.saved, dy_sD, grads)
+            with unpacked(ctx.layer.packed):
+                dx_sD = ctx.layer.backward(ctx.saved, dy_sD, grads)
         ctx.saved = None
         return dx_sD, None, None, None, *(grads.take_as(t) for t in ctx.inputs)

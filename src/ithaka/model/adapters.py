@@ -142,7 +142,7 @@ def find_active_adapter(base: Any) -> str | None:
 
 def base_tensor_name(param_name: str) -> str:
     """A parameter's name in the files of the base model."""
-    return param_name.replace(".base_layer", "")
+    return param_name.replace(".base_layer", "").replace(".packed_", ".")
 
 
 def adapter_tensor_name(param_name: str, adapter: str = ADAPTER_NAME) -> str:

@@ -43,6 +43,7 @@ from ithaka.model.calls import (
 from ithaka.model.families import check_supported, has_known_layers, map_layer
 from ithaka.model.general import Decoder, attach_decoder, make_head, prepare_decoder, run_decoder
 from ithaka.model.positions import compute_frequencies, set_positions
+from ithaka.model.quantized import choose_packed, pack_weights
 from ithaka.model.save import generate, save_pretrained
 from ithaka.model.weights import init_weights, load_adapter, load_weights
 from ithaka.phases import mark_backward, phase
@@ -113,6 +114,7 @@ def parallelize_model(
     dtype = getattr(torch, layout.dtype) if layout.dtype else model.dtype
     # Try the kernel here, so that it does not fail in the first step.
     layout = replace(layout, kernel=agree_on_kernel(layout.kernel, mesh.device, dtype, head_dim, softcap))
+    pack_weights(model, dtype)
     ends = model.model.embed_tokens, model.lm_head
     is_tied = set.intersection(*(set(end.parameters()) for end in ends))  # tied weights belong to the root unit
     apply_fsdp(model, [*model.model.layers, *(() if is_tied else ends)], mesh, layout, dtype)
@@ -164,6 +166,7 @@ def build_model(
         model = AutoModelForCausalLM.from_config(config, dtype=sum_dtype(dtype) if trains and not adapter else dtype)
         if adapter is not None:
             add_adapter(model, adapter, source if isinstance(source, Path) else None)
+            choose_packed(model, adapter)
     transforms = get_model_conversion_mapping(model)  # FSDP2 changes the model's class, which they depend on
     parallelize_model(model, mesh=mesh, layout=layout, store=store)
     model.to_empty(device=torch.device("cpu") if layout and layout.offload_optimizer else mesh.device)

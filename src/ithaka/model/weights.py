@@ -28,6 +28,7 @@ from transformers.core_model_loading import (
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ithaka.config import ConfigError, input_error
+from ithaka.layer.fourbit import packed_weights
 from ithaka.model.adapters import adapter_tensor_name, base_tensor_name
 from ithaka.plan.shape import read_json
 
@@ -73,12 +74,13 @@ def load_weights(
     """
     way_out, source, files = "fix config.json", f"model.path={directory}", open_tensor_files(directory)
     tensors = {base_tensor_name(name): t for name, t in named_tensors(model).items() if ".lora_" not in name}
-    packed = _find_packed(files, tensors)
-    names = [name for name in files if name.removesuffix("_blocks").removesuffix("_scales") not in packed]
+    packed = {base_tensor_name(name): weight for name, weight in packed_weights(model).items()}
+    mxfp4 = _find_mxfp4(files, tensors)
+    names = [name for name in files if name.removesuffix("_blocks").removesuffix("_scales") not in mxfp4]
     direct, conversions = _match_names(model, names, tensors, transforms)
     model._weight_conversions = [transform for transform in transforms if transform.was_used()]
     converted = {name: tensors[name] for conversion in conversions for name in conversion.targets if name in tensors}
-    empty = {name: torch.empty(t.shape, device="meta") for name, t in converted.items()}
+    empty = {name: torch.empty(packed.get(name, t).shape, device="meta") for name, t in converted.items()}
     expected = revert_weight_conversion(model, empty) if empty else {}
     found = [name for conversion in conversions for names in conversion.stored.values() for name in names]
     # Some conversions accept names that they do not write, so equal counts suffice. Experts are merged in the order
@@ -86,7 +88,7 @@ def load_weights(
     merged = {name for c in conversions if c.merges_rows for names in c.stored.values() for name in names}
     is_exact = len(found) == len(expected) and merged <= expected.keys()
     missing = [] if is_exact else [name for name in expected if name not in files]
-    missing += [name for name in tensors if name not in direct and name not in converted and name not in packed]
+    missing += [name for name in tensors if name not in direct and name not in converted and name not in mxfp4]
     extra = [name for target, name in direct.items() if target not in tensors]
     extra += [] if is_exact else [name for name in found if name not in expected]
     ignored = "|".join(model._keys_to_ignore_on_load_unexpected or ()) or r"(?!)"
@@ -98,8 +100,12 @@ def load_weights(
     for name, t in tensors.items():
         if name in direct:
             stored = files[direct[name]].get_slice(direct[name])
+            if name in packed:
+                _check_shape(f"{source}: {direct[name]}", stored, packed[name].shape, way_out)
+                packed[name].quantize(stored, *local_shard(t))
+                continue
             _copy_rows(stored, t, f"{source}: {direct[name]}", way_out, vocab_size if id(t) in ends else None)
-    for name in packed:
+    for name in mxfp4:
         local, rows = local_shard(tensors[name])
         if len(local):
             parts = [files[part].get_slice(part) for part in (f"{name}_blocks", f"{name}_scales")]
@@ -114,10 +120,11 @@ def load_weights(
             continue
         for name, full in conversion.read(files, model, rows).items():
             local, rows = local_shard(tensors[name])
-            local.copy_(full if conversion.merges_rows else full[rows])
+            rows = slice(0, len(full)) if conversion.merges_rows else rows
+            packed[name].quantize(full, local, rows) if name in packed else local.copy_(full[rows])
 
 
-def _find_packed(files: dict[str, Any], tensors: dict[str, Tensor]) -> list[str]:
+def _find_mxfp4(files: dict[str, Any], tensors: dict[str, Tensor]) -> list[str]:
     """The model's tensors that are stored in MXFP4: blocks of 32 values, packed, and their scales."""
     return [name for name in tensors if f"{name}_blocks" in files and f"{name}_scales" in files]
 
@@ -209,7 +216,9 @@ def init_weights(model: PreTrainedModel, seed: int, has_files: bool = False) -> 
         param._is_hf_initialized = True  # transformers leaves shards alone
     for module_name, module in model.named_modules():
         is_adapter = ".lora_" in module_name
-        shards: dict[str, Any] = {name: param for name, param in module._parameters.items() if param is not None}
+        packed = {weight.name: weight for weight in module.__dict__.get("packed_weights", ())}
+        params = {name: param for name, param in module._parameters.items() if param is not None}
+        shards: dict[str, Any] = {name.removeprefix("packed_"): param for name, param in params.items()}
         shards = {} if has_files and not is_adapter else shards
         buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
         if not shards and not buffers:
@@ -218,22 +227,29 @@ def init_weights(model: PreTrainedModel, seed: int, has_files: bool = False) -> 
         digest = hashlib.sha256(f"{seed}/{base_tensor_name(f'{module_name}.{first}')}".encode()).digest()
         device = local_shard(shards[first])[0].device if shards else buffers[first].device
         generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
-        full = {name: torch.empty(param.shape, dtype=param.dtype, device=device) for name, param in shards.items()}
+        shapes = {name: packed.get(name, param).shape for name, param in shards.items()}
+        full = {name: torch.empty(shapes[name], dtype=shards[name].dtype, device=device) for name in shards}
         drawn = {f"{module_name}.{name}": t for name, t in {**full, **buffers}.items() if t.is_floating_point()}
         for t in drawn.values():
             t.fill_(torch.nan)
+        for name in packed:
+            del module.__dict__[name]
         module._parameters |= {name: nn.Parameter(t, requires_grad=False) for name, t in full.items()}
         try:
             with _Generator(generator):
                 _init_adapter(module, module_name) if is_adapter else model._init_weights(module)
         finally:
-            module._parameters |= shards
+            for name, weight in packed.items():
+                module._parameters.pop(name, None)
+                module.__dict__[name] = weight.weight
+            module._parameters |= params
         if undefined := next((name for name, t in drawn.items() if t.isnan().any()), None):
             what = f"model_type={model.config.model_type} does not define an initial value of {undefined}"
             raise ConfigError(f"{what}; use ithaka.parallelize(from_pretrained(...))")
         for name, param in shards.items():
             local, rows = local_shard(param)
-            local.copy_(full[name][rows])
+            t = full[name]
+            packed[name].quantize(t, local, rows) if name in packed else local.copy_(t[rows])
 
 
 def _init_adapter(module: nn.Module, name: str) -> None:

@@ -1,0 +1,144 @@
+"""Four-bit base models: bitsandbytes' bits, and exact gradients of adapters on the dequantized weights."""
+
+import copy
+from contextlib import nullcontext
+from dataclasses import replace
+
+import bitsandbytes.functional as bnb
+import pytest
+import torch
+from torch import nn
+
+from decoders import DECODERS, Wide, tiny_decoder
+from general import add_lora, wide_runs
+from ithaka.dist.mesh import make_mesh
+from ithaka.layer.fourbit import NF4, ROW, SCALES_AT, block_scales, dequantize, quantize_nf4
+from ithaka.layer.store import Store
+from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
+from ithaka.model.build import parallelize_model
+from ithaka.model.quantized import PACKED_AS
+from models import tiny_config
+from parity import check, plain_sum, random_ids, relative, shard_errors
+from test_adapters_match_peft import LINEARS, with_lora
+from threads import on_threads
+
+
+def quantize_reference(flat):
+    """bitsandbytes' codes, scales' codes, their scales, offset, and the dequantized weights.
+
+    Scales are quantized by its reference operator. Its CPU operator is a faster one, which rounds a few of them to the
+    second-nearest value.
+    """
+    codes, scales = torch.ops.bitsandbytes.quantize_4bit.default(flat, 64, "nf4", torch.uint8)
+    offset, table = scales.mean(), bnb.create_dynamic_map()
+    operator = torch.ops.bitsandbytes.quantize_blockwise.default
+    bytes_, row_scales = operator._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, scales - offset, table, 256)
+    second = bnb.QuantState(absmax=row_scales, blocksize=256, code=table, dtype=torch.float32)
+    first = {"shape": flat.shape, "dtype": flat.dtype, "blocksize": 64, "quant_type": "nf4"}
+    state = bnb.QuantState(absmax=bytes_, offset=offset, state2=second, **first)
+    return codes.flatten(), bytes_, row_scales, offset, bnb.dequantize_4bit(codes, state).flatten()
+
+
+def weights(case):
+    flat = torch.randn(3 * ROW, generator=torch.Generator().manual_seed(5))
+    blocks = flat.view(-1, 64)
+    if case == "extreme":
+        blocks[::7] = 0
+        blocks[1::7] *= 1e30
+        blocks[2::7] *= 1e-38  # below the smallest normal number
+        blocks[3::7, 1:] = 0
+        blocks[4::7] = blocks[4::7, :1]
+        blocks[5::7] = bnb.get_4bit_type("nf4", "cpu").repeat(4) * 3  # exactly on the table's values
+        middles = (bnb.get_4bit_type("nf4", "cpu")[1:] + bnb.get_4bit_type("nf4", "cpu")[:-1]) / 2
+        blocks[6::7, :15], blocks[6::7, 15:] = middles, 1  # exactly between them
+    return flat[: 2 * ROW + 640] if case == "partial row" else flat
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", ["random", "extreme", "partial row"])
+def test_bits_are_those_of_bitsandbytes(case, dtype):
+    flat = weights(case).to(dtype)
+    codes, bytes_, row_scales, offset, expected = quantize_reference(flat)
+    scales, end = block_scales(flat), SCALES_AT + ROW // 64
+    mean = scales.double().mean().float()
+    assert abs(mean - offset) <= torch.nextafter(offset, offset.new_tensor(torch.inf)) - offset
+    packed = quantize_nf4(flat, scales, offset)
+    torch.testing.assert_close(packed[:, :SCALES_AT].flatten()[: len(codes)], codes, rtol=0, atol=0)
+    torch.testing.assert_close(packed[:, SCALES_AT:end].flatten()[: len(bytes_)], bytes_, rtol=0, atol=0)
+    torch.testing.assert_close(packed.view(torch.float32)[:, end // 4], row_scales, rtol=0, atol=0)
+    dequantize(packed, NF4, into := torch.empty_like(flat))
+    torch.testing.assert_close(into, expected, rtol=0, atol=0)
+
+
+def pack(weight):
+    """One matrix or several -> rows, and the values that they stand for."""
+    rows, values = [], torch.empty_like(weight)
+    for matrix, into in zip(weight.view(-1, *weight.shape[-2:]), values.view(-1, *weight.shape[-2:]), strict=True):
+        flat = matrix.flatten().float()
+        scales = block_scales(flat)
+        rows.append(quantize_nf4(flat, scales, scales.double().mean().float()))
+        dequantize(rows[-1], NF4, into)
+    return torch.cat(rows), values
+
+
+def quantize_layers(model):
+    """Replace the weights of all linear modules of layers by their quantized values; return their rows by module."""
+    packed = {}
+    for path, module in model.get_base_model().model.layers.named_modules():
+        dims = 2 if isinstance(module, nn.Linear) else 3
+        for name, param in module.named_parameters(recurse=False):
+            if param.dim() == dims and ".lora_" not in path:
+                rows, values = pack(param.data)
+                assert 0.01 < relative(values, param.data) < 0.2
+                param.data = values
+                packed.setdefault(path, {})[name] = (NF4, rows)
+    return packed
+
+
+LAYOUTS = {
+    "whole": Layout(),
+    "stages": Layout(heads_per_stage=4, tile_tokens=3, overlap=False),
+    "tiers": Layout(tile_tokens=4, kept=(ActivationPolicy("disk"), ActivationPolicy("host", "host"))),
+    "everything": Layout(heads_per_stage=4, kept=(EVERYTHING, EVERYTHING)),
+    "ring": Layout(heads_per_stage=4, tile_tokens=3, ring=2),
+}
+WIDE = {"hidden_size": 256, "intermediate_size": 200, "head_dim": 32}  # several rows, and a partial one
+CASES = [  # family, cp, layout, changes
+    ("llama", 1, "whole", {}),
+    ("llama", 2, "tiers", WIDE),
+    ("llama", 4, "ring", WIDE),
+    ("qwen3", 2, "everything", {"hidden_size": 256}),
+    ("qwen3_moe", 2, "stages", {}),
+    ("gemma3_text", 2, "everything", {}),
+]
+
+
+@pytest.mark.parametrize("family, cp, layout, changes", CASES)
+def test_gradients_are_those_of_peft_on_the_dequantized_weights(family, cp, layout, changes):
+    targets, is_general = LINEARS[:4] if family == "qwen3_moe" else LINEARS, family in DECODERS
+    if is_general:
+        plain = add_lora(tiny_decoder(family, **changes), target_modules=targets)
+    else:
+        plain = with_lora(tiny_config(family, heads=8, **changes), target_modules=targets)
+    packed, ids = quantize_layers(plain), random_ids(1, 19)
+    models = [copy.deepcopy(plain) for _ in range(cp)]
+    for model in models:
+        layers = model.get_base_model().model.layers
+        for path, marks in packed.items():
+            layers.get_submodule(path).__dict__[PACKED_AS] = marks
+    with Wide() if is_general else nullcontext():
+        expected = plain_sum(plain, ids, ids) / (ids.numel() - 1)
+    expected.backward()
+
+    def work():
+        mesh = make_mesh(cp, ring=LAYOUTS[layout].ring)
+        store = Store(mesh.device)
+        model = parallelize_model(models[mesh.rank], mesh=mesh, layout=replace(LAYOUTS[layout], cp=cp), store=store)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        trained = {name: param.grad for name, param in plain.named_parameters() if param.requires_grad}
+        model.named_parameters = lambda: [(n, p) for n, p in type(model).named_parameters(model) if p.requires_grad]
+        return {"loss": relative(loss.detach(), expected.detach()), **shard_errors(model, trained)}
+
+    with wide_runs() if is_general else nullcontext():
+        check(on_threads(cp, work))
