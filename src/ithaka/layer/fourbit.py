@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from ithaka.attention.fused import runs_in_triton
 from ithaka.phases import Holder, allocating_for
+from ithaka.plan.shape import PACKED_ROW as ROW
+from ithaka.plan.shape import PACKED_ROW_BYTES
 
 try:
     import triton
@@ -29,7 +31,6 @@ try:
 except ImportError:  # CPU builds of PyTorch come without it
     triton = None
 
-ROW = 16384  # weights
 TABLES = {
     "nf4": (
         *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
@@ -59,7 +60,7 @@ class Format:
         if self.codes == "mxfp4":
             return SCALES_AT + ROW // 32
         # Double: a byte per block, the scale and offset of the bytes, and padding to a multiple of 16.
-        return SCALES_AT + (ROW // 64 + 16 if self.is_double else 4 * ROW // 64)
+        return PACKED_ROW_BYTES if self.is_double else SCALES_AT + 4 * ROW // 64
 
 
 NF4 = Format("nf4")

@@ -101,6 +101,7 @@ def combine_layers(layers: tuple[MeasuredLayer, ...], total_parameters: int, arg
         tuple(linears.values()),
         largest.is_streamed,
         arguments=arguments,
+        stacked=largest.stacked,
         **most,
         **mean,
     )
@@ -158,7 +159,9 @@ class _Measurement:
         parameters = sum(param.numel() for param in self.layer.parameters())
         is_streamed = has_known_layers(self.model)
         products = {"projections": projected, "others": dense + experts - projected, "experts": experts}
-        return self.facts, MeasuredLayer(parameters, parameters, linears, is_streamed, **per_token, **products)
+        stacked = sum(param.numel() for param in self.layer.parameters() if param.dim() == 3)
+        counts = {"stacked": stacked, **per_token, **products}
+        return self.facts, MeasuredLayer(parameters, parameters, linears, is_streamed, **counts)
 
     def _products(self, module: nn.Module) -> tuple[int, int]:
         """Multiply-adds per token with the module's own weights: dense ones, and those of the experts it is sent to."""

@@ -130,10 +130,14 @@ class _GpuPhases:
         self.arguments = shape.measured.arguments * self.s if shape.measured else 0
         self.is_single = hardware.num_gpus == 1  # nothing to gather
         self.last_layer = shape.num_layers - 1
-        self.shards = (0, 0) if layout.offload_optimizer else shape.shards(hardware.num_gpus // layout.replicas)
+        sharers = hardware.num_gpus // layout.replicas
+        # Trained parameters, and bytes of frozen ones.
+        self.shards = (shape.shards(sharers)[0], shape.frozen_bytes(sharers, self.e))
+        self.shards = (0, 0) if layout.offload_optimizer else self.shards
         self.head = shape.vocab * shape.hidden * self.e
-        self.layer = (shape.layer_parameters + sum(shape.most_adapted.values())) * self.e
-        self.next_layer = 0 if self.is_single else self.layer  # prefetched weights
+        gathered = shape.gathered_bytes(self.e)
+        self.layer = gathered + shape.packed_layer[0] * self.e  # with unpacked weights
+        self.next_layer = 0 if self.is_single else gathered  # prefetched weights
         self.layer_grads = shape.trained_layer * self.wide
         # A tied embedding belongs to FSDP2's root: always gathered, and its first gradient waits for its second.
         self.root, self.trained_lm_head = (self.head, 0) if shape.tied else (0, shape.trained_head)
@@ -158,7 +162,7 @@ class _GpuPhases:
         has_states = self.work.trains or self.work.between_steps  # fp32 weights and two moments
         grads = 4 * trained * min(reduced, self.shape.num_trained) // self.shape.num_trained
         return {
-            "parameters": (4 if has_states else self.e) * trained + self.e * frozen,
+            "parameters": (4 if has_states else self.e) * trained + frozen,
             "gradients": grads + pending + point.grad_bytes,
             "optimizer": 8 * trained * has_states,
             "layer weights": weights,
@@ -236,8 +240,8 @@ def _host_and_disk(shape: ModelShape, layout: Layout, hardware: Hardware, work: 
         outputs[policy.attention] += count
     x = ranks * layout.x_bytes(shape.hidden, s)
     out = ranks * LayerBytes(shape, layout, s).outputs if outputs["host"] or outputs["disk"] else 0
-    trained, frozen = shape.shards(hardware.num_gpus // layout.replicas)
-    states = ranks * (16 * trained + layout.element_bytes * frozen)
+    sharers = hardware.num_gpus // layout.replicas
+    states = ranks * (16 * shape.shards(sharers)[0] + shape.frozen_bytes(sharers, layout.element_bytes))
     station = min(DISK_STATION_LAYERS, inputs["disk"]) * x + min(DISK_STATION_LAYERS, outputs["disk"]) * out
     host = {
         "layer inputs": inputs["host"] * x,

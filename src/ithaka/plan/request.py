@@ -17,7 +17,7 @@ from ithaka.plan.shape import FAMILIES, Family, Work, shape_from_config, yarn_fa
 # Settings that have an option of `ithaka plan`.
 OPTIONS = {"model.path": "the argument MODEL", "data.context": "--context", "train.batch": "--batch",
            "train.steps": "--steps"}  # fmt: skip
-ADAPTER_SETTINGS = {"adapter.rank", "adapter.targets", "adapter.modules_to_save"}
+ADAPTER_SETTINGS = {f"adapter.{name}" for name in ("rank", "targets", "modules_to_save", "base", "unquantized")}
 
 
 @dataclass(frozen=True)

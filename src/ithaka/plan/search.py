@@ -300,10 +300,15 @@ class SearchSpace:
         """Whether any layout (of `splits`) fits."""
         return any(self.make_plan(each, work).fits for each in self.smallest_candidates(splits or self.splits))
 
-    def fits_with_adapter(self, work: Work) -> bool:
-        """Whether any layout fits with adapters instead of all parameters trained."""
-        adapted = self.shape.with_adapter(AdapterConfig(rank=ADAPTER_RANK))
-        return self.shape.adapter is None and replace(self, shape=adapted).fits(work)
+    def adapter_that_fits(self, work: Work) -> dict[str, Any]:
+        """Settings of `adapter` with which some layout fits; empty if there are none. A four-bit base if needed."""
+        own = self.shape.adapter
+        for base in ("bf16", "nf4"):
+            adapter = replace(own or AdapterConfig(rank=ADAPTER_RANK), base=base)
+            if adapter != own and replace(self, shape=self.shape.with_adapter(adapter)).fits(work):
+                four_bit = {"base": base} if base != "bf16" else {}
+                return four_bit if own else {"rank": ADAPTER_RANK, **four_bit}
+        return {}
 
     @property
     def longest_splits(self) -> list[tuple[int, int]]:

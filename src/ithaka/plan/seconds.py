@@ -40,6 +40,7 @@ LOGIT_PASSES = 3  # over the logits: one for the loss, two for its gradient
 # Passes over the inputs and outputs of a linear map with an adapter, forward and backward: the adapter's tall matmuls
 # are memory-bound. Backward recomputes forward and has three gradients.
 ADAPTER_PASSES = ((1, 2), (4, 4))
+UNPACK_SHARE = 0.5  # fraction of the memory rate at which four-bit weights are unpacked
 UPDATE_BYTES = 28  # bytes that AdamW moves per parameter: read p, g, m, v and write p, m, v
 
 
@@ -81,11 +82,14 @@ def layer_seconds(
     busy, busy_back = projections + attend + mlp, mlp_back + projections_back + attend_back + recomputed.total
 
     # All-gather of the layer's weights and reduce-scatter of its gradients.
-    e, trained, frozen = layout.element_bytes, shape.trained_layer, shape.layer_parameters if shape.adapter else 0
+    e, trained = layout.element_bytes, shape.trained_layer
+    frozen = shape.gathered_bytes(e) - trained * e if shape.adapter else 0  # bytes
     sharers = hardware.num_gpus // layout.replicas
     to_host = 4 * trained / sharers / gpu.pcie_bytes_s * layout.offload_optimizer
-    from_host = to_host + e * frozen / sharers / gpu.pcie_bytes_s * layout.offload_optimizer
-    gather = gather_seconds((trained + frozen) * e, hardware, layout.replicas) + from_host
+    from_host = to_host + frozen / sharers / gpu.pcie_bytes_s * layout.offload_optimizer
+    gather = gather_seconds(trained * e + frozen, hardware, layout.replicas) + from_host
+    packed, num_bytes = shape.packed_layer
+    unpack = layer.move((packed * e + num_bytes) / UNPACK_SHARE)
     reduce = reduce_seconds(trained * layout.sum_bytes, hardware, layout.replicas) + to_host
 
     # Copies to and from the store. All GPUs of a node share its disk.
@@ -100,9 +104,9 @@ def layer_seconds(
     copies_back = layer.wait(stored / pcie, mlp_back) + layer.wait(walks * layer.x / pcie, projections_back)
     copies_back += max(0.0, disk - busy_back)
 
-    forward = Seconds(attend, projections + mlp, exchange + max(0.0, gather - busy), copies)
+    forward = Seconds(attend, projections + mlp + unpack, exchange + max(0.0, gather - busy), copies)
     exchange_back += max(0.0, gather + reduce - busy_back)
-    backward = Seconds(attend_back, mlp_back + projections_back, exchange_back, copies_back)
+    backward = Seconds(attend_back, mlp_back + projections_back + unpack, exchange_back, copies_back)
     return forward, backward + recomputed
 
 

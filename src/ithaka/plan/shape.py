@@ -20,6 +20,7 @@ from ithaka.config import LAYER_LINEARS, AdapterConfig, ConfigError, input_error
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 GIVE_MODEL = "give a model directory or a config.json"
 CORRECT = "correct the model's config.json"
+PACKED_ROW, PACKED_ROW_BYTES = 16384, 8464  # weights of an nf4 row (layer/fourbit.py), and its bytes
 _HUB_NAME = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
 HUB_ID = rf"(?!.*(?:--|\.\.)){_HUB_NAME}/{_HUB_NAME}"  # owner/name, as the hub allows it
 
@@ -82,6 +83,7 @@ class MeasuredLayer:
     others: int
     experts: int  # a part of `others`, multiplied in groups
     arguments: int = 0  # bytes per token of all arguments of layers: position embeddings
+    stacked: int = 0  # parameters in 3-D tensors: experts
 
     bytes_per_token: ClassVar = tuple(
         f"{run}_{what}" for run in ("project", "finish") for what in ("bytes", "backward_bytes", "graph")
@@ -151,6 +153,28 @@ class ModelShape:
         saved = self.trained_parameters("lm_head") + self.trained_parameters("embed_tokens") * (not self.tied)
         frozen = self.num_parameters - saved
         return -(-self.num_trained // num_ranks), -(-frozen // num_ranks) if self.adapter else 0
+
+    @cached_property
+    def packed_layer(self) -> tuple[int, int]:
+        """(parameters, bytes) of one layer's four-bit weights."""
+        if self.adapter is None or self.adapter.base == "bf16":
+            return 0, 0
+        skipped = tuple(f".{name}" for name in self.adapter.unquantized)
+        sizes = [math.prod(size) for name, size in self.linears.items() if not f".{name}".endswith(skipped)]
+        sizes.append(self.measured.stacked if self.measured else 0)
+        return sum(sizes), sum(-(-size // PACKED_ROW) * PACKED_ROW_BYTES for size in sizes)
+
+    def frozen_bytes(self, num_ranks: int, element_bytes: int) -> int:
+        """Bytes of one rank's frozen parameters."""
+        frozen, (packed, num_bytes) = self.shards(num_ranks)[1], self.packed_layer
+        layers = self.measured.total_parameters / self.measured.parameters if self.measured else self.num_layers
+        return frozen * element_bytes - int(layers * (packed * element_bytes - num_bytes)) // num_ranks
+
+    def gathered_bytes(self, element_bytes: int) -> int:
+        """Bytes of one layer's parameters with their adapters, gathered but not unpacked."""
+        packed, num_bytes = self.packed_layer
+        others = self.layer_parameters + sum(self.most_adapted.values()) - packed
+        return others * element_bytes + num_bytes
 
     # ---- trained parameters
 

@@ -18,7 +18,7 @@ from ithaka.plan.hardware import DISK_BYTES_S, FA4_PACKAGE, GIB, KERNEL_NAMES
 from ithaka.plan.layer_bytes import LayerBytes
 from ithaka.plan.models import hub_id
 from ithaka.plan.request import PlanRequest
-from ithaka.plan.search import ADAPTER_RANK, Plan, SearchSpace
+from ithaka.plan.search import Plan, SearchSpace
 
 LINE_WIDTH = 118
 # Lines of a planned configuration for the user to fill in: an example, and a comment.
@@ -191,6 +191,7 @@ def _adapter_savings(plan: Plan) -> dict[str, int | float]:
 def _format_adapter(plan: Plan) -> str:
     rank, trained, frozen, gpu_bytes, host_bytes, step_s = _adapter_savings(plan).values()
     sizes = f"adapters of rank {rank}: {trained / 1e6:.4g}M trained parameters, {frozen / 1e9:.4g}B frozen"
+    sizes += f" ({plan.shape.adapter.base})" if plan.shape.packed_layer[0] and plan.shape.adapter else ""
     host = f", {format_bytes(host_bytes)} of host memory" if host_bytes else ""
     time = f", {format_duration(step_s)} per step" if step_s > 0 else f" and costs {format_duration(-step_s)} per step"
     return f"{sizes}; saves {format_bytes(gpu_bytes)} per GPU{host}{time}"
@@ -201,7 +202,10 @@ def _ways_out(plan: Plan) -> dict[str, str]:
     space = SearchSpace(plan.shape, plan.hardware, plan.fixed)
     context, machine = space.longest_context(plan.work.batch), space.smallest_machine(plan.work)
     options = {"--context": f"{context} ({format_tokens(context)})"} if context else {}
-    options |= {"--adapter": str(ADAPTER_RANK)} if space.fits_with_adapter(plan.work) else {}
+    adapter = space.adapter_that_fits(plan.work)
+    parts = [f"--adapter {adapter['rank']}"] if "rank" in adapter else []
+    parts += ["--set adapter.base=nf4"] if "base" in adapter else []
+    options |= {parts[0].split()[0]: " ".join(parts).partition(" ")[2]} if parts else {}
     options |= {"--gpus": f"{machine.name} ({machine.num_gpus} GPUs)"} if machine else {}
     for option, tier in (("--host-memory", "host"), ("--disk", "disk")):
         if num_bytes := space.smallest_capacity(tier, plan.work):
@@ -212,7 +216,7 @@ def _ways_out(plan: Plan) -> dict[str, str]:
 
 def _format_ways_out(plan: Plan) -> str:
     options = _ways_out(plan)
-    without = ["without --set"] if options.pop("--set", None) else []
+    without = ["without --set"] if options.get("--set") == "left out" and options.pop("--set") else []
     added = [f"with {format_choices(f'{option} {value}' for option, value in options.items())}"] if options else []
     if added or without:
         return f"It fits {format_choices(added + without)}."

@@ -12,7 +12,7 @@ from ithaka.config import Config, ConfigError, check_writable, embedded_model, p
 from ithaka.layout import Layout, format_choices
 from ithaka.plan.bytes import CHECKPOINT_COPY, Holders, Ledger, build_ledger, saved_bytes
 from ithaka.plan.hardware import GPUS, Hardware, available_memory, find_gpu, free_disk, gpu_named
-from ithaka.plan.search import ADAPTER_RANK, Plan, SearchSpace, make_search_space, work_from_config
+from ithaka.plan.search import Plan, SearchSpace, make_search_space, work_from_config
 from ithaka.plan.shape import ModelShape, Work, read_shape, shape_from_config
 from ithaka.plan.show import format_bytes
 
@@ -217,8 +217,10 @@ def _step_fixes(run: Run, tier: str) -> dict[str, bool]:
     context, machine = space.longest_context(run.work.batch), space.smallest_machine(run.work)
     fixes |= {
         f"data.context={context}": context > 0,
-        f"an adapter (adapter.rank={ADAPTER_RANK})": space.fits_with_adapter(run.work),
     }
+    if adapter := space.adapter_that_fits(run.work):
+        settings = ", ".join(f"adapter.{name}={value}" for name, value in adapter.items())
+        fixes[f"an adapter ({settings})" if "rank" in adapter else f"a four-bit base ({settings})"] = True
     if machine:
         fixes[f"{machine.num_gpus} GPUs ({machine.name})"] = True
     return fixes
