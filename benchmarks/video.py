@@ -2,8 +2,8 @@
 
     python benchmarks/video.py --out DIR                                  # Wan 2.1 1.3B and 14B at 33K, 76K and 300K
     python benchmarks/video.py --out DIR --models wan-14b --tokens 76K    # some of it
-    python benchmarks/video.py --out DIR --ranks 8 --tokens 1M --sides ithaka   # rank 0 of 8, exchanges are local
-    python benchmarks/video.py --models tiny --tokens tiny --steps 1        # does it run? Also on a CPU
+    python benchmarks/video.py --out DIR --ranks 8 --tokens 1M            # rank 0 of 8; exchanges are local copies
+    python benchmarks/video.py --models tiny --tokens tiny --steps 1      # does it run? Also on a CPU
 
 Each case has a process of its own; sides alternate. The models have a few layers of the released shapes and random
 weights: float32 weights and moments, bfloat16 computation, fused AdamW, median of the timed steps. diffusers uses

@@ -6,10 +6,14 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.distributed as dist
+from peft import LoraConfig
 from torch import Tensor, nn
 
+import ithaka
 from decoders import Wide
 from general import add_lora, assert_equal, gradient_errors, wide_runs
+from ithaka.config import ConfigError
 from ithaka.dist.mesh import make_mesh
 from ithaka.layer.store import Store
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
@@ -176,3 +180,112 @@ def test_adapters_equal_peft(kind):
     plain = add_lora(tiny(kind), target_modules=[*LINEARS, "net.0.proj", "net.2"])
     others = SIZES if kind == "ltx" else {}
     assert_equal(compare(plain, inputs_of(kind), Layout(2, **TILES), **others))
+
+
+# ---- saving
+
+
+def test_saves_under_the_names_of_diffusers(tmp_path):
+    plain = tiny("wan")
+    models = [copy.deepcopy(plain) for _ in range(2)]
+
+    def work() -> None:
+        model = ithaka.parallelize(models[dist.get_rank()], cp=2)
+        model.save_pretrained(tmp_path, max_shard_size="30KB")
+
+    on_threads(2, work)
+    assert len(list(tmp_path.glob("diffusion_pytorch_model-*.safetensors"))) > 1
+    loaded = diffusers.WanTransformer3DModel.from_pretrained(tmp_path, torch_dtype=torch.float64)
+    assert loaded.config.num_layers == 2
+    for (name, saved), param in zip(loaded.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(saved.double(), param.to(saved.dtype).double()), name  # diffusers keeps some in fp32
+
+
+@pytest.mark.parametrize("way", ["add_adapter", "get_peft_model"])
+def test_saves_an_adapter_that_diffusers_loads(tmp_path, way):
+    plain = tiny("wan")
+    if way == "get_peft_model":
+        peft_model = add_lora(plain, target_modules=["to_q"])
+        model = peft_model
+    else:
+        plain.add_adapter(LoraConfig(r=3, lora_alpha=5, target_modules=["to_q"]))
+        model = plain
+        with torch.no_grad():
+            for i, (name, param) in enumerate(plain.named_parameters()):
+                if "lora_" in name:
+                    param.copy_(torch.full_like(param, 0.01 * i))
+    wanted = {name: p.detach().clone() for name, p in plain.named_parameters() if "lora_" in name}
+    on_threads(1, lambda: ithaka.parallelize(model).save_pretrained(tmp_path))
+    loaded = tiny("wan")
+    loaded.load_lora_adapter(tmp_path, weight_name="pytorch_lora_weights.safetensors", adapter_name="default")
+    assert loaded.peft_config["default"].lora_alpha == 5
+    found = {name: p for name, p in loaded.named_parameters() if "lora_" in name}
+    assert wanted.keys() == found.keys()
+    for name, param in found.items():
+        assert torch.allclose(param.double(), wanted[name].double(), atol=1e-6), name
+
+
+# ---- refusals
+
+
+def joint(name: str):
+    sizes = {"num_attention_heads": 2, "num_layers": 1, "attention_head_dim": 8}
+    if name == "HunyuanVideoTransformer3DModel":
+        sizes |= {"num_single_layers": 1, "num_refiner_layers": 1, "text_embed_dim": 8, "pooled_projection_dim": 8}
+        sizes |= {"rope_axes_dim": (2, 2, 4)}
+    return getattr(diffusers, name)(**sizes)
+
+
+@pytest.mark.parametrize("name", ["HunyuanVideoTransformer3DModel", "CogVideoXTransformer3DModel"])
+def test_joint_attention_is_refused(name):
+    with pytest.raises(ConfigError, match=f"{name}, which attends jointly to text and video"):
+        ithaka.parallelize(joint(name), cp=1)
+
+
+REFUSED_CALLS = {
+    "no tensor": ({"timestep": 3}, "timestep is int; pass a tensor"),
+    "one timestep too many": ({"timestep": torch.ones(2)}, r"timestep has shape \(2,\); use the 1 clips"),
+    "not patches": ({"hidden_states": torch.zeros(1, 3, 2, 3, 4)}, "multiples of the patch size"),
+    "too long": ({"hidden_states": torch.zeros(1, 3, 1, 2, 64)}, "rope_max_seq_len=16"),
+    "no image encoder": (
+        {"encoder_hidden_states_image": torch.zeros(1, 4, 6)},
+        "passed, but the model has no",
+    ),
+    "scaled adapters": ({"attention_kwargs": {"scale": 0.5}}, "is not supported by a parallel model"),
+    "unknown": ({"controlnet": torch.zeros(1)}, "controlnet.*is not supported"),
+    "timesteps of some tokens": ({"timestep": torch.ones(1, 7)}, "timestep has 7 values for 18 patches"),
+}
+
+
+def test_calls_are_refused():
+    models = [tiny("wan")]
+
+    def work() -> None:
+        model = ithaka.parallelize(models[0])
+        for changes, message in REFUSED_CALLS.values():
+            with pytest.raises((TypeError, ValueError, ConfigError), match=message):
+                model(**inputs_of("wan") | changes)
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(ConfigError, match="autocast"):
+            model(**inputs_of("wan"))
+
+    on_threads(1, work)
+
+
+def test_ranks_with_different_clips_are_refused():
+    models = [tiny("wan") for _ in range(2)]
+
+    def work() -> None:
+        model, given = ithaka.parallelize(models[dist.get_rank()], cp=2), inputs_of("wan")
+        given["timestep"] = given["timestep"] + dist.get_rank()
+        with pytest.raises(ConfigError, match="have different batches: timestep"):
+            model(**given)
+
+    on_threads(2, work)
+
+
+def test_a_block_that_computes_something_else_is_refused(monkeypatch):
+    wan = diffusers.models.transformers.transformer_wan
+    plain = wan.WanAttnProcessor.__call__
+    monkeypatch.setattr(wan.WanAttnProcessor, "__call__", lambda *args, **kwargs: 1.1 * plain(*args, **kwargs))
+    with pytest.raises(ConfigError, match="the output differs by"):
+        ithaka.parallelize(tiny("wan"))

@@ -14,6 +14,7 @@ from ithaka.layer.linear import is_linear
 from ithaka.plan.shape import read_json
 
 ADAPTER_NAME = "default"  # PEFT's name for the first adapter
+ADAPTER_PREFIX = "base_model.model."  # of tensors in PEFT's files
 # PEFT options -> the only value that the layers compute. Variants such as DoRA mark fields of their own.
 REQUIRED_OPTIONS = {
     "peft_type": "LORA",
@@ -145,10 +146,10 @@ def base_tensor_name(param_name: str) -> str:
     return param_name.replace(".base_layer", "").replace(".packed_", ".")
 
 
-def adapter_tensor_name(param_name: str, adapter: str = ADAPTER_NAME) -> str:
+def adapter_tensor_name(param_name: str, adapter: str = ADAPTER_NAME, prefix: str = ADAPTER_PREFIX) -> str:
     """A parameter's name in adapter_model.safetensors."""
     name = param_name.replace(f".modules_to_save.{adapter}.", ".").replace(f".{adapter}.", ".")
-    return "base_model.model." + name
+    return prefix + name
 
 
 def merge_adapter(base: Path, adapter: Path, tensors: dict[str, Tensor], out: Path) -> None:

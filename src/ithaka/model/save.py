@@ -13,20 +13,21 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from ithaka.config import ConfigError
 from ithaka.dist.agree import RankError, gather_objects, raise_first
-from ithaka.model.adapters import adapter_tensor_name, find_active_adapter
+from ithaka.model.adapters import ADAPTER_PREFIX, adapter_tensor_name, find_active_adapter
 from ithaka.model.weights import named_tensors
 
-INDEX_FILE = "model.safetensors.index.json"
 # Arguments of save_pretrained in transformers and PEFT -> the only value supported here.
 DEFAULT_ARGUMENTS = {"is_main_process": True, "state_dict": None, "push_to_hub": False, "safe_serialization": True}
 
 
 def save_pretrained(model: Any, save_directory: str | Path, max_shard_size: int | str = "5GB", **others: Any) -> None:
-    """Write a Hugging Face directory, or PEFT's if the model has an adapter.
+    """Write a Hugging Face directory, or PEFT's if the model has an adapter; for a model of diffusers, its directory or
+    a LoRA file that its pipelines load.
 
     Every rank calls it. Tensors are gathered one by one, and rank 0 keeps those of one file in host memory. Weights are
     saved in the dtype they are trained in. An error on rank 0 is raised on all ranks.
@@ -38,13 +39,13 @@ def save_pretrained(model: Any, save_directory: str | Path, max_shard_size: int 
     base.reshard()  # after a forward without backward, the root's parameters are still gathered
     adapter, params = find_active_adapter(base), named_tensors(base)
     if adapter is None:
-        pattern = "model{suffix}.safetensors"
+        pattern = f"{_file_stem(base)}{{suffix}}.safetensors"
         empty = {name: torch.empty(param.shape, dtype=param.dtype, device="meta") for name, param in params.items()}
         split = split_torch_state_dict_into_shards(empty, filename_pattern=pattern, max_shard_size=max_shard_size)
         files = split.filename_to_tensors
     else:
         own = [name for name, param in base.named_parameters() if param.requires_grad or f".{adapter}." in name]
-        files = {"adapter_model.safetensors": own}
+        files = {"adapter_model.safetensors" if _is_transformers(base) else "pytorch_lora_weights.safetensors": own}
     gathered, failure = _gather_files(base, files), None
     if base.ithaka_mesh.rank == 0:
         try:
@@ -73,32 +74,56 @@ def _write_files(
 ) -> None:
     """Write the configuration, the tensors and, for more than one file, their index."""
     directory.mkdir(parents=True, exist_ok=True)
+    index_file, metadata = directory / f"{_file_stem(base)}.safetensors.index.json", {"format": "pt"}
     if adapter is None:
-        for stale in [*directory.glob("model-*-of-*.safetensors"), directory / INDEX_FILE]:  # of an earlier save
+        for stale in [*directory.glob(f"{_file_stem(base)}-*-of-*.safetensors"), index_file]:  # of an earlier save
             stale.unlink(missing_ok=True)
-        base.config.dtype = str(base.dtype).removeprefix("torch.")
-        base.config.architectures = [type(base).__name__.removeprefix("FSDP")]
-        base.config.save_pretrained(directory)
-        base.generation_config.save_pretrained(directory)
-    else:
+        _write_config(base, directory)
+    elif _is_transformers(base):
         config = copy.copy(base.peft_config[adapter])
         config.inference_mode = True  # as PEFT writes it
         config.save_pretrained(directory)
+    else:
+        settings = {f"transformer.{name}": value for name, value in base.peft_config[adapter].to_dict().items()}
+        settings = {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
+        metadata["lora_adapter_metadata"] = json.dumps(settings, indent=2, sort_keys=True)
     weight_map: dict[str, str] = {}
     num_bytes = 0
     for file, tensors in gathered:
-        if adapter is None:
+        if adapter is not None:
+            prefix = ADAPTER_PREFIX if _is_transformers(base) else "transformer."
+            tensors = {adapter_tensor_name(name, adapter, prefix): tensor for name, tensor in tensors.items()}
+        elif _is_transformers(base):
             tensors = revert_weight_conversion(base, tensors)
-        else:
-            tensors = {adapter_tensor_name(name, adapter): tensor for name, tensor in tensors.items()}
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(tensors, directory / file, metadata={"format": "pt"})
+        save_file(tensors, directory / file, metadata=metadata)
         weight_map |= dict.fromkeys(tensors, file)
         num_bytes += sum(tensor.nbytes for tensor in tensors.values())
         del tensors  # before the next file is gathered
     if len(set(weight_map.values())) > 1:
         index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
-        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        index_file.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _is_transformers(base: Any) -> bool:
+    return isinstance(base, PreTrainedModel)
+
+
+def _file_stem(base: Any) -> str:
+    return "model" if _is_transformers(base) else "diffusion_pytorch_model"
+
+
+def _write_config(base: Any, directory: Path) -> None:
+    name = type(base).__name__.removeprefix("FSDP")
+    if _is_transformers(base):
+        base.config.dtype = str(base.dtype).removeprefix("torch.")
+        base.config.architectures = [name]
+        base.config.save_pretrained(directory)
+        base.generation_config.save_pretrained(directory)
+        return
+    values = json.loads(base.to_json_string()) | {"_class_name": name}
+    base.register_to_config(_class_name=name)  # to_json_string wrote FSDP2's name
+    (directory / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:

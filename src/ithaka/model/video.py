@@ -141,6 +141,9 @@ class Wan:
         sizes = zip(hidden_states.shape[2:], self.model.config.patch_size, strict=True)
         return tuple(size // p for size, p in sizes)
 
+    def count_patches(self, **inputs: Any) -> int:
+        return math.prod(self.grid(**inputs))
+
     def example_sizes(self, grid: tuple[int, ...]) -> dict[str, Any]:
         """Arguments of a call with this grid of patches."""
         sizes = zip(grid, self.model.config.patch_size, strict=True)
@@ -204,6 +207,9 @@ class Ltx:
 
     def grid(self, num_frames: Any = 1, height: Any = 1, width: Any = 1, **others: Any) -> tuple[int, ...]:
         return num_frames or 1, height or 1, width or 1
+
+    def count_patches(self, hidden_states: Tensor, **others: Any) -> int:
+        return hidden_states.shape[1]
 
     def example_sizes(self, grid: tuple[int, ...]) -> dict[str, Any]:
         return dict(zip(("num_frames", "height", "width"), grid, strict=True))
@@ -425,6 +431,10 @@ class _ClipChecker(CallChecker):
         for name, tensor in rows.items():
             if tensor.dim() == 0 or len(tensor) != num_clips:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}; use the {num_clips} clips of hidden_states")
+        num_steps, num_patches = tensors["timestep"][0].numel(), self.transformer.family.count_patches(**given)
+        if num_steps not in (1, num_patches):
+            rule = f"has {num_steps} values for {num_patches} patches; pass one, or one for each"
+            raise ValueError(f"timestep {rule}")
         clips = [given | {name: t[i : i + 1] for name, t in rows.items()} for i in range(num_clips)]
         fingerprint: dict[str, Any] = {name: "not passed" for name in self.names} | dict.fromkeys(MODES, None)
         if self.mesh.world_size > 1:
