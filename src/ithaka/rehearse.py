@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
@@ -21,6 +20,8 @@ from ithaka.dist.mesh import default_device, make_mesh
 from ithaka.layout import Layout, default_dtype
 from ithaka.measure import token_losses
 from ithaka.model.build import build_model
+from ithaka.model.families import find_layers
+from ithaka.model.video import build_transformer, is_diffusers_model, make_clip
 from ithaka.phases import PhasePath, listening, phase
 from ithaka.plan.hardware import GIB, available_memory
 from ithaka.plan.models import find_config
@@ -65,8 +66,10 @@ def rehearse(
     """Run two training steps (trains=False: forward passes) as rank 0 of `ranks`, and measure the last. `config` is the
     model's config.json; the layout sets the number of layers. Weights are random. `memory_only`: run one step, and
     limit attention to documents of 128 Ki tokens; allocations do not change."""
-    layers = len(layout.kept)
-    truncated = {**config, "num_hidden_layers": layers}
+    layers, is_video = len(layout.kept), "_class_name" in config
+    if is_video and memory_only:
+        raise ConfigError("--memory-only cuts attention into documents, which a clip does not have; leave it out")
+    truncated = {**config, "num_layers" if is_video else "num_hidden_layers": layers}
     if truncated.get("layer_types"):
         truncated["layer_types"] = truncated["layer_types"][:layers]
     start_loopback(ranks)
@@ -74,19 +77,22 @@ def rehearse(
         stack.callback(dist.destroy_process_group)
         mesh = make_mesh(layout.cp, default_device(), ring=layout.ring, replicas=layout.replicas)
         with phase("building the model"):
-            model = build_model(truncated, mesh, layout, adapter=adapter, trains=trains).train(trains)
+            build: Any = build_transformer if is_video else build_model
+            model = build(truncated, mesh, layout, adapter=adapter, trains=trains).train(trains)
         optimizer = make_optimizer(model, OptimConfig(lr=0.0)) if trains else None
         s = context // mesh.cp_size
         tiny_s = TINY_TOKENS if s >= 16 * TINY_TOKENS else max(2, s // 64)  # at least two: one token has no label
         _, tiny_peaks = _measure_step(model, optimizer, mesh.device, mesh.cp_size * tiny_s, False)
         seconds, peaks = _measure_step(model, optimizer, mesh.device, context, memory_only)
-        peak_path, store = max(peaks, key=lambda path: (peaks[path], len(path))), model.model.layers[0].forward.store
+        peak_path, store = max(peaks, key=lambda path: (peaks[path], len(path))), find_layers(model)[0].forward.store
         forward_s, backward_s = (
             sum(seconds.get(("step", f"layer {i}", name), 0.0) for i in range(layers))
             for name in ("forward", "backward")
         )
         return RehearsalResult(
-            x_bytes=layout.x_bytes(model.config.hidden_size, s),
+            x_bytes=layout.x_bytes(config["num_attention_heads"] * config["attention_head_dim"], s)
+            if is_video
+            else layout.x_bytes(model.config.hidden_size, s),
             layer_bytes=_layers_peak(peaks) - _layers_peak(tiny_peaks),
             peak_bytes=peaks[peak_path],
             peak_phase=" / ".join(peak_path[1:]) or "outside layers and loss",
@@ -102,28 +108,41 @@ def _measure_step(
     model: PreTrainedModel, optimizer: Optimizer | None, device: torch.device, context: int, memory_only: bool
 ) -> tuple[dict[PhasePath, float], dict[PhasePath, int]]:
     """Return seconds and peak bytes by phase of the last step. On a CPU, one more step counts live bytes."""
-    ids = torch.randint(model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(1))
-    documents = torch.arange(context)[None] // MEMORY_ONLY_DOCUMENT if memory_only else None
+    inputs = _make_inputs(model, context, memory_only)
     for _ in range(1 if memory_only else 2):
         timer = PhaseTimer(device)
         with listening(timer):
-            _run_step(model, optimizer, ids, documents)
+            _run_step(model, optimizer, inputs)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return timer.seconds(), timer.peaks
     with LiveBytes() as live:
         live.tag_states(model, optimizer)
-        _run_step(model, optimizer, ids, documents)
+        _run_step(model, optimizer, inputs)
     return timer.seconds(), live.phase_peaks()
 
 
-def _run_step(model: PreTrainedModel, optimizer: Optimizer | None, ids: Tensor, documents: Tensor | None) -> None:
+def _make_inputs(model: Any, context: int, memory_only: bool) -> dict[str, Any]:
+    if is_diffusers_model(model):
+        return make_clip(model, context)
+    ids = torch.randint(model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(1))
+    return {
+        "input_ids": ids,
+        "document_ids": torch.arange(context)[None] // MEMORY_ONLY_DOCUMENT if memory_only else None,
+    }
+
+
+def _run_step(model: Any, optimizer: Optimizer | None, inputs: dict[str, Any]) -> None:
     """Run a training step; without an optimizer, the forward pass of an evaluation."""
     with phase("step"):
-        if optimizer is None:
-            loss = token_losses(model, ids, document_ids=documents).mean()
+        if is_diffusers_model(model):
+            with torch.set_grad_enabled(optimizer is not None):
+                loss = model(**inputs).sample.square().mean()
+        elif optimizer is None:
+            loss = token_losses(model, **inputs).mean()
         else:
-            loss = model(input_ids=ids, labels=ids, document_ids=documents).loss
+            loss = model(**inputs, labels=inputs["input_ids"]).loss
+        if optimizer is not None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -21,6 +21,7 @@ HostMemory = Annotated[
     typer.Option(help="Host memory per node: 2TB, 512GiB. By default 256 GB per GPU; for GeForce 64 GB in total."),
 ]
 Disk = Annotated[str | None, typer.Option(help="Disk space per node for activations; by default none.")]
+Video = Annotated[str | None, typer.Option(metavar="FxHxW", help="A clip instead of a context: 81x720x1280.")]
 Batch = Annotated[int, typer.Option(min=1, help="Sequences per micro-step.")]
 Adapter = Annotated[int | None, typer.Option(metavar="RANK", min=1, help="Train LoRA adapters of this rank.")]
 GpuFile = Annotated[Path | None, typer.Option(help="JSON file with the rates of another GPU; then use --gpus 8.")]
@@ -31,6 +32,7 @@ def plan(
     model: Model,
     gpus: Gpus,
     context: Annotated[str | None, typer.Option(help="Tokens per sequence: 128K (the default), 1M.")] = None,
+    video: Video = None,
     host_memory: HostMemory = None,
     disk: Disk = None,
     batch: Batch = 1,
@@ -52,6 +54,7 @@ def plan(
     as_yaml = as_yaml or out is not None
     clashes = {
         "--max-context and --context": max_context and context,
+        "--video and --context": video and (context or max_context),
         "--max-context and --yaml": max_context and as_yaml,
         "--yaml and --json": as_yaml and as_json,
     }
@@ -61,7 +64,11 @@ def plan(
     if out is not None:
         check_writable("--out", out)
     hardware = find_hardware(gpus, gpu_file, host_memory, disk)
+    context = _context_of_video(model, video) if video else context
     request = make_request(model, hardware, context or "128K", batch, overrides or [], adapter, any_setting=as_yaml)
+    if as_yaml and request.is_video:
+        way_out = "use ithaka.parallelize(transformer, context=...)"
+        raise ConfigError(f"--yaml writes a configuration for `ithaka train`, which trains language models; {way_out}")
     if as_yaml and (result := request.plan()).fits:
         text = show.as_yaml(request, result, steps)
         if out is None:
@@ -82,6 +89,7 @@ def rehearse(
     model: Model,
     gpus: Gpus,
     context: Context = "128K",
+    video: Video = None,
     layers: Annotated[int, typer.Option(min=1, help="Layers to run; the others are extrapolated.")] = 2,
     host_memory: HostMemory = None,
     disk: Disk = None,
@@ -99,6 +107,7 @@ def rehearse(
     from ithaka.plan.request import make_request
 
     hardware = find_hardware(gpus, gpu_file, host_memory, disk)
+    context = _context_of_video(model, video) if video else context
     request = make_request(model, hardware, context, batch, overrides or [], adapter)
     plan = request.forward_plan() if evaluate else request.plan()
     if evaluate and not plan.fits:
@@ -213,6 +222,13 @@ def _network_rank(out: Path, size: int) -> None:
         print(f"wrote {out}; use it with: {shell_command('plan', 'MODEL', '--gpus', gpus, '--gpu-file', out)}")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _context_of_video(model: str, video: str) -> str:
+    from ithaka.plan.models import find_config
+    from ithaka.plan.shape import count_patches
+
+    return str(count_patches(find_config(model), video))
 
 
 def _parse_blocks(text: str) -> tuple[int, int]:

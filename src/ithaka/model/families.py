@@ -27,7 +27,8 @@ GENERAL_PATCHABLE = re.compile(r"model\.embed_tokens|.*rotary.*|model\.layers\.\
 
 def has_known_layers(model: PreTrainedModel) -> bool:
     """Whether the layers map to LayerParts. Others run as they are, on the general path."""
-    return model.config.model_type in FAMILIES and not getattr(model.config, "output_router_logits", False)
+    config = model.config
+    return getattr(config, "model_type", None) in FAMILIES and not getattr(config, "output_router_logits", False)
 
 
 def find_layers(model: Any) -> Any:

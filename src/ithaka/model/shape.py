@@ -6,7 +6,8 @@ One layer of each kind runs on fake tensors (shapes without storage), as layer/g
 import copy
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 import transformers
@@ -18,18 +19,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ithaka.config import ConfigError
-from ithaka.layer.general import Arguments, CallFacts, LayerRuns
-from ithaka.model.families import has_known_layers
+from ithaka.layer.general import Arguments, AttentionCall, CallFacts, LayerRuns, Mask
+from ithaka.model.families import find_layers, has_known_layers
 from ithaka.model.probe import LENGTHS, Recorder, describe_layer, read_call, refusal, token_dims
-from ithaka.plan.shape import MeasuredLayer, ModelShape
+from ithaka.model.video import TOKEN_DIMS, Ltx, SelfAttention, Tokens, Wan, find_family, read_facts
+from ithaka.plan.shape import VIDEO_SCALES, MeasuredLayer, ModelShape
 
 TOKENS = (128, 256)  # the lengths of two runs: their difference is what grows with the tokens
+TEXT_TOKENS = 512  # of a prompt, as the text encoders of Wan pad them
+COORDINATE_BYTES = 24  # of a patch: three integers
 TOP_K = ("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk")  # experts per token, in configurations
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "grouped_mm_fallback")
 
 
 def measure_model(values: Mapping[str, Any], source: str) -> ModelShape:
     """The shape of the model that a config.json describes. Raises ConfigError if it cannot run."""
+    if "_class_name" in values:
+        return measure_video(values, source)
     name = values.get("model_type")
     if name not in CONFIG_MAPPING:
         raise ConfigError(
@@ -115,9 +121,12 @@ class _Measurement:
         self.name, self.mode = f"model.layers.{index}", FakeTensorMode()
         self.layer = copy.deepcopy(model.model.layers[index], dict(recorder.memo)).train()
         self.facts = CallFacts(1, 1, 1, 1, 1.0)
+        self._make_fake(self.layer)
+
+    def _make_fake(self, layer: nn.Module) -> None:
         with self.mode:
-            for module in self.layer.modules():
-                for tensors in (module._parameters, module._buffers):
+            for module in layer.modules():
+                for tensors in cast(Any, (module._parameters, module._buffers)):
                     for name, t in tensors.items():
                         if t is not None:
                             fake = torch.empty(t.shape, dtype=t.dtype)
@@ -131,7 +140,7 @@ class _Measurement:
             raise
         except Exception as error:
             raise ConfigError(
-                f"model_type={self.model.config.model_type} cannot be planned: {self.name} does not run on tensors "
+                f"{type(self.model).__name__} cannot be planned: {self.name} does not run on tensors "
                 f"without memory ({type(error).__name__}: {error}); call ithaka.parallelize with a layout"
             ) from error
 
@@ -145,7 +154,7 @@ class _Measurement:
             hook.remove()
         if call is None:
             raise refusal(self.model, f"makes no attention call in {self.name}")
-        self.facts = read_call(self.model, self.name, call, arguments.mask)
+        self.facts = self._read_facts(call, arguments)
         short, long = (self._measure_bytes(tokens) for tokens in TOKENS)
         per_token = {name: round((long[name] - short[name]) / (TOKENS[1] - TOKENS[0])) for name in long}
         projected = sum(sum(self._products(module)) for module in used)
@@ -162,6 +171,9 @@ class _Measurement:
         stacked = sum(param.numel() for param in self.layer.parameters() if param.dim() == 3)
         counts = {"stacked": stacked, **per_token, **products}
         return self.facts, MeasuredLayer(parameters, parameters, linears, is_streamed, **counts)
+
+    def _read_facts(self, call: AttentionCall, arguments: Arguments) -> CallFacts:
+        return read_call(self.model, self.name, call, arguments.mask)
 
     def _products(self, module: nn.Module) -> tuple[int, int]:
         """Multiply-adds per token with the module's own weights: dense ones, and those of the experts it is sent to."""
@@ -206,6 +218,72 @@ class _Measurement:
                     torch.autograd.grad(edges, leaves, douts)  # weight gradients do not grow with the tokens
                 found |= {f"{name}_backward_bytes": live.peak, f"{name}_backward_moved": live.moved}
         return found
+
+
+def measure_video(values: Mapping[str, Any], source: str) -> ModelShape:
+    """The shape of a video transformer of diffusers: its vocabulary is the values of a patch."""
+    import diffusers
+
+    kind = values["_class_name"]
+    if kind not in VIDEO_SCALES:
+        raise ConfigError(f"_class_name={kind} of {source} is not supported; use {' or '.join(VIDEO_SCALES)}")
+    with torch.device("meta"):
+        model = getattr(diffusers, kind).from_config(dict(values))
+    for param in model.parameters():
+        param.data = param.data.to(torch.bfloat16)
+    family, blocks = find_family(model), find_layers(model)
+    facts, layer = _BlockMeasurement(model, family, blocks[0]).run()
+    hidden, vocab = facts.num_heads * facts.head_dim, model.proj_out.out_features
+    others = sum(param.numel() for param in model.parameters())
+    root = others - sum(param.numel() for param in blocks.parameters())
+    sizes = {"total_parameters": others - 2 * vocab * hidden, "root": root, "arguments": COORDINATE_BYTES}
+    return ModelShape(
+        family=kind,
+        num_layers=len(blocks),
+        hidden=hidden,
+        heads=facts.num_heads,
+        kv_heads=facts.num_kv_heads,
+        head_dim=facts.head_dim,
+        mlp=next(module.out_features for name, module in blocks[0].named_modules() if name.endswith("net.0.proj")),
+        vocab=vocab,
+        tied=False,
+        windows=(None,) * len(blocks),
+        causal=False,
+        measured=replace(layer, **sizes),
+    )
+
+
+class _BlockMeasurement(_Measurement):
+    """A block of a video transformer. Keys and values of cross-attention do not grow with the tokens."""
+
+    def __init__(self, model: Any, family: Wan | Ltx, block: nn.Module) -> None:
+        self.model, self.family, self.name, self.mode = model, family, "blocks.0", FakeTensorMode()
+        self.layer, self.facts = block, read_facts(family)
+        cast(Any, block).attn1.processor = SelfAttention()
+        self._make_fake(block)
+        self._make_fake(model.rope)
+
+    def _read_facts(self, call: AttentionCall, arguments: Arguments) -> CallFacts:
+        return self.facts
+
+    def _products(self, module: nn.Module) -> tuple[int, int]:
+        cross: Any = self.layer.attn2
+        if module is cross:
+            return 2 * TEXT_TOKENS * self.facts.num_heads * self.facts.head_dim, 0
+        if module in (cross.to_k, cross.to_v, getattr(cross, "add_k_proj", None), getattr(cross, "add_v_proj", None)):
+            return 0, 0
+        return sum(param.numel() for param in module.parameters(recurse=False) if param.dim() == 2), 0
+
+    def _inputs(self, num_tokens: int) -> tuple[Tensor, Arguments]:
+        hidden = self.facts.num_heads * self.facts.head_dim
+        num_text = TEXT_TOKENS + 257 * (getattr(self.layer.attn2, "add_k_proj", None) is not None)
+        x, text, modulations = (
+            torch.empty(*shape, dtype=torch.bfloat16)
+            for shape in ((num_tokens, hidden), (1, num_text, hidden), (1, 6 * hidden))
+        )
+        coords = torch.zeros(num_tokens, 3, dtype=torch.long if isinstance(self.family, Wan) else torch.float32)
+        arguments = (text, None, modulations, Tokens(self.family.rotary, coords, None), Mask())
+        return x, Arguments(arguments, {}, TOKEN_DIMS, num_tokens)
 
 
 class _LiveBytes(TorchDispatchMode):

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ithaka.attention.blocks import Docs
 from ithaka.attention.kernels import agree_on_kernel
-from ithaka.config import ConfigError
+from ithaka.config import AdapterConfig, ConfigError
 from ithaka.dist.mesh import Mesh, default_device, make_mesh
 from ithaka.layer.general import Answer, Arguments, AttentionCall, Batch, CallFacts, GeneralLayer, LayerRuns, Mask
 from ithaka.layer.store import Store
@@ -52,6 +52,7 @@ from ithaka.phases import mark_backward, phase
 from ithaka.plan.heads import head_table
 from ithaka.plan.ring import contiguous_deal
 
+MAX_SIDE = 1024  # patches along a side of a clip, as Wan's rope_max_seq_len
 PROBE_TOKENS, PROBE_CUT, PROBE_TEXT = 24, 9, 5
 # Of a layer's arguments: text, its attention bias, modulations, tokens, mask.
 TOKEN_DIMS = (None, None, None, 0, None)
@@ -280,7 +281,7 @@ def is_diffusers_model(model: Any) -> bool:
 # ---- check
 
 
-def _find_family(model: Any) -> Wan | Ltx:
+def find_family(model: Any) -> Wan | Ltx:
     """Raises ConfigError for models that the layers would not compute."""
     kind = next((cls.__name__ for cls in type(model).__mro__ if cls.__name__ in FAMILIES), None)
     if kind is None:
@@ -303,7 +304,7 @@ def _find_family(model: Any) -> Wan | Ltx:
     return FAMILIES[kind](model)
 
 
-def _read_facts(family: Wan | Ltx) -> CallFacts:
+def read_facts(family: Wan | Ltx) -> CallFacts:
     config = family.model.config
     heads, head_dim = config.num_attention_heads, config.attention_head_dim
     sizes = heads, heads, head_dim, head_dim, head_dim**-0.5
@@ -376,8 +377,8 @@ def parallelize_transformer(
         model.forward, model.save_pretrained = base.__call__, base.save_pretrained
         refuse_wrappers(model)
         return model
-    family, layout = _find_family(model), resolve_layout(cp, ring, mesh, layout)
-    facts, blocks = _read_facts(family), list(find_layers(model))
+    family, layout = find_family(model), resolve_layout(cp, ring, mesh, layout)
+    facts, blocks = read_facts(family), list(find_layers(model))
     device = mesh.device if mesh else default_device()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         _probe_block(family, facts, device)
@@ -400,6 +401,44 @@ def parallelize_transformer(
     model.ithaka_mesh, model.save_pretrained = mesh, MethodType(save_pretrained, model)
     refuse_wrappers(model)
     return model
+
+
+def build_transformer(
+    config: dict[str, Any], mesh: Mesh, layout: Layout, *, adapter: AdapterConfig | None = None, trains: bool = True
+) -> Any:
+    """Build a parallel video transformer from a config.json, with random weights."""
+    import diffusers
+
+    with torch.device(mesh.device):
+        model = getattr(diffusers, config["_class_name"]).from_config(config)
+    dtype = getattr(torch, layout.dtype or "float32")
+    model.requires_grad_(trains and adapter is None)
+    for param in model.parameters():
+        param.data = param.data.to(sum_dtype(dtype) if param.requires_grad else dtype)
+    if adapter is not None:
+        from peft import LoraConfig
+
+        targets = "all-linear" if adapter.targets == "all-linear" else list(adapter.targets)
+        model.add_adapter(LoraConfig(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=targets))
+    return parallelize_transformer(model, mesh=mesh, layout=layout)
+
+
+def make_clip(model: Any, num_patches: int) -> dict[str, Any]:
+    """Random arguments of a call with this many patches."""
+    grid, family = [1, 1, num_patches], FAMILIES[type(model).__name__.removeprefix("FSDP")](model)
+    for i in (1, 0):  # sides of the most patches that rotary embeddings allow
+        side = next(n for n in range(min(MAX_SIDE, grid[i + 1]), 0, -1) if grid[i + 1] % n == 0)
+        grid[i], grid[i + 1] = grid[i + 1] // side, side
+    if max(grid) > MAX_SIDE:
+        raise ConfigError(f"{num_patches} patches have no frames x height x width up to {MAX_SIDE}; use a power of 2")
+    config, generator = model.config, torch.Generator().manual_seed(1)
+    sizes = family.example_sizes(tuple(grid))
+    shape = (1, num_patches, config.in_channels)
+    if "hidden_states" in sizes:
+        shape = (1, config.in_channels, *sizes["hidden_states"].shape[2:])
+    text_dim = getattr(config, "text_dim", None) or config.caption_channels
+    given = sizes | {"hidden_states": torch.randn(shape, generator=generator), "timestep": torch.tensor([500.0])}
+    return given | {"encoder_hidden_states": torch.randn(1, 512, text_dim, generator=generator)}
 
 
 class _Clips:

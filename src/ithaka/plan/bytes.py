@@ -141,6 +141,7 @@ class _GpuPhases:
         self.layer_grads = shape.trained_layer * self.wide
         # A tied embedding belongs to FSDP2's root: always gathered, and its first gradient waits for its second.
         self.root, self.trained_lm_head = (self.head, 0) if shape.tied else (0, shape.trained_head)
+        self.root += shape.measured.root * self.wide * (not self.is_single) if shape.measured else 0
         self.embedded = shape.trained_parameters("embed_tokens")
         self.root_grad = self.embedded * self.e if shape.tied else 0
         self.groups = self._group_layers()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +42,13 @@ class PlanRequest:
         return self.space.choose(replace(self.work, context=context or self.work.context))
 
     @property
+    def is_video(self) -> bool:
+        return not self.space.shape.causal
+
+    @property
     def positions(self) -> int:
+        if self.is_video:
+            return sys.maxsize  # the clip's sides have limits, not the number of its patches
         family = FAMILIES.get(self.hf_config["model_type"], Family())
         return self.hf_config.get("max_position_embeddings") or family.positions
 

@@ -125,7 +125,7 @@ class LayerSeconds:
     def attention(self, work: Work, window: int | None) -> tuple[float, float]:
         """(forward, backward): two and five matmuls per query-key pair."""
         heads = -(-self.shape.heads // self.layout.ulysses)
-        flops = 4 * self.shape.head_dim * heads * work.pairs(window) / self.layout.ring
+        flops = 4 * self.shape.head_dim * heads * work.pairs(window, self.shape.causal) / self.layout.ring
         share, share_back = 1.0, 1.0
         if self.shape.head_dim <= 64:
             share, share_back = NARROW_HEAD_SHARE

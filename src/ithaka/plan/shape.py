@@ -52,6 +52,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(qk_norm=True, window="switched", experts=True),
     "mixtral": Family(window="all", experts=True),
 }
+# Video transformers -> frames and pixels per latent of their autoencoders.
+VIDEO_SCALES = {"WanTransformer3DModel": (4, 8), "LTXVideoTransformer3DModel": (8, 32)}
 PLANNED_FAMILIES = [name for name, family in FAMILIES.items() if not family.experts]
 
 
@@ -84,6 +86,7 @@ class MeasuredLayer:
     experts: int  # a part of `others`, multiplied in groups
     arguments: int = 0  # bytes per token of all arguments of layers: position embeddings
     stacked: int = 0  # parameters in 3-D tensors: experts
+    root: int = 0  # parameters around the layers that stay gathered, in the sum dtype, for all of a step
 
     bytes_per_token: ClassVar = tuple(
         f"{run}_{what}" for run in ("project", "finish") for what in ("bytes", "backward_bytes", "graph")
@@ -112,6 +115,7 @@ class ModelShape:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    causal: bool = True  # False: every token attends to all others, as in video transformers
     adapter: AdapterConfig | None = None  # None: all parameters are trained
     measured: MeasuredLayer | None = None  # a family without a formula, whose layers were measured
 
@@ -288,9 +292,11 @@ class Work:
         """Tokens of a document."""
         return min(self.document_tokens or self.context, self.context)
 
-    def pairs(self, window: int | None) -> float:
+    def pairs(self, window: int | None, causal: bool = True) -> float:
         """Query-key pairs per head."""
         length = self.length
+        if not causal:
+            return self.tokens * length
         if window is None or window >= length:
             return self.tokens * length / 2
         return self.tokens / length * (window * length - window**2 / 2)
@@ -327,7 +333,7 @@ def check_quantization(settings: Any, source: str) -> None:
 
 def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> ModelShape:
     """The shape that a `config.json` describes. `source`: its name in errors."""
-    name = values.get("model_type")
+    name = values.get("model_type") or values.get("_class_name")
     check_quantization(values.get("quantization_config"), source)
     values = {key: value for key, value in values.items() if key != "quantization_config"}
     if name not in PLANNED_FAMILIES:
@@ -365,6 +371,19 @@ def built_in_decoders() -> dict[str, Any]:
     """Built-in models of families without a formula: hub id, config.json, and the measured shape of each. Written by
     benchmarks/measure_decoders.py."""
     return json.loads(Path(__file__).with_name("decoders.json").read_text(encoding="utf-8"))
+
+
+def count_patches(values: Mapping[str, Any], video: str) -> int:
+    """Tokens of a video of `video` = frames x height x width pixels. `values`: config.json of a video transformer."""
+    kind, patch = values.get("_class_name"), values.get("patch_size", 1)
+    sizes = [int(size) for size in video.split("x") if size.isdecimal()]
+    if kind not in VIDEO_SCALES or len(sizes) != 3 or len(sizes) != video.count("x") + 1:
+        raise ConfigError(f"--video {video}: use frames x height x width, as in 81x720x1280, for a video transformer")
+    frames_scale, scale = VIDEO_SCALES[kind]
+    scale *= 2 if values.get("in_channels") == 48 else 1  # the autoencoder of Wan 2.2 5B
+    patch = patch if isinstance(patch, list | tuple) else (values.get("patch_size_t", 1), patch, patch)
+    latents = ((sizes[0] - 1) // frames_scale + 1, sizes[1] // scale, sizes[2] // scale)
+    return math.prod(max(1, size // p) for size, p in zip(latents, patch, strict=True))
 
 
 def yarn_factor(positions: int, rope: Mapping[str, Any], context: int) -> int:
