@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ithaka.attention.pairs import CAUSAL, EDGE, WINDOW, document_spans, plan_query_blocks, split_short_documents
+from ithaka.attention.pairs import (
+    CAUSAL,
+    EDGE,
+    WINDOW,
+    DocumentSpan,
+    document_spans,
+    forest_branches,
+    plan_branch_blocks,
+    plan_query_blocks,
+    split_short_documents,
+)
 
 
 def visible(docs, causal, window):
@@ -73,6 +83,50 @@ def test_every_visible_pair_is_scheduled_once(
     for block in blocks:
         for p in block.pairs:
             assert p.mask not in (CAUSAL, EDGE) or p.rows == p.keys
+
+
+def path_of(docs, parents, node):
+    """Tokens from the root to the end of a node."""
+    before = path_of(docs, parents, parents[node]) if parents[node] >= 0 else []
+    return before + list(range(docs[node], docs[node + 1]))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 7), min_size=1, max_size=9),
+    links=st.lists(st.integers(-2, 8), min_size=9, max_size=9),
+    window=st.none() | st.integers(1, 14),
+    block_q=st.integers(1, 30),
+    block_kv=st.integers(1, 30),
+    max_rows=st.integers(1, 30),
+)
+def test_every_token_of_a_branch_attends_once_to_each_token_before_it(
+    lengths, links, window, block_q, block_kv, max_rows
+):
+    """In any order of nodes: children right after their parent, later, or after other trees."""
+    docs = [0, *accumulate(lengths)]
+    parents = [max(-1, min(link, node - 1)) for node, link in enumerate(links[: len(lengths)])]
+    expected = []
+    for node in range(len(lengths)):
+        path = path_of(docs, parents, node)
+        for i in range(len(path) - lengths[node], len(path)):
+            expected += [(path[i], path[j]) for j in range(max(0, i + 1 - window) if window else 0, i + 1)]
+    branches = forest_branches(docs, parents)
+    how = dict(causal=True, window=window, block_q=block_q, block_kv=block_kv)
+    roots = [DocumentSpan(a, b - a, 0, b - a, 0) for a, b, path in branches if not path]
+    blocks = [*plan_query_blocks(roots, **how), *plan_branch_blocks(branches, max_rows, **how)]
+    assert sorted(visits(blocks)) == sorted(expected)
+    assert sorted(owned(blocks)) == list(range(docs[-1]))
+
+
+def test_answers_share_calls():
+    """A prompt and its first answer are a document; the prompt's keys are in one more pair, with all other answers."""
+    docs, parents = (0, 32, *range(34, 49, 2)), (-1, *[0] * 8)
+    branches = forest_branches(docs, parents)
+    assert branches[0] == (0, 34, ()) and {branch.path for branch in branches[1:]} == {((0, 32),)}
+    (block,) = plan_branch_blocks(branches, 99, causal=True, window=None, block_q=99, block_kv=99)
+    full, squares = block.pairs
+    assert (full.rows, full.keys, squares.rows, squares.count) == (14, 32, 2, 7)
 
 
 @pytest.mark.parametrize("window", [5, 8, 9, 17, 100])

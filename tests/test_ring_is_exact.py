@@ -15,7 +15,7 @@ from ithaka.config import ConfigError, parse_config
 from ithaka.dist.mesh import make_mesh
 from ithaka.layer.sharded import sharded_attention
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout, check_fixed, layout_from_config
-from ithaka.model.batch import deal_batch
+from ithaka.model.batch import pack_batch
 from ithaka.model.build import parallelize_model
 from ithaka.plan import ring as ring_plan
 from ithaka.plan.heads import head_table
@@ -219,7 +219,7 @@ def test_inputs_determine_how_tokens_are_dealt():
     def dealt():
         mesh, tokens = make_mesh(2, ring=2), torch.arange(40)[None]
         ways = {"document_ids": tokens // 25}, {"position_ids": tokens % 25}, {"attention_mask": tokens < 25}, {}
-        return [deal_batch(inputs, tokens, mesh) for inputs in ways]
+        return [pack_batch(inputs, tokens, mesh).deal for inputs in ways]
 
     (of_documents, of_positions, of_mask, of_nothing), _ = on_threads(2, dealt)
     assert of_documents == of_positions == of_mask != of_nothing

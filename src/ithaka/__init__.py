@@ -11,6 +11,7 @@ def __getattr__(name: str):
         "parallelize": "ithaka.hf",
         "token_logprobs": "ithaka.model.logprobs",
         "label_share": "ithaka.model.logprobs",
+        "pack_prefixes": "ithaka.model.prefixes",
         "Layout": "ithaka.layout",
     }
     if name in homes:

@@ -30,6 +30,8 @@ from ithaka.attention.pairs import (
     Pair,
     QueryBlock,
     document_spans,
+    forest_branches,
+    plan_branch_blocks,
     plan_query_blocks,
     plan_range_blocks,
     split_by_part,
@@ -37,7 +39,7 @@ from ithaka.attention.pairs import (
     visible_keys,
 )
 from ithaka.config import ConfigError
-from ithaka.plan.layer_bytes import CALL_TOKENS, WHOLE_TOKENS
+from ithaka.plan.layer_bytes import BLOCK_TOKENS, CALL_TOKENS, WHOLE_TOKENS
 from ithaka.plan.ring import Deal, RingRound, contiguous_deal, ring_rounds
 
 Tensors = tuple[Tensor, ...]
@@ -178,16 +180,22 @@ class Docs:
     Create it once per batch and pass it to every call of attention: with thousands of documents, planning the schedule
     takes longer on the host than attention takes on the GPU, and each call would upload the varlen kernel's indices.
     With a `deal`, the query rows are those of `member`, and the keys come in parts: its own, and those received in each
-    of its `rounds`.
+    of its `rounds`. `parents` makes them a forest (not in a ring): document i continues the earlier document parents[i]
+    and attends to all of it and of its ancestors; -1: to itself only.
     """
 
-    def __init__(self, starts: tuple[int, ...], deal: Deal | None = None, member: int = 0) -> None:
-        self.starts, self.deal = starts, deal or contiguous_deal(starts[-1], 1)
+    def __init__(
+        self, starts: tuple[int, ...], deal: Deal | None = None, member: int = 0, parents: tuple[int, ...] = ()
+    ) -> None:
+        self.starts, self.deal, self.parents = starts, deal or contiguous_deal(starts[-1], 1), parents
         self.member, self.runs = member, self.deal.members[member]
         self.sent_bytes = 0  # by this member, so far
         if starts[0] != 0 or any(b < a for a, b in zip(starts, starts[1:], strict=False)):
             raise ConfigError(f"docs must ascend from 0, got {starts[:4]}...{starts[-2:]}")
         self.longest = max(b - a for a, b in zip(starts, starts[1:], strict=False))
+        self.branches = forest_branches(starts, parents)
+        if self.branches:
+            self.longest = max(branch.depth + branch.stop - branch.start for branch in self.branches)
         self._rounds: dict[tuple[bool, int | None], list[RingRound]] = {}
         self._chunked: dict[int, Docs] = {}
         self._plans: dict[tuple, list[tuple[list[QueryBlock], list[_VarlenChunk]]]] = {}
@@ -203,8 +211,19 @@ class Docs:
     def split(self, chunk: int) -> "Docs":
         """The same tokens, with each document cut into chunks of `chunk` tokens."""
         if chunk not in self._chunked:
-            starts = [i for a, b in zip(self.starts, self.starts[1:], strict=False) for i in range(a, b, chunk)]
-            self._chunked[chunk] = Docs((*starts, self.starts[-1]), self.deal, self.member)
+            starts: list[int] = []
+            parents: list[int] = []
+            ends: list[tuple[int, int]] = []  # of each document: its last piece, and its length with its ancestors
+            for node, (a, b) in enumerate(zip(self.starts, self.starts[1:], strict=False)):
+                parent = self.parents[node] if self.parents else -1
+                last, depth = ends[parent] if parent >= 0 else (-1, 0)
+                for cut in (a, *range(a + chunk - depth % chunk, b, chunk)) if a < b else ():
+                    starts.append(cut)
+                    parents.append(last if cut == a and depth % chunk else -1)
+                    last = len(starts) - 1
+                ends.append((last, depth + b - a))
+            tree = tuple(parents) if max(parents, default=-1) >= 0 else ()
+            self._chunked[chunk] = Docs((*starts, self.starts[-1]), self.deal, self.member, tree)
         return self._chunked[chunk]
 
     def num_keys(self, part: int, causal: bool, window: int | None) -> int:
@@ -222,6 +241,8 @@ class Docs:
         key = (device, varlen, *options.values())
         if key not in self._plans:
             spans, chunks = document_spans(self.starts, self.runs), []
+            if self.parents:
+                spans = [DocumentSpan(a, b - a, 0, b - a, 0) for a, b, path in self.branches if not path]
             # For documents that are complete on this rank, keys have the same offsets as rows.
             complete = [span._replace(start=span.start + span.shift, shift=0) for span in spans if span.is_complete]
             if varlen:
@@ -235,6 +256,11 @@ class Docs:
                 [span for span in spans if not span.is_complete], **options | {"has_windows": False}
             )
             own, *others = split_by_part(cut, self._key_ranges(*mask), 1 + len(self.rounds(*mask)))
+            if self.parents:
+                assert options["causal"]
+                # Their sums are in buffers, for all heads of a call.
+                max_rows = BLOCK_TOKENS["attend"] // max(1, options["block_q"] // self.starts[-1])
+                own = plan_branch_blocks(self.branches, max_rows, **options)
             self._plans[key] = [
                 ([*plan_query_blocks(complete, **options), *own], chunks),
                 *((blocks, []) for blocks in others),

@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 FULL, CAUSAL, EDGE, WINDOW = "full", "causal", "edge", "window"
 
@@ -174,6 +174,116 @@ def plan_query_blocks(
                 pairs = tuple(replace(p, q0=p.q0 + offset + shift, k0=p.k0 + offset) for p in block.pairs)
                 moved = replace(block, start=block.start + offset + shift, pairs=pairs)
                 yield replace(moved, count=count, step=length) if count > 1 else moved
+
+
+# --- forests: documents that continue others ----------------------------------------------------------------
+
+
+class Branch(NamedTuple):
+    """Tokens [start, stop), causal among themselves, that also attend to all keys [first, last) of `path`, the tokens
+    before them from the root on. A node and a child that follows it in the sequence are one branch."""
+
+    start: int
+    stop: int
+    path: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def depth(self) -> int:
+        """Tokens before this branch."""
+        return sum(last - first for first, last in self.path)
+
+
+def forest_branches(starts: Sequence[int], parents: Sequence[int]) -> list[Branch]:
+    """Return the branches of a forest. `parents`: the index of each document's parent, an earlier one, or -1."""
+    branches: list[Branch] = []
+    branch_of: list[int] = []
+    for node, parent in enumerate(parents):
+        start, stop = starts[node], starts[node + 1]
+        if parent >= 0 and starts[parent + 1] == start and branch_of[parent] == len(branches) - 1:
+            branches[-1] = branches[-1]._replace(stop=stop)
+        elif parent >= 0:
+            trunk = branches[branch_of[parent]]
+            last = (trunk.start, starts[parent + 1])
+            branches.append(Branch(start, stop, (*trunk.path, last) if last[0] < last[1] else trunk.path))
+        else:
+            branches.append(Branch(start, stop))
+        branch_of.append(len(branches) - 1)
+    return [branch for branch in branches if branch.start < branch.stop]
+
+
+def plan_branch_blocks(
+    branches: Sequence[Branch], max_rows: int, *, window: int | None, **options: Any
+) -> list[QueryBlock]:
+    """Return the blocks of all branches with a path. `options`: those of `plan_query_blocks`.
+
+    Without a window, all rows that attend to a key do so in one pair per block of `max_rows`, even if they are of
+    several branches: a kernel then sums the key's gradient over them.
+    """
+    inner = [branch for branch in branches if branch.path]
+    if window is not None and any(window < branch.depth + branch.stop - branch.start for branch in inner):
+        return [block for branch in inner for block in _plan_windowed_branch(branch, window, options)]
+    blocks, block_kv, ranges = [], options["block_kv"], _shared_ranges(inner)
+    for low, high in _merge_ranges((branch.start, branch.stop) for branch in inner):
+        for a, e in _split_range(low, high, min(max_rows, options["block_q"])):
+            pairs = [
+                pair
+                for row, stop, first, last in ranges
+                if row < e and a < stop
+                for pair in _full_pairs(max(a, row), min(e, stop), first, last, block_kv)
+            ]
+            for branch in inner:
+                if branch.start < e and a < branch.stop:
+                    own = max(a, branch.start), min(e, branch.stop)
+                    pairs += _full_pairs(*own, branch.start, own[0], block_kv) + _causal_pairs(*own, block_kv)
+            blocks.append(QueryBlock(a, e - a, tuple(_batch_squares(pairs))))
+    return blocks
+
+
+def _plan_windowed_branch(branch: Branch, window: int, options: dict[str, Any]) -> list[QueryBlock]:
+    """A branch is the end of a document, its path and itself, whose keys lie in several ranges."""
+    keys, depth = [], 0
+    for first, last in (*branch.path, branch[:2]):
+        keys.append(KeyRange(depth, last - first, 0, first - depth))
+        depth += last - first
+    span = DocumentSpan(0, depth, branch.depth, depth, branch.start - branch.depth)
+    blocks = plan_query_blocks([span], window=window, **options | {"has_windows": False})
+    return split_by_part(blocks, keys, 1)[0]
+
+
+def _shared_ranges(branches: Sequence[Branch]) -> "list[MaskRange]":
+    """Rows and the keys on their paths: each key once, unless the rows that attend to it are not consecutive."""
+    readers = defaultdict(list)
+    for branch in branches:
+        for first, last in branch.path:
+            readers[first].append((last, branch.start, branch.stop))
+    ranges = []
+    for first, rows in readers.items():
+        for last in sorted({last for last, _, _ in rows}):
+            for a, b in _merge_ranges((start, stop) for reach, start, stop in rows if reach >= last):
+                ranges.append((a, b, first, last))
+            first = last
+    return ranges
+
+
+def _merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Merge adjacent ranges. They ascend."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if merged and merged[-1][1] == start:
+            start = merged.pop()[0]
+        merged.append((start, stop))
+    return merged
+
+
+def _batch_squares(pairs: Iterable[Pair]) -> Iterator[Pair]:
+    """Batch consecutive causal squares of one size, those of branches of equal length."""
+    for square, group in groupby(pairs, key=lambda pair: pair.mask == CAUSAL and pair.rows):
+        if not square:
+            yield from group
+            continue
+        for _, equal in groupby(enumerate(group), key=lambda item: item[1].q0 - item[0] * item[1].rows):
+            (_, first), *others = equal
+            yield replace(first, count=1 + len(others), step=first.rows) if others else first
 
 
 MaskRange = tuple[int, int, int, int]  # rows [a, b) attend to keys [c, d)

@@ -6,7 +6,7 @@ matrix products. For per-token results it depends on the gradients of backward, 
 Shapes: s tokens on this rank, t tokens of a tile, D hidden size, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -107,33 +107,40 @@ class GraphHead:
         dx_tD += graph_backward(x_tD, logits_tV, self.params, dlogits_tV, grads)
 
 
-def linear_cross_entropy(x_sD: Tensor, labels_s: Tensor, head: Head, tile: int) -> TokenResults:
+def linear_cross_entropy(
+    x_sD: Tensor, labels_s: Tensor, head: Head, tile: int, rows_e: Tensor | None = None
+) -> TokenResults:
     """Return per-token results of head(x), `tile` tokens at a time. Labels are already shifted.
+
+    `rows_e`, ascending: further rows of x, which predict the labels after the first s.
 
     Log-probabilities and entropies are differentiable. Saves x and, per token, the log-sum-exp and the entropy.
     """
-    return TokenResults(*_LinearCrossEntropy.apply(x_sD, labels_s, head, tile, *head.params))
+    return TokenResults(*_LinearCrossEntropy.apply(x_sD, labels_s, head, tile, rows_e, *head.params))
 
 
-def summed_cross_entropy(x_sD: Tensor, labels_s: Tensor, head: Head, tile: int, divisor: float) -> Tensor:
-    """Return the summed loss of head(x) divided by `divisor`. Computes the gradients at once, if required."""
+def summed_cross_entropy(
+    x_sD: Tensor, labels_s: Tensor, head: Head, tile: int, divisor: float, rows_e: Tensor | None = None
+) -> Tensor:
+    """Return the summed loss of head(x) divided by `divisor`. Computes the gradients at once, if required. `rows_e`: as
+    in `linear_cross_entropy`."""
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x_sD, *head.params))
-    return _SummedCrossEntropy.apply(x_sD, labels_s, head, tile, divisor, needs_grad, *head.params)
+    return _SummedCrossEntropy.apply(x_sD, labels_s, head, tile, rows_e, divisor, needs_grad, *head.params)
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @phase("loss forward")
-    def forward(ctx, x_sD, labels_s, head, tile, divisor, needs_grad, *params):
+    def forward(ctx, x_sD, labels_s, head, tile, rows_e, divisor, needs_grad, *params):
         sum_ = x_sD.new_zeros((), dtype=sum_dtype(x_sD.dtype))
         dx_sD, grads = tag(torch.zeros_like(x_sD), Holder.RESIDUAL) if needs_grad else None, GradSum()
-        for rows in tile_slices(len(x_sD), tile):
+        for rows, x_tD, dx_tD in _tiles(x_sD, dx_sD, rows_e, tile):
             valid_t, target_t1 = _valid_and_target(labels_s[rows])
-            if dx_sD is None:
-                loss_t = _tile_loss(x_sD[rows], target_t1, head)
+            if dx_tD is None:
+                loss_t = _tile_loss(x_tD, target_t1, head)
             else:
                 scale_t = valid_t.to(sum_.dtype) / divisor
-                loss_t = _tile_loss_and_grads(dx_sD[rows], x_sD[rows], target_t1[:, 0], scale_t, head, grads)
+                loss_t = _tile_loss_and_grads(dx_tD, x_tD, target_t1[:, 0], scale_t, head, grads)
             sum_ += torch.where(valid_t, loss_t, 0).sum()
         ctx.grads = [dx_sD, *(grads.take_as(p) for p in params)] if needs_grad else None
         return sum_ / divisor
@@ -147,18 +154,18 @@ class _SummedCrossEntropy(torch.autograd.Function):
         for grad in (dx_sD, *dparams):
             if grad is not None:
                 scale_in_place(grad, dloss)
-        return dx_sD, None, None, None, None, None, *dparams
+        return dx_sD, None, None, None, None, None, None, *dparams
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @phase("loss forward")
-    def forward(ctx, x_sD, labels_s, head, tile, *params):
-        logprobs_s = x_sD.new_empty(len(x_sD), dtype=sum_dtype(x_sD.dtype))
+    def forward(ctx, x_sD, labels_s, head, tile, rows_e, *params):
+        logprobs_s = x_sD.new_empty(len(labels_s), dtype=sum_dtype(x_sD.dtype))
         lse_s, entropies_s = torch.empty_like(logprobs_s), torch.empty_like(logprobs_s)
         correct_s = torch.empty_like(labels_s, dtype=torch.bool)
-        for rows in tile_slices(len(x_sD), tile):
-            logits_tV = head.logits(x_sD[rows])
+        for rows, x_tD, _ in _tiles(x_sD, None, rows_e, tile):
+            logits_tV = head.logits(x_tD)
             valid_t, target_t1 = _valid_and_target(labels_s[rows])
             label_logit_t = logits_tV.gather(1, target_t1)[:, 0]
             lse_s[rows], mean_t = row_logsumexp(logits_tV, details=True)
@@ -167,7 +174,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             correct_s[rows] = valid_t & (logits_tV.argmax(-1) == target_t1[:, 0])
             del logits_tV  # before the next tile is allocated
         ctx.save_for_backward(x_sD, labels_s, lse_s, entropies_s)
-        ctx.head, ctx.tile, ctx.params = head, tile, params
+        ctx.head, ctx.tile, ctx.rows_e, ctx.params = head, tile, rows_e, params
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(correct_s)
         return logprobs_s, entropies_s, correct_s
@@ -180,14 +187,32 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dlosses_s = lse_s.new_zeros(()).expand_as(lse_s) if dlogprobs_s is None else -dlogprobs_s
             head, grads = ctx.head, GradSum()
             dx_sD = tag(torch.zeros_like(x_sD), Holder.RESIDUAL)
-            for rows in tile_slices(len(x_sD), ctx.tile):
-                saved, dlogits_tV = head.run(x_sD[rows])
+            for rows, x_tD, dx_tD in _tiles(x_sD, dx_sD, ctx.rows_e, ctx.tile):
+                saved, dlogits_tV = head.run(x_tD)
                 valid_t, target_t1 = _valid_and_target(labels_s[rows])
                 entropy = None if dentropies_s is None else (valid_t * dentropies_s[rows], entropies_s[rows])
                 softmax_grad(dlogits_tV, target_t1[:, 0], lse_s[rows], valid_t * dlosses_s[rows], entropy)
-                head.backward(saved, dlogits_tV, dx_sD[rows], grads)
+                head.backward(saved, dlogits_tV, dx_tD, grads)
                 del saved, dlogits_tV  # before the next tile is allocated
-            return dx_sD, None, None, None, *(grads.take_as(p) for p in ctx.params)
+            return dx_sD, None, None, None, None, *(grads.take_as(p) for p in ctx.params)
+
+
+def _tiles(x_sD: Tensor, dx_sD: Tensor | None, rows_e: Tensor | None, tile: int) -> Iterator[tuple[slice, Tensor, Any]]:
+    """Yield a slice of labels, the rows of x that predict them, and where to add the gradients of these rows. Those of
+    `rows_e` are added to dx in fp32, at the end."""
+    s = len(x_sD)
+    for rows in tile_slices(s, tile):
+        yield rows, x_sD[rows], None if dx_sD is None else dx_sD[rows]
+    if rows_e is None or not len(rows_e):
+        return
+    dx_eD = None if dx_sD is None else torch.zeros_like(x_sD[rows_e])
+    for rows in tile_slices(len(rows_e), tile):
+        yield slice(s + rows.start, s + rows.stop), x_sD[rows_e[rows]], None if dx_eD is None else dx_eD[rows]
+    if dx_sD is not None and dx_eD is not None:
+        first_e = torch.searchsorted(rows_e, rows_e)  # of those with the same row
+        sums_eD = torch.zeros_like(dx_eD, dtype=sum_dtype(dx_eD.dtype))
+        sums_eD.index_put_((first_e,), dx_eD.to(sums_eD.dtype), accumulate=True)
+        dx_sD[rows_e] = (dx_sD[rows_e] + sums_eD[first_e]).to(dx_sD.dtype)
 
 
 def _tile_loss(x_tD: Tensor, target_t1: Tensor, head: Head) -> Tensor:

@@ -3,11 +3,15 @@
 Shapes: B rows of N tokens; S the flat sequence of B * N tokens, padded to a multiple of cp; s = S / cp tokens per rank.
 In a ring, each member gets the chunks of its `Deal`, and its ranks split them in order, s tokens each.
 Rows become documents of the packed sequence, as do the documents inside rows: below this file there is no batch dim.
+With `parents`, documents are nodes of a forest, and a node's last token predicts the first token of each child. The
+label of a child that follows its parent is in the usual place. All others are *branch labels*: they come after the s
+labels of the rank that predicts them, e on every rank.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -19,7 +23,7 @@ from ithaka.dist.mesh import Mesh
 from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.plan.ring import Deal, deal_tokens
 
-INPUTS = ("input_ids", "labels", "position_ids", "attention_mask", "document_ids", "shift_labels")
+INPUTS = ("input_ids", "labels", "position_ids", "attention_mask", "document_ids", "shift_labels", "parents")
 
 
 @dataclass(frozen=True)
@@ -28,11 +32,49 @@ class Share:
 
     ids_s: Tensor
     positions_s: Tensor
-    labels_s: Tensor | None  # already shifted
+    labels_s: Tensor | None  # already shifted; [s + e] with branch labels
+    branch_rows_e: Tensor | None  # rows that predict the branch labels, ascending; None: not a forest
     real_s: Tensor  # bool: not padding
     docs: Docs  # documents of the full sequence, and which ring member has which tokens
     num_valid: int  # valid labels of all cp ranks
     num_positions: int  # 1 + the largest position on any cp rank
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The documents of a batch, and which rank has which tokens."""
+
+    starts: tuple[int, ...]  # cumulative starts of documents, (0, ..., S); padding is a document
+    parents: tuple[int, ...]  # as in `Docs`: empty if no document has one
+    deal: Deal
+    num_tokens: int  # without padding to a multiple of cp
+
+    def positions(self) -> Tensor:
+        """Position of each token in its document; in a forest, counted from the root."""
+        firsts, lengths = list(self.starts[:-1]), torch.tensor(self.starts).diff()
+        for node, parent in enumerate(self.parents):
+            if parent >= 0:
+                firsts[node] -= self.starts[parent + 1] - firsts[parent]
+        firsts_S = torch.tensor(firsts).repeat_interleave(lengths)
+        return (torch.arange(len(firsts_S)) - firsts_S)[: self.num_tokens]
+
+    def label_table(self, cp: int) -> tuple[Tensor, Tensor]:
+        """In a forest: the tokens whose labels each rank predicts, [cp, s + e] (S: none), and the rows on their ranks
+        that predict the branch labels, [cp, e]."""
+        S, starts = self.starts[-1], torch.tensor(self.starts)
+        s, parents = S // cp, torch.tensor(self.parents)
+        sources_S = torch.arange(S) - 1  # the token that predicts each one; -1: none
+        sources_S[starts[:-1]] = torch.where(parents < 0, -1, starts[parents + 1] - 1)
+        is_usual_S = (sources_S >= 0) & (sources_S == torch.arange(S) - 1)
+        tokens_b = ((sources_S >= 0) & ~is_usual_S).nonzero()[:, 0]
+        tokens_b = tokens_b[sources_S[tokens_b].argsort(stable=True)]
+        ranks_b = sources_S[tokens_b] // s
+        e = int(ranks_b.bincount(minlength=1).max())
+        places_b = torch.arange(len(tokens_b)) - torch.searchsorted(ranks_b, ranks_b)
+        table, rows = torch.full((cp, s + e), S), torch.full((cp, e), s - 1)
+        table[:, :s] = torch.where(is_usual_S, torch.arange(S), S).roll(-1).view(cp, s)
+        table[ranks_b, s + places_b], rows[ranks_b, places_b] = tokens_b, sources_S[tokens_b] % s
+        return table, rows
 
 
 def take_share(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share:
@@ -41,60 +83,117 @@ def take_share(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share:
     position_ids may be [1, N], shared by all rows. Raises ValueError for inputs that would be ignored or miscomputed.
     """
     _check_shapes(inputs)
-    ids_BN, labels_BN, positions_BN, mask_BN, documents_BN, shifted_BN = map(inputs.get, INPUTS)
+    ids_BN, labels_BN, positions_BN, mask_BN, documents_BN, shifted_BN, parents_BN = map(inputs.get, INPUTS)
     assert ids_BN is not None
     _check_tokens("input_ids", ids_BN, vocab_size, "use the model's tokenizer, or resize the embeddings first")
-    if shifted_BN is None and labels_BN is not None:
+    if positions_BN is not None:
+        positions_BN = positions_BN.expand_as(ids_BN)
+    packing = _pack(ids_BN, positions_BN, mask_BN, documents_BN, parents_BN, mesh)
+    if shifted_BN is not None and packing.parents:
+        raise ValueError("shift_labels has one label per token, but a token may have several children; pass labels")
+    if shifted_BN is None and labels_BN is not None and not packing.parents:
         shifted_BN = _shift_left(labels_BN, IGNORE_INDEX)
     if shifted_BN is not None:
         labels_BN = shifted_BN.roll(1, dims=1)  # each label back at its own token
+    if labels_BN is not None:
         valid_BN = labels_BN.masked_fill(labels_BN == IGNORE_INDEX, 0)
         _check_tokens("labels", valid_BN, vocab_size, f"set labels to ignore to {IGNORE_INDEX}")
     if mask_BN is not None:
         _check_mask(mask_BN, labels_BN)
-    if positions_BN is not None:
-        positions_BN = positions_BN.expand_as(ids_BN)
-    starts = _document_starts(ids_BN, positions_BN, mask_BN, documents_BN)
-    deal = _deal(starts, ids_BN.numel(), mesh)
-    if positions_BN is None and documents_BN is not None:
-        lengths = torch.tensor([*starts, ids_BN.numel()]).diff()
-        firsts_S = torch.tensor(starts).repeat_interleave(lengths)
-        positions_BN = (torch.arange(len(firsts_S)) - firsts_S).view_as(ids_BN)
-    elif positions_BN is None:
-        positions_BN = torch.arange(ids_BN.shape[1]).expand_as(ids_BN)
+    if positions_BN is None:
+        flat_S = torch.arange(ids_BN.shape[1]) if documents_BN is None else packing.positions().view_as(ids_BN)
+        positions_BN = flat_S.expand_as(ids_BN)
+    labels_s = rows_e = None
+    if packing.parents and labels_BN is not None:
+        table, rows = packing.label_table(mesh.cp_size)
+        shifted_BN, rows_e = _at_tokens(labels_BN, table, IGNORE_INDEX), rows[mesh.cp_rank].to(mesh.device)
+        labels_s = shifted_BN[mesh.cp_rank].to(mesh.device)
+    elif shifted_BN is not None:
+        labels_s = _take_own(shifted_BN, mesh, packing.deal, IGNORE_INDEX)
 
-    ends = dict.fromkeys((ids_BN.numel(), deal.num_tokens))  # padding is a document
+    deal = packing.deal
     return Share(
         ids_s=_take_own(ids_BN, mesh, deal, 0),
         positions_s=_take_own(positions_BN, mesh, deal, 0),
-        labels_s=None if shifted_BN is None else _take_own(shifted_BN, mesh, deal, IGNORE_INDEX),
+        labels_s=labels_s,
+        branch_rows_e=rows_e,
         real_s=_take_own(torch.ones_like(ids_BN, dtype=torch.bool) if mask_BN is None else mask_BN, mesh, deal, False),
-        docs=Docs((*starts, *ends), deal, mesh.ring_group.rank()),
+        docs=Docs(packing.starts, deal, mesh.ring_group.rank(), packing.parents),
         num_valid=0 if shifted_BN is None else int((shifted_BN != IGNORE_INDEX).sum()),
         num_positions=1 + int(positions_BN.max()),
     )
 
 
-def deal_batch(inputs: dict[str, Tensor], rows_BN: Tensor, mesh: Mesh) -> Deal:
-    """How `take_share` deals the tokens of a call with these inputs. `rows_BN`: any tensor of the batch's shape."""
+def pack_batch(inputs: dict[str, Tensor], rows_BN: Tensor, mesh: Mesh) -> Packing:
+    """How `take_share` packs the tokens of a call with these inputs. `rows_BN`: any tensor of the batch's shape."""
     tensors = {name: to_integers(name, value) for name, value in inputs.items() if value is not None}
-    positions_BN, mask_BN, documents_BN = map(tensors.get, INPUTS[2:5])
+    positions_BN, mask_BN, documents_BN, _, parents_BN = map(tensors.get, INPUTS[2:])
     if positions_BN is not None:
         positions_BN = positions_BN.expand(rows_BN.shape)
-    starts = _document_starts(rows_BN.cpu(), positions_BN, mask_BN, documents_BN)
-    return _deal(starts, rows_BN.numel(), mesh)
+    return _pack(rows_BN.cpu(), positions_BN, mask_BN, documents_BN, parents_BN, mesh)
 
 
-def _deal(starts: list[int], num_tokens: int, mesh: Mesh) -> Deal:
-    return deal_tokens((*starts, num_tokens), mesh.ring_group.size(), mesh.ulysses_group.size())
+def _pack(
+    rows_BN: Tensor, positions_BN: Tensor | None, mask_BN: Tensor | None, documents_BN: Tensor | None,
+    parents_BN: Tensor | None, mesh: Mesh,
+) -> Packing:  # fmt: skip
+    starts = _document_starts(rows_BN, positions_BN, mask_BN, documents_BN)
+    parents = _read_parents(starts, documents_BN, parents_BN, mask_BN, mesh)
+    deal = deal_tokens((*starts, rows_BN.numel()), mesh.ring_group.size(), mesh.ulysses_group.size())
+    ends = tuple(dict.fromkeys((rows_BN.numel(), deal.num_tokens)))
+    return Packing((*starts, *ends), parents + (-1,) * (len(ends) - 1) * bool(parents), deal, rows_BN.numel())
 
 
-def take_label_share(rows_BN: Tensor, mesh: Mesh, deal: Deal, fill: float = 0) -> Tensor:
-    """This rank's share, [s] on its device, of [B, N] values that are stored at their labels' tokens.
+def _read_parents(
+    starts: list[int], documents_BN: Tensor | None, parents_BN: Tensor | None, mask_BN: Tensor | None, mesh: Mesh
+) -> tuple[int, ...]:
+    """The index of each document's parent, or -1; () if no document has one."""
+    if parents_BN is None:
+        return ()
+    if documents_BN is None:
+        raise ValueError("parents needs document_ids: it has the document_id of the parent of each token's document")
+    if (ring := mesh.ring_group.size()) > 1:
+        raise ValueError(
+            f"parents with ring={ring} is not supported: a ring sends a rank the keys of its own documents, not those "
+            "of their parents; use ring=1, with at most as many ranks per sequence as query heads"
+        )
+    N, parents = documents_BN.shape[1], list[int]()
+    known: dict[tuple[int, int], int] = {}
+    for node, (start, stop) in enumerate(pairwise((*starts, documents_BN.numel()))):
+        row, column = divmod(start, N)
+        document, parent = int(documents_BN[row, column]), int(parents_BN[row, column])
+        is_padding, where = mask_BN is not None and not mask_BN[row, column], f"row {row}, token {column}"
+        if is_padding or parent == -1:
+            parents.append(-1)
+        elif (row, parent) not in known:
+            raise ValueError(f"parents: {parent} at {where} is no earlier document_id of its row; put parents first")
+        else:
+            parents.append(known[row, parent])
+        if is_padding:
+            continue
+        if (parents_BN.reshape(-1)[start:stop] != parent).any():
+            raise ValueError(f"parents varies in document {document} at {where}; use one value for all of its tokens")
+        if (row, document) in known:
+            raise ValueError(f"document_ids: {document} at {where} is not consecutive; with parents, use ids once")
+        known[row, document] = node
+    return tuple(parents) if max(parents) >= 0 else ()
+
+
+def take_label_share(rows_BN: Tensor, mesh: Mesh, packing: Packing, fill: float = 0) -> Tensor:
+    """This rank's share, [s] or [s + e] on its device, of [B, N] values that are stored at their labels' tokens.
 
     `fill` is for tokens that predict no label: the last of a row, and padding.
     """
-    return _take_own(_shift_left(rows_BN, fill), mesh, deal, fill)
+    if not packing.parents:
+        return _take_own(_shift_left(rows_BN, fill), mesh, packing.deal, fill)
+    table, _ = packing.label_table(mesh.cp_size)
+    return _at_tokens(rows_BN, table[mesh.cp_rank].to(rows_BN.device), fill).to(mesh.device)
+
+
+def _at_tokens(rows_BN: Tensor, tokens: Tensor, fill: float) -> Tensor:
+    """The values at `tokens`; `fill` for S."""
+    S = max(rows_BN.numel(), int(tokens.max()))
+    return F.pad(rows_BN.reshape(-1), (0, 1 + S - rows_BN.numel()), value=fill)[tokens]
 
 
 def _shift_left(rows_BN: Tensor, fill: float) -> Tensor:

@@ -80,9 +80,9 @@ def parallelize_model(
     mesh is data parallel. `layout` has all settings, cp and ring included; without it every technique is off. `store`
     holds the activations that layers keep.
 
-    The model then takes `(input_ids, *, labels, position_ids, attention_mask, document_ids, num_items_in_batch,
-    per_token)`, the same full batch on all ranks of a cp group (checked in model/calls.py). Gradients are sharded and
-    summed over all ranks. The base model of a PeftModel is parallelized.
+    The model then takes `(input_ids, *, labels, position_ids, attention_mask, document_ids, parents,
+    num_items_in_batch, per_token)`, the same full batch on all ranks of a cp group (checked in model/calls.py).
+    Gradients are sharded and summed over all ranks. The base model of a PeftModel is parallelized.
     """
     check_arguments(model, cp, ring)
     if hasattr(model, "get_base_model"):
@@ -277,7 +277,10 @@ class _LossHead:
         num_logits = model.get_output_embeddings().weight.shape[0]
         tile = logits_tile_tokens(self.tile_tokens, len(x_sD), num_logits * x_sD.element_size())
         inputs = x_sD.contiguous(), labels_s, head, tile  # a user's hook may have returned a view
-        return linear_cross_entropy(*inputs) if call.per_token else summed_cross_entropy(*inputs, call.divisor)
+        rows_e = call.share.branch_rows_e
+        if call.per_token:
+            return linear_cross_entropy(*inputs, rows_e)
+        return summed_cross_entropy(*inputs, call.divisor, rows_e)
 
 
 def _forward(
@@ -288,6 +291,7 @@ def _forward(
     position_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     document_ids: Tensor | None = None,
+    parents: Tensor | None = None,
     shift_labels: Tensor | None = None,
     num_items_in_batch: int | None = None,
     per_token: bool = False,
@@ -345,10 +349,13 @@ def _make_zero_output(model: PreTrainedModel, call: CheckedCall) -> ParallelOutp
 
     Gradients stay None, so the optimizer skips the parameters. With zero gradients, AdamW would still move them.
     """
-    share, s = call.share, len(call.share.ids_s)
+    share, labels_s = call.share, call.share.labels_s
+    assert labels_s is not None
     zero = torch.zeros((), dtype=sum_dtype(model.dtype), device=share.ids_s.device)
-    loss, logprobs_s, entropies_s = (zero.new_zeros(shape).requires_grad_() for shape in ((), (s,), (s,)))
-    tokens = TokenResults(logprobs_s, entropies_s, torch.zeros_like(share.ids_s, dtype=torch.bool))
+    loss, logprobs_s, entropies_s = (
+        zero.new_zeros(shape).requires_grad_() for shape in ((), labels_s.shape, labels_s.shape)
+    )
+    tokens = TokenResults(logprobs_s, entropies_s, torch.zeros_like(labels_s, dtype=torch.bool))
     tokens_or_none = tokens if call.per_token else None
     return ParallelOutput(loss=loss, num_tokens=0, tokens=tokens_or_none, docs=share.docs, own_loss=zero)
 

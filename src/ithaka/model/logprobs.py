@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.loss import TokenResults
-from ithaka.model.batch import GatherTokens, deal_batch, take_label_share
+from ithaka.model.batch import GatherTokens, pack_batch, take_label_share
+from ithaka.plan.ring import contiguous_deal
 
 
 def token_logprobs(
@@ -22,15 +23,15 @@ def token_logprobs(
     """Log-probability, entropy and whether the argmax is correct, for every label.
 
     `model` comes from `parallelize`. Returns [B, N] tensors, equal on all ranks of a cp group; the entry of a label is
-    at the label's own position. `labels` and `inputs` (document_ids, position_ids, attention_mask) are as in a call of
-    the model: labels of -100 and the first label of a row do not count. Logits are computed tile by tile, so memory
-    does not grow with tokens x vocabulary.
+    at the label's own position. `labels` and `inputs` (document_ids, parents, position_ids, attention_mask) are as in a
+    call of the model: labels of -100 and the first label of a row do not count. Logits are computed tile by tile, so
+    memory does not grow with tokens x vocabulary.
 
     Backward sums gradients over all ranks. All ranks of a cp group must compute the same loss from the result. Losses
     of data-parallel groups add up, so divide each by the count of the global batch.
 
-    `share=True` returns only this rank's tokens, as [s] tensors, to combine with `label_share`; then the losses of all
-    ranks add up.
+    `share=True` returns only the labels that this rank predicts, as [s] tensors (longer with `parents`), to combine
+    with `label_share`; then the losses of all ranks add up.
     """
     if share:
         _get_mesh(model)
@@ -46,19 +47,29 @@ def token_logprobs_and_aux(
     out = model(input_ids=input_ids, labels=labels, per_token=True, **inputs)
     tokens = out.tokens
     values_s3 = torch.stack([x.to(tokens.logprobs.dtype) for x in tokens], dim=-1)
-    values_BN3 = GatherTokens.apply(values_s3, mesh, deal_batch(inputs, input_ids, mesh), input_ids.shape)
-    logprobs_BN, entropies_BN, correct_BN = F.pad(values_BN3[:, :-1], (0, 0, 1, 0)).unbind(-1)
+    packing = pack_batch(inputs, input_ids, mesh)
+    if packing.parents:
+        tokens = packing.label_table(mesh.cp_size)[0].flatten()
+        slots = torch.full((packing.starts[-1] + 1,), len(tokens))  # of each token's label; len(tokens): none
+        slots[tokens] = torch.arange(len(tokens))
+        slots = slots[: input_ids.numel()].to(values_s3.device)
+        values_1l3 = GatherTokens.apply(values_s3, mesh, contiguous_deal(len(tokens), 1), (1, len(tokens)))
+        values_BN3 = F.pad(values_1l3[0], (0, 0, 0, 1))[slots].view(*input_ids.shape, 3)
+    else:
+        values_BN3 = GatherTokens.apply(values_s3, mesh, packing.deal, input_ids.shape)
+        values_BN3 = F.pad(values_BN3[:, :-1], (0, 0, 1, 0))
+    logprobs_BN, entropies_BN, correct_BN = values_BN3.unbind(-1)
     return TokenResults(logprobs_BN, entropies_BN, correct_BN.bool()), out.aux_loss
 
 
 def label_share(model: PreTrainedModel, values_BN: Tensor, **inputs: Any) -> Tensor:
-    """This rank's share, [s], of values per label (advantages, masks, old log-probabilities).
+    """This rank's share of values per label (advantages, masks, old log-probabilities).
 
     Matches the order of `token_logprobs(..., share=True)` for the same `inputs`; in a ring, the order depends on the
     documents. 0 for tokens without a label.
     """
     mesh = _get_mesh(model)
-    return take_label_share(values_BN, mesh, deal_batch(inputs, values_BN, mesh))
+    return take_label_share(values_BN, mesh, pack_batch(inputs, values_BN, mesh))
 
 
 def _get_mesh(model: PreTrainedModel) -> Mesh:

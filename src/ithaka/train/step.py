@@ -20,7 +20,7 @@ from ithaka.config import ConfigError, OptimConfig
 from ithaka.data.stream import Batch, num_valid
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.loss import IGNORE_INDEX, TokenResults
-from ithaka.model.batch import count_pairs, deal_batch, take_label_share
+from ithaka.model.batch import count_pairs, pack_batch, take_label_share
 from ithaka.phases import phase
 
 _CHUNK_ELEMENTS = 1 << 20  # on a CPU, the norm of a chunk converts it to fp64
@@ -114,10 +114,10 @@ class SourceSums:
 
     def add(self, batch: Batch, tokens: TokenResults | None) -> None:
         if tokens is not None and batch.source_ids is not None:
-            deal = deal_batch(batch.inputs, batch.labels, self.mesh)
-            valid_s = take_label_share(batch.labels, self.mesh, deal, IGNORE_INDEX) != IGNORE_INDEX
+            packing = pack_batch(batch.inputs, batch.labels, self.mesh)
+            valid_s = take_label_share(batch.labels, self.mesh, packing, IGNORE_INDEX) != IGNORE_INDEX
             values_2s = torch.stack([-tokens.logprobs.detach().double(), valid_s.double()])
-            self._sums.index_add_(1, take_label_share(batch.source_ids, self.mesh, deal), values_2s)
+            self._sums.index_add_(1, take_label_share(batch.source_ids, self.mesh, packing), values_2s)
 
     def means(self, what: str) -> dict[str, float]:
         """Mean loss of each source with a label on any rank: {"what/NAME": mean}."""
